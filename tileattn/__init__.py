@@ -1,0 +1,33 @@
+"""Exact attention, the FlashAttention way: block by block, in O(N) memory, without a framework.
+
+``forward`` and ``backward`` take NumPy arrays; every mask and bias has its gradient, and the same
+call gives the same bits. The algorithm is written once, readably, in ``tileattn.spec``.
+"""
+
+from tileattn import reference, testing
+from tileattn.api import backward, explain, forward, merge
+from tileattn.backends import available_backends, register_backend
+from tileattn.block_mask import BlockMask
+from tileattn.errors import BackendUnavailableError, UnsupportedError
+from tileattn.philox import dropout_mask
+from tileattn.results import Attention, Gradients
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attention",
+    "BackendUnavailableError",
+    "BlockMask",
+    "Gradients",
+    "UnsupportedError",
+    "__version__",
+    "available_backends",
+    "backward",
+    "dropout_mask",
+    "explain",
+    "forward",
+    "merge",
+    "reference",
+    "register_backend",
+    "testing",
+]

@@ -1,0 +1,336 @@
+"""The public calls. Each validates, chooses a backend and hands over."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import numpy as np
+
+from tileattn import backends
+from tileattn.backends.protocol import Backend, Explanation
+from tileattn.problem import Operands, Options, Problem, check_array, four_axes, parse
+from tileattn.results import Attention, Gradients
+from tileattn.state import RowState
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    backend: str = "auto",
+    out: Any | None = None,
+    **options: Unpack[Options],
+) -> Attention:
+    """Exact attention, block by block with online softmax.
+
+    Parameters
+    ----------
+    q : array, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
+        Queries; float16, bfloat16, float32 or float64. Any strides.
+    k : array, shape (B, Hkv, Nk, D), (Hkv, Nk, D) or (Nk, D)
+        Keys; ``Hq % Hkv == 0``, and query head h reads key head ``h // (Hq // Hkv)``.
+    v : array, shape (B, Hkv, Nk, Dv), (Hkv, Nk, Dv) or (Nk, Dv)
+        Values.
+    backend : str
+        ``"auto"`` (from the arrays, or ``TILEATTN_BACKEND`` where it is set), ``"numpy"``,
+        ``"cupy"`` or a registered name.
+    out : array or None
+        Where the output is written: shape and dtype of the result, sharing no memory with an
+        input. It is written only after everything has succeeded.
+    **options
+        See Notes.
+
+    Returns
+    -------
+    Attention
+        Named tuple ``(out, lse)``: the output, and the natural logarithm of the sum of the
+        exponentials of the scores that each query sees.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an argument is not as described; the message names it.
+    BackendUnavailableError
+        Where the backend cannot run here.
+    UnsupportedError
+        Where the backend does not serve this problem.
+
+    Notes
+    -----
+    The score of query i, at position ``p = i + q_offset``, and key j is::
+
+        s = scale * q_i . k_j
+        s = softcap * tanh(s / softcap)
+        s = s - alibi_slope * |p - j| + bias_ij
+
+    and the output is the mean of the values of all seen keys, weighted by the softmax of s.
+
+    ============ ========= ============================================================
+    option       default   meaning
+    ============ ========= ============================================================
+    scale        1/sqrt(D) multiplies ``q @ k.T``
+    softcap      None      caps the scaled product
+    alibi_slopes None      (Hq,) or (B, Hq); subtracts ``slope * |p - j|``
+    bias         None      floating, broadcastable to (B, Hq, Nq, Nk); added
+    causal       False     key j is seen only where ``j <= p``
+    window       None      (left, right): seen only where ``p - left <= j <= p + right``;
+                           None leaves a side open
+    mask         None      boolean, broadcastable to (B, Hq, Nq, Nk); True = seen
+    block_mask   None      a ``BlockMask``; skipped blocks are neither loaded nor computed
+    kv_lengths   None      (B,) integers; keys at and past the length are not seen
+    q_offset     None      integer or (B,); None is ``kv_length - Nq``, 0 aligns top left
+    sinks        None      (Hq,) logits that join the softmax denominator only
+    dropout_p    0.0       share of the probabilities that is dropped
+    seed         0         of the dropout, from 0 to 2**64 - 1
+    ============ ========= ============================================================
+
+    A query that sees no key, or only scores of -inf, has output 0 and lse -inf (its sink, where
+    there are sinks).
+
+    References
+    ----------
+    Dao, FlashAttention-2, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tileattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 4, 100, 32), np.float32)
+    >>> out, lse = tileattn.forward(q, k, v, causal=True)
+    >>> out.shape, lse.shape
+    ((2, 4, 100, 32), (2, 4, 100))
+    >>> bool(np.allclose(out[:, :, 0], v[:, :, 0]))
+    True
+    """
+    chosen, problem, operands = _prepare(q, k, v, backend, options, out=out)
+    if out is not None:
+        check_array("out", out, problem.out_shape, problem.dtype)
+        _ensure_writable(out, {"q": q, "k": k, "v": v, **options})
+    result = chosen.forward(problem, operands, None if out is None else four_axes(out))
+    lead = (0,) * (4 - problem.ndim)
+    return Attention(result.out[lead] if out is None else out, result.lse[lead])
+
+
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+    **options: Unpack[Options],
+) -> Gradients:
+    """Gradients of ``forward``, recomputing the probabilities from ``lse``.
+
+    Parameters
+    ----------
+    dout : array, shape and dtype of out
+        Gradient that arrives at the output.
+    q, k, v : array
+        As given to ``forward``.
+    out, lse : array
+        As ``forward`` has returned them.
+    dlse : array, shape and dtype of lse, or None
+        Gradient that arrives at the logsumexp.
+    deterministic : bool
+        Ask for the same bits on every run; on the CPU they always are.
+    backend : str
+        As for ``forward``.
+    **options
+        The same as ``forward`` was given.
+
+    Returns
+    -------
+    Gradients
+        Named tuple ``(dq, dk, dv, dbias, dsinks)``, each of its input's shape and dtype; the last
+        two are None where the call has no ``bias`` or no ``sinks``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an argument is not as described; the message names it.
+    BackendUnavailableError
+        Where the backend cannot run here.
+    UnsupportedError
+        Where the backend does not serve this problem.
+
+    Notes
+    -----
+    No array of Nq x Nk is made. With P the probabilities and
+    ``delta = rowsum(dout * out) - dlse``::
+
+        dv = P.T @ dout;  ds = P * (dout @ v.T - delta)
+        dq = scale * ds @ k;  dk = scale * ds.T @ q
+
+    References
+    ----------
+    Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tileattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 5, 8))
+    >>> out, lse = tileattn.forward(q, k, v)
+    >>> dq, dk, dv, dbias, dsinks = tileattn.backward(np.ones_like(out), q, k, v, out, lse)
+    >>> dq.shape, dbias is None
+    ((5, 8), True)
+    """
+    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    chosen, problem, operands = _prepare(q, k, v, backend, options, **given)
+    if not isinstance(deterministic, bool | np.bool_):
+        raise TypeError(
+            f"deterministic is {type(deterministic).__name__}; True or False is accepted"
+        )
+    for name, x, shape, dtype in (
+        ("dout", dout, problem.out_shape, problem.dtype),
+        ("out", out, problem.out_shape, problem.dtype),
+        ("lse", lse, problem.out_shape[:-1], problem.sum_dtype),
+        ("dlse", dlse, problem.out_shape[:-1], problem.sum_dtype),
+    ):
+        if x is not None or name != "dlse":
+            check_array(name, x, shape, dtype)
+    rows = (problem.B, problem.Hq, problem.Nq)
+    attention = Attention(four_axes(out), lse.reshape(rows))
+    dlse = None if dlse is None else dlse.reshape(rows)
+    result = chosen.backward(
+        problem, operands, four_axes(dout), attention, dlse, bool(deterministic)
+    )
+    lead = (0,) * (4 - problem.ndim)
+    dbias = None if result.dbias is None else result.dbias.reshape(options["bias"].shape)
+    return Gradients(*(x[lead] for x in result[:3]), dbias, result.dsinks)
+
+
+def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
+    """Join results over disjoint sets of keys into the result over their union.
+
+    Parameters
+    ----------
+    outs : sequence of array, shape (..., N, Dv) each
+        Outputs of the same queries over different keys.
+    lses : sequence of array, shape (..., N) each
+        Their logsumexps. Sinks, where there are any, belong into one of the calls only.
+
+    Returns
+    -------
+    Attention
+        As ``forward`` over all the keys would return it, up to rounding.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where the sequences are empty or differ in length, or arrays in shape or dtype.
+
+    Notes
+    -----
+    ``lse = log(sum_t exp(lse_t))`` and ``out = sum_t exp(lse_t - lse) * out_t``: associative and
+    commutative up to rounding; a result with lse = -inf is the identity.
+
+    References
+    ----------
+    Milakov and Gimelshein, arXiv:1805.02867, section 3.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tileattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 7, 8))
+    >>> left = tileattn.forward(q, k[:3], v[:3])
+    >>> right = tileattn.forward(q, k[3:], v[3:])
+    >>> whole = tileattn.merge([left.out, right.out], [left.lse, right.lse])
+    >>> bool(np.allclose(whole.out, tileattn.forward(q, k, v).out))
+    True
+    """
+    if len(outs) != len(lses) or not len(outs):
+        raise ValueError(
+            f"outs has {len(outs)} and lses has {len(lses)} entries; the same number, at least one, "
+            "is accepted"
+        )
+    sums = np.dtype(np.float64 if getattr(outs[0], "dtype", None) == np.float64 else np.float32)
+    for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        check_array(f"outs[{n}]", out, outs[0].shape, outs[0].dtype)
+        check_array(f"lses[{n}]", lse, outs[0].shape[:-1], sums)
+    state = RowState.of_result(outs[0], lses[0], sums)
+    with np.errstate(all="ignore"):
+        for out, lse in zip(outs[1:], lses[1:], strict=True):
+            state.merge(RowState.of_result(out, lse, sums))
+        merged, lse = state.finish()
+    return Attention(merged.astype(outs[0].dtype, copy=False), lse)
+
+
+def explain(
+    q: Any, k: Any, v: Any, *, backend: str = "auto", **options: Unpack[Options]
+) -> Explanation:
+    """Say what would run for a call, without running it.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As for ``forward``.
+    backend : str
+        As for ``forward``.
+    **options
+        As for ``forward``.
+
+    Returns
+    -------
+    Explanation
+        Backend, kernel, tile sizes, fast memory, tiles visited, a model of the bytes moved, and
+        the reasons. ``str()`` of it is a short report.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for ``forward``.
+    BackendUnavailableError
+        Where the backend cannot run here.
+    UnsupportedError
+        Where the backend does not serve this problem.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tileattn
+    >>> x = np.zeros((1, 1, 1024, 64), np.float32)
+    >>> tileattn.explain(x, x, x, causal=True).backend
+    'numpy'
+    """
+    chosen, problem, operands = _prepare(q, k, v, backend, options)
+    return chosen.explain(problem, operands)
+
+
+def _prepare(
+    q: Any, k: Any, v: Any, backend: str, options: Options, **others: Any
+) -> tuple[Backend, Problem, Operands]:
+    arrays = {"q": q, "k": k, "v": v, **others}
+    arrays |= {name: options.get(name) for name in ("bias", "mask", "alibi_slopes", "sinks")}
+    chosen = backends.choose(backend, arrays)
+    problem, operands = parse(q, k, v, options)
+    backends.ensure_served(chosen, problem)
+    return chosen, problem, operands
+
+
+def _ensure_writable(out: Any, inputs: dict[str, Any]) -> None:
+    """Raise where ``out`` is read-only or shares memory with an input."""
+    flags = out.flags
+    if not getattr(flags, "writeable", True):
+        raise ValueError("out is read-only; a writable array is accepted")
+    if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
+        raise ValueError("out has overlapping elements (a stride of 0); an array of its own memory is accepted")
+    for name, x in inputs.items():
+        if isinstance(x, np.ndarray) and _overlap(out, x):
+            raise ValueError(f"out overlaps {name}; an array that shares no memory with it is accepted")
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    try:
+        return np.shares_memory(a, b, max_work=1000)
+    except np.exceptions.TooHardError:
+        return True

@@ -1,0 +1,160 @@
+"""NumPy arrays: runs the specification, blocks in parallel on threads."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tileattn import spec
+from tileattn.backends import threads
+from tileattn.backends.protocol import Explanation
+from tileattn.backends.numpy_backward import Backward
+from tileattn.blocks import cut
+from tileattn.lane import Lane, lanes
+from tileattn.problem import Operands, Problem
+from tileattn.results import Attention, Gradients
+from tileattn.state import Array
+from tileattn.traffic import forward_traffic
+
+FORWARD_TILE = (256, 512)
+BACKWARD_TILE = (256, 256)
+"""Queries and keys of a tile, measured with ``benchmarks/cpu.py --sweep``: the tile buffers stay
+in the second-level cache of one core, and the matrix products are large enough for BLAS."""
+
+_SERIAL_WORK = 1 << 23  # multiply-adds up to which starting a thread costs more than it brings
+_WORTH_BOUNDING = 128  # queries from which a look at all norms costs less than maxima of all tiles
+
+class NumpyBackend:
+    """Attention on NumPy arrays; serves every problem."""
+
+    name = "numpy"
+
+    def owns(self, x: Any) -> bool:
+        """Whether ``x`` is a NumPy array (masked arrays are refused: their mask would be lost)."""
+        return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
+
+    def unavailable(self) -> str | None:
+        """Why the backend cannot run here: it always can."""
+        return None
+
+    def why_not(self, problem: Problem) -> str | None:  # noqa: ARG002 - the protocol's argument
+        """Why a problem is not served: every one is."""
+        return None
+
+    def forward(self, problem: Problem, operands: Operands, out: Array | None) -> Attention:
+        """Compute attention.
+
+        Parameters
+        ----------
+        problem : Problem
+            What is asked.
+        operands : Operands
+            The arrays.
+        out : array, shape (B, Hq, Nq, Dv), or None
+            Where the output is written, in one go after everything else has succeeded.
+
+        Returns
+        -------
+        Attention
+            With four axes.
+        """
+        result = np.empty((problem.B, problem.Hq, problem.Nq, problem.Dv), problem.dtype)
+        lse = np.empty((problem.B, problem.Hq, problem.Nq), problem.sum_dtype)
+        block_q, block_k = FORWARD_TILE
+        blocks = [
+            (lane, span) for lane in lanes(problem, operands) for span in cut(problem.Nq, block_q)
+        ]
+        blocks.sort(key=lambda block: -_reach(*block))
+
+        def task(lane: Lane, span: tuple[int, int]) -> None:
+            bounded = problem.Nq >= _WORTH_BOUNDING and lane.bounded
+            with np.errstate(all="ignore"):
+                rows = spec.forward_rows(lane, *span, block_k, bounded, threads.thread_scratch())
+                for whole, part in zip((result, lse), rows, strict=True):
+                    lane.heads_of(whole)[:, :, slice(*span)] = part
+
+        threads.run([partial(task, *block) for block in blocks], _parallel(problem))
+        if out is not None:
+            out[...] = result
+            result = out
+        return Attention(result, lse)
+
+    def backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        dout: Array,
+        attention: Attention,
+        dlse: Array | None,
+        deterministic: bool,  # noqa: ARG002 - sums have a fixed order in any case
+    ) -> Gradients:
+        """Compute the gradients.
+
+        Parameters
+        ----------
+        problem : Problem
+            What is asked.
+        operands : Operands
+            The arrays.
+        dout : array, shape (B, Hq, Nq, Dv)
+            Gradient that arrives at the output.
+        attention : Attention
+            What the forward pass has returned, with four axes.
+        dlse : array, shape (B, Hq, Nq), or None
+            Gradient that arrives at the logsumexp.
+        deterministic : bool
+            Sums have a fixed order in any case.
+
+        Returns
+        -------
+        Gradients
+            With four axes, those of bias and sinks in their own shape.
+        """
+        job = Backward(problem, operands, dout, attention, dlse, BACKWARD_TILE)
+        threads.run(job.tasks(), _parallel(problem))
+        return job.gradients()
+
+    def explain(self, problem: Problem, operands: Operands) -> Explanation:
+        """Say what would run.
+
+        Parameters
+        ----------
+        problem : Problem
+            What is asked.
+        operands : Operands
+            The arrays; only the options are looked at.
+
+        Returns
+        -------
+        Explanation
+            Tiles, workers, and the tiles and bytes that the schedule counts.
+        """
+        tiles, moved = forward_traffic(problem, operands, FORWARD_TILE)
+        parallel = _parallel(problem)
+        (fq, fk), (bq, bk) = FORWARD_TILE, BACKWARD_TILE
+        columns = problem.D + problem.Dv
+        size = problem.sum_dtype.itemsize
+        return Explanation(
+            backend=self.name,
+            kernel="tileattn.spec",
+            forward_tile=FORWARD_TILE,
+            backward_tile=BACKWARD_TILE,
+            workers=threads.worker_count() if parallel else 1,
+            scratch_bytes=size * max(fq * (fk + columns), 2 * bq * bk + 2 * (bq + bk) * columns),
+            tiles=tiles,
+            bytes_moved=moved,
+            reasons=(
+                "q, k and v are NumPy arrays",
+                "there is enough work for threads" if parallel else "threads would cost more",
+            ),
+        )
+
+
+def _reach(lane: Lane, span: tuple[int, int]) -> int:
+    """How many keys a query block reaches: its share of the work."""
+    lo, hi = lane.sight.band.keys_of(*span)
+    return hi - lo
+
+
+def _parallel(P: Problem) -> bool:
+    return P.B * P.Hq * P.Nq * P.Nk * (P.D + P.Dv) > _SERIAL_WORK

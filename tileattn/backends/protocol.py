@@ -1,0 +1,92 @@
+"""What a backend is, and what it answers when asked for an explanation."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from tileattn.problem import Operands, Problem
+from tileattn.results import Attention, Gradients
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run for a call, and why.
+
+    Parameters
+    ----------
+    backend, kernel : str
+        Who serves the call, and with which code.
+    forward_tile, backward_tile : (int, int)
+        Queries and keys of a tile.
+    workers : int
+        Threads, or multiprocessors, that share the work.
+    scratch_bytes : int
+        Fast memory of one worker: shared memory on a GPU, tile buffers on a CPU.
+    tiles : dict of str to int
+        Tiles of the forward pass that are skipped, partly seen and fully seen, over all heads.
+    bytes_moved : dict of str to int
+        Model of the bytes that the forward pass moves between slow and fast memory.
+    reasons : tuple of str
+        Why this backend, kernel and tile.
+    """
+
+    backend: str
+    kernel: str
+    forward_tile: tuple[int, int]
+    backward_tile: tuple[int, int]
+    workers: int
+    scratch_bytes: int
+    tiles: dict[str, int] = field(default_factory=dict)
+    bytes_moved: dict[str, int] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        visited = ", ".join(f"{n:,} {kind}" for kind, n in self.tiles.items())
+        moved = ", ".join(f"{name} {n / 1e6:,.2f} MB" for name, n in self.bytes_moved.items())
+        lines = [
+            f"backend   {self.backend} ({self.kernel})",
+            f"tiles     forward {self.forward_tile[0]} x {self.forward_tile[1]}, "
+            f"backward {self.backward_tile[0]} x {self.backward_tile[1]} (queries x keys)",
+            f"visits    {visited}",
+            f"workers   {self.workers}, {self.scratch_bytes / 1024:,.0f} KiB of tile buffers each",
+            f"moves     {moved}",
+            *(f"because   {reason}" for reason in self.reasons),
+        ]
+        return "\n".join(lines)
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Something that runs problems on one kind of array.
+
+    Notes
+    -----
+    Inputs are never written. Results belong to the library, device and stream of the inputs.
+    """
+
+    name: str
+
+    def owns(self, x: Any) -> bool:
+        """Whether ``x`` is an array of this backend; must not import its library."""
+
+    def unavailable(self) -> str | None:
+        """Why the backend cannot run here, with the command that mends it; None if it can."""
+
+    def why_not(self, problem: Problem) -> str | None:
+        """One sentence that says why a problem is not served; None if it is."""
+
+    def forward(self, problem: Problem, operands: Operands, out: Any | None) -> Attention:
+        """Compute ``out`` and ``lse`` with four axes; ``out`` is written where it is given."""
+
+    def backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        dout: Any,
+        attention: Attention,
+        dlse: Any | None,
+        deterministic: bool,
+    ) -> Gradients:
+        """Compute the gradients with four axes, those of bias and sinks in their own shape."""
+
+    def explain(self, problem: Problem, operands: Operands) -> Explanation:
+        """Say what would run."""

@@ -1,0 +1,284 @@
+"""Block-sparse masks: a kind for each block, and the exact answer inside the mixed ones."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SKIP, PARTIAL, FULL = 0, 1, 2
+"""Kinds of a block: no pair is seen, some pairs are, all pairs are."""
+
+Predicate = Callable[[Any, Any, Any, Any], Any]
+
+_STRIP = 1 << 24  # pairs evaluated at a time while a mask is classified: 16 MB of booleans
+
+
+class BlockMask:
+    """A boolean mask known block by block, so that unseen blocks cost nothing.
+
+    Block ``(a, c)`` covers queries ``a * bq`` to ``(a + 1) * bq - 1`` and keys ``c * bk`` to
+    ``(c + 1) * bk - 1``; the last blocks of each axis may reach past its end. Indices are those of
+    the arrays: ``q_offset`` does not move them.
+
+    Parameters
+    ----------
+    blocks : array of bool, broadcastable to (B, Hq, ceil(Nq / bq), ceil(Nk / bk))
+        True where a block is seen in full, False where it is skipped. At least two axes.
+    block_size : (int, int)
+        ``(bq, bk)``, queries and keys of a block.
+
+    Raises
+    ------
+    TypeError
+        Where ``blocks`` is not a boolean array, or a block size is not an integer.
+    ValueError
+        Where ``blocks`` has fewer than two or more than four axes, or a block size is below 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tileattn
+    >>> mask = tileattn.BlockMask(np.eye(4, dtype=bool), block_size=(16, 16))
+    >>> mask.density
+    0.25
+    """
+
+    def __init__(self, blocks: NDArray[np.bool_], block_size: tuple[int, int] = (128, 128)) -> None:
+        blocks = _boolean("blocks", blocks)
+        if not 2 <= blocks.ndim <= 4:
+            raise ValueError(f"blocks has shape {blocks.shape}; from two to four axes are accepted")
+        kinds = np.where(blocks, np.int8(FULL), np.int8(SKIP))
+        self._set(kinds, _block_size(block_size), None, None)
+
+    def _set(
+        self,
+        kinds: NDArray[np.int8],
+        block_size: tuple[int, int],
+        lengths: tuple[int, int] | None,
+        inside: Predicate | None,
+    ) -> None:
+        self.kinds = kinds.reshape((1,) * (4 - kinds.ndim) + kinds.shape)
+        self.kinds.setflags(write=False)
+        self.block_size = block_size
+        self.lengths = lengths
+        self._inside = inside
+
+    @classmethod
+    def from_mask(
+        cls, mask: NDArray[np.bool_], block_size: tuple[int, int] = (128, 128)
+    ) -> "BlockMask":
+        """Classify the blocks of a dense mask, which is kept (not copied) for the mixed blocks.
+
+        Parameters
+        ----------
+        mask : array of bool, shape (..., Nq, Nk), at most four axes
+            True = seen. Leading axes broadcast against (B, Hq).
+        block_size : (int, int)
+            Queries and keys of a block.
+
+        Returns
+        -------
+        BlockMask
+            The same mask, by blocks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As the constructor does.
+        """
+        mask = _boolean("mask", mask)
+        if not 2 <= mask.ndim <= 4:
+            raise ValueError(f"mask has shape {mask.shape}; from two to four axes are accepted")
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+
+        def inside(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return mask[b if mask.shape[0] > 1 else 0, h if mask.shape[1] > 1 else 0, i, j]
+
+        return cls._classify(inside, mask.shape, _block_size(block_size))
+
+    @classmethod
+    def from_predicate(
+        cls,
+        visible: Predicate,
+        shape: tuple[int, int, int, int],
+        block_size: tuple[int, int] = (128, 128),
+    ) -> "BlockMask":
+        """Classify the blocks of a rule; no array of Nq x Nk is ever made.
+
+        Parameters
+        ----------
+        visible : callable
+            ``visible(b, h, i, j)`` takes four broadcastable integer arrays (batch, query head,
+            query, key) and returns booleans that broadcast with them. It must be a pure function:
+            it is called again whenever a mixed block is computed.
+        shape : (int, int, int, int)
+            ``(B, Hq, Nq, Nk)``; ``B`` or ``Hq`` of 1 serves every batch entry or head.
+        block_size : (int, int)
+            Queries and keys of a block.
+
+        Returns
+        -------
+        BlockMask
+            The rule, by blocks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where ``visible`` is not callable, ``shape`` is not four lengths, or the rule does not
+            return booleans.
+        """
+        if not callable(visible):
+            raise TypeError(f"visible is {type(visible).__name__}; a callable is accepted")
+        if len(shape) != 4 or any(not isinstance(n, int | np.integer) or n < 0 for n in shape):
+            raise ValueError(f"shape is {shape!r}; four lengths (B, Hq, Nq, Nk) are accepted")
+        B, Hq, Nq, Nk = (int(n) for n in shape)
+        return cls._classify(visible, (B, Hq, Nq, Nk), _block_size(block_size))
+
+    @classmethod
+    def _classify(
+        cls, inside: Predicate, shape: tuple[int, ...], block_size: tuple[int, int]
+    ) -> "BlockMask":
+        B, Hq, Nq, Nk = shape
+        bq, bk = block_size
+        kinds = np.full((B, Hq, -(-Nq // bq), -(-Nk // bk)), FULL, np.int8)
+        b, h = np.arange(B)[:, None, None, None], np.arange(Hq)[:, None, None]
+        for a, c0, c1 in _strips(shape, block_size):
+            i = np.arange(a * bq, min((a + 1) * bq, Nq))[:, None]
+            j = np.arange(c0 * bk, min(c1 * bk, Nk))
+            seen = _boolean("the result of visible", inside(b, h, i, j))
+            seen = np.broadcast_to(seen, (B, Hq, i.size, j.size))
+            starts = np.arange(0, j.size, bk)
+            some = np.logical_or.reduceat(seen.any(axis=2), starts, axis=-1)
+            every = np.logical_and.reduceat(seen.all(axis=2), starts, axis=-1)
+            kinds[:, :, a, c0:c1] = np.where(every, FULL, np.where(some, PARTIAL, SKIP))
+        mask = cls.__new__(cls)
+        mask._set(kinds, block_size, (Nq, Nk), inside)
+        return mask
+
+    @property
+    def density(self) -> float:
+        """Share of the blocks that are computed (mixed blocks count as computed)."""
+        return float(np.mean(self.kinds != SKIP)) if self.kinds.size else 0.0
+
+    def check(self, B: int, Hq: int, Nq: int, Nk: int) -> None:
+        """Raise ValueError where this mask does not fit a problem of these sizes.
+
+        Parameters
+        ----------
+        B, Hq, Nq, Nk : int
+            Sizes of the problem.
+
+        Raises
+        ------
+        ValueError
+            Naming ``block_mask``, its shape and the shape that would fit.
+        """
+        bq, bk = self.block_size
+        fits = (B, Hq, -(-Nq // bq), -(-Nk // bk))
+        good = all(n in (1, m) for n, m in zip(self.kinds.shape[:2], fits[:2], strict=True))
+        if not good or self.kinds.shape[2:] != fits[2:]:
+            raise ValueError(
+                f"block_mask has {self.kinds.shape} blocks of {self.block_size}; with Nq={Nq} and "
+                f"Nk={Nk}, a shape that broadcasts over batch and heads to {fits} is accepted"
+            )
+        if self.lengths not in (None, (Nq, Nk)):
+            raise ValueError(
+                f"block_mask was made for (Nq, Nk) = {self.lengths}; it must be {(Nq, Nk)}"
+            )
+
+    def kind(self, b: int, heads: slice, q0: int, q1: int, k0: int, k1: int) -> int:
+        """Kind of any tile: queries q0 to q1 - 1 and keys k0 to k1 - 1 of some heads.
+
+        Parameters
+        ----------
+        b : int
+            Batch entry.
+        heads : slice
+            Query heads computed together.
+        q0, q1, k0, k1 : int
+            The tile; it need not be aligned with the blocks, and must not be empty.
+
+        Returns
+        -------
+        int
+            ``SKIP``, ``PARTIAL`` or ``FULL``.
+        """
+        bq, bk = self.block_size
+        entry = self.kinds[b if self.kinds.shape[0] > 1 else 0]
+        entry = entry[heads] if len(entry) > 1 else entry
+        part = entry[:, q0 // bq : (q1 - 1) // bq + 1, k0 // bk : (k1 - 1) // bk + 1]
+        low, high = int(part.min()), int(part.max())
+        return low if low == high else PARTIAL
+
+    def visible(self, b: Any, h: Any, i: Any, j: Any) -> NDArray[np.bool_]:
+        """Whether query ``i`` of batch ``b`` and head ``h`` sees key ``j``.
+
+        Parameters
+        ----------
+        b, h, i, j : int or array of int
+            Broadcastable indices.
+
+        Returns
+        -------
+        array of bool
+            Of the broadcast shape.
+        """
+        bq, bk = self.block_size
+        B, Hq = self.kinds.shape[:2]
+        kinds = self.kinds[b if B > 1 else 0, h if Hq > 1 else 0, i // bq, j // bk]
+        seen = kinds == FULL
+        if self._inside is not None and (kinds == PARTIAL).any():
+            seen = np.where(kinds == PARTIAL, self._inside(b, h, i, j), seen)
+        return np.asarray(np.broadcast_to(seen, np.broadcast_shapes(*map(np.shape, (b, h, i, j)))))
+
+    def to_dense(self, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
+        """Write the mask out.
+
+        Parameters
+        ----------
+        shape : (int, int, int, int)
+            ``(B, Hq, Nq, Nk)``.
+
+        Returns
+        -------
+        array of bool, shape (B, Hq, Nq, Nk)
+            True = seen.
+        """
+        self.check(*shape)
+        b, h, i, j = np.ogrid[tuple(slice(n) for n in shape)]
+        return self.visible(b, h, i, j)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockMask({self.kinds.shape} blocks of {self.block_size}, density {self.density:.3g})"
+        )
+
+
+def _strips(shape: tuple[int, ...], block_size: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Query block and range of key blocks, few enough pairs at a time to bound the memory."""
+    B, Hq, Nq, Nk = shape
+    bq, bk = block_size
+    nq, nk = -(-Nq // bq), -(-Nk // bk)
+    width = max(1, _STRIP // max(1, B * Hq * bq * bk))
+    for a in range(nq if B * Hq else 0):
+        for c0 in range(0, nk, width):
+            yield a, c0, min(c0 + width, nk)
+
+
+def _boolean(name: str, x: Any) -> NDArray[np.bool_]:
+    if not isinstance(x, np.ndarray | np.bool_) or x.dtype != np.bool_:
+        kind = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"{name} is {kind}; a NumPy array of booleans is accepted")
+    return np.asarray(x)
+
+
+def _block_size(size: Any) -> tuple[int, int]:
+    if not isinstance(size, tuple | list) or len(size) != 2:
+        raise TypeError(f"block_size is {size!r}; a pair (queries, keys) is accepted")
+    for n in size:
+        if isinstance(n, bool) or not isinstance(n, int | np.integer):
+            raise TypeError(f"block_size is {size!r}; two integers are accepted")
+        if n < 1:
+            raise ValueError(f"block_size is {size!r}; both must be at least 1")
+    return int(size[0]), int(size[1])

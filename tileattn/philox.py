@@ -1,0 +1,263 @@
+"""Random bits for dropout: Philox-4x32-10 counted by (batch, head, query, key).
+
+A bit of the mask is a pure function of the seed and the four indices, so it does not depend on the
+backend, the size of the tiles or the order in which they are computed. One call of the generator
+gives four 32-bit words, for the four elements ``{i, i + 8} x {j, j + 8}`` of a 16 x 16 tile:
+
+* counter: ``(j // 16 * 8 + j % 8, i // 16 * 8 + i % 8, head, batch)``,
+* key: ``(seed mod 2**32, seed // 2**32)``,
+* word: ``2 * (i // 8 % 2) + j // 8 % 2``,
+
+for query ``i`` and key ``j``. An element is kept where its word is at least
+``floor(dropout_p * 2**32)``.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)  # the golden ratio and sqrt(3) - 1, as 32-bit fractions
+_ROUNDS = 10
+_WORD = np.uint64(0xFFFFFFFF)
+_BITS = np.uint64(32)
+_LANES = (
+    8192  # counters evaluated at a time: 400 KB of state, which stays in the second-level cache
+)
+
+Words = NDArray[np.uint64]
+"""32-bit words, each in the low half of 64 bits: a product of two of them then fits."""
+
+
+def philox4x32(
+    counter: Sequence[Any], key: tuple[int, int]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
+    """Encrypt counters with ten rounds of Philox-4x32.
+
+    Parameters
+    ----------
+    counter : sequence of 4 arrays of uint32
+        The four words of the counters; they broadcast against each other.
+    key : (int, int)
+        The two words of the key, each below ``2**32``.
+
+    Returns
+    -------
+    tuple of 4 arrays of uint32
+        Four words of random bits for each counter, of the broadcast shape.
+
+    Notes
+    -----
+    With ``hi`` and ``lo`` the halves of a 64-bit product, one round is
+    ``c0, c1, c2, c3 = hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)``;
+    a Weyl sequence moves the key between rounds.
+
+    References
+    ----------
+    Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+    Examples
+    --------
+    >>> [f"{int(word):08x}" for word in philox4x32((0, 0, 0, 0), (0, 0))]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    words = [np.asarray(word, np.uint32).astype(np.uint64) for word in counter]
+    even, odd = _encrypt(words, key)
+    c0, c2 = even.astype(np.uint32)
+    c1, c3 = odd.astype(np.uint32)
+    return c0, c1, c2, c3
+
+
+def keep_tile(
+    seed: int,
+    dropout_p: float,
+    batch: int,
+    heads: NDArray[np.integer[Any]],
+    q_lo: int,
+    q_hi: int,
+    k_lo: int,
+    k_hi: int,
+) -> NDArray[np.bool_]:
+    """Which elements of one tile dropout keeps.
+
+    Parameters
+    ----------
+    seed : int
+        Seed, ``0 <= seed < 2**64``.
+    dropout_p : float
+        Share of the elements to drop, ``0 <= dropout_p < 1``.
+    batch : int
+        Batch index.
+    heads : array of int, shape (H,)
+        Query head indices.
+    q_lo, q_hi : int
+        Queries of the tile, ``q_lo <= i < q_hi``.
+    k_lo, k_hi : int
+        Keys of the tile, ``k_lo <= j < k_hi``.
+
+    Returns
+    -------
+    array of bool, shape (H, q_hi - q_lo, k_hi - k_lo)
+        True = kept.
+
+    Notes
+    -----
+    The generator runs on the smallest range of whole 16 x 16 tiles around the one asked for; each
+    of them takes 8 x 8 counters.
+    """
+    shape = (len(heads), q_hi - q_lo, k_hi - k_lo)
+    threshold = _threshold(dropout_p)
+    if threshold == 0 or 0 in shape:
+        return np.ones(shape, np.bool_)
+    rows, columns = _whole_tiles(q_lo, q_hi), _whole_tiles(k_lo, k_hi)
+    # (head, tile row, i // 8 % 2, i % 8, tile column, j // 8 % 2): the eight booleans of j % 8 make
+    # one 64-bit element, so that the four words are interleaved eight booleans at a time.
+    kept = np.empty((len(heads), len(rows), 2, 8, len(columns), 2), np.uint64)
+    j = _counters(columns)
+    key = (seed & 0xFFFFFFFF, seed >> 32)
+    for some_heads, some_rows in _pieces(len(heads), len(rows), j.size * 8):
+        i = _counters(rows[some_rows])[:, np.newaxis]
+        head = np.asarray(heads[some_heads]).astype(np.uint64)[:, np.newaxis, np.newaxis]
+        even_odd = _encrypt([j, i, head, np.array(batch, np.uint64)], key)
+        for k_bit, words in enumerate(even_odd):
+            eights = (words >= threshold).view(np.uint64)
+            for q_bit in range(2):
+                part = kept[some_heads, some_rows, q_bit, :, :, k_bit]
+                part[...] = eights[q_bit].reshape(part.shape)
+    dense = kept.view(np.bool_).reshape(len(heads), len(rows) * 16, len(columns) * 16)
+    i0, j0 = q_lo - rows.start * 16, k_lo - columns.start * 16
+    return dense[:, i0 : i0 + shape[1], j0 : j0 + shape[2]]
+
+
+def dropout_mask(
+    shape: tuple[int, int, int, int], dropout_p: float, seed: int
+) -> NDArray[np.bool_]:
+    """Which elements of the probabilities dropout keeps, for a whole problem.
+
+    Parameters
+    ----------
+    shape : (int, int, int, int)
+        ``(B, Hq, Nq, Nk)``.
+    dropout_p : float
+        Share of the elements to drop, ``0 <= dropout_p < 1``.
+    seed : int
+        Seed, ``0 <= seed < 2**64``.
+
+    Returns
+    -------
+    array of bool, shape (B, Hq, Nq, Nk)
+        True = kept. What is kept is divided by ``1 - dropout_p`` in the attention.
+
+    Raises
+    ------
+    TypeError
+        Where ``shape`` is not four integers, ``dropout_p`` not a real number or ``seed`` not an
+        integer.
+    ValueError
+        Where a length is negative, or ``dropout_p`` or ``seed`` out of range.
+
+    Examples
+    --------
+    >>> dropout_mask((1, 1, 2, 6), 0.5, seed=7).astype(int)
+    array([[[[1, 0, 0, 0, 0, 0],
+             [0, 0, 1, 0, 1, 0]]]])
+    """
+    B, Hq, Nq, Nk = _checked(shape, dropout_p, seed)
+    heads = np.arange(Hq)
+    kept = np.empty((B, Hq, Nq, Nk), np.bool_)
+    for b in range(B):
+        kept[b] = keep_tile(seed, dropout_p, b, heads, 0, Nq, 0, Nk)
+    return kept
+
+
+def _encrypt(counter: Sequence[Words], key: tuple[int, int]) -> tuple[Words, Words]:
+    """Run the ten rounds; return the words ``(c0, c2)`` and ``(c1, c3)``, each pair stacked."""
+    keys = [
+        [np.uint64((k + r * step) & 0xFFFFFFFF) for k, step in zip(key, _WEYL, strict=True)]
+        for r in range(_ROUNDS)
+    ]
+    m0, m1 = map(np.uint64, _MULTIPLIERS)
+    c0, c1, c2, c3 = counter
+    # Counters that broadcast need two rounds until every word depends on all of them; those two are
+    # made at the size of the parts.
+    for k0, k1 in keys[:2]:
+        p0, p1 = c0 * m0, c2 * m1
+        c0, c1, c2, c3 = (
+            (p1 >> _BITS) ^ (c1 ^ k0),
+            p1 & _WORD,
+            (p0 >> _BITS) ^ (c3 ^ k1),
+            p0 & _WORD,
+        )
+    shape = np.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape)
+    # One allocation: three of their own can land a few bytes apart modulo 4096, and then every load
+    # waits for a store that it only seems to depend on (two to four times slower, measured).
+    even, odd, crossed = np.empty((3, 2, *shape), np.uint64)
+    (even0, even1), (odd0, odd1), (cross0, cross1) = map(_halves, (even, odd, crossed))
+    even0[...], odd0[...], even1[...], odd1[...] = c0, c1, c2, c3
+    for k0, k1 in keys[2:]:
+        np.multiply(even1, m1, out=cross0)
+        np.multiply(even0, m0, out=cross1)
+        np.right_shift(crossed, _BITS, out=even)
+        even ^= odd
+        even0 ^= k0
+        even1 ^= k1
+        np.bitwise_and(crossed, _WORD, out=odd)
+    return even, odd
+
+
+def _halves(pair: Words) -> tuple[Words, Words]:
+    """Split into two views; the ellipsis keeps them arrays where a counter is one number."""
+    return pair[0, ...], pair[1, ...]
+
+
+def _threshold(dropout_p: float) -> np.uint64:
+    return np.uint64(int(dropout_p * 2**32))
+
+
+def _whole_tiles(lo: int, hi: int) -> range:
+    return range(lo // 16, -(-hi // 16))
+
+
+def _counters(tiles: range) -> Words:
+    return np.arange(tiles.start * 8, tiles.stop * 8, dtype=np.uint64)
+
+
+def _pieces(heads: int, rows: int, lanes_per_row: int) -> Iterator[tuple[slice, slice]]:
+    """Cut heads and tile rows so that the state of the generator stays in cache."""
+    row_step = max(1, min(rows, _LANES // lanes_per_row))
+    head_step = max(1, _LANES // (row_step * lanes_per_row))
+    for h in range(0, heads, head_step):
+        for r in range(0, rows, row_step):
+            yield slice(h, h + head_step), slice(r, r + row_step)
+
+
+def _checked(shape: Any, dropout_p: Any, seed: Any) -> tuple[int, int, int, int]:
+    accepted = "four lengths (B, Hq, Nq, Nk) are accepted"
+    if not isinstance(shape, tuple | list) or not all(map(_is_integer, shape)):
+        msg = f"shape is {shape!r}; {accepted}"
+        raise TypeError(msg)
+    if len(shape) != 4 or min(shape) < 0:
+        msg = f"shape is {tuple(shape)!r}; {accepted}, none of them negative"
+        raise ValueError(msg)
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, float | int | np.floating):
+        msg = (
+            f"dropout_p is {dropout_p!r}; a real number from 0 up to, not including, 1 is accepted"
+        )
+        raise TypeError(msg)
+    if not 0 <= dropout_p < 1:
+        msg = f"dropout_p is {dropout_p!r}; it must be at least 0 and below 1"
+        raise ValueError(msg)
+    if not _is_integer(seed):
+        msg = f"seed is {seed!r}; an integer from 0 to 2**64 - 1 is accepted"
+        raise TypeError(msg)
+    if not 0 <= seed < 2**64:
+        msg = f"seed is {seed!r}; it must be at least 0 and below 2**64"
+        raise ValueError(msg)
+    B, Hq, Nq, Nk = (int(n) for n in shape)
+    return B, Hq, Nq, Nk
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)

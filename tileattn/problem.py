@@ -1,0 +1,405 @@
+"""What is asked: sizes, dtypes and options, validated once, with every message in one place."""
+
+import difflib
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import ml_dtypes
+import numpy as np
+
+from tileattn.block_mask import BlockMask
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
+"""Element types of q, k, v, out and of floating options."""
+
+
+class Options(TypedDict, total=False):
+    """The options that ``forward`` and ``backward`` share; see ``tileattn.forward``."""
+
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: Any
+    bias: Any
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    mask: Any
+    block_mask: BlockMask | None
+    kv_lengths: Any
+    q_offset: Any
+    sinks: Any
+    dropout_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The facts of one call: hashable, and free of arrays.
+
+    Parameters
+    ----------
+    B, Hq, Hkv, Nq, Nk, D, Dv : int
+        Sizes: batch, query heads, key heads, queries, keys, head dimension of q and k, and of v.
+    dtype : numpy.dtype
+        Of q, k, v and out.
+    scale : float
+        Multiplies ``q @ k.T``.
+    softcap : float or None
+        Cap of the scores.
+    window : (int or None, int or None)
+        Reach to the left and right; causal is folded into the right side.
+    dropout_p : float
+        Share of the probabilities that is dropped.
+    seed : int
+        Of the dropout, below 2**64.
+    ndim : int
+        Rank of the caller's arrays, 2 to 4.
+    uses : frozenset of str
+        Names of the options in use.
+    """
+
+    B: int
+    Hq: int
+    Hkv: int
+    Nq: int
+    Nk: int
+    D: int
+    Dv: int
+    dtype: np.dtype[Any]
+    scale: float
+    softcap: float | None
+    window: tuple[int | None, int | None]
+    dropout_p: float
+    seed: int
+    ndim: int
+    uses: frozenset[str]
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one key head."""
+        return self.Hq // self.Hkv if self.Hkv else 0
+
+    @property
+    def sum_dtype(self) -> np.dtype[Any]:
+        """Type in which sums are kept and in which ``lse`` is given."""
+        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of ``out`` as the caller sees it."""
+        return (self.B, self.Hq, self.Nq, self.Dv)[4 - self.ndim :]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operands:
+    """The arrays of one call, as views with all four axes.
+
+    Parameters
+    ----------
+    q, k, v : array, shapes (B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv)
+        The inputs.
+    kv_lengths, q_offset : array of int64, shape (B,)
+        Keys that exist, and position of query 0, for each batch entry.
+    bias : array or None, broadcastable to (B, Hq, Nq, Nk), four axes
+        Added to the scores.
+    mask : array of bool or None, broadcastable to (B, Hq, Nq, Nk), four axes
+        True = seen.
+    block_mask : BlockMask or None
+        Blocks that are skipped.
+    alibi_slopes : array or None, shape (B or 1, Hq)
+        Slope for each head.
+    sinks : array or None, shape (Hq,)
+        Logits that join the denominator only.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    kv_lengths: Any
+    q_offset: Any
+    bias: Any = None
+    mask: Any = None
+    block_mask: BlockMask | None = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+
+
+def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, Operands]:
+    """Validate a call.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As ``tileattn.forward`` takes them.
+    options : mapping
+        The options of the contract; absent ones have their defaults.
+
+    Returns
+    -------
+    (Problem, Operands)
+        The facts and the arrays.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what it was and what is accepted.
+    """
+    _known(options)
+    ndim, sizes = _sizes(q, k, v)
+    B, Hq, Hkv, Nq, Nk, D, _ = sizes
+    shape = (B, Hq, Nq, Nk)
+    kv_lengths = _lengths(options.get("kv_lengths"), B, Nk)
+    q_offset = _integers("q_offset", options.get("q_offset"), B)
+    slopes = _array("alibi_slopes", options.get("alibi_slopes"), ((Hq,), (B, Hq)), DTYPES)
+    sinks = _array("sinks", options.get("sinks"), ((Hq,),), DTYPES)
+    bias = _broadcastable("bias", options.get("bias"), shape, DTYPES)
+    mask = _broadcastable("mask", options.get("mask"), shape, (np.dtype(np.bool_),))
+    block_mask = options.get("block_mask")
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            raise TypeError(
+                f"block_mask is {type(block_mask).__name__}; a tileattn.BlockMask is accepted "
+                "(BlockMask.from_mask makes one from a boolean array)"
+            )
+        block_mask.check(*shape)
+    problem = Problem(
+        *sizes,
+        dtype=q.dtype,
+        scale=_scale(options.get("scale"), D),
+        softcap=_softcap(options.get("softcap")),
+        window=_window(options.get("window"), options.get("causal", False)),
+        dropout_p=_dropout(options.get("dropout_p", 0.0)),
+        seed=_seed(options.get("seed", 0)),
+        ndim=ndim,
+        uses=frozenset(name for name, value in options.items() if _in_use(value)),
+    )
+    operands = Operands(
+        *(x.reshape((1,) * (4 - ndim) + x.shape) if ndim < 4 else x for x in (q, k, v)),
+        kv_lengths=kv_lengths,
+        q_offset=kv_lengths - Nq if q_offset is None else q_offset,
+        bias=bias,
+        mask=mask,
+        block_mask=block_mask,
+        alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
+        sinks=sinks,
+    )
+    return problem, operands
+
+
+def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise where an array is not exactly of one shape and dtype.
+
+    Parameters
+    ----------
+    name : str
+        Argument's name, for the message.
+    x : array
+        The argument.
+    shape : tuple of int
+        What is accepted.
+    dtype : numpy.dtype
+        What is accepted.
+
+    Raises
+    ------
+    TypeError
+        Where ``x`` is no array or of another dtype.
+    ValueError
+        Where the shape differs.
+    """
+    _require_array(name, x)
+    if x.dtype != dtype:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be {dtype}")
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
+
+
+def four_axes(x: Any) -> Any:
+    """View an array of two to four axes as ``(B, H, N, D)``."""
+    return x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
+
+
+def _known(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in Options.__annotations__:
+            close = difflib.get_close_matches(name, Options.__annotations__, 1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            accepted = ", ".join(Options.__annotations__)
+            raise TypeError(f"unknown option {name!r}{hint}; accepted are {accepted}")
+
+
+def _require_array(name: str, x: Any) -> None:
+    if not hasattr(x, "dtype") or not hasattr(x, "strides"):
+        raise TypeError(
+            f"{name} is {type(x).__name__}; a NumPy or CuPy array is accepted "
+            f"(numpy.asarray({name}) makes one)"
+        )
+
+
+def _sizes(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _require_array(name, x)
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; accepted are {_names(DTYPES)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be that of q, {q.dtype}")
+        if not 2 <= x.ndim <= 4:
+            raise ValueError(
+                f"{name} has shape {x.shape}; accepted are (N, D), (H, N, D) and (B, H, N, D)"
+            )
+        if x.ndim != q.ndim:
+            raise ValueError(f"{name} has {x.ndim} axes; it must have as many as q, {q.ndim}")
+    B, Hq, Nq, D = (1,) * (4 - q.ndim) + q.shape
+    Bk, Hkv, Nk, Dk = (1,) * (4 - k.ndim) + k.shape
+    Bv, Hv, Nv, Dv = (1,) * (4 - v.ndim) + v.shape
+    for name, axis, got, other, expected in (
+        ("k", "batch size", Bk, "q", B),
+        ("v", "batch size", Bv, "q", B),
+        ("k", "head dimension", Dk, "q", D),
+        ("v", "heads", Hv, "k", Hkv),
+        ("v", "length", Nv, "k", Nk),
+    ):
+        if got != expected:
+            raise ValueError(f"{name} has {axis} {got}; it must be that of {other}, {expected}")
+    if Hq % Hkv if Hkv else Hq:
+        raise ValueError(
+            f"k has {Hkv} heads; a number that divides the {Hq} heads of q is accepted"
+        )
+    return q.ndim, (B, Hq, Hkv, Nq, Nk, D, Dv)
+
+
+def _array(
+    name: str, x: Any, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]
+) -> Any:
+    if x is None:
+        return None
+    _require_array(name, x)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {_names(dtypes)}")
+    if x.shape not in shapes:
+        accepted = " and ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{name} has shape {x.shape}; accepted is {accepted}")
+    return x
+
+
+def _broadcastable(
+    name: str, x: Any, shape: tuple[int, int, int, int], dtypes: tuple[np.dtype[Any], ...]
+) -> Any:
+    if x is None:
+        return None
+    _require_array(name, x)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {_names(dtypes)}")
+    axes = shape[4 - x.ndim :] if x.ndim <= 4 else ()
+    if x.ndim > 4 or any(n not in (1, m) for n, m in zip(x.shape, axes, strict=True)):
+        raise ValueError(
+            f"{name} has shape {x.shape}; a shape that broadcasts to (B, Hq, Nq, Nk) = {shape} "
+            "is accepted"
+        )
+    return four_axes(x)
+
+
+def _lengths(x: Any, B: int, Nk: int) -> Any:
+    lengths = _integers("kv_lengths", x, B)
+    if lengths is None:
+        return np.full(B, Nk, np.int64)
+    if isinstance(lengths, np.ndarray) and lengths.size:
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < 0 or high > Nk:
+            wrong = low if low < 0 else high
+            raise ValueError(f"kv_lengths holds {wrong}; lengths from 0 to Nk = {Nk} are accepted")
+    return lengths
+
+
+def _integers(name: str, x: Any, B: int) -> Any:
+    """One integer for each batch entry, from an integer, a sequence or an array."""
+    if x is None:
+        return None
+    if isinstance(x, int | list | tuple | np.integer) and not isinstance(x, bool):
+        x = np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int64)
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{name} is {type(x).__name__}; integers of shape ({B},) are accepted")
+    if x.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {x.dtype}; integers are accepted")
+    if x.shape not in ((), (B,)):
+        raise ValueError(f"{name} has shape {x.shape}; one integer or shape ({B},) is accepted")
+    return x.astype(np.int64) if x.shape else np.full(B, int(x), np.int64)
+
+
+def _scale(scale: Any, D: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(D) if D else 1.0
+    return _real("scale", scale, "a finite number is")
+
+
+def _softcap(softcap: Any) -> float | None:
+    if softcap is None:
+        return None
+    value = _real("softcap", softcap, "a positive number, or None for no cap, is")
+    if value <= 0.0:
+        raise ValueError(
+            f"softcap is {softcap}; a positive number, or None for no cap, is accepted"
+        )
+    return value
+
+
+def _dropout(dropout_p: Any) -> float:
+    value = _real("dropout_p", dropout_p, "a probability in [0, 1) is")
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"dropout_p is {dropout_p}; a probability in [0, 1) is accepted")
+    return value
+
+
+def _seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise TypeError(f"seed is {type(seed).__name__}; an integer is accepted")
+    if not 0 <= int(seed) < 1 << 64:
+        raise ValueError(f"seed is {seed}; an integer from 0 to 2**64 - 1 is accepted")
+    return int(seed)
+
+
+def _window(window: Any, causal: Any) -> tuple[int | None, int | None]:
+    """Both sides of the window, causal folded into the right one."""
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"causal is {type(causal).__name__}; True or False is accepted")
+    left: int | None = None
+    right: int | None = None
+    if window is not None:
+        if not isinstance(window, tuple | list) or len(window) != 2:
+            raise TypeError(f"window is {window!r}; a pair (left, right) or None is accepted")
+        left, right = (_side(side, window) for side in window)
+    if causal:
+        right = 0
+    return left, right
+
+
+def _side(side: Any, window: Any) -> int | None:
+    if side is None:
+        return None
+    if isinstance(side, bool) or not isinstance(side, int | np.integer):
+        raise TypeError(f"window is {window!r}; each side must be an integer or None")
+    if side < 0:
+        raise ValueError(
+            f"window is {window!r}; each side must be 0 or more, or None to leave it open"
+        )
+    return int(side)
+
+
+def _real(name: str, x: Any, accepted: str) -> float:
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        raise TypeError(f"{name} is {type(x).__name__}; {accepted} accepted")
+    if not math.isfinite(x):
+        raise ValueError(f"{name} is {x}; {accepted} accepted")
+    return float(x)
+
+
+def _in_use(value: Any) -> bool:
+    """Whether an option differs from its default of None, False or zero."""
+    return value is not None and not (isinstance(value, bool | int | float) and not value)
+
+
+def _names(dtypes: tuple[np.dtype[Any], ...]) -> str:
+    return ", ".join(dtype.name for dtype in dtypes)

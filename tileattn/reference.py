@@ -1,0 +1,368 @@
+"""Attention as textbooks write it: whole score matrices, in float64, one line for each equation.
+
+This is the oracle that every other computation in the package is held to, so it shares no code with
+them. It is quadratic in memory, and made for arguments that ``tileattn.forward`` accepts: their
+validation is not repeated here.
+
+Hidden pairs are selected away, not multiplied by zero: what a hidden key, value or query holds (NaN
+included) never enters a sum. Everything else is IEEE arithmetic on the formulas as written.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.results import Attention, Gradients
+
+__all__ = ["backward", "forward"]
+
+Array = NDArray[Any]
+
+
+def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
+    """Compute attention densely in float64.
+
+    Parameters
+    ----------
+    q : array, shape (B, Hq, Nq, D)
+        Queries. ``(Hq, Nq, D)`` and ``(Nq, D)`` are accepted and answered in kind.
+    k : array, shape (B, Hkv, Nk, D)
+        Keys.
+    v : array, shape (B, Hkv, Nk, Dv)
+        Values.
+    **options
+        The options of ``tileattn.forward``, without ``backend`` and ``out``.
+
+    Returns
+    -------
+    Attention
+        ``out`` and ``lse``, both float64.
+
+    Raises
+    ------
+    TypeError
+        Where an option is unknown.
+
+    Notes
+    -----
+    ``S = softcap(scale q k^T) + alibi + bias``, ``lse = log(sum_j exp(S) + exp(sink))``,
+    ``P = exp(S - lse)``, ``out = (keep P / (1 - dropout_p)) v``.
+
+    References
+    ----------
+    Vaswani et al., "Attention is all you need", arXiv:1706.03762, equation 1.
+
+    Examples
+    --------
+    >>> x = np.array([[1.0], [3.0]])
+    >>> forward(x, 0 * x, x).out
+    array([[2.],
+           [2.]])
+    """
+    dense = evaluate_forward(q, k, v, np.float64, options)
+    lead = (0,) * (4 - q.ndim)
+    return Attention(dense.out[lead], dense.lse[lead])
+
+
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None = None,
+    lse: Array | None = None,
+    *,
+    dlse: Array | None = None,
+    deterministic: bool = False,
+    **options: Any,
+) -> Gradients:
+    """Compute the gradients of attention densely in float64.
+
+    Parameters
+    ----------
+    dout : array, shape (B, Hq, Nq, Dv)
+        Gradient arriving at ``out``.
+    q, k, v : array
+        As in ``forward``.
+    out, lse : array, optional
+        Accepted so that the call is that of ``tileattn.backward``; the oracle computes its own.
+    dlse : array, shape (B, Hq, Nq), optional
+        Gradient arriving at ``lse``.
+    deterministic : bool
+        Accepted for the same reason; the oracle always is.
+    **options
+        Those that the forward call had.
+
+    Returns
+    -------
+    Gradients
+        All float64; ``dbias`` and ``dsinks`` are None without ``bias`` and ``sinks``.
+
+    Raises
+    ------
+    TypeError
+        Where an option is unknown.
+
+    Notes
+    -----
+    ``dP = keep (dout v^T) / (1 - dropout_p)``, ``delta_i = sum_j P dP``,
+    ``dS = P (dP - delta + dlse)``; the rest is the chain rule for each term of the score.
+
+    References
+    ----------
+    Dao et al., "FlashAttention", arXiv:2205.14135, appendix B.2.
+    """
+    del out, lse, deterministic
+    dense = evaluate_forward(q, k, v, np.float64, options)
+    grads = evaluate_backward(dense, dout, dlse).grads
+    lead = (0,) * (4 - q.ndim)
+    return grads._replace(dq=grads.dq[lead], dk=grads.dk[lead], dv=grads.dv[lead])
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a call with their defaults; the public contract says what each means."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    alibi_slopes: Any = None
+    bias: Any = None
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    mask: Any = None
+    block_mask: Any = None
+    kv_lengths: Any = None
+    q_offset: Any = None
+    sinks: Any = None
+    dropout_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Every quantity of the forward pass; matrices are (B, Hq, Nq, Nk), heads of k, v repeated."""
+
+    options: Options
+    group: int
+    scale: float
+    q: Array
+    k: Array
+    v: Array
+    visible: Array
+    capped: Array
+    scores: Array
+    seen: Array
+    lse: Array
+    P: Array
+    kept: Array
+    out: Array
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Every quantity of the backward pass."""
+
+    dout: Array
+    dP: Array
+    delta: Array
+    dlog: Array
+    dS: Array
+    draw: Array
+    grads: Gradients
+
+
+def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]) -> Forward:
+    """Evaluate the forward formulas with every number of them in ``dtype``."""
+    o = _options(options)
+    q, k, v = (_four_axes(np.asarray(x)).astype(dtype) for x in (q, k, v))
+    B, Hq, Nq, D = q.shape
+    Hkv, Nk = k.shape[1:3]
+    group = Hq // Hkv if Hkv else 1
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scale = 1 / math.sqrt(max(D, 1)) if o.scale is None else float(o.scale)
+    shape = (B, Hq, Nq, Nk)
+    with np.errstate(all="ignore"):  # what IEEE arithmetic makes of NaN and infinity is the answer
+        raw = scale * (q @ k.swapaxes(2, 3))
+        capped = raw if o.softcap is None else _softcap(raw, float(o.softcap))
+        scores = capped
+        if o.alibi_slopes is not None:
+            scores = scores - (_slopes(o) * _distance(o, shape)).astype(dtype)
+        if o.bias is not None:
+            scores = scores + np.asarray(o.bias).astype(dtype)
+        visible = visibility(shape, options)
+        seen = visible & (scores != -np.inf)
+        scores = np.where(seen, scores, -np.inf)
+
+        lse = _logsumexp(scores, o, dtype)
+        P = _select(seen, np.exp(scores - lse[..., np.newaxis]))
+        kept = keep(shape, o.dropout_p, o.seed) / np.asarray(1 - float(o.dropout_p), dtype)
+        out = _sum_over_seen(P * kept, seen, v)
+    return Forward(o, group, scale, q, k, v, visible, capped, scores, seen, lse, P, kept, out)
+
+
+def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
+    """Evaluate the backward formulas in the dtype of the forward ones."""
+    o, dtype = f.options, f.q.dtype
+    dout = _four_axes(np.asarray(dout)).astype(dtype)
+    with np.errstate(all="ignore"):
+        dv = _sum_over_seen(_transpose(f.P * f.kept), _transpose(f.seen), dout)
+        dP = _select(f.seen, (dout @ _transpose(f.v)) * f.kept)
+        delta = np.sum(_select(f.seen, f.P * dP), axis=-1)
+        dlog = -delta if dlse is None else _like(dlse, delta).astype(dtype) - delta
+        dS = _select(f.seen, f.P * (dP + dlog[..., np.newaxis]))
+        draw = dS
+        if o.softcap is not None:
+            draw = _select(f.seen, dS * (1 - (f.capped / float(o.softcap)) ** 2))
+        dq = f.scale * _sum_over_seen(draw, f.seen, f.k)
+        dk = f.scale * _sum_over_seen(_transpose(draw), _transpose(f.seen), f.q)
+
+        dbias = None if o.bias is None else _sum_to_shape(dS, np.shape(o.bias))
+        dsinks = None
+        if o.sinks is not None:
+            # A sink is a key of value zero: its dP is 0.
+            dsinks = np.sum(np.exp(_sinks(o, dtype) - f.lse) * dlog, axis=(0, 2))
+            dsinks = np.where(np.isneginf(np.asarray(o.sinks, dtype)), 0, dsinks)
+    dk, dv = (_sum_over_group(x, f.group) for x in (dk, dv))
+    return Backward(dout, dP, delta, dlog, dS, draw, Gradients(dq, dk, dv, dbias, dsinks))
+
+
+def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDArray[np.bool_]:
+    """Which query sees which key by the masks alone, (B, Hq, Nq, Nk)."""
+    o = _options(options)
+    j = np.arange(shape[3])
+    p = _positions(o, shape)
+    visible = np.ones(shape, np.bool_) & (j < _lengths(o, shape))
+    if o.causal:
+        visible = visible & (j <= p)
+    if o.window is not None:
+        left, right = o.window
+        if left is not None:
+            visible = visible & (j >= p - left)
+        if right is not None:
+            visible = visible & (j <= p + right)
+    if o.mask is not None:
+        visible = visible & o.mask
+    if o.block_mask is not None:
+        visible = visible & o.block_mask.to_dense(shape)
+    return visible
+
+
+def keep(shape: tuple[int, int, int, int], dropout_p: float, seed: int) -> NDArray[np.bool_]:
+    """Which elements dropout keeps: one call of Philox for each element, one word of it used."""
+    b, h, i, j = np.indices(shape, dtype=np.uint64)
+    sixteen, eight = np.uint64(16), np.uint64(8)
+    counter = (j // sixteen * eight + j % eight, i // sixteen * eight + i % eight, h, b)
+    words = philox(counter, seed)
+    word = np.where(
+        i // eight % 2 == 0,
+        np.where(j // eight % 2 == 0, words[0], words[1]),
+        np.where(j // eight % 2 == 0, words[2], words[3]),
+    )
+    return np.asarray(word >= np.uint64(math.floor(dropout_p * 2**32)))
+
+
+def philox(counter: Sequence[Array], seed: int) -> tuple[Array, Array, Array, Array]:
+    """Philox-4x32-10 in the words of its paper: ten times a Feistel-like step, then a new key."""
+    W = np.uint64(2**32)
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed % 2**32, seed // 2**32
+    for _ in range(10):
+        high0, low0 = np.divmod(c0 * np.uint64(0xD2511F53), W)
+        high1, low1 = np.divmod(c2 * np.uint64(0xCD9E8D57), W)
+        c0, c1 = high1 ^ c1 ^ np.uint64(k0), low1
+        c2, c3 = high0 ^ c3 ^ np.uint64(k1), low0
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
+
+
+def _options(options: dict[str, Any]) -> Options:
+    known = [field.name for field in fields(Options)]
+    for name in options:
+        if name not in known:
+            msg = f"{name} is not an option; {', '.join(known)} are accepted"
+            raise TypeError(msg)
+    return Options(**options)
+
+
+def _softcap(raw: Array, cap: float) -> Array:
+    return np.asarray(cap * np.tanh(raw / cap))
+
+
+def _logsumexp(scores: Array, o: Options, dtype: Any) -> Array:
+    """``log(sum_j exp(S_ij) + exp(sink))``; the shift by the largest term avoids overflow."""
+    largest = np.max(scores, axis=-1, initial=-np.inf)
+    if o.sinks is not None:
+        largest = np.maximum(largest, _sinks(o, dtype))
+    shift = np.where(np.isfinite(largest), largest, 0)
+    total = np.sum(np.exp(scores - shift[..., np.newaxis]), axis=-1)
+    if o.sinks is not None:
+        total = total + np.exp(_sinks(o, dtype) - shift)
+    return np.asarray(shift + np.log(total))
+
+
+def _sinks(o: Options, dtype: Any) -> Array:
+    return np.asarray(o.sinks).astype(dtype)[:, np.newaxis]  # (Hq, 1), against (B, Hq, Nq)
+
+
+def _lengths(o: Options, shape: tuple[int, ...]) -> Array:
+    lengths = shape[3] if o.kv_lengths is None else o.kv_lengths
+    return np.asarray(lengths).reshape(-1, 1, 1, 1)
+
+
+def _positions(o: Options, shape: tuple[int, ...]) -> Array:
+    """Position of each query on the key axis, (B or 1, 1, Nq, 1)."""
+    offset = _lengths(o, shape) - shape[2] if o.q_offset is None else np.asarray(o.q_offset)
+    return np.arange(shape[2])[:, np.newaxis] + offset.reshape(-1, 1, 1, 1)
+
+
+def _distance(o: Options, shape: tuple[int, ...]) -> Array:
+    return np.asarray(np.abs(_positions(o, shape) - np.arange(shape[3])))
+
+
+def _slopes(o: Options) -> Array:
+    return np.asarray(o.alibi_slopes).astype(np.float64)[..., np.newaxis, np.newaxis]
+
+
+def _sum_over_seen(weights: Array, seen: Array, x: Array) -> Array:
+    """``sum_j weights[i, j] x[j]`` over the ``j`` that ``i`` sees, and over no others."""
+    weights = _select(seen, weights)
+    if np.isfinite(x).all():
+        return np.asarray(weights @ x)
+    total = np.zeros((*weights.shape[:-1], x.shape[-1]), x.dtype)
+    for b, h, i in np.ndindex(weights.shape[:-1]):
+        row = seen[b, h, i]
+        total[b, h, i] = weights[b, h, i, row] @ x[b, h, row]
+    return total
+
+
+def _select(seen: Array, x: Array) -> Array:
+    return np.where(seen, x, np.zeros((), x.dtype))
+
+
+def _sum_over_group(x: Array, group: int) -> Array:
+    """Sum over the query heads that share a key head."""
+    B, Hq, N, D = x.shape
+    return np.asarray(x.reshape(B, Hq // group, group, N, D).sum(axis=2))
+
+
+def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
+    """Undo broadcasting to (B, Hq, Nq, Nk): sum over every axis that was repeated."""
+    padded = (1,) * (4 - len(shape)) + shape
+    repeated = tuple(axis for axis in range(4) if padded[axis] == 1)
+    return np.asarray(x.sum(axis=repeated, keepdims=True).reshape(shape))
+
+
+def _four_axes(x: Array) -> Array:
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _like(dlse: Array, delta: Array) -> Array:
+    return np.asarray(dlse).reshape(delta.shape)
+
+
+def _transpose(x: Array) -> Array:
+    return x.swapaxes(2, 3)

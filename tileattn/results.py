@@ -1,0 +1,44 @@
+"""What the two calls return."""
+
+from typing import Any, NamedTuple
+
+
+class Attention(NamedTuple):
+    """Result of ``forward``.
+
+    Parameters
+    ----------
+    out : array, shape (B, Hq, Nq, Dv)
+        Weighted sums of the values; dtype of ``q``. Without the leading axes that ``q`` lacks.
+    lse : array, shape (B, Hq, Nq)
+        Natural logarithm of the sum of the exponentials of the scores that each query sees, its
+        sink included; float64 where ``q`` is float64, float32 otherwise.
+    """
+
+    out: Any
+    lse: Any
+
+
+class Gradients(NamedTuple):
+    """Result of ``backward``: the gradient for each input, of that input's shape and dtype.
+
+    Parameters
+    ----------
+    dq : array, shape (B, Hq, Nq, D)
+        Gradient for ``q``.
+    dk : array, shape (B, Hkv, Nk, D)
+        Gradient for ``k``, summed over the query heads that share a key head.
+    dv : array, shape (B, Hkv, Nk, Dv)
+        Gradient for ``v``, summed in the same way.
+    dbias : array or None
+        Gradient for ``bias``, summed over the axes along which it was broadcast; None where the
+        call has no ``bias``.
+    dsinks : array, shape (Hq,), or None
+        Gradient for ``sinks``; None where the call has no ``sinks``.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsinks: Any

@@ -1,0 +1,319 @@
+"""The algorithm: attention tile by tile with online softmax, forward and backward.
+
+This file is the specification and it is what the NumPy backend runs. A *lane* is a set of heads of
+one batch entry that are computed together: every array has the axes ``(Hkv, G, rows, columns)``,
+``G`` query heads for each key head. Blocks may have any size, and come in any order.
+
+References
+----------
+Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.08691.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tileattn.blocks import Tile, schedule
+from tileattn.lane import Lane, load
+from tileattn.state import Array, RowState, Scratch, weigh
+
+
+def forward(
+    lane: Lane, block_q: int, block_k: int, order: str = "query"
+) -> tuple[Array, Array]:
+    """Forward pass of a lane, tile by tile in the order of a schedule.
+
+    Parameters
+    ----------
+    lane : Lane
+        The heads.
+    block_q, block_k : int
+        Queries and keys of a tile.
+    order : {"query", "key"}
+        ``"query"`` is FlashAttention-2, ``"key"`` is FlashAttention (Algorithm 1).
+
+    Returns
+    -------
+    out : array, shape (Hkv, G, Nq, Dv)
+        Attention output, in the dtype of the sums.
+    lse : array, shape (Hkv, G, Nq)
+        Natural logarithm of the softmax denominator.
+    """
+    scratch = Scratch()
+    state = RowState.empty(lane.q.shape[:3], lane.v.shape[-1], lane.dtype, lane.bounded)
+    for tile in schedule(lane.sight, block_q, block_k, order):
+        q = load(lane.q[..., tile.queries, :], lane.dtype, "q", scratch, lane.scale)
+        absorb_tile(lane, state.rows(tile.queries), q, tile, scratch)
+    return finish(lane, state)
+
+
+def forward_rows(
+    lane: Lane, q0: int, q1: int, block_k: int, bounded: bool, scratch: Scratch
+) -> tuple[Array, Array]:
+    """Forward pass of one query block: the inner loop of FlashAttention-2.
+
+    Parameters
+    ----------
+    lane : Lane
+        The heads.
+    q0, q1 : int
+        Queries q0 to q1 - 1.
+    block_k : int
+        Keys of a tile.
+    bounded : bool
+        Whether the scores are known to be small, see ``Lane.bounded``.
+    scratch : Scratch
+        Buffers of this worker.
+
+    Returns
+    -------
+    out : array, shape (Hkv, G, q1 - q0, Dv)
+        Attention output, in the dtype of the sums.
+    lse : array, shape (Hkv, G, q1 - q0)
+        Natural logarithm of the softmax denominator.
+    """
+    q = load(lane.q[..., q0:q1, :], lane.dtype, "q", scratch, lane.scale)
+    rows = (*lane.q.shape[:2], q1 - q0)
+    state = RowState.empty(rows, lane.v.shape[-1], lane.dtype, bounded)
+    for tile in lane.sight.row_tiles(q0, q1, block_k):
+        absorb_tile(lane, state, q, tile, scratch)
+    return finish(lane, state)
+
+
+def absorb_tile(lane: Lane, state: RowState, q: Array, tile: Tile, scratch: Scratch) -> None:
+    """Compute the scores of one tile and take them in.
+
+    Parameters
+    ----------
+    lane : Lane
+        The heads.
+    state : RowState
+        State of the tile's queries.
+    q : array, shape (Hkv, G, q1 - q0, D)
+        The tile's queries times the scale, in the dtype of the sums.
+    tile : Tile
+        The tile.
+    scratch : Scratch
+        Buffers.
+    """
+    seen = lane.seen(tile)
+    k = load(lane.k[..., tile.keys, :], lane.dtype, "k", scratch)
+    v = load(lane.v[..., tile.keys, :], lane.dtype, "v", scratch)
+    s = scratch.take("s", (*q.shape[:3], k.shape[-2]), lane.dtype)
+    np.matmul(q, k.swapaxes(-1, -2), out=s)
+    lane.terms.apply(s, tile)
+    if seen is not None:
+        np.copyto(s, -np.inf, where=~seen)
+    state.absorb(s, v, seen, lane.keep(tile), scratch)
+
+
+def finish(lane: Lane, state: RowState) -> tuple[Array, Array]:
+    """Let the sinks join and divide: the end of the forward pass of some rows."""
+    if lane.sinks is not None:
+        state.sink(lane.sinks)
+    return state.finish(lane.gain)
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """What arrives at the outputs of a lane, and what the forward pass has saved.
+
+    Parameters
+    ----------
+    dout : array, shape (Hkv, G, Nq, Dv)
+        Gradient at the output, in the caller's dtype.
+    lse : array, shape (Hkv, G, Nq)
+        Logsumexp of the forward pass, 0 in place of -inf.
+    delta : array, shape (Hkv, G, Nq)
+        ``rowsum(dout * out) - dlse``.
+    """
+
+    dout: Array
+    lse: Array
+    delta: Array
+
+
+@dataclass(slots=True)
+class KeyBlock:
+    """A block of keys and values in fast memory, with its gradients.
+
+    Parameters
+    ----------
+    k0 : int
+        First key.
+    k : array, shape (Hkv, 1, N, D + 1)
+        Keys times the scale; the last column is 1.
+    v : array, shape (Hkv, 1, N, Dv + 1)
+        Values; the last column is 1.
+    dk, dv : array, shapes (Hkv, 1, N, D) and (Hkv, 1, N, Dv)
+        Sums of the gradients; ``dk`` still lacks the scale.
+    """
+
+    k0: int
+    k: Array
+    v: Array
+    dk: Array
+    dv: Array
+
+    @classmethod
+    def load(cls, lane: Lane, k0: int, k1: int) -> "KeyBlock":
+        """Bring keys k0 to k1 - 1 of a lane into fast memory."""
+        k, v = lane.k[..., k0:k1, :], lane.v[..., k0:k1, :]
+        scaled = append_column(k, 1, np.empty((*k.shape[:-1], k.shape[-1] + 1), lane.dtype))
+        scaled[..., :-1] *= lane.dtype.type(lane.scale)
+        ones = append_column(v, 1, np.empty((*v.shape[:-1], v.shape[-1] + 1), lane.dtype))
+        return cls(k0, scaled, ones, np.zeros(k.shape, lane.dtype), np.zeros(v.shape, lane.dtype))
+
+
+def backward_tile(
+    lane: Lane, up: Upstream, block: KeyBlock, tile: Tile, scratch: Scratch
+) -> tuple[Array, Array]:
+    """Recompute the probabilities of one tile and add its share of dk and dv.
+
+    Parameters
+    ----------
+    lane : Lane
+        The heads.
+    up : Upstream
+        Gradients that arrive, and what the forward pass saved.
+    block : KeyBlock
+        The tile's keys, among others; its ``dk`` and ``dv`` are added to.
+    tile : Tile
+        The tile.
+    scratch : Scratch
+        Buffers; both results live there until the next tile.
+
+    Returns
+    -------
+    dq : array, shape (Hkv, G, q1 - q0, D)
+        The tile's share of the gradient at q.
+    dbias : array, shape (Hkv, G, q1 - q0, k1 - k0)
+        Its gradient at the scores, which is that at the bias.
+
+    Notes
+    -----
+    With P the probabilities, Z the dropout (0 or ``1 / (1 - p)``) and ``t'`` the softcap's slope::
+
+        P  = exp(S - lse)                   dV += (Z P)^T dO
+        dP = Z (dO V^T)                     dS  = P (dP - delta)
+        dQ = t' dS K scale                  dK += t' dS^T Q scale
+
+    Subtracting a row's constant is one more column of the matrix product: ``[Q, -lse] [K, 1]^T``
+    is ``S - lse`` and ``[dO, -delta] [V, 1]^T`` is ``dP - delta``, which spares two passes over
+    the tile.
+
+    References
+    ----------
+    Dao, arXiv:2307.08691, Algorithm 2.
+    """
+    seen, keep = lane.seen(tile), lane.keep(tile)
+    keys = slice(tile.k0 - block.k0, tile.k1 - block.k0)
+    k, v = block.k[..., keys, :], block.v[..., keys, :]
+    q = _with_column(lane.q, up.lse, tile, "q", lane.dtype, scratch)
+    dout = _with_column(up.dout, up.delta, tile, "dout", lane.dtype, scratch)
+    shape = (*q.shape[:3], k.shape[-2])
+    p = scratch.take("p", shape, lane.dtype)
+    ds = scratch.take("ds", shape, lane.dtype)
+
+    slope = _probabilities(lane, q, k, seen, tile, p)
+    dropped = p if keep is None else p * (keep * lane.dtype.type(lane.gain))
+    _add_over_group(block.dv[..., keys, :], dropped, dout[..., :-1], seen, scratch)
+    if keep is None:
+        np.matmul(dout, v.swapaxes(-1, -2), out=ds)
+    else:
+        np.matmul(dout[..., :-1], v[..., :-1].swapaxes(-1, -2), out=ds)
+        ds *= keep * lane.dtype.type(lane.gain)
+        ds += dout[..., -1:]
+    ds *= p
+    if seen is not None:
+        np.copyto(ds, 0, where=~seen)
+    capped = ds if slope is None else np.multiply(ds, slope, out=slope)
+    _add_over_group(block.dk[..., keys, :], capped, q[..., :-1], seen, scratch)
+    dq = scratch.take("dq", (*q.shape[:3], k.shape[-1] - 1), lane.dtype)
+    return weigh(capped, k[..., :-1], seen, dq), ds
+
+
+def backward(
+    lane: Lane, up: Upstream, block_q: int, block_k: int, order: str = "key"
+) -> tuple[Array, Array, Array]:
+    """Backward pass of a lane, tile by tile in the order of a schedule.
+
+    Parameters
+    ----------
+    lane : Lane
+        The heads.
+    up : Upstream
+        Gradients that arrive, and what the forward pass saved.
+    block_q, block_k : int
+        Queries and keys of a tile.
+    order : {"query", "key"}
+        What the outer loop runs over.
+
+    Returns
+    -------
+    dq, dk, dv : array, shapes (Hkv, G, Nq, D), (Hkv, 1, Nk, D) and (Hkv, 1, Nk, Dv)
+        Gradients, in the dtype of the sums.
+    """
+    scratch = Scratch()
+    block = KeyBlock.load(lane, 0, lane.k.shape[-2])
+    dq = np.zeros(lane.q.shape, lane.dtype)
+    for tile in schedule(lane.sight, block_q, block_k, order):
+        dq[..., tile.queries, :] += backward_tile(lane, up, block, tile, scratch)[0]
+    return dq, block.dk * lane.dtype.type(lane.scale), block.dv
+
+
+def append_column(x: Array, column: Any, out: Array) -> Array:
+    """Write an array and one more column.
+
+    Parameters
+    ----------
+    x : array, shape (..., N, C)
+        The array.
+    column : array of shape (..., N), or number
+        The column.
+    out : array, shape (..., N, C + 1)
+        Where both are written.
+
+    Returns
+    -------
+    array
+        ``out``.
+    """
+    out[..., :-1] = x
+    out[..., -1] = column
+    return out
+
+
+def _with_column(
+    x: Array, statistic: Array, tile: Tile, name: str, dtype: np.dtype[Any], scratch: Scratch
+) -> Array:
+    """Rows of a tile, and their statistic, negated, as one more column."""
+    rows = x[..., tile.queries, :]
+    out = scratch.take(name, (*rows.shape[:-1], rows.shape[-1] + 1), dtype)
+    return append_column(rows, -statistic[..., tile.queries], out)
+
+
+def _probabilities(
+    lane: Lane, q: Array, k: Array, seen: Array | None, tile: Tile, p: Array
+) -> Array | None:
+    """Write ``exp(S - lse)`` to p, and return the derivative of S by the scaled product."""
+    slope = None
+    if lane.terms.plain:
+        np.matmul(q, k.swapaxes(-1, -2), out=p)
+    else:
+        np.matmul(q[..., :-1], k[..., :-1].swapaxes(-1, -2), out=p)
+        slope = lane.terms.apply_with_slope(p, tile)
+        p += q[..., -1:]
+    if seen is not None:
+        np.copyto(p, -np.inf, where=~seen)
+    np.exp(p, out=p)
+    return slope
+
+
+def _add_over_group(total: Array, p: Array, x: Array, seen: Array | None, scratch: Scratch) -> None:
+    """Add ``p.T @ x``, summed over the query heads that share a key head."""
+    turned = None if seen is None else seen.swapaxes(-1, -2)
+    shape = (*p.shape[:2], p.shape[-1], x.shape[-1])
+    share = weigh(p.swapaxes(-1, -2), x, turned, scratch.take("share", shape, p.dtype))
+    total += share if share.shape[1] == 1 else share.sum(axis=1, keepdims=True)

@@ -1,0 +1,79 @@
+"""What arrays for tests hold, and how they lie in memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Fill = Callable[[np.random.Generator, tuple[int, ...]], Array]
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return rng.normal(size=shape)
+
+
+def _large(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Scores of some tens with the default scale: running maxima move, tails vanish."""
+    return rng.normal(size=shape) * 5
+
+
+def _huge(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Scores of some hundreds: their exponentials overflow float32 where no maximum is taken."""
+    return rng.normal(size=shape) * 15
+
+
+def _ties(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Small integers: scores are exact and many of them equal."""
+    return rng.integers(-1, 2, size=shape).astype(np.float64)
+
+
+def _equal(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Every score is the same."""
+    return np.full(shape, rng.choice([0.5, -2.0]))
+
+
+FILLS: dict[str, Fill] = {
+    "normal": _normal,
+    "large": _large,
+    "huge": _huge,
+    "ties": _ties,
+    "equal": _equal,
+}
+"""By name: functions of a generator and a shape that fill an array for q or k."""
+
+LAYOUTS = ("plain", "swapped", "padded", "every other", "reversed", "transposed")
+"""Layouts that ``laid_out`` knows."""
+
+
+def laid_out(x: Array, layout: str) -> Array:
+    """Give an array of four axes other strides.
+
+    Parameters
+    ----------
+    x : array, shape (B, H, N, D)
+        A contiguous array.
+    layout : str
+        One of ``LAYOUTS``. ``"swapped"`` lies in memory as ``(B, N, H, D)``, ``"padded"`` has a gap
+        after each row, ``"every other"`` and ``"reversed"`` step through N by 2 and by -1, and the
+        last axis of ``"transposed"`` is not contiguous.
+
+    Returns
+    -------
+    array, shape (B, H, N, D)
+        The same elements.
+    """
+    B, H, N, D = x.shape
+    views: dict[str, Callable[[], Array]] = {
+        "swapped": lambda: np.empty((B, N, H, D), x.dtype).swapaxes(1, 2),
+        "padded": lambda: np.empty((B, H, N, D + 3), x.dtype)[..., :D],
+        "every other": lambda: np.empty((B, H, 2 * N, D), x.dtype)[:, :, ::2],
+        "reversed": lambda: np.empty((B, H, N, D), x.dtype)[:, :, ::-1],
+        "transposed": lambda: np.empty((B, H, D, N), x.dtype).swapaxes(2, 3),
+    }
+    if layout == "plain":
+        return x
+    view = views[layout]()
+    view[...] = x
+    return view

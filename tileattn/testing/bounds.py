@@ -1,0 +1,144 @@
+"""How far off each result of a call may be."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.reference import Backward, Forward, evaluate_backward, evaluate_forward
+from tileattn.testing.floors import backward_floors, roundoff, forward_floors, norm
+
+Array = NDArray[Any]
+
+
+class Bound(NamedTuple):
+    """What one result is held to.
+
+    Parameters
+    ----------
+    error : float
+        Largest Frobenius norm allowed for ``actual - expected``.
+    dtype : numpy.dtype
+        The dtype that the result must have.
+    """
+
+    error: float
+    dtype: np.dtype[Any]
+
+
+def error_bound(
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array | None = None,
+    *,
+    dlse: Array | None = None,
+    **options: Any,
+) -> dict[str, Bound]:
+    """Say how far off each result of a call may be, and which dtype it must have.
+
+    Parameters
+    ----------
+    q, k, v : array
+        NumPy arrays, as in ``tileattn.forward``.
+    dout : array, shape (B, Hq, Nq, Dv), optional
+        Gradient arriving at ``out``. Without it only ``out`` and ``lse`` are bounded.
+    dlse : array, shape (B, Hq, Nq), optional
+        Gradient arriving at ``lse``.
+    **options
+        The options of the call.
+
+    Returns
+    -------
+    dict of str to Bound
+        By the names of the results: ``out``, ``lse``, and with ``dout`` also ``dq``, ``dk``, ``dv``
+        and, where the call has them, ``dbias`` and ``dsinks``.
+
+    Raises
+    ------
+    TypeError
+        Where an option is unknown.
+
+    Notes
+    -----
+    With ``plain`` the textbook formula evaluated in the dtype of the sums (float32, or float64 for
+    float64 arrays) and rounded to the dtype of the result, the bound is
+
+    ``2 ||plain - exact|| + floor``.
+
+    The first term is the promise of the package. The second matters where the plain formula happens
+    to be exact (one key, small integers, equal scores) and no other order of operations can be. It
+    is the root of the sum of squares of half a unit in the last place of
+
+    * every element that is stored: the results, P and dS, and ``out`` where ``delta`` is computed
+      from it;
+    * every score, in the dtype of the sums and in units of its terms and of ``lse``, which is a
+      relative error of P;
+    * every product that is summed to ``dout v^T``.
+
+    It does not grow with the number of terms that are summed, so it stays near one unit in the last
+    place of the result unless terms cancel. Norms are absolute, so that a result that is exactly
+    zero needs no case of its own. Elements that are not finite count for nothing here: they are
+    compared by position.
+
+    For float64 the oracle is no more exact than the plain formula. There the error of the plain
+    formula is measured one precision lower, in float32 against float64 on the rounded inputs, and
+    scaled by the ratio of the units; and the oracle may be off by as much again, so that the first
+    term is three times that error.
+    """
+    dtype = q.dtype
+    sums = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    dtypes = {"out": dtype, "lse": sums, "dq": dtype, "dk": dtype, "dv": dtype}
+    for gradient, option in (("dbias", "bias"), ("dsinks", "sinks")):
+        if options.get(option) is not None:
+            dtypes[gradient] = np.asarray(options[option]).dtype
+    forward = evaluate_forward(q, k, v, np.float64, options)
+    backward = None if dout is None else evaluate_backward(forward, dout, dlse)
+    floors = forward_floors(forward, roundoff(dtype), roundoff(sums))
+    if backward is not None:
+        floors |= backward_floors(forward, backward, dlse, roundoff(dtype), roundoff(sums))
+    exact = _results(forward, backward)
+    errors = _plain_errors(exact, (q, k, v, dout, dlse), options, dtypes)
+    bounds = {}
+    for name, result in exact.items():
+        floor = np.hypot(floors[name], roundoff(dtypes[name]) * norm(result))
+        bounds[name] = Bound(float(errors[name] + floor), dtypes[name])
+    return bounds
+
+
+def _results(forward: Forward, backward: Backward | None) -> dict[str, Array]:
+    """Collect the results that there are, by name."""
+    results = {"out": forward.out, "lse": forward.lse}
+    if backward is not None:
+        results |= backward.grads._asdict()
+    return {name: result for name, result in results.items() if result is not None}
+
+
+def _plain_errors(
+    exact: dict[str, Array],
+    arrays: Sequence[Array | None],
+    options: dict[str, Any],
+    dtypes: Mapping[str, np.dtype[Any]],
+) -> dict[str, float]:
+    """Measure the allowed multiple of the error of the plain formula for each result."""
+    if dtypes["out"] == np.float64:
+        single = [None if x is None else x.astype(np.float32) for x in arrays]
+        exact = _evaluate(single, np.float64, options)
+        dtypes = dict.fromkeys(exact, np.dtype(np.float32))
+        factor = 3 * roundoff(np.dtype(np.float64)) / roundoff(np.dtype(np.float32))
+        arrays = single
+    else:
+        factor = 2.0
+    plain = _evaluate(arrays, np.float32, options)
+    with np.errstate(all="ignore"):
+        rounded = {name: x.astype(dtypes[name]).astype(np.float64) for name, x in plain.items()}
+        return {name: factor * norm(x - exact[name]) for name, x in rounded.items()}
+
+
+def _evaluate(
+    arrays: Sequence[Array | None], dtype: Any, options: dict[str, Any]
+) -> dict[str, Array]:
+    q, k, v, dout, dlse = arrays
+    forward = evaluate_forward(q, k, v, dtype, options)
+    return _results(forward, None if dout is None else evaluate_backward(forward, dout, dlse))

@@ -1,0 +1,147 @@
+"""How each option of a call is drawn.
+
+Every function takes ``draw``, a random generator for the contents of arrays, the shape
+``(B, Hq, Nq, Nk)`` and the dtype of the arrays. What Hypothesis should shrink is drawn; what it
+need not is random.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn
+
+Array = NDArray[Any]
+Shape = tuple[int, int, int, int]
+Draw = Callable[["DrawFn", np.random.Generator, Shape, np.dtype[Any]], Any]
+
+
+def _one_of(*values: Any) -> Draw:
+    def drawn(draw: "DrawFn", _rng: np.random.Generator, _shape: Shape, _dtype: Any) -> Any:
+        from hypothesis import strategies as st
+
+        return draw(st.sampled_from(values))
+
+    return drawn
+
+
+def _alibi_slopes(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Array:
+    from hypothesis import strategies as st
+
+    B, Hq = shape[:2]
+    size = draw(st.sampled_from([(Hq,), (B, Hq)]))
+    return rng.uniform(0.01, 0.5, size).astype(np.float32)
+
+
+def _broadcast_shape(draw: "DrawFn", shape: Shape) -> tuple[int, ...]:
+    """Any shape that broadcasts to ``shape``: axes of length 1, leading axes left out."""
+    from hypothesis import strategies as st
+
+    kept = [n if draw(st.booleans()) else 1 for n in shape]
+    while kept and kept[0] == 1 and draw(st.booleans()):
+        del kept[0]
+    return tuple(kept)
+
+
+def _bias(draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    from hypothesis import strategies as st
+
+    bias = np.asarray(rng.normal(size=_broadcast_shape(draw, shape)))
+    if draw(st.booleans()):
+        bias = np.where(rng.random(bias.shape) < 0.2, -np.inf, bias)
+    kinds = [dtype, np.dtype(np.float32), np.dtype(np.float64)]
+    return bias.astype(draw(st.sampled_from(kinds)))
+
+
+def _window(
+    draw: "DrawFn", _rng: np.random.Generator, shape: Shape, _dtype: Any
+) -> tuple[int | None, int | None]:
+    from hypothesis import strategies as st
+
+    reach = st.none() | st.sampled_from([0, 1, 3, 8]) | st.integers(0, shape[3] + 2)
+    return draw(reach), draw(reach)
+
+
+def _mask(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Array:
+    from hypothesis import strategies as st
+
+    density = draw(st.sampled_from([0.0, 0.1, 0.6, 0.95, 1.0]))
+    return np.asarray(rng.random(_broadcast_shape(draw, shape)) < density)
+
+
+def _block_mask(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
+    from hypothesis import strategies as st
+
+    from tileattn.block_mask import BlockMask
+
+    B, Hq, Nq, Nk = shape
+    size = draw(st.sampled_from([(16, 8), (7, 5), (32, 32), (128, 128)]))
+    lead = draw(st.sampled_from([(B, Hq), (1, Hq), (B, 1), (1, 1)]))
+    kind = draw(st.sampled_from(["blocks", "mask", "predicate"]))
+    if kind == "blocks":
+        blocks = rng.random((*lead, -(-Nq // size[0]), -(-Nk // size[1]))) < 0.6
+        return BlockMask(blocks, block_size=size)
+    if kind == "mask":
+        return BlockMask.from_mask(rng.random((*lead, Nq, Nk)) < 0.6, block_size=size)
+    stride = draw(st.integers(2, 20))
+    return BlockMask.from_predicate(
+        lambda b, h, i, j: (i - j + h + b) % stride < (stride + 1) // 2,
+        shape=(*lead, Nq, Nk),
+        block_size=size,
+    )
+
+
+def _kv_lengths(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
+    from hypothesis import strategies as st
+
+    B, Nk = shape[0], shape[3]
+    lengths = rng.integers(0, Nk + 1, size=B)
+    if B and draw(st.booleans()):
+        lengths[0] = draw(st.sampled_from([0, min(1, Nk), Nk]))
+    return lengths.astype(draw(st.sampled_from([np.int64, np.int32])))
+
+
+def _q_offset(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
+    from hypothesis import strategies as st
+
+    B, _, Nq, Nk = shape
+    low, high = -Nq - 2, Nk + 3
+    if draw(st.booleans()):
+        return draw(st.just(0) | st.integers(low, high))
+    return rng.integers(low, high, size=B)
+
+
+def _sinks(draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    from hypothesis import strategies as st
+
+    sinks = rng.normal(size=shape[1]) * draw(st.sampled_from([1.0, 20.0]))
+    if shape[1] and draw(st.booleans()):
+        sinks[0] = -np.inf
+    return sinks.astype(draw(st.sampled_from([dtype, np.dtype(np.float32)])))
+
+
+def _seed(draw: "DrawFn", _rng: np.random.Generator, _shape: Shape, _dtype: Any) -> int:
+    from hypothesis import strategies as st
+
+    return draw(st.integers(0, 2**64 - 1))
+
+
+DRAW: dict[str, Draw] = {
+    "scale": _one_of(0.125, 1.0, 0.3, -0.2, 0.0),
+    "softcap": _one_of(15.0, 2.0, 50.0),
+    "alibi_slopes": _alibi_slopes,
+    "bias": _bias,
+    "causal": _one_of(True, False),
+    "window": _window,
+    "mask": _mask,
+    "block_mask": _block_mask,
+    "kv_lengths": _kv_lengths,
+    "q_offset": _q_offset,
+    "sinks": _sinks,
+    "dropout_p": _one_of(0.1, 0.5, 0.9, 0.0),
+    "seed": _seed,
+}
+"""By name of the option: the function that draws it."""
