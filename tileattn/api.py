@@ -38,13 +38,44 @@ def forward(
         Where the output is written: shape and dtype of the result, sharing no memory with an
         input. It is written only after everything has succeeded.
     **options
-        See Notes.
+        The options below, which ``backward`` takes too.
 
     Returns
     -------
     Attention
         Named tuple ``(out, lse)``: the output, and the natural logarithm of the sum of the
         exponentials of the scores that each query sees.
+
+    Other Parameters
+    ----------------
+    scale : float, default 1/sqrt(D)
+        Multiplies ``q @ k.T``.
+    softcap : float or None
+        Caps the scaled product.
+    alibi_slopes : array, shape (Hq,) or (B, Hq), or None
+        Subtracts ``slope * |p - j|``.
+    bias : array, floating, broadcastable to (B, Hq, Nq, Nk), or None
+        Added to the scores; has a gradient.
+    causal : bool
+        Key j is seen only where ``j <= p``.
+    window : (int or None, int or None), or None
+        ``(left, right)``: key j is seen only where ``p - left <= j <= p + right``; None leaves a
+        side open.
+    mask : array of bool, broadcastable to (B, Hq, Nq, Nk), or None
+        True = seen.
+    block_mask : BlockMask or None
+        Blocks that are skipped are neither loaded nor computed.
+    kv_lengths : array of int, shape (B,), or None
+        Keys at and past the length are not seen.
+    q_offset : int, array of int of shape (B,), or None
+        Position p of query i is ``i + q_offset``; None is ``kv_length - Nq`` (aligned at the bottom
+        right), 0 aligns at the top left.
+    sinks : array, floating, shape (Hq,), or None
+        Logits that join the softmax denominator only; has a gradient.
+    dropout_p : float
+        Share of the probabilities that is dropped; what stays is divided by ``1 - dropout_p``.
+    seed : int
+        Of the dropout, from 0 to 2**64 - 1.
 
     Raises
     ------
@@ -64,25 +95,6 @@ def forward(
         s = s - alibi_slope * |p - j| + bias_ij
 
     and the output is the mean of the values of all seen keys, weighted by the softmax of s.
-
-    ============ ========= ============================================================
-    option       default   meaning
-    ============ ========= ============================================================
-    scale        1/sqrt(D) multiplies ``q @ k.T``
-    softcap      None      caps the scaled product
-    alibi_slopes None      (Hq,) or (B, Hq); subtracts ``slope * |p - j|``
-    bias         None      floating, broadcastable to (B, Hq, Nq, Nk); added
-    causal       False     key j is seen only where ``j <= p``
-    window       None      (left, right): seen only where ``p - left <= j <= p + right``;
-                           None leaves a side open
-    mask         None      boolean, broadcastable to (B, Hq, Nq, Nk); True = seen
-    block_mask   None      a ``BlockMask``; skipped blocks are neither loaded nor computed
-    kv_lengths   None      (B,) integers; keys at and past the length are not seen
-    q_offset     None      integer or (B,); None is ``kv_length - Nq``, 0 aligns top left
-    sinks        None      (Hq,) logits that join the softmax denominator only
-    dropout_p    0.0       share of the probabilities that is dropped
-    seed         0         of the dropout, from 0 to 2**64 - 1
-    ============ ========= ============================================================
 
     A query that sees no key, or only scores of -inf, has output 0 and lse -inf (its sink, where
     there are sinks).
@@ -164,8 +176,10 @@ def backward(
     No array of Nq x Nk is made. With P the probabilities and
     ``delta = rowsum(dout * out) - dlse``::
 
-        dv = P.T @ dout;  ds = P * (dout @ v.T - delta)
-        dq = scale * ds @ k;  dk = scale * ds.T @ q
+        dv = P.T @ dout
+        ds = P * (dout @ v.T - delta)
+        dq = scale * ds @ k
+        dk = scale * ds.T @ q
 
     References
     ----------
@@ -204,7 +218,8 @@ def backward(
     )
     lead = (0,) * (4 - problem.ndim)
     dbias = None if result.dbias is None else result.dbias.reshape(options["bias"].shape)
-    return Gradients(*(x[lead] for x in result[:3]), dbias, result.dsinks)
+    dq, dk, dv = (x[lead] for x in result[:3])
+    return Gradients(dq, dk, dv, dbias, result.dsinks)
 
 
 def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
@@ -250,8 +265,8 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
     """
     if len(outs) != len(lses) or not len(outs):
         raise ValueError(
-            f"outs has {len(outs)} and lses has {len(lses)} entries; the same number, at least one, "
-            "is accepted"
+            f"outs has {len(outs)} and lses has {len(lses)} entries; as many of each, at "
+            "least one, are accepted"
         )
     sums = np.dtype(np.float64 if getattr(outs[0], "dtype", None) == np.float64 else np.float32)
     for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
@@ -319,18 +334,19 @@ def _prepare(
 
 def _ensure_writable(out: Any, inputs: dict[str, Any]) -> None:
     """Raise where ``out`` is read-only or shares memory with an input."""
-    flags = out.flags
-    if not getattr(flags, "writeable", True):
+    if not getattr(out.flags, "writeable", True):
         raise ValueError("out is read-only; a writable array is accepted")
     if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
-        raise ValueError("out has overlapping elements (a stride of 0); an array of its own memory is accepted")
+        raise ValueError("out has elements that overlap (stride 0); a plain array is accepted")
     for name, x in inputs.items():
         if isinstance(x, np.ndarray) and _overlap(out, x):
-            raise ValueError(f"out overlaps {name}; an array that shares no memory with it is accepted")
+            raise ValueError(f"out overlaps {name}; an array with memory of its own is accepted")
 
 
 def _overlap(a: Any, b: Any) -> bool:
+    """Whether two arrays share memory; arrays too intricate to tell count as sharing."""
+    effort: Any = 1000
     try:
-        return np.shares_memory(a, b, max_work=1000)
+        return np.shares_memory(a, b, max_work=effort)
     except np.exceptions.TooHardError:
         return True

@@ -217,7 +217,7 @@ class Sight:
 
 
 def tile_of(x: NDArray[Any], tile: Tile) -> NDArray[Any]:
-    """The part of an array that belongs to a tile; axes of length 1 are left to broadcast.
+    """View the part of an array that belongs to a tile; axes of length 1 are left to broadcast.
 
     Parameters
     ----------

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from tileattn import philox
-from tileattn.blocks import PARTIAL, Band, Sight, Tile, cut
+from tileattn.block_mask import PARTIAL
+from tileattn.blocks import Band, Sight, Tile, cut
 from tileattn.problem import Operands, Problem
 from tileattn.scores import Terms
 from tileattn.state import Array, Scratch
@@ -72,7 +73,7 @@ class Lane:
     @property
     def kv(self) -> int:
         """First key head of the lane, among all."""
-        return self.heads.start // self.group
+        return int(self.heads.start) // self.group
 
     def heads_of(self, x: Array) -> Array:
         """View the lane's part of an array with axes (B, Hq, ...) by key heads."""
@@ -210,7 +211,9 @@ def _lane(P: Problem, x: Operands, band: Band, b: int, kv: slice, part: slice) -
             return None
         entry = option[b if len(option) > 1 else 0]
         entry = entry[heads] if len(entry) > 1 else entry
-        return entry.reshape((shape if len(entry) > 1 else (1, 1)) + entry.shape[1:])
+        lead = shape if len(entry) > 1 else (1, 1)
+        view: Array = entry.reshape(lead + entry.shape[1:])
+        return view
 
     slopes = None if x.alibi_slopes is None else split(x.alibi_slopes[..., None, None])
     mask = None if x.mask is None else x.mask[b if len(x.mask) > 1 else 0]

@@ -149,7 +149,7 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
     """
     _known(options)
     ndim, sizes = _sizes(q, k, v)
-    B, Hq, Hkv, Nq, Nk, D, _ = sizes
+    B, Hq, _, Nq, Nk, D, _ = sizes
     shape = (B, Hq, Nq, Nk)
     kv_lengths = _lengths(options.get("kv_lengths"), B, Nk)
     q_offset = _integers("q_offset", options.get("q_offset"), B)
@@ -177,7 +177,9 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         uses=frozenset(name for name, value in options.items() if _in_use(value)),
     )
     operands = Operands(
-        *(x.reshape((1,) * (4 - ndim) + x.shape) if ndim < 4 else x for x in (q, k, v)),
+        q=four_axes(q),
+        k=four_axes(k),
+        v=four_axes(v),
         kv_lengths=kv_lengths,
         q_offset=kv_lengths - Nq if q_offset is None else q_offset,
         bias=bias,

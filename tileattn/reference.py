@@ -316,7 +316,7 @@ def _lengths(o: Options, shape: tuple[int, ...]) -> Array:
 def _positions(o: Options, shape: tuple[int, ...]) -> Array:
     """Position of each query on the key axis, (B or 1, 1, Nq, 1)."""
     offset = _lengths(o, shape) - shape[2] if o.q_offset is None else np.asarray(o.q_offset)
-    return np.arange(shape[2])[:, np.newaxis] + offset.reshape(-1, 1, 1, 1)
+    return np.asarray(np.arange(shape[2])[:, np.newaxis] + offset.reshape(-1, 1, 1, 1))
 
 
 def _distance(o: Options, shape: tuple[int, ...]) -> Array:

@@ -19,9 +19,7 @@ from tileattn.lane import Lane, load
 from tileattn.state import Array, RowState, Scratch, weigh
 
 
-def forward(
-    lane: Lane, block_q: int, block_k: int, order: str = "query"
-) -> tuple[Array, Array]:
+def forward(lane: Lane, block_q: int, block_k: int, order: str = "query") -> tuple[Array, Array]:
     """Forward pass of a lane, tile by tile in the order of a schedule.
 
     Parameters

@@ -202,12 +202,14 @@ def weigh(p: Array, x: Array, seen: Array | None, out: Array) -> Array:
     A weight of 0 does not hide a NaN, for ``0 * NaN`` is NaN. Where some pair of a tile is hidden,
     rows of x that are not finite are taken out of the product and added for the rows that see them.
     """
-    finite = None if seen is None else np.isfinite(x).all(axis=-1)
-    if finite is None or finite.all():
+    if seen is None:
+        return np.matmul(p, x, out=out)
+    finite = np.isfinite(x).all(axis=-1)
+    if finite.all():
         return np.matmul(p, x, out=out)
     np.matmul(p, np.where(finite[..., None], x, 0).astype(x.dtype, copy=False), out=out)
-    bad = ~finite
+    bad = np.logical_not(finite)
     for j in np.flatnonzero(bad.reshape(-1, bad.shape[-1]).any(axis=0)):
         term = p[..., j, None] * x[..., None, j, :]
-        out += np.where(seen[..., j, None] & bad[..., None, None, j], term, 0)  # type: ignore[index]
+        out += np.where(seen[..., j, None] & bad[..., None, None, j], term, 0)
     return out

@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from tileattn.blocks import FULL, cut
+from tileattn.block_mask import FULL
+from tileattn.blocks import cut
 from tileattn.lane import lanes
 from tileattn.problem import Operands, Problem
 

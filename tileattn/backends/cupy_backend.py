@@ -1,4 +1,4 @@
-"""CuPy arrays. This version knows them, so that it can say what to do; it has no kernels for them."""
+"""CuPy arrays: known, so that errors can say what to do; this version has no kernels for them."""
 
 import sys
 from typing import Any, NoReturn

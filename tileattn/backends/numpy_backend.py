@@ -7,8 +7,8 @@ import numpy as np
 
 from tileattn import spec
 from tileattn.backends import threads
-from tileattn.backends.protocol import Explanation
 from tileattn.backends.numpy_backward import Backward
+from tileattn.backends.protocol import Explanation
 from tileattn.blocks import cut
 from tileattn.lane import Lane, lanes
 from tileattn.problem import Operands, Problem
@@ -24,10 +24,25 @@ in the second-level cache of one core, and the matrix products are large enough 
 _SERIAL_WORK = 1 << 23  # multiply-adds up to which starting a thread costs more than it brings
 _WORTH_BOUNDING = 128  # queries from which a look at all norms costs less than maxima of all tiles
 
+
 class NumpyBackend:
-    """Attention on NumPy arrays; serves every problem."""
+    """Attention on NumPy arrays; serves every problem.
+
+    Parameters
+    ----------
+    forward_tile, backward_tile : (int, int)
+        Queries and keys of a tile. Results do not depend on them, up to rounding.
+    """
 
     name = "numpy"
+
+    def __init__(
+        self,
+        forward_tile: tuple[int, int] = FORWARD_TILE,
+        backward_tile: tuple[int, int] = BACKWARD_TILE,
+    ) -> None:
+        self.forward_tile = forward_tile
+        self.backward_tile = backward_tile
 
     def owns(self, x: Any) -> bool:
         """Whether ``x`` is a NumPy array (masked arrays are refused: their mask would be lost)."""
@@ -60,7 +75,7 @@ class NumpyBackend:
         """
         result = np.empty((problem.B, problem.Hq, problem.Nq, problem.Dv), problem.dtype)
         lse = np.empty((problem.B, problem.Hq, problem.Nq), problem.sum_dtype)
-        block_q, block_k = FORWARD_TILE
+        block_q, block_k = self.forward_tile
         blocks = [
             (lane, span) for lane in lanes(problem, operands) for span in cut(problem.Nq, block_q)
         ]
@@ -110,7 +125,7 @@ class NumpyBackend:
         Gradients
             With four axes, those of bias and sinks in their own shape.
         """
-        job = Backward(problem, operands, dout, attention, dlse, BACKWARD_TILE)
+        job = Backward(problem, operands, dout, attention, dlse, self.backward_tile)
         threads.run(job.tasks(), _parallel(problem))
         return job.gradients()
 
@@ -129,16 +144,16 @@ class NumpyBackend:
         Explanation
             Tiles, workers, and the tiles and bytes that the schedule counts.
         """
-        tiles, moved = forward_traffic(problem, operands, FORWARD_TILE)
+        tiles, moved = forward_traffic(problem, operands, self.forward_tile)
         parallel = _parallel(problem)
-        (fq, fk), (bq, bk) = FORWARD_TILE, BACKWARD_TILE
+        (fq, fk), (bq, bk) = self.forward_tile, self.backward_tile
         columns = problem.D + problem.Dv
         size = problem.sum_dtype.itemsize
         return Explanation(
             backend=self.name,
             kernel="tileattn.spec",
-            forward_tile=FORWARD_TILE,
-            backward_tile=BACKWARD_TILE,
+            forward_tile=self.forward_tile,
+            backward_tile=self.backward_tile,
             workers=threads.worker_count() if parallel else 1,
             scratch_bytes=size * max(fq * (fk + columns), 2 * bq * bk + 2 * (bq + bk) * columns),
             tiles=tiles,

@@ -166,7 +166,7 @@ class Backward:
 def _delta(dout: Array, out: Array, dlse: Array | None, dtype: np.dtype[Any]) -> Array:
     """``rowsum(dout * out) - dlse``, without an array of the size of ``out``."""
     dout, out = (x.astype(dtype, copy=False) for x in (dout, out))
-    delta = np.einsum("bhid,bhid->bhi", dout, out)
+    delta: Array = np.einsum("bhid,bhid->bhi", dout, out)
     return delta if dlse is None else delta - dlse
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.reference import Backward, Forward, evaluate_backward, evaluate_forward
-from tileattn.testing.floors import backward_floors, roundoff, forward_floors, norm
+from tileattn.testing.floors import backward_floors, finite, forward_floors, norm, storing, summing
 
 Array = NDArray[Any]
 
@@ -69,13 +69,12 @@ def error_bound(
 
     The first term is the promise of the package. The second matters where the plain formula happens
     to be exact (one key, small integers, equal scores) and no other order of operations can be. It
-    is the root of the sum of squares of half a unit in the last place of
+    is the root of the sum of squares of
 
-    * every element that is stored: the results, P and dS, and ``out`` where ``delta`` is computed
-      from it;
-    * every score, in the dtype of the sums and in units of its terms and of ``lse``, which is a
-      relative error of P;
-    * every product that is summed to ``dout v^T``.
+    * half a unit in the last place of every element that is stored: the results, P and dS, and
+      ``out`` where ``delta`` is computed from it;
+    * two units in the last place, in the dtype of the sums, of the terms of every score and of
+      ``lse``, which is a relative error of P, and of every product that is summed to ``dout v^T``.
 
     It does not grow with the number of terms that are summed, so it stays near one unit in the last
     place of the result unless terms cancel. Norms are absolute, so that a result that is exactly
@@ -95,14 +94,14 @@ def error_bound(
             dtypes[gradient] = np.asarray(options[option]).dtype
     forward = evaluate_forward(q, k, v, np.float64, options)
     backward = None if dout is None else evaluate_backward(forward, dout, dlse)
-    floors = forward_floors(forward, roundoff(dtype), roundoff(sums))
+    floors = forward_floors(forward, storing(dtype), summing(sums))
     if backward is not None:
-        floors |= backward_floors(forward, backward, dlse, roundoff(dtype), roundoff(sums))
+        floors |= backward_floors(forward, backward, dlse, storing(dtype), summing(sums))
     exact = _results(forward, backward)
     errors = _plain_errors(exact, (q, k, v, dout, dlse), options, dtypes)
     bounds = {}
     for name, result in exact.items():
-        floor = np.hypot(floors[name], roundoff(dtypes[name]) * norm(result))
+        floor = np.hypot(floors[name], np.sqrt(np.sum(storing(dtypes[name]).of(finite(result)))))
         bounds[name] = Bound(float(errors[name] + floor), dtypes[name])
     return bounds
 
@@ -126,7 +125,7 @@ def _plain_errors(
         single = [None if x is None else x.astype(np.float32) for x in arrays]
         exact = _evaluate(single, np.float64, options)
         dtypes = dict.fromkeys(exact, np.dtype(np.float32))
-        factor = 3 * roundoff(np.dtype(np.float64)) / roundoff(np.dtype(np.float32))
+        factor = 3 * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
         arrays = single
     else:
         factor = 2.0

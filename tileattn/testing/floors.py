@@ -1,11 +1,10 @@
 """The rounding that no order of operations escapes: one rounding of each quantity.
 
-An uncertainty here is an array of squares: that of a product ``x y`` with relative uncertainty
-``e`` is ``(e x y)**2``, and the uncertainties of the terms of a sum add. ``unit`` is the largest
-relative error of rounding to the dtype of the arrays, and ``unit_sums`` to that of the sums, which
-is finer for the 16-bit types.
+An uncertainty here is an array of squares, so that those of independent terms add: where ``x`` is
+off by ``e``, the product ``x y`` has the uncertainty ``e**2 * y**2``.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,47 @@ from tileattn.reference import Backward, Forward
 Array = NDArray[Any]
 
 
-def roundoff(dtype: np.dtype[Any]) -> float:
-    """Return the largest relative error of one rounding: half a unit in the last place of 1."""
-    return (float(np.nextafter(dtype.type(1), dtype.type(2))) - 1.0) / 2
+@dataclass(frozen=True)
+class Rounding:
+    """How far off a number may be once it has been rounded.
+
+    Parameters
+    ----------
+    relative : float
+        Relative error of a number in the normal range.
+    absolute : float
+        Error of a number near zero.
+    """
+
+    relative: float
+    absolute: float
+
+    def of(self, x: Array) -> Array:
+        """Square of the error of each element."""
+        return np.asarray((self.relative * x) ** 2 + self.absolute**2)
+
+
+def storing(dtype: np.dtype[Any]) -> Rounding:
+    """Round a number to store it: half a unit in the last place."""
+    return Rounding(_unit(dtype) / 2, max(_least(dtype), _flushed(dtype)))
+
+
+def summing(dtype: np.dtype[Any]) -> Rounding:
+    """Round while summing products: two units in the last place of its terms."""
+    return Rounding(2 * _unit(dtype), _flushed(dtype))
+
+
+def _unit(dtype: np.dtype[Any]) -> float:
+    return float(np.nextafter(dtype.type(1), dtype.type(2))) - 1.0
+
+
+def _least(dtype: np.dtype[Any]) -> float:
+    return float(np.nextafter(dtype.type(0), dtype.type(1)))
+
+
+def _flushed(dtype: np.dtype[Any]) -> float:
+    """Largest number that arithmetic may take for zero: GPUs flush what is below normal float32."""
+    return float(np.finfo(np.float64 if dtype == np.float64 else np.float32).tiny)
 
 
 def norm(x: Array) -> float:
@@ -31,50 +68,57 @@ def finite(x: Array) -> Array:
     return np.where(np.isfinite(x), x, 0.0)
 
 
-def forward_floors(f: Forward, unit: float, unit_sums: float) -> dict[str, float]:
+def forward_floors(f: Forward, store: Rounding, sums: Rounding) -> dict[str, float]:
     """Norms of the uncertainty of ``out`` and ``lse``, apart from that of storing them."""
     with np.errstate(all="ignore"):
-        P = finite(f.P) * f.kept
-        of_P = (P * _relative(f, unit, unit_sums)) ** 2
-        of_scores = (finite(f.P) * unit_sums * _size(f)) ** 2
+        of_P = _of_probabilities(f, store, sums) * f.kept**2
+        # The scores of a row share its query, and their errors may share a sign.
+        of_scores = (sums.relative * np.sum(finite(f.P) * _size(f), axis=-1)) ** 2
         largest = finite(np.max(f.scores, axis=-1, initial=-np.inf))
         return {
             "out": _root(of_P @ finite(f.v) ** 2),
-            "lse": float(np.sqrt(np.sum(of_scores) + np.sum((unit_sums * largest) ** 2))),
+            "lse": _root(sums.of(largest) + sums.of(finite(f.lse)) + of_scores),
         }
 
 
 def backward_floors(
-    f: Forward, b: Backward, dlse: Array | None, unit: float, unit_sums: float
+    f: Forward, b: Backward, dlse: Array | None, store: Rounding, sums: Rounding
 ) -> dict[str, float]:
     """Norms of the uncertainty of each gradient, apart from that of storing it."""
     with np.errstate(all="ignore"):
-        P, dout = finite(f.P), finite(b.dout)
-        of_P = (P * f.kept * _relative(f, unit, unit_sums)) ** 2
-        of_dP = (unit_sums * f.kept) ** 2 * (dout**2 @ _transpose(finite(f.v) ** 2))
-        of_delta = np.sum((unit * dout * finite(f.out)) ** 2, axis=-1)
+        P, dS, dout = finite(f.P), finite(b.dS), finite(b.dout)
+        of_P = _of_probabilities(f, store, sums)
+        of_dP = (sums.relative * f.kept) ** 2 * (dout**2 @ _transpose(finite(f.v) ** 2))
+        of_out = store.of(finite(f.out)) + (of_P * f.kept**2) @ finite(f.v) ** 2
+        of_delta = np.sum(dout**2 * of_out, axis=-1)
         if dlse is not None:
-            of_delta = of_delta + (unit_sums * finite(np.reshape(dlse, of_delta.shape))) ** 2
-        of_dS = (finite(b.dS) * _relative(f, unit, unit_sums)) ** 2
-        of_dS = of_dS + P**2 * (of_dP + of_delta[..., np.newaxis])
-        of_draw = of_dS
+            of_delta = of_delta + sums.of(finite(np.reshape(dlse, of_delta.shape)))
+        slack = finite(b.dP) + finite(b.dlog)[..., np.newaxis]  # dS = P slack
+        of_dS = np.where(f.seen, of_P * slack**2 + store.of(dS) + P**2 * of_dP, 0)
+        slope, of_draw = np.ones_like(dS), of_dS
         if f.options.softcap is not None:
             # draw = slope dS, slope = 1 - tanh(raw / softcap)**2
             slope = 1 - finite(f.capped / f.options.softcap) ** 2
-            of_slope = (unit_sums * (1 + 2 * slope * _size(f) / f.options.softcap)) ** 2
-            of_draw = of_dS * slope**2 + finite(b.dS) ** 2 * of_slope
+            of_slope = sums.of(1 + 2 * slope * _size(f) / f.options.softcap)
+            of_draw = of_dS * slope**2 + dS**2 * of_slope
+        # An error of delta is one and the same for a whole row: over keys it adds before squaring.
+        row = of_delta[..., np.newaxis]
+        of_draw_k = of_draw @ finite(f.k) ** 2 + row * ((P * slope) @ finite(f.k)) ** 2
+        of_draw_q = _transpose(of_draw + row * (P * slope) ** 2) @ finite(f.q) ** 2
         floors = {
-            "dq": abs(f.scale) * _root(of_draw @ finite(f.k) ** 2),
-            "dk": abs(f.scale) * _root(_transpose(of_draw) @ finite(f.q) ** 2),
-            "dv": _root(_transpose(of_P) @ dout**2),
-            "dbias": _root(of_dS),
+            "dq": abs(f.scale) * _root(of_draw_k),
+            "dk": abs(f.scale) * _root(of_draw_q),
+            "dv": _root(_transpose(of_P * f.kept**2) @ dout**2),
         }
+        if f.options.bias is not None:
+            over_keys = np.shape(f.options.bias)[-1:] in ((), (1,))
+            share = np.sum(P, axis=-1) ** 2 if over_keys else np.sum(P**2, axis=-1)
+            floors["dbias"] = float(np.sqrt(np.sum(of_dS) + np.sum(of_delta * share)))
         if f.options.sinks is not None:
             sinks = finite(np.asarray(f.options.sinks, np.float64))[:, np.newaxis]
-            P_sink = finite(np.exp(sinks - f.lse))
-            relative = unit_sums * (1 + np.abs(sinks) + np.abs(finite(f.lse)))
-            of_sink = (relative * finite(b.dlog)) ** 2 + of_delta
-            floors["dsinks"] = _root(P_sink**2 * of_sink)
+            of_exponent = sums.of(1 + np.abs(sinks) + np.abs(finite(f.lse)))
+            of_sink = of_exponent * finite(b.dlog) ** 2 + of_delta
+            floors["dsinks"] = _root(finite(np.exp(sinks - f.lse)) ** 2 * of_sink)
         return floors
 
 
@@ -85,9 +129,10 @@ def _size(f: Forward) -> Array:
     return np.asarray(np.sqrt(squares + finite(f.lse)[..., np.newaxis] ** 2))
 
 
-def _relative(f: Forward, unit: float, unit_sums: float) -> Array:
-    """Relative uncertainty of P: that of storing it and that of its score."""
-    return unit + unit_sums * _size(f)
+def _of_probabilities(f: Forward, store: Rounding, sums: Rounding) -> Array:
+    """Uncertainty of P: that of storing it, and that of its score."""
+    P = finite(f.P)
+    return np.where(f.seen, store.of(P) + (P * sums.relative * _size(f)) ** 2, 0)
 
 
 def _root(squares: Array) -> float:

@@ -40,6 +40,19 @@ class AttentionCase(NamedTuple):
     dlse: Array | None
     options: dict[str, Any]
 
+    def __repr__(self) -> str:
+        """Say what the arrays are, not what they hold: a failing case is reported by this."""
+        facts = {**self._asdict(), "options": None} | self.options
+        shown = (f"{name}={_brief(x)}" for name, x in facts.items() if name != "options")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _brief(x: Any) -> str:
+    if not isinstance(x, np.ndarray):
+        return repr(x)
+    values = f" {x.tolist()}" if x.size <= 8 else ""
+    return f"<{x.dtype} {x.shape}{values}>"
+
 
 class _Sizes(NamedTuple):
     B: int

@@ -1,0 +1,52 @@
+# The project's verbs; continuous integration runs the same ones.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+# The extra with the CuPy wheel for this machine's driver: cuda12, cuda13 (also for later drivers) or none.
+CUDA = $(shell nvidia-smi 2>/dev/null | awk -F 'Version: *' \
+	'/CUDA/ { v = int($$NF); print (v > 12 ? ",cuda13" : v == 12 ? ",cuda12" : ""); exit }')
+EXTRAS_demo = demo$(CUDA)
+EXTRAS_dev  = dev
+EXTRAS_gpu  = dev$(CUDA)
+EXTRAS_bench = bench
+
+.PHONY: help setup demo test test-gpu format lint types docs bench dist clean
+.NOTPARALLEL:
+
+help:  ## list the verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+
+# One stamp per set of extras; venv is repeated so that a half-made environment is mended.
+$(VENV)/%.stamp: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[$(EXTRAS_$*)]"
+	@touch $@
+
+setup: $(VENV)/dev.stamp  ## make .venv with everything that the verbs below need
+demo: $(VENV)/demo.stamp  ## train a small GPT on the standard library's source (options: ARGS="...")
+	$(BIN)/python examples/char_gpt.py $(ARGS)
+test: setup  ## run the tests that need no GPU (options: ARGS="...")
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8 -m "not gpu" $(ARGS)
+test-gpu: $(VENV)/gpu.stamp  ## run the tests that need a GPU
+	$(BIN)/pytest -m gpu $(ARGS)
+format: setup  ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+lint: setup  ## check rules, format and docstrings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/check_docstrings.py
+types: setup  ## check the types
+	$(BIN)/mypy
+docs: setup  ## build the site into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+bench: $(VENV)/bench.stamp  ## time the CPU backend beside PyTorch and plain NumPy
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
+dist: setup  ## build dist/ and check what is in it
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python tools/check_wheel.py dist/*.whl
+clean:  ## remove everything that the verbs above made
+	rm -rf $(VENV) dist site char_gpt_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

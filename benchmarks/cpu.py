@@ -1,0 +1,259 @@
+"""Speed and memory on the CPU, beside PyTorch and plain NumPy, as ratios in one run.
+
+    python benchmarks/cpu.py             every cell, as a table
+    python benchmarks/cpu.py --sweep     tile sizes
+    python benchmarks/cpu.py --memory    peak memory at 65,536 tokens
+
+The files are benchmarks/results/cpu.json, cpu_tiles.json and cpu_memory.json.
+
+Contestants take turns in one process, with the same number of threads; a cell is the median of its
+rounds. Work is counted as 4 B H Nq Nk D operations forward, half of it for causal, and 2.5 times
+that backward.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import tileattn
+from tileattn.backends import numpy_backend, threads
+
+RESULTS = Path(__file__).parent / "results"
+PAUSE = 0.004  # lets the threads of the last contestant go to sleep
+
+Contestants = dict[str, Callable[[], Any]]
+
+
+def plain_forward(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    """Attention as a NumPy user writes it; stores the N x N probabilities."""
+    s = q @ k.swapaxes(-1, -2)
+    s *= q.dtype.type(q.shape[-1] ** -0.5)
+    if causal:
+        s[..., ~np.tri(s.shape[-2], s.shape[-1], dtype=bool)] = -np.inf
+    s -= s.max(axis=-1, keepdims=True)
+    np.exp(s, out=s)
+    s /= s.sum(axis=-1, keepdims=True)
+    return s @ v
+
+
+def forward_contestants(
+    shape: tuple[int, ...], causal: bool, torch: Any, backend: str = "auto"
+) -> Contestants:
+    """Forward passes on the same inputs."""
+    q, k, v = _inputs(shape, 3)
+    contestants: Contestants = {
+        "tileattn": lambda: tileattn.forward(q, k, v, causal=causal, backend=backend),
+        "numpy": lambda: plain_forward(q, k, v, causal),
+    }
+    if torch is not None:
+        tensors = [torch.from_numpy(x) for x in (q, k, v)]
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        contestants["torch"] = lambda: sdpa(*tensors, is_causal=causal)
+    return contestants
+
+
+def backward_contestants(
+    shape: tuple[int, ...], causal: bool, torch: Any, backend: str = "auto"
+) -> Contestants:
+    """Backward passes on the same inputs."""
+    q, k, v, dout = _inputs(shape, 4)
+    out, lse = tileattn.forward(q, k, v, causal=causal)
+    contestants: Contestants = {
+        "tileattn": lambda: tileattn.backward(
+            dout, q, k, v, out, lse, causal=causal, backend=backend
+        )
+    }
+    if torch is not None:
+        leaves = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
+        result = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal)
+        arriving = torch.from_numpy(dout)
+        contestants["torch"] = lambda: torch.autograd.grad(
+            result, leaves, arriving, retain_graph=True
+        )
+    return contestants
+
+
+def race(contestants: Contestants, seconds: float) -> dict[str, float]:
+    """Median seconds of each contestant, taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for call in contestants.values():
+        call()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or min(map(len, times.values())) < 5:
+        for name, call in contestants.items():
+            time.sleep(PAUSE)
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: median(values) for name, values in times.items()}
+
+
+def speed(seconds: float) -> None:
+    """Time every cell and write the ratios."""
+    torch = _torch()
+    cells = [
+        (kind, 8, N, D, causal)
+        for kind in ("forward", "backward")
+        for D in (64, 128)
+        for N in (1024, 4096)
+        for causal in (False, True)
+    ]
+    cells += [("forward", 4, 64, 64, causal) for causal in (False, True)]
+    rows = []
+    print(f"{'':8} {'H':>2} {'N':>5} {'D':>4} {'causal':6}   GFLOP/s   x torch   x numpy")
+    for kind, H, N, D, causal in cells:
+        make = forward_contestants if kind == "forward" else backward_contestants
+        times = race(make((1, H, N, D), causal, torch), seconds)
+        work = 4 * H * N * N * D * (0.5 if causal else 1.0) * (1 if kind == "forward" else 2.5)
+        ratios = {name: t / times["tileattn"] for name, t in times.items() if name != "tileattn"}
+        rows.append(
+            {"pass": kind, "B": 1, "H": H, "N": N, "D": D, "causal": causal}
+            | {"gflops": {name: round(work / t / 1e9, 1) for name, t in times.items()}}
+            | {"ratio_to": {name: round(ratio, 3) for name, ratio in ratios.items()}}
+        )
+        columns = (f"{ratios.get(name, float('nan')):9.2f}" for name in ("torch", "numpy"))
+        print(
+            f"{kind:8} {H:2} {N:5} {D:4} {causal!s:6} {work / times['tileattn'] / 1e9:9.0f} "
+            + " ".join(columns),
+            flush=True,
+        )
+    write("cpu", rows)
+
+
+def sweep(seconds: float) -> None:
+    """Time tile sizes against each other."""
+    tiles = [(q, k) for q in (128, 192, 256, 384, 512) for k in (128, 256, 512, 1024)]
+    rows = []
+    for kind in ("forward", "backward"):
+        for N, D, causal in ((1024, 64, True), (4096, 64, False), (4096, 128, True)):
+            contestants = {}
+            for tile in tiles:
+                backend = numpy_backend.NumpyBackend(tile, tile)
+                backend.name = f"tile{tile[0]}x{tile[1]}"
+                tileattn.register_backend(backend)
+                make = forward_contestants if kind == "forward" else backward_contestants
+                calls = make((1, 8, N, D), causal, None, backend.name)
+                contestants[backend.name] = calls["tileattn"]
+            times = race(contestants, seconds)
+            best = min(times.values())
+            ranked = {name: round(best / t, 3) for name, t in times.items()}
+            rows.append({"pass": kind, "N": N, "D": D, "causal": causal, "share_of_best": ranked})
+            order = sorted(ranked, key=lambda name: -ranked[name])[:6]
+            print(kind, N, D, causal, *(f"{name} {ranked[name]:.2f}" for name in order), flush=True)
+    write("cpu_tiles", rows)
+
+
+def memory(N: int, D: int) -> None:
+    """Measure the peak memory of a forward and backward pass in a process of its own."""
+    script = f"import benchmarks.cpu as cpu; cpu.measure_memory({N}, {D})"
+    root = Path(__file__).parent.parent
+    answer = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True
+    )
+    row = json.loads(answer.stdout.splitlines()[-1])
+    print(f"N={N} D={D}: {row['extra_mb']:.1f} MB beyond inputs and outputs")
+    write("cpu_memory", [row])
+
+
+def measure_memory(N: int, D: int) -> None:
+    """Print, as JSON, the peak memory of this process beyond its inputs and outputs."""
+    q, k, v, dout = _inputs((1, 1, N, D), 4)
+    a, b, c, d = (x[:, :, :8] for x in (q, k, v, dout))
+    first = tileattn.forward(a, b, c)
+    tileattn.backward(d, a, b, c, first.out, first.lse)  # loads what is lazy
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    out, lse = tileattn.forward(q, k, v)
+    forward_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    gradients = tileattn.backward(dout, q, k, v, out, lse)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outputs = sum(x.nbytes for x in (out, lse, *gradients[:3]))
+    row = {
+        "N": N,
+        "D": D,
+        "inputs_mb": sum(x.nbytes for x in (q, k, v, dout)) / 1e6,
+        "outputs_mb": outputs / 1e6,
+        "forward_extra_mb": (forward_peak - before) * 1024 / 1e6 - (out.nbytes + lse.nbytes) / 1e6,
+        "extra_mb": (peak - before) * 1024 / 1e6 - outputs / 1e6,
+    }
+    print(json.dumps(row))
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    """Write rows with the machine, the versions and the commit that they belong to."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    torch = _torch()
+    machine = {
+        "processor": _processor(),
+        "threads": threads.worker_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": None if torch is None else torch.__version__,
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python benchmarks/cpu.py " + " ".join(sys.argv[1:]),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+def _inputs(shape: tuple[int, ...], count: int) -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape, np.float32) for _ in range(count)]
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        print("torch is not installed: pip install torch", file=sys.stderr)
+        return None
+    torch.set_num_threads(threads.worker_count())
+    return torch
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sweep", action="store_true", help="compare tile sizes")
+    parser.add_argument("--memory", action="store_true", help="measure peak memory")
+    parser.add_argument("--seconds", type=float, default=6.0, help="time for each cell (6)")
+    arguments = parser.parse_args()
+    if arguments.sweep:
+        sweep(arguments.seconds)
+    elif arguments.memory:
+        memory(65536, 64)
+    else:
+        speed(arguments.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""The shape of the code: who imports whom, what an import does, what is public, how long it is."""
+
+import ast
+import inspect
+import io
+import re
+import subprocess
+import sys
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import tileattn
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tileattn"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = sorted(
+    path
+    for room in ("tileattn", "tests", "benchmarks", "examples", "tools")
+    for path in (ROOT / room).rglob("*.py")
+)
+
+# Libraries that may be absent, or that are too heavy to load before somebody asks for them.
+LAZY = {"cuda", "cupy", "cupyx", "hypothesis", "matplotlib", "scipy", "torch"}
+
+PUBLIC = {
+    "Attention",
+    "BackendUnavailableError",
+    "BlockMask",
+    "Gradients",
+    "UnsupportedError",
+    "__version__",
+    "available_backends",
+    "backward",
+    "dropout_mask",
+    "explain",
+    "forward",
+    "merge",
+    "reference",
+    "register_backend",
+    "testing",
+}
+
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 70  # without the docstring
+
+
+def name_of(path: Path) -> str:
+    """Relative path with forward slashes: the id of a test, and what a message prints."""
+    return path.relative_to(ROOT).as_posix()
+
+
+every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
+every_source = pytest.mark.parametrize("path", SOURCES, ids=name_of)
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+# --- the direction of the imports ---------------------------------------------------------------
+
+
+def room_of(path: Path) -> str:
+    """Name of a module below ``tileattn``: ``blocks``, ``backends.protocol``, ``backends``."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def targets(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[str]:
+    """Full dotted names that an import statement binds."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    package = ["tileattn", *path.relative_to(PACKAGE).parts[:-1]]
+    above = package[: len(package) + 1 - node.level] if node.level else []
+    base = [*above, *filter(None, [node.module])]
+    yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def own_imports(path: Path) -> set[str]:
+    """Rooms of the package that a module imports, wherever in the module it does so."""
+    rooms = {room_of(module) for module in MODULES}
+    found: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for target in targets(node, path):
+                head, *parts = target.split(".")
+                if head == "tileattn":
+                    while ".".join(parts) not in rooms:
+                        parts.pop()
+                    found.add(".".join(parts))
+    return found
+
+
+# What each room may import. A package stands for all its modules, which may import one another.
+# A new module needs a row.
+LEAVES = {"errors", "results"}
+FACTS = LEAVES | {"block_mask", "problem"}
+ALGORITHM = {"blocks", "lane", "philox", "scores", "spec", "state"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "results": set(),
+    "philox": set(),
+    "block_mask": LEAVES,
+    "problem": LEAVES | {"block_mask"},
+    "reference": LEAVES,
+    "blocks": LEAVES | {"block_mask"},
+    "scores": LEAVES | {"blocks"},
+    "state": LEAVES,
+    "lane": FACTS | {"blocks", "philox", "scores", "state"},
+    "spec": FACTS | ALGORITHM,
+    "traffic": FACTS | {"blocks", "lane"},
+    "kernels": FACTS,
+    "backends": FACTS | ALGORITHM | {"kernels", "traffic"},
+    "api": FACTS | {"backends", "state"},
+    "testing": FACTS | {"reference"},
+    "": FACTS | {"api", "backends", "philox", "reference", "testing"},
+    "__main__": FACTS | {"", "api", "backends", "reference", "testing", "traffic"},
+}
+
+
+@every_module
+def test_imports_run_one_way(path: Path) -> None:
+    room = room_of(path)
+    package = room.split(".")[0]
+    assert package in MAY_IMPORT, f"{name_of(path)} has no row in MAY_IMPORT"
+    used = {other.split(".")[0] for other in own_imports(path)} - {package}
+    assert used <= MAY_IMPORT[package], (
+        f"{name_of(path)} imports {sorted(used - MAY_IMPORT[package])}"
+    )
+
+
+def test_the_import_table_has_no_cycle() -> None:
+    done: set[str] = set()
+    waiting = dict(MAY_IMPORT)
+    while waiting:
+        ready = {room for room, others in waiting.items() if others - {room} <= done}
+        assert ready, f"these rooms import one another: {sorted(waiting)}"
+        done |= ready
+        for room in ready:
+            del waiting[room]
+
+
+def loaded_at_import(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements that run when the module is imported: all but those in functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from loaded_at_import(child)
+
+
+@every_module
+def test_heavy_libraries_are_imported_only_inside_functions(path: Path) -> None:
+    heavy = {
+        target
+        for node in loaded_at_import(tree_of(path))
+        for target in targets(node, path)
+        if target.split(".")[0] in LAZY
+    }
+    assert heavy == set()
+
+
+# --- what `import tileattn` does ----------------------------------------------------------------
+
+
+def run_python(code: str, cwd: Path) -> str:
+    """Run code in a fresh interpreter and return what it printed."""
+    path = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+    command = [sys.executable, "-c", path + textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_public_name_loads_without_a_heavy_library(tmp_path: Path) -> None:
+    loaded = run_python(
+        """
+        import sys
+        from tileattn import *
+        print(*{name.split(".")[0] for name in sys.modules})
+        """,
+        tmp_path,
+    )
+    assert "tileattn" in loaded.split()
+    assert LAZY.isdisjoint(loaded.split())
+
+
+def test_import_writes_nothing_and_starts_nothing(tmp_path: Path) -> None:
+    """The interpreter's own audit events see every file, thread, process and connection."""
+    events = run_python(
+        """
+        import os, sys
+        sys.dont_write_bytecode = True
+        WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+        ACTS = {"os.fork", "os.mkdir", "os.posix_spawn", "os.remove", "os.rename", "os.system",
+                "socket.connect", "subprocess.Popen", "_thread.start_joinable_thread",
+                "_thread.start_new_thread"}
+        seen = []
+        import numpy, ml_dtypes, threadpoolctl
+        def watch(event, arguments):
+            if event in ACTS or (event == "open" and arguments[2] & WRITES):
+                seen.append(f"{event} {arguments[0]}")
+        sys.addaudithook(watch)
+        open(os.devnull, "w").close()
+        control, seen[:] = len(seen), []
+        import tileattn
+        print(control, *seen, sep="\\n")
+        """,
+        tmp_path,
+    )
+    assert events.split("\n")[0] == "1", "the audit hook missed a file opened for writing"
+    assert events.split("\n")[1:] == [""]
+    assert list(tmp_path.iterdir()) == []
+
+
+def seconds_to_import(module: str, cwd: Path) -> float:
+    code = f"""
+        import time
+        start = time.process_time()
+        import {module}
+        print(time.process_time() - start)
+        """
+    return float(run_python(code, cwd))
+
+
+def test_import_is_quick(tmp_path: Path) -> None:
+    """Under 0.2 s; on a machine where NumPy alone is slow, at most 0.1 s more than NumPy.
+
+    Processor time, and the smallest of several runs, since a busy machine only ever adds to it.
+    """
+    whole = numpy_alone = float("inf")
+    for _ in range(6):
+        whole = min(whole, seconds_to_import("tileattn", tmp_path))
+        if whole < 0.2:
+            break
+        numpy_alone = min(numpy_alone, seconds_to_import("numpy", tmp_path))
+    assert whole < 0.2 or whole - numpy_alone < 0.1
+
+
+# --- what is public -----------------------------------------------------------------------------
+
+
+def test_public_names_are_those_of_the_contract() -> None:
+    assert sorted(tileattn.__all__) == sorted(PUBLIC)
+    assert all(hasattr(tileattn, name) for name in PUBLIC)
+
+
+def test_nothing_public_is_left_out_of_all() -> None:
+    named = {
+        name
+        for name, value in vars(tileattn).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert named <= set(tileattn.__all__)
+
+
+def public_objects() -> Iterator[tuple[str, object]]:
+    for name in sorted(PUBLIC - {"__version__"}):
+        value = getattr(tileattn, name)
+        yield name, value
+        if inspect.isclass(value) or inspect.ismodule(value):
+            for inner, member in vars(value).items():
+                documented = inspect.isroutine(member) or isinstance(member, property)
+                if documented and not inner.startswith("_"):
+                    yield f"{name}.{inner}", member
+
+
+@pytest.mark.parametrize("value", [pytest.param(v, id=n) for n, v in public_objects()])
+def test_every_public_object_has_a_docstring(value: object) -> None:
+    assert inspect.getdoc(value)
+
+
+# --- habits -------------------------------------------------------------------------------------
+
+
+@every_module
+def test_the_package_validates_with_exceptions(path: Path) -> None:
+    """``python -O`` removes assert statements, so only the comparisons for tests may use them."""
+    lines = [node.lineno for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)]
+    assert room_of(path).split(".")[0] == "testing" or lines == []
+
+
+SILENCED = re.compile(r"#\s*(noqa|type:\s*ignore)")
+EXPLAINED = re.compile(
+    r"#\s*(noqa: [A-Z]+[0-9]+(, ?[A-Z]+[0-9]+)*|type: ignore\[[a-z-]+(, ?[a-z-]+)*\])\s+(#|-)\s+\w+"
+)
+
+
+@every_source
+def test_silenced_checks_name_their_rule_and_their_reason(path: Path) -> None:
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
+    bare = [
+        f"line {token.start[0]}: {token.string}"
+        for token in comments
+        if SILENCED.search(token.string) and not EXPLAINED.search(token.string)
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *sorted(PACKAGE.rglob("*.cu*"))], ids=name_of)
+def test_files_are_short(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= MAX_FILE_LINES, f"{name_of(path)} has {lines} lines: divide it along an idea"
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function from ``def`` to its end, without its docstring."""
+    total = (function.end_lineno or function.lineno) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function, clean=False) is None:
+        return total
+    return total - ((first.end_lineno or first.lineno) - first.lineno + 1)
+
+
+@every_source
+def test_functions_are_short(path: Path) -> None:
+    long = [
+        f"{node.name}: {body_lines(node)} lines"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and body_lines(node) > MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+@pytest.mark.parametrize(
+    ("comment", "fine"),
+    [
+        ("# noqa: E501  # the table is read by its columns", True),
+        ("# type: ignore[no-any-return]  # cupy has no types", True),
+        ("# noqa: E741 - the letter of the papers", True),
+        ("# noqa", False),
+        ("# noqa: E501", False),
+        ("# type: ignore", False),
+        ("# type: ignore[arg-type]", False),
+    ],
+)
+def test_the_pattern_for_silenced_checks(comment: str, fine: bool) -> None:
+    assert SILENCED.search(comment)
+    assert bool(EXPLAINED.search(comment)) is fine

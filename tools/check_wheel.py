@@ -1,0 +1,66 @@
+"""Check that a wheel holds the package, its types marker and no compiled code."""
+
+import sys
+import zipfile
+from pathlib import PurePosixPath
+
+COMPILED = {
+    ".a",
+    ".cubin",
+    ".dll",
+    ".dylib",
+    ".exe",
+    ".fatbin",
+    ".lib",
+    ".o",
+    ".ptx",
+    ".pyd",
+    ".so",
+}
+REQUIRED = {"tileattn/__init__.py", "tileattn/py.typed"}
+
+
+def problems(names: list[str], wheel: str) -> list[str]:
+    """Name everything that is wrong with a wheel.
+
+    Parameters
+    ----------
+    names : list of str
+        The files in the wheel.
+    wheel : str
+        The wheel's file name.
+
+    Returns
+    -------
+    list of str
+        One sentence for each fault; empty where there is none.
+    """
+    found = [f"{name}: compiled code" for name in names if PurePosixPath(name).suffix in COMPILED]
+    found += [f"{name}: missing" for name in sorted(REQUIRED.difference(names))]
+    found += [
+        f"{name}: outside the package"
+        for name in names
+        if not name.startswith("tileattn/") and ".dist-info/" not in name
+    ]
+    if not wheel.endswith("-py3-none-any.whl"):
+        found.append(f"{wheel}: the tag is not py3-none-any")
+    return found
+
+
+def main(paths: list[str]) -> int:
+    """Report on each wheel; the exit status is 1 where one has a fault."""
+    if not paths:
+        print("usage: check_wheel.py WHEEL...")
+        return 2
+    status = 0
+    for path in paths:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        found = problems(names, path)
+        print("\n".join(found) if found else f"{path}: {len(names)} files, no compiled code")
+        status |= bool(found)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
