@@ -4,13 +4,19 @@
 call gives the same bits. The algorithm is written once, readably, in ``tileattn.spec``.
 """
 
-from tileattn import reference, testing
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from tileattn.api import backward, explain, forward, merge
 from tileattn.backends import available_backends, register_backend
 from tileattn.block_mask import BlockMask
 from tileattn.errors import BackendUnavailableError, UnsupportedError
 from tileattn.philox import dropout_mask
 from tileattn.results import Attention, Gradients
+
+if TYPE_CHECKING:
+    from tileattn import reference, testing
 
 __version__ = "0.1.0"
 
@@ -31,3 +37,10 @@ __all__ = [
     "register_backend",
     "testing",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Load the oracle and the test helpers when they are first asked for."""
+    if name in ("reference", "testing"):
+        return importlib.import_module(f"tileattn.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

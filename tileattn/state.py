@@ -204,7 +204,7 @@ def weigh(p: Array, x: Array, seen: Array | None, out: Array) -> Array:
     """
     if seen is None:
         return np.matmul(p, x, out=out)
-    finite = np.isfinite(x).all(axis=-1)
+    finite: Array = np.asarray(np.isfinite(x).all(axis=-1))
     if finite.all():
         return np.matmul(p, x, out=out)
     np.matmul(p, np.where(finite[..., None], x, 0).astype(x.dtype, copy=False), out=out)
