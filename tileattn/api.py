@@ -7,7 +7,15 @@ import numpy as np
 
 from tileattn import backends
 from tileattn.backends.protocol import Backend, Explanation
-from tileattn.problem import Operands, Options, Problem, check_array, four_axes, parse
+from tileattn.problem import (
+    Operands,
+    Options,
+    Problem,
+    check_array,
+    check_dtype,
+    four_axes,
+    parse,
+)
 from tileattn.results import Attention, Gradients
 from tileattn.state import RowState
 
@@ -263,12 +271,14 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
     >>> bool(np.allclose(whole.out, tileattn.forward(q, k, v).out))
     True
     """
-    if len(outs) != len(lses) or not len(outs):
+    outs, lses = _listed("outs", outs), _listed("lses", lses)
+    if len(outs) != len(lses) or not outs:
         raise ValueError(
             f"outs has {len(outs)} and lses has {len(lses)} entries; as many of each, at "
             "least one, are accepted"
         )
-    sums = np.dtype(np.float64 if getattr(outs[0], "dtype", None) == np.float64 else np.float32)
+    check_dtype("outs[0]", outs[0])
+    sums = np.dtype(np.float64 if outs[0].dtype == np.float64 else np.float32)
     for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         check_array(f"outs[{n}]", out, outs[0].shape, outs[0].dtype)
         check_array(f"lses[{n}]", lse, outs[0].shape[:-1], sums)
@@ -319,6 +329,13 @@ def explain(
     """
     chosen, problem, operands = _prepare(q, k, v, backend, options)
     return chosen.explain(problem, operands)
+
+
+def _listed(name: str, x: Any) -> list[Any]:
+    try:
+        return list(x)
+    except TypeError:
+        raise TypeError(f"{name} is {type(x).__name__}; a sequence of arrays is accepted") from None
 
 
 def _prepare(

@@ -130,6 +130,8 @@ class BlockMask:
         """
         if not callable(visible):
             raise TypeError(f"visible is {type(visible).__name__}; a callable is accepted")
+        if not isinstance(shape, tuple | list):
+            raise TypeError(f"shape is {shape!r}; four lengths (B, Hq, Nq, Nk) are accepted")
         if len(shape) != 4 or any(not isinstance(n, int | np.integer) or n < 0 for n in shape):
             raise ValueError(f"shape is {shape!r}; four lengths (B, Hq, Nq, Nk) are accepted")
         B, Hq, Nq, Nk = (int(n) for n in shape)
@@ -226,7 +228,7 @@ class BlockMask:
         """
         bq, bk = self.block_size
         B, Hq = self.kinds.shape[:2]
-        kinds = self.kinds[b if B > 1 else 0, h if Hq > 1 else 0, i // bq, j // bk]
+        kinds = self.kinds[0 if B == 1 else b, 0 if Hq == 1 else h, i // bq, j // bk]
         seen = kinds == FULL
         if self._inside is not None and (kinds == PARTIAL).any():
             seen = np.where(kinds == PARTIAL, self._inside(b, h, i, j), seen)

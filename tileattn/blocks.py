@@ -6,12 +6,14 @@ ranges, kinds and schedules follow from them and are tested against them by brut
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.block_mask import FULL, PARTIAL, SKIP, BlockMask
+from tileattn.seen import Seen
 
 
 class Tile(NamedTuple):
@@ -75,6 +77,14 @@ class Band:
             hi = min(hi, q1 + self.offset + self.right)
         return (lo, hi) if q0 < q1 and lo < hi else (0, 0)
 
+    def keys_of_all(self, q0: int, q1: int) -> tuple[int, int]:
+        """Return the range ``[lo, hi)`` of the keys that each of queries q0 to q1 - 1 sees."""
+        lo = 0 if self.left is None else max(0, q1 - 1 + self.offset - self.left)
+        hi = self.length
+        if self.right is not None:
+            hi = min(hi, q0 + self.offset + self.right + 1)
+        return (lo, hi) if q0 < q1 and lo < hi else (0, 0)
+
     def queries_of(self, k0: int, k1: int) -> tuple[int, int]:
         """Smallest range ``[lo, hi)`` holding every query that sees one of keys k0 to k1 - 1."""
         k1 = min(k1, self.length)
@@ -95,6 +105,15 @@ class Band:
         if self.right is not None:
             inside = inside and k1 - 1 <= q0 + self.offset + self.right
         return FULL if inside else PARTIAL
+
+
+@lru_cache(maxsize=16)
+def _band_pairs(band: Band, columns: int) -> NDArray[np.bool_]:
+    """Evaluate a band that starts at a tile; tiles along the diagonal ask for the same one."""
+    pairs = band.visible(np.arange(band.Nq)[:, None], np.arange(columns))
+    pairs = np.array(np.broadcast_to(pairs, (1, band.Nq, columns)))
+    pairs.setflags(write=False)
+    return pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +143,31 @@ class Sight:
     batch: int = 0
     heads: slice = field(default_factory=lambda: slice(0, 1))
 
+    def seen(self, tile: Tile) -> Seen | None:
+        """Which pairs of a tile are seen, or None where all are.
+
+        Parameters
+        ----------
+        tile : Tile
+            Any tile inside the problem.
+
+        Returns
+        -------
+        Seen or None
+            The part of the tile in which some pair may be hidden.
+        """
+        if tile.kind == FULL:
+            return None
+        k0, k1 = tile.k0, tile.k1
+        if self.mask is None and self.block_mask is None:
+            lo, hi = self.band.keys_of_all(tile.q0, tile.q1)
+            if lo <= k0 < hi:
+                k0 = min(hi, k1)
+            elif lo < k1 <= hi:
+                k1 = max(lo, k0)
+        pairs = self.visible(tile._replace(k0=k0, k1=k1))
+        return Seen(slice(k0 - tile.k0, k1 - tile.k0), pairs, tile.k1 - tile.k0)
+
     def visible(self, tile: Tile) -> NDArray[np.bool_]:
         """Whether each query of a tile sees each key.
 
@@ -137,14 +181,17 @@ class Sight:
         array of bool, shape (heads or 1, q1 - q0, k1 - k0)
             True = seen.
         """
-        i = np.arange(tile.q0, tile.q1)[:, None]
-        j = np.arange(tile.k0, tile.k1)
-        seen: NDArray[np.bool_] = np.broadcast_to(self.band.visible(i, j), (1, i.size, j.size))
+        band = self.band
+        length, offset = band.length - tile.k0, band.offset + tile.q0 - tile.k0
+        rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
+        here = Band(rows, min(length, columns), offset, band.left, band.right)
+        seen = _band_pairs(here, columns)
         if self.mask is not None:
             seen = seen & tile_of(self.mask, tile)
         if self.block_mask is not None:
             h = np.arange(self.heads.start, self.heads.stop)[:, None, None]
-            seen = seen & self.block_mask.visible(self.batch, h, i, j)
+            i = np.arange(tile.q0, tile.q1)[:, None]
+            seen = seen & self.block_mask.visible(self.batch, h, i, np.arange(tile.k0, tile.k1))
         return seen
 
     def kind(self, q0: int, q1: int, k0: int, k1: int) -> int:
@@ -169,51 +216,61 @@ class Sight:
         return FULL if kind == sparse == FULL and self.mask is None else PARTIAL
 
     def row_tiles(self, q0: int, q1: int, block_k: int) -> Iterator[Tile]:
-        """Tiles that one query block visits, keys ascending.
-
-        The key axis is cut at multiples of ``block_k`` and the ends are clipped to what is seen.
+        """Tiles that one query block visits, by ascending key blocks.
 
         Parameters
         ----------
         q0, q1 : int
             The query block.
         block_k : int
-            Keys of a tile.
+            Keys of a block.
 
         Yields
         ------
         Tile
-            Never of kind ``SKIP``.
+            Never of kind ``SKIP``; within one key block.
         """
-        lo, hi = self.band.keys_of(q0, q1)
-        for start in range(lo - lo % block_k, hi, block_k):
-            k0, k1 = max(start, lo), min(start + block_k, hi)
-            kind = self.kind(q0, q1, k0, k1)
-            if kind != SKIP:
-                yield Tile(q0, q1, k0, k1, kind)
+        for k0, k1 in cut_between(*self.band.keys_of(q0, q1), block_k):
+            yield from self._by_kind(q0, q1, k0, k1)
 
     def column_tiles(self, k0: int, k1: int, block_q: int) -> Iterator[Tile]:
-        """Tiles that one key block visits, queries ascending: the transpose of ``row_tiles``.
+        """Tiles that one key block visits, by ascending query blocks: transposed ``row_tiles``.
 
         Parameters
         ----------
         k0, k1 : int
             The key block.
         block_q : int
-            Queries of a tile.
+            Queries of a block.
 
         Yields
         ------
         Tile
-            Never of kind ``SKIP``.
+            Never of kind ``SKIP``; within one query block.
         """
-        lo, hi = self.band.queries_of(k0, k1)
-        k1 = min(k1, self.band.length)
-        for start in range(lo - lo % block_q, hi, block_q):
-            q0, q1 = max(start, lo), min(start + block_q, hi)
+        for q0, q1 in cut_between(*self.band.queries_of(k0, k1), block_q):
+            yield from self._by_kind(q0, q1, k0, k1)
+
+    def _by_kind(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Tile]:
+        """Yield the block, or the runs of blocks of one kind that a block mask cuts it into."""
+        if self.block_mask is None:
             kind = self.kind(q0, q1, k0, k1)
             if kind != SKIP:
                 yield Tile(q0, q1, k0, k1, kind)
+            return
+        block_q, block_k = self.block_mask.block_size
+        for r0, r1 in cut_between(q0, q1, block_q):
+            run: Tile | None = None
+            for c0, c1 in cut_between(k0, k1, block_k):
+                kind = self.kind(r0, r1, c0, c1)
+                if run is not None and run.kind == kind:
+                    run = run._replace(k1=c1)
+                    continue
+                if run is not None and run.kind != SKIP:
+                    yield run
+                run = Tile(r0, r1, c0, c1, kind)
+            if run is not None and run.kind != SKIP:
+                yield run
 
 
 def tile_of(x: NDArray[Any], tile: Tile) -> NDArray[Any]:
@@ -251,6 +308,25 @@ def cut(length: int, block: int) -> Iterator[tuple[int, int]]:
     """
     for start in range(0, length, block):
         yield start, min(start + block, length)
+
+
+def cut_between(lo: int, hi: int, block: int) -> Iterator[tuple[int, int]]:
+    """Cut a range at the multiples of a block length.
+
+    Parameters
+    ----------
+    lo, hi : int
+        The range ``[lo, hi)``.
+    block : int
+        Length of a block.
+
+    Yields
+    ------
+    (int, int)
+        First index and one past the last of every part, none of which crosses a multiple.
+    """
+    for start in range(lo - lo % block, hi, block):
+        yield max(start, lo), min(start + block, hi)
 
 
 def schedule(sight: Sight, block_q: int, block_k: int, order: str = "query") -> Iterator[Tile]:

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from tileattn import philox
-from tileattn.block_mask import PARTIAL
 from tileattn.blocks import Band, Sight, Tile, cut
 from tileattn.problem import Operands, Problem
 from tileattn.scores import Terms
+from tileattn.seen import Seen
 from tileattn.state import Array, Scratch
 
 _SHARED_TILE = 1 << 16  # scores of one head up to which several heads share a lane
+
+_WORTH_BOUNDING = 128  # queries from which a look at all norms costs less than maxima of tiles
 
 _SAFE_EXPONENT = 30.0
 """Scores within this of zero need no running maximum: exp(30) = 1e13, far from any overflow."""
@@ -84,13 +86,13 @@ class Lane:
         """What a kept probability is multiplied with."""
         return 1.0 / (1.0 - self.dropout_p)
 
-    def seen(self, tile: Tile) -> Array | None:
-        """Which pairs of a tile are seen, or None where all are."""
-        if tile.kind != PARTIAL:
+    def seen(self, tile: Tile) -> Seen | None:
+        """Which pairs of a tile are seen, by key heads, or None where all are."""
+        seen = self.sight.seen(tile)
+        if seen is None:
             return None
-        seen = self.sight.visible(tile)
-        shape = self.q.shape[:2] if len(seen) > 1 else (1, 1)
-        return seen.reshape(shape + seen.shape[1:])
+        shape = self.q.shape[:2] if len(seen.pairs) > 1 else (1, 1)
+        return Seen(seen.keys, seen.pairs.reshape(shape + seen.pairs.shape[1:]), seen.N)
 
     def keep(self, tile: Tile) -> Array | None:
         """Which probabilities of a tile dropout keeps, or None where it is off."""
@@ -118,6 +120,8 @@ class Lane:
         result. The values count because ``acc`` is not yet divided.
         """
         sight = self.sight
+        if sight.band.Nq < _WORTH_BOUNDING or sight.band.Nq * sight.Nk <= _SHARED_TILE:
+            return False  # sizes decide, so that a head has the same bits alone and among others
         if not self.terms.plain or sight.mask is not None or sight.block_mask is not None:
             return False
         q = self.q[..., slice(*sight.band.queries_of(0, sight.Nk)), :]

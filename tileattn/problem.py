@@ -16,6 +16,8 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
 """Element types of q, k, v, out and of floating options."""
 
+_FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
+
 
 class Options(TypedDict, total=False):
     """The options that ``forward`` and ``backward`` share; see ``tileattn.forward``."""
@@ -219,6 +221,28 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
         raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
 
 
+def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -> None:
+    """Raise where an argument is not an array of one of some dtypes.
+
+    Parameters
+    ----------
+    name : str
+        Argument's name, for the message.
+    x : array
+        The argument.
+    dtypes : tuple of numpy.dtype
+        What is accepted.
+
+    Raises
+    ------
+    TypeError
+        Where ``x`` is no array or of another dtype.
+    """
+    _require_array(name, x)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {_names(dtypes)}")
+
+
 def four_axes(x: Any) -> Any:
     """View an array of two to four axes as ``(B, H, N, D)``."""
     return x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
@@ -243,9 +267,7 @@ def _require_array(name: str, x: Any) -> None:
 
 def _sizes(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _require_array(name, x)
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}; accepted are {_names(DTYPES)}")
+        check_dtype(name, x)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}; it must be that of q, {q.dtype}")
         if not 2 <= x.ndim <= 4:
@@ -278,9 +300,7 @@ def _array(
 ) -> Any:
     if x is None:
         return None
-    _require_array(name, x)
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {_names(dtypes)}")
+    check_dtype(name, x, dtypes)
     if x.shape not in shapes:
         accepted = " and ".join(map(str, dict.fromkeys(shapes)))
         raise ValueError(f"{name} has shape {x.shape}; accepted is {accepted}")
@@ -292,9 +312,7 @@ def _broadcastable(
 ) -> Any:
     if x is None:
         return None
-    _require_array(name, x)
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {_names(dtypes)}")
+    check_dtype(name, x, dtypes)
     axes = shape[4 - x.ndim :] if x.ndim <= 4 else ()
     if x.ndim > 4 or any(n not in (1, m) for n, m in zip(x.shape, axes, strict=True)):
         raise ValueError(
@@ -321,13 +339,19 @@ def _integers(name: str, x: Any, B: int) -> Any:
     if x is None:
         return None
     if isinstance(x, int | list | tuple | np.integer) and not isinstance(x, bool):
-        x = np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int64)
+        try:
+            x = np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int64)
+        except ValueError:
+            raise TypeError(f"{name} is {x!r}; integers of shape ({B},) are accepted") from None
     if not hasattr(x, "dtype"):
         raise TypeError(f"{name} is {type(x).__name__}; integers of shape ({B},) are accepted")
     if x.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {x.dtype}; integers are accepted")
     if x.shape not in ((), (B,)):
         raise ValueError(f"{name} has shape {x.shape}; one integer or shape ({B},) is accepted")
+    if isinstance(x, np.ndarray):
+        for wrong in x[(x < -_FAR) | (x > _FAR)].flat:
+            raise ValueError(f"{name} holds {wrong}; integers up to 2**60 in size are accepted")
     return x.astype(np.int64) if x.shape else np.full(B, int(x), np.int64)
 
 
@@ -387,7 +411,7 @@ def _side(side: Any, window: Any) -> int | None:
         raise ValueError(
             f"window is {window!r}; each side must be 0 or more, or None to leave it open"
         )
-    return int(side)
+    return min(int(side), _FAR)
 
 
 def _real(name: str, x: Any, accepted: str) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 
 from tileattn.blocks import Tile, schedule
 from tileattn.lane import Lane, load
+from tileattn.seen import Seen
 from tileattn.state import Array, RowState, Scratch, weigh
 
 
@@ -47,7 +48,7 @@ def forward(lane: Lane, block_q: int, block_k: int, order: str = "query") -> tup
 
 
 def forward_rows(
-    lane: Lane, q0: int, q1: int, block_k: int, bounded: bool, scratch: Scratch
+    lane: Lane, q0: int, q1: int, block_k: int, scratch: Scratch
 ) -> tuple[Array, Array]:
     """Forward pass of one query block: the inner loop of FlashAttention-2.
 
@@ -59,8 +60,6 @@ def forward_rows(
         Queries q0 to q1 - 1.
     block_k : int
         Keys of a tile.
-    bounded : bool
-        Whether the scores are known to be small, see ``Lane.bounded``.
     scratch : Scratch
         Buffers of this worker.
 
@@ -73,9 +72,10 @@ def forward_rows(
     """
     q = load(lane.q[..., q0:q1, :], lane.dtype, "q", scratch, lane.scale)
     rows = (*lane.q.shape[:2], q1 - q0)
-    state = RowState.empty(rows, lane.v.shape[-1], lane.dtype, bounded)
+    state = RowState.empty(rows, lane.v.shape[-1], lane.dtype, lane.bounded)
     for tile in lane.sight.row_tiles(q0, q1, block_k):
-        absorb_tile(lane, state, q, tile, scratch)
+        part = slice(tile.q0 - q0, tile.q1 - q0)
+        absorb_tile(lane, state.rows(part), q[..., part, :], tile, scratch)
     return finish(lane, state)
 
 
@@ -101,8 +101,8 @@ def absorb_tile(lane: Lane, state: RowState, q: Array, tile: Tile, scratch: Scra
     s = scratch.take("s", (*q.shape[:3], k.shape[-2]), lane.dtype)
     np.matmul(q, k.swapaxes(-1, -2), out=s)
     lane.terms.apply(s, tile)
-    if seen is not None:
-        np.copyto(s, -np.inf, where=~seen)
+    if lane.terms.bias is not None:
+        seen = _above_minus_infinity(s, seen)
     state.absorb(s, v, seen, lane.keep(tile), scratch)
 
 
@@ -214,7 +214,7 @@ def backward_tile(
     p = scratch.take("p", shape, lane.dtype)
     ds = scratch.take("ds", shape, lane.dtype)
 
-    slope = _probabilities(lane, q, k, seen, tile, p)
+    slope, seen = _probabilities(lane, q, k, seen, tile, p)
     dropped = p if keep is None else p * (keep * lane.dtype.type(lane.gain))
     _add_over_group(block.dv[..., keys, :], dropped, dout[..., :-1], seen, scratch)
     if keep is None:
@@ -225,7 +225,7 @@ def backward_tile(
         ds += dout[..., -1:]
     ds *= p
     if seen is not None:
-        np.copyto(ds, 0, where=~seen)
+        seen.hide(ds, 0)
     capped = ds if slope is None else np.multiply(ds, slope, out=slope)
     _add_over_group(block.dk[..., keys, :], capped, q[..., :-1], seen, scratch)
     dq = scratch.take("dq", (*q.shape[:3], k.shape[-1] - 1), lane.dtype)
@@ -293,25 +293,37 @@ def _with_column(
 
 
 def _probabilities(
-    lane: Lane, q: Array, k: Array, seen: Array | None, tile: Tile, p: Array
-) -> Array | None:
-    """Write ``exp(S - lse)`` to p, and return the derivative of S by the scaled product."""
+    lane: Lane, q: Array, k: Array, seen: Seen | None, tile: Tile, p: Array
+) -> tuple[Array | None, Seen | None]:
+    """Write ``exp(S - lse)`` to p; return the derivative of S by the scaled product, and seen."""
     slope = None
     if lane.terms.plain:
         np.matmul(q, k.swapaxes(-1, -2), out=p)
     else:
         np.matmul(q[..., :-1], k[..., :-1].swapaxes(-1, -2), out=p)
         slope = lane.terms.apply_with_slope(p, tile)
+        if lane.terms.bias is not None:
+            seen = _above_minus_infinity(p, seen)
         p += q[..., -1:]
     if seen is not None:
-        np.copyto(p, -np.inf, where=~seen)
+        seen.hide(p, -np.inf)
+        if slope is not None:
+            seen.hide(slope, 0)
     np.exp(p, out=p)
-    return slope
+    return slope, seen
 
 
-def _add_over_group(total: Array, p: Array, x: Array, seen: Array | None, scratch: Scratch) -> None:
+def _above_minus_infinity(s: Array, seen: Seen | None) -> Seen | None:
+    """Count pairs with a score of -inf, which a bias may give, as not seen."""
+    above = s != -np.inf
+    if above.all():
+        return seen
+    return Seen.of(above if seen is None else above & seen.whole())
+
+
+def _add_over_group(total: Array, p: Array, x: Array, seen: Seen | None, scratch: Scratch) -> None:
     """Add ``p.T @ x``, summed over the query heads that share a key head."""
-    turned = None if seen is None else seen.swapaxes(-1, -2)
+    turned = None if seen is None else seen.transposed()
     shape = (*p.shape[:2], p.shape[-1], x.shape[-1])
     share = weigh(p.swapaxes(-1, -2), x, turned, scratch.take("share", shape, p.dtype))
     total += share if share.shape[1] == 1 else share.sum(axis=1, keepdims=True)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.seen import Seen
+
 Array = NDArray[Any]
 
 
@@ -88,7 +90,7 @@ class RowState:
         self,
         s: Array,
         v: Array,
-        seen: Array | None = None,
+        seen: Seen | None = None,
         keep: Array | None = None,
         scratch: Scratch | None = None,
     ) -> None:
@@ -97,32 +99,43 @@ class RowState:
         Parameters
         ----------
         s : array, shape (..., M, N)
-            Scores, -inf where hidden; overwritten with the unnormalised probabilities.
+            Scores; overwritten with the unnormalised probabilities.
         v : array, shape (..., N, Dv)
             Values.
-        seen : array of bool, broadcastable to s, or None
+        seen : Seen or None
             Which pairs are seen; None where all are.
         keep : array of bool, shape of s, or None
             Which probabilities dropout keeps in the weighted sum (never in ``l``).
         scratch : Scratch or None
             Where the tile's weighted sum is kept for a moment.
         """
+        first = not self.l.any()
         if self.bounded:
             np.exp(s, out=s)
+            if seen is not None:
+                seen.hide(s, 0)
         else:
-            m = np.maximum(self.m, s.max(axis=-1, initial=-np.inf))
-            shift = np.where(np.isneginf(m), 0, m).astype(m.dtype, copy=False)
+            if seen is not None:
+                seen.hide(s, -np.inf)
+            m = np.maximum(self.m, s.max(axis=-1))
+            shift = _finite(m)
             np.subtract(s, shift[..., None], out=s)
             np.exp(s, out=s)
-            rescale = np.exp(self.m - shift)
-            self.l *= rescale
-            self.acc *= rescale[..., None]
+            if not first:
+                rescale = np.exp(self.m - shift)
+                self.l *= rescale
+                self.acc *= rescale[..., None]
             self.m[...] = m
-        self.l += s @ np.ones(s.shape[-1], s.dtype)
+        total = s @ np.ones(s.shape[-1], s.dtype)
         if keep is not None:
             np.multiply(s, keep, out=s)
-        tile = (scratch or Scratch()).take("weighted", self.acc.shape, self.acc.dtype)
-        self.acc += weigh(s, v, seen, tile)
+        if first:
+            self.l[...] = total
+            weigh(s, v, seen, self.acc)
+        else:
+            self.l += total
+            tile = (scratch or Scratch()).take("weighted", self.acc.shape, self.acc.dtype)
+            self.acc += weigh(s, v, seen, tile)
 
     def merge(self, other: "RowState") -> None:
         """Take in the state of the same rows over other keys.
@@ -137,7 +150,7 @@ class RowState:
         Associative and commutative up to rounding, with ``empty`` as identity.
         """
         m = np.maximum(self.m, other.m)
-        shift = np.where(np.isneginf(m), 0, m).astype(m.dtype, copy=False)
+        shift = _finite(m)
         mine, theirs = np.exp(self.m - shift), np.exp(other.m - shift)
         self.l *= mine
         self.l += other.l * theirs
@@ -173,12 +186,20 @@ class RowState:
         """
         with np.errstate(divide="ignore"):
             lse = self.m + np.log(self.l)
-        divisor = np.where(self.l == 0, 1, self.l).astype(self.l.dtype, copy=False)
-        out = self.acc * (gain / divisor)[..., None].astype(self.acc.dtype, copy=False)
-        return out, lse
+        # A row that saw nothing keeps its 0, which times infinity would be NaN.
+        least = self.l.dtype.type(gain * np.finfo(self.l.dtype).tiny)
+        weight = self.l.dtype.type(gain) / np.maximum(self.l, least)
+        return self.acc * weight[..., None], lse
 
 
-def weigh(p: Array, x: Array, seen: Array | None, out: Array) -> Array:
+def _finite(m: Array) -> Array:
+    """Clip infinities, which cannot be subtracted from themselves, to the largest numbers."""
+    largest = np.finfo(m.dtype).max
+    clipped: Array = np.minimum(np.maximum(m, -largest), largest)
+    return clipped
+
+
+def weigh(p: Array, x: Array, seen: Seen | None, out: Array) -> Array:
     """Product ``p @ x`` in which hidden pairs never meet.
 
     Parameters
@@ -187,8 +208,8 @@ def weigh(p: Array, x: Array, seen: Array | None, out: Array) -> Array:
         Weights, 0 where hidden.
     x : array, shape (..., N, C)
         Rows to be summed.
-    seen : array of bool, broadcastable to p, or None
-        Which pairs are seen; None where all are.
+    seen : Seen or None
+        Which pairs are seen, with the axes of p; None where all are.
     out : array, shape (..., M, C)
         Where the product is written.
 
@@ -208,8 +229,8 @@ def weigh(p: Array, x: Array, seen: Array | None, out: Array) -> Array:
     if finite.all():
         return np.matmul(p, x, out=out)
     np.matmul(p, np.where(finite[..., None], x, 0).astype(x.dtype, copy=False), out=out)
-    bad = np.logical_not(finite)
+    bad, pairs = np.logical_not(finite), seen.whole()
     for j in np.flatnonzero(bad.reshape(-1, bad.shape[-1]).any(axis=0)):
         term = p[..., j, None] * x[..., None, j, :]
-        out += np.where(seen[..., j, None] & bad[..., None, None, j], term, 0)
+        out += np.where(pairs[..., j, None] & bad[..., None, None, j], term, 0)
     return out

@@ -4,6 +4,8 @@ import importlib
 import os
 from typing import Any
 
+import numpy as np
+
 from tileattn.backends.protocol import Backend
 from tileattn.errors import BackendUnavailableError, UnsupportedError
 from tileattn.problem import Problem
@@ -71,6 +73,8 @@ def register_backend(backend: Backend) -> None:
     >>> "mine" in tileattn.available_backends()
     True
     """
+    if isinstance(backend, type):
+        raise TypeError(f"backend is the class {backend.__name__}; an instance is accepted")
     if not isinstance(backend, Backend):
         members = [m for m in dir(Backend) if not m.startswith("_")] + ["name"]
         missing = sorted({m for m in members if not hasattr(backend, m)})
@@ -126,7 +130,7 @@ def choose(name: str, arrays: dict[str, Any]) -> Backend:
     if not isinstance(name, str):
         raise TypeError(f"backend is {type(name).__name__}; a name or 'auto' is accepted")
     if name == "auto":
-        name = os.environ.get("TILEATTN_BACKEND", "auto")
+        name = os.environ.get("TILEATTN_BACKEND") or "auto"
     given = {key: x for key, x in arrays.items() if x is not None}
     backend = _owner(given) if name == "auto" else get(name)
     for key, x in given.items():
@@ -185,6 +189,8 @@ def _kind(x: Any) -> str:
 def _remedy(x: Any) -> str:
     if _library(x) == "cupy":
         return "cupy.asnumpy makes a NumPy array of it"
-    if _library(x) == "numpy" and hasattr(x, "dtype"):
+    if isinstance(x, np.ma.MaskedArray):
+        return "its filled() makes a plain array of it"
+    if isinstance(x, np.ndarray) and not isinstance(x, np.matrix):
         return "cupy.asarray makes a CuPy array of it"
     return "numpy.asarray makes an array of it"

@@ -22,7 +22,6 @@ BACKWARD_TILE = (256, 256)
 in the second-level cache of one core, and the matrix products are large enough for BLAS."""
 
 _SERIAL_WORK = 1 << 23  # multiply-adds up to which starting a thread costs more than it brings
-_WORTH_BOUNDING = 128  # queries from which a look at all norms costs less than maxima of all tiles
 
 
 class NumpyBackend:
@@ -45,8 +44,11 @@ class NumpyBackend:
         self.backward_tile = backward_tile
 
     def owns(self, x: Any) -> bool:
-        """Whether ``x`` is a NumPy array (masked arrays are refused: their mask would be lost)."""
-        return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
+        """Whether ``x`` is a NumPy array.
+
+        Masked arrays are refused, for their mask would be lost, and matrices, which have two axes.
+        """
+        return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray | np.matrix)
 
     def unavailable(self) -> str | None:
         """Why the backend cannot run here: it always can."""
@@ -82,9 +84,8 @@ class NumpyBackend:
         blocks.sort(key=lambda block: -_reach(*block))
 
         def task(lane: Lane, span: tuple[int, int]) -> None:
-            bounded = problem.Nq >= _WORTH_BOUNDING and lane.bounded
             with np.errstate(all="ignore"):
-                rows = spec.forward_rows(lane, *span, block_k, bounded, threads.thread_scratch())
+                rows = spec.forward_rows(lane, *span, block_k, threads.thread_scratch())
                 for whole, part in zip((result, lse), rows, strict=True):
                     lane.heads_of(whole)[:, :, slice(*span)] = part
 

@@ -76,11 +76,12 @@ class Backward:
         """Return what the tasks have computed, in the dtypes of the inputs."""
         bias = self._operands.bias
         dbias = self._dbias
-        if dbias is not None:
-            if dbias.shape[2] != bias.shape[2]:
-                dbias = dbias.sum(axis=2, keepdims=True)
-            dbias = dbias.astype(bias.dtype, copy=False)
-        dq = self._dq.astype(self._problem.dtype, copy=False)
+        with np.errstate(all="ignore"):  # a cast to 16 bits may overflow
+            if dbias is not None:
+                if dbias.shape[2] != bias.shape[2]:
+                    dbias = dbias.sum(axis=2, keepdims=True)
+                dbias = dbias.astype(bias.dtype, copy=False)
+            dq = self._dq.astype(self._problem.dtype, copy=False)
         return Gradients(dq, self._dk, self._dv, dbias, self._dsinks)
 
     def _groups(self) -> list[list[Lane]]:
@@ -160,6 +161,7 @@ class Backward:
             return None
         p = np.exp(sinks.astype(self._lse.dtype)[:, None] - self._lse)
         total = -(p * self._delta).sum(axis=(0, 2))
+        total[np.isneginf(sinks)] = 0
         return np.asarray(total.astype(sinks.dtype, copy=False))
 
 

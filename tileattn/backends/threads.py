@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -52,6 +52,7 @@ class _SingleThreadedBlas:
     def __enter__(self) -> None:
         with self._lock:
             if self._calls == 0:
+                _any_thread_may_set_limits()
                 self._limit = _blas().limit(limits=1)
             self._calls += 1
 
@@ -59,7 +60,17 @@ class _SingleThreadedBlas:
         with self._lock:
             self._calls -= 1
             if self._calls == 0:
+                _any_thread_may_set_limits()
                 self._limit.restore_original_limits()
+                _any_thread_may_set_limits()
+
+
+def _any_thread_may_set_limits() -> None:
+    """Undo that threadpoolctl, from 3.8, obeys one thread only; the lock above takes its place."""
+    for library in _blas().lib_controllers:
+        clear = getattr(library, "clear_controlling_thread", None)
+        if clear is not None:
+            clear(force=True)
 
 
 single_threaded_blas = _SingleThreadedBlas()
@@ -80,37 +91,38 @@ def run(tasks: Sequence[Callable[[], None]], parallel: bool = True) -> None:
     BaseException
         What the first failing task raised, after every running task has come to its end.
     """
-    if not parallel or len(tasks) < 2:
-        for task in tasks:
-            task()
-        return
+    with single_threaded_blas:  # also for one task: bits must not depend on what runs beside it
+        if not parallel or len(tasks) < 2:
+            for task in tasks:
+                task()
+        else:
+            _run_on_workers(tasks)
+
+
+def _run_on_workers(tasks: Sequence[Callable[[], None]]) -> None:
     iterator = iter(tasks)
     lock = threading.Lock()
-    stop = threading.Event()
+    failures: list[BaseException] = []
 
     def work() -> None:
         try:
-            while not stop.is_set():
+            while not failures:
                 with lock:
                     task = next(iterator, None)
                 if task is None:
                     return
                 task()
-        except BaseException:
-            stop.set()
-            raise
+        except BaseException as failure:
+            failures.append(failure)
 
-    with single_threaded_blas:
-        helpers: list[Future[None]] = []
-        try:
-            count = min(worker_count(), len(tasks)) - 1
-            helpers.extend(_pool().submit(work) for _ in range(count))
-            work()
-        finally:
-            failures = [helper.exception() for helper in helpers]
-    for failure in failures:
-        if failure is not None:
-            raise failure
+    count = min(worker_count(), len(tasks)) - 1
+    helpers = [_pool().submit(work) for _ in range(count)]
+    work()
+    for helper in helpers:
+        if not helper.cancel():  # one that has not begun, the pool being busy, is not needed
+            helper.result()
+    if failures:
+        raise failures[0]
 
 
 class Turns:

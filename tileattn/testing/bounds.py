@@ -71,8 +71,8 @@ def error_bound(
     to be exact (one key, small integers, equal scores) and no other order of operations can be. It
     is the root of the sum of squares of
 
-    * half a unit in the last place of every element that is stored: the results, P and dS, and
-      ``out`` where ``delta`` is computed from it;
+    * half a unit in the last place of every element that is stored (the results, P and dS), and a
+      whole one of ``out`` where ``delta`` is computed from it;
     * two units in the last place, in the dtype of the sums, of the terms of every score and of
       ``lse``, which is a relative error of P, and of every product that is summed to ``dout v^T``.
 

@@ -90,7 +90,9 @@ def backward_floors(
         of_P = _of_probabilities(f, store, sums)
         of_dP = (sums.relative * f.kept) ** 2 * (dout**2 @ _transpose(finite(f.v) ** 2))
         of_out = store.of(finite(f.out)) + (of_P * f.kept**2) @ finite(f.v) ** 2
-        of_delta = np.sum(dout**2 * of_out, axis=-1)
+        # Few deltas may make up a whole gradient (of a sink, of a bias for one row), and then the
+        # root of the sum of squares is passed by chance: a whole unit in the last place of out.
+        of_delta = 4 * np.sum(dout**2 * of_out, axis=-1)
         if dlse is not None:
             of_delta = of_delta + sums.of(finite(np.reshape(dlse, of_delta.shape)))
         slack = finite(b.dP) + finite(b.dlog)[..., np.newaxis]  # dS = P slack
@@ -115,8 +117,8 @@ def backward_floors(
             share = np.sum(P, axis=-1) ** 2 if over_keys else np.sum(P**2, axis=-1)
             floors["dbias"] = float(np.sqrt(np.sum(of_dS) + np.sum(of_delta * share)))
         if f.options.sinks is not None:
-            sinks = finite(np.asarray(f.options.sinks, np.float64))[:, np.newaxis]
-            of_exponent = sums.of(1 + np.abs(sinks) + np.abs(finite(f.lse)))
+            sinks = np.asarray(f.options.sinks, np.float64)[:, np.newaxis]
+            of_exponent = sums.of(1 + np.abs(finite(sinks)) + np.abs(finite(f.lse)))
             of_sink = of_exponent * finite(b.dlog) ** 2 + of_delta
             floors["dsinks"] = _root(finite(np.exp(sinks - f.lse)) ** 2 * of_sink)
         return floors

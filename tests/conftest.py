@@ -1,0 +1,93 @@
+"""Hypothesis profiles, and the backends that the contract suite runs on."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from numpy.typing import NDArray
+
+import tileattn
+from tileattn import backends
+from tileattn.backends.numpy_backend import NumpyBackend
+from tileattn.problem import parse
+
+Array = NDArray[Any]
+
+# A deadline would fail on a busy machine. ``thorough`` is for a night: HYPOTHESIS_PROFILE=thorough.
+# Drawing a whole call of attention fills several arrays, which Hypothesis takes for too much.
+QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large)
+settings.register_profile("default", deadline=None, suppress_health_check=QUIET)
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=5000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+class SmallTiles(NumpyBackend):
+    """The NumPy backend with tiles so small that short problems need many of them."""
+
+    name = "small_tiles"
+
+    def __init__(self) -> None:
+        super().__init__(forward_tile=(16, 24), backward_tile=(24, 16))
+
+
+class Runner:
+    """Calls one backend with NumPy arrays, whatever kind of array it takes.
+
+    Parameters
+    ----------
+    name : str
+        A registered backend.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def why_not(self, q: Array, k: Array, v: Array, options: dict[str, Any]) -> str | None:
+        """Say why the backend does not serve a problem; None if it does."""
+        return backends.get(self.name).why_not(parse(q, k, v, options)[0])
+
+    def forward(self, q: Array, k: Array, v: Array, **options: Any) -> tileattn.Attention:
+        """Call ``tileattn.forward``."""
+        given, options = self._sent((q, k, v)), self._sent_options(options)
+        result = tileattn.forward(*given, backend=self.name, **options)
+        return tileattn.Attention(*map(self._fetched, result))
+
+    def backward(self, *arrays: Array, **options: Any) -> tileattn.Gradients:
+        """Call ``tileattn.backward``."""
+        given, options = self._sent(arrays), self._sent_options(options)
+        result = tileattn.backward(*given, backend=self.name, deterministic=True, **options)
+        return tileattn.Gradients(*map(self._fetched, result))
+
+    def _sent(self, arrays: tuple[Array, ...]) -> Any:
+        if self.name != "cupy":
+            return arrays
+        cupy = pytest.importorskip("cupy")
+        return tuple(cupy.asarray(x) for x in arrays)
+
+    def _sent_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: self._sent((x,))[0] if isinstance(x, np.ndarray) else x
+            for name, x in options.items()
+        }
+
+    def _fetched(self, x: Any) -> Any:
+        return x if x is None or isinstance(x, np.ndarray) else x.get()
+
+
+REASONS = {**tileattn.available_backends(), SmallTiles.name: None}
+
+
+@pytest.fixture(scope="module", params=sorted(REASONS))
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    """Every backend that can run here, and the NumPy backend with small tiles."""
+    name: str = request.param
+    if REASONS[name] is not None:
+        pytest.skip(f"{name}: {REASONS[name]}")
+    if name == SmallTiles.name:
+        backends.register_backend(SmallTiles())
+    yield Runner(name)
+    if name == SmallTiles.name:
+        del backends._loaded[name]

@@ -1,0 +1,407 @@
+"""The public calls: what they refuse beyond ``parse``, ``out=``, ranks, empty axes, ``merge``."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import tileattn
+from tileattn import Attention, reference
+from tileattn.testing import assert_attention_close, error_bound
+
+Array = NDArray[Any]
+
+B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 7, 5, 3, 6
+OUT = (B, HQ, NQ, DV)
+WRITABLE = "a plain array is accepted"
+
+
+def arrays(dtype: Any = np.float32) -> list[Array]:
+    """Make q, k, v and dout."""
+    rng = np.random.default_rng(0)
+    shapes = ((B, HQ, NQ, D), (B, HKV, NK, D), (B, HKV, NK, DV), OUT)
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+def saved() -> tuple[list[Array], Attention]:
+    q, k, v, dout = arrays()
+    return [dout, q, k, v], tileattn.forward(q, k, v)
+
+
+# --- out= ---------------------------------------------------------------------------------------
+
+
+def read_only() -> Array:
+    out = np.full(OUT, 9, np.float32)
+    out.setflags(write=False)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        (
+            [[9.0]],
+            TypeError,
+            "out is list, which backend 'numpy' does not take; numpy.asarray makes an array of it",
+        ),
+        (
+            np.full((B, HQ, NQ, D), 9, np.float32),
+            ValueError,
+            "out has shape (2, 4, 7, 3); it must be (2, 4, 7, 6)",
+        ),
+        (
+            np.full(OUT[1:], 9, np.float32),
+            ValueError,
+            "out has shape (4, 7, 6); it must be (2, 4, 7, 6)",
+        ),
+        (np.full(OUT, 9.0), TypeError, "out has dtype float64; it must be float32"),
+        (np.full(OUT, 9, ">f4"), TypeError, "out has dtype >f4; it must be float32"),
+        (read_only(), ValueError, "out is read-only; a writable array is accepted"),
+        (
+            np.lib.stride_tricks.as_strided(
+                np.full(OUT[1:], 9, np.float32), OUT, (0, NQ * DV * 4, DV * 4, 4)
+            ),
+            ValueError,
+            "out has elements that overlap (stride 0); a plain array is accepted",
+        ),
+    ],
+)
+def test_out_refused_and_left_alone(out: Any, error: type[Exception], message: str) -> None:
+    q, k, v, _ = arrays()
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        tileattn.forward(q, k, v, out=out)
+    assert np.all(np.asarray(out) == 9)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+def test_out_overlapping_an_input_is_refused(name: str) -> None:
+    x = dict(zip("qkv", np.ones((3, B, HQ, NQ, 6), np.float32), strict=True))
+    x["bias"] = np.zeros((B, HQ, NQ, NQ), np.float32)
+    memory = np.full(2 * x[name].size + DV, 9, np.float32)
+    given = memory[: x[name].size].reshape(x[name].shape)
+    out = memory[x[name].size - 1 :][: B * HQ * NQ * DV].reshape(OUT)
+    before = memory.copy()
+    message = f"^out overlaps {name}; an array with memory of its own is accepted$"
+    with pytest.raises(ValueError, match=message):
+        tileattn.forward(**(x | {name: given}), out=out)
+    np.testing.assert_array_equal(memory, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"scale": float("nan")}, ValueError),
+        ({"sinks": np.zeros(3)}, ValueError),
+        ({"kv_lengths": [9, 9]}, ValueError),
+        ({"backend": "nothing"}, ValueError),
+        ({"backend": "cupy"}, TypeError),
+        ({"causal": "yes"}, TypeError),
+    ],
+)
+def test_any_refusal_leaves_out_alone(options: dict[str, Any], error: type[Exception]) -> None:
+    q, k, v, _ = arrays()
+    out = np.full(OUT, 9, np.float32)
+    with pytest.raises(error):
+        tileattn.forward(q, k, v, out=out, **options)
+    assert np.all(out == 9)
+
+
+def test_a_failure_half_way_leaves_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = arrays()
+    out = np.full(OUT, 9, np.float32)
+    finish = tileattn.spec.finish
+    calls = []
+
+    def fails_at_last(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == B:
+            raise MemoryError
+        return finish(*args)
+
+    monkeypatch.setattr("tileattn.spec.finish", fails_at_last)
+    with pytest.raises(MemoryError):
+        tileattn.forward(q, k, v, out=out)
+    assert len(calls) == B
+    assert np.all(out == 9)
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+def test_out_is_written_and_returned(ndim: int) -> None:
+    q, k, v = (x[(0,) * (4 - ndim)] for x in arrays()[:3])
+    expected = tileattn.forward(q, k, v)
+    wide = np.full((*expected.out.shape[:-1], 2 * DV), 9, np.float32)
+    out = wide[..., ::2]
+    result = tileattn.forward(q, k, v, out=out)
+    assert result.out is out
+    np.testing.assert_array_equal(out, expected.out)
+    np.testing.assert_array_equal(result.lse, expected.lse)
+    assert np.all(wide[..., 1::2] == 9)
+
+
+def test_out_may_lie_between_the_inputs() -> None:
+    packed = np.random.default_rng(0).normal(size=(B, NQ, 4, HQ, D)).astype(np.float32)
+    q, k, v, out = (packed[:, :, n].swapaxes(1, 2) for n in range(4))
+    expected = tileattn.forward(q.copy(), k.copy(), v.copy())
+    np.testing.assert_array_equal(tileattn.forward(q, k, v, out=out).out, expected.out)
+
+
+# --- backward -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dout", "out", "lse", "dlse"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda x: x.tolist(),
+            TypeError,
+            "{} is list, which backend 'numpy' does not take; numpy.asarray makes an array of it",
+        ),
+        (
+            lambda x: x.astype(np.float64),
+            TypeError,
+            "{} has dtype float64; it must be float32",
+        ),
+        (lambda x: x[:, :2], ValueError, "{} has shape {}; it must be {}"),
+        (lambda x: x[0], ValueError, "{} has shape {}; it must be {}"),
+    ],
+)
+def test_backward_refuses(
+    name: str, change: Callable[[Array], Any], error: type[Exception], message: str
+) -> None:
+    (dout, q, k, v), (out, lse) = saved()
+    given: dict[str, Any] = {"dout": dout, "out": out, "lse": lse, "dlse": np.ones_like(lse)}
+    right = given[name]
+    given[name] = wrong = change(right)
+    expected = message.format(name, np.shape(wrong), right.shape)
+    with pytest.raises(error, match=f"^{re.escape(expected)}$"):
+        tileattn.backward(q=q, k=k, v=v, **given)
+
+
+@pytest.mark.parametrize("name", ["dout", "out", "lse"])
+def test_backward_needs(name: str) -> None:
+    (dout, q, k, v), (out, lse) = saved()
+    given: dict[str, Any] = {"dout": dout, "out": out, "lse": lse, name: None}
+    with pytest.raises(TypeError, match=f"^{name} is NoneType; a NumPy or CuPy array is accepted"):
+        tileattn.backward(q=q, k=k, v=v, **given)
+
+
+def test_deterministic_is_a_flag() -> None:
+    given, attention = saved()
+    with pytest.raises(TypeError, match="^deterministic is int; True or False is accepted$"):
+        tileattn.backward(*given, *attention, deterministic=1)  # type: ignore[arg-type]  # wrong
+
+
+# --- ranks and empty axes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_fewer_axes_are_answered_in_kind(ndim: int) -> None:
+    lead = (0,) * (4 - ndim)
+    whole = [x[(slice(0, 1),) * (4 - ndim)] for x in arrays()]
+    heads = 1 if ndim == 2 else HQ
+    options: dict[str, Any] = {"bias": np.ones((NQ, 1)), "sinks": np.ones(heads, np.float32)}
+    q, k, v, dout = (x[lead] for x in whole)
+    few = tileattn.forward(q, k, v, **options)
+    expected = tileattn.forward(*whole[:3], **options)
+    for ours, theirs in zip(few, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs[lead])
+    dlse = np.ones_like(few.lse)
+    grads = tileattn.backward(dout, q, k, v, *few, dlse=dlse, **options)
+    theirs = tileattn.backward(whole[3], *whole[:3], *expected, dlse=dlse[None, None].reshape(
+        expected.lse.shape), **options)
+    for name in ("dq", "dk", "dv"):
+        np.testing.assert_array_equal(getattr(grads, name), getattr(theirs, name)[lead])
+    np.testing.assert_array_equal(grads.dbias, theirs.dbias)
+    assert grads.dbias.shape == (NQ, 1)
+    np.testing.assert_array_equal(grads.dsinks, theirs.dsinks)
+
+
+EMPTY: dict[str, dict[str, int]] = {
+    "B": {"B": 0},
+    "heads": {"HQ": 0, "HKV": 0},
+    "query heads": {"HQ": 0},
+    "queries": {"NQ": 0},
+    "keys": {"NK": 0},
+    "D": {"D": 0},
+    "Dv": {"DV": 0},
+    "queries and keys": {"NQ": 0, "NK": 0},
+    "D and Dv": {"D": 0, "DV": 0},
+}
+
+
+@pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY.keys())
+@pytest.mark.parametrize("options", [False, True], ids=["plain", "options"])
+def test_every_axis_may_be_empty(sizes: dict[str, int], options: bool) -> None:
+    n = {"B": B, "HQ": HQ, "HKV": HKV, "NQ": NQ, "NK": NK, "D": D, "DV": DV} | sizes
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(n["B"], n["HQ"], n["NQ"], n["D"])).astype(np.float32)
+    k = rng.normal(size=(n["B"], n["HKV"], n["NK"], n["D"])).astype(np.float32)
+    v = rng.normal(size=(n["B"], n["HKV"], n["NK"], n["DV"])).astype(np.float32)
+    dout = rng.normal(size=(n["B"], n["HQ"], n["NQ"], n["DV"])).astype(np.float32)
+    shape = (n["B"], n["HQ"], n["NQ"], n["NK"])
+    call: dict[str, Any] = {}
+    if options:
+        call = {
+            "softcap": 3.0,
+            "alibi_slopes": np.ones(n["HQ"]),
+            "bias": rng.normal(size=(n["HQ"], n["NQ"], 1)),
+            "window": (3, 1),
+            "mask": np.ones(shape, bool),
+            "block_mask": tileattn.BlockMask.from_mask(np.ones(shape, bool), (4, 4)),
+            "kv_lengths": np.minimum(np.arange(n["B"]), n["NK"]),
+            "sinks": rng.normal(size=n["HQ"]).astype(np.float32),
+            "dropout_p": 0.3,
+        }
+    result = tileattn.forward(q, k, v, **call)
+    grads = tileattn.backward(dout, q, k, v, *result, **call)
+    assert result.out.shape == dout.shape
+    for gradient, x in zip(grads, (q, k, v, call.get("bias"), call.get("sinks")), strict=True):
+        assert (gradient is None) == (x is None)
+        if x is not None:
+            assert gradient.shape == x.shape
+    if not n["HQ"]:  # keys that no query head reads, which the oracle cannot group
+        assert not grads.dk.any()
+        assert not grads.dv.any()
+        return
+    bounds = error_bound(q, k, v, dout, **call)
+    assert_attention_close(result, reference.forward(q, k, v, **call), bounds)
+    assert_attention_close(grads, reference.backward(dout, q, k, v, **call), bounds)
+
+
+def test_no_key_leaves_zero_or_the_sink() -> None:
+    q, k, v, _ = arrays()
+    out, lse = tileattn.forward(q, k[:, :, :0], v[:, :, :0])
+    assert not out.any()
+    assert np.isneginf(lse).all()
+    sinks = np.arange(HQ, dtype=np.float32)
+    out, lse = tileattn.forward(q, k[:, :, :0], v[:, :, :0], sinks=sinks)
+    assert not out.any()
+    np.testing.assert_array_equal(lse, np.broadcast_to(sinks[:, None], (B, HQ, NQ)))
+
+
+# --- merge --------------------------------------------------------------------------------------
+
+GOOD = np.ones((3, 2), np.float32)
+LSE = np.ones(3, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "error", "message"),
+    [
+        (None, [LSE], TypeError, "outs is NoneType; a sequence of arrays is accepted"),
+        ([GOOD], 3, TypeError, "lses is int; a sequence of arrays is accepted"),
+        (
+            [],
+            [],
+            ValueError,
+            "outs has 0 and lses has 0 entries; as many of each, at least one, are accepted",
+        ),
+        (
+            [GOOD, GOOD],
+            [LSE],
+            ValueError,
+            "outs has 2 and lses has 1 entries; as many of each, at least one, are accepted",
+        ),
+        (
+            [[1.0]],
+            [LSE],
+            TypeError,
+            "outs[0] is list; a NumPy or CuPy array is accepted (numpy.asarray(outs[0]) makes one)",
+        ),
+        (
+            [GOOD.astype(int)],
+            [LSE],
+            TypeError,
+            "outs[0] has dtype int64; accepted are float16, bfloat16, float32, float64",
+        ),
+        (
+            [GOOD, GOOD.astype(np.float64)],
+            [LSE, LSE],
+            TypeError,
+            "outs[1] has dtype float64; it must be float32",
+        ),
+        (
+            [GOOD, GOOD[:, :1]],
+            [LSE, LSE],
+            ValueError,
+            "outs[1] has shape (3, 1); it must be (3, 2)",
+        ),
+        (
+            [GOOD, GOOD],
+            [LSE, LSE.astype(np.float64)],
+            TypeError,
+            "lses[1] has dtype float64; it must be float32",
+        ),
+        ([GOOD], [LSE[:2]], ValueError, "lses[0] has shape (2,); it must be (3,)"),
+    ],
+)
+def test_merge_refuses(outs: Any, lses: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        tileattn.merge(outs, lses)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_merge_over_split_keys_is_the_whole(dtype: Any) -> None:
+    q, k, v, _ = arrays(dtype)
+    sinks = np.linspace(-1, 1, HQ)
+    cuts = ((0, 0), (0, 2), (2, 3), (3, NK))
+    parts = [
+        tileattn.forward(
+            q,
+            k[:, :, lo:hi],
+            v[:, :, lo:hi],
+            causal=True,
+            q_offset=NK - NQ - lo,
+            sinks=sinks if n == 1 else None,
+        )
+        for n, (lo, hi) in enumerate(cuts)
+    ]
+    expected = reference.forward(q, k, v, causal=True, sinks=sinks)
+    unit = float(ml_dtypes.finfo(dtype).eps)
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
+        out, lse = tileattn.merge(
+            np.stack([parts[n].out for n in order]), (parts[n].lse for n in order)
+        )
+        assert out.dtype == dtype
+        assert lse.dtype == parts[0].lse.dtype
+        np.testing.assert_allclose(out.astype(np.float64), expected.out, rtol=0, atol=4 * unit)
+        eps = float(np.finfo(lse.dtype).eps)
+        np.testing.assert_allclose(lse, expected.lse, rtol=4 * eps, atol=4 * eps)
+
+
+def test_merge_where_no_part_saw_anything() -> None:
+    nothing = np.full(3, -np.inf, np.float32)
+    unseen = np.full((3, 2), np.nan, np.float32)  # what a part holds there does not matter
+    out, lse = tileattn.merge([unseen, unseen], [nothing, nothing])
+    assert not out.any()
+    assert np.isneginf(lse).all()
+    out, lse = tileattn.merge([unseen, GOOD], [nothing, LSE])
+    np.testing.assert_array_equal(out, GOOD)
+    np.testing.assert_array_equal(lse, LSE)
+
+
+# --- explain ------------------------------------------------------------------------------------
+
+
+def test_explain_says_what_would_run() -> None:
+    q, k, v, _ = arrays()
+    explanation = tileattn.explain(q, k, v, causal=True, backend="numpy")
+    assert explanation.backend == "numpy"
+    assert explanation.tiles == {"skipped": 0, "partial": B * HQ, "full": 0}
+    assert explanation.bytes_moved["q"] == q.nbytes
+    assert explanation.workers == 1
+    report = str(explanation)
+    for word in ("numpy", "tileattn.spec", "8 partial", "NumPy arrays", "256 x 512"):
+        assert word in report
+
+
+def test_explain_refuses_what_forward_refuses() -> None:
+    q, k, v, _ = arrays()
+    with pytest.raises(TypeError, match="^causal is int"):
+        tileattn.explain(q, k, v, causal=1)  # type: ignore[arg-type]  # wrong on purpose

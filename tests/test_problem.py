@@ -1,0 +1,437 @@
+"""What ``parse`` makes of a call, and the message for everything that it refuses."""
+
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import tileattn
+from tileattn.problem import Options, Problem, check_array, parse
+
+Array = NDArray[Any]
+
+B, HQ, HKV, NQ, NK, D, DV = 2, 6, 3, 7, 5, 4, 8
+SHAPE = f"(B, Hq, Nq, Nk) = ({B}, {HQ}, {NQ}, {NK})"
+FLOATS = "float16, bfloat16, float32, float64"
+
+Q = np.zeros((B, HQ, NQ, D), np.float32)
+K = np.zeros((B, HKV, NK, D), np.float32)
+V = np.zeros((B, HKV, NK, DV), np.float32)
+
+
+def refused(error: type[Exception], message: str, **changed: Any) -> None:
+    call: dict[str, Any] = {"q": Q, "k": K, "v": V, **changed}
+    arrays = [call.pop(name) for name in ("q", "k", "v")]
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        parse(*arrays, call)
+
+
+# --- q, k and v ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        (
+            "q",
+            [[1.0]],
+            TypeError,
+            "q is list; a NumPy or CuPy array is accepted (numpy.asarray(q) makes one)",
+        ),
+        ("q", Q.astype(int), TypeError, f"q has dtype int64; accepted are {FLOATS}"),
+        ("q", Q.astype(object), TypeError, f"q has dtype object; accepted are {FLOATS}"),
+        ("q", Q.astype(complex), TypeError, f"q has dtype complex128; accepted are {FLOATS}"),
+        ("q", Q.astype(">f4"), TypeError, f"q has dtype >f4; accepted are {FLOATS}"),
+        ("q", Q.astype(bool), TypeError, f"q has dtype bool; accepted are {FLOATS}"),
+        ("k", K.astype(int), TypeError, f"k has dtype int64; accepted are {FLOATS}"),
+        (
+            "k",
+            K.astype(np.float64),
+            TypeError,
+            "k has dtype float64; it must be that of q, float32",
+        ),
+        (
+            "v",
+            V.astype(ml_dtypes.bfloat16),
+            TypeError,
+            "v has dtype bfloat16; it must be that of q, float32",
+        ),
+        (
+            "q",
+            Q[0, 0, 0],
+            ValueError,
+            f"q has shape ({D},); accepted are (N, D), (H, N, D) and (B, H, N, D)",
+        ),
+        (
+            "q",
+            Q[None],
+            ValueError,
+            f"q has shape (1, {B}, {HQ}, {NQ}, {D}); "
+            "accepted are (N, D), (H, N, D) and (B, H, N, D)",
+        ),
+        ("k", K[0], ValueError, "k has 3 axes; it must have as many as q, 4"),
+        ("v", V[0, 0], ValueError, "v has 2 axes; it must have as many as q, 4"),
+        ("k", K[:1], ValueError, "k has batch size 1; it must be that of q, 2"),
+        ("v", V[:1], ValueError, "v has batch size 1; it must be that of q, 2"),
+        ("k", K[..., :3], ValueError, "k has head dimension 3; it must be that of q, 4"),
+        ("v", V[:, :2], ValueError, "v has heads 2; it must be that of k, 3"),
+        ("v", V[:, :, :4], ValueError, "v has length 4; it must be that of k, 5"),
+        (
+            "q",
+            Q[:, :4],
+            ValueError,
+            "k has 3 heads; a number that divides the 4 heads of q is accepted",
+        ),
+    ],
+)
+def test_arrays_refused(name: str, value: Any, error: type[Exception], message: str) -> None:
+    refused(error, message, **{name: value})
+
+
+def test_no_key_heads_for_some_query_heads() -> None:
+    message = "k has 0 heads; a number that divides the 6 heads of q is accepted"
+    refused(ValueError, message, k=K[:, :0], v=V[:, :0])
+
+
+# --- options that are arrays --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        (
+            "bias",
+            1.5,
+            TypeError,
+            "bias is float; a NumPy or CuPy array is accepted (numpy.asarray(bias) makes one)",
+        ),
+        ("bias", np.zeros(NK, int), TypeError, f"bias has dtype int64; accepted are {FLOATS}"),
+        (
+            "bias",
+            np.zeros((NQ, NK - 1)),
+            ValueError,
+            f"bias has shape (7, 4); a shape that broadcasts to {SHAPE} is accepted",
+        ),
+        (
+            "bias",
+            np.zeros((HKV, NQ, NK)),
+            ValueError,
+            f"bias has shape (3, 7, 5); a shape that broadcasts to {SHAPE} is accepted",
+        ),
+        (
+            "bias",
+            np.zeros((1, 1, 1, 1, NK)),
+            ValueError,
+            f"bias has shape (1, 1, 1, 1, 5); a shape that broadcasts to {SHAPE} is accepted",
+        ),
+        ("mask", np.ones(NK, int), TypeError, "mask has dtype int64; accepted are bool"),
+        ("mask", np.ones(NK, np.float32), TypeError, "mask has dtype float32; accepted are bool"),
+        (
+            "mask",
+            np.ones((NQ, 2), bool),
+            ValueError,
+            f"mask has shape (7, 2); a shape that broadcasts to {SHAPE} is accepted",
+        ),
+        (
+            "alibi_slopes",
+            np.ones(HKV),
+            ValueError,
+            "alibi_slopes has shape (3,); accepted is (6,) and (2, 6)",
+        ),
+        (
+            "alibi_slopes",
+            np.ones(HQ, int),
+            TypeError,
+            f"alibi_slopes has dtype int64; accepted are {FLOATS}",
+        ),
+        ("sinks", np.ones(1), ValueError, "sinks has shape (1,); accepted is (6,)"),
+        ("sinks", np.ones(HQ, bool), TypeError, f"sinks has dtype bool; accepted are {FLOATS}"),
+        (
+            "block_mask",
+            np.ones((1, 1), bool),
+            TypeError,
+            "block_mask is ndarray; a tileattn.BlockMask is accepted "
+            "(BlockMask.from_mask makes one from a boolean array)",
+        ),
+        (
+            "block_mask",
+            tileattn.BlockMask(np.ones((2, 2), bool), (4, 4)),
+            None,
+            "",
+        ),
+        (
+            "block_mask",
+            tileattn.BlockMask(np.ones((3, 2), bool), (4, 4)),
+            ValueError,
+            "block_mask has (1, 1, 3, 2) blocks of (4, 4); with Nq=7 and Nk=5, a shape that "
+            "broadcasts over batch and heads to (2, 6, 2, 2) is accepted",
+        ),
+    ],
+)
+def test_array_options(name: str, value: Any, error: type[Exception] | None, message: str) -> None:
+    if error is None:
+        assert parse(Q, K, V, {name: value})[0].uses == {name}
+    else:
+        refused(error, message, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["kv_lengths", "q_offset"])
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (1.0, TypeError, "{} is float; integers of shape (2,) are accepted"),
+        (True, TypeError, "{} is bool; integers of shape (2,) are accepted"),
+        ("3", TypeError, "{} is str; integers of shape (2,) are accepted"),
+        ([1, [2]], TypeError, "{} is [1, [2]]; integers of shape (2,) are accepted"),
+        ([1.0, 2.0], TypeError, "{} has dtype float64; integers are accepted"),
+        (np.ones(B, bool), TypeError, "{} has dtype bool; integers are accepted"),
+        (1 << 80, TypeError, "{} has dtype object; integers are accepted"),
+        ([1, 2, 3], ValueError, "{} has shape (3,); one integer or shape (2,) is accepted"),
+        ([], ValueError, "{} has shape (0,); one integer or shape (2,) is accepted"),
+        (
+            np.ones((B, 1), int),
+            ValueError,
+            "{} has shape (2, 1); one integer or shape (2,) is accepted",
+        ),
+        (
+            1 << 61,
+            ValueError,
+            "{} holds 2305843009213693952; integers up to 2**60 in size are accepted",
+        ),
+        (
+            np.array([0, 2**64 - 1], np.uint64),
+            ValueError,
+            "{} holds 18446744073709551615; integers up to 2**60 in size are accepted",
+        ),
+        (
+            -(1 << 63),
+            ValueError,
+            "{} holds -9223372036854775808; integers up to 2**60 in size are accepted",
+        ),
+    ],
+)
+def test_integers_refused(name: str, value: Any, error: type[Exception], message: str) -> None:
+    refused(error, message.format(name), **{name: value})
+
+
+@pytest.mark.parametrize(("lengths", "wrong"), [([0, 6], 6), ([-1, 5], -1), (7, 7)])
+def test_lengths_past_the_keys(lengths: Any, wrong: int) -> None:
+    message = f"kv_lengths holds {wrong}; lengths from 0 to Nk = 5 are accepted"
+    refused(ValueError, message, kv_lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    "value", [3, (3, 3), [3, 3], np.int8(3), np.array(3), np.array([3, 3], np.uint16)]
+)
+def test_every_form_of_integers_is_accepted(value: Any) -> None:
+    for name in ("kv_lengths", "q_offset"):
+        array = getattr(parse(Q, K, V, {name: value})[1], name)
+        np.testing.assert_array_equal(array, [3, 3])
+        assert array.dtype == np.int64
+
+
+# --- options that are numbers -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("scale", "1", TypeError, "scale is str; a finite number is accepted"),
+        ("scale", True, TypeError, "scale is bool; a finite number is accepted"),
+        ("scale", 1j, TypeError, "scale is complex; a finite number is accepted"),
+        ("scale", float("nan"), ValueError, "scale is nan; a finite number is accepted"),
+        ("scale", float("-inf"), ValueError, "scale is -inf; a finite number is accepted"),
+        (
+            "softcap",
+            [1.0],
+            TypeError,
+            "softcap is list; a positive number, or None for no cap, is accepted",
+        ),
+        (
+            "softcap",
+            0,
+            ValueError,
+            "softcap is 0; a positive number, or None for no cap, is accepted",
+        ),
+        (
+            "softcap",
+            -2.5,
+            ValueError,
+            "softcap is -2.5; a positive number, or None for no cap, is accepted",
+        ),
+        (
+            "softcap",
+            float("inf"),
+            ValueError,
+            "softcap is inf; a positive number, or None for no cap, is accepted",
+        ),
+        (
+            "dropout_p",
+            None,
+            TypeError,
+            "dropout_p is NoneType; a probability in [0, 1) is accepted",
+        ),
+        ("dropout_p", 1.0, ValueError, "dropout_p is 1.0; a probability in [0, 1) is accepted"),
+        ("dropout_p", -0.1, ValueError, "dropout_p is -0.1; a probability in [0, 1) is accepted"),
+        (
+            "dropout_p",
+            float("nan"),
+            ValueError,
+            "dropout_p is nan; a probability in [0, 1) is accepted",
+        ),
+        ("seed", 1.0, TypeError, "seed is float; an integer is accepted"),
+        ("seed", False, TypeError, "seed is bool; an integer is accepted"),
+        ("seed", -1, ValueError, "seed is -1; an integer from 0 to 2**64 - 1 is accepted"),
+        (
+            "seed",
+            1 << 64,
+            ValueError,
+            "seed is 18446744073709551616; an integer from 0 to 2**64 - 1 is accepted",
+        ),
+        ("causal", 1, TypeError, "causal is int; True or False is accepted"),
+        ("causal", None, TypeError, "causal is NoneType; True or False is accepted"),
+        ("window", 3, TypeError, "window is 3; a pair (left, right) or None is accepted"),
+        ("window", (3,), TypeError, "window is (3,); a pair (left, right) or None is accepted"),
+        (
+            "window",
+            (1.0, None),
+            TypeError,
+            "window is (1.0, None); each side must be an integer or None",
+        ),
+        (
+            "window",
+            (None, True),
+            TypeError,
+            "window is (None, True); each side must be an integer or None",
+        ),
+        (
+            "window",
+            (-1, 2),
+            ValueError,
+            "window is (-1, 2); each side must be 0 or more, or None to leave it open",
+        ),
+        (
+            "window",
+            [2, -3],
+            ValueError,
+            "window is [2, -3]; each side must be 0 or more, or None to leave it open",
+        ),
+    ],
+)
+def test_numbers_refused(name: str, value: Any, error: type[Exception], message: str) -> None:
+    refused(error, message, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("casual", " (did you mean 'causal'?)"), ("sink", " (did you mean 'sinks'?)"), ("xyz", "")],
+)
+def test_unknown_options(name: str, hint: str) -> None:
+    accepted = ", ".join(Options.__annotations__)
+    refused(TypeError, f"unknown option {name!r}{hint}; accepted are {accepted}", **{name: 1})
+
+
+# --- what is accepted ---------------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    problem, operands = parse(Q, K, V, {})
+    assert problem == Problem(
+        *(B, HQ, HKV, NQ, NK, D, DV),
+        dtype=np.dtype(np.float32),
+        scale=0.5,
+        softcap=None,
+        window=(None, None),
+        dropout_p=0.0,
+        seed=0,
+        ndim=4,
+        uses=frozenset(),
+    )
+    assert problem.group == 2
+    assert problem.out_shape == (B, HQ, NQ, DV)
+    assert hash(problem) == hash(parse(Q, K, V, {})[0])
+    np.testing.assert_array_equal(operands.kv_lengths, [NK, NK])
+    np.testing.assert_array_equal(operands.q_offset, [NK - NQ] * B)
+    for name in ("bias", "mask", "block_mask", "alibi_slopes", "sinks"):
+        assert getattr(operands, name) is None
+
+
+def test_defaults_given_by_hand_are_the_defaults() -> None:
+    given = dict.fromkeys(Options.__annotations__) | {"causal": False, "dropout_p": 0, "seed": 0}
+    assert parse(Q, K, V, given)[0] == parse(Q, K, V, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "window"),
+    [
+        ({"causal": True}, (None, 0)),
+        ({"window": (2, 3)}, (2, 3)),
+        ({"window": [np.int64(2), None]}, (2, None)),
+        ({"window": (2, 3), "causal": True}, (2, 0)),
+        ({"window": (None, None), "causal": np.True_}, (None, 0)),
+        ({"window": (1 << 70, 1 << 63)}, (1 << 60, 1 << 60)),
+    ],
+)
+def test_causal_is_a_window(options: dict[str, Any], window: tuple[int | None, int | None]) -> None:
+    assert parse(Q, K, V, options)[0].window == window
+
+
+def test_offset_follows_the_lengths_unless_it_is_given() -> None:
+    operands = parse(Q, K, V, {"kv_lengths": [4, 0]})[1]
+    np.testing.assert_array_equal(operands.q_offset, [4 - NQ, -NQ])
+    operands = parse(Q, K, V, {"kv_lengths": [4, 0], "q_offset": -2})[1]
+    np.testing.assert_array_equal(operands.q_offset, [-2, -2])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums"),
+    [
+        (np.float16, np.float32),
+        (ml_dtypes.bfloat16, np.float32),
+        (np.float32, np.float32),
+        (np.float64, np.float64),
+    ],
+)
+def test_dtype_of_sums(dtype: Any, sums: Any) -> None:
+    problem, _ = parse(*(x.astype(dtype) for x in (Q, K, V)), {})
+    assert problem.dtype == dtype
+    assert problem.sum_dtype == sums
+
+
+def test_arrays_become_views_with_four_axes() -> None:
+    bias, mask = np.zeros((HQ, 1, NK)), np.ones(NK, bool)
+    slopes = np.ones(HQ)
+    _, operands = parse(Q, K, V, {"bias": bias, "mask": mask, "alibi_slopes": slopes})
+    for view, array, shape in (
+        (operands.bias, bias, (1, HQ, 1, NK)),
+        (operands.mask, mask, (1, 1, 1, NK)),
+        (operands.alibi_slopes, slopes, (1, HQ)),
+    ):
+        assert view.shape == shape
+        assert np.shares_memory(view, array)
+    problem, operands = parse(Q[0, 0], K[0, 0], V[0, 0], {})
+    assert problem.ndim == 2
+    assert problem.out_shape == (NQ, DV)
+    assert operands.q.shape == (1, 1, NQ, D)
+    assert np.shares_memory(operands.q, Q)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (
+            [1.0],
+            TypeError,
+            "lse is list; a NumPy or CuPy array is accepted (numpy.asarray(lse) makes one)",
+        ),
+        (np.zeros((2, 3)), TypeError, "lse has dtype float64; it must be float32"),
+        (np.zeros((2, 3), ">f4"), TypeError, "lse has dtype >f4; it must be float32"),
+        (np.zeros((3, 2), np.float32), ValueError, "lse has shape (3, 2); it must be (2, 3)"),
+    ],
+)
+def test_check_array(x: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        check_array("lse", x, (2, 3), np.dtype(np.float32))

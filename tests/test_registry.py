@@ -1,0 +1,224 @@
+"""Which backend a call gets, and what is said when it gets none."""
+
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+from tileattn import BackendUnavailableError, UnsupportedError, backends
+from tileattn.backends.numpy_backend import NumpyBackend
+from tileattn.problem import Problem
+
+Q = np.ones((2, 4, 7, 3), np.float32)
+K = np.ones((2, 2, 5, 3), np.float32)
+
+
+class FakeArray:
+    """What tileattn may look at in a CuPy array before it knows that it can use one."""
+
+    dtype = Q.dtype
+    shape = Q.shape
+    strides = Q.strides
+    ndim = Q.ndim
+
+
+FakeArray.__module__ = "cupy"
+FakeArray.__name__ = FakeArray.__qualname__ = "ndarray"
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeArray:
+    """Make an array of a CuPy that has been imported."""
+    module = ModuleType("cupy")
+    module.ndarray = FakeArray  # type: ignore[attr-defined]  # a module made up here
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return FakeArray()
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Forget afterwards what a test registers."""
+    before = dict(backends._loaded)
+    yield
+    backends._loaded.clear()
+    backends._loaded.update(before)
+
+
+def refused(error: type[Exception], message: str, *arrays: Any, **options: Any) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        tileattn.forward(*arrays, **options)
+
+
+# --- arrays of several libraries ----------------------------------------------------------------
+
+
+def test_mixed_libraries_name_the_argument_and_the_conversion(cupy: FakeArray) -> None:
+    to_numpy = "cupy.asnumpy makes a NumPy array of it"
+    to_cupy = "cupy.asarray makes a CuPy array of it"
+    for name, arrays in (("k", (Q, cupy, K)), ("v", (Q, K, cupy))):
+        message = f"{name} is cupy.ndarray, which backend 'numpy' does not take; {to_numpy}"
+        refused(TypeError, message, *arrays)
+    message = f"k is numpy.ndarray, which backend 'cupy' does not take; {to_cupy}"
+    refused(TypeError, message, cupy, K, K)
+
+
+@pytest.mark.parametrize("name", ["out", "bias", "mask", "alibi_slopes", "sinks"])
+def test_options_are_of_the_library_of_q(name: str, cupy: FakeArray) -> None:
+    message = f"{name} is cupy.ndarray, which backend 'numpy' does not take; cupy.asnumpy makes a NumPy array of it"
+    refused(TypeError, message, Q, K, K, **{name: cupy})
+
+
+def test_arguments_of_backward_are_of_the_library_of_q(cupy: FakeArray) -> None:
+    out, lse = tileattn.forward(Q, K, K)
+    for name in ("dout", "out", "lse", "dlse"):
+        given: dict[str, Any] = {"dout": out, "out": out, "lse": lse, name: cupy}
+        with pytest.raises(TypeError, match=f"^{name} is cupy.ndarray, which backend 'numpy'"):
+            tileattn.backward(q=Q, k=K, v=K, **given)
+
+
+def test_a_named_backend_never_converts(cupy: FakeArray) -> None:
+    to_cupy = "cupy.asarray makes a CuPy array of it"
+    message = f"q is numpy.ndarray, which backend 'cupy' does not take; {to_cupy}"
+    refused(TypeError, message, Q, K, K, backend="cupy")
+    to_numpy = "cupy.asnumpy makes a NumPy array of it"
+    message = f"q is cupy.ndarray, which backend 'numpy' does not take; {to_numpy}"
+    refused(TypeError, message, cupy, cupy, cupy, backend="numpy")
+
+
+def test_an_array_whose_library_was_never_imported_is_nobodys() -> None:
+    message = (
+        "q is cupy.ndarray; arrays of numpy or cupy are accepted; "
+        "cupy.asnumpy makes a NumPy array of it"
+    )
+    refused(TypeError, message, FakeArray(), K, K)
+
+
+@pytest.mark.parametrize(
+    ("q", "kind", "remedy"),
+    [
+        ([[1.0]], "list", "numpy.asarray makes an array of it"),
+        (1.0, "float", "numpy.asarray makes an array of it"),
+        (np.float32(1), "numpy.float32", "numpy.asarray makes an array of it"),
+        (np.ma.array(Q), "numpy.ma.MaskedArray", "its filled() makes a plain array of it"),
+        (Q[0, 0].view(np.matrix), "numpy.matrix", "numpy.asarray makes an array of it"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_what_is_no_array_of_any_backend(q: Any, kind: str, remedy: str) -> None:
+    message = f"q is {kind}; arrays of numpy or cupy are accepted; {remedy}"
+    refused(TypeError, message, q, K, K)
+    message = f"bias is {kind}, which backend 'numpy' does not take; {remedy}"
+    refused(TypeError, message, Q, K, K, bias=q)
+
+
+def test_subclasses_that_behave_as_arrays_are_taken(tmp_path: Any) -> None:
+    mapped = np.memmap(tmp_path / "q", np.float32, "w+", shape=Q.shape)
+    mapped[...] = Q
+    np.testing.assert_array_equal(tileattn.forward(mapped, K, K).out, tileattn.forward(Q, K, K).out)
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def test_unknown_backend() -> None:
+    refused(ValueError, "backend is 'cuda'; accepted are auto, numpy, cupy", Q, K, K, backend="cuda")
+    refused(TypeError, "backend is NoneType; a name or 'auto' is accepted", Q, K, K, backend=None)
+
+
+def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEATTN_BACKEND", "cuda")
+    refused(ValueError, "backend is 'cuda'; accepted are auto, numpy, cupy", Q, K, K)
+    assert tileattn.forward(Q, K, K, backend="numpy").out.shape == Q.shape
+    monkeypatch.setenv("TILEATTN_BACKEND", "cupy")
+    with pytest.raises(TypeError, match="^q is numpy.ndarray, which backend 'cupy' does not take"):
+        tileattn.forward(Q, K, K)
+    for value in ("numpy", "auto", ""):
+        monkeypatch.setenv("TILEATTN_BACKEND", value)
+        assert tileattn.forward(Q, K, K).out.shape == Q.shape
+
+
+def test_an_unavailable_backend_says_what_to_install(cupy: FakeArray) -> None:
+    reason = tileattn.available_backends()["cupy"]
+    if reason is None:
+        pytest.skip("CuPy can run here")
+    assert "pip install" in reason
+    with pytest.raises(BackendUnavailableError) as caught:
+        tileattn.forward(cupy, cupy, cupy)
+    assert str(caught.value) == f"backend 'cupy' cannot run here: {reason}"
+    assert isinstance(caught.value, RuntimeError)
+
+
+# --- backends of others -------------------------------------------------------------------------
+
+
+class Picky(NumpyBackend):
+    """Serves nothing with dropout."""
+
+    name = "picky"
+
+    def why_not(self, problem: Problem) -> str | None:
+        return "it has no dropout" if problem.dropout_p else None
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_backend_is_used_when_it_is_named() -> None:
+    tileattn.register_backend(Picky())
+    assert tileattn.available_backends()["picky"] is None
+    assert tileattn.explain(Q, K, K, backend="picky").backend == "picky"
+    assert tileattn.explain(Q, K, K).backend == "numpy"
+
+
+@pytest.mark.usefixtures("registry")
+def test_unsupported_names_a_backend_that_serves() -> None:
+    tileattn.register_backend(Picky())
+    message = "backend 'picky' does not serve this: it has no dropout; use backend='numpy'"
+    refused(UnsupportedError, message, Q, K, K, backend="picky", dropout_p=0.5)
+    out = np.full_like(Q, 9)
+    with pytest.raises(NotImplementedError):
+        tileattn.forward(Q, K, Q[:, :2, :5], backend="picky", dropout_p=0.5, out=out)
+    assert np.all(out == 9)
+
+
+@pytest.mark.usefixtures("registry")
+def test_unsupported_where_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumpyBackend, "why_not", lambda *_: "today is Sunday")
+    message = "backend 'numpy' does not serve this: today is Sunday; no registered backend does"
+    refused(UnsupportedError, message, Q, K, K)
+
+
+def named(name: Any) -> NumpyBackend:
+    backend = NumpyBackend()
+    backend.name = name
+    return backend
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("backend", "error", "message"),
+    [
+        (
+            object(),
+            TypeError,
+            "backend is object; it lacks backward, explain, forward, name, owns, unavailable, "
+            "why_not",
+        ),
+        (NumpyBackend, TypeError, "backend is the class NumpyBackend; an instance is accepted"),
+        (named("a b"), ValueError, "backend has the name 'a b'; an identifier is accepted"),
+        (named(""), ValueError, "backend has the name ''; an identifier is accepted"),
+        (named(7), ValueError, "backend has the name 7; an identifier is accepted"),
+        (named("auto"), ValueError, "backend has the name 'auto'; a lower-case one is accepted"),
+        (named("Mine"), ValueError, "backend has the name 'Mine'; a lower-case one is accepted"),
+    ],
+)
+def test_what_cannot_be_registered(
+    backend: Any, error: type[Exception], message: str
+) -> None:
+    before = set(tileattn.available_backends())
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        tileattn.register_backend(backend)
+    assert set(tileattn.available_backends()) == before

@@ -1,0 +1,229 @@
+"""The pool: every task runs once, the first error comes out, nobody waits for ever."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import threadpoolctl
+
+import tileattn
+from tileattn.backends import threads
+from tileattn.backends.threads import Turns, run
+
+
+@pytest.fixture(params=[1, 2, 3, 5])
+def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Share the work among this many threads."""
+    count: int = request.param
+    use_workers(monkeypatch, count)
+    yield count
+    threads._pool.cache_clear()
+
+
+def use_workers(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(threads, "worker_count", lambda: count)
+    threads._pool.cache_clear()
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Fail, instead of hanging, where a call does not come back."""
+    results: list[Any] = []
+
+    def keep() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert results, "the call hangs"
+    return results[0]
+
+
+def test_every_task_runs_once(workers: int) -> None:
+    done = [0] * 40
+
+    def task(n: int) -> None:
+        done[n] += 1
+
+    run([lambda n=n: task(n) for n in range(40)])
+    assert done == [1] * 40
+    assert workers
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_no_task_and_one_task(parallel: bool) -> None:
+    done: list[int] = []
+    run([], parallel)
+    run([lambda: done.append(1)], parallel)
+    assert done == [1]
+
+
+def test_the_first_error_comes_out_and_stops_the_rest(workers: int) -> None:
+    started = []
+
+    def task(n: int) -> None:
+        started.append(n)
+        if n == 3:
+            raise KeyError("task 3")
+        time.sleep(0.002)
+
+    result = within(20, lambda: run([lambda n=n: task(n) for n in range(200)]))
+    assert isinstance(result, KeyError)
+    assert result.args == ("task 3",)
+    assert len(started) < 200 - workers
+
+
+def test_turns_order_the_sums_of_parallel_tasks(workers: int) -> None:
+    order: list[list[int]] = [[], [], []]
+    turns = Turns(30)
+
+    def task(n: int) -> None:
+        for block in range(3):
+            if (n + block) % 4:
+                time.sleep(0.0002 * (n % 3))
+            turns.wait(n, block)
+            order[block].append(n)
+            turns.pass_to(n, block + 1)
+
+    assert within(20, lambda: run([lambda n=n: task(n) for n in range(30)])) is None
+    assert order == [list(range(30))] * 3
+    assert workers
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("at", [0, 1, 7])
+def test_an_error_in_one_tile_does_not_hang(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The tasks of a backward pass wait for each other; the error of the one that fails shows."""
+    q, k, v, dout = np.random.default_rng(0).normal(size=(4, 1, 2, 1100, 48))
+    out, lse = tileattn.forward(q, k, v)
+    tile_of = tileattn.spec.backward_tile
+    lock, calls = threading.Lock(), []
+
+    def fails(*args: Any) -> Any:
+        with lock:
+            calls.append(args)
+            number = len(calls)
+        if number == at + 1:
+            raise MemoryError(at)
+        return tile_of(*args)
+
+    monkeypatch.setattr("tileattn.spec.backward_tile", fails)
+    result = within(30, lambda: tileattn.backward(dout, q, k, v, out, lse))
+    assert isinstance(result, MemoryError)
+    assert result.args == (at,)
+    monkeypatch.setattr("tileattn.spec.backward_tile", tile_of)
+    assert np.isfinite(tileattn.backward(dout, q, k, v, out, lse).dq).all()
+
+
+def test_a_busy_pool_does_not_hold_up_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that finishes alone does not wait for helpers that have not begun."""
+    use_workers(monkeypatch, 2)
+    release, busy = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        busy.set()
+        release.wait(20)
+
+    slow_call = threading.Thread(target=lambda: run([slow, slow]))
+    slow_call.start()
+    try:
+        assert busy.wait(10)
+        done: list[int] = []
+        assert within(10, lambda: run([lambda n=n: done.append(n) for n in range(4)])) is None
+        assert sorted(done) == [0, 1, 2, 3]
+    finally:
+        release.set()
+        slow_call.join()
+        threads._pool.cache_clear()
+
+
+def test_a_task_may_itself_run_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_workers(monkeypatch, 2)
+    done: list[int] = []
+
+    def outer() -> None:
+        run([lambda n=n: done.append(n) for n in range(3)])
+
+    assert within(10, lambda: run([outer] * 4)) is None
+    assert sorted(done) == sorted([0, 1, 2] * 4)
+    threads._pool.cache_clear()
+
+
+def blas_threads() -> set[int]:
+    return {info["num_threads"] for info in threadpoolctl.threadpool_info()}
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_blas_has_one_thread_in_tasks_and_its_own_number_afterwards(tasks: int) -> None:
+    before = blas_threads()
+    inside: list[set[int]] = []
+    run([lambda: inside.append(blas_threads())] * tasks)
+    assert inside == [{1}] * tasks
+    assert blas_threads() == before
+
+    def fails() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        run([fails] * tasks)
+    assert blas_threads() == before
+
+
+def test_concurrent_calls_of_several_threads_agree_with_one_after_another() -> None:
+    rng = np.random.default_rng(0)
+    inputs = [rng.normal(size=(3, 2, 2, 300 + 40 * n, 32)).astype(np.float32) for n in range(4)]
+
+    def call(x: Any) -> Any:
+        attention = tileattn.forward(*x, causal=True)
+        return *attention, *tileattn.backward(attention.out, *x, *attention, causal=True)[:3]
+
+    expected = [call(x) for x in inputs]
+    results: dict[tuple[int, int], Any] = {}
+
+    def user(n: int) -> None:
+        for repeat in range(3):
+            results[n, repeat] = call(inputs[n])
+
+    users = [threading.Thread(target=user, args=(n,), daemon=True) for n in range(4)]
+    for thread in users:
+        thread.start()
+    for thread in users:
+        thread.join(60)
+    assert len(results) == 12
+    for (n, _), result in results.items():
+        for ours, theirs in zip(result, expected[n], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+# --- how many -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted_afresh() -> Iterator[None]:
+    threads.worker_count.cache_clear()
+    yield
+    threads.worker_count.cache_clear()
+
+
+@pytest.mark.usefixtures("counted_afresh")
+@pytest.mark.parametrize("value", ["0", "-1", "two", "", "1.5"])
+def test_number_of_threads_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("TILEATTN_NUM_THREADS", value)
+    message = f"^TILEATTN_NUM_THREADS is {value!r}; a positive integer is accepted$"
+    with pytest.raises(ValueError, match=message):
+        threads.worker_count()
+
+
+@pytest.mark.usefixtures("counted_afresh")
+def test_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEATTN_NUM_THREADS", "3")
+    assert threads.worker_count() == 3
+    threads.worker_count.cache_clear()
+    monkeypatch.delenv("TILEATTN_NUM_THREADS")
+    assert threads.worker_count() >= 1
