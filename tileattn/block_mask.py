@@ -93,7 +93,7 @@ class BlockMask:
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
         def inside(b: Any, h: Any, i: Any, j: Any) -> Any:
-            return mask[b if mask.shape[0] > 1 else 0, h if mask.shape[1] > 1 else 0, i, j]
+            return mask[b, h, i, j]
 
         return cls._classify(inside, mask.shape, _block_size(block_size))
 
@@ -228,11 +228,13 @@ class BlockMask:
         """
         bq, bk = self.block_size
         B, Hq = self.kinds.shape[:2]
-        kinds = self.kinds[0 if B == 1 else b, 0 if Hq == 1 else h, i // bq, j // bk]
+        shape = np.broadcast_shapes(*map(np.shape, (b, h, i, j)))
+        b, h = 0 if B == 1 else b, 0 if Hq == 1 else h
+        kinds = self.kinds[b, h, i // bq, j // bk]
         seen = kinds == FULL
         if self._inside is not None and (kinds == PARTIAL).any():
             seen = np.where(kinds == PARTIAL, self._inside(b, h, i, j), seen)
-        return np.asarray(np.broadcast_to(seen, np.broadcast_shapes(*map(np.shape, (b, h, i, j)))))
+        return np.asarray(np.broadcast_to(seen, shape))
 
     def to_dense(self, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
         """Write the mask out.

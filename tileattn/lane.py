@@ -26,7 +26,7 @@ _SAFE_EXPONENT = 30.0
 """Scores within this of zero need no running maximum: exp(30) = 1e13, far from any overflow."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lane:
     """Some heads of one batch entry, with everything their tiles need.
 

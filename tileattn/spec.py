@@ -66,13 +66,13 @@ def forward_rows(
     Returns
     -------
     out : array, shape (Hkv, G, q1 - q0, Dv)
-        Attention output, in the dtype of the sums.
+        Attention output, in the dtype of the sums; valid until the next use of the scratch.
     lse : array, shape (Hkv, G, q1 - q0)
         Natural logarithm of the softmax denominator.
     """
     q = load(lane.q[..., q0:q1, :], lane.dtype, "q", scratch, lane.scale)
     rows = (*lane.q.shape[:2], q1 - q0)
-    state = RowState.empty(rows, lane.v.shape[-1], lane.dtype, lane.bounded)
+    state = RowState.empty(rows, lane.v.shape[-1], lane.dtype, lane.bounded, scratch)
     for tile in lane.sight.row_tiles(q0, q1, block_k):
         part = slice(tile.q0 - q0, tile.q1 - q0)
         absorb_tile(lane, state.rows(part), q[..., part, :], tile, scratch)
@@ -110,7 +110,7 @@ def finish(lane: Lane, state: RowState) -> tuple[Array, Array]:
     """Let the sinks join and divide: the end of the forward pass of some rows."""
     if lane.sinks is not None:
         state.sink(lane.sinks)
-    return state.finish(lane.gain)
+    return state.finish(lane.gain, state.acc)
 
 
 @dataclass(frozen=True)

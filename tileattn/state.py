@@ -67,11 +67,18 @@ class RowState:
 
     @classmethod
     def empty(
-        cls, rows: tuple[int, ...], Dv: int, dtype: np.dtype[Any], bounded: bool = False
+        cls,
+        rows: tuple[int, ...],
+        Dv: int,
+        dtype: np.dtype[Any],
+        bounded: bool = False,
+        scratch: Scratch | None = None,
     ) -> "RowState":
         """State of rows that have seen nothing; the identity of ``merge``."""
         m = np.full(rows, 0.0 if bounded else -np.inf, dtype)
-        return cls(m, np.zeros(rows, dtype), np.zeros((*rows, Dv), dtype), bounded)
+        acc = (scratch or Scratch()).take("acc", (*rows, Dv), dtype)
+        acc.fill(0)
+        return cls(m, np.zeros(rows, dtype), acc, bounded)
 
     @classmethod
     def of_result(cls, out: Array, lse: Array, dtype: np.dtype[Any]) -> "RowState":
@@ -169,13 +176,15 @@ class RowState:
         m = np.broadcast_to(logits.astype(self.m.dtype), self.m.shape)
         self.merge(RowState(m, np.ones_like(m), np.zeros_like(self.acc)))
 
-    def finish(self, gain: float = 1.0) -> tuple[Array, Array]:
+    def finish(self, gain: float = 1.0, out: Array | None = None) -> tuple[Array, Array]:
         """Divide by the denominator.
 
         Parameters
         ----------
         gain : float
             ``1 / (1 - dropout_p)``.
+        out : array, shape (..., M, Dv), or None
+            Where the output is written; ``acc`` itself will do.
 
         Returns
         -------
@@ -189,7 +198,7 @@ class RowState:
         # A row that saw nothing keeps its 0, which times infinity would be NaN.
         least = self.l.dtype.type(gain * np.finfo(self.l.dtype).tiny)
         weight = self.l.dtype.type(gain) / np.maximum(self.l, least)
-        return self.acc * weight[..., None], lse
+        return np.multiply(self.acc, weight[..., None], out=out), lse
 
 
 def _finite(m: Array) -> Array:

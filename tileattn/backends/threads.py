@@ -29,12 +29,14 @@ def worker_count() -> int:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, worker_count() - 1), thread_name_prefix="tileattn")
+    count = max(1, worker_count() - 1)
+    return ThreadPoolExecutor(count, thread_name_prefix="tileattn", initializer=_limit_worker)
 
 
 @cache
-def _blas() -> threadpoolctl.ThreadpoolController:
-    return threadpoolctl.ThreadpoolController().select(user_api="blas")
+def _blas() -> list[Any]:
+    """Controllers of the BLAS libraries of this process, found once: the search is slow."""
+    return list(threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers)
 
 
 if hasattr(os, "register_at_fork"):
@@ -47,30 +49,42 @@ class _SingleThreadedBlas:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls = 0
-        self._limit: Any = None
+        self._before: list[int] = []
 
     def __enter__(self) -> None:
         with self._lock:
             if self._calls == 0:
-                _any_thread_may_set_limits()
-                self._limit = _blas().limit(limits=1)
+                self._before = [library.get_num_threads() for library in _blas()]
+                _set_threads([1] * len(self._before))
             self._calls += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._calls -= 1
             if self._calls == 0:
-                _any_thread_may_set_limits()
-                self._limit.restore_original_limits()
-                _any_thread_may_set_limits()
+                _set_threads(self._before)
 
 
-def _any_thread_may_set_limits() -> None:
-    """Undo that threadpoolctl, from 3.8, obeys one thread only; the lock above takes its place."""
-    for library in _blas().lib_controllers:
+def _set_threads(counts: list[int]) -> None:
+    """Set the threads of every BLAS library.
+
+    From 3.8 on, threadpoolctl obeys one thread only; the lock of the caller takes its place.
+    """
+    for library, count in zip(_blas(), counts, strict=True):
         clear = getattr(library, "clear_controlling_thread", None)
-        if clear is not None:
-            clear(force=True)
+        if clear is None:
+            library.set_num_threads(count)
+            continue
+        clear(force=True)
+        library.set_num_threads(count)
+        clear(force=True)
+
+
+def _limit_worker() -> None:
+    """Hold BLAS to one thread for calls from this worker, where the limit is one of the thread."""
+    for library in _blas():
+        if getattr(library, "threading_layer", None) == "openmp":
+            library.set_num_threads(1)
 
 
 single_threaded_blas = _SingleThreadedBlas()
