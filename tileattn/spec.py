@@ -155,13 +155,21 @@ class KeyBlock:
     dv: Array
 
     @classmethod
-    def load(cls, lane: Lane, k0: int, k1: int) -> "KeyBlock":
+    def load(cls, lane: Lane, k0: int, k1: int, scratch: Scratch) -> "KeyBlock":
         """Bring keys k0 to k1 - 1 of a lane into fast memory."""
         k, v = lane.k[..., k0:k1, :], lane.v[..., k0:k1, :]
-        scaled = append_column(k, 1, np.empty((*k.shape[:-1], k.shape[-1] + 1), lane.dtype))
+
+        def wider(x: Array, name: str) -> Array:
+            shape = (*x.shape[:-1], x.shape[-1] + 1)
+            return append_column(x, 1, scratch.take(name, shape, lane.dtype))
+
+        scaled, ones = wider(k, "keys"), wider(v, "values")
         scaled[..., :-1] *= lane.dtype.type(lane.scale)
-        ones = append_column(v, 1, np.empty((*v.shape[:-1], v.shape[-1] + 1), lane.dtype))
-        return cls(k0, scaled, ones, np.zeros(k.shape, lane.dtype), np.zeros(v.shape, lane.dtype))
+        dk = scratch.take("dk", k.shape, lane.dtype)
+        dv = scratch.take("dv", v.shape, lane.dtype)
+        dk.fill(0)
+        dv.fill(0)
+        return cls(k0, scaled, ones, dk, dv)
 
 
 def backward_tile(
@@ -254,7 +262,7 @@ def backward(
         Gradients, in the dtype of the sums.
     """
     scratch = Scratch()
-    block = KeyBlock.load(lane, 0, lane.k.shape[-2])
+    block = KeyBlock.load(lane, 0, lane.k.shape[-2], scratch)
     dq = np.zeros(lane.q.shape, lane.dtype)
     for tile in schedule(lane.sight, block_q, block_k, order):
         dq[..., tile.queries, :] += backward_tile(lane, up, block, tile, scratch)[0]

@@ -16,10 +16,9 @@ from tileattn.results import Attention, Gradients
 from tileattn.state import Array
 from tileattn.traffic import forward_traffic
 
-FORWARD_TILE = (256, 512)
-BACKWARD_TILE = (256, 256)
-"""Queries and keys of a tile, measured with ``benchmarks/cpu.py --sweep``: the tile buffers stay
-in the second-level cache of one core, and the matrix products are large enough for BLAS."""
+_FORWARD_TILE = (384, 1024)  # measured with benchmarks/cpu.py --sweep: large enough for BLAS,
+_BACKWARD_ROWS = 512  # small enough for the caches and the boundary of a causal mask
+_BACKWARD_KEYS = 1 << 15  # elements of a key block: 512 keys for D = 64, 256 for D = 128
 
 _SERIAL_WORK = 1 << 23  # multiply-adds up to which starting a thread costs more than it brings
 
@@ -29,18 +28,19 @@ class NumpyBackend:
 
     Parameters
     ----------
-    forward_tile, backward_tile : (int, int)
-        Queries and keys of a tile. Results do not depend on them, up to rounding.
+    forward_tile, backward_tile : (int, int) or None
+        Queries and keys of a tile; None stands for what measures best. Results do not depend on
+        them, up to rounding.
     """
 
     name = "numpy"
 
     def __init__(
         self,
-        forward_tile: tuple[int, int] = FORWARD_TILE,
-        backward_tile: tuple[int, int] = BACKWARD_TILE,
+        forward_tile: tuple[int, int] | None = None,
+        backward_tile: tuple[int, int] | None = None,
     ) -> None:
-        self.forward_tile = forward_tile
+        self.forward_tile = forward_tile or _FORWARD_TILE
         self.backward_tile = backward_tile
 
     def owns(self, x: Any) -> bool:
@@ -126,7 +126,7 @@ class NumpyBackend:
         Gradients
             With four axes, those of bias and sinks in their own shape.
         """
-        job = Backward(problem, operands, dout, attention, dlse, self.backward_tile)
+        job = Backward(problem, operands, dout, attention, dlse, self._backward_tile(problem))
         threads.run(job.tasks(), _parallel(problem))
         return job.gradients()
 
@@ -147,14 +147,14 @@ class NumpyBackend:
         """
         tiles, moved = forward_traffic(problem, operands, self.forward_tile)
         parallel = _parallel(problem)
-        (fq, fk), (bq, bk) = self.forward_tile, self.backward_tile
+        (fq, fk), (bq, bk) = self.forward_tile, self._backward_tile(problem)
         columns = problem.D + problem.Dv
         size = problem.sum_dtype.itemsize
         return Explanation(
             backend=self.name,
             kernel="tileattn.spec",
             forward_tile=self.forward_tile,
-            backward_tile=self.backward_tile,
+            backward_tile=(bq, bk),
             workers=threads.worker_count() if parallel else 1,
             scratch_bytes=size * max(fq * (fk + columns), 2 * bq * bk + 2 * (bq + bk) * columns),
             tiles=tiles,
@@ -164,6 +164,10 @@ class NumpyBackend:
                 "there is enough work for threads" if parallel else "threads would cost more",
             ),
         )
+
+    def _backward_tile(self, problem: Problem) -> tuple[int, int]:
+        keys = min(max(_BACKWARD_KEYS // max(problem.D, problem.Dv, 1), 128), 512)
+        return self.backward_tile or (_BACKWARD_ROWS, keys)
 
 
 def _reach(lane: Lane, span: tuple[int, int]) -> int:

@@ -12,7 +12,7 @@ from tileattn.blocks import Tile, cut
 from tileattn.lane import Lane, lanes
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
-from tileattn.state import Array
+from tileattn.state import Array, Scratch
 
 
 class Backward:
@@ -111,7 +111,8 @@ class Backward:
                     lane = group[number]
                     where = lane.batch, lane.kv
                     if where not in blocks:
-                        blocks[where] = spec.KeyBlock.load(lane, k0, k1)
+                        memory = Scratch() if blocks else scratch  # one block stays in the cache
+                        blocks[where] = spec.KeyBlock.load(lane, k0, k1, memory)
                     dq, ds = spec.backward_tile(
                         lane, upstream[number], blocks[where], tile, scratch
                     )

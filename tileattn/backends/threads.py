@@ -35,7 +35,7 @@ def _pool() -> ThreadPoolExecutor:
 
 @cache
 def _blas() -> list[Any]:
-    """Controllers of the BLAS libraries of this process, found once: the search is slow."""
+    """Find the BLAS libraries of this process, once: the search is slow."""
     return list(threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers)
 
 
