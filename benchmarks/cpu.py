@@ -7,8 +7,9 @@
 The files are benchmarks/results/cpu.json, cpu_tiles.json and cpu_memory.json.
 
 Contestants take turns in one process, with the same number of threads; a cell is the median of its
-rounds. Work is counted as 4 B H Nq Nk D operations forward, half of it for causal, and 2.5 times
-that backward.
+rounds. ``floor`` is what NumPy's own matrix products and exponentials take on tiles of that size,
+with nothing else: no pass built on them is faster. Work is counted as 4 B H Nq Nk D operations
+forward, half of it for causal, and 2.5 times that backward.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -84,6 +86,31 @@ def backward_contestants(
     return contestants
 
 
+def floor(shape: tuple[int, ...], causal: bool, products: int) -> Callable[[], Any]:
+    """Only the matrix products and exponentials that a pass cannot do without, on all threads.
+
+    ``products`` is 2 forward and 5 backward. A causal pass is counted as half the tiles.
+    """
+    _, H, N, D = shape
+    rows, keys = min(384, N), min(1024, N)
+    tiles = H * N * N / (rows * keys) * (0.5 if causal else 1.0)
+    q, k = _inputs((rows, D), 1)[0] / D, _inputs((keys, D), 1)[0]
+
+    def work(count: int) -> None:
+        s, out = np.empty((rows, keys), np.float32), np.empty((rows, D), np.float32)
+        for _ in range(count):
+            for product in range(products):
+                if product % 2:
+                    np.matmul(s, k, out=out)
+                else:
+                    np.matmul(q, k.T, out=s)
+            np.exp(s, out=s)
+
+    workers = threads.worker_count()
+    share = max(1, round(tiles / workers))
+    return lambda: threads.run([lambda: work(share)] * workers)
+
+
 def race(contestants: Contestants, seconds: float) -> dict[str, float]:
     """Median seconds of each contestant, taking turns."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
@@ -111,10 +138,13 @@ def speed(seconds: float) -> None:
     ]
     cells += [("forward", 4, 64, 64, causal) for causal in (False, True)]
     rows = []
-    print(f"{'':8} {'H':>2} {'N':>5} {'D':>4} {'causal':6}   GFLOP/s   x torch   x numpy")
+    print(f"{'':8} {'H':>2} {'N':>5} {'D':>4} {'causal':6}   GFLOP/s   x torch   x numpy   x floor")
     for kind, H, N, D, causal in cells:
         make = forward_contestants if kind == "forward" else backward_contestants
-        times = race(make((1, H, N, D), causal, torch), seconds)
+        contestants = make((1, H, N, D), causal, torch)
+        if N >= 1024:
+            contestants["floor"] = floor((1, H, N, D), causal, 2 if kind == "forward" else 5)
+        times = race(contestants, seconds)
         work = 4 * H * N * N * D * (0.5 if causal else 1.0) * (1 if kind == "forward" else 2.5)
         ratios = {name: t / times["tileattn"] for name, t in times.items() if name != "tileattn"}
         rows.append(
@@ -122,13 +152,14 @@ def speed(seconds: float) -> None:
             | {"gflops": {name: round(work / t / 1e9, 1) for name, t in times.items()}}
             | {"ratio_to": {name: round(ratio, 3) for name, ratio in ratios.items()}}
         )
-        columns = (f"{ratios.get(name, float('nan')):9.2f}" for name in ("torch", "numpy"))
+        names = ("torch", "numpy", "floor")
+        columns = (f"{ratios.get(name, float('nan')):9.2f}" for name in names)
         print(
             f"{kind:8} {H:2} {N:5} {D:4} {causal!s:6} {work / times['tileattn'] / 1e9:9.0f} "
             + " ".join(columns),
             flush=True,
         )
-    write("cpu", rows)
+    write("cpu", rows, core=core_rates())
 
 
 def sweep(seconds: float) -> None:
@@ -189,7 +220,27 @@ def measure_memory(N: int, D: int) -> None:
     print(json.dumps(row))
 
 
-def write(name: str, rows: list[dict[str, Any]]) -> None:
+def core_rates() -> list[dict[str, float]]:
+    """Rate of the matrix products of a tile and time of one exponential, on one core alone."""
+    rows, keys = 384, 1024
+    rates = []
+    for D in (64, 128):
+        q, k = _inputs((rows, D), 1)[0] / D, _inputs((keys, D), 1)[0]
+        s, out = np.empty((rows, keys), np.float32), np.empty((rows, D), np.float32)
+        contestants: Contestants = {
+            "scores": partial(np.matmul, q, k.T, out=s),
+            "exp": partial(np.exp, s, out=np.empty_like(s)),
+            "values": partial(np.matmul, np.ones_like(s), k, out=out),
+        }
+        with threads.single_threaded_blas:
+            times = race(contestants, 2.0)
+        work = 4 * rows * keys * D
+        gflops = work / (times["scores"] + times["values"]) / 1e9
+        rates.append({"D": D, "gflops": gflops, "exp_ns": times["exp"] / (rows * keys) * 1e9})
+    return rates
+
+
+def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
     """Write rows with the machine, the versions and the commit that they belong to."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
@@ -212,7 +263,7 @@ def write(name: str, rows: list[dict[str, Any]]) -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": machine, **more, "rows": rows}, indent=1) + "\n")
     print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 
 

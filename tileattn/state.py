@@ -136,6 +136,8 @@ class RowState:
         total = s @ np.ones(s.shape[-1], s.dtype)
         if keep is not None:
             np.multiply(s, keep, out=s)
+        if self.bounded:
+            seen = None  # all that is in reach is finite
         if first:
             self.l[...] = total
             weigh(s, v, seen, self.acc)
@@ -229,14 +231,14 @@ def weigh(p: Array, x: Array, seen: Seen | None, out: Array) -> Array:
 
     Notes
     -----
-    A weight of 0 does not hide a NaN, for ``0 * NaN`` is NaN. Where some pair of a tile is hidden,
-    rows of x that are not finite are taken out of the product and added for the rows that see them.
+    A weight of 0 does not hide a NaN, for ``0 * NaN`` is NaN. Where some pair of a tile is hidden
+    and the product is not finite, rows of x that are not finite are taken out of the product and
+    added for the rows that see them.
     """
-    if seen is None:
-        return np.matmul(p, x, out=out)
+    np.matmul(p, x, out=out)
+    if seen is None or np.isfinite(out.sum()):
+        return out
     finite: Array = np.asarray(np.isfinite(x).all(axis=-1))
-    if finite.all():
-        return np.matmul(p, x, out=out)
     np.matmul(p, np.where(finite[..., None], x, 0).astype(x.dtype, copy=False), out=out)
     bad, pairs = np.logical_not(finite), seen.whole()
     for j in np.flatnonzero(bad.reshape(-1, bad.shape[-1]).any(axis=0)):

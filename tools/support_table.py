@@ -4,7 +4,6 @@ The answers are those of ``why_not``, which depend on the problem alone. Whether
 on this machine (``unavailable``) is left out, so that every machine makes the same table.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,9 +15,10 @@ import numpy as np
 from tileattn import BlockMask, backends
 from tileattn.backends.protocol import Backend
 from tileattn.problem import Problem, parse
+from tools import pages
 
 PAGE = Path(__file__).parents[1] / "docs" / "backends.md"
-BEGIN = "<!-- support table: python tools/support_table.py --write -->"
+BEGIN = "<!-- support table: python -m tools.support_table --write -->"
 END = "<!-- end of support table -->"
 
 
@@ -103,36 +103,17 @@ def table(able: Iterable[Backend], problems: dict[str, Problem]) -> Iterator[str
 
 
 def updated(page: str, lines: Iterable[str]) -> str:
-    """Put lines between the markers of a page.
-
-    Raises
-    ------
-    ValueError
-        Where the page does not have each marker once, in order.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"the page must have one line {BEGIN!r} and, after it, one line {END!r}")
-    return "\n".join([before + BEGIN, "", *lines, "", END + after])
+    """Put the table between the markers of a page."""
+    return pages.updated(page, BEGIN, END, lines)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check or write the page; the exit status is 1 where a check finds it stale."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="say whether the page is up to date")
-    what.add_argument("--write", action="store_true", help="bring the page up to date")
-    parser.add_argument("--page", type=Path, default=PAGE, help="(docs/backends.md)")
-    arguments = parser.parse_args(argv)
-    old = arguments.page.read_text(encoding="utf-8")
-    new = updated(old, table(map(backends.get, backends.names()), representative()))
-    if arguments.write:
-        arguments.page.write_text(new, encoding="utf-8", newline="\n")
-        return 0
-    if new != old:
-        print(f"{arguments.page.name} is stale: run python tools/support_table.py --write")
-    return int(new != old)
+
+    def update(page: str) -> str:
+        return updated(page, table(map(backends.get, backends.names()), representative()))
+
+    return pages.main(argv, __doc__, PAGE, update)
 
 
 if __name__ == "__main__":
