@@ -5,8 +5,8 @@ call gives the same bits. The algorithm is written once, readably, in ``tileattn
 """
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+import types
+import typing
 
 from tileattn.api import backward, explain, forward, merge
 from tileattn.backends import available_backends, register_backend
@@ -15,7 +15,7 @@ from tileattn.errors import BackendUnavailableError, UnsupportedError
 from tileattn.philox import dropout_mask
 from tileattn.results import Attention, Gradients
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from tileattn import reference, testing
 
 __version__ = "0.1.0"
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> types.ModuleType:
     """Load the oracle and the test helpers when they are first asked for."""
     if name in ("reference", "testing"):
         return importlib.import_module(f"tileattn.{name}")

@@ -226,7 +226,7 @@ def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
             # A sink is a key of value zero: its dP is 0.
             dsinks = np.sum(np.exp(_sinks(o, dtype) - f.lse) * dlog, axis=(0, 2))
             dsinks = np.where(np.isneginf(np.asarray(o.sinks, dtype)), 0, dsinks)
-    dk, dv = (_sum_over_group(x, f.group) for x in (dk, dv))
+        dk, dv = (_sum_over_group(x, f.group) for x in (dk, dv))
     return Backward(dout, dP, delta, dlog, dS, draw, Gradients(dq, dk, dv, dbias, dsinks))
 
 
