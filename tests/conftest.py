@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import threadpoolctl
 from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
@@ -77,17 +78,32 @@ class Runner:
         return x if x is None or isinstance(x, np.ndarray) else x.get()
 
 
-REASONS = {**tileattn.available_backends(), SmallTiles.name: None}
+REASONS = tileattn.available_backends()
+
+
+def runner_of(name: str) -> Runner:
+    if REASONS.get(name) is not None:
+        pytest.skip(f"{name}: {REASONS[name]}")
+    return Runner(name)
 
 
 @pytest.fixture(scope="module", params=sorted(REASONS))
+def backend(request: pytest.FixtureRequest) -> Runner:
+    """Every backend that can run here."""
+    return runner_of(request.param)
+
+
+@pytest.fixture(scope="module", params=sorted({*REASONS, SmallTiles.name}))
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     """Every backend that can run here, and the NumPy backend with small tiles."""
-    name: str = request.param
-    if REASONS[name] is not None:
-        pytest.skip(f"{name}: {REASONS[name]}")
-    if name == SmallTiles.name:
+    if request.param == SmallTiles.name:
         backends.register_backend(SmallTiles())
-    yield Runner(name)
-    if name == SmallTiles.name:
-        del backends._loaded[name]
+    yield runner_of(request.param)
+    backends._loaded.pop(SmallTiles.name, None)
+
+
+@pytest.fixture(scope="module")
+def one_blas_thread() -> Iterator[None]:
+    """Hold the oracle's matrix products to one thread: on a busy machine more are far slower."""
+    with threadpoolctl.threadpool_limits(1, "blas"):
+        yield

@@ -24,9 +24,9 @@ V = np.zeros((B, HKV, NK, DV), np.float32)
 
 def refused(error: type[Exception], message: str, **changed: Any) -> None:
     call: dict[str, Any] = {"q": Q, "k": K, "v": V, **changed}
-    arrays = [call.pop(name) for name in ("q", "k", "v")]
+    q, k, v = (call.pop(name) for name in ("q", "k", "v"))
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        parse(*arrays, call)
+        parse(q, k, v, call)
 
 
 # --- q, k and v ---------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def test_offset_follows_the_lengths_unless_it_is_given() -> None:
     ],
 )
 def test_dtype_of_sums(dtype: Any, sums: Any) -> None:
-    problem, _ = parse(*(x.astype(dtype) for x in (Q, K, V)), {})
+    problem, _ = parse(Q.astype(dtype), K.astype(dtype), V.astype(dtype), {})
     assert problem.dtype == dtype
     assert problem.sum_dtype == sums
 

@@ -69,7 +69,8 @@ def test_mixed_libraries_name_the_argument_and_the_conversion(cupy: FakeArray) -
 
 @pytest.mark.parametrize("name", ["out", "bias", "mask", "alibi_slopes", "sinks"])
 def test_options_are_of_the_library_of_q(name: str, cupy: FakeArray) -> None:
-    message = f"{name} is cupy.ndarray, which backend 'numpy' does not take; cupy.asnumpy makes a NumPy array of it"
+    remedy = "cupy.asnumpy makes a NumPy array of it"
+    message = f"{name} is cupy.ndarray, which backend 'numpy' does not take; {remedy}"
     refused(TypeError, message, Q, K, K, **{name: cupy})
 
 
@@ -77,7 +78,7 @@ def test_arguments_of_backward_are_of_the_library_of_q(cupy: FakeArray) -> None:
     out, lse = tileattn.forward(Q, K, K)
     for name in ("dout", "out", "lse", "dlse"):
         given: dict[str, Any] = {"dout": out, "out": out, "lse": lse, name: cupy}
-        with pytest.raises(TypeError, match=f"^{name} is cupy.ndarray, which backend 'numpy'"):
+        with pytest.raises(TypeError, match=rf"^{name} is cupy\.ndarray, which backend 'numpy'"):
             tileattn.backward(q=Q, k=K, v=K, **given)
 
 
@@ -126,7 +127,9 @@ def test_subclasses_that_behave_as_arrays_are_taken(tmp_path: Any) -> None:
 
 
 def test_unknown_backend() -> None:
-    refused(ValueError, "backend is 'cuda'; accepted are auto, numpy, cupy", Q, K, K, backend="cuda")
+    refused(
+        ValueError, "backend is 'cuda'; accepted are auto, numpy, cupy", Q, K, K, backend="cuda"
+    )
     refused(TypeError, "backend is NoneType; a name or 'auto' is accepted", Q, K, K, backend=None)
 
 
@@ -135,7 +138,9 @@ def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> No
     refused(ValueError, "backend is 'cuda'; accepted are auto, numpy, cupy", Q, K, K)
     assert tileattn.forward(Q, K, K, backend="numpy").out.shape == Q.shape
     monkeypatch.setenv("TILEATTN_BACKEND", "cupy")
-    with pytest.raises(TypeError, match="^q is numpy.ndarray, which backend 'cupy' does not take"):
+    with pytest.raises(
+        TypeError, match=r"^q is numpy\.ndarray, which backend 'cupy' does not take"
+    ):
         tileattn.forward(Q, K, K)
     for value in ("numpy", "auto", ""):
         monkeypatch.setenv("TILEATTN_BACKEND", value)
@@ -215,9 +220,7 @@ def named(name: Any) -> NumpyBackend:
         (named("Mine"), ValueError, "backend has the name 'Mine'; a lower-case one is accepted"),
     ],
 )
-def test_what_cannot_be_registered(
-    backend: Any, error: type[Exception], message: str
-) -> None:
+def test_what_cannot_be_registered(backend: Any, error: type[Exception], message: str) -> None:
     before = set(tileattn.available_backends())
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         tileattn.register_backend(backend)

@@ -232,8 +232,8 @@ def backward_tile(
         ds *= keep * lane.dtype.type(lane.gain)
         ds += dout[..., -1:]
     ds *= p
-    if seen is not None:
-        seen.hide(ds, 0)
+    if seen is not None and not np.isfinite(ds.sum()):
+        seen.hide(ds, 0)  # where p = 0 has met what is not finite
     capped = ds if slope is None else np.multiply(ds, slope, out=slope)
     _add_over_group(block.dk[..., keys, :], capped, q[..., :-1], seen, scratch)
     dq = scratch.take("dq", (*q.shape[:3], k.shape[-1] - 1), lane.dtype)
@@ -313,11 +313,11 @@ def _probabilities(
         if lane.terms.bias is not None:
             seen = _above_minus_infinity(p, seen)
         p += q[..., -1:]
+    np.exp(p, out=p)
     if seen is not None:
-        seen.hide(p, -np.inf)
+        seen.hide(p, 0)
         if slope is not None:
             seen.hide(slope, 0)
-    np.exp(p, out=p)
     return slope, seen
 
 

@@ -25,7 +25,7 @@ def lines() -> Iterator[str]:
     )
     yield f"One core of it alone: {core}; {speed['core'][0]['exp_ns']:.2f} ns for one `np.exp`."
     yield ""
-    head: tuple[str, ...] = ("pass", "H", "N", "D", "causal", "GFLOP/s", "PyTorch", "plain NumPy", "the floor")
+    head = ["pass", "H", "N", "D", "causal", "GFLOP/s", "PyTorch", "plain NumPy", "the floor"]
     yield f"| {' | '.join(head)} |"
     yield "|" + " --- |" * len(head)
     for row in speed["rows"]:
@@ -39,7 +39,7 @@ def lines() -> Iterator[str]:
     yield ""
     yield f"Measured by `{memory['machine']['command'].strip()}`: {_machine(memory['machine'])}"
     yield ""
-    head = ("N", "D", "inputs", "outputs", "peak beyond both, forward", "forward and backward")
+    head = ["N", "D", "inputs", "outputs", "peak beyond both, forward", "forward and backward"]
     yield f"| {' | '.join(head)} |"
     yield "|" + " --- |" * len(head)
     for row in memory["rows"]:

@@ -1,0 +1,287 @@
+"""Block masks: three ways to make one, what is classified, and what is refused."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import tileattn
+from tileattn import BlockMask
+from tileattn.block_mask import FULL, PARTIAL, SKIP
+
+Bools = NDArray[np.bool_]
+
+B, HQ, NQ, NK = 2, 3, 13, 10
+SHAPE = (B, HQ, NQ, NK)
+
+
+def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Show a band that moves with the head, and nothing of the last keys of batch 1."""
+    return (abs(i - j - h) <= 2) & ((b == 0) | (j < 6))
+
+
+def dense() -> Bools:
+    b, h, i, j = np.ogrid[:B, :HQ, :NQ, :NK]
+    seen: Bools = rule(b, h, i, j)
+    return seen
+
+
+def by_blocks(seen: Bools, size: tuple[int, int]) -> NDArray[np.int8]:
+    """Classify every block by looking at all of its pairs."""
+    bq, bk = size
+    Nq, Nk = seen.shape[2:]
+    kinds = np.zeros((*seen.shape[:2], -(-Nq // bq), -(-Nk // bk)), np.int8)
+    for b, h, a, c in np.ndindex(kinds.shape):
+        part = seen[b, h, a * bq : (a + 1) * bq, c * bk : (c + 1) * bk]
+        kinds[b, h, a, c] = FULL if part.all() else PARTIAL if part.any() else SKIP
+    return kinds
+
+
+# --- three ways to make one ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(1, 1), (4, 3), (5, 7), (13, 10), (16, 128), (128, 128)])
+def test_mask_and_predicate_agree(size: tuple[int, int]) -> None:
+    seen = dense()
+    for mask in (BlockMask.from_mask(seen, size), BlockMask.from_predicate(rule, SHAPE, size)):
+        np.testing.assert_array_equal(mask.kinds, by_blocks(seen, size))
+        np.testing.assert_array_equal(mask.to_dense(SHAPE), seen)
+        assert mask.density == np.mean(mask.kinds != SKIP)
+
+
+@given(st.data())
+def test_whole_blocks_are_a_mask_of_repeated_entries(data: st.DataObject) -> None:
+    size = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    blocks = rng.random((B, HQ, -(-NQ // size[0]), -(-NK // size[1]))) < 0.5
+    mask = BlockMask(blocks, size)
+    expected = blocks.repeat(size[0], axis=2).repeat(size[1], axis=3)[:, :, :NQ, :NK]
+    np.testing.assert_array_equal(mask.to_dense(SHAPE), expected)
+    np.testing.assert_array_equal(BlockMask.from_mask(expected, size).kinds, mask.kinds)
+    assert mask.density == blocks.mean()
+
+
+def test_the_default_block_size() -> None:
+    assert BlockMask(np.ones((2, 3), bool)).block_size == (128, 128)
+    assert BlockMask.from_mask(np.ones((200, 300), bool)).kinds.shape == (1, 1, 2, 3)
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+def test_leading_axes_broadcast(ndim: int) -> None:
+    blocks = np.random.default_rng(0).random((B, HQ, 4, 4))[(0,) * (4 - ndim)] < 0.5
+    whole = np.broadcast_to(blocks, (B, HQ, 4, 4))
+    expected = BlockMask(whole, (4, 3)).to_dense(SHAPE)
+    np.testing.assert_array_equal(BlockMask(blocks, (4, 3)).to_dense(SHAPE), expected)
+    part = expected[(0,) * (4 - ndim)]
+    np.testing.assert_array_equal(BlockMask.from_mask(part, (4, 3)).to_dense(SHAPE), expected)
+
+
+@pytest.mark.parametrize("lead", [(1, HQ), (B, 1), (1, 1), (0, HQ), (B, 0)])
+def test_short_and_empty_leading_axes(lead: tuple[int, int]) -> None:
+    mask = BlockMask.from_predicate(rule, (*lead, NQ, NK), (4, 3))
+    shape = (lead[0] if lead[0] != 1 else B, lead[1] if lead[1] != 1 else HQ, NQ, NK)
+    b, h, i, j = np.ogrid[: lead[0], : lead[1], :NQ, :NK]
+    np.testing.assert_array_equal(mask.to_dense(shape), np.broadcast_to(rule(b, h, i, j), shape))
+
+
+@pytest.mark.parametrize("shape", [(B, HQ, 0, NK), (B, HQ, NQ, 0), (0, 0, 0, 0)])
+def test_a_mask_of_nothing(shape: tuple[int, int, int, int]) -> None:
+    mask = BlockMask.from_predicate(rule, shape, (4, 3))
+    assert mask.density == 0.0
+    assert mask.to_dense(shape).shape == shape
+
+
+def test_long_masks_are_classified_strip_by_strip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tileattn.block_mask._STRIP", 100)
+    mask = BlockMask.from_predicate(rule, SHAPE, (4, 3))
+    np.testing.assert_array_equal(mask.kinds, by_blocks(dense(), (4, 3)))
+
+
+# --- kinds and pairs ----------------------------------------------------------------------------
+
+
+@given(st.integers(0, NQ - 1), st.integers(0, NK - 1), st.data())
+def test_kind_of_any_tile(q0: int, k0: int, data: st.DataObject) -> None:
+    q1, k1 = data.draw(st.integers(q0 + 1, NQ)), data.draw(st.integers(k0 + 1, NK))
+    heads = data.draw(st.sampled_from([slice(0, 1), slice(1, 3), slice(0, 3)]))
+    b = data.draw(st.integers(0, B - 1))
+    mask = BlockMask.from_predicate(rule, SHAPE, (4, 3))
+    part = dense()[b, heads, q0:q1, k0:k1]
+    kind = mask.kind(b, heads, q0, q1, k0, k1)
+    assert kind == PARTIAL or part.all() == part.any() == (kind == FULL)
+    whole = by_blocks(dense(), (4, 3))[b, heads, q0 // 4 : -(-q1 // 4), k0 // 3 : -(-k1 // 3)]
+    assert (kind == PARTIAL) == (len(np.unique(whole)) > 1 or whole.flat[0] == PARTIAL)
+
+
+def test_the_predicate_is_asked_only_where_a_block_is_mixed() -> None:
+    asked: list[int] = []
+
+    def counted(b: Any, h: Any, i: Any, j: Any) -> Any:
+        asked.append(np.broadcast(b, h, i, j).size)
+        return i >= j
+
+    mask = BlockMask.from_predicate(counted, (1, 1, 16, 16), (4, 4))
+    assert sum(asked) == 16 * 16
+    asked.clear()
+    i, j = np.arange(4)[:, None], np.arange(4)
+    assert mask.visible(0, 0, i + 12, j).all()
+    assert not mask.visible(0, 0, i, j + 8).any()
+    assert not asked
+    np.testing.assert_array_equal(mask.visible(0, 0, i + 4, j + 4), np.tri(4, dtype=bool))
+    assert asked == [16]
+
+
+def test_attention_asks_the_predicate_only_where_a_block_is_mixed() -> None:
+    asked = np.zeros((96, 96), int)
+
+    def counted(_b: Any, _h: Any, i: Any, j: Any) -> Any:
+        asked[i, j] += 1
+        return i >= j
+
+    mask = BlockMask.from_predicate(counted, (1, 1, 96, 96), (32, 32))
+    asked[...] = 0
+    x = np.ones((1, 1, 96, 8), np.float32)
+    tileattn.forward(x, x, x, block_mask=mask)
+    assert not asked[:32, 32:].any()
+    assert asked[:32, :32].all()
+    assert not asked[32:64, 64:].any()
+
+
+def test_kinds_are_read_only_and_the_text_says_what_it_is() -> None:
+    mask = BlockMask(np.eye(4, dtype=bool), (16, 8))
+    with pytest.raises(ValueError, match="read-only"):
+        mask.kinds[0] = FULL
+    assert repr(mask) == "BlockMask((1, 1, 4, 4) blocks of (16, 8), density 0.25)"
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+GOOD = np.ones((2, 2), bool)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: BlockMask([[True]]),  # type: ignore[arg-type]  # wrong on purpose
+            TypeError,
+            "blocks is list; a NumPy array of booleans is accepted",
+        ),
+        (
+            lambda: BlockMask(np.ones((2, 2))),  # type: ignore[arg-type]  # wrong on purpose
+            TypeError,
+            "blocks is float64; a NumPy array of booleans is accepted",
+        ),
+        (
+            lambda: BlockMask(np.ones(3, bool)),
+            ValueError,
+            "blocks has shape (3,); from two to four axes are accepted",
+        ),
+        (
+            lambda: BlockMask(np.ones((1, 1, 1, 2, 2), bool)),
+            ValueError,
+            "blocks has shape (1, 1, 1, 2, 2); from two to four axes are accepted",
+        ),
+        (
+            lambda: BlockMask.from_mask(np.ones((2, 2), int)),
+            TypeError,
+            "mask is int64; a NumPy array of booleans is accepted",
+        ),
+        (
+            lambda: BlockMask.from_mask(np.ones(2, bool)),
+            ValueError,
+            "mask has shape (2,); from two to four axes are accepted",
+        ),
+        (
+            lambda: BlockMask(GOOD, 16),  # type: ignore[arg-type]  # wrong on purpose
+            TypeError,
+            "block_size is 16; a pair (queries, keys) is accepted",
+        ),
+        (
+            lambda: BlockMask(GOOD, (16.0, 16)),  # type: ignore[arg-type]  # wrong on purpose
+            TypeError,
+            "block_size is (16.0, 16); two integers are accepted",
+        ),
+        (
+            lambda: BlockMask(GOOD, (True, 16)),
+            TypeError,
+            "block_size is (True, 16); two integers are accepted",
+        ),
+        (
+            lambda: BlockMask(GOOD, (16, 0)),
+            ValueError,
+            "block_size is (16, 0); both must be at least 1",
+        ),
+        (
+            lambda: BlockMask.from_predicate("rule", SHAPE),  # type: ignore[arg-type]  # wrong
+            TypeError,
+            "visible is str; a callable is accepted",
+        ),
+        (
+            lambda: BlockMask.from_predicate(rule, 8),  # type: ignore[arg-type]  # wrong
+            TypeError,
+            "shape is 8; four lengths (B, Hq, Nq, Nk) are accepted",
+        ),
+        (
+            lambda: BlockMask.from_predicate(rule, (8, 8)),  # type: ignore[arg-type]  # wrong
+            ValueError,
+            "shape is (8, 8); four lengths (B, Hq, Nq, Nk) are accepted",
+        ),
+        (
+            lambda: BlockMask.from_predicate(rule, (1, 1, -8, 8)),
+            ValueError,
+            "shape is (1, 1, -8, 8); four lengths (B, Hq, Nq, Nk) are accepted",
+        ),
+        (
+            lambda: BlockMask.from_predicate(lambda _b, _h, i, j: i - j, SHAPE),
+            TypeError,
+            "the result of visible is int64; a NumPy array of booleans is accepted",
+        ),
+    ],
+)
+def test_what_is_refused(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (
+            (3, HQ, NQ, NK),
+            "block_mask has (2, 3, 4, 4) blocks of (4, 3); with Nq=13 and Nk=10, a shape that "
+            "broadcasts over batch and heads to (3, 3, 4, 4) is accepted",
+        ),
+        (
+            (B, 6, NQ, NK),
+            "block_mask has (2, 3, 4, 4) blocks of (4, 3); with Nq=13 and Nk=10, a shape that "
+            "broadcasts over batch and heads to (2, 6, 4, 4) is accepted",
+        ),
+        (
+            (B, HQ, NQ, 13),
+            "block_mask has (2, 3, 4, 4) blocks of (4, 3); with Nq=13 and Nk=13, a shape that "
+            "broadcasts over batch and heads to (2, 3, 4, 5) is accepted",
+        ),
+        (
+            (B, HQ, NQ + 1, NK),
+            "block_mask was made for (Nq, Nk) = (13, 10); it must be (14, 10)",
+        ),
+    ],
+)
+def test_check_says_what_would_fit(shape: tuple[int, int, int, int], message: str) -> None:
+    mask = BlockMask.from_predicate(rule, SHAPE, (4, 3))
+    mask.check(*SHAPE)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        mask.check(*shape)
+
+
+def test_blocks_fit_every_length_of_as_many_blocks() -> None:
+    mask = BlockMask(np.ones((4, 4), bool), (4, 3))
+    for Nq in range(13, 17):
+        mask.check(B, HQ, Nq, NK)
+    with pytest.raises(ValueError, match=r"^block_mask has"):
+        mask.check(B, HQ, 17, NK)

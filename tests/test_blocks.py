@@ -1,0 +1,297 @@
+"""Ranges, kinds, tiles and schedules against ``visible``, pair by pair."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tileattn.block_mask import FULL, PARTIAL, SKIP, BlockMask
+from tileattn.blocks import (
+    Band,
+    Sight,
+    Tile,
+    cut,
+    cut_between,
+    schedule,
+    sizes_for_memory,
+    tile_of,
+)
+
+Bools = NDArray[np.bool_]
+
+HEADS = slice(2, 5)
+BATCH = 1
+
+
+@st.composite
+def bands(draw: st.DrawFn, longest: int = 24) -> tuple[Band, int]:
+    """Draw a band and the number of keys there are."""
+    Nq, Nk = draw(st.integers(0, longest)), draw(st.integers(0, longest))
+    side = st.none() | st.integers(0, 5) | st.integers(0, longest + 3) | st.just(1 << 60)
+    length = draw(st.just(Nk) | st.integers(0, Nk))
+    offset = draw(st.integers(-longest - 3, longest + 3) | st.just(length - Nq))
+    return Band(Nq, length, offset, draw(side), draw(side)), Nk
+
+
+def by_pairs(band: Band, Nk: int) -> Bools:
+    """Ask ``visible`` about one pair after the other, in Python's integers."""
+    pairs = [[bool(band.visible(i, j)) for j in range(Nk)] for i in range(band.Nq)]
+    return np.array(pairs, np.bool_).reshape(band.Nq, Nk)
+
+
+def smallest_range(seen: Any) -> tuple[int, int]:
+    where = np.flatnonzero(seen)
+    return (int(where[0]), int(where[-1]) + 1) if where.size else (0, 0)
+
+
+def kind_of(part: Bools) -> int:
+    return FULL if part.all() else PARTIAL if part.any() else SKIP
+
+
+def ranges(length: int) -> st.SearchStrategy[tuple[int, int]]:
+    """Draw a range that is not empty."""
+    pairs = st.tuples(st.integers(0, length), st.integers(0, length))
+    return pairs.map(lambda p: (min(p), max(p))).filter(lambda p: p[0] < p[1])
+
+
+# --- the definition -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("band", "rows"),
+    [
+        (Band(3, 4, 1, None, None), ["1111", "1111", "1111"]),
+        (Band(3, 4, 1, None, 0), ["1100", "1110", "1111"]),
+        (Band(3, 4, 0, None, 0), ["1000", "1100", "1110"]),
+        (Band(3, 4, -2, None, 0), ["0000", "0000", "1000"]),
+        (Band(3, 4, 1, 0, None), ["0111", "0011", "0001"]),
+        (Band(3, 4, 1, 1, 0), ["1100", "0110", "0011"]),
+        (Band(3, 4, 0, 0, 1), ["1100", "0110", "0011"]),
+        (Band(3, 2, -1, None, 0), ["0000", "1000", "1100"]),
+        (Band(3, 4, 5, 2, 9), ["0001", "0000", "0000"]),
+    ],
+)
+def test_what_a_band_shows(band: Band, rows: list[str]) -> None:
+    expected = [[digit == "1" for digit in row] for row in rows]
+    np.testing.assert_array_equal(by_pairs(band, 4), expected)
+
+
+@given(bands())
+def test_visible_takes_numbers_and_arrays(drawn: tuple[Band, int]) -> None:
+    band, Nk = drawn
+    on_arrays = band.visible(np.arange(band.Nq)[:, None], np.arange(Nk))
+    expected = by_pairs(band, Nk)
+    np.testing.assert_array_equal(np.broadcast_to(on_arrays, expected.shape), expected)
+
+
+# --- ranges and kinds ---------------------------------------------------------------------------
+
+
+@given(bands(), st.data())
+def test_ranges_of_keys_and_queries_are_the_smallest(
+    drawn: tuple[Band, int], data: st.DataObject
+) -> None:
+    band, Nk = drawn
+    seen = by_pairs(band, Nk)
+    if band.Nq:
+        q0, q1 = data.draw(ranges(band.Nq))
+        assert band.keys_of(q0, q1) == smallest_range(seen[q0:q1].any(axis=0))
+        assert band.keys_of(q0, q0) == (0, 0)
+    if Nk:
+        k0, k1 = data.draw(ranges(Nk))
+        assert band.queries_of(k0, k1) == smallest_range(seen[:, k0:k1].any(axis=1))
+        assert band.queries_of(k0, k0) == (0, 0)
+
+
+@given(bands(), st.data())
+def test_keys_that_all_queries_see(drawn: tuple[Band, int], data: st.DataObject) -> None:
+    band, Nk = drawn
+    if band.Nq:
+        q0, q1 = data.draw(ranges(band.Nq))
+        lo, hi = band.keys_of_all(q0, q1)
+        expected = np.flatnonzero(by_pairs(band, Nk)[q0:q1].all(axis=0))
+        np.testing.assert_array_equal(np.arange(lo, hi), expected)
+
+
+@given(bands(), st.data())
+def test_kind_of_any_rectangle(drawn: tuple[Band, int], data: st.DataObject) -> None:
+    band, Nk = drawn
+    if band.Nq and Nk:
+        (q0, q1), (k0, k1) = data.draw(ranges(band.Nq)), data.draw(ranges(Nk))
+        assert band.kind(q0, q1, k0, k1) == kind_of(by_pairs(band, Nk)[q0:q1, k0:k1])
+
+
+# --- the whole mask of some heads ---------------------------------------------------------------
+
+
+@st.composite
+def sights(draw: st.DrawFn, longest: int = 24) -> tuple[Sight, Bools]:
+    """Draw a mask for three heads, and what it shows, (3, Nq, Nk)."""
+    band, Nk = draw(bands(longest))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = (HEADS.stop - HEADS.start, band.Nq, Nk)
+    seen = np.broadcast_to(by_pairs(band, Nk), shape)
+    mask = block_mask = None
+    if draw(st.booleans()):
+        lead = [n if draw(st.booleans()) else 1 for n in shape]
+        mask = rng.random(lead) < draw(st.sampled_from([0.0, 0.3, 0.9, 1.0]))
+        seen = seen & mask
+    if draw(st.booleans()):
+        size = (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+        B, Hq = draw(st.sampled_from([(1, 1), (3, 1), (1, 6), (3, 6)]))
+        if draw(st.booleans()):
+            blocks = rng.random((B, Hq, -(-band.Nq // size[0]), -(-Nk // size[1]))) < 0.6
+            block_mask = BlockMask(blocks, size)
+        else:
+            dense = rng.random((B, Hq, band.Nq, Nk)) < 0.8
+            block_mask = BlockMask.from_mask(dense, size)
+        seen = seen & block_mask.to_dense((3, 6, band.Nq, Nk))[BATCH, HEADS]
+    return Sight(band, Nk, mask, block_mask, BATCH, HEADS), seen
+
+
+@given(sights(), st.data())
+def test_visible_of_a_tile(drawn: tuple[Sight, Bools], data: st.DataObject) -> None:
+    sight, seen = drawn
+    if sight.band.Nq and sight.Nk:
+        (q0, q1), (k0, k1) = data.draw(ranges(sight.band.Nq)), data.draw(ranges(sight.Nk))
+        part = sight.visible(Tile(q0, q1, k0, k1, PARTIAL))
+        expected = seen[:, q0:q1, k0:k1]
+        assert part.shape[1:] == expected.shape[1:]
+        np.testing.assert_array_equal(np.broadcast_to(part, expected.shape), expected)
+
+
+@given(sights(), st.data())
+def test_kind_never_claims_too_much(drawn: tuple[Sight, Bools], data: st.DataObject) -> None:
+    sight, seen = drawn
+    if sight.band.Nq and sight.Nk:
+        (q0, q1), (k0, k1) = data.draw(ranges(sight.band.Nq)), data.draw(ranges(sight.Nk))
+        claimed, true = sight.kind(q0, q1, k0, k1), kind_of(seen[:, q0:q1, k0:k1])
+        assert claimed in (true, PARTIAL)
+        if sight.mask is None and sight.block_mask is None:
+            assert claimed == true
+
+
+def check_tiles(tiles: list[Tile], seen: Bools, queries: slice, keys: slice) -> None:
+    """Every seen pair of some queries and keys exactly once, and nothing that is all hidden."""
+    visits = np.zeros(seen.shape[1:], int)
+    for tile in tiles:
+        assert queries.start <= tile.q0 < tile.q1 <= queries.stop
+        assert keys.start <= tile.k0 < tile.k1 <= keys.stop
+        assert tile.kind != SKIP
+        if tile.kind == FULL:
+            assert seen[:, tile.queries, tile.keys].all()
+        visits[tile.queries, tile.keys] += 1
+    assert visits.max(initial=0) <= 1
+    inside = np.zeros_like(visits)
+    inside[queries, keys] = 1
+    missed = seen.any(axis=0) & (visits == 0) & (inside == 1)
+    assert not missed.any()
+
+
+@given(sights(), st.integers(1, 30), st.data())
+def test_row_tiles(drawn: tuple[Sight, Bools], block: int, data: st.DataObject) -> None:
+    sight, seen = drawn
+    if sight.band.Nq:
+        q0, q1 = data.draw(ranges(sight.band.Nq))
+        tiles = list(sight.row_tiles(q0, q1, block))
+        check_tiles(tiles, seen, slice(q0, q1), slice(0, sight.Nk))
+        blocks = [tile.k0 // block for tile in tiles]
+        assert blocks == sorted(blocks)
+        assert blocks == [(tile.k1 - 1) // block for tile in tiles]
+
+
+@given(sights(), st.integers(1, 30), st.data())
+def test_column_tiles(drawn: tuple[Sight, Bools], block: int, data: st.DataObject) -> None:
+    sight, seen = drawn
+    if sight.Nk:
+        k0, k1 = data.draw(ranges(sight.Nk))
+        tiles = list(sight.column_tiles(k0, k1, block))
+        check_tiles(tiles, seen, slice(0, sight.band.Nq), slice(k0, k1))
+        blocks = [tile.q0 // block for tile in tiles]
+        assert blocks == sorted(blocks)
+        assert blocks == [(tile.q1 - 1) // block for tile in tiles]
+
+
+@given(sights(), st.integers(1, 30), st.integers(1, 30), st.sampled_from(["query", "key"]))
+def test_schedule_visits_every_seen_pair_once(
+    drawn: tuple[Sight, Bools], block_q: int, block_k: int, order: str
+) -> None:
+    sight, seen = drawn
+    tiles = list(schedule(sight, block_q, block_k, order))
+    check_tiles(tiles, seen, slice(0, sight.band.Nq), slice(0, sight.Nk))
+    blocks = [(tile.q0 // block_q, tile.k0 // block_k) for tile in tiles]
+    assert blocks == sorted(blocks, key=lambda b: b if order == "query" else b[::-1])
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "offset"), [(None, 0, 40), (100, 0, 0), (90, 150, 30), (3, None, -50)]
+)
+def test_long_blocks_hold_every_pair_once(left: int | None, right: int | None, offset: int) -> None:
+    band = Band(517, 601, offset, left, right)
+    seen = np.asarray(band.visible(np.arange(517)[:, None], np.arange(620)))[None]
+    sight = Sight(band, 620)
+    for order in ("query", "key"):
+        tiles = list(schedule(sight, 256, 512, order))
+        check_tiles(tiles, seen, slice(0, 517), slice(0, 620))
+
+
+def test_causal_by_hand() -> None:
+    sight = Sight(Band(5, 5, 0, None, 0), 5)
+    assert list(schedule(sight, 2, 2)) == [
+        Tile(0, 2, 0, 2, PARTIAL),
+        Tile(2, 4, 0, 2, FULL),
+        Tile(2, 4, 2, 4, PARTIAL),
+        Tile(4, 5, 0, 2, FULL),
+        Tile(4, 5, 2, 4, FULL),
+        Tile(4, 5, 4, 5, FULL),
+    ]
+
+
+def test_an_unknown_order() -> None:
+    with pytest.raises(ValueError, match=r"^order is 'rows'; 'query' and 'key' are accepted$"):
+        list(schedule(Sight(Band(2, 2, 0, None, None), 2), 1, 1, "rows"))
+
+
+# --- small functions ----------------------------------------------------------------------------
+
+
+@given(st.integers(0, 50), st.integers(1, 60))
+def test_cut_covers_an_axis(length: int, block: int) -> None:
+    parts = list(cut(length, block))
+    assert [i for lo, hi in parts for i in range(lo, hi)] == list(range(length))
+    assert all(lo % block == 0 and lo < hi <= lo + block for lo, hi in parts)
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 60))
+def test_cut_between_covers_a_range(lo: int, hi: int, block: int) -> None:
+    parts = list(cut_between(lo, hi, block))
+    assert [i for a, b in parts for i in range(a, b)] == list(range(lo, hi))
+    assert all(a // block == (b - 1) // block for a, b in parts)
+
+
+@pytest.mark.parametrize(
+    ("M", "D", "sizes"),
+    [
+        (0, 64, (1, 1)),
+        (256, 64, (1, 1)),
+        (257, 64, (2, 2)),
+        (48 * 1024, 64, (64, 192)),
+        (1024, 8, (8, 32)),
+        (100, 0, (1, 25)),
+    ],
+)
+def test_sizes_for_memory(M: int, D: int, sizes: tuple[int, int]) -> None:
+    """Algorithm 1, line 1: Bc = ceil(M / 4D) and Br = min(Bc, D)."""
+    assert sizes_for_memory(M, D) == sizes
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 9), (1, 7, 1), (2, 1, 9), (2, 1, 1)])
+def test_tile_of_leaves_short_axes_alone(shape: tuple[int, ...]) -> None:
+    x: NDArray[Any] = np.arange(np.prod(shape)).reshape(shape)
+    part = tile_of(x, Tile(2, 5, 3, 9, PARTIAL))
+    whole = np.broadcast_to(x, (shape[0], 7, 9))[:, 2:5, 3:9]
+    np.testing.assert_array_equal(np.broadcast_to(part, whole.shape), whole)
+    assert np.shares_memory(part, x)
