@@ -27,7 +27,7 @@ setup: $(VENV)/dev.stamp  ## make .venv with everything that the verbs below nee
 demo: $(VENV)/demo.stamp  ## train a small GPT on the standard library's source (options: ARGS="...")
 	$(BIN)/python examples/char_gpt.py $(ARGS)
 test: setup  ## run the tests that need no GPU (options: ARGS="...")
-	$(BIN)/pytest --numprocesses auto --maxprocesses 8 -m "not gpu" $(ARGS)
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 -m "not gpu" $(ARGS)
 test-gpu: $(VENV)/gpu.stamp  ## run the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)
 format: setup  ## rewrite the sources in the project's format

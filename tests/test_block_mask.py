@@ -241,6 +241,12 @@ GOOD = np.ones((2, 2), bool)
             TypeError,
             "the result of visible is int64; a NumPy array of booleans is accepted",
         ),
+        (
+            lambda: BlockMask.from_predicate(lambda _b, _h, _i, _j: np.ones(7, bool), SHAPE),
+            ValueError,
+            f"visible returned shape (7,) for indices that broadcast to {(B, HQ, 13, 10)}; a shape "
+            "that broadcasts to it is accepted",
+        ),
     ],
 )
 def test_what_is_refused(make: Any, error: type[Exception], message: str) -> None:

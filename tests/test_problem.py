@@ -242,6 +242,7 @@ def test_every_form_of_integers_is_accepted(value: Any) -> None:
         ("scale", "1", TypeError, "scale is str; a finite number is accepted"),
         ("scale", True, TypeError, "scale is bool; a finite number is accepted"),
         ("scale", 1j, TypeError, "scale is complex; a finite number is accepted"),
+        ("scale", -(10**400), ValueError, f"scale is {-(10**400)}; a finite number is accepted"),
         ("scale", float("nan"), ValueError, "scale is nan; a finite number is accepted"),
         ("scale", float("-inf"), ValueError, "scale is -inf; a finite number is accepted"),
         (

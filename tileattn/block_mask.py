@@ -149,7 +149,15 @@ class BlockMask:
             i = np.arange(a * bq, min((a + 1) * bq, Nq))[:, None]
             j = np.arange(c0 * bk, min(c1 * bk, Nk))
             seen = _boolean("the result of visible", inside(b, h, i, j))
-            seen = np.broadcast_to(seen, (B, Hq, i.size, j.size))
+            tile = (B, Hq, i.size, j.size)
+            if seen.ndim > 4 or any(
+                n not in (1, m) for n, m in zip(seen.shape[::-1], tile[::-1], strict=False)
+            ):
+                raise ValueError(
+                    f"visible returned shape {seen.shape} for indices that broadcast to {tile}; "
+                    "a shape that broadcasts to it is accepted"
+                )
+            seen = np.broadcast_to(seen, tile)
             starts = np.arange(0, j.size, bk)
             some = np.logical_or.reduceat(seen.any(axis=2), starts, axis=-1)
             every = np.logical_and.reduceat(seen.all(axis=2), starts, axis=-1)

@@ -417,9 +417,13 @@ def _side(side: Any, window: Any) -> int | None:
 def _real(name: str, x: Any, accepted: str) -> float:
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name} is {type(x).__name__}; {accepted} accepted")
-    if not math.isfinite(x):
+    try:
+        value = float(x)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
         raise ValueError(f"{name} is {x}; {accepted} accepted")
-    return float(x)
+    return value
 
 
 def _in_use(value: Any) -> bool:

@@ -148,6 +148,7 @@ class Forward:
 
     options: Options
     group: int
+    Hkv: int
     scale: float
     q: Array
     k: Array
@@ -201,7 +202,7 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
         P = _select(seen, np.exp(scores - lse[..., np.newaxis]))
         kept = keep(shape, o.dropout_p, o.seed) / np.asarray(1 - float(o.dropout_p), dtype)
         out = _sum_over_seen(P * kept, seen, v)
-    return Forward(o, group, scale, q, k, v, visible, capped, scores, seen, lse, P, kept, out)
+    return Forward(o, group, Hkv, scale, q, k, v, visible, capped, scores, seen, lse, P, kept, out)
 
 
 def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
@@ -226,7 +227,7 @@ def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
             # A sink is a key of value zero: its dP is 0.
             dsinks = np.sum(np.exp(_sinks(o, dtype) - f.lse) * dlog, axis=(0, 2))
             dsinks = np.where(np.isneginf(np.asarray(o.sinks, dtype)), 0, dsinks)
-        dk, dv = (_sum_over_group(x, f.group) for x in (dk, dv))
+        dk, dv = (_sum_over_group(x, f.group, f.Hkv) for x in (dk, dv))
     return Backward(dout, dP, delta, dlog, dS, draw, Gradients(dq, dk, dv, dbias, dsinks))
 
 
@@ -343,10 +344,10 @@ def _select(seen: Array, x: Array) -> Array:
     return np.where(seen, x, np.zeros((), x.dtype))
 
 
-def _sum_over_group(x: Array, group: int) -> Array:
+def _sum_over_group(x: Array, group: int, Hkv: int) -> Array:
     """Sum over the query heads that share a key head."""
-    B, Hq, N, D = x.shape
-    return np.asarray(x.reshape(B, Hq // group, group, N, D).sum(axis=2))
+    B, _, N, D = x.shape
+    return np.asarray(x.reshape(B, Hkv, group, N, D).sum(axis=2))
 
 
 def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
