@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from tileattn.block_mask import FULL, PARTIAL, SKIP, BlockMask
 from tileattn.seen import Seen
 
+_TALL = 256  # rows from which it pays to cut a tile that the band's boundary crosses
+
 
 class Tile(NamedTuple):
     """Queries ``q0`` to ``q1 - 1`` against keys ``k0`` to ``k1 - 1``, and the kind of the block."""
@@ -231,7 +233,7 @@ class Sight:
             Never of kind ``SKIP``; within one key block.
         """
         for k0, k1 in cut_between(*self.band.keys_of(q0, q1), block_k):
-            yield from self._by_kind(q0, q1, k0, k1)
+            yield from self._tiles(q0, q1, k0, k1)
 
     def column_tiles(self, k0: int, k1: int, block_q: int) -> Iterator[Tile]:
         """Tiles that one key block visits, by ascending query blocks: transposed ``row_tiles``.
@@ -249,7 +251,15 @@ class Sight:
             Never of kind ``SKIP``; within one query block.
         """
         for q0, q1 in cut_between(*self.band.queries_of(k0, k1), block_q):
-            yield from self._by_kind(q0, q1, k0, k1)
+            yield from self._tiles(q0, q1, k0, k1)
+
+    def _tiles(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Tile]:
+        """Yield the block, a tall one on the boundary in two halves: less of them is hidden."""
+        tall = q1 - q0 > _TALL and self.band.kind(q0, q1, k0, k1) == PARTIAL
+        middle = (q0 + q1) // 2
+        for r0, r1 in ((q0, middle), (middle, q1)) if tall else ((q0, q1),):
+            lo, hi = self.band.keys_of(r0, r1)
+            yield from self._by_kind(r0, r1, max(k0, lo), min(k1, hi))
 
     def _by_kind(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Tile]:
         """Yield the block, or the runs of blocks of one kind that a block mask cuts it into."""
