@@ -105,13 +105,14 @@ class Lane:
         return keep.reshape(self.q.shape[:2] + keep.shape[1:])
 
     @cached_property
-    def bounded(self) -> bool:
-        """Whether the scores of all seen pairs are provably small.
+    def bounded(self) -> bool | Array:
+        """Which heads have provably small scores.
 
         Returns
         -------
-        bool
-            True where ``m = 0`` serves every row, so that no maximum need be taken.
+        bool or array of bool, shape (Hkv, G, 1)
+            True where ``m = 0`` serves every row of a head, so that no maximum need be taken; one
+            bool where all heads agree.
 
         Notes
         -----
@@ -127,10 +128,13 @@ class Lane:
         q = self.q[..., slice(*sight.band.queries_of(0, sight.Nk)), :]
         keys = slice(*sight.band.keys_of(0, sight.band.Nq))
         v = self.v[..., keys, :].astype(self.dtype, copy=False)
-        q_norm, k_norm = (_largest_norm(x, self.dtype) for x in (q, self.k[..., keys, :]))
-        largest = max(float(v.max(initial=0)), -float(v.min(initial=0)))
-        room = float(np.finfo(self.dtype).max) * math.exp(-_SAFE_EXPONENT) / max(sight.Nk, 1)
-        return abs(self.scale) * q_norm * k_norm <= _SAFE_EXPONENT and largest < room
+        norms = [_largest_norm(x, self.dtype) for x in (q, self.k[..., keys, :])]
+        largest = np.maximum(v.max(axis=(2, 3), initial=0), -v.min(axis=(2, 3), initial=0))
+        room = np.finfo(self.dtype).max * math.exp(-_SAFE_EXPONENT) / max(sight.Nk, 1)
+        flags: Array = (abs(self.scale) * norms[0] * norms[1] <= _SAFE_EXPONENT) & (largest < room)
+        if flags.all() or not flags.any():
+            return bool(flags.all())
+        return flags.reshape((*flags.shape, 1))
 
 
 def load(
@@ -168,14 +172,15 @@ def load(
     return copy
 
 
-def _largest_norm(x: Array, dtype: np.dtype[Any]) -> float:
-    """Largest Euclidean norm of a row; NaN or infinite where some row is."""
+def _largest_norm(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Largest Euclidean norm of a row of each head; NaN or infinite where some row is."""
     x = x.astype(dtype, copy=False)
-    return math.sqrt(float(np.einsum("...d,...d->...", x, x).max(initial=0)))
+    largest: Array = np.einsum("...d,...d->...", x, x).max(axis=-1, initial=0)
+    return np.sqrt(largest)
 
 
-def lanes(problem: Problem, operands: Operands) -> Iterator[Lane]:
-    """Cut a problem into lanes: one head each, or several where their tiles are small.
+def lanes(problem: Problem, operands: Operands, together: int = 1) -> Iterator[Lane]:
+    """Cut a problem into lanes of some heads, more where their tiles are small.
 
     Parameters
     ----------
@@ -183,6 +188,8 @@ def lanes(problem: Problem, operands: Operands) -> Iterator[Lane]:
         What is asked.
     operands : Operands
         The arrays.
+    together : int
+        Heads of a lane where tiles are not small.
 
     Yields
     ------
@@ -192,7 +199,7 @@ def lanes(problem: Problem, operands: Operands) -> Iterator[Lane]:
     group = problem.group
     if not problem.Hq:
         return
-    together = max(1, _SHARED_TILE // max(1, problem.Nq * problem.Nk))
+    together = max(together, _SHARED_TILE // max(1, problem.Nq * problem.Nk))
     if operands.block_mask is not None and operands.block_mask.kinds.shape[1] > 1:
         together = 1  # heads differ in the blocks they skip
     keys, queries = (together // group, group) if together >= group else (1, together)

@@ -45,8 +45,9 @@ class RowState:
         Sum of ``exp(score - m)``.
     acc : array, shape (..., M, Dv)
         Sum of ``exp(score - m) * value``.
-    bounded : bool
-        The scores are known to be small: ``m`` stays 0 and no maximum is taken.
+    bounded : bool or array of bool, broadcastable to m
+        Rows whose scores are known to be small: their ``m`` stays 0, and where that is every row,
+        no maximum is taken.
 
     Notes
     -----
@@ -63,7 +64,7 @@ class RowState:
     m: Array
     l: Array  # noqa: E741 - the letter of the papers
     acc: Array
-    bounded: bool = False
+    bounded: bool | Array = False
 
     @classmethod
     def empty(
@@ -71,11 +72,13 @@ class RowState:
         rows: tuple[int, ...],
         Dv: int,
         dtype: np.dtype[Any],
-        bounded: bool = False,
+        bounded: bool | Array = False,
         scratch: Scratch | None = None,
     ) -> "RowState":
         """State of rows that have seen nothing; the identity of ``merge``."""
-        m = np.full(rows, 0.0 if bounded else -np.inf, dtype)
+        m = np.full(rows, -np.inf, dtype)
+        if bounded is not False:
+            m[...] = np.where(bounded, 0, m)
         acc = (scratch or Scratch()).take("acc", (*rows, Dv), dtype)
         acc.fill(0)
         return cls(m, np.zeros(rows, dtype), acc, bounded)
@@ -117,7 +120,7 @@ class RowState:
             Where the tile's weighted sum is kept for a moment.
         """
         first = not self.l.any()
-        if self.bounded:
+        if self.bounded is True:
             np.exp(s, out=s)
             if seen is not None:
                 seen.hide(s, 0)
@@ -125,6 +128,8 @@ class RowState:
             if seen is not None:
                 seen.hide(s, -np.inf)
             m = np.maximum(self.m, s.max(axis=-1))
+            if self.bounded is not False:
+                m = np.where(self.bounded, self.m, m)
             shift = _finite(m)
             np.subtract(s, shift[..., None], out=s)
             np.exp(s, out=s)
@@ -136,7 +141,7 @@ class RowState:
         total = s @ np.ones(s.shape[-1], s.dtype)
         if keep is not None:
             np.multiply(s, keep, out=s)
-        if self.bounded:
+        if self.bounded is True:
             seen = None  # all that is in reach is finite
         if first:
             self.l[...] = total

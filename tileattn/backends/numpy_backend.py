@@ -16,8 +16,11 @@ from tileattn.results import Attention, Gradients
 from tileattn.state import Array
 from tileattn.traffic import forward_traffic
 
-_FORWARD_TILE = (384, 1024)  # measured with benchmarks/cpu.py --sweep: large enough for BLAS,
-_BACKWARD_ROWS = 512  # small enough for the caches and the boundary of a causal mask
+# Measured with benchmarks/cpu.py --sweep. Few large calls beat many small ones, for each gives the
+# interpreter lock away and waits for it; along a boundary, low tiles compute less that is hidden.
+_FORWARD = (1, (384, 1024))  # heads of a lane, queries and keys of a tile
+_FORWARD_BANDED = (4, (128, 1024))
+_BACKWARD_ROWS = 512
 _BACKWARD_KEYS = 1 << 15  # elements of a key block: 512 keys for D = 64, 256 for D = 128
 
 _SERIAL_WORK = 1 << 23  # multiply-adds up to which starting a thread costs more than it brings
@@ -40,7 +43,7 @@ class NumpyBackend:
         forward_tile: tuple[int, int] | None = None,
         backward_tile: tuple[int, int] | None = None,
     ) -> None:
-        self.forward_tile = forward_tile or _FORWARD_TILE
+        self.forward_tile = forward_tile
         self.backward_tile = backward_tile
 
     def owns(self, x: Any) -> bool:
@@ -77,9 +80,11 @@ class NumpyBackend:
         """
         result = np.empty((problem.B, problem.Hq, problem.Nq, problem.Dv), problem.dtype)
         lse = np.empty((problem.B, problem.Hq, problem.Nq), problem.sum_dtype)
-        block_q, block_k = self.forward_tile
+        together, (block_q, block_k) = self._forward_cut(problem)
         blocks = [
-            (lane, span) for lane in lanes(problem, operands) for span in cut(problem.Nq, block_q)
+            (lane, span)
+            for lane in lanes(problem, operands, together)
+            for span in cut(problem.Nq, block_q)
         ]
         blocks.sort(key=lambda block: -_reach(*block))
 
@@ -145,18 +150,20 @@ class NumpyBackend:
         Explanation
             Tiles, workers, and the tiles and bytes that the schedule counts.
         """
-        tiles, moved = forward_traffic(problem, operands, self.forward_tile)
+        together, (fq, fk) = self._forward_cut(problem)
+        bq, bk = self._backward_tile(problem)
+        tiles, moved = forward_traffic(problem, operands, (fq, fk))
         parallel = _parallel(problem)
-        (fq, fk), (bq, bk) = self.forward_tile, self._backward_tile(problem)
         columns = problem.D + problem.Dv
         size = problem.sum_dtype.itemsize
         return Explanation(
             backend=self.name,
             kernel="tileattn.spec",
-            forward_tile=self.forward_tile,
+            forward_tile=(fq, fk),
             backward_tile=(bq, bk),
             workers=threads.worker_count() if parallel else 1,
-            scratch_bytes=size * max(fq * (fk + columns), 2 * bq * bk + 2 * (bq + bk) * columns),
+            scratch_bytes=size
+            * max(together * fq * (fk + columns), 2 * bq * bk + 2 * (bq + bk) * columns),
             tiles=tiles,
             bytes_moved=moved,
             reasons=(
@@ -164,6 +171,12 @@ class NumpyBackend:
                 "there is enough work for threads" if parallel else "threads would cost more",
             ),
         )
+
+    def _forward_cut(self, problem: Problem) -> tuple[int, tuple[int, int]]:
+        """Heads of a lane, and queries and keys of a tile; sizes and windows alone decide."""
+        if self.forward_tile:
+            return 1, self.forward_tile
+        return _FORWARD if problem.window == (None, None) else _FORWARD_BANDED
 
     def _backward_tile(self, problem: Problem) -> tuple[int, int]:
         keys = min(max(_BACKWARD_KEYS // max(problem.D, problem.Dv, 1), 128), 512)
