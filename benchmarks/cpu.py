@@ -126,7 +126,7 @@ def race(contestants: Contestants, seconds: float) -> dict[str, float]:
     return {name: median(values) for name, values in times.items()}
 
 
-def speed(seconds: float) -> None:
+def speed(seconds: float, name: str) -> None:
     """Time every cell and write the ratios."""
     torch = _torch()
     cells = [
@@ -159,7 +159,7 @@ def speed(seconds: float) -> None:
             + " ".join(columns),
             flush=True,
         )
-    write("cpu", rows, core=core_rates())
+    write(name, rows, core=core_rates())
 
 
 def sweep(seconds: float) -> None:
@@ -257,7 +257,7 @@ def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "torch": None if torch is None else torch.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": commit.stdout.strip() or os.environ.get("COMMIT", ""),  # a copy without .git
         "date": time.strftime("%Y-%m-%d"),
         "command": "python benchmarks/cpu.py " + " ".join(sys.argv[1:]),
     }
@@ -296,6 +296,7 @@ def main() -> None:
     )
     parser.add_argument("--sweep", action="store_true", help="compare tile sizes")
     parser.add_argument("--memory", action="store_true", help="measure peak memory")
+    parser.add_argument("--name", default="cpu", help="file of the speed results (cpu)")
     parser.add_argument("--seconds", type=float, default=6.0, help="time for each cell (6)")
     arguments = parser.parse_args()
     if arguments.sweep:
@@ -303,7 +304,7 @@ def main() -> None:
     elif arguments.memory:
         memory(65536, 64)
     else:
-        speed(arguments.seconds)
+        speed(arguments.seconds, arguments.name)
 
 
 if __name__ == "__main__":

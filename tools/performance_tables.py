@@ -17,7 +17,20 @@ END = "<!-- end of tables -->"
 
 def lines() -> Iterator[str]:
     """Make the lines between the markers."""
-    speed, memory = (_load(name) for name in ("cpu", "cpu_memory"))
+    for name in ("cpu", "cpu_avx512"):
+        yield from _speed(_load(name))
+    memory = _load("cpu_memory")
+    yield f"Measured by `{memory['machine']['command'].strip()}`: {_machine(memory['machine'])}"
+    yield ""
+    head = ["N", "D", "inputs", "outputs", "peak beyond both, forward", "forward and backward"]
+    yield f"| {' | '.join(head)} |"
+    yield "|" + " --- |" * len(head)
+    for row in memory["rows"]:
+        sizes = ("inputs_mb", "outputs_mb", "forward_extra_mb", "extra_mb")
+        yield f"| {row['N']} | {row['D']} | {' | '.join(f'{row[name]:.1f}' for name in sizes)} |"
+
+
+def _speed(speed: dict[str, Any]) -> Iterator[str]:
     yield f"Measured by `{speed['machine']['command'].strip()}`: {_machine(speed['machine'])}"
     yield ""
     core = ", ".join(
@@ -37,14 +50,6 @@ def lines() -> Iterator[str]:
             f"| {row['gflops']['tileattn']:.0f} | {' | '.join(cells)} |"
         )
     yield ""
-    yield f"Measured by `{memory['machine']['command'].strip()}`: {_machine(memory['machine'])}"
-    yield ""
-    head = ["N", "D", "inputs", "outputs", "peak beyond both, forward", "forward and backward"]
-    yield f"| {' | '.join(head)} |"
-    yield "|" + " --- |" * len(head)
-    for row in memory["rows"]:
-        sizes = ("inputs_mb", "outputs_mb", "forward_extra_mb", "extra_mb")
-        yield f"| {row['N']} | {row['D']} | {' | '.join(f'{row[name]:.1f}' for name in sizes)} |"
 
 
 def _load(name: str) -> dict[str, Any]:
