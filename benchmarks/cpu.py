@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -199,6 +198,8 @@ def memory(N: int, D: int) -> None:
 
 def measure_memory(N: int, D: int) -> None:
     """Print, as JSON, the peak memory of this process beyond its inputs and outputs."""
+    import resource  # not on Windows
+
     q, k, v, dout = _inputs((1, 1, N, D), 4)
     a, b, c, d = (x[:, :, :8] for x in (q, k, v, dout))
     first = tileattn.forward(a, b, c)
