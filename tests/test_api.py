@@ -67,7 +67,14 @@ def read_only() -> Array:
                 np.full(OUT[1:], 9, np.float32), OUT, (0, NQ * DV * 4, DV * 4, 4)
             ),
             ValueError,
-            "out has elements that overlap (stride 0); a plain array is accepted",
+            "out has elements that overlap; a plain array is accepted",
+        ),
+        (
+            np.lib.stride_tricks.as_strided(
+                np.full(B * HQ * NQ + DV, 9, np.float32), OUT, (4,) * 4
+            ),
+            ValueError,
+            "out has elements that overlap; a plain array is accepted",
         ),
     ],
 )

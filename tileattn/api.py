@@ -353,8 +353,9 @@ def _ensure_writable(out: Any, inputs: dict[str, Any]) -> None:
     """Raise where ``out`` is read-only or shares memory with an input."""
     if not getattr(out.flags, "writeable", True):
         raise ValueError("out is read-only; a writable array is accepted")
-    if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
-        raise ValueError("out has elements that overlap (stride 0); a plain array is accepted")
+    reach = sum((n - 1) * abs(s) for n, s in zip(out.shape, out.strides, strict=True))
+    if out.size and reach + out.itemsize < out.size * out.itemsize:
+        raise ValueError("out has elements that overlap; a plain array is accepted")
     for name, x in inputs.items():
         if isinstance(x, np.ndarray) and _overlap(out, x):
             raise ValueError(f"out overlaps {name}; an array with memory of its own is accepted")
