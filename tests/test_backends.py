@@ -63,6 +63,8 @@ def test_every_result_is_that_of_the_oracle(runner: Runner, case: AttentionCase)
 @settings(max_examples=10)
 @given(case=problems(head_dims=(64, 80), options=("causal", "softcap", "sinks"), edges=False))
 def test_longer_problems(backend: Runner, case: AttentionCase) -> None:
+    # Without lengths: over a few keys with equal large scores the plain formula has an exact lse,
+    # and the scale that is folded into q, rounded the same way in all D terms, leaves a few ulp.
     assume(backend.why_not(case.q, case.k, case.v, case.options) is None)
     check(backend, case)
 
@@ -210,8 +212,7 @@ def test_merge_over_split_keys(runner: Runner) -> None:
     expected = reference.forward(q, k, v, causal=True, sinks=sinks)
     bounds = error_bound(q, k, v, causal=True, sinks=sinks)
     merged = tileattn.merge([part.out for part in parts], [part.lse for part in parts])
-    twice = {name: bound._replace(error=2 * bound.error) for name, bound in bounds.items()}
-    assert_attention_close(merged, expected, twice)
+    assert_attention_close(merged, expected, bounds)
 
 
 # --- options, each by its own words -------------------------------------------------------------
@@ -223,13 +224,15 @@ def test_dropout_drops_what_dropout_mask_says(runner: Runner) -> None:
     q, k, v, _, _ = make(SHORT, np.float64)
     kept = dropout_mask((2, 4, 29, 23), 0.4, 123)
     assert 0.5 < kept.mean() < 0.7
-    out, lse = runner.forward(q, k, v, dropout_p=0.4, seed=123)
     s = (q @ np.repeat(k, 2, axis=1).swapaxes(2, 3)) / np.sqrt(8)
-    np.testing.assert_allclose(lse, np.logaddexp.reduce(s, axis=3), rtol=1e-13)
+    lse = np.logaddexp.reduce(s, axis=3)
     P = np.exp(s - lse[..., None]) * kept / 0.6
-    np.testing.assert_allclose(out, P @ np.repeat(v, 2, axis=1), rtol=1e-12, atol=1e-14)
-    other = runner.forward(q, k, v, dropout_p=0.4, seed=124).out
-    assert not np.allclose(other, out)
+    expected = Attention(P @ np.repeat(v, 2, axis=1), lse)
+    bounds = error_bound(q, k, v, dropout_p=0.4, seed=123)
+    assert_attention_close(runner.forward(q, k, v, dropout_p=0.4, seed=123), expected, bounds)
+    other = runner.forward(q, k, v, dropout_p=0.4, seed=124)
+    with pytest.raises(AssertionError, match="out"):
+        assert_attention_close(other, expected, bounds)
 
 
 @pytest.mark.parametrize("far", [2**62, 2**63 - 1, 2**80])
@@ -262,12 +265,12 @@ def test_a_bias_of_minus_infinity_is_a_mask(runner: Runner) -> None:
     bias = np.where(seen, 0, -np.inf).astype(np.float32)
     k[:, :, 6] = 1
     attention = runner.forward(q, k, v, bias=bias)
-    masked = runner.forward(q, k, v, mask=seen)
     grads = runner.backward(dout, q, k, v, *attention, dlse=dlse, bias=bias)
-    of_masked = runner.backward(dout, q, k, v, *masked, dlse=dlse, mask=seen)
-    for ours, theirs in zip((*attention, *grads[:3]), (*masked, *of_masked[:3]), strict=True):
-        assert np.isfinite(ours).any()
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    bounds = error_bound(q, k, v, dout, dlse=dlse, mask=seen)
+    of_masked = reference.backward(dout, q, k, v, dlse=dlse, mask=seen)
+    assert all(np.isfinite(x).any() for x in (*attention, *grads[:3]))
+    assert_attention_close(attention, reference.forward(q, k, v, mask=seen), bounds)
+    assert_attention_close(grads, of_masked, bounds, names=("dq", "dk", "dv"))
     assert not grads.dbias[~seen].any()
 
 
