@@ -1,4 +1,4 @@
-"""Command line: ``python -m tileattn {info,check,explain}``."""
+"""Command line: ``python -m tileattn {info,check,explain,compile}``."""
 
 import argparse
 import os
@@ -7,15 +7,30 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import MISSING, fields
 from importlib import metadata
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import threadpoolctl
 
 import tileattn
 from tileattn.backends import threads
+from tileattn.errors import BackendUnavailableError
+from tileattn.kernels import cache
+from tileattn.kernels.compile import (
+    Compiled,
+    arch_of,
+    checked_arch,
+    compiled,
+    known_archs,
+    nvrtc_version,
+)
+from tileattn.kernels.key import KernelKey
 from tileattn.problem import DTYPES
+
+DTYPE_NAMES = [dtype.name for dtype in DTYPES]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,13 +59,21 @@ def main(argv: list[str] | None = None) -> int:
         explain.add_argument(f"--{size}", type=int, default=default, help=f"({default})")
     for size, other in (("Hkv", "Hq"), ("Nk", "Nq"), ("Dv", "D")):
         explain.add_argument(f"--{size}", type=int, help=f"({other})")
-    explain.add_argument("--dtype", default="float32", choices=[dtype.name for dtype in DTYPES])
+    explain.add_argument("--dtype", default="float32", choices=DTYPE_NAMES)
     explain.add_argument("--backend", default="auto")
     explain.add_argument("--causal", action="store_true")
     explain.add_argument("--window", type=_side, nargs=2, metavar=("LEFT", "RIGHT"))
     explain.add_argument("--softcap", type=float)
     explain.add_argument("--dropout-p", type=float, default=0.0)
     explain.set_defaults(run=_explain)
+    fill = commands.add_parser("compile", help="fill the cache of CUDA kernels ahead of time")
+    fill.add_argument("--arch", nargs="+", help="sm_80, sm_90a, ... (that of the GPU here)")
+    fill.add_argument("--dtype", nargs="+", default=DTYPE_NAMES, choices=DTYPE_NAMES, help="(all)")
+    fill.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], help="(64 128)")
+    fill.add_argument("--force", action="store_true", help="compile what the cache has, too")
+    fill.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time (all cores)")
+    fill.add_argument("--clear", action="store_true", help="only empty the cache")
+    fill.set_defaults(run=_compile)
     arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)
     return status
@@ -72,8 +95,9 @@ def _info(_: argparse.Namespace) -> int:
             for pool in threadpoolctl.threadpool_info()
             if pool["user_api"] == "blas"
         ),
+        ("NVRTC", _nvrtc()),
         ("GPU", _gpu()),
-        ("kernel cache", "none: this version compiles no kernels"),
+        ("kernel cache", _cache()),
         *(
             (f"backend {name}", "ready" if reason is None else f"not available: {reason}")
             for name, reason in tileattn.available_backends().items()
@@ -104,13 +128,14 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _progress(done: float, text: str) -> None:
+def _progress(done: float, text: str, stream: TextIO | None = None) -> None:
     """Draw a bar where there is a terminal."""
-    if not sys.stdout.isatty():
+    stream = stream or sys.stdout
+    if not stream.isatty():
         return
     bar = "#" * int(24 * min(done, 1.0))
     room = shutil.get_terminal_size().columns - 1
-    print("\r" + f"[{bar:24}] {text}".ljust(room)[:room], end="", flush=True)
+    print("\r" + f"[{bar:24}] {text}".ljust(room)[:room], end="", flush=True, file=stream)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -131,6 +156,77 @@ def _explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _compile(arguments: argparse.Namespace) -> int:
+    try:
+        if arguments.clear:
+            print(f"removed {cache.clear()} files from {cache.folder()}")
+            return 0
+        place = cache.prepare()
+        archs = [checked_arch(arch) for arch in arguments.arch or [arch_of(0)]]
+    except BackendUnavailableError as error:
+        print(f"{error}; --arch sm_90a compiles for a GPU that is elsewhere", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"no kernel cache: {error}; TILEATTN_CACHE_DIR names a folder", file=sys.stderr)
+        return 2
+    from tileattn.kernels import select  # what is worth compiling, which only this command needs
+
+    jobs = [
+        (key, arch)
+        for arch in archs
+        for key in select.common_keys(arch, arguments.dtype, arguments.head_dim)
+    ]
+    failures = _compile_all(jobs, max(1, arguments.jobs), arguments.force)
+    print(f"{len(jobs) - failures} of {len(jobs)} kernels are in {place}")
+    return 1 if failures else 0
+
+
+def _compile_all(jobs: list[tuple[KernelKey, str]], workers: int, force: bool) -> int:
+    """Compile on threads, which NVRTC runs side by side; print a table, count what failed."""
+
+    def run(key: KernelKey, arch: str) -> tuple[float, Compiled]:
+        start = time.perf_counter()
+        result = compiled(key, arch, force=force)
+        return time.perf_counter() - start, result
+
+    pool = ThreadPoolExecutor(workers)
+    try:
+        waiting = {pool.submit(run, *job): job for job in jobs}
+        for done, _ in enumerate(as_completed(waiting), 1):
+            _progress(done / len(jobs), f"{done} of {len(jobs)} kernels", sys.stderr)
+            if done % 10 == 0 and not sys.stderr.isatty():
+                print(f"{done} of {len(jobs)} kernels", file=sys.stderr)
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupt does not wait for what has not begun
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+    print(f"{'arch':10} {'seconds':>7} {'registers':>9} {'spilled':>7}  kernel")
+    failures = []
+    for future, job in waiting.items():
+        if error := future.exception():
+            failures.append(f"{type(error).__name__}: {error}")
+        else:
+            print(_compile_row(*job, *future.result()))
+    for failure in dict.fromkeys(failures):
+        print(failure, file=sys.stderr)
+    return len(failures)
+
+
+def _compile_row(key: KernelKey, arch: str, seconds: float, result: Compiled) -> str:
+    """Write a line of the table; only what the key says beyond its defaults is named."""
+    named = (
+        f"{field.name}={value}"
+        for field in fields(key)
+        if field.default not in (MISSING, value := getattr(key, field.name))
+    )
+    numbers = f"{'cached' if result.cached else f'{seconds:.2f}':>7} {result.registers or '-':>9}"
+    spilled = "-" if result.spill_bytes is None else result.spill_bytes
+    return f"{arch:10} {numbers} {spilled:>7}  {' '.join((key.kernel, key.dtype, *named))}"
+
+
 def _version(name: str) -> str:
     for distribution in (name, f"{name}-cuda13x", f"{name}-cuda12x"):
         try:
@@ -148,10 +244,29 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
+def _nvrtc() -> str:
+    try:
+        major, minor = nvrtc_version()
+    except BackendUnavailableError as error:
+        return str(error)
+    return f"{major}.{minor}, compiles for {', '.join(f'sm_{arch}' for arch in known_archs())}"
+
+
+def _cache() -> str:
+    try:
+        place = cache.folder()
+    except OSError as error:
+        return f"none: {error}; TILEATTN_CACHE_DIR names a folder"
+    sizes = [path.stat().st_size for path in cache.entries()]
+    size = f"{len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
+    return f"{place}, {size} (TILEATTN_CACHE_DIR sets another folder)"
+
+
 def _gpu() -> str:
     if shutil.which("nvidia-smi") is None:
         return "none found (no nvidia-smi)"
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    asked = "name,compute_cap,driver_version,memory.total"
+    query = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
     return answer.stdout.strip() or f"nvidia-smi failed: {answer.stderr.strip()}"
 

@@ -7,3 +7,33 @@ class BackendUnavailableError(RuntimeError):
 
 class UnsupportedError(NotImplementedError):
     """A legal request that this backend does not serve; the message names one that does."""
+
+
+class KernelCompileError(RuntimeError):
+    """A CUDA source that the compiler refused: a fault of the sources, or an NVRTC too old.
+
+    Parameters
+    ----------
+    file : str
+        The source.
+    arch : str
+        What it was compiled for.
+    key : object
+        What it was specialised for.
+    compiler : str
+        Name and version of the compiler.
+    log : str
+        What the compiler said.
+    """
+
+    def __init__(self, file: str, arch: str, key: object, compiler: str, log: str) -> None:
+        # All of them are arguments of the exception, so that it can be pickled.
+        super().__init__(file, arch, key, compiler, log)
+        self.file, self.arch, self.key, self.compiler, self.log = file, arch, key, compiler, log
+
+    def __str__(self) -> str:
+        return (
+            f"{self.compiler} did not compile {self.file} for {self.arch}; a newer CUDA may "
+            f"(pip install --upgrade 'tileattn[cuda13]'), and backend='numpy' needs no compiler\n"
+            f"key: {self.key}\nlog:\n{self.log}"
+        )

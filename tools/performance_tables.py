@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_report
 from tools import pages
 
 ROOT = Path(__file__).parents[1]
@@ -13,6 +14,40 @@ PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- tables: python -m tools.performance_tables --write -->"
 END = "<!-- end of tables -->"
+GPU_BEGIN = BEGIN.replace("tables:", "GPU tables:")
+GPU_END = END.replace("tables", "GPU tables")
+GPU_OPENING = """
+## On the GPU
+
+`python -m benchmarks.gpu` times all contestants in one process, on the same data, by CUDA events.
+Work is counted as 4 B H N N D operations forward, half of it for causal, and 2.5 times that
+backward. A column with the name of a peer says how many times as long as tileattn it takes: above
+1, tileattn is faster. It is blank where the peer cannot run the cell, or gives another result.
+
+"""
+
+# Of every section but the grid: heading, field and format of each column.
+GPU_COLUMNS = {
+    "options": (
+        *(("pass", "pass", ""), ("dtype", "dtype", ""), ("N", "N", ""), ("D", "D", "")),
+        *(("option", "option", ""), ("ms", "ms", ".3f"), ("bytes alone, ms", "bytes_ms", ".3f")),
+        ("over the plain call, %", "overhead_percent", ".0f"),
+        ("without the bytes, %", "beyond_bytes_percent", ".0f"),
+    ),
+    "sparse": (
+        *(("pass", "pass", ""), ("dtype", "dtype", ""), ("N", "N", ""), ("D", "D", "")),
+        *(("what is seen", "case", ""), ("share of the pairs", "share", ".3f")),
+        *(("ms", "ms", ".3f"), ("times as fast as full", "speedup", ".1f")),
+    ),
+    "host": (
+        *(("pass", "pass", ""), ("contestant", "contestant", "")),
+        ("microseconds of the host", "microseconds", ".1f"),
+    ),
+    "ceilings": (
+        *(("ceiling", "ceiling", ""), ("dtype", "dtype", ""), ("TFLOP/s", "tflops", ".0f")),
+        ("GB/s", "gbytes_per_second", ".0f"),
+    ),
+}
 
 
 def lines() -> Iterator[str]:
@@ -52,6 +87,60 @@ def _speed(speed: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
+def gpu_lines() -> Iterator[str]:
+    """Make the lines between the markers of the GPU, one table for each file of results."""
+    for path in _gpu_results():
+        result = _load(path.stem)
+        grid = result["section"] == "grid"
+        rows = [_flat(row) if grid else row for row in result["rows"]]
+        columns = _grid_columns(rows) if grid else GPU_COLUMNS[result["section"]]
+        yield f"Measured by `{result['machine']['command'].strip()}`: {_gpu(result['machine'])}"
+        yield ""
+        yield f"| {' | '.join(head for head, _, _ in columns)} |"
+        yield "|" + " --- |" * len(columns)
+        for row in rows:
+            cells = (_cell(row.get(field), form) for _, field, form in columns)
+            yield f"| {' | '.join(cells)} |"
+        yield ""
+
+
+def _gpu_results() -> list[Path]:
+    return sorted(RESULTS.glob("gpu*.json"))
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Row of the grid with a field for each speed and each ratio."""
+    ratios = {f"x {name}": ratio for name, ratio in row["ratio_to"].items()}
+    return row | {f"= {name}": value for name, value in gpu_report.quoted(row).items()} | ratios
+
+
+def _grid_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    fields = [(name, name, "") for name in ("pass", "dtype", "D", "N", "causal")]
+    speeds = [("TFLOP/s", "= tileattn", ".0f"), ("deterministic", "= deterministic", ".0f")]
+    peers = dict.fromkeys(field for row in rows for field in row if field.startswith("x "))
+    return fields + speeds + [(field.removeprefix("x "), field, ".2f") for field in peers]
+
+
+def _cell(value: Any, form: str) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else format(value, form)
+
+
+def _gpu(machine: dict[str, Any]) -> str:
+    versions = (
+        ("driver", "driver"),
+        ("CUDA", "cuda"),
+        ("CuPy", "cupy"),
+        ("PyTorch", "torch"),
+        ("cuDNN", "cudnn"),
+        ("Python", "python"),
+        ("commit", "commit"),
+    )
+    known = (f"{label} {machine[name]}" for label, name in versions if machine[name])
+    return f"{machine['gpu']}, {', '.join(known)}, {machine['date']}."
+
+
 def _load(name: str) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return loaded
@@ -71,7 +160,17 @@ def _ratio(value: float | None) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Check or write the page; the exit status is 1 where a check finds it stale."""
-    return pages.main(argv, __doc__, PAGE, lambda page: pages.updated(page, BEGIN, END, lines()))
+    return pages.main(argv, __doc__, PAGE, _updated)
+
+
+def _updated(page: str) -> str:
+    """Both sets of tables; the section of the GPU comes with its first results."""
+    page = pages.updated(page, BEGIN, END, lines())
+    if GPU_BEGIN not in page:
+        if not _gpu_results():
+            return page
+        page += f"{GPU_OPENING}{GPU_BEGIN}\n{GPU_END}\n"
+    return pages.updated(page, GPU_BEGIN, GPU_END, gpu_lines())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""The CUDA device under benchmarks/gpu.py: its arrays, its clock, and what it is."""
+
+import itertools
+import math
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from statistics import median
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+Call = Callable[[], Any]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype(np.float16),
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+}
+
+LEAST_SECONDS, MOST_SECONDS = 0.05, 0.25  # of one measurement
+LEAST_CALLS, MOST_CALLS = 10, 1000
+L2_CYCLE = 4  # a cycle through the input sets reads this many times the L2
+COPY_BYTES = 1 << 30
+
+
+class Inputs(NamedTuple):
+    """One set of arrays, each of shape (B, H, N, D)."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+
+
+class Gpu:
+    """The current CUDA device.
+
+    Everything runs on the legacy default stream, the default of CuPy and of PyTorch, so that events
+    of one library enclose the work of the other.
+    """
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.xp = cupy
+        self._properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+
+    def normal(self, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
+        """Standard-normal values; the 16-bit types are rounded from float32."""
+        drawn = np.float64 if dtype == "f64" else np.float32
+        values = self.xp.random.default_rng(seed).standard_normal(shape, dtype=drawn)
+        return values.astype(DTYPES[dtype], copy=False)
+
+    @lru_cache(maxsize=1)  # noqa: B019 - one device lives as long as the program
+    def inputs(self, shape: tuple[int, ...], dtype: str) -> tuple[Inputs, ...]:
+        """As many sets as it takes for a cycle through them to pass the L2 several times."""
+        set_bytes = len(Inputs._fields) * math.prod(shape) * DTYPES[dtype].itemsize
+        sets = max(1, math.ceil(L2_CYCLE * self._properties["l2CacheSize"] / set_bytes))
+        seeds = itertools.count()
+        return tuple(
+            Inputs(*(self.normal(shape, dtype, next(seeds)) for _ in Inputs._fields))
+            for _ in range(sets)
+        )
+
+    def time(self, calls: Sequence[Call]) -> list[float]:
+        """Seconds of the device for each call; the calls take turns and are warmed up."""
+        for call in calls:
+            call()
+        count = repeats(min(self._sample(calls, 3)))
+        warm = count // 5  # the clocks of an idle device rise in the first milliseconds
+        return self._sample(calls, warm + count)[warm:]
+
+    def _sample(self, calls: Sequence[Call], count: int) -> list[float]:
+        event = self.xp.cuda.Event
+        pairs = [(event(), event()) for _ in range(count)]
+        for (start, stop), call in zip(pairs, itertools.cycle(calls), strict=False):
+            start.record()
+            call()
+            stop.record()
+        pairs[-1][1].synchronize()
+        return [self.xp.cuda.get_elapsed_time(*pair) / 1e3 for pair in pairs]
+
+    def host_time(self, call: Call, count: int = 100, rounds: int = 9) -> float:
+        """Seconds of the host for one of many calls in a row, with no wait between them."""
+        times = []
+        for _ in range(rounds + 1):
+            self.xp.cuda.Device().synchronize()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            times.append((time.perf_counter() - start) / count)
+        return median(times[1:])
+
+    def copy_rate(self) -> float:
+        """Bytes read and written in a second by a copy from device memory to device memory."""
+        source = self.xp.arange(COPY_BYTES // 8, dtype=np.float64)
+        target = self.xp.empty_like(source)
+        return 2 * COPY_BYTES / median(self.time([lambda: self.xp.copyto(target, source)]))
+
+    def release(self) -> None:
+        """Give unused memory back, so that one library's pool does not starve the other."""
+        self.xp.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+
+    def machine(self) -> dict[str, Any]:
+        """Describe the device and the versions of what runs on it."""
+        torch = sys.modules.get("torch")  # loaded where it took part
+        cuda = self.xp.cuda.runtime.runtimeGetVersion()
+        return {
+            "gpu": self._properties["name"].decode(),
+            "driver": _driver(),
+            "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "cupy": self.xp.__version__,
+            "torch": None if torch is None else torch.__version__,
+            "cudnn": None if torch is None else torch.backends.cudnn.version(),
+        }
+
+
+def repeats(seconds: float) -> int:
+    """How often to time a call that takes about so long."""
+    wanted = max(LEAST_CALLS, math.ceil(LEAST_SECONDS / seconds))
+    affordable = max(3, int(MOST_SECONDS / seconds))
+    return min(wanted, affordable, MOST_CALLS)
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return answer.stdout.strip()

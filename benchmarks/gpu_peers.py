@@ -1,0 +1,256 @@
+"""What benchmarks/gpu.py times: tileattn, and what a user would pick instead.
+
+Every contestant turns one set of arrays into a call without arguments, forward (the output) or
+backward (dq, dk, dv). Arrays are shared with PyTorch through DLPack, never copied.
+"""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import tileattn
+from benchmarks.gpu_device import DTYPES, Call, Inputs
+
+HALF = ("bf16", "fp16")
+
+
+class Contestant(ABC):
+    """One way to compute attention."""
+
+    name: str
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    passes: tuple[str, ...] = ("forward", "backward")
+    quadratic = False  # stores N x N probabilities, so one set of inputs is enough to pass the L2
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Return what has to be entered around the calls."""
+        return nullcontext()
+
+    @abstractmethod
+    def forward(self, x: Inputs, causal: bool) -> Call:
+        """Prepare the forward pass."""
+
+    @abstractmethod
+    def backward(self, x: Inputs, causal: bool) -> Call:
+        """Prepare the backward pass, with whatever the forward pass leaves for it."""
+
+
+class Tileattn(Contestant):
+    """The calls of tileattn, with any options of the contract.
+
+    Parameters
+    ----------
+    name : str
+        Name in the tables.
+    passes : tuple of str
+        Passes that are of interest.
+    deterministic : bool
+        Of the backward pass.
+    reuse : bool
+        Write the output into an array that is there already.
+    **options
+        Options of both calls.
+    """
+
+    def __init__(
+        self,
+        name: str = "tileattn",
+        passes: tuple[str, ...] = ("forward", "backward"),
+        *,
+        deterministic: bool = False,
+        reuse: bool = True,
+        **options: Any,
+    ) -> None:
+        self.name, self.passes = name, passes
+        self._deterministic, self._reuse, self._options = deterministic, reuse, options
+
+    def forward(self, x: Inputs, causal: bool) -> Call:
+        """Prepare ``tileattn.forward``; what it leaves unwritten is wrong, and so is noticed."""
+        out = x.q.copy() if self._reuse else None
+        call = partial(tileattn.forward, *x[:3], out=out, causal=causal, **self._options)
+        return lambda: call().out
+
+    def backward(self, x: Inputs, causal: bool) -> Call:
+        """Prepare ``tileattn.backward``."""
+        options = {"causal": causal, **self._options}
+        out, lse = tileattn.forward(*x[:3], **options)
+        given = (x.dout, *x[:3], out, lse)
+        call = partial(tileattn.backward, *given, deterministic=self._deterministic, **options)
+        return lambda: call()[:3]
+
+
+class Plain(Contestant):
+    """Matrix product, softmax, matrix product, as a user of the array library writes them."""
+
+    name = "cupy"
+    quadratic = True
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+
+    def _probabilities(self, x: Inputs, hidden: Any) -> Any:
+        s = self._xp.matmul(x.q, x.k.swapaxes(-1, -2))
+        s *= s.dtype.type(x.q.shape[-1] ** -0.5)
+        if hidden is not None:
+            s = self._xp.where(hidden, s.dtype.type(-np.inf), s)
+        s -= s.max(axis=-1, keepdims=True)
+        self._xp.exp(s, out=s)
+        s /= s.sum(axis=-1, keepdims=True)
+        return s
+
+    def _hidden(self, x: Inputs, causal: bool) -> Any:
+        N = x.q.shape[-2]
+        return self._xp.triu(self._xp.ones((N, N), bool), 1) if causal else None
+
+    def forward(self, x: Inputs, causal: bool) -> Call:
+        """Prepare the three steps; the causal mask is made once."""
+        hidden = self._hidden(x, causal)
+        return lambda: self._xp.matmul(self._probabilities(x, hidden), x.v)
+
+    def backward(self, x: Inputs, causal: bool) -> Call:
+        """Prepare the gradients from the stored probabilities."""
+        matmul = self._xp.matmul
+        p = self._probabilities(x, self._hidden(x, causal))
+        out = matmul(p, x.v)
+        scale = p.dtype.type(x.q.shape[-1] ** -0.5)
+
+        def call() -> Any:
+            ds = matmul(x.dout, x.v.swapaxes(-1, -2))
+            ds -= (x.dout * out).sum(axis=-1, keepdims=True)
+            ds *= p
+            ds *= scale
+            dq, dk = matmul(ds, x.k), matmul(ds.swapaxes(-1, -2), x.q)
+            return dq, dk, matmul(p.swapaxes(-1, -2), x.dout)
+
+        return call
+
+
+class Torch(Contestant):
+    """A PyTorch function of three tensors, with its gradients by autograd."""
+
+    def __init__(self) -> None:
+        self._torch = importlib.import_module("torch")
+        self._torch.backends.cuda.matmul.allow_tf32 = False
+
+    @abstractmethod
+    def _attend(self, q: Any, k: Any, v: Any, causal: bool) -> Any:
+        """Call the function."""
+
+    def _tensor(self, x: Any) -> Any:
+        return to_torch(x)
+
+    def _array(self, tensor: Any) -> Any:
+        return tensor
+
+    def forward(self, x: Inputs, causal: bool) -> Call:
+        """Prepare the call on shared memory."""
+        q, k, v = map(self._tensor, x[:3])
+        return lambda: self._array(self._attend(q, k, v, causal))
+
+    def backward(self, x: Inputs, causal: bool) -> Call:
+        """Run the forward pass and prepare the gradients of its output."""
+        q, k, v, dout = map(self._tensor, x)
+        leaves = [leaf.requires_grad_() for leaf in (q, k, v)]
+        out = self._attend(q, k, v, causal)
+        gradients = partial(self._torch.autograd.grad, out, leaves, dout, retain_graph=True)
+        return lambda: tuple(map(self._array, gradients()))
+
+
+class Sdpa(Torch):
+    """PyTorch's ``scaled_dot_product_attention`` held to one of its backends."""
+
+    def __init__(self, name: str, member: str, dtypes: tuple[str, ...], quadratic: bool) -> None:
+        super().__init__()
+        self.name, self.dtypes, self.quadratic = name, dtypes, quadratic
+        self._choice = importlib.import_module("torch.nn.attention")
+        self._backend = getattr(self._choice.SDPBackend, member)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Hold PyTorch to the backend; it raises where that cannot serve a call."""
+        held: AbstractContextManager[Any] = self._choice.sdpa_kernel([self._backend])
+        return held
+
+    def _attend(self, q: Any, k: Any, v: Any, causal: bool) -> Any:
+        attend = self._torch.nn.functional.scaled_dot_product_attention
+        return attend(q, k, v, is_causal=causal)
+
+
+class FlashAttention4(Torch):
+    """FlashAttention-4's kernels, which take (B, N, H, D) and so get contiguous copies of that."""
+
+    name, dtypes = "fa4", HALF
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._function = importlib.import_module("flash_attn.cute").flash_attn_func
+
+    def _tensor(self, x: Any) -> Any:
+        return to_torch(x).transpose(1, 2).contiguous()
+
+    def _array(self, tensor: Any) -> Any:
+        return tensor.transpose(1, 2)
+
+    def _attend(self, q: Any, k: Any, v: Any, causal: bool) -> Any:
+        out = self._function(q, k, v, causal=causal)
+        return out[0] if isinstance(out, tuple) else out
+
+
+_SDPA = {
+    "flash": ("FLASH_ATTENTION", HALF, False),
+    "cudnn": ("CUDNN_ATTENTION", HALF, False),
+    "efficient": ("EFFICIENT_ATTENTION", (*HALF, "f32"), False),
+    "math": ("MATH", tuple(DTYPES), True),
+}
+
+PEERS = (*_SDPA, "fa4", "cupy")
+
+
+def _make(name: str, xp: Any) -> Contestant:
+    if name == "cupy":
+        return Plain(xp)
+    return FlashAttention4() if name == "fa4" else Sdpa(name, *_SDPA[name])
+
+
+def find(names: Iterable[str], xp: Any) -> tuple[list[Contestant], dict[str, str]]:
+    """Return the peers that can be imported, and why each of the others cannot."""
+    found, missing = [], {}
+    for name in names:
+        try:
+            found.append(_make(name, xp))
+        # A package that does not fit the others installed may fail with anything.
+        except Exception as error:
+            missing[name] = one_line(error)
+    return found, missing
+
+
+def one_line(error: Exception) -> str:
+    """Kind and first line of an error, cut to what a table can hold."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:160]
+
+
+def to_torch(x: Any) -> Any:
+    """Share an array with PyTorch; bfloat16, which DLPack may not carry, goes as int16."""
+    torch = importlib.import_module("torch")
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(x)
+
+
+def arrays(result: Any, xp: Any) -> list[Any]:
+    """Share what a call returned, one array or tensor or a tuple of them, with the library."""
+    given = result if isinstance(result, tuple) else (result,)
+    return [x if isinstance(x, xp.ndarray) else _from_torch(x.detach(), xp) for x in given]
+
+
+def _from_torch(tensor: Any, xp: Any) -> Any:
+    torch = importlib.import_module("torch")
+    if tensor.dtype == torch.bfloat16:
+        return xp.from_dlpack(tensor.view(torch.int16)).view(ml_dtypes.bfloat16)
+    return xp.from_dlpack(tensor)

@@ -1,0 +1,134 @@
+"""What benchmarks/gpu.py leaves behind: lines of a table, a JSON file, a bar chart."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+RESULTS = Path(__file__).parent / "results"
+SHOWN_RATIOS = ("flash", "efficient", "math")
+
+Item = TypeVar("Item")
+Row = dict[str, Any]
+
+
+def tracked(items: Sequence[Item], label: str) -> Iterator[Item]:
+    """Iterate with a progress bar on stderr, where that is a terminal."""
+    for done, item in enumerate(items):
+        if sys.stderr.isatty():
+            filled = 30 * done // len(items)
+            bar = "#" * filled + "." * (30 - filled)
+            print(f"\r{label} [{bar}] {done}/{len(items)} ", end="", file=sys.stderr, flush=True)
+        yield item
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def show(line: str) -> None:
+    """Print a line in the place of the progress bar."""
+    print("\r\033[K" + line if sys.stderr.isatty() and sys.stdout.isatty() else line, flush=True)
+
+
+def best(row: Row) -> float | None:
+    """Time of the fastest peer over that of tileattn."""
+    return min(row["ratio_to"].values(), default=None)
+
+
+def quoted(row: Row) -> dict[str, float]:
+    """TFLOP/s of the results that agree; tileattn's own counts where a peer confirms it."""
+    alone = {"tileattn"} if row["off"] and not row["ratio_to"] else set()
+    return {name: x for name, x in row["tflops"].items() if name not in {*row["off"], *alone}}
+
+
+def grid_head(names: Sequence[str]) -> str:
+    """Head of the table of the grid: TFLOP/s of each contestant, then the ratios."""
+    columns = "".join(f"{name[:9]:>10}" for name in names)
+    ratios = "".join(f"{'x ' + name:>12}" for name in ("best", *SHOWN_RATIOS))
+    return f"{'pass':8} {'':4} {'D':>3} {'N':>5} {'causal':6}{columns}{ratios}"
+
+
+def grid_line(row: Row, names: Sequence[str]) -> str:
+    """Line of that table, with a note for what differs and for what failed."""
+    tflops, off, failed = row["tflops"], row["off"], row["failed"]
+    columns = "".join(f"{_number(tflops.get(name), '.1f'):>10}" for name in names)
+    ratios = (best(row), *(row["ratio_to"].get(name) for name in SHOWN_RATIOS))
+    lines = [
+        f"{row['pass']:8} {row['dtype']:4} {row['D']:3} {row['N']:5} {row['causal']!s:6}{columns}"
+        + "".join(f"{_number(ratio, '.2f'):>12}" for ratio in ratios)
+    ]
+    lines += [f"  differs: {name} and tileattn by {off[name]}, relative" for name in off]
+    lines += [f"  failed: {name}: {text}" for name, text in failed.items()]
+    return "\n".join(lines)
+
+
+def plain_line(row: Row) -> str:
+    """Values of a row of one of the other tables, beside their names."""
+    return "  ".join(
+        f"{name} {_number(value, '.4g') if isinstance(value, float) else value}"
+        for name, value in row.items()
+        if value is not None and value != {}
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def write(path: Path, machine: Row, rows: list[Row], **more: Any) -> None:
+    """Write rows with the machine, the versions and the commit that they belong to."""
+    origin = {
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"machine": machine | origin, **more, "rows": rows}
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        answer = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return os.environ.get("COMMIT", "")
+    return answer.stdout.strip() or os.environ.get("COMMIT", "")  # a copy without .git
+
+
+def chart(rows: Iterable[Row], names: Sequence[str], path: Path) -> None:
+    """Draw TFLOP/s as bars, one panel for each dtype and pass; says so without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no chart: matplotlib is not installed: pip install matplotlib", file=sys.stderr)
+        return
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        panels.setdefault((row["dtype"], row["pass"]), []).append(row)
+    widest = max(len(cells) for cells in panels.values())
+    size = (max(8, 0.09 * (len(names) + 1) * widest), 1 + 3 * len(panels))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for axis, ((dtype, kind), cells) in zip(axes, panels.items(), strict=True):
+        width = 0.9 / len(names)
+        for place, name in enumerate(names):
+            heights = [quoted(row).get(name, float("nan")) for row in cells]
+            left = [i + (place - (len(names) - 1) / 2) * width for i in range(len(cells))]
+            axis.bar(left, heights, width, label=name)
+        labels = [f"D {r['D']}\nN {r['N']}\n{'causal' if r['causal'] else 'all'}" for r in cells]
+        axis.set_xticks(range(len(cells)), labels, fontsize=6)
+        axis.set_ylabel("TFLOP/s")
+        axis.set_title(f"{dtype}, {kind}")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(names)
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    print(f"wrote {path}")

@@ -1,0 +1,79 @@
+// Probe of blocks.cuh: what Band and Sight say of pairs and boxes, and which tiles are visited.
+#include "blocks.cuh"
+
+struct Box {
+    int q0, q1, k0, k1;
+};
+struct Answer {
+    int visible, kind;
+    Range keys, queries;
+};
+
+// Batch entry blockIdx.x. The pair of a box is its first.
+extern "C" __global__ void bands(Params p, const i64* lengths, const i64* offsets, const Box* boxes,
+                                 i64 count, Answer* answers) {
+    p.lengths = lengths;
+    p.offsets = offsets;
+    const Band band(p, blockIdx.x);
+    for (i64 n = threadIdx.x; n < count; n += blockDim.x) {
+        const Box& box = boxes[n];
+        answers[blockIdx.x * count + n] = {
+            band.visible(box.q0, box.k0), band.kind(box.q0, box.q1, box.k0, box.k1),
+            band.keys_of(box.q0, box.q1), band.queries_of(box.k0, box.k1)};
+    }
+}
+
+__device__ Sight sight_of(Params& p, const bool* mask, const int* kinds, const bool* bits, i64 b,
+                          i64 h) {
+    p.mask = mask;
+    p.kinds = kinds;
+    p.bits = bits;
+    return Sight(p, b, h);
+}
+
+// Head blockIdx.x of batch entry blockIdx.y: kinds of boxes, and every pair.
+extern "C" __global__ void sights(Params p, const bool* mask, const int* kinds, const bool* bits,
+                                  const Box* boxes, i64 count, int* box_kinds, bool* visible) {
+    const Sight sight = sight_of(p, mask, kinds, bits, blockIdx.y, blockIdx.x);
+    const i64 head = blockIdx.y * p.Hq + blockIdx.x;
+    for (i64 n = threadIdx.x; n < count; n += blockDim.x)
+        box_kinds[head * count + n] =
+            sight.kind(boxes[n].q0, boxes[n].q1, boxes[n].k0, boxes[n].k1);
+    // One row and one column more than there are: those are not seen.
+    const i64 rows = p.Nq + 1, columns = p.Nk + 1;
+    for (i64 n = threadIdx.x; n < rows * columns; n += blockDim.x)
+        visible[head * rows * columns + n] = sight.visible(int(n / columns), int(n % columns));
+}
+
+struct Visit {
+    int tile, kind;
+};
+
+template <class KindOf>
+__device__ void trace(Range range, int block, KindOf kind_of, Visit* out) {
+    for (Visits visit(range.lo / block, (range.hi + block - 1) / block, kind_of); !visit.done();
+         visit.next()) {
+        if (threadIdx.x == 0) *out = {visit.tile, visit.kind};
+        ++out;
+    }
+}
+
+// Key tiles that query block blockIdx.x visits for head blockIdx.y of batch entry 0.
+extern "C" __global__ void key_visits(Params p, const bool* mask, const int* kinds,
+                                      const bool* bits, Visit* out, i64 most) {
+    const Sight sight = sight_of(p, mask, kinds, bits, 0, blockIdx.y);
+    const int q0 = blockIdx.x * BLOCK_Q, q1 = q0 + BLOCK_Q;
+    trace(sight.band.keys_of(q0, min(q1, int(p.Nq))), BLOCK_K,
+          [&](int tile) { return sight.kind(q0, q1, tile * BLOCK_K, (tile + 1) * BLOCK_K); },
+          out + (blockIdx.y * gridDim.x + blockIdx.x) * most);
+}
+
+// Query tiles that key block blockIdx.x visits for head blockIdx.y of batch entry 0.
+extern "C" __global__ void query_visits(Params p, const bool* mask, const int* kinds,
+                                        const bool* bits, Visit* out, i64 most) {
+    const Sight sight = sight_of(p, mask, kinds, bits, 0, blockIdx.y);
+    const int k0 = blockIdx.x * BLOCK_K, k1 = k0 + BLOCK_K;
+    trace(sight.band.queries_of(k0, k1), BLOCK_Q,
+          [&](int tile) { return sight.kind(tile * BLOCK_Q, (tile + 1) * BLOCK_Q, k0, k1); },
+          out + (blockIdx.y * gridDim.x + blockIdx.x) * most);
+}

@@ -1,0 +1,38 @@
+// Probe of mask.cuh: where the elements of accumulators stand, and what hide and drop leave.
+#include "mask.cuh"
+
+constexpr int MT = BLOCK_Q / 16, NT = BLOCK_K / 8;
+
+struct Index {
+    int i, j;
+};
+
+template <bool TRANSPOSED>
+__device__ void masked(const Params& p, i64 b, i64 h, int row, int column, Index* indices,
+                       Sum* values) {
+    const Lane lane;
+    auto at = [&](int m, int n, int e) {
+        return (16 * m + lane.row(e)) * BLOCK_K + 8 * n + lane.column(e);
+    };
+    Scores<TRANSPOSED, MT, NT> s(row, column);
+    s.for_each([&](Sum& x, int i, int j, int m, int n, int e) {
+        indices[at(m, n, e)] = {i, j};
+        x = 1;
+    });
+    s.hide(Sight(p, b, h));
+    s.drop(Dropout(p, b, h));
+    s.for_each([&](Sum& x, int, int, int m, int n, int e) { values[at(m, n, e)] = x; });
+}
+
+// Accumulators of ones that begin at (row, column); transposed ones have keys as rows.
+extern "C" __global__ void hidden(Params p, const bool* mask, const int* kinds, const bool* bits,
+                                  i64 b, i64 h, i64 row, i64 column, i64 transposed,
+                                  Index* indices, Sum* values) {
+    p.mask = mask;
+    p.kinds = kinds;
+    p.bits = bits;
+    if (transposed)
+        masked<true>(p, b, h, int(row), int(column), indices, values);
+    else
+        masked<false>(p, b, h, int(row), int(column), indices, values);
+}

@@ -1,0 +1,1 @@
+"""CUDA kernels: what is compiled, how, with which parameters, and which one serves a problem."""

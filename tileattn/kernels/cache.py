@@ -1,0 +1,179 @@
+"""Compiled kernels on disk: private to the user, whole or absent, never in the way of a call.
+
+An entry is named by the digest of everything that went into it, and repeats that digest and the
+digest of its own content in its header: what is cut short, damaged or of another making is not
+read, and is overwritten by the next write.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import struct
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+_MAGIC = b"tileattn"
+_VERSION = 1
+_HEADER = struct.Struct("<8sI32s32s")  # magic, version, digest of the inputs, digest of the body
+_OURS = re.compile(r"[0-9a-f]{64}\.kernel(\.\w+\.part)?")
+
+
+def folder() -> Path:
+    """Say where the entries are kept; nothing is created.
+
+    Returns
+    -------
+    Path
+        ``TILEATTN_CACHE_DIR`` where that is set, else the system's place for a user's caches.
+
+    Raises
+    ------
+    OSError
+        Where the user has no home directory.
+    """
+    if chosen := os.environ.get("TILEATTN_CACHE_DIR"):
+        return Path(chosen)
+    # The XDG specification has relative paths ignored, and one of Windows would make no more sense.
+    base = Path(os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", ""))
+    if sys.platform == "darwin" or not base.is_absolute():
+        default = {"nt": "AppData/Local", "darwin": "Library/Caches"}
+        base = _home() / default.get("nt" if os.name == "nt" else sys.platform, ".cache")
+    return base / "tileattn"
+
+
+def prepare() -> Path:
+    """Make the folder where it is missing, readable by its owner alone.
+
+    Returns
+    -------
+    Path
+        The folder.
+
+    Raises
+    ------
+    OSError
+        Where the folder cannot be made or written to, or where others could have written to it.
+    """
+    where = folder()
+    where.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(where)
+    if not os.access(where, os.W_OK):
+        raise PermissionError(f"{where} is read-only")
+    return where
+
+
+def read(inputs: str) -> bytes | None:
+    """Fetch an entry.
+
+    Parameters
+    ----------
+    inputs : str
+        SHA-256 of everything that the entry was made from, in hexadecimal.
+
+    Returns
+    -------
+    bytes or None
+        Its body; None where there is none that is sound, or where the folder cannot be trusted.
+    """
+    try:
+        where = folder()
+        _check_private(where)
+        data = (where / f"{inputs}.kernel").read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_once(_sentence(error))
+        return None
+    header, body = data[: _HEADER.size], data[_HEADER.size :]
+    return body if header == _header(inputs, body) else None
+
+
+def write(inputs: str, body: bytes) -> None:
+    """Keep an entry, whole or not at all; where that fails, warn once and go on.
+
+    Parameters
+    ----------
+    inputs : str
+        SHA-256 of everything that the entry was made from, in hexadecimal.
+    body : bytes
+        What is kept.
+    """
+    name = f"{inputs}.kernel"
+    try:
+        where = prepare()
+        # In the same folder, so that the rename is atomic; mkstemp makes the file 0600.
+        handle, part = tempfile.mkstemp(prefix=f"{name}.", suffix=".part", dir=where)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_header(inputs, body) + body)
+            Path(part).replace(where / name)
+        except BaseException:
+            Path(part).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        _warn_once(_sentence(error))
+
+
+def entries() -> list[Path]:
+    """List the files that are ours, those that a broken-off write left behind included."""
+    try:
+        return sorted(path for path in folder().iterdir() if _OURS.fullmatch(path.name))
+    except OSError:
+        return []
+
+
+def clear() -> int:
+    """Remove every file that is ours, and return how many there were."""
+    found = entries()
+    for path in found:
+        path.unlink(missing_ok=True)
+    return len(found)
+
+
+def _header(inputs: str, body: bytes) -> bytes:
+    """Write what an entry begins with; nothing else does for these inputs and this body."""
+    made = hashlib.sha256(body).digest()
+    return _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(inputs), made)
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise OSError("there is no home directory") from error
+
+
+def _check_private(where: Path) -> None:
+    """Refuse a folder where somebody else could have put code for us to run."""
+    if os.name != "posix":
+        return
+    status = where.stat()
+    # The superuser can write anywhere, and fills the caches of containers.
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(f"{where} belongs to another user (uid {status.st_uid})")
+    if status.st_mode & 0o022:
+        raise PermissionError(f"{where} can be written to by others; chmod go-w mends that")
+
+
+def _sentence(error: OSError) -> str:
+    """Say what failed, without the name of a temporary file, which is new each time."""
+    if error.strerror is None:
+        return str(error)
+    place = ""
+    with contextlib.suppress(OSError):
+        place = f"{folder()}: "
+    return f"{place}{error.strerror}"
+
+
+@functools.cache
+def _warn_once(sentence: str) -> None:
+    warnings.warn(
+        f"kernels are compiled without the disk cache: {sentence}; TILEATTN_CACHE_DIR may name "
+        "another folder",
+        RuntimeWarning,
+        stacklevel=2,
+    )

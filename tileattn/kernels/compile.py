@@ -1,0 +1,405 @@
+"""From a key to a kernel: NVRTC compiles it, the disk cache keeps it, CuPy loads it once a device.
+
+NVRTC is called directly. CuPy's own way of compiling adds ``-ftz=true``, which would flush the
+subnormal numbers of float32 to zero, and keeps what it compiled under a name that an edit in an
+included header does not change.
+"""
+
+import functools
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tileattn.errors import BackendUnavailableError, KernelCompileError
+from tileattn.kernels import cache
+from tileattn.kernels.key import KernelKey
+
+SOURCES = Path(__file__).parent / "src"
+
+OPTIONS = (
+    "-std=c++17",
+    "-default-device",
+    "-lineinfo",  # profilers and compute-sanitizer name the line; the code is the same
+    "--ptxas-options=-v",  # registers and spills go to the log
+)
+
+# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX and UNSUPPORTED_PTX_VERSION.
+_REFUSED = (200, 209, 218, 222)
+
+_loaded: dict[tuple[object, ...], "Kernel"] = {}
+_locks: dict[tuple[object, ...], threading.Lock] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The text of every ``.cu`` and ``.cuh`` file by its name, and the digest of all of it."""
+
+    files: dict[str, str]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compiler made of a key.
+
+    Parameters
+    ----------
+    image : bytes
+        Machine code (cubin), or PTX where that was asked for.
+    log : str
+        What the compiler said: warnings and the use of resources.
+    cached : bool
+        Whether it came from the disk cache.
+    registers, spill_bytes, shared_bytes : int or None
+        Registers of a thread, bytes that it stores to and loads from memory for want of registers,
+        and shared memory of fixed size; None for PTX, where only the driver will know.
+    """
+
+    image: bytes
+    log: str
+    cached: bool
+    registers: int | None
+    spill_bytes: int | None
+    shared_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """A kernel that is loaded on a device.
+
+    Parameters
+    ----------
+    key : KernelKey
+        What it is specialised for.
+    arch : str
+        What it was compiled for.
+    function : cupy.cuda.function.Function
+        What is launched.
+    registers, local_bytes, shared_bytes : int
+        Of a thread, of a thread, and of fixed size of a block, as the driver reports them.
+    log : str
+        What the compiler said.
+    """
+
+    key: KernelKey
+    arch: str
+    function: Any
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+    log: str
+
+    def allow_shared(self, nbytes: int) -> None:
+        """Let a launch ask for this much shared memory of variable size: over 48 KiB needs it."""
+        from cupy_backends.cuda.api import driver
+
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(self.function.ptr, attribute, nbytes)
+
+    def occupancy(self, threads: int, shared: int) -> int:
+        """Count the blocks of this size that one multiprocessor of the device runs at a time."""
+        from cupy_backends.cuda.api import driver
+
+        blocks: int = driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            self.function.ptr, threads, shared
+        )
+        return blocks
+
+
+def load(
+    key: KernelKey,
+    device: int | None = None,
+    arch: str | None = None,
+    folders: tuple[Path, ...] = (SOURCES,),
+) -> Kernel:
+    """Find a kernel, compiling and loading it where this is its first use on the device.
+
+    Parameters
+    ----------
+    key : KernelKey
+        What it is specialised for.
+    device : int or None
+        The device; CuPy's current one by default.
+    arch : str or None
+        What it is compiled for; the best for the device by default. A ``compute_75`` runs on any
+        newer GPU, which is how the code for older ones is tried.
+    folders : tuple of Path
+        Where the sources are.
+
+    Returns
+    -------
+    Kernel
+        The same object for the same arguments, whichever thread asks.
+
+    Raises
+    ------
+    BackendUnavailableError
+        Without CuPy, NVRTC or a GPU and driver that can run the code.
+    KernelCompileError
+        Where the source does not compile.
+    """
+    if device is None:
+        device = _ask(lambda cupy: cupy.cuda.runtime.getDevice())
+    name = (key, device, arch, folders)
+    kernel = _loaded.get(name)
+    if kernel is None:
+        # A lock of its own for each kernel: several compile at the same time.
+        with _locks.setdefault(name, threading.Lock()):
+            kernel = _loaded.get(name)
+            if kernel is None:
+                arch = arch or arch_of(device)
+                kernel = _placed(key, arch, compiled(key, arch, folders), device)
+                _loaded[name] = kernel
+    return kernel
+
+
+def compiled(
+    key: KernelKey, arch: str, folders: tuple[Path, ...] = (SOURCES,), *, force: bool = False
+) -> Compiled:
+    """Compile a kernel, or fetch it from the disk cache. No GPU is needed.
+
+    Parameters
+    ----------
+    key : KernelKey
+        What it is specialised for: the source is ``<key.kernel>.cu``.
+    arch : str
+        ``sm_90a`` and the like for machine code, ``compute_90`` and the like for PTX.
+    folders : tuple of Path
+        Where the sources are.
+    force : bool
+        Compile even what the cache has.
+
+    Returns
+    -------
+    Compiled
+        The code, the log and the use of resources.
+
+    Raises
+    ------
+    BackendUnavailableError
+        Without CuPy and NVRTC.
+    KernelCompileError
+        Where the source does not compile.
+    ValueError
+        Where NVRTC does not know ``arch``.
+    """
+    options, sources = _options(key, checked_arch(arch)), sources_in(folders)
+    inputs = repr((sources.digest, _compiler(), options))
+    digest = hashlib.sha256(inputs.encode()).hexdigest()
+    if not force and (body := cache.read(digest)) is not None:
+        log, _, image = body.partition(b"\0")
+        return _report(key.kernel, image, log.decode(), cached=True)
+    image, text = _compile(key, arch, sources, options)
+    cache.write(digest, text.encode() + b"\0" + image)
+    return _report(key.kernel, image, text, cached=False)
+
+
+@functools.cache
+def sources_in(folders: tuple[Path, ...]) -> Sources:
+    """Read the sources, once a process: an edit is seen by the next one."""
+    files = {
+        path.name: path.read_text(encoding="utf-8")
+        for folder in folders
+        for path in sorted(folder.iterdir())
+        if path.suffix in {".cu", ".cuh"}
+    }
+    return Sources(files, hashlib.sha256(repr(files).encode()).hexdigest())
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Give the version of NVRTC, or raise BackendUnavailableError."""
+    version: tuple[int, int] = _nvrtc().getVersion()
+    return version
+
+
+def known_archs() -> tuple[int, ...]:
+    """List the compute capabilities that NVRTC compiles for, times ten."""
+    known: tuple[int, ...] = _nvrtc().getSupportedArchs()
+    return known
+
+
+@functools.cache
+def arch_of(device: int) -> str:
+    """Choose what to compile for on a device.
+
+    Parameters
+    ----------
+    device : int
+        Its number.
+
+    Returns
+    -------
+    str
+        See `best_arch`.
+
+    Raises
+    ------
+    BackendUnavailableError
+        Without CuPy, NVRTC, a driver or the device, or where the device is too old.
+    """
+    digits = _ask(lambda cupy: cupy.cuda.Device(device).compute_capability)
+    return best_arch((int(digits[:-1]), int(digits[-1])), known_archs())
+
+
+def best_arch(capability: tuple[int, int], known: Iterable[int]) -> str:
+    """Choose the best that a compiler can do for a GPU.
+
+    Parameters
+    ----------
+    capability : tuple of int
+        Compute capability of the GPU.
+    known : iterable of int
+        What the compiler knows: 75 for 7.5.
+
+    Returns
+    -------
+    str
+        Machine code for the GPU or for an older one of its generation; PTX, which the driver
+        translates, where the compiler does not know the generation.
+
+    Raises
+    ------
+    BackendUnavailableError
+        Where the GPU is older than the kernels or than the compiler serves.
+    """
+    number = 10 * capability[0] + capability[1]
+    best = max((arch for arch in known if arch <= number), default=0)
+    if number < 75 or not best:
+        needs = "the kernels need 7.5 (Turing) or newer; backend='numpy' needs no GPU"
+        if number >= 75:
+            needs = (
+                "this CUDA serves newer ones only; pip install 'tileattn[cuda12]' brings another"
+            )
+        raise BackendUnavailableError(f"the GPU has compute capability {number / 10}: {needs}")
+    if best == number == 90:
+        return "sm_90a"  # with wgmma and setmaxnreg, which sm_90 leaves out
+    return f"{'sm' if best // 10 == capability[0] else 'compute'}_{best}"
+
+
+def checked_arch(arch: str) -> str:
+    """Return a name that NVRTC knows as it is, or raise ValueError."""
+    number = re.fullmatch(r"(?:sm|compute)_(\d+)[a-z]?", arch)
+    if number is None or int(number[1]) not in known_archs():
+        names = ", ".join(f"sm_{known}" for known in known_archs())
+        raise ValueError(f"arch was {arch!r}; {_compiler()} compiles for {names}, sm_90a")
+    return arch
+
+
+def resources(log: str, kernel: str) -> tuple[int | None, int | None, int | None]:
+    """Read registers, bytes spilled and fixed shared memory of a kernel from the compiler's log."""
+    _, found, rest = log.partition(f"Compiling entry function '{kernel}'")
+    if not found:
+        return None, None, None
+    part = rest.partition("Compiling entry function")[0]
+    registers = re.search(r"Used (\d+) registers", part)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", part)
+    shared = re.search(r"(\d+) bytes smem", part)
+    return (
+        int(registers[1]) if registers else None,
+        sum(map(int, spills)),
+        int(shared[1]) if shared else 0,
+    )
+
+
+def _report(kernel: str, image: bytes, log: str, *, cached: bool) -> Compiled:
+    return Compiled(image, log, cached, *resources(log, kernel))
+
+
+def _compiler() -> str:
+    major, minor = nvrtc_version()
+    return f"NVRTC {major}.{minor}"
+
+
+def _options(key: KernelKey, arch: str) -> tuple[str, ...]:
+    # From 12.9 on NVRTC has a cache too, whose answers need not repeat the log.
+    own_cache = () if nvrtc_version() < (12, 9) else ("--no-cache",)
+    return (*OPTIONS, *own_cache, f"-arch={arch}", *key.defines())
+
+
+def _compile(
+    key: KernelKey, arch: str, sources: Sources, options: tuple[str, ...]
+) -> tuple[bytes, str]:
+    """Compile a kernel; the headers are given as text, so no folder on disk matters."""
+    nvrtc, file = _nvrtc(), f"{key.kernel}.cu"
+    if file not in sources.files:
+        names = ", ".join(name for name in sources.files if name.endswith(".cu"))
+        raise KernelCompileError(file, arch, key, _compiler(), f"there are only: {names}")
+    headers = {name: text for name, text in sources.files.items() if name.endswith(".cuh")}
+    program = nvrtc.createProgram(
+        sources.files[file],
+        file,
+        [text.encode() for text in headers.values()],
+        [name.encode() for name in headers],
+    )
+    try:
+        nvrtc.compileProgram(program, options)
+        get = nvrtc.getPTX if arch.startswith("compute") else nvrtc.getCUBIN
+        return get(program), nvrtc.getProgramLog(program).strip("\0\n ")
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program) or str(error)
+        raise KernelCompileError(file, arch, key, _compiler(), log) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """Import CuPy's binding, and make it find the library, which it does at the first call."""
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise BackendUnavailableError(
+            f"CUDA kernels need CuPy and NVRTC ({reason}); pip install 'tileattn[cuda13]' brings "
+            "both for drivers from 580 on, 'tileattn[cuda12]' for older ones"
+        ) from error
+    return nvrtc
+
+
+def _ask(question: Callable[[Any], Any]) -> Any:
+    """Ask CuPy about a device; where there is none that works, say so as a backend does."""
+    _nvrtc()  # where CuPy is missing, this says what to install
+    import cupy
+
+    try:
+        return question(cupy)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BackendUnavailableError(
+            f"the GPU cannot be used ({error}); nvidia-smi shows what the driver sees, and "
+            "backend='numpy' needs none"
+        ) from error
+
+
+def _placed(key: KernelKey, arch: str, made: Compiled, device: int) -> Kernel:
+    """Load a kernel on a device."""
+    import cupy
+    from cupy_backends.cuda.api import driver
+
+    module = cupy.cuda.function.Module()
+    with cupy.cuda.Device(device):
+        try:
+            module.load(made.image)
+        except driver.CUDADriverError as error:
+            if error.status not in _REFUSED:
+                raise
+            raise BackendUnavailableError(
+                f"the driver of GPU {device} does not take what {_compiler()} made for {arch} "
+                f"({error}); install a newer driver, or CuPy for the CUDA of this one: "
+                "pip install 'tileattn[cuda12]'"
+            ) from error
+        function = module.get_function(key.kernel)
+        registers, local, shared = (
+            driver.funcGetAttribute(attribute, function.ptr)
+            for attribute in (
+                driver.CU_FUNC_ATTRIBUTE_NUM_REGS,
+                driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
+                driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+            )
+        )
+    return Kernel(key, arch, function, registers, local, shared, made.log)

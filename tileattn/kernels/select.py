@@ -1,0 +1,181 @@
+"""Which kernel, with which tiles, serves a problem on a device."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from tileattn.kernels.key import KernelKey
+from tileattn.kernels.tiles import LARGEST, ROOMS, TileSize, candidates
+from tileattn.problem import Problem
+
+ROW_WARPS = 4  # of kernels in which a warp takes a row: one block has so many
+SHARED_LIMIT = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+"""KiB of shared memory that a block may have, by compute capability times ten."""
+
+TILED = ("forward", "backward_keys", "backward_queries", "backward_bias")
+PLAIN = {
+    "forward": "plain_forward",
+    "backward_keys": "plain_keys",
+    "backward_queries": "plain_queries",
+    "backward_bias": "plain_bias",
+}
+
+
+class Choice(NamedTuple):
+    """A kernel, how much shared memory it is given, and why it was chosen.
+
+    Parameters
+    ----------
+    key : KernelKey
+        What is compiled.
+    shared : int
+        Bytes of dynamic shared memory.
+    tuned : bool
+        Whether its tiles were chosen by measurement.
+    why : str
+        One clause.
+    """
+
+    key: KernelKey
+    shared: int
+    tuned: bool
+    why: str
+
+
+def choose(kernel: str, problem: Problem, vector: int, bias: str, shared_limit: int) -> Choice:
+    """Choose the variant of one kernel.
+
+    Parameters
+    ----------
+    kernel : str
+        Name of a tiled kernel.
+    problem : Problem
+        What is asked.
+    vector : int
+        Bytes at whose multiples every row of every array starts.
+    bias : str
+        Element type of the bias, empty where there is none.
+    shared_limit : int
+        Bytes of shared memory that a block may have.
+
+    Returns
+    -------
+    Choice
+        The first row of the table that has room; the textbook kernel where none has.
+    """
+    dtype, size = problem.dtype.name, problem.dtype.itemsize
+    options = _options(problem, bias)
+    if max(problem.D, problem.Dv) <= LARGEST:
+        dim, value = _room(problem.D), _room(problem.Dv)
+        for tile in candidates(kernel, size, max(dim, value)):
+            shared = shared_bytes(kernel, tile, dim, value, size)
+            if shared <= shared_limit:
+                key = KernelKey(kernel, dtype, dim, value, *tile[:6], vector=vector, **options)
+                why = "tiles from measurements" if tile.tuned else "tiles that fit in shared memory"
+                return Choice(key, shared, tile.tuned, why)
+    key = KernelKey(PLAIN[kernel], dtype, warps_m=ROW_WARPS, vector=vector, **options)
+    why = f"no tile has room for head dimensions {problem.D} and {problem.Dv}: textbook, row by row"
+    return Choice(key, 0, False, why)
+
+
+def shared_bytes(kernel: str, tile: TileSize, dim: int, value: int, size: int) -> int:
+    """Count the dynamic shared memory of a kernel, as its source lays it out.
+
+    Parameters
+    ----------
+    kernel : str
+        Name of a tiled kernel.
+    tile : TileSize
+        Its tiles.
+    dim, value : int
+        Columns it has room for.
+    size : int
+        Bytes of an element.
+
+    Returns
+    -------
+    int
+        Bytes.
+    """
+
+    def tiled(rows: int, columns: int) -> int:
+        return rows * -(-columns * size // 128) * 128
+
+    q, out = tiled(tile.block_q, dim), tiled(tile.block_q, value)
+    k, v = tiled(tile.block_k, dim), tiled(tile.block_k, value)
+    if kernel == "forward":
+        return max(q, out) + k + v
+    if kernel == "backward_keys":
+        return k + v + 2 * tiled(tile.block_k, tile.block_q) + tile.stages * (q + out)
+    if kernel == "backward_queries":
+        return q + out + tile.stages * (k + v)
+    return max(q + k, out + v)
+
+
+def common_keys(
+    arch: str, dtypes: Iterable[str], head_dims: Iterable[int]
+) -> list[KernelKey]:
+    """List the kernels that calls without options need.
+
+    Parameters
+    ----------
+    arch : str
+        Architecture, as in ``"sm_90a"``.
+    dtypes : iterable of str
+        Element types.
+    head_dims : iterable of int
+        Head dimensions.
+
+    Returns
+    -------
+    list of KernelKey
+        For the forward and the backward pass.
+    """
+    keys: dict[KernelKey, None] = {}
+    for dtype in dtypes:
+        for dim in head_dims:
+            for kernel in ("forward", "backward_keys", "backward_queries"):
+                problem = _problem(dtype, dim, frozenset())
+                choice = choose(kernel, problem, 16, "", shared_limit_of(arch))
+                keys[choice.key] = None
+            keys[row_key("backward_rows", dtype)] = None
+    return list(keys)
+
+
+def shared_limit_of(arch: str) -> int:
+    """Bytes of shared memory that a block may have on a named architecture."""
+    number = int("".join(c for c in arch.split("_")[1] if c.isdigit()))
+    return SHARED_LIMIT[max(n for n in SHARED_LIMIT if n <= number)] * 1024
+
+
+def row_key(kernel: str, dtype: str, dim: int = 64) -> KernelKey:
+    """Key of a kernel that takes rows, and for which the options do not matter."""
+    return KernelKey(kernel, dtype, head_dim=dim, warps_m=ROW_WARPS)
+
+
+def _options(problem: Problem, bias: str) -> dict[str, bool | str]:
+    uses = problem.uses
+    terms = bool(bias) or not uses.isdisjoint({"softcap", "alibi_slopes"})
+    return {
+        "bias": bias,
+        "softcap": "softcap" in uses,
+        "alibi": "alibi_slopes" in uses,
+        "mask": "mask" in uses,
+        "block_mask": "block_mask" in uses,
+        "dropout": problem.dropout_p > 0,
+        "fold": not terms and problem.scale > 0,
+    }
+
+
+def _room(dim: int) -> int:
+    return next(room for room in ROOMS if dim <= room)
+
+
+def _problem(dtype: str, dim: int, uses: frozenset[str]) -> Problem:
+    from tileattn.problem import BFLOAT16
+
+    kind = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    return Problem(
+        *(1, 1, 1, 1, 1, dim, dim), kind, 1.0, None, (None, None), 0.0, 0, 4, uses
+    )

@@ -1,0 +1,120 @@
+// Backward for queries, in a fixed order of its sums: one block of threads for each block of
+// queries, key blocks ascending. dq stays on chip.
+#include "gradient.cuh"
+#include "plain.cuh"
+
+constexpr int MT = BLOCK_Q / (16 * WARPS_M);
+constexpr int NT = BLOCK_K / 8;
+constexpr int DT = HEAD_DIM / 8;
+static_assert(WARPS_N == 1, "a warp holds whole rows of scores");
+
+using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
+using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
+using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
+using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+    backward_queries(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) char memory[];
+    const QueryTile q_tile{memory};
+    const OutTile dout_tile{q_tile.base + QueryTile::BYTES};
+    char* const stages = dout_tile.base + OutTile::BYTES;
+    auto k_tile = [&](int stage) {
+        return KeyTile{stages + stage * (KeyTile::BYTES + ValueTile::BYTES)};
+    };
+    auto v_tile = [&](int stage) { return ValueTile{k_tile(stage).base + KeyTile::BYTES}; };
+
+    const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
+    const int turn = blockIdx.x % q_blocks, bh = blockIdx.x / q_blocks;
+    const int q0 = (p.right < 0 ? turn : q_blocks - 1 - turn) * BLOCK_Q;
+    const Head head(p, bh / p.Hq, bh % p.Hq);
+    const int row0 = threadIdx.x / WARP * MT * 16, rows = int(p.Nq) - q0;
+    const Lane lane;
+
+    const Range keys = head.sight.band.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
+        return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
+    });
+    auto load_keys = [&](int k0, int stage) {
+        k_tile(stage).template load<THREADS, VECTOR>(head.k + k0 * p.k_at.n, p.k_at.n,
+                                                     keys.hi - k0, int(p.D));
+        v_tile(stage).template load<THREADS, VECTOR>(head.v + k0 * p.v_at.n, p.v_at.n,
+                                                     keys.hi - k0, int(p.Dv));
+        copy_commit();
+    };
+    q_tile.template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, rows, int(p.D));
+    dout_tile.template load<THREADS, VECTOR>(head.dout + q0 * p.dout_at.n, p.dout_at.n, rows,
+                                             int(p.Dv));
+    Sum shift[MT][2], delta[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = row0 + 16 * m + lane.row(2 * half);
+            const i64 row = head.row(q0 + i);
+            // Past the end a probability of zero.
+            shift[m][half] = i < rows ? static_cast<const Sum*>(p.shift)[row] : infinity<Sum>();
+            delta[m][half] = i < rows ? static_cast<const Sum*>(p.delta)[row] : Sum(0);
+        }
+    Fragment<Sum, MT, DT> dq;
+    dq.clear();
+    int stage = 0;
+    if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+    while (!visit.done()) {
+        const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
+        const KeyTile k = k_tile(stage);
+        const ValueTile v = v_tile(stage);
+        copy_wait<0>();
+        __syncthreads();  // this visit's keys are here, and everybody is done with the last
+        visit.next();
+        if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
+
+        TileGradient<false, MT, NT> tile(q0 + row0, k0);
+        multiply<HEAD_DIM>(tile.p, q_tile, row0, k, 0);
+        tile.probabilities(head.terms, head.sight, head.dropout, kind,
+                           [&](int m, int, int e) { return shift[m][e / 2]; });
+        multiply<VALUE_DIM>(tile.ds, dout_tile, row0, v, 0);
+        tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return delta[m][e / 2]; });
+        tile.at_products();
+        multiply(dq, tile.ds, k, 0);
+        if constexpr (STAGES == 1) {
+            __syncthreads();  // everybody is done with the keys
+            if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+        }
+    }
+    copy_wait<0>();
+    __syncthreads();  // everybody is done with the queries
+
+    bool finite[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            finite[m][half] = true;
+#pragma unroll
+            for (int n = 0; n < DT; ++n)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                    dq.x[m][n][e] *= Sum(p.scale);
+                    finite[m][half] = finite[m][half] && is_finite(dq.x[m][n][e]);
+                }
+        }
+    store_fragment(q_tile, dq, row0, 0);
+    __syncthreads();
+    q_tile.template store<THREADS, VECTOR>(
+        rows_of<Element>(p.dq, p.dq_at, head.b, head.h) + q0 * p.dq_at.n, p.dq_at.n, rows,
+        int(p.D));
+
+    // Rows that are not finite, once more and textbook-like, after everybody has stored.
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 not_finite = __ballot_sync(~0u, !finite[m][half]);
+            for (int g = 0; g < 8; ++g) {
+                const int i = row0 + 16 * m + 8 * half + g;
+                if ((not_finite >> (4 * g) & 15) && i < rows) query_row(head, q0 + i);
+            }
+        }
+}

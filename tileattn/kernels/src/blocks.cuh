@@ -1,0 +1,161 @@
+// Layer 3. Which query sees which key, by elements, by ranges and by blocks: twin of blocks.py.
+#pragma once
+
+#include "config.cuh"
+#include "params.cuh"
+
+constexpr int SKIP = 0, PARTIAL = 1, FULL = 2;
+constexpr int FAR = 1 << 30;  // beyond every key and query of a problem that fits in memory
+
+struct Range {
+    int lo, hi;
+};
+
+// The part of a mask that positions decide. Query i sees keys i + first to i + past - 1, and of
+// those the ones from 0 to length - 1.
+struct Band {
+    int Nq, length, first, past;
+
+    __device__ Band(const Params& p, i64 batch) {
+        const i64 given = p.lengths ? p.lengths[batch] : p.length;
+        const i64 known = min(max(given, i64(0)), p.Nk);
+        const i64 offset = p.offsets ? p.offsets[batch] : p.offset;
+        Nq = int(p.Nq);
+        length = int(known);
+        first = p.left < 0 ? -FAR : clamp(offset - p.left);
+        past = p.right < 0 ? FAR : clamp(offset + p.right + 1);
+    }
+    __device__ Band(int Nq, int length, int first, int past)
+        : Nq(Nq), length(length), first(first), past(past) {}
+    __device__ static int clamp(i64 x) { return int(min(max(x, i64(-FAR)), i64(FAR))); }
+
+    __device__ bool visible(int i, int j) const {
+        return j - i >= first && j - i < past && j >= 0 && j < length;
+    }
+    // Smallest range that holds every key that queries q0 to q1 - 1 see.
+    __device__ Range keys_of(int q0, int q1) const {
+        const int lo = max(0, q0 + first), hi = min(length, q1 - 1 + past);
+        return q0 < q1 && lo < hi ? Range{lo, hi} : Range{0, 0};
+    }
+    // Smallest range that holds every query that sees one of keys k0 to k1 - 1.
+    __device__ Range queries_of(int k0, int k1) const {
+        const int end = min(k1, length);
+        const int lo = max(0, k0 - past + 1), hi = min(Nq, end - first);
+        return k0 < end && lo < hi ? Range{lo, hi} : Range{0, 0};
+    }
+    __device__ int kind(int q0, int q1, int k0, int k1) const {
+        const Range some = keys_of(q0, q1);
+        if (k0 >= some.hi || k1 <= some.lo) return SKIP;
+        const int lo = max(0, q1 - 1 + first), hi = min(length, q0 + past);
+        return k0 >= lo && k1 <= hi ? FULL : PARTIAL;
+    }
+};
+
+// The band, the dense mask and the block mask of one head.
+struct Sight {
+    Band band;
+    const bool* mask;
+    i64 mask_i, mask_j;
+    const int* kinds;
+    i64 kinds_i;
+    const bool* bits;
+    int Nq, Nk, block_q, block_k;
+
+    __device__ Sight(const Params& p, i64 b, i64 h)
+        : band(p, b),
+          mask(static_cast<const bool*>(p.mask) + (HAS_MASK ? b * p.mask_at.b + h * p.mask_at.h : 0)),
+          mask_i(p.mask_at.i),
+          mask_j(p.mask_at.j),
+          kinds(p.kinds + (HAS_BLOCK_MASK ? b * p.kinds_at.b + h * p.kinds_at.h : 0)),
+          kinds_i(p.kinds_at.i),
+          bits(p.bits),
+          Nq(int(p.Nq)),
+          Nk(int(p.Nk)),
+          block_q(int(p.mask_block_q)),
+          block_k(int(p.mask_block_k)) {}
+
+    // Whether query i sees key j; indices past the end are not seen.
+    __device__ bool visible(int i, int j) const {
+        bool seen = band.visible(i, j) && i < Nq;
+        if constexpr (HAS_MASK) seen = seen && mask[min(i, Nq - 1) * mask_i + min(j, Nk - 1) * mask_j];
+        if constexpr (HAS_BLOCK_MASK) {
+            if (seen) {
+                const int cell = kinds[i / block_q * kinds_i + j / block_k];
+                seen = cell == -FULL ||
+                       (cell >= 0 &&
+                        bits[(i64(cell) * block_q + i % block_q) * block_k + j % block_k]);
+            }
+        }
+        return seen;
+    }
+
+    // Kind of a tile. Cells of a block mask hold -FULL, SKIP - 1, or where their bits are.
+    __device__ int kind(int q0, int q1, int k0, int k1) const {
+        int kind = band.kind(q0, min(q1, Nq), k0, k1);
+        if (HAS_MASK && kind == FULL) kind = PARTIAL;
+        if constexpr (HAS_BLOCK_MASK) {
+            if (kind == SKIP) return SKIP;
+            bool some = false, all = true;
+            const int last_q = (min(q1, Nq) - 1) / block_q, last_k = (min(k1, Nk) - 1) / block_k;
+            for (int r = q0 / block_q; r <= last_q; ++r)
+                for (int c = k0 / block_k; c <= last_k; ++c) {
+                    const int cell = kinds[r * kinds_i + c];
+                    some = some || cell != SKIP - 1;
+                    all = all && cell == -FULL;
+                }
+            return !some ? SKIP : all ? kind : PARTIAL;
+        }
+        return kind;
+    }
+};
+
+// The tiles that a block of queries (or of keys) visits, ascending: number and kind of each.
+// Every thread of the block walks along.
+template <class KindOf>
+struct Visits {
+    KindOf kind_of;
+    int tile, end, kind;
+
+    __device__ Visits(int first, int past, KindOf kind_of)
+        : kind_of(kind_of), tile(first - 1), end(past), kind(SKIP) {
+        next();
+    }
+    __device__ bool done() const { return tile >= end; }
+
+    __device__ void next() {
+        if constexpr (HAS_BLOCK_MASK) {
+            // Most tiles of a sparse mask are skipped: look at one for each thread at a time.
+            while (++tile < end) {
+                const int mine = tile + int(threadIdx.x);
+                const int seen = mine < end ? kind_of(mine) : SKIP;
+                // The nearest visited tile, above its kind; both small integers in one maximum.
+                const int ahead = seen == SKIP ? 0 : (THREADS - int(threadIdx.x)) * 4 + seen;
+                const int best = block_maximum(ahead);
+                if (best) {
+                    tile += THREADS - best / 4;
+                    kind = best % 4;
+                    return;
+                }
+                tile += THREADS - 1;
+            }
+            tile = end;
+        } else {
+            if (++tile < end) kind = kind_of(tile);
+        }
+    }
+
+    __device__ static int block_maximum(int x) {
+        __shared__ int warps[WARPS_M * WARPS_N];
+#pragma unroll
+        for (int step = 16; step; step /= 2) x = max(x, __shfl_xor_sync(~0u, x, step));
+        __syncthreads();  // the last maximum has been read
+        if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = x;
+        __syncthreads();
+#pragma unroll
+        for (int w = 0; w < WARPS_M * WARPS_N; ++w) x = max(x, warps[w]);
+        return x;
+    }
+};
+
+template <class KindOf>
+__device__ Visits(int, int, KindOf) -> Visits<KindOf>;

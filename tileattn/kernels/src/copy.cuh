@@ -1,0 +1,74 @@
+// Layer 1. Copies from global to shared memory, and matrices from shared memory to registers.
+#pragma once
+
+#include "types.cuh"
+
+__device__ inline u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// Begin to copy `valid` bytes, and zeros up to SIZE; both addresses are multiples of SIZE.
+template <int SIZE>
+__device__ inline void copy_async(char* target, const char* source, int valid) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (SIZE == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)),
+                     "l"(source), "r"(valid)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(target)),
+                     "l"(source), "n"(SIZE), "r"(valid)
+                     : "memory");
+#else
+    struct alignas(SIZE) Bytes {
+        u32 words[SIZE / 4];
+    };
+    Bytes bytes = {};
+    if (valid == SIZE)
+        bytes = *reinterpret_cast<const Bytes*>(source);
+    else
+        for (int i = 0; i < valid; ++i) reinterpret_cast<char*>(&bytes)[i] = source[i];
+    *reinterpret_cast<Bytes*>(target) = bytes;
+#endif
+}
+
+// Close the group of copies begun so far.
+__device__ inline void copy_commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Wait until at most PENDING of the youngest groups are under way.
+template <int PENDING>
+__device__ inline void copy_wait() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
+__device__ inline void load_matrices(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+__device__ inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+// Add to global memory without waiting for the sum.
+__device__ inline void add_global(float* target, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(x), "f"(y) : "memory");
+#else
+    atomicAdd(target, x);
+    atomicAdd(target + 1, y);
+#endif
+}
+__device__ inline void add_global(double* target, double x, double y) {
+    atomicAdd(target, x);
+    atomicAdd(target + 1, y);
+}

@@ -1,0 +1,123 @@
+// Attention, forward: one block of threads for each block of queries, key blocks ascending.
+// Mirrors forward_rows in spec.py. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+#include "plain.cuh"
+#include "softmax.cuh"
+
+constexpr int MT = BLOCK_Q / (16 * WARPS_M);  // 16-row tiles of a warp
+constexpr int NT = BLOCK_K / 8;
+constexpr int VT = VALUE_DIM / 8;
+static_assert(WARPS_N == 1, "a warp holds whole rows of scores");
+
+using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
+using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
+using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
+using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
+constexpr int FIRST_BYTES = QueryTile::BYTES > OutTile::BYTES ? QueryTile::BYTES : OutTile::BYTES;
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS) forward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) char memory[];
+    const QueryTile q_tile{memory};
+    const OutTile out_tile{memory};  // takes the place of the queries in the end
+    const KeyTile k_tile{memory + FIRST_BYTES};
+    const ValueTile v_tile{memory + FIRST_BYTES + KeyTile::BYTES};
+
+    const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
+    const int column_blocks = int((p.Dv + VALUE_DIM - 1) / VALUE_DIM);
+    const int turn = blockIdx.x % q_blocks, rest = blockIdx.x / q_blocks;
+    const int column = rest % column_blocks * VALUE_DIM, bh = rest / column_blocks;
+    // Under a causal mask the last queries see most: they go first.
+    const int q0 = (p.right < 0 ? turn : q_blocks - 1 - turn) * BLOCK_Q;
+    const int columns = min(VALUE_DIM, int(p.Dv) - column);
+    const Head head(p, bh / p.Hq, bh % p.Hq);
+    const int row0 = threadIdx.x / WARP * MT * 16;  // this warp's first row of the tile
+
+    const Range keys = head.sight.band.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
+        return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
+    });
+    auto load_keys = [&](int k0) {
+        k_tile.template load<THREADS, VECTOR>(head.k + k0 * p.k_at.n, p.k_at.n, keys.hi - k0,
+                                              int(p.D));
+        copy_commit();
+    };
+    auto load_values = [&](int k0) {
+        v_tile.template load<THREADS, VECTOR>(head.v + k0 * p.v_at.n + column, p.v_at.n,
+                                              keys.hi - k0, columns);
+        copy_commit();
+    };
+
+    q_tile.template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, int(p.Nq) - q0,
+                                          int(p.D));
+    RowState<MT> state;
+    Fragment<Sum, MT, VT> acc;
+    acc.clear();
+    if (!visit.done()) load_keys(visit.tile * BLOCK_K);
+    while (!visit.done()) {
+        const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
+        copy_wait<0>();
+        __syncthreads();  // the keys are here, and everybody is done with the last values
+        load_values(k0);
+        visit.next();
+
+        Scores<false, MT, NT> s(q0 + row0, k0);
+        multiply<HEAD_DIM>(s, q_tile, row0, k_tile, 0);
+        copy_wait<0>();
+        __syncthreads();  // the values are here, and everybody is done with the keys
+        if (!visit.done()) load_keys(visit.tile * BLOCK_K);
+
+        s.apply(head.terms);
+        if (kind == PARTIAL) s.hide(head.sight);
+        Sum rescale[MT][2];
+        state.absorb(s, head.terms.unit(), rescale);
+        s.drop(head.dropout);
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < VT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) acc.x[m][n][e] *= rescale[m][e / 2];
+        multiply(acc, s, v_tile, 0);
+    }
+    copy_wait<0>();
+    __syncthreads();  // everybody is done with the queries
+
+    const Lane lane;
+    const Sum sink = p.sinks ? static_cast<const Sum*>(p.sinks)[head.h] * LOG2_E : -infinity<Sum>();
+    bool finite[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            Sum lse;
+            const Sum weight = state.finish(m, half, sink, Sum(p.gain), lse);
+            bool good = is_finite(weight);
+#pragma unroll
+            for (int n = 0; n < VT; ++n)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                    acc.x[m][n][e] *= weight;
+                    good = good && is_finite(acc.x[m][n][e]);
+                }
+            finite[m][half] = good;
+            const int i = q0 + row0 + 16 * m + lane.row(2 * half);
+            if (lane.t == 0 && i < p.Nq) static_cast<Sum*>(p.lse)[head.row(i)] = lse;
+        }
+    store_fragment(out_tile, acc, row0, 0);
+    __syncthreads();
+    out_tile.template store<THREADS, VECTOR>(
+        rows_of<Element>(p.out, p.out_at, head.b, head.h) + q0 * p.out_at.n + column, p.out_at.n,
+        int(p.Nq) - q0, columns);
+
+    // Rows that are not finite, once more and textbook-like, after everybody has stored.
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 bad = __ballot_sync(~0u, !finite[m][half]);
+            for (int g = 0; g < 8; ++g) {
+                const int i = q0 + row0 + 16 * m + 8 * half + g;
+                if ((bad >> (4 * g) & 15) && i < p.Nq) forward_row(head, i, sink);
+            }
+        }
+}

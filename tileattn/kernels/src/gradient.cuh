@@ -1,0 +1,59 @@
+// Layer 3. Of one tile of the backward pass: probabilities recomputed from the logsumexp, and the
+// gradient at the scores. Mirrors backward_tile in spec.py.
+#pragma once
+
+#include "mask.cuh"
+
+// With Z the dropout (0 or 1 / (1 - p)) and t' the softcap's slope:
+//     P = exp2(S - shift),  dP = Z (dO V^T),  dS = P (dP - delta).
+template <bool TRANSPOSED, int MT, int NT>
+struct TileGradient {
+    Scores<TRANSPOSED, MT, NT> p;   // product of q and k; then P where kept, -P where dropped
+    Scores<TRANSPOSED, MT, NT> ds;  // product of dout and v; then dS
+    Fragment<Sum, MT, HAS_SOFTCAP ? NT : 1> derivatives;
+
+    __device__ TileGradient(int row, int column) : p(row, column), ds(row, column) {}
+
+    // shift(m, n, e) is the logsumexp of the element's query in units of log 2.
+    template <class Shift>
+    __device__ void probabilities(const Terms& terms, const Sight& sight, const Dropout& dropout,
+                                  int kind, Shift shift) {
+        if constexpr (HAS_SOFTCAP)
+            p.apply(terms, derivatives);
+        else
+            p.apply(terms);
+        if (kind == PARTIAL) p.hide(sight);
+        const Sum unit = terms.unit();
+        p.for_each([&](Sum& s, int, int, int m, int n, int e) {
+            // An infinite logsumexp must not meet the -infinity of a hidden pair.
+            s = s == -infinity<Sum>() ? Sum(0) : exp2_of(fma(s, unit, -shift(m, n, e)));
+        });
+        if constexpr (HAS_DROPOUT)
+            dropout.for_each<TRANSPOSED, MT, NT>(
+                p.row, p.column, [&](int m, int n, int e, bool kept) {
+                    if (!kept) p.x[m][n][e] = -p.x[m][n][e];
+                });
+    }
+
+    // P with the dropped ones at zero; what stays still lacks the gain.
+    __device__ static Sum dropped(Sum p) { return HAS_DROPOUT && p < 0 ? Sum(0) : p; }
+
+    template <class Delta>
+    __device__ void at_scores(Sum gain, Delta delta) {
+        ds.for_each([&](Sum& x, int, int, int m, int n, int e) {
+            const Sum probability = p.x[m][n][e];
+            Sum dp = x;
+            if constexpr (HAS_DROPOUT) dp = probability < 0 ? Sum(0) : dp * gain;
+            // A hidden pair may hold anything: it has no gradient.
+            x = probability == 0 ? Sum(0) : fabs(probability) * (dp - delta(m, n, e));
+        });
+    }
+
+    // From the gradient at the scores to that at the scaled products.
+    __device__ void at_products() {
+        if constexpr (HAS_SOFTCAP)
+            ds.for_each([&](Sum& x, int, int, int m, int n, int e) {
+                x *= derivatives.x[m][n][e];
+            });
+    }
+};

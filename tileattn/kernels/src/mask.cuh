@@ -1,0 +1,59 @@
+// Layer 3. Accumulators of scores: where each element stands, terms applied, hidden pairs taken out.
+#pragma once
+
+#include "blocks.cuh"
+#include "philox.cuh"
+#include "scores.cuh"
+
+// The scores of MT x NT atoms. Rows are queries; in transposed ones they are keys.
+template <bool TRANSPOSED, int MT, int NT>
+struct Scores : Fragment<Sum, MT, NT> {
+    int row, column;  // of the first element of all lanes
+
+    __device__ Scores(int row, int column) : row(row), column(column) { this->clear(); }
+
+    // Call visit(element, i, j, m, n, e) for every element of this lane.
+    template <class Visit>
+    __device__ void for_each(Visit visit) {
+        const Lane lane;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int r = row + 16 * m + lane.row(e), c = column + 8 * n + lane.column(e);
+                    visit(this->x[m][n][e], TRANSPOSED ? c : r, TRANSPOSED ? r : c, m, n, e);
+                }
+    }
+
+    __device__ void apply(const Terms& terms) {
+        if constexpr (!FOLD)
+            for_each([&](Sum& s, int i, int j, int, int, int) {
+                Sum derivative;
+                s = terms.score(s, i, j, derivative);
+            });
+    }
+
+    // Also keep the derivatives by the scaled product, where they are not 1.
+    __device__ void apply(const Terms& terms, Fragment<Sum, MT, NT>& derivatives) {
+        if constexpr (!FOLD)
+            for_each([&](Sum& s, int i, int j, int m, int n, int e) {
+                s = terms.score(s, i, j, derivatives.x[m][n][e]);
+            });
+    }
+
+    __device__ void hide(const Sight& sight) {
+        for_each([&](Sum& s, int i, int j, int, int, int) {
+            if (!sight.visible(i, j)) s = -infinity<Sum>();
+        });
+    }
+
+    // Zero the elements that dropout takes.
+    __device__ void drop(const Dropout& dropout) {
+        if constexpr (HAS_DROPOUT)
+            dropout.for_each<TRANSPOSED, MT, NT>(row, column, [&](int m, int n, int e, bool kept) {
+                if (!kept) this->x[m][n][e] = 0;
+            });
+    }
+};

@@ -1,0 +1,182 @@
+// Layer 1. The warp-wide product C[16 x 8] += A[16 x K] B[K x 8], one Atom for each element type.
+//
+// Every atom shares one map of C: lane (g, t) = (lane / 4, lane % 4) holds elements 0 to 3 at rows
+// g, g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1. Atoms of 4- and 8-byte types take eight
+// columns of A at a time in an order of our own choosing, the same for A and B: a lane's two
+// numbers stand at columns 2t and 2t + 1. So C becomes the A of a second product without moving.
+#pragma once
+
+#include "types.cuh"
+
+template <class T>
+struct Atom;
+
+// What a GPU without the instruction does: the same fragments, products by shuffles.
+template <class S, class Row, class Column>
+__device__ inline void multiply_by_shuffles(S (&c)[4], int steps, Row row, Column column) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    for (int other = 0; other < 4; ++other)
+        for (int k = 0; k < steps; ++k) {
+            const S low = __shfl_sync(~0u, row(0, k), 4 * g + other);
+            const S high = __shfl_sync(~0u, row(1, k), 4 * g + other);
+            const S b0 = __shfl_sync(~0u, column(k), 8 * t + other);
+            const S b1 = __shfl_sync(~0u, column(k), 8 * t + 4 + other);
+            c[0] = fma(low, b0, c[0]);
+            c[1] = fma(low, b1, c[1]);
+            c[2] = fma(high, b0, c[2]);
+            c[3] = fma(high, b1, c[3]);
+        }
+}
+
+// 16-bit types: A and B hold pairs of neighbouring columns, as ldmatrix delivers them.
+template <class T>
+struct HalfAtom {
+    static constexpr int K = 16;
+    struct A {
+        u32 r[4];
+    };
+    struct B {
+        u32 r[2];
+    };
+
+    // C of two neighbouring 8-column tiles, as A.
+    __device__ static A a_of(const float (&left)[4], const float (&right)[4]) {
+        return {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]), pack<T>(right[0], right[1]),
+                pack<T>(right[2], right[3])};
+    }
+
+    __device__ static void mma(float (&c)[4], const A& a, const B& b) {
+        auto half = [](u32 pair, int k) {
+            return widen(T{static_cast<unsigned short>(k % 2 ? pair >> 16 : pair)});
+        };
+        multiply_by_shuffles(
+            c, 4, [&](int high, int k) { return half(a.r[k / 2 * 2 + high], k); },
+            [&](int k) { return half(b.r[k / 2], k); });
+    }
+};
+
+template <>
+struct Atom<float16> : HalfAtom<float16> {
+    __device__ static void mma(float (&c)[4], const A& a, const B& b) {
+#if __CUDA_ARCH__ >= 800
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+            "{%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
+#else
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+            asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+                "{%0,%1,%2,%3};"
+                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                : "r"(a.r[2 * k]), "r"(a.r[2 * k + 1]), "r"(b.r[k]));
+#endif
+    }
+};
+
+template <>
+struct Atom<bfloat16> : HalfAtom<bfloat16> {
+#if __CUDA_ARCH__ >= 800
+    __device__ static void mma(float (&c)[4], const A& a, const B& b) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+            "{%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
+    }
+#endif
+};
+
+// float32 by three products of tf32 parts: x = high + low, each with 11 significant bits, and
+// x y = high low' + low high' + high high', short of 2**-22. Tensor cores cut their sums instead of
+// rounding them, so only the three products are summed there and C is added to outside.
+// Ootomo and Yokota, arXiv:2203.03341.
+template <>
+struct Atom<float> {
+    static constexpr int K = 8;
+#if __CUDA_ARCH__ >= 800
+    struct A {
+        u32 high[4], low[4];
+    };
+    struct B {
+        u32 high[2], low[2];
+    };
+
+    __device__ static void split(float x, u32& high, u32& low) {
+        // To the nearest, ties away: infinity stays one, and low makes a NaN of any overflow.
+        high = (__float_as_uint(x) + 0x1000) & 0xffffe000;
+        low = __float_as_uint(x - __uint_as_float(high));
+    }
+    __device__ static A a_of(const float (&x)[4]) {
+        A a;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) split(x[e / 2 + e % 2 * 2], a.high[e], a.low[e]);
+        return a;
+    }
+    __device__ static B b_of(float x0, float x1) {
+        B b;
+        split(x0, b.high[0], b.low[0]);
+        split(x1, b.high[1], b.low[1]);
+        return b;
+    }
+    __device__ static void mma_tf32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+            "{%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
+    __device__ static void mma(float (&c)[4], const A& a, const B& b) {
+        float sum[4] = {};
+        mma_tf32(sum, a.low, b.high);
+        mma_tf32(sum, a.high, b.low);
+        mma_tf32(sum, a.high, b.high);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[e] += sum[e];
+    }
+#else
+    struct A {
+        float r[4];
+    };
+    struct B {
+        float r[2];
+    };
+    __device__ static A a_of(const float (&x)[4]) { return {x[0], x[2], x[1], x[3]}; }
+    __device__ static B b_of(float x0, float x1) { return {x0, x1}; }
+    __device__ static void mma(float (&c)[4], const A& a, const B& b) {
+        multiply_by_shuffles(
+            c, 2, [&](int high, int k) { return a.r[2 * k + high]; }, [&](int k) { return b.r[k]; });
+    }
+#endif
+};
+
+template <>
+struct Atom<double> {
+    static constexpr int K = 8;
+    struct A {
+        double r[4];
+    };
+    struct B {
+        double r[2];
+    };
+    __device__ static A a_of(const double (&x)[4]) { return {x[0], x[2], x[1], x[3]}; }
+    __device__ static B b_of(double x0, double x1) { return {x0, x1}; }
+    __device__ static void mma(double (&c)[4], const A& a, const B& b) {
+#if __CUDA_ARCH__ >= 900
+        asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+            "{%8,%9}, {%0,%1,%2,%3};"
+            : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+            : "d"(a.r[0]), "d"(a.r[1]), "d"(a.r[2]), "d"(a.r[3]), "d"(b.r[0]), "d"(b.r[1]));
+#elif __CUDA_ARCH__ >= 800
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+#pragma unroll
+            for (int high = 0; high < 2; ++high)
+                asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, "
+                    "{%0,%1};"
+                    : "+d"(c[2 * high]), "+d"(c[2 * high + 1])
+                    : "d"(a.r[2 * k + high]), "d"(b.r[k]));
+#else
+        multiply_by_shuffles(
+            c, 2, [&](int high, int k) { return a.r[2 * k + high]; }, [&](int k) { return b.r[k]; });
+#endif
+    }
+};

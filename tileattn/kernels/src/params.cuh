@@ -1,0 +1,44 @@
+// Layer 3. What a launch passes to every kernel by value: twin of params.py, field by field.
+#pragma once
+
+#include "types.cuh"
+
+// Distances in elements between entries of a batch, heads and rows; a row is contiguous.
+struct Rows {
+    i64 b, h, n;
+};
+// The same for what is broadcast to (B, Hq, Nq, Nk).
+struct Pairs {
+    i64 b, h, i, j;
+};
+
+// Every field has 8 bytes, so that neither side has gaps.
+struct Params {
+    // Arrays; null where a call has none.
+    const void *q, *k, *v;
+    void *out, *lse;
+    const void* dout;
+    const void* dlse;
+    void *delta, *shift;
+    void *dq, *dk, *dv, *dq_sum;
+    const void* bias;
+    void* dbias;
+    const void* mask;
+    const void *slopes, *sinks;
+    void* dsinks;
+    const i64 *lengths, *offsets;
+    const int* kinds;
+    const bool* bits;
+    // Strides.
+    Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
+    Pairs bias_at, dbias_at, mask_at, kinds_at;
+    i64 slopes_b;
+    // Sizes.
+    i64 B, Hq, Hkv, Nq, Nk, D, Dv;
+    i64 bias_B, bias_H, bias_Nq, bias_Nk;
+    i64 mask_block_q, mask_block_k;
+    // Options; length and offset hold where the arrays of them are null.
+    i64 length, offset, left, right;
+    double scale, softcap, gain;
+    u64 seed, threshold;
+};

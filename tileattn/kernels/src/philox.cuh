@@ -1,0 +1,63 @@
+// Layer 3. Random bits for dropout, Philox-4x32-10 counted by (batch, head, query, key): twin of
+// philox.py, which states the layout. Salmon et al., "Parallel random numbers: as easy as 1, 2,
+// 3", SC 2011.
+#pragma once
+
+#include "config.cuh"
+#include "params.cuh"
+
+struct Words {
+    u32 x[4];
+};
+
+__device__ inline Words philox4x32(Words c, u32 key0, u32 key1) {
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const u64 p0 = u64(c.x[0]) * 0xD2511F53u, p1 = u64(c.x[2]) * 0xCD9E8D57u;
+        c = {u32(p1 >> 32) ^ c.x[1] ^ key0, u32(p1), u32(p0 >> 32) ^ c.x[3] ^ key1, u32(p0)};
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    return c;
+}
+
+// Dropout of one head.
+struct Dropout {
+    u32 key0, key1, threshold, head, batch;
+
+    __device__ Dropout(const Params& p, i64 b, i64 h)
+        : key0(u32(p.seed)),
+          key1(u32(p.seed >> 32)),
+          threshold(u32(p.threshold)),
+          head(u32(h)),
+          batch(u32(b)) {}
+
+    // The words of {i, i + 8} x {j, j + 8} where bit 3 of i and j is 0: the second pair is i + 8's.
+    __device__ Words words(int i, int j) const {
+        return philox4x32({u32(j / 16 * 8 + j % 8), u32(i / 16 * 8 + i % 8), head, batch}, key0,
+                          key1);
+    }
+    __device__ bool keeps(int i, int j) const {
+        return words(i, j).x[i / 8 % 2 * 2 + j / 8 % 2] >= threshold;
+    }
+
+    // Call visit(m, n, e, kept) for every element of accumulators that begin at (row, column), both
+    // multiples of 16; in transposed ones rows are keys.
+    template <bool TRANSPOSED, int MT, int NT, class Visit>
+    __device__ void for_each(int row, int column, Visit visit) const {
+        const Lane lane;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; n += 2)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int r = row + 16 * m + lane.g, c = column + 8 * n + lane.column(e);
+                    const Words w = TRANSPOSED ? words(c, r) : words(r, c);
+                    visit(m, n, e, w.x[0] >= threshold);
+                    visit(m, n, e + 2, w.x[TRANSPOSED ? 1 : 2] >= threshold);
+                    visit(m, n + 1, e, w.x[TRANSPOSED ? 2 : 1] >= threshold);
+                    visit(m, n + 1, e + 2, w.x[3] >= threshold);
+                }
+    }
+};

@@ -1,0 +1,181 @@
+// Layer 3. The textbook formula for one row at a time, by one warp. Kernels turn to it for rows that
+// are not finite: there, what is hidden must not be multiplied by zero but left out, and what is
+// seen must pass as IEEE arithmetic has it. It also serves what no tiled kernel has room for.
+#pragma once
+
+#include "mask.cuh"
+
+__device__ inline Sum warp_sum(Sum x) {
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+__device__ inline Sum warp_maximum(Sum x) {
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) x = fmax(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+__device__ inline Sum clip_finite(Sum x) {
+    return fmin(fmax(x, -largest<Sum>()), largest<Sum>());
+}
+
+template <class T>
+__device__ inline const T* rows_of(const void* data, const Rows& at, i64 b, i64 h) {
+    return static_cast<const T*>(data) + b * at.b + h * at.h;
+}
+template <class T>
+__device__ inline T* rows_of(void* data, const Rows& at, i64 b, i64 h) {
+    return static_cast<T*>(data) + b * at.b + h * at.h;
+}
+
+// One query head of one batch entry.
+struct Head {
+    const Params& p;
+    i64 b, h;
+    const Element *q, *k, *v, *dout;
+    Sight sight;
+    Terms terms;
+    Dropout dropout;
+
+    __device__ Head(const Params& p, i64 b, i64 h)
+        : p(p),
+          b(b),
+          h(h),
+          q(rows_of<Element>(p.q, p.q_at, b, h)),
+          k(rows_of<Element>(p.k, p.k_at, b, h / (p.Hq / p.Hkv))),
+          v(rows_of<Element>(p.v, p.v_at, b, h / (p.Hq / p.Hkv))),
+          dout(rows_of<Element>(p.dout, p.dout_at, b, h)),
+          sight(p, b, h),
+          terms(p, b, h),
+          dropout(p, b, h) {}
+
+    __device__ i64 row(int i) const { return (b * p.Hq + h) * p.Nq + i; }
+
+    // Score times unit() is in units of log 2; -infinity where hidden.
+    __device__ Sum score(int i, int j, Sum& derivative) const {
+        derivative = 1;
+        if (!sight.visible(i, j)) return -infinity<Sum>();
+        Sum product = 0;
+        for (int d = 0; d < p.D; ++d)
+            product = fma(Sum(widen(q[i * p.q_at.n + d])), Sum(widen(k[j * p.k_at.n + d])), product);
+        return terms.score(product, i, j, derivative) * terms.unit();
+    }
+};
+
+// What the backward pass knows of the pair (i, j).
+struct PairGradient {
+    bool seen;
+    Sum p, ds, capped;  // dropped probability, gradient at the score, and at the scaled product
+};
+
+__device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
+    const Params& p = head.p;
+    Sum derivative;
+    const Sum s = head.score(i, j, derivative);
+    if (s == -infinity<Sum>()) return {false, 0, 0, 0};
+    const Sum lse = static_cast<const Sum*>(p.shift)[head.row(i)];
+    const Sum delta = static_cast<const Sum*>(p.delta)[head.row(i)];
+    const Sum probability = exp2_of(s - lse);
+    const Sum keep = HAS_DROPOUT ? (head.dropout.keeps(i, j) ? Sum(p.gain) : Sum(0)) : Sum(1);
+    Sum dp = 0;
+    for (int d = 0; d < p.Dv; ++d)
+        dp = fma(Sum(widen(head.dout[i * p.dout_at.n + d])),
+                 Sum(widen(head.v[j * p.v_at.n + d])), dp);
+    const Sum ds = probability * (dp * keep - delta);
+    return {true, probability * keep, ds, ds * derivative};
+}
+
+// Visit what a warp's 32 pairs hold, one pair after the other, in every lane.
+template <class Row>
+__device__ inline void in_turn(bool seen, Sum weight, Row add) {
+    const u32 who = __ballot_sync(~0u, seen);
+    for (int other = 0; other < WARP; ++other)
+        if (who >> other & 1) add(other, __shfl_sync(~0u, weight, other));
+}
+
+// out and lse of query i. Columns come 32 at a time, the keys are gone through again for each.
+__device__ __noinline__ void forward_row(const Head& head, int i, Sum sink) {
+    const Params& p = head.p;
+    const int lane = threadIdx.x % WARP;
+    const Range keys = head.sight.band.keys_of(i, i + 1);
+    Sum derivative, m = sink;
+    for (int j = keys.lo + lane; j < keys.hi; j += WARP) m = fmax(m, head.score(i, j, derivative));
+    m = warp_maximum(m);
+    const Sum shift = clip_finite(m);
+    Sum l = 0;
+    for (int j = keys.lo + lane; j < keys.hi; j += WARP)
+        l += exp2_of(head.score(i, j, derivative) - shift);
+    l = warp_sum(l) + exp2_of(sink - shift);
+    if (lane == 0) static_cast<Sum*>(p.lse)[head.row(i)] = (m + log2_of(l)) * LN_2;
+    Element* out = rows_of<Element>(p.out, p.out_at, head.b, head.h) + i * p.out_at.n;
+    for (int d0 = 0; d0 < p.Dv; d0 += WARP) {
+        const int d = d0 + lane;
+        Sum total = 0;
+        for (int j0 = keys.lo; j0 < keys.hi; j0 += WARP) {
+            const int j = j0 + lane;
+            const Sum s = j < keys.hi ? head.score(i, j, derivative) : -infinity<Sum>();
+            const bool kept = !HAS_DROPOUT || head.dropout.keeps(i, j);
+            in_turn(s != -infinity<Sum>(), kept ? exp2_of(s - shift) : Sum(0),
+                    [&](int other, Sum weight) {
+                        if (d < p.Dv)
+                            total = fma(weight, Sum(widen(head.v[(j0 + other) * p.v_at.n + d])),
+                                        total);
+                    });
+        }
+        if (d < p.Dv) out[d] = narrow<Element>(l == 0 ? Sum(0) : total * (Sum(p.gain) / l));
+    }
+}
+
+// dq of query i.
+__device__ __noinline__ void query_row(const Head& head, int i) {
+    const Params& p = head.p;
+    const int lane = threadIdx.x % WARP;
+    const Range keys = head.sight.band.keys_of(i, i + 1);
+    Element* dq = rows_of<Element>(p.dq, p.dq_at, head.b, head.h) + i * p.dq_at.n;
+    for (int d0 = 0; d0 < p.D; d0 += WARP) {
+        const int d = d0 + lane;
+        Sum total = 0;
+        for (int j0 = keys.lo; j0 < keys.hi; j0 += WARP) {
+            const int j = j0 + lane;
+            const PairGradient pair =
+                j < keys.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
+            in_turn(pair.seen, pair.capped, [&](int other, Sum weight) {
+                if (d < p.D)
+                    total = fma(weight, Sum(widen(head.k[(j0 + other) * p.k_at.n + d])), total);
+            });
+        }
+        if (d < p.D) dq[d] = narrow<Element>(total * Sum(p.scale));
+    }
+}
+
+// dk and dv of key j of key head `kv`.
+__device__ __noinline__ void key_row(const Params& p, i64 b, i64 kv, int j) {
+    const int lane = threadIdx.x % WARP, group = int(p.Hq / p.Hkv);
+    Element* dk = rows_of<Element>(p.dk, p.dk_at, b, kv) + j * p.dk_at.n;
+    Element* dv = rows_of<Element>(p.dv, p.dv_at, b, kv) + j * p.dv_at.n;
+    for (int d0 = 0; d0 < p.D || d0 < p.Dv; d0 += WARP) {
+        const int d = d0 + lane;
+        Sum dk_total = 0, dv_total = 0;
+        for (int g = 0; g < group; ++g) {
+            const Head head(p, b, kv * group + g);
+            const Range queries = head.sight.band.queries_of(j, j + 1);
+            for (int i0 = queries.lo; i0 < queries.hi; i0 += WARP) {
+                const int i = i0 + lane;
+                const PairGradient pair =
+                    i < queries.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
+                in_turn(pair.seen, pair.capped, [&](int other, Sum weight) {
+                    if (d < p.D)
+                        dk_total =
+                            fma(weight, Sum(widen(head.q[(i0 + other) * p.q_at.n + d])), dk_total);
+                });
+                in_turn(pair.seen, pair.p, [&](int other, Sum weight) {
+                    if (d < p.Dv)
+                        dv_total = fma(weight, Sum(widen(head.dout[(i0 + other) * p.dout_at.n + d])),
+                                       dv_total);
+                });
+            }
+        }
+        if (d < p.D) dk[d] = narrow<Element>(dk_total * Sum(p.scale));
+        if (d < p.Dv) dv[d] = narrow<Element>(dv_total);
+    }
+}

@@ -1,0 +1,10 @@
+// Backward for keys and values, by the textbook: one warp for each key.
+#include "plain.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+    plain_keys(const __grid_constant__ Params p) {
+    const i64 row = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
+    if (row >= p.B * p.Hkv * p.Nk) return;
+    const i64 bh = row / p.Nk;
+    key_row(p, bh / p.Hkv, bh % p.Hkv, int(row % p.Nk));
+}

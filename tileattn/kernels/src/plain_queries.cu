@@ -1,0 +1,10 @@
+// Backward for queries, by the textbook: one warp for each query.
+#include "plain.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+    plain_queries(const __grid_constant__ Params p) {
+    const i64 row = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
+    if (row >= p.B * p.Hq * p.Nq) return;
+    const i64 bh = row / p.Nq;
+    query_row(Head(p, bh / p.Hq, bh % p.Hq), int(row % p.Nq));
+}

@@ -1,0 +1,57 @@
+// Layer 3. Terms of the score between the product of q and k and the softmax, with their
+// derivative: twin of scores.py. Scores are in units of log 2, for exponentials of base 2.
+#pragma once
+
+#include "config.cuh"
+#include "params.cuh"
+
+// 16-bit inputs: by two fast instructions, absolute error 1e-7; the others: to the last bits.
+__device__ inline float tanh_of(float x) {
+    if constexpr (sizeof(Element) > 2) return tanhf(x);
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1 + exp2_of(2 * LOG2_E_FLOAT * x)));
+    return fmaf(-2, reciprocal, 1);
+}
+__device__ inline double tanh_of(double x) { return tanh(x); }
+
+// Of one head.
+struct Terms {
+    Sum scale, softcap, slope, offset;
+    const BiasElement* bias;
+    i64 bias_i, bias_j;
+    int Nq, Nk;
+
+    __device__ Terms(const Params& p, i64 b, i64 h)
+        : scale(Sum(p.scale)),
+          softcap(Sum(p.softcap)),
+          slope(HAS_ALIBI ? static_cast<const Sum*>(p.slopes)[b * p.slopes_b + h] : Sum(0)),
+          offset(Sum(p.offsets ? p.offsets[b] : p.offset)),
+          bias(static_cast<const BiasElement*>(p.bias)),
+          bias_i(p.bias_at.i),
+          bias_j(p.bias_at.j),
+          Nq(int(p.Nq)),
+          Nk(int(p.Nk)) {
+        if constexpr (HAS_BIAS) bias += b * p.bias_at.b + h * p.bias_at.h;
+    }
+
+    // What multiplies a product, or a score that `score` has made, in the exponent of 2.
+    __device__ Sum unit() const { return FOLD ? scale * LOG2_E : Sum(1); }
+
+    // Score of query i and key j from their product; slope: its derivative by the scaled product.
+    __device__ Sum score(Sum product, int i, int j, Sum& derivative) const {
+        derivative = 1;
+        if constexpr (FOLD) return product;
+        Sum s = scale * product;
+        if constexpr (HAS_SOFTCAP) {
+            const Sum t = tanh_of(s / softcap);
+            derivative = 1 - t * t;
+            s = softcap * t;
+        }
+        if constexpr (HAS_ALIBI) s -= slope * fabs(Sum(i) + offset - Sum(j));
+        if constexpr (HAS_BIAS) {
+            // Indices past the end are hidden later; the bias is not read there.
+            s += Sum(widen(bias[min(i, Nq - 1) * bias_i + min(j, Nk - 1) * bias_j]));
+        }
+        return s * LOG2_E;
+    }
+};

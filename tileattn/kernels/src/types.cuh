@@ -1,0 +1,134 @@
+// Layer 1. Element types by their NumPy names, and the conversions between them and the sums.
+#pragma once
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct float16 {
+    unsigned short bits;
+};
+struct bfloat16 {
+    unsigned short bits;
+};
+using float32 = float;
+using float64 = double;
+
+// Sums are kept in float, those of float64 in double.
+template <class T>
+struct SumOf {
+    using type = float;
+};
+template <>
+struct SumOf<double> {
+    using type = double;
+};
+
+// Numbers per 32-bit register that a fragment of this type holds.
+template <class T>
+constexpr bool IS_HALF_WIDTH = sizeof(T) == 2;
+
+__device__ inline float widen(float16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+__device__ inline float widen(bfloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+
+template <class T>
+__device__ inline T narrow(float x);
+template <class T>
+__device__ inline T narrow(double x);
+
+template <>
+__device__ inline float16 narrow<float16>(float x) {
+    float16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+template <>
+__device__ inline bfloat16 narrow<bfloat16>(float x) {
+    bfloat16 y;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+    // To the nearest, ties to even; a NaN stays one.
+    const u32 bits = __float_as_uint(x);
+    y.bits = x != x ? 0x7fff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+#endif
+    return y;
+}
+template <>
+__device__ inline float narrow<float>(float x) {
+    return x;
+}
+template <>
+__device__ inline double narrow<double>(double x) {
+    return x;
+}
+template <>
+__device__ inline float narrow<float>(double x) {
+    return float(x);
+}
+template <>
+__device__ inline double narrow<double>(float x) {
+    return x;
+}
+template <>
+__device__ inline float16 narrow<float16>(double x) {
+    return narrow<float16>(float(x));
+}
+template <>
+__device__ inline bfloat16 narrow<bfloat16>(double x) {
+    return narrow<bfloat16>(float(x));
+}
+
+// Two numbers in one register, the first in the lower half.
+template <class T>
+__device__ inline u32 pack(float low, float high) {
+    return u32(narrow<T>(low).bits) | u32(narrow<T>(high).bits) << 16;
+}
+#if __CUDA_ARCH__ >= 800
+template <>
+__device__ inline u32 pack<float16>(float low, float high) {
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+template <>
+__device__ inline u32 pack<bfloat16>(float low, float high) {
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+#endif
+
+template <class S>
+__device__ inline S infinity() {
+    return S(__uint_as_float(0x7f800000));
+}
+template <class S>
+__device__ inline S largest();
+template <>
+__device__ inline float largest<float>() {
+    return __uint_as_float(0x7f7fffff);
+}
+template <>
+__device__ inline double largest<double>() {
+    return 1.7976931348623157e+308;
+}
+
+__device__ inline float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline double exp2_of(double x) { return exp2(x); }
+
+__device__ inline float log2_of(float x) { return log2f(x); }
+__device__ inline double log2_of(double x) { return log2(x); }
+
+__device__ inline bool is_finite(float x) { return fabsf(x) < infinity<float>(); }
+__device__ inline bool is_finite(double x) { return fabs(x) < infinity<double>(); }

@@ -1,0 +1,124 @@
+"""Tile sizes of the kernels, by element size and head dimension; the first that fits is taken.
+
+Rows marked as tuned were chosen by measurement with ``benchmarks/gpu.py``; the others are what has
+room on GPUs with less shared memory.
+"""
+
+from typing import NamedTuple
+
+
+class TileSize(NamedTuple):
+    """How one kernel cuts its problem.
+
+    Parameters
+    ----------
+    block_q, block_k : int
+        Queries and keys of a tile.
+    warps_m, warps_n : int
+        Warps along the rows and columns of the products.
+    stages : int
+        Tiles of the inner loop in shared memory.
+    residents : int
+        Blocks that a multiprocessor is to hold at once.
+    tuned : bool
+        Whether the row was chosen by measurement; such a kernel may not spill registers.
+    """
+
+    block_q: int
+    block_k: int
+    warps_m: int
+    warps_n: int = 1
+    stages: int = 1
+    residents: int = 1
+    tuned: bool = False
+
+
+ROOMS = (32, 64, 96, 128, 192, 256)
+"""Head dimensions that kernels are compiled for: the next one has room for what is between."""
+
+LARGEST = ROOMS[-1]
+
+_SMALL = (
+    TileSize(64, 32, 4),
+    TileSize(32, 32, 2),
+    TileSize(32, 16, 2),
+    TileSize(16, 16, 1),
+)
+_SMALL_KEYS = (
+    TileSize(32, 64, 4, 2),
+    TileSize(32, 32, 2, 2),
+    TileSize(16, 32, 2, 1),
+    TileSize(16, 16, 1, 1),
+)
+
+# (kernel, bytes of an element) -> for each largest head dimension, what to try in turn.
+_TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
+    ("forward", 2): {
+        64: (TileSize(128, 64, 4),),
+        128: (TileSize(128, 64, 4),),
+        256: (TileSize(128, 64, 8),),
+    },
+    ("forward", 4): {
+        64: (TileSize(64, 64, 4),),
+        128: (TileSize(64, 32, 4),),
+        256: (TileSize(64, 32, 4),),
+    },
+    ("forward", 8): {
+        128: (TileSize(64, 32, 4),),
+        256: (TileSize(64, 16, 4),),
+    },
+    ("backward_keys", 2): {
+        64: (TileSize(64, 128, 8, 1, 2),),
+        128: (TileSize(64, 128, 4, 2, 2),),
+        256: (TileSize(64, 64, 2, 4, 1),),
+    },
+    ("backward_keys", 4): {
+        64: (TileSize(32, 64, 4, 1, 2),),
+        128: (TileSize(32, 64, 4, 2, 2),),
+        256: (TileSize(32, 32, 2, 2, 1),),
+    },
+    ("backward_keys", 8): {
+        64: (TileSize(32, 32, 2, 2, 2),),
+        128: (TileSize(32, 32, 2, 2, 1),),
+        256: (TileSize(32, 16, 1, 2, 1),),
+    },
+    ("backward_queries", 2): {
+        64: (TileSize(128, 64, 8, 1, 2),),
+        128: (TileSize(64, 64, 4, 1, 2),),
+        256: (TileSize(64, 64, 4, 1, 1),),
+    },
+    ("backward_queries", 4): {
+        64: (TileSize(64, 32, 4, 1, 2),),
+        128: (TileSize(64, 32, 4, 1, 1),),
+        256: (TileSize(32, 16, 2, 1, 1),),
+    },
+    ("backward_queries", 8): {
+        128: (TileSize(32, 16, 2, 1, 1),),
+        256: (TileSize(16, 16, 1, 1, 1),),
+    },
+    ("backward_bias", 2): {128: (TileSize(64, 64, 4),), 256: (TileSize(64, 64, 4),)},
+    ("backward_bias", 4): {256: (TileSize(64, 32, 4),)},
+    ("backward_bias", 8): {256: (TileSize(32, 16, 2),)},
+}
+
+
+def candidates(kernel: str, itemsize: int, dim: int) -> tuple[TileSize, ...]:
+    """List the tile sizes of a kernel, the fastest first.
+
+    Parameters
+    ----------
+    kernel : str
+        Name of the kernel.
+    itemsize : int
+        Bytes of an element.
+    dim : int
+        The larger of the two head dimensions.
+
+    Returns
+    -------
+    tuple of TileSize
+        At least one.
+    """
+    table = _TABLE[kernel, itemsize]
+    best = next(sizes for limit, sizes in table.items() if dim <= limit)
+    return best + (_SMALL_KEYS if kernel == "backward_keys" else _SMALL)
