@@ -8,8 +8,8 @@ CUDA = $(shell nvidia-smi 2>/dev/null | awk -F 'Version: *' \
 	'/CUDA/ { v = int($$NF); print (v > 12 ? ",cuda13" : v == 12 ? ",cuda12" : ""); exit }')
 EXTRAS_demo = demo$(CUDA)
 # The kernels are compiled without a GPU too, but two wheels of CuPy would break each other.
-EXTRAS_dev  = dev$(or $(CUDA),$(NVRTC))
 NVRTC       = ,nvrtc
+EXTRAS_dev  = dev$(or $(CUDA),$(NVRTC))
 EXTRAS_gpu  = dev$(CUDA)
 EXTRAS_bench = bench
 

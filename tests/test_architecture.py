@@ -117,13 +117,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lane": FACTS | {"blocks", "philox", "scores", "seen", "state"},
     "spec": FACTS | ALGORITHM,
     "traffic": FACTS | {"blocks", "lane"},
+    "memo": LEAVES | {"block_mask"},
     "kernels": FACTS,
-    "backends": FACTS | ALGORITHM | {"kernels", "traffic"},
-    "api": FACTS | {"backends", "state"},
+    "backends": FACTS | ALGORITHM | {"kernels", "memo", "traffic"},
+    "api": FACTS | {"backends", "memo", "state"},
     "testing": FACTS | {"reference"},
     "selfcheck": FACTS | {"backends", "reference", "testing"},
     "": FACTS | {"api", "backends", "philox", "reference", "testing"},
-    "__main__": FACTS | {"", "backends", "selfcheck"},
+    "__main__": FACTS | {"", "backends", "kernels", "selfcheck"},
 }
 
 

@@ -37,10 +37,10 @@ def select(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def common_keys(_: str, dtypes: list[str], head_dims: list[int]) -> list[KernelKey]:
         return [KernelKey("tiny", dtype, D, D) for dtype in dtypes for D in head_dims]
 
-    stub = ModuleType("tileattn.kernels.select")
+    stub = ModuleType("tileattn.kernels.catalog")
     stub.__dict__["common_keys"] = common_keys
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
-    monkeypatch.setattr(tileattn.kernels, "select", stub, raising=False)
+    monkeypatch.setattr(tileattn.kernels, "catalog", stub, raising=False)
     monkeypatch.setattr(compiling.compiled, "__defaults__", ((folder,),))
 
 

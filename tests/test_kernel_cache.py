@@ -101,7 +101,7 @@ def test_a_sound_entry_under_another_name_is_not_read(place: Path) -> None:
 def in_vain() -> None:
     assert cache.read(INPUTS) is None
     cache.write(INPUTS, BODY)
-    cache.write(INPUTS, BODY)
+    cache.write(OTHER, BODY)
 
 
 def refused(reason: str) -> None:
@@ -119,7 +119,7 @@ def test_a_folder_of_another_user_is_refused(place: Path, monkeypatch: pytest.Mo
         os.chown(place, 4242, -1)
     monkeypatch.setattr(os, "geteuid", lambda: 4343)
     refused("belongs to another user")
-    assert entry(place).read_bytes().endswith(BODY)
+    assert not entry(place, OTHER).exists()
 
 
 @posix
@@ -138,6 +138,7 @@ def test_a_folder_that_others_can_write_to_is_refused(place: Path, mode: int) ->
     cache.write(INPUTS, BODY)
     place.chmod(mode)
     refused("chmod go-w")
+    assert not entry(place, OTHER).exists()
     place.chmod(0o755)
     assert cache.read(INPUTS) == BODY
 

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -118,7 +119,7 @@ class FakeDevice:
 
 
 @pytest.fixture
-def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Replace CuPy and the driver by what answers as a machine with one GPU would."""
     attributes = {"NUM_REGS": 40, "LOCAL_SIZE_BYTES": 8, "SHARED_SIZE_BYTES": 1024}
     values = {f"CU_FUNC_ATTRIBUTE_{name}": number for name, number in attributes.items()}
@@ -157,7 +158,10 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(compiling, "_loaded", {})
     monkeypatch.setattr(FakeDevice, "used", [])
     compiling.arch_of.cache_clear()
-    return fake
+    compiling._runtime.cache_clear()
+    yield fake
+    compiling.arch_of.cache_clear()
+    compiling._runtime.cache_clear()
 
 
 def test_a_kernel_knows_its_resources(folder: Path, fake_cupy: SimpleNamespace) -> None:

@@ -172,12 +172,12 @@ def _compile(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print(f"no kernel cache: {error}; TILEATTN_CACHE_DIR names a folder", file=sys.stderr)
         return 2
-    from tileattn.kernels import select  # what is worth compiling, which only this command needs
+    from tileattn.kernels import catalog  # what is worth compiling, which only this command needs
 
     jobs = [
         (key, arch)
         for arch in archs
-        for key in select.common_keys(arch, arguments.dtype, arguments.head_dim)
+        for key in catalog.common_keys(arch, arguments.dtype, arguments.head_dim)
     ]
     failures = _compile_all(jobs, max(1, arguments.jobs), arguments.force)
     print(f"{len(jobs) - failures} of {len(jobs)} kernels are in {place}")

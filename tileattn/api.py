@@ -1,12 +1,14 @@
 """The public calls. Each validates, chooses a backend and hands over."""
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from tileattn import backends
 from tileattn.backends.protocol import Backend, Explanation
+from tileattn.memo import signature
 from tileattn.problem import (
     Operands,
     Options,
@@ -14,6 +16,7 @@ from tileattn.problem import (
     check_array,
     check_dtype,
     four_axes,
+    operands_of,
     parse,
 )
 from tileattn.results import Attention, Gradients
@@ -123,13 +126,21 @@ def forward(
     >>> bool(np.allclose(out[:, :, 0], v[:, :, 0]))
     True
     """
-    chosen, problem, operands = _prepare(q, k, v, backend, options, out=out)
+    given = {} if out is None else {"out": out}
+    known = backends.KNOWN.get(signature((q, k, v, *given.values()), backend, options))
+    if known is not None and "repeat" in known.memo:
+        again: Attention | None = known.memo["repeat"](q, k, v)
+        if again is not None:
+            return again
+    chosen, problem, operands = _prepare(known, q, k, v, backend, options, given)
     if out is not None:
-        check_array("out", out, problem.out_shape, problem.dtype)
         _ensure_writable(out, {"q": q, "k": k, "v": v, **options})
-    result = chosen.forward(problem, operands, None if out is None else four_axes(out))
-    lead = (0,) * (4 - problem.ndim)
-    return Attention(result.out[lead] if out is None else out, result.lse[lead])
+        result = chosen.forward(problem, operands, four_axes(out))
+        return Attention(out, _without_lead(result.lse, problem))
+    result = chosen.forward(problem, operands, None)
+    if problem.ndim == 4:
+        return result
+    return Attention(*(_without_lead(x, problem) for x in result))
 
 
 def backward(
@@ -205,28 +216,23 @@ def backward(
     ((5, 8), True)
     """
     given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    chosen, problem, operands = _prepare(q, k, v, backend, options, **given)
+    known = backends.KNOWN.get(signature((q, k, v, *given.values()), backend, options))
+    chosen, problem, operands = _prepare(known, q, k, v, backend, options, given)
     if not isinstance(deterministic, bool | np.bool_):
         raise TypeError(
             f"deterministic is {type(deterministic).__name__}; True or False is accepted"
         )
-    for name, x, shape, dtype in (
-        ("dout", dout, problem.out_shape, problem.dtype),
-        ("out", out, problem.out_shape, problem.dtype),
-        ("lse", lse, problem.out_shape[:-1], problem.sum_dtype),
-        ("dlse", dlse, problem.out_shape[:-1], problem.sum_dtype),
-    ):
-        if x is not None or name != "dlse":
-            check_array(name, x, shape, dtype)
-    rows = (problem.B, problem.Hq, problem.Nq)
-    attention = Attention(four_axes(out), lse.reshape(rows))
-    dlse = None if dlse is None else dlse.reshape(rows)
+    if problem.ndim < 4:
+        rows = (problem.B, problem.Hq, problem.Nq)
+        out, dout, lse = four_axes(out), four_axes(dout), lse.reshape(rows)
+        dlse = None if dlse is None else dlse.reshape(rows)
     result = chosen.backward(
-        problem, operands, four_axes(dout), attention, dlse, bool(deterministic)
+        problem, operands, dout, Attention(out, lse), dlse, bool(deterministic)
     )
-    lead = (0,) * (4 - problem.ndim)
-    dbias = None if result.dbias is None else result.dbias.reshape(options["bias"].shape)
-    dq, dk, dv = (x[lead] for x in result[:3])
+    dbias = result.dbias
+    if dbias is not None and dbias.shape != options["bias"].shape:
+        dbias = dbias.reshape(options["bias"].shape)
+    dq, dk, dv = (_without_lead(x, problem) for x in result[:3])
     return Gradients(dq, dk, dv, dbias, result.dsinks)
 
 
@@ -327,7 +333,7 @@ def explain(
     >>> tileattn.explain(x, x, x, causal=True).backend
     'numpy'
     """
-    chosen, problem, operands = _prepare(q, k, v, backend, options)
+    chosen, problem, operands = _prepare(None, q, k, v, backend, options, {})
     return chosen.explain(problem, operands)
 
 
@@ -338,15 +344,61 @@ def _listed(name: str, x: Any) -> list[Any]:
         raise TypeError(f"{name} is {type(x).__name__}; a sequence of arrays is accepted") from None
 
 
+class _Known(NamedTuple):
+    """What was found out about a call; lengths and offsets where they are on the host."""
+
+    backend: Backend
+    problem: Problem
+    kv_lengths: Any
+    q_offset: Any
+    memo: dict[Any, Any]
+
+
 def _prepare(
-    q: Any, k: Any, v: Any, backend: str, options: Options, **others: Any
+    known: _Known | None,
+    q: Any,
+    k: Any,
+    v: Any,
+    backend: str,
+    options: Options,
+    others: dict[str, Any],
 ) -> tuple[Backend, Problem, Operands]:
+    """Validate a call and choose its backend, where no call like it is known to be valid."""
+    if known is not None:
+        return known.backend, known.problem, _operands(known, q, k, v, options)
     arrays = {"q": q, "k": k, "v": v, **others}
     arrays |= {name: options.get(name) for name in ("bias", "mask", "alibi_slopes", "sinks")}
     chosen = backends.choose(backend, arrays)
     problem, operands = parse(q, k, v, options)
     backends.ensure_served(chosen, problem)
+    for name, x in others.items():
+        if x is not None or name != "dlse":
+            of_rows = name in {"lse", "dlse"}
+            shape = problem.out_shape[:-1] if of_rows else problem.out_shape
+            check_array(name, x, shape, problem.sum_dtype if of_rows else problem.dtype)
+    key = signature((q, k, v, *others.values()), backend, options)
+    if key is not None:
+        lengths, offset = (
+            x if isinstance(x, np.ndarray) else None
+            for x in (operands.kv_lengths, operands.q_offset)
+        )
+        backends.KNOWN.keep(key, _Known(chosen, problem, lengths, offset, operands.memo))
     return chosen, problem, operands
+
+
+def _operands(known: _Known, q: Any, k: Any, v: Any, options: Options) -> Operands:
+    _, problem, lengths, offset, memo = known
+    if lengths is None:
+        lengths = options["kv_lengths"].astype(np.int64, copy=False)
+    if offset is None:
+        offset = options.get("q_offset")
+        offset = lengths - problem.Nq if offset is None else offset.astype(np.int64, copy=False)
+    return operands_of(q, k, v, lengths, offset, memo=memo, options=options)
+
+
+def _without_lead(x: Any, problem: Problem) -> Any:
+    """Take away the axes that the caller's arrays lack."""
+    return x if problem.ndim == 4 else x[(0,) * (4 - problem.ndim)]
 
 
 def _ensure_writable(out: Any, inputs: dict[str, Any]) -> None:
@@ -357,8 +409,32 @@ def _ensure_writable(out: Any, inputs: dict[str, Any]) -> None:
     if out.size and reach + out.itemsize < out.size * out.itemsize:
         raise ValueError("out has elements that overlap; a plain array is accepted")
     for name, x in inputs.items():
-        if isinstance(x, np.ndarray) and _overlap(out, x):
+        if type(x) is not type(out):
+            continue
+        if _overlap(out, x) if isinstance(x, np.ndarray) else _overlap_there(out, x):
             raise ValueError(f"out overlaps {name}; an array with memory of its own is accepted")
+
+
+def _overlap_there(a: Any, b: Any) -> bool:
+    """Whether two arrays on the GPU share memory."""
+    (a_first, a_past), (b_first, b_past) = _extent(a), _extent(b)
+    return a_first < b_past and b_first < a_past and _overlap(_placed(a), _placed(b))
+
+
+def _extent(x: Any) -> tuple[int, int]:
+    """Address of the first byte of an array, and of the first past it."""
+    first = past = x.data.ptr
+    for n, step in zip(x.shape, x.strides, strict=True):
+        first += min((n - 1) * step, 0)
+        past += max((n - 1) * step, 0)
+    return first, past + x.itemsize if x.size else first
+
+
+def _placed(x: Any) -> Any:
+    """Give a NumPy array of the same addresses on the GPU, for a test that touches no memory."""
+    described = {"shape": x.shape, "strides": x.strides, "typestr": f"|V{x.itemsize}"}
+    address = {"data": (x.data.ptr, False), "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=described | address))
 
 
 def _overlap(a: Any, b: Any) -> bool:

@@ -5,7 +5,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import ml_dtypes
 import numpy as np
@@ -87,7 +87,7 @@ class Problem:
     @property
     def sum_dtype(self) -> np.dtype[Any]:
         """Type in which sums are kept and in which ``lse`` is given."""
-        return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+        return DTYPES[3 if self.dtype == DTYPES[3] else 2]
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -95,8 +95,7 @@ class Problem:
         return (self.B, self.Hq, self.Nq, self.Dv)[4 - self.ndim :]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Operands:
+class Operands(NamedTuple):
     """The arrays of one call, as views with all four axes.
 
     Parameters
@@ -105,10 +104,10 @@ class Operands:
         The inputs.
     kv_lengths, q_offset : array of int64, shape (B,)
         Keys that exist, and position of query 0, for each batch entry.
-    bias : array or None, broadcastable to (B, Hq, Nq, Nk), four axes
-        Added to the scores.
-    mask : array of bool or None, broadcastable to (B, Hq, Nq, Nk), four axes
-        True = seen.
+    memo : dict
+        Where a backend keeps what it worked out: the next call of the same signature has it.
+    bias, mask : array or None, broadcastable to (B, Hq, Nq, Nk), four axes
+        Added to the scores; booleans, True = seen.
     block_mask : BlockMask or None
         Blocks that are skipped.
     alibi_slopes : array or None, shape (B or 1, Hq)
@@ -122,6 +121,7 @@ class Operands:
     v: Any
     kv_lengths: Any
     q_offset: Any
+    memo: dict[Any, Any]
     bias: Any = None
     mask: Any = None
     block_mask: BlockMask | None = None
@@ -155,10 +155,10 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
     shape = (B, Hq, Nq, Nk)
     kv_lengths = _lengths(options.get("kv_lengths"), B, Nk)
     q_offset = _integers("q_offset", options.get("q_offset"), B)
-    slopes = _array("alibi_slopes", options.get("alibi_slopes"), ((Hq,), (B, Hq)), DTYPES)
-    sinks = _array("sinks", options.get("sinks"), ((Hq,),), DTYPES)
-    bias = _broadcastable("bias", options.get("bias"), shape, DTYPES)
-    mask = _broadcastable("mask", options.get("mask"), shape, (np.dtype(np.bool_),))
+    _array("alibi_slopes", options.get("alibi_slopes"), ((Hq,), (B, Hq)), DTYPES)
+    _array("sinks", options.get("sinks"), ((Hq,),), DTYPES)
+    _broadcastable("bias", options.get("bias"), shape, DTYPES)
+    _broadcastable("mask", options.get("mask"), shape, (np.dtype(np.bool_),))
     block_mask = options.get("block_mask")
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
@@ -178,19 +178,36 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         ndim=ndim,
         uses=frozenset(name for name, value in options.items() if _in_use(value)),
     )
-    operands = Operands(
-        q=four_axes(q),
-        k=four_axes(k),
-        v=four_axes(v),
-        kv_lengths=kv_lengths,
-        q_offset=kv_lengths - Nq if q_offset is None else q_offset,
-        bias=bias,
-        mask=mask,
-        block_mask=block_mask,
+    q_offset = kv_lengths - Nq if q_offset is None else q_offset
+    return problem, operands_of(q, k, v, kv_lengths, q_offset, memo={}, options=options)
+
+
+def operands_of(*arrays: Any, memo: dict[Any, Any], options: Mapping[str, Any]) -> Operands:
+    """View the arrays of a valid call with all four axes.
+
+    Parameters
+    ----------
+    *arrays : array
+        q, k, v as ``tileattn.forward`` takes them, kv_lengths and q_offset as int64, shape (B,).
+    memo, options : mapping
+        For the backend, and those of the contract.
+
+    Returns
+    -------
+    Operands
+        Views; nothing is copied.
+    """
+    q, k, v, kv_lengths, q_offset = arrays
+    get = options.get
+    bias, mask, slopes = get("bias"), get("mask"), get("alibi_slopes")
+    return Operands(
+        *(four_axes(q), four_axes(k), four_axes(v), kv_lengths, q_offset, memo),
+        bias=None if bias is None else four_axes(bias),
+        mask=None if mask is None else four_axes(mask),
+        block_mask=get("block_mask"),
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
-        sinks=sinks,
+        sinks=get("sinks"),
     )
-    return problem, operands
 
 
 def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -297,21 +314,20 @@ def _sizes(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, int, int, int, int, 
 
 def _array(
     name: str, x: Any, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]
-) -> Any:
+) -> None:
     if x is None:
-        return None
+        return
     check_dtype(name, x, dtypes)
     if x.shape not in shapes:
         accepted = " and ".join(map(str, dict.fromkeys(shapes)))
         raise ValueError(f"{name} has shape {x.shape}; accepted is {accepted}")
-    return x
 
 
 def _broadcastable(
     name: str, x: Any, shape: tuple[int, int, int, int], dtypes: tuple[np.dtype[Any], ...]
-) -> Any:
+) -> None:
     if x is None:
-        return None
+        return
     check_dtype(name, x, dtypes)
     axes = shape[4 - x.ndim :] if x.ndim <= 4 else ()
     if x.ndim > 4 or any(n not in (1, m) for n, m in zip(x.shape, axes, strict=True)):
@@ -319,17 +335,14 @@ def _broadcastable(
             f"{name} has shape {x.shape}; a shape that broadcasts to (B, Hq, Nq, Nk) = {shape} "
             "is accepted"
         )
-    return four_axes(x)
 
 
 def _lengths(x: Any, B: int, Nk: int) -> Any:
     lengths = _integers("kv_lengths", x, B)
     if lengths is None:
         return np.full(B, Nk, np.int64)
-    if isinstance(lengths, np.ndarray) and lengths.size:
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < 0 or high > Nk:
-            wrong = low if low < 0 else high
+    if isinstance(lengths, np.ndarray):
+        for wrong in lengths[(lengths < 0) | (lengths > Nk)]:
             raise ValueError(f"kv_lengths holds {wrong}; lengths from 0 to Nk = {Nk} are accepted")
     return lengths
 
@@ -352,7 +365,8 @@ def _integers(name: str, x: Any, B: int) -> Any:
     if isinstance(x, np.ndarray):
         for wrong in x[(x < -_FAR) | (x > _FAR)].flat:
             raise ValueError(f"{name} holds {wrong}; integers up to 2**60 in size are accepted")
-    return x.astype(np.int64) if x.shape else np.full(B, int(x), np.int64)
+    copy = isinstance(x, np.ndarray)  # what is on the host may be remembered
+    return x.astype(np.int64, copy=copy) if x.shape else np.full(B, int(x), np.int64)
 
 
 def _scale(scale: Any, D: int) -> float:

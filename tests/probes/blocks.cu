@@ -39,10 +39,8 @@ extern "C" __global__ void sights(Params p, const bool* mask, const int* kinds, 
     for (i64 n = threadIdx.x; n < count; n += blockDim.x)
         box_kinds[head * count + n] =
             sight.kind(boxes[n].q0, boxes[n].q1, boxes[n].k0, boxes[n].k1);
-    // One row and one column more than there are: those are not seen.
-    const i64 rows = p.Nq + 1, columns = p.Nk + 1;
-    for (i64 n = threadIdx.x; n < rows * columns; n += blockDim.x)
-        visible[head * rows * columns + n] = sight.visible(int(n / columns), int(n % columns));
+    for (i64 n = threadIdx.x; n < p.Nq * p.Nk; n += blockDim.x)
+        visible[head * p.Nq * p.Nk + n] = sight.visible(int(n / p.Nk), int(n % p.Nk));
 }
 
 struct Visit {

@@ -1,5 +1,6 @@
 """Compile a probe, and call its functions on NumPy arrays."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -7,33 +8,26 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import tileattn
+from tileattn.errors import BackendUnavailableError
+from tileattn.kernels.compile import SOURCES, Compiled, arch_of, compiled
 from tileattn.kernels.key import KernelKey
+from tileattn.kernels.params import PARAMS, template
 
 PROBES = Path(__file__).parent
-HEADERS = Path(tileattn.__file__).parent / "kernels" / "src"
 
 
-def require_nvrtc() -> None:
-    """Skip where the compiler cannot be loaded."""
-    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", exc_type=ImportError)
-    try:
-        nvrtc.getVersion()
-    except Exception as error:  # noqa: BLE001 - whatever the loader raises, it is the reason
-        pytest.skip(f"NVRTC: {error}")
-
-
-def require_gpu() -> None:
-    """Skip where no kernel can be launched."""
+def device() -> int:
+    """Find CuPy's current device, or skip with the reason why there is none."""
     cupy = pytest.importorskip("cupy", exc_type=ImportError)
     try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"no GPU: {error}")
+        arch_of(0)
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    return int(cupy.cuda.runtime.getDevice())
 
 
-def compiled(key: KernelKey, arch: str, as_arch: str = "", extra: str = "") -> bytes:
-    """Compile a probe with the headers as they are now.
+def compile_probe(key: KernelKey, arch: str, as_arch: str = "") -> Compiled:
+    """Compile a probe.
 
     Parameters
     ----------
@@ -42,63 +36,41 @@ def compiled(key: KernelKey, arch: str, as_arch: str = "", extra: str = "") -> b
     arch : str
         ``sm_90a`` and the like.
     as_arch : str
-        What the headers take for ``__CUDA_ARCH__``, say ``750``: a new GPU runs the instructions
-        of the older ones, so their branches are tested on it too. Empty: the true one.
-    extra : str
-        Text after the source.
+        What the sources take for ``__CUDA_ARCH__``, say ``750``: a new GPU runs the instructions
+        of the older ones, so branches for those are tested on it too. Empty: the true one.
 
     Returns
     -------
-    bytes
-        The cubin.
-
-    Raises
-    ------
-    RuntimeError
-        With the compiler's log.
+    Compiled
+        The code, and what the compiler said.
     """
-    from cupy_backends.cuda.libs import nvrtc
-
-    def text(path: Path) -> str:
-        source = path.read_text(encoding="utf-8")
-        return source.replace("__CUDA_ARCH__", as_arch) if as_arch else source
-
-    headers = sorted(HEADERS.glob("*.cuh"))
-    program = nvrtc.createProgram(
-        text(PROBES / f"{key.kernel}.cu") + extra,
-        f"{key.kernel}.cu",
-        [text(path).encode() for path in headers],
-        [path.name.encode() for path in headers],
-    )
-    try:
-        nvrtc.compileProgram(program, ["-std=c++17", f"-arch={arch}", *key.defines()])
-    except nvrtc.NVRTCError as error:
-        raise RuntimeError(f"{key}\n{nvrtc.getProgramLog(program)}") from error
-    else:
-        return bytes(nvrtc.getCUBIN(program))
-    finally:
-        nvrtc.destroyProgram(program)
+    if not as_arch:
+        return compiled(key, arch, (SOURCES, PROBES))
+    with tempfile.TemporaryDirectory() as name:
+        for path in (*SOURCES.glob("*.cuh"), PROBES / f"{key.kernel}.cu"):
+            text = path.read_text(encoding="utf-8").replace("__CUDA_ARCH__", as_arch)
+            Path(name, path.name).write_text(text, encoding="utf-8")
+        return compiled(key, arch, (Path(name),))
 
 
 class Probe:
-    """The functions of a probe, on the current GPU.
+    """The functions of a probe, on CuPy's current device.
 
     Parameters
     ----------
     key : KernelKey
-        As for ``compiled``.
+        As for ``compile_probe``.
     as_arch : str
-        As for ``compiled``.
+        As for ``compile_probe``.
     """
 
     def __init__(self, key: KernelKey, as_arch: str = "") -> None:
+        arch = arch_of(device())
         import cupy
 
-        capability = cupy.cuda.Device().compute_capability
-        arch = f"sm_{capability}a" if capability == "90" else f"sm_{capability}"
         self.key = key
         self._module = cupy.cuda.function.Module()
-        self._module.load(compiled(key, arch, as_arch))
+        self._module.load(compile_probe(key, arch, as_arch).image)
 
     def __call__(self, name: str, *arguments: Any, grid: tuple[int, ...] = (1,)) -> None:
         """Call a function with the threads of the key.
@@ -116,7 +88,7 @@ class Probe:
         import cupy
 
         sent = [_sent(x) for x in arguments]
-        self._module.get_function(name)(grid, (self.key.threads,), sent)
+        self._module.get_function(name)(grid, (self.key.threads,), tuple(sent))
         cupy.cuda.get_current_stream().synchronize()
         for x, there in zip(arguments, sent, strict=True):
             if isinstance(x, np.ndarray):
@@ -134,16 +106,11 @@ def _sent(x: Any) -> Any:
 
 def params(**fields: Any) -> np.void:
     """Fill the fields of the parameter block that are named; the others are zero."""
-    from tileattn.kernels.params import PARAMS
-
-    block = np.zeros(1, PARAMS)
-    for name, value in fields.items():
-        block[name] = value
-    scalar: np.void = block[0]
+    scalar: np.void = np.frombuffer(template(fields), PARAMS)[0]
     return scalar
 
 
 def strides_of(x: NDArray[Any]) -> tuple[int, ...]:
-    """Distances in elements, as headers want them; 0 along an axis of length 1."""
+    """Distances in elements between entries; 0 along an axis that is broadcast."""
     steps = zip(x.shape, x.strides, strict=True)
     return tuple(0 if n == 1 else step // x.itemsize for n, step in steps)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from tileattn.kernels.key import KernelKey
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 _BLOCKS = KernelKey("blocks", "float32", block_q=32, block_k=16, warps_m=1)
 BLOCKS = (
@@ -13,6 +12,16 @@ BLOCKS = (
     replace(_BLOCKS, mask=True),
     replace(_BLOCKS, block_mask=True),
     replace(_BLOCKS, block_mask=True, mask=True, warps_m=2),
+)
+
+# Rows of 64 elements are copied thread by thread down a column, those of 80 are not: they leave a
+# run of 128 bytes half empty.
+COPIES = tuple(
+    KernelKey("copies", dtype, head_dim, block_q=48, warps_m=4, vector=vector)
+    for dtype, size in zip(DTYPES, (2, 2, 4, 8), strict=True)
+    for head_dim in (64, 80)
+    for vector in (2, 4, 8, 16)
+    if vector >= size
 )
 
 _MASK = KernelKey("mask", "float32", warps_m=1, block_q=32, block_k=32)
@@ -42,27 +51,22 @@ SCORES = (
 _SOFTMAX = KernelKey("softmax", "float32", block_q=32, block_k=48, warps_m=1)
 SOFTMAX = (_SOFTMAX, replace(_SOFTMAX, dtype="float64"))
 
-# Rows of 80 elements need a second run of 128 bytes, or leave the last one half empty.
-_COLUMNS = {"float16": 80, "bfloat16": 80, "float32": 80, "float64": 48}
+# A warp's half of the columns takes 64 bytes, 96, 128 or more: tiles find their way by bits or not.
 TILE = tuple(
-    KernelKey("tile", dtype, _COLUMNS[dtype], 64, block_q=64, block_k=48, warps_m=1)
-    for dtype in DTYPES
-)
-COPIES = tuple(
-    replace(key, warps_m=4, vector=vector)
-    for key in TILE
-    for vector in (2, 4, 8, 16)
-    if vector >= SIZES[key.dtype]
+    KernelKey("tile", dtype, head_dim, block_q=48, block_k=32, warps_m=1)
+    for dtype, head_dims in zip(DTYPES, ((64, 128), (64, 96), (32, 96), (32, 64)), strict=True)
+    for head_dim in head_dims
 )
 
 TYPES = tuple(KernelKey("types", dtype) for dtype in DTYPES)
 
-KEYS = (*BLOCKS, *MASK, *PARAMS, *PHILOX, *SCORES, *SOFTMAX, *TILE, *COPIES, *TYPES)
+KEYS = (*BLOCKS, *COPIES, *MASK, *PARAMS, *PHILOX, *SCORES, *SOFTMAX, *TILE, *TYPES)
 
 
 def name_of(key: KernelKey) -> str:
     """Name a key by what tells it from the others of its probe: the id of a test."""
-    options = [name for name in ("softcap", "alibi", "mask", "block_mask", "dropout", "fold")]
+    options = ("softcap", "alibi", "mask", "block_mask", "dropout", "fold")
     used = [name for name in options if getattr(key, name)]
     bias = [f"bias_{key.bias}"] if key.bias else []
-    return "-".join([key.kernel, key.dtype, f"{key.vector}x{key.threads}", *used, *bias])
+    size = f"{key.head_dim}x{key.vector}"
+    return "-".join([key.kernel, key.dtype, size, *used, *bias])

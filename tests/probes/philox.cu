@@ -7,7 +7,7 @@ extern "C" __global__ void encrypted(const Words* counters, const u32* keys, Wor
         words[n] = philox4x32(counters[n], keys[2 * n], keys[2 * n + 1]);
 }
 
-// Pairs of batch entry and head (b, h), from (0, 0) on.
+// Every pair of head h of batch entry b.
 extern "C" __global__ void kept(const __grid_constant__ Params p, i64 b, i64 h, bool* out) {
     const Dropout dropout(p, b, h);
     for (i64 n = threadIdx.x; n < p.Nq * p.Nk; n += blockDim.x)

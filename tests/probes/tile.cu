@@ -1,28 +1,10 @@
-// Probe of tile.cuh: copies in and out, and every product that reads fragments from a tile.
+// Probe of tile.cuh: every product that reads fragments from a tile, and accumulators in and out.
 #include "config.cuh"
 
 using X = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using Y = Tile<Element, BLOCK_K, HEAD_DIM>;
-constexpr int FIRST = 16;  // products begin at this row or column of their tiles
-
-template <class T>
-__device__ void poison(const T& tile) {
-    for (int n = threadIdx.x; n < T::BYTES; n += blockDim.x) tile.base[n] = char(0xff);
-    __syncthreads();
-}
-
-template <class T>
-__device__ void fill(const T& tile, const Element* source, int rows) {
-    tile.template load<THREADS, VECTOR>(source, HEAD_DIM, rows, HEAD_DIM);
-    copy_commit();
-    copy_wait<0>();
-    __syncthreads();
-}
-
-__device__ void write(const X& tile, Element* out) {
-    for (int n = threadIdx.x; n < BLOCK_Q * HEAD_DIM; n += blockDim.x)
-        out[n] = tile.element(n / HEAD_DIM, n % HEAD_DIM);
-}
+// The share of the second of several warps: rows from 16 on, and the second half of the columns.
+constexpr int M0 = 16, M = BLOCK_Q - M0, N0 = HEAD_DIM / 2, N = HEAD_DIM - N0;
 
 // Call visit(element, index) for each element of accumulators of a matrix with 8 * NT columns.
 template <int MT, int NT, class Visit>
@@ -34,34 +16,34 @@ __device__ void for_each(Fragment<Sum, MT, NT>& c, Visit visit) {
         for (int n = 0; n < NT; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                visit(c.x[m][n][e],
-                      (16 * m + lane.row(e)) * 8 * NT + 8 * n + lane.column(e));
+                visit(c.x[m][n][e], (16 * m + lane.row(e)) * 8 * NT + 8 * n + lane.column(e));
 }
 
-// What the tile holds after a load, and what a store makes of the target.
-extern "C" __global__ void copied(const Element* source, i64 stride, i64 rows, i64 columns,
-                                  Element* held, Element* target) {
+// Accumulators of M x N numbers, each row times its factor, in a tile.
+extern "C" __global__ void stored(const Sum* numbers, const Sum* factors, Element* held) {
     __shared__ __align__(1024) char memory[X::BYTES];
     const X tile{memory};
-    poison(tile);
-    tile.load<THREADS, VECTOR>(source, stride, int(rows), int(columns));
-    copy_commit();
-    copy_wait<0>();
-    __syncthreads();
-    write(tile, held);
-    tile.store<THREADS, VECTOR>(target, stride, int(rows), int(columns));
-}
-
-// Accumulators of (BLOCK_Q - FIRST) x (HEAD_DIM - FIRST) numbers, from (FIRST, FIRST) on.
-extern "C" __global__ void stored(const Sum* numbers, Element* held) {
-    __shared__ __align__(1024) char memory[X::BYTES];
-    const X tile{memory};
-    poison(tile);
-    Fragment<Sum, (BLOCK_Q - FIRST) / 16, (HEAD_DIM - FIRST) / 8> c;
+    const Lane lane;
+    Fragment<Sum, M / 16, N / 8> c;
     for_each(c, [&](Sum& x, int at) { x = numbers[at]; });
-    store_fragment(tile, c, FIRST, FIRST);
+    Sum rows[M / 16][2];
+    for (int m = 0; m < M / 16; ++m)
+        for (int half = 0; half < 2; ++half) rows[m][half] = factors[16 * m + lane.row(2 * half)];
+    c.scale_rows(rows);
+    store_fragment(tile, c, M0, N0);
     __syncthreads();
-    write(tile, held);
+    for (int n = threadIdx.x; n < M * N; n += blockDim.x)
+        held[n] = tile.element(X::at(M0 + n / N, N0 + n % N));
+}
+
+// Accumulators of M x N numbers, added to the first rows of BLOCK_Q x HEAD_DIM sums.
+extern "C" __global__ void added(const Sum* numbers, i64 rows, Sum* sums, Sum* in_order) {
+    Fragment<Sum, M / 16, N / 8> c;
+    for_each(c, [&](Sum& x, int at) { x = numbers[at]; });
+    add_rows(sums, HEAD_DIM, c, M0, N0, int(rows));
+    __syncthreads();
+    for (int n = threadIdx.x; n < BLOCK_Q * HEAD_DIM; n += blockDim.x)
+        in_order[n] = __ldcg(sums + n / HEAD_DIM * HEAD_DIM + added_column(n % HEAD_DIM));
 }
 
 // Load both matrices, add a product to ones, and write it out.
@@ -70,45 +52,44 @@ __device__ void add_product(const Element* x, const Element* y, Sum* out, Produc
     __shared__ __align__(1024) char memory[X::BYTES + Y::BYTES];
     const X x_tile{memory};
     const Y y_tile{memory + X::BYTES};
-    fill(x_tile, x, BLOCK_Q);
-    fill(y_tile, y, BLOCK_K);
+    x_tile.template load<THREADS, VECTOR>(x, HEAD_DIM, BLOCK_Q, HEAD_DIM);
+    y_tile.template load<THREADS, VECTOR>(y, HEAD_DIM, BLOCK_K, HEAD_DIM);
+    copy_commit();
+    copy_wait<0>();
+    __syncthreads();
     Fragment<Sum, ROWS / 16, COLUMNS / 8> c;
     for_each(c, [](Sum& one, int) { one = 1; });
     product(c, x_tile, y_tile);
     for_each(c, [&](Sum& one, int at) { out[at] = one; });
 }
 
-// x[FIRST:] @ y[FIRST:].T: fragments a and b.
+// x[M0:] @ y[16:].T: fragments a and b.
 extern "C" __global__ void product(const Element* x, const Element* y, Sum* out) {
-    add_product<BLOCK_Q - FIRST, BLOCK_K - FIRST>(
-        x, y, out, [](auto& c, const X& x_tile, const Y& y_tile) {
-            multiply<HEAD_DIM>(c, x_tile, FIRST, y_tile, FIRST);
-        });
+    add_product<M, BLOCK_K - 16>(x, y, out, [](auto& c, const X& x_tile, const Y& y_tile) {
+        multiply<HEAD_DIM>(c, x_tile, M0, y_tile, 16);
+    });
 }
 
-// numbers @ y[:, FIRST:]: accumulators as a, and b_transposed.
-extern "C" __global__ void product_of_sums(const Element* x, const Element* y, const Sum* numbers,
-                                           Sum* out) {
-    add_product<BLOCK_Q - FIRST, HEAD_DIM - FIRST>(
-        x, y, out, [&](auto& c, const X&, const Y& y_tile) {
-            Fragment<Sum, (BLOCK_Q - FIRST) / 16, BLOCK_K / 8> sums;
-            for_each(sums, [&](Sum& one, int at) { one = numbers[at]; });
-            multiply(c, sums, y_tile, FIRST);
-        });
+// numbers @ y[:, N0:]: accumulators as a, and b_transposed.
+extern "C" __global__ void product_of_sums(const Element* x, const Element* y, Sum* out,
+                                           const Sum* numbers) {
+    add_product<M, N>(x, y, out, [&](auto& c, const X&, const Y& y_tile) {
+        Fragment<Sum, M / 16, BLOCK_K / 8> sums;
+        for_each(sums, [&](Sum& one, int at) { one = numbers[at]; });
+        multiply(c, sums, y_tile, N0);
+    });
 }
 
-// x[:BLOCK_K, FIRST:].T @ y[:, FIRST:]: a_transposed and b_transposed.
+// x[:BLOCK_K, N0:].T @ y[:, N0:]: a_transposed and b_transposed.
 extern "C" __global__ void product_of_columns(const Element* x, const Element* y, Sum* out) {
-    add_product<HEAD_DIM - FIRST, HEAD_DIM - FIRST>(
-        x, y, out, [](auto& c, const X& x_tile, const Y& y_tile) {
-            multiply_rows<true, BLOCK_K>(c, x_tile, FIRST, y_tile, FIRST);
-        });
+    add_product<N, N>(x, y, out, [](auto& c, const X& x_tile, const Y& y_tile) {
+        multiply_rows<true, BLOCK_K>(c, x_tile, N0, y_tile, N0);
+    });
 }
 
-// x[FIRST:, :BLOCK_K] @ y[:, FIRST:]: a and b_transposed.
+// x[M0:, :BLOCK_K] @ y[:, N0:]: a and b_transposed.
 extern "C" __global__ void product_of_rows(const Element* x, const Element* y, Sum* out) {
-    add_product<BLOCK_Q - FIRST, HEAD_DIM - FIRST>(
-        x, y, out, [](auto& c, const X& x_tile, const Y& y_tile) {
-            multiply_rows<false, BLOCK_K>(c, x_tile, FIRST, y_tile, FIRST);
-        });
+    add_product<M, N>(x, y, out, [](auto& c, const X& x_tile, const Y& y_tile) {
+        multiply_rows<false, BLOCK_K>(c, x_tile, M0, y_tile, N0);
+    });
 }

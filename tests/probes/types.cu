@@ -21,7 +21,7 @@ extern "C" __global__ void exp2s(const Sum* x, Sum* y, i64 count) {
 extern "C" __global__ void log2s(const Sum* x, Sum* y, i64 count) {
     for_each(x, y, count, [](Sum one) { return log2_of(one); });
 }
-extern "C" __global__ void finite(const Sum* x, bool* y, i64 count) {
+extern "C" __global__ void finite_ones(const Sum* x, bool* y, i64 count) {
     for_each(x, y, count, [](Sum one) { return is_finite(one); });
 }
 extern "C" __global__ void limits(Sum* y) {

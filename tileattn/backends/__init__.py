@@ -8,6 +8,7 @@ import numpy as np
 
 from tileattn.backends.protocol import Backend
 from tileattn.errors import BackendUnavailableError, UnsupportedError
+from tileattn.memo import Memo
 from tileattn.problem import Problem
 
 _BUILT_IN = {
@@ -15,6 +16,9 @@ _BUILT_IN = {
     "cupy": "tileattn.backends.cupy_backend:CupyBackend",
 }
 _loaded: dict[str, Backend] = {}
+
+KNOWN = Memo()
+"""What the validation of calls has found, by their signature; a new backend may change it."""
 
 
 def names() -> list[str]:
@@ -84,6 +88,7 @@ def register_backend(backend: Backend) -> None:
     if backend.name == "auto" or backend.name != backend.name.lower():
         raise ValueError(f"backend has the name {backend.name!r}; a lower-case one is accepted")
     _loaded[backend.name] = backend
+    KNOWN.clear()
 
 
 def available_backends() -> dict[str, str | None]:

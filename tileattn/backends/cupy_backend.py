@@ -4,13 +4,62 @@ import functools
 import sys
 from typing import Any
 
-import numpy as np
-
 from tileattn.backends.protocol import Explanation
-from tileattn.kernels.call import Call
-from tileattn.kernels.select import ROW_WARPS, row_key
+from tileattn.kernels.call import WIDEST, Call
+from tileattn.kernels.plan import Plan
+from tileattn.kernels.select import padded_rows
+from tileattn.kernels.steps import backward_steps, forward_steps
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
+
+_REMEDY = (
+    "where there is one, it needs a driver from 580 on, or for older ones "
+    "pip install 'tileattn[cuda12]'; backend='numpy' needs none"
+)
+
+
+class Repeat:
+    """The forward pass of calls that passed validation before and bring q, k and v alone.
+
+    Nearly all that a short call costs the host is Python; this is the least of it.
+
+    Parameters
+    ----------
+    plan : Plan
+        Of the earlier call.
+    problem : Problem
+        What is asked.
+    device : int
+        Where the plan runs.
+    """
+
+    def __init__(self, plan: Plan, problem: Problem, device: int) -> None:
+        P = problem
+        self._run, self._device, self._aligned = plan.run, device, plan.aligned
+        self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
+        self._lse = (P.B, P.Hq, P.Nq), P.sum_dtype
+
+    def __call__(self, q: Any, k: Any, v: Any) -> Attention | None:
+        """Run it; None where an array, or the current device, is not where the plan needs it."""
+        import cupy
+
+        device, of_q, of_k, of_v = self._device, q.data, k.data, v.data
+        there = of_q.device_id == of_k.device_id == of_v.device_id == device
+        if not there or cupy.cuda.runtime.getDevice() != device:
+            return None
+        out, lse = cupy.ndarray(*self._out), cupy.ndarray(*self._lse)
+        addresses = {
+            "q": of_q.ptr,
+            "k": of_k.ptr,
+            "v": of_v.ptr,
+            "out": out.data.ptr,
+            "lse": lse.data.ptr,
+        }
+        bits = of_q.ptr | of_k.ptr | of_v.ptr | addresses["out"] | WIDEST
+        if bits & -bits != self._aligned:
+            return None
+        self._run(addresses)
+        return Attention(out, lse)
 
 
 class CupyBackend:
@@ -59,24 +108,21 @@ class CupyBackend:
         import cupy
 
         P = problem
-        _ensure_here(operands, out=out)
         call = Call(P, operands)
-        result = out
-        if out is None or (P.Dv > 1 and out.strides[-1] != out.itemsize):
-            result = cupy.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype)
-        call.add_rows("out", result)
-        lse = call.add("lse", cupy.empty((P.B, P.Hq, P.Nq), P.sum_dtype))
-        if lse.size:
-            choice = call.choice("forward")
-            key = choice.key
-            if key.kernel == "forward":
-                columns = max(1, -(-P.Dv // key.value_dim))
-                call.launch(key, lse.size // P.Nq * columns * -(-P.Nq // key.block_q), choice.shared)
-            else:
-                call.launch(key, _blocks_of_rows(lse.size))
-        if out is not None and result is not out:
-            out[...] = result
-        return Attention(result if out is None else out, lse)
+        # cupy.empty makes the same array, in a microsecond more.
+        result = out if out is not None else cupy.ndarray((P.B, P.Hq, P.Nq, P.Dv), P.dtype)
+        lse = cupy.ndarray((P.B, P.Hq, P.Nq), P.sum_dtype)
+        # Where out is not made of contiguous rows, the kernel writes to this copy of it.
+        written = call.add_rows("out", result)
+        call.addresses["lse"] = lse.data.ptr
+        # All memory is there and all kernels are loaded before the first byte of out is written.
+        plan = call.plan(forward_steps)
+        plan.run(call.addresses)
+        if call.plain and out is None:
+            operands.memo["repeat"] = Repeat(plan, P, call.device)
+        if written is not result:
+            result[...] = written
+        return Attention(result, lse)
 
     def backward(
         self,
@@ -116,24 +162,42 @@ class CupyBackend:
         """
         import cupy
 
-        P = problem
-        _ensure_here(operands, dout=dout, out=attention.out, lse=attention.lse, dlse=dlse)
-        call = Call(P, operands)
-        call.add_rows("out", attention.out)
-        call.add_rows("dout", dout)
-        call.add("lse", cupy.ascontiguousarray(attention.lse))
-        if dlse is not None:
-            call.add_rows("dlse", cupy.ascontiguousarray(dlse)[..., None])
-        dq = call.add_rows("dq", cupy.empty((P.B, P.Hq, P.Nq, P.D), P.dtype))
-        dk = call.add_rows("dk", cupy.empty((P.B, P.Hkv, P.Nk, P.D), P.dtype))
-        dv = call.add_rows("dv", cupy.empty((P.B, P.Hkv, P.Nk, P.Dv), P.dtype))
+        P, sums = problem, problem.sum_dtype
         rows = (P.B, P.Hq, P.Nq)
-        for name in ("delta", "shift"):
-            call.add(name, cupy.empty(rows, P.sum_dtype))
-        if dq.size or attention.lse.size:
-            call.launch(row_key("backward_rows", P.dtype.name), _blocks_of_rows(attention.lse.size))
-        _launch_keys(call, dq, dk, dv, deterministic)
-        return Gradients(dq, dk, dv, _bias_gradient(call), _sink_gradient(call, operands.sinks))
+        dq = cupy.ndarray((*rows, P.D), P.dtype)
+        dk = cupy.ndarray((P.B, P.Hkv, P.Nk, P.D), P.dtype)
+        dv = cupy.ndarray((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
+        workspace = cupy.ndarray((2, P.B, P.Hq, padded_rows(P.Nq)), sums)
+        bias, dbias, sinks, dsinks = operands.bias, None, operands.sinks, None
+        call = Call(P, operands)
+        for name, x in (("out", attention.out), ("dout", dout), ("dq", dq), ("dk", dk), ("dv", dv)):
+            call.add_rows(name, x)
+        call.add("lse", attention.lse)
+        if dlse is not None:
+            call.add_strided("dlse", dlse)
+        if bias is not None:
+            # Without a single pair no kernel is started, and nothing arrives.
+            dbias = (cupy.ndarray if workspace.size and P.Nk else cupy.zeros)(
+                bias.shape, bias.dtype
+            )
+            call.add_strided("dbias", dbias)
+        if sinks is not None:
+            dsinks = cupy.ndarray((P.Hq,), sums)
+            call.addresses["dsinks"] = dsinks.data.ptr
+        call.addresses["delta"] = workspace.data.ptr
+        call.addresses["shift"] = workspace.data.ptr + workspace.nbytes // 2
+        call.addresses["dq_sum"] = 0
+        plan = call.plan(
+            functools.partial(backward_steps, deterministic=deterministic, sinks=sinks is not None),
+            deterministic,
+        )
+        if plan.dq_columns:
+            dq_sum = cupy.zeros((*rows, plan.dq_columns), sums)
+            call.addresses["dq_sum"] = dq_sum.data.ptr
+        plan.run(call.addresses)
+        if dsinks is not None:
+            dsinks = dsinks.astype(sinks.dtype, copy=False)
+        return Gradients(dq, dk, dv, dbias, dsinks)
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
         """Say what would run.
@@ -143,99 +207,22 @@ class CupyBackend:
         problem : Problem
             What is asked.
         operands : Operands
-            The arrays; only the options are looked at.
+            The arrays; what is looked at is their layout, and the options.
 
         Returns
         -------
         Explanation
-            Kernel, tiles, registers, shared memory, and the tiles and bytes of the schedule.
+            Kernels, tiles, registers, shared memory, and the tiles and bytes of the schedule. The
+            kernels are compiled for it, and loaded.
+
+        Raises
+        ------
+        ValueError
+            Where an array is on another device.
         """
-        raise NotImplementedError
+        from tileattn.backends.cupy_explain import explain
 
-
-def _launch_keys(call: Call, dq: Any, dk: Any, dv: Any, deterministic: bool) -> None:
-    """Start the kernels of dq, dk and dv."""
-    import cupy
-    from dataclasses import replace
-
-    P = call.problem
-    keys = call.choice("backward_keys")
-    add_dq = not deterministic and keys.key.kernel == "backward_keys" and dq.size > 0
-    if add_dq:
-        shape = (P.B, P.Hq, P.Nq, keys.key.head_dim)
-        call.add("dq_sum", cupy.zeros(shape, P.sum_dtype))
-    key = replace(keys.key, add_dq=add_dq)
-    if P.B * P.Hkv * P.Nk:
-        if key.kernel == "backward_keys":
-            call.launch(key, P.B * P.Hkv * -(-P.Nk // key.block_k), keys.shared)
-        else:
-            call.launch(key, _blocks_of_rows(P.B * P.Hkv * P.Nk))
-    if not P.B * P.Hq * P.Nq:
-        return
-    if add_dq:
-        call.launch(
-            replace(key, kernel="backward_finish", warps_m=ROW_WARPS, warps_n=1, add_dq=False),
-            _blocks_of_rows(P.B * P.Hq * P.Nq),
-        )
-        return
-    choice = call.choice("backward_queries")
-    if choice.key.kernel == "backward_queries":
-        blocks = P.B * P.Hq * -(-P.Nq // choice.key.block_q)
-        call.launch(choice.key, blocks, choice.shared)
-    else:
-        call.launch(choice.key, _blocks_of_rows(P.B * P.Hq * P.Nq))
-
-
-def _bias_gradient(call: Call) -> Any:
-    """Start the kernel of dbias, where there is a bias."""
-    import cupy
-
-    P, bias = call.problem, call.bias
-    if bias is None:
-        return None
-    dbias = call.add_pairs("dbias", cupy.zeros(bias.shape, bias.dtype))
-    if dbias.size and P.B * P.Hq * P.Nq * P.Nk:
-        choice = call.choice("backward_bias")
-        key = choice.key
-        if key.kernel == "backward_bias":
-            tiles = 1 if bias.shape[2] == 1 else -(-P.Nq // key.block_q)
-            tiles *= 1 if bias.shape[3] == 1 else -(-P.Nk // key.block_k)
-            call.launch(key, bias.shape[0] * bias.shape[1] * tiles, choice.shared)
-        else:
-            call.launch(key, _blocks_of_rows(dbias.size))
-    return dbias
-
-
-def _sink_gradient(call: Call, sinks: Any) -> Any:
-    """Start the kernel of dsinks, where there are sinks."""
-    import cupy
-
-    if sinks is None:
-        return None
-    P = call.problem
-    dsinks = call.add("dsinks", cupy.zeros(P.Hq, P.sum_dtype))
-    if P.Hq:
-        call.launch(row_key("backward_sinks", P.dtype.name), P.Hq)
-    return dsinks.astype(sinks.dtype, copy=False)
-
-
-def _blocks_of_rows(rows: int) -> int:
-    return -(-rows // ROW_WARPS)
-
-
-def _ensure_here(operands: Operands, **others: Any) -> None:
-    """Raise where an array is on another device than CuPy's current one."""
-    import cupy
-
-    here = cupy.cuda.runtime.getDevice()
-    names = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "kv_lengths", "q_offset")
-    arrays = {name: getattr(operands, name) for name in names} | others
-    for name, x in arrays.items():
-        if isinstance(x, cupy.ndarray) and x.device.id != here:
-            raise ValueError(
-                f"{name} is on device {x.device.id}; arrays on CuPy's current device, {here}, are "
-                f"accepted (use it within `with cupy.cuda.Device({x.device.id}):`)"
-            )
+        return explain(problem, operands)
 
 
 @functools.cache
@@ -247,9 +234,9 @@ def _unavailable() -> str | None:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"CuPy finds no GPU ({error}); backend='numpy' needs none"
+        return f"CuPy finds no GPU ({error}); {_REMEDY}"
     if not count:
-        return "CuPy finds no GPU; backend='numpy' needs none"
+        return f"CuPy finds no GPU; {_REMEDY}"
     from tileattn.errors import BackendUnavailableError
     from tileattn.kernels.compile import arch_of
 

@@ -27,6 +27,10 @@ class Explanation:
         Model of the bytes that the forward pass moves between slow and fast memory.
     reasons : tuple of str
         Why this backend, kernel and tile.
+    kernels : tuple of str
+        One line for each GPU kernel of both passes: tile, blocks, registers, shared memory.
+    workspace_bytes : int
+        Memory that the backward pass takes besides its results; 0 where it is not counted.
     """
 
     backend: str
@@ -38,6 +42,8 @@ class Explanation:
     tiles: dict[str, int] = field(default_factory=dict)
     bytes_moved: dict[str, int] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    workspace_bytes: int = 0
 
     def __str__(self) -> str:
         visited = ", ".join(f"{n:,} {kind}" for kind, n in self.tiles.items())
@@ -49,6 +55,8 @@ class Explanation:
             f"visits    {visited}",
             f"workers   {self.workers}, {self.scratch_bytes / 1024:,.0f} KiB of tile buffers each",
             f"moves     {moved}",
+            *(f"starts    {kernel}" for kernel in self.kernels),
+            *([f"takes     {self.workspace_bytes / 1e6:,.2f} MB"] if self.workspace_bytes else []),
             *(f"because   {reason}" for reason in self.reasons),
         ]
         return "\n".join(lines)

@@ -1,170 +1,196 @@
-"""One call on the GPU: its arrays, what they need to be read by a kernel, and the launches."""
+"""One call on the GPU: its arrays as kernels read them, and the plan that fits them."""
 
+import functools
 import math
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from tileattn.block_mask import FULL, PARTIAL, SKIP, BlockMask
-from tileattn.kernels import compile as compiler
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.params import template, with_addresses
-from tileattn.kernels.select import Choice, choose
+from tileattn.kernels.cells import cells_of
+from tileattn.kernels.plan import Plan
+from tileattn.kernels.select import padded_rows
+from tileattn.kernels.steps import Facts, Step
 from tileattn.problem import Operands, Problem
 
-_WIDEST = 16  # bytes of the widest copy
+WIDEST = 16  # bytes of the widest copy
+_ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
+_PAIRS = frozenset({"bias", "dbias", "mask", "kinds"})
+_ARGUMENTS = {"slopes": "alibi_slopes", "lengths": "kv_lengths", "offsets": "q_offset"}
+"""Fields of the parameter block that callers know by other names."""
 
 
 class Call:
-    """The arrays of one call by the names of the parameter block.
+    """The arrays of one call, by the names of the parameter block.
+
+    What the arrays' shapes, dtypes and strides decide is the same for all calls that share the
+    memo of the operands; addresses and the device are looked at in each.
 
     Parameters
     ----------
     problem : Problem
         What is asked.
     operands : Operands
-        The arrays, on CuPy's current device.
+        The arrays.
+
+    Attributes
+    ----------
+    device : int
+        CuPy's current device, on which all arrays are.
+    addresses : dict of str to int
+        What a plan is run with.
+    plain : bool
+        Whether all that is passed of the operands is q, k and v, with four axes and as they are.
     """
 
     def __init__(self, problem: Problem, operands: Operands) -> None:
-        self.problem = problem
-        self.arrays: dict[str, Any] = {}
-        self.rows: dict[str, Any] = {}
-        self.bias = operands.bias
-        self.values = _facts(problem)
-        for name in ("q", "k", "v"):
-            self.add_rows(name, getattr(operands, name))
-        self._add_positions(operands)
-        self._add_options(operands)
+        import cupy
 
-    def add(self, name: str, x: Any) -> Any:
-        """Pass a contiguous array."""
-        self.arrays[name] = x
-        return x
+        self.problem = problem
+        self.device: int = cupy.cuda.runtime.getDevice()
+        self.addresses: dict[str, int] = {}
+        self.plain = problem.ndim == 4
+        self._operands = operands
+        self._arrays: dict[str, Any] = {}
+        self._bits = WIDEST  # the lowest one that is set divides every row's address
+        self.add_rows("q", operands.q)
+        self.add_rows("k", operands.k)
+        self.add_rows("v", operands.v)
+        if type(operands.kv_lengths) is not np.ndarray:
+            self.add("lengths", operands.kv_lengths)
+        if type(operands.q_offset) is not np.ndarray:
+            self.add("offsets", operands.q_offset)
+        if problem.uses:
+            self._add_options()
+
+    def _add_options(self) -> None:
+        _, _, _, _, _, _, bias, mask, block_mask, slopes, sinks = self._operands
+        for name, x in (("slopes", slopes), ("sinks", sinks)):
+            if x is not None:
+                self.add(name, x, self.problem.sum_dtype)
+        for name, x in (("mask", mask), ("bias", bias)):
+            if x is not None:
+                self.add_strided(name, x)
+        if block_mask is not None:
+            kinds, bits = cells_of(block_mask, self.device)
+            self.add_strided("kinds", kinds)
+            self.add_strided("bits", bits)
 
     def add_rows(self, name: str, x: Any) -> Any:
-        """Pass an array of rows of any strides; rows that are not contiguous are copied."""
+        """Pass an array of rows of any strides, or a copy where a row is not contiguous."""
+        if x.strides[-1] != self.problem.dtype.itemsize and x.shape[-1] > 1:
+            x = self._contiguous(name, x)
+        memory = x.data
+        if memory.device_id != self.device:
+            self._refuse(name, memory.device_id)
+        self._arrays[name] = x
+        self.addresses[name] = address = memory.ptr
+        self._bits |= address
+        return x
+
+    def add(self, name: str, x: Any, dtype: Any = None) -> None:
+        """Pass an array that kernels read as contiguous; where it is not, or of another type, copy.
+
+        Its dtype is kept where none is given.
+        """
+        self.add_strided(name, self._contiguous(name, x, dtype))
+
+    def add_strided(self, name: str, x: Any) -> None:
+        """Pass an array of any strides."""
+        self.plain = False
+        memory = x.data
+        if memory.device_id != self.device:
+            self._refuse(name, memory.device_id)
+        self._arrays[name] = x
+        self.addresses[name] = memory.ptr
+
+    def _contiguous(self, name: str, x: Any, dtype: Any = None) -> Any:
         import cupy
 
-        if x.shape[-1] > 1 and x.strides[-1] != x.itemsize:
-            x = cupy.ascontiguousarray(x)
-        self.values[f"{name}_at"] = _strides(x)[:3]
-        self.rows[name] = x
-        return self.add(name, x)
+        self.plain = False
+        if x.data.device_id != self.device:
+            self._refuse(name, x.data.device_id)
+        return cupy.ascontiguousarray(x, dtype)
 
-    def add_pairs(self, name: str, x: Any) -> Any:
-        """Pass an array that is broadcast over pairs of queries and keys."""
-        self.values[f"{name}_at"] = _strides(x)
-        return self.add(name, x)
+    def _refuse(self, name: str, there: int) -> None:
+        raise ValueError(
+            f"{_ARGUMENTS.get(name, name)} is on device {there}; arrays on CuPy's current device, "
+            f"{self.device}, are accepted (call within `with cupy.cuda.Device({there}):`, or copy "
+            "it)"
+        )
 
-    def _add_positions(self, operands: Operands) -> None:
-        """Pass lengths and offsets: as numbers where the host knows that all entries agree."""
+    def plan(self, steps: Callable[[Problem, Facts], tuple[Step, ...]], more: Any = None) -> Plan:
+        """Find the plan of an earlier call like this one, or make it.
+
+        Parameters
+        ----------
+        steps : callable
+            Lists what is started, given the problem and the facts about its arrays.
+        more : hashable
+            What else decides about the steps.
+
+        Returns
+        -------
+        Plan
+            For ``addresses``.
+        """
+        aligned = self._bits & -self._bits
+        key = (more, self.device, aligned)
+        memo = self._operands.memo
+        plan: Plan | None = memo.get(key)
+        if plan is None:
+            values, fixed = self._values()
+            made = steps(self.problem, self.facts())
+            memo[key] = plan = Plan(values, self.addresses, fixed, made, aligned)
+        return plan
+
+    def facts(self) -> Facts:
+        """Say what decides about kernels besides the problem."""
+        vector = self._bits & -self._bits
+        for name in _ROWS & self._arrays.keys():
+            x = self._arrays[name]
+            steps = (s for n, s in zip(x.shape[:-1], x.strides, strict=False) if n > 1)
+            vector = math.gcd(vector, *steps)
+        limit, bias = _shared_limit(self.device), self._arrays.get("bias")
+        if bias is None:
+            return Facts(vector, limit)
+        return Facts(vector, limit, bias.dtype.name, bias.shape)
+
+    def _values(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """List the fields of the parameter block, and the arrays that the plan owns."""
         import cupy
 
-        for name, one, x in (
-            ("lengths", "length", operands.kv_lengths),
-            ("offsets", "offset", operands.q_offset),
-        ):
-            if isinstance(x, np.ndarray) and (x == x[:1]).all():
-                self.values[one] = int(x[0]) if x.size else 0
-            else:
-                self.add(name, cupy.ascontiguousarray(cupy.asarray(x)))
-
-    def _add_options(self, operands: Operands) -> None:
-        import cupy
-
-        sums = self.problem.sum_dtype
-        if operands.alibi_slopes is not None:
-            slopes = self.add("slopes", cupy.ascontiguousarray(operands.alibi_slopes, sums))
-            self.values["slopes_b"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
-        if operands.sinks is not None:
-            self.add("sinks", cupy.ascontiguousarray(operands.sinks, sums))
-        if operands.mask is not None:
-            self.add_pairs("mask", operands.mask)
-        if operands.bias is not None:
-            self.add_pairs("bias", operands.bias)
-            sizes = zip(("B", "H", "Nq", "Nk"), operands.bias.shape, strict=True)
-            self.values |= {f"bias_{axis}": n for axis, n in sizes}
-        if operands.block_mask is not None:
-            kinds, bits = cells_of(operands.block_mask)
-            self.add_pairs("kinds", kinds)
-            self.add("bits", bits)
-            block_q, block_k = operands.block_mask.block_size
-            self.values |= {"mask_block_q": block_q, "mask_block_k": block_k}
-
-    @property
-    def vector(self) -> int:
-        """Bytes at whose multiples every row of every array starts."""
-        found = _WIDEST
-        for x in self.rows.values():
-            bits = x.data.ptr
-            for n, stride in zip(x.shape[:-1], x.strides, strict=False):
-                if n > 1:
-                    bits |= stride
-            found = min(found, math.gcd(bits, _WIDEST))
-        return found
-
-    def choice(self, kernel: str) -> Choice:
-        """Choose the variant of a tiled kernel for this call."""
-        import cupy
-
-        limit = _shared_limit(cupy.cuda.runtime.getDevice())
-        bias = "" if self.bias is None else self.bias.dtype.name
-        return choose(kernel, self.problem, self.vector, bias, limit)
-
-    def launch(self, key: KernelKey, blocks: int, shared: int = 0) -> None:
-        """Start a kernel on CuPy's current stream."""
-        kernel = compiler.load(key)
-        if shared:
-            kernel.allow_shared(shared)
-        addresses = {name: x.data.ptr for name, x in self.arrays.items()}
-        params = with_addresses(template(self.values), addresses)
-        kernel.function((blocks,), (key.threads,), (params,), shared)
-
-
-_cells: "weakref.WeakKeyDictionary[BlockMask, dict[int, tuple[Any, Any]]]" = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def cells_of(mask: BlockMask) -> tuple[Any, Any]:
-    """Bring a block mask to CuPy's current device, once.
-
-    Parameters
-    ----------
-    mask : BlockMask
-        The mask.
-
-    Returns
-    -------
-    kinds : cupy array of int32, shape (B or 1, Hq or 1, blocks of queries, blocks of keys)
-        For each block -2 where it is seen, -1 where it is skipped, else the number of its bits.
-    bits : cupy array of bool, shape (partly seen blocks, queries, keys of a block)
-        The pairs of the blocks that are partly seen.
-    """
-    import cupy
-
-    device = cupy.cuda.runtime.getDevice()
-    known = _cells.setdefault(mask, {})
-    if device not in known:
-        kinds = np.where(mask.kinds == FULL, -FULL, SKIP - 1).astype(np.int32)
-        partly = np.argwhere(mask.kinds == PARTIAL)
-        kinds[tuple(partly.T)] = np.arange(len(partly))
-        bits = np.zeros((len(partly), *mask.block_size), np.bool_)
-        for n, (b, h, *block) in enumerate(partly):
-            # Only masks made for one pair of lengths have blocks that are partly seen.
-            spans = zip(block, mask.block_size, mask.lengths or (), strict=True)
-            i, j = (np.arange(r * size, min(r * size + size, end)) for r, size, end in spans)
-            bits[n, : i.size, : j.size] = mask.visible(b, h, i[:, None], j)
-        known[device] = cupy.asarray(kinds), cupy.asarray(bits)
-    return known[device]
+        fixed: dict[str, Any] = {}
+        values = _facts(self.problem)
+        for name, x in self._arrays.items():
+            if name in _ROWS or name == "dlse":
+                values[f"{name}_at"] = _strides(x)[:3]
+            elif name in _PAIRS:
+                values[f"{name}_at"] = _strides(x)
+        _, _, _, lengths, offsets, _, bias, _, block_mask, slopes, _ = self._operands
+        for name, one, x in (("lengths", "length", lengths), ("offsets", "offset", offsets)):
+            if type(x) is np.ndarray and (x == x[:1]).all():
+                values[one] = int(x[0]) if x.size else 0
+            elif type(x) is np.ndarray:
+                # Complete before any stream may read it: the plan serves all of them.
+                fixed[name] = cupy.asarray(x, blocking=True)
+        if slopes is not None:
+            values["slopes_b"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
+        if bias is not None:
+            sizes = zip(("B", "H", "Nq", "Nk"), bias.shape, strict=True)
+            values |= {f"bias_{axis}": n for axis, n in sizes}
+        if block_mask is not None:
+            block_q, block_k = block_mask.block_size
+            values |= {"mask_block_q": block_q, "mask_block_k": block_k}
+        return values, fixed
 
 
 def _facts(P: Problem) -> dict[str, Any]:
     left, right = (-1 if side is None else side for side in P.window)
     return {
         **{name: getattr(P, name) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")},
+        "group": P.group,
+        "rows": padded_rows(P.Nq),
         "left": left,
         "right": right,
         "scale": P.scale,
@@ -180,6 +206,7 @@ def _strides(x: Any) -> tuple[int, ...]:
     return tuple(s // x.itemsize if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True))
 
 
+@functools.cache
 def _shared_limit(device: int) -> int:
     from cupy.cuda import runtime
 

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,6 @@ _REFUSED = (200, 209, 218, 222)
 
 _loaded: dict[tuple[object, ...], "Kernel"] = {}
 _locks: dict[tuple[object, ...], threading.Lock] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """The text of every ``.cu`` and ``.cuh`` file by its name, and the digest of all of it."""
-
-    files: dict[str, str]
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +135,7 @@ def load(
         Where the source does not compile.
     """
     if device is None:
-        device = _ask(lambda cupy: cupy.cuda.runtime.getDevice())
+        device = int(_runtime().getDevice())
     name = (key, device, arch, folders)
     kernel = _loaded.get(name)
     if kernel is None:
@@ -187,27 +179,27 @@ def compiled(
     ValueError
         Where NVRTC does not know ``arch``.
     """
-    options, sources = _options(key, checked_arch(arch)), sources_in(folders)
-    inputs = repr((sources.digest, _compiler(), options))
-    digest = hashlib.sha256(inputs.encode()).hexdigest()
-    if not force and (body := cache.read(digest)) is not None:
-        log, _, image = body.partition(b"\0")
-        return _report(key.kernel, image, log.decode(), cached=True)
-    image, text = _compile(key, arch, sources, options)
-    cache.write(digest, text.encode() + b"\0" + image)
-    return _report(key.kernel, image, text, cached=False)
+    options, (texts, sources) = _options(key, checked_arch(arch)), sources_in(folders)
+    inputs = hashlib.sha256(repr((sources, _compiler(), options)).encode()).hexdigest()
+    body = found = None if force else cache.read(inputs)
+    if body is None:
+        body = _compile(key, arch, texts, options)
+        cache.write(inputs, body)
+    said, _, image = body.partition(b"\0")
+    log = said.decode()
+    return Compiled(image, log, found is not None, *resources(log, key.kernel))
 
 
 @functools.cache
-def sources_in(folders: tuple[Path, ...]) -> Sources:
-    """Read the sources, once a process: an edit is seen by the next one."""
-    files = {
+def sources_in(folders: tuple[Path, ...]) -> tuple[dict[str, str], str]:
+    """Read the sources by name, and the digest of them all; a process does so once."""
+    texts = {
         path.name: path.read_text(encoding="utf-8")
         for folder in folders
         for path in sorted(folder.iterdir())
         if path.suffix in {".cu", ".cuh"}
     }
-    return Sources(files, hashlib.sha256(repr(files).encode()).hexdigest())
+    return texts, hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -241,7 +233,10 @@ def arch_of(device: int) -> str:
     BackendUnavailableError
         Without CuPy, NVRTC, a driver or the device, or where the device is too old.
     """
-    digits = _ask(lambda cupy: cupy.cuda.Device(device).compute_capability)
+    _runtime()  # where there is no GPU, this says so
+    import cupy
+
+    digits = cupy.cuda.Device(device).compute_capability
     return best_arch((int(digits[:-1]), int(digits[-1])), known_archs())
 
 
@@ -305,10 +300,6 @@ def resources(log: str, kernel: str) -> tuple[int | None, int | None, int | None
     )
 
 
-def _report(kernel: str, image: bytes, log: str, *, cached: bool) -> Compiled:
-    return Compiled(image, log, cached, *resources(log, kernel))
-
-
 def _compiler() -> str:
     major, minor = nvrtc_version()
     return f"NVRTC {major}.{minor}"
@@ -320,17 +311,15 @@ def _options(key: KernelKey, arch: str) -> tuple[str, ...]:
     return (*OPTIONS, *own_cache, f"-arch={arch}", *key.defines())
 
 
-def _compile(
-    key: KernelKey, arch: str, sources: Sources, options: tuple[str, ...]
-) -> tuple[bytes, str]:
-    """Compile a kernel; the headers are given as text, so no folder on disk matters."""
+def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[str, ...]) -> bytes:
+    """Make log, NUL and image; the headers are given as text, so no folder on disk matters."""
     nvrtc, file = _nvrtc(), f"{key.kernel}.cu"
-    if file not in sources.files:
-        names = ", ".join(name for name in sources.files if name.endswith(".cu"))
+    if file not in texts:
+        names = ", ".join(name for name in texts if name.endswith(".cu"))
         raise KernelCompileError(file, arch, key, _compiler(), f"there are only: {names}")
-    headers = {name: text for name, text in sources.files.items() if name.endswith(".cuh")}
+    headers = {name: text for name, text in texts.items() if name.endswith(".cuh")}
     program = nvrtc.createProgram(
-        sources.files[file],
+        texts[file],
         file,
         [text.encode() for text in headers.values()],
         [name.encode() for name in headers],
@@ -338,7 +327,9 @@ def _compile(
     try:
         nvrtc.compileProgram(program, options)
         get = nvrtc.getPTX if arch.startswith("compute") else nvrtc.getCUBIN
-        return get(program), nvrtc.getProgramLog(program).strip("\0\n ")
+        image: bytes = get(program)
+        log: str = nvrtc.getProgramLog(program)
+        return log.strip("\0\n ").encode() + b"\0" + image
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program) or str(error)
         raise KernelCompileError(file, arch, key, _compiler(), log) from error
@@ -354,7 +345,7 @@ def _nvrtc() -> Any:
 
         nvrtc.getVersion()
     except (ImportError, OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = (str(error) or repr(error)).splitlines()[0]
         raise BackendUnavailableError(
             f"CUDA kernels need CuPy and NVRTC ({reason}); pip install 'tileattn[cuda13]' brings "
             "both for drivers from 580 on, 'tileattn[cuda12]' for older ones"
@@ -362,18 +353,20 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-def _ask(question: Callable[[Any], Any]) -> Any:
-    """Ask CuPy about a device; where there is none that works, say so as a backend does."""
+@functools.cache
+def _runtime() -> Any:
+    """Give CuPy's runtime, once it has found a GPU: a loaded kernel is then found in a moment."""
     _nvrtc()  # where CuPy is missing, this says what to install
     import cupy
 
     try:
-        return question(cupy)
+        cupy.cuda.runtime.getDevice()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise BackendUnavailableError(
             f"the GPU cannot be used ({error}); nvidia-smi shows what the driver sees, and "
             "backend='numpy' needs none"
         ) from error
+    return cupy.cuda.runtime
 
 
 def _placed(key: KernelKey, arch: str, made: Compiled, device: int) -> Kernel:

@@ -1,14 +1,13 @@
 """Which kernel, with which tiles, serves a problem on a device."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.tiles import LARGEST, ROOMS, TileSize, candidates
 from tileattn.problem import Problem
 
+WARP = 32
+ROW_PAD = 128  # no block of queries is longer, and all divide it
 ROW_WARPS = 4  # of kernels in which a warp takes a row: one block has so many
 SHARED_LIMIT = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB of shared memory that a block may have, by compute capability times ten."""
@@ -67,7 +66,7 @@ def choose(kernel: str, problem: Problem, vector: int, bias: str, shared_limit: 
     dtype, size = problem.dtype.name, problem.dtype.itemsize
     options = _options(problem, bias)
     if max(problem.D, problem.Dv) <= LARGEST:
-        dim, value = _room(problem.D), _room(problem.Dv)
+        dim, value = room(problem.D), room(problem.Dv)
         for tile in candidates(kernel, size, max(dim, value)):
             shared = shared_bytes(kernel, tile, dim, value, size)
             if shared <= shared_limit:
@@ -105,7 +104,7 @@ def shared_bytes(kernel: str, tile: TileSize, dim: int, value: int, size: int) -
     q, out = tiled(tile.block_q, dim), tiled(tile.block_q, value)
     k, v = tiled(tile.block_k, dim), tiled(tile.block_k, value)
     if kernel == "forward":
-        return max(q, out) + k + v
+        return max(q, out) + tile.stages * (k + v)
     if kernel == "backward_keys":
         return k + v + 2 * tiled(tile.block_k, tile.block_q) + tile.stages * (q + out)
     if kernel == "backward_queries":
@@ -113,48 +112,12 @@ def shared_bytes(kernel: str, tile: TileSize, dim: int, value: int, size: int) -
     return max(q + k, out + v)
 
 
-def common_keys(
-    arch: str, dtypes: Iterable[str], head_dims: Iterable[int]
-) -> list[KernelKey]:
-    """List the kernels that calls without options need.
-
-    Parameters
-    ----------
-    arch : str
-        Architecture, as in ``"sm_90a"``.
-    dtypes : iterable of str
-        Element types.
-    head_dims : iterable of int
-        Head dimensions.
-
-    Returns
-    -------
-    list of KernelKey
-        For the forward and the backward pass.
-    """
-    keys: dict[KernelKey, None] = {}
-    for dtype in dtypes:
-        for dim in head_dims:
-            for kernel in ("forward", "backward_keys", "backward_queries"):
-                problem = _problem(dtype, dim, frozenset())
-                choice = choose(kernel, problem, 16, "", shared_limit_of(arch))
-                keys[choice.key] = None
-            keys[row_key("backward_rows", dtype)] = None
-    return list(keys)
-
-
-def shared_limit_of(arch: str) -> int:
-    """Bytes of shared memory that a block may have on a named architecture."""
-    number = int("".join(c for c in arch.split("_")[1] if c.isdigit()))
-    return SHARED_LIMIT[max(n for n in SHARED_LIMIT if n <= number)] * 1024
-
-
 def row_key(kernel: str, dtype: str, dim: int = 64) -> KernelKey:
     """Key of a kernel that takes rows, and for which the options do not matter."""
     return KernelKey(kernel, dtype, head_dim=dim, warps_m=ROW_WARPS)
 
 
-def _options(problem: Problem, bias: str) -> dict[str, bool | str]:
+def _options(problem: Problem, bias: str) -> dict[str, Any]:
     uses = problem.uses
     terms = bool(bias) or not uses.isdisjoint({"softcap", "alibi_slopes"})
     return {
@@ -168,14 +131,21 @@ def _options(problem: Problem, bias: str) -> dict[str, bool | str]:
     }
 
 
-def _room(dim: int) -> int:
-    return next(room for room in ROOMS if dim <= room)
+def room(dim: int) -> int:
+    """Columns that the kernels for a head dimension have room for."""
+    return next(size for size in ROOMS if dim <= size)
 
 
-def _problem(dtype: str, dim: int, uses: frozenset[str]) -> Problem:
-    from tileattn.problem import BFLOAT16
+def padded_rows(queries: int) -> int:
+    """Give the rows of a head in the arrays between the kernels of the backward pass."""
+    return -(-queries // ROW_PAD) * ROW_PAD
 
-    kind = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
-    return Problem(
-        *(1, 1, 1, 1, 1, dim, dim), kind, 1.0, None, (None, None), 0.0, 0, 4, uses
-    )
+
+def rows_of_block(key: KernelKey, columns: int) -> int:
+    """Rows that a block takes where a few lanes take each: twin of ``src/rows.cuh``."""
+    itemsize = 2 if key.dtype.endswith("16") else int(key.dtype[-2:]) // 8
+    piece = max(key.vector, itemsize) // itemsize
+    lanes = 1
+    while lanes < WARP and lanes * piece < columns:
+        lanes *= 2
+    return key.threads // lanes

@@ -47,56 +47,57 @@ _SMALL = (
 _SMALL_KEYS = (
     TileSize(32, 64, 4, 2),
     TileSize(32, 32, 2, 2),
-    TileSize(16, 32, 2, 1),
-    TileSize(16, 16, 1, 1),
+    TileSize(16, 32, 2),
+    TileSize(16, 16, 1),
 )
 
 # (kernel, bytes of an element) -> for each largest head dimension, what to try in turn.
 _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("forward", 2): {
-        64: (TileSize(128, 64, 4),),
-        128: (TileSize(128, 64, 4),),
-        256: (TileSize(128, 64, 8),),
+        64: (TileSize(128, 48, 4, 1, 2, 3, tuned=True), TileSize(128, 64, 4)),
+        128: (TileSize(128, 64, 4, 1, 2, tuned=True), TileSize(128, 32, 4)),
+        256: (TileSize(128, 64, 8, 1, 2, tuned=True), TileSize(128, 32, 8)),
     },
     ("forward", 4): {
-        64: (TileSize(64, 64, 4),),
-        128: (TileSize(64, 32, 4),),
-        256: (TileSize(64, 32, 4),),
+        64: (TileSize(128, 32, 4, 1, 2, tuned=True),),
+        128: (TileSize(128, 32, 8, 1, 2, tuned=True),),
+        256: (TileSize(128, 32, 8, tuned=True), TileSize(64, 16, 4)),
     },
     ("forward", 8): {
-        128: (TileSize(64, 32, 4),),
+        64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
+        128: (TileSize(128, 32, 8, tuned=True),),
         256: (TileSize(64, 16, 4),),
     },
     ("backward_keys", 2): {
-        64: (TileSize(64, 128, 8, 1, 2),),
-        128: (TileSize(64, 128, 4, 2, 2),),
-        256: (TileSize(64, 64, 2, 4, 1),),
+        64: (TileSize(128, 128, 4, 2, 2, tuned=True), TileSize(64, 64, 2, 2, 2)),
+        128: (TileSize(64, 128, 4, 2, 2, tuned=True), TileSize(64, 64, 2, 2)),
+        256: (TileSize(64, 64, 2, 4, tuned=True),),
     },
     ("backward_keys", 4): {
-        64: (TileSize(32, 64, 4, 1, 2),),
-        128: (TileSize(32, 64, 4, 2, 2),),
-        256: (TileSize(32, 32, 2, 2, 1),),
+        64: (TileSize(64, 128, 4, 2, tuned=True),),
+        128: (TileSize(64, 64, 2, 4, tuned=True),),
+        256: (TileSize(64, 32, 2, 4), TileSize(32, 32, 2, 2)),
     },
     ("backward_keys", 8): {
-        64: (TileSize(32, 32, 2, 2, 2),),
-        128: (TileSize(32, 32, 2, 2, 1),),
-        256: (TileSize(32, 16, 1, 2, 1),),
+        64: (TileSize(64, 64, 4, 2, tuned=True),),
+        128: (TileSize(64, 32, 2, 4, tuned=True),),
+        256: (TileSize(32, 16, 1, 2),),
     },
     ("backward_queries", 2): {
-        64: (TileSize(128, 64, 8, 1, 2),),
-        128: (TileSize(64, 64, 4, 1, 2),),
-        256: (TileSize(64, 64, 4, 1, 1),),
+        64: (TileSize(128, 64, 4, 1, 2, tuned=True),),
+        128: (TileSize(128, 32, 4, 1, 2, tuned=True),),
+        256: (TileSize(64, 64, 4),),
     },
     ("backward_queries", 4): {
         64: (TileSize(64, 32, 4, 1, 2),),
-        128: (TileSize(64, 32, 4, 1, 1),),
-        256: (TileSize(32, 16, 2, 1, 1),),
+        128: (TileSize(64, 32, 4),),
+        256: (TileSize(32, 16, 2),),
     },
     ("backward_queries", 8): {
-        128: (TileSize(32, 16, 2, 1, 1),),
-        256: (TileSize(16, 16, 1, 1, 1),),
+        128: (TileSize(32, 16, 2),),
+        256: (TileSize(16, 16, 1),),
     },
-    ("backward_bias", 2): {128: (TileSize(64, 64, 4),), 256: (TileSize(64, 64, 4),)},
+    ("backward_bias", 2): {256: (TileSize(64, 64, 4),)},
     ("backward_bias", 4): {256: (TileSize(64, 32, 4),)},
     ("backward_bias", 8): {256: (TileSize(32, 16, 2),)},
 }

@@ -53,18 +53,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
                                                  int(p.Dv));
         v_tile.template load<THREADS, VECTOR>(head.v + k0 * p.v_at.n, p.v_at.n, keys, int(p.Dv));
         copy_commit();
-        auto row_of = [&](int m, int e) { return row0 + 16 * m + lane.row(e); };
-        tile.probabilities(head.terms, head.sight, head.dropout, kind, [&](int m, int, int e) {
-            const int i = row_of(m, e);
-            return i < rows ? static_cast<const Sum*>(p.shift)[head.row(q0 + i)] : infinity<Sum>();
-        });
+        auto row_of = [&](int m, int e) { return q0 + row0 + 16 * m + lane.row(e); };
+        tile.probabilities(head.terms, head.sight, head.dropout, kind,
+                           [&](int m, int, int e) { return head.shift()[row_of(m, e)]; });
         copy_wait<0>();
         __syncthreads();
         multiply<VALUE_DIM>(tile.ds, dout_tile, row0, v_tile, 0);
-        tile.at_scores(Sum(p.gain), [&](int m, int, int e) {
-            const int i = row_of(m, e);
-            return i < rows ? static_cast<const Sum*>(p.delta)[head.row(q0 + i)] : Sum(0);
-        });
+        tile.at_scores(Sum(p.gain),
+                       [&](int m, int, int e) { return head.delta()[row_of(m, e)]; });
         tile.ds.for_each([&](Sum& x, int, int, int m, int n, int e) { sum.x[m][n][e] += x; });
     };
     for (i64 b = p.bias_B == 1 ? 0 : own_b; b < (p.bias_B == 1 ? p.B : own_b + 1); ++b)

@@ -31,7 +31,7 @@ static_assert(!ADD_DQ || BLOCK_Q % (16 * DQ_M) == 0, "too few queries for so man
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_keys(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) char memory[];
-    __shared__ Sum shifts[STAGES][BLOCK_Q], deltas[STAGES][BLOCK_Q];
+    __shared__ __align__(16) Sum shifts[STAGES][BLOCK_Q], deltas[STAGES][BLOCK_Q];
     __shared__ bool bad[BLOCK_K];
     const KeyTile k_tile{memory};
     const ValueTile v_tile{k_tile.base + KeyTile::BYTES};
@@ -39,109 +39,90 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     const PairTile ds_tile{p_tile.base + PairTile::BYTES};
     char* const stages = ds_tile.base + PairTile::BYTES;
     auto q_tile = [&](int stage) {
-        return QueryTile{stages + stage * (QueryTile::BYTES + OutTile::BYTES)};
+        return QueryTile(stages + stage * (QueryTile::BYTES + OutTile::BYTES));
     };
-    auto dout_tile = [&](int stage) { return OutTile{q_tile(stage).base + QueryTile::BYTES}; };
+    auto dout_tile = [&](int stage) { return OutTile(q_tile(stage).base + QueryTile::BYTES); };
 
-    const int k_blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K), group = int(p.Hq / p.Hkv);
+    const int k_blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
     const int k0 = blockIdx.x % k_blocks * BLOCK_K, rest = blockIdx.x / k_blocks;
-    const i64 b = rest / p.Hkv, kv = rest % p.Hkv;
+    const int b = rest / int(p.Hkv), kv = rest % int(p.Hkv);
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
-    const int row0 = warp_m * MT * 16;
+    const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // first of this warp's scores
     const Lane lane;
 
     const Band band(p, b);
     const Range queries = band.queries_of(k0, k0 + BLOCK_K);
-    const int first = queries.lo / BLOCK_Q;
-    const int blocks = (queries.hi + BLOCK_Q - 1) / BLOCK_Q - first;
-    // The visits of all heads of the group are one sequence.
-    auto head_of = [&](int visit) { return kv * group + visit / max(blocks, 1); };
-    auto q0_of = [&](int visit) { return (first + visit % max(blocks, 1)) * BLOCK_Q; };
-    Visits visit(0, blocks * group, [&](int n) {
-        return Sight(p, b, head_of(n)).kind(q0_of(n), q0_of(n) + BLOCK_Q, k0, k0 + BLOCK_K);
-    });
-    auto load_queries = [&](int n, int stage) {
-        const i64 h = head_of(n);
-        const int q0 = q0_of(n), rows = int(p.Nq) - q0;
-        q_tile(stage).template load<THREADS, VECTOR>(
-            rows_of<Element>(p.q, p.q_at, b, h) + q0 * p.q_at.n, p.q_at.n, rows, int(p.D));
-        dout_tile(stage).template load<THREADS, VECTOR>(
-            rows_of<Element>(p.dout, p.dout_at, b, h) + q0 * p.dout_at.n, p.dout_at.n, rows,
-            int(p.Dv));
-        copy_commit();
-        for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
-            const i64 row = (b * p.Hq + h) * p.Nq + q0 + i;
-            // Past the end a probability of zero.
-            shifts[stage][i] = i < rows ? static_cast<const Sum*>(p.shift)[row] : infinity<Sum>();
-            deltas[stage][i] = i < rows ? static_cast<const Sum*>(p.delta)[row] : Sum(0);
-        }
-    };
-
     k_tile.template load<THREADS, VECTOR>(
         rows_of<Element>(p.k, p.k_at, b, kv) + k0 * p.k_at.n, p.k_at.n, band.length - k0, int(p.D));
     v_tile.template load<THREADS, VECTOR>(
         rows_of<Element>(p.v, p.v_at, b, kv) + k0 * p.v_at.n, p.v_at.n, band.length - k0,
         int(p.Dv));
+    copy_commit();
     Fragment<Sum, MT, DT> dk;
     Fragment<Sum, MT, VT> dv;
     dk.clear();
     dv.clear();
-    int stage = 0;
-    if (!visit.done()) load_queries(visit.tile, 0);
-    while (!visit.done()) {
-        const int now = visit.tile, kind = visit.kind, q0 = q0_of(now);
-        const i64 h = head_of(now);
-        const QueryTile q = q_tile(stage);
-        const OutTile dout = dout_tile(stage);
-        const Sum *shift = shifts[stage], *delta = deltas[stage];
-        copy_wait<0>();
-        __syncthreads();  // this visit's queries are here, and everybody is done with the last
-        visit.next();
-        if (STAGES > 1 && !visit.done()) load_queries(visit.tile, stage ^= 1);
+    for (int g = 0; g < p.group; ++g) {
+        const Head head(p, b, kv * int(p.group) + g);
+        Visits visit(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
+            return head.sight.kind(n * BLOCK_Q, n * BLOCK_Q + BLOCK_Q, k0, k0 + BLOCK_K);
+        });
+        auto load_queries = [&](int q0, int stage) {
+            const int rows = int(p.Nq) - q0;
+            q_tile(stage).template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, rows,
+                                                         int(p.D));
+            dout_tile(stage).template load<THREADS, VECTOR>(head.dout + q0 * p.dout_at.n,
+                                                            p.dout_at.n, rows, int(p.Dv));
+            copy_row<THREADS>(shifts[stage], head.shift() + q0);
+            copy_row<THREADS>(deltas[stage], head.delta() + q0);
+            copy_commit();
+        };
+        int stage = 0;
+        __syncthreads();  // everybody is done with the last head
+        if (!visit.done()) load_queries(visit.tile * BLOCK_Q, 0);
+        while (!visit.done()) {
+            const int q0 = visit.tile * BLOCK_Q, kind = visit.kind;
+            const QueryTile q = q_tile(stage);
+            const OutTile dout = dout_tile(stage);
+            const Sum *shift = shifts[stage], *delta = deltas[stage];
+            copy_wait<0>();
+            __syncthreads();  // this visit's queries are here, and everybody is done with the last
+            visit.next();
+            if (STAGES > 1 && !visit.done()) load_queries(visit.tile * BLOCK_Q, stage ^= 1);
 
-        const int column0 = warp_n * QT * 8;  // this warp's first query of the tile
-        auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
-        TileGradient<true, MT, QT> tile(k0 + row0, q0 + column0);
-        multiply<HEAD_DIM>(tile.p, k_tile, row0, q, column0);
-        tile.probabilities(Terms(p, b, h), Sight(p, b, h), Dropout(p, b, h), kind,
-                           [&](int, int n, int e) { return shift[query(n, e)]; });
-        multiply<VALUE_DIM>(tile.ds, v_tile, row0, dout, column0);
-        tile.at_scores(Sum(p.gain), [&](int, int n, int e) { return delta[query(n, e)]; });
-        tile.at_products();
-        tile.p.for_each([&](Sum& x, int, int, int, int, int) { x = tile.dropped(x); });
+            auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
+            TileGradient<true, MT, QT> tile(k0 + row0, q0 + column0);
+            multiply<HEAD_DIM>(tile.p, k_tile, row0, q, column0);
+            tile.probabilities(head.terms, head.sight, head.dropout, kind,
+                               [&](int, int n, int e) { return shift[query(n, e)]; });
+            multiply<VALUE_DIM>(tile.ds, v_tile, row0, dout, column0);
+            tile.at_scores(Sum(p.gain), [&](int, int n, int e) { return delta[query(n, e)]; });
+            tile.at_products();
+            tile.p.for_each([&](Sum& x, int, int, int, int, int) { x = tile.dropped(x); });
 
-        if constexpr (ADD_DQ || WARPS_N > 1) store_fragment(ds_tile, tile.ds, row0, column0);
-        if constexpr (WARPS_N > 1) {
-            store_fragment(p_tile, tile.p, row0, column0);
-            __syncthreads();  // the probabilities of all queries are here
-            multiply_rows<false, BLOCK_Q>(dv, p_tile, row0, dout, warp_n * VT * 8);
-            multiply_rows<false, BLOCK_Q>(dk, ds_tile, row0, q, warp_n * DT * 8);
-        } else {
-            multiply(dv, tile.p, dout, 0);
-            multiply(dk, tile.ds, q, 0);
-            if constexpr (ADD_DQ) __syncthreads();  // the gradients of all keys are here
-        }
-        if constexpr (ADD_DQ) {
-            const int m0 = warp / DQ_N * DQ_MT * 16, n0 = warp % DQ_N * DQ_NT * 8;
-            Fragment<Sum, DQ_MT, DQ_NT> dq;
-            dq.clear();
-            multiply_rows<true, BLOCK_K>(dq, ds_tile, m0, k_tile, n0);
-            Sum* sum = static_cast<Sum*>(p.dq_sum) + ((b * p.Hq + h) * p.Nq + q0) * HEAD_DIM;
-#pragma unroll
-            for (int m = 0; m < DQ_MT; ++m)
-#pragma unroll
-                for (int e = 0; e < 4; e += 2) {
-                    const int i = m0 + 16 * m + lane.row(e);
-                    if (q0 + i >= p.Nq) continue;
-#pragma unroll
-                    for (int n = 0; n < DQ_NT; ++n)
-                        add_global(sum + i64(i) * HEAD_DIM + n0 + 8 * n + 2 * lane.t,
-                                   dq.x[m][n][e], dq.x[m][n][e + 1]);
-                }
-        }
-        if constexpr (STAGES == 1) {
-            __syncthreads();  // everybody is done with the queries
-            if (!visit.done()) load_queries(visit.tile, 0);
+            if constexpr (ADD_DQ || WARPS_N > 1) store_fragment(ds_tile, tile.ds, row0, column0);
+            if constexpr (WARPS_N > 1) {
+                store_fragment(p_tile, tile.p, row0, column0);
+                __syncthreads();  // the probabilities of all queries are here
+                multiply_rows<false, BLOCK_Q>(dv, p_tile, row0, dout, warp_n * VT * 8);
+                multiply_rows<false, BLOCK_Q>(dk, ds_tile, row0, q, warp_n * DT * 8);
+            } else {
+                multiply(dv, tile.p, dout, 0);
+                multiply(dk, tile.ds, q, 0);
+                if constexpr (ADD_DQ) __syncthreads();  // the gradients of all keys are here
+            }
+            if constexpr (ADD_DQ) {
+                const int m0 = warp / DQ_N * DQ_MT * 16, n0 = warp % DQ_N * DQ_NT * 8;
+                Fragment<Sum, DQ_MT, DQ_NT> dq;
+                dq.clear();
+                multiply_rows<true, BLOCK_K>(dq, ds_tile, m0, k_tile, n0);
+                add_rows(static_cast<Sum*>(p.dq_sum) + head.row(q0) * HEAD_DIM, HEAD_DIM, dq, m0,
+                         n0, int(p.Nq) - q0);
+            }
+            if constexpr (STAGES == 1) {
+                __syncthreads();  // everybody is done with the queries
+                if (!visit.done()) load_queries(visit.tile * BLOCK_Q, 0);
+            }
         }
     }
     copy_wait<0>();

@@ -20,14 +20,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     const OutTile dout_tile{q_tile.base + QueryTile::BYTES};
     char* const stages = dout_tile.base + OutTile::BYTES;
     auto k_tile = [&](int stage) {
-        return KeyTile{stages + stage * (KeyTile::BYTES + ValueTile::BYTES)};
+        return KeyTile(stages + stage * (KeyTile::BYTES + ValueTile::BYTES));
     };
-    auto v_tile = [&](int stage) { return ValueTile{k_tile(stage).base + KeyTile::BYTES}; };
+    auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
 
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
     const int turn = blockIdx.x % q_blocks, bh = blockIdx.x / q_blocks;
     const int q0 = (p.right < 0 ? turn : q_blocks - 1 - turn) * BLOCK_Q;
-    const Head head(p, bh / p.Hq, bh % p.Hq);
+    const Head head(p, bh / int(p.Hq), bh % int(p.Hq));
     const int row0 = threadIdx.x / WARP * MT * 16, rows = int(p.Nq) - q0;
     const Lane lane;
 
@@ -45,16 +45,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     q_tile.template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, rows, int(p.D));
     dout_tile.template load<THREADS, VECTOR>(head.dout + q0 * p.dout_at.n, p.dout_at.n, rows,
                                              int(p.Dv));
+    copy_commit();
     Sum shift[MT][2], delta[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int i = row0 + 16 * m + lane.row(2 * half);
-            const i64 row = head.row(q0 + i);
-            // Past the end a probability of zero.
-            shift[m][half] = i < rows ? static_cast<const Sum*>(p.shift)[row] : infinity<Sum>();
-            delta[m][half] = i < rows ? static_cast<const Sum*>(p.delta)[row] : Sum(0);
+            const int i = q0 + row0 + 16 * m + lane.row(2 * half);
+            shift[m][half] = head.shift()[i];
+            delta[m][half] = head.delta()[i];
         }
     Fragment<Sum, MT, DT> dq;
     dq.clear();
@@ -114,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
             const u32 not_finite = __ballot_sync(~0u, !finite[m][half]);
             for (int g = 0; g < 8; ++g) {
                 const int i = row0 + 16 * m + 8 * half + g;
-                if ((not_finite >> (4 * g) & 15) && i < rows) query_row(head, q0 + i);
+                if ((not_finite >> (4 * g) & 15) && i < rows) query_row(p, head.b, head.h, q0 + i);
             }
         }
 }

@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     const Sum sink = static_cast<const Sum*>(p.sinks)[h] * LOG2_E;
     Sum total = 0;
     for (i64 n = threadIdx.x; n < p.B * p.Nq; n += THREADS) {
-        const i64 row = (n / p.Nq * p.Hq + h) * p.Nq + n % p.Nq;
+        const i64 row = (n / p.Nq * p.Hq + h) * p.rows + n % p.Nq;
         total -= exp2_of(sink - static_cast<const Sum*>(p.shift)[row]) *
                  static_cast<const Sum*>(p.delta)[row];
     }

@@ -30,7 +30,7 @@ struct Band {
     __device__ static int clamp(i64 x) { return int(min(max(x, i64(-FAR)), i64(FAR))); }
 
     __device__ bool visible(int i, int j) const {
-        return j - i >= first && j - i < past && j >= 0 && j < length;
+        return u32(j - i - first) < u32(past - first) && u32(j) < u32(length);
     }
     // Smallest range that holds every key that queries q0 to q1 - 1 see.
     __device__ Range keys_of(int q0, int q1) const {
@@ -74,17 +74,19 @@ struct Sight {
           block_q(int(p.mask_block_q)),
           block_k(int(p.mask_block_k)) {}
 
-    // Whether query i sees key j; indices past the end are not seen.
-    __device__ bool visible(int i, int j) const {
-        bool seen = band.visible(i, j) && i < Nq;
-        if constexpr (HAS_MASK) seen = seen && mask[min(i, Nq - 1) * mask_i + min(j, Nk - 1) * mask_j];
+    __device__ bool visible(int i, int j) const { return band.visible(i, j) && in_masks(i, j); }
+
+    // Whether the dense mask and the block mask let query i see key j. Queries past the end are
+    // answered for as the last.
+    __device__ bool in_masks(int i, int j) const {
+        const int row = min(i, Nq - 1), key = min(j, Nk - 1);
+        bool seen = true;
+        if constexpr (HAS_MASK) seen = mask[row * mask_i + key * mask_j];
         if constexpr (HAS_BLOCK_MASK) {
-            if (seen) {
-                const int cell = kinds[i / block_q * kinds_i + j / block_k];
-                seen = cell == -FULL ||
-                       (cell >= 0 &&
-                        bits[(i64(cell) * block_q + i % block_q) * block_k + j % block_k]);
-            }
+            const int cell = kinds[row / block_q * kinds_i + key / block_k];
+            seen = seen && (cell == -FULL ||
+                            (cell >= 0 && bits[(i64(cell) * block_q + row % block_q) * block_k +
+                                               key % block_k]));
         }
         return seen;
     }

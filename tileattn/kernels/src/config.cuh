@@ -39,7 +39,6 @@ constexpr bool FOLD = KEY_FOLD;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
 
 constexpr int THREADS = WARP * WARPS_M * WARPS_N;
-constexpr int STEP = Atom<Element>::K;  // depth of one matrix instruction
 
 static_assert(HEAD_DIM % 16 == 0 && VALUE_DIM % 16 == 0, "columns come in pairs of atoms");
 static_assert(BLOCK_Q % 16 == 0 && BLOCK_K % 16 == 0, "rows come in atoms, dropout in 16 x 16");

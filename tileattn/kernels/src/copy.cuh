@@ -9,14 +9,14 @@ __device__ inline u32 shared_address(const void* pointer) {
 
 // Begin to copy `valid` bytes, and zeros up to SIZE; both addresses are multiples of SIZE.
 template <int SIZE>
-__device__ inline void copy_async(char* target, const char* source, int valid) {
+__device__ inline void copy_async(u32 target, const char* source, int valid) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (SIZE == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)),
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target),
                      "l"(source), "r"(valid)
                      : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(target)),
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target),
                      "l"(source), "n"(SIZE), "r"(valid)
                      : "memory");
 #else
@@ -28,7 +28,23 @@ __device__ inline void copy_async(char* target, const char* source, int valid) {
         bytes = *reinterpret_cast<const Bytes*>(source);
     else
         for (int i = 0; i < valid; ++i) reinterpret_cast<char*>(&bytes)[i] = source[i];
-    *reinterpret_cast<Bytes*>(target) = bytes;
+    *reinterpret_cast<Bytes*>(__cvta_shared_to_generic(target)) = bytes;
+#endif
+}
+
+// Begin to copy all of SIZE bytes.
+template <int SIZE>
+__device__ inline void copy_async(u32 target, const char* source) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (SIZE == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(source),
+                     "n"(SIZE)
+                     : "memory");
+#else
+    copy_async<SIZE>(target, source, SIZE);
 #endif
 }
 
@@ -59,16 +75,22 @@ __device__ inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
                  : "r"(address));
 }
 
-// Add to global memory without waiting for the sum.
-__device__ inline void add_global(float* target, float x, float y) {
+// Add four neighbours to global memory without waiting for the sums.
+__device__ inline void add_global(float* target, float x, float y, float z, float w) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(x), "f"(y) : "memory");
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x), "f"(y),
+                 "f"(z), "f"(w)
+                 : "memory");
 #else
     atomicAdd(target, x);
     atomicAdd(target + 1, y);
+    atomicAdd(target + 2, z);
+    atomicAdd(target + 3, w);
 #endif
 }
-__device__ inline void add_global(double* target, double x, double y) {
+__device__ inline void add_global(double* target, double x, double y, double z, double w) {
     atomicAdd(target, x);
     atomicAdd(target + 1, y);
+    atomicAdd(target + 2, z);
+    atomicAdd(target + 3, w);
 }

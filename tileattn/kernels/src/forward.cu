@@ -14,12 +14,15 @@ using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 constexpr int FIRST_BYTES = QueryTile::BYTES > OutTile::BYTES ? QueryTile::BYTES : OutTile::BYTES;
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS) forward(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+    forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) char memory[];
-    const QueryTile q_tile{memory};
-    const OutTile out_tile{memory};  // takes the place of the queries in the end
-    const KeyTile k_tile{memory + FIRST_BYTES};
-    const ValueTile v_tile{memory + FIRST_BYTES + KeyTile::BYTES};
+    const QueryTile q_tile(memory);
+    const OutTile out_tile(memory);  // takes the place of the queries in the end
+    auto k_tile = [&](int stage) {
+        return KeyTile(memory + FIRST_BYTES + stage * (KeyTile::BYTES + ValueTile::BYTES));
+    };
+    auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
 
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
     const int column_blocks = int((p.Dv + VALUE_DIM - 1) / VALUE_DIM);
@@ -28,61 +31,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS) forward(const _
     // Under a causal mask the last queries see most: they go first.
     const int q0 = (p.right < 0 ? turn : q_blocks - 1 - turn) * BLOCK_Q;
     const int columns = min(VALUE_DIM, int(p.Dv) - column);
-    const Head head(p, bh / p.Hq, bh % p.Hq);
+    const Head head(p, bh / int(p.Hq), bh % int(p.Hq));
     const int row0 = threadIdx.x / WARP * MT * 16;  // this warp's first row of the tile
 
     const Range keys = head.sight.band.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
     Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
         return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
-    auto load_keys = [&](int k0) {
-        k_tile.template load<THREADS, VECTOR>(head.k + k0 * p.k_at.n, p.k_at.n, keys.hi - k0,
-                                              int(p.D));
-        copy_commit();
-    };
-    auto load_values = [&](int k0) {
-        v_tile.template load<THREADS, VECTOR>(head.v + k0 * p.v_at.n + column, p.v_at.n,
-                                              keys.hi - k0, columns);
+    auto load_keys = [&](int k0, int stage) {
+        k_tile(stage).template load<THREADS, VECTOR>(head.k + k0 * p.k_at.n, p.k_at.n,
+                                                     keys.hi - k0, int(p.D));
+        v_tile(stage).template load<THREADS, VECTOR>(head.v + k0 * p.v_at.n + column, p.v_at.n,
+                                                     keys.hi - k0, columns);
         copy_commit();
     };
 
     q_tile.template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, int(p.Nq) - q0,
                                           int(p.D));
+    copy_commit();
     RowState<MT> state;
     Fragment<Sum, MT, VT> acc;
     acc.clear();
-    if (!visit.done()) load_keys(visit.tile * BLOCK_K);
+    int stage = 0;
+    if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
     while (!visit.done()) {
         const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
+        const KeyTile k = k_tile(stage);
+        const ValueTile v = v_tile(stage);
         copy_wait<0>();
-        __syncthreads();  // the keys are here, and everybody is done with the last values
-        load_values(k0);
+        __syncthreads();  // this visit's keys are here, and everybody is done with the last
         visit.next();
+        if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
 
         Scores<false, MT, NT> s(q0 + row0, k0);
-        multiply<HEAD_DIM>(s, q_tile, row0, k_tile, 0);
-        copy_wait<0>();
-        __syncthreads();  // the values are here, and everybody is done with the keys
-        if (!visit.done()) load_keys(visit.tile * BLOCK_K);
-
+        multiply<HEAD_DIM>(s, q_tile, row0, k, 0);
         s.apply(head.terms);
         if (kind == PARTIAL) s.hide(head.sight);
         Sum rescale[MT][2];
         state.absorb(s, head.terms.unit(), rescale);
         s.drop(head.dropout);
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < VT; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) acc.x[m][n][e] *= rescale[m][e / 2];
-        multiply(acc, s, v_tile, 0);
+        acc.scale_rows(rescale);
+        multiply(acc, s, v, 0);
+        if constexpr (STAGES == 1) {
+            __syncthreads();  // everybody is done with the keys
+            if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+        }
     }
     copy_wait<0>();
     __syncthreads();  // everybody is done with the queries
 
     const Lane lane;
-    const Sum sink = p.sinks ? static_cast<const Sum*>(p.sinks)[head.h] * LOG2_E : -infinity<Sum>();
+    const Sum sink = head.sink();
     bool finite[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -117,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS) forward(const _
             const u32 bad = __ballot_sync(~0u, !finite[m][half]);
             for (int g = 0; g < 8; ++g) {
                 const int i = q0 + row0 + 16 * m + 8 * half + g;
-                if ((bad >> (4 * g) & 15) && i < p.Nq) forward_row(head, i, sink);
+                if ((bad >> (4 * g) & 15) && i < p.Nq) forward_row(p, head.b, head.h, i);
             }
         }
 }

@@ -25,8 +25,9 @@ struct TileGradient {
         if (kind == PARTIAL) p.hide(sight);
         const Sum unit = terms.unit();
         p.for_each([&](Sum& s, int, int, int m, int n, int e) {
-            // An infinite logsumexp must not meet the -infinity of a hidden pair.
-            s = s == -infinity<Sum>() ? Sum(0) : exp2_of(fma(s, unit, -shift(m, n, e)));
+            // Only dbias has no second look at what is not finite: NaN must not reach a hidden pair.
+            const bool hidden = HAS_BIAS && s == -infinity<Sum>();
+            s = hidden ? Sum(0) : exp2_of(fma(s, unit, -shift(m, n, e)));
         });
         if constexpr (HAS_DROPOUT)
             dropout.for_each<TRANSPOSED, MT, NT>(
@@ -44,8 +45,8 @@ struct TileGradient {
             const Sum probability = p.x[m][n][e];
             Sum dp = x;
             if constexpr (HAS_DROPOUT) dp = probability < 0 ? Sum(0) : dp * gain;
-            // A hidden pair may hold anything: it has no gradient.
-            x = probability == 0 ? Sum(0) : fabs(probability) * (dp - delta(m, n, e));
+            const bool hidden = HAS_BIAS && probability == 0;  // as above
+            x = hidden ? Sum(0) : (HAS_DROPOUT ? fabs(probability) : probability) * (dp - delta(m, n, e));
         });
     }
 

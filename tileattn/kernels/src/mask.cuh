@@ -44,9 +44,28 @@ struct Scores : Fragment<Sum, MT, NT> {
     }
 
     __device__ void hide(const Sight& sight) {
-        for_each([&](Sum& s, int i, int j, int, int, int) {
-            if (!sight.visible(i, j)) s = -infinity<Sum>();
-        });
+        const Lane lane;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // What a row sees of the band is one range of columns.
+                const int r = row + 16 * m + lane.row(2 * half), c0 = column + lane.column(0);
+                const Range seen =
+                    TRANSPOSED ? sight.band.queries_of(r, r + 1) : sight.band.keys_of(r, r + 1);
+                const int lo = seen.lo - c0, hi = seen.hi - c0;
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int c = 8 * n + e;
+                        bool visible = c >= lo && c < hi;
+                        if constexpr (HAS_MASK || HAS_BLOCK_MASK)
+                            visible = visible && (TRANSPOSED ? sight.in_masks(c0 + c, r)
+                                                             : sight.in_masks(r, c0 + c));
+                        if (!visible) this->x[m][n][2 * half + e] = -infinity<Sum>();
+                    }
+            }
     }
 
     // Zero the elements that dropout takes.

@@ -1,9 +1,10 @@
-// Layer 1. The warp-wide product C[16 x 8] += A[16 x K] B[K x 8], one Atom for each element type.
+// Layer 1. The warp-wide product C[16 x 8] += A[16 x 16] B[16 x 8], one Atom for each element type.
 //
 // Every atom shares one map of C: lane (g, t) = (lane / 4, lane % 4) holds elements 0 to 3 at rows
-// g, g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1. Atoms of 4- and 8-byte types take eight
-// columns of A at a time in an order of our own choosing, the same for A and B: a lane's two
-// numbers stand at columns 2t and 2t + 1. So C becomes the A of a second product without moving.
+// g, g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1. Atoms of 4- and 8-byte types take the
+// columns of A, eight at a time, in an order of our own choosing, the same for A and B: a lane's two
+// numbers of each eight stand at columns 2t and 2t + 1. So C becomes the A of a second product
+// without moving, two tiles of eight columns at a time.
 #pragma once
 
 #include "types.cuh"
@@ -13,10 +14,10 @@ struct Atom;
 
 // What a GPU without the instruction does: the same fragments, products by shuffles.
 template <class S, class Row, class Column>
-__device__ inline void multiply_by_shuffles(S (&c)[4], int steps, Row row, Column column) {
+__device__ __noinline__ void multiply_by_shuffles(S (&c)[4], Row row, Column column) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int other = 0; other < 4; ++other)
-        for (int k = 0; k < steps; ++k) {
+        for (int k = 0; k < 4; ++k) {
             const S low = __shfl_sync(~0u, row(0, k), 4 * g + other);
             const S high = __shfl_sync(~0u, row(1, k), 4 * g + other);
             const S b0 = __shfl_sync(~0u, column(k), 8 * t + other);
@@ -31,7 +32,6 @@ __device__ inline void multiply_by_shuffles(S (&c)[4], int steps, Row row, Colum
 // 16-bit types: A and B hold pairs of neighbouring columns, as ldmatrix delivers them.
 template <class T>
 struct HalfAtom {
-    static constexpr int K = 16;
     struct A {
         u32 r[4];
     };
@@ -39,10 +39,10 @@ struct HalfAtom {
         u32 r[2];
     };
 
-    // C of two neighbouring 8-column tiles, as A.
-    __device__ static A a_of(const float (&left)[4], const float (&right)[4]) {
-        return {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]), pack<T>(right[0], right[1]),
-                pack<T>(right[2], right[3])};
+    // C of two neighbouring tiles, as A.
+    __device__ static A a_of(const float (*c)[4]) {
+        return {pack<T>(c[0][0], c[0][1]), pack<T>(c[0][2], c[0][3]), pack<T>(c[1][0], c[1][1]),
+                pack<T>(c[1][2], c[1][3])};
     }
 
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
@@ -50,7 +50,7 @@ struct HalfAtom {
             return widen(T{static_cast<unsigned short>(k % 2 ? pair >> 16 : pair)});
         };
         multiply_by_shuffles(
-            c, 4, [&](int high, int k) { return half(a.r[k / 2 * 2 + high], k); },
+            c, [&](int high, int k) { return half(a.r[k / 2 * 2 + high], k); },
             [&](int k) { return half(b.r[k / 2], k); });
     }
 };
@@ -86,36 +86,63 @@ struct Atom<bfloat16> : HalfAtom<bfloat16> {
 #endif
 };
 
-// float32 by three products of tf32 parts: x = high + low, each with 11 significant bits, and
-// x y = high low' + low high' + high high', short of 2**-22. Tensor cores cut their sums instead of
-// rounding them, so only the three products are summed there and C is added to outside.
-// Ootomo and Yokota, arXiv:2203.03341.
-template <>
-struct Atom<float> {
-    static constexpr int K = 8;
-#if __CUDA_ARCH__ >= 800
+// Numbers of 4 and 8 bytes: a lane's share of A as of C, and of B, in the order of instructions
+// that take four of A and two of B at a time.
+template <class S>
+struct WideAtom {
     struct A {
-        u32 high[4], low[4];
+        S r[2][4];
     };
     struct B {
-        u32 high[2], low[2];
+        S r[2][2];
     };
 
+    __device__ static A a_of(const S (*c)[4]) {
+        return {{{c[0][0], c[0][2], c[0][1], c[0][3]}, {c[1][0], c[1][2], c[1][1], c[1][3]}}};
+    }
+    // The lane's numbers at columns 2t and 2t + 1 of both eights.
+    __device__ static B b_of(S x0, S x1, S x2, S x3) { return {{{x0, x1}, {x2, x3}}}; }
+
+    __device__ static void mma(S (&c)[4], const A& a, const B& b) {
+        multiply_by_shuffles(
+            c, [&](int high, int k) { return a.r[k / 2][k % 2 * 2 + high]; },
+            [&](int k) { return b.r[k / 2][k % 2]; });
+    }
+};
+
+#if __CUDA_ARCH__ >= 800
+// float32 by three products of tf32 parts: x = high + low, where high is cut to 11 significant bits
+// and the tensor cores cut low to as many, and x y = high low' + low high' + high high', short of
+// 2**-21. Tensor cores cut their sums too, so few products are summed there and C is added to
+// outside. Ootomo and Yokota, arXiv:2203.03341.
+template <>
+struct Atom<float> {
+    struct A {
+        u32 high[2][4], low[2][4];
+    };
+    struct B {
+        u32 high[2][2], low[2][2];
+    };
+
+    // Of infinity low is NaN, and so is every product with it: textbook rows mend that.
     __device__ static void split(float x, u32& high, u32& low) {
-        // To the nearest, ties away: infinity stays one, and low makes a NaN of any overflow.
-        high = (__float_as_uint(x) + 0x1000) & 0xffffe000;
+        high = __float_as_uint(x) & 0xffffe000;
         low = __float_as_uint(x - __uint_as_float(high));
     }
-    __device__ static A a_of(const float (&x)[4]) {
+    __device__ static A a_of(const float (*c)[4]) {
         A a;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) split(x[e / 2 + e % 2 * 2], a.high[e], a.low[e]);
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) split(c[i][e / 2 + e % 2 * 2], a.high[i][e], a.low[i][e]);
         return a;
     }
-    __device__ static B b_of(float x0, float x1) {
+    __device__ static B b_of(float x0, float x1, float x2, float x3) {
         B b;
-        split(x0, b.high[0], b.low[0]);
-        split(x1, b.high[1], b.low[1]);
+        split(x0, b.high[0][0], b.low[0][0]);
+        split(x1, b.high[0][1], b.low[0][1]);
+        split(x2, b.high[1][0], b.low[1][0]);
+        split(x3, b.high[1][1], b.low[1][1]);
         return b;
     }
     __device__ static void mma_tf32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
@@ -126,57 +153,43 @@ struct Atom<float> {
     }
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         float sum[4] = {};
-        mma_tf32(sum, a.low, b.high);
-        mma_tf32(sum, a.high, b.low);
-        mma_tf32(sum, a.high, b.high);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) mma_tf32(sum, a.low[i], b.high[i]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) mma_tf32(sum, a.high[i], b.low[i]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) mma_tf32(sum, a.high[i], b.high[i]);
 #pragma unroll
         for (int e = 0; e < 4; ++e) c[e] += sum[e];
     }
-#else
-    struct A {
-        float r[4];
-    };
-    struct B {
-        float r[2];
-    };
-    __device__ static A a_of(const float (&x)[4]) { return {x[0], x[2], x[1], x[3]}; }
-    __device__ static B b_of(float x0, float x1) { return {x0, x1}; }
-    __device__ static void mma(float (&c)[4], const A& a, const B& b) {
-        multiply_by_shuffles(
-            c, 2, [&](int high, int k) { return a.r[2 * k + high]; }, [&](int k) { return b.r[k]; });
-    }
-#endif
 };
 
 template <>
-struct Atom<double> {
-    static constexpr int K = 8;
-    struct A {
-        double r[4];
-    };
-    struct B {
-        double r[2];
-    };
-    __device__ static A a_of(const double (&x)[4]) { return {x[0], x[2], x[1], x[3]}; }
-    __device__ static B b_of(double x0, double x1) { return {x0, x1}; }
+struct Atom<double> : WideAtom<double> {
     __device__ static void mma(double (&c)[4], const A& a, const B& b) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
 #if __CUDA_ARCH__ >= 900
-        asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-            "{%8,%9}, {%0,%1,%2,%3};"
-            : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
-            : "d"(a.r[0]), "d"(a.r[1]), "d"(a.r[2]), "d"(a.r[3]), "d"(b.r[0]), "d"(b.r[1]));
-#elif __CUDA_ARCH__ >= 800
-#pragma unroll
-        for (int k = 0; k < 2; ++k)
-#pragma unroll
-            for (int high = 0; high < 2; ++high)
-                asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, "
-                    "{%0,%1};"
-                    : "+d"(c[2 * high]), "+d"(c[2 * high + 1])
-                    : "d"(a.r[2 * k + high]), "d"(b.r[k]));
+            asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, "
+                "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+                : "d"(a.r[i][0]), "d"(a.r[i][1]), "d"(a.r[i][2]), "d"(a.r[i][3]),
+                  "d"(b.r[i][0]), "d"(b.r[i][1]));
 #else
-        multiply_by_shuffles(
-            c, 2, [&](int high, int k) { return a.r[2 * k + high]; }, [&](int k) { return b.r[k]; });
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+#pragma unroll
+                for (int high = 0; high < 2; ++high)
+                    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, "
+                        "{%0,%1};"
+                        : "+d"(c[2 * high]), "+d"(c[2 * high + 1])
+                        : "d"(a.r[i][2 * k + high]), "d"(b.r[i][k]));
 #endif
     }
 };
+#else
+template <>
+struct Atom<float> : WideAtom<float> {};
+template <>
+struct Atom<double> : WideAtom<double> {};
+#endif

@@ -42,14 +42,30 @@ struct Head {
           b(b),
           h(h),
           q(rows_of<Element>(p.q, p.q_at, b, h)),
-          k(rows_of<Element>(p.k, p.k_at, b, h / (p.Hq / p.Hkv))),
-          v(rows_of<Element>(p.v, p.v_at, b, h / (p.Hq / p.Hkv))),
+          k(rows_of<Element>(p.k, p.k_at, b, int(h) / int(p.group))),
+          v(rows_of<Element>(p.v, p.v_at, b, int(h) / int(p.group))),
           dout(rows_of<Element>(p.dout, p.dout_at, b, h)),
           sight(p, b, h),
           terms(p, b, h),
-          dropout(p, b, h) {}
+          dropout(p, b, h) {
+        // Four registers of addresses are cheaper than their products again for every tile.
+        asm volatile("" : "+l"(q), "+l"(k), "+l"(v), "+l"(dout));
+    }
 
     __device__ i64 row(int i) const { return (b * p.Hq + h) * p.Nq + i; }
+
+    // What backward_rows has left of this head.
+    __device__ const Sum* shift() const {
+        return static_cast<const Sum*>(p.shift) + (b * p.Hq + h) * p.rows;
+    }
+    __device__ const Sum* delta() const {
+        return static_cast<const Sum*>(p.delta) + (b * p.Hq + h) * p.rows;
+    }
+
+    // In units of log 2.
+    __device__ Sum sink() const {
+        return p.sinks ? static_cast<const Sum*>(p.sinks)[h] * LOG2_E : -infinity<Sum>();
+    }
 
     // Score times unit() is in units of log 2; -infinity where hidden.
     __device__ Sum score(int i, int j, Sum& derivative) const {
@@ -73,15 +89,13 @@ __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
     Sum derivative;
     const Sum s = head.score(i, j, derivative);
     if (s == -infinity<Sum>()) return {false, 0, 0, 0};
-    const Sum lse = static_cast<const Sum*>(p.shift)[head.row(i)];
-    const Sum delta = static_cast<const Sum*>(p.delta)[head.row(i)];
-    const Sum probability = exp2_of(s - lse);
+    const Sum probability = exp2_of(s - head.shift()[i]);
     const Sum keep = HAS_DROPOUT ? (head.dropout.keeps(i, j) ? Sum(p.gain) : Sum(0)) : Sum(1);
     Sum dp = 0;
     for (int d = 0; d < p.Dv; ++d)
         dp = fma(Sum(widen(head.dout[i * p.dout_at.n + d])),
                  Sum(widen(head.v[j * p.v_at.n + d])), dp);
-    const Sum ds = probability * (dp * keep - delta);
+    const Sum ds = probability * (dp * keep - head.delta()[i]);
     return {true, probability * keep, ds, ds * derivative};
 }
 
@@ -93,9 +107,13 @@ __device__ inline void in_turn(bool seen, Sum weight, Row add) {
         if (who >> other & 1) add(other, __shfl_sync(~0u, weight, other));
 }
 
+// The functions below are not inlined, and make a Head of their own: what only they need must not
+// cost the loops of their callers registers.
+
 // out and lse of query i. Columns come 32 at a time, the keys are gone through again for each.
-__device__ __noinline__ void forward_row(const Head& head, int i, Sum sink) {
-    const Params& p = head.p;
+__device__ __noinline__ void forward_row(const Params& p, i64 b, i64 h, int i) {
+    const Head head(p, b, h);
+    const Sum sink = head.sink();
     const int lane = threadIdx.x % WARP;
     const Range keys = head.sight.band.keys_of(i, i + 1);
     Sum derivative, m = sink;
@@ -127,8 +145,8 @@ __device__ __noinline__ void forward_row(const Head& head, int i, Sum sink) {
 }
 
 // dq of query i.
-__device__ __noinline__ void query_row(const Head& head, int i) {
-    const Params& p = head.p;
+__device__ __noinline__ void query_row(const Params& p, i64 b, i64 h, int i) {
+    const Head head(p, b, h);
     const int lane = threadIdx.x % WARP;
     const Range keys = head.sight.band.keys_of(i, i + 1);
     Element* dq = rows_of<Element>(p.dq, p.dq_at, head.b, head.h) + i * p.dq_at.n;
@@ -150,7 +168,7 @@ __device__ __noinline__ void query_row(const Head& head, int i) {
 
 // dk and dv of key j of key head `kv`.
 __device__ __noinline__ void key_row(const Params& p, i64 b, i64 kv, int j) {
-    const int lane = threadIdx.x % WARP, group = int(p.Hq / p.Hkv);
+    const int lane = threadIdx.x % WARP, group = int(p.group);
     Element* dk = rows_of<Element>(p.dk, p.dk_at, b, kv) + j * p.dk_at.n;
     Element* dv = rows_of<Element>(p.dv, p.dv_at, b, kv) + j * p.dv_at.n;
     for (int d0 = 0; d0 < p.D || d0 < p.Dv; d0 += WARP) {

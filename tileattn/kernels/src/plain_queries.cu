@@ -6,5 +6,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     const i64 row = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
     if (row >= p.B * p.Hq * p.Nq) return;
     const i64 bh = row / p.Nq;
-    query_row(Head(p, bh / p.Hq, bh % p.Hq), int(row % p.Nq));
+    query_row(p, bh / p.Hq, bh % p.Hq, int(row % p.Nq));
 }

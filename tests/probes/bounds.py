@@ -1,0 +1,52 @@
+"""Types of a key, and comparisons that a NaN does not pass."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.kernels.key import KernelKey
+
+Array = NDArray[Any]
+
+
+def dtype_of(key: KernelKey) -> np.dtype[Any]:
+    """Element type of a key."""
+    return np.dtype(getattr(ml_dtypes, key.dtype, key.dtype))
+
+
+def sums_of(key: KernelKey) -> np.dtype[Any]:
+    """Type of the sums of a key."""
+    return np.dtype(np.float64 if key.dtype == "float64" else np.float32)
+
+
+def truth_of(key: KernelKey) -> np.dtype[Any]:
+    """Choose a type precise enough for results of the type of the sums to be judged by."""
+    return np.dtype(np.longdouble if key.dtype == "float64" else np.float64)
+
+
+def unit_of(key: KernelKey) -> float:
+    """Give u, the relative error of one rounding: half the distance from 1 to the next number."""
+    return float(np.finfo(sums_of(key)).eps) / 2
+
+
+def assert_near(got: Array, want: Array, bound: Any) -> None:
+    """Hold the error to the bound where the truth is finite; elsewhere both are the same."""
+    with np.errstate(invalid="ignore"):
+        error = np.abs(got.astype(want.dtype) - want)
+    same = (got == want) | (np.isnan(got) & np.isnan(want))
+    ok = same | (np.isfinite(want) & (error <= bound))
+    where = np.argwhere(~ok)[:5].tolist()
+    assert ok.all(), f"{(~ok).sum()} as at {where}: {got[~ok][:5]}, not {want[~ok][:5]}"
+
+
+def assert_same_bits(got: Array, want: Array) -> None:
+    """Compare every bit; but one NaN is as good as another."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    nan, bits = np.isnan(want), f"u{got.itemsize}"
+    assert np.array_equal(np.isnan(got), nan)
+    got, want = np.ascontiguousarray(got).view(bits), np.ascontiguousarray(want).view(bits)
+    wrong = (got != want) & ~nan
+    assert not wrong.any(), f"{wrong.sum()} as at {np.argwhere(wrong)[:5].tolist()}"

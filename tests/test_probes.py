@@ -1,0 +1,271 @@
+"""Each CUDA header of integers and bits answers as the Python module of the same name does."""
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.probes import keys
+from tests.probes.bounds import sums_of
+from tests.probes.harness import Probe, device, params, strides_of
+from tileattn import philox
+from tileattn.block_mask import PARTIAL, SKIP, BlockMask
+from tileattn.blocks import Band, Sight, Tile, cut, schedule
+from tileattn.kernels.cells import host_cells
+from tileattn.kernels.key import KernelKey
+from tileattn.kernels.params import PARAMS
+
+Array = NDArray[Any]
+Pair = tuple[int, int]
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _gpu() -> None:
+    device()
+
+
+# --- params.cuh ---------------------------------------------------------------------------------
+
+
+def test_parameters_arrive_by_value() -> None:
+    block = np.frombuffer(np.random.default_rng(0).bytes(PARAMS.itemsize), PARAMS)[0]
+    received = np.zeros(PARAMS.itemsize, np.uint8)
+    Probe(keys.PARAMS[0])("received", block, received)
+    assert received.tobytes() == block.tobytes()
+
+
+# --- philox.cuh ---------------------------------------------------------------------------------
+
+SEEDS = (0, 0x0123456789ABCDEF, 2**64 - 1)
+
+
+def dropout(seed: int, p: float) -> dict[str, int]:
+    return {"seed": seed, "threshold": int(p * 2**32)}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_words_are_those_of_philox(seed: int) -> None:
+    counters = np.random.default_rng(1).integers(0, 2**32, (300, 4), np.uint32)
+    counters[0], counters[1] = 0, 2**32 - 1
+    pair = seed % 2**32, seed // 2**32
+    pairs = np.tile(np.array(pair, np.uint32), (len(counters), 1))
+    words = np.zeros_like(counters)
+    Probe(keys.PHILOX[0])("encrypted", counters, pairs, words, len(counters))
+    assert np.array_equal(words, np.stack(philox.philox4x32(list(counters.T), pair), axis=1))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999])
+def test_dropout_keeps_the_same_pairs(p: float) -> None:
+    Nq, Nk = 45, 70
+    probe = Probe(keys.PHILOX[0])
+    for seed, (b, h) in product(SEEDS, [(0, 0), (1, 2), (3, 70_000)]):
+        kept = np.full((Nq, Nk), 7, np.uint8)
+        probe("kept", params(**dropout(seed, p), Nq=Nq, Nk=Nk), b, h, kept)
+        assert np.array_equal(kept, philox.keep_tile(seed, p, b, np.array([h]), 0, Nq, 0, Nk)[0])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_dropout_of_accumulators_keeps_the_same_pairs(transposed: bool) -> None:
+    rows, columns, row, column, b, h, p = 48, 32, 16, 96, 1, 2, 0.4
+    kept = np.full((rows, columns), 7, np.uint8)
+    block = params(**dropout(SEEDS[1], p))
+    Probe(keys.PHILOX[0])("walked", block, b, h, row, column, int(transposed), kept)
+    r, c = (row, row + rows), (column, column + columns)
+    i, j = (c, r) if transposed else (r, c)
+    want = philox.keep_tile(SEEDS[1], p, b, np.array([h]), *i, *j)[0]
+    assert np.array_equal(kept, want.T if transposed else want)
+
+
+# --- blocks.cuh ---------------------------------------------------------------------------------
+
+FAR = 2**40  # farther than the 32-bit integers of the kernels reach
+SIDES = (None, 0, 5, FAR)
+
+
+def reach(left: int | None, right: int | None) -> dict[str, int]:
+    return {"left": -1 if left is None else left, "right": -1 if right is None else right}
+
+
+def boxes_in(Nq: int, Nk: int, count: int) -> Array:
+    """Random boxes (q0, q1, k0, k1); a quarter are single pairs."""
+    rng = np.random.default_rng(2)
+    first = rng.integers(0, (Nq, Nk), (count, 2))
+    past = rng.integers(first, (Nq, Nk)) + 1
+    past[::4] = first[::4] + 1
+    return np.stack([first, past], axis=2).reshape(count, 4).astype(np.int32)
+
+
+def answers_of(band: Band, boxes: Array) -> list[list[int]]:
+    return [
+        [
+            int(band.visible(q0, k0)),
+            band.kind(q0, q1, k0, k1),
+            *band.keys_of(q0, q1),
+            *band.queries_of(k0, k1),
+        ]
+        for q0, q1, k0, k1 in boxes.tolist()
+    ]
+
+
+@pytest.mark.parametrize(("left", "right"), list(product(SIDES, SIDES)))
+def test_bands(left: int | None, right: int | None) -> None:
+    Nq, Nk = 40, 60
+    places = product([0, 1, 33, Nk], [-FAR, -70, -33, -1, 0, 20, 59, 75, FAR])
+    lengths, offsets = np.array(list(places), np.int64).T
+    boxes = boxes_in(Nq, Nk, 80)
+    got = np.full((len(lengths), len(boxes), 6), -7, np.int32)
+    p = params(Nq=Nq, Nk=Nk, **reach(left, right))
+    given = lengths, offsets, boxes, len(boxes), got
+    Probe(keys.BLOCKS[0])("bands", p, *given, grid=(len(lengths),))
+    for n, (length, offset) in enumerate(zip(lengths.tolist(), offsets.tolist(), strict=True)):
+        assert got[n].tolist() == answers_of(Band(Nq, length, offset, left, right), boxes)
+
+
+@pytest.mark.parametrize(("given", "length"), [(-3, 0), (17, 17), (99, 60)])
+def test_a_length_beyond_the_keys_is_their_number(given: int, length: int) -> None:
+    boxes = boxes_in(40, 60, 80)
+    got = np.full((len(boxes), 6), -7, np.int32)
+    p = params(Nq=40, Nk=60, left=8, right=3, length=given, offset=-5)
+    Probe(keys.BLOCKS[0])("bands", p, None, None, boxes, len(boxes), got)
+    assert got.tolist() == answers_of(Band(40, length, -5, 8, 3), boxes)
+
+
+class Masks:
+    """A dense mask and a block mask, where a key has them, and how a probe is given them."""
+
+    def __init__(
+        self, key: KernelKey, shape: tuple[int, int, int, int], block: Pair, skipped: float
+    ) -> None:
+        B, Hq, Nq, Nk = shape
+        rng = np.random.default_rng(3)
+        self.shape = shape
+        self.dense = rng.random((B, 1, Nq, Nk)) < 0.7 if key.mask else None
+        self.blocks: BlockMask | None = None
+        self.fields: dict[str, Any] = {"Hq": Hq, "Nq": Nq, "Nk": Nk}
+        self.arrays: list[Array | None] = [self.dense, None, None]
+        if self.dense is not None:
+            self.fields["mask_at"] = strides_of(self.dense)
+        if key.block_mask:
+            cells = (1, Hq, -(-Nq // block[0]), -(-Nk // block[1]))
+            share = rng.choice([0.5, 1.0], cells) * (rng.random(cells) > skipped)
+            share = share.repeat(block[0], axis=2).repeat(block[1], axis=3)[:, :, :Nq, :Nk]
+            self.blocks = BlockMask.from_mask(rng.random(share.shape) < share, block)
+            kinds, bits = host_cells(self.blocks)
+            self.fields["kinds_at"] = strides_of(kinds)
+            self.fields["mask_block_q"], self.fields["mask_block_k"] = block
+            self.arrays[1:] = kinds, bits
+
+    def sight(self, band: Band, b: int, h: int) -> Sight:
+        mask = None if self.dense is None else self.dense[b]
+        return Sight(band, self.shape[3], mask, self.blocks, b, slice(h, h + 1))
+
+    def visible(self, band: Band, b: int, h: int) -> Array:
+        Nq, Nk = self.shape[2:]
+        pairs: Array = self.sight(band, b, h).visible(Tile(0, Nq, 0, Nk, PARTIAL))[0]
+        return pairs
+
+
+@pytest.mark.parametrize("key", keys.BLOCKS, ids=keys.name_of)
+def test_sights(key: KernelKey) -> None:
+    B, Hq, Nq, Nk = shape = 2, 3, 53, 150
+    masks = Masks(key, shape, (20, 12), skipped=0.5)
+    boxes = boxes_in(Nq, Nk, 150)
+    boxes[-40:, 1] += 40  # past the end
+    boxes[-30:, 3] += 20
+    kinds = np.full((B, Hq, len(boxes)), -7, np.int32)
+    visible = np.full(shape, 7, np.uint8)
+    p = params(length=141, offset=30, **reach(50, 9), **masks.fields)
+    Probe(key)("sights", p, *masks.arrays, boxes, len(boxes), kinds, visible, grid=(Hq, B))
+    band = Band(Nq, 141, 30, 50, 9)
+    for b, h in product(range(B), range(Hq)):
+        sight = masks.sight(band, b, h)
+        want = [sight.kind(q0, min(q1, Nq), k0, k1) for q0, q1, k0, k1 in boxes.tolist()]
+        assert kinds[b, h].tolist() == want
+        assert np.array_equal(visible[b, h], masks.visible(band, b, h))
+
+
+def key_visits(key: KernelKey, sight: Sight, q0: int) -> list[list[int]]:
+    """List number and kind of the key tiles that the queries from q0 on visit."""
+    q1 = min(q0 + key.block_q, sight.band.Nq)
+    lo, hi = sight.band.keys_of(q0, q1)
+    tiles = range(lo // key.block_k, -(-hi // key.block_k))
+    found = [[t, sight.kind(q0, q1, t * key.block_k, (t + 1) * key.block_k)] for t in tiles]
+    return [visit for visit in found if visit[1] != SKIP]
+
+
+def query_visits(key: KernelKey, sight: Sight, k0: int) -> list[list[int]]:
+    """List number and kind of the query tiles that the keys from k0 on visit."""
+    lo, hi = sight.band.queries_of(k0, k0 + key.block_k)
+    tiles = [q for q in cut(sight.band.Nq, key.block_q) if q[0] < hi and q[1] > lo]
+    found = [[q0 // key.block_q, sight.kind(q0, q1, k0, k0 + key.block_k)] for q0, q1 in tiles]
+    return [visit for visit in found if visit[1] != SKIP]
+
+
+VIEWS = {"open": (None, None, 0), "causal": (None, 0, -99), "window": (200, 30, 7)}
+
+
+@pytest.mark.parametrize("block", [(64, 48), (20, 12)], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("key", keys.BLOCKS, ids=keys.name_of)
+def test_visits_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair) -> None:
+    """Tiles come in order, each with its kind; they are the ones that the schedule cuts up.
+
+    Where tiles and a block mask are not aligned the schedule may skip more, for it looks at parts.
+    """
+    B, Hq, Nq, Nk = shape = 1, 2, 1201, 1102
+    left, right, offset = VIEWS[view]
+    masks, band = Masks(key, shape, block, skipped=0.92), Band(Nq, 1000, offset, left, right)
+    q_tiles, k_tiles = -(-Nq // key.block_q), -(-Nk // key.block_k)
+    by_query = np.full((Hq, q_tiles, k_tiles + 1, 2), -1, np.int32)
+    by_key = np.full((Hq, k_tiles, q_tiles + 1, 2), -1, np.int32)
+    probe = Probe(key)
+    p = params(length=1000, offset=offset, **reach(left, right), **masks.fields)
+    probe("key_visits", p, *masks.arrays, by_query, k_tiles + 1, grid=(q_tiles, Hq, B))
+    probe("query_visits", p, *masks.arrays, by_key, q_tiles + 1, grid=(k_tiles, Hq, B))
+    for h in range(Hq):
+        sight = masks.sight(band, 0, h)
+        rows = [row[row[:, 0] >= 0].tolist() for row in by_query[h]]
+        columns = [column[column[:, 0] >= 0].tolist() for column in by_key[h]]
+        assert rows == [key_visits(key, sight, a * key.block_q) for a in range(q_tiles)]
+        assert columns == [query_visits(key, sight, c * key.block_k) for c in range(k_tiles)]
+        visited = {(a, tile) for a, row in enumerate(rows) for tile, _ in row}
+        tiles = schedule(sight, key.block_q, key.block_k)
+        scheduled = {(tile.q0 // key.block_q, tile.k0 // key.block_k) for tile in tiles}
+        exact = not key.block_mask or block == (64, 48)
+        assert scheduled
+        assert scheduled == visited if exact else scheduled <= visited
+
+
+# --- mask.cuh -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("key", keys.MASK, ids=keys.name_of)
+def test_hidden_and_dropped_elements_of_accumulators(key: KernelKey, transposed: bool) -> None:
+    """Ones become -infinity where hidden, then 0 where dropped; keys past the end are hidden."""
+    shape, (Nq, Nk) = (2, 3, 53, 70), (53, 70)
+    size, b, h, i0, j0 = key.block_q, 1, 2, 32, 48
+    masks, band = Masks(key, shape, (20, 12), skipped=0.4), Band(Nq, Nk, 4, 20, 13)
+    start = (j0, i0) if transposed else (i0, j0)
+    indices = np.full((size, size, 2), -7, np.int32)
+    values = np.full((size, size), 7, sums_of(key))
+    p = params(length=Nk, offset=4, **reach(20, 13), **dropout(SEEDS[1], 0.3), **masks.fields)
+    Probe(key)("hidden", p, *masks.arrays, b, h, *start, int(transposed), indices, values)
+    if transposed:
+        indices, values = indices.swapaxes(0, 1), values.T
+    i, j = np.mgrid[i0 : i0 + size, j0 : j0 + size]
+    assert np.array_equal(indices, np.stack([i, j], axis=2))
+
+    seen = np.zeros((i0 + size, j0 + size), np.bool_)
+    seen[:Nq, :Nk] = masks.visible(band, b, h)
+    want = np.where(seen[i0:, j0:], 1.0, -np.inf)
+    if key.dropout:
+        heads = np.array([h])
+        kept = philox.keep_tile(SEEDS[1], 0.3, b, heads, i0, i0 + size, j0, j0 + size)[0]
+        want = np.where(kept, want, 0)
+    # Queries past the end are nobody's: what stands there is not stored.
+    assert np.array_equal(values[: Nq - i0], want[: Nq - i0])

@@ -1,0 +1,118 @@
+"""What would run for a call on CuPy arrays, and why."""
+
+from typing import Any
+
+import numpy as np
+
+from tileattn.backends.protocol import Explanation
+from tileattn.kernels import compile as compiler
+from tileattn.kernels.call import Call
+from tileattn.kernels.key import KernelKey
+from tileattn.kernels.select import padded_rows
+from tileattn.kernels.steps import Step, backward_steps, forward_steps
+from tileattn.problem import Operands, Problem
+from tileattn.traffic import forward_traffic
+
+
+def explain(problem: Problem, operands: Operands) -> Explanation:
+    """Compile the kernels of both passes, and say what they are.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    operands : Operands
+        The arrays. Lengths and offsets that are on the GPU are waited for.
+
+    Returns
+    -------
+    Explanation
+        The tile of the backward pass is that of its kernel over keys.
+    """
+    import cupy
+
+    call = Call(problem, operands)
+    facts = call.facts()
+    forward = forward_steps(problem, facts)
+    backward = backward_steps(problem, facts, deterministic=False, sinks=operands.sinks is not None)
+    processors = cupy.cuda.runtime.deviceGetAttribute(
+        cupy.cuda.runtime.cudaDevAttrMultiProcessorCount, call.device
+    )
+    first = forward[0].key if forward else KernelKey("forward", problem.dtype.name)
+    last = next((s.key for s in backward if s.key.kernel.endswith("_keys")), first)
+    tiles, moved = forward_traffic(problem, _on_host(problem, operands), _tile(first))
+    device = cupy.cuda.runtime.getDeviceProperties(call.device)["name"].decode()
+    return Explanation(
+        backend="cupy",
+        kernel=first.kernel,
+        forward_tile=_tile(first),
+        backward_tile=_tile(last),
+        workers=processors,
+        scratch_bytes=forward[0].shared if forward else 0,
+        tiles=tiles,
+        bytes_moved=moved,
+        kernels=tuple(_described(step) for step in (*forward, *backward)),
+        workspace_bytes=workspace_bytes(problem, backward),
+        reasons=(
+            f"q, k and v are CuPy arrays on {device}",
+            f"rows start at multiples of {facts.vector} bytes, which one copy moves",
+            *dict.fromkeys(f"{step.key.kernel}: {step.why}" for step in (*forward, *backward)),
+        ),
+    )
+
+
+def workspace_bytes(problem: Problem, backward: tuple[Step, ...]) -> int:
+    """Count the bytes of memory that the backward pass takes besides its results.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    backward : tuple of Step
+        What is started.
+
+    Returns
+    -------
+    int
+        For two numbers of each query, and where dq is summed in memory, for its sum.
+    """
+    P = problem
+    columns = max((step.key.head_dim for step in backward if step.key.add_dq), default=0)
+    rows = 2 * padded_rows(P.Nq) + P.Nq * columns
+    return P.B * P.Hq * rows * P.sum_dtype.itemsize
+
+
+def _tile(key: KernelKey) -> tuple[int, int]:
+    """Give the queries and keys of a tile; the textbook kernels go pair by pair."""
+    return (1, 1) if key.kernel.startswith("plain") else (key.block_q, key.block_k)
+
+
+def _described(step: Step) -> str:
+    key, kernel = step.key, compiler.load(step.key)
+    blocks = kernel.occupancy(key.threads, step.shared)
+    spills = f", {kernel.local_bytes} bytes of local memory" if kernel.local_bytes else ""
+    q, k = _tile(key)
+    return (
+        f"{key.kernel} {q} x {k}, {key.head_dim}/{key.value_dim} columns, {key.stages} stages: "
+        f"{step.blocks:,} blocks of {key.threads} threads, {blocks} on each multiprocessor, "
+        f"{kernel.registers} registers, "
+        f"{(step.shared + kernel.shared_bytes) / 1024:.1f} KiB shared{spills}, for {kernel.arch}"
+    )
+
+
+def _on_host(P: Problem, x: Operands) -> Operands:
+    """Stand in for the arrays: the schedule looks at lengths, offsets and the block mask alone."""
+
+    def blank(shape: tuple[int, ...], dtype: Any) -> Any:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    def fetched(of: Any) -> Any:
+        return of if isinstance(of, np.ndarray) else of.get()
+
+    rows = (P.B, P.Hq, P.Nq, P.D), (P.B, P.Hkv, P.Nk, P.D), (P.B, P.Hkv, P.Nk, P.Dv)
+    q, k, v = (blank(shape, P.dtype) for shape in rows)
+    return Operands(
+        *(q, k, v, fetched(x.kv_lengths), fetched(x.q_offset), {}),
+        mask=None if x.mask is None else blank(x.mask.shape, np.bool_),
+        block_mask=x.block_mask,
+    )

@@ -1,0 +1,80 @@
+"""What was worked out for one call and holds for the next of the same signature."""
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import ref
+
+import numpy as np
+
+from tileattn.block_mask import BlockMask
+
+MOST = 1024  # entries; a program has few shapes, or so many that none comes back
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+class Memo(dict[Any, Any]):
+    """A dictionary that is emptied when it is full; its single steps are safe among threads."""
+
+    def keep(self, key: Any, value: Any) -> Any:
+        """Enter a value, and return it."""
+        if len(self) >= MOST:
+            self.clear()
+        self[key] = value
+        return value
+
+
+def signature(
+    arrays: Iterable[Any], backend: Any, options: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
+    """Write down all that the validation of a call looks at, and the layout of its arrays.
+
+    Parameters
+    ----------
+    arrays : iterable of array or None
+        As many for each pass as it takes, absent ones as None.
+    backend : str
+        As the caller gave it.
+    options : mapping
+        As the caller gave them.
+
+    Returns
+    -------
+    tuple or None
+        Equal for calls of which both are valid or none is, and whose arrays have the same layout.
+        None for arrays on the host, whose values are looked at, and for unusual arguments.
+    """
+    if type(backend) is not str:
+        return None
+    key: list[Any] = [backend]
+    for x in arrays:
+        if x is None:
+            key.append(None)
+        elif isinstance(x, np.ndarray) or not hasattr(x, "strides"):
+            return None
+        else:
+            key += (type(x), x.dtype, x.shape, x.strides)
+    if backend == "auto":
+        key.append(os.environ.get("TILEATTN_BACKEND"))
+    if not options:
+        return tuple(key)
+    for name, x in options.items():
+        kind = type(x)
+        key += (name, kind)
+        if kind in _PLAIN or isinstance(x, np.generic):
+            key.append(x)
+        elif kind is tuple or kind is list:
+            kinds = tuple(map(type, x))
+            if not _PLAIN.issuperset(kinds):
+                return None
+            key += (kinds, *x)
+        elif kind is BlockMask:
+            key.append(ref(x))
+        elif kind is np.ndarray and x.dtype.kind in "iu":
+            key += (x.dtype, x.shape, x.tobytes())
+        elif kind is np.ndarray or not getattr(x, "shape", None):
+            return None  # a value without axes may be looked at, too
+        else:
+            key += (x.dtype, x.shape, getattr(x, "strides", None))
+    return tuple(key)
