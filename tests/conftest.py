@@ -87,13 +87,19 @@ def runner_of(name: str) -> Runner:
     return Runner(name)
 
 
-@pytest.fixture(scope="module", params=sorted(REASONS))
+def each(names: set[str]) -> list[Any]:
+    """Names as parameters of a fixture; what runs on a GPU is marked."""
+    marks = {"cupy": pytest.mark.gpu}
+    return [pytest.param(n, marks=marks[n]) if n in marks else n for n in sorted(names)]
+
+
+@pytest.fixture(scope="module", params=each({*REASONS}))
 def backend(request: pytest.FixtureRequest) -> Runner:
     """Every backend that can run here."""
     return runner_of(request.param)
 
 
-@pytest.fixture(scope="module", params=sorted({*REASONS, SmallTiles.name}))
+@pytest.fixture(scope="module", params=each({*REASONS, SmallTiles.name}))
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     """Every backend that can run here, and the NumPy backend with small tiles."""
     if request.param == SmallTiles.name:

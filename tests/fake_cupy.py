@@ -113,7 +113,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     cupy = pytest.importorskip("cupy", exc_type=ImportError)
     made = Machine()
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: made.device)
-    monkeypatch.setattr(cupy, "zeros", lambda shape, dtype: made.array(shape, dtype))
+    monkeypatch.setattr(cupy, "zeros", made.array)
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
     monkeypatch.setattr(compiler, "load", made.load)
     monkeypatch.setattr(call, "_shared_limit", lambda device: 227 * 1024 - device)

@@ -122,7 +122,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": FACTS | ALGORITHM | {"kernels", "memo", "traffic"},
     "api": FACTS | {"backends", "memo", "state"},
     "testing": FACTS | {"reference"},
-    "selfcheck": FACTS | {"backends", "reference", "testing"},
+    "selfcheck": FACTS | {"backends", "kernels", "reference", "testing"},
     "": FACTS | {"api", "backends", "philox", "reference", "testing"},
     "__main__": FACTS | {"", "backends", "kernels", "selfcheck"},
 }

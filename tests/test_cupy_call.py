@@ -340,9 +340,7 @@ def _broadcast(gpu: Machine) -> Any:
 
 
 @pytest.mark.parametrize("room", [0, 1])
-def test_without_memory_nothing_is_started(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
+def test_without_memory_nothing_is_started(gpu: Machine, room: int) -> None:
     """Neither out= nor an input is touched: the kernels come last."""
     import cupy
 

@@ -147,7 +147,7 @@ def test_copies_into_a_tile_and_out_of_it(key: KernelKey, as_arch: str) -> None:
     stride = COLUMNS + 16 + key.vector // dtype.itemsize
     random = np.random.default_rng(5).standard_normal((ROWS + 8, stride))
     probe = Probe(key, as_arch)
-    for rows in (0, 1, 33, ROWS, ROWS + 8):
+    for rows in (0, 1, ROWS - 15, ROWS - 1, ROWS, ROWS + 8):
         for columns in (1, 8, COLUMNS - 13, COLUMNS):
             source = np.full(random.shape, np.nan, dtype)
             source[:rows, :columns] = random[:rows, :columns]

@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     check = commands.add_parser("check", help="random problems against the float64 oracle")
     check.add_argument("--seconds", type=float, default=45.0, help="how long to go on (45)")
     check.add_argument("--seed", type=int, default=0, help="of the random problems (0)")
+    check.add_argument("--backend", default="numpy", choices=("numpy", "cupy"), help="(numpy)")
+    check.add_argument("--problems", type=int, help="how many, however long it takes")
     check.set_defaults(run=_check)
     explain = commands.add_parser("explain", help="what would run for given sizes and options")
     for size, default in (("B", 1), ("Hq", 8), ("Nq", 4096), ("D", 64)):
@@ -113,16 +115,25 @@ def _info(_: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from tileattn import selfcheck  # the oracle and the bounds, which only this command needs
 
-    rng = np.random.default_rng(arguments.seed)
-    start, count, line = time.monotonic(), 0, ""
-    while (elapsed := time.monotonic() - start) < arguments.seconds or count == 0:
+    reason = tileattn.available_backends()[arguments.backend]
+    if reason is not None:
+        print(f"backend {arguments.backend!r} cannot run here: {reason}", file=sys.stderr)
+        return 2
+    rng, problems = np.random.default_rng(arguments.seed), arguments.problems
+    families = max(1, (problems or 500) // 25)
+    start, count = time.monotonic(), 0
+    for case in selfcheck.cases(rng, arguments.backend, families):
         try:
-            line = selfcheck.check_one(rng)
+            selfcheck.check(case, arguments.backend)
         except AssertionError as failure:
             print(f"\nFAILED after {count} problems: {failure}")
             return 1
         count += 1
-        _progress(elapsed / max(arguments.seconds, 1e-9), f"{count} problems  {line}")
+        elapsed = time.monotonic() - start
+        done = count / problems if problems else elapsed / max(arguments.seconds, 1e-9)
+        _progress(done, f"{count} problems  {case}")
+        if done >= 1:
+            break
     _progress(1.0, f"{count} problems")
     print(f"\nall {count} problems agree with the float64 oracle, forward and every gradient")
     return 0

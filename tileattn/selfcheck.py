@@ -1,15 +1,25 @@
 """Random problems against the oracle: what ``python -m tileattn check`` runs."""
 
-from collections.abc import Callable
-from typing import Any
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from tileattn import reference
+from tileattn import backends, reference
 from tileattn.backends.numpy_backend import NumpyBackend
 from tileattn.block_mask import BlockMask
+from tileattn.kernels import catalog
+from tileattn.kernels import compile as compiler
+from tileattn.kernels.call import WIDEST
+from tileattn.kernels.key import KernelKey
+from tileattn.kernels.steps import Facts, backward_steps, forward_steps
 from tileattn.problem import parse
+from tileattn.results import Attention, Gradients
 from tileattn.testing import assert_attention_close, error_bound
 
 Draw = Callable[[np.random.Generator, tuple[int, int, int, int]], Any]
@@ -33,50 +43,183 @@ DRAWS: dict[str, Draw] = {
 }
 """How an option is drawn, given ``(B, Hq, Nq, Nk)``; each is used in about a third of problems."""
 
-DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
+DTYPES = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 
 
-def check_one(rng: np.random.Generator) -> str:
-    """Draw one problem and a tile, and hold every result to the float64 oracle.
+class Family(NamedTuple):
+    """What decides which kernels a problem needs.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        Of q, k and v.
+    D, Dv : int
+        Head dimensions.
+    options : tuple of str
+        Options in use.
+    """
+
+    dtype: np.dtype[Any]
+    D: int
+    Dv: int
+    options: tuple[str, ...]
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator, widest: int = 40) -> "Family":
+        """Draw a family whose head dimensions are below ``widest``."""
+        D, Dv = (int(n) for n in rng.integers(1, widest, 2))
+        if rng.random() < 0.5:
+            D, Dv = -(-D // 8) * 8, -(-Dv // 8) * 8
+        options = tuple(name for name in DRAWS if rng.random() < 1 / 3)
+        return cls(DTYPES[rng.integers(len(DTYPES))], D, Dv, options)
+
+    def keys(self, shared_limit: int) -> Iterator[KernelKey]:
+        """List the CUDA kernels of both passes over contiguous arrays."""
+        problem = replace(catalog.problem_of(self.dtype.name, self.D, self.options), Dv=self.Dv)
+        row = math.gcd(WIDEST, *(n * self.dtype.itemsize for n in (self.D, self.Dv)))
+        facts = Facts(row, shared_limit)
+        if "bias" in self.options:
+            facts = facts._replace(bias="float64", bias_shape=(1, 1, 1, 1))
+        sinks = "sinks" in self.options
+        yield from (step.key for step in forward_steps(problem, facts))
+        for fixed in (False, True):
+            steps = backward_steps(problem, facts, deterministic=fixed, sinks=sinks)
+            yield from (step.key for step in steps)
+
+
+class Case(NamedTuple):
+    """A problem on the host, and how it is put.
+
+    Parameters
+    ----------
+    arrays : list of array
+        q, k, v and dout.
+    options : dict
+        Options of the call.
+    tile : (int, int)
+        Tile sizes, for a backend that takes them.
+    deterministic : bool
+        Argument of ``backward``.
+    """
+
+    arrays: list[Any]
+    options: dict[str, Any]
+    tile: tuple[int, int]
+    deterministic: bool
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator, family: Family, longest: int = 100) -> "Case":
+        """Draw sizes below ``longest``, now and then 0 or 1, and what the arrays hold."""
+        dtype, D, Dv, names = family
+        B, Hkv, group = (int(n) for n in rng.integers(1, 3, 3))
+        Nq, Nk = (
+            int(rng.integers(2)) if rng.random() < 0.05 else int(rng.integers(1, longest))
+            for _ in range(2)
+        )
+        shape = (B, Hkv * group, Nq, Nk)
+        shapes = ((*shape[:2], Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (*shape[:2], Nq, Dv))
+        arrays = [rng.standard_normal(size).astype(dtype) for size in shapes]
+        options = {name: DRAWS[name](rng, shape) for name in names}
+        tile = int(rng.integers(1, 70)), int(rng.integers(1, 70))
+        return cls(arrays, options, tile, bool(rng.integers(2)))
+
+    def __str__(self) -> str:
+        q, k, v, _ = self.arrays
+        kind = "fixed order" if self.deterministic else "any order"
+        return (
+            f"{q.dtype} B{len(q)} H{q.shape[1]}/{k.shape[1]} N{q.shape[2]}x{k.shape[2]} "
+            f"D{q.shape[3]}/{v.shape[3]} tile {self.tile[0]}x{self.tile[1]} {kind} "
+            f"{' '.join(self.options)}"
+        )
+
+
+def cases(rng: np.random.Generator, backend: str, families: int) -> Iterator[Case]:
+    """Draw problems without end.
 
     Parameters
     ----------
     rng : numpy.random.Generator
-        What the problem is drawn from.
+        What they are drawn from.
+    backend : str
+        ``"numpy"`` or ``"cupy"``.
+    families : int
+        How many families the problems for CuPy are of; their kernels are compiled at once.
 
-    Returns
-    -------
-    str
-        The problem, in a line.
+    Yields
+    ------
+    Case
+        A problem.
+    """
+    if backend == "numpy":
+        while True:
+            yield Case.draw(rng, Family.draw(rng))
+    drawn = [Family.draw(rng, widest=130) for _ in range(families)]
+    compile_all(drawn)
+    while True:
+        yield Case.draw(rng, drawn[rng.integers(families)], longest=250)
+
+
+def compile_all(families: Iterable[Family]) -> None:
+    """Compile the CUDA kernels of some families on all cores, for the current GPU.
+
+    Parameters
+    ----------
+    families : iterable of Family
+        What is going to be checked.
+    """
+    import cupy
+
+    arch = compiler.arch_of(cupy.cuda.runtime.getDevice())
+    limit = catalog.shared_limit_of(arch)
+    keys = dict.fromkeys(key for family in families for key in family.keys(limit))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda key: compiler.compiled(key, arch), keys))
+
+
+def check(case: Case, backend: str) -> None:
+    """Hold every result of both passes to the float64 oracle.
+
+    Parameters
+    ----------
+    case : Case
+        The problem.
+    backend : str
+        ``"numpy"`` or ``"cupy"``.
 
     Raises
     ------
     AssertionError
         Where a result is further off than the accuracy promise allows.
     """
-    dtype = DTYPES[rng.integers(len(DTYPES))]
-    B, Hkv, group = (int(n) for n in rng.integers(1, 3, 3))
-    Nq, Nk = (int(n) for n in rng.integers(1, 100, 2))
-    D, Dv = (int(n) for n in rng.integers(1, 40, 2))
-    shape = (B, Hkv * group, Nq, Nk)
-    options = {name: draw(rng, shape) for name, draw in DRAWS.items() if rng.random() < 1 / 3}
-    q, k, v, dout = (
-        rng.standard_normal(size).astype(dtype)
-        for size in ((*shape[:2], Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (*shape[:2], Nq, Dv))
-    )
-    tile = (int(rng.integers(1, 70)), int(rng.integers(1, 70)))
-    line = (
-        f"{np.dtype(dtype)} B{B} H{shape[1]}/{Hkv} N{Nq}x{Nk} D{D}/{Dv} "
-        f"tile {tile[0]}x{tile[1]} {' '.join(options)}"
-    )
-    backend = NumpyBackend(tile, tile)
-    problem, operands = parse(q, k, v, options)
-    attention = backend.forward(problem, operands, None)
-    gradients = backend.backward(problem, operands, dout, attention, None, True)
-    bounds = error_bound(q, k, v, dout, **options)
+    q, k, v, dout = case.arrays
+    attention, gradients = _run(case, backend)
+    bounds = error_bound(q, k, v, dout, **case.options)
     try:
-        assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
-        assert_attention_close(gradients, reference.backward(dout, q, k, v, **options), bounds)
+        assert_attention_close(attention, reference.forward(q, k, v, **case.options), bounds)
+        expected = reference.backward(dout, q, k, v, **case.options)
+        assert_attention_close(gradients, expected, bounds)
     except AssertionError as failure:
-        raise AssertionError(f"{line}: {failure}") from failure
-    return line
+        raise AssertionError(f"{case}: {failure}") from failure
+
+
+def _run(case: Case, backend: str) -> tuple[Attention, Gradients]:
+    if backend == "numpy":
+        engine: Any = NumpyBackend(case.tile, case.tile)
+        arrays, options = case.arrays, case.options
+    else:
+        import cupy
+
+        engine = backends.get(backend)
+        arrays = [cupy.asarray(x) for x in case.arrays]
+        options = {
+            name: cupy.asarray(x) if isinstance(x, np.ndarray) else x
+            for name, x in case.options.items()
+        }
+    q, k, v, dout = arrays
+    problem, operands = parse(q, k, v, options)
+    attention = engine.forward(problem, operands, None)
+    gradients = engine.backward(problem, operands, dout, attention, None, case.deterministic)
+    if backend != "numpy":
+        attention = Attention(*(x.get() for x in attention))
+        gradients = Gradients(*(x if x is None else x.get() for x in gradients))
+    return attention, gradients

@@ -69,7 +69,7 @@ def choose(kernel: str, problem: Problem, vector: int, bias: str, shared_limit: 
         dim, value = room(problem.D), room(problem.Dv)
         for tile in candidates(kernel, size, max(dim, value)):
             shared = shared_bytes(kernel, tile, dim, value, size)
-            if shared <= shared_limit:
+            if shared <= shared_limit and _divides(kernel, tile, dim, value):
                 key = KernelKey(kernel, dtype, dim, value, *tile[:6], vector=vector, **options)
                 why = "tiles from measurements" if tile.tuned else "tiles that fit in shared memory"
                 return Choice(key, shared, tile.tuned, why)
@@ -115,6 +115,12 @@ def shared_bytes(kernel: str, tile: TileSize, dim: int, value: int, size: int) -
 def row_key(kernel: str, dtype: str, dim: int = 64) -> KernelKey:
     """Key of a kernel that takes rows, and for which the options do not matter."""
     return KernelKey(kernel, dtype, head_dim=dim, warps_m=ROW_WARPS)
+
+
+def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
+    """Whether every warp has whole pairs of atoms, as backward_keys shares columns among warps."""
+    shared = (tile.block_q, dim, value) if kernel == "backward_keys" else ()
+    return all(columns % (16 * tile.warps_n) == 0 for columns in shared)
 
 
 def _options(problem: Problem, bias: str) -> dict[str, Any]:

@@ -55,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         copy_commit();
         auto row_of = [&](int m, int e) { return q0 + row0 + 16 * m + lane.row(e); };
         tile.probabilities(head.terms, head.sight, head.dropout, kind,
-                           [&](int m, int, int e) { return head.shift()[row_of(m, e)]; });
+                           [&](int m, int, int e) { return head.shift()[row_of(m, e)]; },
+                           [](auto&) {});
         copy_wait<0>();
         __syncthreads();
         multiply<VALUE_DIM>(tile.ds, dout_tile, row0, v_tile, 0);

@@ -1,7 +1,8 @@
 // Backward for keys and values: one block of threads for each block of keys, query blocks
 // ascending, the query heads that share the keys one after the other. dk and dv stay on chip; dq,
 // where it is asked for, is added in float32 to global memory. Scores are computed transposed, keys
-// in rows. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
+// in rows. What is not finite is dealt with as in forward.cu. Dao, FlashAttention-2,
+// arXiv:2307.08691, Algorithm 2.
 #include "gradient.cuh"
 #include "plain.cuh"
 
@@ -20,19 +21,35 @@ using PairTile = Tile<Element, BLOCK_K, BLOCK_Q>;
 
 // How the warps share dq: as many as possible along its columns.
 constexpr int dq_warps_n() {
-    for (int n = WARPS; n > 1; n /= 2)
-        if (HEAD_DIM % (16 * n) == 0 && BLOCK_Q % (16 * WARPS / n) == 0) return n;
-    return 1;
+    int n = WARPS;
+    while (HEAD_DIM % (16 * n)) n /= 2;
+    return n;
 }
 constexpr int DQ_N = dq_warps_n(), DQ_M = WARPS / DQ_N;
-constexpr int DQ_MT = ADD_DQ ? BLOCK_Q / (16 * DQ_M) : 1, DQ_NT = HEAD_DIM / (8 * DQ_N);
-static_assert(!ADD_DQ || BLOCK_Q % (16 * DQ_M) == 0, "too few queries for so many warps");
+constexpr int DQ_MT = (BLOCK_Q + 16 * DQ_M - 1) / (16 * DQ_M), DQ_NT = HEAD_DIM / (8 * DQ_N);
+static_assert(BLOCK_Q % (16 * DQ_MT) == 0, "a warp has a share of dq or none");
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
-    backward_keys(const __grid_constant__ Params p) {
+// Give queries that are marked, or whose statistics are not numbers, probabilities of zero.
+__device__ __noinline__ void clean_statistics(bool (&marks)[BLOCK_Q], Sum (&shifts)[BLOCK_Q],
+                                        Sum (&deltas)[BLOCK_Q]) {
+    for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
+        if (shifts[i] != shifts[i] || !is_finite(deltas[i])) marks[i] = true;
+        if (marks[i]) shifts[i] = infinity<Sum>(), deltas[i] = 0;
+    }
+    __syncthreads();
+}
+
+template <bool CAREFUL>
+__device__ void differentiate(const Params& p);
+
+// Not inlined, so that it costs the first pass no registers.
+__device__ __noinline__ void differentiate_carefully(const Params& p) { differentiate<true>(p); }
+
+template <bool CAREFUL>
+__device__ inline void differentiate(const Params& p) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ __align__(16) Sum shifts[STAGES][BLOCK_Q], deltas[STAGES][BLOCK_Q];
-    __shared__ bool bad[BLOCK_K];
+    __shared__ bool cleaned[BLOCK_Q], redo[BLOCK_K];
     const KeyTile k_tile{memory};
     const ValueTile v_tile{k_tile.base + KeyTile::BYTES};
     const PairTile p_tile{v_tile.base + ValueTile::BYTES};
@@ -58,10 +75,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         rows_of<Element>(p.v, p.v_at, b, kv) + k0 * p.v_at.n, p.v_at.n, band.length - k0,
         int(p.Dv));
     copy_commit();
+    for (int j = threadIdx.x; j < BLOCK_K; j += THREADS) redo[j] = false;
     Fragment<Sum, MT, DT> dk;
     Fragment<Sum, MT, VT> dv;
     dk.clear();
     dv.clear();
+    bool found[MT][2] = {};
     for (int g = 0; g < p.group; ++g) {
         const Head head(p, b, kv * int(p.group) + g);
         Visits visit(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
@@ -81,22 +100,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         __syncthreads();  // everybody is done with the last head
         if (!visit.done()) load_queries(visit.tile * BLOCK_Q, 0);
         while (!visit.done()) {
-            const int q0 = visit.tile * BLOCK_Q, kind = visit.kind;
+            const int q0 = visit.tile * BLOCK_Q, kind = visit.kind, now = stage;
             const QueryTile q = q_tile(stage);
             const OutTile dout = dout_tile(stage);
-            const Sum *shift = shifts[stage], *delta = deltas[stage];
             copy_wait<0>();
             __syncthreads();  // this visit's queries are here, and everybody is done with the last
             visit.next();
             if (STAGES > 1 && !visit.done()) load_queries(visit.tile * BLOCK_Q, stage ^= 1);
 
+            if constexpr (CAREFUL) {
+                clean_tiles<THREADS>(cleaned, q, dout);
+                clean_statistics(cleaned, shifts[now], deltas[now]);
+            }
             auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
             TileGradient<true, MT, QT> tile(k0 + row0, q0 + column0);
             multiply<HEAD_DIM>(tile.p, k_tile, row0, q, column0);
-            tile.probabilities(head.terms, head.sight, head.dropout, kind,
-                               [&](int, int n, int e) { return shift[query(n, e)]; });
+            tile.probabilities(
+                head.terms, head.sight, head.dropout, kind,
+                [&](int, int n, int e) { return shifts[now][query(n, e)]; },
+                [&](auto& scores) {
+                    if constexpr (CAREFUL) scores.find(cleaned + column0, found);
+                });
             multiply<VALUE_DIM>(tile.ds, v_tile, row0, dout, column0);
-            tile.at_scores(Sum(p.gain), [&](int, int n, int e) { return delta[query(n, e)]; });
+            tile.at_scores(Sum(p.gain), [&](int, int n, int e) { return deltas[now][query(n, e)]; });
             tile.at_products();
             tile.p.for_each([&](Sum& x, int, int, int, int, int) { x = tile.dropped(x); });
 
@@ -111,7 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
                 multiply(dk, tile.ds, q, 0);
                 if constexpr (ADD_DQ) __syncthreads();  // the gradients of all keys are here
             }
-            if constexpr (ADD_DQ) {
+            // A share that is not finite makes dq so for good: backward_finish sees to that.
+            if (ADD_DQ && !CAREFUL && warp / DQ_N * DQ_MT * 16 < BLOCK_Q) {
                 const int m0 = warp / DQ_N * DQ_MT * 16, n0 = warp % DQ_N * DQ_NT * 8;
                 Fragment<Sum, DQ_MT, DQ_NT> dq;
                 dq.clear();
@@ -119,27 +146,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
                 add_rows(static_cast<Sum*>(p.dq_sum) + head.row(q0) * HEAD_DIM, HEAD_DIM, dq, m0,
                          n0, int(p.Nq) - q0);
             }
-            if constexpr (STAGES == 1) {
+            if (STAGES == 1) {
                 __syncthreads();  // everybody is done with the queries
                 if (!visit.done()) load_queries(visit.tile * BLOCK_Q, 0);
             }
         }
+        copy_wait<0>();
     }
-    copy_wait<0>();
-    for (int j = threadIdx.x; j < BLOCK_K; j += THREADS) bad[j] = false;
+    if (!CAREFUL && __syncthreads_or(!dk.all_finite() || !dv.all_finite())) {
+        differentiate_carefully(p);
+        return;
+    }
     __syncthreads();  // everybody is done with the keys and values
 
     auto finish = [&](auto& sums, Sum factor) {
-        for (auto& rows : sums.x)
-            for (auto& atom : rows)
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+            for (auto& atom : sums.x[m])
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     atom[e] *= factor;
-                    if (!is_finite(atom[e])) bad[row0 + int(&rows - sums.x) * 16 + lane.row(e)] = true;
+                    found[m][e / 2] |= !is_finite(atom[e]);
                 }
     };
     finish(dk, Sum(p.scale));
     finish(dv, Sum(p.gain));
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (found[m][half]) redo[row0 + 16 * m + lane.row(2 * half)] = true;
     store_fragment(k_tile, dk, row0, warp_n * DT * 8);
     store_fragment(v_tile, dv, row0, warp_n * VT * 8);
     __syncthreads();
@@ -148,8 +184,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     v_tile.template store<THREADS, VECTOR>(rows_of<Element>(p.dv, p.dv_at, b, kv) + k0 * p.dv_at.n,
                                            p.dv_at.n, int(p.Nk) - k0, int(p.Dv));
 
-    // Rows that are not finite, once more and textbook-like, after everybody has stored.
-    __syncthreads();
+    if constexpr (!CAREFUL) return;
+    __syncthreads();  // everybody has stored
     for (int j = warp; j < BLOCK_K; j += WARPS)
-        if (bad[j] && k0 + j < p.Nk) key_row(p, b, kv, k0 + j);
+        if (redo[j] && k0 + j < p.Nk) key_row(p, b, kv, k0 + j);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+    backward_keys(const __grid_constant__ Params p) {
+    differentiate<false>(p);
 }

@@ -1,5 +1,5 @@
 // Backward for queries, in a fixed order of its sums: one block of threads for each block of
-// queries, key blocks ascending. dq stays on chip.
+// queries, key blocks ascending. dq stays on chip. What is not finite is dealt with as in forward.cu.
 #include "gradient.cuh"
 #include "plain.cuh"
 
@@ -13,9 +13,16 @@ using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
-    backward_queries(const __grid_constant__ Params p) {
+template <bool CAREFUL>
+__device__ void differentiate(const Params& p);
+
+// Not inlined, so that it costs the first pass no registers.
+__device__ __noinline__ void differentiate_carefully(const Params& p) { differentiate<true>(p); }
+
+template <bool CAREFUL>
+__device__ inline void differentiate(const Params& p) {
     extern __shared__ __align__(1024) char memory[];
+    __shared__ bool cleaned[BLOCK_K];
     const QueryTile q_tile{memory};
     const OutTile dout_tile{q_tile.base + QueryTile::BYTES};
     char* const stages = dout_tile.base + OutTile::BYTES;
@@ -32,9 +39,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     const Lane lane;
 
     const Range keys = head.sight.band.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
-    Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
-        return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
-    });
     auto load_keys = [&](int k0, int stage) {
         k_tile(stage).template load<THREADS, VECTOR>(head.k + k0 * p.k_at.n, p.k_at.n,
                                                      keys.hi - k0, int(p.D));
@@ -56,6 +60,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
             delta[m][half] = head.delta()[i];
         }
     Fragment<Sum, MT, DT> dq;
+    bool redo[MT][2] = {};
+    Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
+        return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
+    });
     dq.clear();
     int stage = 0;
     if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
@@ -68,52 +76,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         visit.next();
         if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
 
+        if constexpr (CAREFUL) clean_tiles<THREADS>(cleaned, k, v);
         TileGradient<false, MT, NT> tile(q0 + row0, k0);
         multiply<HEAD_DIM>(tile.p, q_tile, row0, k, 0);
-        tile.probabilities(head.terms, head.sight, head.dropout, kind,
-                           [&](int m, int, int e) { return shift[m][e / 2]; });
+        tile.probabilities(
+            head.terms, head.sight, head.dropout, kind,
+            [&](int m, int, int e) { return shift[m][e / 2]; },
+            [&](auto& scores) {
+                if constexpr (CAREFUL) scores.find(cleaned, redo);
+            });
         multiply<VALUE_DIM>(tile.ds, dout_tile, row0, v, 0);
         tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.at_products();
         multiply(dq, tile.ds, k, 0);
-        if constexpr (STAGES == 1) {
+        if (STAGES == 1) {
             __syncthreads();  // everybody is done with the keys
             if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
         }
     }
     copy_wait<0>();
+    if (!CAREFUL && __syncthreads_or(!dq.all_finite())) {
+        differentiate_carefully(p);
+        return;
+    }
     __syncthreads();  // everybody is done with the queries
 
-    bool finite[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            finite[m][half] = true;
+        for (int n = 0; n < DT; ++n)
 #pragma unroll
-            for (int n = 0; n < DT; ++n)
-#pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                    dq.x[m][n][e] *= Sum(p.scale);
-                    finite[m][half] = finite[m][half] && is_finite(dq.x[m][n][e]);
-                }
-        }
+            for (int e = 0; e < 4; ++e) {
+                dq.x[m][n][e] *= Sum(p.scale);
+                if (!is_finite(dq.x[m][n][e])) redo[m][e / 2] = true;
+            }
     store_fragment(q_tile, dq, row0, 0);
     __syncthreads();
     q_tile.template store<THREADS, VECTOR>(
         rows_of<Element>(p.dq, p.dq_at, head.b, head.h) + q0 * p.dq_at.n, p.dq_at.n, rows,
         int(p.D));
 
-    // Rows that are not finite, once more and textbook-like, after everybody has stored.
-    __syncthreads();
+    if constexpr (!CAREFUL) return;
+    __syncthreads();  // everybody has stored
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const u32 not_finite = __ballot_sync(~0u, !finite[m][half]);
+            const u32 again = __ballot_sync(~0u, redo[m][half]);
             for (int g = 0; g < 8; ++g) {
                 const int i = row0 + 16 * m + 8 * half + g;
-                if ((not_finite >> (4 * g) & 15) && i < rows) query_row(p, head.b, head.h, q0 + i);
+                if ((again >> (4 * g) & 15) && i < rows) query_row(p, head.b, head.h, q0 + i);
             }
         }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+    backward_queries(const __grid_constant__ Params p) {
+    differentiate<false>(p);
 }

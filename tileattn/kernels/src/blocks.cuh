@@ -30,7 +30,8 @@ struct Band {
     __device__ static int clamp(i64 x) { return int(min(max(x, i64(-FAR)), i64(FAR))); }
 
     __device__ bool visible(int i, int j) const {
-        return u32(j - i - first) < u32(past - first) && u32(j) < u32(length);
+        // One comparison for both sides, in arithmetic that wraps around.
+        return u32(j - i) - u32(first) < u32(past) - u32(first) && u32(j) < u32(length);
     }
     // Smallest range that holds every key that queries q0 to q1 - 1 see.
     __device__ Range keys_of(int q0, int q1) const {

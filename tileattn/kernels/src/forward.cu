@@ -1,5 +1,10 @@
 // Attention, forward: one block of threads for each block of queries, key blocks ascending.
 // Mirrors forward_rows in spec.py. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+//
+// A weight of zero does not hide a NaN. So where something is not finite in the end, there is a
+// second, careful pass, in which values that are not finite are taken out; rows that have seen one
+// of them, or are still not finite, are left to the textbook. The others keep the bits that they
+// would have had with any other value there.
 #include "plain.cuh"
 #include "softmax.cuh"
 
@@ -14,9 +19,16 @@ using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 constexpr int FIRST_BYTES = QueryTile::BYTES > OutTile::BYTES ? QueryTile::BYTES : OutTile::BYTES;
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
-    forward(const __grid_constant__ Params p) {
+template <bool CAREFUL>
+__device__ void attend(const Params& p);
+
+// Not inlined, so that it costs the first pass no registers.
+__device__ __noinline__ void attend_carefully(const Params& p) { attend<true>(p); }
+
+template <bool CAREFUL>
+__device__ inline void attend(const Params& p) {
     extern __shared__ __align__(1024) char memory[];
+    __shared__ bool cleaned[BLOCK_K];
     const QueryTile q_tile(memory);
     const OutTile out_tile(memory);  // takes the place of the queries in the end
     auto k_tile = [&](int stage) {
@@ -35,9 +47,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     const int row0 = threadIdx.x / WARP * MT * 16;  // this warp's first row of the tile
 
     const Range keys = head.sight.band.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
-    Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
-        return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
-    });
     auto load_keys = [&](int k0, int stage) {
         k_tile(stage).template load<THREADS, VECTOR>(head.k + k0 * p.k_at.n, p.k_at.n,
                                                      keys.hi - k0, int(p.D));
@@ -51,6 +60,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     copy_commit();
     RowState<MT> state;
     Fragment<Sum, MT, VT> acc;
+    bool redo[MT][2] = {};
+    Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
+        return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
+    });
     acc.clear();
     int stage = 0;
     if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
@@ -67,29 +80,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         multiply<HEAD_DIM>(s, q_tile, row0, k, 0);
         s.apply(head.terms);
         if (kind == PARTIAL) s.hide(head.sight);
+        if constexpr (CAREFUL) {
+            clean_tiles<THREADS>(cleaned, v);
+            s.find(cleaned, redo);
+        }
         Sum rescale[MT][2];
         state.absorb(s, head.terms.unit(), rescale);
         s.drop(head.dropout);
         acc.scale_rows(rescale);
         multiply(acc, s, v, 0);
-        if constexpr (STAGES == 1) {
+        if (STAGES == 1) {
             __syncthreads();  // everybody is done with the keys
             if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
         }
     }
     copy_wait<0>();
+    if (!CAREFUL && __syncthreads_or(!acc.all_finite() || !state.all_finite())) {
+        attend_carefully(p);
+        return;
+    }
     __syncthreads();  // everybody is done with the queries
 
     const Lane lane;
     const Sum sink = head.sink();
-    bool finite[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Sum lse;
             const Sum weight = state.finish(m, half, sink, Sum(p.gain), lse);
-            bool good = is_finite(weight);
+            bool good = is_finite(weight) && !redo[m][half];
 #pragma unroll
             for (int n = 0; n < VT; ++n)
 #pragma unroll
@@ -97,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
                     acc.x[m][n][e] *= weight;
                     good = good && is_finite(acc.x[m][n][e]);
                 }
-            finite[m][half] = good;
+            redo[m][half] = !good;
             const int i = q0 + row0 + 16 * m + lane.row(2 * half);
             if (lane.t == 0 && i < p.Nq) static_cast<Sum*>(p.lse)[head.row(i)] = lse;
         }
@@ -107,16 +127,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         rows_of<Element>(p.out, p.out_at, head.b, head.h) + q0 * p.out_at.n + column, p.out_at.n,
         int(p.Nq) - q0, columns);
 
-    // Rows that are not finite, once more and textbook-like, after everybody has stored.
-    __syncthreads();
+    if constexpr (!CAREFUL) return;
+    __syncthreads();  // everybody has stored
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const u32 bad = __ballot_sync(~0u, !finite[m][half]);
+            const u32 bad = __ballot_sync(~0u, redo[m][half]);
             for (int g = 0; g < 8; ++g) {
                 const int i = q0 + row0 + 16 * m + 8 * half + g;
                 if ((bad >> (4 * g) & 15) && i < p.Nq) forward_row(p, head.b, head.h, i);
             }
         }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+    forward(const __grid_constant__ Params p) {
+    attend<false>(p);
 }

@@ -14,15 +14,17 @@ struct TileGradient {
 
     __device__ TileGradient(int row, int column) : p(row, column), ds(row, column) {}
 
-    // shift(m, n, e) is the logsumexp of the element's query in units of log 2.
-    template <class Shift>
+    // shift(m, n, e) is the logsumexp of the element's query in units of log 2; look(p) is called
+    // where the scores are known and -infinity where hidden.
+    template <class Shift, class Look>
     __device__ void probabilities(const Terms& terms, const Sight& sight, const Dropout& dropout,
-                                  int kind, Shift shift) {
+                                  int kind, Shift shift, Look look) {
         if constexpr (HAS_SOFTCAP)
             p.apply(terms, derivatives);
         else
             p.apply(terms);
         if (kind == PARTIAL) p.hide(sight);
+        look(p);
         const Sum unit = terms.unit();
         p.for_each([&](Sum& s, int, int, int m, int n, int e) {
             // Only dbias has no second look at what is not finite: NaN must not reach a hidden pair.

@@ -112,9 +112,9 @@ struct WideAtom {
 
 #if __CUDA_ARCH__ >= 800
 // float32 by three products of tf32 parts: x = high + low, where high is cut to 11 significant bits
-// and the tensor cores cut low to as many, and x y = high low' + low high' + high high', short of
-// 2**-21. Tensor cores cut their sums too, so few products are summed there and C is added to
-// outside. Ootomo and Yokota, arXiv:2203.03341.
+// and low rounded to as many, and x y = high low' + low high' + high high', off by 2**-21 + 2**-22
+// at the very most. Tensor cores cut their sums too, so few products are summed
+// there and C is added to outside. Ootomo and Yokota, arXiv:2203.03341.
 template <>
 struct Atom<float> {
     struct A {
@@ -124,10 +124,11 @@ struct Atom<float> {
         u32 high[2][2], low[2][2];
     };
 
-    // Of infinity low is NaN, and so is every product with it: textbook rows mend that.
+    // The tensor cores ignore the last 13 bits: of low, half of what they hold is added before, so
+    // that it is rounded. Infinity times a low of zero is NaN: textbook rows mend that.
     __device__ static void split(float x, u32& high, u32& low) {
         high = __float_as_uint(x) & 0xffffe000;
-        low = __float_as_uint(x - __uint_as_float(high));
+        low = __float_as_uint(x - __uint_as_float(high)) + 0x1000;
     }
     __device__ static A a_of(const float (*c)[4]) {
         A a;

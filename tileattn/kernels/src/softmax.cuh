@@ -59,6 +59,15 @@ struct RowState {
             }
     }
 
+    __device__ bool all_finite() const {
+        bool finite = true;
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) finite = finite && is_finite(l[i][half]);
+        return finite;
+    }
+
     // Let a logit join the denominator, and divide: the weight of the sums, and the logsumexp.
     __device__ Sum finish(int i, int half, Sum sink, Sum gain, Sum& lse) {
         const Sum old = m[i][half], maximum = fmax(old, sink), shift = shift_of(maximum);

@@ -120,6 +120,15 @@ struct Tile {
         }
     }
 
+    // Zero what is not finite, and mark the rows in which it was.
+    template <int THREADS>
+    __device__ void clean(bool (&marks)[ROWS]) const {
+        for (int i = threadIdx.x; i < ROWS * COLUMNS; i += THREADS) {
+            T& x = element(at(i / COLUMNS, i % COLUMNS));
+            if (!is_finite(widen(x))) x = T{}, marks[i / COLUMNS] = true;
+        }
+    }
+
     // Operands of atoms. Each takes where a warp's share begins, and a step of constants from there.
 
     // A[m, k]: rows of the tile are m, its columns k.
@@ -223,6 +232,17 @@ struct Fragment {
                 for (int e = 0; e < 4; ++e) x[m][n][e] = 0;
     }
 
+    __device__ bool all_finite() const {
+        bool finite = true;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) finite = finite && is_finite(x[m][n][e]);
+        return finite;
+    }
+
     // Multiply each row by its factor; nothing is done where all of a warp are 1.
     __device__ void scale_rows(const S (&factors)[MT][2]) {
 #pragma unroll
@@ -235,6 +255,9 @@ struct Fragment {
         }
     }
 };
+
+// Products of a warp's share. It begins at (m0, n0) with m0 a multiple of its 16 * MT rows and n0 of
+// its 8 * NT columns.
 
 // c[m, n] += sum over k of x[m, k] y[n, k], for DEPTH columns of both tiles.
 template <int DEPTH, class T, int R, int C, int R2, int C2, class S, int MT, int NT>
@@ -302,7 +325,7 @@ __device__ inline void multiply_rows(Fragment<S, MT, NT>& c, const Tile<T, R, C>
     }
 }
 
-// Write accumulators to a tile, in its element type.
+// Write accumulators to a tile, in its element type, where a warp's share begins as above.
 template <class T, int R, int C, class S, int MT, int NT>
 __device__ inline void store_fragment(const Tile<T, R, C>& tile, const Fragment<S, MT, NT>& c,
                                       int m0, int n0) {
@@ -316,6 +339,16 @@ __device__ inline void store_fragment(const Tile<T, R, C>& tile, const Fragment<
                 tile.pair(Tile<T, R, C>::template at<8 * NT>(m0 + lane.g, n0 + 2 * lane.t,
                                                              16 * m + 4 * e, 8 * n)) = {
                     narrow<T>(c.x[m][n][e]), narrow<T>(c.x[m][n][e + 1])};
+}
+
+// Zero what is not finite in tiles of the same rows, and say in which rows it was; everybody calls.
+template <int THREADS, int ROWS, class... Tiles>
+__device__ __noinline__ void clean_tiles(bool (&marks)[ROWS], const Tiles&... tiles) {
+    __syncthreads();
+    for (int row = threadIdx.x; row < ROWS; row += THREADS) marks[row] = false;
+    __syncthreads();
+    (tiles.template clean<THREADS>(marks), ...);
+    __syncthreads();
 }
 
 // Begin to copy a row of N numbers.

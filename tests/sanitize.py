@@ -1,0 +1,94 @@
+"""Run small problems over every kernel, for ``compute-sanitizer --tool memcheck`` and its like.
+
+``compute-sanitizer --tool {memcheck,racecheck,initcheck,synccheck} python tests/sanitize.py``
+
+Results are not compared here; the sanitizer watches what kernels read and write. Without CuPy's
+pool each array is an allocation of its own, so that one byte past an end is seen. Run it once
+without the sanitizer first: it compiles the kernels, which is slow under it.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tileattn
+
+DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+SIZES = (2, 4, 2, 75, 141)  # B, Hq, Hkv, Nq, Nk: more than one tile each, the last one part full
+
+
+def options(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    """Yield options, each of which changes what a kernel reads."""
+    B, Hq, _, Nq, Nk = SIZES
+    yield {}
+    yield {"causal": True, "kv_lengths": [Nk, 3], "sinks": rng.standard_normal(Hq)}
+    yield {"window": (20, 5), "q_offset": [-30, 90], "dropout_p": 0.2, "seed": 5}
+    yield {"bias": rng.standard_normal((Hq, Nq, Nk)), "softcap": 5.0}
+    yield {"bias": rng.standard_normal((1, Nk)), "alibi_slopes": rng.random((B, Hq))}
+    yield {"bias": rng.standard_normal((Nq, 1)), "mask": rng.random((B, 1, Nq, Nk)) < 0.5}
+    blocks = rng.random((Nq, Nk)) < 0.02
+    yield {"block_mask": tileattn.BlockMask.from_mask(blocks, (16, 24)), "causal": True}
+    yield {"mask": rng.random((1, Nk)) < 0.5, "bias": rng.standard_normal(())}
+
+
+def calls(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
+    """Yield dtype, D, Dv and options: every option, dtype and width, not every combination."""
+    chosen = list(options(rng))
+    for n, given in enumerate(chosen):
+        yield DTYPES[n % 4], 64, 64, given
+        yield DTYPES[(n + 2) % 4], 40, 24, given
+    for dtype in DTYPES:
+        yield dtype, 128, 128, {"causal": True}
+        yield dtype, 17, 33, chosen[1]
+    for dtype in (np.float16, np.float64):
+        yield dtype, 256, 256, {}
+        yield dtype, 264, 270, chosen[3]
+
+
+def run(dtype: Any, D: int, Dv: int, given: dict[str, Any], rng: np.random.Generator) -> None:
+    """Run both passes, the backward one in either order of its sums."""
+    import cupy
+
+    B, Hq, Hkv, Nq, Nk = SIZES
+    q, k, v, dout = (
+        cupy.asarray(rng.standard_normal(shape).astype(dtype))
+        for shape in ((B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (B, Hq, Nq, Dv))
+    )
+    k[0, 0, 1] = np.inf  # a row that is not finite is computed again
+    there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    out, lse = tileattn.forward(q, k, v, **there)
+    for deterministic in (False, True):
+        grads = tileattn.backward(
+            dout, q, k, v, out, lse, dlse=cupy.zeros_like(lse), deterministic=deterministic, **there
+        )
+        for x in (out, lse, *grads):
+            if x is not None:
+                x.get()  # copying tells initcheck of bytes that nobody wrote
+
+
+def main() -> int:
+    """Run everything; the exit status is 2 where there is no GPU."""
+    reason = tileattn.available_backends()["cupy"]
+    if reason is not None:
+        sys.stderr.write(f"{reason}\n")
+        return 2
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    rng = np.random.default_rng(0)
+    problems = list(calls(rng))
+    for problem in problems:
+        run(*problem, rng)
+    cupy.cuda.Device().synchronize()
+    sys.stdout.write(f"ran {len(problems)} problems, forward and backward\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

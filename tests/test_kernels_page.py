@@ -1,0 +1,42 @@
+"""The page about the kernels quotes code as it is, and names every file and kernel."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+SOURCES = sorted((ROOT / "tileattn" / "kernels" / "src").iterdir())
+QUOTES = re.findall(r"<!-- from: (\S+) -->\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def missing(quote: str, text: str) -> list[str]:
+    """Lines of a quote that are not in a text; comments, and the last semicolon, are its own."""
+    lines = [line.strip() for line in quote.splitlines()]
+    return [
+        line
+        for line in lines
+        if line and not line.startswith("#") and line.removesuffix(";") not in text
+    ]
+
+
+@pytest.mark.parametrize(("path", "quote"), QUOTES, ids=[path for path, _ in QUOTES])
+def test_what_is_quoted_stands_in_the_file(path: str, quote: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert missing(quote, text) == []
+    assert quote.count("\n") > 5
+
+
+def test_both_loops_are_quoted() -> None:
+    assert [path for path, _ in QUOTES] == ["tileattn/spec.py", "tileattn/kernels/src/forward.cu"]
+
+
+def test_a_line_that_is_not_in_the_file_is_found() -> None:
+    assert missing("a = b\n# a comment\nc = d\n", "x\na = b\n") == ["c = d"]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_every_source_is_named(source: Path) -> None:
+    name = source.name if source.suffix == ".cuh" else source.stem
+    assert f"`{name}`" in PAGE
