@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -71,6 +72,16 @@ def test_machine_code_comes_with_its_resources(folder: Path) -> None:
     assert (made.spill_bytes, made.shared_bytes) == (0, 0)
     assert "for 'sm_80'" in made.log
     assert "warning" not in made.log
+
+
+def test_machine_code_is_a_whole_file(folder: Path) -> None:
+    """The tables of an ELF file, which its header names, end where the file ends."""
+    image = make(folder).image
+    assert image[4:6] == b"\2\1", "64 bits, little-endian"
+    offsets = struct.unpack_from("<2Q", image, 32)  # of the programs' headers and the sections'
+    sizes = struct.unpack_from("<4H", image, 54)  # bytes of one and how many there are, of either
+    ends = [at + size * n for at, size, n in zip(offsets, sizes[::2], sizes[1::2], strict=True)]
+    assert max(ends) == len(image)
 
 
 def test_ptx_keeps_subnormal_numbers(folder: Path) -> None:

@@ -88,14 +88,15 @@ def test_nothing_waits_and_nothing_runs_on_the_default_stream(given: list[Any]) 
 def test_a_graph_is_replayed_on_new_data(given: list[Any], options: dict[str, Any]) -> None:
     import cupy
 
-    inputs = [x.copy() for x in given]
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
+        inputs = [x.copy() for x in given]
+        # Memory that is taken after the capture may be what the graph writes to for a moment.
+        fresh = random_arrays(*SHAPES, dtype=np.float16, seed=9)
         both(inputs, **options)  # compiles; loading a kernel cannot be captured
         stream.begin_capture()
         results = both(inputs, **options)
         graph = stream.end_capture()
-        fresh = random_arrays(*SHAPES, dtype=np.float16, seed=9)
         for x, new in zip(inputs, fresh, strict=True):
             x[...] = new
         graph.launch()

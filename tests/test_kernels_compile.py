@@ -1,6 +1,7 @@
 """Every kernel compiles for every generation of GPU without a word; tuned ones do not spill."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,26 @@ from tileattn.errors import BackendUnavailableError
 from tileattn.kernels import catalog
 from tileattn.kernels.compile import compiled, nvrtc_version
 from tileattn.kernels.key import KernelKey
+from tileattn.kernels.select import TILED
+from tileattn.problem import DTYPES
+
+Case = tuple[str, KernelKey]
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
-CASES = [(arch, key) for arch in ARCHS for key in catalog.representative_keys(arch)]
+MIXED = [
+    (arch, key)
+    for turn, arch in enumerate(ARCHS)
+    for key in catalog.representative_keys(arch, turn)
+]
+# What calls without options need, where tiles were measured and on the oldest GPU with the same
+# instructions.
+PLAIN = [
+    (arch, key)
+    for arch in ("sm_80", "sm_90a")
+    for key in catalog.common_keys(arch, ("bfloat16", "float32", "float64"), (64, 128))
+    if key.kernel in {"forward", "backward_queries"} or key.add_dq
+]
+CASES = list(dict.fromkeys(MIXED + PLAIN))
 
 # ptxas says "info" of what costs a kernel its speed, too: wgmma that it had to run one by one.
 COMPLAINT = re.compile(r"warning|error|performance loss", re.IGNORECASE)
@@ -27,13 +45,13 @@ def nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip(str(error))
 
 
-def name_of(case: tuple[str, KernelKey]) -> str:
+def name_of(case: Case) -> str:
     arch, key = case
     return "-".join([arch, key.kernel, *(d.partition("=")[2] for d in key.defines()[1:])])
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_a_kernel_compiles(case: tuple[str, KernelKey]) -> None:
+def test_a_kernel_compiles(case: Case) -> None:
     arch, key = case
     made = compiled(key, arch)
     assert made.image.startswith(b"\x7fELF")
@@ -43,16 +61,51 @@ def test_a_kernel_compiles(case: tuple[str, KernelKey]) -> None:
         assert made.spill_bytes == 0, made.log
 
 
-def test_every_kernel_of_the_package_is_among_them() -> None:
-    sources = Path(catalog.__file__).parent.glob("src/*.cu")
-    assert {key.kernel for _, key in CASES} == {source.stem for source in sources}
+# --- what is among them -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_what_is_compiled_ahead_of_time_is_among_them(arch: str) -> None:
-    common = catalog.common_keys(arch, ["float16"], [64])
-    assert common
-    assert set(common) <= set(catalog.representative_keys(arch))
+def test_every_source(arch: str) -> None:
+    sources = Path(catalog.__file__).parent.glob("src/*.cu")
+    assert {key.kernel for a, key in CASES if a == arch} == {source.stem for source in sources}
+
+
+@pytest.mark.parametrize("kernel", TILED)
+def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
+    keys = [key for _, key in MIXED if key.kernel == kernel]
+    assert {key.dtype for key in keys} == {dtype.name for dtype in DTYPES}
+    assert {key.head_dim for key in keys} == {32, 64, 128, 256}
+    assert {key.vector for key in keys} >= {2, 16}
+    for option in ("softcap", "alibi", "mask", "block_mask", "dropout", "paired"):
+        assert {getattr(key, option) for key in keys} == {False, True}, option
+    assert all(key.bias for key in keys) == (kernel == "backward_bias")
+    assert any(key.bias not in {"", key.dtype} for key in keys)
+    assert any(key.fold for key in keys) == (kernel != "backward_bias")
+
+
+@pytest.mark.parametrize("kernel", ["backward_rows", "backward_finish", "backward_sinks"])
+def test_every_dtype_of_the_other_kernels(kernel: str) -> None:
+    assert {key.dtype for _, key in MIXED if key.kernel == kernel} == {d.name for d in DTYPES}
+
+
+@pytest.mark.parametrize("other", ["add_dq", "write_dbias"])
+def test_gradients_with_those_of_the_keys_or_left_to_other_kernels(other: str) -> None:
+    keys = [key for _, key in MIXED if key.kernel == "backward_keys"]
+    assert {getattr(key, other) for key in keys} == {False, True}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("kernel", ["forward", "backward_keys", "backward_queries"])
+def test_calls_without_options(arch: str, kernel: str) -> None:
+    keys = [key for a, key in PLAIN if (a, key.kernel) == (arch, kernel)]
+    assert len({(key.dtype, key.head_dim) for key in keys}) == len(keys) == 6
+    assert any(catalog.is_tuned(key, arch) for key in keys)
+
+
+def test_what_is_tuned_is_the_plain_call() -> None:
+    key = next(key for arch, key in PLAIN if catalog.is_tuned(key, arch))
+    assert not catalog.is_tuned(replace(key, mask=True), "sm_90a")
+    assert not catalog.is_tuned(replace(key, kernel="backward_rows"), "sm_90a")
 
 
 @pytest.mark.parametrize(

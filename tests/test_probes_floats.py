@@ -266,9 +266,9 @@ def test_tanh(key: KernelKey) -> None:
 
 @each(keys.SCORES)
 def test_scores_and_their_derivatives(key: KernelKey) -> None:
-    """Each part of a score passes at most 11 roundings; a derivative 1 - t**2 has 6 of t and 2.
+    """Each part of a score passes at most 9 roundings; a derivative 1 - t**2 has 6 of t and 2.
 
-    The 11: scale, division, 4 for tanh, cap, two sums, the unit of log 2 and its constant.
+    The 9: scale over cap and its product, 4 for tanh, cap and two sums.
     """
     B, Hq, Nq, Nk = 2, 3, 21, 34
     rows, columns = Nq + 3, Nk + 4  # past the end the bias is not read: it is NaN there
@@ -290,7 +290,7 @@ def test_scores_and_their_derivatives(key: KernelKey) -> None:
         assert_same_bits(derivatives, np.ones_like(products))
         assert_near(unit, np.array([scale * LOG2_E], truth), 3 * u * scale)
         return
-    assert unit[0] == 1
+    assert_near(unit, np.array([LOG2_E], truth), u * LOG2_E)
     fast = tanh_error(key)
     distance = np.abs(np.arange(Nq)[:, None] + offsets[:, None, None, None] - np.arange(Nk))
     for b, h in np.ndindex(B, Hq):
@@ -306,7 +306,7 @@ def test_scores_and_their_derivatives(key: KernelKey) -> None:
         slope = terms.apply_with_slope(want, Tile(0, Nq, 0, Nk, FULL))
         size += slopes[b, h] * distance[b, 0] if key.alibi else 0
         size += np.abs(terms.bias) if terms.bias is not None else 0
-        assert_near(scores[inside], want * LOG2_E, (12 * u * size + softcap * fast) * LOG2_E)
+        assert_near(scores[inside], want, 10 * u * size + softcap * fast)
         if slope is None:
             assert (derivatives[inside] == 1).all()
         else:

@@ -10,9 +10,11 @@ extern "C" __global__ void scored(Params p, const i64* offsets, const Sum* slope
     p.bias = bias;
     const Terms terms(p, blockIdx.y, blockIdx.x);
     const i64 first = (blockIdx.y * p.Hq + blockIdx.x) * rows * columns;
-    for (i64 n = threadIdx.x; n < rows * columns; n += blockDim.x)
-        scores[first + n] = terms.score(products[first + n], int(n / columns), int(n % columns),
-                                        derivatives[first + n]);
+    for (i64 n = threadIdx.x; n < rows * columns; n += blockDim.x) {
+        const int i = int(n / columns), j = int(n % columns);
+        const Sum added = terms.bias_of(min(i, terms.Nq - 1), min(j, terms.Nk - 1));
+        scores[first + n] = terms.score(products[first + n], i, j, added, derivatives[first + n]);
+    }
     if (threadIdx.x == 0) *unit = terms.unit();
 }
 

@@ -134,8 +134,8 @@ class Call:
         Plan
             For ``addresses``.
         """
-        aligned = self._bits & -self._bits
-        key = (more, self.device, aligned)
+        aligned, paired = self._bits & -self._bits, self._paired()
+        key = (more, self.device, aligned, paired)
         memo = self._operands.memo
         plan: Plan | None = memo.get(key)
         if plan is None:
@@ -152,9 +152,21 @@ class Call:
             steps = (s for n, s in zip(x.shape[:-1], x.strides, strict=False) if n > 1)
             vector = math.gcd(vector, *steps)
         limit, bias = _shared_limit(self.device), self._arrays.get("bias")
+        paired = self._paired()
         if bias is None:
-            return Facts(vector, limit)
-        return Facts(vector, limit, bias.dtype.name, bias.shape)
+            return Facts(vector, limit, paired=paired)
+        return Facts(vector, limit, bias.dtype.name, bias.shape, paired)
+
+    def _paired(self) -> bool:
+        """Whether every even key of the mask and of the bias can be read with the next."""
+        pairs = [x for x in map(self._arrays.get, ("mask", "bias")) if x is not None]
+        return bool(pairs) and all(
+            x.shape[-1] > 1
+            and x.shape[-1] % 2 == 0
+            and x.strides[-1] == x.itemsize
+            and math.gcd(x.data.ptr, *x.strides[:-1]) % (2 * x.itemsize) == 0
+            for x in pairs
+        )
 
     def _values(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """List the fields of the parameter block, and the arrays that the plan owns."""

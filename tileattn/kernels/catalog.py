@@ -8,12 +8,22 @@ import numpy as np
 
 from tileattn.kernels.call import WIDEST
 from tileattn.kernels.key import KernelKey
-from tileattn.kernels.select import SHARED_LIMIT, choose
+from tileattn.kernels.select import SHARED_LIMIT, TILED, choose
 from tileattn.kernels.steps import Facts, backward_steps, forward_steps
 from tileattn.problem import BFLOAT16, DTYPES, Problem
 
-_OPTIONS = ("softcap", "alibi_slopes", "bias", "mask", "block_mask", "dropout_p")
-"""Options that a kernel is compiled for; all others are parameters of every kernel."""
+# Options that a kernel is compiled for; all others are parameters of every kernel.
+_OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
+
+_HEAD_DIMS = (64, 256, 128, 20)
+
+# Every kernel once: those of a set are compiled for the same problem.
+_SETS = (
+    {"forward", "plain_forward"},
+    {"backward_rows", "backward_keys", "backward_finish", "plain_keys"},
+    {"backward_queries", "plain_queries"},
+    {"backward_bias", "backward_sinks", "plain_bias"},
+)
 
 
 def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> list[KernelKey]:
@@ -38,32 +48,37 @@ def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> l
     return list(dict.fromkeys(key for P in problems for key in _keys(P, facts)))
 
 
-def representative_keys(arch: str) -> list[KernelKey]:
-    """List kernels of every source, dtype, option and way of loading.
+def representative_keys(arch: str, turn: int) -> list[KernelKey]:
+    """List a few kernels of every source; turns together have every dtype, option and width.
 
     Parameters
     ----------
     arch : str
         Architecture, as in ``"sm_90a"``.
+    turn : int
+        Which of the combinations; seven turns in a row have enough of them.
 
     Returns
     -------
     list of KernelKey
         Without duplicates.
     """
-    names = [dtype.name for dtype in DTYPES]
-    facts = Facts(WIDEST, shared_limit_of(arch))
-    keys = dict.fromkeys(common_keys(arch, names, (64,)))
-    keys |= dict.fromkeys(common_keys(arch, ("float16", "float32"), (128,)))
-    keys |= dict.fromkeys(common_keys(arch, ("bfloat16", "float64"), (256,)))
-    for n, dtype in enumerate(names):
-        problem = problem_of(dtype, 64, _OPTIONS[n % 3 :: 3])
-        keys |= dict.fromkeys(_keys(problem, facts, bias=names[n - 1]))
-    keys |= dict.fromkeys(_keys(problem_of("float16", 20), facts._replace(vector=2)))
-    keys |= dict.fromkeys(_keys(problem_of("float32", 64, {"sinks"}), facts))
-    for dtype in ("float16", "float64"):  # no tiled kernel has room for these
-        keys |= dict.fromkeys(_keys(problem_of(dtype, 512, {"bias"}), facts, bias=dtype))
-    return list(keys)
+    found: dict[KernelKey, None] = {}
+    for n, kernels in enumerate(_SETS, turn):
+        dtype, bias = DTYPES[n % len(DTYPES)], DTYPES[n % len(DTYPES) - 1]
+        uses = _OPTIONS[n % len(_OPTIONS)] | {"sinks"}
+        shape = (1, 1, 1, 2)  # as the scores: its gradient comes with that of the keys
+        if "backward_bias" in kernels:
+            uses, shape = uses | {"bias"}, (1, 1, 1, 1)
+        facts = Facts(WIDEST if turn % 3 else dtype.itemsize, shared_limit_of(arch))
+        if "bias" in uses:
+            facts = facts._replace(bias=bias.name, bias_shape=shape)
+        facts = facts._replace(paired=turn % 2 == 1 and not uses.isdisjoint({"bias", "mask"}))
+        # No tile has room for 512 columns: the textbook kernels serve them.
+        for dim in (_HEAD_DIMS[turn % len(_HEAD_DIMS)], 512):
+            keys = _keys(problem_of(dtype.name, dim, uses), facts)
+            found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
+    return list(found)
 
 
 def is_tuned(key: KernelKey, arch: str) -> bool:
@@ -79,9 +94,10 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
     Returns
     -------
     bool
-        False for kernels without tiles.
+        False for kernels without tiles, and for options: what was measured is the plain call.
     """
-    if key.kernel not in {"forward", "backward_keys", "backward_queries", "backward_bias"}:
+    options = (key.bias, key.softcap, key.alibi, key.mask, key.block_mask, key.dropout)
+    if key.kernel not in TILED or any(options):
         return False
     problem = replace(problem_of(key.dtype, key.head_dim), Dv=key.value_dim)
     return choose(key.kernel, problem, key.vector, key.bias, shared_limit_of(arch)).tuned
@@ -102,13 +118,13 @@ def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:
     Returns
     -------
     Problem
-        With one query and one key.
+        With one query and two keys.
     """
     names = frozenset(uses)
     kind = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
     softcap, dropped = (1.0 if "softcap" in names else None), float("dropout_p" in names) / 2
     return Problem(
-        *(1, 1, 1, 1, 1, dim, dim), kind, 1.0, softcap, (None, None), dropped, 0, 4, names
+        *(1, 1, 1, 1, 2, dim, dim), kind, 1.0, softcap, (None, None), dropped, 0, 4, names
     )
 
 
@@ -118,9 +134,8 @@ def shared_limit_of(arch: str) -> int:
     return SHARED_LIMIT[max(n for n in SHARED_LIMIT if n <= number)] * 1024
 
 
-def _keys(problem: Problem, facts: Facts, bias: str = "") -> Iterator[KernelKey]:
-    if "bias" in problem.uses:
-        facts = facts._replace(bias=bias, bias_shape=(1, 1, 1, 1))
+def _keys(problem: Problem, facts: Facts) -> Iterator[KernelKey]:
+    """List the kernels of both passes, of the backward one in either order of its sums."""
     sinks = "sinks" in problem.uses
     for step in forward_steps(problem, facts):
         yield step.key

@@ -47,8 +47,9 @@ class Compiled:
     cached : bool
         Whether it came from the disk cache.
     registers, spill_bytes, shared_bytes : int or None
-        Registers of a thread, bytes that it stores to and loads from memory for want of registers,
-        and shared memory of fixed size; None for PTX, where only the driver will know.
+        Registers of a thread, bytes that it stores to and loads from memory for want of registers
+        outside of functions that are not inlined, and shared memory of fixed size; None for PTX,
+        where only the driver will know.
     """
 
     image: bytes
@@ -291,11 +292,13 @@ def resources(log: str, kernel: str) -> tuple[int | None, int | None, int | None
         return None, None, None
     part = rest.partition("Compiling entry function")[0]
     registers = re.search(r"Used (\d+) registers", part)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", part)
+    # Lines of the same form follow for functions that it calls: those are off the fast path.
+    own = rf"Function properties for {kernel}\n.* (\d+) bytes spill stores, (\d+) bytes spill loads"
+    spills = re.search(own, part)
     shared = re.search(r"(\d+) bytes smem", part)
     return (
         int(registers[1]) if registers else None,
-        sum(map(int, spills)),
+        sum(map(int, spills.groups())) if spills else None,
         int(shared[1]) if shared else 0,
     )
 
@@ -326,8 +329,11 @@ def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[st
     )
     try:
         nvrtc.compileProgram(program, options)
-        get = nvrtc.getPTX if arch.startswith("compute") else nvrtc.getCUBIN
-        image: bytes = get(program)
+        if arch.startswith("compute"):
+            image: bytes = nvrtc.getPTX(program)
+        else:
+            # CuPy takes the last byte for the end of a text. It is the top of a 64-bit number.
+            image = nvrtc.getCUBIN(program) + b"\0"
         log: str = nvrtc.getProgramLog(program)
         return log.strip("\0\n ").encode() + b"\0" + image
     except nvrtc.NVRTCError as error:

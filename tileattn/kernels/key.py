@@ -34,6 +34,10 @@ class KernelKey:
         positive.
     add_dq : bool
         Whether the kernel over key blocks also adds its share of dq.
+    write_dbias : bool
+        Whether it also writes dbias, where the bias is not broadcast.
+    paired : bool
+        Whether two neighbouring keys of the mask and of the bias can be read at once.
     """
 
     kernel: str
@@ -55,6 +59,8 @@ class KernelKey:
     dropout: bool = False
     fold: bool = False
     add_dq: bool = False
+    write_dbias: bool = False
+    paired: bool = False
 
     @property
     def threads(self) -> int:

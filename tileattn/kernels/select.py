@@ -42,7 +42,14 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(kernel: str, problem: Problem, vector: int, bias: str, shared_limit: int) -> Choice:
+def choose(
+    kernel: str,
+    problem: Problem,
+    vector: int,
+    bias: str,
+    shared_limit: int,
+    paired: bool = False,
+) -> Choice:
     """Choose the variant of one kernel.
 
     Parameters
@@ -57,6 +64,8 @@ def choose(kernel: str, problem: Problem, vector: int, bias: str, shared_limit: 
         Element type of the bias, empty where there is none.
     shared_limit : int
         Bytes of shared memory that a block may have.
+    paired : bool
+        Whether two neighbouring keys of the mask and of the bias can be read at once.
 
     Returns
     -------
@@ -64,7 +73,7 @@ def choose(kernel: str, problem: Problem, vector: int, bias: str, shared_limit: 
         The first row of the table that has room; the textbook kernel where none has.
     """
     dtype, size = problem.dtype.name, problem.dtype.itemsize
-    options = _options(problem, bias)
+    options = {**_options(problem, bias), "paired": paired}
     if max(problem.D, problem.Dv) <= LARGEST:
         dim, value = room(problem.D), room(problem.Dv)
         for tile in candidates(kernel, size, max(dim, value)):

@@ -29,12 +29,15 @@ class Facts(NamedTuple):
         Element type of the bias; empty where there is none.
     bias_shape : tuple of int
         Its four axes.
+    paired : bool
+        Whether two neighbouring keys of the mask and of the bias can be read at once.
     """
 
     vector: int
     shared_limit: int
     bias: str = ""
     bias_shape: tuple[int, ...] = ()
+    paired: bool = False
 
 
 class Step(NamedTuple):
@@ -77,7 +80,7 @@ def forward_steps(problem: Problem, facts: Facts) -> tuple[Step, ...]:
     heads = P.B * P.Hq
     if not heads * P.Nq:
         return ()
-    key, shared, _, why = choose("forward", P, facts.vector, facts.bias, facts.shared_limit)
+    key, shared, _, why = choose("forward", P, facts.vector, facts.bias, facts.shared_limit, facts.paired)
     if key.kernel != "forward":
         return (Step(key, _rows(heads * P.Nq), shared, why),)
     columns = max(1, -(-P.Dv // key.value_dim))
@@ -113,11 +116,12 @@ def backward_steps(
     add_dq = False
     if keys:
         key, shared, _, why = choose(
-            "backward_keys", P, facts.vector, facts.bias, facts.shared_limit
+            "backward_keys", P, facts.vector, facts.bias, facts.shared_limit, facts.paired
         )
         if key.kernel == "backward_keys":
             add_dq = queries > 0 and not deterministic
-            key = replace(key, add_dq=add_dq)
+            write_dbias = facts.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
+            key = replace(key, add_dq=add_dq, write_dbias=write_dbias)
             blocks = P.B * P.Hkv * -(-P.Nk // key.block_k)
         else:
             blocks = _rows(keys)
@@ -125,15 +129,16 @@ def backward_steps(
         if add_dq:
             finish = replace(key, kernel="backward_finish", warps_m=ROW_WARPS, warps_n=1)
             rows = rows_of_block(finish, finish.head_dim)
-            steps.append(Step(replace(finish, add_dq=False), -(-queries // rows)))
+            finish = replace(finish, add_dq=False, write_dbias=False)
+            steps.append(Step(finish, -(-queries // rows)))
     if queries and not add_dq:
         key, shared, _, why = choose(
-            "backward_queries", P, facts.vector, facts.bias, facts.shared_limit
+            "backward_queries", P, facts.vector, facts.bias, facts.shared_limit, facts.paired
         )
         tiled = key.kernel == "backward_queries"
         blocks = P.B * P.Hq * -(-P.Nq // key.block_q) if tiled else _rows(queries)
         steps.append(Step(key, blocks, shared, why))
-    if facts.bias and queries * P.Nk:
+    if facts.bias and queries * P.Nk and not any(step.key.write_dbias for step in steps):
         steps.append(_bias_step(P, facts))
     if sinks and P.Hq:
         steps.append(Step(row_key("backward_sinks", dtype), P.Hq))
@@ -152,7 +157,7 @@ def _rows_step(P: Problem, facts: Facts) -> Step:
 
 
 def _bias_step(P: Problem, facts: Facts) -> Step:
-    key, shared, _, why = choose("backward_bias", P, facts.vector, facts.bias, facts.shared_limit)
+    key, shared, _, why = choose("backward_bias", P, facts.vector, facts.bias, facts.shared_limit, facts.paired)
     b, h, rows, columns = facts.bias_shape
     if key.kernel != "backward_bias":
         return Step(key, _rows(b * h * rows * columns), shared, why)

@@ -39,6 +39,27 @@ __device__ __noinline__ void clean_statistics(bool (&marks)[BLOCK_Q], Sum (&shif
     __syncthreads();
 }
 
+// Of a bias that is not broadcast; dbias is contiguous.
+__device__ inline void write_dbias(const Fragment<Sum, MT, QT>& ds, const Params& p,
+                                   const Head& head, int row, int column) {
+    const Lane lane;
+    BiasElement* const dbias = static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk;
+    const int j = row + lane.g;
+#pragma unroll
+    for (int n = 0; n < QT; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int i = column + 8 * n + lane.column(e);
+            BiasElement* const to = dbias + i * p.Nk + j;
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    if (i < p.Nq && j + 16 * m + 8 * half < p.Nk)
+                        to[16 * m + 8 * half] = narrow<BiasElement>(ds.x[m][n][2 * half + e]);
+        }
+}
+
 template <bool CAREFUL>
 __device__ void differentiate(const Params& p);
 
@@ -122,7 +143,10 @@ __device__ inline void differentiate(const Params& p) {
                     if constexpr (CAREFUL) scores.find(cleaned + column0, found);
                 });
             multiply<VALUE_DIM>(tile.ds, v_tile, row0, dout, column0);
-            tile.at_scores(Sum(p.gain), [&](int, int n, int e) { return deltas[now][query(n, e)]; });
+            tile.at_scores(Sum(p.gain),
+                           [&](int, int n, int e) { return deltas[now][query(n, e)]; });
+            if constexpr (WRITE_DBIAS && !CAREFUL)
+                write_dbias(tile.ds, p, head, k0 + row0, q0 + column0);
             tile.at_products();
             tile.p.for_each([&](Sum& x, int, int, int, int, int) { x = tile.dropped(x); });
 

@@ -1,5 +1,6 @@
 // Backward for queries, in a fixed order of its sums: one block of threads for each block of
-// queries, key blocks ascending. dq stays on chip. What is not finite is dealt with as in forward.cu.
+// queries, key blocks ascending. dq stays on chip. What is not finite is dealt with as in
+// forward.cu.
 #include "gradient.cuh"
 #include "plain.cuh"
 

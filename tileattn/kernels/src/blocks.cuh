@@ -64,7 +64,8 @@ struct Sight {
 
     __device__ Sight(const Params& p, i64 b, i64 h)
         : band(p, b),
-          mask(static_cast<const bool*>(p.mask) + (HAS_MASK ? b * p.mask_at.b + h * p.mask_at.h : 0)),
+          mask(static_cast<const bool*>(p.mask) +
+               (HAS_MASK ? b * p.mask_at.b + h * p.mask_at.h : 0)),
           mask_i(p.mask_at.i),
           mask_j(p.mask_at.j),
           kinds(p.kinds + (HAS_BLOCK_MASK ? b * p.kinds_at.b + h * p.kinds_at.h : 0)),
@@ -75,21 +76,19 @@ struct Sight {
           block_q(int(p.mask_block_q)),
           block_k(int(p.mask_block_k)) {}
 
-    __device__ bool visible(int i, int j) const { return band.visible(i, j) && in_masks(i, j); }
+    // Whether query i < Nq sees key j.
+    __device__ bool visible(int i, int j) const {
+        return band.visible(i, j) && (!HAS_MASK || mask[i * mask_i + j * mask_j]) &&
+               (!HAS_BLOCK_MASK || in_blocks(i, j));
+    }
 
-    // Whether the dense mask and the block mask let query i see key j. Queries past the end are
-    // answered for as the last.
-    __device__ bool in_masks(int i, int j) const {
+    // Whether the block mask lets query i see key j. Queries past the end are answered for as the
+    // last.
+    __device__ bool in_blocks(int i, int j) const {
         const int row = min(i, Nq - 1), key = min(j, Nk - 1);
-        bool seen = true;
-        if constexpr (HAS_MASK) seen = mask[row * mask_i + key * mask_j];
-        if constexpr (HAS_BLOCK_MASK) {
-            const int cell = kinds[row / block_q * kinds_i + key / block_k];
-            seen = seen && (cell == -FULL ||
-                            (cell >= 0 && bits[(i64(cell) * block_q + row % block_q) * block_k +
-                                               key % block_k]));
-        }
-        return seen;
+        const int cell = kinds[row / block_q * kinds_i + key / block_k];
+        return cell == -FULL || (cell >= 0 && bits[(i64(cell) * block_q + row % block_q) * block_k +
+                                                   key % block_k]);
     }
 
     // Kind of a tile. Cells of a block mask hold -FULL, SKIP - 1, or where their bits are.

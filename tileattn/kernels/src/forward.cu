@@ -37,7 +37,7 @@ __device__ inline void attend(const Params& p) {
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
 
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
-    const int column_blocks = int((p.Dv + VALUE_DIM - 1) / VALUE_DIM);
+    const int column_blocks = max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
     const int turn = blockIdx.x % q_blocks, rest = blockIdx.x / q_blocks;
     const int column = rest % column_blocks * VALUE_DIM, bh = rest / column_blocks;
     // Under a causal mask the last queries see most: they go first.
@@ -78,7 +78,7 @@ __device__ inline void attend(const Params& p) {
 
         Scores<false, MT, NT> s(q0 + row0, k0);
         multiply<HEAD_DIM>(s, q_tile, row0, k, 0);
-        s.apply(head.terms);
+        s.apply(head.terms, [](int, int, int, Sum) {});
         if (kind == PARTIAL) s.hide(head.sight);
         if constexpr (CAREFUL) {
             clean_tiles<THREADS>(cleaned, v);

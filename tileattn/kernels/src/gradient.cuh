@@ -19,15 +19,14 @@ struct TileGradient {
     template <class Shift, class Look>
     __device__ void probabilities(const Terms& terms, const Sight& sight, const Dropout& dropout,
                                   int kind, Shift shift, Look look) {
-        if constexpr (HAS_SOFTCAP)
-            p.apply(terms, derivatives);
-        else
-            p.apply(terms);
+        p.apply(terms, [&](int m, int n, int e, Sum derivative) {
+            if constexpr (HAS_SOFTCAP) derivatives.x[m][n][e] = derivative;
+        });
         if (kind == PARTIAL) p.hide(sight);
         look(p);
         const Sum unit = terms.unit();
         p.for_each([&](Sum& s, int, int, int m, int n, int e) {
-            // Only dbias has no second look at what is not finite: NaN must not reach a hidden pair.
+            // Only dbias has no second look at what is not finite: no NaN may reach a hidden pair.
             const bool hidden = HAS_BIAS && s == -infinity<Sum>();
             s = hidden ? Sum(0) : exp2_of(fma(s, unit, -shift(m, n, e)));
         });
@@ -48,7 +47,8 @@ struct TileGradient {
             Sum dp = x;
             if constexpr (HAS_DROPOUT) dp = probability < 0 ? Sum(0) : dp * gain;
             const bool hidden = HAS_BIAS && probability == 0;  // as above
-            x = hidden ? Sum(0) : (HAS_DROPOUT ? fabs(probability) : probability) * (dp - delta(m, n, e));
+            const Sum size = HAS_DROPOUT ? fabs(probability) : probability;
+            x = hidden ? Sum(0) : size * (dp - delta(m, n, e));
         });
     }
 

@@ -1,4 +1,4 @@
-// Layer 3. Accumulators of scores: where each element stands, terms applied, hidden pairs taken out.
+// Layer 3. Accumulators of scores: where each element stands; terms applied, hidden pairs taken out.
 #pragma once
 
 #include "blocks.cuh"
@@ -27,20 +27,78 @@ struct Scores : Fragment<Sum, MT, NT> {
                 }
     }
 
-    __device__ void apply(const Terms& terms) {
-        if constexpr (!FOLD)
-            for_each([&](Sum& s, int i, int j, int, int, int) {
-                Sum derivative;
-                s = terms.score(s, i, j, derivative);
-            });
+    // Call visit(m, half, n, first, second) for every two neighbouring columns of a row with what
+    // `data`, of strides (step_i, step_j), holds for them. Beyond (Nq, Nk) nothing is read.
+    template <class T, class Visit>
+    __device__ void read_pairs(const T* data, i64 step_i, i64 step_j, int Nq, int Nk,
+                               Visit visit) const {
+        const Lane lane;
+        const int rows = TRANSPOSED ? Nk : Nq, columns = TRANSPOSED ? Nq : Nk;
+        const i64 down = TRANSPOSED ? step_j : step_i, right = TRANSPOSED ? step_i : step_j;
+        struct alignas(2 * sizeof(T)) Two {
+            T x, y;
+        };
+        if constexpr (PAIRED && TRANSPOSED) {
+            // Rows are neighbours in memory: what a lane reads of a column has constant distances.
+            const int r = row + lane.g;
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                const int c = column + 8 * n + lane.column(0);
+                const T* from = data + c * right + r;
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int step = 16 * m + 8 * half;
+                        Two two = {};
+                        if (r + step < rows && c < columns) two.x = from[step];
+                        if (r + step < rows && c + 1 < columns) two.y = from[right + step];
+                        visit(m, half, n, two.x, two.y);
+                    }
+            }
+            return;
+        }
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int r = row + 16 * m + lane.row(2 * half), c0 = column + lane.column(0);
+                const T* from = data + min(r, rows - 1) * down;
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    const int c = c0 + 8 * n;
+                    Two two = {};
+                    if constexpr (PAIRED) {
+                        if (c < columns) two = *reinterpret_cast<const Two*>(from + c);
+                    } else {
+                        if (c < columns) two.x = from[c * right];
+                        if (c + 1 < columns) two.y = from[(c + 1) * right];
+                    }
+                    visit(m, half, n, two.x, two.y);
+                }
+            }
     }
 
-    // Also keep the derivatives by the scaled product, where they are not 1.
-    __device__ void apply(const Terms& terms, Fragment<Sum, MT, NT>& derivatives) {
-        if constexpr (!FOLD)
-            for_each([&](Sum& s, int i, int j, int m, int n, int e) {
-                s = terms.score(s, i, j, derivatives.x[m][n][e]);
-            });
+    // Turn products into scores; look(m, n, e, derivative) is given the derivatives by the scaled
+    // product.
+    template <class Look>
+    __device__ void apply(const Terms& terms, Look look) {
+        if constexpr (FOLD) return;
+        auto score = [&](int m, int n, int e, Sum added) {
+            const Lane lane;
+            const int r = row + 16 * m + lane.row(e), c = column + 8 * n + lane.column(e);
+            Sum derivative, &s = this->x[m][n][e];
+            s = terms.score(s, TRANSPOSED ? c : r, TRANSPOSED ? r : c, added, derivative);
+            look(m, n, e, derivative);
+        };
+        if constexpr (HAS_BIAS)
+            read_pairs(terms.bias, terms.bias_i, terms.bias_j, terms.Nq, terms.Nk,
+                       [&](int m, int half, int n, BiasElement x, BiasElement y) {
+                           score(m, n, 2 * half, Sum(widen(x)));
+                           score(m, n, 2 * half + 1, Sum(widen(y)));
+                       });
+        else
+            for_each([&](Sum&, int, int, int m, int n, int e) { score(m, n, e, 0); });
     }
 
     __device__ void hide(const Sight& sight) {
@@ -60,12 +118,19 @@ struct Scores : Fragment<Sum, MT, NT> {
                     for (int e = 0; e < 2; ++e) {
                         const int c = 8 * n + e;
                         bool visible = c >= lo && c < hi;
-                        if constexpr (HAS_MASK || HAS_BLOCK_MASK)
-                            visible = visible && (TRANSPOSED ? sight.in_masks(c0 + c, r)
-                                                             : sight.in_masks(r, c0 + c));
+                        if constexpr (HAS_BLOCK_MASK)
+                            visible = visible && (TRANSPOSED ? sight.in_blocks(c0 + c, r)
+                                                             : sight.in_blocks(r, c0 + c));
                         if (!visible) this->x[m][n][2 * half + e] = -infinity<Sum>();
                     }
             }
+        if constexpr (HAS_MASK)
+            read_pairs(sight.mask, sight.mask_i, sight.mask_j, sight.Nq, sight.Nk,
+                       [&](int m, int half, int n, bool first, bool second) {
+                           Sum* pair = this->x[m][n] + 2 * half;
+                           if (!first) pair[0] = -infinity<Sum>();
+                           if (!second) pair[1] = -infinity<Sum>();
+                       });
     }
 
     // Say of each row whether it sees a column that is marked; marks begin with the first column.

@@ -1,5 +1,5 @@
-// Layer 3. The textbook formula for one row at a time, by one warp. Kernels turn to it for rows that
-// are not finite: there, what is hidden must not be multiplied by zero but left out, and what is
+// Layer 3. The textbook formula for one row at a time, by one warp. Kernels turn to it for rows
+// that are not finite: there, what is hidden must not be multiplied by zero but left out, and what is
 // seen must pass as IEEE arithmetic has it. It also serves what no tiled kernel has room for.
 #pragma once
 
@@ -73,8 +73,9 @@ struct Head {
         if (!sight.visible(i, j)) return -infinity<Sum>();
         Sum product = 0;
         for (int d = 0; d < p.D; ++d)
-            product = fma(Sum(widen(q[i * p.q_at.n + d])), Sum(widen(k[j * p.k_at.n + d])), product);
-        return terms.score(product, i, j, derivative) * terms.unit();
+            product =
+                fma(Sum(widen(q[i * p.q_at.n + d])), Sum(widen(k[j * p.k_at.n + d])), product);
+        return terms.score(product, i, j, terms.bias_of(i, j), derivative) * terms.unit();
     }
 };
 
@@ -187,9 +188,8 @@ __device__ __noinline__ void key_row(const Params& p, i64 b, i64 kv, int j) {
                             fma(weight, Sum(widen(head.q[(i0 + other) * p.q_at.n + d])), dk_total);
                 });
                 in_turn(pair.seen, pair.p, [&](int other, Sum weight) {
-                    if (d < p.Dv)
-                        dv_total = fma(weight, Sum(widen(head.dout[(i0 + other) * p.dout_at.n + d])),
-                                       dv_total);
+                    const Element* dout = head.dout + (i0 + other) * p.dout_at.n;
+                    if (d < p.Dv) dv_total = fma(weight, Sum(widen(dout[d])), dv_total);
                 });
             }
         }

@@ -1,11 +1,11 @@
 // Layer 3. Terms of the score between the product of q and k and the softmax, with their
-// derivative: twin of scores.py. Scores are in units of log 2, for exponentials of base 2.
+// derivative: twin of scores.py.
 #pragma once
 
 #include "config.cuh"
 #include "params.cuh"
 
-// 16-bit inputs: by two fast instructions, absolute error below 2**-21; the others: to the last bits.
+// 16-bit inputs: by two fast instructions, absolute error below 2**-21; others: to the last bits.
 __device__ inline float tanh_of(float x) {
     if constexpr (sizeof(Element) > 2) return tanhf(x);
     float reciprocal;
@@ -16,7 +16,7 @@ __device__ inline double tanh_of(double x) { return tanh(x); }
 
 // Of one head.
 struct Terms {
-    Sum scale, softcap, slope, offset;
+    Sum scale, softcap, scale_over_cap, slope, offset;
     const BiasElement* bias;
     i64 bias_i, bias_j;
     int Nq, Nk;
@@ -24,6 +24,7 @@ struct Terms {
     __device__ Terms(const Params& p, i64 b, i64 h)
         : scale(Sum(p.scale)),
           softcap(Sum(p.softcap)),
+          scale_over_cap(HAS_SOFTCAP ? Sum(p.scale / p.softcap) : Sum(0)),
           slope(HAS_ALIBI ? static_cast<const Sum*>(p.slopes)[b * p.slopes_b + h] : Sum(0)),
           offset(Sum(p.offsets ? p.offsets[b] : p.offset)),
           bias(static_cast<const BiasElement*>(p.bias)),
@@ -35,23 +36,25 @@ struct Terms {
     }
 
     // What multiplies a product, or a score that `score` has made, in the exponent of 2.
-    __device__ Sum unit() const { return FOLD ? scale * LOG2_E : Sum(1); }
+    __device__ Sum unit() const { return FOLD ? scale * LOG2_E : LOG2_E; }
 
-    // Score of query i and key j from their product, and its derivative by the scaled product.
-    __device__ Sum score(Sum product, int i, int j, Sum& derivative) const {
+    __device__ Sum bias_of(int i, int j) const {
+        return HAS_BIAS ? Sum(widen(bias[i * bias_i + j * bias_j])) : Sum(0);
+    }
+
+    // Score of query i and key j from their product and bias, and its derivative by the scaled
+    // product.
+    __device__ Sum score(Sum product, int i, int j, Sum added, Sum& derivative) const {
         derivative = 1;
         if constexpr (FOLD) return product;
         Sum s = scale * product;
         if constexpr (HAS_SOFTCAP) {
-            const Sum t = tanh_of(s / softcap);
+            const Sum t = tanh_of(scale_over_cap * product);
             derivative = 1 - t * t;
             s = softcap * t;
         }
         if constexpr (HAS_ALIBI) s -= slope * fabs(Sum(i) + offset - Sum(j));
-        if constexpr (HAS_BIAS) {
-            // Indices past the end are hidden later; the bias is not read there.
-            s += Sum(widen(bias[min(i, Nq - 1) * bias_i + min(j, Nk - 1) * bias_j]));
-        }
-        return s * LOG2_E;
+        if constexpr (HAS_BIAS) s += added;
+        return s;
     }
 };
