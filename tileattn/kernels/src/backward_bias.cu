@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         const Head head(p, b, h);
         const int rows = int(p.Nq) - q0, keys = head.sight.band.length - k0;
         TileGradient<false, MT, NT> tile(q0 + row0, k0);
+        tile.p.prefetch(head.sight);
         __syncthreads();  // everybody is done with the last values
         q_tile.template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, rows, int(p.D));
         k_tile.template load<THREADS, VECTOR>(head.k + k0 * p.k_at.n, p.k_at.n, keys, int(p.D));

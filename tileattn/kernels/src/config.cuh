@@ -46,6 +46,5 @@ static_assert(HEAD_DIM % 16 == 0 && VALUE_DIM % 16 == 0, "columns come in pairs 
 static_assert(BLOCK_Q % 16 == 0 && BLOCK_K % 16 == 0, "rows come in atoms, dropout in 16 x 16");
 static_assert(!(FOLD && (HAS_SOFTCAP || HAS_ALIBI || HAS_BIAS)), "terms follow the scale");
 
-constexpr float LOG2_E_FLOAT = 1.4426950408889634f;
 constexpr Sum LOG2_E = Sum(1.4426950408889634073599246810019);
 constexpr Sum LN_2 = Sum(0.69314718055994530941723212145818);

@@ -77,6 +77,7 @@ __device__ inline void attend(const Params& p) {
         if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
 
         Scores<false, MT, NT> s(q0 + row0, k0);
+        s.prefetch(head.sight);
         multiply<HEAD_DIM>(s, q_tile, row0, k, 0);
         s.apply(head.terms, [](int, int, int, Sum) {});
         if (kind == PARTIAL) s.hide(head.sight);

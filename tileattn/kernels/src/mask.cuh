@@ -79,6 +79,19 @@ struct Scores : Fragment<Sum, MT, NT> {
             }
     }
 
+    // Ask for the mask of a tile while its product is still being computed.
+    __device__ void prefetch(const Sight& sight) const {
+        if constexpr (!HAS_MASK || !PAIRED || TRANSPOSED) return;
+        constexpr int SECTOR = 32, SECTORS = (8 * NT + SECTOR - 1) / SECTOR;
+#pragma unroll
+        for (int n = 0; n < (16 * MT * SECTORS + WARP - 1) / WARP; ++n) {
+            const int x = threadIdx.x % WARP + n * WARP;
+            const int i = row + x / SECTORS, j = column + x % SECTORS * SECTOR;
+            if (x < 16 * MT * SECTORS && i < sight.Nq && j < sight.Nk)
+                asm volatile("prefetch.global.L1 [%0];" ::"l"(sight.mask + i * sight.mask_i + j));
+        }
+    }
+
     // Turn products into scores; look(m, n, e, derivative) is given the derivatives by the scaled
     // product.
     template <class Look>
