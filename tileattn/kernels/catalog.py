@@ -15,7 +15,7 @@ from tileattn.problem import BFLOAT16, DTYPES, Problem
 # Options that a kernel is compiled for; all others are parameters of every kernel.
 _OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
 
-_HEAD_DIMS = (64, 256, 128, 20)
+_HEAD_DIMS = (256, 64, 128, 20)
 
 # Every kernel once: those of a set are compiled for the same problem.
 _SETS = (
@@ -64,6 +64,7 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
         Without duplicates.
     """
     found: dict[KernelKey, None] = {}
+    adds = turn % 2 == 0
     for n, kernels in enumerate(_SETS, turn):
         dtype, bias = DTYPES[n % len(DTYPES)], DTYPES[n % len(DTYPES) - 1]
         uses = _OPTIONS[n % len(_OPTIONS)] | {"sinks"}
@@ -78,7 +79,7 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
         for dim in (_HEAD_DIMS[turn % len(_HEAD_DIMS)], 512):
             keys = _keys(problem_of(dtype.name, dim, uses), facts)
             found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
-    return list(found)
+    return [key for key in found if key.kernel != "backward_keys" or key.add_dq == adds]
 
 
 def is_tuned(key: KernelKey, arch: str) -> bool:
