@@ -331,10 +331,10 @@ ptxas         .     0 bytes stack frame, 4 bytes spill stores, 4 bytes spill loa
 def test_the_log_of_a_kernel_is_read() -> None:
     assert resources(LOG.format(smem=", 1024 bytes smem, 364 bytes cmem[0]"), "tiny") == (
         40,
-        40,
+        32,
         1024,
     )
-    assert resources(LOG.format(smem=""), "tiny") == (40, 40, 0)
+    assert resources(LOG.format(smem=""), "tiny") == (40, 32, 0)
     assert resources(LOG.format(smem=""), "other") == (255, 1800, 7)
     assert resources(LOG.format(smem=""), "tin") == (None, None, None)
     assert resources("", "tiny") == (None, None, None)

@@ -15,7 +15,9 @@ from tileattn.problem import BFLOAT16, DTYPES, Problem
 # Options that a kernel is compiled for; all others are parameters of every kernel.
 _OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
 
-_HEAD_DIMS = (256, 64, 128, 20)
+_HEAD_DIMS = (20, 64, 128, 256)
+
+_MEASURED = "sm_90a"  # an H200
 
 # Every kernel once: those of a set are compiled for the same problem.
 _SETS = (
@@ -95,10 +97,11 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
     Returns
     -------
     bool
-        False for kernels without tiles, and for options: what was measured is the plain call.
+        False for kernels without tiles, on other GPUs than the one that was measured, and for
+        options: what was measured is the plain call.
     """
     options = (key.bias, key.softcap, key.alibi, key.mask, key.block_mask, key.dropout)
-    if key.kernel not in TILED or any(options):
+    if key.kernel not in TILED or arch != _MEASURED or any(options):
         return False
     problem = replace(problem_of(key.dtype, key.head_dim), Dv=key.value_dim)
     return choose(key.kernel, problem, key.vector, key.bias, shared_limit_of(arch)).tuned

@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     shared : int
         Bytes of dynamic shared memory.
     tuned : bool
-        Whether its tiles were chosen by measurement.
+        Whether its tiles were chosen by measurement, and its registers suffice.
     why : str
         One clause.
     """
@@ -81,7 +81,7 @@ def choose(
             if shared <= shared_limit and _divides(kernel, tile, dim, value):
                 key = KernelKey(kernel, dtype, dim, value, *tile[:6], vector=vector, **options)
                 why = "tiles from measurements" if tile.tuned else "tiles that fit in shared memory"
-                return Choice(key, shared, tile.tuned, why)
+                return Choice(key, shared, tile.tuned and not tile.spills, why)
     key = KernelKey(PLAIN[kernel], dtype, warps_m=ROW_WARPS, vector=vector, **options)
     why = f"no tile has room for head dimensions {problem.D} and {problem.Dv}: textbook, row by row"
     return Choice(key, 0, False, why)

@@ -80,7 +80,9 @@ def forward_steps(problem: Problem, facts: Facts) -> tuple[Step, ...]:
     heads = P.B * P.Hq
     if not heads * P.Nq:
         return ()
-    key, shared, _, why = choose("forward", P, facts.vector, facts.bias, facts.shared_limit, facts.paired)
+    key, shared, _, why = choose(
+        "forward", P, facts.vector, facts.bias, facts.shared_limit, facts.paired
+    )
     if key.kernel != "forward":
         return (Step(key, _rows(heads * P.Nq), shared, why),)
     columns = max(1, -(-P.Dv // key.value_dim))
@@ -157,7 +159,9 @@ def _rows_step(P: Problem, facts: Facts) -> Step:
 
 
 def _bias_step(P: Problem, facts: Facts) -> Step:
-    key, shared, _, why = choose("backward_bias", P, facts.vector, facts.bias, facts.shared_limit, facts.paired)
+    key, shared, _, why = choose(
+        "backward_bias", P, facts.vector, facts.bias, facts.shared_limit, facts.paired
+    )
     b, h, rows, columns = facts.bias_shape
     if key.kernel != "backward_bias":
         return Step(key, _rows(b * h * rows * columns), shared, why)

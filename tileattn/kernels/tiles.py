@@ -21,7 +21,10 @@ class TileSize(NamedTuple):
     residents : int
         Blocks that a multiprocessor is to hold at once.
     tuned : bool
-        Whether the row was chosen by measurement; such a kernel may not spill registers.
+        Whether the row was chosen by measurement.
+    spills : bool
+        Whether it is the fastest although it keeps some addresses of its loop in local memory;
+        tuned kernels of other rows may not.
     """
 
     block_q: int
@@ -31,6 +34,7 @@ class TileSize(NamedTuple):
     stages: int = 1
     residents: int = 1
     tuned: bool = False
+    spills: bool = False
 
 
 ROOMS = (32, 64, 96, 128, 192, 256)
@@ -54,28 +58,28 @@ _SMALL_KEYS = (
 # (kernel, bytes of an element) -> for each largest head dimension, what to try in turn.
 _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("forward", 2): {
-        64: (TileSize(128, 48, 4, 1, 2, 3, tuned=True), TileSize(128, 64, 4)),
-        128: (TileSize(128, 64, 4, 1, 2, tuned=True), TileSize(128, 32, 4)),
+        64: (TileSize(128, 48, 4, 1, 2, 3, tuned=True, spills=True), TileSize(128, 64, 4)),
+        128: (TileSize(128, 64, 4, 1, 2, tuned=True, spills=True), TileSize(128, 32, 4)),
         256: (TileSize(128, 64, 8, 1, 2, tuned=True), TileSize(128, 32, 8)),
     },
     ("forward", 4): {
-        64: (TileSize(128, 32, 4, 1, 2, tuned=True),),
+        64: (TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),),
         128: (TileSize(128, 32, 8, 1, 2, tuned=True),),
-        256: (TileSize(128, 32, 8, tuned=True), TileSize(64, 16, 4)),
+        256: (TileSize(128, 32, 8, tuned=True, spills=True), TileSize(64, 16, 4)),
     },
     ("forward", 8): {
         64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
-        128: (TileSize(128, 32, 8, tuned=True),),
+        128: (TileSize(128, 32, 8, tuned=True, spills=True),),
         256: (TileSize(64, 16, 4),),
     },
     ("backward_keys", 2): {
         64: (TileSize(128, 128, 4, 2, 2, tuned=True), TileSize(64, 64, 2, 2, 2)),
-        128: (TileSize(64, 128, 4, 2, 2, tuned=True), TileSize(64, 64, 2, 2)),
-        256: (TileSize(64, 64, 2, 4, tuned=True),),
+        128: (TileSize(64, 128, 4, 2, 2, tuned=True, spills=True), TileSize(64, 64, 2, 2)),
+        256: (TileSize(64, 64, 2, 4, tuned=True, spills=True),),
     },
     ("backward_keys", 4): {
-        64: (TileSize(64, 128, 4, 2, tuned=True),),
-        128: (TileSize(64, 64, 2, 4, tuned=True),),
+        64: (TileSize(64, 128, 4, 2, tuned=True, spills=True),),
+        128: (TileSize(64, 64, 2, 4, tuned=True, spills=True),),
         256: (TileSize(64, 32, 2, 4), TileSize(32, 32, 2, 2)),
     },
     ("backward_keys", 8): {
@@ -84,8 +88,8 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(32, 16, 1, 2),),
     },
     ("backward_queries", 2): {
-        64: (TileSize(128, 64, 4, 1, 2, tuned=True),),
-        128: (TileSize(128, 32, 4, 1, 2, tuned=True),),
+        64: (TileSize(128, 64, 4, 1, 2, tuned=True, spills=True),),
+        128: (TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),),
         256: (TileSize(64, 64, 4),),
     },
     ("backward_queries", 4): {

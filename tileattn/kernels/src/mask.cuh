@@ -1,4 +1,4 @@
-// Layer 3. Accumulators of scores: where each element stands; terms applied, hidden pairs taken out.
+// Layer 3. Accumulators of scores: where each element stands; terms applied, hidden pairs out.
 #pragma once
 
 #include "blocks.cuh"

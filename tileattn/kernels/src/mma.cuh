@@ -2,8 +2,8 @@
 //
 // Every atom shares one map of C: lane (g, t) = (lane / 4, lane % 4) holds elements 0 to 3 at rows
 // g, g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1. Atoms of 4- and 8-byte types take the
-// columns of A, eight at a time, in an order of our own choosing, the same for A and B: a lane's two
-// numbers of each eight stand at columns 2t and 2t + 1. So C becomes the A of a second product
+// columns of A, eight at a time, in an order of our own choosing, the same for A and B: a lane's
+// two numbers of each eight stand at columns 2t and 2t + 1. So C becomes the A of a second product
 // without moving, two tiles of eight columns at a time.
 #pragma once
 

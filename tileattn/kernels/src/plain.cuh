@@ -1,6 +1,6 @@
 // Layer 3. The textbook formula for one row at a time, by one warp. Kernels turn to it for rows
-// that are not finite: there, what is hidden must not be multiplied by zero but left out, and what is
-// seen must pass as IEEE arithmetic has it. It also serves what no tiled kernel has room for.
+// that are not finite: there, what is hidden must not be multiplied by zero but left out, and what
+// is seen must pass as IEEE arithmetic has it. It also serves what no tiled kernel has room for.
 #pragma once
 
 #include "mask.cuh"

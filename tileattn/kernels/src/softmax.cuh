@@ -1,4 +1,4 @@
-// Layer 3. Online softmax, the state of some rows while keys come in tile by tile: twin of state.py.
+// Layer 3. Online softmax, the state of some rows while keys come in tile by tile: state.py's twin.
 // Exponents are of base 2. Milakov and Gimelshein, arXiv:1805.02867.
 #pragma once
 

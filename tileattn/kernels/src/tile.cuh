@@ -35,9 +35,9 @@ struct Tile {
     __device__ static int at(int row, int column) {
         return row * PITCH + ((column * int(sizeof(T))) ^ swizzle(row));
     }
-    // The same for (row + down, column + right), where the steps are constants: multiples of 8 below
-    // eight rows' worth of pattern, and less than SPAN columns, of which `column` is a multiple but
-    // for a lane's own. Then most of it is computed once for all steps.
+    // The same for (row + down, column + right). Steps are constants: down a multiple of 8 rows,
+    // right below SPAN columns, of which `column` is a multiple but for a lane's own. Then most of
+    // it is computed once for all steps.
     template <int SPAN>
     __device__ static int at(int row, int column, int down, int right) {
         constexpr int BYTES = SPAN * int(sizeof(T));
@@ -129,7 +129,7 @@ struct Tile {
         }
     }
 
-    // Operands of atoms. Each takes where a warp's share begins, and a step of constants from there.
+    // Operands of atoms. Each takes where a warp's share begins, and constant steps from there.
 
     // A[m, k]: rows of the tile are m, its columns k.
     __device__ typename Atom<T>::A a(int m0, int m, int k) const {
@@ -256,7 +256,7 @@ struct Fragment {
     }
 };
 
-// Products of a warp's share. It begins at (m0, n0) with m0 a multiple of its 16 * MT rows and n0 of
+// Products of a warp's share, which begins at (m0, n0): m0 is a multiple of its 16 * MT rows, n0 of
 // its 8 * NT columns.
 
 // c[m, n] += sum over k of x[m, k] y[n, k], for DEPTH columns of both tiles.
