@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -77,14 +78,17 @@ class Family(NamedTuple):
         """List the CUDA kernels of both passes over contiguous arrays."""
         problem = replace(catalog.problem_of(self.dtype.name, self.D, self.options), Dv=self.Dv)
         row = math.gcd(WIDEST, *(n * self.dtype.itemsize for n in (self.D, self.Dv)))
-        facts = Facts(row, shared_limit)
-        if "bias" in self.options:
-            facts = facts._replace(bias="float64", bias_shape=(1, 1, 1, 1))
-        sinks = "sinks" in self.options
-        yield from (step.key for step in forward_steps(problem, facts))
-        for fixed in (False, True):
-            steps = backward_steps(problem, facts, deterministic=fixed, sinks=sinks)
-            yield from (step.key for step in steps)
+        biased = "bias" in self.options
+        pairs = biased or "mask" in self.options
+        # A bias as large as the scores has its gradient written with that of the keys.
+        shapes = ((1, 1, 1, 1), (1, 1, 1, problem.Nk)) if biased else ((),)
+        for shape, paired in product(shapes, (False, True) if pairs else (False,)):
+            facts = Facts(row, shared_limit, "float64" if biased else "", shape, paired)
+            yield from (step.key for step in forward_steps(problem, facts))
+            for fixed in (False, True):
+                sinks = "sinks" in self.options
+                steps = backward_steps(problem, facts, deterministic=fixed, sinks=sinks)
+                yield from (step.key for step in steps)
 
 
 class Case(NamedTuple):
