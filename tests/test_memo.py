@@ -94,7 +94,7 @@ def test_a_missing_array_is_not_a_missing_argument() -> None:
         {"window": (object(), 1)},
         {"scale": b"0.5"},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )
 def test_what_must_be_looked_at_has_no_signature(options: dict[str, Any]) -> None:
     assert of(options) is None
