@@ -56,27 +56,27 @@ struct Scores : Fragment<Sum, MT, NT> {
                         visit(m, half, n, two.x, two.y);
                     }
             }
-            return;
-        }
+        } else {
 #pragma unroll
-        for (int m = 0; m < MT; ++m)
+            for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int r = row + 16 * m + lane.row(2 * half), c0 = column + lane.column(0);
-                const T* from = data + min(r, rows - 1) * down;
+                for (int half = 0; half < 2; ++half) {
+                    const int r = row + 16 * m + lane.row(2 * half), c0 = column + lane.column(0);
+                    const T* from = data + min(r, rows - 1) * down;
 #pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    const int c = c0 + 8 * n;
-                    Two two = {};
-                    if constexpr (PAIRED) {
-                        if (c < columns) two = *reinterpret_cast<const Two*>(from + c);
-                    } else {
-                        if (c < columns) two.x = from[c * right];
-                        if (c + 1 < columns) two.y = from[(c + 1) * right];
+                    for (int n = 0; n < NT; ++n) {
+                        const int c = c0 + 8 * n;
+                        Two two = {};
+                        if constexpr (PAIRED) {
+                            if (c < columns) two = *reinterpret_cast<const Two*>(from + c);
+                        } else {
+                            if (c < columns) two.x = from[c * right];
+                            if (c + 1 < columns) two.y = from[(c + 1) * right];
+                        }
+                        visit(m, half, n, two.x, two.y);
                     }
-                    visit(m, half, n, two.x, two.y);
                 }
-            }
+        }
     }
 
     // Ask for the mask of a tile while its product is still being computed.
