@@ -117,6 +117,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
     monkeypatch.setattr(compiler, "load", made.load)
     monkeypatch.setattr(call, "_shared_limit", lambda device: 227 * 1024 - device)
+    monkeypatch.setattr(call, "_cache_bytes", lambda device: (50 << 20) - device)
     monkeypatch.setattr(cupy_backend, "_unavailable", lambda: None)
     backends.KNOWN.clear()
     cupy.cuda.set_allocator(made.allocate)

@@ -17,6 +17,7 @@ from tests.fake_cupy import Machine
 from tileattn import api
 from tileattn.kernels import call as calls
 from tileattn.kernels.params import POINTERS
+from tileattn.problem import parse
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 37, 53, 24, 40
 
@@ -118,6 +119,28 @@ def test_lengths_that_differ_are_copied_once(gpu: Machine, monkeypatch: pytest.M
             assert list(place) == x
     tileattn.forward(q, k, v, kv_lengths=np.array([50, 8]), q_offset=[0, 3])
     assert len(copies) == 4
+
+
+CACHE = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("window", "backward", "expected"),
+    [
+        ((None, None), False, 24),  # blocks of one length: each head by itself
+        ((5, 0), False, 24),
+        ((None, 0), False, 3),  # 256 KiB of keys and values a head: eight in twice the cache
+        ((None, 7), False, 3),
+        ((None, 0), True, 12),  # four times as much: two
+    ],
+)
+def test_long_blocks_of_many_heads_go_first(
+    window: tuple[int | None, int | None], backward: bool, expected: int
+) -> None:
+    q = np.zeros((6, 8, 512, 64), np.float32)
+    k = np.zeros((6, 4, 512, 64), np.float32)
+    problem, _ = parse(q, k, k, {"window": window})
+    assert calls.parts_of(problem, CACHE, backward=backward) == expected
 
 
 # --- what is done once --------------------------------------------------------------------------

@@ -134,6 +134,20 @@ def test_a_length_beyond_the_keys_is_their_number(given: int, length: int) -> No
     assert got.tolist() == answers_of(Band(40, length, -5, 8, 3), boxes)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "heads", "parts"), [(1, 1, 1), (3, 7, 1), (3, 7, 7), (5, 11, 3), (2, 12, 4)]
+)
+def test_turns(blocks: int, heads: int, parts: int) -> None:
+    got = np.full((blocks * heads, 2), -7, np.int32)
+    Probe(keys.BLOCKS[0])("turns", blocks, heads, parts, got, grid=(len(got),))
+    assert got.tolist() == [
+        [block, head]
+        for part in np.array_split(np.arange(heads), parts)
+        for block in range(blocks)
+        for head in part
+    ]
+
+
 class Masks:
     """A dense mask and a block mask, where a key has them, and how a probe is given them."""
 

@@ -23,6 +23,13 @@ extern "C" __global__ void bands(Params p, const i64* lengths, const i64* offset
     }
 }
 
+// Each block of threads says what it works on.
+extern "C" __global__ void turns(i64 blocks, i64 heads, i64 parts, int* block_and_head) {
+    const Turn turn{int(blocks), int(heads), int(parts)};
+    block_and_head[2 * blockIdx.x] = turn.block;
+    block_and_head[2 * blockIdx.x + 1] = turn.head;
+}
+
 __device__ Sight sight_of(Params& p, const bool* mask, const int* kinds, const bool* bits, i64 b,
                           i64 h) {
     p.mask = mask;

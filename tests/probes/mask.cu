@@ -20,7 +20,7 @@ __device__ void masked(const Params& p, i64 b, i64 h, int row, int column, Index
         x = 1;
     });
     s.hide(Sight(p, b, h));
-    s.drop(Dropout(p, b, h));
+    for (int n = 0; n < NT; n += 2) s.drop(Dropout(p, b, h), n);
     s.for_each([&](Sum& x, int, int, int m, int n, int e) { values[at(m, n, e)] = x; });
 }
 

@@ -9,6 +9,7 @@ extern "C" __global__ void absorbed(const Sum* products, i64 tiles, Sum unit, co
                                     Sum gain, Sum* p, Sum* m, Sum* rescale, Sum* weight,
                                     Sum* lse) {
     const Lane lane;
+    const RowGroup group(BLOCK_Q);
     RowState<MT> state;
     for (i64 tile = 0; tile < tiles; ++tile) {
         Fragment<Sum, MT, NT> s;
@@ -24,7 +25,7 @@ extern "C" __global__ void absorbed(const Sum* products, i64 tiles, Sum unit, co
         };
         for_each([&](Sum& x, i64 at) { x = products[at]; });
         Sum factor[MT][2];
-        state.absorb(s, unit, factor);
+        state.absorb(s, unit, group, factor);
         for_each([&](Sum& x, i64 at) { p[at] = x; });
 #pragma unroll
         for (int i = 0; i < MT; ++i)
@@ -35,6 +36,7 @@ extern "C" __global__ void absorbed(const Sum* products, i64 tiles, Sum unit, co
                 rescale[at] = factor[i][half];
             }
     }
+    state.gather(group);
 #pragma unroll
     for (int i = 0; i < MT; ++i)
 #pragma unroll

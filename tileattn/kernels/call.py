@@ -174,6 +174,8 @@ class Call:
 
         fixed: dict[str, Any] = {}
         values = _facts(self.problem)
+        cache, backward = _cache_bytes(self.device), "dout" in self._arrays
+        values["parts"] = parts_of(self.problem, cache, backward=backward)
         for name, x in self._arrays.items():
             if name in _ROWS or name == "dlse":
                 values[f"{name}_at"] = _strides(x)[:3]
@@ -213,9 +215,46 @@ def _facts(P: Problem) -> dict[str, Any]:
     }
 
 
+def parts_of(P: Problem, cache: int, *, backward: bool) -> int:
+    """Count the parts of the heads that a GPU works on one after the other.
+
+    Under a causal mask blocks differ in length. The long ones of all heads of a part go first, so
+    that the GPU is busy to the end: of as many heads as find room in twice the cache.
+
+    Parameters
+    ----------
+    P : Problem
+        What is asked.
+    cache : int
+        Bytes of the GPU's second-level cache.
+    backward : bool
+        Whether it is the backward pass, which comes back to twice as many arrays, and to the sums
+        of dq.
+
+    Returns
+    -------
+    int
+        At least 1, at most B Hkv.
+    """
+    left, right = P.window
+    heads = max(1, P.B * P.Hkv)
+    if left is not None or right is None:
+        return heads
+    each = P.Nk * (P.D + P.Dv) * P.dtype.itemsize * (4 if backward else 1)
+    return -(-heads // max(1, 2 * cache // max(1, each)))
+
+
 def _strides(x: Any) -> tuple[int, ...]:
     """Strides in elements, 0 along axes of length 1."""
     return tuple(s // x.itemsize if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True))
+
+
+@functools.cache
+def _cache_bytes(device: int) -> int:
+    from cupy.cuda import runtime
+
+    size: int = runtime.deviceGetAttribute(runtime.cudaDevAttrL2CacheSize, device)
+    return size
 
 
 @functools.cache

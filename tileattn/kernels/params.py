@@ -22,7 +22,7 @@ POINTERS = (
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "kinds")
 _SIZES = (
-    *("slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows"),
+    *("slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows", "parts"),
     *("bias_B", "bias_H", "bias_Nq", "bias_Nk", "mask_block_q", "mask_block_k"),
     *("length", "offset", "left", "right"),
 )

@@ -113,12 +113,14 @@ def shared_bytes(kernel: str, tile: TileSize, dim: int, value: int, size: int) -
     q, out = tiled(tile.block_q, dim), tiled(tile.block_q, value)
     k, v = tiled(tile.block_k, dim), tiled(tile.block_k, value)
     if kernel == "forward":
-        return max(q, out) + tile.stages * (k + v)
+        pairs = tiled(tile.block_q, tile.block_k) if tile.warps_n > 1 else 0
+        return max(q, out) + tile.stages * (k + v) + pairs
     if kernel == "backward_keys":
         return k + v + 2 * tiled(tile.block_k, tile.block_q) + tile.stages * (q + out)
     if kernel == "backward_queries":
         return q + out + tile.stages * (k + v)
-    return max(q + k, out + v)
+    statistics = 2 * tile.block_q * max(size, 4)  # of numbers as sums are kept
+    return (q + k + out + v if tile.stages > 1 else max(q + k, out + v)) + statistics
 
 
 def row_key(kernel: str, dtype: str, dim: int = 64) -> KernelKey:
@@ -127,8 +129,12 @@ def row_key(kernel: str, dtype: str, dim: int = 64) -> KernelKey:
 
 
 def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
-    """Whether every warp has whole pairs of atoms, as backward_keys shares columns among warps."""
-    shared = (tile.block_q, dim, value) if kernel == "backward_keys" else ()
+    """Whether every warp has whole pairs of atoms of the columns that warps share."""
+    shared = {
+        "forward": (tile.block_k, value),
+        "backward_keys": (tile.block_q, dim, value),
+        "backward_bias": (tile.block_k,),
+    }.get(kernel, ())
     return all(columns % (16 * tile.warps_n) == 0 for columns in shared)
 
 

@@ -60,7 +60,7 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("forward", 2): {
         64: (TileSize(128, 48, 4, 1, 2, 3, tuned=True, spills=True), TileSize(128, 64, 4)),
         128: (TileSize(128, 64, 4, 1, 2, tuned=True, spills=True), TileSize(128, 32, 4)),
-        256: (TileSize(128, 64, 8, 1, 2, tuned=True), TileSize(128, 32, 8)),
+        256: (TileSize(128, 64, 8, tuned=True), TileSize(128, 32, 8)),
     },
     ("forward", 4): {
         64: (TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),),
@@ -70,12 +70,12 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("forward", 8): {
         64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
         128: (TileSize(128, 32, 8, tuned=True, spills=True),),
-        256: (TileSize(64, 16, 4),),
+        256: (TileSize(32, 32, 2, 2, tuned=True, spills=True), TileSize(64, 16, 4)),
     },
     ("backward_keys", 2): {
         64: (TileSize(128, 128, 4, 2, 2, tuned=True), TileSize(64, 64, 2, 2, 2)),
         128: (TileSize(64, 128, 4, 2, 2, tuned=True, spills=True), TileSize(64, 64, 2, 2)),
-        256: (TileSize(64, 64, 2, 4, tuned=True, spills=True),),
+        256: (TileSize(64, 64, 2, 4, 2, tuned=True, spills=True), TileSize(64, 64, 2, 4)),
     },
     ("backward_keys", 4): {
         64: (TileSize(64, 128, 4, 2, tuned=True, spills=True),),
@@ -101,9 +101,18 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         128: (TileSize(32, 16, 2),),
         256: (TileSize(16, 16, 1),),
     },
-    ("backward_bias", 2): {256: (TileSize(64, 64, 4),)},
-    ("backward_bias", 4): {256: (TileSize(64, 32, 4),)},
-    ("backward_bias", 8): {256: (TileSize(32, 16, 2),)},
+    ("backward_bias", 2): {
+        128: (TileSize(64, 128, 2, 2, 2, 2, tuned=True, spills=True), TileSize(64, 64, 4, 1, 2)),
+        256: (TileSize(128, 64, 4, 2, 2, tuned=True), TileSize(64, 64, 4, 1, 2)),
+    },
+    ("backward_bias", 4): {
+        128: (TileSize(128, 64, 4, 2, 2, tuned=True, spills=True), TileSize(64, 32, 4)),
+        256: (TileSize(64, 32, 4, 2, 2), TileSize(64, 32, 4)),
+    },
+    ("backward_bias", 8): {
+        128: (TileSize(64, 32, 4, 2, 2, tuned=True), TileSize(32, 16, 2)),
+        256: (TileSize(32, 16, 2, 1, 2), TileSize(32, 16, 2)),
+    },
 }
 
 

@@ -1,132 +1,253 @@
 // Gradient at the bias: one block of threads for each tile of the bias, which sums the gradient at
-// the scores over all that the bias is broadcast over, in a fixed order.
+// the scores over all that the bias is broadcast over, in a fixed order. Each step takes two
+// products; where there are two stages, the operands of one are loaded during the other.
 #include "gradient.cuh"
 #include "plain.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
-constexpr int NT = BLOCK_K / 8;
-constexpr int WARPS = WARPS_M;
-static_assert(WARPS_N == 1, "a warp holds whole rows of scores");
+constexpr int NT = BLOCK_K / (8 * WARPS_N);
+constexpr int GROUP = 8;  // rows of tiles that blocks next to each other go down together
+static_assert(NT % 2 == 0, "atoms come in pairs of columns");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
+constexpr int SCORE_BYTES = QueryTile::BYTES + KeyTile::BYTES;
+constexpr int VALUE_BYTES = OutTile::BYTES + ValueTile::BYTES;
+constexpr int TILE_BYTES = STAGES > 1                  ? SCORE_BYTES + VALUE_BYTES
+                           : SCORE_BYTES > VALUE_BYTES ? SCORE_BYTES
+                                                       : VALUE_BYTES;
+
+// What a block visits along one axis: all of it where the bias is broadcast, else its own.
+struct Axis {
+    int first, past, at;
+
+    __device__ Axis(bool broadcast, i64 own, i64 size)
+        : first(broadcast ? 0 : int(own)), past(broadcast ? int(size) : first + 1), at(first) {}
+
+    // Go on, from the last back to the first; whether it went on.
+    __device__ bool next() {
+        if (++at < past) return true;
+        at = first;
+        return false;
+    }
+};
+
+// The tiles of scores that a block sums over, keys fastest. Every thread of the block walks along.
+struct Steps {
+    const Params& p;
+    Axis b, h, q, k;
+    int key_head, length, kind;
+    bool done = false;
+
+    __device__ Steps(const Params& p, Axis b, Axis h, Axis q, Axis k)
+        : p(p), b(b), h(h), q(q), k(k) {
+        --this->k.at;
+        next();
+    }
+    __device__ int q0() const { return q.at * BLOCK_Q; }
+    __device__ int k0() const { return k.at * BLOCK_K; }
+
+    __device__ void next() {
+        do {
+            done = !(k.next() || q.next() || h.next() || b.next());
+            if (done) return;
+            const Sight sight(p, b.at, h.at);
+            kind = sight.kind(q0(), q0() + BLOCK_Q, k0(), k0() + BLOCK_K);
+            length = sight.band.length;
+        } while (kind == SKIP);
+        key_head = h.at / int(p.group);
+    }
+};
+
+// Let each element of the first column hold the sum of its row.
+__device__ inline void reduce_columns(Fragment<Sum, MT, NT>& sum) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            Sum total = 0;
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+                total += sum.x[m][n][2 * half] + sum.x[m][n][2 * half + 1];
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            sum.x[m][0][2 * half] = total;
+        }
+}
+
+// Let each element of the first row hold the sum of its column.
+__device__ inline void reduce_rows(Fragment<Sum, MT, NT>& sum) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            Sum total = 0;
+#pragma unroll
+            for (int m = 0; m < MT; ++m) total += sum.x[m][n][e] + sum.x[m][n][e + 2];
+#pragma unroll
+            for (int step = 4; step < WARP; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+            sum.x[0][n][e] = total;
+        }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_bias(const __grid_constant__ Params p) {
-    // First the queries and keys lie here, then dout and the values.
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile{memory};
-    const KeyTile k_tile{memory + QueryTile::BYTES};
-    const OutTile dout_tile{memory};
-    const ValueTile v_tile{memory + OutTile::BYTES};
-    __shared__ Sum column_sums[WARPS][BLOCK_K];
+    const KeyTile k_tile{q_tile.base + QueryTile::BYTES};
+    const OutTile dout_tile{memory + (STAGES > 1 ? SCORE_BYTES : 0)};
+    const ValueTile v_tile{dout_tile.base + OutTile::BYTES};
+    using Row = Sum[BLOCK_Q];
+    Row& shifts = reinterpret_cast<Row*>(memory + TILE_BYTES)[0];
+    Row& deltas = reinterpret_cast<Row*>(memory + TILE_BYTES)[1];
 
+    const bool one_row = p.bias_Nq == 1, one_column = p.bias_Nk == 1;
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
     const int k_blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
-    const bool one_row = p.bias_Nq == 1, one_column = p.bias_Nk == 1;
-    i64 rest = blockIdx.x;
-    const int c = one_column ? 0 : int(rest % k_blocks);
-    rest /= one_column ? 1 : k_blocks;
-    const int r = one_row ? 0 : int(rest % q_blocks);
-    rest /= one_row ? 1 : q_blocks;
-    const i64 own_h = rest % p.bias_H, own_b = rest / p.bias_H;
-    const int warp = threadIdx.x / WARP, row0 = warp * MT * 16;
+    const int height = one_row ? 1 : q_blocks, width = one_column ? 1 : k_blocks;
+    const int turn = int(blockIdx.x % (i64(height) * width));
+    const i64 bh = blockIdx.x / (i64(height) * width);
+    // Blocks that run at a time read few tiles of queries and few of keys.
+    const int top = turn / (GROUP * width) * GROUP, rows_of_group = min(GROUP, height - top);
+    const int r = top + (turn - top * width) % rows_of_group;
+    const int c = (turn - top * width) / rows_of_group;
+    const i64 own_b = bh / p.bias_H, own_h = bh % p.bias_H;
+    const int warp_m = threadIdx.x / WARP / WARPS_N, warp_n = threadIdx.x / WARP % WARPS_N;
+    const int row0 = warp_m * MT * 16, column0 = warp_n * NT * 8;  // first of this warp's scores
     const Lane lane;
+
+    Steps step(p, Axis(p.bias_B == 1, own_b, p.B), Axis(p.bias_H == 1, own_h, p.Hq),
+               Axis(one_row, r, q_blocks), Axis(one_column, c, k_blocks));
+    auto load_keys = [&] {
+        const int b = step.b.at, h = step.h.at, q0 = step.q0(), k0 = step.k0();
+        const i64 row = (b * p.Hq + h) * p.rows + q0;
+        q_tile.template load<THREADS, VECTOR>(
+            rows_of<Element>(p.q, p.q_at, b, h) + q0 * p.q_at.n, p.q_at.n, int(p.Nq) - q0,
+            int(p.D));
+        k_tile.template load<THREADS, VECTOR>(
+            rows_of<Element>(p.k, p.k_at, b, step.key_head) + k0 * p.k_at.n, p.k_at.n,
+            step.length - k0, int(p.D));
+        copy_row<THREADS>(shifts, static_cast<const Sum*>(p.shift) + row);
+        copy_commit();
+    };
+    auto load_values = [&] {
+        const int b = step.b.at, h = step.h.at, q0 = step.q0(), k0 = step.k0();
+        const i64 row = (b * p.Hq + h) * p.rows + q0;
+        dout_tile.template load<THREADS, VECTOR>(
+            rows_of<Element>(p.dout, p.dout_at, b, h) + q0 * p.dout_at.n, p.dout_at.n,
+            int(p.Nq) - q0, int(p.Dv));
+        v_tile.template load<THREADS, VECTOR>(
+            rows_of<Element>(p.v, p.v_at, b, step.key_head) + k0 * p.v_at.n, p.v_at.n,
+            step.length - k0, int(p.Dv));
+        copy_row<THREADS>(deltas, static_cast<const Sum*>(p.delta) + row);
+        copy_commit();
+    };
+    auto row = [&](int m, int e) { return row0 + 16 * m + lane.row(e); };
+    auto read_rows = [&](Sum (&own)[MT][2], const Row& all) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) own[m][half] = all[row(m, 2 * half)];
+    };
 
     Fragment<Sum, MT, NT> sum;
     sum.clear();
-    auto add_tile = [&](i64 b, i64 h, int q0, int k0, int kind) {
-        const Head head(p, b, h);
-        const int rows = int(p.Nq) - q0, keys = head.sight.band.length - k0;
-        TileGradient<false, MT, NT> tile(q0 + row0, k0);
-        tile.p.prefetch(head.sight);
-        __syncthreads();  // everybody is done with the last values
-        q_tile.template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, rows, int(p.D));
-        k_tile.template load<THREADS, VECTOR>(head.k + k0 * p.k_at.n, p.k_at.n, keys, int(p.D));
-        copy_commit();
+    if (!step.done) load_keys();
+    while (!step.done) {
         copy_wait<0>();
-        __syncthreads();
-        multiply<HEAD_DIM>(tile.p, q_tile, row0, k_tile, 0);
-        __syncthreads();
-        dout_tile.template load<THREADS, VECTOR>(head.dout + q0 * p.dout_at.n, p.dout_at.n, rows,
-                                                 int(p.Dv));
-        v_tile.template load<THREADS, VECTOR>(head.v + k0 * p.v_at.n, p.v_at.n, keys, int(p.Dv));
-        copy_commit();
-        auto row_of = [&](int m, int e) { return q0 + row0 + 16 * m + lane.row(e); };
-        tile.probabilities(head.terms, head.sight, head.dropout, kind,
-                           [&](int m, int, int e) { return head.shift()[row_of(m, e)]; },
-                           [](auto&) {});
-        copy_wait<0>();
-        __syncthreads();
-        multiply<VALUE_DIM>(tile.ds, dout_tile, row0, v_tile, 0);
-        tile.at_scores(Sum(p.gain),
-                       [&](int m, int, int e) { return head.delta()[row_of(m, e)]; });
-        tile.ds.for_each([&](Sum& x, int, int, int m, int n, int e) { sum.x[m][n][e] += x; });
-    };
-    for (i64 b = p.bias_B == 1 ? 0 : own_b; b < (p.bias_B == 1 ? p.B : own_b + 1); ++b)
-        for (i64 h = p.bias_H == 1 ? 0 : own_h; h < (p.bias_H == 1 ? p.Hq : own_h + 1); ++h) {
-            const Sight sight(p, b, h);
-            for (int q = one_row ? 0 : r; q < (one_row ? q_blocks : r + 1); ++q)
-                for (int k = one_column ? 0 : c; k < (one_column ? k_blocks : c + 1); ++k) {
-                    const int q0 = q * BLOCK_Q, k0 = k * BLOCK_K;
-                    const int kind = sight.kind(q0, q0 + BLOCK_Q, k0, k0 + BLOCK_K);
-                    if (kind != SKIP) add_tile(b, h, q0, k0, kind);
-                }
+        __syncthreads();  // queries and keys are here, and everybody is done with the last values
+        if (STAGES > 1) load_values();
+        const Sight sight(p, step.b.at, step.h.at);
+        const Terms terms(p, step.b.at, step.h.at);
+        const Dropout dropout(p, step.b.at, step.h.at);
+        TileGradient<false, MT, NT> tile(step.q0() + row0, step.k0() + column0);
+        tile.p.prefetch(sight);
+        multiply<HEAD_DIM>(tile.p, q_tile, row0, k_tile, column0);
+        if (STAGES == 1) {
+            __syncthreads();  // everybody is done with the keys
+            load_values();
         }
+        Sum statistic[MT][2];
+        read_rows(statistic, shifts);
+        tile.probabilities(terms, sight, dropout, step.kind,
+                           [&](int m, int, int e) { return statistic[m][e / 2]; }, [](auto&) {});
 
-    BiasElement* dbias = static_cast<BiasElement*>(p.dbias) + own_b * p.dbias_at.b +
-                         own_h * p.dbias_at.h;
+        copy_wait<0>();
+        __syncthreads();  // dout and values are here, and everybody is done with keys and shifts
+        step.next();
+        if (STAGES > 1 && !step.done) load_keys();
+        multiply<VALUE_DIM>(tile.ds, dout_tile, row0, v_tile, column0);
+        read_rows(statistic, deltas);
+        tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return statistic[m][e / 2]; });
+        tile.ds.for_each([&](Sum& x, int, int, int m, int n, int e) { sum.x[m][n][e] += x; });
+        if (STAGES == 1) {
+            __syncthreads();  // everybody is done with the values
+            if (!step.done) load_keys();
+        }
+    }
+
+    BiasElement* const dbias = static_cast<BiasElement*>(p.dbias) + own_b * p.dbias_at.b +
+                               own_h * p.dbias_at.h + r * BLOCK_Q * p.dbias_at.i +
+                               c * BLOCK_K * p.dbias_at.j;
     const int rows = one_row ? 1 : int(p.Nq) - r * BLOCK_Q;
     const int columns = one_column ? 1 : int(p.Nk) - c * BLOCK_K;
     auto write = [&](int i, int j, Sum x) {
         if (i < rows && j < columns)
-            dbias[(r * BLOCK_Q + i) * p.dbias_at.i + (c * BLOCK_K + j) * p.dbias_at.j] =
-                narrow<BiasElement>(x);
+            dbias[i * p.dbias_at.i + j * p.dbias_at.j] = narrow<BiasElement>(x);
     };
-    if (one_column) {
+    if (!one_row && !one_column) {
+        struct alignas(2 * sizeof(BiasElement)) Two {
+            BiasElement x, y;
+        };
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                Sum total = 0;
+            for (int e = 0; e < 4; e += 2)
 #pragma unroll
-                for (int n = 0; n < NT; ++n)
-                    total += sum.x[m][n][2 * half] + sum.x[m][n][2 * half + 1];
-                total += __shfl_xor_sync(~0u, total, 1);
-                total += __shfl_xor_sync(~0u, total, 2);
-                sum.x[m][0][2 * half] = total;
-                if (!one_row && lane.t == 0) write(row0 + 16 * m + lane.row(2 * half), 0, total);
-            }
+                for (int n = 0; n < NT; ++n) {
+                    const int i = row(m, e), j = column0 + 8 * n + lane.column(0);
+                    const Sum x = sum.x[m][n][e], y = sum.x[m][n][e + 1];
+                    if constexpr (PAIRED) {
+                        // dbias is contiguous, of the bias's shape: what held for that holds here.
+                        if (i < rows && j < columns)
+                            *reinterpret_cast<Two*>(dbias + i * p.dbias_at.i + j) = {
+                                narrow<BiasElement>(x), narrow<BiasElement>(y)};
+                    } else {
+                        write(i, j, x);
+                        write(i, j + 1, y);
+                    }
+                }
+        return;
     }
-    if (one_row) {
+
+    // Of an axis of length 1 every warp has a share, in the order of the warps.
+    Sum* const shares = reinterpret_cast<Sum*>(memory);
+    const int pitch = one_column ? WARPS_N : BLOCK_K;
+    if (one_column) reduce_columns(sum);
+    if (one_row) reduce_rows(sum);
+    __syncthreads();  // everybody is done with the values
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int n = 0; n < NT; ++n)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                Sum total = 0;
-#pragma unroll
-                for (int m = 0; m < MT; ++m) total += sum.x[m][n][e] + sum.x[m][n][e + 2];
-#pragma unroll
-                for (int step = 4; step < WARP; step *= 2)
-                    total += __shfl_xor_sync(~0u, total, step);
-                if (lane.g == 0) column_sums[warp][8 * n + lane.column(e)] = total;
+            for (int e = 0; e < 4; ++e) {
+                const bool first_row = m == 0 && lane.row(e) == 0;
+                const bool first_column = n == 0 && lane.column(e) == 0;
+                if ((first_row || !one_row) && (first_column || !one_column))
+                    shares[(one_row ? warp_m : row(m, e)) * pitch +
+                           (one_column ? warp_n : column0 + 8 * n + lane.column(e))] =
+                        sum.x[m][n][e];
             }
-        __syncthreads();
-        for (int j = threadIdx.x; j < BLOCK_K; j += THREADS) {
-            Sum total = 0;
-            for (int w = 0; w < WARPS; ++w) total += column_sums[w][j];
-            write(0, j, total);
-        }
-    }
-    if (!one_row && !one_column) {
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    write(row0 + 16 * m + lane.row(e), 8 * n + lane.column(e), sum.x[m][n][e]);
+    __syncthreads();
+    for (int x = threadIdx.x; x < (one_row ? 1 : BLOCK_Q) * (one_column ? 1 : BLOCK_K);
+         x += THREADS) {
+        const int i = one_row ? 0 : x, j = one_row ? x : 0;
+        Sum total = 0;
+        for (int m = i; m < (one_row ? WARPS_M : i + 1); ++m)
+            for (int n = j; n < (one_column ? WARPS_N : j + 1); ++n) total += shares[m * pitch + n];
+        write(i, j, total);
     }
 }

@@ -82,8 +82,8 @@ __device__ inline void differentiate(const Params& p) {
     auto dout_tile = [&](int stage) { return OutTile(q_tile(stage).base + QueryTile::BYTES); };
 
     const int k_blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
-    const int k0 = blockIdx.x % k_blocks * BLOCK_K, rest = blockIdx.x / k_blocks;
-    const int b = rest / int(p.Hkv), kv = rest % int(p.Hkv);
+    const Turn turn(k_blocks, int(p.B * p.Hkv), int(p.parts));
+    const int k0 = turn.block * BLOCK_K, b = turn.head / int(p.Hkv), kv = turn.head % int(p.Hkv);
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
     const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // first of this warp's scores
     const Lane lane;

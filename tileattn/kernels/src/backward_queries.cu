@@ -33,9 +33,9 @@ __device__ inline void differentiate(const Params& p) {
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
 
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
-    const int turn = blockIdx.x % q_blocks, bh = blockIdx.x / q_blocks;
-    const int q0 = (p.right < 0 ? turn : q_blocks - 1 - turn) * BLOCK_Q;
-    const Head head(p, bh / int(p.Hq), bh % int(p.Hq));
+    const Turn turn(q_blocks, int(p.B * p.Hq), int(p.parts));
+    const int q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
+    const Head head(p, turn.head / int(p.Hq), turn.head % int(p.Hq));
     const int row0 = threadIdx.x / WARP * MT * 16, rows = int(p.Nq) - q0;
     const Lane lane;
 

@@ -111,6 +111,25 @@ struct Sight {
     }
 };
 
+// What a block of threads works on: one of `blocks` blocks of rows of one of `heads` heads. Some
+// heads are worked on together, the first block of each, then the second of each, and so on: where
+// the first see most, what is left for the end is short. The first of the `parts` may have one
+// head more.
+struct Turn {
+    int block, head;
+
+    __device__ Turn(int blocks, int heads, int parts) {
+        const int size = heads / parts, longer = heads % parts * (size + 1);
+        const int straight = int(blockIdx.x) / blocks;  // the head, if each went by itself
+        const int members = straight < longer ? size + 1 : size;
+        const int start = straight < longer ? 0 : longer;
+        const int first = start + (straight - start) / members * members;
+        const int turn = int(blockIdx.x) - first * blocks;
+        block = turn / members;
+        head = first + turn % members;
+    }
+};
+
 // The tiles that a block of queries (or of keys) visits, ascending: number and kind of each.
 // Every thread of the block walks along.
 template <class KindOf>

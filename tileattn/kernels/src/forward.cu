@@ -9,14 +9,15 @@
 #include "softmax.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);  // 16-row tiles of a warp
-constexpr int NT = BLOCK_K / 8;
-constexpr int VT = VALUE_DIM / 8;
-static_assert(WARPS_N == 1, "a warp holds whole rows of scores");
+constexpr int NT = BLOCK_K / (8 * WARPS_N);   // 8-column tiles of its scores
+constexpr int VT = VALUE_DIM / (8 * WARPS_N);
+static_assert(NT % 2 == 0 && VT % 2 == 0, "atoms come in pairs of columns");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
+using PairTile = Tile<Element, BLOCK_Q, BLOCK_K>;
 constexpr int FIRST_BYTES = QueryTile::BYTES > OutTile::BYTES ? QueryTile::BYTES : OutTile::BYTES;
 
 template <bool CAREFUL>
@@ -35,21 +36,27 @@ __device__ inline void attend(const Params& p) {
         return KeyTile(memory + FIRST_BYTES + stage * (KeyTile::BYTES + ValueTile::BYTES));
     };
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
+    const PairTile p_tile(k_tile(STAGES).base);  // where warps share rows
 
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
     const int column_blocks = max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
-    const int turn = blockIdx.x % q_blocks, rest = blockIdx.x / q_blocks;
-    const int column = rest % column_blocks * VALUE_DIM, bh = rest / column_blocks;
+    const Turn turn(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.parts));
+    const int column = turn.head % column_blocks * VALUE_DIM, bh = turn.head / column_blocks;
     // Under a causal mask the last queries see most: they go first.
-    const int q0 = (p.right < 0 ? turn : q_blocks - 1 - turn) * BLOCK_Q;
+    const int q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
     const int columns = min(VALUE_DIM, int(p.Dv) - column);
     const Head head(p, bh / int(p.Hq), bh % int(p.Hq));
-    const int row0 = threadIdx.x / WARP * MT * 16;  // this warp's first row of the tile
+    const RowGroup group(16 * MT);
+    const int row0 = group.row0, column0 = group.warp_n * NT * 8;  // first of this warp's scores
+    const int value0 = group.warp_n * VT * 8;                      // and of its columns of out
 
     const Range keys = head.sight.band.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
     auto load_keys = [&](int k0, int stage) {
         k_tile(stage).template load<THREADS, VECTOR>(head.k + k0 * p.k_at.n, p.k_at.n,
                                                      keys.hi - k0, int(p.D));
+        copy_commit();
+    };
+    auto load_values = [&](int k0, int stage) {
         v_tile(stage).template load<THREADS, VECTOR>(head.v + k0 * p.v_at.n + column, p.v_at.n,
                                                      keys.hi - k0, columns);
         copy_commit();
@@ -65,8 +72,13 @@ __device__ inline void attend(const Params& p) {
         return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
     acc.clear();
+    // One stage: values come during the first product, the next keys during the second. Two: both of
+    // the next visit during all of this one.
     int stage = 0;
-    if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+    if (!visit.done()) {
+        load_keys(visit.tile * BLOCK_K, 0);
+        if (STAGES > 1) load_values(visit.tile * BLOCK_K, 0);
+    }
     while (!visit.done()) {
         const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
         const KeyTile k = k_tile(stage);
@@ -74,25 +86,39 @@ __device__ inline void attend(const Params& p) {
         copy_wait<0>();
         __syncthreads();  // this visit's keys are here, and everybody is done with the last
         visit.next();
-        if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
-
-        Scores<false, MT, NT> s(q0 + row0, k0);
+        if (STAGES == 1) {
+            load_values(k0, 0);
+        } else if (!visit.done()) {
+            load_keys(visit.tile * BLOCK_K, stage ^= 1);
+            load_values(visit.tile * BLOCK_K, stage);
+        }
+        Scores<false, MT, NT> s(q0 + row0, k0 + column0);
         s.prefetch(head.sight);
-        multiply<HEAD_DIM>(s, q_tile, row0, k, 0);
+        multiply<HEAD_DIM>(s, q_tile, row0, k, column0);
         s.apply(head.terms, [](int, int, int, Sum) {});
         if (kind == PARTIAL) s.hide(head.sight);
+        if (STAGES == 1) {
+            copy_wait<0>();
+            __syncthreads();  // the values are here, and everybody is done with the keys
+            if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+        }
         if constexpr (CAREFUL) {
             clean_tiles<THREADS>(cleaned, v);
-            s.find(cleaned, redo);
+            s.find(cleaned + column0, redo);
         }
         Sum rescale[MT][2];
-        state.absorb(s, head.terms.unit(), rescale);
-        s.drop(head.dropout);
+        state.absorb(s, head.terms.unit(), group, rescale);
         acc.scale_rows(rescale);
-        multiply(acc, s, v, 0);
-        if (STAGES == 1) {
-            __syncthreads();  // everybody is done with the keys
-            if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+        // Of 16 keys at a time, so that their random bits are computed while others are multiplied.
+        auto drop = [&](int n) { s.drop(head.dropout, n); };
+        if constexpr (WARPS_N > 1) {
+#pragma unroll
+            for (int n = 0; n < NT; n += 2) drop(n);
+            store_fragment(p_tile, s, row0, column0);
+            group.sync();
+            multiply_rows<false, BLOCK_K>(acc, p_tile, row0, v, value0);
+        } else {
+            multiply(acc, s, v, 0, drop);
         }
     }
     copy_wait<0>();
@@ -102,6 +128,7 @@ __device__ inline void attend(const Params& p) {
     }
     __syncthreads();  // everybody is done with the queries
 
+    state.gather(group);
     const Lane lane;
     const Sum sink = head.sink();
 #pragma unroll
@@ -120,9 +147,9 @@ __device__ inline void attend(const Params& p) {
                 }
             redo[m][half] = !good;
             const int i = q0 + row0 + 16 * m + lane.row(2 * half);
-            if (lane.t == 0 && i < p.Nq) static_cast<Sum*>(p.lse)[head.row(i)] = lse;
+            if (lane.t == 0 && value0 == 0 && i < p.Nq) static_cast<Sum*>(p.lse)[head.row(i)] = lse;
         }
-    store_fragment(out_tile, acc, row0, 0);
+    store_fragment(out_tile, acc, row0, value0);
     __syncthreads();
     out_tile.template store<THREADS, VECTOR>(
         rows_of<Element>(p.out, p.out_at, head.b, head.h) + q0 * p.out_at.n + column, p.out_at.n,

@@ -159,11 +159,11 @@ struct Scores : Fragment<Sum, MT, NT> {
                                        this->x[m][n][e] != -infinity<Sum>();
     }
 
-    // Zero the elements that dropout takes.
-    __device__ void drop(const Dropout& dropout) {
+    // Zero the elements that dropout takes of 16 columns, the atoms n and n + 1.
+    __device__ void drop(const Dropout& dropout, int n) {
         if constexpr (HAS_DROPOUT)
-            dropout.for_each<TRANSPOSED, MT, NT>(row, column, [&](int m, int n, int e, bool kept) {
-                if (!kept) this->x[m][n][e] = 0;
-            });
+            dropout.for_columns<TRANSPOSED, MT>(
+                row, column, n,
+                [&](int m, int n, int e, bool kept) { if (!kept) this->x[m][n][e] = 0; });
     }
 };

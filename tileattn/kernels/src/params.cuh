@@ -33,8 +33,9 @@ struct Params {
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
     Pairs bias_at, dbias_at, mask_at, kinds_at;
     i64 slopes_b;
-    // Sizes; query heads of a key head; queries of a head that delta and shift have room for.
-    i64 B, Hq, Hkv, Nq, Nk, D, Dv, group, rows;
+    // Sizes; query heads of a key head; queries of a head that delta and shift have room for; parts
+    // into which the key heads are divided to be worked on together.
+    i64 B, Hq, Hkv, Nq, Nk, D, Dv, group, rows, parts;
     i64 bias_B, bias_H, bias_Nq, bias_Nk;
     i64 mask_block_q, mask_block_k;
     // Options; length and offset hold where the arrays of them are null.

@@ -11,10 +11,13 @@ struct Words {
 };
 
 __device__ inline Words philox4x32(Words c, u32 key0, u32 key1) {
+    constexpr u32 A = 0xD2511F53u, B = 0xCD9E8D57u;
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
-        const u64 p0 = u64(c.x[0]) * 0xD2511F53u, p1 = u64(c.x[2]) * 0xCD9E8D57u;
-        c = {u32(p1 >> 32) ^ c.x[1] ^ key0, u32(p1), u32(p0 >> 32) ^ c.x[3] ^ key1, u32(p0)};
+        // Both halves of a product are one instruction. Written as a product of u64, the compiler
+        // carries all of the rounds in 64 bits, with an addition to each high half.
+        c = {__umulhi(c.x[2], B) ^ c.x[1] ^ key0, c.x[2] * B,
+             __umulhi(c.x[0], A) ^ c.x[3] ^ key1, c.x[0] * A};
         key0 += 0x9E3779B9u;
         key1 += 0xBB67AE85u;
     }
@@ -45,19 +48,23 @@ struct Dropout {
     // multiples of 16; in transposed ones rows are keys.
     template <bool TRANSPOSED, int MT, int NT, class Visit>
     __device__ void for_each(int row, int column, Visit visit) const {
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) for_columns<TRANSPOSED, MT>(row, column, n, visit);
+    }
+    // The same for those of 16 columns, the atoms n and n + 1.
+    template <bool TRANSPOSED, int MT, class Visit>
+    __device__ void for_columns(int row, int column, int n, Visit visit) const {
         const Lane lane;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int n = 0; n < NT; n += 2)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int r = row + 16 * m + lane.g, c = column + 8 * n + lane.column(e);
-                    const Words w = TRANSPOSED ? words(c, r) : words(r, c);
-                    visit(m, n, e, w.x[0] >= threshold);
-                    visit(m, n, e + 2, w.x[TRANSPOSED ? 1 : 2] >= threshold);
-                    visit(m, n + 1, e, w.x[TRANSPOSED ? 2 : 1] >= threshold);
-                    visit(m, n + 1, e + 2, w.x[3] >= threshold);
-                }
+            for (int e = 0; e < 2; ++e) {
+                const int r = row + 16 * m + lane.g, c = column + 8 * n + lane.column(e);
+                const Words w = TRANSPOSED ? words(c, r) : words(r, c);
+                visit(m, n, e, w.x[0] >= threshold);
+                visit(m, n, e + 2, w.x[TRANSPOSED ? 1 : 2] >= threshold);
+                visit(m, n + 1, e, w.x[TRANSPOSED ? 2 : 1] >= threshold);
+                visit(m, n + 1, e + 2, w.x[3] >= threshold);
+            }
     }
 };

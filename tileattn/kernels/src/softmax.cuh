@@ -4,15 +4,48 @@
 
 #include "config.cuh"
 
-// Over the four lanes that share a row.
-__device__ inline Sum row_maximum(Sum x) {
-    x = fmax(x, __shfl_xor_sync(~0u, x, 1));
-    return fmax(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ inline Sum row_sum(Sum x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
+// The warps that share rows, each with a part of their columns: they meet at a barrier of their own.
+struct RowGroup {
+    int warp_m, warp_n, row0;  // this warp among rows and columns of warps, and its first row
+
+    __device__ explicit RowGroup(int rows)
+        : warp_m(threadIdx.x / WARP / WARPS_N),
+          warp_n(threadIdx.x / WARP % WARPS_N),
+          row0(warp_m * rows) {}
+
+    __device__ void sync() const {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp_m), "n"(WARP * WARPS_N) : "memory");
+    }
+
+    // Combine what the four lanes of each row have, and then the warps. Between two calls everybody
+    // meets.
+    template <int MT, class Combine>
+    __device__ void join(Sum (&x)[MT][2], Combine combine) const {
+        __shared__ Sum parts[WARPS_N][WARPS_N > 1 ? BLOCK_Q : 1];
+        const Lane lane;
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                Sum& mine = x[i][half];
+                mine = combine(mine, __shfl_xor_sync(~0u, mine, 1));
+                mine = combine(mine, __shfl_xor_sync(~0u, mine, 2));
+                if (WARPS_N > 1 && lane.t == 0)
+                    parts[warp_n][row0 + 16 * i + lane.row(2 * half)] = mine;
+            }
+        if constexpr (WARPS_N == 1) return;
+        sync();
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = row0 + 16 * i + lane.row(2 * half);
+                x[i][half] = parts[0][row];
+#pragma unroll
+                for (int n = 1; n < WARPS_N; ++n) x[i][half] = combine(x[i][half], parts[n][row]);
+            }
+    }
+};
 
 // Infinity cannot be subtracted from itself: rows that saw nothing are shifted by 0.
 __device__ inline Sum shift_of(Sum m) { return m == -infinity<Sum>() ? Sum(0) : m; }
@@ -32,18 +65,26 @@ struct RowState {
     // Turn scores, in multiples of `unit`, into unnormalised probabilities; say by how much what
     // was summed before is to be rescaled.
     template <int NT>
-    __device__ void absorb(Fragment<Sum, MT, NT>& s, Sum unit, Sum (&rescale)[MT][2]) {
+    __device__ void absorb(Fragment<Sum, MT, NT>& s, Sum unit, const RowGroup& group,
+                           Sum (&rescale)[MT][2]) {
+        Sum largest[MT][2];
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                Sum largest = s.x[i][0][2 * half];
+                largest[i][half] = s.x[i][0][2 * half];
 #pragma unroll
                 for (int n = 0; n < NT; ++n)
 #pragma unroll
                     for (int e = 2 * half; e < 2 * half + 2; ++e)
-                        largest = fmax(largest, s.x[i][n][e]);
-                const Sum maximum = fmax(m[i][half], row_maximum(largest) * unit);
+                        largest[i][half] = fmax(largest[i][half], s.x[i][n][e]);
+            }
+        group.join(largest, [](Sum x, Sum y) { return fmax(x, y); });
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Sum maximum = fmax(m[i][half], largest[i][half] * unit);
                 const Sum shift = shift_of(maximum);
                 rescale[i][half] = exp2_of(m[i][half] - shift);
                 m[i][half] = maximum;
@@ -68,11 +109,16 @@ struct RowState {
         return finite;
     }
 
+    // Sum over all lanes of a row: before `finish`.
+    __device__ void gather(const RowGroup& group) {
+        group.join(l, [](Sum x, Sum y) { return x + y; });
+    }
+
     // Let a logit join the denominator, and divide: the weight of the sums, and the logsumexp.
     __device__ Sum finish(int i, int half, Sum sink, Sum gain, Sum& lse) {
         const Sum old = m[i][half], maximum = fmax(old, sink), shift = shift_of(maximum);
         const Sum rescale = exp2_of(old - shift);
-        const Sum total = row_sum(l[i][half]) * rescale + exp2_of(sink - shift);
+        const Sum total = l[i][half] * rescale + exp2_of(sink - shift);
         lse = (maximum + log2_of(total)) * LN_2;
         return total == 0 ? Sum(0) : gain / total * rescale;
     }

@@ -280,12 +280,19 @@ __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, 
     }
 }
 
-// c[m, n] += sum over k of x[m, k] y[k, n]: x are accumulators, y a tile from column n0 on.
-template <class T, int R, int C, class S, int MT, int KT, int NT>
+// What a product without a callback calls.
+struct Nothing {
+    __device__ void operator()(int) const {}
+};
+
+// c[m, n] += sum over k of x[m, k] y[k, n]: x are accumulators, y a tile from column n0 on. Atoms
+// k and k + 1 of x are as finish(k) leaves them.
+template <class T, int R, int C, class S, int MT, int KT, int NT, class Finish = Nothing>
 __device__ inline void multiply(Fragment<S, MT, NT>& c, const Fragment<S, MT, KT>& x,
-                                const Tile<T, R, C>& y, int n0) {
+                                const Tile<T, R, C>& y, int n0, Finish finish = {}) {
 #pragma unroll
     for (int k = 0; k < 8 * KT; k += 16) {
+        finish(k / 8);
         typename Atom<T>::A a[MT];
 #pragma unroll
         for (int m = 0; m < MT; ++m) a[m] = Atom<T>::a_of(x.x[m] + k / 8);
