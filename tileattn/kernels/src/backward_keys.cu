@@ -19,11 +19,15 @@ using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using PairTile = Tile<Element, BLOCK_K, BLOCK_Q>;
 
-// How the warps share dq: as many as possible along its columns.
+// How the warps share dq: so that each has as few operands to load as can be.
 constexpr int dq_warps_n() {
-    int n = WARPS;
-    while (HEAD_DIM % (16 * n)) n /= 2;
-    return n;
+    int best = 1, fewest = BLOCK_Q + HEAD_DIM;
+    for (int n = 1; n <= WARPS && HEAD_DIM % (16 * n) == 0; n *= 2) {
+        const int m = WARPS / n, rows = (BLOCK_Q + 16 * m - 1) / (16 * m);
+        const int operands = rows + HEAD_DIM / (16 * n);
+        if (BLOCK_Q % (16 * rows) == 0 && operands <= fewest) best = n, fewest = operands;
+    }
+    return best;
 }
 constexpr int DQ_N = dq_warps_n(), DQ_M = WARPS / DQ_N;
 constexpr int DQ_MT = (BLOCK_Q + 16 * DQ_M - 1) / (16 * DQ_M), DQ_NT = HEAD_DIM / (8 * DQ_N);
