@@ -9,8 +9,13 @@
 constexpr int WARPS = WARPS_M * WARPS_N;
 constexpr int MT = BLOCK_K / (16 * WARPS_M);  // keys of a warp, in 16-row tiles
 constexpr int QT = BLOCK_Q / (8 * WARPS_N);   // queries of a warp's scores, in 8-column tiles
-constexpr int DT = HEAD_DIM / (8 * WARPS_N);  // columns of dk of a warp
-constexpr int VT = VALUE_DIM / (8 * WARPS_N);
+
+// Where they can, half of the warps that share keys sum dv, and half dk, each of twice as many
+// columns as if all had both: fewer operands to load. Wider elements lack the registers.
+constexpr bool APART = WARPS_N % 2 == 0 && HEAD_DIM == VALUE_DIM && sizeof(Element) == 2;
+constexpr int SHARES = APART ? WARPS_N / 2 : WARPS_N;  // of the columns of dv and of dk
+constexpr int DT = HEAD_DIM / (8 * SHARES);            // columns of a warp
+constexpr int VT = VALUE_DIM / (8 * SHARES);
 static_assert(QT % 2 == 0 && DT % 2 == 0 && VT % 2 == 0, "atoms come in pairs of columns");
 
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
@@ -90,6 +95,8 @@ __device__ inline void differentiate(const Params& p) {
     const int k0 = turn.block * BLOCK_K, b = turn.head / int(p.Hkv), kv = turn.head % int(p.Hkv);
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
     const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // first of this warp's scores
+    const int share = warp_n % SHARES;
+    const bool only_dk = APART && warp_n >= SHARES;
     const Lane lane;
 
     const Band band(p, b);
@@ -101,8 +108,8 @@ __device__ inline void differentiate(const Params& p) {
         int(p.Dv));
     copy_commit();
     for (int j = threadIdx.x; j < BLOCK_K; j += THREADS) redo[j] = false;
-    Fragment<Sum, MT, DT> dk;
-    Fragment<Sum, MT, VT> dv;
+    Fragment<Sum, MT, VT> dv;  // or dk
+    Fragment<Sum, MT, APART ? 1 : DT> dk;
     dk.clear();
     dv.clear();
     bool found[MT][2] = {};
@@ -158,8 +165,14 @@ __device__ inline void differentiate(const Params& p) {
             if constexpr (WARPS_N > 1) {
                 store_fragment(p_tile, tile.p, row0, column0);
                 __syncthreads();  // the probabilities of all queries are here
-                multiply_rows<false, BLOCK_Q>(dv, p_tile, row0, dout, warp_n * VT * 8);
-                multiply_rows<false, BLOCK_Q>(dk, ds_tile, row0, q, warp_n * DT * 8);
+                if constexpr (APART) {
+                    const PairTile weights(p_tile.base + only_dk * PairTile::BYTES);
+                    const OutTile rows(q.base + !only_dk * QueryTile::BYTES);
+                    multiply_rows<false, BLOCK_Q>(dv, weights, row0, rows, share * VT * 8);
+                } else {
+                    multiply_rows<false, BLOCK_Q>(dv, p_tile, row0, dout, share * VT * 8);
+                    multiply_rows<false, BLOCK_Q>(dk, ds_tile, row0, q, share * DT * 8);
+                }
             } else {
                 multiply(dv, tile.p, dout, 0);
                 multiply(dk, tile.ds, q, 0);
@@ -197,15 +210,19 @@ __device__ inline void differentiate(const Params& p) {
                     found[m][e / 2] |= !is_finite(atom[e]);
                 }
     };
+    finish(dv, Sum(only_dk ? p.scale : p.gain));
     finish(dk, Sum(p.scale));
-    finish(dv, Sum(p.gain));
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if (found[m][half]) redo[row0 + 16 * m + lane.row(2 * half)] = true;
-    store_fragment(k_tile, dk, row0, warp_n * DT * 8);
-    store_fragment(v_tile, dv, row0, warp_n * VT * 8);
+    if constexpr (APART) {
+        store_fragment(only_dk ? k_tile : v_tile, dv, row0, share * VT * 8);
+    } else {
+        store_fragment(v_tile, dv, row0, share * VT * 8);
+        store_fragment(k_tile, dk, row0, share * DT * 8);
+    }
     __syncthreads();
     k_tile.template store<THREADS, VECTOR>(rows_of<Element>(p.dk, p.dk_at, b, kv) + k0 * p.dk_at.n,
                                            p.dk_at.n, int(p.Nk) - k0, int(p.D));
