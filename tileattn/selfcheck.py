@@ -79,11 +79,11 @@ class Family(NamedTuple):
         problem = replace(catalog.problem_of(self.dtype.name, self.D, self.options), Dv=self.Dv)
         row = math.gcd(WIDEST, *(n * self.dtype.itemsize for n in (self.D, self.Dv)))
         biased = "bias" in self.options
-        pairs = biased or "mask" in self.options
+        spans = (1, 2, 16) if "mask" in self.options else (1, 2) if biased else (1,)
         # A bias as large as the scores has its gradient written with that of the keys.
         shapes = ((1, 1, 1, 1), (1, 1, 1, problem.Nk)) if biased else ((),)
-        for shape, paired in product(shapes, (False, True) if pairs else (False,)):
-            facts = Facts(row, shared_limit, "float64" if biased else "", shape, paired)
+        for shape, span in product(shapes, spans):
+            facts = Facts(row, shared_limit, "float64" if biased else "", shape, span)
             yield from (step.key for step in forward_steps(problem, facts))
             for fixed in (False, True):
                 sinks = "sinks" in self.options

@@ -30,6 +30,9 @@ MASK = (
     replace(_MASK, mask=True, dropout=True),
     replace(_MASK, dtype="float64", block_mask=True, dropout=True),
     replace(_MASK, dtype="bfloat16", mask=True, block_mask=True),
+    replace(_MASK, mask=True, span=2),
+    replace(_MASK, mask=True, span=16, dropout=True),
+    replace(_MASK, mask=True, span=16, block_q=48, block_k=48),
 )
 
 PARAMS = (KernelKey("params", "float32"),)
@@ -68,5 +71,5 @@ def name_of(key: KernelKey) -> str:
     options = ("softcap", "alibi", "mask", "block_mask", "dropout", "fold")
     used = [name for name in options if getattr(key, name)]
     bias = [f"bias_{key.bias}"] if key.bias else []
-    size = f"{key.head_dim}x{key.vector}"
+    size = f"{key.head_dim}x{key.vector}" + f"s{key.span}" * (key.span > 1)
     return "-".join([key.kernel, key.dtype, size, *used, *bias])

@@ -19,7 +19,13 @@ __device__ void masked(const Params& p, i64 b, i64 h, int row, int column, Index
         indices[at(m, n, e)] = {i, j};
         x = 1;
     });
-    s.hide(Sight(p, b, h));
+    const Sight sight(p, b, h);
+    DenseMask<TRANSPOSED, MT, NT> mask;
+    if constexpr (HAS_MASK) {
+        mask.read(sight, row, column);
+        mask.share();
+    }
+    s.hide(sight, mask);
     for (int n = 0; n < NT; n += 2) s.drop(Dropout(p, b, h), n);
     s.for_each([&](Sum& x, int, int, int m, int n, int e) { values[at(m, n, e)] = x; });
 }

@@ -134,8 +134,8 @@ class Call:
         Plan
             For ``addresses``.
         """
-        aligned, paired = self._bits & -self._bits, self._paired()
-        key = (more, self.device, aligned, paired)
+        aligned, span = self._bits & -self._bits, self._span()
+        key = (more, self.device, aligned, span)
         memo = self._operands.memo
         plan: Plan | None = memo.get(key)
         if plan is None:
@@ -152,21 +152,18 @@ class Call:
             steps = (s for n, s in zip(x.shape[:-1], x.strides, strict=False) if n > 1)
             vector = math.gcd(vector, *steps)
         limit, bias = _shared_limit(self.device), self._arrays.get("bias")
-        paired = self._paired()
+        span = self._span()
         if bias is None:
-            return Facts(vector, limit, paired=paired)
-        return Facts(vector, limit, bias.dtype.name, bias.shape, paired)
+            return Facts(vector, limit, span=span)
+        return Facts(vector, limit, bias.dtype.name, bias.shape, span)
 
-    def _paired(self) -> bool:
-        """Whether every even key of the mask and of the bias can be read with the next."""
-        pairs = [x for x in map(self._arrays.get, ("mask", "bias")) if x is not None]
-        return bool(pairs) and all(
-            x.shape[-1] > 1
-            and x.shape[-1] % 2 == 0
-            and x.strides[-1] == x.itemsize
-            and math.gcd(x.data.ptr, *x.strides[:-1]) % (2 * x.itemsize) == 0
-            for x in pairs
-        )
+    def _span(self) -> int:
+        """Count the neighbouring keys of the mask and of the bias that can be read at once."""
+        mask, bias = map(self._arrays.get, ("mask", "bias"))
+        pairs = [x for x in (mask, bias) if x is not None]
+        if not pairs or not all(_comes_in(x, 2) for x in pairs):
+            return 1
+        return 16 if mask is not None and _comes_in(mask, 16) else 2
 
     def _values(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """List the fields of the parameter block, and the arrays that the plan owns."""
@@ -242,6 +239,12 @@ def parts_of(P: Problem, cache: int, *, backward: bool) -> int:
         return heads
     each = P.Nk * (P.D + P.Dv) * P.dtype.itemsize * (4 if backward else 1)
     return -(-heads // max(1, 2 * cache // max(1, each)))
+
+
+def _comes_in(x: Any, span: int) -> bool:
+    """Whether the last axis can be read so many elements at once, from the first on."""
+    whole = x.shape[-1] > 1 and x.shape[-1] % span == 0 and x.strides[-1] == x.itemsize
+    return bool(whole) and math.gcd(x.data.ptr, *x.strides[:-1]) % (span * x.itemsize) == 0
 
 
 def _strides(x: Any) -> tuple[int, ...]:

@@ -76,7 +76,8 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
         facts = Facts(WIDEST if turn % 3 else dtype.itemsize, shared_limit_of(arch))
         if "bias" in uses:
             facts = facts._replace(bias=bias.name, bias_shape=shape)
-        facts = facts._replace(paired=turn % 2 == 1 and not uses.isdisjoint({"bias", "mask"}))
+        spans = (1, 2, 16) if "mask" in uses else (1, 2) if "bias" in uses else (1,)
+        facts = facts._replace(span=spans[turn % len(spans)])
         # No tile has room for 512 columns: the textbook kernels serve them.
         for dim in (_HEAD_DIMS[turn % len(_HEAD_DIMS)], 512):
             keys = _keys(problem_of(dtype.name, dim, uses), facts)

@@ -36,8 +36,9 @@ class KernelKey:
         Whether the kernel over key blocks also adds its share of dq.
     write_dbias : bool
         Whether it also writes dbias, where the bias is not broadcast.
-    paired : bool
-        Whether two neighbouring keys of the mask and of the bias can be read at once.
+    span : int
+        Neighbouring keys that can be read at once: 1; 2 of the mask and of the bias; or 16 of the
+        mask and 2 of the bias.
     """
 
     kernel: str
@@ -60,7 +61,7 @@ class KernelKey:
     fold: bool = False
     add_dq: bool = False
     write_dbias: bool = False
-    paired: bool = False
+    span: int = 1
 
     @property
     def threads(self) -> int:

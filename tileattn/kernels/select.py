@@ -48,7 +48,7 @@ def choose(
     vector: int,
     bias: str,
     shared_limit: int,
-    paired: bool = False,
+    span: int = 1,
 ) -> Choice:
     """Choose the variant of one kernel.
 
@@ -64,8 +64,9 @@ def choose(
         Element type of the bias, empty where there is none.
     shared_limit : int
         Bytes of shared memory that a block may have.
-    paired : bool
-        Whether two neighbouring keys of the mask and of the bias can be read at once.
+    span : int
+        Neighbouring keys that can be read at once: 1; 2 of the mask and of the bias; or 16 of the
+        mask and 2 of the bias.
 
     Returns
     -------
@@ -73,7 +74,7 @@ def choose(
         The first row of the table that has room; the textbook kernel where none has.
     """
     dtype, size = problem.dtype.name, problem.dtype.itemsize
-    options = {**_options(problem, bias), "paired": paired}
+    options = {**_options(problem, bias), "span": span}
     if max(problem.D, problem.Dv) <= LARGEST:
         dim, value = room(problem.D), room(problem.Dv)
         for tile in candidates(kernel, size, max(dim, value)):

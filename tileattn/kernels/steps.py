@@ -29,15 +29,16 @@ class Facts(NamedTuple):
         Element type of the bias; empty where there is none.
     bias_shape : tuple of int
         Its four axes.
-    paired : bool
-        Whether two neighbouring keys of the mask and of the bias can be read at once.
+    span : int
+        Neighbouring keys that can be read at once: 1; 2 of the mask and of the bias; or 16 of the
+        mask and 2 of the bias.
     """
 
     vector: int
     shared_limit: int
     bias: str = ""
     bias_shape: tuple[int, ...] = ()
-    paired: bool = False
+    span: int = 1
 
 
 class Step(NamedTuple):
@@ -81,7 +82,7 @@ def forward_steps(problem: Problem, facts: Facts) -> tuple[Step, ...]:
     if not heads * P.Nq:
         return ()
     key, shared, _, why = choose(
-        "forward", P, facts.vector, facts.bias, facts.shared_limit, facts.paired
+        "forward", P, facts.vector, facts.bias, facts.shared_limit, facts.span
     )
     if key.kernel != "forward":
         return (Step(key, _rows(heads * P.Nq), shared, why),)
@@ -118,7 +119,7 @@ def backward_steps(
     add_dq = False
     if keys:
         key, shared, _, why = choose(
-            "backward_keys", P, facts.vector, facts.bias, facts.shared_limit, facts.paired
+            "backward_keys", P, facts.vector, facts.bias, facts.shared_limit, facts.span
         )
         if key.kernel == "backward_keys":
             add_dq = queries > 0 and not deterministic
@@ -135,7 +136,7 @@ def backward_steps(
             steps.append(Step(finish, -(-queries // rows)))
     if queries and not add_dq:
         key, shared, _, why = choose(
-            "backward_queries", P, facts.vector, facts.bias, facts.shared_limit, facts.paired
+            "backward_queries", P, facts.vector, facts.bias, facts.shared_limit, facts.span
         )
         tiled = key.kernel == "backward_queries"
         blocks = P.B * P.Hq * -(-P.Nq // key.block_q) if tiled else _rows(queries)
@@ -160,7 +161,7 @@ def _rows_step(P: Problem, facts: Facts) -> Step:
 
 def _bias_step(P: Problem, facts: Facts) -> Step:
     key, shared, _, why = choose(
-        "backward_bias", P, facts.vector, facts.bias, facts.shared_limit, facts.paired
+        "backward_bias", P, facts.vector, facts.bias, facts.shared_limit, facts.span
     )
     b, h, rows, columns = facts.bias_shape
     if key.kernel != "backward_bias":

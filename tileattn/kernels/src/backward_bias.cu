@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         const Terms terms(p, step.b.at, step.h.at);
         const Dropout dropout(p, step.b.at, step.h.at);
         TileGradient<false, MT, NT> tile(step.q0() + row0, step.k0() + column0);
-        tile.p.prefetch(sight);
+        tile.look(sight);
         multiply<HEAD_DIM>(tile.p, q_tile, row0, k_tile, column0);
         if (STAGES == 1) {
             __syncthreads();  // everybody is done with the keys
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
                 for (int n = 0; n < NT; ++n) {
                     const int i = row(m, e), j = column0 + 8 * n + lane.column(0);
                     const Sum x = sum.x[m][n][e], y = sum.x[m][n][e + 1];
-                    if constexpr (PAIRED) {
+                    if constexpr (SPAN > 1) {
                         // dbias is contiguous, of the bias's shape: what held for that holds here.
                         if (i < rows && j < columns)
                             *reinterpret_cast<Two*>(dbias + i * p.dbias_at.i + j) = {

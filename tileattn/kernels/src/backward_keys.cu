@@ -146,6 +146,7 @@ __device__ inline void differentiate(const Params& p) {
             }
             auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
             TileGradient<true, MT, QT> tile(k0 + row0, q0 + column0);
+            tile.look(head.sight);
             multiply<HEAD_DIM>(tile.p, k_tile, row0, q, column0);
             tile.probabilities(
                 head.terms, head.sight, head.dropout, kind,
@@ -218,7 +219,8 @@ __device__ inline void differentiate(const Params& p) {
         for (int half = 0; half < 2; ++half)
             if (found[m][half]) redo[row0 + 16 * m + lane.row(2 * half)] = true;
     if constexpr (APART) {
-        store_fragment(only_dk ? k_tile : v_tile, dv, row0, share * VT * 8);
+        const ValueTile mine(k_tile.base + !only_dk * KeyTile::BYTES);
+        store_fragment(mine, dv, row0, share * VT * 8);
     } else {
         store_fragment(v_tile, dv, row0, share * VT * 8);
         store_fragment(k_tile, dk, row0, share * DT * 8);

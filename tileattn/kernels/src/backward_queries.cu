@@ -79,7 +79,7 @@ __device__ inline void differentiate(const Params& p) {
 
         if constexpr (CAREFUL) clean_tiles<THREADS>(cleaned, k, v);
         TileGradient<false, MT, NT> tile(q0 + row0, k0);
-        tile.p.prefetch(head.sight);
+        tile.look(head.sight);
         multiply<HEAD_DIM>(tile.p, q_tile, row0, k, 0);
         tile.probabilities(
             head.terms, head.sight, head.dropout, kind,

@@ -47,8 +47,12 @@ struct Band {
     __device__ int kind(int q0, int q1, int k0, int k1) const {
         const Range some = keys_of(q0, q1);
         if (k0 >= some.hi || k1 <= some.lo) return SKIP;
+        return sees_all(q0, q1, k0, k1) ? FULL : PARTIAL;
+    }
+    // Whether each of the queries q0 to q1 - 1 sees each of the keys k0 to k1 - 1.
+    __device__ bool sees_all(int q0, int q1, int k0, int k1) const {
         const int lo = max(0, q1 - 1 + first), hi = min(length, q0 + past);
-        return k0 >= lo && k1 <= hi ? FULL : PARTIAL;
+        return k0 >= lo && k1 <= hi;
     }
 };
 

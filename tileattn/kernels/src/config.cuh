@@ -38,7 +38,7 @@ constexpr bool HAS_DROPOUT = KEY_DROPOUT;
 constexpr bool FOLD = KEY_FOLD;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
-constexpr bool PAIRED = KEY_PAIRED;
+constexpr int SPAN = KEY_SPAN;
 
 constexpr int THREADS = WARP * WARPS_M * WARPS_N;
 

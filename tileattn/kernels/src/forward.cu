@@ -72,6 +72,13 @@ __device__ inline void attend(const Params& p) {
         return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
     acc.clear();
+    // The mask is read a visit ahead: the second product leaves it registers, and covers the wait.
+    DenseMask<false, MT, NT> mask;
+    auto read_mask = [&] {
+        if (HAS_MASK && !visit.done())
+            mask.read(head.sight, q0 + row0, visit.tile * BLOCK_K + column0);
+    };
+    read_mask();
     // One stage: values come during the first product, the next keys during the second. Two: both of
     // the next visit during all of this one.
     int stage = 0;
@@ -92,11 +99,11 @@ __device__ inline void attend(const Params& p) {
             load_keys(visit.tile * BLOCK_K, stage ^= 1);
             load_values(visit.tile * BLOCK_K, stage);
         }
+        if constexpr (HAS_MASK) mask.share();
         Scores<false, MT, NT> s(q0 + row0, k0 + column0);
-        s.prefetch(head.sight);
         multiply<HEAD_DIM>(s, q_tile, row0, k, column0);
         s.apply(head.terms, [](int, int, int, Sum) {});
-        if (kind == PARTIAL) s.hide(head.sight);
+        if (HAS_MASK || kind == PARTIAL) s.hide(head.sight, mask);
         if (STAGES == 1) {
             copy_wait<0>();
             __syncthreads();  // the values are here, and everybody is done with the keys
@@ -109,6 +116,7 @@ __device__ inline void attend(const Params& p) {
         Sum rescale[MT][2];
         state.absorb(s, head.terms.unit(), group, rescale);
         acc.scale_rows(rescale);
+        read_mask();
         // Of 16 keys at a time, so that their random bits are computed while others are multiplied.
         auto drop = [&](int n) { s.drop(head.dropout, n); };
         if constexpr (WARPS_N > 1) {

@@ -11,8 +11,14 @@ struct TileGradient {
     Scores<TRANSPOSED, MT, NT> p;   // product of q and k; then P where kept, -P where dropped
     Scores<TRANSPOSED, MT, NT> ds;  // product of dout and v; then dS
     Fragment<Sum, MT, HAS_SOFTCAP ? NT : 1> derivatives;
+    DenseMask<TRANSPOSED, MT, NT> mask;
 
     __device__ TileGradient(int row, int column) : p(row, column), ds(row, column) {}
+
+    // Begin to read the mask, before the product.
+    __device__ void look(const Sight& sight) {
+        if constexpr (HAS_MASK) mask.read(sight, p.row, p.column);
+    }
 
     // shift(m, n, e) is the logsumexp of the element's query in units of log 2; look(p) is called
     // where the scores are known and -infinity where hidden.
@@ -22,7 +28,8 @@ struct TileGradient {
         p.apply(terms, [&](int m, int n, int e, Sum derivative) {
             if constexpr (HAS_SOFTCAP) derivatives.x[m][n][e] = derivative;
         });
-        if (kind == PARTIAL) p.hide(sight);
+        if constexpr (HAS_MASK) mask.share();
+        if (HAS_MASK || kind == PARTIAL) p.hide(sight, mask);
         look(p);
         const Sum unit = terms.unit();
         p.for_each([&](Sum& s, int, int, int m, int n, int e) {

@@ -1,7 +1,7 @@
 // Layer 3. Accumulators of scores: where each element stands; terms applied, hidden pairs out.
 #pragma once
 
-#include "blocks.cuh"
+#include "dense.cuh"
 #include "philox.cuh"
 #include "scores.cuh"
 
@@ -38,7 +38,7 @@ struct Scores : Fragment<Sum, MT, NT> {
         struct alignas(2 * sizeof(T)) Two {
             T x, y;
         };
-        if constexpr (PAIRED && TRANSPOSED) {
+        if constexpr (SPAN > 1 && TRANSPOSED) {
             // Rows are neighbours in memory: what a lane reads of a column has constant distances.
             const int r = row + lane.g;
 #pragma unroll
@@ -67,7 +67,7 @@ struct Scores : Fragment<Sum, MT, NT> {
                     for (int n = 0; n < NT; ++n) {
                         const int c = c0 + 8 * n;
                         Two two = {};
-                        if constexpr (PAIRED) {
+                        if constexpr (SPAN > 1) {
                             if (c < columns) two = *reinterpret_cast<const Two*>(from + c);
                         } else {
                             if (c < columns) two.x = from[c * right];
@@ -76,19 +76,6 @@ struct Scores : Fragment<Sum, MT, NT> {
                         visit(m, half, n, two.x, two.y);
                     }
                 }
-        }
-    }
-
-    // Ask for the mask of a tile while its product is still being computed.
-    __device__ void prefetch(const Sight& sight) const {
-        if constexpr (!HAS_MASK || !PAIRED || TRANSPOSED) return;
-        constexpr int SECTOR = 32, SECTORS = (8 * NT + SECTOR - 1) / SECTOR;
-#pragma unroll
-        for (int n = 0; n < (16 * MT * SECTORS + WARP - 1) / WARP; ++n) {
-            const int x = threadIdx.x % WARP + n * WARP;
-            const int i = row + x / SECTORS, j = column + x % SECTORS * SECTOR;
-            if (x < 16 * MT * SECTORS && i < sight.Nq && j < sight.Nk)
-                asm volatile("prefetch.global.L1 [%0];" ::"l"(sight.mask + i * sight.mask_i + j));
         }
     }
 
@@ -114,7 +101,21 @@ struct Scores : Fragment<Sum, MT, NT> {
             for_each([&](Sum&, int, int, int m, int n, int e) { score(m, n, e, 0); });
     }
 
-    __device__ void hide(const Sight& sight) {
+    __device__ void hide(const Sight& sight, const DenseMask<TRANSPOSED, MT, NT>& mask) {
+        // Most tiles that are partial for the mask's sake lie wholly inside the band.
+        const bool inside =
+            HAS_MASK && !HAS_BLOCK_MASK &&
+            (TRANSPOSED ? sight.band.sees_all(column, column + 8 * NT, row, row + 16 * MT)
+                        : sight.band.sees_all(row, row + 16 * MT, column, column + 8 * NT));
+        if (!inside) hide_by_place(sight);
+        if constexpr (HAS_MASK)
+            mask.for_each([&](int m, int half, int n, int e, bool visible) {
+                if (!visible) this->x[m][n][2 * half + e] = -infinity<Sum>();
+            });
+    }
+
+    // What the band and the block mask hide.
+    __device__ void hide_by_place(const Sight& sight) {
         const Lane lane;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
@@ -137,13 +138,6 @@ struct Scores : Fragment<Sum, MT, NT> {
                         if (!visible) this->x[m][n][2 * half + e] = -infinity<Sum>();
                     }
             }
-        if constexpr (HAS_MASK)
-            read_pairs(sight.mask, sight.mask_i, sight.mask_j, sight.Nq, sight.Nk,
-                       [&](int m, int half, int n, bool first, bool second) {
-                           Sum* pair = this->x[m][n] + 2 * half;
-                           if (!first) pair[0] = -infinity<Sum>();
-                           if (!second) pair[1] = -infinity<Sum>();
-                       });
     }
 
     // Say of each row whether it sees a column that is marked; marks begin with the first column.
