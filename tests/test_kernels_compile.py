@@ -83,6 +83,7 @@ def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
     assert {key.span for _, key in MIXED} == {1, 2, 16}
     assert all(key.bias for key in keys) == (kernel == "backward_bias")
     assert any(key.bias not in {"", key.dtype} for key in keys)
+    assert {key.bias_vector for key in keys} >= {0, 16}
     assert any(key.fold for key in keys) == (kernel != "backward_bias")
 
 

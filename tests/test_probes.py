@@ -3,6 +3,7 @@
 from itertools import product
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -286,3 +287,35 @@ def test_hidden_and_dropped_elements_of_accumulators(key: KernelKey, transposed:
         want = np.where(kept, want, 0)
     # Queries past the end are nobody's: what stands there is not stored.
     assert np.array_equal(values[: Nq - i0], want[: Nq - i0])
+
+
+# --- bias.cuh -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_arch", ["", "800", "750"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("key", keys.BIAS, ids=keys.name_of)
+def test_bias_in_accumulators_and_its_gradient(
+    key: KernelKey, transposed: bool, as_arch: str
+) -> None:
+    """Past the last query and key the bias is 0 and no gradient is written."""
+    rng, sums, M, N = np.random.default_rng(13), sums_of(key), key.block_q, key.block_k
+    dtype = np.dtype(getattr(ml_dtypes, key.bias, key.bias))
+    # Rows of a multiple of the vector, and of nothing larger; none is, of an odd length.
+    Nk = 51 if not key.bias_vector else 48 + key.bias_vector // dtype.itemsize
+    bias = rng.standard_normal((53, Nk)).astype(dtype)
+    dbias, start = np.full_like(bias, 7), (16, 32)
+    gradients = rng.standard_normal((M, N)).astype(np.float32).astype(sums)
+    got = np.full((M, N), 7, sums)
+    p = params(Nq=53, Nk=Nk, bias_at=(0, 0, Nk, 1))
+    Probe(key, as_arch)("added", p, bias, *start, int(transposed), gradients, got, dbias)
+
+    size, reach = bias.shape, [n + m for n, m in zip(start, (M, N), strict=True)]
+    whole, want_dbias = np.zeros((300, 300), sums), np.full_like(dbias, 7)
+    whole[: size[0], : size[1]] = bias.astype(sums)
+    if transposed:
+        there = np.full((300, 300), 7, dtype)
+        there[start[1] : reach[1], start[0] : reach[0]] = gradients.T.astype(dtype)
+        whole, want_dbias = whole.T, there[: size[0], : size[1]]
+    assert np.array_equal(got, whole[start[0] : reach[0], start[1] : reach[1]])
+    assert want_dbias.tobytes() == dbias.tobytes()

@@ -18,7 +18,8 @@ from tileattn.kernels import catalog
 from tileattn.kernels import compile as compiler
 from tileattn.kernels.call import WIDEST
 from tileattn.kernels.key import KernelKey
-from tileattn.kernels.steps import Facts, backward_steps, forward_steps
+from tileattn.kernels.select import Facts
+from tileattn.kernels.steps import backward_steps, forward_steps
 from tileattn.problem import parse
 from tileattn.results import Attention, Gradients
 from tileattn.testing import assert_attention_close, error_bound
@@ -79,11 +80,14 @@ class Family(NamedTuple):
         problem = replace(catalog.problem_of(self.dtype.name, self.D, self.options), Dv=self.Dv)
         row = math.gcd(WIDEST, *(n * self.dtype.itemsize for n in (self.D, self.Dv)))
         biased = "bias" in self.options
-        spans = (1, 2, 16) if "mask" in self.options else (1, 2) if biased else (1,)
-        # A bias as large as the scores has its gradient written with that of the keys.
+        # A bias as large as the scores has its gradient written with that of the keys; rows of an
+        # odd length start at multiples of 8 bytes.
         shapes = ((1, 1, 1, 1), (1, 1, 1, problem.Nk)) if biased else ((),)
-        for shape, span in product(shapes, spans):
-            facts = Facts(row, shared_limit, "float64" if biased else "", shape, span)
+        vectors = (0, 8, 16) if biased else (0,)
+        spans = (1, 2, 16) if "mask" in self.options else (1,)
+        for shape, vector, span in product(shapes, vectors, spans):
+            bias = "float64" if biased else ""
+            facts = Facts(row, shared_limit, bias, shape, span, vector)
             yield from (step.key for step in forward_steps(problem, facts))
             for fixed in (False, True):
                 sinks = "sinks" in self.options

@@ -6,6 +6,24 @@ from tileattn.kernels.key import KernelKey
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
+# Shares of two warps whose rows take 64 bytes, 96, 128 or more, copied 4 bytes at a time, 8 or 16.
+_BIAS = KernelKey("bias", "float32", warps_m=2)
+BIAS = tuple(
+    replace(_BIAS, dtype=dtype, bias=bias, block_q=rows, block_k=columns, bias_vector=vector)
+    for dtype, bias, rows, columns, vector in (
+        ("bfloat16", "bfloat16", 64, 32, 16),
+        ("float16", "bfloat16", 128, 48, 16),
+        ("float32", "float16", 64, 64, 4),
+        ("float16", "float32", 32, 48, 8),
+        ("bfloat16", "float32", 64, 32, 16),
+        ("float64", "float16", 64, 16, 8),
+        ("float32", "float64", 32, 32, 8),
+        ("float64", "float64", 64, 16, 16),
+        ("bfloat16", "bfloat16", 64, 32, 0),
+        ("float64", "float32", 32, 48, 0),
+    )
+)
+
 _BLOCKS = KernelKey("blocks", "float32", block_q=32, block_k=16, warps_m=1)
 BLOCKS = (
     _BLOCKS,
@@ -63,13 +81,13 @@ TILE = tuple(
 
 TYPES = tuple(KernelKey("types", dtype) for dtype in DTYPES)
 
-KEYS = (*BLOCKS, *COPIES, *MASK, *PARAMS, *PHILOX, *SCORES, *SOFTMAX, *TILE, *TYPES)
+KEYS = (*BIAS, *BLOCKS, *COPIES, *MASK, *PARAMS, *PHILOX, *SCORES, *SOFTMAX, *TILE, *TYPES)
 
 
 def name_of(key: KernelKey) -> str:
     """Name a key by what tells it from the others of its probe: the id of a test."""
     options = ("softcap", "alibi", "mask", "block_mask", "dropout", "fold")
     used = [name for name in options if getattr(key, name)]
-    bias = [f"bias_{key.bias}"] if key.bias else []
+    bias = [f"bias_{key.bias}x{key.bias_vector}"] if key.bias else []
     size = f"{key.head_dim}x{key.vector}" + f"s{key.span}" * (key.span > 1)
     return "-".join([key.kernel, key.dtype, size, *used, *bias])

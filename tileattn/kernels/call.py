@@ -9,11 +9,12 @@ import numpy as np
 
 from tileattn.kernels.cells import cells_of
 from tileattn.kernels.plan import Plan
-from tileattn.kernels.select import padded_rows
-from tileattn.kernels.steps import Facts, Step
+from tileattn.kernels.select import Facts, padded_rows
+from tileattn.kernels.steps import Step
 from tileattn.problem import Operands, Problem
 
 WIDEST = 16  # bytes of the widest copy
+NARROWEST = 4  # and of the narrowest that need not go through registers
 _ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
 _PAIRS = frozenset({"bias", "dbias", "mask", "kinds"})
 _ARGUMENTS = {"slopes": "alibi_slopes", "lengths": "kv_lengths", "offsets": "q_offset"}
@@ -134,8 +135,8 @@ class Call:
         Plan
             For ``addresses``.
         """
-        aligned, span = self._bits & -self._bits, self._span()
-        key = (more, self.device, aligned, span)
+        aligned = self._bits & -self._bits
+        key = (more, self.device, aligned, self._row_vector("mask"), self._row_vector("bias"))
         memo = self._operands.memo
         plan: Plan | None = memo.get(key)
         if plan is None:
@@ -152,18 +153,21 @@ class Call:
             steps = (s for n, s in zip(x.shape[:-1], x.strides, strict=False) if n > 1)
             vector = math.gcd(vector, *steps)
         limit, bias = _shared_limit(self.device), self._arrays.get("bias")
-        span = self._span()
+        bytes_of_mask, bytes_of_bias = self._row_vector("mask"), self._row_vector("bias")
+        span = 16 if bytes_of_mask == 16 else 2 if bytes_of_mask > 1 else 1
         if bias is None:
             return Facts(vector, limit, span=span)
-        return Facts(vector, limit, bias.dtype.name, bias.shape, span)
+        staged = bytes_of_bias >= max(NARROWEST, bias.itemsize)
+        bias_vector = bytes_of_bias if staged else 0
+        return Facts(vector, limit, bias.dtype.name, bias.shape, span, bias_vector)
 
-    def _span(self) -> int:
-        """Count the neighbouring keys of the mask and of the bias that can be read at once."""
-        mask, bias = map(self._arrays.get, ("mask", "bias"))
-        pairs = [x for x in (mask, bias) if x is not None]
-        if not pairs or not all(_comes_in(x, 2) for x in pairs):
-            return 1
-        return 16 if mask is not None and _comes_in(mask, 16) else 2
+    def _row_vector(self, name: str) -> int:
+        """Bytes at whose multiples all rows start and end; 0 where keys are not neighbours."""
+        x = self._arrays.get(name)
+        if x is None or x.shape[-1] < 2 or x.strides[-1] != x.itemsize:
+            return 0
+        steps = (s for n, s in zip(x.shape[:-1], x.strides, strict=False) if n > 1)
+        return math.gcd(WIDEST, x.data.ptr, x.shape[-1] * x.itemsize, *steps)
 
     def _values(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """List the fields of the parameter block, and the arrays that the plan owns."""
@@ -239,12 +243,6 @@ def parts_of(P: Problem, cache: int, *, backward: bool) -> int:
         return heads
     each = P.Nk * (P.D + P.Dv) * P.dtype.itemsize * (4 if backward else 1)
     return -(-heads // max(1, 2 * cache // max(1, each)))
-
-
-def _comes_in(x: Any, span: int) -> bool:
-    """Whether the last axis can be read so many elements at once, from the first on."""
-    whole = x.shape[-1] > 1 and x.shape[-1] % span == 0 and x.strides[-1] == x.itemsize
-    return bool(whole) and math.gcd(x.data.ptr, *x.strides[:-1]) % (span * x.itemsize) == 0
 
 
 def _strides(x: Any) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ import numpy as np
 
 from tileattn.kernels.call import WIDEST
 from tileattn.kernels.key import KernelKey
-from tileattn.kernels.select import SHARED_LIMIT, TILED, choose
-from tileattn.kernels.steps import Facts, backward_steps, forward_steps
+from tileattn.kernels.select import SHARED_LIMIT, TILED, Facts, choose
+from tileattn.kernels.steps import backward_steps, forward_steps
 from tileattn.problem import BFLOAT16, DTYPES, Problem
 
 # Options that a kernel is compiled for; all others are parameters of every kernel.
@@ -75,9 +75,10 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
             uses, shape = uses | {"bias"}, (1, 1, 1, 1)
         facts = Facts(WIDEST if turn % 3 else dtype.itemsize, shared_limit_of(arch))
         if "bias" in uses:
-            facts = facts._replace(bias=bias.name, bias_shape=shape)
-        spans = (1, 2, 16) if "mask" in uses else (1, 2) if "bias" in uses else (1,)
-        facts = facts._replace(span=spans[turn % len(spans)])
+            staged = WIDEST if turn % 2 else 0
+            facts = facts._replace(bias=bias.name, bias_shape=shape, bias_vector=staged)
+        if "mask" in uses:
+            facts = facts._replace(span=(1, 2, 16)[turn % 3])
         # No tile has room for 512 columns: the textbook kernels serve them.
         for dim in (_HEAD_DIMS[turn % len(_HEAD_DIMS)], 512):
             keys = _keys(problem_of(dtype.name, dim, uses), facts)
@@ -105,7 +106,7 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
     if key.kernel not in TILED or arch != _MEASURED or any(options):
         return False
     problem = replace(problem_of(key.dtype, key.head_dim), Dv=key.value_dim)
-    return choose(key.kernel, problem, key.vector, key.bias, shared_limit_of(arch)).tuned
+    return choose(key.kernel, problem, Facts(key.vector, shared_limit_of(arch))).tuned
 
 
 def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:

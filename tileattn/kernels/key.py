@@ -37,8 +37,10 @@ class KernelKey:
     write_dbias : bool
         Whether it also writes dbias, where the bias is not broadcast.
     span : int
-        Neighbouring keys that can be read at once: 1; 2 of the mask and of the bias; or 16 of the
-        mask and 2 of the bias.
+        Neighbouring keys of the mask that can be read at once: 1, 2 or 16.
+    bias_vector : int
+        Bytes that one copy of the bias to shared memory moves, as ``vector``; 0 where its elements
+        are read one by one.
     """
 
     kernel: str
@@ -62,6 +64,7 @@ class KernelKey:
     add_dq: bool = False
     write_dbias: bool = False
     span: int = 1
+    bias_vector: int = 0
 
     @property
     def threads(self) -> int:

@@ -1,5 +1,6 @@
 """Which kernel, with which tiles, serves a problem on a device."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tileattn.kernels.key import KernelKey
@@ -12,6 +13,8 @@ ROW_WARPS = 4  # of kernels in which a warp takes a row: one block has so many
 SHARED_LIMIT = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB of shared memory that a block may have, by compute capability times ten."""
 
+RESERVED = 1024  # bytes of shared memory that each block costs a multiprocessor besides
+
 TILED = ("forward", "backward_keys", "backward_queries", "backward_bias")
 PLAIN = {
     "forward": "plain_forward",
@@ -19,6 +22,34 @@ PLAIN = {
     "backward_queries": "plain_queries",
     "backward_bias": "plain_bias",
 }
+
+
+class Facts(NamedTuple):
+    """What decides about kernels besides the problem.
+
+    Parameters
+    ----------
+    vector : int
+        Bytes at whose multiples every row of every array starts.
+    shared_limit : int
+        Bytes of shared memory that a block may have.
+    bias : str
+        Element type of the bias; empty where there is none.
+    bias_shape : tuple of int
+        Its four axes.
+    span : int
+        Neighbouring keys of the mask that can be read at once: 1, 2 or 16.
+    bias_vector : int
+        Bytes at whose multiples every row of the bias starts and ends; 0 where it cannot be copied
+        in rows.
+    """
+
+    vector: int
+    shared_limit: int
+    bias: str = ""
+    bias_shape: tuple[int, ...] = ()
+    span: int = 1
+    bias_vector: int = 0
 
 
 class Choice(NamedTuple):
@@ -42,14 +73,7 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(
-    kernel: str,
-    problem: Problem,
-    vector: int,
-    bias: str,
-    shared_limit: int,
-    span: int = 1,
-) -> Choice:
+def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:
     """Choose the variant of one kernel.
 
     Parameters
@@ -58,15 +82,8 @@ def choose(
         Name of a tiled kernel.
     problem : Problem
         What is asked.
-    vector : int
-        Bytes at whose multiples every row of every array starts.
-    bias : str
-        Element type of the bias, empty where there is none.
-    shared_limit : int
-        Bytes of shared memory that a block may have.
-    span : int
-        Neighbouring keys that can be read at once: 1; 2 of the mask and of the bias; or 16 of the
-        mask and 2 of the bias.
+    facts : Facts
+        Of its arrays and its device.
 
     Returns
     -------
@@ -74,21 +91,29 @@ def choose(
         The first row of the table that has room; the textbook kernel where none has.
     """
     dtype, size = problem.dtype.name, problem.dtype.itemsize
-    options = {**_options(problem, bias), "span": span}
+    options = {**_options(problem, facts.bias), "span": facts.span, "vector": facts.vector}
+    bias_size = itemsize_of(facts.bias) if facts.bias_vector else 0
     if max(problem.D, problem.Dv) <= LARGEST:
         dim, value = room(problem.D), room(problem.Dv)
         for tile in candidates(kernel, size, max(dim, value)):
-            shared = shared_bytes(kernel, tile, dim, value, size)
-            if shared <= shared_limit and _divides(kernel, tile, dim, value):
-                key = KernelKey(kernel, dtype, dim, value, *tile[:6], vector=vector, **options)
+            shared = shared_bytes(kernel, tile, dim, value, size, bias_size)
+            # A bias must not cost a block that the multiprocessor is to hold besides.
+            blocks = tile.residents if bias_size else 1
+            limit = (facts.shared_limit + RESERVED) // blocks - RESERVED
+            fits = shared + _static_bytes(kernel, tile, size) <= limit
+            if fits and _divides(kernel, tile, dim, value):
+                key = KernelKey(kernel, dtype, dim, value, *tile[:6], **options)
+                key = replace(key, bias_vector=facts.bias_vector)
                 why = "tiles from measurements" if tile.tuned else "tiles that fit in shared memory"
                 return Choice(key, shared, tile.tuned and not tile.spills, why)
-    key = KernelKey(PLAIN[kernel], dtype, warps_m=ROW_WARPS, vector=vector, **options)
+    key = KernelKey(PLAIN[kernel], dtype, warps_m=ROW_WARPS, **options)
     why = f"no tile has room for head dimensions {problem.D} and {problem.Dv}: textbook, row by row"
     return Choice(key, 0, False, why)
 
 
-def shared_bytes(kernel: str, tile: TileSize, dim: int, value: int, size: int) -> int:
+def shared_bytes(
+    kernel: str, tile: TileSize, dim: int, value: int, size: int, bias_size: int = 0
+) -> int:
     """Count the dynamic shared memory of a kernel, as its source lays it out.
 
     Parameters
@@ -101,6 +126,8 @@ def shared_bytes(kernel: str, tile: TileSize, dim: int, value: int, size: int) -
         Columns it has room for.
     size : int
         Bytes of an element.
+    bias_size : int
+        Bytes of an element of the bias; 0 where it is not copied to shared memory.
 
     Returns
     -------
@@ -108,20 +135,36 @@ def shared_bytes(kernel: str, tile: TileSize, dim: int, value: int, size: int) -
         Bytes.
     """
 
-    def tiled(rows: int, columns: int) -> int:
-        return rows * -(-columns * size // 128) * 128
+    def tiled(rows: int, columns: int, size: int = size) -> int:
+        used = columns * size
+        return rows * (64 if used <= 64 else -(-used // 128) * 128)
 
+    warps = {"backward_keys": tile.warps_m}.get(kernel, tile.warps_n)  # side by side along keys
+    bias = warps * tiled(tile.block_q, tile.block_k // warps, bias_size) if bias_size else 0
     q, out = tiled(tile.block_q, dim), tiled(tile.block_q, value)
     k, v = tiled(tile.block_k, dim), tiled(tile.block_k, value)
     if kernel == "forward":
         pairs = tiled(tile.block_q, tile.block_k) if tile.warps_n > 1 else 0
-        return max(q, out) + tile.stages * (k + v) + pairs
+        return max(q, out) + tile.stages * (k + v) + pairs + bias
     if kernel == "backward_keys":
-        return k + v + 2 * tiled(tile.block_k, tile.block_q) + tile.stages * (q + out)
+        return k + v + 2 * tiled(tile.block_k, tile.block_q) + tile.stages * (q + out) + bias
     if kernel == "backward_queries":
-        return q + out + tile.stages * (k + v)
+        return q + out + tile.stages * (k + v) + bias
     statistics = 2 * tile.block_q * max(size, 4)  # of numbers as sums are kept
-    return (q + k + out + v if tile.stages > 1 else max(q + k, out + v)) + statistics
+    return (q + k + out + v if tile.stages > 1 else max(q + k, out + v)) + statistics + bias
+
+
+def _static_bytes(kernel: str, tile: TileSize, size: int) -> int:
+    """Bound what a kernel has besides: statistics, marks of rows, and what warps exchange."""
+    if kernel == "backward_bias":
+        return 0
+    number, passes = max(size, 4), 2  # each of the passes has its own
+    used = passes * (tile.block_q + tile.block_k) + 128
+    if kernel == "backward_keys":
+        used += passes * 2 * tile.stages * tile.block_q * number
+    elif tile.warps_n > 1:
+        used += 2 * tile.warps_n * tile.block_q * number
+    return -(-used // 1024) * 1024  # where the tiles begin
 
 
 def row_key(kernel: str, dtype: str, dim: int = 64) -> KernelKey:
@@ -163,9 +206,14 @@ def padded_rows(queries: int) -> int:
     return -(-queries // ROW_PAD) * ROW_PAD
 
 
+def itemsize_of(dtype: str) -> int:
+    """Bytes of an element, by the name of its type."""
+    return int(dtype[-2:]) // 8
+
+
 def rows_of_block(key: KernelKey, columns: int) -> int:
     """Rows that a block takes where a few lanes take each: twin of ``src/rows.cuh``."""
-    itemsize = 2 if key.dtype.endswith("16") else int(key.dtype[-2:]) // 8
+    itemsize = itemsize_of(key.dtype)
     piece = max(key.vector, itemsize) // itemsize
     lanes = 1
     while lanes < WARP and lanes * piece < columns:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import (
     ROW_WARPS,
+    Facts,
     choose,
     padded_rows,
     room,
@@ -14,31 +15,6 @@ from tileattn.kernels.select import (
 )
 from tileattn.kernels.tiles import LARGEST
 from tileattn.problem import Problem
-
-
-class Facts(NamedTuple):
-    """What decides about kernels besides the problem.
-
-    Parameters
-    ----------
-    vector : int
-        Bytes at whose multiples every row of every array starts.
-    shared_limit : int
-        Bytes of shared memory that a block may have.
-    bias : str
-        Element type of the bias; empty where there is none.
-    bias_shape : tuple of int
-        Its four axes.
-    span : int
-        Neighbouring keys that can be read at once: 1; 2 of the mask and of the bias; or 16 of the
-        mask and 2 of the bias.
-    """
-
-    vector: int
-    shared_limit: int
-    bias: str = ""
-    bias_shape: tuple[int, ...] = ()
-    span: int = 1
 
 
 class Step(NamedTuple):
@@ -81,9 +57,7 @@ def forward_steps(problem: Problem, facts: Facts) -> tuple[Step, ...]:
     heads = P.B * P.Hq
     if not heads * P.Nq:
         return ()
-    key, shared, _, why = choose(
-        "forward", P, facts.vector, facts.bias, facts.shared_limit, facts.span
-    )
+    key, shared, _, why = choose("forward", P, facts)
     if key.kernel != "forward":
         return (Step(key, _rows(heads * P.Nq), shared, why),)
     columns = max(1, -(-P.Dv // key.value_dim))
@@ -118,9 +92,7 @@ def backward_steps(
         steps.append(_rows_step(P, facts))
     add_dq = False
     if keys:
-        key, shared, _, why = choose(
-            "backward_keys", P, facts.vector, facts.bias, facts.shared_limit, facts.span
-        )
+        key, shared, _, why = choose("backward_keys", P, facts)
         if key.kernel == "backward_keys":
             add_dq = queries > 0 and not deterministic
             write_dbias = facts.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
@@ -135,9 +107,7 @@ def backward_steps(
             finish = replace(finish, add_dq=False, write_dbias=False)
             steps.append(Step(finish, -(-queries // rows)))
     if queries and not add_dq:
-        key, shared, _, why = choose(
-            "backward_queries", P, facts.vector, facts.bias, facts.shared_limit, facts.span
-        )
+        key, shared, _, why = choose("backward_queries", P, facts)
         tiled = key.kernel == "backward_queries"
         blocks = P.B * P.Hq * -(-P.Nq // key.block_q) if tiled else _rows(queries)
         steps.append(Step(key, blocks, shared, why))
@@ -160,9 +130,7 @@ def _rows_step(P: Problem, facts: Facts) -> Step:
 
 
 def _bias_step(P: Problem, facts: Facts) -> Step:
-    key, shared, _, why = choose(
-        "backward_bias", P, facts.vector, facts.bias, facts.shared_limit, facts.span
-    )
+    key, shared, _, why = choose("backward_bias", P, facts)
     b, h, rows, columns = facts.bias_shape
     if key.kernel != "backward_bias":
         return Step(key, _rows(b * h * rows * columns), shared, why)

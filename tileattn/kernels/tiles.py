@@ -59,7 +59,7 @@ _SMALL_KEYS = (
 _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("forward", 2): {
         64: (TileSize(128, 48, 4, 1, 2, 3, tuned=True, spills=True), TileSize(128, 64, 4)),
-        128: (TileSize(128, 64, 4, 1, 2, tuned=True, spills=True), TileSize(128, 32, 4)),
+        128: (TileSize(128, 64, 4, 1, 2, 2, tuned=True, spills=True), TileSize(128, 32, 4)),
         256: (TileSize(128, 64, 8, tuned=True), TileSize(128, 32, 8)),
     },
     ("forward", 4): {

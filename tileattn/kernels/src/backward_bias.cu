@@ -102,6 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     using Row = Sum[BLOCK_Q];
     Row& shifts = reinterpret_cast<Row*>(memory + TILE_BYTES)[0];
     Row& deltas = reinterpret_cast<Row*>(memory + TILE_BYTES)[1];
+    const WarpBias<false, MT, NT> bias(memory + TILE_BYTES + 2 * sizeof(Row));
 
     const bool one_row = p.bias_Nq == 1, one_column = p.bias_Nk == 1;
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
@@ -131,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
             step.length - k0, int(p.D));
         copy_row<THREADS>(shifts, static_cast<const Sum*>(p.shift) + row);
         copy_commit();
+        bias.load(Terms(p, b, h), q0 + row0, k0 + column0);
     };
     auto load_values = [&] {
         const int b = step.b.at, h = step.h.at, q0 = step.q0(), k0 = step.k0();
@@ -171,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         }
         Sum statistic[MT][2];
         read_rows(statistic, shifts);
-        tile.probabilities(terms, sight, dropout, step.kind,
+        tile.probabilities(terms, bias, sight, dropout, step.kind,
                            [&](int m, int, int e) { return statistic[m][e / 2]; }, [](auto&) {});
 
         copy_wait<0>();
@@ -209,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
                 for (int n = 0; n < NT; ++n) {
                     const int i = row(m, e), j = column0 + 8 * n + lane.column(0);
                     const Sum x = sum.x[m][n][e], y = sum.x[m][n][e + 1];
-                    if constexpr (SPAN > 1) {
+                    if constexpr (BIAS_VECTOR % sizeof(Two) == 0 && BIAS_VECTOR > 0) {
                         // dbias is contiguous, of the bias's shape: what held for that holds here.
                         if (i < rows && j < columns)
                             *reinterpret_cast<Two*>(dbias + i * p.dbias_at.i + j) = {

@@ -48,27 +48,6 @@ __device__ __noinline__ void clean_statistics(bool (&marks)[BLOCK_Q], Sum (&shif
     __syncthreads();
 }
 
-// Of a bias that is not broadcast; dbias is contiguous.
-__device__ inline void write_dbias(const Fragment<Sum, MT, QT>& ds, const Params& p,
-                                   const Head& head, int row, int column) {
-    const Lane lane;
-    BiasElement* const dbias = static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk;
-    const int j = row + lane.g;
-#pragma unroll
-    for (int n = 0; n < QT; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int i = column + 8 * n + lane.column(e);
-            BiasElement* const to = dbias + i * p.Nk + j;
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    if (i < p.Nq && j + 16 * m + 8 * half < p.Nk)
-                        to[16 * m + 8 * half] = narrow<BiasElement>(ds.x[m][n][2 * half + e]);
-        }
-}
-
 template <bool CAREFUL>
 __device__ void differentiate(const Params& p);
 
@@ -89,6 +68,7 @@ __device__ inline void differentiate(const Params& p) {
         return QueryTile(stages + stage * (QueryTile::BYTES + OutTile::BYTES));
     };
     auto dout_tile = [&](int stage) { return OutTile(q_tile(stage).base + QueryTile::BYTES); };
+    const WarpBias<true, MT, QT> bias(q_tile(STAGES).base);
 
     const int k_blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
     const Turn turn(k_blocks, int(p.B * p.Hkv), int(p.parts));
@@ -128,9 +108,13 @@ __device__ inline void differentiate(const Params& p) {
             copy_row<THREADS>(deltas[stage], head.delta() + q0);
             copy_commit();
         };
+        auto load_bias = [&](int q0) { bias.load(head.terms, q0 + column0, k0 + row0); };
         int stage = 0;
         __syncthreads();  // everybody is done with the last head
-        if (!visit.done()) load_queries(visit.tile * BLOCK_Q, 0);
+        if (!visit.done()) {
+            load_queries(visit.tile * BLOCK_Q, 0);
+            load_bias(visit.tile * BLOCK_Q);
+        }
         while (!visit.done()) {
             const int q0 = visit.tile * BLOCK_Q, kind = visit.kind, now = stage;
             const QueryTile q = q_tile(stage);
@@ -149,7 +133,7 @@ __device__ inline void differentiate(const Params& p) {
             tile.look(head.sight);
             multiply<HEAD_DIM>(tile.p, k_tile, row0, q, column0);
             tile.probabilities(
-                head.terms, head.sight, head.dropout, kind,
+                head.terms, bias, head.sight, head.dropout, kind,
                 [&](int, int n, int e) { return shifts[now][query(n, e)]; },
                 [&](auto& scores) {
                     if constexpr (CAREFUL) scores.find(cleaned + column0, found);
@@ -158,7 +142,9 @@ __device__ inline void differentiate(const Params& p) {
             tile.at_scores(Sum(p.gain),
                            [&](int, int n, int e) { return deltas[now][query(n, e)]; });
             if constexpr (WRITE_DBIAS && !CAREFUL)
-                write_dbias(tile.ds, p, head, k0 + row0, q0 + column0);
+                bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk, head.terms,
+                           q0 + column0, k0 + row0, tile.ds);
+            if (!visit.done()) load_bias(visit.tile * BLOCK_Q);
             tile.at_products();
             tile.p.for_each([&](Sum& x, int, int, int, int, int) { x = tile.dropped(x); });
 

@@ -31,6 +31,7 @@ __device__ inline void differentiate(const Params& p) {
         return KeyTile(stages + stage * (KeyTile::BYTES + ValueTile::BYTES));
     };
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
+    const WarpBias<false, MT, NT> bias(k_tile(STAGES).base);
 
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
     const Turn turn(q_blocks, int(p.B * p.Hq), int(p.parts));
@@ -47,6 +48,7 @@ __device__ inline void differentiate(const Params& p) {
                                                      keys.hi - k0, int(p.Dv));
         copy_commit();
     };
+    auto load_bias = [&](int k0) { bias.load(head.terms, q0 + row0, k0); };
     q_tile.template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, rows, int(p.D));
     dout_tile.template load<THREADS, VECTOR>(head.dout + q0 * p.dout_at.n, p.dout_at.n, rows,
                                              int(p.Dv));
@@ -67,7 +69,10 @@ __device__ inline void differentiate(const Params& p) {
     });
     dq.clear();
     int stage = 0;
-    if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+    if (!visit.done()) {
+        load_keys(visit.tile * BLOCK_K, 0);
+        load_bias(visit.tile * BLOCK_K);
+    }
     while (!visit.done()) {
         const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
         const KeyTile k = k_tile(stage);
@@ -82,11 +87,12 @@ __device__ inline void differentiate(const Params& p) {
         tile.look(head.sight);
         multiply<HEAD_DIM>(tile.p, q_tile, row0, k, 0);
         tile.probabilities(
-            head.terms, head.sight, head.dropout, kind,
+            head.terms, bias, head.sight, head.dropout, kind,
             [&](int m, int, int e) { return shift[m][e / 2]; },
             [&](auto& scores) {
                 if constexpr (CAREFUL) scores.find(cleaned, redo);
             });
+        if (!visit.done()) load_bias(visit.tile * BLOCK_K);
         multiply<VALUE_DIM>(tile.ds, dout_tile, row0, v, 0);
         tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.at_products();

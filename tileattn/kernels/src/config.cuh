@@ -1,7 +1,7 @@
 // Layer 3. The key of a kernel: every define of the compiler once, as a typed constant.
 #pragma once
 
-#include "tile.cuh"
+#include "fragment.cuh"
 
 using Element = KEY_DTYPE;
 using Sum = SumOf<Element>::type;
@@ -29,6 +29,7 @@ constexpr int WARPS_N = KEY_WARPS_N;
 constexpr int STAGES = KEY_STAGES;
 constexpr int RESIDENTS = KEY_RESIDENTS;
 constexpr int VECTOR = KEY_VECTOR;
+constexpr int BIAS_VECTOR = KEY_BIAS_VECTOR;
 constexpr bool HAS_BIAS = Present<KEY_BIAS>::value;
 constexpr bool HAS_SOFTCAP = KEY_SOFTCAP;
 constexpr bool HAS_ALIBI = KEY_ALIBI;
@@ -44,6 +45,8 @@ constexpr int THREADS = WARP * WARPS_M * WARPS_N;
 
 static_assert(HEAD_DIM % 16 == 0 && VALUE_DIM % 16 == 0, "columns come in pairs of atoms");
 static_assert(BLOCK_Q % 16 == 0 && BLOCK_K % 16 == 0, "rows come in atoms, dropout in 16 x 16");
+static_assert(BIAS_VECTOR == 0 || (BIAS_VECTOR >= 4 && BIAS_VECTOR % sizeof(BiasElement) == 0),
+              "elements of the bias are copied whole");
 static_assert(!(FOLD && (HAS_SOFTCAP || HAS_ALIBI || HAS_BIAS)), "terms follow the scale");
 
 constexpr Sum LOG2_E = Sum(1.4426950408889634073599246810019);

@@ -75,6 +75,25 @@ __device__ inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
                  : "r"(address));
 }
 
+// The way back, transposed.
+__device__ inline void store_matrices_transposed(u32 address, const u32 (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+#else
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        u32 pair;
+        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(pair) : "r"(r[n]));
+        const u32 row = __shfl_sync(~0u, address, 8 * n + lane / 4);
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(pair) : "memory");
+    }
+#endif
+}
+
 // Add four neighbours to global memory without waiting for the sums.
 __device__ inline void add_global(float* target, float x, float y, float z, float w) {
 #if __CUDA_ARCH__ >= 900

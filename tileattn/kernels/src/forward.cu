@@ -37,6 +37,7 @@ __device__ inline void attend(const Params& p) {
     };
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
     const PairTile p_tile(k_tile(STAGES).base);  // where warps share rows
+    const WarpBias<false, MT, NT> bias(p_tile.base + (WARPS_N > 1 ? PairTile::BYTES : 0));
 
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
     const int column_blocks = max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
@@ -61,6 +62,7 @@ __device__ inline void attend(const Params& p) {
                                                      keys.hi - k0, columns);
         copy_commit();
     };
+    auto load_bias = [&](int k0) { bias.load(head.terms, q0 + row0, k0 + column0); };
 
     q_tile.template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, int(p.Nq) - q0,
                                           int(p.D));
@@ -80,11 +82,12 @@ __device__ inline void attend(const Params& p) {
     };
     read_mask();
     // One stage: values come during the first product, the next keys during the second. Two: both of
-    // the next visit during all of this one.
+    // the next visit during all of this one. The next bias comes once this one has been added.
     int stage = 0;
     if (!visit.done()) {
         load_keys(visit.tile * BLOCK_K, 0);
         if (STAGES > 1) load_values(visit.tile * BLOCK_K, 0);
+        load_bias(visit.tile * BLOCK_K);
     }
     while (!visit.done()) {
         const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
@@ -102,13 +105,14 @@ __device__ inline void attend(const Params& p) {
         if constexpr (HAS_MASK) mask.share();
         Scores<false, MT, NT> s(q0 + row0, k0 + column0);
         multiply<HEAD_DIM>(s, q_tile, row0, k, column0);
-        s.apply(head.terms, [](int, int, int, Sum) {});
+        s.apply(head.terms, bias, [](int, int, int, Sum) {});
         if (HAS_MASK || kind == PARTIAL) s.hide(head.sight, mask);
         if (STAGES == 1) {
             copy_wait<0>();
             __syncthreads();  // the values are here, and everybody is done with the keys
             if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
         }
+        if (!visit.done()) load_bias(visit.tile * BLOCK_K);
         if constexpr (CAREFUL) {
             clean_tiles<THREADS>(cleaned, v);
             s.find(cleaned + column0, redo);

@@ -23,9 +23,10 @@ struct TileGradient {
     // shift(m, n, e) is the logsumexp of the element's query in units of log 2; look(p) is called
     // where the scores are known and -infinity where hidden.
     template <class Shift, class Look>
-    __device__ void probabilities(const Terms& terms, const Sight& sight, const Dropout& dropout,
-                                  int kind, Shift shift, Look look) {
-        p.apply(terms, [&](int m, int n, int e, Sum derivative) {
+    __device__ void probabilities(const Terms& terms, const WarpBias<TRANSPOSED, MT, NT>& bias,
+                                  const Sight& sight, const Dropout& dropout, int kind,
+                                  Shift shift, Look look) {
+        p.apply(terms, bias, [&](int m, int n, int e, Sum derivative) {
             if constexpr (HAS_SOFTCAP) derivatives.x[m][n][e] = derivative;
         });
         if constexpr (HAS_MASK) mask.share();
@@ -35,7 +36,8 @@ struct TileGradient {
         p.for_each([&](Sum& s, int, int, int m, int n, int e) {
             // Only dbias has no second look at what is not finite: no NaN may reach a hidden pair.
             const bool hidden = HAS_BIAS && s == -infinity<Sum>();
-            s = hidden ? Sum(0) : exp2_of(fma(s, unit, -shift(m, n, e)));
+            const Sum exponent = fma(s, unit, -shift(m, n, e));
+            s = hidden ? Sum(0) : exp2_of(exponent);
         });
         if constexpr (HAS_DROPOUT)
             dropout.for_each<TRANSPOSED, MT, NT>(
@@ -55,7 +57,8 @@ struct TileGradient {
             if constexpr (HAS_DROPOUT) dp = probability < 0 ? Sum(0) : dp * gain;
             const bool hidden = HAS_BIAS && probability == 0;  // as above
             const Sum size = HAS_DROPOUT ? fabs(probability) : probability;
-            x = hidden ? Sum(0) : size * (dp - delta(m, n, e));
+            const Sum difference = dp - delta(m, n, e);
+            x = hidden ? Sum(0) : size * difference;
         });
     }
 

@@ -1,6 +1,7 @@
 // Layer 3. Accumulators of scores: where each element stands; terms applied, hidden pairs out.
 #pragma once
 
+#include "bias.cuh"
 #include "dense.cuh"
 #include "philox.cuh"
 #include "scores.cuh"
@@ -27,78 +28,19 @@ struct Scores : Fragment<Sum, MT, NT> {
                 }
     }
 
-    // Call visit(m, half, n, first, second) for every two neighbouring columns of a row with what
-    // `data`, of strides (step_i, step_j), holds for them. Beyond (Nq, Nk) nothing is read.
-    template <class T, class Visit>
-    __device__ void read_pairs(const T* data, i64 step_i, i64 step_j, int Nq, int Nk,
-                               Visit visit) const {
-        const Lane lane;
-        const int rows = TRANSPOSED ? Nk : Nq, columns = TRANSPOSED ? Nq : Nk;
-        const i64 down = TRANSPOSED ? step_j : step_i, right = TRANSPOSED ? step_i : step_j;
-        struct alignas(2 * sizeof(T)) Two {
-            T x, y;
-        };
-        if constexpr (SPAN > 1 && TRANSPOSED) {
-            // Rows are neighbours in memory: what a lane reads of a column has constant distances.
-            const int r = row + lane.g;
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                const int c = column + 8 * n + lane.column(0);
-                const T* from = data + c * right + r;
-#pragma unroll
-                for (int m = 0; m < MT; ++m)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const int step = 16 * m + 8 * half;
-                        Two two = {};
-                        if (r + step < rows && c < columns) two.x = from[step];
-                        if (r + step < rows && c + 1 < columns) two.y = from[right + step];
-                        visit(m, half, n, two.x, two.y);
-                    }
-            }
-        } else {
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int r = row + 16 * m + lane.row(2 * half), c0 = column + lane.column(0);
-                    const T* from = data + min(r, rows - 1) * down;
-#pragma unroll
-                    for (int n = 0; n < NT; ++n) {
-                        const int c = c0 + 8 * n;
-                        Two two = {};
-                        if constexpr (SPAN > 1) {
-                            if (c < columns) two = *reinterpret_cast<const Two*>(from + c);
-                        } else {
-                            if (c < columns) two.x = from[c * right];
-                            if (c + 1 < columns) two.y = from[(c + 1) * right];
-                        }
-                        visit(m, half, n, two.x, two.y);
-                    }
-                }
-        }
-    }
-
     // Turn products into scores; look(m, n, e, derivative) is given the derivatives by the scaled
     // product.
     template <class Look>
-    __device__ void apply(const Terms& terms, Look look) {
+    __device__ void apply(const Terms& terms, const WarpBias<TRANSPOSED, MT, NT>& bias,
+                          Look look) {
         if constexpr (FOLD) return;
-        auto score = [&](int m, int n, int e, Sum added) {
-            const Lane lane;
-            const int r = row + 16 * m + lane.row(e), c = column + 8 * n + lane.column(e);
-            Sum derivative, &s = this->x[m][n][e];
-            s = terms.score(s, TRANSPOSED ? c : r, TRANSPOSED ? r : c, added, derivative);
+        Sum added[2][4];  // to two atoms at a time
+        for_each([&](Sum& s, int i, int j, int m, int n, int e) {
+            if (HAS_BIAS && n % 2 == 0 && e == 0) bias.read(added, terms, row, column, m, n);
+            Sum derivative;
+            s = terms.score(s, i, j, added[n % 2][e], derivative);
             look(m, n, e, derivative);
-        };
-        if constexpr (HAS_BIAS)
-            read_pairs(terms.bias, terms.bias_i, terms.bias_j, terms.Nq, terms.Nk,
-                       [&](int m, int half, int n, BiasElement x, BiasElement y) {
-                           score(m, n, 2 * half, Sum(widen(x)));
-                           score(m, n, 2 * half + 1, Sum(widen(y)));
-                       });
-        else
-            for_each([&](Sum&, int, int, int m, int n, int e) { score(m, n, e, 0); });
+        });
     }
 
     __device__ void hide(const Sight& sight, const DenseMask<TRANSPOSED, MT, NT>& mask) {

@@ -14,12 +14,19 @@ struct Lane {
     __device__ int column(int e) const { return 2 * t + e % 2; }
 };
 
-// ROWS x COLUMNS elements. Rows start 128 bytes apart or a multiple of that; the 16-byte chunks of
-// a row are exchanged by a function of its number, so that neither eight rows of one chunk nor the
+__device__ constexpr int power_of_two_from(int n) {
+    int power = 1;
+    while (power < n) power *= 2;
+    return power;
+}
+
+// ROWS x COLUMNS elements. Rows start 64 bytes apart, or a multiple of 128; the 16-byte chunks of a
+// row are exchanged by a function of its number, so that neither eight rows of one chunk nor the
 // fragments of wider types meet in one bank.
 template <class T, int ROWS, int COLUMNS>
 struct Tile {
-    static constexpr int PITCH = (COLUMNS * int(sizeof(T)) + 127) / 128 * 128;
+    static constexpr int ROW_BYTES = COLUMNS * int(sizeof(T));
+    static constexpr int PITCH = ROW_BYTES <= 64 ? 64 : (ROW_BYTES + 127) / 128 * 128;
     static constexpr int BYTES = ROWS * PITCH;
 
     char* base;
@@ -27,8 +34,10 @@ struct Tile {
 
     __device__ explicit Tile(char* base) : base(base), address(shared_address(base)) {}
 
-    __device__ static int swizzle(int row) {
-        if constexpr (sizeof(T) == 2) return (row & 7) << 4;
+    // Of two rows that differ in no bit, that of their sum is the exclusive or.
+    __device__ static constexpr int swizzle(int row) {
+        if (PITCH == 64) return sizeof(T) == 2 ? (row >> 1 & 3) << 4 : (row >> 1 & 1) << 5;
+        if (sizeof(T) == 2) return (row & 7) << 4;
         return ((row ^ row >> 2) & 1) << 6 | (row >> 1 & 1) << 5;
     }
     // Bytes from the base of an element, or of the 16-byte chunk that begins with it.
@@ -58,29 +67,33 @@ struct Tile {
 
     // Begin to fill the tile from `rows` rows of `columns` elements; what is beyond becomes zero.
     template <int THREADS, int VECTOR>
-    __device__ void load(const T* source, i64 stride, int rows, int columns) const {
-        constexpr int SIZE = VECTOR < 4 ? 16 : VECTOR, CHUNKS = COLUMNS * int(sizeof(T)) / SIZE;
-        constexpr int STEP = THREADS / CHUNKS;  // rows that all threads together fill at a time
-        if constexpr (VECTOR >= 4 && THREADS % CHUNKS == 0 && STEP % 8 == 0 && ROWS % STEP == 0) {
-            // A thread stays in one column, and its rows are swizzled alike.
-            const int row = threadIdx.x / CHUNKS, byte = threadIdx.x % CHUNKS * SIZE;
+    __device__ void load(const T* source, i64 stride, int rows, int columns,
+                         u32 thread = threadIdx.x) const {
+        constexpr int SIZE = VECTOR < 4 ? 16 : VECTOR, CHUNKS = ROW_BYTES / SIZE;
+        constexpr int LANES = power_of_two_from(CHUNKS);  // threads of a row
+        constexpr int STEP = THREADS / LANES;  // rows that all threads together fill at a time
+        if constexpr (VECTOR >= 4 && STEP > 0 && ROWS % STEP == 0 && ROWS / STEP <= 32) {
+            // A thread stays in one column, and keeps what is computed of its first row.
+            const int row = thread / LANES, byte = thread % LANES * SIZE;
+            if (byte >= ROW_BYTES) return;
             const int inside = min(max(columns * int(sizeof(T)) - byte, 0), SIZE);
             const char* from = reinterpret_cast<const char*>(source + row * stride) + byte;
             const i64 step = STEP * int(sizeof(T)) * stride;
-            const u32 to = address + row * PITCH + (byte ^ swizzle(row));
+            auto to = [&](int n) {
+                return address + row * PITCH + (byte ^ swizzle(row) ^ swizzle(n * STEP)) +
+                       n * STEP * PITCH;
+            };
             if (rows >= ROWS && inside == SIZE) {
 #pragma unroll
-                for (int n = 0; n < ROWS / STEP; ++n, from += step)
-                    copy_async<SIZE>(to + n * STEP * PITCH, from);
+                for (int n = 0; n < ROWS / STEP; ++n, from += step) copy_async<SIZE>(to(n), from);
             } else {
 #pragma unroll
                 for (int n = 0; n < ROWS / STEP; ++n, from += step)
-                    copy_async<SIZE>(to + n * STEP * PITCH, from,
-                                     row + n * STEP < rows ? inside : 0);
+                    copy_async<SIZE>(to(n), from, row + n * STEP < rows ? inside : 0);
             }
         } else {
 #pragma unroll 4
-            for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+            for (int i = thread; i < ROWS * CHUNKS; i += THREADS) {
                 const int row = i / CHUNKS, byte = i % CHUNKS * SIZE;
                 const int inside = min(max(columns * int(sizeof(T)) - byte, 0), SIZE);
                 const char* from = reinterpret_cast<const char*>(source + row * stride) + byte;
@@ -101,13 +114,15 @@ struct Tile {
 
     // Write `rows` rows of `columns` elements to global memory.
     template <int THREADS, int VECTOR>
-    __device__ void store(T* target, i64 stride, int rows, int columns) const {
-        constexpr int SIZE = VECTOR, CHUNKS = COLUMNS * int(sizeof(T)) / SIZE;
+    __device__ void store(T* target, i64 stride, int rows, int columns,
+                          u32 thread = threadIdx.x) const {
+        constexpr int SIZE = VECTOR, CHUNKS = ROW_BYTES / SIZE;
         struct alignas(SIZE) Chunk {
             char bytes[SIZE];
         };
         const int bytes = columns * int(sizeof(T));
-        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+#pragma unroll 4
+        for (int i = thread; i < ROWS * CHUNKS; i += THREADS) {
             const int row = i / CHUNKS, byte = i % CHUNKS * SIZE;
             if (row >= rows || byte >= bytes) continue;
             const char* from = base + row * PITCH + (byte ^ swizzle(row));
@@ -115,6 +130,7 @@ struct Tile {
             if (byte + SIZE <= bytes)
                 *reinterpret_cast<Chunk*>(to) = *reinterpret_cast<const Chunk*>(from);
             else
+#pragma unroll 1
                 for (int b = 0; b < bytes - byte; b += sizeof(T))
                     *reinterpret_cast<T*>(to + b) = *reinterpret_cast<const T*>(from + b);
         }
@@ -140,15 +156,8 @@ struct Tile {
                           address + at<128>(m0 + lane % 16, lane / 16 * 8, m, k));
             return fragment;
         } else {
-            const Lane lane;
             T c[2][4];
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-#pragma unroll
-                for (int e = 0; e < 4; e += 2) {
-                    const Pair x = pair(at<128>(m0 + lane.g, 2 * lane.t, m + 4 * e, k + 8 * i));
-                    c[i][e] = x.x, c[i][e + 1] = x.y;
-                }
+            read<false, 128>(c, m0, m, k);
             return Atom<T>::a_of(c);
         }
     }
@@ -164,15 +173,41 @@ struct Tile {
                                                m));
             return fragment;
         } else {
-            const Lane lane;
             T c[2][4];
+            read<true, SPAN>(c, m0, m, k);
+            return Atom<T>::a_of(c);
+        }
+    }
+
+    // The same elements as C holds them, of the two atoms of columns k and k + 8.
+    template <bool TRANSPOSED, int SPAN>
+    __device__ void read(T (&c)[2][4], int m0, int m, int k) const {
+        if constexpr (sizeof(T) == 2) {
+            const auto fragment = TRANSPOSED ? a_transposed<SPAN>(m0, m, k) : a(m0, m, k);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    c[i][e] = element(at<SPAN>(2 * lane.t + e % 2, m0 + lane.g, k + 8 * i,
-                                               m + e / 2 * 8));
-            return Atom<T>::a_of(c);
+                for (int e = 0; e < 4; ++e) {
+                    const u32 two = fragment.r[2 * i + e / 2];
+                    c[i][e].bits = static_cast<unsigned short>(e % 2 ? two >> 16 : two);
+                }
+        } else {
+            const Lane lane;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; e += 2) {
+                    if constexpr (TRANSPOSED) {
+                        auto x = [&](int down) {
+                            return element(at<SPAN>(2 * lane.t + down, m0 + lane.g, k + 8 * i,
+                                                    m + 4 * e));
+                        };
+                        c[i][e] = x(0), c[i][e + 1] = x(1);
+                    } else {
+                        const Pair x = pair(at<128>(m0 + lane.g, 2 * lane.t, m + 4 * e, k + 8 * i));
+                        c[i][e] = x.x, c[i][e + 1] = x.y;
+                    }
+                }
         }
     }
 
@@ -218,136 +253,6 @@ struct Tile {
     }
 };
 
-// Accumulators of MT x NT atoms: rows 16 * MT, columns 8 * NT.
-template <class S, int MT, int NT>
-struct Fragment {
-    S x[MT][NT][4];
-
-    __device__ void clear() {
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[m][n][e] = 0;
-    }
-
-    __device__ bool all_finite() const {
-        bool finite = true;
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) finite = finite && is_finite(x[m][n][e]);
-        return finite;
-    }
-
-    // Multiply each row by its factor; nothing is done where all of a warp are 1.
-    __device__ void scale_rows(const S (&factors)[MT][2]) {
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-            if (__all_sync(~0u, factors[m][0] == 1 && factors[m][1] == 1)) continue;
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[m][n][e] *= factors[m][e / 2];
-        }
-    }
-};
-
-// Products of a warp's share, which begins at (m0, n0): m0 is a multiple of its 16 * MT rows, n0 of
-// its 8 * NT columns.
-
-// c[m, n] += sum over k of x[m, k] y[n, k], for DEPTH columns of both tiles.
-template <int DEPTH, class T, int R, int C, int R2, int C2, class S, int MT, int NT>
-__device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
-                                const Tile<T, R2, C2>& y, int n0) {
-#pragma unroll
-    for (int k = 0; k < DEPTH; k += 16) {
-        typename Atom<T>::A a[MT];
-#pragma unroll
-        for (int m = 0; m < MT; ++m) a[m] = x.a(m0, 16 * m, k);
-#pragma unroll
-        for (int n = 0; n < NT; n += 2) {
-            typename Atom<T>::B b[2];
-            y.b(b, n0, 8 * n, k);
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) Atom<T>::mma(c.x[m][n + i], a[m], b[i]);
-        }
-    }
-}
-
-// What a product without a callback calls.
-struct Nothing {
-    __device__ void operator()(int) const {}
-};
-
-// c[m, n] += sum over k of x[m, k] y[k, n]: x are accumulators, y a tile from column n0 on. Atoms
-// k and k + 1 of x are as finish(k) leaves them.
-template <class T, int R, int C, class S, int MT, int KT, int NT, class Finish = Nothing>
-__device__ inline void multiply(Fragment<S, MT, NT>& c, const Fragment<S, MT, KT>& x,
-                                const Tile<T, R, C>& y, int n0, Finish finish = {}) {
-#pragma unroll
-    for (int k = 0; k < 8 * KT; k += 16) {
-        finish(k / 8);
-        typename Atom<T>::A a[MT];
-#pragma unroll
-        for (int m = 0; m < MT; ++m) a[m] = Atom<T>::a_of(x.x[m] + k / 8);
-#pragma unroll
-        for (int n = 0; n < NT; n += 2) {
-            typename Atom<T>::B b[2];
-            y.template b_transposed<8 * NT>(b, n0, 8 * n, k);
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) Atom<T>::mma(c.x[m][n + i], a[m], b[i]);
-        }
-    }
-}
-
-// c[m, n] += sum over k of x[k, m] y[k, n] (TRANSPOSED) or x[m, k] y[k, n], for DEPTH rows of y.
-template <bool TRANSPOSED, int DEPTH, class T, int R, int C, int R2, int C2, class S, int MT,
-          int NT>
-__device__ inline void multiply_rows(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
-                                     const Tile<T, R2, C2>& y, int n0) {
-#pragma unroll
-    for (int k = 0; k < DEPTH; k += 16) {
-        typename Atom<T>::A a[MT];
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-            a[m] = TRANSPOSED ? x.template a_transposed<16 * MT>(m0, 16 * m, k)
-                              : x.a(m0, 16 * m, k);
-#pragma unroll
-        for (int n = 0; n < NT; n += 2) {
-            typename Atom<T>::B b[2];
-            y.template b_transposed<8 * NT>(b, n0, 8 * n, k);
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) Atom<T>::mma(c.x[m][n + i], a[m], b[i]);
-        }
-    }
-}
-
-// Write accumulators to a tile, in its element type, where a warp's share begins as above.
-template <class T, int R, int C, class S, int MT, int NT>
-__device__ inline void store_fragment(const Tile<T, R, C>& tile, const Fragment<S, MT, NT>& c,
-                                      int m0, int n0) {
-    const Lane lane;
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; e += 2)
-                tile.pair(Tile<T, R, C>::template at<8 * NT>(m0 + lane.g, n0 + 2 * lane.t,
-                                                             16 * m + 4 * e, 8 * n)) = {
-                    narrow<T>(c.x[m][n][e]), narrow<T>(c.x[m][n][e + 1])};
-}
-
 // Zero what is not finite in tiles of the same rows, and say in which rows it was; everybody calls.
 template <int THREADS, int ROWS, class... Tiles>
 __device__ __noinline__ void clean_tiles(bool (&marks)[ROWS], const Tiles&... tiles) {
@@ -366,28 +271,4 @@ __device__ inline void copy_row(S (&row)[N], const S* source) {
     const int n = threadIdx.x * CHUNK;
     if (n < N)
         copy_async<16>(shared_address(row + n), reinterpret_cast<const char*>(source + n));
-}
-
-// Where add_rows puts a column: what a lane holds of two neighbouring atoms lies together.
-__device__ inline int added_column(int column) {
-    return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
-}
-
-// Add accumulators to rows in global memory, the first `rows` of which there are.
-template <class S, int MT, int NT>
-__device__ inline void add_rows(S* target, int stride, const Fragment<S, MT, NT>& c, int m0, int n0,
-                                int rows) {
-    const Lane lane;
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-            const int row = m0 + 16 * m + lane.row(e);
-            S* const to = target + row * stride + n0 + 4 * lane.t;
-            if (row < rows)
-#pragma unroll
-                for (int n = 0; n < NT; n += 2)
-                    add_global(to + 8 * n, c.x[m][n][e], c.x[m][n][e + 1], c.x[m][n + 1][e],
-                               c.x[m][n + 1][e + 1]);
-        }
 }

@@ -1,0 +1,191 @@
+// Layer 2. Accumulators of a warp: products of tiles, and their way to tiles and global memory.
+#pragma once
+
+#include "tile.cuh"
+
+// Accumulators of MT x NT atoms: rows 16 * MT, columns 8 * NT.
+template <class S, int MT, int NT>
+struct Fragment {
+    S x[MT][NT][4];
+
+    __device__ void clear() {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[m][n][e] = 0;
+    }
+
+    __device__ bool all_finite() const {
+        bool finite = true;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) finite = finite && is_finite(x[m][n][e]);
+        return finite;
+    }
+
+    // Multiply each row by its factor; nothing is done where all of a warp are 1.
+    __device__ void scale_rows(const S (&factors)[MT][2]) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            if (__all_sync(~0u, factors[m][0] == 1 && factors[m][1] == 1)) continue;
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[m][n][e] *= factors[m][e / 2];
+        }
+    }
+};
+
+// Products of a warp's share, which begins at (m0, n0): m0 is a multiple of its 16 * MT rows, n0 of
+// its 8 * NT columns.
+
+// c[m, n] += sum over k of x[m, k] y[n, k], for DEPTH columns of both tiles.
+template <int DEPTH, class T, int R, int C, int R2, int C2, class S, int MT, int NT>
+__device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
+                                const Tile<T, R2, C2>& y, int n0) {
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 16) {
+        typename Atom<T>::A a[MT];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) a[m] = x.a(m0, 16 * m, k);
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            typename Atom<T>::B b[2];
+            y.b(b, n0, 8 * n, k);
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) Atom<T>::mma(c.x[m][n + i], a[m], b[i]);
+        }
+    }
+}
+
+// What a product without a callback calls.
+struct Nothing {
+    __device__ void operator()(int) const {}
+};
+
+// c[m, n] += sum over k of x[m, k] y[k, n]: x are accumulators, y a tile from column n0 on. Atoms
+// k and k + 1 of x are as finish(k) leaves them.
+template <class T, int R, int C, class S, int MT, int KT, int NT, class Finish = Nothing>
+__device__ inline void multiply(Fragment<S, MT, NT>& c, const Fragment<S, MT, KT>& x,
+                                const Tile<T, R, C>& y, int n0, Finish finish = {}) {
+#pragma unroll
+    for (int k = 0; k < 8 * KT; k += 16) {
+        finish(k / 8);
+        typename Atom<T>::A a[MT];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) a[m] = Atom<T>::a_of(x.x[m] + k / 8);
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            typename Atom<T>::B b[2];
+            y.template b_transposed<8 * NT>(b, n0, 8 * n, k);
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) Atom<T>::mma(c.x[m][n + i], a[m], b[i]);
+        }
+    }
+}
+
+// c[m, n] += sum over k of x[k, m] y[k, n] (TRANSPOSED) or x[m, k] y[k, n], for DEPTH rows of y.
+template <bool TRANSPOSED, int DEPTH, class T, int R, int C, int R2, int C2, class S, int MT,
+          int NT>
+__device__ inline void multiply_rows(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
+                                     const Tile<T, R2, C2>& y, int n0) {
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 16) {
+        typename Atom<T>::A a[MT];
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+            a[m] = TRANSPOSED ? x.template a_transposed<16 * MT>(m0, 16 * m, k)
+                              : x.a(m0, 16 * m, k);
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            typename Atom<T>::B b[2];
+            y.template b_transposed<8 * NT>(b, n0, 8 * n, k);
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) Atom<T>::mma(c.x[m][n + i], a[m], b[i]);
+        }
+    }
+}
+
+// Write accumulators to a tile, in its element type, where a warp's share begins as above.
+template <class T, int R, int C, class S, int MT, int NT>
+__device__ inline void store_fragment(const Tile<T, R, C>& tile, const Fragment<S, MT, NT>& c,
+                                      int m0, int n0) {
+    const Lane lane;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; e += 2)
+                tile.pair(Tile<T, R, C>::template at<8 * NT>(m0 + lane.g, n0 + 2 * lane.t,
+                                                             16 * m + 4 * e, 8 * n)) = {
+                    narrow<T>(c.x[m][n][e]), narrow<T>(c.x[m][n][e + 1])};
+}
+
+// The same to a tile of which they fill all, its columns their rows.
+template <class T, int R, int C, class S, int MT, int NT>
+__device__ inline void store_transposed(const Tile<T, R, C>& tile, const Fragment<S, MT, NT>& c) {
+    static_assert(R == 8 * NT && C == 16 * MT);
+    const Lane lane;
+    const int thread = threadIdx.x % WARP;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            auto at = [&](int row, int column) {
+                return Tile<T, R, C>::template at<C>(row, column, 8 * n, 16 * m);
+            };
+            if constexpr (sizeof(T) == 2) {
+                u32 r[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const S* two = c.x[m][n + i / 2] + i % 2 * 2;
+                    r[i] = pack<T>(float(two[0]), float(two[1]));
+                }
+                store_matrices_transposed(
+                    tile.address + at(thread % 8 + thread / 16 * 8, thread / 8 % 2 * 8), r);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        tile.element(at(2 * lane.t + e % 2 + 8 * i, lane.g + e / 2 * 8)) =
+                            narrow<T>(c.x[m][n + i][e]);
+            }
+        }
+}
+
+// Where add_rows puts a column: what a lane holds of two neighbouring atoms lies together.
+__device__ inline int added_column(int column) {
+    return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
+}
+
+// Add accumulators to rows in global memory, the first `rows` of which there are.
+template <class S, int MT, int NT>
+__device__ inline void add_rows(S* target, int stride, const Fragment<S, MT, NT>& c, int m0, int n0,
+                                int rows) {
+    const Lane lane;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+            const int row = m0 + 16 * m + lane.row(e);
+            S* const to = target + row * stride + n0 + 4 * lane.t;
+            if (row < rows)
+#pragma unroll
+                for (int n = 0; n < NT; n += 2)
+                    add_global(to + 8 * n, c.x[m][n][e], c.x[m][n][e + 1], c.x[m][n + 1][e],
+                               c.x[m][n + 1][e + 1]);
+        }
+}
