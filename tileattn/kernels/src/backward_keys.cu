@@ -131,14 +131,14 @@ __device__ inline void differentiate(const Params& p) {
             auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
             TileGradient<true, MT, QT> tile(k0 + row0, q0 + column0);
             tile.look(head.sight);
-            multiply<HEAD_DIM>(tile.p, k_tile, row0, q, column0);
+            multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>>(tile.p, k_tile, row0, q, column0);
             tile.probabilities(
                 head.terms, bias, head.sight, head.dropout, kind,
                 [&](int, int n, int e) { return shifts[now][query(n, e)]; },
                 [&](auto& scores) {
                     if constexpr (CAREFUL) scores.find(cleaned + column0, found);
                 });
-            multiply<VALUE_DIM>(tile.ds, v_tile, row0, dout, column0);
+            multiply<VALUE_DIM, STEPS<CAREFUL, VALUE_DIM>>(tile.ds, v_tile, row0, dout, column0);
             tile.at_scores(Sum(p.gain),
                            [&](int, int n, int e) { return deltas[now][query(n, e)]; });
             if constexpr (WRITE_DBIAS && !CAREFUL)
@@ -152,13 +152,14 @@ __device__ inline void differentiate(const Params& p) {
             if constexpr (WARPS_N > 1) {
                 store_fragment(p_tile, tile.p, row0, column0);
                 __syncthreads();  // the probabilities of all queries are here
+                constexpr int UNROLL = STEPS<CAREFUL, BLOCK_Q>;
                 if constexpr (APART) {
                     const PairTile weights(p_tile.base + only_dk * PairTile::BYTES);
                     const OutTile rows(q.base + !only_dk * QueryTile::BYTES);
-                    multiply_rows<false, BLOCK_Q>(dv, weights, row0, rows, share * VT * 8);
+                    multiply_rows<false, BLOCK_Q, UNROLL>(dv, weights, row0, rows, share * VT * 8);
                 } else {
-                    multiply_rows<false, BLOCK_Q>(dv, p_tile, row0, dout, share * VT * 8);
-                    multiply_rows<false, BLOCK_Q>(dk, ds_tile, row0, q, share * DT * 8);
+                    multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, row0, dout, share * VT * 8);
+                    multiply_rows<false, BLOCK_Q, UNROLL>(dk, ds_tile, row0, q, share * DT * 8);
                 }
             } else {
                 multiply(dv, tile.p, dout, 0);
@@ -219,6 +220,7 @@ __device__ inline void differentiate(const Params& p) {
 
     if constexpr (!CAREFUL) return;
     __syncthreads();  // everybody has stored
+#pragma unroll 1
     for (int j = warp; j < BLOCK_K; j += WARPS)
         if (redo[j] && k0 + j < p.Nk) key_row(p, b, kv, k0 + j);
 }

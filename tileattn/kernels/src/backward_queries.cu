@@ -23,7 +23,7 @@ __device__ __noinline__ void differentiate_carefully(const Params& p) { differen
 template <bool CAREFUL>
 __device__ inline void differentiate(const Params& p) {
     extern __shared__ __align__(1024) char memory[];
-    __shared__ bool cleaned[BLOCK_K];
+    __shared__ bool cleaned[BLOCK_K], redo[BLOCK_Q];
     const QueryTile q_tile{memory};
     const OutTile dout_tile{q_tile.base + QueryTile::BYTES};
     char* const stages = dout_tile.base + OutTile::BYTES;
@@ -63,7 +63,7 @@ __device__ inline void differentiate(const Params& p) {
             delta[m][half] = head.delta()[i];
         }
     Fragment<Sum, MT, DT> dq;
-    bool redo[MT][2] = {};
+    bool found[MT][2] = {};
     Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
         return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
@@ -85,15 +85,15 @@ __device__ inline void differentiate(const Params& p) {
         if constexpr (CAREFUL) clean_tiles<THREADS>(cleaned, k, v);
         TileGradient<false, MT, NT> tile(q0 + row0, k0);
         tile.look(head.sight);
-        multiply<HEAD_DIM>(tile.p, q_tile, row0, k, 0);
+        multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>>(tile.p, q_tile, row0, k, 0);
         tile.probabilities(
             head.terms, bias, head.sight, head.dropout, kind,
             [&](int m, int, int e) { return shift[m][e / 2]; },
             [&](auto& scores) {
-                if constexpr (CAREFUL) scores.find(cleaned, redo);
+                if constexpr (CAREFUL) scores.find(cleaned, found);
             });
         if (!visit.done()) load_bias(visit.tile * BLOCK_K);
-        multiply<VALUE_DIM>(tile.ds, dout_tile, row0, v, 0);
+        multiply<VALUE_DIM, STEPS<CAREFUL, VALUE_DIM>>(tile.ds, dout_tile, row0, v, 0);
         tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.at_products();
         multiply(dq, tile.ds, k, 0);
@@ -116,7 +116,7 @@ __device__ inline void differentiate(const Params& p) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 dq.x[m][n][e] *= Sum(p.scale);
-                if (!is_finite(dq.x[m][n][e])) redo[m][e / 2] = true;
+                if (!is_finite(dq.x[m][n][e])) found[m][e / 2] = true;
             }
     store_fragment(q_tile, dq, row0, 0);
     __syncthreads();
@@ -125,17 +125,17 @@ __device__ inline void differentiate(const Params& p) {
         int(p.D));
 
     if constexpr (!CAREFUL) return;
+    for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) redo[i] = false;
     __syncthreads();  // everybody has stored
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 again = __ballot_sync(~0u, redo[m][half]);
-            for (int g = 0; g < 8; ++g) {
-                const int i = row0 + 16 * m + 8 * half + g;
-                if ((again >> (4 * g) & 15) && i < rows) query_row(p, head.b, head.h, q0 + i);
-            }
-        }
+        for (int half = 0; half < 2; ++half)
+            if (found[m][half]) redo[row0 + 16 * m + lane.row(2 * half)] = true;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x / WARP; i < BLOCK_Q; i += WARPS_M)
+        if (redo[i] && i < rows) query_row(p, head.b, head.h, q0 + i);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)

@@ -41,6 +41,11 @@ constexpr bool ADD_DQ = KEY_ADD_DQ;
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
 constexpr int SPAN = KEY_SPAN;
 
+// Steps of a product that are laid out one after the other. The careful pass rarely runs, and is
+// compiled sooner with one.
+template <bool CAREFUL, int DEPTH>
+constexpr int STEPS = CAREFUL ? 1 : DEPTH / 16;
+
 constexpr int THREADS = WARP * WARPS_M * WARPS_N;
 
 static_assert(HEAD_DIM % 16 == 0 && VALUE_DIM % 16 == 0, "columns come in pairs of atoms");

@@ -29,7 +29,7 @@ __device__ __noinline__ void attend_carefully(const Params& p) { attend<true>(p)
 template <bool CAREFUL>
 __device__ inline void attend(const Params& p) {
     extern __shared__ __align__(1024) char memory[];
-    __shared__ bool cleaned[BLOCK_K];
+    __shared__ bool cleaned[BLOCK_K], redo[BLOCK_Q];
     const QueryTile q_tile(memory);
     const OutTile out_tile(memory);  // takes the place of the queries in the end
     auto k_tile = [&](int stage) {
@@ -69,7 +69,7 @@ __device__ inline void attend(const Params& p) {
     copy_commit();
     RowState<MT> state;
     Fragment<Sum, MT, VT> acc;
-    bool redo[MT][2] = {};
+    bool found[MT][2] = {};
     Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
         return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
@@ -104,7 +104,7 @@ __device__ inline void attend(const Params& p) {
         }
         if constexpr (HAS_MASK) mask.share();
         Scores<false, MT, NT> s(q0 + row0, k0 + column0);
-        multiply<HEAD_DIM>(s, q_tile, row0, k, column0);
+        multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>>(s, q_tile, row0, k, column0);
         s.apply(head.terms, bias, [](int, int, int, Sum) {});
         if (HAS_MASK || kind == PARTIAL) s.hide(head.sight, mask);
         if (STAGES == 1) {
@@ -115,7 +115,7 @@ __device__ inline void attend(const Params& p) {
         if (!visit.done()) load_bias(visit.tile * BLOCK_K);
         if constexpr (CAREFUL) {
             clean_tiles<THREADS>(cleaned, v);
-            s.find(cleaned + column0, redo);
+            s.find(cleaned + column0, found);
         }
         Sum rescale[MT][2];
         state.absorb(s, head.terms.unit(), group, rescale);
@@ -128,7 +128,7 @@ __device__ inline void attend(const Params& p) {
             for (int n = 0; n < NT; n += 2) drop(n);
             store_fragment(p_tile, s, row0, column0);
             group.sync();
-            multiply_rows<false, BLOCK_K>(acc, p_tile, row0, v, value0);
+            multiply_rows<false, BLOCK_K, STEPS<CAREFUL, BLOCK_K>>(acc, p_tile, row0, v, value0);
         } else {
             multiply(acc, s, v, 0, drop);
         }
@@ -140,6 +140,10 @@ __device__ inline void attend(const Params& p) {
     }
     __syncthreads();  // everybody is done with the queries
 
+    if constexpr (CAREFUL) {
+        for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) redo[i] = false;
+        __syncthreads();
+    }
     state.gather(group);
     const Lane lane;
     const Sum sink = head.sink();
@@ -149,7 +153,7 @@ __device__ inline void attend(const Params& p) {
         for (int half = 0; half < 2; ++half) {
             Sum lse;
             const Sum weight = state.finish(m, half, sink, Sum(p.gain), lse);
-            bool good = is_finite(weight) && !redo[m][half];
+            bool good = is_finite(weight) && !found[m][half];
 #pragma unroll
             for (int n = 0; n < VT; ++n)
 #pragma unroll
@@ -157,8 +161,8 @@ __device__ inline void attend(const Params& p) {
                     acc.x[m][n][e] *= weight;
                     good = good && is_finite(acc.x[m][n][e]);
                 }
-            redo[m][half] = !good;
-            const int i = q0 + row0 + 16 * m + lane.row(2 * half);
+            const int row = row0 + 16 * m + lane.row(2 * half), i = q0 + row;
+            if (CAREFUL && !good) redo[row] = true;
             if (lane.t == 0 && value0 == 0 && i < p.Nq) static_cast<Sum*>(p.lse)[head.row(i)] = lse;
         }
     store_fragment(out_tile, acc, row0, value0);
@@ -169,16 +173,9 @@ __device__ inline void attend(const Params& p) {
 
     if constexpr (!CAREFUL) return;
     __syncthreads();  // everybody has stored
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 bad = __ballot_sync(~0u, redo[m][half]);
-            for (int g = 0; g < 8; ++g) {
-                const int i = q0 + row0 + 16 * m + 8 * half + g;
-                if ((bad >> (4 * g) & 15) && i < p.Nq) forward_row(p, head.b, head.h, i);
-            }
-        }
+#pragma unroll 1
+    for (int i = threadIdx.x / WARP; i < BLOCK_Q; i += WARPS_M * WARPS_N)
+        if (redo[i] && q0 + i < p.Nq) forward_row(p, head.b, head.h, q0 + i);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)

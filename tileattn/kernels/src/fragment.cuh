@@ -45,10 +45,11 @@ struct Fragment {
 // its 8 * NT columns.
 
 // c[m, n] += sum over k of x[m, k] y[n, k], for DEPTH columns of both tiles.
-template <int DEPTH, class T, int R, int C, int R2, int C2, class S, int MT, int NT>
+template <int DEPTH, int UNROLL = DEPTH / 16, class T, int R, int C, int R2, int C2, class S,
+          int MT, int NT>
 __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
                                 const Tile<T, R2, C2>& y, int n0) {
-#pragma unroll
+#pragma unroll UNROLL
     for (int k = 0; k < DEPTH; k += 16) {
         typename Atom<T>::A a[MT];
 #pragma unroll
@@ -94,11 +95,11 @@ __device__ inline void multiply(Fragment<S, MT, NT>& c, const Fragment<S, MT, KT
 }
 
 // c[m, n] += sum over k of x[k, m] y[k, n] (TRANSPOSED) or x[m, k] y[k, n], for DEPTH rows of y.
-template <bool TRANSPOSED, int DEPTH, class T, int R, int C, int R2, int C2, class S, int MT,
-          int NT>
+template <bool TRANSPOSED, int DEPTH, int UNROLL = DEPTH / 16, class T, int R, int C, int R2,
+          int C2, class S, int MT, int NT>
 __device__ inline void multiply_rows(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
                                      const Tile<T, R2, C2>& y, int n0) {
-#pragma unroll
+#pragma unroll UNROLL
     for (int k = 0; k < DEPTH; k += 16) {
         typename Atom<T>::A a[MT];
 #pragma unroll

@@ -100,10 +100,12 @@ __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
     return {true, probability * keep, ds, ds * derivative};
 }
 
-// Visit what a warp's 32 pairs hold, one pair after the other, in every lane.
-template <class Row>
+// Visit what a warp's 32 pairs hold, one pair after the other, in every lane. Few of them laid out
+// are soon compiled; all of them, in forward_row, let the loop of forward.cu have better registers.
+template <int UNROLL, class Row>
 __device__ inline void in_turn(bool seen, Sum weight, Row add) {
     const u32 who = __ballot_sync(~0u, seen);
+#pragma unroll UNROLL
     for (int other = 0; other < WARP; ++other)
         if (who >> other & 1) add(other, __shfl_sync(~0u, weight, other));
 }
@@ -134,7 +136,7 @@ __device__ __noinline__ void forward_row(const Params& p, i64 b, i64 h, int i) {
             const int j = j0 + lane;
             const Sum s = j < keys.hi ? head.score(i, j, derivative) : -infinity<Sum>();
             const bool kept = !HAS_DROPOUT || head.dropout.keeps(i, j);
-            in_turn(s != -infinity<Sum>(), kept ? exp2_of(s - shift) : Sum(0),
+            in_turn<WARP>(s != -infinity<Sum>(), kept ? exp2_of(s - shift) : Sum(0),
                     [&](int other, Sum weight) {
                         if (d < p.Dv)
                             total = fma(weight, Sum(widen(head.v[(j0 + other) * p.v_at.n + d])),
@@ -158,7 +160,7 @@ __device__ __noinline__ void query_row(const Params& p, i64 b, i64 h, int i) {
             const int j = j0 + lane;
             const PairGradient pair =
                 j < keys.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
-            in_turn(pair.seen, pair.capped, [&](int other, Sum weight) {
+            in_turn<4>(pair.seen, pair.capped, [&](int other, Sum weight) {
                 if (d < p.D)
                     total = fma(weight, Sum(widen(head.k[(j0 + other) * p.k_at.n + d])), total);
             });
@@ -182,12 +184,12 @@ __device__ __noinline__ void key_row(const Params& p, i64 b, i64 kv, int j) {
                 const int i = i0 + lane;
                 const PairGradient pair =
                     i < queries.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
-                in_turn(pair.seen, pair.capped, [&](int other, Sum weight) {
+                in_turn<4>(pair.seen, pair.capped, [&](int other, Sum weight) {
                     if (d < p.D)
                         dk_total =
                             fma(weight, Sum(widen(head.q[(i0 + other) * p.q_at.n + d])), dk_total);
                 });
-                in_turn(pair.seen, pair.p, [&](int other, Sum weight) {
+                in_turn<4>(pair.seen, pair.p, [&](int other, Sum weight) {
                     const Element* dout = head.dout + (i0 + other) * p.dout_at.n;
                     if (d < p.Dv) dv_total = fma(weight, Sum(widen(dout[d])), dv_total);
                 });

@@ -17,11 +17,16 @@ struct RowGroup {
         asm volatile("bar.sync %0, %1;" ::"r"(1 + warp_m), "n"(WARP * WARPS_N) : "memory");
     }
 
+    // One array for all that is joined: each instance of a template would have one of its own.
+    __device__ static auto& parts() {
+        __shared__ Sum parts[WARPS_N][WARPS_N > 1 ? BLOCK_Q : 1];
+        return parts;
+    }
+
     // Combine what the four lanes of each row have, and then the warps. Between two calls everybody
     // meets.
     template <int MT, class Combine>
     __device__ void join(Sum (&x)[MT][2], Combine combine) const {
-        __shared__ Sum parts[WARPS_N][WARPS_N > 1 ? BLOCK_Q : 1];
         const Lane lane;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
@@ -31,7 +36,7 @@ struct RowGroup {
                 mine = combine(mine, __shfl_xor_sync(~0u, mine, 1));
                 mine = combine(mine, __shfl_xor_sync(~0u, mine, 2));
                 if (WARPS_N > 1 && lane.t == 0)
-                    parts[warp_n][row0 + 16 * i + lane.row(2 * half)] = mine;
+                    parts()[warp_n][row0 + 16 * i + lane.row(2 * half)] = mine;
             }
         if constexpr (WARPS_N == 1) return;
         sync();
@@ -40,9 +45,10 @@ struct RowGroup {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int row = row0 + 16 * i + lane.row(2 * half);
-                x[i][half] = parts[0][row];
+                x[i][half] = parts()[0][row];
 #pragma unroll
-                for (int n = 1; n < WARPS_N; ++n) x[i][half] = combine(x[i][half], parts[n][row]);
+                for (int n = 1; n < WARPS_N; ++n)
+                    x[i][half] = combine(x[i][half], parts()[n][row]);
             }
     }
 };

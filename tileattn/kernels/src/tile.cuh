@@ -139,6 +139,7 @@ struct Tile {
     // Zero what is not finite, and mark the rows in which it was.
     template <int THREADS>
     __device__ void clean(bool (&marks)[ROWS]) const {
+#pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * COLUMNS; i += THREADS) {
             T& x = element(at(i / COLUMNS, i % COLUMNS));
             if (!is_finite(widen(x))) x = T{}, marks[i / COLUMNS] = true;
