@@ -73,7 +73,7 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(32, 32, 2, 2, tuned=True, spills=True), TileSize(64, 16, 4)),
     },
     ("backward_keys", 2): {
-        64: (TileSize(128, 128, 4, 2, 2, tuned=True), TileSize(64, 64, 2, 2, 2)),
+        64: (TileSize(128, 128, 4, 2, 2, 1, tuned=True, spills=True), TileSize(64, 64, 2, 2, 2)),
         128: (TileSize(64, 128, 4, 2, 2, tuned=True, spills=True), TileSize(64, 64, 2, 2)),
         256: (TileSize(64, 64, 2, 4, 2, tuned=True, spills=True), TileSize(64, 64, 2, 4)),
     },

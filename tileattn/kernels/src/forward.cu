@@ -81,8 +81,8 @@ __device__ inline void attend(const Params& p) {
             mask.read(head.sight, q0 + row0, visit.tile * BLOCK_K + column0);
     };
     read_mask();
-    // One stage: values come during the first product, the next keys during the second. Two: both of
-    // the next visit during all of this one. The next bias comes once this one has been added.
+    // One stage: values come during the first product, the next keys during the second. Two: both
+    // of the next visit during all of this one. The next bias comes once this one has been added.
     int stage = 0;
     if (!visit.done()) {
         load_keys(visit.tile * BLOCK_K, 0);

@@ -100,14 +100,18 @@ __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
     return {true, probability * keep, ds, ds * derivative};
 }
 
-// Visit what a warp's 32 pairs hold, one pair after the other, in every lane. Few of them laid out
-// are soon compiled; all of them, in forward_row, let the loop of forward.cu have better registers.
-template <int UNROLL, class Row>
+// Visit what a warp's 32 pairs hold, one pair after the other, in every lane. All of them laid out,
+// which takes longer to compile, gives the loop of forward.cu, but no other, better registers.
+template <bool LAID_OUT, class Row>
 __device__ inline void in_turn(bool seen, Sum weight, Row add) {
     const u32 who = __ballot_sync(~0u, seen);
-#pragma unroll UNROLL
-    for (int other = 0; other < WARP; ++other)
-        if (who >> other & 1) add(other, __shfl_sync(~0u, weight, other));
+    auto visit = [&](int other) { add(other, __shfl_sync(~0u, weight, other)); };
+    if constexpr (LAID_OUT) {
+        for (int other = 0; other < WARP; ++other)
+            if (who >> other & 1) visit(other);
+    } else {
+        for (u32 left = who; left; left &= left - 1) visit(__ffs(left) - 1);
+    }
 }
 
 // The functions below are not inlined, and make a Head of their own: what only they need must not
@@ -136,12 +140,11 @@ __device__ __noinline__ void forward_row(const Params& p, i64 b, i64 h, int i) {
             const int j = j0 + lane;
             const Sum s = j < keys.hi ? head.score(i, j, derivative) : -infinity<Sum>();
             const bool kept = !HAS_DROPOUT || head.dropout.keeps(i, j);
-            in_turn<WARP>(s != -infinity<Sum>(), kept ? exp2_of(s - shift) : Sum(0),
-                    [&](int other, Sum weight) {
-                        if (d < p.Dv)
-                            total = fma(weight, Sum(widen(head.v[(j0 + other) * p.v_at.n + d])),
-                                        total);
-                    });
+            in_turn<true>(s != -infinity<Sum>(), kept ? exp2_of(s - shift) : Sum(0),
+                          [&](int other, Sum weight) {
+                              const Element* const row = head.v + (j0 + other) * p.v_at.n;
+                              if (d < p.Dv) total = fma(weight, Sum(widen(row[d])), total);
+                          });
         }
         if (d < p.Dv) out[d] = narrow<Element>(l == 0 ? Sum(0) : total * (Sum(p.gain) / l));
     }
@@ -160,7 +163,7 @@ __device__ __noinline__ void query_row(const Params& p, i64 b, i64 h, int i) {
             const int j = j0 + lane;
             const PairGradient pair =
                 j < keys.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
-            in_turn<4>(pair.seen, pair.capped, [&](int other, Sum weight) {
+            in_turn<false>(pair.seen, pair.capped, [&](int other, Sum weight) {
                 if (d < p.D)
                     total = fma(weight, Sum(widen(head.k[(j0 + other) * p.k_at.n + d])), total);
             });
@@ -184,12 +187,12 @@ __device__ __noinline__ void key_row(const Params& p, i64 b, i64 kv, int j) {
                 const int i = i0 + lane;
                 const PairGradient pair =
                     i < queries.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
-                in_turn<4>(pair.seen, pair.capped, [&](int other, Sum weight) {
+                in_turn<false>(pair.seen, pair.capped, [&](int other, Sum weight) {
                     if (d < p.D)
                         dk_total =
                             fma(weight, Sum(widen(head.q[(i0 + other) * p.q_at.n + d])), dk_total);
                 });
-                in_turn<4>(pair.seen, pair.p, [&](int other, Sum weight) {
+                in_turn<false>(pair.seen, pair.p, [&](int other, Sum weight) {
                     const Element* dout = head.dout + (i0 + other) * p.dout_at.n;
                     if (d < p.Dv) dv_total = fma(weight, Sum(widen(dout[d])), dv_total);
                 });

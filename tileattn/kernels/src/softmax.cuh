@@ -4,7 +4,7 @@
 
 #include "config.cuh"
 
-// The warps that share rows, each with a part of their columns: they meet at a barrier of their own.
+// The warps that share rows, each with a part of the columns: they meet at a barrier of their own.
 struct RowGroup {
     int warp_m, warp_n, row0;  // this warp among rows and columns of warps, and its first row
 
