@@ -79,7 +79,6 @@ def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
     assert {key.vector for key in keys} >= {2, 16}
     for option in ("softcap", "alibi", "mask", "block_mask", "dropout"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
-    assert {key.span for key in keys} >= {1, 2}
     assert {key.span for _, key in MIXED} == {1, 2, 16}
     assert all(key.bias for key in keys) == (kernel == "backward_bias")
     assert any(key.bias not in {"", key.dtype} for key in keys)

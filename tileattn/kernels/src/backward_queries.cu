@@ -125,8 +125,9 @@ __device__ inline void differentiate(const Params& p) {
         int(p.D));
 
     if constexpr (!CAREFUL) return;
-    for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) redo[i] = false;
     __syncthreads();  // everybody has stored
+    for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) redo[i] = false;
+    __syncthreads();
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
