@@ -96,6 +96,21 @@ def test_options_are_passed_as_they_lie(gpu: Machine) -> None:
         assert params[name] == x.data.ptr, name
 
 
+@pytest.mark.parametrize(
+    ("keys", "span", "bias_vector"), [(64, 16, 16), (60, 2, 8), (54, 2, 4), (53, 1, 0)]
+)
+def test_rows_of_masks_and_biases_are_read_as_wide_as_they_lie(
+    gpu: Machine, keys: int, span: int, bias_vector: int
+) -> None:
+    q, k = gpu.array((B, HQ, NQ, D), np.float16), gpu.array((B, HKV, keys, D), np.float16)
+    mask, bias = gpu.array((NQ, keys), np.bool_), gpu.array((HQ, 1, keys), np.float16)
+    tileattn.forward(q, k, k, mask=mask, bias=bias)
+    tileattn.forward(q, k, k, mask=mask[:, :1], bias=bias[:, :, :1])
+    wide, single = (key for key, *_ in gpu.launches)
+    assert (wide.span, wide.bias_vector) == (span, bias_vector)
+    assert (single.span, single.bias_vector) == (1, 0)
+
+
 def test_lengths_that_differ_are_copied_once(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
