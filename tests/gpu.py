@@ -1,12 +1,14 @@
 """What tests on a GPU share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tileattn
+from tileattn import Attention, Gradients, reference
+from tileattn.testing import assert_attention_close, error_bound
 
 REASON = tileattn.available_backends()["cupy"]
 
@@ -44,6 +46,22 @@ def busy(milliseconds: float) -> Callable[[], None]:
 def bits(results: Any) -> list[bytes]:
     """Copy what a call returned to the host, byte by byte."""
     return [x.get().tobytes() for x in results if x is not None]
+
+
+def host(results: Any) -> Any:
+    """Copy what a call returned to the host."""
+    return type(results)(*(x if x is None else x.get() for x in results))
+
+
+def hold(
+    given: Sequence[Any], attention: Attention, grads: Gradients, options: dict[str, Any]
+) -> None:
+    """Hold both passes over q, k, v and dout to the oracle."""
+    q, k, v, dout = (x.get() for x in given)
+    there = {name: x.get() if hasattr(x, "get") else x for name, x in options.items()}
+    bounds = error_bound(q, k, v, dout, **there)
+    assert_attention_close(host(attention), reference.forward(q, k, v, **there), bounds)
+    assert_attention_close(host(grads), reference.backward(dout, q, k, v, **there), bounds)
 
 
 def poison(nbytes: int = 1 << 28) -> None:

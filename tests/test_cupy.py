@@ -8,22 +8,13 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.gpu import bits, needs_gpu, poison, random_arrays
+from tests.gpu import bits, hold, host, needs_gpu, poison, random_arrays
 from tileattn import Attention, BlockMask, Gradients, dropout_mask, reference
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
-
-
-def host(results: Any) -> Any:
-    """Bring what a call returned to the host."""
-    return type(results)(*(x if x is None else x.get() for x in results))
-
-
-def host_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.get() if hasattr(x, "get") else x for name, x in options.items()}
 
 
 def check(
@@ -34,11 +25,7 @@ def check(
     attention = tileattn.forward(q, k, v, **options)
     grads = tileattn.backward(dout, q, k, v, *attention, deterministic=deterministic, **options)
     assert bits((q, k, v, dout)) == before
-    given, there = [x.get() for x in (q, k, v, dout)], host_options(options)
-    bounds = error_bound(*given, **there)
-    assert_attention_close(host(attention), reference.forward(*given[:3], **there), bounds)
-    expected = reference.backward(given[3], *given[:3], **there)
-    assert_attention_close(host(grads), expected, bounds)
+    hold((q, k, v, dout), attention, grads, options)
     return attention, grads
 
 
