@@ -1,0 +1,72 @@
+// Layer 2. Products of a warpgroup: its accumulators are a Fragment, 16 rows of each warp.
+#pragma once
+
+#include "box_sm90.cuh"
+#include "fragment.cuh"
+
+// Accumulators as the instruction takes them: the elements of one atom after the other.
+template <int NT>
+__device__ inline float (&registers_of(Fragment<float, 1, NT>& c))[4 * NT] {
+    return reinterpret_cast<float(&)[4 * NT]>(c.x);
+}
+
+// Begin c[m, n] = sum over k of x[m, k] y[n, k], for 64 rows of x from row m0 on and DEPTH columns.
+template <class T, int DEPTH, int R, int C, int R2, int C2, int NT>
+__device__ inline void begin_product(Fragment<float, 1, NT>& c, const BoxTile<R, C>& x, int m0,
+                                     const BoxTile<R2, C2>& y) {
+    auto& d = registers_of(c);
+    wgmma_keep(d);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 16) wgmma(T{}, d, x.by_rows(m0, k), y.by_rows(0, k), k > 0);
+    wgmma_commit();
+}
+
+// Begin c[m, n] += sum over k of a[m, k] y[k, n], for all rows of y.
+template <class T, int K, int R, int C, int NT>
+__device__ inline void begin_product(Fragment<float, 1, NT>& c, const typename Atom<T>::A (&a)[K],
+                                     const BoxTile<R, C>& y) {
+    static_assert(16 * K == R);
+    auto& d = registers_of(c);
+    wgmma_keep(d);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < K; ++k) wgmma(T{}, d, a[k].r, y.by_columns(16 * k), true);
+    wgmma_commit();
+}
+
+// Wait until at most PENDING of the youngest products are under way; c is that of an older one.
+template <int PENDING, int NT>
+__device__ inline void end_product(Fragment<float, 1, NT>& c) {
+    wgmma_wait<PENDING>();
+    wgmma_keep(registers_of(c));
+}
+
+// Write 16 rows of each warp to global memory, of which there are `rows`. Two lanes that hold two
+// columns each of two neighbouring atoms exchange them, so that each has four of one: 8 bytes, and
+// a row 32.
+template <class T, int NT>
+__device__ inline void store_rows(T* target, i64 stride, const Fragment<float, 1, NT>& c, int rows,
+                                  int columns) {
+    const Lane lane;
+    const bool odd = lane.t & 1;
+    const int column = (odd ? 8 : 0) + lane.t / 2 * 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32 x[NT];
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+            x[n] = pack<T>(c.x[0][n][2 * half], c.x[0][n][2 * half + 1]);
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            const u32 got = __shfl_xor_sync(~0u, odd ? x[n] : x[n + 1], 1);
+            (odd ? x[n] : x[n + 1]) = got;
+        }
+        const int row = lane.row(2 * half);
+        T* const to = target + row * stride + column;
+#pragma unroll
+        for (int n = 0; n < NT; n += 2)
+            if (row < rows && 8 * n + column < columns)
+                *reinterpret_cast<uint2*>(to + 8 * n) = {x[n], x[n + 1]};
+    }
+}

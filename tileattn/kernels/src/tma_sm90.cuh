@@ -1,0 +1,104 @@
+// Layer 1. Hopper's copies of boxes of a tensor, the barriers that they complete on, and how warps
+// hand each other shared memory and registers.
+#pragma once
+
+#include "copy.cuh"
+
+// A tensor map of the driver, opaque: what cuTensorMapEncodeTiled has written.
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+// Let the copy engine have the map before the first copy needs it.
+__device__ inline void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// A barrier in shared memory whose phases end when all have arrived and all bytes have come.
+struct Barrier {
+    u32 address;
+
+    __device__ void init(int arrivals) const {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals));
+    }
+    __device__ void arrive() const {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
+    }
+    // Arrive, and let the phase wait for so many bytes of copies.
+    __device__ void expect(int bytes) const {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address),
+                     "r"(bytes)
+                     : "memory");
+    }
+    // Wait for the end of the phase of this parity; that before the first has parity 1.
+    __device__ void wait(u32 parity) const {
+        asm volatile(
+            "{.reg .pred done; again: "
+            "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; "
+            "@!done bra again;}" ::"r"(address),
+            "r"(parity)
+            : "memory");
+    }
+};
+
+// A place in a ring of stages, and how often the ring has been gone through.
+template <int STAGES>
+struct Place {
+    int stage = 0;
+    u32 round = 0;
+
+    __device__ void next() {
+        if (++stage == STAGES) stage = 0, round ^= 1;
+    }
+    __device__ Place after() const {
+        Place place = *this;
+        place.next();
+        return place;
+    }
+};
+
+__device__ inline void barriers_are_made() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Begin to copy a box of (column, row, head, batch) to shared memory; what is beyond is zero.
+__device__ inline void load_box(u32 target, const TensorMap& map, int column, int row, int head,
+                                int batch, const Barrier& done) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(target),
+        "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(done.address)
+        : "memory");
+}
+// Let the second-level cache have a box.
+__device__ inline void prefetch_box(const TensorMap& map, int column, int row, int head,
+                                    int batch) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map),
+                 "r"(column), "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+}
+
+// What threads have written to shared memory is there for boxes and products after the next barrier.
+__device__ inline void fence_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Named barriers: wait for, or only count towards, THREADS arrivals.
+template <int THREADS>
+__device__ inline void sync_named(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+template <int THREADS>
+__device__ inline void arrive_named(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+// Registers that this warpgroup gives back, or takes from what others have given.
+template <int REGISTERS>
+__device__ inline void keep_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ inline void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
