@@ -41,6 +41,8 @@ class KernelKey:
     bias_vector : int
         Bytes that one copy of the bias to shared memory moves, as ``vector``; 0 where its elements
         are read one by one.
+    loaders : int
+        Warps of a block that only copy.
     """
 
     kernel: str
@@ -65,11 +67,12 @@ class KernelKey:
     write_dbias: bool = False
     span: int = 1
     bias_vector: int = 0
+    loaders: int = 0
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * self.warps_m * self.warps_n
+        return 32 * (self.warps_m * self.warps_n + self.loaders)
 
     def defines(self) -> tuple[str, ...]:
         """List the compiler's ``-D`` options, one for each field, in the order of the fields."""

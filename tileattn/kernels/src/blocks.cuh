@@ -49,6 +49,11 @@ struct Band {
         if (k0 >= some.hi || k1 <= some.lo) return SKIP;
         return sees_all(q0, q1, k0, k1) ? FULL : PARTIAL;
     }
+    // The tiles of BLOCK_K keys of which each of the queries q0 to q1 - 1 sees all.
+    __device__ Range tiles_seen_by_all(int q0, int q1) const {
+        const int lo = max(0, q1 - 1 + first), hi = min(length, q0 + past);
+        return {(lo + BLOCK_K - 1) / BLOCK_K, hi / BLOCK_K};
+    }
     // Whether each of the queries q0 to q1 - 1 sees each of the keys k0 to k1 - 1.
     __device__ bool sees_all(int q0, int q1, int k0, int k1) const {
         const int lo = max(0, q1 - 1 + first), hi = min(length, q0 + past);
@@ -122,13 +127,15 @@ struct Sight {
 struct Turn {
     int block, head;
 
-    __device__ Turn(int blocks, int heads, int parts) {
+    __device__ Turn(int blocks, int heads, int parts)
+        : Turn(blocks, heads, parts, int(blockIdx.x)) {}
+    __device__ Turn(int blocks, int heads, int parts, int index) {
         const int size = heads / parts, longer = heads % parts * (size + 1);
-        const int straight = int(blockIdx.x) / blocks;  // the head, if each went by itself
+        const int straight = index / blocks;  // the head, if each went by itself
         const int members = straight < longer ? size + 1 : size;
         const int start = straight < longer ? 0 : longer;
         const int first = start + (straight - start) / members * members;
-        const int turn = int(blockIdx.x) - first * blocks;
+        const int turn = index - first * blocks;
         block = turn / members;
         head = first + turn % members;
     }

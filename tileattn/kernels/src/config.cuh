@@ -27,6 +27,7 @@ constexpr int BLOCK_K = KEY_BLOCK_K;
 constexpr int WARPS_M = KEY_WARPS_M;
 constexpr int WARPS_N = KEY_WARPS_N;
 constexpr int STAGES = KEY_STAGES;
+constexpr int LOADERS = KEY_LOADERS;
 constexpr int RESIDENTS = KEY_RESIDENTS;
 constexpr int VECTOR = KEY_VECTOR;
 constexpr int BIAS_VECTOR = KEY_BIAS_VECTOR;

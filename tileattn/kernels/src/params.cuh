@@ -29,6 +29,7 @@ struct Params {
     const i64 *lengths, *offsets;
     const int* kinds;
     const bool* bits;
+    const int* schedule;
     // Strides.
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
     Pairs bias_at, dbias_at, mask_at, kinds_at;

@@ -28,6 +28,11 @@ __device__ inline T* rows_of(void* data, const Rows& at, i64 b, i64 h) {
     return static_cast<T*>(data) + b * at.b + h * at.h;
 }
 
+// In units of log 2.
+__device__ inline Sum sink_of(const Params& p, i64 h) {
+    return p.sinks ? static_cast<const Sum*>(p.sinks)[h] * LOG2_E : -infinity<Sum>();
+}
+
 // One query head of one batch entry.
 struct Head {
     const Params& p;
@@ -62,10 +67,7 @@ struct Head {
         return static_cast<const Sum*>(p.delta) + (b * p.Hq + h) * p.rows;
     }
 
-    // In units of log 2.
-    __device__ Sum sink() const {
-        return p.sinks ? static_cast<const Sum*>(p.sinks)[h] * LOG2_E : -infinity<Sum>();
-    }
+    __device__ Sum sink() const { return sink_of(p, h); }
 
     // Score times unit() is in units of log 2; -infinity where hidden.
     __device__ Sum score(int i, int j, Sum& derivative) const {
@@ -114,11 +116,9 @@ __device__ inline void in_turn(bool seen, Sum weight, Row add) {
     }
 }
 
-// The functions below are not inlined, and make a Head of their own: what only they need must not
-// cost the loops of their callers registers.
-
 // out and lse of query i. Columns come 32 at a time, the keys are gone through again for each.
-__device__ __noinline__ void forward_row(const Params& p, i64 b, i64 h, int i) {
+template <bool LAID_OUT>
+__device__ inline void forward_by_row(const Params& p, i64 b, i64 h, int i) {
     const Head head(p, b, h);
     const Sum sink = head.sink();
     const int lane = threadIdx.x % WARP;
@@ -140,7 +140,7 @@ __device__ __noinline__ void forward_row(const Params& p, i64 b, i64 h, int i) {
             const int j = j0 + lane;
             const Sum s = j < keys.hi ? head.score(i, j, derivative) : -infinity<Sum>();
             const bool kept = !HAS_DROPOUT || head.dropout.keeps(i, j);
-            in_turn<true>(s != -infinity<Sum>(), kept ? exp2_of(s - shift) : Sum(0),
+            in_turn<LAID_OUT>(s != -infinity<Sum>(), kept ? exp2_of(s - shift) : Sum(0),
                           [&](int other, Sum weight) {
                               const Element* const row = head.v + (j0 + other) * p.v_at.n;
                               if (d < p.Dv) total = fma(weight, Sum(widen(row[d])), total);
@@ -148,6 +148,13 @@ __device__ __noinline__ void forward_row(const Params& p, i64 b, i64 h, int i) {
         }
         if (d < p.Dv) out[d] = narrow<Element>(l == 0 ? Sum(0) : total * (Sum(p.gain) / l));
     }
+}
+
+// The functions below are not inlined, and make a Head of their own: what only they need must not
+// cost the loops of their callers registers.
+
+__device__ __noinline__ void forward_row(const Params& p, i64 b, i64 h, int i) {
+    forward_by_row<true>(p, b, h, i);
 }
 
 // dq of query i.

@@ -56,9 +56,14 @@ struct RowGroup {
 // Infinity cannot be subtracted from itself: rows that saw nothing are shifted by 0.
 __device__ inline Sum shift_of(Sum m) { return m == -infinity<Sum>() ? Sum(0) : m; }
 
+template <int SLACK>
+__device__ inline Sum raised(Sum m, Sum candidate) {
+    return SLACK == 0 ? fmax(m, candidate) : candidate - m > SLACK ? candidate : m;
+}
+
 template <int MT>
 struct RowState {
-    Sum m[MT][2];  // running maximum
+    Sum m[MT][2];  // running maximum, but for slack
     Sum l[MT][2];  // this lane's share of the sum of exp2(score - m)
 
     __device__ RowState() {
@@ -69,8 +74,9 @@ struct RowState {
     }
 
     // Turn scores, in multiples of `unit`, into unnormalised probabilities; say by how much what
-    // was summed before is to be rescaled.
-    template <int NT>
+    // was summed before is to be rescaled. A maximum that exceeds what a row is shifted by, but by no
+    // more than `SLACK`, leaves the shift as it is.
+    template <int SLACK = 0, int NT>
     __device__ void absorb(Fragment<Sum, MT, NT>& s, Sum unit, const RowGroup& group,
                            Sum (&rescale)[MT][2]) {
         Sum largest[MT][2];
@@ -78,19 +84,27 @@ struct RowState {
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                largest[i][half] = s.x[i][0][2 * half];
+                // Maxima of several parts: a single one would be a long chain.
+                constexpr int PARTS = SLACK == 0 ? 1 : 4;
+                Sum part[PARTS];
+#pragma unroll
+                for (int n = 0; n < PARTS; ++n) part[n] = s.x[i][n][2 * half];
 #pragma unroll
                 for (int n = 0; n < NT; ++n)
 #pragma unroll
                     for (int e = 2 * half; e < 2 * half + 2; ++e)
-                        largest[i][half] = fmax(largest[i][half], s.x[i][n][e]);
+                        part[n % PARTS] = fmax(part[n % PARTS], s.x[i][n][e]);
+                largest[i][half] = part[0];
+#pragma unroll
+                for (int n = 1; n < PARTS; ++n)
+                    largest[i][half] = fmax(largest[i][half], part[n]);
             }
         group.join(largest, [](Sum x, Sum y) { return fmax(x, y); });
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const Sum maximum = fmax(m[i][half], largest[i][half] * unit);
+                const Sum maximum = raised<SLACK>(m[i][half], largest[i][half] * unit);
                 const Sum shift = shift_of(maximum);
                 rescale[i][half] = exp2_of(m[i][half] - shift);
                 m[i][half] = maximum;
@@ -120,12 +134,16 @@ struct RowState {
         group.join(l, [](Sum x, Sum y) { return x + y; });
     }
 
-    // Let a logit join the denominator, and divide: the weight of the sums, and the logsumexp.
+    // Let a logit join the denominator, and divide: the weight of the sums, and the logsumexp. To 2
+    // ulp will do where the result is rounded to 16 bits.
+    template <bool TO_2_ULP = false>
     __device__ Sum finish(int i, int half, Sum sink, Sum gain, Sum& lse) {
         const Sum old = m[i][half], maximum = fmax(old, sink), shift = shift_of(maximum);
         const Sum rescale = exp2_of(old - shift);
         const Sum total = l[i][half] * rescale + exp2_of(sink - shift);
         lse = (maximum + log2_of(total)) * LN_2;
+        if constexpr (TO_2_ULP)
+            return total == 0 ? Sum(0) : __fdividef(gain, total) * rescale;
         return total == 0 ? Sum(0) : gain / total * rescale;
     }
 };

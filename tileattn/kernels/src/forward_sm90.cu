@@ -1,0 +1,330 @@
+// Attention, forward, on Hopper. One thread copies tiles of keys and values into a ring; two or
+// three warpgroups multiply, each for 64 queries. Blocks of threads stay, and take one block of
+// queries after the other. Mirrors forward_rows in spec.py.
+// Shah et al., FlashAttention-3, arXiv:2407.08608.
+//
+// A weight of zero does not hide a NaN. So where something is not finite in the end, there is a
+// second, careful sweep over such works, as in forward.cu. Rows that it leaves to the textbook it
+// marks by an lse that is not a number.
+#include "plain.cuh"
+#include "softmax.cuh"
+#include "work_sm90.cuh"
+
+constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
+
+// Registers of a thread: what is given back by the warps that copy goes to those that multiply.
+constexpr int COPY_REGISTERS = GROUPS == 2 ? 24 : 32;
+constexpr int MULTIPLY_REGISTERS = GROUPS == 2 ? 240 : 160;
+
+// Maxima may fall behind by so many powers of two before sums are rescaled: probabilities of 16
+// bits have room for them, and the result does not depend on it but for rounding.
+constexpr int SLACK = 8;
+
+struct Maps {
+    TensorMap q, k, v;
+};
+
+// One thread copies all that the works need, in the order in which it is needed, and says what is
+// to be done with it.
+__device__ inline void copy(const Params& p, const Maps& maps, const Memory& memory) {
+    Place<Q_STAGES> q;
+    Place<STAGES> k, v;
+    Work work{};
+    auto tell = [&] {
+        memory.q_empty(q.stage).wait(q.round ^ 1);
+        memory.shared.works[q.stage] = work;
+    };
+    auto load_keys = [&](int tile) {
+        memory.k_empty(k.stage).wait(k.round ^ 1);
+        memory.k(k.stage).load(maps.k, tile * BLOCK_K, work.h / int(p.group), work.b,
+                               memory.k_full(k.stage));
+        k.next();
+    };
+    auto load_values = [&](int tile) {
+        memory.v_empty(v.stage).wait(v.round ^ 1);
+        memory.v(v.stage).load(maps.v, tile * BLOCK_K, work.h / int(p.group), work.b,
+                               memory.v_full(v.stage));
+        v.next();
+    };
+    // The next work is looked for while the first tiles of this one come.
+    auto sweep = [&] {
+        int turn = 0;
+        auto find = [&](Work& work) {
+#pragma unroll 1
+            while (find_work(p, turn, work)) {
+                if (!work.careful || memory.unfinished(turn)) return true;
+                ++turn;
+            }
+            return false;
+        };
+        for (bool found = find(work); found;) {
+            if (work.first < work.past) load_keys(work.first);
+            tell();
+            memory.q(q.stage).load(maps.q, work.q0, work.h, work.b, memory.q_full(q.stage));
+            q.next();
+            Work next = work;
+            ++turn;
+            found = find(next);
+            if (found && Q_STAGES == 1) QueryTile::prefetch(maps.q, next.q0, next.h, next.b);
+#pragma unroll 1
+            for (int tile = work.first; tile < work.past; ++tile) {
+                if (tile + 1 < work.past) load_keys(tile + 1);
+                load_values(tile);
+            }
+            work = next;
+        }
+    };
+    auto say_end = [&](bool again) {
+        work.end = true, work.turn = again;
+        tell();
+        memory.q_full(q.stage).arrive();
+        q.next();
+        work.end = false;
+    };
+    sweep();
+    say_end(false);
+    memory.swept().wait(0);
+    bool again = false;
+#pragma unroll 1
+    for (u32 bits : memory.shared.unfinished) again = again || bits;
+    work.careful = true;
+    if (again) sweep();
+    say_end(again);
+}
+
+// Whether what the four lanes of a row know of it is good, and its sums are finite.
+__device__ inline bool good_row(const Fragment<Sum, 1, VT>& acc, int half, bool good) {
+#pragma unroll
+    for (int n = 0; n < VT; ++n)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) good = good && is_finite(acc.x[0][n][e]);
+    good = good & __shfl_xor_sync(~0u, good, 1);
+    return good & __shfl_xor_sync(~0u, good, 2);
+}
+
+__device__ inline Sum* lse_of(const Params& p, const Work& work) {
+    return static_cast<Sum*>(p.lse) + (i64(work.b) * p.Hq + work.h) * p.Nq;
+}
+
+// Divide the sums of 16 rows of each warp from row0 on, and write them.
+__device__ inline void finish(const Params& p, const Memory& memory, const Work& work, int row0,
+                              RowState<1>& state, const bool (&found)[1][2],
+                              Fragment<Sum, 1, VT>& acc) {
+    // A value that is not finite spoils its column in all rows: half of them are looked at. Zero
+    // times what is not finite is not zero; sums in four parts are not one long chain.
+    Sum spoiled[4] = {state.l[0][0] * 0, state.l[0][1] * 0};
+#pragma unroll
+    for (int n = 0; n < VT; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            spoiled[2 * (n % 2) + e] = fma(acc.x[0][n][e], Sum(0), spoiled[2 * (n % 2) + e]);
+    if (!(spoiled[0] + spoiled[1] + spoiled[2] + spoiled[3] == 0))
+        memory.leave_unfinished(work.turn);
+
+    const Sum sink = sink_of(p, work.h);
+    state.gather(RowGroup(16));
+    Sum lse[2], weight[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        weight[half] = state.template finish<true>(0, half, sink, 1, lse[half]);
+#pragma unroll
+        for (int n = 0; n < VT; ++n)
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[0][n][e] *= weight[half];
+    }
+    if (work.careful)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (!good_row(acc, half, is_finite(weight[half]) && !found[0][half]))
+                lse[half] = infinity<Sum>() - infinity<Sum>();
+    const Lane lane;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int i = row0 + lane.row(2 * half);
+        if (lane.t == 0 && i < p.Nq) lse_of(p, work)[i] = lse[half];
+    }
+    store_rows(rows_of<Element>(p.out, p.out_at, work.b, work.h) + row0 * p.out_at.n, p.out_at.n,
+               acc, int(p.Nq) - row0, int(p.Dv));
+}
+
+// Do the rows that this warp has marked by the textbook.
+__device__ inline void mend(const Params& p, const Memory& memory, int row0) {
+    Work work;
+#pragma unroll 1
+    for (int turn = 0; find_work(p, turn, work); ++turn) {
+        if (!memory.unfinished(turn)) continue;
+        const Sum* const lse = lse_of(p, work);
+        const int from = work.q0 + row0, past = min(from + 16, int(p.Nq));
+#pragma unroll 1
+        for (int i = from; i < past; ++i)
+            if (lse[i] != lse[i]) forward_by_row<false>(p, work.b, work.h, i);
+    }
+}
+
+// What one warpgroup does with the works.
+__device__ inline void multiply(const Params& p, const Memory& memory, int group) {
+    const RowGroup rows(16);
+    const bool leader = threadIdx.x % GROUP == 0;
+    Place<Q_STAGES> q_at;
+    Place<STAGES> k_at, v_at;
+
+    Work work;
+    Tiles tiles{};  // of this warpgroup
+    int tile = 0;
+    Scores<false, 1, NT> s(0, 0);
+    Atom<Element>::A weights[BLOCK_K / 16];
+    Fragment<Sum, 1, VT> acc;
+    RowState<1> state;
+    Sum rescale[1][2];
+    bool found[1][2];  // whether a row has seen a value that is not finite
+
+    // Warp by warp: each has read for itself what was told with the queries.
+    auto release_queries = [&] {
+        __syncwarp();
+        if (threadIdx.x % WARP == 0) memory.q_empty(q_at.stage).arrive();
+        q_at.next();
+    };
+    auto release_keys = [&] {
+        if (leader) memory.k_empty(k_at.stage).arrive();
+        k_at.next();
+    };
+    auto release_values = [&] {
+        if (leader) memory.v_empty(v_at.stage).arrive();
+        v_at.next();
+    };
+    auto begin_scores = [&] {
+        begin_product<Element, HEAD_DIM>(s, memory.q(q_at.stage), GROUP_ROWS * group,
+                                         memory.k(k_at.stage));
+    };
+    auto begin_values = [&] {
+        memory.v_full(v_at.stage).wait(v_at.round);
+        begin_product<Element>(acc, weights, memory.v(v_at.stage));
+    };
+    auto end_values = [&] {
+        end_product<0>(acc);
+        release_values();
+    };
+    auto keep_weights = [&] {
+#pragma unroll
+        for (int i = 0; i < BLOCK_K / 16; ++i) weights[i] = Atom<Element>::a_of(s.x[0] + 2 * i);
+    };
+
+    // Tiles that only other warpgroups see.
+    auto skip = [&](int count) {
+#pragma unroll 1
+        for (; count > 0; --count) {
+            memory.k_full(k_at.stage).wait(k_at.round);
+            memory.v_full(v_at.stage).wait(v_at.round);
+            release_keys();
+            release_values();
+        }
+    };
+    // Find out what comes next, and begin its first scores.
+    auto next_work = [&] {
+        memory.q_full(q_at.stage).wait(q_at.round);
+        const Work& told = memory.shared.works[q_at.stage];
+        work.b = told.b, work.h = told.h, work.q0 = told.q0, work.turn = told.turn;
+        work.first = told.first, work.past = told.past;
+        work.careful = told.careful, work.end = told.end;
+        tiles = told.tiles[group];
+        // In a careful sweep all warpgroups go through all tiles, and look at every pair.
+        if (work.careful) tiles = {work.first, work.past, 0, 0};
+        if (tiles.first >= tiles.past || work.end) tiles.first = tiles.past = work.past;
+        tile = tiles.first;
+        if (!work.end) skip(tile - work.first);
+        // Where there is no tile, of what happens to be there: were it not for all, the compiler
+        // would have every product wait for the one before.
+        if (tile < tiles.past) memory.k_full(k_at.stage).wait(k_at.round);
+        begin_scores();
+    };
+    // Take out of the values what is not finite, and mark the keys of which.
+    auto clean = [&](const Place<STAGES>& at) {
+        constexpr int MULTIPLYING = GROUPS * GROUP, BARRIER = 1 + GROUPS;
+        memory.v_full(at.stage).wait(at.round);
+        auto& marks = memory.shared.cleaned;
+        sync_named<MULTIPLYING>(BARRIER);  // the last marks have been read
+        for (int i = threadIdx.x; i < BLOCK_K; i += MULTIPLYING) marks[i] = false;
+        sync_named<MULTIPLYING>(BARRIER);
+        memory.v(at.stage).template clean<Element, MULTIPLYING>(marks);
+        fence_shared();
+        sync_named<MULTIPLYING>(BARRIER);
+    };
+    auto absorb = [&](bool boundary) {
+        release_keys();
+        const Terms terms(p, work.b, work.h);
+        s.row = work.q0 + rows.row0, s.column = tile * BLOCK_K;
+        s.apply(terms, WarpBias<false, 1, NT>(nullptr), [](int, int, int, Sum) {});
+        if (boundary) s.hide(Sight(p, work.b, work.h), DenseMask<false, 1, NT>{});
+        if (boundary && work.careful) s.find(memory.shared.cleaned, found);
+        state.template absorb<SLACK>(s, terms.unit(), rows, rescale);
+    };
+    // The next scores and these values are under way together; then the scores are absorbed.
+    auto visit = [&](bool boundary) {
+        if (boundary && work.careful) clean(v_at.after());
+        memory.k_full(k_at.stage).wait(k_at.round);
+        begin_scores();
+        begin_values();
+        end_product<1>(s);
+        absorb(boundary);
+        end_values();
+        keep_weights();
+        acc.scale_rows(rescale);
+    };
+
+    next_work();
+    while (!(work.end && work.careful)) {
+        state = RowState<1>();
+        acc.clear();
+        found[0][0] = found[0][1] = false;
+        end_product<0>(s);
+        if (tile < tiles.past) {
+            if (work.careful) clean(v_at);
+            absorb(tiles.boundary(tile));
+            keep_weights();
+            for (++tile; tile < tiles.past;) {
+                if (tiles.boundary(tile)) {
+                    visit(true), ++tile;
+                } else {
+#pragma unroll 1
+                    for (; tile < tiles.full_past; ++tile) visit(false);
+                }
+            }
+            release_queries();
+            begin_values();
+            end_values();
+        } else {
+            release_queries();
+        }
+        const Work done = work;
+        if (!done.end) {
+            skip(done.past - tiles.past);
+        } else {
+            sync_named<GROUP>(1 + group);  // what was not finite has been noted
+            if (leader) memory.swept().arrive();
+        }
+        next_work();
+        if (!done.end) finish(p, memory, done, done.q0 + rows.row0, state, found, acc);
+    }
+    end_product<0>(s);
+    __syncwarp();  // the marks of this warp are there
+    if (work.turn) mend(p, memory, rows.row0);
+}
+
+extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
+    forward_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+    extern __shared__ __align__(1024) char tiles[];
+    __shared__ Shared shared;
+    const Memory memory{shared_address(tiles), shared};
+    // The same in all lanes of a warp, as the compiler is to know.
+    const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
+    if (threadIdx.x == 0) memory.start();
+    if (threadIdx.x == WARP) prefetch_map(maps.k), prefetch_map(maps.q), prefetch_map(maps.v);
+    __syncthreads();
+    if (group == GROUPS) {
+        keep_registers<COPY_REGISTERS>();
+        if (threadIdx.x % GROUP == 0) copy(p, maps, memory);
+    } else {
+        take_registers<MULTIPLY_REGISTERS>();
+        multiply(p, memory, group);
+    }
+}

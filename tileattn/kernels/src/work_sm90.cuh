@@ -1,0 +1,110 @@
+// Layer 3. What a block of threads of a persistent kernel does in its turns, and what it keeps in
+// shared memory: tiles in rings of stages, and the barriers that say what is in them.
+#pragma once
+
+#include "blocks.cuh"
+#include "product_sm90.cuh"
+
+constexpr int GROUP = 4 * WARP;      // threads of a warpgroup
+constexpr int GROUPS = WARPS_M / 4;  // warpgroups that multiply
+constexpr int GROUP_ROWS = 64;       // queries of each
+static_assert(BLOCK_Q == GROUP_ROWS * GROUPS && WARPS_N == 1, "a warpgroup takes 64 queries");
+static_assert(LOADERS == 4, "the warp that copies gives the registers of a warpgroup back");
+
+using QueryTile = BoxTile<BLOCK_Q, HEAD_DIM>;
+using KeyTile = BoxTile<BLOCK_K, HEAD_DIM>;
+using ValueTile = BoxTile<BLOCK_K, VALUE_DIM>;
+
+constexpr int PAIR_BYTES = KeyTile::BYTES + ValueTile::BYTES;
+constexpr int ROOM = 226 * 1024;  // of dynamic shared memory
+constexpr int Q_STAGES = 2 * QueryTile::BYTES + STAGES * PAIR_BYTES <= ROOM ? 2 : 1;
+
+constexpr int TURNS = 2048;  // of which it is remembered, of each by itself, whether all was finite
+
+// The tiles of keys that some queries see: first to past - 1. All of them see the whole of those
+// from full to full_past - 1.
+struct Tiles {
+    int first, past, full, full_past;
+
+    __device__ bool boundary(int tile) const { return tile < full || tile >= full_past; }
+};
+
+// A block of queries of one head, and the tiles that it and each warpgroup visit.
+struct Work {
+    int b, h, q0, first, past, turn;
+    bool careful;  // values are to be cleaned
+    bool end;      // of a sweep, of which this is no work; `turn` tells whether another has been
+    Tiles tiles[GROUPS];
+};
+
+// The work of a turn, with `careful` and `end` as they are; false where there is none any more.
+__device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work) {
+    const int blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q), heads = int(p.B * p.Hq);
+    int index = turn * int(gridDim.x) + int(blockIdx.x);
+    if (p.schedule) index = p.schedule[index];
+    if (index >= blocks * heads) return false;
+    const Turn at(blocks, heads, int(p.parts), index);
+    work.b = at.head / int(p.Hq), work.h = at.head % int(p.Hq), work.turn = turn;
+    // Under a causal mask the last queries see most: they go first.
+    work.q0 = (p.right < 0 ? at.block : blocks - 1 - at.block) * BLOCK_Q;
+    const Band band(p, work.b);
+    auto tiles_of = [&](int q0, int rows) {
+        const Range keys = band.keys_of(q0, min(q0 + rows, int(p.Nq)));
+        const Range full = band.tiles_seen_by_all(q0, q0 + rows);
+        return Tiles{keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
+    };
+    const Tiles all = tiles_of(work.q0, BLOCK_Q);
+    work.first = all.first, work.past = all.past;
+#pragma unroll 1
+    for (int g = 0; g < GROUPS; ++g)
+        work.tiles[g] = tiles_of(work.q0 + GROUP_ROWS * g, GROUP_ROWS);
+    return true;
+}
+
+struct Shared {
+    u64 q_full[Q_STAGES], q_empty[Q_STAGES];
+    u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    u64 swept;
+    Work works[Q_STAGES];
+    u32 unfinished[TURNS / 32];
+    bool cleaned[BLOCK_K];
+};
+
+struct Memory {
+    u32 tiles;
+    Shared& shared;
+
+    __device__ QueryTile q(int stage) const { return {tiles + stage * QueryTile::BYTES}; }
+    __device__ KeyTile k(int stage) const {
+        return {tiles + Q_STAGES * QueryTile::BYTES + stage * PAIR_BYTES};
+    }
+    __device__ ValueTile v(int stage) const { return {k(stage).address + KeyTile::BYTES}; }
+
+    __device__ Barrier q_full(int stage) const { return {shared_address(shared.q_full + stage)}; }
+    __device__ Barrier q_empty(int stage) const { return {shared_address(shared.q_empty + stage)}; }
+    __device__ Barrier k_full(int stage) const { return {shared_address(shared.k_full + stage)}; }
+    __device__ Barrier k_empty(int stage) const { return {shared_address(shared.k_empty + stage)}; }
+    __device__ Barrier v_full(int stage) const { return {shared_address(shared.v_full + stage)}; }
+    __device__ Barrier v_empty(int stage) const { return {shared_address(shared.v_empty + stage)}; }
+    __device__ Barrier swept() const { return {shared_address(&shared.swept)}; }
+
+    // Whether something was not finite in a turn, or in one that shares its bit.
+    __device__ bool unfinished(int turn) const {
+        return shared.unfinished[turn % TURNS / 32] >> turn % 32 & 1;
+    }
+    __device__ void leave_unfinished(int turn) const {
+        atomicOr(shared.unfinished + turn % TURNS / 32, 1u << turn % 32);
+    }
+
+    // By one thread, before all others.
+    __device__ void start() const {
+        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(1), q_empty(s).init(WARPS_M);
+        for (int s = 0; s < STAGES; ++s) {
+            k_full(s).init(1), k_empty(s).init(GROUPS);
+            v_full(s).init(1), v_empty(s).init(GROUPS);
+        }
+        swept().init(GROUPS);
+        for (u32& bits : shared.unfinished) bits = 0;
+        barriers_are_made();
+    }
+};
