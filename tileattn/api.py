@@ -126,12 +126,14 @@ def forward(
     >>> bool(np.allclose(out[:, :, 0], v[:, :, 0]))
     True
     """
-    given = {} if out is None else {"out": out}
-    known = backends.KNOWN.get(signature((q, k, v, *given.values()), backend, options))
-    if known is not None and "repeat" in known.memo:
-        again: Attention | None = known.memo["repeat"](q, k, v)
+    arrays = (q, k, v) if out is None else (q, k, v, out)
+    known = backends.KNOWN.get(signature(arrays, backend, options))
+    repeat = None if known is None else known.memo.get("repeat")
+    if repeat is not None:
+        again: Attention | None = repeat(q, k, v)
         if again is not None:
             return again
+    given = {} if out is None else {"out": out}
     chosen, problem, operands = _prepare(known, q, k, v, backend, options, given)
     if out is not None:
         _ensure_writable(out, {"q": q, "k": k, "v": v, **options})

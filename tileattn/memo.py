@@ -51,10 +51,13 @@ def signature(
     for x in arrays:
         if x is None:
             key.append(None)
-        elif isinstance(x, np.ndarray) or not hasattr(x, "strides"):
+        elif isinstance(x, np.ndarray):
             return None
         else:
-            key += (type(x), x.dtype, x.shape, x.strides)
+            try:
+                key += (type(x), x.dtype, x.shape, x.strides)
+            except AttributeError:
+                return None
     if backend == "auto":
         key.append(os.environ.get("TILEATTN_BACKEND"))
     if not options:

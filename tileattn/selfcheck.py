@@ -18,7 +18,6 @@ from tileattn.kernels import catalog
 from tileattn.kernels import compile as compiler
 from tileattn.kernels.call import WIDEST
 from tileattn.kernels.key import KernelKey
-from tileattn.kernels.select import Facts
 from tileattn.kernels.steps import backward_steps, forward_steps
 from tileattn.problem import parse
 from tileattn.results import Attention, Gradients
@@ -75,8 +74,8 @@ class Family(NamedTuple):
         options = tuple(name for name in DRAWS if rng.random() < 1 / 3)
         return cls(DTYPES[rng.integers(len(DTYPES))], D, Dv, options)
 
-    def keys(self, shared_limit: int) -> Iterator[KernelKey]:
-        """List the CUDA kernels of both passes over contiguous arrays."""
+    def keys(self, arch: str) -> Iterator[KernelKey]:
+        """List the CUDA kernels of both passes over contiguous arrays, which may be empty."""
         problem = replace(catalog.problem_of(self.dtype.name, self.D, self.options), Dv=self.Dv)
         row = math.gcd(WIDEST, *(n * self.dtype.itemsize for n in (self.D, self.Dv)))
         biased = "bias" in self.options
@@ -87,8 +86,12 @@ class Family(NamedTuple):
         spans = (1, 2, 16) if "mask" in self.options else (1,)
         for shape, vector, span in product(shapes, vectors, spans):
             bias = "float64" if biased else ""
-            facts = Facts(row, shared_limit, bias, shape, span, vector)
-            yield from (step.key for step in forward_steps(problem, facts))
+            facts = catalog.facts_of(arch, row)._replace(
+                bias=bias, bias_shape=shape, span=span, bias_vector=vector
+            )
+            for keys in (problem.Nk, 0):
+                steps = forward_steps(replace(problem, Nk=keys), facts)
+                yield from (step.key for step in steps)
             for fixed in (False, True):
                 sinks = "sinks" in self.options
                 steps = backward_steps(problem, facts, deterministic=fixed, sinks=sinks)
@@ -178,8 +181,7 @@ def compile_all(families: Iterable[Family]) -> None:
     import cupy
 
     arch = compiler.arch_of(cupy.cuda.runtime.getDevice())
-    limit = catalog.shared_limit_of(arch)
-    keys = dict.fromkeys(key for family in families for key in family.keys(limit))
+    keys = dict.fromkeys(key for family in families for key in family.keys(arch))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda key: compiler.compiled(key, arch), keys))
 

@@ -34,31 +34,26 @@ class Repeat:
     """
 
     def __init__(self, plan: Plan, problem: Problem, device: int) -> None:
+        import cupy
+
         P = problem
-        self._run, self._device, self._aligned = plan.run, device, plan.aligned
+        self._start, self._device, self._aligned = plan.start, device, plan.aligned
+        self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
         self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
         self._lse = (P.B, P.Hq, P.Nq), P.sum_dtype
 
     def __call__(self, q: Any, k: Any, v: Any) -> Attention | None:
         """Run it; None where an array, or the current device, is not where the plan needs it."""
-        import cupy
-
         device, of_q, of_k, of_v = self._device, q.data, k.data, v.data
         there = of_q.device_id == of_k.device_id == of_v.device_id == device
-        if not there or cupy.cuda.runtime.getDevice() != device:
+        if not there or self._current_device() != device:
             return None
-        out, lse = cupy.ndarray(*self._out), cupy.ndarray(*self._lse)
-        addresses = {
-            "q": of_q.ptr,
-            "k": of_k.ptr,
-            "v": of_v.ptr,
-            "out": out.data.ptr,
-            "lse": lse.data.ptr,
-        }
-        bits = of_q.ptr | of_k.ptr | of_v.ptr | addresses["out"] | WIDEST
+        out, lse = self._array(*self._out), self._array(*self._lse)
+        at_q, at_k, at_v, at_out = of_q.ptr, of_k.ptr, of_v.ptr, out.data.ptr
+        bits = at_q | at_k | at_v | at_out | WIDEST
         if bits & -bits != self._aligned:
             return None
-        self._run(addresses)
+        self._start((at_q, at_k, at_v, at_out, lse.data.ptr))
         return Attention(out, lse)
 
 
@@ -119,7 +114,7 @@ class CupyBackend:
         plan = call.plan(forward_steps)
         plan.run(call.addresses)
         if call.plain and out is None:
-            operands.memo["repeat"] = Repeat(plan, P, call.device)
+            call.memo["repeat"] = Repeat(plan, P, call.device)
         if written is not result:
             result[...] = written
         return Attention(result, lse)

@@ -13,6 +13,8 @@ from tileattn.kernels.steps import Step, backward_steps, forward_steps
 from tileattn.problem import Operands, Problem
 from tileattn.traffic import forward_traffic
 
+_DEALT = "blocks of queries of different length are dealt out in advance, in {} turns"
+
 
 def explain(problem: Problem, operands: Operands) -> Explanation:
     """Compile the kernels of both passes, and say what they are.
@@ -35,11 +37,9 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
     facts = call.facts()
     forward = forward_steps(problem, facts)
     backward = backward_steps(problem, facts, deterministic=False, sinks=operands.sinks is not None)
-    processors = cupy.cuda.runtime.deviceGetAttribute(
-        cupy.cuda.runtime.cudaDevAttrMultiProcessorCount, call.device
-    )
     first = forward[0].key if forward else KernelKey("forward", problem.dtype.name)
     last = next((s.key for s in backward if s.key.kernel.endswith("_keys")), first)
+    dealt = call.order(forward).table
     tiles, moved = forward_traffic(problem, _on_host(problem, operands), _tile(first))
     device = cupy.cuda.runtime.getDeviceProperties(call.device)["name"].decode()
     return Explanation(
@@ -47,7 +47,7 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
         kernel=first.kernel,
         forward_tile=_tile(first),
         backward_tile=_tile(last),
-        workers=processors,
+        workers=facts.processors,
         scratch_bytes=forward[0].shared if forward else 0,
         tiles=tiles,
         bytes_moved=moved,
@@ -57,6 +57,7 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
             f"q, k and v are CuPy arrays on {device}",
             f"rows start at multiples of {facts.vector} bytes, which one copy moves",
             *dict.fromkeys(f"{step.key.kernel}: {step.why}" for step in (*forward, *backward)),
+            *([] if dealt is None else [_DEALT.format(len(dealt) - 1)]),
         ),
     )
 

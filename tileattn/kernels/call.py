@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from tileattn.kernels.cells import cells_of
-from tileattn.kernels.plan import Plan
+from tileattn.kernels.compile import arch_of
+from tileattn.kernels.plan import Plan, is_capturing
+from tileattn.kernels.schedule import Order, order_of
 from tileattn.kernels.select import Facts, padded_rows
 from tileattn.kernels.steps import Step
+from tileattn.kernels.tma import has_boxes
 from tileattn.problem import Operands, Problem
 
 WIDEST = 16  # bytes of the widest copy
@@ -42,6 +45,9 @@ class Call:
         What a plan is run with.
     plain : bool
         Whether all that is passed of the operands is q, k and v, with four axes and as they are.
+    memo : dict
+        Where what was worked out is kept for later calls: that of the operands, or one that nobody
+        looks at again.
     """
 
     def __init__(self, problem: Problem, operands: Operands) -> None:
@@ -51,6 +57,7 @@ class Call:
         self.device: int = cupy.cuda.runtime.getDevice()
         self.addresses: dict[str, int] = {}
         self.plain = problem.ndim == 4
+        self.memo = operands.memo
         self._operands = operands
         self._arrays: dict[str, Any] = {}
         self._bits = WIDEST  # the lowest one that is set divides every row's address
@@ -137,13 +144,18 @@ class Call:
         """
         aligned = self._bits & -self._bits
         key = (more, self.device, aligned, self._row_vector("mask"), self._row_vector("bias"))
-        memo = self._operands.memo
-        plan: Plan | None = memo.get(key)
+        plan: Plan | None = self.memo.get(key)
         if plan is None:
-            values, fixed = self._values()
             made = steps(self.problem, self.facts())
-            memo[key] = plan = Plan(values, self.addresses, fixed, made, aligned)
+            values, fixed = self._values(self.order(made))
+            plan = Plan(values, self.addresses, fixed, made, aligned, self._arrays)
+            self.memo[key] = plan
         return plan
+
+    def order(self, steps: tuple[Step, ...]) -> Order:
+        """Decide in what order a pass takes its blocks."""
+        cache = attribute("L2CacheSize", self.device)
+        return order_of(self.problem, self._operands, steps, cache)
 
     def facts(self) -> Facts:
         """Say what decides about kernels besides the problem."""
@@ -152,14 +164,21 @@ class Call:
             x = self._arrays[name]
             steps = (s for n, s in zip(x.shape[:-1], x.strides, strict=False) if n > 1)
             vector = math.gcd(vector, *steps)
-        limit, bias = _shared_limit(self.device), self._arrays.get("bias")
         bytes_of_mask, bytes_of_bias = self._row_vector("mask"), self._row_vector("bias")
-        span = 16 if bytes_of_mask == 16 else 2 if bytes_of_mask > 1 else 1
+        facts = Facts(
+            vector,
+            attribute("MaxSharedMemoryPerBlockOptin", self.device),
+            span=16 if bytes_of_mask == 16 else 2 if bytes_of_mask > 1 else 1,
+            arch=arch_of(self.device),
+            boxes=all(has_boxes(self._arrays[name]) for name in "qkv"),
+            processors=attribute("MultiProcessorCount", self.device),
+        )
+        bias = self._arrays.get("bias")
         if bias is None:
-            return Facts(vector, limit, span=span)
+            return facts
         staged = bytes_of_bias >= max(NARROWEST, bias.itemsize)
         bias_vector = bytes_of_bias if staged else 0
-        return Facts(vector, limit, bias.dtype.name, bias.shape, span, bias_vector)
+        return facts._replace(bias=bias.dtype.name, bias_shape=bias.shape, bias_vector=bias_vector)
 
     def _row_vector(self, name: str) -> int:
         """Bytes at whose multiples all rows start and end; 0 where keys are not neighbours."""
@@ -169,14 +188,10 @@ class Call:
         steps = (s for n, s in zip(x.shape[:-1], x.strides, strict=False) if n > 1)
         return math.gcd(WIDEST, x.data.ptr, x.shape[-1] * x.itemsize, *steps)
 
-    def _values(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _values(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
         """List the fields of the parameter block, and the arrays that the plan owns."""
-        import cupy
-
         fixed: dict[str, Any] = {}
-        values = _facts(self.problem)
-        cache, backward = _cache_bytes(self.device), "dout" in self._arrays
-        values["parts"] = parts_of(self.problem, cache, backward=backward)
+        values = _facts(self.problem) | {"parts": order.parts}
         for name, x in self._arrays.items():
             if name in _ROWS or name == "dlse":
                 values[f"{name}_at"] = _strides(x)[:3]
@@ -187,8 +202,14 @@ class Call:
             if type(x) is np.ndarray and (x == x[:1]).all():
                 values[one] = int(x[0]) if x.size else 0
             elif type(x) is np.ndarray:
-                # Complete before any stream may read it: the plan serves all of them.
-                fixed[name] = cupy.asarray(x, blocking=True)
+                fixed[name] = _uploaded(x)
+        if order.table is not None:
+            if is_capturing():
+                # Nobody can wait for a copy now. Without the table results are the same, only
+                # later; and calls after the capture are to have it, so this plan is not kept.
+                self.memo = {}
+            else:
+                fixed["schedule"] = _uploaded(order.table)
         if slopes is not None:
             values["slopes_b"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
         if bias is not None:
@@ -216,33 +237,11 @@ def _facts(P: Problem) -> dict[str, Any]:
     }
 
 
-def parts_of(P: Problem, cache: int, *, backward: bool) -> int:
-    """Count the parts of the heads that a GPU works on one after the other.
+def _uploaded(x: Any) -> Any:
+    """Copy to the GPU: complete before any stream may read it, for the plan serves all of them."""
+    import cupy
 
-    Under a causal mask blocks differ in length. The long ones of all heads of a part go first, so
-    that the GPU is busy to the end: of as many heads as find room in twice the cache.
-
-    Parameters
-    ----------
-    P : Problem
-        What is asked.
-    cache : int
-        Bytes of the GPU's second-level cache.
-    backward : bool
-        Whether it is the backward pass, which comes back to twice as many arrays, and to the sums
-        of dq.
-
-    Returns
-    -------
-    int
-        At least 1, at most B Hkv.
-    """
-    left, right = P.window
-    heads = max(1, P.B * P.Hkv)
-    if left is not None or right is None:
-        return heads
-    each = P.Nk * (P.D + P.Dv) * P.dtype.itemsize * (4 if backward else 1)
-    return -(-heads // max(1, 2 * cache // max(1, each)))
+    return cupy.asarray(x, blocking=True)
 
 
 def _strides(x: Any) -> tuple[int, ...]:
@@ -251,16 +250,9 @@ def _strides(x: Any) -> tuple[int, ...]:
 
 
 @functools.cache
-def _cache_bytes(device: int) -> int:
+def attribute(name: str, device: int) -> int:
+    """Ask a device for a number, by the end of its name in ``cudaDeviceAttr``."""
     from cupy.cuda import runtime
 
-    size: int = runtime.deviceGetAttribute(runtime.cudaDevAttrL2CacheSize, device)
-    return size
-
-
-@functools.cache
-def _shared_limit(device: int) -> int:
-    from cupy.cuda import runtime
-
-    limit: int = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
-    return limit
+    value: int = runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device)
+    return value

@@ -8,7 +8,7 @@ import numpy as np
 
 from tileattn.kernels.call import WIDEST
 from tileattn.kernels.key import KernelKey
-from tileattn.kernels.select import SHARED_LIMIT, TILED, Facts, choose
+from tileattn.kernels.select import HOPPER, SHARED_LIMIT, TILED, Facts, choose, choose_forward
 from tileattn.kernels.steps import backward_steps, forward_steps
 from tileattn.problem import BFLOAT16, DTYPES, Problem
 
@@ -25,6 +25,14 @@ _SETS = (
     {"backward_rows", "backward_keys", "backward_finish", "plain_keys"},
     {"backward_queries", "plain_queries"},
     {"backward_bias", "backward_sinks", "plain_bias"},
+)
+
+# For Hopper's own kernel: the widths that calls without options leave out, and its options.
+_HOPPER_CASES = (
+    ("float16", 32, {"softcap"}),
+    ("bfloat16", 96, {"alibi_slopes"}),
+    ("float16", 192, {"softcap", "alibi_slopes"}),
+    ("float16", 256, {"sinks"}),
 )
 
 
@@ -45,7 +53,7 @@ def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> l
     list of KernelKey
         For the forward pass, and for the backward pass of either kind.
     """
-    facts = Facts(WIDEST, shared_limit_of(arch))
+    facts = facts_of(arch)
     problems = (problem_of(dtype, dim) for dtype, dim in product(dtypes, list(head_dims)))
     return list(dict.fromkeys(key for P in problems for key in _keys(P, facts)))
 
@@ -73,7 +81,7 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
         shape = (1, 1, 1, 2)  # as the scores: its gradient comes with that of the keys
         if "backward_bias" in kernels:
             uses, shape = uses | {"bias"}, (1, 1, 1, 1)
-        facts = Facts(WIDEST if turn % 3 else dtype.itemsize, shared_limit_of(arch))
+        facts = facts_of(arch, WIDEST if turn % 3 else dtype.itemsize)
         if "bias" in uses:
             staged = WIDEST if turn % 2 else 0
             facts = facts._replace(bias=bias.name, bias_shape=shape, bias_vector=staged)
@@ -83,6 +91,9 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
         for dim in (_HEAD_DIMS[turn % len(_HEAD_DIMS)], 512):
             keys = _keys(problem_of(dtype.name, dim, uses), facts)
             found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
+    for name, dim, options in _HOPPER_CASES:
+        key = choose_forward(problem_of(name, dim, options), facts_of(arch)).key
+        found |= {key: None} if key.kernel == HOPPER else {}
     return [key for key in found if key.kernel != "backward_keys" or key.add_dq == adds]
 
 
@@ -103,10 +114,13 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
         options: what was measured is the plain call.
     """
     options = (key.bias, key.softcap, key.alibi, key.mask, key.block_mask, key.dropout)
-    if key.kernel not in TILED or arch != _MEASURED or any(options):
+    if key.kernel not in {*TILED, HOPPER} or arch != _MEASURED or any(options):
         return False
     problem = replace(problem_of(key.dtype, key.head_dim), Dv=key.value_dim)
-    return choose(key.kernel, problem, Facts(key.vector, shared_limit_of(arch))).tuned
+    facts = facts_of(arch, key.vector)
+    if key.kernel == HOPPER:
+        return choose_forward(problem, facts).tuned
+    return choose(key.kernel, problem, facts).tuned
 
 
 def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:
@@ -134,10 +148,24 @@ def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:
     )
 
 
-def shared_limit_of(arch: str) -> int:
-    """Give the bytes of shared memory that a block may have on a named architecture."""
+def facts_of(arch: str, vector: int = WIDEST) -> Facts:
+    """Give the facts about plain arrays on a GPU of a named architecture.
+
+    Parameters
+    ----------
+    arch : str
+        Architecture, as in ``"sm_90a"``.
+    vector : int
+        Bytes at whose multiples every row starts.
+
+    Returns
+    -------
+    Facts
+        Without a bias.
+    """
     number = int("".join(c for c in arch.split("_")[1] if c.isdigit()))
-    return SHARED_LIMIT[max(n for n in SHARED_LIMIT if n <= number)] * 1024
+    limit = SHARED_LIMIT[max(n for n in SHARED_LIMIT if n <= number)] * 1024
+    return Facts(vector, limit, arch=arch)
 
 
 def _keys(problem: Problem, facts: Facts) -> Iterator[KernelKey]:

@@ -1,14 +1,17 @@
 """The launches of a call: made once, run for all calls that differ in addresses only."""
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tileattn.kernels import compile as compiler
 from tileattn.kernels.params import POINTERS, template
 from tileattn.kernels.steps import Step
+from tileattn.kernels.tma import Maps
 
 _SLOT = {name: slot for slot, name in enumerate(POINTERS)}
+
+_captured: "set[Plan]" = set()
 
 
 class Plan:
@@ -26,6 +29,9 @@ class Plan:
         What is launched, in order; kernels are compiled and loaded here.
     aligned : int
         Bytes at whose multiples the arrays of rows must start.
+    arrays : mapping of str to cupy array
+        Of the first call: those that tensor maps are made of have the same sizes and strides in all
+        calls. They are not kept.
 
     Attributes
     ----------
@@ -40,6 +46,7 @@ class Plan:
         fixed: Mapping[str, Any],
         steps: Iterable[Step],
         aligned: int,
+        arrays: Mapping[str, Any],
     ) -> None:
         steps = tuple(steps)
         self.aligned = aligned
@@ -48,7 +55,9 @@ class Plan:
         addresses = {name: x.data.ptr for name, x in fixed.items()}
         self._template = template({**values, **addresses})
         self._slots = tuple((name, _SLOT[name]) for name in names)
-        self._launches = tuple(map(_launch, steps))
+        last = max(slot for _, slot in self._slots)
+        self._pointers = [addresses.get(name, 0) for name in POINTERS[: last + 1]]
+        self._launches = tuple(_launch(step, arrays) for step in steps)
         self._spare: list[tuple[Any, Any]] = []
 
     def run(self, addresses: Mapping[str, int]) -> None:
@@ -59,6 +68,21 @@ class Plan:
         addresses : mapping of str to int
             Of the arrays named to the constructor.
         """
+        pointers = self._pointers.copy()
+        for name, slot in self._slots:
+            pointers[slot] = addresses[name]
+        self.start(pointers)
+
+    def start(self, pointers: Sequence[int]) -> None:
+        """Start the kernels, as `run` does.
+
+        Parameters
+        ----------
+        pointers : sequence of int
+            What the parameter block begins with: addresses in the order of its fields.
+        """
+        if self._fixed and is_capturing():
+            _captured.add(self)  # a graph reads what the plan owns, whenever it is replayed
         # A launch copies the block, so it is free for the next call afterwards. Threads that run
         # the same plan at the same time each take a block of their own: pop and append are atomic.
         try:
@@ -66,11 +90,14 @@ class Plan:
         except IndexError:
             block = self._block()
         cells, argument = block
-        for name, slot in self._slots:
-            cells[slot] = addresses[name]
+        cells[: len(pointers)] = pointers
         arguments = (argument,)
-        for function, grid, threads, shared in self._launches:
-            function(grid, threads, arguments, shared)
+        for function, grid, threads, shared, maps in self._launches:
+            if maps is None:
+                function(grid, threads, arguments, shared)
+            else:
+                _held, boxes = maps[maps.pick(pointers)]
+                function(grid, threads, (argument, boxes), shared)
         self._spare.append(block)
 
     def _block(self) -> tuple[Any, Any]:
@@ -81,8 +108,18 @@ class Plan:
         return cells, CPointer(ctypes.addressof(cells))
 
 
-def _launch(step: Step) -> tuple[Any, tuple[int], tuple[int], int]:
+def is_capturing() -> bool:
+    """Whether CuPy's current stream takes down a graph instead of running what it is given."""
+    import cupy
+
+    return bool(cupy.cuda.get_current_stream().is_capturing())
+
+
+def _launch(
+    step: Step, arrays: Mapping[str, Any]
+) -> tuple[Any, tuple[int], tuple[int], int, Maps | None]:
     kernel = compiler.load(step.key)
     if step.shared:
         kernel.allow_shared(step.shared)
-    return kernel.function, (step.blocks,), (step.key.threads,), step.shared
+    maps = Maps(step.boxes, arrays) if step.boxes else None
+    return kernel.function, (step.blocks,), (step.key.threads,), step.shared, maps

@@ -1,10 +1,11 @@
 """Which kernel, with which tiles, serves a problem on a device."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tileattn.kernels.key import KernelKey
-from tileattn.kernels.tiles import LARGEST, ROOMS, TileSize, candidates
+from tileattn.kernels.tiles import LARGEST, ROOMS, TileSize, candidates, tiles_of
 from tileattn.problem import Problem
 
 WARP = 32
@@ -22,6 +23,35 @@ PLAIN = {
     "backward_queries": "plain_queries",
     "backward_bias": "plain_bias",
 }
+
+HOPPER = "forward_sm90"
+HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
+HOPPER_FEW_KEYS = 512
+HOPPER_STATIC = 1024  # at most, bytes of shared memory besides the tiles
+
+_Clause = tuple[str, Callable[["Problem", "Facts"], bool]]
+
+# What leaves a call to the portable kernel: the first clause that holds is the reason.
+_NOT_HOPPER: tuple[_Clause, ...] = (
+    ("the GPU is not of compute capability 9.0", lambda _, facts: facts.arch != "sm_90a"),
+    ("dtype is neither float16 nor bfloat16", lambda P, _: P.dtype.itemsize != 2),
+    (f"a head dimension is above {LARGEST}", lambda P, _: max(P.D, P.Dv) > LARGEST),
+    ("bias is in use", lambda P, _: "bias" in P.uses),
+    ("mask is in use", lambda P, _: "mask" in P.uses),
+    ("block_mask is in use", lambda P, _: "block_mask" in P.uses),
+    ("dropout is in use", lambda P, _: P.dropout_p > 0),
+    ("an array is empty", lambda P, _: 0 in (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, P.D, P.Dv)),
+    (
+        "an array has 2**31 rows or more",
+        lambda P, _: P.B * max(P.Hq * P.Nq, P.Hkv * P.Nk) >= 1 << 31,
+    ),
+    ("v has columns that are no multiple of 8", lambda P, _: P.Dv % 8 > 0),
+    ("a row does not start at a multiple of 16 bytes", lambda _, facts: facts.vector < 16),
+    (
+        "q, k or v has an axis that is broadcast, reversed or of too long strides",
+        lambda _, facts: not facts.boxes,
+    ),
+)
 
 
 class Facts(NamedTuple):
@@ -42,6 +72,12 @@ class Facts(NamedTuple):
     bias_vector : int
         Bytes at whose multiples every row of the bias starts and ends; 0 where it cannot be copied
         in rows.
+    arch : str
+        What kernels are compiled for, as in ``"sm_90a"``.
+    boxes : bool
+        Whether q, k and v can be copied by tensor maps.
+    processors : int
+        Multiprocessors of the device.
     """
 
     vector: int
@@ -50,6 +86,9 @@ class Facts(NamedTuple):
     bias_shape: tuple[int, ...] = ()
     span: int = 1
     bias_vector: int = 0
+    arch: str = ""
+    boxes: bool = True
+    processors: int = 1
 
 
 class Choice(NamedTuple):
@@ -71,6 +110,69 @@ class Choice(NamedTuple):
     shared: int
     tuned: bool
     why: str
+
+
+def choose_forward(problem: Problem, facts: Facts) -> Choice:
+    """Choose the kernel of the forward pass, and its variant.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    facts : Facts
+        Of its arrays and its device.
+
+    Returns
+    -------
+    Choice
+        Hopper's own kernel where it serves the call; else what `choose` finds, and why.
+    """
+    for why, holds in _NOT_HOPPER:
+        if holds(problem, facts):
+            choice = choose("forward", problem, facts)
+            return choice._replace(why=f"the portable kernel, because {why}; {choice.why}")
+    dim, value, tile = room(problem.D), room(problem.Dv), hopper_tile(problem)
+    options = _options(problem, facts.bias)
+    key = KernelKey(
+        *(HOPPER, problem.dtype.name, dim, value, *tile[:6]), loaders=HOPPER_LOADERS, **options
+    )
+    why = "tensor maps and products of warpgroups, tiles from measurements"
+    return Choice(key, hopper_bytes(tile, dim, value), tile.tuned and not tile.spills, why)
+
+
+def hopper_tile(problem: Problem) -> TileSize:
+    """Pick the tiles of Hopper's own kernel.
+
+    Where few keys are cut by a diagonal, small tiles waste less of what it hides (measured).
+    """
+    P = problem
+    tiles = tiles_of(HOPPER, P.dtype.itemsize, room(max(P.D, P.Dv)))
+    return tiles[-1 if P.Nk <= HOPPER_FEW_KEYS and P.window[1] is not None else 0]
+
+
+def hopper_bytes(tile: TileSize, dim: int, value: int) -> int:
+    """Count the dynamic shared memory of Hopper's own kernel, as its source lays it out.
+
+    Parameters
+    ----------
+    tile : TileSize
+        Its tiles.
+    dim, value : int
+        Columns it has room for.
+
+    Returns
+    -------
+    int
+        Bytes: of the next queries, too, where there is room for them.
+    """
+
+    def boxes(rows: int, columns: int) -> int:
+        return rows * 128 * -(-columns // 64)
+
+    queries = boxes(tile.block_q, dim)
+    pairs = tile.stages * (boxes(tile.block_k, dim) + boxes(tile.block_k, value))
+    ahead = pairs + 2 * queries + HOPPER_STATIC <= SHARED_LIMIT[90] * 1024
+    return pairs + (2 if ahead else 1) * queries
 
 
 def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import (
+    HOPPER,
     ROW_WARPS,
     Facts,
     choose,
+    choose_forward,
     padded_rows,
     room,
     row_key,
@@ -30,12 +32,15 @@ class Step(NamedTuple):
         Bytes of dynamic shared memory.
     why : str
         Why this kernel, in one clause.
+    boxes : tuple of (str, int)
+        Arrays of which the kernel takes tensor maps, each with the rows of a box.
     """
 
     key: KernelKey
     blocks: int
     shared: int = 0
     why: str = "one warp for each row"
+    boxes: tuple[tuple[str, int], ...] = ()
 
 
 def forward_steps(problem: Problem, facts: Facts) -> tuple[Step, ...]:
@@ -57,11 +62,16 @@ def forward_steps(problem: Problem, facts: Facts) -> tuple[Step, ...]:
     heads = P.B * P.Hq
     if not heads * P.Nq:
         return ()
-    key, shared, _, why = choose("forward", P, facts)
+    key, shared, _, why = choose_forward(P, facts)
+    blocks = heads * -(-P.Nq // key.block_q)
+    if key.kernel == HOPPER:
+        # Blocks of threads stay, and take one block of queries after the other.
+        boxes = (("q", key.block_q), ("k", key.block_k), ("v", key.block_k))
+        return (Step(key, min(facts.processors, blocks), shared, why, boxes),)
     if key.kernel != "forward":
         return (Step(key, _rows(heads * P.Nq), shared, why),)
     columns = max(1, -(-P.Dv // key.value_dim))
-    return (Step(key, heads * columns * -(-P.Nq // key.block_q), shared, why),)
+    return (Step(key, columns * blocks, shared, why),)
 
 
 def backward_steps(

@@ -62,6 +62,13 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         128: (TileSize(128, 64, 4, 1, 2, 2, tuned=True, spills=True), TileSize(128, 32, 4)),
         256: (TileSize(128, 64, 8, tuned=True), TileSize(128, 32, 8)),
     },
+    # Hopper's own: a warpgroup for each 64 queries; the second row for few keys and a right limit.
+    ("forward_sm90", 2): {
+        64: (TileSize(192, 128, 12, 1, 4, tuned=True), TileSize(192, 64, 12, 1, 4, tuned=True)),
+        128: (TileSize(128, 128, 8, 1, 2, tuned=True),),
+        192: (TileSize(128, 96, 8, 1, 2, tuned=True),),
+        256: (TileSize(128, 64, 8, 1, 2, tuned=True),),
+    },
     ("forward", 4): {
         64: (TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),),
         128: (TileSize(128, 32, 8, 1, 2, tuned=True),),
@@ -116,6 +123,27 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
 }
 
 
+def tiles_of(kernel: str, itemsize: int, dim: int) -> tuple[TileSize, ...]:
+    """List the rows of the table for a kernel, as `candidates` does, but no smaller ones.
+
+    Parameters
+    ----------
+    kernel : str
+        Name of the kernel.
+    itemsize : int
+        Bytes of an element.
+    dim : int
+        The larger of the two head dimensions.
+
+    Returns
+    -------
+    tuple of TileSize
+        At least one.
+    """
+    table = _TABLE[kernel, itemsize]
+    return next(sizes for limit, sizes in table.items() if dim <= limit)
+
+
 def candidates(kernel: str, itemsize: int, dim: int) -> tuple[TileSize, ...]:
     """List the tile sizes of a kernel, the fastest first.
 
@@ -133,6 +161,4 @@ def candidates(kernel: str, itemsize: int, dim: int) -> tuple[TileSize, ...]:
     tuple of TileSize
         At least one.
     """
-    table = _TABLE[kernel, itemsize]
-    best = next(sizes for limit, sizes in table.items() if dim <= limit)
-    return best + (_SMALL_KEYS if kernel == "backward_keys" else _SMALL)
+    return tiles_of(kernel, itemsize, dim) + (_SMALL_KEYS if kernel == "backward_keys" else _SMALL)
