@@ -4,19 +4,36 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from tileattn import backends
 from tileattn.backends import cupy_backend
-from tileattn.kernels import call
+from tileattn.kernels import call, tma
 from tileattn.kernels import compile as compiler
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.params import PARAMS
 
 BYTES = 1 << 24
+
+ATTRIBUTES = {
+    "MaxSharedMemoryPerBlockOptin": 227 * 1024,
+    "L2CacheSize": 50 << 20,
+    "MultiProcessorCount": 132,
+}
+
+
+class Encoded(NamedTuple):
+    """A tensor map as the driver was asked for it, each tuple from the innermost axis on."""
+
+    address: int
+    kind: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    modes: tuple[int, ...]
 
 
 class Machine:
@@ -28,14 +45,29 @@ class Machine:
         Kernel, blocks, dynamic shared memory and parameter block of each launch.
     allowed : list of (KernelKey, int)
         Kernels that were let have dynamic shared memory.
+    encoded : list of Encoded
+        Tensor maps that were made.
+    maps : list of tuple of Encoded
+        What launches were given besides the parameter block, where they were.
+    uploads : list of cupy.ndarray
+        Copies of arrays on the host.
+    capturing : bool
+        Whether the current stream is being captured into a graph: nothing can be copied then.
     device : int
         CuPy's current device.
+    arch : str
+        What kernels are compiled for.
     """
 
     def __init__(self) -> None:
         self.launches: list[tuple[KernelKey, int, int, Any]] = []
         self.allowed: list[tuple[KernelKey, int]] = []
+        self.encoded: list[Encoded] = []
+        self.maps: list[tuple[Encoded, ...]] = []
+        self.uploads: list[Any] = []
+        self.capturing = False
         self.device = 0
+        self.arch = "sm_100"
         self._memory = np.zeros(BYTES, np.uint8)
         self._start = -self._memory.ctypes.data % 512
         self._used = self._start
@@ -65,21 +97,36 @@ class Machine:
         nbytes = int(np.prod(shape)) * kind.itemsize
         return cupy.ndarray(shape, kind, self.allocate(nbytes, device))
 
+    def upload(self, x: Any, *, blocking: bool) -> Any:
+        """Stand in for ``cupy.asarray`` of an array on the host, of a copy that is waited for."""
+        assert blocking
+        assert not self.capturing, "a stream that is captured cannot be waited for"
+        there = self.array(x.shape, x.dtype)
+        ctypes.memmove(there.data.ptr, np.ascontiguousarray(x).ctypes.data, x.nbytes)
+        self.uploads.append(there)
+        return there
+
     def load(self, key: KernelKey) -> Any:
         """Stand in for ``kernels.compile.load``."""
 
         def start(grid: Any, threads: Any, arguments: Any, shared: int) -> None:
             assert threads == (key.threads,)
-            (cells,) = arguments
+            cells, *maps = arguments
             block = ctypes.string_at(cells.address, PARAMS.itemsize)
-            self.launches.append((key, *grid, shared, np.frombuffer(block, PARAMS)[0]))
+            params = np.frombuffer(block, PARAMS)[0]
+            for pointer in maps:
+                numbers = (ctypes.c_uint64 * 48).from_address(pointer.address)
+                made = tuple(self.encoded[n] for n in numbers[::16])
+                assert [x.address for x in made] == [params[name] for name in "qkv"]
+                self.maps.append(made)
+            self.launches.append((key, *grid, shared, params))
 
         def allow(nbytes: int) -> None:
             self.allowed.append((key, nbytes))
 
         return SimpleNamespace(
             key=key,
-            arch="sm_90a",
+            arch=self.arch,
             function=start,
             allow_shared=allow,
             registers=100,
@@ -87,6 +134,20 @@ class Machine:
             shared_bytes=64,
             occupancy=lambda threads, shared: 2,  # noqa: ARG005 - the driver's names
         )
+
+    def encode(self, *given: int) -> int:
+        """Stand in for ``cuTensorMapEncodeTiled``: number the maps, and refuse what it refuses."""
+        place, kind, rank, address, at_sizes, at_strides, at_box, at_steps, *modes = given
+        long, short = ctypes.c_uint64, ctypes.c_uint32
+        sizes, strides = (long * rank).from_address(at_sizes), (long * 3).from_address(at_strides)
+        box, steps = (short * rank).from_address(at_box), (short * rank).from_address(at_steps)
+        apart = any(step % 16 or not 0 < step < 1 << 40 for step in strides)
+        if place % 64 or address % 16 or 0 in sizes or apart or max(box) > 256 or max(steps) > 1:
+            return 1
+        long.from_address(place).value = len(self.encoded)
+        made = Encoded(address, kind, tuple(sizes), tuple(strides), tuple(box), tuple(modes))
+        self.encoded.append(made)
+        return 0
 
 
 class Pointer:
@@ -114,10 +175,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: made.device)
     monkeypatch.setattr(cupy, "zeros", made.array)
+    monkeypatch.setattr(cupy, "asarray", made.upload)
+    stream = SimpleNamespace(is_capturing=lambda: made.capturing)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: stream)
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
     monkeypatch.setattr(compiler, "load", made.load)
-    monkeypatch.setattr(call, "_shared_limit", lambda device: 227 * 1024 - device)
-    monkeypatch.setattr(call, "_cache_bytes", lambda device: (50 << 20) - device)
+    monkeypatch.setattr(call, "attribute", lambda name, device: ATTRIBUTES[name] - device)
+    monkeypatch.setattr(call, "arch_of", lambda device: made.arch if device == made.device else "")
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    arguments = (pointer, number, ctypes.c_uint32, *5 * [pointer], *4 * [number])
+    driver_function = ctypes.CFUNCTYPE(number, *arguments)(made.encode)
+    monkeypatch.setattr(tma, "_driver_function", lambda: driver_function)
     monkeypatch.setattr(cupy_backend, "_unavailable", lambda: None)
     backends.KNOWN.clear()
     cupy.cuda.set_allocator(made.allocate)

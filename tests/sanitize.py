@@ -49,6 +49,8 @@ def calls(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, A
     for dtype in (np.float16, np.float64):
         yield dtype, 256, 256, {}
         yield dtype, 264, 270, chosen[3]
+    yield np.float16, 192, 128, {"window": (60, 0)}
+    yield ml_dtypes.bfloat16, 96, 96, {"softcap": 2.0, "kv_lengths": [0, 90]}
 
 
 def run(dtype: Any, D: int, Dv: int, given: dict[str, Any], rng: np.random.Generator) -> None:

@@ -118,7 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spec": FACTS | ALGORITHM,
     "traffic": FACTS | {"blocks", "lane"},
     "memo": LEAVES | {"block_mask"},
-    "kernels": FACTS,
+    "kernels": FACTS | {"blocks"},
     "backends": FACTS | ALGORITHM | {"kernels", "memo", "traffic"},
     "api": FACTS | {"backends", "memo", "state"},
     "testing": FACTS | {"reference"},

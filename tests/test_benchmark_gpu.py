@@ -12,52 +12,15 @@ import numpy as np
 import pytest
 
 import tileattn
-from benchmarks import gpu, gpu_peers, gpu_report
+from benchmarks import gpu, gpu_cells, gpu_peers, gpu_report
+from benchmarks.gpu_cells import HEAD_DIMS, LENGTHS, PASSES, Cell, cells_of, window_share
 from benchmarks.gpu_device import DTYPES, Call, Gpu, Inputs
-from benchmarks.gpu_peers import Contestant, Plain, Tileattn
+from benchmarks.gpu_peers import Contestant, Mask, Plain, Tileattn
+from tests.fake_gpu import MACHINE, Fake
 from tools import pages, performance_tables
 
-CELL = gpu.Cell("forward", "f32", 2, 3, 20, 8, causal=False)
-BACK = gpu.Cell("backward", "f64", 2, 3, 20, 8, causal=True)
-MACHINE = {
-    "gpu": "A GPU",
-    "driver": "1.2",
-    "cuda": "13.0",
-    "cupy": "14.2",
-    "torch": None,
-    "cudnn": None,
-    "python": "3.11",
-}
-
-
-class Fake(Gpu):
-    """NumPy in the place of the device: a call takes 1, 2 or 3 milliseconds."""
-
-    def __init__(self) -> None:
-        self.xp = np
-        self._properties = {"l2CacheSize": 100_000}
-
-    def time(self, calls: Sequence[Call]) -> list[float]:
-        """Run each call."""
-        for call in calls:
-            call()
-        return [0.003, 0.001, 0.002]
-
-    def host_time(self, call: Call, count: int = 100, rounds: int = 9) -> float:
-        """Run the call."""
-        call()
-        return 5e-6 + 0 * count * rounds
-
-    def copy_rate(self) -> float:
-        """One terabyte a second."""
-        return 1e12
-
-    def release(self) -> None:
-        """Nothing is pooled."""
-
-    def machine(self) -> dict[str, Any]:
-        """Describe a machine."""
-        return MACHINE
+CELL = Cell("forward", "f32", 2, 3, 20, 8, causal=False)
+BACK = Cell("backward", "f64", 2, 3, 20, 8, causal=True)
 
 
 class Bent(Plain):
@@ -67,17 +30,17 @@ class Bent(Plain):
         super().__init__(np)
         self.name, self._bend = name, bend
 
-    def forward(self, x: Inputs, causal: bool) -> Call:
+    def forward(self, x: Inputs, mask: Mask) -> Call:
         """Bend the output."""
-        call = super().forward(x, causal)
+        call = super().forward(x, mask)
         return lambda: self._bend(call())
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Problems that NumPy computes at once."""
-    monkeypatch.setattr(gpu, "TOKENS", 512)
-    monkeypatch.setattr(gpu, "HIDDEN", dict.fromkeys(DTYPES, 16))
+    monkeypatch.setattr(gpu_cells, "TOKENS", 512)
+    monkeypatch.setattr(gpu_cells, "HIDDEN", dict.fromkeys(DTYPES, 16))
 
 
 # --- what is counted ----------------------------------------------------------------------------
@@ -93,20 +56,20 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_operations_are_counted_as_the_papers_do(kind: str, causal: bool, flops: int) -> None:
-    assert gpu.Cell(kind, "bf16", 2, 3, 20, 8, causal).flops == flops
+    assert Cell(kind, "bf16", 2, 3, 20, 8, causal).flops == flops
 
 
 def test_the_grid_keeps_tokens_and_width() -> None:
-    cells = gpu.cells_of(DTYPES, gpu.HEAD_DIMS, gpu.LENGTHS, gpu.PASSES, (False, True))
-    assert len(set(cells)) == len(cells) == 4 * 3 * 4 * 2 * 2
+    cells = cells_of(DTYPES, HEAD_DIMS, LENGTHS, PASSES, (False, True))
+    assert len(set(cells)) == len(cells) == 4 * 3 * 6 * 2 * 2
     assert {cell.B * cell.N for cell in cells} == {16384}
     assert {cell.H * cell.D for cell in cells if cell.dtype != "f64"} == {2048}
     assert {cell.H * cell.D for cell in cells if cell.dtype == "f64"} == {512}
 
 
 def test_cells_with_the_same_inputs_stand_together() -> None:
-    cells = gpu.cells_of(DTYPES, gpu.HEAD_DIMS, gpu.LENGTHS, gpu.PASSES, (False, True))
-    keys = [(cell.dtype, cell.shape) for cell in cells]
+    cells = cells_of(DTYPES, HEAD_DIMS, LENGTHS, PASSES, (False, True))
+    keys = [(cell.dtype, cell.shapes) for cell in cells]
     changes = sum(a != b for a, b in pairwise(keys))
     assert changes == len(set(keys)) - 1
 
@@ -115,14 +78,14 @@ def test_cells_with_the_same_inputs_stand_together() -> None:
 def test_the_share_of_a_window_is_that_of_its_pairs(window: tuple[int, int]) -> None:
     i, j = np.arange(20)[:, None], np.arange(20)
     seen = (j >= i - window[0]) & (j <= i + window[1])
-    assert gpu.window_share(20, *window) == pytest.approx(seen.mean())
+    assert window_share(20, *window) == pytest.approx(seen.mean())
 
 
 # --- a race -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cell", [CELL, BACK])
-def test_who_agrees_gets_a_ratio(cell: gpu.Cell) -> None:
+def test_who_agrees_gets_a_ratio(cell: Cell) -> None:
     again = Tileattn("deterministic", ("backward",), deterministic=True)
     row = gpu.race(cell, [Tileattn(), again, Plain(np)], Fake())
     assert row["tflops"]["cupy"] == round(cell.flops / 0.002 / 1e12, 2)
@@ -177,12 +140,12 @@ def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", gpu.PASSES)
+@pytest.mark.parametrize("kind", PASSES)
 def test_torch_gets_the_same_values(dtype: str, kind: str) -> None:
     pytest.importorskip("torch")
     peers, missing = gpu_peers.find(["math"], np)
     assert missing == {}
-    row = gpu.race(gpu.Cell(kind, dtype, 2, 3, 20, 8, True), [Tileattn(), *peers], Fake())
+    row = gpu.race(Cell(kind, dtype, 2, 3, 20, 8, True), [Tileattn(), *peers], Fake())
     assert row["ratio_to"] == {"math": 1.0}
 
 
@@ -202,7 +165,7 @@ def test_tensors_share_memory_with_arrays() -> None:
 # --- the other sections -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", gpu.PASSES)
+@pytest.mark.parametrize("kind", PASSES)
 def test_each_option_is_set_against_the_plain_call(kind: str) -> None:
     rows = {row["option"]: row for row in gpu.options([replace(CELL, kind=kind)], Fake())}
     assert len(rows) == 9
@@ -216,13 +179,13 @@ def test_each_option_is_set_against_the_plain_call(kind: str) -> None:
 
 
 def test_sparse_patterns_are_set_against_full_attention() -> None:
-    rows = list(gpu.sparse([gpu.Cell("forward", "f32", 1, 1, 1280, 8, causal=False)], Fake()))
+    rows = list(gpu.sparse([Cell("forward", "f32", 1, 1, 1280, 8, causal=False)], Fake()))
     assert [row["speedup"] for row in rows] == [1.0] * 5
     assert [round(row["share"], 3) for row in rows] == [1, 0.5, 0.062, 0.061, 0.1]
 
 
 def test_the_host_is_timed_for_everybody() -> None:
-    cells = [replace(CELL, kind=kind) for kind in gpu.PASSES]
+    cells = [replace(CELL, kind=kind) for kind in PASSES]
     contestants: list[Contestant] = [Tileattn(), Tileattn("new output", ("forward",), reuse=False)]
     rows = list(gpu.host(cells, contestants, Fake()))
     assert [(row["pass"], row["contestant"]) for row in rows] == [
@@ -269,7 +232,7 @@ def test_every_section_writes_its_file(
         ("backward", True),
     ]
     out = capsys.readouterr()
-    assert len([line for line in out.out.splitlines() if line.startswith("forward  f32")]) == 2
+    assert len([line for line in out.out.splitlines() if line.startswith("forward  f32    8")]) == 2
     assert "matplotlib is not installed" in out.err
 
 
@@ -313,9 +276,9 @@ def test_the_grid_is_what_is_run_unless_something_else_is_asked_for() -> None:
 
 
 def test_quick_takes_one_size() -> None:
-    seen: list[gpu.Cell] = []
+    seen: list[Cell] = []
 
-    def noted(cells: list[gpu.Cell], *_: Any) -> Iterator[Any]:
+    def noted(cells: list[Cell], *_: Any) -> Iterator[Any]:
         seen.extend(cells)
         return iter(())
 
@@ -375,3 +338,5 @@ def test_the_page_gets_a_section_with_the_first_results(
     assert "| pass | dtype | D | N | causal | TFLOP/s | deterministic | cupy |" in section
     assert "| forward | f32 | 8 | 16 | yes | 0 |  | 1.00 |" in section
     assert "| device copy |  |  | 1000 |" in section
+    assert "| pass | case | dtype | D | N | causal | TFLOP/s | cupy |" in section
+    assert "| forward | D 192, Dv 128 | f32 | 192 | 16 | yes | 0 | 1.00 |" in section

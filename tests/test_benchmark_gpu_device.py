@@ -75,8 +75,10 @@ def test_a_measurement_is_neither_too_short_nor_too_long(seconds: float, calls: 
 
 
 def test_the_sets_of_inputs_pass_the_l2_and_differ() -> None:
-    sets = OnNumpy().inputs((2, 3, 20, 8), "f32")
-    assert len(sets) == -(-4 * 100_000 // (4 * 2 * 3 * 20 * 8 * 4))
+    shapes = ((2, 6, 20, 8), (2, 3, 20, 8), (2, 3, 20, 4), (2, 6, 20, 4))
+    sets = OnNumpy().inputs(shapes, "f32")
+    assert len(sets) == -(-4 * 100_000 // (2 * 20 * (6 * 8 + 3 * 8 + 3 * 4 + 6 * 4) * 4))
+    assert {tuple(x.shape for x in one) for one in sets} == {shapes}
     drawn = [x.tobytes() for one in sets for x in one]
     assert len(set(drawn)) == len(drawn)
 

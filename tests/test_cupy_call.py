@@ -17,7 +17,6 @@ from tests.fake_cupy import Machine
 from tileattn import api
 from tileattn.kernels import call as calls
 from tileattn.kernels.params import POINTERS
-from tileattn.problem import parse
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 37, 53, 24, 40
 
@@ -111,19 +110,8 @@ def test_rows_of_masks_and_biases_are_read_as_wide_as_they_lie(
     assert (single.span, single.bias_vector) == (1, 0)
 
 
-def test_lengths_that_differ_are_copied_once(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupy
-
-    copies: list[Any] = []
-
-    def copied(x: Any, *, blocking: bool) -> Any:
-        assert blocking
-        there = gpu.array(x.shape, x.dtype)
-        ctypes.memmove(there.data.ptr, x.ctypes.data, x.nbytes)
-        copies.append(there)
-        return there
-
-    monkeypatch.setattr(cupy, "asarray", copied)
+def test_lengths_that_differ_are_copied_once(gpu: Machine) -> None:
+    copies = gpu.uploads
     q, k, v = arrays(gpu)
     for _ in range(3):
         tileattn.forward(q, k, v, kv_lengths=np.array([50, 9]), q_offset=[0, 3])
@@ -134,28 +122,10 @@ def test_lengths_that_differ_are_copied_once(gpu: Machine, monkeypatch: pytest.M
             assert list(place) == x
     tileattn.forward(q, k, v, kv_lengths=np.array([50, 8]), q_offset=[0, 3])
     assert len(copies) == 4
-
-
-CACHE = 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("window", "backward", "expected"),
-    [
-        ((None, None), False, 24),  # blocks of one length: each head by itself
-        ((5, 0), False, 24),
-        ((None, 0), False, 3),  # 256 KiB of keys and values a head: eight in twice the cache
-        ((None, 7), False, 3),
-        ((None, 0), True, 12),  # four times as much: two
-    ],
-)
-def test_long_blocks_of_many_heads_go_first(
-    window: tuple[int | None, int | None], backward: bool, expected: int
-) -> None:
-    q = np.zeros((6, 8, 512, 64), np.float32)
-    k = np.zeros((6, 4, 512, 64), np.float32)
-    problem, _ = parse(q, k, k, {"window": window})
-    assert calls.parts_of(problem, CACHE, backward=backward) == expected
+    mask = tileattn.BlockMask(np.ones((3, 4), np.bool_), (16, 16))
+    tileattn.forward(q, k, v, kv_lengths=[9, 8], q_offset=[2, 1], block_mask=mask)
+    found = {int(gpu.launches[-1][-1][name]) for name in ("lengths", "offsets", "kinds", "bits")}
+    assert found == {x.data.ptr for x in copies[4:]}
 
 
 # --- what is done once --------------------------------------------------------------------------
@@ -235,7 +205,7 @@ def test_alignment_and_device_are_looked_at_each_time(gpu: Machine) -> None:
         assert params["q"] == whole.data.ptr + 2 * first
     gpu.device = 1
     with pytest.raises(ValueError, match="q is on device 0"):
-        tileattn.forward(at(0), at(0), at(0))
+        tileattn.forward(at(1), at(0), at(0))  # as the last call
     gpu.device = 0
     tileattn.forward(at(0), at(0), at(0))
 
@@ -408,7 +378,6 @@ def test_explain_says_what_would_run(gpu: Machine, monkeypatch: pytest.MonkeyPat
     import cupy
 
     runtime = cupy.cuda.runtime
-    monkeypatch.setattr(runtime, "deviceGetAttribute", lambda *_: 132)
     monkeypatch.setattr(runtime, "getDeviceProperties", lambda _: {"name": b"NVIDIA H200"})
     q, k, v = (gpu.array((2, 4, 1000, 64), np.float16) for _ in range(3))
     found = tileattn.explain(q, k, v, causal=True)

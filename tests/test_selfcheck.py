@@ -18,8 +18,6 @@ from tileattn.selfcheck import Case, Family
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
-SHARED = 227 * 1024
-
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
@@ -67,7 +65,9 @@ def test_problems_are_of_every_kind() -> None:
     assert any(case.arrays[0].shape[2] > case.arrays[1].shape[2] for case in found)
 
 
-def test_the_kernels_of_a_family_are_those_that_its_problems_start(gpu: Machine) -> None:
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100"])
+def test_the_kernels_of_a_family_are_those_that_its_problems_start(gpu: Machine, arch: str) -> None:
+    gpu.arch = arch
     rng = np.random.default_rng(1)
     started = 0
     for _ in range(40):
@@ -78,7 +78,7 @@ def test_the_kernels_of_a_family_are_those_that_its_problems_start(gpu: Machine)
         case = Case.draw(rng, family)
         gpu.launches.clear()
         run_on(gpu, case)
-        assert {key for key, *_ in gpu.launches} <= set(family.keys(SHARED))
+        assert {key for key, *_ in gpu.launches} <= set(family.keys(arch))
         started += len(gpu.launches)
     assert started > 100
 

@@ -1,0 +1,48 @@
+"""NumPy in the place of the device of the GPU benchmark, with a clock that is made up."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_device import Call, Gpu
+
+MACHINE = {
+    "gpu": "A GPU",
+    "driver": "1.2",
+    "cuda": "13.0",
+    "cupy": "14.2",
+    "torch": None,
+    "cudnn": None,
+    "python": "3.11",
+}
+
+
+class Fake(Gpu):
+    """NumPy in the place of the device: a call takes 1, 2 or 3 milliseconds."""
+
+    def __init__(self) -> None:
+        self.xp = np
+        self._properties = {"l2CacheSize": 100_000}
+
+    def time(self, calls: Sequence[Call]) -> list[float]:
+        """Run each call."""
+        for call in calls:
+            call()
+        return [0.003, 0.001, 0.002]
+
+    def host_time(self, call: Call, count: int = 100, rounds: int = 9) -> float:
+        """Run the call."""
+        call()
+        return 5e-6 + 0 * count * rounds
+
+    def copy_rate(self) -> float:
+        """One terabyte a second."""
+        return 1e12
+
+    def release(self) -> None:
+        """Nothing is pooled."""
+
+    def machine(self) -> dict[str, Any]:
+        """Describe a machine."""
+        return MACHINE

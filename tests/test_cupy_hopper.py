@@ -1,0 +1,341 @@
+"""Hopper's own forward kernel: which calls it serves and what it is started with, without a GPU."""
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tileattn
+from tests import fake_cupy
+from tests.fake_cupy import Machine
+from tileattn.kernels import select, tma
+from tileattn.kernels.catalog import facts_of, problem_of
+from tileattn.kernels.select import HOPPER, choose_forward, hopper_bytes, hopper_tile
+from tileattn.kernels.steps import forward_steps
+from tileattn.kernels.tiles import LARGEST, TileSize
+from tileattn.problem import Problem
+
+B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
+FACTS = facts_of("sm_90a")
+SERVED = problem_of("float16", 64)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with fake_cupy.machine(monkeypatch) as made:
+        made.arch = "sm_90a"
+        yield made
+
+
+def arrays(gpu: Machine, dtype: Any = np.float16) -> tuple[Any, Any, Any]:
+    shapes = ((B, HQ, NQ, D), (B, HKV, NK, D), (B, HKV, NK, DV))
+    q, k, v = (gpu.array(shape, dtype) for shape in shapes)
+    return q, k, v
+
+
+def kernels(gpu: Machine) -> list[str]:
+    return [key.kernel for key, *_ in gpu.launches]
+
+
+# --- the rule -----------------------------------------------------------------------------------
+
+REFUSED: list[tuple[str, Problem, dict[str, Any]]] = [
+    ("the GPU is not of compute capability 9.0", SERVED, {"arch": "sm_90"}),
+    ("dtype is neither float16 nor bfloat16", problem_of("float32", 64), {}),
+    ("a head dimension is above 256", replace(SERVED, D=264), {}),
+    ("a head dimension is above 256", replace(SERVED, Dv=264), {}),
+    ("bias is in use", problem_of("float16", 64, ["bias"]), {}),
+    ("mask is in use", problem_of("float16", 64, ["mask"]), {}),
+    ("block_mask is in use", problem_of("float16", 64, ["block_mask"]), {}),
+    ("dropout is in use", problem_of("float16", 64, ["dropout_p"]), {}),
+    ("an array is empty", replace(SERVED, Nk=0), {}),
+    ("an array is empty", replace(SERVED, D=0), {}),
+    ("an array is empty", replace(SERVED, Dv=0), {}),
+    ("an array has 2**31 rows or more", replace(SERVED, B=1 << 10, Hq=1 << 10, Nq=1 << 11), {}),
+    ("an array has 2**31 rows or more", replace(SERVED, Nk=1 << 31), {}),
+    ("v has columns that are no multiple of 8", replace(SERVED, Dv=60), {}),
+    ("a row does not start at a multiple of 16 bytes", SERVED, {"vector": 8}),
+    ("q, k or v has an axis that is broadcast, reversed or", SERVED, {"boxes": False}),
+]
+
+
+@pytest.mark.parametrize(("reason", "problem", "changed"), REFUSED, ids=str)
+def test_what_the_portable_kernel_is_left_and_why(
+    reason: str, problem: Problem, changed: dict[str, Any]
+) -> None:
+    choice = choose_forward(problem, FACTS._replace(**changed))
+    assert choice.key.kernel in {"forward", "plain_forward"}
+    assert choice.why.startswith(f"the portable kernel, because {reason}")
+
+
+def test_every_clause_of_the_rule_is_tried() -> None:
+    tried = {reason for reason, *_ in REFUSED}
+    assert [why for why, _ in select._NOT_HOPPER if not any(why.startswith(t) for t in tried)] == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "uses", [(), ("softcap",), ("alibi_slopes",), ("sinks", "kv_lengths", "q_offset")]
+)
+def test_what_it_serves(dtype: str, uses: tuple[str, ...]) -> None:
+    problem = replace(problem_of(dtype, 72, uses), Dv=40, window=(7, 0))
+    key, _, tuned, why = choose_forward(problem, FACTS)
+    assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER, dtype, 96, 64)
+    assert (key.softcap, key.alibi) == ("softcap" in uses, "alibi_slopes" in uses)
+    assert key.fold is not (key.softcap or key.alibi)
+    assert tuned
+    assert "portable" not in why
+
+
+@pytest.mark.parametrize("dim", range(8, LARGEST + 1, 8))
+def test_its_tiles_fit_and_divide(dim: int) -> None:
+    for problem in (problem_of("float16", dim), replace(problem_of("float16", 8), Dv=dim)):
+        key, shared, *_ = choose_forward(problem, FACTS)
+        assert (key.warps_m, key.warps_n, key.loaders) == (key.block_q // 16, 1, 4)
+        assert key.threads == 2 * key.block_q + 128
+        assert key.block_q % 64 == 0
+        assert shared + select.HOPPER_STATIC <= FACTS.shared_limit
+
+
+@pytest.mark.parametrize(
+    ("tile", "dim", "value", "expected"),
+    [
+        (TileSize(192, 128, 12, stages=2), 64, 64, 2 * 24 + 2 * 32),
+        (TileSize(192, 128, 12, stages=2), 32, 64, 2 * 24 + 2 * 32),  # boxes of 64 columns
+        (TileSize(128, 128, 8, stages=2), 128, 128, 2 * 32 + 2 * 64),
+        (TileSize(128, 176, 8, stages=2), 128, 128, 1 * 32 + 2 * 88),
+        (TileSize(128, 96, 8, stages=2), 192, 128, 2 * 48 + 2 * 60),
+        (TileSize(128, 96, 8, stages=2), 192, 192, 1 * 48 + 2 * 72),
+        (TileSize(128, 80, 8, stages=2), 256, 256, 1 * 64 + 2 * 80),
+    ],
+)
+def test_shared_memory_for_the_next_queries_where_there_is_room(
+    tile: TileSize, dim: int, value: int, expected: int
+) -> None:
+    assert hopper_bytes(tile, dim, value) == expected * 1024
+
+
+def test_tiles_go_by_the_larger_head_dimension() -> None:
+    def size(dim: int, value: int) -> tuple[int, ...]:
+        return hopper_tile(replace(problem_of("float16", dim), Dv=value))[:2]
+
+    assert size(8, 64) == size(64, 8) == size(64, 64)
+    assert size(64, 72) == size(128, 128) != size(64, 64)
+    assert size(192, 128) == size(136, 8) != size(256, 8)
+
+
+@pytest.mark.parametrize(("queries", "blocks"), [(100, 6), (24 * 128, 132)])
+def test_no_more_blocks_than_multiprocessors(queries: int, blocks: int) -> None:
+    problem = replace(SERVED, D=128, Hq=6, Nq=queries)
+    (step,) = forward_steps(problem, FACTS._replace(processors=132))
+    assert step.key.block_q == 128
+    assert step.blocks == blocks
+    assert step.boxes == (("q", 128), ("k", step.key.block_k), ("v", step.key.block_k))
+    assert forward_steps(replace(problem, Nq=0), FACTS) == ()
+
+
+# --- what it is started with --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(np.float16, 6), (ml_dtypes.bfloat16, 9)])
+def test_maps_say_where_the_arrays_lie(gpu: Machine, dtype: Any, kind: int) -> None:
+    k, v = gpu.array((B, NK, HKV, D), dtype), gpu.array((B, HKV, NK, 2 * DV), dtype)
+    q, k, v = gpu.array((B, HQ, NQ, D), dtype), k.swapaxes(1, 2), v[..., DV:]
+    tileattn.forward(q, k, v, causal=True)
+    ((key, blocks, shared, params),) = gpu.launches
+    assert (key.kernel, key.head_dim, key.value_dim) == (HOPPER, 96, 64)
+    assert gpu.allowed == [(key, shared)]
+    assert blocks == min(132, B * HQ * -(-NQ // key.block_q))
+    assert (params["k_at"].tolist(), params["Nk"]) == ((NK * HKV * D, D, HKV * D), NK)
+    (maps,) = gpu.maps
+    expected = [
+        (q, (D, NQ, HQ, B), (2 * D, 2 * NQ * D, 2 * HQ * NQ * D), key.block_q),
+        (k, (D, NK, HKV, B), (2 * HKV * D, 2 * D, 2 * NK * HKV * D), key.block_k),
+        (v, (DV, NK, HKV, B), (4 * DV, 4 * NK * DV, 4 * HKV * NK * DV), key.block_k),
+    ]
+    for made, (x, sizes, strides, rows) in zip(maps, expected, strict=True):
+        assert made == (x.data.ptr, kind, sizes, strides, (64, rows, 1, 1), (0, 3, 3, 0))
+
+
+def test_an_axis_of_length_one_has_a_stride_that_the_driver_takes(gpu: Machine) -> None:
+    import cupy
+
+    memory = gpu.array((1 << 16,), np.float16).data
+    for strides in ((0, 6, -2, 2), (1 << 50, 1 << 50, 1 << 50, 2)):
+        x = cupy.ndarray((1, 1, 1, 20), np.float16, memory, strides)
+        tileattn.forward(x, x, x[..., :8])
+    assert kernels(gpu) == [HOPPER, HOPPER]
+    assert {made.strides for maps in gpu.maps for made in maps[:2]} == {(48, 48, 48)}
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("step", [0, -1])
+def test_an_axis_that_boxes_cannot_express(gpu: Machine, axis: int, step: int) -> None:
+    import cupy
+
+    q, k, v = arrays(gpu)
+    strides = [s * step if n == axis else s for n, s in enumerate(k.strides)]
+    assert tma.has_boxes(k)
+    k = cupy.ndarray(k.shape, k.dtype, k.data, strides)
+    assert not tma.has_boxes(k)
+    tileattn.forward(q, k, v)
+    assert kernels(gpu) == ["forward"]
+    assert gpu.encoded == []
+
+
+def test_steps_that_are_too_long_for_boxes() -> None:
+    x = SimpleNamespace(shape=(2, 3, 5, 8), strides=(1 << 40, 96, 16, 2))
+    assert not tma.has_boxes(x)
+    assert tma.has_boxes(SimpleNamespace(shape=(1, 3, 5, 8), strides=x.strides))
+
+
+def test_a_row_of_any_start_goes_to_the_portable_kernel(gpu: Machine) -> None:
+    whole = gpu.array((1, 1, 2 * NK * 64), np.float16)
+
+    def at(first: int) -> Any:
+        return whole[..., first : first + NK * 64].reshape(1, 1, NK, 64)
+
+    for first, kernel in ((0, HOPPER), (4, "forward"), (8, HOPPER), (0, HOPPER), (3, "forward")):
+        tileattn.forward(at(first), at(0), at(0))
+        assert kernels(gpu)[-1] == kernel
+    assert len(gpu.encoded) == 6
+
+
+def test_the_backward_pass_takes_no_maps(gpu: Machine) -> None:
+    q, k, v = arrays(gpu)
+    out, lse = tileattn.forward(q, k, v)
+    tileattn.backward(out, q, k, v, out, lse)
+    assert len(gpu.maps) == 1
+    assert "backward_keys" in kernels(gpu)
+
+
+# --- what is done once --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "sinks": True}])
+def test_maps_of_the_same_arrays_are_not_encoded_again(
+    gpu: Machine, options: dict[str, Any]
+) -> None:
+    if "sinks" in options:
+        options = {**options, "sinks": gpu.array((HQ,))}
+    one, other = arrays(gpu), arrays(gpu)
+    for given in (one, one, other, one, other):
+        tileattn.forward(*given, **options)
+    assert len(gpu.encoded) == 6
+    expected = [tuple(x.data.ptr for x in given) for given in (one, one, other, one, other)]
+    assert [tuple(made.address for made in maps) for maps in gpu.maps] == expected
+
+
+def test_one_array_at_a_new_place_makes_new_maps(gpu: Machine) -> None:
+    q, k, v = arrays(gpu)
+    tileattn.forward(q, k, v)
+    tileattn.forward(q, k, gpu.array(v.shape, v.dtype))
+    tileattn.forward(q, v_like := gpu.array(k.shape, k.dtype), v)
+    assert gpu.maps[-1][1].address == v_like.data.ptr
+    assert len({tuple(made.address for made in maps) for maps in gpu.maps}) == 3
+
+
+def test_maps_that_are_kept_are_bounded(gpu: Machine) -> None:
+    x = gpu.array((2, 2, 64, 64), np.float16)
+    maps = tma.Maps((("q", 64), ("k", 64), ("v", 64)), {"q": x, "k": x, "v": x})
+    for n in range(1, 3 * tma.MOST + 1):
+        addresses = maps.pick([16 * n, 16, 32, 48, 64])
+        assert addresses == (16 * n, 16, 32)
+        memory, argument = maps[addresses]
+        start = ctypes.addressof(memory)
+        assert start <= argument.address <= start + len(memory) - 3 * tma.MAP_BYTES
+        assert maps[addresses][1] is argument
+        assert len(maps) <= tma.MOST
+    assert len(gpu.encoded) == 3 * 3 * tma.MOST
+
+
+def test_threads_launch_with_the_maps_of_their_arrays(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All launches wait for one another; each compares its maps with its parameter block."""
+    count = 6
+    sets = [arrays(gpu) for _ in range(count)]
+    tileattn.forward(*sets[0])
+    gpu.maps.clear()
+    together = threading.Barrier(count, timeout=20)
+    read = ctypes.string_at
+
+    def late(*given: Any) -> bytes:
+        together.wait()
+        return read(*given)
+
+    monkeypatch.setattr(ctypes, "string_at", late)
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda given: tileattn.forward(*given), sets))
+    seen = {tuple(made.address for made in maps) for maps in gpu.maps}
+    assert seen == {tuple(x.data.ptr for x in given) for given in sets}
+
+
+# --- the driver ---------------------------------------------------------------------------------
+
+
+def test_a_refusal_of_the_driver_names_the_array(gpu: Machine) -> None:
+    x = gpu.array((2, 2, 9, 20), np.float16)  # rows of 40 bytes
+    maps = tma.Maps((("k", 64), ("v", 128)), {"k": x, "v": x})
+    with pytest.raises(
+        RuntimeError, match=r"no tensor map of k of shape \(2, 2, 9, 20\).* at 0x100: .*returned 1;"
+    ):
+        _ = maps[0x100, 0x200]
+    assert maps == {}
+
+
+@pytest.mark.parametrize(("system", "library"), [("posix", "libcuda.so.1"), ("nt", "nvcuda.dll")])
+def test_the_function_of_the_driver_is_found_once(
+    monkeypatch: pytest.MonkeyPatch, system: str, library: str
+) -> None:
+    asked: list[str] = []
+    function = SimpleNamespace()
+
+    def load(name: str) -> Any:
+        asked.append(name)
+        return SimpleNamespace(cuTensorMapEncodeTiled=function)
+
+    monkeypatch.setattr(ctypes, "PyDLL", load)
+    monkeypatch.setattr(tma, "os", SimpleNamespace(name=system))
+    tma._driver_function.cache_clear()
+    try:
+        assert tma._driver_function() is tma._driver_function() is function
+    finally:
+        tma._driver_function.cache_clear()
+    assert asked == [library]
+
+
+# --- explain ------------------------------------------------------------------------------------
+
+
+def test_explain_names_the_kernel_and_its_memory(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    properties = {"name": b"NVIDIA H200"}
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda _: properties)
+    q, k, v = (gpu.array((2, 4, 1000, 128), np.float16) for _ in range(3))
+    found = tileattn.explain(q, k, v, causal=True)
+    assert gpu.launches == []
+    assert gpu.encoded == []
+    assert (found.kernel, found.forward_tile) == (HOPPER, (128, 128))
+    assert found.scratch_bytes == (2 * 32 + 2 * 64) * 1024
+    assert "forward_sm90 128 x 128, 128/128 columns, 2 stages: 64 blocks of 384 threads" in str(
+        found
+    )
+    assert "192.1 KiB shared" in found.kernels[0]
+    assert any(reason.startswith("forward_sm90: tensor maps") for reason in found.reasons)
+    bias = gpu.array((1000, 1000))
+    for options, reason in (({"bias": bias}, "bias"), ({"dropout_p": 0.5}, "dropout")):
+        report = str(tileattn.explain(q, k, v, **options))
+        assert (
+            f"because   forward: the portable kernel, because {reason} is in use; tiles" in report
+        )

@@ -1,0 +1,302 @@
+"""Hopper's own forward kernel, held to the oracle and to the portable kernel."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import tileattn
+from tests.gpu import bits, host, needs_gpu, poison
+from tileattn import backends, reference
+from tileattn.kernels import call
+from tileattn.kernels.steps import forward_steps
+from tileattn.problem import parse
+from tileattn.testing import assert_attention_close, error_bound
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
+
+Array = NDArray[Any]
+
+B, HQ, HKV = 2, 6, 2
+DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+DIMENSIONS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+ODD_DIMENSIONS = [(8, 8), (40, 24), (64, 128), (72, 200), (128, 64), (256, 32), (24, 96)]
+LENGTHS = [(1, 1), (1, 300), (300, 1), (129, 257), (64, 128), (200, 515), (513, 130)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "offset": {"causal": True, "q_offset": [-40, 7]},
+    "window": {"window": (70, 9)},
+    "left": {"window": (50, None), "q_offset": 120},
+    "right": {"window": (None, 30)},
+    "lengths": {"kv_lengths": [0.4, 0.9]},
+    "softcap": {"softcap": 2.0},
+    "negative scale": {"scale": -0.3, "causal": True},
+    "alibi": {"alibi_slopes": (HQ,)},
+    "sinks": {"sinks": (HQ,), "causal": True},
+    "all": {
+        **{"window": (90, 5), "q_offset": [11, -30], "kv_lengths": [1.0, 0.7]},
+        **{"softcap": 3.0, "alibi_slopes": (B, HQ), "sinks": (HQ,)},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def on_hopper() -> None:
+    """Skip where the kernel cannot run."""
+    import cupy
+
+    capability = cupy.cuda.Device().compute_capability
+    if capability != "90":
+        pytest.skip(f"the kernel is for compute capability 9.0, the GPU has {capability}")
+
+
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the portable kernel serve what is called."""
+    monkeypatch.setattr(call, "arch_of", lambda _: "sm_90")
+    backends.KNOWN.clear()
+    yield
+    backends.KNOWN.clear()
+
+
+def arrays(
+    dtype: Any, D: int, Dv: int, Nq: int, Nk: int, seed: int = 0
+) -> tuple[Array, Array, Array]:
+    rng = np.random.default_rng(seed)
+    shapes = ((B, HQ, Nq, D), (B, HKV, Nk, D), (B, HKV, Nk, Dv))
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return q, k, v
+
+
+def filled(options: dict[str, Any], Nk: int) -> dict[str, Any]:
+    """Fill in what depends on the problem: arrays by their shapes, lengths by their share."""
+    rng = np.random.default_rng(1)
+    made = dict(options)
+    for name in {"alibi_slopes", "sinks"} & made.keys():
+        made[name] = rng.random(made[name]).astype(np.float32)
+    if "kv_lengths" in made:
+        made["kv_lengths"] = [int(share * Nk) for share in made["kv_lengths"]]
+    return made
+
+
+def sent(x: Any) -> Any:
+    """Copy arrays to the GPU; leave the rest."""
+    import cupy
+
+    return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def kernel(q: Any, k: Any, v: Any, **options: Any) -> str:
+    """Name the kernel that serves a call; to explain it would compile those of both passes."""
+    problem, operands = parse(q, k, v, options)
+    return forward_steps(problem, call.Call(problem, operands).facts())[0].key.kernel
+
+
+def called(q: Array, k: Array, v: Array, **options: Any) -> tileattn.Attention:
+    """Call the forward pass on copies on the GPU, and see to it that the kernel serves it."""
+    given, there = (sent(q), sent(k), sent(v)), {name: sent(x) for name, x in options.items()}
+    assert kernel(*given, **there) == "forward_sm90"
+    attention: tileattn.Attention = host(tileattn.forward(*given, **there))
+    return attention
+
+
+def hold(q: Array, k: Array, v: Array, **options: Any) -> None:
+    bounds = error_bound(q, k, v, **options)
+    wanted = reference.forward(q, k, v, **options)
+    assert_attention_close(called(q, k, v, **options), wanted, bounds)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("D", "Dv"), DIMENSIONS)
+def test_every_option_at_every_head_dimension(dtype: Any, D: int, Dv: int, options: str) -> None:
+    Nq, Nk = 333, 410
+    hold(*arrays(dtype, D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
+
+
+@pytest.mark.parametrize(("Nq", "Nk"), LENGTHS)
+@pytest.mark.parametrize("options", ["plain", "causal", "offset", "all"])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (256, 256)])
+def test_lengths_that_no_tile_divides(D: int, Dv: int, options: str, Nq: int, Nk: int) -> None:
+    hold(*arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
+
+
+@pytest.mark.parametrize(("D", "Dv"), ODD_DIMENSIONS)
+def test_columns_beyond_the_array_are_zero(D: int, Dv: int) -> None:
+    hold(*arrays(DTYPES[0], D, Dv, 150, 270), causal=True, q_offset=120)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    dtype=st.sampled_from(DTYPES),
+    dims=st.sampled_from(DIMENSIONS + ODD_DIMENSIONS),
+    Nq=st.integers(1, 700),
+    Nk=st.integers(1, 700),
+)
+def test_any_combination(data: Any, dtype: Any, dims: tuple[int, int], Nq: int, Nk: int) -> None:
+    options: dict[str, Any] = {}
+    for some in data.draw(st.lists(st.sampled_from(list(OPTIONS)), max_size=3)):
+        options |= OPTIONS[some]
+    if "window" in options:
+        options.pop("causal", None)
+    hold(*arrays(dtype, *dims, Nq, Nk, data.draw(st.integers(0, 99))), **filled(options, Nk))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("D", "Dv"), DIMENSIONS)
+def test_both_kernels_agree_with_the_oracle(D: int, Dv: int, causal: bool, request: Any) -> None:
+    q, k, v = arrays(DTYPES[1], D, Dv, 700, 900)
+    mine = called(q, k, v, causal=causal, q_offset=200)
+    request.getfixturevalue("portable")
+    given = sent(q), sent(k), sent(v)
+    assert kernel(*given, causal=causal, q_offset=200) == "forward"
+    theirs = host(tileattn.forward(*given, causal=causal, q_offset=200))
+    bounds = error_bound(q, k, v, causal=causal, q_offset=200)
+    wanted = reference.forward(q, k, v, causal=causal, q_offset=200)
+    assert_attention_close(mine, wanted, bounds)
+    assert_attention_close(theirs, wanted, bounds)
+
+
+def test_strides() -> None:
+    """Heads and rows in another order, rows that are parts of longer ones, and out likewise."""
+    import cupy
+
+    q, k, v = arrays(DTYPES[1], 128, 128, 200, 300)
+    wide = [cupy.full((B, *x.shape[2:0:-1], 264), math.nan, x.dtype) for x in (q, k, v)]
+    views = [w.transpose(0, 2, 1, 3)[..., 64:192] for w in wide]
+    for view, x in zip(views, (q, k, v), strict=True):
+        view[...] = cupy.asarray(x)
+    whole = cupy.full((B, 200, HQ, 136), 7, q.dtype)
+    out = whole.transpose(0, 2, 1, 3)[..., :128]
+    assert kernel(*views, causal=True) == "forward_sm90"
+    lse = tileattn.forward(*views, causal=True, out=out).lse
+    plain = tileattn.forward(*map(cupy.asarray, (q, k, v)), causal=True)
+    assert bits((out, lse)) == bits(plain)
+    assert (whole[..., 128:] == 7).all()
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("options", ["offset", "window", "left", "lengths", "all"])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (256, 256)])
+def test_what_hidden_entries_hold_does_not_matter(
+    D: int, Dv: int, options: str, wrong: float
+) -> None:
+    Nq, Nk = 300, 700
+    q, k, v = arrays(DTYPES[1], D, Dv, Nq, Nk)
+    there = filled(OPTIONS[options], Nk)
+    seen = visible(Nq, Nk, there)
+    unseen: NDArray[np.bool_] = np.logical_not(seen.any(axis=1))  # (B, Nk)
+    blind: NDArray[np.bool_] = np.logical_not(seen.any(axis=2))
+    before = called(q, k, v, **there)
+    assert unseen.any()
+    for b in range(B):
+        k[b][:, unseen[b]], v[b][:, unseen[b]] = wrong, wrong
+        q[b][:, blind[b]] = wrong
+    after = called(q, k, v, **there)
+    assert after.out.tobytes() == before.out.tobytes()
+    assert after.lse.tobytes() == before.lse.tobytes()
+
+
+def visible(Nq: int, Nk: int, options: dict[str, Any]) -> NDArray[np.bool_]:
+    """Write out which query sees which key, by the contract: shape (B, Nq, Nk)."""
+    i, j = np.arange(Nq)[:, None], np.arange(Nk)
+    lengths = np.broadcast_to(options.get("kv_lengths", Nk), B)
+    offsets = np.broadcast_to(options.get("q_offset", lengths - Nq), B)
+    left, right = options.get("window", (None, 0 if options.get("causal") else None))
+    rows = []
+    for offset, length in zip(offsets, lengths, strict=True):
+        seen = np.broadcast_to(j < length, (Nq, Nk)).copy()
+        if left is not None:
+            seen &= j >= i + offset - left
+        if right is not None:
+            seen &= j <= i + offset + right
+        rows.append(seen)
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_what_is_seen_and_not_finite_passes_as_ieee_has_it(where: str, wrong: float) -> None:
+    """Rows that see it are as the oracle has them; the others keep their bits."""
+    q, k, v = arrays(DTYPES[1], 128, 128, 500, 500)
+    before = called(q, k, v, causal=True)
+    x = {"q": q, "k": k, "v": v}[where]
+    x[1, 1, 333, 5] = wrong
+    after = called(q, k, v, causal=True)
+    wanted = reference.forward(q, k, v, causal=True)
+    assert_attention_close(after, wanted, error_bound(q, k, v, causal=True))
+    assert not np.isfinite(after.out[1].astype(np.float32)).all()
+    assert after.out[0].tobytes() == before.out[0].tobytes()
+    assert after.out[1, :, :333].tobytes() == before.out[1, :, :333].tobytes()
+    assert after.lse[1, :, :333].tobytes() == before.lse[1, :, :333].tobytes()
+
+
+def test_large_scores_rescale() -> None:
+    """Maxima that rise by more and by less than the slack, from tile to tile."""
+    q, k, v = arrays(DTYPES[0], 64, 64, 200, 1000)
+    k *= np.linspace(0.1, 12, 1000, dtype=np.float16)[:, None]
+    hold(q, k, v, scale=1.0)
+    hold(q, k[:, :, ::-1].copy(), v, scale=1.0)
+
+
+def test_the_same_bits_on_every_run() -> None:
+    q, k, v = map(sent, arrays(DTYPES[1], 128, 128, 1000, 1000))
+    first = bits(tileattn.forward(q, k, v, causal=True))
+    for _ in range(20):
+        poison(1 << 24)
+        assert bits(tileattn.forward(q, k, v, causal=True)) == first
+
+
+def test_a_head_does_not_depend_on_its_company() -> None:
+    q, k, v = map(sent, arrays(DTYPES[1], 64, 64, 700, 700))
+    whole = tileattn.forward(q, k, v, causal=True)
+    for b, kv in itertools.product(range(B), range(HKV)):
+        heads = slice(3 * kv, 3 * kv + 3)
+        mine = q[b : b + 1, heads].copy(), k[b : b + 1, kv : kv + 1].copy()
+        alone = tileattn.forward(*mine, v[b : b + 1, kv : kv + 1].copy(), causal=True)
+        part = tileattn.Attention(whole.out[b : b + 1, heads], whole.lse[b : b + 1, heads])
+        assert bits(alone) == bits(part)
+
+
+def test_more_turns_than_are_remembered_apart() -> None:
+    """Many small works for each multiprocessor, some of which are not finite."""
+    import cupy
+
+    rng = cupy.random.default_rng(0)
+    heads = 132 * 2100
+    shape = (1, heads, 2, 64)
+    q, k, v = (rng.standard_normal(shape, np.float32).astype(np.float16) for _ in "qkv")
+    before = tileattn.forward(q, k, v)
+    wrong = [7, heads // 2, heads - 3]
+    v[0, wrong, 1] = math.nan
+    after = tileattn.forward(q, k, v)
+    right = np.setdiff1d(np.arange(heads), wrong)
+    assert cupy.isnan(after.out[0, wrong]).all()
+    assert (after.out[0, right] == before.out[0, right]).all()
+    assert (after.lse[0, right] == before.lse[0, right]).all()
+
+
+def test_captured_in_a_graph() -> None:
+    import cupy
+
+    q, k, v = map(sent, arrays(DTYPES[1], 128, 128, 700, 700))
+    wanted = bits(tileattn.forward(q, k, v, causal=True))
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.Stream(non_blocking=True) as stream, cupy.cuda.using_allocator(pool.malloc):
+        stream.begin_capture()
+        result = tileattn.forward(q, k, v, causal=True)
+        graph = stream.end_capture()
+        for _ in range(3):
+            result.out.fill(7)
+            graph.launch(stream)
+            stream.synchronize()
+            assert bits(result) == wanted
