@@ -1,6 +1,7 @@
 """Speed on the GPU, beside PyTorch, FlashAttention-4 and plain CuPy, as ratios in one run.
 
     python -m benchmarks.gpu                     the grid: every size, dtype, pass and peer
+    python -m benchmarks.gpu --shapes            grouped heads, D = 192 with Dv = 128, windows
     python -m benchmarks.gpu --options           what each option costs over the plain call
     python -m benchmarks.gpu --sparse            windows and block masks against full attention
     python -m benchmarks.gpu --host              time of the host for a warm call
@@ -8,20 +9,20 @@
     python -m benchmarks.gpu --grid --dtype bf16 --head-dim 128 --length 2048,8192 --no-causal
                              --pass forward --peers flash,cudnn
 
-The files are benchmarks/results/gpu.json, with a chart beside it, gpu_options.json,
-gpu_sparse.json, gpu_host.json and gpu_ceilings.json.
+The files are benchmarks/results/gpu.json, with a chart beside it, gpu_shapes.json,
+gpu_options.json, gpu_sparse.json, gpu_host.json and gpu_ceilings.json.
 
 Contestants run in one process on the same data. Times are those of CUDA events, the median of the
 repeats; the inputs take turns, so that they come from memory and not from the L2. Work is counted
 as 4 B H N N D operations forward, half of it for causal, and 2.5 times that backward, whatever a
-contestant computes. Results are compared with those of tileattn: what differs gets no ratio.
+contestant computes; under a window, only what it shows counts. Results are compared with those of
+tileattn: what differs gets no ratio.
 """
 
 import argparse
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -31,15 +32,22 @@ import numpy as np
 
 import tileattn
 from benchmarks import gpu_report as report
+from benchmarks.gpu_cells import (
+    HEAD_DIMS,
+    LENGTHS,
+    PASSES,
+    SHAPE_LENGTHS,
+    WINDOW_LENGTHS,
+    Cell,
+    cells_of,
+    shapes_of,
+    window_share,
+)
 from benchmarks.gpu_device import DTYPES, Call, Gpu, Inputs
 from benchmarks.gpu_peers import PEERS, Contestant, Tileattn, arrays, find, one_line
 from benchmarks.gpu_report import Row
 
-SECTIONS = ("grid", "options", "sparse", "host", "ceilings")
-PASSES = ("forward", "backward")
-HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 2048, 8192, 16384)
-TOKENS = 16384  # B N
-HIDDEN = {"bf16": 2048, "fp16": 2048, "f32": 2048, "f64": 512}  # H D: float64 N x N must fit
+SECTIONS = ("grid", "shapes", "options", "sparse", "host", "ceilings")
 OURS = ("tileattn", "deterministic")
 DENSE = ("bias", "mask")  # options that are arrays of N x N
 
@@ -47,60 +55,15 @@ DENSE = ("bias", "mask")  # options that are arrays of N x N
 AGREEMENT = {"bf16": 2e-2, "fp16": 3e-3, "f32": 1e-5, "f64": 1e-12}
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One pass over one problem."""
-
-    kind: str
-    dtype: str
-    B: int
-    H: int
-    N: int
-    D: int
-    causal: bool
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Shape of q, k, v and of the output."""
-        return self.B, self.H, self.N, self.D
-
-    @property
-    def flops(self) -> float:
-        """Operations as the papers count them."""
-        forward = 4 * self.B * self.H * self.N**2 * self.D * (0.5 if self.causal else 1.0)
-        return forward * (2.5 if self.kind == "backward" else 1.0)
-
-    def row(self) -> Row:
-        """Fields as they stand in the results."""
-        fields = asdict(self)
-        return {"pass": fields.pop("kind"), **fields}
-
-
-def cells_of(
-    dtypes: Iterable[str],
-    head_dims: Iterable[int],
-    lengths: Iterable[int],
-    passes: Iterable[str],
-    causals: Iterable[bool],
-) -> list[Cell]:
-    """All combinations; those that share their inputs stand together."""
-    return [
-        Cell(kind, dtype, max(1, TOKENS // N), max(1, HIDDEN[dtype] // D), N, D, causal)
-        for dtype, D, N, kind, causal in itertools.product(
-            dtypes, head_dims, lengths, passes, causals
-        )
-    ]
-
-
 def prepare(contestant: Contestant, cell: Cell, inputs: Sequence[Inputs]) -> list[Call]:
     """One call for each set of inputs."""
     make = contestant.forward if cell.kind == "forward" else contestant.backward
-    return [make(x, cell.causal) for x in inputs[: 1 if contestant.quadratic else None]]
+    return [make(x, cell.mask) for x in inputs[: 1 if contestant.quadratic else None]]
 
 
 def measure(contestant: Contestant, cell: Cell, device: Gpu) -> tuple[list[float], list[Any]]:
     """Seconds of each repeat, and the results for the first set of inputs."""
-    inputs = device.inputs(cell.shape, cell.dtype)
+    inputs = device.inputs(cell.shapes, cell.dtype)
     with contestant.context():
         calls = prepare(contestant, cell, inputs)
         return device.time(calls), arrays(calls[0](), device.xp)
@@ -163,6 +126,14 @@ def grid(cells: list[Cell], contestants: list[Contestant], device: Gpu) -> Itera
         yield race(cell, contestants, device)
 
 
+def shapes(
+    cases: list[tuple[str, Cell]], contestants: list[Contestant], device: Gpu
+) -> Iterator[Row]:
+    """Race over problems of other shapes than those of the grid."""
+    for name, cell in report.tracked(cases, "shapes"):
+        yield {"case": name, **race(cell, contestants, device)}
+
+
 def cost(make: Callable[[], dict[str, Any]], cell: Cell, device: Gpu) -> Row:
     """Milliseconds of a call with options, and their dense bytes; or why it failed."""
     try:
@@ -221,12 +192,6 @@ def options(cells: list[Cell], device: Gpu) -> Iterator[Row]:
             yield row
 
 
-def window_share(N: int, left: int, right: int) -> float:
-    """Share of the pairs that a window shows."""
-    i = np.arange(N)
-    return float((np.minimum(i + right, N - 1) - np.maximum(i - left, 0) + 1).sum() / N**2)
-
-
 def sparse_cases(N: int) -> Iterator[tuple[str, dict[str, Any], float]]:
     """Full attention, then less and less of it: name, options, share of the pairs that are seen."""
     W = N // 16  # 1024 of 16384
@@ -266,7 +231,7 @@ def host(cells: list[Cell], contestants: list[Contestant], device: Gpu) -> Itera
             row = {**cell.row(), "contestant": contestant.name}
             try:
                 with contestant.context():
-                    inputs = device.inputs(cell.shape, cell.dtype)[:1]
+                    inputs = device.inputs(cell.shapes, cell.dtype)[:1]
                     seconds = device.host_time(prepare(contestant, cell, inputs)[0])
                 yield row | {"microseconds": 1e6 * seconds}
             except Exception as error:
@@ -308,6 +273,11 @@ def sections(
     one, every = slice(1), slice(None)
     if "grid" in asked:
         yield "grid", grid(cells(HEAD_DIMS, LENGTHS, every), [ours, again, *peers], device)
+    if "shapes" in asked:
+        lengths = arguments.length or SHAPE_LENGTHS[short]
+        windowed = arguments.length or WINDOW_LENGTHS[short]
+        cases = list(shapes_of(dtypes[one], lengths, windowed, causals))
+        yield "shapes", shapes(cases, [ours, *peers], device)
     if "options" in asked:
         yield "options", options(cells((128,), (2048, 8192), one), device)
     if "sparse" in asked:
@@ -333,14 +303,15 @@ def run(arguments: argparse.Namespace, device: Gpu) -> None:
     for section, made in sections(arguments, peers, device):
         stem = arguments.name if section == "grid" else f"{arguments.name}_{section}"
         rows: list[Row] = []
-        if section == "grid":
+        raced = section in report.RACES
+        if raced:
             print(report.grid_head(names))
         try:
             for row in made:
                 rows.append(row)
-                report.show(
-                    report.grid_line(row, names) if section == "grid" else report.plain_line(row)
-                )
+                report.show(report.grid_line(row, names) if raced else report.plain_line(row))
+            for line in report.means(rows) if raced else ():
+                print(line)
         finally:
             if rows:
                 path = arguments.to / f"{stem}.json"
@@ -374,8 +345,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="one size of each kind")
     add("--dtype", type=partial(_names, tuple(DTYPES)), help=",".join(DTYPES))
-    add("--head-dim", type=_numbers, help="64,128,256")
-    add("--length", type=_numbers, help="512,2048,8192,16384")
+    add(
+        "--head-dim", type=_numbers, help=",".join(map(str, HEAD_DIMS)) + " (shapes have their own)"
+    )
+    add("--length", type=_numbers, help=",".join(map(str, LENGTHS)))
     add("--causal", action=argparse.BooleanOptionalAction, help="only with, or without (both)")
     add("--pass", dest="passes", type=partial(_names, PASSES), default=list(PASSES))
     add("--peers", type=partial(_names, PEERS), default=list(PEERS))

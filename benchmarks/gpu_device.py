@@ -29,8 +29,11 @@ L2_CYCLE = 4  # a cycle through the input sets reads this many times the L2
 COPY_BYTES = 1 << 30
 
 
+Shapes = tuple[tuple[int, ...], ...]  # in the order of the Inputs
+
+
 class Inputs(NamedTuple):
-    """One set of arrays, each of shape (B, H, N, D)."""
+    """One set of arrays, each of four axes: (B, H, N, D) and the like."""
 
     q: Any
     k: Any
@@ -58,13 +61,13 @@ class Gpu:
         return values.astype(DTYPES[dtype], copy=False)
 
     @lru_cache(maxsize=1)  # noqa: B019 - one device lives as long as the program
-    def inputs(self, shape: tuple[int, ...], dtype: str) -> tuple[Inputs, ...]:
+    def inputs(self, shapes: Shapes, dtype: str) -> tuple[Inputs, ...]:
         """As many sets as it takes for a cycle through them to pass the L2 several times."""
-        set_bytes = len(Inputs._fields) * math.prod(shape) * DTYPES[dtype].itemsize
+        set_bytes = sum(map(math.prod, shapes)) * DTYPES[dtype].itemsize
         sets = max(1, math.ceil(L2_CYCLE * self._properties["l2CacheSize"] / set_bytes))
         seeds = itertools.count()
         return tuple(
-            Inputs(*(self.normal(shape, dtype, next(seeds)) for _ in Inputs._fields))
+            Inputs(*(self.normal(shape, dtype, next(seeds)) for shape in shapes))
             for _ in range(sets)
         )
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +18,18 @@ import tileattn
 from benchmarks.gpu_device import DTYPES, Call, Inputs
 
 HALF = ("bf16", "fp16")
+
+
+class Mask(NamedTuple):
+    """What a query sees: the options ``causal`` and ``window`` of tileattn."""
+
+    causal: bool
+    window: tuple[int, int] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of a call, as a user would write them: without what is not there."""
+        window = {} if self.window is None else {"window": self.window}
+        return {"causal": self.causal, **window}
 
 
 class Contestant(ABC):
@@ -33,11 +45,11 @@ class Contestant(ABC):
         return nullcontext()
 
     @abstractmethod
-    def forward(self, x: Inputs, causal: bool) -> Call:
+    def forward(self, x: Inputs, mask: Mask) -> Call:
         """Prepare the forward pass."""
 
     @abstractmethod
-    def backward(self, x: Inputs, causal: bool) -> Call:
+    def backward(self, x: Inputs, mask: Mask) -> Call:
         """Prepare the backward pass, with whatever the forward pass leaves for it."""
 
 
@@ -70,15 +82,16 @@ class Tileattn(Contestant):
         self.name, self.passes = name, passes
         self._deterministic, self._reuse, self._options = deterministic, reuse, options
 
-    def forward(self, x: Inputs, causal: bool) -> Call:
+    def forward(self, x: Inputs, mask: Mask) -> Call:
         """Prepare ``tileattn.forward``; what it leaves unwritten is wrong, and so is noticed."""
-        out = x.q.copy() if self._reuse else None
-        call = partial(tileattn.forward, *x[:3], out=out, causal=causal, **self._options)
+        out = x.dout.copy() if self._reuse else None
+        options = mask.options() | self._options
+        call = partial(tileattn.forward, *x[:3], out=out, **options)
         return lambda: call().out
 
-    def backward(self, x: Inputs, causal: bool) -> Call:
+    def backward(self, x: Inputs, mask: Mask) -> Call:
         """Prepare ``tileattn.backward``."""
-        options = {"causal": causal, **self._options}
+        options = mask.options() | self._options
         out, lse = tileattn.forward(*x[:3], **options)
         given = (x.dout, *x[:3], out, lse)
         call = partial(tileattn.backward, *given, deterministic=self._deterministic, **options)
@@ -104,19 +117,25 @@ class Plain(Contestant):
         s /= s.sum(axis=-1, keepdims=True)
         return s
 
-    def _hidden(self, x: Inputs, causal: bool) -> Any:
+    def _hidden(self, x: Inputs, mask: Mask) -> Any:
+        if not mask.causal and mask.window is None:
+            return None
         N = x.q.shape[-2]
-        return self._xp.triu(self._xp.ones((N, N), bool), 1) if causal else None
+        left, right = mask.window or (N, 0)
+        everything = self._xp.ones((N, N), bool)
+        return self._xp.triu(everything, right + 1) | self._xp.tril(everything, -left - 1)
 
-    def forward(self, x: Inputs, causal: bool) -> Call:
-        """Prepare the three steps; the causal mask is made once."""
-        hidden = self._hidden(x, causal)
+    def forward(self, x: Inputs, mask: Mask) -> Call:
+        """Prepare the three steps; the mask and copies of shared heads are made once."""
+        hidden, group = self._hidden(x, mask), x.q.shape[1] // x.k.shape[1]
+        if group > 1:
+            x = x._replace(**{n: self._xp.repeat(getattr(x, n), group, axis=1) for n in "kv"})
         return lambda: self._xp.matmul(self._probabilities(x, hidden), x.v)
 
-    def backward(self, x: Inputs, causal: bool) -> Call:
+    def backward(self, x: Inputs, mask: Mask) -> Call:
         """Prepare the gradients from the stored probabilities."""
         matmul = self._xp.matmul
-        p = self._probabilities(x, self._hidden(x, causal))
+        p = self._probabilities(x, self._hidden(x, mask))
         out = matmul(p, x.v)
         scale = p.dtype.type(x.q.shape[-1] ** -0.5)
 
@@ -139,7 +158,7 @@ class Torch(Contestant):
         self._torch.backends.cuda.matmul.allow_tf32 = False
 
     @abstractmethod
-    def _attend(self, q: Any, k: Any, v: Any, causal: bool) -> Any:
+    def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any:
         """Call the function."""
 
     def _tensor(self, x: Any) -> Any:
@@ -148,16 +167,16 @@ class Torch(Contestant):
     def _array(self, tensor: Any) -> Any:
         return tensor
 
-    def forward(self, x: Inputs, causal: bool) -> Call:
+    def forward(self, x: Inputs, mask: Mask) -> Call:
         """Prepare the call on shared memory."""
         q, k, v = map(self._tensor, x[:3])
-        return lambda: self._array(self._attend(q, k, v, causal))
+        return lambda: self._array(self._attend(q, k, v, mask))
 
-    def backward(self, x: Inputs, causal: bool) -> Call:
+    def backward(self, x: Inputs, mask: Mask) -> Call:
         """Run the forward pass and prepare the gradients of its output."""
         q, k, v, dout = map(self._tensor, x)
         leaves = [leaf.requires_grad_() for leaf in (q, k, v)]
-        out = self._attend(q, k, v, causal)
+        out = self._attend(q, k, v, mask)
         gradients = partial(self._torch.autograd.grad, out, leaves, dout, retain_graph=True)
         return lambda: tuple(map(self._array, gradients()))
 
@@ -176,9 +195,12 @@ class Sdpa(Torch):
         held: AbstractContextManager[Any] = self._choice.sdpa_kernel([self._backend])
         return held
 
-    def _attend(self, q: Any, k: Any, v: Any, causal: bool) -> Any:
+    def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any:
+        if mask.window is not None:
+            raise NotImplementedError("scaled_dot_product_attention has no window")
         attend = self._torch.nn.functional.scaled_dot_product_attention
-        return attend(q, k, v, is_causal=causal)
+        grouped = q.shape[1] != k.shape[1]
+        return attend(q, k, v, is_causal=mask.causal, enable_gqa=grouped)
 
 
 class FlashAttention4(Torch):
@@ -196,8 +218,9 @@ class FlashAttention4(Torch):
     def _array(self, tensor: Any) -> Any:
         return tensor.transpose(1, 2)
 
-    def _attend(self, q: Any, k: Any, v: Any, causal: bool) -> Any:
-        out = self._function(q, k, v, causal=causal)
+    def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any:
+        window = mask.window or (None, None)
+        out = self._function(q, k, v, causal=mask.causal, window_size=window)
         return out[0] if isinstance(out, tuple) else out
 
 

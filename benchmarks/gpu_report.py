@@ -7,10 +7,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, TypeVar
 
 RESULTS = Path(__file__).parent / "results"
+RACES = ("grid", "shapes")  # sections that set peers against one another
 SHOWN_RATIOS = ("flash", "efficient", "math")
+RIVALS = ("cudnn", "fa4")  # whose kernels are made for this GPU
 
 Item = TypeVar("Item")
 Row = dict[str, Any]
@@ -34,8 +37,23 @@ def show(line: str) -> None:
 
 
 def best(row: Row) -> float | None:
-    """Time of the fastest peer over that of tileattn."""
-    return min(row["ratio_to"].values(), default=None)
+    """Time of the fastest of the rivals over that of tileattn, where one of them took part."""
+    ratios = row["ratio_to"]
+    return min((ratios[name] for name in RIVALS if name in ratios), default=None)
+
+
+def means(rows: Iterable[Row]) -> Iterator[str]:
+    """Say for each pass how tileattn stands to the fastest rival over all rows that have one."""
+    passes: dict[str, list[float]] = {}
+    for row in rows:
+        ratio = best(row)
+        if ratio is not None:
+            passes.setdefault(row["pass"], []).append(ratio)
+    for name, ratios in passes.items():
+        yield (
+            f"{name}, ratio to the fastest of {' and '.join(RIVALS)} over {len(ratios)} rows: "
+            f"geometric mean {geometric_mean(ratios):.2f}, smallest {min(ratios):.2f}"
+        )
 
 
 def quoted(row: Row) -> dict[str, float]:
@@ -52,13 +70,14 @@ def grid_head(names: Sequence[str]) -> str:
 
 
 def grid_line(row: Row, names: Sequence[str]) -> str:
-    """Line of that table, with a note for what differs and for what failed."""
+    """Line of that table, with notes: what case it is, what differs and what failed."""
     tflops, off, failed = row["tflops"], row["off"], row["failed"]
     columns = "".join(f"{_number(tflops.get(name), '.1f'):>10}" for name in names)
     ratios = (best(row), *(row["ratio_to"].get(name) for name in SHOWN_RATIOS))
     lines = [
         f"{row['pass']:8} {row['dtype']:4} {row['D']:3} {row['N']:5} {row['causal']!s:6}{columns}"
         + "".join(f"{_number(ratio, '.2f'):>12}" for ratio in ratios)
+        + (f"  {row['case']}" if "case" in row else "")
     ]
     lines += [f"  differs: {name} and tileattn by {off[name]}, relative" for name in off]
     lines += [f"  failed: {name}: {text}" for name, text in failed.items()]

@@ -23,10 +23,11 @@ GPU_OPENING = """
 Work is counted as 4 B H N N D operations forward, half of it for causal, and 2.5 times that
 backward. A column with the name of a peer says how many times as long as tileattn it takes: above
 1, tileattn is faster. It is blank where the peer cannot run the cell, or gives another result.
+*best* is the fastest of cuDNN and FlashAttention-4.
 
 """
 
-# Of every section but the grid: heading, field and format of each column.
+# Of every section that is not a race: heading, field and format of each column.
 GPU_COLUMNS = {
     "options": (
         *(("pass", "pass", ""), ("dtype", "dtype", ""), ("N", "N", ""), ("D", "D", "")),
@@ -91,9 +92,9 @@ def gpu_lines() -> Iterator[str]:
     """Make the lines between the markers of the GPU, one table for each file of results."""
     for path in _gpu_results():
         result = _load(path.stem)
-        grid = result["section"] == "grid"
-        rows = [_flat(row) if grid else row for row in result["rows"]]
-        columns = _grid_columns(rows) if grid else GPU_COLUMNS[result["section"]]
+        raced = result["section"] in gpu_report.RACES
+        rows = [_flat(row) if raced else row for row in result["rows"]]
+        columns = _race_columns(rows) if raced else GPU_COLUMNS[result["section"]]
         yield f"Measured by `{result['machine']['command'].strip()}`: {_gpu(result['machine'])}"
         yield ""
         yield f"| {' | '.join(head for head, _, _ in columns)} |"
@@ -102,6 +103,9 @@ def gpu_lines() -> Iterator[str]:
             cells = (_cell(row.get(field), form) for _, field, form in columns)
             yield f"| {' | '.join(cells)} |"
         yield ""
+        for line in gpu_report.means(result["rows"]) if raced else ():
+            yield f"{line[0].upper()}{line[1:]}."
+            yield ""
 
 
 def _gpu_results() -> list[Path]:
@@ -109,16 +113,23 @@ def _gpu_results() -> list[Path]:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Row of the grid with a field for each speed and each ratio."""
+    """Row of a race with a field for each speed and each ratio."""
     ratios = {f"x {name}": ratio for name, ratio in row["ratio_to"].items()}
-    return row | {f"= {name}": value for name, value in gpu_report.quoted(row).items()} | ratios
+    speeds = {f"= {name}": value for name, value in gpu_report.quoted(row).items()}
+    return row | speeds | {"best": gpu_report.best(row)} | ratios
 
 
-def _grid_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    fields = [(name, name, "") for name in ("pass", "dtype", "D", "N", "causal")]
-    speeds = [("TFLOP/s", "= tileattn", ".0f"), ("deterministic", "= deterministic", ".0f")]
+def _race_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Heading, field and format of each column; what no row of the race has is left out."""
+    speeds = (("TFLOP/s", "= tileattn"), ("deterministic", "= deterministic"))
     peers = dict.fromkeys(field for row in rows for field in row if field.startswith("x "))
-    return fields + speeds + [(field.removeprefix("x "), field, ".2f") for field in peers]
+    columns = [
+        *((name, name, "") for name in ("pass", "case", "dtype", "D", "N", "causal")),
+        *((head, field, ".0f") for head, field in speeds),
+        ("best", "best", ".2f"),
+        *((field.removeprefix("x "), field, ".2f") for field in peers),
+    ]
+    return [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
 
 
 def _cell(value: Any, form: str) -> str:
