@@ -30,8 +30,10 @@ def test_what_is_quoted_stands_in_the_file(path: str, quote: str) -> None:
     assert quote.count("\n") > 5
 
 
-def test_both_loops_are_quoted() -> None:
-    assert [path for path, _ in QUOTES] == ["tileattn/spec.py", "tileattn/kernels/src/forward.cu"]
+def test_the_loops_are_quoted() -> None:
+    kernels = ("forward.cu", "forward_sm90.cu")
+    wanted = ["tileattn/spec.py", *(f"tileattn/kernels/src/{name}" for name in kernels)]
+    assert [path for path, _ in QUOTES] == wanted
 
 
 def test_a_line_that_is_not_in_the_file_is_found() -> None:
