@@ -178,10 +178,9 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     Sum rescale[1][2];
     bool found[1][2];  // whether a row has seen a value that is not finite
 
-    // Warp by warp: each has read for itself what was told with the queries.
+    // By all threads: each has read for itself what was told with the queries.
     auto release_queries = [&] {
-        __syncwarp();
-        if (threadIdx.x % WARP == 0) memory.q_empty(q_at.stage).arrive();
+        memory.q_empty(q_at.stage).arrive();
         q_at.next();
     };
     auto release_keys = [&] {

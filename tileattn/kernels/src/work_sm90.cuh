@@ -98,7 +98,7 @@ struct Memory {
 
     // By one thread, before all others.
     __device__ void start() const {
-        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(1), q_empty(s).init(WARPS_M);
+        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(1), q_empty(s).init(THREADS);
         for (int s = 0; s < STAGES; ++s) {
             k_full(s).init(1), k_empty(s).init(GROUPS);
             v_full(s).init(1), v_empty(s).init(GROUPS);
