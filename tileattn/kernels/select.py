@@ -136,8 +136,12 @@ def choose_forward(problem: Problem, facts: Facts) -> Choice:
     key = KernelKey(
         *(HOPPER, problem.dtype.name, dim, value, *tile[:6]), loaders=HOPPER_LOADERS, **options
     )
-    why = "tensor maps and products of warpgroups, tiles from measurements"
+    why = f"tensor maps and products of warpgroups, {_said_of(tile)}"
     return Choice(key, hopper_bytes(tile, dim, value), tile.tuned and not tile.spills, why)
+
+
+def _said_of(tile: TileSize) -> str:
+    return "tiles from measurements" if tile.tuned else "tiles that fit in shared memory"
 
 
 def hopper_tile(problem: Problem) -> TileSize:
@@ -206,8 +210,7 @@ def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:
             if fits and _divides(kernel, tile, dim, value):
                 key = KernelKey(kernel, dtype, dim, value, *tile[:6], **options)
                 key = replace(key, bias_vector=facts.bias_vector)
-                why = "tiles from measurements" if tile.tuned else "tiles that fit in shared memory"
-                return Choice(key, shared, tile.tuned and not tile.spills, why)
+                return Choice(key, shared, tile.tuned and not tile.spills, _said_of(tile))
     key = KernelKey(PLAIN[kernel], dtype, warps_m=ROW_WARPS, **options)
     why = f"no tile has room for head dimensions {problem.D} and {problem.Dv}: textbook, row by row"
     return Choice(key, 0, False, why)
