@@ -51,6 +51,10 @@ class Machine:
         What launches were given besides the parameter block, where they were.
     uploads : list of cupy.ndarray
         Copies of arrays on the host.
+    stream : int
+        Handle of the current stream.
+    bound : list of int
+        Devices that have been made those of the thread.
     capturing : bool
         Whether the current stream is being captured into a graph: nothing can be copied then.
     device : int
@@ -66,6 +70,8 @@ class Machine:
         self.maps: list[tuple[Encoded, ...]] = []
         self.uploads: list[Any] = []
         self.capturing = False
+        self.stream = 0
+        self.bound: list[int] = []
         self.device = 0
         self.arch = "sm_100"
         self._memory = np.zeros(BYTES, np.uint8)
@@ -176,8 +182,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: made.device)
     monkeypatch.setattr(cupy, "zeros", made.array)
     monkeypatch.setattr(cupy, "asarray", made.upload)
-    stream = SimpleNamespace(is_capturing=lambda: made.capturing)
-    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: stream)
+    monkeypatch.setattr(cupy.cuda.runtime, "setDevice", made.bound.append)
+    monkeypatch.setattr(
+        cupy.cuda,
+        "get_current_stream",
+        lambda: SimpleNamespace(is_capturing=lambda: made.capturing, ptr=made.stream),
+    )
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
     monkeypatch.setattr(compiler, "load", made.load)
     monkeypatch.setattr(call, "attribute", lambda name, device: ATTRIBUTES[name] - device)

@@ -58,8 +58,12 @@ REFUSED: list[tuple[str, Problem, dict[str, Any]]] = [
     ("an array is empty", replace(SERVED, Nk=0), {}),
     ("an array is empty", replace(SERVED, D=0), {}),
     ("an array is empty", replace(SERVED, Dv=0), {}),
-    ("an array has 2**31 rows or more", replace(SERVED, B=1 << 10, Hq=1 << 10, Nq=1 << 11), {}),
-    ("an array has 2**31 rows or more", replace(SERVED, Nk=1 << 31), {}),
+    (
+        "an array has nearly 2**31 rows or more",
+        replace(SERVED, B=1 << 10, Hq=1 << 10, Nq=1 << 11),
+        {},
+    ),
+    ("an array has nearly 2**31 rows or more", replace(SERVED, Nk=1 << 31), {}),
     ("v has columns that are no multiple of 8", replace(SERVED, Dv=60), {}),
     ("a row does not start at a multiple of 16 bytes", SERVED, {"vector": 8}),
     ("q, k or v has an axis that is broadcast, reversed or", SERVED, {"boxes": False}),
@@ -160,6 +164,7 @@ def test_maps_say_where_the_arrays_lie(gpu: Machine, dtype: Any, kind: int) -> N
         (k, (D, NK, HKV, B), (2 * HKV * D, 2 * D, 2 * NK * HKV * D), key.block_k),
         (v, (DV, NK, HKV, B), (4 * DV, 4 * NK * DV, 4 * HKV * NK * DV), key.block_k),
     ]
+    assert gpu.bound == [gpu.device]
     for made, (x, sizes, strides, rows) in zip(maps, expected, strict=True):
         assert made == (x.data.ptr, kind, sizes, strides, (64, rows, 1, 1), (0, 3, 3, 0))
 
@@ -245,15 +250,15 @@ def test_one_array_at_a_new_place_makes_new_maps(gpu: Machine) -> None:
 def test_maps_that_are_kept_are_bounded(gpu: Machine) -> None:
     x = gpu.array((2, 2, 64, 64), np.float16)
     maps = tma.Maps((("q", 64), ("k", 64), ("v", 64)), {"q": x, "k": x, "v": x})
-    for n in range(1, 3 * tma.MOST + 1):
+    for n in range(1, 3 * tma.MOST_MAPS + 1):
         addresses = maps.pick([16 * n, 16, 32, 48, 64])
         assert addresses == (16 * n, 16, 32)
         memory, argument = maps[addresses]
         start = ctypes.addressof(memory)
         assert start <= argument.address <= start + len(memory) - 3 * tma.MAP_BYTES
         assert maps[addresses][1] is argument
-        assert len(maps) <= tma.MOST
-    assert len(gpu.encoded) == 3 * 3 * tma.MOST
+        assert len(maps) <= tma.MOST_MAPS
+    assert len(gpu.encoded) == 3 * 3 * tma.MOST_MAPS
 
 
 def test_threads_launch_with_the_maps_of_their_arrays(

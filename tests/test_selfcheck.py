@@ -13,6 +13,8 @@ from tests.fake_cupy import Machine
 from tileattn import selfcheck
 from tileattn.__main__ import main
 from tileattn.backends.numpy_backend import NumpyBackend
+from tileattn.kernels.select import HOPPER
+from tileattn.kernels.tiles import tiles_of
 from tileattn.results import Attention, Gradients
 from tileattn.selfcheck import Case, Family
 
@@ -69,8 +71,8 @@ def test_problems_are_of_every_kind() -> None:
 def test_the_kernels_of_a_family_are_those_that_its_problems_start(gpu: Machine, arch: str) -> None:
     gpu.arch = arch
     rng = np.random.default_rng(1)
-    started = 0
-    for _ in range(40):
+    started, of_hopper = 0, set()
+    for _ in range(120 if arch == "sm_90a" else 40):
         family = Family.draw(rng, widest=130)
         # Casts and copies of lengths are kernels of CuPy's own, of which this machine has none.
         without = {"kv_lengths", "q_offset", "alibi_slopes", "sinks", "block_mask"}
@@ -80,7 +82,11 @@ def test_the_kernels_of_a_family_are_those_that_its_problems_start(gpu: Machine,
         run_on(gpu, case)
         assert {key for key, *_ in gpu.launches} <= set(family.keys(arch))
         started += len(gpu.launches)
+        keys = [key for key, *_ in gpu.launches if key.kernel == HOPPER]
+        of_hopper |= {(key.block_q, key.block_k) for key in keys}
     assert started > 100
+    rows = tiles_of(HOPPER, 2, 64) if arch == "sm_90a" else ()
+    assert of_hopper >= {row[:2] for row in rows}
 
 
 def run_on(gpu: Machine, case: Case) -> None:

@@ -89,8 +89,8 @@ class Family(NamedTuple):
             facts = catalog.facts_of(arch, row)._replace(
                 bias=bias, bias_shape=shape, span=span, bias_vector=vector
             )
-            for keys in (problem.Nk, 0):
-                steps = forward_steps(replace(problem, Nk=keys), facts)
+            for keys, window in product((problem.Nk, 0), catalog.WINDOWS):
+                steps = forward_steps(replace(problem, Nk=keys, window=window), facts)
                 yield from (step.key for step in steps)
             for fixed in (False, True):
                 sinks = "sinks" in self.options

@@ -60,7 +60,8 @@ class Repeat:
 class CupyBackend:
     """Attention on CuPy arrays; serves every problem.
 
-    Nothing waits for the GPU: results are complete when the current stream reaches them.
+    After the first call of a signature nothing waits for the GPU: results are complete when the
+    current stream reaches them.
     """
 
     name = "cupy"

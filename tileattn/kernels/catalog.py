@@ -10,9 +10,11 @@ from tileattn.kernels.call import WIDEST
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import HOPPER, SHARED_LIMIT, TILED, Facts, choose, choose_forward
 from tileattn.kernels.steps import backward_steps, forward_steps
+from tileattn.kernels.tiles import tiles_of
 from tileattn.problem import BFLOAT16, DTYPES, Problem
 
-# Options that a kernel is compiled for; all others are parameters of every kernel.
+# Options that a kernel is compiled for; all others are parameters of every kernel, though a right
+# limit may decide about tiles.
 _OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
 
 _HEAD_DIMS = (20, 64, 128, 256)
@@ -26,6 +28,9 @@ _SETS = (
     {"backward_queries", "plain_queries"},
     {"backward_bias", "backward_sinks", "plain_bias"},
 )
+
+WINDOWS: tuple[tuple[None, int | None], ...] = ((None, None), (None, 0))
+"""Without and with a right limit, by which Hopper's own kernel has its tiles."""
 
 # For Hopper's own kernel: the widths that calls without options leave out, and its options.
 _HOPPER_CASES = (
@@ -54,7 +59,8 @@ def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> l
         For the forward pass, and for the backward pass of either kind.
     """
     facts = facts_of(arch)
-    problems = (problem_of(dtype, dim) for dtype, dim in product(dtypes, list(head_dims)))
+    choices = product(dtypes, list(head_dims), WINDOWS)
+    problems = (replace(problem_of(dtype, dim), window=window) for dtype, dim, window in choices)
     return list(dict.fromkeys(key for P in problems for key in _keys(P, facts)))
 
 
@@ -92,8 +98,10 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
             keys = _keys(problem_of(dtype.name, dim, uses), facts)
             found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
     for name, dim, options in _HOPPER_CASES:
-        key = choose_forward(problem_of(name, dim, options), facts_of(arch)).key
-        found |= {key: None} if key.kernel == HOPPER else {}
+        for window in WINDOWS:
+            problem = replace(problem_of(name, dim, options), window=window)
+            key = choose_forward(problem, facts_of(arch)).key
+            found |= {key: None} if key.kernel == HOPPER else {}
     return [key for key in found if key.kernel != "backward_keys" or key.add_dq == adds]
 
 
@@ -116,11 +124,11 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
     options = (key.bias, key.softcap, key.alibi, key.mask, key.block_mask, key.dropout)
     if key.kernel not in {*TILED, HOPPER} or arch != _MEASURED or any(options):
         return False
-    problem = replace(problem_of(key.dtype, key.head_dim), Dv=key.value_dim)
-    facts = facts_of(arch, key.vector)
     if key.kernel == HOPPER:
-        return choose_forward(problem, facts).tuned
-    return choose(key.kernel, problem, facts).tuned
+        rows = tiles_of(HOPPER, 2, max(key.head_dim, key.value_dim))
+        return any(row.tuned and row[:2] == (key.block_q, key.block_k) for row in rows)
+    problem = replace(problem_of(key.dtype, key.head_dim), Dv=key.value_dim)
+    return choose(key.kernel, problem, facts_of(arch, key.vector)).tuned
 
 
 def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:

@@ -11,7 +11,7 @@ from tileattn.kernels.tma import Maps
 
 _SLOT = {name: slot for slot, name in enumerate(POINTERS)}
 
-_captured: "set[Plan]" = set()
+_kept: "set[Plan]" = set()
 
 
 class Plan:
@@ -52,6 +52,7 @@ class Plan:
         self.aligned = aligned
         self.dq_columns = max((step.key.head_dim for step in steps if step.key.add_dq), default=0)
         self._fixed = fixed
+        self._stream = current_stream().ptr if fixed else 0
         addresses = {name: x.data.ptr for name, x in fixed.items()}
         self._template = template({**values, **addresses})
         self._slots = tuple((name, _SLOT[name]) for name in names)
@@ -81,8 +82,8 @@ class Plan:
         pointers : sequence of int
             What the parameter block begins with: addresses in the order of its fields.
         """
-        if self._fixed and is_capturing():
-            _captured.add(self)  # a graph reads what the plan owns, whenever it is replayed
+        if self._fixed:
+            self._outlive_readers()
         # A launch copies the block, so it is free for the next call afterwards. Threads that run
         # the same plan at the same time each take a block of their own: pop and append are atomic.
         try:
@@ -100,6 +101,16 @@ class Plan:
                 function(grid, threads, (argument, boxes), shared)
         self._spare.append(block)
 
+    def _outlive_readers(self) -> None:
+        """Stay for good where what the plan owns may be read after it would have been dropped.
+
+        Freed memory is for the stream that it was taken on, which does not wait for others; and a
+        graph reads it whenever it is replayed.
+        """
+        stream = current_stream()
+        if stream.ptr != self._stream or stream.is_capturing():
+            _kept.add(self)
+
     def _block(self) -> tuple[Any, Any]:
         """Copy the parameter block, as 64-bit cells and as the argument that CuPy launches with."""
         from cupy.cuda.function import CPointer
@@ -108,11 +119,16 @@ class Plan:
         return cells, CPointer(ctypes.addressof(cells))
 
 
-def is_capturing() -> bool:
-    """Whether CuPy's current stream takes down a graph instead of running what it is given."""
+def current_stream() -> Any:
+    """Give CuPy's current stream."""
     import cupy
 
-    return bool(cupy.cuda.get_current_stream().is_capturing())
+    return cupy.cuda.get_current_stream()
+
+
+def is_capturing() -> bool:
+    """Whether CuPy's current stream takes down a graph instead of running what it is given."""
+    return bool(current_stream().is_capturing())
 
 
 def _launch(

@@ -101,7 +101,8 @@ def parts_of(problem: Problem, room: int) -> int:
 def _table(P: Problem, x: Operands, key: KernelKey, parts: int, grid: int) -> Array | None:
     blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
     works = blocks * heads
-    if not grid < works <= MOST_TURNS * grid:
+    # One block a head, as in decoding, is little work, and lengths may differ on every call.
+    if blocks == 1 or not grid < works <= MOST_TURNS * grid:
         return None
     costs = _costs(P, x, key)
     if costs.min() == costs.max():

@@ -22,7 +22,7 @@ MOST_STRIDE = 1 << 40  # bytes; the driver takes what is below
 _KINDS = {"float16": 6, "bfloat16": 9}
 _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 3, 0
 
-MOST = 64  # sets of maps that a plan keeps
+MOST_MAPS = 64  # sets of maps that a plan keeps
 
 
 def has_boxes(x: Any) -> bool:
@@ -123,14 +123,16 @@ class Maps(dict[tuple[int, ...], tuple[Any, Any]]):
         self.pick = itemgetter(*(POINTERS.index(name) for name, _ in boxes))
 
     def __missing__(self, addresses: tuple[int, ...]) -> tuple[Any, Any]:
+        from cupy.cuda import runtime
         from cupy.cuda.function import CPointer
 
+        runtime.setDevice(runtime.getDevice())  # the driver wants a context in this thread
         # One map more, so that they can begin at a multiple of their size.
         memory = ctypes.create_string_buffer(MAP_BYTES * (len(addresses) + 1))
         start = -(-ctypes.addressof(memory) // MAP_BYTES) * MAP_BYTES
         for n, (one, address) in enumerate(zip(self._maps, addresses, strict=True)):
             one.encode(start + n * MAP_BYTES, address)
-        if len(self) >= MOST:
+        if len(self) >= MOST_MAPS:
             self.clear()
         self[addresses] = made = memory, CPointer(start)
         return made

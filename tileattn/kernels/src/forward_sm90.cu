@@ -110,14 +110,15 @@ __device__ inline Sum* lse_of(const Params& p, const Work& work) {
 __device__ inline void finish(const Params& p, const Memory& memory, const Work& work, int row0,
                               RowState<1>& state, const bool (&found)[1][2],
                               Fragment<Sum, 1, VT>& acc) {
-    // A value that is not finite spoils its column in all rows: half of them are looked at. Zero
-    // times what is not finite is not zero; sums in four parts are not one long chain.
+    // Zero times what is not finite is not zero; sums in four parts are not one long chain. A value
+    // that is not finite spoils its column in all rows: half of them are enough where there is no
+    // other reason.
+    constexpr int LOOKED_AT = HAS_FINITE_SUMS<Element> ? 2 : 4;
     Sum spoiled[4] = {state.l[0][0] * 0, state.l[0][1] * 0};
 #pragma unroll
     for (int n = 0; n < VT; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e)
-            spoiled[2 * (n % 2) + e] = fma(acc.x[0][n][e], Sum(0), spoiled[2 * (n % 2) + e]);
+        for (int e = 0; e < LOOKED_AT; ++e) spoiled[e] = fma(acc.x[0][n][e], Sum(0), spoiled[e]);
     if (!(spoiled[0] + spoiled[1] + spoiled[2] + spoiled[3] == 0))
         memory.leave_unfinished(work.turn);
 
@@ -214,6 +215,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         for (; count > 0; --count) {
             memory.k_full(k_at.stage).wait(k_at.round);
             memory.v_full(v_at.stage).wait(v_at.round);
+            sync_named<GROUP>(1 + group);  // no product has kept the warps together
             release_keys();
             release_values();
         }

@@ -83,14 +83,10 @@ __device__ inline void fence_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Named barriers: wait for, or only count towards, THREADS arrivals.
+// Named barrier: wait for THREADS arrivals.
 template <int THREADS>
 __device__ inline void sync_named(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-template <int THREADS>
-__device__ inline void arrive_named(int id) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
 // Registers that this warpgroup gives back, or takes from what others have given.

@@ -28,6 +28,12 @@ struct SumOf<double> {
 template <class T>
 constexpr bool IS_HALF_WIDTH = sizeof(T) == 2;
 
+// Whether sums of finite numbers, as many as there is memory for, stay finite in float.
+template <class T>
+constexpr bool HAS_FINITE_SUMS = false;
+template <>
+constexpr bool HAS_FINITE_SUMS<float16> = true;
+
 __device__ inline float widen(float16 x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));

@@ -9,6 +9,7 @@ constexpr int GROUP = 4 * WARP;      // threads of a warpgroup
 constexpr int GROUPS = WARPS_M / 4;  // warpgroups that multiply
 constexpr int GROUP_ROWS = 64;       // queries of each
 static_assert(BLOCK_Q == GROUP_ROWS * GROUPS && WARPS_N == 1, "a warpgroup takes 64 queries");
+static_assert(STAGES >= 2, "values are looked at while those before them are multiplied");
 static_assert(LOADERS == 4, "the warp that copies gives the registers of a warpgroup back");
 
 using QueryTile = BoxTile<BLOCK_Q, HEAD_DIM>;
@@ -69,6 +70,8 @@ struct Shared {
     u32 unfinished[TURNS / 32];
     bool cleaned[BLOCK_K];
 };
+
+static_assert(sizeof(Shared) <= 1024, "what tiles leave of shared memory");
 
 struct Memory {
     u32 tiles;
