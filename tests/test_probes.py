@@ -12,11 +12,12 @@ from tests.probes import keys
 from tests.probes.bounds import sums_of
 from tests.probes.harness import Probe, device, params, strides_of
 from tileattn import philox
-from tileattn.block_mask import PARTIAL, SKIP, BlockMask
+from tileattn.block_mask import FULL, PARTIAL, SKIP, BlockMask
 from tileattn.blocks import Band, Sight, Tile, cut, schedule
 from tileattn.kernels.cells import host_cells
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.params import PARAMS
+from tileattn.kernels.schedule import turns
 
 Array = NDArray[Any]
 Pair = tuple[int, int]
@@ -147,6 +148,55 @@ def test_turns(blocks: int, heads: int, parts: int) -> None:
         for block in range(blocks)
         for head in part
     ]
+
+
+@pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (300, 40), (70, None)])
+@pytest.mark.parametrize("key", keys.WORK, ids=keys.name_of)
+def test_works(key: KernelKey, left: int | None, right: int | None) -> None:
+    """Dealt out in turn, or by a table: each has the tiles that some, and that all, of it see."""
+    B, Hq, Nq, Nk, parts, grid = 2, 6, 700, 810, 3, 5
+    blocks = -(-Nq // key.block_q)
+    count = blocks * B * Hq
+    order = np.random.default_rng(4).permutation(count)
+    size = 6 + 4 * (key.block_q // 64)
+    p = params(
+        B=B, Hq=Hq, Nq=Nq, Nk=Nk, parts=parts, length=Nk, offset=Nk - Nq, **reach(left, right)
+    )
+    table = np.full((-(-count // grid) + 1, grid), count, np.int32)
+    table.flat[:count] = order
+    for schedule_, numbers in ((None, np.arange(count)), (table, order)):
+        got = np.full((len(table), grid, size), -7, np.int32)
+        Probe(key)("works", p, schedule_, len(table), got, grid=(grid,))
+        block, head, _ = turns(blocks, B * Hq, parts)
+        for n, number in enumerate(numbers.tolist()):
+            place = int(block[number]) if right is None else blocks - 1 - int(block[number])
+            q0, (b, h) = place * key.block_q, divmod(int(head[number]), Hq)
+            turn, thread = divmod(n, grid)
+            found = got[turn, thread].tolist()
+            band = Band(Nq, Nk, Nk - Nq, left, right)
+            lo, hi = band.keys_of(q0, min(q0 + key.block_q, Nq))
+            tiles = lo // key.block_k, -(-hi // key.block_k)
+            assert found[:6] == [b, h, q0, *tiles, turn]
+            for g, first in enumerate(range(q0, q0 + key.block_q, 64)):
+                assert_tiles(band, first, key.block_k, found[6 + 4 * g : 10 + 4 * g])
+        assert (got.reshape(-1, size)[count:] == -7).all()
+
+
+def assert_tiles(band: Band, q0: int, block_k: int, found: list[int]) -> None:
+    """Hold what 64 queries are said to see to the kinds of tiles."""
+    first, past, full, full_past = found
+    q1 = min(q0 + 64, band.Nq)
+    kinds = {
+        tile: band.kind(q0, q1, tile * block_k, (tile + 1) * block_k)
+        for tile in range(-(-band.length // block_k))
+        if q0 < q1
+    }
+    seen = [tile for tile, kind in kinds.items() if kind != SKIP]
+    assert list(range(first, past)) == seen
+    # The kernel asks of 64 queries, though there may be fewer: it may take full tiles for others.
+    whole = [tile for tile, kind in kinds.items() if kind == FULL]
+    assert set(range(full, full_past)) & set(seen) <= set(whole)
+    assert q1 < q0 + 64 or list(range(full, full_past)) == whole
 
 
 class Masks:

@@ -81,7 +81,10 @@ TILE = tuple(
 
 TYPES = tuple(KernelKey("types", dtype) for dtype in DTYPES)
 
-KEYS = (*BIAS, *BLOCKS, *COPIES, *MASK, *PARAMS, *PHILOX, *SCORES, *SOFTMAX, *TILE, *TYPES)
+_WORK = KernelKey("work", "float16", block_q=128, block_k=64, warps_m=8, stages=2, loaders=4)
+WORK = (_WORK, replace(_WORK, block_q=192, block_k=128, warps_m=12))
+
+KEYS = (*BIAS, *BLOCKS, *COPIES, *MASK, *PARAMS, *PHILOX, *SCORES, *SOFTMAX, *TILE, *TYPES, *WORK)
 
 
 def name_of(key: KernelKey) -> str:

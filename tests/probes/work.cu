@@ -1,0 +1,14 @@
+// Probe of work_sm90.cuh: what each block of threads does in its turns.
+#include "work_sm90.cuh"
+
+// out: (turns, blocks of threads, 6 + 4 GROUPS), left as it is behind the last work of a block.
+extern "C" __global__ void works(Params p, const int* schedule, i64 turns, int* out) {
+    p.schedule = schedule;
+    Work work{};
+    for (int turn = 0; turn < turns && find_work(p, turn, work); ++turn) {
+        int* to = out + (i64(turn) * gridDim.x + blockIdx.x) * (6 + 4 * GROUPS);
+        for (int field : {work.b, work.h, work.q0, work.first, work.past, work.turn}) *to++ = field;
+        for (const Tiles& tiles : work.tiles)
+            for (int field : {tiles.first, tiles.past, tiles.full, tiles.full_past}) *to++ = field;
+    }
+}
