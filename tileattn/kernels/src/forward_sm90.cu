@@ -1,5 +1,5 @@
-// Attention, forward, on Hopper. One thread copies tiles of keys and values into a ring; two or
-// three warpgroups multiply, each for 64 queries. Blocks of threads stay, and take one block of
+// Attention, forward, on Hopper. One thread, the producer, copies tiles of keys and values into a
+// ring by TMA; two or three warpgroups, the consumers, multiply, each for 64 queries. Blocks of threads stay, and take one block of
 // queries after the other. Mirrors forward_rows in spec.py.
 // Shah et al., FlashAttention-3, arXiv:2407.08608.
 //
