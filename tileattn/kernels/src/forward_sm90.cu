@@ -1,6 +1,6 @@
 // Attention, forward, on Hopper. One thread, the producer, copies tiles of keys and values into a
-// ring by TMA; two or three warpgroups, the consumers, multiply, each for 64 queries. Blocks of threads stay, and take one block of
-// queries after the other. Mirrors forward_rows in spec.py.
+// ring by TMA; two or three warpgroups, the consumers, multiply, each for 64 queries. Blocks of
+// threads stay, and take one block of queries after the other. Mirrors forward_rows in spec.py.
 // Shah et al., FlashAttention-3, arXiv:2407.08608.
 //
 // A weight of zero does not hide a NaN. So where something is not finite in the end, there is a
