@@ -4,8 +4,9 @@
 #include "tma_sm90.cuh"
 #include "wgmma_sm90.cuh"
 
-// ROWS x COLUMNS elements of 16 bits, in slices of 64 columns. A row of a slice has 128 bytes, whose
-// 16-byte chunks the copies exchange by the row's number modulo 8, as a Tile of this pitch does.
+// ROWS x COLUMNS elements of 16 bits, in slices of 64 columns. A row of a slice has 128 bytes,
+// whose 16-byte chunks the copies exchange by the row's number modulo 8, as a Tile of this pitch
+// does.
 template <int ROWS, int COLUMNS>
 struct BoxTile {
     static constexpr int WIDTH = 64, PITCH = 128, GROUP = 8 * PITCH;  // of eight rows
@@ -44,8 +45,8 @@ struct BoxTile {
         }
     }
 
-    // Operands of products. The descriptor holds, in units of 16 bytes, the address, the distance of
-    // slices and that of groups of eight rows; and which exchange of chunks.
+    // Operands of products. The descriptor holds, in units of 16 bytes, the address, the distance
+    // of slices and that of groups of eight rows; and which exchange of chunks.
 
     // A[m, k] or B[k, n] whose m or n are rows of the tile, the first of them `row`.
     __device__ Operand<false> by_rows(int row, int k) const {

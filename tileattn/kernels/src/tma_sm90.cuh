@@ -78,7 +78,8 @@ __device__ inline void prefetch_box(const TensorMap& map, int column, int row, i
                  : "memory");
 }
 
-// What threads have written to shared memory is there for boxes and products after the next barrier.
+// What threads have written to shared memory is there for boxes and products after the next
+// barrier.
 __device__ inline void fence_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
