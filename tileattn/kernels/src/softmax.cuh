@@ -74,8 +74,8 @@ struct RowState {
     }
 
     // Turn scores, in multiples of `unit`, into unnormalised probabilities; say by how much what
-    // was summed before is to be rescaled. A maximum that exceeds what a row is shifted by, but by no
-    // more than `SLACK`, leaves the shift as it is.
+    // was summed before is to be rescaled. A maximum that exceeds what a row is shifted by, but
+    // by no more than `SLACK`, leaves the shift as it is.
     template <int SLACK = 0, int NT>
     __device__ void absorb(Fragment<Sum, MT, NT>& s, Sum unit, const RowGroup& group,
                            Sum (&rescale)[MT][2]) {
