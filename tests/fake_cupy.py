@@ -1,7 +1,9 @@
 """CuPy arrays in host memory, and kernels that only take note of being started: for no GPU."""
 
 import ctypes
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+import tileattn
 from tileattn import backends
 from tileattn.backends import cupy_backend
 from tileattn.kernels import call, tma
@@ -204,3 +207,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     finally:
         cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
         backends.KNOWN.clear()
+
+
+def launch_together(monkeypatch: pytest.MonkeyPatch, sets: Sequence[tuple[Any, Any, Any]]) -> None:
+    """Call the forward pass in a thread for each set; every launch waits for all of the others."""
+    together = threading.Barrier(len(sets), timeout=20)
+    read = ctypes.string_at
+
+    def late(*given: Any) -> bytes:
+        together.wait()
+        return read(*given)
+
+    monkeypatch.setattr(ctypes, "string_at", late)
+    with ThreadPoolExecutor(len(sets)) as pool:
+        list(pool.map(lambda given: tileattn.forward(*given), sets))

@@ -142,7 +142,7 @@ def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", PASSES)
 def test_torch_gets_the_same_values(dtype: str, kind: str) -> None:
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="the peer is PyTorch, which dev leaves out")
     peers, missing = gpu_peers.find(["math"], np)
     assert missing == {}
     row = gpu.race(Cell(kind, dtype, 2, 3, 20, 8, True), [Tileattn(), *peers], Fake())
@@ -150,7 +150,7 @@ def test_torch_gets_the_same_values(dtype: str, kind: str) -> None:
 
 
 def test_tensors_share_memory_with_arrays() -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="the peer is PyTorch, which dev leaves out")
     for dtype in DTYPES:
         x = Fake().normal((2, 8), dtype)
         tensor = gpu_peers.to_torch(x)

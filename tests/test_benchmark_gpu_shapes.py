@@ -60,7 +60,7 @@ def test_shapes_are_raced_as_the_grid_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_torch_races_over_shapes_but_not_over_windows(name: str) -> None:
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="the peer is PyTorch, which dev leaves out")
     peers, _ = gpu_peers.find(["math"], np)
     (row,) = gpu.shapes([(name, OTHERS[name])], [Tileattn(), *peers], Fake())
     if "window" in name:
@@ -74,7 +74,7 @@ def test_torch_races_over_shapes_but_not_over_windows(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_flash_attention_4_is_told_the_window(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="the peer is PyTorch, which dev leaves out")
     asked: list[Any] = []
 
     def attend(q: Any, k: Any, v: Any, causal: bool, window_size: Any) -> Any:

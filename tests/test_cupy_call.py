@@ -2,9 +2,7 @@
 
 import ctypes
 import math
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +11,7 @@ import pytest
 
 import tileattn
 from tests import fake_cupy
-from tests.fake_cupy import Machine
+from tests.fake_cupy import Machine, launch_together
 from tileattn import api
 from tileattn.kernels import call as calls
 from tileattn.kernels.params import POINTERS
@@ -214,20 +212,10 @@ def test_threads_do_not_share_a_parameter_block(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every launch waits for the others', so all blocks are filled before one is read."""
-    count = 6
-    sets = [arrays(gpu) for _ in range(count)]
+    sets = [arrays(gpu) for _ in range(6)]
     tileattn.forward(*sets[0])
     gpu.launches.clear()
-    together = threading.Barrier(count, timeout=20)
-    read = ctypes.string_at
-
-    def late(*given: Any) -> bytes:
-        together.wait()
-        return read(*given)
-
-    monkeypatch.setattr(ctypes, "string_at", late)
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(lambda given: tileattn.forward(*given), sets))
+    launch_together(monkeypatch, sets)
     seen = {tuple(int(params[name]) for name in "qkv") for *_, params in gpu.launches}
     assert seen == {tuple(x.data.ptr for x in given) for given in sets}
 

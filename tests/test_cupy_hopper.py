@@ -1,9 +1,7 @@
 """Hopper's own forward kernel: which calls it serves and what it is started with, without a GPU."""
 
 import ctypes
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 
 import tileattn
 from tests import fake_cupy
-from tests.fake_cupy import Machine
+from tests.fake_cupy import Machine, launch_together
 from tileattn.kernels import select, tma
 from tileattn.kernels.catalog import facts_of, problem_of
 from tileattn.kernels.select import HOPPER, choose_forward, hopper_bytes, hopper_tile
@@ -265,20 +263,10 @@ def test_threads_launch_with_the_maps_of_their_arrays(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All launches wait for one another; each compares its maps with its parameter block."""
-    count = 6
-    sets = [arrays(gpu) for _ in range(count)]
+    sets = [arrays(gpu) for _ in range(6)]
     tileattn.forward(*sets[0])
     gpu.maps.clear()
-    together = threading.Barrier(count, timeout=20)
-    read = ctypes.string_at
-
-    def late(*given: Any) -> bytes:
-        together.wait()
-        return read(*given)
-
-    monkeypatch.setattr(ctypes, "string_at", late)
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(lambda given: tileattn.forward(*given), sets))
+    launch_together(monkeypatch, sets)
     seen = {tuple(made.address for made in maps) for maps in gpu.maps}
     assert seen == {tuple(x.data.ptr for x in given) for given in sets}
 

@@ -14,7 +14,7 @@ from tileattn import selfcheck
 from tileattn.__main__ import main
 from tileattn.backends.numpy_backend import NumpyBackend
 from tileattn.kernels.select import HOPPER
-from tileattn.kernels.tiles import tiles_of
+from tileattn.kernels.tiles import candidates
 from tileattn.results import Attention, Gradients
 from tileattn.selfcheck import Case, Family
 
@@ -85,7 +85,7 @@ def test_the_kernels_of_a_family_are_those_that_its_problems_start(gpu: Machine,
         keys = [key for key, *_ in gpu.launches if key.kernel == HOPPER]
         of_hopper |= {(key.block_q, key.block_k) for key in keys}
     assert started > 100
-    rows = tiles_of(HOPPER, 2, 64) if arch == "sm_90a" else ()
+    rows = candidates(HOPPER, 2, 64) if arch == "sm_90a" else ()
     assert of_hopper >= {row[:2] for row in rows}
 
 

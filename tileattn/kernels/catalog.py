@@ -10,7 +10,7 @@ from tileattn.kernels.call import WIDEST
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import HOPPER, SHARED_LIMIT, TILED, Facts, choose, choose_forward
 from tileattn.kernels.steps import backward_steps, forward_steps
-from tileattn.kernels.tiles import tiles_of
+from tileattn.kernels.tiles import candidates
 from tileattn.problem import BFLOAT16, DTYPES, Problem
 
 # Options that a kernel is compiled for; all others are parameters of every kernel, though a right
@@ -125,7 +125,7 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
     if key.kernel not in {*TILED, HOPPER} or arch != _MEASURED or any(options):
         return False
     if key.kernel == HOPPER:
-        rows = tiles_of(HOPPER, 2, max(key.head_dim, key.value_dim))
+        rows = candidates(HOPPER, 2, max(key.head_dim, key.value_dim))
         return any(row.tuned and row[:2] == (key.block_q, key.block_k) for row in rows)
     problem = replace(problem_of(key.dtype, key.head_dim), Dv=key.value_dim)
     return choose(key.kernel, problem, facts_of(arch, key.vector)).tuned

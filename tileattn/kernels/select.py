@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tileattn.kernels.key import KernelKey
-from tileattn.kernels.tiles import LARGEST, ROOMS, TileSize, candidates, tiles_of
+from tileattn.kernels.tiles import LARGEST, ROOMS, TileSize, candidates
 from tileattn.problem import Problem
 
 WARP = 32
@@ -151,7 +151,7 @@ def hopper_tile(problem: Problem) -> TileSize:
     Where few keys are cut by a diagonal, small tiles waste less of what it hides (measured).
     """
     P = problem
-    tiles = tiles_of(HOPPER, P.dtype.itemsize, room(max(P.D, P.Dv)))
+    tiles = candidates(HOPPER, P.dtype.itemsize, room(max(P.D, P.Dv)))
     return tiles[-1 if P.Nk <= HOPPER_FEW_KEYS and P.window[1] is not None else 0]
 
 

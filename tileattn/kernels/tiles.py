@@ -54,6 +54,8 @@ _SMALL_KEYS = (
     TileSize(16, 32, 2),
     TileSize(16, 16, 1),
 )
+_SMALLER = {"backward_keys": _SMALL_KEYS, "forward_sm90": ()}
+"""What is tried after the rows of the table, where it is not `_SMALL`."""
 
 # (kernel, bytes of an element) -> for each largest head dimension, what to try in turn.
 _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
@@ -123,27 +125,6 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
 }
 
 
-def tiles_of(kernel: str, itemsize: int, dim: int) -> tuple[TileSize, ...]:
-    """List the rows of the table for a kernel, as `candidates` does, but no smaller ones.
-
-    Parameters
-    ----------
-    kernel : str
-        Name of the kernel.
-    itemsize : int
-        Bytes of an element.
-    dim : int
-        The larger of the two head dimensions.
-
-    Returns
-    -------
-    tuple of TileSize
-        At least one.
-    """
-    table = _TABLE[kernel, itemsize]
-    return next(sizes for limit, sizes in table.items() if dim <= limit)
-
-
 def candidates(kernel: str, itemsize: int, dim: int) -> tuple[TileSize, ...]:
     """List the tile sizes of a kernel, the fastest first.
 
@@ -161,4 +142,6 @@ def candidates(kernel: str, itemsize: int, dim: int) -> tuple[TileSize, ...]:
     tuple of TileSize
         At least one.
     """
-    return tiles_of(kernel, itemsize, dim) + (_SMALL_KEYS if kernel == "backward_keys" else _SMALL)
+    table = _TABLE[kernel, itemsize]
+    best = next(sizes for limit, sizes in table.items() if dim <= limit)
+    return best + _SMALLER.get(kernel, _SMALL)
