@@ -3,6 +3,7 @@
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);
+constexpr bool BULK = LOADERS > 0;  // the sums are backward_sm90's
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_finish(const __grid_constant__ Params p) {
@@ -17,7 +18,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         Piece<Element> piece;
 #pragma unroll
         for (int e = 0; e < PIECE; ++e) {
-            const Sum x = sum[added_column(d + e)] * Sum(p.scale);
+            const int column = added_column(d + e);
+            const Sum x = sum[BULK ? stored_column(i, column) : column] * Sum(p.scale);
             good = good && is_finite(x);
             piece.values[e] = narrow<Element>(x);
         }

@@ -54,6 +54,13 @@ struct Band {
         const int lo = max(0, q1 - 1 + first), hi = min(length, q0 + past);
         return {(lo + BLOCK_K - 1) / BLOCK_K, hi / BLOCK_K};
     }
+    // The tiles of BLOCK_Q queries of which each sees all of the keys k0 to k1 - 1. Whether one
+    // past the end does, does not matter.
+    __device__ Range tiles_that_see_all(int k0, int k1) const {
+        const int lo = max(0, k1 - past), hi = k0 + 1 - first;
+        if (k1 > length) return {0, 0};
+        return {(lo + BLOCK_Q - 1) / BLOCK_Q, (hi < Nq ? hi : Nq + BLOCK_Q - 1) / BLOCK_Q};
+    }
     // Whether each of the queries q0 to q1 - 1 sees each of the keys k0 to k1 - 1.
     __device__ bool sees_all(int q0, int q1, int k0, int k1) const {
         const int lo = max(0, q1 - 1 + first), hi = min(length, q0 + past);

@@ -50,13 +50,18 @@ struct BoxTile {
 
     // A[m, k] or B[k, n] whose m or n are rows of the tile, the first of them `row`.
     __device__ Operand<false> by_rows(int row, int k) const {
-        return {describe(k / WIDTH * SLICE + k % WIDTH * 2 + row * PITCH)};
+        return {describe(row * PITCH, k / WIDTH * SLICE + k % WIDTH * 2)};
     }
-    // B[k, n]: rows of the tile are k.
-    __device__ Operand<true> by_columns(int k) const { return {describe(k * PITCH)}; }
+    // B[k, n]: rows of the tile are k; n = 0 is the column `column`. Unless a slice begins with it,
+    // the n do not go beyond its slice.
+    __device__ Operand<true> by_columns(int k, int column = 0) const {
+        return {describe(column / WIDTH * SLICE + column % WIDTH * 2, k * PITCH)};
+    }
 
-    __device__ u64 describe(int offset) const {
+    // Of the place, only what is known when it is compiled is added last: all operands of a product
+    // share the rest.
+    __device__ u64 describe(int place, int known) const {
         constexpr u64 CONSTANT = u64(SLICE >> 4) << 16 | u64(GROUP >> 4) << 32 | u64(1) << 62;
-        return (CONSTANT | address >> 4) + (offset >> 4);
+        return (CONSTANT | (address + place) >> 4) + (known >> 4);
     }
 };

@@ -172,6 +172,10 @@ __device__ inline int added_column(int column) {
     return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
 }
 
+// Where store_sums of product_sm90.cuh puts what add_rows would put at `column` of this row: what
+// neighbouring rows have in the same columns is to lie in other banks of shared memory.
+__device__ inline int stored_column(int row, int column) { return column ^ row % 2 * 16; }
+
 // Add accumulators to rows in global memory, the first `rows` of which there are.
 template <class S, int MT, int NT>
 __device__ inline void add_rows(S* target, int stride, const Fragment<S, MT, NT>& c, int m0, int n0,

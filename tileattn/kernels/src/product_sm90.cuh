@@ -15,7 +15,7 @@ template <class T, int DEPTH, int R, int C, int R2, int C2, int NT>
 __device__ inline void begin_product(Fragment<float, 1, NT>& c, const BoxTile<R, C>& x, int m0,
                                      const BoxTile<R2, C2>& y) {
     auto& d = registers_of(c);
-    wgmma_keep(d);
+    wgmma_forget(d);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < DEPTH; k += 16) wgmma(T{}, d, x.by_rows(m0, k), y.by_rows(0, k), k > 0);
@@ -32,6 +32,19 @@ __device__ inline void begin_product(Fragment<float, 1, NT>& c, const typename A
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < K; ++k) wgmma(T{}, d, a[k].r, y.by_columns(16 * k), true);
+    wgmma_commit();
+}
+
+// Begin c[m, n] = sum over k of x[m, k] y[k, n], for 64 rows of x from row m0 on, all rows of y,
+// and the columns of y from n0 on.
+template <class T, int R, int C, int C2, int NT>
+__device__ inline void begin_product_of_rows(Fragment<float, 1, NT>& c, const BoxTile<R, C>& x,
+                                             int m0, const BoxTile<C, C2>& y, int n0) {
+    auto& d = registers_of(c);
+    wgmma_forget(d);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < C; k += 16) wgmma(T{}, d, x.by_rows(m0, k), y.by_columns(k, n0), k > 0);
     wgmma_commit();
 }
 
@@ -68,5 +81,41 @@ __device__ inline void store_rows(T* target, i64 stride, const Fragment<float, 1
         for (int n = 0; n < NT; n += 2)
             if (row < rows && 8 * n + column < columns)
                 *reinterpret_cast<uint2*>(to + 8 * n) = {x[n], x[n + 1]};
+    }
+}
+
+// Write 16 rows of each warp, the first of them `row`, to the columns of a tile whose rows are the
+// columns of it, that is, transposed, as operands of products.
+template <class T, int R, int C, int K>
+__device__ inline void store_operands(const BoxTile<R, C>& tile, const typename Atom<T>::A (&a)[K],
+                                      int row) {
+    static_assert(R == 16 * K);
+    using Box = BoxTile<R, C>;
+    const int lane = threadIdx.x % WARP;
+    const int to = lane % 8 + lane / 16 * 8, chunk = row % Box::WIDTH / 8 + lane / 8 % 2;
+    const u32 first = tile.address + row / Box::WIDTH * Box::SLICE + to * Box::PITCH +
+                      (chunk ^ to % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < K; ++i) store_matrices_transposed(first + 16 * i * Box::PITCH, a[i].r);
+}
+
+// Write 16 rows of each warp to rows of `stride` floats in shared memory, from this row and column
+// on, which are multiples of 16.
+template <int NT>
+__device__ inline void store_sums(u32 target, int stride, const Fragment<float, 1, NT>& c, int row,
+                                  int column) {
+    static_assert(NT % 4 == 0);
+    const Lane lane;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const u32 to = target + (row + lane.row(2 * half)) * stride * 4;
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            const int at = stored_column(lane.g, column + 8 * n + 4 * lane.t);
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + 4 * at),
+                         "f"(c.x[0][n][2 * half]), "f"(c.x[0][n][2 * half + 1]),
+                         "f"(c.x[0][n + 1][2 * half]), "f"(c.x[0][n + 1][2 * half + 1])
+                         : "memory");
+        }
     }
 }

@@ -78,6 +78,31 @@ __device__ inline void prefetch_box(const TensorMap& map, int column, int row, i
                  : "memory");
 }
 
+// Begin to copy a piece of global memory; addresses and bytes are multiples of 16.
+__device__ inline void load_piece(u32 target, const void* source, int bytes, const Barrier& done) {
+    done.expect(bytes);
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(target), "l"(source), "r"(bytes), "r"(done.address)
+        : "memory");
+}
+
+// Begin to add numbers in shared memory to as many in global memory; wait, as the thread that has
+// begun, until what it has begun is read, or is done altogether.
+__device__ inline void add_piece(float* target, u32 source, int bytes) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
+        "r"(source), "r"(bytes)
+        : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ inline void wait_read_pieces() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ inline void wait_added_pieces() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // What threads have written to shared memory is there for boxes and products after the next
 // barrier.
 __device__ inline void fence_shared() {

@@ -20,6 +20,13 @@ __device__ inline void wgmma_keep(float (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// What a product that does not add finds in its registers does not matter: so far they are free.
+template <int N>
+__device__ inline void wgmma_forget(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i])::"memory");
+}
+
 // Describes a[m, k] or b[k, n] in shared memory. Its rows there are m or n, or with BY_K they are k.
 template <bool BY_K>
 struct Operand {
