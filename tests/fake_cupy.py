@@ -18,6 +18,7 @@ from tileattn.kernels import call, tma
 from tileattn.kernels import compile as compiler
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.params import PARAMS
+from tileattn.kernels.select import HOPPER_BACKWARD
 
 BYTES = 1 << 24
 
@@ -124,9 +125,10 @@ class Machine:
             block = ctypes.string_at(cells.address, PARAMS.itemsize)
             params = np.frombuffer(block, PARAMS)[0]
             for pointer in maps:
-                numbers = (ctypes.c_uint64 * 48).from_address(pointer.address)
+                names = ("q", "k", "v", "dout")[: 4 if key.kernel == HOPPER_BACKWARD else 3]
+                numbers = (ctypes.c_uint64 * (16 * len(names))).from_address(pointer.address)
                 made = tuple(self.encoded[n] for n in numbers[::16])
-                assert [x.address for x in made] == [params[name] for name in "qkv"]
+                assert [x.address for x in made] == [params[name] for name in names]
                 self.maps.append(made)
             self.launches.append((key, *grid, shared, params))
 

@@ -180,14 +180,17 @@ class CupyBackend:
             call.addresses["dsinks"] = dsinks.data.ptr
         call.addresses["delta"] = workspace.data.ptr
         call.addresses["shift"] = workspace.data.ptr + workspace.nbytes // 2
-        call.addresses["dq_sum"] = 0
+        call.addresses |= {"dq_sum": 0, "unfinished": 0}
         plan = call.plan(
             functools.partial(backward_steps, deterministic=deterministic, sinks=sinks is not None),
             deterministic,
         )
         if plan.dq_columns:
-            dq_sum = cupy.zeros((*rows, plan.dq_columns), sums)
+            # Behind the sums, a mark for each head of keys.
+            count = P.B * P.Hq * P.Nq * plan.dq_columns
+            dq_sum = cupy.zeros(count + P.B * P.Hkv, sums)
             call.addresses["dq_sum"] = dq_sum.data.ptr
+            call.addresses["unfinished"] = dq_sum.data.ptr + count * dq_sum.itemsize
         plan.run(call.addresses)
         if dsinks is not None:
             dsinks = dsinks.astype(sinks.dtype, copy=False)

@@ -38,7 +38,7 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
     forward = forward_steps(problem, facts)
     backward = backward_steps(problem, facts, deterministic=False, sinks=operands.sinks is not None)
     first = forward[0].key if forward else KernelKey("forward", problem.dtype.name)
-    last = next((s.key for s in backward if s.key.kernel.endswith("_keys")), first)
+    last = next((s.key for s in backward if s.key.kernel.endswith(("_keys", "_sm90"))), first)
     dealt = call.order(forward).table
     tiles, moved = forward_traffic(problem, _on_host(problem, operands), _tile(first))
     device = cupy.cuda.runtime.getDeviceProperties(call.device)["name"].decode()
@@ -75,12 +75,14 @@ def workspace_bytes(problem: Problem, backward: tuple[Step, ...]) -> int:
     Returns
     -------
     int
-        For two numbers of each query, and where dq is summed in memory, for its sum.
+        For two numbers of each query, and where dq is summed in memory, for its sum and a mark of
+        each head of keys.
     """
     P = problem
     columns = max((step.key.head_dim for step in backward if step.key.add_dq), default=0)
-    rows = 2 * padded_rows(P.Nq) + P.Nq * columns
-    return P.B * P.Hq * rows * P.sum_dtype.itemsize
+    numbers = P.B * P.Hq * (2 * padded_rows(P.Nq) + P.Nq * columns)
+    marks = P.B * P.Hkv if columns else 0
+    return (numbers + marks) * P.sum_dtype.itemsize
 
 
 def _tile(key: KernelKey) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from tileattn.problem import Operands, Problem
 WIDEST = 16  # bytes of the widest copy
 NARROWEST = 4  # and of the narrowest that need not go through registers
 _ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
+_BOXED = frozenset({"q", "k", "v", "dout"})
 _PAIRS = frozenset({"bias", "dbias", "mask", "kinds"})
 _ARGUMENTS = {"slopes": "alibi_slopes", "lengths": "kv_lengths", "offsets": "q_offset"}
 """Fields of the parameter block that callers know by other names."""
@@ -170,7 +171,7 @@ class Call:
             attribute("MaxSharedMemoryPerBlockOptin", self.device),
             span=16 if bytes_of_mask == 16 else 2 if bytes_of_mask > 1 else 1,
             arch=arch_of(self.device),
-            boxes=all(has_boxes(self._arrays[name]) for name in "qkv"),
+            boxes=all(has_boxes(self._arrays[name]) for name in _BOXED & self._arrays.keys()),
             processors=attribute("MultiProcessorCount", self.device),
         )
         bias = self._arrays.get("bias")

@@ -43,6 +43,9 @@ class KernelKey:
         are read one by one.
     loaders : int
         Warps of a block that only copy.
+    repairs : bool
+        Whether the kernel comes after Hopper's own of the backward pass, and sees to what that has
+        left unfinished.
     """
 
     kernel: str
@@ -68,6 +71,7 @@ class KernelKey:
     span: int = 1
     bias_vector: int = 0
     loaders: int = 0
+    repairs: bool = False
 
     @property
     def threads(self) -> int:

@@ -25,6 +25,7 @@ PLAIN = {
 }
 
 HOPPER = "forward_sm90"
+HOPPER_BACKWARD, HOPPER_BACKWARD_LARGEST = "backward_sm90", 128
 HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
 HOPPER_FEW_KEYS = 512
 HOPPER_STATIC = 1024  # at most, bytes of shared memory besides the tiles
@@ -49,9 +50,17 @@ _NOT_HOPPER: tuple[_Clause, ...] = (
     ("v has columns that are no multiple of 8", lambda P, _: P.Dv % 8 > 0),
     ("a row does not start at a multiple of 16 bytes", lambda _, facts: facts.vector < 16),
     (
-        "q, k or v has an axis that is broadcast, reversed or of too long strides",
+        "an array has an axis that is broadcast, reversed or of too long strides",
         lambda _, facts: not facts.boxes,
     ),
+)
+_NOT_HOPPER_BACKWARD: tuple[_Clause, ...] = (
+    *_NOT_HOPPER,
+    (
+        f"a head dimension is above {HOPPER_BACKWARD_LARGEST}",
+        lambda P, _: max(P.D, P.Dv) > HOPPER_BACKWARD_LARGEST,
+    ),
+    ("q and k have columns that are no multiple of 8", lambda P, _: P.D % 8 > 0),
 )
 
 
@@ -76,7 +85,7 @@ class Facts(NamedTuple):
     arch : str
         What kernels are compiled for, as in ``"sm_90a"``.
     boxes : bool
-        Whether q, k and v can be copied by tensor maps.
+        Whether q, k and v, and in the backward pass dout, can be copied by tensor maps.
     processors : int
         Multiprocessors of the device.
     """
@@ -128,17 +137,58 @@ def choose_forward(problem: Problem, facts: Facts) -> Choice:
     Choice
         Hopper's own kernel where it serves the call; else what `choose` finds, and why.
     """
-    for why, holds in _NOT_HOPPER:
-        if holds(problem, facts):
-            choice = choose("forward", problem, facts)
-            return choice._replace(why=f"the portable kernel, because {why}; {choice.why}")
+    portable = _portable("forward", _NOT_HOPPER, problem, facts)
+    if portable is not None:
+        return portable
     dim, value, tile = room(problem.D), room(problem.Dv), hopper_tile(problem)
-    options = _options(problem, facts.bias)
-    key = KernelKey(
-        *(HOPPER, problem.dtype.name, dim, value, *tile[:6]), loaders=HOPPER_LOADERS, **options
-    )
+    return _hopper(HOPPER, problem, dim, value, tile, hopper_bytes(tile, dim, value))
+
+
+def choose_backward(problem: Problem, facts: Facts, *, deterministic: bool) -> Choice:
+    """Choose the kernel of the backward pass over keys, and its variant.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    facts : Facts
+        Of its arrays, dout among them, and its device.
+    deterministic : bool
+        Whether dq is summed in a fixed order, by a kernel of its own.
+
+    Returns
+    -------
+    Choice
+        Hopper's own kernel where it serves the call; else what `choose` finds, and why.
+    """
+    P = problem
+    if deterministic:
+        return choose("backward_keys", P, facts)
+    portable = _portable("backward_keys", _NOT_HOPPER_BACKWARD, P, facts)
+    if portable is not None:
+        return portable
+    dim, value = (64 if columns <= 64 else HOPPER_BACKWARD_LARGEST for columns in (P.D, P.Dv))
+    tiles = candidates(HOPPER_BACKWARD, P.dtype.itemsize, max(dim, value))
+    tile = tiles[0 if P.uses.isdisjoint({"softcap", "alibi_slopes"}) else -1]
+    return _hopper(HOPPER_BACKWARD, P, dim, value, tile, walk_bytes(tile, dim, value))
+
+
+def _portable(
+    kernel: str, clauses: tuple[_Clause, ...], problem: Problem, facts: Facts
+) -> Choice | None:
+    """Choose the portable kernel where a clause holds, which says why."""
+    why = next((why for why, holds in clauses if holds(problem, facts)), None)
+    if why is None:
+        return None
+    choice = choose(kernel, problem, facts)
+    return choice._replace(why=f"the portable kernel, because {why}; {choice.why}")
+
+
+def _hopper(kernel: str, P: Problem, dim: int, value: int, tile: TileSize, shared: int) -> Choice:
+    sizes = dim, value, *tile[:6]
+    key = KernelKey(kernel, P.dtype.name, *sizes, loaders=HOPPER_LOADERS, **_options(P, ""))
     why = f"tensor maps and products of warpgroups, {_said_of(tile)}"
-    return Choice(key, hopper_bytes(tile, dim, value), tile.tuned and not tile.spills, why)
+    return Choice(key, shared, tile.tuned and not tile.spills, why)
 
 
 def _said_of(tile: TileSize) -> str:
@@ -170,14 +220,36 @@ def hopper_bytes(tile: TileSize, dim: int, value: int) -> int:
     int
         Bytes: of the next queries, too, where there is room for them.
     """
-
-    def boxes(rows: int, columns: int) -> int:
-        return rows * 128 * -(-columns // 64)
-
-    queries = boxes(tile.block_q, dim)
-    pairs = tile.stages * (boxes(tile.block_k, dim) + boxes(tile.block_k, value))
+    queries = _boxes(tile.block_q, dim)
+    pairs = tile.stages * (_boxes(tile.block_k, dim) + _boxes(tile.block_k, value))
     ahead = pairs + 2 * queries + HOPPER_STATIC <= SHARED_LIMIT[90] * 1024
     return pairs + (2 if ahead else 1) * queries
+
+
+def walk_bytes(tile: TileSize, dim: int, value: int) -> int:
+    """Count the dynamic shared memory of Hopper's own backward kernel: ``src/walk_sm90.cuh``.
+
+    Parameters
+    ----------
+    tile : TileSize
+        Its tiles.
+    dim, value : int
+        Columns it has room for.
+
+    Returns
+    -------
+    int
+        Bytes: of keys and values; queries, one stage more than gradients of the output; two tiles
+        of gradients at the scores; and one of sums.
+    """
+    rows, keys, stages = tile.block_q, tile.block_k, tile.stages
+    kept = _boxes(keys, dim) + _boxes(keys, value)
+    rings = (stages + 1) * _boxes(rows, dim) + stages * _boxes(rows, value)
+    return kept + rings + 2 * _boxes(rows, keys) + rows * dim * 4
+
+
+def _boxes(rows: int, columns: int) -> int:
+    return rows * 128 * -(-columns // 64)
 
 
 def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:

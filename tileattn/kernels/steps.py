@@ -6,9 +6,12 @@ from typing import NamedTuple
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import (
     HOPPER,
+    HOPPER_BACKWARD,
     ROW_WARPS,
+    Choice,
     Facts,
     choose,
+    choose_backward,
     choose_forward,
     padded_rows,
     room,
@@ -100,27 +103,17 @@ def backward_steps(
     steps: list[Step] = []
     if queries:
         steps.append(_rows_step(P, facts))
-    add_dq = False
-    if keys:
-        key, shared, _, why = choose("backward_keys", P, facts)
-        if key.kernel == "backward_keys":
-            add_dq = queries > 0 and not deterministic
-            write_dbias = facts.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
-            key = replace(key, add_dq=add_dq, write_dbias=write_dbias)
-            blocks = P.B * P.Hkv * -(-P.Nk // key.block_k)
-        else:
-            blocks = _rows(keys)
-        steps.append(Step(key, blocks, shared, why))
+    choice = choose_backward(P, facts, deterministic=deterministic)
+    if choice.key.kernel == HOPPER_BACKWARD:
+        steps += _hopper_steps(P, facts, choice)
+    else:
+        add_dq = queries * keys > 0 and choice.key.kernel == "backward_keys" and not deterministic
+        if keys:
+            steps.append(_keys_step(P, facts, choice, add_dq=add_dq))
         if add_dq:
-            finish = replace(key, kernel="backward_finish", warps_m=ROW_WARPS, warps_n=1)
-            rows = rows_of_block(finish, finish.head_dim)
-            finish = replace(finish, add_dq=False, write_dbias=False)
-            steps.append(Step(finish, -(-queries // rows)))
-    if queries and not add_dq:
-        key, shared, _, why = choose("backward_queries", P, facts)
-        tiled = key.kernel == "backward_queries"
-        blocks = P.B * P.Hq * -(-P.Nq // key.block_q) if tiled else _rows(queries)
-        steps.append(Step(key, blocks, shared, why))
+            steps.append(_finish_step(P, steps[-1].key))
+        elif queries:
+            steps.append(_queries_step(P, facts))
     if facts.bias and queries * P.Nk and not any(step.key.write_dbias for step in steps):
         steps.append(_bias_step(P, facts))
     if sinks and P.Hq:
@@ -137,6 +130,45 @@ def _rows_step(P: Problem, facts: Facts) -> Step:
     )
     rows = P.B * P.Hq * padded_rows(P.Nq)
     return Step(key, -(-rows // rows_of_block(key, key.value_dim)))
+
+
+def _hopper_steps(P: Problem, facts: Facts, choice: Choice) -> tuple[Step, ...]:
+    """List Hopper's own kernel, then what repairs the heads that it leaves, mostly none."""
+    key = replace(choice.key, add_dq=True)
+    # Blocks of threads stay, and take one block of keys after the other.
+    blocks = min(facts.processors, P.B * P.Hkv * -(-P.Nk // key.block_k))
+    boxes = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
+    after = (
+        _finish_step(P, key),
+        _keys_step(P, facts, choose("backward_keys", P, facts), add_dq=False),
+        _queries_step(P, facts),
+    )
+    repairs = (step._replace(key=replace(step.key, repairs=True)) for step in after)
+    return Step(key, blocks, choice.shared, choice.why, boxes), *repairs
+
+
+def _keys_step(P: Problem, facts: Facts, choice: Choice, *, add_dq: bool) -> Step:
+    key, shared, _, why = choice
+    if key.kernel != "backward_keys":
+        return Step(key, _rows(P.B * P.Hkv * P.Nk), shared, why)
+    write_dbias = facts.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
+    key = replace(key, add_dq=add_dq, write_dbias=write_dbias)
+    return Step(key, P.B * P.Hkv * -(-P.Nk // key.block_k), shared, why)
+
+
+def _finish_step(P: Problem, key: KernelKey) -> Step:
+    """Give the kernel that takes over the sums of dq from one over keys."""
+    key = replace(key, kernel="backward_finish", warps_m=ROW_WARPS, warps_n=1, loaders=0)
+    rows = rows_of_block(key, key.head_dim)
+    key = replace(key, add_dq=False, write_dbias=False)
+    return Step(key, -(-P.B * P.Hq * P.Nq // rows))
+
+
+def _queries_step(P: Problem, facts: Facts) -> Step:
+    key, shared, _, why = choose("backward_queries", P, facts)
+    if key.kernel != "backward_queries":
+        return Step(key, _rows(P.B * P.Hq * P.Nq), shared, why)
+    return Step(key, P.B * P.Hq * -(-P.Nq // key.block_q), shared, why)
 
 
 def _bias_step(P: Problem, facts: Facts) -> Step:

@@ -54,7 +54,7 @@ _SMALL_KEYS = (
     TileSize(16, 32, 2),
     TileSize(16, 16, 1),
 )
-_SMALLER = {"backward_keys": _SMALL_KEYS, "forward_sm90": ()}
+_SMALLER = {"backward_keys": _SMALL_KEYS, "forward_sm90": (), "backward_sm90": ()}
 """What is tried after the rows of the table, where it is not `_SMALL`."""
 
 # (kernel, bytes of an element) -> for each largest head dimension, what to try in turn.
@@ -95,6 +95,11 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         64: (TileSize(64, 64, 4, 2, tuned=True),),
         128: (TileSize(64, 32, 2, 4, tuned=True),),
         256: (TileSize(32, 16, 1, 2),),
+    },
+    # Hopper's own: a warpgroup for each 64 keys; the last row for options, which need registers.
+    ("backward_sm90", 2): {
+        64: (TileSize(128, 128, 8, 1, 2), TileSize(64, 128, 8, 1, 2)),
+        128: (TileSize(64, 128, 8, 1, 2),),
     },
     ("backward_queries", 2): {
         64: (TileSize(128, 64, 4, 1, 2, tuned=True, spills=True),),

@@ -3,7 +3,6 @@
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);
-constexpr bool BULK = LOADERS > 0;  // the sums are backward_sm90's
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_finish(const __grid_constant__ Params p) {
@@ -19,11 +18,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
 #pragma unroll
         for (int e = 0; e < PIECE; ++e) {
             const int column = added_column(d + e);
-            const Sum x = sum[BULK ? stored_column(i, column) : column] * Sum(p.scale);
+            const Sum x = sum[REPAIRS ? stored_column(i, column) : column] * Sum(p.scale);
             good = good && is_finite(x);
             piece.values[e] = narrow<Element>(x);
         }
         if (last == row) write_piece(dq + d, piece, int(p.D) - d);
+    }
+    if constexpr (REPAIRS) {  // the sums are backward_sm90's
+        if (!good) unfinished(p, b, h / int(p.group)) = 1;
+        return;
     }
     // Rows that are not finite, once more and textbook-like, by the whole warp, after all have
     // written.

@@ -73,6 +73,7 @@ __device__ inline void differentiate(const Params& p) {
     const int k_blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
     const Turn turn(k_blocks, int(p.B * p.Hkv), int(p.parts));
     const int k0 = turn.block * BLOCK_K, b = turn.head / int(p.Hkv), kv = turn.head % int(p.Hkv);
+    if (left_alone(p, b, kv)) return;
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
     const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // first of this warp's scores
     const int share = warp_n % SHARES;

@@ -37,6 +37,7 @@ __device__ inline void differentiate(const Params& p) {
     const Turn turn(q_blocks, int(p.B * p.Hq), int(p.parts));
     const int q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
     const Head head(p, turn.head / int(p.Hq), turn.head % int(p.Hq));
+    if (left_alone(p, head.b, head.h / p.group)) return;
     const int row0 = threadIdx.x / WARP * MT * 16, rows = int(p.Nq) - q0;
     const Lane lane;
 

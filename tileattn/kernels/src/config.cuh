@@ -40,6 +40,7 @@ constexpr bool HAS_DROPOUT = KEY_DROPOUT;
 constexpr bool FOLD = KEY_FOLD;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
+constexpr bool REPAIRS = KEY_REPAIRS;
 constexpr int SPAN = KEY_SPAN;
 
 // Steps of a product that are laid out one after the other. The careful pass rarely runs, and is

@@ -21,6 +21,7 @@ struct Params {
     const void* dlse;
     void *delta, *shift;
     void *dq, *dk, *dv, *dq_sum;
+    u32* unfinished;  // of each key head, whether backward_sm90 has left it to others
     const void* bias;
     void* dbias;
     const void* mask;

@@ -33,6 +33,15 @@ __device__ inline Sum sink_of(const Params& p, i64 h) {
     return p.sinks ? static_cast<const Sum*>(p.sinks)[h] * LOG2_E : -infinity<Sum>();
 }
 
+// Of a key head of one batch entry: backward_sm90 leaves one whose sums are not finite unfinished,
+// and only that is repaired.
+__device__ inline u32& unfinished(const Params& p, i64 b, i64 kv) {
+    return p.unfinished[b * p.Hkv + kv];
+}
+__device__ inline bool left_alone(const Params& p, i64 b, i64 kv) {
+    return REPAIRS && !unfinished(p, b, kv);
+}
+
 // One query head of one batch entry.
 struct Head {
     const Params& p;
