@@ -114,6 +114,7 @@ def test_its_tiles_fit_and_divide(dim: int) -> None:
         (TileSize(128, 128, 8, stages=2), 128, 128, 2 * 32 + 2 * 64),
         (TileSize(128, 176, 8, stages=2), 128, 128, 1 * 32 + 2 * 88),
         (TileSize(128, 96, 8, stages=2), 192, 128, 2 * 48 + 2 * 60),
+        (TileSize(128, 128, 8, stages=2), 192, 128, 1 * 48 + 2 * 80),
         (TileSize(128, 96, 8, stages=2), 192, 192, 1 * 48 + 2 * 72),
         (TileSize(128, 80, 8, stages=2), 256, 256, 1 * 64 + 2 * 80),
     ],
@@ -130,7 +131,8 @@ def test_tiles_go_by_the_larger_head_dimension() -> None:
 
     assert size(8, 64) == size(64, 8) == size(64, 64)
     assert size(64, 72) == size(128, 128) != size(64, 64)
-    assert size(192, 128) == size(136, 8) != size(256, 8)
+    assert size(192, 128) == size(136, 8) == size(8, 136) != size(256, 8)
+    assert size(192, 192)[1] < size(192, 128)[1]  # what fits
 
 
 @pytest.mark.parametrize(("queries", "blocks"), [(100, 6), (24 * 128, 132)])

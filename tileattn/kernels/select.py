@@ -146,12 +146,17 @@ def _said_of(tile: TileSize) -> str:
 
 
 def hopper_tile(problem: Problem) -> TileSize:
-    """Pick the tiles of Hopper's own kernel.
+    """Pick the tiles of Hopper's own kernel, of those that fit.
 
     Where few keys are cut by a diagonal, small tiles waste less of what it hides (measured).
     """
     P = problem
-    tiles = candidates(HOPPER, P.dtype.itemsize, room(max(P.D, P.Dv)))
+    dim, value = room(P.D), room(P.Dv)
+    tiles = [
+        tile
+        for tile in candidates(HOPPER, P.dtype.itemsize, max(dim, value))
+        if hopper_bytes(tile, dim, value) + HOPPER_STATIC <= SHARED_LIMIT[90] * 1024
+    ]
     return tiles[-1 if P.Nk <= HOPPER_FEW_KEYS and P.window[1] is not None else 0]
 
 
