@@ -135,6 +135,21 @@ def test_tiles_go_by_the_larger_head_dimension() -> None:
     assert size(192, 192)[1] < size(192, 128)[1]  # what fits
 
 
+@pytest.mark.parametrize(
+    ("keys", "changed", "block_k"),
+    [
+        (16384, {}, 176),
+        (176, {}, 176),
+        (2048, {}, 128),  # the last of twelve would be two thirds empty
+        (16384, {"window": (None, 0)}, 128),
+        (16384, {"window": (1024, None)}, 128),
+        (16384, {"uses": frozenset({"softcap"})}, 128),
+    ],
+)
+def test_wide_tiles_where_keys_fill_them(keys: int, changed: dict[str, Any], block_k: int) -> None:
+    assert hopper_tile(replace(problem_of("float16", 128), Nk=keys, **changed)).block_k == block_k
+
+
 @pytest.mark.parametrize(("queries", "blocks"), [(100, 6), (24 * 128, 132)])
 def test_no_more_blocks_than_multiprocessors(queries: int, blocks: int) -> None:
     problem = replace(SERVED, D=128, Hq=6, Nq=queries)

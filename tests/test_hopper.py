@@ -157,6 +157,14 @@ def test_lengths_that_no_tile_divides(D: int, Dv: int, options: str, Nq: int, Nk
     hold(*arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
 
 
+@pytest.mark.parametrize("options", ["plain", "lengths"])
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (96, 72)])
+@pytest.mark.usefixtures("few")
+def test_wide_tiles(D: int, Dv: int, options: str) -> None:
+    Nq, Nk = 300, 6 * 176 - 7
+    hold(*arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
+
+
 @pytest.mark.parametrize(("D", "Dv"), ODD_DIMENSIONS)
 def test_columns_beyond_the_array_are_zero(D: int, Dv: int) -> None:
     hold(*arrays(DTYPES[0], D, Dv, 150, 270), causal=True, q_offset=120)
