@@ -24,6 +24,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 LEAST_SECONDS, MOST_SECONDS = 0.05, 0.25  # of one measurement
+SETTLE_SECONDS = 0.3  # until a busy GPU has the clocks that its power limit leaves
 LEAST_CALLS, MOST_CALLS = 10, 1000
 L2_CYCLE = 4  # a cycle through the input sets reads this many times the L2
 COPY_BYTES = 1 << 30
@@ -72,12 +73,18 @@ class Gpu:
         )
 
     def time(self, calls: Sequence[Call]) -> list[float]:
-        """Seconds of the device for each call; the calls take turns and are warmed up."""
+        """Seconds of the device for each call; the calls take turns and are warmed up.
+
+        Clocks rise in the first milliseconds after a pause and fall as the device draws power, by
+        an eighth: only when they have settled do those that are timed later have no advantage.
+        """
         for call in calls:
             call()
         count = repeats(min(self._sample(calls, 3)))
-        warm = count // 5  # the clocks of an idle device rise in the first milliseconds
-        return self._sample(calls, warm + count)[warm:]
+        busy = 0.0
+        while busy < SETTLE_SECONDS:
+            busy += sum(self._sample(calls, count))
+        return self._sample(calls, count)
 
     def _sample(self, calls: Sequence[Call], count: int) -> list[float]:
         event = self.xp.cuda.Event

@@ -114,6 +114,7 @@ def test_its_tiles_fit_and_divide(dim: int) -> None:
         (TileSize(128, 128, 8, stages=2), 128, 128, 2 * 32 + 2 * 64),
         (TileSize(128, 176, 8, stages=2), 128, 128, 1 * 32 + 2 * 88),
         (TileSize(128, 96, 8, stages=2), 192, 128, 2 * 48 + 2 * 60),
+        (TileSize(128, 128, 8, stages=2), 192, 128, 1 * 48 + 2 * 80),
         (TileSize(128, 96, 8, stages=2), 192, 192, 1 * 48 + 2 * 72),
         (TileSize(128, 80, 8, stages=2), 256, 256, 1 * 64 + 2 * 80),
     ],
@@ -130,7 +131,23 @@ def test_tiles_go_by_the_larger_head_dimension() -> None:
 
     assert size(8, 64) == size(64, 8) == size(64, 64)
     assert size(64, 72) == size(128, 128) != size(64, 64)
-    assert size(192, 128) == size(136, 8) != size(256, 8)
+    assert size(192, 128) == size(136, 8) == size(8, 136) != size(256, 8)
+    assert size(192, 192)[1] < size(192, 128)[1]  # what fits
+
+
+@pytest.mark.parametrize(
+    ("keys", "changed", "block_k"),
+    [
+        (16384, {}, 176),
+        (176, {}, 176),
+        (2048, {}, 128),  # the last of twelve would be two thirds empty
+        (16384, {"window": (None, 0)}, 128),
+        (16384, {"window": (1024, None)}, 128),
+        (16384, {"uses": frozenset({"softcap"})}, 128),
+    ],
+)
+def test_wide_tiles_where_keys_fill_them(keys: int, changed: dict[str, Any], block_k: int) -> None:
+    assert hopper_tile(replace(problem_of("float16", 128), Nk=keys, **changed)).block_k == block_k
 
 
 @pytest.mark.parametrize(("queries", "blocks"), [(100, 6), (24 * 128, 132)])

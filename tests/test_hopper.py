@@ -157,6 +157,14 @@ def test_lengths_that_no_tile_divides(D: int, Dv: int, options: str, Nq: int, Nk
     hold(*arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
 
 
+@pytest.mark.parametrize("options", ["plain", "lengths"])
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (96, 72)])
+@pytest.mark.usefixtures("few")
+def test_wide_tiles(D: int, Dv: int, options: str) -> None:
+    Nq, Nk = 300, 6 * 176 - 7
+    hold(*arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
+
+
 @pytest.mark.parametrize(("D", "Dv"), ODD_DIMENSIONS)
 def test_columns_beyond_the_array_are_zero(D: int, Dv: int) -> None:
     hold(*arrays(DTYPES[0], D, Dv, 150, 270), causal=True, q_offset=120)
@@ -284,9 +292,9 @@ def test_sums_that_overflow_in_some_rows(low: bool) -> None:
     """Large finite values: weights above 1 make sums overflow that the textbook does not."""
     q, k, v = (np.zeros((1, 1, n, 64), DTYPES[1]) for n in (64, 200, 200))
     rows = np.arange(64) % 16 < 8
-    q[..., 0] = np.where(rows == low, 10, -10)
-    k[:, :, :2, 0] = 1
-    v[:, :, :2] = 3e38
+    q[..., 0] = np.where(rows == low, 5, -5)
+    k[:, :, 150, 0] = 1  # where the first tile's maximum has been told
+    v[:, :, 150] = 2e38
     hold(q, k, v, scale=1.0)
     assert np.isfinite(called(q, k, v, scale=1.0).out.astype(np.float32)).all()
 

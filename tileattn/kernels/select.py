@@ -28,6 +28,7 @@ HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_BACKWARD_LARGEST = "backward_sm90", 128
 HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
 HOPPER_FEW_KEYS = 512
+HOPPER_NARROW, HOPPER_WASTE = 128, 1.02  # keys of a tile, and padded keys over keys
 HOPPER_STATIC = 1024  # at most, bytes of shared memory besides the tiles
 
 _Clause = tuple[str, Callable[["Problem", "Facts"], bool]]
@@ -196,12 +197,23 @@ def _said_of(tile: TileSize) -> str:
 
 
 def hopper_tile(problem: Problem) -> TileSize:
-    """Pick the tiles of Hopper's own kernel.
+    """Pick the tiles of Hopper's own kernel, of those that fit.
 
-    Where few keys are cut by a diagonal, small tiles waste less of what it hides (measured).
+    Where few keys are cut by a diagonal, small tiles waste less of what it hides (measured). Wide
+    ones are faster where nothing is cut, scores are plain, and keys fill the last one (measured);
+    with terms their registers spill.
     """
     P = problem
-    tiles = candidates(HOPPER, P.dtype.itemsize, room(max(P.D, P.Dv)))
+    dim, value = room(P.D), room(P.Dv)
+    uncut = P.window == (None, None) and P.uses.isdisjoint({"softcap", "alibi_slopes"})
+
+    def suits(tile: TileSize) -> bool:
+        if hopper_bytes(tile, dim, value) + HOPPER_STATIC > SHARED_LIMIT[90] * 1024:
+            return False
+        keys = -(-P.Nk // tile.block_k) * tile.block_k
+        return tile.block_k <= HOPPER_NARROW or (uncut and keys <= HOPPER_WASTE * P.Nk)
+
+    tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, max(dim, value))))
     return tiles[-1 if P.Nk <= HOPPER_FEW_KEYS and P.window[1] is not None else 0]
 
 

@@ -64,11 +64,12 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         128: (TileSize(128, 64, 4, 1, 2, 2, tuned=True, spills=True), TileSize(128, 32, 4)),
         256: (TileSize(128, 64, 8, tuned=True), TileSize(128, 32, 8)),
     },
-    # Hopper's own: a warpgroup for each 64 queries; the second row for few keys and a right limit.
+    # Hopper's own: a warpgroup for each 64 queries. The last row is for few keys and a right limit,
+    # one of more than 128 keys for calls in which every query sees every key.
     ("forward_sm90", 2): {
         64: (TileSize(192, 128, 12, 1, 4, tuned=True), TileSize(192, 64, 12, 1, 4, tuned=True)),
-        128: (TileSize(128, 128, 8, 1, 2, tuned=True),),
-        192: (TileSize(128, 96, 8, 1, 2),),
+        128: (TileSize(128, 176, 8, 1, 2, tuned=True), TileSize(128, 128, 8, 1, 2, tuned=True)),
+        192: (TileSize(128, 128, 8, 1, 2, tuned=True), TileSize(128, 96, 8, 1, 2)),
         256: (TileSize(128, 64, 8, 1, 2, tuned=True),),
     },
     ("forward", 4): {

@@ -242,21 +242,20 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     auto clean = [&](const Place<STAGES>& at) {
         constexpr int MULTIPLYING = GROUPS * GROUP, BARRIER = 1 + GROUPS;
         memory.v_full(at.stage).wait(at.round);
-        auto& marks = memory.shared.cleaned;
-        sync_named<MULTIPLYING>(BARRIER);  // the last marks have been read
+        auto& marks = memory.shared.cleaned[at.stage];
         for (int i = threadIdx.x; i < BLOCK_K; i += MULTIPLYING) marks[i] = false;
         sync_named<MULTIPLYING>(BARRIER);
         memory.v(at.stage).template clean<Element, MULTIPLYING>(marks);
         fence_shared();
         sync_named<MULTIPLYING>(BARRIER);
     };
-    auto absorb = [&](bool boundary) {
+    auto absorb = [&](bool boundary, const Place<STAGES>& at) {
         release_keys();
         const Terms terms(p, work.b, work.h);
         s.row = work.q0 + rows.row0, s.column = tile * BLOCK_K;
         s.apply(terms, WarpBias<false, 1, NT>(nullptr), [](int, int, int, Sum) {});
         if (boundary) s.hide(Sight(p, work.b, work.h), DenseMask<false, 1, NT>{});
-        if (boundary && work.careful) s.find(memory.shared.cleaned, found);
+        if (boundary && work.careful) s.find(memory.shared.cleaned[at.stage], found);
         state.template absorb<SLACK>(s, terms.unit(), rows, rescale);
     };
     // The next scores and these values are under way together; then the scores are absorbed.
@@ -266,7 +265,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         begin_scores();
         begin_values();
         end_product<1>(s);
-        absorb(boundary);
+        absorb(boundary, v_at.after());
         end_values();
         keep_weights();
         acc.scale_rows(rescale);
@@ -280,7 +279,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         end_product<0>(s);
         if (tile < tiles.past) {
             if (work.careful) clean(v_at);
-            absorb(tiles.boundary(tile));
+            absorb(tiles.boundary(tile), v_at);
             keep_weights();
             for (++tile; tile < tiles.past;) {
                 if (tiles.boundary(tile)) {

@@ -91,8 +91,8 @@ struct Scores : Fragment<Sum, MT, NT> {
             for (int n = 0; n < NT; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    found[m][e / 2] |= marks[8 * n + lane.column(e)] &&
-                                       this->x[m][n][e] != -infinity<Sum>();
+                    found[m][e / 2] |= marks[8 * n + lane.column(e)] &
+                                       (this->x[m][n][e] != -infinity<Sum>());
     }
 
     // Zero the elements that dropout takes of 16 columns, the atoms n and n + 1.

@@ -109,9 +109,10 @@ __device__ inline void fence_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Named barrier: wait for THREADS arrivals.
+// Named barrier: wait for THREADS arrivals. It counts whole warps, so each comes together.
 template <int THREADS>
 __device__ inline void sync_named(int id) {
+    __syncwarp();
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 

@@ -20,7 +20,7 @@ constexpr int PAIR_BYTES = KeyTile::BYTES + ValueTile::BYTES;
 constexpr int ROOM = 226 * 1024;  // of dynamic shared memory
 constexpr int Q_STAGES = 2 * QueryTile::BYTES + STAGES * PAIR_BYTES <= ROOM ? 2 : 1;
 
-constexpr int TURNS = 2048;  // of which it is remembered, of each by itself, whether all was finite
+constexpr int TURNS = 1024;  // of which it is remembered, of each by itself, whether all was finite
 
 // The tiles of keys that some queries see: first to past - 1. All of them see the whole of those
 // from full to full_past - 1.
@@ -68,7 +68,7 @@ struct Shared {
     u64 swept;
     Work works[Q_STAGES];
     u32 unfinished[TURNS / 32];
-    bool cleaned[BLOCK_K];
+    bool cleaned[STAGES][BLOCK_K];  // keys of which values are not finite
 };
 
 static_assert(sizeof(Shared) <= 1024, "what tiles leave of shared memory");
