@@ -16,9 +16,9 @@ from tileattn import backends
 from tileattn.backends import cupy_backend
 from tileattn.kernels import call, tma
 from tileattn.kernels import compile as compiler
+from tileattn.kernels.hopper import HOPPER_BACKWARD
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.params import PARAMS
-from tileattn.kernels.select import HOPPER_BACKWARD
 
 BYTES = 1 << 24
 

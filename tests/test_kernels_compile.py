@@ -10,8 +10,9 @@ import pytest
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels import catalog
 from tileattn.kernels.compile import compiled, nvrtc_version
+from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARD
 from tileattn.kernels.key import KernelKey
-from tileattn.kernels.select import HOPPER, TILED
+from tileattn.kernels.select import TILED
 from tileattn.kernels.tiles import ROOMS
 from tileattn.problem import DTYPES
 
@@ -70,13 +71,13 @@ def test_a_kernel_compiles(case: Case) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_source(arch: str) -> None:
     sources = {source.stem for source in Path(catalog.__file__).parent.glob("src/*.cu")}
-    others = set() if arch == "sm_90a" else {HOPPER}
+    others = set() if arch == "sm_90a" else {HOPPER, HOPPER_BACKWARD}
     assert {key.kernel for a, key in CASES if a == arch} == sources - others
 
 
 @pytest.mark.parametrize("kernel", TILED)
 def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
-    keys = [key for _, key in MIXED if key.kernel == kernel]
+    keys = [key for _, key in MIXED if key.kernel == kernel and not key.repairs]
     assert {key.dtype for key in keys} == {dtype.name for dtype in DTYPES}
     assert {key.head_dim for key in keys} == {32, 64, 128, 256}
     assert {key.vector for key in keys} >= {2, 16}
@@ -103,8 +104,8 @@ def test_gradients_with_those_of_the_keys_or_left_to_other_kernels(other: str) -
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("kernel", ["forward", "backward_keys"])
 def test_calls_without_options(arch: str, kernel: str) -> None:
-    kernels = {kernel, HOPPER} if kernel == "forward" else {kernel}
-    keys = [key for a, key in PLAIN if a == arch and key.kernel in kernels]
+    kernels = {kernel, HOPPER if kernel == "forward" else HOPPER_BACKWARD}
+    keys = [key for a, key in PLAIN if a == arch and key.kernel in kernels and not key.repairs]
     assert {(key.dtype, key.head_dim) for key in keys} == set(
         product(("bfloat16", "float32", "float64"), (64, 128))
     )
@@ -120,6 +121,20 @@ def test_the_kernel_for_hopper_alone() -> None:
     assert "bfloat16" not in {
         key.dtype for arch, key in PLAIN if key.kernel == "forward" and arch == "sm_90a"
     }
+
+
+def test_the_backward_kernel_for_hopper_and_what_repairs_after_it() -> None:
+    keys = [key for _, key in CASES if key.kernel == HOPPER_BACKWARD]
+    assert {arch for arch, key in CASES if key.kernel == HOPPER_BACKWARD or key.repairs} == {
+        "sm_90a"
+    }
+    assert {key.dtype for key in keys} == {"float16", "bfloat16"}
+    assert {key.head_dim for key in keys} == {64, 128}
+    assert {key.block_q for key in keys} == {64, 128}
+    for option in ("softcap", "alibi", "fold"):
+        assert {getattr(key, option) for key in keys} == {False, True}, option
+    repairs = {key.kernel for _, key in CASES if key.repairs}
+    assert repairs == {"backward_finish", "backward_keys", "backward_queries"}
 
 
 def test_what_is_tuned_is_the_plain_call_on_one_gpu() -> None:

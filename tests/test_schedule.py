@@ -21,8 +21,8 @@ from tileattn.block_mask import SKIP
 from tileattn.blocks import Band, cut
 from tileattn.kernels import plan
 from tileattn.kernels.catalog import facts_of, problem_of
+from tileattn.kernels.hopper import HOPPER
 from tileattn.kernels.schedule import START, TILE, Order, deal, order_of, parts_of, turns
-from tileattn.kernels.select import HOPPER
 from tileattn.kernels.steps import Step, backward_steps, forward_steps
 from tileattn.problem import Operands, Problem
 

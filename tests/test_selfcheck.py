@@ -13,7 +13,7 @@ from tests.fake_cupy import Machine
 from tileattn import selfcheck
 from tileattn.__main__ import main
 from tileattn.backends.numpy_backend import NumpyBackend
-from tileattn.kernels.select import HOPPER
+from tileattn.kernels.hopper import HOPPER
 from tileattn.kernels.tiles import candidates
 from tileattn.results import Attention, Gradients
 from tileattn.selfcheck import Case, Family

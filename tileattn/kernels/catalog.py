@@ -7,8 +7,9 @@ from itertools import product
 import numpy as np
 
 from tileattn.kernels.call import WIDEST
+from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARD
 from tileattn.kernels.key import KernelKey
-from tileattn.kernels.select import HOPPER, SHARED_LIMIT, TILED, Facts, choose, choose_forward
+from tileattn.kernels.select import SHARED_LIMIT, TILED, Facts, choose
 from tileattn.kernels.steps import backward_steps, forward_steps
 from tileattn.kernels.tiles import candidates
 from tileattn.problem import BFLOAT16, DTYPES, Problem
@@ -30,9 +31,11 @@ _SETS = (
 )
 
 WINDOWS: tuple[tuple[None, int | None], ...] = ((None, None), (None, 0))
-"""Without and with a right limit, by which Hopper's own kernel has its tiles."""
+"""Without and with a right limit, by which Hopper's own kernels have their tiles."""
 
-# For Hopper's own kernel: the widths that calls without options leave out, and its options.
+_HOPPERS = (HOPPER, HOPPER_BACKWARD)
+
+# For Hopper's own kernels: the widths that calls without options leave out, and its options.
 _HOPPER_CASES = (
     ("float16", 32, {"softcap"}),
     ("bfloat16", 96, {"alibi_slopes"}),
@@ -100,9 +103,11 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
     for name, dim, options in _HOPPER_CASES:
         for window in WINDOWS:
             problem = replace(problem_of(name, dim, options), window=window)
-            key = choose_forward(problem, facts_of(arch)).key
-            found |= {key: None} if key.kernel == HOPPER else {}
-    return [key for key in found if key.kernel != "backward_keys" or key.add_dq == adds]
+            keys = _keys(problem, facts_of(arch))
+            found |= dict.fromkeys(key for key in keys if key.kernel in _HOPPERS or key.repairs)
+    return [
+        key for key in found if key.kernel != "backward_keys" or key.repairs or key.add_dq == adds
+    ]
 
 
 def is_tuned(key: KernelKey, arch: str) -> bool:
@@ -122,10 +127,10 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
         options: what was measured is the plain call.
     """
     options = (key.bias, key.softcap, key.alibi, key.mask, key.block_mask, key.dropout)
-    if key.kernel not in {*TILED, HOPPER} or arch != _MEASURED or any(options):
+    if key.kernel not in {*TILED, *_HOPPERS} or arch != _MEASURED or any(options):
         return False
-    if key.kernel == HOPPER:
-        rows = candidates(HOPPER, 2, max(key.head_dim, key.value_dim))
+    if key.kernel in _HOPPERS:
+        rows = candidates(key.kernel, 2, max(key.head_dim, key.value_dim))
         return any(row.tuned and row[:2] == (key.block_q, key.block_k) for row in rows)
     problem = replace(problem_of(key.dtype, key.head_dim), Dv=key.value_dim)
     return choose(key.kernel, problem, facts_of(arch, key.vector)).tuned

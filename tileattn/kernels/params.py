@@ -14,19 +14,8 @@ PAIRS = np.dtype([(axis, np.int64) for axis in ("b", "h", "i", "j")])
 
 POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "shift"),
-    *(
-        "dq",
-        "dk",
-        "dv",
-        "dq_sum",
-        "unfinished",
-        "bias",
-        "dbias",
-        "mask",
-        "slopes",
-        "sinks",
-        "dsinks",
-    ),
+    *("dq", "dk", "dv", "dq_sum", "unfinished"),
+    *("bias", "dbias", "mask", "slopes", "sinks", "dsinks"),
     *("lengths", "offsets", "kinds", "bits", "schedule"),
 )
 """Arrays, in the order of their addresses."""

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.blocks import Band, cut
+from tileattn.kernels.hopper import HOPPER
 from tileattn.kernels.key import KernelKey
-from tileattn.kernels.select import HOPPER
 from tileattn.kernels.steps import Step
 from tileattn.problem import Operands, Problem
 

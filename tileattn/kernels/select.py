@@ -1,6 +1,5 @@
 """Which kernel, with which tiles, serves a problem on a device."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,46 +22,6 @@ PLAIN = {
     "backward_queries": "plain_queries",
     "backward_bias": "plain_bias",
 }
-
-HOPPER = "forward_sm90"
-HOPPER_BACKWARD, HOPPER_BACKWARD_LARGEST = "backward_sm90", 128
-HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
-HOPPER_FEW_KEYS = 512
-HOPPER_NARROW, HOPPER_WASTE = 128, 1.02  # keys of a tile, and padded keys over keys
-HOPPER_STATIC = 1024  # at most, bytes of shared memory besides the tiles
-
-_Clause = tuple[str, Callable[["Problem", "Facts"], bool]]
-
-# What leaves a call to the portable kernel: the first clause that holds is the reason.
-_NOT_HOPPER: tuple[_Clause, ...] = (
-    ("the GPU is not of compute capability 9.0", lambda _, facts: facts.arch != "sm_90a"),
-    ("dtype is neither float16 nor bfloat16", lambda P, _: P.dtype.itemsize != 2),
-    (f"a head dimension is above {LARGEST}", lambda P, _: max(P.D, P.Dv) > LARGEST),
-    ("bias is in use", lambda P, _: "bias" in P.uses),
-    ("mask is in use", lambda P, _: "mask" in P.uses),
-    ("block_mask is in use", lambda P, _: "block_mask" in P.uses),
-    ("dropout is in use", lambda P, _: P.dropout_p > 0),
-    ("an array is empty", lambda P, _: 0 in (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, P.D, P.Dv)),
-    (
-        # With a margin for what a last block or turn goes beyond: positions have 32 bits.
-        "an array has nearly 2**31 rows or more",
-        lambda P, _: P.B * max(P.Hq * P.Nq, P.Hkv * P.Nk) >= (1 << 31) - (1 << 16),
-    ),
-    ("v has columns that are no multiple of 8", lambda P, _: P.Dv % 8 > 0),
-    ("a row does not start at a multiple of 16 bytes", lambda _, facts: facts.vector < 16),
-    (
-        "an array has an axis that is broadcast, reversed or of too long strides",
-        lambda _, facts: not facts.boxes,
-    ),
-)
-_NOT_HOPPER_BACKWARD: tuple[_Clause, ...] = (
-    *_NOT_HOPPER,
-    (
-        f"a head dimension is above {HOPPER_BACKWARD_LARGEST}",
-        lambda P, _: max(P.D, P.Dv) > HOPPER_BACKWARD_LARGEST,
-    ),
-    ("q and k have columns that are no multiple of 8", lambda P, _: P.D % 8 > 0),
-)
 
 
 class Facts(NamedTuple):
@@ -123,147 +82,6 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose_forward(problem: Problem, facts: Facts) -> Choice:
-    """Choose the kernel of the forward pass, and its variant.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    facts : Facts
-        Of its arrays and its device.
-
-    Returns
-    -------
-    Choice
-        Hopper's own kernel where it serves the call; else what `choose` finds, and why.
-    """
-    portable = _portable("forward", _NOT_HOPPER, problem, facts)
-    if portable is not None:
-        return portable
-    dim, value, tile = room(problem.D), room(problem.Dv), hopper_tile(problem)
-    return _hopper(HOPPER, problem, dim, value, tile, hopper_bytes(tile, dim, value))
-
-
-def choose_backward(problem: Problem, facts: Facts, *, deterministic: bool) -> Choice:
-    """Choose the kernel of the backward pass over keys, and its variant.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    facts : Facts
-        Of its arrays, dout among them, and its device.
-    deterministic : bool
-        Whether dq is summed in a fixed order, by a kernel of its own.
-
-    Returns
-    -------
-    Choice
-        Hopper's own kernel where it serves the call; else what `choose` finds, and why.
-    """
-    P = problem
-    if deterministic:
-        return choose("backward_keys", P, facts)
-    portable = _portable("backward_keys", _NOT_HOPPER_BACKWARD, P, facts)
-    if portable is not None:
-        return portable
-    dim, value = (64 if columns <= 64 else HOPPER_BACKWARD_LARGEST for columns in (P.D, P.Dv))
-    tiles = candidates(HOPPER_BACKWARD, P.dtype.itemsize, max(dim, value))
-    tile = tiles[0 if P.uses.isdisjoint({"softcap", "alibi_slopes"}) else -1]
-    return _hopper(HOPPER_BACKWARD, P, dim, value, tile, walk_bytes(tile, dim, value))
-
-
-def _portable(
-    kernel: str, clauses: tuple[_Clause, ...], problem: Problem, facts: Facts
-) -> Choice | None:
-    """Choose the portable kernel where a clause holds, which says why."""
-    why = next((why for why, holds in clauses if holds(problem, facts)), None)
-    if why is None:
-        return None
-    choice = choose(kernel, problem, facts)
-    return choice._replace(why=f"the portable kernel, because {why}; {choice.why}")
-
-
-def _hopper(kernel: str, P: Problem, dim: int, value: int, tile: TileSize, shared: int) -> Choice:
-    sizes = dim, value, *tile[:6]
-    key = KernelKey(kernel, P.dtype.name, *sizes, loaders=HOPPER_LOADERS, **_options(P, ""))
-    why = f"tensor maps and products of warpgroups, {_said_of(tile)}"
-    return Choice(key, shared, tile.tuned and not tile.spills, why)
-
-
-def _said_of(tile: TileSize) -> str:
-    return "tiles from measurements" if tile.tuned else "tiles that fit in shared memory"
-
-
-def hopper_tile(problem: Problem) -> TileSize:
-    """Pick the tiles of Hopper's own kernel, of those that fit.
-
-    Where few keys are cut by a diagonal, small tiles waste less of what it hides (measured). Wide
-    ones are faster where nothing is cut, scores are plain, and keys fill the last one (measured);
-    with terms their registers spill.
-    """
-    P = problem
-    dim, value = room(P.D), room(P.Dv)
-    uncut = P.window == (None, None) and P.uses.isdisjoint({"softcap", "alibi_slopes"})
-
-    def suits(tile: TileSize) -> bool:
-        if hopper_bytes(tile, dim, value) + HOPPER_STATIC > SHARED_LIMIT[90] * 1024:
-            return False
-        keys = -(-P.Nk // tile.block_k) * tile.block_k
-        return tile.block_k <= HOPPER_NARROW or (uncut and keys <= HOPPER_WASTE * P.Nk)
-
-    tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, max(dim, value))))
-    return tiles[-1 if P.Nk <= HOPPER_FEW_KEYS and P.window[1] is not None else 0]
-
-
-def hopper_bytes(tile: TileSize, dim: int, value: int) -> int:
-    """Count the dynamic shared memory of Hopper's own kernel, as its source lays it out.
-
-    Parameters
-    ----------
-    tile : TileSize
-        Its tiles.
-    dim, value : int
-        Columns it has room for.
-
-    Returns
-    -------
-    int
-        Bytes: of the next queries, too, where there is room for them.
-    """
-    queries = _boxes(tile.block_q, dim)
-    pairs = tile.stages * (_boxes(tile.block_k, dim) + _boxes(tile.block_k, value))
-    ahead = pairs + 2 * queries + HOPPER_STATIC <= SHARED_LIMIT[90] * 1024
-    return pairs + (2 if ahead else 1) * queries
-
-
-def walk_bytes(tile: TileSize, dim: int, value: int) -> int:
-    """Count the dynamic shared memory of Hopper's own backward kernel: ``src/walk_sm90.cuh``.
-
-    Parameters
-    ----------
-    tile : TileSize
-        Its tiles.
-    dim, value : int
-        Columns it has room for.
-
-    Returns
-    -------
-    int
-        Bytes: of keys and values; queries, one stage more than gradients of the output; two tiles
-        of gradients at the scores; and one of sums.
-    """
-    rows, keys, stages = tile.block_q, tile.block_k, tile.stages
-    kept = _boxes(keys, dim) + _boxes(keys, value)
-    rings = (stages + 1) * _boxes(rows, dim) + stages * _boxes(rows, value)
-    return kept + rings + 2 * _boxes(rows, keys) + rows * dim * 4
-
-
-def _boxes(rows: int, columns: int) -> int:
-    return rows * 128 * -(-columns // 64)
-
-
 def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:
     """Choose the variant of one kernel.
 
@@ -282,7 +100,7 @@ def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:
         The first row of the table that has room; the textbook kernel where none has.
     """
     dtype, size = problem.dtype.name, problem.dtype.itemsize
-    options = {**_options(problem, facts.bias), "span": facts.span, "vector": facts.vector}
+    options = {**options_of(problem, facts.bias), "span": facts.span, "vector": facts.vector}
     bias_size = itemsize_of(facts.bias) if facts.bias_vector else 0
     if max(problem.D, problem.Dv) <= LARGEST:
         dim, value = room(problem.D), room(problem.Dv)
@@ -295,10 +113,15 @@ def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:
             if fits and _divides(kernel, tile, dim, value):
                 key = KernelKey(kernel, dtype, dim, value, *tile[:6], **options)
                 key = replace(key, bias_vector=facts.bias_vector)
-                return Choice(key, shared, tile.tuned and not tile.spills, _said_of(tile))
+                return Choice(key, shared, tile.tuned and not tile.spills, said_of(tile))
     key = KernelKey(PLAIN[kernel], dtype, warps_m=ROW_WARPS, **options)
     why = f"no tile has room for head dimensions {problem.D} and {problem.Dv}: textbook, row by row"
     return Choice(key, 0, False, why)
+
+
+def said_of(tile: TileSize) -> str:
+    """Say in a few words why tiles were chosen."""
+    return "tiles from measurements" if tile.tuned else "tiles that fit in shared memory"
 
 
 def shared_bytes(
@@ -372,7 +195,8 @@ def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
     return all(columns % (16 * tile.warps_n) == 0 for columns in shared)
 
 
-def _options(problem: Problem, bias: str) -> dict[str, Any]:
+def options_of(problem: Problem, bias: str) -> dict[str, Any]:
+    """Fields of a key that say which options are in use; ``bias`` is the type of its elements."""
     uses = problem.uses
     terms = bool(bias) or not uses.isdisjoint({"softcap", "alibi_slopes"})
     return {

@@ -3,16 +3,13 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARD, choose_backward, choose_forward
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import (
-    HOPPER,
-    HOPPER_BACKWARD,
     ROW_WARPS,
     Choice,
     Facts,
     choose,
-    choose_backward,
-    choose_forward,
     padded_rows,
     room,
     row_key,
@@ -20,6 +17,8 @@ from tileattn.kernels.select import (
 )
 from tileattn.kernels.tiles import LARGEST
 from tileattn.problem import Problem
+
+_REPAIRS = "for heads with sums that are not finite; its other blocks return at once"
 
 
 class Step(NamedTuple):
@@ -138,13 +137,13 @@ def _hopper_steps(P: Problem, facts: Facts, choice: Choice) -> tuple[Step, ...]:
     # Blocks of threads stay, and take one block of keys after the other.
     blocks = min(facts.processors, P.B * P.Hkv * -(-P.Nk // key.block_k))
     boxes = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
-    after = (
-        _finish_step(P, key),
-        _keys_step(P, facts, choose("backward_keys", P, facts), add_dq=False),
-        _queries_step(P, facts),
+    portable = choose("backward_keys", P, facts)
+    repairs = _keys_step(P, facts, portable, add_dq=False), _queries_step(P, facts)
+    after = _finish_step(P, key), *(step._replace(why=_REPAIRS) for step in repairs)
+    return (
+        Step(key, blocks, choice.shared, choice.why, boxes),
+        *(step._replace(key=replace(step.key, repairs=True)) for step in after),
     )
-    repairs = (step._replace(key=replace(step.key, repairs=True)) for step in after)
-    return Step(key, blocks, choice.shared, choice.why, boxes), *repairs
 
 
 def _keys_step(P: Problem, facts: Facts, choice: Choice, *, add_dq: bool) -> Step:

@@ -1,0 +1,278 @@
+"""Hopper's own backward kernel: which calls it serves, what follows it, and with what; no GPU."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tileattn
+from tests import fake_cupy
+from tests.fake_cupy import Machine
+from tests.test_cupy_hopper import FACTS, REFUSED, SERVED
+from tileattn.kernels import hopper
+from tileattn.kernels.catalog import problem_of
+from tileattn.kernels.hopper import HOPPER_BACKWARD, choose_backward, walk_bytes
+from tileattn.kernels.select import choose
+from tileattn.kernels.steps import Step, backward_steps
+from tileattn.kernels.tiles import TileSize
+from tileattn.problem import Problem
+
+B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
+REPAIRS = ["backward_finish", "backward_keys", "backward_queries"]
+OPTIONS: list[set[str]] = [set(), {"softcap"}, {"alibi_slopes"}, {"sinks", "kv_lengths"}]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with fake_cupy.machine(monkeypatch) as made:
+        made.arch = "sm_90a"
+        yield made
+
+
+def arrays(gpu: Machine, dtype: Any = np.float16) -> dict[str, Any]:
+    """Give the arguments of ``backward``."""
+    shapes = {"dout": (B, HQ, NQ, DV), "q": (B, HQ, NQ, D), "k": (B, HKV, NK, D)}
+    shapes |= {"v": (B, HKV, NK, DV), "out": (B, HQ, NQ, DV)}
+    made = {name: gpu.array(shape, dtype) for name, shape in shapes.items()}
+    return {**made, "lse": gpu.array((B, HQ, NQ))}
+
+
+def kernels(gpu: Machine) -> list[str]:
+    return [key.kernel for key, *_ in gpu.launches]
+
+
+def steps_of(problem: Problem, processors: int = 132, **changed: Any) -> tuple[Step, ...]:
+    options = {"deterministic": False, "sinks": False} | changed
+    return backward_steps(problem, FACTS._replace(processors=processors), **options)
+
+
+# --- the rule -----------------------------------------------------------------------------------
+
+REFUSED_BACKWARD: list[tuple[str, Problem, dict[str, Any]]] = [
+    *REFUSED,
+    ("a head dimension is above 128", replace(SERVED, D=136), {}),
+    ("a head dimension is above 128", replace(SERVED, Dv=136), {}),
+    ("q and k have columns that are no multiple of 8", replace(SERVED, D=60), {}),
+]
+
+
+@pytest.mark.parametrize(("reason", "problem", "changed"), REFUSED_BACKWARD, ids=str)
+def test_what_the_portable_kernel_is_left_and_why(
+    reason: str, problem: Problem, changed: dict[str, Any]
+) -> None:
+    choice = choose_backward(problem, FACTS._replace(**changed), deterministic=False)
+    assert choice.key.kernel in {"backward_keys", "plain_keys"}
+    assert choice.why.startswith(f"the portable kernel, because {reason}")
+
+
+def test_every_clause_of_the_rule_is_tried() -> None:
+    tried = tuple(reason for reason, *_ in REFUSED_BACKWARD)
+    assert [why for why, _ in hopper._NOT_HOPPER_BACKWARD if not why.startswith(tried)] == []
+
+
+def test_a_fixed_order_of_sums_is_left_to_the_portable_kernels() -> None:
+    assert choose_backward(SERVED, FACTS, deterministic=True) == choose(
+        "backward_keys", SERVED, FACTS
+    )
+    steps = steps_of(SERVED, deterministic=True)
+    assert [s.key.kernel for s in steps] == ["backward_rows", "backward_keys", "backward_queries"]
+    assert not any(step.key.repairs or step.key.add_dq for step in steps)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("uses", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("dim", "value", "rooms"),
+    [
+        (8, 64, (64, 64)),
+        (64, 32, (64, 64)),
+        (72, 40, (128, 64)),
+        (40, 96, (64, 128)),
+        (128, 128, (128, 128)),
+    ],
+)
+def test_what_it_serves(
+    dtype: str, uses: set[str], dim: int, value: int, rooms: tuple[int, int]
+) -> None:
+    problem = replace(problem_of(dtype, dim, uses), Dv=value, window=(7, 0))
+    key, shared, _, why = choose_backward(problem, FACTS, deterministic=False)
+    assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER_BACKWARD, dtype, *rooms)
+    assert (key.softcap, key.alibi) == ("softcap" in uses, "alibi_slopes" in uses)
+    assert key.fold is not (key.softcap or key.alibi)
+    assert "portable" not in why
+    # A softcap has its slopes in registers, and wide heads their sums.
+    assert key.block_q == (128 if rooms == (64, 64) and key.fold else 64)
+    assert (key.block_k, key.warps_m, key.warps_n, key.loaders) == (128, 8, 1, 4)
+    assert key.threads == 384
+    assert shared + 3072 <= FACTS.shared_limit
+
+
+@pytest.mark.parametrize(
+    ("tile", "dim", "value", "kilobytes"),
+    [
+        (TileSize(64, 128, 8, 1, 2), 128, 128, 64 + 3 * 16 + 2 * 16 + 2 * 16 + 32),
+        (TileSize(128, 128, 8, 1, 2), 64, 64, 32 + 3 * 16 + 2 * 16 + 2 * 32 + 32),
+        (TileSize(64, 128, 8, 1, 2), 64, 64, 32 + 3 * 8 + 2 * 8 + 2 * 16 + 16),
+        (TileSize(64, 128, 8, 1, 2), 64, 128, 48 + 3 * 8 + 2 * 16 + 2 * 16 + 16),
+        (TileSize(64, 128, 8, 1, 2), 128, 64, 48 + 3 * 16 + 2 * 8 + 2 * 16 + 32),
+        (TileSize(64, 128, 8, 1, 1), 128, 128, 64 + 2 * 16 + 1 * 16 + 2 * 16 + 32),
+    ],
+)
+def test_shared_memory(tile: TileSize, dim: int, value: int, kilobytes: int) -> None:
+    """Keys and values, queries, gradients of the output, those at the scores, and sums of dq."""
+    assert walk_bytes(tile, dim, value) == kilobytes * 1024
+
+
+# --- the steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keys", "blocks"), [(100, 6), (129, 12), (24 * 128, 132)])
+def test_what_follows_it(keys: int, blocks: int) -> None:
+    problem = replace(SERVED, B=2, Hq=6, Hkv=3, Nq=300, Nk=keys, D=72, Dv=40)
+    rows, own, *after = steps_of(problem)
+    assert rows.key.kernel == "backward_rows"
+    assert (own.key.kernel, own.key.add_dq, own.key.repairs) == (HOPPER_BACKWARD, True, False)
+    assert own.blocks == blocks
+    assert own.shared == walk_bytes(TileSize(64, 128, 8, 1, 2), 128, 64)
+    assert own.boxes == (("q", 64), ("k", 128), ("v", 128), ("dout", 64))
+    assert [step.key.kernel for step in after] == REPAIRS
+    for step in after:
+        key = step.key
+        assert (key.repairs, key.add_dq, key.loaders, step.boxes) == (True, False, 0, ())
+    assert (after[0].key.head_dim, after[0].key.threads) == (own.key.head_dim, 128)
+    portable = steps_of(problem, deterministic=True)[1:]
+    assert [step.key.kernel for step in portable] == REPAIRS[1:]
+    for step, like in zip(after[1:], portable, strict=True):
+        assert step.why.startswith("for heads with sums that are not finite")
+        assert step == like._replace(key=replace(like.key, repairs=True), why=step.why)
+
+
+def test_gradients_of_sinks_come_last() -> None:
+    steps = steps_of(problem_of("bfloat16", 64, ["sinks"]), sinks=True)
+    assert [step.key.kernel for step in steps] == [
+        *("backward_rows", HOPPER_BACKWARD),
+        *REPAIRS,
+        "backward_sinks",
+    ]
+
+
+def test_nothing_else_repairs() -> None:
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        facts = FACTS._replace(arch=arch)
+        steps = backward_steps(SERVED, facts, deterministic=False, sinks=False)
+        assert [s.key.kernel for s in steps] == [
+            "backward_rows",
+            "backward_keys",
+            "backward_finish",
+        ]
+        assert not any(step.key.repairs for step in steps)
+
+
+# --- what they are started with -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(np.float16, 6), (ml_dtypes.bfloat16, 9)])
+def test_maps_say_where_the_arrays_lie(gpu: Machine, dtype: Any, kind: int) -> None:
+    given = arrays(gpu, dtype)
+    given["k"] = gpu.array((B, NK, HKV, D), dtype).swapaxes(1, 2)
+    given["dout"] = gpu.array((B, HQ, NQ, 2 * DV), dtype)[..., DV:]
+    tileattn.backward(**given, causal=True)
+    assert kernels(gpu) == ["backward_rows", HOPPER_BACKWARD, *REPAIRS]
+    key, blocks, shared, params = gpu.launches[1]
+    assert (key.head_dim, key.value_dim) == (128, 64)
+    assert (key, shared) in gpu.allowed
+    assert blocks == B * HKV * 5
+    (maps,) = gpu.maps
+    q, k, v, dout = (given[name] for name in ("q", "k", "v", "dout"))
+    expected = [
+        (q, (D, NQ, HQ, B), (2 * D, 2 * NQ * D, 2 * HQ * NQ * D), 64),
+        (k, (D, NK, HKV, B), (2 * HKV * D, 2 * D, 2 * NK * HKV * D), 128),
+        (v, (DV, NK, HKV, B), (2 * DV, 2 * NK * DV, 2 * HKV * NK * DV), 128),
+        (dout, (DV, NQ, HQ, B), (4 * DV, 4 * NQ * DV, 4 * HQ * NQ * DV), 64),
+    ]
+    for made, (x, sizes, strides, rows) in zip(maps, expected, strict=True):
+        assert made == (x.data.ptr, kind, sizes, strides, (64, rows, 1, 1), (0, 3, 3, 0))
+    assert params["schedule"] == 0
+
+
+def test_sums_and_marks_are_zeros_of_one_allocation(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    made: list[Any] = []
+
+    def zeros(*given: Any) -> Any:
+        made.append(gpu.array(*given))
+        return made[-1]
+
+    monkeypatch.setattr(cupy, "zeros", zeros)
+    given = arrays(gpu)
+    tileattn.backward(**given)
+    ((sums,), dim) = made, 128
+    count = B * HQ * NQ * dim
+    assert (sums.shape, sums.dtype) == ((count + B * HKV,), np.float32)
+    for _, _, _, params in gpu.launches:
+        assert params["dq_sum"] == sums.data.ptr
+        assert params["unfinished"] == sums.data.ptr + 4 * count
+    gpu.launches.clear()
+    tileattn.backward(**given, deterministic=True)
+    assert len(made) == 1
+    assert {(int(p["dq_sum"]), int(p["unfinished"])) for *_, p in gpu.launches} == {(0, 0)}
+
+
+@pytest.mark.parametrize("wrong", ["broadcast", "unaligned", "reversed"])
+def test_dout_that_has_no_boxes(gpu: Machine, wrong: str) -> None:
+    import cupy
+
+    given = arrays(gpu)
+    shape = given["dout"].shape
+    if wrong == "broadcast":
+        given["dout"] = cupy.ndarray(shape, np.float16, given["dout"].data, (0, 0, 0, 2))
+    elif wrong == "unaligned":
+        given["dout"] = gpu.array((given["dout"].size + 1,), np.float16)[1:].reshape(shape)
+    else:
+        given["dout"] = given["dout"][:, :, ::-1]
+    tileattn.backward(**given)
+    assert kernels(gpu) == ["backward_rows", "backward_keys", "backward_finish"]
+    assert gpu.encoded == []
+
+
+def test_maps_are_made_again_for_another_dout_alone(gpu: Machine) -> None:
+    given = arrays(gpu)
+    for _ in range(3):
+        tileattn.backward(**given)
+    assert len(gpu.encoded) == 4
+    given["dout"] = gpu.array(given["dout"].shape, np.float16)
+    tileattn.backward(**given)
+    assert [made[3].address for made in gpu.maps][-2:] != [given["dout"].data.ptr] * 2
+    assert gpu.maps[-1][3].address == given["dout"].data.ptr
+    assert len(gpu.encoded) == 8
+
+
+# --- explain ------------------------------------------------------------------------------------
+
+
+def test_explain_names_the_kernels_and_their_memory(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    properties = {"name": b"NVIDIA H200"}
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda _: properties)
+    q, k, v = (gpu.array((2, 4, 1000, 64), np.float16) for _ in range(3))
+    found = tileattn.explain(q, k, v, causal=True)
+    assert found.backward_tile == (128, 128)
+    assert [line.split()[0] for line in found.kernels[2:]] == [HOPPER_BACKWARD, *REPAIRS]
+    assert "64/64 columns, 2 stages: 64 blocks of 384 threads" in found.kernels[2]
+    assert any(r.startswith(f"{HOPPER_BACKWARD}: tensor maps") for r in found.reasons)
+    assert found.workspace_bytes == 2 * 4 * (2 * 1024 + 1000 * 64 + 1) * 4
+    bias = gpu.array((1000, 1000))
+    for options, reason in (({"bias": bias}, "bias"), ({"dropout_p": 0.5}, "dropout")):
+        found = tileattn.explain(q, k, v, **options)
+        why = f"backward_keys: the portable kernel, because {reason} is in use; tiles"
+        assert any(r.startswith(why) for r in found.reasons)
+        assert HOPPER_BACKWARD not in str(found)
