@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import tileattn
 from tileattn import backends
 from tileattn.backends.numpy_backend import NumpyBackend
+from tileattn.kernels import call
 from tileattn.problem import parse
 
 Array = NDArray[Any]
@@ -113,3 +114,37 @@ def one_blas_thread() -> Iterator[None]:
     """Hold the oracle's matrix products to one thread: on a busy machine more are far slower."""
     with threadpoolctl.threadpool_limits(1, "blas"):
         yield
+
+
+# --- Hopper's own kernels -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_hopper() -> None:
+    """Skip where the kernel cannot run."""
+    import cupy
+
+    capability = cupy.cuda.Device().compute_capability
+    if capability != "90":
+        pytest.skip(f"the kernel is for compute capability 9.0, the GPU has {capability}")
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have so few blocks of threads that each has many turns, dealt out by a table."""
+    ask = call.attribute
+    monkeypatch.setattr(
+        call, "attribute", lambda name, device: 5 if "Processor" in name else ask(name, device)
+    )
+    backends.KNOWN.clear()
+    yield
+    backends.KNOWN.clear()
+
+
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the portable kernel serve what is called."""
+    monkeypatch.setattr(call, "arch_of", lambda _: "sm_90")
+    backends.KNOWN.clear()
+    yield
+    backends.KNOWN.clear()

@@ -3,10 +3,8 @@
 import itertools
 import math
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +13,7 @@ from numpy.typing import NDArray
 
 import tileattn
 from tests.gpu import bits, host, needs_gpu, poison
+from tests.hopper import DTYPES, HKV, HQ, LENGTHS, OPTIONS, B, arrays, filled, sent, visible
 from tileattn import backends, reference
 from tileattn.kernels import call
 from tileattn.kernels.steps import forward_steps
@@ -25,86 +24,8 @@ pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper"
 
 Array = NDArray[Any]
 
-B, HQ, HKV = 2, 6, 2
-DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 DIMENSIONS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 ODD_DIMENSIONS = [(8, 8), (40, 24), (64, 128), (72, 200), (128, 64), (256, 32), (24, 96)]
-LENGTHS = [(1, 1), (1, 300), (300, 1), (129, 257), (64, 128), (200, 515), (513, 130)]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": True},
-    "offset": {"causal": True, "q_offset": [-40, 7]},
-    "window": {"window": (70, 9)},
-    "left": {"window": (50, None), "q_offset": 120},
-    "right": {"window": (None, 30)},
-    "lengths": {"kv_lengths": [0.4, 0.9]},
-    "softcap": {"softcap": 2.0},
-    "negative scale": {"scale": -0.3, "causal": True},
-    "alibi": {"alibi_slopes": (HQ,)},
-    "sinks": {"sinks": (HQ,), "causal": True},
-    "all": {
-        **{"window": (90, 5), "q_offset": [11, -30], "kv_lengths": [1.0, 0.7]},
-        **{"softcap": 3.0, "alibi_slopes": (B, HQ), "sinks": (HQ,)},
-    },
-}
-
-
-@pytest.fixture(scope="module")
-def on_hopper() -> None:
-    """Skip where the kernel cannot run."""
-    import cupy
-
-    capability = cupy.cuda.Device().compute_capability
-    if capability != "90":
-        pytest.skip(f"the kernel is for compute capability 9.0, the GPU has {capability}")
-
-
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have so few blocks of threads that each has many turns, dealt out by a table."""
-    ask = call.attribute
-    monkeypatch.setattr(
-        call, "attribute", lambda name, device: 5 if "Processor" in name else ask(name, device)
-    )
-    backends.KNOWN.clear()
-    yield
-    backends.KNOWN.clear()
-
-
-@pytest.fixture
-def portable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make the portable kernel serve what is called."""
-    monkeypatch.setattr(call, "arch_of", lambda _: "sm_90")
-    backends.KNOWN.clear()
-    yield
-    backends.KNOWN.clear()
-
-
-def arrays(
-    dtype: Any, D: int, Dv: int, Nq: int, Nk: int, seed: int = 0
-) -> tuple[Array, Array, Array]:
-    rng = np.random.default_rng(seed)
-    shapes = ((B, HQ, Nq, D), (B, HKV, Nk, D), (B, HKV, Nk, Dv))
-    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
-    return q, k, v
-
-
-def filled(options: dict[str, Any], Nk: int) -> dict[str, Any]:
-    """Fill in what depends on the problem: arrays by their shapes, lengths by their share."""
-    rng = np.random.default_rng(1)
-    made = dict(options)
-    for name in {"alibi_slopes", "sinks"} & made.keys():
-        made[name] = rng.random(made[name]).astype(np.float32)
-    if "kv_lengths" in made:
-        made["kv_lengths"] = [int(share * Nk) for share in made["kv_lengths"]]
-    return made
-
-
-def sent(x: Any) -> Any:
-    """Copy arrays to the GPU; leave the rest."""
-    import cupy
-
-    return cupy.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def kernel(q: Any, k: Any, v: Any, **options: Any) -> str:
@@ -243,23 +164,6 @@ def test_what_hidden_entries_hold_does_not_matter(
     after = called(q, k, v, **there)
     assert after.out.tobytes() == before.out.tobytes()
     assert after.lse.tobytes() == before.lse.tobytes()
-
-
-def visible(Nq: int, Nk: int, options: dict[str, Any]) -> NDArray[np.bool_]:
-    """Write out which query sees which key, by the contract: shape (B, Nq, Nk)."""
-    i, j = np.arange(Nq)[:, None], np.arange(Nk)
-    lengths = np.broadcast_to(options.get("kv_lengths", Nk), B)
-    offsets = np.broadcast_to(options.get("q_offset", lengths - Nq), B)
-    left, right = options.get("window", (None, 0 if options.get("causal") else None))
-    rows = []
-    for offset, length in zip(offsets, lengths, strict=True):
-        seen = np.broadcast_to(j < length, (Nq, Nk)).copy()
-        if left is not None:
-            seen &= j >= i + offset - left
-        if right is not None:
-            seen &= j <= i + offset + right
-        rows.append(seen)
-    return np.stack(rows)
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])

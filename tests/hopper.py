@@ -1,0 +1,74 @@
+"""What tests of Hopper's own kernels share."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+B, HQ, HKV = 2, 6, 2
+DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+LENGTHS = [(1, 1), (1, 300), (300, 1), (129, 257), (64, 128), (200, 515), (513, 130)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "offset": {"causal": True, "q_offset": [-40, 7]},
+    "window": {"window": (70, 9)},
+    "left": {"window": (50, None), "q_offset": 120},
+    "right": {"window": (None, 30)},
+    "lengths": {"kv_lengths": [0.4, 0.9]},
+    "softcap": {"softcap": 2.0},
+    "negative scale": {"scale": -0.3, "causal": True},
+    "alibi": {"alibi_slopes": (HQ,)},
+    "sinks": {"sinks": (HQ,), "causal": True},
+    "all": {
+        **{"window": (90, 5), "q_offset": [11, -30], "kv_lengths": [1.0, 0.7]},
+        **{"softcap": 3.0, "alibi_slopes": (B, HQ), "sinks": (HQ,)},
+    },
+}
+
+
+def arrays(
+    dtype: Any, D: int, Dv: int, Nq: int, Nk: int, seed: int = 0
+) -> tuple[Array, Array, Array]:
+    rng = np.random.default_rng(seed)
+    shapes = ((B, HQ, Nq, D), (B, HKV, Nk, D), (B, HKV, Nk, Dv))
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return q, k, v
+
+
+def filled(options: dict[str, Any], Nk: int) -> dict[str, Any]:
+    """Fill in what depends on the problem: arrays by their shapes, lengths by their share."""
+    rng = np.random.default_rng(1)
+    made = dict(options)
+    for name in {"alibi_slopes", "sinks"} & made.keys():
+        made[name] = rng.random(made[name]).astype(np.float32)
+    if "kv_lengths" in made:
+        made["kv_lengths"] = [int(share * Nk) for share in made["kv_lengths"]]
+    return made
+
+
+def sent(x: Any) -> Any:
+    """Copy arrays to the GPU; leave the rest."""
+    import cupy
+
+    return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def visible(Nq: int, Nk: int, options: dict[str, Any]) -> NDArray[np.bool_]:
+    """Write out which query sees which key, by the contract: shape (B, Nq, Nk)."""
+    i, j = np.arange(Nq)[:, None], np.arange(Nk)
+    lengths = np.broadcast_to(options.get("kv_lengths", Nk), B)
+    offsets = np.broadcast_to(options.get("q_offset", lengths - Nq), B)
+    left, right = options.get("window", (None, 0 if options.get("causal") else None))
+    rows = []
+    for offset, length in zip(offsets, lengths, strict=True):
+        seen = np.broadcast_to(j < length, (Nq, Nk)).copy()
+        if left is not None:
+            seen &= j >= i + offset - left
+        if right is not None:
+            seen &= j <= i + offset + right
+        rows.append(seen)
+    return np.stack(rows)
