@@ -182,6 +182,41 @@ def test_works(key: KernelKey, left: int | None, right: int | None) -> None:
         assert (got.reshape(-1, size)[count:] == -7).all()
 
 
+@pytest.mark.parametrize("length", [810, 500, 0])
+@pytest.mark.parametrize(
+    ("left", "right"), [(None, None), (None, 0), (300, 40), (70, None), (5, -3)]
+)
+@pytest.mark.parametrize("key", keys.WALK, ids=keys.name_of)
+def test_walks(key: KernelKey, left: int | None, right: int | None, length: int) -> None:
+    """The same for blocks of keys, and the tiles of queries that see some, and all, of them."""
+    B, Hkv, Nq, Nk, parts, grid = 2, 3, 700, 810, 2, 5
+    blocks = -(-Nk // key.block_k)
+    count = blocks * B * Hkv
+    order = np.random.default_rng(4).permutation(count)
+    band = Band(Nq, length, 60, left, right)
+    p = params(
+        B=B, Hkv=Hkv, Nq=Nq, Nk=Nk, parts=parts, length=length, offset=60, **reach(left, right)
+    )
+    table = np.full((-(-count // grid) + 1, grid), count, np.int32)
+    table.flat[:count] = order
+    tiles = [(q0, min(q0 + key.block_q, Nq)) for q0 in range(0, Nq, key.block_q)]
+    for schedule_, numbers in ((None, np.arange(count)), (table, order)):
+        got = np.full((len(table), grid, 7), -7, np.int32)
+        Probe(key)("walks", p, schedule_, len(table), got, grid=(grid,))
+        block, head, _ = turns(blocks, B * Hkv, parts)
+        for n, number in enumerate(numbers.tolist()):
+            b, kv, k0, first, past, full, full_past = got[divmod(n, grid)].tolist()
+            assert (b, kv) == divmod(int(head[number]), Hkv)
+            assert k0 == int(block[number]) * key.block_k
+            kinds = [band.kind(q0, q1, k0, k0 + key.block_k) for q0, q1 in tiles]
+            seen = [tile for tile, kind in enumerate(kinds) if kind != SKIP]
+            assert list(range(first, past)) == seen
+            assert [tile for tile in seen if full <= tile < full_past] == [
+                tile for tile in seen if kinds[tile] == FULL
+            ]
+        assert (got.reshape(-1, 7)[count:] == -7).all()
+
+
 def assert_tiles(band: Band, q0: int, block_k: int, found: list[int]) -> None:
     """Hold what 64 queries are said to see to the kinds of tiles."""
     first, past, full, full_past = found

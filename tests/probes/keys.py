@@ -84,7 +84,23 @@ TYPES = tuple(KernelKey("types", dtype) for dtype in DTYPES)
 _WORK = KernelKey("work", "float16", block_q=128, block_k=64, warps_m=8, stages=2, loaders=4)
 WORK = (_WORK, replace(_WORK, block_q=192, block_k=128, warps_m=12))
 
-KEYS = (*BIAS, *BLOCKS, *COPIES, *MASK, *PARAMS, *PHILOX, *SCORES, *SOFTMAX, *TILE, *TYPES, *WORK)
+_WALK = KernelKey("walk", "float16", block_k=128, warps_m=8, stages=2, loaders=4)
+WALK = (replace(_WALK, block_q=128), replace(_WALK, head_dim=128, value_dim=128))
+
+KEYS = (
+    *BIAS,
+    *BLOCKS,
+    *COPIES,
+    *MASK,
+    *PARAMS,
+    *PHILOX,
+    *SCORES,
+    *SOFTMAX,
+    *TILE,
+    *TYPES,
+    *WALK,
+    *WORK,
+)
 
 
 def name_of(key: KernelKey) -> str:
