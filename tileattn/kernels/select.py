@@ -25,6 +25,7 @@ PLAIN = {
 }
 
 HOPPER = "forward_sm90"
+HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
 HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
 HOPPER_FEW_KEYS = 512
 HOPPER_NARROW, HOPPER_WASTE = 128, 1.02  # keys of a tile, and padded keys over keys
@@ -180,16 +181,16 @@ def hopper_bytes(tile: TileSize, dim: int, value: int) -> int:
     Returns
     -------
     int
-        Bytes: of the next queries, too, where there is room for them.
+        Bytes: of the next queries, too, for as many warpgroups as there is room.
     """
 
     def boxes(rows: int, columns: int) -> int:
         return rows * 128 * -(-columns // 64)
 
-    queries = boxes(tile.block_q, dim)
+    queries = boxes(HOPPER_GROUP_ROWS, dim)
     pairs = tile.stages * (boxes(tile.block_k, dim) + boxes(tile.block_k, value))
-    ahead = pairs + 2 * queries + HOPPER_STATIC <= SHARED_LIMIT[90] * 1024
-    return pairs + (2 if ahead else 1) * queries
+    left = SHARED_LIMIT[90] * 1024 - HOPPER_STATIC - pairs
+    return pairs + min(2 * tile.block_q // HOPPER_GROUP_ROWS, left // queries) * queries
 
 
 def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:
