@@ -29,7 +29,7 @@ HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
 HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
 HOPPER_FEW_KEYS = 512
 HOPPER_NARROW, HOPPER_WASTE = 128, 1.02  # keys of a tile, and padded keys over keys
-HOPPER_STATIC = 1024  # at most, bytes of shared memory besides the tiles
+HOPPER_STATIC = 2048  # at most, bytes of shared memory besides the tiles
 
 _Clause = tuple[str, Callable[["Problem", "Facts"], bool]]
 
@@ -190,7 +190,8 @@ def hopper_bytes(tile: TileSize, dim: int, value: int) -> int:
     queries = boxes(HOPPER_GROUP_ROWS, dim)
     pairs = tile.stages * (boxes(tile.block_k, dim) + boxes(tile.block_k, value))
     left = SHARED_LIMIT[90] * 1024 - HOPPER_STATIC - pairs
-    return pairs + min(2 * tile.block_q // HOPPER_GROUP_ROWS, left // queries) * queries
+    groups = tile.block_q // HOPPER_GROUP_ROWS
+    return pairs + max(groups, min(2 * groups, left // queries)) * queries
 
 
 def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:

@@ -17,7 +17,7 @@ using KeyTile = BoxTile<BLOCK_K, HEAD_DIM>;
 using ValueTile = BoxTile<BLOCK_K, VALUE_DIM>;
 
 constexpr int PAIR_BYTES = KeyTile::BYTES + ValueTile::BYTES;
-constexpr int ROOM = 226 * 1024;  // of dynamic shared memory
+constexpr int ROOM = 225 * 1024;  // of dynamic shared memory
 // Of queries, for the warpgroups in turns: those of the next work, too, as far as there is room.
 constexpr int LEFT = (ROOM - STAGES * PAIR_BYTES) / QueryTile::BYTES;
 constexpr int Q_STAGES = LEFT < 2 * GROUPS ? LEFT : 2 * GROUPS;
@@ -25,7 +25,7 @@ static_assert(Q_STAGES >= GROUPS, "every warpgroup has its queries");
 static_assert((BLOCK_Q - GROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
               "a warpgroup hears of the next work before it skips what is left of this one");
 
-constexpr int TURNS = 64;  // of which it is remembered, of each by itself, whether all was finite
+constexpr int TURNS = 1024;  // of which it is remembered, of each by itself, whether all was finite
 
 // The tiles of keys that some queries see: first to past - 1. All of them see the whole of those
 // from full to full_past - 1.
@@ -77,7 +77,7 @@ struct Shared {
     bool cleaned[STAGES][BLOCK_K];  // keys of which values are not finite
 };
 
-static_assert(sizeof(Shared) <= 1024, "what tiles leave of shared memory");
+static_assert(sizeof(Shared) <= 2048, "what tiles leave of shared memory");
 
 struct Memory {
     u32 tiles;
