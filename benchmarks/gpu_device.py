@@ -75,8 +75,8 @@ class Gpu:
     def time(self, calls: Sequence[Call]) -> list[float]:
         """Seconds of the device for each call; the calls take turns and are warmed up.
 
-        Clocks rise in the first milliseconds after a pause and fall as the device draws power, by
-        an eighth: only when they have settled do those that are timed later have no advantage.
+        Clocks rise in the first milliseconds after a pause, and fall as the device draws power.
+        Only when they have settled does it not matter who is timed after a pause.
         """
         for call in calls:
             call()

@@ -109,14 +109,15 @@ def test_its_tiles_fit_and_divide(dim: int) -> None:
 @pytest.mark.parametrize(
     ("tile", "dim", "value", "expected"),
     [
-        (TileSize(192, 128, 12, stages=2), 64, 64, 2 * 24 + 2 * 32),
-        (TileSize(192, 128, 12, stages=2), 32, 64, 2 * 24 + 2 * 32),  # boxes of 64 columns
-        (TileSize(128, 128, 8, stages=2), 128, 128, 2 * 32 + 2 * 64),
-        (TileSize(128, 176, 8, stages=2), 128, 128, 1 * 32 + 2 * 88),
-        (TileSize(128, 96, 8, stages=2), 192, 128, 2 * 48 + 2 * 60),
-        (TileSize(128, 128, 8, stages=2), 192, 128, 1 * 48 + 2 * 80),
-        (TileSize(128, 96, 8, stages=2), 192, 192, 1 * 48 + 2 * 72),
-        (TileSize(128, 80, 8, stages=2), 256, 256, 1 * 64 + 2 * 80),
+        (TileSize(192, 128, 12, stages=2), 64, 64, 6 * 8 + 2 * 32),
+        (TileSize(192, 128, 12, stages=2), 32, 64, 6 * 8 + 2 * 32),  # boxes of 64 columns
+        (TileSize(128, 128, 8, stages=2), 128, 128, 4 * 16 + 2 * 64),
+        (TileSize(128, 176, 8, stages=2), 128, 128, 3 * 16 + 2 * 88),
+        (TileSize(128, 96, 8, stages=2), 192, 128, 4 * 24 + 2 * 60),
+        (TileSize(128, 128, 8, stages=2), 192, 128, 2 * 24 + 2 * 80),
+        (TileSize(128, 96, 8, stages=2), 192, 192, 3 * 24 + 2 * 72),
+        (TileSize(128, 80, 8, stages=2), 256, 256, 2 * 32 + 2 * 80),
+        (TileSize(128, 64, 8, stages=2), 256, 256, 3 * 32 + 2 * 64),
     ],
 )
 def test_shared_memory_for_the_next_queries_where_there_is_room(
@@ -156,7 +157,7 @@ def test_no_more_blocks_than_multiprocessors(queries: int, blocks: int) -> None:
     (step,) = forward_steps(problem, FACTS._replace(processors=132))
     assert step.key.block_q == 128
     assert step.blocks == blocks
-    assert step.boxes == (("q", 128), ("k", step.key.block_k), ("v", step.key.block_k))
+    assert step.boxes == (("q", 64), ("k", step.key.block_k), ("v", step.key.block_k))
     assert forward_steps(replace(problem, Nq=0), FACTS) == ()
 
 
@@ -175,7 +176,7 @@ def test_maps_say_where_the_arrays_lie(gpu: Machine, dtype: Any, kind: int) -> N
     assert (params["k_at"].tolist(), params["Nk"]) == ((NK * HKV * D, D, HKV * D), NK)
     (maps,) = gpu.maps
     expected = [
-        (q, (D, NQ, HQ, B), (2 * D, 2 * NQ * D, 2 * HQ * NQ * D), key.block_q),
+        (q, (D, NQ, HQ, B), (2 * D, 2 * NQ * D, 2 * HQ * NQ * D), 64),
         (k, (D, NK, HKV, B), (2 * HKV * D, 2 * D, 2 * NK * HKV * D), key.block_k),
         (v, (DV, NK, HKV, B), (4 * DV, 4 * NK * DV, 4 * HKV * NK * DV), key.block_k),
     ]

@@ -9,10 +9,11 @@ from tileattn.problem import Problem
 
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_BACKWARD_LARGEST = "backward_sm90", 128
+HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
 HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
 HOPPER_FEW_KEYS = 512
 HOPPER_NARROW, HOPPER_WASTE = 128, 1.02  # keys of a tile, and padded keys over keys
-HOPPER_STATIC = 1024  # at most, bytes of shared memory besides the tiles
+HOPPER_STATIC = 2048  # at most, bytes of shared memory besides the tiles
 
 _Clause = tuple[str, Callable[[Problem, Facts], bool]]
 
@@ -151,12 +152,13 @@ def hopper_bytes(tile: TileSize, dim: int, value: int) -> int:
     Returns
     -------
     int
-        Bytes: of the next queries, too, where there is room for them.
+        Bytes: of the next queries, too, for as many warpgroups as there is room.
     """
-    queries = _boxes(tile.block_q, dim)
+    queries = _boxes(HOPPER_GROUP_ROWS, dim)
     pairs = tile.stages * (_boxes(tile.block_k, dim) + _boxes(tile.block_k, value))
-    ahead = pairs + 2 * queries + HOPPER_STATIC <= SHARED_LIMIT[90] * 1024
-    return pairs + (2 if ahead else 1) * queries
+    left = SHARED_LIMIT[90] * 1024 - HOPPER_STATIC - pairs
+    groups = tile.block_q // HOPPER_GROUP_ROWS
+    return pairs + max(groups, min(2 * groups, left // queries)) * queries
 
 
 def walk_bytes(tile: TileSize, dim: int, value: int) -> int:

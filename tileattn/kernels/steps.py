@@ -3,7 +3,13 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARD, choose_backward, choose_forward
+from tileattn.kernels.hopper import (
+    HOPPER,
+    HOPPER_BACKWARD,
+    HOPPER_GROUP_ROWS,
+    choose_backward,
+    choose_forward,
+)
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import (
     ROW_WARPS,
@@ -68,7 +74,7 @@ def forward_steps(problem: Problem, facts: Facts) -> tuple[Step, ...]:
     blocks = heads * -(-P.Nq // key.block_q)
     if key.kernel == HOPPER:
         # Blocks of threads stay, and take one block of queries after the other.
-        boxes = (("q", key.block_q), ("k", key.block_k), ("v", key.block_k))
+        boxes = (("q", HOPPER_GROUP_ROWS), ("k", key.block_k), ("v", key.block_k))
         return (Step(key, min(facts.processors, blocks), shared, why, boxes),)
     if key.kernel != "forward":
         return (Step(key, _rows(heads * P.Nq), shared, why),)

@@ -100,6 +100,17 @@ __device__ inline void add(const Memory& memory) {
     wait_added_pieces();
 }
 
+// Whether all of them are finite: zero times what is not finite is not zero.
+template <int NT>
+__device__ inline bool are_finite(const Fragment<Sum, 1, NT>& c) {
+    Sum spoiled[4] = {};  // not one long chain
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) spoiled[e] = fma(c.x[0][n][e], Sum(0), spoiled[e]);
+    return spoiled[0] + spoiled[1] + spoiled[2] + spoiled[3] == 0;
+}
+
 // What one warpgroup does with the works.
 __device__ inline void multiply(const Params& p, const Memory& memory, int group) {
     const bool leader = threadIdx.x % GROUP == 0, warp_leader = threadIdx.x % WARP == 0;
@@ -261,11 +272,11 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         }
         __syncwarp();  // all lanes know the work
         if (warp_leader) memory.k_empty().arrive();
+        if (!(are_finite(dk) & are_finite(dv))) unfinished(p, work.b, work.kv) = 1;
 #pragma unroll
         for (auto& atom : dk.x[0])
 #pragma unroll
             for (Sum& x : atom) x *= Sum(p.scale);
-        // A careful sweep over works whose sums are not finite would follow here: forward_sm90.cu.
         write(p.dv, p.dv_at, int(p.Dv), dv);
         write(p.dk, p.dk_at, int(p.D), dk);
     }

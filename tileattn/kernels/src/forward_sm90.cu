@@ -28,11 +28,26 @@ struct Maps {
 // to be done with it.
 __device__ inline void copy(const Params& p, const Maps& maps, const Memory& memory) {
     Place<Q_STAGES> q;
+    Place<2> told;
     Place<STAGES> k, v;
     Work work{};
+    // Tell each warpgroup its part, with its queries.
     auto tell = [&] {
-        memory.q_empty(q.stage).wait(q.round ^ 1);
-        memory.shared.works[q.stage] = work;
+#pragma unroll 1
+        for (int group = 0; group < GROUPS; ++group, q.next()) {
+            memory.q_empty(q.stage).wait(q.round ^ 1);
+            Work& said = memory.shared.works[q.stage];
+            const Barrier full = memory.q_full(group, told.stage);
+            said = work;
+            if (work.end) {
+                full.arrive();
+                continue;
+            }
+            said.q0 += GROUP_ROWS * group;
+            said.tiles = tiles_of(p, work.b, said.q0, GROUP_ROWS);
+            memory.q(q.stage).load(maps.q, said.q0, work.h, work.b, full);
+        }
+        told.next();
     };
     auto load_keys = [&](int tile) {
         memory.k_empty(k.stage).wait(k.round ^ 1);
@@ -60,12 +75,13 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
         for (bool found = find(work); found;) {
             if (work.first < work.past) load_keys(work.first);
             tell();
-            memory.q(q.stage).load(maps.q, work.q0, work.h, work.b, memory.q_full(q.stage));
-            q.next();
             Work next = work;
             ++turn;
             found = find(next);
-            if (found && Q_STAGES == 1) QueryTile::prefetch(maps.q, next.q0, next.h, next.b);
+            if (found && Q_STAGES < 2 * GROUPS)
+#pragma unroll 1
+                for (int row = 0; row < BLOCK_Q; row += GROUP_ROWS)
+                    QueryTile::prefetch(maps.q, next.q0 + row, next.h, next.b);
 #pragma unroll 1
             for (int tile = work.first; tile < work.past; ++tile) {
                 if (tile + 1 < work.past) load_keys(tile + 1);
@@ -77,8 +93,6 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
     auto say_end = [&](bool again) {
         work.end = true, work.turn = again;
         tell();
-        memory.q_full(q.stage).arrive();
-        q.next();
         work.end = false;
     };
     sweep();
@@ -165,12 +179,13 @@ __device__ inline void mend(const Params& p, const Memory& memory, int row0) {
 // What one warpgroup does with the works.
 __device__ inline void multiply(const Params& p, const Memory& memory, int group) {
     const RowGroup rows(16);
+    const int row0 = rows.row0 % GROUP_ROWS;  // of this warp among those of its warpgroup
     const bool leader = threadIdx.x % GROUP == 0;
-    Place<Q_STAGES> q_at;
+    Place<Q_STAGES> q_at{group};
+    Place<2> heard;
     Place<STAGES> k_at, v_at;
 
-    Work work;
-    Tiles tiles{};  // of this warpgroup
+    Work work, next;
     int tile = 0;
     Scores<false, 1, NT> s(0, 0);
     Atom<Element>::A weights[BLOCK_K / 16];
@@ -182,7 +197,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     // By all threads: each has read for itself what was told with the queries.
     auto release_queries = [&] {
         memory.q_empty(q_at.stage).arrive();
-        q_at.next();
+        q_at.next(GROUPS);
     };
     auto release_keys = [&] {
         if (leader) memory.k_empty(k_at.stage).arrive();
@@ -193,8 +208,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         v_at.next();
     };
     auto begin_scores = [&] {
-        begin_product<Element, HEAD_DIM>(s, memory.q(q_at.stage), GROUP_ROWS * group,
-                                         memory.k(k_at.stage));
+        begin_product<Element, HEAD_DIM>(s, memory.q(q_at.stage), 0, memory.k(k_at.stage));
     };
     auto begin_values = [&] {
         memory.v_full(v_at.stage).wait(v_at.round);
@@ -220,22 +234,24 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             release_values();
         }
     };
-    // Find out what comes next, and begin its first scores.
-    auto next_work = [&] {
-        memory.q_full(q_at.stage).wait(q_at.round);
-        const Work& told = memory.shared.works[q_at.stage];
-        work.b = told.b, work.h = told.h, work.q0 = told.q0, work.turn = told.turn;
-        work.first = told.first, work.past = told.past;
-        work.careful = told.careful, work.end = told.end;
-        tiles = told.tiles[group];
+    // Find out what comes next,
+    auto hear = [&] {
+        memory.q_full(group, heard.stage).wait(heard.round);
+        heard.next();
+        next = memory.shared.works[q_at.stage];
         // In a careful sweep all warpgroups go through all tiles, and look at every pair.
-        if (work.careful) tiles = {work.first, work.past, 0, 0};
-        if (tiles.first >= tiles.past || work.end) tiles.first = tiles.past = work.past;
-        tile = tiles.first;
+        if (next.careful) next.tiles = {next.first, next.past, 0, 0};
+        if (next.tiles.first >= next.tiles.past || next.end)
+            next.tiles.first = next.tiles.past = next.past;
+    };
+    // and begin its first scores.
+    auto start = [&] {
+        work = next;
+        tile = work.tiles.first;
         if (!work.end) skip(tile - work.first);
         // Where there is no tile, of what happens to be there: were it not for all, the compiler
         // would have every product wait for the one before.
-        if (tile < tiles.past) memory.k_full(k_at.stage).wait(k_at.round);
+        if (tile < work.tiles.past) memory.k_full(k_at.stage).wait(k_at.round);
         begin_scores();
     };
     // Take out of the values what is not finite, and mark the keys of which.
@@ -252,7 +268,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     auto absorb = [&](bool boundary, const Place<STAGES>& at) {
         release_keys();
         const Terms terms(p, work.b, work.h);
-        s.row = work.q0 + rows.row0, s.column = tile * BLOCK_K;
+        s.row = work.q0 + row0, s.column = tile * BLOCK_K;
         s.apply(terms, WarpBias<false, 1, NT>(nullptr), [](int, int, int, Sum) {});
         if (boundary) s.hide(Sight(p, work.b, work.h), DenseMask<false, 1, NT>{});
         if (boundary && work.careful) s.find(memory.shared.cleaned[at.stage], found);
@@ -271,39 +287,41 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         acc.scale_rows(rescale);
     };
 
-    next_work();
+    hear();
+    start();
     while (!(work.end && work.careful)) {
         state = RowState<1>();
         acc.clear();
         found[0][0] = found[0][1] = false;
         end_product<0>(s);
-        if (tile < tiles.past) {
+        if (tile < work.tiles.past) {
             if (work.careful) clean(v_at);
-            absorb(tiles.boundary(tile), v_at);
+            absorb(work.tiles.boundary(tile), v_at);
             keep_weights();
-            for (++tile; tile < tiles.past;) {
-                if (tiles.boundary(tile)) {
+            for (++tile; tile < work.tiles.past;) {
+                if (work.tiles.boundary(tile)) {
                     visit(true), ++tile;
                 } else {
 #pragma unroll 1
-                    for (; tile < tiles.full_past; ++tile) visit(false);
+                    for (; tile < work.tiles.full_past; ++tile) visit(false);
                 }
             }
             release_queries();
             begin_values();
+            hear();
             end_values();
         } else {
             release_queries();
+            if (work.end) {
+                sync_named<GROUP>(1 + group);  // what was not finite has been noted
+                if (leader) memory.swept().arrive();
+            }
+            hear();
         }
         const Work done = work;
-        if (!done.end) {
-            skip(done.past - tiles.past);
-        } else {
-            sync_named<GROUP>(1 + group);  // what was not finite has been noted
-            if (leader) memory.swept().arrive();
-        }
-        next_work();
-        if (!done.end) finish(p, memory, done, done.q0 + rows.row0, state, found, acc);
+        if (!done.end) skip(done.past - done.tiles.past);
+        start();
+        if (!done.end) finish(p, memory, done, done.q0 + row0, state, found, acc);
     }
     end_product<0>(s);
     __syncwarp();  // the marks of this warp are there

@@ -47,8 +47,9 @@ struct Place {
     int stage = 0;
     u32 round = 0;
 
-    __device__ void next() {
-        if (++stage == STAGES) stage = 0, round ^= 1;
+    __device__ void next(int by = 1) {
+        stage += by;
+        if (stage >= STAGES) stage -= STAGES, round ^= 1;
     }
     __device__ Place after() const {
         Place place = *this;

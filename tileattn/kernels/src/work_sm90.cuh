@@ -12,13 +12,18 @@ static_assert(BLOCK_Q == GROUP_ROWS * GROUPS && WARPS_N == 1, "a warpgroup takes
 static_assert(STAGES >= 2, "values are looked at while those before them are multiplied");
 static_assert(LOADERS == 4, "the warp that copies gives the registers of a warpgroup back");
 
-using QueryTile = BoxTile<BLOCK_Q, HEAD_DIM>;
+using QueryTile = BoxTile<GROUP_ROWS, HEAD_DIM>;  // of one warpgroup
 using KeyTile = BoxTile<BLOCK_K, HEAD_DIM>;
 using ValueTile = BoxTile<BLOCK_K, VALUE_DIM>;
 
 constexpr int PAIR_BYTES = KeyTile::BYTES + ValueTile::BYTES;
-constexpr int ROOM = 226 * 1024;  // of dynamic shared memory
-constexpr int Q_STAGES = 2 * QueryTile::BYTES + STAGES * PAIR_BYTES <= ROOM ? 2 : 1;
+constexpr int ROOM = 225 * 1024;  // of dynamic shared memory
+// Of queries, for the warpgroups in turns: those of the next work, too, as far as there is room.
+constexpr int LEFT = (ROOM - STAGES * PAIR_BYTES) / QueryTile::BYTES;
+constexpr int Q_STAGES = LEFT < 2 * GROUPS ? LEFT : 2 * GROUPS;
+static_assert(Q_STAGES >= GROUPS, "every warpgroup has its queries");
+static_assert((BLOCK_Q - GROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
+              "a warpgroup hears of the next work before it skips what is left of this one");
 
 constexpr int TURNS = 1024;  // of which it is remembered, of each by itself, whether all was finite
 
@@ -30,16 +35,24 @@ struct Tiles {
     __device__ bool boundary(int tile) const { return tile < full || tile >= full_past; }
 };
 
-// A block of queries of one head, and the tiles that it and each warpgroup visit.
+// A block of queries of one head, or a warpgroup's part of it, and the tiles that it visits.
 struct Work {
-    int b, h, q0, first, past, turn;
+    int b, h, q0, turn;
+    int first, past;  // of the whole block
+    Tiles tiles;
     bool careful;  // values are to be cleaned
     bool end;      // of a sweep, of which this is no work; `turn` tells whether another has been
-    Tiles tiles[GROUPS];
 };
 
+__device__ inline Tiles tiles_of(const Params& p, int b, int q0, int rows) {
+    const Band band(p, b);
+    const Range keys = band.keys_of(q0, min(q0 + rows, int(p.Nq)));
+    const Range full = band.tiles_seen_by_all(q0, q0 + rows);
+    return {keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
+}
+
 // The work of a turn, with `careful` and `end` as they are; false where there is none any more.
-__device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work) {
+__device__ inline bool find_work(const Params& p, int turn, Work& work) {
     const int blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q), heads = int(p.B * p.Hq);
     int index = turn * int(gridDim.x) + int(blockIdx.x);
     if (p.schedule) index = p.schedule[index];
@@ -48,22 +61,15 @@ __device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work)
     work.b = at.head / int(p.Hq), work.h = at.head % int(p.Hq), work.turn = turn;
     // Under a causal mask the last queries see most: they go first.
     work.q0 = (p.right < 0 ? at.block : blocks - 1 - at.block) * BLOCK_Q;
-    const Band band(p, work.b);
-    auto tiles_of = [&](int q0, int rows) {
-        const Range keys = band.keys_of(q0, min(q0 + rows, int(p.Nq)));
-        const Range full = band.tiles_seen_by_all(q0, q0 + rows);
-        return Tiles{keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
-    };
-    const Tiles all = tiles_of(work.q0, BLOCK_Q);
-    work.first = all.first, work.past = all.past;
-#pragma unroll 1
-    for (int g = 0; g < GROUPS; ++g)
-        work.tiles[g] = tiles_of(work.q0 + GROUP_ROWS * g, GROUP_ROWS);
+    work.tiles = tiles_of(p, work.b, work.q0, BLOCK_Q);
+    work.first = work.tiles.first, work.past = work.tiles.past;
     return true;
 }
 
 struct Shared {
-    u64 q_full[Q_STAGES], q_empty[Q_STAGES];
+    // What a warpgroup is told fills a stage, but it hears of it by two barriers of its own: one
+    // that others wait for as well could be a whole ring ahead.
+    u64 q_full[2 * GROUPS], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 swept;
     Work works[Q_STAGES];
@@ -71,7 +77,7 @@ struct Shared {
     bool cleaned[STAGES][BLOCK_K];  // keys of which values are not finite
 };
 
-static_assert(sizeof(Shared) <= 1024, "what tiles leave of shared memory");
+static_assert(sizeof(Shared) <= 2048, "what tiles leave of shared memory");
 
 struct Memory {
     u32 tiles;
@@ -83,7 +89,9 @@ struct Memory {
     }
     __device__ ValueTile v(int stage) const { return {k(stage).address + KeyTile::BYTES}; }
 
-    __device__ Barrier q_full(int stage) const { return {shared_address(shared.q_full + stage)}; }
+    __device__ Barrier q_full(int group, int turn) const {
+        return {shared_address(shared.q_full + 2 * group + turn)};
+    }
     __device__ Barrier q_empty(int stage) const { return {shared_address(shared.q_empty + stage)}; }
     __device__ Barrier k_full(int stage) const { return {shared_address(shared.k_full + stage)}; }
     __device__ Barrier k_empty(int stage) const { return {shared_address(shared.k_empty + stage)}; }
@@ -101,7 +109,8 @@ struct Memory {
 
     // By one thread, before all others.
     __device__ void start() const {
-        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(1), q_empty(s).init(THREADS);
+        for (int g = 0; g < GROUPS; ++g) q_full(g, 0).init(1), q_full(g, 1).init(1);
+        for (int s = 0; s < Q_STAGES; ++s) q_empty(s).init(GROUP);
         for (int s = 0; s < STAGES; ++s) {
             k_full(s).init(1), k_empty(s).init(GROUPS);
             v_full(s).init(1), v_empty(s).init(GROUPS);
