@@ -8,7 +8,9 @@ extern "C" __global__ void works(Params p, const int* schedule, i64 turns, int* 
     for (int turn = 0; turn < turns && find_work(p, turn, work); ++turn) {
         int* to = out + (i64(turn) * gridDim.x + blockIdx.x) * (6 + 4 * GROUPS);
         for (int field : {work.b, work.h, work.q0, work.first, work.past, work.turn}) *to++ = field;
-        for (const Tiles& tiles : work.tiles)
+        for (int row = 0; row < BLOCK_Q; row += GROUP_ROWS) {
+            const Tiles tiles = tiles_of(p, work.b, work.q0 + row, GROUP_ROWS);
             for (int field : {tiles.first, tiles.past, tiles.full, tiles.full_past}) *to++ = field;
+        }
     }
 }
