@@ -15,10 +15,10 @@ from tests.test_cupy_hopper import FACTS, REFUSED, SERVED
 from tileattn.kernels import hopper
 from tileattn.kernels.catalog import problem_of
 from tileattn.kernels.hopper import HOPPER_BACKWARD, choose_backward, walk_bytes
-from tileattn.kernels.select import choose
+from tileattn.kernels.schedule import Order, order_of, turns
 from tileattn.kernels.steps import Step, backward_steps
 from tileattn.kernels.tiles import TileSize
-from tileattn.problem import Problem
+from tileattn.problem import Problem, parse
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 REPAIRS = ["backward_finish", "backward_keys", "backward_queries"]
@@ -63,7 +63,7 @@ REFUSED_BACKWARD: list[tuple[str, Problem, dict[str, Any]]] = [
 def test_what_the_portable_kernel_is_left_and_why(
     reason: str, problem: Problem, changed: dict[str, Any]
 ) -> None:
-    choice = choose_backward(problem, FACTS._replace(**changed), deterministic=False)
+    choice = choose_backward(problem, FACTS._replace(**changed))
     assert choice.key.kernel in {"backward_keys", "plain_keys"}
     assert choice.why.startswith(f"the portable kernel, because {reason}")
 
@@ -73,13 +73,23 @@ def test_every_clause_of_the_rule_is_tried() -> None:
     assert [why for why, _ in hopper._NOT_HOPPER_BACKWARD if not why.startswith(tried)] == []
 
 
-def test_a_fixed_order_of_sums_is_left_to_the_portable_kernels() -> None:
-    assert choose_backward(SERVED, FACTS, deterministic=True) == choose(
-        "backward_keys", SERVED, FACTS
-    )
-    steps = steps_of(SERVED, deterministic=True)
-    assert [s.key.kernel for s in steps] == ["backward_rows", "backward_keys", "backward_queries"]
-    assert not any(step.key.repairs or step.key.add_dq for step in steps)
+def test_a_fixed_order_of_sums_is_the_same_kernel_in_another_order() -> None:
+    P = replace(SERVED, B=3, Hkv=50, Hq=100)
+    steps, fixed = steps_of(P), steps_of(P, deterministic=True)
+    assert [step.key.kernel for step in fixed if step.ordered] == [HOPPER_BACKWARD]
+    assert [step._replace(ordered=False) for step in fixed] == list(steps)
+    # Few blocks of keys of a head are at work at a time, since each waits for the one before it.
+    _, operands = parse(*(np.zeros((1, 1, 1, 8), np.float16) for _ in "qkv"), {})
+    assert order_of(P, operands, fixed, 50 << 20) == Order(3)
+    assert order_of(replace(P, B=1), operands, fixed, 50 << 20) == Order(1)
+
+
+def test_claimed_in_order_a_head_has_its_keys_in_order() -> None:
+    """So of the works that are claimed, the first that is not done waits for no other."""
+    for blocks, heads, parts in ((7, 6, 1), (7, 6, 2), (5, 7, 3), (1, 4, 4), (9, 1, 1)):
+        block, head, _ = turns(blocks, heads, parts)
+        for each in range(heads):
+            assert block[head == each].tolist() == list(range(blocks))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -98,7 +108,7 @@ def test_what_it_serves(
     dtype: str, uses: set[str], dim: int, value: int, rooms: tuple[int, int]
 ) -> None:
     problem = replace(problem_of(dtype, dim, uses), Dv=value, window=(7, 0))
-    key, shared, _, why = choose_backward(problem, FACTS, deterministic=False)
+    key, shared, _, why = choose_backward(problem, FACTS)
     assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER_BACKWARD, dtype, *rooms)
     assert (key.softcap, key.alibi) == ("softcap" in uses, "alibi_slopes" in uses)
     assert key.fold is not (key.softcap or key.alibi)
@@ -143,7 +153,8 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
         key = step.key
         assert (key.repairs, key.add_dq, key.loaders, step.boxes) == (True, False, 0, ())
     assert (after[0].key.head_dim, after[0].key.threads) == (own.key.head_dim, 128)
-    portable = steps_of(problem, deterministic=True)[1:]
+    facts = FACTS._replace(boxes=False)
+    portable = backward_steps(problem, facts, deterministic=True, sinks=False)[1:]
     assert [step.key.kernel for step in portable] == REPAIRS[1:]
     for step, like in zip(after[1:], portable, strict=True):
         assert step.why.startswith("for heads with sums that are not finite")
