@@ -105,10 +105,12 @@ def _address(x: Any) -> int:
 
 def _overlap_there(a: Any, b: Any) -> bool:
     """Whether two CuPy arrays share memory; most lie in allocations of their own."""
-    one, other = (getattr(getattr(x, "data", None), "mem", None) for x in (a, b))
-    if one is None or other is None:
+    try:
+        one, other = a.data.mem, b.data.mem
+        at, there = one.ptr, other.ptr
+    except AttributeError:
         return False  # an array of another library, which its backend knows better
-    apart = one.ptr + one.size <= other.ptr or other.ptr + other.size <= one.ptr
+    apart = at + one.size <= there or there + other.size <= at
     return not apart and _overlap(_placed(a), _placed(b))
 
 
