@@ -56,7 +56,8 @@ def taken(gpu: Machine, call: Callable[[], tuple[Any, ...]]) -> int:
     call()
     before = len(gpu.allocated)
     results = call()
-    return sum(gpu.allocated[before:]) - sum(x.nbytes for x in results if x is not None)
+    kept: int = sum(x.nbytes for x in results if x is not None)
+    return sum(gpu.allocated[before:]) - kept
 
 
 # --- how much it is -----------------------------------------------------------------------------
