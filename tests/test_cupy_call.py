@@ -154,6 +154,54 @@ def test_a_second_call_does_only_what_addresses_need(
     assert gpu.launches[half][-1]["lse"] == second.lse.data.ptr
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_the_shortest_way_of_a_second_call(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    def out() -> dict[str, Any]:
+        return {"out": gpu.array((B, HQ, NQ, 2 * DV), np.float16)[..., DV:]} if given else {}
+
+    tileattn.forward(*arrays(gpu), **out())
+    forbid(monkeypatch, calls.Call, "__init__")
+    (q, k, v), there = arrays(gpu), out()
+    attention = tileattn.forward(q, k, v, **there)
+    (*_, first), (*_, params) = gpu.launches
+    assert attention.out is there.get("out", attention.out)
+    for name, x in {"q": q, "k": k, "v": v, **attention._asdict()}.items():
+        assert params[name] == x.data.ptr
+    assert params["out_at"] == first["out_at"]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_out_that_overlaps_in_a_second_call(gpu: Machine, name: str) -> None:
+    """It has the layout of the first one, so only its place tells."""
+    shape = (B, HQ, NQ, D)
+
+    def inputs() -> dict[str, Any]:
+        return {each: gpu.array(shape, np.float16) for each in "qkv"}
+
+    def backwards(x: Any) -> Any:
+        return x[:, :, ::-1]
+
+    given = inputs()
+    given[name] = backwards(given[name])
+    tileattn.forward(**given, out=gpu.array(shape, np.float16))
+    pair = gpu.array((2, *shape), np.float16)
+    for n in range(2):
+        given[name] = backwards(pair[n])
+        with pytest.raises(ValueError, match=f"out overlaps {name}"):
+            tileattn.forward(**given, out=pair[n])
+        assert tileattn.forward(**given, out=pair[1 - n]).lse.shape == shape[:3]
+    assert len(gpu.launches) == 3
+
+
+def test_an_out_on_another_device_in_a_second_call(gpu: Machine) -> None:
+    q, k, v = arrays(gpu)
+    tileattn.forward(q, k, v, out=gpu.array((B, HQ, NQ, DV), np.float16))
+    with pytest.raises(ValueError, match="out is on device 1"):
+        tileattn.forward(q, k, v, out=gpu.array((B, HQ, NQ, DV), np.float16, device=1))
+
+
 def test_nothing_that_was_refused_is_remembered(gpu: Machine) -> None:
     q, k, v = arrays(gpu)
     for _ in range(2):
@@ -377,7 +425,7 @@ def test_explain_says_what_would_run(gpu: Machine, monkeypatch: pytest.MonkeyPat
     ]
     assert "100 registers" in found.kernels[0]
     assert "2 on each multiprocessor" in found.kernels[0]
-    assert found.workspace_bytes == 2 * 4 * (2 * 1024 + 1000 * 64 + 1) * 4
+    assert found.workspace_bytes == 2 * 4 * (2 * 1024 + 1000 * 64) * 4
     report = str(found)
     assert "NVIDIA H200" in report
     assert report.count("starts") == 4

@@ -79,9 +79,10 @@ def test_a_fixed_order_of_sums_is_the_same_kernel_in_another_order() -> None:
     assert [step.key.kernel for step in fixed if step.ordered] == [HOPPER_BACKWARD]
     assert [step._replace(ordered=False) for step in fixed] == list(steps)
     # Few blocks of keys of a head are at work at a time, since each waits for the one before it.
-    _, operands = parse(*(np.zeros((1, 1, 1, 8), np.float16) for _ in "qkv"), {})
-    assert order_of(P, operands, fixed, 50 << 20) == Order(3)
-    assert order_of(replace(P, B=1), operands, fixed, 50 << 20) == Order(1)
+    x = np.zeros((1, 1, 1, 8), np.float16)
+    _, operands = parse(x, x, x, {})
+    assert order_of(P, operands, fixed, 50 << 20) == Order(3, in_order=True)
+    assert order_of(replace(P, B=1), operands, fixed, 50 << 20) == Order(1, in_order=True)
 
 
 def test_claimed_in_order_a_head_has_its_keys_in_order() -> None:
@@ -221,16 +222,18 @@ def test_sums_and_marks_are_zeros_next_to_each_other(
     monkeypatch.setattr("cupy.cuda.runtime.memsetAsync", clear)
     given = arrays(gpu)
     tileattn.backward(**given)
-    sums = B * HQ * NQ * 128 * 4
-    ((address, nbytes),) = cleared
-    assert nbytes == sums + 4 * B * HKV
-    for _, _, _, params in gpu.launches:
-        assert params["dq_sum"] == address
-        assert params["unfinished"] == address + sums
-    gpu.launches.clear()
     tileattn.backward(**given, deterministic=True)
-    assert len(cleared) == 1
-    assert {(int(p["dq_sum"]), int(p["unfinished"])) for *_, p in gpu.launches} == {(0, 0)}
+    # Parts begin at multiples of 256 bytes: sums, marks of 4 heads, works claimed, and of each of
+    # 12 heads how far 5 blocks of keys have come.
+    sums, half = B * HQ * NQ * 128 * 4, len(gpu.launches) // 2
+    assert sums % 256 == 0
+    starts = {"dq_sum": 0, "unfinished": sums, "claimed": sums + 256, "passed": sums + 512}
+    for n, (address, nbytes) in enumerate(cleared):
+        assert nbytes == sums + 512 + 12 * 5 * 4
+        for *_, params in gpu.launches[n * half : (n + 1) * half]:
+            assert {name: params[name] - address for name in starts} == starts
+            assert params["in_order"] == n
+    assert len(cleared) == 2
 
 
 @pytest.mark.parametrize("wrong", ["broadcast", "unaligned", "reversed"])
@@ -278,7 +281,8 @@ def test_explain_names_the_kernels_and_their_memory(
     assert [line.split()[0] for line in found.kernels[2:]] == [HOPPER_BACKWARD, *REPAIRS]
     assert "64/64 columns, 2 stages: 64 blocks of 384 threads" in found.kernels[2]
     assert any(r.startswith(f"{HOPPER_BACKWARD}: tensor maps") for r in found.reasons)
-    assert found.workspace_bytes == 2 * 4 * (2 * 1024 + 1000 * 64 + 1) * 4
+    # Of 8 heads, marks and works claimed begin at multiples of 256 bytes, and 8 blocks of keys.
+    assert found.workspace_bytes == 2 * 4 * (2 * 1024 + 1000 * 64) * 4 + 2 * 256 + 8 * 8 * 4
     bias = gpu.array((1000, 1000))
     for options, reason in (({"bias": bias}, "bias"), ({"dropout_p": 0.5}, "dropout")):
         found = tileattn.explain(q, k, v, **options)

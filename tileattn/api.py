@@ -130,7 +130,7 @@ def forward(
     known = backends.KNOWN.get(signature(arrays, backend, options))
     repeat = None if known is None else known.memo.get("repeat")
     if repeat is not None:
-        again: Attention | None = repeat(q, k, v)
+        again: Attention | None = repeat(q, k, v, out)
         if again is not None:
             return again
     given = {} if out is None else {"out": out}

@@ -11,6 +11,7 @@ from tileattn.block_mask import BlockMask
 
 MOST = 1024  # entries; a program has few shapes, or so many that none comes back
 
+_VARIABLE = os.environ.encodekey("TILEATTN_BACKEND")
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
@@ -23,6 +24,14 @@ class Memo(dict[Any, Any]):
             self.clear()
         self[key] = value
         return value
+
+
+def _default() -> Any:
+    """Look up ``TILEATTN_BACKEND``, which `get` takes a microsecond for where it is absent."""
+    try:
+        return os.environ._data.get(_VARIABLE)  # type: ignore[attr-defined]  # CPython's own
+    except AttributeError:
+        return os.environ.get("TILEATTN_BACKEND")
 
 
 def signature(
@@ -47,19 +56,17 @@ def signature(
     """
     if type(backend) is not str:
         return None
-    key: list[Any] = [backend]
+    key: list[Any] = [backend, _default() if backend == "auto" else None]
     for x in arrays:
-        if x is None:
-            key.append(None)
-        elif isinstance(x, np.ndarray):
+        kind = type(x)
+        if isinstance(x, np.ndarray):
             return None
-        else:
-            try:
-                key += (type(x), x.dtype, x.shape, x.strides)
-            except AttributeError:
+        try:
+            key += (kind, x.dtype, x.shape, x.strides)
+        except AttributeError:
+            if x is not None:
                 return None
-    if backend == "auto":
-        key.append(os.environ.get("TILEATTN_BACKEND"))
+            key.append(None)
     if not options:
         return tuple(key)
     for name, x in options.items():

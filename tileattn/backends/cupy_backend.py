@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from tileattn.backends.protocol import Explanation
@@ -18,7 +19,7 @@ _REMEDY = (
 
 
 class Repeat:
-    """The forward pass of calls that passed validation before and bring q, k and v alone.
+    """The forward pass of calls that passed validation before and bring q, k, v and out alone.
 
     Nearly all that a short call costs the host is Python; this is the least of it.
 
@@ -30,9 +31,11 @@ class Repeat:
         What is asked.
     device : int
         Where the plan runs.
+    arrays : sequence of cupy array
+        Of the earlier call: q, k, v and out. They are not kept.
     """
 
-    def __init__(self, plan: Plan, problem: Problem, device: int) -> None:
+    def __init__(self, plan: Plan, problem: Problem, device: int, arrays: Sequence[Any]) -> None:
         import cupy
 
         P = problem
@@ -40,20 +43,41 @@ class Repeat:
         self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
         self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
         self._lse = (P.B, P.Hq, P.Nq), P.sum_dtype
+        *self._spans, self._span = map(_span, arrays)
 
-    def __call__(self, q: Any, k: Any, v: Any) -> Attention | None:
+    def __call__(self, q: Any, k: Any, v: Any, out: Any | None) -> Attention | None:
         """Run it; None where an array, or the current device, is not where the plan needs it."""
         device, of_q, of_k, of_v = self._device, q.data, k.data, v.data
         there = of_q.device_id == of_k.device_id == of_v.device_id == device
         if not there or self._current_device() != device:
             return None
-        out, lse = self._array(*self._out), self._array(*self._lse)
-        at_q, at_k, at_v, at_out = of_q.ptr, of_k.ptr, of_v.ptr, out.data.ptr
+        at_q, at_k, at_v = of_q.ptr, of_k.ptr, of_v.ptr
+        if out is None:
+            out = self._array(*self._out)
+        elif out.data.device_id != device or self._overlaps(out.data.ptr, (at_q, at_k, at_v)):
+            return None
+        at_out = out.data.ptr
         bits = at_q | at_k | at_v | at_out | WIDEST
         if bits & -bits != self._aligned:
             return None
+        lse = self._array(*self._lse)
         self._start((at_q, at_k, at_v, at_out, lse.data.ptr))
         return Attention(out, lse)
+
+    def _overlaps(self, at_out: int, inputs: tuple[int, ...]) -> bool:
+        """Whether out may share memory with an input: then validation is to look closely."""
+        first, past = self._span
+        first, past = at_out + first, at_out + past
+        for at, (lo, hi) in zip(inputs, self._spans, strict=True):
+            if at + lo < past and first < at + hi:
+                return True
+        return False
+
+
+def _span(x: Any) -> tuple[int, int]:
+    """Give the bytes between which an array's elements lie, from its address on."""
+    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
+    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
 
 
 class CupyBackend:
@@ -112,8 +136,9 @@ class CupyBackend:
         # All memory is there and all kernels are loaded before the first byte of out is written.
         plan = call.plan(forward_steps)
         call.run(plan)
-        if call.plain and out is None:
-            call.memo["repeat"] = Repeat(plan, P, call.device)
+        if call.plain:
+            arrays = operands.q, operands.k, operands.v, result
+            call.memo["repeat"] = Repeat(plan, P, call.device, arrays)
         return Attention(result, lse)
 
     def backward(

@@ -262,7 +262,7 @@ class Call:
     def _values(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
         """List the fields of the parameter block, and the arrays that the plan owns."""
         fixed: dict[str, Any] = {}
-        values = _facts(self.problem) | {"parts": order.parts}
+        values = _facts(self.problem) | {"parts": order.parts, "in_order": order.in_order}
         for name, x in self._arrays.items():
             if name in _ROWS or name == "dlse":
                 values[f"{name}_at"] = _strides(x)[:3]

@@ -23,7 +23,7 @@ POINTERS = (
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "kinds")
 _SIZES = (
-    *("slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows", "parts"),
+    *("slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows", "parts", "in_order"),
     *("bias_B", "bias_H", "bias_Nq", "bias_Nk", "mask_block_q", "mask_block_k"),
     *("length", "offset", "left", "right"),
 )

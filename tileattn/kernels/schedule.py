@@ -34,10 +34,13 @@ class Order(NamedTuple):
         What each block of threads of a persistent kernel takes in its turn, by its number in the
         order of ``Turn``; the number of all behind the last. None where dealing out in turn is as
         good.
+    in_order : bool
+        Whether blocks of keys add to dq one after the other.
     """
 
     parts: int
     table: Array | None = None
+    in_order: bool = False
 
 
 def order_of(problem: Problem, operands: Operands, steps: tuple[Step, ...], cache: int) -> Order:
@@ -68,7 +71,8 @@ def order_of(problem: Problem, operands: Operands, steps: tuple[Step, ...], cach
     """
     for step in steps:
         if step.ordered:
-            return Order(-(-problem.B * problem.Hkv // max(1, step.blocks // ABREAST)))
+            size = max(1, step.blocks // ABREAST)
+            return Order(-(-problem.B * problem.Hkv // size), in_order=True)
     kernels = {step.key.kernel for step in steps}
     parts = parts_of(problem, 2 * cache if "forward" in kernels else cache // 2)
     if HOPPER not in kernels:

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from tileattn.kernels.hopper import HOPPER_BACKWARD
 from tileattn.kernels.select import padded_rows
 from tileattn.kernels.steps import Step
 from tileattn.problem import Problem
 
 ALIGNED = 256  # bytes at whose multiples every part begins, and so the whole
 
-_MARK = 4  # bytes: one u32 for each head of keys
+_MARK = 4  # bytes of a u32
 
 
 class Layout(NamedTuple):
@@ -46,9 +47,11 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
     -------
     Layout
         Beside the copies, nothing for the forward pass. For the backward pass two numbers of each
-        query, and where dq is summed in memory, the sum and a mark for each head of keys.
+        query, and where dq is summed in memory, the sum; for Hopper's own kernel a mark for each
+        head of keys, how many works are claimed, and how far each block of keys has come in each
+        head.
     """
-    P, keys = problem, tuple(step.key for step in steps)
+    P, keys = problem, [step.key for step in steps]
     number, heads = P.sum_dtype.itemsize, P.B * P.Hq
     parts = dict(copies)
     if any(key.kernel == "backward_rows" for key in keys):
@@ -57,7 +60,11 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
     columns = max((key.head_dim for key in keys if key.add_dq), default=0)
     if columns:
         zeros["dq_sum"] = heads * P.Nq * columns * number
-        zeros["unfinished"] = P.B * P.Hkv * _MARK
+    for key in keys:
+        if key.kernel == HOPPER_BACKWARD:
+            blocks = -(-P.Nk // key.block_k)
+            counts = {"unfinished": P.B * P.Hkv, "claimed": 1, "passed": heads * blocks}
+            zeros |= {name: count * _MARK for name, count in counts.items()}
     starts, end = {}, 0
     for name, nbytes in (parts | zeros).items():
         starts[name] = -(-end // ALIGNED) * ALIGNED

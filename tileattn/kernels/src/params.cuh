@@ -22,7 +22,7 @@ struct Params {
     void *delta, *shift;
     void *dq, *dk, *dv, *dq_sum;
     // Of backward_sm90: of each key head, whether it is left to others; how many works are claimed;
-    // and of each block of keys in each head, which tiles of dq it has added to, if in order.
+    // and of each block of keys in each head, how many tiles of dq it has passed, if in order.
     u32 *unfinished, *claimed, *passed;
     const void* bias;
     void* dbias;
@@ -38,8 +38,9 @@ struct Params {
     Pairs bias_at, dbias_at, mask_at, kinds_at;
     i64 slopes_b;
     // Sizes; query heads of a key head; queries of a head that delta and shift have room for; parts
-    // into which the key heads are divided to be worked on together.
-    i64 B, Hq, Hkv, Nq, Nk, D, Dv, group, rows, parts;
+    // into which the key heads are divided to be worked on together; whether blocks of keys add to
+    // dq one after the other.
+    i64 B, Hq, Hkv, Nq, Nk, D, Dv, group, rows, parts, in_order;
     i64 bias_B, bias_H, bias_Nq, bias_Nk;
     i64 mask_block_q, mask_block_k;
     // Options; length and offset hold where the arrays of them are null.
