@@ -86,8 +86,8 @@ __device__ inline void add(const Params& p, const WideMemory& memory, int group)
     wait_added_pieces();
 }
 
-// A warpgroup's pieces of dq, of a tile whose gradients at the scores are there. In the end no
-// product is under way, those begun before included.
+// A warpgroup's pieces of dq, of a tile whose gradients at the scores are there: one by one, as
+// there are registers for. In the end no product is under way, those begun before included.
 template <int GROUP_NUMBER>
 __device__ inline void find_dq(const WideMemory& memory, int stage, int row0, Place<1>& at) {
     constexpr int FIRST = first_piece(GROUP_NUMBER), COUNT = past_piece(GROUP_NUMBER) - FIRST;
@@ -199,8 +199,8 @@ __device__ inline void find_dk(const Params& p, const WideMemory& memory) {
         arrive_together(memory.out_empty(out_at.stage));
         out_at.next();
         keep(gradients, dp);
-        // Tiles ago both warpgroups have read what was here: their products were over before this
-        // one came to the last gradients, and the other one to these weights.
+        // Of two tiles ago: the products of this warpgroup that read it were over before the last
+        // gradients were all there, those of the other one before these weights.
         store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
         fence_shared();
         arrive_together(memory.pairs_full(pair_at.stage));

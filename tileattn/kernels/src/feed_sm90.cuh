@@ -142,8 +142,8 @@ __device__ inline void keep(Operands& kept, const Fragment<Sum, 1, QT>& c) {
     for (int i = 0; i < BLOCK_Q / 16; ++i) kept[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
 }
 
-// Call visit(boundary, more) for all tiles of a work that has some, head by head; `boundary` is
-// false where all keys see all queries, `more` where it is the last of all.
+// Call visit(boundary, more) for all tiles of a work that has some, head by head: `boundary` is
+// false where all queries see all keys, `more` for the last tile of all.
 template <class Visit>
 __device__ __forceinline__ void visit_all(const Work& work, int heads, int& h, int& tile,
                                           Visit visit) {
