@@ -55,6 +55,8 @@ class Machine:
         What launches were given besides the parameter block, where they were.
     uploads : list of cupy.ndarray
         Copies of arrays on the host.
+    allocated : list of int
+        Bytes of each piece of memory that was taken.
     stream : int
         Handle of the current stream.
     bound : list of int
@@ -73,6 +75,7 @@ class Machine:
         self.encoded: list[Encoded] = []
         self.maps: list[tuple[Encoded, ...]] = []
         self.uploads: list[Any] = []
+        self.allocated: list[int] = []
         self.capturing = False
         self.stream = 0
         self.bound: list[int] = []
@@ -89,6 +92,7 @@ class Machine:
         """
         from cupy.cuda import memory
 
+        self.allocated.append(nbytes)
         if self._used + nbytes > BYTES:
             self._used = self._start
         place = self._memory[self._used :]
@@ -115,6 +119,15 @@ class Machine:
         ctypes.memmove(there.data.ptr, np.ascontiguousarray(x).ctypes.data, x.nbytes)
         self.uploads.append(there)
         return there
+
+    def copy(self, to: Any, x: Any, *, casting: str) -> None:
+        """Stand in for ``cupy.copyto``."""
+        np.copyto(at_host(to), at_host(x), casting=casting)  # type: ignore[arg-type]  # one of its
+
+    def clear(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """Stand in for ``cudaMemsetAsync``."""
+        assert stream == self.stream
+        ctypes.memset(address, value, nbytes)
 
     def load(self, key: KernelKey) -> Any:
         """Stand in for ``kernels.compile.load``."""
@@ -161,6 +174,15 @@ class Machine:
         return 0
 
 
+def at_host(x: Any) -> Any:
+    """View an array of the machine's as the NumPy array that it is, strides of any sign."""
+    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)] if x.size else []
+    before = -sum(min(step, 0) for step in steps)
+    reach = before + sum(max(step, 0) for step in steps) + x.itemsize
+    memory = (ctypes.c_uint8 * reach).from_address(x.data.ptr - before)
+    return np.ndarray(x.shape, x.dtype, memory, before, x.strides)
+
+
 class Pointer:
     """Stand in for ``cupy.cuda.function.CPointer``, whose address cannot be read."""
 
@@ -187,6 +209,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: made.device)
     monkeypatch.setattr(cupy, "zeros", made.array)
     monkeypatch.setattr(cupy, "asarray", made.upload)
+    monkeypatch.setattr(cupy, "copyto", made.copy)
+    monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", made.clear)
     monkeypatch.setattr(cupy.cuda.runtime, "setDevice", made.bound.append)
     monkeypatch.setattr(
         cupy.cuda,

@@ -15,10 +15,10 @@ from tests.test_cupy_hopper import FACTS, REFUSED, SERVED
 from tileattn.kernels import hopper
 from tileattn.kernels.catalog import problem_of
 from tileattn.kernels.hopper import HOPPER_BACKWARD, HOPPER_WIDE, choose_backward, walk_bytes
-from tileattn.kernels.select import choose
+from tileattn.kernels.schedule import Order, order_of, turns
 from tileattn.kernels.steps import Step, backward_steps
 from tileattn.kernels.tiles import TileSize
-from tileattn.problem import Problem
+from tileattn.problem import Problem, parse
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 REPAIRS = ["backward_finish", "backward_keys", "backward_queries"]
@@ -61,7 +61,7 @@ REFUSED_BACKWARD: list[tuple[str, Problem, dict[str, Any]]] = [
 def test_what_the_portable_kernel_is_left_and_why(
     reason: str, problem: Problem, changed: dict[str, Any]
 ) -> None:
-    choice = choose_backward(problem, FACTS._replace(**changed), deterministic=False)
+    choice = choose_backward(problem, FACTS._replace(**changed))
     assert choice.key.kernel in {"backward_keys", "plain_keys"}
     assert choice.why.startswith(f"the portable kernel, because {reason}")
 
@@ -71,13 +71,23 @@ def test_every_clause_of_the_rule_is_tried() -> None:
     assert [why for why, _ in hopper._NOT_HOPPER_BACKWARD if not why.startswith(tried)] == []
 
 
-def test_a_fixed_order_of_sums_is_left_to_the_portable_kernels() -> None:
-    assert choose_backward(SERVED, FACTS, deterministic=True) == choose(
-        "backward_keys", SERVED, FACTS
-    )
-    steps = steps_of(SERVED, deterministic=True)
-    assert [s.key.kernel for s in steps] == ["backward_rows", "backward_keys", "backward_queries"]
-    assert not any(step.key.repairs or step.key.add_dq for step in steps)
+def test_a_fixed_order_of_sums_is_the_same_kernel_in_another_order() -> None:
+    P = replace(SERVED, B=3, Hkv=50, Hq=100)
+    steps, fixed = steps_of(P), steps_of(P, deterministic=True)
+    assert [step.key.kernel for step in fixed if step.ordered] == [HOPPER_BACKWARD]
+    assert [step._replace(ordered=False) for step in fixed] == list(steps)
+    # Few blocks of keys of a head are at work at a time, since each waits for the one before it.
+    _, operands = parse(*(np.zeros((1, 1, 1, 8), np.float16) for _ in "qkv"), {})
+    assert order_of(P, operands, fixed, 50 << 20) == Order(3)
+    assert order_of(replace(P, B=1), operands, fixed, 50 << 20) == Order(1)
+
+
+def test_claimed_in_order_a_head_has_its_keys_in_order() -> None:
+    """So of the works that are claimed, the first that is not done waits for no other."""
+    for blocks, heads, parts in ((7, 6, 1), (7, 6, 2), (5, 7, 3), (1, 4, 4), (9, 1, 1)):
+        block, head, _ = turns(blocks, heads, parts)
+        for each in range(heads):
+            assert block[head == each].tolist() == list(range(blocks))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -96,7 +106,7 @@ def test_what_it_serves(
     dtype: str, uses: set[str], dim: int, value: int, rooms: tuple[int, int]
 ) -> None:
     problem = replace(problem_of(dtype, dim, uses), Dv=value, window=(7, 0))
-    key, shared, _, why = choose_backward(problem, FACTS, deterministic=False)
+    key, shared, _, why = choose_backward(problem, FACTS)
     assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER_BACKWARD, dtype, *rooms)
     assert (key.softcap, key.alibi) == ("softcap" in uses, "alibi_slopes" in uses)
     assert key.fold is not (key.softcap or key.alibi)
@@ -127,7 +137,7 @@ def test_the_kernel_for_wide_heads(
 ) -> None:
     """Two warpgroups for the same 64 keys: sums of more keys have no room in registers."""
     problem = replace(problem_of(dtype, dim, uses), Dv=value, window=(7, 0))
-    key, shared, _, why = choose_backward(problem, FACTS, deterministic=False)
+    key, shared, _, why = choose_backward(problem, FACTS)
     assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER_WIDE, dtype, *rooms)
     assert "portable" not in why
     assert (key.block_q, key.block_k, key.stages) == (64, 64, stages)
@@ -173,7 +183,8 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
         key = step.key
         assert (key.repairs, key.add_dq, key.loaders, step.boxes) == (True, False, 0, ())
     assert (after[0].key.head_dim, after[0].key.threads) == (own.key.head_dim, 128)
-    portable = steps_of(problem, deterministic=True)[1:]
+    facts = FACTS._replace(boxes=False)
+    portable = backward_steps(problem, facts, deterministic=True, sinks=False)[1:]
     assert [step.key.kernel for step in portable] == REPAIRS[1:]
     for step, like in zip(after[1:], portable, strict=True):
         assert step.why.startswith("for heads with sums that are not finite")
@@ -240,29 +251,27 @@ def test_maps_say_where_the_arrays_lie(gpu: Machine, dtype: Any, kind: int) -> N
     assert params["schedule"] == 0
 
 
-def test_sums_and_marks_are_zeros_of_one_allocation(
+def test_sums_and_marks_are_zeros_next_to_each_other(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import cupy
+    cleared: list[tuple[int, int]] = []
 
-    made: list[Any] = []
+    def clear(address: int, value: int, nbytes: int, stream: int) -> None:
+        cleared.append((address, nbytes))
+        gpu.clear(address, value, nbytes, stream)
 
-    def zeros(*given: Any) -> Any:
-        made.append(gpu.array(*given))
-        return made[-1]
-
-    monkeypatch.setattr(cupy, "zeros", zeros)
+    monkeypatch.setattr("cupy.cuda.runtime.memsetAsync", clear)
     given = arrays(gpu)
     tileattn.backward(**given)
-    ((sums,), dim) = made, 128
-    count = B * HQ * NQ * dim
-    assert (sums.shape, sums.dtype) == ((count + B * HKV,), np.float32)
+    sums = B * HQ * NQ * 128 * 4
+    ((address, nbytes),) = cleared
+    assert nbytes == sums + 4 * B * HKV
     for _, _, _, params in gpu.launches:
-        assert params["dq_sum"] == sums.data.ptr
-        assert params["unfinished"] == sums.data.ptr + 4 * count
+        assert params["dq_sum"] == address
+        assert params["unfinished"] == address + sums
     gpu.launches.clear()
     tileattn.backward(**given, deterministic=True)
-    assert len(made) == 1
+    assert len(cleared) == 1
     assert {(int(p["dq_sum"]), int(p["unfinished"])) for *_, p in gpu.launches} == {(0, 0)}
 
 

@@ -49,22 +49,37 @@ def served(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> bool:
 
 
 def called(
-    given: Given, *, own: bool = True, dlse: Array | None = None, **options: Any
+    given: Given,
+    *,
+    own: bool = True,
+    dlse: Array | None = None,
+    deterministic: bool = False,
+    **options: Any,
 ) -> Gradients:
     """Call both passes on copies on the GPU; see to it whether the kernel serves the backward."""
     q, k, v, dout = map(sent, given)
     there = {name: sent(x) for name, x in options.items()}
     assert served(q, k, v, dout, **there) is own
     out, lse = tileattn.forward(q, k, v, **there)
-    grads: Gradients = host(tileattn.backward(dout, q, k, v, out, lse, dlse=sent(dlse), **there))
+    more = {"dlse": sent(dlse), "deterministic": deterministic}
+    grads: Gradients = host(tileattn.backward(dout, q, k, v, out, lse, **more, **there))
     return grads
 
 
-def hold(given: Given, *, dlse: Array | None = None, own: bool = True, **options: Any) -> None:
+def hold(
+    given: Given,
+    *,
+    dlse: Array | None = None,
+    own: bool = True,
+    deterministic: bool = False,
+    **options: Any,
+) -> Gradients:
     q, k, v, dout = given
     bounds = error_bound(q, k, v, dout, dlse=dlse, **options)
     wanted = reference.backward(dout, q, k, v, dlse=dlse, **options)
-    assert_attention_close(called(given, own=own, dlse=dlse, **options), wanted, bounds)
+    grads = called(given, own=own, dlse=dlse, deterministic=deterministic, **options)
+    assert_attention_close(grads, wanted, bounds)
+    return grads
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -231,6 +246,50 @@ def test_captured_in_a_graph() -> None:
             graph.launch(stream)
             stream.synchronize()
             assert_attention_close(host(grads), wanted, bounds)
+
+
+# --- a fixed order ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (128, 64)])
+def test_a_fixed_order_gives_the_same_bits_whoever_works(
+    D: int, Dv: int, options: str, request: Any
+) -> None:
+    """As many blocks of threads as there are blocks of keys, or five that take turns."""
+    Nq, Nk = 900, 1100
+    made, there = arrays(DTYPES[1], D, Dv, Nq, Nk), filled(OPTIONS[options], Nk)
+    many = hold(made, deterministic=True, **there)
+    request.getfixturevalue("few")
+    few = called(made, deterministic=True, **there)
+    for name in GRADIENTS:
+        assert getattr(few, name).tobytes() == getattr(many, name).tobytes()
+
+
+def test_a_fixed_order_gives_the_same_bits_under_any_load() -> None:
+    """Two at a time, which do not wait for each other's blocks of threads, and products beside."""
+    import cupy
+
+    rng = cupy.random.default_rng(0)
+    shape = (2, 12, 2500, 128)
+    q, k, v, dout = (rng.standard_normal(shape, np.float32).astype(np.float16) for _ in range(4))
+    assert served(q, k, v, dout, causal=True)
+    attention = tileattn.forward(q, k, v, causal=True)
+    first = tileattn.backward(dout, q, k, v, *attention, causal=True, deterministic=True)
+    load = cupy.ones((2048, 2048), np.float32)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    cupy.cuda.Device().synchronize()
+    for _ in range(50):
+        with streams[0]:
+            load @ load
+        found = []
+        for stream in streams[1:]:
+            with stream:
+                found.append(
+                    tileattn.backward(dout, q, k, v, *attention, causal=True, deterministic=True)
+                )
+        cupy.cuda.Device().synchronize()
+        assert all(bits(each) == bits(first) for each in found)
 
 
 # --- what is not finite -------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """The public calls. Each validates, chooses a backend and hands over."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from tileattn import backends
+from tileattn.backends.lent import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Backend, Explanation
 from tileattn.memo import signature
 from tileattn.problem import (
@@ -136,7 +136,7 @@ def forward(
     given = {} if out is None else {"out": out}
     chosen, problem, operands = _prepare(known, q, k, v, backend, options, given)
     if out is not None:
-        _ensure_writable(out, {"q": q, "k": k, "v": v, **options})
+        ensure_writable("out", out, {"q": q, "k": k, "v": v, **options})
         result = chosen.forward(problem, operands, four_axes(out))
         return Attention(out, _without_lead(result.lse, problem))
     result = chosen.forward(problem, operands, None)
@@ -156,6 +156,7 @@ def backward(
     dlse: Any | None = None,
     deterministic: bool = False,
     backend: str = "auto",
+    workspace: Any | None = None,
     **options: Unpack[Options],
 ) -> Gradients:
     """Gradients of ``forward``, recomputing the probabilities from ``lse``.
@@ -174,6 +175,11 @@ def backward(
         Ask for the same bits on every run; on the CPU they always are.
     backend : str
         As for ``forward``.
+    workspace : array of uint8, shape (n,), or None
+        Memory to use besides the results; None takes it from where results come from, CuPy's pool.
+        At least ``explain(q, k, v, **options).workspace_bytes`` bytes, contiguous and writable, on
+        the device of q, from a multiple of 256 bytes on, and sharing none with an input. What it
+        holds is overwritten.
     **options
         The same as ``forward`` was given.
 
@@ -190,7 +196,7 @@ def backward(
     BackendUnavailableError
         Where the backend cannot run here.
     UnsupportedError
-        Where the backend does not serve this problem.
+        Where the backend does not serve this problem, or takes no workspace.
 
     Notes
     -----
@@ -201,6 +207,12 @@ def backward(
         ds = P * (dout @ v.T - delta)
         dq = scale * ds @ k
         dk = scale * ds.T @ q
+
+    A workspace may serve one call after the other on one stream, of any sizes that it has room
+    for; calls that may run at the same time need one each. The bytes that ``explain`` gives are
+    enough with and without ``deterministic``, where lse and the rows of dout and out are
+    contiguous, as ``forward`` returns them; for copies of others more are needed, and the error
+    says how many. On the CPU none are, and a workspace is left as it is.
 
     References
     ----------
@@ -224,12 +236,16 @@ def backward(
         raise TypeError(
             f"deterministic is {type(deterministic).__name__}; True or False is accepted"
         )
+    lent = {}
+    if workspace is not None:
+        lent["workspace"] = workspace
+        ensure_workspace(chosen, workspace, {"q": q, "k": k, "v": v, **given, **options})
     if problem.ndim < 4:
         rows = (problem.B, problem.Hq, problem.Nq)
         out, dout, lse = four_axes(out), four_axes(dout), lse.reshape(rows)
         dlse = None if dlse is None else dlse.reshape(rows)
     result = chosen.backward(
-        problem, operands, dout, Attention(out, lse), dlse, bool(deterministic)
+        problem, operands, dout, Attention(out, lse), dlse, bool(deterministic), **lent
     )
     dbias = result.dbias
     if dbias is not None and dbias.shape != options["bias"].shape:
@@ -401,41 +417,3 @@ def _operands(known: _Known, q: Any, k: Any, v: Any, options: Options) -> Operan
 def _without_lead(x: Any, problem: Problem) -> Any:
     """Take away the axes that the caller's arrays lack."""
     return x if problem.ndim == 4 else x[(0,) * (4 - problem.ndim)]
-
-
-def _ensure_writable(out: Any, inputs: dict[str, Any]) -> None:
-    """Raise where ``out`` is read-only or shares memory with an input."""
-    if not getattr(out.flags, "writeable", True):
-        raise ValueError("out is read-only; a writable array is accepted")
-    reach = sum((n - 1) * abs(s) for n, s in zip(out.shape, out.strides, strict=True))
-    if out.size and reach + out.itemsize < out.size * out.itemsize:
-        raise ValueError("out has elements that overlap; a plain array is accepted")
-    shared = _overlap if isinstance(out, np.ndarray) else _overlap_there
-    for name, x in inputs.items():
-        if type(x) is type(out) and shared(out, x):
-            raise ValueError(f"out overlaps {name}; an array with memory of its own is accepted")
-
-
-def _overlap_there(a: Any, b: Any) -> bool:
-    """Whether two CuPy arrays share memory; most lie in allocations of their own."""
-    one, other = (getattr(getattr(x, "data", None), "mem", None) for x in (a, b))
-    if one is None or other is None:
-        return False  # an array of another library, which its backend knows better
-    apart = one.ptr + one.size <= other.ptr or other.ptr + other.size <= one.ptr
-    return not apart and _overlap(_placed(a), _placed(b))
-
-
-def _placed(x: Any) -> Any:
-    """Give a NumPy array of the same addresses on the GPU, for a test that touches no memory."""
-    described = {"shape": x.shape, "strides": x.strides, "typestr": f"|V{x.itemsize}"}
-    address = {"data": (x.data.ptr, False), "version": 3}
-    return np.asarray(SimpleNamespace(__array_interface__=described | address))
-
-
-def _overlap(a: Any, b: Any) -> bool:
-    """Whether two arrays share memory; arrays too intricate to tell count as sharing."""
-    effort: Any = 1000
-    try:
-        return np.shares_memory(a, b, max_work=effort)
-    except np.exceptions.TooHardError:
-        return True

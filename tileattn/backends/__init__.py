@@ -139,14 +139,34 @@ def choose(name: str, arrays: dict[str, Any]) -> Backend:
     given = {key: x for key, x in arrays.items() if x is not None}
     backend = _owner(given) if name == "auto" else get(name)
     for key, x in given.items():
-        if not backend.owns(x):
-            raise TypeError(
-                f"{key} is {_kind(x)}, which backend {backend.name!r} does not take; {_remedy(x)}"
-            )
+        ensure_owned(backend, key, x)
     reason = backend.unavailable()
     if reason is not None:
         raise BackendUnavailableError(f"backend {backend.name!r} cannot run here: {reason}")
     return backend
+
+
+def ensure_owned(backend: Backend, key: str, x: Any) -> None:
+    """Raise TypeError where an argument is no array of a backend.
+
+    Parameters
+    ----------
+    backend : Backend
+        The backend that was chosen.
+    key : str
+        Argument's name, for the message.
+    x : array
+        The argument.
+
+    Raises
+    ------
+    TypeError
+        With the conversion to call.
+    """
+    if not backend.owns(x):
+        raise TypeError(
+            f"{key} is {_kind(x)}, which backend {backend.name!r} does not take; {_remedy(x)}"
+        )
 
 
 def ensure_served(backend: Backend, problem: Problem) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 from tileattn.backends.protocol import Explanation
 from tileattn.kernels.call import WIDEST, Call
 from tileattn.kernels.plan import Plan
-from tileattn.kernels.select import padded_rows
 from tileattn.kernels.steps import backward_steps, forward_steps
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
@@ -108,16 +107,13 @@ class CupyBackend:
         # cupy.empty makes the same array, in a microsecond more.
         result = out if out is not None else cupy.ndarray((P.B, P.Hq, P.Nq, P.Dv), P.dtype)
         lse = cupy.ndarray((P.B, P.Hq, P.Nq), P.sum_dtype)
-        # Where out is not made of contiguous rows, the kernel writes to this copy of it.
-        written = call.add_rows("out", result)
+        call.add_rows("out", result, result=True)
         call.addresses["lse"] = lse.data.ptr
         # All memory is there and all kernels are loaded before the first byte of out is written.
         plan = call.plan(forward_steps)
-        plan.run(call.addresses)
+        call.run(plan)
         if call.plain and out is None:
             call.memo["repeat"] = Repeat(plan, P, call.device)
-        if written is not result:
-            result[...] = written
         return Attention(result, lse)
 
     def backward(
@@ -128,6 +124,7 @@ class CupyBackend:
         attention: Attention,
         dlse: Any | None,
         deterministic: bool,
+        workspace: Any | None = None,
     ) -> Gradients:
         """Compute the gradients.
 
@@ -145,6 +142,8 @@ class CupyBackend:
             Gradient that arrives at the logsumexp.
         deterministic : bool
             Whether dq is summed in a fixed order, by a kernel of its own.
+        workspace : cupy array of uint8, shape (n,), or None
+            What all memory but that of the results is taken from.
 
         Returns
         -------
@@ -154,16 +153,14 @@ class CupyBackend:
         Raises
         ------
         ValueError
-            Where an array is on another device.
+            Where an array is on another device, or the workspace too small.
         """
         import cupy
 
-        P, sums = problem, problem.sum_dtype
-        rows = (P.B, P.Hq, P.Nq)
-        dq = cupy.ndarray((*rows, P.D), P.dtype)
+        P = problem
+        dq = cupy.ndarray((P.B, P.Hq, P.Nq, P.D), P.dtype)
         dk = cupy.ndarray((P.B, P.Hkv, P.Nk, P.D), P.dtype)
         dv = cupy.ndarray((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
-        workspace = cupy.ndarray((2, P.B, P.Hq, padded_rows(P.Nq)), sums)
         bias, dbias, sinks, dsinks = operands.bias, None, operands.sinks, None
         call = Call(P, operands)
         for name, x in (("out", attention.out), ("dout", dout), ("dq", dq), ("dk", dk), ("dv", dv)):
@@ -176,24 +173,13 @@ class CupyBackend:
             dbias = cupy.zeros(bias.shape, bias.dtype)
             call.add_strided("dbias", dbias)
         if sinks is not None:
-            dsinks = cupy.ndarray((P.Hq,), sums)
-            call.addresses["dsinks"] = dsinks.data.ptr
-        call.addresses["delta"] = workspace.data.ptr
-        call.addresses["shift"] = workspace.data.ptr + workspace.nbytes // 2
-        call.addresses |= {"dq_sum": 0, "unfinished": 0}
+            dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
+            call.add("dsinks", dsinks, P.sum_dtype, result=True)
         plan = call.plan(
             functools.partial(backward_steps, deterministic=deterministic, sinks=sinks is not None),
             deterministic,
         )
-        if plan.dq_columns:
-            # Behind the sums, a mark for each head of keys.
-            count = P.B * P.Hq * P.Nq * plan.dq_columns
-            dq_sum = cupy.zeros(count + P.B * P.Hkv, sums)
-            call.addresses["dq_sum"] = dq_sum.data.ptr
-            call.addresses["unfinished"] = dq_sum.data.ptr + count * dq_sum.itemsize
-        plan.run(call.addresses)
-        if dsinks is not None:
-            dsinks = dsinks.astype(sinks.dtype, copy=False)
+        call.run(plan, workspace)
         return Gradients(dq, dk, dv, dbias, dsinks)
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:

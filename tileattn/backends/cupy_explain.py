@@ -8,7 +8,6 @@ from tileattn.backends.protocol import Explanation
 from tileattn.kernels import compile as compiler
 from tileattn.kernels.call import Call
 from tileattn.kernels.key import KernelKey
-from tileattn.kernels.select import padded_rows
 from tileattn.kernels.steps import Step, backward_steps, forward_steps
 from tileattn.problem import Operands, Problem
 from tileattn.traffic import forward_traffic
@@ -36,11 +35,18 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
     call = Call(problem, operands)
     facts = call.facts()
     forward = forward_steps(problem, facts)
-    backward = backward_steps(problem, facts, deterministic=False, sinks=operands.sinks is not None)
+    sinks = operands.sinks
+    backward, in_order = (
+        backward_steps(problem, facts, deterministic=fixed, sinks=sinks is not None)
+        for fixed in (False, True)
+    )
     first = forward[0].key if forward else KernelKey("forward", problem.dtype.name)
     last = next((s.key for s in backward if s.key.kernel.endswith(("_keys", "_sm90"))), first)
     dealt = call.order(forward).table
     tiles, moved = forward_traffic(problem, _on_host(problem, operands), _tile(first))
+    if sinks is not None:
+        dsinks = cupy.ndarray(sinks.shape, sinks.dtype, sinks.data)  # looked at, not written
+        call.add("dsinks", dsinks, problem.sum_dtype, result=True)
     device = cupy.cuda.runtime.getDeviceProperties(call.device)["name"].decode()
     return Explanation(
         backend="cupy",
@@ -52,7 +58,7 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
         tiles=tiles,
         bytes_moved=moved,
         kernels=tuple(_described(step) for step in (*forward, *backward)),
-        workspace_bytes=workspace_bytes(problem, backward),
+        workspace_bytes=max(call.layout(steps).nbytes for steps in (backward, in_order)),
         reasons=(
             f"q, k and v are CuPy arrays on {device}",
             f"rows start at multiples of {facts.vector} bytes, which one copy moves",
@@ -60,29 +66,6 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
             *([] if dealt is None else [_DEALT.format(len(dealt) - 1)]),
         ),
     )
-
-
-def workspace_bytes(problem: Problem, backward: tuple[Step, ...]) -> int:
-    """Count the bytes of memory that the backward pass takes besides its results.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    backward : tuple of Step
-        What is started.
-
-    Returns
-    -------
-    int
-        For two numbers of each query, and where dq is summed in memory, for its sum and a mark of
-        each head of keys.
-    """
-    P = problem
-    columns = max((step.key.head_dim for step in backward if step.key.add_dq), default=0)
-    numbers = P.B * P.Hq * (2 * padded_rows(P.Nq) + P.Nq * columns)
-    marks = P.B * P.Hkv if columns else 0
-    return (numbers + marks) * P.sum_dtype.itemsize
 
 
 def _tile(key: KernelKey) -> tuple[int, int]:

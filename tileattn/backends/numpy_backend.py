@@ -108,6 +108,7 @@ class NumpyBackend:
         attention: Attention,
         dlse: Array | None,
         deterministic: bool,  # noqa: ARG002 - sums have a fixed order in any case
+        workspace: Array | None = None,  # noqa: ARG002 - each thread keeps its tiles
     ) -> Gradients:
         """Compute the gradients.
 
@@ -125,6 +126,8 @@ class NumpyBackend:
             Gradient that arrives at the logsumexp.
         deterministic : bool
             Sums have a fixed order in any case.
+        workspace : array of uint8, shape (n,), or None
+            Left as it is: each thread keeps its tiles.
 
         Returns
         -------

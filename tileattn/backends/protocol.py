@@ -30,7 +30,8 @@ class Explanation:
     kernels : tuple of str
         One line for each GPU kernel of both passes: tile, blocks, registers, shared memory.
     workspace_bytes : int
-        Memory that the backward pass takes besides its results; 0 where it is not counted.
+        Memory that the backward pass takes besides its results, and that its ``workspace`` must
+        have, where lse and the rows of dout and out are contiguous; 0 where it is not counted.
     """
 
     backend: str
@@ -69,6 +70,9 @@ class Backend(Protocol):
     Notes
     -----
     Inputs are never written. Results belong to the library, device and stream of the inputs.
+
+    ``backward`` may take an argument ``workspace``, too, and gets it by name where a caller passes
+    one: an array of uint8, of which all but its size has been checked.
     """
 
     name: str

@@ -9,11 +9,12 @@ import numpy as np
 
 from tileattn.kernels.cells import cells_of
 from tileattn.kernels.compile import arch_of
-from tileattn.kernels.plan import Plan, is_capturing
+from tileattn.kernels.plan import Plan, current_stream, is_capturing
 from tileattn.kernels.schedule import Order, order_of
 from tileattn.kernels.select import Facts, padded_rows
 from tileattn.kernels.steps import Step
 from tileattn.kernels.tma import has_boxes
+from tileattn.kernels.workspace import Layout, layout
 from tileattn.problem import Operands, Problem
 
 WIDEST = 16  # bytes of the widest copy
@@ -61,6 +62,7 @@ class Call:
         self.memo = operands.memo
         self._operands = operands
         self._arrays: dict[str, Any] = {}
+        self._copied: dict[str, tuple[Any, bool]] = {}  # the caller's, and whether it is a result
         self._bits = WIDEST  # the lowest one that is set divides every row's address
         self.add_rows("q", operands.q)
         self.add_rows("k", operands.k)
@@ -85,24 +87,28 @@ class Call:
             self.add_strided("kinds", kinds)
             self.add_strided("bits", bits)
 
-    def add_rows(self, name: str, x: Any) -> Any:
+    def add_rows(self, name: str, x: Any, *, result: bool = False) -> None:
         """Pass an array of rows of any strides, or a copy where a row is not contiguous."""
         if x.strides[-1] != self.problem.dtype.itemsize and x.shape[-1] > 1:
-            x = self._contiguous(name, x)
+            self._add_copy(name, x, x.dtype, result)
+            return
         memory = x.data
         if memory.device_id != self.device:
             self._refuse(name, memory.device_id)
         self._arrays[name] = x
         self.addresses[name] = address = memory.ptr
         self._bits |= address
-        return x
 
-    def add(self, name: str, x: Any, dtype: Any = None) -> None:
-        """Pass an array that kernels read as contiguous; where it is not, or of another type, copy.
+    def add(self, name: str, x: Any, dtype: Any = None, *, result: bool = False) -> None:
+        """Pass an array that kernels take as contiguous; where it is not, or of another type, copy.
 
         Its dtype is kept where none is given.
         """
-        self.add_strided(name, self._contiguous(name, x, dtype))
+        dtype = x.dtype if dtype is None else dtype
+        if x.flags.c_contiguous and x.dtype == dtype:
+            self.add_strided(name, x)
+        else:
+            self._add_copy(name, x, dtype, result)
 
     def add_strided(self, name: str, x: Any) -> None:
         """Pass an array of any strides."""
@@ -113,13 +119,16 @@ class Call:
         self._arrays[name] = x
         self.addresses[name] = memory.ptr
 
-    def _contiguous(self, name: str, x: Any, dtype: Any = None) -> Any:
+    def _add_copy(self, name: str, x: Any, dtype: Any, result: bool) -> None:
+        """Describe a contiguous array in the place of the caller's; it has no memory before `run`.
+
+        A result is copied from there after the kernels, anything else to there before them.
+        """
         import cupy
 
-        self.plain = False
-        if x.data.device_id != self.device:
-            self._refuse(name, x.data.device_id)
-        return cupy.ascontiguousarray(x, dtype)
+        self.add_strided(name, x)
+        self._copied[name] = x, result
+        self._arrays[name] = cupy.ndarray(x.shape, dtype, x.data)  # whose address nobody looks at
 
     def _refuse(self, name: str, there: int) -> None:
         raise ValueError(
@@ -149,9 +158,70 @@ class Call:
         if plan is None:
             made = steps(self.problem, self.facts())
             values, fixed = self._values(self.order(made))
-            plan = Plan(values, self.addresses, fixed, made, aligned, self._arrays)
+            plan = Plan(
+                values, self.addresses, fixed, made, aligned, self._arrays, self.layout(made)
+            )
             self.memo[key] = plan
         return plan
+
+    def layout(self, steps: tuple[Step, ...]) -> Layout:
+        """Lay out the memory that these steps take besides the arrays that were passed."""
+        return layout(
+            self.problem, steps, {name: self._arrays[name].nbytes for name in self._copied}
+        )
+
+    def run(self, plan: Plan, workspace: Any = None) -> None:
+        """Start the kernels on CuPy's current stream, with all that they need.
+
+        Parameters
+        ----------
+        plan : Plan
+            Of this call.
+        workspace : cupy array of uint8, shape (n,), or None
+            What memory is taken from in the place of CuPy's pool; starts at a multiple of
+            `tileattn.kernels.workspace.ALIGNED` bytes.
+
+        Raises
+        ------
+        ValueError
+            Where the workspace is too small, or on another device.
+        """
+        if workspace is None and not plan.layout.nbytes:
+            plan.run(self.addresses)
+            return
+        import cupy
+
+        starts, zeros, nbytes = plan.layout
+        memory = self._lent(workspace, nbytes) if workspace is not None else cupy.cuda.alloc(nbytes)
+        for name, start in starts.items():
+            self.addresses[name] = memory.ptr + start
+        copies = []
+        for name, (x, result) in self._copied.items():
+            like = self._arrays[name]
+            copies.append((cupy.ndarray(like.shape, like.dtype, memory + starts[name]), x, result))
+        for copy, x, result in copies:
+            if not result:
+                cupy.copyto(copy, x, casting="unsafe")
+        if zeros < nbytes:
+            stream = current_stream().ptr
+            cupy.cuda.runtime.memsetAsync(memory.ptr + zeros, 0, nbytes - zeros, stream)
+        plan.run(self.addresses)
+        for copy, x, result in copies:
+            if result:
+                cupy.copyto(x, copy, casting="unsafe")
+
+    def _lent(self, workspace: Any, nbytes: int) -> Any:
+        """Give the memory of a workspace that has room."""
+        memory = workspace.data
+        if memory.device_id != self.device:
+            self._refuse("workspace", memory.device_id)
+        if workspace.nbytes < nbytes:
+            raise ValueError(
+                f"workspace has {workspace.nbytes:,} bytes; this call needs {nbytes:,} or more "
+                "(explain(q, k, v, **options).workspace_bytes are enough where lse, and the rows "
+                "of dout and out, are contiguous)"
+            )
+        return memory
 
     def order(self, steps: tuple[Step, ...]) -> Order:
         """Decide in what order a pass takes its blocks."""

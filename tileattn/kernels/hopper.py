@@ -71,7 +71,7 @@ def choose_forward(problem: Problem, facts: Facts) -> Choice:
     return _hopper(HOPPER, problem, dim, value, tile, hopper_bytes(tile, dim, value))
 
 
-def choose_backward(problem: Problem, facts: Facts, *, deterministic: bool) -> Choice:
+def choose_backward(problem: Problem, facts: Facts) -> Choice:
     """Choose the kernel of the backward pass over keys, and its variant.
 
     Parameters
@@ -80,8 +80,6 @@ def choose_backward(problem: Problem, facts: Facts, *, deterministic: bool) -> C
         What is asked.
     facts : Facts
         Of its arrays, dout among them, and its device.
-    deterministic : bool
-        Whether dq is summed in a fixed order, by a kernel of its own.
 
     Returns
     -------
@@ -89,8 +87,6 @@ def choose_backward(problem: Problem, facts: Facts, *, deterministic: bool) -> C
         Hopper's own kernel where it serves the call; else what `choose` finds, and why.
     """
     P = problem
-    if deterministic:
-        return choose("backward_keys", P, facts)
     portable = _portable("backward_keys", _NOT_HOPPER_BACKWARD, P, facts)
     if portable is not None:
         return portable

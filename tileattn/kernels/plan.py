@@ -8,6 +8,7 @@ from tileattn.kernels import compile as compiler
 from tileattn.kernels.params import POINTERS, template
 from tileattn.kernels.steps import Step
 from tileattn.kernels.tma import Maps
+from tileattn.kernels.workspace import Layout
 
 _SLOT = {name: slot for slot, name in enumerate(POINTERS)}
 
@@ -32,11 +33,8 @@ class Plan:
     arrays : mapping of str to cupy array
         Of the first call: those that tensor maps are made of have the same sizes and strides in all
         calls. They are not kept.
-
-    Attributes
-    ----------
-    dq_columns : int
-        Columns of the array ``dq_sum``, of zeros, that the kernels need; 0 where they need none.
+    layout : Layout
+        Of the memory that the kernels need besides.
     """
 
     def __init__(
@@ -47,15 +45,15 @@ class Plan:
         steps: Iterable[Step],
         aligned: int,
         arrays: Mapping[str, Any],
+        layout: Layout,
     ) -> None:
-        steps = tuple(steps)
         self.aligned = aligned
-        self.dq_columns = max((step.key.head_dim for step in steps if step.key.add_dq), default=0)
+        self.layout = layout
         self._fixed = fixed
         self._stream = current_stream().ptr if fixed else 0
         addresses = {name: x.data.ptr for name, x in fixed.items()}
         self._template = template({**values, **addresses})
-        self._slots = tuple((name, _SLOT[name]) for name in names)
+        self._slots = tuple((name, _SLOT[name]) for name in dict.fromkeys((*names, *layout.starts)))
         last = max(slot for _, slot in self._slots)
         self._pointers = [addresses.get(name, 0) for name in POINTERS[: last + 1]]
         self._launches = tuple(_launch(step, arrays) for step in steps)

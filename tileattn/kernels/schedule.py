@@ -17,6 +17,7 @@ from tileattn.kernels.steps import Step
 from tileattn.problem import Operands, Problem
 
 TILE, START = 10, 12  # what a tile of keys costs, and what to begin and end a block does (measured)
+ABREAST = 2  # blocks of keys of a head that work at a time, if dq is summed in order (simulated)
 MOST_TURNS = 64  # on average: with more, dealing in turn is even enough, and tables take long
 
 Array = NDArray[Any]
@@ -61,8 +62,13 @@ def order_of(problem: Problem, operands: Operands, steps: tuple[Step, ...], cach
     Notes
     -----
     The backward pass comes back to four times the bytes of keys and values (their gradients, and
-    the sums of dq), and the persistent kernel is the fastest with half a cache (measured).
+    the sums of dq), and the persistent kernel is the fastest with half a cache (measured). If dq is
+    summed in order, each block of keys waits for the one before it: the fewer of a head are at work
+    at a time, the less. With two of them, tiles of queries are still read but once for both.
     """
+    for step in steps:
+        if step.ordered:
+            return Order(-(-problem.B * problem.Hkv // max(1, step.blocks // ABREAST)))
     kernels = {step.key.kernel for step in steps}
     parts = parts_of(problem, 2 * cache if "forward" in kernels else cache // 2)
     if HOPPER not in kernels:

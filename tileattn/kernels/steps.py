@@ -42,6 +42,8 @@ class Step(NamedTuple):
         Why this kernel, in one clause.
     boxes : tuple of (str, int)
         Arrays of which the kernel takes tensor maps, each with the rows of a box.
+    ordered : bool
+        Whether its blocks of threads add to dq one after the other, in a fixed order.
     """
 
     key: KernelKey
@@ -49,6 +51,7 @@ class Step(NamedTuple):
     shared: int = 0
     why: str = "one warp for each row"
     boxes: tuple[tuple[str, int], ...] = ()
+    ordered: bool = False
 
 
 def forward_steps(problem: Problem, facts: Facts) -> tuple[Step, ...]:
@@ -94,7 +97,8 @@ def backward_steps(
     facts : Facts
         Of its arrays and its device.
     deterministic : bool
-        Whether dq is summed in a fixed order, by a kernel of its own.
+        Whether dq is summed in a fixed order: by a kernel of its own, where its blocks of threads
+        do not wait for each other.
     sinks : bool
         Whether the call has sinks.
 
@@ -108,9 +112,9 @@ def backward_steps(
     steps: list[Step] = []
     if queries:
         steps.append(_rows_step(P, facts))
-    choice = choose_backward(P, facts, deterministic=deterministic)
+    choice = choose_backward(P, facts)
     if choice.key.kernel in HOPPER_BACKWARDS:
-        steps += _hopper_steps(P, facts, choice)
+        steps += _hopper_steps(P, facts, choice, ordered=deterministic)
     else:
         add_dq = queries * keys > 0 and choice.key.kernel == "backward_keys" and not deterministic
         if keys:
@@ -137,7 +141,7 @@ def _rows_step(P: Problem, facts: Facts) -> Step:
     return Step(key, -(-rows // rows_of_block(key, key.value_dim)))
 
 
-def _hopper_steps(P: Problem, facts: Facts, choice: Choice) -> tuple[Step, ...]:
+def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, ordered: bool) -> tuple[Step, ...]:
     """List Hopper's own kernel, then what repairs the heads that it leaves, mostly none."""
     key = replace(choice.key, add_dq=True)
     # Blocks of threads stay, and take one block of keys after the other.
@@ -147,7 +151,7 @@ def _hopper_steps(P: Problem, facts: Facts, choice: Choice) -> tuple[Step, ...]:
     repairs = _keys_step(P, facts, portable, add_dq=False), _queries_step(P, facts)
     after = _finish_step(P, key), *(step._replace(why=_REPAIRS) for step in repairs)
     return (
-        Step(key, blocks, choice.shared, choice.why, boxes),
+        Step(key, blocks, choice.shared, choice.why, boxes, ordered),
         *(step._replace(key=replace(step.key, repairs=True)) for step in after),
     )
 

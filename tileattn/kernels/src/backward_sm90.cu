@@ -12,17 +12,35 @@ constexpr int DQT = DQ_COLUMNS / 8;
 constexpr bool SOON = BLOCK_Q <= 64;
 static_assert(SOON || !HAS_SOFTCAP, "the slopes need registers, too");
 
-// One thread adds the tiles of dq that the warpgroups make to global memory.
-__device__ inline void add(const Memory& memory) {
-    for (Place<1> at;; at.next()) {
-        memory.dq_full().wait(at.round);
-        const Sums sums = memory.shared.sums;
-        if (!sums.bytes) break;
-        // For a fixed order of the sums: here is to be waited until it is this block's turn, and
-        // when they are added, not only read, the next block is to be told.
-        add_piece(sums.target, memory.dq(), sums.bytes);
-        wait_read_pieces();
-        memory.dq_empty().arrive();
+// One thread adds the tiles of dq that the warpgroups make to global memory: if in a fixed order,
+// then to each after the block of keys before this one has.
+__device__ inline void add(const Params& p, const Memory& memory) {
+    const int heads = int(p.group), blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
+    Place<1> kept, at;
+#pragma unroll 1
+    for (;; kept.next()) {
+        memory.k_full().wait(kept.round);
+        const Work work = memory.shared.work;
+        memory.k_empty().arrive();
+        if (work.end) break;
+        i64 head = i64(work.b) * p.Hq + work.kv * heads;
+#pragma unroll 1
+        for (int g = 0; g < heads; ++g, ++head) {
+            u32* const passed = p.passed + head * blocks + work.k0 / BLOCK_K;
+            u32 before = p.passed && work.k0 ? 0 : ~0u;
+#pragma unroll 1
+            for (int tile = work.tiles.first; tile < work.tiles.past; ++tile, at.next()) {
+                const i64 row = i64(tile) * BLOCK_Q;
+                memory.dq_full().wait(at.round);
+                while (before <= tile) before = look_reached(passed - 1);
+                add_piece(static_cast<float*>(p.dq_sum) + (head * p.Nq + row) * HEAD_DIM,
+                          memory.dq(), int(min(i64(BLOCK_Q), p.Nq - row)) * SUM_BYTES);
+                wait_read_pieces();
+                memory.dq_empty().arrive();
+                if (p.passed) wait_added_pieces(), tell_reached(passed, tile + 1);
+            }
+            if (p.passed) tell_reached(passed, ~0u);
+        }
     }
     wait_added_pieces();
 }
@@ -53,21 +71,14 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     };
     auto keep_weights = [&] { keep(weights, s), take_slopes(s, slopes); };
     auto begin_dv = [&] { begin_product<Element>(dv, weights, memory.dout(out_at.stage)); };
-    auto tell_sums = [&](int bytes) {
-        if (threadIdx.x == 0) {
-            const i64 row = (i64(work.b) * p.Hq + h) * p.Nq + tile * BLOCK_Q;
-            memory.shared.sums = {static_cast<float*>(p.dq_sum) + row * HEAD_DIM, bytes};
-        }
-        __syncwarp();
-        if (warp_leader) memory.dq_full().arrive();
-        dq_at.next();
-    };
     auto add_dq = [&](const Fragment<Sum, 1, DQT>& dq) {
         memory.dq_empty().wait(dq_at.round ^ 1);
         store_sums(memory.dq(), HEAD_DIM, dq, row0 - group % DQ_SHARES * GROUP_ROWS,
                    group % DQ_SHARES * DQ_COLUMNS);
         fence_shared();
-        tell_sums(min(BLOCK_Q, int(p.Nq) - tile * BLOCK_Q) * SUM_BYTES);
+        __syncwarp();
+        if (warp_leader) memory.dq_full().arrive();
+        dq_at.next();
     };
     // The scores of this tile are there. Where there is one more, so are its scores in the end.
     auto visit = [&](bool boundary, bool more) {
@@ -144,8 +155,6 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         write_rows(p, p.dv, p.dv_at, work, row0, int(p.Dv), dv);
         write_rows(p, p.dk, p.dk_at, work, row0, int(p.D), dk);
     }
-    memory.dq_empty().wait(dq_at.round ^ 1);
-    tell_sums(0);
 }
 
 extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
@@ -166,7 +175,7 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
         if (warp == WARPS_M) {
             if (threadIdx.x % WARP == 0) copy(p, maps, memory);
         } else if (warp == WARPS_M + 1) {
-            if (threadIdx.x % WARP == 0) add(memory);
+            if (threadIdx.x % WARP == 0) add(p, memory);
         }
     } else {
         take_registers<MULTIPLY_REGISTERS>();

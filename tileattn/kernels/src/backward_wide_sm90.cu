@@ -56,32 +56,41 @@ __device__ inline void arrive_together(const Barrier& barrier) {
     if (threadIdx.x % WARP == 0) barrier.arrive();
 }
 
-// One thread adds the pieces of dq of a warpgroup to global memory.
+// One thread adds the pieces of dq of a warpgroup to global memory: if in a fixed order, then those
+// of a tile after the same thread of the block of keys before this one has.
 __device__ inline void add(const Params& p, const WideMemory& memory, int group) {
-    const int first = first_piece(group), past = past_piece(group), heads = int(p.group);
+    const int heads = int(p.group), blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
+    const int first = first_piece(group), past = past_piece(group);
     Place<1> kept, at;
-    for (;;) {
-        memory.k_full().wait(kept.round);
-        kept.next();
-        const Work work = memory.shared.work;
-        if (work.end) break;
-        memory.k_empty().arrive();
 #pragma unroll 1
-        for (int g = 0; g < heads; ++g)
+    for (;; kept.next()) {
+        memory.k_full().wait(kept.round);
+        const Work work = memory.shared.work;
+        memory.k_empty().arrive();
+        if (work.end) break;
+        i64 head = i64(work.b) * p.Hq + work.kv * heads;
+#pragma unroll 1
+        for (int g = 0; g < heads; ++g, ++head) {
+            u32* const passed = p.passed + (head * blocks + work.k0 / BLOCK_K) * GROUPS + group;
+            u32 before = p.passed && work.k0 ? 0 : ~0u;
 #pragma unroll 1
             for (int tile = work.tiles.first; tile < work.tiles.past; ++tile) {
-                const int q0 = tile * BLOCK_Q, rows = min(BLOCK_Q, int(p.Nq) - q0);
-                const i64 row = (i64(work.b) * p.Hq + work.kv * heads + g) * p.Nq + q0;
-                float* const target = static_cast<float*>(p.dq_sum) + row * HEAD_DIM;
+                const i64 row = i64(tile) * BLOCK_Q;
+                const int sums = int(min(i64(BLOCK_Q), p.Nq - row)) * DQ_PIECE;  // of a piece
+                float* const target =
+                    static_cast<float*>(p.dq_sum) + (head * p.Nq + row) * HEAD_DIM;
 #pragma unroll 1
                 for (int piece = first; piece < past; ++piece, at.next()) {
                     memory.sums_full(group).wait(at.round);
-                    add_piece(target + piece * rows * DQ_PIECE, memory.sums(group),
-                              rows * DQ_PIECE * 4);
+                    while (before <= tile) before = look_reached(passed - GROUPS);
+                    add_piece(target + piece * sums, memory.sums(group), 4 * sums);
                     wait_read_pieces();
                     memory.sums_empty(group).arrive();
                 }
+                if (p.passed) wait_added_pieces(), tell_reached(passed, tile + 1);
             }
+            if (p.passed) tell_reached(passed, ~0u);
+        }
     }
     wait_added_pieces();
 }

@@ -56,7 +56,7 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
         kept.next();
     };
 #pragma unroll 1
-    for (int turn = 0; find_work(p, turn, work); ++turn) {
+    while (find_work(p, claim(p), work)) {
         const Tiles tiles = work.tiles;
         if (tiles.first >= tiles.past) {
             tell();

@@ -21,7 +21,9 @@ struct Params {
     const void* dlse;
     void *delta, *shift;
     void *dq, *dk, *dv, *dq_sum;
-    u32* unfinished;  // of each key head, whether backward_sm90 has left it to others
+    // Of backward_sm90: of each key head, whether it is left to others; how many works are claimed;
+    // and of each block of keys in each head, which tiles of dq it has added to, if in order.
+    u32 *unfinished, *claimed, *passed;
     const void* bias;
     void* dbias;
     const void* mask;

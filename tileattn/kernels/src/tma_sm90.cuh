@@ -104,6 +104,20 @@ __device__ inline void wait_added_pieces() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+// A number in global memory that tells another block of threads how far this one has come: what this
+// thread has added before is there for pieces that the other adds after. Pieces are added by another
+// proxy.
+__device__ inline void tell_reached(u32* place, u32 value) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+}
+__device__ inline u32 look_reached(const u32* place) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    return value;
+}
+
 // What threads have written to shared memory is there for boxes and products after the next
 // barrier.
 __device__ inline void fence_shared() {

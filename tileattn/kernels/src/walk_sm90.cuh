@@ -47,13 +47,18 @@ struct Work {
     Tiles tiles;
 };
 
-// The work of a turn; false where there is none any more.
-__device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work) {
+// The next work that nobody has claimed: long ones come first, and those of a head in order of its
+// keys. So whoever has claimed before all others that are at work waits for none of them. By lane 0,
+// and shuffled, as the compiler is to know that it is the same in all lanes that take part.
+__device__ inline u32 claim(const Params& p) {
+    return __shfl_sync(1, atomicAdd(p.claimed, 1), 0);
+}
+
+// The work of an index; false where there is none any more.
+__device__ __forceinline__ bool find_work(const Params& p, u32 index, Work& work) {
     const int blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K), heads = int(p.B * p.Hkv);
-    int index = turn * int(gridDim.x) + int(blockIdx.x);
-    if (p.schedule) index = p.schedule[index];
-    if (index >= blocks * heads) return false;
-    const Turn at(blocks, heads, int(p.parts), index);
+    if (index >= u32(blocks * heads)) return false;
+    const Turn at(blocks, heads, int(p.parts), int(index));
     work.b = at.head / int(p.Hkv), work.kv = at.head % int(p.Hkv), work.k0 = at.block * BLOCK_K;
     const Band band(p, work.b);
     const Range some = band.queries_of(work.k0, work.k0 + BLOCK_K);
@@ -62,19 +67,12 @@ __device__ __forceinline__ bool find_work(const Params& p, int turn, Work& work)
     return true;
 }
 
-// Where a tile of dq is to be added, and how many bytes; none where there is no tile any more.
-struct Sums {
-    float* target;
-    int bytes;
-};
-
 struct Shared {
     u64 k_full, k_empty, v_full, v_empty, dq_full, dq_empty;
     u64 q_full[Q_STAGES], q_empty[Q_STAGES], out_full[OUT_STAGES], out_empty[OUT_STAGES];
     alignas(16) float shifts[Q_STAGES][BLOCK_Q];
     alignas(16) float deltas[OUT_STAGES][BLOCK_Q];
     Work work;
-    Sums sums;
 };
 
 struct Memory {
@@ -123,7 +121,7 @@ struct Memory {
 
     // By one thread, before all others. Tiles that come with a number for each row expect twice.
     __device__ void start() const {
-        k_full().init(1), k_empty().init(WARPS_M);
+        k_full().init(1), k_empty().init(WARPS_M + 1);
         v_full().init(1), v_empty().init(GROUPS);
         dq_full().init(WARPS_M), dq_empty().init(1);
         for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(GROUPS);

@@ -1,0 +1,65 @@
+"""The memory that a call takes besides its results: one piece, and what lies where in it."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from tileattn.kernels.select import padded_rows
+from tileattn.kernels.steps import Step
+from tileattn.problem import Problem
+
+ALIGNED = 256  # bytes at whose multiples every part begins, and so the whole
+
+_MARK = 4  # bytes: one u32 for each head of keys
+
+
+class Layout(NamedTuple):
+    """Where the parts of a piece of memory begin.
+
+    Parameters
+    ----------
+    starts : dict of str to int
+        Bytes before each part, by its name in the parameter block.
+    zeros : int
+        Bytes before the parts that must be zero when the kernels start: they come last.
+    nbytes : int
+        Bytes of all.
+    """
+
+    starts: dict[str, int]
+    zeros: int
+    nbytes: int
+
+
+def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -> Layout:
+    """Lay out what a pass takes besides its results.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    steps : iterable of Step
+        What is started.
+    copies : mapping of str to int
+        Bytes of the arrays that kernels read or write in the place of the caller's.
+
+    Returns
+    -------
+    Layout
+        Beside the copies, nothing for the forward pass. For the backward pass two numbers of each
+        query, and where dq is summed in memory, the sum and a mark for each head of keys.
+    """
+    P, keys = problem, tuple(step.key for step in steps)
+    number, heads = P.sum_dtype.itemsize, P.B * P.Hq
+    parts = dict(copies)
+    if any(key.kernel == "backward_rows" for key in keys):
+        parts |= dict.fromkeys(("delta", "shift"), heads * padded_rows(P.Nq) * number)
+    zeros = {}
+    columns = max((key.head_dim for key in keys if key.add_dq), default=0)
+    if columns:
+        zeros["dq_sum"] = heads * P.Nq * columns * number
+        zeros["unfinished"] = P.B * P.Hkv * _MARK
+    starts, end = {}, 0
+    for name, nbytes in (parts | zeros).items():
+        starts[name] = -(-end // ALIGNED) * ALIGNED
+        end = starts[name] + nbytes
+    return Layout(starts, starts.get("dq_sum", end), end)
