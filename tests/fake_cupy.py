@@ -16,7 +16,7 @@ from tileattn import backends
 from tileattn.backends import cupy_backend
 from tileattn.kernels import call, tma
 from tileattn.kernels import compile as compiler
-from tileattn.kernels.hopper import HOPPER_BACKWARD
+from tileattn.kernels.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.params import PARAMS
 
@@ -138,7 +138,7 @@ class Machine:
             block = ctypes.string_at(cells.address, PARAMS.itemsize)
             params = np.frombuffer(block, PARAMS)[0]
             for pointer in maps:
-                names = ("q", "k", "v", "dout")[: 4 if key.kernel == HOPPER_BACKWARD else 3]
+                names = ("q", "k", "v", "dout")[: 4 if key.kernel in HOPPER_BACKWARDS else 3]
                 numbers = (ctypes.c_uint64 * (16 * len(names))).from_address(pointer.address)
                 made = tuple(self.encoded[n] for n in numbers[::16])
                 assert [x.address for x in made] == [params[name] for name in names]

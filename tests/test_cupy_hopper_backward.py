@@ -14,7 +14,7 @@ from tests.fake_cupy import Machine
 from tests.test_cupy_hopper import FACTS, REFUSED, SERVED
 from tileattn.kernels import hopper
 from tileattn.kernels.catalog import problem_of
-from tileattn.kernels.hopper import HOPPER_BACKWARD, choose_backward, walk_bytes
+from tileattn.kernels.hopper import HOPPER_BACKWARD, HOPPER_WIDE, choose_backward, walk_bytes
 from tileattn.kernels.schedule import Order, order_of, turns
 from tileattn.kernels.steps import Step, backward_steps
 from tileattn.kernels.tiles import TileSize
@@ -53,8 +53,6 @@ def steps_of(problem: Problem, processors: int = 132, **changed: Any) -> tuple[S
 
 REFUSED_BACKWARD: list[tuple[str, Problem, dict[str, Any]]] = [
     *REFUSED,
-    ("a head dimension is above 128", replace(SERVED, D=136), {}),
-    ("a head dimension is above 128", replace(SERVED, Dv=136), {}),
     ("q and k have columns that are no multiple of 8", replace(SERVED, D=60), {}),
 ]
 
@@ -121,6 +119,33 @@ def test_what_it_serves(
     assert shared + 3072 <= FACTS.shared_limit
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("uses", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("dim", "value", "rooms", "stages"),
+    [
+        (136, 8, (192, 128), 2),
+        (192, 128, (192, 128), 2),
+        (192, 192, (192, 192), 2),
+        (64, 192, (128, 192), 2),
+        (200, 64, (256, 128), 1),
+        (40, 256, (128, 256), 1),
+        (256, 256, (256, 256), 1),
+    ],
+)
+def test_the_kernel_for_wide_heads(
+    dtype: str, uses: set[str], dim: int, value: int, rooms: tuple[int, int], stages: int
+) -> None:
+    """Two warpgroups for the same 64 keys: sums of more keys have no room in registers."""
+    problem = replace(problem_of(dtype, dim, uses), Dv=value, window=(7, 0))
+    key, shared, _, why = choose_backward(problem, FACTS)
+    assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER_WIDE, dtype, *rooms)
+    assert "portable" not in why
+    assert (key.block_q, key.block_k, key.stages) == (64, 64, stages)
+    assert (key.warps_m, key.warps_n, key.loaders, key.threads) == (8, 1, 4, 384)
+    assert shared + hopper.HOPPER_STATIC <= FACTS.shared_limit
+
+
 @pytest.mark.parametrize(
     ("tile", "dim", "value", "kilobytes"),
     [
@@ -130,6 +155,11 @@ def test_what_it_serves(
         (TileSize(64, 128, 8, 1, 2), 64, 128, 48 + 3 * 8 + 2 * 16 + 2 * 16 + 16),
         (TileSize(64, 128, 8, 1, 2), 128, 64, 48 + 3 * 16 + 2 * 8 + 2 * 16 + 32),
         (TileSize(64, 128, 8, 1, 1), 128, 128, 64 + 2 * 16 + 1 * 16 + 2 * 16 + 32),
+        # Wide heads: queries twice, two pieces of sums, and a tile of probabilities.
+        (TileSize(64, 64, 8, 1, 1), 256, 256, 64 + 2 * 32 + 1 * 32 + 2 * 8 + 2 * 16 + 16),
+        (TileSize(64, 64, 8, 1, 2), 192, 192, 48 + 2 * 24 + 2 * 24 + 2 * 8 + 2 * 16 + 16),
+        (TileSize(64, 64, 8, 1, 2), 192, 128, 40 + 2 * 24 + 2 * 16 + 2 * 8 + 2 * 16 + 16),
+        (TileSize(64, 64, 8, 1, 1), 128, 256, 48 + 2 * 16 + 1 * 32 + 2 * 8 + 2 * 16 + 16),
     ],
 )
 def test_shared_memory(tile: TileSize, dim: int, value: int, kilobytes: int) -> None:
@@ -160,6 +190,18 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
     for step, like in zip(after[1:], portable, strict=True):
         assert step.why.startswith("for heads with sums that are not finite")
         assert step == like._replace(key=replace(like.key, repairs=True), why=step.why)
+
+
+def test_what_follows_the_kernel_for_wide_heads() -> None:
+    rows, own, *after = steps_of(replace(SERVED, B=2, Hq=6, Hkv=3, Nq=300, Nk=100, D=200, Dv=40))
+    assert (rows.key.kernel, own.key.kernel) == ("backward_rows", HOPPER_WIDE)
+    assert (own.blocks, own.key.add_dq) == (12, True)
+    assert own.boxes == (("q", 64), ("k", 64), ("v", 64), ("dout", 64))
+    assert [step.key.kernel for step in after] == REPAIRS
+    # It undoes the order of the sums, which depends on the heads and the tiles of queries.
+    finish, like = after[0].key, own.key
+    assert (finish.head_dim, finish.value_dim) == (like.head_dim, like.value_dim) == (256, 128)
+    assert finish.block_q == like.block_q
 
 
 def test_gradients_of_sinks_come_last() -> None:

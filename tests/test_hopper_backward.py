@@ -1,4 +1,4 @@
-"""Hopper's own backward kernel, held to the oracle and to the portable kernels."""
+"""Hopper's own backward kernels, held to the oracle and to the portable kernels."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ from tests.gpu import bits, host, needs_gpu, poison
 from tests.hopper import DTYPES, HKV, HQ, LENGTHS, OPTIONS, B, filled, sent
 from tileattn import Gradients, reference
 from tileattn.kernels import call
-from tileattn.kernels.hopper import HOPPER_BACKWARD
+from tileattn.kernels.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.steps import backward_steps
 from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
@@ -26,8 +26,10 @@ Array = NDArray[Any]
 Given = tuple[Array, Array, Array, Array]
 """q, k, v and dout."""
 
-DIMENSIONS = [(64, 64), (128, 128), (128, 64), (64, 128), (96, 96), (40, 40)]
+WIDE = [(256, 256), (192, 192), (192, 128), (128, 192), (256, 64)]
+DIMENSIONS = [(64, 64), (128, 128), (128, 64), (64, 128), (96, 96), (40, 40), *WIDE]
 ODD_DIMENSIONS = [(8, 8), (40, 24), (72, 120), (128, 8), (24, 96), (16, 128)]
+ODD_DIMENSIONS += [(136, 8), (200, 136), (8, 256), (248, 184)]
 GRADIENTS = ("dq", "dk", "dv")
 
 
@@ -38,12 +40,12 @@ def arrays(dtype: Any, D: int, Dv: int, Nq: int, Nk: int, seed: int = 0) -> Give
 
 
 def served(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> bool:
-    """Whether the kernel serves a call whose arrays are on the GPU."""
+    """Whether one of the kernels serves a call whose arrays are on the GPU."""
     problem, operands = parse(q, k, v, options)
     made = call.Call(problem, operands)
     made.add_rows("dout", dout)
     steps = backward_steps(problem, made.facts(), deterministic=False, sinks=False)
-    return any(step.key.kernel == HOPPER_BACKWARD for step in steps)
+    return any(step.key.kernel in HOPPER_BACKWARDS for step in steps)
 
 
 def called(
@@ -91,7 +93,7 @@ def test_every_option_at_every_head_dimension(dtype: Any, D: int, Dv: int, optio
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (64, 128)])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (64, 128), *WIDE])
 def test_many_turns(D: int, Dv: int, options: str) -> None:
     Nq, Nk = 700, 810
     hold(arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
@@ -105,7 +107,7 @@ def test_lengths_and_offsets_on_the_gpu() -> None:
 
 @pytest.mark.parametrize(("Nq", "Nk"), [*LENGTHS, (127, 131), (1021, 67), (64, 1), (128, 128)])
 @pytest.mark.parametrize("options", ["plain", "causal", "offset", "all"])
-@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128)])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), *WIDE[:3]])
 def test_lengths_that_no_tile_divides(D: int, Dv: int, options: str, Nq: int, Nk: int) -> None:
     hold(arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
 
@@ -122,7 +124,7 @@ def test_columns_beyond_the_array_are_zero(D: int, Dv: int) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2, 6])
-@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128)])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), *WIDE[:3]])
 def test_heads_that_share_keys(D: int, Dv: int, group: int) -> None:
     rng = np.random.default_rng(4)
     heads, kv = 6, 6 // group
@@ -162,9 +164,10 @@ def test_both_ways_agree_with_the_oracle(D: int, Dv: int, causal: bool, request:
 
 
 @pytest.mark.parametrize("options", ["causal", "lengths", "left"])
-def test_every_byte_is_written_and_the_same_on_every_run(options: str) -> None:
+@pytest.mark.parametrize("D", [128, 192, 256])
+def test_every_byte_is_written_and_the_same_on_every_run(D: int, options: str) -> None:
     """But for dq, which is summed in any order; keys that nobody sees have gradients of zero."""
-    made = arrays(DTYPES[1], 128, 128, 500, 1000)
+    made = arrays(DTYPES[1], D, D, 500, 1000)
     there = filled(OPTIONS[options], 1000)
     first = called(made, **there)
     for _ in range(10):
@@ -295,7 +298,7 @@ def test_a_fixed_order_gives_the_same_bits_under_any_load() -> None:
 @pytest.mark.parametrize("turns", ["one", "few"])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("options", ["offset", "window", "left", "lengths", "all"])
-@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128)])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), *WIDE[:3]])
 def test_what_hidden_entries_hold_does_not_matter(
     D: int, Dv: int, options: str, wrong: float, turns: str, request: Any
 ) -> None:
@@ -325,11 +328,12 @@ def test_what_hidden_entries_hold_does_not_matter(
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("D", [128, 256])
 def test_what_is_seen_and_not_finite_passes_as_ieee_has_it(
-    where: str, wrong: float, options: dict[str, Any]
+    D: int, where: str, wrong: float, options: dict[str, Any]
 ) -> None:
     """As in the oracle, infinities that may cancel apart; other heads keep their bits."""
-    made = arrays(DTYPES[1], 128, 128, 500, 500)
+    made = arrays(DTYPES[1], D, D, 500, 500)
     clean = called(made, **options)
     x = dict(zip(("q", "k", "v", "dout"), made, strict=True))[where]
     x[1, x.shape[1] - 1, 333, 5] = wrong

@@ -10,7 +10,7 @@ import pytest
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels import catalog
 from tileattn.kernels.compile import compiled, nvrtc_version
-from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARD
+from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, HOPPER_WIDE
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import TILED
 from tileattn.kernels.tiles import ROOMS
@@ -71,7 +71,7 @@ def test_a_kernel_compiles(case: Case) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_source(arch: str) -> None:
     sources = {source.stem for source in Path(catalog.__file__).parent.glob("src/*.cu")}
-    others = set() if arch == "sm_90a" else {HOPPER, HOPPER_BACKWARD}
+    others = set() if arch == "sm_90a" else {HOPPER, *HOPPER_BACKWARDS}
     assert {key.kernel for a, key in CASES if a == arch} == sources - others
 
 
@@ -123,14 +123,18 @@ def test_the_kernel_for_hopper_alone() -> None:
     }
 
 
-def test_the_backward_kernel_for_hopper_and_what_repairs_after_it() -> None:
-    keys = [key for _, key in CASES if key.kernel == HOPPER_BACKWARD]
-    assert {arch for arch, key in CASES if key.kernel == HOPPER_BACKWARD or key.repairs} == {
-        "sm_90a"
-    }
+@pytest.mark.parametrize(
+    ("kernel", "dims", "rows"),
+    [(HOPPER_BACKWARD, {64, 128}, {64, 128}), (HOPPER_WIDE, {192, 256}, {64})],
+)
+def test_the_backward_kernels_for_hopper_and_what_repairs_after_them(
+    kernel: str, dims: set[int], rows: set[int]
+) -> None:
+    keys = [key for _, key in CASES if key.kernel == kernel]
+    assert {arch for arch, key in CASES if key.kernel == kernel or key.repairs} == {"sm_90a"}
     assert {key.dtype for key in keys} == {"float16", "bfloat16"}
-    assert {key.head_dim for key in keys} == {64, 128}
-    assert {key.block_q for key in keys} == {64, 128}
+    assert {key.head_dim for key in keys} == dims
+    assert {key.block_q for key in keys} == rows
     for option in ("softcap", "alibi", "fold"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
     repairs = {key.kernel for _, key in CASES if key.repairs}

@@ -85,7 +85,11 @@ _WORK = KernelKey("work", "float16", block_q=128, block_k=64, warps_m=8, stages=
 WORK = (_WORK, replace(_WORK, block_q=192, block_k=128, warps_m=12))
 
 _WALK = KernelKey("walk", "float16", block_k=128, warps_m=8, stages=2, loaders=4)
-WALK = (replace(_WALK, block_q=128), replace(_WALK, head_dim=128, value_dim=128))
+WALK = (
+    replace(_WALK, block_q=128),
+    replace(_WALK, head_dim=128, value_dim=128),
+    replace(_WALK, head_dim=256, value_dim=256, block_k=64, stages=1),
+)
 
 KEYS = (
     *BIAS,

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from tileattn.kernels.call import WIDEST
-from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARD
+from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import SHARED_LIMIT, TILED, Facts, choose
 from tileattn.kernels.steps import backward_steps, forward_steps
@@ -33,14 +33,14 @@ _SETS = (
 WINDOWS: tuple[tuple[None, int | None], ...] = ((None, None), (None, 0))
 """Without and with a right limit, by which Hopper's own kernels have their tiles."""
 
-_HOPPERS = (HOPPER, HOPPER_BACKWARD)
+_HOPPERS = (HOPPER, *HOPPER_BACKWARDS)
 
 # For Hopper's own kernels: the widths that calls without options leave out, and its options.
 _HOPPER_CASES = (
     ("float16", 32, {"softcap"}),
     ("bfloat16", 96, {"alibi_slopes"}),
     ("float16", 192, {"softcap", "alibi_slopes"}),
-    ("float16", 256, {"sinks"}),
+    ("bfloat16", 256, {"sinks"}),
 )
 
 

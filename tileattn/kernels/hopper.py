@@ -8,7 +8,11 @@ from tileattn.kernels.tiles import LARGEST, TileSize, candidates
 from tileattn.problem import Problem
 
 HOPPER = "forward_sm90"
-HOPPER_BACKWARD, HOPPER_BACKWARD_LARGEST = "backward_sm90", 128
+HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
+HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_WIDE)
+# Columns that kernels of the backward pass have room for: wide ones where either needs it.
+HOPPER_ROOMS = {HOPPER_BACKWARD: (64, 128), HOPPER_WIDE: (128, 192, 256)}
+HOPPER_PIECE = 64  # columns of dq that the wide one adds at a time
 HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
 HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
 HOPPER_FEW_KEYS = 512
@@ -41,10 +45,6 @@ _NOT_HOPPER: tuple[_Clause, ...] = (
 )
 _NOT_HOPPER_BACKWARD: tuple[_Clause, ...] = (
     *_NOT_HOPPER,
-    (
-        f"a head dimension is above {HOPPER_BACKWARD_LARGEST}",
-        lambda P, _: max(P.D, P.Dv) > HOPPER_BACKWARD_LARGEST,
-    ),
     ("q and k have columns that are no multiple of 8", lambda P, _: P.D % 8 > 0),
 )
 
@@ -90,10 +90,11 @@ def choose_backward(problem: Problem, facts: Facts) -> Choice:
     portable = _portable("backward_keys", _NOT_HOPPER_BACKWARD, P, facts)
     if portable is not None:
         return portable
-    dim, value = (64 if columns <= 64 else HOPPER_BACKWARD_LARGEST for columns in (P.D, P.Dv))
-    tiles = candidates(HOPPER_BACKWARD, P.dtype.itemsize, max(dim, value))
+    kernel = next(name for name in HOPPER_BACKWARDS if max(P.D, P.Dv) <= HOPPER_ROOMS[name][-1])
+    dim, value = (next(n for n in HOPPER_ROOMS[kernel] if x <= n) for x in (P.D, P.Dv))
+    tiles = candidates(kernel, P.dtype.itemsize, max(dim, value))
     tile = tiles[0 if P.uses.isdisjoint({"softcap", "alibi_slopes"}) else -1]
-    return _hopper(HOPPER_BACKWARD, P, dim, value, tile, walk_bytes(tile, dim, value))
+    return _hopper(kernel, P, dim, value, tile, walk_bytes(tile, dim, value))
 
 
 def _portable(
@@ -158,7 +159,7 @@ def hopper_bytes(tile: TileSize, dim: int, value: int) -> int:
 
 
 def walk_bytes(tile: TileSize, dim: int, value: int) -> int:
-    """Count the dynamic shared memory of Hopper's own backward kernel: ``src/walk_sm90.cuh``.
+    """Count the dynamic shared memory of Hopper's own backward kernels: ``src/walk_sm90.cuh``.
 
     Parameters
     ----------
@@ -171,12 +172,15 @@ def walk_bytes(tile: TileSize, dim: int, value: int) -> int:
     -------
     int
         Bytes: of keys and values; queries, one stage more than gradients of the output; two tiles
-        of gradients at the scores; and one of sums.
+        of gradients at the scores; and one of sums. Of wide heads: two stages of queries; and in
+        place of all sums a piece of them for each warpgroup, and a tile of probabilities.
     """
     rows, keys, stages = tile.block_q, tile.block_k, tile.stages
+    wide = max(dim, value) > HOPPER_ROOMS[HOPPER_BACKWARD][-1]
     kept = _boxes(keys, dim) + _boxes(keys, value)
-    rings = (stages + 1) * _boxes(rows, dim) + stages * _boxes(rows, value)
-    return kept + rings + 2 * _boxes(rows, keys) + rows * dim * 4
+    rings = (2 if wide else stages + 1) * _boxes(rows, dim) + stages * _boxes(rows, value)
+    sums = rows * (2 * HOPPER_PIECE + keys) * 4 if wide else rows * dim * 4
+    return kept + rings + 2 * _boxes(rows, keys) + sums
 
 
 def _boxes(rows: int, columns: int) -> int:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tileattn.kernels.hopper import (
     HOPPER,
-    HOPPER_BACKWARD,
+    HOPPER_BACKWARDS,
     HOPPER_GROUP_ROWS,
     choose_backward,
     choose_forward,
@@ -113,7 +113,7 @@ def backward_steps(
     if queries:
         steps.append(_rows_step(P, facts))
     choice = choose_backward(P, facts)
-    if choice.key.kernel == HOPPER_BACKWARD:
+    if choice.key.kernel in HOPPER_BACKWARDS:
         steps += _hopper_steps(P, facts, choice, ordered=deterministic)
     else:
         add_dq = queries * keys > 0 and choice.key.kernel == "backward_keys" and not deterministic

@@ -54,7 +54,10 @@ _SMALL_KEYS = (
     TileSize(16, 32, 2),
     TileSize(16, 16, 1),
 )
-_SMALLER = {"backward_keys": _SMALL_KEYS, "forward_sm90": (), "backward_sm90": ()}
+_SMALLER = {
+    "backward_keys": _SMALL_KEYS,
+    **dict.fromkeys(("forward_sm90", "backward_sm90", "backward_wide_sm90"), ()),
+}
 """What is tried after the rows of the table, where it is not `_SMALL`."""
 
 # (kernel, bytes of an element) -> for each largest head dimension, what to try in turn.
@@ -101,6 +104,11 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("backward_sm90", 2): {
         64: (TileSize(128, 128, 8, 1, 2), TileSize(64, 128, 8, 1, 2)),
         128: (TileSize(64, 128, 8, 1, 2),),
+    },
+    # The same for wide heads: two warpgroups for the same 64 keys.
+    ("backward_wide_sm90", 2): {
+        192: (TileSize(64, 64, 8, 1, 2),),
+        256: (TileSize(64, 64, 8, 1, 1),),
     },
     ("backward_queries", 2): {
         64: (TileSize(128, 64, 4, 1, 2, tuned=True, spills=True),),

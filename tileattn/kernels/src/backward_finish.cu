@@ -4,21 +4,30 @@
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);
 
+// Where a head's sums begin, the one of this query and column of dq lies here; backward_sm90 adds
+// tiles in pieces of columns.
+__device__ inline i64 place_of(const Params& p, int i, int column) {
+    const int at = added_column(column);
+    if constexpr (!REPAIRS) return i64(i) * HEAD_DIM + at;
+    const int first = i / BLOCK_Q * BLOCK_Q, rows = min(BLOCK_Q, int(p.Nq) - first);
+    return i64(first) * HEAD_DIM + at / DQ_PIECE * DQ_PIECE * rows + (i - first) * DQ_PIECE +
+           stored_column(i, at % DQ_PIECE);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_finish(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
     const i64 last = min(row, p.B * p.Hq * p.Nq - 1);  // all lanes stay: they look at rows together
     const int bh = int(last / p.Nq), i = int(last % p.Nq);
     const int b = bh / int(p.Hq), h = bh % int(p.Hq);
-    const Sum* sum = static_cast<const Sum*>(p.dq_sum) + last * HEAD_DIM;
+    const Sum* sum = static_cast<const Sum*>(p.dq_sum) + bh * p.Nq * HEAD_DIM;
     Element* dq = rows_of<Element>(p.dq, p.dq_at, b, h) + i * p.dq_at.n;
     bool good = true;
     for (int d = threadIdx.x % LANES * PIECE; d < p.D; d += LANES * PIECE) {
         Piece<Element> piece;
 #pragma unroll
         for (int e = 0; e < PIECE; ++e) {
-            const int column = added_column(d + e);
-            const Sum x = sum[REPAIRS ? stored_column(i, column) : column] * Sum(p.scale);
+            const Sum x = sum[place_of(p, i, d + e)] * Sum(p.scale);
             good = good && is_finite(x);
             piece.values[e] = narrow<Element>(x);
         }

@@ -4,86 +4,13 @@
 // the other, with all query heads that share it. Scores are computed transposed, so that they are
 // at once operands of dv and dk, which stay in registers; mirrors backward_keys.cu.
 // Shah et al., FlashAttention-3, arXiv:2407.08608.
-#include "plain.cuh"
-#include "walk_sm90.cuh"
+#include "feed_sm90.cuh"
 
-constexpr int QT = BLOCK_Q / 8, DT = HEAD_DIM / 8, VT = VALUE_DIM / 8, DQT = DQ_COLUMNS / 8;
-
-// Registers of a thread: what is given back by the warps that copy goes to those that multiply.
-constexpr int COPY_REGISTERS = 24, MULTIPLY_REGISTERS = 240;
+constexpr int DQT = DQ_COLUMNS / 8;
 
 // Where there are registers for it, dv goes on while the gradients at the scores are found.
 constexpr bool SOON = BLOCK_Q <= 64;
 static_assert(SOON || !HAS_SOFTCAP, "the slopes need registers, too");
-
-struct Maps {
-    TensorMap q, k, v, dout;
-};
-
-__device__ inline const float* row_numbers(const Params& p, const void* numbers, int b, int h) {
-    return static_cast<const float*>(numbers) + (i64(b) * p.Hq + h) * p.rows;
-}
-
-// One thread copies all that the works need, in the order in which it is needed.
-__device__ inline void copy(const Params& p, const Maps& maps, const Memory& memory) {
-    const int group = int(p.group);
-    Place<1> kept;
-    Place<1> v;
-    Place<Q_STAGES> q;
-    Place<OUT_STAGES> out;
-    Work work{};
-    auto load_queries = [&](int h, int q0) {
-        const Barrier full = memory.q_full(q.stage);
-        memory.q_empty(q.stage).wait(q.round ^ 1);
-        memory.q(q.stage).load(maps.q, q0, h, work.b, full);
-        load_piece(shared_address(memory.shared.shifts[q.stage]),
-                   row_numbers(p, p.shift, work.b, h) + q0, ROW_BYTES, full);
-        q.next();
-    };
-    auto load_out = [&](int h, int q0) {
-        const Barrier full = memory.out_full(out.stage);
-        memory.out_empty(out.stage).wait(out.round ^ 1);
-        memory.dout(out.stage).load(maps.dout, q0, h, work.b, full);
-        load_piece(shared_address(memory.shared.deltas[out.stage]),
-                   row_numbers(p, p.delta, work.b, h) + q0, ROW_BYTES, full);
-        out.next();
-    };
-    // All wait for the keys, with which they are told the work.
-    auto tell = [&] {
-        memory.k_empty().wait(kept.round ^ 1);
-        memory.shared.work = work;
-        kept.next();
-    };
-#pragma unroll 1
-    while (find_work(p, claim(p), work)) {
-        const Tiles tiles = work.tiles;
-        if (tiles.first >= tiles.past) {
-            tell();
-            memory.k_full().arrive();
-            continue;
-        }
-        bool first = true;
-#pragma unroll 1
-        for (int g = 0; g < group; ++g)
-#pragma unroll 1
-            for (int tile = tiles.first; tile < tiles.past; ++tile) {
-                const int h = work.kv * group + g, q0 = tile * BLOCK_Q;
-                load_queries(h, q0);
-                load_out(h, q0);
-                if (!first) continue;
-                first = false;
-                // Room for values comes before room for keys.
-                memory.v_empty().wait(v.round ^ 1);
-                memory.v().load(maps.v, work.k0, work.kv, work.b, memory.v_full());
-                v.next();
-                tell();
-                memory.k().load(maps.k, work.k0, work.kv, work.b, memory.k_full());
-            }
-    }
-    work.end = true;
-    tell();
-    memory.k_full().arrive();
-}
 
 // One thread adds the tiles of dq that the warpgroups make to global memory: if in a fixed order,
 // then to each after the block of keys before this one has.
@@ -118,22 +45,10 @@ __device__ inline void add(const Params& p, const Memory& memory) {
     wait_added_pieces();
 }
 
-// Whether all of them are finite: zero times what is not finite is not zero.
-template <int NT>
-__device__ inline bool are_finite(const Fragment<Sum, 1, NT>& c) {
-    Sum spoiled[4] = {};  // not one long chain
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) spoiled[e] = fma(c.x[0][n][e], Sum(0), spoiled[e]);
-    return spoiled[0] + spoiled[1] + spoiled[2] + spoiled[3] == 0;
-}
-
 // What one warpgroup does with the works.
 __device__ inline void multiply(const Params& p, const Memory& memory, int group) {
     const bool leader = threadIdx.x % GROUP == 0, warp_leader = threadIdx.x % WARP == 0;
     const int heads = int(p.group), row0 = threadIdx.x / WARP * 16;
-    const Lane lane;
     Place<1> kept, v_at, dq_at;
     Place<Q_STAGES> q_at;
     Place<OUT_STAGES> out_at;
@@ -141,53 +56,20 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
 
     Work work{};
     int tile = 0, h = 0;
-    Scores<true, 1, QT> s(0, 0);
-    Fragment<Sum, 1, HAS_SOFTCAP ? QT : 1> derivatives;
+    TileScores s(0, 0);
+    Slopes slopes;
     Fragment<Sum, 1, DT> dk;
     Fragment<Sum, 1, VT> dv;
-    Atom<Element>::A weights[BLOCK_Q / 16], gradients[BLOCK_Q / 16];
+    Operands weights, gradients;
 
     auto begin_scores = [&] {
         begin_product<Element, HEAD_DIM>(s, memory.k(), GROUP_ROWS * group, memory.q(q_at.stage));
     };
-    auto keep = [](Atom<Element>::A (&kept)[BLOCK_Q / 16], const Fragment<Sum, 1, QT>& c) {
-#pragma unroll
-        for (int i = 0; i < BLOCK_Q / 16; ++i) kept[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
-    };
-    // s becomes the probabilities.
     auto find_weights = [&](bool boundary) {
-        const Terms terms(p, work.b, h);
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        s.apply(terms, WarpBias<true, 1, QT>(nullptr), [&](int, int n, int e, Sum derivative) {
-            if constexpr (HAS_SOFTCAP) derivatives.x[0][n][e] = derivative;
-        });
-        if (boundary) s.hide(Sight(p, work.b, h), DenseMask<true, 1, QT>{});
-        const float* const shifts = memory.shared.shifts[q_at.stage] + lane.column(0);
-        const Sum unit = terms.unit();
-#pragma unroll
-        for (int n = 0; n < QT; ++n) {
-            const float2 shift = *reinterpret_cast<const float2*>(shifts + 8 * n);
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                s.x[0][n][e] = exp2_of(fma(s.x[0][n][e], unit, -(e % 2 ? shift.y : shift.x)));
-        }
+        weigh(p, work.b, h, boundary, memory.shared.shifts[q_at.stage], s, slopes);
     };
-    // After that s is the probabilities times the slope of the softcap.
-    auto keep_weights = [&] {
-        keep(weights, s);
-        if constexpr (HAS_SOFTCAP)
-            s.for_each([&](Sum& x, int, int, int, int n, int e) { x *= derivatives.x[0][n][e]; });
-    };
-    auto find_gradients = [&](Fragment<Sum, 1, QT>& dp) {
-        const float* const deltas = memory.shared.deltas[out_at.stage] + lane.column(0);
-#pragma unroll
-        for (int n = 0; n < QT; ++n) {
-            const float2 delta = *reinterpret_cast<const float2*>(deltas + 8 * n);
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                dp.x[0][n][e] = s.x[0][n][e] * (dp.x[0][n][e] - (e % 2 ? delta.y : delta.x));
-        }
-    };
+    auto keep_weights = [&] { keep(weights, s), take_slopes(s, slopes); };
     auto begin_dv = [&] { begin_product<Element>(dv, weights, memory.dout(out_at.stage)); };
     auto add_dq = [&](const Fragment<Sum, 1, DQT>& dq) {
         memory.dq_empty().wait(dq_at.round ^ 1);
@@ -197,11 +79,6 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         __syncwarp();
         if (warp_leader) memory.dq_full().arrive();
         dq_at.next();
-    };
-    auto write = [&](void* target, const Rows& at, int columns, const auto& sums) {
-        const int row = work.k0 + row0;
-        store_rows(rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, sums,
-                   int(p.Nk) - row, columns);
     };
     // The scores of this tile are there. Where there is one more, so are its scores in the end.
     auto visit = [&](bool boundary, bool more) {
@@ -219,7 +96,8 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             end_product<0>(dp);
         }
         if (!more && leader) memory.v_empty().arrive();
-        find_gradients(dp);
+        find_gradients(memory.shared.deltas[out_at.stage], dp,
+                       [&](int n, int e) { return s.x[0][n][e]; });
         if constexpr (!SOON) keep_weights(), begin_dv();
         keep(gradients, dp);
         store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
@@ -265,21 +143,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             memory.v_full().wait(v_at.round);
             v_at.next();
             end_product<0>(s);
-#pragma unroll 1
-            for (int g = 0; g < heads; ++g) {
-                h = work.kv * heads + g;
-                const int past = tiles.past - (g + 1 == heads);  // the last of all is apart
-                for (tile = tiles.first; tile < past;) {
-                    if (tiles.boundary(tile)) {
-                        visit(true, true), ++tile;
-                    } else {
-                        const int full_past = min(past, tiles.full_past);
-#pragma unroll 1
-                        for (; tile < full_past; ++tile) visit(false, true);
-                    }
-                }
-            }
-            visit(true, false);
+            visit_all(work, heads, h, tile, visit);
         }
         __syncwarp();  // all lanes know the work
         if (warp_leader) memory.k_empty().arrive();
@@ -288,8 +152,8 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         for (auto& atom : dk.x[0])
 #pragma unroll
             for (Sum& x : atom) x *= Sum(p.scale);
-        write(p.dv, p.dv_at, int(p.Dv), dv);
-        write(p.dk, p.dk_at, int(p.D), dk);
+        write_rows(p, p.dv, p.dv_at, work, row0, int(p.Dv), dv);
+        write_rows(p, p.dk, p.dk_at, work, row0, int(p.D), dk);
     }
 }
 

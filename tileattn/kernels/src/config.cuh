@@ -43,6 +43,11 @@ constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
 constexpr bool REPAIRS = KEY_REPAIRS;
 constexpr int SPAN = KEY_SPAN;
 
+// Of Hopper's own backward kernels: which of the two has such heads, and how many columns of a tile
+// of dq it adds at a time. Those of all its queries lie together, then come the next columns.
+constexpr bool IS_WIDE = HEAD_DIM > 128 || VALUE_DIM > 128;
+constexpr int DQ_PIECE = IS_WIDE ? 64 : HEAD_DIM;
+
 // Steps of a product that are laid out one after the other. The careful pass rarely runs, and is
 // compiled sooner with one.
 template <bool CAREFUL, int DEPTH>

@@ -119,3 +119,25 @@ __device__ inline void store_sums(u32 target, int stride, const Fragment<float, 
         }
     }
 }
+
+// Write accumulators for the thread of the same place in another warpgroup, which reads them.
+template <int NT>
+__device__ inline void hand_over(u32 target, const Fragment<float, 1, NT>& c) {
+    const u32 to = target + threadIdx.x % (4 * WARP) * 16;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + 64 * WARP * n),
+                     "f"(c.x[0][n][0]), "f"(c.x[0][n][1]), "f"(c.x[0][n][2]), "f"(c.x[0][n][3])
+                     : "memory");
+}
+template <int NT>
+__device__ inline void take_over(Fragment<float, 1, NT>& c, u32 source) {
+    const u32 from = source + threadIdx.x % (4 * WARP) * 16;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(c.x[0][n][0]), "=f"(c.x[0][n][1]), "=f"(c.x[0][n][2]),
+                       "=f"(c.x[0][n][3])
+                     : "r"(from + 64 * WARP * n)
+                     : "memory");
+}

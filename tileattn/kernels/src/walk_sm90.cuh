@@ -8,18 +8,20 @@
 
 constexpr int GROUP = 4 * WARP;      // threads of a warpgroup
 constexpr int GROUPS = WARPS_M / 4;  // warpgroups that multiply
-constexpr int GROUP_ROWS = 64;       // keys of each
-static_assert(BLOCK_K == GROUP_ROWS * GROUPS && WARPS_N == 1, "a warpgroup takes 64 keys");
+constexpr int GROUP_ROWS = 64;       // keys of each; where heads are wide, all take the same
+static_assert(BLOCK_K == GROUP_ROWS * (IS_WIDE ? 1 : GROUPS) && WARPS_N == 1,
+              "a warpgroup takes 64 keys");
 static_assert(LOADERS == 4, "the warps that copy give the registers of a warpgroup back");
 
-// Queries stay until dk has them, after the next scores have begun: they need a stage more.
-constexpr int OUT_STAGES = STAGES, Q_STAGES = STAGES + 1;
+// Queries stay until dk has them, after the next scores have begun: they need a stage more, and
+// are the last to need two.
+constexpr int OUT_STAGES = STAGES, Q_STAGES = IS_WIDE ? 2 : STAGES + 1;
 constexpr int PAIR_STAGES = 2;  // so that warpgroups meet once for each tile
 
 // Each warpgroup computes a part of dq: 64 queries, and all columns or as many as are its share.
 constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (GROUP_ROWS * GROUPS);
 constexpr int DQ_SHARES = HEAD_DIM / DQ_COLUMNS;
-static_assert(DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32, "shares keep to slices");
+static_assert(IS_WIDE || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32, "shares keep to slices");
 
 using KeyTile = BoxTile<BLOCK_K, HEAD_DIM>;
 using ValueTile = BoxTile<BLOCK_K, VALUE_DIM>;
@@ -81,7 +83,10 @@ struct Memory {
     static constexpr int OUT = Q + Q_STAGES * QueryTile::BYTES;
     static constexpr int PAIRS = OUT + OUT_STAGES * OutTile::BYTES;
     static constexpr int SUMS = PAIRS + PAIR_STAGES * PairTile::BYTES;
-    static constexpr int BYTES = SUMS + BLOCK_Q * SUM_BYTES;
+    // All of a tile's sums, or a piece of each warpgroup, and the probabilities that one tells the
+    // other.
+    static constexpr int PIECE = BLOCK_Q * DQ_PIECE * 4, WEIGHTS = SUMS + GROUPS * PIECE;
+    static constexpr int BYTES = IS_WIDE ? WEIGHTS + BLOCK_Q * BLOCK_K * 4 : SUMS + PIECE;
     static_assert(BYTES + sizeof(Shared) <= 227 * 1024, "what a block may have");
 
     // Where the tiles begin. That it is the same each time is hidden from the compiler, which would

@@ -1,0 +1,278 @@
+// Attention, backward for all of q, k and v, on Hopper, where heads have more than 128 columns: as
+// backward_sm90.cu, but the sums of dk and dv of 64 keys fill the registers of a warpgroup each. So
+// one has dv, finds probabilities and tells them to the other, which has dk, and finds the
+// gradients at the scores. Both compute pieces of dq from these, each with a thread that adds them
+// to global memory.
+#include "feed_sm90.cuh"
+
+static_assert(IS_WIDE && GROUPS == 2 && BLOCK_Q == GROUP_ROWS && HEAD_DIM % DQ_PIECE == 0);
+
+// The warpgroups by what they have in their registers, and the pieces of dq of each: the one that
+// also has the exponentials to do never has more.
+constexpr int VALUES = 0, KEYS = 1;
+constexpr int PIECES = HEAD_DIM / DQ_PIECE, VALUE_PIECES = PIECES / 2;
+
+constexpr int first_piece(int group) { return group == VALUES ? 0 : VALUE_PIECES; }
+constexpr int past_piece(int group) { return group == VALUES ? VALUE_PIECES : PIECES; }
+
+struct Exchange {
+    u64 weights_full, pairs_full[PAIR_STAGES], sums_full[GROUPS], sums_empty[GROUPS];
+};
+
+struct WideMemory : Memory {
+    Exchange& exchange;
+
+    __device__ u32 weights() const { return tiles + WEIGHTS; }
+    __device__ u32 sums(int group) const { return tiles + SUMS + group * PIECE; }
+
+    __device__ Barrier weights_full() const { return {shared_address(&exchange.weights_full)}; }
+    __device__ Barrier pairs_full(int stage) const {
+        return {shared_address(exchange.pairs_full + stage)};
+    }
+    __device__ Barrier sums_full(int group) const {
+        return {shared_address(exchange.sums_full + group)};
+    }
+    __device__ Barrier sums_empty(int group) const {
+        return {shared_address(exchange.sums_empty + group)};
+    }
+
+    // By one thread, before all others: a warp that multiplies arrives once, where it does.
+    __device__ void start() const {
+        constexpr int WARPS = WARPS_M / GROUPS;
+        k_full().init(1), k_empty().init(WARPS_M + GROUPS);  // those who add read the work, too
+        v_full().init(1), v_empty().init(WARPS);
+        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(WARPS_M);
+        for (int s = 0; s < OUT_STAGES; ++s) out_full(s).init(2), out_empty(s).init(WARPS_M);
+        weights_full().init(WARPS);
+        for (int s = 0; s < PAIR_STAGES; ++s) pairs_full(s).init(WARPS);
+        for (int g = 0; g < GROUPS; ++g) sums_full(g).init(WARPS), sums_empty(g).init(1);
+        barriers_are_made();
+    }
+};
+
+// What all lanes of the warp have read and written so far is done.
+__device__ inline void arrive_together(const Barrier& barrier) {
+    __syncwarp();
+    if (threadIdx.x % WARP == 0) barrier.arrive();
+}
+
+// One thread adds the pieces of dq of a warpgroup to global memory: if in a fixed order, then those
+// of a tile after the same thread of the block of keys before this one has.
+__device__ inline void add(const Params& p, const WideMemory& memory, int group) {
+    const int heads = int(p.group), blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
+    const int first = first_piece(group), past = past_piece(group);
+    Place<1> kept, at;
+#pragma unroll 1
+    for (;; kept.next()) {
+        memory.k_full().wait(kept.round);
+        const Work work = memory.shared.work;
+        memory.k_empty().arrive();
+        if (work.end) break;
+        i64 head = i64(work.b) * p.Hq + work.kv * heads;
+#pragma unroll 1
+        for (int g = 0; g < heads; ++g, ++head) {
+            u32* const passed = p.passed + (head * blocks + work.k0 / BLOCK_K) * GROUPS + group;
+            u32 before = p.passed && work.k0 ? 0 : ~0u;
+#pragma unroll 1
+            for (int tile = work.tiles.first; tile < work.tiles.past; ++tile) {
+                const i64 row = i64(tile) * BLOCK_Q;
+                const int sums = int(min(i64(BLOCK_Q), p.Nq - row)) * DQ_PIECE;  // of a piece
+                float* const target =
+                    static_cast<float*>(p.dq_sum) + (head * p.Nq + row) * HEAD_DIM;
+#pragma unroll 1
+                for (int piece = first; piece < past; ++piece, at.next()) {
+                    memory.sums_full(group).wait(at.round);
+                    while (before <= tile) before = look_reached(passed - GROUPS);
+                    add_piece(target + piece * sums, memory.sums(group), 4 * sums);
+                    wait_read_pieces();
+                    memory.sums_empty(group).arrive();
+                }
+                if (p.passed) wait_added_pieces(), tell_reached(passed, tile + 1);
+            }
+            if (p.passed) tell_reached(passed, ~0u);
+        }
+    }
+    wait_added_pieces();
+}
+
+// A warpgroup's pieces of dq, of a tile whose gradients at the scores are there: one by one, as
+// there are registers for. In the end no product is under way, those begun before included.
+template <int GROUP_NUMBER>
+__device__ inline void find_dq(const WideMemory& memory, int stage, int row0, Place<1>& at) {
+    constexpr int FIRST = first_piece(GROUP_NUMBER), COUNT = past_piece(GROUP_NUMBER) - FIRST;
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n, at.next()) {
+        Fragment<Sum, 1, DQ_PIECE / 8> dq;
+        begin_product_of_rows<Element>(dq, memory.ds(stage), 0, memory.k(),
+                                       (FIRST + n) * DQ_PIECE);
+        end_product<0>(dq);
+        memory.sums_empty(GROUP_NUMBER).wait(at.round ^ 1);
+        store_sums(memory.sums(GROUP_NUMBER), DQ_PIECE, dq, row0, 0);
+        fence_shared();
+        arrive_together(memory.sums_full(GROUP_NUMBER));
+    }
+}
+
+// What the warpgroup that has dv does with the works.
+__device__ inline void find_dv(const Params& p, const WideMemory& memory) {
+    const int row0 = threadIdx.x / WARP % 4 * 16;
+    Place<1> kept, sums_at;
+    Place<Q_STAGES> q_at;
+    Place<OUT_STAGES> out_at;
+    Place<PAIR_STAGES> pair_at;
+    Work work{};
+    int tile = 0, h = 0;
+    TileScores s(0, 0);
+    Slopes slopes;
+    Fragment<Sum, 1, VT> dv;
+    Operands weights;
+
+    auto begin_scores = [&] {
+        memory.q_full(q_at.stage).wait(q_at.round);
+        begin_product<Element, HEAD_DIM>(s, memory.k(), 0, memory.q(q_at.stage));
+    };
+    // The scores of this tile are there. Where there is one more, so are its scores in the end.
+    auto visit = [&](bool boundary, bool more) {
+        s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
+        weigh(p, work.b, h, boundary, memory.shared.shifts[q_at.stage], s, slopes);
+        arrive_together(memory.q_empty(q_at.stage));
+        q_at.next();
+        keep(weights, s);
+        take_slopes(s, slopes);
+        hand_over(memory.weights(), s);
+        arrive_together(memory.weights_full());
+        memory.out_full(out_at.stage).wait(out_at.round);
+        begin_product<Element>(dv, weights, memory.dout(out_at.stage));
+        if (more) {
+            begin_scores();
+            end_product<1>(dv);
+        } else {
+            end_product<0>(dv);
+        }
+        arrive_together(memory.out_empty(out_at.stage));
+        out_at.next();
+        // Then the other warpgroup has read the weights, too.
+        memory.pairs_full(pair_at.stage).wait(pair_at.round);
+        find_dq<VALUES>(memory, pair_at.stage, row0, sums_at);
+        pair_at.next();
+        if (more) end_product<0>(s);
+    };
+
+    for (;;) {
+        memory.k_full().wait(kept.round);
+        kept.next();
+        work = memory.shared.work;
+        if (work.end) break;
+        dv.clear();
+        if (work.tiles.first < work.tiles.past) {
+            begin_scores();
+            end_product<0>(s);
+            visit_all(work, int(p.group), h, tile, visit);
+        }
+        arrive_together(memory.k_empty());
+        if (!are_finite(dv)) unfinished(p, work.b, work.kv) = 1;
+        write_rows(p, p.dv, p.dv_at, work, row0, int(p.Dv), dv);
+    }
+}
+
+// What the warpgroup that has dk does with the works.
+__device__ inline void find_dk(const Params& p, const WideMemory& memory) {
+    const int row0 = threadIdx.x / WARP % 4 * 16;
+    Place<1> kept, v_at, weights_at, sums_at;
+    Place<Q_STAGES> q_at;
+    Place<OUT_STAGES> out_at;
+    Place<PAIR_STAGES> pair_at;
+    Work work{};
+    int tile = 0, h = 0;
+    Fragment<Sum, 1, QT> dp;
+    Fragment<Sum, 1, DT> dk;
+    Operands gradients;
+
+    auto begin_gradients = [&] {
+        memory.out_full(out_at.stage).wait(out_at.round);
+        begin_product<Element, VALUE_DIM>(dp, memory.v(), 0, memory.dout(out_at.stage));
+    };
+    // The products of dout and v of this tile are under way. Where there is one more, so are its
+    // in the end: while the other warpgroup finds its probabilities.
+    auto visit = [&](bool, bool more) {
+        end_product<0>(dp);
+        if (!more) arrive_together(memory.v_empty());
+        {
+            Fragment<Sum, 1, QT> s;
+            memory.weights_full().wait(weights_at.round);
+            weights_at.next();
+            take_over(s, memory.weights());
+            find_gradients(memory.shared.deltas[out_at.stage], dp,
+                           [&](int n, int e) { return s.x[0][n][e]; });
+        }
+        arrive_together(memory.out_empty(out_at.stage));
+        out_at.next();
+        keep(gradients, dp);
+        // Of two tiles ago: the products of this warpgroup that read it were over before the last
+        // gradients were all there, those of the other one before these weights.
+        store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
+        fence_shared();
+        arrive_together(memory.pairs_full(pair_at.stage));
+        memory.q_full(q_at.stage).wait(q_at.round);
+        begin_product<Element>(dk, gradients, memory.q(q_at.stage));
+        memory.pairs_full(pair_at.stage).wait(pair_at.round);
+        find_dq<KEYS>(memory, pair_at.stage, row0, sums_at);
+        end_product<0>(dk);
+        arrive_together(memory.q_empty(q_at.stage));
+        q_at.next();
+        pair_at.next();
+        if (more) begin_gradients();
+    };
+
+    for (;;) {
+        memory.k_full().wait(kept.round);
+        kept.next();
+        work = memory.shared.work;
+        if (work.end) break;
+        dk.clear();
+        if (work.tiles.first < work.tiles.past) {
+            memory.v_full().wait(v_at.round);
+            v_at.next();
+            begin_gradients();
+            visit_all(work, int(p.group), h, tile, visit);
+        }
+        arrive_together(memory.k_empty());
+        if (!are_finite(dk)) unfinished(p, work.b, work.kv) = 1;
+#pragma unroll
+        for (auto& atom : dk.x[0])
+#pragma unroll
+            for (Sum& x : atom) x *= Sum(p.scale);
+        write_rows(p, p.dk, p.dk_at, work, row0, int(p.D), dk);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
+    backward_wide_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+    extern __shared__ __align__(1024) char tiles[];
+    __shared__ Shared shared;
+    __shared__ Exchange exchange;
+    const WideMemory memory{{shared_address(tiles), shared}, exchange};
+    // The same in all lanes of a warp, as the compiler is to know.
+    const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
+    if (threadIdx.x == 0) memory.start();
+    if (threadIdx.x == WARP)
+        prefetch_map(maps.k), prefetch_map(maps.q), prefetch_map(maps.v), prefetch_map(maps.dout);
+    __syncthreads();
+    if (group == GROUPS) {
+        keep_registers<COPY_REGISTERS>();
+        const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
+        if (threadIdx.x % WARP) return;
+        if (warp == WARPS_M) {
+            copy(p, maps, memory);
+        } else if (warp <= WARPS_M + GROUPS) {
+            add(p, memory, warp - WARPS_M - 1);
+        }
+    } else {
+        take_registers<MULTIPLY_REGISTERS>();
+        if (group == VALUES) {
+            find_dv(p, memory);
+        } else {
+            find_dk(p, memory);
+        }
+    }
+}

@@ -1,0 +1,175 @@
+// Layer 3. What the backward kernels of Hopper share: the thread that copies, the walk over the tiles
+// of a work, and the steps from scores to gradients at them.
+#pragma once
+
+#include "mask.cuh"
+#include "plain.cuh"
+#include "walk_sm90.cuh"
+
+constexpr int QT = BLOCK_Q / 8, DT = HEAD_DIM / 8, VT = VALUE_DIM / 8;
+
+// Registers of a thread: what is given back by the warps that copy goes to those that multiply.
+constexpr int COPY_REGISTERS = 24, MULTIPLY_REGISTERS = 240;
+
+// Scores of 64 keys and a tile of queries, the slopes of the softcap at them, and what is made of
+// them as operands of products.
+using TileScores = Scores<true, 1, QT>;
+using Slopes = Fragment<Sum, 1, HAS_SOFTCAP ? QT : 1>;
+using Operands = Atom<Element>::A[BLOCK_Q / 16];
+
+struct Maps {
+    TensorMap q, k, v, dout;
+};
+
+__device__ inline const float* row_numbers(const Params& p, const void* numbers, int b, int h) {
+    return static_cast<const float*>(numbers) + (i64(b) * p.Hq + h) * p.rows;
+}
+
+// One thread copies all that the works need, in the order in which it is needed.
+__device__ inline void copy(const Params& p, const Maps& maps, const Memory& memory) {
+    const int group = int(p.group);
+    Place<1> kept;
+    Place<1> v;
+    Place<Q_STAGES> q;
+    Place<OUT_STAGES> out;
+    Work work{};
+    auto load_queries = [&](int h, int q0) {
+        const Barrier full = memory.q_full(q.stage);
+        memory.q_empty(q.stage).wait(q.round ^ 1);
+        memory.q(q.stage).load(maps.q, q0, h, work.b, full);
+        load_piece(shared_address(memory.shared.shifts[q.stage]),
+                   row_numbers(p, p.shift, work.b, h) + q0, ROW_BYTES, full);
+        q.next();
+    };
+    auto load_out = [&](int h, int q0) {
+        const Barrier full = memory.out_full(out.stage);
+        memory.out_empty(out.stage).wait(out.round ^ 1);
+        memory.dout(out.stage).load(maps.dout, q0, h, work.b, full);
+        load_piece(shared_address(memory.shared.deltas[out.stage]),
+                   row_numbers(p, p.delta, work.b, h) + q0, ROW_BYTES, full);
+        out.next();
+    };
+    // All wait for the keys, with which they are told the work.
+    auto tell = [&] {
+        memory.k_empty().wait(kept.round ^ 1);
+        memory.shared.work = work;
+        kept.next();
+    };
+#pragma unroll 1
+    while (find_work(p, claim(p), work)) {
+        const Tiles tiles = work.tiles;
+        if (tiles.first >= tiles.past) {
+            tell();
+            memory.k_full().arrive();
+            continue;
+        }
+        bool first = true;
+#pragma unroll 1
+        for (int g = 0; g < group; ++g)
+#pragma unroll 1
+            for (int tile = tiles.first; tile < tiles.past; ++tile) {
+                const int h = work.kv * group + g, q0 = tile * BLOCK_Q;
+                load_queries(h, q0);
+                load_out(h, q0);
+                if (!first) continue;
+                first = false;
+                // Room for values comes before room for keys.
+                memory.v_empty().wait(v.round ^ 1);
+                memory.v().load(maps.v, work.k0, work.kv, work.b, memory.v_full());
+                v.next();
+                tell();
+                memory.k().load(maps.k, work.k0, work.kv, work.b, memory.k_full());
+            }
+    }
+    work.end = true;
+    tell();
+    memory.k_full().arrive();
+}
+
+// Whether all of them are finite: zero times what is not finite is not zero.
+template <int NT>
+__device__ inline bool are_finite(const Fragment<Sum, 1, NT>& c) {
+    Sum spoiled[4] = {};  // not one long chain
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) spoiled[e] = fma(c.x[0][n][e], Sum(0), spoiled[e]);
+    return spoiled[0] + spoiled[1] + spoiled[2] + spoiled[3] == 0;
+}
+
+// Scores become probabilities; `shifts` are those of the tile's queries.
+__device__ inline void weigh(const Params& p, int b, int h, bool boundary, const float* shifts,
+                             TileScores& s, Slopes& slopes) {
+    const Terms terms(p, b, h);
+    s.apply(terms, WarpBias<true, 1, QT>(nullptr), [&](int, int n, int e, Sum derivative) {
+        if constexpr (HAS_SOFTCAP) slopes.x[0][n][e] = derivative;
+    });
+    if (boundary) s.hide(Sight(p, b, h), DenseMask<true, 1, QT>{});
+    const Lane lane;
+    const Sum unit = terms.unit();
+#pragma unroll
+    for (int n = 0; n < QT; ++n) {
+        const float2 shift = *reinterpret_cast<const float2*>(shifts + lane.column(0) + 8 * n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            s.x[0][n][e] = exp2_of(fma(s.x[0][n][e], unit, -(e % 2 ? shift.y : shift.x)));
+    }
+}
+
+// Products of dout and v become gradients at the scores, whose probabilities times slopes are
+// p(n, e); `deltas` are those of the tile's queries.
+template <class Probability>
+__device__ inline void find_gradients(const float* deltas, Fragment<Sum, 1, QT>& dp,
+                                      Probability p) {
+    const Lane lane;
+#pragma unroll
+    for (int n = 0; n < QT; ++n) {
+        const float2 delta = *reinterpret_cast<const float2*>(deltas + lane.column(0) + 8 * n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            dp.x[0][n][e] = p(n, e) * (dp.x[0][n][e] - (e % 2 ? delta.y : delta.x));
+    }
+}
+
+// After that s is the probabilities times the slopes of the softcap.
+__device__ inline void take_slopes(TileScores& s, const Slopes& slopes) {
+    if constexpr (HAS_SOFTCAP)
+        s.for_each([&](Sum& x, int, int, int, int n, int e) { x *= slopes.x[0][n][e]; });
+}
+
+__device__ inline void keep(Operands& kept, const Fragment<Sum, 1, QT>& c) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_Q / 16; ++i) kept[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
+}
+
+// Call visit(boundary, more) for all tiles of a work that has some, head by head: `boundary` is
+// false where all queries see all keys, `more` for the last tile of all.
+template <class Visit>
+__device__ __forceinline__ void visit_all(const Work& work, int heads, int& h, int& tile,
+                                          Visit visit) {
+    const Tiles tiles = work.tiles;
+#pragma unroll 1
+    for (int g = 0; g < heads; ++g) {
+        h = work.kv * heads + g;
+        const int past = tiles.past - (g + 1 == heads);  // the last of all is apart
+        for (tile = tiles.first; tile < past;) {
+            if (tiles.boundary(tile)) {
+                visit(true, true), ++tile;
+            } else {
+                const int full_past = min(past, tiles.full_past);
+#pragma unroll 1
+                for (; tile < full_past; ++tile) visit(false, true);
+            }
+        }
+    }
+    visit(true, false);
+}
+
+// Write 16 rows of each warp to an array of the gradient of keys or values.
+template <int NT>
+__device__ inline void write_rows(const Params& p, void* target, const Rows& at, const Work& work,
+                                  int row0, int columns, const Fragment<Sum, 1, NT>& sums) {
+    const int row = work.k0 + row0;
+    store_rows(rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, sums,
+               int(p.Nk) - row, columns);
+}
