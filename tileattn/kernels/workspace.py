@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from tileattn.kernels.hopper import HOPPER_BACKWARD
+from tileattn.kernels.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.select import padded_rows
 from tileattn.kernels.steps import Step
 from tileattn.problem import Problem
@@ -61,8 +61,8 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
     if columns:
         zeros["dq_sum"] = heads * P.Nq * columns * number
     for key in keys:
-        if key.kernel == HOPPER_BACKWARD:
-            blocks = -(-P.Nk // key.block_k)
+        if key.kernel in HOPPER_BACKWARDS:
+            blocks = -(-P.Nk // key.block_k) * HOPPER_BACKWARDS[key.kernel]
             counts = {"unfinished": P.B * P.Hkv, "claimed": 1, "passed": heads * blocks}
             zeros |= {name: count * _MARK for name, count in counts.items()}
     starts, end = {}, 0

@@ -72,7 +72,7 @@ __device__ inline void add(const Params& p, const WideMemory& memory, int group)
 #pragma unroll 1
         for (int g = 0; g < heads; ++g, ++head) {
             u32* const passed = p.passed + (head * blocks + work.k0 / BLOCK_K) * GROUPS + group;
-            u32 before = p.passed && work.k0 ? 0 : ~0u;
+            u32 before = p.in_order && work.k0 ? 0 : ~0u;
 #pragma unroll 1
             for (int tile = work.tiles.first; tile < work.tiles.past; ++tile) {
                 const i64 row = i64(tile) * BLOCK_Q;
@@ -87,9 +87,9 @@ __device__ inline void add(const Params& p, const WideMemory& memory, int group)
                     wait_read_pieces();
                     memory.sums_empty(group).arrive();
                 }
-                if (p.passed) wait_added_pieces(), tell_reached(passed, tile + 1);
+                if (p.in_order) wait_added_pieces(), tell_reached(passed, tile + 1);
             }
-            if (p.passed) tell_reached(passed, ~0u);
+            if (p.in_order) tell_reached(passed, ~0u);
         }
     }
     wait_added_pieces();
