@@ -15,6 +15,7 @@ static_assert(LOADERS == 4, "the warps that copy give the registers of a warpgro
 // Queries stay until dk has them, after the next scores have begun: they need a stage more.
 constexpr int OUT_STAGES = STAGES, Q_STAGES = STAGES + 1;
 constexpr int PAIR_STAGES = 2;  // so that warpgroups meet once for each tile
+static_assert(WARPS_M * STAGED_BYTES <= BLOCK_Q * BLOCK_K * 2, "sums are staged in such a tile");
 
 // Each warpgroup computes a part of dq: 64 queries, and all columns or as many as are its share.
 constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (GROUP_ROWS * GROUPS);
@@ -100,6 +101,10 @@ struct Memory {
     __device__ OutTile dout(int stage) const { return {tiles + OUT + stage * OutTile::BYTES}; }
     __device__ PairTile ds(int stage) const { return {tiles + PAIRS + stage * PairTile::BYTES}; }
     __device__ u32 dq() const { return tiles + SUMS; }
+    // Of each warp, in place of its share of a tile of gradients at the scores.
+    __device__ u32 staged(int stage) const {
+        return ds(stage).address + threadIdx.x / WARP * STAGED_BYTES;
+    }
 
     __device__ Barrier k_full() const { return {shared_address(&shared.k_full)}; }
     __device__ Barrier k_empty() const { return {shared_address(&shared.k_empty)}; }
@@ -118,7 +123,7 @@ struct Memory {
 
     // By one thread, before all others. Tiles that come with a number for each row expect twice.
     __device__ void start() const {
-        k_full().init(1), k_empty().init(WARPS_M);
+        k_full().init(1), k_empty().init(GROUPS * GROUP);
         v_full().init(1), v_empty().init(GROUPS);
         dq_full().init(WARPS_M), dq_empty().init(1);
         for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(GROUPS);
