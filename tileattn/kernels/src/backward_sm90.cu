@@ -62,6 +62,9 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
             memory.k_full().arrive();
             continue;
         }
+        // There is no room for them before the last work is done.
+        KeyTile::prefetch(maps.k, work.k0, work.kv, work.b);
+        ValueTile::prefetch(maps.v, work.k0, work.kv, work.b);
         bool first = true;
 #pragma unroll 1
         for (int g = 0; g < group; ++g)
