@@ -260,13 +260,13 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     };
 
     for (;;) {
+        dk.clear();
+        dv.clear();
         memory.k_full().wait(kept.round);
         kept.next();
         work = memory.shared.work;
         if (work.end) break;
         const Tiles tiles = work.tiles;
-        dk.clear();
-        dv.clear();
         if (tiles.first < tiles.past) {
             memory.q_full(q_at.stage).wait(q_at.round);
             begin_scores();
