@@ -4,6 +4,12 @@
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);
 
+// Two columns, the first of them even, stay neighbours among the sums.
+constexpr int NEIGHBOURS = PIECE < 2 ? 1 : 2;
+struct alignas(NEIGHBOURS * sizeof(Sum)) Neighbours {
+    Sum sums[NEIGHBOURS];
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_finish(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
@@ -16,11 +22,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     for (int d = threadIdx.x % LANES * PIECE; d < p.D; d += LANES * PIECE) {
         Piece<Element> piece;
 #pragma unroll
-        for (int e = 0; e < PIECE; ++e) {
-            const int column = added_column(d + e);
-            const Sum x = sum[REPAIRS ? stored_column(i, column) : column] * Sum(p.scale);
-            good = good && is_finite(x);
-            piece.values[e] = narrow<Element>(x);
+        for (int e0 = 0; e0 < PIECE; e0 += NEIGHBOURS) {
+            const int column = added_column(d + e0);
+            const auto found = *reinterpret_cast<const Neighbours*>(
+                sum + (REPAIRS ? stored_column(i, column) : column));
+#pragma unroll
+            for (int e = 0; e < NEIGHBOURS; ++e) {
+                const Sum x = found.sums[e] * Sum(p.scale);
+                good = good && is_finite(x);
+                piece.values[e0 + e] = narrow<Element>(x);
+            }
         }
         if (last == row) write_piece(dq + d, piece, int(p.D) - d);
     }
