@@ -189,7 +189,8 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
     assert [step.key.kernel for step in portable] == REPAIRS[1:]
     for step, like in zip(after[1:], portable, strict=True):
         assert step.why.startswith("for heads with sums that are not finite")
-        assert step == like._replace(key=replace(like.key, repairs=True), why=step.why)
+        few = min(like.blocks, 132)
+        assert step == like._replace(key=replace(like.key, repairs=True), blocks=few, why=step.why)
 
 
 def test_what_follows_the_kernel_for_wide_heads() -> None:

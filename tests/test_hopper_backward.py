@@ -100,6 +100,24 @@ def test_many_turns(D: int, Dv: int, options: str) -> None:
 
 
 @pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (64, 128), (72, 24)])
+@pytest.mark.parametrize("window", [(None, None), (1, 0), (30, 200), (None, 0)])
+def test_turns_of_one_tile_and_of_none(
+    dims: tuple[int, int], window: tuple[int | None, int | None]
+) -> None:
+    """What is staged of one turn must be written before the next one needs the room."""
+    made = arrays(DTYPES[1], *dims, 60, 1500)
+    options: dict[str, Any] = {"window": window, "kv_lengths": [1500, 300], "q_offset": [1300, 90]}
+    hold(made, **options)
+    first = called(made, **options)
+    for _ in range(20):
+        poison(1 << 24)
+        again = called(made, **options)
+        assert again.dk.tobytes() == first.dk.tobytes()
+        assert again.dv.tobytes() == first.dv.tobytes()
+
+
+@pytest.mark.usefixtures("few")
 def test_lengths_and_offsets_on_the_gpu() -> None:
     places: dict[str, Any] = {"kv_lengths": np.array([0, 777]), "q_offset": np.array([-50, 60])}
     hold(arrays(DTYPES[0], 128, 128, 700, 810), causal=True, **places)

@@ -24,7 +24,7 @@ from tileattn.kernels.select import (
 from tileattn.kernels.tiles import LARGEST
 from tileattn.problem import Problem
 
-_REPAIRS = "for heads with sums that are not finite; its other blocks return at once"
+_REPAIRS = "for heads with sums that are not finite; mostly there are none, and it returns at once"
 
 
 class Step(NamedTuple):
@@ -149,7 +149,8 @@ def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, ordered: bool) ->
     boxes = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
     portable = choose("backward_keys", P, facts)
     repairs = _keys_step(P, facts, portable, add_dq=False), _queries_step(P, facts)
-    after = _finish_step(P, key), *(step._replace(why=_REPAIRS) for step in repairs)
+    few = (s._replace(blocks=min(s.blocks, facts.processors), why=_REPAIRS) for s in repairs)
+    after = _finish_step(P, key), *few
     return (
         Step(key, blocks, choice.shared, choice.why, boxes, ordered),
         *(step._replace(key=replace(step.key, repairs=True)) for step in after),

@@ -14,6 +14,12 @@ __device__ inline i64 place_of(const Params& p, int i, int column) {
            stored_column(i, at % DQ_PIECE);
 }
 
+// Two columns, the first of them even, stay neighbours among the sums.
+constexpr int NEIGHBOURS = PIECE < 2 ? 1 : 2;
+struct alignas(NEIGHBOURS * sizeof(Sum)) Neighbours {
+    Sum sums[NEIGHBOURS];
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_finish(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
@@ -26,10 +32,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     for (int d = threadIdx.x % LANES * PIECE; d < p.D; d += LANES * PIECE) {
         Piece<Element> piece;
 #pragma unroll
-        for (int e = 0; e < PIECE; ++e) {
-            const Sum x = sum[place_of(p, i, d + e)] * Sum(p.scale);
-            good = good && is_finite(x);
-            piece.values[e] = narrow<Element>(x);
+        for (int e0 = 0; e0 < PIECE; e0 += NEIGHBOURS) {
+            const auto found =
+                *reinterpret_cast<const Neighbours*>(sum + place_of(p, i, d + e0));
+#pragma unroll
+            for (int e = 0; e < NEIGHBOURS; ++e) {
+                const Sum x = found.sums[e] * Sum(p.scale);
+                good = good && is_finite(x);
+                piece.values[e0 + e] = narrow<Element>(x);
+            }
         }
         if (last == row) write_piece(dq + d, piece, int(p.D) - d);
     }

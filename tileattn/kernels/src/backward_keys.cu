@@ -49,13 +49,15 @@ __device__ __noinline__ void clean_statistics(bool (&marks)[BLOCK_Q], Sum (&shif
 }
 
 template <bool CAREFUL>
-__device__ void differentiate(const Params& p);
+__device__ void differentiate(const Params& p, int index);
 
 // Not inlined, so that it costs the first pass no registers.
-__device__ __noinline__ void differentiate_carefully(const Params& p) { differentiate<true>(p); }
+__device__ __noinline__ void differentiate_carefully(const Params& p, int index) {
+    differentiate<true>(p, index);
+}
 
 template <bool CAREFUL>
-__device__ inline void differentiate(const Params& p) {
+__device__ inline void differentiate(const Params& p, int index) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ __align__(16) Sum shifts[STAGES][BLOCK_Q], deltas[STAGES][BLOCK_Q];
     __shared__ bool cleaned[BLOCK_Q], redo[BLOCK_K];
@@ -71,7 +73,7 @@ __device__ inline void differentiate(const Params& p) {
     const WarpBias<true, MT, QT> bias(q_tile(STAGES).base);
 
     const int k_blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
-    const Turn turn(k_blocks, int(p.B * p.Hkv), int(p.parts));
+    const Turn turn(k_blocks, int(p.B * p.Hkv), int(p.parts), index);
     const int k0 = turn.block * BLOCK_K, b = turn.head / int(p.Hkv), kv = turn.head % int(p.Hkv);
     if (left_alone(p, b, kv)) return;
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
@@ -184,7 +186,7 @@ __device__ inline void differentiate(const Params& p) {
         copy_wait<0>();
     }
     if (!CAREFUL && __syncthreads_or(!dk.all_finite() || !dv.all_finite())) {
-        differentiate_carefully(p);
+        differentiate_carefully(p, index);
         return;
     }
     __syncthreads();  // everybody is done with the keys and values
@@ -228,5 +230,6 @@ __device__ inline void differentiate(const Params& p) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_keys(const __grid_constant__ Params p) {
-    differentiate<false>(p);
+    for_blocks(p, (p.Nk + BLOCK_K - 1) / BLOCK_K * p.B * p.Hkv,
+               [&](int index) { differentiate<false>(p, index); });
 }

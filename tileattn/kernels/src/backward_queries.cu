@@ -15,13 +15,15 @@ using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 
 template <bool CAREFUL>
-__device__ void differentiate(const Params& p);
+__device__ void differentiate(const Params& p, int index);
 
 // Not inlined, so that it costs the first pass no registers.
-__device__ __noinline__ void differentiate_carefully(const Params& p) { differentiate<true>(p); }
+__device__ __noinline__ void differentiate_carefully(const Params& p, int index) {
+    differentiate<true>(p, index);
+}
 
 template <bool CAREFUL>
-__device__ inline void differentiate(const Params& p) {
+__device__ inline void differentiate(const Params& p, int index) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ bool cleaned[BLOCK_K], redo[BLOCK_Q];
     const QueryTile q_tile{memory};
@@ -34,7 +36,7 @@ __device__ inline void differentiate(const Params& p) {
     const WarpBias<false, MT, NT> bias(k_tile(STAGES).base);
 
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
-    const Turn turn(q_blocks, int(p.B * p.Hq), int(p.parts));
+    const Turn turn(q_blocks, int(p.B * p.Hq), int(p.parts), index);
     const int q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
     const Head head(p, turn.head / int(p.Hq), turn.head % int(p.Hq));
     if (left_alone(p, head.b, head.h / p.group)) return;
@@ -105,7 +107,7 @@ __device__ inline void differentiate(const Params& p) {
     }
     copy_wait<0>();
     if (!CAREFUL && __syncthreads_or(!dq.all_finite())) {
-        differentiate_carefully(p);
+        differentiate_carefully(p, index);
         return;
     }
     __syncthreads();  // everybody is done with the queries
@@ -142,5 +144,6 @@ __device__ inline void differentiate(const Params& p) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_queries(const __grid_constant__ Params p) {
-    differentiate<false>(p);
+    for_blocks(p, (p.Nq + BLOCK_Q - 1) / BLOCK_Q * p.B * p.Hq,
+               [&](int index) { differentiate<false>(p, index); });
 }

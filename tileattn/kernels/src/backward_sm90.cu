@@ -80,6 +80,25 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         if (warp_leader) memory.dq_full().arrive();
         dq_at.next();
     };
+    // By way of a tile of gradients at the scores that nobody reads now.
+    auto write = [&](void* target, const Rows& at, int columns, const auto& sums, int stage) {
+        if (!are_finite(sums)) unfinished(p, work.b, work.kv) = 1;
+        const int row = work.k0 + row0;
+        stage_rows(memory.staged(stage), rows_of<Element>(target, at, work.b, work.kv) + row * at.n,
+                   at.n, sums, int(p.Nk) - row, columns);
+    };
+    // Then the products of the last visit that still read keys are done. What the warps have staged
+    // they have read before any hears of the next work.
+    auto write_dv = [&] { write(p.dv, p.dv_at, int(p.Dv), dv, pair_at.stage); };
+    auto write_dk = [&] {
+#pragma unroll
+        for (auto& atom : dk.x[0])
+#pragma unroll
+            for (Sum& x : atom) x *= Sum(p.scale);
+        // All have multiplied the gradients of the last visit.
+        memory.dq_full().wait(dq_at.round ^ 1);
+        write(p.dk, p.dk_at, int(p.D), dk, pair_at.stage ^ 1);
+    };
     // The scores of this tile are there. Where there is one more, so are its scores in the end.
     auto visit = [&](bool boundary, bool more) {
         Fragment<Sum, 1, QT> dp;
@@ -118,7 +137,9 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             begin_scores();
             end_product<2>(dq);
         } else {
+            write_dv();  // meanwhile
             end_product<1>(dq);
+            memory.k_empty().arrive();
         }
         add_dq(dq);
         if (more) {
@@ -130,13 +151,13 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     };
 
     for (;;) {
+        dk.clear();
+        dv.clear();
         memory.k_full().wait(kept.round);
         kept.next();
         work = memory.shared.work;
         if (work.end) break;
         const Tiles tiles = work.tiles;
-        dk.clear();
-        dv.clear();
         if (tiles.first < tiles.past) {
             memory.q_full(q_at.stage).wait(q_at.round);
             begin_scores();
@@ -144,16 +165,11 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             v_at.next();
             end_product<0>(s);
             visit_all(work, heads, h, tile, visit);
+        } else {
+            write_dv();
+            memory.k_empty().arrive();
         }
-        __syncwarp();  // all lanes know the work
-        if (warp_leader) memory.k_empty().arrive();
-        if (!(are_finite(dk) & are_finite(dv))) unfinished(p, work.b, work.kv) = 1;
-#pragma unroll
-        for (auto& atom : dk.x[0])
-#pragma unroll
-            for (Sum& x : atom) x *= Sum(p.scale);
-        write_rows(p, p.dv, p.dv_at, work, row0, int(p.Dv), dv);
-        write_rows(p, p.dk, p.dk_at, work, row0, int(p.D), dk);
+        write_dk();
     }
 }
 

@@ -95,6 +95,15 @@ __device__ inline void add(const Params& p, const WideMemory& memory, int group)
     wait_added_pieces();
 }
 
+// Write 16 rows of each warp to an array of the gradient of keys or values.
+template <int NT>
+__device__ inline void write_rows(const Params& p, void* target, const Rows& at, const Work& work,
+                                  int row0, int columns, const Fragment<Sum, 1, NT>& sums) {
+    const int row = work.k0 + row0;
+    store_rows(rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, sums,
+               int(p.Nk) - row, columns);
+}
+
 // A warpgroup's pieces of dq, of a tile whose gradients at the scores are there: one by one, as
 // there are registers for. In the end no product is under way, those begun before included.
 template <int GROUP_NUMBER>

@@ -63,6 +63,9 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
             memory.k_full().arrive();
             continue;
         }
+        // There is no room for them before the last work is done.
+        KeyTile::prefetch(maps.k, work.k0, work.kv, work.b);
+        ValueTile::prefetch(maps.v, work.k0, work.kv, work.b);
         bool first = true;
 #pragma unroll 1
         for (int g = 0; g < group; ++g)
@@ -163,13 +166,4 @@ __device__ __forceinline__ void visit_all(const Work& work, int heads, int& h, i
         }
     }
     visit(true, false);
-}
-
-// Write 16 rows of each warp to an array of the gradient of keys or values.
-template <int NT>
-__device__ inline void write_rows(const Params& p, void* target, const Rows& at, const Work& work,
-                                  int row0, int columns, const Fragment<Sum, 1, NT>& sums) {
-    const int row = work.k0 + row0;
-    store_rows(rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, sums,
-               int(p.Nk) - row, columns);
 }

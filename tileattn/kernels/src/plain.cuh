@@ -42,6 +42,24 @@ __device__ inline bool left_alone(const Params& p, i64 b, i64 kv) {
     return REPAIRS && !unfinished(p, b, kv);
 }
 
+// Work on all blocks: each block of threads on one. Where they only repair there are few of them,
+// and mostly nothing is to be done.
+template <class Work>
+__device__ inline void for_blocks(const Params& p, i64 blocks, Work work) {
+    if constexpr (!REPAIRS) {
+        work(int(blockIdx.x));
+    } else {
+        bool any = false;
+        for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += THREADS) any = any || p.unfinished[i];
+        if (!__syncthreads_or(any)) return;
+#pragma unroll 1
+        for (i64 i = blockIdx.x; i < blocks; i += gridDim.x) {
+            work(int(i));
+            __syncthreads();  // everybody is done with shared memory
+        }
+    }
+}
+
 // One query head of one batch entry.
 struct Head {
     const Params& p;

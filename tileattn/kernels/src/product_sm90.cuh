@@ -84,6 +84,34 @@ __device__ inline void store_rows(T* target, i64 stride, const Fragment<float, 1
     }
 }
 
+// The same by way of shared memory of each warp: 64 columns of its rows after the other, whose
+// chunks of 16 bytes are exchanged as in a BoxTile. A warp writes four whole pieces of 128 bytes at
+// once; columns come by eight.
+constexpr int STAGED_BYTES = 16 * 128;
+template <class T, int NT>
+__device__ inline void stage_rows(u32 staged, T* target, i64 stride, const Fragment<float, 1, NT>& c,
+                                  int rows, int columns) {
+    static_assert(NT % 8 == 0);
+    int lane;  // where it is read anew, what follows from it is not kept all the while
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    const int row0 = lane / 8, column0 = lane % 8 * 8;
+    T* const to = target + row0 * stride + column0;
+#pragma unroll
+    for (int n0 = 0; n0 < NT; n0 += 8) {
+        __syncwarp();  // what was there before is read
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            store_matrices(staged + lane % 16 * 128 + ((2 * i + lane / 16) ^ lane % 8) * 16,
+                           Atom<T>::a_of(c.x[0] + n0 + 2 * i).r);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 16; i += 4)
+            copy_piece(to + i * stride + 8 * n0,
+                       staged + (row0 + i) * 128 + (lane ^ (row0 + i)) % 8 * 16,
+                       row0 + i < rows && 8 * n0 + column0 < columns);
+    }
+}
+
 // Write 16 rows of each warp, the first of them `row`, to the columns of a tile whose rows are the
 // columns of it, that is, transposed, as operands of products.
 template <class T, int R, int C, int K>

@@ -27,9 +27,25 @@ __device__ inline Piece<Element> read_piece(const Element* source, int count) {
         if (e < count) piece.values[e] = source[e];
     return piece;
 }
+// In words, by hand: the compiler would merge parts of it with the stores of shorter pieces.
+template <class T>
+__device__ inline void write_whole(T* target, const Piece<T>& piece) {
+    if constexpr (sizeof(piece) >= 8) {
+        u64 words[sizeof(piece) / 8];
+        memcpy(words, &piece, sizeof(piece));
+        if constexpr (sizeof(piece) == 16)
+            asm volatile("st.global.v2.b64 [%0], {%1, %2};" ::"l"(target), "l"(words[0]),
+                         "l"(words[1])
+                         : "memory");
+        else
+            asm volatile("st.global.b64 [%0], %1;" ::"l"(target), "l"(words[0]) : "memory");
+    } else {
+        *reinterpret_cast<Piece<T>*>(target) = piece;
+    }
+}
 __device__ inline void write_piece(Element* target, const Piece<Element>& piece, int count) {
     if (count >= PIECE)
-        *reinterpret_cast<Piece<Element>*>(target) = piece;
+        write_whole(target, piece);
     else
 #pragma unroll
         for (int e = 0; e < PIECE; ++e)

@@ -124,6 +124,23 @@ __device__ inline void fence_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
+__device__ inline void store_matrices(u32 address, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+// Copy 16 bytes of shared memory to global memory, or none.
+__device__ inline void copy_piece(void* target, u32 source, bool wanted) {
+    asm volatile(
+        "{.reg .pred wanted; .reg .b32 x, y, z, w; setp.ne.b32 wanted, %2, 0; "
+        "ld.shared.v4.b32 {x, y, z, w}, [%1]; "
+        "@wanted st.global.v4.b32 [%0], {x, y, z, w};}" ::"l"(target),
+        "r"(source), "r"(int(wanted))
+        : "memory");
+}
+
 // Named barrier: wait for THREADS arrivals. It counts whole warps, so each comes together.
 template <int THREADS>
 __device__ inline void sync_named(int id) {

@@ -17,6 +17,8 @@ static_assert(LOADERS == 4, "the warps that copy give the registers of a warpgro
 // are the last to need two.
 constexpr int OUT_STAGES = STAGES, Q_STAGES = IS_WIDE ? 2 : STAGES + 1;
 constexpr int PAIR_STAGES = 2;  // so that warpgroups meet once for each tile
+static_assert(IS_WIDE || WARPS_M * STAGED_BYTES <= BLOCK_Q * BLOCK_K * 2,
+              "sums are staged in such a tile");
 
 // Each warpgroup computes a part of dq: 64 queries, and all columns or as many as are its share.
 constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (GROUP_ROWS * GROUPS);
@@ -103,6 +105,10 @@ struct Memory {
     __device__ OutTile dout(int stage) const { return {tiles + OUT + stage * OutTile::BYTES}; }
     __device__ PairTile ds(int stage) const { return {tiles + PAIRS + stage * PairTile::BYTES}; }
     __device__ u32 dq() const { return tiles + SUMS; }
+    // Of each warp, in place of its share of a tile of gradients at the scores.
+    __device__ u32 staged(int stage) const {
+        return ds(stage).address + threadIdx.x / WARP * STAGED_BYTES;
+    }
 
     __device__ Barrier k_full() const { return {shared_address(&shared.k_full)}; }
     __device__ Barrier k_empty() const { return {shared_address(&shared.k_empty)}; }
@@ -121,7 +127,7 @@ struct Memory {
 
     // By one thread, before all others. Tiles that come with a number for each row expect twice.
     __device__ void start() const {
-        k_full().init(1), k_empty().init(WARPS_M + 1);
+        k_full().init(1), k_empty().init(GROUPS * GROUP + 1);  // who adds reads the work, too
         v_full().init(1), v_empty().init(GROUPS);
         dq_full().init(WARPS_M), dq_empty().init(1);
         for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(GROUPS);
