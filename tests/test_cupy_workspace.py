@@ -15,7 +15,7 @@ from tileattn import api
 from tileattn.kernels import call as calls
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
-TEMPORARY = ("delta", "shift", "dq_sum", "unfinished", "claimed", "passed")
+TEMPORARY = ("delta", "shift", "dq_sum", "unfinished", "claimed", "passed", "started")
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
@@ -171,10 +171,9 @@ def test_with_a_workspace_nothing_but_results_is_taken(
     copy = at_host(workspace)[at : at + given["q"].nbytes].view(np.float16)
     np.testing.assert_array_equal(copy.reshape(given["q"].shape), at_host(given["q"]))
     if "dq_sum" in parts:
-        at = int(params["dq_sum"]) - start
-        assert not at_host(workspace)[at:].any()
-        sums = 4 * B * HQ * NQ * (128 if own else 96)
-        assert nbytes == at + sums + (2 * 256 + 4 * B * HQ * 5 if own else 0)
+        at, sums = int(params["dq_sum"]) - start, 4 * B * HQ * NQ * (128 if own else 96)
+        assert not at_host(workspace)[at + sums if own else at :].any()
+        assert nbytes == at + sums + (3 * 256 + 4 * B * HQ * 5 if own else 0)
     assert (at_host(whole)[:256] == 0xFF).all()
     assert (at_host(whole)[-256:] == 0xFF).all()
 

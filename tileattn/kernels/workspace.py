@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from tileattn.kernels.hopper import HOPPER_BACKWARDS
+from tileattn.kernels.hopper import HOPPER_BACKWARDS, HOPPER_PIECE
 from tileattn.kernels.select import padded_rows
 from tileattn.kernels.steps import Step
 from tileattn.problem import Problem
@@ -47,9 +47,9 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
     -------
     Layout
         Beside the copies, nothing for the forward pass. For the backward pass two numbers of each
-        query, and where dq is summed in memory, the sum; for Hopper's own kernel a mark for each
-        head of keys, how many works are claimed, and how far each block of keys has come in each
-        head.
+        query, and where dq is summed in memory, the sum; for Hopper's own kernels a mark for each
+        head of keys, how many works are claimed, how far each block of keys has come in each head,
+        and whether a tile of dq has been added to.
     """
     P, keys = problem, [step.key for step in steps]
     number, heads = P.sum_dtype.itemsize, P.B * P.Hq
@@ -57,16 +57,25 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
     if any(key.kernel == "backward_rows" for key in keys):
         parts |= dict.fromkeys(("delta", "shift"), heads * padded_rows(P.Nq) * number)
     zeros = {}
-    columns = max((key.head_dim for key in keys if key.add_dq), default=0)
-    if columns:
-        zeros["dq_sum"] = heads * P.Nq * columns * number
     for key in keys:
+        if not key.add_dq:
+            continue
+        sums = {"dq_sum": heads * P.Nq * key.head_dim * number}
         if key.kernel in HOPPER_BACKWARDS:
-            blocks = -(-P.Nk // key.block_k) * HOPPER_BACKWARDS[key.kernel]
-            counts = {"unfinished": P.B * P.Hkv, "claimed": 1, "passed": heads * blocks}
+            parts |= sums
+            adders = HOPPER_BACKWARDS[key.kernel]
+            pieces = key.head_dim // HOPPER_PIECE if adders > 1 else 1
+            counts = {
+                "unfinished": P.B * P.Hkv,
+                "claimed": 1,
+                "passed": heads * -(-P.Nk // key.block_k) * adders,
+                "started": heads * -(-P.Nq // key.block_q) * pieces,
+            }
             zeros |= {name: count * _MARK for name, count in counts.items()}
+        else:
+            zeros |= sums
     starts, end = {}, 0
     for name, nbytes in (parts | zeros).items():
         starts[name] = -(-end // ALIGNED) * ALIGNED
         end = starts[name] + nbytes
-    return Layout(starts, starts.get("dq_sum", end), end)
+    return Layout(starts, min((starts[name] for name in zeros), default=end), end)

@@ -28,7 +28,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     const int b = bh / int(p.Hq), h = bh % int(p.Hq);
     const Sum* sum = static_cast<const Sum*>(p.dq_sum) + bh * p.Nq * HEAD_DIM;
     Element* dq = rows_of<Element>(p.dq, p.dq_at, b, h) + i * p.dq_at.n;
-    bool good = true;
+    bool good = true, begun = true;
+    if constexpr (REPAIRS) {
+        const i64 tiles = (p.Nq + BLOCK_Q - 1) / BLOCK_Q;
+        begun = p.started[(bh * tiles + i / BLOCK_Q) * DQ_PIECES];
+    }
     for (int d = threadIdx.x % LANES * PIECE; d < p.D; d += LANES * PIECE) {
         Piece<Element> piece;
 #pragma unroll
@@ -37,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
                 *reinterpret_cast<const Neighbours*>(sum + place_of(p, i, d + e0));
 #pragma unroll
             for (int e = 0; e < NEIGHBOURS; ++e) {
-                const Sum x = found.sums[e] * Sum(p.scale);
+                const Sum x = begun ? found.sums[e] * Sum(p.scale) : Sum(0);
                 good = good && is_finite(x);
                 piece.values[e0 + e] = narrow<Element>(x);
             }

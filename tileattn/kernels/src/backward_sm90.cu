@@ -15,7 +15,8 @@ static_assert(SOON || !HAS_SOFTCAP, "the slopes need registers, too");
 // One thread adds the tiles of dq that the warpgroups make to global memory: if in a fixed order,
 // then to each after the block of keys before this one has.
 __device__ inline void add(const Params& p, const Memory& memory) {
-    const int heads = int(p.group), blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
+    const int heads = int(p.group), blocks = (int(p.Nk) + BLOCK_K - 1) / BLOCK_K;
+    const int rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
     Place<1> kept, at;
 #pragma unroll 1
     for (;; kept.next()) {
@@ -23,26 +24,27 @@ __device__ inline void add(const Params& p, const Memory& memory) {
         const Work work = memory.shared.work;
         memory.k_empty().arrive();
         if (work.end) break;
-        i64 head = i64(work.b) * p.Hq + work.kv * heads;
+        const u32 past_head = work.b * int(p.Hq) + (work.kv + 1) * heads;
 #pragma unroll 1
-        for (int g = 0; g < heads; ++g, ++head) {
-            u32* const passed = p.passed + head * blocks + work.k0 / BLOCK_K;
+        for (u32 head = past_head - heads; head < past_head; ++head) {
+            u32* const passed = p.passed + (head * blocks + work.k0 / BLOCK_K);
             u32 before = p.in_order && work.k0 ? 0 : ~0u;
 #pragma unroll 1
             for (int tile = work.tiles.first; tile < work.tiles.past; ++tile, at.next()) {
-                const i64 row = i64(tile) * BLOCK_Q;
+                u32* const started = p.started + (head * tiles + tile);
+                const int row = tile * BLOCK_Q;
+                const bool there = look_reached(started) == THERE;  // before it is needed
                 memory.dq_full().wait(at.round);
                 while (before <= tile) before = look_reached(passed - 1);
-                add_piece(static_cast<float*>(p.dq_sum) + (head * p.Nq + row) * HEAD_DIM,
-                          memory.dq(), int(min(i64(BLOCK_Q), p.Nq - row)) * SUM_BYTES);
-                wait_read_pieces();
-                memory.dq_empty().arrive();
-                if (p.in_order) wait_added_pieces(), tell_reached(passed, tile + 1);
+                add_sums(static_cast<float*>(p.dq_sum) + u64(head * rows + row) * HEAD_DIM,
+                         memory.dq(), min(BLOCK_Q, rows - row) * SUM_BYTES, started, there,
+                         memory.dq_empty());
+                if (p.in_order) wait_done_pieces(), tell_reached(passed, tile + 1);
             }
             if (p.in_order) tell_reached(passed, ~0u);
         }
     }
-    wait_added_pieces();
+    wait_done_pieces();
 }
 
 // What one warpgroup does with the works.

@@ -10,10 +10,10 @@ static_assert(IS_WIDE && GROUPS == 2 && BLOCK_Q == GROUP_ROWS && HEAD_DIM % DQ_P
 // The warpgroups by what they have in their registers, and the pieces of dq of each: the one that
 // also has the exponentials to do never has more.
 constexpr int VALUES = 0, KEYS = 1;
-constexpr int PIECES = HEAD_DIM / DQ_PIECE, VALUE_PIECES = PIECES / 2;
+constexpr int VALUE_PIECES = DQ_PIECES / 2;
 
 constexpr int first_piece(int group) { return group == VALUES ? 0 : VALUE_PIECES; }
-constexpr int past_piece(int group) { return group == VALUES ? VALUE_PIECES : PIECES; }
+constexpr int past_piece(int group) { return group == VALUES ? VALUE_PIECES : DQ_PIECES; }
 
 struct Exchange {
     u64 weights_full, pairs_full[PAIR_STAGES], sums_full[GROUPS], sums_empty[GROUPS];
@@ -59,8 +59,8 @@ __device__ inline void arrive_together(const Barrier& barrier) {
 // One thread adds the pieces of dq of a warpgroup to global memory: if in a fixed order, then those
 // of a tile after the same thread of the block of keys before this one has.
 __device__ inline void add(const Params& p, const WideMemory& memory, int group) {
-    const int heads = int(p.group), blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
-    const int first = first_piece(group), past = past_piece(group);
+    const int heads = int(p.group), blocks = (int(p.Nk) + BLOCK_K - 1) / BLOCK_K;
+    const int rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
     Place<1> kept, at;
 #pragma unroll 1
     for (;; kept.next()) {
@@ -68,31 +68,33 @@ __device__ inline void add(const Params& p, const WideMemory& memory, int group)
         const Work work = memory.shared.work;
         memory.k_empty().arrive();
         if (work.end) break;
-        i64 head = i64(work.b) * p.Hq + work.kv * heads;
+        const u32 past_head = work.b * int(p.Hq) + (work.kv + 1) * heads;
 #pragma unroll 1
-        for (int g = 0; g < heads; ++g, ++head) {
-            u32* const passed = p.passed + (head * blocks + work.k0 / BLOCK_K) * GROUPS + group;
+        for (u32 head = past_head - heads; head < past_head; ++head) {
+            u32* const passed =
+                p.passed + ((head * blocks + work.k0 / BLOCK_K) * GROUPS + group);
             u32 before = p.in_order && work.k0 ? 0 : ~0u;
 #pragma unroll 1
             for (int tile = work.tiles.first; tile < work.tiles.past; ++tile) {
-                const i64 row = i64(tile) * BLOCK_Q;
-                const int sums = int(min(i64(BLOCK_Q), p.Nq - row)) * DQ_PIECE;  // of a piece
-                float* const target =
-                    static_cast<float*>(p.dq_sum) + (head * p.Nq + row) * HEAD_DIM;
 #pragma unroll 1
-                for (int piece = first; piece < past; ++piece, at.next()) {
+                for (int piece = first_piece(group); piece < past_piece(group);
+                     ++piece, at.next()) {
+                    const int row = tile * BLOCK_Q, sums = min(BLOCK_Q, rows - row) * DQ_PIECE;
+                    u32* const started = p.started + ((head * tiles + tile) * DQ_PIECES + piece);
+                    const bool there = look_reached(started) == THERE;  // before it is needed
                     memory.sums_full(group).wait(at.round);
                     while (before <= tile) before = look_reached(passed - GROUPS);
-                    add_piece(target + piece * sums, memory.sums(group), 4 * sums);
-                    wait_read_pieces();
-                    memory.sums_empty(group).arrive();
+                    add_sums(static_cast<float*>(p.dq_sum) + u64(head * rows + row) * HEAD_DIM +
+                                 piece * sums,
+                             memory.sums(group), 4 * sums, started, there,
+                             memory.sums_empty(group));
                 }
-                if (p.in_order) wait_added_pieces(), tell_reached(passed, tile + 1);
+                if (p.in_order) wait_done_pieces(), tell_reached(passed, tile + 1);
             }
             if (p.in_order) tell_reached(passed, ~0u);
         }
     }
-    wait_added_pieces();
+    wait_done_pieces();
 }
 
 // Write 16 rows of each warp to an array of the gradient of keys or values.

@@ -46,7 +46,7 @@ constexpr int SPAN = KEY_SPAN;
 // Of Hopper's own backward kernels: which of the two has such heads, and how many columns of a tile
 // of dq it adds at a time. Those of all its queries lie together, then come the next columns.
 constexpr bool IS_WIDE = HEAD_DIM > 128 || VALUE_DIM > 128;
-constexpr int DQ_PIECE = IS_WIDE ? 64 : HEAD_DIM;
+constexpr int DQ_PIECE = IS_WIDE ? 64 : HEAD_DIM, DQ_PIECES = HEAD_DIM / DQ_PIECE;
 
 // Steps of a product that are laid out one after the other. The careful pass rarely runs, and is
 // compiled sooner with one.

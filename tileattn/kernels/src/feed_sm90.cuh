@@ -8,8 +8,9 @@
 
 constexpr int QT = BLOCK_Q / 8, DT = HEAD_DIM / 8, VT = VALUE_DIM / 8;
 
-// Registers of a thread: what is given back by the warps that copy goes to those that multiply.
-constexpr int COPY_REGISTERS = 24, MULTIPLY_REGISTERS = 240;
+// Registers of a thread: what is given back by the warps that copy and add goes to those that
+// multiply.
+constexpr int COPY_REGISTERS = IS_WIDE ? 40 : 24, MULTIPLY_REGISTERS = IS_WIDE ? 232 : 240;
 
 // Scores of 64 keys and a tile of queries, the slopes of the softcap at them, and what is made of
 // them as operands of products.
@@ -87,6 +88,26 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
     work.end = true;
     tell();
     memory.k_full().arrive();
+}
+
+// A piece of dq that nobody has added to, to which somebody is about to be the first, or has been.
+constexpr u32 UNTOUCHED = 0, BEGUN = 1, THERE = 2;
+
+// Add a piece to dq, or store it as the first of all: so there need be no zeros before. `there` is
+// whether it has been seen that it is not; then `empty` is let know when the piece is read.
+__device__ inline void add_sums(float* target, u32 source, int bytes, u32* started, bool there,
+                                const Barrier& empty) {
+    u32 before = THERE;
+    if (!there)
+        do before = take_place(started, BEGUN);
+        while (before == BEGUN);
+    if (before == UNTOUCHED)
+        store_piece(target, source, bytes);
+    else
+        add_piece(target, source, bytes);
+    wait_read_pieces();
+    empty.arrive();
+    if (before == UNTOUCHED) wait_done_pieces(), tell_reached(started, THERE);
 }
 
 // Whether all of them are finite: zero times what is not finite is not zero.

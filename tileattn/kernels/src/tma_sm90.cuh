@@ -88,8 +88,14 @@ __device__ inline void load_piece(u32 target, const void* source, int bytes, con
         : "memory");
 }
 
-// Begin to add numbers in shared memory to as many in global memory; wait, as the thread that has
-// begun, until what it has begun is read, or is done altogether.
+// Begin to store numbers in shared memory to global memory, or to add them there; wait, as the thread
+// that has begun, until what it has begun is read, or is done altogether.
+__device__ inline void store_piece(float* target, u32 source, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+                 "r"(source), "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 __device__ inline void add_piece(float* target, u32 source, int bytes) {
     asm volatile(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
@@ -100,13 +106,13 @@ __device__ inline void add_piece(float* target, u32 source, int bytes) {
 __device__ inline void wait_read_pieces() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-__device__ inline void wait_added_pieces() {
+__device__ inline void wait_done_pieces() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// A number in global memory that tells another block of threads how far this one has come: what this
-// thread has added before is there for pieces that the other adds after. Pieces are added by another
-// proxy.
+// A number in global memory that tells another block of threads how far this one has come: pieces
+// that this thread has seen done are there for pieces that the other begins after. They are copied
+// and added by another proxy.
 __device__ inline void tell_reached(u32* place, u32 value) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
@@ -116,6 +122,17 @@ __device__ inline u32 look_reached(const u32* place) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
     asm volatile("fence.proxy.async.global;" ::: "memory");
     return value;
+}
+
+// Write `value` where there is 0; give what there was.
+__device__ inline u32 take_place(u32* place, u32 value) {
+    u32 before;
+    asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, %2;"
+                 : "=r"(before)
+                 : "l"(place), "r"(value)
+                 : "memory");
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    return before;
 }
 
 // What threads have written to shared memory is there for boxes and products after the next
