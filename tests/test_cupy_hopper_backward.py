@@ -14,7 +14,13 @@ from tests.fake_cupy import Machine
 from tests.test_cupy_hopper import FACTS, REFUSED, SERVED
 from tileattn.kernels import hopper
 from tileattn.kernels.catalog import problem_of
-from tileattn.kernels.hopper import HOPPER_BACKWARD, HOPPER_WIDE, choose_backward, walk_bytes
+from tileattn.kernels.hopper import (
+    HOPPER_BACKWARD,
+    HOPPER_REQUEST,
+    HOPPER_WIDE,
+    choose_backward,
+    walk_bytes,
+)
 from tileattn.kernels.schedule import Order, order_of, turns
 from tileattn.kernels.steps import Step, backward_steps
 from tileattn.kernels.tiles import TileSize
@@ -66,8 +72,20 @@ def test_what_the_portable_kernel_is_left_and_why(
     assert choice.why.startswith(f"the portable kernel, because {reason}")
 
 
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_it_is_left_out_where_nobody_asks(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    monkeypatch.delenv(HOPPER_REQUEST)
+    if value is not None:
+        monkeypatch.setenv(HOPPER_REQUEST, value)
+    choice = choose_backward(SERVED, FACTS)
+    assert choice.key.kernel == "backward_keys"
+    assert choice.why.startswith("the portable kernel, because TILEATTN_HOPPER_BACKWARD is not 1")
+
+
 def test_every_clause_of_the_rule_is_tried() -> None:
-    tried = tuple(reason for reason, *_ in REFUSED_BACKWARD)
+    tried = (HOPPER_REQUEST, *(reason for reason, *_ in REFUSED_BACKWARD))
     assert [why for why, _ in hopper._NOT_HOPPER_BACKWARD if not why.startswith(tried)] == []
 
 

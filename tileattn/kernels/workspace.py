@@ -56,7 +56,7 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
     parts = dict(copies)
     if any(key.kernel == "backward_rows" for key in keys):
         parts |= dict.fromkeys(("delta", "shift"), heads * padded_rows(P.Nq) * number)
-    zeros = {}
+    zeros: dict[str, int] = {}
     for key in keys:
         if not key.add_dq:
             continue
