@@ -92,9 +92,10 @@ class Family(NamedTuple):
             for keys, window in product((problem.Nk, 0), catalog.WINDOWS):
                 steps = forward_steps(replace(problem, Nk=keys, window=window), facts)
                 yield from (step.key for step in steps)
-            for fixed in (False, True):
+            empty = (replace(problem, **{axis: 0}) for axis in ("Nq", "Nk"))
+            for asked, fixed in product((problem, *empty), (False, True)):
                 sinks = "sinks" in self.options
-                steps = backward_steps(problem, facts, deterministic=fixed, sinks=sinks)
+                steps = backward_steps(asked, facts, deterministic=fixed, sinks=sinks)
                 yield from (step.key for step in steps)
 
 
