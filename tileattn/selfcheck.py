@@ -92,7 +92,7 @@ class Family(NamedTuple):
             for keys, window in product((problem.Nk, 0), catalog.WINDOWS):
                 steps = forward_steps(replace(problem, Nk=keys, window=window), facts)
                 yield from (step.key for step in steps)
-            empty = (replace(problem, **{axis: 0}) for axis in ("Nq", "Nk"))
+            empty = replace(problem, Nq=0), replace(problem, Nk=0)
             for asked, fixed in product((problem, *empty), (False, True)):
                 sinks = "sinks" in self.options
                 steps = backward_steps(asked, facts, deterministic=fixed, sinks=sinks)
