@@ -11,7 +11,6 @@ from tileattn.problem import Problem
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
 HOPPER_BACKWARDS = {HOPPER_BACKWARD: 1, HOPPER_WIDE: 2}  # threads that add to dq
-HOPPER_PIECE = 64  # columns of dq that a wide kernel adds at a time
 # Columns that kernels of the backward pass have room for: wide ones where either needs it.
 HOPPER_ROOMS = {HOPPER_BACKWARD: (64, 128), HOPPER_WIDE: (128, 192, 256)}
 HOPPER_PIECE = 64  # columns of dq that the wide one adds at a time

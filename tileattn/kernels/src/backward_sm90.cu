@@ -12,41 +12,6 @@ constexpr int DQT = DQ_COLUMNS / 8;
 constexpr bool SOON = BLOCK_Q <= 64;
 static_assert(SOON || !HAS_SOFTCAP, "the slopes need registers, too");
 
-// One thread adds the tiles of dq that the warpgroups make to global memory: if in a fixed order,
-// then to each after the block of keys before this one has.
-__device__ inline void add(const Params& p, const Memory& memory) {
-    const int heads = int(p.group), blocks = (int(p.Nk) + BLOCK_K - 1) / BLOCK_K;
-    const int rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
-    Place<1> kept, at;
-#pragma unroll 1
-    for (;; kept.next()) {
-        memory.k_full().wait(kept.round);
-        const Work work = memory.shared.work;
-        memory.k_empty().arrive();
-        if (work.end) break;
-        const u32 past_head = work.b * int(p.Hq) + (work.kv + 1) * heads;
-#pragma unroll 1
-        for (u32 head = past_head - heads; head < past_head; ++head) {
-            u32* const passed = p.passed + (head * blocks + work.k0 / BLOCK_K);
-            u32 before = p.in_order && work.k0 ? 0 : ~0u;
-#pragma unroll 1
-            for (int tile = work.tiles.first; tile < work.tiles.past; ++tile, at.next()) {
-                u32* const started = p.started + (head * tiles + tile);
-                const int row = tile * BLOCK_Q;
-                const bool there = look_reached(started) == THERE;  // before it is needed
-                memory.dq_full().wait(at.round);
-                while (before <= tile) before = look_reached(passed - 1);
-                add_sums(static_cast<float*>(p.dq_sum) + u64(head * rows + row) * HEAD_DIM,
-                         memory.dq(), min(BLOCK_Q, rows - row) * SUM_BYTES, started, there,
-                         memory.dq_empty());
-                if (p.in_order) wait_done_pieces(), tell_reached(passed, tile + 1);
-            }
-            if (p.in_order) tell_reached(passed, ~0u);
-        }
-    }
-    wait_done_pieces();
-}
-
 // What one warpgroup does with the works.
 __device__ inline void multiply(const Params& p, const Memory& memory, int group) {
     const bool leader = threadIdx.x % GROUP == 0, warp_leader = threadIdx.x % WARP == 0;
@@ -193,7 +158,8 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
         if (warp == WARPS_M) {
             if (threadIdx.x % WARP == 0) copy(p, maps, memory);
         } else if (warp == WARPS_M + 1) {
-            if (threadIdx.x % WARP == 0) add(p, memory);
+            if (threadIdx.x % WARP == 0)
+                add(p, memory, {0, 0, 1, memory.dq(), memory.dq_full(), memory.dq_empty()});
         }
     } else {
         take_registers<MULTIPLY_REGISTERS>();

@@ -56,47 +56,6 @@ __device__ inline void arrive_together(const Barrier& barrier) {
     if (threadIdx.x % WARP == 0) barrier.arrive();
 }
 
-// One thread adds the pieces of dq of a warpgroup to global memory: if in a fixed order, then those
-// of a tile after the same thread of the block of keys before this one has.
-__device__ inline void add(const Params& p, const WideMemory& memory, int group) {
-    const int heads = int(p.group), blocks = (int(p.Nk) + BLOCK_K - 1) / BLOCK_K;
-    const int rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
-    Place<1> kept, at;
-#pragma unroll 1
-    for (;; kept.next()) {
-        memory.k_full().wait(kept.round);
-        const Work work = memory.shared.work;
-        memory.k_empty().arrive();
-        if (work.end) break;
-        const u32 past_head = work.b * int(p.Hq) + (work.kv + 1) * heads;
-#pragma unroll 1
-        for (u32 head = past_head - heads; head < past_head; ++head) {
-            u32* const passed =
-                p.passed + ((head * blocks + work.k0 / BLOCK_K) * GROUPS + group);
-            u32 before = p.in_order && work.k0 ? 0 : ~0u;
-#pragma unroll 1
-            for (int tile = work.tiles.first; tile < work.tiles.past; ++tile) {
-#pragma unroll 1
-                for (int piece = first_piece(group); piece < past_piece(group);
-                     ++piece, at.next()) {
-                    const int row = tile * BLOCK_Q, sums = min(BLOCK_Q, rows - row) * DQ_PIECE;
-                    u32* const started = p.started + ((head * tiles + tile) * DQ_PIECES + piece);
-                    const bool there = look_reached(started) == THERE;  // before it is needed
-                    memory.sums_full(group).wait(at.round);
-                    while (before <= tile) before = look_reached(passed - GROUPS);
-                    add_sums(static_cast<float*>(p.dq_sum) + u64(head * rows + row) * HEAD_DIM +
-                                 piece * sums,
-                             memory.sums(group), 4 * sums, started, there,
-                             memory.sums_empty(group));
-                }
-                if (p.in_order) wait_done_pieces(), tell_reached(passed, tile + 1);
-            }
-            if (p.in_order) tell_reached(passed, ~0u);
-        }
-    }
-    wait_done_pieces();
-}
-
 // Write 16 rows of each warp to an array of the gradient of keys or values.
 template <int NT>
 __device__ inline void write_rows(const Params& p, void* target, const Rows& at, const Work& work,
@@ -276,7 +235,9 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
         if (warp == WARPS_M) {
             copy(p, maps, memory);
         } else if (warp <= WARPS_M + GROUPS) {
-            add(p, memory, warp - WARPS_M - 1);
+            const int own = warp - WARPS_M - 1;
+            add(p, memory, {own, first_piece(own), past_piece(own), memory.sums(own),
+                            memory.sums_full(own), memory.sums_empty(own)});
         }
     } else {
         take_registers<MULTIPLY_REGISTERS>();

@@ -47,6 +47,7 @@ constexpr int SPAN = KEY_SPAN;
 // of dq it adds at a time. Those of all its queries lie together, then come the next columns.
 constexpr bool IS_WIDE = HEAD_DIM > 128 || VALUE_DIM > 128;
 constexpr int DQ_PIECE = IS_WIDE ? 64 : HEAD_DIM, DQ_PIECES = HEAD_DIM / DQ_PIECE;
+constexpr int ADDERS = IS_WIDE ? 2 : 1;  // threads that add them
 
 // Steps of a product that are laid out one after the other. The careful pass rarely runs, and is
 // compiled sooner with one.

@@ -110,6 +110,53 @@ __device__ inline void add_sums(float* target, u32 source, int bytes, u32* start
     if (before == UNTOUCHED) wait_done_pieces(), tell_reached(started, THERE);
 }
 
+// The pieces of dq that one of the threads adds, the place in shared memory that they come to one
+// by one, and the barriers that say that one has come and that it is read.
+struct Share {
+    int adder, first, past;
+    u32 source;
+    Barrier full, empty;
+};
+
+// One thread adds its share of the tiles of dq to global memory: if in a fixed order, then to each
+// tile after the same thread of the block of keys before this one has.
+__device__ inline void add(const Params& p, const Memory& memory, const Share& share) {
+    const int heads = int(p.group), blocks = (int(p.Nk) + BLOCK_K - 1) / BLOCK_K;
+    const int rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
+    Place<1> kept, at;
+#pragma unroll 1
+    for (;; kept.next()) {
+        memory.k_full().wait(kept.round);
+        const Work work = memory.shared.work;
+        memory.k_empty().arrive();
+        if (work.end) break;
+        const u32 past_head = work.b * int(p.Hq) + (work.kv + 1) * heads;
+#pragma unroll 1
+        for (u32 head = past_head - heads; head < past_head; ++head) {
+            u32* const passed =
+                p.passed + ((head * blocks + work.k0 / BLOCK_K) * ADDERS + share.adder);
+            u32 before = p.in_order && work.k0 ? 0 : ~0u;
+#pragma unroll 1
+            for (int tile = work.tiles.first; tile < work.tiles.past; ++tile) {
+#pragma unroll 1
+                for (int piece = share.first; piece < share.past; ++piece, at.next()) {
+                    const int row = tile * BLOCK_Q, sums = min(BLOCK_Q, rows - row) * DQ_PIECE;
+                    u32* const started = p.started + ((head * tiles + tile) * DQ_PIECES + piece);
+                    const bool there = look_reached(started) == THERE;  // before it is needed
+                    share.full.wait(at.round);
+                    while (before <= tile) before = look_reached(passed - ADDERS);
+                    add_sums(static_cast<float*>(p.dq_sum) + u64(head * rows + row) * HEAD_DIM +
+                                 piece * sums,
+                             share.source, 4 * sums, started, there, share.empty);
+                }
+                if (p.in_order) wait_done_pieces(), tell_reached(passed, tile + 1);
+            }
+            if (p.in_order) tell_reached(passed, ~0u);
+        }
+    }
+    wait_done_pieces();
+}
+
 // Whether all of them are finite: zero times what is not finite is not zero.
 template <int NT>
 __device__ inline bool are_finite(const Fragment<Sum, 1, NT>& c) {

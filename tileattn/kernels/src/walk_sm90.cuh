@@ -32,7 +32,6 @@ using OutTile = BoxTile<BLOCK_Q, VALUE_DIM>;
 using PairTile = BoxTile<BLOCK_Q, BLOCK_K>;  // a query's gradients at the scores
 
 constexpr int ROW_BYTES = BLOCK_Q * 4;  // of a number for each query
-constexpr int SUM_BYTES = HEAD_DIM * 4;  // of a row of dq
 
 // The tiles of queries that some keys see: first to past - 1. All of them are seen by all keys from
 // full to full_past - 1.
