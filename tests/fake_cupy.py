@@ -120,9 +120,9 @@ class Machine:
         self.uploads.append(there)
         return there
 
-    def copy(self, to: Any, x: Any, *, casting: str) -> None:
+    def copy(self, to: Any, x: Any, *, casting: Any) -> None:
         """Stand in for ``cupy.copyto``."""
-        np.copyto(at_host(to), at_host(x), casting=casting)  # type: ignore[arg-type]  # one of its
+        np.copyto(at_host(to), at_host(x), casting=casting)
 
     def clear(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Stand in for ``cudaMemsetAsync``."""

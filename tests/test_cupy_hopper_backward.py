@@ -92,8 +92,8 @@ def test_every_clause_of_the_rule_is_tried() -> None:
 def test_a_fixed_order_of_sums_is_the_same_kernel_in_another_order() -> None:
     P = replace(SERVED, B=3, Hkv=50, Hq=100)
     steps, fixed = steps_of(P), steps_of(P, deterministic=True)
-    assert [step.key.kernel for step in fixed if step.ordered] == [HOPPER_BACKWARD]
-    assert [step._replace(ordered=False) for step in fixed] == list(steps)
+    assert [step.key.kernel for step in fixed if step.in_order] == [HOPPER_BACKWARD]
+    assert [step._replace(in_order=False) for step in fixed] == list(steps)
     # Few blocks of keys of a head are at work at a time, since each waits for the one before it.
     x = np.zeros((1, 1, 1, 8), np.float16)
     _, operands = parse(x, x, x, {})

@@ -133,7 +133,7 @@ class TakesNone(NumpyBackend):
 
     name = "takesnone"
 
-    def backward(  # type: ignore[override]  # as it was
+    def backward(  # type: ignore[override]  # without a workspace, which is the point
         self, problem: Any, operands: Any, dout: Any, attention: Any, dlse: Any, fixed: bool
     ) -> Gradients:
         return super().backward(problem, operands, dout, attention, dlse, fixed)
@@ -195,17 +195,23 @@ def options_of(name: str) -> dict[str, Any]:
     return {"causal": True} if name == "plain" else {}
 
 
+def given_of(name: str, dtype: Any) -> tuple[Any, ...]:
+    """Give q, k, v, dout and options by the name of what they make the call take."""
+    import cupy
+
+    q, k, v, dout = random_arrays(*SHAPES, dtype=dtype)
+    if name == "transposed":
+        q, k = (cupy.ascontiguousarray(x.swapaxes(2, 3)).swapaxes(2, 3) for x in (q, k))
+    return q, k, v, dout, options_of(name)
+
+
 @gpu_marks
 @on_gpu
 @pytest.mark.parametrize("name", ["plain", "sinks", "bias", "transposed"])
 def test_the_same_bits_with_and_without(name: str, dtype: Any) -> None:
     """Two calls on one workspace: on bytes of NaN, and on what the first has left."""
-    import cupy
 
-    options = options_of(name)
-    q, k, v, dout = random_arrays(*SHAPES, dtype=dtype)
-    if name == "transposed":
-        q, k = (cupy.ascontiguousarray(x.swapaxes(2, 3)).swapaxes(2, 3) for x in (q, k))
+    q, k, v, dout, options = given_of(name, dtype)
     attention = tileattn.forward(q, k, v, **options)
     workspace = made_for(q, k, v, options)
     for deterministic in (False, True, False):
@@ -265,10 +271,7 @@ def test_what_is_taken_from_the_pool(name: str, dtype: Any) -> None:
     """A pool of its own shows the most that was ever taken: results, and one piece without."""
     import cupy
 
-    options = options_of(name)
-    q, k, v, dout = random_arrays(*SHAPES, dtype=dtype)
-    if name == "transposed":
-        q, k = (cupy.ascontiguousarray(x.swapaxes(2, 3)).swapaxes(2, 3) for x in (q, k))
+    q, k, v, dout, options = given_of(name, dtype)
     attention = tileattn.forward(q, k, v, **options)
     tileattn.backward(dout, q, k, v, *attention, **options)  # what stays for later calls is there
     workspace = made_for(q, k, v, options)

@@ -166,7 +166,7 @@ class CupyBackend:
         dlse : cupy array, shape (B, Hq, Nq), or None
             Gradient that arrives at the logsumexp.
         deterministic : bool
-            Whether dq is summed in a fixed order, by a kernel of its own.
+            Whether dq is summed in a fixed order.
         workspace : cupy array of uint8, shape (n,), or None
             What all memory but that of the results is taken from.
 

@@ -70,7 +70,7 @@ def order_of(problem: Problem, operands: Operands, steps: tuple[Step, ...], cach
     at a time, the less. With two of them, tiles of queries are still read but once for both.
     """
     for step in steps:
-        if step.ordered:
+        if step.in_order:
             size = max(1, step.blocks // ABREAST)
             return Order(-(-problem.B * problem.Hkv // size), in_order=True)
     kernels = {step.key.kernel for step in steps}

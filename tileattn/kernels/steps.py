@@ -42,7 +42,7 @@ class Step(NamedTuple):
         Why this kernel, in one clause.
     boxes : tuple of (str, int)
         Arrays of which the kernel takes tensor maps, each with the rows of a box.
-    ordered : bool
+    in_order : bool
         Whether its blocks of threads add to dq one after the other, in a fixed order.
     """
 
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     shared: int = 0
     why: str = "one warp for each row"
     boxes: tuple[tuple[str, int], ...] = ()
-    ordered: bool = False
+    in_order: bool = False
 
 
 def forward_steps(problem: Problem, facts: Facts) -> tuple[Step, ...]:
@@ -114,7 +114,7 @@ def backward_steps(
         steps.append(_rows_step(P, facts))
     choice = choose_backward(P, facts)
     if choice.key.kernel in HOPPER_BACKWARDS:
-        steps += _hopper_steps(P, facts, choice, ordered=deterministic)
+        steps += _hopper_steps(P, facts, choice, in_order=deterministic)
     else:
         add_dq = queries * keys > 0 and choice.key.kernel == "backward_keys" and not deterministic
         if keys:
@@ -141,7 +141,7 @@ def _rows_step(P: Problem, facts: Facts) -> Step:
     return Step(key, -(-rows // rows_of_block(key, key.value_dim)))
 
 
-def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, ordered: bool) -> tuple[Step, ...]:
+def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, in_order: bool) -> tuple[Step, ...]:
     """List Hopper's own kernel, then what repairs the heads that it leaves, mostly none."""
     key = replace(choice.key, add_dq=True)
     # Blocks of threads stay, and take one block of keys after the other.
@@ -152,7 +152,7 @@ def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, ordered: bool) ->
     few = (s._replace(blocks=min(s.blocks, facts.processors), why=_REPAIRS) for s in repairs)
     after = _finish_step(P, key), *few
     return (
-        Step(key, blocks, choice.shared, choice.why, boxes, ordered),
+        Step(key, blocks, choice.shared, choice.why, boxes, in_order),
         *(step._replace(key=replace(step.key, repairs=True)) for step in after),
     )
 
