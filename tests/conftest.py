@@ -14,13 +14,10 @@ import tileattn
 from tileattn import backends
 from tileattn.backends.numpy_backend import NumpyBackend
 from tileattn.kernels import call
-from tileattn.kernels.hopper import HOPPER_REQUEST
 from tileattn.problem import parse
 
 Array = NDArray[Any]
 
-# What is served on request is tested like all else; a run with 0 tests what others get.
-os.environ.setdefault(HOPPER_REQUEST, "1")
 
 # A deadline would fail on a busy machine. ``thorough`` is for a night: HYPOTHESIS_PROFILE=thorough.
 # Drawing a whole call of attention fills several arrays, which Hypothesis takes for too much.

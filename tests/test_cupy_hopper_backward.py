@@ -16,7 +16,7 @@ from tileattn.kernels import hopper
 from tileattn.kernels.catalog import problem_of
 from tileattn.kernels.hopper import (
     HOPPER_BACKWARD,
-    HOPPER_REQUEST,
+    HOPPER_FINISH,
     HOPPER_WIDE,
     choose_backward,
     walk_bytes,
@@ -27,7 +27,7 @@ from tileattn.kernels.tiles import TileSize
 from tileattn.problem import Problem, parse
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
-REPAIRS = ["backward_finish", "backward_keys", "backward_queries"]
+AFTER = [HOPPER_FINISH, "backward_keys", "backward_queries"]
 OPTIONS: list[set[str]] = [set(), {"softcap"}, {"alibi_slopes"}, {"sinks", "kv_lengths"}]
 
 
@@ -72,20 +72,8 @@ def test_what_the_portable_kernel_is_left_and_why(
     assert choice.why.startswith(f"the portable kernel, because {reason}")
 
 
-@pytest.mark.parametrize("value", [None, "", "0"])
-def test_it_is_left_out_where_nobody_asks(
-    monkeypatch: pytest.MonkeyPatch, value: str | None
-) -> None:
-    monkeypatch.delenv(HOPPER_REQUEST)
-    if value is not None:
-        monkeypatch.setenv(HOPPER_REQUEST, value)
-    choice = choose_backward(SERVED, FACTS)
-    assert choice.key.kernel == "backward_keys"
-    assert choice.why.startswith("the portable kernel, because TILEATTN_HOPPER_BACKWARD is not 1")
-
-
 def test_every_clause_of_the_rule_is_tried() -> None:
-    tried = (HOPPER_REQUEST, *(reason for reason, *_ in REFUSED_BACKWARD))
+    tried = tuple(reason for reason, *_ in REFUSED_BACKWARD)
     assert [why for why, _ in hopper._NOT_HOPPER_BACKWARD if not why.startswith(tried)] == []
 
 
@@ -94,11 +82,15 @@ def test_a_fixed_order_of_sums_is_the_same_kernel_in_another_order() -> None:
     steps, fixed = steps_of(P), steps_of(P, deterministic=True)
     assert [step.key.kernel for step in fixed if step.in_order] == [HOPPER_BACKWARD]
     assert [step._replace(in_order=False) for step in fixed] == list(steps)
-    # Few blocks of keys of a head are at work at a time, since each waits for the one before it.
+    # Not more than 8 blocks of 128 keys of a head are at work at a time: on 132 multiprocessors, of 16
+    # heads or as many more as it takes.
     x = np.zeros((1, 1, 1, 8), np.float16)
     _, operands = parse(x, x, x, {})
-    assert order_of(P, operands, fixed, 50 << 20) == Order(3, in_order=True)
-    assert order_of(replace(P, B=1), operands, fixed, 50 << 20) == Order(1, in_order=True)
+    for each, in_order in ((steps, False), (fixed, True)):
+        assert order_of(P, operands, each, 50 << 20) == Order(10, None, in_order)
+        assert order_of(replace(P, B=1), operands, each, 50 << 20) == Order(4, None, in_order)
+    wide = steps_of(replace(P, D=256))
+    assert order_of(P, operands, wide, 50 << 20).parts == 19  # 16 blocks of 64 keys, of 8 heads
 
 
 def test_claimed_in_order_a_head_has_its_keys_in_order() -> None:
@@ -197,14 +189,16 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
     assert own.blocks == blocks
     assert own.shared == walk_bytes(TileSize(64, 128, 8, 1, 2), 128, 64)
     assert own.boxes == (("q", 64), ("k", 128), ("v", 128), ("dout", 64))
-    assert [step.key.kernel for step in after] == REPAIRS
+    assert [step.key.kernel for step in after] == AFTER
     for step in after:
         key = step.key
-        assert (key.repairs, key.add_dq, key.loaders, step.boxes) == (True, False, 0, ())
+        assert (key.repairs, key.add_dq) == (key.kernel != HOPPER_FINISH, False)
+        assert (key.loaders, step.boxes) == (0, ())
+    assert after[0].blocks == 2 * 6 * 5  # tiles of queries
     assert (after[0].key.head_dim, after[0].key.threads) == (own.key.head_dim, 128)
     facts = FACTS._replace(boxes=False)
     portable = backward_steps(problem, facts, deterministic=True, sinks=False)[1:]
-    assert [step.key.kernel for step in portable] == REPAIRS[1:]
+    assert [step.key.kernel for step in portable] == AFTER[1:]
     for step, like in zip(after[1:], portable, strict=True):
         assert step.why.startswith("for heads with sums that are not finite")
         few = min(like.blocks, 132)
@@ -216,18 +210,20 @@ def test_what_follows_the_kernel_for_wide_heads() -> None:
     assert (rows.key.kernel, own.key.kernel) == ("backward_rows", HOPPER_WIDE)
     assert (own.blocks, own.key.add_dq) == (12, True)
     assert own.boxes == (("q", 64), ("k", 64), ("v", 64), ("dout", 64))
-    assert [step.key.kernel for step in after] == REPAIRS
+    assert [step.key.kernel for step in after] == AFTER
     # It undoes the order of the sums, which depends on the heads and the tiles of queries.
     finish, like = after[0].key, own.key
     assert (finish.head_dim, finish.value_dim) == (like.head_dim, like.value_dim) == (256, 128)
     assert finish.block_q == like.block_q
+    softcap = replace(SERVED, D=200, Dv=40, softcap=2.0, uses=frozenset({"softcap"}))
+    assert steps_of(softcap)[2].key == finish  # as there are no more terms
 
 
 def test_gradients_of_sinks_come_last() -> None:
     steps = steps_of(problem_of("bfloat16", 64, ["sinks"]), sinks=True)
     assert [step.key.kernel for step in steps] == [
         *("backward_rows", HOPPER_BACKWARD),
-        *REPAIRS,
+        *AFTER,
         "backward_sinks",
     ]
 
@@ -253,7 +249,7 @@ def test_maps_say_where_the_arrays_lie(gpu: Machine, dtype: Any, kind: int) -> N
     given["k"] = gpu.array((B, NK, HKV, D), dtype).swapaxes(1, 2)
     given["dout"] = gpu.array((B, HQ, NQ, 2 * DV), dtype)[..., DV:]
     tileattn.backward(**given, causal=True)
-    assert kernels(gpu) == ["backward_rows", HOPPER_BACKWARD, *REPAIRS]
+    assert kernels(gpu) == ["backward_rows", HOPPER_BACKWARD, *AFTER]
     key, blocks, shared, params = gpu.launches[1]
     assert (key.head_dim, key.value_dim) == (128, 64)
     assert (key, shared) in gpu.allowed
@@ -283,12 +279,12 @@ def test_marks_are_zeros_next_to_each_other(gpu: Machine, monkeypatch: pytest.Mo
     tileattn.backward(**given)
     tileattn.backward(**given, deterministic=True)
     # Parts begin at multiples of 256 bytes: sums, which need not be zeros; marks of 4 heads, works
-    # claimed, and of each of 12 heads how far 5 blocks of keys have come and what is with 5 tiles.
+    # claimed, and how many have added to 5 tiles of each of 12 heads.
     sums, half = B * HQ * NQ * 128 * 4, len(gpu.launches) // 2
     assert sums % 256 == 0
-    starts = {"dq_sum": -sums, "unfinished": 0, "claimed": 256, "passed": 512, "started": 768}
+    starts = {"dq_sum": -sums, "unfinished": 0, "claimed": 256, "landed": 512}
     for n, (address, nbytes) in enumerate(cleared):
-        assert nbytes == 768 + 12 * 5 * 4
+        assert nbytes == 512 + 12 * 5 * 4
         for *_, params in gpu.launches[n * half : (n + 1) * half]:
             assert {name: int(params[name]) - address for name in starts} == starts
             assert params["in_order"] == n
@@ -337,12 +333,12 @@ def test_explain_names_the_kernels_and_their_memory(
     q, k, v = (gpu.array((2, 4, 1000, 64), np.float16) for _ in range(3))
     found = tileattn.explain(q, k, v, causal=True)
     assert found.backward_tile == (128, 128)
-    assert [line.split()[0] for line in found.kernels[2:]] == [HOPPER_BACKWARD, *REPAIRS]
+    assert [line.split()[0] for line in found.kernels[2:]] == [HOPPER_BACKWARD, *AFTER]
     assert "64/64 columns, 2 stages: 64 blocks of 384 threads" in found.kernels[2]
     assert any(r.startswith(f"{HOPPER_BACKWARD}: tensor maps") for r in found.reasons)
     # Of 8 heads the sums; marks and works claimed, which begin at multiples of 256 bytes, as does
-    # what is counted for 8 blocks of keys and 8 tiles of queries.
-    assert found.workspace_bytes == 8 * (2 * 1024 + 1000 * 64) * 4 + 2 * 256 + 2 * 8 * 8 * 4
+    # what is counted for 8 tiles of queries.
+    assert found.workspace_bytes == 8 * (2 * 1024 + 1000 * 64) * 4 + 2 * 256 + 8 * 8 * 4
     bias = gpu.array((1000, 1000))
     for options, reason in (({"bias": bias}, "bias"), ({"dropout_p": 0.5}, "dropout")):
         found = tileattn.explain(q, k, v, **options)

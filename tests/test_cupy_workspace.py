@@ -15,7 +15,7 @@ from tileattn import api
 from tileattn.kernels import call as calls
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
-TEMPORARY = ("delta", "shift", "dq_sum", "unfinished", "claimed", "passed", "started")
+TEMPORARY = ("delta", "shift", "dq_sum", "unfinished", "claimed", "landed")
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
@@ -173,7 +173,7 @@ def test_with_a_workspace_nothing_but_results_is_taken(
     if "dq_sum" in parts:
         at, sums = int(params["dq_sum"]) - start, 4 * B * HQ * NQ * (128 if own else 96)
         assert not at_host(workspace)[at + sums if own else at :].any()
-        assert nbytes == at + sums + (3 * 256 + 4 * B * HQ * 5 if own else 0)
+        assert nbytes == at + sums + (2 * 256 + 4 * B * HQ * 5 if own else 0)
     assert (at_host(whole)[:256] == 0xFF).all()
     assert (at_host(whole)[-256:] == 0xFF).all()
 

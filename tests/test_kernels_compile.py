@@ -10,7 +10,13 @@ import pytest
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels import catalog
 from tileattn.kernels.compile import compiled, nvrtc_version
-from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, HOPPER_WIDE
+from tileattn.kernels.hopper import (
+    HOPPER,
+    HOPPER_BACKWARD,
+    HOPPER_BACKWARDS,
+    HOPPER_FINISH,
+    HOPPER_WIDE,
+)
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import TILED
 from tileattn.kernels.tiles import ROOMS
@@ -71,7 +77,7 @@ def test_a_kernel_compiles(case: Case) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_source(arch: str) -> None:
     sources = {source.stem for source in Path(catalog.__file__).parent.glob("src/*.cu")}
-    others = set() if arch == "sm_90a" else {HOPPER, *HOPPER_BACKWARDS}
+    others = set() if arch == "sm_90a" else {HOPPER, *HOPPER_BACKWARDS, HOPPER_FINISH}
     assert {key.kernel for a, key in CASES if a == arch} == sources - others
 
 
@@ -138,7 +144,7 @@ def test_the_backward_kernels_for_hopper_and_what_repairs_after_them(
     for option in ("softcap", "alibi", "fold"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
     repairs = {key.kernel for _, key in CASES if key.repairs}
-    assert repairs == {"backward_finish", "backward_keys", "backward_queries"}
+    assert repairs == {"backward_keys", "backward_queries"}
 
 
 def test_what_is_tuned_is_the_plain_call_on_one_gpu() -> None:

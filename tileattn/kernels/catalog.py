@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from tileattn.kernels.call import WIDEST
-from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARDS
+from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_FINISH
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import SHARED_LIMIT, TILED, Facts, choose
 from tileattn.kernels.steps import backward_steps, forward_steps
@@ -104,7 +104,8 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
         for window in WINDOWS:
             problem = replace(problem_of(name, dim, options), window=window)
             keys = _keys(problem, facts_of(arch))
-            found |= dict.fromkeys(key for key in keys if key.kernel in _HOPPERS or key.repairs)
+            own = {*_HOPPERS, HOPPER_FINISH}
+            found |= dict.fromkeys(key for key in keys if key.kernel in own or key.repairs)
     return [
         key for key in found if key.kernel != "backward_keys" or key.repairs or key.add_dq == adds
     ]

@@ -1,6 +1,5 @@
 """Hopper's own kernels: which calls they serve, with what tiles, and how much memory they take."""
 
-import os
 from collections.abc import Callable
 
 from tileattn.kernels.key import KernelKey
@@ -10,11 +9,11 @@ from tileattn.problem import Problem
 
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
+HOPPER_FINISH = "finish_sm90"
 HOPPER_BACKWARDS = {HOPPER_BACKWARD: 1, HOPPER_WIDE: 2}  # threads that add to dq
 # Columns that kernels of the backward pass have room for: wide ones where either needs it.
 HOPPER_ROOMS = {HOPPER_BACKWARD: (64, 128), HOPPER_WIDE: (128, 192, 256)}
 HOPPER_PIECE = 64  # columns of dq that the wide one adds at a time
-HOPPER_REQUEST = "TILEATTN_HOPPER_BACKWARD"  # until its tests have run on a GPU
 HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
 HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
 HOPPER_FEW_KEYS = 512
@@ -46,7 +45,6 @@ _NOT_HOPPER: tuple[_Clause, ...] = (
     ),
 )
 _NOT_HOPPER_BACKWARD: tuple[_Clause, ...] = (
-    (f"{HOPPER_REQUEST} is not 1", lambda *_: os.environ.get(HOPPER_REQUEST) != "1"),
     *_NOT_HOPPER,
     ("q and k have columns that are no multiple of 8", lambda P, _: P.D % 8 > 0),
 )

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.blocks import Band, cut
-from tileattn.kernels.hopper import HOPPER
+from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.steps import Step
 from tileattn.problem import Operands, Problem
 
 TILE, START = 10, 12  # what a tile of keys costs, and what to begin and end a block does (measured)
-ABREAST = 2  # blocks of keys of a head that work at a time, if dq is summed in order (simulated)
+ABREAST = 1024  # keys of a head that the backward pass works on at a time (measured)
 MOST_TURNS = 64  # on average: with more, dealing in turn is even enough, and tables take long
 
 Array = NDArray[Any]
@@ -65,14 +65,14 @@ def order_of(problem: Problem, operands: Operands, steps: tuple[Step, ...], cach
     Notes
     -----
     The backward pass comes back to four times the bytes of keys and values (their gradients, and
-    the sums of dq), and the persistent kernel is the fastest with half a cache (measured). If dq is
-    summed in order, each block of keys waits for the one before it: the fewer of a head are at work
-    at a time, the less. With two of them, tiles of queries are still read but once for both.
+    the sums of dq). Blocks of keys that a persistent kernel works on at a time share what they read
+    and add to, so some of a head go together; but all wait for the first one to begin a tile of dq,
+    or if in order for the one before, so they are of many heads.
     """
     for step in steps:
-        if step.in_order:
-            size = max(1, step.blocks // ABREAST)
-            return Order(-(-problem.B * problem.Hkv // size), in_order=True)
+        if step.key.kernel in HOPPER_BACKWARDS:
+            size = max(1, step.blocks * step.key.block_k // ABREAST)
+            return Order(-(-problem.B * problem.Hkv // size), in_order=step.in_order)
     kernels = {step.key.kernel for step in steps}
     parts = parts_of(problem, 2 * cache if "forward" in kernels else cache // 2)
     if HOPPER not in kernels:

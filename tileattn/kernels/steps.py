@@ -6,6 +6,7 @@ from typing import NamedTuple
 from tileattn.kernels.hopper import (
     HOPPER,
     HOPPER_BACKWARDS,
+    HOPPER_FINISH,
     HOPPER_GROUP_ROWS,
     choose_backward,
     choose_forward,
@@ -24,6 +25,7 @@ from tileattn.kernels.select import (
 from tileattn.kernels.tiles import LARGEST
 from tileattn.problem import Problem
 
+_FINISH = "one block of threads for each tile of dq"
 _REPAIRS = "for heads with sums that are not finite; mostly there are none, and it returns at once"
 
 
@@ -137,8 +139,8 @@ def _rows_step(P: Problem, facts: Facts) -> Step:
         warps_m=ROW_WARPS,
         vector=facts.vector,
     )
-    rows = P.B * P.Hq * padded_rows(P.Nq)
-    return Step(key, -(-rows // rows_of_block(key, key.value_dim)))
+    blocks = padded_rows(P.Nq) // rows_of_block(key, key.value_dim)
+    return Step(key, P.B * P.Hq * blocks)
 
 
 def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, in_order: bool) -> tuple[Step, ...]:
@@ -150,10 +152,13 @@ def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, in_order: bool) -
     portable = choose("backward_keys", P, facts)
     repairs = _keys_step(P, facts, portable, add_dq=False), _queries_step(P, facts)
     few = (s._replace(blocks=min(s.blocks, facts.processors), why=_REPAIRS) for s in repairs)
-    after = _finish_step(P, key), *few
+    sizes = key.head_dim, key.value_dim, key.block_q
+    finish = KernelKey(HOPPER_FINISH, key.dtype, *sizes, warps_m=ROW_WARPS)
+    tiles = P.B * P.Hq * -(-P.Nq // key.block_q)
     return (
         Step(key, blocks, choice.shared, choice.why, boxes, in_order),
-        *(step._replace(key=replace(step.key, repairs=True)) for step in after),
+        Step(finish, tiles, why=_FINISH),
+        *(repair._replace(key=replace(repair.key, repairs=True)) for repair in few),
     )
 
 
@@ -171,7 +176,7 @@ def _finish_step(P: Problem, key: KernelKey) -> Step:
     key = replace(key, kernel="backward_finish", warps_m=ROW_WARPS, warps_n=1, loaders=0)
     rows = rows_of_block(key, key.head_dim)
     key = replace(key, add_dq=False, write_dbias=False)
-    return Step(key, -(-P.B * P.Hq * P.Nq // rows))
+    return Step(key, P.B * P.Hq * -(-P.Nq // rows))
 
 
 def _queries_step(P: Problem, facts: Facts) -> Step:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from tileattn.kernels.hopper import HOPPER_BACKWARDS, HOPPER_PIECE
+from tileattn.kernels.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.select import padded_rows
 from tileattn.kernels.steps import Step
 from tileattn.problem import Problem
@@ -48,8 +48,7 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
     Layout
         Beside the copies, nothing for the forward pass. For the backward pass two numbers of each
         query, and where dq is summed in memory, the sum; for Hopper's own kernels a mark for each
-        head of keys, how many works are claimed, how far each block of keys has come in each head,
-        and whether a tile of dq has been added to.
+        head of keys, how many works are claimed, and how many have added to each tile of dq.
     """
     P, keys = problem, [step.key for step in steps]
     number, heads = P.sum_dtype.itemsize, P.B * P.Hq
@@ -63,13 +62,11 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
         sums = {"dq_sum": heads * P.Nq * key.head_dim * number}
         if key.kernel in HOPPER_BACKWARDS:
             parts |= sums
-            adders = HOPPER_BACKWARDS[key.kernel]
-            pieces = key.head_dim // HOPPER_PIECE if adders > 1 else 1
+            tiles = heads * -(-P.Nq // key.block_q)
             counts = {
                 "unfinished": P.B * P.Hkv,
                 "claimed": 1,
-                "passed": heads * -(-P.Nk // key.block_k) * adders,
-                "started": heads * -(-P.Nq // key.block_q) * pieces,
+                "landed": tiles * HOPPER_BACKWARDS[key.kernel],
             }
             zeros |= {name: count * _MARK for name, count in counts.items()}
         else:

@@ -4,16 +4,6 @@
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);
 
-// Where a head's sums begin, the one of this query and column of dq lies here; backward_sm90 adds
-// tiles in pieces of columns.
-__device__ inline i64 place_of(const Params& p, int i, int column) {
-    const int at = added_column(column);
-    if constexpr (!REPAIRS) return i64(i) * HEAD_DIM + at;
-    const int first = i / BLOCK_Q * BLOCK_Q, rows = min(BLOCK_Q, int(p.Nq) - first);
-    return i64(first) * HEAD_DIM + at / DQ_PIECE * DQ_PIECE * rows + (i - first) * DQ_PIECE +
-           stored_column(i, at % DQ_PIECE);
-}
-
 // Two columns, the first of them even, stay neighbours among the sums.
 constexpr int NEIGHBOURS = PIECE < 2 ? 1 : 2;
 struct alignas(NEIGHBOURS * sizeof(Sum)) Neighbours {
@@ -26,31 +16,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     const i64 last = min(row, p.B * p.Hq * p.Nq - 1);  // all lanes stay: they look at rows together
     const int bh = int(last / p.Nq), i = int(last % p.Nq);
     const int b = bh / int(p.Hq), h = bh % int(p.Hq);
-    const Sum* sum = static_cast<const Sum*>(p.dq_sum) + bh * p.Nq * HEAD_DIM;
+    const Sum* sum = static_cast<const Sum*>(p.dq_sum) + last * HEAD_DIM;
     Element* dq = rows_of<Element>(p.dq, p.dq_at, b, h) + i * p.dq_at.n;
-    bool good = true, begun = true;
-    if constexpr (REPAIRS) {
-        const i64 tiles = (p.Nq + BLOCK_Q - 1) / BLOCK_Q;
-        begun = p.started[(bh * tiles + i / BLOCK_Q) * DQ_PIECES];
-    }
+    bool good = true;
     for (int d = threadIdx.x % LANES * PIECE; d < p.D; d += LANES * PIECE) {
         Piece<Element> piece;
 #pragma unroll
         for (int e0 = 0; e0 < PIECE; e0 += NEIGHBOURS) {
             const auto found =
-                *reinterpret_cast<const Neighbours*>(sum + place_of(p, i, d + e0));
+                *reinterpret_cast<const Neighbours*>(sum + added_column(d + e0));
 #pragma unroll
             for (int e = 0; e < NEIGHBOURS; ++e) {
-                const Sum x = begun ? found.sums[e] * Sum(p.scale) : Sum(0);
+                const Sum x = found.sums[e] * Sum(p.scale);
                 good = good && is_finite(x);
                 piece.values[e0 + e] = narrow<Element>(x);
             }
         }
         if (last == row) write_piece(dq + d, piece, int(p.D) - d);
-    }
-    if constexpr (REPAIRS) {  // the sums are backward_sm90's
-        if (!good) unfinished(p, b, h / int(p.group)) = 1;
-        return;
     }
     // Rows that are not finite, once more and textbook-like, by the whole warp, after all have
     // written.

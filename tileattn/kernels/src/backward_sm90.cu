@@ -8,9 +8,10 @@
 
 constexpr int DQT = DQ_COLUMNS / 8;
 
-// Where there are registers for it, dv goes on while the gradients at the scores are found.
-constexpr bool SOON = BLOCK_Q <= 64;
-static_assert(SOON || !HAS_SOFTCAP, "the slopes need registers, too");
+// Where there are registers for it, dv goes on while the gradients at the scores are found, and dk
+// while the next probabilities are; then dk has these gradients from shared memory.
+constexpr bool LONG = BLOCK_Q <= 64;
+static_assert(LONG || !HAS_SOFTCAP, "the slopes need registers, too");
 
 // What one warpgroup does with the works.
 __device__ inline void multiply(const Params& p, const Memory& memory, int group) {
@@ -27,7 +28,8 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     Slopes slopes;
     Fragment<Sum, 1, DT> dk;
     Fragment<Sum, 1, VT> dv;
-    Operands weights, gradients;
+    Operands weights;
+    int behind = -1;  // the stage of queries whose product with gradients is still under way
 
     auto begin_scores = [&] {
         begin_product<Element, HEAD_DIM>(s, memory.k(), GROUP_ROWS * group, memory.q(q_at.stage));
@@ -74,17 +76,20 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         begin_product<Element, VALUE_DIM>(dp, memory.v(), GROUP_ROWS * group,
                                           memory.dout(out_at.stage));
         find_weights(boundary);
-        if constexpr (SOON) {
+        if constexpr (LONG) {
             keep_weights();
             begin_dv();
             end_product<1>(dp);
+            end_product<1>(dk);  // which began before
+            if (behind >= 0) memory.q_empty(behind).arrive();
         } else {
             end_product<0>(dp);
         }
         if (!more && leader) memory.v_empty().arrive();
         find_gradients(memory.shared.deltas[out_at.stage], dp,
                        [&](int n, int e) { return s.x[0][n][e]; });
-        if constexpr (!SOON) keep_weights(), begin_dv();
+        if constexpr (!LONG) keep_weights(), begin_dv();
+        Operands gradients;
         keep(gradients, dp);
         store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
         fence_shared();
@@ -92,16 +97,21 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         begin_product_of_rows<Element>(dq, memory.ds(pair_at.stage),
                                        group / DQ_SHARES * GROUP_ROWS, memory.k(),
                                        group % DQ_SHARES * DQ_COLUMNS);
-        begin_product<Element>(dk, gradients, memory.q(q_at.stage));
-        end_product<2>(dv);  // the registers of the weights are needed
-        if (leader) memory.out_empty(out_at.stage).arrive();
+        if constexpr (!LONG) begin_product<Element>(dk, gradients, memory.q(q_at.stage));
+        end_product<LONG ? 1 : 2>(dv);  // the registers of the weights are needed
+        memory.out_empty(out_at.stage).arrive();
         out_at.next();
         pair_at.next();
-        const Place<Q_STAGES> q_read = q_at;
+        behind = q_at.stage;
         q_at.next();
         if (more) {
             memory.q_full(q_at.stage).wait(q_at.round);
             begin_scores();
+        }
+        if constexpr (LONG)
+            begin_product_of_columns<Element>(dk, memory.ds(pair_at.stage ^ 1),
+                                              GROUP_ROWS * group, memory.q(behind));
+        if (more) {
             end_product<2>(dq);
         } else {
             write_dv();  // meanwhile
@@ -109,12 +119,14 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             memory.k_empty().arrive();
         }
         add_dq(dq);
-        if (more) {
-            end_product<0>(s);  // and dk
+        if (LONG && more) {
+            end_product<1>(s);
         } else {
+            if (more) end_product<0>(s);
             end_product<0>(dk);
+            memory.q_empty(behind).arrive();
+            behind = -1;
         }
-        if (leader) memory.q_empty(q_read.stage).arrive();
     };
 
     for (;;) {

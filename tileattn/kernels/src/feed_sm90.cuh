@@ -69,9 +69,9 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
         ValueTile::prefetch(maps.v, work.k0, work.kv, work.b);
         bool first = true;
 #pragma unroll 1
-        for (int g = 0; g < group; ++g)
+        for (int tile = tiles.past; --tile >= tiles.first;)
 #pragma unroll 1
-            for (int tile = tiles.first; tile < tiles.past; ++tile) {
+            for (int g = 0; g < group; ++g) {
                 const int h = work.kv * group + g, q0 = tile * BLOCK_Q;
                 load_queries(h, q0);
                 load_out(h, q0);
@@ -90,26 +90,6 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
     memory.k_full().arrive();
 }
 
-// A piece of dq that nobody has added to, to which somebody is about to be the first, or has been.
-constexpr u32 UNTOUCHED = 0, BEGUN = 1, THERE = 2;
-
-// Add a piece to dq, or store it as the first of all: so there need be no zeros before. `there` is
-// whether it has been seen that it is not; then `empty` is let know when the piece is read.
-__device__ inline void add_sums(float* target, u32 source, int bytes, u32* started, bool there,
-                                const Barrier& empty) {
-    u32 before = THERE;
-    if (!there)
-        do before = take_place(started, BEGUN);
-        while (before == BEGUN);
-    if (before == UNTOUCHED)
-        store_piece(target, source, bytes);
-    else
-        add_piece(target, source, bytes);
-    wait_read_pieces();
-    empty.arrive();
-    if (before == UNTOUCHED) wait_done_pieces(), tell_reached(started, THERE);
-}
-
 // The pieces of dq that one of the threads adds, the place in shared memory that they come to one
 // by one, and the barriers that say that one has come and that it is read.
 struct Share {
@@ -118,41 +98,49 @@ struct Share {
     Barrier full, empty;
 };
 
-// One thread adds its share of the tiles of dq to global memory: if in a fixed order, then to each
-// tile after the same thread of the block of keys before this one has.
+// One thread adds its share of the tiles of dq to global memory. Of the blocks of keys that a tile of
+// queries sees the first stores, so there need be no zeros before; the others add after it has, and
+// if in a fixed order, then each after the one before it has. That is told when the next tile is
+// about to be sent: this one has landed meanwhile.
 __device__ inline void add(const Params& p, const Memory& memory, const Share& share) {
-    const int heads = int(p.group), blocks = (int(p.Nk) + BLOCK_K - 1) / BLOCK_K;
-    const int rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
+    const int heads = int(p.group), rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
     Place<1> kept, at;
+    u32 number, count = 0;  // the tile that others are yet to be told of, and what
+    auto tell = [&] {
+        if (count) wait_done_pieces(), tell_reached(p.landed + number, count);
+        count = 0;
+    };
 #pragma unroll 1
     for (;; kept.next()) {
         memory.k_full().wait(kept.round);
         const Work work = memory.shared.work;
         memory.k_empty().arrive();
         if (work.end) break;
-        const u32 past_head = work.b * int(p.Hq) + (work.kv + 1) * heads;
+        const u32 first_head = work.b * int(p.Hq) + work.kv * heads;
 #pragma unroll 1
-        for (u32 head = past_head - heads; head < past_head; ++head) {
-            u32* const passed =
-                p.passed + ((head * blocks + work.k0 / BLOCK_K) * ADDERS + share.adder);
-            u32 before = p.in_order && work.k0 ? 0 : ~0u;
+        for (int tile = work.tiles.past; --tile >= work.tiles.first;) {
+            const int row = tile * BLOCK_Q, size = min(BLOCK_Q, rows - row) * DQ_PIECE;
+            const int first = Band(p, work.b).keys_of(row, min(row + BLOCK_Q, rows)).lo / BLOCK_K;
+            const u32 rank = work.k0 / BLOCK_K - first, before = p.in_order ? rank : min(rank, 1u);
 #pragma unroll 1
-            for (int tile = work.tiles.first; tile < work.tiles.past; ++tile) {
+            for (u32 head = first_head; head < first_head + heads; ++head) {
+                const u32 own = (head * tiles + tile) * ADDERS + share.adder;
+                while (before && look_reached(p.landed + own) < before);
+                tell();
 #pragma unroll 1
                 for (int piece = share.first; piece < share.past; ++piece, at.next()) {
-                    const int row = tile * BLOCK_Q, sums = min(BLOCK_Q, rows - row) * DQ_PIECE;
-                    u32* const started = p.started + ((head * tiles + tile) * DQ_PIECES + piece);
-                    const bool there = look_reached(started) == THERE;  // before it is needed
+                    float* const sums = static_cast<float*>(p.dq_sum) +
+                                        u64(head * rows + row) * HEAD_DIM + piece * size;
                     share.full.wait(at.round);
-                    while (before <= tile) before = look_reached(passed - ADDERS);
-                    add_sums(static_cast<float*>(p.dq_sum) + u64(head * rows + row) * HEAD_DIM +
-                                 piece * sums,
-                             share.source, 4 * sums, started, there, share.empty);
+                    send_piece(sums, share.source, 4 * size, rank > 0);
+                    wait_read_pieces();
+                    share.empty.arrive();
                 }
-                if (p.in_order) wait_done_pieces(), tell_reached(passed, tile + 1);
+                if (p.in_order || !rank) number = own, count = rank + 1;
+                if (!p.in_order) tell();
             }
-            if (p.in_order) tell_reached(passed, ~0u);
         }
+        tell();
     }
     wait_done_pieces();
 }
@@ -213,25 +201,25 @@ __device__ inline void keep(Operands& kept, const Fragment<Sum, 1, QT>& c) {
     for (int i = 0; i < BLOCK_Q / 16; ++i) kept[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
 }
 
-// Call visit(boundary, more) for all tiles of a work that has some, head by head: `boundary` is
-// false where all queries see all keys, `more` for the last tile of all.
+// Call visit(boundary, more) for all tiles of a work that has some: the last tile of each head, then
+// the one before it, and so on, so that all blocks of keys come to a tile at about the same time.
+// `boundary` is false where all queries see all keys, `more` for the last visit of all.
 template <class Visit>
 __device__ __forceinline__ void visit_all(const Work& work, int heads, int& h, int& tile,
                                           Visit visit) {
     const Tiles tiles = work.tiles;
+    const int first_head = work.kv * heads;
 #pragma unroll 1
-    for (int g = 0; g < heads; ++g) {
-        h = work.kv * heads + g;
-        const int past = tiles.past - (g + 1 == heads);  // the last of all is apart
-        for (tile = tiles.first; tile < past;) {
-            if (tiles.boundary(tile)) {
-                visit(true, true), ++tile;
-            } else {
-                const int full_past = min(past, tiles.full_past);
+    for (tile = tiles.past - 1; tile >= tiles.first; --tile) {
+        const int past = first_head + heads - (tile == tiles.first);  // the last of all is apart
+        if (tiles.boundary(tile)) {
 #pragma unroll 1
-                for (; tile < full_past; ++tile) visit(false, true);
-            }
+            for (h = first_head; h < past; ++h) visit(true, true);
+        } else {
+#pragma unroll 1
+            for (h = first_head; h < past; ++h) visit(false, true);
         }
     }
+    h = first_head + heads - 1, tile = tiles.first;
     visit(true, false);
 }

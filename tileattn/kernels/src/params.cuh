@@ -22,9 +22,9 @@ struct Params {
     void *delta, *shift;
     void *dq, *dk, *dv, *dq_sum;
     // Of backward_sm90: of each key head, whether it is left to others; how many works are claimed;
-    // of each block of keys in each head, how many tiles of dq it has passed, if in order; and of
-    // each piece of dq, whether something has been added.
-    u32 *unfinished, *claimed, *passed, *started;
+    // and of each tile of dq, how many blocks of keys have added to it, of which a later one needs
+    // to know.
+    u32 *unfinished, *claimed, *landed;
     const void* bias;
     void* dbias;
     const void* mask;

@@ -90,17 +90,17 @@ __device__ inline void load_piece(u32 target, const void* source, int bytes, con
 
 // Begin to store numbers in shared memory to global memory, or to add them there; wait, as the thread
 // that has begun, until what it has begun is read, or is done altogether.
-__device__ inline void store_piece(float* target, u32 source, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
-                 "r"(source), "r"(bytes)
-                 : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-__device__ inline void add_piece(float* target, u32 source, int bytes) {
-    asm volatile(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
-        "r"(source), "r"(bytes)
-        : "memory");
+__device__ inline void send_piece(float* target, u32 source, int bytes, bool adds) {
+    if (adds)
+        asm volatile(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                target),
+            "r"(source), "r"(bytes)
+            : "memory");
+    else
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+                     "r"(source), "r"(bytes)
+                     : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 __device__ inline void wait_read_pieces() {
@@ -122,17 +122,6 @@ __device__ inline u32 look_reached(const u32* place) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
     asm volatile("fence.proxy.async.global;" ::: "memory");
     return value;
-}
-
-// Write `value` where there is 0; give what there was.
-__device__ inline u32 take_place(u32* place, u32 value) {
-    u32 before;
-    asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, %2;"
-                 : "=r"(before)
-                 : "l"(place), "r"(value)
-                 : "memory");
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-    return before;
 }
 
 // What threads have written to shared memory is there for boxes and products after the next

@@ -13,8 +13,8 @@ static_assert(BLOCK_K == GROUP_ROWS * (IS_WIDE ? 1 : GROUPS) && WARPS_N == 1,
               "a warpgroup takes 64 keys");
 static_assert(LOADERS == 4, "the warps that copy give the registers of a warpgroup back");
 
-// Queries stay until dk has them, after the next scores have begun: they need a stage more, and
-// are the last to need two.
+// Queries stay until dk has them, while the next probabilities are found: they need a stage more,
+// and are the last to need two.
 constexpr int OUT_STAGES = STAGES, Q_STAGES = IS_WIDE ? 2 : STAGES + 1;
 constexpr int PAIR_STAGES = 2;  // so that warpgroups meet once for each tile
 static_assert(IS_WIDE || WARPS_M * STAGED_BYTES <= BLOCK_Q * BLOCK_K * 2,
@@ -129,8 +129,8 @@ struct Memory {
         k_full().init(1), k_empty().init(GROUPS * GROUP + 1);  // who adds reads the work, too
         v_full().init(1), v_empty().init(GROUPS);
         dq_full().init(WARPS_M), dq_empty().init(1);
-        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(GROUPS);
-        for (int s = 0; s < OUT_STAGES; ++s) out_full(s).init(2), out_empty(s).init(GROUPS);
+        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(GROUPS * GROUP);
+        for (int s = 0; s < OUT_STAGES; ++s) out_full(s).init(2), out_empty(s).init(GROUPS * GROUP);
         barriers_are_made();
     }
 };
