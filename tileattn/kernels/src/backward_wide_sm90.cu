@@ -36,25 +36,19 @@ struct WideMemory : Memory {
         return {shared_address(exchange.sums_empty + group)};
     }
 
-    // By one thread, before all others: a warp that multiplies arrives once, where it does.
+    // By one thread, before all others: all threads that multiply arrive, where a warpgroup does.
     __device__ void start() const {
-        constexpr int WARPS = WARPS_M / GROUPS;
-        k_full().init(1), k_empty().init(WARPS_M + GROUPS);  // those who add read the work, too
-        v_full().init(1), v_empty().init(WARPS);
-        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(WARPS_M);
-        for (int s = 0; s < OUT_STAGES; ++s) out_full(s).init(2), out_empty(s).init(WARPS_M);
-        weights_full().init(WARPS);
-        for (int s = 0; s < PAIR_STAGES; ++s) pairs_full(s).init(WARPS);
-        for (int g = 0; g < GROUPS; ++g) sums_full(g).init(WARPS), sums_empty(g).init(1);
+        constexpr int ALL = GROUPS * GROUP;
+        k_full().init(1), k_empty().init(ALL + GROUPS);  // those who add read the work, too
+        v_full().init(1), v_empty().init(GROUP);
+        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(ALL);
+        for (int s = 0; s < OUT_STAGES; ++s) out_full(s).init(2), out_empty(s).init(ALL);
+        weights_full().init(GROUP);
+        for (int s = 0; s < PAIR_STAGES; ++s) pairs_full(s).init(GROUP);
+        for (int g = 0; g < GROUPS; ++g) sums_full(g).init(GROUP), sums_empty(g).init(1);
         barriers_are_made();
     }
 };
-
-// What all lanes of the warp have read and written so far is done.
-__device__ inline void arrive_together(const Barrier& barrier) {
-    __syncwarp();
-    if (threadIdx.x % WARP == 0) barrier.arrive();
-}
 
 // Write 16 rows of each warp to an array of the gradient of keys or values.
 template <int NT>
@@ -79,7 +73,7 @@ __device__ inline void find_dq(const WideMemory& memory, int stage, int row0, Pl
         memory.sums_empty(GROUP_NUMBER).wait(at.round ^ 1);
         store_sums(memory.sums(GROUP_NUMBER), DQ_PIECE, dq, row0, 0);
         fence_shared();
-        arrive_together(memory.sums_full(GROUP_NUMBER));
+        memory.sums_full(GROUP_NUMBER).arrive();
     }
 }
 
@@ -105,12 +99,12 @@ __device__ inline void find_dv(const Params& p, const WideMemory& memory) {
     auto visit = [&](bool boundary, bool more) {
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         weigh(p, work.b, h, boundary, memory.shared.shifts[q_at.stage], s, slopes);
-        arrive_together(memory.q_empty(q_at.stage));
+        memory.q_empty(q_at.stage).arrive();
         q_at.next();
         keep(weights, s);
         take_slopes(s, slopes);
         hand_over(memory.weights(), s);
-        arrive_together(memory.weights_full());
+        memory.weights_full().arrive();
         memory.out_full(out_at.stage).wait(out_at.round);
         begin_product<Element>(dv, weights, memory.dout(out_at.stage));
         if (more) {
@@ -119,7 +113,7 @@ __device__ inline void find_dv(const Params& p, const WideMemory& memory) {
         } else {
             end_product<0>(dv);
         }
-        arrive_together(memory.out_empty(out_at.stage));
+        memory.out_empty(out_at.stage).arrive();
         out_at.next();
         // Then the other warpgroup has read the weights, too.
         memory.pairs_full(pair_at.stage).wait(pair_at.round);
@@ -139,7 +133,7 @@ __device__ inline void find_dv(const Params& p, const WideMemory& memory) {
             end_product<0>(s);
             visit_all(work, int(p.group), h, tile, visit);
         }
-        arrive_together(memory.k_empty());
+        memory.k_empty().arrive();
         if (!are_finite(dv)) unfinished(p, work.b, work.kv) = 1;
         write_rows(p, p.dv, p.dv_at, work, row0, int(p.Dv), dv);
     }
@@ -166,7 +160,7 @@ __device__ inline void find_dk(const Params& p, const WideMemory& memory) {
     // in the end: while the other warpgroup finds its probabilities.
     auto visit = [&](bool, bool more) {
         end_product<0>(dp);
-        if (!more) arrive_together(memory.v_empty());
+        if (!more) memory.v_empty().arrive();
         {
             Fragment<Sum, 1, QT> s;
             memory.weights_full().wait(weights_at.round);
@@ -175,20 +169,20 @@ __device__ inline void find_dk(const Params& p, const WideMemory& memory) {
             find_gradients(memory.shared.deltas[out_at.stage], dp,
                            [&](int n, int e) { return s.x[0][n][e]; });
         }
-        arrive_together(memory.out_empty(out_at.stage));
+        memory.out_empty(out_at.stage).arrive();
         out_at.next();
         keep(gradients, dp);
         // Of two tiles ago: the products of this warpgroup that read it were over before the last
         // gradients were all there, those of the other one before these weights.
         store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
         fence_shared();
-        arrive_together(memory.pairs_full(pair_at.stage));
+        memory.pairs_full(pair_at.stage).arrive();
         memory.q_full(q_at.stage).wait(q_at.round);
         begin_product<Element>(dk, gradients, memory.q(q_at.stage));
         memory.pairs_full(pair_at.stage).wait(pair_at.round);
         find_dq<KEYS>(memory, pair_at.stage, row0, sums_at);
         end_product<0>(dk);
-        arrive_together(memory.q_empty(q_at.stage));
+        memory.q_empty(q_at.stage).arrive();
         q_at.next();
         pair_at.next();
         if (more) begin_gradients();
@@ -206,7 +200,7 @@ __device__ inline void find_dk(const Params& p, const WideMemory& memory) {
             begin_gradients();
             visit_all(work, int(p.group), h, tile, visit);
         }
-        arrive_together(memory.k_empty());
+        memory.k_empty().arrive();
         if (!are_finite(dk)) unfinished(p, work.b, work.kv) = 1;
 #pragma unroll
         for (auto& atom : dk.x[0])

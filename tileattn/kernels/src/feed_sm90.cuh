@@ -100,16 +100,10 @@ struct Share {
 
 // One thread adds its share of the tiles of dq to global memory. Of the blocks of keys that a tile of
 // queries sees the first stores, so there need be no zeros before; the others add after it has, and
-// if in a fixed order, then each after the one before it has. That is told when the next tile is
-// about to be sent: this one has landed meanwhile.
+// if in a fixed order, then each after the one before it has.
 __device__ inline void add(const Params& p, const Memory& memory, const Share& share) {
     const int heads = int(p.group), rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
     Place<1> kept, at;
-    u32 number, count = 0;  // the tile that others are yet to be told of, and what
-    auto tell = [&] {
-        if (count) wait_done_pieces(), tell_reached(p.landed + number, count);
-        count = 0;
-    };
 #pragma unroll 1
     for (;; kept.next()) {
         memory.k_full().wait(kept.round);
@@ -117,6 +111,7 @@ __device__ inline void add(const Params& p, const Memory& memory, const Share& s
         memory.k_empty().arrive();
         if (work.end) break;
         const u32 first_head = work.b * int(p.Hq) + work.kv * heads;
+        u32 seen = 0;
 #pragma unroll 1
         for (int tile = work.tiles.past; --tile >= work.tiles.first;) {
             const int row = tile * BLOCK_Q, size = min(BLOCK_Q, rows - row) * DQ_PIECE;
@@ -125,8 +120,8 @@ __device__ inline void add(const Params& p, const Memory& memory, const Share& s
 #pragma unroll 1
             for (u32 head = first_head; head < first_head + heads; ++head) {
                 const u32 own = (head * tiles + tile) * ADDERS + share.adder;
-                while (before && look_reached(p.landed + own) < before);
-                tell();
+                while (seen < before) seen = look_reached(p.landed + own);
+                seen = 0;
 #pragma unroll 1
                 for (int piece = share.first; piece < share.past; ++piece, at.next()) {
                     float* const sums = static_cast<float*>(p.dq_sum) +
@@ -136,11 +131,11 @@ __device__ inline void add(const Params& p, const Memory& memory, const Share& s
                     wait_read_pieces();
                     share.empty.arrive();
                 }
-                if (p.in_order || !rank) number = own, count = rank + 1;
-                if (!p.in_order) tell();
+                // In order the next look is due, while this tile is on its way.
+                if (p.in_order && heads == 1 && tile) seen = look_reached(p.landed + own - ADDERS);
+                if (p.in_order || !rank) wait_done_pieces(), tell_reached(p.landed + own, rank + 1);
             }
         }
-        tell();
     }
     wait_done_pieces();
 }
