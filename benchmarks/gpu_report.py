@@ -44,14 +44,16 @@ def best(row: Row) -> float | None:
 
 def means(rows: Iterable[Row]) -> Iterator[str]:
     """Say for each pass how tileattn stands to the fastest rival over all rows that have one."""
-    passes: dict[str, list[float]] = {}
+    passes: dict[str, list[Row]] = {}
     for row in rows:
-        ratio = best(row)
-        if ratio is not None:
-            passes.setdefault(row["pass"], []).append(ratio)
-    for name, ratios in passes.items():
+        if best(row) is not None:
+            passes.setdefault(row["pass"], []).append(row)
+    for name, raced in passes.items():
+        there = [rival for rival in RIVALS if any(rival in row["ratio_to"] for row in raced)]
+        ratios = [ratio for ratio in map(best, raced) if ratio is not None]
+        to = f"the fastest of {' and '.join(there)}" if len(there) > 1 else there[0]
         yield (
-            f"{name}, ratio to the fastest of {' and '.join(RIVALS)} over {len(ratios)} rows: "
+            f"{name}, ratio to {to} over {len(ratios)} rows: "
             f"geometric mean {geometric_mean(ratios):.2f}, smallest {min(ratios):.2f}"
         )
 

@@ -123,3 +123,7 @@ def test_means_are_geometric_and_one_for_each_pass() -> None:
         f"backward, {said} 3.00, smallest 3.00",
     ]
     assert list(gpu_report.means([alone])) == []
+    one = {"pass": "forward", "ratio_to": {"cudnn": 2.0, "flash": 7.0}}
+    assert list(gpu_report.means([alone, one])) == [
+        "forward, ratio to cudnn over 1 rows: geometric mean 2.00, smallest 2.00"
+    ]

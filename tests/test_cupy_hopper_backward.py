@@ -21,7 +21,7 @@ from tileattn.kernels.hopper import (
     choose_backward,
     walk_bytes,
 )
-from tileattn.kernels.schedule import Order, order_of, turns
+from tileattn.kernels.schedule import order_of, turns
 from tileattn.kernels.steps import Step, backward_steps
 from tileattn.kernels.tiles import TileSize
 from tileattn.problem import Problem, parse
@@ -82,15 +82,33 @@ def test_a_fixed_order_of_sums_is_the_same_kernel_in_another_order() -> None:
     steps, fixed = steps_of(P), steps_of(P, deterministic=True)
     assert [step.key.kernel for step in fixed if step.in_order] == [HOPPER_BACKWARD]
     assert [step._replace(in_order=False) for step in fixed] == list(steps)
-    # Not more than 8 blocks of 128 keys of a head are at work at a time: on 132 multiprocessors, of 16
-    # heads or as many more as it takes.
     x = np.zeros((1, 1, 1, 8), np.float16)
     _, operands = parse(x, x, x, {})
-    for each, in_order in ((steps, False), (fixed, True)):
-        assert order_of(P, operands, each, 50 << 20) == Order(10, None, in_order)
-        assert order_of(replace(P, B=1), operands, each, 50 << 20) == Order(4, None, in_order)
-    wide = steps_of(replace(P, D=256))
-    assert order_of(P, operands, wide, 50 << 20).parts == 19  # 16 blocks of 64 keys, of 8 heads
+    orders = [order_of(P, operands, each, 50 << 20) for each in (steps, fixed)]
+    assert [(order.table, order.in_order) for order in orders] == [(None, False), (None, True)]
+
+
+@pytest.mark.parametrize(
+    ("D", "Nq", "parts", "grouped", "in_order"),
+    [
+        (128, 512, 3, 6, 10),
+        (128, 4096, 25, 50, 10),
+        (128, 1 << 20, 150, 150, 10),
+        (256, 512, 6, 13, 19),
+    ],
+)
+def test_how_many_heads_are_worked_on_together(
+    D: int, Nq: int, parts: int, grouped: int, in_order: int
+) -> None:
+    """Their queries, gradients and sums fill 25 MiB; or of each there are 1,024 keys at work."""
+    P = replace(SERVED, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, D=D, Dv=D)
+    x = np.zeros((1, 1, 1, 8), np.float16)
+    _, operands = parse(x, x, x, {})
+    assert order_of(P, operands, steps_of(P), 50 << 20).parts == parts
+    fixed = steps_of(P, deterministic=True)
+    assert order_of(P, operands, fixed, 50 << 20).parts == in_order
+    P = replace(P, Hq=100)  # twice as much of each head of keys
+    assert order_of(P, operands, steps_of(P), 50 << 20).parts == grouped
 
 
 def test_claimed_in_order_a_head_has_its_keys_in_order() -> None:

@@ -17,7 +17,7 @@ from tileattn.kernels.steps import Step
 from tileattn.problem import Operands, Problem
 
 TILE, START = 10, 12  # what a tile of keys costs, and what to begin and end a block does (measured)
-ABREAST = 1024  # keys of a head that the backward pass works on at a time (measured)
+ABREAST = 1024  # keys of a head that are worked on at a time, if dq is summed in order (measured)
 MOST_TURNS = 64  # on average: with more, dealing in turn is even enough, and tables take long
 
 Array = NDArray[Any]
@@ -65,20 +65,26 @@ def order_of(problem: Problem, operands: Operands, steps: tuple[Step, ...], cach
     Notes
     -----
     The backward pass comes back to four times the bytes of keys and values (their gradients, and
-    the sums of dq). Blocks of keys that a persistent kernel works on at a time share what they read
-    and add to, so some of a head go together; but all wait for the first one to begin a tile of dq,
-    or if in order for the one before, so they are of many heads.
+    the sums of dq). Hopper's own kernels come back to queries, gradients of the output and sums for
+    each block of keys: heads for which half a cache has room are worked on together, and so few
+    blocks of short heads wait for the first one to begin a tile of dq. If in order each waits for
+    the one before. That keeps them together, and more heads have room.
     """
+    P = problem
     for step in steps:
         if step.key.kernel in HOPPER_BACKWARDS:
-            size = max(1, step.blocks * step.key.block_k // ABREAST)
-            return Order(-(-problem.B * problem.Hkv // size), in_order=step.in_order)
+            each = P.group * P.Nq * ((P.D + P.Dv) * P.dtype.itemsize + P.D * P.sum_dtype.itemsize)
+            if step.in_order:
+                size = step.blocks * step.key.block_k // ABREAST
+            else:
+                size = min(step.blocks, cache // 2 // each)
+            return Order(-(-P.B * P.Hkv // max(1, size)), in_order=step.in_order)
     kernels = {step.key.kernel for step in steps}
-    parts = parts_of(problem, 2 * cache if "forward" in kernels else cache // 2)
+    parts = parts_of(P, 2 * cache if "forward" in kernels else cache // 2)
     if HOPPER not in kernels:
         return Order(parts)
     (step,) = steps
-    return Order(parts, _table(problem, operands, step.key, parts, step.blocks))
+    return Order(parts, _table(P, operands, step.key, parts, step.blocks))
 
 
 def parts_of(problem: Problem, room: int) -> int:
