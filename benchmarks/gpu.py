@@ -276,8 +276,8 @@ def sections(
     if "shapes" in asked:
         lengths = arguments.length or SHAPE_LENGTHS[short]
         windowed = arguments.length or WINDOW_LENGTHS[short]
-        cases = list(shapes_of(dtypes[one], lengths, windowed, causals))
-        yield "shapes", shapes(cases, [ours, *peers], device)
+        cases = list(shapes_of(dtypes[one], lengths, windowed, arguments.passes, causals))
+        yield "shapes", shapes(cases, [ours, again, *peers], device)
     if "options" in asked:
         yield "options", options(cells((128,), (2048, 8192), one), device)
     if "sparse" in asked:

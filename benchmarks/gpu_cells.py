@@ -101,16 +101,20 @@ def cells_of(
 
 
 def shapes_of(
-    dtypes: Sequence[str], lengths: Sequence[int], windowed: Sequence[int], causals: Sequence[bool]
+    dtypes: Sequence[str],
+    lengths: Sequence[int],
+    windowed: Sequence[int],
+    passes: Sequence[str],
+    causals: Sequence[bool],
 ) -> Iterator[tuple[str, Cell]]:
-    """Forward passes that are not those of the grid, with their names."""
+    """Problems that are not those of the grid, with their names."""
     for group in (4, 8):
-        for cell in cells_of(dtypes, (128,), lengths, PASSES[:1], causals):
+        for cell in cells_of(dtypes, (128,), lengths, passes, causals):
             heads = max(1, cell.H // group)
             yield f"GQA {group}:1", replace(cell, H=group * heads, Hkv=heads)
-    for cell in cells_of(dtypes, (192,), lengths, PASSES[:1], causals):
+    for cell in cells_of(dtypes, (192,), lengths, passes, causals):
         yield "D 192, Dv 128", replace(cell, Dv=128)
-    for cell in cells_of(dtypes, (128,), windowed, PASSES[:1], causals):
+    for cell in cells_of(dtypes, (128,), windowed, passes, causals):
         yield "window of 1024", replace(cell, window=1024)
 
 

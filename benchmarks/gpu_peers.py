@@ -125,16 +125,20 @@ class Plain(Contestant):
         everything = self._xp.ones((N, N), bool)
         return self._xp.triu(everything, right + 1) | self._xp.tril(everything, -left - 1)
 
+    def _repeated(self, x: Inputs) -> Inputs:
+        group = x.q.shape[1] // x.k.shape[1]
+        if group == 1:
+            return x
+        return x._replace(**{n: self._xp.repeat(getattr(x, n), group, axis=1) for n in "kv"})
+
     def forward(self, x: Inputs, mask: Mask) -> Call:
         """Prepare the three steps; the mask and copies of shared heads are made once."""
-        hidden, group = self._hidden(x, mask), x.q.shape[1] // x.k.shape[1]
-        if group > 1:
-            x = x._replace(**{n: self._xp.repeat(getattr(x, n), group, axis=1) for n in "kv"})
+        hidden, x = self._hidden(x, mask), self._repeated(x)
         return lambda: self._xp.matmul(self._probabilities(x, hidden), x.v)
 
     def backward(self, x: Inputs, mask: Mask) -> Call:
-        """Prepare the gradients from the stored probabilities."""
-        matmul = self._xp.matmul
+        """Prepare the gradients from the stored probabilities and copies of shared heads."""
+        matmul, heads, x = self._xp.matmul, x.k.shape[1], self._repeated(x)
         p = self._probabilities(x, self._hidden(x, mask))
         out = matmul(p, x.v)
         scale = p.dtype.type(x.q.shape[-1] ** -0.5)
@@ -144,10 +148,15 @@ class Plain(Contestant):
             ds -= (x.dout * out).sum(axis=-1, keepdims=True)
             ds *= p
             ds *= scale
-            dq, dk = matmul(ds, x.k), matmul(ds.swapaxes(-1, -2), x.q)
-            return dq, dk, matmul(p.swapaxes(-1, -2), x.dout)
+            dk, dv = matmul(ds.swapaxes(-1, -2), x.q), matmul(p.swapaxes(-1, -2), x.dout)
+            return matmul(ds, x.k), *(self._summed(each, heads) for each in (dk, dv))
 
         return call
+
+    @staticmethod
+    def _summed(x: Any, heads: int) -> Any:
+        B, H, *sizes = x.shape
+        return x if heads == H else x.reshape(B, heads, H // heads, *sizes).sum(axis=2)
 
 
 class Torch(Contestant):

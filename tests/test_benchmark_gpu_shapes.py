@@ -21,13 +21,15 @@ OTHERS = {
 }
 
 
-def test_shapes_keep_tokens_and_width() -> None:
-    cases = list(shapes_of(["bf16"], (2048, 8192), (8192, 16384), (False, True)))
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_shapes_keep_tokens_and_width(kind: str) -> None:
+    cases = list(shapes_of(["bf16"], (2048, 8192), (8192, 16384), [kind], (False, True)))
     assert [name for name, _ in cases] == [
         name for name in ("GQA 4:1", "GQA 8:1", "D 192, Dv 128", "window of 1024") for _ in range(4)
     ]
     cells = [cell for _, cell in cases]
     assert len(set(cells)) == 16
+    assert {cell.kind for cell in cells} == {kind}
     assert {cell.B * cell.N for cell in cells} == {16384}
     assert {(cell.H, cell.Hkv, cell.D, cell.Dv) for cell in cells} == {
         (16, 4, 128, None),
@@ -50,10 +52,13 @@ def test_operations_of_other_shapes_are_those_of_their_products() -> None:
     assert replace(cell, window=5).flops == pytest.approx(2 * 2 * 6 * shown * (8 + 4))
 
 
+@pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_shapes_are_raced_as_the_grid_is(name: str) -> None:
-    (row,) = gpu.shapes([(name, OTHERS[name])], [Tileattn(), Plain(np)], Fake())
+def test_shapes_are_raced_as_the_grid_is(name: str, kind: str) -> None:
+    cell = replace(OTHERS[name], kind=kind)
+    (row,) = gpu.shapes([(name, cell)], [Tileattn(), Plain(np)], Fake())
     assert row["case"] == name
+    assert row["failed"] == {}
     assert row["ratio_to"] == {"cupy": 1.0}
     assert gpu_report.grid_line(row, ["tileattn", "cupy"]).endswith(f"  {name}")
 
