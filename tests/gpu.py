@@ -1,6 +1,7 @@
 """What tests on a GPU share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -64,11 +65,21 @@ def hold(
     assert_attention_close(host(grads), reference.backward(dout, q, k, v, **there), bounds)
 
 
-def poison(nbytes: int = 1 << 28) -> None:
-    """Fill the free memory of CuPy's pool with bytes that are NaN in every type."""
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill all memory that is taken meanwhile with bytes that are NaN in every type.
+
+    Else results may come to where an earlier call has left the right ones.
+    """
     import cupy
 
-    blocks = [cupy.full(n, 0xFF, np.uint8) for n in (nbytes, *(1 << e for e in range(9, 25)))]
-    blocks += [cupy.full(512 * n, 0xFF, np.uint8) for n in range(1, 200)]
-    cupy.cuda.get_current_stream().synchronize()
-    del blocks
+    pool = cupy.get_default_memory_pool()
+
+    def filled(nbytes: int) -> Any:
+        memory = pool.malloc(nbytes)
+        if nbytes:
+            memory.memset_async(0xFF, nbytes)  # on the current stream, as all that uses it
+        return memory
+
+    with cupy.cuda.using_allocator(filled):
+        yield

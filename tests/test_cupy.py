@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.gpu import bits, hold, host, needs_gpu, poison, random_arrays
+from tests.gpu import bits, hold, host, needs_gpu, poisoned, random_arrays
 from tileattn import Attention, BlockMask, Gradients, dropout_mask, reference
 from tileattn.testing import assert_attention_close, error_bound
 
@@ -22,8 +22,9 @@ def check(
 ) -> tuple[Attention, Gradients]:
     """Hold both passes to the oracle; inputs must come out as they went in."""
     before = bits((q, k, v, dout))
-    attention = tileattn.forward(q, k, v, **options)
-    grads = tileattn.backward(dout, q, k, v, *attention, deterministic=deterministic, **options)
+    with poisoned():
+        attention = tileattn.forward(q, k, v, **options)
+        grads = tileattn.backward(dout, q, k, v, *attention, deterministic=deterministic, **options)
     assert bits((q, k, v, dout)) == before
     hold((q, k, v, dout), attention, grads, options)
     return attention, grads
@@ -108,7 +109,6 @@ def test_sizes_of_zero(sizes: tuple[int, ...], zero: str | None) -> None:
     if zero:
         s[zero] = 0
     B, Hq, Hkv, Nq, Nk, D, Dv = s.values()
-    poison()
     shapes = ((B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (B, Hq, Nq, Dv))
     arrays = random_arrays(*shapes)
     bias, sinks = random_arrays((Nq, Nk), (Hq,), seed=1)
@@ -188,7 +188,6 @@ def test_every_byte_of_every_result_is_written(dtype: Any, deterministic: bool) 
         {"block_mask": BlockMask(np.eye(6, 4, dtype=np.bool_), (16, 16))},
     ]
     for options in choices:
-        poison()
         check(*arrays, deterministic=deterministic, **options)
 
 

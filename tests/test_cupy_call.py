@@ -297,6 +297,22 @@ def test_what_the_backward_pass_starts(gpu: Machine, dtype: Any) -> None:
     assert grads.dsinks is None
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rows", "finish"),
+    [(np.float16, 96, 14), (np.float32, 192, 28), (np.float64, 384, 56)],
+)
+def test_every_row_has_its_lanes(gpu: Machine, dtype: Any, rows: int, finish: int) -> None:
+    """Blocks of 128 threads, as many lanes for a row as it has pieces of 16 bytes.
+
+    Heads are padded to 128 rows of 64 columns before the pass over keys; what follows takes 32
+    columns of 444 rows.
+    """
+    gradients(gpu, *arrays(gpu, dtype))
+    blocks = {key.kernel: (key.threads, blocks) for key, blocks, *_ in gpu.launches}
+    assert blocks["backward_rows"] == (128, rows)
+    assert blocks["backward_finish"] == (128, finish)
+
+
 def test_a_gradient_of_lse_does_not_slow_the_copies(gpu: Machine) -> None:
     q, k, v = arrays(gpu)
     dlse = gpu.array((B, NQ, HQ)).swapaxes(1, 2)

@@ -34,6 +34,7 @@ WINDOWS: tuple[tuple[None, int | None], ...] = ((None, None), (None, 0))
 """Without and with a right limit, by which Hopper's own kernels have their tiles."""
 
 _HOPPERS = (HOPPER, *HOPPER_BACKWARDS)
+_OF_HOPPER = (*_HOPPERS, HOPPER_FINISH)
 
 # For Hopper's own kernels: the widths that calls without options leave out, and its options.
 _HOPPER_CASES = (
@@ -104,8 +105,8 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
         for window in WINDOWS:
             problem = replace(problem_of(name, dim, options), window=window)
             keys = _keys(problem, facts_of(arch))
-            own = {*_HOPPERS, HOPPER_FINISH}
-            found |= dict.fromkeys(key for key in keys if key.kernel in own or key.repairs)
+            own = (key for key in keys if key.kernel in _OF_HOPPER or key.repairs)
+            found |= dict.fromkeys(own)
     return [
         key for key in found if key.kernel != "backward_keys" or key.repairs or key.add_dq == adds
     ]

@@ -10,7 +10,6 @@ from tileattn.problem import Problem
 WARP = 32
 ROW_PAD = 128  # no block of queries is longer, and all divide it
 ROW_WARPS = 4  # of kernels in which a warp takes a row: one block has so many
-ROWS_OF_LANES = 4  # where a few lanes take rows, so many: all are read before one is written
 SHARED_LIMIT = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB of shared memory that a block may have, by compute capability times ten."""
 
@@ -227,10 +226,10 @@ def itemsize_of(dtype: str) -> int:
 
 
 def rows_of_block(key: KernelKey, columns: int) -> int:
-    """Rows that a block takes where a few lanes take some each: twin of ``src/rows.cuh``."""
+    """Rows that a block takes where a few lanes take each: twin of ``src/rows.cuh``."""
     itemsize = itemsize_of(key.dtype)
     piece = max(key.vector, itemsize) // itemsize
     lanes = 1
     while lanes < WARP and lanes * piece < columns:
         lanes *= 2
-    return ROWS_OF_LANES * (key.threads // lanes)
+    return key.threads // lanes

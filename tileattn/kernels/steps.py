@@ -139,8 +139,8 @@ def _rows_step(P: Problem, facts: Facts) -> Step:
         warps_m=ROW_WARPS,
         vector=facts.vector,
     )
-    blocks = padded_rows(P.Nq) // rows_of_block(key, key.value_dim)
-    return Step(key, P.B * P.Hq * blocks)
+    rows = P.B * P.Hq * padded_rows(P.Nq)
+    return Step(key, -(-rows // rows_of_block(key, key.value_dim)))
 
 
 def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, in_order: bool) -> tuple[Step, ...]:
@@ -176,7 +176,7 @@ def _finish_step(P: Problem, key: KernelKey) -> Step:
     key = replace(key, kernel="backward_finish", warps_m=ROW_WARPS, warps_n=1, loaders=0)
     rows = rows_of_block(key, key.head_dim)
     key = replace(key, add_dq=False, write_dbias=False)
-    return Step(key, P.B * P.Hq * -(-P.Nq // rows))
+    return Step(key, -(-P.B * P.Hq * P.Nq // rows))
 
 
 def _queries_step(P: Problem, facts: Facts) -> Step:

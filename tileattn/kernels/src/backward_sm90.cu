@@ -1,8 +1,9 @@
 // Attention, backward for all of q, k and v, on Hopper. One thread copies tiles of queries and of
 // gradients of the output into rings, and one adds tiles of dq in float32 to global memory; two
 // warpgroups multiply, each for 64 keys. Blocks of threads stay, and take one block of keys after
-// the other, with all query heads that share it. Scores are computed transposed, so that they are
-// at once operands of dv and dk, which stay in registers; mirrors backward_keys.cu.
+// the other, with all query heads that share it. Scores are computed transposed, so that
+// probabilities are an operand of dv as they are; dv and dk stay in registers; mirrors
+// backward_keys.cu.
 // Shah et al., FlashAttention-3, arXiv:2407.08608.
 #include "feed_sm90.cuh"
 
@@ -10,8 +11,10 @@ constexpr int DQT = DQ_COLUMNS / 8;
 
 // Where there are registers for it, dv goes on while the gradients at the scores are found, and dk
 // while the next probabilities are; then dk has these gradients from shared memory.
-constexpr bool LONG = BLOCK_Q <= 64;
-static_assert(LONG || !HAS_SOFTCAP, "the slopes need registers, too");
+constexpr bool OVERLAPS = BLOCK_Q <= 64;
+static_assert(OVERLAPS || !HAS_SOFTCAP, "the slopes need registers, too");
+static_assert(!OVERLAPS || GROUP / WARP * STAGED_BYTES == PairTile::SLICE,
+              "sums are staged where nobody but the own warpgroup reads gradients for dk");
 
 // What one warpgroup does with the works.
 __device__ inline void multiply(const Params& p, const Memory& memory, int group) {
@@ -76,7 +79,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         begin_product<Element, VALUE_DIM>(dp, memory.v(), GROUP_ROWS * group,
                                           memory.dout(out_at.stage));
         find_weights(boundary);
-        if constexpr (LONG) {
+        if constexpr (OVERLAPS) {
             keep_weights();
             begin_dv();
             end_product<1>(dp);
@@ -88,7 +91,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         if (!more && leader) memory.v_empty().arrive();
         find_gradients(memory.shared.deltas[out_at.stage], dp,
                        [&](int n, int e) { return s.x[0][n][e]; });
-        if constexpr (!LONG) keep_weights(), begin_dv();
+        if constexpr (!OVERLAPS) keep_weights(), begin_dv();
         Operands gradients;
         keep(gradients, dp);
         store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
@@ -97,8 +100,8 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         begin_product_of_rows<Element>(dq, memory.ds(pair_at.stage),
                                        group / DQ_SHARES * GROUP_ROWS, memory.k(),
                                        group % DQ_SHARES * DQ_COLUMNS);
-        if constexpr (!LONG) begin_product<Element>(dk, gradients, memory.q(q_at.stage));
-        end_product<LONG ? 1 : 2>(dv);  // the registers of the weights are needed
+        if constexpr (!OVERLAPS) begin_product<Element>(dk, gradients, memory.q(q_at.stage));
+        end_product<OVERLAPS ? 1 : 2>(dv);  // the registers of the weights are needed
         memory.out_empty(out_at.stage).arrive();
         out_at.next();
         pair_at.next();
@@ -108,7 +111,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             memory.q_full(q_at.stage).wait(q_at.round);
             begin_scores();
         }
-        if constexpr (LONG)
+        if constexpr (OVERLAPS)
             begin_product_of_columns<Element>(dk, memory.ds(pair_at.stage ^ 1),
                                               GROUP_ROWS * group, memory.q(behind));
         if (more) {
@@ -119,7 +122,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             memory.k_empty().arrive();
         }
         add_dq(dq);
-        if (LONG && more) {
+        if (OVERLAPS && more) {
             end_product<1>(s);
         } else {
             if (more) end_product<0>(s);

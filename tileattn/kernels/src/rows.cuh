@@ -18,29 +18,6 @@ constexpr int lanes_of_row(int columns) {
     return lanes;
 }
 
-// The rows that some lanes take, of those of a block of threads: all of one head, which has `blocks`
-// blocks. They are read together: memory is far.
-constexpr int ROWS_OF_LANES = 4;
-template <int LANES>
-struct LaneRows {
-    static constexpr int STEP = THREADS / LANES, BLOCK = ROWS_OF_LANES * STEP;
-    int b, h, first, piece;  // the first row, and the column of the first piece
-
-    __device__ LaneRows(const Params& p, int block, int rows) {
-        const int blocks = (rows + BLOCK - 1) / BLOCK, head = block / blocks;
-        b = head / int(p.Hq), h = head % int(p.Hq);
-        first = block % blocks * BLOCK + int(threadIdx.x) / LANES;
-        piece = int(threadIdx.x) % LANES * PIECE;
-    }
-    __device__ int row(int n) const { return first + n * STEP; }
-};
-
-// A piece, or zeros: without a branch, so that many are read at a time.
-__device__ inline Piece<Element> read_whole(const Element* source, bool wanted) {
-    Piece<Element> piece = {};
-    if (wanted) piece = *reinterpret_cast<const Piece<Element>*>(source);
-    return piece;
-}
 // The first `count` elements of a piece, zeros behind them.
 __device__ inline Piece<Element> read_piece(const Element* source, int count) {
     if (count >= PIECE) return *reinterpret_cast<const Piece<Element>*>(source);
