@@ -28,7 +28,7 @@ from tileattn.problem import Problem, parse
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 AFTER = [HOPPER_FINISH, "backward_keys", "backward_queries"]
-OPTIONS: list[set[str]] = [set(), {"softcap"}, {"alibi_slopes"}, {"sinks", "kv_lengths"}]
+OPTIONS: list[tuple[str, ...]] = [(), ("softcap",), ("alibi_slopes",), ("sinks", "kv_lengths")]
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_claimed_in_order_a_head_has_its_keys_in_order() -> None:
     ],
 )
 def test_what_it_serves(
-    dtype: str, uses: set[str], dim: int, value: int, rooms: tuple[int, int]
+    dtype: str, uses: tuple[str, ...], dim: int, value: int, rooms: tuple[int, int]
 ) -> None:
     problem = replace(problem_of(dtype, dim, uses), Dv=value, window=(7, 0))
     key, shared, _, why = choose_backward(problem, FACTS)
@@ -162,7 +162,7 @@ def test_what_it_serves(
     ],
 )
 def test_the_kernel_for_wide_heads(
-    dtype: str, uses: set[str], dim: int, value: int, rooms: tuple[int, int], stages: int
+    dtype: str, uses: tuple[str, ...], dim: int, value: int, rooms: tuple[int, int], stages: int
 ) -> None:
     """Two warpgroups for the same 64 keys: sums of more keys have no room in registers."""
     problem = replace(problem_of(dtype, dim, uses), Dv=value, window=(7, 0))

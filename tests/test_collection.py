@@ -1,0 +1,30 @@
+"""The tests themselves: every process finds the same ones, or workers beside each other stop."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def collected(seed: int) -> list[str]:
+    """List the names of all tests as a process with this seed for hashes gives them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONHASHSEED": str(seed)}
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(
+        [*command, str(HERE)],
+        cwd=HERE.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_names_do_not_depend_on_the_order_of_sets() -> None:
+    first, *others = (collected(seed) for seed in (1, 2, 3))
+    assert len(first) > 1000
+    assert all(names == first for names in others)
