@@ -89,26 +89,32 @@ def test_a_fixed_order_of_sums_is_the_same_kernel_in_another_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("D", "Nq", "parts", "grouped", "in_order"),
+    ("D", "Nq", "together", "grouped", "in_order"),
     [
-        (128, 512, 3, 6, 10),
-        (128, 4096, 25, 50, 10),
-        (128, 1 << 20, 150, 150, 10),
-        (256, 512, 6, 13, 19),
+        (128, 512, 50, 25, 16),
+        (128, 4096, 6, 9, 6),
+        (128, 1 << 20, 9, 9, 9),
+        (256, 512, 25, 12, 8),
     ],
 )
 def test_how_many_heads_are_worked_on_together(
-    D: int, Nq: int, parts: int, grouped: int, in_order: int
+    D: int, Nq: int, together: int, grouped: int, in_order: int
 ) -> None:
-    """Their queries, gradients and sums fill 25 MiB; or of each there are 1,024 keys at work."""
+    """Their queries, gradients and sums fill 25 MiB, unless that is less than a turn of the GPU."""
     P = replace(SERVED, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, D=D, Dv=D)
     x = np.zeros((1, 1, 1, 8), np.float16)
     _, operands = parse(x, x, x, {})
-    assert order_of(P, operands, steps_of(P), 50 << 20).parts == parts
-    fixed = steps_of(P, deterministic=True)
-    assert order_of(P, operands, fixed, 50 << 20).parts == in_order
-    P = replace(P, Hq=100)  # twice as much of each head of keys
-    assert order_of(P, operands, steps_of(P), 50 << 20).parts == grouped
+
+    def parts(P: Problem, deterministic: bool = False) -> int:
+        steps = steps_of(P, deterministic=deterministic)
+        return order_of(P, operands, steps, 50 << 20).parts
+
+    assert parts(P) == -(-150 // together)
+    assert parts(replace(P, Hq=100)) == -(-150 // grouped)  # twice as much of each head of keys
+    assert parts(P, deterministic=True) == -(-150 // in_order)
+    # Where blocks of keys differ in length, of each head there are 1,024 keys at work.
+    causal = replace(P, window=(None, 0))
+    assert parts(causal, deterministic=True) == -(-150 // (16 if D == 128 else 8))
 
 
 def test_claimed_in_order_a_head_has_its_keys_in_order() -> None:
@@ -177,21 +183,21 @@ def test_the_kernel_for_wide_heads(
 @pytest.mark.parametrize(
     ("tile", "dim", "value", "kilobytes"),
     [
-        (TileSize(64, 128, 8, 1, 2), 128, 128, 64 + 3 * 16 + 2 * 16 + 2 * 16 + 32),
-        (TileSize(128, 128, 8, 1, 2), 64, 64, 32 + 3 * 16 + 2 * 16 + 2 * 32 + 32),
-        (TileSize(64, 128, 8, 1, 2), 64, 64, 32 + 3 * 8 + 2 * 8 + 2 * 16 + 16),
-        (TileSize(64, 128, 8, 1, 2), 64, 128, 48 + 3 * 8 + 2 * 16 + 2 * 16 + 16),
-        (TileSize(64, 128, 8, 1, 2), 128, 64, 48 + 3 * 16 + 2 * 8 + 2 * 16 + 32),
-        (TileSize(64, 128, 8, 1, 1), 128, 128, 64 + 2 * 16 + 1 * 16 + 2 * 16 + 32),
-        # Wide heads: queries twice, two pieces of sums, and a tile of probabilities.
-        (TileSize(64, 64, 8, 1, 1), 256, 256, 64 + 2 * 32 + 1 * 32 + 2 * 8 + 2 * 16 + 16),
-        (TileSize(64, 64, 8, 1, 2), 192, 192, 48 + 2 * 24 + 2 * 24 + 2 * 8 + 2 * 16 + 16),
-        (TileSize(64, 64, 8, 1, 2), 192, 128, 40 + 2 * 24 + 2 * 16 + 2 * 8 + 2 * 16 + 16),
-        (TileSize(64, 64, 8, 1, 1), 128, 256, 48 + 2 * 16 + 1 * 32 + 2 * 8 + 2 * 16 + 16),
+        (TileSize(64, 128, 8, 1, 2), 128, 128, 64 + 3 * 16 + 2 * 16 + 2 * 16 + 6 * 8),
+        (TileSize(128, 128, 8, 1, 2), 64, 64, 32 + 3 * 16 + 2 * 16 + 2 * 32 + 6 * 8),
+        (TileSize(64, 128, 8, 1, 2), 64, 64, 32 + 3 * 8 + 2 * 8 + 2 * 16 + 6 * 8),
+        (TileSize(64, 128, 8, 1, 2), 64, 128, 48 + 3 * 8 + 2 * 16 + 2 * 16 + 6 * 8),
+        (TileSize(64, 128, 8, 1, 2), 128, 64, 48 + 3 * 16 + 2 * 8 + 2 * 16 + 6 * 8),
+        (TileSize(64, 128, 8, 1, 1), 128, 128, 64 + 2 * 16 + 1 * 16 + 2 * 16 + 6 * 8),
+        # Wide heads: queries twice, four pieces of sums, and a tile of probabilities.
+        (TileSize(64, 64, 8, 1, 1), 256, 256, 64 + 2 * 32 + 1 * 32 + 2 * 8 + 4 * 8 + 16),
+        (TileSize(64, 64, 8, 1, 2), 192, 192, 48 + 2 * 24 + 2 * 24 + 2 * 8 + 4 * 8 + 16),
+        (TileSize(64, 64, 8, 1, 2), 192, 128, 40 + 2 * 24 + 2 * 16 + 2 * 8 + 4 * 8 + 16),
+        (TileSize(64, 64, 8, 1, 1), 128, 256, 48 + 2 * 16 + 1 * 32 + 2 * 8 + 4 * 8 + 16),
     ],
 )
 def test_shared_memory(tile: TileSize, dim: int, value: int, kilobytes: int) -> None:
-    """Keys and values, queries, gradients of the output, those at the scores, and sums of dq."""
+    """Keys and values, queries, gradients of the output, those at the scores, and pieces of dq."""
     assert walk_bytes(tile, dim, value) == kilobytes * 1024
 
 
@@ -297,12 +303,12 @@ def test_marks_are_zeros_next_to_each_other(gpu: Machine, monkeypatch: pytest.Mo
     tileattn.backward(**given)
     tileattn.backward(**given, deterministic=True)
     # Parts begin at multiples of 256 bytes: sums, which need not be zeros; marks of 4 heads, works
-    # claimed, and how many have added to 5 tiles of each of 12 heads.
+    # claimed, and how many have added to both parts of 5 tiles of each of 12 heads.
     sums, half = B * HQ * NQ * 128 * 4, len(gpu.launches) // 2
     assert sums % 256 == 0
     starts = {"dq_sum": -sums, "unfinished": 0, "claimed": 256, "landed": 512}
     for n, (address, nbytes) in enumerate(cleared):
-        assert nbytes == 512 + 12 * 5 * 4
+        assert nbytes == 512 + 12 * 5 * 2 * 4
         for *_, params in gpu.launches[n * half : (n + 1) * half]:
             assert {name: int(params[name]) - address for name in starts} == starts
             assert params["in_order"] == n
@@ -355,8 +361,8 @@ def test_explain_names_the_kernels_and_their_memory(
     assert "64/64 columns, 2 stages: 64 blocks of 384 threads" in found.kernels[2]
     assert any(r.startswith(f"{HOPPER_BACKWARD}: tensor maps") for r in found.reasons)
     # Of 8 heads the sums; marks and works claimed, which begin at multiples of 256 bytes, as does
-    # what is counted for 8 tiles of queries.
-    assert found.workspace_bytes == 8 * (2 * 1024 + 1000 * 64) * 4 + 2 * 256 + 8 * 8 * 4
+    # what is counted twice for 8 tiles of queries.
+    assert found.workspace_bytes == 8 * (2 * 1024 + 1000 * 64) * 4 + 2 * 256 + 2 * 8 * 8 * 4
     bias = gpu.array((1000, 1000))
     for options, reason in (({"bias": bias}, "bias"), ({"dropout_p": 0.5}, "dropout")):
         found = tileattn.explain(q, k, v, **options)

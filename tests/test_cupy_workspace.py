@@ -173,7 +173,7 @@ def test_with_a_workspace_nothing_but_results_is_taken(
     if "dq_sum" in parts:
         at, sums = int(params["dq_sum"]) - start, 4 * B * HQ * NQ * (128 if own else 96)
         assert not at_host(workspace)[at + sums if own else at :].any()
-        assert nbytes == at + sums + (2 * 256 + 4 * B * HQ * 5 if own else 0)
+        assert nbytes == at + sums + (2 * 256 + 2 * 4 * B * HQ * 5 if own else 0)
     assert (at_host(whole)[:256] == 0xFF).all()
     assert (at_host(whole)[-256:] == 0xFF).all()
 

@@ -10,10 +10,11 @@ from tileattn.problem import Problem
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
 HOPPER_FINISH = "finish_sm90"
-HOPPER_BACKWARDS = {HOPPER_BACKWARD: 1, HOPPER_WIDE: 2}  # threads that add to dq
+HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_WIDE)
 # Columns that kernels of the backward pass have room for: wide ones where either needs it.
 HOPPER_ROOMS = {HOPPER_BACKWARD: (64, 128), HOPPER_WIDE: (128, 192, 256)}
-HOPPER_PIECE = 64  # columns of dq that the wide one adds at a time
+HOPPER_ADDERS = 2  # threads that add to dq
+HOPPER_PIECE = 64 * 32 * 4  # bytes of dq that each of them adds at a time
 HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
 HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
 HOPPER_FEW_KEYS = 512
@@ -173,15 +174,15 @@ def walk_bytes(tile: TileSize, dim: int, value: int) -> int:
     -------
     int
         Bytes: of keys and values; queries, one stage more than gradients of the output; two tiles
-        of gradients at the scores; and one of sums. Of wide heads: two stages of queries; and in
-        place of all sums a piece of them for each warpgroup, and a tile of probabilities.
+        of gradients at the scores; and three pieces of dq for each thread that adds them. Of wide
+        heads: two stages of queries, two such pieces, and a tile of probabilities.
     """
     rows, keys, stages = tile.block_q, tile.block_k, tile.stages
     wide = max(dim, value) > HOPPER_ROOMS[HOPPER_BACKWARD][-1]
     kept = _boxes(keys, dim) + _boxes(keys, value)
     rings = (2 if wide else stages + 1) * _boxes(rows, dim) + stages * _boxes(rows, value)
-    sums = rows * (2 * HOPPER_PIECE + keys) * 4 if wide else rows * dim * 4
-    return kept + rings + 2 * _boxes(rows, keys) + sums
+    sums = (2 if wide else 3) * HOPPER_ADDERS * HOPPER_PIECE
+    return kept + rings + 2 * _boxes(rows, keys) + sums + (rows * keys * 4 if wide else 0)
 
 
 def _boxes(rows: int, columns: int) -> int:

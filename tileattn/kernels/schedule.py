@@ -66,18 +66,22 @@ def order_of(problem: Problem, operands: Operands, steps: tuple[Step, ...], cach
     -----
     The backward pass comes back to four times the bytes of keys and values (their gradients, and
     the sums of dq). Hopper's own kernels come back to queries, gradients of the output and sums for
-    each block of keys: heads for which half a cache has room are worked on together, and so few
-    blocks of short heads wait for the first one to begin a tile of dq. If in order each waits for
-    the one before. That keeps them together, and more heads have room.
+    each block of keys: heads for which half a cache has room are worked on together; but if they
+    keep the GPU busy for less than one turn, as those of many query heads may, as many as are two.
+    If in order each block waits for the one before. That keeps them together, and the fewer of a
+    head there are at a time, the shorter it waits.
     """
     P = problem
     for step in steps:
         if step.key.kernel in HOPPER_BACKWARDS:
             each = P.group * P.Nq * ((P.D + P.Dv) * P.dtype.itemsize + P.D * P.sum_dtype.itemsize)
+            blocks, size = -(-P.Nk // step.key.block_k), cache // 2 // each
+            if size * blocks < step.blocks:
+                size = -(-2 * step.blocks // blocks)
             if step.in_order:
-                size = step.blocks * step.key.block_k // ABREAST
-            else:
-                size = min(step.blocks, cache // 2 // each)
+                abreast = step.blocks * step.key.block_k // ABREAST
+                size = min(size, abreast) if P.window[1] is None else abreast
+            size = min(size, step.blocks)
             return Order(-(-P.B * P.Hkv // max(1, size)), in_order=step.in_order)
     kernels = {step.key.kernel for step in steps}
     parts = parts_of(P, 2 * cache if "forward" in kernels else cache // 2)

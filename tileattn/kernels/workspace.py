@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from tileattn.kernels.hopper import HOPPER_BACKWARDS
+from tileattn.kernels.hopper import HOPPER_ADDERS, HOPPER_BACKWARDS
 from tileattn.kernels.select import padded_rows
 from tileattn.kernels.steps import Step
 from tileattn.problem import Problem
@@ -66,7 +66,7 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
             counts = {
                 "unfinished": P.B * P.Hkv,
                 "claimed": 1,
-                "landed": tiles * HOPPER_BACKWARDS[key.kernel],
+                "landed": tiles * HOPPER_ADDERS,
             }
             zeros |= {name: count * _MARK for name, count in counts.items()}
         else:

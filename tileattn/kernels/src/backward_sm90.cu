@@ -1,135 +1,139 @@
 // Attention, backward for all of q, k and v, on Hopper. One thread copies tiles of queries and of
-// gradients of the output into rings, and one adds tiles of dq in float32 to global memory; two
+// gradients of the output into rings, and two add pieces of dq in float32 to global memory; two
 // warpgroups multiply, each for 64 keys. Blocks of threads stay, and take one block of keys after
-// the other, with all query heads that share it. Scores are computed transposed, so that
-// probabilities are an operand of dv as they are; dv and dk stay in registers; mirrors
-// backward_keys.cu.
+// the other, with all query heads that share it. Scores are computed transposed, so that they are at
+// once operands of dv and dk, which stay in registers; mirrors backward_keys.cu.
 // Shah et al., FlashAttention-3, arXiv:2407.08608.
 #include "feed_sm90.cuh"
 
 constexpr int DQT = DQ_COLUMNS / 8;
+static_assert(!HAS_SOFTCAP || BLOCK_Q <= 64, "the slopes need registers, too");
+static_assert(GROUP / WARP * STAGED_BYTES <= PairTile::SLICE, "where only this warpgroup writes");
 
-// Where there are registers for it, dv goes on while the gradients at the scores are found, and dk
-// while the next probabilities are; then dk has these gradients from shared memory.
-constexpr bool OVERLAPS = BLOCK_Q <= 64;
-static_assert(OVERLAPS || !HAS_SOFTCAP, "the slopes need registers, too");
-static_assert(!OVERLAPS || GROUP / WARP * STAGED_BYTES == PairTile::SLICE,
-              "sums are staged where nobody but the own warpgroup reads gradients for dk");
-
-// What one warpgroup does with the works.
+// What one warpgroup does with the works. The other may be up to a tile ahead or behind, so that one
+// multiplies while the other does what lies between.
 __device__ inline void multiply(const Params& p, const Memory& memory, int group) {
-    const bool leader = threadIdx.x % GROUP == 0, warp_leader = threadIdx.x % WARP == 0;
     const int heads = int(p.group), row0 = threadIdx.x / WARP * 16;
-    Place<1> kept, v_at, dq_at;
+    Place<1> kept, v_at;
     Place<Q_STAGES> q_at;
     Place<OUT_STAGES> out_at;
     Place<PAIR_STAGES> pair_at;
+    Place<SUM_STAGES> sums_at;
 
     Work work{};
     int tile = 0, h = 0;
     TileScores s(0, 0);
     Slopes slopes;
+    Fragment<Sum, 1, QT> dp;
     Fragment<Sum, 1, DT> dk;
     Fragment<Sum, 1, VT> dv;
-    Operands weights;
-    int behind = -1;  // the stage of queries whose product with gradients is still under way
+    Operands weights, gradients;
+    int behind = 0;  // the stage of queries whose product with gradients is under way
 
     auto begin_scores = [&] {
+        memory.q_full(q_at.stage).wait(q_at.round);
         begin_product<Element, HEAD_DIM>(s, memory.k(), GROUP_ROWS * group, memory.q(q_at.stage));
     };
     auto find_weights = [&](bool boundary) {
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         weigh(p, work.b, h, boundary, memory.shared.shifts[q_at.stage], s, slopes);
+        keep(weights, s);
+        take_slopes(s, slopes);
     };
-    auto keep_weights = [&] { keep(weights, s), take_slopes(s, slopes); };
-    auto begin_dv = [&] { begin_product<Element>(dv, weights, memory.dout(out_at.stage)); };
-    auto add_dq = [&](const Fragment<Sum, 1, DQT>& dq) {
-        memory.dq_empty().wait(dq_at.round ^ 1);
-        store_sums(memory.dq(), HEAD_DIM, dq, row0 - group % DQ_SHARES * GROUP_ROWS,
-                   group % DQ_SHARES * DQ_COLUMNS);
+    auto begin_dv = [&] {
+        memory.out_full(out_at.stage).wait(out_at.round);
+        begin_product<Element>(dv, weights, memory.dout(out_at.stage));
+    };
+    auto begin_dp = [&] {
+        begin_product<Element, VALUE_DIM>(dp, memory.v(), GROUP_ROWS * group,
+                                          memory.dout(out_at.stage));
+    };
+    // Of the tile whose products with gradients of the output are under way.
+    auto tell_gradients = [&] {
+        end_product<0>(dp);
+        find_gradients(memory.shared.deltas[out_at.stage], dp,
+                       [&](int n, int e) { return s.x[0][n][e]; });
+        memory.out_empty(out_at.stage).arrive();
+        out_at.next();
+        keep(gradients, dp);
+        memory.pairs_empty(pair_at.stage).wait(pair_at.round ^ 1);
+        store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
         fence_shared();
-        __syncwarp();
-        if (warp_leader) memory.dq_full().arrive();
-        dq_at.next();
+        memory.pairs_full(pair_at.stage).arrive();
+        behind = q_at.stage;
+        q_at.next();
     };
-    // By way of a tile of gradients at the scores that nobody reads now.
-    auto write = [&](void* target, const Rows& at, int columns, const auto& sums, int stage) {
+    auto begin_dk = [&] { begin_product<Element>(dk, gradients, memory.q(behind)); };
+    auto begin_dq = [&](Fragment<Sum, 1, DQT>& dq) {
+        memory.pairs_full(pair_at.stage).wait(pair_at.round);  // the gradients of all keys
+        begin_product_of_rows<Element>(dq, memory.ds(pair_at.stage),
+                                       group / DQ_SHARES * GROUP_ROWS, memory.k(),
+                                       group % DQ_SHARES * DQ_COLUMNS);
+    };
+    auto add_dq = [&](const Fragment<Sum, 1, DQT>& dq) {
+        memory.pairs_empty(pair_at.stage).arrive();
+        pair_at.next();
+        send_sums(memory, group, dq, row0 % GROUP_ROWS, sums_at);
+    };
+    // By way of a tile of gradients at the scores that nobody reads any more.
+    auto write = [&](void* target, const Rows& at, int columns, const auto& sums,
+                     const Place<PAIR_STAGES>& pair) {
         if (!are_finite(sums)) unfinished(p, work.b, work.kv) = 1;
         const int row = work.k0 + row0;
-        stage_rows(memory.staged(stage), rows_of<Element>(target, at, work.b, work.kv) + row * at.n,
-                   at.n, sums, int(p.Nk) - row, columns);
+        memory.pairs_empty(pair.stage).wait(pair.round ^ 1);
+        stage_rows(memory.staged(pair.stage),
+                   rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, sums,
+                   int(p.Nk) - row, columns);
     };
-    // Then the products of the last visit that still read keys are done. What the warps have staged
-    // they have read before any hears of the next work.
-    auto write_dv = [&] { write(p.dv, p.dv_at, int(p.Dv), dv, pair_at.stage); };
+    auto write_dv = [&](const Place<PAIR_STAGES>& pair) {
+        write(p.dv, p.dv_at, int(p.Dv), dv, pair);
+    };
     auto write_dk = [&] {
 #pragma unroll
         for (auto& atom : dk.x[0])
 #pragma unroll
             for (Sum& x : atom) x *= Sum(p.scale);
-        // All have multiplied the gradients of the last visit.
-        memory.dq_full().wait(dq_at.round ^ 1);
-        write(p.dk, p.dk_at, int(p.D), dk, pair_at.stage ^ 1);
+        write(p.dk, p.dk_at, int(p.D), dk, pair_at);
     };
-    // The scores of this tile are there. Where there is one more, so are its scores in the end.
-    auto visit = [&](bool boundary, bool more) {
-        Fragment<Sum, 1, QT> dp;
+    auto begin = [&] {
+        begin_scores();
+        memory.v_full().wait(v_at.round);
+        v_at.next();
+        end_product<0>(s);
+        find_weights(true);
+        begin_dv();
+        end_product<0>(dv);  // there are no registers for weights and products
+        begin_dp();
+    };
+    // From the gradients of one tile to the probabilities of the next.
+    auto go_on = [&](bool boundary) {
         Fragment<Sum, 1, DQT> dq;
-        memory.out_full(out_at.stage).wait(out_at.round);
-        begin_product<Element, VALUE_DIM>(dp, memory.v(), GROUP_ROWS * group,
-                                          memory.dout(out_at.stage));
+        tell_gradients();
+        begin_scores();
+        begin_dk();
+        end_product<1>(s);
         find_weights(boundary);
-        if constexpr (OVERLAPS) {
-            keep_weights();
-            begin_dv();
-            end_product<1>(dp);
-            end_product<1>(dk);  // which began before
-            if (behind >= 0) memory.q_empty(behind).arrive();
-        } else {
-            end_product<0>(dp);
-        }
-        if (!more && leader) memory.v_empty().arrive();
-        find_gradients(memory.shared.deltas[out_at.stage], dp,
-                       [&](int n, int e) { return s.x[0][n][e]; });
-        if constexpr (!OVERLAPS) keep_weights(), begin_dv();
-        Operands gradients;
-        keep(gradients, dp);
-        store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
-        fence_shared();
-        sync_named<GROUPS * GROUP>(1);  // the gradients of all keys are here
-        begin_product_of_rows<Element>(dq, memory.ds(pair_at.stage),
-                                       group / DQ_SHARES * GROUP_ROWS, memory.k(),
-                                       group % DQ_SHARES * DQ_COLUMNS);
-        if constexpr (!OVERLAPS) begin_product<Element>(dk, gradients, memory.q(q_at.stage));
-        end_product<OVERLAPS ? 1 : 2>(dv);  // the registers of the weights are needed
-        memory.out_empty(out_at.stage).arrive();
-        out_at.next();
-        pair_at.next();
-        behind = q_at.stage;
-        q_at.next();
-        if (more) {
-            memory.q_full(q_at.stage).wait(q_at.round);
-            begin_scores();
-        }
-        if constexpr (OVERLAPS)
-            begin_product_of_columns<Element>(dk, memory.ds(pair_at.stage ^ 1),
-                                              GROUP_ROWS * group, memory.q(behind));
-        if (more) {
-            end_product<2>(dq);
-        } else {
-            write_dv();  // meanwhile
-            end_product<1>(dq);
-            memory.k_empty().arrive();
-        }
+        begin_dv();
+        end_product<1>(dk);
+        memory.q_empty(behind).arrive();
+        begin_dq(dq);
+        end_product<0>(dv);
+        end_product<0>(dq);
         add_dq(dq);
-        if (OVERLAPS && more) {
-            end_product<1>(s);
-        } else {
-            if (more) end_product<0>(s);
-            end_product<0>(dk);
-            memory.q_empty(behind).arrive();
-            behind = -1;
-        }
+        begin_dp();
+    };
+    auto end = [&] {
+        Fragment<Sum, 1, DQT> dq;
+        tell_gradients();
+        memory.v_empty().arrive();
+        begin_dk();
+        write_dv(pair_at.after());  // meanwhile
+        begin_dq(dq);
+        end_product<0>(dk);
+        end_product<0>(dq);
+        memory.q_empty(behind).arrive();
+        memory.k_empty().arrive();
+        add_dq(dq);
     };
 
     for (;;) {
@@ -139,19 +143,15 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         kept.next();
         work = memory.shared.work;
         if (work.end) break;
-        const Tiles tiles = work.tiles;
-        if (tiles.first < tiles.past) {
-            memory.q_full(q_at.stage).wait(q_at.round);
-            begin_scores();
-            memory.v_full().wait(v_at.round);
-            v_at.next();
-            end_product<0>(s);
-            visit_all(work, heads, h, tile, visit);
+        if (work.tiles.first < work.tiles.past) {
+            walk(work, heads, h, tile, begin, go_on);
+            end();
         } else {
-            write_dv();
             memory.k_empty().arrive();
+            write_dv(pair_at);
         }
         write_dk();
+        sync_named<GROUP>(1 + group);  // what the warps have staged they have read
     }
 }
 
@@ -172,9 +172,11 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
         const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
         if (warp == WARPS_M) {
             if (threadIdx.x % WARP == 0) copy(p, maps, memory);
-        } else if (warp == WARPS_M + 1) {
+        } else if (warp <= WARPS_M + ADDERS) {
+            const int own = warp - WARPS_M - 1;
             if (threadIdx.x % WARP == 0)
-                add(p, memory, {0, 0, 1, memory.dq(), memory.dq_full(), memory.dq_empty()});
+                add(p, memory, {own, own / DQ_SHARES * DQ_ROWS, own % DQ_SHARES * DQ_COLUMNS,
+                                DQ_COLUMNS});
         }
     } else {
         take_registers<MULTIPLY_REGISTERS>();

@@ -5,48 +5,26 @@
 // to global memory.
 #include "feed_sm90.cuh"
 
-static_assert(IS_WIDE && GROUPS == 2 && BLOCK_Q == GROUP_ROWS && HEAD_DIM % DQ_PIECE == 0);
+constexpr int DQ_SLICE = 64;  // columns of dq that are computed at a time
+static_assert(IS_WIDE && GROUPS == 2 && BLOCK_Q == GROUP_ROWS && HEAD_DIM % DQ_SLICE == 0);
 
-// The warpgroups by what they have in their registers, and the pieces of dq of each: the one that
+// The warpgroups by what they have in their registers, and the columns of dq of each: the one that
 // also has the exponentials to do never has more.
 constexpr int VALUES = 0, KEYS = 1;
-constexpr int VALUE_PIECES = DQ_PIECES / 2;
 
-constexpr int first_piece(int group) { return group == VALUES ? 0 : VALUE_PIECES; }
-constexpr int past_piece(int group) { return group == VALUES ? VALUE_PIECES : DQ_PIECES; }
-
-struct Exchange {
-    u64 weights_full, pairs_full[PAIR_STAGES], sums_full[GROUPS], sums_empty[GROUPS];
-};
+constexpr int first_column(int group) {
+    return group == VALUES ? 0 : HEAD_DIM / DQ_SLICE / 2 * DQ_SLICE;
+}
+constexpr int past_column(int group) { return group == VALUES ? first_column(KEYS) : HEAD_DIM; }
 
 struct WideMemory : Memory {
-    Exchange& exchange;
+    u64& told;
 
     __device__ u32 weights() const { return tiles + WEIGHTS; }
-    __device__ u32 sums(int group) const { return tiles + SUMS + group * PIECE; }
-
-    __device__ Barrier weights_full() const { return {shared_address(&exchange.weights_full)}; }
-    __device__ Barrier pairs_full(int stage) const {
-        return {shared_address(exchange.pairs_full + stage)};
-    }
-    __device__ Barrier sums_full(int group) const {
-        return {shared_address(exchange.sums_full + group)};
-    }
-    __device__ Barrier sums_empty(int group) const {
-        return {shared_address(exchange.sums_empty + group)};
-    }
-
-    // By one thread, before all others: all threads that multiply arrive, where a warpgroup does.
+    __device__ Barrier weights_full() const { return {shared_address(&told)}; }
     __device__ void start() const {
-        constexpr int ALL = GROUPS * GROUP;
-        k_full().init(1), k_empty().init(ALL + GROUPS);  // those who add read the work, too
-        v_full().init(1), v_empty().init(GROUP);
-        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(ALL);
-        for (int s = 0; s < OUT_STAGES; ++s) out_full(s).init(2), out_empty(s).init(ALL);
         weights_full().init(GROUP);
-        for (int s = 0; s < PAIR_STAGES; ++s) pairs_full(s).init(GROUP);
-        for (int g = 0; g < GROUPS; ++g) sums_full(g).init(GROUP), sums_empty(g).init(1);
-        barriers_are_made();
+        Memory::start();
     }
 };
 
@@ -59,28 +37,25 @@ __device__ inline void write_rows(const Params& p, void* target, const Rows& at,
                int(p.Nk) - row, columns);
 }
 
-// A warpgroup's pieces of dq, of a tile whose gradients at the scores are there: one by one, as
-// there are registers for. In the end no product is under way, those begun before included.
+// A warpgroup's columns of dq, of a tile whose gradients at the scores are there: a slice after the
+// other, as there are registers for. In the end no product is under way, those begun before included.
 template <int GROUP_NUMBER>
-__device__ inline void find_dq(const WideMemory& memory, int stage, int row0, Place<1>& at) {
-    constexpr int FIRST = first_piece(GROUP_NUMBER), COUNT = past_piece(GROUP_NUMBER) - FIRST;
+__device__ inline void find_dq(const WideMemory& memory, int stage, int row0,
+                               Place<SUM_STAGES>& at) {
 #pragma unroll
-    for (int n = 0; n < COUNT; ++n, at.next()) {
-        Fragment<Sum, 1, DQ_PIECE / 8> dq;
-        begin_product_of_rows<Element>(dq, memory.ds(stage), 0, memory.k(),
-                                       (FIRST + n) * DQ_PIECE);
+    for (int n = first_column(GROUP_NUMBER); n < past_column(GROUP_NUMBER); n += DQ_SLICE) {
+        Fragment<Sum, 1, DQ_SLICE / 8> dq;
+        begin_product_of_rows<Element>(dq, memory.ds(stage), 0, memory.k(), n);
         end_product<0>(dq);
-        memory.sums_empty(GROUP_NUMBER).wait(at.round ^ 1);
-        store_sums(memory.sums(GROUP_NUMBER), DQ_PIECE, dq, row0, 0);
-        fence_shared();
-        memory.sums_full(GROUP_NUMBER).arrive();
+        send_sums(memory, GROUP_NUMBER, dq, row0, at);
     }
 }
 
 // What the warpgroup that has dv does with the works.
 __device__ inline void find_dv(const Params& p, const WideMemory& memory) {
     const int row0 = threadIdx.x / WARP % 4 * 16;
-    Place<1> kept, sums_at;
+    Place<1> kept;
+    Place<SUM_STAGES> sums_at;
     Place<Q_STAGES> q_at;
     Place<OUT_STAGES> out_at;
     Place<PAIR_STAGES> pair_at;
@@ -142,7 +117,8 @@ __device__ inline void find_dv(const Params& p, const WideMemory& memory) {
 // What the warpgroup that has dk does with the works.
 __device__ inline void find_dk(const Params& p, const WideMemory& memory) {
     const int row0 = threadIdx.x / WARP % 4 * 16;
-    Place<1> kept, v_at, weights_at, sums_at;
+    Place<1> kept, v_at, weights_at;
+    Place<SUM_STAGES> sums_at;
     Place<Q_STAGES> q_at;
     Place<OUT_STAGES> out_at;
     Place<PAIR_STAGES> pair_at;
@@ -214,8 +190,8 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
     backward_wide_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
     extern __shared__ __align__(1024) char tiles[];
     __shared__ Shared shared;
-    __shared__ Exchange exchange;
-    const WideMemory memory{{shared_address(tiles), shared}, exchange};
+    __shared__ u64 told;
+    const WideMemory memory{{shared_address(tiles), shared}, told};
     // The same in all lanes of a warp, as the compiler is to know.
     const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
     if (threadIdx.x == 0) memory.start();
@@ -230,8 +206,8 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
             copy(p, maps, memory);
         } else if (warp <= WARPS_M + GROUPS) {
             const int own = warp - WARPS_M - 1;
-            add(p, memory, {own, first_piece(own), past_piece(own), memory.sums(own),
-                            memory.sums_full(own), memory.sums_empty(own)});
+            const int first = first_column(own);
+            add(p, memory, {own, 0, first, past_column(own) - first});
         }
     } else {
         take_registers<MULTIPLY_REGISTERS>();

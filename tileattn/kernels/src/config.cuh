@@ -43,11 +43,11 @@ constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
 constexpr bool REPAIRS = KEY_REPAIRS;
 constexpr int SPAN = KEY_SPAN;
 
-// Of Hopper's own backward kernels: which of the two has such heads, and how many columns of a tile
-// of dq it adds at a time. Those of all its queries lie together, then come the next columns.
+// Of Hopper's own backward kernels: which of the two has such heads, and how many rows and columns of
+// a tile of dq are added at a time. They lie together; then come the next columns of these rows.
 constexpr bool IS_WIDE = HEAD_DIM > 128 || VALUE_DIM > 128;
-constexpr int DQ_PIECE = IS_WIDE ? 64 : HEAD_DIM, DQ_PIECES = HEAD_DIM / DQ_PIECE;
-constexpr int ADDERS = IS_WIDE ? 2 : 1;  // threads that add them
+constexpr int DQ_ROWS = 64, DQ_PIECE = 32, DQ_PIECES = HEAD_DIM / DQ_PIECE;
+constexpr int ADDERS = 2;  // threads that add them
 
 // Steps of a product that are laid out one after the other. The careful pass rarely runs, and is
 // compiled sooner with one.

@@ -90,12 +90,9 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
     memory.k_full().arrive();
 }
 
-// The pieces of dq that one of the threads adds, the place in shared memory that they come to one
-// by one, and the barriers that say that one has come and that it is read.
+// What one of the threads adds of a tile of dq: some columns of 64 rows, in pieces.
 struct Share {
-    int adder, first, past;
-    u32 source;
-    Barrier full, empty;
+    int adder, row, column, columns;
 };
 
 // One thread adds its share of the tiles of dq to global memory. Of the blocks of keys that a tile of
@@ -103,7 +100,8 @@ struct Share {
 // if in a fixed order, then each after the one before it has.
 __device__ inline void add(const Params& p, const Memory& memory, const Share& share) {
     const int heads = int(p.group), rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
-    Place<1> kept, at;
+    Place<1> kept;
+    Place<SUM_STAGES> at;
 #pragma unroll 1
     for (;; kept.next()) {
         memory.k_full().wait(kept.round);
@@ -114,22 +112,26 @@ __device__ inline void add(const Params& p, const Memory& memory, const Share& s
         u32 seen = 0;
 #pragma unroll 1
         for (int tile = work.tiles.past; --tile >= work.tiles.first;) {
-            const int row = tile * BLOCK_Q, size = min(BLOCK_Q, rows - row) * DQ_PIECE;
+            const int row = tile * BLOCK_Q;
             const int first = Band(p, work.b).keys_of(row, min(row + BLOCK_Q, rows)).lo / BLOCK_K;
             const u32 rank = work.k0 / BLOCK_K - first, before = p.in_order ? rank : min(rank, 1u);
+            const int row0 = row + share.row, count = max(0, min(DQ_ROWS, rows - row0));
 #pragma unroll 1
             for (u32 head = first_head; head < first_head + heads; ++head) {
                 const u32 own = (head * tiles + tile) * ADDERS + share.adder;
                 while (seen < before) seen = look_reached(p.landed + own);
                 seen = 0;
+                float* sums = static_cast<float*>(p.dq_sum) + u64(head * rows + row0) * HEAD_DIM +
+                              count * share.column;
 #pragma unroll 1
-                for (int piece = share.first; piece < share.past; ++piece, at.next()) {
-                    float* const sums = static_cast<float*>(p.dq_sum) +
-                                        u64(head * rows + row) * HEAD_DIM + piece * size;
-                    share.full.wait(at.round);
-                    send_piece(sums, share.source, 4 * size, rank > 0);
+                for (int n = share.columns; n > 0; n -= DQ_PIECE, sums += count * DQ_PIECE) {
+                    memory.sums_full(share.adder, at.stage).wait(at.round);
+                    if (count)
+                        send_piece(sums, memory.sums(share.adder, at.stage), 4 * count * DQ_PIECE,
+                                   rank > 0);
                     wait_read_pieces();
-                    share.empty.arrive();
+                    memory.sums_empty(share.adder, at.stage).arrive();
+                    at.next();
                 }
                 // In order the next look is due, while this tile is on its way.
                 if (p.in_order && heads == 1 && tile) seen = look_reached(p.landed + own - ADDERS);
@@ -138,6 +140,19 @@ __device__ inline void add(const Params& p, const Memory& memory, const Share& s
         }
     }
     wait_done_pieces();
+}
+
+// Give the thread that adds them 64 rows of sums, a piece after the other.
+template <int NT>
+__device__ inline void send_sums(const Memory& memory, int adder, const Fragment<Sum, 1, NT>& dq,
+                                 int row0, Place<SUM_STAGES>& at) {
+#pragma unroll
+    for (int column = 0; column < 8 * NT; column += DQ_PIECE, at.next()) {
+        memory.sums_empty(adder, at.stage).wait(at.round ^ 1);
+        store_sums<DQ_PIECE>(memory.sums(adder, at.stage), dq, column, row0);
+        fence_shared();
+        memory.sums_full(adder, at.stage).arrive();
+    }
 }
 
 // Whether all of them are finite: zero times what is not finite is not zero.
@@ -194,6 +209,29 @@ __device__ inline void take_slopes(TileScores& s, const Slopes& slopes) {
 __device__ inline void keep(Operands& kept, const Fragment<Sum, 1, QT>& c) {
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 16; ++i) kept[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
+}
+
+// Go through the tiles of a work that has some: the last tile of each head, then the one before it, and
+// so on, so that all blocks of keys come to a tile at about the same time. Call begin() for the first
+// one, and go_on(boundary) for the others; `boundary` is false where all queries see all keys.
+template <class Begin, class GoOn>
+__device__ __forceinline__ void walk(const Work& work, int heads, int& h, int& tile, Begin begin,
+                                     GoOn go_on) {
+    const Tiles tiles = work.tiles;
+    const int first_head = work.kv * heads, past_head = first_head + heads;
+    h = first_head, tile = tiles.past - 1;
+    begin();
+    ++h;
+#pragma unroll 1
+    for (; tile >= tiles.first; --tile, h = first_head) {
+        if (tiles.boundary(tile)) {
+#pragma unroll 1
+            for (; h < past_head; ++h) go_on(true);
+        } else {
+#pragma unroll 1
+            for (; h < past_head; ++h) go_on(false);
+        }
+    }
 }
 
 // Call visit(boundary, more) for all tiles of a work that has some: the last tile of each head, then

@@ -4,7 +4,8 @@
 
 static_assert(PIECE == 8, "rows and their columns begin at 16 bytes");
 
-constexpr int COLUMNS = 16, ROW_UNITS = DQ_PIECE / COLUMNS, UNITS = BLOCK_Q * HEAD_DIM / COLUMNS;
+constexpr int COLUMNS = 16, PIECE_UNITS = DQ_PIECE / COLUMNS, ROW_UNITS = HEAD_DIM / COLUMNS;
+constexpr int UNITS = BLOCK_Q * ROW_UNITS;
 constexpr int TOGETHER = 2;  // units that are read before one is written
 static_assert(UNITS % (TOGETHER * THREADS) == 0, "all threads have as much to do");
 
@@ -30,10 +31,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         int row[TOGETHER], column[TOGETHER];
 #pragma unroll
         for (int n = 0; n < TOGETHER; ++n) {
-            const int unit = first + n * THREADS, piece = unit / (BLOCK_Q * ROW_UNITS);
-            row[n] = unit / ROW_UNITS % BLOCK_Q;
-            column[n] = piece * DQ_PIECE + stored_column(row[n], unit % ROW_UNITS * COLUMNS);
-            const int place = (piece * count + row[n]) * ROW_UNITS + unit % ROW_UNITS;
+            const int unit = first + n * THREADS, piece = unit % ROW_UNITS / PIECE_UNITS;
+            row[n] = unit / ROW_UNITS;
+            const int part = row[n] / DQ_ROWS * DQ_ROWS, above = row[n] % DQ_ROWS;
+            column[n] = stored_column(above, unit % ROW_UNITS * COLUMNS);
+            const int place = part * ROW_UNITS +
+                              (piece * min(DQ_ROWS, count - part) + above) * PIECE_UNITS +
+                              unit % PIECE_UNITS;
             if (begun && row[n] < count)
 #pragma unroll
                 for (int t = 0; t < 4; ++t) found[n][t] = tile[4 * place + t];

@@ -140,19 +140,18 @@ __device__ inline void store_operands(const BoxTile<R, C>& tile, const typename 
     for (int i = 0; i < K; ++i) store_matrices_transposed(first + 16 * i * Box::PITCH, a[i].r);
 }
 
-// Write 16 rows of each warp to rows of `stride` floats in shared memory, from this row and column
-// on, which are multiples of 16.
-template <int NT>
-__device__ inline void store_sums(u32 target, int stride, const Fragment<float, 1, NT>& c, int row,
-                                  int column) {
-    static_assert(NT % 4 == 0);
+// Write 16 rows of each warp, and of them some of the columns, to rows in shared memory of as many
+// floats, from this row on, a multiple of 16.
+template <int COLUMNS, int NT>
+__device__ inline void store_sums(u32 target, const Fragment<float, 1, NT>& c, int first, int row) {
+    static_assert(COLUMNS % 32 == 0);
     const Lane lane;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const u32 to = target + (row + lane.row(2 * half)) * stride * 4;
+        const u32 to = target + (row + lane.row(2 * half)) * COLUMNS * 4;
 #pragma unroll
-        for (int n = 0; n < NT; n += 2) {
-            const int at = stored_column(lane.g, column + 8 * n + 4 * lane.t);
+        for (int n = first / 8; n < (first + COLUMNS) / 8; n += 2) {
+            const int at = stored_column(lane.g, 8 * n - first + 4 * lane.t);
             asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + 4 * at),
                          "f"(c.x[0][n][2 * half]), "f"(c.x[0][n][2 * half + 1]),
                          "f"(c.x[0][n + 1][2 * half]), "f"(c.x[0][n + 1][2 * half + 1])

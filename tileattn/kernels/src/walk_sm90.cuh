@@ -16,9 +16,8 @@ static_assert(LOADERS == 4, "the warps that copy give the registers of a warpgro
 // Queries stay until dk has them, while the next probabilities are found: they need a stage more,
 // and are the last to need two.
 constexpr int OUT_STAGES = STAGES, Q_STAGES = IS_WIDE ? 2 : STAGES + 1;
-constexpr int PAIR_STAGES = 2;  // so that warpgroups meet once for each tile
-static_assert(IS_WIDE || WARPS_M * STAGED_BYTES <= BLOCK_Q * BLOCK_K * 2,
-              "sums are staged in such a tile");
+constexpr int PAIR_STAGES = 2;  // so that no warpgroup waits for the products of the other
+constexpr int SUM_STAGES = IS_WIDE ? 2 : 3;  // pieces of dq on their way to each who adds them
 
 // Each warpgroup computes a part of dq: 64 queries, and all columns or as many as are its share.
 constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (GROUP_ROWS * GROUPS);
@@ -69,7 +68,9 @@ __device__ __forceinline__ bool find_work(const Params& p, u32 index, Work& work
 }
 
 struct Shared {
-    u64 k_full, k_empty, v_full, v_empty, dq_full, dq_empty;
+    u64 k_full, k_empty, v_full, v_empty;
+    u64 pairs_full[PAIR_STAGES], pairs_empty[PAIR_STAGES];
+    u64 sums_full[ADDERS][SUM_STAGES], sums_empty[ADDERS][SUM_STAGES];
     u64 q_full[Q_STAGES], q_empty[Q_STAGES], out_full[OUT_STAGES], out_empty[OUT_STAGES];
     alignas(16) float shifts[Q_STAGES][BLOCK_Q];
     alignas(16) float deltas[OUT_STAGES][BLOCK_Q];
@@ -84,10 +85,10 @@ struct Memory {
     static constexpr int OUT = Q + Q_STAGES * QueryTile::BYTES;
     static constexpr int PAIRS = OUT + OUT_STAGES * OutTile::BYTES;
     static constexpr int SUMS = PAIRS + PAIR_STAGES * PairTile::BYTES;
-    // All of a tile's sums, or a piece of each warpgroup, and the probabilities that one tells the
-    // other.
-    static constexpr int PIECE = BLOCK_Q * DQ_PIECE * 4, WEIGHTS = SUMS + GROUPS * PIECE;
-    static constexpr int BYTES = IS_WIDE ? WEIGHTS + BLOCK_Q * BLOCK_K * 4 : SUMS + PIECE;
+    // Pieces of dq; and where heads are wide, the probabilities that a warpgroup tells the other.
+    static constexpr int PIECE = DQ_ROWS * DQ_PIECE * 4;
+    static constexpr int WEIGHTS = SUMS + ADDERS * SUM_STAGES * PIECE;
+    static constexpr int BYTES = WEIGHTS + (IS_WIDE ? BLOCK_Q * BLOCK_K * 4 : 0);
     static_assert(BYTES + sizeof(Shared) <= 227 * 1024, "what a block may have");
 
     // Where the tiles begin. That it is the same each time is hidden from the compiler, which would
@@ -103,18 +104,31 @@ struct Memory {
     __device__ QueryTile q(int stage) const { return {tiles + Q + stage * QueryTile::BYTES}; }
     __device__ OutTile dout(int stage) const { return {tiles + OUT + stage * OutTile::BYTES}; }
     __device__ PairTile ds(int stage) const { return {tiles + PAIRS + stage * PairTile::BYTES}; }
-    __device__ u32 dq() const { return tiles + SUMS; }
-    // Of each warp, in place of its share of a tile of gradients at the scores.
+    __device__ u32 sums(int adder, int stage) const {
+        return tiles + SUMS + (adder * SUM_STAGES + stage) * PIECE;
+    }
+    // Of each warp, in place of gradients at the scores that its warpgroup finds.
     __device__ u32 staged(int stage) const {
-        return ds(stage).address + threadIdx.x / WARP * STAGED_BYTES;
+        return ds(stage).address + threadIdx.x / GROUP * PairTile::SLICE +
+               threadIdx.x % GROUP / WARP * STAGED_BYTES;
     }
 
     __device__ Barrier k_full() const { return {shared_address(&shared.k_full)}; }
     __device__ Barrier k_empty() const { return {shared_address(&shared.k_empty)}; }
     __device__ Barrier v_full() const { return {shared_address(&shared.v_full)}; }
     __device__ Barrier v_empty() const { return {shared_address(&shared.v_empty)}; }
-    __device__ Barrier dq_full() const { return {shared_address(&shared.dq_full)}; }
-    __device__ Barrier dq_empty() const { return {shared_address(&shared.dq_empty)}; }
+    __device__ Barrier pairs_full(int stage) const {
+        return {shared_address(shared.pairs_full + stage)};
+    }
+    __device__ Barrier pairs_empty(int stage) const {
+        return {shared_address(shared.pairs_empty + stage)};
+    }
+    __device__ Barrier sums_full(int adder, int stage) const {
+        return {shared_address(shared.sums_full[adder] + stage)};
+    }
+    __device__ Barrier sums_empty(int adder, int stage) const {
+        return {shared_address(shared.sums_empty[adder] + stage)};
+    }
     __device__ Barrier q_full(int stage) const { return {shared_address(shared.q_full + stage)}; }
     __device__ Barrier q_empty(int stage) const { return {shared_address(shared.q_empty + stage)}; }
     __device__ Barrier out_full(int stage) const {
@@ -124,13 +138,18 @@ struct Memory {
         return {shared_address(shared.out_empty + stage)};
     }
 
-    // By one thread, before all others. Tiles that come with a number for each row expect twice.
+    // By one thread, before all others: all threads arrive where a warpgroup does. Tiles that come
+    // with a number for each row expect twice.
     __device__ void start() const {
-        k_full().init(1), k_empty().init(GROUPS * GROUP + 1);  // who adds reads the work, too
-        v_full().init(1), v_empty().init(GROUPS);
-        dq_full().init(WARPS_M), dq_empty().init(1);
-        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(GROUPS * GROUP);
-        for (int s = 0; s < OUT_STAGES; ++s) out_full(s).init(2), out_empty(s).init(GROUPS * GROUP);
+        constexpr int ALL = GROUPS * GROUP;
+        k_full().init(1), k_empty().init(ALL + ADDERS);  // those who add read the work, too
+        v_full().init(1), v_empty().init(IS_WIDE ? GROUP : ALL);
+        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(ALL);
+        for (int s = 0; s < OUT_STAGES; ++s) out_full(s).init(2), out_empty(s).init(ALL);
+        for (int s = 0; s < PAIR_STAGES; ++s)
+            pairs_full(s).init(IS_WIDE ? GROUP : ALL), pairs_empty(s).init(ALL);
+        for (int n = 0; n < ADDERS; ++n)
+            for (int s = 0; s < SUM_STAGES; ++s) sums_full(n, s).init(GROUP), sums_empty(n, s).init(1);
         barriers_are_made();
     }
 };
