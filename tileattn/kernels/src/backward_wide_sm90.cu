@@ -17,17 +17,6 @@ constexpr int first_column(int group) {
 }
 constexpr int past_column(int group) { return group == VALUES ? first_column(KEYS) : HEAD_DIM; }
 
-struct WideMemory : Memory {
-    u64& told;
-
-    __device__ u32 weights() const { return tiles + WEIGHTS; }
-    __device__ Barrier weights_full() const { return {shared_address(&told)}; }
-    __device__ void start() const {
-        weights_full().init(GROUP);
-        Memory::start();
-    }
-};
-
 // Write 16 rows of each warp to an array of the gradient of keys or values.
 template <int NT>
 __device__ inline void write_rows(const Params& p, void* target, const Rows& at, const Work& work,
@@ -40,7 +29,7 @@ __device__ inline void write_rows(const Params& p, void* target, const Rows& at,
 // A warpgroup's columns of dq, of a tile whose gradients at the scores are there: a slice after the
 // other, as there are registers for. In the end no product is under way, those begun before included.
 template <int GROUP_NUMBER>
-__device__ inline void find_dq(const WideMemory& memory, int stage, int row0,
+__device__ inline void find_dq(const Memory& memory, int stage, int row0,
                                Place<SUM_STAGES>& at) {
 #pragma unroll
     for (int n = first_column(GROUP_NUMBER); n < past_column(GROUP_NUMBER); n += DQ_SLICE) {
@@ -52,7 +41,7 @@ __device__ inline void find_dq(const WideMemory& memory, int stage, int row0,
 }
 
 // What the warpgroup that has dv does with the works.
-__device__ inline void find_dv(const Params& p, const WideMemory& memory) {
+__device__ inline void find_dv(const Params& p, const Memory& memory) {
     const int row0 = threadIdx.x / WARP % 4 * 16;
     Place<1> kept;
     Place<SUM_STAGES> sums_at;
@@ -115,7 +104,7 @@ __device__ inline void find_dv(const Params& p, const WideMemory& memory) {
 }
 
 // What the warpgroup that has dk does with the works.
-__device__ inline void find_dk(const Params& p, const WideMemory& memory) {
+__device__ inline void find_dk(const Params& p, const Memory& memory) {
     const int row0 = threadIdx.x / WARP % 4 * 16;
     Place<1> kept, v_at, weights_at;
     Place<SUM_STAGES> sums_at;
@@ -190,8 +179,7 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
     backward_wide_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
     extern __shared__ __align__(1024) char tiles[];
     __shared__ Shared shared;
-    __shared__ u64 told;
-    const WideMemory memory{{shared_address(tiles), shared}, told};
+    const Memory memory{shared_address(tiles), shared};
     // The same in all lanes of a warp, as the compiler is to know.
     const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
     if (threadIdx.x == 0) memory.start();

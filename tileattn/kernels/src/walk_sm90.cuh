@@ -69,7 +69,7 @@ __device__ __forceinline__ bool find_work(const Params& p, u32 index, Work& work
 
 struct Shared {
     u64 k_full, k_empty, v_full, v_empty;
-    u64 pairs_full[PAIR_STAGES], pairs_empty[PAIR_STAGES];
+    u64 weights_full, pairs_full[PAIR_STAGES], pairs_empty[PAIR_STAGES];
     u64 sums_full[ADDERS][SUM_STAGES], sums_empty[ADDERS][SUM_STAGES];
     u64 q_full[Q_STAGES], q_empty[Q_STAGES], out_full[OUT_STAGES], out_empty[OUT_STAGES];
     alignas(16) float shifts[Q_STAGES][BLOCK_Q];
@@ -107,6 +107,7 @@ struct Memory {
     __device__ u32 sums(int adder, int stage) const {
         return tiles + SUMS + (adder * SUM_STAGES + stage) * PIECE;
     }
+    __device__ u32 weights() const { return tiles + WEIGHTS; }
     // Of each warp, in place of gradients at the scores that its warpgroup finds.
     __device__ u32 staged(int stage) const {
         return ds(stage).address + threadIdx.x / GROUP * PairTile::SLICE +
@@ -117,6 +118,7 @@ struct Memory {
     __device__ Barrier k_empty() const { return {shared_address(&shared.k_empty)}; }
     __device__ Barrier v_full() const { return {shared_address(&shared.v_full)}; }
     __device__ Barrier v_empty() const { return {shared_address(&shared.v_empty)}; }
+    __device__ Barrier weights_full() const { return {shared_address(&shared.weights_full)}; }
     __device__ Barrier pairs_full(int stage) const {
         return {shared_address(shared.pairs_full + stage)};
     }
@@ -146,6 +148,7 @@ struct Memory {
         v_full().init(1), v_empty().init(IS_WIDE ? GROUP : ALL);
         for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(ALL);
         for (int s = 0; s < OUT_STAGES; ++s) out_full(s).init(2), out_empty(s).init(ALL);
+        weights_full().init(GROUP);
         for (int s = 0; s < PAIR_STAGES; ++s)
             pairs_full(s).init(IS_WIDE ? GROUP : ALL), pairs_empty(s).init(ALL);
         for (int n = 0; n < ADDERS; ++n)
