@@ -156,20 +156,27 @@ def speed(seconds: float, name: str, ran: str) -> None:
     report.write(path, machine(torch), rows, ran, missing=missing, core=core_rates())
 
 
+def tile_contestants(
+    kind: str, shape: tuple[int, ...], causal: bool, tiles: list[tuple[int, int]]
+) -> Contestants:
+    """One pass of the NumPy backend for each size of its tiles."""
+    make = forward_contestants if kind == "forward" else backward_contestants
+    contestants: Contestants = {}
+    for tile in tiles:
+        backend = numpy_backend.NumpyBackend(tile, tile)
+        backend.name = f"tile{tile[0]}x{tile[1]}"
+        tileattn.register_backend(backend)
+        contestants[backend.name] = make(shape, causal, None, backend.name)["tileattn"]
+    return contestants
+
+
 def sweep(seconds: float, ran: str) -> None:
     """Time tile sizes against each other."""
     tiles = [(q, k) for q in (128, 192, 256, 384, 512) for k in (128, 256, 512, 1024)]
     rows = []
     for kind in ("forward", "backward"):
         for N, D, causal in ((1024, 64, True), (4096, 64, False), (4096, 128, True)):
-            contestants = {}
-            for tile in tiles:
-                backend = numpy_backend.NumpyBackend(tile, tile)
-                backend.name = f"tile{tile[0]}x{tile[1]}"
-                tileattn.register_backend(backend)
-                make = forward_contestants if kind == "forward" else backward_contestants
-                calls = make((1, 8, N, D), causal, None, backend.name)
-                contestants[backend.name] = calls["tileattn"]
+            contestants = tile_contestants(kind, (1, 8, N, D), causal, tiles)
             times = race(contestants, seconds)
             best = min(times.values())
             ranked = {name: round(best / t, 3) for name, t in times.items()}

@@ -73,11 +73,15 @@ class Cell:
         return Mask(self.causal, (self.window - 1 - right, right))
 
     @property
+    def share(self) -> float:
+        """Share of the pairs that is counted as seen."""
+        _, window = self.mask
+        return window_share(self.N, *window) if window else 0.5 if self.causal else 1.0
+
+    @property
     def flops(self) -> float:
         """Operations as the papers count them; under a window, those of the pairs that it shows."""
-        _, window = self.mask
-        share = window_share(self.N, *window) if window else 0.5 if self.causal else 1.0
-        forward = 2 * self.B * self.H * self.N**2 * (self.D + (self.Dv or self.D)) * share
+        forward = 2 * self.B * self.H * self.N**2 * (self.D + (self.Dv or self.D)) * self.share
         return forward * (2.5 if self.kind == "backward" else 1.0)
 
     def row(self) -> dict[str, Any]:

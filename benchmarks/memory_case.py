@@ -31,6 +31,8 @@ class Case:
         A name of ``gpu_device.DTYPES``.
     H, N, D : int
         Heads, tokens, and the width of a head.
+    B : int
+        Batch entries.
     """
 
     device: str
@@ -40,11 +42,12 @@ class Case:
     H: int
     N: int
     D: int
+    B: int = 1
 
     @property
     def shapes(self) -> Shapes:
         """Shapes of q, k, v and of the gradient that arrives."""
-        return Cell(self.kind, self.dtype, 1, self.H, self.N, self.D, causal=False).shapes
+        return Cell(self.kind, self.dtype, self.B, self.H, self.N, self.D, causal=False).shapes
 
     @property
     def inputs(self) -> int:
@@ -54,11 +57,11 @@ class Case:
     @property
     def needs(self) -> int:
         """Bytes of inputs, outputs and arrays of N x N: no run takes less."""
-        size = DTYPES[self.dtype].itemsize
-        outputs = (1 if self.kind == "forward" else 4) * self.H * self.N * self.D * size
+        size, rows = DTYPES[self.dtype].itemsize, self.B * self.H * self.N
+        outputs = (1 if self.kind == "forward" else 4) * rows * self.D * size
         if self.contestant == "tileattn":
-            return self.inputs + outputs + self.H * self.N * max(size, 4)  # and lse
-        return self.inputs + outputs + SQUARES[self.device, self.kind] * self.H * self.N**2 * size
+            return self.inputs + outputs + rows * max(size, 4)  # and lse
+        return self.inputs + outputs + SQUARES[self.device, self.kind] * rows * self.N * size
 
     def run(self, inputs: Inputs, xp: Any) -> Any:
         """Compute the passes; the result keeps the outputs alive."""

@@ -44,8 +44,8 @@ def peak(device: Gpu, case: Case) -> Row:
     """Measure a case; its inputs come from another pool."""
     cuda = device.xp.cuda
     small = replace(case, N=min(case.N, WARM_UP))
-    small.run(_inputs(device, small), device.xp)  # compiles and loads what is lazy
-    inputs = _inputs(device, case)
+    small.run(inputs_of(device, small), device.xp)  # compiles and loads what is lazy
+    inputs = inputs_of(device, case)
     pool = cuda.MemoryPool()
     counting = Counting(pool)
     cuda.Device().synchronize()
@@ -61,6 +61,7 @@ def peak(device: Gpu, case: Case) -> Row:
     return {"peak_bytes": counting.peak, "seconds": seconds}
 
 
-def _inputs(device: Gpu, case: Case) -> Inputs:
+def inputs_of(device: Gpu, case: Case) -> Inputs:
+    """Arrays of a case, from the current pool."""
     arrays = (device.normal(shape, case.dtype, i) for i, shape in enumerate(case.shapes))
     return Inputs(*arrays)
