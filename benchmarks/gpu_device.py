@@ -127,7 +127,7 @@ class Gpu:
         return {
             "gpu": self._properties["name"].decode(),
             "multiprocessors": attributes["MultiProcessorCount"],
-            "clock_mhz": attributes["ClockRate"] / 1e3,
+            "clock_mhz": attributes["ClockRate"] / 1e3,  # the highest, which a load may not hold
             "driver": _driver(),
             "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
             "system": platform.platform(),

@@ -20,7 +20,7 @@ linux = pytest.mark.skipif(memory_cpu.unavailable() is not None, reason="peaks n
 
 
 def case(contestant: str = "plain", kind: str = "forward", N: int = 100, **other: Any) -> Case:
-    given = {"device": "cpu", "dtype": "f32", "H": 2, "D": 8} | other
+    given: dict[str, Any] = {"device": "cpu", "dtype": "f32", "H": 2, "D": 8} | other
     return Case(contestant=contestant, kind=kind, N=N, **given)
 
 
@@ -54,7 +54,7 @@ def test_plain_attention_holds_its_squares_and_tileattn_does_not(kind: str) -> N
 
 @linux
 def test_a_process_that_fails_says_why() -> None:
-    with pytest.raises(RuntimeError, match="ended with status 1: .*'huge'"):
+    with pytest.raises(RuntimeError, match=r"ended with status 1: .*'huge'"):
         memory_cpu.peak(case(dtype="huge"))
 
 
@@ -164,10 +164,10 @@ def test_the_most_that_was_in_use_is_remembered() -> None:
     counting.malloc(1)
     assert counting.peak == 1024 + 512
     pool.used -= first
-    counting.malloc(600)
-    assert counting.peak == 1024 + 512
     counting.malloc(1)
-    assert counting.peak == 512 + 1024 + 512
+    assert counting.peak == 1024 + 512
+    counting.malloc(600)
+    assert counting.peak == 512 + 512 + 1024
 
 
 def test_inputs_are_apart_from_the_peak_and_the_pool_is_emptied(
@@ -175,6 +175,11 @@ def test_inputs_are_apart_from_the_peak_and_the_pool_is_emptied(
 ) -> None:
     pool, device = Pool(), Fake()
     entered: list[Any] = []
+
+    def using(malloc: Any) -> Any:
+        entered.append(malloc)
+        return nullcontext()
+
     monkeypatch.setattr(
         device,
         "xp",
@@ -184,7 +189,7 @@ def test_inputs_are_apart_from_the_peak_and_the_pool_is_emptied(
             cuda=SimpleNamespace(
                 MemoryPool=lambda: pool,
                 Device=lambda: SimpleNamespace(synchronize=lambda: None, mem_info=(7, 9)),
-                using_allocator=lambda malloc: entered.append(malloc) or nullcontext(),
+                using_allocator=using,
             ),
         ),
     )
