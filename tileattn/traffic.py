@@ -1,7 +1,7 @@
 """Bytes between slow and fast memory, and operations, of three algorithms and both passes.
 
 ``counted`` walks the schedule that the backends run, ``modelled`` has the same numbers in closed
-form, and ``tileattn.record.recorded`` sees what the NumPy backend really loads and stores.
+form, and ``recorded`` sees what the NumPy backend really loads and stores.
 
 References
 ----------
@@ -12,8 +12,20 @@ arXiv:2307.08691, section 3.1.
 from collections.abc import Callable
 
 from tileattn.problem import Operands, Problem
-from tileattn.record import Traffic
+from tileattn.record import Traffic, recorded
 from tileattn.visits import Summed, Visits, Walked, loads_of_a_key, reached
+
+__all__ = [
+    "ALGORITHMS",
+    "KINDS",
+    "Traffic",
+    "compared",
+    "counted",
+    "flops",
+    "forward_traffic",
+    "modelled",
+    "recorded",
+]
 
 ALGORITHMS = ("standard", "flash1", "flash2")
 """Whole matrices of scores; FlashAttention; FlashAttention-2."""
@@ -203,8 +215,8 @@ def forward_traffic(
         Bytes read of ``q``, ``k`` and ``v`` and written of ``out`` and ``lse``, as ``counted`` has
         them.
     """
-    tiles = Walked(problem, operands, tile).tiles
-    return tiles, counted(problem, operands, tile).moved
+    walk = Walked(problem, operands, tile)
+    return walk.tiles, _traffic(problem, walk, 1, "flash2", "forward").moved
 
 
 def compared(

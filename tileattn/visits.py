@@ -63,31 +63,18 @@ class Walked:
     tile: tuple[int, int]
     heads_per_load: int = 1
 
-    @cached_property
+    @property
     def tiles(self) -> dict[str, int]:
         """Tiles that are ``"skipped"``, ``"partial"`` and ``"full"``, with query blocks outside."""
-        P, (block_q, block_k) = self.problem, self.tile
-        tiles: Counter[str] = Counter(skipped=0, partial=0, full=0)
-        per_row = -(-P.Nk // block_k)
+        total = Counter(skipped=0, partial=0, full=0)
         for key, heads in self._heads.items():
-            for q0, q1 in cut(P.Nq, block_q):
-                kinds = [visit.kind for visit in self._sights[key].row_tiles(q0, q1, block_k)]
-                full = kinds.count(FULL)
-                tiles["full"] += heads * full
-                tiles["partial"] += heads * (len(kinds) - full)
-                tiles["skipped"] += heads * (per_row - len(kinds))
-        return dict(tiles)
+            total.update({kind: heads * n for kind, n in self._rows[key][1].items()})
+        return dict(total)
 
-    @cached_property
+    @property
     def keys(self) -> int:
         """Keys of all tiles that are visited, with query blocks outside."""
-        block_q, block_k = self.tile
-        spans = list(cut(self.problem.Nq, block_q))
-        read = {
-            key: sum(t.k1 - t.k0 for span in spans for t in sight.row_tiles(*span, block_k))
-            for key, sight in self._sights.items()
-        }
-        return sum(count * read[key] for keys, count in self._sets.items() for key in keys)
+        return sum(sets * self._rows[key][0] for keys, sets in self._sets.items() for key in keys)
 
     @property
     def rows(self) -> int:
@@ -102,6 +89,23 @@ class Walked:
             visited = set().union(*(self._columns[key][1] for key in keys))
             total += count * sum(k1 - k0 for k0, k1 in visited)
         return total
+
+    @cached_property
+    def _rows(self) -> dict[_Key, tuple[int, dict[str, int]]]:
+        """For each kind of head, the keys loaded and the tiles, with query blocks outside."""
+        block_q, block_k = self.tile
+        found = {}
+        for key, sight in self._sights.items():
+            keys = full = visited = all_tiles = 0
+            for span in cut(self.problem.Nq, block_q):
+                all_tiles += -(-self.problem.Nk // block_k)
+                for tile in sight.row_tiles(*span, block_k):
+                    keys += tile.k1 - tile.k0
+                    full += tile.kind == FULL
+                    visited += 1
+            skipped = all_tiles - visited
+            found[key] = keys, {"skipped": skipped, "partial": visited - full, "full": full}
+        return found
 
     @cached_property
     def _columns(self) -> dict[_Key, tuple[int, set[tuple[int, int]]]]:
