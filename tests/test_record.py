@@ -15,6 +15,7 @@ from tileattn.backends.numpy_backend import NumpyBackend
 from tileattn.lane import lanes
 from tileattn.problem import Operands, Problem, parse
 from tileattn.state import Array, Scratch
+from tileattn.testing import AttentionCase, problems
 from tileattn.traffic import Traffic, counted, modelled, recorded
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
@@ -98,6 +99,34 @@ def test_both_passes_of_the_backend(case: tuple[tuple[int, int], Call]) -> None:
     with recorded() as backward:
         backend.backward(problem, operands, dout, attention, None, False)
     check(backward, call, tile, "flash2", "backward", problem.group)
+
+
+@settings(max_examples=60)
+@given(problems(max_length=50), tiles)
+def test_any_call_moves_what_is_counted(case: AttentionCase, tile: tuple[int, int]) -> None:
+    """All options: lengths, offsets, biases that are summed over heads, blocks of any size."""
+    problem, operands = parse(case.q, case.k, case.v, case.options)
+    backend = NumpyBackend(tile, tile)
+    dout = case.dout.reshape((problem.B, problem.Hq, problem.Nq, problem.Dv))
+    with recorded() as forward:
+        attention = backend.forward(problem, operands, None)
+    with recorded() as backward:
+        backend.backward(problem, operands, dout, attention, None, False)
+    loads = max((lane.q.shape[1] for lane in lanes(problem, operands)), default=1)
+    for found, kind, heads in (
+        (forward, "forward", loads),
+        (backward, "backward", problem.group),
+    ):
+        expected = counted(problem, operands, tile, "flash2", kind, max(heads, 1))
+        assert without_zeros(found) == without_zeros(expected)
+
+
+def test_a_tall_tile_that_is_cut_in_two_moves_what_is_counted() -> None:
+    q, k, v = (made((1, 1, 600, 4), np.float32) for _ in range(3))
+    problem, operands = parse(q, k, v, {"causal": True})
+    with recorded() as found:
+        NumpyBackend((300, 100)).forward(problem, operands, None)
+    assert found.moved == counted(problem, operands, (300, 100)).moved
 
 
 @settings(max_examples=100)

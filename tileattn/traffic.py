@@ -84,19 +84,22 @@ def counted(
 
     Notes
     -----
-    ==================  =======================================================================
-    standard forward    read q, k, write s; read s, write p; read p, v, write out
-    standard backward   read p, dout, write dv; read dout, v, write dp; read p, dp, write ds;
-                        read ds, k, write dq; read ds, q, write dk
-    flash1 forward      write out, l, m; for each key block read k, v; for each of its tiles read
-                        q, out, l, m and write out, l, m
-    flash1 backward     write dq; for each key block read k, v and write dk, dv; for each of its
-                        tiles read q, out, dout, dq, l, m and write dq
-    flash2 forward      for each query block read q and write out, lse; for each of its tiles read
-                        k, v
-    flash2 backward     read dout, out, write delta; then as flash1, with lse and delta in the
-                        place of out, l and m
-    ==================  =======================================================================
+    What is read (``<-``) and written (``->``)::
+
+        standard forward   <- q, k -> s; <- s -> p; <- p, v -> out
+        standard backward  <- p, dout -> dv; <- dout, v -> dp; <- p, dp -> ds;
+                           <- ds, k -> dq; <- ds, q -> dk
+        flash1 forward     -> out, l, m
+                           each key block <- k, v
+                           each of its tiles <- q, out, l, m -> out, l, m
+        flash1 backward    -> dq
+                           each key block <- k, v -> dk, dv
+                           each of its tiles <- q, out, dout, dq, l, m -> dq
+        flash2 forward     each query block <- q -> out, lse
+                           each of its tiles <- k, v
+        flash2 backward    <- dout, out -> delta; -> dq
+                           each key block <- k, v -> dk, dv
+                           each of its tiles <- q, dout, dq, lse, delta -> dq
 
     A key block that nobody sees is not read; its dk and dv are written all the same. Standard
     attention skips nothing.
