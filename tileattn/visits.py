@@ -65,7 +65,10 @@ class Walked:
 
     @property
     def tiles(self) -> dict[str, int]:
-        """Tiles that are ``"skipped"``, ``"partial"`` and ``"full"``, with query blocks outside."""
+        """Tiles that are ``"skipped"``, and visits of those that are not, ``"partial"`` or ``"full"``.
+
+        Query blocks are outside. A block mask of smaller blocks has a tile visited in parts.
+        """
         total = Counter(skipped=0, partial=0, full=0)
         for key, heads in self._heads.items():
             total.update({kind: heads * n for kind, n in self._rows[key][1].items()})
@@ -96,14 +99,15 @@ class Walked:
         block_q, block_k = self.tile
         found = {}
         for key, sight in self._sights.items():
-            keys = full = visited = all_tiles = 0
+            keys = full = visited = skipped = 0
             for span in cut(self.problem.Nq, block_q):
-                all_tiles += -(-self.problem.Nk // block_k)
+                seen = set()  # a tile may be visited in parts
                 for tile in sight.row_tiles(*span, block_k):
                     keys += tile.k1 - tile.k0
                     full += tile.kind == FULL
                     visited += 1
-            skipped = all_tiles - visited
+                    seen.add(tile.k0 // block_k)
+                skipped += -(-self.problem.Nk // block_k) - len(seen)
             found[key] = keys, {"skipped": skipped, "partial": visited - full, "full": full}
         return found
 
