@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 import tileattn
 from tileattn import Attention, reference
+from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
+from tileattn.traffic import ALGORITHMS, KINDS, counted
 
 Array = NDArray[Any]
 
@@ -396,9 +398,24 @@ def test_explain_says_what_would_run() -> None:
     assert explanation.tiles == {"skipped": 0, "partial": B * HQ, "full": 0}
     assert explanation.bytes_moved["q"] == q.nbytes
     assert explanation.workers == 1
+    problem, operands = parse(q, k, v, {"causal": True})
+    tiles = (explanation.forward_tile, explanation.backward_tile)
+    assert explanation.traffic == {
+        algorithm: tuple(
+            counted(problem, operands, tile, algorithm, kind).nbytes
+            for tile, kind in zip(tiles, KINDS, strict=True)
+        )
+        for algorithm in ALGORITHMS
+    }
     report = str(explanation)
     for word in ("numpy", "tileattn.spec", "8 partial", "NumPy arrays", f"{rows} x {keys}"):
         assert word in report
+    for kind, n in (("forward ", 0), ("backward", 1)):
+        (line,) = (line for line in report.splitlines() if line.startswith(kind))
+        moved = [f"{nbytes[n] / 1e6:,.2f} MB" for nbytes in explanation.traffic.values()]
+        names = "standard", "FlashAttention", "FlashAttention-2"
+        said = ", ".join(f"{name} {mb}" for name, mb in zip(names, moved, strict=True))
+        assert line == f"{kind}  {said}"
 
 
 def test_explain_refuses_what_forward_refuses() -> None:

@@ -442,6 +442,8 @@ def test_explain_says_what_would_run(gpu: Machine, monkeypatch: pytest.MonkeyPat
     assert "100 registers" in found.kernels[0]
     assert "2 on each multiprocessor" in found.kernels[0]
     assert found.workspace_bytes == 2 * 4 * (2 * 1024 + 1000 * 64) * 4
+    assert found.traffic["flash2"][0] == sum(found.bytes_moved.values())
+    assert all(min(nbytes) > 0 for nbytes in found.traffic.values())
     report = str(found)
     assert "NVIDIA H200" in report
     assert report.count("starts") == 4

@@ -32,7 +32,7 @@ def test_the_examples_of_a_page_print_what_it_says(name: str) -> None:
 
 
 def test_the_pages_with_examples_are_known() -> None:
-    assert set(PAGES_WITH_EXAMPLES) == {"docs/numerics.md", "docs/tutorial.md"}
+    assert set(PAGES_WITH_EXAMPLES) == {"docs/io.md", "docs/numerics.md", "docs/tutorial.md"}
 
 
 @pytest.mark.parametrize("name", PAGES)

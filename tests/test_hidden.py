@@ -205,7 +205,7 @@ def test_skipped_blocks_are_not_computed(
     backward_tiles: list[Tile] = []
 
     def absorbing(*args: Any) -> Any:
-        forward_tiles.append(args[3])
+        forward_tiles.append(args[4])
         return absorb(*args)
 
     def going_back(*args: Any) -> Any:

@@ -250,7 +250,8 @@ def trace() -> list[RowState]:
     for tile in schedule(lane.sight, 2, 2):
         q = load(lane.q[..., tile.queries, :], lane.dtype, "q", Scratch(), lane.scale)
         rows = state.rows(tile.queries)
-        spec.absorb_tile(lane, rows, q, tile, Scratch())
+        kv = spec.load_keys(lane, tile.k0, tile.k1, Scratch())
+        spec.absorb_tile(lane, rows, q, kv, tile, Scratch())
         after.append(RowState(rows.m[0, 0].copy(), rows.l[0, 0].copy(), rows.acc[0, 0].copy()))
     return after
 

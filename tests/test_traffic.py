@@ -66,3 +66,16 @@ def test_masks_by_brute_force(options: dict[str, Any]) -> None:
     assert moved["k"] == keys * D * 4
     assert moved["v"] == keys * DV * 4
     assert moved["out"] == B * HQ * NQ * DV * 4
+
+
+def test_tiles_that_are_visited_in_parts_are_not_skipped_less_often() -> None:
+    """Blocks of the mask are a quarter of a tile, so that a tile may have up to two visits."""
+    blocks = np.random.default_rng(1).random((B, HQ, 5, 8)) < 0.3
+    options = {"block_mask": BlockMask(blocks, (8, 4))}
+    tiles, _, seen = count(**options)
+    expected = sum(
+        not seen[b, h, q0 * 16 : (q0 + 1) * 16, k0 * 8 : (k0 + 1) * 8].any()
+        for b, h, q0, k0 in np.ndindex(B, HQ, 3, 4)
+    )
+    assert 0 < expected == tiles["skipped"]
+    assert tiles["full"] + tiles["partial"] + tiles["skipped"] > B * HQ * 3 * 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tileattn import philox
+from tileattn import philox, record
 from tileattn.blocks import Band, Sight, Tile, cut
 from tileattn.problem import Operands, Problem
 from tileattn.scores import Terms
@@ -149,7 +149,7 @@ def load(
     dtype : numpy.dtype
         Of the result.
     name : str
-        Buffer that is used where a copy is needed.
+        Of the array, for the record, and of the buffer that is used where a copy is needed.
     scratch : Scratch
         Buffers.
     scale : float or None
@@ -161,6 +161,7 @@ def load(
         The block itself where it is ready for a matrix product (dtype, unit stride, rows that do
         not overlap), else a copy.
     """
+    record.read(name, x)
     row, column = x.strides[-2:]
     packed = column == x.itemsize and row >= x.shape[-1] * x.itemsize and row % x.itemsize == 0
     if scale is None and x.dtype == dtype and x.flags.aligned and (packed or x.shape[-2] == 1):

@@ -9,12 +9,14 @@ References
 Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.08691.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tileattn.blocks import Tile, schedule
+from tileattn import record
+from tileattn.blocks import Tile, cut, schedule
 from tileattn.lane import Lane, load
 from tileattn.seen import Seen
 from tileattn.state import Array, RowState, Scratch, weigh
@@ -38,13 +40,24 @@ def forward(lane: Lane, block_q: int, block_k: int, order: str = "query") -> tup
         Attention output, in the dtype of the sums.
     lse : array, shape (Hkv, G, Nq)
         Natural logarithm of the softmax denominator.
+
+    Raises
+    ------
+    ValueError
+        Where ``order`` is neither.
     """
-    scratch = Scratch()
-    state = RowState.empty(lane.q.shape[:3], lane.v.shape[-1], lane.dtype, lane.bounded)
-    for tile in schedule(lane.sight, block_q, block_k, order):
-        q = load(lane.q[..., tile.queries, :], lane.dtype, "q", scratch, lane.scale)
-        absorb_tile(lane, state.rows(tile.queries), q, tile, scratch)
-    return finish(lane, state)
+    if order == "key":
+        return _forward_by_keys(lane, block_q, block_k)
+    if order != "query":
+        raise ValueError(f"order is {order!r}; 'query' and 'key' are accepted")
+    scratch, rows = Scratch(), lane.q.shape[:3]
+    out, lse = np.empty((*rows, lane.v.shape[-1]), lane.dtype), np.empty(rows, lane.dtype)
+    for q0, q1 in cut(lane.sight.band.Nq, block_q):
+        parts = forward_rows(lane, q0, q1, block_k, scratch)
+        for name, whole, part in zip(("out", "lse"), (out, lse), parts, strict=True):
+            whole[:, :, q0:q1] = part
+            record.write(name, part)
+    return out, lse
 
 
 def forward_rows(
@@ -75,11 +88,43 @@ def forward_rows(
     state = RowState.empty(rows, lane.v.shape[-1], lane.dtype, lane.bounded, scratch)
     for tile in lane.sight.row_tiles(q0, q1, block_k):
         part = slice(tile.q0 - q0, tile.q1 - q0)
-        absorb_tile(lane, state.rows(part), q[..., part, :], tile, scratch)
+        kv = load_keys(lane, tile.k0, tile.k1, scratch)
+        absorb_tile(lane, state.rows(part), q[..., part, :], kv, tile, scratch)
     return finish(lane, state)
 
 
-def absorb_tile(lane: Lane, state: RowState, q: Array, tile: Tile, scratch: Scratch) -> None:
+def _forward_by_keys(lane: Lane, block_q: int, block_k: int) -> tuple[Array, Array]:
+    """Forward pass of a lane with key blocks outside: the state of every row comes and goes."""
+    scratch = Scratch()
+    state = RowState.empty(lane.q.shape[:3], lane.v.shape[-1], lane.dtype, lane.bounded)
+    _record_state(record.write, state)
+    for k0, k1 in cut(lane.sight.Nk, block_k):
+        block: tuple[Array, Array] | None = None
+        for tile in lane.sight.column_tiles(k0, k1, block_q):
+            block = block or load_keys(lane, k0, k1, scratch)
+            k, v = (x[..., tile.k0 - k0 : tile.k1 - k0, :] for x in block)
+            q = load(lane.q[..., tile.queries, :], lane.dtype, "q", scratch, lane.scale)
+            rows = state.rows(tile.queries)
+            _record_state(record.read, rows)
+            absorb_tile(lane, rows, q, (k, v), tile, scratch)
+            _record_state(record.write, rows)
+    return finish(lane, state)
+
+
+def _record_state(note: Callable[[str, Array], None], state: RowState) -> None:
+    for name, x in (("out", state.acc), ("l", state.l), ("m", state.m)):
+        note(name, x)
+
+
+def load_keys(lane: Lane, k0: int, k1: int, scratch: Scratch) -> tuple[Array, Array]:
+    """Bring keys and values k0 to k1 - 1 of a lane into fast memory."""
+    k = load(lane.k[..., k0:k1, :], lane.dtype, "k", scratch)
+    return k, load(lane.v[..., k0:k1, :], lane.dtype, "v", scratch)
+
+
+def absorb_tile(
+    lane: Lane, state: RowState, q: Array, kv: tuple[Array, Array], tile: Tile, scratch: Scratch
+) -> None:
     """Compute the scores of one tile and take them in.
 
     Parameters
@@ -90,14 +135,15 @@ def absorb_tile(lane: Lane, state: RowState, q: Array, tile: Tile, scratch: Scra
         State of the tile's queries.
     q : array, shape (Hkv, G, q1 - q0, D)
         The tile's queries times the scale, in the dtype of the sums.
+    kv : (array, array), shapes (Hkv, 1, k1 - k0, D) and (Hkv, 1, k1 - k0, Dv)
+        The tile's keys and values, in the dtype of the sums.
     tile : Tile
         The tile.
     scratch : Scratch
         Buffers.
     """
     seen = lane.seen(tile)
-    k = load(lane.k[..., tile.keys, :], lane.dtype, "k", scratch)
-    v = load(lane.v[..., tile.keys, :], lane.dtype, "v", scratch)
+    k, v = kv
     s = scratch.take("s", (*q.shape[:3], k.shape[-2]), lane.dtype)
     np.matmul(q, k.swapaxes(-1, -2), out=s)
     lane.terms.apply(s, tile)
@@ -158,6 +204,8 @@ class KeyBlock:
     def load(cls, lane: Lane, k0: int, k1: int, scratch: Scratch) -> "KeyBlock":
         """Bring keys k0 to k1 - 1 of a lane into fast memory."""
         k, v = lane.k[..., k0:k1, :], lane.v[..., k0:k1, :]
+        record.read("k", k)
+        record.read("v", v)
 
         def wider(x: Array, name: str) -> Array:
             shape = (*x.shape[:-1], x.shape[-1] + 1)
@@ -216,8 +264,8 @@ def backward_tile(
     seen, keep = lane.seen(tile), lane.keep(tile)
     keys = slice(tile.k0 - block.k0, tile.k1 - block.k0)
     k, v = block.k[..., keys, :], block.v[..., keys, :]
-    q = _with_column(lane.q, up.lse, tile, "q", lane.dtype, scratch)
-    dout = _with_column(up.dout, up.delta, tile, "dout", lane.dtype, scratch)
+    q = _with_column({"q": lane.q, "lse": up.lse}, tile, lane.dtype, scratch)
+    dout = _with_column({"dout": up.dout, "delta": up.delta}, tile, lane.dtype, scratch)
     shape = (*q.shape[:3], k.shape[-2])
     p = scratch.take("p", shape, lane.dtype)
     ds = scratch.take("ds", shape, lane.dtype)
@@ -292,12 +340,15 @@ def append_column(x: Array, column: Any, out: Array) -> Array:
 
 
 def _with_column(
-    x: Array, statistic: Array, tile: Tile, name: str, dtype: np.dtype[Any], scratch: Scratch
+    named: dict[str, Array], tile: Tile, dtype: np.dtype[Any], scratch: Scratch
 ) -> Array:
-    """Rows of a tile, and their statistic, negated, as one more column."""
-    rows = x[..., tile.queries, :]
+    """Rows of a tile, of the first array, and their statistic, negated, as one more column."""
+    (name, x), (other, statistic) = named.items()
+    rows, column = x[..., tile.queries, :], statistic[..., tile.queries]
+    record.read(name, rows)
+    record.read(other, column)
     out = scratch.take(name, (*rows.shape[:-1], rows.shape[-1] + 1), dtype)
-    return append_column(rows, -statistic[..., tile.queries], out)
+    return append_column(rows, -column, out)
 
 
 def _probabilities(

@@ -10,7 +10,7 @@ from tileattn.kernels.call import Call
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.steps import Step, backward_steps, forward_steps
 from tileattn.problem import Operands, Problem
-from tileattn.traffic import forward_traffic
+from tileattn.traffic import compared, forward_traffic
 
 _DEALT = "blocks of queries of different length are dealt out in advance, in {} turns"
 
@@ -43,7 +43,8 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
     first = forward[0].key if forward else KernelKey("forward", problem.dtype.name)
     last = next((s.key for s in backward if s.key.kernel.endswith(("_keys", "_sm90"))), first)
     dealt = call.order(forward).table
-    tiles, moved = forward_traffic(problem, _on_host(problem, operands), _tile(first))
+    on_host = _on_host(problem, operands)
+    tiles, moved = forward_traffic(problem, on_host, _tile(first))
     if sinks is not None:
         dsinks = cupy.ndarray(sinks.shape, sinks.dtype, sinks.data)  # looked at, not written
         call.add("dsinks", dsinks, problem.sum_dtype, result=True)
@@ -57,6 +58,7 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
         scratch_bytes=forward[0].shared if forward else 0,
         tiles=tiles,
         bytes_moved=moved,
+        traffic=compared(problem, on_host, _tile(first), _tile(last)),
         kernels=tuple(_described(step) for step in (*forward, *backward)),
         workspace_bytes=max(call.layout(steps).nbytes for steps in (backward, in_order)),
         reasons=(

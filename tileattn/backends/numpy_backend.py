@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tileattn import spec
+from tileattn import record, spec
 from tileattn.backends import threads
 from tileattn.backends.numpy_backward import Backward
 from tileattn.backends.protocol import Explanation
@@ -14,7 +14,7 @@ from tileattn.lane import Lane, lanes
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.state import Array
-from tileattn.traffic import forward_traffic
+from tileattn.traffic import compared, forward_traffic
 
 # Measured with benchmarks/cpu.py --sweep. Few large calls beat many small ones, for each gives the
 # interpreter lock away and waits for it; along a boundary, low tiles compute less that is hidden.
@@ -91,8 +91,10 @@ class NumpyBackend:
         def task(lane: Lane, span: tuple[int, int]) -> None:
             with np.errstate(all="ignore"):
                 rows = spec.forward_rows(lane, *span, block_k, threads.thread_scratch())
-                for whole, part in zip((result, lse), rows, strict=True):
-                    lane.heads_of(whole)[:, :, slice(*span)] = part
+                for name, whole, part in zip(("out", "lse"), (result, lse), rows, strict=True):
+                    block = lane.heads_of(whole)[:, :, slice(*span)]
+                    block[...] = part
+                    record.write(name, block)
 
         threads.run([partial(task, *block) for block in blocks], _parallel(problem))
         if out is not None:
@@ -169,6 +171,7 @@ class NumpyBackend:
             * max(together * fq * (fk + columns), 2 * bq * bk + 2 * (bq + bk) * columns),
             tiles=tiles,
             bytes_moved=moved,
+            traffic=compared(problem, operands, (fq, fk), (bq, bk)),
             reasons=(
                 "q, k and v are NumPy arrays",
                 "there is enough work for threads" if parallel else "threads would cost more",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tileattn import spec
+from tileattn import record, spec
 from tileattn.backends.threads import Turns, thread_scratch
 from tileattn.blocks import Tile, cut
 from tileattn.lane import Lane, lanes
@@ -60,6 +60,10 @@ class Backward:
         self._dk = np.zeros((P.B, P.Hkv, P.Nk, P.D), P.dtype)
         self._dv = np.zeros((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
         self._dbias = _bias_sums(operands.bias, P)
+        record.read("dout", dout)
+        record.read("out", attention.out)
+        record.write("delta", self._delta)
+        record.write("dq", self._dq)
 
     def tasks(self) -> list[Callable[[], None]]:
         """List the tasks; key blocks ascend within each group of lanes."""
@@ -117,11 +121,11 @@ class Backward:
                         lane, upstream[number], blocks[where], tile, scratch
                     )
                     turns.wait(task, row_block)
-                    lane.heads_of(self._dq)[..., tile.queries, :] += dq
+                    self._add_dq(lane, tile, dq)
                     self._add_bias(lane, tile, ds)
                     if n + 1 == len(visits) or visits[n + 1][0] > row_block:
                         turns.pass_to(task, row_block + 1)
-                self._store(blocks, k0, k1)
+                self._store(group, blocks, k0, k1)
             turns.wait(task, end - 1)
             turns.pass_to(task, end)
         except BaseException:
@@ -130,6 +134,12 @@ class Backward:
 
     def _upstream(self, lane: Lane) -> spec.Upstream:
         return spec.Upstream(*(lane.heads_of(x) for x in (self._dout, self._lse, self._delta)))
+
+    def _add_dq(self, lane: Lane, tile: Tile, dq: Array) -> None:
+        total = lane.heads_of(self._dq)[..., tile.queries, :]
+        record.read("dq", total)
+        total += dq
+        record.write("dq", total)
 
     def _add_bias(self, lane: Lane, tile: Tile, ds: Array) -> None:
         total = self._dbias
@@ -148,12 +158,19 @@ class Backward:
         else:
             entry[0, rows, keys] += ds.sum(axis=(0, 1))
 
-    def _store(self, blocks: dict[tuple[int, int], spec.KeyBlock], k0: int, k1: int) -> None:
-        for (batch, kv), block in blocks.items():
-            heads = slice(kv, kv + len(block.dk))
-            block.dk *= self._problem.sum_dtype.type(self._problem.scale)
-            self._dk[batch, heads, k0:k1] = block.dk[:, 0]
-            self._dv[batch, heads, k0:k1] = block.dv[:, 0]
+    def _store(
+        self, group: list[Lane], blocks: dict[tuple[int, int], spec.KeyBlock], k0: int, k1: int
+    ) -> None:
+        """Store the gradients of a key block; those of keys that nobody sees stay 0."""
+        heads_of = {(lane.batch, lane.kv): len(lane.k) for lane in group}
+        for (batch, kv), heads in heads_of.items():
+            dk, dv = (x[batch, kv : kv + heads, k0:k1] for x in (self._dk, self._dv))
+            block = blocks.get((batch, kv))
+            if block is not None:
+                block.dk *= self._problem.sum_dtype.type(self._problem.scale)
+                dk[...], dv[...] = block.dk[:, 0], block.dv[:, 0]
+            record.write("dk", dk)
+            record.write("dv", dv)
 
     def _sink_gradient(self) -> Array | None:
         """Sum of ``-exp(sink - lse) * delta``: a sink has a probability and the value 0."""

@@ -6,6 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 
+_TITLES = {"flash1": "FlashAttention", "flash2": "FlashAttention-2"}
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -32,6 +34,10 @@ class Explanation:
     workspace_bytes : int
         Memory that the backward pass takes besides its results, and that its ``workspace`` must
         have, where lse and the rows of dout and out are contiguous; 0 where it is not counted.
+    traffic : dict of str to (int, int)
+        Model of the bytes that this call would move with standard attention, FlashAttention and
+        FlashAttention-2, each with these tiles: of the forward and of the backward pass, by name
+        of the algorithm as in ``tileattn.traffic.ALGORITHMS``.
     """
 
     backend: str
@@ -45,6 +51,7 @@ class Explanation:
     reasons: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     workspace_bytes: int = 0
+    traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         visited = ", ".join(f"{n:,} {kind}" for kind, n in self.tiles.items())
@@ -56,11 +63,22 @@ class Explanation:
             f"visits    {visited}",
             f"workers   {self.workers}, {self.scratch_bytes / 1024:,.0f} KiB of tile buffers each",
             f"moves     {moved}",
+            *self._passes(),
             *(f"starts    {kernel}" for kernel in self.kernels),
             *([f"takes     {self.workspace_bytes / 1e6:,.2f} MB"] if self.workspace_bytes else []),
             *(f"because   {reason}" for reason in self.reasons),
         ]
         return "\n".join(lines)
+
+    def _passes(self) -> list[str]:
+        """One line for each pass, with the bytes of every algorithm side by side."""
+        totals = self.traffic.items()
+        return [
+            f"{title:<10}"
+            + ", ".join(f"{_TITLES.get(name, name)} {of[n] / 1e6:,.2f} MB" for name, of in totals)
+            for n, title in enumerate(("forward", "backward"))
+            if totals
+        ]
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import cache
 from typing import Any
 
@@ -130,7 +131,7 @@ def _run_on_workers(tasks: Sequence[Callable[[], None]]) -> None:
             failures.append(failure)
 
     count = min(worker_count(), len(tasks)) - 1
-    helpers = [_pool().submit(work) for _ in range(count)]
+    helpers = [_pool().submit(copy_context().run, work) for _ in range(count)]
     work()
     for helper in helpers:
         if not helper.cancel():  # one that has not begun, the pool being busy, is not needed

@@ -1,0 +1,201 @@
+"""What the NumPy backend really loads and stores is what is counted and modelled."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tileattn
+from tileattn import BlockMask, spec
+from tileattn.backends import threads
+from tileattn.backends.numpy_backend import NumpyBackend
+from tileattn.lane import lanes
+from tileattn.problem import Operands, Problem, parse
+from tileattn.state import Array, Scratch
+from tileattn.testing import AttentionCase, problems
+from tileattn.traffic import Traffic, counted, modelled, recorded
+
+pytestmark = pytest.mark.usefixtures("one_blas_thread")
+
+Call = tuple[Array, Array, Array, dict[str, Any]]
+
+
+def without_zeros(traffic: Traffic) -> tuple[dict[str, tuple[int, int]], ...]:
+    """Reads and writes with sizes; an array that is never touched counts as absent."""
+    reads, writes, sizes = traffic
+    return tuple(
+        {name: (n, sizes[name]) for name, n in counts.items() if n} for counts in (reads, writes)
+    )
+
+
+def made(shape: tuple[int, ...], dtype: Any) -> Array:
+    return np.random.default_rng(0).normal(size=shape).astype(dtype)
+
+
+@st.composite
+def calls(draw: st.DrawFn, sparse: bool, tile: tuple[int, int] | None = None) -> Call:
+    """Draw arrays with a band, or with a mask whose blocks are the tile."""
+    B, Hq, Hkv = draw(st.sampled_from([(1, 1, 1), (2, 6, 2), (1, 6, 1)]))
+    D, Dv = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    dtype = draw(st.sampled_from([np.float16, np.float32, np.float64]))
+    options: dict[str, Any] = {}
+    if sparse and tile is not None:
+        counts = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+        by_head = draw(st.booleans())
+        rng = np.random.default_rng(draw(st.integers(0, 99)))
+        blocks = rng.random((B, Hq if by_head else 1, *counts)) < draw(st.floats(0, 1))
+        blocks[:, :, 0] = True
+        options["block_mask"] = BlockMask(blocks, tile)
+        Nq, Nk = (n * block for n, block in zip(counts, tile, strict=True))
+    else:
+        Nq, Nk = draw(st.integers(0, 40)), draw(st.integers(0, 40))
+        side = st.none() | st.integers(0, 50)
+        options["window"] = draw(st.none() | st.tuples(side, side))
+        options["causal"] = draw(st.booleans())
+    shapes = (B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv)
+    q, k, v = (made(shape, dtype) for shape in shapes)
+    return q, k, v, options
+
+
+tiles = st.tuples(st.integers(1, 30), st.integers(1, 30))
+cases = st.tuples(tiles, st.booleans()).flatmap(
+    lambda drawn: st.tuples(st.just(drawn[0]), calls(drawn[1], drawn[0]))
+)
+
+
+def shared(problem: Problem, operands: Operands) -> int:
+    """Query heads of a group that one lane holds: they share loads of k and v."""
+    return max(int(lane.q.shape[1]) for lane in lanes(problem, operands))
+
+
+def check(
+    found: Traffic, call: tuple[Problem, Operands], tile: tuple[int, int], *which: Any
+) -> None:
+    problem, operands = call
+    algorithm, kind, heads_per_load = which
+    assert without_zeros(found) == without_zeros(
+        counted(problem, operands, tile, algorithm, kind, heads_per_load)
+    )
+    mask = operands.block_mask
+    share = None if mask is None else mask.density
+    assert without_zeros(found) == without_zeros(
+        modelled(problem, tile, algorithm, kind, share, heads_per_load)
+    )
+
+
+@settings(max_examples=150)
+@given(cases)
+def test_both_passes_of_the_backend(case: tuple[tuple[int, int], Call]) -> None:
+    tile, (q, k, v, options) = case
+    call = problem, operands = parse(q, k, v, options)
+    backend = NumpyBackend(tile, tile)
+    with recorded() as forward:
+        attention = backend.forward(problem, operands, None)
+    check(forward, call, tile, "flash2", "forward", shared(*call))
+    dout = made((problem.B, problem.Hq, problem.Nq, problem.Dv), problem.dtype)
+    with recorded() as backward:
+        backend.backward(problem, operands, dout, attention, None, False)
+    check(backward, call, tile, "flash2", "backward", problem.group)
+
+
+@settings(max_examples=60)
+@given(problems(max_length=50), tiles)
+def test_any_call_moves_what_is_counted(case: AttentionCase, tile: tuple[int, int]) -> None:
+    """All options: lengths, offsets, biases that are summed over heads, blocks of any size."""
+    problem, operands = parse(case.q, case.k, case.v, case.options)
+    backend = NumpyBackend(tile, tile)
+    dout = case.dout.reshape((problem.B, problem.Hq, problem.Nq, problem.Dv))
+    with recorded() as forward:
+        attention = backend.forward(problem, operands, None)
+    with recorded() as backward:
+        backend.backward(problem, operands, dout, attention, None, False)
+    loads = max((lane.q.shape[1] for lane in lanes(problem, operands)), default=1)
+    for found, kind, heads in (
+        (forward, "forward", loads),
+        (backward, "backward", problem.group),
+    ):
+        expected = counted(problem, operands, tile, "flash2", kind, max(heads, 1))
+        assert without_zeros(found) == without_zeros(expected)
+
+
+def test_a_tall_tile_that_is_cut_in_two_moves_what_is_counted() -> None:
+    q, k, v = (made((1, 1, 600, 4), np.float32) for _ in range(3))
+    problem, operands = parse(q, k, v, {"causal": True})
+    with recorded() as found:
+        NumpyBackend((300, 100)).forward(problem, operands, None)
+    assert found.moved == counted(problem, operands, (300, 100)).moved
+
+
+@settings(max_examples=100)
+@given(cases, st.sampled_from([("query", "flash2"), ("key", "flash1")]))
+def test_both_orders_of_the_specification(
+    case: tuple[tuple[int, int], Call], order: tuple[str, str]
+) -> None:
+    tile, (q, k, v, options) = case
+    call = parse(q, k, v, options)
+    with recorded() as found:
+        for lane in lanes(*call):
+            spec.forward(lane, *tile, order[0])
+    if order[0] == "query":  # the lane's own output is a sum, which the backend rounds
+        found.sizes["out"] = call[0].dtype.itemsize
+    check(found, call, tile, order[1], "forward", shared(*call))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_that_share_a_lane_share_its_keys(causal: bool) -> None:
+    """The forward pass with its own tiles: several heads of a group in a lane, on all workers."""
+    q, k, v = (made((1, heads, 700, 16), np.float32) for heads in (6, 2, 2))
+    call = problem, operands = parse(q, k, v, {"causal": causal})
+    backend = NumpyBackend()
+    together, tile = backend._forward_cut(problem)
+    with recorded() as found:
+        tileattn.forward(q, k, v, causal=causal)
+    heads_per_load = max(lane.q.shape[1] for lane in lanes(problem, operands, together))
+    assert heads_per_load == (3 if causal else 1)
+    check(found, call, tile, "flash2", "forward", heads_per_load)
+
+
+# --- whose calls are recorded -------------------------------------------------------------------
+
+X = made((1, 2, 60, 8), np.float32)
+
+
+def test_nothing_is_recorded_outside_the_block() -> None:
+    with recorded() as found:
+        pass
+    tileattn.forward(X, X, X)
+    assert found == Traffic({}, {}, {})
+    with pytest.raises(RuntimeError, match="stop"), recorded() as found:
+        raise RuntimeError("stop")
+    tileattn.forward(X, X, X)
+    assert found.elements == found.nbytes == 0
+
+
+def test_calls_add_up_and_the_inner_block_counts() -> None:
+    with recorded() as outer:
+        tileattn.forward(X, X, X)
+        with recorded() as inner:
+            tileattn.forward(X, X, X)
+        tileattn.forward(X, X, X)
+    assert outer.nbytes == 2 * inner.nbytes > 0
+
+
+def test_workers_are_recorded_and_strangers_are_not() -> None:
+    """A load on each worker at the same time, while a thread of the caller's loads as well."""
+    barrier = threading.Barrier(min(threads.worker_count(), 2))
+    lane = next(lanes(*parse(X, X, X, {})))
+
+    def task() -> None:
+        barrier.wait()
+        for _ in range(500):
+            spec.load_keys(lane, 0, 60, Scratch())
+
+    stranger = threading.Thread(target=tileattn.forward, args=(X, X, X))
+    with recorded() as found:
+        stranger.start()
+        threads.run([task] * barrier.parties)
+        stranger.join()
+    assert found.reads == dict.fromkeys("kv", 500 * barrier.parties * X.size)

@@ -1,0 +1,118 @@
+"""The tiles of a causal and of a block-sparse schedule, as ``tileattn.blocks`` yields them."""
+
+from pathlib import Path
+from typing import Any
+
+from tileattn import BlockMask
+from tileattn.block_mask import FULL, PARTIAL, SKIP
+from tileattn.blocks import Band, Sight, schedule
+from tools.drawing import Picture, Theme
+
+N, BLOCK = 512, 64
+ROW, COLUMN = 5, 1  # the query block and the key block whose visits are numbered
+KINDS = {SKIP: "skipped", PARTIAL: "partly seen", FULL: "seen in full"}
+
+
+def sights() -> dict[str, Sight]:
+    """Make the two masks that are drawn: causal, and a causal window with the first keys."""
+    sparse = BlockMask.from_predicate(
+        lambda b, h, i, j: (j <= i) & ((i - j < 2 * BLOCK) | (j < BLOCK)),  # noqa: ARG005  # its form
+        shape=(1, 1, N, N),
+        block_size=(BLOCK, BLOCK),
+    )
+    return {
+        "causal": Sight(Band(N, N, 0, None, 0), N),
+        "block-sparse": Sight(Band(N, N, 0, None, None), N, block_mask=sparse),
+    }
+
+
+def tiles(sight: Sight) -> dict[str, Any]:
+    """Kinds of all blocks, and the blocks that one row and one column visit, in their order."""
+    kinds = [[SKIP] * (N // BLOCK) for _ in range(N // BLOCK)]
+    for tile in schedule(sight, BLOCK, BLOCK):
+        kinds[tile.q0 // BLOCK][tile.k0 // BLOCK] = tile.kind
+    rows = schedule(sight, BLOCK, BLOCK, order="query")
+    columns = schedule(sight, BLOCK, BLOCK, order="key")
+    return {
+        "kinds": kinds,
+        "row": [tile.k0 // BLOCK for tile in rows if tile.q0 // BLOCK == ROW],
+        "column": [tile.q0 // BLOCK for tile in columns if tile.k0 // BLOCK == COLUMN],
+    }
+
+
+def picture(results: Path) -> Picture:  # noqa: ARG001  # nothing here is measured
+    """Make the picture of both schedules."""
+    values = {name: tiles(sight) for name, sight in sights().items()}
+    said = " ".join(_said(name, drawn["kinds"]) for name, drawn in values.items())
+    return Picture(
+        values=values,
+        size=(8.6, 4.9),
+        draw=draw,
+        alt=f"Two grids of tiles, queries downwards and keys to the right. {said} Numbers "
+        "show one row of tiles visited from left to right and one column from the top down.",
+        caption="Solid frame: the visits of one query block, the inner loop of FlashAttention-2. "
+        "Dashed frame: those of one key block, the inner loop of FlashAttention. The tiles are "
+        "those that `tileattn.blocks.schedule` yields.",
+    )
+
+
+def _said(name: str, kinds: list[list[int]]) -> str:
+    """Count the tiles of each kind, in words."""
+    flat = [kind for row in kinds for kind in row]
+    counts = [f"{flat.count(kind)} are {label}" for kind, label in KINDS.items()]
+    return f"In the {name} one, {', '.join(counts[:-1])} and {counts[-1]}."
+
+
+def draw(figure: Any, theme: Theme, values: Any) -> None:
+    """Draw a grid for each schedule, and the three tones beneath."""
+    from matplotlib.patches import Patch
+
+    axes = figure.subplots(1, len(values))
+    for axis, (name, drawn) in zip(axes, values.items(), strict=True):
+        _grid(axis, theme, drawn)
+        axis.set_title(name)
+    handles = [
+        Patch(facecolor=theme.tones[kind], edgecolor=theme.faint, label=label)
+        for kind, label in KINDS.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+
+
+def _grid(axis: Any, theme: Theme, drawn: Any) -> None:
+    from matplotlib.patches import Rectangle
+
+    blocks = len(drawn["kinds"])
+    for a, kinds in enumerate(drawn["kinds"]):
+        for c, kind in enumerate(kinds):
+            tone, edge = theme.tones[kind], theme.faint
+            axis.add_patch(Rectangle((c, a), 1, 1, facecolor=tone, edgecolor=edge, linewidth=0.6))
+    row = [(c, ROW) for c in drawn["row"]]
+    column = [(COLUMN, a) for a in drawn["column"]]
+    _visits(axis, theme, drawn, row, -0.2, "-")
+    _visits(axis, theme, drawn, column, 0.2, "--")
+    axis.set_xlim(-0.4, blocks + 0.1)
+    axis.set_ylim(blocks + 0.1, -0.4)
+    axis.set_aspect("equal")
+    axis.grid(visible=False)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    axis.set_xlabel("key blocks")
+    axis.set_ylabel("query blocks")
+    for side in ("left", "bottom"):
+        axis.spines[side].set_visible(False)
+
+
+def _visits(
+    axis: Any, theme: Theme, drawn: Any, visited: list[tuple[int, int]], lift: float, dashes: str
+) -> None:
+    """Frame the tiles that are visited and number them in their order."""
+    from matplotlib.patches import Rectangle
+
+    (c0, a0), (c1, a1) = visited[0], visited[-1]
+    frame = Rectangle((c0, a0), c1 - c0 + 1, a1 - a0 + 1, fill=False, linestyle=dashes, zorder=3)
+    frame.set(edgecolor=theme.hues[0], linewidth=1.6)
+    axis.add_patch(frame)
+    for number, (c, a) in enumerate(visited, start=1):
+        light = drawn["kinds"][a][c] == FULL
+        colour = theme.background if light else theme.ink
+        axis.text(c + 0.5 + lift, a + 0.5 - lift, number, color=colour, ha="center", va="center")
