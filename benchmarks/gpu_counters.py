@@ -43,7 +43,7 @@ def find_ncu() -> str | None:
 def unavailable() -> str | None:
     """Why nothing can be counted here."""
     if find_ncu() is None:
-        return "ncu is missing: Nsight Compute is not on PATH; install the CUDA toolkit's"
+        return "Nsight Compute is not on PATH nor below /usr/local; it comes with the CUDA toolkit"
     return None
 
 
@@ -71,7 +71,7 @@ def measure(case: Case) -> Row:
     """
     ncu = find_ncu()
     if ncu is None:
-        raise RuntimeError(unavailable())
+        raise RuntimeError(f"ncu is missing: {unavailable()}")
     root = Path(__file__).parents[1]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"

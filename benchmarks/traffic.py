@@ -114,6 +114,14 @@ def blocks(N: int, seconds: float) -> Iterator[Row]:
             yield cell.row() | {"tile": tile[0], "modelled_bytes": modelled, "ms": 1e3 * measured}
 
 
+def line(row: Row) -> str:
+    """Values of a row beside their names; of what is nested, each on a line of its own."""
+    nested = {name: value for name, value in row.items() if isinstance(value, dict)}
+    flat = {name: value for name, value in row.items() if name not in nested}
+    inner = (f"  {name}: {report.plain_line(value)}" for name, value in nested.items())
+    return "\n".join([report.plain_line(flat), *inner])
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -161,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         for row in made:
             rows.append(row)
-            report.show(report.plain_line(row))
+            report.show(line(row))
     finally:
         if rows:
             ran = report.command("traffic", argv)

@@ -130,8 +130,8 @@ def test_without_ncu_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_counters, "find_ncu", lambda: None)
     reason = gpu_counters.unavailable()
     assert reason is not None
-    assert reason.startswith("ncu is missing")
-    with pytest.raises(RuntimeError, match="ncu is missing"):
+    assert reason.startswith("Nsight Compute is not on PATH")
+    with pytest.raises(RuntimeError, match="ncu is missing: Nsight Compute is not"):
         gpu_counters.measure(CASE)
 
 

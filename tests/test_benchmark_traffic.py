@@ -116,6 +116,14 @@ def test_bytes_fall_with_the_size_of_the_tiles() -> None:
     assert all(row["ms"] > 0 for row in rows)
 
 
+def test_what_is_nested_has_a_line_of_its_own(small: Fake) -> None:
+    (row,) = traffic.lengths([64], (32, 32), small, counts)
+    head, *inner = traffic.line(row).splitlines()
+    assert head.startswith("B 2  H 2  N 64")
+    assert inner[0].startswith("  modelled_bytes: standard ")
+    assert inner[1] == "  plain: ms 2  dram_read_bytes 64"
+
+
 @pytest.mark.usefixtures("alone")
 def test_without_a_gpu_the_model_is_written_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -69,21 +69,6 @@ def test_peaks_stand_side_by_side_and_say_why_one_is_missing(results: Path) -> N
     assert "| 1024 | needs 3,000 | too long |" in lines
 
 
-@pytest.mark.parametrize("measured", [True, False])
-def test_counted_bytes_stand_beside_the_modelled(results: Path, measured: bool) -> None:
-    row: dict[str, Any] = {"B": 64, "H": 16, "N": 1024, "D": 64, "dtype": "fp16", "gflop": 962.07}
-    row |= {"tile": [128, 64], "modelled_bytes": {"standard": 40.3e9, "flash2": 4.4e9}}
-    if measured:
-        row["plain"] = {"ms": 41.7, "dram_read_bytes": 3e9, "dram_write_bytes": 1e9}
-        row["tileattn"] = {"ms": 7.3, "not_counted": "RuntimeError: ncu"}
-    write(results, "traffic.json", [row])
-    lines = list(performance_tables._traffic())
-    assert any("65536 tokens; GB as modelled with tiles of 128 x 64" in line for line in lines)
-    rest = " 4.00 | 41.70 |  | 7.30 |" if measured else ""
-    assert f"| 1024 | 962 | 40.30 | 4.40 |{rest}" in lines
-
-
 def test_without_a_file_there_is_no_table(results: Path) -> None:
     assert list(results.iterdir()) == []
     assert list(performance_tables._memory("memory_gpu")) == []
-    assert list(performance_tables._traffic()) == []

@@ -83,37 +83,6 @@ def _memory(name: str) -> Iterator[str]:
     yield ""
 
 
-def _traffic() -> Iterator[str]:
-    """Modelled and counted GB of both passes, a line for each length; nothing without a file."""
-    if not (RESULTS / "traffic.json").exists():
-        return
-    result = _load("traffic")
-    origin = _gpu if "gpu" in result["machine"] else _machine
-    yield f"Measured by `{result['machine']['command']}`: {origin(result['machine'])}"
-    yield ""
-    first = result["rows"][0]
-    yield (
-        f"Forward and backward, {first['H']} heads of {first['D']}, {first['dtype']}, "
-        f"{first['B'] * first['N']} tokens; GB as modelled with tiles of "
-        f"{' x '.join(map(str, first['tile']))}, and as counted at the DRAM:"
-    )
-    yield ""
-    algorithms = list(first["modelled_bytes"])
-    measured = [name for name in ("plain", "tileattn") if name in first]
-    counted = [f"{name}, {what}" for name in measured for what in ("counted", "ms")]
-    head = ["N", "GFLOP", *(f"{name}, modelled" for name in algorithms), *counted]
-    yield f"| {' | '.join(head)} |"
-    yield "|" + " --- |" * len(head)
-    for row in result["rows"]:
-        cells = [f"{row['modelled_bytes'][name] / 1e9:.2f}" for name in algorithms]
-        for name in measured:
-            moved = [row[name].get(f"dram_{way}_bytes") for way in ("read", "write")]
-            cells.append("" if None in moved else f"{sum(moved) / 1e9:.2f}")
-            cells.append(_cell(row[name].get("ms"), ".2f"))
-        yield f"| {row['N']} | {row['gflop']:.0f} | {' | '.join(cells)} |"
-    yield ""
-
-
 def _why_not(row: dict[str, Any]) -> str:
     """Say in a few words why there is no peak."""
     if "free_bytes" in row:
@@ -146,7 +115,6 @@ def _speed(speed: dict[str, Any]) -> Iterator[str]:
 def gpu_lines() -> Iterator[str]:
     """Make the lines between the markers of the GPU, one table for each file of results."""
     yield from _memory("memory_gpu")
-    yield from _traffic()
     for path in _gpu_results():
         result = _load(path.stem)
         raced = result["section"] in gpu_report.RACES
