@@ -134,16 +134,22 @@ def main(argv: list[str] | None = None) -> None:
         json.loads(path.read_text(encoding="utf-8"))
         for path in (arguments.grid, arguments.ceilings)
     )
-    if grid["machine"]["gpu"] != measured["machine"]["gpu"]:
-        sys.exit(f"the grid is of {grid['machine']['gpu']}, the ceilings of another GPU")
+    of, beside = (result["machine"].get("gpu", "no GPU") for result in (grid, measured))
+    if of != beside:
+        sys.exit(f"the grid is of {of}, the ceilings are of {beside}; give a file of the same GPU")
+    if any("tflops" not in row for row in grid["rows"]):
+        sys.exit(f"{arguments.grid} has rows without tflops; give a file of `bench gpu --grid`")
     machine = {**measured["machine"], **grid["machine"]}
     if lacking := absent(machine):
         print(
             f"no floor by exponentials: the machine records have no {' and no '.join(lacking)}; "
             "`bench gpu --ceilings` writes them"
         )
-    for row in lines(grid["rows"], ceilings_of(measured, machine)):
-        print(report.plain_line(row))
+    try:
+        for row in lines(grid["rows"], ceilings_of(measured, machine)):
+            print(report.plain_line(row))
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -45,16 +45,20 @@ def test_a_section_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "'speed'" in capsys.readouterr().err
 
 
-def another() -> ModuleType:
+def another(*path: str, file: str | None = None) -> ModuleType:
     made = ModuleType("benchmarks")
-    made.__path__ = ["/elsewhere/benchmarks"]
+    made.__path__, made.__file__ = list(path), file
     return made
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
-    [(None, "is not installed"), (another(), "is another one, in ['/elsewhere/benchmarks']")],
-    ids=["missing", "another"],
+    [
+        (None, "is not installed"),
+        (another("/elsewhere"), "is another one, ['/elsewhere']"),
+        (another(file="/elsewhere.py"), "is another one, /elsewhere.py"),
+    ],
+    ids=["missing", "folder", "file"],
 )
 def test_without_a_checkout_one_line_names_the_remedy(
     found: Any, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

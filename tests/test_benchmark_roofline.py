@@ -108,7 +108,20 @@ def test_a_file_of_results_is_read(
     assert all("have no multiprocessors and no clock_mhz" in line for line in said)
 
 
-def test_ceilings_of_another_gpu_are_refused(tmp_path: Path) -> None:
-    grid = written(tmp_path, "grid.json", {"machine": MACHINE | {"gpu": "B"}, "rows": [row()]})
-    with pytest.raises(SystemExit, match="the grid is of B, the ceilings of another GPU"):
+@pytest.mark.parametrize(
+    ("machine", "one", "said"),
+    [
+        ({"gpu": "B"}, row(), "the grid is of B, the ceilings are of A GPU; give a file of the"),
+        ({"processor": "C"}, row(), "the grid is of no GPU, the ceilings are of A GPU"),
+        (MACHINE, {"ms": 1.0}, "grid.json has rows without tflops; give a file of `bench gpu"),
+        (MACHINE, row() | {"dtype": "bf16"}, "the ceilings have no bf16, got"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_in_one_line(
+    machine: Row, one: Row, said: str, tmp_path: Path
+) -> None:
+    grid = written(tmp_path, "grid.json", {"machine": machine, "rows": [one]})
+    with pytest.raises(SystemExit) as stop:
         roofline.main([grid, written(tmp_path, "ceilings.json", MEASURED)])
+    assert said in str(stop.value)
+    assert "\n" not in str(stop.value)

@@ -263,7 +263,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError:
         found = None
     if getattr(found, "MEASURES", None) != "tileattn":
-        what = "is not installed" if found is None else f"is another one, in {list(found.__path__)}"
+        what = "is not installed"
+        if found is not None:
+            what = f"is another one, {found.__file__ or list(found.__path__)}"
         print(
             f"bench: the package benchmarks {what}, and the wheel has none; run "
             "`python -m tileattn bench` in a checkout of the repository",
