@@ -1,14 +1,11 @@
 """Peak device memory of one case, counted by the allocator."""
 
 import time
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu_device import Gpu, Inputs
 from benchmarks.memory_case import Case
 from benchmarks.report import Row
-
-WARM_UP = 64  # tokens
 
 
 class Counting:
@@ -43,9 +40,9 @@ def room(device: Gpu) -> int:
 def peak(device: Gpu, case: Case) -> Row:
     """Measure a case; its inputs come from another pool."""
     cuda = device.xp.cuda
-    small = replace(case, N=min(case.N, WARM_UP))
-    small.run(inputs_of(device, small), device.xp)  # compiles and loads what is lazy
     inputs = inputs_of(device, case)
+    case.run(inputs, device.xp)  # compiles and loads what is lazy
+    device.release()
     pool = cuda.MemoryPool()
     counting = Counting(pool)
     cuda.Device().synchronize()
