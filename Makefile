@@ -11,7 +11,7 @@ EXTRAS_demo = demo$(CUDA)
 NVRTC       = ,nvrtc
 EXTRAS_dev  = dev$(or $(CUDA),$(NVRTC))
 EXTRAS_gpu  = dev$(CUDA)
-EXTRAS_bench = bench
+EXTRAS_bench = bench,demo$(CUDA)
 
 .PHONY: help setup demo test test-gpu format lint types docs bench dist clean
 .NOTPARALLEL:
@@ -43,8 +43,8 @@ types: setup  ## check the types
 	$(BIN)/mypy
 docs: setup  ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-bench: $(VENV)/bench.stamp  ## time the CPU backend beside PyTorch and plain NumPy
-	$(BIN)/python benchmarks/cpu.py $(ARGS)
+bench: $(VENV)/bench.stamp  ## measure (ARGS="cpu", "gpu --quick", "traffic", "memory"; alone lists them)
+	$(BIN)/python -m tileattn bench $(ARGS)
 dist: setup  ## build dist/ and check what is in it
 	rm -rf dist
 	$(BIN)/python -m build --quiet

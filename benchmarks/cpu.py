@@ -1,10 +1,9 @@
-"""Speed and memory on the CPU, beside PyTorch and plain NumPy, as ratios in one run.
+"""Speed on the CPU, beside PyTorch and plain NumPy, as ratios in one run.
 
-    python benchmarks/cpu.py             every cell, as a table
-    python benchmarks/cpu.py --sweep     tile sizes
-    python benchmarks/cpu.py --memory    peak memory at 65,536 tokens
+    python -m tileattn bench cpu             every cell, as a table
+    python -m tileattn bench cpu --sweep     tile sizes
 
-The files are benchmarks/results/cpu.json, cpu_tiles.json and cpu_memory.json.
+The files are benchmarks/results/cpu.json and cpu_tiles.json.
 
 Contestants take turns in one process, with the same number of threads; a cell is the median of its
 rounds. ``floor`` is what NumPy's own matrix products and exponentials take on tiles of that size,
@@ -13,24 +12,19 @@ forward, half of it for causal, and 2.5 times that backward.
 """
 
 import argparse
-import json
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 import tileattn
+from benchmarks import memory, report
 from tileattn.backends import numpy_backend, threads
 
-RESULTS = Path(__file__).parent / "results"
 PAUSE = 0.004  # lets the threads of the last contestant go to sleep
 
 Contestants = dict[str, Callable[[], Any]]
@@ -125,9 +119,10 @@ def race(contestants: Contestants, seconds: float) -> dict[str, float]:
     return {name: median(values) for name, values in times.items()}
 
 
-def speed(seconds: float, name: str) -> None:
+def speed(seconds: float, name: str, ran: str) -> None:
     """Time every cell and write the ratios."""
-    torch = _torch()
+    torch, missing = peers()
+    report.show_missing(missing)
     cells = [
         (kind, 8, N, D, causal)
         for kind in ("forward", "backward")
@@ -138,7 +133,7 @@ def speed(seconds: float, name: str) -> None:
     cells += [("forward", 4, 64, 64, causal) for causal in (False, True)]
     rows = []
     print(f"{'':8} {'H':>2} {'N':>5} {'D':>4} {'causal':6}   GFLOP/s   x torch   x numpy   x floor")
-    for kind, H, N, D, causal in cells:
+    for kind, H, N, D, causal in report.tracked(cells, "cpu"):
         make = forward_contestants if kind == "forward" else backward_contestants
         contestants = make((1, H, N, D), causal, torch)
         if N >= 1024:
@@ -153,72 +148,42 @@ def speed(seconds: float, name: str) -> None:
         )
         names = ("torch", "numpy", "floor")
         columns = (f"{ratios.get(name, float('nan')):9.2f}" for name in names)
-        print(
+        report.show(
             f"{kind:8} {H:2} {N:5} {D:4} {causal!s:6} {work / times['tileattn'] / 1e9:9.0f} "
-            + " ".join(columns),
-            flush=True,
+            + " ".join(columns)
         )
-    write(name, rows, core=core_rates())
+    path = report.RESULTS / f"{name}.json"
+    report.write(path, machine(torch), rows, ran, missing=missing, core=core_rates())
 
 
-def sweep(seconds: float) -> None:
+def tile_contestants(
+    kind: str, shape: tuple[int, ...], causal: bool, tiles: list[tuple[int, int]]
+) -> Contestants:
+    """One pass of the NumPy backend for each size of its tiles."""
+    make = forward_contestants if kind == "forward" else backward_contestants
+    contestants: Contestants = {}
+    for tile in tiles:
+        backend = numpy_backend.NumpyBackend(tile, tile)
+        backend.name = f"tile{tile[0]}x{tile[1]}"
+        tileattn.register_backend(backend)
+        contestants[backend.name] = make(shape, causal, None, backend.name)["tileattn"]
+    return contestants
+
+
+def sweep(seconds: float, ran: str) -> None:
     """Time tile sizes against each other."""
     tiles = [(q, k) for q in (128, 192, 256, 384, 512) for k in (128, 256, 512, 1024)]
     rows = []
     for kind in ("forward", "backward"):
         for N, D, causal in ((1024, 64, True), (4096, 64, False), (4096, 128, True)):
-            contestants = {}
-            for tile in tiles:
-                backend = numpy_backend.NumpyBackend(tile, tile)
-                backend.name = f"tile{tile[0]}x{tile[1]}"
-                tileattn.register_backend(backend)
-                make = forward_contestants if kind == "forward" else backward_contestants
-                calls = make((1, 8, N, D), causal, None, backend.name)
-                contestants[backend.name] = calls["tileattn"]
+            contestants = tile_contestants(kind, (1, 8, N, D), causal, tiles)
             times = race(contestants, seconds)
             best = min(times.values())
             ranked = {name: round(best / t, 3) for name, t in times.items()}
             rows.append({"pass": kind, "N": N, "D": D, "causal": causal, "share_of_best": ranked})
             order = sorted(ranked, key=lambda name: -ranked[name])[:6]
             print(kind, N, D, causal, *(f"{name} {ranked[name]:.2f}" for name in order), flush=True)
-    write("cpu_tiles", rows)
-
-
-def memory(N: int, D: int) -> None:
-    """Measure the peak memory of a forward and backward pass in a process of its own."""
-    script = f"import benchmarks.cpu as cpu; cpu.measure_memory({N}, {D})"
-    root = Path(__file__).parent.parent
-    answer = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True
-    )
-    row = json.loads(answer.stdout.splitlines()[-1])
-    print(f"N={N} D={D}: {row['extra_mb']:.1f} MB beyond inputs and outputs")
-    write("cpu_memory", [row])
-
-
-def measure_memory(N: int, D: int) -> None:
-    """Print, as JSON, the peak memory of this process beyond its inputs and outputs."""
-    import resource  # not on Windows
-
-    q, k, v, dout = _inputs((1, 1, N, D), 4)
-    a, b, c, d = (x[:, :, :8] for x in (q, k, v, dout))
-    first = tileattn.forward(a, b, c)
-    tileattn.backward(d, a, b, c, first.out, first.lse)  # loads what is lazy
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    out, lse = tileattn.forward(q, k, v)
-    forward_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    gradients = tileattn.backward(dout, q, k, v, out, lse)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    outputs = sum(x.nbytes for x in (out, lse, *gradients[:3]))
-    row = {
-        "N": N,
-        "D": D,
-        "inputs_mb": sum(x.nbytes for x in (q, k, v, dout)) / 1e6,
-        "outputs_mb": outputs / 1e6,
-        "forward_extra_mb": (forward_peak - before) * 1024 / 1e6 - (out.nbytes + lse.nbytes) / 1e6,
-        "extra_mb": (peak - before) * 1024 / 1e6 - outputs / 1e6,
-    }
-    print(json.dumps(row))
+    report.write(report.RESULTS / "cpu_tiles.json", machine(None), rows, ran)
 
 
 def core_rates() -> list[dict[str, float]]:
@@ -241,31 +206,9 @@ def core_rates() -> list[dict[str, float]]:
     return rates
 
 
-def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
-    """Write rows with the machine, the versions and the commit that they belong to."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    torch = _torch()
-    machine = {
-        "processor": _processor(),
-        "threads": threads.worker_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "torch": None if torch is None else torch.__version__,
-        "commit": commit.stdout.strip() or os.environ.get("COMMIT", ""),  # a copy without .git
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python benchmarks/cpu.py " + " ".join(sys.argv[1:]),
-    }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine, **more, "rows": rows}, indent=1) + "\n")
-    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+def machine(torch: Any) -> report.Row:
+    """Describe the processor and what was raced."""
+    return report.host() | {"torch": None if torch is None else torch.__version__}
 
 
 def _inputs(shape: tuple[int, ...], count: int) -> list[Any]:
@@ -273,39 +216,36 @@ def _inputs(shape: tuple[int, ...], count: int) -> list[Any]:
     return [rng.standard_normal(shape, np.float32) for _ in range(count)]
 
 
-def _torch() -> Any:
+def peers() -> tuple[Any, dict[str, str]]:
+    """PyTorch with as many threads as tileattn, or None and what is missing."""
     try:
         import torch
-    except ModuleNotFoundError:
-        print("torch is not installed: pip install torch", file=sys.stderr)
-        return None
+    except ImportError:
+        return None, {"torch": "it is not installed: pip install torch"}
     torch.set_num_threads(threads.worker_count())
-    return torch
+    return torch, {}
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
-
-
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Run what the command line asks for."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m tileattn bench cpu",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--sweep", action="store_true", help="compare tile sizes")
-    parser.add_argument("--memory", action="store_true", help="measure peak memory")
+    parser.add_argument("--memory", action="store_true", help="the same as `bench memory`")
     parser.add_argument("--name", default="cpu", help="file of the speed results (cpu)")
     parser.add_argument("--seconds", type=float, default=6.0, help="time for each cell (6)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    ran = report.command("cpu", argv)
     if arguments.sweep:
-        sweep(arguments.seconds)
+        sweep(arguments.seconds, ran)
     elif arguments.memory:
-        memory(65536, 64)
+        memory.main(["--device", "cpu"])
     else:
-        speed(arguments.seconds, arguments.name)
+        speed(arguments.seconds, arguments.name, ran)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Speed on the GPU, beside PyTorch, FlashAttention-4 and plain CuPy, as ratios in one run.
 
-    python -m benchmarks.gpu                     the grid: every size, dtype, pass and peer
-    python -m benchmarks.gpu --shapes            grouped heads, D = 192 with Dv = 128, windows
-    python -m benchmarks.gpu --options           what each option costs over the plain call
-    python -m benchmarks.gpu --sparse            windows and block masks against full attention
-    python -m benchmarks.gpu --host              time of the host for a warm call
-    python -m benchmarks.gpu --ceilings          matrix products and device copies
-    python -m benchmarks.gpu --grid --dtype bf16 --head-dim 128 --length 2048,8192 --no-causal
-                             --pass forward --peers flash,cudnn
+    python -m tileattn bench gpu                     the grid: every size, dtype, pass and peer
+    python -m tileattn bench gpu --shapes            grouped heads, D = 192 with Dv = 128, windows
+    python -m tileattn bench gpu --options           what each option costs over the plain call
+    python -m tileattn bench gpu --sparse            windows and block masks against full attention
+    python -m tileattn bench gpu --host              time of the host for a warm call
+    python -m tileattn bench gpu --ceilings          matrix products and device copies
+    python -m tileattn bench gpu --grid --dtype bf16 --head-dim 128 --length 2048,8192
+                                 --no-causal --pass forward --peers flash,cudnn
 
 The files are benchmarks/results/gpu.json, with a chart beside it, gpu_shapes.json,
 gpu_options.json, gpu_sparse.json, gpu_host.json and gpu_ceilings.json.
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import tileattn
-from benchmarks import gpu_report as report
+from benchmarks import gpu_report, report
 from benchmarks.gpu_cells import (
     HEAD_DIMS,
     LENGTHS,
@@ -40,12 +40,13 @@ from benchmarks.gpu_cells import (
     WINDOW_LENGTHS,
     Cell,
     cells_of,
+    random_blocks,
     shapes_of,
     window_share,
 )
 from benchmarks.gpu_device import DTYPES, Call, Gpu, Inputs
-from benchmarks.gpu_peers import PEERS, Contestant, Tileattn, arrays, find, one_line
-from benchmarks.gpu_report import Row
+from benchmarks.gpu_peers import PEERS, Contestant, Tileattn, arrays, find
+from benchmarks.report import Row, one_line
 
 SECTIONS = ("grid", "shapes", "options", "sparse", "host", "ceilings")
 OURS = ("tileattn", "deterministic")
@@ -202,10 +203,7 @@ def sparse_cases(N: int) -> Iterator[tuple[str, dict[str, Any], float]]:
         f"causal window of {W}": (W - 1, 0),
     }.items():
         yield name, {"window": (left, right)}, window_share(N, left, right)
-    side = -(-N // 128)
-    blocks = np.zeros(side**2, bool)
-    blocks[np.random.default_rng(0).choice(side**2, -(-(side**2) // 10), replace=False)] = True
-    mask = tileattn.BlockMask(blocks.reshape(side, side), (128, 128))
+    mask = random_blocks(N, 0.1)
     yield "a tenth of the blocks", {"block_mask": mask}, mask.density
 
 
@@ -295,29 +293,28 @@ def sections(
 def run(arguments: argparse.Namespace, device: Gpu) -> None:
     """Run the sections; what was measured is written even where a run is broken off."""
     peers, missing = find(arguments.peers, device.xp)
-    for name, why in missing.items():
-        print(f"{name} is missing: {why}")
+    report.show_missing(missing)
     machine = device.machine()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     names = [*OURS, *(peer.name for peer in peers)]
     for section, made in sections(arguments, peers, device):
         stem = arguments.name if section == "grid" else f"{arguments.name}_{section}"
         rows: list[Row] = []
-        raced = section in report.RACES
+        raced = section in gpu_report.RACES
         if raced:
-            print(report.grid_head(names))
+            print(gpu_report.grid_head(names))
         try:
             for row in made:
                 rows.append(row)
-                report.show(report.grid_line(row, names) if raced else report.plain_line(row))
-            for line in report.means(rows) if raced else ():
+                report.show(gpu_report.grid_line(row, names) if raced else report.plain_line(row))
+            for line in gpu_report.means(rows) if raced else ():
                 print(line)
         finally:
             if rows:
                 path = arguments.to / f"{stem}.json"
-                report.write(path, machine, rows, section=section, missing=missing)
+                report.write(path, machine, rows, arguments.ran, section=section, missing=missing)
         if section == "grid" and rows:
-            report.chart(rows, names, arguments.plot or arguments.to / f"{stem}.png")
+            gpu_report.chart(rows, names, arguments.plot or arguments.to / f"{stem}.png")
 
 
 def _names(allowed: Sequence[str], text: str) -> list[str]:
@@ -338,7 +335,9 @@ def _numbers(text: str) -> list[int]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line; lists are separated by commas."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m tileattn bench gpu",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     for section in SECTIONS:
         parser.add_argument(f"--{section}", action="store_true", help=f"run the {section} section")
@@ -355,7 +354,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--name", default="gpu", help="stem of the files (gpu)")
     add("--to", type=Path, default=report.RESULTS, help="folder of the files (benchmarks/results)")
     add("--plot", type=Path, help="file of the chart (beside the results)")
-    return parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_args(argv)
+    arguments.ran = report.command("gpu", argv)
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> None:

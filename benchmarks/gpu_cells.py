@@ -1,6 +1,7 @@
 """What benchmarks/gpu.py times: the problems, and how their work is counted."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from benchmarks.gpu_device import Shapes
 from benchmarks.gpu_peers import Mask
+from tileattn import BlockMask
 
 PASSES = ("forward", "backward")
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
@@ -71,11 +73,15 @@ class Cell:
         return Mask(self.causal, (self.window - 1 - right, right))
 
     @property
+    def share(self) -> float:
+        """Share of the pairs that is counted as seen."""
+        _, window = self.mask
+        return window_share(self.N, *window) if window else 0.5 if self.causal else 1.0
+
+    @property
     def flops(self) -> float:
         """Operations as the papers count them; under a window, those of the pairs that it shows."""
-        _, window = self.mask
-        share = window_share(self.N, *window) if window else 0.5 if self.causal else 1.0
-        forward = 2 * self.B * self.H * self.N**2 * (self.D + (self.Dv or self.D)) * share
+        forward = 2 * self.B * self.H * self.N**2 * (self.D + (self.Dv or self.D)) * self.share
         return forward * (2.5 if self.kind == "backward" else 1.0)
 
     def row(self) -> dict[str, Any]:
@@ -122,3 +128,12 @@ def window_share(N: int, left: int, right: int) -> float:
     """Share of the pairs that a window shows."""
     i = np.arange(N)
     return float((np.minimum(i + right, N - 1) - np.maximum(i - left, 0) + 1).sum() / N**2)
+
+
+def random_blocks(N: int, share: float) -> BlockMask:
+    """Mask that shows about a share of the blocks of 128 queries and 128 keys, drawn at random."""
+    side = -(-N // 128)
+    count = max(1, math.ceil(share * side**2 - 1e-9))  # a tenth of 100 is 10, whatever floats say
+    blocks = np.zeros(side**2, bool)
+    blocks[np.random.default_rng(0).choice(side**2, count, replace=False)] = True
+    return BlockMask(blocks.reshape(side, side), (128, 128))

@@ -123,8 +123,11 @@ class Gpu:
         """Describe the device and the versions of what runs on it."""
         torch = sys.modules.get("torch")  # loaded where it took part
         cuda = self.xp.cuda.runtime.runtimeGetVersion()
+        attributes = self.xp.cuda.Device().attributes
         return {
             "gpu": self._properties["name"].decode(),
+            "multiprocessors": attributes["MultiProcessorCount"],
+            "clock_mhz": attributes["ClockRate"] / 1e3,  # the highest, which a load may not hold
             "driver": _driver(),
             "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
             "system": platform.platform(),

@@ -16,6 +16,7 @@ import numpy as np
 
 import tileattn
 from benchmarks.gpu_device import DTYPES, Call, Inputs
+from benchmarks.report import one_line
 
 HALF = ("bf16", "fp16")
 
@@ -259,12 +260,6 @@ def find(names: Iterable[str], xp: Any) -> tuple[list[Contestant], dict[str, str
         except Exception as error:
             missing[name] = one_line(error)
     return found, missing
-
-
-def one_line(error: Exception) -> str:
-    """Kind and first line of an error, cut to what a table can hold."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"[:160]
 
 
 def to_torch(x: Any) -> Any:

@@ -1,39 +1,15 @@
-"""What benchmarks/gpu.py leaves behind: lines of a table, a JSON file, a bar chart."""
+"""What benchmarks/gpu.py shows of a race: lines of a table, means, a bar chart."""
 
-import json
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any, TypeVar
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.report import Row, number
+
 RACES = ("grid", "shapes")  # sections that set peers against one another
 SHOWN_RATIOS = ("flash", "efficient", "math")
 RIVALS = ("cudnn", "fa4")  # whose kernels are made for this GPU
-
-Item = TypeVar("Item")
-Row = dict[str, Any]
-
-
-def tracked(items: Sequence[Item], label: str) -> Iterator[Item]:
-    """Iterate with a progress bar on stderr, where that is a terminal."""
-    for done, item in enumerate(items):
-        if sys.stderr.isatty():
-            filled = 30 * done // len(items)
-            bar = "#" * filled + "." * (30 - filled)
-            print(f"\r{label} [{bar}] {done}/{len(items)} ", end="", file=sys.stderr, flush=True)
-        yield item
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def show(line: str) -> None:
-    """Print a line in the place of the progress bar."""
-    print("\r\033[K" + line if sys.stderr.isatty() and sys.stdout.isatty() else line, flush=True)
 
 
 def best(row: Row) -> float | None:
@@ -74,53 +50,16 @@ def grid_head(names: Sequence[str]) -> str:
 def grid_line(row: Row, names: Sequence[str]) -> str:
     """Line of that table, with notes: what case it is, what differs and what failed."""
     tflops, off, failed = row["tflops"], row["off"], row["failed"]
-    columns = "".join(f"{_number(tflops.get(name), '.1f'):>10}" for name in names)
+    columns = "".join(f"{number(tflops.get(name), '.1f'):>10}" for name in names)
     ratios = (best(row), *(row["ratio_to"].get(name) for name in SHOWN_RATIOS))
     lines = [
         f"{row['pass']:8} {row['dtype']:4} {row['D']:3} {row['N']:5} {row['causal']!s:6}{columns}"
-        + "".join(f"{_number(ratio, '.2f'):>12}" for ratio in ratios)
+        + "".join(f"{number(ratio, '.2f'):>12}" for ratio in ratios)
         + (f"  {row['case']}" if "case" in row else "")
     ]
     lines += [f"  differs: {name} and tileattn by {off[name]}, relative" for name in off]
     lines += [f"  failed: {name}: {text}" for name, text in failed.items()]
     return "\n".join(lines)
-
-
-def plain_line(row: Row) -> str:
-    """Values of a row of one of the other tables, beside their names."""
-    return "  ".join(
-        f"{name} {_number(value, '.4g') if isinstance(value, float) else value}"
-        for name, value in row.items()
-        if value is not None and value != {}
-    )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def write(path: Path, machine: Row, rows: list[Row], **more: Any) -> None:
-    """Write rows with the machine, the versions and the commit that they belong to."""
-    origin = {
-        "commit": _commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"machine": machine | origin, **more, "rows": rows}
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        answer = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        return os.environ.get("COMMIT", "")
-    return answer.stdout.strip() or os.environ.get("COMMIT", "")  # a copy without .git
 
 
 def chart(rows: Iterable[Row], names: Sequence[str], path: Path) -> None:

@@ -9,6 +9,8 @@ from benchmarks.gpu_device import Call, Gpu
 
 MACHINE = {
     "gpu": "A GPU",
+    "multiprocessors": 132,
+    "clock_mhz": 1980.0,
     "driver": "1.2",
     "cuda": "13.0",
     "cupy": "14.2",

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +25,50 @@ def test_a_changed_result_makes_the_page_stale(
     monkeypatch.setattr(performance_tables, "RESULTS", tmp_path)
     assert performance_tables.main(["--check"]) == 1
     assert "performance.md is stale" in capsys.readouterr().out
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder without results."""
+    monkeypatch.setattr(performance_tables, "RESULTS", tmp_path)
+    return tmp_path
+
+
+HOST = {
+    "processor": "A processor",
+    "threads": 2,
+    "python": "3.11",
+    "numpy": "2.4",
+    "commit": "abc",
+    "date": "today",
+    "command": "python -m tileattn bench",
+}
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    (folder / name).write_text(json.dumps({"machine": HOST, "rows": rows}), encoding="utf-8")
+
+
+def test_peaks_stand_side_by_side_and_say_why_one_is_missing(results: Path) -> None:
+    same = {"H": 8, "D": 64, "dtype": "fp16", "contestant": "plain"}
+    write(
+        results,
+        "memory_gpu.json",
+        [
+            same | {"kind": "forward", "N": 512, "peak_bytes": 2_500_000},
+            same | {"kind": "both", "N": 512, "failed": "MemoryError: no"},
+            same
+            | {"kind": "forward", "N": 1024, "not_run": "", "needs_bytes": 3e9, "free_bytes": 1},
+            same | {"kind": "both", "N": 1024, "not_run": "would take", "needs_bytes": 3},
+        ],
+    )
+    lines = list(performance_tables._memory("memory_gpu"))
+    assert "Peak memory in MB, 8 heads of 64, fp16:" in lines
+    assert "| N | plain, forward | plain, both |" in lines
+    assert "| 512 | 2.5 | failed |" in lines
+    assert "| 1024 | needs 3,000 | too long |" in lines
+
+
+def test_without_a_file_there_is_no_table(results: Path) -> None:
+    assert list(results.iterdir()) == []
+    assert list(performance_tables._memory("memory_gpu")) == []

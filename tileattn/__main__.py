@@ -1,6 +1,7 @@
-"""Command line: ``python -m tileattn {info,check,explain,compile}``."""
+"""Command line: ``python -m tileattn {info,check,explain,compile,bench}``."""
 
 import argparse
+import importlib
 import os
 import platform
 import shutil
@@ -29,6 +30,14 @@ from tileattn.kernels.compile import (
 )
 from tileattn.kernels.key import KernelKey
 from tileattn.problem import DTYPES
+
+BENCHMARKS = {
+    "cpu": "speed of the NumPy backend beside PyTorch and plain NumPy",
+    "gpu": "speed of the CuPy backend beside PyTorch, FlashAttention-4 and plain CuPy",
+    "traffic": "operations and bytes: the model, and a GPU's counters",
+    "memory": "peak memory against the number of tokens, beside plain attention",
+}
+"""Modules of ``benchmarks``, and the question that each answers."""
 
 DTYPE_NAMES = [dtype.name for dtype in DTYPES]
 
@@ -76,6 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     fill.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time (all cores)")
     fill.add_argument("--clear", action="store_true", help="only empty the cache")
     fill.set_defaults(run=_compile)
+    bench = commands.add_parser("bench", help="measure, in a checkout of the repository")
+    bench.add_argument("section", nargs="?", choices=BENCHMARKS, help="(lists them)")
+    bench.add_argument("rest", nargs=argparse.REMAINDER, help="what the section takes; try --help")
+    bench.set_defaults(run=_bench)
     arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)
     return status
@@ -236,6 +249,33 @@ def _compile_row(key: KernelKey, arch: str, seconds: float, result: Compiled) ->
     numbers = f"{'cached' if result.cached else f'{seconds:.2f}':>7} {result.registers or '-':>9}"
     spilled = "-" if result.spill_bytes is None else result.spill_bytes
     return f"{arch:10} {numbers} {spilled:>7}  {' '.join((key.kernel, key.dtype, *named))}"
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    """Hand the rest of the command line to a module that is not part of the wheel."""
+    if arguments.section is None:
+        print("python -m tileattn bench SECTION [--help], where SECTION is one of")
+        for name, question in BENCHMARKS.items():
+            print(f"  {name:8} {question}")
+        return 0
+    try:
+        found = importlib.import_module("benchmarks")
+    except ModuleNotFoundError:
+        found = None
+    if getattr(found, "MEASURES", None) != "tileattn":
+        what = "is not installed"
+        if found is not None:
+            what = f"is another one, {found.__file__ or list(found.__path__)}"
+        print(
+            f"bench: the package benchmarks {what}, and the wheel has none; run "
+            "`python -m tileattn bench` in a checkout of the repository",
+            file=sys.stderr,
+        )
+        return 2
+    status: int | None = importlib.import_module(f"benchmarks.{arguments.section}").main(
+        arguments.rest
+    )
+    return status or 0
 
 
 def _version(name: str) -> str:

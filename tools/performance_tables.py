@@ -19,8 +19,8 @@ GPU_END = END.replace("tables", "GPU tables")
 GPU_OPENING = """
 ## On the GPU
 
-`python -m benchmarks.gpu` times all contestants in one process, on the same data, by CUDA events.
-Work is counted as 4 B H N N D operations forward, half of it for causal, and 2.5 times that
+`python -m tileattn bench gpu` times all contestants in one process, on the same data, by CUDA
+events. Work is counted as 4 B H N N D operations forward, half of it for causal, and 2.5 times that
 backward. A column with the name of a peer says how many times as long as tileattn it takes: above
 1, tileattn is faster. It is blank where the peer cannot run the cell, or gives another result.
 *best* is the fastest of cuDNN and FlashAttention-4.
@@ -55,15 +55,39 @@ def lines() -> Iterator[str]:
     """Make the lines between the markers."""
     for name in ("cpu", "cpu_avx512"):
         yield from _speed(_load(name))
-    memory = _load("cpu_memory")
-    yield f"Measured by `{memory['machine']['command'].strip()}`: {_machine(memory['machine'])}"
+    yield from _memory("memory_cpu")
+
+
+def _memory(name: str) -> Iterator[str]:
+    """Peak memory beyond the inputs, a line for each number of tokens; nothing without a file."""
+    if not (RESULTS / f"{name}.json").exists():
+        return
+    result = _load(name)
+    origin = _gpu if "gpu" in result["machine"] else _machine
+    yield f"Measured by `{result['machine']['command']}`: {origin(result['machine'])}"
     yield ""
-    head = ["N", "D", "inputs", "outputs", "peak beyond both, forward", "forward and backward"]
-    yield f"| {' | '.join(head)} |"
-    yield "|" + " --- |" * len(head)
-    for row in memory["rows"]:
-        sizes = ("inputs_mb", "outputs_mb", "forward_extra_mb", "extra_mb")
-        yield f"| {row['N']} | {row['D']} | {' | '.join(f'{row[name]:.1f}' for name in sizes)} |"
+    first = result["rows"][0]
+    heads = "one head" if first["H"] == 1 else f"{first['H']} heads"
+    yield f"Peak memory in MB, {heads} of {first['D']}, {first['dtype']}:"
+    yield ""
+    peaks: dict[int, dict[str, str]] = {}
+    for row in result["rows"]:
+        peak = row.get("peak_bytes")
+        shown = f"{peak / 1e6:.1f}" if peak is not None else _why_not(row)
+        peaks.setdefault(row["N"], {})[f"{row['contestant']}, {row['kind']}"] = shown
+    columns = list(dict.fromkeys(column for cells in peaks.values() for column in cells))
+    yield f"| {' | '.join(['N', *columns])} |"
+    yield "|" + " --- |" * (1 + len(columns))
+    for N, cells in peaks.items():
+        yield f"| {N} | {' | '.join(cells.get(column, '') for column in columns)} |"
+    yield ""
+
+
+def _why_not(row: dict[str, Any]) -> str:
+    """Say in a few words why there is no peak."""
+    if "free_bytes" in row:
+        return f"needs {row['needs_bytes'] / 1e6:,.0f}"
+    return "failed" if "failed" in row else "too long"
 
 
 def _speed(speed: dict[str, Any]) -> Iterator[str]:
@@ -90,6 +114,7 @@ def _speed(speed: dict[str, Any]) -> Iterator[str]:
 
 def gpu_lines() -> Iterator[str]:
     """Make the lines between the markers of the GPU, one table for each file of results."""
+    yield from _memory("memory_gpu")
     for path in _gpu_results():
         result = _load(path.stem)
         raced = result["section"] in gpu_report.RACES
@@ -158,10 +183,10 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def _machine(machine: dict[str, Any]) -> str:
+    torch = f"PyTorch {machine['torch']}, " if machine.get("torch") else ""
     return (
         f"{machine['processor']}, {machine['threads']} threads, Python {machine['python']}, "
-        f"NumPy {machine['numpy']}, PyTorch {machine['torch']}, commit {machine['commit']}, "
-        f"{machine['date']}."
+        f"NumPy {machine['numpy']}, {torch}commit {machine['commit']}, {machine['date']}."
     )
 
 

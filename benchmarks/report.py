@@ -1,0 +1,107 @@
+"""What every section leaves behind: lines on the terminal and a JSON file that says its origin."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tileattn.backends import threads
+
+RESULTS = Path(__file__).parent / "results"
+
+Item = TypeVar("Item")
+Row = dict[str, Any]
+
+
+def command(section: str, argv: Sequence[str]) -> str:
+    """Write the command that runs a section again."""
+    return shlex.join(["python", "-m", "tileattn", "bench", section, *argv])
+
+
+def tracked(items: Sequence[Item], label: str) -> Iterator[Item]:
+    """Iterate with a progress bar on stderr, where that is a terminal."""
+    for done, item in enumerate(items):
+        if sys.stderr.isatty():
+            filled = 30 * done // len(items)
+            bar = "#" * filled + "." * (30 - filled)
+            print(f"\r{label} [{bar}] {done}/{len(items)} ", end="", file=sys.stderr, flush=True)
+        yield item
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def show(line: str) -> None:
+    """Print a line in the place of the progress bar."""
+    print("\r\033[K" + line if sys.stderr.isatty() and sys.stdout.isatty() else line, flush=True)
+
+
+def show_missing(missing: Mapping[str, str]) -> None:
+    """Name in one line each who cannot take part, and why."""
+    for name, why in missing.items():
+        show(f"{name} is missing: {why}")
+
+
+def plain_line(row: Row) -> str:
+    """Values of a row beside their names."""
+    return "  ".join(
+        f"{name} {number(value, '.4g') if isinstance(value, float) else value}"
+        for name, value in row.items()
+        if value is not None and value != {}
+    )
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a number; nothing where there is none."""
+    return "" if value is None else format(value, form)
+
+
+def one_line(error: Exception) -> str:
+    """Kind and first line of an error, cut to what a table can hold."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:160]
+
+
+def host() -> Row:
+    """Describe the processor and the versions of what runs on it."""
+    return {
+        "processor": _processor(),
+        "threads": threads.worker_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def write(path: Path, machine: Row, rows: list[Row], ran: str, **more: Any) -> None:
+    """Write rows with the machine, the versions, the commit and the command they belong to."""
+    origin = {"commit": _commit(), "date": time.strftime("%Y-%m-%d"), "command": ran}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"machine": machine | origin, **more, "rows": rows}
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+def _commit() -> str:
+    ask = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        answer = subprocess.run(
+            ask, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return os.environ.get("COMMIT", "")
+    return answer.stdout.strip() or os.environ.get("COMMIT", "")  # a copy without .git
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"

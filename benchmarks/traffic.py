@@ -1,0 +1,180 @@
+"""Operations, bytes and time of a forward and backward pass: the model, and a GPU's counters.
+
+    python -m tileattn bench traffic               N from 512 to 16384 at B N = 65536
+    python -m tileattn bench traffic --density     time against the density of a block mask
+    python -m tileattn bench traffic --blocks      time of the NumPy backend against its tiles
+
+The files are benchmarks/results/traffic.json, traffic_density.json and traffic_blocks.json.
+
+The first has 16 heads of 64 in half precision; its row of N = 1024 is the setting of the table
+beside figure 2 of FlashAttention (arXiv:2205.14135), whose figures stand beside it as they are
+printed there. Bytes are modelled by `tileattn.traffic`, and counted by Nsight Compute where there
+are a GPU and `ncu`. Without them one line says what is missing, and the model is shown alone. A
+GPU's kernels choose their tiles themselves, so time against tiles is that of the CPU.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import tileattn
+from benchmarks import cpu, gpu, gpu_counters, memory_gpu, report, traffic_model
+from benchmarks.gpu_cells import Cell, random_blocks
+from benchmarks.gpu_device import Gpu
+from benchmarks.memory_case import CONTESTANTS, Case
+from benchmarks.report import Row, one_line
+
+TOKENS, HEADS, WIDTH, DTYPE = 65536, 16, 64, "fp16"
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+DENSITIES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)
+BLOCKS = (64, 128, 256, 512, 1024)
+
+# On an A100, as printed: its operations are not the 4 B H N N D and 2.5 times that of this file.
+PAPER = {
+    "source": "arXiv:2205.14135, figure 2 (left)",
+    "N": 1024,
+    "standard": {"gflop": 66.6, "hbm_gbytes": 40.3, "ms": 41.7},
+    "flash1": {"gflop": 75.2, "hbm_gbytes": 4.4, "ms": 7.3},
+}
+
+
+def case_of(contestant: str, N: int) -> Case:
+    """Both passes of a contestant on the GPU."""
+    return Case("gpu", contestant, "both", DTYPE, HEADS, N, WIDTH, B=max(1, TOKENS // N))
+
+
+def timed(case: Case, device: Gpu) -> float:
+    """Milliseconds of both passes."""
+    inputs = memory_gpu.inputs_of(device, case)
+    return 1e3 * median(device.time([partial(case.run, inputs, device.xp)]))
+
+
+def counted(case: Case, device: Gpu, counters: Callable[[Case], Row] | None) -> Row:
+    """Measure the time of both passes by events, and their bytes by counters where there are any.
+
+    What does not fit is refused before it is allocated.
+    """
+    there = memory_gpu.room(device)
+    if case.needs > there:
+        reason = f"needs {case.needs / 1e9:.1f} GB and {there / 1e9:.1f} GB are free"
+        return {"needs_bytes": case.needs, "free_bytes": there, "not_run": reason}
+    try:
+        row: Row = {"ms": timed(case, device)}
+    except Exception as error:
+        return {"failed": one_line(error)}
+    device.release()  # the process that is profiled needs the memory
+    try:
+        return row | (counters(case) if counters else {})
+    except Exception as error:
+        return row | {"not_counted": one_line(error)}
+
+
+def lengths(
+    Ns: Sequence[int],
+    tile: tuple[int, int],
+    device: Gpu | None,
+    counters: Callable[[Case], Row] | None,
+) -> Iterator[Row]:
+    """Model each length, and measure it where there is a device."""
+    for N in report.tracked(Ns, "traffic"):
+        cell = Cell("forward", DTYPE, max(1, TOKENS // N), HEADS, N, WIDTH, causal=False)
+        sizes = {"B": cell.B, "H": HEADS, "N": N, "D": WIDTH, "dtype": DTYPE, "tile": list(tile)}
+        row = sizes | traffic_model.row((cell, replace(cell, kind="backward")), tile)
+        if device is not None:
+            row |= {who: counted(case_of(who, N), device, counters) for who in CONTESTANTS}
+        yield row | ({"paper": PAPER} if PAPER["N"] == N else {})
+
+
+def density(N: int, tile: tuple[int, int], device: Gpu | None) -> Iterator[Row]:
+    """Time against the share of the blocks that a mask shows, and the modelled bytes."""
+    for share in report.tracked(DENSITIES, "density"):
+        mask = random_blocks(N, share)
+        for kind in traffic_model.KINDS:
+            cell = Cell(kind, DTYPE, 1, HEADS, N, WIDTH, causal=False)
+            modelled = traffic_model.nbytes(cell, tile, share=mask.density)
+            row = cell.row() | {"density": mask.density, "modelled_bytes": modelled}
+            if device is not None:
+                row |= gpu.cost(partial(dict, block_mask=mask), cell, device)
+            yield row
+
+
+def blocks(N: int, seconds: float) -> Iterator[Row]:
+    """Time of the NumPy backend against the side of its tiles, and the modelled bytes."""
+    sides = [side for side in BLOCKS if side <= N]
+    for kind in traffic_model.KINDS:
+        cell = Cell(kind, "f32", 1, 8, N, WIDTH, causal=False)
+        tiles = [(side, side) for side in sides]
+        times = cpu.race(cpu.tile_contestants(kind, (1, 8, N, WIDTH), False, tiles), seconds)
+        for tile, measured in zip(tiles, times.values(), strict=True):
+            modelled = traffic_model.nbytes(cell, tile)
+            yield cell.row() | {"tile": tile[0], "modelled_bytes": modelled, "ms": 1e3 * measured}
+
+
+def line(row: Row) -> str:
+    """Values of a row beside their names; of what is nested, each on a line of its own."""
+    nested = {name: value for name, value in row.items() if isinstance(value, dict)}
+    flat = {name: value for name, value in row.items() if name not in nested}
+    inner = (f"  {name}: {report.plain_line(value)}" for name, value in nested.items())
+    return "\n".join([report.plain_line(flat), *inner])
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tileattn bench traffic",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--density", action="store_true", help="vary the density of a block mask (N 16384)")
+    add("--blocks", action="store_true", help="vary the tiles of the NumPy backend (N 4096)")
+    add("--length", type=int, nargs="+", help="(512 to 16384)")
+    add("--tile", type=int, nargs=2, default=(128, 128), help="of the model (128 128)")
+    add("--seconds", type=float, default=20.0, help="for each pass of --blocks (20)")
+    add("--to", type=Path, default=report.RESULTS, help="folder of the files (benchmarks/results)")
+    return parser.parse_args(argv)
+
+
+def missing(arguments: argparse.Namespace) -> dict[str, str]:
+    """Say which part of what is asked for cannot be had here."""
+    absent: dict[str, str | None] = {}
+    if not arguments.blocks:
+        absent["GPU"] = tileattn.available_backends()["cupy"]
+    if not arguments.blocks and not arguments.density:
+        absent["ncu"] = gpu_counters.unavailable()
+    return {name: f"{why}; the model is shown" for name, why in absent.items() if why}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run what the command line asks for; what was measured is kept where a run is broken off."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parse(argv)
+    tile = (arguments.tile[0], arguments.tile[1])
+    absent = missing(arguments)
+    report.show_missing(absent)
+    device = None if arguments.blocks or "GPU" in absent else Gpu()
+    counters = None if "ncu" in absent else gpu_counters.measure
+    if arguments.blocks:
+        stem, made = "traffic_blocks", blocks((arguments.length or [4096])[0], arguments.seconds)
+    elif arguments.density:
+        stem, made = "traffic_density", density((arguments.length or [16384])[0], tile, device)
+    else:
+        stem, made = "traffic", lengths(arguments.length or LENGTHS, tile, device, counters)
+    machine = report.host() if device is None else device.machine()
+    rows: list[Row] = []
+    try:
+        for row in made:
+            rows.append(row)
+            report.show(line(row))
+    finally:
+        if rows:
+            ran = report.command("traffic", argv)
+            report.write(arguments.to / f"{stem}.json", machine, rows, ran, missing=absent)
+
+
+if __name__ == "__main__":
+    main()

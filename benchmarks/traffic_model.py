@@ -1,0 +1,60 @@
+"""Operations and bytes of attention as ``tileattn.traffic`` models them."""
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_cells import Cell
+from benchmarks.gpu_device import DTYPES
+from benchmarks.report import Row
+from tileattn.problem import Problem, parse
+
+KINDS = ("forward", "backward")
+Tile = tuple[int, int]
+
+
+def problem_of(cell: Cell) -> Problem:
+    """Facts of a cell, from arrays that take no memory."""
+    one = np.zeros((), DTYPES[cell.dtype])
+    q, k, v = (np.broadcast_to(one, shape) for shape in cell.shapes[:3])
+    return parse(q, k, v, cell.mask.options())[0]
+
+
+def nbytes(cell: Cell, tile: Tile, algorithm: str = "flash2", share: float | None = None) -> int:
+    """Bytes between slow and fast memory of the pass of a cell.
+
+    Parameters
+    ----------
+    cell : Cell
+        The problem and its pass.
+    tile : (int, int)
+        Queries and keys of a tile.
+    algorithm : str
+        A name of ``tileattn.traffic.ALGORITHMS``.
+    share : float, optional
+        Share of the blocks that a block mask shows.
+
+    Returns
+    -------
+    int
+        Bytes read and written.
+    """
+    count: int = _model().modelled(problem_of(cell), tile, algorithm, cell.kind, share).nbytes
+    return count
+
+
+def row(cells: tuple[Cell, Cell], tile: Tile) -> Row:
+    """Operations and bytes of the forward and the backward pass together, by each algorithm."""
+    model = _model()
+    flops = sum(model.flops(problem_of(cell), cell.kind, None) for cell in cells)
+    modelled = {
+        algorithm: sum(nbytes(cell, tile, algorithm) for cell in cells)
+        for algorithm in model.ALGORITHMS
+    }
+    return {"gflop": flops / 1e9, "modelled_bytes": modelled}
+
+
+def _model() -> Any:
+    """Import the model where it is used: no other section needs it."""
+    return importlib.import_module("tileattn.traffic")

@@ -1,0 +1,127 @@
+"""The floors of a pass, with numbers that were worked out by hand."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import roofline
+from benchmarks.gpu_cells import Cell
+from benchmarks.report import Row
+from tests import fake_traffic
+
+MACHINE = {"gpu": "A GPU", "multiprocessors": 100, "clock_mhz": 1000.0}
+MEASURED: dict[str, Any] = {
+    "machine": {"gpu": "A GPU"},
+    "rows": [
+        {"ceiling": "matrix product", "dtype": "fp16", "n": 8192, "tflops": 500.0},
+        {"ceiling": "matrix product", "dtype": "f64", "failed": "no room"},
+        {"ceiling": "device copy", "gbytes_per_second": 4000.0},
+    ],
+}
+
+
+def row(kind: str = "forward", D: int = 64, causal: bool = False, tflops: float = 250.0) -> Row:
+    sizes = {"pass": kind, "dtype": "fp16", "B": 4, "H": 32, "N": 4096, "D": D, "causal": causal}
+    return sizes | {"tflops": {"tileattn": tflops}}
+
+
+@pytest.fixture(autouse=True)
+def model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tileattn.traffic", fake_traffic.module())
+
+
+def reached(one: Row) -> Row:
+    (line,) = roofline.lines([one], roofline.ceilings_of(MEASURED, MACHINE))
+    return line
+
+
+def test_forward_the_exponentials_take_longest() -> None:
+    line = reached(row())
+    # 4 * 4 * 32 * 4096^2 * 64 = 549,755,813,888 operations at 5e14 in a second
+    assert line["products_ms"] == pytest.approx(1.099511627776)
+    # 4 * 32 * 4096^2 = 2,147,483,648 exponentials at 16 * 100 * 1e9 in a second
+    assert line["exponentials_ms"] == pytest.approx(1.34217728)
+    # keys once: 4 * 32 * 4096 * 64 * 2 = 67,108,864 bytes at 4e12 in a second
+    assert line["bytes_ms"] == pytest.approx(0.016777216)
+    assert line["ms"] == pytest.approx(549755813888 / 250e12 * 1e3)
+    assert line["reached"] == pytest.approx(1.34217728 / 2.199023255552)
+
+
+def test_backward_the_products_take_longest() -> None:
+    line = reached(row("backward", D=128))
+    assert line["products_ms"] == pytest.approx(5 * 1.099511627776)
+    assert line["exponentials_ms"] == pytest.approx(1.34217728)
+    assert line["reached"] == pytest.approx(0.5)
+
+
+def test_causal_halves_what_is_computed_and_not_the_bytes() -> None:
+    line = reached(row(causal=True))
+    assert line["products_ms"] == pytest.approx(1.099511627776 / 2)
+    assert line["exponentials_ms"] == pytest.approx(1.34217728 / 2)
+    assert line["bytes_ms"] == pytest.approx(0.016777216)
+
+
+@pytest.mark.parametrize("lacking", roofline.CLOCK)
+def test_without_a_clock_the_field_is_named(lacking: str) -> None:
+    machine = {name: value for name, value in MACHINE.items() if name != lacking}
+    assert roofline.absent(machine) == [lacking]
+    ceilings = roofline.ceilings_of(MEASURED, machine)
+    (line,) = roofline.lines([row()], ceilings)
+    assert line["exponentials_ms"] is None
+    assert line["reached"] == pytest.approx(1.099511627776 / 2.199023255552)
+
+
+def test_a_dtype_without_a_ceiling_is_refused() -> None:
+    cell = Cell("forward", "f64", 1, 1, 64, 64, causal=False)
+    with pytest.raises(ValueError, match=r"no f64, got \['fp16'\]; run `bench gpu --ceilings"):
+        roofline.floors(cell, roofline.ceilings_of(MEASURED, MACHINE))
+
+
+def test_ceilings_without_a_copy_are_refused() -> None:
+    with pytest.raises(ValueError, match="no copy rate"):
+        roofline.ceilings_of({"rows": MEASURED["rows"][:1]}, MACHINE)
+
+
+def test_who_did_not_run_has_no_line() -> None:
+    assert list(roofline.lines([row() | {"tflops": {}}], roofline.Ceilings({}, 1.0, None))) == []
+
+
+def written(folder: Path, name: str, result: Any) -> str:
+    path = folder / name
+    path.write_text(json.dumps(result), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("machine", [MACHINE, {"gpu": "A GPU"}], ids=["clock", "no clock"])
+def test_a_file_of_results_is_read(
+    machine: Row, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = written(tmp_path, "grid.json", {"machine": machine, "rows": [row(), row("backward")]})
+    roofline.main([grid, written(tmp_path, "ceilings.json", MEASURED)])
+    *said, first, second = capsys.readouterr().out.splitlines()
+    assert "reached 0.61" in first or "clock_mhz" not in machine
+    assert "products_ms 2.749" in second
+    assert len(said) == ("clock_mhz" not in machine)
+    assert all("have no multiprocessors and no clock_mhz" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("machine", "one", "said"),
+    [
+        ({"gpu": "B"}, row(), "the grid is of B, the ceilings are of A GPU; give a file of the"),
+        ({"processor": "C"}, row(), "the grid is of no GPU, the ceilings are of A GPU"),
+        (MACHINE, {"ms": 1.0}, "grid.json has rows without tflops; give a file of `bench gpu"),
+        (MACHINE, row() | {"dtype": "bf16"}, "the ceilings have no bf16, got"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_in_one_line(
+    machine: Row, one: Row, said: str, tmp_path: Path
+) -> None:
+    grid = written(tmp_path, "grid.json", {"machine": machine, "rows": [one]})
+    with pytest.raises(SystemExit) as stop:
+        roofline.main([grid, written(tmp_path, "ceilings.json", MEASURED)])
+    assert said in str(stop.value)
+    assert "\n" not in str(stop.value)

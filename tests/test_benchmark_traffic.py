@@ -1,0 +1,158 @@
+"""The traffic section sets the model beside what is measured, or says what is missing."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tileattn
+from benchmarks import gpu_counters, memory_gpu, traffic, traffic_model
+from benchmarks.gpu_cells import Cell, random_blocks
+from benchmarks.memory_case import Case
+from benchmarks.report import Row
+from tests import fake_traffic
+from tests.fake_gpu import Fake
+
+
+@pytest.fixture(autouse=True)
+def model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that can be worked out by hand."""
+    monkeypatch.setitem(sys.modules, "tileattn.traffic", fake_traffic.module())
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Sizes that NumPy computes at once, on a device with room for a megabyte."""
+    monkeypatch.setattr(traffic, "TOKENS", 128)
+    monkeypatch.setattr(traffic, "HEADS", 2)
+    monkeypatch.setattr(traffic, "WIDTH", 8)
+    monkeypatch.setattr(memory_gpu, "room", lambda _: 1_000_000)
+    return Fake()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave neither a GPU nor ncu."""
+    monkeypatch.setattr(tileattn, "available_backends", lambda: {"cupy": "there is no device"})
+    monkeypatch.setattr(gpu_counters, "find_ncu", lambda: None)
+
+
+def counts(case: Case) -> Row:
+    return {"dram_read_bytes": case.N}
+
+
+def test_both_passes_are_modelled_together() -> None:
+    cells = tuple(Cell(kind, "fp16", 2, 3, 256, 8, False) for kind in traffic_model.KINDS)
+    row = traffic_model.row((cells[0], cells[1]), (64, 64))
+    keys = 2 * 3 * 256 * 8 * 2  # read by 4 blocks of queries, then by 4 twice
+    assert row["modelled_bytes"] == {
+        "standard": 100 * 12 * keys,
+        "flash1": 10 * 12 * keys,
+        "flash2": 12 * keys,
+    }
+    assert row["gflop"] == pytest.approx(3 * 1e3 * 2 * 3 * 256 / 1e9)
+
+
+def test_lengths_are_measured_where_there_is_a_device(small: Fake) -> None:
+    (row,) = traffic.lengths([64], (32, 32), small, counts)
+    assert (row["B"], row["H"], row["N"], row["tile"]) == (2, 2, 64, [32, 32])
+    for contestant in ("plain", "tileattn"):
+        assert row[contestant] == {"ms": 2.0, "dram_read_bytes": 64}
+    assert "paper" not in row
+
+
+def test_what_does_not_fit_is_refused(small: Fake) -> None:
+    (row,) = traffic.lengths([512], (32, 32), small, counts)
+    needs = traffic.case_of("plain", 512).needs
+    assert needs > 1_000_000
+    assert row["plain"]["needs_bytes"] == needs
+    assert "not_run" in row["plain"]
+    assert "ms" not in row["plain"]
+    assert row["tileattn"]["dram_read_bytes"] == 512
+
+
+def test_the_time_is_kept_where_nothing_is_counted(small: Fake) -> None:
+    def refused(_: Case) -> Row:
+        raise RuntimeError("ncu ended with status 1: ERR_NVGPUCTRPERM")
+
+    (row,) = traffic.lengths([64], (32, 32), small, refused)
+    assert row["plain"]["ms"] == 2.0
+    assert "ERR_NVGPUCTRPERM" in row["plain"]["not_counted"]
+    (row,) = traffic.lengths([64], (32, 32), small, None)
+    assert row["plain"] == {"ms": 2.0}
+
+
+def test_the_paper_stands_beside_its_own_setting() -> None:
+    rows = {row["N"]: row for row in traffic.lengths([512, 1024], (128, 128), None, None)}
+    assert "paper" not in rows[512]
+    paper = rows[1024]["paper"]
+    assert (rows[1024]["B"], rows[1024]["H"], rows[1024]["D"]) == (64, 16, 64)
+    assert [paper[name]["hbm_gbytes"] for name in ("standard", "flash1")] == [40.3, 4.4]
+    assert paper["source"].startswith("arXiv:2205.14135")
+
+
+def test_time_and_bytes_fall_with_the_density(small: Fake) -> None:
+    rows = list(traffic.density(512, (128, 128), small))
+    forward = [row for row in rows if row["pass"] == "forward"]
+    assert [row["density"] for row in forward] == [1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]
+    full = forward[-1]["modelled_bytes"]
+    assert [row["modelled_bytes"] / full for row in forward] == [row["density"] for row in forward]
+    assert all(row["ms"] == 2.0 for row in rows)
+    assert len(rows) == 12
+
+
+def test_blocks_at_random_have_the_share_that_is_asked_for() -> None:
+    assert random_blocks(1280, 0.1).density == 0.1
+    assert random_blocks(1280, 1.0).density == 1.0
+    assert random_blocks(1280, 0.101).density == 0.11
+
+
+def test_bytes_fall_with_the_size_of_the_tiles() -> None:
+    rows = [row for row in traffic.blocks(128, 0.0) if row["pass"] == "forward"]
+    assert [row["tile"] for row in rows] == [64, 128]
+    assert rows[0]["modelled_bytes"] == 2 * rows[1]["modelled_bytes"]
+    assert all(row["ms"] > 0 for row in rows)
+
+
+def test_what_is_nested_has_a_line_of_its_own(small: Fake) -> None:
+    (row,) = traffic.lengths([64], (32, 32), small, counts)
+    head, *inner = traffic.line(row).splitlines()
+    assert head.startswith("B 2  H 2  N 64")
+    assert inner[0].startswith("  modelled_bytes: standard ")
+    assert inner[1] == "  plain: ms 2  dram_read_bytes 64"
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_a_gpu_the_model_is_written_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traffic.main(["--length", "1024", "--to", str(tmp_path)])
+    result = json.loads((tmp_path / "traffic.json").read_text(encoding="utf-8"))
+    assert set(result["missing"]) == {"GPU", "ncu"}
+    (row,) = result["rows"]
+    assert set(row["modelled_bytes"]) == {"standard", "flash1", "flash2"}
+    assert "plain" not in row
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "GPU is missing: there is no device; the model is shown"
+    assert lines[1].startswith("ncu is missing: ")
+    assert lines[1].endswith("; the model is shown")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("option", "names"), [("--density", {"GPU"}), ("--blocks", set()), (None, {"GPU", "ncu"})]
+)
+def test_only_what_is_needed_is_missed(option: str | None, names: set[str]) -> None:
+    assert set(traffic.missing(traffic.parse([option] if option else []))) == names
+
+
+@pytest.mark.parametrize("option", ["--density", "--blocks"])
+@pytest.mark.usefixtures("alone")
+def test_each_option_has_a_file_of_its_own(option: str, tmp_path: Path) -> None:
+    given: list[Any] = [option, "--length", "128", "--seconds", "0", "--to", tmp_path]
+    traffic.main(list(map(str, given)))
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"traffic_{option[2:]}.json"
+    assert json.loads(path.read_text(encoding="utf-8"))["rows"]
