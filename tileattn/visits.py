@@ -65,7 +65,7 @@ class Walked:
 
     @property
     def tiles(self) -> dict[str, int]:
-        """Tiles that are ``"skipped"``, and visits of those that are not, ``"partial"`` or ``"full"``.
+        """Tiles that are ``"skipped"``, and visits of the others, ``"partial"`` or ``"full"``.
 
         Query blocks are outside. A block mask of smaller blocks has a tile visited in parts.
         """
