@@ -1,13 +1,11 @@
 """Operations and bytes of attention as ``tileattn.traffic`` models them."""
 
-import importlib
-from typing import Any
-
 import numpy as np
 
 from benchmarks.gpu_cells import Cell
 from benchmarks.gpu_device import DTYPES
 from benchmarks.report import Row
+from tileattn import traffic
 from tileattn.problem import Problem, parse
 
 KINDS = ("forward", "backward")
@@ -40,21 +38,14 @@ def nbytes(cell: Cell, tile: Tile, algorithm: str = "flash2", share: float | Non
     int
         Bytes read and written.
     """
-    count: int = _model().modelled(problem_of(cell), tile, algorithm, cell.kind, share).nbytes
-    return count
+    return traffic.modelled(problem_of(cell), tile, algorithm, cell.kind, share).nbytes
 
 
 def row(cells: tuple[Cell, Cell], tile: Tile) -> Row:
     """Operations and bytes of the forward and the backward pass together, by each algorithm."""
-    model = _model()
-    flops = sum(model.flops(problem_of(cell), cell.kind, None) for cell in cells)
+    flops = sum(traffic.flops(problem_of(cell), cell.kind, None) for cell in cells)
     modelled = {
         algorithm: sum(nbytes(cell, tile, algorithm) for cell in cells)
-        for algorithm in model.ALGORITHMS
+        for algorithm in traffic.ALGORITHMS
     }
     return {"gflop": flops / 1e9, "modelled_bytes": modelled}
-
-
-def _model() -> Any:
-    """Import the model where it is used: no other section needs it."""
-    return importlib.import_module("tileattn.traffic")

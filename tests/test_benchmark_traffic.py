@@ -1,7 +1,6 @@
 """The traffic section sets the model beside what is measured, or says what is missing."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,7 @@ from benchmarks import gpu_counters, memory_gpu, traffic, traffic_model
 from benchmarks.gpu_cells import Cell, random_blocks
 from benchmarks.memory_case import Case
 from benchmarks.report import Row
-from tests import fake_traffic
 from tests.fake_gpu import Fake
-
-
-@pytest.fixture(autouse=True)
-def model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that can be worked out by hand."""
-    monkeypatch.setitem(sys.modules, "tileattn.traffic", fake_traffic.module())
 
 
 @pytest.fixture
@@ -46,13 +38,19 @@ def counts(case: Case) -> Row:
 def test_both_passes_are_modelled_together() -> None:
     cells = tuple(Cell(kind, "fp16", 2, 3, 256, 8, False) for kind in traffic_model.KINDS)
     row = traffic_model.row((cells[0], cells[1]), (64, 64))
-    keys = 2 * 3 * 256 * 8 * 2  # read by 4 blocks of queries, then by 4 twice
-    assert row["modelled_bytes"] == {
-        "standard": 100 * 12 * keys,
-        "flash1": 10 * 12 * keys,
-        "flash2": 12 * keys,
-    }
-    assert row["gflop"] == pytest.approx(3 * 1e3 * 2 * 3 * 256 / 1e9)
+    queries, wide = 2 * 3 * 256, 2 * 3 * 256 * 8  # rows of an array, and its elements
+    moved = row["modelled_bytes"]
+    assert moved["standard"] == 2 * (12 * wide + 11 * queries * 256)  # matrices of scores
+    parts = [
+        2 * 2 * wide + 4 * queries,  # q, out and lse
+        4 * 2 * 2 * wide,  # k and v for each of 4 blocks of queries
+        2 * 2 * wide + 4 * queries + 4 * wide,  # delta from out and dout, and dq as zeros
+        4 * 2 * wide,  # k, v, dk and dv
+        4 * (2 * 2 * wide + 2 * 4 * queries + 2 * 4 * wide),  # q, dout, lse, delta and dq
+    ]
+    assert moved["flash2"] == sum(parts)
+    assert moved["standard"] > moved["flash1"] > moved["flash2"]
+    assert row["gflop"] == 14 * 2 * 3 * 256 * 256 * 8 / 1e9
 
 
 def test_lengths_are_measured_where_there_is_a_device(small: Fake) -> None:
@@ -97,8 +95,9 @@ def test_time_and_bytes_fall_with_the_density(small: Fake) -> None:
     rows = list(traffic.density(512, (128, 128), small))
     forward = [row for row in rows if row["pass"] == "forward"]
     assert [row["density"] for row in forward] == [1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]
-    full = forward[-1]["modelled_bytes"]
-    assert [row["modelled_bytes"] / full for row in forward] == [row["density"] for row in forward]
+    once = 2 * 512 * (8 * 2 * 2 + 4)  # q, out and lse
+    keys = [row["modelled_bytes"] - once for row in forward]
+    assert [n / keys[-1] for n in keys] == [row["density"] for row in forward]
     assert all(row["ms"] == 2.0 for row in rows)
     assert len(rows) == 12
 
@@ -112,7 +111,8 @@ def test_blocks_at_random_have_the_share_that_is_asked_for() -> None:
 def test_bytes_fall_with_the_size_of_the_tiles() -> None:
     rows = [row for row in traffic.blocks(128, 0.0) if row["pass"] == "forward"]
     assert [row["tile"] for row in rows] == [64, 128]
-    assert rows[0]["modelled_bytes"] == 2 * rows[1]["modelled_bytes"]
+    once = 8 * 128 * (2 * 64 * 4 + 4)  # q, out and lse
+    assert rows[0]["modelled_bytes"] - once == 2 * (rows[1]["modelled_bytes"] - once)
     assert all(row["ms"] > 0 for row in rows)
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from tileattn import traffic
 from tileattn.problem import Problem, parse
-from tools.drawing import Missing, Picture, Theme, amount, apart_by_ratio, short
+from tileattn.traffic import modelled
+from tools.drawing import Picture, Theme, amount, apart_by_ratio, short
 from tools.measured_traffic import ALGORITHMS, COUNTED, FILE, device_bytes, results_of
 
 MARKERS = ("o", "s", "^")
@@ -27,12 +27,9 @@ def problem(N: int) -> Problem:
 
 def picture(results: Path) -> Picture:
     """Make the picture, with the measured bytes where there are any."""
-    modelled = getattr(traffic, "modelled", None)
-    if modelled is None:
-        raise Missing("tileattn.traffic has no modelled()")
 
     def count(N: int, algorithm: str, kinds: tuple[str, ...]) -> int:
-        return sum(int(modelled(problem(N), TILE, algorithm, kind).nbytes) for kind in kinds)
+        return sum(modelled(problem(N), TILE, algorithm, kind).nbytes for kind in kinds)
 
     model: dict[str, Lines] = {
         title: {name: [[N, count(N, name, kinds)] for N in LENGTHS] for name in ALGORITHMS}
