@@ -1,22 +1,27 @@
-"""What a pass cannot be faster than on a GPU, and how near to that it came.
+"""What a pass on a GPU is set against, and how near to that it came.
 
     python -m benchmarks.roofline benchmarks/results/gpu_forward_fp16.json [CEILINGS.json]
 
-Three floors, in milliseconds. By products: the operations at the rate of a large matrix product. By
-exponentials: one for each pair that is seen, 16 a clock and multiprocessor. By bytes: every array
-once, at the rate of a copy. The largest of them is the floor; a row reaches floor over time of it.
+Three floors, in milliseconds. By products: the operations at the rate of a large matrix product
+that was timed, which is no limit of the hardware, so that a row may come above. By exponentials:
+one for each pair that is seen, 16 a clock and multiprocessor. By bytes: every array once, at the
+rate of a copy. The largest of them is the floor; a row reaches floor over time of it.
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import report, traffic_model
+import numpy as np
+
+from benchmarks import report
 from benchmarks.gpu_cells import Cell
+from benchmarks.gpu_device import DTYPES
 from benchmarks.report import Row
 
 EXPONENTIALS = 16  # a clock and multiprocessor, from compute capability 7.0 on
@@ -24,7 +29,7 @@ CLOCK = ("multiprocessors", "clock_mhz")  # fields of the machine record
 
 
 class Ceilings(NamedTuple):
-    """Rates that nothing on the GPU exceeds.
+    """Rates that set the floors.
 
     Attributes
     ----------
@@ -91,6 +96,17 @@ def cell_of(row: Row) -> Cell:
     return Cell(kind=row["pass"], **{name: row[name] for name in names & set(row)})
 
 
+def least_bytes(cell: Cell) -> int:
+    """Bytes of a pass where each array crosses once: all inputs are read, all results written.
+
+    Forward these are q, k, v, out and lse; backward dout, dq, dk and dv come on top.
+    """
+    dtype = np.dtype(DTYPES[cell.dtype])
+    arrays = sum(math.prod(shape) for shape in cell.shapes) * dtype.itemsize
+    lse = cell.B * cell.H * cell.N * max(dtype.itemsize, 4)
+    return lse + arrays * (2 if cell.kind == "backward" else 1)
+
+
 def floors(cell: Cell, ceilings: Ceilings) -> Floors:
     """Least milliseconds of a pass by each resource."""
     if cell.dtype not in ceilings.flops:
@@ -99,12 +115,11 @@ def floors(cell: Cell, ceilings: Ceilings) -> Floors:
             f"run `bench gpu --ceilings --dtype {cell.dtype}`"
         )
     pairs = cell.B * cell.H * cell.N**2 * cell.share
-    once = traffic_model.nbytes(cell, (cell.N, cell.N))
     rate = ceilings.exponentials
     return Floors(
         1e3 * cell.flops / ceilings.flops[cell.dtype],
         None if rate is None else 1e3 * pairs / rate,
-        1e3 * once / ceilings.nbytes,
+        1e3 * least_bytes(cell) / ceilings.nbytes,
     )
 
 
@@ -115,8 +130,31 @@ def lines(rows: Sequence[Row], ceilings: Ceilings, name: str = "tileattn") -> It
             continue
         cell = cell_of(row)
         least = floors(cell, ceilings)
-        ms = cell.flops / row["tflops"][name] / 1e9
+        gflop_per_ms = row["tflops"][name]  # rounded, and 0 where a pass is that slow
+        ms = cell.flops / 1e9 / gflop_per_ms if gflop_per_ms else math.inf
         yield cell.row() | {"ms": ms} | least._asdict() | {"reached": least.largest / ms}
+
+
+def shares(result: Mapping[str, Any], measured: Mapping[str, Any]) -> list[float | None]:
+    """Say for each row of a grid which share of its floor tileattn reached.
+
+    Parameters
+    ----------
+    result, measured : mapping
+        Files of a grid and of ceilings.
+
+    Returns
+    -------
+    list of float or None
+        None where tileattn did not run, and everywhere if the ceilings are of another GPU or have
+        no rate of the dtype.
+    """
+    rows = result["rows"]
+    ceilings = ceilings_of(measured, {**measured["machine"], **result["machine"]})
+    known = result["machine"].get("gpu") == measured["machine"].get("gpu")
+    if not known or any(row["dtype"] not in ceilings.flops for row in rows):
+        return [None] * len(rows)
+    return [next((line["reached"] for line in lines([row], ceilings)), None) for row in rows]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -335,8 +335,14 @@ def test_the_page_gets_a_section_with_the_first_results(
     assert pages.updated(page, begin, end, []) != page
     section = page.partition(begin)[2]
     assert section.count("Measured by `python -m tileattn bench gpu") == len(gpu.SECTIONS)
-    assert "| pass | dtype | D | N | causal | TFLOP/s | deterministic | cupy |" in section
-    assert "| forward | f32 | 8 | 16 | yes | 0 |  | 1.00 |" in section
+    assert (
+        "| pass | dtype | D | N | causal | TFLOP/s | deterministic | of the floor | cupy |"
+        in section
+    )
+    assert "| forward | f32 | 8 | 16 | yes | 0 |  | 0.00 | 1.00 |" in section
     assert "| device copy |  |  | 1000 |" in section
-    assert "| pass | case | dtype | D | N | causal | TFLOP/s | deterministic | cupy |" in section
-    assert "| forward | D 192, Dv 128 | f32 | 192 | 16 | yes | 0 |  | 1.00 |" in section
+    assert (
+        "| pass | case | dtype | D | N | causal | TFLOP/s | deterministic | of the floor | cupy |"
+        in section
+    )
+    assert "| forward | D 192, Dv 128 | f32 | 192 | 16 | yes | 0 |  | 0.00 | 1.00 |" in section

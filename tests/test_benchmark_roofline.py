@@ -57,6 +57,24 @@ def test_causal_halves_what_is_computed_and_not_the_bytes() -> None:
     assert line["bytes_ms"] == pytest.approx(0.067633152)
 
 
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["bf16", "f64"])
+def test_the_least_bytes_are_those_of_the_arrays(kind: str, dtype: str) -> None:
+    cell = Cell(kind, dtype, 2, 6, 48, 16, causal=True, Hkv=3, Dv=8)
+    times, size = (1 if kind == "forward" else 2), {"bf16": 2, "f64": 8}[dtype]
+    arrays = 2 * 48 * (6 * 16 + 3 * 16 + 3 * 8 + 6 * 8)
+    assert roofline.least_bytes(cell) == times * size * arrays + 2 * 6 * 48 * max(size, 4)
+
+
+def test_the_share_of_each_row_is_said_where_the_ceilings_fit() -> None:
+    rows = [row(), row() | {"tflops": {"cudnn": 1.0}}]
+    grid = {"machine": MACHINE | {"gpu": "A GPU"}, "rows": rows}
+    assert roofline.shares(grid, MEASURED) == [pytest.approx(1.34217728 / 2.199023255552), None]
+    assert roofline.shares(grid | {"machine": MACHINE | {"gpu": "B"}}, MEASURED) == [None, None]
+    other = [one | {"dtype": "bf16"} for one in rows]
+    assert roofline.shares(grid | {"rows": other}, MEASURED) == [None, None]
+
+
 @pytest.mark.parametrize("lacking", roofline.CLOCK)
 def test_without_a_clock_the_field_is_named(lacking: str) -> None:
     machine = {name: value for name, value in MACHINE.items() if name != lacking}

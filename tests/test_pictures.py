@@ -15,7 +15,7 @@ import pytest
 from tileattn import traffic
 from tileattn.block_mask import FULL, PARTIAL, SKIP
 from tileattn.blocks import Tile
-from tools import drawing, memory_picture, pictures, roofline_picture, schedule_picture
+from tools import drawing, memory_picture, pictures, schedule_picture
 
 CASES = ("plain", "tileattn")
 Change = Callable[[str, Callable[[Any], None]], None]
@@ -226,18 +226,6 @@ def test_memory_that_was_not_measured_is_what_plain_attention_would_make(everyth
 
 def test_measured_bytes_are_those_of_one_head(everything: Path) -> None:
     assert pictures.made(everything)[0]["traffic"].values["measured"] == {"tileattn": [[512, 500]]}
-
-
-@pytest.mark.parametrize(("kind", "extra"), [("forward", 0), ("backward", 4)])
-def test_the_least_bytes_are_those_of_the_arrays(kind: str, extra: int) -> None:
-    N, D = 48, 16
-    arrays = [np.zeros((N, D), np.float16)] * (4 + extra) + [np.zeros(N, np.float32)]
-    row = {"pass": kind, "N": N, "D": D, "causal": False}
-    assert roofline_picture.least_bytes(row) == sum(x.nbytes for x in arrays)
-    assert roofline_picture.operations(row) == (2 if extra == 0 else 5) * 2 * N * N * D
-    assert roofline_picture.operations(row | {"causal": True}) * 2 == (
-        roofline_picture.operations(row)
-    )
 
 
 @pytest.mark.parametrize("name", ["causal", "block-sparse"])

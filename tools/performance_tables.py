@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_report
+from benchmarks import gpu_report, roofline
 from tools import pages
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +23,9 @@ GPU_OPENING = """
 events. Work is counted as 4 B H N N D operations forward, half of it for causal, and 2.5 times that
 backward. A column with the name of a peer says how many times as long as tileattn it takes: above
 1, tileattn is faster. It is blank where the peer cannot run the cell, or gives another result.
-*best* is the fastest of cuDNN and FlashAttention-4.
+*best* is the fastest of cuDNN and FlashAttention-4. *of the floor* is the share that tileattn
+reaches of the floors of `benchmarks.roofline`: the rate of a large matrix product that was timed,
+every array once at the rate of a copy and, where the clock is known, exponentials.
 
 """
 
@@ -118,7 +120,7 @@ def gpu_lines() -> Iterator[str]:
     for path in _gpu_results():
         result = _load(path.stem)
         raced = result["section"] in gpu_report.RACES
-        rows = [_flat(row) if raced else row for row in result["rows"]]
+        rows = list(_flat(result)) if raced else result["rows"]
         columns = _race_columns(rows) if raced else GPU_COLUMNS[result["section"]]
         yield f"Measured by `{result['machine']['command'].strip()}`: {_gpu(result['machine'])}"
         yield ""
@@ -137,11 +139,15 @@ def _gpu_results() -> list[Path]:
     return sorted(RESULTS.glob("gpu*.json"))
 
 
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Row of a race with a field for each speed and each ratio."""
-    ratios = {f"x {name}": ratio for name, ratio in row["ratio_to"].items()}
-    speeds = {f"= {name}": value for name, value in gpu_report.quoted(row).items()}
-    return row | speeds | {"best": gpu_report.best(row)} | ratios
+def _flat(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of a race with a field for each speed and each ratio."""
+    reached: list[float | None] = [None] * len(result["rows"])
+    if (RESULTS / "gpu_ceilings.json").exists():
+        reached = roofline.shares(result, _load("gpu_ceilings"))
+    for row, share in zip(result["rows"], reached, strict=True):
+        ratios = {f"x {name}": ratio for name, ratio in row["ratio_to"].items()}
+        speeds = {f"= {name}": value for name, value in gpu_report.quoted(row).items()}
+        yield row | speeds | {"best": gpu_report.best(row), "reached": share} | ratios
 
 
 def _race_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
@@ -151,6 +157,7 @@ def _race_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     columns = [
         *((name, name, "") for name in ("pass", "case", "dtype", "D", "N", "causal")),
         *((head, field, ".0f") for head, field in speeds),
+        ("of the floor", "reached", ".2f"),
         ("best", "best", ".2f"),
         *((field.removeprefix("x "), field, ".2f") for field in peers),
     ]

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from benchmarks import roofline
 from tools.drawing import Missing, Picture, Theme, load, short
 
 GRIDS = ("gpu_forward_bf16", "gpu_backward_bf16")
@@ -13,19 +14,10 @@ MARKERS = {"forward": "o", "backward": "s"}
 Row = dict[str, Any]
 
 
-def operations(row: Row) -> float:
-    """Operations of one head: two products forward, five backward, half of them for causal."""
-    whole = 4 * row["N"] ** 2 * row["D"] * (2.5 if row["pass"] == "backward" else 1)
-    return float(whole / 2 if row["causal"] else whole)
-
-
-def least_bytes(row: Row) -> int:
-    """Bytes of one head where each array crosses once: all inputs are read, all results written.
-
-    Forward these are q, k, v, out and lse; backward dout, dq, dk, dv come on top.
-    """
-    arrays = 8 if row["pass"] == "backward" else 4
-    return int(row["N"]) * (arrays * int(row["D"]) * SIZE + 4)
+def intensity(row: Row) -> float:
+    """Operations for each byte where every array crosses once."""
+    cell = roofline.cell_of(row)
+    return cell.flops / roofline.least_bytes(cell)
 
 
 def standard_intensity(D: int) -> float:
@@ -41,7 +33,7 @@ def picture(results: Path) -> Picture:
     ceilings = load(results, "gpu_ceilings")
     rows = [row for name in GRIDS for row in load(results, name)["rows"]]
     points = [
-        [row["pass"], row["causal"], row["D"], row["N"], operations(row) / least_bytes(row), speed]
+        [row["pass"], row["causal"], row["D"], row["N"], intensity(row), speed]
         for row in rows
         if (speed := row["tflops"].get("tileattn")) is not None
     ]
