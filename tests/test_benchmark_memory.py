@@ -44,7 +44,10 @@ def test_what_a_case_needs_is_worked_out(one: Case, outputs: int, beyond: int) -
 @linux
 @pytest.mark.parametrize("kind", PASSES)
 def test_plain_attention_holds_its_squares_and_tileattn_does_not(kind: str) -> None:
-    """The child measures itself; a large N makes the squares outweigh everything else."""
+    """The child measures itself; a large N makes the squares outweigh everything else.
+
+    The system hands out memory by pages, and BLAS has buffers of its own.
+    """
     plain = case("plain", kind, N=1536)
     peak = memory_cpu.peak(plain)["peak_bytes"]
     beyond = plain.needs - plain.inputs

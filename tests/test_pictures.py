@@ -6,18 +6,17 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tileattn import traffic
 from tileattn.block_mask import FULL, PARTIAL, SKIP
 from tileattn.blocks import Tile
 from tools import drawing, memory_picture, pictures, schedule_picture
 
 CASES = ("plain", "tileattn")
+DRAWN = "matplotlib draws, and is no dependency: pip install matplotlib"
 Change = Callable[[str, Callable[[Any], None]], None]
 
 
@@ -49,14 +48,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def everything(results: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def everything(results: Path) -> Path:
     """Results for every picture, those too that the project may not have."""
-
-    def modelled(problem: Any, tile: Any, algorithm: str, kind: str) -> Any:
-        weight = {"standard": 4, "flash1": 3, "flash2": 1}[algorithm] * len(kind) * tile[0]
-        return SimpleNamespace(nbytes=weight * problem.Nk**2)
-
-    monkeypatch.setattr(traffic, "modelled", modelled, raising=False)
     for name, rows in (("memory_cpu", memory_rows()), ("traffic", [traffic_row()])):
         (results / f"{name}.json").write_text(json.dumps({"machine": {}, "rows": rows}), "utf-8")
     return results
@@ -129,7 +122,7 @@ def test_words_that_the_results_no_longer_hold_make_the_pages_stale(
 
 
 def test_writing_draws_what_is_stale_and_nothing_else(results: Path, root: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason=DRAWN)
     fresh = {path: path.stat().st_mtime_ns for path in (root / "docs").rglob("*.*")}
     change(results / "gpu_backward_bf16.json", slower("cudnn"))
     assert pictures.main(["--write"], root) == 0
@@ -153,7 +146,7 @@ def test_a_picture_without_data_is_left_out_and_said(
 
 
 def test_a_new_file_brings_its_pictures(everything: Path, root: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason=DRAWN)
     assert everything.exists()
     assert pictures.main(["--write"], root) == 0
     names = {path.name for path in (root / "docs" / "assets").glob("*.svg")}
@@ -164,7 +157,7 @@ def test_a_new_file_brings_its_pictures(everything: Path, root: Path) -> None:
 
 @pytest.mark.parametrize("name", pictures.MAKERS)
 def test_the_same_values_give_the_same_file_and_others_another(everything: Path, name: str) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason=DRAWN)
     picture = pictures.made(everything)[0][name]
     first, again = (drawing.svg(picture, drawing.LIGHT) for _ in range(2))
     assert first == again

@@ -48,7 +48,8 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
     Layout
         Beside the copies, nothing for the forward pass. For the backward pass two numbers of each
         query, and where dq is summed in memory, the sum; for Hopper's own kernels a mark for each
-        head of keys, how many works are claimed, and how many have added to each tile of dq.
+        head of keys, how many works are claimed, and how many have added to each tile of dq, told
+        by each of the threads that share it.
     """
     P, keys = problem, [step.key for step in steps]
     number, heads = P.sum_dtype.itemsize, P.B * P.Hq

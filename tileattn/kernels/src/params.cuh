@@ -22,8 +22,8 @@ struct Params {
     void *delta, *shift;
     void *dq, *dk, *dv, *dq_sum;
     // Of backward_sm90: of each key head, whether it is left to others; how many works are claimed;
-    // and of each tile of dq, how many blocks of keys have added to it if in order, or whether the
-    // first one has.
+    // and of each thread's share of each tile of dq, how many blocks of keys have added to it if in
+    // order, or whether the first one has.
     u32 *unfinished, *claimed, *landed;
     const void* bias;
     void* dbias;

@@ -9,6 +9,7 @@
 constexpr int GROUP = 4 * WARP;      // threads of a warpgroup
 constexpr int GROUPS = WARPS_M / 4;  // warpgroups that multiply
 constexpr int GROUP_ROWS = 64;       // keys of each; where heads are wide, all take the same
+static_assert(DQ_ROWS == GROUP_ROWS, "a warpgroup's share of dq is added by one thread");
 static_assert(BLOCK_K == GROUP_ROWS * (IS_WIDE ? 1 : GROUPS) && WARPS_N == 1,
               "a warpgroup takes 64 keys");
 static_assert(LOADERS == 4, "the warps that copy give the registers of a warpgroup back");
