@@ -230,6 +230,7 @@ class Call:
 
     def facts(self) -> Facts:
         """Say what decides about kernels besides the problem."""
+        block_mask = self._operands.block_mask
         vector = self._bits & -self._bits
         for name in _ROWS & self._arrays.keys():
             x = self._arrays[name]
@@ -243,6 +244,7 @@ class Call:
             arch=arch_of(self.device),
             boxes=all(has_boxes(self._arrays[name]) for name in _BOXED & self._arrays.keys()),
             processors=attribute("MultiProcessorCount", self.device),
+            mask_blocks=block_mask.block_size if block_mask is not None else (),
         )
         bias = self._arrays.get("bias")
         if bias is None:

@@ -19,6 +19,7 @@ from tileattn.problem import BFLOAT16, DTYPES, Problem
 _OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
 
 _HEAD_DIMS = (20, 64, 128, 256)
+_MASK_BLOCKS = (128, 128)  # as a block mask has them where nothing else is said
 
 _MEASURED = "sm_90a"  # an H200
 
@@ -95,6 +96,8 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
         if "bias" in uses:
             staged = WIDEST if turn % 2 else 0
             facts = facts._replace(bias=bias.name, bias_shape=shape, bias_vector=staged)
+        if "block_mask" in uses:
+            facts = facts._replace(mask_blocks=_MASK_BLOCKS)
         if "mask" in uses:
             facts = facts._replace(span=(1, 2, 16)[turn % 3])
         # No tile has room for 512 columns: the textbook kernels serve them.

@@ -69,7 +69,12 @@ def choose_forward(problem: Problem, facts: Facts) -> Choice:
     portable = _portable("forward", _NOT_HOPPER, problem, facts)
     if portable is not None:
         return portable
-    dim, value, tile = room(problem.D), room(problem.Dv), hopper_tile(problem)
+    return hopper_forward(problem, hopper_tile(problem))
+
+
+def hopper_forward(problem: Problem, tile: TileSize) -> Choice:
+    """Give Hopper's own kernel of the forward pass with these tiles."""
+    dim, value = room(problem.D), room(problem.Dv)
     return _hopper(HOPPER, problem, dim, value, tile, hopper_bytes(tile, dim, value))
 
 

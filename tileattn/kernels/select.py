@@ -1,5 +1,6 @@
 """Which kernel, with which tiles, serves a problem on a device."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ class Facts(NamedTuple):
         Whether q, k and v, and in the backward pass dout, can be copied by tensor maps.
     processors : int
         Multiprocessors of the device.
+    mask_blocks : tuple of int
+        Queries and keys of the blocks of the block mask; empty where there is none.
     """
 
     vector: int
@@ -59,6 +62,7 @@ class Facts(NamedTuple):
     arch: str = ""
     boxes: bool = True
     processors: int = 1
+    mask_blocks: tuple[int, ...] = ()
 
 
 class Choice(NamedTuple):
@@ -82,7 +86,7 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:
+def choose(kernel: str, problem: Problem, facts: Facts, tiles: Sequence[TileSize] = ()) -> Choice:
     """Choose the variant of one kernel.
 
     Parameters
@@ -93,6 +97,8 @@ def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:
         What is asked.
     facts : Facts
         Of its arrays and its device.
+    tiles : sequence of TileSize
+        What to try in the place of the table's rows.
 
     Returns
     -------
@@ -104,7 +110,7 @@ def choose(kernel: str, problem: Problem, facts: Facts) -> Choice:
     bias_size = itemsize_of(facts.bias) if facts.bias_vector else 0
     if max(problem.D, problem.Dv) <= LARGEST:
         dim, value = room(problem.D), room(problem.Dv)
-        for tile in candidates(kernel, size, max(dim, value)):
+        for tile in tiles or candidates(kernel, size, max(dim, value), facts.mask_blocks):
             shared = shared_bytes(kernel, tile, dim, value, size, bias_size)
             # A bias must not cost a block that the multiprocessor is to hold besides.
             blocks = tile.residents if bias_size else 1

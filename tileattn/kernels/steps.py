@@ -71,20 +71,39 @@ def forward_steps(problem: Problem, facts: Facts) -> tuple[Step, ...]:
     tuple of Step
         In order.
     """
-    P = problem
-    heads = P.B * P.Hq
-    if not heads * P.Nq:
+    if not problem.B * problem.Hq * problem.Nq:
         return ()
-    key, shared, _, why = choose_forward(P, facts)
+    return (forward_step(problem, facts, choose_forward(problem, facts)),)
+
+
+def forward_step(problem: Problem, facts: Facts, choice: Choice) -> Step:
+    """Say how a kernel of the forward pass is started.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked, with at least one query.
+    facts : Facts
+        Of its arrays and its device.
+    choice : Choice
+        The kernel.
+
+    Returns
+    -------
+    Step
+        The only one of the pass.
+    """
+    P, (key, shared, _, why) = problem, choice
+    heads = P.B * P.Hq
     blocks = heads * -(-P.Nq // key.block_q)
     if key.kernel == HOPPER:
         # Blocks of threads stay, and take one block of queries after the other.
         boxes = (("q", HOPPER_GROUP_ROWS), ("k", key.block_k), ("v", key.block_k))
-        return (Step(key, min(facts.processors, blocks), shared, why, boxes),)
+        return Step(key, min(facts.processors, blocks), shared, why, boxes)
     if key.kernel != "forward":
-        return (Step(key, _rows(heads * P.Nq), shared, why),)
+        return Step(key, _rows(heads * P.Nq), shared, why)
     columns = max(1, -(-P.Dv // key.value_dim))
-    return (Step(key, columns * blocks, shared, why),)
+    return Step(key, columns * blocks, shared, why)
 
 
 def backward_steps(

@@ -139,7 +139,9 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
 }
 
 
-def candidates(kernel: str, itemsize: int, dim: int) -> tuple[TileSize, ...]:
+def candidates(
+    kernel: str, itemsize: int, dim: int, blocks: tuple[int, ...] = ()
+) -> tuple[TileSize, ...]:
     """List the tile sizes of a kernel, the fastest first.
 
     Parameters
@@ -150,12 +152,20 @@ def candidates(kernel: str, itemsize: int, dim: int) -> tuple[TileSize, ...]:
         Bytes of an element.
     dim : int
         The larger of the two head dimensions.
+    blocks : tuple of int
+        Queries and keys of the blocks of a block mask; empty where there is none.
 
     Returns
     -------
     tuple of TileSize
         At least one.
     """
+
+    def straddles(tile: TileSize) -> bool:
+        """Whether tiles lie across borders of blocks, and so are often seen in part."""
+        sides = zip(tile[:2], blocks, strict=False)
+        return any(max(pair) % min(pair) for pair in sides)
+
     table = _TABLE[kernel, itemsize]
     best = next(sizes for limit, sizes in table.items() if dim <= limit)
-    return best + _SMALLER.get(kernel, _SMALL)
+    return (*sorted(best, key=straddles), *_SMALLER.get(kernel, _SMALL))
