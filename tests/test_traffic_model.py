@@ -213,6 +213,13 @@ def test_operations_of_square_heads() -> None:
     assert flops(problem, share=0.25) == flops(problem) / 4
 
 
+def test_the_standard_algorithm_multiplies_every_pair_and_nothing_again() -> None:
+    problem, _ = call((2, 4, 2), (30, 50, 3, 5), {"causal": True})
+    assert flops(problem, algorithm="standard") == 2 * 2 * 4 * 30 * 50 * (3 + 5)
+    assert flops(problem, "backward", algorithm="standard") == 4 * 2 * 4 * 30 * 50 * (3 + 5)
+    assert flops(problem, algorithm="flash1") == flops(problem)
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 

@@ -163,7 +163,12 @@ def modelled(
     return _traffic(problem, visits, heads_per_load, algorithm, kind)
 
 
-def flops(problem: Problem, kind: str = "forward", share: float | None = None) -> int:
+def flops(
+    problem: Problem,
+    kind: str = "forward",
+    share: float | None = None,
+    algorithm: str = "flash2",
+) -> int:
     """Count the floating-point operations of the matrix products of a pass.
 
     Parameters
@@ -174,26 +179,34 @@ def flops(problem: Problem, kind: str = "forward", share: float | None = None) -
         Which pass.
     share : float or None
         As for ``modelled``.
+    algorithm : str
+        A name of ``ALGORITHMS``.
 
     Returns
     -------
     int
         ``2 (D + Dv)`` forward and ``2 (3 D + 2 Dv)`` backward for each pair that is seen: two
-        products forward (4 D where D = Dv), five backward (10 D).
+        products forward (4 D where D = Dv), five backward (10 D). The standard algorithm skips no
+        pair; it has kept the probabilities, so that its backward pass is ``2 (2 D + 2 Dv)``.
 
     Raises
     ------
     ValueError
         As for ``modelled``.
     """
-    _check((1, 1), "flash2", kind, 1)
+    _check((1, 1), algorithm, kind, 1)
     _check_model(problem, share)
     P = problem
-    if share is None:
+    if algorithm == "standard":
+        pairs = P.B * P.Hq * P.Nq * P.Nk
+    elif share is None:
         pairs = P.B * P.Hq * reached(P.Nq, P.Nk, 1, P.Nk - P.Nq, *P.window)
     else:
         pairs = round(share * (P.B * P.Hq * P.Nq * P.Nk))
-    return 2 * pairs * (P.D + P.Dv if kind == "forward" else 3 * P.D + 2 * P.Dv)
+    if kind == "forward":
+        return 2 * pairs * (P.D + P.Dv)
+    again = 0 if algorithm == "standard" else P.D
+    return 2 * pairs * (2 * (P.D + P.Dv) + again)
 
 
 def forward_traffic(
