@@ -5,14 +5,12 @@ the arrays, warms up, and computes the two passes once inside the range that is 
 """
 
 import csv
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.memory_case import Case
@@ -57,7 +55,7 @@ def command(ncu: str, log: Path, case: Case) -> list[str]:
         *(ncu, "--clock-control", "none", "--cache-control", "none"),
         *("--profile-from-start", "off", "--target-processes", "all"),
         *("--metrics", ",".join(METRICS), "--csv", "--page", "raw", "--log-file", str(log)),
-        *(sys.executable, "-m", "benchmarks.gpu_counters", "--child", json.dumps(asdict(case))),
+        *(sys.executable, "-m", "benchmarks.gpu_counters", "--child", case.text),
     ]
 
 
@@ -133,10 +131,10 @@ def _value(name: str, text: str, unit: str) -> float:
 
 
 def _complaint(said: str, done: subprocess.CompletedProcess[str]) -> str:
-    """First line in which ncu says what is wrong, else the last of the child."""
+    """Last line of the child, and the first in which ncu says what is wrong."""
     lines = (said + done.stdout).splitlines()
     errors = [line.removeprefix("==ERROR== ") for line in lines if line.startswith("==ERROR==")]
-    return (errors or done.stderr.strip().splitlines()[-1:] or ["nothing was said"])[0]
+    return "; ".join(done.stderr.strip().splitlines()[-1:] + errors[:1]) or "nothing was said"
 
 
 def child(case: Case) -> None:
@@ -149,10 +147,11 @@ def child(case: Case) -> None:
     device = Gpu()
     inputs = memory_gpu.inputs_of(device, case)
     synchronize = device.xp.cuda.Device().synchronize
-    case.run(inputs, device.xp)
+    call = case.prepared(inputs, device.xp)
+    call()
     synchronize()
     profiler.start()
-    case.run(inputs, device.xp)
+    call()
     synchronize()
     profiler.stop()
 
@@ -160,4 +159,4 @@ def child(case: Case) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] != ["--child"] or len(sys.argv) != 3:
         sys.exit("run `python -m tileattn bench traffic`; this module only serves it")
-    child(Case(**json.loads(sys.argv[2])))
+    child(Case.read(sys.argv[2]))

@@ -191,6 +191,18 @@ class Torch(Contestant):
         return lambda: tuple(map(self._array, gradients()))
 
 
+class Stepwise(Torch):
+    """Matrix product, softmax, matrix product, as a user of PyTorch writes them."""
+
+    name, quadratic = "pytorch", True
+
+    def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any:
+        if mask.causal or mask.window is not None or q.shape[1] != k.shape[1]:
+            raise NotImplementedError("steps without a mask and without groups are all there is")
+        scores = self._torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+        return self._torch.matmul(self._torch.softmax(scores, -1), v)
+
+
 class Sdpa(Torch):
     """PyTorch's ``scaled_dot_product_attention`` held to one of its backends."""
 

@@ -1,18 +1,28 @@
 """One cell of the memory benchmark: who, which passes, how many tokens; and what that needs."""
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks import gpu_tiles
 from benchmarks.gpu_cells import Cell
-from benchmarks.gpu_device import DTYPES, Inputs, Shapes
-from benchmarks.gpu_peers import Contestant, Mask, Plain, Tileattn
+from benchmarks.gpu_device import DTYPES, Call, Inputs, Shapes
+from benchmarks.gpu_peers import Contestant, Mask, Plain, Stepwise, Tileattn
+from tileattn.kernels.tiles import TileSize
 
 CONTESTANTS = ("plain", "tileattn")
 PASSES = ("forward", "both")
 
-# Arrays of N x N that plain attention has at once. CuPy copies what it multiplies transposed.
-SQUARES = {("cpu", "forward"): 1, ("cpu", "both"): 2, ("gpu", "forward"): 1, ("gpu", "both"): 3}
+# Bytes of the arrays of N x N that are there at once in a forward pass, and in both, over those of
+# one such array. CuPy multiplies batches of 16 bits in float32, and copies what is transposed.
+SQUARES = {
+    "numpy": (1, 2),
+    "cupy": (1, 3),
+    "cupy, 16 bits": (3, 4),
+    "pytorch": (2, 3),
+    "tileattn": (0, 0),
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class Case:
     device : str
         ``cpu`` or ``gpu``.
     contestant : str
-        ``plain`` or ``tileattn``.
+        ``plain``, ``pytorch`` or ``tileattn``.
     kind : str
         ``forward``, or ``both`` for forward and then backward.
     dtype : str
@@ -33,6 +43,9 @@ class Case:
         Heads, tokens, and the width of a head.
     B : int
         Batch entries.
+    held : tuple
+        Name of a kernel and numbers of a ``TileSize`` that tileattn is held to in a forward pass;
+        empty where it chooses by itself.
     """
 
     device: str
@@ -43,6 +56,18 @@ class Case:
     N: int
     D: int
     B: int = 1
+    held: tuple[Any, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Written for another process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> "Case":
+        """Read what ``text`` is."""
+        fields = json.loads(text)
+        return cls(**fields | {"held": tuple(fields["held"])})
 
     @property
     def shapes(self) -> Shapes:
@@ -59,15 +84,36 @@ class Case:
         """Bytes of inputs, outputs and arrays of N x N: no run takes less."""
         size, rows = DTYPES[self.dtype].itemsize, self.B * self.H * self.N
         outputs = (1 if self.kind == "forward" else 4) * rows * self.D * size
-        if self.contestant == "tileattn":
-            return self.inputs + outputs + rows * max(size, 4)  # and lse
-        return self.inputs + outputs + SQUARES[self.device, self.kind] * rows * self.N * size
+        lse = rows * max(size, 4) if self.contestant == "tileattn" else 0
+        return self.inputs + outputs + lse + self._squares * rows * self.N * size
+
+    @property
+    def _squares(self) -> int:
+        library = self.contestant
+        if library == "plain":
+            narrow = ", 16 bits" if DTYPES[self.dtype].itemsize == 2 else ""
+            library = "numpy" if self.device == "cpu" else f"cupy{narrow}"
+        return SQUARES[library][PASSES.index(self.kind)]
+
+    def prepared(self, inputs: Inputs, xp: Any) -> Call:
+        """Give the call that computes the passes; what it returns keeps the outputs alive."""
+        if self.held:
+            kernel, *tile = self.held
+            return gpu_tiles.prepared(kernel, TileSize(*tile), inputs)
+        everything, who = Mask(causal=False), self._who(xp)
+        if self.kind == "forward":
+            return who.forward(inputs, everything)
+
+        def both() -> Any:
+            return who.backward(inputs, everything)()  # what prepares it runs the forward pass
+
+        return both
+
+    def _who(self, xp: Any) -> Contestant:
+        if self.contestant == "plain":
+            return Plain(xp)
+        return Stepwise() if self.contestant == "pytorch" else Tileattn(reuse=False)
 
     def run(self, inputs: Inputs, xp: Any) -> Any:
-        """Compute the passes; the result keeps the outputs alive."""
-        who: Contestant = Plain(xp) if self.contestant == "plain" else Tileattn(reuse=False)
-        everything = Mask(causal=False)
-        if self.kind == "forward":
-            return who.forward(inputs, everything)()
-        backward = who.backward(inputs, everything)  # runs the forward pass
-        return backward()
+        """Compute the passes."""
+        return self.prepared(inputs, xp)()

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ def room() -> int:
 
 def peak(case: Case) -> Row:
     """Measure a case in a process of its own, which has nothing else to remember."""
-    command = [sys.executable, "-m", "benchmarks.memory_cpu", json.dumps(asdict(case))]
+    command = [sys.executable, "-m", "benchmarks.memory_cpu", case.text]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -72,4 +72,4 @@ def _kib(path: Path, field: str) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Case(**json.loads(sys.argv[1])))))
+    print(json.dumps(measure(Case.read(sys.argv[1]))))

@@ -2,15 +2,17 @@
 
     python -m tileattn bench traffic               N from 512 to 16384 at B N = 65536
     python -m tileattn bench traffic --density     time against the density of a block mask
-    python -m tileattn bench traffic --blocks      time of the NumPy backend against its tiles
+    python -m tileattn bench traffic --blocks cpu  time of the NumPy backend against its tiles
+    python -m tileattn bench traffic --blocks gpu  time and bytes of two kernels against theirs
 
-The files are benchmarks/results/traffic.json, traffic_density.json and traffic_blocks.json.
+The files are traffic.json, traffic_density.json, traffic_blocks_cpu.json and
+traffic_blocks_gpu.json in benchmarks/results.
 
 The first has 16 heads of 64 in half precision; its row of N = 1024 is the setting of the table
 beside figure 2 of FlashAttention (arXiv:2205.14135), whose figures stand beside it as they are
 printed there. Bytes are modelled by `tileattn.traffic`, and counted by Nsight Compute where there
 are a GPU and `ncu`. Without them one line says what is missing, and the model is shown alone. A
-GPU's kernels choose their tiles themselves, so time against tiles is that of the CPU.
+GPU's kernels choose their tiles themselves, unless they are held to some for `--blocks`.
 """
 
 import argparse
@@ -18,24 +20,35 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
 import tileattn
-from benchmarks import cpu, gpu, gpu_counters, memory_gpu, report, traffic_model
+from benchmarks import (
+    cpu,
+    gpu,
+    gpu_counters,
+    gpu_tiles,
+    memory_gpu,
+    report,
+    traffic_model,
+)
 from benchmarks.gpu_cells import Cell, random_blocks
 from benchmarks.gpu_device import Gpu
-from benchmarks.memory_case import CONTESTANTS, Case
+from benchmarks.memory_case import Case
 from benchmarks.report import Row, one_line
 
 TOKENS, HEADS, WIDTH, DTYPE = 65536, 16, 64, "fp16"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 DENSITIES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)
 BLOCKS = (64, 128, 256, 512, 1024)
+CONTESTANTS = ("plain", "pytorch", "tileattn")
 
-# On an A100, as printed: its operations are not the 4 B H N N D and 2.5 times that of this file.
+# On an A100, as printed: its operations are not those of the products that this file counts.
 PAPER = {
     "source": "arXiv:2205.14135, figure 2 (left)",
+    "gpu": "NVIDIA A100",
     "N": 1024,
     "standard": {"gflop": 66.6, "hbm_gbytes": 40.3, "ms": 41.7},
     "flash1": {"gflop": 75.2, "hbm_gbytes": 4.4, "ms": 7.3},
@@ -50,11 +63,11 @@ def case_of(contestant: str, N: int) -> Case:
 def timed(case: Case, device: Gpu) -> float:
     """Milliseconds of both passes."""
     inputs = memory_gpu.inputs_of(device, case)
-    return 1e3 * median(device.time([partial(case.run, inputs, device.xp)]))
+    return 1e3 * median(device.time([case.prepared(inputs, device.xp)]))
 
 
 def counted(case: Case, device: Gpu, counters: Callable[[Case], Row] | None) -> Row:
-    """Measure the time of both passes by events, and their bytes by counters where there are any.
+    """Measure the time of the passes by events, and their bytes by counters where there are any.
 
     What does not fit is refused before it is allocated.
     """
@@ -78,6 +91,7 @@ def lengths(
     tile: tuple[int, int],
     device: Gpu | None,
     counters: Callable[[Case], Row] | None,
+    contestants: Sequence[str],
 ) -> Iterator[Row]:
     """Model each length, and measure it where there is a device."""
     for N in report.tracked(Ns, "traffic"):
@@ -85,7 +99,7 @@ def lengths(
         sizes = {"B": cell.B, "H": HEADS, "N": N, "D": WIDTH, "dtype": DTYPE, "tile": list(tile)}
         row = sizes | traffic_model.row((cell, replace(cell, kind="backward")), tile)
         if device is not None:
-            row |= {who: counted(case_of(who, N), device, counters) for who in CONTESTANTS}
+            row |= {who: counted(case_of(who, N), device, counters) for who in contestants}
         yield row | ({"paper": PAPER} if PAPER["N"] == N else {})
 
 
@@ -114,6 +128,20 @@ def blocks(N: int, seconds: float) -> Iterator[Row]:
             yield cell.row() | {"tile": tile[0], "modelled_bytes": modelled, "ms": 1e3 * measured}
 
 
+def gpu_blocks(N: int, device: Gpu | None, counters: Callable[[Case], Row] | None) -> Iterator[Row]:
+    """Time and bytes of a GPU's forward kernels against their tiles."""
+    sizes = [(kernel, tile) for kernel, tiles in gpu_tiles.TILES.items() for tile in tiles]
+    for kernel, tile in report.tracked(sizes, "blocks"):
+        cell = Cell("forward", DTYPE, max(1, TOKENS // N), HEADS, N, WIDTH, causal=False)
+        modelled = traffic_model.nbytes(cell, tile[:2])
+        row = cell.row() | {"kernel": kernel, "tile": tile[:2], "modelled_bytes": modelled}
+        if device is not None:
+            held = (kernel, *tile)
+            case = Case("gpu", "tileattn", "forward", DTYPE, HEADS, N, WIDTH, cell.B, held)
+            row |= counted(case, device, counters)
+        yield row
+
+
 def line(row: Row) -> str:
     """Values of a row beside their names; of what is nested, each on a line of its own."""
     nested = {name: value for name, value in row.items() if isinstance(value, dict)}
@@ -131,7 +159,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--density", action="store_true", help="vary the density of a block mask (N 16384)")
-    add("--blocks", action="store_true", help="vary the tiles of the NumPy backend (N 4096)")
+    add("--blocks", choices=("cpu", "gpu"), help="vary the tiles of a backend (N 4096)")
     add("--length", type=int, nargs="+", help="(512 to 16384)")
     add("--tile", type=int, nargs=2, default=(128, 128), help="of the model (128 128)")
     add("--seconds", type=float, default=20.0, help="for each pass of --blocks (20)")
@@ -142,11 +170,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def missing(arguments: argparse.Namespace) -> dict[str, str]:
     """Say which part of what is asked for cannot be had here."""
     absent: dict[str, str | None] = {}
-    if not arguments.blocks:
+    if arguments.blocks != "cpu":
         absent["GPU"] = tileattn.available_backends()["cupy"]
-    if not arguments.blocks and not arguments.density:
-        absent["ncu"] = gpu_counters.unavailable()
-    return {name: f"{why}; the model is shown" for name, why in absent.items() if why}
+        if not arguments.density:
+            absent["ncu"] = gpu_counters.unavailable()
+    found = {name: f"{why}; the model is shown" for name, why in absent.items() if why}
+    if not arguments.blocks and not arguments.density and find_spec("torch") is None:
+        found["pytorch"] = "PyTorch is not installed; standard attention is that of CuPy"
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -155,15 +186,20 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     tile = (arguments.tile[0], arguments.tile[1])
     absent = missing(arguments)
-    report.show_missing(absent)
-    device = None if arguments.blocks or "GPU" in absent else Gpu()
+    device = None if arguments.blocks == "cpu" or "GPU" in absent else Gpu()
     counters = None if "ncu" in absent else gpu_counters.measure
-    if arguments.blocks:
-        stem, made = "traffic_blocks", blocks((arguments.length or [4096])[0], arguments.seconds)
+    N: int | None = arguments.length[0] if arguments.length else None
+    stem = "traffic"
+    if arguments.blocks == "cpu":
+        stem, made = "traffic_blocks_cpu", blocks(N or 4096, arguments.seconds)
+    elif arguments.blocks == "gpu":
+        stem, made = "traffic_blocks_gpu", gpu_blocks(N or 4096, device, counters)
     elif arguments.density:
-        stem, made = "traffic_density", density((arguments.length or [16384])[0], tile, device)
+        stem, made = "traffic_density", density(N or 16384, tile, device)
     else:
-        stem, made = "traffic", lengths(arguments.length or LENGTHS, tile, device, counters)
+        contestants = [who for who in CONTESTANTS if who not in absent]
+        made = lengths(arguments.length or LENGTHS, tile, device, counters, contestants)
+    report.show_missing(absent)
     machine = report.host() if device is None else device.machine()
     rows: list[Row] = []
     try:

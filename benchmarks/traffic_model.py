@@ -43,9 +43,9 @@ def nbytes(cell: Cell, tile: Tile, algorithm: str = "flash2", share: float | Non
 
 def row(cells: tuple[Cell, Cell], tile: Tile) -> Row:
     """Operations and bytes of the forward and the backward pass together, by each algorithm."""
-    flops = sum(traffic.flops(problem_of(cell), cell.kind, None) for cell in cells)
-    modelled = {
-        algorithm: sum(nbytes(cell, tile, algorithm) for cell in cells)
-        for algorithm in traffic.ALGORITHMS
-    }
-    return {"gflop": flops / 1e9, "modelled_bytes": modelled}
+    gflop, modelled = {}, {}
+    for name in traffic.ALGORITHMS:
+        flops = (traffic.flops(problem_of(cell), cell.kind, algorithm=name) for cell in cells)
+        gflop[name] = sum(flops) / 1e9
+        modelled[name] = sum(nbytes(cell, tile, name) for cell in cells)
+    return {"gflop": gflop, "modelled_bytes": modelled}

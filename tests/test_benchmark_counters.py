@@ -16,7 +16,7 @@ from benchmarks.gpu_counters import METRICS, kernels, summed
 from benchmarks.memory_case import Case
 from tests.fake_gpu import Fake
 
-CASE = Case("gpu", "tileattn", "both", "fp16", 16, 1024, 64, B=64)
+CASE = Case("gpu", "tileattn", "both", "fp16", 16, 1024, 64, B=64, held=("forward", 16, 64, 1))
 
 # As ncu 2024 and later write it: its own lines first, units in a row of their own.
 SAMPLE = """\
@@ -117,12 +117,19 @@ def test_the_child_is_profiled_and_its_counts_are_read(on_path: Path) -> None:
     assert given[given.index("--metrics") + 1] == ",".join(METRICS)
     assert given[given.index("--profile-from-start") + 1] == "off"
     assert given[-4:-1] == ["-m", "benchmarks.gpu_counters", "--child"]
-    assert Case(**json.loads(given[-1])) == CASE
+    assert Case.read(given[-1]) == CASE
 
 
 def test_what_ncu_complains_of_is_said(on_path: Path) -> None:
     played(on_path, "print('==ERROR== ERR_NVGPUCTRPERM - no permission'); sys.exit(1)")
     with pytest.raises(RuntimeError, match="ended with status 1: ERR_NVGPUCTRPERM"):
+        gpu_counters.measure(CASE)
+
+
+def test_what_the_child_complains_of_is_said_first(on_path: Path) -> None:
+    said = "print('==ERROR== The application returned an error'); sys.exit('no memory')"
+    played(on_path, said)
+    with pytest.raises(RuntimeError, match="status 1: no memory; The application returned"):
         gpu_counters.measure(CASE)
 
 
@@ -143,7 +150,7 @@ def test_the_passes_run_once_inside_the_profiled_range(monkeypatch: pytest.Monke
         float32=np.float32, random=np.random, cuda=SimpleNamespace(Device=lambda: wait)
     )
     monkeypatch.setattr(gpu_device, "Gpu", lambda: device)
-    monkeypatch.setattr(Case, "run", lambda *_: events.append("run"))
+    monkeypatch.setattr(Case, "prepared", lambda *_: lambda: events.append("run"))
     profiler = SimpleNamespace(
         start=lambda: events.append("start"), stop=lambda: events.append("stop")
     )

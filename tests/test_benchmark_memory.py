@@ -30,13 +30,15 @@ def case(contestant: str = "plain", kind: str = "forward", N: int = 100, **other
         (case(), 1, 4 * 2 * 100**2),
         (case(kind="both"), 4, 2 * 4 * 2 * 100**2),
         (case(kind="both", device="gpu"), 4, 3 * 4 * 2 * 100**2),
+        (case("plain", "both", device="gpu", dtype="fp16"), 4, 4 * 2 * 2 * 100**2),
+        (case("pytorch", device="gpu", dtype="fp16"), 1, 2 * 2 * 2 * 100**2),
         (case(B=3), 1, 3 * 4 * 2 * 100**2),
         (case("tileattn"), 1, 4 * 2 * 100),
         (case("tileattn", "both", dtype="f64"), 4, 8 * 2 * 100),
     ],
 )
 def test_what_a_case_needs_is_worked_out(one: Case, outputs: int, beyond: int) -> None:
-    array = one.B * 2 * 100 * 8 * (8 if one.dtype == "f64" else 4)
+    array = one.B * 2 * 100 * 8 * {"f64": 8, "f32": 4, "fp16": 2}[one.dtype]
     assert one.inputs == 4 * array
     assert one.needs == (4 + outputs) * array + beyond
 
@@ -217,4 +219,4 @@ def test_the_peak_on_a_gpu_is_at_least_the_outputs(contestant: str) -> None:
 
     one = case(contestant, device="gpu", N=1024, dtype="fp16", D=64)
     peak = memory_gpu.peak(Gpu(), one)["peak_bytes"]
-    assert one.needs - one.inputs <= peak < 2 * (one.needs - one.inputs) + (1 << 20)
+    assert one.needs - one.inputs <= peak < 1.1 * (one.needs - one.inputs) + (1 << 20)

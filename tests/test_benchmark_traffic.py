@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 
 import tileattn
-from benchmarks import gpu_counters, memory_gpu, traffic, traffic_model
+from benchmarks import gpu_counters, gpu_tiles, memory_gpu, traffic, traffic_model
 from benchmarks.gpu_cells import Cell, random_blocks
+from benchmarks.gpu_device import Inputs
 from benchmarks.memory_case import Case
 from benchmarks.report import Row
 from tests.fake_gpu import Fake
+from tileattn.kernels.tiles import TileSize
+
+CASES = ("plain", "tileattn")
 
 
 @pytest.fixture
@@ -50,11 +54,12 @@ def test_both_passes_are_modelled_together() -> None:
     ]
     assert moved["flash2"] == sum(parts)
     assert moved["standard"] > moved["flash1"] > moved["flash2"]
-    assert row["gflop"] == 14 * 2 * 3 * 256 * 256 * 8 / 1e9
+    product = 2 * 2 * 3 * 256 * 256 * 8 / 1e9
+    assert row["gflop"] == {"standard": 6 * product, "flash1": 7 * product, "flash2": 7 * product}
 
 
 def test_lengths_are_measured_where_there_is_a_device(small: Fake) -> None:
-    (row,) = traffic.lengths([64], (32, 32), small, counts)
+    (row,) = traffic.lengths([64], (32, 32), small, counts, CASES)
     assert (row["B"], row["H"], row["N"], row["tile"]) == (2, 2, 64, [32, 32])
     for contestant in ("plain", "tileattn"):
         assert row[contestant] == {"ms": 2.0, "dram_read_bytes": 64}
@@ -62,7 +67,7 @@ def test_lengths_are_measured_where_there_is_a_device(small: Fake) -> None:
 
 
 def test_what_does_not_fit_is_refused(small: Fake) -> None:
-    (row,) = traffic.lengths([512], (32, 32), small, counts)
+    (row,) = traffic.lengths([512], (32, 32), small, counts, CASES)
     needs = traffic.case_of("plain", 512).needs
     assert needs > 1_000_000
     assert row["plain"]["needs_bytes"] == needs
@@ -75,15 +80,15 @@ def test_the_time_is_kept_where_nothing_is_counted(small: Fake) -> None:
     def refused(_: Case) -> Row:
         raise RuntimeError("ncu ended with status 1: ERR_NVGPUCTRPERM")
 
-    (row,) = traffic.lengths([64], (32, 32), small, refused)
+    (row,) = traffic.lengths([64], (32, 32), small, refused, CASES)
     assert row["plain"]["ms"] == 2.0
     assert "ERR_NVGPUCTRPERM" in row["plain"]["not_counted"]
-    (row,) = traffic.lengths([64], (32, 32), small, None)
+    (row,) = traffic.lengths([64], (32, 32), small, None, CASES)
     assert row["plain"] == {"ms": 2.0}
 
 
 def test_the_paper_stands_beside_its_own_setting() -> None:
-    rows = {row["N"]: row for row in traffic.lengths([512, 1024], (128, 128), None, None)}
+    rows = {row["N"]: row for row in traffic.lengths([512, 1024], (128, 128), None, None, CASES)}
     assert "paper" not in rows[512]
     paper = rows[1024]["paper"]
     assert (rows[1024]["B"], rows[1024]["H"], rows[1024]["D"]) == (64, 16, 64)
@@ -116,12 +121,33 @@ def test_bytes_fall_with_the_size_of_the_tiles() -> None:
     assert all(row["ms"] > 0 for row in rows)
 
 
+def test_tiles_of_a_gpu_are_modelled_timed_and_counted(
+    small: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[tuple[str, TileSize]] = []
+
+    def prepare(kernel: str, tile: TileSize, inputs: Inputs) -> Any:
+        assert inputs.q.shape == (2, 2, 64, 8)
+        prepared.append((kernel, tile))
+        return lambda: None
+
+    monkeypatch.setattr(gpu_tiles, "prepared", prepare)
+    rows = list(traffic.gpu_blocks(64, small, counts))
+    assert prepared == [(name, tile) for name, tiles in gpu_tiles.TILES.items() for tile in tiles]
+    assert [row["tile"] for row in rows] == [tile[:2] for _, tile in prepared]
+    assert all(row["ms"] == 2.0 and row["dram_read_bytes"] == 64 for row in rows)
+    moved = {row["tile"][0]: row["modelled_bytes"] for row in rows}
+    once = 2 * 2 * 64 * (2 * 8 * 2 + 4)  # q, out and lse
+    assert moved[16] - once == 2 * (moved[32] - once) == 4 * (moved[64] - once)
+
+
 def test_what_is_nested_has_a_line_of_its_own(small: Fake) -> None:
-    (row,) = traffic.lengths([64], (32, 32), small, counts)
+    (row,) = traffic.lengths([64], (32, 32), small, counts, CASES)
     head, *inner = traffic.line(row).splitlines()
     assert head.startswith("B 2  H 2  N 64")
-    assert inner[0].startswith("  modelled_bytes: standard ")
-    assert inner[1] == "  plain: ms 2  dram_read_bytes 64"
+    assert inner[0].startswith("  gflop: standard ")
+    assert inner[1].startswith("  modelled_bytes: standard ")
+    assert inner[2] == "  plain: ms 2  dram_read_bytes 64"
 
 
 @pytest.mark.usefixtures("alone")
@@ -130,7 +156,7 @@ def test_without_a_gpu_the_model_is_written_alone(
 ) -> None:
     traffic.main(["--length", "1024", "--to", str(tmp_path)])
     result = json.loads((tmp_path / "traffic.json").read_text(encoding="utf-8"))
-    assert set(result["missing"]) == {"GPU", "ncu"}
+    assert {"GPU", "ncu"} <= set(result["missing"])
     (row,) = result["rows"]
     assert set(row["modelled_bytes"]) == {"standard", "flash1", "flash2"}
     assert "plain" not in row
@@ -142,17 +168,26 @@ def test_without_a_gpu_the_model_is_written_alone(
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("option", "names"), [("--density", {"GPU"}), ("--blocks", set()), (None, {"GPU", "ncu"})]
+    ("argv", "names"),
+    [
+        (["--density"], {"GPU"}),
+        (["--blocks", "cpu"], set()),
+        (["--blocks", "gpu"], {"GPU", "ncu"}),
+        ([], {"GPU", "ncu", "pytorch"}),
+    ],
 )
-def test_only_what_is_needed_is_missed(option: str | None, names: set[str]) -> None:
-    assert set(traffic.missing(traffic.parse([option] if option else []))) == names
+def test_only_what_is_needed_is_missed(
+    argv: list[str], names: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "find_spec", lambda _: None)  # there is no PyTorch
+    assert set(traffic.missing(traffic.parse(argv))) == names
 
 
-@pytest.mark.parametrize("option", ["--density", "--blocks"])
+@pytest.mark.parametrize("argv", [["--density"], ["--blocks", "cpu"], ["--blocks", "gpu"]])
 @pytest.mark.usefixtures("alone")
-def test_each_option_has_a_file_of_its_own(option: str, tmp_path: Path) -> None:
-    given: list[Any] = [option, "--length", "128", "--seconds", "0", "--to", tmp_path]
+def test_each_option_has_a_file_of_its_own(argv: list[str], tmp_path: Path) -> None:
+    given: list[Any] = [*argv, "--length", "128", "--seconds", "0", "--to", tmp_path]
     traffic.main(list(map(str, given)))
     (path,) = tmp_path.iterdir()
-    assert path.name == f"traffic_{option[2:]}.json"
+    assert path.name == f"traffic_{'_'.join(argv)[2:]}.json"
     assert json.loads(path.read_text(encoding="utf-8"))["rows"]
