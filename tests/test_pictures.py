@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import test_blocks_picture, test_density_picture
 from tileattn.block_mask import FULL, PARTIAL, SKIP
 from tileattn.blocks import Tile
 from tools import drawing, memory_picture, pictures, schedule_picture
@@ -50,8 +51,15 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def everything(results: Path) -> Path:
     """Results for every picture, those too that the project may not have."""
-    for name, rows in (("memory_cpu", memory_rows()), ("traffic", [traffic_row()])):
-        (results / f"{name}.json").write_text(json.dumps({"machine": {}, "rows": rows}), "utf-8")
+    made = {
+        "memory_cpu": memory_rows(),
+        "traffic": [traffic_row()],
+        "traffic_blocks_gpu": test_blocks_picture.rows(),
+        "traffic_density": test_density_picture.rows(),
+    }
+    for name, rows in made.items():
+        result = {"machine": {"gpu": "NVIDIA H200"}, "rows": rows}
+        (results / f"{name}.json").write_text(json.dumps(result), "utf-8")
     return results
 
 
@@ -152,7 +160,9 @@ def test_a_new_file_brings_its_pictures(everything: Path, root: Path) -> None:
     names = {path.name for path in (root / "docs" / "assets").glob("*.svg")}
     assert names == {f"{name}_{tone}.svg" for name in pictures.MAKERS for tone in ("dark", "light")}
     assert 'src="docs/assets/memory_light.svg"' in (root / "README.md").read_text("utf-8")
-    assert "(assets/traffic_dark.svg#only-dark)" in (root / "docs" / "io.md").read_text("utf-8")
+    for name in ("traffic", "blocks", "density"):
+        shown = f"(assets/{name}_dark.svg#only-dark)"
+        assert shown in (root / "docs" / "io.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", pictures.MAKERS)

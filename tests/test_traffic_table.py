@@ -15,6 +15,7 @@ COUNTS = {"dram_read_bytes": 4_000_000, "dram_write_bytes": 500_000}
 
 def row(**more: Any) -> dict[str, Any]:
     sizes = {"B": 2, "H": 16, "N": 512, "D": 64, "dtype": "fp16", "tile": [128, 64]}
+    sizes |= {"gflop": {"standard": 60.0, "flash1": 70.0, "flash2": 70.0}}
     return sizes | {"modelled_bytes": {"standard": 9e9, "flash1": 7e6, "flash2": 5e6}} | more
 
 
@@ -40,11 +41,28 @@ def test_without_counts_there_is_no_section(results: Path) -> None:
 
 
 def test_counted_bytes_stand_beside_the_model(results: Path) -> None:
-    write(results, row(tileattn=COUNTS, plain={"not_run": "no room"}))
+    write(results, row(tileattn=COUNTS | {"ms": 1.234}, plain={"not_run": "no room"}))
     lines = list(traffic_table.lines())
     assert lines[0] == "## What a GPU moves"
-    assert lines[-1] == "| 2 | 16 | 512 | 64 | fp16 | 128 x 64 | 5 MB | 9 GB | 7 MB | 4.5 MB |  |"
+    sizes = "| 2 | 16 | 512 | 64 | fp16 | 128 x 64 | 5 MB | 9 GB | 4.5 MB |  |  |"
+    assert lines[-1] == f"{sizes} 1.23 |  |  |"
+    assert len([line for line in lines if line.startswith("|")]) == 3  # a head and one row
     assert any(MACHINE["command"] in line and MACHINE["gpu"] in line for line in lines)
+
+
+def test_the_row_of_the_paper_stands_beside_its_figures(results: Path) -> None:
+    told = {"gflop": 66.6, "hbm_gbytes": 40.3, "ms": 41.7}
+    paper = {"gpu": "its GPU", "standard": told, "flash1": told | {"ms": 7.3}}
+    ours = COUNTS | {"ms": 2.0, "l2_bytes": 7_000_000_000}
+    write(results, row(tileattn=ours, pytorch={"ms": 12345.6}, paper=paper), row(tileattn=ours))
+    lines = list(traffic_table.lines())
+    first = lines.index("| standard attention, the paper | its GPU | 66.6 | 40.3 |  | 41.7 |")
+    assert lines[first + 1 : first + 5] == [
+        "| FlashAttention, the paper | its GPU | 66.6 | 40.3 |  | 7.3 |",
+        "| tileattn | a GPU | 70.0 | 0.0045 | 7 | 2 |",
+        "| PyTorch | a GPU | 60.0 |  |  | 12346 |",
+        "| CuPy | a GPU | 60.0 |  |  |  |",
+    ]
 
 
 def test_a_changed_count_makes_the_page_stale(results: Path) -> None:

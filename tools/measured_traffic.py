@@ -1,15 +1,36 @@
 """What ``python -m tileattn bench traffic`` leaves behind: bytes in the model and as counted."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.drawing import load
 
 FILE = "traffic"
 ALGORITHMS = {"flash2": "FlashAttention-2", "standard": "standard", "flash1": "FlashAttention"}
-COUNTED = {"tileattn": "flash2", "plain": "standard"}  # and the algorithm that each one runs
 
 Row = dict[str, Any]
+
+
+class Counted(NamedTuple):
+    """A contestant whose bytes a GPU counts.
+
+    Parameters
+    ----------
+    name : str
+        As readers know it.
+    algorithm : str
+        What it runs.
+    """
+
+    name: str
+    algorithm: str
+
+
+COUNTED = {
+    "tileattn": Counted("tileattn", "flash2"),
+    "pytorch": Counted("PyTorch", "standard"),
+    "plain": Counted("CuPy", "standard"),
+}
 
 
 def results_of(results: Path) -> Any:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tools import (
+    blocks_picture,
+    density_picture,
     memory_picture,
     roofline_picture,
     schedule_picture,
@@ -27,6 +29,8 @@ MAKERS: dict[str, Callable[[Path], Picture]] = {
     "speed": speed_picture.picture,
     "memory": memory_picture.picture,
     "traffic": traffic_picture.picture,
+    "blocks": blocks_picture.picture,
+    "density": density_picture.picture,
     "roofline": roofline_picture.picture,
     "schedules": schedule_picture.picture,
 }

@@ -11,6 +11,7 @@ from tools.drawing import Picture, Theme, amount, apart_by_ratio, short
 from tools.measured_traffic import ALGORITHMS, COUNTED, FILE, device_bytes, results_of
 
 MARKERS = ("o", "s", "^")
+HOLLOW = {"tileattn": "o", "pytorch": "s", "plain": "D"}
 LENGTHS = tuple(2**power for power in range(9, 15))
 D = 64
 TILE = (128, 128)
@@ -39,6 +40,7 @@ def picture(results: Path) -> Picture:
     alt = (
         "Line charts of the bytes that one head moves against the length of the sequence, both "
         f"axes logarithmic: standard attention, FlashAttention and FlashAttention-2. {_said(model)}"
+        f"{_counted(measured)}"
     )
     caption = f"One head in half precision, D = {D}, tiles of {TILE[0]} x {TILE[1]}, in the model"
     sources = ["`tileattn.traffic.modelled`"]
@@ -77,6 +79,19 @@ def _said(model: dict[str, Lines]) -> str:
     )
 
 
+def _counted(measured: Lines) -> str:
+    """Say what others moved over what tileattn moved, each where its longest sequence was."""
+    ours = dict(measured.get("tileattn", ()))
+    said = []
+    for name, line in measured.items():
+        N, size = line[-1]
+        if name != "tileattn" and N in ours:
+            said.append(f"{size / ours[N]:.0f} times at N = {N} in {COUNTED[name].name}")
+    if not said:
+        return ""
+    return f" As a GPU counted them, the bytes of standard attention are {' and '.join(said)}."
+
+
 def draw(figure: Any, theme: Theme, values: Any) -> None:
     """Draw a panel for the forward pass and one for both, where the measured bytes belong."""
     axes = figure.subplots(1, len(PANELS), sharey=True)
@@ -84,11 +99,15 @@ def draw(figure: Any, theme: Theme, values: Any) -> None:
         _panel(axis, theme, values["model"][title])
         axis.set_title(title)
         axis.set_xlabel("length of the sequence N (k = 1024)")
-    for name, line in values["measured"].items():
-        hue = theme.hues[list(ALGORITHMS).index(COUNTED[name])]
-        look = {"marker": "o", "markersize": 7, "linestyle": "none", "markerfacecolor": "none"}
-        axes[-1].plot(*zip(*line, strict=True), markeredgecolor=hue, zorder=6, **look)
     axes[0].set_ylabel("bytes of one head")
+    for name, line in values["measured"].items():
+        who = COUNTED[name]
+        hue = theme.hues[list(ALGORITHMS).index(who.algorithm)]
+        look = {"linestyle": "none", "marker": HOLLOW[name], "markeredgecolor": hue}
+        fill = {"markerfacecolor": "none", "markersize": 7, "zorder": 6}
+        axes[-1].plot(*zip(*line, strict=True), label=who.name, **look, **fill)
+    if values["measured"]:
+        axes[-1].legend(title="device memory, counted", fontsize=7.5, title_fontsize=7.5)
 
 
 def _panel(axis: Any, theme: Theme, lines: Lines) -> None:

@@ -1,7 +1,7 @@
 """Write the measured bytes of docs/io.md from benchmarks/results, or check that they are fresh."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tools import pages
@@ -13,12 +13,23 @@ PAGE = ROOT / "docs" / "io.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- traffic: python -m tools.traffic_table --write -->"
 END = "<!-- end of traffic -->"
+MODELS = ("flash2", "standard")
 OPENING = """
 ## What a GPU moves
 
-The counters of the GPU see what its kernels read from device memory and write to it. *Model* is
-what the tables above come to, for the tile that is named; *counted* is what crossed, forward and
-backward together. Caches that the model leaves out explain where less crossed than it says.
+The counters of the GPU see what its kernels read from device memory and write to it, and what they
+ask of the level-2 cache. *Model* is what the tables above come to; *counted* is what crossed,
+forward and backward together. Standard attention is run in PyTorch, step by step and with
+automatic gradients, and in CuPy, which multiplies batches of 16 bits in float32 and converts them
+before and after.
+"""
+BESIDE = """
+The setting of the table that stands beside figure 2 of FlashAttention[^fa1], GPT-2 medium, and that
+table. The paper counts operations in a way of its own; here they are those of the products, of
+which the backward pass of FlashAttention has one more than that of standard attention.
+"""
+LENGTHS = """
+The same number of tokens, cut into sequences of other lengths:
 """
 
 
@@ -31,23 +42,75 @@ def lines() -> Iterator[str]:
     yield from OPENING.strip().splitlines()
     yield ""
     yield f"Measured by `{machine['command'].strip()}`: {machine['gpu']}, {machine['date']}."
-    yield ""
-    models = (f"{name}, model" for name in ALGORITHMS.values())
-    counted = (f"{name}, counted" for name in COUNTED)
-    head = ["B", "H", "N", "D", "dtype", "tile", *models, *counted]
-    yield f"| {' | '.join(head)} |"
-    yield "|" + " --- |" * len(head)
     for row in rows:
-        yield f"| {' | '.join(_cells(row))} |"
+        if "paper" in row:
+            yield ""
+            yield from BESIDE.strip().splitlines()
+            yield ""
+            yield from _beside(row, machine["gpu"])
+            yield ""
+            yield from LENGTHS.strip().splitlines()
+    yield ""
+    models = [f"{ALGORITHMS[name]}, model" for name in MODELS]
+    counted = [f"{who.name}, counted" for who in COUNTED.values()]
+    times = [f"{who.name}, ms" for who in COUNTED.values()]
+    yield from _head(["B", "H", "N", "D", "dtype", "tile", *models, *counted, *times])
+    for row in rows:
+        yield _line(_cells(row))
+
+
+def _beside(row: Row, gpu: str) -> Iterator[str]:
+    """Set a row beside the figures of the paper."""
+    yield from _head(["", "on", "GFLOP", "device memory, GB", "level-2 cache, GB", "ms"])
+    for name, title in (("standard", "standard attention"), ("flash1", "FlashAttention")):
+        told = row["paper"][name]
+        there = row["paper"]["gpu"]
+        yield _line(
+            [f"{title}, the paper", there, told["gflop"], told["hbm_gbytes"], "", told["ms"]]
+        )
+    for name, who in COUNTED.items():
+        measured = row.get(name, {})
+        yield _line(
+            [
+                who.name,
+                gpu,
+                f"{row['gflop'][who.algorithm]:.1f}",
+                _gigabytes(device_bytes(row, name)),
+                _gigabytes(measured.get("l2_bytes")),
+                _three(measured.get("ms")),
+            ]
+        )
 
 
 def _cells(row: Row) -> Iterator[str]:
     yield from (str(row[name]) for name in ("B", "H", "N", "D", "dtype"))
     yield " x ".join(map(str, row["tile"]))
-    yield from (amount(row["modelled_bytes"][name]) for name in ALGORITHMS)
+    yield from (amount(row["modelled_bytes"][name]) for name in MODELS)
     for name in COUNTED:
         counted = device_bytes(row, name)
         yield "" if counted is None else amount(counted)
+    for name in COUNTED:
+        yield _three(row.get(name, {}).get("ms"))
+
+
+def _head(names: Sequence[str]) -> Iterator[str]:
+    yield _line(names)
+    yield "|" + " --- |" * len(names)
+
+
+def _line(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _gigabytes(size: float | None) -> str:
+    return "" if size is None else f"{size / 1e9:.3g}"
+
+
+def _three(value: float | None) -> str:
+    """Write three digits, and no power of ten."""
+    if value is None:
+        return ""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def main(argv: list[str] | None = None) -> int:
