@@ -72,3 +72,43 @@ def test_peaks_stand_side_by_side_and_say_why_one_is_missing(results: Path) -> N
 def test_without_a_file_there_is_no_table(results: Path) -> None:
     assert list(results.iterdir()) == []
     assert list(performance_tables._memory("memory_gpu")) == []
+
+
+GPU = {"gpu": "A GPU", "multiprocessors": 100, "clock_mhz": 1000.0}
+CEILINGS: list[dict[str, Any]] = [{"dtype": "bf16", "tflops": 500.0}, {"gbytes_per_second": 4000.0}]
+CELL: dict[str, Any] = {
+    "pass": "forward",
+    "dtype": "bf16",
+    "B": 2,
+    "H": 4,
+    "N": 8192,
+    "D": 64,
+    "causal": False,
+}
+
+
+def ran(folder: Path, name: str, section: str, rows: list[dict[str, Any]], **machine: Any) -> None:
+    result = {"machine": GPU | machine, "section": section, "rows": rows}
+    (folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def test_each_kernel_stands_beside_its_floors(results: Path) -> None:
+    slow: dict[str, Any] = CELL | {"tflops": {"tileattn": 250.0}}
+    ran(results, "gpu_ceilings", "ceilings", CEILINGS)
+    ran(results, "gpu_here", "grid", [slow, slow | {"N": 512}, slow | {"dtype": "f64"}])
+    ran(results, "gpu_there", "grid", [slow], gpu="another")
+    ran(results, "gpu_shapes", "shapes", [slow])
+    pairs = 2 * 4 * 8192**2
+    products, exponentials = 4 * 64 * pairs / 500e9, pairs / 16e8
+    crossing = (4 * 2 * 4 * 8192 * 64 * 2 + 2 * 4 * 8192 * 4) / 4e9
+    table = [line for line in performance_tables._floors() if line.startswith("| forward")]
+    assert table == [
+        f"| forward | bf16 | 64 | no | {products:.3f} | {exponentials:.3f} | {crossing:.3f} "
+        f"| {2 * products:.3f} | {exponentials / (2 * products):.2f} | gpu_here |"
+    ]
+
+
+def test_without_a_clock_there_are_no_floors(results: Path) -> None:
+    assert list(performance_tables._floors()) == []
+    ran(results, "gpu_ceilings", "ceilings", CEILINGS, clock_mhz=None)
+    assert list(performance_tables._floors()) == []

@@ -41,11 +41,14 @@ def test_without_counts_there_is_no_section(results: Path) -> None:
 
 
 def test_counted_bytes_stand_beside_the_model(results: Path) -> None:
-    write(results, row(tileattn=COUNTS | {"ms": 1.234}, plain={"not_run": "no room"}))
+    write(
+        results,
+        row(tileattn=COUNTS | {"ms": 1.234, "l2_bytes": 8000}, plain={"not_run": "no room"}),
+    )
     lines = list(traffic_table.lines())
     assert lines[0] == "## What a GPU moves"
-    sizes = "| 2 | 16 | 512 | 64 | fp16 | 128 x 64 | 5 MB | 9 GB | 4.5 MB |  |  |"
-    assert lines[-1] == f"{sizes} 1.23 |  |  |"
+    sizes = "| 2 | 16 | 512 | 64 | fp16 | 128 x 64 | 5 MB | 9 GB | 8 kB | 4.5 MB |  |  |"
+    assert lines[-3:] == [f"{sizes} 1.23 |  |  |", "", "CuPy did not run at N = 512: `no room`."]
     assert len([line for line in lines if line.startswith("|")]) == 3  # a head and one row
     assert any(MACHINE["command"] in line and MACHINE["gpu"] in line for line in lines)
 

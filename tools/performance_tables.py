@@ -52,6 +52,14 @@ GPU_COLUMNS = {
     ),
 }
 
+FLOORS_AT = 8192  # keys, in all grids of the GPU
+FLOOR_COLUMNS = (
+    *(("pass", "pass", ""), ("dtype", "dtype", ""), ("D", "D", ""), ("causal", "causal", "")),
+    *(("products", "products_ms", ".3f"), ("exponentials", "exponentials_ms", ".3f")),
+    *(("bytes", "bytes_ms", ".3f"), ("tileattn", "ms", ".3f"), ("of the floor", "reached", ".2f")),
+    ("file", "file", ""),
+)
+
 
 def lines() -> Iterator[str]:
     """Make the lines between the markers."""
@@ -117,6 +125,7 @@ def _speed(speed: dict[str, Any]) -> Iterator[str]:
 def gpu_lines() -> Iterator[str]:
     """Make the lines between the markers of the GPU, one table for each file of results."""
     yield from _memory("memory_gpu")
+    yield from _floors()
     for path in _gpu_results():
         result = _load(path.stem)
         raced = result["section"] in gpu_report.RACES
@@ -133,6 +142,35 @@ def gpu_lines() -> Iterator[str]:
         for line in gpu_report.means(result["rows"]) if raced else ():
             yield f"{line[0].upper()}{line[1:]}."
             yield ""
+
+
+def _floors() -> Iterator[str]:
+    """Set each kernel's time beside its floors at one length; nothing where a rate is missing."""
+    if not (RESULTS / "gpu_ceilings.json").exists():
+        return
+    measured = _load("gpu_ceilings")
+    if roofline.absent(measured["machine"]):
+        return
+    ceilings = roofline.ceilings_of(measured, measured["machine"])
+    yield f"Milliseconds at N = {FLOORS_AT}: the floors by each resource, and the time of tileattn:"
+    yield ""
+    yield f"| {' | '.join(head for head, _, _ in FLOOR_COLUMNS)} |"
+    yield "|" + " --- |" * len(FLOOR_COLUMNS)
+    for path in _gpu_results():
+        result = _load(path.stem)
+        alike = result["machine"]["gpu"] == measured["machine"]["gpu"]
+        if result["section"] != "grid" or not alike:
+            continue
+        rows = (row for row in result["rows"] if row["N"] == FLOORS_AT)
+        for row in roofline.lines(
+            [row for row in rows if row["dtype"] in ceilings.flops], ceilings
+        ):
+            cells = (
+                _cell((row | {"file": path.stem}).get(name), form)
+                for _, name, form in FLOOR_COLUMNS
+            )
+            yield f"| {' | '.join(cells)} |"
+    yield ""
 
 
 def _gpu_results() -> list[Path]:

@@ -14,6 +14,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- traffic: python -m tools.traffic_table --write -->"
 END = "<!-- end of traffic -->"
 MODELS = ("flash2", "standard")
+WITHOUT = {"not_run": "did not run", "failed": "failed", "not_counted": "was not counted"}
 OPENING = """
 ## What a GPU moves
 
@@ -54,9 +55,17 @@ def lines() -> Iterator[str]:
     models = [f"{ALGORITHMS[name]}, model" for name in MODELS]
     counted = [f"{who.name}, counted" for who in COUNTED.values()]
     times = [f"{who.name}, ms" for who in COUNTED.values()]
-    yield from _head(["B", "H", "N", "D", "dtype", "tile", *models, *counted, *times])
+    cache = "tileattn, level-2 cache"
+    yield from _head(["B", "H", "N", "D", "dtype", "tile", *models, cache, *counted, *times])
     for row in rows:
         yield _line(_cells(row))
+    yield ""
+    for row in rows:
+        for name, who in COUNTED.items():
+            for how, said in WITHOUT.items():
+                if how in row.get(name, {}):
+                    why = row[name][how].partition(". ")[0]
+                    yield f"{who.name} {said} at N = {row['N']}: `{why}`."
 
 
 def _beside(row: Row, gpu: str) -> Iterator[str]:
@@ -86,6 +95,8 @@ def _cells(row: Row) -> Iterator[str]:
     yield from (str(row[name]) for name in ("B", "H", "N", "D", "dtype"))
     yield " x ".join(map(str, row["tile"]))
     yield from (amount(row["modelled_bytes"][name]) for name in MODELS)
+    cache = row.get("tileattn", {}).get("l2_bytes")
+    yield "" if cache is None else amount(cache)
     for name in COUNTED:
         counted = device_bytes(row, name)
         yield "" if counted is None else amount(counted)
