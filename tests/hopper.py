@@ -1,12 +1,16 @@
 """What tests of Hopper's own kernels share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn import BlockMask
+
 Array = NDArray[Any]
+Masked = Callable[[int, int], BlockMask]
 
 B, HQ, HKV = 2, 6, 2
 DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -27,6 +31,41 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **{"window": (90, 5), "q_offset": [11, -30], "kv_lengths": [1.0, 0.7]},
         **{"softcap": 3.0, "alibi_slopes": (B, HQ), "sinks": (HQ,)},
     },
+}
+
+
+def _random(lead: tuple[int, int], block: tuple[int, int], share: float) -> Masked:
+    """Make masks of blocks that are seen or not, drawn at random."""
+
+    def made(Nq: int, Nk: int) -> BlockMask:
+        sides = (-(-n // size) for n, size in zip((Nq, Nk), block, strict=True))
+        return BlockMask(np.random.default_rng(3).random((*lead, *sides)) < share, block)
+
+    return made
+
+
+def _dense(Nq: int, Nk: int) -> BlockMask:
+    """Blocks that no tile divides, most of which are seen in part."""
+    seen = np.random.default_rng(4).random((B, 1, Nq, Nk)) < 0.7
+    seen[:, :, : Nq // 2, Nk // 2 :] = False
+    return BlockMask.from_mask(seen, (100, 72))
+
+
+def _documents(Nq: int, Nk: int) -> BlockMask:
+    """Queries see the keys of their own document, as those of packed sequences do."""
+    return BlockMask.from_predicate(
+        lambda _b, _h, i, j: i * 4 // Nq == j * 4 // Nk, shape=(1, 1, Nq, Nk), block_size=(64, 64)
+    )
+
+
+MASKS: dict[str, Masked] = {
+    "half": _random((B, HQ), (128, 128), 0.5),
+    "few": _random((1, HQ), (128, 128), 0.15),
+    "small": _random((B, 1), (64, 32), 0.2),
+    "dense": _dense,
+    "documents": _documents,
+    "nothing": _random((1, 1), (128, 128), 0.0),
+    "everything": _random((1, 1), (128, 128), 1.0),
 }
 
 

@@ -108,16 +108,6 @@ def test_rows_of_masks_and_biases_are_read_as_wide_as_they_lie(
     assert (single.span, single.bias_vector) == (1, 0)
 
 
-@pytest.mark.parametrize(("block", "keys"), [(128, 64), (64, 64), (48, 48), (100, 48)])
-def test_tiles_lie_along_the_blocks_of_a_mask(gpu: Machine, block: int, keys: int) -> None:
-    """With 64 columns the fastest tiles have 48 keys, of which 128 are no multiple."""
-    q = gpu.array((1, 2, 300, 64), np.float16)
-    mask = tileattn.BlockMask(np.ones((3, -(-300 // block)), bool), (128, block))
-    tileattn.forward(q, q, q)
-    tileattn.forward(q, q, q, block_mask=mask)
-    assert [(key.block_q, key.block_k) for key, *_ in gpu.launches] == [(128, 48), (128, keys)]
-
-
 def test_lengths_that_differ_are_copied_once(gpu: Machine) -> None:
     copies = gpu.uploads
     q, k, v = arrays(gpu)

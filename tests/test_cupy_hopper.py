@@ -51,7 +51,6 @@ REFUSED: list[tuple[str, Problem, dict[str, Any]]] = [
     ("a head dimension is above 256", replace(SERVED, Dv=264), {}),
     ("bias is in use", problem_of("float16", 64, ["bias"]), {}),
     ("mask is in use", problem_of("float16", 64, ["mask"]), {}),
-    ("block_mask is in use", problem_of("float16", 64, ["block_mask"]), {}),
     ("dropout is in use", problem_of("float16", 64, ["dropout_p"]), {}),
     ("an array is empty", replace(SERVED, Nk=0), {}),
     ("an array is empty", replace(SERVED, D=0), {}),
@@ -94,6 +93,22 @@ def test_what_it_serves(dtype: str, uses: tuple[str, ...]) -> None:
     assert key.fold is not (key.softcap or key.alibi)
     assert tuned
     assert "portable" not in why
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (96, 96), (256, 512)])
+def test_tiles_under_a_block_mask_are_low_and_lie_along_it(
+    dim: int, block: tuple[int, int]
+) -> None:
+    """Whatever the keys and the diagonal, which decide about tiles elsewhere."""
+    problem = problem_of("float16", dim, ["block_mask"])
+    facts = FACTS._replace(mask_blocks=block)
+    key, *_ = choose_forward(problem, facts)
+    assert (key.kernel, key.block_q, key.block_mask) == (HOPPER, 128, True)
+    if dim != 192 and block != (96, 96):
+        assert block[1] % key.block_k == 0 or key.block_k % block[1] == 0
+    for other in (replace(problem, window=(None, 0)), replace(problem, Nk=176)):
+        assert choose_forward(other, facts).key == key
 
 
 @pytest.mark.parametrize("dim", range(8, LARGEST + 1, 8))

@@ -59,6 +59,7 @@ def steps_of(problem: Problem, processors: int = 132, **changed: Any) -> tuple[S
 
 REFUSED_BACKWARD: list[tuple[str, Problem, dict[str, Any]]] = [
     *REFUSED,
+    ("block_mask is in use", problem_of("float16", 64, ["block_mask"]), {}),
     ("q and k have columns that are no multiple of 8", replace(SERVED, D=60), {}),
 ]
 

@@ -13,7 +13,19 @@ from numpy.typing import NDArray
 
 import tileattn
 from tests.gpu import bits, host, needs_gpu, poisoned
-from tests.hopper import DTYPES, HKV, HQ, LENGTHS, OPTIONS, B, arrays, filled, sent, visible
+from tests.hopper import (
+    DTYPES,
+    HKV,
+    HQ,
+    LENGTHS,
+    MASKS,
+    OPTIONS,
+    B,
+    arrays,
+    filled,
+    sent,
+    visible,
+)
 from tileattn import backends, reference
 from tileattn.kernels import call
 from tileattn.kernels.steps import forward_steps
@@ -70,6 +82,57 @@ def test_many_turns_with_lengths_and_offsets_on_the_gpu() -> None:
     """The table is made before anybody knows them."""
     places = {"kv_lengths": np.array([300, 777]), "q_offset": np.array([-50, 60])}
     hold(*arrays(DTYPES[0], 128, 128, 700, 810), causal=True, **places)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("options", ["plain", "causal", "window", "lengths", "all"])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (192, 192), (256, 256)])
+def test_block_masks(D: int, Dv: int, options: str, mask: str) -> None:
+    Nq, Nk = 420, 700
+    there = filled(OPTIONS[options], Nk)
+    hold(*arrays(DTYPES[1], D, Dv, Nq, Nk), block_mask=MASKS[mask](Nq, Nk), **there)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("options", ["plain", "causal"])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128)])
+def test_block_masks_in_many_turns(D: int, Dv: int, options: str, mask: str) -> None:
+    Nq, Nk = 900, 1100
+    hold(
+        *arrays(DTYPES[0], D, Dv, Nq, Nk),
+        block_mask=MASKS[mask](Nq, Nk),
+        **filled(OPTIONS[options], Nk),
+    )
+
+
+@pytest.mark.parametrize(("Nq", "Nk"), LENGTHS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_block_masks_at_lengths_that_no_tile_divides(mask: str, Nq: int, Nk: int) -> None:
+    hold(*arrays(DTYPES[1], 64, 64, Nq, Nk), block_mask=MASKS[mask](Nq, Nk))
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("mask", ["few", "dense", "documents"])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128)])
+def test_what_a_block_mask_hides_does_not_matter(D: int, Dv: int, mask: str, wrong: float) -> None:
+    """The values of two keys are not finite: rows that see neither keep their bits."""
+    Nq, Nk = 700, 900
+    q, k, v = arrays(DTYPES[1], D, Dv, Nq, Nk)
+    block_mask = MASKS[mask](Nq, Nk)
+    before = called(q, k, v, block_mask=block_mask)
+    keys = np.array([5, 300])
+    v[:, :, keys, 3] = wrong
+    after = called(q, k, v, block_mask=block_mask)
+    wanted = reference.forward(q, k, v, block_mask=block_mask)
+    assert_attention_close(after, wanted, error_bound(q, k, v, block_mask=block_mask))
+    b, h, i = np.ix_(range(B), range(HQ), range(Nq))
+    sees = np.stack([block_mask.visible(b, h, i, j) for j in keys.tolist()]).any(axis=0)
+    blind = np.broadcast_to(~sees, (B, HQ, Nq))
+    assert 0 < blind.sum() < blind.size
+    assert after.out[blind].tobytes() == before.out[blind].tobytes()
+    assert after.lse[blind].tobytes() == before.lse[blind].tobytes()
 
 
 @pytest.mark.parametrize(("Nq", "Nk"), LENGTHS)

@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ from numpy.typing import NDArray
 import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine
-from tileattn import backends
-from tileattn.block_mask import SKIP
+from tileattn import BlockMask, backends
+from tileattn.block_mask import FULL, SKIP
 from tileattn.blocks import Band, cut
 from tileattn.kernels import plan
 from tileattn.kernels.catalog import facts_of, problem_of
+from tileattn.kernels.cells import tile_kinds
 from tileattn.kernels.hopper import HOPPER
 from tileattn.kernels.schedule import START, TILE, Order, deal, order_of, parts_of, turns
 from tileattn.kernels.steps import Step, backward_steps, forward_steps
@@ -75,15 +77,23 @@ def costs_of(problem: Problem, operands: Operands, step: Step, parts: int) -> Ar
     if P.window[1] is not None:
         queries.reverse()
 
-    def cost(batch: int, block: int) -> int:
+    mask = operands.block_mask
+    size = key.block_q, key.block_k
+    kinds = np.full((1, 1, 1, 1), FULL) if mask is None else tile_kinds(mask, size)
+    kinds = np.broadcast_to(kinds[..., : len(keys)], (P.B, P.Hq, len(queries), len(keys)))
+
+    @cache
+    def reached(batch: int, block: int) -> Array:
         length, offset = int(operands.kv_lengths[batch]), int(operands.q_offset[batch])
         band = Band(P.Nq, length, offset, *P.window)
-        visited = sum(band.kind(*queries[block], *tile) != SKIP for tile in keys)
-        return TILE * visited + START
+        return np.array([band.kind(*queries[block], *tile) != SKIP for tile in keys])
 
-    each = {(b, n): cost(b, n) for b in range(P.B) for n in range(len(queries))}
+    def cost(batch: int, head: int, block: int) -> int:
+        row = kinds[batch, head, queries[block][0] // key.block_q]
+        return TILE * int((reached(batch, block) & (row != SKIP)).sum()) + START
+
     works = works_of(len(queries), P.B * P.Hq, parts)
-    return np.array([each[head // P.Hq, block] for block, head in works])
+    return np.array([cost(*divmod(head, P.Hq), block) for block, head in works])
 
 
 def loads_of(table: Array, costs: Array) -> Array:
@@ -246,6 +256,22 @@ def test_a_window_is_cut_at_its_ends() -> None:
     assert len(set(costs.tolist())) > 2
     assert found.table is not None
     assert loads_of(found.table, costs).max() < costs.sum() / 132 + costs.max()
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (1, 12), (2, 1), (2, 12)])
+@pytest.mark.parametrize("window", [(None, None), CAUSAL])
+def test_tiles_that_a_block_mask_skips_cost_nothing(lead: tuple[int, int], window: Any) -> None:
+    """Some rows of blocks see much, and some little."""
+    problem = replace(LONG, window=window)
+    rng = np.random.default_rng(0)
+    shown = rng.random((*lead, 17, 17)) < rng.random((*lead, 17, 1)) ** 3
+    operands = operands_of(problem)._replace(block_mask=BlockMask(shown))
+    step = step_of(problem)
+    found = order_of(problem, operands, (step,), CACHE)
+    costs = costs_of(problem, operands, step, found.parts)
+    assert costs.min() == START
+    assert found.table is not None
+    assert loads_of(found.table, costs).max() <= costs.sum() / 132 + costs.max()
 
 
 def test_what_is_on_the_gpu_is_guessed() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.kernels.cells import cells_of
+from tileattn.kernels.cells import cells_of, visits_of
 from tileattn.kernels.compile import arch_of
+from tileattn.kernels.hopper import HOPPER
 from tileattn.kernels.plan import Plan, current_stream, is_capturing
 from tileattn.kernels.schedule import Order, order_of
 from tileattn.kernels.select import Facts, padded_rows
@@ -157,7 +158,7 @@ class Call:
         plan: Plan | None = self.memo.get(key)
         if plan is None:
             made = steps(self.problem, self.facts())
-            values, fixed = self._values(self.order(made))
+            values, fixed = self._values(made)
             plan = Plan(
                 values, self.addresses, fixed, made, aligned, self._arrays, self.layout(made)
             )
@@ -261,8 +262,9 @@ class Call:
         steps = (s for n, s in zip(x.shape[:-1], x.strides, strict=False) if n > 1)
         return math.gcd(WIDEST, x.data.ptr, x.shape[-1] * x.itemsize, *steps)
 
-    def _values(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _values(self, steps: tuple[Step, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
         """List the fields of the parameter block, and the arrays that the plan owns."""
+        order = self.order(steps)
         fixed: dict[str, Any] = {}
         values = _facts(self.problem) | {"parts": order.parts, "in_order": order.in_order}
         for name, x in self._arrays.items():
@@ -291,6 +293,11 @@ class Call:
         if block_mask is not None:
             block_q, block_k = block_mask.block_size
             values |= {"mask_block_q": block_q, "mask_block_k": block_k}
+            for step in steps:
+                if step.key.kernel == HOPPER:
+                    tile = step.key.block_q, step.key.block_k
+                    fixed["visits"] = visits_of(block_mask, self.device, tile)
+                    values["visits_at"] = _strides(fixed["visits"])
         return values, fixed
 
 

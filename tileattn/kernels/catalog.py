@@ -43,6 +43,8 @@ _HOPPER_CASES = (
     ("bfloat16", 96, {"alibi_slopes"}),
     ("float16", 192, {"softcap", "alibi_slopes"}),
     ("bfloat16", 256, {"sinks"}),
+    ("float16", 64, {"block_mask"}),
+    ("bfloat16", 128, {"block_mask", "softcap"}),
 )
 
 
@@ -107,7 +109,10 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
     for name, dim, options in _HOPPER_CASES:
         for window in WINDOWS:
             problem = replace(problem_of(name, dim, options), window=window)
-            keys = _keys(problem, facts_of(arch))
+            facts = facts_of(arch)
+            if "block_mask" in options:
+                facts = facts._replace(mask_blocks=_MASK_BLOCKS)
+            keys = _keys(problem, facts)
             own = (key for key in keys if key.kernel in _OF_HOPPER or key.repairs)
             found |= dict.fromkeys(own)
     return [

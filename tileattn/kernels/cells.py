@@ -1,15 +1,17 @@
 """Block masks as kernels read them."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tileattn.block_mask import FULL, PARTIAL, SKIP, BlockMask
 
-_cells: "weakref.WeakKeyDictionary[BlockMask, dict[int, tuple[Any, Any]]]" = (
-    weakref.WeakKeyDictionary()
-)
+_brought: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+
+BEYOND = np.iinfo(np.int32).max
+"""What stands behind the last tile of a list."""
 
 
 def cells_of(mask: BlockMask, device: int) -> tuple[Any, Any]:
@@ -29,13 +31,41 @@ def cells_of(mask: BlockMask, device: int) -> tuple[Any, Any]:
     bits : cupy array of bool, shape (partly seen blocks, queries, keys of a block)
         The pairs of the blocks that are partly seen.
     """
+    kinds, bits = _once(mask, device, lambda: host_cells(mask))
+    return kinds, bits
+
+
+def visits_of(mask: BlockMask, device: int, tile: tuple[int, int]) -> Any:
+    """Bring the lists of tiles that blocks of queries visit to CuPy's current device, once.
+
+    Parameters
+    ----------
+    mask : BlockMask
+        The mask.
+    device : int
+        The number of the device.
+    tile : (int, int)
+        Queries and keys of a tile.
+
+    Returns
+    -------
+    cupy array of int32, shape (B or 1, Hq or 1, blocks of queries, tiles of keys + 1)
+        As ``Listed`` in ``src/work_sm90.cuh`` reads them.
+    """
+    (visits,) = _once(mask, (device, tile), lambda: (host_visits(mask, tile),))
+    return visits
+
+
+def _once(mask: BlockMask, key: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Copy what is made of a mask to CuPy's current device, or give the copies of the last time."""
     import cupy
 
-    known = _cells.setdefault(mask, {})
-    if device not in known:
+    known = _brought.setdefault(mask, {})
+    if key not in known:
         # Complete before any stream may read it: the copies serve all of them.
-        known[device] = tuple(cupy.asarray(x, blocking=True) for x in host_cells(mask))
-    return known[device]
+        known[key] = tuple(cupy.asarray(x, blocking=True) for x in make())
+    copies: tuple[Any, ...] = known[key]
+    return copies
 
 
 def host_cells(mask: BlockMask) -> tuple[Any, Any]:
@@ -50,3 +80,38 @@ def host_cells(mask: BlockMask) -> tuple[Any, Any]:
         i, j = (np.arange(r * size, min(r * size + size, end)) for r, size, end in spans)
         bits[n, : i.size, : j.size] = mask.visible(b, h, i[:, None], j)
     return kinds, bits
+
+
+def host_visits(mask: BlockMask, tile: tuple[int, int]) -> Any:
+    """Write the lists down as `visits_of` gives them, in a NumPy array."""
+    kinds = tile_kinds(mask, tile)
+    entries = 2 * np.arange(kinds.shape[-1], dtype=np.int32) + (kinds != FULL)
+    lists = np.full((*kinds.shape[:-1], kinds.shape[-1] + 1), BEYOND, np.int32)
+    lists[..., :-1] = np.sort(np.where(kinds == SKIP, BEYOND, entries), axis=-1)
+    return lists
+
+
+def tile_kinds(mask: BlockMask, tile: tuple[int, int]) -> Any:
+    """Say of each tile what a mask shows of it.
+
+    Parameters
+    ----------
+    mask : BlockMask
+        The mask.
+    tile : (int, int)
+        Queries and keys of a tile.
+
+    Returns
+    -------
+    array of int, shape (B or 1, Hq or 1, blocks of queries, tiles of keys)
+        SKIP, PARTIAL or FULL; tiles as far as the blocks of the mask reach.
+    """
+    least = most = mask.kinds
+    for axis, side, block in zip((2, 3), tile, mask.block_size, strict=True):
+        starts = np.arange(0, mask.kinds.shape[axis] * block, side)
+        first, last = starts // block, (starts + side - 1) // block
+        last = np.minimum(last, mask.kinds.shape[axis] - 1)
+        lie = [np.minimum(first + n, last) for n in range((last - first).max(initial=0) + 1)]
+        least = np.minimum.reduce([least.take(places, axis) for places in lie])
+        most = np.maximum.reduce([most.take(places, axis) for places in lie])
+    return np.where(most == SKIP, SKIP, np.where(least == FULL, FULL, PARTIAL))

@@ -18,7 +18,7 @@ HOPPER_PIECE = 64 * 32 * 4  # bytes of dq that each of them adds at a time
 HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
 HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
 HOPPER_FEW_KEYS = 512
-HOPPER_NARROW, HOPPER_WASTE = 128, 1.02  # keys of a tile, and padded keys over keys
+HOPPER_NARROW, HOPPER_WASTE = 128, 1.02  # a side of a tile, and padded keys over keys
 HOPPER_STATIC = 2048  # at most, bytes of shared memory besides the tiles
 
 _Clause = tuple[str, Callable[[Problem, Facts], bool]]
@@ -30,7 +30,6 @@ _NOT_HOPPER: tuple[_Clause, ...] = (
     (f"a head dimension is above {LARGEST}", lambda P, _: max(P.D, P.Dv) > LARGEST),
     ("bias is in use", lambda P, _: "bias" in P.uses),
     ("mask is in use", lambda P, _: "mask" in P.uses),
-    ("block_mask is in use", lambda P, _: "block_mask" in P.uses),
     ("dropout is in use", lambda P, _: P.dropout_p > 0),
     ("an array is empty", lambda P, _: 0 in (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, P.D, P.Dv)),
     (
@@ -47,6 +46,7 @@ _NOT_HOPPER: tuple[_Clause, ...] = (
 )
 _NOT_HOPPER_BACKWARD: tuple[_Clause, ...] = (
     *_NOT_HOPPER,
+    ("block_mask is in use", lambda P, _: "block_mask" in P.uses),
     ("q and k have columns that are no multiple of 8", lambda P, _: P.D % 8 > 0),
 )
 
@@ -69,7 +69,7 @@ def choose_forward(problem: Problem, facts: Facts) -> Choice:
     portable = _portable("forward", _NOT_HOPPER, problem, facts)
     if portable is not None:
         return portable
-    return hopper_forward(problem, hopper_tile(problem))
+    return hopper_forward(problem, hopper_tile(problem, facts.mask_blocks))
 
 
 def hopper_forward(problem: Problem, tile: TileSize) -> Choice:
@@ -122,25 +122,30 @@ def _hopper(kernel: str, P: Problem, dim: int, value: int, tile: TileSize, share
     return Choice(key, shared, tile.tuned and not tile.spills, why)
 
 
-def hopper_tile(problem: Problem) -> TileSize:
+def hopper_tile(problem: Problem, mask_blocks: tuple[int, ...] = ()) -> TileSize:
     """Pick the tiles of Hopper's own kernel, of those that fit.
 
     Where few keys are cut by a diagonal, small tiles waste less of what it hides (measured). Wide
     ones are faster where nothing is cut, scores are plain, and keys fill the last one (measured);
-    with terms their registers spill.
+    with terms their registers spill. Under a block mask tiles are low, and lie along its blocks.
     """
     P = problem
     dim, value = room(P.D), room(P.Dv)
-    uncut = P.window == (None, None) and P.uses.isdisjoint({"softcap", "alibi_slopes"})
+    plain = P.uses.isdisjoint({"softcap", "alibi_slopes", "block_mask"})
+    uncut = P.window == (None, None) and plain
 
     def suits(tile: TileSize) -> bool:
         if hopper_bytes(tile, dim, value) + HOPPER_STATIC > SHARED_LIMIT[90] * 1024:
             return False
+        if mask_blocks and tile.block_q > HOPPER_NARROW:
+            return False
         keys = -(-P.Nk // tile.block_k) * tile.block_k
         return tile.block_k <= HOPPER_NARROW or (uncut and keys <= HOPPER_WASTE * P.Nk)
 
-    tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, max(dim, value))))
-    return tiles[-1 if P.Nk <= HOPPER_FEW_KEYS and P.window[1] is not None else 0]
+    rows = candidates(HOPPER, P.dtype.itemsize, max(dim, value), mask_blocks)
+    tiles = list(filter(suits, rows))
+    few = not mask_blocks and P.Nk <= HOPPER_FEW_KEYS and P.window[1] is not None
+    return tiles[-1 if few else 0]
 
 
 def hopper_bytes(tile: TileSize, dim: int, value: int) -> int:

@@ -16,12 +16,12 @@ POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "shift"),
     *("dq", "dk", "dv", "dq_sum", "unfinished", "claimed", "landed"),
     *("bias", "dbias", "mask", "slopes", "sinks", "dsinks"),
-    *("lengths", "offsets", "kinds", "bits", "schedule"),
+    *("lengths", "offsets", "kinds", "bits", "visits", "schedule"),
 )
 """Arrays, in the order of their addresses."""
 
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
-_PAIRS = ("bias", "dbias", "mask", "kinds")
+_PAIRS = ("bias", "dbias", "mask", "kinds", "visits")
 _SIZES = (
     *("slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows", "parts", "in_order"),
     *("bias_B", "bias_H", "bias_Nq", "bias_Nk", "mask_block_q", "mask_block_k"),

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.block_mask import SKIP
 from tileattn.blocks import Band, cut
+from tileattn.kernels.cells import tile_kinds
 from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.steps import Step
@@ -128,7 +130,8 @@ def _table(P: Problem, x: Operands, key: KernelKey, parts: int, grid: int) -> Ar
     if costs.min() == costs.max():
         return None
     block, head, part = turns(blocks, heads, parts)
-    cost = costs[head // P.Hq, block if P.window[1] is None else blocks - 1 - block]
+    alike = head % P.Hq if costs.shape[1] > 1 else 0
+    cost = costs[head // P.Hq, alike, block if P.window[1] is None else blocks - 1 - block]
     # Within a part, and among parts, the long ones go first; what is equal stays in order.
     longest = np.zeros(heads, np.int64)
     np.maximum.at(longest, part, cost)
@@ -163,19 +166,35 @@ def turns(blocks: int, heads: int, parts: int) -> tuple[Array, Array, Array]:
 
 
 def _costs(P: Problem, x: Operands, key: KernelKey) -> Array:
-    """Give the cost of each block of queries, shape (B, blocks): its tiles of keys, and itself."""
+    """Give the cost of each block of queries, shape (B, Hq or 1, blocks): its tiles, and itself."""
     # What is on the GPU is not waited for: a wrong guess costs time only.
     lengths = x.kv_lengths if type(x.kv_lengths) is np.ndarray else np.full(P.B, P.Nk)
     offsets = x.q_offset if type(x.q_offset) is np.ndarray else lengths - P.Nq
     places = list(zip(lengths.tolist(), offsets.tolist(), strict=True))
 
-    def costs(length: int, offset: int) -> list[int]:
+    def tiles(length: int, offset: int) -> list[tuple[int, int]]:
         band = Band(P.Nq, length, offset, *P.window)
         ranges = (band.keys_of(q0, q1) for q0, q1 in cut(P.Nq, key.block_q))
-        return [TILE * (-(-hi // key.block_k) - lo // key.block_k) + START for lo, hi in ranges]
+        return [(lo // key.block_k, -(-hi // key.block_k)) for lo, hi in ranges]
 
-    each = {place: costs(*place) for place in set(places)}
-    return np.array([each[place] for place in places])
+    each = {place: tiles(*place) for place in set(places)}
+    first, past = np.moveaxis(np.array([each[place] for place in places]), -1, 0)[..., None, :]
+    return TILE * _visited(x, key, first, past) + START
+
+
+def _visited(x: Operands, key: KernelKey, first: Array, past: Array) -> Array:
+    """Count the tiles from first to past - 1 that the block mask does not skip."""
+    if x.block_mask is None:
+        return past - first
+    seen = tile_kinds(x.block_mask, (key.block_q, key.block_k)) != SKIP
+    before = np.pad(np.cumsum(seen, axis=-1), [(0, 0)] * 3 + [(1, 0)])
+    before = np.broadcast_to(before, (len(first), *before.shape[1:]))[:, :, : first.shape[-1]]
+
+    def up_to(tile: Array) -> Array:
+        places = np.broadcast_to(tile[..., None], (*before.shape[:3], 1))
+        return np.take_along_axis(before, places, axis=-1)[..., 0]
+
+    return up_to(past) - up_to(first)
 
 
 def deal(order: Array, cost: Array, grid: int) -> Array:

@@ -68,9 +68,14 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(128, 64, 8, tuned=True), TileSize(128, 32, 8)),
     },
     # Hopper's own: a warpgroup for each 64 queries. The last row is for few keys and a right limit,
-    # one of more than 128 keys for calls in which every query sees every key.
+    # one of more than 128 keys for calls in which every query sees every key, and no one of more
+    # than 128 queries for block masks.
     ("forward_sm90", 2): {
-        64: (TileSize(192, 128, 12, 1, 4, tuned=True), TileSize(192, 64, 12, 1, 4, tuned=True)),
+        64: (
+            TileSize(192, 128, 12, 1, 4, tuned=True),
+            TileSize(128, 128, 8, 1, 4, tuned=True),
+            TileSize(192, 64, 12, 1, 4, tuned=True),
+        ),
         128: (TileSize(128, 176, 8, 1, 2, tuned=True), TileSize(128, 128, 8, 1, 2, tuned=True)),
         192: (TileSize(128, 128, 8, 1, 2, tuned=True), TileSize(128, 96, 8, 1, 2)),
         256: (TileSize(128, 64, 8, 1, 2, tuned=True),),

@@ -45,17 +45,23 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
             }
             said.q0 += GROUP_ROWS * group;
             said.tiles = tiles_of(p, work.b, said.q0, GROUP_ROWS);
+            if (HAS_BLOCK_MASK) said.tiles.first = work.first, said.tiles.past = work.past;
             memory.q(q.stage).load(maps.q, said.q0, work.h, work.b, full);
         }
         told.next();
     };
-    auto load_keys = [&](int tile) {
+    auto tile_at = [&](int place) {
+        return HAS_BLOCK_MASK ? Listed(p, work).tiles[place] / 2 : place;
+    };
+    auto load_keys = [&](int place) {
+        const int tile = tile_at(place);
         memory.k_empty(k.stage).wait(k.round ^ 1);
         memory.k(k.stage).load(maps.k, tile * BLOCK_K, work.h / int(p.group), work.b,
                                memory.k_full(k.stage));
         k.next();
     };
-    auto load_values = [&](int tile) {
+    auto load_values = [&](int place) {
+        const int tile = tile_at(place);
         memory.v_empty(v.stage).wait(v.round ^ 1);
         memory.v(v.stage).load(maps.v, tile * BLOCK_K, work.h / int(p.group), work.b,
                                memory.v_full(v.stage));
@@ -185,8 +191,10 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     Place<2> heard;
     Place<STAGES> k_at, v_at;
 
-    Work work, next;
-    int tile = 0;
+    Work work{}, next;
+    int tile = 0;  // or under a block mask its place in a list, which is
+    const int* list = nullptr;
+    int listed = 0, ahead = 0;  // and what stands there, and behind
     Scores<false, 1, NT> s(0, 0);
     Atom<Element>::A weights[BLOCK_K / 16];
     Fragment<Sum, 1, VT> acc;
@@ -234,6 +242,12 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             release_values();
         }
     };
+    // Whether some query does not see all of the tile. What comes behind it is looked up meanwhile.
+    auto at_boundary = [&] {
+        if constexpr (!HAS_BLOCK_MASK) return work.tiles.boundary(tile);
+        listed = ahead, ahead = list[tile + 1];
+        return listed % 2 || work.tiles.boundary(listed / 2);
+    };
     // Find out what comes next,
     auto hear = [&] {
         memory.q_full(group, heard.stage).wait(heard.round);
@@ -251,6 +265,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         if (!work.end) skip(tile - work.first);
         // Where there is no tile, of what happens to be there: were it not for all, the compiler
         // would have every product wait for the one before.
+        if (HAS_BLOCK_MASK) list = Listed(p, work).tiles, ahead = list[tile];
         if (tile < work.tiles.past) memory.k_full(k_at.stage).wait(k_at.round);
         begin_scores();
     };
@@ -268,7 +283,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     auto absorb = [&](bool boundary, const Place<STAGES>& at) {
         release_keys();
         const Terms terms(p, work.b, work.h);
-        s.row = work.q0 + row0, s.column = tile * BLOCK_K;
+        s.row = work.q0 + row0, s.column = (HAS_BLOCK_MASK ? listed / 2 : tile) * BLOCK_K;
         s.apply(terms, WarpBias<false, 1, NT>(nullptr), [](int, int, int, Sum) {});
         if (boundary) s.hide(Sight(p, work.b, work.h), DenseMask<false, 1, NT>{});
         if (boundary && work.careful) s.find(memory.shared.cleaned[at.stage], found);
@@ -296,14 +311,15 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         end_product<0>(s);
         if (tile < work.tiles.past) {
             if (work.careful) clean(v_at);
-            absorb(work.tiles.boundary(tile), v_at);
+            absorb(at_boundary(), v_at);
             keep_weights();
             for (++tile; tile < work.tiles.past;) {
-                if (work.tiles.boundary(tile)) {
+                if (at_boundary()) {
                     visit(true), ++tile;
                 } else {
+                    const int past = HAS_BLOCK_MASK ? tile + 1 : work.tiles.full_past;
 #pragma unroll 1
-                    for (; tile < work.tiles.full_past; ++tile) visit(false);
+                    for (; tile < past; ++tile) visit(false);
                 }
             }
             release_queries();

@@ -33,10 +33,11 @@ struct Params {
     const i64 *lengths, *offsets;
     const int* kinds;
     const bool* bits;
+    const int* visits;
     const int* schedule;
     // Strides.
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
-    Pairs bias_at, dbias_at, mask_at, kinds_at;
+    Pairs bias_at, dbias_at, mask_at, kinds_at, visits_at;
     i64 slopes_b;
     // Sizes; query heads of a key head; queries of a head that delta and shift have room for; parts
     // into which the key heads are divided to be worked on together; whether blocks of keys add to

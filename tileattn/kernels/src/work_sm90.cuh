@@ -35,7 +35,8 @@ struct Tiles {
     __device__ bool boundary(int tile) const { return tile < full || tile >= full_past; }
 };
 
-// A block of queries of one head, or a warpgroup's part of it, and the tiles that it visits.
+// A block of queries of one head, or a warpgroup's part of it, and the tiles that it visits. Under a
+// block mask the first and the one past the last are places in a list, the same for all warpgroups.
 struct Work {
     int b, h, q0, turn;
     int first, past;  // of the whole block
@@ -51,6 +52,29 @@ __device__ inline Tiles tiles_of(const Params& p, int b, int q0, int rows) {
     return {keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
 }
 
+// The tiles of which a block mask hides not all from a block of queries, ascending: twice the number
+// of each, and one more where it hides some. What is behind the last is more than all of them.
+struct Listed {
+    const int* tiles;
+
+    __device__ Listed(const Params& p, const Work& work)
+        : tiles(p.visits + work.b * p.visits_at.b + work.h * p.visits_at.h +
+                work.q0 / BLOCK_Q * p.visits_at.i) {}
+
+    // Place of the first one from a tile on.
+    __device__ int place(int tile) const {
+        int lo = 0;
+        for (int hi = tile; lo < hi;) {
+            const int middle = (lo + hi) / 2;
+            if (tiles[middle] < 2 * tile)
+                lo = middle + 1;
+            else
+                hi = middle;
+        }
+        return lo;
+    }
+};
+
 // The work of a turn, with `careful` and `end` as they are; false where there is none any more.
 __device__ inline bool find_work(const Params& p, int turn, Work& work) {
     const int blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q), heads = int(p.B * p.Hq);
@@ -63,6 +87,10 @@ __device__ inline bool find_work(const Params& p, int turn, Work& work) {
     work.q0 = (p.right < 0 ? at.block : blocks - 1 - at.block) * BLOCK_Q;
     work.tiles = tiles_of(p, work.b, work.q0, BLOCK_Q);
     work.first = work.tiles.first, work.past = work.tiles.past;
+    if constexpr (HAS_BLOCK_MASK) {
+        const Listed listed(p, work);
+        work.first = listed.place(work.first), work.past = listed.place(work.past);
+    }
     return true;
 }
 

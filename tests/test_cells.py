@@ -1,0 +1,98 @@
+"""Block masks as kernels read them: cells with their bits, and lists of tiles that are visited."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tileattn
+from tests import fake_cupy
+from tests.fake_cupy import Machine
+from tileattn import BlockMask
+from tileattn.block_mask import FULL, PARTIAL, SKIP
+from tileattn.kernels.cells import BEYOND, host_visits, tile_kinds
+
+sides = st.sampled_from([1, 2, 3, 5, 8, 12])
+
+
+@given(
+    block=st.tuples(sides, sides),
+    tile=st.tuples(sides, sides),
+    shape=st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 6)] * 2),
+    share=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_tiles_are_what_their_blocks_are(
+    block: tuple[int, int], tile: tuple[int, int], shape: Any, share: float, seed: int
+) -> None:
+    """A tile is skipped where all its blocks are, seen where all are, and partly seen elsewhere."""
+    blocks = np.random.default_rng(seed).random(shape) < share
+    mask = BlockMask(blocks, block)
+    pairs = np.repeat(np.repeat(blocks, block[0], axis=2), block[1], axis=3)
+    kinds = tile_kinds(mask, tile)
+    lists = host_visits(mask, tile)
+    rows, columns = (-(-n // side) for n, side in zip(pairs.shape[2:], tile, strict=True))
+    assert kinds.shape == (*shape[:2], rows, columns)
+    assert lists.shape == (*shape[:2], rows, columns + 1)
+    for b, h, r in np.ndindex(*shape[:2], rows):
+        wanted, entries = [], []
+        for c in range(columns):
+            seen = pairs[b, h, r * tile[0] :, c * tile[1] :][: tile[0], : tile[1]]
+            wanted.append(FULL if seen.all() else PARTIAL if seen.any() else SKIP)
+            if seen.any():
+                entries.append(2 * c + (not seen.all()))
+        assert kinds[b, h, r].tolist() == wanted
+        ends = [BEYOND] * (columns + 1 - len(entries))
+        assert lists[b, h, r].tolist() == entries + ends
+
+
+def test_a_block_that_is_partly_seen_makes_its_tiles_so() -> None:
+    mask = BlockMask.from_mask(np.triu(np.ones((1, 1, 8, 8), bool)), (4, 4))
+    assert tile_kinds(mask, (2, 4)).tolist() == [[[[1, 2], [1, 2], [0, 1], [0, 1]]]]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    with fake_cupy.machine(monkeypatch) as made:
+        made.arch = "sm_90a"
+        yield made
+
+
+def test_a_mask_is_listed_once_for_each_size_of_tiles(gpu: Machine) -> None:
+    blocks = np.random.default_rng(0).random((2, 1, 5, 7)) < 0.5
+    mask = BlockMask(blocks, (128, 128))
+    for dim, keys in ((64, 128), (128, 128), (256, 64), (64, 128)):
+        q = gpu.array((2, 3, 600, dim), np.float16)
+        k = gpu.array((2, 3, 800, dim), np.float16)
+        tileattn.forward(q, k, k, block_mask=mask)
+        key, _, _, params = gpu.launches[-1]
+        assert (key.kernel, key.block_q, key.block_k) == ("forward_sm90", 128, keys)
+        wanted = host_visits(mask, (128, keys))
+        there = next(x for x in gpu.uploads if x.data.ptr == int(params["visits"]))
+        assert there.shape == wanted.shape
+        strides = [s // 4 for s in wanted.strides]
+        assert list(params["visits_at"].tolist()) == [strides[0], 0, strides[2], 1]
+    lists = [x for x in gpu.uploads if x.ndim == 4 and x.shape[-1] in {8, 15}]
+    assert sorted(x.shape[-1] for x in lists) == [8, 15]
+
+
+def test_the_portable_kernel_needs_no_list(gpu: Machine) -> None:
+    gpu.arch = "sm_80"
+    q = gpu.array((1, 1, 200, 64), np.float16)
+    tileattn.forward(q, q, q, block_mask=BlockMask(np.ones((2, 2), bool)))
+    ((key, _, _, params),) = gpu.launches
+    assert key.kernel == "forward"
+    assert int(params["visits"]) == 0
+
+
+@pytest.mark.parametrize(("block", "keys"), [(128, 64), (64, 64), (48, 48), (100, 48)])
+def test_tiles_lie_along_the_blocks_of_a_mask(gpu: Machine, block: int, keys: int) -> None:
+    """With 64 columns the fastest tiles have 48 keys, of which 128 are no multiple."""
+    gpu.arch = "sm_80"
+    q = gpu.array((1, 2, 300, 64), np.float16)
+    mask = tileattn.BlockMask(np.ones((3, -(-300 // block)), bool), (128, block))
+    tileattn.forward(q, q, q)
+    tileattn.forward(q, q, q, block_mask=mask)
+    assert [(key.block_q, key.block_k) for key, *_ in gpu.launches] == [(128, 48), (128, keys)]
