@@ -19,7 +19,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -36,8 +35,11 @@ from benchmarks import (
 )
 from benchmarks.gpu_cells import Cell, random_blocks
 from benchmarks.gpu_device import Gpu
+from benchmarks.gpu_flex import Flex
+from benchmarks.gpu_peers import Tileattn
 from benchmarks.memory_case import Case
 from benchmarks.report import Row, one_line
+from tileattn import BlockMask
 
 TOKENS, HEADS, WIDTH, DTYPE = 65536, 16, 64, "fp16"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -111,9 +113,23 @@ def density(N: int, tile: tuple[int, int], device: Gpu | None) -> Iterator[Row]:
             cell = Cell(kind, DTYPE, 1, HEADS, N, WIDTH, causal=False)
             modelled = traffic_model.nbytes(cell, tile, share=mask.density)
             row = cell.row() | {"density": mask.density, "modelled_bytes": modelled}
-            if device is not None:
-                row |= gpu.cost(partial(dict, block_mask=mask), cell, device)
-            yield row
+            yield row | ({} if device is None else sparse(mask, cell, device))
+
+
+def sparse(mask: BlockMask, cell: Cell, device: Gpu) -> Row:
+    """Time a call with a block mask, and FlexAttention with the same where there is PyTorch."""
+    row: Row = {}
+    try:
+        times, expected = gpu.measure(Tileattn(block_mask=mask), cell, device)
+        row = {"ms": 1e3 * median(times)}
+        flex, found = gpu.measure(Flex(mask), cell, device)
+        distance = gpu.difference(found, expected, device.xp)
+        return row | {"flex": {"ms": 1e3 * median(flex), "difference": distance}}
+    except Exception as error:
+        failed = {"failed": one_line(error)}
+        return row | {"flex": failed} if row else failed
+    finally:
+        device.release()
 
 
 def blocks(N: int, seconds: float) -> Iterator[Row]:

@@ -58,7 +58,7 @@ def everything(results: Path) -> Path:
         "traffic_density": test_density_picture.rows(),
     }
     for name, rows in made.items():
-        result = {"machine": {"gpu": "NVIDIA H200"}, "rows": rows}
+        result = {"machine": {"gpu": "NVIDIA H200", "torch": "2.0"}, "rows": rows}
         (results / f"{name}.json").write_text(json.dumps(result), "utf-8")
     return results
 
