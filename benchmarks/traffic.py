@@ -216,14 +216,14 @@ def main(argv: list[str] | None = None) -> None:
         contestants = [who for who in CONTESTANTS if who not in absent]
         made = lengths(arguments.length or LENGTHS, tile, device, counters, contestants)
     report.show_missing(absent)
-    machine = report.host() if device is None else device.machine()
     rows: list[Row] = []
     try:
         for row in made:
             rows.append(row)
             report.show(line(row))
     finally:
-        if rows:
+        if rows:  # by now it is known who was loaded
+            machine = report.host() if device is None else device.machine()
             ran = report.command("traffic", argv)
             report.write(arguments.to / f"{stem}.json", machine, rows, ran, missing=absent)
 

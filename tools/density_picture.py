@@ -27,7 +27,7 @@ def picture(results: Path) -> Picture:
     caption += f"{sizes}; the dotted lines are time in proportion to the density, from the densest "
     caption += "mask down"
     if flex:
-        caption += f", hollow marks are FlexAttention of PyTorch {result['machine']['torch']}"
+        caption += ", hollow marks are FlexAttention, compiled by PyTorch"
     return Picture(
         values={"tileattn": lines, "flex": flex},
         size=(8.6, 3.6),

@@ -86,10 +86,13 @@ def _counted(measured: Lines) -> str:
     for name, line in measured.items():
         N, size = line[-1]
         if name != "tileattn" and N in ours:
-            said.append(f"{size / ours[N]:.0f} times at N = {N} in {COUNTED[name].name}")
+            said.append(f"{size / ours[N]:.0f} in {COUNTED[name].name} at N = {N}")
     if not said:
         return ""
-    return f" As a GPU counted them, the bytes of standard attention are {' and '.join(said)}."
+    return (
+        " As a GPU counted them, the bytes of standard attention over those of tileattn are "
+        f"{' and '.join(said)}."
+    )
 
 
 def draw(figure: Any, theme: Theme, values: Any) -> None:
