@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_peers import Mask, Torch
-from tileattn.block_mask import PARTIAL, BlockMask
+from tileattn.block_mask import PARTIAL, SKIP, BlockMask
 
 
 class Flex(Torch):
@@ -26,11 +26,11 @@ class Flex(Torch):
         if (blocks.kinds == PARTIAL).any():
             raise ValueError("blocks has some that are partly seen; whole ones are accepted")
         self._blocks = blocks
+        self._made: Any = None  # for the inputs of one measurement
 
-    @cache  # noqa: B019 - a contestant lives as long as its measurement
     def mask(self, device: Any, lengths: tuple[int, int]) -> Any:
         """Write the mask as FlexAttention takes it: for each row the numbers of its blocks."""
-        seen = self._blocks.kinds != 0
+        seen = self._blocks.kinds != SKIP
         order = np.argsort(~seen, axis=-1, kind="stable").astype(np.int32)
         counts, none = seen.sum(-1, dtype=np.int32), np.zeros(seen.shape[:3], np.int32)
         given = (self._torch.from_numpy(x).to(device) for x in (none, order, counts, order))
@@ -40,8 +40,9 @@ class Flex(Torch):
     def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any:
         if mask.causal or mask.window is not None:
             raise NotImplementedError("a block mask is all that is timed")
-        block_mask = self.mask(q.device, (q.shape[2], k.shape[2]))
-        return _compiled()(q, k, v, block_mask=block_mask)
+        if self._made is None:
+            self._made = self.mask(q.device, (q.shape[2], k.shape[2]))
+        return _compiled()(q, k, v, block_mask=self._made)
 
 
 @cache

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import gpu_flex, traffic
+from benchmarks import gpu, gpu_flex, traffic
 from benchmarks.gpu_cells import Cell
 from benchmarks.gpu_device import Inputs
-from benchmarks.gpu_peers import Mask
+from benchmarks.gpu_peers import Mask, Plain, Stepwise, arrays
 from tests.fake_gpu import Fake
 from tileattn import BlockMask
 
@@ -46,11 +46,13 @@ def test_a_row_has_both_times_and_how_far_they_differ(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_flex, "_compiled", lambda: attend)
     cell = Cell("forward", "f32", 1, 2, 256, 8, causal=False)
     everything = BlockMask(np.ones((2, 2), bool), (128, 128))
-    row = traffic.sparse(everything, cell, Fake())
+    row = traffic.sparse(everything, cell, Fake(), beside=True)
     assert (row["ms"], row["flex"]["ms"]) == (2.0, 2.0)
     assert row["flex"]["difference"] < 1e-5
-    half = traffic.sparse(BlockMask(np.eye(2, dtype=bool), (128, 128)), cell, Fake())
-    assert half["flex"]["difference"] > 0.1
+    half = BlockMask(np.eye(2, dtype=bool), (128, 128))
+    row = traffic.sparse(half, cell, Fake(), beside=True)
+    assert row["flex"].pop("difference") > 0.1
+    assert row == {"ms": 2.0, "flex": {"failed": "another result"}}
 
 
 def test_a_failure_of_flex_leaves_the_time_of_tileattn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,5 +61,13 @@ def test_a_failure_of_flex_leaves_the_time_of_tileattn(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(gpu_flex, "_compiled", fail)
     cell = Cell("forward", "f32", 1, 2, 256, 8, causal=False)
-    row = traffic.sparse(BlockMask(np.ones((2, 2), bool), (128, 128)), cell, Fake())
+    row = traffic.sparse(BlockMask(np.ones((2, 2), bool), (128, 128)), cell, Fake(), beside=True)
     assert row == {"ms": 2.0, "flex": {"failed": "RuntimeError: no compiler"}}
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_steps_in_pytorch_are_those_of_plain_attention(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    x = Inputs(*(rng.standard_normal((2, 3, 20, 8)).astype(np.float32) for _ in range(4)))
+    found, wanted = (getattr(who, kind)(x, Mask(causal=False))() for who in (Stepwise(), Plain(np)))
+    assert gpu.difference(arrays(found, np), arrays(wanted, np), np) < 1e-5

@@ -97,7 +97,7 @@ def test_the_paper_stands_beside_its_own_setting() -> None:
 
 
 def test_time_and_bytes_fall_with_the_density(small: Fake) -> None:
-    rows = list(traffic.density(512, (128, 128), small))
+    rows = list(traffic.density(512, (128, 128), small, beside=False))
     forward = [row for row in rows if row["pass"] == "forward"]
     assert [row["density"] for row in forward] == [1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]
     once = 2 * 512 * (8 * 2 * 2 + 4)  # q, out and lse
@@ -170,7 +170,7 @@ def test_without_a_gpu_the_model_is_written_alone(
 @pytest.mark.parametrize(
     ("argv", "names"),
     [
-        (["--density"], {"GPU"}),
+        (["--density"], {"GPU", "pytorch"}),
         (["--blocks", "cpu"], set()),
         (["--blocks", "gpu"], {"GPU", "ncu"}),
         ([], {"GPU", "ncu", "pytorch"}),

@@ -1,5 +1,7 @@
 """Block masks as kernels read them: cells with their bits, and lists of tiles that are visited."""
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -9,10 +11,10 @@ from hypothesis import strategies as st
 
 import tileattn
 from tests import fake_cupy
-from tests.fake_cupy import Machine
+from tests.fake_cupy import Machine, at_host
 from tileattn import BlockMask
 from tileattn.block_mask import FULL, PARTIAL, SKIP
-from tileattn.kernels.cells import BEYOND, host_visits, tile_kinds
+from tileattn.kernels.cells import BEYOND, host_visits, tile_kinds, visits_before
 
 sides = st.sampled_from([1, 2, 3, 5, 8, 12])
 
@@ -71,11 +73,48 @@ def test_a_mask_is_listed_once_for_each_size_of_tiles(gpu: Machine) -> None:
         assert (key.kernel, key.block_q, key.block_k) == ("forward_sm90", 128, keys)
         wanted = host_visits(mask, (128, keys))
         there = next(x for x in gpu.uploads if x.data.ptr == int(params["visits"]))
-        assert there.shape == wanted.shape
+        assert np.array_equal(at_host(there), wanted)
         strides = [s // 4 for s in wanted.strides]
         assert list(params["visits_at"].tolist()) == [strides[0], 0, strides[2], 1]
     lists = [x for x in gpu.uploads if x.ndim == 4 and x.shape[-1] in {8, 15}]
     assert sorted(x.shape[-1] for x in lists) == [8, 15]
+
+
+def test_what_is_made_of_a_mask_goes_with_it(gpu: Machine) -> None:
+    """Also where a plan that nobody can find again is still remembered."""
+    q = gpu.array((1, 2, 300, 64), np.float16)
+    mask = BlockMask(np.ones((3, 3), bool))
+    for _ in range(2):
+        tileattn.forward(q, q, q, block_mask=mask)
+        gpu.stream = 7
+    made = [weakref.ref(gpu.uploads.pop()) for _ in range(len(gpu.uploads))]
+    assert len(made) == 3  # kinds, bits and lists
+    assert all(x() is not None for x in made)
+    del mask
+    gc.collect()
+    assert [x() for x in made] == [None] * 3
+
+
+def test_a_later_call_brings_nothing_and_can_be_captured(gpu: Machine) -> None:
+    q = gpu.array((1, 2, 300, 64), np.float16)
+    mask = BlockMask(np.tri(3, dtype=bool))
+    tileattn.forward(q, q, q, block_mask=mask)
+    known = len(gpu.uploads)
+    gpu.capturing = True
+    tileattn.forward(q, q, q, block_mask=mask)
+    assert len(gpu.uploads) == known
+    first, second = (int(params["visits"]) for *_, params in gpu.launches)
+    assert first == second != 0
+
+
+def test_counts_before_tiles_are_those_of_the_lists() -> None:
+    mask = BlockMask(np.random.default_rng(0).random((2, 3, 5, 7)) < 0.5, (128, 128))
+    for tile in ((128, 128), (192, 96)):
+        lists, before = host_visits(mask, tile), visits_before(mask, tile)
+        assert before.shape == lists.shape
+        for n in range(before.shape[-1]):
+            assert np.array_equal(before[..., n], (lists < 2 * n).sum(-1))
+        assert visits_before(mask, tile) is before
 
 
 def test_the_portable_kernel_needs_no_list(gpu: Machine) -> None:

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,20 +96,16 @@ def test_what_it_serves(dtype: str, uses: tuple[str, ...]) -> None:
     assert "portable" not in why
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize("block", [(128, 128), (64, 64), (96, 96), (256, 512)])
-def test_tiles_under_a_block_mask_are_low_and_lie_along_it(
-    dim: int, block: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize(
+    ("dim", "keys"), [(32, 128), (64, 128), (96, 128), (128, 128), (192, 96), (256, 64)]
+)
+def test_tiles_under_a_block_mask_are_low(dim: int, keys: int) -> None:
     """Whatever the keys and the diagonal, which decide about tiles elsewhere."""
     problem = problem_of("float16", dim, ["block_mask"])
-    facts = FACTS._replace(mask_blocks=block)
-    key, *_ = choose_forward(problem, facts)
-    assert (key.kernel, key.block_q, key.block_mask) == (HOPPER, 128, True)
-    if dim != 192 and block != (96, 96):
-        assert block[1] % key.block_k == 0 or key.block_k % block[1] == 0
-    for other in (replace(problem, window=(None, 0)), replace(problem, Nk=176)):
-        assert choose_forward(other, facts).key == key
+    for window, Nk in product([(None, None), (None, 0)], [2, 176, 4096]):
+        key, *_ = choose_forward(replace(problem, window=window, Nk=Nk), FACTS)
+        assert (key.kernel, key.block_q, key.block_k) == (HOPPER, 128, keys)
+        assert key.block_mask
 
 
 @pytest.mark.parametrize("dim", range(8, LARGEST + 1, 8))

@@ -63,7 +63,10 @@ def _said(panels: dict[str, Panel]) -> str:
         if longest is not None:
             times = plain[longest] / tiled[longest]
             said.append(f"{title}: {times:.0f} times at N = {longest}")
-    return f"What plain attention takes over what tileattn takes: {'; '.join(said)}."
+    return (
+        "What plain attention takes, or would take where it did not run, over what tileattn takes: "
+        f"{'; '.join(said)}."
+    )
 
 
 def draw(figure: Any, theme: Theme, values: Any) -> None:

@@ -25,7 +25,8 @@ backward. A column with the name of a peer says how many times as long as tileat
 1, tileattn is faster. It is blank where the peer cannot run the cell, or gives another result.
 *best* is the fastest of cuDNN and FlashAttention-4. *of the floor* is the share that tileattn
 reaches of the floors of `benchmarks.roofline`: the rate of a large matrix product that was timed,
-every array once at the rate of a copy and, where the clock is known, exponentials.
+every array once at the rate of a copy and, where the clock is known, exponentials. The product is
+no limit of the hardware: a kernel that draws less power than it does may come above 1.
 
 """
 

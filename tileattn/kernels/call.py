@@ -22,7 +22,7 @@ WIDEST = 16  # bytes of the widest copy
 NARROWEST = 4  # and of the narrowest that need not go through registers
 _ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
 _BOXED = frozenset({"q", "k", "v", "dout"})
-_PAIRS = frozenset({"bias", "dbias", "mask", "kinds"})
+_PAIRS = frozenset({"bias", "dbias", "mask", "kinds", "visits"})
 _ARGUMENTS = {"slopes": "alibi_slopes", "lengths": "kv_lengths", "offsets": "q_offset"}
 """Fields of the parameter block that callers know by other names."""
 
@@ -155,15 +155,27 @@ class Call:
         """
         aligned = self._bits & -self._bits
         key = (more, self.device, aligned, self._row_vector("mask"), self._row_vector("bias"))
-        plan: Plan | None = self.memo.get(key)
-        if plan is None:
+        known: tuple[Plan, tuple[int, int] | None] | None = self.memo.get(key)
+        if known is not None:
+            plan, listed = known
+            self._add_visits(listed)
+        else:
             made = steps(self.problem, self.facts())
-            values, fixed = self._values(made)
+            keys = (step.key for step in made if step.key.kernel == HOPPER and step.key.block_mask)
+            listed = next(((key.block_q, key.block_k) for key in keys), None)
+            self._add_visits(listed)
+            values, fixed = self._values(self.order(made))
             plan = Plan(
                 values, self.addresses, fixed, made, aligned, self._arrays, self.layout(made)
             )
-            self.memo[key] = plan
+            self.memo[key] = plan, listed
         return plan
+
+    def _add_visits(self, tile: tuple[int, int] | None) -> None:
+        """Pass the lists of tiles of this size, if any, that the block mask lets visit."""
+        mask = self._operands.block_mask
+        if tile is not None and mask is not None:
+            self.add_strided("visits", visits_of(mask, self.device, tile))
 
     def layout(self, steps: tuple[Step, ...]) -> Layout:
         """Lay out the memory that these steps take besides the arrays that were passed."""
@@ -245,7 +257,7 @@ class Call:
             arch=arch_of(self.device),
             boxes=all(has_boxes(self._arrays[name]) for name in _BOXED & self._arrays.keys()),
             processors=attribute("MultiProcessorCount", self.device),
-            mask_blocks=block_mask.block_size if block_mask is not None else (),
+            mask_block=block_mask.block_size[1] if block_mask is not None else 0,
         )
         bias = self._arrays.get("bias")
         if bias is None:
@@ -262,9 +274,8 @@ class Call:
         steps = (s for n, s in zip(x.shape[:-1], x.strides, strict=False) if n > 1)
         return math.gcd(WIDEST, x.data.ptr, x.shape[-1] * x.itemsize, *steps)
 
-    def _values(self, steps: tuple[Step, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _values(self, order: Order) -> tuple[dict[str, Any], dict[str, Any]]:
         """List the fields of the parameter block, and the arrays that the plan owns."""
-        order = self.order(steps)
         fixed: dict[str, Any] = {}
         values = _facts(self.problem) | {"parts": order.parts, "in_order": order.in_order}
         for name, x in self._arrays.items():
@@ -293,11 +304,6 @@ class Call:
         if block_mask is not None:
             block_q, block_k = block_mask.block_size
             values |= {"mask_block_q": block_q, "mask_block_k": block_k}
-            for step in steps:
-                if step.key.kernel == HOPPER:
-                    tile = step.key.block_q, step.key.block_k
-                    fixed["visits"] = visits_of(block_mask, self.device, tile)
-                    values["visits_at"] = _strides(fixed["visits"])
         return values, fixed
 
 

@@ -19,7 +19,7 @@ from tileattn.problem import BFLOAT16, DTYPES, Problem
 _OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
 
 _HEAD_DIMS = (20, 64, 128, 256)
-_MASK_BLOCKS = (128, 128)  # as a block mask has them where nothing else is said
+_MASK_BLOCK = 128  # keys, as a block mask has them where nothing else is said
 
 _MEASURED = "sm_90a"  # an H200
 
@@ -99,7 +99,7 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
             staged = WIDEST if turn % 2 else 0
             facts = facts._replace(bias=bias.name, bias_shape=shape, bias_vector=staged)
         if "block_mask" in uses:
-            facts = facts._replace(mask_blocks=_MASK_BLOCKS)
+            facts = facts._replace(mask_block=_MASK_BLOCK)
         if "mask" in uses:
             facts = facts._replace(span=(1, 2, 16)[turn % 3])
         # No tile has room for 512 columns: the textbook kernels serve them.
@@ -109,10 +109,7 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
     for name, dim, options in _HOPPER_CASES:
         for window in WINDOWS:
             problem = replace(problem_of(name, dim, options), window=window)
-            facts = facts_of(arch)
-            if "block_mask" in options:
-                facts = facts._replace(mask_blocks=_MASK_BLOCKS)
-            keys = _keys(problem, facts)
+            keys = _keys(problem, facts_of(arch))
             own = (key for key in keys if key.kernel in _OF_HOPPER or key.repairs)
             found |= dict.fromkeys(own)
     return [

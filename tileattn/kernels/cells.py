@@ -8,7 +8,8 @@ import numpy as np
 
 from tileattn.block_mask import FULL, PARTIAL, SKIP, BlockMask
 
-_brought: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+_made: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+"""What was made of masks that are still there, on the host and on devices."""
 
 BEYOND = np.iinfo(np.int32).max
 """What stands behind the last tile of a list."""
@@ -31,7 +32,7 @@ def cells_of(mask: BlockMask, device: int) -> tuple[Any, Any]:
     bits : cupy array of bool, shape (partly seen blocks, queries, keys of a block)
         The pairs of the blocks that are partly seen.
     """
-    kinds, bits = _once(mask, device, lambda: host_cells(mask))
+    kinds, bits = _once(mask, device, lambda: _brought(*host_cells(mask)))
     return kinds, bits
 
 
@@ -52,20 +53,46 @@ def visits_of(mask: BlockMask, device: int, tile: tuple[int, int]) -> Any:
     cupy array of int32, shape (B or 1, Hq or 1, blocks of queries, tiles of keys + 1)
         As ``Listed`` in ``src/work_sm90.cuh`` reads them.
     """
-    (visits,) = _once(mask, (device, tile), lambda: (host_visits(mask, tile),))
+    (visits,) = _once(mask, (device, tile), lambda: _brought(host_visits(mask, tile)))
     return visits
 
 
-def _once(mask: BlockMask, key: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Copy what is made of a mask to CuPy's current device, or give the copies of the last time."""
+def visits_before(mask: BlockMask, tile: tuple[int, int]) -> Any:
+    """Count the tiles of keys that blocks of queries visit before each of them, once.
+
+    Parameters
+    ----------
+    mask : BlockMask
+        The mask.
+    tile : (int, int)
+        Queries and keys of a tile.
+
+    Returns
+    -------
+    array of int, shape (B or 1, Hq or 1, blocks of queries, tiles of keys + 1)
+        The last of a row are all.
+    """
+
+    def counted() -> Any:
+        visited = tile_kinds(mask, tile) != SKIP
+        return np.pad(np.cumsum(visited, axis=-1), [(0, 0)] * 3 + [(1, 0)])
+
+    return _once(mask, tile, counted)
+
+
+def _once(mask: BlockMask, key: Any, make: Callable[[], Any]) -> Any:
+    """Make something of a mask, or give what was made the last time."""
+    known = _made.setdefault(mask, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def _brought(*arrays: Any) -> tuple[Any, ...]:
+    """Copy to CuPy's current device: complete before any stream may read it, for all read it."""
     import cupy
 
-    known = _brought.setdefault(mask, {})
-    if key not in known:
-        # Complete before any stream may read it: the copies serve all of them.
-        known[key] = tuple(cupy.asarray(x, blocking=True) for x in make())
-    copies: tuple[Any, ...] = known[key]
-    return copies
+    return tuple(cupy.asarray(x, blocking=True) for x in arrays)
 
 
 def host_cells(mask: BlockMask) -> tuple[Any, Any]:

@@ -18,7 +18,8 @@ HOPPER_PIECE = 64 * 32 * 4  # bytes of dq that each of them adds at a time
 HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
 HOPPER_LOADERS = 4  # warps: registers are handed from one warpgroup to another
 HOPPER_FEW_KEYS = 512
-HOPPER_NARROW, HOPPER_WASTE = 128, 1.02  # a side of a tile, and padded keys over keys
+HOPPER_NARROW, HOPPER_WASTE = 128, 1.02  # keys of a tile, and padded keys over keys
+HOPPER_LOW = 128  # queries of a tile under a block mask
 HOPPER_STATIC = 2048  # at most, bytes of shared memory besides the tiles
 
 _Clause = tuple[str, Callable[[Problem, Facts], bool]]
@@ -69,7 +70,7 @@ def choose_forward(problem: Problem, facts: Facts) -> Choice:
     portable = _portable("forward", _NOT_HOPPER, problem, facts)
     if portable is not None:
         return portable
-    return hopper_forward(problem, hopper_tile(problem, facts.mask_blocks))
+    return hopper_forward(problem, hopper_tile(problem))
 
 
 def hopper_forward(problem: Problem, tile: TileSize) -> Choice:
@@ -122,29 +123,30 @@ def _hopper(kernel: str, P: Problem, dim: int, value: int, tile: TileSize, share
     return Choice(key, shared, tile.tuned and not tile.spills, why)
 
 
-def hopper_tile(problem: Problem, mask_blocks: tuple[int, ...] = ()) -> TileSize:
+def hopper_tile(problem: Problem) -> TileSize:
     """Pick the tiles of Hopper's own kernel, of those that fit.
 
     Where few keys are cut by a diagonal, small tiles waste less of what it hides (measured). Wide
     ones are faster where nothing is cut, scores are plain, and keys fill the last one (measured);
-    with terms their registers spill. Under a block mask tiles are low, and lie along its blocks.
+    with terms their registers spill. Under a block mask tiles have no more queries than its blocks
+    mostly have.
     """
     P = problem
     dim, value = room(P.D), room(P.Dv)
-    plain = P.uses.isdisjoint({"softcap", "alibi_slopes", "block_mask"})
+    masked = "block_mask" in P.uses
+    plain = P.uses.isdisjoint({"softcap", "alibi_slopes"}) and not masked
     uncut = P.window == (None, None) and plain
 
     def suits(tile: TileSize) -> bool:
         if hopper_bytes(tile, dim, value) + HOPPER_STATIC > SHARED_LIMIT[90] * 1024:
             return False
-        if mask_blocks and tile.block_q > HOPPER_NARROW:
+        if masked and tile.block_q > HOPPER_LOW:
             return False
         keys = -(-P.Nk // tile.block_k) * tile.block_k
         return tile.block_k <= HOPPER_NARROW or (uncut and keys <= HOPPER_WASTE * P.Nk)
 
-    rows = candidates(HOPPER, P.dtype.itemsize, max(dim, value), mask_blocks)
-    tiles = list(filter(suits, rows))
-    few = not mask_blocks and P.Nk <= HOPPER_FEW_KEYS and P.window[1] is not None
+    tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, max(dim, value))))
+    few = not masked and P.Nk <= HOPPER_FEW_KEYS and P.window[1] is not None
     return tiles[-1 if few else 0]
 
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.block_mask import SKIP
 from tileattn.blocks import Band, cut
-from tileattn.kernels.cells import tile_kinds
+from tileattn.kernels.cells import visits_before
 from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.steps import Step
@@ -186,8 +185,7 @@ def _visited(x: Operands, key: KernelKey, first: Array, past: Array) -> Array:
     """Count the tiles from first to past - 1 that the block mask does not skip."""
     if x.block_mask is None:
         return past - first
-    seen = tile_kinds(x.block_mask, (key.block_q, key.block_k)) != SKIP
-    before = np.pad(np.cumsum(seen, axis=-1), [(0, 0)] * 3 + [(1, 0)])
+    before = visits_before(x.block_mask, (key.block_q, key.block_k))
     before = np.broadcast_to(before, (len(first), *before.shape[1:]))[:, :, : first.shape[-1]]
 
     def up_to(tile: Array) -> Array:

@@ -49,8 +49,8 @@ class Facts(NamedTuple):
         Whether q, k and v, and in the backward pass dout, can be copied by tensor maps.
     processors : int
         Multiprocessors of the device.
-    mask_blocks : tuple of int
-        Queries and keys of the blocks of the block mask; empty where there is none.
+    mask_block : int
+        Keys of a block of the block mask; 0 where there is none.
     """
 
     vector: int
@@ -62,7 +62,7 @@ class Facts(NamedTuple):
     arch: str = ""
     boxes: bool = True
     processors: int = 1
-    mask_blocks: tuple[int, ...] = ()
+    mask_block: int = 0
 
 
 class Choice(NamedTuple):
@@ -110,7 +110,7 @@ def choose(kernel: str, problem: Problem, facts: Facts, tiles: Sequence[TileSize
     bias_size = itemsize_of(facts.bias) if facts.bias_vector else 0
     if max(problem.D, problem.Dv) <= LARGEST:
         dim, value = room(problem.D), room(problem.Dv)
-        for tile in tiles or candidates(kernel, size, max(dim, value), facts.mask_blocks):
+        for tile in tiles or candidates(kernel, size, max(dim, value), facts.mask_block):
             shared = shared_bytes(kernel, tile, dim, value, size, bias_size)
             # A bias must not cost a block that the multiprocessor is to hold besides.
             blocks = tile.residents if bias_size else 1

@@ -144,10 +144,11 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
 }
 
 
-def candidates(
-    kernel: str, itemsize: int, dim: int, blocks: tuple[int, ...] = ()
-) -> tuple[TileSize, ...]:
+def candidates(kernel: str, itemsize: int, dim: int, block: int = 0) -> tuple[TileSize, ...]:
     """List the tile sizes of a kernel, the fastest first.
+
+    Of the forward pass those come first whose keys lie along the blocks of a block mask: tiles
+    across the borders of blocks are often seen in part, which costs most (measured).
 
     Parameters
     ----------
@@ -157,8 +158,8 @@ def candidates(
         Bytes of an element.
     dim : int
         The larger of the two head dimensions.
-    blocks : tuple of int
-        Queries and keys of the blocks of a block mask; empty where there is none.
+    block : int
+        Keys of a block of a block mask; 0 where there is none.
 
     Returns
     -------
@@ -167,10 +168,10 @@ def candidates(
     """
 
     def straddles(tile: TileSize) -> bool:
-        """Whether tiles lie across borders of blocks, and so are often seen in part."""
-        sides = zip(tile[:2], blocks, strict=False)
-        return any(max(pair) % min(pair) for pair in sides)
+        return max(tile.block_k, block) % min(tile.block_k, block) > 0
 
     table = _TABLE[kernel, itemsize]
     best = next(sizes for limit, sizes in table.items() if dim <= limit)
-    return (*sorted(best, key=straddles), *_SMALLER.get(kernel, _SMALL))
+    if block and kernel == "forward":
+        best = tuple(sorted(best, key=straddles))
+    return best + _SMALLER.get(kernel, _SMALL)
