@@ -11,8 +11,8 @@ from tileattn.kernels.steps import Step, forward_step
 from tileattn.kernels.tiles import TileSize
 from tileattn.problem import Problem, parse
 
-# A warp for 32 queries, or for 16 where there are no more; Hopper's own has four for 64. Each with
-# as many stages as its row of the table has.
+# A warp for 32 queries, or for 16 where there are no more; Hopper's own has four for 64. Stages are
+# those of the fastest row of the table.
 TILES = {
     "forward": tuple(
         TileSize(rows, keys, max(1, rows // 32), stages=2)

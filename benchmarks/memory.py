@@ -55,12 +55,10 @@ def rows(
     last: dict[tuple[str, str], tuple[int, float]] = {}
     for case in report.tracked(cases, "memory"):
         row = asdict(case) | {"inputs_bytes": case.inputs, "needs_bytes": case.needs}
-        there = room()
         N, seconds = last.get((case.contestant, case.kind), (case.N, 0.0))
         expected = seconds * (case.N / N) ** 2
-        if case.needs > there:
-            reason = f"needs {case.needs / 1e9:.1f} GB and {there / 1e9:.1f} GB are free"
-            yield row | {"free_bytes": there, "not_run": reason}
+        if refusal := case.refusal(room()):
+            yield row | refusal
         elif expected > limit:
             reason = f"would take about {expected:.0f} s, more than --limit-seconds {limit:g}"
             yield row | {"not_run": reason}

@@ -87,6 +87,13 @@ class Case:
         lse = rows * max(size, 4) if self.contestant == "tileattn" else 0
         return self.inputs + outputs + lse + self._squares * rows * self.N * size
 
+    def refusal(self, there: int) -> dict[str, Any]:
+        """Fields of a row that say why the case is not run; none where ``there`` bytes suffice."""
+        if self.needs <= there:
+            return {}
+        reason = f"needs {self.needs / 1e9:.1f} GB and {there / 1e9:.1f} GB are free"
+        return {"needs_bytes": self.needs, "free_bytes": there, "not_run": reason}
+
     @property
     def _squares(self) -> int:
         library = self.contestant

@@ -64,7 +64,7 @@ def case_of(contestant: str, N: int) -> Case:
 
 
 def timed(case: Case, device: Gpu) -> float:
-    """Milliseconds of both passes."""
+    """Milliseconds of the passes."""
     inputs = memory_gpu.inputs_of(device, case)
     return 1e3 * median(device.time([case.prepared(inputs, device.xp)]))
 
@@ -74,10 +74,8 @@ def counted(case: Case, device: Gpu, counters: Callable[[Case], Row] | None) -> 
 
     What does not fit is refused before it is allocated.
     """
-    there = memory_gpu.room(device)
-    if case.needs > there:
-        reason = f"needs {case.needs / 1e9:.1f} GB and {there / 1e9:.1f} GB are free"
-        return {"needs_bytes": case.needs, "free_bytes": there, "not_run": reason}
+    if refusal := case.refusal(memory_gpu.room(device)):
+        return refusal
     try:
         row: Row = {"ms": timed(case, device)}
     except Exception as error:
@@ -106,9 +104,7 @@ def lengths(
         yield row | ({"paper": PAPER} if PAPER["N"] == N else {})
 
 
-def density(
-    N: int, tile: tuple[int, int], device: Gpu | None, *, beside: bool = True
-) -> Iterator[Row]:
+def density(N: int, tile: tuple[int, int], device: Gpu | None, *, beside: bool) -> Iterator[Row]:
     """Time against the share of the blocks that a mask shows, and the modelled bytes."""
     for share in report.tracked(DENSITIES, "density"):
         mask = random_blocks(N, share)
@@ -203,29 +199,34 @@ def missing(arguments: argparse.Namespace) -> dict[str, str]:
     return found
 
 
+def asked(
+    arguments: argparse.Namespace, device: Gpu | None, absent: dict[str, str]
+) -> tuple[str, Iterator[Row]]:
+    """Give the stem of the file that the command line asks for, and its rows."""
+    tile = (arguments.tile[0], arguments.tile[1])
+    counters = None if "ncu" in absent else gpu_counters.measure
+    N: int | None = arguments.length[0] if arguments.length else None
+    if arguments.blocks == "cpu":
+        return "traffic_blocks_cpu", blocks(N or 4096, arguments.seconds)
+    if arguments.blocks == "gpu":
+        return "traffic_blocks_gpu", gpu_blocks(N or 4096, device, counters)
+    if arguments.density:
+        beside = "pytorch" not in absent
+        return "traffic_density", density(N or 16384, tile, device, beside=beside)
+    contestants = [who for who in CONTESTANTS if who not in absent]
+    return "traffic", lengths(arguments.length or LENGTHS, tile, device, counters, contestants)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run what the command line asks for; what was measured is kept where a run is broken off."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse(argv)
-    tile = (arguments.tile[0], arguments.tile[1])
     absent = missing(arguments)
     device = None if arguments.blocks == "cpu" or "GPU" in absent else Gpu()
-    counters = None if "ncu" in absent else gpu_counters.measure
-    N: int | None = arguments.length[0] if arguments.length else None
-    beside = not arguments.blocks and "pytorch" not in absent
-    if device is not None and beside:
+    if device is not None and not arguments.blocks and "pytorch" not in absent:
         importlib.import_module("torch")  # whose version the machine record has then
     machine = report.host() if device is None else device.machine()
-    stem = "traffic"
-    if arguments.blocks == "cpu":
-        stem, made = "traffic_blocks_cpu", blocks(N or 4096, arguments.seconds)
-    elif arguments.blocks == "gpu":
-        stem, made = "traffic_blocks_gpu", gpu_blocks(N or 4096, device, counters)
-    elif arguments.density:
-        stem, made = "traffic_density", density(N or 16384, tile, device, beside=beside)
-    else:
-        contestants = [who for who in CONTESTANTS if who not in absent]
-        made = lengths(arguments.length or LENGTHS, tile, device, counters, contestants)
+    stem, made = asked(arguments, device, absent)
     report.show_missing(absent)
     rows: list[Row] = []
     try:

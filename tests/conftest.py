@@ -149,3 +149,11 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backends.KNOWN.clear()
     yield
     backends.KNOWN.clear()
+
+
+@pytest.fixture
+def matplotlib_figure() -> Any:
+    """Class of matplotlib's figures; it draws the pictures of the docs, and is no dependency."""
+    return pytest.importorskip(
+        "matplotlib.figure", reason="it draws: pip install matplotlib"
+    ).Figure

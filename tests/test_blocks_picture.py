@@ -8,7 +8,6 @@ import pytest
 
 from tools import blocks_picture, drawing
 
-DRAWN = "matplotlib draws, and is no dependency: pip install matplotlib"
 COUNTS = {"dram_read_bytes": 700, "dram_write_bytes": 100, "l2_bytes": 8400}
 
 
@@ -101,9 +100,9 @@ def test_without_a_time_there_is_no_picture(tmp_path: Path) -> None:
 
 
 def test_marks_of_the_cache_are_filled_and_lines_are_those_of_the_model_and_the_fastest(
-    picture: drawing.Picture,
+    picture: drawing.Picture, matplotlib_figure: Any
 ) -> None:
-    figure = pytest.importorskip("matplotlib.figure", reason=DRAWN).Figure()
+    figure = matplotlib_figure()
     picture.draw(figure, drawing.LIGHT, picture.values)
     shown: tuple[list[Any], list[Any]] = ([], [])
     for axis, lines in zip(figure.axes, shown, strict=True):
@@ -128,12 +127,12 @@ def test_marks_of_the_cache_are_filled_and_lines_are_those_of_the_model_and_the_
     ]
 
 
+@pytest.mark.usefixtures("matplotlib_figure")
 @pytest.mark.parametrize("theme", drawing.THEMES, ids=lambda theme: theme.name)
 @pytest.mark.parametrize("kept", [slice(None), slice(2, 3), slice(3, 5)])
 def test_what_there_is_of_the_rows_is_drawn_and_labelled(
     tmp_path: Path, theme: drawing.Theme, kept: slice
 ) -> None:
-    pytest.importorskip("matplotlib", reason=DRAWN)
     write(tmp_path, rows()[kept])
     picture = blocks_picture.picture(tmp_path)
     drawn = drawing.svg(picture, theme)

@@ -8,8 +8,6 @@ import pytest
 
 from tools import density_picture, drawing
 
-DRAWN = "matplotlib draws, and is no dependency: pip install matplotlib"
-
 
 def row(name: str, density: float, **more: Any) -> dict[str, Any]:
     sizes = {"pass": name, "dtype": "fp16", "B": 1, "H": 3, "N": 16384, "D": 64}
@@ -79,9 +77,9 @@ def test_without_two_times_there_is_no_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("theme", drawing.THEMES, ids=lambda theme: theme.name)
 def test_a_dotted_line_leads_from_the_densest_down_in_proportion(
-    tmp_path: Path, theme: drawing.Theme
+    tmp_path: Path, theme: drawing.Theme, matplotlib_figure: Any
 ) -> None:
-    figure = pytest.importorskip("matplotlib.figure", reason=DRAWN).Figure()
+    figure = matplotlib_figure()
     write(tmp_path, rows())
     picture = density_picture.picture(tmp_path)
     picture.draw(figure, theme, picture.values)

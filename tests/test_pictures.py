@@ -17,7 +17,6 @@ from tileattn.blocks import Tile
 from tools import drawing, memory_picture, pictures, schedule_picture
 
 CASES = ("plain", "tileattn")
-DRAWN = "matplotlib draws, and is no dependency: pip install matplotlib"
 Change = Callable[[str, Callable[[Any], None]], None]
 
 
@@ -129,8 +128,8 @@ def test_words_that_the_results_no_longer_hold_make_the_pages_stale(
     assert "docs/index.md is stale" in said
 
 
+@pytest.mark.usefixtures("matplotlib_figure")
 def test_writing_draws_what_is_stale_and_nothing_else(results: Path, root: Path) -> None:
-    pytest.importorskip("matplotlib", reason=DRAWN)
     fresh = {path: path.stat().st_mtime_ns for path in (root / "docs").rglob("*.*")}
     change(results / "gpu_backward_bf16.json", slower("cudnn"))
     assert pictures.main(["--write"], root) == 0
@@ -153,8 +152,8 @@ def test_a_picture_without_data_is_left_out_and_said(
     )
 
 
+@pytest.mark.usefixtures("matplotlib_figure")
 def test_a_new_file_brings_its_pictures(everything: Path, root: Path) -> None:
-    pytest.importorskip("matplotlib", reason=DRAWN)
     assert everything.exists()
     assert pictures.main(["--write"], root) == 0
     names = {path.name for path in (root / "docs" / "assets").glob("*.svg")}
@@ -165,9 +164,9 @@ def test_a_new_file_brings_its_pictures(everything: Path, root: Path) -> None:
         assert shown in (root / "docs" / "io.md").read_text("utf-8")
 
 
+@pytest.mark.usefixtures("matplotlib_figure")
 @pytest.mark.parametrize("name", pictures.MAKERS)
 def test_the_same_values_give_the_same_file_and_others_another(everything: Path, name: str) -> None:
-    pytest.importorskip("matplotlib", reason=DRAWN)
     picture = pictures.made(everything)[0][name]
     first, again = (drawing.svg(picture, drawing.LIGHT) for _ in range(2))
     assert first == again
@@ -284,7 +283,7 @@ def test_lines_and_labels_stand_out_from_the_page(theme: drawing.Theme) -> None:
 
 
 def test_labels_keep_their_order_their_mean_and_their_distance() -> None:
-    assert drawing.apart([3.0, 1.0, 1.5], 1.0) == pytest.approx([2.8333, 0.8333, 1.8333], abs=1e-4)
+    assert drawing.apart([3.0, 1.0, 1.5], 1.0) == pytest.approx([17 / 6, 5 / 6, 11 / 6])
     assert drawing.apart([1.0, 5.0], 1.0) == [1.0, 5.0]
     assert drawing.apart_by_ratio([10.0, 10.0], 4.0) == pytest.approx([5.0, 20.0])
     assert drawing.apart([], 1.0) == []

@@ -68,8 +68,8 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(128, 64, 8, tuned=True), TileSize(128, 32, 8)),
     },
     # Hopper's own: a warpgroup for each 64 queries. The last row is for few keys and a right limit,
-    # one of more than 128 keys for calls in which every query sees every key, and no one of more
-    # than 128 queries for block masks.
+    # those of more than 128 keys are for calls in which every query sees every key, and block masks
+    # have those of at most 128 queries.
     ("forward_sm90", 2): {
         64: (
             TileSize(192, 128, 12, 1, 4, tuned=True),
