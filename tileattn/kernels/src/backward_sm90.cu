@@ -53,13 +53,15 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         end_product<0>(dp);
         find_gradients(memory.shared.deltas[out_at.stage], dp,
                        [&](int n, int e) { return s.x[0][n][e]; });
-        memory.out_empty(out_at.stage).arrive();
-        out_at.next();
         keep(gradients, dp);
         memory.pairs_empty(pair_at.stage).wait(pair_at.round ^ 1);
         store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
         fence_shared();
         memory.pairs_full(pair_at.stage).arrive();
+        // Safe: dP is complete, so dv's GEMM before it is too; and the deltas are consumed, for the
+        // gradients made of them are stored, with the proxy fence behind.
+        memory.out_empty(out_at.stage).arrive();
+        out_at.next();
         behind = q_at.stage;
         q_at.next();
     };
@@ -71,6 +73,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
                                        group % DQ_SHARES * DQ_COLUMNS);
     };
     auto add_dq = [&](const Fragment<Sum, 1, DQT>& dq) {
+        // Safe: only dq's GEMM reads the stage, and it is complete.
         memory.pairs_empty(pair_at.stage).arrive();
         pair_at.next();
         send_sums(memory, group, dq, row0 % GROUP_ROWS, sums_at);
@@ -115,6 +118,8 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         find_weights(boundary);
         begin_dv();
         end_product<1>(dk);
+        // Safe: the GEMMs that read these queries are complete; their shifts were consumed by the
+        // probabilities behind the gradients that `tell_gradients` has stored and fenced.
         memory.q_empty(behind).arrive();
         begin_dq(dq);
         end_product<0>(dv);
@@ -125,13 +130,15 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     auto end = [&] {
         Fragment<Sum, 1, DQT> dq;
         tell_gradients();
-        memory.v_empty().arrive();
+        memory.v_empty().arrive();  // safe: only GEMMs read it, and the last dP is complete
         begin_dk();
         write_dv(pair_at.after());  // meanwhile
         begin_dq(dq);
         end_product<0>(dk);
         end_product<0>(dq);
-        memory.q_empty(behind).arrive();
+        memory.q_empty(behind).arrive();  // safe as in `go_on`
+        // Safe: all GEMMs that read the keys are complete, and what was read of the work is long
+        // consumed; the producer's generic write of the next work needs no proxy fence.
         memory.k_empty().arrive();
         add_dq(dq);
     };
@@ -147,7 +154,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             walk(work, heads, h, tile, begin, go_on);
             end();
         } else {
-            memory.k_empty().arrive();
+            memory.k_empty().arrive();  // safe: the branch has consumed what was read of the work
             write_dv(pair_at);
         }
         write_dk();

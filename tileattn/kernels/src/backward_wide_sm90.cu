@@ -63,12 +63,15 @@ __device__ inline void find_dv(const Params& p, const Memory& memory) {
     auto visit = [&](bool boundary, bool more) {
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         weigh(p, work.b, h, boundary, memory.shared.shifts[q_at.stage], s, slopes);
-        memory.q_empty(q_at.stage).arrive();
-        q_at.next();
         keep(weights, s);
         take_slopes(s, slopes);
         hand_over(memory.weights(), s);
+        fence_shared();
         memory.weights_full().arrive();
+        // Safe: the scores' GEMM is complete; and the shifts are consumed, for the probabilities made
+        // of them are handed over, with the proxy fence behind.
+        memory.q_empty(q_at.stage).arrive();
+        q_at.next();
         memory.out_full(out_at.stage).wait(out_at.round);
         begin_product<Element>(dv, weights, memory.dout(out_at.stage));
         if (more) {
@@ -77,7 +80,7 @@ __device__ inline void find_dv(const Params& p, const Memory& memory) {
         } else {
             end_product<0>(dv);
         }
-        memory.out_empty(out_at.stage).arrive();
+        memory.out_empty(out_at.stage).arrive();  // safe: only dv's GEMM read it here
         out_at.next();
         // Then the other warpgroup has read the weights, too.
         memory.pairs_full(pair_at.stage).wait(pair_at.round);
@@ -97,6 +100,7 @@ __device__ inline void find_dv(const Params& p, const Memory& memory) {
             end_product<0>(s);
             visit_all(work, int(p.group), h, tile, visit);
         }
+        // Safe: all GEMMs that read the keys are complete, and the visits have consumed the work.
         memory.k_empty().arrive();
         if (!are_finite(dv)) unfinished(p, work.b, work.kv) = 1;
         write_rows(p, p.dv, p.dv_at, work, row0, int(p.Dv), dv);
@@ -125,7 +129,7 @@ __device__ inline void find_dk(const Params& p, const Memory& memory) {
     // in the end: while the other warpgroup finds its probabilities.
     auto visit = [&](bool, bool more) {
         end_product<0>(dp);
-        if (!more) memory.v_empty().arrive();
+        if (!more) memory.v_empty().arrive();  // safe: only GEMMs read it, and the last is complete
         {
             Fragment<Sum, 1, QT> s;
             memory.weights_full().wait(weights_at.round);
@@ -134,20 +138,23 @@ __device__ inline void find_dk(const Params& p, const Memory& memory) {
             find_gradients(memory.shared.deltas[out_at.stage], dp,
                            [&](int n, int e) { return s.x[0][n][e]; });
         }
-        memory.out_empty(out_at.stage).arrive();
-        out_at.next();
         keep(gradients, dp);
         // Of two tiles ago: the products of this warpgroup that read it were over before the last
         // gradients were all there, those of the other one before these weights.
+        static_assert(PAIR_STAGES == 2, "what is two tiles old is overwritten unasked");
         store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
         fence_shared();
         memory.pairs_full(pair_at.stage).arrive();
+        // Safe: dP's GEMM is complete; and the deltas are consumed, for the gradients made of them
+        // are stored, with the proxy fence behind.
+        memory.out_empty(out_at.stage).arrive();
+        out_at.next();
         memory.q_full(q_at.stage).wait(q_at.round);
         begin_product<Element>(dk, gradients, memory.q(q_at.stage));
         memory.pairs_full(pair_at.stage).wait(pair_at.round);
         find_dq<KEYS>(memory, pair_at.stage, row0, sums_at);
         end_product<0>(dk);
-        memory.q_empty(q_at.stage).arrive();
+        memory.q_empty(q_at.stage).arrive();  // safe: only dk's GEMM read it here
         q_at.next();
         pair_at.next();
         if (more) begin_gradients();
@@ -165,7 +172,7 @@ __device__ inline void find_dk(const Params& p, const Memory& memory) {
             begin_gradients();
             visit_all(work, int(p.group), h, tile, visit);
         }
-        memory.k_empty().arrive();
+        memory.k_empty().arrive();  // safe, likewise
         if (!are_finite(dk)) unfinished(p, work.b, work.kv) = 1;
 #pragma unroll
         for (auto& atom : dk.x[0])

@@ -106,7 +106,7 @@ __device__ inline void add(const Params& p, const Memory& memory, const Share& s
     for (;; kept.next()) {
         memory.k_full().wait(kept.round);
         const Work work = memory.shared.work;
-        memory.k_empty().arrive();
+        memory.k_empty().arrive();  // safe: the work is written again by generic stores alone
         if (work.end) break;
         const u32 first_head = work.b * int(p.Hq) + work.kv * heads;
         u32 seen = 0;
@@ -130,7 +130,7 @@ __device__ inline void add(const Params& p, const Memory& memory, const Share& s
                         send_piece(sums, memory.sums(share.adder, at.stage), 4 * count * DQ_PIECE,
                                    rank > 0);
                     wait_read_pieces();
-                    memory.sums_empty(share.adder, at.stage).arrive();
+                    memory.sums_empty(share.adder, at.stage).arrive();  // safe: the copy has read it
                     at.next();
                 }
                 // In order the next look is due, while this tile is on its way.

@@ -202,11 +202,14 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     Sum rescale[1][2];
     bool found[1][2];  // whether a row has seen a value that is not finite
 
-    // By all threads: each has read for itself what was told with the queries.
+    // By all threads: each has read for itself what was told with the queries, and that is written
+    // by generic stores again. The queries are read by GEMMs alone, all of which are complete.
     auto release_queries = [&] {
         memory.q_empty(q_at.stage).arrive();
         q_at.next(GROUPS);
     };
+    // Safe for one thread of the warpgroup: it calls once the GEMM that reads the stage, which is the
+    // warpgroup's as a whole, is complete; what `clean` reads and writes of values is fenced there.
     auto release_keys = [&] {
         if (leader) memory.k_empty(k_at.stage).arrive();
         k_at.next();
