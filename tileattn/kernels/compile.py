@@ -27,6 +27,9 @@ OPTIONS = (
     "--ptxas-options=-v",  # registers and spills go to the log
 )
 
+TROUBLE: tuple[str, ...] = ()
+"""Definitions that tools/stress_gpu.py adds before the first kernel is loaded."""
+
 # CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX and UNSUPPORTED_PTX_VERSION.
 _REFUSED = (200, 209, 218, 222)
 
@@ -311,7 +314,7 @@ def _compiler() -> str:
 def _options(key: KernelKey, arch: str) -> tuple[str, ...]:
     # From 12.9 on NVRTC has a cache too, whose answers need not repeat the log.
     own_cache = () if nvrtc_version() < (12, 9) else ("--no-cache",)
-    return (*OPTIONS, *own_cache, f"-arch={arch}", *key.defines())
+    return (*OPTIONS, *own_cache, f"-arch={arch}", *TROUBLE, *key.defines())
 
 
 def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[str, ...]) -> bytes:

@@ -37,17 +37,17 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
     auto load_queries = [&](int h, int q0) {
         const Barrier full = memory.q_full(q.stage);
         memory.q_empty(q.stage).wait(q.round ^ 1);
-        memory.q(q.stage).load(maps.q, q0, h, work.b, full);
-        load_piece(shared_address(memory.shared.shifts[q.stage]),
-                   row_numbers(p, p.shift, work.b, h) + q0, ROW_BYTES, full);
+        BOTH_COPIES(memory.q(q.stage).load(maps.q, q0, h, work.b, full),
+                    load_piece(shared_address(memory.shared.shifts[q.stage]),
+                               row_numbers(p, p.shift, work.b, h) + q0, ROW_BYTES, full));
         q.next();
     };
     auto load_out = [&](int h, int q0) {
         const Barrier full = memory.out_full(out.stage);
         memory.out_empty(out.stage).wait(out.round ^ 1);
-        memory.dout(out.stage).load(maps.dout, q0, h, work.b, full);
-        load_piece(shared_address(memory.shared.deltas[out.stage]),
-                   row_numbers(p, p.delta, work.b, h) + q0, ROW_BYTES, full);
+        BOTH_COPIES(memory.dout(out.stage).load(maps.dout, q0, h, work.b, full),
+                    load_piece(shared_address(memory.shared.deltas[out.stage]),
+                               row_numbers(p, p.delta, work.b, h) + q0, ROW_BYTES, full));
         out.next();
     };
     // All wait for the keys, with which they are told the work.
