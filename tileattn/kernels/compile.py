@@ -9,7 +9,8 @@ import functools
 import hashlib
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,44 @@ def load(
                 kernel = _placed(key, arch, compiled(key, arch, folders), device)
                 _loaded[name] = kernel
     return kernel
+
+
+def load_all(keys: Sequence[KernelKey], folders: tuple[Path, ...] = (SOURCES,)) -> list[Kernel]:
+    """Find the kernels of a call on CuPy's current device; those that are new are made together.
+
+    The compiler holds no lock while it works, so a thread for each makes the time of the first call
+    that of its slowest kernel.
+
+    Parameters
+    ----------
+    keys : sequence of KernelKey
+        What they are specialised for.
+    folders : tuple of Path
+        Where the sources are.
+
+    Returns
+    -------
+    list of Kernel
+        As `load` gives them, in the order of the keys.
+
+    Raises
+    ------
+    BackendUnavailableError, KernelCompileError
+        What `load` raises of the first key for which it does; notes tell of the others. No thread
+        goes on behind it.
+    """
+    device = int(_runtime().getDevice())
+    new = [key for key in dict.fromkeys(keys) if (key, device, None, folders) not in _loaded]
+    if len(new) > 1:
+        with ThreadPoolExecutor(len(new), "tileattn-compile") as pool:
+            asked = [pool.submit(load, key, device, None, folders) for key in new]
+            wait(asked)  # in here, so that an interrupt is raised when the threads have ended
+        failed = [error for future in asked if (error := future.exception())]
+        if failed:
+            for other in failed[1:]:
+                failed[0].add_note(f"Another kernel of the call: {other}")
+            raise failed[0]
+    return [load(key, device, None, folders) for key in keys]
 
 
 def compiled(

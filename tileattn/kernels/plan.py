@@ -1,6 +1,7 @@
 """The launches of a call: made once, run for all calls that differ in addresses only."""
 
 import ctypes
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,9 @@ class Plan:
         self._slots = tuple((name, _SLOT[name]) for name in dict.fromkeys((*names, *layout.starts)))
         last = max(slot for _, slot in self._slots)
         self._pointers = [addresses.get(name, 0) for name in POINTERS[: last + 1]]
-        self._launches = tuple(_launch(step, arrays) for step in steps)
+        order = tuple(steps)
+        kernels = compiler.load_all([step.key for step in order])
+        self._launches = tuple(map(_launch, order, kernels, itertools.repeat(arrays)))
         self._spare: list[tuple[Any, Any]] = []
 
     def run(self, addresses: Mapping[str, int]) -> None:
@@ -130,9 +133,8 @@ def is_capturing() -> bool:
 
 
 def _launch(
-    step: Step, arrays: Mapping[str, Any]
+    step: Step, kernel: compiler.Kernel, arrays: Mapping[str, Any]
 ) -> tuple[Any, tuple[int], tuple[int], int, Maps | None]:
-    kernel = compiler.load(step.key)
     if step.shared:
         kernel.allow_shared(step.shared)
     maps = Maps(step.boxes, arrays) if step.boxes else None
