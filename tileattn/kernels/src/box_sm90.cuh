@@ -31,18 +31,9 @@ struct BoxTile {
         for (int n = 0; n < SLICES; ++n) prefetch_box(map, n * WIDTH, row, head, batch);
     }
 
-    // Zero what is not finite, and mark the rows in which it was.
-    template <class T, int THREADS>
-    __device__ void clean(bool (&marks)[ROWS]) const {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < BYTES / 2; i += THREADS) {
-            T x;  // wherever it is in its row
-            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x.bits) : "r"(address + 2 * i));
-            if (is_finite(widen(x))) continue;
-            asm volatile("st.shared.u16 [%0], %1;" ::"r"(address + 2 * i), "h"((unsigned short)0)
-                         : "memory");
-            marks[2 * i % SLICE / PITCH] = true;
-        }
+    // Where the eight elements from a column on lie, a multiple of 8.
+    __device__ u32 piece(int row, int column) const {
+        return address + column / WIDTH * SLICE + row * PITCH + (column % WIDTH / 8 ^ row % 8) * 16;
     }
 
     // Operands of products. The descriptor holds, in units of 16 bytes, the address, the distance

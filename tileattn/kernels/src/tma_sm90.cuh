@@ -180,6 +180,20 @@ __device__ inline void sync_named(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
+// The same, and whether it holds for any of the threads.
+template <int THREADS>
+__device__ inline bool any_of(int id, bool holds) {
+    u32 any;
+    __syncwarp();
+    asm volatile(
+        "{.reg .pred holds, any; setp.ne.b32 holds, %2, 0; "
+        "barrier.cta.red.or.aligned.pred any, %1, %3, holds; selp.b32 %0, 1, 0, any;}"
+        : "=r"(any)
+        : "r"(id), "r"(u32(holds)), "n"(THREADS)
+        : "memory");
+    return any;
+}
+
 // Registers that this warpgroup gives back, or takes from what others have given.
 template <int REGISTERS>
 __device__ inline void keep_registers() {

@@ -25,7 +25,7 @@ static_assert(Q_STAGES >= GROUPS, "every warpgroup has its queries");
 static_assert((BLOCK_Q - GROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
               "a warpgroup hears of the next work before it skips what is left of this one");
 
-constexpr int TURNS = 1024;  // of which it is remembered, of each by itself, whether all was finite
+constexpr int TURNS = 1024;  // of which it is remembered, of each by itself, whether values leaked
 
 // The tiles of keys that some queries see: first to past - 1. All of them see the whole of those
 // from full to full_past - 1.
@@ -41,8 +41,9 @@ struct Work {
     int b, h, q0, turn;
     int first, past;  // of the whole block
     Tiles tiles;
-    bool careful;  // values are to be cleaned
-    bool end;      // of a sweep, of which this is no work; `turn` tells whether another has been
+    bool careful;  // values that are not finite are to be taken out of partial tiles
+    bool end;      // of a sweep, of which this is no work,
+    bool last;     // and no other follows
 };
 
 __device__ inline Tiles tiles_of(const Params& p, int b, int q0, int rows) {
@@ -75,7 +76,7 @@ struct Listed {
     }
 };
 
-// The work of a turn, with `careful` and `end` as they are; false where there is none any more.
+// The work of a turn, with its marks as they are; false where there is none any more.
 __device__ inline bool find_work(const Params& p, int turn, Work& work) {
     const int blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q), heads = int(p.B * p.Hq);
     int index = turn * int(gridDim.x) + int(blockIdx.x);
@@ -101,8 +102,7 @@ struct Shared {
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 swept;
     Work works[Q_STAGES];
-    u32 unfinished[TURNS / 32];
-    bool cleaned[STAGES][BLOCK_K];  // keys of which values are not finite
+    u32 leaked, unfinished[TURNS / 32];
 };
 
 static_assert(sizeof(Shared) <= 2048, "what tiles leave of shared memory");
@@ -127,13 +127,17 @@ struct Memory {
     __device__ Barrier v_empty(int stage) const { return {shared_address(shared.v_empty + stage)}; }
     __device__ Barrier swept() const { return {shared_address(&shared.swept)}; }
 
-    // Whether something was not finite in a turn, or in one that shares its bit.
+    // Whether values may have leaked in a turn, or in one that shares its bit.
     __device__ bool unfinished(int turn) const {
         return shared.unfinished[turn % TURNS / 32] >> turn % 32 & 1;
     }
     __device__ void leave_unfinished(int turn) const {
+        shared.leaked = true;
         atomicOr(shared.unfinished + turn % TURNS / 32, 1u << turn % 32);
     }
+
+    // Whether they may have in any turn.
+    __device__ bool leaked() const { return *static_cast<volatile u32*>(&shared.leaked); }
 
     // By one thread, before all others.
     __device__ void start() const {
@@ -144,6 +148,7 @@ struct Memory {
             v_full(s).init(1), v_empty(s).init(GROUPS);
         }
         swept().init(GROUPS);
+        shared.leaked = 0;
         for (u32& bits : shared.unfinished) bits = 0;
         barriers_are_made();
     }
