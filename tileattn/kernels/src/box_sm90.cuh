@@ -31,6 +31,11 @@ struct BoxTile {
         for (int n = 0; n < SLICES; ++n) prefetch_box(map, n * WIDTH, row, head, batch);
     }
 
+    // The address of 16 bytes of a row.
+    __device__ u32 chunk(int row, int byte) const {
+        return address + byte / PITCH * SLICE + row * PITCH + (byte % PITCH ^ row % 8 * 16);
+    }
+
     // Zero what is not finite, and mark the rows in which it was.
     template <class T, int THREADS>
     __device__ void clean(bool (&marks)[ROWS]) const {
