@@ -36,8 +36,6 @@ struct BoxTile {
         return address + byte / PITCH * SLICE + row * PITCH + (byte % PITCH ^ row % 8 * 16);
     }
 
-    }
-
     // Operands of products. The descriptor holds, in units of 16 bytes, the address, the distance
     // of slices and that of groups of eight rows; and which exchange of chunks.
 
