@@ -44,6 +44,7 @@ PUBLIC = {
     "reference",
     "register_backend",
     "testing",
+    "vjp",
 }
 
 MAX_FILE_LINES = 450
@@ -123,9 +124,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": FACTS | {"blocks"},
     "backends": FACTS | ALGORITHM | {"kernels", "memo", "traffic"},
     "api": FACTS | {"backends", "memo", "state"},
+    "differentiation": FACTS | {"api"},
     "testing": FACTS | {"reference"},
     "selfcheck": FACTS | {"backends", "kernels", "reference", "testing"},
-    "": FACTS | {"api", "backends", "philox", "reference", "testing"},
+    "": FACTS | {"api", "backends", "differentiation", "philox", "reference", "testing"},
     "__main__": FACTS | {"", "backends", "kernels", "selfcheck"},
 }
 
