@@ -429,7 +429,7 @@ def _side(side: Any, window: Any) -> int | None:
 
 
 def _real(name: str, x: Any, accepted: str) -> float:
-    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+    if isinstance(x, bool) or not isinstance(x, numbers.Real | ml_dtypes.bfloat16):
         raise TypeError(f"{name} is {type(x).__name__}; {accepted} accepted")
     try:
         value = float(x)
@@ -442,7 +442,7 @@ def _real(name: str, x: Any, accepted: str) -> float:
 
 def _in_use(value: Any) -> bool:
     """Whether an option differs from its default of None, False or zero."""
-    return value is not None and not (isinstance(value, bool | int | float) and not value)
+    return value is not None and not (isinstance(value, int | float | np.generic) and not value)
 
 
 def _names(dtypes: tuple[np.dtype[Any], ...]) -> str:
