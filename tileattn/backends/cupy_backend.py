@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tileattn.backends.lent import span
 from tileattn.backends.protocol import Explanation
 from tileattn.kernels.call import WIDEST, Call
 from tileattn.kernels.plan import Plan
@@ -43,7 +44,7 @@ class Repeat:
         self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
         self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
         self._lse = (P.B, P.Hq, P.Nq), P.sum_dtype
-        *self._spans, self._span = map(_span, arrays)
+        *self._spans, self._span = map(span, arrays)
 
     def __call__(self, q: Any, k: Any, v: Any, out: Any | None) -> Attention | None:
         """Run it; None where an array, or the current device, is not where the plan needs it."""
@@ -72,12 +73,6 @@ class Repeat:
             if at + lo < past and first < at + hi:
                 return True
         return False
-
-
-def _span(x: Any) -> tuple[int, int]:
-    """Give the bytes between which an array's elements lie, from its address on."""
-    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
-    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
 
 
 class CupyBackend:
