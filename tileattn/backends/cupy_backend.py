@@ -18,6 +18,9 @@ _REMEDY = (
     "pip install 'tileattn[cuda12]'; backend='numpy' needs none"
 )
 
+# Kernels add positions, FAR of src/blocks.cuh and the sides of a tile in 32 bits.
+LONGEST = (1 << 30) - (1 << 16)
+
 
 class Repeat:
     """The forward pass of calls that passed validation before and bring q, k, v and out alone.
@@ -76,7 +79,7 @@ class Repeat:
 
 
 class CupyBackend:
-    """Attention on CuPy arrays; serves every problem.
+    """Attention on CuPy arrays; serves every problem of up to `LONGEST` queries and keys.
 
     After the first call of a signature nothing waits for the GPU: results are complete when the
     current stream reaches them.
@@ -93,8 +96,12 @@ class CupyBackend:
         """Why the backend cannot run here."""
         return _unavailable()
 
-    def why_not(self, problem: Problem) -> str | None:  # noqa: ARG002 - the protocol's argument
-        """Why a problem is not served: every one is."""
+    def why_not(self, problem: Problem) -> str | None:
+        """Why a problem is not served: only for its lengths."""
+        for name in ("Nq", "Nk"):
+            n = getattr(problem, name)
+            if n > LONGEST:
+                return f"{name} is {n:,}, and the kernels take up to {LONGEST:,} queries and keys"
         return None
 
     def forward(self, problem: Problem, operands: Operands, out: Any | None) -> Attention:
