@@ -10,10 +10,11 @@ import numpy as np
 from tileattn.kernels.cells import cells_of, visits_of
 from tileattn.kernels.compile import arch_of
 from tileattn.kernels.hopper import HOPPER
-from tileattn.kernels.plan import Plan, current_stream, is_capturing
+from tileattn.kernels.plan import Plan
 from tileattn.kernels.schedule import Order, order_of
 from tileattn.kernels.select import Facts, padded_rows
 from tileattn.kernels.steps import Step
+from tileattn.kernels.streams import current_stream, is_capturing
 from tileattn.kernels.tma import has_boxes
 from tileattn.kernels.workspace import Layout, layout
 from tileattn.problem import Operands, Problem
