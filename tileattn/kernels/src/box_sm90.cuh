@@ -31,9 +31,9 @@ struct BoxTile {
         for (int n = 0; n < SLICES; ++n) prefetch_box(map, n * WIDTH, row, head, batch);
     }
 
-    // Where the eight elements from a column on lie, a multiple of 8.
-    __device__ u32 piece(int row, int column) const {
-        return address + column / WIDTH * SLICE + row * PITCH + (column % WIDTH / 8 ^ row % 8) * 16;
+    // The address of 16 bytes of a row.
+    __device__ u32 chunk(int row, int byte) const {
+        return address + byte / PITCH * SLICE + row * PITCH + (byte % PITCH ^ row % 8 * 16);
     }
 
     // Operands of products. The descriptor holds, in units of 16 bytes, the address, the distance

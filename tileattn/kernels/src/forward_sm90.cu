@@ -7,9 +7,9 @@
 // of which only some pairs are visible. Works that such a value may have reached are done again in a
 // second, NaN-safe sweep: values that are not finite are taken out of partial tiles, and injected
 // where they are visible.
+#include "nonfinite.cuh"
 #include "plain.cuh"
 #include "softmax.cuh"
-#include "spoiled_sm90.cuh"
 #include "work_sm90.cuh"
 
 constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
@@ -115,17 +115,17 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
     say_end();
 }
 
-// Whether a value of the keys from k0 to k1 - 1 is not finite; the warp looks together.
-__device__ inline bool any_spoiled(const Params& p, const Work& work, int k0, int k1) {
+// Whether the values of the keys from k0 to k1 - 1 are all finite; the warp looks together.
+__device__ inline bool all_finite(const Params& p, const Work& work, int k0, int k1) {
     const int pieces = int(p.Dv) / 8, rows = min(k1, int(p.Nk)) - k0;
     const Element* const v = rows_of<Element>(p.v, p.v_at, work.b, work.h / int(p.group));
-    bool spoiled = false;
+    bool finite = true;
 #pragma unroll 1
     for (int i = threadIdx.x % WARP; i < rows * pieces; i += WARP) {
         const Element* const from = v + (k0 + i / pieces) * p.v_at.n + i % pieces * 8;
-        spoiled |= has_spoiled<Element>(*reinterpret_cast<const uint4*>(from));
+        finite = finite && reinterpret_cast<const Chunk<Element>*>(from)->all_finite();
     }
-    return __any_sync(~0u, spoiled);
+    return __all_sync(~0u, finite);
 }
 
 // Whether a value that is not finite may have reached a query that does not see it: in a tile that is
@@ -135,8 +135,8 @@ __device__ inline bool may_have_leaked(const Params& p, const Work& work) {
     if (HAS_BLOCK_MASK) return true;
     const int full = min(max(tiles.full, tiles.first), tiles.past);
     const int full_past = max(min(tiles.full_past, tiles.past), full);
-    return any_spoiled(p, work, tiles.first * BLOCK_K, full * BLOCK_K) ||
-           any_spoiled(p, work, full_past * BLOCK_K, tiles.past * BLOCK_K);
+    return !all_finite(p, work, tiles.first * BLOCK_K, full * BLOCK_K) ||
+           !all_finite(p, work, full_past * BLOCK_K, tiles.past * BLOCK_K);
 }
 
 __device__ inline Sum* lse_of(const Params& p, const Work& work) {
@@ -300,19 +300,22 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         for (;;) {
             const bool boundary = at_boundary();
             find_scores(boundary);
-            const SeenKeys<NT> seen(s);
+            Attended<1, NT> attended;
+            attended.look(s);
             memory.v_full(v_at.stage).wait(v_at.round);
             sync_named<MULTIPLYING>(BARRIER);
-            const Spoiled<BLOCK_K> spoiled{memory.k(k_at.stage).address};
-            const bool some = clean<Element, MULTIPLYING>(memory.v(v_at.stage), spoiled);
+            const NonFinite<Element, BLOCK_K, VALUE_DIM> table{memory.k(k_at.stage).address};
+            const bool some = table.clean<MULTIPLYING / WARP>(memory.v(v_at.stage), rows.warp_m);
             fence_shared();
-            const bool inject = any_of<MULTIPLYING>(BARRIER, some);
+            const bool any = any_of<MULTIPLYING>(BARRIER, some);
             find_weights();
             keep_weights();
             acc.scale_rows(rescale);
             begin_product<Element>(acc, weights, memory.v(v_at.stage));
             end_product<0>(acc);
-            if (inject) spoiled.inject(acc, seen);
+            if (any)
+                inject(acc, table, 0,
+                       [&](int m, int half, int w) { return attended.word(m, half, w); });
             // What was read and written of both stages is done, and fenced, before they are filled.
             fence_shared();
             sync_named<MULTIPLYING>(BARRIER);

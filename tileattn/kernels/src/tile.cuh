@@ -136,6 +136,11 @@ struct Tile {
         }
     }
 
+    // The address of 16 bytes of a row.
+    __device__ u32 chunk(int row, int byte) const {
+        return address + row * PITCH + (byte ^ swizzle(row));
+    }
+
     // Zero what is not finite, and mark the rows in which it was.
     template <int THREADS>
     __device__ void clean(bool (&marks)[ROWS]) const {

@@ -1,0 +1,219 @@
+// Layer 3. Products with operands that are not finite. A weight of 0 does not mask out a NaN: 0 x
+// NaN is NaN. So what is not finite becomes 0 before the product, a table keeps what it was, and
+// rows that attend to it get it back: NaN, or the infinity that it was.
+#pragma once
+
+#include "config.cuh"
+
+__device__ inline void load_shared(u32 (&x)[4], u32 address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address));
+}
+__device__ inline void load_shared(u32 (&x)[2], u32 address) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address));
+}
+__device__ inline u32 load_shared(u32 address) {
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+}
+__device__ inline void store_shared(u32 address, const u32 (&x)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+                 "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+__device__ inline void store_shared(u32 address, u32 x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+// 16 bytes of a row of a tile.
+template <class T>
+union Chunk {
+    static constexpr int SIZE = 16 / int(sizeof(T));
+    u32 words[4];
+    T elements[SIZE];
+
+    // An exponent of ones carries into the sign. Only every second word of a double has one.
+    __device__ bool all_finite() const {
+        constexpr u32 EXPONENT = sizeof(T) == 8 ? 0x7ff00000
+                                 : sizeof(T) == 4 ? 0x7f800000
+                                 : HAS_FINITE_SUMS<T> ? 0x7c007c00
+                                                      : 0x7f807f80;
+        constexpr u32 LOWEST = EXPONENT & ~(EXPONENT << 1);
+        constexpr u32 SIGN = sizeof(T) == 2 ? 0x80008000 : 0x80000000;
+        u32 carries = 0;
+#pragma unroll
+        for (int w = sizeof(T) == 8; w < 4; w += sizeof(T) == 8 ? 2 : 1)
+            carries |= (words[w] & EXPONENT) + LOWEST;
+        return !(carries & SIGN);
+    }
+};
+
+// What was not finite in a tile of ROWS x COLUMNS, before it was cleaned: for each column a word
+// for each 16 rows. Bits of the lower half say where +infinity or NaN was, those of the upper half
+// where -infinity or NaN was.
+template <class T, int ROWS, int COLUMNS>
+struct NonFinite {
+    static_assert(ROWS % 16 == 0);
+    static constexpr int WORDS = ROWS / 16, BYTES = COLUMNS * WORDS * 4;
+
+    u32 address;  // in shared memory, a multiple of 8
+
+    // Zero in a tile what is not finite, and fill the table; whether there was any. `warp` is one of
+    // WARPS warps, which meet before and after. A warp looks at 16 bytes of 32 rows at a time.
+    template <int WARPS, bool RECORD = true, class Operand>
+    __device__ bool clean(const Operand& tile, int warp) const {
+        constexpr int CHUNKS = COLUMNS / Chunk<T>::SIZE, UNITS = (ROWS + 31) / 32 * CHUNKS;
+        const int lane = threadIdx.x % WARP;
+        bool found = false;
+#pragma unroll 1
+        for (int unit = warp; unit < UNITS; unit += WARPS) {
+            const int row = unit / CHUNKS * 32 + lane, column = unit % CHUNKS * Chunk<T>::SIZE;
+            const u32 place = tile.chunk(min(row, ROWS - 1), column * int(sizeof(T)));
+            Chunk<T> chunk;
+            load_shared(chunk.words, place);
+            const bool good = row >= ROWS || chunk.all_finite();
+            u32 mine = 0;  // of one column and 16 rows
+            if (!__all_sync(~0u, good)) {
+                found = true;
+#pragma unroll
+                for (int e = 0; e < Chunk<T>::SIZE; ++e) {
+                    T& element = chunk.elements[e];
+                    const auto x = widen(element);
+                    const u32 plus = __ballot_sync(~0u, !(x < infinity<Sum>()));
+                    const u32 minus = __ballot_sync(~0u, !(x > -infinity<Sum>()));
+                    if (lane / 2 == e) mine = __byte_perm(plus, minus, lane % 2 ? 0x7632 : 0x5410);
+                    if (!is_finite(x)) element = T{};
+                }
+                if (!good) store_shared(place, chunk.words);
+            }
+            const int word = row / 32 * 2 + lane % 2;
+            if (RECORD && lane < 2 * Chunk<T>::SIZE && word < WORDS)
+                store_shared(at(column + lane / 2) + 4 * word, mine);
+        }
+        return found;
+    }
+
+    __device__ u32 at(int column) const { return address + column * (WORDS * 4); }
+};
+
+// The pairs of a warp's scores that are attended to, those that dropout takes included: a bit for
+// each element of MT x NT atoms.
+template <int MT, int NT>
+struct Attended {
+    static_assert(NT % 2 == 0);
+    static constexpr int PARTS = (NT + 15) / 16;
+    u32 kept[MT][2][PARTS] = {}, dropped[MT][2][PARTS] = {};
+
+    __device__ static u32 bit(int n, int e) { return 1u << (n % 16 * 2 + e % 2); }
+
+    __device__ void keep(int m, int n, int e, bool yes) {
+        kept[m][e / 2][n / 16] |= yes ? bit(n, e) : 0;
+    }
+    // Of a pair that was kept so far: that it is dropped.
+    __device__ void drop(int m, int n, int e) {
+        const u32 moved = kept[m][e / 2][n / 16] & bit(n, e);
+        kept[m][e / 2][n / 16] ^= moved, dropped[m][e / 2][n / 16] |= moved;
+    }
+
+    // Scores as they are before the exponential.
+    __device__ void look(const Fragment<Sum, MT, NT>& scores) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    keep(m, n, e, scores.x[m][n][e] != -infinity<Sum>());
+    }
+
+    // Of a row and 16 columns, the atoms 2 * w and 2 * w + 1: in the lower half the columns kept, in
+    // the upper half those dropped. All lanes call.
+    __device__ u32 word(int m, int half, int w) const {
+        auto spread = [&](const u32 (&bits)[PARTS]) {
+            const u32 four = bits[w / 8] >> (w % 8 * 4);
+            return (four & 3) | (four & 12) << 6;
+        };
+        u32 x = spread(kept[m][half]);
+        if constexpr (HAS_DROPOUT) x |= spread(dropped[m][half]) << 16;
+        x <<= 2 * Lane().t;
+        x |= __shfl_xor_sync(~0u, x, 1);
+        return x | __shfl_xor_sync(~0u, x, 2);
+    }
+};
+
+// The same of whole rows of a tile, in shared memory, where warps have a part of each: WORDS words
+// for each row.
+template <int WORDS>
+struct AttendedRows {
+    u32 address;
+
+    __device__ u32 at(int row, int w) const { return address + (row * WORDS + w) * 4; }
+
+    // Where a warp's share begins at (row0, column0). Warps of the same rows meet afterwards.
+    template <int MT, int NT>
+    __device__ void store(const Attended<MT, NT>& pairs, int row0, int column0) const {
+        const Lane lane;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int w = 0; w < NT / 2; ++w) {
+                    const u32 x = pairs.word(m, half, w);
+                    const int row = row0 + 16 * m + lane.row(2 * half);
+                    if (lane.t == 0) store_shared(at(row, column0 / 16 + w), x);
+                }
+    }
+};
+
+// Add to accumulators, whose columns are those of a cleaned tile from column0 on, what it had not
+// finite: to each row what it attends to. word_of(m, half, w) gives rows as in Attended. What is
+// dropped is multiplied by 0, which makes NaN of infinity.
+template <class T, int ROWS, int COLUMNS, int MT, int NT, class WordOf>
+__device__ inline void inject(Fragment<Sum, MT, NT>& c, const NonFinite<T, ROWS, COLUMNS>& table,
+                              int column0, WordOf word_of) {
+    constexpr int WORDS = ROWS / 16;
+    const Lane lane;
+    const u32 first = table.at(column0 + 2 * lane.t);
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+        // Twice the same half: for either half of the words of the table.
+        u32 kept[2][WORDS], dropped[2][HAS_DROPOUT ? WORDS : 1];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) {
+                const u32 x = word_of(m, half, w);
+                kept[half][w] = __byte_perm(x, 0, 0x1010);
+                if constexpr (HAS_DROPOUT) dropped[half][w] = __byte_perm(x, 0, 0x3232);
+            }
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            // Of two neighbouring columns, which follow each other.
+            u32 marks[2 * WORDS], any = 0;
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) {
+                u32 two[2];
+                load_shared(two, first + (8 * n * WORDS + 2 * w) * 4);
+                marks[2 * w] = two[0], marks[2 * w + 1] = two[1];
+                any |= two[0] | two[1];
+            }
+            if (!__any_sync(~0u, any)) continue;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                u32 hit = 0;
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w) {
+                    const u32 mark = marks[e % 2 * WORDS + w];
+                    hit |= mark & kept[e / 2][w];
+                    if constexpr (HAS_DROPOUT)
+                        hit |= (mark | __byte_perm(mark, 0, 0x1032)) & dropped[e / 2][w];
+                }
+                if (hit & 0xffff) c.x[m][n][e] += infinity<Sum>();
+                if (hit >> 16) c.x[m][n][e] -= infinity<Sum>();
+            }
+        }
+    }
+}
