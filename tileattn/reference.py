@@ -255,6 +255,8 @@ def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDA
 
 def keep(shape: tuple[int, int, int, int], dropout_p: float, seed: int) -> NDArray[np.bool_]:
     """Which elements dropout keeps: one call of Philox for each element, one word of it used."""
+    if dropout_p == 0:
+        return np.ones(shape, np.bool_)
     b, h, i, j = np.indices(shape, dtype=np.uint64)
     sixteen, eight = np.uint64(16), np.uint64(8)
     counter = (j // sixteen * eight + j % eight, i // sixteen * eight + i % eight, h, b)

@@ -139,14 +139,13 @@ def main(arguments: Sequence[str]) -> int:
         print("nvdisasm is missing: pip install 'tileattn[nvrtc]' brings it")
         return 2
     looked_at = keys(chosen.pairs or PAIRS)
+    count = 0
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        found = [x for xs in pool.map(lambda key: findings(key, program), looked_at) for x in xs]
-    print(
-        "\n".join(found)
-        if found
-        else f"{len(looked_at)} kernels: all have read what they give back"
-    )
-    return bool(found)
+        for found in pool.map(lambda key: findings(key, program), looked_at):
+            count += len(found)
+            print(*found, sep="\n", end="\n" if found else "", flush=True)
+    print(f"{len(looked_at)} kernels, {count} findings")
+    return bool(count)
 
 
 if __name__ == "__main__":

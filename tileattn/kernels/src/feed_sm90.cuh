@@ -120,6 +120,7 @@ __device__ inline void add(const Params& p, const Memory& memory, const Share& s
             for (u32 head = first_head; head < first_head + heads; ++head) {
                 const u32 own = (head * tiles + tile) * ADDERS + share.adder;
                 while (seen < before) seen = look_reached(p.landed + own);
+                if (before) is_reached();
                 seen = 0;
                 float* sums = static_cast<float*>(p.dq_sum) + u64(head * rows + row0) * HEAD_DIM +
                               count * share.column;

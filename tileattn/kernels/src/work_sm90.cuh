@@ -111,6 +111,9 @@ struct Memory {
     u32 tiles;
     Shared& shared;
 
+    static_assert(Q_STAGES * QueryTile::BYTES + STAGES * PAIR_BYTES == SHARED_BYTES,
+                  "what a launch brings");
+
     __device__ QueryTile q(int stage) const { return {tiles + stage * QueryTile::BYTES}; }
     __device__ KeyTile k(int stage) const {
         return {tiles + Q_STAGES * QueryTile::BYTES + stage * PAIR_BYTES};
