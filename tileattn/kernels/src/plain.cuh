@@ -33,7 +33,7 @@ __device__ inline Sum sink_of(const Params& p, i64 h) {
 // What is special about a key head of one batch entry, as the backward pass finds out: something is
 // not finite, or scores are so large that the logsumexp does not tell probabilities exactly. Hopper's
 // kernels skip heads that are known to be special; one that they find special they leave to others.
-constexpr u32 NON_FINITE = 1, LARGE = 2, KNOWN = NON_FINITE | LARGE, LEFT = 4;
+constexpr u32 NON_FINITE = 1, LARGE = 2, KNOWN = NON_FINITE | LARGE, FAILED = 4;
 __device__ inline u32& special(const Params& p, i64 b, i64 kv) {
     return p.special[b * p.Hkv + kv];
 }
