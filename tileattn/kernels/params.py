@@ -14,7 +14,7 @@ PAIRS = np.dtype([(axis, np.int64) for axis in ("b", "h", "i", "j")])
 
 POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "shift"),
-    *("dq", "dk", "dv", "dq_sum", "unfinished", "claimed", "landed"),
+    *("dq", "dk", "dv", "dq_sum", "special", "claimed", "landed"),
     *("bias", "dbias", "mask", "slopes", "sinks", "dsinks"),
     *("lengths", "offsets", "kinds", "bits", "visits", "schedule"),
 )

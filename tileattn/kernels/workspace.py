@@ -65,7 +65,7 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
             parts |= sums
             tiles = heads * -(-P.Nq // key.block_q)
             counts = {
-                "unfinished": P.B * P.Hkv,
+                "special": P.B * P.Hkv,
                 "claimed": 1,
                 "landed": tiles * HOPPER_ADDERS,
             }

@@ -143,13 +143,13 @@ struct Attended {
     }
 };
 
-// The same of whole rows of a tile, in shared memory, where warps have a part of each: WORDS words
-// for each row.
-template <int WORDS>
+// The same of whole rows of a tile, in shared memory, where each warp has a part of each row: rows
+// begin PITCH bytes apart.
+template <int PITCH>
 struct AttendedRows {
     u32 address;
 
-    __device__ u32 at(int row, int w) const { return address + (row * WORDS + w) * 4; }
+    __device__ u32 at(int row, int w) const { return address + row * PITCH + 4 * w; }
 
     // Where a warp's share begins at (row0, column0). Warps of the same rows meet afterwards.
     template <int MT, int NT>

@@ -24,7 +24,7 @@ struct Params {
     // Of backward_sm90: of each key head, whether it is left to others; how many works are claimed;
     // and of each thread's share of each tile of dq, how many blocks of keys have added to it if in
     // order, or whether the first one has.
-    u32 *unfinished, *claimed, *landed;
+    u32 *special, *claimed, *landed;
     const void* bias;
     void* dbias;
     const void* mask;

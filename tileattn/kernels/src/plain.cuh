@@ -1,6 +1,6 @@
-// Layer 3. The textbook formula for one row at a time, by one warp. Kernels turn to it for rows
-// that are not finite: there, what is hidden must not be multiplied by zero but left out, and what
-// is seen must pass as IEEE arithmetic has it. It also serves what no tiled kernel has room for.
+// Layer 3. What belongs to one head; and the textbook formula for one row at a time, by one warp,
+// for head dimensions that no tiled kernel has room for. What is masked out is not multiplied by
+// zero but left out.
 #pragma once
 
 #include "mask.cuh"
@@ -33,13 +33,11 @@ __device__ inline Sum sink_of(const Params& p, i64 h) {
     return p.sinks ? static_cast<const Sum*>(p.sinks)[h] * LOG2_E : -infinity<Sum>();
 }
 
-// Of a key head of one batch entry: backward_sm90 leaves one whose sums are not finite unfinished,
-// and only that is repaired.
-__device__ inline u32& unfinished(const Params& p, i64 b, i64 kv) {
-    return p.unfinished[b * p.Hkv + kv];
-}
-__device__ inline bool left_alone(const Params& p, i64 b, i64 kv) {
-    return REPAIRS && !unfinished(p, b, kv);
+// What the backward pass knows of a key head of one batch entry, in bits: some of its rows, or of its
+// gradients, are not finite; scores are so large that rows have a maximum besides the shift.
+constexpr u32 NON_FINITE = 1, LARGE = 2;
+__device__ inline u32& special(const Params& p, i64 b, i64 kv) {
+    return p.special[b * p.Hkv + kv];
 }
 
 // Work on all blocks: each block of threads on one. Where they only repair there are few of them,
@@ -50,7 +48,7 @@ __device__ inline void for_blocks(const Params& p, i64 blocks, Work work) {
         work(int(blockIdx.x));
     } else {
         bool any = false;
-        for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += THREADS) any = any || p.unfinished[i];
+        for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += THREADS) any = any || p.special[i];
         if (!__syncthreads_or(any)) return;
 #pragma unroll 1
         for (i64 i = blockIdx.x; i < blocks; i += gridDim.x) {
