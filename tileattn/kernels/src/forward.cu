@@ -74,7 +74,7 @@ __device__ inline bool is_spoiled(const Params& p, const Part& part) {
     bool spoiled = false;
     for (auto visit = visits_of(head.sight, part.q0, keys); !visit.done(); visit.next()) {
         const int k0 = visit.tile * BLOCK_K, k_end = min(k0 + BLOCK_K, keys.hi);
-#pragma unroll 4
+#pragma unroll 1
         for (int j0 = k0; j0 < k_end; j0 += THREADS / LANES) {
             const int j = min(j0 + first, k_end - 1);
             const u32 bad = __ballot_sync(
