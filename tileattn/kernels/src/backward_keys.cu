@@ -247,7 +247,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         if constexpr (REPAIRS) {
             if (bits) differentiate<true>(p, turn);
         } else {
-            if (bits & NON_FINITE || !differentiate<false>(p, turn)) differentiate_carefully(p, index);
+            // Where dq is summed here, what adds nothing to it leaves it to backward_queries, which
+            // then does all special heads.
+            const bool careful = ADD_DQ ? bits : bits & NON_FINITE;
+            if (careful || !differentiate<false>(p, turn)) differentiate_carefully(p, index);
         }
     });
 }

@@ -206,7 +206,7 @@ __device__ inline void attend(const Params& p, const Part& part) {
         acc.scale_rows(rescale);
         read_mask();
         // Of 16 keys at a time, so that their random bits are computed while others are multiplied.
-        auto drop = [&](int n) { s.drop(head.dropout, n, [](int, int, int) {}); };
+        auto drop = [&](int n) { s.drop(head.dropout, n); };
         if constexpr (CAREFUL) {
 #pragma unroll
             for (int n = 0; n < NT; n += 2)
