@@ -137,7 +137,9 @@ class NumpyBackend:
             With four axes, those of bias and sinks in their own shape.
         """
         job = Backward(problem, operands, dout, attention, dlse, self._backward_tile(problem))
-        threads.run(job.tasks(), _parallel(problem))
+        parallel = _parallel(problem)
+        threads.run(job.first_tasks(), parallel)
+        threads.run(job.tasks(), parallel)
         return job.gradients()
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
