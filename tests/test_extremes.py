@@ -194,7 +194,7 @@ def test_an_infinite_sink_takes_all(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("amplitude", [1e-3, 1, 1e2, 1e3, 1e4, 1e5, 1e6])
+@pytest.mark.parametrize("amplitude", [1e-3, 1e2, 1e3, 1e4, 1e5, 1e6])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_one_key_has_all_of_the_probability(
     runner: Runner, dtype: np.dtype[Any], amplitude: float, scale: float | None
@@ -266,7 +266,7 @@ def test_a_head_of_large_scores_changes_no_bit_of_another(
 ) -> None:
     rng = np.random.default_rng(0)
     Nq, Nk = lengths
-    shapes = ((2, 3, Nq, 16), (2, 3, Nk, 16), (2, 3, Nk, 20), (2, 3, Nq, 20))
+    shapes = ((2, 3, Nq, 19), (2, 3, Nk, 19), (2, 3, Nk, 20), (2, 3, Nq, 20))
     q, k, v, dout = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     before = runner.backward(dout, q, k, v, *runner.forward(q, k, v, **options), **options)
     q[1, 2] *= 1e3

@@ -104,11 +104,6 @@ class Lane:
         )
         return keep.reshape(self.q.shape[:2] + keep.shape[1:])
 
-    @property
-    def small(self) -> bool:
-        """Whether other heads may share the lane: then none of them may decide for another."""
-        return self.sight.band.Nq * self.sight.Nk <= _SHARED_TILE
-
     @cached_property
     def bounded(self) -> bool | Array:
         """Which heads have provably small scores.
@@ -126,8 +121,8 @@ class Lane:
         result. The values count because ``acc`` is not yet divided.
         """
         sight = self.sight
-        if sight.band.Nq < _WORTH_BOUNDING or self.small:
-            return False
+        if sight.band.Nq < _WORTH_BOUNDING or sight.band.Nq * sight.Nk <= _SHARED_TILE:
+            return False  # sizes decide, so that a head has the same bits alone and among others
         if not self.terms.plain or sight.mask is not None or sight.block_mask is not None:
             return False
         q = self.q[..., slice(*sight.band.queries_of(0, sight.Nk)), :]

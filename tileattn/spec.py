@@ -173,14 +173,17 @@ class Upstream:
     delta : array, shape (Hkv, G, Nq)
         ``rowsum(dout * out) - dlse``.
     lse_lo : array, shape (Hkv, G, Nq), or None
-        Low word: the logsumexp is ``lse + lse_lo``, where ``renormalise`` has split it. None where
-        it was not asked to.
+        Low word: the logsumexp is ``lse + lse_lo`` in rows that ``renormalise`` has split, in
+        others it is 0. None stands for 0.
+    split : array of bool, shape (Hkv, G, 1, 1), or None
+        With ``lse_lo``: which heads have such rows.
     """
 
     dout: Array
     lse: Array
     delta: Array
     lse_lo: Array | None = None
+    split: Array | None = None
 
 
 @dataclass(slots=True)
@@ -383,8 +386,9 @@ def backward(
     scratch = Scratch()
     tiles = list(schedule(lane.sight, block_q, block_k, order))
     words = up.lse.copy(), np.zeros_like(up.lse)
+    split = np.asarray(rounded(up.lse, lane.q.dtype).any(axis=-1))[..., None, None]
     renormalise(lane, words, 0, lane.q.shape[-2], tiles, scratch)
-    up = Upstream(up.dout, words[0], up.delta, words[1])
+    up = Upstream(up.dout, words[0], up.delta, words[1], split)
     block = KeyBlock.load(lane, 0, lane.k.shape[-2], scratch)
     dq = np.zeros(lane.q.shape, lane.dtype)
     for tile in tiles:
@@ -405,8 +409,10 @@ def _probabilities(
         if lane.terms.bias is not None:
             seen = _above_minus_infinity(p, seen)
         p += q[..., -1:]
-        if up.lse_lo is not None and up.lse_lo[..., tile.queries].any():
+        if up.lse_lo is not None:
             p -= up.lse_lo[..., tile.queries, None]
+        if up.split is not None and lane.terms.plain and not up.split.all():
+            np.copyto(p, q @ k.swapaxes(-1, -2), where=~up.split)  # the bits of a head alone
     np.exp(p, out=p)
     if seen is not None:
         seen.hide(p, 0)

@@ -1,6 +1,7 @@
 """The backward pass on NumPy arrays: one task for each key block, sums in a fixed order."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,10 +54,10 @@ class Backward:
         self._block_q, self._block_k = tile
         self._dout = dout
         self._lse = np.where(np.isneginf(attention.lse), 0, attention.lse).astype(dtype, copy=False)
-        self._lse_lo = np.zeros_like(self._lse)
+        self._rounded = spec.rounded(self._lse, P.dtype)
+        self._lse_lo = np.zeros_like(self._lse) if self._rounded.any() else None
         with np.errstate(all="ignore"):
             self._delta = _delta(dout, attention.out, dlse, dtype)
-            self._rounded = spec.rounded(self._lse, P.dtype)
         self._dq = np.zeros((P.B, P.Hq, P.Nq, P.D), dtype)
         self._dk = np.zeros((P.B, P.Hkv, P.Nk, P.D), P.dtype)
         self._dv = np.zeros((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
@@ -69,7 +70,9 @@ class Backward:
     def first_tasks(self) -> list[Callable[[], None]]:
         """List what comes before the other tasks: the rows whose logsumexp has lost too much."""
         blocks: dict[tuple[int, int, int], tuple[Lane, list[Tile]]] = {}
-        for lane in lanes(self._problem, self._operands) if self._rounded.any() else ():
+        if self._lse_lo is None:
+            return []
+        for lane in lanes(self._problem, self._operands):
             rows: Array = np.asarray(lane.heads_of(self._rounded).any(axis=(0, 1)))
             for span in cut(self._problem.Nk, self._block_k):
                 for tile in lane.sight.column_tiles(*span, self._block_q):
@@ -78,7 +81,7 @@ class Backward:
                         key = lane.batch, lane.heads.start, q0
                         blocks.setdefault(key, (lane, []))[1].append(tile)
         return [
-            partial(self._renormalise, lane, q0, tiles)
+            partial(self._renormalise, self._lse_lo, lane, q0, tiles)
             for (*_, q0), (lane, tiles) in blocks.items()
         ]
 
@@ -151,17 +154,20 @@ class Backward:
             turns.break_off()
             raise
 
-    def _renormalise(self, lane: Lane, q0: int, tiles: list[Tile]) -> None:
+    def _renormalise(self, lse_lo: Array, lane: Lane, q0: int, tiles: list[Tile]) -> None:
         q1 = min(q0 + self._block_q, self._problem.Nq)
         with np.errstate(all="ignore"):
-            words = lane.heads_of(self._lse), lane.heads_of(self._lse_lo)
+            words = lane.heads_of(self._lse), lane.heads_of(lse_lo)
             spec.renormalise(lane, words, q0, q1, tiles, thread_scratch())
 
     def _upstream(self, lane: Lane) -> spec.Upstream:
-        arrays = [self._dout, self._lse, self._delta]
-        if lane.small or lane.heads_of(self._rounded).any():
-            arrays.append(self._lse_lo)
-        return spec.Upstream(*(lane.heads_of(x) for x in arrays))
+        up = spec.Upstream(*(lane.heads_of(x) for x in (self._dout, self._lse, self._delta)))
+        if self._lse_lo is None:
+            return up
+        split = np.asarray(lane.heads_of(self._rounded).any(axis=-1))[..., None, None]
+        if not split.any():
+            return up
+        return replace(up, lse_lo=lane.heads_of(self._lse_lo), split=split)
 
     def _add_dq(self, lane: Lane, tile: Tile, dq: Array) -> None:
         total = lane.heads_of(self._dq)[..., tile.queries, :]
@@ -204,7 +210,10 @@ class Backward:
         sinks = self._operands.sinks
         if sinks is None:
             return None
-        p = np.exp(sinks.astype(self._lse.dtype)[:, None] - self._lse - self._lse_lo)
+        exponent = sinks.astype(self._lse.dtype)[:, None] - self._lse
+        if self._lse_lo is not None:
+            exponent -= self._lse_lo
+        p = np.exp(exponent)
         total = -(p * self._delta).sum(axis=(0, 2))
         total[np.isneginf(sinks)] = 0
         return np.asarray(total.astype(sinks.dtype, copy=False))
