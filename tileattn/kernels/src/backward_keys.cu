@@ -251,8 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         } else {
             // Where dq is summed here, what adds nothing to it leaves it to backward_queries, which
             // then does all special heads.
-            const bool careful = ADD_DQ ? bits : bits & NON_FINITE;
-            if (careful || !differentiate<false>(p, turn)) differentiate_carefully(p, index);
+            if (bits || !differentiate<false>(p, turn)) differentiate_carefully(p, index);
         }
     });
 }

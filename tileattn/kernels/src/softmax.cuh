@@ -57,10 +57,9 @@ struct RowGroup {
 // range of 16 bits.
 constexpr Sum ORDINARY = Sum(1 << 20);
 
-// Infinity cannot be subtracted from itself: rows that saw nothing are shifted by 0.
-__device__ inline Sum shift_of(Sum m) {
-    return m == -infinity<Sum>() ? Sum(0) : fmin(m, largest<Sum>());
-}
+// Infinity cannot be subtracted from itself: rows that saw nothing are shifted by 0, and a maximum of
+// infinity counts as the largest number.
+__device__ inline Sum shift_of(Sum m) { return m == -infinity<Sum>() ? Sum(0) : m; }
 
 // Which rows there are: what `RowState` says of large ones.
 enum class RowKind { ORDINARY, EITHER, LARGE };
@@ -151,7 +150,7 @@ struct RowState {
                 old[i][half] = m[i][half];
                 if constexpr (ROWS == RowKind::LARGE) continue;
                 const Sum candidate = product_up(largest[i][half], unit);
-                m[i][half] = raised<SLACK>(m[i][half], candidate);
+                m[i][half] = fmin(raised<SLACK>(m[i][half], candidate), ::largest<Sum>());
                 shift[i][half] = shift_of(m[i][half]);
                 rescale[i][half] = exp2_of(old[i][half] - shift[i][half]);
                 if constexpr (ROWS == RowKind::EITHER) farthest = fmax(farthest, fabs(candidate));
@@ -208,7 +207,8 @@ struct RowState {
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                ordinary = ordinary && !(fabs(m[i][half]) > ORDINARY && is_finite(m[i][half]));
+                ordinary = ordinary && !(fabs(m[i][half]) > ORDINARY &&
+                                         fabs(m[i][half]) < ::largest<Sum>());
         return ordinary;
     }
 
@@ -236,6 +236,8 @@ struct RowState {
                                                     : sink * LOG2_E - shift);
         lse = all.lse(shift * (in_scores ? natural : LN_2), sink);
         if (all.total == 0) return 0;
+        // What is dropped of a row that has a score of infinity is not a number, too.
+        if (all.total == infinity<Sum>()) return infinity<Sum>() - infinity<Sum>();
         return (TO_2_ULP ? quotient_to_2_ulp(gain, all.total) : gain / all.total) * all.rescale;
     }
 };
