@@ -76,6 +76,7 @@ __device__ inline void differentiate(const Params& p, int index) {
     const Turn turn(k_blocks, int(p.B * p.Hkv), int(p.parts), index);
     const int k0 = turn.block * BLOCK_K, b = turn.head / int(p.Hkv), kv = turn.head % int(p.Hkv);
     if (left_alone(p, b, kv)) return;
+    if (!CAREFUL && special(p, b, kv)) return differentiate_carefully(p, index);
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
     const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // first of this warp's scores
     const int share = warp_n % SHARES;
@@ -145,7 +146,7 @@ __device__ inline void differentiate(const Params& p, int index) {
             multiply<VALUE_DIM, STEPS<CAREFUL, VALUE_DIM>>(tile.ds, v_tile, row0, dout, column0);
             tile.at_scores(Sum(p.gain),
                            [&](int, int n, int e) { return deltas[now][query(n, e)]; });
-            if constexpr (WRITE_DBIAS && !CAREFUL)
+            if constexpr (WRITE_DBIAS)
                 bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk, head.terms,
                            q0 + column0, k0 + row0, tile.ds);
             if (!visit.done()) load_bias(visit.tile * BLOCK_Q);

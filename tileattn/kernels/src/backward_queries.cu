@@ -40,6 +40,7 @@ __device__ inline void differentiate(const Params& p, int index) {
     const int q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
     const Head head(p, turn.head / int(p.Hq), turn.head % int(p.Hq));
     if (left_alone(p, head.b, head.h / p.group)) return;
+    if (!CAREFUL && special(p, head.b, head.h / p.group)) return differentiate_carefully(p, index);
     const int row0 = threadIdx.x / WARP * MT * 16, rows = int(p.Nq) - q0;
     const Lane lane;
 
