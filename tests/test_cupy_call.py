@@ -274,23 +274,6 @@ BEFORE = ("backward_rows", "backward_renormalise")
 SUMMED = ("backward_keys", "backward_finish", "backward_queries")  # dq in memory, then repairs
 
 
-def test_what_a_score_is_of_what_kernels_hold(gpu: Machine) -> None:
-    """The scale, where it is folded into the exponent: `backward_sinks` is not told otherwise."""
-    q, k, v = arrays(gpu)
-    for options, natural in (
-        ({"scale": 0.25}, 0.25),
-        ({"scale": -0.25}, 1.0),
-        ({"scale": 0.25, "softcap": 9.0}, 1.0),
-        ({"scale": 0.25, "alibi_slopes": gpu.array((HQ,))}, 1.0),
-        ({"scale": 0.25, "bias": gpu.array((NQ, NK))}, 1.0),
-    ):
-        gpu.launches.clear()
-        gradients(gpu, q, k, v, **options)
-        assert {float(params["natural"]) for *_, params in gpu.launches} == {natural}
-        folded = {key.fold for key, *_ in gpu.launches if key.kernel == "backward_keys"}
-        assert folded == {natural != 1}
-
-
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_what_the_backward_pass_starts(gpu: Machine, dtype: Any) -> None:
     q, k, v = arrays(gpu, dtype)

@@ -377,3 +377,27 @@ def test_explain_names_the_kernels_and_their_memory(
         why = f"backward_keys: the portable kernel, because {reason} is in use; tiles"
         assert any(r.startswith(why) for r in found.reasons)
         assert HOPPER_BACKWARD not in str(found)
+
+
+def test_what_makes_a_score_of_what_kernels_hold(gpu: Machine) -> None:
+    """The scale where it is folded into the exponent, as the key of backward_sinks does not tell."""
+    given = arrays(gpu)
+    choices: list[tuple[dict[str, Any], float]] = [
+        ({"scale": 0.25}, 0.25),
+        ({"scale": -0.25}, 1.0),
+        ({"scale": 0.25, "softcap": 9.0}, 1.0),
+        ({"scale": 0.25, "alibi_slopes": gpu.array((HQ,))}, 1.0),
+        ({"scale": 0.25, "bias": gpu.array((NQ, NK))}, 1.0),
+    ]
+    for options, natural in choices:
+        gpu.launches.clear()
+        tileattn.backward(**given, **options)
+        assert {float(params["natural"]) for *_, params in gpu.launches} == {natural}
+        folded = {key.fold for key, *_ in gpu.launches if key.kernel == "backward_keys"}
+        assert folded == {natural != 1}
+
+
+@pytest.mark.parametrize(("cap", "told"), [(1e-45, 2.0**-100), (30.0, 30.0), (1e39, 2.0**100)])
+def test_softcaps_that_kernels_can_divide_by(gpu: Machine, cap: float, told: float) -> None:
+    tileattn.backward(**arrays(gpu), softcap=cap)
+    assert {float(params["softcap"]) for *_, params in gpu.launches} == {told}
