@@ -70,6 +70,12 @@ __device__ inline Sum raised(Sum m, Sum candidate, Sum unit = 1) {
     return SLACK == 0 ? fmax(m, candidate) : (candidate - m) * unit > SLACK ? candidate : m;
 }
 
+// By how much a sink exceeds a score, of which `m` is held, in units of log 2: finite where the sink is.
+__device__ inline Sum sink_above(Sum sink, Sum m, Sum natural) {
+    const Sum above = rounded_product(fma(-m, natural, sink), LOG2_E);
+    return is_finite(sink) ? clip_finite(above) : above;
+}
+
 // A softmax denominator that a sink has joined. The sink exceeds what the sum l is shifted by, or is
 // below it, by so many units of log 2.
 struct Denominator {
@@ -232,7 +238,7 @@ struct RowState {
     __device__ Sum finish(int i, int half, Sum sink, Sum gain, Sum natural, Sum& lse) {
         const Sum shift = clip_finite(m[i][half]);
         const bool in_scores = is_large(i, half);
-        const Denominator all(l[i][half], in_scores ? fma(-shift, natural, sink) * LOG2_E
+        const Denominator all(l[i][half], in_scores ? sink_above(sink, shift, natural)
                                                     : sink * LOG2_E - shift);
         lse = all.lse(shift * (in_scores ? natural : LN_2), sink);
         if (all.total == 0) return 0;
