@@ -30,8 +30,8 @@ demo: $(VENV)/demo.stamp  ## train a small GPT on the standard library's source 
 	$(BIN)/python examples/char_gpt.py $(ARGS)
 test: setup  ## run the tests that need no GPU (options: ARGS="...")
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 -m "not gpu" $(ARGS)
-test-gpu: $(VENV)/gpu.stamp  ## run the tests that need a GPU
-	$(BIN)/pytest -m gpu $(ARGS)
+test-gpu: $(VENV)/gpu.stamp  ## run the tests that need a GPU, in processes that share it
+	$(BIN)/python -m tools.gpu_tests $(ARGS)
 format: setup  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
@@ -43,7 +43,7 @@ types: setup  ## check the types
 	$(BIN)/mypy
 docs: setup  ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-bench: $(VENV)/bench.stamp  ## measure (ARGS="cpu", "gpu --quick", "traffic", "memory"; alone lists them)
+bench: $(VENV)/bench.stamp  ## measure (ARGS="cpu", "gpu --quick", "traffic", "memory", "nonfinite"; alone lists them)
 	$(BIN)/python -m tileattn bench $(ARGS)
 dist: setup  ## build dist/ and check what is in it
 	rm -rf dist

@@ -1,5 +1,6 @@
 """Every test, doctests included, leaves the registry of backends as it found it."""
 
+import hashlib
 from collections.abc import Iterator
 
 import pytest
@@ -14,3 +15,25 @@ def registry() -> Iterator[None]:
     yield
     backends._loaded.clear()
     backends._loaded.update(before)
+
+
+# --- shares of the tests, for tools/gpu_tests.py --------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--shard``."""
+    parser.addoption("--shard", metavar="I/N", help="run the I-th of N shares, from 0 on")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other shares.
+
+    Those of a file are shuffled, the same way in all shares: neighbours need the same kernels, for
+    which processes side by side would wait.
+    """
+    if not config.getoption("shard"):
+        return
+    share, count = map(int, config.getoption("shard").split("/"))
+    items.sort(key=lambda item: (item.path, hashlib.sha256(item.nodeid.encode()).digest()))
+    config.hook.pytest_deselected(items=[x for n, x in enumerate(items) if n % count != share])
+    items[:] = items[share::count]

@@ -1,7 +1,11 @@
 """Hypothesis profiles, and the backends that the contract suite runs on."""
 
+import hashlib
 import os
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,8 @@ import tileattn
 from tileattn import backends
 from tileattn.backends.numpy_backend import NumpyBackend
 from tileattn.kernels import call
+from tileattn.kernels import compile as compiler
+from tileattn.kernels.key import KernelKey
 from tileattn.problem import parse
 
 Array = NDArray[Any]
@@ -58,10 +64,13 @@ class Runner:
         result = tileattn.forward(*given, backend=self.name, **options)
         return tileattn.Attention(*map(self._fetched, result))
 
-    def backward(self, *arrays: Array, **options: Any) -> tileattn.Gradients:
+    def backward(
+        self, *arrays: Array, deterministic: bool = True, **options: Any
+    ) -> tileattn.Gradients:
         """Call ``tileattn.backward``."""
         given, options = self._sent(arrays), self._sent_options(options)
-        result = tileattn.backward(*given, backend=self.name, deterministic=True, **options)
+        options["deterministic"] = deterministic
+        result = tileattn.backward(*given, backend=self.name, **options)
         return tileattn.Gradients(*map(self._fetched, result))
 
     def _sent(self, arrays: tuple[Array, ...]) -> Any:
@@ -115,6 +124,29 @@ def one_blas_thread() -> Iterator[None]:
     """Hold the oracle's matrix products to one thread: on a busy machine more are far slower."""
     with threadpoolctl.threadpool_limits(1, "blas"):
         yield
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have one process compile a kernel, where several that run tests need it at the same time."""
+    if sys.platform == "win32" or not request.node.get_closest_marker("gpu"):
+        return
+    import fcntl
+
+    compiled = compiler.compiled
+    folder = Path(tempfile.gettempdir(), f"tileattn-locks-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+    def locked(key: KernelKey, arch: str, *more: Any, **options: Any) -> compiler.Compiled:
+        name = hashlib.sha256(repr((key, arch)).encode()).hexdigest()
+        with (folder / name).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return compiled(key, arch, *more, **options)
+
+    monkeypatch.setattr(compiler, "compiled", locked)
 
 
 # --- Hopper's own kernels -------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class Machine:
         ctypes.memset(address, value, nbytes)
 
     def load(self, key: KernelKey) -> Any:
-        """Stand in for ``kernels.compile.load``."""
+        """Stand in for ``kernels.compile.load_all``, for each key."""
 
         def start(grid: Any, threads: Any, arguments: Any, shared: int) -> None:
             assert threads == (key.threads,)
@@ -218,7 +218,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         lambda: SimpleNamespace(is_capturing=lambda: made.capturing, ptr=made.stream),
     )
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
-    monkeypatch.setattr(compiler, "load", made.load)
+    monkeypatch.setattr(compiler, "load_all", lambda keys: [made.load(key) for key in keys])
     monkeypatch.setattr(call, "attribute", lambda name, device: ATTRIBUTES[name] - device)
     monkeypatch.setattr(call, "arch_of", lambda device: made.arch if device == made.device else "")
     pointer, number = ctypes.c_void_p, ctypes.c_int

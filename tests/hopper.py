@@ -34,6 +34,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+PARTS = 6
+"""Tests that the examples of a property are dealt out to, for processes that work side by side."""
+
+
+def in_turn(dimensions: list[tuple[int, int]]) -> list[tuple[int, int, str, Any]]:
+    """List all options at all head dimensions, each with either dtype at every other one."""
+    return [
+        (*dims, name, DTYPES[(i + j) % 2])
+        for i, dims in enumerate(dimensions)
+        for j, name in enumerate(OPTIONS)
+    ]
+
+
 def _random(lead: tuple[int, int], block: tuple[int, int], share: float) -> Masked:
     """Make masks of blocks that are seen or not, drawn at random."""
 

@@ -20,9 +20,11 @@ from tests.hopper import (
     LENGTHS,
     MASKS,
     OPTIONS,
+    PARTS,
     B,
     arrays,
     filled,
+    in_turn,
     sent,
     visible,
 )
@@ -61,10 +63,8 @@ def hold(q: Array, k: Array, v: Array, **options: Any) -> None:
     assert_attention_close(called(q, k, v, **options), wanted, bounds)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("D", "Dv"), DIMENSIONS)
-def test_every_option_at_every_head_dimension(dtype: Any, D: int, Dv: int, options: str) -> None:
+@pytest.mark.parametrize(("D", "Dv", "options", "dtype"), in_turn(DIMENSIONS), ids=str)
+def test_every_option_at_every_head_dimension(D: int, Dv: int, options: str, dtype: Any) -> None:
     Nq, Nk = 333, 410
     hold(*arrays(dtype, D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
 
@@ -73,7 +73,7 @@ def test_every_option_at_every_head_dimension(dtype: Any, D: int, Dv: int, optio
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_many_turns(D: int, Dv: int, options: str) -> None:
-    Nq, Nk = 700, 810
+    Nq, Nk = 400, 530
     hold(*arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
 
 
@@ -98,7 +98,7 @@ def test_block_masks(D: int, Dv: int, options: str, mask: str) -> None:
 @pytest.mark.parametrize("options", ["plain", "causal"])
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128)])
 def test_block_masks_in_many_turns(D: int, Dv: int, options: str, mask: str) -> None:
-    Nq, Nk = 900, 1100
+    Nq, Nk = 500, 600
     hold(
         *arrays(DTYPES[0], D, Dv, Nq, Nk),
         block_mask=MASKS[mask](Nq, Nk),
@@ -155,7 +155,8 @@ def test_columns_beyond_the_array_are_zero(D: int, Dv: int) -> None:
     hold(*arrays(DTYPES[0], D, Dv, 150, 270), causal=True, q_offset=120)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("_part", range(PARTS))
+@settings(max_examples=60 // PARTS, deadline=None)
 @given(
     data=st.data(),
     dtype=st.sampled_from(DTYPES),
@@ -163,7 +164,9 @@ def test_columns_beyond_the_array_are_zero(D: int, Dv: int) -> None:
     Nq=st.integers(1, 700),
     Nk=st.integers(1, 700),
 )
-def test_any_combination(data: Any, dtype: Any, dims: tuple[int, int], Nq: int, Nk: int) -> None:
+def test_any_combination(
+    data: Any, dtype: Any, dims: tuple[int, int], Nq: int, Nk: int, _part: int
+) -> None:
     options: dict[str, Any] = {}
     for some in data.draw(st.lists(st.sampled_from(list(OPTIONS)), max_size=3)):
         options |= OPTIONS[some]
@@ -175,7 +178,7 @@ def test_any_combination(data: Any, dtype: Any, dims: tuple[int, int], Nq: int, 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("D", "Dv"), DIMENSIONS)
 def test_both_kernels_agree_with_the_oracle(D: int, Dv: int, causal: bool, request: Any) -> None:
-    q, k, v = arrays(DTYPES[1], D, Dv, 700, 900)
+    q, k, v = arrays(DTYPES[1], D, Dv, 400, 600)
     mine = called(q, k, v, causal=causal, q_offset=200)
     request.getfixturevalue("portable")
     given = sent(q), sent(k), sent(v)

@@ -1,8 +1,11 @@
 """From a key to one kernel for each device: what can be tried without a GPU."""
 
 import dataclasses
+import itertools
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,6 +97,92 @@ def test_a_failure_is_not_remembered(folder: Path, placed: list[tuple[Any, ...]]
     sources_in.cache_clear()
     assert load(KEY, 0, None, (folder,)) is load(KEY, 0, None, (folder,))
     assert len(placed) == 1
+
+
+# --- those of a call ------------------------------------------------------------------------------
+
+CALL = [dataclasses.replace(KEY, head_dim=16 * n) for n in (1, 2, 1, 3)]
+
+
+@pytest.fixture
+def on_device_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a runtime whose current device is the second one, in any thread."""
+    monkeypatch.setattr(compiling, "_runtime", lambda: SimpleNamespace(getDevice=lambda: 1))
+
+
+@pytest.mark.usefixtures("on_device_1")
+def test_the_kernels_of_a_call_are_made_at_the_same_time(
+    folder: Path,
+    placed: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together = threading.Barrier(3, timeout=30)
+    make = compiling._compile
+
+    def wait(*arguments: Any) -> bytes:
+        together.wait()
+        return make(*arguments)
+
+    monkeypatch.setattr(compiling, "_compile", wait)
+    kernels = compiling.load_all(CALL, (folder,))
+    assert kernels == [load(key, 1, None, (folder,)) for key in CALL]
+    assert kernels[0] is kernels[2]
+    assert sorted((key.head_dim, device) for key, _, _, device in placed) == [
+        (16, 1),
+        (32, 1),
+        (48, 1),
+    ]
+
+
+@pytest.mark.usefixtures("on_device_1")
+def test_no_thread_is_started_for_kernels_that_are_there(
+    folder: Path,
+    placed: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = compiling.load_all(CALL, (folder,))
+    monkeypatch.setattr(compiling, "ThreadPoolExecutor", None)
+    assert compiling.load_all(CALL, (folder,)) == kernels
+    assert len(placed) == 3
+
+
+@pytest.mark.usefixtures("on_device_1")
+def test_the_first_error_of_a_call_is_raised_and_no_thread_is_left(
+    folder: Path, placed: list[tuple[Any, ...]]
+) -> None:
+    wrong = [dataclasses.replace(KEY, head_dim=n) for n in (17, 18)]
+    before = threading.active_count()
+    with pytest.raises(KernelCompileError) as caught:
+        compiling.load_all([CALL[0], *wrong, CALL[1]], (folder,))
+    assert caught.value.key == wrong[0]
+    (note,) = caught.value.__notes__
+    assert "columns come in sixteens" in note
+    assert threading.active_count() == before
+    assert len(placed) == 2  # what compiles is there for the next call
+    with pytest.raises(KernelCompileError):
+        compiling.load_all(wrong, (folder,))
+
+
+@pytest.mark.usefixtures("on_device_1", "placed")
+def test_an_interrupt_leaves_no_thread(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, calls, main = compiling._compile, itertools.count(1), threading.get_ident()
+
+    def slow(*arguments: Any) -> bytes:
+        last = next(calls) == 3
+        time.sleep(0.2 if last else 0.4)
+        if last:
+            signal.pthread_kill(main, signal.SIGINT)  # it waits for this thread
+        return make(*arguments)
+
+    monkeypatch.setattr(compiling, "_compile", slow)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        compiling.load_all(CALL, (folder,))
+    assert threading.active_count() == before
+    assert len(compiling.load_all(CALL, (folder,))) == len(CALL)
 
 
 class FakeError(RuntimeError):

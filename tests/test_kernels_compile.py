@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tileattn.errors import BackendUnavailableError
+from tileattn.errors import BackendUnavailableError, KernelCompileError
 from tileattn.kernels import catalog
 from tileattn.kernels.compile import compiled, nvrtc_version
 from tileattn.kernels.hopper import (
@@ -69,6 +69,13 @@ def test_a_kernel_compiles(case: Case) -> None:
     assert COMPLAINT.search(made.log) is None, made.log
     if catalog.is_tuned(key, arch):
         assert made.spill_bytes == 0, made.log
+
+
+@pytest.mark.parametrize("kernel", [HOPPER, HOPPER_BACKWARD, HOPPER_WIDE])
+def test_a_kernel_that_lays_out_other_memory_than_a_launch_brings(kernel: str) -> None:
+    key = next(key for _, key in CASES if key.kernel == kernel)
+    with pytest.raises(KernelCompileError, match="what a launch brings"):
+        compiled(replace(key, shared=key.shared + 1024), "sm_90a")
 
 
 # --- what is among them -------------------------------------------------------------------------

@@ -182,6 +182,18 @@ def test_works(key: KernelKey, left: int | None, right: int | None) -> None:
         assert (got.reshape(-1, size)[count:] == -7).all()
 
 
+@pytest.mark.parametrize("key", [*keys.WORK, *keys.WALK], ids=keys.name_of)
+def test_where_tiles_lie(key: KernelKey) -> None:
+    """All begin where the rows of swizzled tiles do, and in the memory that a launch brings."""
+    got = np.zeros(32, np.uint32)
+    Probe(key)("places", got)
+    start, *others = got[got > 0].tolist()
+    assert start % 1024 == 0
+    assert min(others) == start
+    assert len({*others}) == len(others) >= key.stages * 2 + 2
+    assert all(place % 1024 == 0 and place < start + key.shared for place in others)
+
+
 @pytest.mark.parametrize("length", [810, 500, 0])
 @pytest.mark.parametrize(
     ("left", "right"), [(None, None), (None, 0), (300, 40), (70, None), (5, 0)]

@@ -200,7 +200,8 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
 
         lse = _logsumexp(scores, o, dtype)
         P = _select(seen, np.exp(scores - lse[..., np.newaxis]))
-        kept = keep(shape, o.dropout_p, o.seed) / np.asarray(1 - float(o.dropout_p), dtype)
+        kept = keep(shape, float(o.dropout_p), int(o.seed))
+        kept = kept / np.asarray(1 - float(o.dropout_p), dtype)
         out = _sum_over_seen(P * kept, seen, v)
     return Forward(o, group, Hkv, scale, q, k, v, visible, capped, scores, seen, lse, P, kept, out)
 
@@ -242,9 +243,9 @@ def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDA
     if o.window is not None:
         left, right = o.window
         if left is not None:
-            visible = visible & (j >= p - left)
+            visible = visible & (p - j <= left)
         if right is not None:
-            visible = visible & (j <= p + right)
+            visible = visible & (j - p <= right)
     if o.mask is not None:
         visible = visible & o.mask
     if o.block_mask is not None:
@@ -254,6 +255,8 @@ def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDA
 
 def keep(shape: tuple[int, int, int, int], dropout_p: float, seed: int) -> NDArray[np.bool_]:
     """Which elements dropout keeps: one call of Philox for each element, one word of it used."""
+    if dropout_p == 0:
+        return np.ones(shape, np.bool_)
     b, h, i, j = np.indices(shape, dtype=np.uint64)
     sixteen, eight = np.uint64(16), np.uint64(8)
     counter = (j // sixteen * eight + j % eight, i // sixteen * eight + i % eight, h, b)

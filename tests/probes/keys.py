@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
+from tileattn.kernels.hopper import hopper_bytes, walk_bytes
 from tileattn.kernels.key import KernelKey
+from tileattn.kernels.tiles import TileSize
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -92,14 +94,22 @@ TILE = tuple(
 
 TYPES = tuple(KernelKey("types", dtype) for dtype in DTYPES)
 
-_WORK = KernelKey("work", "float16", block_q=128, block_k=64, warps_m=8, stages=2, loaders=4)
-WORK = (_WORK, replace(_WORK, block_q=192, block_k=128, warps_m=12))
 
-_WALK = KernelKey("walk", "float16", block_k=128, warps_m=8, stages=2, loaders=4)
+def _laid_out(kernel: str, tile: TileSize, dim: int) -> KernelKey:
+    """Make a key with the shared memory that Hopper's own kernels have with such tiles."""
+    count = hopper_bytes if kernel == "work" else walk_bytes
+    shared = count(tile, dim, dim)
+    return KernelKey(kernel, "float16", dim, dim, *tile[:6], loaders=4, shared=shared)
+
+
+WORK = (
+    _laid_out("work", TileSize(128, 64, 8, stages=2), 64),
+    _laid_out("work", TileSize(192, 128, 12, stages=2), 64),
+)
 WALK = (
-    replace(_WALK, block_q=128),
-    replace(_WALK, head_dim=128, value_dim=128),
-    replace(_WALK, head_dim=256, value_dim=256, block_k=64, stages=1),
+    _laid_out("walk", TileSize(128, 128, 8, stages=2), 64),
+    _laid_out("walk", TileSize(64, 128, 8, stages=2), 128),
+    _laid_out("walk", TileSize(64, 64, 8, stages=1), 256),
 )
 
 KEYS = (

@@ -1,5 +1,16 @@
-// Probe of work_sm90.cuh: what each block of threads does in its turns.
+// Probe of work_sm90.cuh: what each block of threads does in its turns, and where its tiles lie.
 #include "work_sm90.cuh"
+
+extern "C" __global__ void places(u32* out) {
+    extern __shared__ __align__(1024) char tiles[];
+    __shared__ Shared shared;
+    u32 start = shared_address(tiles);
+    asm volatile("" : "+r"(start));  // so that the compiler does not rely on its alignment
+    const Memory memory{start, shared};
+    *out++ = start;
+    for (int s = 0; s < Q_STAGES; ++s) *out++ = memory.q(s).address;
+    for (int s = 0; s < STAGES; ++s) *out++ = memory.k(s).address, *out++ = memory.v(s).address;
+}
 
 // out: (turns, blocks of threads, 6 + 4 GROUPS), left as it is behind the last work of a block.
 extern "C" __global__ void works(Params p, const int* schedule, i64 turns, int* out) {

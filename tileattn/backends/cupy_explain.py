@@ -40,6 +40,7 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
         backward_steps(problem, facts, deterministic=fixed, sinks=sinks is not None)
         for fixed in (False, True)
     )
+    started = (*forward, *backward)
     first = forward[0].key if forward else KernelKey("forward", problem.dtype.name)
     last = next((s.key for s in backward if s.key.kernel.endswith(("_keys", "_sm90"))), first)
     dealt = call.order(forward).table
@@ -59,12 +60,12 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
         tiles=tiles,
         bytes_moved=moved,
         traffic=compared(problem, on_host, _tile(first), _tile(last)),
-        kernels=tuple(_described(step) for step in (*forward, *backward)),
+        kernels=tuple(map(_described, started, compiler.load_all([s.key for s in started]))),
         workspace_bytes=max(call.layout(steps).nbytes for steps in (backward, in_order)),
         reasons=(
             f"q, k and v are CuPy arrays on {device}",
             f"rows start at multiples of {facts.vector} bytes, which one copy moves",
-            *dict.fromkeys(f"{step.key.kernel}: {step.why}" for step in (*forward, *backward)),
+            *dict.fromkeys(f"{step.key.kernel}: {step.why}" for step in started),
             *([] if dealt is None else [_DEALT.format(len(dealt) - 1)]),
         ),
     )
@@ -75,8 +76,8 @@ def _tile(key: KernelKey) -> tuple[int, int]:
     return (1, 1) if key.kernel.startswith("plain") else (key.block_q, key.block_k)
 
 
-def _described(step: Step) -> str:
-    key, kernel = step.key, compiler.load(step.key)
+def _described(step: Step, kernel: compiler.Kernel) -> str:
+    key = step.key
     blocks = kernel.occupancy(key.threads, step.shared)
     spills = f", {kernel.local_bytes} bytes of local memory" if kernel.local_bytes else ""
     q, k = _tile(key)

@@ -7,9 +7,11 @@ included header does not change.
 
 import functools
 import hashlib
+import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,11 @@ OPTIONS = (
     "-lineinfo",  # profilers and compute-sanitizer name the line; the code is the same
     "--ptxas-options=-v",  # registers and spills go to the log
 )
+
+TROUBLE: tuple[str, ...] = ()
+"""Definitions that tools/stress_gpu.py adds before the first kernel is loaded."""
+
+_END = 1 << 16  # bytes that are read at either end of a library
 
 # CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX and UNSUPPORTED_PTX_VERSION.
 _REFUSED = (200, 209, 218, 222)
@@ -150,6 +157,44 @@ def load(
     return kernel
 
 
+def load_all(keys: Sequence[KernelKey], folders: tuple[Path, ...] = (SOURCES,)) -> list[Kernel]:
+    """Find the kernels of a call on CuPy's current device; those that are new are made together.
+
+    The compiler holds no lock while it works, so a thread for each makes the time of the first call
+    that of its slowest kernel.
+
+    Parameters
+    ----------
+    keys : sequence of KernelKey
+        What they are specialised for.
+    folders : tuple of Path
+        Where the sources are.
+
+    Returns
+    -------
+    list of Kernel
+        As `load` gives them, in the order of the keys.
+
+    Raises
+    ------
+    BackendUnavailableError, KernelCompileError
+        What `load` raises of the first key for which it does; notes tell of the others. No thread
+        goes on behind it.
+    """
+    device = int(_runtime().getDevice())
+    new = [key for key in dict.fromkeys(keys) if (key, device, None, folders) not in _loaded]
+    if len(new) > 1:
+        with ThreadPoolExecutor(len(new), "tileattn-compile") as pool:
+            asked = [pool.submit(load, key, device, None, folders) for key in new]
+            wait(asked)  # in here, so that an interrupt is raised when the threads have ended
+        failed = [error for future in asked if (error := future.exception())]
+        if failed:
+            for other in failed[1:]:
+                failed[0].add_note(f"Another kernel of the call: {other}")
+            raise failed[0]
+    return [load(key, device, None, folders) for key in keys]
+
+
 def compiled(
     key: KernelKey, arch: str, folders: tuple[Path, ...] = (SOURCES,), *, force: bool = False
 ) -> Compiled:
@@ -181,7 +226,8 @@ def compiled(
         Where NVRTC does not know ``arch``.
     """
     options, (texts, sources) = _options(key, checked_arch(arch)), sources_in(folders)
-    inputs = hashlib.sha256(repr((sources, _compiler(), options)).encode()).hexdigest()
+    made_from = sources, _compiler(), _build(), options
+    inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
     body = found = None if force else cache.read(inputs)
     if body is None:
         body = _compile(key, arch, texts, options)
@@ -308,10 +354,27 @@ def _compiler() -> str:
     return f"NVRTC {major}.{minor}"
 
 
+@functools.cache
+def _build() -> str:
+    """Tell builds of one version of NVRTC apart: ptxas, which is part of it, changes between them.
+
+    The library's size, and a digest of its first and last bytes. An ELF file has its build ID
+    there, and a Windows one its time stamp and checksum; all of its 140 MB would take 80 ms.
+    """
+    from cuda.pathfinder import load_nvidia_dynamic_lib  # finds it for CuPy, and remembers
+
+    with Path(load_nvidia_dynamic_lib("nvrtc").abs_path).open("rb") as library:
+        size = library.seek(0, os.SEEK_END)
+        library.seek(max(size - _END, 0))
+        last = library.read()
+        library.seek(0)
+        return f"{size} {hashlib.sha256(library.read(_END) + last).hexdigest()}"
+
+
 def _options(key: KernelKey, arch: str) -> tuple[str, ...]:
     # From 12.9 on NVRTC has a cache too, whose answers need not repeat the log.
     own_cache = () if nvrtc_version() < (12, 9) else ("--no-cache",)
-    return (*OPTIONS, *own_cache, f"-arch={arch}", *key.defines())
+    return (*OPTIONS, *own_cache, f"-arch={arch}", *TROUBLE, *key.defines())
 
 
 def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[str, ...]) -> bytes:

@@ -118,7 +118,8 @@ def _portable(
 
 def _hopper(kernel: str, P: Problem, dim: int, value: int, tile: TileSize, shared: int) -> Choice:
     sizes = dim, value, *tile[:6]
-    key = KernelKey(kernel, P.dtype.name, *sizes, loaders=HOPPER_LOADERS, **options_of(P, ""))
+    options = options_of(P, "")
+    key = KernelKey(kernel, P.dtype.name, *sizes, loaders=HOPPER_LOADERS, shared=shared, **options)
     why = f"tensor maps and products of warpgroups, {said_of(tile)}"
     return Choice(key, shared, tile.tuned and not tile.spills, why)
 

@@ -1,18 +1,18 @@
 """The launches of a call: made once, run for all calls that differ in addresses only."""
 
 import ctypes
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tileattn.kernels import compile as compiler
 from tileattn.kernels.params import POINTERS, template
 from tileattn.kernels.steps import Step
+from tileattn.kernels.streams import outlive_readers, stream_name
 from tileattn.kernels.tma import Maps
 from tileattn.kernels.workspace import Layout
 
 _SLOT = {name: slot for slot, name in enumerate(POINTERS)}
-
-_kept: "set[Plan]" = set()
 
 
 class Plan:
@@ -50,13 +50,15 @@ class Plan:
         self.aligned = aligned
         self.layout = layout
         self._fixed = fixed
-        self._stream = current_stream().ptr if fixed else 0
+        self._stream = stream_name() if fixed else (0, 0)
         addresses = {name: x.data.ptr for name, x in fixed.items()}
         self._template = template({**values, **addresses})
         self._slots = tuple((name, _SLOT[name]) for name in dict.fromkeys((*names, *layout.starts)))
         last = max(slot for _, slot in self._slots)
         self._pointers = [addresses.get(name, 0) for name in POINTERS[: last + 1]]
-        self._launches = tuple(_launch(step, arrays) for step in steps)
+        order = tuple(steps)
+        kernels = compiler.load_all([step.key for step in order])
+        self._launches = tuple(map(_launch, order, kernels, itertools.repeat(arrays)))
         self._spare: list[tuple[Any, Any]] = []
 
     def run(self, addresses: Mapping[str, int]) -> None:
@@ -81,7 +83,7 @@ class Plan:
             What the parameter block begins with: addresses in the order of its fields.
         """
         if self._fixed:
-            self._outlive_readers()
+            outlive_readers(self, self._stream)
         # A launch copies the block, so it is free for the next call afterwards. Threads that run
         # the same plan at the same time each take a block of their own: pop and append are atomic.
         try:
@@ -99,16 +101,6 @@ class Plan:
                 function(grid, threads, (argument, boxes), shared)
         self._spare.append(block)
 
-    def _outlive_readers(self) -> None:
-        """Stay for good where what the plan owns may be read after it would have been dropped.
-
-        Freed memory is for the stream that it was taken on, which does not wait for others; and a
-        graph reads it whenever it is replayed.
-        """
-        stream = current_stream()
-        if stream.ptr != self._stream or stream.is_capturing():
-            _kept.add(self)
-
     def _block(self) -> tuple[Any, Any]:
         """Copy the parameter block, as 64-bit cells and as the argument that CuPy launches with."""
         from cupy.cuda.function import CPointer
@@ -117,22 +109,9 @@ class Plan:
         return cells, CPointer(ctypes.addressof(cells))
 
 
-def current_stream() -> Any:
-    """Give CuPy's current stream."""
-    import cupy
-
-    return cupy.cuda.get_current_stream()
-
-
-def is_capturing() -> bool:
-    """Whether CuPy's current stream takes down a graph instead of running what it is given."""
-    return bool(current_stream().is_capturing())
-
-
 def _launch(
-    step: Step, arrays: Mapping[str, Any]
+    step: Step, kernel: compiler.Kernel, arrays: Mapping[str, Any]
 ) -> tuple[Any, tuple[int], tuple[int], int, Maps | None]:
-    kernel = compiler.load(step.key)
     if step.shared:
         kernel.allow_shared(step.shared)
     maps = Maps(step.boxes, arrays) if step.boxes else None

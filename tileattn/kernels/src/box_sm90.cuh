@@ -36,20 +36,6 @@ struct BoxTile {
         return address + byte / PITCH * SLICE + row * PITCH + (byte % PITCH ^ row % 8 * 16);
     }
 
-    // Zero what is not finite, and mark the rows in which it was.
-    template <class T, int THREADS>
-    __device__ void clean(bool (&marks)[ROWS]) const {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < BYTES / 2; i += THREADS) {
-            T x;  // wherever it is in its row
-            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x.bits) : "r"(address + 2 * i));
-            if (is_finite(widen(x))) continue;
-            asm volatile("st.shared.u16 [%0], %1;" ::"r"(address + 2 * i), "h"((unsigned short)0)
-                         : "memory");
-            marks[2 * i % SLICE / PITCH] = true;
-        }
-    }
-
     // Operands of products. The descriptor holds, in units of 16 bytes, the address, the distance
     // of slices and that of groups of eight rows; and which exchange of chunks.
 

@@ -42,6 +42,7 @@ constexpr bool ADD_DQ = KEY_ADD_DQ;
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
 constexpr bool REPAIRS = KEY_REPAIRS;
 constexpr int SPAN = KEY_SPAN;
+constexpr int SHARED_BYTES = KEY_SHARED;
 
 // Of Hopper's own backward kernels: which of the two has such heads, and how many rows and columns of
 // a tile of dq are added at a time. They lie together; then come the next columns of these rows.

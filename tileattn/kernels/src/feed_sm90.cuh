@@ -37,17 +37,17 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
     auto load_queries = [&](int h, int q0) {
         const Barrier full = memory.q_full(q.stage);
         memory.q_empty(q.stage).wait(q.round ^ 1);
-        memory.q(q.stage).load(maps.q, q0, h, work.b, full);
-        load_piece(shared_address(memory.shared.shifts[q.stage]),
-                   row_numbers(p, p.shift, work.b, h) + q0, ROW_BYTES, full);
+        BOTH_COPIES(memory.q(q.stage).load(maps.q, q0, h, work.b, full),
+                    load_piece(shared_address(memory.shared.shifts[q.stage]),
+                               row_numbers(p, p.shift, work.b, h) + q0, ROW_BYTES, full));
         q.next();
     };
     auto load_out = [&](int h, int q0) {
         const Barrier full = memory.out_full(out.stage);
         memory.out_empty(out.stage).wait(out.round ^ 1);
-        memory.dout(out.stage).load(maps.dout, q0, h, work.b, full);
-        load_piece(shared_address(memory.shared.deltas[out.stage]),
-                   row_numbers(p, p.delta, work.b, h) + q0, ROW_BYTES, full);
+        BOTH_COPIES(memory.dout(out.stage).load(maps.dout, q0, h, work.b, full),
+                    load_piece(shared_address(memory.shared.deltas[out.stage]),
+                               row_numbers(p, p.delta, work.b, h) + q0, ROW_BYTES, full));
         out.next();
     };
     // All wait for the keys, with which they are told the work.
@@ -58,6 +58,8 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
     };
 #pragma unroll 1
     while (find_work(p, claim(p), work)) {
+        // All works of a head are skipped or none: while this kernel runs, these bits stay.
+        if (special(p, work.b, work.kv) & KNOWN) continue;
         const Tiles tiles = work.tiles;
         if (tiles.first >= tiles.past) {
             tell();
@@ -120,6 +122,7 @@ __device__ inline void add(const Params& p, const Memory& memory, const Share& s
             for (u32 head = first_head; head < first_head + heads; ++head) {
                 const u32 own = (head * tiles + tile) * ADDERS + share.adder;
                 while (seen < before) seen = look_reached(p.landed + own);
+                if (before) is_reached();
                 seen = 0;
                 float* sums = static_cast<float*>(p.dq_sum) + u64(head * rows + row0) * HEAD_DIM +
                               count * share.column;

@@ -240,7 +240,7 @@ __device__ inline void attend(const Params& p, const Part& part) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Sum lse;
-            const Sum weight = state.finish(m, half, sink, Sum(p.gain), lse);
+            const Sum weight = state.finish(m, half, sink, Sum(p.gain), Sum(p.natural), lse);
 #pragma unroll
             for (int n = 0; n < VT; ++n)
 #pragma unroll

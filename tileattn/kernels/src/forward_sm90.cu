@@ -3,9 +3,11 @@
 // threads stay, and take one block of queries after the other. Mirrors forward_rows in spec.py.
 // Shah et al., FlashAttention-3, arXiv:2407.08608.
 //
-// A weight of zero does not hide a NaN. So where something is not finite in the end, there is a
-// second, careful sweep over such works, as in forward.cu. Rows that it leaves to the textbook it
-// marks by an lse that is not a number.
+// A weight of zero does not hide a NaN: one in a value reaches queries that do not see it, in tiles
+// of which only some pairs are visible. Works that such a value may have reached are done again in a
+// second, safe sweep: values that are not finite are taken out of partial tiles, and injected where
+// they are visible. So are works whose scores are too large for the exponents of the first.
+#include "nonfinite.cuh"
 #include "plain.cuh"
 #include "softmax.cuh"
 #include "work_sm90.cuh"
@@ -67,19 +69,23 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
                                memory.v_full(v.stage));
         v.next();
     };
-    // The next work is looked for while the first tiles of this one come.
+    // The next work is looked for while the first tiles of this one come. Where values have leaked
+    // they do so again, most likely: what follows is done safely at once.
+    bool again = false;
     auto sweep = [&] {
         int turn = 0;
         auto find = [&](Work& work) {
 #pragma unroll 1
             while (find_work(p, turn, work)) {
-                if (!work.careful || memory.unfinished(turn)) return true;
+                if (!again || memory.unfinished(turn)) return true;
                 ++turn;
             }
             return false;
         };
         for (bool found = find(work); found;) {
             if (work.first < work.past) load_keys(work.first);
+            work.careful = memory.leaked();
+            work.large = again && memory.large(work.turn);
             tell();
             Work next = work;
             ++turn;
@@ -96,30 +102,42 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
             work = next;
         }
     };
-    auto say_end = [&](bool again) {
-        work.end = true, work.turn = again;
+    auto say_end = [&] {
+        work.end = true;
         tell();
         work.end = false;
     };
     sweep();
-    say_end(false);
+    say_end();
     memory.swept().wait(0);
-    bool again = false;
-#pragma unroll 1
-    for (u32 bits : memory.shared.unfinished) again = again || bits;
-    work.careful = true;
+    again = work.careful = memory.leaked();
     if (again) sweep();
-    say_end(again);
+    work.last = true;
+    say_end();
 }
 
-// Whether what the four lanes of a row know of it is good, and its sums are finite.
-__device__ inline bool good_row(const Fragment<Sum, 1, VT>& acc, int half, bool good) {
-#pragma unroll
-    for (int n = 0; n < VT; ++n)
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) good = good && is_finite(acc.x[0][n][e]);
-    good = good & __shfl_xor_sync(~0u, good, 1);
-    return good & __shfl_xor_sync(~0u, good, 2);
+// Whether the values of the keys from k0 to k1 - 1 are all finite; the warp looks together.
+__device__ inline bool all_finite(const Params& p, const Work& work, int k0, int k1) {
+    const int pieces = int(p.Dv) / 8, rows = min(k1, int(p.Nk)) - k0;
+    const Element* const v = rows_of<Element>(p.v, p.v_at, work.b, work.h / int(p.group));
+    bool finite = true;
+#pragma unroll 1
+    for (int i = threadIdx.x % WARP; i < rows * pieces; i += WARP) {
+        const Element* const from = v + (k0 + i / pieces) * p.v_at.n + i % pieces * 8;
+        finite = finite && reinterpret_cast<const Chunk<Element>*>(from)->all_finite();
+    }
+    return __all_sync(~0u, finite);
+}
+
+// Whether a value that is not finite may have reached a query that does not see it: in a tile that is
+// partial. All tiles of a block mask count as such.
+__device__ inline bool may_have_leaked(const Params& p, const Work& work) {
+    const Tiles& tiles = work.tiles;
+    if (HAS_BLOCK_MASK) return true;
+    const int full = min(max(tiles.full, tiles.first), tiles.past);
+    const int full_past = max(min(tiles.full_past, tiles.past), full);
+    return !all_finite(p, work, tiles.first * BLOCK_K, full * BLOCK_K) ||
+           !all_finite(p, work, full_past * BLOCK_K, tiles.past * BLOCK_K);
 }
 
 __device__ inline Sum* lse_of(const Params& p, const Work& work) {
@@ -128,36 +146,32 @@ __device__ inline Sum* lse_of(const Params& p, const Work& work) {
 
 // Divide the sums of 16 rows of each warp from row0 on, and write them.
 __device__ inline void finish(const Params& p, const Memory& memory, const Work& work, int row0,
-                              RowState<1>& state, const bool (&found)[1][2],
-                              Fragment<Sum, 1, VT>& acc) {
-    // Zero times what is not finite is not zero; sums in four parts are not one long chain. A value
-    // that is not finite spoils its column in all rows: half of them are enough where there is no
-    // other reason.
-    constexpr int LOOKED_AT = HAS_FINITE_SUMS<Element> ? 2 : 4;
-    Sum spoiled[4] = {state.l[0][0] * 0, state.l[0][1] * 0};
+                              RowState<1>& state, Fragment<Sum, 1, VT>& acc) {
+    // Zero times what is not finite is not zero; sums in parts are not one long chain. A value that
+    // is not finite spoils its column in all rows: half of them are enough.
+    Sum spoiled[4] = {};
 #pragma unroll
     for (int n = 0; n < VT; ++n)
 #pragma unroll
-        for (int e = 0; e < LOOKED_AT; ++e) spoiled[e] = fma(acc.x[0][n][e], Sum(0), spoiled[e]);
-    if (!(spoiled[0] + spoiled[1] + spoiled[2] + spoiled[3] == 0))
+        for (int e = 0; e < 2; ++e)
+            spoiled[n % 2 * 2 + e] = fma(acc.x[0][n][e], Sum(0), spoiled[n % 2 * 2 + e]);
+    const bool finite = spoiled[0] + spoiled[1] + spoiled[2] + spoiled[3] == 0;
+    if (!work.careful && __any_sync(~0u, !finite) && may_have_leaked(p, work))
         memory.leave_unfinished(work.turn);
+    if (!work.large && __any_sync(~0u, !state.all_ordinary())) memory.leave_large(work.turn);
 
     const Sum sink = sink_of(p, work.h);
     state.gather(RowGroup(16));
+    state.large = work.large ? ~0u : 0;
     Sum lse[2], weight[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        weight[half] = state.template finish<true>(0, half, sink, 1, lse[half]);
+        weight[half] = state.template finish<true>(0, half, sink, 1, Sum(p.natural), lse[half]);
 #pragma unroll
         for (int n = 0; n < VT; ++n)
 #pragma unroll
             for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[0][n][e] *= weight[half];
     }
-    if (work.careful)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (!good_row(acc, half, is_finite(weight[half]) && !found[0][half]))
-                lse[half] = infinity<Sum>() - infinity<Sum>();
     const Lane lane;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -166,20 +180,6 @@ __device__ inline void finish(const Params& p, const Memory& memory, const Work&
     }
     store_rows(rows_of<Element>(p.out, p.out_at, work.b, work.h) + row0 * p.out_at.n, p.out_at.n,
                acc, int(p.Nq) - row0, int(p.Dv));
-}
-
-// Do the rows that this warp has marked by the textbook.
-__device__ inline void mend(const Params& p, const Memory& memory, int row0) {
-    Work work;
-#pragma unroll 1
-    for (int turn = 0; find_work(p, turn, work); ++turn) {
-        if (!memory.unfinished(turn)) continue;
-        const Sum* const lse = lse_of(p, work);
-        const int from = work.q0 + row0, past = min(from + 16, int(p.Nq));
-#pragma unroll 1
-        for (int i = from; i < past; ++i)
-            if (lse[i] != lse[i]) forward_by_row<false>(p, work.b, work.h, i);
-    }
 }
 
 // What one warpgroup does with the works.
@@ -200,7 +200,6 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     Fragment<Sum, 1, VT> acc;
     RowState<1> state;
     Sum rescale[1][2];
-    bool found[1][2];  // whether a row has seen a value that is not finite
 
     // By all threads: each has read for itself what was told with the queries, and that is written
     // by generic stores again. The queries are read by GEMMs alone, all of which are complete.
@@ -256,7 +255,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         memory.q_full(group, heard.stage).wait(heard.round);
         heard.next();
         next = memory.shared.works[q_at.stage];
-        // In a careful sweep all warpgroups go through all tiles, and look at every pair.
+        // In NaN-safe works all warpgroups go through all tiles, and look at every pair.
         if (next.careful) next.tiles = {next.first, next.past, 0, 0};
         if (next.tiles.first >= next.tiles.past || next.end)
             next.tiles.first = next.tiles.past = next.past;
@@ -272,49 +271,90 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         if (tile < work.tiles.past) memory.k_full(k_at.stage).wait(k_at.round);
         begin_scores();
     };
-    // Take out of the values what is not finite, and mark the keys of which.
-    auto clean = [&](const Place<STAGES>& at) {
-        constexpr int MULTIPLYING = GROUPS * GROUP, BARRIER = 1 + GROUPS;
-        memory.v_full(at.stage).wait(at.round);
-        auto& marks = memory.shared.cleaned[at.stage];
-        for (int i = threadIdx.x; i < BLOCK_K; i += MULTIPLYING) marks[i] = false;
-        sync_named<MULTIPLYING>(BARRIER);
-        memory.v(at.stage).template clean<Element, MULTIPLYING>(marks);
-        fence_shared();
-        sync_named<MULTIPLYING>(BARRIER);
-    };
-    auto absorb = [&](bool boundary, const Place<STAGES>& at) {
-        release_keys();
+    auto find_scores = [&](bool boundary) {
         const Terms terms(p, work.b, work.h);
         s.row = work.q0 + row0, s.column = (HAS_BLOCK_MASK ? listed / 2 : tile) * BLOCK_K;
         s.apply(terms, WarpBias<false, 1, NT>(nullptr), [](int, int, int, Sum) {});
         if (boundary) s.hide(Sight(p, work.b, work.h), DenseMask<false, 1, NT>{});
-        if (boundary && work.careful) s.find(memory.shared.cleaned[at.stage], found);
-        state.template absorb<SLACK>(s, terms.unit(), rows, rescale);
+    };
+    auto find_weights = [&] {
+        const Sum unit = Terms(p, work.b, work.h).unit();
+        state.template absorb<SLACK, RowKind::ORDINARY>(s, unit, rows, rescale);
+    };
+    auto absorb = [&](bool boundary) {
+        release_keys();
+        find_scores(boundary);
+        find_weights();
     };
     // The next scores and these values are under way together; then the scores are absorbed.
     auto visit = [&](bool boundary) {
-        if (boundary && work.careful) clean(v_at.after());
         memory.k_full(k_at.stage).wait(k_at.round);
         begin_scores();
         begin_values();
         end_product<1>(s);
-        absorb(boundary, v_at.after());
+        absorb(boundary);
         end_values();
         keep_weights();
         acc.scale_rows(rescale);
     };
+    // One tile after the other, the warpgroups side by side: they look at the values together. The
+    // keys' stage has the table of what is not finite, once all have their scores.
+    auto visit_all_safely = [&] {
+        constexpr int MULTIPLYING = GROUPS * GROUP, BARRIER = 1 + GROUPS;
+        for (;;) {
+            const bool boundary = at_boundary();
+            find_scores(boundary);
+            Attended<1, NT> attended;
+            attended.look(s);
+            memory.v_full(v_at.stage).wait(v_at.round);
+            sync_named<MULTIPLYING>(BARRIER);
+            const NonFinite<Element, BLOCK_K, VALUE_DIM> table{memory.k(k_at.stage).address};
+            const bool some = table.clean<MULTIPLYING / WARP>(memory.v(v_at.stage), rows.warp_m);
+            fence_shared();
+            const bool any = any_of<MULTIPLYING>(BARRIER, some);
+            if (__any_sync(~0u, work.large))
+                state.template absorb<SLACK, RowKind::LARGE>(
+                    s, Terms(p, work.b, work.h).unit(), rows, rescale);
+            else
+                find_weights();
+            keep_weights();
+            acc.scale_rows(rescale);
+            begin_product<Element>(acc, weights, memory.v(v_at.stage));
+            end_product<0>(acc);
+            if (any)
+                inject(acc, table, 0,
+                       [&](int m, int half, int w) { return attended.word(m, half, w); });
+            // What was read and written of both stages is done, and fenced, before they are filled.
+            fence_shared();
+            sync_named<MULTIPLYING>(BARRIER);
+            release_keys();
+            release_values();
+            if (++tile == work.tiles.past) return;
+            memory.k_full(k_at.stage).wait(k_at.round);
+            begin_scores();
+            end_product<0>(s);
+        }
+    };
 
     hear();
     start();
-    while (!(work.end && work.careful)) {
+    while (!work.last) {
         state = RowState<1>();
         acc.clear();
-        found[0][0] = found[0][1] = false;
         end_product<0>(s);
-        if (tile < work.tiles.past) {
-            if (work.careful) clean(v_at);
-            absorb(at_boundary(), v_at);
+        if (tile == work.tiles.past) {
+            release_queries();
+            if (work.end) {
+                sync_named<GROUP>(1 + group);  // what has leaked has been noted
+                if (leader) memory.swept().arrive();
+            }
+            hear();
+        } else if (work.careful) {
+            visit_all_safely();
+            release_queries();
+            hear();
+        } else {
+            absorb(at_boundary());
             keep_weights();
             for (++tile; tile < work.tiles.past;) {
                 if (at_boundary()) {
@@ -329,22 +369,13 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             begin_values();
             hear();
             end_values();
-        } else {
-            release_queries();
-            if (work.end) {
-                sync_named<GROUP>(1 + group);  // what was not finite has been noted
-                if (leader) memory.swept().arrive();
-            }
-            hear();
         }
         const Work done = work;
         if (!done.end) skip(done.past - done.tiles.past);
         start();
-        if (!done.end) finish(p, memory, done, done.q0 + row0, state, found, acc);
+        if (!done.end) finish(p, memory, done, done.q0 + row0, state, acc);
     }
     end_product<0>(s);
-    __syncwarp();  // the marks of this warp are there
-    if (work.turn) mend(p, memory, rows.row0);
 }
 
 extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)

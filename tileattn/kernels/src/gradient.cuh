@@ -27,16 +27,21 @@ struct TileGradient {
     // No probability is -infinity.
     __device__ static bool is_masked(Sum p) { return NAN_SAFE && p == -infinity<Sum>(); }
 
-    // shift(m, n, e) is the logsumexp of the element's query in units of log 2.
-    template <class Shift>
+    // shift(m, n, e) is the logsumexp of the element's query in units of log 2; of a `large` head
+    // scores are less row_max(m, n, e) first.
+    template <class RowMax, class Shift>
     __device__ void probabilities(const Terms& terms, const WarpBias<TRANSPOSED, MT, NT>& bias,
-                                  const Sight& sight, const Dropout& dropout, int kind,
-                                  Shift shift) {
+                                  const Sight& sight, const Dropout& dropout, int kind, bool large,
+                                  RowMax row_max, Shift shift) {
         p.apply(terms, bias, [&](int m, int n, int e, Sum derivative) {
             if constexpr (HAS_SOFTCAP) derivatives.x[m][n][e] = derivative;
         });
         if constexpr (HAS_MASK) mask.share();
         if (HAS_MASK || kind == PARTIAL) p.hide(sight, mask);
+        if (large)
+            p.for_each([&](Sum& s, int, int, int m, int n, int e) {
+                s = difference(s, row_max(m, n, e));
+            });
         const Sum unit = terms.unit();
         p.for_each([&](Sum& s, int, int, int m, int n, int e) {
             const bool masked = is_masked(s);

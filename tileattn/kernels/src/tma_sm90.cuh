@@ -14,6 +14,30 @@ __device__ inline void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// For tools/stress_gpu.py: where threads meet some sleep, by chance; and of two copies the second is
+// begun before the first. Kernels that serve calls do neither.
+#if defined(TROUBLE_STALLS)
+constexpr bool STALLS = true;
+#else
+constexpr bool STALLS = false;
+#endif
+#if defined(TROUBLE_SWAPPED_COPIES)
+#define BOTH_COPIES(a, b) b, a
+#else
+#define BOTH_COPIES(a, b) a, b
+#endif
+
+__device__ inline void stall() {
+    if constexpr (STALLS) {
+        u32 clock, processor;
+        asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
+        asm volatile("mov.u32 %0, %%smid;" : "=r"(processor));
+        const u32 mixed = (clock ^ processor * 0x9E3779B9u) * 0x85EBCA6Bu, chance = mixed >> 16;
+        // One in 16, for up to two microseconds; no branch, which could part the threads of a warp.
+        asm volatile("nanosleep.u32 %0;" ::"r"(chance % 16 ? 0u : chance >> 5) : "memory");
+    }
+}
+
 // A barrier in shared memory whose phases end when all have arrived and all bytes have come.
 struct Barrier {
     u32 address;
@@ -22,6 +46,7 @@ struct Barrier {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals));
     }
     __device__ void arrive() const {
+        stall();
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
     }
     // Arrive, and let the phase wait for so many bytes of copies.
@@ -38,6 +63,7 @@ struct Barrier {
             "@!done bra again;}" ::"r"(address),
             "r"(parity)
             : "memory");
+        stall();
     }
 };
 
@@ -117,11 +143,16 @@ __device__ inline void tell_reached(u32* place, u32 value) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
+// A look alone promises nothing: it may be repeated cheaply, until the number is the one waited for.
 __device__ inline u32 look_reached(const u32* place) {
     u32 value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
-    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
     return value;
+}
+// Then this makes of the looks an acquire, for the other proxy, too.
+__device__ inline void is_reached() {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // What threads have written to shared memory is there for boxes and products after the next
@@ -152,6 +183,20 @@ template <int THREADS>
 __device__ inline void sync_named(int id) {
     __syncwarp();
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+// The same, and whether it holds for any of the threads.
+template <int THREADS>
+__device__ inline bool any_of(int id, bool holds) {
+    u32 any;
+    __syncwarp();
+    asm volatile(
+        "{.reg .pred holds, any; setp.ne.b32 holds, %2, 0; "
+        "barrier.cta.red.or.aligned.pred any, %1, %3, holds; selp.b32 %0, 1, 0, any;}"
+        : "=r"(any)
+        : "r"(id), "r"(u32(holds)), "n"(THREADS)
+        : "memory");
+    return any;
 }
 
 // Registers that this warpgroup gives back, or takes from what others have given.

@@ -90,6 +90,7 @@ struct Memory {
     static constexpr int PIECE = DQ_ROWS * DQ_PIECE * 4;
     static constexpr int WEIGHTS = SUMS + ADDERS * SUM_STAGES * PIECE;
     static constexpr int BYTES = WEIGHTS + (IS_WIDE ? BLOCK_Q * BLOCK_K * 4 : 0);
+    static_assert(BYTES == SHARED_BYTES, "what a launch brings");
     static_assert(BYTES + sizeof(Shared) <= 227 * 1024, "what a block may have");
 
     // Where the tiles begin. That it is the same each time is hidden from the compiler, which would

@@ -25,7 +25,7 @@ static_assert(Q_STAGES >= GROUPS, "every warpgroup has its queries");
 static_assert((BLOCK_Q - GROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
               "a warpgroup hears of the next work before it skips what is left of this one");
 
-constexpr int TURNS = 1024;  // of which it is remembered, of each by itself, whether all was finite
+constexpr int TURNS = 1024;  // of which it is remembered, of each by itself, what was found
 
 // The tiles of keys that some queries see: first to past - 1. All of them see the whole of those
 // from full to full_past - 1.
@@ -41,8 +41,10 @@ struct Work {
     int b, h, q0, turn;
     int first, past;  // of the whole block
     Tiles tiles;
-    bool careful;  // values are to be cleaned
-    bool end;      // of a sweep, of which this is no work; `turn` tells whether another has been
+    bool careful;  // values that are not finite are to be taken out of partial tiles
+    bool large;    // and scores to be lowered by their maxima before they are scaled
+    bool end;      // of a sweep, of which this is no work,
+    bool last;     // and no other follows
 };
 
 __device__ inline Tiles tiles_of(const Params& p, int b, int q0, int rows) {
@@ -75,7 +77,7 @@ struct Listed {
     }
 };
 
-// The work of a turn, with `careful` and `end` as they are; false where there is none any more.
+// The work of a turn, with its marks as they are; false where there is none any more.
 __device__ inline bool find_work(const Params& p, int turn, Work& work) {
     const int blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q), heads = int(p.B * p.Hq);
     int index = turn * int(gridDim.x) + int(blockIdx.x);
@@ -101,8 +103,7 @@ struct Shared {
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 swept;
     Work works[Q_STAGES];
-    u32 unfinished[TURNS / 32];
-    bool cleaned[STAGES][BLOCK_K];  // keys of which values are not finite
+    u32 leaked, unfinished[TURNS / 32], large[TURNS / 32];
 };
 
 static_assert(sizeof(Shared) <= 2048, "what tiles leave of shared memory");
@@ -110,6 +111,9 @@ static_assert(sizeof(Shared) <= 2048, "what tiles leave of shared memory");
 struct Memory {
     u32 tiles;
     Shared& shared;
+
+    static_assert(Q_STAGES * QueryTile::BYTES + STAGES * PAIR_BYTES == SHARED_BYTES,
+                  "what a launch brings");
 
     __device__ QueryTile q(int stage) const { return {tiles + stage * QueryTile::BYTES}; }
     __device__ KeyTile k(int stage) const {
@@ -127,12 +131,21 @@ struct Memory {
     __device__ Barrier v_empty(int stage) const { return {shared_address(shared.v_empty + stage)}; }
     __device__ Barrier swept() const { return {shared_address(&shared.swept)}; }
 
-    // Whether something was not finite in a turn, or in one that shares its bit.
-    __device__ bool unfinished(int turn) const {
-        return shared.unfinished[turn % TURNS / 32] >> turn % 32 & 1;
-    }
+    // What was found of a turn, or of one that shares its bit: values may have leaked, or scores are
+    // large; and whether there is any such turn.
+    __device__ bool unfinished(int turn) const { return has(shared.unfinished, turn); }
+    __device__ bool large(int turn) const { return has(shared.large, turn); }
+    __device__ bool leaked() const { return *static_cast<volatile u32*>(&shared.leaked); }
     __device__ void leave_unfinished(int turn) const {
+        shared.leaked = true;
         atomicOr(shared.unfinished + turn % TURNS / 32, 1u << turn % 32);
+    }
+    __device__ void leave_large(int turn) const {
+        leave_unfinished(turn);
+        atomicOr(shared.large + turn % TURNS / 32, 1u << turn % 32);
+    }
+    __device__ static bool has(const u32 (&turns)[TURNS / 32], int turn) {
+        return turns[turn % TURNS / 32] >> turn % 32 & 1;
     }
 
     // By one thread, before all others.
@@ -144,7 +157,9 @@ struct Memory {
             v_full(s).init(1), v_empty(s).init(GROUPS);
         }
         swept().init(GROUPS);
+        shared.leaked = 0;
         for (u32& bits : shared.unfinished) bits = 0;
+        for (u32& bits : shared.large) bits = 0;
         barriers_are_made();
     }
 };

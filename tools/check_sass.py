@@ -1,0 +1,152 @@
+"""Check in the machine code of Hopper's kernels that no stage is given back while it is read.
+
+A thread that has read numbers of a stage arrives on a barrier, behind which TMA overwrites them. A
+load that is still under way at the arrival may then find the numbers of the next tile: the compiler
+waits for loads where their numbers are used, not at barriers. So the numbers are to be used before
+the arrival, and this shows whether they are. Needs NVRTC and nvdisasm, and no GPU.
+
+    python -m tools.check_sass                    # all pairs of head dimensions
+    python -m tools.check_sass --pairs 128x128    # of q and k, and of v
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from tileattn.kernels import catalog
+from tileattn.kernels.compile import SOURCES, compiled, sources_in
+from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, HOPPER_WIDE
+from tileattn.kernels.key import KernelKey
+from tileattn.kernels.steps import backward_steps, forward_steps
+from tileattn.kernels.tiles import ROOMS
+from tools.sass import Instruction, disassembled, nvdisasm, parsed
+
+ARCH = "sm_90a"
+DTYPES = ("float16", "bfloat16")
+PAIRS = tuple(product(ROOMS, ROOMS))
+OPTIONS: tuple[frozenset[str], ...] = tuple(
+    map(frozenset, ((), ("softcap",), ("alibi_slopes",), ("block_mask",)))
+)
+
+_BY_STORES = "threads write it, for whom an arrival releases what came before, loads included"
+
+# Kernel, barrier and what is read: loads that may be under way at an arrival, and why.
+ALLOWED = {
+    (HOPPER, "v_empty", "works"): "frees values; works are freed by q_empty",
+    (HOPPER_BACKWARD, "k_empty", "work"): _BY_STORES,
+    (HOPPER_WIDE, "k_empty", "work"): _BY_STORES,
+    (HOPPER_WIDE, "out_empty", "weights"): "frees dout and deltas; " + _BY_STORES,
+}
+
+_BUFFER = re.compile(r"\bmemory\.(?:shared\.)?(\w+)")
+_DECLARED = re.compile(r"__device__ Barrier (\w+)\(")
+
+
+def keys(
+    pairs: Iterable[tuple[int, int]] = PAIRS,
+    dtypes: Iterable[str] = DTYPES,
+    options: Iterable[Iterable[str]] = OPTIONS,
+) -> list[KernelKey]:
+    """List Hopper's own kernels of both passes.
+
+    Parameters
+    ----------
+    pairs : iterable of tuple of int
+        Head dimensions of q and k, and of v.
+    dtypes : iterable of str
+        Element types.
+    options : iterable of iterable of str
+        Options in use together.
+
+    Returns
+    -------
+    list of KernelKey
+        With the tiles of calls with and without a right limit.
+    """
+    facts = catalog.facts_of(ARCH)
+    found: dict[KernelKey, None] = {}
+    for (dim, value), dtype, uses, window in product(pairs, dtypes, list(options), catalog.WINDOWS):
+        problem = replace(catalog.problem_of(dtype, dim, uses), Dv=value, window=window)
+        steps = (
+            *forward_steps(problem, facts),
+            *backward_steps(problem, facts, deterministic=True, sinks=False),
+        )
+        own = (step.key for step in steps if step.key.kernel in (HOPPER, *HOPPER_BACKWARDS))
+        found |= dict.fromkeys(own)
+    return list(found)
+
+
+def findings(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,)) -> list[str]:
+    """Name each barrier of a kernel that is arrived on before loads have ended.
+
+    Parameters
+    ----------
+    key : KernelKey
+        The kernel.
+    program : str
+        Path of nvdisasm.
+    folders : tuple of Path
+        Where the sources are.
+
+    Returns
+    -------
+    list of str
+        A sentence for each barrier and what is read, but for those that are allowed.
+    """
+    texts, _ = sources_in(folders)
+    lines = {name: text.splitlines() for name, text in texts.items()}
+    barriers = {name for text in texts.values() for name in _DECLARED.findall(text)}
+    barrier = re.compile(rf"\b({'|'.join(sorted(barriers))})\(")
+
+    def named(x: Instruction, pattern: re.Pattern[str]) -> str:
+        """Give what the source calls it, in the innermost line that does."""
+        said = [lines[file][line - 1] for file, line in x.places]
+        found = next(filter(None, map(pattern.search, said)), None)
+        return found[1] if found else f"`{said[-1].strip()}`"
+
+    found: dict[tuple[str, str], str] = {}
+    for section in parsed(disassembled(compiled(key, ARCH, folders).image, program)):
+        for arrival, load in section.lasting():
+            at, what = named(arrival, barrier), named(load, _BUFFER)
+            found.setdefault(
+                (at, what),
+                f"{key.kernel} {key.dtype} {key.head_dim}x{key.value_dim}: arrives on {at} at "
+                f"{arrival.address:#x} while {what} is read at {load.address:#x}",
+            )
+    return [said for names, said in found.items() if (key.kernel, *names) not in ALLOWED]
+
+
+def _pair(text: str) -> tuple[int, int]:
+    dim, _, value = text.partition("x")
+    return int(dim), int(value)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what is found; the exit status is 1 where that is anything."""
+    parser = argparse.ArgumentParser(prog="check_sass")
+    parser.add_argument(
+        "--pairs", nargs="*", type=_pair, metavar="DxDV", help="head dimensions (default: all)"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="kernels at a time (default: 2)")
+    chosen = parser.parse_args(arguments)
+    program = nvdisasm()
+    if program is None:
+        print("nvdisasm is missing: pip install 'tileattn[nvrtc]' brings it")
+        return 2
+    looked_at = keys(chosen.pairs or PAIRS)
+    count = 0
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        for found in pool.map(lambda key: findings(key, program), looked_at):
+            count += len(found)
+            print(*found, sep="\n", end="\n" if found else "", flush=True)
+    print(f"{len(looked_at)} kernels, {count} findings")
+    return bool(count)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

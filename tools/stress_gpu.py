@@ -1,0 +1,372 @@
+"""Have processes share a GPU, and compare the bits of the same calls thousands of times.
+
+Hopper's own kernels, of all pairs of head dimensions, and some others: both passes, the backward
+one with ``deterministic=True``. What a process gets first is held to the oracle, by one of them
+for each short call; all later results are to have the same bits, those of other processes too. A
+process that is not heard of for a while hangs, which is a failure.
+
+    python -m tools.stress_gpu --seconds 300
+    python -m tools.stress_gpu --variant stalls --pairs 128x128 256x256
+"""
+
+import argparse
+import hashlib
+import itertools
+import multiprocessing
+import os
+import queue
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import tileattn
+from benchmarks import report
+from tileattn import reference
+from tileattn.kernels import catalog, compile
+from tileattn.kernels.key import KernelKey
+from tileattn.kernels.steps import backward_steps, forward_steps
+from tileattn.kernels.tiles import ROOMS
+from tileattn.problem import parse
+from tileattn.testing import assert_attention_close, error_bound
+
+VARIANTS = {
+    "plain": (),
+    "stalls": ("-DTROUBLE_STALLS",),
+    "swapped-copies": ("-DTROUBLE_SWAPPED_COPIES",),
+}
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+SIZES = (2, 8, 4)  # B, Hq, Hkv
+LENGTHS = ((512, 512), (257, 129), (1030, 2070), (1, 700), (2070, 1030), (640, 96))
+HELD = 1 << 16  # scores of a head, at most, where results are held to the oracle: it is slow
+OTHERS = (("float32", 64, 64), ("bfloat16", 20, 20), ("float16", 72, 40))  # not Hopper's own
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+class Case(NamedTuple):
+    """One call of both passes.
+
+    Parameters
+    ----------
+    dtype : str
+        Element type.
+    D, Dv : int
+        Head dimensions.
+    Nq, Nk : int
+        Queries and keys.
+    causal : bool
+        Whether a query sees the keys up to its own alone.
+    """
+
+    dtype: str
+    D: int
+    Dv: int
+    Nq: int
+    Nk: int
+    causal: bool
+
+
+class Report(NamedTuple):
+    """What a process has to say of a visit to a case.
+
+    Parameters
+    ----------
+    case : Case
+        What was called.
+    digest : str
+        Of the results of its first call.
+    calls : int
+        How often it was called after that.
+    differ : tuple of int
+        Calls of which each result has other bits than that of the first.
+    """
+
+    case: Case
+    digest: str
+    calls: int
+    differ: tuple[int, ...]
+
+
+def cases(pairs: Sequence[tuple[int, int]], turn: int) -> list[Case]:
+    """List the calls of one turn: each pair with and without a causal mask, lengths in rotation."""
+    kinds = [(dtype, D, Dv) for dtype in ("float16", "bfloat16") for D, Dv in pairs]
+    found = []
+    for n, ((dtype, D, Dv), causal) in enumerate(product((*kinds, *OTHERS), (False, True))):
+        found.append(Case(dtype, D, Dv, *LENGTHS[(n + turn) % len(LENGTHS)], causal))
+    return found
+
+
+def kernels(case: Case, arch: str) -> list[KernelKey]:
+    """List the kernels of a case."""
+    q, k, v, _ = arrays(case)
+    problem, facts = parse(q, k, v, {"causal": case.causal})[0], catalog.facts_of(arch)
+    backward = backward_steps(problem, facts, deterministic=True, sinks=False)
+    return [step.key for step in (*forward_steps(problem, facts), *backward)]
+
+
+def arrays(case: Case) -> list[Any]:
+    """Draw q, k, v and dout on the host."""
+    B, Hq, Hkv = SIZES
+    rng = np.random.default_rng(case.D * 1009 + case.Dv * 13 + case.Nq + case.Nk)
+    shapes = ((B, Hq, case.Nq, case.D), (B, Hkv, case.Nk, case.D), (B, Hkv, case.Nk, case.Dv))
+    return [
+        rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[case.dtype])
+        for shape in (*shapes, (B, Hq, case.Nq, case.Dv))
+    ]
+
+
+class Worker:
+    """What one process does.
+
+    Parameters
+    ----------
+    repeats : int
+        Calls of a visit.
+    """
+
+    def __init__(self, repeats: int) -> None:
+        import cupy
+
+        self.xp, self.repeats = cupy, repeats
+        self._compare = cupy.ElementwiseKernel(
+            "T now, T first, int32 place",
+            "raw uint8 differ",
+            "if (now != first) differ[place] = 1",
+            "stress_compare",
+        )
+
+    def visit(self, case: Case, checks: bool) -> Report:
+        """Call once, hold the results to the oracle if asked to, and call again."""
+        given = [self.xp.asarray(x) for x in arrays(case)]
+        first = self._call(case, given)
+        on_host = [x.get() for x in first]
+        if checks:
+            hold(case, on_host)
+        differ = self.xp.zeros((len(NAMES), self.repeats), np.uint8)
+        rows, expected = list(differ), [_integers(x) for x in first]
+        for place in range(self.repeats):
+            for row, now, then in zip(rows, self._call(case, given), expected, strict=True):
+                self._compare(_integers(now), then, np.int32(place), row)
+        digest = hashlib.sha256(b"".join(x.tobytes() for x in on_host)).hexdigest()
+        return Report(case, digest, self.repeats, tuple(differ.sum(axis=1).get().tolist()))
+
+    @staticmethod
+    def _call(case: Case, given: Sequence[Any]) -> tuple[Any, ...]:
+        q, k, v, dout = given
+        attention = tileattn.forward(q, k, v, causal=case.causal)
+        grads = tileattn.backward(dout, q, k, v, *attention, causal=case.causal, deterministic=True)
+        return (*attention, grads.dq, grads.dk, grads.dv)
+
+
+def hold(case: Case, results: Sequence[Any]) -> None:
+    """Hold results to the oracle, or raise AssertionError."""
+    q, k, v, dout = arrays(case)
+    bounds = error_bound(q, k, v, dout, causal=case.causal)
+    attention = tileattn.Attention(*results[:2])
+    grads = reference.backward(dout, q, k, v, causal=case.causal)
+    assert_attention_close(attention, reference.forward(q, k, v, causal=case.causal), bounds)
+    given = grads._replace(**dict(zip(NAMES[2:], results[2:], strict=True)))
+    assert_attention_close(given, grads, bounds, names=NAMES[2:])
+
+
+def _integers(x: Any) -> Any:
+    """View an array as integers of the same size: NaN is then equal to itself."""
+    return x.view(np.dtype(f"u{x.dtype.itemsize}"))
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def work(
+    number: int, chosen: argparse.Namespace, deadline: float, place: Any, reports: Any
+) -> None:
+    """Go through the cases until time is up; each process begins at another one.
+
+    Parameters
+    ----------
+    number : int
+        Of the process.
+    chosen : argparse.Namespace
+        What the command line says.
+    deadline : float
+        When it ends.
+    place : array of float
+        Where it writes down the number of the case, the turn, and the time.
+    reports : multiprocessing.Queue
+        Takes a `Report` for each visit, and the text of an exception.
+    """
+    compile.TROUBLE = VARIANTS[chosen.variant]
+    try:
+        worker = Worker(chosen.repeats)
+        held: set[Case] = set()
+        for turn in itertools.count():
+            todo = cases(chosen.pairs, turn)
+            share = len(todo) * number // chosen.processes
+            for n in (*range(share, len(todo)), *range(share)):
+                place[:] = n, turn, time.time()
+                if time.time() >= deadline:
+                    return
+                mine = n % chosen.processes == number and todo[n] not in held
+                checks = mine and todo[n].Nq * todo[n].Nk <= HELD
+                reports.put(worker.visit(todo[n], checks))
+                held |= {todo[n]} if checks else set()
+    except BaseException:
+        reports.put(f"process {number}: {traceback.format_exc()}")
+        raise
+
+
+def compile_all(pairs: Sequence[tuple[int, int]], arch: str, threads: int) -> int:
+    """Fill the disk cache with what all cases need, and say how many kernels that are."""
+    found = dict.fromkeys(
+        key
+        for turn in range(len(LENGTHS))
+        for case in cases(pairs, turn)
+        for key in kernels(case, arch)
+    )
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda key: compile.compiled(key, arch), found))
+    return len(found)
+
+
+class Tally:
+    """What all processes together have found.
+
+    Parameters
+    ----------
+    variant : str
+        What the kernels were built as.
+    """
+
+    def __init__(self, variant: str) -> None:
+        self.variant = variant
+        self.calls: Counter[tuple[str, int, int]] = Counter()
+        self.differ: Counter[tuple[str, int, int, str]] = Counter()
+        self.digests: dict[Case, str] = {}
+        self.differing: list[str] = []
+        self.failures: list[str] = []
+
+    def add(self, said: Report) -> None:
+        """Take in a report."""
+        case = said.case
+        kind = case.dtype, case.D, case.Dv
+        self.calls[kind] += said.calls + 1
+        for name, count in zip(NAMES, said.differ, strict=True):
+            if count:
+                self.differ[*kind, name] += count
+                self.differing.append(f"{case}: {name} differs in {count} of {said.calls} calls")
+        if self.digests.setdefault(case, said.digest) != said.digest:
+            self.differing.append(f"{case}: the results of two visits differ")
+
+    def rows(self) -> list[report.Row]:
+        """List how often each pair of head dimensions ran, and what differed."""
+        return [
+            {
+                **{"dtype": dtype, "D": D, "Dv": Dv, "variant": self.variant, "calls": calls},
+                "differ": {n: self.differ[dtype, D, Dv, n] for n in NAMES},
+            }
+            for (dtype, D, Dv), calls in sorted(self.calls.items())
+        ]
+
+
+def run(chosen: argparse.Namespace, target: Callable[..., None] = work) -> Tally:
+    """Start processes, and listen until all have ended, or one has failed or hangs."""
+    tally, context = Tally(chosen.variant), multiprocessing.get_context("spawn")
+    reports, start = context.Queue(), time.time()
+    places = [context.Array("d", [0, 0, start], lock=False) for _ in range(chosen.processes)]
+    processes = [
+        context.Process(target=target, args=(n, chosen, start + chosen.seconds, place, reports))
+        for n, place in enumerate(places)
+    ]
+    for process in processes:
+        process.start()
+    while not tally.failures:
+        alive = any(process.is_alive() for process in processes)
+        try:
+            said = reports.get(timeout=0.5)
+        except queue.Empty:
+            if not alive:
+                break
+        else:
+            if isinstance(said, Report):
+                tally.add(said)
+            else:
+                tally.failures.append(said)
+        for n, (process, place) in enumerate(zip(processes, places, strict=True)):
+            if process.is_alive() and time.time() - place[2] > chosen.hang:
+                case = cases(chosen.pairs, int(place[1]))[int(place[0])]
+                tally.failures.append(f"process {n} hangs at {case}")
+            elif process.exitcode:
+                tally.failures.append(f"process {n} ended with status {process.exitcode}")
+    for process in processes:
+        if tally.failures:
+            process.kill()
+        process.join()
+    return tally
+
+
+def pair(text: str) -> tuple[int, int]:
+    """Read a pair of head dimensions, as in 128x64."""
+    D, _, Dv = text.partition("x")
+    return int(D), int(Dv)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    made = argparse.ArgumentParser(prog="stress_gpu", description=__doc__.splitlines()[0])
+    made.add_argument("--seconds", type=float, default=300, help="without compiling (default: 300)")
+    made.add_argument("--processes", type=int, default=8, help="that share the GPU (default: 8)")
+    made.add_argument("--repeats", type=int, default=100, help="calls of a visit (default: 100)")
+    made.add_argument("--hang", type=float, default=90, help="seconds of silence (default: 90)")
+    made.add_argument("--variant", choices=VARIANTS, default="plain", help="of the kernels")
+    made.add_argument("--pairs", type=pair, nargs="*", metavar="DxDV", help="default: all")
+    made.add_argument("--record", type=Path, metavar="FILE", help="write what was found as JSON")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run, and show what differed; the exit status is 1 for any failure, 2 without a GPU."""
+    chosen = parser().parse_args(argv)
+    chosen.pairs = chosen.pairs or list(product(ROOMS, ROOMS))
+    reason = tileattn.available_backends()["cupy"]
+    if reason is not None:
+        print(reason)
+        return 2
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of the processes: the oracle's products
+    compile.TROUBLE = VARIANTS[chosen.variant]
+    start = time.time()
+    count = compile_all(chosen.pairs, compile.arch_of(0), os.cpu_count() or 1)
+    print(f"{count} kernels compiled in {time.time() - start:.0f} s", flush=True)
+    tally = run(chosen)
+    rows = tally.rows()
+    for row in rows:
+        print(report.plain_line({**row, "differ": sum(row["differ"].values()) or None}))
+    print("\n".join((*tally.differing[:20], *tally.failures)))
+    calls, differ = sum(tally.calls.values()), len(tally.differing)
+    print(f"{chosen.variant}: {calls} calls, {differ} differences, {len(tally.failures)} failures")
+    if chosen.record:
+        from benchmarks.gpu_device import Gpu
+
+        ran = " ".join(["python -m tools.stress_gpu", *argv])
+        found = {
+            "processes": chosen.processes,
+            "differing": tally.differing,
+            "failures": tally.failures,
+        }
+        report.write(chosen.record, Gpu().machine(), rows, ran, **found)
+    return bool(tally.differing or tally.failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
