@@ -55,6 +55,17 @@ MASK = (
     replace(_MASK, mask=True, span=16, block_q=48, block_k=48),
 )
 
+# Words of 16 rows: an odd number, one, more than a warp looks at. Warps with whole rows, or parts.
+_NONFINITE = KernelKey("nonfinite", "float16", block_q=64, block_k=48, warps_m=2)
+NONFINITE = (
+    _NONFINITE,
+    replace(_NONFINITE, dtype="bfloat16", block_k=176, dropout=True),
+    replace(_NONFINITE, dtype="bfloat16", block_k=128, warps_n=2, value_dim=96, dropout=True),
+    replace(_NONFINITE, dtype="float32", block_q=32, block_k=16, value_dim=32, dropout=True),
+    replace(_NONFINITE, dtype="float32", block_k=64, warps_n=4),
+    replace(_NONFINITE, dtype="float64", block_k=32, warps_n=2, value_dim=32, dropout=True),
+)
+
 PARAMS = (KernelKey("params", "float32"),)
 PHILOX = (KernelKey("philox", "float32", warps_m=1, dropout=True),)
 
@@ -106,6 +117,7 @@ KEYS = (
     *BLOCKS,
     *COPIES,
     *MASK,
+    *NONFINITE,
     *PARAMS,
     *PHILOX,
     *SCORES,

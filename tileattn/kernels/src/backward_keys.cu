@@ -3,8 +3,8 @@
 // where it is asked for, is added in float32 to global memory. Scores are computed transposed, keys
 // in rows. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 //
-// Heads with rows that are not finite, and key blocks whose gradients come out so, take a second
-// pass that is NaN-safe: see nonfinite.cuh. That leaves dq to backward_queries.
+// Special heads, and key blocks whose gradients are not finite in the end, take another pass, for
+// large scores and NaN-safe: see nonfinite.cuh. That leaves dq to backward_queries.
 #include "gradient.cuh"
 #include "plain.cuh"
 
@@ -249,8 +249,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         if constexpr (REPAIRS) {
             if (bits) differentiate<true>(p, turn);
         } else {
-            // Where dq is summed here, what adds nothing to it leaves it to backward_queries, which
-            // then does all special heads.
             if (bits || !differentiate<false>(p, turn)) differentiate_carefully(p, index);
         }
     });

@@ -139,8 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         if constexpr (REPAIRS) {
             if (bits) differentiate<true>(p, q0, b, h);
         } else {
-            if (bits || !differentiate<false>(p, q0, b, h))
-                differentiate_carefully(p, q0, b, h);
+            if (bits || !differentiate<false>(p, q0, b, h)) differentiate_carefully(p, q0, b, h);
         }
     });
 }

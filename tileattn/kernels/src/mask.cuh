@@ -82,19 +82,6 @@ struct Scores : Fragment<Sum, MT, NT> {
             }
     }
 
-    // Say of each row whether it sees a column that is marked; marks begin with the first column.
-    __device__ void find(const bool* marks, bool (&found)[MT][2]) const {
-        const Lane lane;
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    found[m][e / 2] |= marks[8 * n + lane.column(e)] &
-                                       (this->x[m][n][e] != -infinity<Sum>());
-    }
-
     // Zero the elements that dropout takes of 16 columns, the atoms n and n + 1, and call
     // look(m, n, e) for each.
     template <class Look>

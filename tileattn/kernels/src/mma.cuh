@@ -132,7 +132,7 @@ struct Atom<float> {
     };
 
     // The tensor cores ignore the last 13 bits: of low, half of what they hold is added before, so
-    // that it is rounded. Infinity times a low of zero is NaN: textbook rows mend that.
+    // that it is rounded. Infinity times a low of zero is NaN.
     __device__ static void split(float x, u32& high, u32& low) {
         high = __float_as_uint(x) & 0xffffe000;
         low = __float_as_uint(x - __uint_as_float(high)) + 0x1000;

@@ -127,17 +127,12 @@ __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
     return {true, probability * keep, ds, ds * derivative};
 }
 
-// Visit what a warp's 32 pairs hold, one pair after the other, in every lane. All of them laid out,
-// which takes longer to compile, gives the loop of forward.cu, but no other, better registers.
-template <bool LAID_OUT, class Row>
+// Visit what a warp's 32 pairs hold, one pair after the other, in every lane.
+template <class Row>
 __device__ inline void in_turn(bool seen, Sum weight, Row add) {
-    const u32 who = __ballot_sync(~0u, seen);
-    auto visit = [&](int other) { add(other, __shfl_sync(~0u, weight, other)); };
-    if constexpr (LAID_OUT) {
-        for (int other = 0; other < WARP; ++other)
-            if (who >> other & 1) visit(other);
-    } else {
-        for (u32 left = who; left; left &= left - 1) visit(__ffs(left) - 1);
+    for (u32 left = __ballot_sync(~0u, seen); left; left &= left - 1) {
+        const int other = __ffs(left) - 1;
+        add(other, __shfl_sync(~0u, weight, other));
     }
 }
 
@@ -155,8 +150,7 @@ __device__ inline void sum_of_row(const Head& head, int i, Sum& m, Sum& l) {
 }
 
 // out and lse of query i. Columns come 32 at a time, the keys are gone through again for each.
-template <bool LAID_OUT>
-__device__ inline void forward_by_row(const Params& p, i64 b, i64 h, int i) {
+__device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
     const Head head(p, b, h);
     const Sum sink = head.sink();
     const int lane = threadIdx.x % WARP;
@@ -174,12 +168,11 @@ __device__ inline void forward_by_row(const Params& p, i64 b, i64 h, int i) {
             const int j = j0 + lane;
             const Sum s = j < keys.hi ? head.score(i, j, derivative) : -infinity<Sum>();
             const bool kept = !HAS_DROPOUT || head.dropout.keeps(i, j);
-            in_turn<LAID_OUT>(s != -infinity<Sum>(),
-                              kept ? exp2_of(difference(s, m) * unit) : Sum(0),
-                          [&](int other, Sum weight) {
-                              const Element* const row = head.v + (j0 + other) * p.v_at.n;
-                              if (d < p.Dv) total = fma(weight, Sum(widen(row[d])), total);
-                          });
+            const Sum own = kept ? exp2_of(difference(s, m) * unit) : Sum(0);
+            in_turn(s != -infinity<Sum>(), own, [&](int other, Sum weight) {
+                const Element* const row = head.v + (j0 + other) * p.v_at.n;
+                if (d < p.Dv) total = fma(weight, Sum(widen(row[d])), total);
+            });
         }
         if (d < p.Dv)
             out[d] = narrow<Element>(
@@ -187,15 +180,8 @@ __device__ inline void forward_by_row(const Params& p, i64 b, i64 h, int i) {
     }
 }
 
-// The functions below are not inlined, and make a Head of their own: what only they need must not
-// cost the loops of their callers registers.
-
-__device__ __noinline__ void forward_row(const Params& p, i64 b, i64 h, int i) {
-    forward_by_row<true>(p, b, h, i);
-}
-
 // dq of query i.
-__device__ __noinline__ void query_row(const Params& p, i64 b, i64 h, int i) {
+__device__ inline void query_row(const Params& p, i64 b, i64 h, int i) {
     const Head head(p, b, h);
     const int lane = threadIdx.x % WARP;
     const Range keys = head.sight.band.keys_of(i, i + 1);
@@ -207,7 +193,7 @@ __device__ __noinline__ void query_row(const Params& p, i64 b, i64 h, int i) {
             const int j = j0 + lane;
             const PairGradient pair =
                 j < keys.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
-            in_turn<false>(pair.seen, pair.capped, [&](int other, Sum weight) {
+            in_turn(pair.seen, pair.capped, [&](int other, Sum weight) {
                 if (d < p.D)
                     total = fma(weight, Sum(widen(head.k[(j0 + other) * p.k_at.n + d])), total);
             });
@@ -217,7 +203,7 @@ __device__ __noinline__ void query_row(const Params& p, i64 b, i64 h, int i) {
 }
 
 // dk and dv of key j of key head `kv`.
-__device__ __noinline__ void key_row(const Params& p, i64 b, i64 kv, int j) {
+__device__ inline void key_row(const Params& p, i64 b, i64 kv, int j) {
     const int lane = threadIdx.x % WARP, group = int(p.group);
     Element* dk = rows_of<Element>(p.dk, p.dk_at, b, kv) + j * p.dk_at.n;
     Element* dv = rows_of<Element>(p.dv, p.dv_at, b, kv) + j * p.dv_at.n;
@@ -231,12 +217,12 @@ __device__ __noinline__ void key_row(const Params& p, i64 b, i64 kv, int j) {
                 const int i = i0 + lane;
                 const PairGradient pair =
                     i < queries.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
-                in_turn<false>(pair.seen, pair.capped, [&](int other, Sum weight) {
+                in_turn(pair.seen, pair.capped, [&](int other, Sum weight) {
                     if (d < p.D)
                         dk_total =
                             fma(weight, Sum(widen(head.q[(i0 + other) * p.q_at.n + d])), dk_total);
                 });
-                in_turn<false>(pair.seen, pair.p, [&](int other, Sum weight) {
+                in_turn(pair.seen, pair.p, [&](int other, Sum weight) {
                     const Element* dout = head.dout + (i0 + other) * p.dout_at.n;
                     if (d < p.Dv) dv_total = fma(weight, Sum(widen(dout[d])), dv_total);
                 });

@@ -218,15 +218,6 @@ struct RowState {
         return ordinary;
     }
 
-    __device__ bool all_finite() const {
-        bool finite = true;
-#pragma unroll
-        for (int i = 0; i < MT; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) finite = finite && is_finite(l[i][half]);
-        return finite;
-    }
-
     // Sum over all lanes of a row: before `finish`.
     __device__ void gather(const RowGroup& group) {
         group.join(l, [](Sum x, Sum y) { return x + y; });
