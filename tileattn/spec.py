@@ -9,6 +9,7 @@ References
 Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.08691.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -272,8 +273,9 @@ def renormalise(
     Notes
     -----
     This is the forward pass without values. The rows keep an lse that is larger than theirs by
-    more than rounding explains: it counts other keys too, as one from ``merge`` does. Rounding
-    moves a score by some ``eps |q_i| |k_j|``, hence the norms of the keys in place of values.
+    more than rounding explains: it counts other keys too, as one from ``merge`` does. A product of
+    D terms is off by up to some ``eps sqrt(D) |q_i| |k_j|``, hence the norms of the keys in place
+    of values.
     """
     lse, lse_lo = (x[..., q0:q1] for x in words)
     undropped = replace(lane, dropout_p=0.0)
@@ -286,8 +288,9 @@ def renormalise(
     key_norm, _ = finish(undropped, state)
     log_l = np.log(state.l)
     q_norm = abs(lane.scale) * norms(lane.q[..., q0:q1, :].astype(lane.dtype, copy=False))
-    noise = np.finfo(lane.dtype).eps * (np.abs(lse) + q_norm * key_norm[..., 0])
-    own = rounded(lse, lane.q.dtype) & (lse - state.m - log_l <= 2 * noise)
+    size = np.abs(lse) + math.sqrt(lane.q.shape[-1]) * q_norm * key_norm[..., 0]
+    explained = 2 * np.finfo(lane.dtype).eps * size
+    own = rounded(lse, lane.q.dtype) & (lse - state.m - log_l <= explained)
     np.copyto(lse_lo, log_l, where=own)
     np.copyto(lse, state.m, where=own)
 
