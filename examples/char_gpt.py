@@ -1,8 +1,8 @@
 """Train a small GPT on the source text of Python's standard library, with tileattn inside.
 
 The model reads bytes and predicts the next one. All of it is here, in array code, every gradient by
-hand. Only attention is not: that is `tileattn.forward` and `tileattn.backward`, which never hold
-the N x N probabilities. Nothing is downloaded: the text is that of the running Python.
+hand. Only attention is not: that is `tileattn.vjp`, which never holds the N x N probabilities.
+Nothing is downloaded: the text is that of the running Python.
 
     python examples/char_gpt.py                  train, about two minutes on two cores
     python examples/char_gpt.py --check          tileattn and plain attention train alike
@@ -44,38 +44,37 @@ Curve = list[tuple[int, float]]
 MAP_TEXT = b"def area(width):\n    return width * width\n"
 
 
-class Attention(NamedTuple):
-    """Causal attention: forward(q, k, v) -> (out, saved); backward takes both with dout."""
+def tiled_attention(backend: str = "auto") -> Layer:
+    """Return tileattn's causal attention; for the way back it keeps one number for each query."""
 
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., Arrays]
+    def attention(q: Array, k: Array, v: Array) -> tuple[Array, Backward]:
+        (out, _), pullback = tileattn.vjp(q, k, v, causal=True, backend=backend)
+        return out, lambda dout: pullback(dout)[:3]
 
-
-def tiled_attention(backend: str = "auto") -> Attention:
-    """Return tileattn's attention; `saved` is lse, one number for each query."""
-    forward = partial(tileattn.forward, causal=True, backend=backend)
-    backward = partial(tileattn.backward, causal=True, backend=backend)
-    return Attention(forward, lambda *arrays: backward(*arrays)[:3])
+    return attention
 
 
-def plain_forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Attend by the textbook formula; `saved` is all the probabilities, (B, H, N, N)."""
+def plain_attention(q: Array, k: Array, v: Array) -> tuple[Array, Backward]:
+    """Attend by the textbook formula, which keeps all the probabilities, (B, H, N, N)."""
+    p = plain_probabilities(q, k)
+    out = p @ v
+
+    def backward(dout: Array) -> Arrays:
+        delta = (dout * out).sum(axis=-1, keepdims=True)
+        dscores = p * (dout @ v.swapaxes(-1, -2) - delta) / math.sqrt(q.shape[-1])
+        return dscores @ k, dscores.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dout
+
+    return out, backward
+
+
+def plain_probabilities(q: Array, k: Array) -> Array:
+    """Return the causal softmax of q @ k.T / sqrt(D)."""
     scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
     visible = np.tril(np.ones_like(scores, dtype=bool))
     scores = np.where(visible, scores, -math.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    probabilities = weights / weights.sum(axis=-1, keepdims=True)
-    return probabilities @ v, probabilities
-
-
-def plain_backward(dout: Array, q: Array, k: Array, v: Array, out: Array, p: Array) -> Arrays:
-    """Return dq, dk and dv of `plain_forward`, which saved the probabilities p."""
-    delta = (dout * out).sum(axis=-1, keepdims=True)
-    dscores = p * (dout @ v.swapaxes(-1, -2) - delta) / math.sqrt(q.shape[-1])
-    return dscores @ k, dscores.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dout
-
-
-PLAIN_ATTENTION = Attention(plain_forward, plain_backward)
+    probabilities: Array = weights / weights.sum(axis=-1, keepdims=True)
+    return probabilities
 
 
 def embedding(tokens: Array, table: Array, positions: Array) -> tuple[Array, Backward]:
@@ -105,19 +104,19 @@ def rms_norm(x: Array) -> tuple[Array, Backward]:
 
 
 def attention_layer(
-    x: Array, w_qkv: Array, w_out: Array, *, length: int, heads: int, core: Attention
+    x: Array, w_qkv: Array, w_out: Array, *, length: int, heads: int, core: Layer
 ) -> tuple[Array, Backward]:
     """Let each byte gather from itself and those before it: x + attend(norm(x) @ w_qkv) @ w_out."""
     normal, norm_backward = rms_norm(x)
     D = x.shape[1] // heads
     qkv = (normal @ w_qkv).reshape(-1, length, 3, heads, D)
     q, k, v = (qkv[:, :, part].swapaxes(1, 2) for part in range(3))  # views, (B, H, N, D)
-    out, saved = core.forward(q, k, v)
+    out, core_backward = core(q, k, v)
     joined = out.swapaxes(1, 2).reshape(x.shape)
 
     def backward(dy: Array) -> Arrays:
         dout = (dy @ w_out.T).reshape(-1, length, heads, D).swapaxes(1, 2)
-        dparts = core.backward(dout, q, k, v, out, saved)
+        dparts = core_backward(dout)
         dqkv = np.stack([part.swapaxes(1, 2) for part in dparts], axis=2).reshape(len(x), -1)
         (dx,) = norm_backward(dqkv @ w_qkv.T)
         return dy + dx, normal.T @ dqkv, joined.T @ dy
@@ -194,7 +193,7 @@ class Model:
     """The network: all weights in one vector, all gradients in another, both with named views."""
 
     def __init__(
-        self, shape: Shape, core: Attention, seed: int, xp: Any = np, dtype: Any = np.float32
+        self, shape: Shape, core: Layer, seed: int, xp: Any = np, dtype: Any = np.float32
     ) -> None:
         start = initial_weights(shape, seed)
         self.shape, self.core, self.xp = shape, core, xp
@@ -290,15 +289,15 @@ def attention_maps(model: Model, text: bytes) -> list[Array]:
     """Return the probabilities (H, N, N) of each layer, recomputed as exp(scores - lse)."""
     maps: list[Array] = []
 
-    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse = model.core.forward(q, k, v)
+    def watched_core(q: Array, k: Array, v: Array) -> tuple[Array, Backward]:
+        _, lse = tileattn.forward(q, k, v, causal=True)
         scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
         probabilities = np.tril(np.exp(np.tril(scores - lse[..., None])))
         maps.append(np.array(probabilities[0].tolist()))
-        return out, lse
+        return model.core(q, k, v)
 
     watched = copy.copy(model)
-    watched.core = Attention(forward, model.core.backward)
+    watched.core = watched_core
     watched.forward(np.frombuffer(text, np.uint8)[None].astype(np.int64))
     return maps
 
@@ -343,7 +342,7 @@ def check(shape: Shape, text: Array, args: argparse.Namespace, xp: Any) -> bool:
     """
     epsilon = float(np.finfo(np.float32).eps)
 
-    def losses(core: Attention, nudge: float) -> Array:
+    def losses(core: Layer, nudge: float) -> Array:
         rng, adam = np.random.default_rng(args.seed), Adam(Model(shape, core, args.seed, xp))
         start = adam.model.flat
         start += xp.asarray(0.05 * rng.standard_normal(start.size))
@@ -352,8 +351,8 @@ def check(shape: Shape, text: Array, args: argparse.Namespace, xp: Any) -> bool:
         return np.array([adam.step(batch, args.rate) for batch in batches])
 
     print(f"Training three times, {args.steps} steps each ...", flush=True)
-    plain, tiled = losses(PLAIN_ATTENTION, 0), losses(tiled_attention(args.backend), 0)
-    drift = np.abs(losses(PLAIN_ATTENTION, epsilon) - plain).max()
+    plain, tiled = losses(plain_attention, 0), losses(tiled_attention(args.backend), 0)
+    drift = np.abs(losses(plain_attention, epsilon) - plain).max()
     bound = 8 * max(float(drift), epsilon * float(plain.max()))
     difference = np.abs(tiled - plain)
     print("step   plain attention   tileattn    difference   (bits per byte)")

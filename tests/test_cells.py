@@ -1,6 +1,7 @@
 """Block masks as kernels read them: cells with their bits, and lists of tiles that are visited."""
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests import fake_cupy
 from tests.fake_cupy import Machine, at_host
 from tileattn import BlockMask
 from tileattn.block_mask import FULL, PARTIAL, SKIP
+from tileattn.kernels import streams
 from tileattn.kernels.cells import BEYOND, host_visits, tile_kinds, visits_before
 
 sides = st.sampled_from([1, 2, 3, 5, 8, 12])
@@ -80,19 +82,54 @@ def test_a_mask_is_listed_once_for_each_size_of_tiles(gpu: Machine) -> None:
     assert sorted(x.shape[-1] for x in lists) == [8, 15]
 
 
-def test_what_is_made_of_a_mask_goes_with_it(gpu: Machine) -> None:
+@pytest.mark.parametrize(
+    ("captured", "streams_used", "kept"),
+    [(False, (0, 0), False), (False, (7, 7), False), (True, (0, 0), True), (False, (0, 7), True)],
+)
+def test_what_is_made_of_a_mask_goes_with_it_unless_it_may_be_read_yet(
+    gpu: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    captured: bool,
+    streams_used: tuple[int, int],
+    kept: bool,
+) -> None:
     """Also where a plan that nobody can find again is still remembered."""
+    monkeypatch.setattr(streams, "_kept", {})
     q = gpu.array((1, 2, 300, 64), np.float16)
     mask = BlockMask(np.ones((3, 3), bool))
-    for _ in range(2):
+    for stream in streams_used:
+        gpu.stream = stream
         tileattn.forward(q, q, q, block_mask=mask)
-        gpu.stream = 7
+        gpu.capturing = captured
     made = [weakref.ref(gpu.uploads.pop()) for _ in range(len(gpu.uploads))]
     assert len(made) == 3  # kinds, bits and lists
     assert all(x() is not None for x in made)
     del mask
     gc.collect()
-    assert [x() for x in made] == [None] * 3
+    assert [x() is not None for x in made] == [kept] * 3
+
+
+def test_default_streams_of_threads_are_not_one(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a handle; a mask that both read is remembered once."""
+    kept: dict[int, object] = {}
+    monkeypatch.setattr(streams, "_kept", kept)
+    gpu.stream = streams.PER_THREAD
+    q = gpu.array((1, 2, 300, 64), np.float16)
+    mask = BlockMask(np.ones((3, 3), bool))
+
+    def call() -> None:
+        tileattn.forward(q, q, q, block_mask=mask)
+
+    call()
+    call()
+    assert not kept
+    for _ in range(2):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert len(kept) == 2  # cells and lists
 
 
 def test_a_later_call_brings_nothing_and_can_be_captured(gpu: Machine) -> None:

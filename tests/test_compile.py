@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,10 +210,49 @@ def test_everything_that_matters_has_an_entry_of_its_own(
     monkeypatch.setattr(compiling, "OPTIONS", (*compiling.OPTIONS, "-fmad=false"))
     assert not make(folder).cached
     monkeypatch.undo()
-    monkeypatch.setattr(compiling, "_compiler", lambda: "NVRTC 99.0")
-    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(folder.parent / "cache"))
-    assert not make(folder).cached
-    assert len(cache.entries()) == len(changes) + 2
+    for count, name in enumerate(("_compiler", "_build"), len(changes) + 2):
+        monkeypatch.setattr(compiling, name, lambda: "another")
+        monkeypatch.setenv("TILEATTN_CACHE_DIR", str(folder.parent / "cache"))
+        assert not make(folder).cached
+        assert len(cache.entries()) == count
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("place", [0, 60_000, -60_000, -1])
+def test_builds_of_one_version_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: int
+) -> None:
+    """Wherever the library lies: what counts is its content at both ends, and its size."""
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+
+    def build(name: str, content: bytes) -> str:
+        library = tmp_path / name
+        library.write_bytes(content)
+        found = SimpleNamespace(abs_path=str(library))
+        monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", lambda _: found)
+        return compiling._build.__wrapped__()
+
+    content = bytes(range(256)) * 1000
+    other = bytearray(content)
+    other[place] ^= 1
+    first = build("libnvrtc.so.13", content)
+    assert build("nvrtc64_130_0.dll", content) == first
+    assert build("libnvrtc.so.13", bytes(other)) != first
+    assert build("libnvrtc.so.13", content[:100_000] + content[99_999:]) != first
+    assert build("libnvrtc.so.13", content[:7]) != first
+
+
+@pytest.mark.usefixtures("folder")  # skips without NVRTC
+def test_the_build_of_the_compiler_is_found_quickly() -> None:
+    """Within 5 ms, once a process; the smallest of several, as machines are busy."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        size, digest = compiling._build.__wrapped__().split()
+        seconds.append(time.perf_counter() - start)
+    assert int(size) > 1 << 20
+    assert len(digest) == 64
+    assert min(seconds) < 0.005
 
 
 def test_no_text_moves_between_files_unseen(folder: Path) -> None:

@@ -27,6 +27,7 @@ def code_of(page: Path) -> str:
     [page for page in PAGES if BLOCK.search(page.read_text("utf-8"))],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
+@pytest.mark.filterwarnings("error")
 def test_the_code_of_a_page_runs(
     page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def failures_of(name: str, text: str) -> str:
     return "".join(report)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", PAGES_WITH_EXAMPLES)
 def test_the_examples_of_a_page_print_what_it_says(name: str) -> None:
     assert failures_of(name, PAGES_WITH_EXAMPLES[name]) == ""

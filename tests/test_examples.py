@@ -127,19 +127,15 @@ def test_the_check_finds_a_wrong_attention(
     error: float,
 ) -> None:
     """One result gets some of another row's; Adam would hide a mere factor."""
-    plain = char_gpt.PLAIN_ATTENTION
 
     def spoiled(name: str, array: Array) -> Array:
         return array + np.float32(error) * array[:, :, ::-1] if name == wrong else array
 
-    def forward(*arrays: Array) -> tuple[Array, Array]:
-        out, saved = plain.forward(*arrays)
-        return spoiled("out", out), saved
+    def wrong_attention(*arrays: Array) -> tuple[Array, Any]:
+        out, backward = char_gpt.plain_attention(*arrays)
+        names = ("dq", "dk", "dv")
+        return spoiled("out", out), lambda dout: tuple(map(spoiled, names, backward(dout)))
 
-    def backward(*arrays: Array) -> tuple[Array, ...]:
-        return tuple(map(spoiled, ("dq", "dk", "dv"), plain.backward(*arrays)))
-
-    wrong_attention = char_gpt.Attention(forward, backward)
     monkeypatch.setattr(char_gpt, "tiled_attention", lambda _: wrong_attention)
     shape, text, args = options(char_gpt)
     assert not char_gpt.check(shape, text, args, np)
@@ -157,7 +153,7 @@ def float64_model(char_gpt: ModuleType, core: Any) -> Any:
 @pytest.mark.parametrize("core", ["tiled", "plain"])
 def test_the_gradient_of_the_whole_model(char_gpt: ModuleType, core: str) -> None:
     """Central differences, for each weight: single entries, and a direction that has them all."""
-    attention = char_gpt.tiled_attention() if core == "tiled" else char_gpt.PLAIN_ATTENTION
+    attention = char_gpt.tiled_attention() if core == "tiled" else char_gpt.plain_attention
     model = float64_model(char_gpt, attention)
     rng = np.random.default_rng(2)
     texts = rng.integers(0, 256, (2, 8))  # shorter than the context
@@ -184,15 +180,13 @@ def test_the_gradient_of_the_whole_model(char_gpt: ModuleType, core: str) -> Non
 def test_attention_maps_are_the_probabilities(char_gpt: ModuleType) -> None:
     text = b"def f():\n"
     maps = char_gpt.attention_maps(float64_model(char_gpt, char_gpt.tiled_attention()), text)
-    plain = float64_model(char_gpt, char_gpt.PLAIN_ATTENTION)
     saved: list[Array] = []
 
-    def forward(*arrays: Array) -> tuple[Array, Array]:
-        out, probabilities = char_gpt.plain_forward(*arrays)
-        saved.append(probabilities[0])
-        return out, probabilities
+    def core(q: Array, k: Array, v: Array) -> Any:
+        saved.append(char_gpt.plain_probabilities(q, k)[0])
+        return char_gpt.plain_attention(q, k, v)
 
-    plain.core = char_gpt.Attention(forward, char_gpt.plain_backward)
+    plain = float64_model(char_gpt, core)
     plain.forward(np.frombuffer(text, np.uint8)[None].astype(np.int64))
     assert np.shape(maps) == (2, 3, 9, 9)
     error = np.abs(np.array(maps) - np.array(saved))

@@ -20,9 +20,9 @@ posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes are thos
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give each test a folder that is not there yet, and every warning anew."""
-    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "outer" / "cache"))
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "outmost" / "outer" / "cache"))
     cache._warn_once.cache_clear()
-    return tmp_path / "outer" / "cache"
+    return tmp_path / "outmost" / "outer" / "cache"
 
 
 def entry(place: Path, inputs: str = INPUTS) -> Path:
@@ -59,7 +59,8 @@ def test_only_the_owner_may_read_or_write(place: Path) -> None:
         cache.write(INPUTS, BODY)
     finally:
         os.umask(before)
-    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    for made in (place.parents[1], place.parent, place):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
     assert stat.S_IMODE(entry(place).stat().st_mode) == 0o600
 
 
@@ -143,6 +144,42 @@ def test_a_folder_that_others_can_write_to_is_refused(place: Path, mode: int) ->
     assert cache.read(INPUTS) == BODY
 
 
+@posix
+@pytest.mark.parametrize("mode", [0o660, 0o602, 0o666])
+def test_an_entry_that_others_can_write_to_is_refused(place: Path, mode: int) -> None:
+    cache.write(INPUTS, BODY)
+    entry(place).chmod(mode)
+    with pytest.warns(RuntimeWarning, match=rf"{INPUTS}\.kernel can be written to by others"):
+        assert cache.read(INPUTS) is None
+    cache.write(INPUTS, BODY)  # mends it
+    assert cache.read(INPUTS) == BODY
+    entry(place).chmod(0o644)
+    assert cache.read(INPUTS) == BODY
+
+
+@posix
+def test_an_entry_of_another_user_is_refused(place: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only the superuser makes a file of another user")
+    cache.write(INPUTS, BODY)
+    os.chown(entry(place), 4242, -1)
+    with pytest.warns(RuntimeWarning, match=rf"{INPUTS}\.kernel belongs to another user"):
+        assert cache.read(INPUTS) is None
+
+
+@posix
+def test_an_entry_that_is_a_link_is_refused(place: Path, tmp_path: Path) -> None:
+    """Also where it leads to a sound entry that is private now: its folder may not be."""
+    cache.write(INPUTS, BODY)
+    elsewhere = entry(place).rename(tmp_path / "elsewhere")
+    entry(place).symlink_to(elsewhere)
+    with pytest.warns(RuntimeWarning, match="symbolic links"):
+        assert cache.read(INPUTS) is None
+    cache.write(INPUTS, b"new")  # in the place of the link, not where it leads
+    assert cache.read(INPUTS) == b"new"
+    assert BODY in elsewhere.read_bytes()
+
+
 def test_a_read_only_folder_is_read_and_not_written(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +204,7 @@ def test_a_full_disk_leaves_nothing_behind(place: Path, monkeypatch: pytest.Monk
 
 
 def test_a_file_where_the_folder_should_be(place: Path) -> None:
-    place.parent.mkdir()
+    place.parent.mkdir(parents=True)
     place.write_text("not a folder")
     with pytest.warns(RuntimeWarning, match="without the disk cache"):
         cache.write(INPUTS, BODY)
@@ -183,14 +220,17 @@ def test_a_folder_where_an_entry_should_be(place: Path) -> None:
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
+    def homeless(_: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     for name in ("TILEATTN_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "expanduser", homeless)
     refused("no home directory")
     assert cache.entries() == []
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", "~stranger")
+    with pytest.raises(OSError, match="no home directory for ~stranger"):
+        cache.folder()
 
 
 # --- where it is --------------------------------------------------------------------------------
@@ -231,6 +271,8 @@ def test_the_chosen_folder_comes_first(place: Path, monkeypatch: pytest.MonkeyPa
     assert cache.folder() == place
     monkeypatch.setenv("TILEATTN_CACHE_DIR", "")
     assert cache.folder() != place
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", "~/kernels")
+    assert cache.folder() == Path.home() / "kernels"
 
 
 # --- emptying it --------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tests.fake_cupy import Machine
 from tileattn import BlockMask, backends
 from tileattn.block_mask import FULL, SKIP
 from tileattn.blocks import Band, cut
-from tileattn.kernels import plan
+from tileattn.kernels import streams
 from tileattn.kernels.catalog import facts_of, problem_of
 from tileattn.kernels.cells import tile_kinds
 from tileattn.kernels.hopper import HOPPER
@@ -421,7 +421,7 @@ def test_a_graph_and_another_stream_keep_the_table(
     gpu: Machine, captured: bool, stream: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where they may read it, what a plan owns outlives the plan's place in the memo."""
-    monkeypatch.setattr(plan, "_kept", set())
+    monkeypatch.setattr(streams, "_kept", {})
     given = arrays(gpu)
     for _ in range(2):  # the second one is a repeat
         tileattn.forward(*given, causal=True)

@@ -11,6 +11,7 @@ import typing
 from tileattn.api import backward, explain, forward, merge
 from tileattn.backends import available_backends, register_backend
 from tileattn.block_mask import BlockMask
+from tileattn.differentiation import vjp
 from tileattn.errors import BackendUnavailableError, UnsupportedError
 from tileattn.philox import dropout_mask
 from tileattn.results import Attention, Gradients
@@ -36,6 +37,7 @@ __all__ = [
     "reference",
     "register_backend",
     "testing",
+    "vjp",
 ]
 
 

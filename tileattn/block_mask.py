@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.arrays import refuse_masked
+
 SKIP, PARTIAL, FULL = 0, 1, 2
 """Kinds of a block: no pair is seen, some pairs are, all pairs are."""
 
@@ -282,6 +284,7 @@ def _boolean(name: str, x: Any) -> NDArray[np.bool_]:
     if not isinstance(x, np.ndarray | np.bool_) or x.dtype != np.bool_:
         kind = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"{name} is {kind}; a NumPy array of booleans is accepted")
+    refuse_masked(name, x)
     return np.asarray(x)
 
 

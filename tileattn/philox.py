@@ -12,9 +12,11 @@ for query ``i`` and key ``j``. An element is kept where its word is at least
 ``floor(dropout_p * 2**32)``.
 """
 
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -164,7 +166,7 @@ def dropout_mask(
     array([[[[1, 0, 0, 0, 0, 0],
              [0, 0, 1, 0, 1, 0]]]])
     """
-    B, Hq, Nq, Nk = _checked(shape, dropout_p, seed)
+    (B, Hq, Nq, Nk), dropout_p, seed = _checked(shape, dropout_p, seed)
     heads = np.arange(Hq)
     kept = np.empty((B, Hq, Nq, Nk), np.bool_)
     for b in range(B):
@@ -233,7 +235,8 @@ def _pieces(heads: int, rows: int, lanes_per_row: int) -> Iterator[tuple[slice, 
             yield slice(h, h + head_step), slice(r, r + row_step)
 
 
-def _checked(shape: Any, dropout_p: Any, seed: Any) -> tuple[int, int, int, int]:
+def _checked(shape: Any, dropout_p: Any, seed: Any) -> tuple[tuple[int, int, int, int], float, int]:
+    """Make Python's numbers of all, which 64 bits do not overflow."""
     accepted = "four lengths (B, Hq, Nq, Nk) are accepted"
     if not isinstance(shape, tuple | list) or not all(map(_is_integer, shape)):
         msg = f"shape is {shape!r}; {accepted}"
@@ -241,22 +244,23 @@ def _checked(shape: Any, dropout_p: Any, seed: Any) -> tuple[int, int, int, int]
     if len(shape) != 4 or min(shape) < 0:
         msg = f"shape is {tuple(shape)!r}; {accepted}, none of them negative"
         raise ValueError(msg)
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, float | int | np.floating):
+    real = isinstance(dropout_p, numbers.Real | ml_dtypes.bfloat16)
+    if isinstance(dropout_p, bool) or not real:
         msg = (
             f"dropout_p is {dropout_p!r}; a real number from 0 up to, not including, 1 is accepted"
         )
         raise TypeError(msg)
-    if not 0 <= dropout_p < 1:
+    if not 0 <= float(dropout_p) < 1:
         msg = f"dropout_p is {dropout_p!r}; it must be at least 0 and below 1"
         raise ValueError(msg)
     if not _is_integer(seed):
         msg = f"seed is {seed!r}; an integer from 0 to 2**64 - 1 is accepted"
         raise TypeError(msg)
-    if not 0 <= seed < 2**64:
+    if not 0 <= int(seed) < 2**64:
         msg = f"seed is {seed!r}; it must be at least 0 and below 2**64"
         raise ValueError(msg)
     B, Hq, Nq, Nk = (int(n) for n in shape)
-    return B, Hq, Nq, Nk
+    return (B, Hq, Nq, Nk), float(dropout_p), int(seed)
 
 
 def _is_integer(x: Any) -> bool:

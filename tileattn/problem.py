@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypedDict
 import ml_dtypes
 import numpy as np
 
+from tileattn.arrays import refuse_masked, require_array
 from tileattn.block_mask import BlockMask
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -231,7 +232,7 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
     ValueError
         Where the shape differs.
     """
-    _require_array(name, x)
+    require_array(name, x)
     if x.dtype != dtype:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be {dtype}")
     if x.shape != shape:
@@ -255,7 +256,7 @@ def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -
     TypeError
         Where ``x`` is no array or of another dtype.
     """
-    _require_array(name, x)
+    require_array(name, x)
     if x.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {x.dtype}; accepted are {_names(dtypes)}")
 
@@ -272,14 +273,6 @@ def _known(options: Mapping[str, Any]) -> None:
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             accepted = ", ".join(Options.__annotations__)
             raise TypeError(f"unknown option {name!r}{hint}; accepted are {accepted}")
-
-
-def _require_array(name: str, x: Any) -> None:
-    if not hasattr(x, "dtype") or not hasattr(x, "strides"):
-        raise TypeError(
-            f"{name} is {type(x).__name__}; a NumPy or CuPy array is accepted "
-            f"(numpy.asarray({name}) makes one)"
-        )
 
 
 def _sizes(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
@@ -358,6 +351,7 @@ def _integers(name: str, x: Any, B: int) -> Any:
             raise TypeError(f"{name} is {x!r}; integers of shape ({B},) are accepted") from None
     if not hasattr(x, "dtype"):
         raise TypeError(f"{name} is {type(x).__name__}; integers of shape ({B},) are accepted")
+    refuse_masked(name, x)
     if x.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {x.dtype}; integers are accepted")
     if x.shape not in ((), (B,)):
@@ -429,7 +423,7 @@ def _side(side: Any, window: Any) -> int | None:
 
 
 def _real(name: str, x: Any, accepted: str) -> float:
-    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+    if isinstance(x, bool) or not isinstance(x, numbers.Real | ml_dtypes.bfloat16):
         raise TypeError(f"{name} is {type(x).__name__}; {accepted} accepted")
     try:
         value = float(x)
@@ -442,7 +436,7 @@ def _real(name: str, x: Any, accepted: str) -> float:
 
 def _in_use(value: Any) -> bool:
     """Whether an option differs from its default of None, False or zero."""
-    return value is not None and not (isinstance(value, bool | int | float) and not value)
+    return value is not None and not (isinstance(value, int | float | np.generic) and not value)
 
 
 def _names(dtypes: tuple[np.dtype[Any], ...]) -> str:

@@ -200,7 +200,8 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
 
         lse = _logsumexp(scores, o, dtype)
         P = _select(seen, np.exp(scores - lse[..., np.newaxis]))
-        kept = keep(shape, o.dropout_p, o.seed) / np.asarray(1 - float(o.dropout_p), dtype)
+        kept = keep(shape, float(o.dropout_p), int(o.seed))
+        kept = kept / np.asarray(1 - float(o.dropout_p), dtype)
         out = _sum_over_seen(P * kept, seen, v)
     return Forward(o, group, Hkv, scale, q, k, v, visible, capped, scores, seen, lse, P, kept, out)
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tileattn.backends.lent import span
 from tileattn.backends.protocol import Explanation
 from tileattn.kernels.call import WIDEST, Call
 from tileattn.kernels.plan import Plan
@@ -16,6 +17,9 @@ _REMEDY = (
     "where there is one, it needs a driver from 580 on, or for older ones "
     "pip install 'tileattn[cuda12]'; backend='numpy' needs none"
 )
+
+# Kernels add positions, FAR of src/blocks.cuh and the sides of a tile in 32 bits.
+LONGEST = (1 << 30) - (1 << 16)
 
 
 class Repeat:
@@ -43,7 +47,7 @@ class Repeat:
         self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
         self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
         self._lse = (P.B, P.Hq, P.Nq), P.sum_dtype
-        *self._spans, self._span = map(_span, arrays)
+        *self._spans, self._span = map(span, arrays)
 
     def __call__(self, q: Any, k: Any, v: Any, out: Any | None) -> Attention | None:
         """Run it; None where an array, or the current device, is not where the plan needs it."""
@@ -74,14 +78,8 @@ class Repeat:
         return False
 
 
-def _span(x: Any) -> tuple[int, int]:
-    """Give the bytes between which an array's elements lie, from its address on."""
-    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
-    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
-
-
 class CupyBackend:
-    """Attention on CuPy arrays; serves every problem.
+    """Attention on CuPy arrays; serves every problem of up to `LONGEST` queries and keys.
 
     After the first call of a signature nothing waits for the GPU: results are complete when the
     current stream reaches them.
@@ -98,8 +96,12 @@ class CupyBackend:
         """Why the backend cannot run here."""
         return _unavailable()
 
-    def why_not(self, problem: Problem) -> str | None:  # noqa: ARG002 - the protocol's argument
-        """Why a problem is not served: every one is."""
+    def why_not(self, problem: Problem) -> str | None:
+        """Why a problem is not served: only for its lengths."""
+        for name in ("Nq", "Nk"):
+            n = getattr(problem, name)
+            if n > LONGEST:
+                return f"{name} is {n:,}, and the kernels take up to {LONGEST:,} queries and keys"
         return None
 
     def forward(self, problem: Problem, operands: Operands, out: Any | None) -> Attention:

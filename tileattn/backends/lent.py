@@ -24,24 +24,40 @@ def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
     x : array
         The argument.
     inputs : mapping of str to Any
-        The call's other arguments; those that are arrays of the same kind are looked at.
+        The call's other arguments; those that are arrays are looked at, whatever their kind.
 
     Raises
     ------
     ValueError
-        Where it is read-only, or its elements overlap one another or an input.
+        Where it is read-only, or its elements overlap one another or an input. Arrays too intricate
+        to tell count as overlapping.
     """
     if not getattr(x.flags, "writeable", True):
         raise ValueError(f"{name} is read-only; a writable array is accepted")
-    reach = sum((n - 1) * abs(s) for n, s in zip(x.shape, x.strides, strict=True))
-    if x.size and reach + x.itemsize < x.size * x.itemsize:
+    if _overlaps_itself(x):
         raise ValueError(f"{name} has elements that overlap; a plain array is accepted")
-    shared = _overlap if isinstance(x, np.ndarray) else _overlap_there
     for other, y in inputs.items():
-        if type(y) is type(x) and shared(x, y):
+        if _share(x, y):
             raise ValueError(
                 f"{name} overlaps {other}; an array with memory of its own is accepted"
             )
+
+
+def span(x: Any) -> tuple[int, int]:
+    """Give the bytes between which an array's elements lie, from its address on.
+
+    Parameters
+    ----------
+    x : array
+        Not empty.
+
+    Returns
+    -------
+    (int, int)
+        The first, and one past the last.
+    """
+    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
+    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
 
 
 def ensure_workspace(backend: Backend, x: Any, inputs: Mapping[str, Any]) -> None:
@@ -77,7 +93,7 @@ def ensure_workspace(backend: Backend, x: Any, inputs: Mapping[str, Any]) -> Non
             f"workspace has strides {x.strides}; bytes that are neighbours are accepted"
         )
     ensure_writable("workspace", x, inputs)
-    beyond = _address(x) % ALIGNED if x.size else 0
+    beyond = _address(x) % ALIGNED
     if beyond:
         raise ValueError(
             f"workspace starts {beyond} bytes past a multiple of {ALIGNED}; a start at a multiple "
@@ -97,33 +113,51 @@ def _takes_workspace(backward: Callable[..., Any]) -> bool:
 
 
 def _address(x: Any) -> int:
-    """Address of the first byte; 0 for an array of a library that only its backend knows."""
+    """Address of the first element; 0 where there is none, or only its own backend finds it."""
+    if not getattr(x, "size", 0):
+        return 0
     if isinstance(x, np.ndarray):
         return x.ctypes.data
     return int(getattr(getattr(x, "data", None), "ptr", 0))
 
 
-def _overlap_there(a: Any, b: Any) -> bool:
-    """Whether two CuPy arrays share memory; most lie in allocations of their own."""
-    try:
-        one, other = a.data.mem, b.data.mem
-        at, there = one.ptr, other.ptr
-    except AttributeError:
-        return False  # an array of another library, which its backend knows better
-    apart = at + one.size <= there or there + other.size <= at
-    return not apart and _overlap(_placed(a), _placed(b))
+def _share(x: Any, y: Any) -> bool:
+    """Whether two arguments share memory; on a machine, host and devices have one address space."""
+    at, there = _address(x), _address(y)
+    if not at or not there:
+        return False
+    (lo, hi), (first, past) = span(x), span(y)
+    apart = at + hi <= there + first or there + past <= at + lo
+    return not apart and _overlap(_placed(x, at), _placed(y, there))
 
 
-def _placed(x: Any) -> Any:
-    """Give a NumPy array of the same addresses on the GPU, for a test that touches no memory."""
+def _placed(x: Any, address: int) -> Any:
+    """Give a NumPy array of the same addresses, for a test that touches no memory."""
+    if isinstance(x, np.ndarray):
+        return x
     described = {"shape": x.shape, "strides": x.strides, "typestr": f"|V{x.itemsize}"}
-    address = {"data": (x.data.ptr, False), "version": 3}
-    return np.asarray(SimpleNamespace(__array_interface__=described | address))
+    placed = {"data": (address, False), "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=described | placed))
+
+
+def _overlaps_itself(x: Any) -> bool:
+    """Whether elements of an array share memory; no, where each axis steps over those within it."""
+    reach = x.itemsize
+    for step, n in sorted((abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1):
+        if step < reach:
+            break
+        reach += (n - 1) * step
+    else:
+        return False
+    # Of two elements that overlap, one has the lower index along some axis: 0 without loss of
+    # generality. The addresses are made up.
+    like = np.lib.stride_tricks.as_strided(np.empty(1, f"V{x.itemsize}"), x.shape, x.strides)
+    return any(_overlap(*np.split(like, [1], axis)) for axis in range(like.ndim))
 
 
 def _overlap(a: Any, b: Any) -> bool:
     """Whether two arrays share memory; arrays too intricate to tell count as sharing."""
-    effort: Any = 1000
+    effort: Any = 10_000  # under 5 ms; slices of one packed array take a microsecond
     try:
         return np.shares_memory(a, b, max_work=effort)
     except np.exceptions.TooHardError:

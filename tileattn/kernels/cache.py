@@ -28,7 +28,8 @@ def folder() -> Path:
     Returns
     -------
     Path
-        ``TILEATTN_CACHE_DIR`` where that is set, else the system's place for a user's caches.
+        ``TILEATTN_CACHE_DIR`` where that is set, its ``~`` expanded, else the system's place for a
+        user's caches.
 
     Raises
     ------
@@ -36,17 +37,17 @@ def folder() -> Path:
         Where the user has no home directory.
     """
     if chosen := os.environ.get("TILEATTN_CACHE_DIR"):
-        return Path(chosen)
+        return _expanded(chosen)
     # The XDG specification has relative paths ignored, and one of Windows would make no more sense.
     base = Path(os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", ""))
     if sys.platform == "darwin" or not base.is_absolute():
         default = {"nt": "AppData/Local", "darwin": "Library/Caches"}
-        base = _home() / default.get("nt" if os.name == "nt" else sys.platform, ".cache")
+        base = _expanded("~") / default.get("nt" if os.name == "nt" else sys.platform, ".cache")
     return base / "tileattn"
 
 
 def prepare() -> Path:
-    """Make the folder where it is missing, readable by its owner alone.
+    """Make the folder, and those above it, where they are missing: for their owner alone.
 
     Returns
     -------
@@ -59,8 +60,9 @@ def prepare() -> Path:
         Where the folder cannot be made or written to, or where others could have written to it.
     """
     where = folder()
-    where.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(where)
+    for place in (*reversed(where.parents), where):
+        place.mkdir(mode=0o700, exist_ok=True)  # with parents=True, those would have another mode
+    _check_private(where, where.stat())
     if not os.access(where, os.W_OK):
         raise PermissionError(f"{where} is read-only")
     return where
@@ -77,12 +79,15 @@ def read(inputs: str) -> bytes | None:
     Returns
     -------
     bytes or None
-        Its body; None where there is none that is sound, or where the folder cannot be trusted.
+        Its body; None where there is none that is sound, or where others could have written it.
     """
     try:
         where = folder()
-        _check_private(where)
-        data = (where / f"{inputs}.kernel").read_bytes()
+        _check_private(where, where.stat())
+        entry = where / f"{inputs}.kernel"
+        with open(entry, "rb", opener=_opened_itself) as file:
+            _check_private(entry, os.fstat(file.fileno()))
+            data = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -140,18 +145,22 @@ def _header(inputs: str, body: bytes) -> bytes:
     return _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(inputs), made)
 
 
-def _home() -> Path:
+def _expanded(path: str) -> Path:
     try:
-        return Path.home()
+        return Path(path).expanduser()
     except RuntimeError as error:
-        raise OSError("there is no home directory") from error
+        raise OSError(f"there is no home directory for {path}") from error
 
 
-def _check_private(where: Path) -> None:
-    """Refuse a folder where somebody else could have put code for us to run."""
+def _opened_itself(path: str, flags: int) -> int:
+    """Open a file, and not what a symbolic link leads to; Windows has no such way."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
+
+
+def _check_private(where: Path, status: os.stat_result) -> None:
+    """Refuse a folder or an entry where somebody else could have put code for us to run."""
     if os.name != "posix":
         return
-    status = where.stat()
     # The superuser can write anywhere, and fills the caches of containers.
     if status.st_uid not in (os.geteuid(), 0):
         raise PermissionError(f"{where} belongs to another user (uid {status.st_uid})")

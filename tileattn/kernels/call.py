@@ -10,10 +10,11 @@ import numpy as np
 from tileattn.kernels.cells import cells_of, visits_of
 from tileattn.kernels.compile import arch_of
 from tileattn.kernels.hopper import HOPPER
-from tileattn.kernels.plan import Plan, current_stream, is_capturing
+from tileattn.kernels.plan import Plan
 from tileattn.kernels.schedule import Order, order_of
-from tileattn.kernels.select import Facts, padded_rows
+from tileattn.kernels.select import Facts, folds, padded_rows
 from tileattn.kernels.steps import Step
+from tileattn.kernels.streams import current_stream, is_capturing
 from tileattn.kernels.tma import has_boxes
 from tileattn.kernels.workspace import Layout, layout
 from tileattn.problem import Operands, Problem
@@ -317,6 +318,7 @@ def _facts(P: Problem) -> dict[str, Any]:
         "right": right,
         "scale": P.scale,
         "softcap": P.softcap or 0.0,
+        "natural": P.scale if folds(P) else 1.0,
         "gain": 1.0 / (1.0 - P.dropout_p),
         "seed": P.seed,
         "threshold": int(P.dropout_p * 2**32),

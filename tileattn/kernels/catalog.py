@@ -27,7 +27,7 @@ _MEASURED = "sm_90a"  # an H200
 _SETS = (
     {"forward", "plain_forward"},
     {"backward_rows", "backward_keys", "backward_finish", "plain_keys"},
-    {"backward_queries", "plain_queries"},
+    {"backward_queries", "plain_queries", "backward_renormalise", "plain_renormalise"},
     {"backward_bias", "backward_sinks", "plain_bias"},
 )
 

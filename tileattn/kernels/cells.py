@@ -2,11 +2,12 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tileattn.block_mask import FULL, PARTIAL, SKIP, BlockMask
+from tileattn.kernels.streams import outlive_readers, stream_name
 
 _made: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 """What was made of masks that are still there, on the host and on devices."""
@@ -32,7 +33,7 @@ def cells_of(mask: BlockMask, device: int) -> tuple[Any, Any]:
     bits : cupy array of bool, shape (partly seen blocks, queries, keys of a block)
         The pairs of the blocks that are partly seen.
     """
-    kinds, bits = _once(mask, device, lambda: _brought(*host_cells(mask)))
+    kinds, bits = _brought(mask, device, lambda: host_cells(mask))
     return kinds, bits
 
 
@@ -53,7 +54,7 @@ def visits_of(mask: BlockMask, device: int, tile: tuple[int, int]) -> Any:
     cupy array of int32, shape (B or 1, Hq or 1, blocks of queries, tiles of keys + 1)
         As ``Listed`` in ``src/work_sm90.cuh`` reads them.
     """
-    (visits,) = _once(mask, (device, tile), lambda: _brought(host_visits(mask, tile)))
+    (visits,) = _brought(mask, (device, tile), lambda: (host_visits(mask, tile),))
     return visits
 
 
@@ -88,11 +89,27 @@ def _once(mask: BlockMask, key: Any, make: Callable[[], Any]) -> Any:
     return known[key]
 
 
-def _brought(*arrays: Any) -> tuple[Any, ...]:
-    """Copy to CuPy's current device: complete before any stream may read it, for all read it."""
+class _Brought(NamedTuple):
+    """Arrays on a device, and the stream that their memory was taken on."""
+
+    arrays: tuple[Any, ...]
+    stream: tuple[int, int]
+
+
+def _brought(mask: BlockMask, key: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Copy something that is made of a mask to CuPy's current device, once.
+
+    The copy is complete before any stream may read it, for all read it; and it outlives the mask
+    where the current stream may not have read it by then.
+    """
     import cupy
 
-    return tuple(cupy.asarray(x, blocking=True) for x in arrays)
+    def copied() -> _Brought:
+        return _Brought(tuple(cupy.asarray(x, blocking=True) for x in make()), stream_name())
+
+    there: _Brought = _once(mask, key, copied)
+    outlive_readers(there, there.stream)
+    return there.arrays
 
 
 def host_cells(mask: BlockMask) -> tuple[Any, Any]:

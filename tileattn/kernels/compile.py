@@ -7,6 +7,7 @@ included header does not change.
 
 import functools
 import hashlib
+import os
 import re
 import threading
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,8 @@ OPTIONS = (
 
 TROUBLE: tuple[str, ...] = ()
 """Definitions that tools/stress_gpu.py adds before the first kernel is loaded."""
+
+_END = 1 << 16  # bytes that are read at either end of a library
 
 # CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX and UNSUPPORTED_PTX_VERSION.
 _REFUSED = (200, 209, 218, 222)
@@ -223,7 +226,8 @@ def compiled(
         Where NVRTC does not know ``arch``.
     """
     options, (texts, sources) = _options(key, checked_arch(arch)), sources_in(folders)
-    inputs = hashlib.sha256(repr((sources, _compiler(), options)).encode()).hexdigest()
+    made_from = sources, _compiler(), _build(), options
+    inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
     body = found = None if force else cache.read(inputs)
     if body is None:
         body = _compile(key, arch, texts, options)
@@ -348,6 +352,23 @@ def resources(log: str, kernel: str) -> tuple[int | None, int | None, int | None
 def _compiler() -> str:
     major, minor = nvrtc_version()
     return f"NVRTC {major}.{minor}"
+
+
+@functools.cache
+def _build() -> str:
+    """Tell builds of one version of NVRTC apart: ptxas, which is part of it, changes between them.
+
+    The library's size, and a digest of its first and last bytes. An ELF file has its build ID
+    there, and a Windows one its time stamp and checksum; all of its 140 MB would take 80 ms.
+    """
+    from cuda.pathfinder import load_nvidia_dynamic_lib  # finds it for CuPy, and remembers
+
+    with Path(load_nvidia_dynamic_lib("nvrtc").abs_path).open("rb") as library:
+        size = library.seek(0, os.SEEK_END)
+        library.seek(max(size - _END, 0))
+        last = library.read()
+        library.seek(0)
+        return f"{size} {hashlib.sha256(library.read(_END) + last).hexdigest()}"
 
 
 def _options(key: KernelKey, arch: str) -> tuple[str, ...]:

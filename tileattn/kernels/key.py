@@ -44,8 +44,7 @@ class KernelKey:
     loaders : int
         Warps of a block that only copy.
     repairs : bool
-        Whether the kernel comes after Hopper's own of the backward pass, and sees to what that has
-        left unfinished.
+        Whether the kernel works on special heads alone, of which there are mostly none.
     shared : int
         Bytes of shared memory of variable size, of Hopper's own kernels, which lay them out: with
         another number they do not compile.

@@ -13,8 +13,8 @@ PAIRS = np.dtype([(axis, np.int64) for axis in ("b", "h", "i", "j")])
 """Strides, in elements, of what is broadcast to (B, Hq, Nq, Nk)."""
 
 POINTERS = (
-    *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "shift"),
-    *("dq", "dk", "dv", "dq_sum", "unfinished", "claimed", "landed"),
+    *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "shift", "row_max"),
+    *("dq", "dk", "dv", "dq_sum", "special", "claimed", "landed"),
     *("bias", "dbias", "mask", "slopes", "sinks", "dsinks"),
     *("lengths", "offsets", "kinds", "bits", "visits", "schedule"),
 )
@@ -33,7 +33,7 @@ PARAMS = np.dtype(
     + [(f"{name}_at", ROWS) for name in _ROWS]
     + [(f"{name}_at", PAIRS) for name in _PAIRS]
     + [(name, np.int64) for name in _SIZES]
-    + [(name, np.float64) for name in ("scale", "softcap", "gain")]
+    + [(name, np.float64) for name in ("scale", "softcap", "gain", "natural")]
     + [(name, np.uint64) for name in ("seed", "threshold")]
 )
 """Every field has eight bytes, so that neither side has gaps."""

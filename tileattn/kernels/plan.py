@@ -8,12 +8,11 @@ from typing import Any
 from tileattn.kernels import compile as compiler
 from tileattn.kernels.params import POINTERS, template
 from tileattn.kernels.steps import Step
+from tileattn.kernels.streams import outlive_readers, stream_name
 from tileattn.kernels.tma import Maps
 from tileattn.kernels.workspace import Layout
 
 _SLOT = {name: slot for slot, name in enumerate(POINTERS)}
-
-_kept: "set[Plan]" = set()
 
 
 class Plan:
@@ -51,7 +50,7 @@ class Plan:
         self.aligned = aligned
         self.layout = layout
         self._fixed = fixed
-        self._stream = current_stream().ptr if fixed else 0
+        self._stream = stream_name() if fixed else (0, 0)
         addresses = {name: x.data.ptr for name, x in fixed.items()}
         self._template = template({**values, **addresses})
         self._slots = tuple((name, _SLOT[name]) for name in dict.fromkeys((*names, *layout.starts)))
@@ -84,7 +83,7 @@ class Plan:
             What the parameter block begins with: addresses in the order of its fields.
         """
         if self._fixed:
-            self._outlive_readers()
+            outlive_readers(self, self._stream)
         # A launch copies the block, so it is free for the next call afterwards. Threads that run
         # the same plan at the same time each take a block of their own: pop and append are atomic.
         try:
@@ -102,34 +101,12 @@ class Plan:
                 function(grid, threads, (argument, boxes), shared)
         self._spare.append(block)
 
-    def _outlive_readers(self) -> None:
-        """Stay for good where what the plan owns may be read after it would have been dropped.
-
-        Freed memory is for the stream that it was taken on, which does not wait for others; and a
-        graph reads it whenever it is replayed.
-        """
-        stream = current_stream()
-        if stream.ptr != self._stream or stream.is_capturing():
-            _kept.add(self)
-
     def _block(self) -> tuple[Any, Any]:
         """Copy the parameter block, as 64-bit cells and as the argument that CuPy launches with."""
         from cupy.cuda.function import CPointer
 
         cells = (ctypes.c_uint64 * (len(self._template) // 8)).from_buffer_copy(self._template)
         return cells, CPointer(ctypes.addressof(cells))
-
-
-def current_stream() -> Any:
-    """Give CuPy's current stream."""
-    import cupy
-
-    return cupy.cuda.get_current_stream()
-
-
-def is_capturing() -> bool:
-    """Whether CuPy's current stream takes down a graph instead of running what it is given."""
-    return bool(current_stream().is_capturing())
 
 
 def _launch(

@@ -22,6 +22,7 @@ PLAIN = {
     "backward_keys": "plain_keys",
     "backward_queries": "plain_queries",
     "backward_bias": "plain_bias",
+    "backward_renormalise": "plain_renormalise",
 }
 
 
@@ -169,6 +170,8 @@ def shared_bytes(
         return k + v + 2 * tiled(tile.block_k, tile.block_q) + tile.stages * (q + out) + bias
     if kernel == "backward_queries":
         return q + out + tile.stages * (k + v) + bias
+    if kernel == "backward_renormalise":
+        return q + tile.stages * k + bias
     statistics = 2 * tile.block_q * max(size, 4)  # of numbers as sums are kept
     return (q + k + out + v if tile.stages > 1 else max(q + k, out + v)) + statistics + bias
 
@@ -204,7 +207,6 @@ def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
 def options_of(problem: Problem, bias: str) -> dict[str, Any]:
     """Fields of a key that say which options are in use; ``bias`` is the type of its elements."""
     uses = problem.uses
-    terms = bool(bias) or not uses.isdisjoint({"softcap", "alibi_slopes"})
     return {
         "bias": bias,
         "softcap": "softcap" in uses,
@@ -212,8 +214,14 @@ def options_of(problem: Problem, bias: str) -> dict[str, Any]:
         "mask": "mask" in uses,
         "block_mask": "block_mask" in uses,
         "dropout": problem.dropout_p > 0,
-        "fold": not terms and problem.scale > 0,
+        "fold": not bias and folds(problem),
     }
+
+
+def folds(problem: Problem) -> bool:
+    """Whether kernels hold products of q and k for scores, and scale in the exponent."""
+    terms = {"softcap", "alibi_slopes", "bias"}
+    return problem.uses.isdisjoint(terms) and problem.scale > 0
 
 
 def room(dim: int) -> int:

@@ -26,7 +26,10 @@ from tileattn.kernels.tiles import LARGEST
 from tileattn.problem import Problem
 
 _FINISH = "one block of threads for each tile of dq"
-_REPAIRS = "for heads with sums that are not finite; mostly there are none, and it returns at once"
+_REPAIRS = (
+    "for heads with large scores or with something not finite; mostly there are none, and it "
+    "returns at once"
+)
 
 
 class Step(NamedTuple):
@@ -133,6 +136,8 @@ def backward_steps(
     steps: list[Step] = []
     if queries:
         steps.append(_rows_step(P, facts))
+    if queries and keys:
+        steps.append(_renormalise_step(P, facts))
     choice = choose_backward(P, facts)
     if choice.key.kernel in HOPPER_BACKWARDS:
         steps += _hopper_steps(P, facts, choice, in_order=deterministic)
@@ -142,6 +147,7 @@ def backward_steps(
             steps.append(_keys_step(P, facts, choice, add_dq=add_dq))
         if add_dq:
             steps.append(_finish_step(P, steps[-1].key))
+            steps.append(_repairing(_queries_step(P, facts), facts))
         elif queries:
             steps.append(_queries_step(P, facts))
     if facts.bias and queries * P.Nk and not any(step.key.write_dbias for step in steps):
@@ -170,15 +176,20 @@ def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, in_order: bool) -
     boxes = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
     portable = choose("backward_keys", P, facts)
     repairs = _keys_step(P, facts, portable, add_dq=False), _queries_step(P, facts)
-    few = (s._replace(blocks=min(s.blocks, facts.processors), why=_REPAIRS) for s in repairs)
     sizes = key.head_dim, key.value_dim, key.block_q
     finish = KernelKey(HOPPER_FINISH, key.dtype, *sizes, warps_m=ROW_WARPS)
     tiles = P.B * P.Hq * -(-P.Nq // key.block_q)
     return (
         Step(key, blocks, choice.shared, choice.why, boxes, in_order),
         Step(finish, tiles, why=_FINISH),
-        *(repair._replace(key=replace(repair.key, repairs=True)) for repair in few),
+        *(_repairing(step, facts) for step in repairs),
     )
+
+
+def _repairing(step: Step, facts: Facts) -> Step:
+    """Let a kernel work on special heads alone: as many blocks as run at a time take all of them."""
+    blocks = min(step.blocks, facts.processors * step.key.residents)
+    return step._replace(key=replace(step.key, repairs=True), blocks=blocks, why=_REPAIRS)
 
 
 def _keys_step(P: Problem, facts: Facts, choice: Choice, *, add_dq: bool) -> Step:
@@ -203,6 +214,15 @@ def _queries_step(P: Problem, facts: Facts) -> Step:
     if key.kernel != "backward_queries":
         return Step(key, _rows(P.B * P.Hq * P.Nq), shared, why)
     return Step(key, P.B * P.Hq * -(-P.Nq // key.block_q), shared, why)
+
+
+def _renormalise_step(P: Problem, facts: Facts) -> Step:
+    key, shared, _, why = choose("backward_renormalise", P, facts)
+    key = replace(key, dropout=False)
+    if key.kernel != "backward_renormalise":
+        return Step(key, _rows(P.B * P.Hq * P.Nq), shared, why)
+    step = Step(key, P.B * P.Hq * -(-P.Nq // key.block_q), shared)
+    return _repairing(step, facts)
 
 
 def _bias_step(P: Problem, facts: Facts) -> Step:

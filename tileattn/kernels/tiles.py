@@ -42,6 +42,9 @@ ROOMS = (32, 64, 96, 128, 192, 256)
 
 LARGEST = ROOMS[-1]
 
+_LIKE = {"backward_renormalise": "backward_queries"}
+"""Kernels with the loop of another, and its tiles."""
+
 _SMALL = (
     TileSize(64, 32, 4),
     TileSize(32, 32, 2),
@@ -170,7 +173,7 @@ def candidates(kernel: str, itemsize: int, dim: int, block: int = 0) -> tuple[Ti
     def straddles(tile: TileSize) -> bool:
         return max(tile.block_k, block) % min(tile.block_k, block) > 0
 
-    table = _TABLE[kernel, itemsize]
+    table = _TABLE[_LIKE.get(kernel, kernel), itemsize]
     best = next(sizes for limit, sizes in table.items() if dim <= limit)
     if block and kernel == "forward":
         best = tuple(sorted(best, key=straddles))

@@ -46,17 +46,19 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
     Returns
     -------
     Layout
-        Beside the copies, nothing for the forward pass. For the backward pass two numbers of each
-        query, and where dq is summed in memory, the sum; for Hopper's own kernels a mark for each
-        head of keys, how many works are claimed, and how many have added to each tile of dq, told
-        by each of the threads that share it.
+        Beside the copies, nothing for the forward pass. For the backward pass three numbers of each
+        query, a mark for each head of keys, and where dq is summed in memory, the sum; for Hopper's
+        own kernels how many works are claimed, and how many have added to each tile of dq, told by
+        each of the threads that share it.
     """
     P, keys = problem, [step.key for step in steps]
     number, heads = P.sum_dtype.itemsize, P.B * P.Hq
     parts = dict(copies)
-    if any(key.kernel == "backward_rows" for key in keys):
-        parts |= dict.fromkeys(("delta", "shift"), heads * padded_rows(P.Nq) * number)
     zeros: dict[str, int] = {}
+    if any("forward" not in key.kernel for key in keys):
+        rows = heads * padded_rows(P.Nq) * number
+        parts |= dict.fromkeys(("delta", "shift", "row_max"), rows)
+        zeros["special"] = P.B * P.Hkv * _MARK
     for key in keys:
         if not key.add_dq:
             continue
@@ -64,11 +66,7 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
         if key.kernel in HOPPER_BACKWARDS:
             parts |= sums
             tiles = heads * -(-P.Nq // key.block_q)
-            counts = {
-                "unfinished": P.B * P.Hkv,
-                "claimed": 1,
-                "landed": tiles * HOPPER_ADDERS,
-            }
+            counts = {"claimed": 1, "landed": tiles * HOPPER_ADDERS}
             zeros |= {name: count * _MARK for name, count in counts.items()}
         else:
             zeros |= sums

@@ -173,7 +173,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         }
         Sum statistic[MT][2];
         read_rows(statistic, shifts);
+        const Sum* const row_max = static_cast<const Sum*>(p.row_max) +
+                                   (step.b.at * p.Hq + step.h.at) * p.rows + step.q0();
         tile.probabilities(terms, bias, sight, dropout, step.kind,
+                           special(p, step.b.at, step.key_head) & LARGE,
+                           [&](int m, int, int e) { return row_max[row(m, e)]; },
                            [&](int m, int, int e) { return statistic[m][e / 2]; }, [](auto&) {});
 
         copy_wait<0>();

@@ -134,9 +134,10 @@ __device__ inline void differentiate(const Params& p, int index) {
             auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
             TileGradient<true, MT, QT> tile(k0 + row0, q0 + column0);
             tile.look(head.sight);
-            multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>>(tile.p, k_tile, row0, q, column0);
+            multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>, true>(tile.p, k_tile, row0, q, column0);
             tile.probabilities(
-                head.terms, bias, head.sight, head.dropout, kind,
+                head.terms, bias, head.sight, head.dropout, kind, CAREFUL && head.is_large(),
+                [&](int, int n, int e) { return head.row_max()[q0 + query(n, e)]; },
                 [&](int, int n, int e) { return shifts[now][query(n, e)]; },
                 [&](auto& scores) {
                     if constexpr (CAREFUL) scores.find(cleaned + column0, found);

@@ -90,7 +90,10 @@ __device__ inline void differentiate(const Params& p, int index) {
         tile.look(head.sight);
         multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>>(tile.p, q_tile, row0, k, 0);
         tile.probabilities(
-            head.terms, bias, head.sight, head.dropout, kind,
+            head.terms, bias, head.sight, head.dropout, kind, CAREFUL && head.is_large(),
+            [&](int m, int, int e) {
+                return head.row_max()[q0 + row0 + 16 * m + lane.row(e)];
+            },
             [&](int m, int, int e) { return shift[m][e / 2]; },
             [&](auto& scores) {
                 if constexpr (CAREFUL) scores.find(cleaned, found);

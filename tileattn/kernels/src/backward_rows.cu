@@ -1,9 +1,24 @@
 // Before the backward pass: delta = rowsum(dout * out) - dlse, and the logsumexp in units of log 2,
 // 0 in place of -infinity. A few lanes take each query. Mirrors _delta in numpy_backward.py.
-// Heads are padded to whole blocks of queries, so that those are read without looking.
+// Heads are padded to whole blocks of queries, so that those are read without looking. Heads that are
+// special are found out: what the others are given is finite, and tells probabilities exactly enough.
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(VALUE_DIM);
+
+// Of a larger logsumexp the rounding would be seen in the gradients.
+constexpr Sum LARGE_LSE = sizeof(Element) == 2 ? 512 : 128;
+
+// Whether a lane's share of a row is finite.
+__device__ inline bool is_finite_row(const Element* row, int columns) {
+    bool finite = true;
+    for (int d = threadIdx.x % LANES * PIECE; d < columns; d += LANES * PIECE) {
+        const Piece<Element> piece = read_piece(row + d, columns - d);
+#pragma unroll
+        for (int e = 0; e < PIECE; ++e) finite = finite && is_finite(widen(piece.values[e]));
+    }
+    return finite;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_rows(const __grid_constant__ Params p) {
@@ -25,14 +40,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     }
 #pragma unroll
     for (int step = LANES / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
-    if (threadIdx.x % LANES || last < row) return;
     // Past the end a probability of zero.
     Sum shift = infinity<Sum>();
     if (i < p.Nq) {
         if (p.dlse) delta -= rows_of<Sum>(p.dlse, p.dlse_at, b, h)[i * p.dlse_at.n];
         const Sum lse = static_cast<const Sum*>(p.lse)[bh * p.Nq + i];
-        shift = lse == -infinity<Sum>() ? Sum(0) : lse * LOG2_E;
+        const bool unseen = lse == -infinity<Sum>();
+        u32 found = 0;
+        if (!is_finite(delta)) delta = infinity<Sum>() - infinity<Sum>(), found |= NON_FINITE;
+        if (unseen ? !is_finite_row(rows_of<Element>(p.q, p.q_at, b, h) + i * p.q_at.n, int(p.D))
+                   : !is_finite(lse))
+            found |= NON_FINITE;
+        if (is_finite(lse) && fabs(lse) > LARGE_LSE) found |= LARGE;
+        // Most rows of a special head need not wait for each other to say so.
+        u32& known = special(p, b, h / int(p.group));
+        if (found & ~*static_cast<volatile u32*>(&known)) atomicOr(&known, found);
+        shift = unseen ? Sum(0) : lse * LOG2_E;
     }
+    if (threadIdx.x % LANES || last < row) return;
     static_cast<Sum*>(p.delta)[row] = delta;
     static_cast<Sum*>(p.shift)[row] = shift;
+    if (i >= p.Nq) static_cast<Sum*>(p.row_max)[row] = 0;
 }

@@ -6,11 +6,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_sinks(const __grid_constant__ Params p) {
     __shared__ Sum sums[THREADS / WARP];
     const i64 h = blockIdx.x;
-    const Sum sink = static_cast<const Sum*>(p.sinks)[h] * LOG2_E;
+    const Sum sink = sink_of(p, h);
     Sum total = 0;
     for (i64 n = threadIdx.x; n < p.B * p.Nq; n += THREADS) {
-        const i64 row = (n / p.Nq * p.Hq + h) * p.rows + n % p.Nq;
-        total -= exp2_of(sink - static_cast<const Sum*>(p.shift)[row]) *
+        const i64 b = n / p.Nq, row = (b * p.Hq + h) * p.rows + n % p.Nq;
+        const bool large = special(p, b, h / p.group) & LARGE;
+        const Sum row_max = large ? static_cast<const Sum*>(p.row_max)[row] : Sum(0);
+        // As it was for the shift, of which it may be all.
+        const Sum above = rounded_product(fma(-row_max, Sum(p.natural), sink), LOG2_E);
+        total -= exp2_of(difference(above, static_cast<const Sum*>(p.shift)[row])) *
                  static_cast<const Sum*>(p.delta)[row];
     }
     total = warp_sum(total);

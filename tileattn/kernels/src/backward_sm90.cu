@@ -81,7 +81,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     // By way of a tile of gradients at the scores that nobody reads any more.
     auto write = [&](void* target, const Rows& at, int columns, const auto& sums,
                      const Place<PAIR_STAGES>& pair) {
-        if (!are_finite(sums)) unfinished(p, work.b, work.kv) = 1;
+        if (!are_finite(sums)) special(p, work.b, work.kv) |= FAILED;
         const int row = work.k0 + row0;
         memory.pairs_empty(pair.stage).wait(pair.round ^ 1);
         stage_rows(memory.staged(pair.stage),

@@ -102,7 +102,7 @@ __device__ inline void find_dv(const Params& p, const Memory& memory) {
         }
         // Safe: all GEMMs that read the keys are complete, and the visits have consumed the work.
         memory.k_empty().arrive();
-        if (!are_finite(dv)) unfinished(p, work.b, work.kv) = 1;
+        if (!are_finite(dv)) special(p, work.b, work.kv) |= FAILED;
         write_rows(p, p.dv, p.dv_at, work, row0, int(p.Dv), dv);
     }
 }
@@ -173,7 +173,7 @@ __device__ inline void find_dk(const Params& p, const Memory& memory) {
             visit_all(work, int(p.group), h, tile, visit);
         }
         memory.k_empty().arrive();  // safe, likewise
-        if (!are_finite(dk)) unfinished(p, work.b, work.kv) = 1;
+        if (!are_finite(dk)) special(p, work.b, work.kv) |= FAILED;
 #pragma unroll
         for (auto& atom : dk.x[0])
 #pragma unroll

@@ -5,7 +5,7 @@
 #include "params.cuh"
 
 constexpr int SKIP = 0, PARTIAL = 1, FULL = 2;
-constexpr int FAR = 1 << 30;  // beyond every key and query of a problem that fits in memory
+constexpr int FAR = 1 << 30;  // beyond every key and query that the host admits, by some tiles
 
 struct Range {
     int lo, hi;

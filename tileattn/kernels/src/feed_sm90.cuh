@@ -58,6 +58,8 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
     };
 #pragma unroll 1
     while (find_work(p, claim(p), work)) {
+        // All works of a head are skipped or none: while this kernel runs, these bits stay.
+        if (special(p, work.b, work.kv) & KNOWN) continue;
         const Tiles tiles = work.tiles;
         if (tiles.first >= tiles.past) {
             tell();

@@ -57,5 +57,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
                 if (row[n] < count && to < p.D) write_whole(dq + row[n] * p.dq_at.n + to, piece);
             }
     }
-    if (!good) unfinished(p, b, h / int(p.group)) = 1;
+    if (!good) special(p, b, h / int(p.group)) |= FAILED;
 }

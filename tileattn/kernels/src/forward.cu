@@ -152,7 +152,7 @@ __device__ inline void attend(const Params& p) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Sum lse;
-            const Sum weight = state.finish(m, half, sink, Sum(p.gain), lse);
+            const Sum weight = state.finish(m, half, sink, Sum(p.gain), Sum(p.natural), lse);
             bool good = is_finite(weight) && !found[m][half];
 #pragma unroll
             for (int n = 0; n < VT; ++n)

@@ -163,7 +163,7 @@ __device__ inline void finish(const Params& p, const Memory& memory, const Work&
     Sum lse[2], weight[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        weight[half] = state.template finish<true>(0, half, sink, 1, lse[half]);
+        weight[half] = state.template finish<true>(0, half, sink, 1, Sum(p.natural), lse[half]);
 #pragma unroll
         for (int n = 0; n < VT; ++n)
 #pragma unroll

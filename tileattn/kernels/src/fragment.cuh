@@ -44,9 +44,10 @@ struct Fragment {
 // Products of a warp's share, which begins at (m0, n0): m0 is a multiple of its 16 * MT rows, n0 of
 // its 8 * NT columns.
 
-// c[m, n] += sum over k of x[m, k] y[n, k], for DEPTH columns of both tiles.
-template <int DEPTH, int UNROLL = DEPTH / 16, class T, int R, int C, int R2, int C2, class S,
-          int MT, int NT>
+// c[m, n] += sum over k of x[m, k] y[n, k], for DEPTH columns of both tiles. With MIRRORED it has the
+// same bits as y times x without.
+template <int DEPTH, int UNROLL = DEPTH / 16, bool MIRRORED = false, class T, int R, int C, int R2,
+          int C2, class S, int MT, int NT>
 __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
                                 const Tile<T, R2, C2>& y, int n0) {
 #pragma unroll UNROLL
@@ -61,7 +62,8 @@ __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, 
 #pragma unroll
             for (int m = 0; m < MT; ++m)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) Atom<T>::mma(c.x[m][n + i], a[m], b[i]);
+                for (int i = 0; i < 2; ++i)
+                    Atom<T>::template mma<MIRRORED>(c.x[m][n + i], a[m], b[i]);
         }
     }
 }

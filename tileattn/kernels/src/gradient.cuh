@@ -20,18 +20,23 @@ struct TileGradient {
         if constexpr (HAS_MASK) mask.read(sight, p.row, p.column);
     }
 
-    // shift(m, n, e) is the logsumexp of the element's query in units of log 2; look(p) is called
-    // where the scores are known and -infinity where hidden.
-    template <class Shift, class Look>
+    // shift(m, n, e) is the logsumexp of the element's query in units of log 2; of a `large` head
+    // scores are less row_max(m, n, e) first. look(p) is called where the scores are known and
+    // -infinity where hidden.
+    template <class RowMax, class Shift, class Look>
     __device__ void probabilities(const Terms& terms, const WarpBias<TRANSPOSED, MT, NT>& bias,
-                                  const Sight& sight, const Dropout& dropout, int kind,
-                                  Shift shift, Look look) {
+                                  const Sight& sight, const Dropout& dropout, int kind, bool large,
+                                  RowMax row_max, Shift shift, Look look) {
         p.apply(terms, bias, [&](int m, int n, int e, Sum derivative) {
             if constexpr (HAS_SOFTCAP) derivatives.x[m][n][e] = derivative;
         });
         if constexpr (HAS_MASK) mask.share();
         if (HAS_MASK || kind == PARTIAL) p.hide(sight, mask);
         look(p);
+        if (large)
+            p.for_each([&](Sum& s, int, int, int m, int n, int e) {
+                s = difference(s, row_max(m, n, e));
+            });
         const Sum unit = terms.unit();
         p.for_each([&](Sum& s, int, int, int m, int n, int e) {
             // Only dbias has no second look at what is not finite: no NaN may reach a hidden pair.

@@ -5,6 +5,9 @@
 // columns of A, eight at a time, in an order of our own choosing, the same for A and B: a lane's
 // two numbers of each eight stand at columns 2t and 2t + 1. So C becomes the A of a second product
 // without moving, two tiles of eight columns at a time.
+//
+// A product that is MIRRORED has the bits of the one with A and B exchanged, mirrored. For all but
+// float32 that is any product.
 #pragma once
 
 #include "types.cuh"
@@ -45,6 +48,7 @@ struct HalfAtom {
                 pack<T>(c[1][2], c[1][3])};
     }
 
+    template <bool MIRRORED = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         auto half = [](u32 pair, int k) {
             return widen(T{static_cast<unsigned short>(k % 2 ? pair >> 16 : pair)});
@@ -57,6 +61,7 @@ struct HalfAtom {
 
 template <>
 struct Atom<float16> : HalfAtom<float16> {
+    template <bool MIRRORED = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
 #if __CUDA_ARCH__ >= 800
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
@@ -77,6 +82,7 @@ struct Atom<float16> : HalfAtom<float16> {
 template <>
 struct Atom<bfloat16> : HalfAtom<bfloat16> {
 #if __CUDA_ARCH__ >= 800
+    template <bool MIRRORED = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
             "{%8,%9}, {%0,%1,%2,%3};"
@@ -103,6 +109,7 @@ struct WideAtom {
     // The lane's numbers at columns 2t and 2t + 1 of both eights.
     __device__ static B b_of(S x0, S x1, S x2, S x3) { return {{{x0, x1}, {x2, x3}}}; }
 
+    template <bool MIRRORED = false>
     __device__ static void mma(S (&c)[4], const A& a, const B& b) {
         multiply_by_shuffles(
             c, [&](int high, int k) { return a.r[k / 2][k % 2 * 2 + high]; },
@@ -152,12 +159,15 @@ struct Atom<float> {
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     }
+    template <bool MIRRORED = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         float sum[4] = {};
 #pragma unroll
-        for (int i = 0; i < 2; ++i) mma_tf32(sum, a.low[i], b.high[i]);
+        for (int i = 0; i < 2; ++i)
+            mma_tf32(sum, MIRRORED ? a.high[i] : a.low[i], MIRRORED ? b.low[i] : b.high[i]);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) mma_tf32(sum, a.high[i], b.low[i]);
+        for (int i = 0; i < 2; ++i)
+            mma_tf32(sum, MIRRORED ? a.low[i] : a.high[i], MIRRORED ? b.high[i] : b.low[i]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) mma_tf32(sum, a.high[i], b.high[i]);
 #pragma unroll
@@ -167,6 +177,7 @@ struct Atom<float> {
 
 template <>
 struct Atom<double> : WideAtom<double> {
+    template <bool MIRRORED = false>
     __device__ static void mma(double (&c)[4], const A& a, const B& b) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)

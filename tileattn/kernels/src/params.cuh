@@ -19,12 +19,12 @@ struct Params {
     void *out, *lse;
     const void* dout;
     const void* dlse;
-    void *delta, *shift;
+    void *delta, *shift, *row_max;
     void *dq, *dk, *dv, *dq_sum;
-    // Of backward_sm90: of each key head, whether it is left to others; how many works are claimed;
-    // and of each thread's share of each tile of dq, how many blocks of keys have added to it if in
-    // order, or whether the first one has.
-    u32 *unfinished, *claimed, *landed;
+    // Of each key head, what is special about it: bits as in plain.cuh. Of Hopper's own backward kernels:
+    // how many works are claimed; and of each thread's share of each tile of dq, how many blocks of
+    // keys have added to it if in order, or whether the first one has.
+    u32 *special, *claimed, *landed;
     const void* bias;
     void* dbias;
     const void* mask;
@@ -47,6 +47,7 @@ struct Params {
     i64 mask_block_q, mask_block_k;
     // Options; length and offset hold where the arrays of them are null.
     i64 length, offset, left, right;
-    double scale, softcap, gain;
+    // What makes a score of what kernels hold: the scale where they fold it into the exponent, else 1.
+    double scale, softcap, gain, natural;
     u64 seed, threshold;
 };

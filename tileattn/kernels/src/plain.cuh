@@ -4,6 +4,7 @@
 #pragma once
 
 #include "mask.cuh"
+#include "softmax.cuh"
 
 __device__ inline Sum warp_sum(Sum x) {
 #pragma unroll
@@ -15,9 +16,6 @@ __device__ inline Sum warp_maximum(Sum x) {
     for (int step = WARP / 2; step; step /= 2) x = fmax(x, __shfl_xor_sync(~0u, x, step));
     return x;
 }
-__device__ inline Sum clip_finite(Sum x) {
-    return fmin(fmax(x, -largest<Sum>()), largest<Sum>());
-}
 
 template <class T>
 __device__ inline const T* rows_of(const void* data, const Rows& at, i64 b, i64 h) {
@@ -28,18 +26,19 @@ __device__ inline T* rows_of(void* data, const Rows& at, i64 b, i64 h) {
     return static_cast<T*>(data) + b * at.b + h * at.h;
 }
 
-// In units of log 2.
 __device__ inline Sum sink_of(const Params& p, i64 h) {
-    return p.sinks ? static_cast<const Sum*>(p.sinks)[h] * LOG2_E : -infinity<Sum>();
+    return p.sinks ? static_cast<const Sum*>(p.sinks)[h] : -infinity<Sum>();
 }
 
-// Of a key head of one batch entry: backward_sm90 leaves one whose sums are not finite unfinished,
-// and only that is repaired.
-__device__ inline u32& unfinished(const Params& p, i64 b, i64 kv) {
-    return p.unfinished[b * p.Hkv + kv];
+// What is special about a key head of one batch entry, as the backward pass finds out: something is
+// not finite, or scores are so large that the logsumexp does not tell probabilities exactly. Hopper's
+// kernels skip heads that are known to be special; one that they find special they leave to others.
+constexpr u32 NON_FINITE = 1, LARGE = 2, KNOWN = NON_FINITE | LARGE, FAILED = 4;
+__device__ inline u32& special(const Params& p, i64 b, i64 kv) {
+    return p.special[b * p.Hkv + kv];
 }
 __device__ inline bool left_alone(const Params& p, i64 b, i64 kv) {
-    return REPAIRS && !unfinished(p, b, kv);
+    return REPAIRS && !special(p, b, kv);
 }
 
 // Work on all blocks: each block of threads on one. Where they only repair there are few of them,
@@ -50,7 +49,7 @@ __device__ inline void for_blocks(const Params& p, i64 blocks, Work work) {
         work(int(blockIdx.x));
     } else {
         bool any = false;
-        for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += THREADS) any = any || p.unfinished[i];
+        for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += THREADS) any = any || p.special[i];
         if (!__syncthreads_or(any)) return;
 #pragma unroll 1
         for (i64 i = blockIdx.x; i < blocks; i += gridDim.x) {
@@ -86,17 +85,18 @@ struct Head {
 
     __device__ i64 row(int i) const { return (b * p.Hq + h) * p.Nq + i; }
 
-    // What backward_rows has left of this head.
-    __device__ const Sum* shift() const {
-        return static_cast<const Sum*>(p.shift) + (b * p.Hq + h) * p.rows;
+    // What backward_rows has left of this head; of a LARGE one backward_renormalise has.
+    __device__ Sum* numbers(void* of) const {
+        return static_cast<Sum*>(of) + (b * p.Hq + h) * p.rows;
     }
-    __device__ const Sum* delta() const {
-        return static_cast<const Sum*>(p.delta) + (b * p.Hq + h) * p.rows;
-    }
+    __device__ Sum* shift() const { return numbers(p.shift); }
+    __device__ Sum* delta() const { return numbers(p.delta); }
+    __device__ Sum* row_max() const { return numbers(p.row_max); }
+    __device__ bool is_large() const { return special(p, b, int(h) / int(p.group)) & LARGE; }
 
     __device__ Sum sink() const { return sink_of(p, h); }
 
-    // Score times unit() is in units of log 2; -infinity where hidden.
+    // Score times terms.unit() is in units of log 2; -infinity where hidden.
     __device__ Sum score(int i, int j, Sum& derivative) const {
         derivative = 1;
         if (!sight.visible(i, j)) return -infinity<Sum>();
@@ -104,7 +104,7 @@ struct Head {
         for (int d = 0; d < p.D; ++d)
             product =
                 fma(Sum(widen(q[i * p.q_at.n + d])), Sum(widen(k[j * p.k_at.n + d])), product);
-        return terms.score(product, i, j, terms.bias_of(i, j), derivative) * terms.unit();
+        return terms.score(product, i, j, terms.bias_of(i, j), derivative);
     }
 };
 
@@ -117,9 +117,10 @@ struct PairGradient {
 __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
     const Params& p = head.p;
     Sum derivative;
-    const Sum s = head.score(i, j, derivative);
+    Sum s = head.score(i, j, derivative);
     if (s == -infinity<Sum>()) return {false, 0, 0, 0};
-    const Sum probability = exp2_of(s - head.shift()[i]);
+    if (head.is_large()) s = difference(s, head.row_max()[i]);
+    const Sum probability = exp2_of(fma(s, head.terms.unit(), -head.shift()[i]));
     const Sum keep = HAS_DROPOUT ? (head.dropout.keeps(i, j) ? Sum(p.gain) : Sum(0)) : Sum(1);
     Sum dp = 0;
     for (int d = 0; d < p.Dv; ++d)
@@ -143,6 +144,19 @@ __device__ inline void in_turn(bool seen, Sum weight, Row add) {
     }
 }
 
+// The maximum of the scores of query i, clipped to be finite, and the sum of exp2(score - maximum).
+__device__ inline void sum_of_row(const Head& head, int i, Sum& m, Sum& l) {
+    const int lane = threadIdx.x % WARP;
+    const Range keys = head.sight.band.keys_of(i, i + 1);
+    Sum derivative;
+    m = -infinity<Sum>(), l = 0;
+    for (int j = keys.lo + lane; j < keys.hi; j += WARP) m = fmax(m, head.score(i, j, derivative));
+    m = clip_finite(warp_maximum(m));
+    for (int j = keys.lo + lane; j < keys.hi; j += WARP)
+        l += exp2_of(difference(head.score(i, j, derivative), m) * head.terms.unit());
+    l = warp_sum(l);
+}
+
 // out and lse of query i. Columns come 32 at a time, the keys are gone through again for each.
 template <bool LAID_OUT>
 __device__ inline void forward_by_row(const Params& p, i64 b, i64 h, int i) {
@@ -150,15 +164,11 @@ __device__ inline void forward_by_row(const Params& p, i64 b, i64 h, int i) {
     const Sum sink = head.sink();
     const int lane = threadIdx.x % WARP;
     const Range keys = head.sight.band.keys_of(i, i + 1);
-    Sum derivative, m = sink;
-    for (int j = keys.lo + lane; j < keys.hi; j += WARP) m = fmax(m, head.score(i, j, derivative));
-    m = warp_maximum(m);
-    const Sum shift = clip_finite(m);
-    Sum l = 0;
-    for (int j = keys.lo + lane; j < keys.hi; j += WARP)
-        l += exp2_of(head.score(i, j, derivative) - shift);
-    l = warp_sum(l) + exp2_of(sink - shift);
-    if (lane == 0) static_cast<Sum*>(p.lse)[head.row(i)] = (m + log2_of(l)) * LN_2;
+    Sum derivative, m, l;
+    sum_of_row(head, i, m, l);
+    const Sum unit = head.terms.unit(), natural = Sum(p.natural);
+    const Denominator all(l, fma(-m, natural, sink) * LOG2_E);
+    if (lane == 0) static_cast<Sum*>(p.lse)[head.row(i)] = all.lse(m * natural, sink);
     Element* out = rows_of<Element>(p.out, p.out_at, head.b, head.h) + i * p.out_at.n;
     for (int d0 = 0; d0 < p.Dv; d0 += WARP) {
         const int d = d0 + lane;
@@ -167,13 +177,16 @@ __device__ inline void forward_by_row(const Params& p, i64 b, i64 h, int i) {
             const int j = j0 + lane;
             const Sum s = j < keys.hi ? head.score(i, j, derivative) : -infinity<Sum>();
             const bool kept = !HAS_DROPOUT || head.dropout.keeps(i, j);
-            in_turn<LAID_OUT>(s != -infinity<Sum>(), kept ? exp2_of(s - shift) : Sum(0),
+            in_turn<LAID_OUT>(s != -infinity<Sum>(),
+                              kept ? exp2_of(difference(s, m) * unit) : Sum(0),
                           [&](int other, Sum weight) {
                               const Element* const row = head.v + (j0 + other) * p.v_at.n;
                               if (d < p.Dv) total = fma(weight, Sum(widen(row[d])), total);
                           });
         }
-        if (d < p.Dv) out[d] = narrow<Element>(l == 0 ? Sum(0) : total * (Sum(p.gain) / l));
+        if (d < p.Dv)
+            out[d] = narrow<Element>(
+                all.total == 0 ? Sum(0) : total * (Sum(p.gain) / all.total * all.rescale));
     }
 }
 

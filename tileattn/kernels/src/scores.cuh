@@ -38,18 +38,20 @@ struct Terms {
     }
 
     // Score of query i and key j from their product and bias, and its derivative by the scaled
-    // product.
-    __device__ Sum score(Sum product, int i, int j, Sum added, Sum& derivative) const {
+    // product. Every operation is spelled out: kernels that compare large scores need the same bits.
+    __device__ Sum score(Sum x, int i, int j, Sum added, Sum& derivative) const {
         derivative = 1;
-        if constexpr (FOLD) return product;
-        Sum s = scale * product;
+        if constexpr (FOLD) return x;
+        Sum factor = scale;
         if constexpr (HAS_SOFTCAP) {
-            const Sum t = tanh_of(scale_over_cap * product);
-            derivative = 1 - t * t;
-            s = softcap * t;
+            x = tanh_of(rounded_product(scale_over_cap, x));
+            factor = softcap;
+            derivative = fma(-x, x, Sum(1));
         }
-        if constexpr (HAS_ALIBI) s -= slope * fabs(Sum(i) + offset - Sum(j));
-        if constexpr (HAS_BIAS) s += added;
-        return s;
+        if constexpr (HAS_ALIBI) {
+            const Sum distance = fabs(difference(Sum(i) + offset, Sum(j)));
+            x = fma(-slope, distance, rounded_product(factor, x)), factor = 1;
+        }
+        return HAS_BIAS ? fma(factor, x, added) : rounded_product(factor, x);
     }
 };

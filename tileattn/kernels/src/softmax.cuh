@@ -53,24 +53,59 @@ struct RowGroup {
     }
 };
 
+// Shifts of ordinary rows, in units of log 2, are no larger: their rounding leaves weights within the
+// range of 16 bits.
+constexpr Sum ORDINARY = Sum(1 << 20);
+
 // Infinity cannot be subtracted from itself: rows that saw nothing are shifted by 0.
 __device__ inline Sum shift_of(Sum m) { return m == -infinity<Sum>() ? Sum(0) : m; }
 
+// Slack is in units of log 2; the maxima are in multiples of `unit` of these.
 template <int SLACK>
-__device__ inline Sum raised(Sum m, Sum candidate) {
-    return SLACK == 0 ? fmax(m, candidate) : candidate - m > SLACK ? candidate : m;
+__device__ inline Sum raised(Sum m, Sum candidate, Sum unit = 1) {
+    return SLACK == 0 ? fmax(m, candidate) : (candidate - m) * unit > SLACK ? candidate : m;
 }
 
+// A softmax denominator that a sink has joined. The sink exceeds what the sum l is shifted by, or is
+// below it, by so many units of log 2.
+struct Denominator {
+    Sum above, rescale, total;
+
+    __device__ Denominator(Sum l, Sum above)
+        : above(above),
+          rescale(above > 0 ? exp2_of(-above) : Sum(1)),
+          total(l * rescale + (above > 0 ? Sum(1) : exp2_of(above))) {}
+
+    // Its logarithm, of base 2 and less the shift; the sum may not have room for a large sink.
+    __device__ Sum log2() const { return fmax(above, Sum(0)) + log2_of(total); }
+
+    // The shift and the sink are in natural units.
+    __device__ Sum lse(Sum shift, Sum sink) const {
+        return fma(log2_of(total), LN_2, above > 0 ? sink : shift);
+    }
+};
+
+// An exponent is fma(score, unit, -shift): one instruction, and the rounding of the shift is the same
+// in all of a row. Where shifts are large this is too coarse, or they overflow. So large rows lower
+// their scores by the maximum first, which is exact where it matters, and are shifted by nothing. A
+// bias makes scores of any size, as -1e9 or the lowest number stand for what is hidden: with one all
+// rows are large.
 template <int MT>
 struct RowState {
-    Sum m[MT][2];  // running maximum, but for slack
+    Sum m[MT][2];  // running maximum, but for slack, in units of log 2; of large rows, of scores
     Sum l[MT][2];  // this lane's share of the sum of exp2(score - m)
+    u32 large;     // a bit for each row
 
-    __device__ RowState() {
+    // Where all rows are large from the beginning, maxima are exact without slack.
+    __device__ explicit RowState(bool all_large = HAS_BIAS) : large(all_large ? ~0u : 0) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) m[i][half] = -infinity<Sum>(), l[i][half] = 0;
+    }
+
+    __device__ bool is_large(int i, int half) const {
+        return HAS_BIAS || (large >> (2 * i + half) & 1);
     }
 
     // Turn scores, in multiples of `unit`, into unnormalised probabilities; say by how much what
@@ -79,7 +114,7 @@ struct RowState {
     template <int SLACK = 0, int NT>
     __device__ void absorb(Fragment<Sum, MT, NT>& s, Sum unit, const RowGroup& group,
                            Sum (&rescale)[MT][2]) {
-        Sum largest[MT][2];
+        Sum largest[MT][2], shift[MT][2];
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -100,20 +135,58 @@ struct RowState {
                     largest[i][half] = fmax(largest[i][half], part[n]);
             }
         group.join(largest, [](Sum x, Sum y) { return fmax(x, y); });
+        Sum farthest, old[MT][2];
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const Sum maximum = raised<SLACK>(m[i][half], largest[i][half] * unit);
-                const Sum shift = shift_of(maximum);
-                rescale[i][half] = exp2_of(m[i][half] - shift);
+                const Sum candidate = largest[i][half] * unit;
+                const Sum maximum = raised<SLACK>(m[i][half], candidate);
+                old[i][half] = m[i][half];
                 m[i][half] = maximum;
+                shift[i][half] = shift_of(maximum);
+                rescale[i][half] = exp2_of(old[i][half] - shift[i][half]);
+                farthest = i + half == 0 ? fabs(candidate) : fmax(farthest, fabs(candidate));
+            }
+        // Of a large row all this was for nothing. What was summed before it became large is shifted
+        // by its old maximum.
+        auto lower = [&](int i, int half) {
+            const bool was = is_large(i, half);
+            const Sum from = was ? old[i][half] : quotient_to_2_ulp(old[i][half], unit);
+            const Sum maximum = clip_finite(raised<SLACK>(from, largest[i][half], unit));
+            m[i][half] = maximum;
+            shift[i][half] = 0;
+            rescale[i][half] = exp2_of(was ? difference(from, maximum) * unit
+                                           : fma(-maximum, unit, old[i][half]));
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e)
+                    s.x[i][n][e] = difference(s.x[i][n][e], maximum);
+        };
+        if (HAS_BIAS || __any_sync(~0u, farthest > ORDINARY || large)) {
+#pragma unroll
+            for (int i = 0; i < MT; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const bool sees = largest[i][half] != -infinity<Sum>();
+                    if (is_large(i, half) ||
+                        (sees && fabs(largest[i][half] * unit) > ORDINARY)) {
+                        lower(i, half);
+                        large |= 1u << (2 * i + half);
+                    }
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
                 Sum total = 0;
 #pragma unroll
                 for (int n = 0; n < NT; ++n)
 #pragma unroll
                     for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                        s.x[i][n][e] = exp2_of(fma(s.x[i][n][e], unit, -shift));
+                        s.x[i][n][e] = exp2_of(fma(s.x[i][n][e], unit, -shift[i][half]));
                         total += s.x[i][n][e];
                     }
                 l[i][half] = l[i][half] * rescale[i][half] + total;
@@ -134,16 +207,16 @@ struct RowState {
         group.join(l, [](Sum x, Sum y) { return x + y; });
     }
 
-    // Let a logit join the denominator, and divide: the weight of the sums, and the logsumexp. To 2
-    // ulp will do where the result is rounded to 16 bits.
+    // Let a logit join the denominator, and divide: the weight of the sums, and the logsumexp. A
+    // score is a multiple of `natural`. To 2 ulp will do where the result is rounded to 16 bits.
     template <bool TO_2_ULP = false>
-    __device__ Sum finish(int i, int half, Sum sink, Sum gain, Sum& lse) {
-        const Sum old = m[i][half], maximum = fmax(old, sink), shift = shift_of(maximum);
-        const Sum rescale = exp2_of(old - shift);
-        const Sum total = l[i][half] * rescale + exp2_of(sink - shift);
-        lse = (maximum + log2_of(total)) * LN_2;
-        if constexpr (TO_2_ULP)
-            return total == 0 ? Sum(0) : __fdividef(gain, total) * rescale;
-        return total == 0 ? Sum(0) : gain / total * rescale;
+    __device__ Sum finish(int i, int half, Sum sink, Sum gain, Sum natural, Sum& lse) {
+        const Sum shift = clip_finite(m[i][half]);
+        const bool in_scores = is_large(i, half);
+        const Denominator all(l[i][half], in_scores ? fma(-shift, natural, sink) * LOG2_E
+                                                    : sink * LOG2_E - shift);
+        lse = all.lse(shift * (in_scores ? natural : LN_2), sink);
+        if (all.total == 0) return 0;
+        return (TO_2_ULP ? quotient_to_2_ulp(gain, all.total) : gain / all.total) * all.rescale;
     }
 };

@@ -136,5 +136,20 @@ __device__ inline double exp2_of(double x) { return exp2(x); }
 __device__ inline float log2_of(float x) { return log2f(x); }
 __device__ inline double log2_of(double x) { return log2(x); }
 
+// Each rounded by itself: the compiler may not take a product and a difference together.
+__device__ inline float difference(float x, float y) { return __fsub_rn(x, y); }
+__device__ inline double difference(double x, double y) { return __dsub_rn(x, y); }
+__device__ inline float rounded_product(float x, float y) { return __fmul_rn(x, y); }
+__device__ inline double rounded_product(double x, double y) { return __dmul_rn(x, y); }
+
+// To 2 ulp, of divisors below 2**126.
+__device__ inline float quotient_to_2_ulp(float x, float y) { return __fdividef(x, y); }
+__device__ inline double quotient_to_2_ulp(double x, double y) { return x / y; }
+
+template <class S>
+__device__ inline S clip_finite(S x) {
+    return fmin(fmax(x, -largest<S>()), largest<S>());
+}
+
 __device__ inline bool is_finite(float x) { return fabsf(x) < infinity<float>(); }
 __device__ inline bool is_finite(double x) { return fabs(x) < infinity<double>(); }

@@ -1,0 +1,71 @@
+"""Forward and backward from one set of options, which then cannot disagree."""
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+from tileattn.api import backward, forward
+from tileattn.problem import Options
+from tileattn.results import Attention, Gradients
+
+
+def vjp(
+    q: Any, k: Any, v: Any, *, backend: str = "auto", **options: Unpack[Options]
+) -> tuple[Attention, Callable[..., Gradients]]:
+    """Exact attention and its vector-Jacobian product: the options are given once.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As for ``forward``.
+    backend : str
+        As for ``forward``.
+    **options
+        As for ``forward``; they hold for both passes.
+
+    Returns
+    -------
+    attention : Attention
+        As ``forward`` returns it.
+    pullback : callable
+        ``pullback(dout, dlse=None, deterministic=False)`` returns ``Gradients``, as ``backward``
+        does. It may be called any number of times.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an argument is not as described; the message names it.
+    BackendUnavailableError
+        Where the backend cannot run here.
+    UnsupportedError
+        Where the backend does not serve this problem.
+
+    Notes
+    -----
+    ``pullback`` maps the upstream gradients dout and dlse to their products with the Jacobian of
+    ``(out, lse)``. It keeps the inputs, the options and the results, and copies none of them: write
+    to no array among them before its last call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tileattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 5, 8))
+    >>> (out, lse), pullback = tileattn.vjp(q, k, v, causal=True)
+    >>> dq, dk, dv, dbias, dsinks = pullback(np.ones_like(out))
+    >>> dq.shape, dbias is None
+    ((5, 8), True)
+    """
+    attention = forward(q, k, v, backend=backend, **options)
+
+    def pullback(dout: Any, dlse: Any | None = None, deterministic: bool = False) -> Gradients:
+        """Gradients for the inputs, given those for ``out`` and ``lse``; see ``backward``."""
+        return backward(
+            *(dout, q, k, v, *attention),
+            dlse=dlse,
+            deterministic=deterministic,
+            backend=backend,
+            **options,
+        )
+
+    return attention, pullback

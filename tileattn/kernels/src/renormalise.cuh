@@ -1,0 +1,27 @@
+// Layer 3. How the backward pass normalises the rows of a LARGE head. A logsumexp of 1e9 is rounded to
+// a multiple of 64: probabilities made of it are off by as much in their exponents. So scores are
+// lowered by their own maximum, and the logarithm of what is left is the shift.
+#pragma once
+
+#include "plain.cuh"
+
+constexpr Sum EPSILON = Sum(1) / (1ll << (sizeof(Sum) == 8 ? 52 : 23));  // of the numbers from 1 on
+
+// `m` is the maximum of the scores of query i, clipped to be finite, and `l` the sum of
+// exp2((score - m) * unit), 0 where it sees nothing.
+__device__ inline void renormalise_row(const Head& head, int i, Sum m, Sum l) {
+    const Params& p = head.p;
+    const Sum natural = Sum(p.natural), sink = head.sink();
+    const Sum given = static_cast<const Sum*>(p.lse)[head.row(i)];
+    const Denominator all(l, rounded_product(fma(-m, natural, sink), LOG2_E));
+    const Sum log_of_l = all.log2(), own = all.lse(m * natural, sink);
+    // Of the logsumexp the caller may have had a few more roundings than `own`.
+    const Sum near = 8 * EPSILON * (fabs(m * natural) + fabs(log_of_l) + 1);
+    Sum& row_max = head.row_max()[i];
+    row_max = 0;
+    if (!is_finite(given) || l == 0) return;
+    row_max = m;
+    // Else it is that of more keys than these, of which this call has a part.
+    head.shift()[i] = fabs(given - own) <= near ? log_of_l
+                                                : fma(-m, natural, given) * LOG2_E;
+}

@@ -1,0 +1,43 @@
+"""Streams of CuPy's, and what kernels on them may still read."""
+
+import threading
+from typing import Any
+
+PER_THREAD = 2  # the handle, in every thread, of the default stream that is the thread's own
+
+_kept: dict[int, object] = {}
+
+
+def current_stream() -> Any:
+    """Give CuPy's current stream."""
+    import cupy
+
+    return cupy.cuda.get_current_stream()
+
+
+def is_capturing() -> bool:
+    """Whether CuPy's current stream takes down a graph instead of running what it is given."""
+    return bool(current_stream().is_capturing())
+
+
+def stream_name() -> tuple[int, int]:
+    """Name CuPy's current stream: its handle, and the thread where that decides, too."""
+    handle: int = current_stream().ptr
+    return handle, threading.get_ident() if handle == PER_THREAD else 0
+
+
+def outlive_readers(owner: object, stream: tuple[int, int]) -> None:
+    """Keep memory for good where what the current stream is given may read it after it is dropped.
+
+    Freed memory is for the stream that it was taken on, which does not wait for others; and a graph
+    reads it whenever it is replayed.
+
+    Parameters
+    ----------
+    owner : object
+        What holds the memory.
+    stream : (int, int)
+        Name of the stream that it was taken on.
+    """
+    if stream_name() != stream or is_capturing():
+        _kept[id(owner)] = owner
