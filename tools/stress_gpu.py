@@ -33,6 +33,7 @@ from benchmarks import report
 from tileattn import reference
 from tileattn.kernels import catalog, compile
 from tileattn.kernels.key import KernelKey
+from tileattn.kernels.load import arch_of
 from tileattn.kernels.steps import backward_steps, forward_steps
 from tileattn.kernels.tiles import ROOMS
 from tileattn.problem import parse
@@ -346,7 +347,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of the processes: the oracle's products
     compile.TROUBLE = VARIANTS[chosen.variant]
     start = time.time()
-    count = compile_all(chosen.pairs, compile.arch_of(0), os.cpu_count() or 1)
+    count = compile_all(chosen.pairs, arch_of(0), os.cpu_count() or 1)
     print(f"{count} kernels compiled in {time.time() - start:.0f} s", flush=True)
     tally = run(chosen)
     rows = tally.rows()
