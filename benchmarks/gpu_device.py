@@ -26,6 +26,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 LEAST_SECONDS, MOST_SECONDS = 0.05, 0.25  # of one measurement
 SETTLE_SECONDS = 0.3  # until a busy GPU has the clocks that its power limit leaves
 LEAST_CALLS, MOST_CALLS = 10, 1000
+LEAST_ROUNDS, MOST_ROUNDS = 3, 15  # of calls that are timed apart
 L2_CYCLE = 4  # a cycle through the input sets reads this many times the L2
 COPY_BYTES = 1 << 30
 
@@ -85,6 +86,21 @@ class Gpu:
         while busy < SETTLE_SECONDS:
             busy += sum(self._sample(calls, count))
         return self._sample(calls, count)
+
+    def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
+        """Seconds of the device for each of several calls apart; else as `time`.
+
+        They take turns, so that a drift of the clocks falls on all of them.
+        """
+        for call in calls:
+            call()
+        rounds = int(MOST_SECONDS / sum(self._sample(calls, len(calls))))
+        count = len(calls) * min(max(rounds, LEAST_ROUNDS), MOST_ROUNDS)
+        busy = 0.0
+        while busy < SETTLE_SECONDS:
+            busy += sum(self._sample(calls, len(calls)))
+        times = self._sample(calls, count)
+        return [times[n :: len(calls)] for n in range(len(calls))]
 
     def _sample(self, calls: Sequence[Call], count: int) -> list[float]:
         event = self.xp.cuda.Event

@@ -65,10 +65,13 @@ class Runner:
         result = tileattn.forward(*given, backend=self.name, **options)
         return tileattn.Attention(*map(self._fetched, result))
 
-    def backward(self, *arrays: Array, **options: Any) -> tileattn.Gradients:
+    def backward(
+        self, *arrays: Array, deterministic: bool = True, **options: Any
+    ) -> tileattn.Gradients:
         """Call ``tileattn.backward``."""
         given, options = self._sent(arrays), self._sent_options(options)
-        result = tileattn.backward(*given, backend=self.name, deterministic=True, **options)
+        options["deterministic"] = deterministic
+        result = tileattn.backward(*given, backend=self.name, **options)
         return tileattn.Gradients(*map(self._fetched, result))
 
     def _sent(self, arrays: tuple[Array, ...]) -> Any:

@@ -33,6 +33,10 @@ class Fake(Gpu):
             call()
         return [0.003, 0.001, 0.002]
 
+    def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
+        """Run each call."""
+        return [self.time([call]) for call in calls]
+
     def host_time(self, call: Call, count: int = 100, rounds: int = 9) -> float:
         """Run the call."""
         call()

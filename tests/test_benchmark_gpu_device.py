@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, cycle, repeat
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,6 +65,22 @@ def test_the_inputs_take_turns() -> None:
     device = Ticking(repeat(0.01))
     device.time([partial(device.spend, "a"), partial(device.spend, "b")])
     assert "".join(device.order[-10:]) == "ab" * 5
+
+
+def test_calls_that_take_turns_are_timed_apart() -> None:
+    """Cold and rising clocks count for nobody."""
+    device = Ticking(chain([9.0] * 2, [0.01] * 2, [0.05, 0.09] * 2, cycle([0.01, 0.04])))
+    a, b = device.time_each([partial(device.spend, "a"), partial(device.spend, "b")])
+    assert a == pytest.approx([0.01] * 12)  # rounds of 0.02 s, as they were before the load
+    assert b == pytest.approx([0.04] * 12)
+    assert "".join(device.order) == "ab" * (len(device.order) // 2)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(1e-6, 15), (0.02, 6), (1.0, 3)])
+def test_turns_are_neither_too_few_nor_too_many(seconds: float, rounds: int) -> None:
+    device = Ticking(repeat(seconds))
+    times = device.time_each([partial(device.spend, "a"), partial(device.spend, "b")])
+    assert [len(each) for each in times] == [rounds] * 2
 
 
 @pytest.mark.parametrize(

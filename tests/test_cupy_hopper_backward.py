@@ -307,7 +307,7 @@ def test_marks_are_zeros_next_to_each_other(gpu: Machine, monkeypatch: pytest.Mo
     # claimed, and how many have added to both parts of 5 tiles of each of 12 heads.
     sums, half = B * HQ * NQ * 128 * 4, len(gpu.launches) // 2
     assert sums % 256 == 0
-    starts = {"dq_sum": -sums, "unfinished": 0, "claimed": 256, "landed": 512}
+    starts = {"dq_sum": -sums, "special": 0, "claimed": 256, "landed": 512}
     for n, (address, nbytes) in enumerate(cleared):
         assert nbytes == 512 + 12 * 5 * 2 * 4
         for *_, params in gpu.launches[n * half : (n + 1) * half]:

@@ -118,6 +118,9 @@ def test_any_call_moves_what_is_counted(case: AttentionCase, tile: tuple[int, in
         (backward, "backward", problem.group),
     ):
         expected = counted(problem, operands, tile, "flash2", kind, max(heads, 1))
+        if kind == "backward" and spec.rounded(attention.lse, problem.dtype).any():
+            for name in ("q", "k", "lse"):  # that of some rows is computed again
+                assert found.reads.pop(name, 0) >= expected.reads.pop(name, 0)
         assert without_zeros(found) == without_zeros(expected)
 
 

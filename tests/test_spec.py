@@ -129,6 +129,22 @@ def test_the_order_of_the_keys_does_not_matter(keys: list[int], bq: int, bk: int
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("options", [{}, {"softcap": 500.0}, {"bias": np.ones((30, 1))}], ids=str)
+def test_both_passes_have_the_same_probabilities(dtype: Any, options: dict[str, Any]) -> None:
+    """The scale is rounded into q in both, and scores of some 1e3 show the rounding of any other.
+
+    Where v and dout are identity matrices, out is P and dv is P transposed.
+    """
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 30, 48)) * 30
+    v = dout = np.eye(30)[None, None].astype(dtype)
+    case = AttentionCase(q.astype(dtype), k.astype(dtype), v, dout, None, {"scale": 0.3, **options})
+    attention = forward_by_lanes(case, (30, 30), "query")
+    dv = backward_by_lanes(case, attention, (30, 30), "query").dv
+    bound = error_bound(0 * case.q, 0 * case.k, v, dout)["dv"]
+    assert np.linalg.norm((dv.swapaxes(2, 3) - attention.out).astype(np.float64)) <= bound.error
+
+
 # --- lanes --------------------------------------------------------------------------------------
 
 

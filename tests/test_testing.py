@@ -390,6 +390,28 @@ def test_problems_include(condition: Callable[[AttentionCase], bool]) -> None:
     assert condition(found)
 
 
+def scores_above(least: float, case: AttentionCase) -> bool:
+    lse = reference.forward(case.q, case.k, case.v).lse
+    return bool((np.where(np.isfinite(lse), lse, 0) > least).any())
+
+
+EXTREMES: dict[str, Callable[[AttentionCase], bool]] = {
+    "scores above 1e8": partial(scores_above, 1e8),
+    "scores near 0": lambda c: bool(c.q.size) and float(np.abs(np.float64(c.q)).max()) < 0.01,
+    "rows masked by a number": lambda c: bool(np.any(np.float64(c.options.get("bias", 0)) < -1e8)),
+    "infinite sinks": lambda c: bool(np.isposinf(np.float64(c.options.get("sinks", 0))).any()),
+    "caps below float32": lambda c: 0 < c.options.get("softcap", 1) < 1e-44,
+    "caps above float32": lambda c: c.options.get("softcap", 1) > 3.5e38,
+    "far offsets": lambda c: bool(np.any(np.less(c.options.get("q_offset", 0), -(2**59)))),
+    "far windows": lambda c: 2**63 - 1 in c.options.get("window", ()),
+}
+
+
+@pytest.mark.parametrize("condition", EXTREMES.values(), ids=EXTREMES.keys())
+def test_extremes_include(condition: Callable[[AttentionCase], bool]) -> None:
+    assert condition(find(problems(extremes=True), condition, settings=SEARCH))
+
+
 def test_hypothesis_is_needed_only_for_the_strategy() -> None:
     code = """
 import sys

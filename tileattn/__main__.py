@@ -36,6 +36,7 @@ BENCHMARKS = {
     "gpu": "speed of the CuPy backend beside PyTorch, FlashAttention-4 and plain CuPy",
     "traffic": "operations and bytes: the model, and a GPU's counters",
     "memory": "peak memory against the number of tokens, beside plain attention",
+    "nonfinite": "time of calls that meet NaN and infinity, as multiples of clean ones",
 }
 """Modules of ``benchmarks``, and the question that each answers."""
 
@@ -256,7 +257,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.section is None:
         print("python -m tileattn bench SECTION [--help], where SECTION is one of")
         for name, question in BENCHMARKS.items():
-            print(f"  {name:8} {question}")
+            print(f"  {name:9} {question}")
         return 0
     try:
         found = importlib.import_module("benchmarks")

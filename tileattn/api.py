@@ -208,6 +208,10 @@ def backward(
         dq = scale * ds @ k
         dk = scale * ds.T @ q
 
+    ``out`` and ``lse`` may be those of more keys than these, from ``merge``. Where ``lse`` is so
+    large that its rounding shows, it is computed again from these keys, and the one given counts
+    only where it is larger by more than rounding explains.
+
     A workspace may serve one call after the other on one stream, of any sizes that it has room
     for; calls that may run at the same time need one each. The bytes that ``explain`` gives are
     enough with and without ``deterministic``, where lse and the rows of dout and out are

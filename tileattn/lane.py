@@ -128,10 +128,11 @@ class Lane:
         q = self.q[..., slice(*sight.band.queries_of(0, sight.Nk)), :]
         keys = slice(*sight.band.keys_of(0, sight.band.Nq))
         v = self.v[..., keys, :].astype(self.dtype, copy=False)
-        norms = [_largest_norm(x, self.dtype) for x in (q, self.k[..., keys, :])]
+        qk = (x.astype(self.dtype, copy=False) for x in (q, self.k[..., keys, :]))
+        reach = math.prod(norms(x).max(axis=-1, initial=0) for x in qk)
         largest = np.maximum(v.max(axis=(2, 3), initial=0), -v.min(axis=(2, 3), initial=0))
         room = np.finfo(self.dtype).max * math.exp(-_SAFE_EXPONENT) / max(sight.Nk, 1)
-        flags: Array = (abs(self.scale) * norms[0] * norms[1] <= _SAFE_EXPONENT) & (largest < room)
+        flags: Array = (abs(self.scale) * reach <= _SAFE_EXPONENT) & (largest < room)
         if flags.all() or not flags.any():
             return bool(flags.all())
         return flags.reshape((*flags.shape, 1))
@@ -173,11 +174,21 @@ def load(
     return copy
 
 
-def _largest_norm(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Largest Euclidean norm of a row of each head; NaN or infinite where some row is."""
-    x = x.astype(dtype, copy=False)
-    largest: Array = np.einsum("...d,...d->...", x, x).max(axis=-1, initial=0)
-    return np.sqrt(largest)
+def norms(x: Array) -> Array:
+    """Euclidean norm of each row.
+
+    Parameters
+    ----------
+    x : array, shape (..., rows, columns)
+        In the dtype of the sums.
+
+    Returns
+    -------
+    array, shape (..., rows)
+        NaN or infinite where the row is.
+    """
+    squares: Array = np.einsum("...d,...d->...", x, x)
+    return np.sqrt(squares)
 
 
 def lanes(problem: Problem, operands: Operands, together: int = 1) -> Iterator[Lane]:

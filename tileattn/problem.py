@@ -419,7 +419,7 @@ def _side(side: Any, window: Any) -> int | None:
         raise ValueError(
             f"window is {window!r}; each side must be 0 or more, or None to leave it open"
         )
-    return min(int(side), _FAR)
+    return min(int(side), 2 * _FAR)  # further than any key is from any position
 
 
 def _real(name: str, x: Any, accepted: str) -> float:

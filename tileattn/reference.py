@@ -243,9 +243,9 @@ def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDA
     if o.window is not None:
         left, right = o.window
         if left is not None:
-            visible = visible & (j >= p - left)
+            visible = visible & (p - j <= left)
         if right is not None:
-            visible = visible & (j <= p + right)
+            visible = visible & (j - p <= right)
     if o.mask is not None:
         visible = visible & o.mask
     if o.block_mask is not None:

@@ -56,7 +56,8 @@ class Terms:
             Which queries and keys.
         """
         if self.softcap is not None:
-            self._cap(s)
+            cap = _tanh(s, self.softcap)
+            s *= cap
         self._shift(s, tile)
 
     def apply_with_slope(self, s: NDArray[Any], tile: Tile) -> NDArray[Any] | None:
@@ -76,18 +77,12 @@ class Terms:
         """
         slope = None
         if self.softcap is not None:
-            self._cap(s)
-            slope = s * np.asarray(1.0 / self.softcap, s.dtype)
-            np.multiply(slope, slope, out=slope)
+            cap = _tanh(s, self.softcap)
+            slope = s * s
             np.subtract(np.asarray(1, s.dtype), slope, out=slope)
+            s *= cap
         self._shift(s, tile)
         return slope
-
-    def _cap(self, s: NDArray[Any]) -> None:
-        cap = np.asarray(self.softcap, s.dtype)
-        np.divide(s, cap, out=s)
-        np.tanh(s, out=s)
-        np.multiply(s, cap, out=s)
 
     def _shift(self, s: NDArray[Any], tile: Tile) -> None:
         if self.slopes is not None:
@@ -96,3 +91,16 @@ class Terms:
             s -= self.slopes.astype(s.dtype) * distance
         if self.bias is not None:
             s += tile_of(self.bias, tile).astype(s.dtype, copy=False)
+
+
+def _tanh(s: NDArray[Any], softcap: float) -> Any:
+    """Write ``tanh(s / cap)`` to s and return the cap.
+
+    A cap that scores cannot tell from 0, or from none, stays within the range of the dtype, where
+    the quotient is neither 0 / 0 nor below normal.
+    """
+    ends = np.finfo(s.dtype)
+    cap = s.dtype.type(min(max(softcap, float(ends.tiny)), float(ends.max * ends.eps)))
+    np.divide(s, cap, out=s)
+    np.tanh(s, out=s)
+    return cap

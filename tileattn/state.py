@@ -180,8 +180,14 @@ class RowState:
         logits : array, broadcastable to m
             One for each head.
         """
-        m = np.broadcast_to(logits.astype(self.m.dtype), self.m.shape)
-        self.merge(RowState(m, np.ones_like(m), np.zeros_like(self.acc)))
+        logits = logits.astype(self.m.dtype)
+        m = np.maximum(self.m, logits)
+        shift = _finite(m)
+        mine = np.exp(self.m - shift)
+        self.l *= mine
+        self.l += np.exp(logits - shift)
+        self.acc *= mine[..., None]  # no values: 0 times the weight of an infinite sink is NaN
+        self.m[...] = m
 
     def finish(self, gain: float = 1.0, out: Array | None = None) -> tuple[Array, Array]:
         """Divide by the denominator.

@@ -137,7 +137,8 @@ class NumpyBackend:
             With four axes, those of bias and sinks in their own shape.
         """
         job = Backward(problem, operands, dout, attention, dlse, self._backward_tile(problem))
-        threads.run(job.tasks(), _parallel(problem))
+        for tasks in filter(None, (job.first_tasks(), job.tasks())):
+            threads.run(tasks, _parallel(problem))
         return job.gradients()
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:

@@ -1,6 +1,7 @@
 """The backward pass on NumPy arrays: one task for each key block, sums in a fixed order."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,9 +54,10 @@ class Backward:
         self._block_q, self._block_k = tile
         self._dout = dout
         self._lse = np.where(np.isneginf(attention.lse), 0, attention.lse).astype(dtype, copy=False)
+        self._rounded = spec.rounded(self._lse, P.dtype)
+        self._lse_lo = np.zeros_like(self._lse) if self._rounded.any() else None
         with np.errstate(all="ignore"):
             self._delta = _delta(dout, attention.out, dlse, dtype)
-            self._dsinks = self._sink_gradient()
         self._dq = np.zeros((P.B, P.Hq, P.Nq, P.D), dtype)
         self._dk = np.zeros((P.B, P.Hkv, P.Nk, P.D), P.dtype)
         self._dv = np.zeros((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
@@ -64,6 +66,24 @@ class Backward:
         record.read("out", attention.out)
         record.write("delta", self._delta)
         record.write("dq", self._dq)
+
+    def first_tasks(self) -> list[Callable[[], None]]:
+        """List what comes before the other tasks: the rows whose logsumexp has lost too much."""
+        blocks: dict[tuple[int, int, int], tuple[Lane, list[Tile]]] = {}
+        if self._lse_lo is None:
+            return []
+        for lane in lanes(self._problem, self._operands):
+            rows: Array = np.asarray(lane.heads_of(self._rounded).any(axis=(0, 1)))
+            for span in cut(self._problem.Nk, self._block_k):
+                for tile in lane.sight.column_tiles(*span, self._block_q):
+                    q0 = tile.q0 - tile.q0 % self._block_q
+                    if rows[q0 : q0 + self._block_q].any():
+                        key = lane.batch, lane.heads.start, q0
+                        blocks.setdefault(key, (lane, []))[1].append(tile)
+        return [
+            partial(self._renormalise, self._lse_lo, lane, q0, tiles)
+            for (*_, q0), (lane, tiles) in blocks.items()
+        ]
 
     def tasks(self) -> list[Callable[[], None]]:
         """List the tasks; key blocks ascend within each group of lanes."""
@@ -85,8 +105,10 @@ class Backward:
                 if dbias.shape[2] != bias.shape[2]:
                     dbias = dbias.sum(axis=2, keepdims=True)
                 dbias = dbias.astype(bias.dtype, copy=False)
+            self._dq *= self._problem.sum_dtype.type(self._problem.scale)
             dq = self._dq.astype(self._problem.dtype, copy=False)
-        return Gradients(dq, self._dk, self._dv, dbias, self._dsinks)
+            dsinks = self._sink_gradient()
+        return Gradients(dq, self._dk, self._dv, dbias, dsinks)
 
     def _groups(self) -> list[list[Lane]]:
         P, bias = self._problem, self._operands.bias
@@ -132,8 +154,20 @@ class Backward:
             turns.break_off()
             raise
 
+    def _renormalise(self, lse_lo: Array, lane: Lane, q0: int, tiles: list[Tile]) -> None:
+        q1 = min(q0 + self._block_q, self._problem.Nq)
+        with np.errstate(all="ignore"):
+            words = lane.heads_of(self._lse), lane.heads_of(lse_lo)
+            spec.renormalise(lane, words, q0, q1, tiles, thread_scratch())
+
     def _upstream(self, lane: Lane) -> spec.Upstream:
-        return spec.Upstream(*(lane.heads_of(x) for x in (self._dout, self._lse, self._delta)))
+        up = spec.Upstream(*(lane.heads_of(x) for x in (self._dout, self._lse, self._delta)))
+        if self._lse_lo is None:
+            return up
+        split = np.asarray(lane.heads_of(self._rounded).any(axis=-1))[..., None, None]
+        if not split.any():
+            return up
+        return replace(up, lse_lo=lane.heads_of(self._lse_lo), split=split)
 
     def _add_dq(self, lane: Lane, tile: Tile, dq: Array) -> None:
         total = lane.heads_of(self._dq)[..., tile.queries, :]
@@ -167,7 +201,6 @@ class Backward:
             dk, dv = (x[batch, kv : kv + heads, k0:k1] for x in (self._dk, self._dv))
             block = blocks.get((batch, kv))
             if block is not None:
-                block.dk *= self._problem.sum_dtype.type(self._problem.scale)
                 dk[...], dv[...] = block.dk[:, 0], block.dv[:, 0]
             record.write("dk", dk)
             record.write("dv", dv)
@@ -177,7 +210,10 @@ class Backward:
         sinks = self._operands.sinks
         if sinks is None:
             return None
-        p = np.exp(sinks.astype(self._lse.dtype)[:, None] - self._lse)
+        exponent = sinks.astype(self._lse.dtype)[:, None] - self._lse
+        if self._lse_lo is not None:
+            exponent -= self._lse_lo
+        p = np.exp(exponent)
         total = -(p * self._delta).sum(axis=(0, 2))
         total[np.isneginf(sinks)] = 0
         return np.asarray(total.astype(sinks.dtype, copy=False))

@@ -177,11 +177,11 @@ def shared_bytes(
 
 
 def _static_bytes(kernel: str, tile: TileSize, size: int) -> int:
-    """Bound what a kernel has besides: statistics, marks of rows, and what warps exchange."""
+    """Bound what a kernel has besides: statistics, and what warps exchange."""
     if kernel == "backward_bias":
         return 0
     number, passes = max(size, 4), 2  # each of the passes has its own
-    used = passes * (tile.block_q + tile.block_k) + 128
+    used = 128
     if kernel == "backward_keys":
         used += passes * 2 * tile.stages * tile.block_q * number
     elif tile.warps_n > 1:

@@ -43,6 +43,14 @@ FILLS: dict[str, Fill] = {
 }
 """By name: functions of a generator and a shape that fill an array for q or k."""
 
+
+def _of_size(amplitude: float) -> Fill:
+    return lambda rng, shape: rng.normal(size=shape) * amplitude
+
+
+AMPLITUDES: dict[str, Fill] = {f"{a:g}": _of_size(a) for a in (1e-3, 0.1, 1, 10, 100, 1e3, 1e4)}
+"""The same for arrays of very different sizes; scores reach some 1e9 with the last."""
+
 LAYOUTS = ("plain", "swapped", "padded", "every other", "reversed", "transposed")
 """Layouts that ``laid_out`` knows."""
 
@@ -77,3 +85,19 @@ def laid_out(x: Array, layout: str) -> Array:
     view = views[layout]()
     view[...] = x
     return view
+
+
+def largest(dtype: np.dtype[Any]) -> float:
+    """Largest finite number of a floating dtype.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        Any that attention takes.
+
+    Returns
+    -------
+    float
+        The number.
+    """
+    return float(np.nextafter(dtype.type(np.inf), dtype.type(0)))

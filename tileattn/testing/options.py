@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.testing.arrays import largest
+
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn
 
@@ -145,3 +147,65 @@ DRAW: dict[str, Draw] = {
     "seed": _seed,
 }
 """By name of the option: the function that draws it."""
+
+
+# --- near the ends of the dtypes ----------------------------------------------------------------
+
+
+def _lowest(kind: np.dtype[Any], dtype: np.dtype[Any]) -> float:
+    """Lowest number of a dtype that sums of a call hold, and whose square the bounds hold."""
+    return -min(largest(kind), 1e100 if dtype == np.float64 else largest(np.dtype(np.float32)))
+
+
+def _additive_mask(
+    draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]
+) -> Array:
+    """Mask by a large number, as libraries of models do: whole rows, whole keys, pairs or all."""
+    from hypothesis import strategies as st
+
+    kinds = [dtype, np.dtype(np.float32), np.dtype(np.float64)]
+    kind = draw(st.sampled_from(kinds))
+    lowest = _lowest(kind, dtype)
+    value = max(draw(st.sampled_from([-1e4, -1e9, lowest])), lowest)
+    masked = rng.random(_broadcast_shape(draw, shape)) < draw(st.sampled_from([0.1, 0.5, 1.0]))
+    shown = rng.normal(size=masked.shape) if draw(st.booleans()) else 0.0
+    return np.where(masked, value, shown).astype(kind)
+
+
+def _far_window(
+    draw: "DrawFn", _rng: np.random.Generator, _shape: Shape, _dtype: Any
+) -> tuple[int | None, int | None]:
+    from hypothesis import strategies as st
+
+    reach = st.sampled_from([None, 0, 3, 2**60, 2**63 - 1])
+    return draw(reach), draw(reach)
+
+
+def _far_offset(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
+    from hypothesis import strategies as st
+
+    far = [0, 3, 2**60, 2**60 - 5, -(2**60), 5 - 2**60]
+    if draw(st.booleans()):
+        return draw(st.sampled_from(far))
+    return rng.choice(far, size=shape[0])
+
+
+def _extreme_sinks(
+    draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]
+) -> Array:
+    from hypothesis import strategies as st
+
+    kind = draw(st.sampled_from([dtype, np.dtype(np.float32)]))
+    lowest = _lowest(kind, dtype)
+    values = [0.5, 1e4, -1e4, max(-1e9, lowest), lowest, -np.inf, np.inf]
+    return rng.choice(values, size=shape[1]).astype(kind)
+
+
+EXTREMES: dict[str, Draw] = DRAW | {
+    "softcap": _one_of(1e-45, 1e-40, 1e-20, 1e-3, 1.0, 30.0, 1e4, 1e20, 1e38, 1e39),
+    "bias": _additive_mask,
+    "window": _far_window,
+    "q_offset": _far_offset,
+    "sinks": _extreme_sinks,
+}
+"""The same, with values near the ends of the dtypes where an option has a size."""

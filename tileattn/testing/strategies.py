@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tileattn.reference import visibility
 from tileattn.testing import options as draw_options
-from tileattn.testing.arrays import FILLS, LAYOUTS, laid_out
+from tileattn.testing.arrays import AMPLITUDES, FILLS, LAYOUTS, Fill, laid_out
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -73,6 +73,7 @@ def problems(
     head_dims: Sequence[int] = (16, 20, 32, 24),
     edges: bool = True,
     poison: bool = True,
+    extremes: bool = False,
 ) -> "SearchStrategy[AttentionCase]":
     """Draw whole calls of attention.
 
@@ -91,6 +92,10 @@ def problems(
     poison : bool
         Whether NaN and infinities may stand in keys, values and queries that are hidden, and NaN in
         one key or value that some queries see.
+    extremes : bool
+        Whether scores may have any size: queries and keys of the order of 1e-3 to 1e4, additive
+        masks in place of other biases, and softcaps, sinks, windows and offsets up to the ends of
+        their types.
 
     Returns
     -------
@@ -115,6 +120,9 @@ def problems(
             msg = f"options has {name!r}; {', '.join(draw_options.DRAW)} are accepted"
             raise ValueError(msg)
 
+    drawn_by = draw_options.EXTREMES if extremes else draw_options.DRAW
+    fills = AMPLITUDES if extremes else FILLS
+
     @st.composite
     def cases(draw: "DrawFn") -> AttentionCase:
         sizes = draw(_sizes(max_length, head_dims, edges))
@@ -124,8 +132,8 @@ def problems(
         chosen: dict[str, Any] = {}
         for name in draw_options.DRAW:
             if name in options and draw(st.booleans()):
-                chosen[name] = draw_options.DRAW[name](draw, rng, shape, dtype)
-        arrays = _arrays(draw, rng, sizes, dtype)
+                chosen[name] = drawn_by[name](draw, rng, shape, dtype)
+        arrays = _arrays(draw, rng, sizes, dtype, fills)
         dlse = None
         if draw(st.booleans()):
             dlse = rng.normal(size=shape[:3]).astype(_dtype_of_lse(dtype))
@@ -171,12 +179,16 @@ def _sizes(max_length: int, head_dims: Sequence[int], edges: bool) -> "SearchStr
 
 
 def _arrays(
-    draw: "DrawFn", rng: np.random.Generator, s: _Sizes, dtype: np.dtype[Any]
+    draw: "DrawFn",
+    rng: np.random.Generator,
+    s: _Sizes,
+    dtype: np.dtype[Any],
+    fills: dict[str, Fill],
 ) -> list[Array]:
     """Fill q, k, v and dout, in the plain layout."""
     from hypothesis import strategies as st
 
-    fill = FILLS[draw(st.sampled_from(sorted(FILLS)))]
+    fill = fills[draw(st.sampled_from(sorted(fills)))]
     return [
         fill(rng, (s.B, s.Hq, s.Nq, s.D)).astype(dtype),
         fill(rng, (s.B, s.Hkv, s.Nk, s.D)).astype(dtype),

@@ -1,6 +1,7 @@
 // Gradient at the bias: one block of threads for each tile of the bias, which sums the gradient at
 // the scores over all that the bias is broadcast over, in a fixed order. Each step takes two
-// products; where there are two stages, the operands of one are loaded during the other.
+// products; where there are two stages, the operands of one are loaded during the other. Always
+// NaN-safe: the gradient at a score comes from that pair alone.
 #include "gradient.cuh"
 #include "plain.cuh"
 
@@ -164,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         const Sight sight(p, step.b.at, step.h.at);
         const Terms terms(p, step.b.at, step.h.at);
         const Dropout dropout(p, step.b.at, step.h.at);
-        TileGradient<false, MT, NT> tile(step.q0() + row0, step.k0() + column0);
+        TileGradient<false, MT, NT, true> tile(step.q0() + row0, step.k0() + column0);
         tile.look(sight);
         multiply<HEAD_DIM>(tile.p, q_tile, row0, k_tile, column0);
         if (STAGES == 1) {
@@ -178,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         tile.probabilities(terms, bias, sight, dropout, step.kind,
                            special(p, step.b.at, step.key_head) & LARGE,
                            [&](int m, int, int e) { return row_max[row(m, e)]; },
-                           [&](int m, int, int e) { return statistic[m][e / 2]; }, [](auto&) {});
+                           [&](int m, int, int e) { return statistic[m][e / 2]; });
 
         copy_wait<0>();
         __syncthreads();  // dout and values are here, and everybody is done with keys and shifts

@@ -1,5 +1,5 @@
 // After the backward pass over keys: dq in its own type and times the scale. A few lanes take each
-// query.
+// query. Heads with sums that are not finite are left to backward_queries.
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);
@@ -13,10 +13,10 @@ struct alignas(NEIGHBOURS * sizeof(Sum)) Neighbours {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_finish(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
-    const i64 last = min(row, p.B * p.Hq * p.Nq - 1);  // all lanes stay: they look at rows together
-    const int bh = int(last / p.Nq), i = int(last % p.Nq);
+    if (row >= p.B * p.Hq * p.Nq) return;
+    const int bh = int(row / p.Nq), i = int(row % p.Nq);
     const int b = bh / int(p.Hq), h = bh % int(p.Hq);
-    const Sum* sum = static_cast<const Sum*>(p.dq_sum) + last * HEAD_DIM;
+    const Sum* sum = static_cast<const Sum*>(p.dq_sum) + row * HEAD_DIM;
     Element* dq = rows_of<Element>(p.dq, p.dq_at, b, h) + i * p.dq_at.n;
     bool good = true;
     for (int d = threadIdx.x % LANES * PIECE; d < p.D; d += LANES * PIECE) {
@@ -32,15 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
                 piece.values[e0 + e] = narrow<Element>(x);
             }
         }
-        if (last == row) write_piece(dq + d, piece, int(p.D) - d);
+        write_piece(dq + d, piece, int(p.D) - d);
     }
-    // Rows that are not finite, once more and textbook-like, by the whole warp, after all have
-    // written.
-    __syncwarp();
-    constexpr u32 ROW = LANES == WARP ? ~0u : (1u << LANES) - 1;
-    for (u32 bad = __ballot_sync(~0u, !good), lane; bad; bad &= ~(ROW << lane)) {
-        lane = (__ffs(bad) - 1) / LANES * LANES;
-        const int row_bh = __shfl_sync(~0u, bh, lane), row_i = __shfl_sync(~0u, i, lane);
-        query_row(p, row_bh / int(p.Hq), row_bh % int(p.Hq), row_i);
-    }
+    if (!good) special(p, b, h / int(p.group)) |= NON_FINITE;
 }

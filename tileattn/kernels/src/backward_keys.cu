@@ -1,8 +1,10 @@
 // Backward for keys and values: one block of threads for each block of keys, query blocks
 // ascending, the query heads that share the keys one after the other. dk and dv stay on chip; dq,
 // where it is asked for, is added in float32 to global memory. Scores are computed transposed, keys
-// in rows. What is not finite is dealt with as in forward.cu. Dao, FlashAttention-2,
-// arXiv:2307.08691, Algorithm 2.
+// in rows. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
+//
+// Heads with rows that are not finite, and key blocks whose gradients come out so, take a second
+// pass that is NaN-safe: see nonfinite.cuh. That leaves dq to backward_queries.
 #include "gradient.cuh"
 #include "plain.cuh"
 
@@ -23,6 +25,10 @@ using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using PairTile = Tile<Element, BLOCK_K, BLOCK_Q>;
+using SpoiledQueries = NonFinite<Element, BLOCK_Q, HEAD_DIM>;
+using SpoiledOut = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
+static_assert(SpoiledQueries::BYTES <= PairTile::BYTES && SpoiledOut::BYTES <= PairTile::BYTES,
+              "tables take the place of probabilities");
 
 // How the warps share dq: so that each has as few operands to load as can be.
 constexpr int dq_warps_n() {
@@ -38,29 +44,35 @@ constexpr int DQ_N = dq_warps_n(), DQ_M = WARPS / DQ_N;
 constexpr int DQ_MT = (BLOCK_Q + 16 * DQ_M - 1) / (16 * DQ_M), DQ_NT = HEAD_DIM / (8 * DQ_N);
 static_assert(BLOCK_Q % (16 * DQ_MT) == 0, "a warp has a share of dq or none");
 
-// Give queries that are marked, or whose statistics are not numbers, probabilities of zero.
-__device__ __noinline__ void clean_statistics(bool (&marks)[BLOCK_Q], Sum (&shifts)[BLOCK_Q],
-                                        Sum (&deltas)[BLOCK_Q]) {
-    for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
-        if (shifts[i] != shifts[i] || !is_finite(deltas[i])) marks[i] = true;
-        if (marks[i]) shifts[i] = infinity<Sum>(), deltas[i] = 0;
+// Give keys what was not finite in the rows of queries that attend to them. Where warps share keys,
+// they tell each other by way of a tile of pairs; everybody calls, but only some may have the sums.
+template <class Table, int NT>
+__device__ inline void give_back(Fragment<Sum, MT, NT>& sums, const Table& table,
+                                 const Attended<MT, QT>& pairs, const PairTile& free, int row0,
+                                 int column0, int first, bool mine) {
+    if constexpr (WARPS_N > 1) {
+        const AttendedRows<PairTile::PITCH> rows{free.address};
+        rows.store(pairs, row0, column0);
+        __syncthreads();
+        if (mine)
+            inject(sums, table, first, [&](int m, int half, int w) {
+                return load_shared(rows.at(row0 + 16 * m + Lane().row(2 * half), w));
+            });
+    } else {
+        inject(sums, table, first, [&](int m, int half, int w) { return pairs.word(m, half, w); });
     }
-    __syncthreads();
+    __syncthreads();  // everybody has read
 }
 
-template <bool CAREFUL>
-__device__ void differentiate(const Params& p, int index);
-
-// Not inlined, so that it costs the first pass no registers.
-__device__ __noinline__ void differentiate_carefully(const Params& p, int index) {
-    differentiate<true>(p, index);
+__device__ inline Turn turn_of(const Params& p, int index) {
+    return {int((p.Nk + BLOCK_K - 1) / BLOCK_K), int(p.B * p.Hkv), int(p.parts), index};
 }
 
+// Of one block of keys; whether the gradients are finite.
 template <bool CAREFUL>
-__device__ inline void differentiate(const Params& p, int index) {
+__device__ inline bool differentiate(const Params& p, const Turn& turn) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ __align__(16) Sum shifts[STAGES][BLOCK_Q], deltas[STAGES][BLOCK_Q];
-    __shared__ bool cleaned[BLOCK_Q], redo[BLOCK_K];
     const KeyTile k_tile{memory};
     const ValueTile v_tile{k_tile.base + KeyTile::BYTES};
     const PairTile p_tile{v_tile.base + ValueTile::BYTES};
@@ -72,10 +84,7 @@ __device__ inline void differentiate(const Params& p, int index) {
     auto dout_tile = [&](int stage) { return OutTile(q_tile(stage).base + QueryTile::BYTES); };
     const WarpBias<true, MT, QT> bias(q_tile(STAGES).base);
 
-    const int k_blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
-    const Turn turn(k_blocks, int(p.B * p.Hkv), int(p.parts), index);
     const int k0 = turn.block * BLOCK_K, b = turn.head / int(p.Hkv), kv = turn.head % int(p.Hkv);
-    if (left_alone(p, b, kv)) return;
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
     const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // first of this warp's scores
     const int share = warp_n % SHARES;
@@ -90,12 +99,10 @@ __device__ inline void differentiate(const Params& p, int index) {
         rows_of<Element>(p.v, p.v_at, b, kv) + k0 * p.v_at.n, p.v_at.n, band.length - k0,
         int(p.Dv));
     copy_commit();
-    for (int j = threadIdx.x; j < BLOCK_K; j += THREADS) redo[j] = false;
     Fragment<Sum, MT, VT> dv;  // or dk
     Fragment<Sum, MT, APART ? 1 : DT> dk;
     dk.clear();
     dv.clear();
-    bool found[MT][2] = {};
     for (int g = 0; g < p.group; ++g) {
         const Head head(p, b, kv * int(p.group) + g);
         Visits visit(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
@@ -127,30 +134,46 @@ __device__ inline void differentiate(const Params& p, int index) {
             visit.next();
             if (STAGES > 1 && !visit.done()) load_queries(visit.tile * BLOCK_Q, stage ^= 1);
 
-            if constexpr (CAREFUL) {
-                clean_tiles<THREADS>(cleaned, q, dout);
-                clean_statistics(cleaned, shifts[now], deltas[now]);
-            }
             auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
-            TileGradient<true, MT, QT> tile(k0 + row0, q0 + column0);
+            TileGradient<true, MT, QT, CAREFUL> tile(k0 + row0, q0 + column0);
             tile.look(head.sight);
             multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>, true>(tile.p, k_tile, row0, q, column0);
+            // Queries past the end have scores of 0 x NaN.
+            const bool past_end = CAREFUL && q0 + BLOCK_Q > p.Nq;
             tile.probabilities(
-                head.terms, bias, head.sight, head.dropout, kind, CAREFUL && head.is_large(),
+                head.terms, bias, head.sight, head.dropout, past_end ? PARTIAL : kind,
+                CAREFUL && head.is_large(),
                 [&](int, int n, int e) { return head.row_max()[q0 + query(n, e)]; },
-                [&](int, int n, int e) { return shifts[now][query(n, e)]; },
-                [&](auto& scores) {
-                    if constexpr (CAREFUL) scores.find(cleaned + column0, found);
-                });
+                [&](int, int n, int e) { return shifts[now][query(n, e)]; });
             multiply<VALUE_DIM, STEPS<CAREFUL, VALUE_DIM>>(tile.ds, v_tile, row0, dout, column0);
             tile.at_scores(Sum(p.gain),
                            [&](int, int n, int e) { return deltas[now][query(n, e)]; });
-            if constexpr (WRITE_DBIAS && !CAREFUL)
+            if constexpr (WRITE_DBIAS)
                 bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk, head.terms,
                            q0 + column0, k0 + row0, tile.ds);
             if (!visit.done()) load_bias(visit.tile * BLOCK_Q);
             tile.at_products();
-            tile.p.for_each([&](Sum& x, int, int, int, int, int) { x = tile.dropped(x); });
+            if constexpr (CAREFUL) {
+                const SpoiledQueries of_q{p_tile.address};
+                const SpoiledOut of_dout{p_tile.address};
+                __syncthreads();  // everybody is done with queries and dout as they were
+                // A gradient at the score of 0 is not NaN for a query that is not finite only where
+                // the softcap is flat.
+                const bool bad_q =
+                    __syncthreads_or(of_q.clean<WARPS, HAS_SOFTCAP>(q, warp));
+                if (HAS_SOFTCAP && bad_q) {
+                    if constexpr (APART)
+                        give_back(dv, of_q, tile.attended(), ds_tile, row0, column0, share * VT * 8,
+                                  only_dk);
+                    else
+                        give_back(dk, of_q, tile.attended(), ds_tile, row0, column0, share * DT * 8,
+                                  true);
+                }
+                if (__syncthreads_or(of_dout.clean<WARPS>(dout, warp)))
+                    give_back(dv, of_dout, tile.attended(), ds_tile, row0, column0, share * VT * 8,
+                              !only_dk);
+            }
+            tile.weights();
 
             if constexpr (ADD_DQ || WARPS_N > 1) store_fragment(ds_tile, tile.ds, row0, column0);
             if constexpr (WARPS_N > 1) {
@@ -186,29 +209,18 @@ __device__ inline void differentiate(const Params& p, int index) {
         }
         copy_wait<0>();
     }
-    if (!CAREFUL && __syncthreads_or(!dk.all_finite() || !dv.all_finite())) {
-        differentiate_carefully(p, index);
-        return;
-    }
-    __syncthreads();  // everybody is done with the keys and values
+    // By now everybody is done with the keys and values.
+    if (__syncthreads_or(!CAREFUL && (!dk.all_finite() || !dv.all_finite()))) return false;
 
     auto finish = [&](auto& sums, Sum factor) {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
             for (auto& atom : sums.x[m])
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    atom[e] *= factor;
-                    found[m][e / 2] |= !is_finite(atom[e]);
-                }
+                for (int e = 0; e < 4; ++e) atom[e] *= factor;
     };
     finish(dv, Sum(only_dk ? p.scale : p.gain));
     finish(dk, Sum(p.scale));
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (found[m][half]) redo[row0 + 16 * m + lane.row(2 * half)] = true;
     if constexpr (APART) {
         const ValueTile mine(k_tile.base + !only_dk * KeyTile::BYTES);
         store_fragment(mine, dv, row0, share * VT * 8);
@@ -221,16 +233,26 @@ __device__ inline void differentiate(const Params& p, int index) {
                                            p.dk_at.n, int(p.Nk) - k0, int(p.D));
     v_tile.template store<THREADS, VECTOR>(rows_of<Element>(p.dv, p.dv_at, b, kv) + k0 * p.dv_at.n,
                                            p.dv_at.n, int(p.Nk) - k0, int(p.Dv));
+    return true;
+}
 
-    if constexpr (!CAREFUL) return;
-    __syncthreads();  // everybody has stored
-#pragma unroll 1
-    for (int j = warp; j < BLOCK_K; j += WARPS)
-        if (redo[j] && k0 + j < p.Nk) key_row(p, b, kv, k0 + j);
+// Not inlined, so that it costs the first pass no registers.
+__device__ __noinline__ void differentiate_carefully(const Params& p, int index) {
+    differentiate<true>(p, turn_of(p, index));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_keys(const __grid_constant__ Params p) {
-    for_blocks(p, (p.Nk + BLOCK_K - 1) / BLOCK_K * p.B * p.Hkv,
-               [&](int index) { differentiate<false>(p, index); });
+    for_blocks(p, (p.Nk + BLOCK_K - 1) / BLOCK_K * p.B * p.Hkv, [&](int index) {
+        const Turn turn = turn_of(p, index);
+        const u32 bits = special(p, turn.head / p.Hkv, turn.head % p.Hkv);
+        if constexpr (REPAIRS) {
+            if (bits) differentiate<true>(p, turn);
+        } else {
+            // Where dq is summed here, what adds nothing to it leaves it to backward_queries, which
+            // then does all special heads.
+            const bool careful = ADD_DQ ? bits : bits & NON_FINITE;
+            if (careful || !differentiate<false>(p, turn)) differentiate_carefully(p, index);
+        }
+    });
 }

@@ -1,6 +1,6 @@
 // Backward for queries, in a fixed order of its sums: one block of threads for each block of
 // queries, key blocks ascending. dq stays on chip. What is not finite is dealt with as in
-// forward.cu.
+// backward_keys.cu.
 #include "gradient.cuh"
 #include "plain.cuh"
 
@@ -13,19 +13,13 @@ using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
+using Spoiled = NonFinite<Element, BLOCK_K, HEAD_DIM>;
+static_assert(Spoiled::BYTES <= ValueTile::BYTES, "the table takes the place of the values");
 
+// Of one block of queries; whether the gradient is finite.
 template <bool CAREFUL>
-__device__ void differentiate(const Params& p, int index);
-
-// Not inlined, so that it costs the first pass no registers.
-__device__ __noinline__ void differentiate_carefully(const Params& p, int index) {
-    differentiate<true>(p, index);
-}
-
-template <bool CAREFUL>
-__device__ inline void differentiate(const Params& p, int index) {
+__device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
     extern __shared__ __align__(1024) char memory[];
-    __shared__ bool cleaned[BLOCK_K], redo[BLOCK_Q];
     const QueryTile q_tile{memory};
     const OutTile dout_tile{q_tile.base + QueryTile::BYTES};
     char* const stages = dout_tile.base + OutTile::BYTES;
@@ -35,11 +29,7 @@ __device__ inline void differentiate(const Params& p, int index) {
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
     const WarpBias<false, MT, NT> bias(k_tile(STAGES).base);
 
-    const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
-    const Turn turn(q_blocks, int(p.B * p.Hq), int(p.parts), index);
-    const int q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
-    const Head head(p, turn.head / int(p.Hq), turn.head % int(p.Hq));
-    if (left_alone(p, head.b, head.h / p.group)) return;
+    const Head head(p, b, h);
     const int row0 = threadIdx.x / WARP * MT * 16, rows = int(p.Nq) - q0;
     const Lane lane;
 
@@ -66,7 +56,6 @@ __device__ inline void differentiate(const Params& p, int index) {
             delta[m][half] = head.delta()[i];
         }
     Fragment<Sum, MT, DT> dq;
-    bool found[MT][2] = {};
     Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
         return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
@@ -85,8 +74,7 @@ __device__ inline void differentiate(const Params& p, int index) {
         visit.next();
         if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
 
-        if constexpr (CAREFUL) clean_tiles<THREADS>(cleaned, k, v);
-        TileGradient<false, MT, NT> tile(q0 + row0, k0);
+        TileGradient<false, MT, NT, CAREFUL> tile(q0 + row0, k0);
         tile.look(head.sight);
         multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>>(tile.p, q_tile, row0, k, 0);
         tile.probabilities(
@@ -94,14 +82,23 @@ __device__ inline void differentiate(const Params& p, int index) {
             [&](int m, int, int e) {
                 return head.row_max()[q0 + row0 + 16 * m + lane.row(e)];
             },
-            [&](int m, int, int e) { return shift[m][e / 2]; },
-            [&](auto& scores) {
-                if constexpr (CAREFUL) scores.find(cleaned, found);
-            });
+            [&](int m, int, int e) { return shift[m][e / 2]; });
         if (!visit.done()) load_bias(visit.tile * BLOCK_K);
         multiply<VALUE_DIM, STEPS<CAREFUL, VALUE_DIM>>(tile.ds, dout_tile, row0, v, 0);
         tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.at_products();
+        if constexpr (CAREFUL) {
+            const Spoiled table{v.address};
+            __syncthreads();  // everybody is done with keys and values as they were
+            const bool bad = __syncthreads_or(
+                table.clean<WARPS_M, HAS_SOFTCAP>(k, threadIdx.x / WARP));
+            // As in backward_keys.cu.
+            if (HAS_SOFTCAP && bad) {
+                const auto pairs = tile.attended();
+                inject(dq, table, 0,
+                       [&](int m, int half, int w) { return pairs.word(m, half, w); });
+            }
+        }
         multiply(dq, tile.ds, k, 0);
         if (STAGES == 1) {
             __syncthreads();  // everybody is done with the keys
@@ -109,44 +106,41 @@ __device__ inline void differentiate(const Params& p, int index) {
         }
     }
     copy_wait<0>();
-    if (!CAREFUL && __syncthreads_or(!dq.all_finite())) {
-        differentiate_carefully(p, index);
-        return;
-    }
-    __syncthreads();  // everybody is done with the queries
+    // By now everybody is done with the queries.
+    if (__syncthreads_or(!CAREFUL && !dq.all_finite())) return false;
 
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int n = 0; n < DT; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                dq.x[m][n][e] *= Sum(p.scale);
-                if (!is_finite(dq.x[m][n][e])) found[m][e / 2] = true;
-            }
+            for (int e = 0; e < 4; ++e) dq.x[m][n][e] *= Sum(p.scale);
     store_fragment(q_tile, dq, row0, 0);
     __syncthreads();
     q_tile.template store<THREADS, VECTOR>(
         rows_of<Element>(p.dq, p.dq_at, head.b, head.h) + q0 * p.dq_at.n, p.dq_at.n, rows,
         int(p.D));
+    return true;
+}
 
-    if constexpr (!CAREFUL) return;
-    __syncthreads();  // everybody has stored
-    for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) redo[i] = false;
-    __syncthreads();
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (found[m][half]) redo[row0 + 16 * m + lane.row(2 * half)] = true;
-    __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x / WARP; i < BLOCK_Q; i += WARPS_M)
-        if (redo[i] && i < rows) query_row(p, head.b, head.h, q0 + i);
+// Not inlined, so that it costs the first pass no registers.
+__device__ __noinline__ void differentiate_carefully(const Params& p, int q0, int b, int h) {
+    differentiate<true>(p, q0, b, h);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     backward_queries(const __grid_constant__ Params p) {
-    for_blocks(p, (p.Nq + BLOCK_Q - 1) / BLOCK_Q * p.B * p.Hq,
-               [&](int index) { differentiate<false>(p, index); });
+    const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q), heads = int(p.B * p.Hq);
+    for_blocks(p, i64(q_blocks) * heads, [&](int index) {
+        const Turn turn(q_blocks, heads, int(p.parts), index);
+        const int q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
+        const int b = turn.head / int(p.Hq), h = turn.head % int(p.Hq);
+        const u32 bits = special(p, b, h / int(p.group));
+        if constexpr (REPAIRS) {
+            if (bits) differentiate<true>(p, q0, b, h);
+        } else {
+            if (bits & NON_FINITE || !differentiate<false>(p, q0, b, h))
+                differentiate_carefully(p, q0, b, h);
+        }
+    });
 }

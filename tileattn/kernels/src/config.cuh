@@ -50,10 +50,10 @@ constexpr bool IS_WIDE = HEAD_DIM > 128 || VALUE_DIM > 128;
 constexpr int DQ_ROWS = 64, DQ_PIECE = 32, DQ_PIECES = HEAD_DIM / DQ_PIECE;
 constexpr int ADDERS = 2;  // threads that add them
 
-// Steps of a product that are laid out one after the other. The careful pass rarely runs, and is
-// compiled sooner with one.
+// Steps of a product that are laid out one after the other. The NaN-safe pass rarely runs, and is
+// compiled sooner with few.
 template <bool CAREFUL, int DEPTH>
-constexpr int STEPS = CAREFUL ? 1 : DEPTH / 16;
+constexpr int STEPS = CAREFUL ? (sizeof(Element) == 2 ? 4 : 2) : DEPTH / 16;
 
 constexpr int THREADS = WARP * WARPS_M * WARPS_N;
 

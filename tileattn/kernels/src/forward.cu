@@ -1,11 +1,11 @@
 // Attention, forward: one block of threads for each block of queries, key blocks ascending.
 // Mirrors forward_rows in spec.py. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 //
-// A weight of zero does not hide a NaN. So where something is not finite in the end, there is a
-// second, careful pass, in which values that are not finite are taken out; rows that have seen one
-// of them, or are still not finite, are left to the textbook. The others keep the bits that they
-// would have had with any other value there.
-#include "plain.cuh"
+// Where something is not finite in the end, and was not attended to by all, there is a second pass
+// over the same tiles, NaN-safe: see nonfinite.cuh. Rows that attend to finite values only have the
+// same bits after either pass, whatever is masked out.
+#include "nonfinite.cuh"
+#include "rows.cuh"
 #include "softmax.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);  // 16-row tiles of a warp
@@ -20,16 +20,105 @@ using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using PairTile = Tile<Element, BLOCK_Q, BLOCK_K>;
 constexpr int FIRST_BYTES = QueryTile::BYTES > OutTile::BYTES ? QueryTile::BYTES : OutTile::BYTES;
 
+using Spoiled = NonFinite<Element, BLOCK_K, VALUE_DIM>;
+static_assert(Spoiled::BYTES <= KeyTile::BYTES, "the table takes the place of the keys");
+
+// What a block of threads computes: BLOCK_Q queries of a head, and some columns of their values.
+struct Part {
+    int b, h, q0, column, columns;
+
+    __device__ explicit Part(const Params& p) {
+        const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
+        const int column_blocks = max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
+        const Turn turn(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.parts));
+        const int bh = turn.head / column_blocks;
+        b = bh / int(p.Hq), h = bh % int(p.Hq);
+        // Under a causal mask the last queries see most: they go first.
+        q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
+        column = turn.head % column_blocks * VALUE_DIM;
+        columns = min(VALUE_DIM, int(p.Dv) - column);
+    }
+};
+
+// The tiles of keys that a block of queries visits.
+__device__ inline auto visits_of(const Sight& sight, int q0, Range keys) {
+    return Visits(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [=](int tile) {
+        return sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
+    });
+}
+
+// A few lanes look at a row; whether what this lane has of it is finite.
+constexpr int LANES = lanes_of_row(HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM);
+__device__ inline bool is_finite(const Element* row, int columns) {
+    bool good = true;
+    for (int d = threadIdx.x % LANES * PIECE; d < columns; d += LANES * PIECE) {
+        const auto piece = read_piece(row + d, columns - d);
+#pragma unroll
+        for (const Element& x : piece.values) good = good && is_finite(widen(x));
+    }
+    return good;
+}
+
+// Whether a query may not attend to a value that is not finite in a tile that it visits: the pair is
+// masked out, or its score is -infinity. What all attend to is right after the first pass; but not
+// in tf32 parts, of which infinity times some numbers is NaN.
+__device__ inline bool is_spoiled(const Params& p, const Part& part) {
+    constexpr bool EVERYWHERE = HAS_BIAS || sizeof(Element) == 4;
+    const Head head(p, part.b, part.h);
+    const int first = threadIdx.x / LANES, q_end = min(part.q0 + BLOCK_Q, int(p.Nq));
+    bool good = true;
+    for (int i = part.q0 + first; i < q_end; i += THREADS / LANES)
+        good = good && is_finite(head.q + i * p.q_at.n, int(p.D));
+    const bool all_pairs = EVERYWHERE || __syncthreads_or(!good);
+    const Range keys = head.sight.band.keys_of(part.q0, q_end);
+    bool spoiled = false;
+    for (auto visit = visits_of(head.sight, part.q0, keys); !visit.done(); visit.next()) {
+        const int k0 = visit.tile * BLOCK_K, k_end = min(k0 + BLOCK_K, keys.hi);
+#pragma unroll 1
+        for (int j0 = k0; j0 < k_end; j0 += THREADS / LANES) {
+            const int j = min(j0 + first, k_end - 1);
+            const u32 bad = __ballot_sync(
+                ~0u, !is_finite(head.v + j * p.v_at.n + part.column, part.columns));
+            if (!bad) continue;
+            constexpr u32 ROW = LANES == WARP ? ~0u : (1u << LANES) - 1;
+            if (bad >> threadIdx.x % WARP / LANES * LANES & ROW)
+                spoiled = spoiled || all_pairs || visit.kind == PARTIAL ||
+                          !is_finite(head.k + j * p.k_at.n, int(p.D));
+        }
+    }
+    return __syncthreads_or(spoiled);
+}
+
+// Give rows what was not finite of the values that they attend to. Where warps share rows, they tell
+// each other by way of the tile of probabilities, each row where it lies in that.
+__device__ inline void give_back(Fragment<Sum, MT, VT>& acc, const Spoiled& table,
+                                 const Attended<MT, NT>& pairs, const PairTile& p_tile,
+                                 const RowGroup& group, int column0, int value0) {
+    if constexpr (WARPS_N > 1) {
+        const AttendedRows<PairTile::PITCH> rows{p_tile.address};
+        rows.store(pairs, group.row0, column0);
+        group.sync();
+        inject(acc, table, value0, [&](int m, int half, int w) {
+            return load_shared(rows.at(group.row0 + 16 * m + Lane().row(2 * half), w));
+        });
+        group.sync();  // everybody has read
+    } else {
+        inject(acc, table, value0, [&](int m, int half, int w) { return pairs.word(m, half, w); });
+    }
+}
+
 template <bool CAREFUL>
-__device__ void attend(const Params& p);
+__device__ void attend(const Params& p, const Part& part);
 
 // Not inlined, so that it costs the first pass no registers.
-__device__ __noinline__ void attend_carefully(const Params& p) { attend<true>(p); }
+__device__ __noinline__ void attend_again(const Params& p) {
+    const Part part(p);
+    if (is_spoiled(p, part)) attend<true>(p, part);
+}
 
 template <bool CAREFUL>
-__device__ inline void attend(const Params& p) {
+__device__ inline void attend(const Params& p, const Part& part) {
     extern __shared__ __align__(1024) char memory[];
-    __shared__ bool cleaned[BLOCK_K], redo[BLOCK_Q];
     const QueryTile q_tile(memory);
     const OutTile out_tile(memory);  // takes the place of the queries in the end
     auto k_tile = [&](int stage) {
@@ -39,14 +128,8 @@ __device__ inline void attend(const Params& p) {
     const PairTile p_tile(k_tile(STAGES).base);  // where warps share rows
     const WarpBias<false, MT, NT> bias(p_tile.base + (WARPS_N > 1 ? PairTile::BYTES : 0));
 
-    const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
-    const int column_blocks = max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
-    const Turn turn(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.parts));
-    const int column = turn.head % column_blocks * VALUE_DIM, bh = turn.head / column_blocks;
-    // Under a causal mask the last queries see most: they go first.
-    const int q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
-    const int columns = min(VALUE_DIM, int(p.Dv) - column);
-    const Head head(p, bh / int(p.Hq), bh % int(p.Hq));
+    const int q0 = part.q0, column = part.column, columns = part.columns;
+    const Head head(p, part.b, part.h);
     const RowGroup group(16 * MT);
     const int row0 = group.row0, column0 = group.warp_n * NT * 8;  // first of this warp's scores
     const int value0 = group.warp_n * VT * 8;                      // and of its columns of out
@@ -69,10 +152,7 @@ __device__ inline void attend(const Params& p) {
     copy_commit();
     RowState<MT> state;
     Fragment<Sum, MT, VT> acc;
-    bool found[MT][2] = {};
-    Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
-        return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
-    });
+    auto visit = visits_of(head.sight, q0, keys);
     acc.clear();
     // The mask is read a visit ahead: the second product leaves it registers, and covers the wait.
     DenseMask<false, MT, NT> mask;
@@ -110,12 +190,16 @@ __device__ inline void attend(const Params& p) {
         if (STAGES == 1) {
             copy_wait<0>();
             __syncthreads();  // the values are here, and everybody is done with the keys
-            if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+            if (!CAREFUL && !visit.done()) load_keys(visit.tile * BLOCK_K, 0);
         }
         if (!visit.done()) load_bias(visit.tile * BLOCK_K);
+        const Spoiled table{k.address};
+        Attended<MT, NT> pairs;
+        bool spoiled = false;
         if constexpr (CAREFUL) {
-            clean_tiles<THREADS>(cleaned, v);
-            s.find(cleaned + column0, found);
+            if (STAGES > 1) __syncthreads();  // everybody is done with the keys
+            spoiled = __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
+            if (spoiled) pairs.look(s);
         }
         Sum rescale[MT][2];
         state.absorb(s, head.terms.unit(), group, rescale);
@@ -123,27 +207,31 @@ __device__ inline void attend(const Params& p) {
         read_mask();
         // Of 16 keys at a time, so that their random bits are computed while others are multiplied.
         auto drop = [&](int n) { s.drop(head.dropout, n); };
-        if constexpr (WARPS_N > 1) {
+        if constexpr (CAREFUL) {
 #pragma unroll
-            for (int n = 0; n < NT; n += 2) drop(n);
+            for (int n = 0; n < NT; n += 2)
+                s.drop(head.dropout, n, [&](int m, int n, int e) { pairs.drop(m, n, e); });
+            if (spoiled) {
+                give_back(acc, table, pairs, p_tile, group, column0, value0);
+                if (STAGES == 1) __syncthreads();  // everybody is done with the table
+            }
+            if (STAGES == 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+        }
+        if constexpr (WARPS_N > 1) {
+            if constexpr (!CAREFUL)
+#pragma unroll
+                for (int n = 0; n < NT; n += 2) drop(n);
             store_fragment(p_tile, s, row0, column0);
             group.sync();
             multiply_rows<false, BLOCK_K, STEPS<CAREFUL, BLOCK_K>>(acc, p_tile, row0, v, value0);
+        } else if constexpr (CAREFUL) {
+            multiply(acc, s, v, 0);
         } else {
             multiply(acc, s, v, 0, drop);
         }
     }
     copy_wait<0>();
-    if (!CAREFUL && __syncthreads_or(!acc.all_finite() || !state.all_finite())) {
-        attend_carefully(p);
-        return;
-    }
     __syncthreads();  // everybody is done with the queries
-
-    if constexpr (CAREFUL) {
-        for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) redo[i] = false;
-        __syncthreads();
-    }
     state.gather(group);
     const Lane lane;
     const Sum sink = head.sink();
@@ -153,32 +241,25 @@ __device__ inline void attend(const Params& p) {
         for (int half = 0; half < 2; ++half) {
             Sum lse;
             const Sum weight = state.finish(m, half, sink, Sum(p.gain), Sum(p.natural), lse);
-            bool good = is_finite(weight) && !found[m][half];
 #pragma unroll
             for (int n = 0; n < VT; ++n)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                    acc.x[m][n][e] *= weight;
-                    good = good && is_finite(acc.x[m][n][e]);
-                }
-            const int row = row0 + 16 * m + lane.row(2 * half), i = q0 + row;
-            if (CAREFUL && !good) redo[row] = true;
+                for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[m][n][e] *= weight;
+            const int i = q0 + row0 + 16 * m + lane.row(2 * half);
             if (lane.t == 0 && value0 == 0 && i < p.Nq) static_cast<Sum*>(p.lse)[head.row(i)] = lse;
         }
     store_fragment(out_tile, acc, row0, value0);
-    __syncthreads();
+    const bool again = __syncthreads_or(!CAREFUL && !acc.all_finite());
     out_tile.template store<THREADS, VECTOR>(
         rows_of<Element>(p.out, p.out_at, head.b, head.h) + q0 * p.out_at.n + column, p.out_at.n,
         int(p.Nq) - q0, columns);
 
-    if constexpr (!CAREFUL) return;
+    if (CAREFUL || !again) return;
     __syncthreads();  // everybody has stored
-#pragma unroll 1
-    for (int i = threadIdx.x / WARP; i < BLOCK_Q; i += WARPS_M * WARPS_N)
-        if (redo[i] && q0 + i < p.Nq) forward_row(p, head.b, head.h, q0 + i);
+    attend_again(p);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     forward(const __grid_constant__ Params p) {
-    attend<false>(p);
+    attend<false>(p, Part(p));
 }

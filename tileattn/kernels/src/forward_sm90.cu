@@ -5,8 +5,8 @@
 //
 // A weight of zero does not hide a NaN: one in a value reaches queries that do not see it, in tiles
 // of which only some pairs are visible. Works that such a value may have reached are done again in a
-// second, NaN-safe sweep: values that are not finite are taken out of partial tiles, and injected
-// where they are visible.
+// second, safe sweep: values that are not finite are taken out of partial tiles, and injected where
+// they are visible. So are works whose scores are too large for the exponents of the first.
 #include "nonfinite.cuh"
 #include "plain.cuh"
 #include "softmax.cuh"
@@ -85,6 +85,7 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
         for (bool found = find(work); found;) {
             if (work.first < work.past) load_keys(work.first);
             work.careful = memory.leaked();
+            work.large = again && memory.large(work.turn);
             tell();
             Work next = work;
             ++turn;
@@ -157,9 +158,11 @@ __device__ inline void finish(const Params& p, const Memory& memory, const Work&
     const bool finite = spoiled[0] + spoiled[1] + spoiled[2] + spoiled[3] == 0;
     if (!work.careful && __any_sync(~0u, !finite) && may_have_leaked(p, work))
         memory.leave_unfinished(work.turn);
+    if (!work.large && __any_sync(~0u, !state.all_ordinary())) memory.leave_large(work.turn);
 
     const Sum sink = sink_of(p, work.h);
     state.gather(RowGroup(16));
+    state.large = work.large ? ~0u : 0;
     Sum lse[2], weight[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -275,7 +278,8 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         if (boundary) s.hide(Sight(p, work.b, work.h), DenseMask<false, 1, NT>{});
     };
     auto find_weights = [&] {
-        state.template absorb<SLACK>(s, Terms(p, work.b, work.h).unit(), rows, rescale);
+        const Sum unit = Terms(p, work.b, work.h).unit();
+        state.template absorb<SLACK, RowKind::ORDINARY>(s, unit, rows, rescale);
     };
     auto absorb = [&](bool boundary) {
         release_keys();
@@ -308,7 +312,11 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             const bool some = table.clean<MULTIPLYING / WARP>(memory.v(v_at.stage), rows.warp_m);
             fence_shared();
             const bool any = any_of<MULTIPLYING>(BARRIER, some);
-            find_weights();
+            if (__any_sync(~0u, work.large))
+                state.template absorb<SLACK, RowKind::LARGE>(
+                    s, Terms(p, work.b, work.h).unit(), rows, rescale);
+            else
+                find_weights();
             keep_weights();
             acc.scale_rows(rescale);
             begin_product<Element>(acc, weights, memory.v(v_at.stage));

@@ -3,10 +3,14 @@
 #pragma once
 
 #include "mask.cuh"
+#include "nonfinite.cuh"
 
 // With Z the dropout (0 or 1 / (1 - p)) and t' the softcap's slope:
 //     P = exp2(S - shift),  dP = Z (dO V^T),  dS = P (dP - delta).
-template <bool TRANSPOSED, int MT, int NT>
+//
+// NaN-safe, P of pairs that are not attended to is marked, until it is taken by `weights`, and
+// their dS is selected to be 0: no NaN reaches them.
+template <bool TRANSPOSED, int MT, int NT, bool NAN_SAFE = false>
 struct TileGradient {
     Scores<TRANSPOSED, MT, NT> p;   // product of q and k; then P where kept, -P where dropped
     Scores<TRANSPOSED, MT, NT> ds;  // product of dout and v; then dS
@@ -20,39 +24,60 @@ struct TileGradient {
         if constexpr (HAS_MASK) mask.read(sight, p.row, p.column);
     }
 
+    // No probability is -infinity.
+    __device__ static bool is_masked(Sum p) { return NAN_SAFE && p == -infinity<Sum>(); }
+
     // shift(m, n, e) is the logsumexp of the element's query in units of log 2; of a `large` head
-    // scores are less row_max(m, n, e) first. look(p) is called where the scores are known and
-    // -infinity where hidden.
-    template <class RowMax, class Shift, class Look>
+    // scores are less row_max(m, n, e) first.
+    template <class RowMax, class Shift>
     __device__ void probabilities(const Terms& terms, const WarpBias<TRANSPOSED, MT, NT>& bias,
                                   const Sight& sight, const Dropout& dropout, int kind, bool large,
-                                  RowMax row_max, Shift shift, Look look) {
+                                  RowMax row_max, Shift shift) {
         p.apply(terms, bias, [&](int m, int n, int e, Sum derivative) {
             if constexpr (HAS_SOFTCAP) derivatives.x[m][n][e] = derivative;
         });
         if constexpr (HAS_MASK) mask.share();
         if (HAS_MASK || kind == PARTIAL) p.hide(sight, mask);
-        look(p);
         if (large)
             p.for_each([&](Sum& s, int, int, int m, int n, int e) {
                 s = difference(s, row_max(m, n, e));
             });
         const Sum unit = terms.unit();
         p.for_each([&](Sum& s, int, int, int m, int n, int e) {
-            // Only dbias has no second look at what is not finite: no NaN may reach a hidden pair.
-            const bool hidden = HAS_BIAS && s == -infinity<Sum>();
+            const bool masked = is_masked(s);
             const Sum exponent = fma(s, unit, -shift(m, n, e));
-            s = hidden ? Sum(0) : exp2_of(exponent);
+            s = masked ? -infinity<Sum>() : exp2_of(exponent);
         });
         if constexpr (HAS_DROPOUT)
             dropout.for_each<TRANSPOSED, MT, NT>(
                 p.row, p.column, [&](int m, int n, int e, bool kept) {
-                    if (!kept) p.x[m][n][e] = -p.x[m][n][e];
+                    if (!kept) p.x[m][n][e] = -fabs(p.x[m][n][e]);
                 });
     }
 
-    // P with the dropped ones at zero; what stays still lacks the gain.
-    __device__ static Sum dropped(Sum p) { return HAS_DROPOUT && p < 0 ? Sum(0) : p; }
+    // Take P with the dropped ones, and those that are masked out, at zero. What stays still lacks
+    // the gain.
+    __device__ void weights() {
+        p.for_each([&](Sum& x, int, int, int, int, int) {
+            if ((HAS_DROPOUT || NAN_SAFE) && x < 0) x = 0;
+        });
+    }
+
+    // The pairs that are attended to, before `weights`. The sign tells what is dropped, of 0 too.
+    __device__ Attended<MT, NT> attended() const {
+        Attended<MT, NT> pairs;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const Sum x = p.x[m][n][e];
+                    pairs.keep(m, n, e, !is_masked(x));
+                    if (HAS_DROPOUT && signbit(x)) pairs.drop(m, n, e);
+                }
+        return pairs;
+    }
 
     template <class Delta>
     __device__ void at_scores(Sum gain, Delta delta) {
@@ -60,10 +85,9 @@ struct TileGradient {
             const Sum probability = p.x[m][n][e];
             Sum dp = x;
             if constexpr (HAS_DROPOUT) dp = probability < 0 ? Sum(0) : dp * gain;
-            const bool hidden = HAS_BIAS && probability == 0;  // as above
             const Sum size = HAS_DROPOUT ? fabs(probability) : probability;
             const Sum difference = dp - delta(m, n, e);
-            x = hidden ? Sum(0) : size * difference;
+            x = is_masked(probability) ? Sum(0) : size * difference;
         });
     }
 
@@ -71,7 +95,7 @@ struct TileGradient {
     __device__ void at_products() {
         if constexpr (HAS_SOFTCAP)
             ds.for_each([&](Sum& x, int, int, int m, int n, int e) {
-                x *= derivatives.x[m][n][e];
+                x *= is_masked(p.x[m][n][e]) ? Sum(1) : derivatives.x[m][n][e];
             });
     }
 };

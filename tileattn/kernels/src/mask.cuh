@@ -95,11 +95,19 @@ struct Scores : Fragment<Sum, MT, NT> {
                                        (this->x[m][n][e] != -infinity<Sum>());
     }
 
-    // Zero the elements that dropout takes of 16 columns, the atoms n and n + 1.
-    __device__ void drop(const Dropout& dropout, int n) {
+    // Zero the elements that dropout takes of 16 columns, the atoms n and n + 1, and call
+    // look(m, n, e) for each.
+    template <class Look>
+    __device__ void drop(const Dropout& dropout, int n, Look look) {
         if constexpr (HAS_DROPOUT)
-            dropout.for_columns<TRANSPOSED, MT>(
-                row, column, n,
-                [&](int m, int n, int e, bool kept) { if (!kept) this->x[m][n][e] = 0; });
+            dropout.for_columns<TRANSPOSED, MT>(row, column, n,
+                                                [&](int m, int n, int e, bool kept) {
+                                                    if (kept) return;
+                                                    this->x[m][n][e] = 0;
+                                                    look(m, n, e);
+                                                });
+    }
+    __device__ void drop(const Dropout& dropout, int n) {
+        drop(dropout, n, [](int, int, int) {});
     }
 };

@@ -143,13 +143,13 @@ struct Attended {
     }
 };
 
-// The same of whole rows of a tile, in shared memory, where warps have a part of each: WORDS words
-// for each row.
-template <int WORDS>
+// The same of whole rows of a tile, in shared memory, where each warp has a part of each row: rows
+// begin PITCH bytes apart.
+template <int PITCH>
 struct AttendedRows {
     u32 address;
 
-    __device__ u32 at(int row, int w) const { return address + (row * WORDS + w) * 4; }
+    __device__ u32 at(int row, int w) const { return address + row * PITCH + 4 * w; }
 
     // Where a warp's share begins at (row0, column0). Warps of the same rows meet afterwards.
     template <int MT, int NT>
@@ -177,43 +177,44 @@ __device__ inline void inject(Fragment<Sum, MT, NT>& c, const NonFinite<T, ROWS,
     constexpr int WORDS = ROWS / 16;
     const Lane lane;
     const u32 first = table.at(column0 + 2 * lane.t);
+    // Twice the same half: for either half of the words of the table.
+    u32 kept[MT][2][WORDS], dropped[MT][2][HAS_DROPOUT ? WORDS : 1];
 #pragma unroll
-    for (int m = 0; m < MT; ++m) {
-        // Twice the same half: for either half of the words of the table.
-        u32 kept[2][WORDS], dropped[2][HAS_DROPOUT ? WORDS : 1];
+    for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int w = 0; w < WORDS; ++w) {
                 const u32 x = word_of(m, half, w);
-                kept[half][w] = __byte_perm(x, 0, 0x1010);
-                if constexpr (HAS_DROPOUT) dropped[half][w] = __byte_perm(x, 0, 0x3232);
+                kept[m][half][w] = __byte_perm(x, 0, 0x1010);
+                if constexpr (HAS_DROPOUT) dropped[m][half][w] = __byte_perm(x, 0, 0x3232);
             }
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            // Of two neighbouring columns, which follow each other.
-            u32 marks[2 * WORDS], any = 0;
+    for (int n = 0; n < NT; ++n) {
+        // Of two neighbouring columns, which follow each other.
+        u32 marks[2 * WORDS], any = 0;
 #pragma unroll
-            for (int w = 0; w < WORDS; ++w) {
-                u32 two[2];
-                load_shared(two, first + (8 * n * WORDS + 2 * w) * 4);
-                marks[2 * w] = two[0], marks[2 * w + 1] = two[1];
-                any |= two[0] | two[1];
-            }
-            if (!__any_sync(~0u, any)) continue;
+        for (int w = 0; w < WORDS; ++w) {
+            u32 two[2];
+            load_shared(two, first + (8 * n * WORDS + 2 * w) * 4);
+            marks[2 * w] = two[0], marks[2 * w + 1] = two[1];
+            any |= two[0] | two[1];
+        }
+        if (!__any_sync(~0u, any)) continue;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 u32 hit = 0;
 #pragma unroll
                 for (int w = 0; w < WORDS; ++w) {
                     const u32 mark = marks[e % 2 * WORDS + w];
-                    hit |= mark & kept[e / 2][w];
+                    hit |= mark & kept[m][e / 2][w];
                     if constexpr (HAS_DROPOUT)
-                        hit |= (mark | __byte_perm(mark, 0, 0x1032)) & dropped[e / 2][w];
+                        hit |= (mark | __byte_perm(mark, 0, 0x1032)) & dropped[m][e / 2][w];
                 }
                 if (hit & 0xffff) c.x[m][n][e] += infinity<Sum>();
                 if (hit >> 16) c.x[m][n][e] -= infinity<Sum>();
             }
-        }
     }
 }

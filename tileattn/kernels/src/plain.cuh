@@ -1,6 +1,6 @@
-// Layer 3. The textbook formula for one row at a time, by one warp. Kernels turn to it for rows
-// that are not finite: there, what is hidden must not be multiplied by zero but left out, and what
-// is seen must pass as IEEE arithmetic has it. It also serves what no tiled kernel has room for.
+// Layer 3. What belongs to one head; and the textbook formula for one row at a time, by one warp,
+// for head dimensions that no tiled kernel has room for. What is masked out is not multiplied by
+// zero but left out.
 #pragma once
 
 #include "mask.cuh"
@@ -36,9 +36,6 @@ __device__ inline Sum sink_of(const Params& p, i64 h) {
 constexpr u32 NON_FINITE = 1, LARGE = 2, KNOWN = NON_FINITE | LARGE, FAILED = 4;
 __device__ inline u32& special(const Params& p, i64 b, i64 kv) {
     return p.special[b * p.Hkv + kv];
-}
-__device__ inline bool left_alone(const Params& p, i64 b, i64 kv) {
-    return REPAIRS && !special(p, b, kv);
 }
 
 // Work on all blocks: each block of threads on one. Where they only repair there are few of them,

@@ -58,7 +58,12 @@ struct RowGroup {
 constexpr Sum ORDINARY = Sum(1 << 20);
 
 // Infinity cannot be subtracted from itself: rows that saw nothing are shifted by 0.
-__device__ inline Sum shift_of(Sum m) { return m == -infinity<Sum>() ? Sum(0) : m; }
+__device__ inline Sum shift_of(Sum m) {
+    return m == -infinity<Sum>() ? Sum(0) : fmin(m, largest<Sum>());
+}
+
+// Which rows there are: what `RowState` says of large ones.
+enum class RowKind { ORDINARY, EITHER, LARGE };
 
 // Slack is in units of log 2; the maxima are in multiples of `unit` of these.
 template <int SLACK>
@@ -108,10 +113,13 @@ struct RowState {
         return HAS_BIAS || (large >> (2 * i + half) & 1);
     }
 
+    // Maxima are rounded up: weights of rows that are wrongly taken for ordinary are too small, never
+    // infinite, and go when a maximum is raised.
+    //
     // Turn scores, in multiples of `unit`, into unnormalised probabilities; say by how much what
     // was summed before is to be rescaled. A maximum that exceeds what a row is shifted by, but
     // by no more than `SLACK`, leaves the shift as it is.
-    template <int SLACK = 0, int NT>
+    template <int SLACK = 0, RowKind ROWS = HAS_BIAS ? RowKind::LARGE : RowKind::EITHER, int NT>
     __device__ void absorb(Fragment<Sum, MT, NT>& s, Sum unit, const RowGroup& group,
                            Sum (&rescale)[MT][2]) {
         Sum largest[MT][2], shift[MT][2];
@@ -135,23 +143,22 @@ struct RowState {
                     largest[i][half] = fmax(largest[i][half], part[n]);
             }
         group.join(largest, [](Sum x, Sum y) { return fmax(x, y); });
-        Sum farthest, old[MT][2];
+        Sum old[MT][2], farthest = 0;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const Sum candidate = largest[i][half] * unit;
-                const Sum maximum = raised<SLACK>(m[i][half], candidate);
                 old[i][half] = m[i][half];
-                m[i][half] = maximum;
-                shift[i][half] = shift_of(maximum);
+                if constexpr (ROWS == RowKind::LARGE) continue;
+                const Sum candidate = product_up(largest[i][half], unit);
+                m[i][half] = raised<SLACK>(m[i][half], candidate);
+                shift[i][half] = shift_of(m[i][half]);
                 rescale[i][half] = exp2_of(old[i][half] - shift[i][half]);
-                farthest = i + half == 0 ? fabs(candidate) : fmax(farthest, fabs(candidate));
+                if constexpr (ROWS == RowKind::EITHER) farthest = fmax(farthest, fabs(candidate));
             }
         // Of a large row all this was for nothing. What was summed before it became large is shifted
         // by its old maximum.
-        auto lower = [&](int i, int half) {
-            const bool was = is_large(i, half);
+        auto lower = [&](int i, int half, bool was) {
             const Sum from = was ? old[i][half] : quotient_to_2_ulp(old[i][half], unit);
             const Sum maximum = clip_finite(raised<SLACK>(from, largest[i][half], unit));
             m[i][half] = maximum;
@@ -164,15 +171,16 @@ struct RowState {
                 for (int e = 2 * half; e < 2 * half + 2; ++e)
                     s.x[i][n][e] = difference(s.x[i][n][e], maximum);
         };
-        if (HAS_BIAS || __any_sync(~0u, farthest > ORDINARY || large)) {
+        if (ROWS == RowKind::LARGE ||
+            (ROWS == RowKind::EITHER && __any_sync(~0u, farthest > ORDINARY || large))) {
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
+                    const bool was = ROWS == RowKind::LARGE || is_large(i, half);
                     const bool sees = largest[i][half] != -infinity<Sum>();
-                    if (is_large(i, half) ||
-                        (sees && fabs(largest[i][half] * unit) > ORDINARY)) {
-                        lower(i, half);
+                    if (was || (sees && fabs(largest[i][half] * unit) > ORDINARY)) {
+                        lower(i, half, was);
                         large |= 1u << (2 * i + half);
                     }
                 }
@@ -191,6 +199,17 @@ struct RowState {
                     }
                 l[i][half] = l[i][half] * rescale[i][half] + total;
             }
+    }
+
+    // Whether rows that were taken for ordinary are.
+    __device__ bool all_ordinary() const {
+        bool ordinary = true;
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                ordinary = ordinary && !(fabs(m[i][half]) > ORDINARY && is_finite(m[i][half]));
+        return ordinary;
     }
 
     __device__ bool all_finite() const {

@@ -141,16 +141,6 @@ struct Tile {
         return address + row * PITCH + (byte ^ swizzle(row));
     }
 
-    // Zero what is not finite, and mark the rows in which it was.
-    template <int THREADS>
-    __device__ void clean(bool (&marks)[ROWS]) const {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < ROWS * COLUMNS; i += THREADS) {
-            T& x = element(at(i / COLUMNS, i % COLUMNS));
-            if (!is_finite(widen(x))) x = T{}, marks[i / COLUMNS] = true;
-        }
-    }
-
     // Operands of atoms. Each takes where a warp's share begins, and constant steps from there.
 
     // A[m, k]: rows of the tile are m, its columns k.
@@ -258,16 +248,6 @@ struct Tile {
         }
     }
 };
-
-// Zero what is not finite in tiles of the same rows, and say in which rows it was; everybody calls.
-template <int THREADS, int ROWS, class... Tiles>
-__device__ __noinline__ void clean_tiles(bool (&marks)[ROWS], const Tiles&... tiles) {
-    __syncthreads();
-    for (int row = threadIdx.x; row < ROWS; row += THREADS) marks[row] = false;
-    __syncthreads();
-    (tiles.template clean<THREADS>(marks), ...);
-    __syncthreads();
-}
 
 // Begin to copy a row of N numbers.
 template <int THREADS, class S, int N>

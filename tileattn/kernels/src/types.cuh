@@ -139,6 +139,8 @@ __device__ inline double log2_of(double x) { return log2(x); }
 // Each rounded by itself: the compiler may not take a product and a difference together.
 __device__ inline float difference(float x, float y) { return __fsub_rn(x, y); }
 __device__ inline double difference(double x, double y) { return __dsub_rn(x, y); }
+__device__ inline float product_up(float x, float y) { return __fmul_ru(x, y); }
+__device__ inline double product_up(double x, double y) { return __dmul_ru(x, y); }
 __device__ inline float rounded_product(float x, float y) { return __fmul_rn(x, y); }
 __device__ inline double rounded_product(double x, double y) { return __dmul_rn(x, y); }
 

@@ -25,7 +25,7 @@ static_assert(Q_STAGES >= GROUPS, "every warpgroup has its queries");
 static_assert((BLOCK_Q - GROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
               "a warpgroup hears of the next work before it skips what is left of this one");
 
-constexpr int TURNS = 1024;  // of which it is remembered, of each by itself, whether values leaked
+constexpr int TURNS = 1024;  // of which it is remembered, of each by itself, what was found
 
 // The tiles of keys that some queries see: first to past - 1. All of them see the whole of those
 // from full to full_past - 1.
@@ -42,6 +42,7 @@ struct Work {
     int first, past;  // of the whole block
     Tiles tiles;
     bool careful;  // values that are not finite are to be taken out of partial tiles
+    bool large;    // and scores to be lowered by their maxima before they are scaled
     bool end;      // of a sweep, of which this is no work,
     bool last;     // and no other follows
 };
@@ -102,7 +103,7 @@ struct Shared {
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 swept;
     Work works[Q_STAGES];
-    u32 leaked, unfinished[TURNS / 32];
+    u32 leaked, unfinished[TURNS / 32], large[TURNS / 32];
 };
 
 static_assert(sizeof(Shared) <= 2048, "what tiles leave of shared memory");
@@ -130,17 +131,22 @@ struct Memory {
     __device__ Barrier v_empty(int stage) const { return {shared_address(shared.v_empty + stage)}; }
     __device__ Barrier swept() const { return {shared_address(&shared.swept)}; }
 
-    // Whether values may have leaked in a turn, or in one that shares its bit.
-    __device__ bool unfinished(int turn) const {
-        return shared.unfinished[turn % TURNS / 32] >> turn % 32 & 1;
-    }
+    // What was found of a turn, or of one that shares its bit: values may have leaked, or scores are
+    // large; and whether there is any such turn.
+    __device__ bool unfinished(int turn) const { return has(shared.unfinished, turn); }
+    __device__ bool large(int turn) const { return has(shared.large, turn); }
+    __device__ bool leaked() const { return *static_cast<volatile u32*>(&shared.leaked); }
     __device__ void leave_unfinished(int turn) const {
         shared.leaked = true;
         atomicOr(shared.unfinished + turn % TURNS / 32, 1u << turn % 32);
     }
-
-    // Whether they may have in any turn.
-    __device__ bool leaked() const { return *static_cast<volatile u32*>(&shared.leaked); }
+    __device__ void leave_large(int turn) const {
+        leave_unfinished(turn);
+        atomicOr(shared.large + turn % TURNS / 32, 1u << turn % 32);
+    }
+    __device__ static bool has(const u32 (&turns)[TURNS / 32], int turn) {
+        return turns[turn % TURNS / 32] >> turn % 32 & 1;
+    }
 
     // By one thread, before all others.
     __device__ void start() const {
@@ -153,6 +159,7 @@ struct Memory {
         swept().init(GROUPS);
         shared.leaked = 0;
         for (u32& bits : shared.unfinished) bits = 0;
+        for (u32& bits : shared.large) bits = 0;
         barriers_are_made();
     }
 };
