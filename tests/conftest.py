@@ -18,7 +18,8 @@ import tileattn
 from tileattn import backends
 from tileattn.backends.numpy_backend import NumpyBackend
 from tileattn.kernels import call
-from tileattn.kernels import compile as compiler
+from tileattn.kernels import load as loader
+from tileattn.kernels.compile import Compiled, compiled
 from tileattn.kernels.key import KernelKey
 from tileattn.problem import parse
 
@@ -136,17 +137,16 @@ def compiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         return
     import fcntl
 
-    compiled = compiler.compiled
     folder = Path(tempfile.gettempdir(), f"tileattn-locks-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
 
-    def locked(key: KernelKey, arch: str, *more: Any, **options: Any) -> compiler.Compiled:
+    def locked(key: KernelKey, arch: str, *more: Any, **options: Any) -> Compiled:
         name = hashlib.sha256(repr((key, arch)).encode()).hexdigest()
         with (folder / name).open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             return compiled(key, arch, *more, **options)
 
-    monkeypatch.setattr(compiler, "compiled", locked)
+    monkeypatch.setattr(loader, "compiled", locked)
 
 
 # --- Hopper's own kernels -------------------------------------------------------------------------

@@ -13,9 +13,8 @@ import pytest
 
 import tileattn
 from tileattn import backends
-from tileattn.backends import cupy_backend
-from tileattn.kernels import call, tma
-from tileattn.kernels import compile as compiler
+from tileattn.backends import cupy_backend, cupy_explain
+from tileattn.kernels import call, plan, tma
 from tileattn.kernels.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.params import PARAMS
@@ -130,7 +129,7 @@ class Machine:
         ctypes.memset(address, value, nbytes)
 
     def load(self, key: KernelKey) -> Any:
-        """Stand in for ``kernels.compile.load_all``, for each key."""
+        """Stand in for ``kernels.load.load_all``, for each key."""
 
         def start(grid: Any, threads: Any, arguments: Any, shared: int) -> None:
             assert threads == (key.threads,)
@@ -218,7 +217,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         lambda: SimpleNamespace(is_capturing=lambda: made.capturing, ptr=made.stream),
     )
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
-    monkeypatch.setattr(compiler, "load_all", lambda keys: [made.load(key) for key in keys])
+    for user in (plan, cupy_explain):
+        monkeypatch.setattr(user, "load_all", lambda keys: [made.load(key) for key in keys])
     monkeypatch.setattr(call, "attribute", lambda name, device: ATTRIBUTES[name] - device)
     monkeypatch.setattr(call, "arch_of", lambda device: made.arch if device == made.device else "")
     pointer, number = ctypes.c_void_p, ctypes.c_int

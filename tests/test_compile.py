@@ -18,8 +18,9 @@ from tests.tiny_kernel import HEADER, KEY, SOURCE, make
 from tileattn.errors import BackendUnavailableError, KernelCompileError
 from tileattn.kernels import cache
 from tileattn.kernels import compile as compiling
-from tileattn.kernels.compile import best_arch, compiled, load, resources, sources_in
+from tileattn.kernels.compile import best_arch, compiled, resources, sources_in
 from tileattn.kernels.key import KernelKey
+from tileattn.kernels.load import load
 
 ROOT = Path(__file__).parents[1]
 
@@ -210,7 +211,7 @@ def test_everything_that_matters_has_an_entry_of_its_own(
     monkeypatch.setattr(compiling, "OPTIONS", (*compiling.OPTIONS, "-fmad=false"))
     assert not make(folder).cached
     monkeypatch.undo()
-    for count, name in enumerate(("_compiler", "_build"), len(changes) + 2):
+    for count, name in enumerate(("compiler_name", "_build"), len(changes) + 2):
         monkeypatch.setattr(compiling, name, lambda: "another")
         monkeypatch.setenv("TILEATTN_CACHE_DIR", str(folder.parent / "cache"))
         assert not make(folder).cached

@@ -19,8 +19,10 @@ from tests.tiny_kernel import HEADER, KEY
 from tileattn.errors import BackendUnavailableError, KernelCompileError
 from tileattn.kernels import cache
 from tileattn.kernels import compile as compiling
-from tileattn.kernels.compile import Compiled, compiled, load, sources_in
+from tileattn.kernels import load as loader
+from tileattn.kernels.compile import Compiled, compiled, sources_in
 from tileattn.kernels.key import KernelKey
+from tileattn.kernels.load import load, load_all
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +48,9 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append((key, arch, made.image, device))
         return object()
 
-    monkeypatch.setattr(compiling, "_placed", place)
-    monkeypatch.setattr(compiling, "_loaded", {})
-    monkeypatch.setattr(compiling, "arch_of", lambda device: ("sm_80", "sm_90a")[device])
+    monkeypatch.setattr(loader, "_placed", place)
+    monkeypatch.setattr(loader, "_loaded", {})
+    monkeypatch.setattr(loader, "arch_of", lambda device: ("sm_80", "sm_90a")[device])
     return calls
 
 
@@ -107,7 +109,7 @@ CALL = [dataclasses.replace(KEY, head_dim=16 * n) for n in (1, 2, 1, 3)]
 @pytest.fixture
 def on_device_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a runtime whose current device is the second one, in any thread."""
-    monkeypatch.setattr(compiling, "_runtime", lambda: SimpleNamespace(getDevice=lambda: 1))
+    monkeypatch.setattr(loader, "_runtime", lambda: SimpleNamespace(getDevice=lambda: 1))
 
 
 @pytest.mark.usefixtures("on_device_1")
@@ -124,7 +126,7 @@ def test_the_kernels_of_a_call_are_made_at_the_same_time(
         return make(*arguments)
 
     monkeypatch.setattr(compiling, "_compile", wait)
-    kernels = compiling.load_all(CALL, (folder,))
+    kernels = load_all(CALL, (folder,))
     assert kernels == [load(key, 1, None, (folder,)) for key in CALL]
     assert kernels[0] is kernels[2]
     assert sorted((key.head_dim, device) for key, _, _, device in placed) == [
@@ -140,9 +142,9 @@ def test_no_thread_is_started_for_kernels_that_are_there(
     placed: list[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernels = compiling.load_all(CALL, (folder,))
-    monkeypatch.setattr(compiling, "ThreadPoolExecutor", None)
-    assert compiling.load_all(CALL, (folder,)) == kernels
+    kernels = load_all(CALL, (folder,))
+    monkeypatch.setattr(loader, "ThreadPoolExecutor", None)
+    assert load_all(CALL, (folder,)) == kernels
     assert len(placed) == 3
 
 
@@ -153,14 +155,14 @@ def test_the_first_error_of_a_call_is_raised_and_no_thread_is_left(
     wrong = [dataclasses.replace(KEY, head_dim=n) for n in (17, 18)]
     before = threading.active_count()
     with pytest.raises(KernelCompileError) as caught:
-        compiling.load_all([CALL[0], *wrong, CALL[1]], (folder,))
+        load_all([CALL[0], *wrong, CALL[1]], (folder,))
     assert caught.value.key == wrong[0]
     (note,) = caught.value.__notes__
     assert "columns come in sixteens" in note
     assert threading.active_count() == before
     assert len(placed) == 2  # what compiles is there for the next call
     with pytest.raises(KernelCompileError):
-        compiling.load_all(wrong, (folder,))
+        load_all(wrong, (folder,))
 
 
 @pytest.mark.usefixtures("on_device_1", "placed")
@@ -180,9 +182,9 @@ def test_an_interrupt_leaves_no_thread(
     monkeypatch.setattr(compiling, "_compile", slow)
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
-        compiling.load_all(CALL, (folder,))
+        load_all(CALL, (folder,))
     assert threading.active_count() == before
-    assert len(compiling.load_all(CALL, (folder,))) == len(CALL)
+    assert len(load_all(CALL, (folder,))) == len(CALL)
 
 
 class FakeError(RuntimeError):
@@ -244,13 +246,13 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         stub = ModuleType(name)
         stub.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, stub)
-    monkeypatch.setattr(compiling, "_loaded", {})
+    monkeypatch.setattr(loader, "_loaded", {})
     monkeypatch.setattr(FakeDevice, "used", [])
-    compiling.arch_of.cache_clear()
-    compiling._runtime.cache_clear()
+    loader.arch_of.cache_clear()
+    loader._runtime.cache_clear()
     yield fake
-    compiling.arch_of.cache_clear()
-    compiling._runtime.cache_clear()
+    loader.arch_of.cache_clear()
+    loader._runtime.cache_clear()
 
 
 def test_a_kernel_knows_its_resources(folder: Path, fake_cupy: SimpleNamespace) -> None:

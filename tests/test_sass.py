@@ -31,9 +31,9 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 # Of each kernel, and of the wide one with either number of stages; sources that options choose.
 KEYS = [
-    *keys([(128, 128)], ["bfloat16"], [()])[:3],
-    *keys([(192, 128)], ["float16"], [("softcap",)]),
-    *keys([(256, 256)], ["bfloat16"], [()]),
+    *keys([(128, 128)], ["bfloat16"], [()])[:2],
+    *keys([(192, 128)], ["float16"], [("softcap",)])[1:2],
+    *keys([(256, 256)], ["bfloat16"], [()])[1:2],
     *keys([(64, 64)], ["float16"], [("block_mask",)])[:1],
 ]
 
@@ -87,8 +87,8 @@ def test_a_kernel_that_arrives_while_it_reads(
 
 
 def test_what_the_disassembler_says_is_read(program: str) -> None:
-    (section,) = parsed(disassembled(compiled(KEYS[0], ARCH).image, program))
-    assert section.name == KEYS[0].kernel
+    (section,) = parsed(disassembled(compiled(KEYS[1], ARCH).image, program))
+    assert section.name == KEYS[1].kernel
     assert [x.address for x in section.code] == list(range(0, 16 * len(section.code), 16))
     assert all(x.places for x in section.code if x.arrives or x.loads_shared)
     assert sum(x.arrives for x in section.code) > 10

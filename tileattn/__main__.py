@@ -22,13 +22,13 @@ from tileattn.errors import BackendUnavailableError
 from tileattn.kernels import cache
 from tileattn.kernels.compile import (
     Compiled,
-    arch_of,
     checked_arch,
     compiled,
     known_archs,
     nvrtc_version,
 )
 from tileattn.kernels.key import KernelKey
+from tileattn.kernels.load import arch_of
 from tileattn.problem import DTYPES
 
 BENCHMARKS = {

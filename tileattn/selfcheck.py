@@ -15,9 +15,10 @@ from tileattn import backends, reference
 from tileattn.backends.numpy_backend import NumpyBackend
 from tileattn.block_mask import BlockMask
 from tileattn.kernels import catalog
-from tileattn.kernels import compile as compiler
 from tileattn.kernels.call import WIDEST
+from tileattn.kernels.compile import compiled
 from tileattn.kernels.key import KernelKey
+from tileattn.kernels.load import arch_of
 from tileattn.kernels.steps import backward_steps, forward_steps
 from tileattn.problem import parse
 from tileattn.results import Attention, Gradients
@@ -181,10 +182,10 @@ def compile_all(families: Iterable[Family]) -> None:
     """
     import cupy
 
-    arch = compiler.arch_of(cupy.cuda.runtime.getDevice())
+    arch = arch_of(cupy.cuda.runtime.getDevice())
     keys = dict.fromkeys(key for family in families for key in family.keys(arch))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda key: compiler.compiled(key, arch), keys))
+        list(pool.map(lambda key: compiled(key, arch), keys))
 
 
 def check(case: Case, backend: str) -> None:

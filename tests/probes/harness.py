@@ -9,8 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels.compile import SOURCES, Compiled, arch_of, compiled
+from tileattn.kernels.compile import SOURCES, Compiled, compiled
 from tileattn.kernels.key import KernelKey
+from tileattn.kernels.load import arch_of
 from tileattn.kernels.params import PARAMS, template
 
 PROBES = Path(__file__).parent

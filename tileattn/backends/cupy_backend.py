@@ -248,7 +248,7 @@ def _unavailable() -> str | None:
     if not count:
         return f"CuPy finds no GPU; {_REMEDY}"
     from tileattn.errors import BackendUnavailableError
-    from tileattn.kernels.compile import arch_of
+    from tileattn.kernels.load import arch_of
 
     try:
         arch_of(cupy.cuda.runtime.getDevice())

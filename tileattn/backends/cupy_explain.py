@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.protocol import Explanation
-from tileattn.kernels import compile as compiler
 from tileattn.kernels.call import Call
 from tileattn.kernels.key import KernelKey
+from tileattn.kernels.load import Kernel, load_all
 from tileattn.kernels.steps import Step, backward_steps, forward_steps
 from tileattn.problem import Operands, Problem
 from tileattn.traffic import compared, forward_traffic
@@ -60,7 +60,7 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
         tiles=tiles,
         bytes_moved=moved,
         traffic=compared(problem, on_host, _tile(first), _tile(last)),
-        kernels=tuple(map(_described, started, compiler.load_all([s.key for s in started]))),
+        kernels=tuple(map(_described, started, load_all([s.key for s in started]))),
         workspace_bytes=max(call.layout(steps).nbytes for steps in (backward, in_order)),
         reasons=(
             f"q, k and v are CuPy arrays on {device}",
@@ -76,7 +76,7 @@ def _tile(key: KernelKey) -> tuple[int, int]:
     return (1, 1) if key.kernel.startswith("plain") else (key.block_q, key.block_k)
 
 
-def _described(step: Step, kernel: compiler.Kernel) -> str:
+def _described(step: Step, kernel: Kernel) -> str:
     key = step.key
     blocks = kernel.occupancy(key.threads, step.shared)
     spills = f", {kernel.local_bytes} bytes of local memory" if kernel.local_bytes else ""

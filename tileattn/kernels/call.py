@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tileattn.kernels.cells import cells_of, visits_of
-from tileattn.kernels.compile import arch_of
 from tileattn.kernels.hopper import HOPPER
+from tileattn.kernels.load import arch_of
 from tileattn.kernels.plan import Plan
 from tileattn.kernels.schedule import Order, order_of
 from tileattn.kernels.select import Facts, folds, padded_rows

@@ -1,4 +1,4 @@
-"""From a key to a kernel: NVRTC compiles it, the disk cache keeps it, CuPy loads it once a device.
+"""From a key to machine code: NVRTC compiles it, and the disk cache keeps it.
 
 NVRTC is called directly. CuPy's own way of compiling adds ``-ftz=true``, which would flush the
 subnormal numbers of float32 to zero, and keeps what it compiled under a name that an edit in an
@@ -9,9 +9,7 @@ import functools
 import hashlib
 import os
 import re
-import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +31,6 @@ TROUBLE: tuple[str, ...] = ()
 """Definitions that tools/stress_gpu.py adds before the first kernel is loaded."""
 
 _END = 1 << 16  # bytes that are read at either end of a library
-
-# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX and UNSUPPORTED_PTX_VERSION.
-_REFUSED = (200, 209, 218, 222)
-
-_loaded: dict[tuple[object, ...], "Kernel"] = {}
-_locks: dict[tuple[object, ...], threading.Lock] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,134 +57,6 @@ class Compiled:
     registers: int | None
     spill_bytes: int | None
     shared_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Kernel:
-    """A kernel that is loaded on a device.
-
-    Parameters
-    ----------
-    key : KernelKey
-        What it is specialised for.
-    arch : str
-        What it was compiled for.
-    function : cupy.cuda.function.Function
-        What is launched.
-    registers, local_bytes, shared_bytes : int
-        Of a thread, of a thread, and of fixed size of a block, as the driver reports them.
-    log : str
-        What the compiler said.
-    """
-
-    key: KernelKey
-    arch: str
-    function: Any
-    registers: int
-    local_bytes: int
-    shared_bytes: int
-    log: str
-
-    def allow_shared(self, nbytes: int) -> None:
-        """Let a launch ask for this much shared memory of variable size: over 48 KiB needs it."""
-        from cupy_backends.cuda.api import driver
-
-        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        driver.funcSetAttribute(self.function.ptr, attribute, nbytes)
-
-    def occupancy(self, threads: int, shared: int) -> int:
-        """Count the blocks of this size that one multiprocessor of the device runs at a time."""
-        from cupy_backends.cuda.api import driver
-
-        blocks: int = driver.occupancyMaxActiveBlocksPerMultiprocessor(
-            self.function.ptr, threads, shared
-        )
-        return blocks
-
-
-def load(
-    key: KernelKey,
-    device: int | None = None,
-    arch: str | None = None,
-    folders: tuple[Path, ...] = (SOURCES,),
-) -> Kernel:
-    """Find a kernel, compiling and loading it where this is its first use on the device.
-
-    Parameters
-    ----------
-    key : KernelKey
-        What it is specialised for.
-    device : int or None
-        The device; CuPy's current one by default.
-    arch : str or None
-        What it is compiled for; the best for the device by default. A ``compute_75`` runs on any
-        newer GPU, which is how the code for older ones is tried.
-    folders : tuple of Path
-        Where the sources are.
-
-    Returns
-    -------
-    Kernel
-        The same object for the same arguments, whichever thread asks.
-
-    Raises
-    ------
-    BackendUnavailableError
-        Without CuPy, NVRTC or a GPU and driver that can run the code.
-    KernelCompileError
-        Where the source does not compile.
-    """
-    if device is None:
-        device = int(_runtime().getDevice())
-    name = (key, device, arch, folders)
-    kernel = _loaded.get(name)
-    if kernel is None:
-        # A lock of its own for each kernel: several compile at the same time.
-        with _locks.setdefault(name, threading.Lock()):
-            kernel = _loaded.get(name)
-            if kernel is None:
-                arch = arch or arch_of(device)
-                kernel = _placed(key, arch, compiled(key, arch, folders), device)
-                _loaded[name] = kernel
-    return kernel
-
-
-def load_all(keys: Sequence[KernelKey], folders: tuple[Path, ...] = (SOURCES,)) -> list[Kernel]:
-    """Find the kernels of a call on CuPy's current device; those that are new are made together.
-
-    The compiler holds no lock while it works, so a thread for each makes the time of the first call
-    that of its slowest kernel.
-
-    Parameters
-    ----------
-    keys : sequence of KernelKey
-        What they are specialised for.
-    folders : tuple of Path
-        Where the sources are.
-
-    Returns
-    -------
-    list of Kernel
-        As `load` gives them, in the order of the keys.
-
-    Raises
-    ------
-    BackendUnavailableError, KernelCompileError
-        What `load` raises of the first key for which it does; notes tell of the others. No thread
-        goes on behind it.
-    """
-    device = int(_runtime().getDevice())
-    new = [key for key in dict.fromkeys(keys) if (key, device, None, folders) not in _loaded]
-    if len(new) > 1:
-        with ThreadPoolExecutor(len(new), "tileattn-compile") as pool:
-            asked = [pool.submit(load, key, device, None, folders) for key in new]
-            wait(asked)  # in here, so that an interrupt is raised when the threads have ended
-        failed = [error for future in asked if (error := future.exception())]
-        if failed:
-            for other in failed[1:]:
-                failed[0].add_note(f"Another kernel of the call: {other}")
-            raise failed[0]
-    return [load(key, device, None, folders) for key in keys]
 
 
 def compiled(
@@ -226,7 +90,7 @@ def compiled(
         Where NVRTC does not know ``arch``.
     """
     options, (texts, sources) = _options(key, checked_arch(arch)), sources_in(folders)
-    made_from = sources, _compiler(), _build(), options
+    made_from = sources, compiler_name(), _build(), options
     inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
     body = found = None if force else cache.read(inputs)
     if body is None:
@@ -259,32 +123,6 @@ def known_archs() -> tuple[int, ...]:
     """List the compute capabilities that NVRTC compiles for, times ten."""
     known: tuple[int, ...] = _nvrtc().getSupportedArchs()
     return known
-
-
-@functools.cache
-def arch_of(device: int) -> str:
-    """Choose what to compile for on a device.
-
-    Parameters
-    ----------
-    device : int
-        Its number.
-
-    Returns
-    -------
-    str
-        See `best_arch`.
-
-    Raises
-    ------
-    BackendUnavailableError
-        Without CuPy, NVRTC, a driver or the device, or where the device is too old.
-    """
-    _runtime()  # where there is no GPU, this says so
-    import cupy
-
-    digits = cupy.cuda.Device(device).compute_capability
-    return best_arch((int(digits[:-1]), int(digits[-1])), known_archs())
 
 
 def best_arch(capability: tuple[int, int], known: Iterable[int]) -> str:
@@ -327,7 +165,7 @@ def checked_arch(arch: str) -> str:
     number = re.fullmatch(r"(?:sm|compute)_(\d+)[a-z]?", arch)
     if number is None or int(number[1]) not in known_archs():
         names = ", ".join(f"sm_{known}" for known in known_archs())
-        raise ValueError(f"arch was {arch!r}; {_compiler()} compiles for {names}, sm_90a")
+        raise ValueError(f"arch was {arch!r}; {compiler_name()} compiles for {names}, sm_90a")
     return arch
 
 
@@ -349,7 +187,8 @@ def resources(log: str, kernel: str) -> tuple[int | None, int | None, int | None
     )
 
 
-def _compiler() -> str:
+def compiler_name() -> str:
+    """Name the compiler with its version."""
     major, minor = nvrtc_version()
     return f"NVRTC {major}.{minor}"
 
@@ -382,7 +221,7 @@ def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[st
     nvrtc, file = _nvrtc(), f"{key.kernel}.cu"
     if file not in texts:
         names = ", ".join(name for name in texts if name.endswith(".cu"))
-        raise KernelCompileError(file, arch, key, _compiler(), f"there are only: {names}")
+        raise KernelCompileError(file, arch, key, compiler_name(), f"there are only: {names}")
     headers = {name: text for name, text in texts.items() if name.endswith(".cuh")}
     program = nvrtc.createProgram(
         texts[file],
@@ -401,7 +240,7 @@ def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[st
         return log.strip("\0\n ").encode() + b"\0" + image
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program) or str(error)
-        raise KernelCompileError(file, arch, key, _compiler(), log) from error
+        raise KernelCompileError(file, arch, key, compiler_name(), log) from error
     finally:
         nvrtc.destroyProgram(program)
 
@@ -420,48 +259,3 @@ def _nvrtc() -> Any:
             "both for drivers from 580 on, 'tileattn[cuda12]' for older ones"
         ) from error
     return nvrtc
-
-
-@functools.cache
-def _runtime() -> Any:
-    """Give CuPy's runtime, once it has found a GPU: a loaded kernel is then found in a moment."""
-    _nvrtc()  # where CuPy is missing, this says what to install
-    import cupy
-
-    try:
-        cupy.cuda.runtime.getDevice()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise BackendUnavailableError(
-            f"the GPU cannot be used ({error}); nvidia-smi shows what the driver sees, and "
-            "backend='numpy' needs none"
-        ) from error
-    return cupy.cuda.runtime
-
-
-def _placed(key: KernelKey, arch: str, made: Compiled, device: int) -> Kernel:
-    """Load a kernel on a device."""
-    import cupy
-    from cupy_backends.cuda.api import driver
-
-    module = cupy.cuda.function.Module()
-    with cupy.cuda.Device(device):
-        try:
-            module.load(made.image)
-        except driver.CUDADriverError as error:
-            if error.status not in _REFUSED:
-                raise
-            raise BackendUnavailableError(
-                f"the driver of GPU {device} does not take what {_compiler()} made for {arch} "
-                f"({error}); install a newer driver, or CuPy for the CUDA of this one: "
-                "pip install 'tileattn[cuda12]'"
-            ) from error
-        function = module.get_function(key.kernel)
-        registers, local, shared = (
-            driver.funcGetAttribute(attribute, function.ptr)
-            for attribute in (
-                driver.CU_FUNC_ATTRIBUTE_NUM_REGS,
-                driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
-                driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
-            )
-        )
-    return Kernel(key, arch, function, registers, local, shared, made.log)

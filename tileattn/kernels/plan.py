@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tileattn.kernels import compile as compiler
+from tileattn.kernels.load import Kernel, load_all
 from tileattn.kernels.params import POINTERS, template
 from tileattn.kernels.steps import Step
 from tileattn.kernels.streams import outlive_readers, stream_name
@@ -57,7 +57,7 @@ class Plan:
         last = max(slot for _, slot in self._slots)
         self._pointers = [addresses.get(name, 0) for name in POINTERS[: last + 1]]
         order = tuple(steps)
-        kernels = compiler.load_all([step.key for step in order])
+        kernels = load_all([step.key for step in order])
         self._launches = tuple(map(_launch, order, kernels, itertools.repeat(arrays)))
         self._spare: list[tuple[Any, Any]] = []
 
@@ -110,7 +110,7 @@ class Plan:
 
 
 def _launch(
-    step: Step, kernel: compiler.Kernel, arrays: Mapping[str, Any]
+    step: Step, kernel: Kernel, arrays: Mapping[str, Any]
 ) -> tuple[Any, tuple[int], tuple[int], int, Maps | None]:
     if step.shared:
         kernel.allow_shared(step.shared)
