@@ -1,5 +1,6 @@
 """Ctrl-C, forks, the interpreter's end and calls within calls: nothing hangs, nothing stays."""
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -33,8 +34,11 @@ on_posix = pytest.mark.skipif(
 def two_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have two workers, and a number of BLAS threads that shows whether it was given back."""
     monkeypatch.setattr(threads, "worker_count", lambda: 2)
+    threads._pool.cache_clear()
+    faulthandler.dump_traceback_later(120, exit=True)  # the main thread cannot watch itself
     with threadpoolctl.threadpool_limits(BLAS_THREADS, "blas"):
         yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def python(program: str) -> str:
@@ -117,9 +121,9 @@ def test_an_interrupt_at_any_bytecode_leaves_nothing_behind(parallel: bool) -> N
     while interrupt_at(step, call):
         assert blas_threads() == before, f"after an interrupt at step {step}"
         done[:] = [0] * 3
-        call()
-        assert done == [1] * 3
         in_another_thread(call)
+        assert done == [1] * 3
+        call()
         assert done == [2] * 3
         assert blas_threads() == before
         step += 1
@@ -156,18 +160,25 @@ def number():
 def test_the_child_of_a_fork_has_its_own_threads_and_blas_its_own_number() -> None:
     """Forked by one thread while another is in the middle of a call."""
     program = """
+    from tileattn import lane
     before, expected = number(), call()
-    entered, leave = threading.Event(), threading.Event()
-    def task():
+    entered, leave, norm = threading.Event(), threading.Event(), lane._largest_norm
+    def held_up(*arguments):
         entered.set()
         leave.wait(30)
-    user = threading.Thread(target=lambda: threads.run([task, task]))
+        return norm(*arguments)
+    lane._largest_norm = held_up
+    user = threading.Thread(target=call)
     user.start()
     entered.wait(30)
     child = os.fork()
     if not child:
         threading.Timer(20, os._exit, (2,)).start()
-        os._exit(number() != before or call() != expected or number() != before)
+        lane._largest_norm = norm
+        both = threading.Barrier(2)
+        right = [number() == before, call() == expected]
+        threads.run([lambda: both.wait(10)] * 2)
+        os._exit(not all([*right, number() == before]))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     leave.set()
     user.join()

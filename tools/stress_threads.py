@@ -28,7 +28,7 @@ import tileattn
 
 WORKERS = 2
 BLAS_THREADS = 3  # neither 1 nor the number of workers
-HANGS = 60  # seconds until a call counts as hanging
+HANGS = 30  # seconds until a call counts as hanging
 
 Result = list[bytes]
 
@@ -185,11 +185,14 @@ def stress_forks(made: Sequence[Call], count: int) -> tuple[int, list[str]]:
             time.sleep(random.uniform(0, 0.005))
             children.append(fork())
         else:
-            with suppress(RuntimeError):  # the call goes on in the child, without its other threads
+            # The call goes on in the child, without its other threads.
+            with suppress(KeyboardInterrupt, RuntimeError):
                 disturb(random.choice(made), in_handler)
         if 0 in children:
             end_child(made)
         ended += [os.waitpid(child, 0)[1] for child in children[len(ended) :]]
+        if any(ended):
+            break
     return len(children), [
         f"child {n}: status {status}" for n, status in enumerate(ended) if status
     ]
