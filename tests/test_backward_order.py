@@ -86,3 +86,30 @@ def test_sums_of_a_bias_have_a_fixed_order(
     monkeypatch.setattr(threads, "worker_count", lambda: 2)
     hold_up((BLOCK, 0), (0, BLOCK))
     np.testing.assert_array_equal(gradients(48, 32, {"bias": bias}).dbias, expected.dbias)
+
+
+def test_an_error_wakes_the_tasks_that_wait(
+    monkeypatch: pytest.MonkeyPatch, hold_up: Callable[..., None]
+) -> None:
+    """The first key block fails when the second has begun, and would wait for it for ever."""
+    monkeypatch.setattr(threads, "worker_count", lambda: 2)
+    hold_up((0, 0), (0, 0))
+    begun, compute, results = threading.Event(), spec.backward_tile, []
+
+    def fails(lane: Any, up: Any, block: Any, tile: Tile, scratch: Any) -> Any:
+        if tile.k0 == 0:
+            begun.wait(10)
+            raise MemoryError("the first key block")
+        begun.set()
+        return compute(lane, up, block, tile, scratch)
+
+    def call() -> None:
+        with pytest.raises(MemoryError, match="the first key block"):
+            gradients(BLOCK, 2 * BLOCK, {})
+        results.append("raised")
+
+    monkeypatch.setattr(spec, "backward_tile", fails)
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert results == ["raised"]

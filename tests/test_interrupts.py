@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -140,6 +141,32 @@ def test_interrupts_and_forks_at_random_moments() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@on_posix
+def test_an_interrupt_stops_the_tasks_that_have_not_begun() -> None:
+    started: list[int] = []
+
+    def task(n: int) -> None:
+        started.append(n)
+        if n == 1:
+            os.kill(os.getpid(), signal.SIGALRM)
+        time.sleep(0.005)
+
+    def handler(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            threads.run([partial(task, n) for n in range(2000)])
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert 1 in started
+    assert len(started) < 2000
+    reached = len(started)
+    time.sleep(0.05)
+    assert len(started) == reached
+
+
 # --- forks and the end --------------------------------------------------------------------------
 
 PREPARE = """
@@ -185,6 +212,37 @@ def test_the_child_of_a_fork_has_its_own_threads_and_blas_its_own_number() -> No
     assert number() == before
     """
     assert python(PREPARE + textwrap.dedent(program)) == "0\n"
+
+
+@on_posix
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_child_does_not_wait_for_threads_that_it_lacks(interrupted: bool) -> None:
+    """Forked in a signal handler, which ran while the main thread waited for a call."""
+    error = "KeyboardInterrupt" if interrupted else "RuntimeError"
+    program = f"""
+    import signal
+    expected, leave, children = call(), threading.Event(), []
+    def handler(*_):
+        children.append(os.fork())
+        leave.set()
+        if not children[0]:
+            threading.Timer(20, os._exit, (2,)).start()
+            if {interrupted}:
+                raise KeyboardInterrupt
+    def task():
+        os.kill(os.getpid(), signal.SIGALRM)
+        leave.wait(30)
+    signal.signal(signal.SIGALRM, handler)
+    raised = None
+    try:
+        threads.run([task, leave.wait])
+    except BaseException as error:
+        raised = type(error).__name__
+    if not children[0]:
+        os._exit(raised != "{error}" or call() != expected)
+    print(raised, os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
+    """
+    assert python(PREPARE + textwrap.dedent(program)) == "None 0\n"
 
 
 @pytest.mark.parametrize("earlier", ["pass", "call()"])
