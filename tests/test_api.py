@@ -387,6 +387,18 @@ def test_merge_where_no_part_saw_anything() -> None:
     np.testing.assert_array_equal(lse, LSE)
 
 
+def test_merge_of_one_part_with_infinite_scores_is_the_part() -> None:
+    """A score of infinity is no missing score; nor does it warn where an output is 0."""
+    lse = np.array([-np.inf, np.inf, 2], np.float32)
+    out = np.array([[0, 0], [0, 3], [1, 2]], np.float32)
+    merged = tileattn.merge([out], [lse])
+    np.testing.assert_array_equal(merged.out, out)
+    np.testing.assert_array_equal(merged.lse, lse)
+    merged = tileattn.merge([out, out], [lse, np.zeros_like(lse)])
+    np.testing.assert_array_equal(merged.lse[:2], [0, np.inf])
+    np.testing.assert_array_equal(merged.out[0], out[0])
+
+
 # --- explain ------------------------------------------------------------------------------------
 
 

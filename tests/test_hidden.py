@@ -157,3 +157,17 @@ def test_skipped_keys_and_values_are_not_loaded(monkeypatch: pytest.MonkeyPatch)
     assert not any(np.shares_memory(x, part) for x in loaded for part in skipped)
     for part in (k[..., :40, :], k[..., 80:, :], v[..., :40, :], v[..., 80:, :]):
         assert any(np.shares_memory(x, part) for x in loaded)
+
+
+def test_a_query_whose_scores_are_all_minus_infinity_has_no_gradient() -> None:
+    """Its products overflow, and no mask hides them: a probability is 0, not exp(-inf + inf)."""
+    q, k, v, dout = arrays((5, 7))
+    q[..., 0], k[..., 0] = 0, 1e9
+    options: dict[str, Any] = {"mask": np.arange(5)[:, None] > 0}
+    hidden = tileattn.forward(q, k, v, **options)
+    expected = tileattn.backward(dout, q, k, v, *hidden, **options)
+    q[:, :, 0, 0] = -1e38
+    saved = tileattn.forward(q, k, v)
+    grads = tileattn.backward(dout, q, k, v, *saved)
+    for ours, theirs in zip((*saved, *grads[:3]), (*hidden, *expected[:3]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

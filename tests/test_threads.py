@@ -144,6 +144,23 @@ def test_a_busy_pool_does_not_hold_up_other_calls(monkeypatch: pytest.MonkeyPatc
         threads._pool.cache_clear()
 
 
+def test_tasks_run_in_the_callers_thread_where_none_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As at the end of the interpreter from Python 3.12 on."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    use_workers(monkeypatch, 2)
+    threads._deputy.cache_clear()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    done: list[int] = []
+    run([partial(done.append, n) for n in range(4)])
+    assert done == [0, 1, 2, 3]
+    threads._pool.cache_clear()
+
+
 def test_a_task_may_itself_run_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     use_workers(monkeypatch, 2)
     done: list[int] = []

@@ -6,7 +6,6 @@ Every array has the axes ``(Hkv, G, rows, columns)``: ``G`` query heads for each
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -71,6 +70,7 @@ class Lane:
     dropout_p: float = 0.0
     seed: int = 0
     sinks: Array | None = None
+    _bounded: bool | Array | None = field(default=None, init=False)
 
     @property
     def kv(self) -> int:
@@ -104,7 +104,7 @@ class Lane:
         )
         return keep.reshape(self.q.shape[:2] + keep.shape[1:])
 
-    @cached_property
+    @property
     def bounded(self) -> bool | Array:
         """Which heads have provably small scores.
 
@@ -120,6 +120,11 @@ class Lane:
         keys in reach of each other count, so that what nobody sees cannot change a bit of the
         result. The values count because ``acc`` is not yet divided.
         """
+        if self._bounded is None:  # no cached_property: the child of a fork may find its lock taken
+            self._bounded = self._find_bounded()
+        return self._bounded
+
+    def _find_bounded(self) -> bool | Array:
         sight = self.sight
         if sight.band.Nq < _WORTH_BOUNDING or sight.band.Nq * sight.Nk <= _SHARED_TILE:
             return False  # sizes decide, so that a head has the same bits alone and among others

@@ -89,8 +89,8 @@ class NumpyBackend:
         blocks.sort(key=lambda block: -_reach(*block))
 
         def task(lane: Lane, span: tuple[int, int]) -> None:
-            with np.errstate(all="ignore"):
-                rows = spec.forward_rows(lane, *span, block_k, threads.thread_scratch())
+            with np.errstate(all="ignore"), threads.borrowed_scratch() as scratch:
+                rows = spec.forward_rows(lane, *span, block_k, scratch)
                 for name, whole, part in zip(("out", "lse"), (result, lse), rows, strict=True):
                     block = lane.heads_of(whole)[:, :, slice(*span)]
                     block[...] = part

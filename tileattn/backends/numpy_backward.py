@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tileattn import record, spec
-from tileattn.backends.threads import Turns, thread_scratch
+from tileattn.backends.threads import Turns, borrowed_scratch
 from tileattn.blocks import Tile, cut
 from tileattn.lane import Lane, lanes
 from tileattn.problem import Operands, Problem
@@ -122,17 +122,16 @@ class Backward:
 
     def _run(self, group: list[Lane], turns: Turns, task: int, k0: int, k1: int) -> None:
         """Visit every tile of one key block, query blocks ascending."""
-        visits = sorted(
-            (tile.q0 // self._block_q, number, tile)
-            for number, lane in enumerate(group)
-            for tile in lane.sight.column_tiles(k0, k1, self._block_q)
-        )
-        blocks: dict[tuple[int, int], spec.KeyBlock] = {}
-        scratch = thread_scratch()
-        upstream = [self._upstream(lane) for lane in group]
         end = -(-self._problem.Nq // self._block_q)
         try:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), borrowed_scratch() as scratch:
+                visits = sorted(
+                    (tile.q0 // self._block_q, number, tile)
+                    for number, lane in enumerate(group)
+                    for tile in lane.sight.column_tiles(k0, k1, self._block_q)
+                )
+                blocks: dict[tuple[int, int], spec.KeyBlock] = {}
+                upstream = [self._upstream(lane) for lane in group]
                 for n, (row_block, number, tile) in enumerate(visits):
                     lane = group[number]
                     where = lane.batch, lane.kv

@@ -1,18 +1,20 @@
-"""Threads: one pool, one BLAS thread for each worker, and turns that make sums reproducible."""
+"""Threads: who runs the tasks of a call, and turns that make sums reproducible.
+
+A ``KeyboardInterrupt`` arises in the main thread only. So tasks that wait for one another never run
+there: another thread, the deputy, runs a parallel call for it.
+"""
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import cache
-from typing import Any
+from queue import SimpleQueue
 
-import threadpoolctl
-
+from tileattn.backends.blas import single_threaded
 from tileattn.state import Scratch
-
-_local = threading.local()
 
 
 @cache
@@ -28,69 +30,6 @@ def worker_count() -> int:
     return os.cpu_count() or 1
 
 
-@cache
-def _pool() -> ThreadPoolExecutor:
-    count = max(1, worker_count() - 1)
-    return ThreadPoolExecutor(count, thread_name_prefix="tileattn", initializer=_limit_worker)
-
-
-@cache
-def _blas() -> list[Any]:
-    """Find the BLAS libraries of this process, once: the search is slow."""
-    return list(threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
-
-
-class _SingleThreadedBlas:
-    """Holds BLAS to one thread while some call runs; calls may overlap."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls = 0
-        self._before: list[int] = []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._calls == 0:
-                self._before = [library.get_num_threads() for library in _blas()]
-                _set_threads([1] * len(self._before))
-            self._calls += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._calls -= 1
-            if self._calls == 0:
-                _set_threads(self._before)
-
-
-def _set_threads(counts: list[int]) -> None:
-    """Set the threads of every BLAS library.
-
-    From 3.8 on, threadpoolctl obeys one thread only; the lock of the caller takes its place.
-    """
-    for library, count in zip(_blas(), counts, strict=True):
-        clear = getattr(library, "clear_controlling_thread", None)
-        if clear is None:
-            library.set_num_threads(count)
-            continue
-        clear(force=True)
-        library.set_num_threads(count)
-        clear(force=True)
-
-
-def _limit_worker() -> None:
-    """Hold BLAS to one thread for calls from this worker, where the limit is one of the thread."""
-    for library in _blas():
-        if getattr(library, "threading_layer", None) == "openmp":
-            library.set_num_threads(1)
-
-
-single_threaded_blas = _SingleThreadedBlas()
-
-
 def run(tasks: Sequence[Callable[[], None]], parallel: bool = True) -> None:
     """Run tasks on the workers, in order of their start; the first error stops the rest.
 
@@ -104,40 +43,146 @@ def run(tasks: Sequence[Callable[[], None]], parallel: bool = True) -> None:
     Raises
     ------
     BaseException
-        What the first failing task raised, after every running task has come to its end.
+        What the first failing task raised, or an interrupt of this thread, after every running
+        task has come to its end.
     """
-    with single_threaded_blas:  # also for one task: bits must not depend on what runs beside it
-        if not parallel or len(tasks) < 2:
-            for task in tasks:
-                task()
-        else:
-            _run_on_workers(tasks)
+    if not parallel or min(len(tasks), worker_count()) < 2:
+        single_threaded(lambda: _run_here(tasks))
+        return
+    work = _SharedWork(tasks)
+    if threading.current_thread() is threading.main_thread():
+        _leave_to_deputy(work)
+    else:
+        work.run()
+    if work.failures:
+        raise work.failures.pop(0)
 
 
-def _run_on_workers(tasks: Sequence[Callable[[], None]]) -> None:
-    iterator = iter(tasks)
-    lock = threading.Lock()
-    failures: list[BaseException] = []
+def _run_here(tasks: Sequence[Callable[[], None]]) -> None:
+    for task in tasks:
+        task()
 
-    def work() -> None:
+
+class _SharedWork:
+    """Tasks that several threads take one after another, in their order."""
+
+    def __init__(self, tasks: Sequence[Callable[[], None]]) -> None:
+        self.failures: list[BaseException] = []  # the first stops the rest
+        self._helpers = min(worker_count(), len(tasks)) - 1
+        self._tasks = iter(tasks)
+        self._changed = threading.Condition()
+        self._helping = 0
+        self._over = False
+
+    def run(self) -> None:
+        """Take tasks, together with helpers, until no task runs any more."""
+        for _ in range(self._helpers):
+            try:
+                _pool().submit(copy_context().run, self._help)
+            except RuntimeError:  # the interpreter shuts down, or there is no thread to be had
+                break
+        self._take()
+        with self._changed:
+            self._over = True  # a helper that has not begun, the pool being busy, is not needed
+            self._changed.wait_for(lambda: not self._helping)
+
+    def _help(self) -> None:
+        with self._changed:
+            if self._over:
+                return
+            self._helping += 1
+        self._take()
+        with self._changed:
+            self._helping -= 1
+            self._changed.notify_all()
+
+    def _take(self) -> None:
         try:
-            while not failures:
-                with lock:
-                    task = next(iterator, None)
-                if task is None:
-                    return
-                task()
+            single_threaded(self._take_in_order)
         except BaseException as failure:
-            failures.append(failure)
+            self.failures.append(failure)
 
-    count = min(worker_count(), len(tasks)) - 1
-    helpers = [_pool().submit(copy_context().run, work) for _ in range(count)]
-    work()
-    for helper in helpers:
-        if not helper.cancel():  # one that has not begun, the pool being busy, is not needed
-            helper.result()
-    if failures:
-        raise failures[0]
+    def _take_in_order(self) -> None:
+        while not self.failures:
+            with self._changed:
+                task = next(self._tasks, None)
+            if task is None:
+                return
+            task()
+
+
+class _Deputy:
+    """A thread that runs the calls of the main thread, where no interrupt can arise."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._started = False
+
+    def start(self) -> None:
+        """Start the thread where it does not run yet; one too many does no harm."""
+        if not self._started:
+            threading.Thread(target=self._serve, name="tileattn-deputy", daemon=True).start()
+            self._started = True
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Hand over a call; calls run one after another."""
+        self._calls.put(call)
+
+    def wait(self, lock: threading.Lock) -> None:
+        """Take a lock, as soon as the deputy has released it."""
+        while not lock.acquire(timeout=0.1):  # Windows shows interrupts between waits only
+            if self is not _deputy():  # in a child that a signal handler has forked
+                raise RuntimeError("the process was forked during this call")
+
+    def _serve(self) -> None:
+        while True:
+            self._calls.get()()
+
+
+def _leave_to_deputy(work: _SharedWork) -> None:
+    """Wait while the deputy works; after an interrupt, until it has stopped."""
+    deputy, context = _deputy(), copy_context()
+    try:
+        deputy.start()
+    except RuntimeError:  # the interpreter shuts down, or there is no thread to be had
+        work.run()
+        return
+    working, ended = threading.Lock(), threading.Lock()
+
+    def call() -> None:
+        if not working.acquire(blocking=False):
+            return  # interrupted before it began
+        try:
+            context.run(work.run)
+        except BaseException as failure:  # of threads, not of tasks: out of memory, say
+            work.failures.append(failure)
+        working.release()
+        ended.release()
+
+    ended.acquire()
+    try:
+        deputy.put(call)
+        deputy.wait(ended)
+    except BaseException:
+        work.failures.append(KeyboardInterrupt())  # no further task
+        if deputy is _deputy():
+            deputy.wait(working)
+        raise
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, worker_count() - 1), thread_name_prefix="tileattn")
+
+
+@cache
+def _deputy() -> _Deputy:
+    return _Deputy()
+
+
+if hasattr(os, "register_at_fork"):  # threads do not survive a fork
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+    os.register_at_fork(after_in_child=_deputy.cache_clear)
 
 
 class Turns:
@@ -180,9 +225,26 @@ class Turns:
             self._changed.notify_all()
 
 
-def thread_scratch() -> Scratch:
-    """Tile buffers of the current thread, kept from call to call."""
-    if not hasattr(_local, "scratch"):
-        _local.scratch = Scratch()
-    scratch: Scratch = _local.scratch
-    return scratch
+class _Idle(threading.local):
+    """Buffers that no call of the current thread uses now."""
+
+    def __init__(self) -> None:
+        self.scratches: list[Scratch] = []
+
+
+_idle = _Idle()
+
+
+@contextmanager
+def borrowed_scratch() -> Iterator[Scratch]:
+    """Lend tile buffers, kept by the thread from task to task, that nobody else uses meanwhile.
+
+    A predicate or a signal handler may call the package while a task runs: that call gets others.
+    """
+    idle = _idle.scratches
+    try:
+        scratch = idle.pop()
+    except IndexError:
+        scratch = Scratch()
+    yield scratch
+    idle.append(scratch)  # after an error they are let go

@@ -1,0 +1,115 @@
+"""Tasks of a backward pass add to shared rows in their order, whatever the threads do.
+
+A tile of the first key block is held up until the others have gone as far as they may.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tileattn import BlockMask, Gradients, spec
+from tileattn.backends import numpy_backend, threads
+from tileattn.backends.numpy_backend import NumpyBackend
+from tileattn.backends.numpy_backward import Backward
+from tileattn.blocks import Tile
+from tileattn.problem import parse
+
+BLOCK = 16
+WAIT = 0.4  # seconds; how long it takes a task that must wait to show that it does not
+
+Array = NDArray[Any]
+
+
+@pytest.fixture
+def hold_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Hold up a tile of the first key block until another tile's sums have been added."""
+    monkeypatch.setattr(numpy_backend, "_SERIAL_WORK", 0)
+    threads._pool.cache_clear()
+    compute, add = spec.backward_tile, Backward._add_bias
+
+    def prepare(held: tuple[int, int], other: tuple[int, int]) -> None:
+        added = threading.Event()
+
+        def tile_of(lane: Any, up: Any, block: Any, tile: Tile, scratch: Any) -> Any:
+            result = compute(lane, up, block, tile, scratch)
+            if (tile.q0, tile.k0) == held:
+                added.wait(WAIT)
+            return result
+
+        def add_bias(job: Backward, lane: Any, tile: Tile, ds: Array) -> None:
+            add(job, lane, tile, ds)
+            if (tile.q0, tile.k0) == other:
+                added.set()
+
+        monkeypatch.setattr(spec, "backward_tile", tile_of)
+        monkeypatch.setattr(Backward, "_add_bias", add_bias)
+
+    yield prepare
+    threads._pool.cache_clear()
+
+
+def gradients(Nq: int, Nk: int, options: dict[str, Any]) -> Gradients:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.normal(size=(1, 2, n, 8)).astype(np.float32) for n in (Nq, Nk, Nk, Nq))
+    problem, operands = parse(q, k, v, options)
+    backend = NumpyBackend(backward_tile=(BLOCK, BLOCK))
+    attention = backend.forward(problem, operands, None)
+    return backend.backward(problem, operands, dout, attention, None, deterministic=True)
+
+
+@pytest.mark.parametrize("visible", [(1, 1, 1), (1, 0, 1, 1)])
+def test_key_blocks_add_to_dq_in_their_order(
+    monkeypatch: pytest.MonkeyPatch, hold_up: Callable[..., None], visible: tuple[int, ...]
+) -> None:
+    """Behind a block that no query sees, too: its task has nothing to add, but waits."""
+    Nk = BLOCK * len(visible)
+    options = {"block_mask": BlockMask(np.array([visible], np.bool_), (BLOCK, BLOCK))}
+    monkeypatch.setattr(threads, "worker_count", lambda: 1)
+    expected = gradients(BLOCK, Nk, options)
+    monkeypatch.setattr(threads, "worker_count", lambda: 3)
+    hold_up((0, 0), (0, Nk - BLOCK))
+    np.testing.assert_array_equal(gradients(BLOCK, Nk, options).dq, expected.dq)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 48, 1), (2, 1, 32), (1, 1, 1)])
+def test_sums_of_a_bias_have_a_fixed_order(
+    monkeypatch: pytest.MonkeyPatch, hold_up: Callable[..., None], shape: tuple[int, ...]
+) -> None:
+    """The second key block adds its first rows between the first block's first and second."""
+    bias = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    monkeypatch.setattr(threads, "worker_count", lambda: 1)
+    expected = gradients(48, 32, {"bias": bias})
+    monkeypatch.setattr(threads, "worker_count", lambda: 2)
+    hold_up((BLOCK, 0), (0, BLOCK))
+    np.testing.assert_array_equal(gradients(48, 32, {"bias": bias}).dbias, expected.dbias)
+
+
+def test_an_error_wakes_the_tasks_that_wait(
+    monkeypatch: pytest.MonkeyPatch, hold_up: Callable[..., None]
+) -> None:
+    """The first key block fails when the second has begun, and would wait for it for ever."""
+    monkeypatch.setattr(threads, "worker_count", lambda: 2)
+    hold_up((0, 0), (0, 0))
+    begun, compute, results = threading.Event(), spec.backward_tile, []
+
+    def fails(lane: Any, up: Any, block: Any, tile: Tile, scratch: Any) -> Any:
+        if tile.k0 == 0:
+            begun.wait(10)
+            raise MemoryError("the first key block")
+        begun.set()
+        return compute(lane, up, block, tile, scratch)
+
+    def call() -> None:
+        with pytest.raises(MemoryError, match="the first key block"):
+            gradients(BLOCK, 2 * BLOCK, {})
+        results.append("raised")
+
+    monkeypatch.setattr(spec, "backward_tile", fails)
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert results == ["raised"]

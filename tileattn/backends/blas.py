@@ -1,0 +1,144 @@
+"""BLAS: one thread for each worker while a call runs, and its own number afterwards."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+import threadpoolctl
+
+
+class Limit:
+    """Holds libraries to one thread from the first call that enters to the last that leaves.
+
+    Parameters
+    ----------
+    find : callable
+        Returns the libraries; called when the first call enters, for the search is slow.
+
+    Notes
+    -----
+    In the main thread a ``KeyboardInterrupt`` may arise between any two steps, those of a
+    ``finally`` too, and a signal handler may enter again. So nothing is counted: what to do
+    follows from which calls are inside, and whoever was cut short takes the same steps again.
+    For the same reason no lock is used, which could stay held: `_take` and `_give` may be repeated.
+    """
+
+    def __init__(self, find: Callable[[], list[Any]]) -> None:
+        self._find = find
+        self._inside: dict[object, int] = {}  # the thread of each call
+        self._before: dict[int, int] = {}  # threads of each library that is held to one
+        self._holder: dict[str, int] = {}  # the thread that changes the above, if any
+
+    def enter(self, call: object) -> None:
+        """Hold the libraries to one thread until the call leaves."""
+        self._take()
+        self._inside[call] = get_ident()
+        for number, library in enumerate(self._find()):
+            count = library.get_num_threads()
+            if count != 1 and number not in self._before:
+                self._before[number] = count
+                _set(library, 1)
+        self._give()
+
+    def leave(self, call: object) -> None:
+        """Let the libraries have their threads again after the last call; may be repeated."""
+        if call in self._inside or self._holder.get("thread") == get_ident():
+            self._take()
+            self._inside.pop(call, None)
+            self._settle()
+            self._give()
+
+    def forget_other_threads(self) -> None:
+        """Forget the calls of threads that have not survived a fork."""
+        self._holder.clear()
+        for call, thread in list(self._inside.items()):
+            if thread != get_ident():
+                del self._inside[call]
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._inside:
+            return
+        libraries = self._find() if self._before else []
+        for number, count in list(self._before.items()):
+            if libraries[number].get_num_threads() == 1:  # else somebody has set it meanwhile
+                _set(libraries[number], count)
+            self._before.pop(number, None)
+
+    def _take(self) -> None:
+        while self._holder.setdefault("thread", get_ident()) != get_ident():
+            time.sleep(0)
+
+    def _give(self) -> None:
+        if self._holder.get("thread") == get_ident():
+            self._holder.clear()
+
+
+class _OfThread(threading.local):
+    """The limit of the current thread, for libraries that have a number for each."""
+
+    def __init__(self) -> None:
+        self.limit = Limit(partial(_libraries, of_thread=True))
+
+
+def single_threaded(work: Callable[[], None]) -> None:
+    """Do some work while NumPy's BLAS is held to one thread.
+
+    Parameters
+    ----------
+    work : callable
+        What is to be done. Calls may overlap, and may be made by one another.
+
+    Notes
+    -----
+    MKL, and OpenBLAS on OpenMP, have a number of threads for each thread that calls them. That of
+    OpenBLAS on its own threads, as in NumPy's wheels, is one of the process, so other threads
+    meet it while the work is done; ``openblas_set_num_threads_local`` changes the same number.
+    """
+    call = object()
+    limits = (_of_process, _of_thread.limit) if _libraries(of_thread=True) else (_of_process,)
+    try:
+        try:
+            for limit in limits:
+                limit.enter(call)
+            work()
+        finally:
+            for limit in limits:
+                limit.leave(call)
+    finally:  # once more, for an interrupt may have cut the first short
+        for limit in limits:
+            limit.leave(call)
+
+
+@cache
+def _libraries(of_thread: bool) -> list[Any]:
+    """Find the BLAS libraries of NumPy with a number for each thread, or one of the process."""
+    found = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
+    root = Path(np.__file__).resolve().parent
+    bundled = [root, root.with_name("numpy.libs")]  # others in the process are none of our business
+    own = [x for x in found if any(Path(x.filepath).is_relative_to(at) for at in bundled)]
+    return [x for x in own or found if _has_number_for_each_thread(x) == of_thread]
+
+
+def _has_number_for_each_thread(library: Any) -> bool:
+    if library.internal_api == "openblas":
+        return bool(library.threading_layer == "openmp")
+    return "MKL_Set_Num_Threads_Local" in getattr(library, "check_symbols", ())
+
+
+def _set(library: Any, count: int) -> None:
+    """Set the number; from 3.8 on, threadpoolctl's own method obeys one thread of the process."""
+    getattr(library, "_real_set_num_threads", library.set_num_threads)(count)
+
+
+_of_process = Limit(partial(_libraries, of_thread=False))
+_of_thread = _OfThread()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_of_process.forget_other_threads)
