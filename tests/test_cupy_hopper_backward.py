@@ -380,7 +380,7 @@ def test_explain_names_the_kernels_and_their_memory(
 
 
 def test_what_makes_a_score_of_what_kernels_hold(gpu: Machine) -> None:
-    """The scale where it is folded into the exponent, as the key of backward_sinks does not tell."""
+    """The scale where it is in the exponent, which the key of backward_sinks does not tell."""
     given = arrays(gpu)
     choices: list[tuple[dict[str, Any], float]] = [
         ({"scale": 0.25}, 0.25),

@@ -13,6 +13,7 @@ from tileattn.kernels.hopper import (
 )
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import (
+    PLAIN,
     ROW_WARPS,
     Choice,
     Facts,
@@ -217,10 +218,13 @@ def _queries_step(P: Problem, facts: Facts) -> Step:
 
 
 def _renormalise_step(P: Problem, facts: Facts) -> Step:
-    key, shared, _, why = choose("backward_renormalise", P, facts)
+    """Give the kernel whose scores have the bits of those that dq is computed from."""
+    queries = choose("backward_queries", P, facts)
+    if queries.key.kernel != "backward_queries":
+        key = replace(queries.key, kernel=PLAIN["backward_renormalise"], dropout=False)
+        return Step(key, _rows(P.B * P.Hq * P.Nq), why=queries.why)
+    key, shared, _, _ = choose("backward_renormalise", P, facts)
     key = replace(key, dropout=False)
-    if key.kernel != "backward_renormalise":
-        return Step(key, _rows(P.B * P.Hq * P.Nq), shared, why)
     step = Step(key, P.B * P.Hq * -(-P.Nq // key.block_q), shared)
     return _repairing(step, facts)
 
