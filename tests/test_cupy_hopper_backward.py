@@ -27,7 +27,9 @@ from tileattn.kernels.tiles import TileSize
 from tileattn.problem import Problem, parse
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
+BEFORE = ("backward_rows", "backward_renormalise")
 AFTER = [HOPPER_FINISH, "backward_keys", "backward_queries"]
+ELSEWHERE = ("backward_keys", "backward_finish", "backward_queries")
 OPTIONS: list[tuple[str, ...]] = [(), ("softcap",), ("alibi_slopes",), ("sinks", "kv_lengths")]
 
 
@@ -208,8 +210,9 @@ def test_shared_memory(tile: TileSize, dim: int, value: int, kilobytes: int) -> 
 @pytest.mark.parametrize(("keys", "blocks"), [(100, 6), (129, 12), (24 * 128, 132)])
 def test_what_follows_it(keys: int, blocks: int) -> None:
     problem = replace(SERVED, B=2, Hq=6, Hkv=3, Nq=300, Nk=keys, D=72, Dv=40)
-    rows, own, *after = steps_of(problem)
-    assert rows.key.kernel == "backward_rows"
+    rows, maxima, own, *after = steps_of(problem)
+    assert (rows.key.kernel, maxima.key.kernel) == BEFORE
+    assert (maxima.key.repairs, maxima.blocks) == (True, 2 * 6 * 3)
     assert (own.key.kernel, own.key.add_dq, own.key.repairs) == (HOPPER_BACKWARD, True, False)
     assert own.blocks == blocks
     assert own.shared == walk_bytes(TileSize(64, 128, 8, 1, 2), 128, 64)
@@ -221,48 +224,52 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
         assert (key.loaders, step.boxes) == (0, ())
     assert after[0].blocks == 2 * 6 * 5  # tiles of queries
     assert (after[0].key.head_dim, after[0].key.threads) == (own.key.head_dim, 128)
-    facts = FACTS._replace(boxes=False)
+    facts = FACTS._replace(boxes=False, processors=132)
     portable = backward_steps(problem, facts, deterministic=True, sinks=False)[1:]
-    assert [step.key.kernel for step in portable] == AFTER[1:]
-    for step, like in zip(after[1:], portable, strict=True):
-        assert step.why.startswith("for heads with sums that are not finite")
-        few = min(like.blocks, 132)
+    assert portable[0] == maxima
+    assert [step.key.kernel for step in portable[1:]] == AFTER[1:]
+    for step, like in zip(after[1:], portable[1:], strict=True):
+        assert step.why.startswith("for heads with large scores or with something not finite")
+        few = min(like.blocks, 132 * like.key.residents)
         assert step == like._replace(key=replace(like.key, repairs=True), blocks=few, why=step.why)
 
 
 def test_what_follows_the_kernel_for_wide_heads() -> None:
-    rows, own, *after = steps_of(replace(SERVED, B=2, Hq=6, Hkv=3, Nq=300, Nk=100, D=200, Dv=40))
-    assert (rows.key.kernel, own.key.kernel) == ("backward_rows", HOPPER_WIDE)
+    problem = replace(SERVED, B=2, Hq=6, Hkv=3, Nq=300, Nk=100, D=200, Dv=40)
+    *before, own, finish, keys, queries = steps_of(problem)
+    after = finish, keys, queries
+    assert tuple(step.key.kernel for step in before) == BEFORE
+    assert own.key.kernel == HOPPER_WIDE
     assert (own.blocks, own.key.add_dq) == (12, True)
     assert own.boxes == (("q", 64), ("k", 64), ("v", 64), ("dout", 64))
     assert [step.key.kernel for step in after] == AFTER
     # It undoes the order of the sums, which depends on the heads and the tiles of queries.
-    finish, like = after[0].key, own.key
-    assert (finish.head_dim, finish.value_dim) == (like.head_dim, like.value_dim) == (256, 128)
-    assert finish.block_q == like.block_q
+    key, like = finish.key, own.key
+    assert (key.head_dim, key.value_dim) == (like.head_dim, like.value_dim) == (256, 128)
+    assert key.block_q == like.block_q
     softcap = replace(SERVED, D=200, Dv=40, softcap=2.0, uses=frozenset({"softcap"}))
-    assert steps_of(softcap)[2].key == finish  # as there are no more terms
+    assert steps_of(softcap)[3].key == key  # as there are no more terms
 
 
 def test_gradients_of_sinks_come_last() -> None:
     steps = steps_of(problem_of("bfloat16", 64, ["sinks"]), sinks=True)
     assert [step.key.kernel for step in steps] == [
-        *("backward_rows", HOPPER_BACKWARD),
+        *(*BEFORE, HOPPER_BACKWARD),
         *AFTER,
         "backward_sinks",
     ]
 
 
-def test_nothing_else_repairs() -> None:
+def test_what_repairs_elsewhere() -> None:
+    """Sums in memory lack the special heads; dq in a fixed order comes from one kernel for all."""
     for arch in ("sm_80", "sm_90", "sm_100"):
         facts = FACTS._replace(arch=arch)
         steps = backward_steps(SERVED, facts, deterministic=False, sinks=False)
-        assert [s.key.kernel for s in steps] == [
-            "backward_rows",
-            "backward_keys",
-            "backward_finish",
-        ]
-        assert not any(step.key.repairs for step in steps)
+        assert [s.key.kernel for s in steps] == [*BEFORE, *ELSEWHERE]
+        repairing = [s.key.kernel for s in steps if s.key.repairs]
+        assert repairing == ["backward_renormalise", "backward_queries"]
+        steps = backward_steps(SERVED, facts, deterministic=True, sinks=False)
+        assert [s.key.kernel for s in steps if s.key.repairs] == ["backward_renormalise"]
 
 
 # --- what they are started with -----------------------------------------------------------------
@@ -274,8 +281,8 @@ def test_maps_say_where_the_arrays_lie(gpu: Machine, dtype: Any, kind: int) -> N
     given["k"] = gpu.array((B, NK, HKV, D), dtype).swapaxes(1, 2)
     given["dout"] = gpu.array((B, HQ, NQ, 2 * DV), dtype)[..., DV:]
     tileattn.backward(**given, causal=True)
-    assert kernels(gpu) == ["backward_rows", HOPPER_BACKWARD, *AFTER]
-    key, blocks, shared, params = gpu.launches[1]
+    assert kernels(gpu) == [*BEFORE, HOPPER_BACKWARD, *AFTER]
+    key, blocks, shared, params = gpu.launches[2]
     assert (key.head_dim, key.value_dim) == (128, 64)
     assert (key, shared) in gpu.allowed
     assert blocks == B * HKV * 5
@@ -329,7 +336,7 @@ def test_dout_that_has_no_boxes(gpu: Machine, wrong: str) -> None:
     else:
         given["dout"] = given["dout"][:, :, ::-1]
     tileattn.backward(**given)
-    assert kernels(gpu) == ["backward_rows", "backward_keys", "backward_finish"]
+    assert kernels(gpu) == [*BEFORE, *ELSEWHERE]
     assert gpu.encoded == []
 
 
@@ -358,15 +365,39 @@ def test_explain_names_the_kernels_and_their_memory(
     q, k, v = (gpu.array((2, 4, 1000, 64), np.float16) for _ in range(3))
     found = tileattn.explain(q, k, v, causal=True)
     assert found.backward_tile == (128, 128)
-    assert [line.split()[0] for line in found.kernels[2:]] == [HOPPER_BACKWARD, *AFTER]
-    assert "64/64 columns, 2 stages: 64 blocks of 384 threads" in found.kernels[2]
+    assert [line.split()[0] for line in found.kernels[3:]] == [HOPPER_BACKWARD, *AFTER]
+    assert "64/64 columns, 2 stages: 64 blocks of 384 threads" in found.kernels[3]
     assert any(r.startswith(f"{HOPPER_BACKWARD}: tensor maps") for r in found.reasons)
     # Of 8 heads the sums; marks and works claimed, which begin at multiples of 256 bytes, as does
     # what is counted twice for 8 tiles of queries.
-    assert found.workspace_bytes == 8 * (2 * 1024 + 1000 * 64) * 4 + 2 * 256 + 2 * 8 * 8 * 4
+    assert found.workspace_bytes == 8 * (3 * 1024 + 1000 * 64) * 4 + 2 * 256 + 2 * 8 * 8 * 4
     bias = gpu.array((1000, 1000))
     for options, reason in (({"bias": bias}, "bias"), ({"dropout_p": 0.5}, "dropout")):
         found = tileattn.explain(q, k, v, **options)
         why = f"backward_keys: the portable kernel, because {reason} is in use; tiles"
         assert any(r.startswith(why) for r in found.reasons)
         assert HOPPER_BACKWARD not in str(found)
+
+
+def test_what_makes_a_score_of_what_kernels_hold(gpu: Machine) -> None:
+    """The scale where it is folded into the exponent, as the key of backward_sinks does not tell."""
+    given = arrays(gpu)
+    choices: list[tuple[dict[str, Any], float]] = [
+        ({"scale": 0.25}, 0.25),
+        ({"scale": -0.25}, 1.0),
+        ({"scale": 0.25, "softcap": 9.0}, 1.0),
+        ({"scale": 0.25, "alibi_slopes": gpu.array((HQ,))}, 1.0),
+        ({"scale": 0.25, "bias": gpu.array((NQ, NK))}, 1.0),
+    ]
+    for options, natural in choices:
+        gpu.launches.clear()
+        tileattn.backward(**given, **options)
+        assert {float(params["natural"]) for *_, params in gpu.launches} == {natural}
+        folded = {key.fold for key, *_ in gpu.launches if key.kernel == "backward_keys"}
+        assert folded == {natural != 1}
+
+
+@pytest.mark.parametrize(("cap", "told"), [(1e-45, 2.0**-100), (30.0, 30.0), (1e39, 2.0**100)])
+def test_softcaps_that_kernels_can_divide_by(gpu: Machine, cap: float, told: float) -> None:
+    tileattn.backward(**arrays(gpu), softcap=cap)
+    assert {float(params["softcap"]) for *_, params in gpu.launches} == {told}

@@ -15,7 +15,7 @@ from tileattn import api
 from tileattn.kernels import call as calls
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
-TEMPORARY = ("delta", "shift", "dq_sum", "special", "claimed", "landed")
+TEMPORARY = ("delta", "shift", "row_max", "dq_sum", "special", "claimed", "landed")
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 

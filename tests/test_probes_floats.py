@@ -319,6 +319,9 @@ def tiles_of_products(key: KernelKey, tiles: int) -> Array:
     steps = 90.0 * np.arange(tiles)[:, None]
     x[:, 4], x[:, 5] = x[:, 4] + steps, x[:, 5] - steps
     x[:, 6], x[:, 7] = 0, -1e4
+    # Too large for a rounded shift at once, and from some tile on, and nearly too large for any.
+    x[:, 13], x[:, 14] = x[:, 13] + 1e9, x[:, 14] + (1 << 20) - 70 + steps / 3
+    x[:, 15] = -0.9 * np.finfo(sums_of(key)).max
     return x.astype(sums_of(key))
 
 
@@ -327,7 +330,8 @@ def absorbed(key: KernelKey, x: Array, unit: float, sinks: Array, gain: float) -
     sums = sums_of(key)
     p, T, M = np.full_like(x, 7), *x.shape[:2]
     lanes = [np.full((*shape, 4), 7, sums) for shape in ((T, M), (T, M), (M,), (M,))]
-    Probe(key)("absorbed", x, T, sums.type(unit), sinks, sums.type(gain), p, *lanes)
+    natural = sums.type(unit * np.log(2))
+    Probe(key)("absorbed", x, T, sums.type(unit), sinks, sums.type(gain), natural, p, *lanes)
     for four in lanes:
         assert np.array_equal(four, np.broadcast_to(four[..., :1], four.shape), equal_nan=True)
     return [p, *(four[..., 0] for four in lanes)]
@@ -351,7 +355,7 @@ def test_row_states(key: KernelKey, unit: float) -> None:
     x = tiles_of_products(key, T)
     M, N = x.shape[1:]
     sinks = np.random.default_rng(10).normal(0, 5, (M,)).astype(sums)
-    sinks[::2], sinks[9] = -np.inf, 200
+    sinks[::2], sinks[9] = -np.inf, 140
     p, m, rescale, weight, lse = absorbed(key, x, unit, sinks, gain)
 
     ln2, scores = np.log(truth.type(2)), x.astype(truth) * truth.type(sums.type(unit))
@@ -362,16 +366,17 @@ def test_row_states(key: KernelKey, unit: float) -> None:
         assert_near(m[t], state.m / ln2, 2 * u * np.abs(state.m / ln2))
         total *= rescale[t][:, None, None]
         total[:, t] = p[t]
-    state.sink(sinks.astype(truth) * ln2)
+    state.sink(sinks.astype(truth))
     end = state.m / ln2
     want, want_lse = state.finish(gain)
 
     way = ways_down(end[:, None], scores.swapaxes(0, 1).reshape(M, T * N))
-    sink_way = ways_down(end, sinks)
+    sink_way = ways_down(end, sinks / ln2)
     share = want / gain
     mean = (share * way).sum(axis=1) + (1 - share.sum(axis=1)) * sink_way
     exponentials = (T + 2) * (2**-22 if sums == np.float32 else 4 * u)
-    of_sum = ln2 * u * mean + exponentials + (T * N + T + 4) * u
+    of_sink = 2 * u * np.abs(np.where(np.isfinite(sinks), sinks, 0))
+    of_sum = ln2 * u * mean + exponentials + (T * N + T + 4) * u + of_sink
     of_weight = ln2 * u * way + exponentials + of_sum[:, None] + 4 * u
     got = (total * weight[:, None, None]).reshape(M, T * N)
     assert_near(got, want, 1.01 * of_weight * want + T * N * gain * np.finfo(sums).tiny)

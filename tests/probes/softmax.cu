@@ -6,7 +6,7 @@ constexpr int MT = BLOCK_Q / 16, NT = BLOCK_K / 8;
 // products, p: (tiles, BLOCK_Q, BLOCK_K); m, rescale: (tiles, BLOCK_Q, 4); weight, lse:
 // (BLOCK_Q, 4), the last axis being the lanes that share a row.
 extern "C" __global__ void absorbed(const Sum* products, i64 tiles, Sum unit, const Sum* sinks,
-                                    Sum gain, Sum* p, Sum* m, Sum* rescale, Sum* weight,
+                                    Sum gain, Sum natural, Sum* p, Sum* m, Sum* rescale, Sum* weight,
                                     Sum* lse) {
     const Lane lane;
     const RowGroup group(BLOCK_Q);
@@ -32,7 +32,7 @@ extern "C" __global__ void absorbed(const Sum* products, i64 tiles, Sum unit, co
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const i64 at = (tile * BLOCK_Q + 16 * i + lane.row(2 * half)) * 4 + lane.t;
-                m[at] = state.m[i][half];
+                m[at] = state.m[i][half] * (state.is_large(i, half) ? unit : Sum(1));
                 rescale[at] = factor[i][half];
             }
     }
@@ -43,6 +43,6 @@ extern "C" __global__ void absorbed(const Sum* products, i64 tiles, Sum unit, co
         for (int half = 0; half < 2; ++half) {
             const int row = 16 * i + lane.row(2 * half);
             weight[row * 4 + lane.t] =
-                state.finish(i, half, sinks[row], gain, lse[row * 4 + lane.t]);
+                state.finish(i, half, sinks[row], gain, natural, lse[row * 4 + lane.t]);
         }
 }

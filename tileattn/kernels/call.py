@@ -317,12 +317,18 @@ def _facts(P: Problem) -> dict[str, Any]:
         "left": left,
         "right": right,
         "scale": P.scale,
-        "softcap": P.softcap or 0.0,
+        "softcap": _cap(P),
         "natural": P.scale if folds(P) else 1.0,
         "gain": 1.0 / (1.0 - P.dropout_p),
         "seed": P.seed,
         "threshold": int(P.dropout_p * 2**32),
     }
+
+
+def _cap(P: Problem) -> float:
+    """Softcap, within what kernels can divide by: scores tell no smaller one from 0, or larger."""
+    farthest = 2.0 ** (np.finfo(P.sum_dtype).maxexp - 28)
+    return min(max(P.softcap, 1 / farthest), farthest) if P.softcap else 0.0
 
 
 def _uploaded(x: Any) -> Any:

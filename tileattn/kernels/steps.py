@@ -187,7 +187,7 @@ def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, in_order: bool) -
 
 
 def _repairing(step: Step, facts: Facts) -> Step:
-    """Let a kernel work on special heads alone: as many blocks as run at a time take all of them."""
+    """Let a kernel work on special heads alone, with as many blocks as run at a time."""
     blocks = min(step.blocks, facts.processors * step.key.residents)
     return step._replace(key=replace(step.key, repairs=True), blocks=blocks, why=_REPAIRS)
 

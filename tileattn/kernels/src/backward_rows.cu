@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         // Most rows of a special head need not wait for each other to say so.
         u32& known = special(p, b, h / int(p.group));
         if (found & ~*static_cast<volatile u32*>(&known)) atomicOr(&known, found);
-        shift = unseen ? Sum(0) : lse * LOG2_E;
+        shift = unseen ? Sum(0) : is_finite(lse) ? clip_finite(lse * LOG2_E) : lse;
     }
     if (threadIdx.x % LANES || last < row) return;
     static_cast<Sum*>(p.delta)[row] = delta;

@@ -12,8 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         const i64 b = n / p.Nq, row = (b * p.Hq + h) * p.rows + n % p.Nq;
         const bool large = special(p, b, h / p.group) & LARGE;
         const Sum row_max = large ? static_cast<const Sum*>(p.row_max)[row] : Sum(0);
-        // As it was for the shift, of which it may be all.
-        const Sum above = rounded_product(fma(-row_max, Sum(p.natural), sink), LOG2_E);
+        const Sum above = sink_above(sink, row_max, Sum(p.natural));  // it may be all of the shift
         total -= exp2_of(difference(above, static_cast<const Sum*>(p.shift)[row])) *
                  static_cast<const Sum*>(p.delta)[row];
     }

@@ -46,7 +46,8 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
                 continue;
             }
             said.q0 += GROUP_ROWS * group;
-            said.tiles = tiles_of(p, work.b, said.q0, GROUP_ROWS);
+            // In a safe sweep the warpgroups go through the same tiles side by side.
+            if (!work.careful) said.tiles = tiles_of(p, work.b, said.q0, GROUP_ROWS);
             if (HAS_BLOCK_MASK) said.tiles.first = work.first, said.tiles.past = work.past;
             memory.q(q.stage).load(maps.q, said.q0, work.h, work.b, full);
         }
@@ -255,8 +256,6 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         memory.q_full(group, heard.stage).wait(heard.round);
         heard.next();
         next = memory.shared.works[q_at.stage];
-        // In NaN-safe works all warpgroups go through all tiles, and look at every pair.
-        if (next.careful) next.tiles = {next.first, next.past, 0, 0};
         if (next.tiles.first >= next.tiles.past || next.end)
             next.tiles.first = next.tiles.past = next.past;
     };
@@ -297,21 +296,24 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         keep_weights();
         acc.scale_rows(rescale);
     };
-    // One tile after the other, the warpgroups side by side: they look at the values together. The
-    // keys' stage has the table of what is not finite, once all have their scores.
+    // One tile after the other, the warpgroups side by side: they look at the values of partial tiles
+    // together. The keys' stage has the table of what is not finite, once all have their scores.
     auto visit_all_safely = [&] {
         constexpr int MULTIPLYING = GROUPS * GROUP, BARRIER = 1 + GROUPS;
         for (;;) {
-            const bool boundary = at_boundary();
+            const bool boundary = __any_sync(~0u, at_boundary());
             find_scores(boundary);
-            Attended<1, NT> attended;
-            attended.look(s);
-            memory.v_full(v_at.stage).wait(v_at.round);
-            sync_named<MULTIPLYING>(BARRIER);
             const NonFinite<Element, BLOCK_K, VALUE_DIM> table{memory.k(k_at.stage).address};
-            const bool some = table.clean<MULTIPLYING / WARP>(memory.v(v_at.stage), rows.warp_m);
-            fence_shared();
-            const bool any = any_of<MULTIPLYING>(BARRIER, some);
+            Attended<1, NT> attended;
+            bool any = false;
+            memory.v_full(v_at.stage).wait(v_at.round);
+            if (boundary) {
+                attended.look(s);
+                sync_named<MULTIPLYING>(BARRIER);
+                any = table.clean<MULTIPLYING / WARP>(memory.v(v_at.stage), rows.warp_m);
+                fence_shared();
+                any = any_of<MULTIPLYING>(BARRIER, any);
+            }
             if (__any_sync(~0u, work.large))
                 state.template absorb<SLACK, RowKind::LARGE>(
                     s, Terms(p, work.b, work.h).unit(), rows, rescale);
@@ -321,12 +323,14 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             acc.scale_rows(rescale);
             begin_product<Element>(acc, weights, memory.v(v_at.stage));
             end_product<0>(acc);
-            if (any)
+            if (__any_sync(~0u, any)) {
                 inject(acc, table, 0,
                        [&](int m, int half, int w) { return attended.word(m, half, w); });
-            // What was read and written of both stages is done, and fenced, before they are filled.
-            fence_shared();
-            sync_named<MULTIPLYING>(BARRIER);
+                // What was read and written of both stages is done, and fenced, before they are
+                // filled again.
+                fence_shared();
+                sync_named<MULTIPLYING>(BARRIER);
+            }
             release_keys();
             release_values();
             if (++tile == work.tiles.past) return;

@@ -13,7 +13,7 @@ __device__ inline void renormalise_row(const Head& head, int i, Sum m, Sum l) {
     const Params& p = head.p;
     const Sum natural = Sum(p.natural), sink = head.sink();
     const Sum given = static_cast<const Sum*>(p.lse)[head.row(i)];
-    const Denominator all(l, rounded_product(fma(-m, natural, sink), LOG2_E));
+    const Denominator all(l, sink_above(sink, m, natural));
     const Sum log_of_l = all.log2(), own = all.lse(m * natural, sink);
     // Of the logsumexp the caller may have had a few more roundings than `own`.
     const Sum near = 8 * EPSILON * (fabs(m * natural) + fabs(log_of_l) + 1);

@@ -57,10 +57,9 @@ struct RowGroup {
 // range of 16 bits.
 constexpr Sum ORDINARY = Sum(1 << 20);
 
-// Infinity cannot be subtracted from itself: rows that saw nothing are shifted by 0.
-__device__ inline Sum shift_of(Sum m) {
-    return m == -infinity<Sum>() ? Sum(0) : fmin(m, largest<Sum>());
-}
+// Infinity cannot be subtracted from itself: rows that saw nothing are shifted by 0, and a maximum of
+// infinity counts as the largest number.
+__device__ inline Sum shift_of(Sum m) { return m == -infinity<Sum>() ? Sum(0) : m; }
 
 // Which rows there are: what `RowState` says of large ones.
 enum class RowKind { ORDINARY, EITHER, LARGE };
@@ -69,6 +68,12 @@ enum class RowKind { ORDINARY, EITHER, LARGE };
 template <int SLACK>
 __device__ inline Sum raised(Sum m, Sum candidate, Sum unit = 1) {
     return SLACK == 0 ? fmax(m, candidate) : (candidate - m) * unit > SLACK ? candidate : m;
+}
+
+// By how much a sink exceeds a score, of which `m` is held, in units of log 2: finite where the sink is.
+__device__ inline Sum sink_above(Sum sink, Sum m, Sum natural) {
+    const Sum above = rounded_product(fma(-m, natural, sink), LOG2_E);
+    return is_finite(sink) ? clip_finite(above) : above;
 }
 
 // A softmax denominator that a sink has joined. The sink exceeds what the sum l is shifted by, or is
@@ -151,7 +156,7 @@ struct RowState {
                 old[i][half] = m[i][half];
                 if constexpr (ROWS == RowKind::LARGE) continue;
                 const Sum candidate = product_up(largest[i][half], unit);
-                m[i][half] = raised<SLACK>(m[i][half], candidate);
+                m[i][half] = fmin(raised<SLACK>(m[i][half], candidate), ::largest<Sum>());
                 shift[i][half] = shift_of(m[i][half]);
                 rescale[i][half] = exp2_of(old[i][half] - shift[i][half]);
                 if constexpr (ROWS == RowKind::EITHER) farthest = fmax(farthest, fabs(candidate));
@@ -208,7 +213,8 @@ struct RowState {
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                ordinary = ordinary && !(fabs(m[i][half]) > ORDINARY && is_finite(m[i][half]));
+                ordinary = ordinary && !(fabs(m[i][half]) > ORDINARY &&
+                                         fabs(m[i][half]) < ::largest<Sum>());
         return ordinary;
     }
 
@@ -223,10 +229,12 @@ struct RowState {
     __device__ Sum finish(int i, int half, Sum sink, Sum gain, Sum natural, Sum& lse) {
         const Sum shift = clip_finite(m[i][half]);
         const bool in_scores = is_large(i, half);
-        const Denominator all(l[i][half], in_scores ? fma(-shift, natural, sink) * LOG2_E
+        const Denominator all(l[i][half], in_scores ? sink_above(sink, shift, natural)
                                                     : sink * LOG2_E - shift);
         lse = all.lse(shift * (in_scores ? natural : LN_2), sink);
         if (all.total == 0) return 0;
+        // What is dropped of a row that has a score of infinity is not a number, too.
+        if (all.total == infinity<Sum>()) return infinity<Sum>() - infinity<Sum>();
         return (TO_2_ULP ? quotient_to_2_ulp(gain, all.total) : gain / all.total) * all.rescale;
     }
 };
