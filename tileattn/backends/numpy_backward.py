@@ -155,9 +155,9 @@ class Backward:
 
     def _renormalise(self, lse_lo: Array, lane: Lane, q0: int, tiles: list[Tile]) -> None:
         q1 = min(q0 + self._block_q, self._problem.Nq)
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), borrowed_scratch() as scratch:
             words = lane.heads_of(self._lse), lane.heads_of(lse_lo)
-            spec.renormalise(lane, words, q0, q1, tiles, thread_scratch())
+            spec.renormalise(lane, words, q0, q1, tiles, scratch)
 
     def _upstream(self, lane: Lane) -> spec.Upstream:
         up = spec.Upstream(*(lane.heads_of(x) for x in (self._dout, self._lse, self._delta)))
