@@ -7,7 +7,7 @@
 constexpr int LANES = lanes_of_row(VALUE_DIM);
 
 // Of a larger logsumexp the rounding would be seen in the gradients.
-constexpr Sum LARGE_LSE = sizeof(Element) == 2 ? 512 : 128;
+constexpr Sum LARGE_LSE = sizeof(Element) == 2 ? 512 : 16;
 
 // Whether a lane's share of a row is finite.
 __device__ inline bool is_finite_row(const Element* row, int columns) {

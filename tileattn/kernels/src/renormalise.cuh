@@ -15,8 +15,9 @@ __device__ inline void renormalise_row(const Head& head, int i, Sum m, Sum l) {
     const Sum given = static_cast<const Sum*>(p.lse)[head.row(i)];
     const Denominator all(l, sink_above(sink, m, natural));
     const Sum log_of_l = all.log2(), own = all.lse(m * natural, sink);
-    // Of the logsumexp the caller may have had a few more roundings than `own`.
-    const Sum near = 8 * EPSILON * (fabs(m * natural) + fabs(log_of_l) + 1);
+    // The logsumexp may be another's, who rounds sums of D products in another way than `own`.
+    const Sum roundings = 2 + 2 * Sum(sqrtf(float(p.D)));
+    const Sum near = EPSILON * (roundings * fabs(m * natural) + 8 * (fabs(log_of_l) + 1));
     Sum& row_max = head.row_max()[i];
     row_max = 0;
     if (!is_finite(given) || l == 0) return;

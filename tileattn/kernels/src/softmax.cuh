@@ -53,9 +53,9 @@ struct RowGroup {
     }
 };
 
-// Shifts of ordinary rows, in units of log 2, are no larger: their rounding leaves weights within the
-// range of 16 bits.
-constexpr Sum ORDINARY = Sum(1 << 20);
+// Shifts of ordinary rows, in units of log 2, are no larger: their rounding changes weights by no more
+// than that to 16 bits.
+constexpr Sum ORDINARY = Sum(1 << 12);
 
 // Infinity cannot be subtracted from itself: rows that saw nothing are shifted by 0, and a maximum of
 // infinity counts as the largest number.
@@ -148,6 +148,17 @@ struct RowState {
                     largest[i][half] = fmax(largest[i][half], part[n]);
             }
         group.join(largest, [](Sum x, Sum y) { return fmax(x, y); });
+        auto exponentiate = [&](int i, int half) {
+            Sum total = 0;
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                    s.x[i][n][e] = exp2_of(fma(s.x[i][n][e], unit, -shift[i][half]));
+                    total += s.x[i][n][e];
+                }
+            l[i][half] = l[i][half] * rescale[i][half] + total;
+        };
         Sum old[MT][2], farthest = 0;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
@@ -160,7 +171,9 @@ struct RowState {
                 shift[i][half] = shift_of(m[i][half]);
                 rescale[i][half] = exp2_of(old[i][half] - shift[i][half]);
                 if constexpr (ROWS == RowKind::EITHER) farthest = fmax(farthest, fabs(candidate));
+                if constexpr (ROWS == RowKind::ORDINARY) exponentiate(i, half);
             }
+        if constexpr (ROWS == RowKind::ORDINARY) return;
         // Of a large row all this was for nothing. What was summed before it became large is shifted
         // by its old maximum.
         auto lower = [&](int i, int half, bool was) {
@@ -193,17 +206,7 @@ struct RowState {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                Sum total = 0;
-#pragma unroll
-                for (int n = 0; n < NT; ++n)
-#pragma unroll
-                    for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                        s.x[i][n][e] = exp2_of(fma(s.x[i][n][e], unit, -shift[i][half]));
-                        total += s.x[i][n][e];
-                    }
-                l[i][half] = l[i][half] * rescale[i][half] + total;
-            }
+            for (int half = 0; half < 2; ++half) exponentiate(i, half);
     }
 
     // Whether rows that were taken for ordinary are.

@@ -143,17 +143,14 @@ __device__ inline void tell_reached(u32* place, u32 value) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
-// A look alone promises nothing: it may be repeated cheaply, until the number is the one waited for.
+// What is added after the number that is waited for has been seen, and `is_reached`, comes after what
+// the other block has added.
 __device__ inline u32 look_reached(const u32* place) {
     u32 value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
     return value;
 }
-// Then this makes of the looks an acquire, for the other proxy, too.
-__device__ inline void is_reached() {
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-}
+__device__ inline void is_reached() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // What threads have written to shared memory is there for boxes and products after the next
 // barrier.
