@@ -153,7 +153,8 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
                            q0 + column0, k0 + row0, tile.ds);
             if (!visit.done()) load_bias(visit.tile * BLOCK_Q);
             tile.at_products();
-            if constexpr (CAREFUL) {
+            // Where all pairs are attended to, what is not finite goes where it belongs by itself.
+            if (CAREFUL && (HAS_MASK || HAS_BIAS || kind == PARTIAL || past_end)) {
                 const SpoiledQueries of_q{p_tile.address};
                 const SpoiledOut of_dout{p_tile.address};
                 __syncthreads();  // everybody is done with queries and dout as they were

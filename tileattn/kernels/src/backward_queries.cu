@@ -87,12 +87,12 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
         multiply<VALUE_DIM, STEPS<CAREFUL, VALUE_DIM>>(tile.ds, dout_tile, row0, v, 0);
         tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.at_products();
-        if constexpr (CAREFUL) {
+        // As in backward_keys.cu.
+        if (CAREFUL && (HAS_MASK || HAS_BIAS || kind == PARTIAL)) {
             const Spoiled table{v.address};
             __syncthreads();  // everybody is done with keys and values as they were
             const bool bad = __syncthreads_or(
                 table.clean<WARPS_M, HAS_SOFTCAP>(k, threadIdx.x / WARP));
-            // As in backward_keys.cu.
             if (HAS_SOFTCAP && bad) {
                 const auto pairs = tile.attended();
                 inject(dq, table, 0,
