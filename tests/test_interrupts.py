@@ -189,19 +189,19 @@ def test_the_child_of_a_fork_has_its_own_threads_and_blas_its_own_number() -> No
     program = """
     from tileattn import lane
     before, expected = number(), call()
-    entered, leave, norm = threading.Event(), threading.Event(), lane._largest_norm
+    entered, leave, norm = threading.Event(), threading.Event(), lane.norms
     def held_up(*arguments):
         entered.set()
         leave.wait(30)
         return norm(*arguments)
-    lane._largest_norm = held_up
+    lane.norms = held_up
     user = threading.Thread(target=call)
     user.start()
     entered.wait(30)
     child = os.fork()
     if not child:
         threading.Timer(20, os._exit, (2,)).start()
-        lane._largest_norm = norm
+        lane.norms = norm
         both = threading.Barrier(2)
         right = [number() == before, call() == expected]
         threads.run([lambda: both.wait(10)] * 2)

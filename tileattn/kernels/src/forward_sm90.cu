@@ -4,9 +4,9 @@
 // Shah et al., FlashAttention-3, arXiv:2407.08608.
 //
 // A weight of zero does not hide a NaN: one in a value reaches queries that do not see it, in tiles
-// of which only some pairs are visible. Works that such a value may have reached are done again in a
-// second, safe sweep: values that are not finite are taken out of partial tiles, and injected where
-// they are visible. So are works whose scores are too large for the exponents of the first.
+// of which only some pairs are visible. So works whose sums are not finite are done again in a second,
+// safe sweep: values that are not finite are taken out of partial tiles, and injected where they are
+// visible. So are works whose scores are too large for the exponents of the first sweep.
 #include "nonfinite.cuh"
 #include "plain.cuh"
 #include "softmax.cuh"
@@ -47,7 +47,7 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
             }
             said.q0 += GROUP_ROWS * group;
             // In a safe sweep the warpgroups go through the same tiles side by side.
-            if (!work.careful) said.tiles = tiles_of(p, work.b, said.q0, GROUP_ROWS);
+            if (!work.safe) said.tiles = tiles_of(p, work.b, said.q0, GROUP_ROWS);
             if (HAS_BLOCK_MASK) said.tiles.first = work.first, said.tiles.past = work.past;
             memory.q(q.stage).load(maps.q, said.q0, work.h, work.b, full);
         }
@@ -70,26 +70,27 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
                                memory.v_full(v.stage));
         v.next();
     };
-    // The next work is looked for while the first tiles of this one come. Where values have leaked
-    // they do so again, most likely: what follows is done safely at once.
-    bool again = false;
-    auto sweep = [&] {
+    // The next work is looked for while the first tiles of this one come. Where several works were
+    // not finished, the others will hardly be: the safe sweep begins with what is left.
+    int begun = 0;  // turns of the first sweep
+    auto sweep = [&](bool safe) {
         int turn = 0;
         auto find = [&](Work& work) {
 #pragma unroll 1
             while (find_work(p, turn, work)) {
-                if (!again || memory.unfinished(turn)) return true;
+                if (!safe || turn >= begun || memory.unfinished(turn)) return true;
                 ++turn;
             }
             return false;
         };
         for (bool found = find(work); found;) {
+            if (!safe && memory.many_unfinished()) break;
             if (work.first < work.past) load_keys(work.first);
-            work.careful = memory.leaked();
-            work.large = again && memory.large(work.turn);
+            work.safe = safe;
             tell();
             Work next = work;
             ++turn;
+            if (!safe) begun = turn;
             found = find(next);
             if (found && Q_STAGES < 2 * GROUPS)
 #pragma unroll 1
@@ -102,43 +103,13 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
             }
             work = next;
         }
-    };
-    auto say_end = [&] {
         work.end = true;
         tell();
         work.end = false;
     };
-    sweep();
-    say_end();
+    sweep(false);
     memory.swept().wait(0);
-    again = work.careful = memory.leaked();
-    if (again) sweep();
-    work.last = true;
-    say_end();
-}
-
-// Whether the values of the keys from k0 to k1 - 1 are all finite; the warp looks together.
-__device__ inline bool all_finite(const Params& p, const Work& work, int k0, int k1) {
-    const int pieces = int(p.Dv) / 8, rows = min(k1, int(p.Nk)) - k0;
-    const Element* const v = rows_of<Element>(p.v, p.v_at, work.b, work.h / int(p.group));
-    bool finite = true;
-#pragma unroll 1
-    for (int i = threadIdx.x % WARP; i < rows * pieces; i += WARP) {
-        const Element* const from = v + (k0 + i / pieces) * p.v_at.n + i % pieces * 8;
-        finite = finite && reinterpret_cast<const Chunk<Element>*>(from)->all_finite();
-    }
-    return __all_sync(~0u, finite);
-}
-
-// Whether a value that is not finite may have reached a query that does not see it: in a tile that is
-// partial. All tiles of a block mask count as such.
-__device__ inline bool may_have_leaked(const Params& p, const Work& work) {
-    const Tiles& tiles = work.tiles;
-    if (HAS_BLOCK_MASK) return true;
-    const int full = min(max(tiles.full, tiles.first), tiles.past);
-    const int full_past = max(min(tiles.full_past, tiles.past), full);
-    return !all_finite(p, work, tiles.first * BLOCK_K, full * BLOCK_K) ||
-           !all_finite(p, work, full_past * BLOCK_K, tiles.past * BLOCK_K);
+    if (memory.any_unfinished()) sweep(true);
 }
 
 __device__ inline Sum* lse_of(const Params& p, const Work& work) {
@@ -146,24 +117,22 @@ __device__ inline Sum* lse_of(const Params& p, const Work& work) {
 }
 
 // Divide the sums of 16 rows of each warp from row0 on, and write them.
+template <bool SAFE>
 __device__ inline void finish(const Params& p, const Memory& memory, const Work& work, int row0,
                               RowState<1>& state, Fragment<Sum, 1, VT>& acc) {
-    // Zero times what is not finite is not zero; sums in parts are not one long chain. A value that
-    // is not finite spoils its column in all rows: half of them are enough.
-    Sum spoiled[4] = {};
+    if constexpr (!SAFE) {
+        // Zero times what is not finite is not zero; sums in parts are not one long chain. A value
+        // that is not finite spoils its column in all rows: half of them are enough.
+        Sum spoiled[2] = {};
 #pragma unroll
-    for (int n = 0; n < VT; ++n)
+        for (int n = 0; n < VT; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e)
-            spoiled[n % 2 * 2 + e] = fma(acc.x[0][n][e], Sum(0), spoiled[n % 2 * 2 + e]);
-    const bool finite = spoiled[0] + spoiled[1] + spoiled[2] + spoiled[3] == 0;
-    if (!work.careful && __any_sync(~0u, !finite) && may_have_leaked(p, work))
-        memory.leave_unfinished(work.turn);
-    if (!work.large && __any_sync(~0u, !state.all_ordinary())) memory.leave_large(work.turn);
-
+            for (int e = 0; e < 2; ++e) spoiled[e] = fma(acc.x[0][n][e], Sum(0), spoiled[e]);
+        const bool good = spoiled[0] + spoiled[1] == 0 && state.all_ordinary();
+        if (!__all_sync(~0u, good)) memory.leave_unfinished(work.turn);
+    }
     const Sum sink = sink_of(p, work.h);
     state.gather(RowGroup(16));
-    state.large = work.large ? ~0u : 0;
     Sum lse[2], weight[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -183,14 +152,22 @@ __device__ inline void finish(const Params& p, const Memory& memory, const Work&
                acc, int(p.Nq) - row0, int(p.Dv));
 }
 
-// What one warpgroup does with the works.
-__device__ inline void multiply(const Params& p, const Memory& memory, int group) {
+// Where a warpgroup is in the rings.
+struct Places {
+    Place<Q_STAGES> q;
+    Place<2> heard;
+    Place<STAGES> k, v;
+};
+
+// What one warpgroup does with the works of a sweep.
+template <bool SAFE>
+__device__ inline void multiply(const Params& p, const Memory& memory, int group, Places& at) {
     const RowGroup rows(16);
     const int row0 = rows.row0 % GROUP_ROWS;  // of this warp among those of its warpgroup
     const bool leader = threadIdx.x % GROUP == 0;
-    Place<Q_STAGES> q_at{group};
-    Place<2> heard;
-    Place<STAGES> k_at, v_at;
+    Place<Q_STAGES> q_at = at.q;
+    Place<2> heard = at.heard;
+    Place<STAGES> k_at = at.k, v_at = at.v;
 
     Work work{}, next;
     int tile = 0;  // or under a block mask its place in a list, which is
@@ -278,7 +255,8 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     };
     auto find_weights = [&] {
         const Sum unit = Terms(p, work.b, work.h).unit();
-        state.template absorb<SLACK, RowKind::ORDINARY>(s, unit, rows, rescale);
+        constexpr RowKind ROWS = SAFE ? RowKind::EITHER : RowKind::ORDINARY;
+        state.template absorb<SLACK, ROWS>(s, unit, rows, rescale);
     };
     auto absorb = [&](bool boundary) {
         release_keys();
@@ -314,11 +292,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
                 fence_shared();
                 any = any_of<MULTIPLYING>(BARRIER, any);
             }
-            if (__any_sync(~0u, work.large))
-                state.template absorb<SLACK, RowKind::LARGE>(
-                    s, Terms(p, work.b, work.h).unit(), rows, rescale);
-            else
-                find_weights();
+            find_weights();
             keep_weights();
             acc.scale_rows(rescale);
             begin_product<Element>(acc, weights, memory.v(v_at.stage));
@@ -342,18 +316,14 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
 
     hear();
     start();
-    while (!work.last) {
+    while (!work.end) {
         state = RowState<1>();
         acc.clear();
         end_product<0>(s);
         if (tile == work.tiles.past) {
             release_queries();
-            if (work.end) {
-                sync_named<GROUP>(1 + group);  // what has leaked has been noted
-                if (leader) memory.swept().arrive();
-            }
             hear();
-        } else if (work.careful) {
+        } else if constexpr (SAFE) {
             visit_all_safely();
             release_queries();
             hear();
@@ -375,11 +345,13 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             end_values();
         }
         const Work done = work;
-        if (!done.end) skip(done.past - done.tiles.past);
+        skip(done.past - done.tiles.past);
         start();
-        if (!done.end) finish(p, memory, done, done.q0 + row0, state, acc);
+        finish<SAFE>(p, memory, done, done.q0 + row0, state, acc);
     }
     end_product<0>(s);
+    release_queries();
+    at = {q_at, heard, k_at, v_at};
 }
 
 extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
@@ -397,6 +369,11 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
         if (threadIdx.x % GROUP == 0) copy(p, maps, memory);
     } else {
         take_registers<MULTIPLY_REGISTERS>();
-        multiply(p, memory, group);
+        Places at{{group}};
+        multiply<false>(p, memory, group, at);
+        sync_named<GROUP>(1 + group);  // what is not finished has been noted
+        if (threadIdx.x % GROUP == 0) memory.swept().arrive();
+        memory.swept().wait(0);
+        if (__any_sync(~0u, memory.any_unfinished())) multiply<true>(p, memory, group, at);
     }
 }

@@ -41,10 +41,8 @@ struct Work {
     int b, h, q0, turn;
     int first, past;  // of the whole block
     Tiles tiles;
-    bool careful;  // values that are not finite are to be taken out of partial tiles
-    bool large;    // and scores to be lowered by their maxima before they are scaled
-    bool end;      // of a sweep, of which this is no work,
-    bool last;     // and no other follows
+    bool safe;  // of a safe sweep
+    bool end;   // of a sweep, of which this is no work
 };
 
 __device__ inline Tiles tiles_of(const Params& p, int b, int q0, int rows) {
@@ -103,7 +101,7 @@ struct Shared {
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 swept;
     Work works[Q_STAGES];
-    u32 leaked, unfinished[TURNS / 32], large[TURNS / 32];
+    u32 count, unfinished[TURNS / 32];
 };
 
 static_assert(sizeof(Shared) <= 2048, "what tiles leave of shared memory");
@@ -131,21 +129,17 @@ struct Memory {
     __device__ Barrier v_empty(int stage) const { return {shared_address(shared.v_empty + stage)}; }
     __device__ Barrier swept() const { return {shared_address(&shared.swept)}; }
 
-    // What was found of a turn, or of one that shares its bit: values may have leaked, or scores are
-    // large; and whether there is any such turn.
-    __device__ bool unfinished(int turn) const { return has(shared.unfinished, turn); }
-    __device__ bool large(int turn) const { return has(shared.large, turn); }
-    __device__ bool leaked() const { return *static_cast<volatile u32*>(&shared.leaked); }
+    // Whether a turn was left unfinished, or one that shares its bit; whether any was, or many.
+    __device__ bool unfinished(int turn) const {
+        return shared.unfinished[turn % TURNS / 32] >> turn % 32 & 1;
+    }
+    __device__ bool any_unfinished() const { return count() > 0; }
+    __device__ bool many_unfinished() const { return count() > 2; }
+    __device__ u32 count() const { return *static_cast<volatile u32*>(&shared.count); }
     __device__ void leave_unfinished(int turn) const {
-        shared.leaked = true;
-        atomicOr(shared.unfinished + turn % TURNS / 32, 1u << turn % 32);
-    }
-    __device__ void leave_large(int turn) const {
-        leave_unfinished(turn);
-        atomicOr(shared.large + turn % TURNS / 32, 1u << turn % 32);
-    }
-    __device__ static bool has(const u32 (&turns)[TURNS / 32], int turn) {
-        return turns[turn % TURNS / 32] >> turn % 32 & 1;
+        const u32 bit = 1u << turn % 32;
+        if (!(atomicOr(shared.unfinished + turn % TURNS / 32, bit) & bit))
+            atomicAdd(&shared.count, 1);
     }
 
     // By one thread, before all others.
@@ -157,9 +151,8 @@ struct Memory {
             v_full(s).init(1), v_empty(s).init(GROUPS);
         }
         swept().init(GROUPS);
-        shared.leaked = 0;
+        shared.count = 0;
         for (u32& bits : shared.unfinished) bits = 0;
-        for (u32& bits : shared.large) bits = 0;
         barriers_are_made();
     }
 };
