@@ -202,7 +202,7 @@ def check_spoiled(
     """Spoil random places: the results are the oracle's, and heads without any keep their bits."""
     spoiled, there = spoil(given, options, rng, names)
     if runner.name == "cupy" and given[0].dtype == np.float32:
-        # In tf32 parts, infinity times a number that needs but one part is NaN: see docs/kernels.md.
+        # Infinity times a number that needs but one tf32 part is NaN: see docs/kernels.md.
         for x in spoiled[:2]:
             x[np.isinf(x)] = math.nan
     before = both(runner, given, options, deterministic=deterministic)

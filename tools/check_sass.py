@@ -38,6 +38,7 @@ _BY_STORES = "threads write it, for whom an arrival releases what came before, l
 # Kernel, barrier and what is read: loads that may be under way at an arrival, and why.
 ALLOWED = {
     (HOPPER, "v_empty", "works"): "frees values; works are freed by q_empty",
+    (HOPPER, "q_empty", "works"): _BY_STORES + "; queries are read by GEMMs alone",
     (HOPPER_BACKWARD, "k_empty", "work"): _BY_STORES,
     (HOPPER_WIDE, "k_empty", "work"): _BY_STORES,
     (HOPPER_WIDE, "out_empty", "weights"): "frees dout and deltas; " + _BY_STORES,

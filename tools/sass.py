@@ -129,7 +129,7 @@ class Section:
         for n, x in enumerate(self.code):
             kind = x.opcode.partition(".")[0]
             further = [n + 1] if n + 1 < len(self.code) else []
-            if kind in {"BRX", "BRXU", "JMP", "JMX", "JMXU", "BREAK", "BMOV"}:
+            if kind in {"BRX", "BRXU", "JMP", "JMX", "JMXU", "BMOV"}:
                 raise ValueError(f"{self.name}: {x.address:04x} {x.text}: where to is not known")
             if kind == "BSYNC" and n + 1 not in joined:
                 raise ValueError(f"{self.name}: {x.address:04x} {x.text} joins nothing")
