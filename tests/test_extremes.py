@@ -43,7 +43,10 @@ def vacuous(bound: Bound) -> bool:
 def test_every_result_is_that_of_the_oracle(runner: Runner, case: AttentionCase) -> None:
     q, k, v, dout, dlse, options = case
     assume(runner.why_not(q, k, v, options) is None)
-    bounds = error_bound(q, k, v, dout, dlse=dlse, **options)
+    # A cap beyond the range of float32 is none, and the plain formula has no error to go by there.
+    cap = options.get("softcap")
+    boundable = options if cap is None or cap < 1e38 else options | {"softcap": None}
+    bounds = error_bound(q, k, v, dout, dlse=dlse, **boundable)
     attention = runner.forward(q, k, v, **options)
     assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
     grads = runner.backward(dout, q, k, v, *attention, dlse=dlse, **options)
