@@ -34,11 +34,14 @@ OPTIONS: tuple[frozenset[str], ...] = tuple(
 )
 
 _BY_STORES = "threads write it, for whom an arrival releases what came before, loads included"
+_NO_STAGE = "the count of unfinished works is in no stage: only threads write it"
 
 # Kernel, barrier and what is read: loads that may be under way at an arrival, and why.
 ALLOWED = {
     (HOPPER, "v_empty", "works"): "frees values; works are freed by q_empty",
     (HOPPER, "q_empty", "works"): _BY_STORES + "; queries are read by GEMMs alone",
+    (HOPPER, "swept", "works"): _BY_STORES,
+    **{(HOPPER, f"{x}_empty", "any_unfinished"): _NO_STAGE for x in "qkv"},
     (HOPPER_BACKWARD, "k_empty", "work"): _BY_STORES,
     (HOPPER_WIDE, "k_empty", "work"): _BY_STORES,
     (HOPPER_WIDE, "out_empty", "weights"): "frees dout and deltas; " + _BY_STORES,
