@@ -224,7 +224,8 @@ def test_builds_of_one_version_are_told_apart(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: int
 ) -> None:
     """Wherever the library lies: what counts is its content at both ends, and its size."""
-    pathfinder = pytest.importorskip("cuda.pathfinder")
+    reason = "the library is looked for by it, which comes with the extra nvrtc"
+    pathfinder = pytest.importorskip("cuda.pathfinder", reason=reason)
 
     def build(name: str, content: bytes) -> str:
         library = tmp_path / name
