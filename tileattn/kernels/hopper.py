@@ -1,6 +1,7 @@
 """Hopper's own kernels: which calls they serve, with what tiles, and how much memory they take."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import SHARED_LIMIT, Choice, Facts, choose, options_of, room, said_of
@@ -173,7 +174,29 @@ def hopper_bytes(tile: TileSize, dim: int, value: int) -> int:
     return pairs + max(groups, min(2 * groups, left // queries)) * queries
 
 
-def walk_bytes(tile: TileSize, dim: int, value: int) -> int:
+def repairing(choice: Choice, marks: int) -> Choice:
+    """Give the NaN-safe kernel for what one of Hopper's own backward kernels leaves.
+
+    Parameters
+    ----------
+    choice : Choice
+        The kernel that leaves it.
+    marks : int
+        Of the heads that are left.
+
+    Returns
+    -------
+    Choice
+        The same kernel with fewer stages: there is to be room for the keys once more.
+    """
+    key = choice.key
+    tile = TileSize(key.block_q, key.block_k, key.warps_m, stages=1)
+    shared = walk_bytes(tile, key.head_dim, key.value_dim, repairs=True)
+    key = replace(key, stages=1, shared=shared, repairs=marks)
+    return choice._replace(key=key, shared=shared)
+
+
+def walk_bytes(tile: TileSize, dim: int, value: int, *, repairs: bool = False) -> int:
     """Count the dynamic shared memory of Hopper's own backward kernels: ``src/walk_sm90.cuh``.
 
     Parameters
@@ -182,18 +205,22 @@ def walk_bytes(tile: TileSize, dim: int, value: int) -> int:
         Its tiles.
     dim, value : int
         Columns it has room for.
+    repairs : bool
+        Whether the kernel repairs.
 
     Returns
     -------
     int
         Bytes: of keys and values; queries, one stage more than gradients of the output; two tiles
         of gradients at the scores; and three pieces of dq for each thread that adds them. Of wide
-        heads: two stages of queries, two such pieces, and a tile of probabilities.
+        heads: two stages of queries, two such pieces, and a tile of probabilities. To repair: the
+        keys once more, and of wide heads one stage of queries.
     """
     rows, keys, stages = tile.block_q, tile.block_k, tile.stages
     wide = max(dim, value) > HOPPER_ROOMS[HOPPER_BACKWARD][-1]
-    kept = _boxes(keys, dim) + _boxes(keys, value)
-    rings = (2 if wide else stages + 1) * _boxes(rows, dim) + stages * _boxes(rows, value)
+    kept = (2 if repairs else 1) * _boxes(keys, dim) + _boxes(keys, value)
+    queries = stages + 1 if not wide else 1 if repairs else 2
+    rings = queries * _boxes(rows, dim) + stages * _boxes(rows, value)
     sums = (2 if wide else 3) * HOPPER_ADDERS * HOPPER_PIECE
     return kept + rings + 2 * _boxes(rows, keys) + sums + (rows * keys * 4 if wide else 0)
 

@@ -43,8 +43,9 @@ class KernelKey:
         are read one by one.
     loaders : int
         Warps of a block that only copy.
-    repairs : bool
-        Whether the kernel works on special heads alone, of which there are mostly none.
+    repairs : int
+        Marks of the heads that the kernel works on, of which there are mostly none; 0 where it
+        works on all heads.
     shared : int
         Bytes of shared memory of variable size, of Hopper's own kernels, which lay them out: with
         another number they do not compile.
@@ -73,7 +74,7 @@ class KernelKey:
     span: int = 1
     bias_vector: int = 0
     loaders: int = 0
-    repairs: bool = False
+    repairs: int = 0
     shared: int = 0
 
     @property

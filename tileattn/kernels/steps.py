@@ -10,6 +10,7 @@ from tileattn.kernels.hopper import (
     HOPPER_GROUP_ROWS,
     choose_backward,
     choose_forward,
+    repairing,
 )
 from tileattn.kernels.key import KernelKey
 from tileattn.kernels.select import (
@@ -31,6 +32,9 @@ _REPAIRS = (
     "for heads with large scores or with something not finite; mostly there are none, and it "
     "returns at once"
 )
+
+# Marks of heads, as in src/plain.cuh.
+NON_FINITE, LARGE, FAILED = 1, 2, 4
 
 
 class Step(NamedTuple):
@@ -148,7 +152,8 @@ def backward_steps(
             steps.append(_keys_step(P, facts, choice, add_dq=add_dq))
         if add_dq:
             steps.append(_finish_step(P, steps[-1].key))
-            steps.append(_repairing(_queries_step(P, facts), facts))
+            marks = NON_FINITE | LARGE
+            steps.append(_repairing(_queries_step(P, facts), facts, marks))
         elif queries:
             steps.append(_queries_step(P, facts))
     if facts.bias and queries * P.Nk and not any(step.key.write_dbias for step in steps):
@@ -175,22 +180,33 @@ def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, in_order: bool) -
     # Blocks of threads stay, and take one block of keys after the other.
     blocks = min(facts.processors, P.B * P.Hkv * -(-P.Nk // key.block_k))
     boxes = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
+    own = Step(key, blocks, choice.shared, choice.why, boxes, in_order)
+    # A softcap where it is flat hides that a gradient is NaN: Hopper's repairs do not know of it.
+    safe = () if key.softcap else (_safely(own, choice),)
     portable = choose("backward_keys", P, facts)
-    repairs = _keys_step(P, facts, portable, add_dq=False), _queries_step(P, facts)
+    others = _keys_step(P, facts, portable, add_dq=False), _queries_step(P, facts)
+    left = LARGE | FAILED | (0 if safe else NON_FINITE)
     sizes = key.head_dim, key.value_dim, key.block_q
     finish = KernelKey(HOPPER_FINISH, key.dtype, *sizes, warps_m=ROW_WARPS)
     tiles = P.B * P.Hq * -(-P.Nq // key.block_q)
     return (
-        Step(key, blocks, choice.shared, choice.why, boxes, in_order),
+        own,
+        *safe,
         Step(finish, tiles, why=_FINISH),
-        *(_repairing(step, facts) for step in repairs),
+        *(_repairing(step, facts, left) for step in others),
     )
 
 
-def _repairing(step: Step, facts: Facts) -> Step:
-    """Let a kernel work on special heads alone, with as many blocks as run at a time."""
+def _safely(own: Step, choice: Choice) -> Step:
+    """Give the step of Hopper's kernel that does the heads with something not finite."""
+    key, shared, _, _ = repairing(choice, NON_FINITE)
+    return own._replace(key=replace(key, add_dq=True), shared=shared, why=_REPAIRS)
+
+
+def _repairing(step: Step, facts: Facts, marks: int) -> Step:
+    """Let a kernel work on marked heads alone, with as many blocks as run at a time."""
     blocks = min(step.blocks, facts.processors * step.key.residents)
-    return step._replace(key=replace(step.key, repairs=True), blocks=blocks, why=_REPAIRS)
+    return step._replace(key=replace(step.key, repairs=marks), blocks=blocks, why=_REPAIRS)
 
 
 def _keys_step(P: Problem, facts: Facts, choice: Choice, *, add_dq: bool) -> Step:
@@ -226,7 +242,7 @@ def _renormalise_step(P: Problem, facts: Facts) -> Step:
     key, shared, _, _ = choose("backward_renormalise", P, facts)
     key = replace(key, dropout=False)
     step = Step(key, P.B * P.Hq * -(-P.Nq // key.block_q), shared)
-    return _repairing(step, facts)
+    return _repairing(step, facts, LARGE)
 
 
 def _bias_step(P: Problem, facts: Facts) -> Step:

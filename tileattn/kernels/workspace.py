@@ -48,7 +48,7 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
     Layout
         Beside the copies, nothing for the forward pass. For the backward pass three numbers of each
         query, a mark for each head of keys, and where dq is summed in memory, the sum; for Hopper's
-        own kernels how many works are claimed, and how many have added to each tile of dq, told by
+        own kernels how many works each of the two has claimed, and how many have added to each tile of dq, told by
         each of the threads that share it.
     """
     P, keys = problem, [step.key for step in steps]
@@ -66,7 +66,7 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
         if key.kernel in HOPPER_BACKWARDS:
             parts |= sums
             tiles = heads * -(-P.Nq // key.block_q)
-            counts = {"claimed": 1, "landed": tiles * HOPPER_ADDERS}
+            counts = {"claimed": 2, "landed": tiles * HOPPER_ADDERS}
             zeros |= {name: count * _MARK for name, count in counts.items()}
         else:
             zeros |= sums

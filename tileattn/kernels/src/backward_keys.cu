@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         const Turn turn = turn_of(p, index);
         const u32 bits = special(p, turn.head / p.Hkv, turn.head % p.Hkv);
         if constexpr (REPAIRS) {
-            if (bits) differentiate<true>(p, turn);
+            if (bits & REPAIRS) differentiate<true>(p, turn);
         } else {
             if (bits || !differentiate<false>(p, turn)) differentiate_carefully(p, index);
         }

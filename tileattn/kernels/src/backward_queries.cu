@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         const int b = turn.head / int(p.Hq), h = turn.head % int(p.Hq);
         const u32 bits = special(p, b, h / int(p.group));
         if constexpr (REPAIRS) {
-            if (bits) differentiate<true>(p, q0, b, h);
+            if (bits & REPAIRS) differentiate<true>(p, q0, b, h);
         } else {
             if (bits || !differentiate<false>(p, q0, b, h)) differentiate_carefully(p, q0, b, h);
         }

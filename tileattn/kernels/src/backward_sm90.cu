@@ -12,7 +12,7 @@ static_assert(GROUP / WARP * STAGED_BYTES <= PairTile::SLICE, "where only this w
 
 // What one warpgroup does with the works. The other may be up to a tile ahead or behind, so that one
 // multiplies while the other does what lies between.
-__device__ inline void multiply(const Params& p, const Memory& memory, int group) {
+__device__ __forceinline__ void multiply(const Params& p, const Memory& memory, int group) {
     const int heads = int(p.group), row0 = threadIdx.x / WARP * 16;
     Place<1> kept, v_at;
     Place<Q_STAGES> q_at;
@@ -66,10 +66,10 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         q_at.next();
     };
     auto begin_dk = [&] { begin_product<Element>(dk, gradients, memory.q(behind)); };
-    auto begin_dq = [&](Fragment<Sum, 1, DQT>& dq) {
+    auto begin_dq = [&](Fragment<Sum, 1, DQT>& dq, const KeyTile& k) {
         memory.pairs_full(pair_at.stage).wait(pair_at.round);  // the gradients of all keys
         begin_product_of_rows<Element>(dq, memory.ds(pair_at.stage),
-                                       group / DQ_SHARES * GROUP_ROWS, memory.k(),
+                                       group / DQ_SHARES * GROUP_ROWS, k,
                                        group % DQ_SHARES * DQ_COLUMNS);
     };
     auto add_dq = [&](const Fragment<Sum, 1, DQT>& dq) {
@@ -81,7 +81,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     // By way of a tile of gradients at the scores that nobody reads any more.
     auto write = [&](void* target, const Rows& at, int columns, const auto& sums,
                      const Place<PAIR_STAGES>& pair) {
-        if (!are_finite(sums)) special(p, work.b, work.kv) |= FAILED;
+        if (!REPAIRS && !are_finite(sums)) special(p, work.b, work.kv) |= FAILED;
         const int row = work.k0 + row0;
         memory.pairs_empty(pair.stage).wait(pair.round ^ 1);
         stage_rows(memory.staged(pair.stage),
@@ -121,7 +121,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         // Safe: the GEMMs that read these queries are complete; their shifts were consumed by the
         // probabilities behind the gradients that `tell_gradients` has stored and fenced.
         memory.q_empty(behind).arrive();
-        begin_dq(dq);
+        begin_dq(dq, memory.k());
         end_product<0>(dv);
         end_product<0>(dq);
         add_dq(dq);
@@ -133,13 +133,51 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         memory.v_empty().arrive();  // safe: only GEMMs read it, and the last dP is complete
         begin_dk();
         write_dv(pair_at.after());  // meanwhile
-        begin_dq(dq);
+        begin_dq(dq, memory.k());
         end_product<0>(dk);
         end_product<0>(dq);
         memory.q_empty(behind).arrive();  // safe as in `go_on`
         // Safe: all GEMMs that read the keys are complete, and what was read of the work is long
         // consumed; the producer's generic write of the next work needs no proxy fence.
         memory.k_empty().arrive();
+        add_dq(dq);
+    };
+
+    // To repair: NaN-safe, one step after the other.
+    auto visit_safely = [&](bool boundary, bool) {
+        const bool partial = is_partial(p, tile, boundary);
+        const SpoiledOut table{memory.ds(pair_at.after().stage).address};
+        begin_scores();
+        end_product<0>(s);
+        memory.out_full(out_at.stage).wait(out_at.round);
+        const bool spoiled = partial && clean_tile(memory, q_at.stage, out_at.stage, table);
+        s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
+        const Attended<1, QT> attended =
+            weigh_safely(p, work.b, h, partial, memory.shared.shifts[q_at.stage], s, weights,
+                         spoiled, table, dv);
+        begin_dv();
+        end_product<0>(dv);
+        begin_dp();  // the delta is NaN where dout was not finite
+        end_product<0>(dp);
+        find_gradients(memory.shared.deltas[out_at.stage], dp,
+                       [&](int n, int e) { return s.x[0][n][e]; });
+        attended.fill_others(dp, 0);
+        keep(gradients, dp);
+        memory.pairs_empty(pair_at.stage).wait(pair_at.round ^ 1);
+        store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
+        fence_shared();
+        memory.pairs_full(pair_at.stage).arrive();
+        // Safe: the GEMMs that read them are complete; and the deltas are consumed, for the gradients
+        // made of them are stored, with the proxy fence behind.
+        memory.out_empty(out_at.stage).arrive();
+        out_at.next();
+        Fragment<Sum, 1, DQT> dq;
+        begin_product<Element>(dk, gradients, memory.q(q_at.stage));
+        begin_dq(dq, partial ? memory.clean_k() : memory.k());
+        end_product<0>(dk);
+        end_product<0>(dq);
+        memory.q_empty(q_at.stage).arrive();  // safe, likewise
+        q_at.next();
         add_dq(dq);
     };
 
@@ -150,7 +188,18 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         kept.next();
         work = memory.shared.work;
         if (work.end) break;
-        if (work.tiles.first < work.tiles.past) {
+        const bool seen = work.tiles.first < work.tiles.past;
+        if (seen) zero_hidden(p, memory, work, v_at.round);
+        if (seen && REPAIRS) {
+            clean_keys(memory);
+            memory.v_full().wait(v_at.round);
+            v_at.next();
+            visit_all(work, heads, h, tile, visit_safely);
+            // Safe: the last visit has ended all GEMMs.
+            memory.v_empty().arrive();
+            memory.k_empty().arrive();
+            write_dv(pair_at);
+        } else if (seen) {
             walk(work, heads, h, tile, begin, go_on);
             end();
         } else {
@@ -167,6 +216,7 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
     extern __shared__ __align__(1024) char tiles[];
     __shared__ Shared shared;
     const Memory memory{shared_address(tiles), shared};
+    if (REPAIRS && !any_to_repair(p)) return;
     // The same in all lanes of a warp, as the compiler is to know.
     const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
     if (threadIdx.x == 0) memory.start();

@@ -2,7 +2,7 @@
 // backward_sm90.cu, but the sums of dk and dv of 64 keys fill the registers of a warpgroup each. So
 // one has dv, finds probabilities and tells them to the other, which has dk, and finds the
 // gradients at the scores. Both compute pieces of dq from these, each with a thread that adds them
-// to global memory.
+// to global memory. To repair, both are NaN-safe.
 #include "feed_sm90.cuh"
 
 constexpr int DQ_SLICE = 64;  // columns of dq that are computed at a time
@@ -29,21 +29,33 @@ __device__ inline void write_rows(const Params& p, void* target, const Rows& at,
 // A warpgroup's columns of dq, of a tile whose gradients at the scores are there: a slice after the
 // other, as there are registers for. In the end no product is under way, those begun before included.
 template <int GROUP_NUMBER>
-__device__ inline void find_dq(const Memory& memory, int stage, int row0,
+__device__ inline void find_dq(const Memory& memory, const KeyTile& k, int stage, int row0,
                                Place<SUM_STAGES>& at) {
 #pragma unroll
     for (int n = first_column(GROUP_NUMBER); n < past_column(GROUP_NUMBER); n += DQ_SLICE) {
         Fragment<Sum, 1, DQ_SLICE / 8> dq;
-        begin_product_of_rows<Element>(dq, memory.ds(stage), 0, memory.k(), n);
+        begin_product_of_rows<Element>(dq, memory.ds(stage), 0, k, n);
         end_product<0>(dq);
         send_sums(memory, GROUP_NUMBER, dq, row0, at);
     }
 }
 
+// What the warpgroups have in place of a gradient at the score of a pair that is not attended to:
+// probabilities are not negative.
+constexpr Sum HIDDEN = -1;
+
+// Of a partial tile, the keys whose product with gradients is dq, and the table of its dout.
+__device__ inline KeyTile keys_of(const Memory& memory, bool partial) {
+    return partial ? memory.clean_k() : memory.k();
+}
+__device__ inline SpoiledOut table_of(const Memory& memory, const Place<PAIR_STAGES>& pair) {
+    return {memory.ds(pair.after().stage).address};
+}
+
 // What the warpgroup that has dv does with the works.
-__device__ inline void find_dv(const Params& p, const Memory& memory) {
+__device__ __forceinline__ void find_dv(const Params& p, const Memory& memory) {
     const int row0 = threadIdx.x / WARP % 4 * 16;
-    Place<1> kept;
+    Place<1> kept, values_at;
     Place<SUM_STAGES> sums_at;
     Place<Q_STAGES> q_at;
     Place<OUT_STAGES> out_at;
@@ -61,10 +73,20 @@ __device__ inline void find_dv(const Params& p, const Memory& memory) {
     };
     // The scores of this tile are there. Where there is one more, so are its scores in the end.
     auto visit = [&](bool boundary, bool more) {
+        const bool partial = REPAIRS && is_partial(p, tile, boundary);
+        const float* const shifts = memory.shared.shifts[q_at.stage];
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        weigh(p, work.b, h, boundary, memory.shared.shifts[q_at.stage], s, slopes);
-        keep(weights, s);
-        take_slopes(s, slopes);
+        if constexpr (REPAIRS) {
+            memory.out_full(out_at.stage).wait(out_at.round);
+            const SpoiledOut table = table_of(memory, pair_at);
+            const bool spoiled = partial && clean_tile(memory, q_at.stage, out_at.stage, table);
+            weigh_safely(p, work.b, h, partial, shifts, s, weights, spoiled, table, dv)
+                .fill_others(s, HIDDEN);
+        } else {
+            weigh(p, work.b, h, boundary, shifts, s, slopes);
+            keep(weights, s);
+            take_slopes(s, slopes);
+        }
         hand_over(memory.weights(), s);
         fence_shared();
         memory.weights_full().arrive();
@@ -84,7 +106,7 @@ __device__ inline void find_dv(const Params& p, const Memory& memory) {
         out_at.next();
         // Then the other warpgroup has read the weights, too.
         memory.pairs_full(pair_at.stage).wait(pair_at.round);
-        find_dq<VALUES>(memory, pair_at.stage, row0, sums_at);
+        find_dq<VALUES>(memory, keys_of(memory, partial), pair_at.stage, row0, sums_at);
         pair_at.next();
         if (more) end_product<0>(s);
     };
@@ -96,19 +118,22 @@ __device__ inline void find_dv(const Params& p, const Memory& memory) {
         if (work.end) break;
         dv.clear();
         if (work.tiles.first < work.tiles.past) {
+            zero_hidden(p, memory, work, values_at.round);
+            values_at.next();
+            if constexpr (REPAIRS) clean_keys(memory);
             begin_scores();
             end_product<0>(s);
             visit_all(work, int(p.group), h, tile, visit);
         }
         // Safe: all GEMMs that read the keys are complete, and the visits have consumed the work.
         memory.k_empty().arrive();
-        if (!are_finite(dv)) special(p, work.b, work.kv) |= FAILED;
+        if (!REPAIRS && !are_finite(dv)) special(p, work.b, work.kv) |= FAILED;
         write_rows(p, p.dv, p.dv_at, work, row0, int(p.Dv), dv);
     }
 }
 
 // What the warpgroup that has dk does with the works.
-__device__ inline void find_dk(const Params& p, const Memory& memory) {
+__device__ __forceinline__ void find_dk(const Params& p, const Memory& memory) {
     const int row0 = threadIdx.x / WARP % 4 * 16;
     Place<1> kept, v_at, weights_at;
     Place<SUM_STAGES> sums_at;
@@ -127,8 +152,13 @@ __device__ inline void find_dk(const Params& p, const Memory& memory) {
     };
     // The products of dout and v of this tile are under way. Where there is one more, so are its
     // in the end: while the other warpgroup finds its probabilities.
-    auto visit = [&](bool, bool more) {
+    auto visit = [&](bool boundary, bool more) {
+        const bool partial = REPAIRS && is_partial(p, tile, boundary);
         end_product<0>(dp);
+        if (partial) {
+            memory.q_full(q_at.stage).wait(q_at.round);
+            clean_tile(memory, q_at.stage, out_at.stage, table_of(memory, pair_at));
+        }
         if (!more) memory.v_empty().arrive();  // safe: only GEMMs read it, and the last is complete
         {
             Fragment<Sum, 1, QT> s;
@@ -137,6 +167,12 @@ __device__ inline void find_dk(const Params& p, const Memory& memory) {
             take_over(s, memory.weights());
             find_gradients(memory.shared.deltas[out_at.stage], dp,
                            [&](int n, int e) { return s.x[0][n][e]; });
+            if constexpr (REPAIRS)
+#pragma unroll
+                for (int n = 0; n < QT; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        if (s.x[0][n][e] == HIDDEN) dp.x[0][n][e] = 0;
         }
         keep(gradients, dp);
         // Of two tiles ago: the products of this warpgroup that read it were over before the last
@@ -152,7 +188,7 @@ __device__ inline void find_dk(const Params& p, const Memory& memory) {
         memory.q_full(q_at.stage).wait(q_at.round);
         begin_product<Element>(dk, gradients, memory.q(q_at.stage));
         memory.pairs_full(pair_at.stage).wait(pair_at.round);
-        find_dq<KEYS>(memory, pair_at.stage, row0, sums_at);
+        find_dq<KEYS>(memory, keys_of(memory, partial), pair_at.stage, row0, sums_at);
         end_product<0>(dk);
         memory.q_empty(q_at.stage).arrive();  // safe: only dk's GEMM read it here
         q_at.next();
@@ -167,13 +203,15 @@ __device__ inline void find_dk(const Params& p, const Memory& memory) {
         if (work.end) break;
         dk.clear();
         if (work.tiles.first < work.tiles.past) {
+            zero_hidden(p, memory, work, v_at.round);
+            if constexpr (REPAIRS) clean_keys(memory);
             memory.v_full().wait(v_at.round);
             v_at.next();
             begin_gradients();
             visit_all(work, int(p.group), h, tile, visit);
         }
         memory.k_empty().arrive();  // safe, likewise
-        if (!are_finite(dk)) special(p, work.b, work.kv) |= FAILED;
+        if (!REPAIRS && !are_finite(dk)) special(p, work.b, work.kv) |= FAILED;
 #pragma unroll
         for (auto& atom : dk.x[0])
 #pragma unroll
@@ -187,6 +225,7 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
     extern __shared__ __align__(1024) char tiles[];
     __shared__ Shared shared;
     const Memory memory{shared_address(tiles), shared};
+    if (REPAIRS && !any_to_repair(p)) return;
     // The same in all lanes of a warp, as the compiler is to know.
     const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
     if (threadIdx.x == 0) memory.start();

@@ -40,7 +40,7 @@ constexpr bool HAS_DROPOUT = KEY_DROPOUT;
 constexpr bool FOLD = KEY_FOLD;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
-constexpr bool REPAIRS = KEY_REPAIRS;
+constexpr u32 REPAIRS = KEY_REPAIRS;  // marks of the heads that it repairs; 0 where it does all heads
 constexpr int SPAN = KEY_SPAN;
 constexpr int SHARED_BYTES = KEY_SHARED;
 

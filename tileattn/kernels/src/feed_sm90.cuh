@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mask.cuh"
+#include "nonfinite.cuh"
 #include "plain.cuh"
 #include "walk_sm90.cuh"
 
@@ -58,8 +59,8 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
     };
 #pragma unroll 1
     while (find_work(p, claim(p), work)) {
-        // All works of a head are skipped or none: while this kernel runs, these bits stay.
-        if (special(p, work.b, work.kv) & KNOWN) continue;
+        // All works of a head are skipped or none: while this kernel runs, these marks stay.
+        if ((special(p, work.b, work.kv) & KNOWN) != REPAIRS) continue;
         const Tiles tiles = work.tiles;
         if (tiles.first >= tiles.past) {
             tell();
@@ -169,14 +170,17 @@ __device__ inline bool are_finite(const Fragment<Sum, 1, NT>& c) {
     return spoiled[0] + spoiled[1] + spoiled[2] + spoiled[3] == 0;
 }
 
-// Scores become probabilities; `shifts` are those of the tile's queries.
-__device__ inline void weigh(const Params& p, int b, int h, bool boundary, const float* shifts,
-                             TileScores& s, Slopes& slopes) {
-    const Terms terms(p, b, h);
+// Products become scores, -infinity where the boundary hides them.
+__device__ inline void find_scores(const Params& p, const Terms& terms, int b, int h, bool boundary,
+                                   TileScores& s, Slopes& slopes) {
     s.apply(terms, WarpBias<true, 1, QT>(nullptr), [&](int, int n, int e, Sum derivative) {
         if constexpr (HAS_SOFTCAP) slopes.x[0][n][e] = derivative;
     });
     if (boundary) s.hide(Sight(p, b, h), DenseMask<true, 1, QT>{});
+}
+
+// Scores become probabilities; `shifts` are those of the tile's queries.
+__device__ inline void exponentiate(const Terms& terms, const float* shifts, TileScores& s) {
     const Lane lane;
     const Sum unit = terms.unit();
 #pragma unroll
@@ -186,6 +190,14 @@ __device__ inline void weigh(const Params& p, int b, int h, bool boundary, const
         for (int e = 0; e < 4; ++e)
             s.x[0][n][e] = exp2_of(fma(s.x[0][n][e], unit, -(e % 2 ? shift.y : shift.x)));
     }
+}
+
+// Products become probabilities.
+__device__ inline void weigh(const Params& p, int b, int h, bool boundary, const float* shifts,
+                             TileScores& s, Slopes& slopes) {
+    const Terms terms(p, b, h);
+    find_scores(p, terms, b, h, boundary, s, slopes);
+    exponentiate(terms, shifts, s);
 }
 
 // Products of dout and v become gradients at the scores, whose probabilities times slopes are
@@ -212,6 +224,89 @@ __device__ inline void take_slopes(TileScores& s, const Slopes& slopes) {
 __device__ inline void keep(Operands& kept, const Fragment<Sum, 1, QT>& c) {
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 16; ++i) kept[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
+}
+
+// --- To repair: NaN-safe, as told in nonfinite.cuh ------------------------------------------------
+
+// With a softcap queries and keys, too, would have to get back what is not finite.
+static_assert(!(REPAIRS && HAS_SOFTCAP), "gradients where the cap is flat are not NaN");
+
+using SpoiledOut = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
+static_assert(SpoiledOut::BYTES <= PairTile::BYTES, "the table takes the place of gradients");
+
+// All who multiply meet.
+constexpr int MULTIPLYING = GROUPS * GROUP, MEETING = 1 + GROUPS;
+
+// Whether what is not finite must be taken out of a tile: not every query sees every key. Queries past
+// the end, which are zero, see none.
+__device__ inline bool is_partial(const Params& p, int tile, bool boundary) {
+    return boundary || (tile + 1) * BLOCK_Q > p.Nq;
+}
+
+// Make the copy of a work's keys in which zero takes the place of what is not finite.
+__device__ inline void clean_keys(const Memory& memory) {
+    sync_named<MULTIPLYING>(MEETING);  // nobody has a product of the last work's under way
+    const NonFinite<Element, BLOCK_K, HEAD_DIM> no_table{};
+    no_table.template clean_to<WARPS_M, false, false>(memory.clean_k(), memory.k(),
+                                                      threadIdx.x / WARP);
+    fence_shared();
+    sync_named<MULTIPLYING>(MEETING);
+}
+
+// Take what is not finite out of a tile of queries and of gradients of the output, of which it goes
+// to the table; whether there was any. What TMA writes there next comes behind this fence.
+__device__ inline bool clean_tile(const Memory& memory, int q, int out, const SpoiledOut& table) {
+    // The scores are complete, and so are the products of the gradients whose place the table takes.
+    sync_named<MULTIPLYING>(MEETING);
+    const NonFinite<Element, BLOCK_Q, HEAD_DIM> no_table{};
+    const int warp = threadIdx.x / WARP;
+    no_table.template clean<WARPS_M, false>(memory.q(q), warp);
+    const bool any = table.template clean<WARPS_M>(memory.dout(out), warp);
+    fence_shared();
+    return any_of<MULTIPLYING>(MEETING, any);
+}
+
+// Products become probabilities, 0 of pairs that are not attended to, and so operands. dv gets what was
+// taken out of dout if `spoiled`.
+template <int NT>
+__device__ inline Attended<1, QT> weigh_safely(const Params& p, int b, int h, bool partial,
+                                               const float* shifts, TileScores& s,
+                                               Operands& weights, bool spoiled,
+                                               const SpoiledOut& table,
+                                               Fragment<Sum, 1, NT>& dv) {
+    const Terms terms(p, b, h);
+    Slopes slopes;
+    find_scores(p, terms, b, h, partial, s, slopes);
+    Attended<1, QT> attended;
+    attended.look(s);
+    exponentiate(terms, shifts, s);
+    attended.fill_others(s, 0);
+    keep(weights, s);
+    if (__any_sync(~0u, spoiled))
+        inject(dv, table, 0, [&](int m, int half, int w) { return attended.word(m, half, w); });
+    return attended;
+}
+
+// --------------------------------------------------------------------------------------------------
+
+// Zero the keys and values that a length hides. What is not finite there would make gradients NaN.
+// The values have come when the barrier's phase of this parity ends.
+__device__ inline void zero_hidden(const Params& p, const Memory& memory, const Work& work,
+                                   u32 parity) {
+    const int length = Band(p, work.b).length, first = length - work.k0;
+    if (!__any_sync(~0u, first < BLOCK_K && length < p.Nk)) return;
+    memory.v_full().wait(parity);
+    const u32 zeros[4] = {};
+    auto zero = [&](const auto& tile, int columns) {
+        const int chunks = columns / 8;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < (BLOCK_K - first) * chunks; i += MULTIPLYING)
+            store_shared(tile.chunk(first + i / chunks, i % chunks * 16), zeros);
+    };
+    zero(memory.k(), HEAD_DIM);
+    zero(memory.v(), VALUE_DIM);
+    fence_shared();
+    sync_named<MULTIPLYING>(MEETING);
 }
 
 // Go through the tiles of a work that has some: the last tile of each head, then the one before it, and

@@ -57,5 +57,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
                 if (row[n] < count && to < p.D) write_whole(dq + row[n] * p.dq_at.n + to, piece);
             }
     }
-    if (!good) special(p, b, h / int(p.group)) |= FAILED;
+    u32& known = special(p, b, h / int(p.group));
+    if (!good && !(known & KNOWN)) known |= FAILED;
 }

@@ -64,15 +64,20 @@ struct NonFinite {
     // WARPS warps, which meet before and after. A warp looks at 16 bytes of 32 rows at a time.
     template <int WARPS, bool RECORD = true, class Operand>
     __device__ bool clean(const Operand& tile, int warp) const {
+        return clean_to<WARPS, RECORD, true>(tile, tile, warp);
+    }
+    // The same to another tile, or in place.
+    template <int WARPS, bool RECORD, bool IN_PLACE, class Operand>
+    __device__ bool clean_to(const Operand& cleaned, const Operand& tile, int warp) const {
         constexpr int CHUNKS = COLUMNS / Chunk<T>::SIZE, UNITS = (ROWS + 31) / 32 * CHUNKS;
         const int lane = threadIdx.x % WARP;
         bool found = false;
 #pragma unroll 1
         for (int unit = warp; unit < UNITS; unit += WARPS) {
             const int row = unit / CHUNKS * 32 + lane, column = unit % CHUNKS * Chunk<T>::SIZE;
-            const u32 place = tile.chunk(min(row, ROWS - 1), column * int(sizeof(T)));
+            const int byte = column * int(sizeof(T));
             Chunk<T> chunk;
-            load_shared(chunk.words, place);
+            load_shared(chunk.words, tile.chunk(min(row, ROWS - 1), byte));
             const bool good = row >= ROWS || chunk.all_finite();
             u32 mine = 0;  // of one column and 16 rows
             if (!__all_sync(~0u, good)) {
@@ -86,8 +91,9 @@ struct NonFinite {
                     if (lane / 2 == e) mine = __byte_perm(plus, minus, lane % 2 ? 0x7632 : 0x5410);
                     if (!is_finite(x)) element = T{};
                 }
-                if (!good) store_shared(place, chunk.words);
             }
+            if (!good || (!IN_PLACE && row < ROWS))
+                store_shared(cleaned.chunk(row, byte), chunk.words);
             const int word = row / 32 * 2 + lane % 2;
             if (RECORD && lane < 2 * Chunk<T>::SIZE && word < WORDS)
                 store_shared(at(column + lane / 2) + 4 * word, mine);
@@ -126,6 +132,17 @@ struct Attended {
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     keep(m, n, e, scores.x[m][n][e] != -infinity<Sum>());
+    }
+
+    // Give the other pairs a number.
+    __device__ void fill_others(Fragment<Sum, MT, NT>& x, Sum number) const {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (!(kept[m][e / 2][n / 16] & bit(n, e))) x.x[m][n][e] = number;
     }
 
     // Of a row and 16 columns, the atoms 2 * w and 2 * w + 1: in the lower half the columns kept, in

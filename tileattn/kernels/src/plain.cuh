@@ -33,21 +33,27 @@ __device__ inline Sum sink_of(const Params& p, i64 h) {
 // What is special about a key head of one batch entry, as the backward pass finds out: something is
 // not finite, or scores are so large that the logsumexp does not tell probabilities exactly. Hopper's
 // kernels skip heads that are known to be special; one that they find special they leave to others.
+// Twins of these marks are in steps.py.
 constexpr u32 NON_FINITE = 1, LARGE = 2, KNOWN = NON_FINITE | LARGE, FAILED = 4;
 __device__ inline u32& special(const Params& p, i64 b, i64 kv) {
     return p.special[b * p.Hkv + kv];
 }
 
-// Work on all blocks: each block of threads on one. Where they only repair there are few of them,
-// and mostly nothing is to be done.
+// Whether some head has one of the marks that this kernel repairs; mostly none has. All threads call.
+__device__ inline bool any_to_repair(const Params& p) {
+    bool any = false;
+    for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += blockDim.x)
+        any = any || p.special[i] & REPAIRS;
+    return __syncthreads_or(any);
+}
+
+// Work on all blocks: each block of threads on one, or to repair, few of them on many.
 template <class Work>
 __device__ inline void for_blocks(const Params& p, i64 blocks, Work work) {
     if constexpr (!REPAIRS) {
         work(int(blockIdx.x));
     } else {
-        bool any = false;
-        for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += THREADS) any = any || p.special[i];
-        if (!__syncthreads_or(any)) return;
+        if (!any_to_repair(p)) return;
 #pragma unroll 1
         for (i64 i = blockIdx.x; i < blocks; i += gridDim.x) {
             work(int(i));

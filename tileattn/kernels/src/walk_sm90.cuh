@@ -16,7 +16,7 @@ static_assert(LOADERS == 4, "the warps that copy give the registers of a warpgro
 
 // Queries stay until dk has them, while the next probabilities are found: they need a stage more,
 // and are the last to need two.
-constexpr int OUT_STAGES = STAGES, Q_STAGES = IS_WIDE ? 2 : STAGES + 1;
+constexpr int OUT_STAGES = STAGES, Q_STAGES = !IS_WIDE ? STAGES + 1 : REPAIRS ? 1 : 2;
 constexpr int PAIR_STAGES = 2;  // so that no warpgroup waits for the products of the other
 constexpr int SUM_STAGES = IS_WIDE ? 2 : 3;  // pieces of dq on their way to each who adds them
 
@@ -52,7 +52,7 @@ struct Work {
 // keys. So whoever has claimed before all others that are at work waits for none of them. By lane 0,
 // and shuffled, as the compiler is to know that it is the same in all lanes that take part.
 __device__ inline u32 claim(const Params& p) {
-    return __shfl_sync(1, atomicAdd(p.claimed, 1), 0);
+    return __shfl_sync(1, atomicAdd(p.claimed + (REPAIRS ? 1 : 0), 1), 0);
 }
 
 // The work of an index; false where there is none any more.
@@ -89,7 +89,9 @@ struct Memory {
     // Pieces of dq; and where heads are wide, the probabilities that a warpgroup tells the other.
     static constexpr int PIECE = DQ_ROWS * DQ_PIECE * 4;
     static constexpr int WEIGHTS = SUMS + ADDERS * SUM_STAGES * PIECE;
-    static constexpr int BYTES = WEIGHTS + (IS_WIDE ? BLOCK_Q * BLOCK_K * 4 : 0);
+    // To repair, the keys once more, where zero takes the place of what is not finite.
+    static constexpr int CLEAN_K = WEIGHTS + (IS_WIDE ? BLOCK_Q * BLOCK_K * 4 : 0);
+    static constexpr int BYTES = CLEAN_K + (REPAIRS ? KeyTile::BYTES : 0);
     static_assert(BYTES == SHARED_BYTES, "what a launch brings");
     static_assert(BYTES + sizeof(Shared) <= 227 * 1024, "what a block may have");
 
@@ -110,6 +112,7 @@ struct Memory {
         return tiles + SUMS + (adder * SUM_STAGES + stage) * PIECE;
     }
     __device__ u32 weights() const { return tiles + WEIGHTS; }
+    __device__ KeyTile clean_k() const { return {tiles + CLEAN_K}; }
     // Of each warp, in place of gradients at the scores that its warpgroup finds.
     __device__ u32 staged(int stage) const {
         return ds(stage).address + threadIdx.x / GROUP * PairTile::SLICE +
