@@ -22,12 +22,13 @@ from tileattn.kernels.hopper import (
     walk_bytes,
 )
 from tileattn.kernels.schedule import order_of, turns
-from tileattn.kernels.steps import Step, backward_steps
+from tileattn.kernels.steps import FAILED, LARGE, NON_FINITE, Step, backward_steps
 from tileattn.kernels.tiles import TileSize
 from tileattn.problem import Problem, parse
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 BEFORE = ("backward_rows", "backward_renormalise")
+OWN = (HOPPER_BACKWARD, HOPPER_BACKWARD)  # the second NaN-safe
 AFTER = [HOPPER_FINISH, "backward_keys", "backward_queries"]
 ELSEWHERE = ("backward_keys", "backward_finish", "backward_queries")
 OPTIONS: list[tuple[str, ...]] = [(), ("softcap",), ("alibi_slopes",), ("sinks", "kv_lengths")]
@@ -83,7 +84,7 @@ def test_every_clause_of_the_rule_is_tried() -> None:
 def test_a_fixed_order_of_sums_is_the_same_kernel_in_another_order() -> None:
     P = replace(SERVED, B=3, Hkv=50, Hq=100)
     steps, fixed = steps_of(P), steps_of(P, deterministic=True)
-    assert [step.key.kernel for step in fixed if step.in_order] == [HOPPER_BACKWARD]
+    assert [step.key.kernel for step in fixed if step.in_order] == [HOPPER_BACKWARD] * 2
     assert [step._replace(in_order=False) for step in fixed] == list(steps)
     x = np.zeros((1, 1, 1, 8), np.float16)
     _, operands = parse(x, x, x, {})
@@ -204,23 +205,39 @@ def test_shared_memory(tile: TileSize, dim: int, value: int, kilobytes: int) -> 
     assert walk_bytes(tile, dim, value) == kilobytes * 1024
 
 
+@pytest.mark.parametrize(
+    ("tile", "dim", "value", "kilobytes"),
+    [
+        (TileSize(64, 128, 8), 128, 64, 48 + 2 * 16 + 1 * 8 + 2 * 16 + 6 * 8 + 32),
+        (TileSize(64, 64, 8), 256, 128, 48 + 1 * 32 + 1 * 16 + 2 * 8 + 4 * 8 + 16 + 32),
+    ],
+)
+def test_shared_memory_to_repair(tile: TileSize, dim: int, value: int, kilobytes: int) -> None:
+    """The keys once more, and of wide heads queries once."""
+    assert walk_bytes(tile, dim, value, repairs=True) == kilobytes * 1024
+
+
 # --- the steps ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("keys", "blocks"), [(100, 6), (129, 12), (24 * 128, 132)])
 def test_what_follows_it(keys: int, blocks: int) -> None:
     problem = replace(SERVED, B=2, Hq=6, Hkv=3, Nq=300, Nk=keys, D=72, Dv=40)
-    rows, maxima, own, *after = steps_of(problem)
+    rows, maxima, own, safe, *after = steps_of(problem)
     assert (rows.key.kernel, maxima.key.kernel) == BEFORE
-    assert (maxima.key.repairs, maxima.blocks) == (True, 2 * 6 * 3)
-    assert (own.key.kernel, own.key.add_dq, own.key.repairs) == (HOPPER_BACKWARD, True, False)
+    assert (maxima.key.repairs, maxima.blocks) == (LARGE, 2 * 6 * 3)
+    assert (own.key.kernel, own.key.add_dq, own.key.repairs) == (HOPPER_BACKWARD, True, 0)
     assert own.blocks == blocks
+    # Where something is not finite the same kernel, but for stages, does it.
+    key = replace(own.key, repairs=NON_FINITE, stages=1, shared=safe.shared)
+    assert safe == own._replace(key=key, shared=safe.shared, why=safe.why)
+    assert safe.shared == walk_bytes(TileSize(64, 128, 8), 128, 64, repairs=True)
     assert own.shared == walk_bytes(TileSize(64, 128, 8, 1, 2), 128, 64)
     assert own.boxes == (("q", 64), ("k", 128), ("v", 128), ("dout", 64))
     assert [step.key.kernel for step in after] == AFTER
     for step in after:
         key = step.key
-        assert (key.repairs, key.add_dq) == (key.kernel != HOPPER_FINISH, False)
+        assert (key.repairs, key.add_dq) == (0 if key.kernel == HOPPER_FINISH else 6, False)
         assert (key.loaders, step.boxes) == (0, ())
     assert after[0].blocks == 2 * 6 * 5  # tiles of queries
     assert (after[0].key.head_dim, after[0].key.threads) == (own.key.head_dim, 128)
@@ -231,15 +248,17 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
     for step, like in zip(after[1:], portable[1:], strict=True):
         assert step.why.startswith("for heads with large scores or with something not finite")
         few = min(like.blocks, 132 * like.key.residents)
-        assert step == like._replace(key=replace(like.key, repairs=True), blocks=few, why=step.why)
+        key = replace(like.key, repairs=LARGE | FAILED)
+        assert step == like._replace(key=key, blocks=few, why=step.why)
 
 
 def test_what_follows_the_kernel_for_wide_heads() -> None:
     problem = replace(SERVED, B=2, Hq=6, Hkv=3, Nq=300, Nk=100, D=200, Dv=40)
-    *before, own, finish, keys, queries = steps_of(problem)
+    *before, own, safe, finish, keys, queries = steps_of(problem)
     after = finish, keys, queries
     assert tuple(step.key.kernel for step in before) == BEFORE
-    assert own.key.kernel == HOPPER_WIDE
+    assert own.key.kernel == safe.key.kernel == HOPPER_WIDE
+    assert safe.shared == walk_bytes(TileSize(64, 64, 8), 256, 128, repairs=True)
     assert (own.blocks, own.key.add_dq) == (12, True)
     assert own.boxes == (("q", 64), ("k", 64), ("v", 64), ("dout", 64))
     assert [step.key.kernel for step in after] == AFTER
@@ -248,13 +267,17 @@ def test_what_follows_the_kernel_for_wide_heads() -> None:
     assert (key.head_dim, key.value_dim) == (like.head_dim, like.value_dim) == (256, 128)
     assert key.block_q == like.block_q
     softcap = replace(SERVED, D=200, Dv=40, softcap=2.0, uses=frozenset({"softcap"}))
-    assert steps_of(softcap)[3].key == key  # as there are no more terms
+    capped = steps_of(softcap)
+    assert capped[3].key == key  # as there are no more terms
+    # Where the cap is flat, only the portable kernels know what is NaN.
+    assert [step.key.kernel for step in capped] == [*BEFORE, HOPPER_WIDE, *AFTER]
+    assert {step.key.repairs for step in capped[4:]} == {NON_FINITE | LARGE | FAILED}
 
 
 def test_gradients_of_sinks_come_last() -> None:
     steps = steps_of(problem_of("bfloat16", 64, ["sinks"]), sinks=True)
     assert [step.key.kernel for step in steps] == [
-        *(*BEFORE, HOPPER_BACKWARD),
+        *(*BEFORE, *OWN),
         *AFTER,
         "backward_sinks",
     ]
@@ -281,12 +304,13 @@ def test_maps_say_where_the_arrays_lie(gpu: Machine, dtype: Any, kind: int) -> N
     given["k"] = gpu.array((B, NK, HKV, D), dtype).swapaxes(1, 2)
     given["dout"] = gpu.array((B, HQ, NQ, 2 * DV), dtype)[..., DV:]
     tileattn.backward(**given, causal=True)
-    assert kernels(gpu) == [*BEFORE, HOPPER_BACKWARD, *AFTER]
+    assert kernels(gpu) == [*BEFORE, *OWN, *AFTER]
     key, blocks, shared, params = gpu.launches[2]
     assert (key.head_dim, key.value_dim) == (128, 64)
     assert (key, shared) in gpu.allowed
     assert blocks == B * HKV * 5
-    (maps,) = gpu.maps
+    maps, again = gpu.maps
+    assert again == maps
     q, k, v, dout = (given[name] for name in ("q", "k", "v", "dout"))
     expected = [
         (q, (D, NQ, HQ, B), (2 * D, 2 * NQ * D, 2 * HQ * NQ * D), 64),
@@ -347,8 +371,8 @@ def test_maps_are_made_again_for_another_dout_alone(gpu: Machine) -> None:
     assert len(gpu.encoded) == 4
     given["dout"] = gpu.array(given["dout"].shape, np.float16)
     tileattn.backward(**given)
-    assert [made[3].address for made in gpu.maps][-2:] != [given["dout"].data.ptr] * 2
-    assert gpu.maps[-1][3].address == given["dout"].data.ptr
+    *_, before, own, safe = (made[3].address for made in gpu.maps)
+    assert own == safe == given["dout"].data.ptr != before
     assert len(gpu.encoded) == 8
 
 
@@ -365,7 +389,7 @@ def test_explain_names_the_kernels_and_their_memory(
     q, k, v = (gpu.array((2, 4, 1000, 64), np.float16) for _ in range(3))
     found = tileattn.explain(q, k, v, causal=True)
     assert found.backward_tile == (128, 128)
-    assert [line.split()[0] for line in found.kernels[3:]] == [HOPPER_BACKWARD, *AFTER]
+    assert [line.split()[0] for line in found.kernels[3:]] == [*OWN, *AFTER]
     assert "64/64 columns, 2 stages: 64 blocks of 384 threads" in found.kernels[3]
     assert any(r.startswith(f"{HOPPER_BACKWARD}: tensor maps") for r in found.reasons)
     # Of 8 heads the sums; marks and works claimed, which begin at multiples of 256 bytes, as does

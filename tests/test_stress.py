@@ -23,13 +23,14 @@ CASE = Case("float16", 64, 64, 257, 129, True)
 
 
 def test_all_pairs_dtypes_masks_and_lengths_are_met() -> None:
-    met = {case for turn in range(len(LENGTHS)) for case in cases(PAIRS, turn)}
+    met = {case for turn in range(2 * len(LENGTHS)) for case in cases(PAIRS, turn)}
     assert met >= {
-        Case(dtype, *pair, *lengths, causal)
+        Case(dtype, *pair, *lengths, causal, spoiled)
         for dtype in ("float16", "bfloat16")
         for pair in PAIRS
         for lengths in LENGTHS
         for causal in (False, True)
+        for spoiled in (False, True)
     }
 
 

@@ -1,7 +1,8 @@
 """Have processes share a GPU, and compare the bits of the same calls thousands of times.
 
 Hopper's own kernels, of all pairs of head dimensions, and some others: both passes, the backward
-one with ``deterministic=True``. What a process gets first is held to the oracle, by one of them
+one with ``deterministic=True``. In half of the calls two heads have NaN, so that the NaN-safe kernels
+run, too. What a process gets first is held to the oracle, by one of them
 for each short call; all later results are to have the same bits, those of other processes too. A
 process that is not heard of for a while hangs, which is a failure.
 
@@ -69,6 +70,8 @@ class Case(NamedTuple):
         Queries and keys.
     causal : bool
         Whether a query sees the keys up to its own alone.
+    spoiled : bool
+        Whether a query of one head, and a key and a value of another, are NaN.
     """
 
     dtype: str
@@ -77,6 +80,7 @@ class Case(NamedTuple):
     Nq: int
     Nk: int
     causal: bool
+    spoiled: bool = False
 
 
 class Report(NamedTuple):
@@ -101,11 +105,15 @@ class Report(NamedTuple):
 
 
 def cases(pairs: Sequence[tuple[int, int]], turn: int) -> list[Case]:
-    """List the calls of one turn: each pair with and without a causal mask, lengths in rotation."""
+    """List the calls of one turn: each pair with and without a causal mask, lengths in rotation.
+
+    With NaN are those that have the mask, or in another round of lengths those that have none.
+    """
     kinds = [(dtype, D, Dv) for dtype in ("float16", "bfloat16") for D, Dv in pairs]
     found = []
     for n, ((dtype, D, Dv), causal) in enumerate(product((*kinds, *OTHERS), (False, True))):
-        found.append(Case(dtype, D, Dv, *LENGTHS[(n + turn) % len(LENGTHS)], causal))
+        place, spoiled = (n + turn) % len(LENGTHS), (n + turn // len(LENGTHS)) % 2 > 0
+        found.append(Case(dtype, D, Dv, *LENGTHS[place], causal, spoiled))
     return found
 
 
@@ -151,6 +159,9 @@ class Worker:
             rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[case.dtype])
             for shape in shapes(case)
         ]
+        if case.spoiled:
+            q, k, v, _ = given
+            q[0, 0, case.Nq // 2, 0] = k[1, 0, case.Nk // 2, 1] = v[1, 0, case.Nk // 3, 2] = np.nan
         first = self._call(case, given)
         on_host = [x.get() for x in first]
         if checks:
@@ -220,7 +231,7 @@ def work(
                 if time.time() >= deadline:
                     return
                 mine = n % chosen.processes == number and todo[n] not in held
-                checks = mine and todo[n].Nq * todo[n].Nk <= HELD
+                checks = mine and todo[n].Nq * todo[n].Nk <= HELD and not todo[n].spoiled
                 reports.put(worker.visit(todo[n], checks))
                 held |= {todo[n]} if checks else set()
     except BaseException:

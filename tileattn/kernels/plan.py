@@ -58,7 +58,9 @@ class Plan:
         self._pointers = [addresses.get(name, 0) for name in POINTERS[: last + 1]]
         order = tuple(steps)
         kernels = load_all([step.key for step in order])
-        self._launches = tuple(map(_launch, order, kernels, itertools.repeat(arrays)))
+        boxes = {step.boxes for step in order if step.boxes}
+        maps = {names: Maps(names, arrays) for names in boxes}
+        self._launches = tuple(map(_launch, order, kernels, itertools.repeat(maps)))
         self._spare: list[tuple[Any, Any]] = []
 
     def run(self, addresses: Mapping[str, int]) -> None:
@@ -110,9 +112,9 @@ class Plan:
 
 
 def _launch(
-    step: Step, kernel: Kernel, arrays: Mapping[str, Any]
+    step: Step, kernel: Kernel, maps: Mapping[Any, Maps]
 ) -> tuple[Any, tuple[int], tuple[int], int, Maps | None]:
     if step.shared:
         kernel.allow_shared(step.shared)
-    maps = Maps(step.boxes, arrays) if step.boxes else None
-    return kernel.function, (step.blocks,), (step.key.threads,), step.shared, maps
+    boxes = maps.get(step.boxes)
+    return kernel.function, (step.blocks,), (step.key.threads,), step.shared, boxes
