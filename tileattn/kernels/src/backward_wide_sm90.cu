@@ -71,8 +71,13 @@ __device__ __forceinline__ void find_dv(const Params& p, const Memory& memory) {
         memory.q_full(q_at.stage).wait(q_at.round);
         begin_product<Element, HEAD_DIM>(s, memory.k(), 0, memory.q(q_at.stage));
     };
-    // The scores of this tile are there. Where there is one more, so are its scores in the end.
+    // The scores of this tile are there. Where there is one more, so are its scores in the end. To
+    // repair, scores are not computed ahead: whether there is one more is known too late.
     auto visit = [&](bool boundary, bool more) {
+        if constexpr (REPAIRS) {
+            begin_scores();
+            end_product<0>(s);
+        }
         const bool partial = REPAIRS && is_partial(p, tile, boundary);
         const float* const shifts = memory.shared.shifts[q_at.stage];
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
@@ -96,7 +101,7 @@ __device__ __forceinline__ void find_dv(const Params& p, const Memory& memory) {
         q_at.next();
         memory.out_full(out_at.stage).wait(out_at.round);
         begin_product<Element>(dv, weights, memory.dout(out_at.stage));
-        if (more) {
+        if (!REPAIRS && more) {
             begin_scores();
             end_product<1>(dv);
         } else {
@@ -108,7 +113,7 @@ __device__ __forceinline__ void find_dv(const Params& p, const Memory& memory) {
         memory.pairs_full(pair_at.stage).wait(pair_at.round);
         find_dq<VALUES>(memory, keys_of(memory, partial), pair_at.stage, row0, sums_at);
         pair_at.next();
-        if (more) end_product<0>(s);
+        if (!REPAIRS && more) end_product<0>(s);
     };
 
     for (;;) {
@@ -120,9 +125,12 @@ __device__ __forceinline__ void find_dv(const Params& p, const Memory& memory) {
         if (work.tiles.first < work.tiles.past) {
             zero_hidden(p, memory, work, values_at.round);
             values_at.next();
-            if constexpr (REPAIRS) clean_keys(memory);
-            begin_scores();
-            end_product<0>(s);
+            if constexpr (REPAIRS) {
+                clean_keys(memory);
+            } else {
+                begin_scores();
+                end_product<0>(s);
+            }
             visit_all(work, int(p.group), h, tile, visit);
         }
         // Safe: all GEMMs that read the keys are complete, and the visits have consumed the work.
@@ -151,9 +159,10 @@ __device__ __forceinline__ void find_dk(const Params& p, const Memory& memory) {
         begin_product<Element, VALUE_DIM>(dp, memory.v(), 0, memory.dout(out_at.stage));
     };
     // The products of dout and v of this tile are under way. Where there is one more, so are its
-    // in the end: while the other warpgroup finds its probabilities.
+    // in the end: while the other warpgroup finds its probabilities. To repair, they are begun here.
     auto visit = [&](bool boundary, bool more) {
         const bool partial = REPAIRS && is_partial(p, tile, boundary);
+        if constexpr (REPAIRS) begin_gradients();
         end_product<0>(dp);
         if (partial) {
             memory.q_full(q_at.stage).wait(q_at.round);
@@ -193,7 +202,7 @@ __device__ __forceinline__ void find_dk(const Params& p, const Memory& memory) {
         memory.q_empty(q_at.stage).arrive();  // safe: only dk's GEMM read it here
         q_at.next();
         pair_at.next();
-        if (more) begin_gradients();
+        if (!REPAIRS && more) begin_gradients();
     };
 
     for (;;) {
@@ -207,7 +216,7 @@ __device__ __forceinline__ void find_dk(const Params& p, const Memory& memory) {
             if constexpr (REPAIRS) clean_keys(memory);
             memory.v_full().wait(v_at.round);
             v_at.next();
-            begin_gradients();
+            if constexpr (!REPAIRS) begin_gradients();
             visit_all(work, int(p.group), h, tile, visit);
         }
         memory.k_empty().arrive();  // safe, likewise

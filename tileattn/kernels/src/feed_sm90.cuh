@@ -340,6 +340,16 @@ __device__ __forceinline__ void visit_all(const Work& work, int heads, int& h, i
                                           Visit visit) {
     const Tiles tiles = work.tiles;
     const int first_head = work.kv * heads;
+    if constexpr (REPAIRS) {  // compiled sooner with one copy of the visit
+#pragma unroll 1
+        for (tile = tiles.past - 1; tile >= tiles.first; --tile) {
+            const bool boundary = __any_sync(~0u, tiles.boundary(tile));
+#pragma unroll 1
+            for (h = first_head; h < first_head + heads; ++h)
+                visit(boundary, tile > tiles.first || h + 1 < first_head + heads);
+        }
+        return;
+    }
 #pragma unroll 1
     for (tile = tiles.past - 1; tile >= tiles.first; --tile) {
         const int past = first_head + heads - (tile == tiles.first);  // the last of all is apart

@@ -10,9 +10,6 @@ __device__ inline void load_shared(u32 (&x)[4], u32 address) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(address));
 }
-__device__ inline void load_shared(u32 (&x)[2], u32 address) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address));
-}
 __device__ inline u32 load_shared(u32 address) {
     u32 x;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
@@ -58,7 +55,7 @@ struct NonFinite {
     static_assert(ROWS % 16 == 0);
     static constexpr int WORDS = ROWS / 16, BYTES = COLUMNS * WORDS * 4;
 
-    u32 address;  // in shared memory, a multiple of 8
+    u32 address;  // in shared memory, a multiple of 4
 
     // Zero in a tile what is not finite, and fill the table; whether there was any. `warp` is one of
     // WARPS warps, which meet before and after. A warp looks at 16 bytes of 32 rows at a time.
@@ -110,6 +107,7 @@ template <int MT, int NT>
 struct Attended {
     static_assert(NT % 2 == 0);
     static constexpr int PARTS = (NT + 15) / 16;
+    static_assert(PARTS <= 2);
     u32 kept[MT][2][PARTS] = {}, dropped[MT][2][PARTS] = {};
 
     __device__ static u32 bit(int n, int e) { return 1u << (n % 16 * 2 + e % 2); }
@@ -149,7 +147,7 @@ struct Attended {
     // the upper half those dropped. All lanes call.
     __device__ u32 word(int m, int half, int w) const {
         auto spread = [&](const u32 (&bits)[PARTS]) {
-            const u32 four = bits[w / 8] >> (w % 8 * 4);
+            const u32 four = (w < 8 ? bits[0] : bits[PARTS - 1]) >> (w % 8 * 4);
             return (four & 3) | (four & 12) << 6;
         };
         u32 x = spread(kept[m][half]);
@@ -192,46 +190,35 @@ template <class T, int ROWS, int COLUMNS, int MT, int NT, class WordOf>
 __device__ inline void inject(Fragment<Sum, MT, NT>& c, const NonFinite<T, ROWS, COLUMNS>& table,
                               int column0, WordOf word_of) {
     constexpr int WORDS = ROWS / 16;
-    const Lane lane;
-    const u32 first = table.at(column0 + 2 * lane.t);
-    // Twice the same half: for either half of the words of the table.
-    u32 kept[MT][2][WORDS], dropped[MT][2][HAS_DROPOUT ? WORDS : 1];
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int w = 0; w < WORDS; ++w) {
-                const u32 x = word_of(m, half, w);
-                kept[m][half][w] = __byte_perm(x, 0, 0x1010);
-                if constexpr (HAS_DROPOUT) dropped[m][half][w] = __byte_perm(x, 0, 0x3232);
-            }
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        // Of two neighbouring columns, which follow each other.
-        u32 marks[2 * WORDS], any = 0;
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) {
-            u32 two[2];
-            load_shared(two, first + (8 * n * WORDS + 2 * w) * 4);
-            marks[2 * w] = two[0], marks[2 * w + 1] = two[1];
-            any |= two[0] | two[1];
-        }
-        if (!__any_sync(~0u, any)) continue;
+    const int column = column0 + 2 * Lane().t;
+#pragma unroll 1
+    for (int w = 0; w < WORDS; ++w) {
+        // Twice the same half: for either half of the words of the table.
+        u32 kept[MT][2], dropped[MT][2];
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                u32 hit = 0;
-#pragma unroll
-                for (int w = 0; w < WORDS; ++w) {
-                    const u32 mark = marks[e % 2 * WORDS + w];
-                    hit |= mark & kept[m][e / 2][w];
-                    if constexpr (HAS_DROPOUT)
-                        hit |= (mark | __byte_perm(mark, 0, 0x1032)) & dropped[m][e / 2][w];
-                }
-                if (hit & 0xffff) c.x[m][n][e] += infinity<Sum>();
-                if (hit >> 16) c.x[m][n][e] -= infinity<Sum>();
+            for (int half = 0; half < 2; ++half) {
+                const u32 x = word_of(m, half, w);
+                kept[m][half] = __byte_perm(x, 0, 0x1010);
+                if constexpr (HAS_DROPOUT) dropped[m][half] = __byte_perm(x, 0, 0x3232);
             }
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const u32 at = table.at(column + 8 * n) + 4 * w;
+            const u32 marks[2] = {load_shared(at), load_shared(at + 4 * WORDS)};
+            if (!__any_sync(~0u, marks[0] | marks[1])) continue;
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const u32 mark = marks[e % 2];
+                    u32 hit = mark & kept[m][e / 2];
+                    if constexpr (HAS_DROPOUT)
+                        hit |= (mark | __byte_perm(mark, 0, 0x1032)) & dropped[m][e / 2];
+                    if (hit & 0xffff) c.x[m][n][e] += infinity<Sum>();
+                    if (hit >> 16) c.x[m][n][e] -= infinity<Sum>();
+                }
+        }
     }
 }
