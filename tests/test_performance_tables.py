@@ -112,3 +112,39 @@ def test_without_a_clock_there_are_no_floors(results: Path) -> None:
     assert list(performance_tables._floors()) == []
     ran(results, "gpu_ceilings", "ceilings", CEILINGS, clock_mhz=None)
     assert list(performance_tables._floors()) == []
+
+
+GPU = {"gpu": "A GPU", "date": "today", "command": "python -m something"} | dict.fromkeys(
+    ("driver", "cuda", "cupy", "torch", "cudnn", "python", "commit"), "1"
+)
+
+
+def test_calls_with_nan_are_multiples_of_the_clean_one(results: Path) -> None:
+    call = {"case": "reference", "dtype": "fp16", "N": 4096, "D": 128, "pass": "forward"}
+    rows = [
+        call | {"values": "clean", "ms": 0.25, "multiple": 1.0},
+        call | {"values": "one nan in k", "ms": 0.4, "multiple": 1.6},
+        call | {"pass": "backward", "failed": "MemoryError: no"},
+    ]
+    found = {"machine": GPU, "limit": 2.0, "rows": rows}
+    assert list(performance_tables._nonfinite()) == []
+    (results / "nonfinite.json").write_text(json.dumps(found), encoding="utf-8")
+    head, _, forward, backward = list(performance_tables._nonfinite())[2:-1]
+    assert head == "| case | dtype | N | D | pass | clean, ms | one nan in k |"
+    assert forward == "| reference | fp16 | 4096 | 128 | forward | 0.250 | 1.60 |"
+    assert backward == "| reference | fp16 | 4096 | 128 | backward |  |  |"
+
+
+def test_what_the_stress_test_ran_is_counted(results: Path) -> None:
+    row = {"dtype": "float16", "D": 64, "Dv": 128, "variant": "stalls", "calls": 1000}
+    found = {
+        "machine": GPU,
+        "rows": [row, row | {"dtype": "bfloat16", "calls": 500}],
+        "processes": 8,
+        "differing": ["a case"],
+        "failures": [],
+    }
+    assert list(performance_tables._stress()) == []
+    (results / "stress_gpu_stalls.json").write_text(json.dumps(found), encoding="utf-8")
+    *_, line, _ = performance_tables._stress()
+    assert line.startswith("| stalls | 1 | 8 | 1,500 | 1 | 0 | `python -m something`: A GPU, ")

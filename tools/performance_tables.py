@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_report, roofline
+from benchmarks.report import Row
 from tools import pages
 
 ROOT = Path(__file__).parents[1]
@@ -127,6 +128,8 @@ def gpu_lines() -> Iterator[str]:
     """Make the lines between the markers of the GPU, one table for each file of results."""
     yield from _memory("memory_gpu")
     yield from _floors()
+    yield from _nonfinite()
+    yield from _stress()
     for path in _gpu_results():
         result = _load(path.stem)
         raced = result["section"] in gpu_report.RACES
@@ -171,6 +174,49 @@ def _floors() -> Iterator[str]:
                 for _, name, form in FLOOR_COLUMNS
             )
             yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def _nonfinite() -> Iterator[str]:
+    """Set the times of calls that meet NaN and infinity beside those of clean ones."""
+    if not (RESULTS / "nonfinite.json").exists():
+        return
+    result = _load("nonfinite")
+    faults = list(dict.fromkeys(row["values"] for row in result["rows"] if "values" in row))[1:]
+    yield (
+        "Calls that meet NaN and infinity, as multiples of the clean call. Measured by "
+        f"`{result['machine']['command'].strip()}`: {_gpu(result['machine'])}"
+    )
+    yield ""
+    yield f"| case | dtype | N | D | pass | clean, ms | {' | '.join(faults)} |"
+    yield "|" + " --- |" * (6 + len(faults))
+    calls: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in result["rows"]:
+        call = tuple(row[name] for name in ("case", "dtype", "N", "D", "pass"))
+        calls.setdefault(call, {})[row.get("values", "failed")] = row
+    for call, found in calls.items():
+        cells = [_cell(found.get("clean", {}).get("ms"), ".3f")]
+        cells += [_cell(found.get(fault, {}).get("multiple"), ".2f") for fault in faults]
+        yield f"| {' | '.join([*map(str, call), *cells])} |"
+    yield ""
+
+
+def _stress() -> Iterator[str]:
+    """Say how often the stress test of the GPU ran, and what differed."""
+    found = [_load(path.stem) for path in sorted(RESULTS.glob("stress_gpu*.json"))]
+    if not found:
+        return
+    yield "What `tools.stress_gpu` has run: calls of both passes whose bits were compared."
+    yield ""
+    yield "| variant | pairs of head dimensions | processes | calls | differ | failures | measured |"
+    yield "|" + " --- |" * 7
+    for result in found:
+        rows = result["rows"]
+        pairs = len({(row["D"], row["Dv"]) for row in rows})
+        calls = sum(row["calls"] for row in rows)
+        counts = result["processes"], f"{calls:,}", len(result["differing"]), len(result["failures"])
+        machine = f"`{result['machine']['command'].strip()}`: {_gpu(result['machine'])}"
+        yield f"| {rows[0]['variant']} | {pairs} | {' | '.join(map(str, counts))} | {machine} |"
     yield ""
 
 
