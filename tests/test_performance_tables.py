@@ -114,9 +114,8 @@ def test_without_a_clock_there_are_no_floors(results: Path) -> None:
     assert list(performance_tables._floors()) == []
 
 
-GPU = {"gpu": "A GPU", "date": "today", "command": "python -m something"} | dict.fromkeys(
-    ("driver", "cuda", "cupy", "torch", "cudnn", "python", "commit"), "1"
-)
+VERSIONS = ("driver", "cuda", "cupy", "torch", "cudnn", "python", "commit")
+RAN = GPU | dict.fromkeys(VERSIONS, "1") | {"date": "today", "command": "python -m something"}
 
 
 def test_calls_with_nan_are_multiples_of_the_clean_one(results: Path) -> None:
@@ -126,7 +125,7 @@ def test_calls_with_nan_are_multiples_of_the_clean_one(results: Path) -> None:
         call | {"values": "one nan in k", "ms": 0.4, "multiple": 1.6},
         call | {"pass": "backward", "failed": "MemoryError: no"},
     ]
-    found = {"machine": GPU, "limit": 2.0, "rows": rows}
+    found = {"machine": RAN, "limit": 2.0, "rows": rows}
     assert list(performance_tables._nonfinite()) == []
     (results / "nonfinite.json").write_text(json.dumps(found), encoding="utf-8")
     head, _, forward, backward = list(performance_tables._nonfinite())[2:-1]
@@ -138,7 +137,7 @@ def test_calls_with_nan_are_multiples_of_the_clean_one(results: Path) -> None:
 def test_what_the_stress_test_ran_is_counted(results: Path) -> None:
     row = {"dtype": "float16", "D": 64, "Dv": 128, "variant": "stalls", "calls": 1000}
     found = {
-        "machine": GPU,
+        "machine": RAN,
         "rows": [row, row | {"dtype": "bfloat16", "calls": 500}],
         "processes": 8,
         "differing": ["a case"],
