@@ -339,28 +339,28 @@ template <class Visit>
 __device__ __forceinline__ void visit_all(const Work& work, int heads, int& h, int& tile,
                                           Visit visit) {
     const Tiles tiles = work.tiles;
-    const int first_head = work.kv * heads;
-    if constexpr (REPAIRS) {  // compiled sooner with one copy of the visit
+    const int first_head = work.kv * heads, past_head = first_head + heads;
+    if constexpr (REPAIRS) {  // one copy of the visit is compiled sooner
 #pragma unroll 1
         for (tile = tiles.past - 1; tile >= tiles.first; --tile) {
             const bool boundary = __any_sync(~0u, tiles.boundary(tile));
 #pragma unroll 1
-            for (h = first_head; h < first_head + heads; ++h)
-                visit(boundary, tile > tiles.first || h + 1 < first_head + heads);
+            for (h = first_head; h < past_head; ++h)
+                visit(boundary, tile > tiles.first || h + 1 < past_head);
         }
-        return;
-    }
+    } else {
 #pragma unroll 1
-    for (tile = tiles.past - 1; tile >= tiles.first; --tile) {
-        const int past = first_head + heads - (tile == tiles.first);  // the last of all is apart
-        if (tiles.boundary(tile)) {
+        for (tile = tiles.past - 1; tile >= tiles.first; --tile) {
+            const int past = past_head - (tile == tiles.first);  // the last of all is apart
+            if (tiles.boundary(tile)) {
 #pragma unroll 1
-            for (h = first_head; h < past; ++h) visit(true, true);
-        } else {
+                for (h = first_head; h < past; ++h) visit(true, true);
+            } else {
 #pragma unroll 1
-            for (h = first_head; h < past; ++h) visit(false, true);
+                for (h = first_head; h < past; ++h) visit(false, true);
+            }
         }
+        h = past_head - 1, tile = tiles.first;
+        visit(true, false);
     }
-    h = first_head + heads - 1, tile = tiles.first;
-    visit(true, false);
 }
