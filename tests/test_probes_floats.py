@@ -175,11 +175,10 @@ def products_of(key: KernelKey, x: Array, y: Array, sums: Array) -> dict[str, tu
 def bound_of(key: KernelKey, depth: int) -> float:
     """Bound the error of a sum of products, relative to the sum of their absolute values.
 
-    Tensor cores may cut what they add to the last bit, 2 u, where others round. float32 is made of
-    tf32 parts: the lower part is cut to 11 bits, 2**-21 of a factor, in either factor, and the
-    product of both lower parts, 2**-22, is left out.
+    Tensor cores may cut what they add to the last bit, 2 u, where others round. A product of
+    float32 is made of tf32 parts: see test_tf32.py.
     """
-    split = 2**-20 + 2**-22 if key.dtype == "float32" else 0.0
+    split = 2**-21 if key.dtype == "float32" else 0.0
     return split + (2 * depth + 8) * unit_of(key)
 
 
