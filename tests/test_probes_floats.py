@@ -205,6 +205,35 @@ def test_products(key: KernelKey, as_arch: str, whole: bool) -> None:
 
 @older
 @each(keys.TILE)
+def test_careful_products(key: KernelKey, as_arch: str) -> None:
+    """They are infinite and NaN where the plain ones are; finite ones have the same bits."""
+    rng, truth, sums = np.random.default_rng(13), truth_of(key), sums_of(key)
+    M, K, D = key.block_q, key.block_k, key.head_dim
+    x, y = (rng.standard_normal(shape).astype(dtype_of(key)) for shape in ((M, D), (K, D)))
+    probe, top = Probe(key, as_arch), np.finfo(sums).max
+    clean, got = np.full((2, M - 16, K - 16), 7, sums)
+    probe("product", x, y, clean)
+    probe("careful_product", x, y, got)
+    assert_same_bits(got, clean)
+
+    x[18:21, 3] = np.inf, -np.inf, np.nan
+    y[20, :4], y[21, :4], y[22, 5] = 1, 0, np.inf  # of 1 and 0 the lower tf32 part is 0
+    if dtype_of(key) == sums:
+        x[21, 7], y[23, 7] = top / 16, -top / 16  # their product overflows
+        x[22, 8], y[:, 8] = top, y[:, 8] / 1024  # rounded to 11 bits, top would be infinite
+    probe("careful_product", x, y, got)
+    left, right = (z[16:].astype(np.float64).astype(truth) for z in (x, y))
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = (1 + left @ right.T).astype(sums).astype(truth)
+        size = 1 + np.abs(left) @ np.abs(right.T)
+    assert np.isnan(want).any()
+    assert np.isposinf(want).any()
+    assert np.isneginf(want).any()
+    assert_near(got, want, bound_of(key, D) * size)
+
+
+@older
+@each(keys.TILE)
 def test_accumulators_are_scaled_by_rows_and_stored(key: KernelKey, as_arch: str) -> None:
     rng, dtype, sums = np.random.default_rng(7), dtype_of(key), sums_of(key)
     M, N = key.block_q - 16, key.head_dim // 2

@@ -6,6 +6,7 @@ Only the split and the three products are computed here. How tensor cores sum is
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -13,6 +14,8 @@ Array = NDArray[Any]
 CUT = np.uint32(0xFFFFE000)  # what tensor cores see of a float32
 LAST = 2.0**128 - 2.0**116  # from here on rounding to 11 bits would give infinity
 TINY = 2.0**-136  # the last bit of a subnormal tf32
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 
 def bits_of(x: Array) -> Array:
@@ -43,6 +46,14 @@ def products(x: Array, y: Array) -> Array:
     """Sum the three products of parts, in float64: exact for one product, bar overflow."""
     (high, low), (high_y, low_y) = ([part.astype(np.float64) for part in split(z)] for z in (x, y))
     return np.asarray(high * low_y + low * high_y + high * high_y)
+
+
+def careful(x: Array, y: Array) -> Array:
+    """Multiply matrices as CAREFUL products do, with sums of parts in float32."""
+    (high, low), (high_y, low_y) = split(x), split(y)
+    with np.errstate(over="ignore"):
+        lower = low @ high_y + high @ low_y
+        return np.asarray(np.where(np.isfinite(lower), lower, 0) + high @ high_y)
 
 
 def finite_floats(rng: np.random.Generator, count: int) -> Array:
@@ -111,6 +122,37 @@ def test_integers_of_few_bits_are_exact() -> None:
     x = np.arange(-(2**11), 2**11 + 1).astype(np.float32)
     assert (split(x)[1] == 0).all()
     np.testing.assert_array_equal(products(x[:, None], x), np.multiply.outer(x, x))
+
+
+WILD: dict[str, list[float]] = {
+    "infinity": [np.inf, -np.inf, 0.0, 1.0, -1.0],
+    "NaN": [np.nan, 1.0, np.inf],
+    "overflow": [1e30, -1e30, float(np.finfo(np.float32).max)],
+}
+NANS = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)  # at the ends
+
+
+@pytest.mark.parametrize("kind", WILD)
+def test_careful_products_are_infinite_and_nan_where_the_plain_ones_are(kind: str) -> None:
+    """Of factors below 2**-137 infinity makes NaN: their higher part is zero."""
+    rng = np.random.default_rng(3)
+    wild = np.array(WILD[kind], np.float32)
+    if kind == "NaN":
+        wild = np.concatenate([wild, NANS])
+    x, y = (rng.standard_normal((128, 4)).astype(np.float32) for _ in range(2))
+    columns = 1 if kind == "overflow" else 4  # of infinity - infinity the order of sums decides
+    for z in (x, y):
+        places = np.zeros(z.shape, bool)
+        places[:, :columns] = rng.random((len(z), columns)) < 0.3
+        z[places] = rng.choice(wild, places.sum())
+    with np.errstate(over="ignore"):
+        want = (x.astype(np.float64) @ y.T.astype(np.float64)).astype(np.float32)
+    got = careful(x, y.T)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_array_equal(got[np.isinf(want)], want[np.isinf(want)])
+    assert np.isfinite(got[np.isfinite(want)]).all()
+    assert np.isinf(want).any()
+    assert np.isnan(want).any() == (kind != "overflow")
 
 
 def test_a_vector_times_one_is_near_itself() -> None:
