@@ -175,11 +175,10 @@ def products_of(key: KernelKey, x: Array, y: Array, sums: Array) -> dict[str, tu
 def bound_of(key: KernelKey, depth: int) -> float:
     """Bound the error of a sum of products, relative to the sum of their absolute values.
 
-    Tensor cores may cut what they add to the last bit, 2 u, where others round. float32 is made of
-    tf32 parts: the lower part is cut to 11 bits, 2**-21 of a factor, in either factor, and the
-    product of both lower parts, 2**-22, is left out.
+    Tensor cores may cut what they add to the last bit, 2 u, where others round. A product of
+    float32 is made of tf32 parts: see test_tf32.py.
     """
-    split = 2**-20 + 2**-22 if key.dtype == "float32" else 0.0
+    split = 2**-21 if key.dtype == "float32" else 0.0
     return split + (2 * depth + 8) * unit_of(key)
 
 
@@ -202,6 +201,35 @@ def test_products(key: KernelKey, as_arch: str, whole: bool) -> None:
         probe(name, x, y, got, *sums)
         size = 1 + np.abs(left) @ np.abs(right)
         assert_near(got, 1 + left @ right, 0 if whole else bound_of(key, left.shape[1]) * size)
+
+
+@older
+@each(keys.TILE)
+def test_careful_products(key: KernelKey, as_arch: str) -> None:
+    """They are infinite and NaN where the plain ones are; finite ones have the same bits."""
+    rng, truth, sums = np.random.default_rng(13), truth_of(key), sums_of(key)
+    M, K, D = key.block_q, key.block_k, key.head_dim
+    x, y = (rng.standard_normal(shape).astype(dtype_of(key)) for shape in ((M, D), (K, D)))
+    probe, top = Probe(key, as_arch), np.finfo(sums).max
+    clean, got = np.full((2, M - 16, K - 16), 7, sums)
+    probe("product", x, y, clean)
+    probe("careful_product", x, y, got)
+    assert_same_bits(got, clean)
+
+    x[18:21, 3] = np.inf, -np.inf, np.nan
+    y[20, :4], y[21, :4], y[22, 5] = 1, 0, np.inf  # of 1 and 0 the lower tf32 part is 0
+    if dtype_of(key) == sums:
+        x[21, 7], y[23, 7] = top / 16, -top / 16  # their product overflows
+        x[22, 8], y[:, 8] = top, y[:, 8] / 1024  # rounded to 11 bits, top would be infinite
+    probe("careful_product", x, y, got)
+    left, right = (z[16:].astype(np.float64).astype(truth) for z in (x, y))
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = (1 + left @ right.T).astype(sums).astype(truth)
+        size = 1 + np.abs(left) @ np.abs(right.T)
+    assert np.isnan(want).any()
+    assert np.isposinf(want).any()
+    assert np.isneginf(want).any()
+    assert_near(got, want, bound_of(key, D) * size)
 
 
 @older

@@ -70,6 +70,13 @@ extern "C" __global__ void product(const Element* x, const Element* y, Sum* out)
     });
 }
 
+// The same, infinite and NaN where IEEE arithmetic is.
+extern "C" __global__ void careful_product(const Element* x, const Element* y, Sum* out) {
+    add_product<M, BLOCK_K - 16>(x, y, out, [](auto& c, const X& x_tile, const Y& y_tile) {
+        multiply<HEAD_DIM, HEAD_DIM / 16, false, true>(c, x_tile, M0, y_tile, 16);
+    });
+}
+
 // numbers @ y[:, N0:]: accumulators as a, and b_transposed.
 extern "C" __global__ void product_of_sums(const Element* x, const Element* y, Sum* out,
                                            const Sum* numbers) {

@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         const Dropout dropout(p, step.b.at, step.h.at);
         TileGradient<false, MT, NT, true> tile(step.q0() + row0, step.k0() + column0);
         tile.look(sight);
-        multiply<HEAD_DIM>(tile.p, q_tile, row0, k_tile, column0);
+        multiply<HEAD_DIM, HEAD_DIM / 16, false, true>(tile.p, q_tile, row0, k_tile, column0);
         if (STAGES == 1) {
             __syncthreads();  // everybody is done with the keys
             load_values();
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         __syncthreads();  // dout and values are here, and everybody is done with keys and shifts
         step.next();
         if (STAGES > 1 && !step.done) load_keys();
-        multiply<VALUE_DIM>(tile.ds, dout_tile, row0, v_tile, column0);
+        multiply<VALUE_DIM, VALUE_DIM / 16, false, true>(tile.ds, dout_tile, row0, v_tile, column0);
         read_rows(statistic, deltas);
         tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return statistic[m][e / 2]; });
         tile.ds.for_each([&](Sum& x, int, int, int m, int n, int e) { sum.x[m][n][e] += x; });

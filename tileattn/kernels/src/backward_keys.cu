@@ -137,7 +137,8 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
             auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
             TileGradient<true, MT, QT, CAREFUL> tile(k0 + row0, q0 + column0);
             tile.look(head.sight);
-            multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>, true>(tile.p, k_tile, row0, q, column0);
+            multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>, true, CAREFUL>(
+                tile.p, k_tile, row0, q, column0);
             // Queries past the end have scores of 0 x NaN.
             const bool past_end = CAREFUL && q0 + BLOCK_Q > p.Nq;
             tile.probabilities(
@@ -145,7 +146,8 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
                 CAREFUL && head.is_large(),
                 [&](int, int n, int e) { return head.row_max()[q0 + query(n, e)]; },
                 [&](int, int n, int e) { return shifts[now][query(n, e)]; });
-            multiply<VALUE_DIM, STEPS<CAREFUL, VALUE_DIM>>(tile.ds, v_tile, row0, dout, column0);
+            multiply<VALUE_DIM, STEPS<CAREFUL, VALUE_DIM>, false, CAREFUL>(
+                tile.ds, v_tile, row0, dout, column0);
             tile.at_scores(Sum(p.gain),
                            [&](int, int n, int e) { return deltas[now][query(n, e)]; });
             if constexpr (WRITE_DBIAS)

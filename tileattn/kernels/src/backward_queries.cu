@@ -76,7 +76,7 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
 
         TileGradient<false, MT, NT, CAREFUL> tile(q0 + row0, k0);
         tile.look(head.sight);
-        multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>>(tile.p, q_tile, row0, k, 0);
+        multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>, false, CAREFUL>(tile.p, q_tile, row0, k, 0);
         tile.probabilities(
             head.terms, bias, head.sight, head.dropout, kind, CAREFUL && head.is_large(),
             [&](int m, int, int e) {
@@ -84,7 +84,8 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
             },
             [&](int m, int, int e) { return shift[m][e / 2]; });
         if (!visit.done()) load_bias(visit.tile * BLOCK_K);
-        multiply<VALUE_DIM, STEPS<CAREFUL, VALUE_DIM>>(tile.ds, dout_tile, row0, v, 0);
+        multiply<VALUE_DIM, STEPS<CAREFUL, VALUE_DIM>, false, CAREFUL>(
+            tile.ds, dout_tile, row0, v, 0);
         tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.at_products();
         // As in backward_keys.cu.

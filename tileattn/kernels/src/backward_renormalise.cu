@@ -55,7 +55,7 @@ __device__ inline void renormalise(const Params& p, int index) {
         DenseMask<false, MT, NT> mask;
         if constexpr (HAS_MASK) mask.read(head.sight, q0 + row0, k0);
         Scores<false, MT, NT> s(q0 + row0, k0);
-        multiply<HEAD_DIM>(s, q_tile, row0, k, 0);
+        multiply<HEAD_DIM, HEAD_DIM / 16, false, true>(s, q_tile, row0, k, 0);
         s.apply(head.terms, bias, [](int, int, int, Sum) {});
         if constexpr (HAS_MASK) mask.share();
         if (HAS_MASK || kind == PARTIAL) s.hide(head.sight, mask);

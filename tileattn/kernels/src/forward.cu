@@ -60,16 +60,14 @@ __device__ inline bool is_finite(const Element* row, int columns) {
 }
 
 // Whether a query may not attend to a value that is not finite in a tile that it visits: the pair is
-// masked out, or its score is -infinity. What all attend to is right after the first pass; but not
-// in tf32 parts, of which infinity times some numbers is NaN.
+// masked out, or its score is -infinity. What all attend to is right after the first pass.
 __device__ inline bool is_spoiled(const Params& p, const Part& part) {
-    constexpr bool EVERYWHERE = HAS_BIAS || sizeof(Element) == 4;
     const Head head(p, part.b, part.h);
     const int first = threadIdx.x / LANES, q_end = min(part.q0 + BLOCK_Q, int(p.Nq));
     bool good = true;
     for (int i = part.q0 + first; i < q_end; i += THREADS / LANES)
         good = good && is_finite(head.q + i * p.q_at.n, int(p.D));
-    const bool all_pairs = EVERYWHERE || __syncthreads_or(!good);
+    const bool all_pairs = HAS_BIAS || __syncthreads_or(!good);
     const Range keys = head.sight.band.keys_of(part.q0, q_end);
     bool spoiled = false;
     for (auto visit = visits_of(head.sight, part.q0, keys); !visit.done(); visit.next()) {
@@ -110,10 +108,11 @@ __device__ inline void give_back(Fragment<Sum, MT, VT>& acc, const Spoiled& tabl
 template <bool CAREFUL>
 __device__ void attend(const Params& p, const Part& part);
 
-// Not inlined, so that it costs the first pass no registers.
+// Not inlined, so that it costs the first pass no registers. float32 always takes it: in the first
+// pass its tf32 parts make NaN of infinity.
 __device__ __noinline__ void attend_again(const Params& p) {
     const Part part(p);
-    if (is_spoiled(p, part)) attend<true>(p, part);
+    if (sizeof(Element) == 4 || is_spoiled(p, part)) attend<true>(p, part);
 }
 
 template <bool CAREFUL>
@@ -184,7 +183,7 @@ __device__ inline void attend(const Params& p, const Part& part) {
         }
         if constexpr (HAS_MASK) mask.share();
         Scores<false, MT, NT> s(q0 + row0, k0 + column0);
-        multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>>(s, q_tile, row0, k, column0);
+        multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>, false, CAREFUL>(s, q_tile, row0, k, column0);
         s.apply(head.terms, bias, [](int, int, int, Sum) {});
         if (HAS_MASK || kind == PARTIAL) s.hide(head.sight, mask);
         if (STAGES == 1) {

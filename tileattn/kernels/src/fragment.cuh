@@ -45,9 +45,9 @@ struct Fragment {
 // its 8 * NT columns.
 
 // c[m, n] += sum over k of x[m, k] y[n, k], for DEPTH columns of both tiles. With MIRRORED it has the
-// same bits as y times x without.
-template <int DEPTH, int UNROLL = DEPTH / 16, bool MIRRORED = false, class T, int R, int C, int R2,
-          int C2, class S, int MT, int NT>
+// same bits as y times x without. CAREFUL is as in mma.cuh.
+template <int DEPTH, int UNROLL = DEPTH / 16, bool MIRRORED = false, bool CAREFUL = false, class T,
+          int R, int C, int R2, int C2, class S, int MT, int NT>
 __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
                                 const Tile<T, R2, C2>& y, int n0) {
 #pragma unroll UNROLL
@@ -63,7 +63,7 @@ __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, 
             for (int m = 0; m < MT; ++m)
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
-                    Atom<T>::template mma<MIRRORED>(c.x[m][n + i], a[m], b[i]);
+                    Atom<T>::template mma<MIRRORED, CAREFUL>(c.x[m][n + i], a[m], b[i]);
         }
     }
 }

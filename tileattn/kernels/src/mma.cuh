@@ -6,8 +6,9 @@
 // two numbers of each eight stand at columns 2t and 2t + 1. So C becomes the A of a second product
 // without moving, two tiles of eight columns at a time.
 //
-// A product that is MIRRORED has the bits of the one with A and B exchanged, mirrored. For all but
-// float32 that is any product.
+// A product that is MIRRORED has the bits of the one with A and B exchanged, mirrored. One that is
+// CAREFUL has infinity and NaN where IEEE arithmetic has them, and the same bits where it has not.
+// For all but float32 any product is both.
 #pragma once
 
 #include "types.cuh"
@@ -48,7 +49,7 @@ struct HalfAtom {
                 pack<T>(c[1][2], c[1][3])};
     }
 
-    template <bool MIRRORED = false>
+    template <bool MIRRORED = false, bool CAREFUL = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         auto half = [](u32 pair, int k) {
             return widen(T{static_cast<unsigned short>(k % 2 ? pair >> 16 : pair)});
@@ -61,7 +62,7 @@ struct HalfAtom {
 
 template <>
 struct Atom<float16> : HalfAtom<float16> {
-    template <bool MIRRORED = false>
+    template <bool MIRRORED = false, bool CAREFUL = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
 #if __CUDA_ARCH__ >= 800
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
@@ -82,7 +83,7 @@ struct Atom<float16> : HalfAtom<float16> {
 template <>
 struct Atom<bfloat16> : HalfAtom<bfloat16> {
 #if __CUDA_ARCH__ >= 800
-    template <bool MIRRORED = false>
+    template <bool MIRRORED = false, bool CAREFUL = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
             "{%8,%9}, {%0,%1,%2,%3};"
@@ -109,7 +110,7 @@ struct WideAtom {
     // The lane's numbers at columns 2t and 2t + 1 of both eights.
     __device__ static B b_of(S x0, S x1, S x2, S x3) { return {{{x0, x1}, {x2, x3}}}; }
 
-    template <bool MIRRORED = false>
+    template <bool MIRRORED = false, bool CAREFUL = false>
     __device__ static void mma(S (&c)[4], const A& a, const B& b) {
         multiply_by_shuffles(
             c, [&](int high, int k) { return a.r[k / 2][k % 2 * 2 + high]; },
@@ -118,10 +119,18 @@ struct WideAtom {
 };
 
 #if __CUDA_ARCH__ >= 800
-// float32 by three products of tf32 parts: x = high + low, where high is cut to 11 significant bits
-// and low rounded to as many, and x y = high low' + low high' + high high', off by 2**-21 + 2**-22
-// at the very most. Tensor cores cut their sums too, so few products are summed
-// there and C is added to outside. Ootomo and Yokota, arXiv:2203.03341.
+// float32 by three products of tf32 parts, which have 11 significant bits. x = high + low, where
+// high is x rounded and low is what remains, cut: at most the last bit of x is lost, 2**-23 of x.
+// Then
+//     x y = high low' + low high' + high high'
+// is off by 2**-21 at most: 2**-23 for either factor, and 2**-22 for low low'. The root mean square
+// is 2**-23.7. Numbers below 2**-113 are off by up to 2**-136, and those from 2**128 - 2**116 on,
+// whose high is cut, by 2**-22. Tensor cores cut their sums too, so few products are summed there
+// and C is added to outside. Ootomo and Yokota, arXiv:2203.03341.
+//
+// The lower part of infinity is NaN, and a lower part may have the other sign than x. So sums of
+// lower parts are NaN where a factor is infinite, and may be wrong where they overflow. CAREFUL
+// leaves such sums out: high high' is infinite or NaN by itself, as x y is.
 template <>
 struct Atom<float> {
     struct A {
@@ -131,11 +140,12 @@ struct Atom<float> {
         u32 high[2][2], low[2][2];
     };
 
-    // The tensor cores ignore the last 13 bits: of low, half of what they hold is added before, so
-    // that it is rounded. Infinity times a low of zero is NaN.
+    // Half a unit in the last place of high is added before the cut, rounded toward zero: so no
+    // finite number becomes infinite. The tensor cores cut low: they ignore the last 13 bits.
     __device__ static void split(float x, u32& high, u32& low) {
-        high = __float_as_uint(x) & 0xffffe000;
-        low = __float_as_uint(x - __uint_as_float(high)) + 0x1000;
+        const float power = __uint_as_float(__float_as_uint(x) & 0xff800000);  // of 2, with a sign
+        high = __float_as_uint(__fmaf_rz(power, 0x1p-11f, x)) & 0xffffe000;
+        low = __float_as_uint(x - __uint_as_float(high));
     }
     __device__ static A a_of(const float (*c)[4]) {
         A a;
@@ -159,15 +169,18 @@ struct Atom<float> {
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     }
-    template <bool MIRRORED = false>
+    template <bool MIRRORED = false, bool CAREFUL = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         float sum[4] = {};
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < 2; ++i) {
             mma_tf32(sum, MIRRORED ? a.high[i] : a.low[i], MIRRORED ? b.low[i] : b.high[i]);
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
             mma_tf32(sum, MIRRORED ? a.low[i] : a.high[i], MIRRORED ? b.high[i] : b.low[i]);
+        }
+        if constexpr (CAREFUL)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (!is_finite(sum[e])) sum[e] = 0;
 #pragma unroll
         for (int i = 0; i < 2; ++i) mma_tf32(sum, a.high[i], b.high[i]);
 #pragma unroll
@@ -177,7 +190,7 @@ struct Atom<float> {
 
 template <>
 struct Atom<double> : WideAtom<double> {
-    template <bool MIRRORED = false>
+    template <bool MIRRORED = false, bool CAREFUL = false>
     __device__ static void mma(double (&c)[4], const A& a, const B& b) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
