@@ -280,6 +280,89 @@ def test_the_same_bits_on_every_run() -> None:
 
 
 @pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+def test_the_same_bits_whenever_the_first_sweep_is_broken_off(D: int, dtype: Any) -> None:
+    """NaN in some heads breaks it off; rows of others are far below zero in their first tiles."""
+    q, k, v = map(sent, arrays(dtype, D, D, 4096, 4096))
+    options = {"causal": True, "alibi_slopes": sent(np.ones(HQ, np.float32))}
+    assert kernel(q, k, v, **options) == "forward_sm90"
+    before = host(tileattn.forward(q, k, v, **options))
+    v[0, 0, 5, 3] = math.nan
+    after = tileattn.forward(q, k, v, **options)
+    first = bits(after)
+    spoiled: NDArray[np.bool_] = np.zeros((B, HQ), bool)
+    spoiled[0, : HQ // HKV] = True
+    after = host(after)
+    assert np.isnan(after.out[spoiled][:, 5:, 3].astype(np.float32)).all()
+    assert after.out[~spoiled].tobytes() == before.out[~spoiled].tobytes()
+    assert after.lse[~spoiled].tobytes() == before.lse[~spoiled].tobytes()
+    for _ in range(20):
+        with poisoned():
+            assert bits(tileattn.forward(q, k, v, **options)) == first
+
+
+FAR: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "alibi": {"alibi_slopes": (HQ,)},
+}
+"""Options of calls with scores beyond 2**12 in units of log 2, which are 1/8 of products.
+
+Keys have 16 in their first column: a query with -1792 there has scores about -3600.
+"""
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("wrong", [0.5, math.nan])
+@pytest.mark.parametrize("options", FAR)
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_heads_with_large_scores(D: int, Dv: int, options: str, wrong: float) -> None:
+    """They and the others are within their own bounds, with the bits that they have alone."""
+    q, k, v = arrays(DTYPES[D % 128 == 0], D, Dv, 700, 900)
+    there = {"scale": 0.125, **filled(FAR[options], 900)}
+    k[:, 0, :, 0], v[0, 0, 600, 3] = 16, wrong
+    q[0, 0] *= 2000
+    q[0, 1, :, 0] = -1792
+    whole = called(q, k, v, **there)
+    for _ in range(5):
+        again = called(q, k, v, **there)
+        assert again.out.tobytes() == whole.out.tobytes()
+        assert again.lse.tobytes() == whole.lse.tobytes()
+    for heads, kv in (np.s_[:1, :1], np.s_[1:2, :1], np.s_[2:3, :1], np.s_[3:, 1:]):
+        mine = q[:, heads].copy(), k[:, kv].copy(), v[:, kv].copy()
+        some = {n: x[heads] if n == "alibi_slopes" else x for n, x in there.items()}
+        alone = called(*mine, **some)
+        assert alone.out.tobytes() == whole.out[:, heads].tobytes()
+        assert alone.lse.tobytes() == whole.lse[:, heads].tobytes()
+        bounds = error_bound(*mine, **some)
+        assert_attention_close(alone, reference.forward(*mine, **some), bounds)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("options", FAR)
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128)])
+def test_rows_with_large_scores(D: int, Dv: int, options: str) -> None:
+    """Other rows keep their bits, even of the same warp."""
+    q, k, v = arrays(DTYPES[0], D, Dv, 700, 900)
+    there = {"scale": 0.125, **filled(FAR[options], 900)}
+    k[..., 0] = 16
+    before = called(q, k, v, **there)
+    far: NDArray[np.bool_] = np.zeros((B, HQ, 700), bool)
+    far[0, 1, 333] = far[1, 4, 600] = far[1, 4, 2] = True
+    q[0, 1, 333] *= 2000
+    q[1, 4, [2, 600], 0] = -1792
+    after = called(q, k, v, **there)
+    for heads, kv in (np.s_[1:2, :1], np.s_[4:5, 1:]):
+        mine = q[:, heads], k[:, kv], v[:, kv]
+        some = {n: x[heads] if n == "alibi_slopes" else x for n, x in there.items()}
+        found = tileattn.Attention(after.out[:, heads], after.lse[:, heads])
+        assert_attention_close(found, reference.forward(*mine, **some), error_bound(*mine, **some))
+    assert after.out[~far].tobytes() == before.out[~far].tobytes()
+    assert after.lse[~far].tobytes() == before.lse[~far].tobytes()
+
+
+@pytest.mark.usefixtures("few")
 def test_a_head_does_not_depend_on_its_company() -> None:
     q, k, v = map(sent, arrays(DTYPES[1], 64, 64, 700, 700))
     whole = tileattn.forward(q, k, v, causal=True)
@@ -292,7 +375,7 @@ def test_a_head_does_not_depend_on_its_company() -> None:
 
 
 def test_more_turns_than_are_remembered_apart() -> None:
-    """Many small works for each multiprocessor, some of which are not finite."""
+    """Many small works for each multiprocessor: some are not finite, some far below zero."""
     import cupy
 
     rng = cupy.random.default_rng(0)
@@ -300,11 +383,15 @@ def test_more_turns_than_are_remembered_apart() -> None:
     shape = (1, heads, 2, 64)
     q, k, v = (rng.standard_normal(shape, np.float32).astype(np.float16) for _ in "qkv")
     before = tileattn.forward(q, k, v)
-    wrong = [7, heads // 2, heads - 3]
+    wrong, low = [7, heads // 2, heads - 3], [8, heads // 3, heads - 200]
     v[0, wrong, 1] = math.nan
+    q[0, low, :, 0], k[0, low, :, 0] = -1792, 16
     after = tileattn.forward(q, k, v)
-    right = np.setdiff1d(np.arange(heads), wrong)
+    right = np.setdiff1d(np.arange(heads), wrong + low)
     assert cupy.isnan(after.out[0, wrong]).all()
+    there = [x[:, low].get() for x in (q, k, v)]
+    found = tileattn.Attention(after.out[:, low].get(), after.lse[:, low].get())
+    assert_attention_close(found, reference.forward(*there), error_bound(*there))
     assert (after.out[0, right] == before.out[0, right]).all()
     assert (after.lse[0, right] == before.lse[0, right]).all()
 

@@ -68,8 +68,8 @@ def test_a_kernel_compiles(case: Case) -> None:
     assert made.registers is not None, f"the log names no kernel {key.kernel}:\n{made.log}"
     assert COMPLAINT.search(made.log) is None, made.log
     if catalog.is_tuned(key, arch):
-        # The safe sweep of Hopper's forward kernel, which rarely runs, may lack a few registers.
-        assert made.spill_bytes in range(257 if key.kernel == HOPPER else 1), made.log
+        # The safe sweeps of Hopper's forward kernel, which rarely run, may lack a few registers.
+        assert made.spill_bytes in range(129 if key.kernel == HOPPER else 1), made.log
 
 
 @pytest.mark.parametrize("kernel", [HOPPER, HOPPER_BACKWARD, HOPPER_WIDE])

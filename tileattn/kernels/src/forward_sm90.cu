@@ -7,6 +7,13 @@
 // of which only some pairs are visible. So works whose sums are not finite are done again in a second,
 // safe sweep: values that are not finite are taken out of partial tiles, and injected where they are
 // visible. So are works whose scores are too large for the exponents of the first sweep.
+//
+// The first sweep is broken off when several works are unfinished. When that is noticed is a matter of
+// timing, and the bits of a row must not be. So the arithmetic of a row depends on its own scores alone:
+// a row is large if its maximum over all keys is. A running maximum above ORDINARY never falls, so the
+// second sweep lets such a row turn large at once. One below -ORDINARY may rise. The second sweep takes
+// such a row for ordinary, as the first does. If it has not risen in the end, the work is done again in
+// a third sweep, in which all rows are large, and which writes only rows that are far below zero.
 #include "nonfinite.cuh"
 #include "plain.cuh"
 #include "softmax.cuh"
@@ -71,26 +78,27 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
         v.next();
     };
     // The next work is looked for while the first tiles of this one come. Where several works were
-    // not finished, the others will hardly be: the safe sweep begins with what is left.
+    // not finished, the others will hardly be: the second sweep begins with what is left.
     int begun = 0;  // turns of the first sweep
-    auto sweep = [&](bool safe) {
+    auto sweep = [&](int number) {
         int turn = 0;
         auto find = [&](Work& work) {
 #pragma unroll 1
             while (find_work(p, turn, work)) {
-                if (!safe || turn >= begun || memory.unfinished(turn)) return true;
+                if (number == 0 || (number == 1 && turn >= begun)) return true;
+                if (memory.unfinished(number - 1, turn)) return true;
                 ++turn;
             }
             return false;
         };
         for (bool found = find(work); found;) {
-            if (!safe && memory.many_unfinished()) break;
+            if (number == 0 && memory.many_unfinished(0)) break;
             if (work.first < work.past) load_keys(work.first);
-            work.safe = safe;
+            work.safe = number > 0, work.large = number > 1;
             tell();
             Work next = work;
             ++turn;
-            if (!safe) begun = turn;
+            if (number == 0) begun = turn;
             found = find(next);
             if (found && Q_STAGES < 2 * GROUPS)
 #pragma unroll 1
@@ -103,24 +111,44 @@ __device__ inline void copy(const Params& p, const Maps& maps, const Memory& mem
             }
             work = next;
         }
+    };
+    auto end = [&] {
         work.end = true;
         tell();
         work.end = false;
     };
-    sweep(false);
+    sweep(0);
+    end();
     memory.swept().wait(0);
-    if (memory.any_unfinished()) sweep(true);
+    if (!memory.any_unfinished(0)) return;
+    // To the warpgroups the safe sweeps are one. They mark works before they release their queries: once
+    // all queries are released, it is known what the third sweep has to do.
+#pragma unroll 1
+    for (int number = 1; number < 3 && memory.any_unfinished(number - 1); ++number) {
+        sweep(number);
+        Place<Q_STAGES> each = q;
+#pragma unroll 1
+        for (int stage = 0; stage < Q_STAGES; ++stage, each.next())
+            memory.q_empty(each.stage).wait(each.round ^ 1);
+    }
+    end();
 }
 
 __device__ inline Sum* lse_of(const Params& p, const Work& work) {
     return static_cast<Sum*>(p.lse) + (i64(work.b) * p.Hq + work.h) * p.Nq;
 }
 
-// Divide the sums of 16 rows of each warp from row0 on, and write them.
+// Divide the sums of 16 rows of each warp from row0 on, and write them. The third sweep writes only rows
+// far below zero. Others keep their bits, also in works that are done for sharing a bit with a marked one.
+// Its maxima differ by up to the slack from those of the second: with twice that as a margin, each row
+// that is written would have had its work marked.
 template <bool SAFE>
 __device__ inline void finish(const Params& p, const Memory& memory, const Work& work, int row0,
                               RowState<1>& state, Fragment<Sum, 1, VT>& acc) {
-    if constexpr (!SAFE) {
+    u32 halves = 3;
+    if constexpr (SAFE) {
+        if (work.large) halves = state.below(-ORDINARY - 2 * SLACK, Terms(p, work.b, work.h).unit());
+    } else {
         // Zero times what is not finite is not zero; sums in parts are not one long chain. A value
         // that is not finite spoils its column in all rows: half of them are enough.
         Sum spoiled[2] = {};
@@ -129,7 +157,7 @@ __device__ inline void finish(const Params& p, const Memory& memory, const Work&
 #pragma unroll
             for (int e = 0; e < 2; ++e) spoiled[e] = fma(acc.x[0][n][e], Sum(0), spoiled[e]);
         const bool good = spoiled[0] + spoiled[1] == 0 && state.all_ordinary();
-        if (!__all_sync(~0u, good)) memory.leave_unfinished(work.turn);
+        if (!__all_sync(~0u, good)) memory.leave_unfinished(0, work.turn);
     }
     const Sum sink = sink_of(p, work.h);
     state.gather(RowGroup(16));
@@ -146,10 +174,10 @@ __device__ inline void finish(const Params& p, const Memory& memory, const Work&
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int i = row0 + lane.row(2 * half);
-        if (lane.t == 0 && i < p.Nq) lse_of(p, work)[i] = lse[half];
+        if (lane.t == 0 && i < p.Nq && (!SAFE || halves >> half & 1)) lse_of(p, work)[i] = lse[half];
     }
     store_rows(rows_of<Element>(p.out, p.out_at, work.b, work.h) + row0 * p.out_at.n, p.out_at.n,
-               acc, int(p.Nq) - row0, int(p.Dv));
+               acc, int(p.Nq) - row0, int(p.Dv), halves);
 }
 
 // Where a warpgroup is in the rings.
@@ -159,7 +187,7 @@ struct Places {
     Place<STAGES> k, v;
 };
 
-// What one warpgroup does with the works of a sweep.
+// What one warpgroup does with the works of the first sweep, or of the safe ones.
 template <bool SAFE>
 __device__ inline void multiply(const Params& p, const Memory& memory, int group, Places& at) {
     const RowGroup rows(16);
@@ -180,7 +208,8 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     Sum rescale[1][2];
 
     // By all threads: each has read for itself what was told with the queries, and that is written
-    // by generic stores again. The queries are read by GEMMs alone, all of which are complete.
+    // by generic stores again. The queries are read by GEMMs alone, all of which are complete. In a safe
+    // sweep each has marked what it leaves to the third.
     auto release_queries = [&] {
         memory.q_empty(q_at.stage).arrive();
         q_at.next(GROUPS);
@@ -255,7 +284,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     };
     auto find_weights = [&] {
         const Sum unit = Terms(p, work.b, work.h).unit();
-        constexpr RowKind ROWS = SAFE ? RowKind::EITHER : RowKind::ORDINARY;
+        constexpr RowKind ROWS = SAFE ? RowKind::RISING : RowKind::ORDINARY;
         state.template absorb<SLACK, ROWS>(s, unit, rows, rescale);
     };
     auto absorb = [&](bool boundary) {
@@ -317,7 +346,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
     hear();
     start();
     while (!work.end) {
-        state = RowState<1>();
+        state = RowState<1>(SAFE && work.large);
         acc.clear();
         end_product<0>(s);
         if (tile == work.tiles.past) {
@@ -325,6 +354,9 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
             hear();
         } else if constexpr (SAFE) {
             visit_all_safely();
+            // Before the arrival on q_empty, which tells the producer of it.
+            if (__any_sync(~0u, !work.large && state.below(-ORDINARY)))
+                memory.leave_unfinished(1, work.turn);
             release_queries();
             hear();
         } else {
@@ -374,6 +406,6 @@ extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
         sync_named<GROUP>(1 + group);  // what is not finished has been noted
         if (threadIdx.x % GROUP == 0) memory.swept().arrive();
         memory.swept().wait(0);
-        if (__any_sync(~0u, memory.any_unfinished())) multiply<true>(p, memory, group, at);
+        if (__any_sync(~0u, memory.any_unfinished(0))) multiply<true>(p, memory, group, at);
     }
 }

@@ -68,12 +68,12 @@ __device__ inline void end_product(Fragment<float, 1, NT>& c) {
     wgmma_keep(registers_of(c));
 }
 
-// Write 16 rows of each warp to global memory, of which there are `rows`. Two lanes that hold two
-// columns each of two neighbouring atoms exchange them, so that each has four of one: 8 bytes, and
-// a row 32.
+// Write 16 rows of each warp to global memory, of which there are `rows`, and of a thread's two those
+// whose bit is set in `halves`. Two lanes that hold two columns each of two neighbouring atoms exchange
+// them, so that each has four of one: 8 bytes, and a row 32.
 template <class T, int NT>
 __device__ inline void store_rows(T* target, i64 stride, const Fragment<float, 1, NT>& c, int rows,
-                                  int columns) {
+                                  int columns, u32 halves = 3) {
     const Lane lane;
     const bool odd = lane.t & 1;
     const int column = (odd ? 8 : 0) + lane.t / 2 * 4;
@@ -92,7 +92,7 @@ __device__ inline void store_rows(T* target, i64 stride, const Fragment<float, 1
         T* const to = target + row * stride + column;
 #pragma unroll
         for (int n = 0; n < NT; n += 2)
-            if (row < rows && 8 * n + column < columns)
+            if (row < rows && 8 * n + column < columns && (halves >> half & 1))
                 *reinterpret_cast<uint2*>(to + 8 * n) = {x[n], x[n + 1]};
     }
 }

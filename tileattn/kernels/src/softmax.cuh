@@ -61,8 +61,11 @@ constexpr Sum ORDINARY = Sum(1 << 12);
 // infinity counts as the largest number.
 __device__ inline Sum shift_of(Sum m) { return m == -infinity<Sum>() ? Sum(0) : m; }
 
-// Which rows there are: what `RowState` says of large ones.
-enum class RowKind { ORDINARY, EITHER, LARGE };
+// Which rows there are: what `RowState` says of large ones. ORDINARY and LARGE rows stay what they are.
+// EITHER: a row turns large with the first tile whose maximum is beyond ORDINARY. RISING: a row turns
+// large once its running maximum is above ORDINARY, and stays ordinary far below zero. The last maximum
+// tells whether it has turned.
+enum class RowKind { ORDINARY, EITHER, RISING, LARGE };
 
 // Slack is in units of log 2; the maxima are in multiples of `unit` of these.
 template <int SLACK>
@@ -171,6 +174,7 @@ struct RowState {
                 shift[i][half] = shift_of(m[i][half]);
                 rescale[i][half] = exp2_of(old[i][half] - shift[i][half]);
                 if constexpr (ROWS == RowKind::EITHER) farthest = fmax(farthest, fabs(candidate));
+                if constexpr (ROWS == RowKind::RISING) farthest = fmax(farthest, m[i][half]);
                 if constexpr (ROWS == RowKind::ORDINARY) exponentiate(i, half);
             }
         if constexpr (ROWS == RowKind::ORDINARY) return;
@@ -189,15 +193,17 @@ struct RowState {
                 for (int e = 2 * half; e < 2 * half + 2; ++e)
                     s.x[i][n][e] = difference(s.x[i][n][e], maximum);
         };
-        if (ROWS == RowKind::LARGE ||
-            (ROWS == RowKind::EITHER && __any_sync(~0u, farthest > ORDINARY || large))) {
+        if (ROWS == RowKind::LARGE || __any_sync(~0u, farthest > ORDINARY || large)) {
+            // Of a row that was not large, m is that of an ordinary one by now.
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const bool was = ROWS == RowKind::LARGE || is_large(i, half);
                     const bool sees = largest[i][half] != -infinity<Sum>();
-                    if (was || (sees && fabs(largest[i][half] * unit) > ORDINARY)) {
+                    if (was || (ROWS == RowKind::RISING
+                                    ? m[i][half] > ORDINARY
+                                    : sees && fabs(largest[i][half] * unit) > ORDINARY)) {
                         lower(i, half, was);
                         large |= 1u << (2 * i + half);
                     }
@@ -219,6 +225,18 @@ struct RowState {
                 ordinary = ordinary && !(fabs(m[i][half]) > ORDINARY &&
                                          fabs(m[i][half]) < ::largest<Sum>());
         return ordinary;
+    }
+
+    // A bit for each row that saw something and whose maximum, in multiples of `unit`, is below a limit.
+    __device__ u32 below(Sum limit, Sum unit = 1) const {
+        u32 found = 0;
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (m[i][half] != -infinity<Sum>() && m[i][half] * unit < limit)
+                    found |= 1u << (2 * i + half);
+        return found;
     }
 
     // Sum over all lanes of a row: before `finish`.

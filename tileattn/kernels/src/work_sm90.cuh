@@ -41,8 +41,9 @@ struct Work {
     int b, h, q0, turn;
     int first, past;  // of the whole block
     Tiles tiles;
-    bool safe;  // of a safe sweep
-    bool end;   // of a sweep, of which this is no work
+    bool safe;   // of a safe sweep
+    bool large;  // of the third sweep, in which all rows are large
+    bool end;    // of the first sweep or the safe ones, of which this is no work
 };
 
 __device__ inline Tiles tiles_of(const Params& p, int b, int q0, int rows) {
@@ -101,7 +102,9 @@ struct Shared {
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 swept;
     Work works[Q_STAGES];
-    u32 count, unfinished[TURNS / 32];
+    struct {
+        u32 count, turns[TURNS / 32];
+    } unfinished[2];  // in the first sweep, in the second
 };
 
 static_assert(sizeof(Shared) <= 2048, "what tiles leave of shared memory");
@@ -129,17 +132,19 @@ struct Memory {
     __device__ Barrier v_empty(int stage) const { return {shared_address(shared.v_empty + stage)}; }
     __device__ Barrier swept() const { return {shared_address(&shared.swept)}; }
 
-    // Whether a turn was left unfinished, or one that shares its bit; whether any was, or many.
-    __device__ bool unfinished(int turn) const {
-        return shared.unfinished[turn % TURNS / 32] >> turn % 32 & 1;
+    // Whether a sweep left a turn unfinished, or one that shares its bit; whether any, or many.
+    __device__ bool unfinished(int sweep, int turn) const {
+        return shared.unfinished[sweep].turns[turn % TURNS / 32] >> turn % 32 & 1;
     }
-    __device__ bool any_unfinished() const { return count() > 0; }
-    __device__ bool many_unfinished() const { return count() > 2; }
-    __device__ u32 count() const { return *static_cast<volatile u32*>(&shared.count); }
-    __device__ void leave_unfinished(int turn) const {
+    __device__ bool any_unfinished(int sweep) const { return count(sweep) > 0; }
+    __device__ bool many_unfinished(int sweep) const { return count(sweep) > 2; }
+    __device__ u32 count(int sweep) const {
+        return *static_cast<volatile u32*>(&shared.unfinished[sweep].count);
+    }
+    __device__ void leave_unfinished(int sweep, int turn) const {
         const u32 bit = 1u << turn % 32;
-        if (!(atomicOr(shared.unfinished + turn % TURNS / 32, bit) & bit))
-            atomicAdd(&shared.count, 1);
+        auto& left = shared.unfinished[sweep];
+        if (!(atomicOr(left.turns + turn % TURNS / 32, bit) & bit)) atomicAdd(&left.count, 1);
     }
 
     // By one thread, before all others.
@@ -151,8 +156,10 @@ struct Memory {
             v_full(s).init(1), v_empty(s).init(GROUPS);
         }
         swept().init(GROUPS);
-        shared.count = 0;
-        for (u32& bits : shared.unfinished) bits = 0;
+        for (auto& left : shared.unfinished) {
+            left.count = 0;
+            for (u32& bits : left.turns) bits = 0;
+        }
         barriers_are_made();
     }
 };
