@@ -1,10 +1,10 @@
 """Have processes share a GPU, and compare the bits of the same calls thousands of times.
 
 Hopper's own kernels, of all pairs of head dimensions, and some others: both passes, the backward
-one with ``deterministic=True``. In half of the calls two heads have NaN, so that the NaN-safe kernels
-run, too. What a process gets first is held to the oracle, by one of them
-for each short call; all later results are to have the same bits, those of other processes too. A
-process that is not heard of for a while hangs, which is a failure.
+one with ``deterministic=True``. In half of the calls two heads have NaN, so that the NaN-safe
+kernels run, too. What a process gets first of a short call without NaN is held to the oracle, by
+one of them; all later results are to have the same bits, those of other processes too. A process
+that is not heard of for a while hangs, which is a failure.
 
     python -m tools.stress_gpu --seconds 300
     python -m tools.stress_gpu --variant stalls --pairs 128x128 256x256

@@ -222,8 +222,7 @@ struct RowState {
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                ordinary = ordinary && !(fabs(m[i][half]) > ORDINARY &&
-                                         fabs(m[i][half]) < ::largest<Sum>());
+                ordinary = ordinary && !(fabs(m[i][half]) > ORDINARY && m[i][half] != -infinity<Sum>());
         return ordinary;
     }
 

@@ -137,7 +137,7 @@ struct Memory {
         return shared.unfinished[sweep].turns[turn % TURNS / 32] >> turn % 32 & 1;
     }
     __device__ bool any_unfinished(int sweep) const { return count(sweep) > 0; }
-    __device__ bool many_unfinished(int sweep) const { return count(sweep) > 2; }
+    __device__ bool many_unfinished(int sweep) const { return count(sweep) > 1; }
     __device__ u32 count(int sweep) const {
         return *static_cast<volatile u32*>(&shared.unfinished[sweep].count);
     }
