@@ -347,6 +347,15 @@ def test_sizes_of_zero_and_beyond_the_tiles(gpu: Machine, sizes: Any, expected: 
     assert all(blocks > 0 for _, blocks, _, _ in gpu.launches)
 
 
+def test_gradients_of_sinks_of_an_empty_batch(gpu: Machine) -> None:
+    """Zeros are written, by a kernel that needs no memory besides."""
+    q, k = gpu.array((0, 4, 5, 8)), gpu.array((0, 2, 7, 8))
+    sinks = gpu.array((4,))
+    grads = tileattn.backward(q, q, k, k, *tileattn.forward(q, k, k, sinks=sinks), sinks=sinks)
+    assert kernels(gpu) == ["backward_sinks"]
+    assert grads.dsinks.shape == (4,)
+
+
 # --- what bad input gets ------------------------------------------------------------------------
 
 

@@ -179,7 +179,7 @@ def test_a_single_key_has_all_the_weight(dtype: Any, amplitude: float) -> None:
         bounds = error_bound(0 * q, 0 * k, v, dout)  # whatever the score is
         error = norm(found["out"][0].astype(np.float64) - np.repeat(v, 2, axis=1))
         assert error <= bounds["out"].error
-        if dtype().itemsize == 2:
+        if np.dtype(dtype).itemsize == 2:
             np.testing.assert_array_equal(found["out"][0], np.repeat(v, 2, axis=1))
         dout = dout.astype(np.float64)
         want, size = (x.sum(axis=1, keepdims=True) for x in (dout, np.abs(dout)))

@@ -347,8 +347,10 @@ def tiles_of_products(key: KernelKey, tiles: int) -> Array:
     steps = 90.0 * np.arange(tiles)[:, None]
     x[:, 4], x[:, 5] = x[:, 4] + steps, x[:, 5] - steps
     x[:, 6], x[:, 7] = 0, -1e4
-    # Too large for a rounded shift at once, and from some tile on, and nearly too large for any.
-    x[:, 13], x[:, 14] = x[:, 13] + 1e9, x[:, 14] + (1 << 20) - 70 + steps / 3
+    # Too large for a rounded shift at once, and from some tile on. The truth rounds a score in base
+    # e to 64 bits: those of float64 may not be as large as those of float32.
+    far = 1e9 if sums_of(key) == np.float32 else 1e5
+    x[:, 13], x[:, 14] = x[:, 13] + far, x[:, 14] + (1 << 12) - 70 + steps / 3
     x[:, 15] = -0.9 * np.finfo(sums_of(key)).max
     return x.astype(sums_of(key))
 

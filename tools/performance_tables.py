@@ -208,7 +208,7 @@ def _stress() -> Iterator[str]:
         return
     yield "What `tools.stress_gpu` has run: calls of both passes whose bits were compared."
     yield ""
-    yield "| variant | pairs of head dimensions | processes | calls | differ | failures | measured |"
+    yield "| variant | pairs of D, Dv | processes | calls | differ | failures | measured |"
     yield "|" + " --- |" * 7
     for result in found:
         rows = result["rows"]

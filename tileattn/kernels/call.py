@@ -200,12 +200,12 @@ class Call:
         ValueError
             Where the workspace is too small, or on another device.
         """
-        if workspace is None and not plan.layout.nbytes:
-            plan.run(self.addresses)
+        starts, zeros, nbytes = plan.layout
+        if workspace is None and not nbytes:
+            plan.run(self.addresses | dict.fromkeys(starts, 0))
             return
         import cupy
 
-        starts, zeros, nbytes = plan.layout
         memory = self._lent(workspace, nbytes) if workspace is not None else cupy.cuda.alloc(nbytes)
         for name, start in starts.items():
             self.addresses[name] = memory.ptr + start

@@ -48,8 +48,8 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
     Layout
         Beside the copies, nothing for the forward pass. For the backward pass three numbers of each
         query, a mark for each head of keys, and where dq is summed in memory, the sum; for Hopper's
-        own kernels how many works each of the two has claimed, and how many have added to each tile of dq, told by
-        each of the threads that share it.
+        own kernels how many works each of the two has claimed, and how many have added to each tile
+        of dq, told by each of the threads that share it.
     """
     P, keys = problem, [step.key for step in steps]
     number, heads = P.sum_dtype.itemsize, P.B * P.Hq

@@ -64,6 +64,17 @@ __device__ inline void give_back(Fragment<Sum, MT, NT>& sums, const Table& table
     __syncthreads();  // everybody has read
 }
 
+// The largest of what the warps have, which is mostly 1: they share gradients at the scores.
+__device__ inline Sum largest_of(Sum mine, int warp) {
+    __shared__ Sum all[WARPS];
+    if (!HAS_FINITE_SUMS<Element> || !__syncthreads_or(mine > 1)) return 1;
+    all[warp] = mine;
+    __syncthreads();
+    Sum largest = 1;
+    for (Sum x : all) largest = fmax(largest, x);
+    return largest;
+}
+
 __device__ inline Turn turn_of(const Params& p, int index) {
     return {int((p.Nk + BLOCK_K - 1) / BLOCK_K), int(p.B * p.Hkv), int(p.parts), index};
 }
@@ -103,6 +114,13 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
     Fragment<Sum, MT, APART ? 1 : DT> dk;
     dk.clear();
     dv.clear();
+    auto scale_dk = [&](Sum factor) {
+        if constexpr (!APART) {
+            dk.scale(factor);
+        } else if (only_dk) {
+            dv.scale(factor);
+        }
+    };
     for (int g = 0; g < p.group; ++g) {
         const Head head(p, b, kv * int(p.group) + g);
         Visits visit(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
@@ -156,10 +174,11 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
             if (!visit.done()) load_bias(visit.tile * BLOCK_Q);
             tile.at_products();
             // Where all pairs are attended to, what is not finite goes where it belongs by itself.
-            if (CAREFUL && (HAS_MASK || HAS_BIAS || kind == PARTIAL || past_end)) {
+            // Behind this barrier everybody is done with queries and dout as they were.
+            if (CAREFUL && (HAS_MASK || HAS_BIAS || kind == PARTIAL || past_end) &&
+                __syncthreads_or(tile.hides_some())) {
                 const SpoiledQueries of_q{p_tile.address};
                 const SpoiledOut of_dout{p_tile.address};
-                __syncthreads();  // everybody is done with queries and dout as they were
                 // A gradient at the score of 0 is not NaN for a query that is not finite only where
                 // the softcap is flat.
                 const bool bad_q =
@@ -177,6 +196,8 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
                               !only_dk);
             }
             tile.weights();
+            const Sum excess = CAREFUL ? largest_of(tile.excess(), warp) : Sum(1);
+            if (excess > 1) tile.ds.scale(1 / excess), scale_dk(1 / excess);
 
             if constexpr (ADD_DQ || WARPS_N > 1) store_fragment(ds_tile, tile.ds, row0, column0);
             if constexpr (WARPS_N > 1) {
@@ -196,6 +217,7 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
                 multiply(dk, tile.ds, q, 0);
                 if constexpr (ADD_DQ) __syncthreads();  // the gradients of all keys are here
             }
+            if (excess > 1) scale_dk(excess);
             // A share that is not finite makes dq so for good: backward_finish sees to that.
             if (ADD_DQ && !CAREFUL && warp / DQ_N * DQ_MT * 16 < BLOCK_Q) {
                 const int m0 = warp / DQ_N * DQ_MT * 16, n0 = warp % DQ_N * DQ_NT * 8;
@@ -215,15 +237,8 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
     // By now everybody is done with the keys and values.
     if (__syncthreads_or(!CAREFUL && (!dk.all_finite() || !dv.all_finite()))) return false;
 
-    auto finish = [&](auto& sums, Sum factor) {
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-            for (auto& atom : sums.x[m])
-#pragma unroll
-                for (int e = 0; e < 4; ++e) atom[e] *= factor;
-    };
-    finish(dv, Sum(only_dk ? p.scale : p.gain));
-    finish(dk, Sum(p.scale));
+    dv.scale(Sum(only_dk ? p.scale : p.gain));
+    dk.scale(Sum(p.scale));
     if constexpr (APART) {
         const ValueTile mine(k_tile.base + !only_dk * KeyTile::BYTES);
         store_fragment(mine, dv, row0, share * VT * 8);

@@ -89,9 +89,10 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
         tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.at_products();
         // As in backward_keys.cu.
-        if (CAREFUL && (HAS_MASK || HAS_BIAS || kind == PARTIAL)) {
+        // Behind this barrier everybody is done with keys and values as they were.
+        if (CAREFUL && (HAS_MASK || HAS_BIAS || kind == PARTIAL) &&
+            __syncthreads_or(tile.hides_some())) {
             const Spoiled table{v.address};
-            __syncthreads();  // everybody is done with keys and values as they were
             const bool bad = __syncthreads_or(
                 table.clean<WARPS_M, HAS_SOFTCAP>(k, threadIdx.x / WARP));
             if (HAS_SOFTCAP && bad) {
@@ -100,7 +101,10 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
                        [&](int m, int half, int w) { return pairs.word(m, half, w); });
             }
         }
+        const Sum excess = CAREFUL ? tile.excess() : Sum(1);
+        if (excess > 1) tile.ds.scale(1 / excess), dq.scale(1 / excess);
         multiply(dq, tile.ds, k, 0);
+        if (excess > 1) dq.scale(excess);
         if (STAGES == 1) {
             __syncthreads();  // everybody is done with the keys
             if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
@@ -110,12 +114,7 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
     // By now everybody is done with the queries.
     if (__syncthreads_or(!CAREFUL && !dq.all_finite())) return false;
 
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < DT; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) dq.x[m][n][e] *= Sum(p.scale);
+    dq.scale(Sum(p.scale));
     store_fragment(q_tile, dq, row0, 0);
     __syncthreads();
     q_tile.template store<THREADS, VECTOR>(

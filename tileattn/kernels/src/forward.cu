@@ -196,9 +196,11 @@ __device__ inline void attend(const Params& p, const Part& part) {
         Attended<MT, NT> pairs;
         bool spoiled = false;
         if constexpr (CAREFUL) {
-            if (STAGES > 1) __syncthreads();  // everybody is done with the keys
-            spoiled = __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
-            if (spoiled) pairs.look(s);
+            // Where all pairs are attended to, what is not finite goes where it belongs by itself; but
+            // in tf32 parts infinity becomes NaN. Behind the barrier everybody is done with the keys.
+            const bool all = pairs.look(s) && sizeof(Element) != 4;
+            spoiled = __syncthreads_or(!all) &&
+                      __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
         }
         Sum rescale[MT][2];
         state.absorb(s, head.terms.unit(), group, rescale);

@@ -28,6 +28,15 @@ struct Fragment {
         return finite;
     }
 
+    __device__ void scale(S factor) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[m][n][e] *= factor;
+    }
+
     // Multiply each row by its factor; nothing is done where all of a warp are 1.
     __device__ void scale_rows(const S (&factors)[MT][2]) {
 #pragma unroll

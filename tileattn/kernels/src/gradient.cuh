@@ -4,6 +4,7 @@
 
 #include "mask.cuh"
 #include "nonfinite.cuh"
+#include "plain.cuh"
 
 // With Z the dropout (0 or 1 / (1 - p)) and t' the softcap's slope:
 //     P = exp2(S - shift),  dP = Z (dO V^T),  dS = P (dP - delta).
@@ -55,6 +56,18 @@ struct TileGradient {
                 });
     }
 
+    // Whether some pair is not attended to, before `weights`.
+    __device__ bool hides_some() const {
+        bool some = false;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) some = some || is_masked(p.x[m][n][e]);
+        return some;
+    }
+
     // Take P with the dropped ones, and those that are masked out, at zero. What stays still lacks
     // the gain.
     __device__ void weights() {
@@ -89,6 +102,24 @@ struct TileGradient {
             const Sum difference = dp - delta(m, n, e);
             x = is_masked(probability) ? Sum(0) : size * difference;
         });
+    }
+
+    // A power of two by which dS of this warp is divided, so that float16 has room for it; mostly 1.
+    __device__ Sum excess() const {
+        if constexpr (!HAS_FINITE_SUMS<Element>) return 1;
+        Sum largest = 0;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const Sum size = fabs(ds.x[m][n][e]);
+                    if (is_finite(size)) largest = fmax(largest, size);
+                }
+        largest = warp_maximum(largest);
+        constexpr Sum OVERFLOWS = 65520;  // the least that is rounded to infinity
+        return largest < OVERFLOWS ? Sum(1) : exp2_of(Sum(ilogbf(float(largest)) - 14));
     }
 
     // From the gradient at the scores to that at the scaled products.

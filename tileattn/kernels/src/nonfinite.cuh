@@ -121,15 +121,20 @@ struct Attended {
         kept[m][e / 2][n / 16] ^= moved, dropped[m][e / 2][n / 16] |= moved;
     }
 
-    // Scores as they are before the exponential.
-    __device__ void look(const Fragment<Sum, MT, NT>& scores) {
+    // Scores as they are before the exponential; whether all pairs are attended to.
+    __device__ bool look(const Fragment<Sum, MT, NT>& scores) {
+        bool all = true;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    keep(m, n, e, scores.x[m][n][e] != -infinity<Sum>());
+                for (int e = 0; e < 4; ++e) {
+                    const bool yes = scores.x[m][n][e] != -infinity<Sum>();
+                    keep(m, n, e, yes);
+                    all = all && yes;
+                }
+        return all;
     }
 
     // Give the other pairs a number.
@@ -190,6 +195,8 @@ template <class T, int ROWS, int COLUMNS, int MT, int NT, class WordOf>
 __device__ inline void inject(Fragment<Sum, MT, NT>& c, const NonFinite<T, ROWS, COLUMNS>& table,
                               int column0, WordOf word_of) {
     constexpr int WORDS = ROWS / 16;
+    constexpr int TOGETHER = NT % 4 == 0 ? 4 : 2;  // atoms whose marks are loaded before one is used
+    static_assert(NT % TOGETHER == 0);
     const int column = column0 + 2 * Lane().t;
 #pragma unroll 1
     for (int w = 0; w < WORDS; ++w) {
@@ -204,21 +211,30 @@ __device__ inline void inject(Fragment<Sum, MT, NT>& c, const NonFinite<T, ROWS,
                 if constexpr (HAS_DROPOUT) dropped[m][half] = __byte_perm(x, 0, 0x3232);
             }
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            const u32 at = table.at(column + 8 * n) + 4 * w;
-            const u32 marks[2] = {load_shared(at), load_shared(at + 4 * WORDS)};
-            if (!__any_sync(~0u, marks[0] | marks[1])) continue;
+        for (int n0 = 0; n0 < NT; n0 += TOGETHER) {
+            u32 marks[TOGETHER][2], any = 0;
 #pragma unroll
-            for (int m = 0; m < MT; ++m)
+            for (int n = 0; n < TOGETHER; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const u32 mark = marks[e % 2];
-                    u32 hit = mark & kept[m][e / 2];
-                    if constexpr (HAS_DROPOUT)
-                        hit |= (mark | __byte_perm(mark, 0, 0x1032)) & dropped[m][e / 2];
-                    if (hit & 0xffff) c.x[m][n][e] += infinity<Sum>();
-                    if (hit >> 16) c.x[m][n][e] -= infinity<Sum>();
+                for (int e = 0; e < 2; ++e) {
+                    marks[n][e] = load_shared(table.at(column + 8 * (n0 + n) + e) + 4 * w);
+                    any |= marks[n][e];
                 }
+            if (!__any_sync(~0u, any)) continue;
+#pragma unroll
+            for (int n = 0; n < TOGETHER; ++n)
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const u32 mark = marks[n][e % 2];
+                        u32 hit = mark & kept[m][e / 2];
+                        if constexpr (HAS_DROPOUT)
+                            hit |= (mark | __byte_perm(mark, 0, 0x1032)) & dropped[m][e / 2];
+                        Sum& x = c.x[m][n0 + n][e];
+                        if (hit & 0xffff) x += infinity<Sum>();
+                        if (hit >> 16) x -= infinity<Sum>();
+                    }
         }
     }
 }

@@ -79,6 +79,8 @@ __device__ inline Sum sink_above(Sum sink, Sum m, Sum natural) {
     return is_finite(sink) ? clip_finite(above) : above;
 }
 
+// Every sum of a product is spelled out: sweeps of one kernel are to have the same bits.
+//
 // A softmax denominator that a sink has joined. The sink exceeds what the sum l is shifted by, or is
 // below it, by so many units of log 2.
 struct Denominator {
@@ -87,7 +89,7 @@ struct Denominator {
     __device__ Denominator(Sum l, Sum above)
         : above(above),
           rescale(above > 0 ? exp2_of(-above) : Sum(1)),
-          total(l * rescale + (above > 0 ? Sum(1) : exp2_of(above))) {}
+          total(fma(l, rescale, above > 0 ? Sum(1) : exp2_of(above))) {}
 
     // Its logarithm, of base 2 and less the shift; the sum may not have room for a large sink.
     __device__ Sum log2() const { return fmax(above, Sum(0)) + log2_of(total); }
@@ -160,7 +162,7 @@ struct RowState {
                     s.x[i][n][e] = exp2_of(fma(s.x[i][n][e], unit, -shift[i][half]));
                     total += s.x[i][n][e];
                 }
-            l[i][half] = l[i][half] * rescale[i][half] + total;
+            l[i][half] = fma(l[i][half], rescale[i][half], total);
         };
         Sum old[MT][2], farthest = 0;
 #pragma unroll
@@ -250,7 +252,7 @@ struct RowState {
         const Sum shift = clip_finite(m[i][half]);
         const bool in_scores = is_large(i, half);
         const Denominator all(l[i][half], in_scores ? sink_above(sink, shift, natural)
-                                                    : sink * LOG2_E - shift);
+                                                    : fma(sink, LOG2_E, -shift));
         lse = all.lse(shift * (in_scores ? natural : LN_2), sink);
         if (all.total == 0) return 0;
         // What is dropped of a row that has a score of infinity is not a number, too.
