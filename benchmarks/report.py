@@ -90,14 +90,17 @@ def write(path: Path, machine: Row, rows: list[Row], ran: str, **more: Any) -> N
 
 
 def _commit() -> str:
-    ask = ["git", "rev-parse", "--short", "HEAD"]
+    """Name the commit: as COMMIT says, for copies of the sources, or git, with changes or without."""
+    ask = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
     try:
         answer = subprocess.run(
             ask, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
         )
     except FileNotFoundError:
-        return os.environ.get("COMMIT", "")
-    return answer.stdout.strip() or os.environ.get("COMMIT", "")  # a copy without .git
+        return ""
+    return answer.stdout.strip()
 
 
 def _processor() -> str:
