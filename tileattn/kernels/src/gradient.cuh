@@ -119,7 +119,9 @@ struct TileGradient {
                 }
         largest = warp_maximum(largest);
         constexpr Sum OVERFLOWS = 65520;  // the least that is rounded to infinity
-        return largest < OVERFLOWS ? Sum(1) : exp2_of(Sum(ilogbf(float(largest)) - 14));
+        if (largest < OVERFLOWS) return 1;
+        const u32 exponent = __float_as_uint(float(largest)) >> 23;
+        return __uint_as_float((exponent - 14) << 23);  // what is left is below 2**15
     }
 
     // From the gradient at the scores to that at the scaled products.
