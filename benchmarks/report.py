@@ -90,7 +90,7 @@ def write(path: Path, machine: Row, rows: list[Row], ran: str, **more: Any) -> N
 
 
 def _commit() -> str:
-    """Name the commit: as COMMIT says, for copies of the sources, or git, with changes or without."""
+    """Name the commit: as COMMIT says, for copies of the sources, else as git does."""
     ask = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]

@@ -1,14 +1,16 @@
 """Run small problems over every kernel, for ``compute-sanitizer --tool memcheck`` and its like.
 
+``python tests/sanitize.py --threads 16`` first: compiling is slow under a sanitizer
 ``compute-sanitizer --tool {memcheck,racecheck,initcheck,synccheck} python tests/sanitize.py``
 
 Results are not compared here; the sanitizer watches what kernels read and write. Without CuPy's
-pool each array is an allocation of its own, so that one byte past an end is seen. Run it once
-without the sanitizer first: it compiles the kernels, which is slow under it.
+pool each array is an allocation of its own, so that one byte past an end is seen.
 """
 
+import argparse
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,11 @@ def calls(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, A
     yield ml_dtypes.bfloat16, 96, 96, {"softcap": 2.0, "kv_lengths": [0, 90]}
 
 
-def run(dtype: Any, D: int, Dv: int, given: dict[str, Any], rng: np.random.Generator) -> None:
+def run(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     """Run both passes, the backward one in either order of its sums."""
     import cupy
 
+    rng = np.random.default_rng(1)
     B, Hq, Hkv, Nq, Nk = SIZES
     q, k, v, dout = (
         cupy.asarray(rng.standard_normal(shape).astype(dtype))
@@ -76,6 +79,9 @@ def run(dtype: Any, D: int, Dv: int, given: dict[str, Any], rng: np.random.Gener
 
 def main() -> int:
     """Run everything; the exit status is 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(prog="sanitize.py")
+    parser.add_argument("--threads", type=int, default=1, help="problems at a time (default: 1)")
+    chosen = parser.parse_args()
     reason = tileattn.available_backends()["cupy"]
     if reason is not None:
         sys.stderr.write(f"{reason}\n")
@@ -83,10 +89,9 @@ def main() -> int:
     import cupy
 
     cupy.cuda.set_allocator(None)
-    rng = np.random.default_rng(0)
-    problems = list(calls(rng))
-    for problem in problems:
-        run(*problem, rng)
+    problems = list(calls(np.random.default_rng(0)))
+    with ThreadPoolExecutor(chosen.threads) as pool:
+        list(pool.map(lambda problem: run(*problem), problems))
     cupy.cuda.Device().synchronize()
     sys.stdout.write(f"ran {len(problems)} problems, forward and backward\n")
     return 0
