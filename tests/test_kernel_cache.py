@@ -3,7 +3,9 @@
 import os
 import stat
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,41 @@ def test_the_last_write_counts() -> None:
     cache.write(INPUTS, b"first")
     cache.write(INPUTS, b"second")
     assert cache.read(INPUTS) == b"second"
+
+
+@posix
+def test_an_entry_is_made_by_one_at_a_time(place: Path) -> None:
+    """Each takes the lock by a handle of its own, as another process would."""
+    made: list[int] = []
+
+    def work(number: int) -> None:
+        with cache.alone(INPUTS):
+            if cache.read(INPUTS) is None:
+                time.sleep(0.1)
+                made.append(number)
+                cache.write(INPUTS, BODY)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert len(made) == 1
+    assert [path.name for path in place.iterdir()] == [f"{INPUTS}.kernel"]
+    with cache.alone(INPUTS), cache.alone(OTHER):  # others are made meanwhile
+        pass
+
+
+@posix
+def test_nobody_waits_for_ever(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_PATIENCE", 0.1)
+    with cache.alone(INPUTS), cache.alone(INPUTS):
+        cache.write(INPUTS, BODY)
+    assert [path.name for path in place.iterdir()] == [f"{INPUTS}.kernel"]
+
+
+def test_nobody_waits_where_nothing_can_be_kept(place: Path) -> None:
+    place.parent.mkdir(parents=True)
+    place.write_text("no folder")
+    with cache.alone(INPUTS), cache.alone(INPUTS):
+        assert place.read_text() == "no folder"
 
 
 @posix

@@ -13,13 +13,19 @@ import re
 import struct
 import sys
 import tempfile
+import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
 
 _MAGIC = b"tileattn"
 _VERSION = 1
 _HEADER = struct.Struct("<8sI32s32s")  # magic, version, digest of the inputs, digest of the body
-_OURS = re.compile(r"[0-9a-f]{64}\.kernel(\.\w+\.part)?")
+_OURS = re.compile(r"[0-9a-f]{64}\.(kernel(\.\w+\.part)?|lock)")
+_PATIENCE = 60.0  # seconds that a process waits for another to make an entry
 
 
 def folder() -> Path:
@@ -121,6 +127,39 @@ def write(inputs: str, body: bytes) -> None:
             raise
     except OSError as error:
         _warn_once(_sentence(error))
+
+
+@contextlib.contextmanager
+def alone(inputs: str) -> Iterator[None]:
+    """Let one process, or thread, at a time make an entry; the others wait, but not for ever.
+
+    On Windows, and where the folder cannot be written to, nobody waits.
+
+    Parameters
+    ----------
+    inputs : str
+        SHA-256 of everything that the entry is made from, in hexadecimal.
+    """
+    with contextlib.ExitStack() as stack:
+        if sys.platform != "win32":
+            with contextlib.suppress(OSError):  # of which `write` warns
+                lock = prepare() / f"{inputs}.lock"
+                handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+                stack.callback(os.close, handle)  # which gives the lock back
+                stack.callback(lock.unlink, missing_ok=True)
+                deadline = time.monotonic() + _PATIENCE
+                while not _is_locked(handle) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+        yield
+
+
+def _is_locked(handle: int) -> bool:
+    """Take the lock of an open file, if nobody has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def entries() -> list[Path]:

@@ -94,8 +94,12 @@ def compiled(
     inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
     body = found = None if force else cache.read(inputs)
     if body is None:
-        body = _compile(key, arch, texts, options)
-        cache.write(inputs, body)
+        with cache.alone(inputs):
+            # Of processes that start together the first has made it by now.
+            body = found = None if force else cache.read(inputs)
+            if body is None:
+                body = _compile(key, arch, texts, options)
+                cache.write(inputs, body)
     said, _, image = body.partition(b"\0")
     log = said.decode()
     return Compiled(image, log, found is not None, *resources(log, key.kernel))
