@@ -34,5 +34,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         }
         write_piece(dq + d, piece, int(p.D) - d);
     }
-    if (!good) special(p, b, h / int(p.group)) |= NON_FINITE;
+    u32& known = special(p, b, h / int(p.group));
+    if (!good && !(known & NON_FINITE)) known |= NON_FINITE;
 }

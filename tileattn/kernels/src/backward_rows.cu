@@ -5,6 +5,7 @@
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(VALUE_DIM);
+static_assert(128 % (THREADS / LANES) == 0, "heads are padded to 128 rows: a block has those of one");
 
 // Of a larger logsumexp the rounding would be seen in the gradients.
 constexpr Sum LARGE_LSE = sizeof(Element) == 2 ? 512 : 16;
@@ -42,20 +43,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     for (int step = LANES / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
     // Past the end a probability of zero.
     Sum shift = infinity<Sum>();
+    u32 found = 0;
     if (i < p.Nq) {
         if (p.dlse) delta -= rows_of<Sum>(p.dlse, p.dlse_at, b, h)[i * p.dlse_at.n];
         const Sum lse = static_cast<const Sum*>(p.lse)[bh * p.Nq + i];
         const bool unseen = lse == -infinity<Sum>();
-        u32 found = 0;
         if (!is_finite(delta)) delta = infinity<Sum>() - infinity<Sum>(), found |= NON_FINITE;
         if (unseen ? !is_finite_row(rows_of<Element>(p.q, p.q_at, b, h) + i * p.q_at.n, int(p.D))
                    : !is_finite(lse))
             found |= NON_FINITE;
         if (is_finite(lse) && fabs(lse) > LARGE_LSE) found |= LARGE;
-        // Most rows of a special head need not wait for each other to say so.
-        u32& known = special(p, b, h / int(p.group));
-        if (found & ~*static_cast<volatile u32*>(&known)) atomicOr(&known, found);
         shift = unseen ? Sum(0) : is_finite(lse) ? clip_finite(lse * LOG2_E) : lse;
+    }
+    // All rows of a block are of one head. One thread marks it, and only if nobody has: were it each
+    // row, they would wait for each other.
+    if (__syncthreads_or(found)) {
+        const bool non_finite = __syncthreads_or(found & NON_FINITE);
+        const bool large = __syncthreads_or(found & LARGE);
+        const u32 marks = (non_finite ? NON_FINITE : 0) | (large ? LARGE : 0);
+        u32& known = special(p, b, h / int(p.group));
+        if (threadIdx.x == 0 && marks & ~*static_cast<volatile u32*>(&known))
+            atomicOr(&known, marks);
     }
     if (threadIdx.x % LANES || last < row) return;
     static_cast<Sum*>(p.delta)[row] = delta;
