@@ -189,7 +189,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Memory& memory, 
         work = memory.shared.work;
         if (work.end) break;
         const bool seen = work.tiles.first < work.tiles.past;
-        if (seen) zero_hidden(p, memory, work, v_at.round);
+        if (seen) zero_unseen(p, memory, work, v_at.round);
         if (seen && REPAIRS) {
             clean_keys(memory);
             memory.v_full().wait(v_at.round);

@@ -123,7 +123,7 @@ __device__ __forceinline__ void find_dv(const Params& p, const Memory& memory) {
         if (work.end) break;
         dv.clear();
         if (work.tiles.first < work.tiles.past) {
-            zero_hidden(p, memory, work, values_at.round);
+            zero_unseen(p, memory, work, values_at.round);
             values_at.next();
             if constexpr (REPAIRS) {
                 clean_keys(memory);
@@ -212,7 +212,7 @@ __device__ __forceinline__ void find_dk(const Params& p, const Memory& memory) {
         if (work.end) break;
         dk.clear();
         if (work.tiles.first < work.tiles.past) {
-            zero_hidden(p, memory, work, v_at.round);
+            zero_unseen(p, memory, work, v_at.round);
             if constexpr (REPAIRS) clean_keys(memory);
             memory.v_full().wait(v_at.round);
             v_at.next();

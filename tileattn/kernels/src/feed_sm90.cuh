@@ -289,19 +289,23 @@ __device__ inline Attended<1, QT> weigh_safely(const Params& p, int b, int h, bo
 
 // --------------------------------------------------------------------------------------------------
 
-// Zero the keys and values that a length hides. What is not finite there would make gradients NaN.
-// The values have come when the barrier's phase of this parity ends.
-__device__ inline void zero_hidden(const Params& p, const Memory& memory, const Work& work,
+// Zero the keys and values of a work that no query sees: beyond the length, or outside all windows. What
+// is not finite there would make gradients NaN. The values have come when the barrier's phase of this
+// parity ends.
+__device__ inline void zero_unseen(const Params& p, const Memory& memory, const Work& work,
                                    u32 parity) {
-    const int length = Band(p, work.b).length, first = length - work.k0;
-    if (!__any_sync(~0u, first < BLOCK_K && length < p.Nk)) return;
+    const Range seen = Band(p, work.b).keys_of(0, int(p.Nq));
+    const int first = seen.lo - work.k0, past = seen.hi - work.k0;
+    if (!__any_sync(~0u, first > 0 || (past < BLOCK_K && seen.hi < p.Nk))) return;
     memory.v_full().wait(parity);
     const u32 zeros[4] = {};
     auto zero = [&](const auto& tile, int columns) {
         const int chunks = columns / 8;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < (BLOCK_K - first) * chunks; i += MULTIPLYING)
-            store_shared(tile.chunk(first + i / chunks, i % chunks * 16), zeros);
+        for (int i = threadIdx.x; i < BLOCK_K * chunks; i += MULTIPLYING) {
+            const int row = i / chunks;
+            if (row < first || row >= past) store_shared(tile.chunk(row, i % chunks * 16), zeros);
+        }
     };
     zero(memory.k(), HEAD_DIM);
     zero(memory.v(), VALUE_DIM);
