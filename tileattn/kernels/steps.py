@@ -33,6 +33,8 @@ _REPAIRS = (
     "returns at once"
 )
 
+_SAFE = "for heads with something not finite; mostly there are none, and it returns at once"
+
 # Marks of heads, as in src/plain.cuh.
 NON_FINITE, LARGE, FAILED = 1, 2, 4
 
@@ -200,7 +202,7 @@ def _hopper_steps(P: Problem, facts: Facts, choice: Choice, *, in_order: bool) -
 def _safely(own: Step, choice: Choice) -> Step:
     """Give the step of Hopper's kernel that does the heads with something not finite."""
     key, shared, _, _ = repairing(choice, NON_FINITE)
-    return own._replace(key=replace(key, add_dq=True), shared=shared, why=_REPAIRS)
+    return own._replace(key=replace(key, add_dq=True), shared=shared, why=_SAFE)
 
 
 def _repairing(step: Step, facts: Facts, marks: int) -> Step:

@@ -48,11 +48,13 @@ __device__ __forceinline__ void multiply(const Params& p, const Memory& memory, 
         begin_product<Element, VALUE_DIM>(dp, memory.v(), GROUP_ROWS * group,
                                           memory.dout(out_at.stage));
     };
-    // Of the tile whose products with gradients of the output are under way.
-    auto tell_gradients = [&] {
+    // Of the tile whose products with gradients of the output are under way. mend() sees the gradients
+    // at the scores before they are told.
+    auto tell_gradients = [&](auto mend) {
         end_product<0>(dp);
         find_gradients(memory.shared.deltas[out_at.stage], dp,
                        [&](int n, int e) { return s.x[0][n][e]; });
+        mend();
         keep(gradients, dp);
         memory.pairs_empty(pair_at.stage).wait(pair_at.round ^ 1);
         store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
@@ -111,7 +113,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Memory& memory, 
     // From the gradients of one tile to the probabilities of the next.
     auto go_on = [&](bool boundary) {
         Fragment<Sum, 1, DQT> dq;
-        tell_gradients();
+        tell_gradients([] {});
         begin_scores();
         begin_dk();
         end_product<1>(s);
@@ -129,7 +131,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Memory& memory, 
     };
     auto end = [&] {
         Fragment<Sum, 1, DQT> dq;
-        tell_gradients();
+        tell_gradients([] {});
         memory.v_empty().arrive();  // safe: only GEMMs read it, and the last dP is complete
         begin_dk();
         write_dv(pair_at.after());  // meanwhile
@@ -158,26 +160,13 @@ __device__ __forceinline__ void multiply(const Params& p, const Memory& memory, 
         begin_dv();
         end_product<0>(dv);
         begin_dp();  // the delta is NaN where dout was not finite
-        end_product<0>(dp);
-        find_gradients(memory.shared.deltas[out_at.stage], dp,
-                       [&](int n, int e) { return s.x[0][n][e]; });
-        attended.fill_others(dp, 0);
-        keep(gradients, dp);
-        memory.pairs_empty(pair_at.stage).wait(pair_at.round ^ 1);
-        store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
-        fence_shared();
-        memory.pairs_full(pair_at.stage).arrive();
-        // Safe: the GEMMs that read them are complete; and the deltas are consumed, for the gradients
-        // made of them are stored, with the proxy fence behind.
-        memory.out_empty(out_at.stage).arrive();
-        out_at.next();
         Fragment<Sum, 1, DQT> dq;
-        begin_product<Element>(dk, gradients, memory.q(q_at.stage));
+        tell_gradients([&] { attended.fill_others(dp, 0); });
+        begin_dk();
         begin_dq(dq, partial ? memory.clean_k() : memory.k());
         end_product<0>(dk);
         end_product<0>(dq);
-        memory.q_empty(q_at.stage).arrive();  // safe, likewise
-        q_at.next();
+        memory.q_empty(behind).arrive();  // safe as in `go_on`
         add_dq(dq);
     };
 

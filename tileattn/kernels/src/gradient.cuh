@@ -57,14 +57,9 @@ struct TileGradient {
     }
 
     // Whether some pair is not attended to, before `weights`.
-    __device__ bool hides_some() const {
+    __device__ bool hides_some() {
         bool some = false;
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) some = some || is_masked(p.x[m][n][e]);
+        p.for_each([&](Sum x, int, int, int, int, int) { some = some || is_masked(x); });
         return some;
     }
 
@@ -105,18 +100,12 @@ struct TileGradient {
     }
 
     // A power of two by which dS of this warp is divided, so that float16 has room for it; mostly 1.
-    __device__ Sum excess() const {
+    __device__ Sum excess() {
         if constexpr (!HAS_FINITE_SUMS<Element>) return 1;
         Sum largest = 0;
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const Sum size = fabs(ds.x[m][n][e]);
-                    if (is_finite(size)) largest = fmax(largest, size);
-                }
+        ds.for_each([&](Sum x, int, int, int, int, int) {
+            if (is_finite(x)) largest = fmax(largest, fabs(x));
+        });
         largest = warp_maximum(largest);
         constexpr Sum OVERFLOWS = 65520;  // the least that is rounded to infinity
         if (largest < OVERFLOWS) return 1;
