@@ -29,6 +29,10 @@ constexpr int MULTIPLY_REGISTERS = GROUPS == 2 ? 240 : 160;
 // bits have room for them, and the result does not depend on it but for rounding.
 constexpr int SLACK = 8;
 
+// Sums of large numbers may overflow for that. A safe sweep divides its weights by a power of two, which
+// makes them 1 at most, and the bits of results are those of the first sweep.
+constexpr Sum LOWERED = HAS_FINITE_SUMS<Element> ? Sum(1) : Sum(1 << SLACK);
+
 struct Maps {
     TensorMap q, k, v;
 };
@@ -164,7 +168,8 @@ __device__ inline void finish(const Params& p, const Memory& memory, const Work&
     Sum lse[2], weight[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        weight[half] = state.template finish<true>(0, half, sink, 1, Sum(p.natural), lse[half]);
+        weight[half] = state.template finish<true>(0, half, sink, SAFE ? LOWERED : Sum(1),
+                                                   Sum(p.natural), lse[half]);
 #pragma unroll
         for (int n = 0; n < VT; ++n)
 #pragma unroll
@@ -322,6 +327,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
                 any = any_of<MULTIPLYING>(BARRIER, any);
             }
             find_weights();
+            s.scale(1 / LOWERED);
             keep_weights();
             acc.scale_rows(rescale);
             begin_product<Element>(acc, weights, memory.v(v_at.stage));

@@ -164,8 +164,8 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
     Sum derivative, m, l;
     sum_of_row(head, i, m, l);
     const Sum unit = head.terms.unit(), natural = Sum(p.natural);
-    const Denominator all(l, sink_above(sink, m, natural));
-    if (lane == 0) static_cast<Sum*>(p.lse)[head.row(i)] = all.lse(m * natural, sink);
+    const Denominator all(l, sink, sink_above(sink, m, natural));
+    if (lane == 0) static_cast<Sum*>(p.lse)[head.row(i)] = all.lse(m * natural);
     Element* out = rows_of<Element>(p.out, p.out_at, head.b, head.h) + i * p.out_at.n;
     for (int d0 = 0; d0 < p.Dv; d0 += WARP) {
         const int d = d0 + lane;

@@ -13,8 +13,8 @@ __device__ inline void renormalise_row(const Head& head, int i, Sum m, Sum l) {
     const Params& p = head.p;
     const Sum natural = Sum(p.natural), sink = head.sink();
     const Sum given = static_cast<const Sum*>(p.lse)[head.row(i)];
-    const Denominator all(l, sink_above(sink, m, natural));
-    const Sum log_of_l = all.log2(), own = all.lse(m * natural, sink);
+    const Denominator all(l, sink, sink_above(sink, m, natural));
+    const Sum log_of_l = all.log2(), own = all.lse(m * natural);
     // The logsumexp may be another's, who rounds sums of D products in another way than `own`.
     const Sum roundings = 2 + 2 * Sum(sqrtf(float(p.D)));
     const Sum near = EPSILON * (roundings * fabs(m * natural) + 8 * (fabs(log_of_l) + 1));

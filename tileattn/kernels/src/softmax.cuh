@@ -82,20 +82,21 @@ __device__ inline Sum sink_above(Sum sink, Sum m, Sum natural) {
 // Every sum of a product is spelled out: sweeps of one kernel are to have the same bits.
 //
 // A softmax denominator that a sink has joined. The sink exceeds what the sum l is shifted by, or is
-// below it, by so many units of log 2.
+// below it, by so many units of log 2. Where l is 0, nothing was seen, and nothing was shifted.
 struct Denominator {
-    Sum above, rescale, total;
+    Sum sink, above, rescale, total;
 
-    __device__ Denominator(Sum l, Sum above)
-        : above(above),
+    __device__ Denominator(Sum l, Sum sink, Sum shifted)
+        : sink(sink),
+          above(l == 0 && sink > -infinity<Sum>() ? infinity<Sum>() : shifted),
           rescale(above > 0 ? exp2_of(-above) : Sum(1)),
           total(fma(l, rescale, above > 0 ? Sum(1) : exp2_of(above))) {}
 
     // Its logarithm, of base 2 and less the shift; the sum may not have room for a large sink.
     __device__ Sum log2() const { return fmax(above, Sum(0)) + log2_of(total); }
 
-    // The shift and the sink are in natural units.
-    __device__ Sum lse(Sum shift, Sum sink) const {
+    // The shift is in natural units, as the sink.
+    __device__ Sum lse(Sum shift) const {
         return fma(log2_of(total), LN_2, above > 0 ? sink : shift);
     }
 };
@@ -251,9 +252,10 @@ struct RowState {
     __device__ Sum finish(int i, int half, Sum sink, Sum gain, Sum natural, Sum& lse) {
         const Sum shift = clip_finite(m[i][half]);
         const bool in_scores = is_large(i, half);
-        const Denominator all(l[i][half], in_scores ? sink_above(sink, shift, natural)
-                                                    : fma(sink, LOG2_E, -shift));
-        lse = all.lse(shift * (in_scores ? natural : LN_2), sink);
+        const Denominator all(
+            l[i][half], sink,
+            in_scores ? sink_above(sink, shift, natural) : fma(sink, LOG2_E, -shift));
+        lse = all.lse(shift * (in_scores ? natural : LN_2));
         if (all.total == 0) return 0;
         // What is dropped of a row that has a score of infinity is not a number, too.
         if (all.total == infinity<Sum>()) return infinity<Sum>() - infinity<Sum>();
