@@ -154,12 +154,15 @@ __device__ inline void finish(const Params& p, const Memory& memory, const Work&
         if (work.large) halves = state.below(-ORDINARY - 2 * SLACK, Terms(p, work.b, work.h).unit());
     } else {
         // Zero times what is not finite is not zero; sums in parts are not one long chain. A value
-        // that is not finite spoils its column in all rows: half of them are enough.
+        // that is not finite spoils its column in all rows: half of them are enough. But a sum that
+        // overflows is one row's.
+        constexpr int LOOKED_AT = HAS_FINITE_SUMS<Element> ? 2 : 4;
         Sum spoiled[2] = {};
 #pragma unroll
         for (int n = 0; n < VT; ++n)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) spoiled[e] = fma(acc.x[0][n][e], Sum(0), spoiled[e]);
+            for (int e = 0; e < LOOKED_AT; ++e)
+                spoiled[e % 2] = fma(acc.x[0][n][e], Sum(0), spoiled[e % 2]);
         const bool good = spoiled[0] + spoiled[1] == 0 && state.all_ordinary();
         if (!__all_sync(~0u, good)) memory.leave_unfinished(0, work.turn);
     }

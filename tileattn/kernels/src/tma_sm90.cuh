@@ -175,11 +175,12 @@ __device__ inline void copy_piece(void* target, u32 source, bool wanted) {
         : "memory");
 }
 
-// Named barrier: wait for THREADS arrivals. It counts whole warps, so each comes together.
+// Named barrier: wait for THREADS arrivals. It counts whole warps, so each comes together; those of
+// different warpgroups may come to it at different places of the code.
 template <int THREADS>
 __device__ inline void sync_named(int id) {
     __syncwarp();
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+    asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
 // The same, and whether it holds for any of the threads.
@@ -189,7 +190,7 @@ __device__ inline bool any_of(int id, bool holds) {
     __syncwarp();
     asm volatile(
         "{.reg .pred holds, any; setp.ne.b32 holds, %2, 0; "
-        "barrier.cta.red.or.aligned.pred any, %1, %3, holds; selp.b32 %0, 1, 0, any;}"
+        "barrier.cta.red.or.pred any, %1, %3, holds; selp.b32 %0, 1, 0, any;}"
         : "=r"(any)
         : "r"(id), "r"(u32(holds)), "n"(THREADS)
         : "memory");
