@@ -263,7 +263,7 @@ __device__ inline bool clean_tile(const Memory& memory, int q, int out, const Sp
     no_table.template clean<WARPS_M, false>(memory.q(q), warp);
     const bool any = table.template clean<WARPS_M>(memory.dout(out), warp);
     fence_shared();
-    return any_of<MULTIPLYING>(MEETING, any);
+    return any_of<MULTIPLYING>(MEETING, memory.shared.found, any);
 }
 
 // Products become probabilities, 0 of pairs that are not attended to, and so operands. dv gets what was

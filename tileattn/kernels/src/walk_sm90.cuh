@@ -76,6 +76,7 @@ struct Shared {
     alignas(16) float shifts[Q_STAGES][BLOCK_Q];
     alignas(16) float deltas[OUT_STAGES][BLOCK_Q];
     Work work;
+    u32 found[WARPS_M];  // by each warp, of what is not finite
 };
 
 struct Memory {
