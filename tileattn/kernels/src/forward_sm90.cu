@@ -307,6 +307,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
         begin_values();
         end_product<1>(s);
         absorb(boundary);
+        hold_back(state.l[0][0] + state.l[0][1] < 0);
         end_values();
         keep_weights();
         acc.scale_rows(rescale);

@@ -68,6 +68,13 @@ __device__ inline void end_product(Fragment<float, 1, NT>& c) {
     wgmma_keep(registers_of(c));
 }
 
+// Have the next wait come behind what tells a condition, which never holds. The assembler moves waits
+// ahead of all that does not depend on products, which would then not go on meanwhile; ahead of a branch
+// it does not.
+__device__ inline void hold_back(bool never) {
+    if (__any_sync(~0u, never)) asm volatile("nanosleep.u32 1;");
+}
+
 // Write 16 rows of each warp to global memory, of which there are `rows`, and of a thread's two those
 // whose bit is set in `halves`. Two lanes that hold two columns each of two neighbouring atoms exchange
 // them, so that each has four of one: 8 bytes, and a row 32.
