@@ -68,10 +68,10 @@ __device__ __forceinline__ void multiply(const Params& p, const Memory& memory, 
         q_at.next();
     };
     auto begin_dk = [&] { begin_product<Element>(dk, gradients, memory.q(behind)); };
-    auto begin_dq = [&](Fragment<Sum, 1, DQT>& dq, const KeyTile& k) {
+    auto begin_dq = [&](Fragment<Sum, 1, DQT>& dq, bool partial) {
         memory.pairs_full(pair_at.stage).wait(pair_at.round);  // the gradients of all keys
         begin_product_of_rows<Element>(dq, memory.ds(pair_at.stage),
-                                       group / DQ_SHARES * GROUP_ROWS, k,
+                                       group / DQ_SHARES * GROUP_ROWS, keys_of(memory, partial),
                                        group % DQ_SHARES * DQ_COLUMNS);
     };
     auto add_dq = [&](const Fragment<Sum, 1, DQT>& dq) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Memory& memory, 
         // Safe: the GEMMs that read these queries are complete; their shifts were consumed by the
         // probabilities behind the gradients that `tell_gradients` has stored and fenced.
         memory.q_empty(behind).arrive();
-        begin_dq(dq, memory.k());
+        begin_dq(dq, false);
         end_product<0>(dv);
         end_product<0>(dq);
         add_dq(dq);
@@ -135,7 +135,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Memory& memory, 
         memory.v_empty().arrive();  // safe: only GEMMs read it, and the last dP is complete
         begin_dk();
         write_dv(pair_at.after());  // meanwhile
-        begin_dq(dq, memory.k());
+        begin_dq(dq, false);
         end_product<0>(dk);
         end_product<0>(dq);
         memory.q_empty(behind).arrive();  // safe as in `go_on`
@@ -163,7 +163,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Memory& memory, 
         Fragment<Sum, 1, DQT> dq;
         tell_gradients([&] { attended.fill_others(dp, 0); });
         begin_dk();
-        begin_dq(dq, partial ? memory.clean_k() : memory.k());
+        begin_dq(dq, partial);
         end_product<0>(dk);
         end_product<0>(dq);
         memory.q_empty(behind).arrive();  // safe as in `go_on`

@@ -44,10 +44,7 @@ __device__ inline void find_dq(const Memory& memory, const KeyTile& k, int stage
 // probabilities are not negative.
 constexpr Sum HIDDEN = -1;
 
-// Of a partial tile, the keys whose product with gradients is dq, and the table of its dout.
-__device__ inline KeyTile keys_of(const Memory& memory, bool partial) {
-    return partial ? memory.clean_k() : memory.k();
-}
+// The table of what is not finite in dout.
 __device__ inline SpoiledOut table_of(const Memory& memory, const Place<PAIR_STAGES>& pair) {
     return {memory.ds(pair.after().stage).address};
 }

@@ -253,6 +253,11 @@ __device__ inline void clean_keys(const Memory& memory) {
     sync_named<MULTIPLYING>(MEETING);
 }
 
+// The keys whose products with gradients are dq.
+__device__ inline KeyTile keys_of(const Memory& memory, bool partial) {
+    return REPAIRS && partial ? memory.clean_k() : memory.k();
+}
+
 // Take what is not finite out of a tile of queries and of gradients of the output, of which it goes
 // to the table; whether there was any. What TMA writes there next comes behind this fence.
 __device__ inline bool clean_tile(const Memory& memory, int q, int out, const SpoiledOut& table) {
