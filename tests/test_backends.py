@@ -278,6 +278,18 @@ def test_a_bias_of_minus_infinity_is_a_mask(runner: Runner) -> None:
     assert not grads.dbias[~seen].any()
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (7, 1), (7, 9)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=["float16", "float32"])
+def test_keys_that_only_queries_past_the_end_would_see(
+    runner: Runner, dtype: Any, shape: tuple[int, int]
+) -> None:
+    """Tiles have room for more queries than there are, which see more keys."""
+    q, k, v, dout, dlse = make((2, 4, 2, 7, 9, 16, 24), dtype)
+    options = {"causal": True, "q_offset": -4, "bias": np.full(shape, 0.125, dtype)}
+    k[:, :, 3:], v[:, :, 3:] = np.nan, np.inf
+    check(runner, AttentionCase(q, k, v, dout, dlse, options))
+
+
 @pytest.mark.parametrize("bias", [None, np.zeros((), np.float32)], ids=["", "bias"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=["float16", "float32"])
 def test_the_lse_of_rows_that_see_nothing_is_the_sink(

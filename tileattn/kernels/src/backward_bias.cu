@@ -105,8 +105,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     Row& deltas = reinterpret_cast<Row*>(memory + TILE_BYTES)[1];
     const WarpBias<false, MT, NT> bias(memory + TILE_BYTES + 2 * sizeof(Row));
 
+    const int Nq = int(p.Nq);
     const bool one_row = p.bias_Nq == 1, one_column = p.bias_Nk == 1;
-    const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
+    const int q_blocks = (Nq + BLOCK_Q - 1) / BLOCK_Q;
     const int k_blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
     const int height = one_row ? 1 : q_blocks, width = one_column ? 1 : k_blocks;
     const int turn = int(blockIdx.x % (i64(height) * width));
@@ -126,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         const int b = step.b.at, h = step.h.at, q0 = step.q0(), k0 = step.k0();
         const i64 row = (b * p.Hq + h) * p.rows + q0;
         q_tile.template load<THREADS, VECTOR>(
-            rows_of<Element>(p.q, p.q_at, b, h) + q0 * p.q_at.n, p.q_at.n, int(p.Nq) - q0,
+            rows_of<Element>(p.q, p.q_at, b, h) + q0 * p.q_at.n, p.q_at.n, Nq - q0,
             int(p.D));
         k_tile.template load<THREADS, VECTOR>(
             rows_of<Element>(p.k, p.k_at, b, step.key_head) + k0 * p.k_at.n, p.k_at.n,
@@ -140,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         const i64 row = (b * p.Hq + h) * p.rows + q0;
         dout_tile.template load<THREADS, VECTOR>(
             rows_of<Element>(p.dout, p.dout_at, b, h) + q0 * p.dout_at.n, p.dout_at.n,
-            int(p.Nq) - q0, int(p.Dv));
+            Nq - q0, int(p.Dv));
         v_tile.template load<THREADS, VECTOR>(
             rows_of<Element>(p.v, p.v_at, b, step.key_head) + k0 * p.v_at.n, p.v_at.n,
             step.length - k0, int(p.Dv));
@@ -188,7 +189,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         multiply<VALUE_DIM, VALUE_DIM / 16, false, true>(tile.ds, dout_tile, row0, v_tile, column0);
         read_rows(statistic, deltas);
         tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return statistic[m][e / 2]; });
-        tile.ds.for_each([&](Sum& x, int, int, int m, int n, int e) { sum.x[m][n][e] += x; });
+        // Queries past the end may see a key that is hidden from all others, and not finite.
+        tile.ds.for_each([&](Sum& x, int i, int, int m, int n, int e) {
+            sum.x[m][n][e] += i < Nq ? x : Sum(0);
+        });
         if (STAGES == 1) {
             __syncthreads();  // everybody is done with the values
             if (!step.done) load_keys();
@@ -198,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     BiasElement* const dbias = static_cast<BiasElement*>(p.dbias) + own_b * p.dbias_at.b +
                                own_h * p.dbias_at.h + r * BLOCK_Q * p.dbias_at.i +
                                c * BLOCK_K * p.dbias_at.j;
-    const int rows = one_row ? 1 : int(p.Nq) - r * BLOCK_Q;
+    const int rows = one_row ? 1 : Nq - r * BLOCK_Q;
     const int columns = one_column ? 1 : int(p.Nk) - c * BLOCK_K;
     auto write = [&](int i, int j, Sum x) {
         if (i < rows && j < columns)

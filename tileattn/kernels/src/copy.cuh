@@ -3,8 +3,6 @@
 
 #include "types.cuh"
 
-constexpr int WARP = 32;
-
 __device__ inline u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }

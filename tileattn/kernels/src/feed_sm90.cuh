@@ -267,8 +267,12 @@ __device__ inline bool clean_tile(const Memory& memory, int q, int out, const Sp
     const int warp = threadIdx.x / WARP;
     no_table.template clean<WARPS_M, false>(memory.q(q), warp);
     const bool any = table.template clean<WARPS_M>(memory.dout(out), warp);
+    // Each warp leaves word: the warpgroups may be at two places of the code.
+    u32* const found = memory.shared.found;
+    if (threadIdx.x % WARP == 0) found[warp] = any;
     fence_shared();
-    return any_of<MULTIPLYING>(MEETING, memory.shared.found, any);
+    sync_named<MULTIPLYING>(MEETING);
+    return __any_sync(~0u, found[threadIdx.x % WARPS_M]);
 }
 
 // Products become probabilities, 0 of pairs that are not attended to, and so operands. dv gets what was

@@ -332,7 +332,7 @@ __device__ inline void multiply(const Params& p, const Memory& memory, int group
                 sync_named<MULTIPLYING>(BARRIER);
                 any = table.clean<MULTIPLYING / WARP>(memory.v(v_at.stage), rows.warp_m);
                 fence_shared();
-                any = any_of<MULTIPLYING>(BARRIER, memory.shared.found, any);
+                any = any_of<MULTIPLYING>(BARRIER, any);
             }
             find_weights();
             s.scale(1 / LOWERED);

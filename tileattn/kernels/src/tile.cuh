@@ -4,6 +4,8 @@
 #include "copy.cuh"
 #include "mma.cuh"
 
+constexpr int WARP = 32;
+
 // The map of an Atom's C: element e of lane (g, t).
 struct Lane {
     int g, t;

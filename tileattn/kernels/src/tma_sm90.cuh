@@ -183,13 +183,18 @@ __device__ inline void sync_named(int id) {
     asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-// The same, and whether it holds in any of the warps; each leaves word, and all have met since the last
-// time. (barrier.red would want them at one place of the code.)
+// The same, and whether it holds for any of the threads, which come to it at one place of the code.
 template <int THREADS>
-__device__ inline bool any_of(int id, u32 (&found)[THREADS / WARP], bool holds) {
-    if (threadIdx.x % WARP == 0) found[threadIdx.x / WARP] = holds;
-    sync_named<THREADS>(id);
-    return __any_sync(~0u, found[threadIdx.x % (THREADS / WARP)]);
+__device__ inline bool any_of(int id, bool holds) {
+    u32 any;
+    __syncwarp();
+    asm volatile(
+        "{.reg .pred holds, any; setp.ne.b32 holds, %2, 0; "
+        "barrier.cta.red.or.aligned.pred any, %1, %3, holds; selp.b32 %0, 1, 0, any;}"
+        : "=r"(any)
+        : "r"(id), "r"(u32(holds)), "n"(THREADS)
+        : "memory");
+    return any;
 }
 
 // Registers that this warpgroup gives back, or takes from what others have given.

@@ -105,7 +105,6 @@ struct Shared {
     struct {
         u32 count, turns[TURNS / 32];
     } unfinished[2];  // in the first sweep, in the second
-    u32 found[WARPS_M];  // by each warp, of what is not finite
 };
 
 static_assert(sizeof(Shared) <= 2048, "what tiles leave of shared memory");
