@@ -56,6 +56,15 @@ def test_a_backend_that_cannot_run_says_so(capsys: pytest.CaptureFixture[str]) -
     assert reason in capsys.readouterr().err
 
 
+def test_without_a_terminal_lines_tell_of_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tileattn.__main__.PROGRESS_SECONDS", 0.0)
+    assert main(["check", "--problems", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3", "all"]
+
+
 def test_problems_are_of_every_kind() -> None:
     rng = np.random.default_rng(0)
     found = list(islice(selfcheck.cases(rng, "numpy", 1), 300))

@@ -2,12 +2,14 @@
 
 import argparse
 import importlib
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import MISSING, fields
 from importlib import metadata
@@ -42,6 +44,12 @@ BENCHMARKS = {
 
 DTYPE_NAMES = [dtype.name for dtype in DTYPES]
 
+ABOUT = """Exact attention, the FlashAttention way: tile by tile, in O(N) memory, forward and
+backward, on NumPy and CuPy arrays."""
+
+PROGRESS_SECONDS = 10.0
+"""Between two lines of progress where there is no terminal."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line.
@@ -56,21 +64,23 @@ def main(argv: list[str] | None = None) -> int:
     int
         Exit status: 0 where all is well.
     """
-    parser = argparse.ArgumentParser(prog="python -m tileattn", description=tileattn.__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser = argparse.ArgumentParser(prog="python -m tileattn", description=ABOUT)
+    parser.add_argument("--version", action="version", version=f"tileattn {tileattn.__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="command")
     info = commands.add_parser("info", help="versions, backends, threads, GPU")
     info.set_defaults(run=_info)
     check = commands.add_parser("check", help="random problems against the float64 oracle")
-    check.add_argument("--seconds", type=float, default=45.0, help="how long to go on (45)")
-    check.add_argument("--seed", type=int, default=0, help="of the random problems (0)")
+    check.add_argument("--seconds", type=_SECONDS, default=45.0, help="how long to go on (45)")
+    check.add_argument("--seed", type=_SIZE, default=0, help="of the random problems (0)")
     check.add_argument("--backend", default="numpy", choices=("numpy", "cupy"), help="(numpy)")
-    check.add_argument("--problems", type=int, help="how many, however long it takes")
+    check.add_argument("--problems", type=_COUNT, help="how many, however long it takes")
     check.set_defaults(run=_check)
     explain = commands.add_parser("explain", help="what would run for given sizes and options")
     for size, default in (("B", 1), ("Hq", 8), ("Nq", 4096), ("D", 64)):
-        explain.add_argument(f"--{size}", type=int, default=default, help=f"({default})")
+        explain.add_argument(f"--{size}", type=_SIZE, default=default, help=f"({default})")
     for size, other in (("Hkv", "Hq"), ("Nk", "Nq"), ("Dv", "D")):
-        explain.add_argument(f"--{size}", type=int, help=f"({other})")
+        explain.add_argument(f"--{size}", type=_SIZE, help=f"({other})")
     explain.add_argument("--dtype", default="float32", choices=DTYPE_NAMES)
     explain.add_argument("--backend", default="auto")
     explain.add_argument("--causal", action="store_true")
@@ -81,9 +91,9 @@ def main(argv: list[str] | None = None) -> int:
     fill = commands.add_parser("compile", help="fill the cache of CUDA kernels ahead of time")
     fill.add_argument("--arch", nargs="+", help="sm_80, sm_90a, ... (that of the GPU here)")
     fill.add_argument("--dtype", nargs="+", default=DTYPE_NAMES, choices=DTYPE_NAMES, help="(all)")
-    fill.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], help="(64 128)")
+    fill.add_argument("--head-dim", nargs="+", type=_COUNT, default=[64, 128], help="(64 128)")
     fill.add_argument("--force", action="store_true", help="compile what the cache has, too")
-    fill.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time (all cores)")
+    fill.add_argument("--jobs", type=_COUNT, default=os.cpu_count(), help="at a time (all cores)")
     fill.add_argument("--clear", action="store_true", help="only empty the cache")
     fill.set_defaults(run=_compile)
     bench = commands.add_parser("bench", help="measure, in a checkout of the repository")
@@ -91,6 +101,9 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="what the section takes; try --help")
     bench.set_defaults(run=_bench)
     arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.print_help()
+        return 0
     status: int = arguments.run(arguments)
     return status
 
@@ -99,13 +112,32 @@ def _side(text: str) -> int | None:
     return None if text == "None" else int(text)
 
 
+def _number(kind: Callable[[str], Any], least: int) -> Callable[[str], Any]:
+    """Make a type of argument: a number that is finite and not below the least."""
+    accepted = f"a{' whole' if kind is int else ''} number from {least} on"
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r}; {accepted} is accepted")
+        return value
+
+    return read
+
+
+_SIZE, _COUNT, _SECONDS = _number(int, 0), _number(int, 1), _number(float, 0)
+
+
 def _info(_: argparse.Namespace) -> int:
     rows = [
         ("tileattn", tileattn.__version__),
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         *((name, _version(name)) for name in ("numpy", "ml_dtypes", "threadpoolctl", "cupy")),
         ("processor", f"{_processor()}, {os.cpu_count()} cores"),
-        ("workers", f"{threads.worker_count()} (TILEATTN_NUM_THREADS sets another number)"),
+        ("workers", _workers()),
         *(
             ("BLAS", f"{pool['internal_api']} {pool['version']}, {pool.get('architecture', '')}")
             for pool in threadpoolctl.threadpool_info()
@@ -118,7 +150,7 @@ def _info(_: argparse.Namespace) -> int:
             (f"backend {name}", "ready" if reason is None else f"not available: {reason}")
             for name, reason in tileattn.available_backends().items()
         ),
-        ("default", os.environ.get("TILEATTN_BACKEND", "from the arrays (TILEATTN_BACKEND unset)")),
+        ("default", _default()),
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -133,42 +165,62 @@ def _check(arguments: argparse.Namespace) -> int:
     if reason is not None:
         print(f"backend {arguments.backend!r} cannot run here: {reason}", file=sys.stderr)
         return 2
+    try:
+        threads.worker_count()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     rng, problems = np.random.default_rng(arguments.seed), arguments.problems
     families = max(1, (problems or 500) // 25)
+    progress = _Progress(sys.stdout)
     start, count = time.monotonic(), 0
-    for case in selfcheck.cases(rng, arguments.backend, families):
+    for case in selfcheck.cases(rng, arguments.backend, families, progress):
         try:
             selfcheck.check(case, arguments.backend)
         except AssertionError as failure:
-            print(f"\nFAILED after {count} problems: {failure}")
+            progress.end()
+            print(f"FAILED after {count} problems: {failure}")
             return 1
         count += 1
         elapsed = time.monotonic() - start
         done = count / problems if problems else elapsed / max(arguments.seconds, 1e-9)
-        _progress(done, f"{count} problems  {case}")
+        progress(done, f"{count} problems  {case}")
         if done >= 1:
             break
-    _progress(1.0, f"{count} problems")
-    print(f"\nall {count} problems agree with the float64 oracle, forward and every gradient")
+    progress.end()
+    print(f"all {count} problems agree with the float64 oracle, forward and every gradient")
     return 0
 
 
-def _progress(done: float, text: str, stream: TextIO | None = None) -> None:
-    """Draw a bar where there is a terminal."""
-    stream = stream or sys.stdout
-    if not stream.isatty():
-        return
-    bar = "#" * int(24 * min(done, 1.0))
-    room = shutil.get_terminal_size().columns - 1
-    print("\r" + f"[{bar:24}] {text}".ljust(room)[:room], end="", flush=True, file=stream)
+class _Progress:
+    """A bar where there is a terminal, and elsewhere a line now and then."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.told = stream, time.monotonic()
+
+    def __call__(self, done: float, text: str) -> None:
+        if self.stream.isatty():
+            bar = "#" * int(24 * min(done, 1.0))
+            room = shutil.get_terminal_size().columns - 1
+            line = f"[{bar:24}] {text}".ljust(room)[:room]
+            print(f"\r{line}", end="", flush=True, file=self.stream)
+        elif time.monotonic() - self.told >= PROGRESS_SECONDS:
+            self.told = time.monotonic()
+            print(text, flush=True, file=self.stream)
+
+    def end(self) -> None:
+        if self.stream.isatty():
+            print(file=self.stream)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
     a = arguments
     dtype = next(dtype for dtype in DTYPES if dtype.name == a.dtype)
-    Hkv, Nk, Dv = a.Hkv or a.Hq, a.Nk or a.Nq, a.Dv or a.D
+    Hkv, Nk, Dv = (
+        n if own is None else own for own, n in ((a.Hkv, a.Hq), (a.Nk, a.Nq), (a.Dv, a.D))
+    )
     q, k, v = (
-        np.empty(shape, dtype)
+        np.broadcast_to(np.zeros((), dtype), shape)  # of any size, and no memory
         for shape in ((a.B, a.Hq, a.Nq, a.D), (a.B, Hkv, Nk, a.D), (a.B, Hkv, Nk, Dv))
     )
     options: dict[str, Any] = {"causal": a.causal, "softcap": a.softcap, "dropout_p": a.dropout_p}
@@ -217,17 +269,14 @@ def _compile_all(jobs: list[tuple[KernelKey, str]], workers: int, force: bool) -
         result = compiled(key, arch, force=force)
         return time.perf_counter() - start, result
 
-    pool = ThreadPoolExecutor(workers)
+    pool, progress = ThreadPoolExecutor(workers), _Progress(sys.stderr)
     try:
         waiting = {pool.submit(run, *job): job for job in jobs}
         for done, _ in enumerate(as_completed(waiting), 1):
-            _progress(done / len(jobs), f"{done} of {len(jobs)} kernels", sys.stderr)
-            if done % 10 == 0 and not sys.stderr.isatty():
-                print(f"{done} of {len(jobs)} kernels", file=sys.stderr)
+            progress(done / len(jobs), f"{done} of {len(jobs)} kernels")
     finally:
         pool.shutdown(cancel_futures=True)  # an interrupt does not wait for what has not begun
-        if sys.stderr.isatty():
-            print(file=sys.stderr)
+        progress.end()
     print(f"{'arch':10} {'seconds':>7} {'registers':>9} {'spilled':>7}  kernel")
     failures = []
     for future, job in waiting.items():
@@ -277,6 +326,23 @@ def _bench(arguments: argparse.Namespace) -> int:
         arguments.rest
     )
     return status or 0
+
+
+def _workers() -> str:
+    try:
+        return f"{threads.worker_count()} (TILEATTN_NUM_THREADS sets another number)"
+    except ValueError as error:
+        return str(error)
+
+
+def _default() -> str:
+    name = os.environ.get("TILEATTN_BACKEND")
+    if not name:
+        return "from the arrays (TILEATTN_BACKEND unset)"
+    if name in ("auto", *tileattn.available_backends()):
+        return name
+    accepted = ", ".join(("auto", *tileattn.available_backends()))
+    return f"TILEATTN_BACKEND is {name!r}, which is no backend; accepted are {accepted}"
 
 
 def _version(name: str) -> str:

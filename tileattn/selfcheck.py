@@ -146,7 +146,12 @@ class Case(NamedTuple):
         )
 
 
-def cases(rng: np.random.Generator, backend: str, families: int) -> Iterator[Case]:
+def cases(
+    rng: np.random.Generator,
+    backend: str,
+    families: int,
+    progress: Callable[[float, str], None] = lambda _, __: None,
+) -> Iterator[Case]:
     """Draw problems without end.
 
     Parameters
@@ -157,6 +162,8 @@ def cases(rng: np.random.Generator, backend: str, families: int) -> Iterator[Cas
         ``"numpy"`` or ``"cupy"``.
     families : int
         How many families the problems for CuPy are of; their kernels are compiled at once.
+    progress : callable
+        Told of the compiling: the share that is done, and a line.
 
     Yields
     ------
@@ -167,25 +174,28 @@ def cases(rng: np.random.Generator, backend: str, families: int) -> Iterator[Cas
         while True:
             yield Case.draw(rng, Family.draw(rng))
     drawn = [Family.draw(rng, widest=130) for _ in range(families)]
-    compile_all(drawn)
+    compile_all(drawn, progress)
     while True:
         yield Case.draw(rng, drawn[rng.integers(families)], longest=250)
 
 
-def compile_all(families: Iterable[Family]) -> None:
+def compile_all(families: Iterable[Family], progress: Callable[[float, str], None]) -> None:
     """Compile the CUDA kernels of some families on all cores, for the current GPU.
 
     Parameters
     ----------
     families : iterable of Family
         What is going to be checked.
+    progress : callable
+        Told the share that is done, and a line.
     """
     import cupy
 
     arch = arch_of(cupy.cuda.runtime.getDevice())
     keys = dict.fromkeys(key for family in families for key in family.keys(arch))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda key: compiled(key, arch), keys))
+        for done, _ in enumerate(pool.map(lambda key: compiled(key, arch), keys), 1):
+            progress(done / len(keys), f"{done} of {len(keys)} kernels are compiled")
 
 
 def check(case: Case, backend: str) -> None:

@@ -1,0 +1,72 @@
+"""What the command line says to arguments and surroundings that are not as they should be."""
+
+import pytest
+
+import tileattn
+from tileattn.__main__ import main
+
+WHOLE = "a whole number from {} on is accepted"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("explain --Nq -5", "--Nq: '-5'; " + WHOLE.format(0)),
+        ("explain --Hkv 2.5", "--Hkv: '2.5'; " + WHOLE.format(0)),
+        ("check --problems 0", "--problems: '0'; " + WHOLE.format(1)),
+        ("check --seconds -1", "--seconds: '-1'; a number from 0 on is accepted"),
+        ("check --seconds nan", "--seconds: 'nan'; a number from 0 on is accepted"),
+        ("check --seed -1", "--seed: '-1'; " + WHOLE.format(0)),
+        ("compile --head-dim -3", "--head-dim: '-3'; " + WHOLE.format(1)),
+        ("compile --jobs none", "--jobs: 'none'; " + WHOLE.format(1)),
+    ],
+)
+def test_numbers_out_of_range_are_refused(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(line.split())
+    assert stop.value.code == 2
+    assert f"argument {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "keys"), [("--Nq 0", 0), ("--Nq 7 --Nk 0", 0)])
+def test_a_size_of_zero_is_one(line: str, keys: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *line.split()]) == 0
+    assert f"visits    0 skipped, {keys} partial, 0 full" in capsys.readouterr().out
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"tileattn {tileattn.__version__}\n"
+
+
+def test_alone_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: python -m tileattn")
+    assert "`" not in out
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_number_of_threads_that_is_none(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TILEATTN_NUM_THREADS", "foo")
+    assert main([command]) == 2
+    assert (
+        "TILEATTN_NUM_THREADS is 'foo'; a positive integer is accepted\n" in capsys.readouterr().err
+    )
+
+
+def test_info_names_what_is_wrong_with_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TILEATTN_NUM_THREADS", "foo")
+    monkeypatch.setenv("TILEATTN_BACKEND", "bar")
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "TILEATTN_NUM_THREADS is 'foo'; a positive integer is accepted\n" in out
+    assert "TILEATTN_BACKEND is 'bar', which is no backend; accepted are auto, " in out
