@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypedDict
 import ml_dtypes
 import numpy as np
 
+from tileattn import hints
 from tileattn.arrays import refuse_masked, require_array
 from tileattn.block_mask import BlockMask
 
@@ -258,7 +259,8 @@ def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -
     """
     require_array(name, x)
     if x.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {_names(dtypes)}")
+        hint = hints.of_dtype(name, x, dtypes)
+        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {_names(dtypes)}{hint}")
 
 
 def four_axes(x: Any) -> Any:
@@ -301,6 +303,7 @@ def _sizes(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, int, int, int, int, 
     if Hq % Hkv if Hkv else Hq:
         raise ValueError(
             f"k has {Hkv} heads; a number that divides the {Hq} heads of q is accepted"
+            + hints.of_heads(q, k)
         )
     return q.ndim, (B, Hq, Hkv, Nq, Nk, D, Dv)
 
@@ -326,7 +329,7 @@ def _broadcastable(
     if x.ndim > 4 or any(n not in (1, m) for n, m in zip(x.shape, axes, strict=True)):
         raise ValueError(
             f"{name} has shape {x.shape}; a shape that broadcasts to (B, Hq, Nq, Nk) = {shape} "
-            "is accepted"
+            "is accepted" + hints.of_keys(name, x, shape)
         )
 
 
