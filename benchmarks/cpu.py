@@ -3,7 +3,7 @@
     python -m tileattn bench cpu             every cell, as a table
     python -m tileattn bench cpu --sweep     tile sizes
 
-The files are benchmarks/results/cpu.json and cpu_tiles.json.
+The files are cpu.json and cpu_tiles.json.
 
 Contestants take turns in one process, with the same number of threads; a cell is the median of its
 rounds. ``floor`` is what NumPy's own matrix products and exponentials take on tiles of that size,
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -120,7 +121,7 @@ def race(contestants: Contestants, seconds: float) -> dict[str, float]:
     return {name: median(values) for name, values in times.items()}
 
 
-def speed(seconds: float, name: str, ran: str) -> None:
+def speed(seconds: float, path: Path, ran: str) -> None:
     """Time every cell and write the ratios."""
     torch, missing = peers()
     report.show_missing(missing)
@@ -148,12 +149,11 @@ def speed(seconds: float, name: str, ran: str) -> None:
             | {"ratio_to": {name: round(ratio, 3) for name, ratio in ratios.items()}}
         )
         names = ("torch", "numpy", "floor")
-        columns = (f"{ratios.get(name, float('nan')):9.2f}" for name in names)
+        columns = (f"{report.number(ratios.get(name), '.2f'):>9}" for name in names)
         report.show(
             f"{kind:8} {H:2} {N:5} {D:4} {causal!s:6} {work / times['tileattn'] / 1e9:9.0f} "
             + " ".join(columns)
         )
-    path = report.RESULTS / f"{name}.json"
     report.write(path, machine(torch), rows, ran, missing=missing, core=core_rates())
 
 
@@ -171,7 +171,7 @@ def tile_contestants(
     return contestants
 
 
-def sweep(seconds: float, ran: str) -> None:
+def sweep(seconds: float, folder: Path, ran: str) -> None:
     """Time tile sizes against each other."""
     tiles = [(q, k) for q in (128, 192, 256, 384, 512) for k in (128, 256, 512, 1024)]
     rows = []
@@ -184,7 +184,7 @@ def sweep(seconds: float, ran: str) -> None:
             rows.append({"pass": kind, "N": N, "D": D, "causal": causal, "share_of_best": ranked})
             order = sorted(ranked, key=lambda name: -ranked[name])[:6]
             print(kind, N, D, causal, *(f"{name} {ranked[name]:.2f}" for name in order), flush=True)
-    report.write(report.RESULTS / "cpu_tiles.json", machine(None), rows, ran)
+    report.write(folder / "cpu_tiles.json", machine(None), rows, ran)
 
 
 def core_rates() -> list[dict[str, float]]:
@@ -239,14 +239,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--memory", action="store_true", help="the same as `bench memory`")
     parser.add_argument("--name", default="cpu", help="file of the speed results (cpu)")
     parser.add_argument("--seconds", type=float, default=6.0, help="time for each cell (6)")
+    report.add_target(parser)
     arguments = parser.parse_args(argv)
     ran = report.command("cpu", argv)
     if arguments.sweep:
-        sweep(arguments.seconds, ran)
+        sweep(arguments.seconds, arguments.to, ran)
     elif arguments.memory:
-        memory.main(["--device", "cpu"])
+        memory.main(["--device", "cpu", "--to", str(arguments.to)])
     else:
-        speed(arguments.seconds, arguments.name, ran)
+        speed(arguments.seconds, arguments.to / f"{arguments.name}.json", ran)
 
 
 if __name__ == "__main__":

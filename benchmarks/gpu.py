@@ -9,7 +9,7 @@
     python -m tileattn bench gpu --grid --dtype bf16 --head-dim 128 --length 2048,8192
                                  --no-causal --pass forward --peers flash,cudnn
 
-The files are benchmarks/results/gpu.json, with a chart beside it, gpu_shapes.json,
+The files are gpu.json, with a chart beside it, gpu_shapes.json,
 gpu_options.json, gpu_sparse.json, gpu_host.json and gpu_ceilings.json.
 
 Contestants run in one process on the same data. Times are those of CUDA events, the median of the
@@ -352,7 +352,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--pass", dest="passes", type=partial(_names, PASSES), default=list(PASSES))
     add("--peers", type=partial(_names, PEERS), default=list(PEERS))
     add("--name", default="gpu", help="stem of the files (gpu)")
-    add("--to", type=Path, default=report.RESULTS, help="folder of the files (benchmarks/results)")
+    report.add_target(parser)
     add("--plot", type=Path, help="file of the chart (beside the results)")
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)

@@ -3,7 +3,7 @@
     python -m tileattn bench memory                  on the GPU where there is one, else on the CPU
     python -m tileattn bench memory --device cpu --limit-seconds 60
 
-The files are benchmarks/results/memory_cpu.json and memory_gpu.json.
+The files are memory_cpu.json and memory_gpu.json.
 
 A peak holds the outputs and whatever a pass uses besides; inputs are apart. ``both`` is a forward
 pass and a backward pass after it. A size that does not fit is refused before it is allocated, and
@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import tileattn
 from benchmarks import memory_cpu, memory_gpu, report
@@ -94,7 +93,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--head-dim", type=int, default=64, help="(64)")
     add("--dtype", choices=tuple(DTYPES), help="(f32 on the CPU, fp16 on the GPU)")
     add("--length", type=int, nargs="+", default=LENGTHS, help="(512 to 262144)")
-    add("--to", type=Path, default=report.RESULTS, help="folder of the file (benchmarks/results)")
+    report.add_target(parser)
     return parser.parse_args(argv)
 
 

@@ -3,7 +3,7 @@
     python -m tileattn bench nonfinite            every configuration
     python -m tileattn bench nonfinite --quick    the reference configuration alone
 
-The file is benchmarks/results/nonfinite.json.
+The file is nonfinite.json.
 
 Each configuration is timed forward, backward, and backward in a fixed order: once as it is, then
 with one NaN or infinity in one array, with every 1000th element of one array not finite, and with a
@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -212,7 +211,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="the reference configuration alone")
-    add("--to", type=Path, default=report.RESULTS, help="folder of the file (benchmarks/results)")
+    report.add_target(parser)
     arguments = parser.parse_args(argv)
     arguments.ran = report.command("nonfinite", argv)
     return arguments

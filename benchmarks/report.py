@@ -1,5 +1,6 @@
 """What every section leaves behind: lines on the terminal and a JSON file that says its origin."""
 
+import argparse
 import json
 import os
 import platform
@@ -24,6 +25,19 @@ Row = dict[str, Any]
 def command(section: str, argv: Sequence[str]) -> str:
     """Write the command that runs a section again."""
     return shlex.join(["python", "-m", "tileattn", "bench", section, *argv])
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where a section's files go."""
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--to", type=Path, default=Path(), metavar="FOLDER", help="of the files (the current one)")
+    add(
+        "--update",
+        dest="to",
+        action="store_const",
+        const=RESULTS,
+        help="write benchmarks/results, which the documentation is made of",
+    )
 
 
 def tracked(items: Sequence[Item], label: str) -> Iterator[Item]:

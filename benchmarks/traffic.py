@@ -6,7 +6,7 @@
     python -m tileattn bench traffic --blocks gpu  time and bytes of two kernels against theirs
 
 The files are traffic.json, traffic_density.json, traffic_blocks_cpu.json and
-traffic_blocks_gpu.json in benchmarks/results.
+traffic_blocks_gpu.json.
 
 The first has 16 heads of 64 in half precision; its row of N = 1024 is the setting of the table
 beside figure 2 of FlashAttention (arXiv:2205.14135), whose figures stand beside it as they are
@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 
 import tileattn
@@ -182,7 +181,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--length", type=int, nargs="+", help="(512 to 16384)")
     add("--tile", type=int, nargs=2, default=(128, 128), help="of the model (128 128)")
     add("--seconds", type=float, default=20.0, help="for each pass of --blocks (20)")
-    add("--to", type=Path, default=report.RESULTS, help="folder of the files (benchmarks/results)")
+    report.add_target(parser)
     return parser.parse_args(argv)
 
 

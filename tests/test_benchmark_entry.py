@@ -1,5 +1,6 @@
 """The verb ``bench`` hands its arguments on, and says what is missing in one line."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -45,6 +46,23 @@ def test_a_section_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "'speed'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("section", BENCHMARKS)
+def test_every_section_asks_where_its_files_go(
+    section: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", section, "--help"])
+    assert "--to FOLDER | --update" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_folder_of_results() -> None:
+    parser = argparse.ArgumentParser()
+    report.add_target(parser)
+    assert parser.parse_args([]).to == Path()
+    assert parser.parse_args(["--update"]).to == report.RESULTS
+    assert parser.parse_args(["--to", "there"]).to == Path("there")
+
+
 def another(*path: str, file: str | None = None) -> ModuleType:
     made = ModuleType("benchmarks")
     made.__path__, made.__file__ = list(path), file
@@ -87,7 +105,7 @@ def test_the_commands_of_older_results_go_on_working(command: list[str]) -> None
 def test_the_speed_of_the_cpu_is_written_with_its_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cpu, "core_rates", lambda: [{"D": 64, "gflops": 1.0, "exp_ns": 1.0}])
     monkeypatch.setattr(cpu, "race", lambda contestants, _: dict.fromkeys(contestants, 0.5))
     monkeypatch.setattr(cpu, "_inputs", lambda shape, count: [small(shape)] * count)
