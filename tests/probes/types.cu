@@ -33,7 +33,7 @@ struct Two {
 };
 template <class T>
 __device__ void pack_all(const Two* x, u32* y, i64 count) {
-    if constexpr (IS_HALF_WIDTH<T>)
+    if constexpr (sizeof(T) == 2)
         for_each(x, y, count, [](Two two) { return pack<T>(two.low, two.high); });
 }
 extern "C" __global__ void packed(const Two* x, u32* y, i64 count) {

@@ -1,6 +1,5 @@
 """The block of parameters that every kernel takes by value: twin of ``src/params.cuh``."""
 
-import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,8 +37,6 @@ PARAMS = np.dtype(
 )
 """Every field has eight bytes, so that neither side has gaps."""
 
-_ADDRESSES = struct.Struct(f"={len(POINTERS)}Q")
-
 
 def template(values: Mapping[str, Any]) -> bytes:
     """Write everything but the addresses.
@@ -58,24 +55,3 @@ def template(values: Mapping[str, Any]) -> bytes:
     for name, value in values.items():
         block[name] = value
     return block.tobytes()
-
-
-def with_addresses(block: bytes, addresses: Mapping[str, int]) -> np.void:
-    """Fill the addresses of one call into a block.
-
-    Parameters
-    ----------
-    block : bytes
-        What ``template`` has made.
-    addresses : mapping
-        Addresses of arrays by name; absent arrays are null.
-
-    Returns
-    -------
-    numpy.void
-        A structured scalar, which a launch passes by value.
-    """
-    filled = bytearray(block)
-    _ADDRESSES.pack_into(filled, 0, *[addresses.get(name, 0) for name in POINTERS])
-    scalar: np.void = np.frombuffer(filled, PARAMS)[0]
-    return scalar

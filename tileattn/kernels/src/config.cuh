@@ -47,7 +47,7 @@ constexpr int SHARED_BYTES = KEY_SHARED;
 // Of Hopper's own backward kernels: which of the two has such heads, and how many rows and columns of
 // a tile of dq are added at a time. They lie together; then come the next columns of these rows.
 constexpr bool IS_WIDE = HEAD_DIM > 128 || VALUE_DIM > 128;
-constexpr int DQ_ROWS = 64, DQ_PIECE = 32, DQ_PIECES = HEAD_DIM / DQ_PIECE;
+constexpr int DQ_ROWS = 64, DQ_PIECE = 32;
 constexpr int ADDERS = 2;  // threads that add them
 
 // Steps of a product that are laid out one after the other. The NaN-safe pass rarely runs, and is

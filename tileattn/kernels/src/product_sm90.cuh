@@ -48,19 +48,6 @@ __device__ inline void begin_product_of_rows(Fragment<float, 1, NT>& c, const Bo
     wgmma_commit();
 }
 
-// Begin c[m, n] += sum over k of x[k, m] y[k, n], for all rows of x and y, and 64 columns of x from
-// column m0 on.
-template <class T, int R, int C, int C2, int NT>
-__device__ inline void begin_product_of_columns(Fragment<float, 1, NT>& c, const BoxTile<R, C>& x,
-                                                int m0, const BoxTile<R, C2>& y) {
-    auto& d = registers_of(c);
-    wgmma_keep(d);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < R; k += 16) wgmma(T{}, d, x.by_columns(k, m0), y.by_columns(k), true);
-    wgmma_commit();
-}
-
 // Wait until at most PENDING of the youngest products are under way; c is that of an older one.
 template <int PENDING, int NT>
 __device__ inline void end_product(Fragment<float, 1, NT>& c) {

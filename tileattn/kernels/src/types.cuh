@@ -24,10 +24,6 @@ struct SumOf<double> {
     using type = double;
 };
 
-// Numbers per 32-bit register that a fragment of this type holds.
-template <class T>
-constexpr bool IS_HALF_WIDTH = sizeof(T) == 2;
-
 // Whether sums of finite numbers, as many as there is memory for, stay finite in float.
 template <class T>
 constexpr bool HAS_FINITE_SUMS = false;
