@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="time for each cell (6)")
     report.add_target(parser)
     arguments = parser.parse_args(argv)
-    ran = report.command("cpu", argv)
+    ran = report.command("python -m tileattn bench cpu", argv)
     if arguments.sweep:
         sweep(arguments.seconds, arguments.to, ran)
     elif arguments.memory:

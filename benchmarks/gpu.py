@@ -356,7 +356,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--plot", type=Path, help="file of the chart (beside the results)")
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
-    arguments.ran = report.command("gpu", argv)
+    arguments.ran = report.command("python -m tileattn bench gpu", argv)
     return arguments
 
 

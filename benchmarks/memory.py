@@ -127,7 +127,9 @@ def main(argv: list[str] | None = None) -> None:
     finally:
         if done:
             path = arguments.to / f"memory_{device}.json"
-            report.write(path, machine, done, report.command("memory", argv))
+            report.write(
+                path, machine, done, report.command("python -m tileattn bench memory", argv)
+            )
 
 
 if __name__ == "__main__":

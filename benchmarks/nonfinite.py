@@ -213,7 +213,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--quick", action="store_true", help="the reference configuration alone")
     report.add_target(parser)
     arguments = parser.parse_args(argv)
-    arguments.ran = report.command("nonfinite", argv)
+    arguments.ran = report.command("python -m tileattn bench nonfinite", argv)
     return arguments
 
 

@@ -22,9 +22,16 @@ Item = TypeVar("Item")
 Row = dict[str, Any]
 
 
-def command(section: str, argv: Sequence[str]) -> str:
-    """Write the command that runs a section again."""
-    return shlex.join(["python", "-m", "tileattn", "bench", section, *argv])
+def command(program: str, argv: Sequence[str]) -> str:
+    """Write the command that measures the same again, without where its files went."""
+    kept, ahead = [], iter(argv)
+    for word in ahead:
+        option, _, value = word.partition("=")
+        if option not in ("--to", "--record", "--update"):
+            kept.append(word)
+        elif option != "--update" and not value:
+            next(ahead, None)
+    return shlex.join([*program.split(), *kept])
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

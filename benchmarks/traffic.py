@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
             report.show(line(row))
     finally:
         if rows:
-            ran = report.command("traffic", argv)
+            ran = report.command("python -m tileattn bench traffic", argv)
             report.write(arguments.to / f"{stem}.json", machine, rows, ran, missing=absent)
 
 

@@ -63,6 +63,20 @@ def test_the_folder_of_results() -> None:
     assert parser.parse_args(["--to", "there"]).to == Path("there")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-q --to /home/me",
+        "--to=/home/me -q",
+        "-q --update",
+        "--record /home/me/x.json -q",
+        "-q --to",
+    ],
+)
+def test_a_command_says_nothing_of_the_folder(line: str) -> None:
+    assert report.command("python -m this", line.split()) == "python -m this -q"
+
+
 def another(*path: str, file: str | None = None) -> ModuleType:
     made = ModuleType("benchmarks")
     made.__path__, made.__file__ = list(path), file

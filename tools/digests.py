@@ -4,7 +4,7 @@
     python -m tools.digests --compare before.json                 which problems differ
     python -m tools.digests --backend cupy --record before.json   on the GPU
 
-The problems have every dtype with every option, alone and in combinations, and lengths of one tile
+The problems have every dtype, every option in one of eleven combinations, and lengths of one tile
 and of several. Files of different machines, or versions of NumPy or BLAS, may differ.
 """
 
@@ -28,7 +28,7 @@ SIZES = ((2, 4, 2, 37, 71, 24, 40), (1, 2, 1, 530, 1100, 64, 64), (2, 2, 2, 75, 
 
 
 def options(rng: np.random.Generator, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Draw every option, and combinations of them."""
+    """Draw combinations in which every option comes."""
     B, Hq, _, Nq, Nk = sizes[:5]
     mask = rng.random((Nq, Nk)) < 0.7
     yield {}

@@ -370,7 +370,7 @@ def main(argv: Sequence[str]) -> int:
     if chosen.record:
         from benchmarks.gpu_device import Gpu
 
-        ran = " ".join(["python -m tools.stress_gpu", *argv])
+        ran = report.command("python -m tools.stress_gpu", argv)
         found = {
             "processes": chosen.processes,
             "differing": tally.differing,

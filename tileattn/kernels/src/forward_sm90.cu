@@ -30,7 +30,8 @@ constexpr int MULTIPLY_REGISTERS = GROUPS == 2 ? 240 : 160;
 constexpr int SLACK = 8;
 
 // Sums of large numbers may overflow for that. A safe sweep divides its weights by a power of two, which
-// makes them 1 at most, and the bits of results are those of the first sweep.
+// makes them 1 at most. That leaves results the bits of the first sweep, unless a weight below 2**-118,
+// whose quotient has fewer digits, is seen in them.
 constexpr Sum LOWERED = HAS_FINITE_SUMS<Element> ? Sum(1) : Sum(1 << SLACK);
 
 // Whether products with values go on during a warpgroup's own exponentials. Where values have 128
