@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.importorskip("latex2mathml", reason="only the docs need it: pip install tileattn[docs]")
+
 from tools.formulas import mathml, on_page_content
 
 
