@@ -5,16 +5,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tileattn import backends
+from tileattn.backends import registry
 
 
 @pytest.fixture(autouse=True)
-def registry() -> Iterator[None]:
+def restored_registry() -> Iterator[None]:
     """Take back what a test registers."""
-    before = dict(backends._loaded)
+    before = dict(registry._loaded)
     yield
-    backends._loaded.clear()
-    backends._loaded.update(before)
+    registry._loaded.clear()
+    registry._loaded.update(before)
 
 
 # --- shares of the tests, for tools/gpu_tests.py --------------------------------------------------

@@ -25,7 +25,8 @@ import threadpoolctl
 
 import tileattn
 from benchmarks import memory, report
-from tileattn.backends import numpy_backend, threads
+from tileattn.backends.numpy import backend as numpy_backend
+from tileattn.backends.numpy import threads
 
 PAUSE = 0.004  # lets the threads of the last contestant go to sleep
 

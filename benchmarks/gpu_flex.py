@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_peers import Mask, Torch
-from tileattn.block_mask import PARTIAL, SKIP, BlockMask
+from tileattn.algorithm.block_mask import PARTIAL, SKIP, BlockMask
 
 
 class Flex(Torch):

@@ -4,11 +4,11 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu_device import Call, Inputs
-from tileattn.kernels import call
-from tileattn.kernels.hopper import HOPPER, hopper_forward
-from tileattn.kernels.select import Choice, Facts, choose
-from tileattn.kernels.steps import Step, forward_step
-from tileattn.kernels.tiles import TileSize
+from tileattn.kernels.config.hopper import HOPPER, hopper_forward
+from tileattn.kernels.config.select import Choice, Facts, choose
+from tileattn.kernels.config.tiles import TileSize
+from tileattn.kernels.launch import call
+from tileattn.kernels.launch.steps import Step, forward_step
 from tileattn.problem import Problem, parse
 
 # A warp for 32 queries, or for 16 where there are no more; Hopper's own has four for 64. Stages are

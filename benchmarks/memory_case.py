@@ -9,7 +9,7 @@ from benchmarks import gpu_tiles
 from benchmarks.gpu_cells import Cell
 from benchmarks.gpu_device import DTYPES, Call, Inputs, Shapes
 from benchmarks.gpu_peers import Contestant, Mask, Plain, Stepwise, Tileattn
-from tileattn.kernels.tiles import TileSize
+from tileattn.kernels.config.tiles import TileSize
 
 CONTESTANTS = ("plain", "tileattn")
 PASSES = ("forward", "both")

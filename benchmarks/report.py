@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tileattn.backends import threads
+from tileattn.backends.numpy import threads
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
 import tileattn
-from tileattn import backends
-from tileattn.backends.numpy_backend import NumpyBackend
-from tileattn.kernels import call
-from tileattn.kernels import load as loader
-from tileattn.kernels.compile import Compiled, compiled
-from tileattn.kernels.key import KernelKey
+from tileattn.backends import registry
+from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.kernels.build import load as loader
+from tileattn.kernels.build.compile import Compiled, compiled
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.launch import call
 from tileattn.problem import parse
 
 Array = NDArray[Any]
@@ -57,7 +57,7 @@ class Runner:
 
     def why_not(self, q: Array, k: Array, v: Array, options: dict[str, Any]) -> str | None:
         """Say why the backend does not serve a problem; None if it does."""
-        return backends.get(self.name).why_not(parse(q, k, v, options)[0])
+        return registry.get(self.name).why_not(parse(q, k, v, options)[0])
 
     def forward(self, q: Array, k: Array, v: Array, **options: Any) -> tileattn.Attention:
         """Call ``tileattn.forward``."""
@@ -115,9 +115,9 @@ def backend(request: pytest.FixtureRequest) -> Runner:
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     """Every backend that can run here, and the NumPy backend with small tiles."""
     if request.param == SmallTiles.name:
-        backends.register_backend(SmallTiles())
+        registry.register_backend(SmallTiles())
     yield runner_of(request.param)
-    backends._loaded.pop(SmallTiles.name, None)
+    registry._loaded.pop(SmallTiles.name, None)
 
 
 @pytest.fixture(scope="module")
@@ -169,18 +169,18 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         call, "attribute", lambda name, device: 5 if "Processor" in name else ask(name, device)
     )
-    backends.KNOWN.clear()
+    registry.KNOWN.clear()
     yield
-    backends.KNOWN.clear()
+    registry.KNOWN.clear()
 
 
 @pytest.fixture
 def portable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make the portable kernel serve what is called."""
     monkeypatch.setattr(call, "arch_of", lambda _: "sm_90")
-    backends.KNOWN.clear()
+    registry.KNOWN.clear()
     yield
-    backends.KNOWN.clear()
+    registry.KNOWN.clear()
 
 
 @pytest.fixture

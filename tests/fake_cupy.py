@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import tileattn
-from tileattn import backends
-from tileattn.backends import cupy_backend, cupy_explain
-from tileattn.kernels import call, plan, tma
-from tileattn.kernels.hopper import HOPPER_BACKWARDS
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.params import PARAMS
+from tileattn.backends import registry
+from tileattn.backends.cupy import backend as cupy_backend
+from tileattn.backends.cupy import explain as cupy_explain
+from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.launch import call, plan, tma
+from tileattn.kernels.launch.params import PARAMS
 
 BYTES = 1 << 24
 
@@ -226,13 +227,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     driver_function = ctypes.CFUNCTYPE(number, *arguments)(made.encode)
     monkeypatch.setattr(tma, "_driver_function", lambda: driver_function)
     monkeypatch.setattr(cupy_backend, "_unavailable", lambda: None)
-    backends.KNOWN.clear()
+    registry.KNOWN.clear()
     cupy.cuda.set_allocator(made.allocate)
     try:
         yield made
     finally:
         cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
-        backends.KNOWN.clear()
+        registry.KNOWN.clear()
 
 
 def launch_together(monkeypatch: pytest.MonkeyPatch, sets: Sequence[tuple[Any, Any, Any]]) -> None:

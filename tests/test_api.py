@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 import tileattn
 from tileattn import Attention, reference
+from tileattn.algorithm import spec
 from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
 from tileattn.traffic import ALGORITHMS, KINDS, counted
@@ -123,7 +124,7 @@ def test_any_refusal_leaves_out_alone(options: dict[str, Any], error: type[Excep
 def test_a_failure_half_way_leaves_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = arrays()
     out = np.full(OUT, 9, np.float32)
-    finish = tileattn.spec.finish
+    finish = spec.finish
     calls = []
 
     def fails_at_last(*args: Any) -> Any:
@@ -132,7 +133,7 @@ def test_a_failure_half_way_leaves_out_alone(monkeypatch: pytest.MonkeyPatch) ->
             raise MemoryError
         return finish(*args)
 
-    monkeypatch.setattr("tileattn.spec.finish", fails_at_last)
+    monkeypatch.setattr(spec, "finish", fails_at_last)
     with pytest.raises(MemoryError):
         tileattn.forward(q, k, v, out=out)
     assert len(calls) == B
@@ -420,7 +421,13 @@ def test_explain_says_what_would_run() -> None:
         for algorithm in ALGORITHMS
     }
     report = str(explanation)
-    for word in ("numpy", "tileattn.spec", "8 partial", "NumPy arrays", f"{rows} x {keys}"):
+    for word in (
+        "numpy",
+        "tileattn.algorithm.spec",
+        "8 partial",
+        "NumPy arrays",
+        f"{rows} x {keys}",
+    ):
         assert word in report
     for kind, n in (("forward ", 0), ("backward", 1)):
         (line,) = (line for line in report.splitlines() if line.startswith(kind))

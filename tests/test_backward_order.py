@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tileattn import BlockMask, Gradients, spec
-from tileattn.backends import numpy_backend, threads
-from tileattn.backends.numpy_backend import NumpyBackend
-from tileattn.backends.numpy_backward import Backward
-from tileattn.blocks import Tile
+from tileattn import BlockMask, Gradients
+from tileattn.algorithm import spec
+from tileattn.algorithm.mask import Tile
+from tileattn.backends.numpy import backend as numpy_backend
+from tileattn.backends.numpy import threads
+from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.backends.numpy.backward import Backward
 from tileattn.problem import parse
 
 BLOCK = 16

@@ -14,7 +14,7 @@ import pytest
 
 import benchmarks
 from benchmarks import cpu, memory, report
-from tileattn.__main__ import BENCHMARKS, main
+from tileattn.cli import BENCHMARKS, main
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,10 +8,10 @@ import pytest
 from benchmarks import gpu_tiles
 from benchmarks.gpu_device import Inputs
 from tests import fake_cupy
-from tileattn.kernels.catalog import facts_of, problem_of
-from tileattn.kernels.hopper import HOPPER
-from tileattn.kernels.steps import forward_steps
-from tileattn.kernels.tiles import TileSize
+from tileattn.kernels.config.hopper import HOPPER
+from tileattn.kernels.config.tiles import TileSize
+from tileattn.kernels.launch.catalog import facts_of, problem_of
+from tileattn.kernels.launch.steps import forward_steps
 
 FACTS = facts_of("sm_90a")._replace(processors=132)
 PROBLEM = replace(problem_of("float16", 64), B=2, Hq=16, Hkv=16, Nq=4096, Nk=4096)

@@ -13,7 +13,7 @@ from benchmarks.gpu_device import Inputs
 from benchmarks.memory_case import Case
 from benchmarks.report import Row
 from tests.fake_gpu import Fake
-from tileattn.kernels.tiles import TileSize
+from tileattn.kernels.config.tiles import TileSize
 
 CASES = ("plain", "tileattn")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from tileattn.backends import blas, threads
-from tileattn.backends.blas import Limit, single_threaded
+from tileattn.backends.numpy import blas, threads
+from tileattn.backends.numpy.blas import Limit, single_threaded
 
 IN_NUMPY = Path(np.__file__).with_name("libblas.so")
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import tileattn
 from tileattn import BlockMask
-from tileattn.block_mask import FULL, PARTIAL, SKIP
+from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP
 
 Bools = NDArray[np.bool_]
 
@@ -96,7 +96,7 @@ def test_a_mask_of_nothing(shape: tuple[int, int, int, int]) -> None:
 
 
 def test_long_masks_are_classified_strip_by_strip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tileattn.block_mask._STRIP", 100)
+    monkeypatch.setattr("tileattn.algorithm.block_mask._STRIP", 100)
     mask = BlockMask.from_predicate(rule, SHAPE, (4, 3))
     np.testing.assert_array_equal(mask.kinds, by_blocks(dense(), (4, 3)))
 

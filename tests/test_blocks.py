@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tileattn.block_mask import FULL, PARTIAL, SKIP, BlockMask
-from tileattn.blocks import (
+from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP, BlockMask
+from tileattn.algorithm.mask import (
     Band,
     Sight,
     Tile,

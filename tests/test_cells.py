@@ -14,9 +14,9 @@ import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine, at_host
 from tileattn import BlockMask
-from tileattn.block_mask import FULL, PARTIAL, SKIP
-from tileattn.kernels import streams
-from tileattn.kernels.cells import BEYOND, host_visits, tile_kinds, visits_before
+from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP
+from tileattn.kernels.launch import streams
+from tileattn.kernels.launch.block_sparse import BEYOND, host_visits, tile_kinds, visits_before
 
 sides = st.sampled_from([1, 2, 3, 5, 8, 12])
 

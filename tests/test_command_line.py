@@ -3,7 +3,8 @@
 import pytest
 
 import tileattn
-from tileattn.__main__ import main
+from tileattn.backends.numpy import threads
+from tileattn.cli import main
 
 WHOLE = "a whole number from {} on is accepted"
 
@@ -55,6 +56,7 @@ def test_a_number_of_threads_that_is_none(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TILEATTN_NUM_THREADS", "foo")
+    threads.worker_count.cache_clear()
     assert main([command]) == 2
     assert (
         "TILEATTN_NUM_THREADS is 'foo'; a positive integer is accepted\n" in capsys.readouterr().err

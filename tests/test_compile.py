@@ -16,11 +16,11 @@ import pytest
 from tests import tiny_kernel
 from tests.tiny_kernel import HEADER, KEY, SOURCE, make
 from tileattn.errors import BackendUnavailableError, KernelCompileError
-from tileattn.kernels import cache
-from tileattn.kernels import compile as compiling
-from tileattn.kernels.compile import best_arch, compiled, resources, sources_in
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.load import load
+from tileattn.kernels.build import cache
+from tileattn.kernels.build import compile as compiling
+from tileattn.kernels.build.compile import best_arch, compiled, resources, sources_in
+from tileattn.kernels.build.load import load
+from tileattn.kernels.config.key import KernelKey
 
 ROOT = Path(__file__).parents[1]
 
@@ -291,8 +291,8 @@ def test_several_processes_compile_the_same_kernel(folder: Path) -> None:
     code = f"""
         import sys; sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
-        from tileattn.kernels.compile import compiled
-        from tileattn.kernels.key import KernelKey
+        from tileattn.kernels.build.compile import compiled
+        from tileattn.kernels.config.key import KernelKey
         made = compiled(KernelKey("tiny", "float32"), "sm_80", (Path({str(folder)!r}),))
         print(len(made.image), made.registers)
         """.replace("\n        ", "\n")

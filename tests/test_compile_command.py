@@ -7,13 +7,13 @@ from types import ModuleType
 
 import pytest
 
-import tileattn.kernels
+import tileattn.kernels.launch
 from tests import tiny_kernel
-from tileattn.__main__ import main
+from tileattn.cli import main
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels import cache
-from tileattn.kernels import compile as compiling
-from tileattn.kernels.key import KernelKey
+from tileattn.kernels.build import cache
+from tileattn.kernels.build import compile as compiling
+from tileattn.kernels.config.key import KernelKey
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +37,10 @@ def select(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def common_keys(_: str, dtypes: list[str], head_dims: list[int]) -> list[KernelKey]:
         return [KernelKey("tiny", dtype, D, D) for dtype in dtypes for D in head_dims]
 
-    stub = ModuleType("tileattn.kernels.catalog")
+    stub = ModuleType("tileattn.kernels.launch.catalog")
     stub.__dict__["common_keys"] = common_keys
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
-    monkeypatch.setattr(tileattn.kernels, "catalog", stub, raising=False)
+    monkeypatch.setattr(tileattn.kernels.launch, "catalog", stub, raising=False)
     monkeypatch.setattr(compiling.compiled, "__defaults__", ((folder,),))
 
 
@@ -88,7 +88,7 @@ def test_the_command_needs_an_arch_or_a_gpu(
     def none(_: int) -> str:
         raise BackendUnavailableError("the GPU cannot be used")
 
-    monkeypatch.setattr("tileattn.__main__.arch_of", none)
+    monkeypatch.setattr("tileattn.cli.arch_of", none)
     assert main(["compile"]) == 2
     assert "--arch sm_90a" in capsys.readouterr().err
 

@@ -13,8 +13,8 @@ import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine, launch_together
 from tileattn import api
-from tileattn.kernels import call as calls
-from tileattn.kernels.params import POINTERS
+from tileattn.kernels.launch import call as calls
+from tileattn.kernels.launch.params import POINTERS
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 37, 53, 24, 40
 
@@ -216,8 +216,8 @@ def test_nothing_that_was_refused_is_remembered(gpu: Machine) -> None:
 def test_a_backend_of_the_same_name_takes_over(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tileattn import backends
-    from tileattn.backends.cupy_backend import CupyBackend
+    from tileattn.backends import registry
+    from tileattn.backends.cupy.backend import CupyBackend
 
     class Other(CupyBackend):
         def why_not(self, problem: Any) -> str | None:  # noqa: ARG002 - the protocol's argument
@@ -225,7 +225,7 @@ def test_a_backend_of_the_same_name_takes_over(
 
     q, k, v = arrays(gpu)
     tileattn.forward(q, k, v)
-    monkeypatch.setitem(backends._loaded, "cupy", backends.get("cupy"))
+    monkeypatch.setitem(registry._loaded, "cupy", registry.get("cupy"))
     tileattn.register_backend(Other())
     with pytest.raises(tileattn.UnsupportedError, match="it never does"):
         tileattn.forward(q, k, v)

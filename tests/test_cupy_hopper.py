@@ -14,11 +14,12 @@ import pytest
 import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine, launch_together
-from tileattn.kernels import hopper, tma
-from tileattn.kernels.catalog import facts_of, problem_of
-from tileattn.kernels.hopper import HOPPER, choose_forward, hopper_bytes, hopper_tile
-from tileattn.kernels.steps import forward_steps
-from tileattn.kernels.tiles import LARGEST, TileSize
+from tileattn.kernels.config import hopper
+from tileattn.kernels.config.hopper import HOPPER, choose_forward, hopper_bytes, hopper_tile
+from tileattn.kernels.config.tiles import LARGEST, TileSize
+from tileattn.kernels.launch import tma
+from tileattn.kernels.launch.catalog import facts_of, problem_of
+from tileattn.kernels.launch.steps import forward_steps
 from tileattn.problem import Problem
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40

@@ -12,18 +12,18 @@ import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine
 from tests.test_cupy_hopper import FACTS, REFUSED, SERVED
-from tileattn.kernels import hopper
-from tileattn.kernels.catalog import problem_of
-from tileattn.kernels.hopper import (
+from tileattn.kernels.config import hopper
+from tileattn.kernels.config.hopper import (
     HOPPER_BACKWARD,
     HOPPER_FINISH,
     HOPPER_WIDE,
     choose_backward,
     walk_bytes,
 )
-from tileattn.kernels.schedule import order_of, turns
-from tileattn.kernels.steps import FAILED, LARGE, NON_FINITE, Step, backward_steps
-from tileattn.kernels.tiles import TileSize
+from tileattn.kernels.config.tiles import TileSize
+from tileattn.kernels.launch.catalog import problem_of
+from tileattn.kernels.launch.schedule import order_of, turns
+from tileattn.kernels.launch.steps import FAILED, LARGE, NON_FINITE, Step, backward_steps
 from tileattn.problem import Problem, parse
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40

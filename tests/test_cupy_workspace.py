@@ -12,7 +12,7 @@ import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine, at_host
 from tileattn import api
-from tileattn.kernels import call as calls
+from tileattn.kernels.launch import call as calls
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 TEMPORARY = ("delta", "shift", "row_max", "dq_sum", "special", "claimed", "landed")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine
-from tileattn.backends.numpy_backend import NumpyBackend
+from tileattn.backends.numpy.backend import NumpyBackend
 
 Array = NDArray[Any]
 

@@ -21,7 +21,7 @@ from tests.nonfinite import (
     masks,
 )
 from tileattn import BlockMask, reference
-from tileattn.blocks import Tile
+from tileattn.algorithm.mask import Tile
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
@@ -115,7 +115,7 @@ def test_skipped_blocks_are_not_computed(
     options = {**options, "block_mask": BlockMask(blocks, (8, 5))}
     seen = reference.visibility((1, 1, *lengths), options)[0, 0]
     in_blocks = options["block_mask"].to_dense((1, 1, *lengths))[0, 0]
-    absorb, back = tileattn.spec.absorb_tile, tileattn.spec.backward_tile
+    absorb, back = tileattn.algorithm.spec.absorb_tile, tileattn.algorithm.spec.backward_tile
     forward_tiles: list[Tile] = []
     backward_tiles: list[Tile] = []
 
@@ -127,8 +127,8 @@ def test_skipped_blocks_are_not_computed(
         backward_tiles.append(args[3])
         return back(*args)
 
-    monkeypatch.setattr("tileattn.spec.absorb_tile", absorbing)
-    monkeypatch.setattr("tileattn.spec.backward_tile", going_back)
+    monkeypatch.setattr("tileattn.algorithm.spec.absorb_tile", absorbing)
+    monkeypatch.setattr("tileattn.algorithm.spec.backward_tile", going_back)
     result = tileattn.forward(q, k, v, **options)
     tileattn.backward(dout, q, k, v, *result, **options)
     for tiles in (forward_tiles, backward_tiles):
@@ -144,14 +144,14 @@ def test_skipped_keys_and_values_are_not_loaded(monkeypatch: pytest.MonkeyPatch)
     blocks = np.ones((-(-270 // 10), 30), bool)
     blocks[:, 4:8] = False
     mask = BlockMask(blocks, (10, 10))
-    load = tileattn.lane.load
+    load = tileattn.algorithm.heads.load
     loaded: list[Array] = []
 
     def loading(x: Array, *args: Any) -> Array:
         loaded.append(x)
         return load(x, *args)
 
-    monkeypatch.setattr("tileattn.spec.load", loading)
+    monkeypatch.setattr("tileattn.algorithm.spec.load", loading)
     tileattn.forward(q, k, v, block_mask=mask)
     skipped = (k[..., 40:80, :], v[..., 40:80, :])
     assert not any(np.shares_memory(x, part) for x in loaded for part in skipped)

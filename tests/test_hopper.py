@@ -28,9 +28,10 @@ from tests.hopper import (
     sent,
     visible,
 )
-from tileattn import backends, reference
-from tileattn.kernels import call
-from tileattn.kernels.steps import forward_steps
+from tileattn import reference
+from tileattn.backends import registry
+from tileattn.kernels.launch import call
+from tileattn.kernels.launch.steps import forward_steps
 from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
 
@@ -404,13 +405,13 @@ def test_captured_in_a_graph(warm: bool) -> None:
     q, k, v = map(sent, arrays(DTYPES[1], 128, 128, 700, 700))
     wanted = bits(tileattn.forward(q, k, v, causal=True))
     if not warm:
-        backends.KNOWN.clear()  # the kernel is loaded, but the plan is made in the capture
+        registry.KNOWN.clear()  # the kernel is loaded, but the plan is made in the capture
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.Stream(non_blocking=True) as stream, cupy.cuda.using_allocator(pool.malloc):
         stream.begin_capture()
         result = tileattn.forward(q, k, v, causal=True)
         graph = stream.end_capture()
-        backends.KNOWN.clear()
+        registry.KNOWN.clear()
         for _ in range(3):
             result.out.fill(7)
             graph.launch(stream)

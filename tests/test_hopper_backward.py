@@ -14,9 +14,9 @@ from tests import hopper
 from tests.gpu import bits, host, needs_gpu, poisoned
 from tests.hopper import DTYPES, HKV, HQ, LENGTHS, OPTIONS, PARTS, B, filled, in_turn, sent
 from tileattn import Gradients, reference
-from tileattn.kernels import call
-from tileattn.kernels.hopper import HOPPER_BACKWARDS
-from tileattn.kernels.steps import backward_steps
+from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
+from tileattn.kernels.launch import call
+from tileattn.kernels.launch.steps import backward_steps
 from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
 

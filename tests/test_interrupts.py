@@ -20,7 +20,7 @@ import threadpoolctl
 
 import tileattn
 from tileattn import BlockMask
-from tileattn.backends import blas, threads
+from tileattn.backends.numpy import blas, threads
 
 ROOT = Path(__file__).parents[1]
 BLAS_THREADS = 3
@@ -173,7 +173,7 @@ PREPARE = """
 import atexit, os, threading
 import numpy as np
 import tileattn
-from tileattn.backends import blas, threads
+from tileattn.backends.numpy import blas, threads
 
 q = np.random.default_rng(0).normal(size=(1, 4, 500, 32)).astype(np.float32)
 def call():
@@ -187,7 +187,7 @@ def number():
 def test_the_child_of_a_fork_has_its_own_threads_and_blas_its_own_number() -> None:
     """Forked by one thread while another is in the middle of a call."""
     program = """
-    from tileattn import lane
+    from tileattn.algorithm import heads as lane
     before, expected = number(), call()
     entered, leave, norm = threading.Event(), threading.Event(), lane.norms
     def held_up(*arguments):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tileattn.kernels import cache
+from tileattn.kernels.build import cache
 
 INPUTS = "5a" * 32
 OTHER = "a5" * 32

@@ -17,12 +17,12 @@ import pytest
 from tests import tiny_kernel
 from tests.tiny_kernel import HEADER, KEY
 from tileattn.errors import BackendUnavailableError, KernelCompileError
-from tileattn.kernels import cache
-from tileattn.kernels import compile as compiling
-from tileattn.kernels import load as loader
-from tileattn.kernels.compile import Compiled, compiled, sources_in
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.load import load, load_all
+from tileattn.kernels.build import cache
+from tileattn.kernels.build import compile as compiling
+from tileattn.kernels.build import load as loader
+from tileattn.kernels.build.compile import Compiled, compiled, sources_in
+from tileattn.kernels.build.load import load, load_all
+from tileattn.kernels.config.key import KernelKey
 
 
 @pytest.fixture(autouse=True)

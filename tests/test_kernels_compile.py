@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from tileattn.errors import BackendUnavailableError, KernelCompileError
-from tileattn.kernels import catalog
-from tileattn.kernels.compile import compiled, nvrtc_version
-from tileattn.kernels.hopper import (
+from tileattn.kernels.build.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.config.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
     HOPPER_BACKWARDS,
     HOPPER_FINISH,
     HOPPER_WIDE,
 )
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.select import TILED
-from tileattn.kernels.tiles import ROOMS
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.select import TILED
+from tileattn.kernels.config.tiles import ROOMS
+from tileattn.kernels.launch import catalog
 from tileattn.problem import DTYPES
 
 Case = tuple[str, KernelKey]
@@ -84,7 +84,7 @@ def test_a_kernel_that_lays_out_other_memory_than_a_launch_brings(kernel: str) -
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_source(arch: str) -> None:
-    sources = {source.stem for source in Path(catalog.__file__).parent.glob("src/*.cu")}
+    sources = {source.stem for source in SOURCES.glob("*.cu")}
     others = set() if arch == "sm_90a" else {HOPPER, *HOPPER_BACKWARDS, HOPPER_FINISH}
     assert {key.kernel for a, key in CASES if a == arch} == sources - others
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine, at_host
-from tileattn.backends.lent import ensure_writable
+from tileattn.backends.buffers import ensure_writable
 
 Array = NDArray[Any]
 

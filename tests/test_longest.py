@@ -8,8 +8,8 @@ import pytest
 
 import tileattn
 from tests import fake_cupy
-from tileattn.backends.cupy_backend import LONGEST, CupyBackend
-from tileattn.kernels.compile import SOURCES
+from tileattn.backends.cupy.backend import LONGEST, CupyBackend
+from tileattn.kernels.build.compile import SOURCES
 from tileattn.problem import parse
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tileattn import reference
-from tileattn.philox import dropout_mask, keep_tile, philox4x32
+from tileattn.algorithm.philox import dropout_mask, keep_tile, philox4x32
 
 ONES = 0xFFFFFFFF
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests import test_blocks_picture, test_density_picture
-from tileattn.block_mask import FULL, PARTIAL, SKIP
-from tileattn.blocks import Tile
+from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP
+from tileattn.algorithm.mask import Tile
 from tools import drawing, memory_picture, pictures, schedule_picture
 
 CASES = ("plain", "tileattn")

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from tests.probes import keys
 from tests.probes.bounds import sums_of
 from tests.probes.harness import Probe, device, params, strides_of
-from tileattn import philox
-from tileattn.block_mask import FULL, PARTIAL, SKIP, BlockMask
-from tileattn.blocks import Band, Sight, Tile, cut, schedule
-from tileattn.kernels.cells import host_cells
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.params import PARAMS
-from tileattn.kernels.schedule import turns
+from tileattn.algorithm import philox
+from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP, BlockMask
+from tileattn.algorithm.mask import Band, Sight, Tile, cut, schedule
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.launch.block_sparse import host_cells
+from tileattn.kernels.launch.params import PARAMS
+from tileattn.kernels.launch.schedule import turns
 
 Array = NDArray[Any]
 Pair = tuple[int, int]

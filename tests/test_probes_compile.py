@@ -9,9 +9,9 @@ import pytest
 from tests.probes import keys
 from tests.probes.harness import compile_probe
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels.compile import SOURCES, compiled, nvrtc_version
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.params import PARAMS
+from tileattn.kernels.build.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.launch.params import PARAMS
 
 
 @pytest.fixture(autouse=True)

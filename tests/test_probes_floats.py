@@ -21,11 +21,11 @@ from tests.probes.bounds import (
     unit_of,
 )
 from tests.probes.harness import Probe, device, params, strides_of
-from tileattn.block_mask import FULL
-from tileattn.blocks import Tile
-from tileattn.kernels.key import KernelKey
-from tileattn.scores import Terms
-from tileattn.state import RowState
+from tileattn.algorithm.block_mask import FULL
+from tileattn.algorithm.mask import Tile
+from tileattn.algorithm.scores import Terms
+from tileattn.algorithm.softmax import RowState
+from tileattn.kernels.config.key import KernelKey
 
 Array = NDArray[Any]
 

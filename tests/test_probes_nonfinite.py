@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tests.probes import keys
 from tests.probes.bounds import assert_same_bits, dtype_of, sums_of
 from tests.probes.harness import Probe, device
-from tileattn.kernels.key import KernelKey
+from tileattn.kernels.config.key import KernelKey
 
 Array = NDArray[Any]
 

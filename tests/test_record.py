@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tileattn
-from tileattn import BlockMask, spec
-from tileattn.backends import threads
-from tileattn.backends.numpy_backend import NumpyBackend
-from tileattn.lane import lanes
+from tileattn import BlockMask
+from tileattn.algorithm import spec
+from tileattn.algorithm.heads import lanes
+from tileattn.algorithm.softmax import Array, Scratch
+from tileattn.backends.numpy import threads
+from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.problem import Operands, Problem, parse
-from tileattn.state import Array, Scratch
 from tileattn.testing import AttentionCase, problems
 from tileattn.traffic import Traffic, counted, modelled, recorded
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tileattn import BlockMask, reference
-from tileattn.philox import dropout_mask
+from tileattn.algorithm.philox import dropout_mask
 
 Array = NDArray[Any]
 

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 
 import tileattn
-from tileattn import BackendUnavailableError, UnsupportedError, backends
-from tileattn.backends.numpy_backend import NumpyBackend
+from tileattn import BackendUnavailableError, UnsupportedError
+from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.problem import Problem
 
 Q = np.ones((2, 4, 7, 3), np.float32)
@@ -38,15 +37,6 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeArray:
     module.ndarray = FakeArray  # type: ignore[attr-defined]  # a module made up here
     monkeypatch.setitem(sys.modules, "cupy", module)
     return FakeArray()
-
-
-@pytest.fixture
-def registry() -> Iterator[None]:
-    """Forget afterwards what a test registers."""
-    before = dict(backends._loaded)
-    yield
-    backends._loaded.clear()
-    backends._loaded.update(before)
 
 
 def refused(error: type[Exception], message: str, *arrays: Any, **options: Any) -> None:
@@ -170,7 +160,6 @@ class Picky(NumpyBackend):
         return "it has no dropout" if problem.dropout_p else None
 
 
-@pytest.mark.usefixtures("registry")
 def test_a_registered_backend_is_used_when_it_is_named() -> None:
     tileattn.register_backend(Picky())
     assert tileattn.available_backends()["picky"] is None
@@ -178,7 +167,6 @@ def test_a_registered_backend_is_used_when_it_is_named() -> None:
     assert tileattn.explain(Q, K, K).backend == "numpy"
 
 
-@pytest.mark.usefixtures("registry")
 def test_unsupported_names_a_backend_that_serves() -> None:
     tileattn.register_backend(Picky())
     message = "backend 'picky' does not serve this: it has no dropout; use backend='numpy'"
@@ -189,7 +177,6 @@ def test_unsupported_names_a_backend_that_serves() -> None:
     assert np.all(out == 9)
 
 
-@pytest.mark.usefixtures("registry")
 def test_unsupported_where_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NumpyBackend, "why_not", lambda *_: "today is Sunday")
     message = "backend 'numpy' does not serve this: today is Sunday; no registered backend does"
@@ -202,7 +189,6 @@ def named(name: Any) -> NumpyBackend:
     return backend
 
 
-@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(
     ("backend", "error", "message"),
     [

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels.compile import SOURCES, compiled, nvrtc_version
-from tileattn.kernels.key import KernelKey
+from tileattn.kernels.build.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.config.key import KernelKey
 from tools.check_sass import ARCH, findings, keys
 from tools.sass import Instruction, Section, disassembled, nvdisasm, parsed
 

@@ -17,15 +17,16 @@ from numpy.typing import NDArray
 import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine
-from tileattn import BlockMask, backends
-from tileattn.block_mask import FULL, SKIP
-from tileattn.blocks import Band, cut
-from tileattn.kernels import streams
-from tileattn.kernels.catalog import facts_of, problem_of
-from tileattn.kernels.cells import tile_kinds
-from tileattn.kernels.hopper import HOPPER
-from tileattn.kernels.schedule import START, TILE, Order, deal, order_of, parts_of, turns
-from tileattn.kernels.steps import Step, backward_steps, forward_steps
+from tileattn import BlockMask
+from tileattn.algorithm.block_mask import FULL, SKIP
+from tileattn.algorithm.mask import Band, cut
+from tileattn.backends import registry
+from tileattn.kernels.config.hopper import HOPPER
+from tileattn.kernels.launch import streams
+from tileattn.kernels.launch.block_sparse import tile_kinds
+from tileattn.kernels.launch.catalog import facts_of, problem_of
+from tileattn.kernels.launch.schedule import START, TILE, Order, deal, order_of, parts_of, turns
+from tileattn.kernels.launch.steps import Step, backward_steps, forward_steps
 from tileattn.problem import Operands, Problem
 
 FACTS = facts_of("sm_90a")._replace(processors=132)
@@ -412,7 +413,7 @@ def test_equal_blocks_are_remembered_from_a_capture(gpu: Machine) -> None:
     given = arrays(gpu)
     gpu.capturing = True
     tileattn.forward(*given)
-    (known,) = backends.KNOWN.values()
+    (known,) = registry.KNOWN.values()
     assert "repeat" in known.memo
 
 
@@ -427,6 +428,6 @@ def test_a_graph_and_another_stream_keep_the_table(
         tileattn.forward(*given, causal=True)
         gpu.capturing, gpu.stream = captured, stream
     table = weakref.ref(gpu.uploads.pop())
-    backends.KNOWN.clear()
+    registry.KNOWN.clear()
     gc.collect()
     assert (table() is not None) == (captured or stream > 0)

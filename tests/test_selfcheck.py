@@ -11,10 +11,10 @@ import tileattn
 from tests import fake_cupy, sanitize
 from tests.fake_cupy import Machine
 from tileattn import selfcheck
-from tileattn.__main__ import main
-from tileattn.backends.numpy_backend import NumpyBackend
-from tileattn.kernels.hopper import HOPPER
-from tileattn.kernels.tiles import candidates
+from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.cli import main
+from tileattn.kernels.config.hopper import HOPPER
+from tileattn.kernels.config.tiles import candidates
 from tileattn.results import Attention, Gradients
 from tileattn.selfcheck import Case, Family
 
@@ -59,7 +59,7 @@ def test_a_backend_that_cannot_run_says_so(capsys: pytest.CaptureFixture[str]) -
 def test_without_a_terminal_lines_tell_of_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tileattn.__main__.PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("tileattn.cli.PROGRESS_SECONDS", 0.0)
     assert main(["check", "--problems", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["1", "2", "3", "all"]

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tileattn import Attention, Gradients, reference, spec
-from tileattn.blocks import schedule, sizes_for_memory
-from tileattn.lane import Lane, lanes, load
+from tileattn import Attention, Gradients, reference
+from tileattn.algorithm import spec
+from tileattn.algorithm.heads import Lane, lanes, load
+from tileattn.algorithm.mask import schedule, sizes_for_memory
+from tileattn.algorithm.softmax import RowState, Scratch
 from tileattn.problem import parse
-from tileattn.state import RowState, Scratch
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound, problems
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")

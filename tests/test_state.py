@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tileattn.seen import Seen
-from tileattn.state import RowState, Scratch, weigh
+from tileattn.algorithm.softmax import RowState, Scratch, weigh
+from tileattn.algorithm.tile_mask import Seen
 
 Array = NDArray[Any]
 

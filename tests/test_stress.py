@@ -12,8 +12,8 @@ import pytest
 import tileattn
 from tests.gpu import needs_gpu
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels import compile as compiler
-from tileattn.kernels.tiles import ROOMS
+from tileattn.kernels.build import compile as compiler
+from tileattn.kernels.config.tiles import ROOMS
 from tools import stress_gpu
 from tools.check_sass import keys
 from tools.stress_gpu import LENGTHS, NAMES, VARIANTS, Case, Report, Tally, cases, run

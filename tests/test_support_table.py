@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tileattn.backends.numpy_backend import NumpyBackend
+from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.problem import Options, Problem
 from tools import support_table
 from tools.support_table import BEGIN, END, representative, table, updated

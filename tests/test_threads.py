@@ -11,8 +11,8 @@ import pytest
 import threadpoolctl
 
 import tileattn
-from tileattn.backends import threads
-from tileattn.backends.threads import Turns, run
+from tileattn.backends.numpy import threads
+from tileattn.backends.numpy.threads import Turns, run
 
 
 @pytest.fixture(params=[1, 2, 3, 5])
@@ -103,7 +103,7 @@ def test_an_error_in_one_tile_does_not_hang(monkeypatch: pytest.MonkeyPatch, at:
     """The tasks of a backward pass wait for each other; the error of the one that fails shows."""
     q, k, v, dout = np.random.default_rng(0).normal(size=(4, 1, 2, 1100, 48))
     out, lse = tileattn.forward(q, k, v)
-    tile_of = tileattn.spec.backward_tile
+    tile_of = tileattn.algorithm.spec.backward_tile
     lock, calls = threading.Lock(), []
 
     def fails(*args: Any) -> Any:
@@ -114,11 +114,11 @@ def test_an_error_in_one_tile_does_not_hang(monkeypatch: pytest.MonkeyPatch, at:
             raise MemoryError(at)
         return tile_of(*args)
 
-    monkeypatch.setattr("tileattn.spec.backward_tile", fails)
+    monkeypatch.setattr("tileattn.algorithm.spec.backward_tile", fails)
     result = within(30, lambda: tileattn.backward(dout, q, k, v, out, lse))
     assert isinstance(result, MemoryError)
     assert result.args == (at,)
-    monkeypatch.setattr("tileattn.spec.backward_tile", tile_of)
+    monkeypatch.setattr("tileattn.algorithm.spec.backward_tile", tile_of)
     assert np.isfinite(tileattn.backward(dout, q, k, v, out, lse).dq).all()
 
 

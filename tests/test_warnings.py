@@ -26,7 +26,9 @@ def run_in(module: str, code: str) -> None:
 
 
 @pytest.mark.parametrize("code", RAISES.values(), ids=RAISES.keys())
-@pytest.mark.parametrize("module", ["tileattn.state", "tests.test_state", "benchmarks.cpu"])
+@pytest.mark.parametrize(
+    "module", ["tileattn.algorithm.mask", "tests.test_state", "benchmarks.cpu"]
+)
 def test_a_warning_of_the_project_is_an_error(module: str, code: str) -> None:
     with pytest.raises(Warning, match=r"beware|divide|empty"):
         run_in(module, code)
@@ -36,7 +38,7 @@ def test_numpy_that_warns_within_a_call_is_an_error(monkeypatch: pytest.MonkeyPa
     def warns(*_: Any, **__: Any) -> None:
         np.zeros(0).mean()
 
-    monkeypatch.setattr("tileattn.spec.finish", warns)
+    monkeypatch.setattr("tileattn.algorithm.spec.finish", warns)
     x = np.ones((3, 2))
     with pytest.raises(RuntimeWarning, match="empty"):
         tileattn.forward(x, x, x)

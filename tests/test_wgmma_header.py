@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels.compile import SOURCES, compiled, nvrtc_version
-from tileattn.kernels.key import KernelKey
+from tileattn.kernels.build.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.config.key import KernelKey
 from tools import wgmma_header
 
 COLUMNS = (32, 64, 80, 96, 112, 128, 160, 176, 192, 256)

@@ -1,7 +1,6 @@
 """``backward(workspace=)``: what is refused, on the CPU; and what a GPU does with it."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -11,8 +10,8 @@ from numpy.typing import NDArray
 
 import tileattn
 from tests.gpu import bits, hold, needs_gpu, random_arrays
-from tileattn import Gradients, backends
-from tileattn.backends.numpy_backend import NumpyBackend
+from tileattn import Gradients
+from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.backends.protocol import Backend
 
 Array = NDArray[Any]
@@ -139,14 +138,6 @@ class TakesNone(NumpyBackend):
         return super().backward(problem, operands, dout, attention, dlse, fixed)
 
 
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backends, "_loaded", dict(backends._loaded))
-    yield
-    backends.KNOWN.clear()
-
-
-@pytest.mark.usefixtures("registry")
 def test_a_backend_gets_it_only_where_a_caller_passes_one() -> None:
     backend, workspace = Takes(), np.empty(0, np.uint8)
     assert isinstance(backend, Backend)
@@ -156,7 +147,6 @@ def test_a_backend_gets_it_only_where_a_caller_passes_one() -> None:
     assert backend.given == [{}, {"workspace": workspace}]
 
 
-@pytest.mark.usefixtures("registry")
 def test_a_backend_that_takes_none_says_so() -> None:
     tileattn.register_backend(TakesNone())
     assert tileattn.backward(**inputs(), backend="takesnone").dbias is None

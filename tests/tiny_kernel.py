@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels.compile import Compiled, compiled, nvrtc_version, sources_in
-from tileattn.kernels.key import KernelKey
+from tileattn.kernels.build.compile import Compiled, compiled, nvrtc_version, sources_in
+from tileattn.kernels.config.key import KernelKey
 
 HEADER = "inline float twice(float x) { return 2 * x; }\n"
 SOURCE = """

@@ -1,19 +1,19 @@
 """Exact attention, the FlashAttention way: block by block, in O(N) memory, without a framework.
 
 ``forward`` and ``backward`` take NumPy arrays; every mask and bias has its gradient, and the same
-call gives the same bits. The algorithm is written once, readably, in ``tileattn.spec``.
+call gives the same bits. The algorithm is written once, readably, in ``tileattn.algorithm.spec``.
 """
 
 import importlib
 import types
 import typing
 
+from tileattn.algorithm.block_mask import BlockMask
+from tileattn.algorithm.philox import dropout_mask
 from tileattn.api import backward, explain, forward, merge
-from tileattn.backends import available_backends, register_backend
-from tileattn.block_mask import BlockMask
+from tileattn.backends.registry import available_backends, register_backend
 from tileattn.differentiation import vjp
 from tileattn.errors import BackendUnavailableError, UnsupportedError
-from tileattn.philox import dropout_mask
 from tileattn.results import Attention, Gradients
 
 if typing.TYPE_CHECKING:

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from tileattn import backends
-from tileattn.backends.lent import ensure_workspace, ensure_writable
+from tileattn.algorithm.softmax import RowState
+from tileattn.backends import registry
+from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Backend, Explanation
-from tileattn.memo import signature
+from tileattn.dispatch import signature
 from tileattn.problem import (
     Operands,
     Options,
@@ -20,7 +21,6 @@ from tileattn.problem import (
     parse,
 )
 from tileattn.results import Attention, Gradients
-from tileattn.state import RowState
 
 
 def forward(
@@ -127,7 +127,7 @@ def forward(
     True
     """
     arrays = (q, k, v) if out is None else (q, k, v, out)
-    known = backends.KNOWN.get(signature(arrays, backend, options))
+    known = registry.KNOWN.get(signature(arrays, backend, options))
     repeat = None if known is None else known.memo.get("repeat")
     if repeat is not None:
         again: Attention | None = repeat(q, k, v, out)
@@ -234,7 +234,7 @@ def backward(
     ((5, 8), True)
     """
     given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    known = backends.KNOWN.get(signature((q, k, v, *given.values()), backend, options))
+    known = registry.KNOWN.get(signature((q, k, v, *given.values()), backend, options))
     chosen, problem, operands = _prepare(known, q, k, v, backend, options, given)
     if not isinstance(deterministic, bool | np.bool_):
         raise TypeError(
@@ -390,9 +390,9 @@ def _prepare(
         return known.backend, known.problem, _operands(known, q, k, v, options)
     arrays = {"q": q, "k": k, "v": v, **others}
     arrays |= {name: options.get(name) for name in ("bias", "mask", "alibi_slopes", "sinks")}
-    chosen = backends.choose(backend, arrays)
+    chosen = registry.choose(backend, arrays)
     problem, operands = parse(q, k, v, options)
-    backends.ensure_served(chosen, problem)
+    registry.ensure_served(chosen, problem)
     for name, x in others.items():
         if x is not None or name != "dlse":
             of_rows = name in {"lse", "dlse"}
@@ -404,7 +404,7 @@ def _prepare(
             x if isinstance(x, np.ndarray) else None
             for x in (operands.kv_lengths, operands.q_offset)
         )
-        backends.KNOWN.keep(key, _Known(chosen, problem, lengths, offset, operands.memo))
+        registry.KNOWN.keep(key, _Known(chosen, problem, lengths, offset, operands.memo))
     return chosen, problem, operands
 
 

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from tileattn import hints
+from tileattn.algorithm.block_mask import BlockMask
 from tileattn.arrays import refuse_masked, require_array
-from tileattn.block_mask import BlockMask
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))

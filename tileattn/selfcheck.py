@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tileattn import backends, reference
-from tileattn.backends.numpy_backend import NumpyBackend
-from tileattn.block_mask import BlockMask
-from tileattn.kernels import catalog
-from tileattn.kernels.call import WIDEST
-from tileattn.kernels.compile import compiled
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.load import arch_of
-from tileattn.kernels.steps import backward_steps, forward_steps
+from tileattn import reference
+from tileattn.algorithm.block_mask import BlockMask
+from tileattn.backends import registry
+from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.kernels.build.compile import compiled
+from tileattn.kernels.build.load import arch_of
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.launch import catalog
+from tileattn.kernels.launch.call import WIDEST
+from tileattn.kernels.launch.steps import backward_steps, forward_steps
 from tileattn.problem import parse
 from tileattn.results import Attention, Gradients
 from tileattn.testing import assert_attention_close, error_bound
@@ -231,7 +232,7 @@ def _run(case: Case, backend: str) -> tuple[Attention, Gradients]:
     else:
         import cupy
 
-        engine = backends.get(backend)
+        engine = registry.get(backend)
         arrays = [cupy.asarray(x) for x in case.arrays]
         options = {
             name: cupy.asarray(x) if isinstance(x, np.ndarray) else x

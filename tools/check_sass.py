@@ -18,12 +18,12 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from tileattn.kernels import catalog
-from tileattn.kernels.compile import SOURCES, compiled, sources_in
-from tileattn.kernels.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, HOPPER_WIDE
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.steps import backward_steps, forward_steps
-from tileattn.kernels.tiles import ROOMS
+from tileattn.kernels.build.compile import SOURCES, compiled, sources_in
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, HOPPER_WIDE
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.tiles import ROOMS
+from tileattn.kernels.launch import catalog
+from tileattn.kernels.launch.steps import backward_steps, forward_steps
 from tools.sass import Instruction, disassembled, nvdisasm, parsed
 
 ARCH = "sm_90a"

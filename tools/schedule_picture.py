@@ -1,11 +1,11 @@
-"""The tiles of a causal and of a block-sparse schedule, as ``tileattn.blocks`` yields them."""
+"""The tiles of a causal and of a block-sparse schedule, from ``tileattn.algorithm.mask``."""
 
 from pathlib import Path
 from typing import Any
 
 from tileattn import BlockMask
-from tileattn.block_mask import FULL, PARTIAL, SKIP
-from tileattn.blocks import Band, Sight, schedule
+from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP
+from tileattn.algorithm.mask import Band, Sight, schedule
 from tools.drawing import Picture, Theme
 
 N, BLOCK = 512, 64
@@ -52,7 +52,7 @@ def picture(results: Path) -> Picture:  # noqa: ARG001  # nothing here is measur
         "show one row of tiles visited from left to right and one column from the top down.",
         caption="Solid frame: the visits of one query block, the inner loop of FlashAttention-2. "
         "Dashed frame: those of one key block, the inner loop of FlashAttention. The tiles are "
-        "those that `tileattn.blocks.schedule` yields.",
+        "those that `tileattn.algorithm.mask.schedule` yields.",
     )
 
 

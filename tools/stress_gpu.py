@@ -32,11 +32,12 @@ import numpy as np
 import tileattn
 from benchmarks import report
 from tileattn import reference
-from tileattn.kernels import catalog, compile
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.load import arch_of
-from tileattn.kernels.steps import backward_steps, forward_steps
-from tileattn.kernels.tiles import ROOMS
+from tileattn.kernels.build import compile
+from tileattn.kernels.build.load import arch_of
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.tiles import ROOMS
+from tileattn.kernels.launch import catalog
+from tileattn.kernels.launch.steps import backward_steps, forward_steps
 from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tileattn import BlockMask, backends
+from tileattn import BlockMask
+from tileattn.backends import registry
 from tileattn.backends.protocol import Backend
 from tileattn.problem import Problem, parse
 from tools import pages
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     """Check or write the page; the exit status is 1 where a check finds it stale."""
 
     def update(page: str) -> str:
-        return updated(page, table(map(backends.get, backends.names()), representative()))
+        return updated(page, table(map(registry.get, registry.names()), representative()))
 
     return pages.main(argv, __doc__, PAGE, update)
 

@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels.compile import SOURCES, Compiled, compiled
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.load import arch_of
-from tileattn.kernels.params import PARAMS, template
+from tileattn.kernels.build.compile import SOURCES, Compiled, compiled
+from tileattn.kernels.build.load import arch_of
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.launch.params import PARAMS, template
 
 PROBES = Path(__file__).parent
 

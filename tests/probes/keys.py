@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from tileattn.kernels.hopper import hopper_bytes, walk_bytes
-from tileattn.kernels.key import KernelKey
-from tileattn.kernels.tiles import TileSize
+from tileattn.kernels.config.hopper import hopper_bytes, walk_bytes
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.tiles import TileSize
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

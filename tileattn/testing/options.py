@@ -77,7 +77,7 @@ def _mask(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -
 def _block_mask(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
     from hypothesis import strategies as st
 
-    from tileattn.block_mask import BlockMask
+    from tileattn.algorithm.block_mask import BlockMask
 
     B, Hq, Nq, Nk = shape
     size = draw(st.sampled_from([(16, 8), (7, 5), (32, 32), (128, 128)]))

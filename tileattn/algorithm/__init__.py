@@ -1,0 +1,1 @@
+"""The algorithm, written once: masks, scores, online softmax, and the loops over tiles."""

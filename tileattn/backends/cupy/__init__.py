@@ -1,0 +1,1 @@
+"""CuPy arrays: CUDA kernels on CuPy's current stream."""

@@ -1,0 +1,1 @@
+"""NumPy arrays: the specification, on threads."""

@@ -1,0 +1,221 @@
+"""The registry of backends: explicit, ordered and lazy."""
+
+import importlib
+import os
+from typing import Any
+
+import numpy as np
+
+from tileattn.backends.protocol import Backend
+from tileattn.dispatch import Memo
+from tileattn.errors import BackendUnavailableError, UnsupportedError
+from tileattn.problem import Problem
+
+_BUILT_IN = {
+    "numpy": "tileattn.backends.numpy.backend:NumpyBackend",
+    "cupy": "tileattn.backends.cupy.backend:CupyBackend",
+}
+_loaded: dict[str, Backend] = {}
+
+KNOWN = Memo()
+"""What the validation of calls has found, by their signature; a new backend may change it."""
+
+
+def names() -> list[str]:
+    """Names of all backends, the built-in ones first."""
+    return [*_BUILT_IN, *(name for name in _loaded if name not in _BUILT_IN)]
+
+
+def get(name: str) -> Backend:
+    """Return a backend by name, loading it where it is not loaded yet.
+
+    Parameters
+    ----------
+    name : str
+        A registered name.
+
+    Returns
+    -------
+    Backend
+        The backend, which may still be unavailable on this machine.
+
+    Raises
+    ------
+    ValueError
+        Where no backend has this name.
+    """
+    if name not in _loaded:
+        if name not in _BUILT_IN:
+            raise ValueError(f"backend is {name!r}; accepted are {', '.join(['auto', *names()])}")
+        module, attribute = _BUILT_IN[name].split(":")
+        _loaded[name] = getattr(importlib.import_module(module), attribute)()
+    return _loaded[name]
+
+
+def register_backend(backend: Backend) -> None:
+    """Make a backend known by its name; a later one of the same name replaces an earlier one.
+
+    Parameters
+    ----------
+    backend : Backend
+        An object with the members of ``tileattn.backends.protocol.Backend``.
+
+    Raises
+    ------
+    TypeError
+        Where a member is missing.
+    ValueError
+        Where the name is ``"auto"`` or not a lower-case word.
+
+    Examples
+    --------
+    >>> import tileattn
+    >>> from tileattn.backends.numpy.backend import NumpyBackend
+    >>> class Mine(NumpyBackend):
+    ...     name = "mine"
+    >>> tileattn.register_backend(Mine())
+    >>> "mine" in tileattn.available_backends()
+    True
+    """
+    if isinstance(backend, type):
+        raise TypeError(f"backend is the class {backend.__name__}; an instance is accepted")
+    if not isinstance(backend, Backend):
+        members = [m for m in dir(Backend) if not m.startswith("_")] + ["name"]
+        missing = sorted({m for m in members if not hasattr(backend, m)})
+        raise TypeError(f"backend is {type(backend).__name__}; it lacks {', '.join(missing)}")
+    if not isinstance(backend.name, str) or not backend.name.isidentifier():
+        raise ValueError(f"backend has the name {backend.name!r}; an identifier is accepted")
+    if backend.name == "auto" or backend.name != backend.name.lower():
+        raise ValueError(f"backend has the name {backend.name!r}; a lower-case one is accepted")
+    _loaded[backend.name] = backend
+    KNOWN.clear()
+
+
+def available_backends() -> dict[str, str | None]:
+    """List the backends.
+
+    Returns
+    -------
+    dict of str to (str or None)
+        For each name, None where the backend can run here, or the sentence that says why not.
+
+    Examples
+    --------
+    >>> import tileattn
+    >>> tileattn.available_backends()["numpy"] is None
+    True
+    """
+    return {name: get(name).unavailable() for name in names()}
+
+
+def choose(name: str, arrays: dict[str, Any]) -> Backend:
+    """Find the backend for a call.
+
+    Parameters
+    ----------
+    name : str
+        As the caller gave it; ``"auto"`` looks at ``TILEATTN_BACKEND`` and then at the arrays.
+    arrays : dict of str to array
+        The call's arrays by argument name; None entries are passed over.
+
+    Returns
+    -------
+    Backend
+        One that owns every array and can run here.
+
+    Raises
+    ------
+    TypeError
+        Where the arrays are of different libraries, or of one that the backend does not own.
+    ValueError
+        Where no backend has this name.
+    BackendUnavailableError
+        Where the backend cannot run here.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"backend is {type(name).__name__}; a name or 'auto' is accepted")
+    if name == "auto":
+        name = os.environ.get("TILEATTN_BACKEND") or "auto"
+    given = {key: x for key, x in arrays.items() if x is not None}
+    backend = _owner(given) if name == "auto" else get(name)
+    for key, x in given.items():
+        ensure_owned(backend, key, x)
+    reason = backend.unavailable()
+    if reason is not None:
+        raise BackendUnavailableError(f"backend {backend.name!r} cannot run here: {reason}")
+    return backend
+
+
+def ensure_owned(backend: Backend, key: str, x: Any) -> None:
+    """Raise TypeError where an argument is no array of a backend.
+
+    Parameters
+    ----------
+    backend : Backend
+        The backend that was chosen.
+    key : str
+        Argument's name, for the message.
+    x : array
+        The argument.
+
+    Raises
+    ------
+    TypeError
+        With the conversion to call.
+    """
+    if not backend.owns(x):
+        raise TypeError(
+            f"{key} is {_kind(x)}, which backend {backend.name!r} does not take; {_remedy(x)}"
+        )
+
+
+def ensure_served(backend: Backend, problem: Problem) -> None:
+    """Raise UnsupportedError where a backend does not serve a problem.
+
+    Parameters
+    ----------
+    backend : Backend
+        The backend that was chosen.
+    problem : Problem
+        What is asked.
+
+    Raises
+    ------
+    UnsupportedError
+        With the reason, and the name of a backend that serves it.
+    """
+    reason = backend.why_not(problem)
+    if reason is not None:
+        able = [n for n in names() if get(n).unavailable() is None and not get(n).why_not(problem)]
+        remedy = f"use backend={able[0]!r}" if able else "no registered backend does"
+        raise UnsupportedError(f"backend {backend.name!r} does not serve this: {reason}; {remedy}")
+
+
+def _owner(arrays: dict[str, Any]) -> Backend:
+    """Return the first backend that owns the first array."""
+    key, x = next(iter(arrays.items()))
+    for name in names():
+        if get(name).owns(x):
+            return get(name)
+    raise TypeError(
+        f"{key} is {_kind(x)}; arrays of {' or '.join(names())} are accepted; {_remedy(x)}"
+    )
+
+
+def _library(x: Any) -> str:
+    return type(x).__module__.split(".")[0]
+
+
+def _kind(x: Any) -> str:
+    kind = type(x)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _remedy(x: Any) -> str:
+    if _library(x) == "cupy":
+        return "cupy.asnumpy makes a NumPy array of it"
+    if isinstance(x, np.ma.MaskedArray):
+        return "its filled() makes a plain array of it"
+    if isinstance(x, np.ndarray) and not isinstance(x, np.matrix):
+        return "cupy.asarray makes a CuPy array of it"
+    return "numpy.asarray makes an array of it"

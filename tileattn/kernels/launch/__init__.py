@@ -1,0 +1,1 @@
+"""What a call launches: grids, parameters and workspace."""

@@ -1,0 +1,24 @@
+"""Bytes between slow and fast memory, and FLOPs: counted, in closed form, and really moved."""
+
+from tileattn.record import Traffic, recorded
+from tileattn.traffic.model import (
+    ALGORITHMS,
+    KINDS,
+    compared,
+    counted,
+    flops,
+    forward_traffic,
+    modelled,
+)
+
+__all__ = [
+    "ALGORITHMS",
+    "KINDS",
+    "Traffic",
+    "compared",
+    "counted",
+    "flops",
+    "forward_traffic",
+    "modelled",
+    "recorded",
+]

@@ -1,0 +1,246 @@
+"""How often queries and keys are loaded: by walking a schedule, and in closed form.
+
+Both orders of the loops are looked at. With query blocks outside, keys are loaded in every visit;
+with key blocks outside, queries are, and a key block is loaded once.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from tileattn.algorithm.block_mask import FULL
+from tileattn.algorithm.heads import lanes
+from tileattn.algorithm.mask import Band, Sight, cut
+from tileattn.problem import Operands, Problem
+
+_Key = tuple[Band, int, int]
+
+
+class Visits(Protocol):
+    """Rows of arrays that a schedule loads, summed over batch and heads."""
+
+    @property
+    def keys(self) -> int:
+        """Keys of all tiles that are visited: loads of k with query blocks outside."""
+
+    @property
+    def rows(self) -> int:
+        """Queries of all tiles that are visited: loads of q with key blocks outside."""
+
+    @property
+    def held(self) -> int:
+        """Keys of all key blocks that are visited: loads of k with key blocks outside."""
+
+
+def loads_of_a_key(problem: Problem, heads_per_load: int) -> int:
+    """How often one key position is loaded in all, were it loaded once for each set of heads."""
+    return problem.B * problem.Hkv * -(-problem.group // heads_per_load)
+
+
+@dataclass(frozen=True)
+class Walked:
+    """Visits, counted by walking the schedule that the backends run.
+
+    Heads that see the same are walked once.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    operands : Operands
+        The arrays; only masks and sizes are looked at.
+    tile : (int, int)
+        Queries and keys of a tile.
+    heads_per_load : int
+        Query heads of a group that one load of k and v serves. With query blocks outside, heads
+        that skip other blocks than their neighbours load for themselves.
+    """
+
+    problem: Problem
+    operands: Operands
+    tile: tuple[int, int]
+    heads_per_load: int = 1
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        """Tiles that are ``"skipped"``, and visits of the others, ``"partial"`` or ``"full"``.
+
+        Query blocks are outside. A block mask of smaller blocks has a tile visited in parts.
+        """
+        total = Counter(skipped=0, partial=0, full=0)
+        for key, heads in self._heads.items():
+            total.update({kind: heads * n for kind, n in self._rows[key][1].items()})
+        return dict(total)
+
+    @property
+    def keys(self) -> int:
+        """Keys of all tiles that are visited, with query blocks outside."""
+        return sum(sets * self._rows[key][0] for keys, sets in self._sets.items() for key in keys)
+
+    @property
+    def rows(self) -> int:
+        """Queries of all tiles that are visited, with key blocks outside."""
+        return sum(heads * self._columns[key][0] for key, heads in self._heads.items())
+
+    @property
+    def held(self) -> int:
+        """Keys of all key blocks that are visited, by any head of those that share the load."""
+        total = 0
+        for keys, count in self._sets.items():
+            visited = set().union(*(self._columns[key][1] for key in keys))
+            total += count * sum(k1 - k0 for k0, k1 in visited)
+        return total
+
+    @cached_property
+    def _rows(self) -> dict[_Key, tuple[int, dict[str, int]]]:
+        """For each kind of head, the keys loaded and the tiles, with query blocks outside."""
+        block_q, block_k = self.tile
+        found = {}
+        for key, sight in self._sights.items():
+            keys = full = visited = skipped = 0
+            for span in cut(self.problem.Nq, block_q):
+                seen = set()  # a tile may be visited in parts
+                for tile in sight.row_tiles(*span, block_k):
+                    keys += tile.k1 - tile.k0
+                    full += tile.kind == FULL
+                    visited += 1
+                    seen.add(tile.k0 // block_k)
+                skipped += -(-self.problem.Nk // block_k) - len(seen)
+            found[key] = keys, {"skipped": skipped, "partial": visited - full, "full": full}
+        return found
+
+    @cached_property
+    def _columns(self) -> dict[_Key, tuple[int, set[tuple[int, int]]]]:
+        """For each kind of head, the queries loaded and the key blocks visited."""
+        block_q, block_k = self.tile
+        found = {}
+        for key, sight in self._sights.items():
+            rows = {
+                (k0, k1): sum(t.q1 - t.q0 for t in sight.column_tiles(k0, k1, block_q))
+                for k0, k1 in cut(self.problem.Nk, block_k)
+            }
+            found[key] = sum(rows.values()), {span for span, n in rows.items() if n}
+        return found
+
+    @cached_property
+    def _sights(self) -> dict[_Key, Sight]:
+        return {key: sight for key, _, _, sight in self._each_head()}
+
+    @cached_property
+    def _heads(self) -> Counter[_Key]:
+        return Counter(key for key, _, _, _ in self._each_head())
+
+    @cached_property
+    def _sets(self) -> Counter[frozenset[_Key]]:
+        """Sets of heads that share loads, as what they see, and how many sets there are of each."""
+        sets: dict[tuple[int, ...], set[_Key]] = {}
+        group = self.problem.group
+        for key, batch, head, _ in self._each_head():
+            where = batch, head // group, head % group // self.heads_per_load
+            sets.setdefault(where, set()).add(key)
+        return Counter(map(frozenset, sets.values()))
+
+    def _each_head(self) -> Iterator[tuple[_Key, int, int, Sight]]:
+        """Yield each head with a key that is the same for all heads that see the same blocks."""
+        mask = self.operands.block_mask
+        batches, heads = (1, 1) if mask is None else mask.kinds.shape[:2]
+        for lane in lanes(self.problem, self.operands):
+            for head in range(lane.heads.start, lane.heads.stop):
+                entry = lane.batch if batches > 1 else 0, head if heads > 1 else 0
+                yield (lane.sight.band, *entry), lane.batch, head, lane.sight
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Visits in closed form: every sum over blocks is a clamped arithmetic series.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked, with full lengths and queries that end where the keys end.
+    tile : (int, int)
+        Queries and keys of a tile.
+    share : float or None
+        Part of the pairs of blocks that is visited, in place of what the window says.
+    heads_per_load : int
+        Query heads of a group that one load of k and v serves.
+    """
+
+    problem: Problem
+    tile: tuple[int, int]
+    share: float | None = None
+    heads_per_load: int = 1
+
+    @property
+    def keys(self) -> int:
+        """Keys of all tiles that are visited, with query blocks outside."""
+        P, block = self.problem, self.tile[0]
+        loads = loads_of_a_key(P, self.heads_per_load)
+        if self.share is not None:
+            return round(self.share * (loads * -(-P.Nq // block) * P.Nk))
+        left, right = P.window
+        return loads * reached(P.Nq, P.Nk, block, P.Nk - P.Nq, left, right)
+
+    @property
+    def rows(self) -> int:
+        """Queries of all tiles that are visited, with key blocks outside."""
+        P, block = self.problem, self.tile[1]
+        heads = P.B * P.Hq
+        if self.share is not None:
+            return round(self.share * (heads * -(-P.Nk // block) * P.Nq))
+        left, right = P.window
+        return heads * reached(P.Nk, P.Nq, block, P.Nq - P.Nk, right, left)
+
+    @property
+    def held(self) -> int:
+        """Keys of all key blocks that are visited; with a share above 0, all key blocks are."""
+        P, block = self.problem, self.tile[1]
+        if self.share is None:
+            lo, hi = Band(P.Nq, P.Nk, P.Nk - P.Nq, *P.window).keys_of(0, P.Nq)
+        else:
+            lo, hi = 0, P.Nk if self.share and P.Nq else 0
+        keys = min(-(-hi // block) * block, P.Nk) - lo // block * block
+        return loads_of_a_key(P, self.heads_per_load) * keys
+
+
+def reached(
+    rows: int, columns: int, block: int, offset: int, left: int | None, right: int | None
+) -> int:
+    """Sum, over the blocks of one axis, how much of the other axis the block reaches.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Lengths of the axis that is cut and of the other.
+    block : int
+        Length of a block.
+    offset : int
+        Position of row 0 among the columns.
+    left, right : int or None
+        Reach to each side, or None where that side is open.
+
+    Returns
+    -------
+    int
+        The sum over blocks ``[r0, r1)`` of the columns from ``r0 + offset - left`` up to
+        ``r1 - 1 + offset + right`` that exist.
+    """
+    whole, rest = divmod(rows, block)
+    blocks = whole + (rest > 0)
+    lower = 0 if left is None else _clamped_series(offset - left, block, blocks, columns)
+    if right is None:
+        return blocks * columns - lower
+    upper = _clamped_series(block + offset + right, block, whole, columns)
+    if rest:
+        upper += min(max(rows + offset + right, 0), columns)
+    return upper - lower
+
+
+def _clamped_series(first: int, step: int, n: int, top: int) -> int:
+    """Sum n terms of an arithmetic series, each clamped to lie between 0 and top."""
+    start = min(max(-(first // step), 0), n)  # terms below 0
+    stop = min(max(-((first - top) // step), start), n)  # terms below top
+    inside = stop - start
+    return inside * first + step * (inside * (start + stop - 1) // 2) + (n - stop) * top

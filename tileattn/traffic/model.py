@@ -1,0 +1,370 @@
+"""Bytes between slow and fast memory, and operations, of three algorithms and both passes.
+
+``counted`` walks the schedule that the backends run, ``modelled`` has the same numbers in closed
+form, and ``recorded`` sees what the NumPy backend really loads and stores.
+
+References
+----------
+Dao et al., FlashAttention, arXiv:2205.14135, section 3.2 and Theorem 2; Dao, FlashAttention-2,
+arXiv:2307.08691, section 3.1.
+"""
+
+from collections.abc import Callable
+
+from tileattn.problem import Operands, Problem
+from tileattn.record import Traffic, recorded
+from tileattn.traffic.counts import Summed, Visits, Walked, loads_of_a_key, reached
+
+__all__ = [
+    "ALGORITHMS",
+    "KINDS",
+    "Traffic",
+    "compared",
+    "counted",
+    "flops",
+    "forward_traffic",
+    "modelled",
+    "recorded",
+]
+
+ALGORITHMS = ("standard", "flash1", "flash2")
+"""Whole matrices of scores; FlashAttention; FlashAttention-2."""
+
+KINDS = ("forward", "backward")
+"""The two passes."""
+
+_COLUMNS_OF_K = {"q", "k", "dq", "dk"}
+_COLUMNS_OF_V = {"v", "out", "dout", "dv"}
+_SUMS = {
+    ("flash1", "forward"): {"out", "l", "m"},
+    ("flash1", "backward"): {"dq", "l", "m"},
+    ("flash2", "forward"): {"lse"},
+    ("flash2", "backward"): {"dq", "lse", "delta"},
+}
+
+
+def counted(
+    problem: Problem,
+    operands: Operands,
+    tile: tuple[int, int],
+    algorithm: str = "flash2",
+    kind: str = "forward",
+    heads_per_load: int = 1,
+) -> Traffic:
+    """Count what an algorithm reads and writes, by walking its schedule.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    operands : Operands
+        The arrays; only masks and sizes are looked at.
+    tile : (int, int)
+        Queries and keys of a tile.
+    algorithm : {"standard", "flash1", "flash2"}
+        Whole matrices, FlashAttention or FlashAttention-2.
+    kind : {"forward", "backward"}
+        Which pass.
+    heads_per_load : int
+        Query heads of a group that one load of k and v, and one store of dk and dv, serves. 1
+        counts every query head by itself, as if heads were not grouped. With query blocks outside,
+        heads that differ in the blocks they skip never share a load.
+
+    Returns
+    -------
+    Traffic
+        Elements read and written, and the bytes of an element. Running sums have the size of
+        ``problem.sum_dtype``: lse, l, m and delta, dq where it is added to tile by tile (flash1 and
+        flash2), and out in the forward pass of flash1. All else has that of ``problem.dtype``.
+
+    Raises
+    ------
+    ValueError
+        Where the algorithm, the kind, the tile or ``heads_per_load`` is not accepted.
+
+    Notes
+    -----
+    What is read (``<-``) and written (``->``)::
+
+        standard forward   <- q, k -> s; <- s -> p; <- p, v -> out
+        standard backward  <- p, dout -> dv; <- dout, v -> dp; <- p, dp -> ds;
+                           <- ds, k -> dq; <- ds, q -> dk
+        flash1 forward     -> out, l, m
+                           each key block <- k, v
+                           each of its tiles <- q, out, l, m -> out, l, m
+        flash1 backward    -> dq
+                           each key block <- k, v -> dk, dv
+                           each of its tiles <- q, out, dout, dq, l, m -> dq
+        flash2 forward     each query block <- q -> out, lse
+                           each of its tiles <- k, v
+        flash2 backward    <- dout, out -> delta; -> dq
+                           each key block <- k, v -> dk, dv
+                           each of its tiles <- q, dout, dq, lse, delta -> dq
+
+    A key block that nobody sees is not read; its dk and dv are written all the same. Standard
+    attention skips nothing.
+
+    References
+    ----------
+    Dao et al., arXiv:2205.14135, Algorithms 0 to 4; Dao, arXiv:2307.08691, Algorithms 1 and 2.
+    """
+    _check(tile, algorithm, kind, heads_per_load)
+    visits = Walked(problem, operands, tile, heads_per_load)
+    return _traffic(problem, visits, heads_per_load, algorithm, kind)
+
+
+def modelled(
+    problem: Problem,
+    tile: tuple[int, int],
+    algorithm: str = "flash2",
+    kind: str = "forward",
+    share: float | None = None,
+    heads_per_load: int = 1,
+) -> Traffic:
+    """Say in closed form what an algorithm reads and writes.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked, with full lengths and queries that end where the keys end
+        (``q_offset = Nk - Nq``).
+    tile : (int, int)
+        Queries and keys of a tile.
+    algorithm : {"standard", "flash1", "flash2"}
+        Whole matrices, FlashAttention or FlashAttention-2.
+    kind : {"forward", "backward"}
+        Which pass.
+    share : float or None
+        Part of the pairs of blocks, from 0 to 1, that a block mask visits; it takes the place of
+        causal and window. None stands for no block mask.
+    heads_per_load : int
+        As for ``counted``.
+
+    Returns
+    -------
+    Traffic
+        What ``counted`` gives: the same numbers, except as follows.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is not accepted, or the problem has options that sizes do not tell.
+
+    Notes
+    -----
+    The time does not grow with the lengths. With a share, numbers are exact where the tile is the
+    block of the mask, lengths are multiples of it and every key block is seen by some query;
+    elsewhere they are means. The schedule cuts a tile of more than 256 queries that a causal or
+    window boundary crosses in two, which load their keys apart; the model loads them once.
+    """
+    _check(tile, algorithm, kind, heads_per_load)
+    _check_model(problem, share)
+    visits = Summed(problem, tile, share, heads_per_load)
+    return _traffic(problem, visits, heads_per_load, algorithm, kind)
+
+
+def flops(
+    problem: Problem,
+    kind: str = "forward",
+    share: float | None = None,
+    algorithm: str = "flash2",
+) -> int:
+    """Count the floating-point operations of the matrix products of a pass.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked, as for ``modelled``.
+    kind : {"forward", "backward"}
+        Which pass.
+    share : float or None
+        As for ``modelled``.
+    algorithm : str
+        A name of ``ALGORITHMS``.
+
+    Returns
+    -------
+    int
+        ``2 (D + Dv)`` forward and ``2 (3 D + 2 Dv)`` backward for each pair that is seen: two
+        products forward (4 D where D = Dv), five backward (10 D). The standard algorithm skips no
+        pair; it has kept the probabilities, so that its backward pass is ``2 (2 D + 2 Dv)``.
+
+    Raises
+    ------
+    ValueError
+        As for ``modelled``.
+    """
+    _check((1, 1), algorithm, kind, 1)
+    _check_model(problem, share)
+    P = problem
+    if algorithm == "standard":
+        pairs = P.B * P.Hq * P.Nq * P.Nk
+    elif share is None:
+        pairs = P.B * P.Hq * reached(P.Nq, P.Nk, 1, P.Nk - P.Nq, *P.window)
+    else:
+        pairs = round(share * (P.B * P.Hq * P.Nq * P.Nk))
+    if kind == "forward":
+        return 2 * pairs * (P.D + P.Dv)
+    again = 0 if algorithm == "standard" else P.D
+    return 2 * pairs * (2 * (P.D + P.Dv) + again)
+
+
+def forward_traffic(
+    problem: Problem, operands: Operands, tile: tuple[int, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Count the tiles and bytes of a FlashAttention-2 forward pass.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    operands : Operands
+        The arrays; only masks and sizes are looked at.
+    tile : (int, int)
+        Queries and keys of a tile.
+
+    Returns
+    -------
+    tiles : dict of str to int
+        Tiles that are ``"skipped"``, ``"partial"`` and ``"full"``, summed over heads.
+    moved : dict of str to int
+        Bytes read of ``q``, ``k`` and ``v`` and written of ``out`` and ``lse``, as ``counted`` has
+        them.
+    """
+    walk = Walked(problem, operands, tile)
+    return walk.tiles, _traffic(problem, walk, 1, "flash2", "forward").moved
+
+
+def compared(
+    problem: Problem,
+    operands: Operands,
+    forward_tile: tuple[int, int],
+    backward_tile: tuple[int, int],
+) -> dict[str, tuple[int, int]]:
+    """Count the bytes of both passes of every algorithm.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    operands : Operands
+        The arrays; only masks and sizes are looked at.
+    forward_tile, backward_tile : (int, int)
+        Queries and keys of a tile of each pass.
+
+    Returns
+    -------
+    dict of str to (int, int)
+        Bytes of the forward and of the backward pass, by algorithm.
+    """
+    passes = tuple(zip(KINDS, (forward_tile, backward_tile), strict=True))
+    walks = {kind: Walked(problem, operands, tile) for kind, tile in passes}
+
+    def nbytes(algorithm: str, kind: str) -> int:
+        return _traffic(problem, walks[kind], 1, algorithm, kind).nbytes
+
+    return {name: (nbytes(name, "forward"), nbytes(name, "backward")) for name in ALGORITHMS}
+
+
+_Counts = tuple[dict[str, int], dict[str, int]]
+
+
+def _traffic(P: Problem, visits: Visits, heads_per_load: int, algorithm: str, kind: str) -> Traffic:
+    keys = loads_of_a_key(P, heads_per_load) * P.Nk
+    reads, writes = _COUNTS[algorithm, kind](P, visits, keys)
+    sums = _SUMS.get((algorithm, kind), set())
+
+    def elements(rows: dict[str, int]) -> dict[str, int]:
+        return {name: n * _width(P, name) for name, n in rows.items()}
+
+    sizes = {
+        name: (P.sum_dtype if name in sums else P.dtype).itemsize for name in {**reads, **writes}
+    }
+    return Traffic(elements(reads), elements(writes), sizes)
+
+
+def _width(P: Problem, name: str) -> int:
+    """Elements of a row of an array; those of whole matrices are counted one by one."""
+    if name in _COLUMNS_OF_K:
+        return P.D
+    return P.Dv if name in _COLUMNS_OF_V else 1
+
+
+# Each of these gives rows read and rows written. ``queries`` are the rows of all query heads and
+# ``keys`` those of all key heads, times the loads that the heads of a group make.
+
+
+def _standard_forward(P: Problem, _: Visits, keys: int) -> _Counts:
+    queries = P.B * P.Hq * P.Nq
+    pairs = queries * P.Nk
+    reads = {"q": queries, "k": keys, "s": pairs, "p": pairs, "v": keys}
+    return reads, {"s": pairs, "p": pairs, "out": queries}
+
+
+def _standard_backward(P: Problem, _: Visits, keys: int) -> _Counts:
+    queries = P.B * P.Hq * P.Nq
+    pairs = queries * P.Nk
+    reads = {"q": queries, "k": keys, "v": keys, "dout": 2 * queries}
+    reads |= {"p": 2 * pairs, "dp": pairs, "ds": 2 * pairs}
+    return reads, {"dp": pairs, "ds": pairs, "dq": queries, "dk": keys, "dv": keys}
+
+
+def _flash1_forward(P: Problem, visits: Visits, _: int) -> _Counts:
+    queries, rows, held = P.B * P.Hq * P.Nq, visits.rows, visits.held
+    reads = {"q": rows, "k": held, "v": held, "out": rows, "l": rows, "m": rows}
+    return reads, dict.fromkeys(("out", "l", "m"), queries + rows)
+
+
+def _flash1_backward(P: Problem, visits: Visits, keys: int) -> _Counts:
+    queries, rows, held = P.B * P.Hq * P.Nq, visits.rows, visits.held
+    reads = {"q": rows, "k": held, "v": held}
+    reads |= dict.fromkeys(("out", "dout", "dq", "l", "m"), rows)
+    return reads, {"dq": queries + rows, "dk": keys, "dv": keys}
+
+
+def _flash2_forward(P: Problem, visits: Visits, _: int) -> _Counts:
+    queries = P.B * P.Hq * P.Nq
+    reads = {"q": queries, "k": visits.keys, "v": visits.keys}
+    return reads, {"out": queries, "lse": queries}
+
+
+def _flash2_backward(P: Problem, visits: Visits, keys: int) -> _Counts:
+    queries, rows, held = P.B * P.Hq * P.Nq, visits.rows, visits.held
+    reads = {"q": rows, "k": held, "v": held, "out": queries, "dout": queries + rows}
+    reads |= dict.fromkeys(("dq", "lse", "delta"), rows)
+    return reads, {"delta": queries, "dq": queries + rows, "dk": keys, "dv": keys}
+
+
+_COUNTS: dict[tuple[str, str], Callable[[Problem, Visits, int], _Counts]] = {
+    ("standard", "forward"): _standard_forward,
+    ("standard", "backward"): _standard_backward,
+    ("flash1", "forward"): _flash1_forward,
+    ("flash1", "backward"): _flash1_backward,
+    ("flash2", "forward"): _flash2_forward,
+    ("flash2", "backward"): _flash2_backward,
+}
+
+
+def _check(tile: tuple[int, int], algorithm: str, kind: str, heads_per_load: int) -> None:
+    for name, value, accepted in (("algorithm", algorithm, ALGORITHMS), ("kind", kind, KINDS)):
+        if value not in accepted:
+            raise ValueError(f"{name} is {value!r}; {', '.join(accepted)} are accepted")
+    if min(tile) < 1:
+        raise ValueError(f"tile is {tile!r}; queries and keys of a tile must be 1 or more")
+    if heads_per_load < 1:
+        raise ValueError(f"heads_per_load is {heads_per_load}; 1 or more is accepted")
+
+
+def _check_model(problem: Problem, share: float | None) -> None:
+    if share is not None and not 0 <= share <= 1:
+        raise ValueError(f"share is {share}; a part of all blocks, from 0 to 1, is accepted")
+    unknown = sorted(problem.uses & {"kv_lengths", "q_offset"})
+    if share is None:
+        unknown += sorted(problem.uses & {"block_mask"})
+    if unknown:
+        remedy = "counted() looks at the arrays"
+        if "block_mask" in unknown:
+            remedy += ", and share= stands for a block mask"
+        raise ValueError(
+            f"the problem uses {', '.join(unknown)}, which sizes do not tell; {remedy}"
+        )
