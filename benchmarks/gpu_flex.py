@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_peers import Mask, Torch
-from tileattn.algorithm.block_mask import PARTIAL, SKIP, BlockMask
+from tileattn.algorithm.block_mask import EMPTY, PARTIAL, BlockMask
 
 
 class Flex(Torch):
@@ -30,7 +30,7 @@ class Flex(Torch):
 
     def mask(self, device: Any, lengths: tuple[int, int]) -> Any:
         """Write the mask as FlexAttention takes it: for each row the numbers of its blocks."""
-        seen = self._blocks.kinds != SKIP
+        seen = self._blocks.kinds != EMPTY
         order = np.argsort(~seen, axis=-1, kind="stable").astype(np.int32)
         counts, none = seen.sum(-1, dtype=np.int32), np.zeros(seen.shape[:3], np.int32)
         given = (self._torch.from_numpy(x).to(device) for x in (none, order, counts, order))

@@ -49,7 +49,7 @@ def prepared(kernel: str, tile: TileSize, x: Inputs) -> Call:
     problem, operands = parse(x.q, x.k, x.v, {})
     started = call.Call(problem, operands)
     out = cupy.ndarray(x.dout.shape, x.dout.dtype)
-    lse = cupy.ndarray(out.shape[:3], problem.sum_dtype)
+    lse = cupy.ndarray(out.shape[:3], problem.accum_dtype)
     started.add_rows("out", out, result=True)
     started.addresses["lse"] = lse.data.ptr
     plan = started.plan(partial(steps_with, kernel, tile))

@@ -124,7 +124,7 @@ def test_any_refusal_leaves_out_alone(options: dict[str, Any], error: type[Excep
 def test_a_failure_half_way_leaves_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = arrays()
     out = np.full(OUT, 9, np.float32)
-    finish = spec.finish
+    finish = spec.finalize
     calls = []
 
     def fails_at_last(*args: Any) -> Any:
@@ -133,7 +133,7 @@ def test_a_failure_half_way_leaves_out_alone(monkeypatch: pytest.MonkeyPatch) ->
             raise MemoryError
         return finish(*args)
 
-    monkeypatch.setattr(spec, "finish", fails_at_last)
+    monkeypatch.setattr(spec, "finalize", fails_at_last)
     with pytest.raises(MemoryError):
         tileattn.forward(q, k, v, out=out)
     assert len(calls) == B

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from tileattn import BlockMask, Gradients
 from tileattn.algorithm import spec
-from tileattn.algorithm.mask import Tile
+from tileattn.algorithm.bias_gradient import add_bias_gradient
+from tileattn.algorithm.tiles import Tile
 from tileattn.backends.numpy import backend as numpy_backend
 from tileattn.backends.numpy import threads
 from tileattn.backends.numpy.backend import NumpyBackend
-from tileattn.backends.numpy.backward import Backward
+from tileattn.backends.numpy.memory import TileMemory
 from tileattn.problem import parse
 
 BLOCK = 16
@@ -31,24 +32,30 @@ def hold_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Hold up a tile of the first key block until another tile's sums have been added."""
     monkeypatch.setattr(numpy_backend, "_SERIAL_WORK", 0)
     threads._pool.cache_clear()
-    compute, add = spec.backward_tile, Backward._add_bias
+    compute = spec.backward_tile
+    adds: dict[str, Any] = {"dq": TileMemory.add, "dbias": add_bias_gradient}
 
-    def prepare(held: tuple[int, int], other: tuple[int, int]) -> None:
-        added = threading.Event()
+    def prepare(held: tuple[int, int], other: tuple[int, int], sums: str = "dq") -> None:
+        added, current = threading.Event(), threading.local()
 
-        def tile_of(lane: Any, up: Any, block: Any, tile: Tile, scratch: Any) -> Any:
-            result = compute(lane, up, block, tile, scratch)
+        def tile_of(heads: Any, saved: Any, block: Any, tile: Tile, memory: Any) -> Any:
+            result = compute(heads, saved, block, tile, memory)
+            current.tile = tile
             if (tile.q0, tile.k0) == held:
                 added.wait(WAIT)
             return result
 
-        def add_bias(job: Backward, lane: Any, tile: Tile, ds: Array) -> None:
-            add(job, lane, tile, ds)
-            if (tile.q0, tile.k0) == other:
+        def add(*args: Any) -> None:
+            adds[sums](*args)
+            tile = getattr(current, "tile", None)
+            if tile is not None and (tile.q0, tile.k0) == other:
                 added.set()
 
         monkeypatch.setattr(spec, "backward_tile", tile_of)
-        monkeypatch.setattr(Backward, "_add_bias", add_bias)
+        if sums == "dq":
+            monkeypatch.setattr(TileMemory, "add", add)
+        else:
+            monkeypatch.setattr(spec, "add_bias_gradient", add)
 
     yield prepare
     threads._pool.cache_clear()
@@ -86,7 +93,7 @@ def test_sums_of_a_bias_have_a_fixed_order(
     monkeypatch.setattr(threads, "worker_count", lambda: 1)
     expected = gradients(48, 32, {"bias": bias})
     monkeypatch.setattr(threads, "worker_count", lambda: 2)
-    hold_up((BLOCK, 0), (0, BLOCK))
+    hold_up((BLOCK, 0), (0, BLOCK), "dbias")
     np.testing.assert_array_equal(gradients(48, 32, {"bias": bias}).dbias, expected.dbias)
 
 
@@ -98,12 +105,12 @@ def test_an_error_wakes_the_tasks_that_wait(
     hold_up((0, 0), (0, 0))
     begun, compute, results = threading.Event(), spec.backward_tile, []
 
-    def fails(lane: Any, up: Any, block: Any, tile: Tile, scratch: Any) -> Any:
+    def fails(heads: Any, saved: Any, block: Any, tile: Tile, memory: Any) -> Any:
         if tile.k0 == 0:
             begun.wait(10)
             raise MemoryError("the first key block")
         begun.set()
-        return compute(lane, up, block, tile, scratch)
+        return compute(heads, saved, block, tile, memory)
 
     def call() -> None:
         with pytest.raises(MemoryError, match="the first key block"):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import tileattn
 from tileattn import BlockMask
-from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP
+from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 
 Bools = NDArray[np.bool_]
 
@@ -37,7 +37,7 @@ def by_blocks(seen: Bools, size: tuple[int, int]) -> NDArray[np.int8]:
     kinds = np.zeros((*seen.shape[:2], -(-Nq // bq), -(-Nk // bk)), np.int8)
     for b, h, a, c in np.ndindex(kinds.shape):
         part = seen[b, h, a * bq : (a + 1) * bq, c * bk : (c + 1) * bk]
-        kinds[b, h, a, c] = FULL if part.all() else PARTIAL if part.any() else SKIP
+        kinds[b, h, a, c] = FULL if part.all() else PARTIAL if part.any() else EMPTY
     return kinds
 
 
@@ -50,7 +50,7 @@ def test_mask_and_predicate_agree(size: tuple[int, int]) -> None:
     for mask in (BlockMask.from_mask(seen, size), BlockMask.from_predicate(rule, SHAPE, size)):
         np.testing.assert_array_equal(mask.kinds, by_blocks(seen, size))
         np.testing.assert_array_equal(mask.to_dense(SHAPE), seen)
-        assert mask.density == np.mean(mask.kinds != SKIP)
+        assert mask.density == np.mean(mask.kinds != EMPTY)
 
 
 @given(st.data())

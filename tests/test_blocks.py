@@ -8,17 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP, BlockMask
+from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.algorithm.mask import (
-    Band,
-    Sight,
-    Tile,
-    cut,
-    cut_between,
+    AttentionMask,
+    SlidingWindow,
     schedule,
-    sizes_for_memory,
-    tile_of,
 )
+from tileattn.algorithm.tiles import Tile, cut, cut_between, sizes_for_memory, tile_of
 
 Bools = NDArray[np.bool_]
 
@@ -27,28 +23,28 @@ BATCH = 1
 
 
 @st.composite
-def bands(draw: st.DrawFn, longest: int = 24) -> tuple[Band, int]:
-    """Draw a band and the number of keys there are."""
+def windows(draw: st.DrawFn, longest: int = 24) -> tuple[SlidingWindow, int]:
+    """Draw a window and the number of keys there are."""
     Nq, Nk = draw(st.integers(0, longest)), draw(st.integers(0, longest))
     side = st.none() | st.integers(0, 5) | st.integers(0, longest + 3) | st.just(1 << 60)
     length = draw(st.just(Nk) | st.integers(0, Nk))
     offset = draw(st.integers(-longest - 3, longest + 3) | st.just(length - Nq))
-    return Band(Nq, length, offset, draw(side), draw(side)), Nk
+    return SlidingWindow(Nq, length, offset, draw(side), draw(side)), Nk
 
 
-def by_pairs(band: Band, Nk: int) -> Bools:
+def by_pairs(window: SlidingWindow, Nk: int) -> Bools:
     """Ask ``visible`` about one pair after the other, in Python's integers."""
-    pairs = [[bool(band.visible(i, j)) for j in range(Nk)] for i in range(band.Nq)]
-    return np.array(pairs, np.bool_).reshape(band.Nq, Nk)
+    pairs = [[bool(window.visible(i, j)) for j in range(Nk)] for i in range(window.Nq)]
+    return np.array(pairs, np.bool_).reshape(window.Nq, Nk)
 
 
-def smallest_range(seen: Any) -> tuple[int, int]:
-    where = np.flatnonzero(seen)
+def smallest_range(visible: Any) -> tuple[int, int]:
+    where = np.flatnonzero(visible)
     return (int(where[0]), int(where[-1]) + 1) if where.size else (0, 0)
 
 
 def kind_of(part: Bools) -> int:
-    return FULL if part.all() else PARTIAL if part.any() else SKIP
+    return FULL if part.all() else PARTIAL if part.any() else EMPTY
 
 
 def ranges(length: int) -> st.SearchStrategy[tuple[int, int]]:
@@ -61,186 +57,188 @@ def ranges(length: int) -> st.SearchStrategy[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("band", "rows"),
+    ("window", "rows"),
     [
-        (Band(3, 4, 1, None, None), ["1111", "1111", "1111"]),
-        (Band(3, 4, 1, None, 0), ["1100", "1110", "1111"]),
-        (Band(3, 4, 0, None, 0), ["1000", "1100", "1110"]),
-        (Band(3, 4, -2, None, 0), ["0000", "0000", "1000"]),
-        (Band(3, 4, 1, 0, None), ["0111", "0011", "0001"]),
-        (Band(3, 4, 1, 1, 0), ["1100", "0110", "0011"]),
-        (Band(3, 4, 0, 0, 1), ["1100", "0110", "0011"]),
-        (Band(3, 2, -1, None, 0), ["0000", "1000", "1100"]),
-        (Band(3, 4, 5, 2, 9), ["0001", "0000", "0000"]),
+        (SlidingWindow(3, 4, 1, None, None), ["1111", "1111", "1111"]),
+        (SlidingWindow(3, 4, 1, None, 0), ["1100", "1110", "1111"]),
+        (SlidingWindow(3, 4, 0, None, 0), ["1000", "1100", "1110"]),
+        (SlidingWindow(3, 4, -2, None, 0), ["0000", "0000", "1000"]),
+        (SlidingWindow(3, 4, 1, 0, None), ["0111", "0011", "0001"]),
+        (SlidingWindow(3, 4, 1, 1, 0), ["1100", "0110", "0011"]),
+        (SlidingWindow(3, 4, 0, 0, 1), ["1100", "0110", "0011"]),
+        (SlidingWindow(3, 2, -1, None, 0), ["0000", "1000", "1100"]),
+        (SlidingWindow(3, 4, 5, 2, 9), ["0001", "0000", "0000"]),
     ],
 )
-def test_what_a_band_shows(band: Band, rows: list[str]) -> None:
+def test_what_a_window_shows(window: SlidingWindow, rows: list[str]) -> None:
     expected = [[digit == "1" for digit in row] for row in rows]
-    np.testing.assert_array_equal(by_pairs(band, 4), expected)
+    np.testing.assert_array_equal(by_pairs(window, 4), expected)
 
 
-@given(bands())
-def test_visible_takes_numbers_and_arrays(drawn: tuple[Band, int]) -> None:
-    band, Nk = drawn
-    on_arrays = band.visible(np.arange(band.Nq)[:, None], np.arange(Nk))
-    expected = by_pairs(band, Nk)
+@given(windows())
+def test_visible_takes_numbers_and_arrays(drawn: tuple[SlidingWindow, int]) -> None:
+    window, Nk = drawn
+    on_arrays = window.visible(np.arange(window.Nq)[:, None], np.arange(Nk))
+    expected = by_pairs(window, Nk)
     np.testing.assert_array_equal(np.broadcast_to(on_arrays, expected.shape), expected)
 
 
 # --- ranges and kinds ---------------------------------------------------------------------------
 
 
-@given(bands(), st.data())
+@given(windows(), st.data())
 def test_ranges_of_keys_and_queries_are_the_smallest(
-    drawn: tuple[Band, int], data: st.DataObject
+    drawn: tuple[SlidingWindow, int], data: st.DataObject
 ) -> None:
-    band, Nk = drawn
-    seen = by_pairs(band, Nk)
-    if band.Nq:
-        q0, q1 = data.draw(ranges(band.Nq))
-        assert band.keys_of(q0, q1) == smallest_range(seen[q0:q1].any(axis=0))
-        assert band.keys_of(q0, q0) == (0, 0)
+    window, Nk = drawn
+    visible = by_pairs(window, Nk)
+    if window.Nq:
+        q0, q1 = data.draw(ranges(window.Nq))
+        assert window.key_range(q0, q1) == smallest_range(visible[q0:q1].any(axis=0))
+        assert window.key_range(q0, q0) == (0, 0)
     if Nk:
         k0, k1 = data.draw(ranges(Nk))
-        assert band.queries_of(k0, k1) == smallest_range(seen[:, k0:k1].any(axis=1))
-        assert band.queries_of(k0, k0) == (0, 0)
+        assert window.query_range(k0, k1) == smallest_range(visible[:, k0:k1].any(axis=1))
+        assert window.query_range(k0, k0) == (0, 0)
 
 
-@given(bands(), st.data())
-def test_keys_that_all_queries_see(drawn: tuple[Band, int], data: st.DataObject) -> None:
-    band, Nk = drawn
-    if band.Nq:
-        q0, q1 = data.draw(ranges(band.Nq))
-        lo, hi = band.keys_of_all(q0, q1)
-        expected = np.flatnonzero(by_pairs(band, Nk)[q0:q1].all(axis=0))
+@given(windows(), st.data())
+def test_keys_that_all_queries_see(drawn: tuple[SlidingWindow, int], data: st.DataObject) -> None:
+    window, Nk = drawn
+    if window.Nq:
+        q0, q1 = data.draw(ranges(window.Nq))
+        lo, hi = window.full_key_range(q0, q1)
+        expected = np.flatnonzero(by_pairs(window, Nk)[q0:q1].all(axis=0))
         np.testing.assert_array_equal(np.arange(lo, hi), expected)
 
 
-@given(bands(), st.data())
-def test_kind_of_any_rectangle(drawn: tuple[Band, int], data: st.DataObject) -> None:
-    band, Nk = drawn
-    if band.Nq and Nk:
-        (q0, q1), (k0, k1) = data.draw(ranges(band.Nq)), data.draw(ranges(Nk))
-        assert band.kind(q0, q1, k0, k1) == kind_of(by_pairs(band, Nk)[q0:q1, k0:k1])
+@given(windows(), st.data())
+def test_kind_of_any_rectangle(drawn: tuple[SlidingWindow, int], data: st.DataObject) -> None:
+    window, Nk = drawn
+    if window.Nq and Nk:
+        (q0, q1), (k0, k1) = data.draw(ranges(window.Nq)), data.draw(ranges(Nk))
+        assert window.kind(q0, q1, k0, k1) == kind_of(by_pairs(window, Nk)[q0:q1, k0:k1])
 
 
 # --- the whole mask of some heads ---------------------------------------------------------------
 
 
 @st.composite
-def sights(draw: st.DrawFn, longest: int = 24) -> tuple[Sight, Bools]:
-    """Draw a mask for three heads, and what it shows, (3, Nq, Nk)."""
-    band, Nk = draw(bands(longest))
+def attention_masks(draw: st.DrawFn, longest: int = 24) -> tuple[AttentionMask, Bools]:
+    """Draw a mask for three heads, and its visible pairs, (3, Nq, Nk)."""
+    window, Nk = draw(windows(longest))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    shape = (HEADS.stop - HEADS.start, band.Nq, Nk)
-    seen = np.broadcast_to(by_pairs(band, Nk), shape)
+    shape = (HEADS.stop - HEADS.start, window.Nq, Nk)
+    visible = np.broadcast_to(by_pairs(window, Nk), shape)
     mask = block_mask = None
     if draw(st.booleans()):
         lead = [n if draw(st.booleans()) else 1 for n in shape]
         mask = rng.random(lead) < draw(st.sampled_from([0.0, 0.3, 0.9, 1.0]))
-        seen = seen & mask
+        visible = visible & mask
     if draw(st.booleans()):
         size = (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
         B, Hq = draw(st.sampled_from([(1, 1), (3, 1), (1, 6), (3, 6)]))
         if draw(st.booleans()):
-            blocks = rng.random((B, Hq, -(-band.Nq // size[0]), -(-Nk // size[1]))) < 0.6
+            blocks = rng.random((B, Hq, -(-window.Nq // size[0]), -(-Nk // size[1]))) < 0.6
             block_mask = BlockMask(blocks, size)
         else:
-            dense = rng.random((B, Hq, band.Nq, Nk)) < 0.8
+            dense = rng.random((B, Hq, window.Nq, Nk)) < 0.8
             block_mask = BlockMask.from_mask(dense, size)
-        seen = seen & block_mask.to_dense((3, 6, band.Nq, Nk))[BATCH, HEADS]
-    return Sight(band, Nk, mask, block_mask, BATCH, HEADS), seen
+        visible = visible & block_mask.to_dense((3, 6, window.Nq, Nk))[BATCH, HEADS]
+    return AttentionMask(window, Nk, mask, block_mask, BATCH, HEADS), visible
 
 
-@given(sights(), st.data())
-def test_visible_of_a_tile(drawn: tuple[Sight, Bools], data: st.DataObject) -> None:
-    sight, seen = drawn
-    if sight.band.Nq and sight.Nk:
-        (q0, q1), (k0, k1) = data.draw(ranges(sight.band.Nq)), data.draw(ranges(sight.Nk))
-        part = sight.visible(Tile(q0, q1, k0, k1, PARTIAL))
-        expected = seen[:, q0:q1, k0:k1]
+@given(attention_masks(), st.data())
+def test_visible_of_a_tile(drawn: tuple[AttentionMask, Bools], data: st.DataObject) -> None:
+    attn_mask, visible = drawn
+    if attn_mask.window.Nq and attn_mask.Nk:
+        (q0, q1), (k0, k1) = data.draw(ranges(attn_mask.window.Nq)), data.draw(ranges(attn_mask.Nk))
+        part = attn_mask.visible(Tile(q0, q1, k0, k1, PARTIAL))
+        expected = visible[:, q0:q1, k0:k1]
         assert part.shape[1:] == expected.shape[1:]
         np.testing.assert_array_equal(np.broadcast_to(part, expected.shape), expected)
 
 
-@given(sights(), st.data())
-def test_kind_never_claims_too_much(drawn: tuple[Sight, Bools], data: st.DataObject) -> None:
-    sight, seen = drawn
-    if sight.band.Nq and sight.Nk:
-        (q0, q1), (k0, k1) = data.draw(ranges(sight.band.Nq)), data.draw(ranges(sight.Nk))
-        claimed, true = sight.kind(q0, q1, k0, k1), kind_of(seen[:, q0:q1, k0:k1])
+@given(attention_masks(), st.data())
+def test_kind_never_claims_too_much(
+    drawn: tuple[AttentionMask, Bools], data: st.DataObject
+) -> None:
+    attn_mask, visible = drawn
+    if attn_mask.window.Nq and attn_mask.Nk:
+        (q0, q1), (k0, k1) = data.draw(ranges(attn_mask.window.Nq)), data.draw(ranges(attn_mask.Nk))
+        claimed, true = attn_mask.kind(q0, q1, k0, k1), kind_of(visible[:, q0:q1, k0:k1])
         assert claimed in (true, PARTIAL)
-        if sight.mask is None and sight.block_mask is None:
+        if attn_mask.dense is None and attn_mask.block_mask is None:
             assert claimed == true
 
 
-def check_tiles(tiles: list[Tile], seen: Bools, queries: slice, keys: slice) -> None:
-    """Every seen pair of some queries and keys exactly once, and nothing that is all hidden."""
-    visits = np.zeros(seen.shape[1:], int)
+def check_tiles(tiles: list[Tile], visible: Bools, queries: slice, keys: slice) -> None:
+    """Every visible pair of some queries and keys exactly once, and no empty tile."""
+    visits = np.zeros(visible.shape[1:], int)
     for tile in tiles:
         assert queries.start <= tile.q0 < tile.q1 <= queries.stop
         assert keys.start <= tile.k0 < tile.k1 <= keys.stop
-        assert tile.kind != SKIP
+        assert tile.kind != EMPTY
         if tile.kind == FULL:
-            assert seen[:, tile.queries, tile.keys].all()
+            assert visible[:, tile.queries, tile.keys].all()
         visits[tile.queries, tile.keys] += 1
     assert visits.max(initial=0) <= 1
     inside = np.zeros_like(visits)
     inside[queries, keys] = 1
-    missed = seen.any(axis=0) & (visits == 0) & (inside == 1)
+    missed = visible.any(axis=0) & (visits == 0) & (inside == 1)
     assert not missed.any()
 
 
-@given(sights(), st.integers(1, 30), st.data())
-def test_row_tiles(drawn: tuple[Sight, Bools], block: int, data: st.DataObject) -> None:
-    sight, seen = drawn
-    if sight.band.Nq:
-        q0, q1 = data.draw(ranges(sight.band.Nq))
-        tiles = list(sight.row_tiles(q0, q1, block))
-        check_tiles(tiles, seen, slice(q0, q1), slice(0, sight.Nk))
+@given(attention_masks(), st.integers(1, 30), st.data())
+def test_row_tiles(drawn: tuple[AttentionMask, Bools], block: int, data: st.DataObject) -> None:
+    attn_mask, visible = drawn
+    if attn_mask.window.Nq:
+        q0, q1 = data.draw(ranges(attn_mask.window.Nq))
+        tiles = list(attn_mask.row_tiles(q0, q1, block))
+        check_tiles(tiles, visible, slice(q0, q1), slice(0, attn_mask.Nk))
         blocks = [tile.k0 // block for tile in tiles]
         assert blocks == sorted(blocks)
         assert blocks == [(tile.k1 - 1) // block for tile in tiles]
 
 
-@given(sights(), st.integers(1, 30), st.data())
-def test_column_tiles(drawn: tuple[Sight, Bools], block: int, data: st.DataObject) -> None:
-    sight, seen = drawn
-    if sight.Nk:
-        k0, k1 = data.draw(ranges(sight.Nk))
-        tiles = list(sight.column_tiles(k0, k1, block))
-        check_tiles(tiles, seen, slice(0, sight.band.Nq), slice(k0, k1))
+@given(attention_masks(), st.integers(1, 30), st.data())
+def test_column_tiles(drawn: tuple[AttentionMask, Bools], block: int, data: st.DataObject) -> None:
+    attn_mask, visible = drawn
+    if attn_mask.Nk:
+        k0, k1 = data.draw(ranges(attn_mask.Nk))
+        tiles = list(attn_mask.column_tiles(k0, k1, block))
+        check_tiles(tiles, visible, slice(0, attn_mask.window.Nq), slice(k0, k1))
         blocks = [tile.q0 // block for tile in tiles]
         assert blocks == sorted(blocks)
         assert blocks == [(tile.q1 - 1) // block for tile in tiles]
 
 
-@given(sights(), st.integers(1, 30), st.integers(1, 30), st.sampled_from(["query", "key"]))
-def test_schedule_visits_every_seen_pair_once(
-    drawn: tuple[Sight, Bools], block_q: int, block_k: int, order: str
+@given(attention_masks(), st.integers(1, 30), st.integers(1, 30), st.sampled_from(["q", "kv"]))
+def test_schedule_visits_every_visible_pair_once(
+    drawn: tuple[AttentionMask, Bools], block_q: int, block_k: int, order: str
 ) -> None:
-    sight, seen = drawn
-    tiles = list(schedule(sight, block_q, block_k, order))
-    check_tiles(tiles, seen, slice(0, sight.band.Nq), slice(0, sight.Nk))
+    attn_mask, visible = drawn
+    tiles = list(schedule(attn_mask, block_q, block_k, order))
+    check_tiles(tiles, visible, slice(0, attn_mask.window.Nq), slice(0, attn_mask.Nk))
     blocks = [(tile.q0 // block_q, tile.k0 // block_k) for tile in tiles]
-    assert blocks == sorted(blocks, key=lambda b: b if order == "query" else b[::-1])
+    assert blocks == sorted(blocks, key=lambda b: b if order == "q" else b[::-1])
 
 
 @pytest.mark.parametrize(
     ("left", "right", "offset"), [(None, 0, 40), (100, 0, 0), (90, 150, 30), (3, None, -50)]
 )
 def test_long_blocks_hold_every_pair_once(left: int | None, right: int | None, offset: int) -> None:
-    band = Band(517, 601, offset, left, right)
-    seen = np.asarray(band.visible(np.arange(517)[:, None], np.arange(620)))[None]
-    sight = Sight(band, 620)
-    for order in ("query", "key"):
-        tiles = list(schedule(sight, 256, 512, order))
-        check_tiles(tiles, seen, slice(0, 517), slice(0, 620))
+    window = SlidingWindow(517, 601, offset, left, right)
+    visible = np.asarray(window.visible(np.arange(517)[:, None], np.arange(620)))[None]
+    attn_mask = AttentionMask(window, 620)
+    for order in ("q", "kv"):
+        tiles = list(schedule(attn_mask, 256, 512, order))
+        check_tiles(tiles, visible, slice(0, 517), slice(0, 620))
 
 
 def test_causal_by_hand() -> None:
-    sight = Sight(Band(5, 5, 0, None, 0), 5)
-    assert list(schedule(sight, 2, 2)) == [
+    attn_mask = AttentionMask(SlidingWindow(5, 5, 0, None, 0), 5)
+    assert list(schedule(attn_mask, 2, 2)) == [
         Tile(0, 2, 0, 2, PARTIAL),
         Tile(2, 4, 0, 2, FULL),
         Tile(2, 4, 2, 4, PARTIAL),
@@ -251,8 +249,8 @@ def test_causal_by_hand() -> None:
 
 
 def test_an_unknown_order() -> None:
-    with pytest.raises(ValueError, match=r"^order is 'rows'; 'query' and 'key' are accepted$"):
-        list(schedule(Sight(Band(2, 2, 0, None, None), 2), 1, 1, "rows"))
+    with pytest.raises(ValueError, match=r"^outer_loop is 'rows'; 'q' and 'kv' are accepted$"):
+        list(schedule(AttentionMask(SlidingWindow(2, 2, 0, None, None), 2), 1, 1, "rows"))
 
 
 # --- small functions ----------------------------------------------------------------------------

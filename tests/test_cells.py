@@ -14,7 +14,7 @@ import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine, at_host
 from tileattn import BlockMask
-from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP
+from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.kernels.launch import streams
 from tileattn.kernels.launch.block_sparse import BEYOND, host_visits, tile_kinds, visits_before
 
@@ -44,7 +44,7 @@ def test_tiles_are_what_their_blocks_are(
         wanted, entries = [], []
         for c in range(columns):
             seen = pairs[b, h, r * tile[0] :, c * tile[1] :][: tile[0], : tile[1]]
-            wanted.append(FULL if seen.all() else PARTIAL if seen.any() else SKIP)
+            wanted.append(FULL if seen.all() else PARTIAL if seen.any() else EMPTY)
             if seen.any():
                 entries.append(2 * c + (not seen.all()))
         assert kinds[b, h, r].tolist() == wanted

@@ -21,7 +21,9 @@ from tests.nonfinite import (
     masks,
 )
 from tileattn import BlockMask, reference
-from tileattn.algorithm.mask import Tile
+from tileattn.algorithm import spec
+from tileattn.algorithm.tiles import Tile
+from tileattn.backends.numpy.memory import TileMemory
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
@@ -115,20 +117,20 @@ def test_skipped_blocks_are_not_computed(
     options = {**options, "block_mask": BlockMask(blocks, (8, 5))}
     seen = reference.visibility((1, 1, *lengths), options)[0, 0]
     in_blocks = options["block_mask"].to_dense((1, 1, *lengths))[0, 0]
-    absorb, back = tileattn.algorithm.spec.absorb_tile, tileattn.algorithm.spec.backward_tile
+    update, back = spec.update_tile, spec.backward_tile
     forward_tiles: list[Tile] = []
     backward_tiles: list[Tile] = []
 
-    def absorbing(*args: Any) -> Any:
-        forward_tiles.append(args[4])
-        return absorb(*args)
+    def updating(*args: Any) -> Any:
+        forward_tiles.append(args[5])
+        return update(*args)
 
     def going_back(*args: Any) -> Any:
         backward_tiles.append(args[3])
         return back(*args)
 
-    monkeypatch.setattr("tileattn.algorithm.spec.absorb_tile", absorbing)
-    monkeypatch.setattr("tileattn.algorithm.spec.backward_tile", going_back)
+    monkeypatch.setattr(spec, "update_tile", updating)
+    monkeypatch.setattr(spec, "backward_tile", going_back)
     result = tileattn.forward(q, k, v, **options)
     tileattn.backward(dout, q, k, v, *result, **options)
     for tiles in (forward_tiles, backward_tiles):
@@ -144,14 +146,14 @@ def test_skipped_keys_and_values_are_not_loaded(monkeypatch: pytest.MonkeyPatch)
     blocks = np.ones((-(-270 // 10), 30), bool)
     blocks[:, 4:8] = False
     mask = BlockMask(blocks, (10, 10))
-    load = tileattn.algorithm.heads.load
+    load = TileMemory.load
     loaded: list[Array] = []
 
-    def loading(x: Array, *args: Any) -> Array:
+    def loading(memory: TileMemory, name: str, x: Array, scale: float | None = None) -> Array:
         loaded.append(x)
-        return load(x, *args)
+        return load(memory, name, x, scale)
 
-    monkeypatch.setattr("tileattn.algorithm.spec.load", loading)
+    monkeypatch.setattr(TileMemory, "load", loading)
     tileattn.forward(q, k, v, block_mask=mask)
     skipped = (k[..., 40:80, :], v[..., 40:80, :])
     assert not any(np.shares_memory(x, part) for x in loaded for part in skipped)

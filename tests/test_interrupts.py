@@ -106,16 +106,16 @@ def in_another_thread(work: Callable[[], None]) -> None:
 def test_an_interrupt_at_any_bytecode_leaves_nothing_behind(parallel: bool) -> None:
     """In the middle of a ``finally`` or of taking a lock, too."""
     before, done = blas_threads(), [0] * 3
-    turns = threads.Turns(3)
+    sums = threads.OrderedSums(3)
 
     def task(n: int) -> None:
-        turns.wait(n, 0)
-        done[n] += 1
-        turns.pass_to(n, 1)
+        with sums.task(n) as turn:
+            turn.wait(0)
+            done[n] += 1
 
     def call() -> None:
-        nonlocal turns
-        turns = threads.Turns(3)
+        nonlocal sums
+        sums = threads.OrderedSums(3)
         threads.run([partial(task, n) for n in range(3)], parallel)
 
     step = 0
@@ -187,21 +187,21 @@ def number():
 def test_the_child_of_a_fork_has_its_own_threads_and_blas_its_own_number() -> None:
     """Forked by one thread while another is in the middle of a call."""
     program = """
-    from tileattn.algorithm import heads as lane
+    from tileattn.backends.numpy import bounds
     before, expected = number(), call()
-    entered, leave, norm = threading.Event(), threading.Event(), lane.norms
+    entered, leave, norm = threading.Event(), threading.Event(), bounds.row_norms
     def held_up(*arguments):
         entered.set()
         leave.wait(30)
         return norm(*arguments)
-    lane.norms = held_up
+    bounds.row_norms = held_up
     user = threading.Thread(target=call)
     user.start()
     entered.wait(30)
     child = os.fork()
     if not child:
         threading.Timer(20, os._exit, (2,)).start()
-        lane.norms = norm
+        bounds.row_norms = norm
         both = threading.Barrier(2)
         right = [number() == before, call() == expected]
         threads.run([lambda: both.wait(10)] * 2)

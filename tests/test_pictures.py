@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests import test_blocks_picture, test_density_picture
-from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP
-from tileattn.algorithm.mask import Tile
+from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
+from tileattn.algorithm.tiles import Tile
 from tools import drawing, memory_picture, pictures, schedule_picture
 
 CASES = ("plain", "tileattn")
@@ -244,15 +244,19 @@ def test_counted_bytes_are_compared_where_both_were_counted(everything: Path) ->
 
 @pytest.mark.parametrize("name", ["causal", "block-sparse"])
 def test_the_drawn_tiles_are_those_of_the_mask(name: str) -> None:
-    sight, N, block = schedule_picture.sights()[name], schedule_picture.N, schedule_picture.BLOCK
-    seen = sight.visible(Tile(0, N, 0, N, PARTIAL))[0]
+    attn_mask, N, block = (
+        schedule_picture.sights()[name],
+        schedule_picture.N,
+        schedule_picture.BLOCK,
+    )
+    seen = attn_mask.visible(Tile(0, N, 0, N, PARTIAL))[0]
     side = N // block
     blocks = seen.reshape(side, block, side, block).swapaxes(1, 2)
     some, every = blocks.any((2, 3)), blocks.all((2, 3))
-    kinds = np.where(every, FULL, np.where(some, PARTIAL, SKIP))
-    drawn = schedule_picture.tiles(sight)
+    kinds = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+    drawn = schedule_picture.tiles(attn_mask)
     assert drawn["kinds"] == kinds.tolist()
-    assert {SKIP, PARTIAL, FULL} == set(kinds.ravel())
+    assert {EMPTY, PARTIAL, FULL} == set(kinds.ravel())
     assert drawn["row"] == np.flatnonzero(kinds[schedule_picture.ROW]).tolist()
     assert drawn["column"] == np.flatnonzero(kinds[:, schedule_picture.COLUMN]).tolist()
 
@@ -278,7 +282,7 @@ def test_lines_and_labels_stand_out_from_the_page(theme: drawing.Theme) -> None:
         assert contrast(colour, theme.background) >= 4.5
     assert contrast(theme.ink, theme.tones[PARTIAL]) >= 4.5
     assert contrast(theme.background, theme.tones[FULL]) >= 4.5
-    for kind in (SKIP, PARTIAL):
+    for kind in (EMPTY, PARTIAL):
         assert contrast(theme.tones[kind], theme.tones[kind + 1]) >= 1.5
 
 

@@ -12,8 +12,9 @@ from tests.probes import keys
 from tests.probes.bounds import sums_of
 from tests.probes.harness import Probe, device, params, strides_of
 from tileattn.algorithm import philox
-from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP, BlockMask
-from tileattn.algorithm.mask import Band, Sight, Tile, cut, schedule
+from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
+from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
+from tileattn.algorithm.tiles import Tile, cut
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.block_sparse import host_cells
 from tileattn.kernels.launch.params import PARAMS
@@ -101,13 +102,13 @@ def boxes_in(Nq: int, Nk: int, count: int) -> Array:
     return np.stack([first, past], axis=2).reshape(count, 4).astype(np.int32)
 
 
-def answers_of(band: Band, boxes: Array) -> list[list[int]]:
+def answers_of(window: SlidingWindow, boxes: Array) -> list[list[int]]:
     return [
         [
-            int(band.visible(q0, k0)),
-            band.kind(q0, q1, k0, k1),
-            *band.keys_of(q0, q1),
-            *band.queries_of(k0, k1),
+            int(window.visible(q0, k0)),
+            window.kind(q0, q1, k0, k1),
+            *window.key_range(q0, q1),
+            *window.query_range(k0, k1),
         ]
         for q0, q1, k0, k1 in boxes.tolist()
     ]
@@ -124,7 +125,7 @@ def test_bands(left: int | None, right: int | None) -> None:
     given = lengths, offsets, boxes, len(boxes), got
     Probe(keys.BLOCKS[0])("bands", p, *given, grid=(len(lengths),))
     for n, (length, offset) in enumerate(zip(lengths.tolist(), offsets.tolist(), strict=True)):
-        assert got[n].tolist() == answers_of(Band(Nq, length, offset, left, right), boxes)
+        assert got[n].tolist() == answers_of(SlidingWindow(Nq, length, offset, left, right), boxes)
 
 
 @pytest.mark.parametrize(("given", "length"), [(-3, 0), (17, 17), (99, 60)])
@@ -133,7 +134,7 @@ def test_a_length_beyond_the_keys_is_their_number(given: int, length: int) -> No
     got = np.full((len(boxes), 6), -7, np.int32)
     p = params(Nq=40, Nk=60, left=8, right=3, length=given, offset=-5)
     Probe(keys.BLOCKS[0])("bands", p, None, None, boxes, len(boxes), got)
-    assert got.tolist() == answers_of(Band(40, length, -5, 8, 3), boxes)
+    assert got.tolist() == answers_of(SlidingWindow(40, length, -5, 8, 3), boxes)
 
 
 @pytest.mark.parametrize(
@@ -173,12 +174,12 @@ def test_works(key: KernelKey, left: int | None, right: int | None) -> None:
             q0, (b, h) = place * key.block_q, divmod(int(head[number]), Hq)
             turn, thread = divmod(n, grid)
             found = got[turn, thread].tolist()
-            band = Band(Nq, Nk, Nk - Nq, left, right)
-            lo, hi = band.keys_of(q0, min(q0 + key.block_q, Nq))
+            window = SlidingWindow(Nq, Nk, Nk - Nq, left, right)
+            lo, hi = window.key_range(q0, min(q0 + key.block_q, Nq))
             tiles = lo // key.block_k, -(-hi // key.block_k)
             assert found[:6] == [b, h, q0, *tiles, turn]
             for g, first in enumerate(range(q0, q0 + key.block_q, 64)):
-                assert_tiles(band, first, key.block_k, found[6 + 4 * g : 10 + 4 * g])
+                assert_tiles(window, first, key.block_k, found[6 + 4 * g : 10 + 4 * g])
         assert (got.reshape(-1, size)[count:] == -7).all()
 
 
@@ -204,7 +205,7 @@ def test_walks(key: KernelKey, left: int | None, right: int | None, length: int)
     B, Hkv, Nq, Nk, parts, grid = 2, 3, 700, 810, 2, 5
     blocks = -(-Nk // key.block_k)
     count = blocks * B * Hkv
-    band = Band(Nq, length, 60, left, right)
+    window = SlidingWindow(Nq, length, 60, left, right)
     p = params(
         B=B, Hkv=Hkv, Nq=Nq, Nk=Nk, parts=parts, length=length, offset=60, **reach(left, right)
     )
@@ -216,24 +217,24 @@ def test_walks(key: KernelKey, left: int | None, right: int | None, length: int)
     for n, (b, kv, k0, first, past, full, full_past) in enumerate(got.tolist()):
         assert (b, kv) == divmod(int(head[n]), Hkv)
         assert k0 == int(block[n]) * key.block_k
-        kinds = [band.kind(q0, q1, k0, k0 + key.block_k) for q0, q1 in tiles]
-        seen = [tile for tile, kind in enumerate(kinds) if kind != SKIP]
+        kinds = [window.kind(q0, q1, k0, k0 + key.block_k) for q0, q1 in tiles]
+        seen = [tile for tile, kind in enumerate(kinds) if kind != EMPTY]
         assert list(range(first, past)) == seen
         assert [tile for tile in seen if full <= tile < full_past] == [
             tile for tile in seen if kinds[tile] == FULL
         ]
 
 
-def assert_tiles(band: Band, q0: int, block_k: int, found: list[int]) -> None:
+def assert_tiles(window: SlidingWindow, q0: int, block_k: int, found: list[int]) -> None:
     """Hold what 64 queries are said to see to the kinds of tiles."""
     first, past, full, full_past = found
-    q1 = min(q0 + 64, band.Nq)
+    q1 = min(q0 + 64, window.Nq)
     kinds = {
-        tile: band.kind(q0, q1, tile * block_k, (tile + 1) * block_k)
-        for tile in range(-(-band.length // block_k))
+        tile: window.kind(q0, q1, tile * block_k, (tile + 1) * block_k)
+        for tile in range(-(-window.length // block_k))
         if q0 < q1
     }
-    seen = [tile for tile, kind in kinds.items() if kind != SKIP]
+    seen = [tile for tile, kind in kinds.items() if kind != EMPTY]
     assert list(range(first, past)) == seen
     # The kernel asks of 64 queries, though there may be fewer: it may take full tiles for others.
     whole = [tile for tile, kind in kinds.items() if kind == FULL]
@@ -266,13 +267,13 @@ class Masks:
             self.fields["mask_block_q"], self.fields["mask_block_k"] = block
             self.arrays[1:] = kinds, bits
 
-    def sight(self, band: Band, b: int, h: int) -> Sight:
+    def attn_mask(self, window: SlidingWindow, b: int, h: int) -> AttentionMask:
         mask = None if self.dense is None else self.dense[b]
-        return Sight(band, self.shape[3], mask, self.blocks, b, slice(h, h + 1))
+        return AttentionMask(window, self.shape[3], mask, self.blocks, b, slice(h, h + 1))
 
-    def visible(self, band: Band, b: int, h: int) -> Array:
+    def visible(self, window: SlidingWindow, b: int, h: int) -> Array:
         Nq, Nk = self.shape[2:]
-        pairs: Array = self.sight(band, b, h).visible(Tile(0, Nq, 0, Nk, PARTIAL))[0]
+        pairs: Array = self.attn_mask(window, b, h).visible(Tile(0, Nq, 0, Nk, PARTIAL))[0]
         return pairs
 
 
@@ -287,29 +288,29 @@ def test_sights(key: KernelKey) -> None:
     visible = np.full(shape, 7, np.uint8)
     p = params(length=141, offset=30, **reach(50, 9), **masks.fields)
     Probe(key)("sights", p, *masks.arrays, boxes, len(boxes), kinds, visible, grid=(Hq, B))
-    band = Band(Nq, 141, 30, 50, 9)
+    window = SlidingWindow(Nq, 141, 30, 50, 9)
     for b, h in product(range(B), range(Hq)):
-        sight = masks.sight(band, b, h)
-        want = [sight.kind(q0, min(q1, Nq), k0, k1) for q0, q1, k0, k1 in boxes.tolist()]
+        attn_mask = masks.attn_mask(window, b, h)
+        want = [attn_mask.kind(q0, min(q1, Nq), k0, k1) for q0, q1, k0, k1 in boxes.tolist()]
         assert kinds[b, h].tolist() == want
-        assert np.array_equal(visible[b, h], masks.visible(band, b, h))
+        assert np.array_equal(visible[b, h], masks.visible(window, b, h))
 
 
-def key_visits(key: KernelKey, sight: Sight, q0: int) -> list[list[int]]:
+def key_visits(key: KernelKey, attn_mask: AttentionMask, q0: int) -> list[list[int]]:
     """List number and kind of the key tiles that the queries from q0 on visit."""
-    q1 = min(q0 + key.block_q, sight.band.Nq)
-    lo, hi = sight.band.keys_of(q0, q1)
+    q1 = min(q0 + key.block_q, attn_mask.window.Nq)
+    lo, hi = attn_mask.window.key_range(q0, q1)
     tiles = range(lo // key.block_k, -(-hi // key.block_k))
-    found = [[t, sight.kind(q0, q1, t * key.block_k, (t + 1) * key.block_k)] for t in tiles]
-    return [visit for visit in found if visit[1] != SKIP]
+    found = [[t, attn_mask.kind(q0, q1, t * key.block_k, (t + 1) * key.block_k)] for t in tiles]
+    return [visit for visit in found if visit[1] != EMPTY]
 
 
-def query_visits(key: KernelKey, sight: Sight, k0: int) -> list[list[int]]:
+def query_visits(key: KernelKey, attn_mask: AttentionMask, k0: int) -> list[list[int]]:
     """List number and kind of the query tiles that the keys from k0 on visit."""
-    lo, hi = sight.band.queries_of(k0, k0 + key.block_k)
-    tiles = [q for q in cut(sight.band.Nq, key.block_q) if q[0] < hi and q[1] > lo]
-    found = [[q0 // key.block_q, sight.kind(q0, q1, k0, k0 + key.block_k)] for q0, q1 in tiles]
-    return [visit for visit in found if visit[1] != SKIP]
+    lo, hi = attn_mask.window.query_range(k0, k0 + key.block_k)
+    tiles = [q for q in cut(attn_mask.window.Nq, key.block_q) if q[0] < hi and q[1] > lo]
+    found = [[q0 // key.block_q, attn_mask.kind(q0, q1, k0, k0 + key.block_k)] for q0, q1 in tiles]
+    return [visit for visit in found if visit[1] != EMPTY]
 
 
 VIEWS = {"open": (None, None, 0), "causal": (None, 0, -99), "window": (200, 30, 7)}
@@ -325,7 +326,10 @@ def test_visits_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair
     """
     B, Hq, Nq, Nk = shape = 1, 2, 1201, 1102
     left, right, offset = VIEWS[view]
-    masks, band = Masks(key, shape, block, skipped=0.92), Band(Nq, 1000, offset, left, right)
+    masks, window = (
+        Masks(key, shape, block, skipped=0.92),
+        SlidingWindow(Nq, 1000, offset, left, right),
+    )
     q_tiles, k_tiles = -(-Nq // key.block_q), -(-Nk // key.block_k)
     by_query = np.full((Hq, q_tiles, k_tiles + 1, 2), -1, np.int32)
     by_key = np.full((Hq, k_tiles, q_tiles + 1, 2), -1, np.int32)
@@ -334,13 +338,13 @@ def test_visits_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair
     probe("key_visits", p, *masks.arrays, by_query, k_tiles + 1, grid=(q_tiles, Hq, B))
     probe("query_visits", p, *masks.arrays, by_key, q_tiles + 1, grid=(k_tiles, Hq, B))
     for h in range(Hq):
-        sight = masks.sight(band, 0, h)
+        attn_mask = masks.attn_mask(window, 0, h)
         rows = [row[row[:, 0] >= 0].tolist() for row in by_query[h]]
         columns = [column[column[:, 0] >= 0].tolist() for column in by_key[h]]
-        assert rows == [key_visits(key, sight, a * key.block_q) for a in range(q_tiles)]
-        assert columns == [query_visits(key, sight, c * key.block_k) for c in range(k_tiles)]
+        assert rows == [key_visits(key, attn_mask, a * key.block_q) for a in range(q_tiles)]
+        assert columns == [query_visits(key, attn_mask, c * key.block_k) for c in range(k_tiles)]
         visited = {(a, tile) for a, row in enumerate(rows) for tile, _ in row}
-        tiles = schedule(sight, key.block_q, key.block_k)
+        tiles = schedule(attn_mask, key.block_q, key.block_k)
         scheduled = {(tile.q0 // key.block_q, tile.k0 // key.block_k) for tile in tiles}
         exact = not key.block_mask or block == (64, 48)
         assert scheduled
@@ -357,7 +361,7 @@ def test_hidden_and_dropped_elements_of_accumulators(key: KernelKey, transposed:
     Nq, Nk = 53, 80 if key.span == 16 else 70
     shape = (2, 3, Nq, Nk)
     size, b, h, i0, j0 = key.block_q, 1, 2, 32, 48
-    masks, band = Masks(key, shape, (20, 12), skipped=0.4), Band(Nq, Nk, 4, 20, 13)
+    masks, window = Masks(key, shape, (20, 12), skipped=0.4), SlidingWindow(Nq, Nk, 4, 20, 13)
     start = (j0, i0) if transposed else (i0, j0)
     if masks.dense is not None:  # every byte but 0 is true
         masks.arrays[0] = masks.dense * np.uint8(1 << h)
@@ -371,7 +375,7 @@ def test_hidden_and_dropped_elements_of_accumulators(key: KernelKey, transposed:
     assert np.array_equal(indices, np.stack([i, j], axis=2))
 
     seen = np.zeros((i0 + size, j0 + size), np.bool_)
-    seen[:Nq, :Nk] = masks.visible(band, b, h)
+    seen[:Nq, :Nk] = masks.visible(window, b, h)
     want = np.where(seen[i0:, j0:], 1.0, -np.inf)
     if key.dropout:
         heads = np.array([h])

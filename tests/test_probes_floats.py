@@ -22,9 +22,9 @@ from tests.probes.bounds import (
 )
 from tests.probes.harness import Probe, device, params, strides_of
 from tileattn.algorithm.block_mask import FULL
-from tileattn.algorithm.mask import Tile
-from tileattn.algorithm.scores import Terms
+from tileattn.algorithm.scores import ScoreMods
 from tileattn.algorithm.softmax import RowState
+from tileattn.algorithm.tiles import Tile
 from tileattn.kernels.config.key import KernelKey
 
 Array = NDArray[Any]
@@ -316,22 +316,23 @@ def test_scores_and_their_derivatives(key: KernelKey) -> None:
     distance = np.abs(np.arange(Nq)[:, None] + offsets[:, None, None, None] - np.arange(Nk))
     for b, h in np.ndindex(B, Hq):
         inside = b, h, slice(Nq), slice(Nk)
-        terms = Terms(
+        added = bias[b, 0, :Nq, :Nk].astype(np.float64).astype(truth) if key.bias else None
+        mods = ScoreMods.of(
             softcap if key.softcap else None,
             slopes[b, h].astype(truth) if key.alibi else None,
-            bias[b, 0, :Nq, :Nk].astype(np.float64).astype(truth) if key.bias else None,
+            added,
             int(offsets[b]),
         )
         want = scale * products[inside].astype(truth)
         size = np.minimum(np.abs(want), softcap) if key.softcap else np.abs(want)
-        slope = terms.apply_with_slope(want, Tile(0, Nq, 0, Nk, FULL))
+        grad = mods.apply_with_grad(want, Tile(0, Nq, 0, Nk, FULL))
         size += slopes[b, h] * distance[b, 0] if key.alibi else 0
-        size += np.abs(terms.bias) if terms.bias is not None else 0
+        size += 0 if added is None else np.abs(added)
         assert_near(scores[inside], want, 10 * u * size)
-        if slope is None:
+        if grad is None:
             assert (derivatives[inside] == 1).all()
         else:
-            assert_near(derivatives[inside], slope, 14 * u)
+            assert_near(derivatives[inside], grad, 14 * u)
 
 
 # --- softmax.cuh --------------------------------------------------------------------------------
@@ -392,13 +393,13 @@ def test_row_states(key: KernelKey, unit: float) -> None:
     state = RowState.empty((M,), T * N, truth)
     total = np.zeros((M, T, N), truth)
     for t in range(T):
-        state.absorb(scores[t] * ln2, np.eye(N, T * N, t * N, dtype=truth))
+        state.update(scores[t] * ln2, np.eye(N, T * N, t * N, dtype=truth))
         assert_near(m[t], state.m / ln2, 2 * u * np.abs(state.m / ln2))
         total *= rescale[t][:, None, None]
         total[:, t] = p[t]
     state.sink(sinks.astype(truth))
     end = state.m / ln2
-    want, want_lse = state.finish(gain)
+    want, want_lse = state.finalize(gain)
 
     way = ways_down(end[:, None], scores.swapaxes(0, 1).reshape(M, T * N))
     sink_way = ways_down(end, sinks / ln2)

@@ -397,7 +397,7 @@ def test_offset_follows_the_lengths_unless_it_is_given() -> None:
 def test_dtype_of_sums(dtype: Any, sums: Any) -> None:
     problem, _ = parse(Q.astype(dtype), K.astype(dtype), V.astype(dtype), {})
     assert problem.dtype == dtype
-    assert problem.sum_dtype == sums
+    assert problem.accum_dtype == sums
 
 
 def test_arrays_become_views_with_four_axes() -> None:

@@ -18,8 +18,9 @@ import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine
 from tileattn import BlockMask
-from tileattn.algorithm.block_mask import FULL, SKIP
-from tileattn.algorithm.mask import Band, cut
+from tileattn.algorithm.block_mask import EMPTY, FULL
+from tileattn.algorithm.mask import SlidingWindow
+from tileattn.algorithm.tiles import cut
 from tileattn.backends import registry
 from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.launch import streams
@@ -86,12 +87,12 @@ def costs_of(problem: Problem, operands: Operands, step: Step, parts: int) -> Ar
     @cache
     def reached(batch: int, block: int) -> Array:
         length, offset = int(operands.kv_lengths[batch]), int(operands.q_offset[batch])
-        band = Band(P.Nq, length, offset, *P.window)
-        return np.array([band.kind(*queries[block], *tile) != SKIP for tile in keys])
+        window = SlidingWindow(P.Nq, length, offset, *P.window)
+        return np.array([window.kind(*queries[block], *tile) != EMPTY for tile in keys])
 
     def cost(batch: int, head: int, block: int) -> int:
         row = kinds[batch, head, queries[block][0] // key.block_q]
-        return TILE * int((reached(batch, block) & (row != SKIP)).sum()) + START
+        return TILE * int((reached(batch, block) & (row != EMPTY)).sum()) + START
 
     works = works_of(len(queries), P.B * P.Hq, parts)
     return np.array([cost(*divmod(head, P.Hq), block) for block, head in works])

@@ -11,8 +11,9 @@ import pytest
 import threadpoolctl
 
 import tileattn
+from tileattn.algorithm import spec
 from tileattn.backends.numpy import threads
-from tileattn.backends.numpy.threads import Turns, run
+from tileattn.backends.numpy.threads import OrderedSums, run
 
 
 @pytest.fixture(params=[1, 2, 3, 5])
@@ -80,21 +81,50 @@ def test_the_first_error_comes_out_and_stops_the_rest(workers: int) -> None:
     assert len(started) < 200 - workers
 
 
-def test_turns_order_the_sums_of_parallel_tasks(workers: int) -> None:
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_sums_of_parallel_tasks_are_ordered(workers: int, skipped: int) -> None:
+    """Where tasks have nothing to add to some block, too."""
     order: list[list[int]] = [[], [], []]
-    turns = Turns(30)
+    sums = OrderedSums(30)
+
+    def adds(n: int, block: int) -> bool:
+        return not skipped or (n + block) % skipped == 0
 
     def task(n: int) -> None:
-        for block in range(3):
-            if (n + block) % 4:
-                time.sleep(0.0002 * (n % 3))
-            turns.wait(n, block)
-            order[block].append(n)
-            turns.pass_to(n, block + 1)
+        with sums.task(n) as turn:
+            for block in filter(partial(adds, n), range(3)):
+                turn.begin(block)
+                if (n + block) % 4:
+                    time.sleep(0.0002 * (n % 3))
+                turn.wait(block)
+                order[block].append(n)
 
     assert within(20, lambda: run([partial(task, n) for n in range(30)])) is None
-    assert order == [list(range(30))] * 3
+    assert order == [[n for n in range(30) if adds(n, block)] for block in range(3)]
     assert workers
+
+
+def test_a_task_that_skips_a_block_does_not_vouch_for_it() -> None:
+    """Task 1 goes on from block 0 to block 5; of block 3 it knows nothing."""
+    sums, waited = OrderedSums(3), threading.Event()
+
+    def third() -> None:
+        sums.wait(2, 3)
+        waited.set()
+
+    first, second = threads._Turn(sums, 0), threads._Turn(sums, 1)
+    first.wait(0)
+    first.begin(3)
+    second.wait(0)
+    second.begin(5)
+    waiting = threading.Thread(target=third, daemon=True)
+    waiting.start()
+    assert not waited.wait(0.2)
+    first.wait(3)
+    first.begin(6)
+    second.wait(3)
+    second.begin(6)
+    assert waited.wait(10)
 
 
 @pytest.mark.usefixtures("workers")
@@ -103,7 +133,7 @@ def test_an_error_in_one_tile_does_not_hang(monkeypatch: pytest.MonkeyPatch, at:
     """The tasks of a backward pass wait for each other; the error of the one that fails shows."""
     q, k, v, dout = np.random.default_rng(0).normal(size=(4, 1, 2, 1100, 48))
     out, lse = tileattn.forward(q, k, v)
-    tile_of = tileattn.algorithm.spec.backward_tile
+    tile_of = spec.backward_tile
     lock, calls = threading.Lock(), []
 
     def fails(*args: Any) -> Any:

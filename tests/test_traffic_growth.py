@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tileattn.algorithm.mask import sizes_for_memory
+from tileattn.algorithm.tiles import sizes_for_memory
 from tileattn.problem import Problem, parse
 from tileattn.traffic import KINDS, modelled
 

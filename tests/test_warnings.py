@@ -38,7 +38,7 @@ def test_numpy_that_warns_within_a_call_is_an_error(monkeypatch: pytest.MonkeyPa
     def warns(*_: Any, **__: Any) -> None:
         np.zeros(0).mean()
 
-    monkeypatch.setattr("tileattn.algorithm.spec.finish", warns)
+    monkeypatch.setattr("tileattn.algorithm.spec.finalize", warns)
     x = np.ones((3, 2))
     with pytest.raises(RuntimeWarning, match="empty"):
         tileattn.forward(x, x, x)

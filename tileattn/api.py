@@ -314,7 +314,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
     with np.errstate(all="ignore"):
         for out, lse in zip(outs[1:], lses[1:], strict=True):
             state.merge(RowState.of_result(out, lse, sums))
-        merged, lse = state.finish()
+        merged, lse = state.finalize()
     return Attention(merged.astype(outs[0].dtype, copy=False), lse)
 
 
@@ -397,7 +397,7 @@ def _prepare(
         if x is not None or name != "dlse":
             of_rows = name in {"lse", "dlse"}
             shape = problem.out_shape[:-1] if of_rows else problem.out_shape
-            check_array(name, x, shape, problem.sum_dtype if of_rows else problem.dtype)
+            check_array(name, x, shape, problem.accum_dtype if of_rows else problem.dtype)
     key = signature((q, k, v, *others.values()), backend, options)
     if key is not None:
         lengths, offset = (

@@ -87,7 +87,7 @@ class Problem:
         return self.Hq // self.Hkv if self.Hkv else 0
 
     @property
-    def sum_dtype(self) -> np.dtype[Any]:
+    def accum_dtype(self) -> np.dtype[Any]:
         """Type in which sums are kept and in which ``lse`` is given."""
         return DTYPES[3 if self.dtype == DTYPES[3] else 2]
 

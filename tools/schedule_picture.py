@@ -4,16 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from tileattn import BlockMask
-from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP
-from tileattn.algorithm.mask import Band, Sight, schedule
+from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
+from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
 from tools.drawing import Picture, Theme
 
 N, BLOCK = 512, 64
 ROW, COLUMN = 5, 1  # the query block and the key block whose visits are numbered
-KINDS = {SKIP: "skipped", PARTIAL: "partly seen", FULL: "seen in full"}
+KINDS = {EMPTY: "skipped", PARTIAL: "partly seen", FULL: "seen in full"}
 
 
-def sights() -> dict[str, Sight]:
+def sights() -> dict[str, AttentionMask]:
     """Make the two masks that are drawn: causal, and a causal window with the first keys."""
     sparse = BlockMask.from_predicate(
         lambda b, h, i, j: (j <= i) & ((i - j < 2 * BLOCK) | (j < BLOCK)),  # noqa: ARG005  # its form
@@ -21,18 +21,18 @@ def sights() -> dict[str, Sight]:
         block_size=(BLOCK, BLOCK),
     )
     return {
-        "causal": Sight(Band(N, N, 0, None, 0), N),
-        "block-sparse": Sight(Band(N, N, 0, None, None), N, block_mask=sparse),
+        "causal": AttentionMask(SlidingWindow(N, N, 0, None, 0), N),
+        "block-sparse": AttentionMask(SlidingWindow(N, N, 0, None, None), N, block_mask=sparse),
     }
 
 
-def tiles(sight: Sight) -> dict[str, Any]:
+def tiles(attn_mask: AttentionMask) -> dict[str, Any]:
     """Kinds of all blocks, and the blocks that one row and one column visit, in their order."""
-    kinds = [[SKIP] * (N // BLOCK) for _ in range(N // BLOCK)]
-    for tile in schedule(sight, BLOCK, BLOCK):
+    kinds = [[EMPTY] * (N // BLOCK) for _ in range(N // BLOCK)]
+    for tile in schedule(attn_mask, BLOCK, BLOCK):
         kinds[tile.q0 // BLOCK][tile.k0 // BLOCK] = tile.kind
-    rows = schedule(sight, BLOCK, BLOCK, order="query")
-    columns = schedule(sight, BLOCK, BLOCK, order="key")
+    rows = schedule(attn_mask, BLOCK, BLOCK, outer_loop="q")
+    columns = schedule(attn_mask, BLOCK, BLOCK, outer_loop="kv")
     return {
         "kinds": kinds,
         "row": [tile.k0 // BLOCK for tile in rows if tile.q0 // BLOCK == ROW],
@@ -42,7 +42,7 @@ def tiles(sight: Sight) -> dict[str, Any]:
 
 def picture(results: Path) -> Picture:  # noqa: ARG001  # nothing here is measured
     """Make the picture of both schedules."""
-    values = {name: tiles(sight) for name, sight in sights().items()}
+    values = {name: tiles(mask) for name, mask in sights().items()}
     said = " ".join(_said(name, drawn["kinds"]) for name, drawn in values.items())
     return Picture(
         values=values,

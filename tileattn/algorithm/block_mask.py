@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tileattn.arrays import refuse_masked
 
-SKIP, PARTIAL, FULL = 0, 1, 2
+EMPTY, PARTIAL, FULL = 0, 1, 2
 """Kinds of a block: no pair is seen, some pairs are, all pairs are."""
 
 Predicate = Callable[[Any, Any, Any, Any], Any]
@@ -50,7 +50,7 @@ class BlockMask:
         blocks = _boolean("blocks", blocks)
         if not 2 <= blocks.ndim <= 4:
             raise ValueError(f"blocks has shape {blocks.shape}; from two to four axes are accepted")
-        kinds = np.where(blocks, np.int8(FULL), np.int8(SKIP))
+        kinds = np.where(blocks, np.int8(FULL), np.int8(EMPTY))
         self._set(kinds, _block_size(block_size), None, None)
 
     def _set(
@@ -163,7 +163,7 @@ class BlockMask:
             starts = np.arange(0, j.size, bk)
             some = np.logical_or.reduceat(seen.any(axis=2), starts, axis=-1)
             every = np.logical_and.reduceat(seen.all(axis=2), starts, axis=-1)
-            kinds[:, :, a, c0:c1] = np.where(every, FULL, np.where(some, PARTIAL, SKIP))
+            kinds[:, :, a, c0:c1] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
         mask = cls.__new__(cls)
         mask._set(kinds, block_size, (Nq, Nk), inside)
         return mask
@@ -171,7 +171,7 @@ class BlockMask:
     @property
     def density(self) -> float:
         """Share of the blocks that are computed (mixed blocks count as computed)."""
-        return float(np.mean(self.kinds != SKIP)) if self.kinds.size else 0.0
+        return float(np.mean(self.kinds != EMPTY)) if self.kinds.size else 0.0
 
     def check(self, B: int, Hq: int, Nq: int, Nk: int) -> None:
         """Raise ValueError where this mask does not fit a problem of these sizes.
@@ -214,7 +214,7 @@ class BlockMask:
         Returns
         -------
         int
-            ``SKIP``, ``PARTIAL`` or ``FULL``.
+            ``EMPTY``, ``PARTIAL`` or ``FULL``.
         """
         bq, bk = self.block_size
         entry = self.kinds[b if self.kinds.shape[0] > 1 else 0]

@@ -1,8 +1,12 @@
-"""The algorithm: attention tile by tile with online softmax, forward and backward.
+"""The algorithm: exact attention tile by tile with online softmax, forward and backward.
 
-This file is the specification and it is what the NumPy backend runs. A *lane* is a set of heads of
-one batch entry that are computed together: every array has the axes ``(Hkv, G, rows, columns)``,
-``G`` query heads for each key head. Blocks may have any size, and come in any order.
+This text is the specification. The NumPy backend runs it, and the CUDA kernels mirror it. A *grid*
+is a list of tasks that may run at the same time. A task loads tiles into fast memory; its loop is
+that of one thread block on a GPU. S and P are tiles of scores and probabilities, dP and dS their
+gradients, as in the papers.
+
+Blocks may have any size. Arrays of a ``HeadGroup`` have the axes ``(Hkv, G, rows, columns)``, with
+``G`` query heads for each key head.
 
 References
 ----------
@@ -10,431 +14,428 @@ Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 
-from tileattn import record
-from tileattn.algorithm.columns import with_column, with_ones
-from tileattn.algorithm.heads import Lane, load, norms
-from tileattn.algorithm.mask import Tile, cut, schedule
-from tileattn.algorithm.softmax import Array, RowState, Scratch, weigh
-from tileattn.algorithm.tile_mask import Seen
+from tileattn.algorithm.bias_gradient import add_bias_gradient, groups_sharing_sums, shape_of_sums
+from tileattn.algorithm.heads import Array, HeadGroup, head_groups
+from tileattn.algorithm.memory import Executor, Memory, Operand, OrderedSums
+from tileattn.algorithm.residuals import HeadResiduals, Residuals, Sums, row_norms
+from tileattn.algorithm.softmax import RowState
+from tileattn.algorithm.tile_mask import TileMask, above_minus_infinity
+from tileattn.algorithm.tiles import Tile, cut
+from tileattn.problem import Operands, Problem
+from tileattn.results import Attention, Gradients
+
+# --- forward ------------------------------------------------------------------------------------
 
 
-def forward(lane: Lane, block_q: int, block_k: int, order: str = "query") -> tuple[Array, Array]:
-    """Forward pass of a lane, tile by tile in the order of a schedule.
+def forward(
+    problem: Problem,
+    operands: Operands,
+    block_size: tuple[int, int],
+    executor: Executor,
+    *,
+    together: int = 1,
+    outer_loop: str = "q",
+) -> Attention:
+    """Compute attention.
 
     Parameters
     ----------
-    lane : Lane
-        The heads.
-    block_q, block_k : int
+    problem : Problem
+        What is asked.
+    operands : Operands
+        The arrays.
+    block_size : (int, int)
         Queries and keys of a tile.
-    order : {"query", "key"}
-        ``"query"`` is FlashAttention-2, ``"key"`` is FlashAttention (Algorithm 1).
+    executor : Executor
+        Runs the grid.
+    together : int
+        Heads that share a task where score matrices are not small.
+    outer_loop : {"q", "kv"}
+        ``"q"`` is FlashAttention-2; ``"kv"`` is FlashAttention, Algorithm 1.
 
     Returns
     -------
-    out : array, shape (Hkv, G, Nq, Dv)
-        Attention output, in the dtype of the sums.
-    lse : array, shape (Hkv, G, Nq)
-        Natural logarithm of the softmax denominator.
+    Attention
+        With four axes.
 
     Raises
     ------
     ValueError
-        Where ``order`` is neither.
+        Where ``outer_loop`` is neither.
     """
-    if order == "key":
-        return _forward_by_keys(lane, block_q, block_k)
-    if order != "query":
-        raise ValueError(f"order is {order!r}; 'query' and 'key' are accepted")
-    scratch, rows = Scratch(), lane.q.shape[:3]
-    out, lse = np.empty((*rows, lane.v.shape[-1]), lane.dtype), np.empty(rows, lane.dtype)
-    for q0, q1 in cut(lane.sight.band.Nq, block_q):
-        parts = forward_rows(lane, q0, q1, block_k, scratch)
-        for name, whole, part in zip(("out", "lse"), (out, lse), parts, strict=True):
-            whole[:, :, q0:q1] = part
-            record.write(name, part)
-    return out, lse
+    P, (block_q, block_k) = problem, block_size
+    result = Attention(
+        np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
+    )
+    groups = head_groups(P, operands, together)
+    if outer_loop == "kv":
+        executor.run([partial(forward_by_keys, heads, block_size, result) for heads in groups])
+    elif outer_loop == "q":
+        grid = [(heads, *rows) for heads in groups for rows in cut(P.Nq, block_q)]
+        grid.sort(key=_keys_in_reach, reverse=True)  # the longest first: none is left for the end
+        executor.run([partial(forward_block, *block, block_k, result) for block in grid])
+    else:
+        raise ValueError(f"outer_loop is {outer_loop!r}; 'q' and 'kv' are accepted")
+    return result
 
 
-def forward_rows(
-    lane: Lane, q0: int, q1: int, block_k: int, scratch: Scratch
-) -> tuple[Array, Array]:
-    """Forward pass of one query block: the inner loop of FlashAttention-2.
-
-    Parameters
-    ----------
-    lane : Lane
-        The heads.
-    q0, q1 : int
-        Queries q0 to q1 - 1.
-    block_k : int
-        Keys of a tile.
-    scratch : Scratch
-        Buffers of this worker.
-
-    Returns
-    -------
-    out : array, shape (Hkv, G, q1 - q0, Dv)
-        Attention output, in the dtype of the sums; valid until the next use of the scratch.
-    lse : array, shape (Hkv, G, q1 - q0)
-        Natural logarithm of the softmax denominator.
-    """
-    q = load(lane.q[..., q0:q1, :], lane.dtype, "q", scratch, lane.scale)
-    rows = (*lane.q.shape[:2], q1 - q0)
-    state = RowState.empty(rows, lane.v.shape[-1], lane.dtype, lane.bounded, scratch)
-    for tile in lane.sight.row_tiles(q0, q1, block_k):
-        part = slice(tile.q0 - q0, tile.q1 - q0)
-        kv = load_keys(lane, tile.k0, tile.k1, scratch)
-        absorb_tile(lane, state.rows(part), q[..., part, :], kv, tile, scratch)
-    return finish(lane, state)
-
-
-def _forward_by_keys(lane: Lane, block_q: int, block_k: int) -> tuple[Array, Array]:
-    """Forward pass of a lane with key blocks outside: the state of every row comes and goes."""
-    scratch = Scratch()
-    state = RowState.empty(lane.q.shape[:3], lane.v.shape[-1], lane.dtype, lane.bounded)
-    _record_state(record.write, state)
-    for k0, k1 in cut(lane.sight.Nk, block_k):
-        block: tuple[Array, Array] | None = None
-        for tile in lane.sight.column_tiles(k0, k1, block_q):
-            block = block or load_keys(lane, k0, k1, scratch)
-            k, v = (x[..., tile.k0 - k0 : tile.k1 - k0, :] for x in block)
-            q = load(lane.q[..., tile.queries, :], lane.dtype, "q", scratch, lane.scale)
-            rows = state.rows(tile.queries)
-            _record_state(record.read, rows)
-            absorb_tile(lane, rows, q, (k, v), tile, scratch)
-            _record_state(record.write, rows)
-    return finish(lane, state)
-
-
-def _record_state(note: Callable[[str, Array], None], state: RowState) -> None:
-    for name, x in (("out", state.acc), ("l", state.l), ("m", state.m)):
-        note(name, x)
-
-
-def load_keys(lane: Lane, k0: int, k1: int, scratch: Scratch) -> tuple[Array, Array]:
-    """Bring keys and values k0 to k1 - 1 of a lane into fast memory."""
-    k = load(lane.k[..., k0:k1, :], lane.dtype, "k", scratch)
-    return k, load(lane.v[..., k0:k1, :], lane.dtype, "v", scratch)
-
-
-def absorb_tile(
-    lane: Lane, state: RowState, q: Array, kv: tuple[Array, Array], tile: Tile, scratch: Scratch
+def forward_block(
+    heads: HeadGroup, q0: int, q1: int, block_k: int, result: Attention, memory: Memory
 ) -> None:
-    """Compute the scores of one tile and take them in.
-
-    Parameters
-    ----------
-    lane : Lane
-        The heads.
-    state : RowState
-        State of the tile's queries.
-    q : array, shape (Hkv, G, q1 - q0, D)
-        The tile's queries times the scale, in the dtype of the sums.
-    kv : (array, array), shapes (Hkv, 1, k1 - k0, D) and (Hkv, 1, k1 - k0, Dv)
-        The tile's keys and values, in the dtype of the sums.
-    tile : Tile
-        The tile.
-    scratch : Scratch
-        Buffers.
-    """
-    seen = lane.seen(tile)
-    k, v = kv
-    s = scratch.take("s", (*q.shape[:3], k.shape[-2]), lane.dtype)
-    np.matmul(q, k.swapaxes(-1, -2), out=s)
-    lane.terms.apply(s, tile)
-    if lane.terms.bias is not None:
-        seen = _above_minus_infinity(s, seen)
-    state.absorb(s, v, seen, lane.keep(tile), scratch)
+    """Compute the rows of one query block: FlashAttention-2, Algorithm 1."""
+    q = memory.load("q", heads.q[..., q0:q1, :], heads.scale)
+    state = memory.row_state(heads, q1 - q0)
+    for tile in heads.mask.row_tiles(q0, q1, block_k):
+        rows = slice(tile.q0 - q0, tile.q1 - q0)
+        k = memory.load("k", heads.k[..., tile.keys, :])
+        v = memory.load("v", heads.v[..., tile.keys, :])
+        update_tile(heads, state.rows(rows), q[..., rows, :], k, v, tile, memory)
+    finalize(heads, state, q0, q1, result, memory)
 
 
-def finish(lane: Lane, state: RowState) -> tuple[Array, Array]:
-    """Let the sinks join and divide: the end of the forward pass of some rows."""
-    if lane.sinks is not None:
-        state.sink(lane.sinks)
-    return state.finish(lane.gain, state.acc)
+def forward_by_keys(
+    heads: HeadGroup, block_size: tuple[int, int], result: Attention, memory: Memory
+) -> None:
+    """Compute all rows with key blocks outside: FlashAttention, Algorithm 1."""
+    (block_q, block_k), Nq = block_size, heads.q.shape[-2]
+    state = memory.row_state(heads, Nq)
+    memory.store_state(state)
+    for k0, k1 in cut(heads.mask.Nk, block_k):
+        tiles = list(heads.mask.column_tiles(k0, k1, block_q))
+        if tiles:
+            k = memory.load("k", heads.k[..., k0:k1, :])
+            v = memory.load("v", heads.v[..., k0:k1, :])
+        for tile in tiles:
+            keys = slice(tile.k0 - k0, tile.k1 - k0)
+            q = memory.load("q", heads.q[..., tile.queries, :], heads.scale)
+            rows = memory.load_state(state.rows(tile.queries))
+            update_tile(heads, rows, q, k[..., keys, :], v[..., keys, :], tile, memory)
+            memory.store_state(rows)
+    finalize(heads, state, 0, Nq, result, memory)
 
 
-@dataclass(frozen=True)
-class Upstream:
-    """What arrives at the outputs of a lane, and what the forward pass has saved.
+def update_tile(
+    heads: HeadGroup, rows: RowState, q: Array, k: Array, v: Array, tile: Tile, memory: Memory
+) -> None:
+    """Compute the scores of one tile and update the state of its rows."""
+    s = memory.matmul("s", q, k)
+    heads.score_mods.apply(s, tile)
+    visible = heads.tile_mask(tile)
+    if heads.score_mods.can_mask:
+        visible = above_minus_infinity(s, visible)
+    rows.update(s, v, visible, heads.keep(tile))
 
-    Parameters
-    ----------
-    dout : array, shape (Hkv, G, Nq, Dv)
-        Gradient at the output, in the caller's dtype.
-    lse : array, shape (Hkv, G, Nq)
-        Logsumexp of the forward pass, 0 in place of -inf.
-    delta : array, shape (Hkv, G, Nq)
-        ``rowsum(dout * out) - dlse``.
-    lse_lo : array, shape (Hkv, G, Nq), or None
-        Low word: the logsumexp is ``lse + lse_lo`` in rows that ``renormalise`` has split, in
-        others it is 0. None stands for 0.
-    split : array of bool, shape (Hkv, G, 1, 1), or None
-        With ``lse_lo``: which heads have such rows.
-    """
 
-    dout: Array
-    lse: Array
-    delta: Array
-    lse_lo: Array | None = None
-    split: Array | None = None
+def finalize(
+    heads: HeadGroup, state: RowState, q0: int, q1: int, result: Attention, memory: Memory
+) -> None:
+    """Let the sinks join, divide, and store the rows of a query block."""
+    if heads.sinks is not None:
+        state.sink(heads.sinks)
+    out, lse = state.finalize(heads.dropout_scale)
+    memory.store("out", heads.of(result.out)[..., q0:q1, :], out)
+    memory.store("lse", heads.of(result.lse)[..., q0:q1], lse)
+
+
+# --- backward -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class KeyBlock:
-    """A block of keys and values in fast memory, with its gradients.
-
-    Parameters
-    ----------
-    k0 : int
-        First key.
-    k : array, shape (Hkv, 1, N, D + 1)
-        Keys; the last column is 1.
-    v : array, shape (Hkv, 1, N, Dv + 1)
-        Values; the last column is 1.
-    dk, dv : array, shapes (Hkv, 1, N, D) and (Hkv, 1, N, Dv)
-        Sums of the gradients.
-    """
+    """Keys and values from ``k0`` on in fast memory, with the sums of their gradients."""
 
     k0: int
-    k: Array
-    v: Array
+    k: Operand
+    v: Operand
     dk: Array
     dv: Array
 
     @classmethod
-    def load(cls, lane: Lane, k0: int, k1: int, scratch: Scratch) -> "KeyBlock":
-        """Bring keys k0 to k1 - 1 of a lane into fast memory."""
-        k, v = lane.k[..., k0:k1, :], lane.v[..., k0:k1, :]
-        dk = scratch.take("dk", k.shape, lane.dtype)
-        dv = scratch.take("dv", v.shape, lane.dtype)
-        dk.fill(0)
-        dv.fill(0)
-        k, v = (with_ones(name, x, lane.dtype, scratch) for name, x in (("k", k), ("v", v)))
-        return cls(k0, k, v, dk, dv)
+    def load(cls, heads: HeadGroup, k0: int, k1: int, memory: Memory) -> "KeyBlock":
+        """Load keys k0 to k1 - 1; their gradients start at 0."""
+        k, v = heads.k[..., k0:k1, :], heads.v[..., k0:k1, :]
+        sums = memory.zeros("dk", k.shape), memory.zeros("dv", v.shape)
+        return cls(k0, memory.load_right("k", k), memory.load_right("v", v), *sums)
 
 
-def rounded(lse: Array, dtype: np.dtype[Any]) -> Array:
-    """Say in which rows the rounding of the logsumexp would show in the gradients.
+def backward(
+    problem: Problem,
+    operands: Operands,
+    dout: Array,
+    attention: Attention,
+    dlse: Array | None,
+    block_size: tuple[int, int],
+    executor: Executor,
+) -> Gradients:
+    """Compute the gradients: FlashAttention-2, Algorithm 2, key blocks outside.
 
     Parameters
     ----------
-    lse : array
-        Logsumexps, in the dtype of the sums.
-    dtype : numpy.dtype
-        Of q, k and v.
+    problem : Problem
+        What is asked.
+    operands : Operands
+        The arrays.
+    dout : array, shape (B, Hq, Nq, Dv)
+        Upstream gradient of the output.
+    attention : Attention
+        What the forward pass returned, with four axes.
+    dlse : array, shape (B, Hq, Nq), or None
+        Upstream gradient of the logsumexp.
+    block_size : (int, int)
+        Queries and keys of a tile.
+    executor : Executor
+        Runs the grids.
 
     Returns
     -------
-    array of bool, shape of lse
-        False where lse is not finite.
-
-    Notes
-    -----
-    Half a unit in the last place of lse is a relative error of the row's P. At 16 it is 1e-6 in
-    float32; at 512 it is 3e-5, a thirtieth of a unit of float16.
+    Gradients
+        With four axes, those of bias and sinks in their own shape.
     """
-    size = np.abs(lse)
-    flags: Array = (size > (512 if dtype.itemsize == 2 else 16)) & (size < np.inf)
-    return flags
+    P, (block_q, block_k), bias = problem, block_size, operands.bias
+    saved = Residuals.saved(P, dout, attention.lse)
+    sums = Sums(
+        np.empty((P.B, P.Hq, P.Nq, P.D), P.accum_dtype),
+        np.zeros((P.B, P.Hkv, P.Nk, P.D), P.dtype),
+        np.zeros((P.B, P.Hkv, P.Nk, P.Dv), P.dtype),
+        None if bias is None else np.zeros(shape_of_sums(bias.shape, P), P.accum_dtype),
+    )
+    groups = list(head_groups(P, operands))
+    blocks = [(heads, *rows) for heads in groups for rows in cut(P.Nq, block_q)]
+    executor.run([partial(prepare, *rows, attention.out, dlse, saved, sums) for rows in blocks])
+    large_rows = saved.blocks_of_large_rows(groups, block_size)
+    executor.run([partial(renormalise, *rows, saved) for rows in large_rows])
+    keys = list(cut(P.Nk, block_k))
+    sharing = groups_sharing_sums(groups, bias, P)
+    shared = [(heads, executor.ordered_sums(len(keys))) for heads in sharing]
+    executor.run(
+        [
+            partial(backward_block, *group, number, *span, block_q, saved, sums)
+            for number, span in enumerate(keys)
+            for group in shared
+        ]
+    )
+    with np.errstate(all="ignore"):  # a cast to 16 bits may overflow
+        sums.dq *= P.accum_dtype.type(P.scale)
+        dbias = sums.dbias
+        if dbias is not None:
+            dbias = dbias if dbias.shape == bias.shape else dbias.sum(axis=2, keepdims=True)
+            dbias = dbias.astype(bias.dtype, copy=False)
+        dsinks = None if operands.sinks is None else sink_gradient(operands.sinks, saved)
+        return Gradients(sums.dq.astype(P.dtype, copy=False), sums.dk, sums.dv, dbias, dsinks)
 
 
-def renormalise(
-    lane: Lane,
-    words: tuple[Array, Array],
+def prepare(
+    heads: HeadGroup,
     q0: int,
     q1: int,
-    tiles: Iterable[Tile],
-    scratch: Scratch,
+    out: Array,
+    dlse: Array | None,
+    saved: Residuals,
+    sums: Sums,
+    memory: Memory,
 ) -> None:
-    """Split the logsumexp of rows where its rounding would show into maximum and logarithm.
+    """Compute ``delta = rowsum(dO * O) - dlse`` of a query block; its dQ starts at 0."""
+    o = memory.load("out", heads.of(out)[..., q0:q1, :])
+    do = memory.load("dout", heads.of(saved.dout)[..., q0:q1, :])
+    delta = np.einsum("...d,...d->...", do, o)
+    if dlse is not None:
+        delta -= heads.of(dlse)[..., q0:q1]
+    memory.store("delta", heads.of(saved.delta)[..., q0:q1], delta)
+    memory.store("dq", heads.of(sums.dq)[..., q0:q1, :], 0)
 
-    Parameters
-    ----------
-    lane : Lane
-        The heads.
-    words : (array, array), shape (Hkv, G, Nq) each
-        ``lse`` and ``lse_lo`` of ``Upstream``, which become ``m`` and ``log(l)``.
-    q0, q1 : int
-        Queries q0 to q1 - 1.
-    tiles : iterable of Tile
-        All tiles of these queries, each as ``backward_tile`` is given it: the scores are then the
-        same to the bit, and ``S - m`` is never above 0.
-    scratch : Scratch
-        Buffers.
 
-    Notes
-    -----
-    This is the forward pass without values. The rows keep an lse that is larger than theirs by
-    more than rounding explains: it counts other keys too, as one from ``merge`` does. A product of
-    D terms is off by up to some ``eps sqrt(D) |q_i| |k_j|``, hence the norms of the keys in place
-    of values.
+def backward_block(
+    groups: Sequence[HeadGroup],
+    order: OrderedSums,
+    number: int,
+    k0: int,
+    k1: int,
+    block_q: int,
+    saved: Residuals,
+    sums: Sums,
+    memory: Memory,
+) -> None:
+    """Compute dK and dV of one key block, and add its part of dQ and dbias.
+
+    Query blocks ascend, so that tasks can add to them one after the other: key block ``number``
+    adds to a query block after key block ``number - 1``.
     """
-    lse, lse_lo = (x[..., q0:q1] for x in words)
-    undropped = replace(lane, dropout_p=0.0)
-    state = RowState.empty((*lane.q.shape[:2], q1 - q0), 1, lane.dtype, scratch=scratch)
-    for tile in tiles:
-        q = with_column({"q": lane.q, "lse": words[0]}, tile, lane.dtype, scratch, lane.scale)
-        k = with_ones("k", lane.k[..., tile.keys, :], lane.dtype, scratch)[..., :-1]
-        part = state.rows(slice(tile.q0 - q0, tile.q1 - q0))
-        absorb_tile(undropped, part, q[..., :-1], (k, norms(k)[..., None]), tile, scratch)
-    key_norm, _ = finish(undropped, state)
-    log_l = np.log(state.l)
-    q_norm = abs(lane.scale) * norms(lane.q[..., q0:q1, :].astype(lane.dtype, copy=False))
-    size = np.abs(lse) + math.sqrt(lane.q.shape[-1]) * q_norm * key_norm[..., 0]
-    explained = 2 * np.finfo(lane.dtype).eps * size
-    own = rounded(lse, lane.q.dtype) & (lse - state.m - log_l <= explained)
-    np.copyto(lse_lo, log_l, where=own)
-    np.copyto(lse, state.m, where=own)
+    tiles = sorted(
+        (tile.q0 // block_q, n, tile)
+        for n, heads in enumerate(groups)
+        for tile in heads.mask.column_tiles(k0, k1, block_q)
+    )
+    residuals = [saved.of(heads) for heads in groups]
+    blocks: dict[tuple[int, int], KeyBlock] = {}
+    with order.task(number) as turn:
+        for query_block, n, tile in tiles:
+            turn.begin(query_block)
+            heads = groups[n]
+            key_head = heads.batch, heads.kv_head
+            if key_head not in blocks:
+                place = memory.another() if blocks else memory
+                blocks[key_head] = KeyBlock.load(heads, k0, k1, place)
+            dq, ds = backward_tile(heads, residuals[n], blocks[key_head], tile, memory)
+            turn.wait(query_block)
+            memory.add("dq", heads.of(sums.dq)[..., tile.queries, :], dq)
+            if sums.dbias is not None:
+                add_bias_gradient(sums.dbias, heads, ds, tile)
+        for heads in {(heads.batch, heads.kv_head): heads for heads in groups}.values():
+            batch, first = heads.batch, heads.kv_head
+            block = blocks.get((batch, first))  # None where nobody attends to these keys
+            for name, whole in (("dk", sums.dk), ("dv", sums.dv)):
+                part = whole[batch, first : first + len(heads.k), k0:k1]
+                memory.store(name, part, 0 if block is None else getattr(block, name)[:, 0])
 
 
 def backward_tile(
-    lane: Lane, up: Upstream, block: KeyBlock, tile: Tile, scratch: Scratch
+    heads: HeadGroup, saved: HeadResiduals, block: KeyBlock, tile: Tile, memory: Memory
 ) -> tuple[Array, Array]:
-    """Recompute the probabilities of one tile and add its share of dk and dv.
+    """Recompute the probabilities of one tile and add its part of dK and dV.
 
     Parameters
     ----------
-    lane : Lane
+    heads : HeadGroup
         The heads.
-    up : Upstream
-        Gradients that arrive, and what the forward pass saved.
+    saved : HeadResiduals
+        Of these heads.
     block : KeyBlock
         The tile's keys, among others; its ``dk`` and ``dv`` are added to.
     tile : Tile
         The tile.
-    scratch : Scratch
-        Buffers; both results live there until the next tile.
+    memory : Memory
+        Fast memory; both results stay there until the next tile.
 
     Returns
     -------
     dq : array, shape (Hkv, G, q1 - q0, D)
-        The tile's share of the gradient at q, which still lacks the scale.
-    dbias : array, shape (Hkv, G, q1 - q0, k1 - k0)
-        Its gradient at the scores, which is that at the bias.
+        The tile's part of the gradient of q, which still lacks the scale.
+    ds : array, shape (Hkv, G, q1 - q0, k1 - k0)
+        Gradient of the scores, which is that of the bias.
 
     Notes
     -----
-    With P the probabilities, Z the dropout (0 or ``1 / (1 - p)``) and ``t'`` the softcap's slope::
+    With P the probabilities, Z the dropout (0 or ``1 / (1 - p)``) and ``s'`` the derivative of the
+    score modifiers::
 
         P  = exp(S - lse)                   dV += (Z P)^T dO
         dP = Z (dO V^T)                     dS  = P (dP - delta)
-        dQ = t' dS K                        dK += t' dS^T (Q scale)
+        dQ = s' dS K                        dK += s' dS^T (Q scale)
 
     The scale is multiplied into Q, as in the forward pass: S is rounded there as it is here.
-
-    Subtracting a row's constant is one more column of the matrix product: ``[Q, -lse] [K, 1]^T``
-    is ``S - lse`` and ``[dO, -delta] [V, 1]^T`` is ``dP - delta``, which spares two passes over
-    the tile. Rows that ``renormalise`` has looked at subtract ``lse``, then ``lse_lo``.
 
     References
     ----------
     Dao, arXiv:2307.08691, Algorithm 2.
     """
-    seen, keep = lane.seen(tile), lane.keep(tile)
     keys = slice(tile.k0 - block.k0, tile.k1 - block.k0)
-    k, v = block.k[..., keys, :], block.v[..., keys, :]
-    q = with_column({"q": lane.q, "lse": up.lse}, tile, lane.dtype, scratch, lane.scale)
-    dout = with_column({"dout": up.dout, "delta": up.delta}, tile, lane.dtype, scratch)
-    shape = (*q.shape[:3], k.shape[-2])
-    p = scratch.take("p", shape, lane.dtype)
-    ds = scratch.take("ds", shape, lane.dtype)
+    k, v = block.k.rows(keys), block.v.rows(keys)
+    dk, dv = block.dk[..., keys, :], block.dv[..., keys, :]
+    rows, lse, delta = tile.queries, saved.lse.rows(tile.queries), saved.delta.rows(tile.queries)
+    q = memory.load_left("q", heads.q[..., rows, :], lse, heads.scale)
+    dout = memory.load_left("dout", saved.dout[..., rows, :], delta)
 
-    slope, seen = _probabilities(lane, up, q, k, seen, tile, p)
-    dropped = p if keep is None else p * (keep * lane.dtype.type(lane.gain))
-    _add_over_group(block.dv[..., keys, :], dropped, dout[..., :-1], seen, scratch)
-    if keep is None:
-        np.matmul(dout, v.swapaxes(-1, -2), out=ds)
-    else:
-        np.matmul(dout[..., :-1], v[..., :-1].swapaxes(-1, -2), out=ds)
-        ds *= keep * lane.dtype.type(lane.gain)
-        ds += dout[..., -1:]
+    p, grad, visible = probabilities(heads, q, k, tile, memory)
+    keep = heads.keep(tile)
+    z = None if keep is None else keep * heads.dtype.type(heads.dropout_scale)
+    add_over_group(dv, p if z is None else p * z, dout.x, visible, memory)
+    ds = memory.matmul_minus("ds", dout, v, None if z is None else partial(_multiply, z))
     ds *= p
-    if seen is not None and not np.isfinite(ds.sum()):
-        seen.hide(ds, 0)  # where p = 0 has met what is not finite
-    capped = ds if slope is None else np.multiply(ds, slope, out=slope)
-    _add_over_group(block.dk[..., keys, :], capped, q[..., :-1], seen, scratch)
-    dq = scratch.take("dq", (*q.shape[:3], k.shape[-1] - 1), lane.dtype)
-    return weigh(capped, k[..., :-1], seen, dq), ds
+    if visible is not None and not np.isfinite(ds.sum()):
+        visible.masked_fill(ds, 0)  # where p = 0 has met what is not finite
+    products = ds if grad is None else np.multiply(ds, grad, out=grad)
+    add_over_group(dk, products, q.x, visible, memory)
+    return memory.masked_matmul("dq", products, k.x, visible), ds
 
 
-def backward(
-    lane: Lane, up: Upstream, block_q: int, block_k: int, order: str = "key"
-) -> tuple[Array, Array, Array]:
-    """Backward pass of a lane, tile by tile in the order of a schedule.
+def probabilities(
+    heads: HeadGroup, q: Operand, k: Operand, tile: Tile, memory: Memory
+) -> tuple[Array, Array | None, TileMask | None]:
+    """Compute ``P = exp(S - lse)``, the derivative of the score modifiers, and the mask."""
+    visible, grad, mods = heads.tile_mask(tile), None, heads.score_mods
 
-    Parameters
-    ----------
-    lane : Lane
-        The heads.
-    up : Upstream
-        Gradients that arrive, and what the forward pass saved.
-    block_q, block_k : int
-        Queries and keys of a tile.
-    order : {"query", "key"}
-        What the outer loop runs over.
+    def modify(s: Array) -> None:
+        nonlocal visible, grad
+        grad = mods.apply_with_grad(s, tile)
+        if mods.can_mask:
+            visible = above_minus_infinity(s, visible)
 
-    Returns
-    -------
-    dq, dk, dv : array, shapes (Hkv, G, Nq, D), (Hkv, 1, Nk, D) and (Hkv, 1, Nk, Dv)
-        Gradients, in the dtype of the sums.
-    """
-    scratch = Scratch()
-    tiles = list(schedule(lane.sight, block_q, block_k, order))
-    words = up.lse.copy(), np.zeros_like(up.lse)
-    split = np.asarray(rounded(up.lse, lane.q.dtype).any(axis=-1))[..., None, None]
-    renormalise(lane, words, 0, lane.q.shape[-2], tiles, scratch)
-    up = Upstream(up.dout, words[0], up.delta, words[1], split)
-    block = KeyBlock.load(lane, 0, lane.k.shape[-2], scratch)
-    dq = np.zeros(lane.q.shape, lane.dtype)
-    for tile in tiles:
-        dq[..., tile.queries, :] += backward_tile(lane, up, block, tile, scratch)[0]
-    return dq * lane.dtype.type(lane.scale), block.dk, block.dv
-
-
-def _probabilities(
-    lane: Lane, up: Upstream, q: Array, k: Array, seen: Seen | None, tile: Tile, p: Array
-) -> tuple[Array | None, Seen | None]:
-    """Write ``exp(S - lse)`` to p; return the derivative of S by the scaled product, and seen."""
-    slope = None
-    if lane.terms.plain and up.lse_lo is None:
-        np.matmul(q, k.swapaxes(-1, -2), out=p)
-    else:
-        np.matmul(q[..., :-1], k[..., :-1].swapaxes(-1, -2), out=p)
-        slope = lane.terms.apply_with_slope(p, tile)
-        if lane.terms.bias is not None:
-            seen = _above_minus_infinity(p, seen)
-        p += q[..., -1:]
-        if up.lse_lo is not None:
-            p -= up.lse_lo[..., tile.queries, None]
-        if up.split is not None and lane.terms.plain and not up.split.all():
-            np.copyto(p, q @ k.swapaxes(-1, -2), where=~up.split)  # the bits of a head alone
+    p = memory.matmul_minus("p", q, k, modify if mods else None)
     np.exp(p, out=p)
-    if seen is not None:
-        seen.hide(p, 0)
-        if slope is not None:
-            seen.hide(slope, 0)
-    return slope, seen
+    for x in (p, grad):
+        if x is not None and visible is not None:
+            visible.masked_fill(x, 0)
+    return p, grad, visible
 
 
-def _above_minus_infinity(s: Array, seen: Seen | None) -> Seen | None:
-    """Count pairs with a score of -inf, which a bias may give, as not seen."""
-    above = s != -np.inf
-    if above.all():
-        return seen
-    return Seen.of(above if seen is None else above & seen.whole())
-
-
-def _add_over_group(total: Array, p: Array, x: Array, seen: Seen | None, scratch: Scratch) -> None:
+def add_over_group(
+    total: Array, p: Array, x: Array, visible: TileMask | None, memory: Memory
+) -> None:
     """Add ``p.T @ x``, summed over the query heads that share a key head."""
-    turned = None if seen is None else seen.transposed()
-    shape = (*p.shape[:2], p.shape[-1], x.shape[-1])
-    share = weigh(p.swapaxes(-1, -2), x, turned, scratch.take("share", shape, p.dtype))
-    total += share if share.shape[1] == 1 else share.sum(axis=1, keepdims=True)
+    transposed = None if visible is None else visible.transposed()
+    part = memory.masked_matmul("over group", p.swapaxes(-1, -2), x, transposed)
+    total += part if part.shape[1] == 1 else part.sum(axis=1, keepdims=True)
+
+
+def sink_gradient(sinks: Array, saved: Residuals) -> Array:
+    """Sum ``-exp(sink - lse) * delta``: a sink has a probability and the value 0."""
+    exponent = sinks.astype(saved.lse.dtype)[:, None] - saved.lse - saved.log_l
+    total = -(np.exp(exponent) * saved.delta).sum(axis=(0, 2))
+    total[np.isneginf(sinks)] = 0
+    return np.asarray(total.astype(sinks.dtype, copy=False))
+
+
+# --- rows with large scores ---------------------------------------------------------------------
+
+
+def renormalise(
+    heads: HeadGroup, q0: int, q1: int, tiles: Sequence[Tile], saved: Residuals, memory: Memory
+) -> None:
+    """Split the logsumexp of large rows of a query block: ``lse`` becomes m, ``log_l`` log(l).
+
+    This is the forward pass without values, over the tiles that ``backward_tile`` is given: the
+    scores are the same to the bit, and ``S - m`` is never above 0. Rows keep an lse that is larger
+    than theirs by more than rounding explains: it counts other keys too, as one from ``merge``
+    does. A product of D terms is off by up to some ``eps sqrt(D) |q_i| |k_j|``, hence the norms of
+    the keys in place of values.
+    """
+    lse, log_l = (heads.of(x)[..., q0:q1] for x in (saved.lse, saved.log_l))
+    undropped = replace(heads, dropout_p=0.0)
+    state = memory.row_state(heads, q1 - q0, columns=1)
+    rows = saved.of(heads).lse
+    for tile in tiles:
+        constant = rows.rows(tile.queries)
+        q = memory.load_left("q", heads.q[..., tile.queries, :], constant, heads.scale).x
+        k = memory.load_right("k", heads.k[..., tile.keys, :]).x
+        part = state.rows(slice(tile.q0 - q0, tile.q1 - q0))
+        update_tile(undropped, part, q, k, row_norms(k)[..., None], tile, memory)
+    if heads.sinks is not None:
+        state.sink(heads.sinks)
+    key_norm, _ = state.finalize()
+    own_log_l = np.log(state.l)
+    q_norm = abs(heads.scale) * row_norms(heads.q[..., q0:q1, :].astype(heads.dtype, copy=False))
+    size = np.abs(lse) + math.sqrt(heads.q.shape[-1]) * q_norm * key_norm[..., 0]
+    explained = 2 * np.finfo(heads.dtype).eps * size
+    ours = heads.of(saved.large)[..., q0:q1] & (lse - state.m - own_log_l <= explained)
+    np.copyto(log_l, own_log_l, where=ours)
+    np.copyto(lse, state.m, where=ours)
+
+
+# --- which tasks there are ----------------------------------------------------------------------
+
+
+def _keys_in_reach(block: tuple[HeadGroup, int, int]) -> int:
+    """How many keys a query block reaches: the length of its loop."""
+    heads, q0, q1 = block
+    lo, hi = heads.mask.window.key_range(q0, q1)
+    return hi - lo
+
+
+def _multiply(z: Array, s: Array) -> None:
+    s *= z

@@ -1,4 +1,4 @@
-"""Which pairs of a tile are seen."""
+"""The attention mask of one tile."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,41 +8,49 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """Which pairs of a tile are seen, kept for the keys at the boundary only.
+class TileMask:
+    """Which pairs of a tile are visible, stored for the keys at the mask's boundary only.
 
     Parameters
     ----------
     keys : slice
-        Keys of the tile, counted from its first, that not every query sees.
+        Keys of the tile, counted from its first, that some query may not attend to.
     pairs : array of bool, shape (..., M, length of keys)
-        True = seen; the pairs of all other keys are.
+        True = visible. Pairs of all other keys are visible.
     N : int
         Keys of the tile.
-    turned : bool
-        Whether ``whole`` has keys before queries.
+    is_transposed : bool
+        Whether ``dense`` has keys before queries.
     """
 
     keys: slice
     pairs: NDArray[np.bool_]
     N: int
-    turned: bool = False
+    is_transposed: bool = False
 
     @classmethod
-    def of(cls, pairs: NDArray[np.bool_]) -> "Seen":
-        """Take all pairs of a tile, shape (..., M, N)."""
+    def of(cls, pairs: NDArray[np.bool_]) -> "TileMask":
+        """Make the mask of a tile from all its pairs, shape (..., M, N)."""
         return cls(slice(0, pairs.shape[-1]), pairs, pairs.shape[-1])
 
-    def hide(self, x: NDArray[Any], value: float) -> None:
-        """Write a value to the hidden pairs of ``x``, of shape (..., M, N)."""
+    def masked_fill(self, x: NDArray[Any], value: float) -> None:
+        """Write a value to the masked-out pairs of ``x``, shape (..., M, N)."""
         np.copyto(x[..., self.keys], value, where=~self.pairs)
 
-    def whole(self) -> NDArray[np.bool_]:
-        """Write out all pairs of the tile, shape (..., M, N), or (..., N, M) where turned."""
-        whole = np.ones((*self.pairs.shape[:-1], self.N), np.bool_)
-        whole[..., self.keys] = self.pairs
-        return whole.swapaxes(-1, -2) if self.turned else whole
+    def dense(self) -> NDArray[np.bool_]:
+        """Return all pairs of the tile, shape (..., M, N), or (..., N, M) if transposed."""
+        dense = np.ones((*self.pairs.shape[:-1], self.N), np.bool_)
+        dense[..., self.keys] = self.pairs
+        return dense.swapaxes(-1, -2) if self.is_transposed else dense
 
-    def transposed(self) -> "Seen":
+    def transposed(self) -> "TileMask":
         """Return the same pairs, with keys before queries."""
-        return replace(self, turned=not self.turned)
+        return replace(self, is_transposed=not self.is_transposed)
+
+
+def above_minus_infinity(s: NDArray[Any], visible: TileMask | None) -> TileMask | None:
+    """Mask out the pairs with a score of -inf, which a bias may give."""
+    above = s != -np.inf
+    if above.all():
+        return visible
+    return TileMask.of(above if visible is None else above & visible.dense())

@@ -1,6 +1,5 @@
 """Bytes between slow and fast memory, and FLOPs: counted, in closed form, and really moved."""
 
-from tileattn.record import Traffic, recorded
 from tileattn.traffic.model import (
     ALGORITHMS,
     KINDS,
@@ -10,6 +9,7 @@ from tileattn.traffic.model import (
     forward_traffic,
     modelled,
 )
+from tileattn.traffic.record import Traffic, recorded
 
 __all__ = [
     "ALGORITHMS",

@@ -11,14 +11,15 @@ from functools import cached_property
 from typing import Protocol
 
 from tileattn.algorithm.block_mask import FULL
-from tileattn.algorithm.heads import lanes
-from tileattn.algorithm.mask import Band, Sight, cut
+from tileattn.algorithm.heads import head_groups
+from tileattn.algorithm.mask import AttentionMask, SlidingWindow
+from tileattn.algorithm.tiles import cut
 from tileattn.problem import Operands, Problem
 
-_Key = tuple[Band, int, int]
+_Key = tuple[SlidingWindow, int, int]
 
 
-class Visits(Protocol):
+class TileLoads(Protocol):
     """Rows of arrays that a schedule loads, summed over batch and heads."""
 
     @property
@@ -40,8 +41,8 @@ def loads_of_a_key(problem: Problem, heads_per_load: int) -> int:
 
 
 @dataclass(frozen=True)
-class Walked:
-    """Visits, counted by walking the schedule that the backends run.
+class WalkedTiles:
+    """TileLoads, counted by walking the schedule that the backends run.
 
     Heads that see the same are walked once.
 
@@ -98,11 +99,11 @@ class Walked:
         """For each kind of head, the keys loaded and the tiles, with query blocks outside."""
         block_q, block_k = self.tile
         found = {}
-        for key, sight in self._sights.items():
+        for key, mask in self._masks.items():
             keys = full = visited = skipped = 0
             for span in cut(self.problem.Nq, block_q):
                 seen = set()  # a tile may be visited in parts
-                for tile in sight.row_tiles(*span, block_k):
+                for tile in mask.row_tiles(*span, block_k):
                     keys += tile.k1 - tile.k0
                     full += tile.kind == FULL
                     visited += 1
@@ -116,17 +117,17 @@ class Walked:
         """For each kind of head, the queries loaded and the key blocks visited."""
         block_q, block_k = self.tile
         found = {}
-        for key, sight in self._sights.items():
+        for key, mask in self._masks.items():
             rows = {
-                (k0, k1): sum(t.q1 - t.q0 for t in sight.column_tiles(k0, k1, block_q))
+                (k0, k1): sum(t.q1 - t.q0 for t in mask.column_tiles(k0, k1, block_q))
                 for k0, k1 in cut(self.problem.Nk, block_k)
             }
             found[key] = sum(rows.values()), {span for span, n in rows.items() if n}
         return found
 
     @cached_property
-    def _sights(self) -> dict[_Key, Sight]:
-        return {key: sight for key, _, _, sight in self._each_head()}
+    def _masks(self) -> dict[_Key, AttentionMask]:
+        return {key: mask for key, _, _, mask in self._each_head()}
 
     @cached_property
     def _heads(self) -> Counter[_Key]:
@@ -142,19 +143,19 @@ class Walked:
             sets.setdefault(where, set()).add(key)
         return Counter(map(frozenset, sets.values()))
 
-    def _each_head(self) -> Iterator[tuple[_Key, int, int, Sight]]:
+    def _each_head(self) -> Iterator[tuple[_Key, int, int, AttentionMask]]:
         """Yield each head with a key that is the same for all heads that see the same blocks."""
         mask = self.operands.block_mask
-        batches, heads = (1, 1) if mask is None else mask.kinds.shape[:2]
-        for lane in lanes(self.problem, self.operands):
-            for head in range(lane.heads.start, lane.heads.stop):
-                entry = lane.batch if batches > 1 else 0, head if heads > 1 else 0
-                yield (lane.sight.band, *entry), lane.batch, head, lane.sight
+        batches, of_mask = (1, 1) if mask is None else mask.kinds.shape[:2]
+        for heads in head_groups(self.problem, self.operands):
+            for head in range(heads.q_heads.start, heads.q_heads.stop):
+                entry = heads.batch if batches > 1 else 0, head if of_mask > 1 else 0
+                yield (heads.mask.window, *entry), heads.batch, head, heads.mask
 
 
 @dataclass(frozen=True)
-class Summed:
-    """Visits in closed form: every sum over blocks is a clamped arithmetic series.
+class ClosedForm:
+    """TileLoads in closed form: every sum over blocks is a clamped arithmetic series.
 
     Parameters
     ----------
@@ -198,7 +199,7 @@ class Summed:
         """Keys of all key blocks that are visited; with a share above 0, all key blocks are."""
         P, block = self.problem, self.tile[1]
         if self.share is None:
-            lo, hi = Band(P.Nq, P.Nk, P.Nk - P.Nq, *P.window).keys_of(0, P.Nq)
+            lo, hi = SlidingWindow(P.Nq, P.Nk, P.Nk - P.Nq, *P.window).key_range(0, P.Nq)
         else:
             lo, hi = 0, P.Nk if self.share and P.Nq else 0
         keys = min(-(-hi // block) * block, P.Nk) - lo // block * block

@@ -12,8 +12,8 @@ arXiv:2307.08691, section 3.1.
 from collections.abc import Callable
 
 from tileattn.problem import Operands, Problem
-from tileattn.record import Traffic, recorded
-from tileattn.traffic.counts import Summed, Visits, Walked, loads_of_a_key, reached
+from tileattn.traffic.counts import ClosedForm, TileLoads, WalkedTiles, loads_of_a_key, reached
+from tileattn.traffic.record import Traffic, recorded
 
 __all__ = [
     "ALGORITHMS",
@@ -74,8 +74,9 @@ def counted(
     -------
     Traffic
         Elements read and written, and the bytes of an element. Running sums have the size of
-        ``problem.sum_dtype``: lse, l, m and delta, dq where it is added to tile by tile (flash1 and
-        flash2), and out in the forward pass of flash1. All else has that of ``problem.dtype``.
+        ``problem.accum_dtype``: lse, l, m and delta, dq where it is added to tile by tile (flash1
+        and flash2), and out in the forward pass of flash1. All else has that of
+        ``problem.dtype``.
 
     Raises
     ------
@@ -109,7 +110,7 @@ def counted(
     Dao et al., arXiv:2205.14135, Algorithms 0 to 4; Dao, arXiv:2307.08691, Algorithms 1 and 2.
     """
     _check(tile, algorithm, kind, heads_per_load)
-    visits = Walked(problem, operands, tile, heads_per_load)
+    visits = WalkedTiles(problem, operands, tile, heads_per_load)
     return _traffic(problem, visits, heads_per_load, algorithm, kind)
 
 
@@ -159,7 +160,7 @@ def modelled(
     """
     _check(tile, algorithm, kind, heads_per_load)
     _check_model(problem, share)
-    visits = Summed(problem, tile, share, heads_per_load)
+    visits = ClosedForm(problem, tile, share, heads_per_load)
     return _traffic(problem, visits, heads_per_load, algorithm, kind)
 
 
@@ -231,7 +232,7 @@ def forward_traffic(
         Bytes read of ``q``, ``k`` and ``v`` and written of ``out`` and ``lse``, as ``counted`` has
         them.
     """
-    walk = Walked(problem, operands, tile)
+    walk = WalkedTiles(problem, operands, tile)
     return walk.tiles, _traffic(problem, walk, 1, "flash2", "forward").moved
 
 
@@ -258,7 +259,7 @@ def compared(
         Bytes of the forward and of the backward pass, by algorithm.
     """
     passes = tuple(zip(KINDS, (forward_tile, backward_tile), strict=True))
-    walks = {kind: Walked(problem, operands, tile) for kind, tile in passes}
+    walks = {kind: WalkedTiles(problem, operands, tile) for kind, tile in passes}
 
     def nbytes(algorithm: str, kind: str) -> int:
         return _traffic(problem, walks[kind], 1, algorithm, kind).nbytes
@@ -269,7 +270,9 @@ def compared(
 _Counts = tuple[dict[str, int], dict[str, int]]
 
 
-def _traffic(P: Problem, visits: Visits, heads_per_load: int, algorithm: str, kind: str) -> Traffic:
+def _traffic(
+    P: Problem, visits: TileLoads, heads_per_load: int, algorithm: str, kind: str
+) -> Traffic:
     keys = loads_of_a_key(P, heads_per_load) * P.Nk
     reads, writes = _COUNTS[algorithm, kind](P, visits, keys)
     sums = _SUMS.get((algorithm, kind), set())
@@ -278,7 +281,7 @@ def _traffic(P: Problem, visits: Visits, heads_per_load: int, algorithm: str, ki
         return {name: n * _width(P, name) for name, n in rows.items()}
 
     sizes = {
-        name: (P.sum_dtype if name in sums else P.dtype).itemsize for name in {**reads, **writes}
+        name: (P.accum_dtype if name in sums else P.dtype).itemsize for name in {**reads, **writes}
     }
     return Traffic(elements(reads), elements(writes), sizes)
 
@@ -294,14 +297,14 @@ def _width(P: Problem, name: str) -> int:
 # ``keys`` those of all key heads, times the loads that the heads of a group make.
 
 
-def _standard_forward(P: Problem, _: Visits, keys: int) -> _Counts:
+def _standard_forward(P: Problem, _: TileLoads, keys: int) -> _Counts:
     queries = P.B * P.Hq * P.Nq
     pairs = queries * P.Nk
     reads = {"q": queries, "k": keys, "s": pairs, "p": pairs, "v": keys}
     return reads, {"s": pairs, "p": pairs, "out": queries}
 
 
-def _standard_backward(P: Problem, _: Visits, keys: int) -> _Counts:
+def _standard_backward(P: Problem, _: TileLoads, keys: int) -> _Counts:
     queries = P.B * P.Hq * P.Nq
     pairs = queries * P.Nk
     reads = {"q": queries, "k": keys, "v": keys, "dout": 2 * queries}
@@ -309,33 +312,33 @@ def _standard_backward(P: Problem, _: Visits, keys: int) -> _Counts:
     return reads, {"dp": pairs, "ds": pairs, "dq": queries, "dk": keys, "dv": keys}
 
 
-def _flash1_forward(P: Problem, visits: Visits, _: int) -> _Counts:
+def _flash1_forward(P: Problem, visits: TileLoads, _: int) -> _Counts:
     queries, rows, held = P.B * P.Hq * P.Nq, visits.rows, visits.held
     reads = {"q": rows, "k": held, "v": held, "out": rows, "l": rows, "m": rows}
     return reads, dict.fromkeys(("out", "l", "m"), queries + rows)
 
 
-def _flash1_backward(P: Problem, visits: Visits, keys: int) -> _Counts:
+def _flash1_backward(P: Problem, visits: TileLoads, keys: int) -> _Counts:
     queries, rows, held = P.B * P.Hq * P.Nq, visits.rows, visits.held
     reads = {"q": rows, "k": held, "v": held}
     reads |= dict.fromkeys(("out", "dout", "dq", "l", "m"), rows)
     return reads, {"dq": queries + rows, "dk": keys, "dv": keys}
 
 
-def _flash2_forward(P: Problem, visits: Visits, _: int) -> _Counts:
+def _flash2_forward(P: Problem, visits: TileLoads, _: int) -> _Counts:
     queries = P.B * P.Hq * P.Nq
     reads = {"q": queries, "k": visits.keys, "v": visits.keys}
     return reads, {"out": queries, "lse": queries}
 
 
-def _flash2_backward(P: Problem, visits: Visits, keys: int) -> _Counts:
+def _flash2_backward(P: Problem, visits: TileLoads, keys: int) -> _Counts:
     queries, rows, held = P.B * P.Hq * P.Nq, visits.rows, visits.held
     reads = {"q": rows, "k": held, "v": held, "out": queries, "dout": queries + rows}
     reads |= dict.fromkeys(("dq", "lse", "delta"), rows)
     return reads, {"delta": queries, "dq": queries + rows, "dk": keys, "dv": keys}
 
 
-_COUNTS: dict[tuple[str, str], Callable[[Problem, Visits, int], _Counts]] = {
+_COUNTS: dict[tuple[str, str], Callable[[Problem, TileLoads, int], _Counts]] = {
     ("standard", "forward"): _standard_forward,
     ("standard", "backward"): _standard_backward,
     ("flash1", "forward"): _flash1_forward,

@@ -46,7 +46,7 @@ class Repeat:
         self._start, self._device, self._aligned = plan.start, device, plan.aligned
         self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
         self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
-        self._lse = (P.B, P.Hq, P.Nq), P.sum_dtype
+        self._lse = (P.B, P.Hq, P.Nq), P.accum_dtype
         *self._spans, self._span = map(span, arrays)
 
     def __call__(self, q: Any, k: Any, v: Any, out: Any | None) -> Attention | None:
@@ -132,7 +132,7 @@ class CupyBackend:
         call = Call(P, operands)
         # cupy.empty makes the same array, in a microsecond more.
         result = out if out is not None else cupy.ndarray((P.B, P.Hq, P.Nq, P.Dv), P.dtype)
-        lse = cupy.ndarray((P.B, P.Hq, P.Nq), P.sum_dtype)
+        lse = cupy.ndarray((P.B, P.Hq, P.Nq), P.accum_dtype)
         call.add_rows("out", result, result=True)
         call.addresses["lse"] = lse.data.ptr
         # All memory is there and all kernels are loaded before the first byte of out is written.
@@ -201,7 +201,7 @@ class CupyBackend:
             call.add_strided("dbias", dbias)
         if sinks is not None:
             dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
-            call.add("dsinks", dsinks, P.sum_dtype, result=True)
+            call.add("dsinks", dsinks, P.accum_dtype, result=True)
         plan = call.plan(
             functools.partial(backward_steps, deterministic=deterministic, sinks=sinks is not None),
             deterministic,

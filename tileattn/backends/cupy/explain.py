@@ -48,7 +48,7 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
     tiles, moved = forward_traffic(problem, on_host, _tile(first))
     if sinks is not None:
         dsinks = cupy.ndarray(sinks.shape, sinks.dtype, sinks.data)  # looked at, not written
-        call.add("dsinks", dsinks, problem.sum_dtype, result=True)
+        call.add("dsinks", dsinks, problem.accum_dtype, result=True)
     device = cupy.cuda.runtime.getDeviceProperties(call.device)["name"].decode()
     return Explanation(
         backend="cupy",

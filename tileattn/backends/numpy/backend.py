@@ -1,17 +1,17 @@
 """NumPy arrays: runs the specification, blocks in parallel on threads."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from tileattn import record
 from tileattn.algorithm import spec
-from tileattn.algorithm.heads import Lane, lanes
-from tileattn.algorithm.mask import cut
-from tileattn.algorithm.softmax import Array
+from tileattn.algorithm.heads import Array
+from tileattn.algorithm.memory import Executor, Task
 from tileattn.backends.numpy import threads
-from tileattn.backends.numpy.backward import Backward
+from tileattn.backends.numpy.blas import single_threaded
+from tileattn.backends.numpy.memory import TileMemory
 from tileattn.backends.protocol import Explanation
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
@@ -19,12 +19,54 @@ from tileattn.traffic import compared, forward_traffic
 
 # Measured with benchmarks/cpu.py --sweep. Few large calls beat many small ones, for each gives the
 # interpreter lock away and waits for it; along a boundary, low tiles compute less that is hidden.
-_FORWARD = (1, (384, 1024))  # heads of a lane, queries and keys of a tile
+_FORWARD = (1, (384, 1024))  # heads of a heads, queries and keys of a tile
 _FORWARD_BANDED = (4, (128, 1024))
 _BACKWARD_ROWS = 512
 _BACKWARD_KEYS = 1 << 15  # elements of a key block: 512 keys for D = 64, 256 for D = 128
 
 _SERIAL_WORK = 1 << 23  # multiply-adds up to which starting a thread costs more than it brings
+
+
+Result = TypeVar("Result")
+
+
+class Workers(Executor):
+    """Runs the tasks of one call on threads, or here where there is little to do.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.accum_dtype)
+        self._parallel = _is_parallel(problem)
+        self._small_scores: dict[int, bool | Array] = {}
+
+    def compute(self, work: Callable[..., Result]) -> Result:
+        """Do ``work(executor=self)``, here and with one BLAS thread where there is little to do."""
+        if self._parallel:
+            return work(executor=self)
+        results: list[Result] = []
+        single_threaded(lambda: results.append(work(executor=self)))
+        return results[0]
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Run the tasks; they start in this order."""
+        if self._parallel:
+            threads.run([partial(self._run, task) for task in tasks])
+        else:
+            for task in tasks:
+                self._run(task)
+
+    def _run(self, task: Task) -> None:
+        with np.errstate(all="ignore"), threads.borrowed_scratch() as scratch:
+            task(TileMemory(self.dtype, scratch, self._small_scores))
+
+    def ordered_sums(self, tasks: int) -> threads.OrderedSums:
+        """Make the order of sums that so many tasks add to."""
+        return threads.OrderedSums(tasks)
 
 
 class NumpyBackend:
@@ -79,29 +121,13 @@ class NumpyBackend:
         Attention
             With four axes.
         """
-        result = np.empty((problem.B, problem.Hq, problem.Nq, problem.Dv), problem.dtype)
-        lse = np.empty((problem.B, problem.Hq, problem.Nq), problem.sum_dtype)
-        together, (block_q, block_k) = self._forward_cut(problem)
-        blocks = [
-            (lane, span)
-            for lane in lanes(problem, operands, together)
-            for span in cut(problem.Nq, block_q)
-        ]
-        blocks.sort(key=lambda block: -_reach(*block))
-
-        def task(lane: Lane, span: tuple[int, int]) -> None:
-            with np.errstate(all="ignore"), threads.borrowed_scratch() as scratch:
-                rows = spec.forward_rows(lane, *span, block_k, scratch)
-                for name, whole, part in zip(("out", "lse"), (result, lse), rows, strict=True):
-                    block = lane.heads_of(whole)[:, :, slice(*span)]
-                    block[...] = part
-                    record.write(name, block)
-
-        threads.run([partial(task, *block) for block in blocks], _parallel(problem))
-        if out is not None:
-            out[...] = result
-            result = out
-        return Attention(result, lse)
+        together, tile = self._forward_tile(problem)
+        compute = partial(spec.forward, problem, operands, tile, together=together)
+        result = Workers(problem).compute(compute)
+        if out is None:
+            return result
+        out[...] = result.out
+        return Attention(out, result.lse)
 
     def backward(
         self,
@@ -137,10 +163,9 @@ class NumpyBackend:
         Gradients
             With four axes, those of bias and sinks in their own shape.
         """
-        job = Backward(problem, operands, dout, attention, dlse, self._backward_tile(problem))
-        for tasks in filter(None, (job.first_tasks(), job.tasks())):
-            threads.run(tasks, _parallel(problem))
-        return job.gradients()
+        tile = self._backward_tile(problem)
+        compute = partial(spec.backward, problem, operands, dout, attention, dlse, tile)
+        return Workers(problem).compute(compute)
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
         """Say what would run.
@@ -157,12 +182,12 @@ class NumpyBackend:
         Explanation
             Tiles, workers, and the tiles and bytes that the schedule counts.
         """
-        together, (fq, fk) = self._forward_cut(problem)
+        together, (fq, fk) = self._forward_tile(problem)
         bq, bk = self._backward_tile(problem)
         tiles, moved = forward_traffic(problem, operands, (fq, fk))
-        parallel = _parallel(problem)
+        parallel = _is_parallel(problem)
         columns = problem.D + problem.Dv
-        size = problem.sum_dtype.itemsize
+        size = problem.accum_dtype.itemsize
         return Explanation(
             backend=self.name,
             kernel="tileattn.algorithm.spec",
@@ -180,8 +205,8 @@ class NumpyBackend:
             ),
         )
 
-    def _forward_cut(self, problem: Problem) -> tuple[int, tuple[int, int]]:
-        """Heads of a lane, and queries and keys of a tile; sizes and windows alone decide."""
+    def _forward_tile(self, problem: Problem) -> tuple[int, tuple[int, int]]:
+        """Heads of a heads, and queries and keys of a tile; sizes and windows alone decide."""
         if self.forward_tile:
             return 1, self.forward_tile
         return _FORWARD if problem.window == (None, None) else _FORWARD_BANDED
@@ -191,11 +216,6 @@ class NumpyBackend:
         return self.backward_tile or (_BACKWARD_ROWS, keys)
 
 
-def _reach(lane: Lane, span: tuple[int, int]) -> int:
-    """How many keys a query block reaches: its share of the work."""
-    lo, hi = lane.sight.band.keys_of(*span)
-    return hi - lo
-
-
-def _parallel(P: Problem) -> bool:
+def _is_parallel(P: Problem) -> bool:
+    """Whether there is enough work for threads."""
     return P.B * P.Hq * P.Nq * P.Nk * (P.D + P.Dv) > _SERIAL_WORK

@@ -1,10 +1,11 @@
-"""Threads: who runs the tasks of a call, and turns that make sums reproducible.
+"""Threads: who runs the tasks of a call, and sums whose order is fixed.
 
 A ``KeyboardInterrupt`` arises in the main thread only. So tasks that wait for one another never run
 there: another thread, the deputy, runs a parallel call for it.
 """
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,8 @@ from contextvars import copy_context
 from functools import cache
 from queue import SimpleQueue
 
-from tileattn.algorithm.softmax import Scratch
 from tileattn.backends.numpy.blas import single_threaded
+from tileattn.backends.numpy.memory import Scratch
 
 
 @cache
@@ -185,12 +186,12 @@ if hasattr(os, "register_at_fork"):  # threads do not survive a fork
     os.register_at_fork(after_in_child=_deputy.cache_clear)
 
 
-class Turns:
-    """Lets parallel tasks add to shared rows in the order of the tasks.
+class OrderedSums:
+    """Lets parallel tasks add to shared blocks in the order of the tasks.
 
-    Task ``n`` adds to row block ``i`` only after task ``n - 1`` has passed it, so a sum has the
-    same order of terms, and the same bits, however many threads there are. Each task must take its
-    row blocks in ascending order, and tasks must be started in ascending order.
+    Task ``n`` adds to block ``i`` only after task ``n - 1`` is done with it, so a sum has the same
+    order of terms, and the same bits, however many threads there are. Each task must take its
+    blocks in ascending order, and tasks must be started in ascending order.
 
     Parameters
     ----------
@@ -199,30 +200,65 @@ class Turns:
     """
 
     def __init__(self, tasks: int) -> None:
-        self._passed = [0] * tasks
+        self._done = [0] * tasks  # blocks below this number
         self._changed = threading.Condition()
         self._broken = False
 
-    def wait(self, task: int, row_block: int) -> None:
-        """Wait until every earlier task has passed a row block."""
+    @contextmanager
+    def task(self, number: int) -> "Iterator[_Turn]":
+        """Give the turn of one task, which is done with all blocks at the end."""
+        turn = _Turn(self, number)
+        try:
+            yield turn
+            turn.wait(sys.maxsize - 1)
+            turn.begin(sys.maxsize)
+        except BaseException:
+            self.break_off()
+            raise
+
+    def wait(self, task: int, block: int) -> None:
+        """Wait until every earlier task is done with a block."""
         if task == 0:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._broken or self._passed[task - 1] > row_block)
+            self._changed.wait_for(lambda: self._broken or self._done[task - 1] > block)
             if self._broken:
                 raise RuntimeError("another task of this call has failed")
 
-    def pass_to(self, task: int, row_block: int) -> None:
-        """Say that a task will not touch row blocks below ``row_block`` any more."""
+    def finish(self, task: int, block: int) -> None:
+        """Say that a task is done with the blocks up to this one, as are all before it."""
         with self._changed:
-            self._passed[task] = row_block
+            self._done[task] = block + 1
             self._changed.notify_all()
 
     def break_off(self) -> None:
-        """Wake all who wait; their task fails."""
+        """Wake all tasks that wait; they fail."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
+
+
+class _Turn:
+    """The part of one task in ordered sums."""
+
+    def __init__(self, sums: OrderedSums, task: int) -> None:
+        self._sums = sums
+        self._task = task
+        self._waited = -1  # block; earlier tasks are done with all up to it
+
+    def begin(self, block: int) -> None:
+        """Say that this task is done with the blocks before this one.
+
+        Only those up to the last one that it waited for: of later ones it does not know whether
+        earlier tasks are done with them.
+        """
+        if block > self._waited >= 0:
+            self._sums.finish(self._task, self._waited)
+
+    def wait(self, block: int) -> None:
+        """Wait until all earlier tasks are done with this block."""
+        self._sums.wait(self._task, block)
+        self._waited = block
 
 
 class _Idle(threading.local):

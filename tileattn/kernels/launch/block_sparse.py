@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tileattn.algorithm.block_mask import FULL, PARTIAL, SKIP, BlockMask
+from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.kernels.launch.streams import outlive_readers, stream_name
 
 _made: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyDictionary()
@@ -75,7 +75,7 @@ def visits_before(mask: BlockMask, tile: tuple[int, int]) -> Any:
     """
 
     def counted() -> Any:
-        visited = tile_kinds(mask, tile) != SKIP
+        visited = tile_kinds(mask, tile) != EMPTY
         return np.pad(np.cumsum(visited, axis=-1), [(0, 0)] * 3 + [(1, 0)])
 
     return _once(mask, tile, counted)
@@ -114,7 +114,7 @@ def _brought(mask: BlockMask, key: Any, make: Callable[[], tuple[Any, ...]]) -> 
 
 def host_cells(mask: BlockMask) -> tuple[Any, Any]:
     """Write a block mask down as `cells_of` gives it, in NumPy arrays."""
-    kinds = np.where(mask.kinds == FULL, -FULL, SKIP - 1).astype(np.int32)
+    kinds = np.where(mask.kinds == FULL, -FULL, EMPTY - 1).astype(np.int32)
     partly = np.argwhere(mask.kinds == PARTIAL)
     kinds[tuple(partly.T)] = np.arange(len(partly))
     bits = np.zeros((len(partly), *mask.block_size), np.bool_)
@@ -131,7 +131,7 @@ def host_visits(mask: BlockMask, tile: tuple[int, int]) -> Any:
     kinds = tile_kinds(mask, tile)
     entries = 2 * np.arange(kinds.shape[-1], dtype=np.int32) + (kinds != FULL)
     lists = np.full((*kinds.shape[:-1], kinds.shape[-1] + 1), BEYOND, np.int32)
-    lists[..., :-1] = np.sort(np.where(kinds == SKIP, BEYOND, entries), axis=-1)
+    lists[..., :-1] = np.sort(np.where(kinds == EMPTY, BEYOND, entries), axis=-1)
     return lists
 
 
@@ -148,7 +148,7 @@ def tile_kinds(mask: BlockMask, tile: tuple[int, int]) -> Any:
     Returns
     -------
     array of int, shape (B or 1, Hq or 1, blocks of queries, tiles of keys)
-        SKIP, PARTIAL or FULL; tiles as far as the blocks of the mask reach.
+        EMPTY, PARTIAL or FULL; tiles as far as the blocks of the mask reach.
     """
     least = most = mask.kinds
     for axis, side, block in zip((2, 3), tile, mask.block_size, strict=True):
@@ -158,4 +158,4 @@ def tile_kinds(mask: BlockMask, tile: tuple[int, int]) -> Any:
         lie = [np.minimum(first + n, last) for n in range((last - first).max(initial=0) + 1)]
         least = np.minimum.reduce([least.take(places, axis) for places in lie])
         most = np.maximum.reduce([most.take(places, axis) for places in lie])
-    return np.where(most == SKIP, SKIP, np.where(least == FULL, FULL, PARTIAL))
+    return np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, PARTIAL))

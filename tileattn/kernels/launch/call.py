@@ -80,7 +80,7 @@ class Call:
         _, _, _, _, _, _, bias, mask, block_mask, slopes, sinks = self._operands
         for name, x in (("slopes", slopes), ("sinks", sinks)):
             if x is not None:
-                self.add(name, x, self.problem.sum_dtype)
+                self.add(name, x, self.problem.accum_dtype)
         for name, x in (("mask", mask), ("bias", bias)):
             if x is not None:
                 self.add_strided(name, x)
@@ -327,7 +327,7 @@ def _facts(P: Problem) -> dict[str, Any]:
 
 def _cap(P: Problem) -> float:
     """Softcap, within what kernels can divide by: scores tell no smaller one from 0, or larger."""
-    farthest = 2.0 ** (np.finfo(P.sum_dtype).maxexp - 28)
+    farthest = 2.0 ** (np.finfo(P.accum_dtype).maxexp - 28)
     return min(max(P.softcap, 1 / farthest), farthest) if P.softcap else 0.0
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.algorithm.mask import Band, cut
+from tileattn.algorithm.mask import SlidingWindow
+from tileattn.algorithm.tiles import cut
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.block_sparse import visits_before
@@ -75,7 +76,7 @@ def order_of(problem: Problem, operands: Operands, steps: tuple[Step, ...], cach
     P = problem
     for step in steps:
         if step.key.kernel in HOPPER_BACKWARDS:
-            each = P.group * P.Nq * ((P.D + P.Dv) * P.dtype.itemsize + P.D * P.sum_dtype.itemsize)
+            each = P.group * P.Nq * ((P.D + P.Dv) * P.dtype.itemsize + P.D * P.accum_dtype.itemsize)
             blocks, size = -(-P.Nk // step.key.block_k), cache // 2 // each
             if size * blocks < step.blocks:
                 size = -(-2 * step.blocks // blocks)
@@ -172,8 +173,8 @@ def _costs(P: Problem, x: Operands, key: KernelKey) -> Array:
     places = list(zip(lengths.tolist(), offsets.tolist(), strict=True))
 
     def tiles(length: int, offset: int) -> list[tuple[int, int]]:
-        band = Band(P.Nq, length, offset, *P.window)
-        ranges = (band.keys_of(q0, q1) for q0, q1 in cut(P.Nq, key.block_q))
+        window = SlidingWindow(P.Nq, length, offset, *P.window)
+        ranges = (window.key_range(q0, q1) for q0, q1 in cut(P.Nq, key.block_q))
         return [(lo // key.block_k, -(-hi // key.block_k)) for lo, hi in ranges]
 
     each = {place: tiles(*place) for place in set(places)}

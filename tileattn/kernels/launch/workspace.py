@@ -52,7 +52,7 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
         of dq, told by each of the threads that share it.
     """
     P, keys = problem, [step.key for step in steps]
-    number, heads = P.sum_dtype.itemsize, P.B * P.Hq
+    number, heads = P.accum_dtype.itemsize, P.B * P.Hq
     parts = dict(copies)
     zeros: dict[str, int] = {}
     if any("forward" not in key.kernel for key in keys):

@@ -75,7 +75,7 @@ def recorded() -> Iterator[Traffic]:
     --------
     >>> import numpy as np
     >>> import tileattn
-    >>> from tileattn.record import recorded
+    >>> from tileattn.traffic.record import recorded
     >>> x = np.zeros((1, 1, 100, 64), np.float32)
     >>> with recorded() as traffic:
     ...     attention = tileattn.forward(x, x, x)

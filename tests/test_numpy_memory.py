@@ -1,0 +1,134 @@
+"""What makes NumPy fast: scores that need no maximum, loads that copy nothing, one more column."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tileattn import reference
+from tileattn.algorithm.heads import HeadGroup, head_groups
+from tileattn.algorithm.memory import Memory, RowConstant
+from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.backends.numpy.bounds import has_small_scores
+from tileattn.backends.numpy.memory import Scratch, TileMemory
+from tileattn.problem import parse
+from tileattn.testing import AttentionCase, assert_attention_close, error_bound
+
+Array = NDArray[Any]
+
+
+# --- small scores -------------------------------------------------------------------------------
+
+
+def check(case: AttentionCase) -> None:
+    """Compare the NumPy backend, in tiles of 64 x 100, with the oracle."""
+    q, k, v, dout, _, options = case
+    backend, (problem, operands) = NumpyBackend((64, 100), (64, 100)), parse(q, k, v, options)
+    attention = backend.forward(problem, operands, None)
+    bounds = error_bound(q, k, v, dout, **options)
+    assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
+    actual = backend.backward(problem, operands, dout, attention, None, False)
+    assert_attention_close(actual, reference.backward(dout, q, k, v, **options), bounds)
+
+
+def one_head(scale_of_q: float = 1.0, **options: Any) -> tuple[HeadGroup, AttentionCase]:
+    """Make a problem of one head that is long enough for its norms to be looked at."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 1, 1, 300, 6)).astype(np.float32)
+    v, dout = rng.normal(size=(2, 1, 1, 300, 8)).astype(np.float32)
+    case = AttentionCase(q * np.float32(scale_of_q), k, v, dout, None, options)
+    return next(head_groups(*parse(*case[:3], options))), case
+
+
+def test_small_scores_need_no_maximum() -> None:
+    heads, case = one_head(causal=True)
+    assert has_small_scores(heads) is True
+    check(case)
+    memory = TileMemory(heads.dtype, Scratch(), {})
+    assert not memory.row_state(heads, 3).m.any()
+
+
+@pytest.mark.parametrize("scale_of_q", [30.0, 1e4, 1e30, math.inf, math.nan])
+def test_large_scores_are_not_bounded(scale_of_q: float) -> None:
+    with np.errstate(all="ignore"):
+        heads, case = one_head(scale_of_q)
+        assert not has_small_scores(heads)
+    if scale_of_q < 1e30:
+        check(case)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 1.0},
+        {"bias": np.zeros(300, np.float32)},
+        {"alibi_slopes": np.ones(1)},
+        {"mask": np.ones(300, bool)},
+    ],
+)
+def test_only_plain_scores_are_bounded(options: dict[str, Any]) -> None:
+    assert not has_small_scores(one_head(**options)[0])
+
+
+@pytest.mark.parametrize("large", [1e30, math.nan, math.inf, -math.inf])
+def test_large_values_are_not_bounded(large: float) -> None:
+    heads, _ = one_head()
+    heads.v[0, 0, 7, 3] = large
+    assert not has_small_scores(heads)
+
+
+def test_what_is_masked_out_does_not_decide() -> None:
+    """Queries 0 to 49 attend to no key; keys from 200 on are past the length."""
+    heads, _ = one_head(kv_lengths=200, causal=True, q_offset=-50)
+    heads.q[:, :, :50] = math.nan
+    heads.k[:, :, 200:] = math.inf
+    heads.v[:, :, 200:] = 1e38
+    assert has_small_scores(heads)
+    heads, _ = one_head(kv_lengths=200, causal=True, q_offset=-50)
+    heads.k[:, :, 199] = math.inf
+    assert not has_small_scores(heads)
+
+
+# --- loads and products -------------------------------------------------------------------------
+
+
+def test_load_copies_only_what_a_matrix_product_cannot_read() -> None:
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    memory = TileMemory(x.dtype, Scratch(), {})
+    view: Array
+    for view in (x, x[:, :4], x[1:3], x[::2], x[:1, ::-1][:, ::-1]):
+        assert memory.load("x", view) is view
+    for view in (x.T, x[::-1], x[:, ::2], np.broadcast_to(x[0], (3, 6)), x.astype(np.float16)):
+        copy = memory.load("x", view)
+        assert not np.shares_memory(copy, x)
+        assert copy.dtype == x.dtype
+        np.testing.assert_array_equal(copy, view)
+    np.testing.assert_array_equal(memory.load("x", x, 0.5), x / 2)
+
+
+@pytest.mark.parametrize("low", [None, [True, False], [True, True]], ids=str)
+@pytest.mark.parametrize("between", [None, np.tanh], ids=str)
+def test_products_subtract_what_those_of_the_specification_do(low: Any, between: Any) -> None:
+    """A head without low words has the same bits as alone."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 1, 5, 4)), rng.normal(size=(2, 1, 7, 4))
+    high, words = rng.normal(size=(2, 1, 5)), rng.normal(size=(2, 1, 5))
+    split = np.array(low or [False] * 2).reshape(2, 1, 1, 1)
+    words = np.where(split[..., 0], words, 0.0)
+    modify = None if between is None else lambda s: between(s, out=s)
+
+    def product(memory: Memory, heads: slice = slice(None)) -> Array:
+        constant = RowConstant("lse", high[heads])
+        if split[heads].any():
+            constant = RowConstant("lse", high[heads], words[heads], split[heads])
+        left = memory.load_left("q", a[heads], constant, 0.5)
+        right = memory.load_right("k", b[heads]).rows(slice(1, 6))
+        return memory.matmul_minus("s", left, right, modify).copy()
+
+    fast = product(TileMemory(a.dtype, Scratch(), {}))
+    np.testing.assert_allclose(fast, product(Memory(a.dtype)), rtol=1e-13, atol=1e-14)
+    if low == [True, False] and between is None:
+        alone = product(TileMemory(a.dtype, Scratch(), {}), slice(1, 2))
+        np.testing.assert_array_equal(fast[1:], alone)

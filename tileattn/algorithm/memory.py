@@ -1,0 +1,204 @@
+"""Fast memory: what the specification loads, computes and stores tiles with, in its plainest form.
+
+A backend that wants speed brings its own ``Memory`` and ``Executor`` with the same methods; the
+specification is the same text. NumPy's are in ``tileattn.backends.numpy``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.algorithm.heads import HeadGroup
+from tileattn.algorithm.softmax import RowState, masked_matmul
+from tileattn.algorithm.tile_mask import TileMask
+
+Array = NDArray[Any]
+
+
+class RowConstant(NamedTuple):
+    """A number of each row, which a product subtracts.
+
+    Parameters
+    ----------
+    name : str
+        Of its array.
+    high : array, shape (..., M)
+        The number, or its high word.
+    low : array, shape (..., M), or None
+        The low word: the number is ``high + low``.
+    split : array of bool, shape (Hkv, G, 1, 1), or None
+        Heads in which some row has a low word.
+    """
+
+    name: str
+    high: Array
+    low: Array | None = None
+    split: Array | None = None
+
+    def rows(self, which: slice) -> "RowConstant":
+        """View of some of the rows."""
+        low = None if self.low is None else self.low[..., which]
+        return RowConstant(self.name, self.high[..., which], low, self.split)
+
+
+@dataclass(slots=True)
+class Operand:
+    """An operand of ``Memory.matmul_minus``: rows of a matrix, with what products subtract.
+
+    Parameters
+    ----------
+    x : array, shape (..., M, C)
+        The rows.
+    constant : RowConstant or None
+        Of the left operand.
+    extended : array, shape (..., M, C + 1), or None
+        Where a backend keeps the rows with one more column.
+    """
+
+    x: Array
+    constant: RowConstant | None = None
+    extended: Array | None = None
+
+    def rows(self, which: slice) -> "Operand":
+        """View of some rows of a right operand."""
+        extended = None if self.extended is None else self.extended[..., which, :]
+        return Operand(self.x[..., which, :], None, extended)
+
+
+class Memory:
+    """Tiles in fast memory, each a new array in the accumulation dtype.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        In which sums are accumulated.
+    """
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+
+    def load(self, name: str, x: Array, scale: float | None = None) -> Array:  # noqa: ARG002 - for others
+        """Load a block of the array ``name``, times the scale."""
+        copy = x.astype(self.dtype)
+        return copy if scale is None else copy * self.dtype.type(scale)
+
+    def load_left(
+        self, name: str, x: Array, constant: RowConstant, scale: float | None = None
+    ) -> Operand:
+        """Load the left operand of ``matmul_minus``."""
+        return Operand(self.load(name, x, scale), constant)
+
+    def load_right(self, name: str, x: Array) -> Operand:
+        """Load the right operand of ``matmul_minus``."""
+        return Operand(self.load(name, x))
+
+    def zeros(self, name: str, shape: tuple[int, ...]) -> Array:  # noqa: ARG002 - for others
+        """Make a sum."""
+        return np.zeros(shape, self.dtype)
+
+    def another(self) -> "Memory":
+        """Return memory for what is kept besides the tiles of this one."""
+        return self
+
+    def row_state(self, heads: HeadGroup, rows: int, columns: int | None = None) -> RowState:
+        """Make the state of as many rows of each head; columns are those of v by default."""
+        columns = heads.v.shape[-1] if columns is None else columns
+        return RowState.empty((*heads.q.shape[:2], rows), columns, self.dtype)
+
+    def load_state(self, state: RowState) -> RowState:
+        """Load the state of some rows, which FlashAttention's Algorithm 1 keeps in slow memory."""
+        return state
+
+    def store_state(self, state: RowState) -> None:
+        """Store the state of some rows."""
+
+    def matmul(self, name: str, a: Array, b: Array) -> Array:  # noqa: ARG002 - for others
+        """Compute ``a @ b.T``."""
+        return np.asarray(a @ b.swapaxes(-1, -2))
+
+    def matmul_minus(
+        self, name: str, a: Operand, b: Operand, between: Callable[[Array], None] | None = None
+    ) -> Array:
+        """Compute ``between(a @ b.T) - a.constant``, where ``between`` works in place."""
+        s = self.matmul(name, a.x, b.x)
+        if between is not None:
+            between(s)
+        if a.constant is not None:
+            s -= a.constant.high[..., None]
+            s -= 0 if a.constant.low is None else a.constant.low[..., None]
+        return s
+
+    def masked_matmul(self, name: str, p: Array, x: Array, visible: TileMask | None) -> Array:  # noqa: ARG002 - for others
+        """Compute ``p @ x``, in which masked-out pairs never meet."""
+        return masked_matmul(p, x, visible)
+
+    def store(self, name: str, to: Array, x: Array | float) -> None:  # noqa: ARG002 - for others
+        """Store a block of the array ``name``."""
+        to[...] = x
+
+    def add(self, name: str, to: Array, x: Array) -> None:  # noqa: ARG002 - for others
+        """Add to a block of the array ``name``."""
+        to += x
+
+
+class Turn(Protocol):
+    """The part of one task in sums that several tasks add to in a fixed order."""
+
+    def begin(self, block: int) -> None:
+        """Say that this task is done with the blocks before this one."""
+
+    def wait(self, block: int) -> None:
+        """Wait until all earlier tasks are done with this block."""
+
+
+class OrderedSums(Protocol):
+    """Sums that several tasks add to, block by block, each block in the order of the tasks."""
+
+    def task(self, number: int) -> Any:
+        """Return a context manager that gives the ``Turn`` of one task."""
+
+
+class InOrder:
+    """Sums of tasks that run one after the other: nobody waits."""
+
+    @contextmanager
+    def task(self, number: int) -> Iterator["InOrder"]:  # noqa: ARG002 - for others
+        """Give the turn of one task."""
+        yield self
+
+    def begin(self, block: int) -> None:
+        """Do nothing: earlier tasks are done."""
+
+    def wait(self, block: int) -> None:
+        """Do nothing: earlier tasks are done."""
+
+
+Task = Callable[[Any], None]
+"""What a grid runs: it takes its fast memory, a ``Memory``."""
+
+
+class Executor:
+    """Runs a grid of tasks, here one after the other.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        In which sums are accumulated.
+    """
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Run the tasks; they may run at the same time, and start in this order."""
+        with np.errstate(all="ignore"):
+            for task in tasks:
+                task(Memory(self.dtype))
+
+    def ordered_sums(self, tasks: int) -> OrderedSums:  # noqa: ARG002 - for others
+        """Make the order of sums that so many tasks add to."""
+        return InOrder()
