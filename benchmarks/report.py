@@ -1,4 +1,4 @@
-"""What every section leaves behind: lines on the terminal and a JSON file that says its origin."""
+"""What every benchmark leaves: lines on the terminal and a JSON file that says its origin."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def command(program: str, argv: Sequence[str]) -> str:
-    """Write the command that measures the same again, without where its files went."""
+    """Write the command that repeats a measurement, without the folder of its files."""
     kept, ahead = [], iter(argv)
     for word in ahead:
         option, _, value = word.partition("=")
@@ -34,9 +34,14 @@ def command(program: str, argv: Sequence[str]) -> str:
     return shlex.join([*program.split(), *kept])
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where a section's files go."""
-    add = parser.add_mutually_exclusive_group().add_argument
+def parser(benchmark: str, about: str | None) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark, with the options that say where its files go."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m tileattn bench {benchmark}",
+        description=about,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    add = made.add_mutually_exclusive_group().add_argument
     add("--to", type=Path, default=Path(), metavar="FOLDER", help="of the files (the current one)")
     add(
         "--update",
@@ -45,6 +50,15 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         const=RESULTS,
         help="write benchmarks/results, which the documentation is made of",
     )
+    return made
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line, and keep it as ``ran`` for the files."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_args(argv)
+    arguments.ran = command(parser.prog, argv)
+    return arguments
 
 
 def tracked(items: Sequence[Item], label: str) -> Iterator[Item]:
@@ -59,15 +73,10 @@ def tracked(items: Sequence[Item], label: str) -> Iterator[Item]:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def show(line: str) -> None:
-    """Print a line in the place of the progress bar."""
-    print("\r\033[K" + line if sys.stderr.isatty() and sys.stdout.isatty() else line, flush=True)
-
-
 def show_missing(missing: Mapping[str, str]) -> None:
     """Name in one line each who cannot take part, and why."""
     for name, why in missing.items():
-        show(f"{name} is missing: {why}")
+        print(f"{name} is missing: {why}")
 
 
 def plain_line(row: Row) -> str:
@@ -101,13 +110,35 @@ def host() -> Row:
     }
 
 
+def written(
+    rows: Iterable[Row],
+    line: Callable[[Row], str],
+    path: Path,
+    machine: Row,
+    ran: str,
+    **more: Any,
+) -> list[Row]:
+    """Show each row as it comes and write all of them, even where the run is broken off."""
+    done: list[Row] = []
+    try:
+        for row in rows:
+            done.append(row)
+            text = line(row)
+            on_terminal = sys.stderr.isatty() and sys.stdout.isatty()  # over the progress bar
+            print(f"\r\033[K{text}" if on_terminal else text, flush=True)
+    finally:
+        if done:
+            write(path, machine, done, ran, **more)
+    return done
+
+
 def write(path: Path, machine: Row, rows: list[Row], ran: str, **more: Any) -> None:
     """Write rows with the machine, the versions, the commit and the command they belong to."""
     origin = {"commit": _commit(), "date": time.strftime("%Y-%m-%d"), "command": ran}
-    path.parent.mkdir(parents=True, exist_ok=True)
     result = {"machine": machine | origin, **more, "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    print(f"wrote {path}")
 
 
 def _commit() -> str:

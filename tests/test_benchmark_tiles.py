@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_tiles
-from benchmarks.gpu_device import Inputs
+from benchmarks.configurations import Inputs
 from tests import fake_cupy
 from tileattn.kernels.catalog import facts_of, problem_of
 from tileattn.kernels.hopper import HOPPER

@@ -368,7 +368,7 @@ def main(argv: Sequence[str]) -> int:
     calls, differ = sum(tally.calls.values()), len(tally.differing)
     print(f"{chosen.variant}: {calls} calls, {differ} differences, {len(tally.failures)} failures")
     if chosen.record:
-        from benchmarks.gpu_device import Gpu
+        from benchmarks.device import Gpu
 
         ran = report.command("python -m tools.stress_gpu", argv)
         found = {
