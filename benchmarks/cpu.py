@@ -64,7 +64,7 @@ def lower_bound(one: Configuration) -> Call:
     return lambda: threads.run([lambda: work(part)] * workers)
 
 
-def race(calls: Calls, seconds: float) -> dict[str, float]:
+def median_seconds(calls: Calls, seconds: float) -> dict[str, float]:
     """Median seconds of each call; they take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -100,7 +100,7 @@ def row_of(one: Configuration, torch: Implementation | None, seconds: float) -> 
         calls["torch"] = prepared(one, torch)
     if one.N >= 1024:
         calls["lower_bound"] = lower_bound(one)
-    times = race(calls, seconds)
+    times = median_seconds(calls, seconds)
     ours = times["tileattn"]
     return one.row() | {
         "gflops": {name: round(one.flops / t / 1e9, 1) for name, t in times.items()},
@@ -119,7 +119,7 @@ def speed(seconds: float, path: Path, ran: str) -> None:
     """Time every configuration and write the speedups."""
     torch, missing = baseline()
     report.show_missing(missing)
-    rows = (row_of(one, torch, seconds) for one in report.tracked(configurations(), "cpu"))
+    rows = (row_of(one, torch, seconds) for one in configurations())
     more = {"missing": missing, "core": core_rates()}
     report.written(rows, line, path, machine(torch), ran, **more)
 
@@ -141,7 +141,7 @@ def sweep(seconds: float, path: Path, ran: str) -> None:
 
     def row(kind: str, N: int, D: int, causal: bool) -> report.Row:
         one = Configuration(kind, "f32", 1, 8, N, D, causal)
-        times = race(tile_calls(one, tiles), seconds)
+        times = median_seconds(tile_calls(one, tiles), seconds)
         ranked = sorted(times, key=times.__getitem__)
         best = times[ranked[0]]
         return one.row() | {"of_best": {name: round(best / times[name], 3) for name in ranked}}
@@ -164,7 +164,7 @@ def core_rates() -> list[dict[str, float]]:
             "values": partial(np.matmul, np.ones_like(s), k, out=out),
         }
         with threadpoolctl.threadpool_limits(1, "blas"):
-            times = race(calls, 2.0)
+            times = median_seconds(calls, 2.0)
         flops = 4 * rows * keys * D
         gflops = flops / (times["scores"] + times["values"]) / 1e9
         rates.append({"D": D, "gflops": gflops, "exp_ns": times["exp"] / (rows * keys) * 1e9})

@@ -145,7 +145,7 @@ def compared(
     device: Gpu,
 ) -> Iterator[Row]:
     """Compare over all configurations; those beside the grid have a name."""
-    for name, configuration in report.tracked(named, "comparison"):
+    for name, configuration in named:
         row = compare(configuration, implementations, device)
         yield {"case": name, **row} if name else row
 
@@ -196,7 +196,7 @@ def options(configurations: Sequence[Configuration], device: Gpu) -> Iterator[Ro
     cost without it.
     """
     rate = device.copy_rate()
-    for one in report.tracked(configurations, "options"):
+    for one in configurations:
         plain: float | None = None
         for name, make in option_cases(one, device).items():
             row = {**one.row(), "option": name, **cost(make, one, device)}
@@ -225,7 +225,7 @@ def sparse_cases(N: int) -> Iterator[tuple[str, dict[str, Any], float]]:
 
 def sparse(configurations: Sequence[Configuration], device: Gpu) -> Iterator[Row]:
     """Speedup over full attention, beside the density of the mask."""
-    for one in report.tracked(configurations, "sparse"):
+    for one in configurations:
         full: float | None = None
         for name, given, density in sparse_cases(one.N):
             row = {**one.row(), "case": name, "density": density}
@@ -240,7 +240,7 @@ def host(
     configurations: Sequence[Configuration], implementations: Sequence[Implementation], device: Gpu
 ) -> Iterator[Row]:
     """Measure the CPU launch overhead of small calls."""
-    for one in report.tracked(configurations, "host"):
+    for one in configurations:
         for implementation in implementations:
             if not implementation.supports(one):
                 continue
@@ -256,7 +256,7 @@ def host(
 
 def ceilings(dtypes: Sequence[str], n: int, device: Gpu) -> Iterator[Row]:
     """Time large matmuls, and a copy."""
-    for dtype in report.tracked(dtypes, "ceilings"):
+    for dtype in dtypes:
         row: Row = {"ceiling": "matmul", "dtype": dtype, "n": n}
         try:
             a, b = (normal(device.xp, (n, n), dtype, seed) for seed in (0, 1))

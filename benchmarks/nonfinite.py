@@ -185,7 +185,7 @@ def run(arguments: argparse.Namespace, device: Gpu) -> int:
     """Time what is asked for; the exit status is 1 where a call fails or is above the limit."""
     cases = CASES[: 1 if arguments.quick else None]
     compile_all(cases, device)
-    jobs = report.tracked(list(product(cases, PASSES)), "nonfinite")
+    jobs = list(product(cases, PASSES))
     made = (row for job in jobs for row in rows(*job, device))
     path = arguments.to / "nonfinite.json"
     done = report.written(made, line, path, device.machine(), arguments.ran, limit=LIMIT)

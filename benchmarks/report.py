@@ -8,9 +8,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from tileattn.backends import threads
 
 RESULTS = Path(__file__).parent / "results"
 
-Item = TypeVar("Item")
 Row = dict[str, Any]
 
 
@@ -59,18 +58,6 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     arguments = parser.parse_args(argv)
     arguments.ran = command(parser.prog, argv)
     return arguments
-
-
-def tracked(items: Sequence[Item], label: str) -> Iterator[Item]:
-    """Iterate with a progress bar on stderr, where that is a terminal."""
-    for done, item in enumerate(items):
-        if sys.stderr.isatty():
-            filled = 30 * done // len(items)
-            bar = "#" * filled + "." * (30 - filled)
-            print(f"\r{label} [{bar}] {done}/{len(items)} ", end="", file=sys.stderr, flush=True)
-        yield item
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def show_missing(missing: Mapping[str, str]) -> None:
@@ -123,9 +110,7 @@ def written(
     try:
         for row in rows:
             done.append(row)
-            text = line(row)
-            on_terminal = sys.stderr.isatty() and sys.stdout.isatty()  # over the progress bar
-            print(f"\r\033[K{text}" if on_terminal else text, flush=True)
+            print(line(row), flush=True)
     finally:
         if done:
             write(path, machine, done, ran, **more)

@@ -24,68 +24,42 @@ from benchmarks.configurations import DTYPES, Configuration
 from benchmarks.report import Row
 
 EXPS = 16  # a clock and SM, from compute capability 7.0 on
-CLOCK = ("multiprocessors", "clock_mhz")  # fields of the machine record
 
 
 class Ceilings(NamedTuple):
-    """Rates that set the lower bounds.
+    """Rates that set the lower bounds, each in a second.
 
     Attributes
     ----------
     flops : dict of str to float
-        FLOPs of a matmul in a second, by dtype.
+        FLOPs of a matmul, by dtype.
     nbytes : float
-        Bytes read and written in a second by a copy.
-    exps : float or None
-        Exponentials in a second; None where the machine record has no clock.
+        Bytes read and written by a copy.
+    exps : float
+        Exponentials.
     """
 
     flops: dict[str, float]
     nbytes: float
-    exps: float | None
+    exps: float
 
 
 class Bounds(NamedTuple):
-    """Least milliseconds of a pass by each resource; None where its rate is not known."""
+    """Least milliseconds of a pass by each resource."""
 
     compute_ms: float
-    exp_ms: float | None
+    exp_ms: float
     memory_ms: float
 
-    @property
-    def largest(self) -> float:
-        """The roofline."""
-        return max(bound for bound in self if bound is not None)
 
-
-def absent(machine: Mapping[str, Any]) -> list[str]:
-    """Fields of the machine record that the rate of exponentials lacks."""
-    return [name for name in CLOCK if machine.get(name) is None]
-
-
-def ceilings_of(result: Mapping[str, Any], machine: Mapping[str, Any]) -> Ceilings:
-    """Read the rates from a file of ceilings.
-
-    Parameters
-    ----------
-    result : mapping
-        What ``bench gpu --ceilings`` wrote.
-    machine : mapping
-        A machine record, for the clock.
-
-    Returns
-    -------
-    Ceilings
-        The rates.
-    """
-    rows = result["rows"]
+def ceilings_of(result: Mapping[str, Any]) -> Ceilings:
+    """Read the rates from a file of ``bench gpu --ceilings``."""
+    rows, machine = result["rows"], result["machine"]
     flops = {row["dtype"]: 1e12 * row["tflops"] for row in rows if "tflops" in row}
     copies = [1e9 * row["gbytes_per_second"] for row in rows if "gbytes_per_second" in row]
     if not copies:
         raise ValueError("the ceilings have no copy rate; run `bench gpu --ceilings` again")
-    exps = None
-    if not absent(machine):
-        exps = EXPS * machine["multiprocessors"] * 1e6 * machine["clock_mhz"]
+    exps = EXPS * machine["multiprocessors"] * 1e6 * machine["clock_mhz"]
     return Ceilings(flops, copies[0], exps)
 
 
@@ -116,7 +90,7 @@ def bounds(configuration: Configuration, ceilings: Ceilings) -> Bounds:
     scores = configuration.B * configuration.H * configuration.N**2 * configuration.density
     return Bounds(
         1e3 * configuration.flops / ceilings.flops[configuration.dtype],
-        None if ceilings.exps is None else 1e3 * scores / ceilings.exps,
+        1e3 * scores / ceilings.exps,
         1e3 * least_bytes(configuration) / ceilings.nbytes,
     )
 
@@ -130,7 +104,7 @@ def lines(rows: Sequence[Row], ceilings: Ceilings, name: str = "tileattn") -> It
         least = bounds(configuration, ceilings)
         gflop_per_ms = row["tflops"][name]  # rounded, and 0 where a pass is that slow
         ms = configuration.flops / 1e9 / gflop_per_ms if gflop_per_ms else math.inf
-        found = {"ms": ms} | least._asdict() | {"percent": 100 * least.largest / ms}
+        found = {"ms": ms} | least._asdict() | {"percent": 100 * max(least) / ms}
         yield configuration.row() | found
 
 
@@ -149,7 +123,7 @@ def percents(result: Mapping[str, Any], measured: Mapping[str, Any]) -> list[flo
         no rate of the dtype.
     """
     rows = result["rows"]
-    ceilings = ceilings_of(measured, {**measured["machine"], **result["machine"]})
+    ceilings = ceilings_of(measured)
     known = result["machine"].get("gpu") == measured["machine"].get("gpu")
     if not known or any(row["dtype"] not in ceilings.flops for row in rows):
         return [None] * len(rows)
@@ -176,14 +150,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"the grid is of {of}, the ceilings are of {beside}; give a file of the same GPU")
     if any("tflops" not in row for row in grid["rows"]):
         sys.exit(f"{arguments.grid} has rows without tflops; give a file of `bench gpu --grid`")
-    machine = {**measured["machine"], **grid["machine"]}
-    if lacking := absent(machine):
-        print(
-            f"no exp bound: the machine records have no {' and no '.join(lacking)}; "
-            "`bench gpu --ceilings` writes them"
-        )
     try:
-        for row in lines(grid["rows"], ceilings_of(measured, machine)):
+        for row in lines(grid["rows"], ceilings_of(measured)):
             print(report.plain_line(row))
     except ValueError as error:
         sys.exit(str(error))

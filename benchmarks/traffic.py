@@ -117,7 +117,7 @@ def lengths(
     names: Sequence[str],
 ) -> Iterator[Row]:
     """Model each sequence length, and measure it where there is a device."""
-    for N in report.tracked(Ns, "traffic"):
+    for N in Ns:
         sizes = sizes_of(N)
         row = sizes | {"tile": list(tile)} | model(sizes, tile)
         if device is not None:
@@ -128,7 +128,7 @@ def lengths(
 
 def density(N: int, tile: Tile, device: Gpu | None, *, beside: bool) -> Iterator[Row]:
     """Time against the density of a block mask, and the modelled bytes."""
-    for target in report.tracked(DENSITIES, "density"):
+    for target in DENSITIES:
         mask = random_blocks(N, target)
         for kind in PASSES:
             one = Configuration(kind, **sizes_of(N) | {"B": 1})
@@ -162,7 +162,7 @@ def blocks(N: int, seconds: float) -> Iterator[Row]:
     sides = [side for side in BLOCKS if side <= N]
     for kind in PASSES:
         one = Configuration(kind, "f32", 1, 8, N, HEAD_DIM)
-        times = cpu.race(cpu.tile_calls(one, [(side, side) for side in sides]), seconds)
+        times = cpu.median_seconds(cpu.tile_calls(one, [(side, side) for side in sides]), seconds)
         for side, taken in zip(sides, times.values(), strict=True):
             bytes_there = nbytes(one, (side, side))
             yield one.row() | {"tile": side, "modelled_bytes": bytes_there, "ms": 1e3 * taken}
@@ -171,7 +171,7 @@ def blocks(N: int, seconds: float) -> Iterator[Row]:
 def gpu_blocks(N: int, device: Gpu | None, count: Callable[[Case], Row] | None) -> Iterator[Row]:
     """Time and bytes of a GPU's forward kernels against their tiles."""
     tiles = [(kernel, tile) for kernel, tiles in gpu_tiles.TILES.items() for tile in tiles]
-    for kernel, tile in report.tracked(tiles, "blocks"):
+    for kernel, tile in tiles:
         one = Configuration("forward", **sizes_of(N))
         row = one.row() | {
             "kernel": kernel,

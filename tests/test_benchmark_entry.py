@@ -113,7 +113,7 @@ def test_the_speed_of_the_cpu_is_written_with_its_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cpu, "core_rates", lambda: [{"D": 64, "gflops": 1.0, "exp_ns": 1.0}])
-    monkeypatch.setattr(cpu, "race", lambda calls, _: dict.fromkeys(calls, 0.5))
+    monkeypatch.setattr(cpu, "median_seconds", lambda calls, _: dict.fromkeys(calls, 0.5))
     monkeypatch.setattr(cpu, "draw", lambda _, __, dtype: draw(np, SMALL, dtype))
     monkeypatch.setitem(sys.modules, "torch", None)
     cpu.main(["--seconds", "0", "--name", "mine", "--to", str(tmp_path)])
@@ -132,7 +132,7 @@ SMALL = ((1, 1, 16, 8),) * 4  # in the place of many tokens: nobody looks at the
 def test_implementations_take_turns_and_get_the_same_inputs() -> None:
     order: list[str] = []
     calls: cpu.Calls = {name: partial(order.append, name) for name in "ab"}
-    assert set(cpu.race(calls, 0.0)) == {"a", "b"}
+    assert set(cpu.median_seconds(calls, 0.0)) == {"a", "b"}
     assert "".join(order) == "ab" * (len(order) // 2)
     one = Configuration("forward", "f32", 1, 2, 24, 8, causal=True)
     ours, naive = (cpu.prepared(one, each)() for each in (Tileattn(), Naive(np)))

@@ -127,7 +127,7 @@ def _peak(row: Row) -> str:
 
 def bounds(results: dict[str, Row], measured: Row) -> Iterator[str]:
     """Set the time of each kernel beside its lower bounds, at one sequence length."""
-    ceilings = roofline.ceilings_of(measured, measured["machine"])
+    ceilings = roofline.ceilings_of(measured)
     yield f"Milliseconds at N = {BOUNDS_AT}: the lower bound by each resource, and tileattn:"
     yield ""
     found = []

@@ -29,7 +29,7 @@ def standard_intensity(D: int) -> float:
 def picture(results: Path) -> Picture:
     """Make the picture of tileattn in bfloat16 under the ceilings of the same GPU."""
     result = load(results, "gpu_ceilings")
-    ceilings = roofline.ceilings_of(result, result["machine"])
+    ceilings = roofline.ceilings_of(result)
     points = [
         [row["pass"], row["causal"], row["D"], row["N"], intensity(row), row["tflops"]["tileattn"]]
         for name in GRIDS
