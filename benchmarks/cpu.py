@@ -108,20 +108,13 @@ def row_of(one: Configuration, torch: Implementation | None, seconds: float) -> 
     }
 
 
-def line(row: report.Row) -> str:
-    """Line of the table."""
-    sizes = "  ".join(f"{name} {row[name]}" for name in ("pass", "H", "N", "D", "causal"))
-    over = "  ".join(f"x {name} {value:.2f}" for name, value in row["speedup_over"].items())
-    return f"{sizes}  {row['gflops']['tileattn']:.0f} GFLOP/s  {over}"
-
-
 def speed(seconds: float, path: Path, ran: str) -> None:
     """Time every configuration and write the speedups."""
     torch, missing = baseline()
     report.show_missing(missing)
     rows = (row_of(one, torch, seconds) for one in configurations())
     more = {"missing": missing, "core": core_rates()}
-    report.written(rows, line, path, machine(torch), ran, **more)
+    report.written(rows, path, machine(torch), ran, **more)
 
 
 def tile_calls(one: Configuration, tiles: list[tuple[int, int]]) -> Calls:
@@ -148,7 +141,7 @@ def sweep(seconds: float, path: Path, ran: str) -> None:
 
     sizes = ((1024, 64, True), (4096, 64, False), (4096, 128, True))
     rows = (row(kind, *size) for kind in PASSES for size in sizes)
-    report.written(rows, report.plain_line, path, machine(None), ran)
+    report.written(rows, path, machine(None), ran)
 
 
 def core_rates() -> list[dict[str, float]]:

@@ -47,7 +47,7 @@ from benchmarks.configurations import (
 )
 from benchmarks.device import AGREEMENT, Gpu, difference, measure, prepare
 from benchmarks.implementations import BASELINES, Implementation, Tileattn, find
-from benchmarks.report import Row, number, one_line
+from benchmarks.report import Row, one_line
 
 SECTIONS = ("grid", "shapes", "options", "sparse", "host", "ceilings")
 COMPARISONS = ("grid", "shapes")  # sections with baselines
@@ -126,17 +126,6 @@ def verified(row: Row) -> dict[str, float]:
     """TFLOP/s of the results that agree; tileattn's own counts where a baseline confirms it."""
     alone = {"tileattn"} if row["mismatch"] and not row["speedup_over"] else set()
     return {name: x for name, x in row["tflops"].items() if name not in {*row["mismatch"], *alone}}
-
-
-def comparison_line(row: Row) -> str:
-    """Write the configuration, TFLOP/s of each, the best speedup, what differs and what failed."""
-    name = [row["case"]] if "case" in row else []
-    fields = (f"{x} {row[x]}" for x in ("dtype", "D", "N", "causal"))
-    speeds = (f"{x} {value:.1f}" for x, value in row["tflops"].items())
-    head = "  ".join([*name, row["pass"], *fields, *speeds, f"best {number(best(row), '.2f')}"])
-    lines = [f"  differs: {x} and tileattn by {by}, relative" for x, by in row["mismatch"].items()]
-    lines += [f"  failed: {x}: {text}" for x, text in row["failed"].items()]
-    return "\n".join([head, *lines])
 
 
 def compared(
@@ -313,13 +302,12 @@ def run(arguments: argparse.Namespace, device: Gpu) -> None:
     baselines, missing = find(arguments.baselines, device.xp)
     report.show_missing(missing)
     machine = device.machine()
-    print(report.plain_line(machine))
+    print(report.line(machine))
     for section, made in sections(arguments, baselines, device):
         stem = arguments.name if section == "grid" else f"{arguments.name}_{section}"
         path = arguments.to / f"{stem}.json"
-        show = comparison_line if section in COMPARISONS else report.plain_line
         more = {"section": section, "missing": missing}
-        rows = report.written(made, show, path, machine, arguments.ran, **more)
+        rows = report.written(made, path, machine, arguments.ran, **more)
         for line in means(rows) if section in COMPARISONS else ():
             print(line)
 

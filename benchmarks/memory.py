@@ -281,14 +281,6 @@ def rows(
                 yield row | measured
 
 
-def line(row: Row) -> str:
-    """Line of the table."""
-    head = f"{row['implementation']:9} {row['pass']:8} {row['N']:7}  "
-    if "peak_bytes" in row:
-        return f"{head}{row['peak_bytes'] / 1e6:12.1f} MB  {row['seconds']:8.3f} s"
-    return head + (f"failed: {row['failed']}" if "failed" in row else f"not run: {row['not_run']}")
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run what the command line asks for; what was measured is kept where a run is broken off."""
     parser = report.parser("memory", __doc__)
@@ -318,9 +310,8 @@ def main(argv: list[str] | None = None) -> None:
         gpu = Gpu()
         free, peak, machine = partial(gpu_free, gpu), partial(gpu_peak, gpu), gpu.machine()
     path = arguments.to / f"memory_{device}.json"
-    report.written(
-        rows(cases, free, peak, arguments.limit_seconds), line, path, machine, arguments.ran
-    )
+    measured = rows(cases, free, peak, arguments.limit_seconds)
+    report.written(measured, path, machine, arguments.ran)
 
 
 if __name__ == "__main__":

@@ -168,14 +168,6 @@ def rows(case: Case, kind: str, device: Gpu) -> Iterator[Row]:
         device.release()
 
 
-def line(row: Row) -> str:
-    """Line of the table."""
-    head = f"{row['case']:18} {row['pass']:13} "
-    if "failed" in row:
-        return f"{head} failed: {row['failed']}"
-    return f"{head} {row['values']:20} {row['ms']:9.3f} ms  x {row['slowdown']:.2f}"
-
-
 def within(row: Row) -> bool:
     """Whether a call ran, and took no longer than the limit allows."""
     return "slowdown" in row and row["slowdown"] <= LIMIT
@@ -188,10 +180,10 @@ def run(arguments: argparse.Namespace, device: Gpu) -> int:
     jobs = list(product(cases, PASSES))
     made = (row for job in jobs for row in rows(*job, device))
     path = arguments.to / "nonfinite.json"
-    done = report.written(made, line, path, device.machine(), arguments.ran, limit=LIMIT)
+    done = report.written(made, path, device.machine(), arguments.ran, limit=LIMIT)
     slow = [row for row in done if not within(row)]
     for row in slow:
-        print(f"above {LIMIT:g}, or failed: {' '.join(line(row).split())}")
+        print(f"above {LIMIT:g}, or failed: {report.line(row)}")
     return 1 if slow else 0
 
 

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +66,15 @@ def show_missing(missing: Mapping[str, str]) -> None:
         print(f"{name} is missing: {why}")
 
 
-def plain_line(row: Row) -> str:
-    """Values of a row beside their names."""
-    return "  ".join(
-        f"{name} {number(value, '.4g') if isinstance(value, float) else value}"
-        for name, value in row.items()
-        if value is not None and value != {}
-    )
-
-
-def number(value: float | None, form: str) -> str:
-    """Format a number; nothing where there is none."""
-    return "" if value is None else format(value, form)
+def line(row: Row) -> str:
+    """Write the values of a row beside their names; what is nested has lines of its own."""
+    shown, nested = [], []
+    for name, value in row.items():
+        if isinstance(value, dict):
+            nested += [f"  {name}: {line(value)}"] if value else []
+        elif value is not None:
+            shown.append(f"{name} {f'{value:.4g}' if isinstance(value, float) else value}")
+    return "\n".join(["  ".join(shown), *nested])
 
 
 def one_line(error: Exception) -> str:
@@ -97,14 +94,7 @@ def host() -> Row:
     }
 
 
-def written(
-    rows: Iterable[Row],
-    line: Callable[[Row], str],
-    path: Path,
-    machine: Row,
-    ran: str,
-    **more: Any,
-) -> list[Row]:
+def written(rows: Iterable[Row], path: Path, machine: Row, ran: str, **more: Any) -> list[Row]:
     """Show each row as it comes and write all of them, even where the run is broken off."""
     done: list[Row] = []
     try:

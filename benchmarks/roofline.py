@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"{arguments.grid} has rows without tflops; give a file of `bench gpu --grid`")
     try:
         for row in lines(grid["rows"], ceilings_of(measured)):
-            print(report.plain_line(row))
+            print(report.line(row))
     except ValueError as error:
         sys.exit(str(error))
 

@@ -183,15 +183,7 @@ def gpu_blocks(N: int, device: Gpu | None, count: Callable[[Case], Row] | None) 
         yield row
 
 
-def line(row: Row) -> str:
-    """Values of a row beside their names; of what is nested, each on a line of its own."""
-    nested = {name: value for name, value in row.items() if isinstance(value, dict)}
-    flat = {name: value for name, value in row.items() if name not in nested}
-    inner = (f"  {name}: {report.plain_line(value)}" for name, value in nested.items())
-    return "\n".join([report.plain_line(flat), *inner])
-
-
-def parse_line(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = report.parser("traffic", __doc__)
     add = parser.add_argument
@@ -236,7 +228,7 @@ def asked(
 
 def main(argv: list[str] | None = None) -> None:
     """Run what the command line asks for."""
-    arguments = parse_line(argv)
+    arguments = parse_arguments(argv)
     absent = missing(arguments)
     device = None if arguments.blocks == "cpu" or "GPU" in absent else Gpu()
     if device is not None and not arguments.blocks and "pytorch" not in absent:
@@ -245,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     stem, made = asked(arguments, device, absent)
     report.show_missing(absent)
     path = arguments.to / f"{stem}.json"
-    report.written(made, line, path, machine, arguments.ran, missing=absent)
+    report.written(made, path, machine, arguments.ran, missing=absent)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,6 @@ def test_what_differs_is_named_and_gets_no_speedup(bend: Callable[[Any], Any]) -
     assert set(row["mismatch"]) == {"wrong"}
     assert set(row["speedup_over"]) == {"numpy"}
     assert set(gpu.verified(row)) == {"tileattn", "numpy"}
-    assert "differs: wrong" in gpu.comparison_line(row)
 
 
 @pytest.mark.parametrize("factor", [1.01, np.nan])
@@ -150,7 +149,6 @@ def test_a_failure_is_recorded_and_the_comparison_goes_on() -> None:
     row = gpu.compare(ONE, [Tileattn(), Bent("big", fail), Naive(np)], Fake())
     assert row["failed"] == {"big": "MemoryError: no room for 8 GB"}
     assert set(row["speedup_over"]) == {"numpy"}
-    assert "failed: big" in gpu.comparison_line(row)
 
 
 def test_what_a_baseline_does_not_support_is_blank() -> None:

@@ -96,7 +96,6 @@ def test_what_does_not_fit_is_never_started() -> None:
     assert rows[2]["needs_bytes"] == cases[2].needs
     assert rows[2]["free_bytes"] == room
     assert rows[2]["not_run"] == f"needs {cases[2].needs / 1e9:.1f} GB and 0.0 GB are free"
-    assert "not run: needs" in memory.line(rows[2])
 
 
 def test_what_would_take_too_long_is_never_started() -> None:
@@ -116,8 +115,7 @@ def test_a_failure_is_recorded_and_the_rest_goes_on() -> None:
     cases = [case(N=100), case(N=200)]
     first, second = memory.rows(cases, lambda: 1 << 60, peak, 1.0)
     assert first["failed"] == "MemoryError: no room"
-    assert "failed: MemoryError" in memory.line(first)
-    assert "2.5 MB" in memory.line(second)
+    assert second["peak_bytes"] == 2_500_000
 
 
 @linux

@@ -169,4 +169,4 @@ def test_only_what_is_needed_is_missed(
     argv: list[str], names: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traffic, "find_spec", lambda _: None)  # there is no PyTorch
-    assert set(traffic.missing(traffic.parse_line(argv))) == names
+    assert set(traffic.missing(traffic.parse_arguments(argv))) == names
