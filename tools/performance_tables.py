@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks import gpu, roofline
@@ -16,40 +16,35 @@ END = "<!-- end of tables -->"
 GPU_BEGIN = BEGIN.replace("tables:", "GPU tables:")
 GPU_END = END.replace("tables", "GPU tables")
 
-Columns = tuple[tuple[str, str, str], ...]  # heading, field and format of each column
-
-GPU_COLUMNS: dict[str, Columns] = {
-    "options": (
-        *(("pass", "pass", ""), ("dtype", "dtype", ""), ("N", "N", ""), ("D", "D", "")),
-        *(
-            ("option", "option", ""),
-            ("ms", "ms", ".3f"),
-            ("its bytes alone, ms", "bytes_ms", ".3f"),
-        ),
-        ("overhead, %", "overhead_percent", ".0f"),
-        ("overhead beyond its bytes, %", "beyond_bytes_percent", ".0f"),
-    ),
-    "sparse": (
-        *(("pass", "pass", ""), ("dtype", "dtype", ""), ("N", "N", ""), ("D", "D", "")),
-        *(("mask", "case", ""), ("density", "density", ".3f")),
-        *(("ms", "ms", ".3f"), ("speedup over full", "speedup", ".1f")),
-    ),
-    "host": (
-        *(("pass", "pass", ""), ("implementation", "implementation", "")),
-        ("CPU launch overhead, us", "launch_overhead_us", ".1f"),
-    ),
-    "ceilings": (
-        *(("ceiling", "ceiling", ""), ("dtype", "dtype", ""), ("TFLOP/s", "tflops", ".0f")),
-        ("GB/s", "gbytes_per_second", ".0f"),
-    ),
+# Fields whose column has another heading than their name, or a format.
+HEADINGS = {
+    "bytes_ms": "its bytes alone, ms",
+    "overhead_percent": "overhead, %",
+    "beyond_bytes_percent": "overhead beyond its bytes, %",
+    "speedup": "speedup over full",
+    "launch_overhead_us": "CPU launch overhead, us",
+    "tflops": "TFLOP/s",
+    "gbytes_per_second": "GB/s",
+    "compute_ms": "compute bound, ms",
+    "exp_ms": "exp bound, ms",
+    "memory_ms": "memory bound, ms",
+    "percent": "% of roofline",
+}
+FORMATS = {
+    **dict.fromkeys(("ms", "bytes_ms", "density", "compute_ms", "exp_ms", "memory_ms"), ".3f"),
+    **dict.fromkeys(("speedup", "launch_overhead_us"), ".1f"),
+    **dict.fromkeys(("overhead_percent", "beyond_bytes_percent", "percent"), ".0f"),
+    **dict.fromkeys(("tflops", "deterministic", "gbytes_per_second"), ".0f"),
+}
+COLUMNS = {
+    "options": "pass dtype N D option ms bytes_ms overhead_percent beyond_bytes_percent",
+    "sparse": "pass dtype N D case density ms speedup",
+    "host": "pass implementation launch_overhead_us",
+    "ceilings": "ceiling dtype tflops gbytes_per_second",
+    "bounds": "pass dtype D causal compute_ms exp_ms memory_ms ms percent file",
+    "comparison": "pass case dtype D N causal tflops deterministic percent best",
 }
 BOUNDS_AT = 8192  # keys, in all grids of the GPU
-BOUND_COLUMNS: Columns = (
-    *(("pass", "pass", ""), ("dtype", "dtype", ""), ("D", "D", ""), ("causal", "causal", "")),
-    *(("compute bound", "compute_ms", ".3f"), ("exp bound", "exp_ms", ".3f")),
-    *(("memory bound", "memory_ms", ".3f"), ("tileattn", "ms", ".3f")),
-    *(("% of roofline", "percent", ".0f"), ("file", "file", "")),
-)
 
 
 def lines() -> Iterator[str]:
@@ -73,14 +68,19 @@ def gpu_lines() -> Iterator[str]:
         if result["section"] in gpu.COMPARISONS:
             yield from _comparison(result, ceilings)
         else:
-            yield from _columns(GPU_COLUMNS[result["section"]], result["rows"])
+            yield from columns(COLUMNS[result["section"]].split(), result["rows"])
 
 
-def _columns(columns: Columns, rows: list[Row]) -> Iterator[str]:
-    head = [heading for heading, _, _ in columns]
-    yield from table(
-        head, ([shown(row.get(field), form) for _, field, form in columns] for row in rows)
-    )
+def columns(names: Iterable[str], rows: list[Row]) -> Iterator[str]:
+    """Make a table of some fields; numbers without a format, as speedups, get two decimals."""
+    names = list(names)
+
+    def cell(row: Row, name: str) -> str:
+        value = row.get(name)
+        return shown(value, FORMATS.get(name, ".2f" if isinstance(value, float) else ""))
+
+    head = [HEADINGS.get(name, name) for name in names]
+    yield from table(head, ([cell(row, name) for name in names] for row in rows))
 
 
 def _speed(result: Row) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _peak(row: Row) -> str:
 def bounds(results: dict[str, Row], measured: Row) -> Iterator[str]:
     """Set the time of each kernel beside its lower bounds, at one sequence length."""
     ceilings = roofline.ceilings_of(measured)
-    yield f"Milliseconds at N = {BOUNDS_AT}: the lower bound by each resource, and tileattn:"
+    yield f"Lower bound by each resource, and the time of tileattn, at N = {BOUNDS_AT}:"
     yield ""
     found = []
     for name, result in results.items():
@@ -136,7 +136,7 @@ def bounds(results: dict[str, Row], measured: Row) -> Iterator[str]:
             rows = (row for row in result["rows"] if row["N"] == BOUNDS_AT)
             known = [row for row in rows if row["dtype"] in ceilings.flops]
             found += [row | {"file": name} for row in roofline.lines(known, ceilings)]
-    yield from _columns(BOUND_COLUMNS, found)
+    yield from columns(COLUMNS["bounds"].split(), found)
 
 
 def nonfinite(result: Row) -> Iterator[str]:
@@ -182,20 +182,13 @@ def stress_row(result: Row) -> Iterator[Any]:
 def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
     """Make a table of TFLOP/s, % of roofline and speedups; columns without values are left out."""
     rows = []
-    for row, reached in zip(result["rows"], roofline.percents(result, ceilings), strict=True):
+    for row, percent in zip(result["rows"], roofline.percents(result, ceilings), strict=True):
         speeds = gpu.verified(row)
-        ours = {"speed": speeds.get("tileattn"), "fixed": speeds.get("deterministic")}
-        over = {f"x {name}": speedup for name, speedup in row["speedup_over"].items()}
-        rows.append(row | ours | {"best": gpu.best(row), "percent": reached} | over)
-    baselines = dict.fromkeys(field for row in rows for field in row if field.startswith("x "))
-    columns = [
-        *((name, name, "") for name in ("pass", "case", "dtype", "D", "N", "causal")),
-        *(("TFLOP/s", "speed", ".0f"), ("deterministic", "fixed", ".0f")),
-        *(("% of roofline", "percent", ".0f"), ("best", "best", ".2f")),
-        *((field.removeprefix("x "), field, ".2f") for field in baselines),
-    ]
-    used = (column for column in columns if any(row.get(column[1]) is not None for row in rows))
-    yield from _columns(tuple(used), rows)
+        ours = {"tflops": speeds.get("tileattn"), "deterministic": speeds.get("deterministic")}
+        rows.append(row | ours | {"percent": percent, "best": gpu.best(row)} | row["speedup_over"])
+    baselines = dict.fromkeys(name for row in rows for name in row["speedup_over"])
+    names = [*COLUMNS["comparison"].split(), *baselines]
+    yield from columns((x for x in names if any(row.get(x) is not None for row in rows)), rows)
     for line in gpu.means(result["rows"]):
         yield f"{line[0].upper()}{line[1:]}."
         yield ""
