@@ -11,7 +11,7 @@ EXTRAS_demo = demo$(CUDA)
 NVRTC       = ,nvrtc
 EXTRAS_dev  = dev$(or $(CUDA),$(NVRTC))
 EXTRAS_gpu  = dev$(CUDA)
-EXTRAS_bench = bench,demo$(CUDA)
+EXTRAS_bench = bench$(CUDA)
 
 .PHONY: help setup demo test test-gpu format lint types docs bench dist clean
 .NOTPARALLEL:

@@ -61,13 +61,7 @@ def command(ncu: str, log: Path, case: Case) -> list[str]:
 
 
 def measure(case: Case) -> Row:
-    """Count the bytes of a case.
-
-    Raises
-    ------
-    RuntimeError
-        Where ncu is missing, or ends without counts.
-    """
+    """Count the bytes of a case; raise RuntimeError where ncu is missing or ends without counts."""
     ncu = find_ncu()
     if ncu is None:
         raise RuntimeError(f"ncu is missing: {unavailable()}")
@@ -105,13 +99,7 @@ def summed(text: str) -> Row:
 
 
 def kernels(text: str) -> Iterator[dict[str, float]]:
-    """Metrics of each kernel in bytes and seconds; lines that are not of the table are skipped.
-
-    Raises
-    ------
-    ValueError
-        Where a metric is missing, or its unit or value is none that is known.
-    """
+    """Metrics of each kernel in bytes and seconds; lines that are not of the table are skipped."""
     table = csv.reader(line for line in text.splitlines() if line.startswith('"'))
     head, units = next(table, []), next(table, [])
     for name in METRICS:

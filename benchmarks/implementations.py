@@ -48,21 +48,7 @@ class Implementation(ABC):
 
 
 class Tileattn(Implementation):
-    """The calls of tileattn, with any options.
-
-    Parameters
-    ----------
-    name : str
-        Name in the tables.
-    passes : tuple of str
-        Passes that are of interest.
-    deterministic : bool
-        Of the backward pass.
-    reuse : bool
-        Write the output into an array that is there already.
-    **options
-        Options of both calls.
-    """
+    """The calls of tileattn, with any options; with ``reuse``, out is a caller-provided buffer."""
 
     def __init__(
         self,
@@ -247,13 +233,7 @@ class FlashAttention4(Torch):
 
 
 class Flex(Torch):
-    """PyTorch's ``flex_attention``, compiled, with a mask of full blocks.
-
-    Parameters
-    ----------
-    blocks : BlockMask
-        The mask, without partial blocks.
-    """
+    """PyTorch's ``flex_attention``, compiled, with a mask of full and empty blocks."""
 
     name = "flex"
 

@@ -53,25 +53,12 @@ SQUARES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One implementation on one configuration.
+    """One implementation on one configuration."""
 
-    Parameters
-    ----------
-    device : str
-        ``cpu`` or ``gpu``.
-    name : str
-        ``naive``, ``pytorch`` or ``tileattn``.
-    configuration : Configuration
-        With the pass ``forward`` or ``both``.
-    tile : tuple
-        Name of a kernel and numbers of a ``TileSize`` for the forward pass of tileattn; empty where
-        it chooses by itself.
-    """
-
-    device: str
-    name: str
+    device: str  # cpu or gpu
+    name: str  # naive, pytorch or tileattn
     configuration: Configuration
-    tile: tuple[Any, ...] = ()
+    tile: tuple[Any, ...] = ()  # a kernel and the numbers of its TileSize, where given
 
     @property
     def text(self) -> str:
@@ -189,11 +176,6 @@ class Counting:
     """An allocator that remembers the most that a pool had in use.
 
     Use only grows when memory is asked for, so it is looked at there and nowhere else.
-
-    Parameters
-    ----------
-    pool : cupy.cuda.MemoryPool
-        A pool for nothing else.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -241,23 +223,9 @@ def gpu_peak(device: Gpu, case: Case) -> Row:
 def rows(
     cases: Sequence[Case], free: Callable[[], int], peak: Callable[[Case], Row], limit: float
 ) -> Iterator[Row]:
-    """Measure every case that fits into memory and time.
+    """Measure every case that fits into memory and time; of the others, say why not.
 
-    Parameters
-    ----------
-    cases : sequence of Case
-        From few tokens to many.
-    free : callable
-        Bytes that are free.
-    peak : callable
-        Measures one case: its ``peak_bytes`` and ``seconds``.
-    limit : float
-        Seconds that one case may take, extrapolated from the last size of its kind.
-
-    Yields
-    ------
-    dict
-        The case with what was measured, or with ``not_run`` or ``failed`` and the reason.
+    Cases go from few tokens to many: the time of one is extrapolated from the last of its kind.
     """
     last: dict[tuple[str, str], tuple[int, float]] = {}
     for case in cases:

@@ -36,39 +36,19 @@ PASSES = ("forward", "backward", "deterministic")
 
 
 class Case(NamedTuple):
-    """What is timed.
-
-    Parameters
-    ----------
-    name : str
-        In the table.
-    configuration : Configuration
-        Sizes and mask; the pass is not looked at.
-    option : str
-        ``bias`` or ``block_mask``; empty where there is neither.
-    """
+    """What is timed."""
 
     name: str
-    configuration: Configuration
-    option: str = ""
+    configuration: Configuration  # sizes and mask; its pass is ignored
+    option: str = ""  # or bias, block_mask
 
 
 class Fault(NamedTuple):
-    """What is not finite.
-
-    Parameters
-    ----------
-    name : str
-        In the table.
-    array : str
-        Name of the array; empty for the clean call.
-    fills : tuple of (slice, float)
-        Elements of the flattened array, and what is written there.
-    """
+    """What is not finite."""
 
     name: str
-    array: str = ""
-    fills: tuple[tuple[slice, float], ...] = ()
+    array: str = ""  # empty for the clean call
+    fills: tuple[tuple[slice, float], ...] = ()  # elements of the flattened array, and their value
 
 
 REFERENCE = Configuration("forward", "fp16", 2, 16, 4096, 128, causal=True)

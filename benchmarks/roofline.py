@@ -27,20 +27,10 @@ EXPS = 16  # a clock and SM, from compute capability 7.0 on
 
 
 class Ceilings(NamedTuple):
-    """Rates that set the lower bounds, each in a second.
+    """Rates that set the lower bounds, each in a second."""
 
-    Attributes
-    ----------
-    flops : dict of str to float
-        FLOPs of a matmul, by dtype.
-    nbytes : float
-        Bytes read and written by a copy.
-    exps : float
-        Exponentials.
-    """
-
-    flops: dict[str, float]
-    nbytes: float
+    flops: dict[str, float]  # of a matmul, by dtype
+    nbytes: float  # read and written by a copy
     exps: float
 
 
@@ -111,16 +101,8 @@ def lines(rows: Sequence[Row], ceilings: Ceilings, name: str = "tileattn") -> It
 def percents(result: Mapping[str, Any], measured: Mapping[str, Any]) -> list[float | None]:
     """Say for each row of a comparison the % of roofline that tileattn reached.
 
-    Parameters
-    ----------
-    result, measured : mapping
-        Files of a comparison and of ceilings.
-
-    Returns
-    -------
-    list of float or None
-        None where tileattn did not run, and everywhere if the ceilings are of another GPU or have
-        no rate of the dtype.
+    None where tileattn did not run, and everywhere if the ceilings are of another GPU or have no
+    rate of the dtype.
     """
     rows = result["rows"]
     ceilings = ceilings_of(measured)

@@ -127,16 +127,7 @@ def log_axes(
 def label_ends(axis: Any, x: float, ends: dict[str, tuple[float, str]], gap: float) -> None:
     """Write names at the heights of their lines' ends, at least a gap (on log axes, a ratio) apart.
 
-    Parameters
-    ----------
-    axis : Axes
-        With its final scale.
-    x : float
-        Left side of the names.
-    ends : dict of str to (float, str)
-        Height and colour of each name.
-    gap : float
-        Least distance of two names.
+    Each name has a height and a colour; the axis must have its final scale.
     """
     log = axis.get_yscale() == "log"
     heights = [math.log(height) if log else height for height, _ in ends.values()]

@@ -10,13 +10,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def updated(page: str, begin: str, end: str, lines: Iterable[str]) -> str:
-    """Put lines between the markers of a page.
-
-    Raises
-    ------
-    ValueError
-        Where the page does not have each marker once, in order.
-    """
+    """Put lines between the markers of a page, which must have each once, in order."""
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end or begin in rest or end in after:
