@@ -1,4 +1,4 @@
-"""The verb ``bench`` hands its arguments on, and says what is missing in one line."""
+"""The command ``bench`` hands its arguments on, and says what is missing in one line."""
 
 import json
 import os
@@ -22,23 +22,24 @@ from tileattn.__main__ import BENCHMARKS, main
 ROOT = Path(__file__).parents[1]
 
 
-def test_alone_it_lists_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
+def test_alone_it_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == list(BENCHMARKS)
 
 
 @pytest.mark.parametrize("section", BENCHMARKS)
-def test_every_section_says_what_it_takes(section: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_benchmark_says_what_it_takes(section: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["bench", section, "--help"])
     assert stop.value.code == 0
     assert f"usage: python -m tileattn bench {section} [-h]" in capsys.readouterr().out
 
 
-def test_a_section_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+def test_an_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
         main(["bench", "speed"])
+    assert stop.value.code == 2
     assert "'speed'" in capsys.readouterr().err
 
 
