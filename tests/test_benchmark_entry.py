@@ -29,7 +29,9 @@ def test_alone_it_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("section", BENCHMARKS)
-def test_every_benchmark_says_what_it_takes(section: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_benchmark_says_what_it_takes(
+    section: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["bench", section, "--help"])
     assert stop.value.code == 0
