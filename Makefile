@@ -1,4 +1,4 @@
-# The project's verbs; continuous integration runs the same ones.
+# The project's targets; continuous integration runs the same ones.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,21 +11,21 @@ EXTRAS_demo = demo$(CUDA)
 NVRTC       = ,nvrtc
 EXTRAS_dev  = dev$(or $(CUDA),$(NVRTC))
 EXTRAS_gpu  = dev$(CUDA)
-EXTRAS_bench = bench,demo$(CUDA)
+EXTRAS_bench = bench$(CUDA)
 
 .PHONY: help setup demo test test-gpu format lint types docs bench dist clean
 .NOTPARALLEL:
 
-help:  ## list the verbs
+help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
-# One stamp per set of extras; venv is repeated so that a half-made environment is mended.
+# One stamp per set of extras; venv is repeated so that a half-made environment is repaired.
 $(VENV)/%.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[$(EXTRAS_$*)]"
 	@touch $@
 
-setup: $(VENV)/dev.stamp  ## make .venv with everything that the verbs below need
+setup: $(VENV)/dev.stamp  ## make .venv with everything that the targets below need
 demo: $(VENV)/demo.stamp  ## train a small GPT on the standard library's source (options: ARGS="...")
 	$(BIN)/python examples/char_gpt.py $(ARGS)
 test: setup  ## run the tests that need no GPU (options: ARGS="...")
@@ -49,6 +49,6 @@ dist: setup  ## build dist/ and check what is in it
 	rm -rf dist
 	$(BIN)/python -m build --quiet
 	$(BIN)/python tools/check_wheel.py dist/*.whl
-clean:  ## remove everything that the verbs above made
+clean:  ## remove everything that the targets above made
 	rm -rf $(VENV) dist site char_gpt_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,9 @@
-"""The forward pass on a GPU, held to one kernel and one size of its tiles."""
+"""The forward pass on a GPU by a given kernel with given tiles."""
 
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu_device import Call, Inputs
+from benchmarks.configurations import Call, Inputs
 from tileattn.kernels.config.hopper import HOPPER, hopper_forward
 from tileattn.kernels.config.select import Choice, Facts, choose
 from tileattn.kernels.config.tiles import TileSize

@@ -1,62 +1,240 @@
-"""Peak memory against the number of tokens: plain attention, which stores N x N, and tileattn.
+"""Peak memory by sequence length: naive attention, which stores N x N, and tileattn.
 
     python -m tileattn bench memory                  on the GPU where there is one, else on the CPU
     python -m tileattn bench memory --device cpu --limit-seconds 60
 
 The files are memory_cpu.json and memory_gpu.json.
 
-A peak holds the outputs and whatever a pass uses besides; inputs are apart. ``both`` is a forward
-pass and a backward pass after it. A size that does not fit is refused before it is allocated, and
-so is one that would take longer than the limit; either is recorded with the bytes that it needs.
+A peak is the outputs and the workspace; inputs are apart. ``both`` is a forward pass and a backward
+pass after it. A size that does not fit is refused before it is allocated, and so is one that would
+take longer than the limit; either is recorded with the bytes that it needs. On the CPU each case
+has a process of its own, whose peak the system records; on the GPU the allocator counts.
 """
 
-import argparse
+import json
+import math
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 import tileattn
-from benchmarks import memory_cpu, memory_gpu, report
-from benchmarks.gpu_device import DTYPES, Gpu
-from benchmarks.memory_case import CONTESTANTS, PASSES, Case
+from benchmarks import gpu_tiles, report
+from benchmarks.configurations import DTYPES, Call, Configuration, Inputs, draw
+from benchmarks.device import Gpu
+from benchmarks.implementations import Implementation, Naive, NaiveTorch, Tileattn
 from benchmarks.report import Row
+from tileattn.kernels.config.tiles import TileSize
 
 LENGTHS = tuple(512 << i for i in range(10))  # to 262,144
 DTYPE = {"cpu": "f32", "gpu": "fp16"}
 HEADS = {"cpu": 1, "gpu": 8}
+NAMES = ("naive", "tileattn")
+PASSES = ("forward", "both")
+PROCESS = Path("/proc/self")
+WARM_UP = 64  # tokens
+
+# N x N arrays that are there at once in a forward pass, and in both. CuPy multiplies batches of
+# 16 bits in float32, and copies what is transposed.
+SQUARES = {
+    "numpy": (1, 2),
+    "cupy": (1, 3),
+    "cupy, 16 bits": (3, 4),
+    "pytorch": (2, 3),
+    "tileattn": (0, 0),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One implementation on one configuration."""
+
+    device: str  # cpu or gpu
+    name: str  # naive, pytorch or tileattn
+    configuration: Configuration
+    tile: tuple[Any, ...] = ()  # a kernel and the numbers of its TileSize, where given
+
+    @property
+    def text(self) -> str:
+        """Written for another process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> "Case":
+        """Read what ``text`` is."""
+        device, name, configuration, tile = json.loads(text).values()
+        return cls(device, name, Configuration(**configuration), tuple(tile))
+
+    @property
+    def inputs(self) -> int:
+        """Bytes of the inputs; dout counts in both passes."""
+        one = self.configuration
+        return sum(map(math.prod, one.shapes)) * DTYPES[one.dtype].itemsize
+
+    @property
+    def needs(self) -> int:
+        """Bytes of inputs, outputs and N x N arrays: no run takes less."""
+        one, size = self.configuration, DTYPES[self.configuration.dtype].itemsize
+        rows = one.B * one.H * one.N
+        outputs = (1 if one.kind == "forward" else 4) * rows * one.D * size
+        lse = rows * max(size, 4) if self.name == "tileattn" else 0
+        library = self.name
+        if library == "naive":
+            library = "numpy" if self.device == "cpu" else f"cupy{', 16 bits' * (size == 2)}"
+        squares = SQUARES[library][PASSES.index(one.kind)] * rows * one.N * size
+        return self.inputs + outputs + lse + squares
+
+    def refusal(self, free: int) -> Row:
+        """Fields of a row that say why the case is not run; none where the free bytes suffice."""
+        if self.needs <= free:
+            return {}
+        reason = f"needs {self.needs / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
+        return {"needs_bytes": self.needs, "free_bytes": free, "not_run": reason}
+
+    def prepared(self, inputs: Inputs, xp: Any) -> Call:
+        """Give the call that computes the passes; what it returns keeps the outputs alive."""
+        if self.tile:
+            kernel, *tile = self.tile
+            return gpu_tiles.prepared(kernel, TileSize(*tile), inputs)
+        makers: dict[str, Callable[[], Implementation]] = {
+            "naive": lambda: Naive(xp),
+            "pytorch": NaiveTorch,
+            "tileattn": lambda: Tileattn(reuse=False),
+        }
+        one, mask = makers[self.name](), self.configuration.mask
+        if self.configuration.kind == "forward":
+            return one.forward(inputs, mask)
+
+        def both() -> Any:
+            return one.backward(inputs, mask)()  # what prepares it runs the forward pass
+
+        return both
+
+    def run(self, inputs: Inputs, xp: Any) -> Any:
+        """Compute the passes."""
+        return self.prepared(inputs, xp)()
+
+
+# --- on the CPU -----------------------------------------------------------------------------------
+
+
+def unavailable() -> str | None:
+    """Why nothing can be measured here."""
+    if (PROCESS / "clear_refs").exists():
+        return None
+    return f"peak memory is read from {PROCESS}/status, which only Linux has; got {sys.platform}"
+
+
+def cpu_free() -> int:
+    """Bytes of physical memory that a new process can have without swapping."""
+    return _kib(Path("/proc/meminfo"), "MemAvailable") * 1024
+
+
+def cpu_peak(case: Case) -> Row:
+    """Measure a case in a process of its own, which has nothing else to remember."""
+    command = [sys.executable, "-m", "benchmarks.memory", "--child", case.text]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        raise RuntimeError(f"the process ended with status {done.returncode}: {said}")
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def child(case: Case) -> Row:
+    """Bytes that this process had at most, beyond what it had with the inputs."""
+    one = case.configuration
+    small = replace(one, N=min(one.N, WARM_UP))
+    replace(case, configuration=small).run(draw(np, small.shapes, small.dtype), np)  # loads code
+    inputs = draw(np, one.shapes, one.dtype)
+    (PROCESS / "clear_refs").write_text("5", encoding="ascii")  # the peak is now what there is
+    before = _kib(PROCESS / "status", "VmRSS")
+    start = time.perf_counter()
+    results = case.run(inputs, np)
+    seconds = time.perf_counter() - start
+    most = _kib(PROCESS / "status", "VmHWM")
+    del results
+    return {"peak_bytes": (most - before) * 1024, "seconds": seconds}
+
+
+def _kib(path: Path, field: str) -> int:
+    lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+class Counting:
+    """An allocator that remembers the most that a pool had in use.
+
+    Use only grows when memory is asked for, so it is looked at there and nowhere else.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.peak = 0
+
+    def malloc(self, nbytes: int) -> Any:
+        """Take memory from the pool."""
+        pointer = self._pool.malloc(nbytes)
+        self.peak = max(self.peak, self._pool.used_bytes())
+        return pointer
+
+
+def gpu_free(device: Gpu) -> int:
+    """Bytes of device memory that are free."""
+    device.release()
+    free: int = device.xp.cuda.Device().mem_info[0]
+    return free
+
+
+def gpu_peak(device: Gpu, case: Case) -> Row:
+    """Measure a case; its inputs come from another pool."""
+    cuda = device.xp.cuda
+    inputs = draw(device.xp, case.configuration.shapes, case.configuration.dtype)
+    case.run(inputs, device.xp)  # compiles and loads code
+    device.release()
+    pool = cuda.MemoryPool()
+    counting = Counting(pool)
+    cuda.Device().synchronize()
+    start = time.perf_counter()
+    try:
+        with cuda.using_allocator(counting.malloc):
+            results = case.run(inputs, device.xp)
+            cuda.Device().synchronize()
+        seconds = time.perf_counter() - start
+        del results
+    finally:
+        pool.free_all_blocks()
+    return {"peak_bytes": counting.peak, "seconds": seconds}
+
+
+# --- the benchmark --------------------------------------------------------------------------------
 
 
 def rows(
-    cases: Sequence[Case],
-    room: Callable[[], int],
-    peak: Callable[[Case], Row],
-    limit: float,
+    cases: Sequence[Case], free: Callable[[], int], peak: Callable[[Case], Row], limit: float
 ) -> Iterator[Row]:
-    """Measure every case that fits into the memory and the time that there are.
+    """Measure every case that fits into memory and time; of the others, say why not.
 
-    Parameters
-    ----------
-    cases : sequence of Case
-        From few tokens to many.
-    room : callable
-        Bytes that are free.
-    peak : callable
-        Measures one case: its ``peak_bytes`` and ``seconds``.
-    limit : float
-        Seconds that one case may take, as the last size of its kind foretells.
-
-    Yields
-    ------
-    dict
-        The case with what was measured, or with ``not_run`` or ``failed`` and the reason.
+    Cases go from few tokens to many: the time of one is extrapolated from the last of its kind.
     """
     last: dict[tuple[str, str], tuple[int, float]] = {}
-    for case in report.tracked(cases, "memory"):
-        row = asdict(case) | {"inputs_bytes": case.inputs, "needs_bytes": case.needs}
-        N, seconds = last.get((case.contestant, case.kind), (case.N, 0.0))
-        expected = seconds * (case.N / N) ** 2
-        if refusal := case.refusal(room()):
+    for case in cases:
+        one = case.configuration
+        row = {"device": case.device, "implementation": case.name, **one.row()}
+        row |= {"inputs_bytes": case.inputs, "needs_bytes": case.needs}
+        N, seconds = last.get((case.name, one.kind), (one.N, 0.0))
+        expected = seconds * (one.N / N) ** 2
+        if refusal := case.refusal(free()):
             yield row | refusal
         elif expected > limit:
             reason = f"would take about {expected:.0f} s, more than --limit-seconds {limit:g}"
@@ -67,25 +245,13 @@ def rows(
             except Exception as error:
                 yield row | {"failed": report.one_line(error)}
             else:
-                last[case.contestant, case.kind] = case.N, measured["seconds"]
+                last[case.name, one.kind] = one.N, measured["seconds"]
                 yield row | measured
 
 
-def line(row: Row) -> str:
-    """Line of the table."""
-    head = f"{row['contestant']:9} {row['kind']:8} {row['N']:7}  "
-    if "peak_bytes" in row:
-        return f"{head}{row['peak_bytes'] / 1e6:12.1f} MB  {row['seconds']:8.3f} s"
-    return head + (f"failed: {row['failed']}" if "failed" in row else f"not run: {row['not_run']}")
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tileattn bench memory",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+def main(argv: list[str] | None = None) -> None:
+    """Run what the command line asks for; what was measured is kept where a run is broken off."""
+    parser = report.parser("memory", __doc__)
     add = parser.add_argument
     add("--device", choices=tuple(DTYPE), help="(the GPU where there is one)")
     add("--limit-seconds", type=float, default=30.0, help="of one case (30)")
@@ -93,44 +259,31 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--head-dim", type=int, default=64, help="(64)")
     add("--dtype", choices=tuple(DTYPES), help="(f32 on the CPU, fp16 on the GPU)")
     add("--length", type=int, nargs="+", default=LENGTHS, help="(512 to 262144)")
-    report.add_target(parser)
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run what the command line asks for; what was measured is kept where a run is broken off."""
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = parse(argv)
+    arguments = report.parsed(parser, argv)
     missing = tileattn.available_backends()["cupy"]
     device = arguments.device or ("cpu" if missing else "gpu")
     if device == "gpu" and missing:
         sys.exit(f"no GPU to measure: {missing}; --device cpu measures NumPy")
-    if device == "cpu" and (why := memory_cpu.unavailable()):
+    if device == "cpu" and (why := unavailable()):
         sys.exit(why)
     dtype, H = arguments.dtype or DTYPE[device], arguments.heads or HEADS[device]
     cases = [
-        Case(device, contestant, kind, dtype, H, N, arguments.head_dim)
+        Case(device, name, Configuration(kind, dtype, 1, H, N, arguments.head_dim))
         for N in sorted(arguments.length)
-        for contestant in CONTESTANTS
+        for name in NAMES
         for kind in PASSES
     ]
-    room, peak, machine = memory_cpu.room, memory_cpu.peak, report.host()
+    free, peak, machine = cpu_free, cpu_peak, report.host()
     if device == "gpu":
         gpu = Gpu()
-        room, peak = partial(memory_gpu.room, gpu), partial(memory_gpu.peak, gpu)
-        machine = gpu.machine()
-    done: list[Row] = []
-    try:
-        for row in rows(cases, room, peak, arguments.limit_seconds):
-            done.append(row)
-            report.show(line(row))
-    finally:
-        if done:
-            path = arguments.to / f"memory_{device}.json"
-            report.write(
-                path, machine, done, report.command("python -m tileattn bench memory", argv)
-            )
+        free, peak, machine = partial(gpu_free, gpu), partial(gpu_peak, gpu), gpu.machine()
+    path = arguments.to / f"memory_{device}.json"
+    measured = rows(cases, free, peak, arguments.limit_seconds)
+    report.written(measured, path, machine, arguments.ran)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(child(Case.read(sys.argv[2]))))
+    else:
+        main()

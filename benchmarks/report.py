@@ -1,4 +1,4 @@
-"""What every section leaves behind: lines on the terminal and a JSON file that says its origin."""
+"""What every benchmark leaves: lines on the terminal and a JSON file that says its origin."""
 
 import argparse
 import json
@@ -8,9 +8,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,11 @@ from tileattn.backends.numpy import threads
 
 RESULTS = Path(__file__).parent / "results"
 
-Item = TypeVar("Item")
 Row = dict[str, Any]
 
 
 def command(program: str, argv: Sequence[str]) -> str:
-    """Write the command that measures the same again, without where its files went."""
+    """Write the command that repeats a measurement, without the folder of its files."""
     kept, ahead = [], iter(argv)
     for word in ahead:
         option, _, value = word.partition("=")
@@ -34,9 +33,14 @@ def command(program: str, argv: Sequence[str]) -> str:
     return shlex.join([*program.split(), *kept])
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where a section's files go."""
-    add = parser.add_mutually_exclusive_group().add_argument
+def parser(benchmark: str, about: str | None) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark, with the options that say where its files go."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m tileattn bench {benchmark}",
+        description=about,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    add = made.add_mutually_exclusive_group().add_argument
     add("--to", type=Path, default=Path(), metavar="FOLDER", help="of the files (the current one)")
     add(
         "--update",
@@ -45,43 +49,32 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         const=RESULTS,
         help="write benchmarks/results, which the documentation is made of",
     )
+    return made
 
 
-def tracked(items: Sequence[Item], label: str) -> Iterator[Item]:
-    """Iterate with a progress bar on stderr, where that is a terminal."""
-    for done, item in enumerate(items):
-        if sys.stderr.isatty():
-            filled = 30 * done // len(items)
-            bar = "#" * filled + "." * (30 - filled)
-            print(f"\r{label} [{bar}] {done}/{len(items)} ", end="", file=sys.stderr, flush=True)
-        yield item
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def show(line: str) -> None:
-    """Print a line in the place of the progress bar."""
-    print("\r\033[K" + line if sys.stderr.isatty() and sys.stdout.isatty() else line, flush=True)
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line, and keep it as ``ran`` for the files."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_args(argv)
+    arguments.ran = command(parser.prog, argv)
+    return arguments
 
 
 def show_missing(missing: Mapping[str, str]) -> None:
     """Name in one line each who cannot take part, and why."""
     for name, why in missing.items():
-        show(f"{name} is missing: {why}")
+        print(f"{name} is missing: {why}")
 
 
-def plain_line(row: Row) -> str:
-    """Values of a row beside their names."""
-    return "  ".join(
-        f"{name} {number(value, '.4g') if isinstance(value, float) else value}"
-        for name, value in row.items()
-        if value is not None and value != {}
-    )
-
-
-def number(value: float | None, form: str) -> str:
-    """Format a number; nothing where there is none."""
-    return "" if value is None else format(value, form)
+def line(row: Row) -> str:
+    """Write the values of a row beside their names; what is nested has lines of its own."""
+    shown, nested = [], []
+    for name, value in row.items():
+        if isinstance(value, dict):
+            nested += [f"  {name}: {line(value)}"] if value else []
+        elif value is not None:
+            shown.append(f"{name} {f'{value:.4g}' if isinstance(value, float) else value}")
+    return "\n".join(["  ".join(shown), *nested])
 
 
 def one_line(error: Exception) -> str:
@@ -101,13 +94,26 @@ def host() -> Row:
     }
 
 
+def written(rows: Iterable[Row], path: Path, machine: Row, ran: str, **more: Any) -> list[Row]:
+    """Show each row as it comes and write all of them, even where the run is broken off."""
+    done: list[Row] = []
+    try:
+        for row in rows:
+            done.append(row)
+            print(line(row), flush=True)
+    finally:
+        if done:
+            write(path, machine, done, ran, **more)
+    return done
+
+
 def write(path: Path, machine: Row, rows: list[Row], ran: str, **more: Any) -> None:
     """Write rows with the machine, the versions, the commit and the command they belong to."""
     origin = {"commit": _commit(), "date": time.strftime("%Y-%m-%d"), "command": ran}
-    path.parent.mkdir(parents=True, exist_ok=True)
     result = {"machine": machine | origin, **more, "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    print(f"wrote {path}")
 
 
 def _commit() -> str:

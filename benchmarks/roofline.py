@@ -1,11 +1,11 @@
-"""What a pass on a GPU is set against, and how near to that it came.
+"""Lower bounds of the time of a pass on a GPU, and the % of roofline that it reached.
 
     python -m benchmarks.roofline benchmarks/results/gpu_forward_fp16.json [CEILINGS.json]
 
-Three floors, in milliseconds. By products: the operations at the rate of a large matrix product
-that was timed, which is no limit of the hardware, so that a row may come above. By exponentials:
-one for each pair that is seen, 16 a clock and multiprocessor. By bytes: every array once, at the
-rate of a copy. The largest of them is the floor; a row reaches floor over time of it.
+Three lower bounds, in milliseconds. Compute: the FLOPs at the rate of a large matmul that was
+timed, which is no limit of the hardware, so that a row may exceed 100 %. Exp: one exponential for
+each attended score, 16 a clock and SM. Memory: every array once, at the rate of a copy. The largest
+is the roofline; % of roofline is it over the time.
 """
 
 import argparse
@@ -20,145 +20,100 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import report
-from benchmarks.gpu_cells import Cell
-from benchmarks.gpu_device import DTYPES
+from benchmarks.configurations import DTYPES, Configuration
 from benchmarks.report import Row
 
-EXPONENTIALS = 16  # a clock and multiprocessor, from compute capability 7.0 on
-CLOCK = ("multiprocessors", "clock_mhz")  # fields of the machine record
+EXPS = 16  # a clock and SM, from compute capability 7.0 on
 
 
 class Ceilings(NamedTuple):
-    """Rates that set the floors.
+    """Rates that set the lower bounds, each in a second."""
 
-    Attributes
-    ----------
-    flops : dict of str to float
-        Operations of a matrix product in a second, by dtype.
-    nbytes : float
-        Bytes read and written in a second by a copy.
-    exponentials : float or None
-        Exponentials in a second; None where the record does not say how fast the clock is.
-    """
-
-    flops: dict[str, float]
-    nbytes: float
-    exponentials: float | None
+    flops: dict[str, float]  # of a matmul, by dtype
+    nbytes: float  # read and written by a copy
+    exps: float
 
 
-class Floors(NamedTuple):
-    """Least milliseconds of a pass by each resource; None where its rate is not known."""
+class Bounds(NamedTuple):
+    """Least milliseconds of a pass by each resource."""
 
-    products_ms: float
-    exponentials_ms: float | None
-    bytes_ms: float
-
-    @property
-    def largest(self) -> float:
-        """The floor."""
-        return max(floor for floor in self if floor is not None)
+    compute_ms: float
+    exp_ms: float
+    memory_ms: float
 
 
-def absent(machine: Mapping[str, Any]) -> list[str]:
-    """Fields that the rate of exponentials needs and the machine record lacks."""
-    return [name for name in CLOCK if machine.get(name) is None]
-
-
-def ceilings_of(result: Mapping[str, Any], machine: Mapping[str, Any]) -> Ceilings:
-    """Read the rates from a file of ceilings.
-
-    Parameters
-    ----------
-    result : mapping
-        What ``bench gpu --ceilings`` wrote.
-    machine : mapping
-        A machine record, for the clock.
-
-    Returns
-    -------
-    Ceilings
-        The rates.
-    """
-    rows = result["rows"]
+def ceilings_of(result: Mapping[str, Any]) -> Ceilings:
+    """Read the rates from a file of ``bench gpu --ceilings``."""
+    rows, machine = result["rows"], result["machine"]
     flops = {row["dtype"]: 1e12 * row["tflops"] for row in rows if "tflops" in row}
     copies = [1e9 * row["gbytes_per_second"] for row in rows if "gbytes_per_second" in row]
     if not copies:
         raise ValueError("the ceilings have no copy rate; run `bench gpu --ceilings` again")
-    exponentials = None
-    if not absent(machine):
-        exponentials = EXPONENTIALS * machine["multiprocessors"] * 1e6 * machine["clock_mhz"]
-    return Ceilings(flops, copies[0], exponentials)
+    exps = EXPS * machine["multiprocessors"] * 1e6 * machine["clock_mhz"]
+    return Ceilings(flops, copies[0], exps)
 
 
-def cell_of(row: Row) -> Cell:
-    """Read the cell of a row of a grid."""
-    names = {field.name for field in fields(Cell)}
-    return Cell(kind=row["pass"], **{name: row[name] for name in names & set(row)})
+def configuration_of(row: Row) -> Configuration:
+    """Read the configuration of a row."""
+    names = {field.name for field in fields(Configuration)}
+    return Configuration(kind=row["pass"], **{name: row[name] for name in names & set(row)})
 
 
-def least_bytes(cell: Cell) -> int:
+def least_bytes(configuration: Configuration) -> int:
     """Bytes of a pass where each array crosses once: all inputs are read, all results written.
 
     Forward these are q, k, v, out and lse; backward dout, dq, dk and dv come on top.
     """
-    dtype = np.dtype(DTYPES[cell.dtype])
-    arrays = sum(math.prod(shape) for shape in cell.shapes) * dtype.itemsize
-    lse = cell.B * cell.H * cell.N * max(dtype.itemsize, 4)
-    return lse + arrays * (2 if cell.kind == "backward" else 1)
+    dtype = np.dtype(DTYPES[configuration.dtype])
+    arrays = sum(map(math.prod, configuration.shapes)) * dtype.itemsize
+    lse = configuration.B * configuration.H * configuration.N * max(dtype.itemsize, 4)
+    return lse + arrays * (2 if configuration.kind == "backward" else 1)
 
 
-def floors(cell: Cell, ceilings: Ceilings) -> Floors:
+def bounds(configuration: Configuration, ceilings: Ceilings) -> Bounds:
     """Least milliseconds of a pass by each resource."""
-    if cell.dtype not in ceilings.flops:
+    if configuration.dtype not in ceilings.flops:
         raise ValueError(
-            f"the ceilings have no {cell.dtype}, got {sorted(ceilings.flops)}; "
-            f"run `bench gpu --ceilings --dtype {cell.dtype}`"
+            f"the ceilings have no {configuration.dtype}, got {sorted(ceilings.flops)}; "
+            f"run `bench gpu --ceilings --dtype {configuration.dtype}`"
         )
-    pairs = cell.B * cell.H * cell.N**2 * cell.share
-    rate = ceilings.exponentials
-    return Floors(
-        1e3 * cell.flops / ceilings.flops[cell.dtype],
-        None if rate is None else 1e3 * pairs / rate,
-        1e3 * least_bytes(cell) / ceilings.nbytes,
+    scores = configuration.B * configuration.H * configuration.N**2 * configuration.density
+    return Bounds(
+        1e3 * configuration.flops / ceilings.flops[configuration.dtype],
+        1e3 * scores / ceilings.exps,
+        1e3 * least_bytes(configuration) / ceilings.nbytes,
     )
 
 
 def lines(rows: Sequence[Row], ceilings: Ceilings, name: str = "tileattn") -> Iterator[Row]:
-    """Add to each row that a contestant ran its time, its floors, and the share it reached."""
+    """Add to each row of an implementation its time, its lower bounds, and % of roofline."""
     for row in rows:
         if name not in row["tflops"]:
             continue
-        cell = cell_of(row)
-        least = floors(cell, ceilings)
+        configuration = configuration_of(row)
+        least = bounds(configuration, ceilings)
         gflop_per_ms = row["tflops"][name]  # rounded, and 0 where a pass is that slow
-        ms = cell.flops / 1e9 / gflop_per_ms if gflop_per_ms else math.inf
-        yield cell.row() | {"ms": ms} | least._asdict() | {"reached": least.largest / ms}
+        ms = configuration.flops / 1e9 / gflop_per_ms if gflop_per_ms else math.inf
+        found = {"ms": ms} | least._asdict() | {"percent": 100 * max(least) / ms}
+        yield configuration.row() | found
 
 
-def shares(result: Mapping[str, Any], measured: Mapping[str, Any]) -> list[float | None]:
-    """Say for each row of a grid which share of its floor tileattn reached.
+def percents(result: Mapping[str, Any], measured: Mapping[str, Any]) -> list[float | None]:
+    """Say for each row of a comparison the % of roofline that tileattn reached.
 
-    Parameters
-    ----------
-    result, measured : mapping
-        Files of a grid and of ceilings.
-
-    Returns
-    -------
-    list of float or None
-        None where tileattn did not run, and everywhere if the ceilings are of another GPU or have
-        no rate of the dtype.
+    None where tileattn did not run, and everywhere if the ceilings are of another GPU or have no
+    rate of the dtype.
     """
     rows = result["rows"]
-    ceilings = ceilings_of(measured, {**measured["machine"], **result["machine"]})
+    ceilings = ceilings_of(measured)
     known = result["machine"].get("gpu") == measured["machine"].get("gpu")
     if not known or any(row["dtype"] not in ceilings.flops for row in rows):
         return [None] * len(rows)
-    return [next((line["reached"] for line in lines([row], ceilings)), None) for row in rows]
+    return [next((line["percent"] for line in lines([row], ceilings)), None) for row in rows]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the floors of a file of results."""
+    """Print the lower bounds of a results file."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.roofline",
         description=__doc__,
@@ -177,15 +132,9 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"the grid is of {of}, the ceilings are of {beside}; give a file of the same GPU")
     if any("tflops" not in row for row in grid["rows"]):
         sys.exit(f"{arguments.grid} has rows without tflops; give a file of `bench gpu --grid`")
-    machine = {**measured["machine"], **grid["machine"]}
-    if lacking := absent(machine):
-        print(
-            f"no floor by exponentials: the machine records have no {' and no '.join(lacking)}; "
-            "`bench gpu --ceilings` writes them"
-        )
     try:
-        for row in lines(grid["rows"], ceilings_of(measured, machine)):
-            print(report.plain_line(row))
+        for row in lines(grid["rows"], ceilings_of(measured)):
+            print(report.line(row))
     except ValueError as error:
         sys.exit(str(error))
 

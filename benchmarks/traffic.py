@@ -1,4 +1,4 @@
-"""Operations, bytes and time of a forward and backward pass: the model, and a GPU's counters.
+"""FLOPs, bytes and time of a forward and backward pass: the model, and a GPU's counters.
 
     python -m tileattn bench traffic               N from 512 to 16384 at B N = 65536
     python -m tileattn bench traffic --density     time against the density of a block mask
@@ -12,42 +12,35 @@ The first has 16 heads of 64 in half precision; its row of N = 1024 is the setti
 beside figure 2 of FlashAttention (arXiv:2205.14135), whose figures stand beside it as they are
 printed there. Bytes are modelled by `tileattn.traffic`, and counted by Nsight Compute where there
 are a GPU and `ncu`. Without them one line says what is missing, and the model is shown alone. A
-GPU's kernels choose their tiles themselves, unless they are held to some for `--blocks`.
+GPU's kernels choose their tiles themselves, except with `--blocks`.
 """
 
 import argparse
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from statistics import median
 
+import numpy as np
+
 import tileattn
-from benchmarks import (
-    cpu,
-    gpu,
-    gpu_counters,
-    gpu_tiles,
-    memory_gpu,
-    report,
-    traffic_model,
-)
-from benchmarks.gpu_cells import Cell, random_blocks
-from benchmarks.gpu_device import Gpu
-from benchmarks.gpu_flex import Flex
-from benchmarks.gpu_peers import Tileattn
-from benchmarks.memory_case import Case
+from benchmarks import counters, cpu, gpu_tiles, memory, report
+from benchmarks.configurations import DTYPES, PASSES, Configuration, draw, random_blocks
+from benchmarks.device import AGREEMENT, Gpu, difference, measure
+from benchmarks.implementations import Flex, Tileattn
+from benchmarks.memory import Case
 from benchmarks.report import Row, one_line
 from tileattn import BlockMask
+from tileattn.problem import Problem, parse
+from tileattn.traffic import ALGORITHMS, flops, modelled
 
-TOKENS, HEADS, WIDTH, DTYPE = 65536, 16, 64, "fp16"
+TOKENS, HEADS, HEAD_DIM, DTYPE = 65536, 16, 64, "fp16"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 DENSITIES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)
 BLOCKS = (64, 128, 256, 512, 1024)
-CONTESTANTS = ("plain", "pytorch", "tileattn")
+NAMES = ("naive", "pytorch", "tileattn")
 
-# On an A100, as printed: its operations are not those of the products that this file counts.
+# On an A100, as printed: the paper's FLOPs are not those of the matmuls that this file counts.
 PAPER = {
     "source": "arXiv:2205.14135, figure 2 (left)",
     "gpu": "NVIDIA A100",
@@ -56,24 +49,54 @@ PAPER = {
     "flash1": {"gflop": 75.2, "hbm_gbytes": 4.4, "ms": 7.3},
 }
 
+Tile = tuple[int, int]
 
-def case_of(contestant: str, N: int) -> Case:
-    """Both passes of a contestant on the GPU."""
-    return Case("gpu", contestant, "both", DTYPE, HEADS, N, WIDTH, B=max(1, TOKENS // N))
+
+def problem_of(one: Configuration) -> Problem:
+    """Make the problem of a configuration from arrays that take no memory."""
+    zero = np.zeros((), DTYPES[one.dtype])
+    q, k, v = (np.broadcast_to(zero, shape) for shape in one.shapes[:3])
+    return parse(q, k, v, one.mask.options())[0]
+
+
+def nbytes(
+    one: Configuration, tile: Tile, algorithm: str = "flash2", density: float | None = None
+) -> int:
+    """HBM bytes of a pass in the model, by the query rows and keys of a tile."""
+    return modelled(problem_of(one), tile, algorithm, one.kind, density).nbytes
+
+
+def model(sizes: Row, tile: Tile) -> Row:
+    """GFLOPs and bytes of both passes together, by each algorithm."""
+    both = [Configuration(kind, **sizes) for kind in PASSES]
+    return {
+        "gflop": {
+            name: sum(flops(problem_of(one), one.kind, algorithm=name) for one in both) / 1e9
+            for name in ALGORITHMS
+        },
+        "modelled_bytes": {
+            name: sum(nbytes(one, tile, name) for one in both) for name in ALGORITHMS
+        },
+    }
+
+
+def sizes_of(N: int) -> Row:
+    """Sizes of the first table at a sequence length."""
+    return {"B": max(1, TOKENS // N), "H": HEADS, "N": N, "D": HEAD_DIM, "dtype": DTYPE}
 
 
 def timed(case: Case, device: Gpu) -> float:
     """Milliseconds of the passes."""
-    inputs = memory_gpu.inputs_of(device, case)
+    inputs = draw(device.xp, case.configuration.shapes, case.configuration.dtype)
     return 1e3 * median(device.time([case.prepared(inputs, device.xp)]))
 
 
-def counted(case: Case, device: Gpu, counters: Callable[[Case], Row] | None) -> Row:
+def counted(case: Case, device: Gpu, count: Callable[[Case], Row] | None) -> Row:
     """Measure the time of the passes by events, and their bytes by counters where there are any.
 
     What does not fit is refused before it is allocated.
     """
-    if refusal := case.refusal(memory_gpu.room(device)):
+    if refusal := case.refusal(memory.gpu_free(device)):
         return refusal
     try:
         row: Row = {"ms": timed(case, device)}
@@ -81,51 +104,51 @@ def counted(case: Case, device: Gpu, counters: Callable[[Case], Row] | None) -> 
         return {"failed": one_line(error)}
     device.release()  # the process that is profiled needs the memory
     try:
-        return row | (counters(case) if counters else {})
+        return row | (count(case) if count else {})
     except Exception as error:
         return row | {"not_counted": one_line(error)}
 
 
 def lengths(
     Ns: Sequence[int],
-    tile: tuple[int, int],
+    tile: Tile,
     device: Gpu | None,
-    counters: Callable[[Case], Row] | None,
-    contestants: Sequence[str],
+    count: Callable[[Case], Row] | None,
+    names: Sequence[str],
 ) -> Iterator[Row]:
-    """Model each length, and measure it where there is a device."""
-    for N in report.tracked(Ns, "traffic"):
-        cell = Cell("forward", DTYPE, max(1, TOKENS // N), HEADS, N, WIDTH, causal=False)
-        sizes = {"B": cell.B, "H": HEADS, "N": N, "D": WIDTH, "dtype": DTYPE, "tile": list(tile)}
-        row = sizes | traffic_model.row((cell, replace(cell, kind="backward")), tile)
+    """Model each sequence length, and measure it where there is a device."""
+    for N in Ns:
+        sizes = sizes_of(N)
+        row = sizes | {"tile": list(tile)} | model(sizes, tile)
         if device is not None:
-            row |= {who: counted(case_of(who, N), device, counters) for who in contestants}
+            both = Configuration("both", **sizes)
+            row |= {name: counted(Case("gpu", name, both), device, count) for name in names}
         yield row | ({"paper": PAPER} if PAPER["N"] == N else {})
 
 
-def density(N: int, tile: tuple[int, int], device: Gpu | None, *, beside: bool) -> Iterator[Row]:
-    """Time against the share of the blocks that a mask shows, and the modelled bytes."""
-    for share in report.tracked(DENSITIES, "density"):
-        mask = random_blocks(N, share)
-        for kind in traffic_model.KINDS:
-            cell = Cell(kind, DTYPE, 1, HEADS, N, WIDTH, causal=False)
-            modelled = traffic_model.nbytes(cell, tile, share=mask.density)
-            row = cell.row() | {"density": mask.density, "modelled_bytes": modelled}
-            yield row | ({} if device is None else sparse(mask, cell, device, beside=beside))
+def density(N: int, tile: Tile, device: Gpu | None, *, beside: bool) -> Iterator[Row]:
+    """Time against the density of a block mask, and the modelled bytes."""
+    for target in DENSITIES:
+        mask = random_blocks(N, target)
+        for kind in PASSES:
+            one = Configuration(kind, **sizes_of(N) | {"B": 1})
+            bytes_there = nbytes(one, tile, density=mask.density)
+            row = one.row() | {"density": mask.density, "modelled_bytes": bytes_there}
+            yield row | ({} if device is None else sparse(mask, one, device, beside=beside))
 
 
-def sparse(mask: BlockMask, cell: Cell, device: Gpu, *, beside: bool) -> Row:
+def sparse(mask: BlockMask, one: Configuration, device: Gpu, *, beside: bool) -> Row:
     """Time a call with a block mask, and FlexAttention beside it, unless its results differ."""
     row: Row = {}
     try:
-        times, expected = gpu.measure(Tileattn(block_mask=mask), cell, device)
+        times, expected = measure(Tileattn(block_mask=mask), one, device)
         row = {"ms": 1e3 * median(times)}
         if not beside:
             return row
-        flex, found = gpu.measure(Flex(mask), cell, device)
-        distance = gpu.difference(found, expected, device.xp)
-        alike = distance <= gpu.AGREEMENT[cell.dtype]
-        how = {"ms": 1e3 * median(flex)} if alike else {"failed": "another result"}
+        flex, found = measure(Flex(mask), one, device)
+        distance = difference(found, expected, device.xp)
+        agree = distance <= AGREEMENT[one.dtype]
+        how = {"ms": 1e3 * median(flex)} if agree else {"failed": "another result"}
         return row | {"flex": how | {"difference": distance}}
     except Exception as error:
         failed = {"failed": one_line(error)}
@@ -137,52 +160,39 @@ def sparse(mask: BlockMask, cell: Cell, device: Gpu, *, beside: bool) -> Row:
 def blocks(N: int, seconds: float) -> Iterator[Row]:
     """Time of the NumPy backend against the side of its tiles, and the modelled bytes."""
     sides = [side for side in BLOCKS if side <= N]
-    for kind in traffic_model.KINDS:
-        cell = Cell(kind, "f32", 1, 8, N, WIDTH, causal=False)
-        tiles = [(side, side) for side in sides]
-        times = cpu.race(cpu.tile_contestants(kind, (1, 8, N, WIDTH), False, tiles), seconds)
-        for tile, measured in zip(tiles, times.values(), strict=True):
-            modelled = traffic_model.nbytes(cell, tile)
-            yield cell.row() | {"tile": tile[0], "modelled_bytes": modelled, "ms": 1e3 * measured}
+    for kind in PASSES:
+        one = Configuration(kind, "f32", 1, 8, N, HEAD_DIM)
+        times = cpu.median_seconds(cpu.tile_calls(one, [(side, side) for side in sides]), seconds)
+        for side, taken in zip(sides, times.values(), strict=True):
+            bytes_there = nbytes(one, (side, side))
+            yield one.row() | {"tile": side, "modelled_bytes": bytes_there, "ms": 1e3 * taken}
 
 
-def gpu_blocks(N: int, device: Gpu | None, counters: Callable[[Case], Row] | None) -> Iterator[Row]:
+def gpu_blocks(N: int, device: Gpu | None, count: Callable[[Case], Row] | None) -> Iterator[Row]:
     """Time and bytes of a GPU's forward kernels against their tiles."""
-    sizes = [(kernel, tile) for kernel, tiles in gpu_tiles.TILES.items() for tile in tiles]
-    for kernel, tile in report.tracked(sizes, "blocks"):
-        cell = Cell("forward", DTYPE, max(1, TOKENS // N), HEADS, N, WIDTH, causal=False)
-        modelled = traffic_model.nbytes(cell, tile[:2])
-        row = cell.row() | {"kernel": kernel, "tile": tile[:2], "modelled_bytes": modelled}
+    tiles = [(kernel, tile) for kernel, tiles in gpu_tiles.TILES.items() for tile in tiles]
+    for kernel, tile in tiles:
+        one = Configuration("forward", **sizes_of(N))
+        row = one.row() | {
+            "kernel": kernel,
+            "tile": tile[:2],
+            "modelled_bytes": nbytes(one, tile[:2]),
+        }
         if device is not None:
-            held = (kernel, *tile)
-            case = Case("gpu", "tileattn", "forward", DTYPE, HEADS, N, WIDTH, cell.B, held)
-            row |= counted(case, device, counters)
+            row |= counted(Case("gpu", "tileattn", one, (kernel, *tile)), device, count)
         yield row
 
 
-def line(row: Row) -> str:
-    """Values of a row beside their names; of what is nested, each on a line of its own."""
-    nested = {name: value for name, value in row.items() if isinstance(value, dict)}
-    flat = {name: value for name, value in row.items() if name not in nested}
-    inner = (f"  {name}: {report.plain_line(value)}" for name, value in nested.items())
-    return "\n".join([report.plain_line(flat), *inner])
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tileattn bench traffic",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = report.parser("traffic", __doc__)
     add = parser.add_argument
     add("--density", action="store_true", help="vary the density of a block mask (N 16384)")
     add("--blocks", choices=("cpu", "gpu"), help="vary the tiles of a backend (N 4096)")
     add("--length", type=int, nargs="+", help="(512 to 16384)")
     add("--tile", type=int, nargs=2, default=(128, 128), help="of the model (128 128)")
     add("--seconds", type=float, default=20.0, help="for each pass of --blocks (20)")
-    report.add_target(parser)
-    return parser.parse_args(argv)
+    return report.parsed(parser, argv)
 
 
 def missing(arguments: argparse.Namespace) -> dict[str, str]:
@@ -191,7 +201,7 @@ def missing(arguments: argparse.Namespace) -> dict[str, str]:
     if arguments.blocks != "cpu":
         absent["GPU"] = tileattn.available_backends()["cupy"]
         if not arguments.density:
-            absent["ncu"] = gpu_counters.unavailable()
+            absent["ncu"] = counters.unavailable()
     found = {name: f"{why}; the model is shown" for name, why in absent.items() if why}
     if not arguments.blocks and find_spec("torch") is None:
         found["pytorch"] = "PyTorch is not installed; CuPy and tileattn are measured without it"
@@ -203,23 +213,22 @@ def asked(
 ) -> tuple[str, Iterator[Row]]:
     """Give the stem of the file that the command line asks for, and its rows."""
     tile = (arguments.tile[0], arguments.tile[1])
-    counters = None if "ncu" in absent else gpu_counters.measure
+    count = None if "ncu" in absent else counters.measure
     N: int | None = arguments.length[0] if arguments.length else None
     if arguments.blocks == "cpu":
         return "traffic_blocks_cpu", blocks(N or 4096, arguments.seconds)
     if arguments.blocks == "gpu":
-        return "traffic_blocks_gpu", gpu_blocks(N or 4096, device, counters)
+        return "traffic_blocks_gpu", gpu_blocks(N or 4096, device, count)
     if arguments.density:
         beside = "pytorch" not in absent
         return "traffic_density", density(N or 16384, tile, device, beside=beside)
-    contestants = [who for who in CONTESTANTS if who not in absent]
-    return "traffic", lengths(arguments.length or LENGTHS, tile, device, counters, contestants)
+    names = [name for name in NAMES if name not in absent]
+    return "traffic", lengths(arguments.length or LENGTHS, tile, device, count, names)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run what the command line asks for; what was measured is kept where a run is broken off."""
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = parse(argv)
+    """Run what the command line asks for."""
+    arguments = parse_arguments(argv)
     absent = missing(arguments)
     device = None if arguments.blocks == "cpu" or "GPU" in absent else Gpu()
     if device is not None and not arguments.blocks and "pytorch" not in absent:
@@ -227,15 +236,8 @@ def main(argv: list[str] | None = None) -> None:
     machine = report.host() if device is None else device.machine()
     stem, made = asked(arguments, device, absent)
     report.show_missing(absent)
-    rows: list[Row] = []
-    try:
-        for row in made:
-            rows.append(row)
-            report.show(line(row))
-    finally:
-        if rows:
-            ran = report.command("python -m tileattn bench traffic", argv)
-            report.write(arguments.to / f"{stem}.json", machine, rows, ran, missing=absent)
+    path = arguments.to / f"{stem}.json"
+    report.written(made, path, machine, arguments.ran, missing=absent)
 
 
 if __name__ == "__main__":

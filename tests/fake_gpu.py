@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_device import Call, Gpu
+from benchmarks.configurations import Call
+from benchmarks.device import Gpu
 
 MACHINE = {
     "gpu": "A GPU",
@@ -37,7 +38,7 @@ class Fake(Gpu):
         """Run each call."""
         return [self.time([call]) for call in calls]
 
-    def host_time(self, call: Call, count: int = 100, rounds: int = 9) -> float:
+    def launch_overhead(self, call: Call, count: int = 100, rounds: int = 9) -> float:
         """Run the call."""
         call()
         return 5e-6 + 0 * count * rounds

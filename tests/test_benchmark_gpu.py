@@ -11,20 +11,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tileattn
-from benchmarks import gpu, gpu_cells, gpu_peers, gpu_report
-from benchmarks.gpu_cells import HEAD_DIMS, LENGTHS, PASSES, Cell, cells_of, window_share
-from benchmarks.gpu_device import DTYPES, Call, Gpu, Inputs
-from benchmarks.gpu_peers import Contestant, Mask, Plain, Tileattn
+from benchmarks import configurations, gpu
+from benchmarks.configurations import (
+    DTYPES,
+    HEAD_DIMS,
+    LENGTHS,
+    PASSES,
+    Call,
+    Configuration,
+    Inputs,
+    Mask,
+    grid_of,
+    shapes_of,
+    window_density,
+)
+from benchmarks.device import Gpu
+from benchmarks.implementations import BASELINES, Implementation, Naive, Tileattn, find
 from tests.fake_gpu import MACHINE, Fake
-from tools import pages, performance_tables
 
-CELL = Cell("forward", "f32", 2, 3, 20, 8, causal=False)
-BACK = Cell("backward", "f64", 2, 3, 20, 8, causal=True)
+ONE = Configuration("forward", "f32", 2, 3, 20, 8)
+BACK = Configuration("backward", "f64", 2, 3, 20, 8, causal=True)
 
 
-class Bent(Plain):
-    """Plain NumPy whose results pass through a function; its calls may raise."""
+class Bent(Naive):
+    """Naive NumPy whose results pass through a function; its calls may raise."""
 
     def __init__(self, name: str, bend: Callable[[Any], Any]) -> None:
         super().__init__(np)
@@ -39,11 +49,11 @@ class Bent(Plain):
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Problems that NumPy computes at once."""
-    monkeypatch.setattr(gpu_cells, "TOKENS", 512)
-    monkeypatch.setattr(gpu_cells, "HIDDEN", dict.fromkeys(DTYPES, 16))
+    monkeypatch.setattr(configurations, "TOKENS", 512)
+    monkeypatch.setattr(configurations, "HIDDEN", dict.fromkeys(DTYPES, 16))
 
 
-# --- what is counted ----------------------------------------------------------------------------
+# --- what is counted ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -55,119 +65,131 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         ("backward", True, 5 * 2 * 3 * 20 * 20 * 8),
     ],
 )
-def test_operations_are_counted_as_the_papers_do(kind: str, causal: bool, flops: int) -> None:
-    assert Cell(kind, "bf16", 2, 3, 20, 8, causal).flops == flops
+def test_flops_are_counted_as_the_papers_do(kind: str, causal: bool, flops: int) -> None:
+    assert Configuration(kind, "bf16", 2, 3, 20, 8, causal).flops == flops
 
 
-def test_the_grid_keeps_tokens_and_width() -> None:
-    cells = cells_of(DTYPES, HEAD_DIMS, LENGTHS, PASSES, (False, True))
-    assert len(set(cells)) == len(cells) == 4 * 3 * 6 * 2 * 2
-    assert {cell.B * cell.N for cell in cells} == {16384}
-    assert {cell.H * cell.D for cell in cells if cell.dtype != "f64"} == {2048}
-    assert {cell.H * cell.D for cell in cells if cell.dtype == "f64"} == {512}
-
-
-def test_cells_with_the_same_inputs_stand_together() -> None:
-    cells = cells_of(DTYPES, HEAD_DIMS, LENGTHS, PASSES, (False, True))
-    keys = [(cell.dtype, cell.shapes) for cell in cells]
-    changes = sum(a != b for a, b in pairwise(keys))
-    assert changes == len(set(keys)) - 1
+def test_flops_of_other_shapes_are_those_of_their_matmuls() -> None:
+    one = Configuration("forward", "bf16", 2, 6, 20, 8, causal=True, Hkv=3, Dv=4)
+    assert one.flops == 2 * 6 * 20 * 20 * (8 + 4)
+    assert one.shapes == ((2, 6, 20, 8), (2, 3, 20, 8), (2, 3, 20, 4), (2, 6, 20, 4))
+    attended = sum(min(i + 1, 5) for i in range(20))
+    assert replace(one, window=5).flops == pytest.approx(2 * 2 * 6 * attended * (8 + 4))
 
 
 @pytest.mark.parametrize("window", [(3, 0), (4, 3), (19, 0), (19, 19)])
-def test_the_share_of_a_window_is_that_of_its_pairs(window: tuple[int, int]) -> None:
+def test_the_density_of_a_window_is_that_of_its_mask(window: tuple[int, int]) -> None:
     i, j = np.arange(20)[:, None], np.arange(20)
-    seen = (j >= i - window[0]) & (j <= i + window[1])
-    assert window_share(20, *window) == pytest.approx(seen.mean())
+    mask = (j >= i - window[0]) & (j <= i + window[1])
+    assert window_density(20, *window) == pytest.approx(mask.mean())
 
 
-# --- a race -------------------------------------------------------------------------------------
+def test_the_grid_keeps_tokens_and_width_and_shares_inputs() -> None:
+    grid = grid_of(DTYPES, HEAD_DIMS, LENGTHS, PASSES, (False, True))
+    assert len(set(grid)) == len(grid) == 4 * 3 * 6 * 2 * 2
+    assert {one.B * one.N for one in grid} == {16384}
+    assert {one.H * one.D for one in grid if one.dtype != "f64"} == {2048}
+    assert {one.H * one.D for one in grid if one.dtype == "f64"} == {512}
+    inputs = [(one.dtype, one.shapes) for one in grid]
+    assert sum(a != b for a, b in pairwise(inputs)) == len(set(inputs)) - 1
 
 
-@pytest.mark.parametrize("cell", [CELL, BACK])
-def test_who_agrees_gets_a_ratio(cell: Cell) -> None:
+def test_shapes_keep_tokens_and_width() -> None:
+    cases = list(shapes_of(["bf16"], (2048, 8192), (8192, 16384), ["forward"], (False, True)))
+    found = [one for _, one in cases]
+    assert len(set(found)) == len(found) == 16
+    assert {one.B * one.N for one in found} == {16384}
+    assert [(one.H, one.Hkv, one.D, one.Dv) for one in found[::4]] == [
+        (16, 4, 128, None),
+        (16, 2, 128, None),
+        (10, None, 192, 128),
+        (16, None, 128, None),
+    ]
+    assert {(one.causal, one.mask.window) for one in found[12:]} == {
+        (False, (512, 511)),
+        (True, (1023, 0)),
+    }
+
+
+# --- a comparison ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one", [ONE, BACK])
+def test_what_agrees_gets_a_speedup(one: Configuration) -> None:
     again = Tileattn("deterministic", ("backward",), deterministic=True)
-    row = gpu.race(cell, [Tileattn(), again, Plain(np)], Fake())
-    assert row["tflops"]["cupy"] == round(cell.flops / 0.002 / 1e12, 2)
-    assert row["ratio_to"] == {"cupy": 1.0}
-    assert row["off"] == row["failed"] == {}
+    row = gpu.compare(one, [Tileattn(), again, Naive(np)], Fake())
+    assert row["tflops"]["numpy"] == round(one.flops / 0.002 / 1e12, 2)
+    assert row["speedup_over"] == {"numpy": 1.0}
+    assert row["mismatch"] == row["failed"] == {}
     assert row["spread"]["tileattn"] == 0.5
-    assert ("deterministic" in row["tflops"]) is (cell.kind == "backward")
+    assert ("deterministic" in row["tflops"]) is (one.kind == "backward")
 
 
 @pytest.mark.parametrize("bend", [lambda x: 1.01 * x, lambda x: np.where(x > 1, np.nan, x)])
-def test_who_differs_is_named_and_gets_no_ratio(bend: Callable[[Any], Any]) -> None:
-    row = gpu.race(CELL, [Tileattn(), Bent("wrong", bend), Plain(np)], Fake())
-    assert set(row["off"]) == {"wrong"}
-    assert set(row["ratio_to"]) == {"cupy"}
-    assert set(gpu_report.quoted(row)) == {"tileattn", "cupy"}
-    assert "differs: wrong" in gpu_report.grid_line(row, ["tileattn", "wrong", "cupy"])
+def test_what_differs_is_named_and_gets_no_speedup(bend: Callable[[Any], Any]) -> None:
+    row = gpu.compare(ONE, [Tileattn(), Bent("wrong", bend), Naive(np)], Fake())
+    assert set(row["mismatch"]) == {"wrong"}
+    assert set(row["speedup_over"]) == {"numpy"}
+    assert set(gpu.verified(row)) == {"tileattn", "numpy"}
 
 
 @pytest.mark.parametrize("factor", [1.01, np.nan])
-def test_a_wrong_result_of_ours_gets_no_ratio_at_all(factor: float) -> None:
+def test_a_wrong_result_of_ours_gets_no_speedup_at_all(factor: float) -> None:
     ours = Bent("tileattn", lambda x: x * np.float32(factor))
-    row = gpu.race(CELL, [ours, Plain(np)], Fake())
-    assert row["ratio_to"] == {}
-    assert "cupy" in row["off"]
-    assert gpu_report.quoted(row) == {}
+    row = gpu.compare(ONE, [ours, Naive(np)], Fake())
+    assert row["speedup_over"] == {}
+    assert "numpy" in row["mismatch"]
+    assert gpu.verified(row) == {}
 
 
-def test_a_failure_is_recorded_and_the_race_goes_on() -> None:
+def test_a_failure_is_recorded_and_the_comparison_goes_on() -> None:
     def fail(_: Any) -> Any:
         raise MemoryError("no room for 8 GB\nof scores")
 
-    row = gpu.race(CELL, [Tileattn(), Bent("big", fail), Plain(np)], Fake())
+    row = gpu.compare(ONE, [Tileattn(), Bent("big", fail), Naive(np)], Fake())
     assert row["failed"] == {"big": "MemoryError: no room for 8 GB"}
-    assert set(row["ratio_to"]) == {"cupy"}
-    assert "failed: big" in gpu_report.grid_line(row, ["tileattn", "big", "cupy"])
+    assert set(row["speedup_over"]) == {"numpy"}
 
 
-def test_what_a_peer_cannot_do_is_blank() -> None:
-    peer = Plain(np)
-    peer.dtypes = ("bf16",)
-    row = gpu.race(CELL, [Tileattn(), peer], Fake())
+def test_what_a_baseline_does_not_support_is_blank() -> None:
+    baseline = Naive(np)
+    baseline.dtypes = ("bf16",)
+    row = gpu.compare(ONE, [Tileattn(), baseline], Fake())
     assert set(row["tflops"]) == {"tileattn"}
     assert row["failed"] == {}
 
 
-def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    found, missing = gpu_peers.find(gpu_peers.PEERS, np)
-    assert [peer.name for peer in found] == ["cupy"]
-    assert set(missing) == {"flash", "cudnn", "efficient", "math", "fa4"}
-    assert all("torch" in why for why in missing.values())
+@pytest.mark.parametrize(
+    ("speedups", "best"),
+    [
+        ({"flash": 0.5, "cudnn": 0.9, "fa4": 0.8}, 0.8),
+        ({"cudnn": 0.9}, 0.9),
+        ({"flash": 0.5, "math": 0.1}, None),
+    ],
+)
+def test_the_best_is_the_faster_of_cudnn_and_flash_attention_4(
+    speedups: dict[str, float], best: float | None
+) -> None:
+    assert gpu.best({"speedup_over": speedups}) == best
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", PASSES)
-def test_torch_gets_the_same_values(dtype: str, kind: str) -> None:
-    pytest.importorskip("torch", reason="the peer is PyTorch, which dev leaves out")
-    peers, missing = gpu_peers.find(["math"], np)
-    assert missing == {}
-    row = gpu.race(Cell(kind, dtype, 2, 3, 20, 8, True), [Tileattn(), *peers], Fake())
-    assert row["ratio_to"] == {"math": 1.0}
+def test_means_are_geometric_and_one_for_each_pass() -> None:
+    speedups = [("forward", 0.5), ("backward", 3.0), ("forward", 2.0), ("backward", 3.0)]
+    rows = [{"pass": name, "speedup_over": {"cudnn": x, "fa4": 9.0}} for name, x in speedups]
+    alone = {"pass": "forward", "speedup_over": {"flash": 7.0}}
+    said = "speedup over the fastest of cudnn and fa4 in 2 configurations: geometric mean"
+    assert list(gpu.means([*rows, alone])) == [
+        f"forward, {said} 1.00, smallest 0.50",
+        f"backward, {said} 3.00, smallest 3.00",
+    ]
 
 
-def test_tensors_share_memory_with_arrays() -> None:
-    torch = pytest.importorskip("torch", reason="the peer is PyTorch, which dev leaves out")
-    for dtype in DTYPES:
-        x = Fake().normal((2, 8), dtype)
-        tensor = gpu_peers.to_torch(x)
-        tensor[0, 0] = 2.0
-        assert x[0, 0] == 2
-        (back,) = gpu_peers.arrays(tensor.requires_grad_(), np)
-        assert back.dtype == x.dtype
-        assert np.shares_memory(back, x)
-    assert torch.is_tensor(tensor)
-
-
-# --- the other sections -------------------------------------------------------------------------
+# --- the other sections ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", PASSES)
-def test_each_option_is_set_against_the_plain_call(kind: str) -> None:
-    rows = {row["option"]: row for row in gpu.options([replace(CELL, kind=kind)], Fake())}
+def test_each_option_is_set_against_the_call_without_one(kind: str) -> None:
+    rows = {row["option"]: row for row in gpu.options([replace(ONE, kind=kind)], Fake())}
     assert len(rows) == 9
     assert all(row["overhead_percent"] == 0 and "failed" not in row for row in rows.values())
     scores = 2 * 3 * 20 * 20
@@ -178,44 +200,40 @@ def test_each_option_is_set_against_the_plain_call(kind: str) -> None:
     assert rows["bias"]["beyond_bytes_percent"] < 0 == rows["sinks"]["beyond_bytes_percent"]
 
 
-def test_sparse_patterns_are_set_against_full_attention() -> None:
-    rows = list(gpu.sparse([Cell("forward", "f32", 1, 1, 1280, 8, causal=False)], Fake()))
+def test_sparse_masks_are_set_against_full_attention() -> None:
+    rows = list(gpu.sparse([Configuration("forward", "f32", 1, 1, 1280, 8)], Fake()))
     assert [row["speedup"] for row in rows] == [1.0] * 5
-    assert [round(row["share"], 3) for row in rows] == [1, 0.5, 0.062, 0.061, 0.1]
+    assert [round(row["density"], 3) for row in rows] == [1, 0.5, 0.062, 0.061, 0.1]
 
 
-def test_the_host_is_timed_for_everybody() -> None:
-    cells = [replace(CELL, kind=kind) for kind in PASSES]
-    contestants: list[Contestant] = [Tileattn(), Tileattn("new output", ("forward",), reuse=False)]
-    rows = list(gpu.host(cells, contestants, Fake()))
-    assert [(row["pass"], row["contestant"]) for row in rows] == [
+def test_launch_overhead_is_measured_for_all() -> None:
+    pair = [replace(ONE, kind=kind) for kind in PASSES]
+    ours: list[Implementation] = [Tileattn(), Tileattn("new output", ("forward",), reuse=False)]
+    rows = list(gpu.host(pair, ours, Fake()))
+    assert [(row["pass"], row["implementation"]) for row in rows] == [
         ("forward", "tileattn"),
         ("forward", "new output"),
         ("backward", "tileattn"),
     ]
-    assert all(row["microseconds"] == pytest.approx(5) for row in rows)
+    assert all(row["launch_overhead_us"] == pytest.approx(5) for row in rows)
 
 
-def test_ceilings_count_products_and_bytes() -> None:
-    product, copy = gpu.ceilings(["f32"], 16, Fake())
-    assert product["tflops"] == pytest.approx(2 * 16**3 / 0.002 / 1e12)
+def test_ceilings_count_flops_and_bytes() -> None:
+    matmul, copy = gpu.ceilings(["f32"], 16, Fake())
+    assert matmul["tflops"] == pytest.approx(2 * 16**3 / 0.002 / 1e12)
     assert copy["gbytes_per_second"] == 1000
 
 
-# --- a run --------------------------------------------------------------------------------------
+# --- a run ----------------------------------------------------------------------------------------
 
 
 def run(tmp_path: Path, *argv: str, device: Gpu | None = None) -> None:
-    always = ["--to", str(tmp_path), "--head-dim", "8", "--length", "16", "--peers", "cupy"]
+    always = ["--to", str(tmp_path), "--head-dim", "8", "--length", "16", "--baselines", "cupy"]
     gpu.run(gpu.parse([*always, *argv]), device or Fake())
 
 
 @pytest.mark.usefixtures("small")
-def test_every_section_writes_its_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(gpu_peers, "PEERS", ("cupy", "fa4"))
+def test_every_section_writes_its_file(tmp_path: Path) -> None:
     run(tmp_path, *(f"--{name}" for name in gpu.SECTIONS), "--dtype", "f32", "--quick")
     names = {"gpu.json", *(f"gpu_{name}.json" for name in gpu.SECTIONS[1:])}
     assert {path.name for path in tmp_path.iterdir()} == names
@@ -225,30 +243,16 @@ def test_every_section_writes_its_file(
         assert {"commit", "date", "command", *MACHINE} == set(result["machine"])
         assert result["rows"]
     grid = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]
-    assert [(row["pass"], row["causal"]) for row in grid] == [
-        ("forward", False),
-        ("forward", True),
-        ("backward", False),
-        ("backward", True),
-    ]
-    out = capsys.readouterr()
-    assert len([line for line in out.out.splitlines() if line.startswith("forward  f32    8")]) == 2
-    assert "matplotlib is not installed" in out.err
-
-
-@pytest.mark.usefixtures("small")
-def test_a_chart_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run(tmp_path, "--dtype", "f32,f64", "--causal", "--plot", str(tmp_path / "bars.png"))
-    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    kinds = [("forward", False), ("forward", True), ("backward", False), ("backward", True)]
+    assert [(row["pass"], row["causal"]) for row in grid] == kinds
 
 
 class Interrupted(Fake):
-    """A device that a user takes away after three cells."""
+    """A device that a user takes away after three configurations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = iter(range(6))  # two contestants a cell
+        self.left = iter(range(6))  # two implementations each
 
     def time(self, calls: Sequence[Call]) -> list[float]:
         """Stop in the middle."""
@@ -264,85 +268,48 @@ def test_what_was_measured_is_kept_when_a_run_is_broken_off(tmp_path: Path) -> N
     assert len(json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]) == 3
 
 
-def chosen(*argv: str) -> Iterator[str]:
-    for name, _ in gpu.sections(gpu.parse(list(argv)), [], Fake()):
-        yield name
+def test_the_selection_is_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Configuration] = []
 
-
-def test_the_grid_is_what_is_run_unless_something_else_is_asked_for() -> None:
-    assert list(chosen()) == ["grid"]
-    assert list(chosen("--sparse")) == ["sparse"]
-    assert list(chosen("--host", "--grid")) == ["grid", "host"]
-
-
-def test_quick_takes_one_size() -> None:
-    seen: list[Cell] = []
-
-    def noted(cells: list[Cell], *_: Any) -> Iterator[Any]:
-        seen.extend(cells)
+    def noted(named: Sequence[tuple[str, Configuration]], *_: Any) -> Iterator[Any]:
+        found.extend(one for _, one in named)
         return iter(())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "grid", noted)
-        list(chosen("--quick", "--dtype", "bf16,f64", "--no-causal", "--pass", "backward"))
-    assert [(cell.dtype, cell.D, cell.N) for cell in seen] == [("bf16", 64, 512), ("f64", 64, 512)]
-    assert {(cell.kind, cell.causal) for cell in seen} == {("backward", False)}
+    monkeypatch.setattr(gpu, "compared", noted)
+
+    def chosen(line: str) -> list[str]:
+        return [name for name, _ in gpu.sections(gpu.parse(line.split()), [], Fake())]
+
+    assert chosen("--sparse") == ["sparse"]
+    assert chosen("--host --grid") == ["grid", "host"]
+    found.clear()
+    assert chosen("--quick --dtype bf16,f64 --no-causal --pass backward") == ["grid"]
+    assert [(one.dtype, one.D, one.N, one.kind, one.causal) for one in found] == [
+        (dtype, 64, 512, "backward", False) for dtype in ("bf16", "f64")
+    ]
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--dtype", "fp8"], "fp8 is none of bf16, fp16, f32, f64"),
-        (["--peers", "flash,flash9"], "flash9 is none of flash, cudnn"),
+        (["--baselines", "flash,flash9"], "flash9 is none of flash, cudnn"),
         (["--length", "512,0"], "0 is below 1"),
         (["--head-dim", "wide"], "'wide'"),
     ],
 )
-def test_a_strange_selection_is_refused(
+def test_a_wrong_selection_is_refused(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stop:
         gpu.parse(argv)
+    assert stop.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_ends_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tileattn, "available_backends", lambda: {"cupy": "there is no device"})
-    with pytest.raises(SystemExit) as stop:
-        gpu.main([])
-    assert str(stop.value).endswith("cannot run here: there is no device")
-    assert "\n" not in str(stop.value)
-
-
-# --- the tables of the documentation ------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("small")
-def test_the_page_gets_a_section_with_the_first_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for path in performance_tables.RESULTS.glob("*cpu*.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(performance_tables, "RESULTS", tmp_path)
-    begin, end = performance_tables.GPU_BEGIN, performance_tables.GPU_END
-    old, _, _ = performance_tables.PAGE.read_text(encoding="utf-8").partition("\n## On the GPU")
-    assert performance_tables._updated(old) == old
-    run(tmp_path, *(f"--{name}" for name in gpu.SECTIONS), "--dtype", "f32", "--causal", "--quick")
-    page = performance_tables._updated(old)
-    assert performance_tables._updated(page) == page
-    assert page.startswith(old)
-    assert page.count(begin) == page.count(end) == 1
-    assert pages.updated(page, begin, end, []) != page
-    section = page.partition(begin)[2]
-    assert section.count("Measured by `python -m tileattn bench gpu") == len(gpu.SECTIONS)
-    assert (
-        "| pass | dtype | D | N | causal | TFLOP/s | deterministic | of the floor | cupy |"
-        in section
-    )
-    assert "| forward | f32 | 8 | 16 | yes | 0 |  | 0.00 | 1.00 |" in section
-    assert "| device copy |  |  | 1000 |" in section
-    assert (
-        "| pass | case | dtype | D | N | causal | TFLOP/s | deterministic | of the floor | cupy |"
-        in section
-    )
-    assert "| forward | D 192, Dv 128 | f32 | 192 | 16 | yes | 0 |  | 0.00 | 1.00 |" in section
+def test_a_missing_baseline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found, missing = find(BASELINES, np)
+    assert [one.name for one in found] == ["numpy"]
+    assert set(missing) == {"flash", "cudnn", "efficient", "math", "fa4"}
+    assert all("torch" in why for why in missing.values())

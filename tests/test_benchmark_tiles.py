@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_tiles
-from benchmarks.gpu_device import Inputs
+from benchmarks.configurations import Inputs
 from tests import fake_cupy
 from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.config.tiles import TileSize

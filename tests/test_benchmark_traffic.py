@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 import tileattn
-from benchmarks import gpu_counters, gpu_tiles, memory_gpu, traffic, traffic_model
-from benchmarks.gpu_cells import Cell, random_blocks
-from benchmarks.gpu_device import Inputs
-from benchmarks.memory_case import Case
+from benchmarks import counters, gpu_tiles, memory, traffic
+from benchmarks.configurations import Configuration, Inputs, random_blocks
+from benchmarks.memory import Case
 from benchmarks.report import Row
 from tests.fake_gpu import Fake
 from tileattn.kernels.config.tiles import TileSize
 
-CASES = ("plain", "tileattn")
+NAMES = ("naive", "tileattn")
 
 
 @pytest.fixture
@@ -23,8 +22,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Sizes that NumPy computes at once, on a device with room for a megabyte."""
     monkeypatch.setattr(traffic, "TOKENS", 128)
     monkeypatch.setattr(traffic, "HEADS", 2)
-    monkeypatch.setattr(traffic, "WIDTH", 8)
-    monkeypatch.setattr(memory_gpu, "room", lambda _: 1_000_000)
+    monkeypatch.setattr(traffic, "HEAD_DIM", 8)
+    monkeypatch.setattr(memory, "gpu_free", lambda _: 1_000_000)
     return Fake()
 
 
@@ -32,16 +31,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Fake:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave neither a GPU nor ncu."""
     monkeypatch.setattr(tileattn, "available_backends", lambda: {"cupy": "there is no device"})
-    monkeypatch.setattr(gpu_counters, "find_ncu", lambda: None)
+    monkeypatch.setattr(counters, "find_ncu", lambda: None)
 
 
 def counts(case: Case) -> Row:
-    return {"dram_read_bytes": case.N}
+    return {"dram_read_bytes": case.configuration.N}
 
 
 def test_both_passes_are_modelled_together() -> None:
-    cells = tuple(Cell(kind, "fp16", 2, 3, 256, 8, False) for kind in traffic_model.KINDS)
-    row = traffic_model.row((cells[0], cells[1]), (64, 64))
+    row = traffic.model({"dtype": "fp16", "B": 2, "H": 3, "N": 256, "D": 8}, (64, 64))
     queries, wide = 2 * 3 * 256, 2 * 3 * 256 * 8  # rows of an array, and its elements
     moved = row["modelled_bytes"]
     assert moved["standard"] == 2 * (12 * wide + 11 * queries * 256)  # matrices of scores
@@ -59,20 +57,20 @@ def test_both_passes_are_modelled_together() -> None:
 
 
 def test_lengths_are_measured_where_there_is_a_device(small: Fake) -> None:
-    (row,) = traffic.lengths([64], (32, 32), small, counts, CASES)
+    (row,) = traffic.lengths([64], (32, 32), small, counts, NAMES)
     assert (row["B"], row["H"], row["N"], row["tile"]) == (2, 2, 64, [32, 32])
-    for contestant in ("plain", "tileattn"):
-        assert row[contestant] == {"ms": 2.0, "dram_read_bytes": 64}
+    for name in ("naive", "tileattn"):
+        assert row[name] == {"ms": 2.0, "dram_read_bytes": 64}
     assert "paper" not in row
 
 
 def test_what_does_not_fit_is_refused(small: Fake) -> None:
-    (row,) = traffic.lengths([512], (32, 32), small, counts, CASES)
-    needs = traffic.case_of("plain", 512).needs
+    (row,) = traffic.lengths([512], (32, 32), small, counts, NAMES)
+    needs = Case("gpu", "naive", Configuration("both", **traffic.sizes_of(512))).needs
     assert needs > 1_000_000
-    assert row["plain"]["needs_bytes"] == needs
-    assert "not_run" in row["plain"]
-    assert "ms" not in row["plain"]
+    assert row["naive"]["needs_bytes"] == needs
+    assert "not_run" in row["naive"]
+    assert "ms" not in row["naive"]
     assert row["tileattn"]["dram_read_bytes"] == 512
 
 
@@ -80,15 +78,15 @@ def test_the_time_is_kept_where_nothing_is_counted(small: Fake) -> None:
     def refused(_: Case) -> Row:
         raise RuntimeError("ncu ended with status 1: ERR_NVGPUCTRPERM")
 
-    (row,) = traffic.lengths([64], (32, 32), small, refused, CASES)
-    assert row["plain"]["ms"] == 2.0
-    assert "ERR_NVGPUCTRPERM" in row["plain"]["not_counted"]
-    (row,) = traffic.lengths([64], (32, 32), small, None, CASES)
-    assert row["plain"] == {"ms": 2.0}
+    (row,) = traffic.lengths([64], (32, 32), small, refused, NAMES)
+    assert row["naive"]["ms"] == 2.0
+    assert "ERR_NVGPUCTRPERM" in row["naive"]["not_counted"]
+    (row,) = traffic.lengths([64], (32, 32), small, None, NAMES)
+    assert row["naive"] == {"ms": 2.0}
 
 
 def test_the_paper_stands_beside_its_own_setting() -> None:
-    rows = {row["N"]: row for row in traffic.lengths([512, 1024], (128, 128), None, None, CASES)}
+    rows = {row["N"]: row for row in traffic.lengths([512, 1024], (128, 128), None, None, NAMES)}
     assert "paper" not in rows[512]
     paper = rows[1024]["paper"]
     assert (rows[1024]["B"], rows[1024]["H"], rows[1024]["D"]) == (64, 16, 64)
@@ -107,7 +105,7 @@ def test_time_and_bytes_fall_with_the_density(small: Fake) -> None:
     assert len(rows) == 12
 
 
-def test_blocks_at_random_have_the_share_that_is_asked_for() -> None:
+def test_random_blocks_have_the_density_that_is_asked_for() -> None:
     assert random_blocks(1280, 0.1).density == 0.1
     assert random_blocks(1280, 1.0).density == 1.0
     assert random_blocks(1280, 0.101).density == 0.11
@@ -141,15 +139,6 @@ def test_tiles_of_a_gpu_are_modelled_timed_and_counted(
     assert moved[16] - once == 2 * (moved[32] - once) == 4 * (moved[64] - once)
 
 
-def test_what_is_nested_has_a_line_of_its_own(small: Fake) -> None:
-    (row,) = traffic.lengths([64], (32, 32), small, counts, CASES)
-    head, *inner = traffic.line(row).splitlines()
-    assert head.startswith("B 2  H 2  N 64")
-    assert inner[0].startswith("  gflop: standard ")
-    assert inner[1].startswith("  modelled_bytes: standard ")
-    assert inner[2] == "  plain: ms 2  dram_read_bytes 64"
-
-
 @pytest.mark.usefixtures("alone")
 def test_without_a_gpu_the_model_is_written_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -159,7 +148,7 @@ def test_without_a_gpu_the_model_is_written_alone(
     assert {"GPU", "ncu"} <= set(result["missing"])
     (row,) = result["rows"]
     assert set(row["modelled_bytes"]) == {"standard", "flash1", "flash2"}
-    assert "plain" not in row
+    assert "naive" not in row
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "GPU is missing: there is no device; the model is shown"
     assert lines[1].startswith("ncu is missing: ")
@@ -180,14 +169,4 @@ def test_only_what_is_needed_is_missed(
     argv: list[str], names: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traffic, "find_spec", lambda _: None)  # there is no PyTorch
-    assert set(traffic.missing(traffic.parse(argv))) == names
-
-
-@pytest.mark.parametrize("argv", [["--density"], ["--blocks", "cpu"], ["--blocks", "gpu"]])
-@pytest.mark.usefixtures("alone")
-def test_each_option_has_a_file_of_its_own(argv: list[str], tmp_path: Path) -> None:
-    given: list[Any] = [*argv, "--length", "128", "--seconds", "0", "--to", tmp_path]
-    traffic.main(list(map(str, given)))
-    (path,) = tmp_path.iterdir()
-    assert path.name == f"traffic_{'_'.join(argv)[2:]}.json"
-    assert json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert set(traffic.missing(traffic.parse_arguments(argv))) == names

@@ -51,6 +51,13 @@ def test_alone_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`" not in out
 
 
+@pytest.fixture
+def fresh() -> None:
+    """Forget the number of threads, which an earlier test may have read."""
+    threads.worker_count.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("command", ["check", "explain"])
 def test_a_number_of_threads_that_is_none(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -63,6 +70,7 @@ def test_a_number_of_threads_that_is_none(
     )
 
 
+@pytest.mark.usefixtures("fresh")
 def test_info_names_what_is_wrong_with_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

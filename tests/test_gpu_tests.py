@@ -1,7 +1,5 @@
 """The tests for a GPU are dealt out to processes, each to one, and their results are added up."""
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,19 +34,6 @@ def test_each_test_is_in_one_share() -> None:
     assert sorted(x for mine, _ in shares for x in mine) == sorted(every)
     assert [len(mine) for mine, _ in shares] == [7, 7, 6]
     assert all(sorted((*mine, *left)) == sorted(every) for mine, left in shares)
-
-
-def test_pytest_knows_the_option() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/test_philox.py"]
-    ran = [
-        subprocess.run(
-            [*command, f"--shard={n}/2"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        for n in range(2)
-    ]
-    found = [{x for x in run.stdout.splitlines() if "::" in x} for run in ran]
-    assert all(found)
-    assert not found[0] & found[1]
 
 
 def test_counts_are_added_up() -> None:

@@ -4,37 +4,13 @@ import sys
 import zipfile
 from pathlib import PurePosixPath
 
-COMPILED = {
-    ".a",
-    ".cubin",
-    ".dll",
-    ".dylib",
-    ".exe",
-    ".fatbin",
-    ".lib",
-    ".o",
-    ".ptx",
-    ".pyd",
-    ".so",
-}
+COMPILED = {".a", ".dll", ".dylib", ".exe", ".lib", ".o", ".pyd", ".so"}
+COMPILED |= {".cubin", ".fatbin", ".ptx"}
 REQUIRED = {"tileattn/__init__.py", "tileattn/py.typed"}
 
 
 def problems(names: list[str], wheel: str) -> list[str]:
-    """Name everything that is wrong with a wheel.
-
-    Parameters
-    ----------
-    names : list of str
-        The files in the wheel.
-    wheel : str
-        The wheel's file name.
-
-    Returns
-    -------
-    list of str
-        One sentence for each fault; empty where there is none.
-    """
+    """Name everything that is wrong with a wheel, from its files' names and its own."""
     found = [f"{name}: compiled code" for name in names if PurePosixPath(name).suffix in COMPILED]
     found += [f"{name}: missing" for name in sorted(REQUIRED.difference(names))]
     found += [

@@ -51,18 +51,7 @@ def options(rng: np.random.Generator, sizes: Sequence[int]) -> Iterator[dict[str
 
 
 def digests(backend: str) -> dict[str, str]:
-    """Run all problems, and digest the results of each.
-
-    Parameters
-    ----------
-    backend : str
-        ``"numpy"`` or ``"cupy"``.
-
-    Returns
-    -------
-    dict of str to str
-        By what a problem is and the name of a result.
-    """
+    """Run all problems, and digest the results of each, by the problem and the result's name."""
     found = {}
     for dtype, sizes in product(DTYPES, SIZES):
         rng = np.random.default_rng(sum(sizes))

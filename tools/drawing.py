@@ -1,27 +1,32 @@
-"""How the pictures of the docs look, light and dark, and how one becomes an SVG file."""
+"""Drawing library for the pictures of the docs: themes, axes, labels, SVG."""
 
 import hashlib
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+MARKERS = ("o", "s", "^")
+N_LABEL = "sequence length N (k = 1024)"
 UNITS = {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "kB"}
+
+Points = Sequence[Sequence[float]]
+Row = dict[str, Any]
 
 
 class Theme(NamedTuple):
-    """Colours on one background, which is that of the page: the pictures are transparent."""
+    """Colours on one page background; the pictures themselves are transparent."""
 
     name: str
     background: str
     ink: str
     faint: str
-    hues: tuple[str, str, str]  # vermilion, blue, green: apart for every kind of colour blindness
-    tones: tuple[str, str, str]  # of tiles that are skipped, partly seen, seen in full
+    hues: tuple[str, str, str]  # vermilion, blue, green: distinct for every colour blindness
+    tones: tuple[str, str, str]  # empty, partial, full tiles
 
 
 LIGHT = Theme(
@@ -43,12 +48,8 @@ DARK = Theme(
 THEMES = (LIGHT, DARK)
 
 
-class Missing(Exception):  # noqa: N818  # nothing went wrong: the picture is left out
-    """Why a picture has no data; the message is shown."""
-
-
 class Picture(NamedTuple):
-    """What is drawn: ``draw(figure, theme, values)`` sees the values and nothing else."""
+    """One picture: ``draw(figure, theme, values)`` draws the values and nothing else."""
 
     values: Any
     size: tuple[float, float]
@@ -58,17 +59,19 @@ class Picture(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Fingerprint of all that the file says: the values and the words."""
+        """Fingerprint of the values and the alternative text."""
         text = json.dumps([self.values, self.alt], sort_keys=True)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def load(results: Path, name: str) -> Any:
-    """Read a file of results, or raise Missing."""
-    path = results / f"{name}.json"
-    if not path.exists():
-        raise Missing(f"there is no {path.name}")
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Read a results file."""
+    return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def drawn_from(*names: str) -> str:
+    """Last sentence of a caption: the results files."""
+    return f"Drawn from {', '.join(f'`benchmarks/results/{name}.json`' for name in names)}."
 
 
 def svg(picture: Picture, theme: Theme) -> str:
@@ -87,14 +90,55 @@ def svg(picture: Picture, theme: Theme) -> str:
     return "\n".join(line.strip() for line in text.getvalue().splitlines()) + "\n"
 
 
-def digest_of(text: str) -> str:
-    """Digest that an SVG file names, or nothing."""
-    _, _, rest = text.partition("<dc:description>")
-    return rest.partition("</dc:description>")[0]
+def digest_of(path: Path) -> str:
+    """Digest recorded in an SVG file; empty without a file."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return text.partition("<dc:description>")[2].partition("</dc:description>")[0]
+
+
+def plot(axis: Any, theme: Theme, place: int, points: Points, **look: Any) -> None:
+    """Draw a line in the hue and with the marker of its place in the legend."""
+    given = {"color": theme.hues[place], "marker": MARKERS[place], **look}
+    axis.plot(*zip(*points, strict=True), **given)
+
+
+def log_axes(
+    axis: Any,
+    ticks: Sequence[float],
+    names: Iterable[str],
+    *,
+    margin: float,
+    unit: Callable[[float], str],
+    subs: tuple[int, ...] = (1,),
+) -> None:
+    """Make both axes logarithmic: named ticks below, a unit on the left, a margin for labels."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(ticks, list(names))
+    axis.set_xlim(0.85 * ticks[0], margin * ticks[-1])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_locator(LogLocator(subs=subs))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: unit(value)))
+    axis.yaxis.set_minor_locator(NullLocator())
+
+
+def label_ends(axis: Any, x: float, ends: dict[str, tuple[float, str]], gap: float) -> None:
+    """Write names at the heights of their lines' ends, at least a gap (on log axes, a ratio) apart.
+
+    Each name has a height and a colour; the axis must have its final scale.
+    """
+    log = axis.get_yscale() == "log"
+    heights = [math.log(height) if log else height for height, _ in ends.values()]
+    placed = apart(heights, math.log(gap) if log else gap)
+    for (name, (_, colour)), height in zip(ends.items(), placed, strict=True):
+        y = math.exp(height) if log else height
+        axis.text(x, y, name, color=colour, fontsize=7.5, fontweight="bold", va="center")
 
 
 def apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Move labels up or down until neighbours are a gap apart; their order and mean stay."""
+    """Move heights until neighbours are a gap apart; their order and mean stay."""
     placed = list(heights)
     for below, above in pairwise(sorted(range(len(placed)), key=placed.__getitem__)):
         placed[above] = max(placed[above], placed[below] + gap)
@@ -102,13 +146,8 @@ def apart(heights: Sequence[float], gap: float) -> list[float]:
     return [height - shift for height in placed]
 
 
-def apart_by_ratio(heights: Sequence[float], ratio: float) -> list[float]:
-    """Do the same on a logarithmic axis."""
-    return [math.exp(x) for x in apart([math.log(h) for h in heights], math.log(ratio))]
-
-
 def amount(size: float) -> str:
-    """Write a number of bytes with the unit that leaves at least one before the point."""
+    """Write bytes with the largest unit that leaves at least one."""
     for unit, name in UNITS.items():
         if size >= unit:
             return f"{size / unit:.3g} {name}"
@@ -134,11 +173,10 @@ def _style(theme: Theme) -> dict[str, Any]:
         "axes.titlesize": 9,
         "axes.labelsize": 9,
         "figure.facecolor": "none",
-        "figure.labelsize": 9,
         "font.size": 8,
         "grid.color": theme.faint,
         "grid.linewidth": 0.5,
-        "hatch.linewidth": 0.8,
+        "legend.frameon": False,
         "lines.linewidth": 1.6,
         "lines.markersize": 4,
         "savefig.facecolor": "none",

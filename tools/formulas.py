@@ -12,27 +12,10 @@ _MARKED = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*<
 
 
 def mathml(tex: str, *, block: bool) -> str:
-    r"""Convert a formula.
+    r"""Convert TeX, without its delimiters, to a ``math`` element.
 
-    Parameters
-    ----------
-    tex : str
-        TeX without its delimiters.
-    block : bool
-        Whether it stands on a line of its own.
+    A command that is not understood is refused: it would be shown as it is written.
 
-    Returns
-    -------
-    str
-        A ``math`` element.
-
-    Raises
-    ------
-    ValueError
-        Where a command is not understood: it would be shown as it is written.
-
-    Examples
-    --------
     >>> mathml(r"\ell", block=False).count("<mi>&#x02113;</mi>")
     1
     """

@@ -19,11 +19,11 @@ from pathlib import Path
 
 _COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|xpassed)")
 _SLOW = re.compile(r"\s*[\d.]+s (call|setup|teardown) ")
-NO_TESTS = 5  # pytest's exit status where a share has none
+NO_TESTS = 5  # pytest's exit status where a shard has none
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all shares; the exit status is 1 where one of them fails or does not end."""
+    """Run all shards; the exit status is 1 where one of them fails or does not end."""
     parser = argparse.ArgumentParser(prog="gpu_tests", description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--seconds", type=float, default=570, help="until they are ended")
@@ -33,10 +33,10 @@ def main(argv: Sequence[str]) -> int:
     command += ["--durations=3", *others]
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{n}.log") for n in range(count)]
-        shares = []
+        shards = []
         for n, log in enumerate(logs):
             with log.open("w", encoding="utf-8") as file:
-                shares.append(
+                shards.append(
                     subprocess.Popen(
                         [*command, f"--shard={n}/{count}"],
                         stdout=file,
@@ -44,17 +44,17 @@ def main(argv: Sequence[str]) -> int:
                         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                     )
                 )
-        late = [n for n, share in enumerate(shares) if not _ended(share, start + chosen.seconds)]
+        late = [n for n, shard in enumerate(shards) if not _ended(shard, start + chosen.seconds)]
         said = [log.read_text(encoding="utf-8", errors="replace") for log in logs]
-    bad = [n for n, share in enumerate(shares) if share.returncode not in (0, NO_TESTS)]
+    bad = [n for n, shard in enumerate(shards) if shard.returncode not in (0, NO_TESTS)]
     for n in bad:
-        print(f"--- share {n} of {count}, status {shares[n].returncode} ---\n{said[n][-6000:]}")
+        print(f"--- shard {n} of {count}, status {shards[n].returncode} ---\n{said[n][-6000:]}")
     slow = filter(_SLOW.match, "\n".join(said).splitlines())
     print("slowest:", *sorted(slow, key=_time)[-10:], sep="\n")
     for n in late:
-        print(f"share {n} of {count} did not end within {chosen.seconds:.0f} s")
+        print(f"shard {n} of {count} did not end within {chosen.seconds:.0f} s")
     sums = summed(said)
-    print(f"{time.time() - start:.0f} s in {count} processes; shares that fail: {bad}")
+    print(f"{time.time() - start:.0f} s in {count} processes; shards that fail: {bad}")
     print(", ".join(f"{sums[kind]} {kind}" for kind in ("passed", "failed", "skipped")))
     return bool(bad or late)
 
@@ -72,13 +72,13 @@ def _time(line: str) -> float:
     return float(line.split("s ", maxsplit=1)[0])
 
 
-def _ended(share: "subprocess.Popen[bytes]", deadline: float) -> bool:
-    """Wait for a share; end it where it takes too long."""
+def _ended(shard: "subprocess.Popen[bytes]", deadline: float) -> bool:
+    """Wait for a shard; end it where it takes too long."""
     try:
-        share.wait(max(0, deadline - time.time()))
+        shard.wait(max(0, deadline - time.time()))
     except subprocess.TimeoutExpired:
-        share.kill()
-        share.wait()
+        shard.kill()
+        shard.wait()
         return False
     return True
 

@@ -1,23 +1,37 @@
-"""Parts of the docs that a program writes: what stands between two markers of a page."""
+"""Generated parts of the docs: what stands between two markers of a page."""
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def updated(page: str, begin: str, end: str, lines: Iterable[str]) -> str:
-    """Put lines between the markers of a page.
-
-    Raises
-    ------
-    ValueError
-        Where the page does not have each marker once, in order.
-    """
+    """Put lines between the markers of a page, which must have each once, in order."""
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end or begin in rest or end in after:
         raise ValueError(f"the page must have one line {begin!r} and, after it, one line {end!r}")
     return "\n".join([before + begin, "", *lines, "", end + after])
+
+
+def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
+    """Make the lines of a table, and an empty one; a cell without a value is empty."""
+    yield f"| {' | '.join(head)} |"
+    yield "|" + " --- |" * len(head)
+    for row in rows:
+        yield f"| {' | '.join('' if cell is None else str(cell) for cell in row)} |"
+    yield ""
+
+
+def shown(value: Any, form: str = "") -> str:
+    """Format a value; nothing for None, yes and no for a bool."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else format(value, form)
 
 
 def main(

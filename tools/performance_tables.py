@@ -2,81 +2,108 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmarks import gpu_report, roofline
+from benchmarks import gpu, roofline
 from benchmarks.report import Row
 from tools import pages
+from tools.pages import RESULTS, shown, table
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "performance.md"
-RESULTS = ROOT / "benchmarks" / "results"
+PAGE = pages.ROOT / "docs" / "performance.md"
 BEGIN = "<!-- tables: python -m tools.performance_tables --write -->"
 END = "<!-- end of tables -->"
 GPU_BEGIN = BEGIN.replace("tables:", "GPU tables:")
 GPU_END = END.replace("tables", "GPU tables")
-GPU_OPENING = """
-## On the GPU
 
-`python -m tileattn bench gpu` times all contestants in one process, on the same data, by CUDA
-events. Work is counted as 4 B H N N D operations forward, half of it for causal, and 2.5 times that
-backward. A column with the name of a peer says how many times as long as tileattn it takes: above
-1, tileattn is faster. It is blank where the peer cannot run the cell, or gives another result.
-*best* is the fastest of cuDNN and FlashAttention-4. *of the floor* is the share that tileattn
-reaches of the floors of `benchmarks.roofline`: the rate of a large matrix product that was timed,
-every array once at the rate of a copy and, where the clock is known, exponentials. The product is
-no limit of the hardware: a kernel that draws less power than it does may come above 1.
-
-"""
-
-# Of every section that is not a race: heading, field and format of each column.
-GPU_COLUMNS = {
-    "options": (
-        *(("pass", "pass", ""), ("dtype", "dtype", ""), ("N", "N", ""), ("D", "D", "")),
-        *(("option", "option", ""), ("ms", "ms", ".3f"), ("bytes alone, ms", "bytes_ms", ".3f")),
-        ("over the plain call, %", "overhead_percent", ".0f"),
-        ("without the bytes, %", "beyond_bytes_percent", ".0f"),
-    ),
-    "sparse": (
-        *(("pass", "pass", ""), ("dtype", "dtype", ""), ("N", "N", ""), ("D", "D", "")),
-        *(("what is seen", "case", ""), ("share of the pairs", "share", ".3f")),
-        *(("ms", "ms", ".3f"), ("times as fast as full", "speedup", ".1f")),
-    ),
-    "host": (
-        *(("pass", "pass", ""), ("contestant", "contestant", "")),
-        ("microseconds of the host", "microseconds", ".1f"),
-    ),
-    "ceilings": (
-        *(("ceiling", "ceiling", ""), ("dtype", "dtype", ""), ("TFLOP/s", "tflops", ".0f")),
-        ("GB/s", "gbytes_per_second", ".0f"),
-    ),
+# Fields whose column has another heading than their name, or a format.
+HEADINGS = {
+    "bytes_ms": "its bytes alone, ms",
+    "overhead_percent": "overhead, %",
+    "beyond_bytes_percent": "overhead beyond its bytes, %",
+    "speedup": "speedup over full",
+    "launch_overhead_us": "CPU launch overhead, us",
+    "tflops": "TFLOP/s",
+    "gbytes_per_second": "GB/s",
+    "compute_ms": "compute bound, ms",
+    "exp_ms": "exp bound, ms",
+    "memory_ms": "memory bound, ms",
+    "percent": "% of roofline",
 }
-
-FLOORS_AT = 8192  # keys, in all grids of the GPU
-FLOOR_COLUMNS = (
-    *(("pass", "pass", ""), ("dtype", "dtype", ""), ("D", "D", ""), ("causal", "causal", "")),
-    *(("products", "products_ms", ".3f"), ("exponentials", "exponentials_ms", ".3f")),
-    *(("bytes", "bytes_ms", ".3f"), ("tileattn", "ms", ".3f"), ("of the floor", "reached", ".2f")),
-    ("file", "file", ""),
-)
+FORMATS = {
+    **dict.fromkeys(("ms", "bytes_ms", "density", "compute_ms", "exp_ms", "memory_ms"), ".3f"),
+    **dict.fromkeys(("speedup", "launch_overhead_us"), ".1f"),
+    **dict.fromkeys(("overhead_percent", "beyond_bytes_percent", "percent"), ".0f"),
+    **dict.fromkeys(("tflops", "deterministic", "gbytes_per_second"), ".0f"),
+}
+COLUMNS = {
+    "options": "pass dtype N D option ms bytes_ms overhead_percent beyond_bytes_percent",
+    "sparse": "pass dtype N D case density ms speedup",
+    "host": "pass implementation launch_overhead_us",
+    "ceilings": "ceiling dtype tflops gbytes_per_second",
+    "bounds": "pass dtype D causal compute_ms exp_ms memory_ms ms percent file",
+    "comparison": "pass case dtype D N causal tflops deterministic percent best",
+}
+BOUNDS_AT = 8192  # keys, in all grids of the GPU
 
 
 def lines() -> Iterator[str]:
-    """Make the lines between the markers."""
+    """Make the tables of the CPU."""
     for name in ("cpu", "cpu_avx512"):
         yield from _speed(_load(name))
-    yield from _memory("memory_cpu")
+    yield from _memory(_load("memory_cpu"))
 
 
-def _memory(name: str) -> Iterator[str]:
-    """Peak memory beyond the inputs, a line for each number of tokens; nothing without a file."""
-    if not (RESULTS / f"{name}.json").exists():
-        return
-    result = _load(name)
-    origin = _gpu if "gpu" in result["machine"] else _machine
-    yield f"Measured by `{result['machine']['command']}`: {origin(result['machine'])}"
+def gpu_lines() -> Iterator[str]:
+    """Make the tables of the GPU, one for each results file of ``bench gpu``."""
+    yield from _memory(_load("memory_gpu"))
+    results = {path.stem: _load(path.stem) for path in sorted(RESULTS.glob("gpu*.json"))}
+    ceilings = results["gpu_ceilings"]
+    yield from bounds(results, ceilings)
+    yield from nonfinite(_load("nonfinite"))
+    yield from _stress()
+    for result in results.values():
+        yield f"Measured by {_origin(result)}"
+        yield ""
+        if result["section"] in gpu.COMPARISONS:
+            yield from _comparison(result, ceilings)
+        else:
+            yield from columns(COLUMNS[result["section"]].split(), result["rows"])
+
+
+def columns(names: Iterable[str], rows: list[Row]) -> Iterator[str]:
+    """Make a table of some fields; numbers without a format, as speedups, get two decimals."""
+    names = list(names)
+
+    def cell(row: Row, name: str) -> str:
+        value = row.get(name)
+        return shown(value, FORMATS.get(name, ".2f" if isinstance(value, float) else ""))
+
+    head = [HEADINGS.get(name, name) for name in names]
+    yield from table(head, ([cell(row, name) for name in names] for row in rows))
+
+
+def _speed(result: Row) -> Iterator[str]:
+    yield f"Measured by {_origin(result)}"
+    yield ""
+    core = ", ".join(f"{row['gflops']:.0f} GFLOP/s at D = {row['D']}" for row in result["core"])
+    yield f"One core alone: matmul {core}; {result['core'][0]['exp_ns']:.2f} ns for one `np.exp`."
+    yield ""
+    head = ["pass", "H", "N", "D", "causal", "GFLOP/s", "PyTorch", "naive NumPy", "lower bound"]
+    yield from table(
+        head,
+        (
+            [*(row["pass"], row["H"], row["N"], row["D"], shown(row["causal"]))]
+            + [f"{row['gflops']['tileattn']:.0f}"]
+            + [shown(row["speedup_over"].get(x), ".2f") for x in ("torch", "numpy", "lower_bound")]
+            for row in result["rows"]
+        ),
+    )
+
+
+def _memory(result: Row) -> Iterator[str]:
+    """Peak memory beyond the inputs, a line for each sequence length."""
+    yield f"Measured by {_origin(result)}"
     yield ""
     first = result["rows"][0]
     heads = "one head" if first["H"] == 1 else f"{first['H']} heads"
@@ -84,222 +111,114 @@ def _memory(name: str) -> Iterator[str]:
     yield ""
     peaks: dict[int, dict[str, str]] = {}
     for row in result["rows"]:
-        peak = row.get("peak_bytes")
-        shown = f"{peak / 1e6:.1f}" if peak is not None else _why_not(row)
-        peaks.setdefault(row["N"], {})[f"{row['contestant']}, {row['kind']}"] = shown
-    columns = list(dict.fromkeys(column for cells in peaks.values() for column in cells))
-    yield f"| {' | '.join(['N', *columns])} |"
-    yield "|" + " --- |" * (1 + len(columns))
-    for N, cells in peaks.items():
-        yield f"| {N} | {' | '.join(cells.get(column, '') for column in columns)} |"
-    yield ""
+        peaks.setdefault(row["N"], {})[f"{row['implementation']}, {row['pass']}"] = _peak(row)
+    columns = list(next(iter(peaks.values())))
+    yield from table(["N", *columns], ([N, *map(x.get, columns)] for N, x in peaks.items()))
 
 
-def _why_not(row: dict[str, Any]) -> str:
-    """Say in a few words why there is no peak."""
+def _peak(row: Row) -> str:
+    """Megabytes, or in a few words why there are none."""
+    if "peak_bytes" in row:
+        return f"{row['peak_bytes'] / 1e6:.1f}"
     if "free_bytes" in row:
         return f"needs {row['needs_bytes'] / 1e6:,.0f}"
     return "failed" if "failed" in row else "too long"
 
 
-def _speed(speed: dict[str, Any]) -> Iterator[str]:
-    yield f"Measured by `{speed['machine']['command'].strip()}`: {_machine(speed['machine'])}"
+def bounds(results: dict[str, Row], measured: Row) -> Iterator[str]:
+    """Set the time of each kernel beside its lower bounds, at one sequence length."""
+    ceilings = roofline.ceilings_of(measured)
+    yield f"Lower bound by each resource, and the time of tileattn, at N = {BOUNDS_AT}:"
     yield ""
-    core = ", ".join(
-        f"{row['gflops']:.0f} GFLOP/s in the products at D = {row['D']}" for row in speed["core"]
-    )
-    yield f"One core of it alone: {core}; {speed['core'][0]['exp_ns']:.2f} ns for one `np.exp`."
-    yield ""
-    head = ["pass", "H", "N", "D", "causal", "GFLOP/s", "PyTorch", "plain NumPy", "the floor"]
-    yield f"| {' | '.join(head)} |"
-    yield "|" + " --- |" * len(head)
-    for row in speed["rows"]:
-        ratio = row["ratio_to"]
-        cells = [_ratio(ratio.get(name)) for name in ("torch", "numpy", "floor")]
-        causal = "yes" if row["causal"] else "no"
-        yield (
-            f"| {row['pass']} | {row['H']} | {row['N']} | {row['D']} | {causal} "
-            f"| {row['gflops']['tileattn']:.0f} | {' | '.join(cells)} |"
-        )
-    yield ""
+    found = []
+    for name, result in results.items():
+        if result["section"] == "grid" and result["machine"]["gpu"] == measured["machine"]["gpu"]:
+            rows = (row for row in result["rows"] if row["N"] == BOUNDS_AT)
+            known = [row for row in rows if row["dtype"] in ceilings.flops]
+            found += [row | {"file": name} for row in roofline.lines(known, ceilings)]
+    yield from columns(COLUMNS["bounds"].split(), found)
 
 
-def gpu_lines() -> Iterator[str]:
-    """Make the lines between the markers of the GPU, one table for each file of results."""
-    yield from _memory("memory_gpu")
-    yield from _floors()
-    yield from _nonfinite()
-    yield from _stress()
-    for path in _gpu_results():
-        result = _load(path.stem)
-        raced = result["section"] in gpu_report.RACES
-        rows = list(_flat(result)) if raced else result["rows"]
-        columns = _race_columns(rows) if raced else GPU_COLUMNS[result["section"]]
-        yield f"Measured by `{result['machine']['command'].strip()}`: {_gpu(result['machine'])}"
-        yield ""
-        yield f"| {' | '.join(head for head, _, _ in columns)} |"
-        yield "|" + " --- |" * len(columns)
-        for row in rows:
-            cells = (_cell(row.get(field), form) for _, field, form in columns)
-            yield f"| {' | '.join(cells)} |"
-        yield ""
-        for line in gpu_report.means(result["rows"]) if raced else ():
-            yield f"{line[0].upper()}{line[1:]}."
-            yield ""
-
-
-def _floors() -> Iterator[str]:
-    """Set each kernel's time beside its floors at one length; nothing where a rate is missing."""
-    if not (RESULTS / "gpu_ceilings.json").exists():
-        return
-    measured = _load("gpu_ceilings")
-    if roofline.absent(measured["machine"]):
-        return
-    ceilings = roofline.ceilings_of(measured, measured["machine"])
-    yield f"Milliseconds at N = {FLOORS_AT}: the floors by each resource, and the time of tileattn:"
-    yield ""
-    yield f"| {' | '.join(head for head, _, _ in FLOOR_COLUMNS)} |"
-    yield "|" + " --- |" * len(FLOOR_COLUMNS)
-    for path in _gpu_results():
-        result = _load(path.stem)
-        alike = result["machine"]["gpu"] == measured["machine"]["gpu"]
-        if result["section"] != "grid" or not alike:
-            continue
-        rows = (row for row in result["rows"] if row["N"] == FLOORS_AT)
-        for row in roofline.lines(
-            [row for row in rows if row["dtype"] in ceilings.flops], ceilings
-        ):
-            cells = (
-                _cell((row | {"file": path.stem}).get(name), form)
-                for _, name, form in FLOOR_COLUMNS
-            )
-            yield f"| {' | '.join(cells)} |"
-    yield ""
-
-
-def _nonfinite() -> Iterator[str]:
+def nonfinite(result: Row) -> Iterator[str]:
     """Set the times of calls that meet NaN and infinity beside those of clean ones."""
-    if not (RESULTS / "nonfinite.json").exists():
-        return
-    result = _load("nonfinite")
     faults = list(dict.fromkeys(row["values"] for row in result["rows"] if "values" in row))[1:]
-    yield (
-        "Calls that meet NaN and infinity, as multiples of the clean call. Measured by "
-        f"`{result['machine']['command'].strip()}`: {_gpu(result['machine'])}"
-    )
+    yield f"Slowdown of calls that meet NaN and infinity. Measured by {_origin(result)}"
     yield ""
-    yield f"| case | dtype | N | D | pass | clean, ms | {' | '.join(faults)} |"
-    yield "|" + " --- |" * (6 + len(faults))
+    names = ("case", "dtype", "N", "D", "pass")
     calls: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in result["rows"]:
-        call = tuple(row[name] for name in ("case", "dtype", "N", "D", "pass"))
+        call = tuple(row[name] for name in names)
         calls.setdefault(call, {})[row.get("values", "failed")] = row
-    for call, found in calls.items():
-        cells = [_cell(found.get("clean", {}).get("ms"), ".3f")]
-        cells += [_cell(found.get(fault, {}).get("multiple"), ".2f") for fault in faults]
-        yield f"| {' | '.join([*map(str, call), *cells])} |"
-    yield ""
+    yield from table(
+        [*names, "clean, ms", *faults],
+        (
+            [*call, shown(found.get("clean", {}).get("ms"), ".3f")]
+            + [shown(found.get(fault, {}).get("slowdown"), ".2f") for fault in faults]
+            for call, found in calls.items()
+        ),
+    )
 
 
 def _stress() -> Iterator[str]:
     """Say how often the stress test of the GPU ran, and what differed."""
-    found = [_load(path.stem) for path in sorted(RESULTS.glob("stress_gpu*.json"))]
-    if not found:
-        return
     yield "What `tools.stress_gpu` has run: calls of both passes whose bits were compared."
     yield ""
-    yield "| variant | pairs of D, Dv | processes | calls | differ | failures | measured |"
-    yield "|" + " --- |" * 7
-    for result in found:
-        rows = result["rows"]
-        pairs = len({(row["D"], row["Dv"]) for row in rows})
-        calls = sum(row["calls"] for row in rows)
-        differ, failures = len(result["differing"]), len(result["failures"])
-        counts = f"{pairs} | {result['processes']} | {calls:,} | {differ} | {failures}"
-        machine = f"`{result['machine']['command'].strip()}`: {_gpu(result['machine'])}"
-        yield f"| {rows[0]['variant']} | {counts} | {machine} |"
-    yield ""
+    head = ["variant", "pairs of D, Dv", "processes", "calls", "differ", "failures", "measured"]
+    yield from table(head, (stress_row(_load(p.stem)) for p in sorted(RESULTS.glob("stress_gpu*"))))
 
 
-def _gpu_results() -> list[Path]:
-    return sorted(RESULTS.glob("gpu*.json"))
+def stress_row(result: Row) -> Iterator[Any]:
+    """Count what one run of the stress test compared, and what differed."""
+    rows = result["rows"]
+    yield rows[0]["variant"]
+    yield len({(row["D"], row["Dv"]) for row in rows})
+    yield result["processes"]
+    yield f"{sum(row['calls'] for row in rows):,}"
+    yield len(result["differing"])
+    yield len(result["failures"])
+    yield _origin(result)
 
 
-def _flat(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Rows of a race with a field for each speed and each ratio."""
-    reached: list[float | None] = [None] * len(result["rows"])
-    if (RESULTS / "gpu_ceilings.json").exists():
-        reached = roofline.shares(result, _load("gpu_ceilings"))
-    for row, share in zip(result["rows"], reached, strict=True):
-        ratios = {f"x {name}": ratio for name, ratio in row["ratio_to"].items()}
-        speeds = {f"= {name}": value for name, value in gpu_report.quoted(row).items()}
-        yield row | speeds | {"best": gpu_report.best(row), "reached": share} | ratios
+def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
+    """Make a table of TFLOP/s, % of roofline and speedups; columns without values are left out."""
+    rows = []
+    for row, percent in zip(result["rows"], roofline.percents(result, ceilings), strict=True):
+        speeds = gpu.verified(row)
+        ours = {"tflops": speeds.get("tileattn"), "deterministic": speeds.get("deterministic")}
+        rows.append(row | ours | {"percent": percent, "best": gpu.best(row)} | row["speedup_over"])
+    baselines = dict.fromkeys(name for row in rows for name in row["speedup_over"])
+    names = [*COLUMNS["comparison"].split(), *baselines]
+    yield from columns((x for x in names if any(row.get(x) is not None for row in rows)), rows)
+    for line in gpu.means(result["rows"]):
+        yield f"{line[0].upper()}{line[1:]}."
+        yield ""
 
 
-def _race_columns(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Heading, field and format of each column; what no row of the race has is left out."""
-    speeds = (("TFLOP/s", "= tileattn"), ("deterministic", "= deterministic"))
-    peers = dict.fromkeys(field for row in rows for field in row if field.startswith("x "))
-    columns = [
-        *((name, name, "") for name in ("pass", "case", "dtype", "D", "N", "causal")),
-        *((head, field, ".0f") for head, field in speeds),
-        ("of the floor", "reached", ".2f"),
-        ("best", "best", ".2f"),
-        *((field.removeprefix("x "), field, ".2f") for field in peers),
-    ]
-    return [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
+def _origin(result: Row) -> str:
+    """Name the command, the machine, the versions, the commit and the day."""
+    machine = result["machine"]
+    versions = {"driver": "driver", "CUDA": "cuda", "CuPy": "cupy"}
+    if "gpu" not in machine:
+        versions = {"NumPy": "numpy"}
+    versions |= {"PyTorch": "torch", "cuDNN": "cudnn", "Python": "python", "commit": "commit"}
+    known = [f"{label} {machine[name]}" for label, name in versions.items() if machine.get(name)]
+    what = machine.get("gpu") or f"{machine['processor']}, {machine['threads']} threads"
+    return f"`{machine['command'].strip()}`: {what}, {', '.join(known)}, {machine['date']}."
 
 
-def _cell(value: Any, form: str) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "" if value is None else format(value, form)
-
-
-def _gpu(machine: dict[str, Any]) -> str:
-    versions = (
-        ("driver", "driver"),
-        ("CUDA", "cuda"),
-        ("CuPy", "cupy"),
-        ("PyTorch", "torch"),
-        ("cuDNN", "cudnn"),
-        ("Python", "python"),
-        ("commit", "commit"),
-    )
-    known = (f"{label} {machine[name]}" for label, name in versions if machine[name])
-    return f"{machine['gpu']}, {', '.join(known)}, {machine['date']}."
-
-
-def _load(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def _load(name: str) -> Row:
+    loaded: Row = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return loaded
-
-
-def _machine(machine: dict[str, Any]) -> str:
-    torch = f"PyTorch {machine['torch']}, " if machine.get("torch") else ""
-    return (
-        f"{machine['processor']}, {machine['threads']} threads, Python {machine['python']}, "
-        f"NumPy {machine['numpy']}, {torch}commit {machine['commit']}, {machine['date']}."
-    )
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check or write the page; the exit status is 1 where a check finds it stale."""
-    return pages.main(argv, __doc__, PAGE, _updated)
 
+    def update(text: str) -> str:
+        text = pages.updated(text, BEGIN, END, lines())
+        return pages.updated(text, GPU_BEGIN, GPU_END, gpu_lines())
 
-def _updated(page: str) -> str:
-    """Both sets of tables; the section of the GPU comes with its first results."""
-    page = pages.updated(page, BEGIN, END, lines())
-    if GPU_BEGIN not in page:
-        if not _gpu_results():
-            return page
-        page += f"{GPU_OPENING}{GPU_BEGIN}\n{GPU_END}\n"
-    return pages.updated(page, GPU_BEGIN, GPU_END, gpu_lines())
+    return pages.main(argv, __doc__, PAGE, update)
 
 
 if __name__ == "__main__":

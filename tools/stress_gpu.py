@@ -364,12 +364,12 @@ def main(argv: Sequence[str]) -> int:
     tally = run(chosen)
     rows = tally.rows()
     for row in rows:
-        print(report.plain_line({**row, "differ": sum(row["differ"].values()) or None}))
+        print(report.line({**row, "differ": sum(row["differ"].values()) or None}))
     print("\n".join((*tally.differing[:20], *tally.failures)))
     calls, differ = sum(tally.calls.values()), len(tally.differing)
     print(f"{chosen.variant}: {calls} calls, {differ} differences, {len(tally.failures)} failures")
     if chosen.record:
-        from benchmarks.gpu_device import Gpu
+        from benchmarks.device import Gpu
 
         ran = report.command("python -m tools.stress_gpu", argv)
         found = {

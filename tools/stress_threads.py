@@ -34,17 +34,7 @@ Result = list[bytes]
 
 
 class Call(NamedTuple):
-    """A call and what it gives undisturbed.
-
-    Parameters
-    ----------
-    run : callable
-        Makes the call.
-    expected : list of bytes
-        Of each result.
-    seconds : float
-        How long it takes.
-    """
+    """A call, the bytes of its undisturbed results, and how long it takes."""
 
     run: Callable[[], Result]
     expected: Result

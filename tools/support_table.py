@@ -6,7 +6,6 @@ on this machine (``unavailable``) is left out, so that every machine makes the s
 
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -17,8 +16,9 @@ from tileattn.backends import registry
 from tileattn.backends.protocol import Backend
 from tileattn.problem import Problem, parse
 from tools import pages
+from tools.pages import table
 
-PAGE = Path(__file__).parents[1] / "docs" / "backends.md"
+PAGE = pages.ROOT / "docs" / "backends.md"
 BEGIN = "<!-- support table: python -m tools.support_table --write -->"
 END = "<!-- end of support table -->"
 
@@ -83,10 +83,9 @@ def representative() -> dict[str, Problem]:
     }
 
 
-def table(able: Iterable[Backend], problems: dict[str, Problem]) -> Iterator[str]:
-    """Make the lines of the table, and under it one numbered line for each reason."""
-    able = list(able)
-    reasons: dict[str, int] = {}
+def lines(able: Iterable[Backend], problems: dict[str, Problem]) -> Iterator[str]:
+    """Make the table, and under it one numbered line for each reason."""
+    able, reasons = list(able), dict[str, int]()
 
     def cell(backend: Backend, problem: Problem) -> str:
         reason = backend.why_not(problem)
@@ -94,25 +93,19 @@ def table(able: Iterable[Backend], problems: dict[str, Problem]) -> Iterator[str
             return "yes"
         return f"no ({reasons.setdefault(reason, len(reasons) + 1)})"
 
-    yield f"| | {' | '.join(f'`{backend.name}`' for backend in able)} |"
-    yield f"| --- |{' --- |' * len(able)}"
-    for what, problem in problems.items():
-        yield f"| {what} | {' | '.join(cell(backend, problem) for backend in able)} |"
-    if reasons:
-        yield ""
+    rows = ([what, *(cell(x, problem) for x in able)] for what, problem in problems.items())
+    *made, empty = table(["", *(f"`{backend.name}`" for backend in able)], rows)
+    yield from made
+    yield from [empty] * bool(reasons)
     yield from (f"{number}. {reason}" for reason, number in reasons.items())
-
-
-def updated(page: str, lines: Iterable[str]) -> str:
-    """Put the table between the markers of a page."""
-    return pages.updated(page, BEGIN, END, lines)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check or write the page; the exit status is 1 where a check finds it stale."""
 
     def update(page: str) -> str:
-        return updated(page, table(map(registry.get, registry.names()), representative()))
+        able = map(registry.get, registry.names())
+        return pages.updated(page, BEGIN, END, lines(able, representative()))
 
     return pages.main(argv, __doc__, PAGE, update)
 

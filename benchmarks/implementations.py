@@ -1,6 +1,6 @@
-"""What benchmarks/gpu.py times: tileattn, and what a user would pick instead.
+"""What is compared: tileattn, and the baselines that a user would pick instead.
 
-Every contestant turns one set of arrays into a call without arguments, forward (the output) or
+An implementation turns one set of arrays into a call without arguments, forward (the output) or
 backward (dq, dk, dv). Arrays are shared with PyTorch through DLPack, never copied.
 """
 
@@ -8,38 +8,31 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 import tileattn
-from benchmarks.gpu_device import DTYPES, Call, Inputs
+from benchmarks.configurations import DTYPES, PASSES, Call, Configuration, Inputs, Mask
 from benchmarks.report import one_line
+from tileattn.algorithm.block_mask import EMPTY, PARTIAL, BlockMask
 
 HALF = ("bf16", "fp16")
 
 
-class Mask(NamedTuple):
-    """What a query sees: the options ``causal`` and ``window`` of tileattn."""
-
-    causal: bool
-    window: tuple[int, int] | None = None
-
-    def options(self) -> dict[str, Any]:
-        """Arguments of a call, as a user would write them: without what is not there."""
-        window = {} if self.window is None else {"window": self.window}
-        return {"causal": self.causal, **window}
-
-
-class Contestant(ABC):
+class Implementation(ABC):
     """One way to compute attention."""
 
     name: str
     dtypes: tuple[str, ...] = tuple(DTYPES)
-    passes: tuple[str, ...] = ("forward", "backward")
-    quadratic = False  # stores N x N probabilities, so one set of inputs is enough to pass the L2
+    passes: tuple[str, ...] = PASSES
+    quadratic = False  # stores N x N probabilities, so one set of inputs exceeds the L2 cache
+
+    def supports(self, configuration: Configuration) -> bool:
+        """Whether it takes part in a comparison at all."""
+        return configuration.dtype in self.dtypes and configuration.kind in self.passes
 
     def context(self) -> AbstractContextManager[Any]:
         """Return what has to be entered around the calls."""
@@ -51,30 +44,16 @@ class Contestant(ABC):
 
     @abstractmethod
     def backward(self, x: Inputs, mask: Mask) -> Call:
-        """Prepare the backward pass, with whatever the forward pass leaves for it."""
+        """Prepare the backward pass, with the residuals of the forward pass."""
 
 
-class Tileattn(Contestant):
-    """The calls of tileattn, with any options of the contract.
-
-    Parameters
-    ----------
-    name : str
-        Name in the tables.
-    passes : tuple of str
-        Passes that are of interest.
-    deterministic : bool
-        Of the backward pass.
-    reuse : bool
-        Write the output into an array that is there already.
-    **options
-        Options of both calls.
-    """
+class Tileattn(Implementation):
+    """The calls of tileattn, with any options; with ``reuse``, out is a caller-provided buffer."""
 
     def __init__(
         self,
         name: str = "tileattn",
-        passes: tuple[str, ...] = ("forward", "backward"),
+        passes: tuple[str, ...] = PASSES,
         *,
         deterministic: bool = False,
         reuse: bool = True,
@@ -99,26 +78,25 @@ class Tileattn(Contestant):
         return lambda: call()[:3]
 
 
-class Plain(Contestant):
-    """Matrix product, softmax, matrix product, as a user of the array library writes them."""
+class Naive(Implementation):
+    """Matmul, softmax, matmul, as a user of NumPy or CuPy writes them."""
 
-    name = "cupy"
     quadratic = True
 
     def __init__(self, xp: Any) -> None:
-        self._xp = xp
+        self.name, self._xp = xp.__name__, xp
 
-    def _probabilities(self, x: Inputs, hidden: Any) -> Any:
+    def _probabilities(self, x: Inputs, masked_out: Any) -> Any:
         s = self._xp.matmul(x.q, x.k.swapaxes(-1, -2))
         s *= s.dtype.type(x.q.shape[-1] ** -0.5)
-        if hidden is not None:
-            s = self._xp.where(hidden, s.dtype.type(-np.inf), s)
+        if masked_out is not None:
+            s = self._xp.where(masked_out, s.dtype.type(-np.inf), s)
         s -= s.max(axis=-1, keepdims=True)
         self._xp.exp(s, out=s)
         s /= s.sum(axis=-1, keepdims=True)
         return s
 
-    def _hidden(self, x: Inputs, mask: Mask) -> Any:
+    def _masked_out(self, x: Inputs, mask: Mask) -> Any:
         if not mask.causal and mask.window is None:
             return None
         N = x.q.shape[-2]
@@ -134,13 +112,13 @@ class Plain(Contestant):
 
     def forward(self, x: Inputs, mask: Mask) -> Call:
         """Prepare the three steps; the mask and copies of shared heads are made once."""
-        hidden, x = self._hidden(x, mask), self._repeated(x)
-        return lambda: self._xp.matmul(self._probabilities(x, hidden), x.v)
+        masked_out, x = self._masked_out(x, mask), self._repeated(x)
+        return lambda: self._xp.matmul(self._probabilities(x, masked_out), x.v)
 
     def backward(self, x: Inputs, mask: Mask) -> Call:
         """Prepare the gradients from the stored probabilities and copies of shared heads."""
         matmul, heads, x = self._xp.matmul, x.k.shape[1], self._repeated(x)
-        p = self._probabilities(x, self._hidden(x, mask))
+        p = self._probabilities(x, self._masked_out(x, mask))
         out = matmul(p, x.v)
         scale = p.dtype.type(x.q.shape[-1] ** -0.5)
 
@@ -160,7 +138,7 @@ class Plain(Contestant):
         return x if heads == H else x.reshape(B, heads, H // heads, *sizes).sum(axis=2)
 
 
-class Torch(Contestant):
+class Torch(Implementation):
     """A PyTorch function of three tensors, with its gradients by autograd."""
 
     def __init__(self) -> None:
@@ -191,31 +169,39 @@ class Torch(Contestant):
         return lambda: tuple(map(self._array, gradients()))
 
 
-class Stepwise(Torch):
-    """Matrix product, softmax, matrix product, as a user of PyTorch writes them."""
+class NaiveTorch(Torch):
+    """Matmul, softmax, matmul, as a user of PyTorch writes them."""
 
     name, quadratic = "pytorch", True
 
     def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any:
         if mask.causal or mask.window is not None or q.shape[1] != k.shape[1]:
-            raise NotImplementedError("steps without a mask and without groups are all there is")
+            raise NotImplementedError("naive attention in PyTorch takes no mask and no groups")
         scores = self._torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
         return self._torch.matmul(self._torch.softmax(scores, -1), v)
 
 
 class Sdpa(Torch):
-    """PyTorch's ``scaled_dot_product_attention`` held to one of its backends."""
+    """PyTorch's ``scaled_dot_product_attention``, restricted to one backend where it is named."""
 
-    def __init__(self, name: str, member: str, dtypes: tuple[str, ...], quadratic: bool) -> None:
+    def __init__(
+        self,
+        name: str = "torch",
+        member: str | None = None,
+        dtypes: tuple[str, ...] = tuple(DTYPES),
+        quadratic: bool = False,
+    ) -> None:
         super().__init__()
         self.name, self.dtypes, self.quadratic = name, dtypes, quadratic
         self._choice = importlib.import_module("torch.nn.attention")
-        self._backend = getattr(self._choice.SDPBackend, member)
+        self._backends = [getattr(self._choice.SDPBackend, member)] if member else []
 
     def context(self) -> AbstractContextManager[Any]:
-        """Hold PyTorch to the backend; it raises where that cannot serve a call."""
-        held: AbstractContextManager[Any] = self._choice.sdpa_kernel([self._backend])
-        return held
+        """Restrict PyTorch to the backend; it raises where that does not support a call."""
+        if not self._backends:
+            return nullcontext()
+        restricted: AbstractContextManager[Any] = self._choice.sdpa_kernel(self._backends)
+        return restricted
 
     def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any:
         if mask.window is not None:
@@ -246,6 +232,42 @@ class FlashAttention4(Torch):
         return out[0] if isinstance(out, tuple) else out
 
 
+class Flex(Torch):
+    """PyTorch's ``flex_attention``, compiled, with a mask of full and empty blocks."""
+
+    name = "flex"
+
+    def __init__(self, blocks: BlockMask) -> None:
+        super().__init__()
+        if (blocks.kinds == PARTIAL).any():
+            raise ValueError("blocks has partial ones; full and empty ones are accepted")
+        self._blocks = blocks
+        self._made: Any = None  # for the inputs of one measurement
+
+    def mask(self, device: Any, lengths: tuple[int, int]) -> Any:
+        """Write the mask as FlexAttention takes it: for each row the indices of its blocks."""
+        attended = self._blocks.kinds != EMPTY
+        order = np.argsort(~attended, axis=-1, kind="stable").astype(np.int32)
+        counts, none = attended.sum(-1, dtype=np.int32), np.zeros(attended.shape[:3], np.int32)
+        given = (self._torch.from_numpy(x).to(device) for x in (none, order, counts, order))
+        make = importlib.import_module("torch.nn.attention.flex_attention").BlockMask
+        return make.from_kv_blocks(*given, BLOCK_SIZE=self._blocks.block_size, seq_lengths=lengths)
+
+    def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any:
+        if mask.causal or mask.window is not None:
+            raise NotImplementedError("a block mask is all that is timed")
+        if self._made is None:
+            self._made = self.mask(q.device, (q.shape[2], k.shape[2]))
+        return compiled_flex()(q, k, v, block_mask=self._made)
+
+
+@cache
+def compiled_flex() -> Any:
+    """Compile the function once for all masks: uncompiled, it ignores the blocks."""
+    function = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
+    return importlib.import_module("torch").compile(function)
+
+
 _SDPA = {
     "flash": ("FLASH_ATTENTION", HALF, False),
     "cudnn": ("CUDNN_ATTENTION", HALF, False),
@@ -253,17 +275,17 @@ _SDPA = {
     "math": ("MATH", tuple(DTYPES), True),
 }
 
-PEERS = (*_SDPA, "fa4", "cupy")
+BASELINES = (*_SDPA, "fa4", "cupy")
 
 
-def _make(name: str, xp: Any) -> Contestant:
+def _make(name: str, xp: Any) -> Implementation:
     if name == "cupy":
-        return Plain(xp)
+        return Naive(xp)
     return FlashAttention4() if name == "fa4" else Sdpa(name, *_SDPA[name])
 
 
-def find(names: Iterable[str], xp: Any) -> tuple[list[Contestant], dict[str, str]]:
-    """Return the peers that can be imported, and why each of the others cannot."""
+def find(names: Iterable[str], xp: Any) -> tuple[list[Implementation], dict[str, str]]:
+    """Return the baselines that can be imported, and why each of the others cannot."""
     found, missing = [], {}
     for name in names:
         try:

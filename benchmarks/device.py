@@ -1,4 +1,4 @@
-"""The CUDA device under benchmarks/gpu.py: its arrays, its clock, and what it is."""
+"""The CUDA device of the benchmarks: its arrays, its clock, and what it is."""
 
 import itertools
 import math
@@ -6,22 +6,18 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-Call = Callable[[], Any]
+from benchmarks.configurations import DTYPES, Call, Configuration, Inputs, Shapes, draw
+from benchmarks.implementations import Implementation, arrays
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp16": np.dtype(np.float16),
-    "f32": np.dtype(np.float32),
-    "f64": np.dtype(np.float64),
-}
+# Two right answers of 16-bit types differ by the rounding of P, of dS and of the result.
+AGREEMENT = {"bf16": 2e-2, "fp16": 3e-3, "f32": 1e-5, "f64": 1e-12}
 
 LEAST_SECONDS, MOST_SECONDS = 0.05, 0.25  # of one measurement
 SETTLE_SECONDS = 0.3  # until a busy GPU has the clocks that its power limit leaves
@@ -29,18 +25,6 @@ LEAST_CALLS, MOST_CALLS = 10, 1000
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15  # of calls that are timed apart
 L2_CYCLE = 4  # a cycle through the input sets reads this many times the L2
 COPY_BYTES = 1 << 30
-
-
-Shapes = tuple[tuple[int, ...], ...]  # in the order of the Inputs
-
-
-class Inputs(NamedTuple):
-    """One set of arrays, each of four axes: (B, H, N, D) and the like."""
-
-    q: Any
-    k: Any
-    v: Any
-    dout: Any
 
 
 class Gpu:
@@ -56,22 +40,12 @@ class Gpu:
         self.xp = cupy
         self._properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
 
-    def normal(self, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
-        """Standard-normal values; the 16-bit types are rounded from float32."""
-        drawn = np.float64 if dtype == "f64" else np.float32
-        values = self.xp.random.default_rng(seed).standard_normal(shape, dtype=drawn)
-        return values.astype(DTYPES[dtype], copy=False)
-
     @lru_cache(maxsize=1)  # noqa: B019 - one device lives as long as the program
     def inputs(self, shapes: Shapes, dtype: str) -> tuple[Inputs, ...]:
-        """As many sets as it takes for a cycle through them to pass the L2 several times."""
+        """As many sets as it takes for a cycle through them to exceed the L2 several times."""
         set_bytes = sum(map(math.prod, shapes)) * DTYPES[dtype].itemsize
         sets = max(1, math.ceil(L2_CYCLE * self._properties["l2CacheSize"] / set_bytes))
-        seeds = itertools.count()
-        return tuple(
-            Inputs(*(self.normal(shape, dtype, next(seeds)) for shape in shapes))
-            for _ in range(sets)
-        )
+        return tuple(draw(self.xp, shapes, dtype, n * len(shapes)) for n in range(sets))
 
     def time(self, calls: Sequence[Call]) -> list[float]:
         """Seconds of the device for each call; the calls take turns and are warmed up.
@@ -112,8 +86,8 @@ class Gpu:
         pairs[-1][1].synchronize()
         return [self.xp.cuda.get_elapsed_time(*pair) / 1e3 for pair in pairs]
 
-    def host_time(self, call: Call, count: int = 100, rounds: int = 9) -> float:
-        """Seconds of the host for one of many calls in a row, with no wait between them."""
+    def launch_overhead(self, call: Call, count: int = 100, rounds: int = 9) -> float:
+        """CPU launch overhead in seconds: of one of many calls in a row, without a wait between."""
         times = []
         for _ in range(rounds + 1):
             self.xp.cuda.Device().synchronize()
@@ -160,6 +134,34 @@ def repeats(seconds: float) -> int:
     wanted = max(LEAST_CALLS, math.ceil(LEAST_SECONDS / seconds))
     affordable = max(3, int(MOST_SECONDS / seconds))
     return min(wanted, affordable, MOST_CALLS)
+
+
+def prepare(
+    implementation: Implementation, configuration: Configuration, inputs: Sequence[Inputs]
+) -> list[Call]:
+    """One call for each set of inputs."""
+    forward = configuration.kind == "forward"
+    make = implementation.forward if forward else implementation.backward
+    return [make(x, configuration.mask) for x in inputs[: 1 if implementation.quadratic else None]]
+
+
+def measure(
+    implementation: Implementation, configuration: Configuration, device: Gpu
+) -> tuple[list[float], list[Any]]:
+    """Seconds of each repeat, and the results for the first set of inputs."""
+    inputs = device.inputs(configuration.shapes, configuration.dtype)
+    with implementation.context():
+        calls = prepare(implementation, configuration, inputs)
+        return device.time(calls), arrays(calls[0](), device.xp)
+
+
+def difference(found: list[Any], expected: list[Any], xp: Any) -> float:
+    """Largest relative Frobenius distance of two lists of arrays; NaN where there is one."""
+    errors = []
+    for a, b in zip(found, expected, strict=True):
+        a64, b64 = (x.astype(np.float64).ravel() for x in (a, b))
+        errors.append(float(xp.linalg.norm(a64 - b64) / xp.linalg.norm(b64)))
+    return float(np.max(errors))  # max() would lose a NaN
 
 
 def _driver() -> str:

@@ -9,11 +9,11 @@ from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
 from tools.drawing import Picture, Theme
 
 N, BLOCK = 512, 64
-ROW, COLUMN = 5, 1  # the query block and the key block whose visits are numbered
-KINDS = {EMPTY: "skipped", PARTIAL: "partly seen", FULL: "seen in full"}
+ROW, COLUMN = 5, 1  # the query block and the key block whose tiles are numbered
+KINDS = {EMPTY: "empty", PARTIAL: "partial", FULL: "full"}
 
 
-def sights() -> dict[str, AttentionMask]:
+def attention_masks() -> dict[str, AttentionMask]:
     """Make the two masks that are drawn: causal, and a causal window with the first keys."""
     sparse = BlockMask.from_predicate(
         lambda b, h, i, j: (j <= i) & ((i - j < 2 * BLOCK) | (j < BLOCK)),  # noqa: ARG005  # its form
@@ -27,7 +27,7 @@ def sights() -> dict[str, AttentionMask]:
 
 
 def tiles(attn_mask: AttentionMask) -> dict[str, Any]:
-    """Kinds of all blocks, and the blocks that one row and one column visit, in their order."""
+    """Masks of all tiles, and the tiles of one row and of one column, in their order."""
     kinds = [[EMPTY] * (N // BLOCK) for _ in range(N // BLOCK)]
     for tile in schedule(attn_mask, BLOCK, BLOCK):
         kinds[tile.q0 // BLOCK][tile.k0 // BLOCK] = tile.kind
@@ -42,25 +42,17 @@ def tiles(attn_mask: AttentionMask) -> dict[str, Any]:
 
 def picture(results: Path) -> Picture:  # noqa: ARG001  # nothing here is measured
     """Make the picture of both schedules."""
-    values = {name: tiles(mask) for name, mask in sights().items()}
-    said = " ".join(_said(name, drawn["kinds"]) for name, drawn in values.items())
     return Picture(
-        values=values,
+        values={name: tiles(mask) for name, mask in attention_masks().items()},
         size=(8.6, 4.9),
         draw=draw,
-        alt=f"Two grids of tiles, queries downwards and keys to the right. {said} Numbers "
-        "show one row of tiles visited from left to right and one column from the top down.",
-        caption="Solid frame: the visits of one query block, the inner loop of FlashAttention-2. "
+        alt="Two grids of tiles, queries downwards and keys to the right: the empty, partial and "
+        "full tiles of a causal and of a block-sparse mask. Numbers show one row of tiles visited "
+        "from left to right and one column from the top down.",
+        caption="Solid frame: the tiles of one query block, the inner loop of FlashAttention-2. "
         "Dashed frame: those of one key block, the inner loop of FlashAttention. The tiles are "
         "those that `tileattn.algorithm.mask.schedule` yields.",
     )
-
-
-def _said(name: str, kinds: list[list[int]]) -> str:
-    """Count the tiles of each kind, in words."""
-    flat = [kind for row in kinds for kind in row]
-    counts = [f"{flat.count(kind)} are {label}" for kind, label in KINDS.items()]
-    return f"In the {name} one, {', '.join(counts[:-1])} and {counts[-1]}."
 
 
 def draw(figure: Any, theme: Theme, values: Any) -> None:
@@ -75,7 +67,7 @@ def draw(figure: Any, theme: Theme, values: Any) -> None:
         Patch(facecolor=theme.tones[kind], edgecolor=theme.faint, label=label)
         for kind, label in KINDS.items()
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
 
 
 def _grid(axis: Any, theme: Theme, drawn: Any) -> None:

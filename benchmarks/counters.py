@@ -1,6 +1,6 @@
-"""Bytes that one forward and backward pass moves, by the hardware counters of the GPU.
+"""HBM and L2 bytes of one forward and backward pass, by the hardware counters of the GPU.
 
-Nsight Compute runs a child of this module: ``python -m benchmarks.gpu_counters --child CASE`` makes
+Nsight Compute runs a child of this module: ``python -m benchmarks.counters --child CASE`` makes
 the arrays, warms up, and computes the two passes once inside the range that is profiled.
 """
 
@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.memory_case import Case
+from benchmarks.configurations import draw
+from benchmarks.memory import Case
 from benchmarks.report import Row
 
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -48,25 +49,19 @@ def unavailable() -> str | None:
 def command(ncu: str, log: Path, case: Case) -> list[str]:
     """Command that profiles a case and writes one line for each kernel.
 
-    The clocks and the caches are left as they are, so that a kernel finds in the L2 what the one
+    Clocks and caches are left as they are, so that a kernel finds in the L2 cache what the one
     before it left there, as it does without a profiler.
     """
     return [
         *(ncu, "--clock-control", "none", "--cache-control", "none"),
         *("--profile-from-start", "off", "--target-processes", "all"),
         *("--metrics", ",".join(METRICS), "--csv", "--page", "raw", "--log-file", str(log)),
-        *(sys.executable, "-m", "benchmarks.gpu_counters", "--child", case.text),
+        *(sys.executable, "-m", "benchmarks.counters", "--child", case.text),
     ]
 
 
 def measure(case: Case) -> Row:
-    """Count the bytes of a case.
-
-    Raises
-    ------
-    RuntimeError
-        Where ncu is missing, or ends without counts.
-    """
+    """Count the bytes of a case; raise RuntimeError where ncu is missing or ends without counts."""
     ncu = find_ncu()
     if ncu is None:
         raise RuntimeError(f"ncu is missing: {unavailable()}")
@@ -104,13 +99,7 @@ def summed(text: str) -> Row:
 
 
 def kernels(text: str) -> Iterator[dict[str, float]]:
-    """Metrics of each kernel in bytes and seconds; lines that are not of the table are skipped.
-
-    Raises
-    ------
-    ValueError
-        Where a metric is missing, or its unit or value is none that is known.
-    """
+    """Metrics of each kernel in bytes and seconds; lines that are not of the table are skipped."""
     table = csv.reader(line for line in text.splitlines() if line.startswith('"'))
     head, units = next(table, []), next(table, [])
     for name in METRICS:
@@ -141,11 +130,10 @@ def child(case: Case) -> None:
     """Compute the passes once to warm up, and once to be profiled."""
     from cupy.cuda import profiler
 
-    from benchmarks import memory_gpu
-    from benchmarks.gpu_device import Gpu
+    from benchmarks.device import Gpu
 
     device = Gpu()
-    inputs = memory_gpu.inputs_of(device, case)
+    inputs = draw(device.xp, case.configuration.shapes, case.configuration.dtype)
     synchronize = device.xp.cuda.Device().synchronize
     call = case.prepared(inputs, device.xp)
     call()

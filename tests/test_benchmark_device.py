@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.gpu_device import DTYPES, SETTLE_SECONDS, Gpu, repeats
+from benchmarks.configurations import DTYPES, normal
+from benchmarks.device import SETTLE_SECONDS, Gpu, repeats
 
 
 class OnNumpy(Gpu):
@@ -101,7 +102,7 @@ def test_the_sets_of_inputs_pass_the_l2_and_differ() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_values_are_normal_in_every_dtype(dtype: str) -> None:
-    x = OnNumpy().normal((50, 200), dtype)
+    x = normal(np, (50, 200), dtype)
     assert x.dtype == DTYPES[dtype]
     assert abs(x.astype(np.float64).mean()) < 0.05
     assert abs(x.astype(np.float64).std() - 1) < 0.05

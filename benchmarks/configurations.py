@@ -1,0 +1,180 @@
+"""What is measured: configurations of attention, and how their FLOPs are counted."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from tileattn import BlockMask
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype(np.float16),
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+}
+PASSES = ("forward", "backward")
+HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
+SHAPE_LENGTHS: Sequence[int] = (2048, 8192)
+WINDOW_LENGTHS: Sequence[int] = (8192, 16384)
+TOKENS = 16384  # B N
+HIDDEN = {"bf16": 2048, "fp16": 2048, "f32": 2048, "f64": 512}  # H D: float64 N x N must fit
+
+Call = Callable[[], Any]
+Shapes = tuple[tuple[int, ...], ...]  # in the order of the Inputs
+
+
+class Inputs(NamedTuple):
+    """One set of arrays, each of four axes: (B, H, N, D) and the like."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+
+
+class Mask(NamedTuple):
+    """The options ``causal`` and ``window`` of tileattn."""
+
+    causal: bool
+    window: tuple[int, int] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of a call, as a user would write them: without what is not there."""
+        window = {} if self.window is None else {"window": self.window}
+        return {"causal": self.causal, **window}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One pass over one problem.
+
+    Parameters
+    ----------
+    kind : str
+        ``forward``, ``backward``, or ``both``: forward and then backward.
+    dtype : str
+        A name of ``DTYPES``.
+    B, H, N, D : int
+        Batch size, query heads, sequence length (of queries and of keys), head dimension.
+    causal : bool
+        Whether the mask is causal.
+    Hkv : int, optional
+        Heads of keys and values, where they are fewer.
+    Dv : int, optional
+        Value head dimension, where it is another.
+    window : int, optional
+        Keys that a query attends to around it, or where causal up to it.
+    """
+
+    kind: str
+    dtype: str
+    B: int
+    H: int
+    N: int
+    D: int
+    causal: bool = False
+    Hkv: int | None = None
+    Dv: int | None = None
+    window: int | None = None
+
+    @property
+    def shapes(self) -> Shapes:
+        """Shapes of q, k, v and of the output."""
+        heads, Dv = self.Hkv or self.H, self.Dv or self.D
+        return (
+            (self.B, self.H, self.N, self.D),
+            (self.B, heads, self.N, self.D),
+            (self.B, heads, self.N, Dv),
+            (self.B, self.H, self.N, Dv),
+        )
+
+    @property
+    def mask(self) -> Mask:
+        """The mask as options."""
+        if self.window is None:
+            return Mask(self.causal)
+        right = 0 if self.causal else (self.window - 1) // 2
+        return Mask(self.causal, (self.window - 1 - right, right))
+
+    @property
+    def density(self) -> float:
+        """Part of the N x N scores that is counted: half of them where causal."""
+        _, window = self.mask
+        return window_density(self.N, *window) if window else 0.5 if self.causal else 1.0
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a pass as the papers count them; under a window, those inside it."""
+        forward = 2 * self.B * self.H * self.N**2 * (self.D + (self.Dv or self.D)) * self.density
+        return forward * (2.5 if self.kind == "backward" else 1.0)
+
+    def row(self) -> dict[str, Any]:
+        """Fields as they stand in the results; defaults of optional ones are left out."""
+        fields = {name: value for name, value in vars(self).items() if value is not None}
+        return {"pass": fields.pop("kind"), **fields}
+
+
+def grid_of(
+    dtypes: Iterable[str],
+    head_dims: Iterable[int],
+    lengths: Iterable[int],
+    passes: Iterable[str],
+    causals: Iterable[bool],
+) -> list[Configuration]:
+    """All combinations; those that share their inputs stand together."""
+    return [
+        Configuration(kind, dtype, max(1, TOKENS // N), max(1, HIDDEN[dtype] // D), N, D, causal)
+        for dtype, D, N, kind, causal in itertools.product(
+            dtypes, head_dims, lengths, passes, causals
+        )
+    ]
+
+
+def shapes_of(
+    dtypes: Sequence[str],
+    lengths: Sequence[int],
+    windowed: Sequence[int],
+    passes: Sequence[str],
+    causals: Sequence[bool],
+) -> Iterator[tuple[str, Configuration]]:
+    """Name configurations beside the grid: GQA, another Dv, a window."""
+    for group in (4, 8):
+        for one in grid_of(dtypes, (128,), lengths, passes, causals):
+            heads = max(1, one.H // group)
+            yield f"GQA {group}:1", replace(one, H=group * heads, Hkv=heads)
+    for one in grid_of(dtypes, (192,), lengths, passes, causals):
+        yield "D 192, Dv 128", replace(one, Dv=128)
+    for one in grid_of(dtypes, (128,), windowed, passes, causals):
+        yield "window of 1024", replace(one, window=1024)
+
+
+def window_density(N: int, left: int, right: int) -> float:
+    """Part of the N x N scores inside a window."""
+    i = np.arange(N)
+    return float((np.minimum(i + right, N - 1) - np.maximum(i - left, 0) + 1).sum() / N**2)
+
+
+def random_blocks(N: int, density: float) -> BlockMask:
+    """Mask of about this density, whose full blocks of 128 x 128 are drawn at random."""
+    side = -(-N // 128)
+    count = max(1, math.ceil(density * side**2 - 1e-9))  # a tenth of 100 is 10, despite rounding
+    blocks = np.zeros(side**2, bool)
+    blocks[np.random.default_rng(0).choice(side**2, count, replace=False)] = True
+    return BlockMask(blocks.reshape(side, side), (128, 128))
+
+
+def normal(xp: Any, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
+    """Standard-normal values of NumPy or CuPy; the 16-bit types are rounded from float32."""
+    drawn = np.float64 if dtype == "f64" else np.float32
+    values = xp.random.default_rng(seed).standard_normal(shape, dtype=drawn)
+    return values.astype(DTYPES[dtype], copy=False)
+
+
+def draw(xp: Any, shapes: Shapes, dtype: str, seed: int = 0) -> Inputs:
+    """One set of arrays, each of its own seed."""
+    return Inputs(*(normal(xp, shape, dtype, seed + i) for i, shape in enumerate(shapes)))

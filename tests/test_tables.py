@@ -1,0 +1,164 @@
+"""The tables of the docs hold what benchmarks/results and the backends say."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.problem import Options, Problem
+from tools import pages, performance_tables, support_table, traffic_table
+
+VERSIONS = ("driver", "cuda", "cupy", "torch", "cudnn", "python", "commit")
+MACHINE = {"gpu": "A GPU", "multiprocessors": 100, "clock_mhz": 1000.0}
+MACHINE |= dict.fromkeys(VERSIONS, "1") | {"date": "today", "command": "python -m something"}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Copy the results, which a test may change."""
+    return shutil.copytree(pages.RESULTS, tmp_path / "results")
+
+
+@pytest.mark.parametrize("tool", ["performance_tables", "traffic_table", "support_table"])
+def test_the_pages_are_fresh(tool: str) -> None:
+    """In a process of its own, which knows the built-in backends only."""
+    command = [sys.executable, "-m", f"tools.{tool}", "--check"]
+    done = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_changed_result_makes_the_page_stale_and_writing_repairs_it(
+    results: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = json.loads((results / "cpu.json").read_text(encoding="utf-8"))
+    result["rows"][0]["gflops"]["tileattn"] += 1234
+    (results / "cpu.json").write_text(json.dumps(result), encoding="utf-8")
+    monkeypatch.setattr(performance_tables, "RESULTS", results)
+    page = Path(shutil.copy(performance_tables.PAGE, tmp_path))
+    options = ["--page", str(page)]
+    assert performance_tables.main(["--check", *options]) == 1
+    assert "performance.md is stale" in capsys.readouterr().out
+    assert performance_tables.main(["--write", *options]) == 0
+    assert performance_tables.main(["--check", *options]) == 0
+    assert "| 1288 |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", ["", "B", "E", "E\nB", "BEBE", "BEE"])
+def test_a_page_without_its_two_markers_is_refused(page: str) -> None:
+    with pytest.raises(ValueError, match="must have one line"):
+        pages.updated(page, "B", "E", [])
+
+
+# --- performance ----------------------------------------------------------------------------------
+
+
+def test_peaks_that_are_missing_say_why() -> None:
+    refused = {"needs_bytes": 3e9, "free_bytes": 1}
+    rows = ({"peak_bytes": 2_500_000}, {"failed": "MemoryError"}, refused, {"not_run": "slow"})
+    shown = ["2.5", "failed", "needs 3,000", "too long"]
+    assert [performance_tables._peak(row) for row in rows] == shown
+
+
+def test_each_kernel_stands_beside_its_lower_bounds() -> None:
+    row: dict[str, Any] = {"pass": "forward", "dtype": "bf16", "B": 2, "H": 4, "N": 8192, "D": 64}
+    row |= {"causal": False, "tflops": {"tileattn": 250.0}}
+    rates: list[dict[str, Any]] = [{"dtype": "bf16", "tflops": 500.0}, {"gbytes_per_second": 4e3}]
+    grid = {"section": "grid", "machine": MACHINE}
+    found = performance_tables.bounds(
+        {
+            "here": grid | {"rows": [row, row | {"N": 512}, row | {"dtype": "f64"}]},
+            "there": grid | {"machine": MACHINE | {"gpu": "another"}, "rows": [row]},
+            "shapes": grid | {"section": "shapes", "rows": [row]},
+        },
+        {"machine": MACHINE, "rows": rates},
+    )
+    scores = 2 * 4 * 8192**2
+    compute, exp = 4 * 64 * scores / 500e9, scores / 16e8
+    crossing = (4 * 2 * 4 * 8192 * 64 * 2 + 2 * 4 * 8192 * 4) / 4e9
+    assert [line for line in found if line.startswith("| forward")] == [
+        f"| forward | bf16 | 64 | no | {compute:.3f} | {exp:.3f} | {crossing:.3f} "
+        f"| {2 * compute:.3f} | {100 * exp / (2 * compute):.0f} | here |"
+    ]
+
+
+def test_calls_with_nan_stand_beside_the_clean_one() -> None:
+    call = {"case": "reference", "dtype": "fp16", "N": 4096, "D": 128, "pass": "forward"}
+    rows = [
+        call | {"values": "clean", "ms": 0.25, "slowdown": 1.0},
+        call | {"values": "one nan in k", "ms": 0.4, "slowdown": 1.6},
+        call | {"pass": "backward", "failed": "MemoryError: no"},
+    ]
+    lines = list(performance_tables.nonfinite({"machine": MACHINE, "rows": rows}))
+    head, _, forward, backward = lines[2:-1]
+    assert head == "| case | dtype | N | D | pass | clean, ms | one nan in k |"
+    assert forward == "| reference | fp16 | 4096 | 128 | forward | 0.250 | 1.60 |"
+    assert backward == "| reference | fp16 | 4096 | 128 | backward |  |  |"
+
+
+def test_what_the_stress_test_ran_is_counted() -> None:
+    row = {"dtype": "float16", "D": 64, "Dv": 128, "variant": "stalls", "calls": 1000}
+    rows = [row, row | {"dtype": "bfloat16", "calls": 500}]
+    found = {"processes": 8, "differing": ["a case"], "failures": []}
+    *counts, _ = performance_tables.stress_row({"machine": MACHINE, "rows": rows} | found)
+    assert counts == ["stalls", 1, 8, "1,500", 1, 0]
+
+
+# --- traffic --------------------------------------------------------------------------------------
+
+
+def test_counted_bytes_stand_beside_the_model_and_the_paper() -> None:
+    told = {"gflop": 66.6, "hbm_gbytes": 40.3, "ms": 41.7}
+    counts = {"dram_read_bytes": 4_000_000, "dram_write_bytes": 500_000, "l2_bytes": 8000}
+    row = {"B": 2, "H": 16, "N": 512, "D": 64, "dtype": "fp16", "tile": [128, 64]}
+    row |= {"gflop": {"standard": 60.0, "flash1": 70.0, "flash2": 70.0}}
+    row |= {"modelled_bytes": {"standard": 9e9, "flash1": 7e6, "flash2": 5e6}}
+    row |= {"tileattn": counts | {"ms": 1.234}, "naive": {"not_run": "too big"}}
+    row |= {"paper": {"gpu": "its GPU", "standard": told, "flash1": told | {"ms": 7.3}}}
+    lines = list(traffic_table.lines({"machine": MACHINE, "rows": [row]}))
+    for line in (
+        "| standard attention, the paper | its GPU | 66.6 | 40.3 |  | 41.7 |",
+        "| FlashAttention, the paper | its GPU | 66.6 | 40.3 |  | 7.3 |",
+        "| tileattn | A GPU | 70.0 | 0.0045 | 8e-06 | 1.23 |",
+        "| CuPy | A GPU | 60.0 |  |  |  |",
+        "| 2 | 16 | 512 | 64 | fp16 | 128 x 64 | 5 MB | 9 GB | 8 kB | 4.5 MB |  |  | 1.23 |  |  |",
+        "CuPy did not run at N = 512: `too big`.",
+    ):
+        assert line in lines
+
+
+# --- support --------------------------------------------------------------------------------------
+
+
+class Short(NumpyBackend):
+    """Supports up to 100 keys, without softcap."""
+
+    name = "short"
+
+    def why_not(self, problem: Problem) -> str | None:
+        if problem.softcap is not None:
+            return "it has no softcap"
+        return "there are more than 100 keys" if problem.Nk > 100 else None
+
+
+def test_a_refusal_is_numbered_and_its_reason_stands_below() -> None:
+    problems = support_table.representative()
+    lines = list(support_table.lines([NumpyBackend(), Short()], problems))
+    assert "| float32 | yes | yes |" in lines
+    assert "| one query, many keys | yes | no (1) |" in lines
+    assert "| `softcap` | yes | no (2) |" in lines
+    assert "| several options together | yes | no (2) |" in lines
+    assert lines[-3:] == ["", "1. there are more than 100 keys", "2. it has no softcap"]
+
+
+def test_every_option_has_a_row() -> None:
+    problems = support_table.representative().values()
+    used = frozenset().union(*(problem.uses for problem in problems))
+    assert used == set(Options.__annotations__) - {"scale"}  # any finite number: nothing to refuse
