@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tileattn
+from tileattn.dtypes import DTYPES
 from tools import digests
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "DTYPES", digests.DTYPES[1:3])
+    monkeypatch.setattr(digests, "DTYPES", DTYPES[1:3])
     monkeypatch.setattr(digests, "SIZES", digests.SIZES[:1])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tileattn.dtypes import DTYPES
 from tileattn.errors import BackendUnavailableError, KernelCompileError
 from tileattn.kernels.build.compile import SOURCES, compiled, nvrtc_version
 from tileattn.kernels.config.hopper import (
@@ -20,7 +21,6 @@ from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.select import TILED
 from tileattn.kernels.config.tiles import ROOMS
 from tileattn.kernels.launch import catalog
-from tileattn.problem import DTYPES
 
 Case = tuple[str, KernelKey]
 

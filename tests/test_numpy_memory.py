@@ -75,7 +75,7 @@ def test_only_plain_scores_are_bounded(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("large", [1e30, math.nan, math.inf, -math.inf])
 def test_large_values_are_not_bounded(large: float) -> None:
     heads, _ = one_head()
-    heads.v[0, 0, 7, 3] = large
+    heads.kv.values(slice(None))[0, 0, 7, 3] = large
     assert not has_small_scores(heads)
 
 
@@ -83,11 +83,11 @@ def test_what_is_masked_out_does_not_decide() -> None:
     """Queries 0 to 49 attend to no key; keys from 200 on are past the length."""
     heads, _ = one_head(kv_lengths=200, causal=True, q_offset=-50)
     heads.q[:, :, :50] = math.nan
-    heads.k[:, :, 200:] = math.inf
-    heads.v[:, :, 200:] = 1e38
+    heads.kv.keys(slice(200, None))[...] = math.inf
+    heads.kv.values(slice(200, None))[...] = 1e38
     assert has_small_scores(heads)
     heads, _ = one_head(kv_lengths=200, causal=True, q_offset=-50)
-    heads.k[:, :, 199] = math.inf
+    heads.kv.keys(slice(199, 200))[...] = math.inf
     assert not has_small_scores(heads)
 
 

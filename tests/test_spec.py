@@ -146,7 +146,7 @@ def test_every_head_is_in_one_group(
     for heads in found:
         assert heads.kv_head == heads.q_heads.start // (Hq // Hkv)
         assert np.shares_memory(heads.q, q)
-        assert np.shares_memory(heads.k, k)
+        assert np.shares_memory(heads.kv.keys(slice(None)), k)
 
 
 # --- the worked example of four tokens ----------------------------------------------------------
@@ -169,8 +169,8 @@ def trace() -> list[RowState]:
     after = []
     for tile in schedule(heads.mask, 2, 2):
         q = memory.load("q", heads.q[..., tile.queries, :], heads.scale)
-        k = memory.load("k", heads.k[..., tile.keys, :])
-        v = memory.load("v", heads.v[..., tile.keys, :])
+        k = memory.load("k", heads.kv.keys(tile.keys))
+        v = memory.load("v", heads.kv.values(tile.keys))
         rows = state.rows(tile.queries)
         spec.update_tile(heads, rows, q, k, v, tile, memory)
         after.append(RowState(rows.m[0, 0].copy(), rows.l[0, 0].copy(), rows.acc[0, 0].copy()))

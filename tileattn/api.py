@@ -10,6 +10,7 @@ from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Backend, Explanation
 from tileattn.dispatch import signature
+from tileattn.dtypes import accum_dtype
 from tileattn.problem import (
     Operands,
     Options,
@@ -306,7 +307,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
             "least one, are accepted"
         )
     check_dtype("outs[0]", outs[0])
-    sums = np.dtype(np.float64 if outs[0].dtype == np.float64 else np.float32)
+    sums = accum_dtype(outs[0].dtype)
     for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         check_array(f"outs[{n}]", out, outs[0].shape, outs[0].dtype)
         check_array(f"lses[{n}]", lse, outs[0].shape[:-1], sums)

@@ -20,6 +20,7 @@ import threadpoolctl
 
 import tileattn
 from tileattn.backends.numpy import threads
+from tileattn.dtypes import DTYPES
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.build import cache
 from tileattn.kernels.build.compile import (
@@ -31,7 +32,6 @@ from tileattn.kernels.build.compile import (
 )
 from tileattn.kernels.build.load import arch_of
 from tileattn.kernels.config.key import KernelKey
-from tileattn.problem import DTYPES
 
 BENCHMARKS = {
     "cpu": "speed of the NumPy backend beside PyTorch and plain NumPy",

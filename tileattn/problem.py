@@ -7,16 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
-import ml_dtypes
 import numpy as np
 
 from tileattn import hints
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.arrays import refuse_masked, require_array
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
-"""Element types of q, k, v, out and of floating options."""
+from tileattn.dtypes import BFLOAT16, DTYPES, accum_dtype
 
 _FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
 
@@ -89,7 +85,7 @@ class Problem:
     @property
     def accum_dtype(self) -> np.dtype[Any]:
         """Type in which sums are kept and in which ``lse`` is given."""
-        return DTYPES[3 if self.dtype == DTYPES[3] else 2]
+        return accum_dtype(self.dtype)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -426,7 +422,7 @@ def _side(side: Any, window: Any) -> int | None:
 
 
 def _real(name: str, x: Any, accepted: str) -> float:
-    if isinstance(x, bool) or not isinstance(x, numbers.Real | ml_dtypes.bfloat16):
+    if isinstance(x, bool) or not isinstance(x, numbers.Real | BFLOAT16.type):
         raise TypeError(f"{name} is {type(x).__name__}; {accepted} accepted")
     try:
         value = float(x)

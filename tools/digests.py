@@ -17,12 +17,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import tileattn
+from tileattn.dtypes import DTYPES
 
-DTYPES = tuple(map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)))
 # B, Hq, Hkv, Nq, Nk, D, Dv
 SIZES = ((2, 4, 2, 37, 71, 24, 40), (1, 2, 1, 530, 1100, 64, 64), (2, 2, 2, 75, 141, 128, 128))
 

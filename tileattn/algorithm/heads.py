@@ -11,13 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.algorithm import philox
-from tileattn.algorithm.mask import AttentionMask, SlidingWindow
+from tileattn.algorithm.layout import Batched, KVSource, Sequence, SequenceLayout
+from tileattn.algorithm.mask import AttentionMask
 from tileattn.algorithm.scores import ScoreMods
 from tileattn.algorithm.tile_mask import TileMask
 from tileattn.algorithm.tiles import Tile, cut
 from tileattn.problem import Operands, Problem
 
 Array = NDArray[Any]
+
+_BATCHED = Batched()
 
 SMALL = 1 << 16  # scores of one head up to which several heads are computed together
 
@@ -30,7 +33,7 @@ class HeadGroup:
     ----------
     q : array, shape (Hkv, G, Nq, D)
         Queries of these heads, in the caller's dtype.
-    k, v : array, shapes (Hkv, 1, Nk, D) and (Hkv, 1, Nk, Dv)
+    kv : KVSource
         Keys and values.
     scale : float
         Multiplies ``q @ k.T``.
@@ -55,8 +58,7 @@ class HeadGroup:
     """
 
     q: Array
-    k: Array
-    v: Array
+    kv: KVSource
     scale: float
     mask: AttentionMask
     score_mods: ScoreMods
@@ -102,7 +104,12 @@ class HeadGroup:
         return keep.reshape(self.q.shape[:2] + keep.shape[1:])
 
 
-def head_groups(problem: Problem, operands: Operands, together: int = 1) -> Iterator[HeadGroup]:
+def head_groups(
+    problem: Problem,
+    operands: Operands,
+    together: int = 1,
+    layout: SequenceLayout = _BATCHED,
+) -> Iterator[HeadGroup]:
     """Cut a problem into groups of heads, larger ones where their score matrices are small.
 
     Parameters
@@ -113,6 +120,8 @@ def head_groups(problem: Problem, operands: Operands, together: int = 1) -> Iter
         The arrays.
     together : int
         Heads of a group where score matrices are not small.
+    layout : SequenceLayout
+        How sequences lie in the arrays.
 
     Yields
     ------
@@ -126,18 +135,14 @@ def head_groups(problem: Problem, operands: Operands, together: int = 1) -> Iter
     if operands.block_mask is not None and operands.block_mask.kinds.shape[1] > 1:
         together = 1  # heads differ in the blocks they skip
     keys, queries = (together // group, group) if together >= group else (1, together)
-    for b in range(problem.B):
-        window = SlidingWindow(
-            problem.Nq, int(operands.kv_lengths[b]), int(operands.q_offset[b]), *problem.window
-        )
+    for sequence in layout.sequences(problem, operands):
         for kv in cut(problem.Hkv, keys):
             for part in cut(group, queries):
-                yield _head_group(problem, operands, window, b, slice(*kv), slice(*part))
+                yield _head_group(problem, operands, sequence, slice(*kv), slice(*part))
 
 
-def _head_group(
-    P: Problem, x: Operands, window: SlidingWindow, b: int, kv: slice, part: slice
-) -> HeadGroup:
+def _head_group(P: Problem, x: Operands, sequence: Sequence, kv: slice, part: slice) -> HeadGroup:
+    b, window = sequence.entry, sequence.window
     heads = slice(kv.start * P.group + part.start, (kv.stop - 1) * P.group + part.stop)
     shape = (kv.stop - kv.start, part.stop - part.start)
 
@@ -156,9 +161,8 @@ def _head_group(
     if mask is not None and len(mask) > 1:
         mask = mask[heads]
     return HeadGroup(
-        q=x.q[b, heads].reshape(shape + x.q.shape[2:]),
-        k=x.k[b, kv][:, None],
-        v=x.v[b, kv][:, None],
+        q=sequence.q[heads].reshape(shape + sequence.q.shape[1:]),
+        kv=sequence.kv.of_heads(kv),
         scale=P.scale,
         mask=AttentionMask(window, P.Nk, mask, x.block_mask, b, heads),
         score_mods=ScoreMods.of(P.softcap, slopes, split(x.bias), window.offset),

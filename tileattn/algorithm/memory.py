@@ -106,7 +106,7 @@ class Memory:
 
     def row_state(self, heads: HeadGroup, rows: int, columns: int | None = None) -> RowState:
         """Make the state of as many rows of each head; columns are those of v by default."""
-        columns = heads.v.shape[-1] if columns is None else columns
+        columns = heads.kv.Dv if columns is None else columns
         return RowState.empty((*heads.q.shape[:2], rows), columns, self.dtype)
 
     def load_state(self, state: RowState) -> RowState:

@@ -93,8 +93,8 @@ def forward_block(
     state = memory.row_state(heads, q1 - q0)
     for tile in heads.mask.row_tiles(q0, q1, block_k):
         rows = slice(tile.q0 - q0, tile.q1 - q0)
-        k = memory.load("k", heads.k[..., tile.keys, :])
-        v = memory.load("v", heads.v[..., tile.keys, :])
+        k = memory.load("k", heads.kv.keys(tile.keys))
+        v = memory.load("v", heads.kv.values(tile.keys))
         update_tile(heads, state.rows(rows), q[..., rows, :], k, v, tile, memory)
     finalize(heads, state, q0, q1, result, memory)
 
@@ -109,8 +109,8 @@ def forward_by_keys(
     for k0, k1 in cut(heads.mask.Nk, block_k):
         tiles = list(heads.mask.column_tiles(k0, k1, block_q))
         if tiles:
-            k = memory.load("k", heads.k[..., k0:k1, :])
-            v = memory.load("v", heads.v[..., k0:k1, :])
+            k = memory.load("k", heads.kv.keys(slice(k0, k1)))
+            v = memory.load("v", heads.kv.values(slice(k0, k1)))
         for tile in tiles:
             keys = slice(tile.k0 - k0, tile.k1 - k0)
             q = memory.load("q", heads.q[..., tile.queries, :], heads.scale)
@@ -159,7 +159,7 @@ class KeyBlock:
     @classmethod
     def load(cls, heads: HeadGroup, k0: int, k1: int, memory: Memory) -> "KeyBlock":
         """Load keys k0 to k1 - 1; their gradients start at 0."""
-        k, v = heads.k[..., k0:k1, :], heads.v[..., k0:k1, :]
+        k, v = heads.kv.keys(slice(k0, k1)), heads.kv.values(slice(k0, k1))
         sums = memory.zeros("dk", k.shape), memory.zeros("dv", v.shape)
         return cls(k0, memory.load_right("k", k), memory.load_right("v", v), *sums)
 
@@ -290,7 +290,7 @@ def backward_block(
             batch, first = heads.batch, heads.kv_head
             block = blocks.get((batch, first))  # None where nobody attends to these keys
             for name, whole in (("dk", sums.dk), ("dv", sums.dv)):
-                part = whole[batch, first : first + len(heads.k), k0:k1]
+                part = whole[batch, first : first + heads.kv.heads, k0:k1]
                 memory.store(name, part, 0 if block is None else getattr(block, name)[:, 0])
 
 
@@ -412,7 +412,7 @@ def renormalise(
     for tile in tiles:
         constant = rows.rows(tile.queries)
         q = memory.load_left("q", heads.q[..., tile.queries, :], constant, heads.scale).x
-        k = memory.load_right("k", heads.k[..., tile.keys, :]).x
+        k = memory.load_right("k", heads.kv.keys(tile.keys)).x
         part = state.rows(slice(tile.q0 - q0, tile.q1 - q0))
         update_tile(undropped, part, q, k, row_norms(k)[..., None], tile, memory)
     if heads.sinks is not None:

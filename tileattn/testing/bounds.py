@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.dtypes import accum_dtype
 from tileattn.reference import Backward, Forward, evaluate_backward, evaluate_forward
 from tileattn.testing.floors import backward_floors, finite, forward_floors, norm, storing, summing
 
@@ -87,7 +88,7 @@ def error_bound(
     term is three times that error.
     """
     dtype = q.dtype
-    sums = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    sums = accum_dtype(dtype)
     dtypes = {"out": dtype, "lse": sums, "dq": dtype, "dk": dtype, "dv": dtype}
     for gradient, option in (("dbias", "bias"), ("dsinks", "sinks")):
         if options.get(option) is not None:

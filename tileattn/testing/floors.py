@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.dtypes import accum_dtype
 from tileattn.reference import Backward, Forward
 
 Array = NDArray[Any]
@@ -55,7 +56,7 @@ def _least(dtype: np.dtype[Any]) -> float:
 
 def _flushed(dtype: np.dtype[Any]) -> float:
     """Largest number that arithmetic may take for zero: GPUs flush what is below normal float32."""
-    return float(np.finfo(np.float64 if dtype == np.float64 else np.float32).tiny)
+    return float(np.finfo(accum_dtype(dtype)).tiny)
 
 
 def norm(x: Array) -> float:

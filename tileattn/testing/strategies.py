@@ -3,10 +3,10 @@
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.dtypes import DTYPES, accum_dtype
 from tileattn.reference import visibility
 from tileattn.testing import options as draw_options
 from tileattn.testing.arrays import AMPLITUDES, FILLS, LAYOUTS, Fill, laid_out
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-DTYPES = tuple(np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 """The dtypes that attention takes."""
 
 
@@ -136,7 +135,7 @@ def problems(
         arrays = _arrays(draw, rng, sizes, dtype, fills)
         dlse = None
         if draw(st.booleans()):
-            dlse = rng.normal(size=shape[:3]).astype(_dtype_of_lse(dtype))
+            dlse = rng.normal(size=shape[:3]).astype(accum_dtype(np.dtype(dtype)))
         if poison and draw(st.booleans()):
             _poison(draw, rng, arrays, visibility(shape, chosen), chosen)
         q, k, v, dout = (
@@ -195,10 +194,6 @@ def _arrays(
         rng.normal(size=(s.B, s.Hkv, s.Nk, s.Dv)).astype(dtype),
         rng.normal(size=(s.B, s.Hq, s.Nq, s.Dv)).astype(dtype),
     ]
-
-
-def _dtype_of_lse(dtype: np.dtype[Any]) -> type[np.floating[Any]]:
-    return np.float64 if dtype == np.float64 else np.float32
 
 
 def _poison(

@@ -43,8 +43,8 @@ def has_small_scores(heads: HeadGroup) -> bool | Array:
         return False
     q = heads.q[..., slice(*window.query_range(0, mask.Nk)), :]
     keys = slice(*window.key_range(0, window.Nq))
-    v = heads.v[..., keys, :].astype(heads.dtype, copy=False)
-    qk = (x.astype(heads.dtype, copy=False) for x in (q, heads.k[..., keys, :]))
+    v = heads.kv.values(keys).astype(heads.dtype, copy=False)
+    qk = (x.astype(heads.dtype, copy=False) for x in (q, heads.kv.keys(keys)))
     reach = math.prod(row_norms(x).max(axis=-1, initial=0) for x in qk)
     largest = np.maximum(v.max(axis=(2, 3), initial=0), -v.min(axis=(2, 3), initial=0))
     room = np.finfo(heads.dtype).max * math.exp(-_SAFE_EXPONENT) / max(mask.Nk, 1)

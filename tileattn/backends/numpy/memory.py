@@ -122,7 +122,7 @@ class TileMemory(Memory):
         """Make the state of as many rows of each head; columns are those of v by default."""
         small: bool | Array = False
         if columns is None:
-            columns = heads.v.shape[-1]
+            columns = heads.kv.Dv
             found = self._small_scores.get(id(heads))
             if found is None:
                 found = self._small_scores[id(heads)] = has_small_scores(heads)

@@ -6,13 +6,14 @@ from itertools import product
 
 import numpy as np
 
+from tileattn.dtypes import BFLOAT16, DTYPES
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_FINISH
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.select import SHARED_LIMIT, TILED, Facts, choose
 from tileattn.kernels.config.tiles import candidates
 from tileattn.kernels.launch.call import WIDEST
 from tileattn.kernels.launch.steps import backward_steps, forward_steps
-from tileattn.problem import BFLOAT16, DTYPES, Problem
+from tileattn.problem import Problem
 
 # Options that a kernel is compiled for; all others are parameters of every kernel, though a right
 # limit may decide about tiles.

@@ -1,0 +1,125 @@
+"""Where the sequences of a call are, and where their keys and values are.
+
+A layout yields one ``Sequence`` for each batch entry. The loops of ``spec`` ask a ``KVSource`` for
+blocks of keys and values and know nothing of how they are stored.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from tileattn.algorithm.mask import SlidingWindow
+from tileattn.problem import Operands, Problem
+
+Array = NDArray[Any]
+
+
+class KVSource(Protocol):
+    """Keys and values of some key heads of one sequence.
+
+    Attributes
+    ----------
+    heads : int
+        Key heads.
+    D, Dv : int
+        Head dimensions of keys and of values.
+    """
+
+    @property
+    def heads(self) -> int: ...  # noqa: D102 - said above
+    @property
+    def D(self) -> int: ...  # noqa: D102, N802 - said above
+    @property
+    def Dv(self) -> int: ...  # noqa: D102, N802 - said above
+
+    def keys(self, span: slice) -> Array:
+        """Return a block of keys, shape (heads, 1, N, D)."""
+
+    def values(self, span: slice) -> Array:
+        """Return a block of values, shape (heads, 1, N, Dv)."""
+
+    def of_heads(self, heads: slice) -> "KVSource":
+        """Return those of some key heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContiguousKV:
+    """Keys and values that are slices of two arrays.
+
+    Parameters
+    ----------
+    k, v : array, shapes (heads, Nk, D) and (heads, Nk, Dv)
+        The arrays.
+    """
+
+    k: Array
+    v: Array
+
+    @property
+    def heads(self) -> int:
+        """Key heads."""
+        return len(self.k)
+
+    @property
+    def D(self) -> int:  # noqa: N802 - the letter of the field
+        """Head dimension of keys."""
+        return int(self.k.shape[-1])
+
+    @property
+    def Dv(self) -> int:  # noqa: N802 - the letter of the field
+        """Head dimension of values."""
+        return int(self.v.shape[-1])
+
+    def keys(self, span: slice) -> Array:
+        """Return a block of keys, shape (heads, 1, N, D)."""
+        return self.k[:, None, span]
+
+    def values(self, span: slice) -> Array:
+        """Return a block of values, shape (heads, 1, N, Dv)."""
+        return self.v[:, None, span]
+
+    def of_heads(self, heads: slice) -> "ContiguousKV":
+        """Return those of some key heads."""
+        return ContiguousKV(self.k[heads], self.v[heads])
+
+
+class Sequence(NamedTuple):
+    """One sequence of a call.
+
+    Parameters
+    ----------
+    entry : int
+        Batch entry: of arrays with a batch axis, and of the dropout.
+    q : array, shape (Hq, Nq, D)
+        Queries.
+    kv : KVSource
+        Keys and values of all key heads.
+    window : SlidingWindow
+        Length, position of query 0, causal and window.
+    """
+
+    entry: int
+    q: Array
+    kv: KVSource
+    window: SlidingWindow
+
+
+class SequenceLayout(Protocol):
+    """How the sequences of a call lie in its arrays."""
+
+    def sequences(self, problem: Problem, operands: Operands) -> Iterator[Sequence]:
+        """Yield the sequences, batch entries ascending."""
+
+
+class Batched:
+    """Sequences that are batch entries of arrays with axes (B, H, N, D)."""
+
+    def sequences(self, problem: Problem, operands: Operands) -> Iterator[Sequence]:
+        """Yield the sequences, batch entries ascending."""
+        P, x = problem, operands
+        for b in range(P.B):
+            length, offset = int(x.kv_lengths[b]), int(x.q_offset[b])
+            window = SlidingWindow(P.Nq, length, offset, *P.window)
+            yield Sequence(b, x.q[b], ContiguousKV(x.k[b], x.v[b]), window)

@@ -1,0 +1,57 @@
+"""The element types of q, k, v, out and of floating options: one record each."""
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+
+class ElementType(NamedTuple):
+    """What the package knows of an element type.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        The type; its ``name`` is the one that CUDA sources use.
+    accum_dtype : numpy.dtype
+        In which sums are accumulated and lse is given.
+    tensor_map : int or None
+        Value of ``CUtensorMapDataType`` in cuda.h; None where no kernel uses tensor maps.
+    """
+
+    dtype: np.dtype[Any]
+    accum_dtype: np.dtype[Any]
+    tensor_map: int | None = None
+
+
+FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
+_TYPES = {
+    one.dtype: one
+    for one in (
+        ElementType(FLOAT16, FLOAT32, 6),
+        ElementType(BFLOAT16, FLOAT32, 9),
+        ElementType(FLOAT32, FLOAT32),
+        ElementType(FLOAT64, FLOAT64),
+    )
+}
+
+DTYPES = tuple(_TYPES)
+"""All of them, 16 bits first."""
+
+NAMED = {dtype.name: dtype for dtype in DTYPES}
+"""All of them, by name."""
+
+
+def accum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in which sums over elements of this type are accumulated."""
+    return _TYPES[dtype].accum_dtype
+
+
+def tensor_map_type(name: str) -> int:
+    """Return the ``CUtensorMapDataType`` of a type, by its name."""
+    code = _TYPES[NAMED[name]].tensor_map
+    if code is None:
+        raise TypeError(f"{name} has no tensor map; float16 and bfloat16 are accepted")
+    return code
