@@ -17,22 +17,19 @@ Array = NDArray[Any]
 
 
 class KVSource(Protocol):
-    """Keys and values of some key heads of one sequence.
-
-    Attributes
-    ----------
-    heads : int
-        Key heads.
-    D, Dv : int
-        Head dimensions of keys and of values.
-    """
+    """Keys and values of some key heads of one sequence."""
 
     @property
-    def heads(self) -> int: ...  # noqa: D102 - said above
+    def heads(self) -> int:
+        """Key heads."""
+
     @property
-    def D(self) -> int: ...  # noqa: D102, N802 - said above
+    def D(self) -> int:  # noqa: N802 - the letter of the field
+        """Head dimension of keys."""
+
     @property
-    def Dv(self) -> int: ...  # noqa: D102, N802 - said above
+    def Dv(self) -> int:  # noqa: N802 - the letter of the field
+        """Head dimension of values."""
 
     def keys(self, span: slice) -> Array:
         """Return a block of keys, shape (heads, 1, N, D)."""
