@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from tileattn.algorithm.bias_gradient import add_bias_gradient, groups_sharing_sums, shape_of_sums
-from tileattn.algorithm.heads import Array, HeadGroup, head_groups
+from tileattn.algorithm.heads import SMALL, Array, HeadGroup, head_groups
 from tileattn.algorithm.memory import Executor, Memory, Operand, OrderedSums
 from tileattn.algorithm.residuals import HeadResiduals, Residuals, Sums, row_norms
 from tileattn.algorithm.softmax import RowState
@@ -206,8 +206,9 @@ def backward(
         None if bias is None else np.zeros(shape_of_sums(bias.shape, P), P.accum_dtype),
     )
     groups = list(head_groups(P, operands))
-    blocks = [(heads, *rows) for heads in groups for rows in cut(P.Nq, block_q)]
-    executor.run([partial(prepare, *rows, attention.out, dlse, saved, sums) for rows in blocks])
+    entries = cut(P.B, max(1, SMALL // max(1, P.Hq * P.Nq)))
+    rows = [(slice(*b), slice(None), slice(*i)) for b in entries for i in cut(P.Nq, block_q)]
+    executor.run([partial(prepare, block, attention.out, dlse, saved, sums) for block in rows])
     large_rows = saved.blocks_of_large_rows(groups, block_size)
     executor.run([partial(renormalise, *rows, saved) for rows in large_rows])
     keys = list(cut(P.Nk, block_k))
@@ -231,23 +232,18 @@ def backward(
 
 
 def prepare(
-    heads: HeadGroup,
-    q0: int,
-    q1: int,
+    rows: tuple[slice, slice, slice],
     out: Array,
     dlse: Array | None,
     saved: Residuals,
     sums: Sums,
     memory: Memory,
 ) -> None:
-    """Compute ``delta = rowsum(dO * O) - dlse`` of a query block; its dQ starts at 0."""
-    o = memory.load("out", heads.of(out)[..., q0:q1, :])
-    do = memory.load("dout", heads.of(saved.dout)[..., q0:q1, :])
-    delta = np.einsum("...d,...d->...", do, o)
-    if dlse is not None:
-        delta -= heads.of(dlse)[..., q0:q1]
-    memory.store("delta", heads.of(saved.delta)[..., q0:q1], delta)
-    memory.store("dq", heads.of(sums.dq)[..., q0:q1, :], 0)
+    """Compute ``delta = rowsum(dO * O) - dlse`` of some rows of (B, Hq, Nq); dQ starts at 0."""
+    o, do = memory.load("out", out[rows]), memory.load("dout", saved.dout[rows])
+    delta = np.einsum("bhid,bhid->bhi", do, o)
+    memory.store("delta", saved.delta[rows], delta if dlse is None else delta - dlse[rows])
+    memory.store("dq", sums.dq[rows], 0)
 
 
 def backward_block(
