@@ -86,7 +86,7 @@ def visibility(given: Given, options: dict[str, Any]) -> NDArray[np.bool_]:
     return reference.visibility((*given[0].shape[:3], given[1].shape[2]), options)
 
 
-def check_hidden(
+def check_masked_out(
     runner: Runner,
     given: Given,
     options: dict[str, Any],
@@ -159,7 +159,7 @@ def check_reach(
         np.testing.assert_array_equal(bits(ours[others]), bits(theirs[others]))
 
 
-def check_seen(
+def check_visible(
     runner: Runner, given: Given, options: dict[str, Any], *, deterministic: bool = True
 ) -> tuple[Attention, Gradients]:
     """Hold a call whose arrays are not finite to the oracle, and return its results.
@@ -202,7 +202,7 @@ def check_spoiled(
     """Spoil random places: the results are the oracle's, and heads without any keep their bits."""
     spoiled, there = spoil(given, options, rng, names)
     before = both(runner, given, options, deterministic=deterministic)
-    after = check_seen(runner, spoiled, there, deterministic=deterministic)
+    after = check_visible(runner, spoiled, there, deterministic=deterministic)
     clean = np.ones((B, HKV), bool)
     pairs = list(zip(spoiled, given, strict=True))
     if "bias" in options:

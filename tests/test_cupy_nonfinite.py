@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from tests.conftest import Runner
 from tests.gpu import needs_gpu, poisoned
 from tests.hopper import sent
-from tests.nonfinite import WRONG, Given, arrays, check_hidden, check_reach, check_spoiled, masks
+from tests.nonfinite import (
+    WRONG,
+    Given,
+    arrays,
+    check_masked_out,
+    check_reach,
+    check_spoiled,
+    masks,
+)
 from tests.test_hopper_backward import served
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
@@ -109,14 +117,14 @@ def test_what_nobody_sees_and_what_other_rows_see(kernels: Kernels, runner: Runn
         call, options = call_of(kernels, kernels.kinds[n % len(kernels.kinds)])
         same, wrong = not is_repaired(call, options), WRONG[n % len(WRONG)]
         how = {"deterministic": order[n % len(order)]}
-        check_hidden(runner, call, options, wrong, same=same, **how)
+        check_masked_out(runner, call, options, wrong, same=same, **how)
         if n < 2:
             check_reach(runner, call, options, "kv"[n], wrong, **how)
 
 
 @given(data=st.data(), seed=st.integers(0, 1 << 20))
 @settings(max_examples=EXAMPLES)
-def test_random_places_propagate_as_in_the_plain_formula(
+def test_random_non_finite_values_propagate_as_in_the_formula(
     kernels: Kernels, runner: Runner, data: Any, seed: int
 ) -> None:
     call, options = call_of(kernels, data.draw(st.sampled_from(kernels.kinds)))

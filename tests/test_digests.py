@@ -29,7 +29,7 @@ def test_the_same_bits_have_the_same_digests(
     assert capsys.readouterr().out.splitlines()[-1].endswith(" digests, of which 0 differ")
 
 
-def test_one_bit_is_seen(
+def test_one_changed_bit_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "before.json")

@@ -165,7 +165,7 @@ def test_a_row_that_is_masked_by_a_number_is_a_mean(
 
 
 @pytest.mark.parametrize(("dtype", "mask"), ends(), ids=str)
-def test_a_sink_as_large_as_the_mask_has_its_share(
+def test_a_sink_at_the_lowest_number_counts(
     runner: Runner, dtype: np.dtype[Any], mask: float
 ) -> None:
     rng = np.random.default_rng(0)

@@ -100,7 +100,7 @@ def test_indices_far_out_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("p", [0.03, 0.1, 0.5, 0.9])
-def test_share_of_kept_elements_is_within_five_sigma(p: float) -> None:
+def test_density_of_kept_elements_is_within_five_sigma(p: float) -> None:
     kept = dropout_mask((2, 3, 257, 311), p, seed=20240517)
     n = kept.size
     assert abs(int(kept.sum()) - n * (1 - p)) < 5 * (n * p * (1 - p)) ** 0.5

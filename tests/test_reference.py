@@ -292,7 +292,7 @@ SEEN = np.tri(NQ, NK, NK - NQ, dtype=bool)  # queries 0 and 1 see nothing
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_hidden_keys_values_and_queries_never_enter(poison: float) -> None:
+def test_masked_out_keys_values_and_queries_never_enter(poison: float) -> None:
     q, k, v, dout = arrays()
     expected = reference.forward(q, k, v, mask=SEEN & (np.arange(NK) < 4))
     grads = reference.backward(dout, q, k, v, mask=SEEN & (np.arange(NK) < 4))
@@ -323,7 +323,7 @@ def test_a_nan_reaches_the_rows_that_see_it_and_no_others() -> None:
     assert not np.isnan(dv).any()
 
 
-def test_infinity_in_a_visible_score_is_that_of_the_plain_formula() -> None:
+def test_infinity_in_a_visible_score_is_that_of_the_formula() -> None:
     out, lse = reference.forward(
         np.array([[1.0], [-1.0]]), np.array([[0.0], [np.inf]]), np.array([[2.0], [3.0]])
     )
@@ -332,7 +332,7 @@ def test_infinity_in_a_visible_score_is_that_of_the_plain_formula() -> None:
 
 
 @pytest.mark.parametrize("bias", [-np.inf, np.array([[0.0], [-np.inf]])])
-def test_a_score_of_minus_infinity_is_a_key_not_seen(bias: Any) -> None:
+def test_a_score_of_minus_infinity_masks_the_key_out(bias: Any) -> None:
     q, k, v, dout = arrays()
     q, dout = q[:, :, :2], dout[:, :, :2]
     bias = np.broadcast_to(bias, (2, 1)).astype(np.float64)

@@ -61,7 +61,7 @@ def oracle(dtype: Any) -> tuple[Attention, Gradients, dict[str, Bound]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_plain_formula_passes(dtype: Any) -> None:
+def test_the_formula_in_low_precision_passes(dtype: Any) -> None:
     (result, grads), (expected, expected_grads, bounds) = plain(dtype), oracle(dtype)
     assert_attention_close(result, expected, bounds)
     assert_attention_close(grads, expected_grads, bounds)
@@ -270,7 +270,7 @@ def test_a_result_that_is_zero_for_one_key_may_be_off_by_rounding() -> None:
     assert 0 < bounds["dq"].error < 1e-4
 
 
-def test_infinite_and_hidden_entries_do_not_spoil_a_bound() -> None:
+def test_infinite_and_masked_out_entries_do_not_spoil_a_bound() -> None:
     q, k, v, dout = arrays(np.float32)
     clean = error_bound(q, k, v, dout, kv_lengths=[7, 7])
     k[:, :, 7:], v[:, :, 8:] = np.nan, np.inf
@@ -345,7 +345,7 @@ def has_dtype(dtype: Any, case: AttentionCase) -> bool:
     return bool(case.q.dtype == dtype)
 
 
-def hidden_nan(case: AttentionCase) -> bool:
+def masked_out_nan(case: AttentionCase) -> bool:
     """Whether a key holds NaN and the result none."""
     out = reference.forward(case.q, case.k, case.v, **case.options).out
     return bool(np.isnan(case.k.astype(float)).any() and np.isfinite(out).all() and out.any())
@@ -367,7 +367,7 @@ OCCURS: dict[str, Callable[[AttentionCase], bool]] = {
     "layout (B, N, H, D)": lambda c: c.q.ndim == 4 and c.q.strides[1] < c.q.strides[2],
     "negative strides": lambda c: min(c.k.strides) < 0,
     "dlse": lambda c: c.dlse is not None,
-    "NaN that nobody sees": hidden_nan,
+    "NaN that nobody sees": masked_out_nan,
     "NaN that some see": lambda c: bool(
         np.isnan(reference.forward(c.q, c.k, c.v, **c.options).out).any()
     ),

@@ -26,7 +26,7 @@ def count(**options: Any) -> tuple[dict[str, int], dict[str, int], NDArray[np.bo
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_everything_is_seen(dtype: Any) -> None:
+def test_everything_is_visible(dtype: Any) -> None:
     tiles, moved, _ = count(dtype=dtype)
     size = np.dtype(dtype).itemsize
     assert tiles == {"skipped": 0, "partial": 0, "full": B * HQ * 3 * 4}
@@ -68,7 +68,7 @@ def test_masks_by_brute_force(options: dict[str, Any]) -> None:
     assert moved["out"] == B * HQ * NQ * DV * 4
 
 
-def test_tiles_that_are_visited_in_parts_are_not_skipped_less_often() -> None:
+def test_tiles_in_parts_are_not_skipped_less_often() -> None:
     """Blocks of the mask are a quarter of a tile, so that a tile may have up to two visits."""
     blocks = np.random.default_rng(1).random((B, HQ, 5, 8)) < 0.3
     options = {"block_mask": BlockMask(blocks, (8, 4))}

@@ -69,7 +69,7 @@ def test_the_closed_form_is_the_walk(
     by_head=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_share_stands_for_a_block_mask(
+def test_a_density_stands_for_a_block_mask(
     counts: tuple[int, int], tile: tuple[int, int], density: float, by_head: bool, seed: int
 ) -> None:
     """Blocks of the mask are the tile; one query block sees all keys, so that all are loaded."""
@@ -104,7 +104,7 @@ def test_a_tall_tile_on_a_boundary_loads_its_keys_for_each_half() -> None:
     assert model < walk <= model + 2 * 300 * 8
 
 
-def test_heads_that_skip_other_blocks_share_what_some_of_them_see() -> None:
+def test_heads_with_other_empty_blocks_share_loads() -> None:
     """Four heads of one group, each of which sees one of four key blocks, in turn."""
     blocks = np.eye(4, dtype=bool)[:, None]
     options = {"block_mask": BlockMask(blocks, (8, 8))}
@@ -197,7 +197,7 @@ def test_standard_attention_skips_nothing() -> None:
 
 @settings(max_examples=50)
 @given(lengths, lengths, sides, sides)
-def test_operations_are_those_of_the_pairs_that_are_seen(
+def test_flops_are_those_of_the_visible_pairs(
     Nq: int, Nk: int, left: int | None, right: int | None
 ) -> None:
     problem, _ = call((2, 4, 2), (Nq, Nk, 3, 5), {"window": (left, right)})
@@ -213,7 +213,7 @@ def test_operations_of_square_heads() -> None:
     assert flops(problem, share=0.25) == flops(problem) / 4
 
 
-def test_the_standard_algorithm_multiplies_every_pair_and_nothing_again() -> None:
+def test_the_standard_algorithm_skips_and_recomputes_nothing() -> None:
     problem, _ = call((2, 4, 2), (30, 50, 3, 5), {"causal": True})
     assert flops(problem, algorithm="standard") == 2 * 2 * 4 * 30 * 50 * (3 + 5)
     assert flops(problem, "backward", algorithm="standard") == 4 * 2 * 4 * 30 * 50 * (3 + 5)

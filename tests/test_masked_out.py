@@ -14,9 +14,9 @@ from tests.conftest import Runner
 from tests.nonfinite import (
     WRONG,
     arrays,
-    check_hidden,
+    check_masked_out,
     check_reach,
-    check_seen,
+    check_visible,
     check_spoiled,
     masks,
 )
@@ -34,14 +34,14 @@ SHORT, LONG = (37, 29), (270, 300)
 
 @pytest.mark.parametrize("kind", masks(SHORT))
 @pytest.mark.parametrize("wrong", WRONG)
-def test_no_bit_depends_on_what_nobody_sees(runner: Runner, kind: str, wrong: float) -> None:
-    check_hidden(runner, arrays(SHORT), masks(SHORT)[kind], wrong)
+def test_no_bit_depends_on_masked_out_entries(runner: Runner, kind: str, wrong: float) -> None:
+    check_masked_out(runner, arrays(SHORT), masks(SHORT)[kind], wrong)
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "lengths", "mixed blocks", "all"])
 def test_no_bit_of_long_problems_either(backend: Runner, kind: str) -> None:
     """Long enough for several tiles, and for the norms to be looked at."""
-    check_hidden(backend, arrays(LONG), masks(LONG)[kind], math.nan)
+    check_masked_out(backend, arrays(LONG), masks(LONG)[kind], math.nan)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -62,12 +62,12 @@ def test_nor_does_it_in_long_problems(backend: Runner, kind: str, where: str) ->
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 3.0}], ids=str)
-def test_what_is_seen_propagates_as_in_the_plain_formula(
+def test_non_finite_values_propagate_as_in_the_formula(
     runner: Runner, where: str, wrong: float, options: dict[str, Any]
 ) -> None:
     q, k, v, dout = arrays(SHORT)
     {"q": q, "k": k, "v": v, "dout": dout}[where][0, 1, 21, 2] = wrong
-    _, grads = check_seen(runner, (q, k, v, dout), options)
+    _, grads = check_visible(runner, (q, k, v, dout), options)
     assert all(np.isfinite(x[1]).all() for x in grads[:3])
 
 
@@ -75,7 +75,7 @@ def test_what_is_seen_propagates_as_in_the_plain_formula(
 @pytest.mark.parametrize("kind", masks(SHORT))
 @given(seed=st.integers(0, 1 << 20))
 @settings(max_examples=5)
-def test_random_places_propagate_as_in_the_plain_formula(
+def test_random_non_finite_values_propagate_as_in_the_formula(
     runner: Runner, kind: str, names: tuple[str, ...], seed: int
 ) -> None:
     """Not in keys and values at once: a score of -inf beside an infinite value is ``0 * inf``."""

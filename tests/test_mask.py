@@ -214,7 +214,7 @@ def test_column_tiles(drawn: tuple[AttentionMask, Bools], block: int, data: st.D
 
 
 @given(attention_masks(), st.integers(1, 30), st.integers(1, 30), st.sampled_from(["q", "kv"]))
-def test_schedule_visits_every_visible_pair_once(
+def test_schedule_has_every_visible_pair_once(
     drawn: tuple[AttentionMask, Bools], block_q: int, block_k: int, order: str
 ) -> None:
     attn_mask, visible = drawn

@@ -129,7 +129,7 @@ def test_a_state_of_small_scores_takes_no_maximum(seed: int) -> None:
 
 
 @given(kinds, seeds, spreads)
-def test_a_finalized_result_is_a_state_again(kind: str, seed: int, spread: float) -> None:
+def test_a_finalized_result_is_a_state(kind: str, seed: int, spread: float) -> None:
     (s, v), (t, w) = scores(seed, spread), scores(seed + 1, spread)
     result = state_of(s, v, kind).finalize()
     assert_same(RowState.of_result(*result, DTYPE).finalize(), result)
