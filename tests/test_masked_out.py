@@ -16,8 +16,8 @@ from tests.nonfinite import (
     arrays,
     check_masked_out,
     check_reach,
-    check_visible,
     check_spoiled,
+    check_visible,
     masks,
 )
 from tileattn import BlockMask, reference
