@@ -4,6 +4,7 @@ A tile of the first key block is held up until the others have gone as far as th
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,21 +29,23 @@ Array = NDArray[Any]
 
 
 @pytest.fixture
-def hold_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def hold_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., threading.Event]]:
     """Hold up a tile of the first key block until another tile's sums have been added."""
     monkeypatch.setattr(numpy_backend, "_SERIAL_WORK", 0)
     threads._pool.cache_clear()
     compute = spec.backward_tile
     adds: dict[str, Any] = {"dq": TileMemory.add, "dbias": add_bias_gradient}
 
-    def prepare(held: tuple[int, int], other: tuple[int, int], sums: str = "dq") -> None:
+    def prepare(
+        held: tuple[int, int], other: tuple[int, int], sums: str = "dq", wait: float = WAIT
+    ) -> threading.Event:
         added, current = threading.Event(), threading.local()
 
         def tile_of(heads: Any, saved: Any, block: Any, tile: Tile, memory: Any) -> Any:
             result = compute(heads, saved, block, tile, memory)
             current.tile = tile
             if (tile.q0, tile.k0) == held:
-                added.wait(WAIT)
+                added.wait(wait)
             return result
 
         def add(*args: Any) -> None:
@@ -56,6 +59,7 @@ def hold_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             monkeypatch.setattr(TileMemory, "add", add)
         else:
             monkeypatch.setattr(spec, "add_bias_gradient", add)
+        return added
 
     yield prepare
     threads._pool.cache_clear()
@@ -72,7 +76,9 @@ def gradients(Nq: int, Nk: int, options: dict[str, Any]) -> Gradients:
 
 @pytest.mark.parametrize("visible", [(1, 1, 1), (1, 0, 1, 1)])
 def test_key_blocks_add_to_dq_in_their_order(
-    monkeypatch: pytest.MonkeyPatch, hold_up: Callable[..., None], visible: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    hold_up: Callable[..., threading.Event],
+    visible: tuple[int, ...],
 ) -> None:
     """Behind a block that no query sees, too: its task has nothing to add, but waits."""
     Nk = BLOCK * len(visible)
@@ -86,7 +92,7 @@ def test_key_blocks_add_to_dq_in_their_order(
 
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 48, 1), (2, 1, 32), (1, 1, 1)])
 def test_sums_of_a_bias_have_a_fixed_order(
-    monkeypatch: pytest.MonkeyPatch, hold_up: Callable[..., None], shape: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, hold_up: Callable[..., threading.Event], shape: tuple[int, ...]
 ) -> None:
     """The second key block adds its first rows between the first block's first and second."""
     bias = np.random.default_rng(1).normal(size=shape).astype(np.float32)
@@ -97,8 +103,20 @@ def test_sums_of_a_bias_have_a_fixed_order(
     np.testing.assert_array_equal(gradients(48, 32, {"bias": bias}).dbias, expected.dbias)
 
 
+def test_a_key_block_adds_before_the_one_before_has_ended(
+    monkeypatch: pytest.MonkeyPatch, hold_up: Callable[..., threading.Event]
+) -> None:
+    """The first key block's second tile waits for the sums of the second key block's first."""
+    monkeypatch.setattr(threads, "worker_count", lambda: 2)
+    start = time.monotonic()
+    added = hold_up((BLOCK, 0), (0, BLOCK), wait=20)
+    gradients(2 * BLOCK, 2 * BLOCK, {})
+    assert added.is_set()
+    assert time.monotonic() - start < 15
+
+
 def test_an_error_wakes_the_tasks_that_wait(
-    monkeypatch: pytest.MonkeyPatch, hold_up: Callable[..., None]
+    monkeypatch: pytest.MonkeyPatch, hold_up: Callable[..., threading.Event]
 ) -> None:
     """The first key block fails when the second has begun, and would wait for it for ever."""
     monkeypatch.setattr(threads, "worker_count", lambda: 2)
