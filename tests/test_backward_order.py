@@ -80,7 +80,7 @@ def test_key_blocks_add_to_dq_in_their_order(
     hold_up: Callable[..., threading.Event],
     visible: tuple[int, ...],
 ) -> None:
-    """Behind a block that no query sees, too: its task has nothing to add, but waits."""
+    """Behind an empty block, too: its task has nothing to add, but waits."""
     Nk = BLOCK * len(visible)
     options = {"block_mask": BlockMask(np.array([visible], np.bool_), (BLOCK, BLOCK))}
     monkeypatch.setattr(threads, "worker_count", lambda: 1)
