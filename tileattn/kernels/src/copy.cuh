@@ -12,12 +12,12 @@ template <int SIZE>
 __device__ inline void copy_async(u32 target, const char* source, int valid) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (SIZE == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target),
-                     "l"(source), "r"(valid)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                     "r"(valid)
                      : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target),
-                     "l"(source), "n"(SIZE), "r"(valid)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source),
+                     "n"(SIZE), "r"(valid)
                      : "memory");
 #else
     struct alignas(SIZE) Bytes {
@@ -63,6 +63,25 @@ __device__ inline void copy_wait() {
 #endif
 }
 
+__device__ inline void load_shared(u32 (&x)[4], u32 address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address));
+}
+__device__ inline u32 load_shared(u32 address) {
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+}
+__device__ inline void store_shared(u32 address, const u32 (&x)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+                 "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+__device__ inline void store_shared(u32 address, u32 x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
 __device__ inline void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -78,10 +97,10 @@ __device__ inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
 // The way back, transposed.
 __device__ inline void store_matrices_transposed(u32 address, const u32 (&r)[4]) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                     address),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
 #else
     const int lane = threadIdx.x % 32;
 #pragma unroll

@@ -54,8 +54,8 @@ struct Fragment {
 // its 8 * NT columns.
 
 // c[m, n] += sum over k of x[m, k] y[n, k], for DEPTH columns of both tiles. With MIRRORED it has the
-// same bits as y times x without. CAREFUL is as in mma.cuh.
-template <int DEPTH, int UNROLL = DEPTH / 16, bool MIRRORED = false, bool CAREFUL = false, class T,
+// same bits as y times x without. NAN_SAFE is as in mma.cuh.
+template <int DEPTH, int UNROLL = DEPTH / 16, bool MIRRORED = false, bool NAN_SAFE = false, class T,
           int R, int C, int R2, int C2, class S, int MT, int NT>
 __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
                                 const Tile<T, R2, C2>& y, int n0) {
@@ -72,7 +72,7 @@ __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, 
             for (int m = 0; m < MT; ++m)
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
-                    Atom<T>::template mma<MIRRORED, CAREFUL>(c.x[m][n + i], a[m], b[i]);
+                    Atom<T>::template mma<MIRRORED, NAN_SAFE>(c.x[m][n + i], a[m], b[i]);
         }
     }
 }
@@ -115,8 +115,8 @@ __device__ inline void multiply_rows(Fragment<S, MT, NT>& c, const Tile<T, R, C>
         typename Atom<T>::A a[MT];
 #pragma unroll
         for (int m = 0; m < MT; ++m)
-            a[m] = TRANSPOSED ? x.template a_transposed<16 * MT>(m0, 16 * m, k)
-                              : x.a(m0, 16 * m, k);
+            a[m] =
+                TRANSPOSED ? x.template a_transposed<16 * MT>(m0, 16 * m, k) : x.a(m0, 16 * m, k);
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
             typename Atom<T>::B b[2];
@@ -179,13 +179,13 @@ __device__ inline void store_transposed(const Tile<T, R, C>& tile, const Fragmen
 }
 
 // Where add_rows puts a column: what a lane holds of two neighbouring atoms lies together.
-__device__ inline int added_column(int column) {
+__device__ inline int accum_column(int column) {
     return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
 }
 
-// Where store_sums of product_sm90.cuh puts what add_rows would put at `column` of this row: what
+// Where store_dq of gemm_sm90.cuh puts what add_rows would put at `column` of this row: what
 // neighbouring rows have in the same columns is to lie in other banks of shared memory.
-__device__ inline int stored_column(int row, int column) { return column ^ row % 2 * 16; }
+__device__ inline int dq_column(int row, int column) { return column ^ row % 2 * 16; }
 
 // Add accumulators to rows in global memory, the first `rows` of which there are.
 template <class S, int MT, int NT>

@@ -7,7 +7,7 @@
 // without moving, two tiles of eight columns at a time.
 //
 // A product that is MIRRORED has the bits of the one with A and B exchanged, mirrored. One that is
-// CAREFUL has infinity and NaN where IEEE arithmetic has them, and the same bits where it has not.
+// NAN_SAFE has infinity and NaN where IEEE arithmetic has them, and the same bits where it has not.
 // For all but float32 any product is both.
 #pragma once
 
@@ -49,7 +49,7 @@ struct HalfAtom {
                 pack<T>(c[1][2], c[1][3])};
     }
 
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         auto half = [](u32 pair, int k) {
             return widen(T{static_cast<unsigned short>(k % 2 ? pair >> 16 : pair)});
@@ -62,7 +62,7 @@ struct HalfAtom {
 
 template <>
 struct Atom<float16> : HalfAtom<float16> {
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
 #if __CUDA_ARCH__ >= 800
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
@@ -83,7 +83,7 @@ struct Atom<float16> : HalfAtom<float16> {
 template <>
 struct Atom<bfloat16> : HalfAtom<bfloat16> {
 #if __CUDA_ARCH__ >= 800
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
             "{%8,%9}, {%0,%1,%2,%3};"
@@ -110,7 +110,7 @@ struct WideAtom {
     // The lane's numbers at columns 2t and 2t + 1 of both eights.
     __device__ static B b_of(S x0, S x1, S x2, S x3) { return {{{x0, x1}, {x2, x3}}}; }
 
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(S (&c)[4], const A& a, const B& b) {
         multiply_by_shuffles(
             c, [&](int high, int k) { return a.r[k / 2][k % 2 * 2 + high]; },
@@ -129,7 +129,7 @@ struct WideAtom {
 // and C is added to outside. Ootomo and Yokota, arXiv:2203.03341.
 //
 // The lower part of infinity is NaN, and a lower part may have the other sign than x. So sums of
-// lower parts are NaN where a factor is infinite, and may be wrong where they overflow. CAREFUL
+// lower parts are NaN where a factor is infinite, and may be wrong where they overflow. NAN_SAFE
 // leaves such sums out: high high' is infinite or NaN by itself, as x y is.
 template <>
 struct Atom<float> {
@@ -169,7 +169,7 @@ struct Atom<float> {
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     }
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         float sum[4] = {};
 #pragma unroll
@@ -177,7 +177,7 @@ struct Atom<float> {
             mma_tf32(sum, MIRRORED ? a.high[i] : a.low[i], MIRRORED ? b.low[i] : b.high[i]);
             mma_tf32(sum, MIRRORED ? a.low[i] : a.high[i], MIRRORED ? b.high[i] : b.low[i]);
         }
-        if constexpr (CAREFUL)
+        if constexpr (NAN_SAFE)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 if (!is_finite(sum[e])) sum[e] = 0;
@@ -190,7 +190,7 @@ struct Atom<float> {
 
 template <>
 struct Atom<double> : WideAtom<double> {
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(double (&c)[4], const A& a, const B& b) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -198,8 +198,8 @@ struct Atom<double> : WideAtom<double> {
             asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, "
                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                 : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
-                : "d"(a.r[i][0]), "d"(a.r[i][1]), "d"(a.r[i][2]), "d"(a.r[i][3]),
-                  "d"(b.r[i][0]), "d"(b.r[i][1]));
+                : "d"(a.r[i][0]), "d"(a.r[i][1]), "d"(a.r[i][2]), "d"(a.r[i][3]), "d"(b.r[i][0]),
+                  "d"(b.r[i][1]));
 #else
 #pragma unroll
             for (int k = 0; k < 2; ++k)

@@ -16,8 +16,8 @@ __device__ inline Words philox4x32(Words c, u32 key0, u32 key1) {
     for (int round = 0; round < 10; ++round) {
         // Both halves of a product are one instruction. Written as a product of u64, the compiler
         // carries all of the rounds in 64 bits, with an addition to each high half.
-        c = {__umulhi(c.x[2], B) ^ c.x[1] ^ key0, c.x[2] * B,
-             __umulhi(c.x[0], A) ^ c.x[3] ^ key1, c.x[0] * A};
+        c = {__umulhi(c.x[2], B) ^ c.x[1] ^ key0, c.x[2] * B, __umulhi(c.x[0], A) ^ c.x[3] ^ key1,
+             c.x[0] * A};
         key0 += 0x9E3779B9u;
         key1 += 0xBB67AE85u;
     }

@@ -16,11 +16,11 @@ using float64 = double;
 
 // Sums are kept in float, those of float64 in double.
 template <class T>
-struct SumOf {
+struct AccumOf {
     using type = float;
 };
 template <>
-struct SumOf<double> {
+struct AccumOf<double> {
     using type = double;
 };
 
