@@ -1,4 +1,4 @@
-// Probe of bias.cuh: the bias as accumulators hold it, and their gradient as it is written.
+// Probe of bias.cuh: the bias as a fragment, and its gradient as it is stored.
 #include "bias.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M), NT = BLOCK_K / 8;

@@ -1,4 +1,4 @@
-// Probe of blocks.cuh: what Window and AttentionMask say of pairs and boxes, and which tiles are visited.
+// Probe of blocks.cuh: masks of pairs and boxes, and the tiles that are not empty.
 #include "blocks.cuh"
 
 struct Box {
@@ -23,11 +23,11 @@ extern "C" __global__ void bands(Params p, const i64* lengths, const i64* offset
     }
 }
 
-// Each block of threads says what it works on.
-extern "C" __global__ void turns(i64 blocks, i64 heads, i64 parts, int* block_and_head) {
-    const BlockCoord turn{int(blocks), int(heads), int(parts)};
-    block_and_head[2 * blockIdx.x] = turn.block;
-    block_and_head[2 * blockIdx.x + 1] = turn.head;
+// Block and head of each CTA.
+extern "C" __global__ void turns(i64 blocks, i64 heads, i64 groups, int* block_and_head) {
+    const BlockCoord coord{int(blocks), int(heads), int(groups)};
+    block_and_head[2 * blockIdx.x] = coord.block;
+    block_and_head[2 * blockIdx.x + 1] = coord.head;
 }
 
 __device__ AttentionMask sight_of(Params& p, const bool* mask, const int* kinds, const bool* bits,
@@ -63,7 +63,7 @@ __device__ void trace(Range range, int block, KindOf kind_of, Visit* out) {
     }
 }
 
-// Key tiles that query block blockIdx.x visits for head blockIdx.y of batch entry 0.
+// Key tiles of query block blockIdx.x, for head blockIdx.y of batch entry 0.
 extern "C" __global__ void key_visits(Params p, const bool* mask, const int* kinds,
                                       const bool* bits, Visit* out, i64 most) {
     const AttentionMask attn_mask = sight_of(p, mask, kinds, bits, 0, blockIdx.y);
@@ -74,7 +74,7 @@ extern "C" __global__ void key_visits(Params p, const bool* mask, const int* kin
         out + (blockIdx.y * gridDim.x + blockIdx.x) * most);
 }
 
-// Query tiles that key block blockIdx.x visits for head blockIdx.y of batch entry 0.
+// Query tiles of key block blockIdx.x, for head blockIdx.y of batch entry 0.
 extern "C" __global__ void query_visits(Params p, const bool* mask, const int* kinds,
                                         const bool* bits, Visit* out, i64 most) {
     const AttentionMask attn_mask = sight_of(p, mask, kinds, bits, 0, blockIdx.y);

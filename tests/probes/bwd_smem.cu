@@ -1,5 +1,5 @@
-// Probe of bwd_smem_sm90.cuh and tile_scheduler_sm90.cuh: the work tiles of the backward pass as CTAs claim
-// them, and where the tensors lie in shared memory.
+// Probe of bwd_smem_sm90.cuh and tile_scheduler_sm90.cuh: the work tiles of the backward pass as
+// CTAs claim them, and where the tensors lie in shared memory.
 #include "bwd_smem_sm90.cuh"
 
 extern "C" __global__ void places(u32* out) {

@@ -1,5 +1,5 @@
-// Probe of fwd_smem_sm90.cuh and tile_scheduler_sm90.cuh: the work tiles of each CTA in the forward pass, and
-// where the tensors lie in shared memory.
+// Probe of fwd_smem_sm90.cuh and tile_scheduler_sm90.cuh: the work tiles of each CTA in the forward
+// pass, and where the tensors lie in shared memory.
 #include "fwd_smem_sm90.cuh"
 
 extern "C" __global__ void places(u32* out) {

@@ -1,4 +1,4 @@
-// Probe of mask.cuh: where the elements of accumulators stand, and what hide and drop leave.
+// Probe of mask.cuh: the index of each element of a fragment, and what masked_fill and drop leave.
 #include "mask.cuh"
 
 constexpr int MT = BLOCK_Q / 16, NT = BLOCK_K / 8;
@@ -30,7 +30,7 @@ __device__ void masked(const Params& p, i64 b, i64 h, int row, int column, Index
     s.for_each([&](Accum& x, int, int, int m, int n, int e) { values[at(m, n, e)] = x; });
 }
 
-// Accumulators of ones that begin at (row, column); transposed ones have keys as rows.
+// A fragment of ones from (row, column) on; a transposed one has keys as rows.
 extern "C" __global__ void hidden(Params p, const bool* mask, const int* kinds, const bool* bits,
                                   i64 b, i64 h, i64 row, i64 column, i64 transposed, Index* indices,
                                   Accum* values) {

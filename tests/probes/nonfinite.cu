@@ -1,4 +1,4 @@
-// Probe of nonfinite.cuh: a tile is cleaned, and its sums get back what was not finite.
+// Probe of nonfinite.cuh: a tile is cleaned, and accumulators get back what was not finite.
 #include "softmax.cuh"
 #include "nonfinite.cuh"
 

@@ -1,4 +1,4 @@
-// Probe of scores.cuh: scores and dsoftcap of a matrix of products, and the tanh they use.
+// Probe of scores.cuh: scores and softcap slopes of a matrix of products, and the tanh they use.
 #include "scores.cuh"
 
 // Head blockIdx.x of batch entry blockIdx.y; rows and columns may reach past Nq and Nk.

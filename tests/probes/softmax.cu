@@ -1,4 +1,4 @@
-// Probe of softmax.cuh: one warp takes in tiles of scores and writes down all that it gets.
+// Probe of softmax.cuh: one warp updates its state tile by tile, and stores all that it gets.
 #include "softmax.cuh"
 
 constexpr int MT = BLOCK_Q / 16, NT = BLOCK_K / 8;
@@ -6,8 +6,8 @@ constexpr int MT = BLOCK_Q / 16, NT = BLOCK_K / 8;
 // products, p: (tiles, BLOCK_Q, BLOCK_K); m, rescale: (tiles, BLOCK_Q, 4); weight, lse:
 // (BLOCK_Q, 4), the last axis being the lanes that share a row.
 extern "C" __global__ void absorbed(const Accum* products, i64 tiles, Accum unit,
-                                    const Accum* sinks, Accum gain, Accum natural, Accum* p,
-                                    Accum* m, Accum* rescale, Accum* weight, Accum* lse) {
+                                    const Accum* sinks, Accum dropout_scale, Accum natural,
+                                    Accum* p, Accum* m, Accum* rescale, Accum* weight, Accum* lse) {
     const Lane lane;
     const RowGroup group(BLOCK_Q);
     RowState<MT> state;
@@ -36,13 +36,13 @@ extern "C" __global__ void absorbed(const Accum* products, i64 tiles, Accum unit
                 rescale[at] = factor[i][half];
             }
     }
-    state.gather(group);
+    state.reduce_sums(group);
 #pragma unroll
     for (int i = 0; i < MT; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = 16 * i + lane.row(2 * half);
             weight[row * 4 + lane.t] =
-                state.finalize(i, half, sinks[row], gain, natural, lse[row * 4 + lane.t]);
+                state.finalize(i, half, sinks[row], dropout_scale, natural, lse[row * 4 + lane.t]);
         }
 }

@@ -1,4 +1,4 @@
-// Probe of tile.cuh: every product that reads fragments from a tile, and accumulators in and out.
+// Probe of tile.cuh: every GEMM that loads fragments from a tile, and fragments stored and loaded.
 #include "config.cuh"
 
 using X = Tile<Element, BLOCK_Q, HEAD_DIM>;

@@ -1,13 +1,12 @@
-// Gradient at the bias: one block of threads for each tile of the bias, which sums the gradient at
-// the scores over all that the bias is broadcast over, in a fixed order. Each step takes two
-// products; where there are two stages, the operands of one are loaded during the other. Always
-// NaN-safe: the gradient at a score comes from that pair alone.
+// dbias: one CTA for each tile of the bias sums dS over all that the bias is broadcast over, in a
+// fixed order. Each step takes two GEMMs. With two stages, the operands of one are loaded during
+// the other. Always NaN-safe: dS of a score comes from that score alone.
 #include "gradient.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
 constexpr int NT = BLOCK_K / (8 * WARPS_N);
-constexpr int GROUP = 8;  // rows of tiles that blocks next to each other go down together
-static_assert(NT % 2 == 0, "atoms come in pairs of columns");
+constexpr int SWIZZLE = 8;  // L2 swizzle: rows of tiles that neighbouring CTAs go down together
+static_assert(NT % 2 == 0, "atoms are loaded in pairs");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
@@ -19,14 +18,14 @@ constexpr int TILE_BYTES = STAGES > 1                  ? SCORE_BYTES + VALUE_BYT
                            : SCORE_BYTES > VALUE_BYTES ? SCORE_BYTES
                                                        : VALUE_BYTES;
 
-// What a block visits along one axis: all of it where the bias is broadcast, else its own.
+// What a CTA covers of one axis: all of it where the bias is broadcast, else one block.
 struct Axis {
     int first, past, at;
 
     __device__ Axis(bool broadcast, i64 own, i64 size)
         : first(broadcast ? 0 : int(own)), past(broadcast ? int(size) : first + 1), at(first) {}
 
-    // Go on, from the last back to the first; whether it went on.
+    // Advance, or start over behind the last; whether it advanced.
     __device__ bool next() {
         if (++at < past) return true;
         at = first;
@@ -34,7 +33,7 @@ struct Axis {
     }
 };
 
-// The tiles of scores that a block sums over, keys fastest. Every thread of the block walks along.
+// The score tiles that a CTA sums over, keys fastest. All threads call.
 struct Steps {
     const Params& p;
     Axis b, h, q, k;
@@ -61,7 +60,7 @@ struct Steps {
     }
 };
 
-// Let each element of the first column hold the sum of its row.
+// Sum each row into the first column.
 __device__ inline void reduce_columns(Fragment<Accum, MT, NT>& sum) {
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -76,7 +75,7 @@ __device__ inline void reduce_columns(Fragment<Accum, MT, NT>& sum) {
         }
 }
 
-// Let each element of the first row hold the sum of its column.
+// Sum each column into the first row.
 __device__ inline void reduce_rows(Fragment<Accum, MT, NT>& sum) {
 #pragma unroll
     for (int n = 0; n < NT; ++n)
@@ -99,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const OutTile dout_tile{memory + (STAGES > 1 ? SCORE_BYTES : 0)};
     const ValueTile v_tile{dout_tile.base + OutTile::BYTES};
     using Row = Accum[BLOCK_Q];
-    Row& shifts = reinterpret_cast<Row*>(memory + TILE_BYTES)[0];
+    Row& lse_log2 = reinterpret_cast<Row*>(memory + TILE_BYTES)[0];
     Row& deltas = reinterpret_cast<Row*>(memory + TILE_BYTES)[1];
     const WarpBias<false, MT, NT> bias(memory + TILE_BYTES + 2 * sizeof(Row));
 
@@ -108,12 +107,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const int q_blocks = (Nq + BLOCK_Q - 1) / BLOCK_Q;
     const int k_blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
     const int height = one_row ? 1 : q_blocks, width = one_column ? 1 : k_blocks;
-    const int turn = int(blockIdx.x % (i64(height) * width));
+    const int within = int(blockIdx.x % (i64(height) * width));
     const i64 bh = blockIdx.x / (i64(height) * width);
-    // Blocks that run at a time read few tiles of queries and few of keys.
-    const int top = turn / (GROUP * width) * GROUP, rows_of_group = min(GROUP, height - top);
-    const int r = top + (turn - top * width) % rows_of_group;
-    const int c = (turn - top * width) / rows_of_group;
+    // CTAs that run at a time load few tiles of q and few of k.
+    const int top = within / (SWIZZLE * width) * SWIZZLE,
+              rows_of_group = min(SWIZZLE, height - top);
+    const int r = top + (within - top * width) % rows_of_group;
+    const int c = (within - top * width) / rows_of_group;
     const i64 own_b = bh / p.bias_H, own_h = bh % p.bias_H;
     const int warp_m = threadIdx.x / WARP / WARPS_N, warp_n = threadIdx.x / WARP % WARPS_N;
     const int row0 = warp_m * MT * 16, column0 = warp_n * NT * 8;  // first of this warp's scores
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         k_tile.template load<THREADS, ALIGNMENT_BYTES>(
             rows_of<Element>(p.k, p.k_at, b, step.key_head) + k0 * p.k_at.n, p.k_at.n,
             step.length - k0, int(p.D));
-        copy_row<THREADS>(shifts, static_cast<const Accum*>(p.shift) + row);
+        copy_row<THREADS>(lse_log2, static_cast<const Accum*>(p.shift) + row);
         copy_commit();
         bias.load(ScoreMod(p, b, h), q0 + row0, k0 + column0);
     };
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     if (!step.done) load_keys();
     while (!step.done) {
         copy_wait<0>();
-        __syncthreads();  // queries and keys are here, and everybody is done with the last values
+        __syncthreads();  // q and k have landed, and all warps are done with the last v
         if (STAGES > 1) load_values();
         const AttentionMask attn_mask(p, step.b.at, step.h.at);
         const ScoreMod score_mod(p, step.b.at, step.h.at);
@@ -167,11 +167,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         tile.load_mask(attn_mask);
         multiply<HEAD_DIM, HEAD_DIM / 16, false, true>(tile.p, q_tile, row0, k_tile, column0);
         if (STAGES == 1) {
-            __syncthreads();  // everybody is done with the keys
+            __syncthreads();  // all warps are done with k
             load_values();
         }
         Accum statistic[MT][2];
-        read_rows(statistic, shifts);
+        read_rows(statistic, lse_log2);
         const Accum* const row_max = static_cast<const Accum*>(p.row_max) +
                                      (step.b.at * p.Hq + step.h.at) * p.rows + step.q0();
         tile.recompute_p(
@@ -181,18 +181,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             [&](int m, int, int e) { return statistic[m][e / 2]; });
 
         copy_wait<0>();
-        __syncthreads();  // dout and values are here, and everybody is done with keys and shifts
+        __syncthreads();  // dO and v have landed, and all warps are done with k and the lse
         step.next();
         if (STAGES > 1 && !step.done) load_keys();
         multiply<VALUE_DIM, VALUE_DIM / 16, false, true>(tile.ds, dout_tile, row0, v_tile, column0);
         read_rows(statistic, deltas);
         tile.compute_ds(Accum(p.gain), [&](int m, int, int e) { return statistic[m][e / 2]; });
-        // Queries past the end may see a key that is hidden from all others, and not finite.
+        // Queries past the end may attend to a key that is masked out for all others, and not
+        // finite.
         tile.ds.for_each([&](Accum& x, int i, int, int m, int n, int e) {
             sum.x[m][n][e] += i < Nq ? x : Accum(0);
         });
         if (STAGES == 1) {
-            __syncthreads();  // everybody is done with the values
+            __syncthreads();  // all warps are done with v
             if (!step.done) load_keys();
         }
     }
@@ -232,12 +233,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         return;
     }
 
-    // Of an axis of length 1 every warp has a share, in the order of the warps.
+    // Along an axis of length 1 every warp has a share, summed in the order of the warps.
     Accum* const shares = reinterpret_cast<Accum*>(memory);
     const int pitch = one_column ? WARPS_N : BLOCK_K;
     if (one_column) reduce_columns(sum);
     if (one_row) reduce_rows(sum);
-    __syncthreads();  // everybody is done with the values
+    __syncthreads();  // all warps are done with v
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll

@@ -1,10 +1,10 @@
-// After the backward pass over keys: dq in its own type and times the scale. A few lanes take each
-// query. Heads with sums that are not finite are left to backward_queries.
+// After backward_keys: dQ in its own dtype and scaled. A few lanes take each query. Heads whose
+// sums are not finite are left to backward_queries.
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);
 
-// Two columns, the first of them even, stay neighbours among the sums.
+// Two columns, the first of them even, are neighbours in dQ_accum.
 constexpr int NEIGHBOURS = VECTOR_SIZE < 2 ? 1 : 2;
 struct alignas(NEIGHBOURS * sizeof(Accum)) Neighbours {
     Accum sums[NEIGHBOURS];

@@ -1,6 +1,5 @@
-// Backward for queries, in a fixed order of its sums: one block of threads for each block of
-// queries, key blocks ascending. dq stays on chip. What is not finite is dealt with as in
-// backward_keys.cu.
+// Backward pass for q, deterministic: one CTA for each block of queries, key tiles ascending. dQ
+// stays in registers. What is not finite is handled as in backward_keys.cu.
 #include "gradient.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
@@ -13,9 +12,9 @@ using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 using NonFiniteTable = NonFinite<Element, BLOCK_K, HEAD_DIM>;
-static_assert(NonFiniteTable::BYTES <= ValueTile::BYTES, "the table takes the place of the values");
+static_assert(NonFiniteTable::BYTES <= ValueTile::BYTES, "the table takes the v tile");
 
-// Of one block of queries; whether the gradient is finite.
+// dQ of a block of queries; whether it is finite.
 template <bool NAN_SAFE>
 __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
     extern __shared__ __align__(1024) char memory[];
@@ -46,13 +45,13 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
     dout_tile.template load<THREADS, ALIGNMENT_BYTES>(head.dout + q0 * p.dout_at.n, p.dout_at.n,
                                                       rows, int(p.Dv));
     copy_commit();
-    Accum shift[MT][2], delta[MT][2];
+    Accum lse_log2[MT][2], delta[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int i = q0 + row0 + 16 * m + lane.row(2 * half);
-            shift[m][half] = head.lse_log2()[i];
+            lse_log2[m][half] = head.lse_log2()[i];
             delta[m][half] = head.delta()[i];
         }
     Fragment<Accum, MT, DT> dq;
@@ -70,7 +69,7 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
         const KeyTile k = k_tile(stage);
         const ValueTile v = v_tile(stage);
         copy_wait<0>();
-        __syncthreads();  // this visit's keys are here, and everybody is done with the last
+        __syncthreads();  // k and v have landed, and all warps are done with the last tile
         visit.next();
         if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
 
@@ -80,14 +79,13 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
         tile.recompute_p(
             head.score_mod, bias, head.attn_mask, head.dropout, kind, NAN_SAFE && head.is_large(),
             [&](int m, int, int e) { return head.row_max()[q0 + row0 + 16 * m + lane.row(e)]; },
-            [&](int m, int, int e) { return shift[m][e / 2]; });
+            [&](int m, int, int e) { return lse_log2[m][e / 2]; });
         if (!visit.done()) load_bias(visit.tile * BLOCK_K);
         multiply<VALUE_DIM, STEPS<NAN_SAFE, VALUE_DIM>, false, NAN_SAFE>(tile.ds, dout_tile, row0,
                                                                          v, 0);
         tile.compute_ds(Accum(p.gain), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.apply_dsoftcap();
-        // As in backward_keys.cu.
-        // Behind this barrier everybody is done with keys and values as they were.
+        // As in backward_keys.cu. Behind this barrier all warps are done with k and v as they were.
         if (NAN_SAFE && (HAS_MASK || HAS_BIAS || kind == PARTIAL) &&
             __syncthreads_or(tile.any_masked())) {
             const NonFiniteTable table{v.address};
@@ -104,12 +102,12 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
         multiply(dq, tile.ds, k, 0);
         if (excess > 1) dq.scale(excess);
         if (STAGES == 1) {
-            __syncthreads();  // everybody is done with the keys
+            __syncthreads();  // all warps are done with k
             if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
         }
     }
     copy_wait<0>();
-    // By now everybody is done with the queries.
+    // By now all warps are done with q.
     if (__syncthreads_or(!NAN_SAFE && !dq.all_finite())) return false;
 
     dq.scale(Accum(p.scale));
@@ -121,7 +119,7 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
     return true;
 }
 
-// Not inlined, so that it costs the first pass no registers.
+// Not inlined: it costs the first pass no registers.
 __device__ __noinline__ void differentiate_nan_safe(const Params& p, int q0, int b, int h) {
     differentiate<true>(p, q0, b, h);
 }
@@ -130,9 +128,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_queries(const __grid_constant__ Params p) {
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q), heads = int(p.B * p.Hq);
     for_blocks(p, i64(q_blocks) * heads, [&](int index) {
-        const BlockCoord turn(q_blocks, heads, int(p.parts), index);
-        const int q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
-        const int b = turn.head / int(p.Hq), h = turn.head % int(p.Hq);
+        const BlockCoord coord(q_blocks, heads, int(p.parts), index);
+        const int q0 = (p.right < 0 ? coord.block : q_blocks - 1 - coord.block) * BLOCK_Q;
+        const int b = coord.head / int(p.Hq), h = coord.head % int(p.Hq);
         const u32 bits = head_flags(p, b, h / int(p.group));
         if constexpr (REPAIRS) {
             if (bits & REPAIRS) differentiate<true>(p, q0, b, h);

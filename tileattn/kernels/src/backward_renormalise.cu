@@ -1,6 +1,6 @@
-// Before the backward pass, for heads whose scores are so large that the logsumexp is too coarse to
-// normalise with: one block of threads for each block of queries, key blocks ascending. Scores are
-// computed once more, as backward_queries.cu does, which has the same bits as all that come after.
+// Before the backward pass, for heads whose scores are so large that the logsumexp is too coarse:
+// one CTA for each block of queries, key tiles ascending. Scores are recomputed as in
+// backward_queries.cu, with the same bits.
 #include "renormalise.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
@@ -19,9 +19,9 @@ __device__ inline void renormalise(const Params& p, int index) {
     const WarpBias<false, MT, NT> bias(k_tile(STAGES).base);
 
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
-    const BlockCoord turn(q_blocks, int(p.B * p.Hq), int(p.parts), index);
-    const int q0 = turn.block * BLOCK_Q;
-    const Head head(p, turn.head / int(p.Hq), turn.head % int(p.Hq));
+    const BlockCoord coord(q_blocks, int(p.B * p.Hq), int(p.parts), index);
+    const int q0 = coord.block * BLOCK_Q;
+    const Head head(p, coord.head / int(p.Hq), coord.head % int(p.Hq));
     if (!head.is_large()) return;
     const RowGroup group(16 * MT);
     const int row0 = group.row0, rows = int(p.Nq) - q0;
@@ -49,7 +49,7 @@ __device__ inline void renormalise(const Params& p, int index) {
         const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
         const KeyTile k = k_tile(stage);
         copy_wait<0>();
-        __syncthreads();  // this visit's keys are here, and everybody is done with the last
+        __syncthreads();  // k has landed, and all warps are done with the last tile
         visit.next();
         if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
 
@@ -64,12 +64,12 @@ __device__ inline void renormalise(const Params& p, int index) {
         Accum rescale[MT][2];
         state.update(s, head.score_mod.unit(), group, rescale);
         if (STAGES == 1) {
-            __syncthreads();  // everybody is done with the keys
+            __syncthreads();  // all warps are done with k
             if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
         }
     }
     copy_wait<0>();
-    state.gather(group);
+    state.reduce_sums(group);
     const Lane lane;
 #pragma unroll
     for (int m = 0; m < MT; ++m)

@@ -1,5 +1,5 @@
-// Gradient at the sinks, one block for each head: the sum of -exp(sink - lse) * delta, in a fixed
-// order. Mirrors _sink_gradient in numpy_backward.py.
+// dsinks, one CTA for each head: the sum of -exp(sink - lse) * delta, in a fixed order. Mirrors
+// _sink_gradient in numpy_backward.py.
 #include "head.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const bool large = head_flags(p, b, h / p.group) & LARGE;
         const Accum row_max = large ? static_cast<const Accum*>(p.row_max)[row] : Accum(0);
         const Accum above =
-            sink_above(sink, row_max, Accum(p.natural));  // it may be all of the shift
+            sink_above(sink, row_max, Accum(p.natural));  // it may be all of the logsumexp
         total -= exp2_of(difference(above, static_cast<const Accum*>(p.shift)[row])) *
                  static_cast<const Accum*>(p.delta)[row];
     }
@@ -22,6 +22,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     __syncthreads();
     if (threadIdx.x) return;
     for (int w = 1; w < THREADS / WARP; ++w) total += sums[w];
-    // A sink of -infinity takes no mass, whatever the queries hold.
+    // A sink of -infinity has no probability, whatever the queries hold.
     static_cast<Accum*>(p.dsinks)[h] = sink == -infinity<Accum>() ? Accum(0) : total;
 }

@@ -1,8 +1,9 @@
-// Backward pass on Hopper, for q, k and v. A producer warp loads tiles of q and dO into circular buffers; two
-// consumer warpgroups compute 64 keys each; two dQ store warps add dQ in float32 to device memory. CTAs
-// are persistent, and take one block of keys after the other with all query heads that share it. S is
-// computed transposed, so that P and dS are at once operands of dV and dK, which stay in registers.
-// Mirrors backward_keys.cu. Shah et al., FlashAttention-3, arXiv:2407.08608.
+// Backward pass on Hopper, for q, k and v. A producer warp loads tiles of q and dO into circular
+// buffers; two consumer warpgroups compute 64 keys each; two dQ store warps add dQ in float32 to
+// device memory. CTAs are persistent, and take one block of keys after the other with all query
+// heads that share it. S is computed transposed, so that P and dS are at once operands of dV and
+// dK, which stay in registers. Mirrors backward_keys.cu. Shah et al., FlashAttention-3,
+// arXiv:2407.08608.
 #include "bwd_mainloop_sm90.cuh"
 
 constexpr int DQT = DQ_COLUMNS / 8;
@@ -10,8 +11,8 @@ static_assert(!HAS_SOFTCAP || BLOCK_Q <= 64, "dsoftcap needs registers, too");
 static_assert(WARPGROUP / WARP * STAGING_BYTES <= ScoreTile::SLICE,
               "only this warpgroup writes there");
 
-// A consumer warpgroup. The other may be up to a tile ahead or behind, so that GEMMs of one overlap with
-// exponentials of the other.
+// A consumer warpgroup. The other may be up to a tile ahead or behind, so that GEMMs of one overlap
+// with exponentials of the other.
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
     const int heads = int(p.group), row0 = threadIdx.x / WARP * 16;
     PipelineState<1> k_pipe, v_pipe;
@@ -59,8 +60,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         store_transposed<Element>(smem.ds(ds_pipe.stage), ds, row0);
         fence_async_shared();
         smem.ds_full(ds_pipe.stage).arrive();
-        // Safe: dP is complete, so dV's GEMM before it is too; and delta is consumed, for the dS made of
-        // it is stored, with the proxy fence behind.
+        // Safe: dP is complete, so dV's GEMM before it is too; and delta is consumed, for the dS
+        // made of it is stored, with the proxy fence behind.
         smem.out_empty(out_pipe.stage).arrive();
         out_pipe.advance();
         dk_stage = q_pipe.stage;
@@ -117,8 +118,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         softmax(partial);
         issue_dv();
         warpgroup_wait<1>(dk);
-        // Safe: the GEMMs that read this q are complete; its lse was consumed by P, which is behind the
-        // dS that `publish_ds` has stored and fenced.
+        // Safe: the GEMMs that read this q are complete; its lse was consumed by P, which is behind
+        // the dS that `publish_ds` has stored and fenced.
         smem.q_empty(dk_stage).arrive();
         issue_dq(dq, false);
         warpgroup_wait<0>(dv);
@@ -136,8 +137,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         warpgroup_wait<0>(dk);
         warpgroup_wait<0>(dq);
         smem.q_empty(dk_stage).arrive();  // safe as in `step`
-        // Safe: all GEMMs that read k are complete, and what was read of the work tile is long consumed.
-        // The producer overwrites it by generic stores, which need no proxy fence.
+        // Safe: all GEMMs that read k are complete, and what was read of the work tile is long
+        // consumed. The producer overwrites it by generic stores, which need no proxy fence.
         smem.k_empty().arrive();
         finish_dq(dq);
     };

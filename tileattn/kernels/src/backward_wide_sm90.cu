@@ -1,7 +1,7 @@
-// Backward pass on Hopper for head dimensions above 128: as backward_sm90.cu, but the accumulators of dK
-// and dV of 64 keys fill the registers of a warpgroup each. So one warpgroup has dV, computes P and passes
-// it to the other, which has dK and computes dS. Both compute a share of dQ from it. The NaN-safe
-// variant is of the same shape.
+// Backward pass on Hopper for head dimensions above 128: as backward_sm90.cu, but the accumulators
+// of dK and dV of 64 keys fill the registers of a warpgroup each. So one warpgroup has dV, computes
+// P and passes it to the other, which has dK and computes dS. Both compute a share of dQ from it.
+// The NaN-safe variant is of the same shape.
 #include "bwd_mainloop_sm90.cuh"
 
 static_assert(IS_WIDE && CONSUMERS == 2 && BLOCK_Q == WARPGROUP_ROWS && HEAD_DIM % DQ_SLICE == 0);
@@ -11,8 +11,8 @@ constexpr int DV_WARPGROUP = 0, DK_WARPGROUP = 1;
 // What P is where it is not attended to, NaN-safe: a probability is not negative.
 constexpr Accum MASKED = -1;
 
-// A warpgroup's share of dQ of a tile, one slice at a time, as there are registers for. In the end no GEMM
-// is in flight, those issued before included.
+// A warpgroup's share of dQ of a tile, one slice at a time, as there are registers for. In the end
+// no GEMM is in flight, those issued before included.
 template <int WARPGROUP_NUMBER>
 __device__ inline void compute_dq(const Smem& smem, const KeyTile& k, int ds_stage, int row0,
                                   PipelineState<DQ_STAGES>& dq_pipe) {
@@ -84,8 +84,8 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         store_exchange(smem.p(), s);
         fence_async_shared();
         smem.p_full().arrive();
-        // Safe: the GEMM of S is complete; and the lse is consumed, for the P made of it is stored, with
-        // the proxy fence behind.
+        // Safe: the GEMM of S is complete; and the lse is consumed, for the P made of it is stored,
+        // with the proxy fence behind.
         smem.q_empty(q_pipe.stage).arrive();
         q_pipe.advance();
         smem.out_full(out_pipe.stage).wait(out_pipe.phase);
@@ -147,7 +147,8 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         smem.out_full(out_pipe.stage).wait(out_pipe.phase);
         gemm_async<Element, VALUE_DIM>(dp, smem.v(), 0, smem.dout(out_pipe.stage));
     };
-    // From dP of tile j to dP of tile j + 1, if there is `more`; v is held until the last dP, k throughout:
+    // From dP of tile j to dP of tile j + 1, if there is `more`; v is held until the last dP, k
+    // throughout:
     //
     //     step                       GEMMs in flight      stages held
     //     wait dP                    -                    dO(j)
@@ -187,8 +188,8 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         store_transposed<Element>(smem.ds(ds_pipe.stage), ds, row0);
         fence_async_shared();
         smem.ds_full(ds_pipe.stage).arrive();
-        // Safe: dP's GEMM is complete; and delta is consumed, for the dS made of it is stored, with the
-        // proxy fence behind.
+        // Safe: dP's GEMM is complete; and delta is consumed, for the dS made of it is stored, with
+        // the proxy fence behind.
         smem.out_empty(out_pipe.stage).arrive();
         out_pipe.advance();
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);

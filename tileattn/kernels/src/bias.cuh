@@ -1,6 +1,6 @@
-// Layer 3. The bias of a warp's scores. Where its rows are contiguous and aligned, the warp copies its share
-// asynchronously to its own shared memory, and reads it back as an accumulator fragment. Else each lane
-// reads its elements one by one.
+// Layer 3. The bias of a warp's scores. Where its rows are contiguous and aligned, the warp copies
+// its share asynchronously to its own shared memory, and reads it back as an accumulator fragment.
+// Else each lane reads its elements one by one.
 #pragma once
 
 #include "scores.cuh"
@@ -17,8 +17,8 @@ struct WarpBias {
     __device__ explicit WarpBias(char* memory)
         : share(memory + (STAGED ? threadIdx.x / WARP * Share::BYTES : 0)) {}
 
-    // Start to copy the bias of scores from query i and key j on. It has landed once each thread has waited
-    // for its copies and the warp has converged.
+    // Start to copy the bias of scores from query i and key j on. It has landed once each thread
+    // has waited for its copies and the warp has converged.
     __device__ void load(const ScoreMod& score_mod, int i, int j) const {
         if constexpr (STAGED) {
             __syncwarp();  // all lanes have read the last share
@@ -52,8 +52,8 @@ struct WarpBias {
             }
     }
 
-    // Store dbias of a bias that is not broadcast, and so contiguous, for transposed scores from query i and
-    // key j on. Overwrites the share.
+    // Store dbias of a bias that is not broadcast, and so contiguous, for transposed scores from
+    // query i and key j on. Overwrites the share.
     __device__ void write(BiasElement* dbias, const ScoreMod& score_mod, int i, int j,
                           const Fragment<Accum, MT, NT>& ds) const {
         static_assert(TRANSPOSED);

@@ -11,8 +11,8 @@ struct Range {
     int lo, hi;
 };
 
-// The sliding window and the length of the keys. Query i attends to keys i + first to i + past - 1, those of
-// them from 0 to length - 1.
+// The sliding window and the length of the keys. Query i attends to keys i + first to i + past - 1,
+// those of them from 0 to length - 1.
 struct Window {
     int Nq, length, first, past;
 
@@ -126,9 +126,10 @@ struct AttentionMask {
     }
 };
 
-// Block and head of a linear index: `blocks` blocks of each of `heads` heads, in `groups` groups of heads whose
-// operands share the L2 cache. In a group the first blocks of all heads come first, then the second ones:
-// where the first are longest, what is left for the end is short. The first groups may have one head more.
+// Block and head of a linear index: `blocks` blocks of each of `heads` heads, in `groups` groups of
+// heads whose operands share the L2 cache. In a group the first blocks of all heads come first,
+// then the second ones: where the first are longest, what is left for the end is short. The first
+// groups may have one head more.
 struct BlockCoord {
     int block, head;
 

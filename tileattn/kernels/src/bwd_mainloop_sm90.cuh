@@ -1,5 +1,5 @@
-// Layer 3. What Hopper's backward kernels share: the entry, the producer, the dQ store warps, the order of
-// the tiles, and the epilogue.
+// Layer 3. What Hopper's backward kernels share: the entry, the producer, the dQ store warps, the
+// order of the tiles, and the epilogue.
 #pragma once
 
 #include "bwd_scores_sm90.cuh"
@@ -15,7 +15,8 @@ __device__ inline const float* row_statistics(const Params& p, const void* array
     return static_cast<const float*>(array) + (i64(b) * p.Hq + h) * p.rows;
 }
 
-// The producer thread: claim work tiles, load all that they need in the order of its use, and publish them.
+// The producer thread: claim work tiles, load all that they need in the order of its use, and
+// publish them.
 __device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem) {
     const int group = int(p.group);
     PipelineState<1> k_pipe;
@@ -55,7 +56,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             smem.k_full().arrive();
             continue;
         }
-        // Shared memory has no room for them before the last work tile is done, but the L2 cache has.
+        // Shared memory has no room for them before the last work tile is done, but the L2 cache
+        // has.
         KeyTile::prefetch(maps.k, work.k0, work.kv, work.b);
         ValueTile::prefetch(maps.v, work.k0, work.kv, work.b);
         bool first = true;
@@ -81,9 +83,9 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     smem.k_full().arrive();
 }
 
-// The thread of a dQ store warp: add its share of the dQ tiles to device memory. Of the key blocks that a
-// query tile attends to the first stores, so there need be no zeros before. The others add once
-// dq_semaphore says that it has; if deterministic, each once the one before it has.
+// The thread of a dQ store warp: add its share of the dQ tiles to device memory. Of the key blocks
+// that a query tile attends to the first stores, so there need be no zeros before. The others add
+// once dq_semaphore says that it has; if deterministic, each once the one before it has.
 __device__ inline void store_dq(const Params& p, const Smem& smem, int store_warp) {
     const DqShare share = dq_share(store_warp);
     const int heads = int(p.group), rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
@@ -119,9 +121,8 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                     if (count)
                         bulk_store(dq_accum, smem.dq(store_warp, dq_pipe.stage),
                                    4 * count * DQ_COPY_COLUMNS, rank > 0);
-                    bulk_wait_read();
-                    smem.dq_empty(store_warp, dq_pipe.stage)
-                        .arrive();  // safe: the copy has read it
+                    bulk_wait_read();  // so the arrive is safe
+                    smem.dq_empty(store_warp, dq_pipe.stage).arrive();
                     dq_pipe.advance();
                 }
                 // If deterministic, read the next semaphore while this tile is stored.
@@ -149,8 +150,9 @@ __device__ inline void publish_dq(const Smem& smem, int store_warp,
     }
 }
 
-// Zero keys and values of a work tile that no query attends to: beyond the length, or outside all windows.
-// What is not finite there would make gradients NaN. v has landed when v_full's phase of this parity ends.
+// Zero keys and values of a work tile that no query attends to: beyond the length, or outside all
+// windows. What is not finite there would make gradients NaN. v has landed when v_full's phase of
+// this parity ends.
 __device__ inline void zero_unattended(const Params& p, const Smem& smem, const WorkTile& work,
                                        u32 parity) {
     const Range attended = Window(p, work.b).keys_of(0, int(p.Nq));
@@ -172,9 +174,10 @@ __device__ inline void zero_unattended(const Params& p, const Smem& smem, const 
     named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
 }
 
-// Call step(partial, more) for the query tiles of a work tile that has some: the last tile of each head, then
-// the one before it, so that all key blocks come to a tile at about the same time. The caller may do the
-// first step of all itself. `more` is false for the last one, if that is peeled off.
+// Call step(partial, more) for the query tiles of a work tile that has some: the last tile of each
+// head, then the one before it, so that all key blocks come to a tile at about the same time. The
+// caller may do the first step of all itself. `more` is false for the last one, if that is peeled
+// off.
 template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
 __device__ __forceinline__ void for_each_tile(const WorkTile& work, int heads, int& h, int& tile,
                                               Step step) {
@@ -202,7 +205,7 @@ __device__ __forceinline__ void for_each_tile(const WorkTile& work, int heads, i
     }
 }
 
-// --- epilogue -------------------------------------------------------------------------------------
+// --- epilogue ------------------------------------------------------------------------------------
 
 template <int NT>
 __device__ inline void flag_non_finite(const Params& p, const WorkTile& work,
@@ -210,7 +213,8 @@ __device__ inline void flag_non_finite(const Params& p, const WorkTile& work,
     if (!REPAIRS && !all_finite_by_fma(acc)) head_flags(p, work.b, work.kv) |= FAILED;
 }
 
-// Store 16 rows of each warp to dK or dV. Narrow heads go through a stage of dS that nobody reads any more.
+// Store 16 rows of each warp to dK or dV. Narrow heads go through a stage of dS that nobody reads
+// any more.
 template <int NT>
 __device__ inline void store_gradient(const Params& p, const Smem& smem, void* target,
                                       const Rows& at, int columns, const WorkTile& work, int row0,
@@ -226,7 +230,7 @@ __device__ inline void store_gradient(const Params& p, const Smem& smem, void* t
         store_rows_staged(smem.staging(ds_pipe.stage), to, at.n, acc, rows, columns);
 }
 
-// --- entry ----------------------------------------------------------------------------------------
+// --- entry ---------------------------------------------------------------------------------------
 
 // Of a kernel whose consumer warpgroups call consume(smem, warpgroup).
 template <class Consume>

@@ -1,5 +1,5 @@
-// Layer 3. Hopper's backward kernels, in fragments: from S^T to P and from dP to dS, for 64 keys and a
-// tile of queries. Then the same NaN-safe.
+// Layer 3. Hopper's backward kernels, in fragments: from S^T to P and from dP to dS, for 64 keys
+// and a tile of queries. Then the same NaN-safe.
 #pragma once
 
 #include "bwd_smem_sm90.cuh"
@@ -66,7 +66,7 @@ __device__ inline void compute_ds(const float* deltas, Fragment<Accum, 1, QT>& d
     }
 }
 
-// --- NaN-safe, as told in nonfinite.cuh -----------------------------------------------------------
+// --- NaN-safe, as told in nonfinite.cuh ----------------------------------------------------------
 
 // With a softcap what is not finite in q and k would have to be restored, too.
 static_assert(!(REPAIRS && HAS_SOFTCAP), "gradients where the softcap is flat are not NaN");
@@ -76,7 +76,8 @@ static_assert(NonFiniteDout::BYTES <= ScoreTile::BYTES, "the table takes a stage
 
 constexpr int CONSUMER_BARRIER = 1 + CONSUMERS;  // a named barrier of all consumers
 
-// Whether a tile has a pair that is masked out. Queries past the end, which are zero, attend to nothing.
+// Whether a tile has a pair that is masked out. Queries past the end, which are zero, attend to
+// nothing.
 __device__ inline bool has_masked(const Params& p, int tile, bool partial) {
     return partial || (tile + 1) * BLOCK_Q > p.Nq;
 }
@@ -95,8 +96,8 @@ __device__ inline KeyTile k_of_dq(const Smem& smem, bool masked) {
     return REPAIRS && masked ? smem.clean_k() : smem.k();
 }
 
-// Zero what is not finite in a tile of q and of dO, and record that of dO in the table; whether there was
-// any. The next TMA loads into the stages come behind this fence.
+// Zero what is not finite in a tile of q and of dO, and record that of dO in the table; whether
+// there was any. The next TMA loads into the stages come behind this fence.
 __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int out_stage,
                                         const NonFiniteDout& table) {
     // The scores are complete, and so is the GEMM that read the stage of dS that the table takes.
@@ -113,8 +114,8 @@ __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int out_s
     return __any_sync(~0u, found[threadIdx.x % WARPS_M]);
 }
 
-// From K Q^T to P, 0 where it is not attended to, and to operands of dV. If `non_finite`, dV gets what was
-// taken out of dO.
+// From K Q^T to P, 0 where it is not attended to, and to operands of dV. If `non_finite`, dV gets
+// what was taken out of dO.
 template <int NT>
 __device__ inline Attended<1, QT> compute_p_nan_safe(const Params& p, int b, int h, bool masked,
                                                      const float* lse_log2, TileScores& s,

@@ -1,5 +1,5 @@
-// Layer 3. Shared memory of Hopper's backward kernels: k and v of a work tile, circular buffers of q, dO,
-// dS and dQ, and their barriers.
+// Layer 3. Shared memory of Hopper's backward kernels: k and v of a work tile, circular buffers of
+// q, dO, dS and dQ, and their barriers.
 #pragma once
 
 #include "gemm_sm90.cuh"
@@ -14,14 +14,15 @@ static_assert(BLOCK_K == WARPGROUP_ROWS * (IS_WIDE ? 1 : CONSUMERS) && WARPS_N =
               "64 keys a warpgroup");
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
-// q stays until dK has read it, while the next P is computed: it needs one stage more than dO, and is
-// the last to need two.
+// q stays until dK has read it, while the next P is computed: it needs one stage more than dO, and
+// is the last to need two.
 constexpr int OUT_STAGES = STAGES, Q_STAGES = !IS_WIDE ? STAGES + 1 : REPAIRS ? 1 : 2;
 constexpr int DS_STAGES = 2;                // so that no warpgroup waits for the GEMMs of the other
 constexpr int DQ_STAGES = IS_WIDE ? 2 : 3;  // of each dQ store warp
 
-// A warpgroup's share of a dQ tile, which its dQ store warp adds to memory: 64 queries and some columns.
-// Of wide heads these are whole slices, and the first warpgroup, which also computes P, never has more.
+// A warpgroup's share of a dQ tile, which its dQ store warp adds to memory: 64 queries and some
+// columns. Of wide heads these are whole slices, and the first warpgroup, which also computes P,
+// never has more.
 struct DqShare {
     int row, column, columns;
 };
@@ -137,8 +138,8 @@ struct Smem {
         return {shared_address(storage.out_empty + stage)};
     }
 
-    // By one thread, before all others. All threads of a consumer warpgroup arrive. Full barriers of q
-    // and dO expect twice: the tile, and a number for each row.
+    // By one thread, before all others. All threads of a consumer warpgroup arrive. Full barriers
+    // of q and dO expect twice: the tile, and a number for each row.
     __device__ void init() const {
         constexpr int ALL = CONSUMER_THREADS, ONE_OR_ALL = IS_WIDE ? WARPGROUP : ALL;
         k_full().init(1), k_empty().init(ALL + DQ_STORE_WARPS);  // these read the work tile, too

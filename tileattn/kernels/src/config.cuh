@@ -43,13 +43,14 @@ constexpr u32 REPAIRS = KEY_REPAIRS;  // flags of the heads of a NaN-safe kernel
 constexpr int MASK_VECTOR_WIDTH = KEY_SPAN;
 constexpr int SHARED_BYTES = KEY_SHARED;
 
-// Hopper's backward kernels: which of the two has such heads, and the rows and columns of a dQ tile that one
-// bulk copy adds. These are contiguous; the next columns of the same rows follow.
+// Hopper's backward kernels: which of the two has such heads, and the rows and columns of a dQ tile
+// that one bulk copy adds. These are contiguous; the next columns of the same rows follow.
 constexpr bool IS_WIDE = HEAD_DIM > 128 || VALUE_DIM > 128;
 constexpr int DQ_ROWS = 64, DQ_COPY_COLUMNS = 32;
 constexpr int DQ_STORE_WARPS = 2;
 
-// How far GEMM loops are unrolled. The NaN-safe path rarely runs, and compiles sooner with few steps.
+// How far GEMM loops are unrolled. The NaN-safe path rarely runs, and compiles sooner with few
+// steps.
 template <bool NAN_SAFE, int DEPTH>
 constexpr int STEPS = NAN_SAFE ? (sizeof(Element) == 2 ? 4 : 2) : DEPTH / 16;
 

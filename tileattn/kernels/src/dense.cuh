@@ -1,19 +1,20 @@
-// Layer 3. The dense mask of a tile of scores, as bits in registers of the lanes that hold the scores.
+// Layer 3. The dense mask of a tile of scores, as bits in registers of the lanes that hold the
+// scores.
 #pragma once
 
 #include "blocks.cuh"
 
-// Transpose the 4 x 4 bytes of four lanes that are STEP apart: byte s of lane `at` becomes byte `at` of
-// lane s.
+// Transpose the 4 x 4 bytes of four lanes that are STEP apart: byte s of lane `at` becomes byte
+// `at` of lane s.
 template <int STEP>
 __device__ inline u32 transpose_bytes(u32 x, int at) {
     x = __byte_perm(x, __shfl_xor_sync(~0u, x, STEP), at & 1 ? 0x3715 : 0x6240);
     return __byte_perm(x, __shfl_xor_sync(~0u, x, 2 * STEP), at & 2 ? 0x3276 : 0x5410);
 }
 
-// A vector has the bytes of sixteen neighbouring keys of one query. The lanes that share a row of the scores
-// (TRANSPOSED: a column) share its loads and shuffle the bits: loads are few and wide, and there is little to
-// shuffle.
+// A vector has the bytes of sixteen neighbouring keys of one query. The lanes that share a row of
+// the scores (TRANSPOSED: a column) share its loads and shuffle the bits: loads are few and wide,
+// and there is little to shuffle.
 template <bool TRANSPOSED, int MT, int NT>
 struct DenseMask {
     static constexpr int SHARERS = TRANSPOSED ? 8 : 4;

@@ -1,5 +1,5 @@
-// After Hopper's backward kernels: dQ in its own dtype and scaled. A CTA takes a tile of queries, and a thread
-// 16 columns of some.
+// After Hopper's backward kernels: dQ in its own dtype and scaled. A CTA takes a tile of queries,
+// and a thread 16 columns of some.
 #include "rows.cuh"
 
 static_assert(VECTOR_SIZE == 8, "rows are 16-byte aligned");

@@ -1,9 +1,9 @@
-// Attention, forward: one block of threads for each block of queries, key blocks ascending.
-// Mirrors forward_rows in spec.py. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+// Forward pass: one CTA for each block of queries, key tiles ascending. Mirrors forward_rows in
+// spec.py. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 //
-// Where something is not finite in the end, and was not attended to by all, there is a second pass
-// over the same tiles, NaN-safe: see nonfinite.cuh. Rows that attend to finite values only have the
-// same bits after either pass, whatever is masked out.
+// If the output is not finite, and not all queries attend to what is not finite, a second, NaN-safe
+// pass goes over the same tiles: see nonfinite.cuh. Rows that attend to finite values alone have
+// the same bits after either pass, whatever is masked out.
 #include "nonfinite.cuh"
 #include "rows.cuh"
 #include "softmax.cuh"
@@ -11,7 +11,7 @@
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);  // 16-row tiles of a warp
 constexpr int NT = BLOCK_K / (8 * WARPS_N);   // 8-column tiles of its scores
 constexpr int VT = VALUE_DIM / (8 * WARPS_N);
-static_assert(NT % 2 == 0 && VT % 2 == 0, "atoms come in pairs of columns");
+static_assert(NT % 2 == 0 && VT % 2 == 0, "atoms are loaded in pairs");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
@@ -21,27 +21,27 @@ using ScoreTile = Tile<Element, BLOCK_Q, BLOCK_K>;
 constexpr int FIRST_BYTES = QueryTile::BYTES > OutTile::BYTES ? QueryTile::BYTES : OutTile::BYTES;
 
 using NonFiniteTable = NonFinite<Element, BLOCK_K, VALUE_DIM>;
-static_assert(NonFiniteTable::BYTES <= KeyTile::BYTES, "the table takes the place of the keys");
+static_assert(NonFiniteTable::BYTES <= KeyTile::BYTES, "the table takes the k tile");
 
-// What a block of threads computes: BLOCK_Q queries of a head, and some columns of their values.
-struct Part {
+// The work tile of a CTA: BLOCK_Q queries of a head, and some columns of v.
+struct WorkTile {
     int b, h, q0, column, columns;
 
-    __device__ explicit Part(const Params& p) {
+    __device__ explicit WorkTile(const Params& p) {
         const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
         const int column_blocks = max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
-        const BlockCoord turn(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.parts));
-        const int bh = turn.head / column_blocks;
+        const BlockCoord coord(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.parts));
+        const int bh = coord.head / column_blocks;
         b = bh / int(p.Hq), h = bh % int(p.Hq);
-        // Under a causal mask the last queries see most: they go first.
-        q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
-        column = turn.head % column_blocks * VALUE_DIM;
+        // Under a causal mask the last queries have most keys: they go first.
+        q0 = (p.right < 0 ? coord.block : q_blocks - 1 - coord.block) * BLOCK_Q;
+        column = coord.head % column_blocks * VALUE_DIM;
         columns = min(VALUE_DIM, int(p.Dv) - column);
     }
 };
 
-// The tiles of keys that a block of queries visits.
-__device__ inline auto visits_of(const AttentionMask& attn_mask, int q0, Range keys) {
+// The key tiles of a block of queries.
+__device__ inline auto key_tiles_of(const AttentionMask& attn_mask, int q0, Range keys) {
     return TileIterator(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [=](int tile) {
         return attn_mask.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
@@ -49,36 +49,36 @@ __device__ inline auto visits_of(const AttentionMask& attn_mask, int q0, Range k
 
 constexpr int LANES = lanes_of_row(HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM);
 
-// Whether a query may not attend to a value that is not finite in a tile that it visits: the pair is
-// masked out, or its score is -infinity. What all attend to is right after the first pass.
-__device__ inline bool needs_nan_safe(const Params& p, const Part& part) {
-    const Head head(p, part.b, part.h);
-    const int first = threadIdx.x / LANES, q_end = min(part.q0 + BLOCK_Q, int(p.Nq));
+// Whether a tile has a value that is not finite and not attended to by all queries: it is masked
+// out for some, or its score may be -infinity. What all attend to is right after the first pass.
+__device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
+    const Head head(p, work.b, work.h);
+    const int first = threadIdx.x / LANES, q_end = min(work.q0 + BLOCK_Q, int(p.Nq));
     bool good = true;
-    for (int i = part.q0 + first; i < q_end; i += THREADS / LANES)
+    for (int i = work.q0 + first; i < q_end; i += THREADS / LANES)
         good = good && is_finite_row<LANES>(head.q + i * p.q_at.n, int(p.D));
     const bool all_pairs = HAS_BIAS || __syncthreads_or(!good);
-    const Range keys = head.attn_mask.window.keys_of(part.q0, q_end);
-    bool spoiled = false;
-    for (auto visit = visits_of(head.attn_mask, part.q0, keys); !visit.done(); visit.next()) {
+    const Range keys = head.attn_mask.window.keys_of(work.q0, q_end);
+    bool non_finite = false;
+    for (auto visit = key_tiles_of(head.attn_mask, work.q0, keys); !visit.done(); visit.next()) {
         const int k0 = visit.tile * BLOCK_K, k_end = min(k0 + BLOCK_K, keys.hi);
 #pragma unroll 1
         for (int j0 = k0; j0 < k_end; j0 += THREADS / LANES) {
             const int j = min(j0 + first, k_end - 1);
             const u32 bad = __ballot_sync(
-                ~0u, !is_finite_row<LANES>(head.v + j * p.v_at.n + part.column, part.columns));
+                ~0u, !is_finite_row<LANES>(head.v + j * p.v_at.n + work.column, work.columns));
             if (!bad) continue;
             constexpr u32 ROW = LANES == WARP ? ~0u : (1u << LANES) - 1;
             if (bad >> threadIdx.x % WARP / LANES * LANES & ROW)
-                spoiled = spoiled || all_pairs || visit.kind == PARTIAL ||
-                          !is_finite_row<LANES>(head.k + j * p.k_at.n, int(p.D));
+                non_finite = non_finite || all_pairs || visit.kind == PARTIAL ||
+                             !is_finite_row<LANES>(head.k + j * p.k_at.n, int(p.D));
         }
     }
-    return __syncthreads_or(spoiled);
+    return __syncthreads_or(non_finite);
 }
 
-// Give rows what was not finite of the values that they attend to. Where warps share rows, they tell
-// each other by way of the tile of probabilities, each row where it lies in that.
+// Add back what was not finite in v to the rows that attend to it. Warps that share rows exchange
+// what they attend to through the P tile, each row at its place there.
 __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const NonFiniteTable& table,
                                           const Attended<MT, NT>& attended, const ScoreTile& p_tile,
                                           const RowGroup& group, int column0, int value0) {
@@ -89,7 +89,7 @@ __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const No
         add_non_finite(acc, table, value0, [&](int m, int half, int w) {
             return load_shared(rows.at(group.row0 + 16 * m + Lane().row(2 * half), w));
         });
-        group.sync();  // everybody has read
+        group.sync();  // all warps have read
     } else {
         add_non_finite(acc, table, value0,
                        [&](int m, int half, int w) { return attended.word(m, half, w); });
@@ -97,20 +97,20 @@ __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const No
 }
 
 template <bool NAN_SAFE>
-__device__ void attend(const Params& p, const Part& part);
+__device__ void attend(const Params& p, const WorkTile& work);
 
-// Not inlined, so that it costs the first pass no registers. float32 always takes it: in the first
-// pass its tf32 parts make NaN of infinity.
+// Not inlined: it costs the first pass no registers. float32 always takes it: in the first pass its
+// tf32 parts make NaN of infinity.
 __device__ __noinline__ void attend_nan_safe(const Params& p) {
-    const Part part(p);
-    if (sizeof(Element) == 4 || needs_nan_safe(p, part)) attend<true>(p, part);
+    const WorkTile work(p);
+    if (sizeof(Element) == 4 || needs_nan_safe(p, work)) attend<true>(p, work);
 }
 
 template <bool NAN_SAFE>
-__device__ inline void attend(const Params& p, const Part& part) {
+__device__ inline void attend(const Params& p, const WorkTile& work) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile(memory);
-    const OutTile out_tile(memory);  // takes the place of the queries in the end
+    const OutTile out_tile(memory);  // overlays q in the end
     auto k_tile = [&](int stage) {
         return KeyTile(memory + FIRST_BYTES + stage * (KeyTile::BYTES + ValueTile::BYTES));
     };
@@ -118,8 +118,8 @@ __device__ inline void attend(const Params& p, const Part& part) {
     const ScoreTile p_tile(k_tile(STAGES).base);  // where warps share rows
     const WarpBias<false, MT, NT> bias(p_tile.base + (WARPS_N > 1 ? ScoreTile::BYTES : 0));
 
-    const int q0 = part.q0, column = part.column, columns = part.columns;
-    const Head head(p, part.b, part.h);
+    const int q0 = work.q0, column = work.column, columns = work.columns;
+    const Head head(p, work.b, work.h);
     const RowGroup group(16 * MT);
     const int row0 = group.row0, column0 = group.warp_n * NT * 8;  // first of this warp's scores
     const int value0 = group.warp_n * VT * 8;                      // and of its columns of out
@@ -142,17 +142,23 @@ __device__ inline void attend(const Params& p, const Part& part) {
     copy_commit();
     RowState<MT> state;
     Fragment<Accum, MT, VT> acc;
-    auto visit = visits_of(head.attn_mask, q0, keys);
+    auto visit = key_tiles_of(head.attn_mask, q0, keys);
     acc.clear();
-    // The mask is read a visit ahead: the second product leaves it registers, and covers the wait.
+    // The dense mask is loaded a tile ahead: PV leaves it registers, and covers its latency.
     DenseMask<false, MT, NT> dense;
     auto load_mask = [&] {
         if (HAS_MASK && !visit.done())
             dense.load(head.attn_mask, q0 + row0, visit.tile * BLOCK_K + column0);
     };
     load_mask();
-    // One stage: values come during the first product, the next keys during the second. Two: both
-    // of the next visit during all of this one. The next bias comes once this one has been added.
+    // One stage: v is loaded during QK, the next k during PV. Two stages: both are loaded a tile
+    // ahead. The next bias is loaded once this one has been added.
+    //
+    //     step              copies in flight (one stage / two)       stages held
+    //     wait              - / -                                    k(j) / k(j), v(j)
+    //     QK                v(j) / k(j + 1), v(j + 1)                k(j) / k(j), v(j)
+    //     softmax           k(j + 1) / k(j + 1), v(j + 1)            v(j)
+    //     PV                k(j + 1) / k(j + 1), v(j + 1)            v(j)
     int stage = 0;
     if (!visit.done()) {
         load_keys(visit.tile * BLOCK_K, 0);
@@ -164,7 +170,7 @@ __device__ inline void attend(const Params& p, const Part& part) {
         const KeyTile k = k_tile(stage);
         const ValueTile v = v_tile(stage);
         copy_wait<0>();
-        __syncthreads();  // this visit's keys are here, and everybody is done with the last
+        __syncthreads();  // k has landed, and all warps are done with the last tile
         visit.next();
         if (STAGES == 1) {
             load_values(k0, 0);
@@ -179,33 +185,33 @@ __device__ inline void attend(const Params& p, const Part& part) {
         if (HAS_MASK || kind == PARTIAL) s.masked_fill(head.attn_mask, dense);
         if (STAGES == 1) {
             copy_wait<0>();
-            __syncthreads();  // the values are here, and everybody is done with the keys
+            __syncthreads();  // v has landed, and all warps are done with k
             if (!NAN_SAFE && !visit.done()) load_keys(visit.tile * BLOCK_K, 0);
         }
         if (!visit.done()) load_bias(visit.tile * BLOCK_K);
         const NonFiniteTable table{k.address};
         Attended<MT, NT> attended;
-        bool spoiled = false;
+        bool non_finite = false;
         if constexpr (NAN_SAFE) {
-            // Where all pairs are attended to, what is not finite goes where it belongs by itself; but
-            // in tf32 parts infinity becomes NaN. Behind the barrier everybody is done with the keys.
+            // Where all is attended to, what is not finite propagates by itself; but in tf32 parts
+            // infinity becomes NaN. Behind the barrier all warps are done with k.
             const bool all = attended.mark(s) && sizeof(Element) != 4;
-            spoiled = __syncthreads_or(!all) &&
-                      __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
+            non_finite = __syncthreads_or(!all) &&
+                         __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
         }
         Accum rescale[MT][2];
         state.update(s, head.score_mod.unit(), group, rescale);
         acc.scale_rows(rescale);
         load_mask();
-        // Of 16 keys at a time, so that their random bits are computed while others are multiplied.
+        // 16 keys at a time: their random bits are computed while others are multiplied.
         auto drop = [&](int n) { s.drop(head.dropout, n); };
         if constexpr (NAN_SAFE) {
 #pragma unroll
             for (int n = 0; n < NT; n += 2)
                 s.drop(head.dropout, n, [&](int m, int n, int e) { attended.drop(m, n, e); });
-            if (spoiled) {
+            if (non_finite) {
                 restore_non_finite(acc, table, attended, p_tile, group, column0, value0);
-                if (STAGES == 1) __syncthreads();  // everybody is done with the table
+                if (STAGES == 1) __syncthreads();  // all warps are done with the table
             }
             if (STAGES == 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, 0);
         }
@@ -223,8 +229,8 @@ __device__ inline void attend(const Params& p, const Part& part) {
         }
     }
     copy_wait<0>();
-    __syncthreads();  // everybody is done with the queries
-    state.gather(group);
+    __syncthreads();  // all warps are done with q
+    state.reduce_sums(group);
     const Lane lane;
     const Accum sink = head.sink();
 #pragma unroll
@@ -232,12 +238,12 @@ __device__ inline void attend(const Params& p, const Part& part) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Accum lse;
-            const Accum weight =
+            const Accum inverse =
                 state.finalize(m, half, sink, Accum(p.gain), Accum(p.natural), lse);
 #pragma unroll
             for (int n = 0; n < VT; ++n)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[m][n][e] *= weight;
+                for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[m][n][e] *= inverse;
             const int i = q0 + row0 + 16 * m + lane.row(2 * half);
             if (lane.t == 0 && value0 == 0 && i < p.Nq)
                 static_cast<Accum*>(p.lse)[head.row(i)] = lse;
@@ -249,11 +255,11 @@ __device__ inline void attend(const Params& p, const Part& part) {
         int(p.Nq) - q0, columns);
 
     if (NAN_SAFE || !again) return;
-    __syncthreads();  // everybody has stored
+    __syncthreads();  // all warps have stored
     attend_nan_safe(p);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward(const __grid_constant__ Params p) {
-    attend<false>(p, Part(p));
+    attend<false>(p, WorkTile(p));
 }

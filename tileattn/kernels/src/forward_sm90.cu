@@ -1,18 +1,20 @@
-// Forward pass on Hopper: FlashAttention-3, with TMA, wgmma and warp specialisation. A producer warp loads
-// q, k and v into circular buffers; two or three consumer warpgroups compute 64 queries each. CTAs are
-// persistent. Mirrors forward_rows in spec.py. Shah et al., FlashAttention-3, arXiv:2407.08608.
+// Forward pass on Hopper: FlashAttention-3, with TMA, wgmma and warp specialisation. A producer
+// warp loads q, k and v into circular buffers; two or three consumer warpgroups compute 64 queries
+// each. CTAs are persistent. Mirrors forward_rows in spec.py. Shah et al., FlashAttention-3,
+// arXiv:2407.08608.
 //
-// A probability of zero does not mask out a NaN: one in v reaches queries that do not attend to it, in
-// partial tiles. So work tiles whose output is not finite are done again in a second, NaN-safe pass: values
-// that are not finite are taken out of partial tiles, and added back where they are attended to. So are
-// work tiles whose scores are too large for the exponents of the first pass.
+// A probability of zero does not mask out a NaN: one in v reaches queries that do not attend to it,
+// in partial tiles. So work tiles whose output is not finite are done again in a second, NaN-safe
+// pass: values that are not finite are taken out of partial tiles, and added back where they are
+// attended to. So are work tiles whose scores are too large for the exponents of the first pass.
 //
-// The first pass stops early once several work tiles are unfinished. When that is noticed is a matter of
-// timing, and the bits of a row must not be. So the arithmetic of a row depends on its own scores alone:
-// a row is large if its maximum over all keys is. A running maximum above ORDINARY never falls, so the
-// second pass lets such a row turn large at once. One below -ORDINARY may rise. The second pass takes such
-// a row for ordinary, as the first does. If it has not risen in the end, the work tile is done again in a
-// third pass, in which all rows are large, and which stores only rows that are far below zero.
+// The first pass stops early once several work tiles are unfinished. When that is noticed is a
+// matter of timing, and the bits of a row must not be. So the arithmetic of a row depends on its
+// own scores alone: a row is large if its maximum over all keys is. A running maximum above
+// ORDINARY never falls, so the second pass lets such a row turn large at once. One below -ORDINARY
+// may rise. The second pass takes such a row for ordinary, as the first does. If it has not risen
+// in the end, the work tile is done again in a third pass, in which all rows are large, and which
+// stores only rows that are far below zero.
 #include "fwd_smem_sm90.cuh"
 #include "head.cuh"
 #include "nonfinite.cuh"
@@ -24,24 +26,25 @@ constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
 
-// Lazy rescaling: row maxima may lag by so many powers of two before O is rescaled. P in 16 bits has room
-// for it, and the result depends on it by rounding alone.
+// Lazy rescaling: row maxima may lag by so many powers of two before O is rescaled. P in 16 bits
+// has room for it, and the result depends on it by rounding alone.
 constexpr int SLACK = 8;
 
-// Sums of large numbers may overflow for that. A NaN-safe pass divides P by a power of two, which makes it
-// 1 at most. The bits are those of the first pass, unless a probability below 2**-118, whose quotient has
-// fewer digits, shows in them.
+// Sums of large numbers may overflow for that. A NaN-safe pass divides P by a power of two, which
+// makes it 1 at most. The bits are those of the first pass, unless a probability below 2**-118,
+// whose quotient has fewer digits, shows in them.
 constexpr Accum LOWERED = HAS_FINITE_SUMS<Element> ? Accum(1) : Accum(1 << SLACK);
 
-// Whether PV overlaps the softmax of its own warpgroup. At a value head dimension of 128 the GEMMs of the
-// other warpgroup fill that time as well or better (measured).
+// Whether PV overlaps the softmax of its own warpgroup. At a value head dimension of 128 the GEMMs
+// of the other warpgroup fill that time as well or better (measured).
 constexpr bool INTRA_WARPGROUP_OVERLAP = VALUE_DIM != 128;
 
 struct Maps {
     TensorMap q, k, v;
 };
 
-// The producer thread: load all that the work tiles need, in the order of its use, and publish them.
+// The producer thread: load all that the work tiles need, in the order of its use, and publish
+// them.
 __device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem) {
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<2> work_pipe;
@@ -72,20 +75,21 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     };
     auto load_k = [&](int index) {
         const int tile = tile_at(index);
+        const Barrier full = smem.k_full(k_pipe.stage);
         smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
-        smem.k(k_pipe.stage)
-            .load(maps.k, tile * BLOCK_K, work.h / int(p.group), work.b, smem.k_full(k_pipe.stage));
+        smem.k(k_pipe.stage).load(maps.k, tile * BLOCK_K, work.h / int(p.group), work.b, full);
         k_pipe.advance();
     };
     auto load_v = [&](int index) {
         const int tile = tile_at(index);
+        const Barrier full = smem.v_full(v_pipe.stage);
         smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
-        smem.v(v_pipe.stage)
-            .load(maps.v, tile * BLOCK_K, work.h / int(p.group), work.b, smem.v_full(v_pipe.stage));
+        smem.v(v_pipe.stage).load(maps.v, tile * BLOCK_K, work.h / int(p.group), work.b, full);
         v_pipe.advance();
     };
-    // The next work tile is computed while the first tiles of this one load. Where several work tiles are
-    // unfinished, the others hardly will be better: the second pass takes over what is left.
+    // The next work tile is computed while the first tiles of this one load. Where several work
+    // tiles are unfinished, the others hardly will be better: the second pass takes over what is
+    // left.
     int begun = 0;  // iterations of the first pass
     auto run_pass = [&](int pass) {
         int iteration = 0;
@@ -128,8 +132,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     publish_end();
     smem.pass_done().wait(0);
     if (!smem.any_unfinished(0)) return;
-    // To the consumers the NaN-safe passes are one. They mark work tiles before they release q: once all q
-    // stages are released, the third pass knows what it has to do.
+    // To the consumers the NaN-safe passes are one. They mark work tiles before they release q:
+    // once all q stages are released, the third pass knows what it has to do.
 #pragma unroll 1
     for (int pass = 1; pass < 3 && smem.any_unfinished(pass - 1); ++pass) {
         run_pass(pass);
@@ -145,10 +149,10 @@ __device__ inline Accum* lse_of(const Params& p, const WorkTile& work) {
     return static_cast<Accum*>(p.lse) + (i64(work.b) * p.Hq + work.h) * p.Nq;
 }
 
-// Normalise and store 16 rows of each warp from row0 on, and their lse. The third pass stores only rows far
-// below zero. Others keep their bits, also in work tiles that are done for sharing a bit with a marked one.
-// Its maxima differ by up to the slack from those of the second: with twice that as a margin, each row
-// that is stored would have had its work tile marked.
+// Normalise and store 16 rows of each warp from row0 on, and their lse. The third pass stores only
+// rows far below zero. Others keep their bits, also in work tiles that are done for sharing a bit
+// with a marked one. Its maxima differ by up to the slack from those of the second: with twice that
+// as a margin, each row that is stored would have had its work tile marked.
 template <bool NAN_SAFE>
 __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTile& work, int row0,
                                 RowState<1>& state, Fragment<Accum, 1, VT>& acc) {
@@ -157,14 +161,14 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
         if (work.all_large)
             halves = state.below(-ORDINARY - 2 * SLACK, ScoreMod(p, work.b, work.h).unit());
     } else {
-        // A value that is not finite spoils its column in all rows: half of them are enough. A sum that
-        // overflows is one row's.
+        // A value that is not finite spoils its column in all rows: half of them are enough. A sum
+        // that overflows is one row's.
         const bool good =
             all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4>(acc) && state.all_ordinary();
         if (!__all_sync(~0u, good)) smem.mark_unfinished(0, work.iteration);
     }
     const Accum sink = sink_of(p, work.h);
-    state.gather(RowGroup(16));
+    state.reduce_sums(RowGroup(16));
     Accum lse[2], inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -213,14 +217,15 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
     RowState<1> state;
     Accum rescale[1][2];
 
-    // By all threads: each has read the work tile for itself, and generic stores overwrite it. Only GEMMs
-    // read q, and all of them are complete. In a NaN-safe pass each has marked what it leaves to the third.
+    // By all threads: each has read the work tile for itself, and generic stores overwrite it. Only
+    // GEMMs read q, and all of them are complete. In a NaN-safe pass each has marked what it leaves
+    // to the third.
     auto release_q = [&] {
         smem.q_empty(q_pipe.stage).arrive();
         q_pipe.advance(CONSUMERS);
     };
-    // By one thread: the GEMM that reads the stage is the warpgroup's as a whole, and it is complete. What
-    // the NaN-safe path reads and writes of v is fenced there.
+    // By one thread: the GEMM that reads the stage is the warpgroup's as a whole, and it is
+    // complete. What the NaN-safe path reads and writes of v is fenced there.
     auto release_k = [&] {
         if (leader) smem.k_empty(k_pipe.stage).arrive();
         k_pipe.advance();
@@ -273,8 +278,8 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         work = next;
         tile = work.tiles.first;
         if (!work.end) skip_tiles(tile - work.first);
-        // QK is issued even where there is no tile, on whatever the stage holds: under a condition, ptxas
-        // would serialise all GEMMs.
+        // QK is issued even where there is no tile, on whatever the stage holds: under a condition,
+        // ptxas would serialise all GEMMs.
         if (HAS_BLOCK_MASK) entries = BlockSparseList(p, work).entries, next_entry = entries[tile];
         if (tile < work.tiles.past) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
         issue_qk();
@@ -315,8 +320,8 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         convert_p();
         acc.scale_rows(rescale);
     };
-    // Tile by tile, the warpgroups side by side: they clean the values of partial tiles together. The table
-    // of what was not finite takes the k stage, once all have their scores.
+    // Tile by tile, the warpgroups side by side: they clean the values of partial tiles together.
+    // The table of what was not finite takes the k stage, once all have their scores.
     auto nan_safe_loop = [&] {
         constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP, CONSUMER_BARRIER = 1 + CONSUMERS;
         for (;;) {
@@ -355,7 +360,8 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         }
     };
 
-    // A work tile: its first QK is in flight when it begins, and that of the next one during its epilogue.
+    // A work tile: its first QK is in flight when it begins, and that of the next one during its
+    // epilogue.
     fetch_work();
     start_work();
     while (!work.end) {

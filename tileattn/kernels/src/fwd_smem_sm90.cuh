@@ -22,7 +22,8 @@ struct KeyValueStage {
     ValueTile::Storage v;
 };
 
-// Stages of q hold one warpgroup's queries each: also those of the next work tile, as far as they fit.
+// Stages of q hold one warpgroup's queries each: also those of the next work tile, as far as they
+// fit.
 constexpr int TENSOR_BYTES = 225 * 1024;  // at most
 constexpr int Q_FIT = (TENSOR_BYTES - STAGES * int(sizeof(KeyValueStage))) / QueryTile::BYTES;
 constexpr int Q_STAGES = Q_FIT < 2 * CONSUMERS ? Q_FIT : 2 * CONSUMERS;
@@ -41,8 +42,8 @@ static_assert(sizeof(Tensors) == SHARED_BYTES, "what a launch brings");
 
 // Static shared memory.
 struct SharedStorage {
-    // A work tile occupies a q stage, but each warpgroup has two full barriers of its own: waiting on
-    // one shared with others, it could be a whole buffer behind.
+    // A work tile occupies a q stage, but each warpgroup has two full barriers of its own: waiting
+    // on one shared with others, it could be a whole buffer behind.
     u64 q_full[2 * CONSUMERS], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 pass_done;
@@ -81,7 +82,8 @@ struct Smem {
     }
     __device__ Barrier pass_done() const { return {shared_address(&storage.pass_done)}; }
 
-    // Whether a pass left this iteration unfinished, or one that shares its bit; whether any, or many.
+    // Whether a pass left this iteration unfinished, or one that shares its bit; whether any, or
+    // many.
     __device__ bool unfinished(int pass, int iteration) const {
         return storage.unfinished[pass].iterations[iteration % TRACKED / 32] >> iteration % 32 & 1;
     }

@@ -1,5 +1,5 @@
-// Layer 2. Asynchronous GEMMs of a warpgroup, and the ways of its accumulator fragments to shared and
-// global memory. A fragment has 16 rows of each warp.
+// Layer 2. Asynchronous GEMMs of a warpgroup, and the ways of its accumulator fragments to shared
+// and global memory. A fragment has 16 rows of each warp.
 #pragma once
 
 #include "fragment.cuh"
@@ -56,8 +56,9 @@ __device__ inline void warpgroup_wait(Fragment<float, 1, NT>& c) {
     fence_operand(accum_registers(c));
 }
 
-// Keep the next wait behind the computation of a condition that never holds. ptxas moves waits ahead of
-// everything that does not depend on a GEMM, so nothing would overlap with it; but not ahead of a branch.
+// Keep the next wait behind the computation of a condition that never holds. ptxas moves waits
+// ahead of everything that does not depend on a GEMM, so nothing would overlap with it; but not
+// ahead of a branch.
 __device__ inline void order_wait_after(bool never) {
     if (__any_sync(~0u, never)) asm volatile("nanosleep.u32 1;");
 }
@@ -104,8 +105,8 @@ __device__ inline void store_rows(T* target, i64 stride, const Fragment<float, 1
     }
 }
 
-// The same through swizzled staging memory of the warp, 64 columns at a time: a warp stores four whole
-// 128-byte lines at once. There is a multiple of eight columns.
+// The same through swizzled staging memory of the warp, 64 columns at a time: a warp stores four
+// whole 128-byte lines at once. There is a multiple of eight columns.
 constexpr int STAGING_BYTES = 16 * 128;
 template <class T, int NT>
 __device__ inline void store_rows_staged(u32 staged, T* target, i64 stride,
@@ -145,8 +146,8 @@ __device__ inline void store_transposed(const SmemTile<R, C>& tile,
     for (int i = 0; i < K; ++i) store_matrices_transposed(first + 16 * i * Box::PITCH, a[i].r);
 }
 
-// Store COLUMNS columns from `first` on, of 16 rows of each warp, to rows of floats in shared memory
-// from `row` on, a multiple of 16.
+// Store COLUMNS columns from `first` on, of 16 rows of each warp, to rows of floats in shared
+// memory from `row` on, a multiple of 16.
 template <int COLUMNS, int NT>
 __device__ inline void stage_dq(u32 target, const Fragment<float, 1, NT>& c, int first, int row) {
     static_assert(COLUMNS % 32 == 0);

@@ -1,5 +1,5 @@
-// Layer 3. One tile of the backward pass: P recomputed from the logsumexp, and dS. Mirrors backward_tile in
-// spec.py.
+// Layer 3. One tile of the backward pass: P recomputed from the logsumexp, and dS. Mirrors
+// backward_tile in spec.py.
 #pragma once
 
 #include "head.cuh"
@@ -10,8 +10,8 @@
 //     P = exp2(S unit - lse_log2),  dP = Z (dO V^T),  dS = P (dP - delta).
 __device__ inline Accum score_gradient(Accum p, Accum dp, Accum delta) { return p * (dp - delta); }
 
-// NaN-safe, P that is not attended to is marked until `zero_dropped`, and its dS is selected to be 0: no NaN
-// reaches it.
+// NaN-safe, P that is not attended to is marked until `zero_dropped`, and its dS is selected to be
+// 0: no NaN reaches it.
 template <bool TRANSPOSED, int MT, int NT, bool NAN_SAFE = false>
 struct TileGradient {
     Scores<TRANSPOSED, MT, NT> p;   // Q K^T; then P where kept, -P where dropped
@@ -29,8 +29,8 @@ struct TileGradient {
     // No probability is -infinity.
     __device__ static bool is_masked(Accum p) { return NAN_SAFE && p == -infinity<Accum>(); }
 
-    // lse_log2(m, n, e) is the logsumexp of the element's query, of base 2. Scores of a `large` head are
-    // less row_max(m, n, e) first.
+    // lse_log2(m, n, e) is the logsumexp of the element's query, of base 2. Scores of a `large`
+    // head are less row_max(m, n, e) first.
     template <class RowMax, class Lse>
     __device__ void recompute_p(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
                                 const AttentionMask& attn_mask, const Dropout& dropout, int kind,

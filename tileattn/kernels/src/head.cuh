@@ -28,9 +28,9 @@ __device__ inline Accum sink_of(const Params& p, i64 h) {
     return p.sinks ? static_cast<const Accum*>(p.sinks)[h] : -infinity<Accum>();
 }
 
-// Flags of a key head of one batch entry, which the backward pass sets: something is not finite, or scores are
-// so large that the logsumexp is too coarse. Hopper's kernels skip heads whose flags are known, and leave
-// heads that FAILED to others. Counterparts are in steps.py.
+// Flags of a key head of one batch entry, which the backward pass sets: something is not finite, or
+// scores are so large that the logsumexp is too coarse. Hopper's kernels skip heads whose flags are
+// known, and leave heads that FAILED to others. Counterparts are in steps.py.
 constexpr u32 NON_FINITE = 1, LARGE = 2, KNOWN = NON_FINITE | LARGE, FAILED = 4;
 __device__ inline u32& head_flags(const Params& p, i64 b, i64 kv) {
     return p.special[b * p.Hkv + kv];
@@ -53,7 +53,7 @@ __device__ inline void for_blocks(const Params& p, i64 blocks, Run run) {
 #pragma unroll 1
         for (i64 i = blockIdx.x; i < blocks; i += gridDim.x) {
             run(int(i));
-            __syncthreads();  // everybody is done with shared memory
+            __syncthreads();  // all warps are done with shared memory
         }
     }
 }
@@ -78,7 +78,7 @@ struct Head {
           attn_mask(p, b, h),
           score_mod(p, b, h),
           dropout(p, b, h) {
-        // Four pointers in registers are cheaper than their products again for every tile.
+        // Four pointers in registers are cheaper than recomputing them for every tile.
         asm volatile("" : "+l"(q), "+l"(k), "+l"(v), "+l"(dout));
     }
 

@@ -1,4 +1,5 @@
-// Layer 3. Accumulator fragments of scores: the index of each element, score modifiers, masks and dropout.
+// Layer 3. Accumulator fragments of scores: the index of each element, score modifiers, masks and
+// dropout.
 #pragma once
 
 #include "bias.cuh"
@@ -82,7 +83,8 @@ struct Scores : Fragment<Accum, MT, NT> {
             }
     }
 
-    // Zero the dropped elements of 16 columns, the atoms n and n + 1, and call look(m, n, e) for each.
+    // Zero the dropped elements of 16 columns, the atoms n and n + 1, and call look(m, n, e) for
+    // each.
     template <class Look>
     __device__ void drop(const Dropout& dropout, int n, Look look) {
         if constexpr (HAS_DROPOUT)

@@ -1,14 +1,14 @@
-// Layer 1. The warp-wide product C[16 x 8] += A[16 x 16] B[16 x 8], one Atom for each element type.
+// Layer 1. mma of one warp: C[16 x 8] += A[16 x 16] B[16 x 8], one Atom for each element type.
 //
-// Every atom shares one map of C: lane (g, t) = (lane / 4, lane % 4) holds elements 0 to 3 at rows
-// g, g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1. Atoms of 4- and 8-byte types take the
+// All atoms have the same layout of C: lane (g, t) = (lane / 4, lane % 4) holds elements 0 to 3 at
+// rows g, g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1. Atoms of 4- and 8-byte types take the
 // columns of A, eight at a time, in an order of our own choosing, the same for A and B: a lane's
 // two numbers of each eight stand at columns 2t and 2t + 1. So C becomes the A of a second product
 // without moving, two tiles of eight columns at a time.
 //
-// A product that is MIRRORED has the bits of the one with A and B exchanged, mirrored. One that is
-// NAN_SAFE has infinity and NaN where IEEE arithmetic has them, and the same bits where it has not.
-// For all but float32 any product is both.
+// MIRRORED, the result has the bits of that with A and B exchanged, transposed. NAN_SAFE, it has
+// infinity and NaN where IEEE arithmetic has them, and the same bits elsewhere. For all but float32
+// any mma is both.
 #pragma once
 
 #include "types.cuh"
@@ -16,7 +16,7 @@
 template <class T>
 struct Atom;
 
-// What a GPU without the instruction does: the same fragments, products by shuffles.
+// For a GPU without the instruction: the same fragments, multiplied by shuffles.
 template <class S, class Row, class Column>
 __device__ __noinline__ void multiply_by_shuffles(S (&c)[4], Row row, Column column) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -93,8 +93,8 @@ struct Atom<bfloat16> : HalfAtom<bfloat16> {
 #endif
 };
 
-// Numbers of 4 and 8 bytes: a lane's share of A as of C, and of B, in the order of instructions
-// that take four of A and two of B at a time.
+// Types of 4 and 8 bytes: a lane's share of A, laid out as C, and of B, in the order of
+// instructions that take four of A and two of B at a time.
 template <class S>
 struct WideAtom {
     struct A {

@@ -1,5 +1,5 @@
-// Layer 3. Attention unfused, one row at a time by one warp, for head dimensions that no tiled kernel supports.
-// What is masked out is not multiplied by zero but left out.
+// Layer 3. Attention unfused, one row at a time by one warp, for head dimensions that no tiled
+// kernel supports. What is masked out is not multiplied by zero but left out.
 #pragma once
 
 #include "gradient.cuh"

@@ -1,6 +1,6 @@
-// Layer 3. GEMMs with operands that are not finite. A weight of 0 does not mask out a NaN: 0 x NaN is NaN. So
-// what is not finite becomes 0 before the GEMM, a table records what it was, and rows that attend to it
-// get it back: NaN, or the infinity that it was.
+// Layer 3. GEMMs with operands that are not finite. A weight of 0 does not mask out a NaN: 0 x NaN
+// is NaN. So what is not finite becomes 0 before the GEMM, a table records what it was, and rows
+// that attend to it get it back: NaN, or the infinity that it was.
 #pragma once
 
 #include "config.cuh"
@@ -32,10 +32,10 @@ struct NoRecord {
     __device__ void operator()(int, int, u32) const {}
 };
 
-// Copy a tile, or rewrite it in place, with zeros for what is not finite; whether there was any. `warp` is one
-// of WARPS warps, which meet before and after. A warp reads 16 bytes of 32 rows at a time.
-// record(column, n, bits) gets, of 16 rows from 16 n on, where +infinity or NaN was in the lower half of the
-// bits, and where -infinity or NaN was in the upper half.
+// Copy a tile, or rewrite it in place, with zeros for what is not finite; whether there was any.
+// `warp` is one of WARPS warps, which meet before and after. A warp reads 16 bytes of 32 rows at a
+// time. record(column, n, bits) gets, of 16 rows from 16 n on, where +infinity or NaN was in the
+// lower half of the bits, and where -infinity or NaN was in the upper half.
 template <class T, int ROWS, int COLUMNS, int WARPS, bool IN_PLACE, class AnyTile,
           class Record = NoRecord>
 __device__ inline bool zero_non_finite(const AnyTile& to, const AnyTile& from, int warp,
@@ -71,7 +71,8 @@ __device__ inline bool zero_non_finite(const AnyTile& to, const AnyTile& from, i
     return found;
 }
 
-// What was not finite in a tile of ROWS x COLUMNS: for each column a word for each 16 rows, as above.
+// What was not finite in a tile of ROWS x COLUMNS: for each column a word for each 16 rows, as
+// above.
 template <class T, int ROWS, int COLUMNS>
 struct NonFinite {
     static constexpr int WORDS = ROWS / 16, BYTES = COLUMNS * WORDS * 4;
@@ -90,7 +91,8 @@ struct NonFinite {
     __device__ u32 at(int column) const { return address + column * (WORDS * 4); }
 };
 
-// Which scores of a warp are attended to, dropped ones included: a bit for each element of MT x NT atoms.
+// Which scores of a warp are attended to, dropped ones included: a bit for each element of MT x NT
+// atoms.
 template <int MT, int NT>
 struct Attended {
     static_assert(NT % 2 == 0);
@@ -136,8 +138,8 @@ struct Attended {
                     if (!(kept[m][e / 2][n / 16] & bit(n, e))) x.x[m][n][e] = number;
     }
 
-    // Of a row and 16 columns, the atoms 2 * w and 2 * w + 1: kept columns in the lower half, dropped ones
-    // in the upper half. All lanes call.
+    // Of a row and 16 columns, the atoms 2 * w and 2 * w + 1: kept columns in the lower half,
+    // dropped ones in the upper half. All lanes call.
     __device__ u32 word(int m, int half, int w) const {
         auto spread = [&](const u32(&bits)[PARTS]) {
             const u32 four = (w < 8 ? bits[0] : bits[PARTS - 1]) >> (w % 8 * 4);
@@ -151,17 +153,16 @@ struct Attended {
     }
 };
 
-// The same of whole rows of a tile, in shared memory, where each warp has a part of each row: rows
-// begin PITCH bytes apart.
+// The same for whole rows in shared memory, where warps share rows. Rows are PITCH bytes apart.
 template <int PITCH>
 struct AttendedRows {
     u32 address;
 
     __device__ u32 at(int row, int w) const { return address + row * PITCH + 4 * w; }
 
-    // Where a warp's share begins at (row0, column0). Warps of the same rows meet afterwards.
+    // Store a warp's share from (row0, column0) on. The warps of a row meet afterwards.
     template <int MT, int NT>
-    __device__ void store(const Attended<MT, NT>& pairs, int row0, int column0) const {
+    __device__ void store(const Attended<MT, NT>& attended, int row0, int column0) const {
         const Lane lane;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
@@ -169,23 +170,22 @@ struct AttendedRows {
             for (int half = 0; half < 2; ++half)
 #pragma unroll
                 for (int w = 0; w < NT / 2; ++w) {
-                    const u32 x = pairs.word(m, half, w);
+                    const u32 x = attended.word(m, half, w);
                     const int row = row0 + 16 * m + lane.row(2 * half);
                     if (lane.t == 0) store_shared(at(row, column0 / 16 + w), x);
                 }
     }
 };
 
-// Add to accumulators, whose columns are those of a cleaned tile from column0 on, what it had not
-// finite: to each row what it attends to. word_of(m, half, w) gives rows as in Attended. What is
-// dropped is multiplied by 0, which makes NaN of infinity.
+// Add to an accumulator fragment what was not finite in a cleaned tile, from column0 on: to each
+// row what it attends to. word_of(m, half, w) gives rows as in Attended. What is dropped is
+// multiplied by 0, which makes NaN of infinity.
 template <class T, int ROWS, int COLUMNS, int MT, int NT, class WordOf>
 __device__ inline void add_non_finite(Fragment<Accum, MT, NT>& c,
                                       const NonFinite<T, ROWS, COLUMNS>& table, int column0,
                                       WordOf word_of) {
     constexpr int WORDS = ROWS / 16;
-    constexpr int TOGETHER =
-        NT % 4 == 0 ? 4 : 2;  // atoms whose marks are loaded before one is used
+    constexpr int TOGETHER = NT % 4 == 0 ? 4 : 2;  // atoms with loads in flight
     static_assert(NT % TOGETHER == 0);
     const int column = column0 + 2 * Lane().t;
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// Gradient at the bias, by the textbook: one warp for each element of the bias, which sums over all
-// pairs that the element is broadcast to.
+// dbias, unfused: one warp for each element of the bias sums over all scores that the element is
+// broadcast to.
 #include "naive.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

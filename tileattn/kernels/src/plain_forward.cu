@@ -1,5 +1,5 @@
-// Attention, forward, by the textbook: one warp for each query. For head dimensions, or devices,
-// that no tiled kernel has room for.
+// Forward pass, unfused: one warp for each query. For head dimensions, or devices, that no tiled
+// kernel supports.
 #include "naive.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

@@ -1,4 +1,4 @@
-// Backward for keys and values, by the textbook: one warp for each key.
+// Backward pass for k and v, unfused: one warp for each key.
 #include "naive.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

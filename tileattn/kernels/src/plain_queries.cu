@@ -1,4 +1,4 @@
-// Backward for queries, by the textbook: one warp for each query.
+// Backward pass for q, unfused: one warp for each query.
 #include "naive.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

@@ -1,4 +1,4 @@
-// What backward_renormalise does, by the textbook: one warp for each query.
+// backward_renormalise, unfused: one warp for each query.
 #include "naive.cuh"
 #include "renormalise.cuh"
 

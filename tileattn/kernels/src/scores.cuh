@@ -1,4 +1,5 @@
-// Layer 3. Score modifiers between Q K^T and the softmax, with the slope of the softcap: as scores.py.
+// Layer 3. Score modifiers between Q K^T and the softmax, with the slope of the softcap: as
+// scores.py.
 #pragma once
 
 #include "config.cuh"
@@ -36,8 +37,8 @@ struct ScoreMod {
         return HAS_BIAS ? Accum(widen(bias[i * bias_i + j * bias_j])) : Accum(0);
     }
 
-    // Score of query i and key j from their dot product and bias, and the slope of the softcap. Every
-    // operation is spelled out: kernels that compare large scores need the same bits.
+    // Score of query i and key j from their dot product and bias, and the slope of the softcap.
+    // Every operation is spelled out: kernels that compare large scores need the same bits.
     __device__ Accum score(Accum x, int i, int j, Accum added, Accum& dsoftcap) const {
         dsoftcap = 1;
         if constexpr (FOLD) return x;

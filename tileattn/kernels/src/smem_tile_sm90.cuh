@@ -48,8 +48,8 @@ struct SmemTile {
     __device__ Descriptor<false> k_major(int row, int k) const {
         return {describe(row * PITCH, k / WIDTH * SLICE + k % WIDTH * 2)};
     }
-    // MN-major B[k, n]: k are rows of the tile, and n = 0 is column `column`. Unless that is the first
-    // of a slice, all n lie in its slice.
+    // MN-major B[k, n]: k are rows of the tile, and n = 0 is column `column`. Unless that is the
+    // first of a slice, all n lie in its slice.
     __device__ Descriptor<true> mn_major(int k, int column = 0) const {
         return {describe(column / WIDTH * SLICE + column % WIDTH * 2, k * PITCH)};
     }

@@ -1,18 +1,18 @@
-// Layer 3. Work tiles of Hopper's persistent kernels, and which CTA gets which: the forward scheduler
-// is static, the backward one dynamic.
+// Layer 3. Work tiles of Hopper's persistent kernels, and which CTA gets which: the forward
+// scheduler is static, the backward one dynamic.
 #pragma once
 
 #include "blocks.cuh"
 
-// Tiles along the other axis that a block attends to, or is attended by: from first to past - 1. Those
-// from full to full_past - 1 need no mask.
+// Tiles along the other axis that a block attends to, or is attended by: from first to past - 1.
+// Those from full to full_past - 1 need no mask.
 struct TileRange {
     int first, past, full, full_past;
 
     __device__ bool is_partial(int tile) const { return tile < full || tile >= full_past; }
 };
 
-// --- forward --------------------------------------------------------------------------------------
+// --- forward -------------------------------------------------------------------------------------
 
 // A block of queries of one head, or one warpgroup's share of it. Under a block mask first and past
 // index the block's sparse list, the same for all warpgroups.
@@ -32,8 +32,8 @@ __device__ inline TileRange key_tiles(const Params& p, int b, int q0, int rows) 
     return {keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
 }
 
-// The key tiles that a block mask leaves to a block of queries, ascending. An entry is twice the tile,
-// plus one if it is partial. A larger one than all of them ends the list.
+// The key tiles that a block mask leaves to a block of queries, ascending. An entry is twice the
+// tile, plus one if it is partial. A larger one than all of them ends the list.
 struct BlockSparseList {
     const int* entries;
 
@@ -55,8 +55,8 @@ struct BlockSparseList {
     }
 };
 
-// The work tile of this CTA's iteration, with its flags as they are; false behind the last. The host's
-// LPT assignment, where there is one, replaces round robin.
+// The work tile of this CTA's iteration, with its flags as they are; false behind the last. The
+// host's LPT assignment, where there is one, replaces round robin.
 __device__ inline bool get_work(const Params& p, int iteration, FwdWorkTile& work) {
     const int blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q), heads = int(p.B * p.Hq);
     int index = iteration * int(gridDim.x) + int(blockIdx.x);
@@ -75,7 +75,7 @@ __device__ inline bool get_work(const Params& p, int iteration, FwdWorkTile& wor
     return true;
 }
 
-// --- backward -------------------------------------------------------------------------------------
+// --- backward ------------------------------------------------------------------------------------
 
 // A block of keys of one key head, with the query tiles of each query head that shares it.
 struct BwdWorkTile {

@@ -1,5 +1,5 @@
-// Layer 1. Hopper's TMA loads and bulk copies, mbarriers and pipeline states, fences, named barriers
-// and the reallocation of registers.
+// Layer 1. Hopper's TMA loads and bulk copies, mbarriers and pipeline states, fences, named
+// barriers and the reallocation of registers.
 #pragma once
 
 #include "copy.cuh"
@@ -38,7 +38,8 @@ __device__ inline void stall() {
     }
 }
 
-// An mbarrier: a phase ends when all expected threads have arrived and all expected bytes have landed.
+// An mbarrier: a phase ends when all expected threads have arrived and all expected bytes have
+// landed.
 struct Barrier {
     u32 address;
 
@@ -55,8 +56,8 @@ struct Barrier {
                      "r"(bytes)
                      : "memory");
     }
-    // Wait for the phase of this parity to end. The phase before the first has parity 1, so a producer
-    // passes its first wait on an empty barrier.
+    // Wait for the phase of this parity to end. The phase before the first has parity 1, so a
+    // producer passes its first wait on an empty barrier.
     __device__ void wait(u32 parity) const {
         asm volatile(
             "{.reg .pred done; again: "
@@ -68,7 +69,8 @@ struct Barrier {
     }
 };
 
-// Where a thread is in a circular buffer of stages: the stage, and the parity of its barriers' phase.
+// Where a thread is in a circular buffer of stages: the stage, and the parity of its barriers'
+// phase.
 template <int STAGES>
 struct PipelineState {
     int stage = 0;
@@ -90,7 +92,8 @@ __device__ inline void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Start a TMA load of the box at (column, row, head, batch). Elements outside the tensor become zero.
+// Start a TMA load of the box at (column, row, head, batch). Elements outside the tensor become
+// zero.
 __device__ inline void tma_load(u32 target, const TensorMap& map, int column, int row, int head,
                                 int batch, const Barrier& done) {
     asm volatile(
@@ -144,8 +147,8 @@ __device__ inline void publish_semaphore(u32* place, u32 value) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
-// Wait: bulk stores after a read that returns the value, and after `fence_async_global`, come behind
-// those of the publisher.
+// Wait: bulk stores after a read that returns the value, and after `fence_async_global`, come
+// behind those of the publisher.
 __device__ inline u32 read_semaphore(const u32* place) {
     u32 value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
@@ -177,8 +180,8 @@ __device__ inline void store_chunk(void* target, u32 source, bool wanted) {
         : "memory");
 }
 
-// Named barrier: wait for THREADS arrivals. It counts whole warps, so each converges first. Warpgroups
-// may arrive from different places in the code.
+// Named barrier: wait for THREADS arrivals. It counts whole warps, so each converges first.
+// Warpgroups may arrive from different places in the code.
 template <int THREADS>
 __device__ inline void named_barrier_sync(int id) {
     __syncwarp();

@@ -1,5 +1,5 @@
-// Layer 1. wgmma of one warpgroup: d[64 x N] (+)= a[64 x 16] b[16 x N], with a in shared memory or in
-// registers and b in shared memory. PTX ISA, 9.7.15, wgmma.mma_async.
+// Layer 1. wgmma of one warpgroup: d[64 x N] (+)= a[64 x 16] b[16 x N], with a in shared memory or
+// in registers and b in shared memory. PTX ISA, 9.7.15, wgmma.mma_async.
 #pragma once
 
 #include "types.cuh"
@@ -27,7 +27,8 @@ __device__ inline void discard_operand(float (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i])::"memory");
 }
 
-// Matrix descriptor of a[m, k] or b[k, n] in shared memory. Rows are m or n (K-major), or k (MN-major).
+// Matrix descriptor of a[m, k] or b[k, n] in shared memory. Rows are m or n (K-major), or k
+// (MN-major).
 template <bool MN_MAJOR>
 struct Descriptor {
     u64 bits;
