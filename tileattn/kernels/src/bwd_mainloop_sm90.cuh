@@ -221,13 +221,15 @@ __device__ inline void store_gradient(const Params& p, const Smem& smem, void* t
                                       const Fragment<Accum, 1, NT>& acc,
                                       const PipelineState<DS_STAGES>& ds_pipe) {
     const int row = work.k0 + row0;
-    if constexpr (!IS_WIDE) smem.ds_empty(ds_pipe.stage).wait(ds_pipe.phase ^ 1);
-    const int rows = int(p.Nk) - row;
-    Element* const to = rows_of<Element>(target, at, work.b, work.kv) + row * at.n;
-    if constexpr (IS_WIDE)
-        store_rows(to, at.n, acc, rows, columns);
-    else
-        store_rows_staged(smem.staging(ds_pipe.stage), to, at.n, acc, rows, columns);
+    if constexpr (IS_WIDE) {
+        store_rows(rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, acc,
+                   int(p.Nk) - row, columns);
+    } else {
+        smem.ds_empty(ds_pipe.stage).wait(ds_pipe.phase ^ 1);
+        store_rows_staged(smem.staging(ds_pipe.stage),
+                          rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, acc,
+                          int(p.Nk) - row, columns);
+    }
 }
 
 // --- entry ---------------------------------------------------------------------------------------

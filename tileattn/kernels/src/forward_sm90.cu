@@ -164,7 +164,7 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
         // A value that is not finite spoils its column in all rows: half of them are enough. A sum
         // that overflows is one row's.
         const bool good =
-            all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4>(acc) && state.all_ordinary();
+            all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) && state.all_ordinary();
         if (!__all_sync(~0u, good)) smem.mark_unfinished(0, work.iteration);
     }
     const Accum sink = sink_of(p, work.h);

@@ -63,17 +63,19 @@ __device__ inline void order_wait_after(bool never) {
     if (__any_sync(~0u, never)) asm volatile("nanosleep.u32 1;");
 }
 
-// Whether the first ELEMENTS of each atom are finite: zero times what is not finite is not zero.
-template <int ELEMENTS = 4, int NT>
+// Whether the first ELEMENTS of each atom are finite: zero times what is not finite is not zero. In
+// several sums: one alone would be a long dependency chain.
+template <int ELEMENTS = 4, int CHAINS = 4, int NT>
 __device__ inline bool all_finite_by_fma(const Fragment<float, 1, NT>& c) {
-    float zeros[ELEMENTS] = {};  // not one long chain
+    float zeros[CHAINS] = {};
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
-        for (int e = 0; e < ELEMENTS; ++e) zeros[e] = fma(c.x[0][n][e], 0.f, zeros[e]);
+        for (int e = 0; e < ELEMENTS; ++e)
+            zeros[e % CHAINS] = fma(c.x[0][n][e], 0.f, zeros[e % CHAINS]);
     float sum = zeros[0];
 #pragma unroll
-    for (int e = 1; e < ELEMENTS; ++e) sum += zeros[e];
+    for (int n = 1; n < CHAINS; ++n) sum += zeros[n];
     return sum == 0;
 }
 
