@@ -52,7 +52,7 @@ def test_every_kernel_of_hopper_is_looked_at() -> None:
 
 SOURCE = """
 #include "tma_sm90.cuh"
-struct Memory {{
+struct Smem {{
     u64* barriers;
     float* numbers;
     __device__ Barrier stage_empty() const {{ return {{shared_address(barriers)}}; }}
@@ -60,13 +60,13 @@ struct Memory {{
 extern "C" __global__ void tiny(float* x) {{
     __shared__ u64 barriers[2];
     __shared__ float tile[256], sums[256];
-    const Memory memory{{barriers, tile}};
-    if (threadIdx.x == 0) memory.stage_empty().init(256);
-    memory.numbers[threadIdx.x] = x[threadIdx.x];
+    const Smem smem{{barriers, tile}};
+    if (threadIdx.x == 0) smem.stage_empty().init(256);
+    smem.numbers[threadIdx.x] = x[threadIdx.x];
     __syncthreads();
-    const float read = memory.numbers[threadIdx.x ^ 1];
+    const float read = smem.numbers[threadIdx.x ^ 1];
     {before}
-    memory.stage_empty().arrive();
+    smem.stage_empty().arrive();
     x[threadIdx.x] = read + 1;
 }}
 """

@@ -12,7 +12,7 @@ from tileattn.kernels.config.key import KernelKey
 from tools import wgmma_header
 
 COLUMNS = (32, 64, 80, 96, 112, 128, 160, 176, 192, 256)
-IN_SHARED = ("Operand<false>{1}", "Operand<true>{1}")
+IN_SHARED = ("Descriptor<false>{1}", "Descriptor<true>{1}")
 
 
 def test_the_header_is_up_to_date() -> None:
@@ -45,7 +45,7 @@ extern "C" __global__ void {element}_{columns}(float* out, bool add, int i) {{
 {calls}
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_keep(d);
+    fence_operand(d);
 #pragma unroll
     for (int n = 0; n < {columns // 2}; ++n) out[i * n] = d[n];
 }}"""

@@ -34,20 +34,20 @@ OPTIONS: tuple[frozenset[str], ...] = tuple(
 )
 
 _BY_STORES = "threads write it, for whom an arrival releases what came before, loads included"
-_NO_STAGE = "the count of unfinished works is in no stage: only threads write it"
+_NO_STAGE = "the count of unfinished work tiles is in no stage: only threads write it"
 
 # Kernel, barrier and what is read: loads that may be under way at an arrival, and why.
 ALLOWED = {
-    (HOPPER, "v_empty", "works"): "frees values; works are freed by q_empty",
-    (HOPPER, "q_empty", "works"): _BY_STORES + "; queries are read by GEMMs alone",
-    (HOPPER, "swept", "works"): _BY_STORES,
+    (HOPPER, "v_empty", "work_tiles"): "frees v; work tiles are freed by q_empty",
+    (HOPPER, "q_empty", "work_tiles"): _BY_STORES + "; q is read by GEMMs alone",
+    (HOPPER, "pass_done", "work_tiles"): _BY_STORES,
     **{(HOPPER, f"{x}_empty", "any_unfinished"): _NO_STAGE for x in "qkv"},
-    (HOPPER_BACKWARD, "k_empty", "work"): _BY_STORES,
-    (HOPPER_WIDE, "k_empty", "work"): _BY_STORES,
-    (HOPPER_WIDE, "out_empty", "weights"): "frees dout and deltas; " + _BY_STORES,
+    (HOPPER_BACKWARD, "k_empty", "work_tile"): _BY_STORES,
+    (HOPPER_WIDE, "k_empty", "work_tile"): _BY_STORES,
+    (HOPPER_WIDE, "out_empty", "p"): "frees dout and delta; " + _BY_STORES,
 }
 
-_BUFFER = re.compile(r"\bmemory\.(?:shared\.)?(\w+)")
+_BUFFER = re.compile(r"\bsmem\.(?:storage\.)?(\w+)")
 _DECLARED = re.compile(r"__device__ Barrier (\w+)\(")
 
 

@@ -52,23 +52,23 @@ def _names(shorter: int, length: int) -> Iterator[str]:
 
 
 def _both_in_shared_memory(element: str, length: int) -> Iterator[str]:
-    a, b, add, a_by_k, b_by_k = (f"%{length + i}" for i in range(5))
-    yield "template <bool A_BY_K, bool B_BY_K>"
-    yield f"__device__ inline void wgmma({element}, float (&d)[{length}], Operand<A_BY_K> a,"
-    yield "                             Operand<B_BY_K> b, bool add) {"
-    yield from _product(element, length, add, f"{a}, {b}, p, 1, 1, {a_by_k}, {b_by_k}")
-    yield '        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));'
+    a, b, add, a_mn, b_mn = (f"%{length + i}" for i in range(5))
+    yield "template <bool A_MN, bool B_MN>"
+    yield f"__device__ inline void wgmma({element}, float (&d)[{length}], Descriptor<A_MN> a,"
+    yield "                             Descriptor<B_MN> b, bool add) {"
+    yield from _product(element, length, add, f"{a}, {b}, p, 1, 1, {a_mn}, {b_mn}")
+    yield '        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));'
     yield "}"
 
 
 def _a_in_registers(element: str, length: int) -> Iterator[str]:
-    *a, b, add, b_by_k = (f"%{length + i}" for i in range(7))
-    yield "template <bool B_BY_K>"
+    *a, b, add, b_mn = (f"%{length + i}" for i in range(7))
+    yield "template <bool B_MN>"
     yield f"__device__ inline void wgmma({element}, float (&d)[{length}], const u32 (&a)[4],"
-    yield "                             Operand<B_BY_K> b, bool add) {"
-    yield from _product(element, length, add, f"{{{', '.join(a)}}}, {b}, p, 1, 1, {b_by_k}")
+    yield "                             Descriptor<B_MN> b, bool add) {"
+    yield from _product(element, length, add, f"{{{', '.join(a)}}}, {b}, p, 1, 1, {b_mn}")
     yield '        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),'
-    yield '          "n"(int(B_BY_K)));'
+    yield '          "n"(int(B_MN)));'
     yield "}"
 
 

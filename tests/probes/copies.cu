@@ -9,17 +9,17 @@ extern "C" __global__ void copied(const Element* source, i64 stride, i64 rows, i
     const X tile{memory};
     for (int n = threadIdx.x; n < X::BYTES; n += blockDim.x) memory[n] = char(0xff);
     __syncthreads();
-    tile.load<THREADS, VECTOR>(source, stride, int(rows), int(columns));
+    tile.load<THREADS, ALIGNMENT_BYTES>(source, stride, int(rows), int(columns));
     copy_commit();
     copy_wait<0>();
     __syncthreads();
     for (int n = threadIdx.x; n < BLOCK_Q * HEAD_DIM; n += blockDim.x)
         held[n] = tile.element(X::at(n / HEAD_DIM, n % HEAD_DIM));
-    tile.store<THREADS, VECTOR>(target, stride, int(rows), int(columns));
+    tile.store<THREADS, ALIGNMENT_BYTES>(target, stride, int(rows), int(columns));
 }
 
-extern "C" __global__ void copied_row(const Sum* source, Sum* held) {
-    __shared__ __align__(16) Sum row[BLOCK_Q];
+extern "C" __global__ void copied_row(const Accum* source, Accum* held) {
+    __shared__ __align__(16) Accum row[BLOCK_Q];
     copy_row<THREADS>(row, source);
     copy_commit();
     copy_wait<0>();

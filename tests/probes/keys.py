@@ -97,19 +97,19 @@ TYPES = tuple(KernelKey("types", dtype) for dtype in DTYPES)
 
 def _laid_out(kernel: str, tile: TileSize, dim: int) -> KernelKey:
     """Make a key with the shared memory that Hopper's own kernels have with such tiles."""
-    count = hopper_bytes if kernel == "work" else walk_bytes
+    count = hopper_bytes if kernel == "fwd_smem" else walk_bytes
     shared = count(tile, dim, dim)
     return KernelKey(kernel, "float16", dim, dim, *tile[:6], loaders=4, shared=shared)
 
 
 WORK = (
-    _laid_out("work", TileSize(128, 64, 8, stages=2), 64),
-    _laid_out("work", TileSize(192, 128, 12, stages=2), 64),
+    _laid_out("fwd_smem", TileSize(128, 64, 8, stages=2), 64),
+    _laid_out("fwd_smem", TileSize(192, 128, 12, stages=2), 64),
 )
 WALK = (
-    _laid_out("walk", TileSize(128, 128, 8, stages=2), 64),
-    _laid_out("walk", TileSize(64, 128, 8, stages=2), 128),
-    _laid_out("walk", TileSize(64, 64, 8, stages=1), 256),
+    _laid_out("bwd_smem", TileSize(128, 128, 8, stages=2), 64),
+    _laid_out("bwd_smem", TileSize(64, 128, 8, stages=2), 128),
+    _laid_out("bwd_smem", TileSize(64, 64, 8, stages=1), 256),
 )
 
 KEYS = (

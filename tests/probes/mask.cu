@@ -1,4 +1,4 @@
-// Probe of mask.cuh: where the elements of accumulators stand, and what hide and drop leave.
+// Probe of mask.cuh: the index of each element of a fragment, and what masked_fill and drop leave.
 #include "mask.cuh"
 
 constexpr int MT = BLOCK_Q / 16, NT = BLOCK_K / 8;
@@ -9,31 +9,31 @@ struct Index {
 
 template <bool TRANSPOSED>
 __device__ void masked(const Params& p, i64 b, i64 h, int row, int column, Index* indices,
-                       Sum* values) {
+                       Accum* values) {
     const Lane lane;
     auto at = [&](int m, int n, int e) {
         return (16 * m + lane.row(e)) * BLOCK_K + 8 * n + lane.column(e);
     };
     Scores<TRANSPOSED, MT, NT> s(row, column);
-    s.for_each([&](Sum& x, int i, int j, int m, int n, int e) {
+    s.for_each([&](Accum& x, int i, int j, int m, int n, int e) {
         indices[at(m, n, e)] = {i, j};
         x = 1;
     });
-    const Sight sight(p, b, h);
-    DenseMask<TRANSPOSED, MT, NT> mask;
+    const AttentionMask attn_mask(p, b, h);
+    DenseMask<TRANSPOSED, MT, NT> dense;
     if constexpr (HAS_MASK) {
-        mask.read(sight, row, column);
-        mask.share();
+        dense.load(attn_mask, row, column);
+        dense.share();
     }
-    s.hide(sight, mask);
+    s.masked_fill(attn_mask, dense);
     for (int n = 0; n < NT; n += 2) s.drop(Dropout(p, b, h), n);
-    s.for_each([&](Sum& x, int, int, int m, int n, int e) { values[at(m, n, e)] = x; });
+    s.for_each([&](Accum& x, int, int, int m, int n, int e) { values[at(m, n, e)] = x; });
 }
 
-// Accumulators of ones that begin at (row, column); transposed ones have keys as rows.
+// A fragment of ones from (row, column) on; a transposed one has keys as rows.
 extern "C" __global__ void hidden(Params p, const bool* mask, const int* kinds, const bool* bits,
-                                  i64 b, i64 h, i64 row, i64 column, i64 transposed,
-                                  Index* indices, Sum* values) {
+                                  i64 b, i64 h, i64 row, i64 column, i64 transposed, Index* indices,
+                                  Accum* values) {
     p.mask = mask;
     p.kinds = kinds;
     p.bits = bits;

@@ -1,4 +1,4 @@
-// Probe of philox.cuh: the generator, the test of one pair, and the walk over accumulators.
+// Probe of philox.cuh: the generator, the test of one pair, and the loop over a fragment.
 #include "philox.cuh"
 
 extern "C" __global__ void encrypted(const Words* counters, const u32* keys, Words* words,

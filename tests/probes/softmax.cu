@@ -1,18 +1,18 @@
-// Probe of softmax.cuh: one warp takes in tiles of scores and writes down all that it gets.
+// Probe of softmax.cuh: one warp updates its state tile by tile, and stores all that it gets.
 #include "softmax.cuh"
 
 constexpr int MT = BLOCK_Q / 16, NT = BLOCK_K / 8;
 
 // products, p: (tiles, BLOCK_Q, BLOCK_K); m, rescale: (tiles, BLOCK_Q, 4); weight, lse:
 // (BLOCK_Q, 4), the last axis being the lanes that share a row.
-extern "C" __global__ void absorbed(const Sum* products, i64 tiles, Sum unit, const Sum* sinks,
-                                    Sum gain, Sum natural, Sum* p, Sum* m, Sum* rescale, Sum* weight,
-                                    Sum* lse) {
+extern "C" __global__ void absorbed(const Accum* products, i64 tiles, Accum unit,
+                                    const Accum* sinks, Accum dropout_scale, Accum natural,
+                                    Accum* p, Accum* m, Accum* rescale, Accum* weight, Accum* lse) {
     const Lane lane;
     const RowGroup group(BLOCK_Q);
     RowState<MT> state;
     for (i64 tile = 0; tile < tiles; ++tile) {
-        Fragment<Sum, MT, NT> s;
+        Fragment<Accum, MT, NT> s;
         auto for_each = [&](auto visit) {
 #pragma unroll
             for (int i = 0; i < MT; ++i)
@@ -23,26 +23,26 @@ extern "C" __global__ void absorbed(const Sum* products, i64 tiles, Sum unit, co
                         visit(s.x[i][n][e], (tile * BLOCK_Q + 16 * i + lane.row(e)) * BLOCK_K +
                                                 8 * n + lane.column(e));
         };
-        for_each([&](Sum& x, i64 at) { x = products[at]; });
-        Sum factor[MT][2];
-        state.absorb(s, unit, group, factor);
-        for_each([&](Sum& x, i64 at) { p[at] = x; });
+        for_each([&](Accum& x, i64 at) { x = products[at]; });
+        Accum factor[MT][2];
+        state.update(s, unit, group, factor);
+        for_each([&](Accum& x, i64 at) { p[at] = x; });
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const i64 at = (tile * BLOCK_Q + 16 * i + lane.row(2 * half)) * 4 + lane.t;
-                m[at] = state.m[i][half] * (state.is_large(i, half) ? unit : Sum(1));
+                m[at] = state.m[i][half] * (state.is_large(i, half) ? unit : Accum(1));
                 rescale[at] = factor[i][half];
             }
     }
-    state.gather(group);
+    state.reduce_sums(group);
 #pragma unroll
     for (int i = 0; i < MT; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = 16 * i + lane.row(2 * half);
             weight[row * 4 + lane.t] =
-                state.finish(i, half, sinks[row], gain, natural, lse[row * 4 + lane.t]);
+                state.finalize(i, half, sinks[row], dropout_scale, natural, lse[row * 4 + lane.t]);
         }
 }

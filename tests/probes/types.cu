@@ -6,7 +6,7 @@ __device__ void for_each(const In* x, Out* y, i64 count, Function function) {
     for (i64 n = threadIdx.x; n < count; n += blockDim.x) y[n] = function(x[n]);
 }
 
-extern "C" __global__ void widened(const Element* x, Sum* y, i64 count) {
+extern "C" __global__ void widened(const Element* x, Accum* y, i64 count) {
     for_each(x, y, count, [](Element one) { return widen(one); });
 }
 extern "C" __global__ void narrowed(const float* x, Element* y, i64 count) {
@@ -15,17 +15,17 @@ extern "C" __global__ void narrowed(const float* x, Element* y, i64 count) {
 extern "C" __global__ void narrowed_doubles(const double* x, Element* y, i64 count) {
     for_each(x, y, count, [](double one) { return narrow<Element>(one); });
 }
-extern "C" __global__ void exp2s(const Sum* x, Sum* y, i64 count) {
-    for_each(x, y, count, [](Sum one) { return exp2_of(one); });
+extern "C" __global__ void exp2s(const Accum* x, Accum* y, i64 count) {
+    for_each(x, y, count, [](Accum one) { return exp2_of(one); });
 }
-extern "C" __global__ void log2s(const Sum* x, Sum* y, i64 count) {
-    for_each(x, y, count, [](Sum one) { return log2_of(one); });
+extern "C" __global__ void log2s(const Accum* x, Accum* y, i64 count) {
+    for_each(x, y, count, [](Accum one) { return log2_of(one); });
 }
-extern "C" __global__ void finite_ones(const Sum* x, bool* y, i64 count) {
-    for_each(x, y, count, [](Sum one) { return is_finite(one); });
+extern "C" __global__ void finite_ones(const Accum* x, bool* y, i64 count) {
+    for_each(x, y, count, [](Accum one) { return is_finite(one); });
 }
-extern "C" __global__ void limits(Sum* y) {
-    if (threadIdx.x == 0) y[0] = largest<Sum>(), y[1] = infinity<Sum>();
+extern "C" __global__ void limits(Accum* y) {
+    if (threadIdx.x == 0) y[0] = largest<Accum>(), y[1] = infinity<Accum>();
 }
 
 struct Two {

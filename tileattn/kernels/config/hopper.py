@@ -205,7 +205,7 @@ def repairing(choice: Choice, marks: int) -> Choice:
 
 
 def walk_bytes(tile: TileSize, dim: int, value: int, *, repairs: bool = False) -> int:
-    """Count the dynamic shared memory of Hopper's own backward kernels: ``src/walk_sm90.cuh``.
+    """Count the dynamic shared memory of Hopper's own backward kernels: ``src/bwd_smem_sm90.cuh``.
 
     Parameters
     ----------

@@ -52,7 +52,7 @@ def visits_of(mask: BlockMask, device: int, tile: tuple[int, int]) -> Any:
     Returns
     -------
     cupy array of int32, shape (B or 1, Hq or 1, blocks of queries, tiles of keys + 1)
-        As ``Listed`` in ``src/work_sm90.cuh`` reads them.
+        As ``BlockSparseList`` in ``src/tile_scheduler_sm90.cuh`` reads them.
     """
     (visits,) = _brought(mask, (device, tile), lambda: (host_visits(mask, tile),))
     return visits

@@ -34,8 +34,8 @@ class Order(NamedTuple):
         Parts of the heads that are worked on one after the other: at least 1, at most B Hkv.
     table : array of int32, shape (turns + 1, grid), or None
         What each block of threads of a persistent kernel takes in its turn, by its number in the
-        order of ``Turn``; the number of all behind the last. None where dealing out in turn is as
-        good.
+        order of ``BlockCoord``; the number of all behind the last. None where dealing out in turn
+        is as good.
     in_order : bool
         Whether blocks of keys add to dq one after the other.
     """
@@ -140,7 +140,7 @@ def _table(P: Problem, x: Operands, key: KernelKey, parts: int, grid: int) -> Ar
 
 
 def turns(blocks: int, heads: int, parts: int) -> tuple[Array, Array, Array]:
-    """List what ``Turn`` in ``src/blocks.cuh`` makes of each number, in the same arithmetic.
+    """List what ``BlockCoord`` in ``src/blocks.cuh`` makes of each number, in the same arithmetic.
 
     Parameters
     ----------

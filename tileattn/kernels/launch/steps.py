@@ -35,7 +35,7 @@ _REPAIRS = (
 
 _SAFE = "for heads with something not finite; mostly there are none, and it returns at once"
 
-# Marks of heads, as in src/plain.cuh.
+# Marks of heads, as in src/head.cuh.
 NON_FINITE, LARGE, FAILED = 1, 2, 4
 
 

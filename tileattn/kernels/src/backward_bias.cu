@@ -1,14 +1,12 @@
-// Gradient at the bias: one block of threads for each tile of the bias, which sums the gradient at
-// the scores over all that the bias is broadcast over, in a fixed order. Each step takes two
-// products; where there are two stages, the operands of one are loaded during the other. Always
-// NaN-safe: the gradient at a score comes from that pair alone.
+// dbias: one CTA for each tile of the bias sums dS over all that the bias is broadcast over, in a
+// fixed order. Each step takes two GEMMs. With two stages, the operands of one are loaded during
+// the other. Always NaN-safe: dS of a score comes from that score alone.
 #include "gradient.cuh"
-#include "plain.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
 constexpr int NT = BLOCK_K / (8 * WARPS_N);
-constexpr int GROUP = 8;  // rows of tiles that blocks next to each other go down together
-static_assert(NT % 2 == 0, "atoms come in pairs of columns");
+constexpr int SWIZZLE = 8;  // L2 swizzle: rows of tiles that neighbouring CTAs go down together
+static_assert(NT % 2 == 0, "atoms are loaded in pairs");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
@@ -20,14 +18,14 @@ constexpr int TILE_BYTES = STAGES > 1                  ? SCORE_BYTES + VALUE_BYT
                            : SCORE_BYTES > VALUE_BYTES ? SCORE_BYTES
                                                        : VALUE_BYTES;
 
-// What a block visits along one axis: all of it where the bias is broadcast, else its own.
+// What a CTA covers of one axis: all of it where the bias is broadcast, else one block.
 struct Axis {
     int first, past, at;
 
     __device__ Axis(bool broadcast, i64 own, i64 size)
         : first(broadcast ? 0 : int(own)), past(broadcast ? int(size) : first + 1), at(first) {}
 
-    // Go on, from the last back to the first; whether it went on.
+    // Advance, or start over behind the last; whether it advanced.
     __device__ bool next() {
         if (++at < past) return true;
         at = first;
@@ -35,7 +33,7 @@ struct Axis {
     }
 };
 
-// The tiles of scores that a block sums over, keys fastest. Every thread of the block walks along.
+// The score tiles that a CTA sums over, keys fastest. All threads call.
 struct Steps {
     const Params& p;
     Axis b, h, q, k;
@@ -54,37 +52,36 @@ struct Steps {
         do {
             done = !(k.next() || q.next() || h.next() || b.next());
             if (done) return;
-            const Sight sight(p, b.at, h.at);
-            kind = sight.kind(q0(), q0() + BLOCK_Q, k0(), k0() + BLOCK_K);
-            length = sight.band.length;
-        } while (kind == SKIP);
+            const AttentionMask attn_mask(p, b.at, h.at);
+            kind = attn_mask.kind(q0(), q0() + BLOCK_Q, k0(), k0() + BLOCK_K);
+            length = attn_mask.window.length;
+        } while (kind == EMPTY);
         key_head = h.at / int(p.group);
     }
 };
 
-// Let each element of the first column hold the sum of its row.
-__device__ inline void reduce_columns(Fragment<Sum, MT, NT>& sum) {
+// Sum each row into the first column.
+__device__ inline void reduce_columns(Fragment<Accum, MT, NT>& sum) {
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            Sum total = 0;
+            Accum total = 0;
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
-                total += sum.x[m][n][2 * half] + sum.x[m][n][2 * half + 1];
+            for (int n = 0; n < NT; ++n) total += sum.x[m][n][2 * half] + sum.x[m][n][2 * half + 1];
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
             sum.x[m][0][2 * half] = total;
         }
 }
 
-// Let each element of the first row hold the sum of its column.
-__device__ inline void reduce_rows(Fragment<Sum, MT, NT>& sum) {
+// Sum each column into the first row.
+__device__ inline void reduce_rows(Fragment<Accum, MT, NT>& sum) {
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            Sum total = 0;
+            Accum total = 0;
 #pragma unroll
             for (int m = 0; m < MT; ++m) total += sum.x[m][n][e] + sum.x[m][n][e + 2];
 #pragma unroll
@@ -93,15 +90,15 @@ __device__ inline void reduce_rows(Fragment<Sum, MT, NT>& sum) {
         }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_bias(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile{memory};
     const KeyTile k_tile{q_tile.base + QueryTile::BYTES};
     const OutTile dout_tile{memory + (STAGES > 1 ? SCORE_BYTES : 0)};
     const ValueTile v_tile{dout_tile.base + OutTile::BYTES};
-    using Row = Sum[BLOCK_Q];
-    Row& shifts = reinterpret_cast<Row*>(memory + TILE_BYTES)[0];
+    using Row = Accum[BLOCK_Q];
+    Row& lse_log2 = reinterpret_cast<Row*>(memory + TILE_BYTES)[0];
     Row& deltas = reinterpret_cast<Row*>(memory + TILE_BYTES)[1];
     const WarpBias<false, MT, NT> bias(memory + TILE_BYTES + 2 * sizeof(Row));
 
@@ -110,12 +107,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     const int q_blocks = (Nq + BLOCK_Q - 1) / BLOCK_Q;
     const int k_blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
     const int height = one_row ? 1 : q_blocks, width = one_column ? 1 : k_blocks;
-    const int turn = int(blockIdx.x % (i64(height) * width));
+    const int within = int(blockIdx.x % (i64(height) * width));
     const i64 bh = blockIdx.x / (i64(height) * width);
-    // Blocks that run at a time read few tiles of queries and few of keys.
-    const int top = turn / (GROUP * width) * GROUP, rows_of_group = min(GROUP, height - top);
-    const int r = top + (turn - top * width) % rows_of_group;
-    const int c = (turn - top * width) / rows_of_group;
+    // CTAs that run at a time load few tiles of q and few of k.
+    const int top = within / (SWIZZLE * width) * SWIZZLE,
+              rows_of_group = min(SWIZZLE, height - top);
+    const int r = top + (within - top * width) % rows_of_group;
+    const int c = (within - top * width) / rows_of_group;
     const i64 own_b = bh / p.bias_H, own_h = bh % p.bias_H;
     const int warp_m = threadIdx.x / WARP / WARPS_N, warp_n = threadIdx.x / WARP % WARPS_N;
     const int row0 = warp_m * MT * 16, column0 = warp_n * NT * 8;  // first of this warp's scores
@@ -126,75 +124,76 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     auto load_keys = [&] {
         const int b = step.b.at, h = step.h.at, q0 = step.q0(), k0 = step.k0();
         const i64 row = (b * p.Hq + h) * p.rows + q0;
-        q_tile.template load<THREADS, VECTOR>(
-            rows_of<Element>(p.q, p.q_at, b, h) + q0 * p.q_at.n, p.q_at.n, Nq - q0,
-            int(p.D));
-        k_tile.template load<THREADS, VECTOR>(
+        q_tile.template load<THREADS, ALIGNMENT_BYTES>(
+            rows_of<Element>(p.q, p.q_at, b, h) + q0 * p.q_at.n, p.q_at.n, Nq - q0, int(p.D));
+        k_tile.template load<THREADS, ALIGNMENT_BYTES>(
             rows_of<Element>(p.k, p.k_at, b, step.key_head) + k0 * p.k_at.n, p.k_at.n,
             step.length - k0, int(p.D));
-        copy_row<THREADS>(shifts, static_cast<const Sum*>(p.shift) + row);
+        copy_row<THREADS>(lse_log2, static_cast<const Accum*>(p.shift) + row);
         copy_commit();
-        bias.load(Terms(p, b, h), q0 + row0, k0 + column0);
+        bias.load(ScoreMod(p, b, h), q0 + row0, k0 + column0);
     };
     auto load_values = [&] {
         const int b = step.b.at, h = step.h.at, q0 = step.q0(), k0 = step.k0();
         const i64 row = (b * p.Hq + h) * p.rows + q0;
-        dout_tile.template load<THREADS, VECTOR>(
-            rows_of<Element>(p.dout, p.dout_at, b, h) + q0 * p.dout_at.n, p.dout_at.n,
-            Nq - q0, int(p.Dv));
-        v_tile.template load<THREADS, VECTOR>(
+        dout_tile.template load<THREADS, ALIGNMENT_BYTES>(
+            rows_of<Element>(p.dout, p.dout_at, b, h) + q0 * p.dout_at.n, p.dout_at.n, Nq - q0,
+            int(p.Dv));
+        v_tile.template load<THREADS, ALIGNMENT_BYTES>(
             rows_of<Element>(p.v, p.v_at, b, step.key_head) + k0 * p.v_at.n, p.v_at.n,
             step.length - k0, int(p.Dv));
-        copy_row<THREADS>(deltas, static_cast<const Sum*>(p.delta) + row);
+        copy_row<THREADS>(deltas, static_cast<const Accum*>(p.delta) + row);
         copy_commit();
     };
     auto row = [&](int m, int e) { return row0 + 16 * m + lane.row(e); };
-    auto read_rows = [&](Sum (&own)[MT][2], const Row& all) {
+    auto read_rows = [&](Accum(&own)[MT][2], const Row& all) {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) own[m][half] = all[row(m, 2 * half)];
     };
 
-    Fragment<Sum, MT, NT> sum;
+    Fragment<Accum, MT, NT> sum;
     sum.clear();
     if (!step.done) load_keys();
     while (!step.done) {
         copy_wait<0>();
-        __syncthreads();  // queries and keys are here, and everybody is done with the last values
+        __syncthreads();  // q and k have landed, and all warps are done with the last v
         if (STAGES > 1) load_values();
-        const Sight sight(p, step.b.at, step.h.at);
-        const Terms terms(p, step.b.at, step.h.at);
+        const AttentionMask attn_mask(p, step.b.at, step.h.at);
+        const ScoreMod score_mod(p, step.b.at, step.h.at);
         const Dropout dropout(p, step.b.at, step.h.at);
         TileGradient<false, MT, NT, true> tile(step.q0() + row0, step.k0() + column0);
-        tile.look(sight);
+        tile.load_mask(attn_mask);
         multiply<HEAD_DIM, HEAD_DIM / 16, false, true>(tile.p, q_tile, row0, k_tile, column0);
         if (STAGES == 1) {
-            __syncthreads();  // everybody is done with the keys
+            __syncthreads();  // all warps are done with k
             load_values();
         }
-        Sum statistic[MT][2];
-        read_rows(statistic, shifts);
-        const Sum* const row_max = static_cast<const Sum*>(p.row_max) +
-                                   (step.b.at * p.Hq + step.h.at) * p.rows + step.q0();
-        tile.probabilities(terms, bias, sight, dropout, step.kind,
-                           special(p, step.b.at, step.key_head) & LARGE,
-                           [&](int m, int, int e) { return row_max[row(m, e)]; },
-                           [&](int m, int, int e) { return statistic[m][e / 2]; });
+        Accum statistic[MT][2];
+        read_rows(statistic, lse_log2);
+        const Accum* const row_max = static_cast<const Accum*>(p.row_max) +
+                                     (step.b.at * p.Hq + step.h.at) * p.rows + step.q0();
+        tile.recompute_p(
+            score_mod, bias, attn_mask, dropout, step.kind,
+            head_flags(p, step.b.at, step.key_head) & LARGE,
+            [&](int m, int, int e) { return row_max[row(m, e)]; },
+            [&](int m, int, int e) { return statistic[m][e / 2]; });
 
         copy_wait<0>();
-        __syncthreads();  // dout and values are here, and everybody is done with keys and shifts
+        __syncthreads();  // dO and v have landed, and all warps are done with k and the lse
         step.next();
         if (STAGES > 1 && !step.done) load_keys();
         multiply<VALUE_DIM, VALUE_DIM / 16, false, true>(tile.ds, dout_tile, row0, v_tile, column0);
         read_rows(statistic, deltas);
-        tile.at_scores(Sum(p.gain), [&](int m, int, int e) { return statistic[m][e / 2]; });
-        // Queries past the end may see a key that is hidden from all others, and not finite.
-        tile.ds.for_each([&](Sum& x, int i, int, int m, int n, int e) {
-            sum.x[m][n][e] += i < Nq ? x : Sum(0);
+        tile.compute_ds(Accum(p.gain), [&](int m, int, int e) { return statistic[m][e / 2]; });
+        // Queries past the end may attend to a key that is masked out for all others, and not
+        // finite.
+        tile.ds.for_each([&](Accum& x, int i, int, int m, int n, int e) {
+            sum.x[m][n][e] += i < Nq ? x : Accum(0);
         });
         if (STAGES == 1) {
-            __syncthreads();  // everybody is done with the values
+            __syncthreads();  // all warps are done with v
             if (!step.done) load_keys();
         }
     }
@@ -204,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
                                c * BLOCK_K * p.dbias_at.j;
     const int rows = one_row ? 1 : Nq - r * BLOCK_Q;
     const int columns = one_column ? 1 : int(p.Nk) - c * BLOCK_K;
-    auto write = [&](int i, int j, Sum x) {
+    auto write = [&](int i, int j, Accum x) {
         if (i < rows && j < columns)
             dbias[i * p.dbias_at.i + j * p.dbias_at.j] = narrow<BiasElement>(x);
     };
@@ -219,8 +218,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
                     const int i = row(m, e), j = column0 + 8 * n + lane.column(0);
-                    const Sum x = sum.x[m][n][e], y = sum.x[m][n][e + 1];
-                    if constexpr (BIAS_VECTOR % sizeof(Two) == 0 && BIAS_VECTOR > 0) {
+                    const Accum x = sum.x[m][n][e], y = sum.x[m][n][e + 1];
+                    if constexpr (BIAS_ALIGNMENT_BYTES % sizeof(Two) == 0 &&
+                                  BIAS_ALIGNMENT_BYTES > 0) {
                         // dbias is contiguous, of the bias's shape: what held for that holds here.
                         if (i < rows && j < columns)
                             *reinterpret_cast<Two*>(dbias + i * p.dbias_at.i + j) = {
@@ -233,12 +233,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
         return;
     }
 
-    // Of an axis of length 1 every warp has a share, in the order of the warps.
-    Sum* const shares = reinterpret_cast<Sum*>(memory);
+    // Along an axis of length 1 every warp has a share, summed in the order of the warps.
+    Accum* const shares = reinterpret_cast<Accum*>(memory);
     const int pitch = one_column ? WARPS_N : BLOCK_K;
     if (one_column) reduce_columns(sum);
     if (one_row) reduce_rows(sum);
-    __syncthreads();  // everybody is done with the values
+    __syncthreads();  // all warps are done with v
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -256,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
     for (int x = threadIdx.x; x < (one_row ? 1 : BLOCK_Q) * (one_column ? 1 : BLOCK_K);
          x += THREADS) {
         const int i = one_row ? 0 : x, j = one_row ? x : 0;
-        Sum total = 0;
+        Accum total = 0;
         for (int m = i; m < (one_row ? WARPS_M : i + 1); ++m)
             for (int n = j; n < (one_column ? WARPS_N : j + 1); ++n) total += shares[m * pitch + n];
         write(i, j, total);

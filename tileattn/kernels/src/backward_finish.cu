@@ -1,39 +1,38 @@
-// After the backward pass over keys: dq in its own type and times the scale. A few lanes take each
-// query. Heads with sums that are not finite are left to backward_queries.
+// After backward_keys: dQ in its own dtype and scaled. A few lanes take each query. Heads whose
+// sums are not finite are left to backward_queries.
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);
 
-// Two columns, the first of them even, stay neighbours among the sums.
-constexpr int NEIGHBOURS = PIECE < 2 ? 1 : 2;
-struct alignas(NEIGHBOURS * sizeof(Sum)) Neighbours {
-    Sum sums[NEIGHBOURS];
+// Two columns, the first of them even, are neighbours in dQ_accum.
+constexpr int NEIGHBOURS = VECTOR_SIZE < 2 ? 1 : 2;
+struct alignas(NEIGHBOURS * sizeof(Accum)) Neighbours {
+    Accum sums[NEIGHBOURS];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_finish(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
     if (row >= p.B * p.Hq * p.Nq) return;
     const int bh = int(row / p.Nq), i = int(row % p.Nq);
     const int b = bh / int(p.Hq), h = bh % int(p.Hq);
-    const Sum* sum = static_cast<const Sum*>(p.dq_sum) + row * HEAD_DIM;
+    const Accum* sum = static_cast<const Accum*>(p.dq_sum) + row * HEAD_DIM;
     Element* dq = rows_of<Element>(p.dq, p.dq_at, b, h) + i * p.dq_at.n;
     bool good = true;
-    for (int d = threadIdx.x % LANES * PIECE; d < p.D; d += LANES * PIECE) {
-        Piece<Element> piece;
+    for (int d = threadIdx.x % LANES * VECTOR_SIZE; d < p.D; d += LANES * VECTOR_SIZE) {
+        Vector<Element> vector;
 #pragma unroll
-        for (int e0 = 0; e0 < PIECE; e0 += NEIGHBOURS) {
-            const auto found =
-                *reinterpret_cast<const Neighbours*>(sum + added_column(d + e0));
+        for (int e0 = 0; e0 < VECTOR_SIZE; e0 += NEIGHBOURS) {
+            const auto found = *reinterpret_cast<const Neighbours*>(sum + accum_column(d + e0));
 #pragma unroll
             for (int e = 0; e < NEIGHBOURS; ++e) {
-                const Sum x = found.sums[e] * Sum(p.scale);
+                const Accum x = found.sums[e] * Accum(p.scale);
                 good = good && is_finite(x);
-                piece.values[e0 + e] = narrow<Element>(x);
+                vector.values[e0 + e] = narrow<Element>(x);
             }
         }
-        write_piece(dq + d, piece, int(p.D) - d);
+        store_vector(dq + d, vector, int(p.D) - d);
     }
-    u32& known = special(p, b, h / int(p.group));
+    u32& known = head_flags(p, b, h / int(p.group));
     if (!good && !(known & NON_FINITE)) known |= NON_FINITE;
 }

@@ -1,36 +1,35 @@
-// Backward for keys and values: one block of threads for each block of keys, query blocks
-// ascending, the query heads that share the keys one after the other. dk and dv stay on chip; dq,
-// where it is asked for, is added in float32 to global memory. Scores are computed transposed, keys
-// in rows. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
+// Backward pass for k and v: one CTA for each block of keys, query tiles ascending, the query heads
+// that share the keys one after the other. dK and dV stay in registers; dQ, if asked for, is added
+// in float32 to device memory. S is computed transposed, keys in rows. Dao, FlashAttention-2,
+// arXiv:2307.08691, Algorithm 2.
 //
-// Special heads, and key blocks whose gradients are not finite in the end, take another pass, for
-// large scores and NaN-safe: see nonfinite.cuh. That leaves dq to backward_queries.
+// Flagged heads, and key blocks whose gradients are not finite in the end, take another pass, for
+// large scores and NaN-safe: see nonfinite.cuh. That leaves dQ to backward_queries.
 #include "gradient.cuh"
-#include "plain.cuh"
 
 constexpr int WARPS = WARPS_M * WARPS_N;
 constexpr int MT = BLOCK_K / (16 * WARPS_M);  // keys of a warp, in 16-row tiles
 constexpr int QT = BLOCK_Q / (8 * WARPS_N);   // queries of a warp's scores, in 8-column tiles
 
-// Where they can, half of the warps that share keys sum dv, and half dk, each of twice as many
+// Where possible, half of the warps that share keys have dV and half dK, each with twice as many
 // columns as if all had both: fewer operands to load. Wider elements lack the registers.
 constexpr bool APART = WARPS_N % 2 == 0 && HEAD_DIM == VALUE_DIM && sizeof(Element) == 2;
 constexpr int SHARES = APART ? WARPS_N / 2 : WARPS_N;  // of the columns of dv and of dk
 constexpr int DT = HEAD_DIM / (8 * SHARES);            // columns of a warp
 constexpr int VT = VALUE_DIM / (8 * SHARES);
-static_assert(QT % 2 == 0 && DT % 2 == 0 && VT % 2 == 0, "atoms come in pairs of columns");
+static_assert(QT % 2 == 0 && DT % 2 == 0 && VT % 2 == 0, "atoms are loaded in pairs");
 
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
-using PairTile = Tile<Element, BLOCK_K, BLOCK_Q>;
-using SpoiledQueries = NonFinite<Element, BLOCK_Q, HEAD_DIM>;
-using SpoiledOut = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
-static_assert(SpoiledQueries::BYTES <= PairTile::BYTES && SpoiledOut::BYTES <= PairTile::BYTES,
-              "tables take the place of probabilities");
+using ScoreTile = Tile<Element, BLOCK_K, BLOCK_Q>;
+using NonFiniteQ = NonFinite<Element, BLOCK_Q, HEAD_DIM>;
+using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
+static_assert(NonFiniteQ::BYTES <= ScoreTile::BYTES && NonFiniteDout::BYTES <= ScoreTile::BYTES,
+              "tables take the P tile");
 
-// How the warps share dq: so that each has as few operands to load as can be.
+// How the warps share dQ: with as few operands to load as possible.
 constexpr int dq_warps_n() {
     int best = 1, fewest = BLOCK_Q + HEAD_DIM;
     for (int n = 1; n <= WARPS && HEAD_DIM % (16 * n) == 0; n *= 2) {
@@ -44,77 +43,80 @@ constexpr int DQ_N = dq_warps_n(), DQ_M = WARPS / DQ_N;
 constexpr int DQ_MT = (BLOCK_Q + 16 * DQ_M - 1) / (16 * DQ_M), DQ_NT = HEAD_DIM / (8 * DQ_N);
 static_assert(BLOCK_Q % (16 * DQ_MT) == 0, "a warp has a share of dq or none");
 
-// Give keys what was not finite in the rows of queries that attend to them. Where warps share keys,
-// they tell each other by way of a tile of pairs; everybody calls, but only some may have the sums.
+// Add back what was not finite in q or dO to the keys that are attended to. Warps that share keys
+// exchange what is attended to through a score tile. All threads call, but only some may have the
+// accumulators.
 template <class Table, int NT>
-__device__ inline void give_back(Fragment<Sum, MT, NT>& sums, const Table& table,
-                                 const Attended<MT, QT>& pairs, const PairTile& free, int row0,
-                                 int column0, int first, bool mine) {
+__device__ inline void restore_non_finite(Fragment<Accum, MT, NT>& sums, const Table& table,
+                                          const Attended<MT, QT>& attended, const ScoreTile& free,
+                                          int row0, int column0, int first, bool mine) {
     if constexpr (WARPS_N > 1) {
-        const AttendedRows<PairTile::PITCH> rows{free.address};
-        rows.store(pairs, row0, column0);
+        const AttendedRows<ScoreTile::PITCH> rows{free.address};
+        rows.store(attended, row0, column0);
         __syncthreads();
         if (mine)
-            inject(sums, table, first, [&](int m, int half, int w) {
+            add_non_finite(sums, table, first, [&](int m, int half, int w) {
                 return load_shared(rows.at(row0 + 16 * m + Lane().row(2 * half), w));
             });
     } else {
-        inject(sums, table, first, [&](int m, int half, int w) { return pairs.word(m, half, w); });
+        add_non_finite(sums, table, first,
+                       [&](int m, int half, int w) { return attended.word(m, half, w); });
     }
-    __syncthreads();  // everybody has read
+    __syncthreads();  // all warps have read
 }
 
-// The largest of what the warps have, which is mostly 1: they share gradients at the scores.
-__device__ inline Sum largest_of(Sum mine, int warp) {
-    __shared__ Sum all[WARPS];
+// The largest of what the warps have, mostly 1: they share dS.
+__device__ inline Accum largest_of(Accum mine, int warp) {
+    __shared__ Accum all[WARPS];
     if (!HAS_FINITE_SUMS<Element> || !__syncthreads_or(mine > 1)) return 1;
     all[warp] = mine;
     __syncthreads();
-    Sum largest = 1;
-    for (Sum x : all) largest = fmax(largest, x);
+    Accum largest = 1;
+    for (Accum x : all) largest = fmax(largest, x);
     return largest;
 }
 
-__device__ inline Turn turn_of(const Params& p, int index) {
+__device__ inline BlockCoord coord_of(const Params& p, int index) {
     return {int((p.Nk + BLOCK_K - 1) / BLOCK_K), int(p.B * p.Hkv), int(p.parts), index};
 }
 
-// Of one block of keys; whether the gradients are finite.
-template <bool CAREFUL>
-__device__ inline bool differentiate(const Params& p, const Turn& turn) {
+// dK and dV of a block of keys; whether they are finite.
+template <bool NAN_SAFE>
+__device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
     extern __shared__ __align__(1024) char memory[];
-    __shared__ __align__(16) Sum shifts[STAGES][BLOCK_Q], deltas[STAGES][BLOCK_Q];
+    __shared__ __align__(16) Accum lse_log2[STAGES][BLOCK_Q], deltas[STAGES][BLOCK_Q];
     const KeyTile k_tile{memory};
     const ValueTile v_tile{k_tile.base + KeyTile::BYTES};
-    const PairTile p_tile{v_tile.base + ValueTile::BYTES};
-    const PairTile ds_tile{p_tile.base + PairTile::BYTES};
-    char* const stages = ds_tile.base + PairTile::BYTES;
+    const ScoreTile p_tile{v_tile.base + ValueTile::BYTES};
+    const ScoreTile ds_tile{p_tile.base + ScoreTile::BYTES};
+    char* const stages = ds_tile.base + ScoreTile::BYTES;
     auto q_tile = [&](int stage) {
         return QueryTile(stages + stage * (QueryTile::BYTES + OutTile::BYTES));
     };
     auto dout_tile = [&](int stage) { return OutTile(q_tile(stage).base + QueryTile::BYTES); };
     const WarpBias<true, MT, QT> bias(q_tile(STAGES).base);
 
-    const int k0 = turn.block * BLOCK_K, b = turn.head / int(p.Hkv), kv = turn.head % int(p.Hkv);
+    const int k0 = coord.block * BLOCK_K, b = coord.head / int(p.Hkv), kv = coord.head % int(p.Hkv);
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
     const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // first of this warp's scores
     const int share = warp_n % SHARES;
     const bool only_dk = APART && warp_n >= SHARES;
     const Lane lane;
 
-    const Band band(p, b);
-    const Range queries = band.queries_of(k0, k0 + BLOCK_K);
-    k_tile.template load<THREADS, VECTOR>(
-        rows_of<Element>(p.k, p.k_at, b, kv) + k0 * p.k_at.n, p.k_at.n, band.length - k0, int(p.D));
-    v_tile.template load<THREADS, VECTOR>(
-        rows_of<Element>(p.v, p.v_at, b, kv) + k0 * p.v_at.n, p.v_at.n, band.length - k0,
+    const Window window(p, b);
+    const Range queries = window.queries_of(k0, k0 + BLOCK_K);
+    k_tile.template load<THREADS, ALIGNMENT_BYTES>(
+        rows_of<Element>(p.k, p.k_at, b, kv) + k0 * p.k_at.n, p.k_at.n, window.length - k0,
+        int(p.D));
+    v_tile.template load<THREADS, ALIGNMENT_BYTES>(
+        rows_of<Element>(p.v, p.v_at, b, kv) + k0 * p.v_at.n, p.v_at.n, window.length - k0,
         int(p.Dv));
     copy_commit();
-    Fragment<Sum, MT, VT> dv;  // or dk
-    Fragment<Sum, MT, APART ? 1 : DT> dk;
+    Fragment<Accum, MT, VT> dv;  // or dK
+    Fragment<Accum, MT, APART ? 1 : DT> dk;
     dk.clear();
     dv.clear();
-    auto scale_dk = [&](Sum factor) {
+    auto scale_dk = [&](Accum factor) {
         if constexpr (!APART) {
             dk.scale(factor);
         } else if (only_dk) {
@@ -123,22 +125,22 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
     };
     for (int g = 0; g < p.group; ++g) {
         const Head head(p, b, kv * int(p.group) + g);
-        Visits visit(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
-            return head.sight.kind(n * BLOCK_Q, n * BLOCK_Q + BLOCK_Q, k0, k0 + BLOCK_K);
+        TileIterator visit(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
+            return head.attn_mask.kind(n * BLOCK_Q, n * BLOCK_Q + BLOCK_Q, k0, k0 + BLOCK_K);
         });
         auto load_queries = [&](int q0, int stage) {
             const int rows = int(p.Nq) - q0;
-            q_tile(stage).template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, rows,
-                                                         int(p.D));
-            dout_tile(stage).template load<THREADS, VECTOR>(head.dout + q0 * p.dout_at.n,
-                                                            p.dout_at.n, rows, int(p.Dv));
-            copy_row<THREADS>(shifts[stage], head.shift() + q0);
+            q_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n, p.q_at.n,
+                                                                  rows, int(p.D));
+            dout_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.dout + q0 * p.dout_at.n,
+                                                                     p.dout_at.n, rows, int(p.Dv));
+            copy_row<THREADS>(lse_log2[stage], head.lse_log2() + q0);
             copy_row<THREADS>(deltas[stage], head.delta() + q0);
             copy_commit();
         };
-        auto load_bias = [&](int q0) { bias.load(head.terms, q0 + column0, k0 + row0); };
+        auto load_bias = [&](int q0) { bias.load(head.score_mod, q0 + column0, k0 + row0); };
         int stage = 0;
-        __syncthreads();  // everybody is done with the last head
+        __syncthreads();  // all warps are done with the last head
         if (!visit.done()) {
             load_queries(visit.tile * BLOCK_Q, 0);
             load_bias(visit.tile * BLOCK_Q);
@@ -148,66 +150,64 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
             const QueryTile q = q_tile(stage);
             const OutTile dout = dout_tile(stage);
             copy_wait<0>();
-            __syncthreads();  // this visit's queries are here, and everybody is done with the last
+            __syncthreads();  // q and dO have landed, and all warps are done with the last tile
             visit.next();
             if (STAGES > 1 && !visit.done()) load_queries(visit.tile * BLOCK_Q, stage ^= 1);
 
             auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
-            TileGradient<true, MT, QT, CAREFUL> tile(k0 + row0, q0 + column0);
-            tile.look(head.sight);
-            multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>, true, CAREFUL>(
-                tile.p, k_tile, row0, q, column0);
+            TileGradient<true, MT, QT, NAN_SAFE> tile(k0 + row0, q0 + column0);
+            tile.load_mask(head.attn_mask);
+            multiply<HEAD_DIM, STEPS<NAN_SAFE, HEAD_DIM>, true, NAN_SAFE>(tile.p, k_tile, row0, q,
+                                                                          column0);
             // Queries past the end have scores of 0 x NaN.
-            const bool past_end = CAREFUL && q0 + BLOCK_Q > p.Nq;
-            tile.probabilities(
-                head.terms, bias, head.sight, head.dropout, past_end ? PARTIAL : kind,
-                CAREFUL && head.is_large(),
+            const bool past_end = NAN_SAFE && q0 + BLOCK_Q > p.Nq;
+            tile.recompute_p(
+                head.score_mod, bias, head.attn_mask, head.dropout, past_end ? PARTIAL : kind,
+                NAN_SAFE && head.is_large(),
                 [&](int, int n, int e) { return head.row_max()[q0 + query(n, e)]; },
-                [&](int, int n, int e) { return shifts[now][query(n, e)]; });
-            multiply<VALUE_DIM, STEPS<CAREFUL, VALUE_DIM>, false, CAREFUL>(
-                tile.ds, v_tile, row0, dout, column0);
-            tile.at_scores(Sum(p.gain),
-                           [&](int, int n, int e) { return deltas[now][query(n, e)]; });
+                [&](int, int n, int e) { return lse_log2[now][query(n, e)]; });
+            multiply<VALUE_DIM, STEPS<NAN_SAFE, VALUE_DIM>, false, NAN_SAFE>(tile.ds, v_tile, row0,
+                                                                             dout, column0);
+            tile.compute_ds(Accum(p.gain),
+                            [&](int, int n, int e) { return deltas[now][query(n, e)]; });
             if constexpr (WRITE_DBIAS)
-                bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk, head.terms,
+                bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk, head.score_mod,
                            q0 + column0, k0 + row0, tile.ds);
             if (!visit.done()) load_bias(visit.tile * BLOCK_Q);
-            tile.at_products();
-            // Where all pairs are attended to, what is not finite goes where it belongs by itself.
-            // Behind this barrier everybody is done with queries and dout as they were.
-            if (CAREFUL && (HAS_MASK || HAS_BIAS || kind == PARTIAL || past_end) &&
-                __syncthreads_or(tile.hides_some())) {
-                const SpoiledQueries of_q{p_tile.address};
-                const SpoiledOut of_dout{p_tile.address};
-                // A gradient at the score of 0 is not NaN for a query that is not finite only where
-                // the softcap is flat.
-                const bool bad_q =
-                    __syncthreads_or(of_q.clean<WARPS, HAS_SOFTCAP>(q, warp));
+            tile.apply_dsoftcap();
+            // Where all is attended to, what is not finite propagates by itself. Behind this
+            // barrier all warps are done with q and dO as they were.
+            if (NAN_SAFE && (HAS_MASK || HAS_BIAS || kind == PARTIAL || past_end) &&
+                __syncthreads_or(tile.any_masked())) {
+                const NonFiniteQ of_q{p_tile.address};
+                const NonFiniteDout of_dout{p_tile.address};
+                // For a query that is not finite dS is 0, not NaN, only where the softcap is flat.
+                const bool bad_q = __syncthreads_or(of_q.clean<WARPS, HAS_SOFTCAP>(q, warp));
                 if (HAS_SOFTCAP && bad_q) {
                     if constexpr (APART)
-                        give_back(dv, of_q, tile.attended(), ds_tile, row0, column0, share * VT * 8,
-                                  only_dk);
+                        restore_non_finite(dv, of_q, tile.attended(), ds_tile, row0, column0,
+                                           share * VT * 8, only_dk);
                     else
-                        give_back(dk, of_q, tile.attended(), ds_tile, row0, column0, share * DT * 8,
-                                  true);
+                        restore_non_finite(dk, of_q, tile.attended(), ds_tile, row0, column0,
+                                           share * DT * 8, true);
                 }
                 if (__syncthreads_or(of_dout.clean<WARPS>(dout, warp)))
-                    give_back(dv, of_dout, tile.attended(), ds_tile, row0, column0, share * VT * 8,
-                              !only_dk);
+                    restore_non_finite(dv, of_dout, tile.attended(), ds_tile, row0, column0,
+                                       share * VT * 8, !only_dk);
             }
-            tile.weights();
-            const Sum excess = CAREFUL ? largest_of(tile.excess(), warp) : Sum(1);
+            tile.zero_dropped();
+            const Accum excess = NAN_SAFE ? largest_of(tile.excess(), warp) : Accum(1);
             if (excess > 1) tile.ds.scale(1 / excess), scale_dk(1 / excess);
 
             if constexpr (ADD_DQ || WARPS_N > 1) store_fragment(ds_tile, tile.ds, row0, column0);
             if constexpr (WARPS_N > 1) {
                 store_fragment(p_tile, tile.p, row0, column0);
-                __syncthreads();  // the probabilities of all queries are here
-                constexpr int UNROLL = STEPS<CAREFUL, BLOCK_Q>;
+                __syncthreads();  // P and dS of all queries are stored
+                constexpr int UNROLL = STEPS<NAN_SAFE, BLOCK_Q>;
                 if constexpr (APART) {
-                    const PairTile weights(p_tile.base + only_dk * PairTile::BYTES);
+                    const ScoreTile operand(p_tile.base + only_dk * ScoreTile::BYTES);
                     const OutTile rows(q.base + !only_dk * QueryTile::BYTES);
-                    multiply_rows<false, BLOCK_Q, UNROLL>(dv, weights, row0, rows, share * VT * 8);
+                    multiply_rows<false, BLOCK_Q, UNROLL>(dv, operand, row0, rows, share * VT * 8);
                 } else {
                     multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, row0, dout, share * VT * 8);
                     multiply_rows<false, BLOCK_Q, UNROLL>(dk, ds_tile, row0, q, share * DT * 8);
@@ -215,30 +215,30 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
             } else {
                 multiply(dv, tile.p, dout, 0);
                 multiply(dk, tile.ds, q, 0);
-                if constexpr (ADD_DQ) __syncthreads();  // the gradients of all keys are here
+                if constexpr (ADD_DQ) __syncthreads();  // dS of all keys is stored
             }
             if (excess > 1) scale_dk(excess);
-            // A share that is not finite makes dq so for good: backward_finish sees to that.
-            if (ADD_DQ && !CAREFUL && warp / DQ_N * DQ_MT * 16 < BLOCK_Q) {
+            // If a share is not finite, dQ stays so: backward_finish flags the head.
+            if (ADD_DQ && !NAN_SAFE && warp / DQ_N * DQ_MT * 16 < BLOCK_Q) {
                 const int m0 = warp / DQ_N * DQ_MT * 16, n0 = warp % DQ_N * DQ_NT * 8;
-                Fragment<Sum, DQ_MT, DQ_NT> dq;
+                Fragment<Accum, DQ_MT, DQ_NT> dq;
                 dq.clear();
                 multiply_rows<true, BLOCK_K>(dq, ds_tile, m0, k_tile, n0);
-                add_rows(static_cast<Sum*>(p.dq_sum) + head.row(q0) * HEAD_DIM, HEAD_DIM, dq, m0,
+                add_rows(static_cast<Accum*>(p.dq_sum) + head.row(q0) * HEAD_DIM, HEAD_DIM, dq, m0,
                          n0, int(p.Nq) - q0);
             }
             if (STAGES == 1) {
-                __syncthreads();  // everybody is done with the queries
+                __syncthreads();  // all warps are done with q
                 if (!visit.done()) load_queries(visit.tile * BLOCK_Q, 0);
             }
         }
         copy_wait<0>();
     }
-    // By now everybody is done with the keys and values.
-    if (__syncthreads_or(!CAREFUL && (!dk.all_finite() || !dv.all_finite()))) return false;
+    // By now all warps are done with k and v.
+    if (__syncthreads_or(!NAN_SAFE && (!dk.all_finite() || !dv.all_finite()))) return false;
 
-    dv.scale(Sum(only_dk ? p.scale : p.gain));
-    dk.scale(Sum(p.scale));
+    dv.scale(Accum(only_dk ? p.scale : p.gain));
+    dk.scale(Accum(p.scale));
     if constexpr (APART) {
         const ValueTile mine(k_tile.base + !only_dk * KeyTile::BYTES);
         store_fragment(mine, dv, row0, share * VT * 8);
@@ -247,27 +247,29 @@ __device__ inline bool differentiate(const Params& p, const Turn& turn) {
         store_fragment(k_tile, dk, row0, share * DT * 8);
     }
     __syncthreads();
-    k_tile.template store<THREADS, VECTOR>(rows_of<Element>(p.dk, p.dk_at, b, kv) + k0 * p.dk_at.n,
-                                           p.dk_at.n, int(p.Nk) - k0, int(p.D));
-    v_tile.template store<THREADS, VECTOR>(rows_of<Element>(p.dv, p.dv_at, b, kv) + k0 * p.dv_at.n,
-                                           p.dv_at.n, int(p.Nk) - k0, int(p.Dv));
+    k_tile.template store<THREADS, ALIGNMENT_BYTES>(
+        rows_of<Element>(p.dk, p.dk_at, b, kv) + k0 * p.dk_at.n, p.dk_at.n, int(p.Nk) - k0,
+        int(p.D));
+    v_tile.template store<THREADS, ALIGNMENT_BYTES>(
+        rows_of<Element>(p.dv, p.dv_at, b, kv) + k0 * p.dv_at.n, p.dv_at.n, int(p.Nk) - k0,
+        int(p.Dv));
     return true;
 }
 
-// Not inlined, so that it costs the first pass no registers.
-__device__ __noinline__ void differentiate_carefully(const Params& p, int index) {
-    differentiate<true>(p, turn_of(p, index));
+// Not inlined: it costs the first pass no registers.
+__device__ __noinline__ void differentiate_nan_safe(const Params& p, int index) {
+    differentiate<true>(p, coord_of(p, index));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_keys(const __grid_constant__ Params p) {
     for_blocks(p, (p.Nk + BLOCK_K - 1) / BLOCK_K * p.B * p.Hkv, [&](int index) {
-        const Turn turn = turn_of(p, index);
-        const u32 bits = special(p, turn.head / p.Hkv, turn.head % p.Hkv);
+        const BlockCoord coord = coord_of(p, index);
+        const u32 bits = head_flags(p, coord.head / p.Hkv, coord.head % p.Hkv);
         if constexpr (REPAIRS) {
-            if (bits & REPAIRS) differentiate<true>(p, turn);
+            if (bits & REPAIRS) differentiate<true>(p, coord);
         } else {
-            if (bits || !differentiate<false>(p, turn)) differentiate_carefully(p, index);
+            if (bits || !differentiate<false>(p, coord)) differentiate_nan_safe(p, index);
         }
     });
 }

@@ -1,6 +1,6 @@
-// Before the backward pass, for heads whose scores are so large that the logsumexp is too coarse to
-// normalise with: one block of threads for each block of queries, key blocks ascending. Scores are
-// computed once more, as backward_queries.cu does, which has the same bits as all that come after.
+// Before the backward pass, for heads whose scores are so large that the logsumexp is too coarse:
+// one CTA for each block of queries, key tiles ascending. Scores are recomputed as in
+// backward_queries.cu, with the same bits.
 #include "renormalise.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
@@ -19,25 +19,26 @@ __device__ inline void renormalise(const Params& p, int index) {
     const WarpBias<false, MT, NT> bias(k_tile(STAGES).base);
 
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
-    const Turn turn(q_blocks, int(p.B * p.Hq), int(p.parts), index);
-    const int q0 = turn.block * BLOCK_Q;
-    const Head head(p, turn.head / int(p.Hq), turn.head % int(p.Hq));
+    const BlockCoord coord(q_blocks, int(p.B * p.Hq), int(p.parts), index);
+    const int q0 = coord.block * BLOCK_Q;
+    const Head head(p, coord.head / int(p.Hq), coord.head % int(p.Hq));
     if (!head.is_large()) return;
     const RowGroup group(16 * MT);
     const int row0 = group.row0, rows = int(p.Nq) - q0;
 
-    const Range keys = head.sight.band.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    const Range keys = head.attn_mask.window.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
     auto load_keys = [&](int k0, int stage) {
-        k_tile(stage).template load<THREADS, VECTOR>(head.k + k0 * p.k_at.n, p.k_at.n,
-                                                     keys.hi - k0, int(p.D));
+        k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
+                                                              keys.hi - k0, int(p.D));
         copy_commit();
     };
-    auto load_bias = [&](int k0) { bias.load(head.terms, q0 + row0, k0); };
-    q_tile.template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, rows, int(p.D));
+    auto load_bias = [&](int k0) { bias.load(head.score_mod, q0 + row0, k0); };
+    q_tile.template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n, p.q_at.n, rows,
+                                                   int(p.D));
     copy_commit();
     RowState<MT> state(true);
-    Visits visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
-        return head.sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
+    TileIterator visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
+        return head.attn_mask.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
     int stage = 0;
     if (!visit.done()) {
@@ -48,27 +49,27 @@ __device__ inline void renormalise(const Params& p, int index) {
         const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
         const KeyTile k = k_tile(stage);
         copy_wait<0>();
-        __syncthreads();  // this visit's keys are here, and everybody is done with the last
+        __syncthreads();  // k has landed, and all warps are done with the last tile
         visit.next();
         if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
 
-        DenseMask<false, MT, NT> mask;
-        if constexpr (HAS_MASK) mask.read(head.sight, q0 + row0, k0);
+        DenseMask<false, MT, NT> dense;
+        if constexpr (HAS_MASK) dense.load(head.attn_mask, q0 + row0, k0);
         Scores<false, MT, NT> s(q0 + row0, k0);
         multiply<HEAD_DIM, HEAD_DIM / 16, false, true>(s, q_tile, row0, k, 0);
-        s.apply(head.terms, bias, [](int, int, int, Sum) {});
-        if constexpr (HAS_MASK) mask.share();
-        if (HAS_MASK || kind == PARTIAL) s.hide(head.sight, mask);
+        s.apply(head.score_mod, bias, [](int, int, int, Accum) {});
+        if constexpr (HAS_MASK) dense.share();
+        if (HAS_MASK || kind == PARTIAL) s.masked_fill(head.attn_mask, dense);
         if (!visit.done()) load_bias(visit.tile * BLOCK_K);
-        Sum rescale[MT][2];
-        state.absorb(s, head.terms.unit(), group, rescale);
+        Accum rescale[MT][2];
+        state.update(s, head.score_mod.unit(), group, rescale);
         if (STAGES == 1) {
-            __syncthreads();  // everybody is done with the keys
+            __syncthreads();  // all warps are done with k
             if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
         }
     }
     copy_wait<0>();
-    state.gather(group);
+    state.reduce_sums(group);
     const Lane lane;
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -80,7 +81,7 @@ __device__ inline void renormalise(const Params& p, int index) {
         }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_renormalise(const __grid_constant__ Params p) {
     for_blocks(p, (p.Nq + BLOCK_Q - 1) / BLOCK_Q * p.B * p.Hq,
                [&](int index) { renormalise(p, index); });

@@ -1,72 +1,63 @@
-// Before the backward pass: delta = rowsum(dout * out) - dlse, and the logsumexp in units of log 2,
-// 0 in place of -infinity. A few lanes take each query. Mirrors _delta in numpy_backward.py.
-// Heads are padded to whole blocks of queries, so that those are read without looking. Heads that are
-// special are found out: what the others are given is finite, and tells probabilities exactly enough.
+// Before the backward pass: delta = rowsum(dO * O) - dlse, and the logsumexp of base 2, 0 in place
+// of -infinity. A few lanes take each query. Mirrors _delta in numpy_backward.py. Rows of a head
+// are padded to whole blocks of queries, so that those are loaded without bounds checks. Heads are
+// flagged here: the statistics of the others are finite, and exact enough for P.
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(VALUE_DIM);
-static_assert(128 % (THREADS / LANES) == 0, "heads are padded to 128 rows: a block has those of one");
+static_assert(128 % (THREADS / LANES) == 0,
+              "heads are padded to 128 rows: a CTA has rows of one head");
 
-// Of a larger logsumexp the rounding would be seen in the gradients.
-constexpr Sum LARGE_LSE = sizeof(Element) == 2 ? 512 : 16;
+// The rounding of a larger logsumexp would show in the gradients.
+constexpr Accum MAX_EXACT_LSE = sizeof(Element) == 2 ? 512 : 16;
 
-// Whether a lane's share of a row is finite.
-__device__ inline bool is_finite_row(const Element* row, int columns) {
-    bool finite = true;
-    for (int d = threadIdx.x % LANES * PIECE; d < columns; d += LANES * PIECE) {
-        const Piece<Element> piece = read_piece(row + d, columns - d);
-#pragma unroll
-        for (int e = 0; e < PIECE; ++e) finite = finite && is_finite(widen(piece.values[e]));
-    }
-    return finite;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_rows(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
-    const i64 last = min(row, p.B * p.Hq * p.rows - 1);  // all lanes stay: they exchange sums
+    const i64 last = min(row, p.B * p.Hq * p.rows - 1);  // all lanes stay for the shuffles
     const int bh = int(last / p.rows), i = int(last % p.rows);
     const int b = bh / int(p.Hq), h = bh % int(p.Hq);
-    Sum delta = 0;
+    Accum delta = 0;
     if (i < p.Nq) {
         const Element* out = rows_of<Element>(p.out, p.out_at, b, h) + i * p.out_at.n;
         const Element* dout = rows_of<Element>(p.dout, p.dout_at, b, h) + i * p.dout_at.n;
-        for (int d = threadIdx.x % LANES * PIECE; d < p.Dv; d += LANES * PIECE) {
-            const Piece<Element> x = read_piece(out + d, int(p.Dv) - d);
-            const Piece<Element> y = read_piece(dout + d, int(p.Dv) - d);
+        for (int d = threadIdx.x % LANES * VECTOR_SIZE; d < p.Dv; d += LANES * VECTOR_SIZE) {
+            const Vector<Element> x = load_vector(out + d, int(p.Dv) - d);
+            const Vector<Element> y = load_vector(dout + d, int(p.Dv) - d);
 #pragma unroll
-            for (int e = 0; e < PIECE; ++e)
-                delta = fma(Sum(widen(x.values[e])), Sum(widen(y.values[e])), delta);
+            for (int e = 0; e < VECTOR_SIZE; ++e)
+                delta = fma(Accum(widen(x.values[e])), Accum(widen(y.values[e])), delta);
         }
     }
 #pragma unroll
     for (int step = LANES / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
-    // Past the end a probability of zero.
-    Sum shift = infinity<Sum>();
+    // Past the end P is zero.
+    Accum lse_log2 = infinity<Accum>();
     u32 found = 0;
     if (i < p.Nq) {
-        if (p.dlse) delta -= rows_of<Sum>(p.dlse, p.dlse_at, b, h)[i * p.dlse_at.n];
-        const Sum lse = static_cast<const Sum*>(p.lse)[bh * p.Nq + i];
-        const bool unseen = lse == -infinity<Sum>();
-        if (!is_finite(delta)) delta = infinity<Sum>() - infinity<Sum>(), found |= NON_FINITE;
-        if (unseen ? !is_finite_row(rows_of<Element>(p.q, p.q_at, b, h) + i * p.q_at.n, int(p.D))
-                   : !is_finite(lse))
+        if (p.dlse) delta -= rows_of<Accum>(p.dlse, p.dlse_at, b, h)[i * p.dlse_at.n];
+        const Accum lse = static_cast<const Accum*>(p.lse)[bh * p.Nq + i];
+        const bool masked_out = lse == -infinity<Accum>();
+        if (!is_finite(delta)) delta = infinity<Accum>() - infinity<Accum>(), found |= NON_FINITE;
+        if (masked_out ? !is_finite_row<LANES>(rows_of<Element>(p.q, p.q_at, b, h) + i * p.q_at.n,
+                                               int(p.D))
+                       : !is_finite(lse))
             found |= NON_FINITE;
-        if (is_finite(lse) && fabs(lse) > LARGE_LSE) found |= LARGE;
-        shift = unseen ? Sum(0) : is_finite(lse) ? clip_finite(lse * LOG2_E) : lse;
+        if (is_finite(lse) && fabs(lse) > MAX_EXACT_LSE) found |= LARGE;
+        lse_log2 = masked_out ? Accum(0) : is_finite(lse) ? clip_finite(lse * LOG2_E) : lse;
     }
-    // All rows of a block are of one head. One thread marks it, and only if nobody has: were it each
-    // row, they would wait for each other.
+    // All rows of a CTA are of one head. One thread flags it, and only if no other has: atomics of
+    // all rows would contend.
     if (__syncthreads_or(found)) {
         const bool non_finite = __syncthreads_or(found & NON_FINITE);
         const bool large = __syncthreads_or(found & LARGE);
         const u32 marks = (non_finite ? NON_FINITE : 0) | (large ? LARGE : 0);
-        u32& known = special(p, b, h / int(p.group));
+        u32& known = head_flags(p, b, h / int(p.group));
         if (threadIdx.x == 0 && marks & ~*static_cast<volatile u32*>(&known))
             atomicOr(&known, marks);
     }
     if (threadIdx.x % LANES || last < row) return;
-    static_cast<Sum*>(p.delta)[row] = delta;
-    static_cast<Sum*>(p.shift)[row] = shift;
-    if (i >= p.Nq) static_cast<Sum*>(p.row_max)[row] = 0;
+    static_cast<Accum*>(p.delta)[row] = delta;
+    static_cast<Accum*>(p.shift)[row] = lse_log2;
+    if (i >= p.Nq) static_cast<Accum*>(p.row_max)[row] = 0;
 }

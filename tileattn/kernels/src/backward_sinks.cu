@@ -1,26 +1,27 @@
-// Gradient at the sinks, one block for each head: the sum of -exp(sink - lse) * delta, in a fixed
-// order. Mirrors _sink_gradient in numpy_backward.py.
-#include "plain.cuh"
+// dsinks, one CTA for each head: the sum of -exp(sink - lse) * delta, in a fixed order. Mirrors
+// _sink_gradient in numpy_backward.py.
+#include "head.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_sinks(const __grid_constant__ Params p) {
-    __shared__ Sum sums[THREADS / WARP];
+    __shared__ Accum sums[THREADS / WARP];
     const i64 h = blockIdx.x;
-    const Sum sink = sink_of(p, h);
-    Sum total = 0;
+    const Accum sink = sink_of(p, h);
+    Accum total = 0;
     for (i64 n = threadIdx.x; n < p.B * p.Nq; n += THREADS) {
         const i64 b = n / p.Nq, row = (b * p.Hq + h) * p.rows + n % p.Nq;
-        const bool large = special(p, b, h / p.group) & LARGE;
-        const Sum row_max = large ? static_cast<const Sum*>(p.row_max)[row] : Sum(0);
-        const Sum above = sink_above(sink, row_max, Sum(p.natural));  // it may be all of the shift
-        total -= exp2_of(difference(above, static_cast<const Sum*>(p.shift)[row])) *
-                 static_cast<const Sum*>(p.delta)[row];
+        const bool large = head_flags(p, b, h / p.group) & LARGE;
+        const Accum row_max = large ? static_cast<const Accum*>(p.row_max)[row] : Accum(0);
+        const Accum above =
+            sink_above(sink, row_max, Accum(p.natural));  // it may be all of the logsumexp
+        total -= exp2_of(difference(above, static_cast<const Accum*>(p.shift)[row])) *
+                 static_cast<const Accum*>(p.delta)[row];
     }
     total = warp_sum(total);
     if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = total;
     __syncthreads();
     if (threadIdx.x) return;
     for (int w = 1; w < THREADS / WARP; ++w) total += sums[w];
-    // A sink of -infinity takes no mass, whatever the queries hold.
-    static_cast<Sum*>(p.dsinks)[h] = sink == -infinity<Sum>() ? Sum(0) : total;
+    // A sink of -infinity has no probability, whatever the queries hold.
+    static_cast<Accum*>(p.dsinks)[h] = sink == -infinity<Accum>() ? Accum(0) : total;
 }

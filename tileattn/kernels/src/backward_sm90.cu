@@ -1,231 +1,207 @@
-// Attention, backward for all of q, k and v, on Hopper. One thread copies tiles of queries and of
-// gradients of the output into rings, and two add pieces of dq in float32 to global memory; two
-// warpgroups multiply, each for 64 keys. Blocks of threads stay, and take one block of keys after
-// the other, with all query heads that share it. Scores are computed transposed, so that they are at
-// once operands of dv and dk, which stay in registers; mirrors backward_keys.cu.
-// Shah et al., FlashAttention-3, arXiv:2407.08608.
-#include "feed_sm90.cuh"
+// Backward pass on Hopper, for q, k and v. A producer warp loads tiles of q and dO into circular
+// buffers; two consumer warpgroups compute 64 keys each; two dQ store warps add dQ in float32 to
+// device memory. CTAs are persistent, and take one block of keys after the other with all query
+// heads that share it. S is computed transposed, so that P and dS are at once operands of dV and
+// dK, which stay in registers. Mirrors backward_keys.cu. Shah et al., FlashAttention-3,
+// arXiv:2407.08608.
+#include "bwd_mainloop_sm90.cuh"
 
 constexpr int DQT = DQ_COLUMNS / 8;
-static_assert(!HAS_SOFTCAP || BLOCK_Q <= 64, "the slopes need registers, too");
-static_assert(GROUP / WARP * STAGED_BYTES <= PairTile::SLICE, "where only this warpgroup writes");
+static_assert(!HAS_SOFTCAP || BLOCK_Q <= 64, "dsoftcap needs registers, too");
+static_assert(WARPGROUP / WARP * STAGING_BYTES <= ScoreTile::SLICE,
+              "only this warpgroup writes there");
 
-// What one warpgroup does with the works. The other may be up to a tile ahead or behind, so that one
-// multiplies while the other does what lies between.
-__device__ __forceinline__ void multiply(const Params& p, const Memory& memory, int group) {
+// A consumer warpgroup. The other may be up to a tile ahead or behind, so that GEMMs of one overlap
+// with exponentials of the other.
+__device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
     const int heads = int(p.group), row0 = threadIdx.x / WARP * 16;
-    Place<1> kept, v_at;
-    Place<Q_STAGES> q_at;
-    Place<OUT_STAGES> out_at;
-    Place<PAIR_STAGES> pair_at;
-    Place<SUM_STAGES> sums_at;
+    PipelineState<1> k_pipe, v_pipe;
+    PipelineState<Q_STAGES> q_pipe;
+    PipelineState<OUT_STAGES> out_pipe;
+    PipelineState<DS_STAGES> ds_pipe;
+    PipelineState<DQ_STAGES> dq_pipe;
 
-    Work work{};
+    WorkTile work{};
     int tile = 0, h = 0;
     TileScores s(0, 0);
-    Slopes slopes;
-    Fragment<Sum, 1, QT> dp;
-    Fragment<Sum, 1, DT> dk;
-    Fragment<Sum, 1, VT> dv;
-    Operands weights, gradients;
-    int behind = 0;  // the stage of queries whose product with gradients is under way
+    DSoftcap dsoftcap;
+    Fragment<Accum, 1, QT> dp;
+    Fragment<Accum, 1, DT> dk;
+    Fragment<Accum, 1, VT> dv;
+    Operands probs, ds;
+    int dk_stage = 0;  // of q, which the GEMM of dK reads
 
-    auto begin_scores = [&] {
-        memory.q_full(q_at.stage).wait(q_at.round);
-        begin_product<Element, HEAD_DIM>(s, memory.k(), GROUP_ROWS * group, memory.q(q_at.stage));
+    auto issue_s = [&] {
+        smem.q_full(q_pipe.stage).wait(q_pipe.phase);
+        gemm_async<Element, HEAD_DIM>(s, smem.k(), WARPGROUP_ROWS * warpgroup,
+                                      smem.q(q_pipe.stage));
     };
-    auto find_weights = [&](bool boundary) {
+    auto softmax = [&](bool partial) {
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        weigh(p, work.b, h, boundary, memory.shared.shifts[q_at.stage], s, slopes);
-        keep(weights, s);
-        take_slopes(s, slopes);
+        compute_p(p, work.b, h, partial, smem.storage.lse_log2[q_pipe.stage], s, dsoftcap);
+        convert(probs, s);
+        apply_dsoftcap(s, dsoftcap);
     };
-    auto begin_dv = [&] {
-        memory.out_full(out_at.stage).wait(out_at.round);
-        begin_product<Element>(dv, weights, memory.dout(out_at.stage));
+    auto issue_dv = [&] {
+        smem.out_full(out_pipe.stage).wait(out_pipe.phase);
+        gemm_async<Element>(dv, probs, smem.dout(out_pipe.stage));
     };
-    auto begin_dp = [&] {
-        begin_product<Element, VALUE_DIM>(dp, memory.v(), GROUP_ROWS * group,
-                                          memory.dout(out_at.stage));
+    auto issue_dp = [&] {
+        gemm_async<Element, VALUE_DIM>(dp, smem.v(), WARPGROUP_ROWS * warpgroup,
+                                       smem.dout(out_pipe.stage));
     };
-    // Of the tile whose products with gradients of the output are under way. mend() sees the gradients
-    // at the scores before they are told.
-    auto tell_gradients = [&](auto mend) {
-        end_product<0>(dp);
-        find_gradients(memory.shared.deltas[out_at.stage], dp,
-                       [&](int n, int e) { return s.x[0][n][e]; });
-        mend();
-        keep(gradients, dp);
-        memory.pairs_empty(pair_at.stage).wait(pair_at.round ^ 1);
-        store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
-        fence_shared();
-        memory.pairs_full(pair_at.stage).arrive();
-        // Safe: dP is complete, so dv's GEMM before it is too; and the deltas are consumed, for the
-        // gradients made of them are stored, with the proxy fence behind.
-        memory.out_empty(out_at.stage).arrive();
-        out_at.next();
-        behind = q_at.stage;
-        q_at.next();
+    // Finish dP of the current tile, and publish dS. finish_ds() changes dS before that.
+    auto publish_ds = [&](auto finish_ds) {
+        warpgroup_wait<0>(dp);
+        compute_ds(smem.storage.delta[out_pipe.stage], dp, s);
+        finish_ds();
+        convert(ds, dp);
+        smem.ds_empty(ds_pipe.stage).wait(ds_pipe.phase ^ 1);
+        store_transposed<Element>(smem.ds(ds_pipe.stage), ds, row0);
+        fence_async_shared();
+        smem.ds_full(ds_pipe.stage).arrive();
+        // Safe: dP is complete, so dV's GEMM before it is too; and delta is consumed, for the dS
+        // made of it is stored, with the proxy fence behind.
+        smem.out_empty(out_pipe.stage).arrive();
+        out_pipe.advance();
+        dk_stage = q_pipe.stage;
+        q_pipe.advance();
     };
-    auto begin_dk = [&] { begin_product<Element>(dk, gradients, memory.q(behind)); };
-    auto begin_dq = [&](Fragment<Sum, 1, DQT>& dq, bool partial) {
-        memory.pairs_full(pair_at.stage).wait(pair_at.round);  // the gradients of all keys
-        begin_product_of_rows<Element>(dq, memory.ds(pair_at.stage),
-                                       group / DQ_SHARES * GROUP_ROWS, keys_of(memory, partial),
-                                       group % DQ_SHARES * DQ_COLUMNS);
+    auto issue_dk = [&] { gemm_async<Element>(dk, ds, smem.q(dk_stage)); };
+    auto issue_dq = [&](Fragment<Accum, 1, DQT>& dq, bool masked) {
+        const DqShare share = dq_share(warpgroup);
+        smem.ds_full(ds_pipe.stage).wait(ds_pipe.phase);  // dS of all keys
+        gemm_async_mn<Element>(dq, smem.ds(ds_pipe.stage), share.row, k_of_dq(smem, masked),
+                               share.column);
     };
-    auto add_dq = [&](const Fragment<Sum, 1, DQT>& dq) {
-        // Safe: only dq's GEMM reads the stage, and it is complete.
-        memory.pairs_empty(pair_at.stage).arrive();
-        pair_at.next();
-        send_sums(memory, group, dq, row0 % GROUP_ROWS, sums_at);
+    auto finish_dq = [&](const Fragment<Accum, 1, DQT>& dq) {
+        // Safe: only dQ's GEMM reads the stage, and it is complete.
+        smem.ds_empty(ds_pipe.stage).arrive();
+        ds_pipe.advance();
+        publish_dq(smem, warpgroup, dq, row0 % WARPGROUP_ROWS, dq_pipe);
     };
-    // By way of a tile of gradients at the scores that nobody reads any more.
-    auto write = [&](void* target, const Rows& at, int columns, const auto& sums,
-                     const Place<PAIR_STAGES>& pair) {
-        if (!REPAIRS && !are_finite(sums)) special(p, work.b, work.kv) |= FAILED;
-        const int row = work.k0 + row0;
-        memory.pairs_empty(pair.stage).wait(pair.round ^ 1);
-        stage_rows(memory.staged(pair.stage),
-                   rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, sums,
-                   int(p.Nk) - row, columns);
+    auto store_dv = [&](const PipelineState<DS_STAGES>& staging) {
+        flag_non_finite(p, work, dv);
+        store_gradient(p, smem, p.dv, p.dv_at, int(p.Dv), work, row0, dv, staging);
     };
-    auto write_dv = [&](const Place<PAIR_STAGES>& pair) {
-        write(p.dv, p.dv_at, int(p.Dv), dv, pair);
+    auto store_dk = [&] {
+        dk.scale(Accum(p.scale));
+        flag_non_finite(p, work, dk);
+        store_gradient(p, smem, p.dk, p.dk_at, int(p.D), work, row0, dk, ds_pipe);
     };
-    auto write_dk = [&] {
-#pragma unroll
-        for (auto& atom : dk.x[0])
-#pragma unroll
-            for (Sum& x : atom) x *= Sum(p.scale);
-        write(p.dk, p.dk_at, int(p.D), dk, pair_at);
+    auto prologue = [&] {
+        issue_s();
+        smem.v_full().wait(v_pipe.phase);
+        v_pipe.advance();
+        warpgroup_wait<0>(s);
+        softmax(true);
+        issue_dv();
+        warpgroup_wait<0>(dv);  // dP needs the registers of the operands of dV
+        issue_dp();
     };
-    auto begin = [&] {
-        begin_scores();
-        memory.v_full().wait(v_at.round);
-        v_at.next();
-        end_product<0>(s);
-        find_weights(true);
-        begin_dv();
-        end_product<0>(dv);  // there are no registers for weights and products
-        begin_dp();
+    // From dP of tile j to dP of tile j + 1; k and v are held throughout:
+    //
+    //     step                       GEMMs in flight      stages held
+    //     wait dP, publish dS of j   -                    q(j), dO(j); then q(j), dS(j)
+    //     issue S of j + 1, dK of j  S, dK                q(j), q(j + 1), dS(j)
+    //     wait S, softmax of j + 1   dK                   q(j), q(j + 1), dS(j)
+    //     issue dV, wait dK          dV                   q(j + 1), dS(j), dO(j + 1)
+    //     issue dQ of j              dV, dQ               q(j + 1), dS(j), dO(j + 1)
+    //     wait all, publish dQ       -                    q(j + 1), dO(j + 1)
+    //     issue dP of j + 1          dP                   q(j + 1), dO(j + 1)
+    auto step = [&](bool partial, bool) {
+        Fragment<Accum, 1, DQT> dq;
+        publish_ds([] {});
+        issue_s();
+        issue_dk();
+        warpgroup_wait<1>(s);
+        softmax(partial);
+        issue_dv();
+        warpgroup_wait<1>(dk);
+        // Safe: the GEMMs that read this q are complete; its lse was consumed by P, which is behind
+        // the dS that `publish_ds` has stored and fenced.
+        smem.q_empty(dk_stage).arrive();
+        issue_dq(dq, false);
+        warpgroup_wait<0>(dv);
+        warpgroup_wait<0>(dq);
+        finish_dq(dq);
+        issue_dp();
     };
-    // From the gradients of one tile to the probabilities of the next.
-    auto go_on = [&](bool boundary) {
-        Fragment<Sum, 1, DQT> dq;
-        tell_gradients([] {});
-        begin_scores();
-        begin_dk();
-        end_product<1>(s);
-        find_weights(boundary);
-        begin_dv();
-        end_product<1>(dk);
-        // Safe: the GEMMs that read these queries are complete; their shifts were consumed by the
-        // probabilities behind the gradients that `tell_gradients` has stored and fenced.
-        memory.q_empty(behind).arrive();
-        begin_dq(dq, false);
-        end_product<0>(dv);
-        end_product<0>(dq);
-        add_dq(dq);
-        begin_dp();
-    };
-    auto end = [&] {
-        Fragment<Sum, 1, DQT> dq;
-        tell_gradients([] {});
-        memory.v_empty().arrive();  // safe: only GEMMs read it, and the last dP is complete
-        begin_dk();
-        write_dv(pair_at.after());  // meanwhile
-        begin_dq(dq, false);
-        end_product<0>(dk);
-        end_product<0>(dq);
-        memory.q_empty(behind).arrive();  // safe as in `go_on`
-        // Safe: all GEMMs that read the keys are complete, and what was read of the work is long
-        // consumed; the producer's generic write of the next work needs no proxy fence.
-        memory.k_empty().arrive();
-        add_dq(dq);
+    auto last_step = [&] {
+        Fragment<Accum, 1, DQT> dq;
+        publish_ds([] {});
+        smem.v_empty().arrive();  // safe: only GEMMs read it, and the last dP is complete
+        issue_dk();
+        store_dv(ds_pipe.next());  // overlaps with dK
+        issue_dq(dq, false);
+        warpgroup_wait<0>(dk);
+        warpgroup_wait<0>(dq);
+        smem.q_empty(dk_stage).arrive();  // safe as in `step`
+        // Safe: all GEMMs that read k are complete, and what was read of the work tile is long
+        // consumed. The producer overwrites it by generic stores, which need no proxy fence.
+        smem.k_empty().arrive();
+        finish_dq(dq);
     };
 
-    // To repair: NaN-safe, one step after the other.
-    auto visit_safely = [&](bool boundary, bool) {
-        const bool partial = is_partial(p, tile, boundary);
-        const SpoiledOut table{memory.ds(pair_at.after().stage).address};
-        begin_scores();
-        end_product<0>(s);
-        memory.out_full(out_at.stage).wait(out_at.round);
-        const bool spoiled = partial && clean_tile(memory, q_at.stage, out_at.stage, table);
+    // One GEMM after the other.
+    auto nan_safe_step = [&](bool partial, bool) {
+        const bool masked = has_masked(p, tile, partial);
+        const NonFiniteDout table{smem.ds(ds_pipe.next().stage).address};
+        issue_s();
+        warpgroup_wait<0>(s);
+        smem.out_full(out_pipe.stage).wait(out_pipe.phase);
+        const bool non_finite =
+            masked && clean_q_and_dout(smem, q_pipe.stage, out_pipe.stage, table);
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         const Attended<1, QT> attended =
-            weigh_safely(p, work.b, h, partial, memory.shared.shifts[q_at.stage], s, weights,
-                         spoiled, table, dv);
-        begin_dv();
-        end_product<0>(dv);
-        begin_dp();  // the delta is NaN where dout was not finite
-        Fragment<Sum, 1, DQT> dq;
-        tell_gradients([&] { attended.fill_others(dp, 0); });
-        begin_dk();
-        begin_dq(dq, partial);
-        end_product<0>(dk);
-        end_product<0>(dq);
-        memory.q_empty(behind).arrive();  // safe as in `go_on`
-        add_dq(dq);
+            compute_p_nan_safe(p, work.b, h, masked, smem.storage.lse_log2[q_pipe.stage], s, probs,
+                               non_finite, table, dv);
+        issue_dv();
+        warpgroup_wait<0>(dv);
+        issue_dp();  // delta is NaN where dO was not finite
+        Fragment<Accum, 1, DQT> dq;
+        publish_ds([&] { attended.fill_others(dp, 0); });
+        issue_dk();
+        issue_dq(dq, masked);
+        warpgroup_wait<0>(dk);
+        warpgroup_wait<0>(dq);
+        smem.q_empty(dk_stage).arrive();  // safe as in `step`
+        finish_dq(dq);
     };
 
     for (;;) {
         dk.clear();
         dv.clear();
-        memory.k_full().wait(kept.round);
-        kept.next();
-        work = memory.shared.work;
+        smem.k_full().wait(k_pipe.phase);
+        k_pipe.advance();
+        work = smem.storage.work_tile;
         if (work.end) break;
-        const bool seen = work.tiles.first < work.tiles.past;
-        if (seen) zero_unseen(p, memory, work, v_at.round);
-        if (seen && REPAIRS) {
-            clean_keys(memory);
-            memory.v_full().wait(v_at.round);
-            v_at.next();
-            visit_all(work, heads, h, tile, visit_safely);
-            // Safe: the last visit has ended all GEMMs.
-            memory.v_empty().arrive();
-            memory.k_empty().arrive();
-            write_dv(pair_at);
-        } else if (seen) {
-            walk(work, heads, h, tile, begin, go_on);
-            end();
+        const bool attended = work.tiles.first < work.tiles.past;
+        if (attended) zero_unattended(p, smem, work, v_pipe.phase);
+        if (attended && REPAIRS) {
+            clean_k(smem);
+            smem.v_full().wait(v_pipe.phase);
+            v_pipe.advance();
+            for_each_tile<false, false>(work, heads, h, tile, nan_safe_step);
+            // Safe: the last step has waited for all GEMMs.
+            smem.v_empty().arrive();
+            smem.k_empty().arrive();
+            store_dv(ds_pipe);
+        } else if (attended) {
+            h = work.kv * heads, tile = work.tiles.past - 1;
+            prologue();
+            for_each_tile<true, false>(work, heads, h, tile, step);
+            last_step();
         } else {
-            memory.k_empty().arrive();  // safe: the branch has consumed what was read of the work
-            write_dv(pair_at);
+            smem.k_empty().arrive();  // safe: the branch has consumed the work tile
+            store_dv(ds_pipe);
         }
-        write_dk();
-        sync_named<GROUP>(1 + group);  // what the warps have staged they have read
+        store_dk();
+        named_barrier_sync<WARPGROUP>(1 + warpgroup);  // the warps have read what they staged
     }
 }
 
-extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
-    extern __shared__ __align__(1024) char tiles[];
-    __shared__ Shared shared;
-    const Memory memory{shared_address(tiles), shared};
-    if (REPAIRS && !any_to_repair(p)) return;
-    // The same in all lanes of a warp, as the compiler is to know.
-    const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
-    if (threadIdx.x == 0) memory.start();
-    if (threadIdx.x == WARP)
-        prefetch_map(maps.k), prefetch_map(maps.q), prefetch_map(maps.v), prefetch_map(maps.dout);
-    __syncthreads();
-    if (group == GROUPS) {
-        keep_registers<COPY_REGISTERS>();
-        // Warp by warp: were it thread by thread, they would need more registers than they have.
-        const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
-        if (warp == WARPS_M) {
-            if (threadIdx.x % WARP == 0) copy(p, maps, memory);
-        } else if (warp <= WARPS_M + ADDERS) {
-            const int own = warp - WARPS_M - 1;
-            if (threadIdx.x % WARP == 0)
-                add(p, memory, {own, own / DQ_SHARES * DQ_ROWS, own % DQ_SHARES * DQ_COLUMNS,
-                                DQ_COLUMNS});
-        }
-    } else {
-        take_registers<MULTIPLY_REGISTERS>();
-        multiply(p, memory, group);
-    }
+    run_backward(p, maps, [&](const Smem& smem, int warpgroup) { consume(p, smem, warpgroup); });
 }

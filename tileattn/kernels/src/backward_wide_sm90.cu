@@ -1,260 +1,238 @@
-// Attention, backward for all of q, k and v, on Hopper, where heads have more than 128 columns: as
-// backward_sm90.cu, but the sums of dk and dv of 64 keys fill the registers of a warpgroup each. So
-// one has dv, finds probabilities and tells them to the other, which has dk, and finds the
-// gradients at the scores. Both compute pieces of dq from these, each with a thread that adds them
-// to global memory. To repair, both are NaN-safe.
-#include "feed_sm90.cuh"
+// Backward pass on Hopper for head dimensions above 128: as backward_sm90.cu, but the accumulators
+// of dK and dV of 64 keys fill the registers of a warpgroup each. So one warpgroup has dV, computes
+// P and passes it to the other, which has dK and computes dS. Both compute a share of dQ from it.
+// The NaN-safe variant is of the same shape.
+#include "bwd_mainloop_sm90.cuh"
 
-constexpr int DQ_SLICE = 64;  // columns of dq that are computed at a time
-static_assert(IS_WIDE && GROUPS == 2 && BLOCK_Q == GROUP_ROWS && HEAD_DIM % DQ_SLICE == 0);
+static_assert(IS_WIDE && CONSUMERS == 2 && BLOCK_Q == WARPGROUP_ROWS && HEAD_DIM % DQ_SLICE == 0);
 
-// The warpgroups by what they have in their registers, and the columns of dq of each: the one that
-// also has the exponentials to do never has more.
-constexpr int VALUES = 0, KEYS = 1;
+constexpr int DV_WARPGROUP = 0, DK_WARPGROUP = 1;
 
-constexpr int first_column(int group) {
-    return group == VALUES ? 0 : HEAD_DIM / DQ_SLICE / 2 * DQ_SLICE;
-}
-constexpr int past_column(int group) { return group == VALUES ? first_column(KEYS) : HEAD_DIM; }
+// What P is where it is not attended to, NaN-safe: a probability is not negative.
+constexpr Accum MASKED = -1;
 
-// Write 16 rows of each warp to an array of the gradient of keys or values.
-template <int NT>
-__device__ inline void write_rows(const Params& p, void* target, const Rows& at, const Work& work,
-                                  int row0, int columns, const Fragment<Sum, 1, NT>& sums) {
-    const int row = work.k0 + row0;
-    store_rows(rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, sums,
-               int(p.Nk) - row, columns);
-}
-
-// A warpgroup's columns of dq, of a tile whose gradients at the scores are there: a slice after the
-// other, as there are registers for. In the end no product is under way, those begun before included.
-template <int GROUP_NUMBER>
-__device__ inline void find_dq(const Memory& memory, const KeyTile& k, int stage, int row0,
-                               Place<SUM_STAGES>& at) {
+// A warpgroup's share of dQ of a tile, one slice at a time, as there are registers for. In the end
+// no GEMM is in flight, those issued before included.
+template <int WARPGROUP_NUMBER>
+__device__ inline void compute_dq(const Smem& smem, const KeyTile& k, int ds_stage, int row0,
+                                  PipelineState<DQ_STAGES>& dq_pipe) {
+    constexpr DqShare SHARE = dq_share(WARPGROUP_NUMBER);
 #pragma unroll
-    for (int n = first_column(GROUP_NUMBER); n < past_column(GROUP_NUMBER); n += DQ_SLICE) {
-        Fragment<Sum, 1, DQ_SLICE / 8> dq;
-        begin_product_of_rows<Element>(dq, memory.ds(stage), 0, k, n);
-        end_product<0>(dq);
-        send_sums(memory, GROUP_NUMBER, dq, row0, at);
+    for (int n = SHARE.column; n < SHARE.column + SHARE.columns; n += DQ_SLICE) {
+        Fragment<Accum, 1, DQ_SLICE / 8> dq;
+        gemm_async_mn<Element>(dq, smem.ds(ds_stage), 0, k, n);
+        warpgroup_wait<0>(dq);
+        publish_dq(smem, WARPGROUP_NUMBER, dq, row0, dq_pipe);
     }
 }
 
-// What the warpgroups have in place of a gradient at the score of a pair that is not attended to:
-// probabilities are not negative.
-constexpr Sum HIDDEN = -1;
-
-// The table of what is not finite in dout.
-__device__ inline SpoiledOut table_of(const Memory& memory, const Place<PAIR_STAGES>& pair) {
-    return {memory.ds(pair.after().stage).address};
+// The table of what was not finite in dO.
+__device__ inline NonFiniteDout table_of(const Smem& smem,
+                                         const PipelineState<DS_STAGES>& ds_pipe) {
+    return {smem.ds(ds_pipe.next().stage).address};
 }
 
-// What the warpgroup that has dv does with the works.
-__device__ __forceinline__ void find_dv(const Params& p, const Memory& memory) {
-    const int row0 = threadIdx.x / WARP % 4 * 16;
-    Place<1> kept, values_at;
-    Place<SUM_STAGES> sums_at;
-    Place<Q_STAGES> q_at;
-    Place<OUT_STAGES> out_at;
-    Place<PAIR_STAGES> pair_at;
-    Work work{};
+// The warpgroup of dV.
+__device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem) {
+    const int heads = int(p.group), row0 = threadIdx.x / WARP % 4 * 16;
+    PipelineState<1> k_pipe, v_pipe;
+    PipelineState<DQ_STAGES> dq_pipe;
+    PipelineState<Q_STAGES> q_pipe;
+    PipelineState<OUT_STAGES> out_pipe;
+    PipelineState<DS_STAGES> ds_pipe;
+    WorkTile work{};
     int tile = 0, h = 0;
     TileScores s(0, 0);
-    Slopes slopes;
-    Fragment<Sum, 1, VT> dv;
-    Operands weights;
+    DSoftcap dsoftcap;
+    Fragment<Accum, 1, VT> dv;
+    Operands probs;
 
-    auto begin_scores = [&] {
-        memory.q_full(q_at.stage).wait(q_at.round);
-        begin_product<Element, HEAD_DIM>(s, memory.k(), 0, memory.q(q_at.stage));
+    auto issue_s = [&] {
+        smem.q_full(q_pipe.stage).wait(q_pipe.phase);
+        gemm_async<Element, HEAD_DIM>(s, smem.k(), 0, smem.q(q_pipe.stage));
     };
-    // The scores of this tile are there. Where there is one more, so are its scores in the end. To
-    // repair, scores are not computed ahead: whether there is one more is known too late.
-    auto visit = [&](bool boundary, bool more) {
+    // From S of tile j to S of tile j + 1, if there is `more`; k is held throughout:
+    //
+    //     step                       GEMMs in flight      stages held
+    //     softmax, publish P of j    -                    q(j)
+    //     issue dV of j              dV                   dO(j)
+    //     issue S of j + 1, wait dV  S                    q(j + 1), dO(j)
+    //     wait dS of j, dQ of j      S, dQ                q(j + 1), dS(j)
+    //     wait S                     -                    q(j + 1)
+    //
+    // NaN-safe, S is not issued ahead: whether the tile is the last is known too late.
+    auto step = [&](bool partial, bool more) {
         if constexpr (REPAIRS) {
-            begin_scores();
-            end_product<0>(s);
+            issue_s();
+            warpgroup_wait<0>(s);
         }
-        const bool partial = REPAIRS && is_partial(p, tile, boundary);
-        const float* const shifts = memory.shared.shifts[q_at.stage];
+        const bool masked = REPAIRS && has_masked(p, tile, partial);
+        const float* const lse_log2 = smem.storage.lse_log2[q_pipe.stage];
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         if constexpr (REPAIRS) {
-            memory.out_full(out_at.stage).wait(out_at.round);
-            const SpoiledOut table = table_of(memory, pair_at);
-            const bool spoiled = partial && clean_tile(memory, q_at.stage, out_at.stage, table);
-            weigh_safely(p, work.b, h, partial, shifts, s, weights, spoiled, table, dv)
-                .fill_others(s, HIDDEN);
+            smem.out_full(out_pipe.stage).wait(out_pipe.phase);
+            const NonFiniteDout table = table_of(smem, ds_pipe);
+            const bool non_finite =
+                masked && clean_q_and_dout(smem, q_pipe.stage, out_pipe.stage, table);
+            compute_p_nan_safe(p, work.b, h, masked, lse_log2, s, probs, non_finite, table, dv)
+                .fill_others(s, MASKED);
         } else {
-            weigh(p, work.b, h, boundary, shifts, s, slopes);
-            keep(weights, s);
-            take_slopes(s, slopes);
+            compute_p(p, work.b, h, partial, lse_log2, s, dsoftcap);
+            convert(probs, s);
+            apply_dsoftcap(s, dsoftcap);
         }
-        hand_over(memory.weights(), s);
-        fence_shared();
-        memory.weights_full().arrive();
-        // Safe: the scores' GEMM is complete; and the shifts are consumed, for the probabilities made
-        // of them are handed over, with the proxy fence behind.
-        memory.q_empty(q_at.stage).arrive();
-        q_at.next();
-        memory.out_full(out_at.stage).wait(out_at.round);
-        begin_product<Element>(dv, weights, memory.dout(out_at.stage));
+        store_exchange(smem.p(), s);
+        fence_async_shared();
+        smem.p_full().arrive();
+        // Safe: the GEMM of S is complete; and the lse is consumed, for the P made of it is stored,
+        // with the proxy fence behind.
+        smem.q_empty(q_pipe.stage).arrive();
+        q_pipe.advance();
+        smem.out_full(out_pipe.stage).wait(out_pipe.phase);
+        gemm_async<Element>(dv, probs, smem.dout(out_pipe.stage));
         if (!REPAIRS && more) {
-            begin_scores();
-            end_product<1>(dv);
+            issue_s();
+            warpgroup_wait<1>(dv);
         } else {
-            end_product<0>(dv);
+            warpgroup_wait<0>(dv);
         }
-        memory.out_empty(out_at.stage).arrive();  // safe: only dv's GEMM read it here
-        out_at.next();
-        // Then the other warpgroup has read the weights, too.
-        memory.pairs_full(pair_at.stage).wait(pair_at.round);
-        find_dq<VALUES>(memory, keys_of(memory, partial), pair_at.stage, row0, sums_at);
-        pair_at.next();
-        if (!REPAIRS && more) end_product<0>(s);
+        smem.out_empty(out_pipe.stage).arrive();  // safe: only dV's GEMM read it here
+        out_pipe.advance();
+        // Once dS is full, the other warpgroup has read P, too.
+        smem.ds_full(ds_pipe.stage).wait(ds_pipe.phase);
+        compute_dq<DV_WARPGROUP>(smem, k_of_dq(smem, masked), ds_pipe.stage, row0, dq_pipe);
+        ds_pipe.advance();
+        if (!REPAIRS && more) warpgroup_wait<0>(s);
     };
 
     for (;;) {
-        memory.k_full().wait(kept.round);
-        kept.next();
-        work = memory.shared.work;
+        smem.k_full().wait(k_pipe.phase);
+        k_pipe.advance();
+        work = smem.storage.work_tile;
         if (work.end) break;
         dv.clear();
         if (work.tiles.first < work.tiles.past) {
-            zero_unseen(p, memory, work, values_at.round);
-            values_at.next();
+            zero_unattended(p, smem, work, v_pipe.phase);
+            v_pipe.advance();
             if constexpr (REPAIRS) {
-                clean_keys(memory);
+                clean_k(smem);
             } else {
-                begin_scores();
-                end_product<0>(s);
+                issue_s();
+                warpgroup_wait<0>(s);
             }
-            visit_all(work, int(p.group), h, tile, visit);
+            for_each_tile<false, !REPAIRS>(work, heads, h, tile, step);
         }
-        // Safe: all GEMMs that read the keys are complete, and the visits have consumed the work.
-        memory.k_empty().arrive();
-        if (!REPAIRS && !are_finite(dv)) special(p, work.b, work.kv) |= FAILED;
-        write_rows(p, p.dv, p.dv_at, work, row0, int(p.Dv), dv);
+        // Safe: all GEMMs that read k are complete, and the steps have consumed the work tile.
+        smem.k_empty().arrive();
+        flag_non_finite(p, work, dv);
+        store_gradient(p, smem, p.dv, p.dv_at, int(p.Dv), work, row0, dv, ds_pipe);
     }
 }
 
-// What the warpgroup that has dk does with the works.
-__device__ __forceinline__ void find_dk(const Params& p, const Memory& memory) {
-    const int row0 = threadIdx.x / WARP % 4 * 16;
-    Place<1> kept, v_at, weights_at;
-    Place<SUM_STAGES> sums_at;
-    Place<Q_STAGES> q_at;
-    Place<OUT_STAGES> out_at;
-    Place<PAIR_STAGES> pair_at;
-    Work work{};
+// The warpgroup of dK.
+__device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem) {
+    const int heads = int(p.group), row0 = threadIdx.x / WARP % 4 * 16;
+    PipelineState<1> k_pipe, v_pipe, p_pipe;
+    PipelineState<DQ_STAGES> dq_pipe;
+    PipelineState<Q_STAGES> q_pipe;
+    PipelineState<OUT_STAGES> out_pipe;
+    PipelineState<DS_STAGES> ds_pipe;
+    WorkTile work{};
     int tile = 0, h = 0;
-    Fragment<Sum, 1, QT> dp;
-    Fragment<Sum, 1, DT> dk;
-    Operands gradients;
+    Fragment<Accum, 1, QT> dp;
+    Fragment<Accum, 1, DT> dk;
+    Operands ds;
 
-    auto begin_gradients = [&] {
-        memory.out_full(out_at.stage).wait(out_at.round);
-        begin_product<Element, VALUE_DIM>(dp, memory.v(), 0, memory.dout(out_at.stage));
+    auto issue_dp = [&] {
+        smem.out_full(out_pipe.stage).wait(out_pipe.phase);
+        gemm_async<Element, VALUE_DIM>(dp, smem.v(), 0, smem.dout(out_pipe.stage));
     };
-    // The products of dout and v of this tile are under way. Where there is one more, so are its
-    // in the end: while the other warpgroup finds its probabilities. To repair, they are begun here.
-    auto visit = [&](bool boundary, bool more) {
-        const bool partial = REPAIRS && is_partial(p, tile, boundary);
-        if constexpr (REPAIRS) begin_gradients();
-        end_product<0>(dp);
-        if (partial) {
-            memory.q_full(q_at.stage).wait(q_at.round);
-            clean_tile(memory, q_at.stage, out_at.stage, table_of(memory, pair_at));
+    // From dP of tile j to dP of tile j + 1, if there is `more`; v is held until the last dP, k
+    // throughout:
+    //
+    //     step                       GEMMs in flight      stages held
+    //     wait dP                    -                    dO(j)
+    //     wait P, publish dS of j    -                    dO(j), P(j); then dS(j)
+    //     issue dK of j              dK                   q(j), dS(j)
+    //     dQ of j                    dK, dQ               q(j), dS(j)
+    //     issue dP of j + 1          dP                   dO(j + 1)
+    //
+    // The other warpgroup computes the next P meanwhile. NaN-safe, dP is issued here.
+    auto step = [&](bool partial, bool more) {
+        const bool masked = REPAIRS && has_masked(p, tile, partial);
+        if constexpr (REPAIRS) issue_dp();
+        warpgroup_wait<0>(dp);
+        if (masked) {
+            smem.q_full(q_pipe.stage).wait(q_pipe.phase);
+            clean_q_and_dout(smem, q_pipe.stage, out_pipe.stage, table_of(smem, ds_pipe));
         }
-        if (!more) memory.v_empty().arrive();  // safe: only GEMMs read it, and the last is complete
+        // Safe: only GEMMs read v, and the last is complete.
+        if (!more) smem.v_empty().arrive();
         {
-            Fragment<Sum, 1, QT> s;
-            memory.weights_full().wait(weights_at.round);
-            weights_at.next();
-            take_over(s, memory.weights());
-            find_gradients(memory.shared.deltas[out_at.stage], dp,
-                           [&](int n, int e) { return s.x[0][n][e]; });
+            Fragment<Accum, 1, QT> s;
+            smem.p_full().wait(p_pipe.phase);
+            p_pipe.advance();
+            load_exchange(s, smem.p());
+            compute_ds(smem.storage.delta[out_pipe.stage], dp, s);
             if constexpr (REPAIRS)
 #pragma unroll
                 for (int n = 0; n < QT; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
-                        if (s.x[0][n][e] == HIDDEN) dp.x[0][n][e] = 0;
+                        if (s.x[0][n][e] == MASKED) dp.x[0][n][e] = 0;
         }
-        keep(gradients, dp);
-        // Of two tiles ago: the products of this warpgroup that read it were over before the last
-        // gradients were all there, those of the other one before these weights.
-        static_assert(PAIR_STAGES == 2, "what is two tiles old is overwritten unasked");
-        store_operands<Element>(memory.ds(pair_at.stage), gradients, row0);
-        fence_shared();
-        memory.pairs_full(pair_at.stage).arrive();
-        // Safe: dP's GEMM is complete; and the deltas are consumed, for the gradients made of them
-        // are stored, with the proxy fence behind.
-        memory.out_empty(out_at.stage).arrive();
-        out_at.next();
-        memory.q_full(q_at.stage).wait(q_at.round);
-        begin_product<Element>(dk, gradients, memory.q(q_at.stage));
-        memory.pairs_full(pair_at.stage).wait(pair_at.round);
-        find_dq<KEYS>(memory, keys_of(memory, partial), pair_at.stage, row0, sums_at);
-        end_product<0>(dk);
-        memory.q_empty(q_at.stage).arrive();  // safe: only dk's GEMM read it here
-        q_at.next();
-        pair_at.next();
-        if (!REPAIRS && more) begin_gradients();
+        convert(ds, dp);
+        // The stage is two tiles old. This warpgroup's GEMMs that read it were complete before it
+        // published the last dS, those of the other one before that published this P.
+        static_assert(DS_STAGES == 2, "a stage two tiles old is overwritten without a wait");
+        store_transposed<Element>(smem.ds(ds_pipe.stage), ds, row0);
+        fence_async_shared();
+        smem.ds_full(ds_pipe.stage).arrive();
+        // Safe: dP's GEMM is complete; and delta is consumed, for the dS made of it is stored, with
+        // the proxy fence behind.
+        smem.out_empty(out_pipe.stage).arrive();
+        out_pipe.advance();
+        smem.q_full(q_pipe.stage).wait(q_pipe.phase);
+        gemm_async<Element>(dk, ds, smem.q(q_pipe.stage));
+        smem.ds_full(ds_pipe.stage).wait(ds_pipe.phase);
+        compute_dq<DK_WARPGROUP>(smem, k_of_dq(smem, masked), ds_pipe.stage, row0, dq_pipe);
+        warpgroup_wait<0>(dk);
+        smem.q_empty(q_pipe.stage).arrive();  // safe: only dK's GEMM read it here
+        q_pipe.advance();
+        ds_pipe.advance();
+        if (!REPAIRS && more) issue_dp();
     };
 
     for (;;) {
-        memory.k_full().wait(kept.round);
-        kept.next();
-        work = memory.shared.work;
+        smem.k_full().wait(k_pipe.phase);
+        k_pipe.advance();
+        work = smem.storage.work_tile;
         if (work.end) break;
         dk.clear();
         if (work.tiles.first < work.tiles.past) {
-            zero_unseen(p, memory, work, v_at.round);
-            if constexpr (REPAIRS) clean_keys(memory);
-            memory.v_full().wait(v_at.round);
-            v_at.next();
-            if constexpr (!REPAIRS) begin_gradients();
-            visit_all(work, int(p.group), h, tile, visit);
+            zero_unattended(p, smem, work, v_pipe.phase);
+            if constexpr (REPAIRS) clean_k(smem);
+            smem.v_full().wait(v_pipe.phase);
+            v_pipe.advance();
+            if constexpr (!REPAIRS) issue_dp();
+            for_each_tile<false, !REPAIRS>(work, heads, h, tile, step);
+            if constexpr (REPAIRS)
+                smem.v_empty().arrive();  // safe: the last step waited for all GEMMs
         }
-        memory.k_empty().arrive();  // safe, likewise
-        if (!REPAIRS && !are_finite(dk)) special(p, work.b, work.kv) |= FAILED;
-#pragma unroll
-        for (auto& atom : dk.x[0])
-#pragma unroll
-            for (Sum& x : atom) x *= Sum(p.scale);
-        write_rows(p, p.dk, p.dk_at, work, row0, int(p.D), dk);
+        // Safe: all GEMMs that read k are complete, and the steps have consumed the work tile.
+        smem.k_empty().arrive();
+        flag_non_finite(p, work, dk);
+        dk.scale(Accum(p.scale));
+        store_gradient(p, smem, p.dk, p.dk_at, int(p.D), work, row0, dk, ds_pipe);
     }
 }
 
-extern "C" __global__ void __launch_bounds__((GROUPS + 1) * GROUP, 1)
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_wide_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
-    extern __shared__ __align__(1024) char tiles[];
-    __shared__ Shared shared;
-    const Memory memory{shared_address(tiles), shared};
-    if (REPAIRS && !any_to_repair(p)) return;
-    // The same in all lanes of a warp, as the compiler is to know.
-    const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
-    if (threadIdx.x == 0) memory.start();
-    if (threadIdx.x == WARP)
-        prefetch_map(maps.k), prefetch_map(maps.q), prefetch_map(maps.v), prefetch_map(maps.dout);
-    __syncthreads();
-    if (group == GROUPS) {
-        keep_registers<COPY_REGISTERS>();
-        const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
-        if (threadIdx.x % WARP) return;
-        if (warp == WARPS_M) {
-            copy(p, maps, memory);
-        } else if (warp <= WARPS_M + GROUPS) {
-            const int own = warp - WARPS_M - 1;
-            const int first = first_column(own);
-            add(p, memory, {own, 0, first, past_column(own) - first});
-        }
-    } else {
-        take_registers<MULTIPLY_REGISTERS>();
-        if (group == VALUES) {
-            find_dv(p, memory);
-        } else {
-            find_dk(p, memory);
-        }
-    }
+    run_backward(p, maps, [&](const Smem& smem, int warpgroup) {
+        if (warpgroup == DV_WARPGROUP)
+            consume_for_dv(p, smem);
+        else
+            consume_for_dk(p, smem);
+    });
 }

@@ -1,35 +1,36 @@
 // Layer 3. The bias of a warp's scores. Where its rows are contiguous and aligned, the warp copies
-// its share to shared memory of its own, behind what it does in the meantime, and reads it back as
-// accumulators; else a lane reads what it needs element by element.
+// its share asynchronously to its own shared memory, and reads it back as an accumulator fragment.
+// Else each lane reads its elements one by one.
 #pragma once
 
 #include "scores.cuh"
 
-// Of MT x NT atoms. Rows are queries in memory; of transposed scores they are the columns.
+// Of MT x NT atoms. Rows in memory are queries, which are columns of transposed scores.
 template <bool TRANSPOSED, int MT, int NT>
 struct WarpBias {
     using Share = Tile<BiasElement, TRANSPOSED ? 8 * NT : 16 * MT, TRANSPOSED ? 16 * MT : 8 * NT>;
-    static constexpr bool STAGED = BIAS_VECTOR > 0;
-    static constexpr int BYTES = STAGED ? WARPS_M * WARPS_N * Share::BYTES : 0;  // of a block
+    static constexpr bool STAGED = BIAS_ALIGNMENT_BYTES > 0;
+    static constexpr int BYTES = STAGED ? WARPS_M * WARPS_N * Share::BYTES : 0;  // of a CTA
 
     Share share;
 
     __device__ explicit WarpBias(char* memory)
         : share(memory + (STAGED ? threadIdx.x / WARP * Share::BYTES : 0)) {}
 
-    // Begin to copy what scores from query i and key j on need. It is there when the thread has
-    // waited for its copies, and the warp has met.
-    __device__ void load(const Terms& terms, int i, int j) const {
+    // Start to copy the bias of scores from query i and key j on. It has landed once each thread
+    // has waited for its copies and the warp has converged.
+    __device__ void load(const ScoreMod& score_mod, int i, int j) const {
         if constexpr (STAGED) {
-            __syncwarp();  // everybody is done with what was there
-            share.template load<WARP, BIAS_VECTOR>(terms.bias + i * terms.bias_i + j, terms.bias_i,
-                                                   terms.Nq - i, terms.Nk - j, threadIdx.x % WARP);
+            __syncwarp();  // all lanes have read the last share
+            share.template load<WARP, BIAS_ALIGNMENT_BYTES>(
+                score_mod.bias + i * score_mod.bias_i + j, score_mod.bias_i, score_mod.Nq - i,
+                score_mod.Nk - j, threadIdx.x % WARP);
             copy_commit();
         }
     }
 
     // Atoms n and n + 1 of row m of atoms, of scores that begin at (row, column).
-    __device__ void read(Sum (&x)[2][4], const Terms& terms, int row, int column, int m,
+    __device__ void read(Accum (&x)[2][4], const ScoreMod& score_mod, int row, int column, int m,
                          int n) const {
         const Lane lane;
         BiasElement own[2][4];
@@ -39,30 +40,31 @@ struct WarpBias {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 if constexpr (STAGED) {
-                    x[a][e] = Sum(widen(own[a][e]));
+                    x[a][e] = Accum(widen(own[a][e]));
                 } else {
                     const int r = row + 16 * m + lane.row(e);
                     const int c = column + 8 * (n + a) + lane.column(e);
                     const int i = TRANSPOSED ? c : r, j = TRANSPOSED ? r : c;
-                    const Sum near = terms.bias_of(min(i, terms.Nq - 1), min(j, terms.Nk - 1));
-                    x[a][e] = i < terms.Nq && j < terms.Nk ? near : Sum(0);
+                    const Accum near =
+                        score_mod.bias_of(min(i, score_mod.Nq - 1), min(j, score_mod.Nk - 1));
+                    x[a][e] = i < score_mod.Nq && j < score_mod.Nk ? near : Accum(0);
                 }
             }
     }
 
-    // Write the gradient at a bias that is not broadcast, and so contiguous, for transposed scores
-    // from query i and key j on. What was loaded is lost.
-    __device__ void write(BiasElement* dbias, const Terms& terms, int i, int j,
-                          const Fragment<Sum, MT, NT>& ds) const {
+    // Store dbias of a bias that is not broadcast, and so contiguous, for transposed scores from
+    // query i and key j on. Overwrites the share.
+    __device__ void write(BiasElement* dbias, const ScoreMod& score_mod, int i, int j,
+                          const Fragment<Accum, MT, NT>& ds) const {
         static_assert(TRANSPOSED);
-        const int rows = terms.Nq - i, columns = terms.Nk - j;
-        dbias += i64(i) * terms.Nk + j;
+        const int rows = score_mod.Nq - i, columns = score_mod.Nk - j;
+        dbias += i64(i) * score_mod.Nk + j;
         if constexpr (STAGED) {
-            __syncwarp();  // everybody is done with the bias
+            __syncwarp();  // all lanes have read the bias
             store_transposed(share, ds);
             __syncwarp();
-            share.template store<WARP, BIAS_VECTOR>(dbias, terms.Nk, rows, columns,
-                                                    threadIdx.x % WARP);
+            share.template store<WARP, BIAS_ALIGNMENT_BYTES>(dbias, score_mod.Nk, rows, columns,
+                                                             threadIdx.x % WARP);
         } else {
             const Lane lane;
 #pragma unroll
@@ -73,7 +75,7 @@ struct WarpBias {
                     for (int e = 0; e < 4; ++e) {
                         const int row = 8 * n + lane.column(e), column = 16 * m + lane.row(e);
                         if (row < rows && column < columns)
-                            dbias[i64(row) * terms.Nk + column] =
+                            dbias[i64(row) * score_mod.Nk + column] =
                                 narrow<BiasElement>(ds.x[m][n][e]);
                     }
         }

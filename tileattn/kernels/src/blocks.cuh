@@ -1,22 +1,22 @@
-// Layer 3. Which query sees which key, by elements, by ranges and by blocks: twin of blocks.py.
+// Layer 3. The attention mask, by elements, by ranges and by blocks; and the order of the blocks.
 #pragma once
 
 #include "config.cuh"
 #include "params.cuh"
 
-constexpr int SKIP = 0, PARTIAL = 1, FULL = 2;
-constexpr int FAR = 1 << 30;  // beyond every key and query that the host admits, by some tiles
+constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
+constexpr int FAR = 1 << 30;  // beyond every key and query that the host accepts, by some tiles
 
 struct Range {
     int lo, hi;
 };
 
-// The part of a mask that positions decide. Query i sees keys i + first to i + past - 1, and of
-// those the ones from 0 to length - 1.
-struct Band {
+// The sliding window and the length of the keys. Query i attends to keys i + first to i + past - 1,
+// those of them from 0 to length - 1.
+struct Window {
     int Nq, length, first, past;
 
-    __device__ Band(const Params& p, i64 batch) {
+    __device__ Window(const Params& p, i64 batch) {
         const i64 given = p.lengths ? p.lengths[batch] : p.length;
         const i64 known = min(max(given, i64(0)), p.Nk);
         const i64 offset = p.offsets ? p.offsets[batch] : p.offset;
@@ -25,7 +25,7 @@ struct Band {
         first = p.left < 0 ? -FAR : clamp(offset - p.left);
         past = p.right < 0 ? FAR : clamp(offset + p.right + 1);
     }
-    __device__ Band(int Nq, int length, int first, int past)
+    __device__ Window(int Nq, int length, int first, int past)
         : Nq(Nq), length(length), first(first), past(past) {}
     __device__ static int clamp(i64 x) { return int(min(max(x, i64(-FAR)), i64(FAR))); }
 
@@ -33,12 +33,12 @@ struct Band {
         // One comparison for both sides, in arithmetic that wraps around.
         return u32(j - i) - u32(first) < u32(past) - u32(first) && u32(j) < u32(length);
     }
-    // Smallest range that holds every key that queries q0 to q1 - 1 see.
+    // Smallest range of all keys that queries q0 to q1 - 1 attend to.
     __device__ Range keys_of(int q0, int q1) const {
         const int lo = max(0, q0 + first), hi = min(length, q1 - 1 + past);
         return q0 < q1 && lo < hi ? Range{lo, hi} : Range{0, 0};
     }
-    // Smallest range that holds every query that sees one of keys k0 to k1 - 1.
+    // Smallest range of all queries that attend to one of keys k0 to k1 - 1.
     __device__ Range queries_of(int k0, int k1) const {
         const int end = min(k1, length);
         const int lo = max(0, k0 - past + 1), hi = min(Nq, end - first);
@@ -46,31 +46,30 @@ struct Band {
     }
     __device__ int kind(int q0, int q1, int k0, int k1) const {
         const Range some = keys_of(q0, q1);
-        if (k0 >= some.hi || k1 <= some.lo) return SKIP;
-        return sees_all(q0, q1, k0, k1) ? FULL : PARTIAL;
+        if (k0 >= some.hi || k1 <= some.lo) return EMPTY;
+        return is_full(q0, q1, k0, k1) ? FULL : PARTIAL;
     }
-    // The tiles of BLOCK_K keys of which each of the queries q0 to q1 - 1 sees all.
-    __device__ Range tiles_seen_by_all(int q0, int q1) const {
+    // Key tiles that are full for queries q0 to q1 - 1.
+    __device__ Range full_key_tiles(int q0, int q1) const {
         const int lo = max(0, q1 - 1 + first), hi = min(length, q0 + past);
         return {(lo + BLOCK_K - 1) / BLOCK_K, hi / BLOCK_K};
     }
-    // The tiles of BLOCK_Q queries of which each sees all of the keys k0 to k1 - 1. Whether one
-    // past the end does, does not matter.
-    __device__ Range tiles_that_see_all(int k0, int k1) const {
+    // Query tiles that are full for keys k0 to k1 - 1. Queries past the end do not matter.
+    __device__ Range full_query_tiles(int k0, int k1) const {
         const int lo = max(0, k1 - past), hi = k0 + 1 - first;
         if (k1 > length) return {0, 0};
         return {(lo + BLOCK_Q - 1) / BLOCK_Q, (hi < Nq ? hi : Nq + BLOCK_Q - 1) / BLOCK_Q};
     }
-    // Whether each of the queries q0 to q1 - 1 sees each of the keys k0 to k1 - 1.
-    __device__ bool sees_all(int q0, int q1, int k0, int k1) const {
+    // Whether each of the queries q0 to q1 - 1 attends to each of the keys k0 to k1 - 1.
+    __device__ bool is_full(int q0, int q1, int k0, int k1) const {
         const int lo = max(0, q1 - 1 + first), hi = min(length, q0 + past);
         return k0 >= lo && k1 <= hi;
     }
 };
 
-// The band, the dense mask and the block mask of one head.
-struct Sight {
-    Band band;
+// The attention mask of one head: window, dense mask and block mask.
+struct AttentionMask {
+    Window window;
     const bool* mask;
     i64 mask_i, mask_j;
     const int* kinds;
@@ -78,8 +77,8 @@ struct Sight {
     const bool* bits;
     int Nq, Nk, block_q, block_k;
 
-    __device__ Sight(const Params& p, i64 b, i64 h)
-        : band(p, b),
+    __device__ AttentionMask(const Params& p, i64 b, i64 h)
+        : window(p, b),
           mask(static_cast<const bool*>(p.mask) +
                (HAS_MASK ? b * p.mask_at.b + h * p.mask_at.h : 0)),
           mask_i(p.mask_at.i),
@@ -92,83 +91,82 @@ struct Sight {
           block_q(int(p.mask_block_q)),
           block_k(int(p.mask_block_k)) {}
 
-    // Whether query i < Nq sees key j.
+    // Whether query i < Nq attends to key j.
     __device__ bool visible(int i, int j) const {
-        return band.visible(i, j) && (!HAS_MASK || mask[i * mask_i + j * mask_j]) &&
+        return window.visible(i, j) && (!HAS_MASK || mask[i * mask_i + j * mask_j]) &&
                (!HAS_BLOCK_MASK || in_blocks(i, j));
     }
 
-    // Whether the block mask lets query i see key j. Queries past the end are answered for as the
-    // last.
+    // Whether the block mask lets query i attend to key j. Queries past the end count as the last.
     __device__ bool in_blocks(int i, int j) const {
         const int row = min(i, Nq - 1), key = min(j, Nk - 1);
-        const int cell = kinds[row / block_q * kinds_i + key / block_k];
-        return cell == -FULL || (cell >= 0 && bits[(i64(cell) * block_q + row % block_q) * block_k +
-                                                   key % block_k]);
+        const int entry = kinds[row / block_q * kinds_i + key / block_k];
+        return entry == -FULL ||
+               (entry >= 0 &&
+                bits[(i64(entry) * block_q + row % block_q) * block_k + key % block_k]);
     }
 
-    // Kind of a tile. Cells of a block mask hold -FULL, SKIP - 1, or where their bits are.
+    // Kind of a tile. Entries of a block mask are -FULL, EMPTY - 1, or the index of their bits.
     __device__ int kind(int q0, int q1, int k0, int k1) const {
-        int kind = band.kind(q0, min(q1, Nq), k0, k1);
+        int kind = window.kind(q0, min(q1, Nq), k0, k1);
         if (HAS_MASK && kind == FULL) kind = PARTIAL;
         if constexpr (HAS_BLOCK_MASK) {
-            if (kind == SKIP) return SKIP;
+            if (kind == EMPTY) return EMPTY;
             bool some = false, all = true;
             const int last_q = (min(q1, Nq) - 1) / block_q, last_k = (min(k1, Nk) - 1) / block_k;
             for (int r = q0 / block_q; r <= last_q; ++r)
                 for (int c = k0 / block_k; c <= last_k; ++c) {
-                    const int cell = kinds[r * kinds_i + c];
-                    some = some || cell != SKIP - 1;
-                    all = all && cell == -FULL;
+                    const int entry = kinds[r * kinds_i + c];
+                    some = some || entry != EMPTY - 1;
+                    all = all && entry == -FULL;
                 }
-            return !some ? SKIP : all ? kind : PARTIAL;
+            return !some ? EMPTY : all ? kind : PARTIAL;
         }
         return kind;
     }
 };
 
-// What a block of threads works on: one of `blocks` blocks of rows of one of `heads` heads. Some
-// heads are worked on together, the first block of each, then the second of each, and so on: where
-// the first see most, what is left for the end is short. The first of the `parts` may have one
-// head more.
-struct Turn {
+// Block and head of a linear index: `blocks` blocks of each of `heads` heads, in `groups` groups of
+// heads whose operands share the L2 cache. In a group the first blocks of all heads come first,
+// then the second ones: where the first are longest, what is left for the end is short. The first
+// groups may have one head more.
+struct BlockCoord {
     int block, head;
 
-    __device__ Turn(int blocks, int heads, int parts)
-        : Turn(blocks, heads, parts, int(blockIdx.x)) {}
-    __device__ Turn(int blocks, int heads, int parts, int index) {
-        const int size = heads / parts, longer = heads % parts * (size + 1);
-        const int straight = index / blocks;  // the head, if each went by itself
+    __device__ BlockCoord(int blocks, int heads, int groups)
+        : BlockCoord(blocks, heads, groups, int(blockIdx.x)) {}
+    __device__ BlockCoord(int blocks, int heads, int groups, int index) {
+        const int size = heads / groups, longer = heads % groups * (size + 1);
+        const int straight = index / blocks;  // the head, if each came by itself
         const int members = straight < longer ? size + 1 : size;
         const int start = straight < longer ? 0 : longer;
         const int first = start + (straight - start) / members * members;
-        const int turn = index - first * blocks;
-        block = turn / members;
-        head = first + turn % members;
+        const int within = index - first * blocks;
+        block = within / members;
+        head = first + within % members;
     }
 };
 
-// The tiles that a block of queries (or of keys) visits, ascending: number and kind of each.
-// Every thread of the block walks along.
+// The tiles of a block that are not empty, ascending: number and kind. All threads of the CTA call.
 template <class KindOf>
-struct Visits {
+struct TileIterator {
     KindOf kind_of;
     int tile, end, kind;
 
-    __device__ Visits(int first, int past, KindOf kind_of)
-        : kind_of(kind_of), tile(first - 1), end(past), kind(SKIP) {
+    __device__ TileIterator(int first, int past, KindOf kind_of)
+        : kind_of(kind_of), tile(first - 1), end(past), kind(EMPTY) {
         next();
     }
     __device__ bool done() const { return tile >= end; }
 
     __device__ void next() {
         if constexpr (HAS_BLOCK_MASK) {
-            // Most tiles of a sparse mask are skipped: look at one for each thread at a time.
+            // Most tiles of a sparse mask are empty: test one for each thread at a time.
             while (++tile < end) {
                 const int mine = tile + int(threadIdx.x);
-                const int seen = mine < end ? kind_of(mine) : SKIP;
-                // The nearest visited tile, above its kind; both small integers in one maximum.
-                const int ahead = seen == SKIP ? 0 : (THREADS - int(threadIdx.x)) * 4 + seen;
+                const int own = mine < end ? kind_of(mine) : EMPTY;
+                // The nearest tile, above its kind: both small integers in one maximum.
+                const int ahead = own == EMPTY ? 0 : (THREADS - int(threadIdx.x)) * 4 + own;
                 const int best = block_maximum(ahead);
                 if (best) {
                     tile += THREADS - best / 4;
@@ -197,4 +195,4 @@ struct Visits {
 };
 
 template <class KindOf>
-__device__ Visits(int, int, KindOf) -> Visits<KindOf>;
+__device__ TileIterator(int, int, KindOf) -> TileIterator<KindOf>;

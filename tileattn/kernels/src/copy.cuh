@@ -1,4 +1,5 @@
-// Layer 1. Copies from global to shared memory, and matrices from shared memory to registers.
+// Layer 1. Asynchronous copies to shared memory, loads and stores of shared memory, ldmatrix and
+// stmatrix.
 #pragma once
 
 #include "types.cuh"
@@ -7,17 +8,17 @@ __device__ inline u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// Begin to copy `valid` bytes, and zeros up to SIZE; both addresses are multiples of SIZE.
+// Start to copy `valid` bytes, and zeros up to SIZE. Both addresses are multiples of SIZE.
 template <int SIZE>
 __device__ inline void copy_async(u32 target, const char* source, int valid) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (SIZE == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target),
-                     "l"(source), "r"(valid)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                     "r"(valid)
                      : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target),
-                     "l"(source), "n"(SIZE), "r"(valid)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source),
+                     "n"(SIZE), "r"(valid)
                      : "memory");
 #else
     struct alignas(SIZE) Bytes {
@@ -32,7 +33,7 @@ __device__ inline void copy_async(u32 target, const char* source, int valid) {
 #endif
 }
 
-// Begin to copy all of SIZE bytes.
+// Start to copy SIZE bytes.
 template <int SIZE>
 __device__ inline void copy_async(u32 target, const char* source) {
 #if __CUDA_ARCH__ >= 800
@@ -48,19 +49,38 @@ __device__ inline void copy_async(u32 target, const char* source) {
 #endif
 }
 
-// Close the group of copies begun so far.
+// Close the group of copies started so far.
 __device__ inline void copy_commit() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Wait until at most PENDING of the youngest groups are under way.
+// Wait until at most PENDING groups are in flight.
 template <int PENDING>
 __device__ inline void copy_wait() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
+}
+
+__device__ inline void load_shared(u32 (&x)[4], u32 address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address));
+}
+__device__ inline u32 load_shared(u32 address) {
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+}
+__device__ inline void store_shared(u32 address, const u32 (&x)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+                 "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+__device__ inline void store_shared(u32 address, u32 x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
@@ -75,13 +95,13 @@ __device__ inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
                  : "r"(address));
 }
 
-// The way back, transposed.
+// Store four matrices, transposed.
 __device__ inline void store_matrices_transposed(u32 address, const u32 (&r)[4]) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                     address),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
 #else
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -94,7 +114,7 @@ __device__ inline void store_matrices_transposed(u32 address, const u32 (&r)[4])
 #endif
 }
 
-// Add four neighbours to global memory without waiting for the sums.
+// Add four neighbours to global memory, without a return value.
 __device__ inline void add_global(float* target, float x, float y, float z, float w) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x), "f"(y),

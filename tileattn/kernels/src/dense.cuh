@@ -1,76 +1,77 @@
-// Layer 3. The dense mask of a tile of scores, as bits in registers of the lanes that hold these.
+// Layer 3. The dense mask of a tile of scores, as bits in registers of the lanes that hold the
+// scores.
 #pragma once
 
 #include "blocks.cuh"
 
-// The 4 x 4 bytes of four lanes that stand STEP apart, mirrored at the diagonal: byte s of lane
-// `at` becomes byte `at` of lane s.
+// Transpose the 4 x 4 bytes of four lanes that are STEP apart: byte s of lane `at` becomes byte
+// `at` of lane s.
 template <int STEP>
-__device__ inline u32 mirror_bytes(u32 x, int at) {
+__device__ inline u32 transpose_bytes(u32 x, int at) {
     x = __byte_perm(x, __shfl_xor_sync(~0u, x, STEP), at & 1 ? 0x3715 : 0x6240);
     return __byte_perm(x, __shfl_xor_sync(~0u, x, 2 * STEP), at & 2 ? 0x3276 : 0x5410);
 }
 
-// A piece of a mask is the bytes of sixteen neighbouring keys of one query. The lanes that share a
-// row of the scores (TRANSPOSED: a column) take turns at reading its pieces, and hand each other
-// the bits: so reads are few and wide, and there is little to exchange.
+// A vector has the bytes of sixteen neighbouring keys of one query. The lanes that share a row of
+// the scores (TRANSPOSED: a column) share its loads and shuffle the bits: loads are few and wide,
+// and there is little to shuffle.
 template <bool TRANSPOSED, int MT, int NT>
 struct DenseMask {
     static constexpr int SHARERS = TRANSPOSED ? 8 : 4;
-    static constexpr int PIECES = TRANSPOSED ? 2 * NT * MT : 2 * MT * (NT / 2);  // of all sharers
-    static constexpr int READS = (PIECES + SHARERS - 1) / SHARERS;
-    struct alignas(16) Piece {
+    static constexpr int VECTORS = TRANSPOSED ? 2 * NT * MT : 2 * MT * (NT / 2);  // of all sharers
+    static constexpr int LOADS = (VECTORS + SHARERS - 1) / SHARERS;
+    struct alignas(16) Vector {
         u32 words[4];
     };
-    Piece pieces[READS];
-    u32 bits[(READS + 3) / 4][2];  // four reads at a time
+    Vector vectors[LOADS];
+    u32 bits[(LOADS + 3) / 4][2];  // four loads at a time
 
-    // Begin to read the mask of a warp's scores, of which this is the first row and column.
-    __device__ void read(const Sight& sight, int row, int column) {
+    // Start to load the mask of a warp's scores from (row, column) on.
+    __device__ void load(const AttentionMask& attn_mask, int row, int column) {
         const Lane lane;
 #pragma unroll
-        for (int k = 0; k < READS; ++k) {
+        for (int k = 0; k < LOADS; ++k) {
             const int n = SHARERS * k + (TRANSPOSED ? lane.g : lane.t);
             const int i = TRANSPOSED ? column + n / (2 * MT) * 8 + lane.column(n / MT)
                                      : row + n / (NT / 2) * 8 + lane.g;
             const int j = TRANSPOSED ? row + n % MT * 16 : column + n % (NT / 2) * 16;
-            // In place of what lies beyond the mask, anything will do.
-            const char* const from =
-                reinterpret_cast<const char*>(sight.mask) + min(i, sight.Nq - 1) * sight.mask_i;
-            pieces[k] = piece(from, sight.mask_j, j, sight.Nk);
+            // Beyond the mask anything will do.
+            const char* const from = reinterpret_cast<const char*>(attn_mask.mask) +
+                                     min(i, attn_mask.Nq - 1) * attn_mask.mask_i;
+            vectors[k] = load_vector(from, attn_mask.mask_j, j, attn_mask.Nk);
         }
     }
 
-    // Keys j to j + 15 of a row. Spans of keys that can be read at once do not cross its end.
-    __device__ static Piece piece(const char* from, i64 step, int j, int Nk) {
-        if constexpr (SPAN == 16) {
-            return *reinterpret_cast<const Piece*>(from + min(j, Nk - 16));
+    // Keys j to j + 15 of a row. One load of MASK_VECTOR_WIDTH keys does not cross its end.
+    __device__ static Vector load_vector(const char* from, i64 step, int j, int Nk) {
+        if constexpr (MASK_VECTOR_WIDTH == 16) {
+            return *reinterpret_cast<const Vector*>(from + min(j, Nk - 16));
         } else {
-            Piece piece = {};
+            Vector vector = {};
 #pragma unroll
-            for (int b = 0; b < 16; b += SPAN) {
+            for (int b = 0; b < 16; b += MASK_VECTOR_WIDTH) {
                 u32 some;
-                if constexpr (SPAN == 2)
+                if constexpr (MASK_VECTOR_WIDTH == 2)
                     some = *reinterpret_cast<const unsigned short*>(from + min(j + b, Nk - 2));
                 else
                     some = static_cast<unsigned char>(from[min(j + b, Nk - 1) * step]);
-                piece.words[b / 4] |= some << b % 4 * 8;
+                vector.words[b / 4] |= some << b % 4 * 8;
             }
-            return piece;
+            return vector;
         }
     }
 
-    // Give every lane the bits of its scores. All lanes call.
+    // Shuffle to every lane the bits of its scores. All lanes call.
     __device__ void share() {
         const Lane lane;
         make_ones();
 #pragma unroll
-        for (int k = 0; k < READS; k += 4) {
-            // Bytes of the first and of the last four of eight keys: two bits from each read.
+        for (int k = 0; k < LOADS; k += 4) {
+            // Bytes of the first and of the last four of eight keys: two bits of each load.
             u32 low = 0, high = 0;
 #pragma unroll
-            for (int i = 0; i < 4 && k + i < READS; ++i) {
-                const u32(&words)[4] = pieces[k + i].words;
+            for (int i = 0; i < 4 && k + i < LOADS; ++i) {
+                const u32(&words)[4] = vectors[k + i].words;
                 low += (words[0] + words[2] * 2) * (1 << 2 * i);
                 high += (words[1] + words[3] * 2) * (1 << 2 * i);
             }
@@ -78,11 +79,11 @@ struct DenseMask {
             if constexpr (TRANSPOSED) {
                 const bool upper = lane.g & 4;
                 const u32 other = __shfl_xor_sync(~0u, upper ? low : high, 16);
-                to[0] = mirror_bytes<4>(upper ? other : low, lane.g);
-                to[1] = mirror_bytes<4>(upper ? high : other, lane.g);
+                to[0] = transpose_bytes<4>(upper ? other : low, lane.g);
+                to[1] = transpose_bytes<4>(upper ? high : other, lane.g);
             } else {
-                to[0] = mirror_bytes<1>(__byte_perm(low, high, 0x6420), lane.t);
-                to[1] = mirror_bytes<1>(__byte_perm(low, high, 0x7531), lane.t);
+                to[0] = transpose_bytes<1>(__byte_perm(low, high, 0x6420), lane.t);
+                to[1] = transpose_bytes<1>(__byte_perm(low, high, 0x7531), lane.t);
             }
         }
     }
@@ -91,14 +92,14 @@ struct DenseMask {
     __device__ void make_ones() {
         u32 all = 0;
 #pragma unroll
-        for (const Piece& piece : pieces)
+        for (const Vector& vector : vectors)
 #pragma unroll
-            for (u32 word : piece.words) all |= word;
+            for (u32 word : vector.words) all |= word;
         if (!(all & 0xfefefefe)) return;
 #pragma unroll
-        for (Piece& piece : pieces)
+        for (Vector& vector : vectors)
 #pragma unroll
-            for (u32& word : piece.words)
+            for (u32& word : vector.words)
                 word = (((word & 0x7f7f7f7f) + 0x7f7f7f7f) | word) >> 7 & 0x01010101;
     }
 
@@ -107,7 +108,7 @@ struct DenseMask {
     template <class Visit>
     __device__ void for_each(Visit visit) const {
 #pragma unroll
-        for (int k = 0; k < READS; k += 4)
+        for (int k = 0; k < LOADS; k += 4)
 #pragma unroll
             for (int w = 0; w < 2; ++w)
 #pragma unroll
@@ -115,7 +116,7 @@ struct DenseMask {
                     const bool visible = bits[k / 4][w] & 1u << b;
                     const int from = TRANSPOSED ? 4 * w + b / 8 : b / 8;
                     const int x = SHARERS * (k + b % 8 / 2) + from;
-                    if (x >= PIECES) continue;
+                    if (x >= VECTORS) continue;
                     if constexpr (TRANSPOSED)
                         visit(x % MT, b % 2, x / (2 * MT), x / MT % 2, visible);
                     else

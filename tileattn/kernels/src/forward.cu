@@ -1,9 +1,9 @@
-// Attention, forward: one block of threads for each block of queries, key blocks ascending.
-// Mirrors forward_rows in spec.py. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+// Forward pass: one CTA for each block of queries, key tiles ascending. Mirrors forward_rows in
+// spec.py. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 //
-// Where something is not finite in the end, and was not attended to by all, there is a second pass
-// over the same tiles, NaN-safe: see nonfinite.cuh. Rows that attend to finite values only have the
-// same bits after either pass, whatever is masked out.
+// If the output is not finite, and not all queries attend to what is not finite, a second, NaN-safe
+// pass goes over the same tiles: see nonfinite.cuh. Rows that attend to finite values alone have
+// the same bits after either pass, whatever is masked out.
 #include "nonfinite.cuh"
 #include "rows.cuh"
 #include "softmax.cuh"
@@ -11,157 +11,154 @@
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);  // 16-row tiles of a warp
 constexpr int NT = BLOCK_K / (8 * WARPS_N);   // 8-column tiles of its scores
 constexpr int VT = VALUE_DIM / (8 * WARPS_N);
-static_assert(NT % 2 == 0 && VT % 2 == 0, "atoms come in pairs of columns");
+static_assert(NT % 2 == 0 && VT % 2 == 0, "atoms are loaded in pairs");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
-using PairTile = Tile<Element, BLOCK_Q, BLOCK_K>;
+using ScoreTile = Tile<Element, BLOCK_Q, BLOCK_K>;
 constexpr int FIRST_BYTES = QueryTile::BYTES > OutTile::BYTES ? QueryTile::BYTES : OutTile::BYTES;
 
-using Spoiled = NonFinite<Element, BLOCK_K, VALUE_DIM>;
-static_assert(Spoiled::BYTES <= KeyTile::BYTES, "the table takes the place of the keys");
+using NonFiniteTable = NonFinite<Element, BLOCK_K, VALUE_DIM>;
+static_assert(NonFiniteTable::BYTES <= KeyTile::BYTES, "the table takes the k tile");
 
-// What a block of threads computes: BLOCK_Q queries of a head, and some columns of their values.
-struct Part {
+// The work tile of a CTA: BLOCK_Q queries of a head, and some columns of v.
+struct WorkTile {
     int b, h, q0, column, columns;
 
-    __device__ explicit Part(const Params& p) {
+    __device__ explicit WorkTile(const Params& p) {
         const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
         const int column_blocks = max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
-        const Turn turn(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.parts));
-        const int bh = turn.head / column_blocks;
+        const BlockCoord coord(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.parts));
+        const int bh = coord.head / column_blocks;
         b = bh / int(p.Hq), h = bh % int(p.Hq);
-        // Under a causal mask the last queries see most: they go first.
-        q0 = (p.right < 0 ? turn.block : q_blocks - 1 - turn.block) * BLOCK_Q;
-        column = turn.head % column_blocks * VALUE_DIM;
+        // Under a causal mask the last queries have most keys: they go first.
+        q0 = (p.right < 0 ? coord.block : q_blocks - 1 - coord.block) * BLOCK_Q;
+        column = coord.head % column_blocks * VALUE_DIM;
         columns = min(VALUE_DIM, int(p.Dv) - column);
     }
 };
 
-// The tiles of keys that a block of queries visits.
-__device__ inline auto visits_of(const Sight& sight, int q0, Range keys) {
-    return Visits(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [=](int tile) {
-        return sight.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
+// The key tiles of a block of queries.
+__device__ inline auto key_tiles_of(const AttentionMask& attn_mask, int q0, Range keys) {
+    return TileIterator(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [=](int tile) {
+        return attn_mask.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
 }
 
-// A few lanes look at a row; whether what this lane has of it is finite.
 constexpr int LANES = lanes_of_row(HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM);
-__device__ inline bool is_finite(const Element* row, int columns) {
-    bool good = true;
-    for (int d = threadIdx.x % LANES * PIECE; d < columns; d += LANES * PIECE) {
-        const auto piece = read_piece(row + d, columns - d);
-#pragma unroll
-        for (const Element& x : piece.values) good = good && is_finite(widen(x));
-    }
-    return good;
-}
 
-// Whether a query may not attend to a value that is not finite in a tile that it visits: the pair is
-// masked out, or its score is -infinity. What all attend to is right after the first pass.
-__device__ inline bool is_spoiled(const Params& p, const Part& part) {
-    const Head head(p, part.b, part.h);
-    const int first = threadIdx.x / LANES, q_end = min(part.q0 + BLOCK_Q, int(p.Nq));
+// Whether a tile has a value that is not finite and not attended to by all queries: it is masked
+// out for some, or its score may be -infinity. What all attend to is right after the first pass.
+__device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
+    const Head head(p, work.b, work.h);
+    const int first = threadIdx.x / LANES, q_end = min(work.q0 + BLOCK_Q, int(p.Nq));
     bool good = true;
-    for (int i = part.q0 + first; i < q_end; i += THREADS / LANES)
-        good = good && is_finite(head.q + i * p.q_at.n, int(p.D));
+    for (int i = work.q0 + first; i < q_end; i += THREADS / LANES)
+        good = good && is_finite_row<LANES>(head.q + i * p.q_at.n, int(p.D));
     const bool all_pairs = HAS_BIAS || __syncthreads_or(!good);
-    const Range keys = head.sight.band.keys_of(part.q0, q_end);
-    bool spoiled = false;
-    for (auto visit = visits_of(head.sight, part.q0, keys); !visit.done(); visit.next()) {
+    const Range keys = head.attn_mask.window.keys_of(work.q0, q_end);
+    bool non_finite = false;
+    for (auto visit = key_tiles_of(head.attn_mask, work.q0, keys); !visit.done(); visit.next()) {
         const int k0 = visit.tile * BLOCK_K, k_end = min(k0 + BLOCK_K, keys.hi);
 #pragma unroll 1
         for (int j0 = k0; j0 < k_end; j0 += THREADS / LANES) {
             const int j = min(j0 + first, k_end - 1);
             const u32 bad = __ballot_sync(
-                ~0u, !is_finite(head.v + j * p.v_at.n + part.column, part.columns));
+                ~0u, !is_finite_row<LANES>(head.v + j * p.v_at.n + work.column, work.columns));
             if (!bad) continue;
             constexpr u32 ROW = LANES == WARP ? ~0u : (1u << LANES) - 1;
             if (bad >> threadIdx.x % WARP / LANES * LANES & ROW)
-                spoiled = spoiled || all_pairs || visit.kind == PARTIAL ||
-                          !is_finite(head.k + j * p.k_at.n, int(p.D));
+                non_finite = non_finite || all_pairs || visit.kind == PARTIAL ||
+                             !is_finite_row<LANES>(head.k + j * p.k_at.n, int(p.D));
         }
     }
-    return __syncthreads_or(spoiled);
+    return __syncthreads_or(non_finite);
 }
 
-// Give rows what was not finite of the values that they attend to. Where warps share rows, they tell
-// each other by way of the tile of probabilities, each row where it lies in that.
-__device__ inline void give_back(Fragment<Sum, MT, VT>& acc, const Spoiled& table,
-                                 const Attended<MT, NT>& pairs, const PairTile& p_tile,
-                                 const RowGroup& group, int column0, int value0) {
+// Add back what was not finite in v to the rows that attend to it. Warps that share rows exchange
+// what they attend to through the P tile, each row at its place there.
+__device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const NonFiniteTable& table,
+                                          const Attended<MT, NT>& attended, const ScoreTile& p_tile,
+                                          const RowGroup& group, int column0, int value0) {
     if constexpr (WARPS_N > 1) {
-        const AttendedRows<PairTile::PITCH> rows{p_tile.address};
-        rows.store(pairs, group.row0, column0);
+        const AttendedRows<ScoreTile::PITCH> rows{p_tile.address};
+        rows.store(attended, group.row0, column0);
         group.sync();
-        inject(acc, table, value0, [&](int m, int half, int w) {
+        add_non_finite(acc, table, value0, [&](int m, int half, int w) {
             return load_shared(rows.at(group.row0 + 16 * m + Lane().row(2 * half), w));
         });
-        group.sync();  // everybody has read
+        group.sync();  // all warps have read
     } else {
-        inject(acc, table, value0, [&](int m, int half, int w) { return pairs.word(m, half, w); });
+        add_non_finite(acc, table, value0,
+                       [&](int m, int half, int w) { return attended.word(m, half, w); });
     }
 }
 
-template <bool CAREFUL>
-__device__ void attend(const Params& p, const Part& part);
+template <bool NAN_SAFE>
+__device__ void attend(const Params& p, const WorkTile& work);
 
-// Not inlined, so that it costs the first pass no registers. float32 always takes it: in the first
-// pass its tf32 parts make NaN of infinity.
-__device__ __noinline__ void attend_again(const Params& p) {
-    const Part part(p);
-    if (sizeof(Element) == 4 || is_spoiled(p, part)) attend<true>(p, part);
+// Not inlined: it costs the first pass no registers. float32 always takes it: in the first pass its
+// tf32 parts make NaN of infinity.
+__device__ __noinline__ void attend_nan_safe(const Params& p) {
+    const WorkTile work(p);
+    if (sizeof(Element) == 4 || needs_nan_safe(p, work)) attend<true>(p, work);
 }
 
-template <bool CAREFUL>
-__device__ inline void attend(const Params& p, const Part& part) {
+template <bool NAN_SAFE>
+__device__ inline void attend(const Params& p, const WorkTile& work) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile(memory);
-    const OutTile out_tile(memory);  // takes the place of the queries in the end
+    const OutTile out_tile(memory);  // overlays q in the end
     auto k_tile = [&](int stage) {
         return KeyTile(memory + FIRST_BYTES + stage * (KeyTile::BYTES + ValueTile::BYTES));
     };
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
-    const PairTile p_tile(k_tile(STAGES).base);  // where warps share rows
-    const WarpBias<false, MT, NT> bias(p_tile.base + (WARPS_N > 1 ? PairTile::BYTES : 0));
+    const ScoreTile p_tile(k_tile(STAGES).base);  // where warps share rows
+    const WarpBias<false, MT, NT> bias(p_tile.base + (WARPS_N > 1 ? ScoreTile::BYTES : 0));
 
-    const int q0 = part.q0, column = part.column, columns = part.columns;
-    const Head head(p, part.b, part.h);
+    const int q0 = work.q0, column = work.column, columns = work.columns;
+    const Head head(p, work.b, work.h);
     const RowGroup group(16 * MT);
     const int row0 = group.row0, column0 = group.warp_n * NT * 8;  // first of this warp's scores
     const int value0 = group.warp_n * VT * 8;                      // and of its columns of out
 
-    const Range keys = head.sight.band.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    const Range keys = head.attn_mask.window.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
     auto load_keys = [&](int k0, int stage) {
-        k_tile(stage).template load<THREADS, VECTOR>(head.k + k0 * p.k_at.n, p.k_at.n,
-                                                     keys.hi - k0, int(p.D));
+        k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
+                                                              keys.hi - k0, int(p.D));
         copy_commit();
     };
     auto load_values = [&](int k0, int stage) {
-        v_tile(stage).template load<THREADS, VECTOR>(head.v + k0 * p.v_at.n + column, p.v_at.n,
-                                                     keys.hi - k0, columns);
+        v_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.v + k0 * p.v_at.n + column,
+                                                              p.v_at.n, keys.hi - k0, columns);
         copy_commit();
     };
-    auto load_bias = [&](int k0) { bias.load(head.terms, q0 + row0, k0 + column0); };
+    auto load_bias = [&](int k0) { bias.load(head.score_mod, q0 + row0, k0 + column0); };
 
-    q_tile.template load<THREADS, VECTOR>(head.q + q0 * p.q_at.n, p.q_at.n, int(p.Nq) - q0,
-                                          int(p.D));
+    q_tile.template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n, p.q_at.n, int(p.Nq) - q0,
+                                                   int(p.D));
     copy_commit();
     RowState<MT> state;
-    Fragment<Sum, MT, VT> acc;
-    auto visit = visits_of(head.sight, q0, keys);
+    Fragment<Accum, MT, VT> acc;
+    auto visit = key_tiles_of(head.attn_mask, q0, keys);
     acc.clear();
-    // The mask is read a visit ahead: the second product leaves it registers, and covers the wait.
-    DenseMask<false, MT, NT> mask;
-    auto read_mask = [&] {
+    // The dense mask is loaded a tile ahead: PV leaves it registers, and covers its latency.
+    DenseMask<false, MT, NT> dense;
+    auto load_mask = [&] {
         if (HAS_MASK && !visit.done())
-            mask.read(head.sight, q0 + row0, visit.tile * BLOCK_K + column0);
+            dense.load(head.attn_mask, q0 + row0, visit.tile * BLOCK_K + column0);
     };
-    read_mask();
-    // One stage: values come during the first product, the next keys during the second. Two: both
-    // of the next visit during all of this one. The next bias comes once this one has been added.
+    load_mask();
+    // One stage: v is loaded during QK, the next k during PV. Two stages: both are loaded a tile
+    // ahead. The next bias is loaded once this one has been added.
+    //
+    //     step              copies in flight (one stage / two)       stages held
+    //     wait              - / -                                    k(j) / k(j), v(j)
+    //     QK                v(j) / k(j + 1), v(j + 1)                k(j) / k(j), v(j)
+    //     softmax           k(j + 1) / k(j + 1), v(j + 1)            v(j)
+    //     PV                k(j + 1) / k(j + 1), v(j + 1)            v(j)
     int stage = 0;
     if (!visit.done()) {
         load_keys(visit.tile * BLOCK_K, 0);
@@ -173,7 +170,7 @@ __device__ inline void attend(const Params& p, const Part& part) {
         const KeyTile k = k_tile(stage);
         const ValueTile v = v_tile(stage);
         copy_wait<0>();
-        __syncthreads();  // this visit's keys are here, and everybody is done with the last
+        __syncthreads();  // k has landed, and all warps are done with the last tile
         visit.next();
         if (STAGES == 1) {
             load_values(k0, 0);
@@ -181,86 +178,88 @@ __device__ inline void attend(const Params& p, const Part& part) {
             load_keys(visit.tile * BLOCK_K, stage ^= 1);
             load_values(visit.tile * BLOCK_K, stage);
         }
-        if constexpr (HAS_MASK) mask.share();
+        if constexpr (HAS_MASK) dense.share();
         Scores<false, MT, NT> s(q0 + row0, k0 + column0);
-        multiply<HEAD_DIM, STEPS<CAREFUL, HEAD_DIM>, false, CAREFUL>(s, q_tile, row0, k, column0);
-        s.apply(head.terms, bias, [](int, int, int, Sum) {});
-        if (HAS_MASK || kind == PARTIAL) s.hide(head.sight, mask);
+        multiply<HEAD_DIM, STEPS<NAN_SAFE, HEAD_DIM>, false, NAN_SAFE>(s, q_tile, row0, k, column0);
+        s.apply(head.score_mod, bias, [](int, int, int, Accum) {});
+        if (HAS_MASK || kind == PARTIAL) s.masked_fill(head.attn_mask, dense);
         if (STAGES == 1) {
             copy_wait<0>();
-            __syncthreads();  // the values are here, and everybody is done with the keys
-            if (!CAREFUL && !visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+            __syncthreads();  // v has landed, and all warps are done with k
+            if (!NAN_SAFE && !visit.done()) load_keys(visit.tile * BLOCK_K, 0);
         }
         if (!visit.done()) load_bias(visit.tile * BLOCK_K);
-        const Spoiled table{k.address};
-        Attended<MT, NT> pairs;
-        bool spoiled = false;
-        if constexpr (CAREFUL) {
-            // Where all pairs are attended to, what is not finite goes where it belongs by itself; but
-            // in tf32 parts infinity becomes NaN. Behind the barrier everybody is done with the keys.
-            const bool all = pairs.look(s) && sizeof(Element) != 4;
-            spoiled = __syncthreads_or(!all) &&
-                      __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
+        const NonFiniteTable table{k.address};
+        Attended<MT, NT> attended;
+        bool non_finite = false;
+        if constexpr (NAN_SAFE) {
+            // Where all is attended to, what is not finite propagates by itself; but in tf32 parts
+            // infinity becomes NaN. Behind the barrier all warps are done with k.
+            const bool all = attended.mark(s) && sizeof(Element) != 4;
+            non_finite = __syncthreads_or(!all) &&
+                         __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
         }
-        Sum rescale[MT][2];
-        state.absorb(s, head.terms.unit(), group, rescale);
+        Accum rescale[MT][2];
+        state.update(s, head.score_mod.unit(), group, rescale);
         acc.scale_rows(rescale);
-        read_mask();
-        // Of 16 keys at a time, so that their random bits are computed while others are multiplied.
+        load_mask();
+        // 16 keys at a time: their random bits are computed while others are multiplied.
         auto drop = [&](int n) { s.drop(head.dropout, n); };
-        if constexpr (CAREFUL) {
+        if constexpr (NAN_SAFE) {
 #pragma unroll
             for (int n = 0; n < NT; n += 2)
-                s.drop(head.dropout, n, [&](int m, int n, int e) { pairs.drop(m, n, e); });
-            if (spoiled) {
-                give_back(acc, table, pairs, p_tile, group, column0, value0);
-                if (STAGES == 1) __syncthreads();  // everybody is done with the table
+                s.drop(head.dropout, n, [&](int m, int n, int e) { attended.drop(m, n, e); });
+            if (non_finite) {
+                restore_non_finite(acc, table, attended, p_tile, group, column0, value0);
+                if (STAGES == 1) __syncthreads();  // all warps are done with the table
             }
             if (STAGES == 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, 0);
         }
         if constexpr (WARPS_N > 1) {
-            if constexpr (!CAREFUL)
+            if constexpr (!NAN_SAFE)
 #pragma unroll
                 for (int n = 0; n < NT; n += 2) drop(n);
             store_fragment(p_tile, s, row0, column0);
             group.sync();
-            multiply_rows<false, BLOCK_K, STEPS<CAREFUL, BLOCK_K>>(acc, p_tile, row0, v, value0);
-        } else if constexpr (CAREFUL) {
+            multiply_rows<false, BLOCK_K, STEPS<NAN_SAFE, BLOCK_K>>(acc, p_tile, row0, v, value0);
+        } else if constexpr (NAN_SAFE) {
             multiply(acc, s, v, 0);
         } else {
             multiply(acc, s, v, 0, drop);
         }
     }
     copy_wait<0>();
-    __syncthreads();  // everybody is done with the queries
-    state.gather(group);
+    __syncthreads();  // all warps are done with q
+    state.reduce_sums(group);
     const Lane lane;
-    const Sum sink = head.sink();
+    const Accum sink = head.sink();
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            Sum lse;
-            const Sum weight = state.finish(m, half, sink, Sum(p.gain), Sum(p.natural), lse);
+            Accum lse;
+            const Accum inverse =
+                state.finalize(m, half, sink, Accum(p.gain), Accum(p.natural), lse);
 #pragma unroll
             for (int n = 0; n < VT; ++n)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[m][n][e] *= weight;
+                for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[m][n][e] *= inverse;
             const int i = q0 + row0 + 16 * m + lane.row(2 * half);
-            if (lane.t == 0 && value0 == 0 && i < p.Nq) static_cast<Sum*>(p.lse)[head.row(i)] = lse;
+            if (lane.t == 0 && value0 == 0 && i < p.Nq)
+                static_cast<Accum*>(p.lse)[head.row(i)] = lse;
         }
     store_fragment(out_tile, acc, row0, value0);
-    const bool again = __syncthreads_or(!CAREFUL && !acc.all_finite());
-    out_tile.template store<THREADS, VECTOR>(
+    const bool again = __syncthreads_or(!NAN_SAFE && !acc.all_finite());
+    out_tile.template store<THREADS, ALIGNMENT_BYTES>(
         rows_of<Element>(p.out, p.out_at, head.b, head.h) + q0 * p.out_at.n + column, p.out_at.n,
         int(p.Nq) - q0, columns);
 
-    if (CAREFUL || !again) return;
-    __syncthreads();  // everybody has stored
-    attend_again(p);
+    if (NAN_SAFE || !again) return;
+    __syncthreads();  // all warps have stored
+    attend_nan_safe(p);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward(const __grid_constant__ Params p) {
-    attend<false>(p, Part(p));
+    attend<false>(p, WorkTile(p));
 }

@@ -1,9 +1,9 @@
-// Layer 2. Accumulators of a warp: products of tiles, and their way to tiles and global memory.
+// Layer 2. Accumulator fragments of a warp: GEMMs of tiles, and stores to tiles and global memory.
 #pragma once
 
 #include "tile.cuh"
 
-// Accumulators of MT x NT atoms: rows 16 * MT, columns 8 * NT.
+// An accumulator fragment of MT x NT atoms: 16 * MT rows, 8 * NT columns.
 template <class S, int MT, int NT>
 struct Fragment {
     S x[MT][NT][4];
@@ -37,7 +37,7 @@ struct Fragment {
                 for (int e = 0; e < 4; ++e) x[m][n][e] *= factor;
     }
 
-    // Multiply each row by its factor; nothing is done where all of a warp are 1.
+    // Scale each row by its factor. Skipped where all factors of the warp are 1.
     __device__ void scale_rows(const S (&factors)[MT][2]) {
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
@@ -50,12 +50,12 @@ struct Fragment {
     }
 };
 
-// Products of a warp's share, which begins at (m0, n0): m0 is a multiple of its 16 * MT rows, n0 of
+// GEMMs of a warp's share, which begins at (m0, n0): m0 is a multiple of its 16 * MT rows, n0 of
 // its 8 * NT columns.
 
-// c[m, n] += sum over k of x[m, k] y[n, k], for DEPTH columns of both tiles. With MIRRORED it has the
-// same bits as y times x without. CAREFUL is as in mma.cuh.
-template <int DEPTH, int UNROLL = DEPTH / 16, bool MIRRORED = false, bool CAREFUL = false, class T,
+// C += X Y^T, for DEPTH columns of both tiles. MIRRORED, it has the same bits as Y X^T without.
+// NAN_SAFE is as in mma.cuh.
+template <int DEPTH, int UNROLL = DEPTH / 16, bool MIRRORED = false, bool NAN_SAFE = false, class T,
           int R, int C, int R2, int C2, class S, int MT, int NT>
 __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
                                 const Tile<T, R2, C2>& y, int n0) {
@@ -72,24 +72,23 @@ __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, 
             for (int m = 0; m < MT; ++m)
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
-                    Atom<T>::template mma<MIRRORED, CAREFUL>(c.x[m][n + i], a[m], b[i]);
+                    Atom<T>::template mma<MIRRORED, NAN_SAFE>(c.x[m][n + i], a[m], b[i]);
         }
     }
 }
 
-// What a product without a callback calls.
 struct Nothing {
     __device__ void operator()(int) const {}
 };
 
-// c[m, n] += sum over k of x[m, k] y[k, n]: x are accumulators, y a tile from column n0 on. Atoms
-// k and k + 1 of x are as finish(k) leaves them.
-template <class T, int R, int C, class S, int MT, int KT, int NT, class Finish = Nothing>
+// C += X Y: X is a fragment, Y a tile from column n0 on. prepare(k) comes before atoms k and k + 1
+// of X are read.
+template <class T, int R, int C, class S, int MT, int KT, int NT, class Prepare = Nothing>
 __device__ inline void multiply(Fragment<S, MT, NT>& c, const Fragment<S, MT, KT>& x,
-                                const Tile<T, R, C>& y, int n0, Finish finish = {}) {
+                                const Tile<T, R, C>& y, int n0, Prepare prepare = {}) {
 #pragma unroll
     for (int k = 0; k < 8 * KT; k += 16) {
-        finish(k / 8);
+        prepare(k / 8);
         typename Atom<T>::A a[MT];
 #pragma unroll
         for (int m = 0; m < MT; ++m) a[m] = Atom<T>::a_of(x.x[m] + k / 8);
@@ -105,7 +104,7 @@ __device__ inline void multiply(Fragment<S, MT, NT>& c, const Fragment<S, MT, KT
     }
 }
 
-// c[m, n] += sum over k of x[k, m] y[k, n] (TRANSPOSED) or x[m, k] y[k, n], for DEPTH rows of y.
+// C += X^T Y (TRANSPOSED) or X Y, for DEPTH rows of Y.
 template <bool TRANSPOSED, int DEPTH, int UNROLL = DEPTH / 16, class T, int R, int C, int R2,
           int C2, class S, int MT, int NT>
 __device__ inline void multiply_rows(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
@@ -115,8 +114,8 @@ __device__ inline void multiply_rows(Fragment<S, MT, NT>& c, const Tile<T, R, C>
         typename Atom<T>::A a[MT];
 #pragma unroll
         for (int m = 0; m < MT; ++m)
-            a[m] = TRANSPOSED ? x.template a_transposed<16 * MT>(m0, 16 * m, k)
-                              : x.a(m0, 16 * m, k);
+            a[m] =
+                TRANSPOSED ? x.template a_transposed<16 * MT>(m0, 16 * m, k) : x.a(m0, 16 * m, k);
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
             typename Atom<T>::B b[2];
@@ -129,7 +128,7 @@ __device__ inline void multiply_rows(Fragment<S, MT, NT>& c, const Tile<T, R, C>
     }
 }
 
-// Write accumulators to a tile, in its element type, where a warp's share begins as above.
+// Store a fragment to a tile, in its element type.
 template <class T, int R, int C, class S, int MT, int NT>
 __device__ inline void store_fragment(const Tile<T, R, C>& tile, const Fragment<S, MT, NT>& c,
                                       int m0, int n0) {
@@ -145,7 +144,7 @@ __device__ inline void store_fragment(const Tile<T, R, C>& tile, const Fragment<
                     narrow<T>(c.x[m][n][e]), narrow<T>(c.x[m][n][e + 1])};
 }
 
-// The same to a tile of which they fill all, its columns their rows.
+// Store a fragment transposed, to a tile that it fills.
 template <class T, int R, int C, class S, int MT, int NT>
 __device__ inline void store_transposed(const Tile<T, R, C>& tile, const Fragment<S, MT, NT>& c) {
     static_assert(R == 8 * NT && C == 16 * MT);
@@ -178,16 +177,16 @@ __device__ inline void store_transposed(const Tile<T, R, C>& tile, const Fragmen
         }
 }
 
-// Where add_rows puts a column: what a lane holds of two neighbouring atoms lies together.
-__device__ inline int added_column(int column) {
+// Where add_rows puts a column: what a lane holds of two neighbouring atoms is contiguous.
+__device__ inline int accum_column(int column) {
     return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
 }
 
-// Where store_sums of product_sm90.cuh puts what add_rows would put at `column` of this row: what
-// neighbouring rows have in the same columns is to lie in other banks of shared memory.
-__device__ inline int stored_column(int row, int column) { return column ^ row % 2 * 16; }
+// Where stage_dq of gemm_sm90.cuh puts a column of this row: neighbouring rows have the same
+// columns in other banks.
+__device__ inline int dq_column(int row, int column) { return column ^ row % 2 * 16; }
 
-// Add accumulators to rows in global memory, the first `rows` of which there are.
+// Add a fragment to rows in global memory, the first `rows` of them.
 template <class S, int MT, int NT>
 __device__ inline void add_rows(S* target, int stride, const Fragment<S, MT, NT>& c, int m0, int n0,
                                 int rows) {

@@ -1,77 +1,77 @@
-// Layer 3. Of one tile of the backward pass: probabilities recomputed from the logsumexp, and the
-// gradient at the scores. Mirrors backward_tile in spec.py.
+// Layer 3. One tile of the backward pass: P recomputed from the logsumexp, and dS. Mirrors
+// backward_tile in spec.py.
 #pragma once
 
+#include "head.cuh"
 #include "mask.cuh"
 #include "nonfinite.cuh"
-#include "plain.cuh"
 
-// With Z the dropout (0 or 1 / (1 - p)) and t' the softcap's slope:
-//     P = exp2(S - shift),  dP = Z (dO V^T),  dS = P (dP - delta).
-//
-// NaN-safe, P of pairs that are not attended to is marked, until it is taken by `weights`, and
-// their dS is selected to be 0: no NaN reaches them.
+// With Z the dropout, 0 or 1 / (1 - p):
+//     P = exp2(S unit - lse_log2),  dP = Z (dO V^T),  dS = P (dP - delta).
+__device__ inline Accum score_gradient(Accum p, Accum dp, Accum delta) { return p * (dp - delta); }
+
+// NaN-safe, P that is not attended to is marked until `zero_dropped`, and its dS is selected to be
+// 0: no NaN reaches it.
 template <bool TRANSPOSED, int MT, int NT, bool NAN_SAFE = false>
 struct TileGradient {
-    Scores<TRANSPOSED, MT, NT> p;   // product of q and k; then P where kept, -P where dropped
-    Scores<TRANSPOSED, MT, NT> ds;  // product of dout and v; then dS
-    Fragment<Sum, MT, HAS_SOFTCAP ? NT : 1> derivatives;
-    DenseMask<TRANSPOSED, MT, NT> mask;
+    Scores<TRANSPOSED, MT, NT> p;   // Q K^T; then P where kept, -P where dropped
+    Scores<TRANSPOSED, MT, NT> ds;  // dO V^T; then dS
+    Fragment<Accum, MT, HAS_SOFTCAP ? NT : 1> dsoftcap;
+    DenseMask<TRANSPOSED, MT, NT> dense;
 
     __device__ TileGradient(int row, int column) : p(row, column), ds(row, column) {}
 
-    // Begin to read the mask, before the product.
-    __device__ void look(const Sight& sight) {
-        if constexpr (HAS_MASK) mask.read(sight, p.row, p.column);
+    // Start to load the dense mask, before the GEMM.
+    __device__ void load_mask(const AttentionMask& attn_mask) {
+        if constexpr (HAS_MASK) dense.load(attn_mask, p.row, p.column);
     }
 
     // No probability is -infinity.
-    __device__ static bool is_masked(Sum p) { return NAN_SAFE && p == -infinity<Sum>(); }
+    __device__ static bool is_masked(Accum p) { return NAN_SAFE && p == -infinity<Accum>(); }
 
-    // shift(m, n, e) is the logsumexp of the element's query in units of log 2; of a `large` head
-    // scores are less row_max(m, n, e) first.
-    template <class RowMax, class Shift>
-    __device__ void probabilities(const Terms& terms, const WarpBias<TRANSPOSED, MT, NT>& bias,
-                                  const Sight& sight, const Dropout& dropout, int kind, bool large,
-                                  RowMax row_max, Shift shift) {
-        p.apply(terms, bias, [&](int m, int n, int e, Sum derivative) {
-            if constexpr (HAS_SOFTCAP) derivatives.x[m][n][e] = derivative;
+    // lse_log2(m, n, e) is the logsumexp of the element's query, of base 2. Scores of a `large`
+    // head are less row_max(m, n, e) first.
+    template <class RowMax, class Lse>
+    __device__ void recompute_p(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
+                                const AttentionMask& attn_mask, const Dropout& dropout, int kind,
+                                bool large, RowMax row_max, Lse lse_log2) {
+        p.apply(score_mod, bias, [&](int m, int n, int e, Accum slope) {
+            if constexpr (HAS_SOFTCAP) dsoftcap.x[m][n][e] = slope;
         });
-        if constexpr (HAS_MASK) mask.share();
-        if (HAS_MASK || kind == PARTIAL) p.hide(sight, mask);
+        if constexpr (HAS_MASK) dense.share();
+        if (HAS_MASK || kind == PARTIAL) p.masked_fill(attn_mask, dense);
         if (large)
-            p.for_each([&](Sum& s, int, int, int m, int n, int e) {
+            p.for_each([&](Accum& s, int, int, int m, int n, int e) {
                 s = difference(s, row_max(m, n, e));
             });
-        const Sum unit = terms.unit();
-        p.for_each([&](Sum& s, int, int, int m, int n, int e) {
+        const Accum unit = score_mod.unit();
+        p.for_each([&](Accum& s, int, int, int m, int n, int e) {
             const bool masked = is_masked(s);
-            const Sum exponent = fma(s, unit, -shift(m, n, e));
-            s = masked ? -infinity<Sum>() : exp2_of(exponent);
+            const Accum own = exponent(s, unit, lse_log2(m, n, e));
+            s = masked ? -infinity<Accum>() : exp2_of(own);
         });
         if constexpr (HAS_DROPOUT)
-            dropout.for_each<TRANSPOSED, MT, NT>(
-                p.row, p.column, [&](int m, int n, int e, bool kept) {
-                    if (!kept) p.x[m][n][e] = -fabs(p.x[m][n][e]);
-                });
+            dropout.for_each<TRANSPOSED, MT, NT>(p.row, p.column,
+                                                 [&](int m, int n, int e, bool kept) {
+                                                     if (!kept) p.x[m][n][e] = -fabs(p.x[m][n][e]);
+                                                 });
     }
 
-    // Whether some pair is not attended to, before `weights`.
-    __device__ bool hides_some() {
+    // Whether something is not attended to, before `zero_dropped`.
+    __device__ bool any_masked() {
         bool some = false;
-        p.for_each([&](Sum x, int, int, int, int, int) { some = some || is_masked(x); });
+        p.for_each([&](Accum x, int, int, int, int, int) { some = some || is_masked(x); });
         return some;
     }
 
-    // Take P with the dropped ones, and those that are masked out, at zero. What stays still lacks
-    // the gain.
-    __device__ void weights() {
-        p.for_each([&](Sum& x, int, int, int, int, int) {
+    // Set P to zero where it is dropped or masked out. It still lacks the dropout scale.
+    __device__ void zero_dropped() {
+        p.for_each([&](Accum& x, int, int, int, int, int) {
             if ((HAS_DROPOUT || NAN_SAFE) && x < 0) x = 0;
         });
     }
 
-    // The pairs that are attended to, before `weights`. The sign tells what is dropped, of 0 too.
+    // What is attended to, before `zero_dropped`. The sign tells what is dropped, also of 0.
     __device__ Attended<MT, NT> attended() const {
         Attended<MT, NT> pairs;
 #pragma unroll
@@ -80,7 +80,7 @@ struct TileGradient {
             for (int n = 0; n < NT; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const Sum x = p.x[m][n][e];
+                    const Accum x = p.x[m][n][e];
                     pairs.keep(m, n, e, !is_masked(x));
                     if (HAS_DROPOUT && signbit(x)) pairs.drop(m, n, e);
                 }
@@ -88,36 +88,36 @@ struct TileGradient {
     }
 
     template <class Delta>
-    __device__ void at_scores(Sum gain, Delta delta) {
-        ds.for_each([&](Sum& x, int, int, int m, int n, int e) {
-            const Sum probability = p.x[m][n][e];
-            Sum dp = x;
-            if constexpr (HAS_DROPOUT) dp = probability < 0 ? Sum(0) : dp * gain;
-            const Sum size = HAS_DROPOUT ? fabs(probability) : probability;
-            const Sum difference = dp - delta(m, n, e);
-            x = is_masked(probability) ? Sum(0) : size * difference;
+    __device__ void compute_ds(Accum dropout_scale, Delta delta) {
+        ds.for_each([&](Accum& x, int, int, int m, int n, int e) {
+            const Accum signed_p = p.x[m][n][e];
+            Accum dp = x;
+            if constexpr (HAS_DROPOUT) dp = signed_p < 0 ? Accum(0) : dp * dropout_scale;
+            const Accum size = HAS_DROPOUT ? fabs(signed_p) : signed_p;
+            const Accum own = score_gradient(size, dp, delta(m, n, e));
+            x = is_masked(signed_p) ? Accum(0) : own;
         });
     }
 
-    // A power of two by which dS of this warp is divided, so that float16 has room for it; mostly 1.
-    __device__ Sum excess() {
+    // A power of two by which dS of this warp is divided, so that it fits float16; mostly 1.
+    __device__ Accum excess() {
         if constexpr (!HAS_FINITE_SUMS<Element>) return 1;
-        Sum largest = 0;
-        ds.for_each([&](Sum x, int, int, int, int, int) {
+        Accum largest = 0;
+        ds.for_each([&](Accum x, int, int, int, int, int) {
             if (is_finite(x)) largest = fmax(largest, fabs(x));
         });
         largest = warp_maximum(largest);
-        constexpr Sum OVERFLOWS = 65520;  // the least that is rounded to infinity
+        constexpr Accum OVERFLOWS = 65520;  // the least that is rounded to infinity
         if (largest < OVERFLOWS) return 1;
         const u32 exponent = __float_as_uint(float(largest)) >> 23;
         return __uint_as_float((exponent - 14) << 23);  // what is left is below 2**15
     }
 
-    // From the gradient at the scores to that at the scaled products.
-    __device__ void at_products() {
+    // From dS after the softcap to dS before it.
+    __device__ void apply_dsoftcap() {
         if constexpr (HAS_SOFTCAP)
-            ds.for_each([&](Sum& x, int, int, int m, int n, int e) {
-                x *= is_masked(p.x[m][n][e]) ? Sum(1) : derivatives.x[m][n][e];
+            ds.for_each([&](Accum& x, int, int, int m, int n, int e) {
+                x *= is_masked(p.x[m][n][e]) ? Accum(1) : dsoftcap.x[m][n][e];
             });
     }
 };

@@ -1,14 +1,14 @@
-// Layer 1. The warp-wide product C[16 x 8] += A[16 x 16] B[16 x 8], one Atom for each element type.
+// Layer 1. mma of one warp: C[16 x 8] += A[16 x 16] B[16 x 8], one Atom for each element type.
 //
-// Every atom shares one map of C: lane (g, t) = (lane / 4, lane % 4) holds elements 0 to 3 at rows
-// g, g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1. Atoms of 4- and 8-byte types take the
+// All atoms have the same layout of C: lane (g, t) = (lane / 4, lane % 4) holds elements 0 to 3 at
+// rows g, g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1. Atoms of 4- and 8-byte types take the
 // columns of A, eight at a time, in an order of our own choosing, the same for A and B: a lane's
 // two numbers of each eight stand at columns 2t and 2t + 1. So C becomes the A of a second product
 // without moving, two tiles of eight columns at a time.
 //
-// A product that is MIRRORED has the bits of the one with A and B exchanged, mirrored. One that is
-// CAREFUL has infinity and NaN where IEEE arithmetic has them, and the same bits where it has not.
-// For all but float32 any product is both.
+// MIRRORED, the result has the bits of that with A and B exchanged, transposed. NAN_SAFE, it has
+// infinity and NaN where IEEE arithmetic has them, and the same bits elsewhere. For all but float32
+// any mma is both.
 #pragma once
 
 #include "types.cuh"
@@ -16,7 +16,7 @@
 template <class T>
 struct Atom;
 
-// What a GPU without the instruction does: the same fragments, products by shuffles.
+// For a GPU without the instruction: the same fragments, multiplied by shuffles.
 template <class S, class Row, class Column>
 __device__ __noinline__ void multiply_by_shuffles(S (&c)[4], Row row, Column column) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -49,7 +49,7 @@ struct HalfAtom {
                 pack<T>(c[1][2], c[1][3])};
     }
 
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         auto half = [](u32 pair, int k) {
             return widen(T{static_cast<unsigned short>(k % 2 ? pair >> 16 : pair)});
@@ -62,7 +62,7 @@ struct HalfAtom {
 
 template <>
 struct Atom<float16> : HalfAtom<float16> {
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
 #if __CUDA_ARCH__ >= 800
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
@@ -83,7 +83,7 @@ struct Atom<float16> : HalfAtom<float16> {
 template <>
 struct Atom<bfloat16> : HalfAtom<bfloat16> {
 #if __CUDA_ARCH__ >= 800
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
             "{%8,%9}, {%0,%1,%2,%3};"
@@ -93,8 +93,8 @@ struct Atom<bfloat16> : HalfAtom<bfloat16> {
 #endif
 };
 
-// Numbers of 4 and 8 bytes: a lane's share of A as of C, and of B, in the order of instructions
-// that take four of A and two of B at a time.
+// Types of 4 and 8 bytes: a lane's share of A, laid out as C, and of B, in the order of
+// instructions that take four of A and two of B at a time.
 template <class S>
 struct WideAtom {
     struct A {
@@ -110,7 +110,7 @@ struct WideAtom {
     // The lane's numbers at columns 2t and 2t + 1 of both eights.
     __device__ static B b_of(S x0, S x1, S x2, S x3) { return {{{x0, x1}, {x2, x3}}}; }
 
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(S (&c)[4], const A& a, const B& b) {
         multiply_by_shuffles(
             c, [&](int high, int k) { return a.r[k / 2][k % 2 * 2 + high]; },
@@ -129,7 +129,7 @@ struct WideAtom {
 // and C is added to outside. Ootomo and Yokota, arXiv:2203.03341.
 //
 // The lower part of infinity is NaN, and a lower part may have the other sign than x. So sums of
-// lower parts are NaN where a factor is infinite, and may be wrong where they overflow. CAREFUL
+// lower parts are NaN where a factor is infinite, and may be wrong where they overflow. NAN_SAFE
 // leaves such sums out: high high' is infinite or NaN by itself, as x y is.
 template <>
 struct Atom<float> {
@@ -169,7 +169,7 @@ struct Atom<float> {
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
     }
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(float (&c)[4], const A& a, const B& b) {
         float sum[4] = {};
 #pragma unroll
@@ -177,7 +177,7 @@ struct Atom<float> {
             mma_tf32(sum, MIRRORED ? a.high[i] : a.low[i], MIRRORED ? b.low[i] : b.high[i]);
             mma_tf32(sum, MIRRORED ? a.low[i] : a.high[i], MIRRORED ? b.high[i] : b.low[i]);
         }
-        if constexpr (CAREFUL)
+        if constexpr (NAN_SAFE)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 if (!is_finite(sum[e])) sum[e] = 0;
@@ -190,7 +190,7 @@ struct Atom<float> {
 
 template <>
 struct Atom<double> : WideAtom<double> {
-    template <bool MIRRORED = false, bool CAREFUL = false>
+    template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(double (&c)[4], const A& a, const B& b) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -198,8 +198,8 @@ struct Atom<double> : WideAtom<double> {
             asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, "
                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                 : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
-                : "d"(a.r[i][0]), "d"(a.r[i][1]), "d"(a.r[i][2]), "d"(a.r[i][3]),
-                  "d"(b.r[i][0]), "d"(b.r[i][1]));
+                : "d"(a.r[i][0]), "d"(a.r[i][1]), "d"(a.r[i][2]), "d"(a.r[i][3]), "d"(b.r[i][0]),
+                  "d"(b.r[i][1]));
 #else
 #pragma unroll
             for (int k = 0; k < 2; ++k)

@@ -1,28 +1,9 @@
-// Layer 3. Products with operands that are not finite. A weight of 0 does not mask out a NaN: 0 x
-// NaN is NaN. So what is not finite becomes 0 before the product, a table keeps what it was, and
-// rows that attend to it get it back: NaN, or the infinity that it was.
+// Layer 3. GEMMs with operands that are not finite. A weight of 0 does not mask out a NaN: 0 x NaN
+// is NaN. So what is not finite becomes 0 before the GEMM, a table records what it was, and rows
+// that attend to it get it back: NaN, or the infinity that it was.
 #pragma once
 
 #include "config.cuh"
-
-__device__ inline void load_shared(u32 (&x)[4], u32 address) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(address));
-}
-__device__ inline u32 load_shared(u32 address) {
-    u32 x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
-    return x;
-}
-__device__ inline void store_shared(u32 address, const u32 (&x)[4]) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
-                 "r"(x[2]), "r"(x[3])
-                 : "memory");
-}
-__device__ inline void store_shared(u32 address, u32 x) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
 
 // 16 bytes of a row of a tile.
 template <class T>
@@ -33,8 +14,8 @@ union Chunk {
 
     // An exponent of ones carries into the sign. Only every second word of a double has one.
     __device__ bool all_finite() const {
-        constexpr u32 EXPONENT = sizeof(T) == 8 ? 0x7ff00000
-                                 : sizeof(T) == 4 ? 0x7f800000
+        constexpr u32 EXPONENT = sizeof(T) == 8       ? 0x7ff00000
+                                 : sizeof(T) == 4     ? 0x7f800000
                                  : HAS_FINITE_SUMS<T> ? 0x7c007c00
                                                       : 0x7f807f80;
         constexpr u32 LOWEST = EXPONENT & ~(EXPONENT << 1);
@@ -47,62 +28,71 @@ union Chunk {
     }
 };
 
-// What was not finite in a tile of ROWS x COLUMNS, before it was cleaned: for each column a word
-// for each 16 rows. Bits of the lower half say where +infinity or NaN was, those of the upper half
-// where -infinity or NaN was.
+struct NoRecord {
+    __device__ void operator()(int, int, u32) const {}
+};
+
+// Copy a tile, or rewrite it in place, with zeros for what is not finite; whether there was any.
+// `warp` is one of WARPS warps, which meet before and after. A warp reads 16 bytes of 32 rows at a
+// time. record(column, n, bits) gets, of 16 rows from 16 n on, where +infinity or NaN was in the
+// lower half of the bits, and where -infinity or NaN was in the upper half.
+template <class T, int ROWS, int COLUMNS, int WARPS, bool IN_PLACE, class AnyTile,
+          class Record = NoRecord>
+__device__ inline bool zero_non_finite(const AnyTile& to, const AnyTile& from, int warp,
+                                       Record record = {}) {
+    static_assert(ROWS % 16 == 0);
+    constexpr int CHUNKS = COLUMNS / Chunk<T>::SIZE, UNITS = (ROWS + 31) / 32 * CHUNKS;
+    const int lane = threadIdx.x % WARP;
+    bool found = false;
+#pragma unroll 1
+    for (int unit = warp; unit < UNITS; unit += WARPS) {
+        const int row = unit / CHUNKS * 32 + lane, column = unit % CHUNKS * Chunk<T>::SIZE;
+        const int byte = column * int(sizeof(T));
+        Chunk<T> chunk;
+        load_shared(chunk.words, from.chunk(min(row, ROWS - 1), byte));
+        const bool good = row >= ROWS || chunk.all_finite();
+        u32 mine = 0;  // of one column and 16 rows
+        if (!__all_sync(~0u, good)) {
+            found = true;
+#pragma unroll
+            for (int e = 0; e < Chunk<T>::SIZE; ++e) {
+                T& element = chunk.elements[e];
+                const auto x = widen(element);
+                const u32 plus = __ballot_sync(~0u, !(x < infinity<Accum>()));
+                const u32 minus = __ballot_sync(~0u, !(x > -infinity<Accum>()));
+                if (lane / 2 == e) mine = __byte_perm(plus, minus, lane % 2 ? 0x7632 : 0x5410);
+                if (!is_finite(x)) element = T{};
+            }
+        }
+        if (!good || (!IN_PLACE && row < ROWS)) store_shared(to.chunk(row, byte), chunk.words);
+        const int n = row / 32 * 2 + lane % 2;
+        if (lane < 2 * Chunk<T>::SIZE && n < ROWS / 16) record(column + lane / 2, n, mine);
+    }
+    return found;
+}
+
+// What was not finite in a tile of ROWS x COLUMNS: for each column a word for each 16 rows, as
+// above.
 template <class T, int ROWS, int COLUMNS>
 struct NonFinite {
-    static_assert(ROWS % 16 == 0);
     static constexpr int WORDS = ROWS / 16, BYTES = COLUMNS * WORDS * 4;
 
     u32 address;  // in shared memory, a multiple of 4
 
-    // Zero in a tile what is not finite, and fill the table; whether there was any. `warp` is one of
-    // WARPS warps, which meet before and after. A warp looks at 16 bytes of 32 rows at a time.
-    template <int WARPS, bool RECORD = true, class Operand>
-    __device__ bool clean(const Operand& tile, int warp) const {
-        return clean_to<WARPS, RECORD, true>(tile, tile, warp);
-    }
-    // The same to another tile, or in place.
-    template <int WARPS, bool RECORD, bool IN_PLACE, class Operand>
-    __device__ bool clean_to(const Operand& cleaned, const Operand& tile, int warp) const {
-        constexpr int CHUNKS = COLUMNS / Chunk<T>::SIZE, UNITS = (ROWS + 31) / 32 * CHUNKS;
-        const int lane = threadIdx.x % WARP;
-        bool found = false;
-#pragma unroll 1
-        for (int unit = warp; unit < UNITS; unit += WARPS) {
-            const int row = unit / CHUNKS * 32 + lane, column = unit % CHUNKS * Chunk<T>::SIZE;
-            const int byte = column * int(sizeof(T));
-            Chunk<T> chunk;
-            load_shared(chunk.words, tile.chunk(min(row, ROWS - 1), byte));
-            const bool good = row >= ROWS || chunk.all_finite();
-            u32 mine = 0;  // of one column and 16 rows
-            if (!__all_sync(~0u, good)) {
-                found = true;
-#pragma unroll
-                for (int e = 0; e < Chunk<T>::SIZE; ++e) {
-                    T& element = chunk.elements[e];
-                    const auto x = widen(element);
-                    const u32 plus = __ballot_sync(~0u, !(x < infinity<Sum>()));
-                    const u32 minus = __ballot_sync(~0u, !(x > -infinity<Sum>()));
-                    if (lane / 2 == e) mine = __byte_perm(plus, minus, lane % 2 ? 0x7632 : 0x5410);
-                    if (!is_finite(x)) element = T{};
-                }
-            }
-            if (!good || (!IN_PLACE && row < ROWS))
-                store_shared(cleaned.chunk(row, byte), chunk.words);
-            const int word = row / 32 * 2 + lane % 2;
-            if (RECORD && lane < 2 * Chunk<T>::SIZE && word < WORDS)
-                store_shared(at(column + lane / 2) + 4 * word, mine);
-        }
-        return found;
+    // Zero in a tile what is not finite, and fill the table; whether there was any.
+    template <int WARPS, bool RECORD = true, class AnyTile>
+    __device__ bool clean(const AnyTile& tile, int warp) const {
+        return zero_non_finite<T, ROWS, COLUMNS, WARPS, true>(
+            tile, tile, warp, [&](int column, int n, u32 bits) {
+                if (RECORD) store_shared(at(column) + 4 * n, bits);
+            });
     }
 
     __device__ u32 at(int column) const { return address + column * (WORDS * 4); }
 };
 
-// The pairs of a warp's scores that are attended to, those that dropout takes included: a bit for
-// each element of MT x NT atoms.
+// Which scores of a warp are attended to, dropped ones included: a bit for each element of MT x NT
+// atoms.
 template <int MT, int NT>
 struct Attended {
     static_assert(NT % 2 == 0);
@@ -115,14 +105,14 @@ struct Attended {
     __device__ void keep(int m, int n, int e, bool yes) {
         kept[m][e / 2][n / 16] |= yes ? bit(n, e) : 0;
     }
-    // Of a pair that was kept so far: that it is dropped.
+    // Mark one that was kept so far as dropped.
     __device__ void drop(int m, int n, int e) {
         const u32 moved = kept[m][e / 2][n / 16] & bit(n, e);
         kept[m][e / 2][n / 16] ^= moved, dropped[m][e / 2][n / 16] |= moved;
     }
 
-    // Scores as they are before the exponential; whether all pairs are attended to.
-    __device__ bool look(const Fragment<Sum, MT, NT>& scores) {
+    // From scores before the exponential; whether all are attended to.
+    __device__ bool mark(const Fragment<Accum, MT, NT>& scores) {
         bool all = true;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
@@ -130,15 +120,15 @@ struct Attended {
             for (int n = 0; n < NT; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const bool yes = scores.x[m][n][e] != -infinity<Sum>();
+                    const bool yes = scores.x[m][n][e] != -infinity<Accum>();
                     keep(m, n, e, yes);
                     all = all && yes;
                 }
         return all;
     }
 
-    // Give the other pairs a number.
-    __device__ void fill_others(Fragment<Sum, MT, NT>& x, Sum number) const {
+    // Set the elements that are not attended to.
+    __device__ void fill_others(Fragment<Accum, MT, NT>& x, Accum number) const {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -148,10 +138,10 @@ struct Attended {
                     if (!(kept[m][e / 2][n / 16] & bit(n, e))) x.x[m][n][e] = number;
     }
 
-    // Of a row and 16 columns, the atoms 2 * w and 2 * w + 1: in the lower half the columns kept, in
-    // the upper half those dropped. All lanes call.
+    // Of a row and 16 columns, the atoms 2 * w and 2 * w + 1: kept columns in the lower half,
+    // dropped ones in the upper half. All lanes call.
     __device__ u32 word(int m, int half, int w) const {
-        auto spread = [&](const u32 (&bits)[PARTS]) {
+        auto spread = [&](const u32(&bits)[PARTS]) {
             const u32 four = (w < 8 ? bits[0] : bits[PARTS - 1]) >> (w % 8 * 4);
             return (four & 3) | (four & 12) << 6;
         };
@@ -163,17 +153,16 @@ struct Attended {
     }
 };
 
-// The same of whole rows of a tile, in shared memory, where each warp has a part of each row: rows
-// begin PITCH bytes apart.
+// The same for whole rows in shared memory, where warps share rows. Rows are PITCH bytes apart.
 template <int PITCH>
 struct AttendedRows {
     u32 address;
 
     __device__ u32 at(int row, int w) const { return address + row * PITCH + 4 * w; }
 
-    // Where a warp's share begins at (row0, column0). Warps of the same rows meet afterwards.
+    // Store a warp's share from (row0, column0) on. The warps of a row meet afterwards.
     template <int MT, int NT>
-    __device__ void store(const Attended<MT, NT>& pairs, int row0, int column0) const {
+    __device__ void store(const Attended<MT, NT>& attended, int row0, int column0) const {
         const Lane lane;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
@@ -181,21 +170,22 @@ struct AttendedRows {
             for (int half = 0; half < 2; ++half)
 #pragma unroll
                 for (int w = 0; w < NT / 2; ++w) {
-                    const u32 x = pairs.word(m, half, w);
+                    const u32 x = attended.word(m, half, w);
                     const int row = row0 + 16 * m + lane.row(2 * half);
                     if (lane.t == 0) store_shared(at(row, column0 / 16 + w), x);
                 }
     }
 };
 
-// Add to accumulators, whose columns are those of a cleaned tile from column0 on, what it had not
-// finite: to each row what it attends to. word_of(m, half, w) gives rows as in Attended. What is
-// dropped is multiplied by 0, which makes NaN of infinity.
+// Add to an accumulator fragment what was not finite in a cleaned tile, from column0 on: to each
+// row what it attends to. word_of(m, half, w) gives rows as in Attended. What is dropped is
+// multiplied by 0, which makes NaN of infinity.
 template <class T, int ROWS, int COLUMNS, int MT, int NT, class WordOf>
-__device__ inline void inject(Fragment<Sum, MT, NT>& c, const NonFinite<T, ROWS, COLUMNS>& table,
-                              int column0, WordOf word_of) {
+__device__ inline void add_non_finite(Fragment<Accum, MT, NT>& c,
+                                      const NonFinite<T, ROWS, COLUMNS>& table, int column0,
+                                      WordOf word_of) {
     constexpr int WORDS = ROWS / 16;
-    constexpr int TOGETHER = NT % 4 == 0 ? 4 : 2;  // atoms whose marks are loaded before one is used
+    constexpr int TOGETHER = NT % 4 == 0 ? 4 : 2;  // atoms with loads in flight
     static_assert(NT % TOGETHER == 0);
     const int column = column0 + 2 * Lane().t;
 #pragma unroll 1
@@ -231,9 +221,9 @@ __device__ inline void inject(Fragment<Sum, MT, NT>& c, const NonFinite<T, ROWS,
                         u32 hit = mark & kept[m][e / 2];
                         if constexpr (HAS_DROPOUT)
                             hit |= (mark | __byte_perm(mark, 0, 0x1032)) & dropped[m][e / 2];
-                        Sum& x = c.x[m][n0 + n][e];
-                        if (hit & 0xffff) x += infinity<Sum>();
-                        if (hit >> 16) x -= infinity<Sum>();
+                        Accum& x = c.x[m][n0 + n][e];
+                        if (hit & 0xffff) x += infinity<Accum>();
+                        if (hit >> 16) x -= infinity<Accum>();
                     }
         }
     }

@@ -1,6 +1,6 @@
-// Layer 3. Random bits for dropout, Philox-4x32-10 counted by (batch, head, query, key): twin of
-// philox.py, which states the layout. Salmon et al., "Parallel random numbers: as easy as 1, 2,
-// 3", SC 2011.
+// Layer 3. Counter-based random bits for dropout: Philox-4x32-10 of (batch, head, query, key), as
+// philox.py, which states the layout. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// SC 2011.
 #pragma once
 
 #include "config.cuh"
@@ -14,10 +14,10 @@ __device__ inline Words philox4x32(Words c, u32 key0, u32 key1) {
     constexpr u32 A = 0xD2511F53u, B = 0xCD9E8D57u;
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
-        // Both halves of a product are one instruction. Written as a product of u64, the compiler
-        // carries all of the rounds in 64 bits, with an addition to each high half.
-        c = {__umulhi(c.x[2], B) ^ c.x[1] ^ key0, c.x[2] * B,
-             __umulhi(c.x[0], A) ^ c.x[3] ^ key1, c.x[0] * A};
+        // Both halves of a product are one instruction. Of a product of u64, the compiler would
+        // carry all rounds in 64 bits, with an addition to each high half.
+        c = {__umulhi(c.x[2], B) ^ c.x[1] ^ key0, c.x[2] * B, __umulhi(c.x[0], A) ^ c.x[3] ^ key1,
+             c.x[0] * A};
         key0 += 0x9E3779B9u;
         key1 += 0xBB67AE85u;
     }
@@ -44,8 +44,8 @@ struct Dropout {
         return words(i, j).x[i / 8 % 2 * 2 + j / 8 % 2] >= threshold;
     }
 
-    // Call visit(m, n, e, kept) for every element of accumulators that begin at (row, column), both
-    // multiples of 16; in transposed ones rows are keys.
+    // Call visit(m, n, e, kept) for every element of a fragment from (row, column) on, both
+    // multiples of 16. In a transposed one rows are keys.
     template <bool TRANSPOSED, int MT, int NT, class Visit>
     __device__ void for_each(int row, int column, Visit visit) const {
 #pragma unroll

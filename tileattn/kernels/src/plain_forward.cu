@@ -1,8 +1,8 @@
-// Attention, forward, by the textbook: one warp for each query. For head dimensions, or devices,
-// that no tiled kernel has room for.
-#include "plain.cuh"
+// Forward pass, unfused: one warp for each query. For head dimensions, or devices, that no tiled
+// kernel supports.
+#include "naive.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     plain_forward(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
     if (row >= p.B * p.Hq * p.Nq) return;

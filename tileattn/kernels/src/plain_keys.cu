@@ -1,7 +1,7 @@
-// Backward for keys and values, by the textbook: one warp for each key.
-#include "plain.cuh"
+// Backward pass for k and v, unfused: one warp for each key.
+#include "naive.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     plain_keys(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
     if (row >= p.B * p.Hkv * p.Nk) return;

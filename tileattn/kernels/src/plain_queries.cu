@@ -1,7 +1,7 @@
-// Backward for queries, by the textbook: one warp for each query.
-#include "plain.cuh"
+// Backward pass for q, unfused: one warp for each query.
+#include "naive.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENTS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     plain_queries(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
     if (row >= p.B * p.Hq * p.Nq) return;

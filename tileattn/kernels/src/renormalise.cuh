@@ -1,28 +1,29 @@
-// Layer 3. How the backward pass normalises the rows of a LARGE head. A logsumexp of 1e9 is rounded to
-// a multiple of 64: probabilities made of it are off by as much in their exponents. So scores are
-// lowered by their own maximum, and the logarithm of what is left is the shift.
+// Layer 3. How the backward pass normalises rows of a LARGE head. A logsumexp of 1e9 is rounded to
+// a multiple of 64, and so are the exponents of a P made of it. So the row maximum is subtracted
+// from the scores, and the logarithm of what is left takes the place of the logsumexp.
 #pragma once
 
-#include "plain.cuh"
+#include "head.cuh"
 
-constexpr Sum EPSILON = Sum(1) / (1ll << (sizeof(Sum) == 8 ? 52 : 23));  // of the numbers from 1 on
+constexpr Accum EPSILON =
+    Accum(1) / (1ll << (sizeof(Accum) == 8 ? 52 : 23));  // spacing of numbers from 1 on
 
 // `m` is the maximum of the scores of query i, clipped to be finite, and `l` the sum of
-// exp2((score - m) * unit), 0 where it sees nothing.
-__device__ inline void renormalise_row(const Head& head, int i, Sum m, Sum l) {
+// exp2((score - m) * unit), 0 where it attends to nothing.
+__device__ inline void renormalise_row(const Head& head, int i, Accum m, Accum l) {
     const Params& p = head.p;
-    const Sum natural = Sum(p.natural), sink = head.sink();
-    const Sum given = static_cast<const Sum*>(p.lse)[head.row(i)];
+    const Accum natural = Accum(p.natural), sink = head.sink();
+    const Accum given = static_cast<const Accum*>(p.lse)[head.row(i)];
     const Denominator all(l, sink, sink_above(sink, m, natural));
-    const Sum log_of_l = all.log2(), own = all.lse(m * natural);
-    // The logsumexp may be another's, who rounds sums of D products in another way than `own`.
-    const Sum roundings = 2 + 2 * Sum(sqrtf(float(p.D)));
-    const Sum near = EPSILON * (roundings * fabs(m * natural) + 8 * (fabs(log_of_l) + 1));
-    Sum& row_max = head.row_max()[i];
+    const Accum log_of_l = all.log2(), own = all.lse(m * natural);
+    // The logsumexp may come from elsewhere, where sums of D products are rounded in another way
+    // than `own`.
+    const Accum roundings = 2 + 2 * Accum(sqrtf(float(p.D)));
+    const Accum near = EPSILON * (roundings * fabs(m * natural) + 8 * (fabs(log_of_l) + 1));
+    Accum& row_max = head.row_max()[i];
     row_max = 0;
     if (!is_finite(given) || l == 0) return;
     row_max = m;
-    // Else it is that of more keys than these, of which this call has a part.
-    head.shift()[i] = fabs(given - own) <= near ? log_of_l
-                                                : fma(-m, natural, given) * LOG2_E;
+    // Else it is of more keys, of which this call has some.
+    head.lse_log2()[i] = fabs(given - own) <= near ? log_of_l : fma(-m, natural, given) * LOG2_E;
 }

@@ -1,53 +1,66 @@
-// Layer 3. Rows of arrays read and written by a few lanes each, in pieces of up to 16 bytes.
+// Layer 3. Rows of arrays, loaded and stored by a few lanes each in vectors of up to 16 bytes.
 #pragma once
 
-#include "plain.cuh"
+#include "head.cuh"
 
-constexpr int PIECE_BYTES = VECTOR < int(sizeof(Element)) ? int(sizeof(Element)) : VECTOR;
-constexpr int PIECE = PIECE_BYTES / int(sizeof(Element));  // elements of a piece
+constexpr int VECTOR_BYTES =
+    ALIGNMENT_BYTES < int(sizeof(Element)) ? int(sizeof(Element)) : ALIGNMENT_BYTES;
+constexpr int VECTOR_SIZE = VECTOR_BYTES / int(sizeof(Element));  // elements of a vector
 
 template <class T>
-struct alignas(PIECE * sizeof(T) > 16 ? 16 : PIECE * sizeof(T)) Piece {
-    T values[PIECE];
+struct alignas(VECTOR_SIZE * sizeof(T) > 16 ? 16 : VECTOR_SIZE * sizeof(T)) Vector {
+    T values[VECTOR_SIZE];
 };
 
-// As many lanes as a row has pieces, rounded up to a power of two that divides a warp.
+// As many lanes as a row has vectors, rounded up to a power of two, at most a warp.
 constexpr int lanes_of_row(int columns) {
     int lanes = 1;
-    while (lanes < WARP && lanes * PIECE < columns) lanes *= 2;
+    while (lanes < WARP && lanes * VECTOR_SIZE < columns) lanes *= 2;
     return lanes;
 }
 
-// The first `count` elements of a piece, zeros behind them.
-__device__ inline Piece<Element> read_piece(const Element* source, int count) {
-    if (count >= PIECE) return *reinterpret_cast<const Piece<Element>*>(source);
-    Piece<Element> piece = {};
+// The first `count` elements of a vector, zeros behind them.
+__device__ inline Vector<Element> load_vector(const Element* source, int count) {
+    if (count >= VECTOR_SIZE) return *reinterpret_cast<const Vector<Element>*>(source);
+    Vector<Element> vector = {};
 #pragma unroll
-    for (int e = 0; e < PIECE; ++e)
-        if (e < count) piece.values[e] = source[e];
-    return piece;
+    for (int e = 0; e < VECTOR_SIZE; ++e)
+        if (e < count) vector.values[e] = source[e];
+    return vector;
 }
-// In words, by hand: the compiler would merge parts of it with the stores of shorter pieces.
+// In words, by hand: the compiler would merge parts of it with the stores of shorter vectors.
 template <class T>
-__device__ inline void write_whole(T* target, const Piece<T>& piece) {
-    if constexpr (sizeof(piece) >= 8) {
-        u64 words[sizeof(piece) / 8];
-        memcpy(words, &piece, sizeof(piece));
-        if constexpr (sizeof(piece) == 16)
+__device__ inline void store_whole(T* target, const Vector<T>& vector) {
+    if constexpr (sizeof(vector) >= 8) {
+        u64 words[sizeof(vector) / 8];
+        memcpy(words, &vector, sizeof(vector));
+        if constexpr (sizeof(vector) == 16)
             asm volatile("st.global.v2.b64 [%0], {%1, %2};" ::"l"(target), "l"(words[0]),
                          "l"(words[1])
                          : "memory");
         else
             asm volatile("st.global.b64 [%0], %1;" ::"l"(target), "l"(words[0]) : "memory");
     } else {
-        *reinterpret_cast<Piece<T>*>(target) = piece;
+        *reinterpret_cast<Vector<T>*>(target) = vector;
     }
 }
-__device__ inline void write_piece(Element* target, const Piece<Element>& piece, int count) {
-    if (count >= PIECE)
-        write_whole(target, piece);
+__device__ inline void store_vector(Element* target, const Vector<Element>& vector, int count) {
+    if (count >= VECTOR_SIZE)
+        store_whole(target, vector);
     else
 #pragma unroll
-        for (int e = 0; e < PIECE; ++e)
-            if (e < count) target[e] = piece.values[e];
+        for (int e = 0; e < VECTOR_SIZE; ++e)
+            if (e < count) target[e] = vector.values[e];
+}
+
+// Whether the share of this lane, one of LANES, of a row is finite.
+template <int LANES>
+__device__ inline bool is_finite_row(const Element* row, int columns) {
+    bool finite = true;
+    for (int d = threadIdx.x % LANES * VECTOR_SIZE; d < columns; d += LANES * VECTOR_SIZE) {
+        const auto vector = load_vector(row + d, columns - d);
+#pragma unroll
+        for (const Element& x : vector.values) finite = finite && is_finite(widen(x));
+    }
+    return finite;
 }

@@ -1,10 +1,10 @@
-// Layer 3. Online softmax, the state of some rows while keys come in tile by tile: state.py's twin.
-// Exponents are of base 2. Milakov and Gimelshein, arXiv:1805.02867.
+// Layer 3. Online softmax: the state of some rows, updated tile by tile, as in state.py. Exponents
+// are of base 2. Milakov and Gimelshein, arXiv:1805.02867.
 #pragma once
 
 #include "config.cuh"
 
-// The warps that share rows, each with a part of the columns: they meet at a barrier of their own.
+// The warps that share rows, each with some of the columns. They have a named barrier of their own.
 struct RowGroup {
     int warp_m, warp_n, row0;  // this warp among rows and columns of warps, and its first row
 
@@ -17,22 +17,22 @@ struct RowGroup {
         asm volatile("bar.sync %0, %1;" ::"r"(1 + warp_m), "n"(WARP * WARPS_N) : "memory");
     }
 
-    // One array for all that is joined: each instance of a template would have one of its own.
+    // One array for all reductions: each instance of a template would have its own.
     __device__ static auto& parts() {
-        __shared__ Sum parts[WARPS_N][WARPS_N > 1 ? BLOCK_Q : 1];
+        __shared__ Accum parts[WARPS_N][WARPS_N > 1 ? BLOCK_Q : 1];
         return parts;
     }
 
-    // Combine what the four lanes of each row have, and then the warps. Between two calls everybody
-    // meets.
+    // All-reduce over the four lanes of each row, then over the warps. All threads meet between two
+    // calls.
     template <int MT, class Combine>
-    __device__ void join(Sum (&x)[MT][2], Combine combine) const {
+    __device__ void all_reduce(Accum (&x)[MT][2], Combine combine) const {
         const Lane lane;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                Sum& mine = x[i][half];
+                Accum& mine = x[i][half];
                 mine = combine(mine, __shfl_xor_sync(~0u, mine, 1));
                 mine = combine(mine, __shfl_xor_sync(~0u, mine, 2));
                 if (WARPS_N > 1 && lane.t == 0)
@@ -47,100 +47,102 @@ struct RowGroup {
                 const int row = row0 + 16 * i + lane.row(2 * half);
                 x[i][half] = parts()[0][row];
 #pragma unroll
-                for (int n = 1; n < WARPS_N; ++n)
-                    x[i][half] = combine(x[i][half], parts()[n][row]);
+                for (int n = 1; n < WARPS_N; ++n) x[i][half] = combine(x[i][half], parts()[n][row]);
             }
     }
 };
 
-// Shifts of ordinary rows, in units of log 2, are no larger: their rounding changes weights by no more
-// than that to 16 bits.
-constexpr Sum ORDINARY = Sum(1 << 12);
+// Ordinary rows have shifts no larger than this, in units of log 2: their rounding changes P by no
+// more than that to 16 bits.
+constexpr Accum ORDINARY = Accum(1 << 12);
 
-// Infinity cannot be subtracted from itself: rows that saw nothing are shifted by 0, and a maximum of
-// infinity counts as the largest number.
-__device__ inline Sum shift_of(Sum m) { return m == -infinity<Sum>() ? Sum(0) : m; }
+// Infinity cannot be subtracted from itself: rows that have attended to nothing are shifted by 0,
+// and a maximum of infinity counts as the largest number.
+__device__ inline Accum shift_of(Accum m) { return m == -infinity<Accum>() ? Accum(0) : m; }
 
-// Which rows there are: what `RowState` says of large ones. ORDINARY and LARGE rows stay what they are.
-// EITHER: a row turns large with the first tile whose maximum is beyond ORDINARY. RISING: a row turns
-// large once its running maximum is above ORDINARY, and stays ordinary far below zero. The last maximum
-// tells whether it has turned.
+// Which rows may be large, as told at `RowState`. ORDINARY and LARGE rows stay what they are.
+// EITHER: a row turns large with the first tile whose maximum is beyond ORDINARY. RISING: a row
+// turns large once its running maximum is above ORDINARY, and stays ordinary far below zero. The
+// last maximum tells whether it has turned.
 enum class RowKind { ORDINARY, EITHER, RISING, LARGE };
 
-// Slack is in units of log 2; the maxima are in multiples of `unit` of these.
+// The exponent of 2 in all kernels: spelled out as an fma, so that all have the same bits.
+__device__ inline Accum exponent(Accum s, Accum unit, Accum shift) { return fma(s, unit, -shift); }
+
+// The new running maximum. SLACK is in units of log 2, the maxima are in multiples of `unit` of
+// these.
 template <int SLACK>
-__device__ inline Sum raised(Sum m, Sum candidate, Sum unit = 1) {
+__device__ inline Accum raised(Accum m, Accum candidate, Accum unit = 1) {
     return SLACK == 0 ? fmax(m, candidate) : (candidate - m) * unit > SLACK ? candidate : m;
 }
 
-// By how much a sink exceeds a score, of which `m` is held, in units of log 2: finite where the sink is.
-__device__ inline Sum sink_above(Sum sink, Sum m, Sum natural) {
-    const Sum above = rounded_product(fma(-m, natural, sink), LOG2_E);
+// By how much a sink exceeds a score, held as `m`, in units of log 2: finite where the sink is.
+__device__ inline Accum sink_above(Accum sink, Accum m, Accum natural) {
+    const Accum above = rounded_product(fma(-m, natural, sink), LOG2_E);
     return is_finite(sink) ? clip_finite(above) : above;
 }
 
-// Every sum of a product is spelled out: sweeps of one kernel are to have the same bits.
-//
-// A softmax denominator that a sink has joined. The sink exceeds what the sum l is shifted by, or is
-// below it, by so many units of log 2. Where l is 0, nothing was seen, and nothing was shifted.
+// The softmax denominator with a sink. `shifted` is by how many units of log 2 the sink exceeds the
+// shift of the sum l. Where l is 0, nothing was attended to, and nothing was shifted. Every fma is
+// spelled out: the passes of one kernel have the same bits.
 struct Denominator {
-    Sum sink, above, rescale, total;
+    Accum sink, above, rescale, total;
 
-    __device__ Denominator(Sum l, Sum sink, Sum shifted)
+    __device__ Denominator(Accum l, Accum sink, Accum shifted)
         : sink(sink),
-          above(l == 0 && sink > -infinity<Sum>() ? infinity<Sum>() : shifted),
-          rescale(above > 0 ? exp2_of(-above) : Sum(1)),
-          total(fma(l, rescale, above > 0 ? Sum(1) : exp2_of(above))) {}
+          above(l == 0 && sink > -infinity<Accum>() ? infinity<Accum>() : shifted),
+          rescale(above > 0 ? exp2_of(-above) : Accum(1)),
+          total(fma(l, rescale, above > 0 ? Accum(1) : exp2_of(above))) {}
 
-    // Its logarithm, of base 2 and less the shift; the sum may not have room for a large sink.
-    __device__ Sum log2() const { return fmax(above, Sum(0)) + log2_of(total); }
+    // Its logarithm of base 2, less the shift. The sum itself may overflow with a large sink.
+    __device__ Accum log2() const { return fmax(above, Accum(0)) + log2_of(total); }
 
-    // The shift is in natural units, as the sink.
-    __device__ Sum lse(Sum shift) const {
+    // shift and sink are in natural units.
+    __device__ Accum lse(Accum shift) const {
         return fma(log2_of(total), LN_2, above > 0 ? sink : shift);
     }
 };
 
-// An exponent is fma(score, unit, -shift): one instruction, and the rounding of the shift is the same
-// in all of a row. Where shifts are large this is too coarse, or they overflow. So large rows lower
-// their scores by the maximum first, which is exact where it matters, and are shifted by nothing. A
-// bias makes scores of any size, as -1e9 or the lowest number stand for what is hidden: with one all
+// An exponent is fma(score, unit, -shift): one instruction, with the same rounding of the shift in
+// all of a row. Where shifts are large this is too coarse, or overflows. So large rows subtract the
+// maximum from their scores first, which is exact where it matters, and have no shift. A bias makes
+// scores of any size, as -1e9 or the lowest number stand for what is masked out: with a bias all
 // rows are large.
 template <int MT>
 struct RowState {
-    Sum m[MT][2];  // running maximum, but for slack, in units of log 2; of large rows, of scores
-    Sum l[MT][2];  // this lane's share of the sum of exp2(score - m)
-    u32 large;     // a bit for each row
+    Accum m[MT][2];  // running maximum, but for slack, in units of log 2; of large rows, of scores
+    Accum l[MT][2];  // this lane's share of the sum of exp2(score - m)
+    u32 large;       // a bit for each row
 
     // Where all rows are large from the beginning, maxima are exact without slack.
     __device__ explicit RowState(bool all_large = HAS_BIAS) : large(all_large ? ~0u : 0) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) m[i][half] = -infinity<Sum>(), l[i][half] = 0;
+            for (int half = 0; half < 2; ++half) m[i][half] = -infinity<Accum>(), l[i][half] = 0;
     }
 
     __device__ bool is_large(int i, int half) const {
         return HAS_BIAS || (large >> (2 * i + half) & 1);
     }
 
-    // Maxima are rounded up: weights of rows that are wrongly taken for ordinary are too small, never
-    // infinite, and go when a maximum is raised.
+    // Online softmax of a tile: turn scores, in multiples of `unit`, into unnormalised P, and
+    // return by what O and the sums so far are rescaled. A maximum that exceeds the shift by no
+    // more than SLACK leaves it as it is.
     //
-    // Turn scores, in multiples of `unit`, into unnormalised probabilities; say by how much what
-    // was summed before is to be rescaled. A maximum that exceeds what a row is shifted by, but
-    // by no more than `SLACK`, leaves the shift as it is.
+    // Maxima are rounded up: P of rows wrongly taken for ordinary is too small, never infinite, and
+    // goes away when the maximum rises.
     template <int SLACK = 0, RowKind ROWS = HAS_BIAS ? RowKind::LARGE : RowKind::EITHER, int NT>
-    __device__ void absorb(Fragment<Sum, MT, NT>& s, Sum unit, const RowGroup& group,
-                           Sum (&rescale)[MT][2]) {
-        Sum largest[MT][2], shift[MT][2];
+    __device__ void update(Fragment<Accum, MT, NT>& s, Accum unit, const RowGroup& group,
+                           Accum (&rescale)[MT][2]) {
+        Accum largest[MT][2], shift[MT][2];
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                // Maxima of several parts: a single one would be a long chain.
+                // Several partial maxima: one alone would be a long dependency chain.
                 constexpr int PARTS = SLACK == 0 ? 1 : 4;
-                Sum part[PARTS];
+                Accum part[PARTS];
 #pragma unroll
                 for (int n = 0; n < PARTS; ++n) part[n] = s.x[i][n][2 * half];
 #pragma unroll
@@ -150,30 +152,29 @@ struct RowState {
                         part[n % PARTS] = fmax(part[n % PARTS], s.x[i][n][e]);
                 largest[i][half] = part[0];
 #pragma unroll
-                for (int n = 1; n < PARTS; ++n)
-                    largest[i][half] = fmax(largest[i][half], part[n]);
+                for (int n = 1; n < PARTS; ++n) largest[i][half] = fmax(largest[i][half], part[n]);
             }
-        group.join(largest, [](Sum x, Sum y) { return fmax(x, y); });
+        group.all_reduce(largest, [](Accum x, Accum y) { return fmax(x, y); });
         auto exponentiate = [&](int i, int half) {
-            Sum total = 0;
+            Accum total = 0;
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                    s.x[i][n][e] = exp2_of(fma(s.x[i][n][e], unit, -shift[i][half]));
+                    s.x[i][n][e] = exp2_of(exponent(s.x[i][n][e], unit, shift[i][half]));
                     total += s.x[i][n][e];
                 }
             l[i][half] = fma(l[i][half], rescale[i][half], total);
         };
-        Sum old[MT][2], farthest = 0;
+        Accum old[MT][2], farthest = 0;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 old[i][half] = m[i][half];
                 if constexpr (ROWS == RowKind::LARGE) continue;
-                const Sum candidate = product_up(largest[i][half], unit);
-                m[i][half] = fmin(raised<SLACK>(m[i][half], candidate), ::largest<Sum>());
+                const Accum candidate = product_up(largest[i][half], unit);
+                m[i][half] = fmin(raised<SLACK>(m[i][half], candidate), ::largest<Accum>());
                 shift[i][half] = shift_of(m[i][half]);
                 rescale[i][half] = exp2_of(old[i][half] - shift[i][half]);
                 if constexpr (ROWS == RowKind::EITHER) farthest = fmax(farthest, fabs(candidate));
@@ -181,15 +182,15 @@ struct RowState {
                 if constexpr (ROWS == RowKind::ORDINARY) exponentiate(i, half);
             }
         if constexpr (ROWS == RowKind::ORDINARY) return;
-        // Of a large row all this was for nothing. What was summed before it became large is shifted
-        // by its old maximum.
+        // Large rows start over. What was summed before a row became large is shifted by its old
+        // maximum.
         auto lower = [&](int i, int half, bool was) {
-            const Sum from = was ? old[i][half] : quotient_to_2_ulp(old[i][half], unit);
-            const Sum maximum = clip_finite(raised<SLACK>(from, largest[i][half], unit));
+            const Accum from = was ? old[i][half] : quotient_to_2_ulp(old[i][half], unit);
+            const Accum maximum = clip_finite(raised<SLACK>(from, largest[i][half], unit));
             m[i][half] = maximum;
             shift[i][half] = 0;
-            rescale[i][half] = exp2_of(was ? difference(from, maximum) * unit
-                                           : fma(-maximum, unit, old[i][half]));
+            rescale[i][half] =
+                exp2_of(was ? difference(from, maximum) * unit : fma(-maximum, unit, old[i][half]));
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -197,16 +198,16 @@ struct RowState {
                     s.x[i][n][e] = difference(s.x[i][n][e], maximum);
         };
         if (ROWS == RowKind::LARGE || __any_sync(~0u, farthest > ORDINARY || large)) {
-            // Of a row that was not large, m is that of an ordinary one by now.
+            // By now m of a row that was not large is that of an ordinary one.
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const bool was = ROWS == RowKind::LARGE || is_large(i, half);
-                    const bool sees = largest[i][half] != -infinity<Sum>();
+                    const bool attends = largest[i][half] != -infinity<Accum>();
                     if (was || (ROWS == RowKind::RISING
                                     ? m[i][half] > ORDINARY
-                                    : sees && fabs(largest[i][half] * unit) > ORDINARY)) {
+                                    : attends && fabs(largest[i][half] * unit) > ORDINARY)) {
                         lower(i, half, was);
                         large |= 1u << (2 * i + half);
                     }
@@ -225,40 +226,46 @@ struct RowState {
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                ordinary = ordinary && !(fabs(m[i][half]) > ORDINARY && m[i][half] != -infinity<Sum>());
+                ordinary =
+                    ordinary && !(fabs(m[i][half]) > ORDINARY && m[i][half] != -infinity<Accum>());
         return ordinary;
     }
 
-    // A bit for each row that saw something and whose maximum, in multiples of `unit`, is below a limit.
-    __device__ u32 below(Sum limit, Sum unit = 1) const {
+    // A bit for each row that attends to something and whose maximum, in multiples of `unit`, is
+    // below a limit.
+    __device__ u32 below(Accum limit, Accum unit = 1) const {
         u32 found = 0;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                if (m[i][half] != -infinity<Sum>() && m[i][half] * unit < limit)
+                if (m[i][half] != -infinity<Accum>() && m[i][half] * unit < limit)
                     found |= 1u << (2 * i + half);
         return found;
     }
 
-    // Sum over all lanes of a row: before `finish`.
-    __device__ void gather(const RowGroup& group) {
-        group.join(l, [](Sum x, Sum y) { return x + y; });
+    // Reduce the sums over all lanes of a row, before `finalize`.
+    __device__ void reduce_sums(const RowGroup& group) {
+        group.all_reduce(l, [](Accum x, Accum y) { return x + y; });
     }
 
-    // Let a logit join the denominator, and divide: the weight of the sums, and the logsumexp. A
-    // score is a multiple of `natural`. To 2 ulp will do where the result is rounded to 16 bits.
+    // With the sink in the denominator: the factor that normalises O, dropout scale included, and
+    // the logsumexp. Scores are multiples of `natural`. 2 ulp are enough where O is rounded to 16
+    // bits.
     template <bool TO_2_ULP = false>
-    __device__ Sum finish(int i, int half, Sum sink, Sum gain, Sum natural, Sum& lse) {
-        const Sum shift = clip_finite(m[i][half]);
+    __device__ Accum finalize(int i, int half, Accum sink, Accum dropout_scale, Accum natural,
+                              Accum& lse) {
+        const Accum shift = clip_finite(m[i][half]);
         const bool in_scores = is_large(i, half);
         const Denominator all(
             l[i][half], sink,
             in_scores ? sink_above(sink, shift, natural) : fma(sink, LOG2_E, -shift));
         lse = all.lse(shift * (in_scores ? natural : LN_2));
         if (all.total == 0) return 0;
-        // What is dropped of a row that has a score of infinity is not a number, too.
-        if (all.total == infinity<Sum>()) return infinity<Sum>() - infinity<Sum>();
-        return (TO_2_ULP ? quotient_to_2_ulp(gain, all.total) : gain / all.total) * all.rescale;
+        // In a row with a score of infinity what is dropped is NaN, too.
+        if (all.total == infinity<Accum>()) return infinity<Accum>() - infinity<Accum>();
+        return (TO_2_ULP ? quotient_to_2_ulp(dropout_scale, all.total)
+                         : dropout_scale / all.total) *
+               all.rescale;
     }
 };

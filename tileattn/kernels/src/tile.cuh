@@ -1,4 +1,4 @@
-// Layer 2. Where the elements of a tile lie in shared memory, and who holds which in registers.
+// Layer 2. Tiles in shared memory: their swizzle, and the fragments that lanes load from them.
 #pragma once
 
 #include "copy.cuh"
@@ -6,7 +6,7 @@
 
 constexpr int WARP = 32;
 
-// The map of an Atom's C: element e of lane (g, t).
+// The layout of an Atom's C: element e of lane (g, t).
 struct Lane {
     int g, t;
     __device__ Lane() : g(threadIdx.x % WARP / 4), t(threadIdx.x % 4) {}
@@ -20,9 +20,9 @@ __device__ constexpr int power_of_two_from(int n) {
     return power;
 }
 
-// ROWS x COLUMNS elements. Rows start 64 bytes apart, or a multiple of 128; the 16-byte chunks of a
-// row are exchanged by a function of its number, so that neither eight rows of one chunk nor the
-// fragments of wider types meet in one bank.
+// ROWS x COLUMNS elements. Rows start 64 bytes apart, or a multiple of 128. The 16-byte chunks of a
+// row are swizzled by its number: neither eight rows of one chunk nor fragments of wider types have
+// bank conflicts.
 template <class T, int ROWS, int COLUMNS>
 struct Tile {
     static constexpr int ROW_BYTES = COLUMNS * int(sizeof(T));
@@ -34,7 +34,8 @@ struct Tile {
 
     __device__ explicit Tile(char* base) : base(base), address(shared_address(base)) {}
 
-    // Of two rows that differ in no bit, that of their sum is the exclusive or.
+    // Linear: of two rows without a common bit, the swizzle of their sum is the exclusive or of
+    // theirs.
     __device__ static constexpr int swizzle(int row) {
         if (PITCH == 64) return sizeof(T) == 2 ? (row >> 1 & 3) << 4 : (row >> 1 & 1) << 5;
         if (sizeof(T) == 2) return (row & 7) << 4;
@@ -65,15 +66,16 @@ struct Tile {
     __device__ Pair& pair(int offset) const { return *reinterpret_cast<Pair*>(base + offset); }
     __device__ T& element(int offset) const { return *reinterpret_cast<T*>(base + offset); }
 
-    // Begin to fill the tile from `rows` rows of `columns` elements; what is beyond becomes zero.
-    template <int THREADS, int VECTOR>
+    // Start asynchronous copies of `rows` rows of `columns` elements. The rest of the tile becomes
+    // zero.
+    template <int THREADS, int ALIGNMENT_BYTES>
     __device__ void load(const T* source, i64 stride, int rows, int columns,
                          u32 thread = threadIdx.x) const {
-        constexpr int SIZE = VECTOR < 4 ? 16 : VECTOR, CHUNKS = ROW_BYTES / SIZE;
+        constexpr int SIZE = ALIGNMENT_BYTES < 4 ? 16 : ALIGNMENT_BYTES, CHUNKS = ROW_BYTES / SIZE;
         constexpr int LANES = power_of_two_from(CHUNKS);  // threads of a row
         constexpr int STEP = THREADS / LANES;  // rows that all threads together fill at a time
-        if constexpr (VECTOR >= 4 && STEP > 0 && ROWS % STEP == 0 && ROWS / STEP <= 32) {
-            // A thread stays in one column, and keeps what is computed of its first row.
+        if constexpr (ALIGNMENT_BYTES >= 4 && STEP > 0 && ROWS % STEP == 0 && ROWS / STEP <= 32) {
+            // A thread stays in one column, and reuses the address of its first row.
             const int row = thread / LANES, byte = thread % LANES * SIZE;
             if (byte >= ROW_BYTES) return;
             const int inside = min(max(columns * int(sizeof(T)) - byte, 0), SIZE);
@@ -98,25 +100,25 @@ struct Tile {
                 const int inside = min(max(columns * int(sizeof(T)) - byte, 0), SIZE);
                 const char* from = reinterpret_cast<const char*>(source + row * stride) + byte;
                 const int to = row * PITCH + (byte ^ swizzle(row)), valid = row < rows ? inside : 0;
-                if constexpr (VECTOR >= 4) {
+                if constexpr (ALIGNMENT_BYTES >= 4) {
                     copy_async<SIZE>(address + to, from, valid);
                 } else {
                     alignas(16) T chunk[SIZE / sizeof(T)];
 #pragma unroll
                     for (int e = 0; e < SIZE / int(sizeof(T)); ++e)
-                        chunk[e] = e * int(sizeof(T)) < valid ? reinterpret_cast<const T*>(from)[e]
-                                                              : T{};
+                        chunk[e] =
+                            e * int(sizeof(T)) < valid ? reinterpret_cast<const T*>(from)[e] : T{};
                     *reinterpret_cast<uint4*>(base + to) = *reinterpret_cast<uint4*>(chunk);
                 }
             }
         }
     }
 
-    // Write `rows` rows of `columns` elements to global memory.
-    template <int THREADS, int VECTOR>
+    // Store `rows` rows of `columns` elements to global memory.
+    template <int THREADS, int ALIGNMENT_BYTES>
     __device__ void store(T* target, i64 stride, int rows, int columns,
                           u32 thread = threadIdx.x) const {
-        constexpr int SIZE = VECTOR, CHUNKS = ROW_BYTES / SIZE;
+        constexpr int SIZE = ALIGNMENT_BYTES, CHUNKS = ROW_BYTES / SIZE;
         struct alignas(SIZE) Chunk {
             char bytes[SIZE];
         };
@@ -141,15 +143,14 @@ struct Tile {
         return address + row * PITCH + (byte ^ swizzle(row));
     }
 
-    // Operands of atoms. Each takes where a warp's share begins, and constant steps from there.
+    // Operands of atoms: from where a warp's share begins, and constant steps from there.
 
     // A[m, k]: rows of the tile are m, its columns k.
     __device__ typename Atom<T>::A a(int m0, int m, int k) const {
         if constexpr (sizeof(T) == 2) {
             const int lane = threadIdx.x % WARP;
             typename Atom<T>::A fragment;
-            load_matrices(fragment.r,
-                          address + at<128>(m0 + lane % 16, lane / 16 * 8, m, k));
+            load_matrices(fragment.r, address + at<128>(m0 + lane % 16, lane / 16 * 8, m, k));
             return fragment;
         } else {
             T c[2][4];
@@ -164,9 +165,8 @@ struct Tile {
         if constexpr (sizeof(T) == 2) {
             const int lane = threadIdx.x % WARP;
             typename Atom<T>::A fragment;
-            load_matrices_transposed(
-                fragment.r, address + at<SPAN>(lane % 8 + lane / 16 * 8, m0 + lane / 8 % 2 * 8, k,
-                                               m));
+            load_matrices_transposed(fragment.r, address + at<SPAN>(lane % 8 + lane / 16 * 8,
+                                                                    m0 + lane / 8 % 2 * 8, k, m));
             return fragment;
         } else {
             T c[2][4];
@@ -195,8 +195,8 @@ struct Tile {
                 for (int e = 0; e < 4; e += 2) {
                     if constexpr (TRANSPOSED) {
                         auto x = [&](int down) {
-                            return element(at<SPAN>(2 * lane.t + down, m0 + lane.g, k + 8 * i,
-                                                    m + 4 * e));
+                            return element(
+                                at<SPAN>(2 * lane.t + down, m0 + lane.g, k + 8 * i, m + 4 * e));
                         };
                         c[i][e] = x(0), c[i][e + 1] = x(1);
                     } else {
@@ -212,8 +212,8 @@ struct Tile {
         if constexpr (sizeof(T) == 2) {
             const int lane = threadIdx.x % WARP;
             u32 r[4];
-            load_matrices(r, address + at<128>(n0 + lane % 8 + lane / 16 * 8,
-                                                   lane / 8 % 2 * 8, n, k));
+            load_matrices(r,
+                          address + at<128>(n0 + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8, n, k));
             fragments[0] = {r[0], r[1]};
             fragments[1] = {r[2], r[3]};
         } else {
@@ -233,8 +233,7 @@ struct Tile {
         if constexpr (sizeof(T) == 2) {
             const int lane = threadIdx.x % WARP;
             u32 r[4];
-            load_matrices_transposed(r,
-                                     address + at<SPAN>(lane % 16, n0 + lane / 16 * 8, k, n));
+            load_matrices_transposed(r, address + at<SPAN>(lane % 16, n0 + lane / 16 * 8, k, n));
             fragments[0] = {r[0], r[1]};
             fragments[1] = {r[2], r[3]};
         } else {
@@ -249,12 +248,11 @@ struct Tile {
     }
 };
 
-// Begin to copy a row of N numbers.
+// Start to copy a row of N numbers.
 template <int THREADS, class S, int N>
 __device__ inline void copy_row(S (&row)[N], const S* source) {
     constexpr int CHUNK = 16 / sizeof(S);
     static_assert(N % CHUNK == 0 && N / CHUNK <= THREADS, "a chunk of 16 bytes for each thread");
     const int n = threadIdx.x * CHUNK;
-    if (n < N)
-        copy_async<16>(shared_address(row + n), reinterpret_cast<const char*>(source + n));
+    if (n < N) copy_async<16>(shared_address(row + n), reinterpret_cast<const char*>(source + n));
 }

@@ -1,30 +1,30 @@
-// Layer 1. Hopper's copies of boxes of a tensor, the barriers that they complete on, and how warps
-// hand each other shared memory and registers.
+// Layer 1. Hopper's TMA loads and bulk copies, mbarriers and pipeline states, fences, named
+// barriers and the reallocation of registers.
 #pragma once
 
 #include "copy.cuh"
 
-// A tensor map of the driver, opaque: what cuTensorMapEncodeTiled has written.
+// A tensor map, opaque: written on the host by cuTensorMapEncodeTiled.
 struct alignas(64) TensorMap {
     char bytes[128];
 };
 
-// Let the copy engine have the map before the first copy needs it.
-__device__ inline void prefetch_map(const TensorMap& map) {
+// Fetch the map before the first TMA load needs it.
+__device__ inline void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// For tools/stress_gpu.py: where threads meet some sleep, by chance; and of two copies the second is
-// begun before the first. Kernels that serve calls do neither.
+// Fault injection for tools/stress_gpu.py: random stalls at arrives and waits, and pairs of loads
+// issued in the opposite order. Off in kernels that serve calls.
 #if defined(TROUBLE_STALLS)
 constexpr bool STALLS = true;
 #else
 constexpr bool STALLS = false;
 #endif
 #if defined(TROUBLE_SWAPPED_COPIES)
-#define BOTH_COPIES(a, b) b, a
+#define BOTH_LOADS(a, b) b, a
 #else
-#define BOTH_COPIES(a, b) a, b
+#define BOTH_LOADS(a, b) a, b
 #endif
 
 __device__ inline void stall() {
@@ -33,12 +33,13 @@ __device__ inline void stall() {
         asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
         asm volatile("mov.u32 %0, %%smid;" : "=r"(processor));
         const u32 mixed = (clock ^ processor * 0x9E3779B9u) * 0x85EBCA6Bu, chance = mixed >> 16;
-        // One in 16, for up to two microseconds; no branch, which could part the threads of a warp.
+        // One in 16, for up to two microseconds. No branch: the warp must not diverge.
         asm volatile("nanosleep.u32 %0;" ::"r"(chance % 16 ? 0u : chance >> 5) : "memory");
     }
 }
 
-// A barrier in shared memory whose phases end when all have arrived and all bytes have come.
+// An mbarrier: a phase ends when all expected threads have arrived and all expected bytes have
+// landed.
 struct Barrier {
     u32 address;
 
@@ -49,13 +50,14 @@ struct Barrier {
         stall();
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
     }
-    // Arrive, and let the phase wait for so many bytes of copies.
-    __device__ void expect(int bytes) const {
+    // Arrive, and add bytes of loads that the phase waits for.
+    __device__ void arrive_and_expect_tx(int bytes) const {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address),
                      "r"(bytes)
                      : "memory");
     }
-    // Wait for the end of the phase of this parity; that before the first has parity 1.
+    // Wait for the phase of this parity to end. The phase before the first has parity 1, so a
+    // producer passes its first wait on an empty barrier.
     __device__ void wait(u32 parity) const {
         asm volatile(
             "{.reg .pred done; again: "
@@ -67,29 +69,32 @@ struct Barrier {
     }
 };
 
-// A place in a ring of stages, and how often the ring has been gone through.
+// Where a thread is in a circular buffer of stages: the stage, and the parity of its barriers'
+// phase.
 template <int STAGES>
-struct Place {
+struct PipelineState {
     int stage = 0;
-    u32 round = 0;
+    u32 phase = 0;
 
-    __device__ void next(int by = 1) {
+    __device__ void advance(int by = 1) {
         stage += by;
-        if (stage >= STAGES) stage -= STAGES, round ^= 1;
+        if (stage >= STAGES) stage -= STAGES, phase ^= 1;
     }
-    __device__ Place after() const {
-        Place place = *this;
-        place.next();
-        return place;
+    __device__ PipelineState next() const {
+        PipelineState state = *this;
+        state.advance();
+        return state;
     }
 };
 
-__device__ inline void barriers_are_made() {
+// Initialised mbarriers become visible to TMA.
+__device__ inline void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Begin to copy a box of (column, row, head, batch) to shared memory; what is beyond is zero.
-__device__ inline void load_box(u32 target, const TensorMap& map, int column, int row, int head,
+// Start a TMA load of the box at (column, row, head, batch). Elements outside the tensor become
+// zero.
+__device__ inline void tma_load(u32 target, const TensorMap& map, int column, int row, int head,
                                 int batch, const Barrier& done) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
@@ -97,26 +102,27 @@ __device__ inline void load_box(u32 target, const TensorMap& map, int column, in
         "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(done.address)
         : "memory");
 }
-// Let the second-level cache have a box.
-__device__ inline void prefetch_box(const TensorMap& map, int column, int row, int head,
+// Prefetch a box into the L2 cache.
+__device__ inline void tma_prefetch(const TensorMap& map, int column, int row, int head,
                                     int batch) {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map),
                  "r"(column), "r"(row), "r"(head), "r"(batch)
                  : "memory");
 }
 
-// Begin to copy a piece of global memory; addresses and bytes are multiples of 16.
-__device__ inline void load_piece(u32 target, const void* source, int bytes, const Barrier& done) {
-    done.expect(bytes);
+// Start a bulk copy from global to shared memory. Addresses and bytes are multiples of 16.
+__device__ inline void bulk_load(u32 target, const void* source, int bytes, const Barrier& done) {
+    done.arrive_and_expect_tx(bytes);
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(target), "l"(source), "r"(bytes), "r"(done.address)
+            "r"(target),
+        "l"(source), "r"(bytes), "r"(done.address)
         : "memory");
 }
 
-// Begin to store numbers in shared memory to global memory, or to add them there; wait, as the thread
-// that has begun, until what it has begun is read, or is done altogether.
-__device__ inline void send_piece(float* target, u32 source, int bytes, bool adds) {
+// Start a bulk store of floats from shared to global memory, or with `adds` a bulk reduce-add. The
+// issuing thread waits until its source has been read, or until all of it is complete.
+__device__ inline void bulk_store(float* target, u32 source, int bytes, bool adds) {
     if (adds)
         asm volatile(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
@@ -129,32 +135,31 @@ __device__ inline void send_piece(float* target, u32 source, int bytes, bool add
                      : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-__device__ inline void wait_read_pieces() {
+__device__ inline void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-__device__ inline void wait_done_pieces() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
+__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// A number in global memory that tells another block of threads how far this one has come: pieces
-// that this thread has seen done are there for pieces that the other begins after. They are copied
-// and added by another proxy.
-__device__ inline void tell_reached(u32* place, u32 value) {
+// A semaphore in global memory orders the bulk stores of different CTAs. Those go through the async
+// proxy, so both sides need a proxy fence. Publish: bulk stores that this thread has waited for are
+// visible before the value is.
+__device__ inline void publish_semaphore(u32* place, u32 value) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
-// What is added after the number that is waited for has been seen, and `is_reached`, comes after what
-// the other block has added.
-__device__ inline u32 look_reached(const u32* place) {
+// Wait: bulk stores after a read that returns the value, and after `fence_async_global`, come
+// behind those of the publisher.
+__device__ inline u32 read_semaphore(const u32* place) {
     u32 value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
     return value;
 }
-__device__ inline void is_reached() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+__device__ inline void fence_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
-// What threads have written to shared memory is there for boxes and products after the next
-// barrier.
-__device__ inline void fence_shared() {
+// Generic writes to shared memory become visible to TMA and wgmma behind the next barrier.
+__device__ inline void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -165,8 +170,8 @@ __device__ inline void store_matrices(u32 address, const u32 (&r)[4]) {
                  : "memory");
 }
 
-// Copy 16 bytes of shared memory to global memory, or none.
-__device__ inline void copy_piece(void* target, u32 source, bool wanted) {
+// Copy 16 bytes from shared to global memory if `wanted`.
+__device__ inline void store_chunk(void* target, u32 source, bool wanted) {
     asm volatile(
         "{.reg .pred wanted; .reg .b32 x, y, z, w; setp.ne.b32 wanted, %2, 0; "
         "ld.shared.v4.b32 {x, y, z, w}, [%1]; "
@@ -175,17 +180,17 @@ __device__ inline void copy_piece(void* target, u32 source, bool wanted) {
         : "memory");
 }
 
-// Named barrier: wait for THREADS arrivals. It counts whole warps, so each comes together; those of
-// different warpgroups may come to it at different places of the code.
+// Named barrier: wait for THREADS arrivals. It counts whole warps, so each converges first.
+// Warpgroups may arrive from different places in the code.
 template <int THREADS>
-__device__ inline void sync_named(int id) {
+__device__ inline void named_barrier_sync(int id) {
     __syncwarp();
     asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-// The same, and whether it holds for any of the threads, which come to it at one place of the code.
+// The same, and whether the condition holds for any thread. All arrive from one place in the code.
 template <int THREADS>
-__device__ inline bool any_of(int id, bool holds) {
+__device__ inline bool named_barrier_or(int id, bool holds) {
     u32 any;
     __syncwarp();
     asm volatile(
@@ -197,12 +202,12 @@ __device__ inline bool any_of(int id, bool holds) {
     return any;
 }
 
-// Registers that this warpgroup gives back, or takes from what others have given.
+// setmaxnreg: the warpgroup gives registers back, or takes those that others gave back.
 template <int REGISTERS>
-__device__ inline void keep_registers() {
+__device__ inline void reg_dealloc() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 template <int REGISTERS>
-__device__ inline void take_registers() {
+__device__ inline void reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }

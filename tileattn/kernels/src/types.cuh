@@ -1,4 +1,4 @@
-// Layer 1. Element types by their NumPy names, and the conversions between them and the sums.
+// Layer 1. Element types by their NumPy names, and conversions to and from the accumulator type.
 #pragma once
 
 using u32 = unsigned int;
@@ -14,17 +14,17 @@ struct bfloat16 {
 using float32 = float;
 using float64 = double;
 
-// Sums are kept in float, those of float64 in double.
+// Accumulators are float, for float64 double.
 template <class T>
-struct SumOf {
+struct AccumOf {
     using type = float;
 };
 template <>
-struct SumOf<double> {
+struct AccumOf<double> {
     using type = double;
 };
 
-// Whether sums of finite numbers, as many as there is memory for, stay finite in float.
+// Whether float holds any sum of finite elements that fit in memory.
 template <class T>
 constexpr bool HAS_FINITE_SUMS = false;
 template <>

@@ -1,35 +1,36 @@
-// Layer 1. Products of a warpgroup on Hopper: d[64 x N] (+)= a[64 x 16] b[16 x N], with a in shared
-// memory or in registers and b in shared memory. PTX ISA, 9.7.15, wgmma.mma_async.
+// Layer 1. wgmma of one warpgroup: d[64 x N] (+)= a[64 x 16] b[16 x N], with a in shared memory or
+// in registers and b in shared memory. PTX ISA, 9.7.15, wgmma.mma_async.
 #pragma once
 
 #include "types.cuh"
 
-// Registers written before the fence are there for the products after it.
+// Orders writes to registers before the GEMMs behind it.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Wait until at most PENDING of the youngest groups are under way.
+// Wait until at most PENDING groups are in flight.
 template <int PENDING>
 __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// What the registers of a product hold is not known between its fence and its wait.
+// Keep the compiler from reading or moving registers of a GEMM between its fence and its wait.
 template <int N>
-__device__ inline void wgmma_keep(float (&d)[N]) {
+__device__ inline void fence_operand(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// What a product that does not add finds in its registers does not matter: so far they are free.
+// Declare registers dead before a GEMM that overwrites them: until then they are free.
 template <int N>
-__device__ inline void wgmma_forget(float (&d)[N]) {
+__device__ inline void discard_operand(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i])::"memory");
 }
 
-// Describes a[m, k] or b[k, n] in shared memory. Its rows there are m or n, or with BY_K they are k.
-template <bool BY_K>
-struct Operand {
+// Matrix descriptor of a[m, k] or b[k, n] in shared memory. Rows are m or n (K-major), or k
+// (MN-major).
+template <bool MN_MAJOR>
+struct Descriptor {
     u64 bits;
 };
 
@@ -62,361 +63,361 @@ struct Operand {
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
     "%127"
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(float16, float (&d)[16], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[16], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16."
                  "f32.f16.f16 {" NAMES_16 "}, %16, %17, p, 1, 1, %19, %20;}"
         : SUMS(0), SUMS(8)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[16], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16."
                  "f32.f16.f16 {" NAMES_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22;}"
         : SUMS(0), SUMS(8)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(float16, float (&d)[32], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[32], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16."
                  "f32.f16.f16 {" NAMES_32 "}, %32, %33, p, 1, 1, %35, %36;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[32], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16."
                  "f32.f16.f16 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(float16, float (&d)[40], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[40], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %42, 0; wgmma.mma_async.sync.aligned.m64n80k16."
                  "f32.f16.f16 {" NAMES_40 "}, %40, %41, p, 1, 1, %43, %44;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[40], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %45, 0; wgmma.mma_async.sync.aligned.m64n80k16."
                  "f32.f16.f16 {" NAMES_40 "}, {%40, %41, %42, %43}, %44, p, 1, 1, %46;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(float16, float (&d)[48], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[48], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %50, 0; wgmma.mma_async.sync.aligned.m64n96k16."
                  "f32.f16.f16 {" NAMES_48 "}, %48, %49, p, 1, 1, %51, %52;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[48], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %53, 0; wgmma.mma_async.sync.aligned.m64n96k16."
                  "f32.f16.f16 {" NAMES_48 "}, {%48, %49, %50, %51}, %52, p, 1, 1, %54;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(float16, float (&d)[56], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[56], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %58, 0; wgmma.mma_async.sync.aligned.m64n112k16."
                  "f32.f16.f16 {" NAMES_56 "}, %56, %57, p, 1, 1, %59, %60;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[56], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %61, 0; wgmma.mma_async.sync.aligned.m64n112k16."
                  "f32.f16.f16 {" NAMES_56 "}, {%56, %57, %58, %59}, %60, p, 1, 1, %62;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(float16, float (&d)[64], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[64], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16."
                  "f32.f16.f16 {" NAMES_64 "}, %64, %65, p, 1, 1, %67, %68;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[64], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16."
                  "f32.f16.f16 {" NAMES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(float16, float (&d)[80], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[80], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %82, 0; wgmma.mma_async.sync.aligned.m64n160k16."
                  "f32.f16.f16 {" NAMES_80 "}, %80, %81, p, 1, 1, %83, %84;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[80], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %85, 0; wgmma.mma_async.sync.aligned.m64n160k16."
                  "f32.f16.f16 {" NAMES_80 "}, {%80, %81, %82, %83}, %84, p, 1, 1, %86;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(float16, float (&d)[88], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[88], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %90, 0; wgmma.mma_async.sync.aligned.m64n176k16."
                  "f32.f16.f16 {" NAMES_88 "}, %88, %89, p, 1, 1, %91, %92;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[88], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %93, 0; wgmma.mma_async.sync.aligned.m64n176k16."
                  "f32.f16.f16 {" NAMES_88 "}, {%88, %89, %90, %91}, %92, p, 1, 1, %94;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(float16, float (&d)[96], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[96], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16."
                  "f32.f16.f16 {" NAMES_96 "}, %96, %97, p, 1, 1, %99, %100;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80), SUMS(88)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[96], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %101, 0; wgmma.mma_async.sync.aligned.m64n192k16."
                  "f32.f16.f16 {" NAMES_96 "}, {%96, %97, %98, %99}, %100, p, 1, 1, %102;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80), SUMS(88)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(float16, float (&d)[128], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[128], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16."
                  "f32.f16.f16 {" NAMES_128 "}, %128, %129, p, 1, 1, %131, %132;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80), SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[128], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16."
                  "f32.f16.f16 {" NAMES_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80), SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(bfloat16, float (&d)[16], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[16], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16."
                  "f32.bf16.bf16 {" NAMES_16 "}, %16, %17, p, 1, 1, %19, %20;}"
         : SUMS(0), SUMS(8)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[16], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16."
                  "f32.bf16.bf16 {" NAMES_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22;}"
         : SUMS(0), SUMS(8)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(bfloat16, float (&d)[32], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[32], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16."
                  "f32.bf16.bf16 {" NAMES_32 "}, %32, %33, p, 1, 1, %35, %36;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[32], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16."
                  "f32.bf16.bf16 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(bfloat16, float (&d)[40], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[40], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %42, 0; wgmma.mma_async.sync.aligned.m64n80k16."
                  "f32.bf16.bf16 {" NAMES_40 "}, %40, %41, p, 1, 1, %43, %44;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[40], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %45, 0; wgmma.mma_async.sync.aligned.m64n80k16."
                  "f32.bf16.bf16 {" NAMES_40 "}, {%40, %41, %42, %43}, %44, p, 1, 1, %46;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(bfloat16, float (&d)[48], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[48], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %50, 0; wgmma.mma_async.sync.aligned.m64n96k16."
                  "f32.bf16.bf16 {" NAMES_48 "}, %48, %49, p, 1, 1, %51, %52;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[48], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %53, 0; wgmma.mma_async.sync.aligned.m64n96k16."
                  "f32.bf16.bf16 {" NAMES_48 "}, {%48, %49, %50, %51}, %52, p, 1, 1, %54;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(bfloat16, float (&d)[56], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[56], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %58, 0; wgmma.mma_async.sync.aligned.m64n112k16."
                  "f32.bf16.bf16 {" NAMES_56 "}, %56, %57, p, 1, 1, %59, %60;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[56], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %61, 0; wgmma.mma_async.sync.aligned.m64n112k16."
                  "f32.bf16.bf16 {" NAMES_56 "}, {%56, %57, %58, %59}, %60, p, 1, 1, %62;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(bfloat16, float (&d)[64], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[64], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16."
                  "f32.bf16.bf16 {" NAMES_64 "}, %64, %65, p, 1, 1, %67, %68;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[64], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16."
                  "f32.bf16.bf16 {" NAMES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(bfloat16, float (&d)[80], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[80], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %82, 0; wgmma.mma_async.sync.aligned.m64n160k16."
                  "f32.bf16.bf16 {" NAMES_80 "}, %80, %81, p, 1, 1, %83, %84;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[80], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %85, 0; wgmma.mma_async.sync.aligned.m64n160k16."
                  "f32.bf16.bf16 {" NAMES_80 "}, {%80, %81, %82, %83}, %84, p, 1, 1, %86;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(bfloat16, float (&d)[88], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[88], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %90, 0; wgmma.mma_async.sync.aligned.m64n176k16."
                  "f32.bf16.bf16 {" NAMES_88 "}, %88, %89, p, 1, 1, %91, %92;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[88], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %93, 0; wgmma.mma_async.sync.aligned.m64n176k16."
                  "f32.bf16.bf16 {" NAMES_88 "}, {%88, %89, %90, %91}, %92, p, 1, 1, %94;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(bfloat16, float (&d)[96], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[96], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16."
                  "f32.bf16.bf16 {" NAMES_96 "}, %96, %97, p, 1, 1, %99, %100;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80), SUMS(88)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[96], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %101, 0; wgmma.mma_async.sync.aligned.m64n192k16."
                  "f32.bf16.bf16 {" NAMES_96 "}, {%96, %97, %98, %99}, %100, p, 1, 1, %102;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80), SUMS(88)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
-template <bool A_BY_K, bool B_BY_K>
-__device__ inline void wgmma(bfloat16, float (&d)[128], Operand<A_BY_K> a,
-                             Operand<B_BY_K> b, bool add) {
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[128], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16."
                  "f32.bf16.bf16 {" NAMES_128 "}, %128, %129, p, 1, 1, %131, %132;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80), SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_BY_K)), "n"(int(B_BY_K)));
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
-template <bool B_BY_K>
+template <bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[128], const u32 (&a)[4],
-                             Operand<B_BY_K> b, bool add) {
+                             Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16."
                  "f32.bf16.bf16 {" NAMES_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80), SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_BY_K)));
+          "n"(int(B_MN)));
 }
 #undef SUMS
 #undef NAMES_16

@@ -1,0 +1,32 @@
+// Probe of bwd_smem_sm90.cuh and tile_scheduler_sm90.cuh: the work tiles of the backward pass as
+// CTAs claim them, and where the tensors lie in shared memory.
+#include "bwd_smem_sm90.cuh"
+
+extern "C" __global__ void places(u32* out) {
+    extern __shared__ __align__(1024) char tensors[];
+    __shared__ SharedStorage storage;
+    u32 start = shared_address(tensors);
+    asm volatile("" : "+r"(start));  // so that the compiler does not rely on its alignment
+    const Smem smem{start, storage};
+    *out++ = start, *out++ = smem.k().address, *out++ = smem.v().address;
+    for (int s = 0; s < Q_STAGES; ++s) *out++ = smem.q(s).address;
+    for (int s = 0; s < OUT_STAGES; ++s) *out++ = smem.dout(s).address;
+    for (int s = 0; s < DS_STAGES; ++s) *out++ = smem.ds(s).address;
+    for (int n = 0; n < DQ_STORE_WARPS; ++n)
+        for (int s = 0; s < DQ_STAGES; ++s) *out++ = smem.dq(n, s);
+    if (IS_WIDE) *out++ = smem.p();
+}
+
+// out: (work tiles, 7), by index. One lane of each CTA claims.
+extern "C" __global__ void walks(Params p, u32* tile_counter, int* out) {
+    if (threadIdx.x) return;
+    p.claimed = tile_counter;
+    WorkTile work{};
+    for (u32 index; index = claim_work(p), get_work(p, index, work);) {
+        int* to = out + i64(index) * 7;
+        const TileRange& tiles = work.tiles;
+        for (int field :
+             {work.b, work.kv, work.k0, tiles.first, tiles.past, tiles.full, tiles.full_past})
+            *to++ = field;
+    }
+}

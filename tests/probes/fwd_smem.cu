@@ -1,0 +1,29 @@
+// Probe of fwd_smem_sm90.cuh and tile_scheduler_sm90.cuh: the work tiles of each CTA in the forward
+// pass, and where the tensors lie in shared memory.
+#include "fwd_smem_sm90.cuh"
+
+extern "C" __global__ void places(u32* out) {
+    extern __shared__ __align__(1024) char tensors[];
+    __shared__ SharedStorage storage;
+    u32 start = shared_address(tensors);
+    asm volatile("" : "+r"(start));  // so that the compiler does not rely on its alignment
+    const Smem smem{start, storage};
+    *out++ = start;
+    for (int s = 0; s < Q_STAGES; ++s) *out++ = smem.q(s).address;
+    for (int s = 0; s < STAGES; ++s) *out++ = smem.k(s).address, *out++ = smem.v(s).address;
+}
+
+// out: (iterations, CTAs, 6 + 4 CONSUMERS), left as it is behind the last work tile of a CTA.
+extern "C" __global__ void works(Params p, const int* schedule, i64 iterations, int* out) {
+    p.schedule = schedule;
+    WorkTile work{};
+    for (int n = 0; n < iterations && get_work(p, n, work); ++n) {
+        int* to = out + (i64(n) * gridDim.x + blockIdx.x) * (6 + 4 * CONSUMERS);
+        for (int field : {work.b, work.h, work.q0, work.first, work.past, work.iteration})
+            *to++ = field;
+        for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS) {
+            const TileRange tiles = key_tiles(p, work.b, work.q0 + row, WARPGROUP_ROWS);
+            for (int field : {tiles.first, tiles.past, tiles.full, tiles.full_past}) *to++ = field;
+        }
+    }
+}

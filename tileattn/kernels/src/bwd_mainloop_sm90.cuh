@@ -1,0 +1,264 @@
+// Layer 3. What Hopper's backward kernels share: the entry, the producer, the dQ store warps, the
+// order of the tiles, and the epilogue.
+#pragma once
+
+#include "bwd_scores_sm90.cuh"
+
+// Registers of a thread: the producer warpgroup gives its own to the consumers.
+constexpr int PRODUCER_REGISTERS = IS_WIDE ? 40 : 24, CONSUMER_REGISTERS = IS_WIDE ? 232 : 240;
+
+struct Maps {
+    TensorMap q, k, v, dout;
+};
+
+__device__ inline const float* row_statistics(const Params& p, const void* array, int b, int h) {
+    return static_cast<const float*>(array) + (i64(b) * p.Hq + h) * p.rows;
+}
+
+// The producer thread: claim work tiles, load all that they need in the order of its use, and
+// publish them.
+__device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem) {
+    const int group = int(p.group);
+    PipelineState<1> k_pipe;
+    PipelineState<1> v_pipe;
+    PipelineState<Q_STAGES> q_pipe;
+    PipelineState<OUT_STAGES> out_pipe;
+    WorkTile work{};
+    auto load_q = [&](int h, int q0) {
+        const Barrier full = smem.q_full(q_pipe.stage);
+        smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
+        BOTH_LOADS(smem.q(q_pipe.stage).load(maps.q, q0, h, work.b, full),
+                   bulk_load(shared_address(smem.storage.lse_log2[q_pipe.stage]),
+                             row_statistics(p, p.shift, work.b, h) + q0, BLOCK_Q * 4, full));
+        q_pipe.advance();
+    };
+    auto load_dout = [&](int h, int q0) {
+        const Barrier full = smem.out_full(out_pipe.stage);
+        smem.out_empty(out_pipe.stage).wait(out_pipe.phase ^ 1);
+        BOTH_LOADS(smem.dout(out_pipe.stage).load(maps.dout, q0, h, work.b, full),
+                   bulk_load(shared_address(smem.storage.delta[out_pipe.stage]),
+                             row_statistics(p, p.delta, work.b, h) + q0, BLOCK_Q * 4, full));
+        out_pipe.advance();
+    };
+    // A work tile is published with its k: all wait for that.
+    auto publish_work = [&] {
+        smem.k_empty().wait(k_pipe.phase ^ 1);
+        smem.storage.work_tile = work;
+        k_pipe.advance();
+    };
+#pragma unroll 1
+    while (get_work(p, claim_work(p), work)) {
+        // All work tiles of a head are skipped or none: these flags stay while this kernel runs.
+        if ((head_flags(p, work.b, work.kv) & KNOWN) != REPAIRS) continue;
+        const TileRange tiles = work.tiles;
+        if (tiles.first >= tiles.past) {
+            publish_work();
+            smem.k_full().arrive();
+            continue;
+        }
+        // Shared memory has no room for them before the last work tile is done, but the L2 cache
+        // has.
+        KeyTile::prefetch(maps.k, work.k0, work.kv, work.b);
+        ValueTile::prefetch(maps.v, work.k0, work.kv, work.b);
+        bool first = true;
+#pragma unroll 1
+        for (int tile = tiles.past; --tile >= tiles.first;)
+#pragma unroll 1
+            for (int g = 0; g < group; ++g) {
+                const int h = work.kv * group + g, q0 = tile * BLOCK_Q;
+                load_q(h, q0);
+                load_dout(h, q0);
+                if (!first) continue;
+                first = false;
+                // v is released before k.
+                smem.v_empty().wait(v_pipe.phase ^ 1);
+                smem.v().load(maps.v, work.k0, work.kv, work.b, smem.v_full());
+                v_pipe.advance();
+                publish_work();
+                smem.k().load(maps.k, work.k0, work.kv, work.b, smem.k_full());
+            }
+    }
+    work.end = true;
+    publish_work();
+    smem.k_full().arrive();
+}
+
+// The thread of a dQ store warp: add its share of the dQ tiles to device memory. Of the key blocks
+// that a query tile attends to the first stores, so there need be no zeros before. The others add
+// once dq_semaphore says that it has; if deterministic, each once the one before it has.
+__device__ inline void store_dq(const Params& p, const Smem& smem, int store_warp) {
+    const DqShare share = dq_share(store_warp);
+    const int heads = int(p.group), rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
+    u32* const dq_semaphore = p.landed;
+    PipelineState<1> k_pipe;
+    PipelineState<DQ_STAGES> dq_pipe;
+#pragma unroll 1
+    for (;; k_pipe.advance()) {
+        smem.k_full().wait(k_pipe.phase);
+        const WorkTile work = smem.storage.work_tile;
+        smem.k_empty().arrive();  // safe: only generic stores overwrite the work tile
+        if (work.end) break;
+        const u32 first_head = work.b * int(p.Hq) + work.kv * heads;
+        u32 reached = 0;
+#pragma unroll 1
+        for (int tile = work.tiles.past; --tile >= work.tiles.first;) {
+            const int row = tile * BLOCK_Q;
+            const int first = Window(p, work.b).keys_of(row, min(row + BLOCK_Q, rows)).lo / BLOCK_K;
+            const u32 rank = work.k0 / BLOCK_K - first, before = p.in_order ? rank : min(rank, 1u);
+            const int row0 = row + share.row, count = max(0, min(DQ_ROWS, rows - row0));
+#pragma unroll 1
+            for (u32 head = first_head; head < first_head + heads; ++head) {
+                const u32 own = (head * tiles + tile) * DQ_STORE_WARPS + store_warp;
+                while (reached < before) reached = read_semaphore(dq_semaphore + own);
+                if (before) fence_async_global();
+                reached = 0;
+                float* dq_accum = static_cast<float*>(p.dq_sum) +
+                                  u64(head * rows + row0) * HEAD_DIM + count * share.column;
+#pragma unroll 1
+                for (int n = share.columns; n > 0;
+                     n -= DQ_COPY_COLUMNS, dq_accum += count * DQ_COPY_COLUMNS) {
+                    smem.dq_full(store_warp, dq_pipe.stage).wait(dq_pipe.phase);
+                    if (count)
+                        bulk_store(dq_accum, smem.dq(store_warp, dq_pipe.stage),
+                                   4 * count * DQ_COPY_COLUMNS, rank > 0);
+                    bulk_wait_read();  // so the arrive is safe
+                    smem.dq_empty(store_warp, dq_pipe.stage).arrive();
+                    dq_pipe.advance();
+                }
+                // If deterministic, read the next semaphore while this tile is stored.
+                if (p.in_order && heads == 1 && tile)
+                    reached = read_semaphore(dq_semaphore + own - DQ_STORE_WARPS);
+                if (p.in_order || !rank)
+                    bulk_wait(), publish_semaphore(dq_semaphore + own, rank + 1);
+            }
+        }
+    }
+    bulk_wait();
+}
+
+// Pass 64 rows of dQ to the store warp, some columns at a time.
+template <int NT>
+__device__ inline void publish_dq(const Smem& smem, int store_warp,
+                                  const Fragment<Accum, 1, NT>& dq, int row0,
+                                  PipelineState<DQ_STAGES>& dq_pipe) {
+#pragma unroll
+    for (int column = 0; column < 8 * NT; column += DQ_COPY_COLUMNS, dq_pipe.advance()) {
+        smem.dq_empty(store_warp, dq_pipe.stage).wait(dq_pipe.phase ^ 1);
+        stage_dq<DQ_COPY_COLUMNS>(smem.dq(store_warp, dq_pipe.stage), dq, column, row0);
+        fence_async_shared();
+        smem.dq_full(store_warp, dq_pipe.stage).arrive();
+    }
+}
+
+// Zero keys and values of a work tile that no query attends to: beyond the length, or outside all
+// windows. What is not finite there would make gradients NaN. v has landed when v_full's phase of
+// this parity ends.
+__device__ inline void zero_unattended(const Params& p, const Smem& smem, const WorkTile& work,
+                                       u32 parity) {
+    const Range attended = Window(p, work.b).keys_of(0, int(p.Nq));
+    const int first = attended.lo - work.k0, past = attended.hi - work.k0;
+    if (!__any_sync(~0u, first > 0 || (past < BLOCK_K && attended.hi < p.Nk))) return;
+    smem.v_full().wait(parity);
+    const u32 zeros[4] = {};
+    auto zero = [&](const auto& tile, int columns) {
+        const int chunks = columns / 8;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < BLOCK_K * chunks; i += CONSUMER_THREADS) {
+            const int row = i / chunks;
+            if (row < first || row >= past) store_shared(tile.chunk(row, i % chunks * 16), zeros);
+        }
+    };
+    zero(smem.k(), HEAD_DIM);
+    zero(smem.v(), VALUE_DIM);
+    fence_async_shared();
+    named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
+}
+
+// Call step(partial, more) for the query tiles of a work tile that has some: the last tile of each
+// head, then the one before it, so that all key blocks come to a tile at about the same time. The
+// caller may do the first step of all itself. `more` is false for the last one, if that is peeled
+// off.
+template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
+__device__ __forceinline__ void for_each_tile(const WorkTile& work, int heads, int& h, int& tile,
+                                              Step step) {
+    const TileRange tiles = work.tiles;
+    const int first_head = work.kv * heads, past_head = first_head + heads;
+    int first = first_head + SKIP_FIRST;
+#pragma unroll 1
+    for (tile = tiles.past - 1; tile >= tiles.first; --tile, first = first_head) {
+        const int past = past_head - (PEEL_LAST && tile == tiles.first);
+        if constexpr (REPAIRS) {  // one copy compiles sooner
+            const bool partial = __any_sync(~0u, tiles.is_partial(tile));
+#pragma unroll 1
+            for (h = first; h < past; ++h) step(partial, true);
+        } else if (tiles.is_partial(tile)) {
+#pragma unroll 1
+            for (h = first; h < past; ++h) step(true, true);
+        } else {
+#pragma unroll 1
+            for (h = first; h < past; ++h) step(false, true);
+        }
+    }
+    if constexpr (PEEL_LAST) {
+        h = past_head - 1, tile = tiles.first;
+        step(true, false);
+    }
+}
+
+// --- epilogue ------------------------------------------------------------------------------------
+
+template <int NT>
+__device__ inline void flag_non_finite(const Params& p, const WorkTile& work,
+                                       const Fragment<Accum, 1, NT>& acc) {
+    if (!REPAIRS && !all_finite_by_fma(acc)) head_flags(p, work.b, work.kv) |= FAILED;
+}
+
+// Store 16 rows of each warp to dK or dV. Narrow heads go through a stage of dS that nobody reads
+// any more.
+template <int NT>
+__device__ inline void store_gradient(const Params& p, const Smem& smem, void* target,
+                                      const Rows& at, int columns, const WorkTile& work, int row0,
+                                      const Fragment<Accum, 1, NT>& acc,
+                                      const PipelineState<DS_STAGES>& ds_pipe) {
+    const int row = work.k0 + row0;
+    if constexpr (IS_WIDE) {
+        store_rows(rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, acc,
+                   int(p.Nk) - row, columns);
+    } else {
+        smem.ds_empty(ds_pipe.stage).wait(ds_pipe.phase ^ 1);
+        store_rows_staged(smem.staging(ds_pipe.stage),
+                          rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, acc,
+                          int(p.Nk) - row, columns);
+    }
+}
+
+// --- entry ---------------------------------------------------------------------------------------
+
+// Of a kernel whose consumer warpgroups call consume(smem, warpgroup).
+template <class Consume>
+__device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, Consume consume) {
+    extern __shared__ __align__(1024) char tensors[];
+    __shared__ SharedStorage storage;
+    const Smem smem{shared_address(tensors), storage};
+    if (REPAIRS && !any_to_repair(p)) return;
+    // Uniform in a warp, as the shuffle tells the compiler.
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+    if (threadIdx.x == 0) smem.init();
+    if (threadIdx.x == WARP)
+        prefetch_tensormap(maps.k), prefetch_tensormap(maps.q), prefetch_tensormap(maps.v),
+            prefetch_tensormap(maps.dout);
+    __syncthreads();
+    if (warpgroup == CONSUMERS) {
+        reg_dealloc<PRODUCER_REGISTERS>();
+        // Warp by warp: thread by thread, they would need more registers than they have.
+        const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
+        if (threadIdx.x % WARP) return;
+        if (warp == WARPS_M)
+            produce(p, maps, smem);
+        else if (warp <= WARPS_M + DQ_STORE_WARPS)
+            store_dq(p, smem, warp - WARPS_M - 1);
+    } else {
+        reg_alloc<CONSUMER_REGISTERS>();
+        consume(smem, warpgroup);
+    }
+}

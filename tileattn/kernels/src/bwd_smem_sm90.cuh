@@ -1,0 +1,156 @@
+// Layer 3. Shared memory of Hopper's backward kernels: k and v of a work tile, circular buffers of
+// q, dO, dS and dQ, and their barriers.
+#pragma once
+
+#include "gemm_sm90.cuh"
+#include "tile_scheduler_sm90.cuh"
+
+constexpr int WARPGROUP = 4 * WARP;     // threads
+constexpr int CONSUMERS = WARPS_M / 4;  // consumer warpgroups
+constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
+constexpr int WARPGROUP_ROWS = 64;  // keys of each; of wide heads, the same keys for all
+static_assert(DQ_ROWS == WARPGROUP_ROWS, "one thread stores a warpgroup's share of dQ");
+static_assert(BLOCK_K == WARPGROUP_ROWS * (IS_WIDE ? 1 : CONSUMERS) && WARPS_N == 1,
+              "64 keys a warpgroup");
+static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
+
+// q stays until dK has read it, while the next P is computed: it needs one stage more than dO, and
+// is the last to need two.
+constexpr int OUT_STAGES = STAGES, Q_STAGES = !IS_WIDE ? STAGES + 1 : REPAIRS ? 1 : 2;
+constexpr int DS_STAGES = 2;                // so that no warpgroup waits for the GEMMs of the other
+constexpr int DQ_STAGES = IS_WIDE ? 2 : 3;  // of each dQ store warp
+
+// A warpgroup's share of a dQ tile, which its dQ store warp adds to memory: 64 queries and some
+// columns. Of wide heads these are whole slices, and the first warpgroup, which also computes P,
+// never has more.
+struct DqShare {
+    int row, column, columns;
+};
+constexpr int DQ_SLICE = 64;  // columns of a GEMM for wide heads
+constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (WARPGROUP_ROWS * CONSUMERS);  // for the others
+static_assert(IS_WIDE || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32, "shares keep to slices");
+
+__device__ constexpr DqShare dq_share(int warpgroup) {
+    if constexpr (IS_WIDE) {
+        constexpr int MIDDLE = HEAD_DIM / DQ_SLICE / 2 * DQ_SLICE;
+        return warpgroup == 0 ? DqShare{0, 0, MIDDLE} : DqShare{0, MIDDLE, HEAD_DIM - MIDDLE};
+    }
+    constexpr int SHARES = HEAD_DIM / DQ_COLUMNS;
+    return {warpgroup / SHARES * DQ_ROWS, warpgroup % SHARES * DQ_COLUMNS, DQ_COLUMNS};
+}
+
+using WorkTile = BwdWorkTile;
+using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
+using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
+using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
+using OutTile = SmemTile<BLOCK_Q, VALUE_DIM>;
+using ScoreTile = SmemTile<BLOCK_Q, BLOCK_K>;  // dS, queries in rows
+
+// Dynamic shared memory, as it lies; behind it what only some kernels have.
+struct Tensors {
+    KeyTile::Storage k;
+    ValueTile::Storage v;
+    QueryTile::Storage q[Q_STAGES];
+    OutTile::Storage dout[OUT_STAGES];
+    ScoreTile::Storage ds[DS_STAGES];
+    float dq[DQ_STORE_WARPS][DQ_STAGES][DQ_ROWS * DQ_COPY_COLUMNS];
+};
+// Wide heads: P, which one warpgroup passes to the other.
+constexpr int P_BYTES = IS_WIDE ? BLOCK_Q * BLOCK_K * 4 : 0;
+// NaN-safe: a copy of k with zeros in place of what is not finite.
+constexpr int CLEAN_K_BYTES = REPAIRS ? KeyTile::BYTES : 0;
+static_assert(int(sizeof(Tensors)) + P_BYTES + CLEAN_K_BYTES == SHARED_BYTES,
+              "what a launch brings");
+
+// Static shared memory.
+struct SharedStorage {
+    u64 k_full, k_empty, v_full, v_empty;
+    u64 p_full, ds_full[DS_STAGES], ds_empty[DS_STAGES];
+    u64 dq_full[DQ_STORE_WARPS][DQ_STAGES], dq_empty[DQ_STORE_WARPS][DQ_STAGES];
+    u64 q_full[Q_STAGES], q_empty[Q_STAGES], out_full[OUT_STAGES], out_empty[OUT_STAGES];
+    alignas(16) float lse_log2[Q_STAGES][BLOCK_Q];
+    alignas(16) float delta[OUT_STAGES][BLOCK_Q];
+    WorkTile work_tile;
+    u32 found[WARPS_M];  // by each warp, whether a tile has something that is not finite
+};
+static_assert(SHARED_BYTES + sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
+
+struct Smem {
+    u32 tensors;
+    SharedStorage& storage;
+
+    static constexpr int V = int(__builtin_offsetof(Tensors, v));
+    static constexpr int Q = int(__builtin_offsetof(Tensors, q));
+    static constexpr int OUT = int(__builtin_offsetof(Tensors, dout));
+    static constexpr int DS = int(__builtin_offsetof(Tensors, ds));
+    static constexpr int DQ = int(__builtin_offsetof(Tensors, dq));
+    static constexpr int P = int(sizeof(Tensors)), CLEAN_K = P + P_BYTES;
+
+    // Hides from the compiler that the address is the same each time. Else it would keep dozens of
+    // descriptors of k and v in registers, and have none left for accumulators.
+    __device__ u32 opaque_tensors() const {
+        u32 zero;
+        asm volatile("mov.u32 %0, 0;" : "=r"(zero));
+        return tensors + zero;
+    }
+
+    __device__ KeyTile k() const { return {opaque_tensors()}; }
+    __device__ ValueTile v() const { return {opaque_tensors() + V}; }
+    __device__ QueryTile q(int stage) const { return {tensors + Q + stage * QueryTile::BYTES}; }
+    __device__ OutTile dout(int stage) const { return {tensors + OUT + stage * OutTile::BYTES}; }
+    __device__ ScoreTile ds(int stage) const { return {tensors + DS + stage * ScoreTile::BYTES}; }
+    __device__ u32 dq(int store_warp, int stage) const {
+        return tensors + DQ + (store_warp * DQ_STAGES + stage) * int(sizeof(Tensors::dq[0][0]));
+    }
+    __device__ u32 p() const { return tensors + P; }
+    __device__ KeyTile clean_k() const { return {tensors + CLEAN_K}; }
+    // Staging memory of each warp, within the slice of dS that its warpgroup writes.
+    __device__ u32 staging(int stage) const {
+        return ds(stage).address + threadIdx.x / WARPGROUP * ScoreTile::SLICE +
+               threadIdx.x % WARPGROUP / WARP * STAGING_BYTES;
+    }
+
+    __device__ Barrier k_full() const { return {shared_address(&storage.k_full)}; }
+    __device__ Barrier k_empty() const { return {shared_address(&storage.k_empty)}; }
+    __device__ Barrier v_full() const { return {shared_address(&storage.v_full)}; }
+    __device__ Barrier v_empty() const { return {shared_address(&storage.v_empty)}; }
+    __device__ Barrier p_full() const { return {shared_address(&storage.p_full)}; }
+    __device__ Barrier ds_full(int stage) const {
+        return {shared_address(storage.ds_full + stage)};
+    }
+    __device__ Barrier ds_empty(int stage) const {
+        return {shared_address(storage.ds_empty + stage)};
+    }
+    __device__ Barrier dq_full(int store_warp, int stage) const {
+        return {shared_address(storage.dq_full[store_warp] + stage)};
+    }
+    __device__ Barrier dq_empty(int store_warp, int stage) const {
+        return {shared_address(storage.dq_empty[store_warp] + stage)};
+    }
+    __device__ Barrier q_full(int stage) const { return {shared_address(storage.q_full + stage)}; }
+    __device__ Barrier q_empty(int stage) const {
+        return {shared_address(storage.q_empty + stage)};
+    }
+    __device__ Barrier out_full(int stage) const {
+        return {shared_address(storage.out_full + stage)};
+    }
+    __device__ Barrier out_empty(int stage) const {
+        return {shared_address(storage.out_empty + stage)};
+    }
+
+    // By one thread, before all others. All threads of a consumer warpgroup arrive. Full barriers
+    // of q and dO expect twice: the tile, and a number for each row.
+    __device__ void init() const {
+        constexpr int ALL = CONSUMER_THREADS, ONE_OR_ALL = IS_WIDE ? WARPGROUP : ALL;
+        k_full().init(1), k_empty().init(ALL + DQ_STORE_WARPS);  // these read the work tile, too
+        v_full().init(1), v_empty().init(ONE_OR_ALL);
+        for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(ALL);
+        for (int s = 0; s < OUT_STAGES; ++s) out_full(s).init(2), out_empty(s).init(ALL);
+        p_full().init(WARPGROUP);
+        for (int s = 0; s < DS_STAGES; ++s) ds_full(s).init(ONE_OR_ALL), ds_empty(s).init(ALL);
+        for (int n = 0; n < DQ_STORE_WARPS; ++n)
+            for (int s = 0; s < DQ_STAGES; ++s)
+                dq_full(n, s).init(WARPGROUP), dq_empty(n, s).init(1);
+        fence_barrier_init();
+    }
+};

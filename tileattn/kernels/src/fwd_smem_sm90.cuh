@@ -1,0 +1,117 @@
+// Layer 3. Shared memory of Hopper's forward kernel: circular buffers of q, k and v, and their
+// barriers.
+#pragma once
+
+#include "gemm_sm90.cuh"
+#include "tile_scheduler_sm90.cuh"
+
+constexpr int WARPGROUP = 4 * WARP;     // threads
+constexpr int CONSUMERS = WARPS_M / 4;  // consumer warpgroups
+constexpr int WARPGROUP_ROWS = 64;      // queries of each
+static_assert(BLOCK_Q == WARPGROUP_ROWS * CONSUMERS && WARPS_N == 1, "64 queries a warpgroup");
+static_assert(STAGES >= 2, "the next k stage is read before the v stage is released");
+static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
+
+using WorkTile = FwdWorkTile;
+using QueryTile = SmemTile<WARPGROUP_ROWS, HEAD_DIM>;  // of one warpgroup
+using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
+using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
+
+struct KeyValueStage {
+    KeyTile::Storage k;
+    ValueTile::Storage v;
+};
+
+// Stages of q hold one warpgroup's queries each: also those of the next work tile, as far as they
+// fit.
+constexpr int TENSOR_BYTES = 225 * 1024;  // at most
+constexpr int Q_FIT = (TENSOR_BYTES - STAGES * int(sizeof(KeyValueStage))) / QueryTile::BYTES;
+constexpr int Q_STAGES = Q_FIT < 2 * CONSUMERS ? Q_FIT : 2 * CONSUMERS;
+static_assert(Q_STAGES >= CONSUMERS, "a stage for every warpgroup");
+static_assert((BLOCK_Q - WARPGROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
+              "a warpgroup fetches the next work tile before it skips the rest of this one");
+
+constexpr int TRACKED = 1024;  // iterations, modulo which unfinished ones are recorded
+
+// Dynamic shared memory, as it lies.
+struct Tensors {
+    QueryTile::Storage q[Q_STAGES];
+    KeyValueStage kv[STAGES];
+};
+static_assert(sizeof(Tensors) == SHARED_BYTES, "what a launch brings");
+
+// Static shared memory.
+struct SharedStorage {
+    // A work tile occupies a q stage, but each warpgroup has two full barriers of its own: waiting
+    // on one shared with others, it could be a whole buffer behind.
+    u64 q_full[2 * CONSUMERS], q_empty[Q_STAGES];
+    u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    u64 pass_done;
+    WorkTile work_tiles[Q_STAGES];
+    struct {
+        u32 count, iterations[TRACKED / 32];
+    } unfinished[2];  // after the first pass, after the second
+};
+static_assert(sizeof(SharedStorage) <= 2048, "what the tensors leave");
+
+struct Smem {
+    u32 tensors;
+    SharedStorage& storage;
+
+    static constexpr int KV = int(__builtin_offsetof(Tensors, kv));
+
+    __device__ QueryTile q(int stage) const { return {tensors + stage * QueryTile::BYTES}; }
+    __device__ KeyTile k(int stage) const {
+        return {tensors + KV + stage * int(sizeof(KeyValueStage))};
+    }
+    __device__ ValueTile v(int stage) const { return {k(stage).address + KeyTile::BYTES}; }
+
+    __device__ Barrier q_full(int warpgroup, int parity) const {
+        return {shared_address(storage.q_full + 2 * warpgroup + parity)};
+    }
+    __device__ Barrier q_empty(int stage) const {
+        return {shared_address(storage.q_empty + stage)};
+    }
+    __device__ Barrier k_full(int stage) const { return {shared_address(storage.k_full + stage)}; }
+    __device__ Barrier k_empty(int stage) const {
+        return {shared_address(storage.k_empty + stage)};
+    }
+    __device__ Barrier v_full(int stage) const { return {shared_address(storage.v_full + stage)}; }
+    __device__ Barrier v_empty(int stage) const {
+        return {shared_address(storage.v_empty + stage)};
+    }
+    __device__ Barrier pass_done() const { return {shared_address(&storage.pass_done)}; }
+
+    // Whether a pass left this iteration unfinished, or one that shares its bit; whether any, or
+    // many.
+    __device__ bool unfinished(int pass, int iteration) const {
+        return storage.unfinished[pass].iterations[iteration % TRACKED / 32] >> iteration % 32 & 1;
+    }
+    __device__ bool any_unfinished(int pass) const { return count(pass) > 0; }
+    __device__ bool many_unfinished(int pass) const { return count(pass) > 1; }
+    __device__ u32 count(int pass) const {
+        return *static_cast<volatile u32*>(&storage.unfinished[pass].count);
+    }
+    __device__ void mark_unfinished(int pass, int iteration) const {
+        const u32 bit = 1u << iteration % 32;
+        auto& left = storage.unfinished[pass];
+        if (!(atomicOr(left.iterations + iteration % TRACKED / 32, bit) & bit))
+            atomicAdd(&left.count, 1);
+    }
+
+    // By one thread, before all others.
+    __device__ void init() const {
+        for (int g = 0; g < CONSUMERS; ++g) q_full(g, 0).init(1), q_full(g, 1).init(1);
+        for (int s = 0; s < Q_STAGES; ++s) q_empty(s).init(WARPGROUP);
+        for (int s = 0; s < STAGES; ++s) {
+            k_full(s).init(1), k_empty(s).init(CONSUMERS);
+            v_full(s).init(1), v_empty(s).init(CONSUMERS);
+        }
+        pass_done().init(CONSUMERS);
+        for (auto& left : storage.unfinished) {
+            left.count = 0;
+            for (u32& bits : left.iterations) bits = 0;
+        }
+        fence_barrier_init();
+    }
+};

@@ -1,0 +1,191 @@
+// Layer 2. Asynchronous GEMMs of a warpgroup, and the ways of its accumulator fragments to shared
+// and global memory. A fragment has 16 rows of each warp.
+#pragma once
+
+#include "fragment.cuh"
+#include "smem_tile_sm90.cuh"
+
+// An accumulator fragment as wgmma takes it: the elements of one atom after the other.
+template <int NT>
+__device__ inline float (&accum_registers(Fragment<float, 1, NT>& c))[4 * NT] {
+    return reinterpret_cast<float (&)[4 * NT]>(c.x);
+}
+
+// Issue C = X Y^T for 64 rows of x from row m0 on and DEPTH columns: both operands are K-major.
+template <class T, int DEPTH, int R, int C, int R2, int C2, int NT>
+__device__ inline void gemm_async(Fragment<float, 1, NT>& c, const SmemTile<R, C>& x, int m0,
+                                  const SmemTile<R2, C2>& y) {
+    auto& d = accum_registers(c);
+    discard_operand(d);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 16) wgmma(T{}, d, x.k_major(m0, k), y.k_major(0, k), k > 0);
+    wgmma_commit();
+}
+
+// Issue C += A Y for all rows of y: A is in registers, Y is MN-major.
+template <class T, int K, int R, int C, int NT>
+__device__ inline void gemm_async(Fragment<float, 1, NT>& c, const typename Atom<T>::A (&a)[K],
+                                  const SmemTile<R, C>& y) {
+    static_assert(16 * K == R);
+    auto& d = accum_registers(c);
+    fence_operand(d);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < K; ++k) wgmma(T{}, d, a[k].r, y.mn_major(16 * k), true);
+    wgmma_commit();
+}
+
+// Issue C = X Y for 64 rows of x from row m0 on, all rows of y, and columns of y from n0 on: X is
+// K-major, Y is MN-major.
+template <class T, int R, int C, int C2, int NT>
+__device__ inline void gemm_async_mn(Fragment<float, 1, NT>& c, const SmemTile<R, C>& x, int m0,
+                                     const SmemTile<C, C2>& y, int n0) {
+    auto& d = accum_registers(c);
+    discard_operand(d);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < C; k += 16) wgmma(T{}, d, x.k_major(m0, k), y.mn_major(k, n0), k > 0);
+    wgmma_commit();
+}
+
+// Wait until at most PENDING GEMMs are in flight. c is the result of one that is complete then.
+template <int PENDING, int NT>
+__device__ inline void warpgroup_wait(Fragment<float, 1, NT>& c) {
+    wgmma_wait<PENDING>();
+    fence_operand(accum_registers(c));
+}
+
+// Keep the next wait behind the computation of a condition that never holds. ptxas moves waits
+// ahead of everything that does not depend on a GEMM, so nothing would overlap with it; but not
+// ahead of a branch.
+__device__ inline void order_wait_after(bool never) {
+    if (__any_sync(~0u, never)) asm volatile("nanosleep.u32 1;");
+}
+
+// Whether the first ELEMENTS of each atom are finite: zero times what is not finite is not zero. In
+// several sums: one alone would be a long dependency chain.
+template <int ELEMENTS = 4, int CHAINS = 4, int NT>
+__device__ inline bool all_finite_by_fma(const Fragment<float, 1, NT>& c) {
+    float zeros[CHAINS] = {};
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; ++e)
+            zeros[e % CHAINS] = fma(c.x[0][n][e], 0.f, zeros[e % CHAINS]);
+    float sum = zeros[0];
+#pragma unroll
+    for (int n = 1; n < CHAINS; ++n) sum += zeros[n];
+    return sum == 0;
+}
+
+// Store 16 rows of each warp to global memory, straight from registers: the first `rows`, and of a
+// thread's two rows those whose bit is set in `halves`. Two lanes exchange columns of neighbouring
+// atoms, so that each stores four of one: 8 bytes, and 32 of a row.
+template <class T, int NT>
+__device__ inline void store_rows(T* target, i64 stride, const Fragment<float, 1, NT>& c, int rows,
+                                  int columns, u32 halves = 3) {
+    const Lane lane;
+    const bool odd = lane.t & 1;
+    const int column = (odd ? 8 : 0) + lane.t / 2 * 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32 x[NT];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) x[n] = pack<T>(c.x[0][n][2 * half], c.x[0][n][2 * half + 1]);
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            const u32 got = __shfl_xor_sync(~0u, odd ? x[n] : x[n + 1], 1);
+            (odd ? x[n] : x[n + 1]) = got;
+        }
+        const int row = lane.row(2 * half);
+        T* const to = target + row * stride + column;
+#pragma unroll
+        for (int n = 0; n < NT; n += 2)
+            if (row < rows && 8 * n + column < columns && (halves >> half & 1))
+                *reinterpret_cast<uint2*>(to + 8 * n) = {x[n], x[n + 1]};
+    }
+}
+
+// The same through swizzled staging memory of the warp, 64 columns at a time: a warp stores four
+// whole 128-byte lines at once. There is a multiple of eight columns.
+constexpr int STAGING_BYTES = 16 * 128;
+template <class T, int NT>
+__device__ inline void store_rows_staged(u32 staged, T* target, i64 stride,
+                                         const Fragment<float, 1, NT>& c, int rows, int columns) {
+    static_assert(NT % 8 == 0);
+    int lane;  // read anew here, so that what depends on it is not kept in registers until now
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    const int row0 = lane / 8, column0 = lane % 8 * 8;
+    T* const to = target + row0 * stride + column0;
+#pragma unroll
+    for (int n0 = 0; n0 < NT; n0 += 8) {
+        __syncwarp();  // the columns before have been read
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            store_matrices(staged + lane % 16 * 128 + ((2 * i + lane / 16) ^ lane % 8) * 16,
+                           Atom<T>::a_of(c.x[0] + n0 + 2 * i).r);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 16; i += 4)
+            store_chunk(to + i * stride + 8 * n0,
+                        staged + (row0 + i) * 128 + (lane ^ (row0 + i)) % 8 * 16,
+                        row0 + i < rows && 8 * n0 + column0 < columns);
+    }
+}
+
+// Store 16 rows of each warp, from `row` on, transposed: to columns of the tile.
+template <class T, int R, int C, int K>
+__device__ inline void store_transposed(const SmemTile<R, C>& tile,
+                                        const typename Atom<T>::A (&a)[K], int row) {
+    static_assert(R == 16 * K);
+    using Box = SmemTile<R, C>;
+    const int lane = threadIdx.x % WARP;
+    const int to = lane % 8 + lane / 16 * 8, chunk = row % Box::WIDTH / 8 + lane / 8 % 2;
+    const u32 first =
+        tile.address + row / Box::WIDTH * Box::SLICE + to * Box::PITCH + (chunk ^ to % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < K; ++i) store_matrices_transposed(first + 16 * i * Box::PITCH, a[i].r);
+}
+
+// Store COLUMNS columns from `first` on, of 16 rows of each warp, to rows of floats in shared
+// memory from `row` on, a multiple of 16.
+template <int COLUMNS, int NT>
+__device__ inline void stage_dq(u32 target, const Fragment<float, 1, NT>& c, int first, int row) {
+    static_assert(COLUMNS % 32 == 0);
+    const Lane lane;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const u32 to = target + (row + lane.row(2 * half)) * COLUMNS * 4;
+#pragma unroll
+        for (int n = first / 8; n < (first + COLUMNS) / 8; n += 2) {
+            const int at = dq_column(lane.g, 8 * n - first + 4 * lane.t);
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + 4 * at),
+                         "f"(c.x[0][n][2 * half]), "f"(c.x[0][n][2 * half + 1]),
+                         "f"(c.x[0][n + 1][2 * half]), "f"(c.x[0][n + 1][2 * half + 1])
+                         : "memory");
+        }
+    }
+}
+
+// Pass a fragment through shared memory to the same thread of another warpgroup.
+template <int NT>
+__device__ inline void store_exchange(u32 target, const Fragment<float, 1, NT>& c) {
+    const u32 to = target + threadIdx.x % (4 * WARP) * 16;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + 64 * WARP * n),
+                     "f"(c.x[0][n][0]), "f"(c.x[0][n][1]), "f"(c.x[0][n][2]), "f"(c.x[0][n][3])
+                     : "memory");
+}
+template <int NT>
+__device__ inline void load_exchange(Fragment<float, 1, NT>& c, u32 source) {
+    const u32 from = source + threadIdx.x % (4 * WARP) * 16;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(c.x[0][n][0]), "=f"(c.x[0][n][1]), "=f"(c.x[0][n][2]),
+                       "=f"(c.x[0][n][3])
+                     : "r"(from + 64 * WARP * n)
+                     : "memory");
+}

@@ -1,0 +1,108 @@
+// Layer 3. What belongs to one head: its rows, masks and score modifiers, and its flags.
+#pragma once
+
+#include "mask.cuh"
+#include "softmax.cuh"
+
+__device__ inline Accum warp_sum(Accum x) {
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+__device__ inline Accum warp_maximum(Accum x) {
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) x = fmax(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+
+template <class T>
+__device__ inline const T* rows_of(const void* data, const Rows& at, i64 b, i64 h) {
+    return static_cast<const T*>(data) + b * at.b + h * at.h;
+}
+template <class T>
+__device__ inline T* rows_of(void* data, const Rows& at, i64 b, i64 h) {
+    return static_cast<T*>(data) + b * at.b + h * at.h;
+}
+
+__device__ inline Accum sink_of(const Params& p, i64 h) {
+    return p.sinks ? static_cast<const Accum*>(p.sinks)[h] : -infinity<Accum>();
+}
+
+// Flags of a key head of one batch entry, which the backward pass sets: something is not finite, or
+// scores are so large that the logsumexp is too coarse. Hopper's kernels skip heads whose flags are
+// known, and leave heads that FAILED to others. Counterparts are in steps.py.
+constexpr u32 NON_FINITE = 1, LARGE = 2, KNOWN = NON_FINITE | LARGE, FAILED = 4;
+__device__ inline u32& head_flags(const Params& p, i64 b, i64 kv) {
+    return p.special[b * p.Hkv + kv];
+}
+
+// Whether any head has a flag that this NaN-safe kernel serves; mostly none has. All threads call.
+__device__ inline bool any_to_repair(const Params& p) {
+    bool any = false;
+    for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += blockDim.x) any = any || p.special[i] & REPAIRS;
+    return __syncthreads_or(any);
+}
+
+// Call run(block) for all blocks: one for each CTA, or NaN-safe, many for each of a few CTAs.
+template <class Run>
+__device__ inline void for_blocks(const Params& p, i64 blocks, Run run) {
+    if constexpr (!REPAIRS) {
+        run(int(blockIdx.x));
+    } else {
+        if (!any_to_repair(p)) return;
+#pragma unroll 1
+        for (i64 i = blockIdx.x; i < blocks; i += gridDim.x) {
+            run(int(i));
+            __syncthreads();  // all warps are done with shared memory
+        }
+    }
+}
+
+// One query head of one batch entry.
+struct Head {
+    const Params& p;
+    i64 b, h;
+    const Element *q, *k, *v, *dout;
+    AttentionMask attn_mask;
+    ScoreMod score_mod;
+    Dropout dropout;
+
+    __device__ Head(const Params& p, i64 b, i64 h)
+        : p(p),
+          b(b),
+          h(h),
+          q(rows_of<Element>(p.q, p.q_at, b, h)),
+          k(rows_of<Element>(p.k, p.k_at, b, int(h) / int(p.group))),
+          v(rows_of<Element>(p.v, p.v_at, b, int(h) / int(p.group))),
+          dout(rows_of<Element>(p.dout, p.dout_at, b, h)),
+          attn_mask(p, b, h),
+          score_mod(p, b, h),
+          dropout(p, b, h) {
+        // Four pointers in registers are cheaper than recomputing them for every tile.
+        asm volatile("" : "+l"(q), "+l"(k), "+l"(v), "+l"(dout));
+    }
+
+    __device__ i64 row(int i) const { return (b * p.Hq + h) * p.Nq + i; }
+
+    // Row statistics from backward_rows; those of a LARGE head are from backward_renormalise.
+    __device__ Accum* statistics(void* array) const {
+        return static_cast<Accum*>(array) + (b * p.Hq + h) * p.rows;
+    }
+    __device__ Accum* lse_log2() const { return statistics(p.shift); }
+    __device__ Accum* delta() const { return statistics(p.delta); }
+    __device__ Accum* row_max() const { return statistics(p.row_max); }
+    __device__ bool is_large() const { return head_flags(p, b, int(h) / int(p.group)) & LARGE; }
+
+    __device__ Accum sink() const { return sink_of(p, h); }
+
+    // Score times score_mod.unit() is in units of log 2; -infinity where masked out.
+    __device__ Accum score(int i, int j, Accum& dsoftcap) const {
+        dsoftcap = 1;
+        if (!attn_mask.visible(i, j)) return -infinity<Accum>();
+        Accum product = 0;
+        for (int d = 0; d < p.D; ++d)
+            product =
+                fma(Accum(widen(q[i * p.q_at.n + d])), Accum(widen(k[j * p.k_at.n + d])), product);
+        return score_mod.score(product, i, j, score_mod.bias_of(i, j), dsoftcap);
+    }
+};

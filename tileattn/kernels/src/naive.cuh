@@ -1,0 +1,134 @@
+// Layer 3. Attention unfused, one row at a time by one warp, for head dimensions that no tiled
+// kernel supports. What is masked out is not multiplied by zero but left out.
+#pragma once
+
+#include "gradient.cuh"
+
+// What the backward pass computes of one score.
+struct PairGradient {
+    bool attended;
+    Accum p, ds, capped;  // P with dropout, dS, and dS before the softcap
+};
+
+__device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
+    const Params& p = head.p;
+    Accum dsoftcap;
+    Accum s = head.score(i, j, dsoftcap);
+    if (s == -infinity<Accum>()) return {false, 0, 0, 0};
+    if (head.is_large()) s = difference(s, head.row_max()[i]);
+    const Accum own = exp2_of(exponent(s, head.score_mod.unit(), head.lse_log2()[i]));
+    const Accum keep =
+        HAS_DROPOUT ? (head.dropout.keeps(i, j) ? Accum(p.gain) : Accum(0)) : Accum(1);
+    Accum dp = 0;
+    for (int d = 0; d < p.Dv; ++d)
+        dp = fma(Accum(widen(head.dout[i * p.dout_at.n + d])),
+                 Accum(widen(head.v[j * p.v_at.n + d])), dp);
+    const Accum ds = score_gradient(own, dp * keep, head.delta()[i]);
+    return {true, own * keep, ds, ds * dsoftcap};
+}
+
+// Call add(lane, weight) in every lane for the lanes of the warp that are attended to, one by one.
+template <class Row>
+__device__ inline void for_each_attended(bool attended, Accum weight, Row add) {
+    for (u32 left = __ballot_sync(~0u, attended); left; left &= left - 1) {
+        const int other = __ffs(left) - 1;
+        add(other, __shfl_sync(~0u, weight, other));
+    }
+}
+
+// The maximum of the scores of query i, clipped to be finite, and the sum of exp2(score - maximum).
+__device__ inline void sum_of_row(const Head& head, int i, Accum& m, Accum& l) {
+    const int lane = threadIdx.x % WARP;
+    const Range keys = head.attn_mask.window.keys_of(i, i + 1);
+    Accum dsoftcap;
+    m = -infinity<Accum>(), l = 0;
+    for (int j = keys.lo + lane; j < keys.hi; j += WARP) m = fmax(m, head.score(i, j, dsoftcap));
+    m = clip_finite(warp_maximum(m));
+    for (int j = keys.lo + lane; j < keys.hi; j += WARP)
+        l += exp2_of(difference(head.score(i, j, dsoftcap), m) * head.score_mod.unit());
+    l = warp_sum(l);
+}
+
+// out and lse of query i. 32 columns at a time, each over all keys.
+__device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
+    const Head head(p, b, h);
+    const Accum sink = head.sink();
+    const int lane = threadIdx.x % WARP;
+    const Range keys = head.attn_mask.window.keys_of(i, i + 1);
+    Accum dsoftcap, m, l;
+    sum_of_row(head, i, m, l);
+    const Accum unit = head.score_mod.unit(), natural = Accum(p.natural);
+    const Denominator all(l, sink, sink_above(sink, m, natural));
+    if (lane == 0) static_cast<Accum*>(p.lse)[head.row(i)] = all.lse(m * natural);
+    Element* out = rows_of<Element>(p.out, p.out_at, head.b, head.h) + i * p.out_at.n;
+    for (int d0 = 0; d0 < p.Dv; d0 += WARP) {
+        const int d = d0 + lane;
+        Accum total = 0;
+        for (int j0 = keys.lo; j0 < keys.hi; j0 += WARP) {
+            const int j = j0 + lane;
+            const Accum s = j < keys.hi ? head.score(i, j, dsoftcap) : -infinity<Accum>();
+            const bool kept = !HAS_DROPOUT || head.dropout.keeps(i, j);
+            const Accum own = kept ? exp2_of(difference(s, m) * unit) : Accum(0);
+            for_each_attended(s != -infinity<Accum>(), own, [&](int other, Accum weight) {
+                const Element* const row = head.v + (j0 + other) * p.v_at.n;
+                if (d < p.Dv) total = fma(weight, Accum(widen(row[d])), total);
+            });
+        }
+        if (d < p.Dv)
+            out[d] = narrow<Element>(
+                all.total == 0 ? Accum(0) : total * (Accum(p.gain) / all.total * all.rescale));
+    }
+}
+
+// dq of query i.
+__device__ inline void query_row(const Params& p, i64 b, i64 h, int i) {
+    const Head head(p, b, h);
+    const int lane = threadIdx.x % WARP;
+    const Range keys = head.attn_mask.window.keys_of(i, i + 1);
+    Element* dq = rows_of<Element>(p.dq, p.dq_at, head.b, head.h) + i * p.dq_at.n;
+    for (int d0 = 0; d0 < p.D; d0 += WARP) {
+        const int d = d0 + lane;
+        Accum total = 0;
+        for (int j0 = keys.lo; j0 < keys.hi; j0 += WARP) {
+            const int j = j0 + lane;
+            const PairGradient pair =
+                j < keys.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
+            for_each_attended(pair.attended, pair.capped, [&](int other, Accum weight) {
+                if (d < p.D)
+                    total = fma(weight, Accum(widen(head.k[(j0 + other) * p.k_at.n + d])), total);
+            });
+        }
+        if (d < p.D) dq[d] = narrow<Element>(total * Accum(p.scale));
+    }
+}
+
+// dk and dv of key j of key head `kv`.
+__device__ inline void key_row(const Params& p, i64 b, i64 kv, int j) {
+    const int lane = threadIdx.x % WARP, group = int(p.group);
+    Element* dk = rows_of<Element>(p.dk, p.dk_at, b, kv) + j * p.dk_at.n;
+    Element* dv = rows_of<Element>(p.dv, p.dv_at, b, kv) + j * p.dv_at.n;
+    for (int d0 = 0; d0 < p.D || d0 < p.Dv; d0 += WARP) {
+        const int d = d0 + lane;
+        Accum dk_total = 0, dv_total = 0;
+        for (int g = 0; g < group; ++g) {
+            const Head head(p, b, kv * group + g);
+            const Range queries = head.attn_mask.window.queries_of(j, j + 1);
+            for (int i0 = queries.lo; i0 < queries.hi; i0 += WARP) {
+                const int i = i0 + lane;
+                const PairGradient pair =
+                    i < queries.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
+                for_each_attended(pair.attended, pair.capped, [&](int other, Accum weight) {
+                    if (d < p.D)
+                        dk_total = fma(weight, Accum(widen(head.q[(i0 + other) * p.q_at.n + d])),
+                                       dk_total);
+                });
+                for_each_attended(pair.attended, pair.p, [&](int other, Accum weight) {
+                    const Element* dout = head.dout + (i0 + other) * p.dout_at.n;
+                    if (d < p.Dv) dv_total = fma(weight, Accum(widen(dout[d])), dv_total);
+                });
+            }
+        }
+        if (d < p.D) dk[d] = narrow<Element>(dk_total * Accum(p.scale));
+        if (d < p.Dv) dv[d] = narrow<Element>(dv_total);
+    }
+}

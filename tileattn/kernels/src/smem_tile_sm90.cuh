@@ -1,0 +1,62 @@
+// Layer 2. Shared-memory tiles as TMA writes them and as wgmma reads them.
+#pragma once
+
+#include "tma_sm90.cuh"
+#include "wgmma_sm90.cuh"
+
+// ROWS x COLUMNS elements of 16 bits with the 128-byte swizzle, in slices of 64 columns: a row of a
+// slice takes 128 bytes, and its 16-byte chunks are permuted by the row modulo 8. A Tile of this
+// pitch has the same swizzle.
+template <int ROWS, int COLUMNS>
+struct SmemTile {
+    static constexpr int WIDTH = 64, PITCH = 128,
+                         ATOM = 8 * PITCH;  // a swizzle atom has eight rows
+    static constexpr int SLICES = (COLUMNS + WIDTH - 1) / WIDTH, SLICE = ROWS * PITCH;
+    static constexpr int BYTES = SLICES * SLICE;
+    static_assert(SLICE % ATOM == 0, "whole swizzle atoms");
+
+    struct alignas(1024) Storage {
+        char bytes[BYTES];
+    };
+
+    u32 address;  // of a Storage
+
+    // Start TMA loads of the whole tile from row `row` on. Elements outside the tensor become zero.
+    __device__ void load(const TensorMap& map, int row, int head, int batch,
+                         const Barrier& full) const {
+        full.arrive_and_expect_tx(BYTES);
+#pragma unroll
+        for (int n = 0; n < SLICES; ++n)
+            tma_load(address + n * SLICE, map, n * WIDTH, row, head, batch, full);
+    }
+
+    // Prefetch into the L2 cache what `load` will read.
+    __device__ static void prefetch(const TensorMap& map, int row, int head, int batch) {
+#pragma unroll
+        for (int n = 0; n < SLICES; ++n) tma_prefetch(map, n * WIDTH, row, head, batch);
+    }
+
+    // The address of a 16-byte chunk of a row.
+    __device__ u32 chunk(int row, int byte) const {
+        return address + byte / PITCH * SLICE + row * PITCH + (byte % PITCH ^ row % 8 * 16);
+    }
+
+    // Matrix descriptors hold, in units of 16 bytes, the address, the offset between slices and the
+    // offset between swizzle atoms, and the swizzle mode.
+
+    // K-major A[m, k] or B[k, n]: m or n are rows of the tile, from `row` on.
+    __device__ Descriptor<false> k_major(int row, int k) const {
+        return {describe(row * PITCH, k / WIDTH * SLICE + k % WIDTH * 2)};
+    }
+    // MN-major B[k, n]: k are rows of the tile, and n = 0 is column `column`. Unless that is the
+    // first of a slice, all n lie in its slice.
+    __device__ Descriptor<true> mn_major(int k, int column = 0) const {
+        return {describe(column / WIDTH * SLICE + column % WIDTH * 2, k * PITCH)};
+    }
+
+    // The offset known at compile time is added last: all descriptors of a GEMM share the rest.
+    __device__ u64 describe(int offset, int known) const {
+        constexpr u64 CONSTANT = u64(SLICE >> 4) << 16 | u64(ATOM >> 4) << 32 | u64(1) << 62;
+        return (CONSTANT | (address + offset) >> 4) + (known >> 4);
+    }
+};
