@@ -23,16 +23,16 @@ from tests.hopper import (
     PARTS,
     B,
     arrays,
+    described,
     filled,
     in_turn,
     sent,
     visible,
 )
 from tileattn import reference
-from tileattn.backends import registry
-from tileattn.kernels.launch import call
-from tileattn.kernels.launch.steps import forward_steps
-from tileattn.problem import parse
+from tileattn.backends.cupy import describe
+from tileattn.dispatch import CALLS
+from tileattn.kernels.launch.plan import plan_forward
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
@@ -45,8 +45,8 @@ ODD_DIMENSIONS = [(8, 8), (40, 24), (64, 128), (72, 200), (128, 64), (256, 32), 
 
 def kernel(q: Any, k: Any, v: Any, **options: Any) -> str:
     """Name the kernel that serves a call; to explain it would compile those of both passes."""
-    problem, operands = parse(q, k, v, options)
-    return forward_steps(problem, call.Call(problem, operands).facts())[0].key.kernel
+    problem, layout = described("forward", q, k, v, **options)
+    return plan_forward(problem, layout, describe.device_of(0)).launches[0].key.kernel
 
 
 def called(q: Array, k: Array, v: Array, **options: Any) -> tileattn.Attention:
@@ -181,7 +181,7 @@ def test_any_combination(
 def test_both_kernels_agree_with_the_oracle(D: int, Dv: int, causal: bool, request: Any) -> None:
     q, k, v = arrays(DTYPES[1], D, Dv, 400, 600)
     mine = called(q, k, v, causal=causal, q_offset=200)
-    request.getfixturevalue("portable")
+    request.getfixturevalue("generic")
     given = sent(q), sent(k), sent(v)
     assert kernel(*given, causal=causal, q_offset=200) == "forward"
     theirs = host(tileattn.forward(*given, causal=causal, q_offset=200))
@@ -405,13 +405,13 @@ def test_captured_in_a_graph(warm: bool) -> None:
     q, k, v = map(sent, arrays(DTYPES[1], 128, 128, 700, 700))
     wanted = bits(tileattn.forward(q, k, v, causal=True))
     if not warm:
-        registry.KNOWN.clear()  # the kernel is loaded, but the plan is made in the capture
+        CALLS.clear()  # the kernel is loaded, but the plan is made in the capture
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.Stream(non_blocking=True) as stream, cupy.cuda.using_allocator(pool.malloc):
         stream.begin_capture()
         result = tileattn.forward(q, k, v, causal=True)
         graph = stream.end_capture()
-        registry.KNOWN.clear()
+        CALLS.clear()
         for _ in range(3):
             result.out.fill(7)
             graph.launch(stream)

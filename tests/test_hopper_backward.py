@@ -14,10 +14,9 @@ from tests import hopper
 from tests.gpu import bits, host, needs_gpu, poisoned
 from tests.hopper import DTYPES, HKV, HQ, LENGTHS, OPTIONS, PARTS, B, filled, in_turn, sent
 from tileattn import Gradients, reference
+from tileattn.backends.cupy import describe
 from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
-from tileattn.kernels.launch import call
-from tileattn.kernels.launch.steps import backward_steps
-from tileattn.problem import parse
+from tileattn.kernels.launch.plan import plan_backward
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
@@ -41,11 +40,9 @@ def arrays(dtype: Any, D: int, Dv: int, Nq: int, Nk: int, seed: int = 0) -> Give
 
 def served(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> bool:
     """Whether one of the kernels serves a call whose arrays are on the GPU."""
-    problem, operands = parse(q, k, v, options)
-    made = call.Call(problem, operands)
-    made.add_rows("dout", dout)
-    steps = backward_steps(problem, made.facts(), deterministic=False, sinks=False)
-    return any(step.key.kernel in HOPPER_BACKWARDS for step in steps)
+    problem, layout = hopper.described("backward", q, k, v, dout=dout, **options)
+    launches = plan_backward(problem, layout, describe.device_of(0)).launches
+    return any(launch.key.kernel in HOPPER_BACKWARDS for launch in launches)
 
 
 def called(
@@ -179,7 +176,7 @@ def test_both_ways_agree_with_the_oracle(D: int, Dv: int, causal: bool, request:
     made = arrays(DTYPES[1], D, Dv, 400, 600)
     options: dict[str, Any] = {"causal": causal, "q_offset": 200}
     hold(made, **options)
-    request.getfixturevalue("portable")
+    request.getfixturevalue("generic")
     hold(made, own=False, **options)
 
 

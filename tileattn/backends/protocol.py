@@ -1,10 +1,13 @@
 """What a backend is, and what it answers when asked for an explanation."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _TITLES = {"flash1": "FlashAttention", "flash2": "FlashAttention-2"}
 
@@ -81,6 +84,12 @@ class Explanation:
         ]
 
 
+def takes_workspace(backward: Method) -> Method:
+    """Mark a backend's ``backward`` as one that has the argument ``workspace``."""
+    backward.takes_workspace = True  # type: ignore[attr-defined]  # a function has any attribute
+    return backward
+
+
 @runtime_checkable
 class Backend(Protocol):
     """Something that runs problems on one kind of array.
@@ -89,8 +98,12 @@ class Backend(Protocol):
     -----
     Inputs are never written. Results belong to the library, device and stream of the inputs.
 
-    ``backward`` may take an argument ``workspace``, too, and gets it by name where a caller passes
-    one: an array of uint8, of which all but its size has been checked.
+    A ``backward`` that is marked with `takes_workspace` has an argument ``workspace``, too. It gets
+    it by name where a caller passes one: an array of uint8, of which all but its size has been
+    checked.
+
+    A method ``prepare(problem)`` may return a `tileattn.dispatch.PreparedCall`, which then runs all
+    calls of one signature.
     """
 
     name: str

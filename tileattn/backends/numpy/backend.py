@@ -12,7 +12,7 @@ from tileattn.algorithm.mask import cut
 from tileattn.algorithm.softmax import Array
 from tileattn.backends.numpy import threads
 from tileattn.backends.numpy.backward import Backward
-from tileattn.backends.protocol import Explanation
+from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import compared, forward_traffic
@@ -103,6 +103,7 @@ class NumpyBackend:
             result = out
         return Attention(result, lse)
 
+    @takes_workspace
     def backward(
         self,
         problem: Problem,
