@@ -14,7 +14,7 @@ from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import CallLayout
-from tileattn.kernels.launch.plan import described, launch_context, plan_backward, plan_forward
+from tileattn.kernels.launch.plan import described, launch_context, plans_of
 from tileattn.problem import Operands, Problem
 from tileattn.traffic import ALGORITHMS, compared, forward_traffic, modelled
 
@@ -78,18 +78,15 @@ def explain_on(
     Explanation
         The tile of the backward pass is that of its kernel over keys.
     """
-    layouts = [inputs.with_contiguous_results(problem, kind) for kind in ("forward", "backward")]
-    forward = plan_forward(problem, layouts[0], device)
-    backward, in_order = (
-        plan_backward(problem, layouts[1], device, deterministic=fixed) for fixed in (False, True)
-    )
+    forward, backward, deterministic = plans_of(problem, inputs, device)
     launches = (*forward.launches, *backward.launches)
     keys = [launch.key for launch in launches]
     first = keys[0] if forward.launches else KernelKey("forward", problem.dtype.name)
     backward_keys = keys[len(forward.launches) :]
     last = next((key for key in backward_keys if key.kernel.endswith(("_keys", "_sm90"))), first)
     tiles, moved, traffic = _traffic(problem, operands, first.tile, last.tile)
-    alignment = launch_context(problem, layouts[0], device).alignment_bytes
+    outputs = inputs.with_contiguous_results(problem, "forward")
+    alignment = launch_context(problem, outputs, device).alignment_bytes
     loaded = [None] * len(keys) if load is None else load(keys)
     return Explanation(
         backend="cupy",
@@ -102,7 +99,7 @@ def explain_on(
         bytes_moved=moved,
         traffic=traffic,
         kernels=tuple(map(_described, launches, loaded)),
-        workspace_bytes=max(plan.workspace.nbytes for plan in (backward, in_order)),
+        workspace_bytes=max(plan.workspace.nbytes for plan in (backward, deterministic)),
         reasons=(
             f"q, k and v are CuPy arrays on {device.name}",
             f"rows are aligned to {alignment} bytes, which one copy moves",

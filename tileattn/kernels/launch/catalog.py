@@ -14,7 +14,7 @@ from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import candidates
 from tileattn.kernels.launch.device import device_of_arch
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, contiguous_inputs
-from tileattn.kernels.launch.plan import plan_backward, plan_forward
+from tileattn.kernels.launch.plan import plans_of
 from tileattn.problem import BFLOAT16, DTYPES, Problem
 
 # Options that a kernel is compiled for; all others are parameters of every kernel, though a right
@@ -72,14 +72,7 @@ def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> l
     found: dict[KernelKey, None] = {}
     for dtype, dim, window in product(dtypes, list(head_dims), WINDOWS):
         problem = replace(problem_of(dtype, dim), window=window)
-        inputs = contiguous_inputs(problem)
-        forward, backward = (
-            inputs.with_contiguous_results(problem, kind) for kind in ("forward", "backward")
-        )
-        plans = (
-            plan_forward(problem, forward, device),
-            *(plan_backward(problem, backward, device, deterministic=x) for x in (False, True)),
-        )
+        plans = plans_of(problem, contiguous_inputs(problem), device)
         found |= {launch.key: None for plan in plans for launch in plan.launches}
     return list(found)
 

@@ -187,6 +187,31 @@ def plan_backward(
     return _plan(problem, layout, device, launches, results={"dsinks"})
 
 
+def plans_of(problem: Problem, inputs: CallLayout, device: Device) -> tuple[LaunchPlan, ...]:
+    """Plan both passes where all arrays but the inputs are contiguous.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    inputs : CallLayout
+        Of the inputs.
+    device : Device
+        Where it runs.
+
+    Returns
+    -------
+    forward, backward, deterministic : LaunchPlan
+        The last one sums dq in a fixed order.
+    """
+    forward = inputs.with_contiguous_results(problem, "forward")
+    backward = inputs.with_contiguous_results(problem, "backward")
+    return (
+        plan_forward(problem, forward, device),
+        *(plan_backward(problem, backward, device, deterministic=x) for x in (False, True)),
+    )
+
+
 def launch_context(problem: Problem, layout: CallLayout, device: Device) -> LaunchContext:
     """Say what decides about kernels besides the problem.
 
