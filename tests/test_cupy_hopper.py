@@ -22,13 +22,16 @@ from tileattn.kernels.config.hopper import HOPPER, forward_tile
 from tileattn.kernels.config.shared_memory import HOPPER_STATIC, hopper_forward_bytes
 from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize
 from tileattn.kernels.launch.catalog import context_of, problem_of
-from tileattn.kernels.launch.layout import ArrayLayout, contiguous, described
+from tileattn.kernels.launch.device import device_of_arch
+from tileattn.kernels.launch.layout import ArrayLayout, contiguous, contiguous_inputs
+from tileattn.kernels.launch.plan import plan_forward
 from tileattn.kernels.launch.tensor_map import can_map, tensor_map
 from tileattn.problem import Problem
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 CONTEXT = context_of("sm_90a")
 SERVED = problem_of("float16", 64)
+H200 = device_of_arch("sm_90a")
 
 
 @pytest.fixture
@@ -203,30 +206,26 @@ def test_maps_say_where_the_arrays_lie(gpu: Machine, dtype: Any, kind: int) -> N
         assert made == (x.data.ptr, kind, sizes, strides, (64, rows, 1, 1), (0, 3, 3, 0))
 
 
-def test_an_axis_of_length_one_has_a_stride_that_the_driver_takes(gpu: Machine) -> None:
-    import cupy
-
-    memory = gpu.array((1 << 16,), np.float16).data
-    for strides in ((0, 6, -2, 2), (1 << 50, 1 << 50, 1 << 50, 2)):
-        x = cupy.ndarray((1, 1, 1, 20), np.float16, memory, strides)
-        tileattn.forward(x, x, x[..., :8])
-    assert kernels(gpu) == [HOPPER, HOPPER]
-    assert {made.strides for maps in gpu.maps for made in maps[:2]} == {(48, 48, 48)}
+@pytest.mark.parametrize("strides", [(0, 6, -2, 2), (1 << 50, 1 << 50, 1 << 50, 2)])
+def test_an_axis_of_length_one_has_a_stride_that_the_driver_takes(strides: Any) -> None:
+    x = ArrayLayout((1, 1, 1, 20), strides, "float16")
+    assert can_map(x)
+    assert tensor_map("q", x, 64).strides == (48, 48, 48)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("step", [0, -1])
-def test_an_axis_that_a_map_cannot_express(gpu: Machine, axis: int, step: int) -> None:
-    import cupy
-
-    q, k, v = arrays(gpu)
-    strides = [s * step if n == axis else s for n, s in enumerate(k.strides)]
-    assert can_map(described(k, 0))
-    k = cupy.ndarray(k.shape, k.dtype, k.data, strides)
-    assert not can_map(described(k, 0))
-    tileattn.forward(q, k, v)
-    assert kernels(gpu) == ["forward"]
-    assert gpu.encoded == []
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_axis_that_a_map_cannot_express(name: str, axis: int, step: int) -> None:
+    problem = replace(SERVED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
+    layout = contiguous_inputs(problem).with_contiguous_results(problem, "forward")
+    x = layout.get(name)
+    assert x is not None
+    strides = tuple(s * step if n == axis else s for n, s in enumerate(x.strides))
+    for changed, kernel in ((x, HOPPER), (replace(x, strides=strides), "forward")):
+        plan = plan_forward(problem, layout.with_arrays(**{name: changed}), H200)
+        assert [launch.key.kernel for launch in plan.launches] == [kernel]
+        assert can_map(changed) == bool(plan.tensor_maps) == (kernel == HOPPER)
 
 
 def test_strides_that_are_too_long_for_a_map() -> None:
@@ -235,16 +234,14 @@ def test_strides_that_are_too_long_for_a_map() -> None:
     assert can_map(replace(x, shape=(1, 3, 5, 8)))
 
 
-def test_a_row_that_is_not_aligned_goes_to_the_generic_kernel(gpu: Machine) -> None:
-    whole = gpu.array((1, 1, 2 * NK * 64), np.float16)
-
-    def at(first: int) -> Any:
-        return whole[..., first : first + NK * 64].reshape(1, 1, NK, 64)
-
-    for first, kernel in ((0, HOPPER), (4, "forward"), (8, HOPPER), (0, HOPPER), (3, "forward")):
-        tileattn.forward(at(first), at(0), at(0))
-        assert kernels(gpu)[-1] == kernel
-    assert len(gpu.encoded) == 6
+@pytest.mark.parametrize(("alignment", "kernel"), [(16, HOPPER), (8, "forward"), (2, "forward")])
+def test_a_row_that_is_not_aligned_goes_to_the_generic_kernel(alignment: int, kernel: str) -> None:
+    problem = replace(SERVED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
+    layout = contiguous_inputs(problem).with_contiguous_results(problem, "forward")
+    out = layout.get("out")
+    assert out is not None
+    layout = layout.with_arrays(out=replace(out, alignment=alignment))
+    assert plan_forward(problem, layout, H200).launches[0].key.kernel == kernel
 
 
 # --- what is done once --------------------------------------------------------------------------
@@ -332,30 +329,3 @@ def test_the_function_of_the_driver_is_found_once(
     finally:
         tensor_maps._driver_function.cache_clear()
     assert asked == [library]
-
-
-# --- explain ------------------------------------------------------------------------------------
-
-
-def test_explain_names_the_kernel_and_its_memory(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import cupy
-
-    properties = {"name": b"NVIDIA H200"}
-    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda _: properties)
-    q, k, v = (gpu.array((2, 4, 1000, 128), np.float16) for _ in range(3))
-    found = tileattn.explain(q, k, v, causal=True)
-    assert gpu.launches == []
-    assert gpu.encoded == []
-    assert (found.kernel, found.forward_tile) == (HOPPER, (128, 128))
-    assert found.scratch_bytes == (2 * 32 + 2 * 64) * 1024
-    assert "forward_sm90 128 x 128, 128/128 columns, 2 stages: 64 blocks of 384 threads" in str(
-        found
-    )
-    assert "192.1 KiB shared" in found.kernels[0]
-    assert any(reason.startswith("forward_sm90: wgmma") for reason in found.reasons)
-    bias = gpu.array((1000, 1000))
-    for options, reason in (({"bias": bias}, "bias"), ({"dropout_p": 0.5}, "dropout")):
-        report = str(tileattn.explain(q, k, v, **options))
-        assert f"because   forward: the generic kernel, because {reason} is in use; tiles" in report

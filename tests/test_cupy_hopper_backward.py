@@ -11,7 +11,7 @@ import pytest
 import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine
-from tests.test_cupy_hopper import CONTEXT, REFUSED, SERVED
+from tests.test_cupy_hopper import CONTEXT, H200, REFUSED, SERVED
 from tileattn.kernels.config import hopper
 from tileattn.kernels.config.context import FAILED, LARGE, NON_FINITE, KernelLaunch
 from tileattn.kernels.config.families import backward_launches
@@ -24,6 +24,7 @@ from tileattn.kernels.config.shared_memory import HOPPER_STATIC, hopper_backward
 from tileattn.kernels.config.tiles import TileSize
 from tileattn.kernels.launch.catalog import problem_of
 from tileattn.kernels.launch.layout import contiguous_inputs
+from tileattn.kernels.launch.plan import plan_backward
 from tileattn.kernels.launch.scheduler import schedule_of, work_tiles
 from tileattn.problem import Problem
 
@@ -350,20 +351,22 @@ def test_marks_are_zeros_next_to_each_other(gpu: Machine, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("wrong", ["broadcast", "unaligned", "reversed"])
-def test_dout_that_has_no_boxes(gpu: Machine, wrong: str) -> None:
-    import cupy
-
-    given = arrays(gpu)
-    shape = given["dout"].shape
-    if wrong == "broadcast":
-        given["dout"] = cupy.ndarray(shape, np.float16, given["dout"].data, (0, 0, 0, 2))
-    elif wrong == "unaligned":
-        given["dout"] = gpu.array((given["dout"].size + 1,), np.float16)[1:].reshape(shape)
-    else:
-        given["dout"] = given["dout"][:, :, ::-1]
-    tileattn.backward(**given)
-    assert kernels(gpu) == [*BEFORE, *ELSEWHERE]
-    assert gpu.encoded == []
+def test_dout_that_can_have_no_map(wrong: str) -> None:
+    problem = replace(SERVED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
+    layout = contiguous_inputs(problem).with_contiguous_results(problem, "backward")
+    dout = layout.get("dout")
+    assert dout is not None
+    batch, head, row, column = dout.strides
+    changed = {
+        "broadcast": replace(dout, strides=(0, 0, 0, column)),
+        "unaligned": replace(dout, alignment=2),
+        "reversed": replace(dout, strides=(batch, head, -row, column)),
+    }
+    plan = plan_backward(problem, layout, H200)
+    assert [launch.key.kernel for launch in plan.launches] == [*BEFORE, *OWN, *AFTER]
+    plan = plan_backward(problem, layout.with_arrays(dout=changed[wrong]), H200)
+    assert [launch.key.kernel for launch in plan.launches] == [*BEFORE, *ELSEWHERE]
+    assert plan.tensor_maps == {}
 
 
 def test_maps_are_made_again_for_another_dout_alone(gpu: Machine) -> None:
@@ -376,30 +379,3 @@ def test_maps_are_made_again_for_another_dout_alone(gpu: Machine) -> None:
     *_, before, own, safe = (made[3].address for made in gpu.maps)
     assert own == safe == given["dout"].data.ptr != before
     assert len(gpu.encoded) == 8
-
-
-# --- explain ------------------------------------------------------------------------------------
-
-
-def test_explain_names_the_kernels_and_their_memory(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import cupy
-
-    properties = {"name": b"NVIDIA H200"}
-    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda _: properties)
-    q, k, v = (gpu.array((2, 4, 1000, 64), np.float16) for _ in range(3))
-    found = tileattn.explain(q, k, v, causal=True)
-    assert found.backward_tile == (128, 128)
-    assert [line.split()[0] for line in found.kernels[3:]] == [*OWN, *AFTER]
-    assert "64/64 columns, 2 stages: 64 blocks of 384 threads" in found.kernels[3]
-    assert any(r.startswith(f"{HOPPER_BACKWARD}: wgmma") for r in found.reasons)
-    # Of 8 heads the sums; marks and works claimed, which begin at multiples of 256 bytes, as does
-    # what is counted twice for 8 tiles of queries.
-    assert found.workspace_bytes == 8 * (3 * 1024 + 1000 * 64) * 4 + 2 * 256 + 2 * 8 * 8 * 4
-    bias = gpu.array((1000, 1000))
-    for options, reason in (({"bias": bias}, "bias"), ({"dropout_p": 0.5}, "dropout")):
-        found = tileattn.explain(q, k, v, **options)
-        why = f"backward_keys: the generic kernel, because {reason} is in use; tiles"
-        assert any(r.startswith(why) for r in found.reasons)
-        assert HOPPER_BACKWARD not in str(found)

@@ -18,8 +18,9 @@ import tileattn
 from tests import fake_cupy
 from tileattn.backends.cupy.explain import explain_on
 from tileattn.cli import main
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_FINISH
 from tileattn.kernels.launch.device import device_of_arch
-from tileattn.kernels.launch.layout import contiguous_inputs
+from tileattn.kernels.launch.layout import contiguous, contiguous_inputs
 from tileattn.problem import Operands, Problem, parse
 from tileattn.traffic import compared, forward_traffic
 
@@ -38,25 +39,34 @@ def asked(
     return parse(q, k, k, options)
 
 
-@given(
-    data=st.data(),
-    Nq=st.integers(0, 500),
-    Nk=st.integers(0, 700),
-    dim=st.sampled_from([8, 64, 128, 300]),
-)
-def test_the_closed_form_is_the_count(data: st.DataObject, Nq: int, Nk: int, dim: int) -> None:
-    """Also where queries attend to nothing, and under a mask, of which no tile is full."""
-    side = st.none() | st.integers(0, 800)
-    options: dict[str, Any] = {"window": (data.draw(side), data.draw(side))}
-    if data.draw(st.booleans()):
-        options["mask"] = np.ones((1, 1), np.bool_)
+def hold_to_the_count(sizes: tuple[int, int, int], options: dict[str, Any]) -> None:
+    Nq, Nk, dim = sizes
     problem, operands = asked((2, 6, 2, Nq, Nk, dim), **options)
-    found = explain_on(
-        H200, problem, contiguous_inputs(replace(problem, uses=frozenset())), operands
-    )
+    found = explain_on(H200, problem, contiguous_inputs(problem), operands)
     tiles = found.forward_tile, found.backward_tile
     assert (found.tiles, found.bytes_moved) == forward_traffic(problem, operands, tiles[0])
     assert found.traffic == compared(problem, operands, *tiles)
+
+
+sides = st.none() | st.integers(0, 500)
+
+
+@given(
+    sizes=st.tuples(st.integers(0, 300), st.integers(0, 400), st.sampled_from([8, 64, 128])),
+    window=st.tuples(sides, sides),
+    masked=st.booleans(),
+)
+def test_the_closed_form_is_the_count(
+    sizes: tuple[int, int, int], window: tuple[int | None, int | None], masked: bool
+) -> None:
+    """Also where queries attend to nothing, and under a mask, of which no tile is full."""
+    mask = {"mask": np.ones((1, 1), np.bool_)} if masked else {}
+    hold_to_the_count(sizes, {"window": window, **mask})
+
+
+@pytest.mark.parametrize("window", [(None, None), (9, 3), (None, 0), (0, None)])
+def test_the_closed_form_of_the_naive_kernels(window: tuple[int | None, int | None]) -> None:
+    hold_to_the_count((37, 53, 300), {"window": window})
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (4096, 0)}], ids=str)
@@ -84,6 +94,40 @@ def test_a_gpu_that_is_there_is_explained_alike(monkeypatch: pytest.MonkeyPatch)
     assert replace(there, kernels=()) == replace(absent, kernels=())
     for line, like in zip(there.kernels, absent.kernels, strict=True):
         assert line.split(" threads,")[0] == like.split(" threads,")[0]
+
+
+@pytest.mark.parametrize(("dim", "rows", "threads"), [(64, 192, 512), (128, 128, 384)])
+def test_the_kernels_and_their_memory(dim: int, rows: int, threads: int) -> None:
+    problem, operands = asked((2, 4, 4, 2000, 2000, dim), causal=True)
+    found = explain_on(H200, problem, contiguous_inputs(problem), operands)
+    assert (found.kernel, found.forward_tile) == (HOPPER, (rows, 128))
+    grid = min(132, 8 * -(-2000 // rows))
+    assert f"{HOPPER} {rows} x 128, {dim}/{dim} columns" in found.kernels[0]
+    assert f"stages: {grid} blocks of {threads} threads" in found.kernels[0]
+    assert f"{found.scratch_bytes / 1024:.1f} KiB" in found.kernels[0]
+    lines = [line.split()[0] for line in found.kernels]
+    assert lines[3:] == [*2 * [HOPPER_BACKWARD], HOPPER_FINISH, "backward_keys", "backward_queries"]
+    for kernel in (HOPPER, HOPPER_BACKWARD):
+        assert any(r.startswith(f"{kernel}: wgmma and tensor maps") for r in found.reasons)
+    # The sums of dq of 8 heads, three numbers of each padded query, flags, tile counters, and a
+    # semaphore of each tile of dq and store warp; each begins at a multiple of 256 bytes.
+    dq_tiles = 8 * -(-2000 // int(found.kernels[3].split()[1]))
+    parts = 8 * (3 * 2048 + 2000 * dim) * 4 + 2 * 256 + 2 * dq_tiles * 4
+    assert found.workspace_bytes == parts
+
+
+def test_why_the_hopper_kernels_do_not_run() -> None:
+    shape = (2, 4, 4, 1000, 1000, 64)
+    bias = {"bias": np.broadcast_to(np.float32(0), (1000, 1000))}
+    arrays = {"bias": contiguous((1, 1, 1000, 1000), "float32")}
+    for options, there, name in ((bias, arrays, "bias"), ({"dropout_p": 0.5}, {}, "dropout")):
+        problem, operands = asked(shape, **options)
+        inputs = contiguous_inputs(problem).with_arrays(**there)
+        found = explain_on(H200, problem, inputs, operands)
+        why = f"the generic kernel, because {name} is in use; tiles"
+        for kernel in ("forward", "backward_keys"):
+            assert any(r.startswith(f"{kernel}: {why}") for r in found.reasons)
+        assert "sm90" not in str(found)
 
 
 def test_no_cupy_is_needed(tmp_path: Path) -> None:
