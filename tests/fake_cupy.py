@@ -102,7 +102,7 @@ class Machine:
         )
         return memory.MemoryPointer(owner, 0)
 
-    def described(self, ordinal: int) -> Device:
+    def device_of(self, ordinal: int) -> Device:
         """Stand in for ``describe.device_of``."""
         limit, l2, sms = (n - ordinal for n in ATTRIBUTES.values())
         return Device("NVIDIA H200", self.arch, sms, limit, l2)
@@ -224,7 +224,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
     for user in (execute, explain):
         monkeypatch.setattr(user, "load_all", lambda keys: [made.load(key) for key in keys])
-    monkeypatch.setattr(describe, "device_of", made.described)
+    monkeypatch.setattr(describe, "device_of", made.device_of)
     pointer, number = ctypes.c_void_p, ctypes.c_int
     arguments = (pointer, number, ctypes.c_uint32, *5 * [pointer], *4 * [number])
     driver_function = ctypes.CFUNCTYPE(number, *arguments)(made.encode)

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from tileattn import BlockMask
 from tileattn.backends.cupy import describe
-from tileattn.kernels.launch.layout import CallLayout
-from tileattn.kernels.launch.layout import described as array_layout
+from tileattn.kernels.launch.layout import CallLayout, array_layout
 from tileattn.problem import Problem, parse
 
 Array = NDArray[Any]

@@ -30,7 +30,7 @@ from tileattn.problem import Problem
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 CONTEXT = context_of("sm_90a")
-SERVED = problem_of("float16", 64)
+SUPPORTED = problem_of("float16", 64)
 H200 = device_of_arch("sm_90a")
 
 
@@ -54,25 +54,25 @@ def kernels(gpu: Machine) -> list[str]:
 # --- the rule -----------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, Problem, dict[str, Any]]] = [
-    ("the GPU is not of compute capability 9.0", SERVED, {"arch": "sm_90"}),
+    ("the GPU is not of compute capability 9.0", SUPPORTED, {"arch": "sm_90"}),
     ("dtype is neither float16 nor bfloat16", problem_of("float32", 64), {}),
-    ("a head dimension is above 256", replace(SERVED, D=264), {}),
-    ("a head dimension is above 256", replace(SERVED, Dv=264), {}),
+    ("a head dimension is above 256", replace(SUPPORTED, D=264), {}),
+    ("a head dimension is above 256", replace(SUPPORTED, Dv=264), {}),
     ("bias is in use", problem_of("float16", 64, ["bias"]), {}),
     ("mask is in use", problem_of("float16", 64, ["mask"]), {}),
     ("dropout is in use", problem_of("float16", 64, ["dropout_p"]), {}),
-    ("an array is empty", replace(SERVED, Nk=0), {}),
-    ("an array is empty", replace(SERVED, D=0), {}),
-    ("an array is empty", replace(SERVED, Dv=0), {}),
+    ("an array is empty", replace(SUPPORTED, Nk=0), {}),
+    ("an array is empty", replace(SUPPORTED, D=0), {}),
+    ("an array is empty", replace(SUPPORTED, Dv=0), {}),
     (
         "an array has nearly 2**31 rows or more",
-        replace(SERVED, B=1 << 10, Hq=1 << 10, Nq=1 << 11),
+        replace(SUPPORTED, B=1 << 10, Hq=1 << 10, Nq=1 << 11),
         {},
     ),
-    ("an array has nearly 2**31 rows or more", replace(SERVED, Nk=1 << 31), {}),
-    ("the head dimension of v is no multiple of 8", replace(SERVED, Dv=60), {}),
-    ("a row is not aligned to 16 bytes", SERVED, {"alignment_bytes": 8}),
-    ("an array has an axis that is broadcast, reversed or of", SERVED, {"tensor_maps": False}),
+    ("an array has nearly 2**31 rows or more", replace(SUPPORTED, Nk=1 << 31), {}),
+    ("the head dimension of v is no multiple of 8", replace(SUPPORTED, Dv=60), {}),
+    ("a row is not aligned to 16 bytes", SUPPORTED, {"alignment_bytes": 8}),
+    ("an array has an axis that is broadcast, reversed or of", SUPPORTED, {"tensor_maps": False}),
 ]
 
 
@@ -173,8 +173,8 @@ def test_wide_tiles_where_keys_fill_them(keys: int, changed: dict[str, Any], blo
 
 
 @pytest.mark.parametrize(("queries", "blocks"), [(100, 6), (24 * 128, 132)])
-def test_no_more_blocks_than_multiprocessors(queries: int, blocks: int) -> None:
-    problem = replace(SERVED, D=128, Hq=6, Nq=queries)
+def test_no_more_blocks_than_sms(queries: int, blocks: int) -> None:
+    problem = replace(SUPPORTED, D=128, Hq=6, Nq=queries)
     (launch,) = forward_launches(problem, CONTEXT._replace(sm_count=132))
     assert launch.key.block_q == 128
     assert launch.grid == blocks
@@ -217,7 +217,7 @@ def test_an_axis_of_length_one_has_a_stride_that_the_driver_takes(strides: Any) 
 @pytest.mark.parametrize("step", [0, -1])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_an_axis_that_a_map_cannot_express(name: str, axis: int, step: int) -> None:
-    problem = replace(SERVED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
+    problem = replace(SUPPORTED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
     layout = contiguous_inputs(problem).with_contiguous_results(problem, "forward")
     x = layout.get(name)
     assert x is not None
@@ -236,7 +236,7 @@ def test_strides_that_are_too_long_for_a_map() -> None:
 
 @pytest.mark.parametrize(("alignment", "kernel"), [(16, HOPPER), (8, "forward"), (2, "forward")])
 def test_a_row_that_is_not_aligned_goes_to_the_generic_kernel(alignment: int, kernel: str) -> None:
-    problem = replace(SERVED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
+    problem = replace(SUPPORTED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
     layout = contiguous_inputs(problem).with_contiguous_results(problem, "forward")
     out = layout.get("out")
     assert out is not None

@@ -1,4 +1,4 @@
-"""Hopper's own backward kernel: which calls it serves, what follows it, and with what; no GPU."""
+"""The Hopper backward kernels: which calls they support, what follows them, with what; no GPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ import pytest
 import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine
-from tests.test_cupy_hopper import CONTEXT, H200, REFUSED, SERVED
+from tests.test_cupy_hopper import CONTEXT, H200, REFUSED, SUPPORTED
 from tileattn.kernels.config import hopper
 from tileattn.kernels.config.context import FAILED, LARGE, NON_FINITE, KernelLaunch
 from tileattn.kernels.config.families import backward_launches
@@ -65,7 +65,7 @@ def launches_of(problem: Problem, sm_count: int = 132, **changed: Any) -> tuple[
 REFUSED_BACKWARD: list[tuple[str, Problem, dict[str, Any]]] = [
     *REFUSED,
     ("block_mask is in use", problem_of("float16", 64, ["block_mask"]), {}),
-    ("the head dimension of q and k is no multiple of 8", replace(SERVED, D=60), {}),
+    ("the head dimension of q and k is no multiple of 8", replace(SUPPORTED, D=60), {}),
 ]
 
 
@@ -86,7 +86,7 @@ def test_every_clause_of_the_rule_is_tried() -> None:
 
 
 def test_a_fixed_order_of_sums_is_the_same_kernel_in_another_order() -> None:
-    P = replace(SERVED, B=3, Hkv=50, Hq=100)
+    P = replace(SUPPORTED, B=3, Hkv=50, Hq=100)
     launches, fixed = launches_of(P), launches_of(P, deterministic=True)
     assert [launch.key.kernel for launch in fixed if launch.in_order] == [HOPPER_BACKWARD] * 2
     assert [launch._replace(in_order=False) for launch in fixed] == list(launches)
@@ -108,7 +108,7 @@ def test_how_many_heads_are_worked_on_together(
     D: int, Nq: int, together: int, grouped: int, in_order: int
 ) -> None:
     """Their queries, gradients and sums fill 25 MiB, unless that is less than a turn of the GPU."""
-    P = replace(SERVED, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, D=D, Dv=D)
+    P = replace(SUPPORTED, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, D=D, Dv=D)
 
     def groups(P: Problem, deterministic: bool = False) -> int:
         launches = launches_of(P, deterministic=deterministic)
@@ -225,7 +225,7 @@ def test_shared_memory_to_repair(tile: TileSize, dim: int, value: int, kilobytes
 
 @pytest.mark.parametrize(("keys", "blocks"), [(100, 6), (129, 12), (24 * 128, 132)])
 def test_what_follows_it(keys: int, blocks: int) -> None:
-    problem = replace(SERVED, B=2, Hq=6, Hkv=3, Nq=300, Nk=keys, D=72, Dv=40)
+    problem = replace(SUPPORTED, B=2, Hq=6, Hkv=3, Nq=300, Nk=keys, D=72, Dv=40)
     rows, maxima, own, safe, *after = launches_of(problem)
     assert (rows.key.kernel, maxima.key.kernel) == BEFORE
     assert (maxima.key.repairs, maxima.grid) == (LARGE, 2 * 6 * 3)
@@ -256,7 +256,7 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
 
 
 def test_what_follows_the_kernel_for_wide_heads() -> None:
-    problem = replace(SERVED, B=2, Hq=6, Hkv=3, Nq=300, Nk=100, D=200, Dv=40)
+    problem = replace(SUPPORTED, B=2, Hq=6, Hkv=3, Nq=300, Nk=100, D=200, Dv=40)
     *before, own, safe, finish, keys, queries = launches_of(problem)
     after = finish, keys, queries
     assert tuple(launch.key.kernel for launch in before) == BEFORE
@@ -269,10 +269,10 @@ def test_what_follows_the_kernel_for_wide_heads() -> None:
     key, like = finish.key, own.key
     assert (key.head_dim, key.value_dim) == (like.head_dim, like.value_dim) == (256, 128)
     assert key.block_q == like.block_q
-    softcap = replace(SERVED, D=200, Dv=40, softcap=2.0, uses=frozenset({"softcap"}))
+    softcap = replace(SUPPORTED, D=200, Dv=40, softcap=2.0, uses=frozenset({"softcap"}))
     capped = launches_of(softcap)
     assert capped[3].key == key  # as there are no more terms
-    # Where the cap is flat, only the portable kernels know what is NaN.
+    # Where the cap is flat, only the generic kernels know what is NaN.
     assert [launch.key.kernel for launch in capped] == [*BEFORE, HOPPER_WIDE, *AFTER]
     assert {launch.key.repairs for launch in capped[4:]} == {NON_FINITE | LARGE | FAILED}
 
@@ -290,11 +290,11 @@ def test_what_repairs_elsewhere() -> None:
     """Sums in memory lack the special heads; dq in a fixed order comes from one kernel for all."""
     for arch in ("sm_80", "sm_90", "sm_100"):
         context = CONTEXT._replace(arch=arch)
-        launches = backward_launches(SERVED, context, deterministic=False, sinks=False)
+        launches = backward_launches(SUPPORTED, context, deterministic=False, sinks=False)
         assert [s.key.kernel for s in launches] == [*BEFORE, *ELSEWHERE]
         repairing = [s.key.kernel for s in launches if s.key.repairs]
         assert repairing == ["backward_renormalise", "backward_queries"]
-        launches = backward_launches(SERVED, context, deterministic=True, sinks=False)
+        launches = backward_launches(SUPPORTED, context, deterministic=True, sinks=False)
         assert [s.key.kernel for s in launches if s.key.repairs] == ["backward_renormalise"]
 
 
@@ -352,7 +352,7 @@ def test_marks_are_zeros_next_to_each_other(gpu: Machine, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("wrong", ["broadcast", "unaligned", "reversed"])
 def test_dout_that_can_have_no_map(wrong: str) -> None:
-    problem = replace(SERVED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
+    problem = replace(SUPPORTED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
     layout = contiguous_inputs(problem).with_contiguous_results(problem, "backward")
     dout = layout.get("dout")
     assert dout is not None

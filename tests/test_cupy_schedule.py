@@ -46,7 +46,7 @@ def test_the_table_is_copied_once(gpu: Machine) -> None:
         problem_of("float16", 8), B=1, Hq=12, Hkv=2, Nq=2200, Nk=2200, window=(None, 0)
     )
     layout = contiguous_inputs(problem).with_contiguous_results(problem, "forward")
-    plan = plan_forward(problem, layout, gpu.described(0))
+    plan = plan_forward(problem, layout, gpu.device_of(0))
     expected = plan.constants["schedule"].array()
     there = (ctypes.c_int32 * expected.size).from_address(table.data.ptr)
     assert list(there) == expected.ravel().tolist()

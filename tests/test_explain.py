@@ -88,9 +88,9 @@ def test_a_gpu_that_is_there_is_explained_alike(monkeypatch: pytest.MonkeyPatch)
         x = gpu.array((2, 4, 1000, 64), np.float16)
         there = tileattn.explain(x, x, x, causal=True)
         problem, operands = asked((2, 4, 4, 1000, 1000, 64), causal=True)
-        device = replace(gpu.described(0), name=H200.name)
+        device = replace(gpu.device_of(0), name=H200.name)
         assert device == H200
-        absent = explain_on(gpu.described(0), problem, contiguous_inputs(problem), operands)
+        absent = explain_on(gpu.device_of(0), problem, contiguous_inputs(problem), operands)
     assert replace(there, kernels=()) == replace(absent, kernels=())
     for line, like in zip(there.kernels, absent.kernels, strict=True):
         assert line.split(" threads,")[0] == like.split(" threads,")[0]

@@ -1,4 +1,4 @@
-"""Hopper's own forward kernel, held to the oracle and to the portable kernel."""
+"""The Hopper forward kernel, tested against the oracle and the generic kernel."""
 
 import itertools
 import math
@@ -44,13 +44,13 @@ ODD_DIMENSIONS = [(8, 8), (40, 24), (64, 128), (72, 200), (128, 64), (256, 32), 
 
 
 def kernel(q: Any, k: Any, v: Any, **options: Any) -> str:
-    """Name the kernel that serves a call; to explain it would compile those of both passes."""
+    """Name the kernel that runs a call; to explain it would compile those of both passes."""
     problem, layout = described("forward", q, k, v, **options)
     return plan_forward(problem, layout, describe.device_of(0)).launches[0].key.kernel
 
 
 def called(q: Array, k: Array, v: Array, **options: Any) -> tileattn.Attention:
-    """Call the forward pass on copies on the GPU, and see to it that the kernel serves it."""
+    """Call the forward pass on copies on the GPU, and see to it that the kernel runs it."""
     given, there = (sent(q), sent(k), sent(v)), {name: sent(x) for name, x in options.items()}
     assert kernel(*given, **there) == "forward_sm90"
     with poisoned():
@@ -73,13 +73,13 @@ def test_every_option_at_every_head_dimension(D: int, Dv: int, options: str, dty
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_many_turns(D: int, Dv: int, options: str) -> None:
+def test_many_work_tiles(D: int, Dv: int, options: str) -> None:
     Nq, Nk = 400, 530
     hold(*arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
 
 
 @pytest.mark.usefixtures("few")
-def test_many_turns_with_lengths_and_offsets_on_the_gpu() -> None:
+def test_many_work_tiles_with_lengths_and_offsets_on_the_gpu() -> None:
     """The table is made before anybody knows them."""
     places = {"kv_lengths": np.array([300, 777]), "q_offset": np.array([-50, 60])}
     hold(*arrays(DTYPES[0], 128, 128, 700, 810), causal=True, **places)
@@ -261,7 +261,7 @@ def test_large_scores_rescale() -> None:
 
 @pytest.mark.parametrize("low", [False, True])
 def test_sums_that_overflow_in_some_rows(low: bool) -> None:
-    """Large finite values: weights above 1 make sums overflow that the textbook does not."""
+    """Large finite values: weights above 1 make sums overflow that the plain formula does not."""
     q, k, v = (np.zeros((1, 1, n, 64), DTYPES[1]) for n in (64, 200, 200))
     rows = np.arange(64) % 16 < 8
     q[..., 0] = np.where(rows == low, 5, -5)
@@ -376,7 +376,7 @@ def test_a_head_does_not_depend_on_its_company() -> None:
 
 
 def test_more_turns_than_are_remembered_apart() -> None:
-    """Many small works for each multiprocessor: some are not finite, some far below zero."""
+    """Many small work tiles for each SM: some are not finite, some far below zero."""
     import cupy
 
     rng = cupy.random.default_rng(0)
@@ -432,7 +432,7 @@ def test_a_thread_of_its_own_may_bring_new_arrays() -> None:
 
 
 def test_rows_that_overlap() -> None:
-    """A view whose rows start 16 bytes apart, whichever kernel serves it."""
+    """A view whose rows start 16 bytes apart, whichever kernel runs it."""
     import cupy
 
     line = cupy.asarray(np.random.default_rng(0).standard_normal(8 * 300 + 64).astype(np.float16))

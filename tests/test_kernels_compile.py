@@ -152,8 +152,8 @@ def test_the_backward_kernels_for_hopper_and_what_repairs_after_them(
     for option in ("softcap", "alibi", "fold"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
     repairs = {key.kernel for arch, key in CASES if key.repairs and arch == "sm_90a"}
-    portable = {"backward_renormalise", "backward_keys", "backward_queries"}
-    assert repairs == portable | set(HOPPER_BACKWARDS)
+    generic = {"backward_renormalise", "backward_keys", "backward_queries"}
+    assert repairs == generic | set(HOPPER_BACKWARDS)
 
 
 def test_what_is_tuned_is_the_plain_call_on_one_gpu() -> None:

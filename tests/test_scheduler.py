@@ -332,12 +332,12 @@ def test_the_room_for_a_part() -> None:
     """Half of the cache for the persistent kernel; for the backward pass, a quarter of twice it."""
     cache = 8 << 20  # and a MiB a head
     problem = shaped("float16", 128, B=3, Hq=16, Hkv=16, Nq=2048, Nk=2048, window=CAUSAL)
-    portable = CONTEXT._replace(arch="sm_80")
+    generic = CONTEXT._replace(arch="sm_80")
     both = {"deterministic": False, "sinks": False}
     for launches, expected in (
         (forward_launches(problem, CONTEXT), 12),
-        (forward_launches(problem, portable), 3),
-        (backward_launches(problem, portable, **both), 12),
+        (forward_launches(problem, generic), 3),
+        (backward_launches(problem, generic, **both), 12),
     ):
         found = schedule_of(problem, layout_of(problem), launches, cache)
         assert found.head_groups == expected

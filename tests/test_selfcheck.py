@@ -15,7 +15,7 @@ from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import candidates
 from tileattn.kernels.launch.device import Device, device_of_arch
-from tileattn.kernels.launch.layout import CallLayout, described
+from tileattn.kernels.launch.layout import CallLayout, array_layout
 from tileattn.kernels.launch.plan import plans_of
 from tileattn.problem import parse
 from tileattn.results import Attention, Gradients
@@ -98,7 +98,7 @@ def keys_of(case: Case, device: Device) -> set[KernelKey]:
     arrays = {"q": x.q, "k": x.k, "v": x.v, "bias": x.bias, "mask": x.mask}
     arrays |= {"slopes": x.alibi_slopes, "sinks": x.sinks}
     layout = CallLayout(
-        tuple((name, described(a, 0)) for name, a in arrays.items() if a is not None),
+        tuple((name, array_layout(a, 0)) for name, a in arrays.items() if a is not None),
         tuple(x.kv_lengths.tolist()),
         tuple(x.q_offset.tolist()),
         x.block_mask,

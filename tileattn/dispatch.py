@@ -58,9 +58,9 @@ class PreparedCall:
         workspace: Any | None,
     ) -> Gradients:
         """Compute the gradients, as ``Backend.backward``."""
-        lent = {} if workspace is None else {"workspace": workspace}
+        more = {} if workspace is None else {"workspace": workspace}
         result: Gradients = self.backend.backward(
-            self.problem, operands, dout, attention, dlse, deterministic, **lent
+            self.problem, operands, dout, attention, dlse, deterministic, **more
         )
         return result
 

@@ -64,7 +64,7 @@ def ensure_workspace(backend: Backend, x: Any, inputs: Mapping[str, Any]) -> Non
     Parameters
     ----------
     backend : Backend
-        Who serves the call.
+        Who runs the call.
     x : array
         The argument.
     inputs : mapping of str to Any

@@ -179,7 +179,7 @@ def ensure_served(backend: Backend, problem: Problem) -> None:
     Raises
     ------
     UnsupportedError
-        With the reason, and the name of a backend that serves it.
+        With the reason, and the name of a backend that supports it.
     """
     reason = backend.why_not(problem)
     if reason is not None:

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from tileattn.kernels.build.load import arch_of
 from tileattn.kernels.launch.device import Device
-from tileattn.kernels.launch.layout import CallLayout, described
+from tileattn.kernels.launch.layout import CallLayout, array_layout
 from tileattn.problem import Operands, Problem
 
 _ARGUMENTS = {"slopes": "alibi_slopes", "lengths": "kv_lengths", "offsets": "q_offset"}
@@ -71,12 +71,12 @@ def addresses_of(arrays: Mapping[str, Any], device: int) -> dict[str, int]:
     for name, x in arrays.items():
         memory = x.data
         if memory.device_id != device:
-            refuse(name, memory.device_id, device)
+            refuse_device(name, memory.device_id, device)
         found[name] = memory.ptr
     return found
 
 
-def refuse(name: str, there: int, device: int) -> None:
+def refuse_device(name: str, there: int, device: int) -> NoReturn:
     """Raise ValueError for an array on another device than the current one."""
     raise ValueError(
         f"{_ARGUMENTS.get(name, name)} is on device {there}; arrays on CuPy's current device, "
@@ -90,5 +90,5 @@ def layout_of(arrays: Mapping[str, Any], operands: Operands) -> CallLayout:
         tuple(x.tolist()) if type(x) is np.ndarray else None
         for x in (operands.kv_lengths, operands.q_offset)
     )
-    layouts = tuple((name, described(x, x.data.ptr)) for name, x in arrays.items())
+    layouts = tuple((name, array_layout(x, x.data.ptr)) for name, x in arrays.items())
     return CallLayout(layouts, lengths, offsets, operands.block_mask)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.backends.cupy.describe import refuse
+from tileattn.backends.cupy.describe import refuse_device
 from tileattn.backends.cupy.streams import (
     current_stream,
     is_capturing,
@@ -58,7 +58,7 @@ class Executable:
         last = max(slot for _, slot in self._slots)
         self._pointers = [fixed.get(name, 0) for name in POINTERS[: last + 1]]
         kernels = load_all([launch.key for launch in plan.launches])
-        maps = {names: EncodedMaps(made) for names, made in plan.tensor_maps.items()}
+        maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
         self._launches = tuple(
             _prepared(launch, kernel, maps.get(launch.tensor_maps))
             for launch, kernel in zip(plan.launches, kernels, strict=True)
@@ -170,7 +170,7 @@ def _prepared(
 
 
 def _uploaded(x: Constant) -> Any:
-    """Copy to the GPU: complete before any stream may read it, for the plan serves all of them."""
+    """Copy to the GPU: complete before any stream may read it, for calls on all of them do."""
     import cupy
 
     return cupy.asarray(x.array(), blocking=True)
@@ -179,7 +179,7 @@ def _uploaded(x: Constant) -> Any:
 def _ensure_room(workspace: Any, nbytes: int, device: int) -> None:
     """Raise ValueError where a workspace is on another device, or too small."""
     if workspace.data.device_id != device:
-        refuse("workspace", workspace.data.device_id, device)
+        refuse_device("workspace", workspace.data.device_id, device)
     if workspace.nbytes < nbytes:
         raise ValueError(
             f"workspace has {workspace.nbytes:,} bytes; this call needs {nbytes:,} or more "

@@ -14,7 +14,7 @@ from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import CallLayout
-from tileattn.kernels.launch.plan import described, launch_context, plans_of
+from tileattn.kernels.launch.plan import launch_context, launch_line, plans_of
 from tileattn.problem import Operands, Problem
 from tileattn.traffic import ALGORITHMS, compared, forward_traffic, modelled
 
@@ -111,11 +111,13 @@ def explain_on(
 
 def _described(launch: KernelLaunch, kernel: Kernel | None) -> str:
     if kernel is None:
-        return f"{described(launch)}, {launch.shared_bytes / 1024:.1f} KiB of dynamic shared memory"
+        return (
+            f"{launch_line(launch)}, {launch.shared_bytes / 1024:.1f} KiB of dynamic shared memory"
+        )
     blocks = kernel.occupancy(launch.key.threads, launch.shared_bytes)
     spills = f", {kernel.local_bytes} bytes of local memory" if kernel.local_bytes else ""
     return (
-        f"{described(launch)}, {blocks} on each SM, {kernel.registers} registers, "
+        f"{launch_line(launch)}, {blocks} on each SM, {kernel.registers} registers, "
         f"{(launch.shared_bytes + kernel.shared_bytes) / 1024:.1f} KiB shared{spills}, "
         f"for {kernel.arch}"
     )

@@ -153,7 +153,7 @@ def best_arch(capability: tuple[int, int], known: Iterable[int]) -> str:
     Raises
     ------
     BackendUnavailableError
-        Where the GPU is older than the kernels or than the compiler serves.
+        Where the GPU is older than the kernels or the compiler support.
     """
     number = 10 * capability[0] + capability[1]
     best = max((arch for arch in known if arch <= number), default=0)
@@ -161,7 +161,7 @@ def best_arch(capability: tuple[int, int], known: Iterable[int]) -> str:
         needs = "the kernels need 7.5 (Turing) or newer; backend='numpy' needs no GPU"
         if number >= 75:
             needs = (
-                "this CUDA serves newer ones only; pip install 'tileattn[cuda12]' brings another"
+                "this CUDA supports newer ones only; pip install 'tileattn[cuda12]' brings another"
             )
         raise BackendUnavailableError(f"the GPU has compute capability {number / 10}: {needs}")
     if best == number == 90:

@@ -166,6 +166,6 @@ def alignment_of(address: int) -> int:
     return bits & -bits
 
 
-def described(x: Any, address: int) -> ArrayLayout:
+def array_layout(x: Any, address: int) -> ArrayLayout:
     """Describe an array of any library."""
     return ArrayLayout(x.shape, x.strides, x.dtype.name, alignment_of(address))

@@ -107,7 +107,7 @@ class LaunchPlan:
             f"device     {gpu.name}, {gpu.arch}, {gpu.sm_count} SMs",
         ]
         for launch in self.launches:
-            lines += [f"launch     {described(launch)}", f"           because {launch.why}"]
+            lines += [f"launch     {launch_line(launch)}", f"           because {launch.why}"]
         values = (f"{name} {value}" for name, value in self.fields.items())
         lines.append(f"fields     {', '.join(values)}")
         parts = (f"{name} at {start:,}" for name, start in self.workspace.starts.items())
@@ -121,7 +121,7 @@ class LaunchPlan:
         return "\n".join(lines)
 
 
-def described(launch: KernelLaunch) -> str:
+def launch_line(launch: KernelLaunch) -> str:
     """Describe a launch in a few words."""
     key = launch.key
     q, k = key.tile

@@ -1,4 +1,4 @@
-"""What is remembered of a call, and what must be looked at each time."""
+"""The cache of validated calls: what is remembered, and what must be looked at each time."""
 
 from types import SimpleNamespace
 from typing import Any

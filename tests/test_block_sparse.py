@@ -1,4 +1,4 @@
-"""Block masks as kernels read them: cells with their bits, and lists of tiles that are visited."""
+"""Block masks as kernels read them: partial blocks, and lists of key tiles."""
 
 import gc
 import threading
