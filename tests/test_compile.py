@@ -345,7 +345,7 @@ def test_the_arch_of_a_gpu(capability: tuple[int, int], known: tuple[int, ...], 
         ((6, 1), r"compute capability 6\.1: the kernels need 7\.5"),
         (
             (7, 5),
-            r"compute capability 7\.5: this CUDA serves newer.*pip install 'tileattn\[cuda12\]'",
+            r"compute capability 7\.5: this CUDA supports newer.*pip install 'tileattn\[cuda12\]'",
         ),
     ],
 )
