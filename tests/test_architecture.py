@@ -181,15 +181,14 @@ def test_heavy_libraries_are_imported_only_inside_functions(path: Path) -> None:
     assert heavy == set()
 
 
-@pytest.mark.parametrize("room", ["kernels/config", "kernels/launch"])
-def test_planning_needs_no_gpu(room: str) -> None:
-    """Nowhere in these modules is a library of the GPU imported, not even in a function."""
-    paths = sorted((PACKAGE / room).glob("*.py"))
-    assert len(paths) > 5
-    for path in paths:
-        nodes = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Import | ast.ImportFrom))
-        heads = {target.split(".")[0] for node in nodes for target in targets(node, path)}
-        assert heads.isdisjoint({"cuda", "cupy", "cupy_backends", "cupyx"}), name_of(path)
+@every_module
+def test_only_what_runs_or_loads_kernels_imports_a_library_of_the_gpu(path: Path) -> None:
+    """Planning is pure: elsewhere none is imported, not even in a function."""
+    nodes = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Import | ast.ImportFrom))
+    heads = {target.split(".")[0] for node in nodes for target in targets(node, path)}
+    found = heads & {"cuda", "cupy", "cupy_backends", "cupyx"}
+    room = room_of(path)
+    assert not found or room.startswith(("backends.cupy", "kernels.build")) or room == "selfcheck"
 
 
 # --- what `import tileattn` does ----------------------------------------------------------------

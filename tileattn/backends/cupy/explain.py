@@ -145,28 +145,21 @@ def _traffic(
 def _tile_counts(P: Problem, tile: tuple[int, int]) -> dict[str, int]:
     """Count the tiles of all query blocks at once, of full lengths aligned at the bottom right."""
     block_q, block_k = tile
-    left, right = P.window
-    first = np.arange(0, P.Nq, block_q) + P.Nk - P.Nq  # positions of a block's queries
+    left, right = (P.Nq + P.Nk if side is None else side for side in P.window)  # open: all keys
+    first = np.arange(0, P.Nq, block_q) + P.Nk - P.Nq  # positions of each block's queries
     last = np.minimum(first + block_q, P.Nk) - 1
-
-    def keys(position: Any, side: int | None, default: int) -> Any:
-        return np.clip(position + (side or 0), 0, P.Nk) if side is not None else default
-
-    nothing = 0 * first
-    lo, all_lo = (nothing + keys(x, None if left is None else -left, 0) for x in (first, last))
-    hi, all_hi = (
-        nothing + keys(x, None if right is None else right + 1, P.Nk) for x in (last, first)
-    )
+    # Keys that some query of a block attends to, and those that all of them do.
+    lo, all_lo = (np.clip(x - left, 0, P.Nk) for x in (first, last))
+    hi, all_hi = (np.clip(x + right + 1, 0, P.Nk) for x in (last, first))
     visited = np.where(lo < hi, -(-hi // block_k) - lo // block_k, 0)
+    # A tile is cut to the first range; it is full where the rest lies within the second.
     begin = np.where(lo >= all_lo, lo // block_k, -(-all_lo // block_k))
     end = np.where(hi <= all_hi, -(-hi // block_k), all_hi // block_k)
-    full = np.minimum(np.maximum(end - begin, 0), visited)
-    if "mask" in P.uses:
-        full = nothing
-    heads, all_tiles = P.B * P.Hq, -(-P.Nk // block_k) * len(first)
-    seen, whole = int(visited.sum()), int(full.sum())
-    counts = {"skipped": all_tiles - seen, "partial": seen - whole, "full": whole}
-    return {kind: heads * n for kind, n in counts.items()}
+    full = np.clip(end - begin, 0, visited)
+    seen, whole = int(visited.sum()), 0 if "mask" in P.uses else int(full.sum())
+    tiles = -(-P.Nk // block_k) * len(first)
+    counts = {"skipped": tiles - seen, "partial": seen - whole, "full": whole}
+    return {kind: P.B * P.Hq * n for kind, n in counts.items()}
 
 
 def _on_host(P: Problem, x: Operands) -> Operands:
