@@ -14,7 +14,9 @@ from tests import fake_cupy
 from tests.fake_cupy import Machine, launch_together
 from tileattn import api
 from tileattn.backends.cupy import backend as cupy_backend
+from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.backend import CupyCall
+from tileattn.kernels.launch.device import device_of_arch
 from tileattn.kernels.launch.params import POINTERS
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 37, 53, 24, 40
@@ -361,11 +363,7 @@ def test_without_memory_nothing_is_started(gpu: Machine, room: int) -> None:
 # --- explain ------------------------------------------------------------------------------------
 
 
-def test_explain_says_what_would_run(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupy
-
-    runtime = cupy.cuda.runtime
-    monkeypatch.setattr(runtime, "getDeviceProperties", lambda _: {"name": b"NVIDIA H200"})
+def test_explain_says_what_would_run(gpu: Machine) -> None:
     q, k, v = (gpu.array((2, 4, 1000, 64), np.float16) for _ in range(3))
     found = tileattn.explain(q, k, v, causal=True)
     assert gpu.launches == []
@@ -384,3 +382,21 @@ def test_explain_says_what_would_run(gpu: Machine, monkeypatch: pytest.MonkeyPat
     assert "NVIDIA H200" in report
     assert report.count("starts") == 6
     assert len(report.splitlines()) < 23
+
+
+def test_a_device_is_described_by_what_cuda_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = pytest.importorskip("cupy", exc_type=ImportError).cuda.runtime
+    said = {
+        runtime.cudaDevAttrMultiProcessorCount: 132,
+        runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin: 232448,
+        runtime.cudaDevAttrL2CacheSize: 50 << 20,
+    }
+    monkeypatch.setattr(runtime, "deviceGetAttribute", lambda which, ordinal: said[which] + ordinal)
+    monkeypatch.setattr(runtime, "getDeviceProperties", lambda _: {"name": b"H200"})
+    monkeypatch.setattr(describe, "arch_of", lambda ordinal: f"sm_{90 + ordinal}a")
+    describe.device_of.cache_clear()
+    try:
+        assert describe.device_of(0) == device_of_arch("sm_90a")
+        assert describe.device_of(1).sm_count == 133
+    finally:
+        describe.device_of.cache_clear()
