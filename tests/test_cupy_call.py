@@ -13,9 +13,10 @@ import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine, launch_together
 from tileattn import api
+from tileattn.backends import registry
 from tileattn.backends.cupy import backend as cupy_backend
 from tileattn.backends.cupy import describe
-from tileattn.backends.cupy.backend import CupyCall
+from tileattn.backends.cupy.backend import CupyBackend, CupyCall
 from tileattn.kernels.launch.device import device_of_arch
 from tileattn.kernels.launch.params import POINTERS
 
@@ -204,9 +205,6 @@ def test_nothing_that_was_refused_is_remembered(gpu: Machine) -> None:
 def test_a_backend_of_the_same_name_takes_over(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tileattn.backends import registry
-    from tileattn.backends.cupy.backend import CupyBackend
-
     class Other(CupyBackend):
         def why_not(self, problem: Any) -> str | None:  # noqa: ARG002 - the protocol's argument
             return "it never does"
@@ -217,6 +215,23 @@ def test_a_backend_of_the_same_name_takes_over(
     tileattn.register_backend(Other())
     with pytest.raises(tileattn.UnsupportedError, match="it never does"):
         tileattn.forward(q, k, v)
+
+
+def test_a_subclass_may_replace_a_pass(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in repeated calls, which nothing else may answer."""
+    asked = []
+
+    class Counting(CupyBackend):
+        def forward(self, problem: Any, operands: Any, out: Any) -> tileattn.Attention:
+            asked.append(problem)
+            return super().forward(problem, operands, out)
+
+    monkeypatch.setitem(registry._loaded, "cupy", registry.get("cupy"))
+    tileattn.register_backend(Counting())
+    q, k, v = arrays(gpu)
+    for _ in range(3):
+        tileattn.forward(q, k, v)
+    assert len(asked) == len(gpu.launches) == 3
 
 
 def test_alignment_and_device_are_looked_at_each_time(gpu: Machine) -> None:
