@@ -1,18 +1,16 @@
-"""The forward pass on a GPU by a given kernel with given tiles."""
+"""The forward pass on a GPU with one kernel and one size of its tiles."""
 
-from functools import partial
 from typing import Any
 
 from benchmarks.configurations import Call, Inputs
-from tileattn.kernels.config.hopper import HOPPER, hopper_forward
-from tileattn.kernels.config.select import Choice, Facts, choose
+from tileattn.kernels.config import generic, hopper
+from tileattn.kernels.config.context import KernelLaunch, LaunchContext
+from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.config.tiles import TileSize
-from tileattn.kernels.launch import call
-from tileattn.kernels.launch.steps import Step, forward_step
 from tileattn.problem import Problem, parse
 
-# A warp for 32 queries, or for 16 where there are no more; Hopper's own has four for 64. Stages are
-# those of the fastest row of the table.
+# A warp for 32 queries, or for 16 where there are no more; the Hopper kernel has four for 64.
+# Stages are those of the fastest row of the table.
 TILES = {
     "forward": tuple(
         TileSize(rows, keys, max(1, rows // 32), stages=2)
@@ -25,37 +23,44 @@ TILES = {
 }
 
 
-def steps_with(kernel: str, tile: TileSize, problem: Problem, facts: Facts) -> tuple[Step, ...]:
-    """List what the forward pass starts where its kernel and its tiles are given.
+def launch_with(
+    kernel: str, tile: TileSize, problem: Problem, context: LaunchContext
+) -> KernelLaunch:
+    """Launch the forward pass with a kernel and tiles that are given.
 
     Raises
     ------
     ValueError
-        Where the tiles have no room.
+        Where the tiles do not fit.
     """
-    hopper = kernel == HOPPER
-    choice: Choice = (
-        hopper_forward(problem, tile) if hopper else choose(kernel, problem, facts, (tile,))
-    )
-    if (choice.key.kernel, choice.key.block_q, choice.key.block_k) != (kernel, *tile[:2]):
-        raise ValueError(f"{kernel} has no room for {tile}: {choice.why}")
-    return (forward_step(problem, facts, choice),)
+    family = hopper if kernel == HOPPER else generic
+    launch: KernelLaunch = family.forward(problem, context, (tile,))
+    if (launch.key.kernel, launch.key.tile) != (kernel, tile[:2]):
+        raise ValueError(f"{tile} does not fit {kernel}: {launch.why}")
+    return launch
 
 
 def prepared(kernel: str, tile: TileSize, x: Inputs) -> Call:
     """Give a call that computes the output and the logsumexp; both are made once."""
     import cupy
 
+    from tileattn.backends.cupy import describe
+    from tileattn.backends.cupy.execute import Executable
+    from tileattn.kernels.launch.plan import launch_context, plan_forward
+
     problem, operands = parse(x.q, x.k, x.v, {})
-    started = call.Call(problem, operands)
     out = cupy.ndarray(x.dout.shape, x.dout.dtype)
     lse = cupy.ndarray(out.shape[:3], problem.accum_dtype)
-    started.add_rows("out", out, result=True)
-    started.addresses["lse"] = lse.data.ptr
-    plan = started.plan(partial(steps_with, kernel, tile))
+    arrays = describe.inputs_of(problem, operands) | {"out": out, "lse": lse}
+    ordinal = cupy.cuda.runtime.getDevice()
+    addresses = describe.addresses_of(arrays, ordinal)
+    layout = describe.layout_of(arrays, operands)
+    device = describe.device_of(ordinal)
+    launch = launch_with(kernel, tile, problem, launch_context(problem, layout, device))
+    executable = Executable(plan_forward(problem, layout, device, (launch,)), tuple(addresses))
 
     def run() -> Any:
-        started.run(plan)
+        executable.run(addresses, arrays, ordinal)
         return out, lse
 
     return run

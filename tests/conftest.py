@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from numpy.typing import NDArray
 
 import tileattn
 from tileattn.backends import registry
+from tileattn.backends.cupy import describe
 from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.dispatch import CALLS
 from tileattn.kernels.build import load as loader
 from tileattn.kernels.build.compile import Compiled, compiled
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.launch import call
 from tileattn.problem import parse
 
 Array = NDArray[Any]
@@ -149,7 +151,7 @@ def compiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loader, "compiled", locked)
 
 
-# --- Hopper's own kernels -------------------------------------------------------------------------
+# --- the Hopper kernels ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -164,23 +166,22 @@ def on_hopper() -> None:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have so few blocks of threads that each has many turns, dealt out by a table."""
-    ask = call.attribute
-    monkeypatch.setattr(
-        call, "attribute", lambda name, device: 5 if "Processor" in name else ask(name, device)
-    )
-    registry.KNOWN.clear()
+    """Have so few thread blocks that each has many work tiles, assigned in advance."""
+    device = describe.device_of(0)
+    monkeypatch.setattr(describe, "device_of", lambda _: replace(device, sm_count=5))
+    CALLS.clear()
     yield
-    registry.KNOWN.clear()
+    CALLS.clear()
 
 
 @pytest.fixture
-def portable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make the portable kernel serve what is called."""
-    monkeypatch.setattr(call, "arch_of", lambda _: "sm_90")
-    registry.KNOWN.clear()
+def generic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the generic kernels run what is called."""
+    device = describe.device_of(0)
+    monkeypatch.setattr(describe, "device_of", lambda _: replace(device, arch="sm_90"))
+    CALLS.clear()
     yield
-    registry.KNOWN.clear()
+    CALLS.clear()
 
 
 @pytest.fixture

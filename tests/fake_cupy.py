@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import tileattn
-from tileattn.backends import registry
-from tileattn.backends.cupy import backend as cupy_backend
-from tileattn.backends.cupy import explain as cupy_explain
+from tileattn.backends.cupy import backend, describe, execute, explain, tensor_maps
+from tileattn.dispatch import CALLS
 from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.launch import call, plan, tma
+from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.params import PARAMS
 
 BYTES = 1 << 24
@@ -102,6 +101,11 @@ class Machine:
             place.ctypes.data, max(nbytes, 1), self, self.device if device is None else device
         )
         return memory.MemoryPointer(owner, 0)
+
+    def device_of(self, ordinal: int) -> Device:
+        """Stand in for ``describe.device_of``."""
+        limit, l2, sms = (n - ordinal for n in ATTRIBUTES.values())
+        return Device("NVIDIA H200", self.arch, sms, limit, l2)
 
     def array(self, shape: tuple[int, ...], dtype: Any = np.float32, device: int = 0) -> Any:
         """Make an array on a device."""
@@ -218,22 +222,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         lambda: SimpleNamespace(is_capturing=lambda: made.capturing, ptr=made.stream),
     )
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
-    for user in (plan, cupy_explain):
+    for user in (execute, explain):
         monkeypatch.setattr(user, "load_all", lambda keys: [made.load(key) for key in keys])
-    monkeypatch.setattr(call, "attribute", lambda name, device: ATTRIBUTES[name] - device)
-    monkeypatch.setattr(call, "arch_of", lambda device: made.arch if device == made.device else "")
+    monkeypatch.setattr(describe, "device_of", made.device_of)
     pointer, number = ctypes.c_void_p, ctypes.c_int
     arguments = (pointer, number, ctypes.c_uint32, *5 * [pointer], *4 * [number])
     driver_function = ctypes.CFUNCTYPE(number, *arguments)(made.encode)
-    monkeypatch.setattr(tma, "_driver_function", lambda: driver_function)
-    monkeypatch.setattr(cupy_backend, "_unavailable", lambda: None)
-    registry.KNOWN.clear()
+    monkeypatch.setattr(tensor_maps, "_driver_function", lambda: driver_function)
+    monkeypatch.setattr(backend, "_unavailable", lambda: None)
+    CALLS.clear()
     cupy.cuda.set_allocator(made.allocate)
     try:
         yield made
     finally:
         cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
-        registry.KNOWN.clear()
+        CALLS.clear()
 
 
 def launch_together(monkeypatch: pytest.MonkeyPatch, sets: Sequence[tuple[Any, Any, Any]]) -> None:

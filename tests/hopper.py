@@ -1,4 +1,4 @@
-"""What tests of Hopper's own kernels share."""
+"""What tests of the Hopper kernels share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn import BlockMask
+from tileattn.backends.cupy import describe
+from tileattn.kernels.launch.layout import CallLayout, array_layout
+from tileattn.problem import Problem, parse
 
 Array = NDArray[Any]
 Masked = Callable[[int, int], BlockMask]
@@ -107,6 +110,18 @@ def sent(x: Any) -> Any:
     import cupy
 
     return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def described(
+    kind: str, q: Any, k: Any, v: Any, *, dout: Any = None, **options: Any
+) -> tuple[Problem, CallLayout]:
+    """Describe a call on the GPU, for a plan of a pass."""
+    problem, operands = parse(q, k, v, options)
+    layout = describe.layout_of(describe.inputs_of(problem, operands), operands)
+    layout = layout.with_contiguous_results(problem, kind)
+    if dout is not None:
+        layout = layout.with_arrays(dout=array_layout(dout, dout.data.ptr))
+    return problem, layout
 
 
 def visible(Nq: int, Nk: int, options: dict[str, Any]) -> NDArray[np.bool_]:

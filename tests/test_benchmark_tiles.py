@@ -8,36 +8,36 @@ import pytest
 from benchmarks import gpu_tiles
 from benchmarks.configurations import Inputs
 from tests import fake_cupy
+from tileattn.kernels.config.families import forward_launches
 from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.config.tiles import TileSize
-from tileattn.kernels.launch.catalog import facts_of, problem_of
-from tileattn.kernels.launch.steps import forward_steps
+from tileattn.kernels.launch.catalog import context_of, problem_of
 
-FACTS = facts_of("sm_90a")._replace(processors=132)
+CONTEXT = context_of("sm_90a")._replace(sm_count=132)
 PROBLEM = replace(problem_of("float16", 64), B=2, Hq=16, Hkv=16, Nq=4096, Nk=4096)
 SIZES = [(kernel, tile) for kernel, tiles in gpu_tiles.TILES.items() for tile in tiles]
 
 
 @pytest.mark.parametrize(("kernel", "tile"), SIZES)
 def test_the_kernel_has_the_tiles_that_it_is_held_to(kernel: str, tile: TileSize) -> None:
-    (step,) = gpu_tiles.steps_with(kernel, tile, PROBLEM, FACTS)
-    key = step.key
+    launch = gpu_tiles.launch_with(kernel, tile, PROBLEM, CONTEXT)
+    key = launch.key
     assert (key.kernel, key.block_q, key.block_k, key.warps_m) == (kernel, *tile[:3])
-    assert step.blocks == min(
+    assert launch.grid == min(
         132 if kernel == HOPPER else 1 << 30, 2 * 16 * -(-4096 // key.block_q)
     )
 
 
 def test_the_chosen_tiles_are_started_as_they_always_are() -> None:
-    (chosen,) = forward_steps(PROBLEM, FACTS)
-    key = chosen.key
+    (chosen,) = forward_launches(PROBLEM, CONTEXT)
+    key, why = chosen.key, chosen.why
     tile = TileSize(key.block_q, key.block_k, key.warps_m, key.warps_n, key.stages, tuned=True)
-    assert gpu_tiles.steps_with(key.kernel, tile, PROBLEM, FACTS) == (chosen,)
+    assert gpu_tiles.launch_with(key.kernel, tile, PROBLEM, CONTEXT) == chosen._replace(why=why)
 
 
 def test_tiles_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"forward has no room for TileSize.*: no tile has room"):
-        gpu_tiles.steps_with("forward", TileSize(128, 1024, 4, stages=2), PROBLEM, FACTS)
+    with pytest.raises(ValueError, match=r"TileSize.* does not fit forward: no tile fits"):
+        gpu_tiles.launch_with("forward", TileSize(128, 1024, 4, stages=2), PROBLEM, CONTEXT)
 
 
 def test_a_prepared_call_starts_the_kernel_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,8 @@ def test_without_nvrtc_the_message_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
     monkeypatch.setitem(sys.modules, "cupy_backends", None)
     compiling._nvrtc.cache_clear()
-    with pytest.raises(BackendUnavailableError, match=r"pip install 'tileattn\[cuda13\]'"):
+    told = r"^CuPy is not installed; pip install 'tileattn\[cuda13\]' brings CuPy and NVRTC"
+    with pytest.raises(BackendUnavailableError, match=told):
         compiled(KEY, "sm_80")
     with pytest.raises(BackendUnavailableError, match=r"pip install 'tileattn\[cuda13\]'"):
         load(KEY)
@@ -344,7 +345,7 @@ def test_the_arch_of_a_gpu(capability: tuple[int, int], known: tuple[int, ...], 
         ((6, 1), r"compute capability 6\.1: the kernels need 7\.5"),
         (
             (7, 5),
-            r"compute capability 7\.5: this CUDA serves newer.*pip install 'tileattn\[cuda12\]'",
+            r"compute capability 7\.5: this CUDA supports newer.*pip install 'tileattn\[cuda12\]'",
         ),
     ],
 )

@@ -106,4 +106,6 @@ def test_info_shows_the_cache(capsys: pytest.CaptureFixture[str], place: Path) -
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert re.search(rf"kernel cache +{re.escape(str(place))}, 1 files, 1\.0 MiB", out)
-    assert re.search(r"NVRTC +(\d+\.\d+, compiles for sm_|CUDA kernels need)", out)
+    assert re.search(
+        r"NVRTC +(\d+\.\d+, compiles for sm_|CuPy (is not installed|finds no NVRTC))", out
+    )

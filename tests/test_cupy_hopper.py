@@ -1,4 +1,4 @@
-"""Hopper's own forward kernel: which calls it serves and what it is started with, without a GPU."""
+"""The Hopper forward kernel: which calls it supports, and what it is launched with; no GPU."""
 
 import ctypes
 from collections.abc import Iterator
@@ -14,17 +14,24 @@ import pytest
 import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine, launch_together
+from tileattn.backends.cupy import tensor_maps
+from tileattn.backends.cupy.tensor_maps import EncodedMaps
 from tileattn.kernels.config import hopper
-from tileattn.kernels.config.hopper import HOPPER, choose_forward, hopper_bytes, hopper_tile
-from tileattn.kernels.config.tiles import LARGEST, TileSize
-from tileattn.kernels.launch import tma
-from tileattn.kernels.launch.catalog import facts_of, problem_of
-from tileattn.kernels.launch.steps import forward_steps
+from tileattn.kernels.config.families import forward_launches
+from tileattn.kernels.config.hopper import HOPPER, forward_tile
+from tileattn.kernels.config.shared_memory import HOPPER_STATIC, hopper_forward_bytes
+from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize
+from tileattn.kernels.launch.catalog import context_of, problem_of
+from tileattn.kernels.launch.device import device_of_arch
+from tileattn.kernels.launch.layout import ArrayLayout, contiguous, contiguous_inputs
+from tileattn.kernels.launch.plan import plan_forward
+from tileattn.kernels.launch.tensor_map import can_map, tensor_map
 from tileattn.problem import Problem
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
-FACTS = facts_of("sm_90a")
-SERVED = problem_of("float16", 64)
+CONTEXT = context_of("sm_90a")
+SUPPORTED = problem_of("float16", 64)
+H200 = device_of_arch("sm_90a")
 
 
 @pytest.fixture
@@ -47,54 +54,55 @@ def kernels(gpu: Machine) -> list[str]:
 # --- the rule -----------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, Problem, dict[str, Any]]] = [
-    ("the GPU is not of compute capability 9.0", SERVED, {"arch": "sm_90"}),
+    ("the GPU is not of compute capability 9.0", SUPPORTED, {"arch": "sm_90"}),
     ("dtype is neither float16 nor bfloat16", problem_of("float32", 64), {}),
-    ("a head dimension is above 256", replace(SERVED, D=264), {}),
-    ("a head dimension is above 256", replace(SERVED, Dv=264), {}),
+    ("a head dimension is above 256", replace(SUPPORTED, D=264), {}),
+    ("a head dimension is above 256", replace(SUPPORTED, Dv=264), {}),
     ("bias is in use", problem_of("float16", 64, ["bias"]), {}),
     ("mask is in use", problem_of("float16", 64, ["mask"]), {}),
     ("dropout is in use", problem_of("float16", 64, ["dropout_p"]), {}),
-    ("an array is empty", replace(SERVED, Nk=0), {}),
-    ("an array is empty", replace(SERVED, D=0), {}),
-    ("an array is empty", replace(SERVED, Dv=0), {}),
+    ("an array is empty", replace(SUPPORTED, Nk=0), {}),
+    ("an array is empty", replace(SUPPORTED, D=0), {}),
+    ("an array is empty", replace(SUPPORTED, Dv=0), {}),
     (
         "an array has nearly 2**31 rows or more",
-        replace(SERVED, B=1 << 10, Hq=1 << 10, Nq=1 << 11),
+        replace(SUPPORTED, B=1 << 10, Hq=1 << 10, Nq=1 << 11),
         {},
     ),
-    ("an array has nearly 2**31 rows or more", replace(SERVED, Nk=1 << 31), {}),
-    ("v has columns that are no multiple of 8", replace(SERVED, Dv=60), {}),
-    ("a row does not start at a multiple of 16 bytes", SERVED, {"vector": 8}),
-    ("an array has an axis that is broadcast, reversed or of", SERVED, {"boxes": False}),
+    ("an array has nearly 2**31 rows or more", replace(SUPPORTED, Nk=1 << 31), {}),
+    ("the head dimension of v is no multiple of 8", replace(SUPPORTED, Dv=60), {}),
+    ("a row is not aligned to 16 bytes", SUPPORTED, {"alignment_bytes": 8}),
+    ("an array has an axis that is broadcast, reversed or of", SUPPORTED, {"tensor_maps": False}),
 ]
 
 
 @pytest.mark.parametrize(("reason", "problem", "changed"), REFUSED, ids=str)
-def test_what_the_portable_kernel_is_left_and_why(
+def test_what_it_does_not_support_and_why(
     reason: str, problem: Problem, changed: dict[str, Any]
 ) -> None:
-    choice = choose_forward(problem, FACTS._replace(**changed))
-    assert choice.key.kernel in {"forward", "plain_forward"}
-    assert choice.why.startswith(f"the portable kernel, because {reason}")
+    (launch,) = forward_launches(problem, CONTEXT._replace(**changed))
+    assert launch.key.kernel in {"forward", "plain_forward"}
+    assert launch.why.startswith(f"the generic kernel, because {reason}")
 
 
 def test_every_clause_of_the_rule_is_tried() -> None:
     tried = {reason for reason, *_ in REFUSED}
-    assert [why for why, _ in hopper._NOT_HOPPER if not any(why.startswith(t) for t in tried)] == []
+    assert [
+        why for why, _ in hopper._UNSUPPORTED if not any(why.startswith(t) for t in tried)
+    ] == []
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     "uses", [(), ("softcap",), ("alibi_slopes",), ("sinks", "kv_lengths", "q_offset")]
 )
-def test_what_it_serves(dtype: str, uses: tuple[str, ...]) -> None:
+def test_what_it_supports(dtype: str, uses: tuple[str, ...]) -> None:
     problem = replace(problem_of(dtype, 72, uses), Dv=40, window=(7, 0))
-    key, _, tuned, why = choose_forward(problem, FACTS)
+    ((key, _, _, why, *_),) = forward_launches(problem, CONTEXT)
     assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER, dtype, 96, 64)
     assert (key.softcap, key.alibi) == ("softcap" in uses, "alibi_slopes" in uses)
     assert key.fold is not (key.softcap or key.alibi)
-    assert tuned
-    assert "portable" not in why
+    assert why == "wgmma and tensor maps, tiles from measurements"
 
 
 @pytest.mark.parametrize(
@@ -104,19 +112,19 @@ def test_tiles_under_a_block_mask_are_low(dim: int, keys: int) -> None:
     """Whatever the keys and the diagonal, which decide about tiles elsewhere."""
     problem = problem_of("float16", dim, ["block_mask"])
     for window, Nk in product([(None, None), (None, 0)], [2, 176, 4096]):
-        key, *_ = choose_forward(replace(problem, window=window, Nk=Nk), FACTS)
+        ((key, *_),) = forward_launches(replace(problem, window=window, Nk=Nk), CONTEXT)
         assert (key.kernel, key.block_q, key.block_k) == (HOPPER, 128, keys)
         assert key.block_mask
 
 
-@pytest.mark.parametrize("dim", range(8, LARGEST + 1, 8))
+@pytest.mark.parametrize("dim", range(8, MAX_HEAD_DIM + 1, 8))
 def test_its_tiles_fit_and_divide(dim: int) -> None:
     for problem in (problem_of("float16", dim), replace(problem_of("float16", 8), Dv=dim)):
-        key, shared, *_ = choose_forward(problem, FACTS)
+        ((key, _, shared, *_),) = forward_launches(problem, CONTEXT)
         assert (key.warps_m, key.warps_n, key.loaders) == (key.block_q // 16, 1, 4)
         assert key.threads == 2 * key.block_q + 128
         assert key.block_q % 64 == 0
-        assert shared + hopper.HOPPER_STATIC <= FACTS.shared_limit
+        assert shared + HOPPER_STATIC <= CONTEXT.shared_limit
 
 
 @pytest.mark.parametrize(
@@ -136,12 +144,12 @@ def test_its_tiles_fit_and_divide(dim: int) -> None:
 def test_shared_memory_for_the_next_queries_where_there_is_room(
     tile: TileSize, dim: int, value: int, expected: int
 ) -> None:
-    assert hopper_bytes(tile, dim, value) == expected * 1024
+    assert hopper_forward_bytes(tile, dim, value) == expected * 1024
 
 
 def test_tiles_go_by_the_larger_head_dimension() -> None:
     def size(dim: int, value: int) -> tuple[int, ...]:
-        return hopper_tile(replace(problem_of("float16", dim), Dv=value))[:2]
+        return forward_tile(replace(problem_of("float16", dim), Dv=value))[:2]
 
     assert size(8, 64) == size(64, 8) == size(64, 64)
     assert size(64, 72) == size(128, 128) != size(64, 64)
@@ -161,17 +169,17 @@ def test_tiles_go_by_the_larger_head_dimension() -> None:
     ],
 )
 def test_wide_tiles_where_keys_fill_them(keys: int, changed: dict[str, Any], block_k: int) -> None:
-    assert hopper_tile(replace(problem_of("float16", 128), Nk=keys, **changed)).block_k == block_k
+    assert forward_tile(replace(problem_of("float16", 128), Nk=keys, **changed)).block_k == block_k
 
 
 @pytest.mark.parametrize(("queries", "blocks"), [(100, 6), (24 * 128, 132)])
-def test_no_more_blocks_than_multiprocessors(queries: int, blocks: int) -> None:
-    problem = replace(SERVED, D=128, Hq=6, Nq=queries)
-    (step,) = forward_steps(problem, FACTS._replace(processors=132))
-    assert step.key.block_q == 128
-    assert step.blocks == blocks
-    assert step.boxes == (("q", 64), ("k", step.key.block_k), ("v", step.key.block_k))
-    assert forward_steps(replace(problem, Nq=0), FACTS) == ()
+def test_no_more_blocks_than_sms(queries: int, blocks: int) -> None:
+    problem = replace(SUPPORTED, D=128, Hq=6, Nq=queries)
+    (launch,) = forward_launches(problem, CONTEXT._replace(sm_count=132))
+    assert launch.key.block_q == 128
+    assert launch.grid == blocks
+    assert launch.tensor_maps == (("q", 64), ("k", launch.key.block_k), ("v", launch.key.block_k))
+    assert forward_launches(replace(problem, Nq=0), CONTEXT) == ()
 
 
 # --- what it is started with --------------------------------------------------------------------
@@ -198,48 +206,42 @@ def test_maps_say_where_the_arrays_lie(gpu: Machine, dtype: Any, kind: int) -> N
         assert made == (x.data.ptr, kind, sizes, strides, (64, rows, 1, 1), (0, 3, 3, 0))
 
 
-def test_an_axis_of_length_one_has_a_stride_that_the_driver_takes(gpu: Machine) -> None:
-    import cupy
-
-    memory = gpu.array((1 << 16,), np.float16).data
-    for strides in ((0, 6, -2, 2), (1 << 50, 1 << 50, 1 << 50, 2)):
-        x = cupy.ndarray((1, 1, 1, 20), np.float16, memory, strides)
-        tileattn.forward(x, x, x[..., :8])
-    assert kernels(gpu) == [HOPPER, HOPPER]
-    assert {made.strides for maps in gpu.maps for made in maps[:2]} == {(48, 48, 48)}
+@pytest.mark.parametrize("strides", [(0, 6, -2, 2), (1 << 50, 1 << 50, 1 << 50, 2)])
+def test_an_axis_of_length_one_has_a_stride_that_the_driver_takes(strides: Any) -> None:
+    x = ArrayLayout((1, 1, 1, 20), strides, "float16")
+    assert can_map(x)
+    assert tensor_map("q", x, 64).strides == (48, 48, 48)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("step", [0, -1])
-def test_an_axis_that_boxes_cannot_express(gpu: Machine, axis: int, step: int) -> None:
-    import cupy
-
-    q, k, v = arrays(gpu)
-    strides = [s * step if n == axis else s for n, s in enumerate(k.strides)]
-    assert tma.has_boxes(k)
-    k = cupy.ndarray(k.shape, k.dtype, k.data, strides)
-    assert not tma.has_boxes(k)
-    tileattn.forward(q, k, v)
-    assert kernels(gpu) == ["forward"]
-    assert gpu.encoded == []
-
-
-def test_steps_that_are_too_long_for_boxes() -> None:
-    x = SimpleNamespace(shape=(2, 3, 5, 8), strides=(1 << 40, 96, 16, 2))
-    assert not tma.has_boxes(x)
-    assert tma.has_boxes(SimpleNamespace(shape=(1, 3, 5, 8), strides=x.strides))
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_axis_that_a_map_cannot_express(name: str, axis: int, step: int) -> None:
+    problem = replace(SUPPORTED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
+    layout = contiguous_inputs(problem).with_contiguous_results(problem, "forward")
+    x = layout.get(name)
+    assert x is not None
+    strides = tuple(s * step if n == axis else s for n, s in enumerate(x.strides))
+    for changed, kernel in ((x, HOPPER), (replace(x, strides=strides), "forward")):
+        plan = plan_forward(problem, layout.with_arrays(**{name: changed}), H200)
+        assert [launch.key.kernel for launch in plan.launches] == [kernel]
+        assert can_map(changed) == bool(plan.tensor_maps) == (kernel == HOPPER)
 
 
-def test_a_row_of_any_start_goes_to_the_portable_kernel(gpu: Machine) -> None:
-    whole = gpu.array((1, 1, 2 * NK * 64), np.float16)
+def test_strides_that_are_too_long_for_a_map() -> None:
+    x = ArrayLayout((2, 3, 5, 8), (1 << 40, 96, 16, 2), "float16")
+    assert not can_map(x)
+    assert can_map(replace(x, shape=(1, 3, 5, 8)))
 
-    def at(first: int) -> Any:
-        return whole[..., first : first + NK * 64].reshape(1, 1, NK, 64)
 
-    for first, kernel in ((0, HOPPER), (4, "forward"), (8, HOPPER), (0, HOPPER), (3, "forward")):
-        tileattn.forward(at(first), at(0), at(0))
-        assert kernels(gpu)[-1] == kernel
-    assert len(gpu.encoded) == 6
+@pytest.mark.parametrize(("alignment", "kernel"), [(16, HOPPER), (8, "forward"), (2, "forward")])
+def test_a_row_that_is_not_aligned_goes_to_the_generic_kernel(alignment: int, kernel: str) -> None:
+    problem = replace(SUPPORTED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
+    layout = contiguous_inputs(problem).with_contiguous_results(problem, "forward")
+    out = layout.get("out")
+    assert out is not None
+    layout = layout.with_arrays(out=replace(out, alignment=alignment))
+    assert plan_forward(problem, layout, H200).launches[0].key.kernel == kernel
 
 
 # --- what is done once --------------------------------------------------------------------------
@@ -269,17 +271,17 @@ def test_one_array_at_a_new_place_makes_new_maps(gpu: Machine) -> None:
 
 
 def test_maps_that_are_kept_are_bounded(gpu: Machine) -> None:
-    x = gpu.array((2, 2, 64, 64), np.float16)
-    maps = tma.Maps((("q", 64), ("k", 64), ("v", 64)), {"q": x, "k": x, "v": x})
-    for n in range(1, 3 * tma.MOST_MAPS + 1):
+    x = contiguous((2, 2, 64, 64), "float16")
+    maps = EncodedMaps([tensor_map(name, x, 64) for name in "qkv"])
+    for n in range(1, 3 * tensor_maps.MAX_ENTRIES + 1):
         addresses = maps.pick([16 * n, 16, 32, 48, 64])
         assert addresses == (16 * n, 16, 32)
         memory, argument = maps[addresses]
         start = ctypes.addressof(memory)
-        assert start <= argument.address <= start + len(memory) - 3 * tma.MAP_BYTES
+        assert start <= argument.address <= start + len(memory) - 3 * tensor_maps.MAP_BYTES
         assert maps[addresses][1] is argument
-        assert len(maps) <= tma.MOST_MAPS
-    assert len(gpu.encoded) == 3 * 3 * tma.MOST_MAPS
+        assert len(maps) <= tensor_maps.MAX_ENTRIES
+    assert len(gpu.encoded) == 3 * 3 * tensor_maps.MAX_ENTRIES
 
 
 def test_threads_launch_with_the_maps_of_their_arrays(
@@ -297,9 +299,10 @@ def test_threads_launch_with_the_maps_of_their_arrays(
 # --- the driver ---------------------------------------------------------------------------------
 
 
-def test_a_refusal_of_the_driver_names_the_array(gpu: Machine) -> None:
-    x = gpu.array((2, 2, 9, 20), np.float16)  # rows of 40 bytes
-    maps = tma.Maps((("k", 64), ("v", 128)), {"k": x, "v": x})
+@pytest.mark.usefixtures("gpu")
+def test_a_refusal_of_the_driver_names_the_array() -> None:
+    x = contiguous((2, 2, 9, 20), "float16")  # rows of 40 bytes
+    maps = EncodedMaps([tensor_map("k", x, 64), tensor_map("v", x, 128)])
     with pytest.raises(
         RuntimeError, match=r"no tensor map of k of shape \(2, 2, 9, 20\).* at 0x100: .*returned 1;"
     ):
@@ -319,39 +322,10 @@ def test_the_function_of_the_driver_is_found_once(
         return SimpleNamespace(cuTensorMapEncodeTiled=function)
 
     monkeypatch.setattr(ctypes, "PyDLL", load)
-    monkeypatch.setattr(tma, "os", SimpleNamespace(name=system))
-    tma._driver_function.cache_clear()
+    monkeypatch.setattr(tensor_maps, "os", SimpleNamespace(name=system))
+    tensor_maps._driver_function.cache_clear()
     try:
-        assert tma._driver_function() is tma._driver_function() is function
+        assert tensor_maps._driver_function() is tensor_maps._driver_function() is function
     finally:
-        tma._driver_function.cache_clear()
+        tensor_maps._driver_function.cache_clear()
     assert asked == [library]
-
-
-# --- explain ------------------------------------------------------------------------------------
-
-
-def test_explain_names_the_kernel_and_its_memory(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import cupy
-
-    properties = {"name": b"NVIDIA H200"}
-    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda _: properties)
-    q, k, v = (gpu.array((2, 4, 1000, 128), np.float16) for _ in range(3))
-    found = tileattn.explain(q, k, v, causal=True)
-    assert gpu.launches == []
-    assert gpu.encoded == []
-    assert (found.kernel, found.forward_tile) == (HOPPER, (128, 128))
-    assert found.scratch_bytes == (2 * 32 + 2 * 64) * 1024
-    assert "forward_sm90 128 x 128, 128/128 columns, 2 stages: 64 blocks of 384 threads" in str(
-        found
-    )
-    assert "192.1 KiB shared" in found.kernels[0]
-    assert any(reason.startswith("forward_sm90: tensor maps") for reason in found.reasons)
-    bias = gpu.array((1000, 1000))
-    for options, reason in (({"bias": bias}, "bias"), ({"dropout_p": 0.5}, "dropout")):
-        report = str(tileattn.explain(q, k, v, **options))
-        assert (
-            f"because   forward: the portable kernel, because {reason} is in use; tiles" in report
-        )

@@ -1,4 +1,4 @@
-"""Hopper's own backward kernel: which calls it serves, what follows it, and with what; no GPU."""
+"""The Hopper backward kernels: which calls they support, what follows them, with what; no GPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,20 +11,22 @@ import pytest
 import tileattn
 from tests import fake_cupy
 from tests.fake_cupy import Machine
-from tests.test_cupy_hopper import FACTS, REFUSED, SERVED
+from tests.test_cupy_hopper import CONTEXT, H200, REFUSED, SUPPORTED
 from tileattn.kernels.config import hopper
+from tileattn.kernels.config.context import FAILED, LARGE, NON_FINITE, KernelLaunch
+from tileattn.kernels.config.families import backward_launches
 from tileattn.kernels.config.hopper import (
     HOPPER_BACKWARD,
     HOPPER_FINISH,
     HOPPER_WIDE,
-    choose_backward,
-    walk_bytes,
 )
+from tileattn.kernels.config.shared_memory import HOPPER_STATIC, hopper_backward_bytes
 from tileattn.kernels.config.tiles import TileSize
 from tileattn.kernels.launch.catalog import problem_of
-from tileattn.kernels.launch.schedule import order_of, turns
-from tileattn.kernels.launch.steps import FAILED, LARGE, NON_FINITE, Step, backward_steps
-from tileattn.problem import Problem, parse
+from tileattn.kernels.launch.layout import contiguous_inputs
+from tileattn.kernels.launch.plan import plan_backward
+from tileattn.kernels.launch.scheduler import schedule_of, work_tiles
+from tileattn.problem import Problem
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 BEFORE = ("backward_rows", "backward_renormalise")
@@ -53,9 +55,9 @@ def kernels(gpu: Machine) -> list[str]:
     return [key.kernel for key, *_ in gpu.launches]
 
 
-def steps_of(problem: Problem, processors: int = 132, **changed: Any) -> tuple[Step, ...]:
+def launches_of(problem: Problem, sm_count: int = 132, **changed: Any) -> tuple[KernelLaunch, ...]:
     options = {"deterministic": False, "sinks": False} | changed
-    return backward_steps(problem, FACTS._replace(processors=processors), **options)
+    return backward_launches(problem, CONTEXT._replace(sm_count=sm_count), **options)
 
 
 # --- the rule -----------------------------------------------------------------------------------
@@ -63,33 +65,34 @@ def steps_of(problem: Problem, processors: int = 132, **changed: Any) -> tuple[S
 REFUSED_BACKWARD: list[tuple[str, Problem, dict[str, Any]]] = [
     *REFUSED,
     ("block_mask is in use", problem_of("float16", 64, ["block_mask"]), {}),
-    ("q and k have columns that are no multiple of 8", replace(SERVED, D=60), {}),
+    ("the head dimension of q and k is no multiple of 8", replace(SUPPORTED, D=60), {}),
 ]
 
 
 @pytest.mark.parametrize(("reason", "problem", "changed"), REFUSED_BACKWARD, ids=str)
-def test_what_the_portable_kernel_is_left_and_why(
+def test_what_it_does_not_support_and_why(
     reason: str, problem: Problem, changed: dict[str, Any]
 ) -> None:
-    choice = choose_backward(problem, FACTS._replace(**changed))
-    assert choice.key.kernel in {"backward_keys", "plain_keys"}
-    assert choice.why.startswith(f"the portable kernel, because {reason}")
+    context = CONTEXT._replace(**changed)
+    launches = backward_launches(problem, context, deterministic=False, sinks=False)
+    (why,) = (x.why for x in launches if x.why.startswith("the generic kernel, because"))
+    assert reason in why
+    assert {x.key.kernel for x in launches}.isdisjoint({HOPPER_BACKWARD, HOPPER_WIDE})
 
 
 def test_every_clause_of_the_rule_is_tried() -> None:
     tried = tuple(reason for reason, *_ in REFUSED_BACKWARD)
-    assert [why for why, _ in hopper._NOT_HOPPER_BACKWARD if not why.startswith(tried)] == []
+    assert [why for why, _ in hopper._UNSUPPORTED_BACKWARD if not why.startswith(tried)] == []
 
 
 def test_a_fixed_order_of_sums_is_the_same_kernel_in_another_order() -> None:
-    P = replace(SERVED, B=3, Hkv=50, Hq=100)
-    steps, fixed = steps_of(P), steps_of(P, deterministic=True)
-    assert [step.key.kernel for step in fixed if step.in_order] == [HOPPER_BACKWARD] * 2
-    assert [step._replace(in_order=False) for step in fixed] == list(steps)
-    x = np.zeros((1, 1, 1, 8), np.float16)
-    _, operands = parse(x, x, x, {})
-    orders = [order_of(P, operands, each, 50 << 20) for each in (steps, fixed)]
-    assert [(order.table, order.in_order) for order in orders] == [(None, False), (None, True)]
+    P = replace(SUPPORTED, B=3, Hkv=50, Hq=100)
+    launches, fixed = launches_of(P), launches_of(P, deterministic=True)
+    assert [launch.key.kernel for launch in fixed if launch.in_order] == [HOPPER_BACKWARD] * 2
+    assert [launch._replace(in_order=False) for launch in fixed] == list(launches)
+    layout = contiguous_inputs(P)
+    schedules = [schedule_of(P, layout, each, 50 << 20) for each in (launches, fixed)]
+    assert [(x.assignment, x.in_order) for x in schedules] == [(None, False), (None, True)]
 
 
 @pytest.mark.parametrize(
@@ -105,26 +108,24 @@ def test_how_many_heads_are_worked_on_together(
     D: int, Nq: int, together: int, grouped: int, in_order: int
 ) -> None:
     """Their queries, gradients and sums fill 25 MiB, unless that is less than a turn of the GPU."""
-    P = replace(SERVED, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, D=D, Dv=D)
-    x = np.zeros((1, 1, 1, 8), np.float16)
-    _, operands = parse(x, x, x, {})
+    P = replace(SUPPORTED, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, D=D, Dv=D)
 
-    def parts(P: Problem, deterministic: bool = False) -> int:
-        steps = steps_of(P, deterministic=deterministic)
-        return order_of(P, operands, steps, 50 << 20).parts
+    def groups(P: Problem, deterministic: bool = False) -> int:
+        launches = launches_of(P, deterministic=deterministic)
+        return schedule_of(P, contiguous_inputs(P), launches, 50 << 20).head_groups
 
-    assert parts(P) == -(-150 // together)
-    assert parts(replace(P, Hq=100)) == -(-150 // grouped)  # twice as much of each head of keys
-    assert parts(P, deterministic=True) == -(-150 // in_order)
+    assert groups(P) == -(-150 // together)
+    assert groups(replace(P, Hq=100)) == -(-150 // grouped)  # twice as much of each head of keys
+    assert groups(P, deterministic=True) == -(-150 // in_order)
     # Where blocks of keys differ in length, of each head there are 1,024 keys at work.
     causal = replace(P, window=(None, 0))
-    assert parts(causal, deterministic=True) == -(-150 // (16 if D == 128 else 8))
+    assert groups(causal, deterministic=True) == -(-150 // (16 if D == 128 else 8))
 
 
 def test_claimed_in_order_a_head_has_its_keys_in_order() -> None:
     """So of the works that are claimed, the first that is not done waits for no other."""
     for blocks, heads, parts in ((7, 6, 1), (7, 6, 2), (5, 7, 3), (1, 4, 4), (9, 1, 1)):
-        block, head, _ = turns(blocks, heads, parts)
+        block, head, _ = work_tiles(blocks, heads, parts)
         for each in range(heads):
             assert block[head == each].tolist() == list(range(blocks))
 
@@ -145,16 +146,17 @@ def test_what_it_serves(
     dtype: str, uses: tuple[str, ...], dim: int, value: int, rooms: tuple[int, int]
 ) -> None:
     problem = replace(problem_of(dtype, dim, uses), Dv=value, window=(7, 0))
-    key, shared, _, why = choose_backward(problem, FACTS)
+    own = next(x for x in launches_of(problem) if x.tensor_maps)
+    key, shared, why = own.key, own.shared_bytes, own.why
     assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER_BACKWARD, dtype, *rooms)
     assert (key.softcap, key.alibi) == ("softcap" in uses, "alibi_slopes" in uses)
     assert key.fold is not (key.softcap or key.alibi)
-    assert "portable" not in why
+    assert why.startswith("wgmma and tensor maps, tiles")
     # A softcap has its slopes in registers, and wide heads their sums.
     assert key.block_q == (128 if rooms == (64, 64) and key.fold else 64)
     assert (key.block_k, key.warps_m, key.warps_n, key.loaders) == (128, 8, 1, 4)
     assert key.threads == 384
-    assert shared + 3072 <= FACTS.shared_limit
+    assert shared + 3072 <= CONTEXT.shared_limit
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -176,12 +178,13 @@ def test_the_kernel_for_wide_heads(
 ) -> None:
     """Two warpgroups for the same 64 keys: sums of more keys have no room in registers."""
     problem = replace(problem_of(dtype, dim, uses), Dv=value, window=(7, 0))
-    key, shared, _, why = choose_backward(problem, FACTS)
+    own = next(x for x in launches_of(problem) if x.tensor_maps)
+    key, shared, why = own.key, own.shared_bytes, own.why
     assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER_WIDE, dtype, *rooms)
-    assert "portable" not in why
+    assert why.startswith("wgmma and tensor maps, tiles")
     assert (key.block_q, key.block_k, key.stages) == (64, 64, stages)
     assert (key.warps_m, key.warps_n, key.loaders, key.threads) == (8, 1, 4, 384)
-    assert shared + hopper.HOPPER_STATIC <= FACTS.shared_limit
+    assert shared + HOPPER_STATIC <= CONTEXT.shared_limit
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,7 @@ def test_the_kernel_for_wide_heads(
 )
 def test_shared_memory(tile: TileSize, dim: int, value: int, kilobytes: int) -> None:
     """Keys and values, queries, gradients of the output, those at the scores, and pieces of dq."""
-    assert walk_bytes(tile, dim, value) == kilobytes * 1024
+    assert hopper_backward_bytes(tile, dim, value) == kilobytes * 1024
 
 
 @pytest.mark.parametrize(
@@ -214,69 +217,69 @@ def test_shared_memory(tile: TileSize, dim: int, value: int, kilobytes: int) -> 
 )
 def test_shared_memory_to_repair(tile: TileSize, dim: int, value: int, kilobytes: int) -> None:
     """The keys once more, and of wide heads queries once."""
-    assert walk_bytes(tile, dim, value, repairs=True) == kilobytes * 1024
+    assert hopper_backward_bytes(tile, dim, value, repairs=True) == kilobytes * 1024
 
 
-# --- the steps ----------------------------------------------------------------------------------
+# --- the launches -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("keys", "blocks"), [(100, 6), (129, 12), (24 * 128, 132)])
 def test_what_follows_it(keys: int, blocks: int) -> None:
-    problem = replace(SERVED, B=2, Hq=6, Hkv=3, Nq=300, Nk=keys, D=72, Dv=40)
-    rows, maxima, own, safe, *after = steps_of(problem)
+    problem = replace(SUPPORTED, B=2, Hq=6, Hkv=3, Nq=300, Nk=keys, D=72, Dv=40)
+    rows, maxima, own, safe, *after = launches_of(problem)
     assert (rows.key.kernel, maxima.key.kernel) == BEFORE
-    assert (maxima.key.repairs, maxima.blocks) == (LARGE, 2 * 6 * 3)
+    assert (maxima.key.repairs, maxima.grid) == (LARGE, 2 * 6 * 3)
     assert (own.key.kernel, own.key.add_dq, own.key.repairs) == (HOPPER_BACKWARD, True, 0)
-    assert own.blocks == blocks
+    assert own.grid == blocks
     # Where something is not finite the same kernel, but for stages, does it.
-    key = replace(own.key, repairs=NON_FINITE, stages=1, shared=safe.shared)
-    assert safe == own._replace(key=key, shared=safe.shared, why=safe.why)
-    assert safe.shared == walk_bytes(TileSize(64, 128, 8), 128, 64, repairs=True)
-    assert own.shared == walk_bytes(TileSize(64, 128, 8, 1, 2), 128, 64)
-    assert own.boxes == (("q", 64), ("k", 128), ("v", 128), ("dout", 64))
-    assert [step.key.kernel for step in after] == AFTER
-    for step in after:
-        key = step.key
+    key = replace(own.key, repairs=NON_FINITE, stages=1, shared=safe.shared_bytes)
+    assert safe == own._replace(key=key, shared_bytes=safe.shared_bytes, why=safe.why)
+    assert safe.shared_bytes == hopper_backward_bytes(TileSize(64, 128, 8), 128, 64, repairs=True)
+    assert own.shared_bytes == hopper_backward_bytes(TileSize(64, 128, 8, 1, 2), 128, 64)
+    assert own.tensor_maps == (("q", 64), ("k", 128), ("v", 128), ("dout", 64))
+    assert [launch.key.kernel for launch in after] == AFTER
+    for launch in after:
+        key = launch.key
         assert (key.repairs, key.add_dq) == (0 if key.kernel == HOPPER_FINISH else 6, False)
-        assert (key.loaders, step.boxes) == (0, ())
-    assert after[0].blocks == 2 * 6 * 5  # tiles of queries
+        assert (key.loaders, launch.tensor_maps) == (0, ())
+    assert after[0].grid == 2 * 6 * 5  # tiles of queries
     assert (after[0].key.head_dim, after[0].key.threads) == (own.key.head_dim, 128)
-    facts = FACTS._replace(boxes=False, processors=132)
-    portable = backward_steps(problem, facts, deterministic=True, sinks=False)[1:]
-    assert portable[0] == maxima
-    assert [step.key.kernel for step in portable[1:]] == AFTER[1:]
-    for step, like in zip(after[1:], portable[1:], strict=True):
-        assert step.why.startswith("for heads with large scores or with something not finite")
-        few = min(like.blocks, 132 * like.key.residents)
+    context = CONTEXT._replace(tensor_maps=False, sm_count=132)
+    generic = backward_launches(problem, context, deterministic=True, sinks=False)[1:]
+    assert generic[0] == maxima
+    assert [launch.key.kernel for launch in generic[1:]] == AFTER[1:]
+    for launch, like in zip(after[1:], generic[1:], strict=True):
+        assert launch.why.startswith("for heads with large scores or with something not finite")
+        few = min(like.grid, 132 * like.key.residents)
         key = replace(like.key, repairs=LARGE | FAILED)
-        assert step == like._replace(key=key, blocks=few, why=step.why)
+        assert launch == like._replace(key=key, grid=few, why=launch.why)
 
 
 def test_what_follows_the_kernel_for_wide_heads() -> None:
-    problem = replace(SERVED, B=2, Hq=6, Hkv=3, Nq=300, Nk=100, D=200, Dv=40)
-    *before, own, safe, finish, keys, queries = steps_of(problem)
+    problem = replace(SUPPORTED, B=2, Hq=6, Hkv=3, Nq=300, Nk=100, D=200, Dv=40)
+    *before, own, safe, finish, keys, queries = launches_of(problem)
     after = finish, keys, queries
-    assert tuple(step.key.kernel for step in before) == BEFORE
+    assert tuple(launch.key.kernel for launch in before) == BEFORE
     assert own.key.kernel == safe.key.kernel == HOPPER_WIDE
-    assert safe.shared == walk_bytes(TileSize(64, 64, 8), 256, 128, repairs=True)
-    assert (own.blocks, own.key.add_dq) == (12, True)
-    assert own.boxes == (("q", 64), ("k", 64), ("v", 64), ("dout", 64))
-    assert [step.key.kernel for step in after] == AFTER
+    assert safe.shared_bytes == hopper_backward_bytes(TileSize(64, 64, 8), 256, 128, repairs=True)
+    assert (own.grid, own.key.add_dq) == (12, True)
+    assert own.tensor_maps == (("q", 64), ("k", 64), ("v", 64), ("dout", 64))
+    assert [launch.key.kernel for launch in after] == AFTER
     # It undoes the order of the sums, which depends on the heads and the tiles of queries.
     key, like = finish.key, own.key
     assert (key.head_dim, key.value_dim) == (like.head_dim, like.value_dim) == (256, 128)
     assert key.block_q == like.block_q
-    softcap = replace(SERVED, D=200, Dv=40, softcap=2.0, uses=frozenset({"softcap"}))
-    capped = steps_of(softcap)
+    softcap = replace(SUPPORTED, D=200, Dv=40, softcap=2.0, uses=frozenset({"softcap"}))
+    capped = launches_of(softcap)
     assert capped[3].key == key  # as there are no more terms
-    # Where the cap is flat, only the portable kernels know what is NaN.
-    assert [step.key.kernel for step in capped] == [*BEFORE, HOPPER_WIDE, *AFTER]
-    assert {step.key.repairs for step in capped[4:]} == {NON_FINITE | LARGE | FAILED}
+    # Where the cap is flat, only the generic kernels know what is NaN.
+    assert [launch.key.kernel for launch in capped] == [*BEFORE, HOPPER_WIDE, *AFTER]
+    assert {launch.key.repairs for launch in capped[4:]} == {NON_FINITE | LARGE | FAILED}
 
 
 def test_gradients_of_sinks_come_last() -> None:
-    steps = steps_of(problem_of("bfloat16", 64, ["sinks"]), sinks=True)
-    assert [step.key.kernel for step in steps] == [
+    launches = launches_of(problem_of("bfloat16", 64, ["sinks"]), sinks=True)
+    assert [launch.key.kernel for launch in launches] == [
         *(*BEFORE, *OWN),
         *AFTER,
         "backward_sinks",
@@ -286,13 +289,13 @@ def test_gradients_of_sinks_come_last() -> None:
 def test_what_repairs_elsewhere() -> None:
     """Sums in memory lack the special heads; dq in a fixed order comes from one kernel for all."""
     for arch in ("sm_80", "sm_90", "sm_100"):
-        facts = FACTS._replace(arch=arch)
-        steps = backward_steps(SERVED, facts, deterministic=False, sinks=False)
-        assert [s.key.kernel for s in steps] == [*BEFORE, *ELSEWHERE]
-        repairing = [s.key.kernel for s in steps if s.key.repairs]
+        context = CONTEXT._replace(arch=arch)
+        launches = backward_launches(SUPPORTED, context, deterministic=False, sinks=False)
+        assert [s.key.kernel for s in launches] == [*BEFORE, *ELSEWHERE]
+        repairing = [s.key.kernel for s in launches if s.key.repairs]
         assert repairing == ["backward_renormalise", "backward_queries"]
-        steps = backward_steps(SERVED, facts, deterministic=True, sinks=False)
-        assert [s.key.kernel for s in steps if s.key.repairs] == ["backward_renormalise"]
+        launches = backward_launches(SUPPORTED, context, deterministic=True, sinks=False)
+        assert [s.key.kernel for s in launches if s.key.repairs] == ["backward_renormalise"]
 
 
 # --- what they are started with -----------------------------------------------------------------
@@ -348,20 +351,22 @@ def test_marks_are_zeros_next_to_each_other(gpu: Machine, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("wrong", ["broadcast", "unaligned", "reversed"])
-def test_dout_that_has_no_boxes(gpu: Machine, wrong: str) -> None:
-    import cupy
-
-    given = arrays(gpu)
-    shape = given["dout"].shape
-    if wrong == "broadcast":
-        given["dout"] = cupy.ndarray(shape, np.float16, given["dout"].data, (0, 0, 0, 2))
-    elif wrong == "unaligned":
-        given["dout"] = gpu.array((given["dout"].size + 1,), np.float16)[1:].reshape(shape)
-    else:
-        given["dout"] = given["dout"][:, :, ::-1]
-    tileattn.backward(**given)
-    assert kernels(gpu) == [*BEFORE, *ELSEWHERE]
-    assert gpu.encoded == []
+def test_dout_that_can_have_no_map(wrong: str) -> None:
+    problem = replace(SUPPORTED, B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK)
+    layout = contiguous_inputs(problem).with_contiguous_results(problem, "backward")
+    dout = layout.get("dout")
+    assert dout is not None
+    batch, head, row, column = dout.strides
+    changed = {
+        "broadcast": replace(dout, strides=(0, 0, 0, column)),
+        "unaligned": replace(dout, alignment=2),
+        "reversed": replace(dout, strides=(batch, head, -row, column)),
+    }
+    plan = plan_backward(problem, layout, H200)
+    assert [launch.key.kernel for launch in plan.launches] == [*BEFORE, *OWN, *AFTER]
+    plan = plan_backward(problem, layout.with_arrays(dout=changed[wrong]), H200)
+    assert [launch.key.kernel for launch in plan.launches] == [*BEFORE, *ELSEWHERE]
+    assert plan.tensor_maps == {}
 
 
 def test_maps_are_made_again_for_another_dout_alone(gpu: Machine) -> None:
@@ -374,54 +379,3 @@ def test_maps_are_made_again_for_another_dout_alone(gpu: Machine) -> None:
     *_, before, own, safe = (made[3].address for made in gpu.maps)
     assert own == safe == given["dout"].data.ptr != before
     assert len(gpu.encoded) == 8
-
-
-# --- explain ------------------------------------------------------------------------------------
-
-
-def test_explain_names_the_kernels_and_their_memory(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import cupy
-
-    properties = {"name": b"NVIDIA H200"}
-    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda _: properties)
-    q, k, v = (gpu.array((2, 4, 1000, 64), np.float16) for _ in range(3))
-    found = tileattn.explain(q, k, v, causal=True)
-    assert found.backward_tile == (128, 128)
-    assert [line.split()[0] for line in found.kernels[3:]] == [*OWN, *AFTER]
-    assert "64/64 columns, 2 stages: 64 blocks of 384 threads" in found.kernels[3]
-    assert any(r.startswith(f"{HOPPER_BACKWARD}: tensor maps") for r in found.reasons)
-    # Of 8 heads the sums; marks and works claimed, which begin at multiples of 256 bytes, as does
-    # what is counted twice for 8 tiles of queries.
-    assert found.workspace_bytes == 8 * (3 * 1024 + 1000 * 64) * 4 + 2 * 256 + 2 * 8 * 8 * 4
-    bias = gpu.array((1000, 1000))
-    for options, reason in (({"bias": bias}, "bias"), ({"dropout_p": 0.5}, "dropout")):
-        found = tileattn.explain(q, k, v, **options)
-        why = f"backward_keys: the portable kernel, because {reason} is in use; tiles"
-        assert any(r.startswith(why) for r in found.reasons)
-        assert HOPPER_BACKWARD not in str(found)
-
-
-def test_what_makes_a_score_of_what_kernels_hold(gpu: Machine) -> None:
-    """The scale where it is in the exponent, which the key of backward_sinks does not tell."""
-    given = arrays(gpu)
-    choices: list[tuple[dict[str, Any], float]] = [
-        ({"scale": 0.25}, 0.25),
-        ({"scale": -0.25}, 1.0),
-        ({"scale": 0.25, "softcap": 9.0}, 1.0),
-        ({"scale": 0.25, "alibi_slopes": gpu.array((HQ,))}, 1.0),
-        ({"scale": 0.25, "bias": gpu.array((NQ, NK))}, 1.0),
-    ]
-    for options, natural in choices:
-        gpu.launches.clear()
-        tileattn.backward(**given, **options)
-        assert {float(params["natural"]) for *_, params in gpu.launches} == {natural}
-        folded = {key.fold for key, *_ in gpu.launches if key.kernel == "backward_keys"}
-        assert folded == {natural != 1}
-
-
-@pytest.mark.parametrize(("cap", "told"), [(1e-45, 2.0**-100), (30.0, 30.0), (1e39, 2.0**100)])
-def test_softcaps_that_kernels_can_divide_by(gpu: Machine, cap: float, told: float) -> None:
-    tileattn.backward(**arrays(gpu), softcap=cap)
-    assert {float(params["softcap"]) for *_, params in gpu.launches} == {told}

@@ -1,4 +1,4 @@
-"""Hopper's own forward kernel, held to the oracle and to the portable kernel."""
+"""The Hopper forward kernel, tested against the oracle and the generic kernel."""
 
 import itertools
 import math
@@ -23,16 +23,16 @@ from tests.hopper import (
     PARTS,
     B,
     arrays,
+    described,
     filled,
     in_turn,
     sent,
     visible,
 )
 from tileattn import reference
-from tileattn.backends import registry
-from tileattn.kernels.launch import call
-from tileattn.kernels.launch.steps import forward_steps
-from tileattn.problem import parse
+from tileattn.backends.cupy import describe
+from tileattn.dispatch import CALLS
+from tileattn.kernels.launch.plan import plan_forward
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
@@ -44,13 +44,13 @@ ODD_DIMENSIONS = [(8, 8), (40, 24), (64, 128), (72, 200), (128, 64), (256, 32), 
 
 
 def kernel(q: Any, k: Any, v: Any, **options: Any) -> str:
-    """Name the kernel that serves a call; to explain it would compile those of both passes."""
-    problem, operands = parse(q, k, v, options)
-    return forward_steps(problem, call.Call(problem, operands).facts())[0].key.kernel
+    """Name the kernel that runs a call; to explain it would compile those of both passes."""
+    problem, layout = described("forward", q, k, v, **options)
+    return plan_forward(problem, layout, describe.device_of(0)).launches[0].key.kernel
 
 
 def called(q: Array, k: Array, v: Array, **options: Any) -> tileattn.Attention:
-    """Call the forward pass on copies on the GPU, and see to it that the kernel serves it."""
+    """Call the forward pass on copies on the GPU, and see to it that the kernel runs it."""
     given, there = (sent(q), sent(k), sent(v)), {name: sent(x) for name, x in options.items()}
     assert kernel(*given, **there) == "forward_sm90"
     with poisoned():
@@ -73,13 +73,13 @@ def test_every_option_at_every_head_dimension(D: int, Dv: int, options: str, dty
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_many_turns(D: int, Dv: int, options: str) -> None:
+def test_many_work_tiles(D: int, Dv: int, options: str) -> None:
     Nq, Nk = 400, 530
     hold(*arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
 
 
 @pytest.mark.usefixtures("few")
-def test_many_turns_with_lengths_and_offsets_on_the_gpu() -> None:
+def test_many_work_tiles_with_lengths_and_offsets_on_the_gpu() -> None:
     """The table is made before anybody knows them."""
     places = {"kv_lengths": np.array([300, 777]), "q_offset": np.array([-50, 60])}
     hold(*arrays(DTYPES[0], 128, 128, 700, 810), causal=True, **places)
@@ -181,7 +181,7 @@ def test_any_combination(
 def test_both_kernels_agree_with_the_oracle(D: int, Dv: int, causal: bool, request: Any) -> None:
     q, k, v = arrays(DTYPES[1], D, Dv, 400, 600)
     mine = called(q, k, v, causal=causal, q_offset=200)
-    request.getfixturevalue("portable")
+    request.getfixturevalue("generic")
     given = sent(q), sent(k), sent(v)
     assert kernel(*given, causal=causal, q_offset=200) == "forward"
     theirs = host(tileattn.forward(*given, causal=causal, q_offset=200))
@@ -261,7 +261,7 @@ def test_large_scores_rescale() -> None:
 
 @pytest.mark.parametrize("low", [False, True])
 def test_sums_that_overflow_in_some_rows(low: bool) -> None:
-    """Large finite values: weights above 1 make sums overflow that the textbook does not."""
+    """Large finite values: weights above 1 make sums overflow that the plain formula does not."""
     q, k, v = (np.zeros((1, 1, n, 64), DTYPES[1]) for n in (64, 200, 200))
     rows = np.arange(64) % 16 < 8
     q[..., 0] = np.where(rows == low, 5, -5)
@@ -376,7 +376,7 @@ def test_a_head_does_not_depend_on_its_company() -> None:
 
 
 def test_more_turns_than_are_remembered_apart() -> None:
-    """Many small works for each multiprocessor: some are not finite, some far below zero."""
+    """Many small work tiles for each SM: some are not finite, some far below zero."""
     import cupy
 
     rng = cupy.random.default_rng(0)
@@ -405,13 +405,13 @@ def test_captured_in_a_graph(warm: bool) -> None:
     q, k, v = map(sent, arrays(DTYPES[1], 128, 128, 700, 700))
     wanted = bits(tileattn.forward(q, k, v, causal=True))
     if not warm:
-        registry.KNOWN.clear()  # the kernel is loaded, but the plan is made in the capture
+        CALLS.clear()  # the kernel is loaded, but the plan is made in the capture
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.Stream(non_blocking=True) as stream, cupy.cuda.using_allocator(pool.malloc):
         stream.begin_capture()
         result = tileattn.forward(q, k, v, causal=True)
         graph = stream.end_capture()
-        registry.KNOWN.clear()
+        CALLS.clear()
         for _ in range(3):
             result.out.fill(7)
             graph.launch(stream)
@@ -432,7 +432,7 @@ def test_a_thread_of_its_own_may_bring_new_arrays() -> None:
 
 
 def test_rows_that_overlap() -> None:
-    """A view whose rows start 16 bytes apart, whichever kernel serves it."""
+    """A view whose rows start 16 bytes apart, whichever kernel runs it."""
     import cupy
 
     line = cupy.asarray(np.random.default_rng(0).standard_normal(8 * 300 + 64).astype(np.float16))

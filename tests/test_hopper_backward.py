@@ -1,4 +1,4 @@
-"""Hopper's own backward kernels, held to the oracle and to the portable kernels."""
+"""The Hopper backward kernels, tested against the oracle and the generic kernels."""
 
 import math
 from typing import Any
@@ -14,10 +14,9 @@ from tests import hopper
 from tests.gpu import bits, host, needs_gpu, poisoned
 from tests.hopper import DTYPES, HKV, HQ, LENGTHS, OPTIONS, PARTS, B, filled, in_turn, sent
 from tileattn import Gradients, reference
+from tileattn.backends.cupy import describe
 from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
-from tileattn.kernels.launch import call
-from tileattn.kernels.launch.steps import backward_steps
-from tileattn.problem import parse
+from tileattn.kernels.launch.plan import plan_backward
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
@@ -40,12 +39,10 @@ def arrays(dtype: Any, D: int, Dv: int, Nq: int, Nk: int, seed: int = 0) -> Give
 
 
 def served(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> bool:
-    """Whether one of the kernels serves a call whose arrays are on the GPU."""
-    problem, operands = parse(q, k, v, options)
-    made = call.Call(problem, operands)
-    made.add_rows("dout", dout)
-    steps = backward_steps(problem, made.facts(), deterministic=False, sinks=False)
-    return any(step.key.kernel in HOPPER_BACKWARDS for step in steps)
+    """Whether one of the kernels runs a call whose arrays are on the GPU."""
+    problem, layout = hopper.described("backward", q, k, v, dout=dout, **options)
+    launches = plan_backward(problem, layout, describe.device_of(0)).launches
+    return any(launch.key.kernel in HOPPER_BACKWARDS for launch in launches)
 
 
 def called(
@@ -56,7 +53,7 @@ def called(
     deterministic: bool = False,
     **options: Any,
 ) -> Gradients:
-    """Call both passes on copies on the GPU; see to it whether the kernel serves the backward."""
+    """Call both passes on copies on the GPU; see to it whether the kernel runs the backward."""
     q, k, v, dout = map(sent, given)
     there = {name: sent(x) for name, x in options.items()}
     assert served(q, k, v, dout, **there) is own
@@ -103,7 +100,7 @@ def test_every_option_at_every_head_dimension(D: int, Dv: int, options: str, dty
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (64, 128), *WIDE])
-def test_many_turns(D: int, Dv: int, options: str) -> None:
+def test_many_work_tiles(D: int, Dv: int, options: str) -> None:
     Nq, Nk = 400, 660
     hold(arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
 
@@ -134,7 +131,7 @@ def test_lengths_that_no_tile_divides(D: int, Dv: int, options: str, Nq: int, Nk
 
 
 @pytest.mark.parametrize(("Nq", "Nk"), [(0, 300), (300, 0), (0, 0)])
-def test_arrays_without_rows_are_left_to_the_portable_kernels(Nq: int, Nk: int) -> None:
+def test_arrays_without_rows_are_left_to_the_generic_kernels(Nq: int, Nk: int) -> None:
     hold(arrays(DTYPES[0], 64, 64, Nq, Nk), own=False)
 
 
@@ -179,7 +176,7 @@ def test_both_ways_agree_with_the_oracle(D: int, Dv: int, causal: bool, request:
     made = arrays(DTYPES[1], D, Dv, 400, 600)
     options: dict[str, Any] = {"causal": causal, "q_offset": 200}
     hold(made, **options)
-    request.getfixturevalue("portable")
+    request.getfixturevalue("generic")
     hold(made, own=False, **options)
 
 
@@ -342,7 +339,7 @@ def test_what_hidden_entries_hold_does_not_matter(
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_gradients_at_scores_beyond_float16(D: int, deterministic: bool) -> None:
-    """Hopper's own kernels make infinity of some of them; what comes after them has room."""
+    """The Hopper kernels make infinity of some of them; what comes after them has room."""
     q, k, v, dout = arrays(np.float16, D, D, 300, 300)
     given = 0.01 * q, 0.01 * k, 2000 * v, 2000 * dout
     q, k, v, dout = (x.astype(np.float16) for x in given)

@@ -10,6 +10,7 @@ import pytest
 from tileattn.dtypes import DTYPES
 from tileattn.errors import BackendUnavailableError, KernelCompileError
 from tileattn.kernels.build.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.config.generic import TILED
 from tileattn.kernels.config.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
@@ -18,8 +19,7 @@ from tileattn.kernels.config.hopper import (
     HOPPER_WIDE,
 )
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.config.select import TILED
-from tileattn.kernels.config.tiles import ROOMS
+from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.launch import catalog
 
 Case = tuple[str, KernelKey]
@@ -129,7 +129,7 @@ def test_the_kernel_for_hopper_alone() -> None:
     keys = [key for arch, key in CASES if key.kernel == HOPPER]
     assert {arch for arch, key in CASES if key.kernel == HOPPER} == {"sm_90a"}
     assert {key.dtype for key in keys} == {"float16", "bfloat16"}
-    assert {key.head_dim for key in keys} == set(ROOMS)
+    assert {key.head_dim for key in keys} == set(HEAD_DIM_BUCKETS)
     for option in ("softcap", "alibi", "fold"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
     assert "bfloat16" not in {
@@ -152,8 +152,8 @@ def test_the_backward_kernels_for_hopper_and_what_repairs_after_them(
     for option in ("softcap", "alibi", "fold"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
     repairs = {key.kernel for arch, key in CASES if key.repairs and arch == "sm_90a"}
-    portable = {"backward_renormalise", "backward_keys", "backward_queries"}
-    assert repairs == portable | set(HOPPER_BACKWARDS)
+    generic = {"backward_renormalise", "backward_keys", "backward_queries"}
+    assert repairs == generic | set(HOPPER_BACKWARDS)
 
 
 def test_what_is_tuned_is_the_plain_call_on_one_gpu() -> None:

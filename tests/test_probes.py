@@ -16,9 +16,9 @@ from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
 from tileattn.algorithm.tiles import Tile, cut
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.launch.block_sparse import host_cells
+from tileattn.kernels.launch.block_sparse import partial_blocks
 from tileattn.kernels.launch.params import PARAMS
-from tileattn.kernels.launch.schedule import turns
+from tileattn.kernels.launch.scheduler import work_tiles
 
 Array = NDArray[Any]
 Pair = tuple[int, int]
@@ -168,7 +168,7 @@ def test_works(key: KernelKey, left: int | None, right: int | None) -> None:
     for schedule_, numbers in ((None, np.arange(count)), (table, order)):
         got = np.full((len(table), grid, size), -7, np.int32)
         Probe(key)("works", p, schedule_, len(table), got, grid=(grid,))
-        block, head, _ = turns(blocks, B * Hq, parts)
+        block, head, _ = work_tiles(blocks, B * Hq, parts)
         for n, number in enumerate(numbers.tolist()):
             place = int(block[number]) if right is None else blocks - 1 - int(block[number])
             q0, (b, h) = place * key.block_q, divmod(int(head[number]), Hq)
@@ -213,7 +213,7 @@ def test_walks(key: KernelKey, left: int | None, right: int | None, length: int)
     claimed, got = np.zeros(1, np.uint32), np.full((count, 7), -7, np.int32)
     Probe(key)("walks", p, claimed, got, grid=(grid,))
     assert claimed == count + grid  # each block has been told once that there is nothing left
-    block, head, _ = turns(blocks, B * Hkv, parts)
+    block, head, _ = work_tiles(blocks, B * Hkv, parts)
     for n, (b, kv, k0, first, past, full, full_past) in enumerate(got.tolist()):
         assert (b, kv) == divmod(int(head[n]), Hkv)
         assert k0 == int(block[n]) * key.block_k
@@ -262,7 +262,7 @@ class Masks:
             share = rng.choice([0.5, 1.0], cells) * (rng.random(cells) > skipped)
             share = share.repeat(block[0], axis=2).repeat(block[1], axis=3)[:, :, :Nq, :Nk]
             self.blocks = BlockMask.from_mask(rng.random(share.shape) < share, block)
-            kinds, bits = host_cells(self.blocks)
+            kinds, bits = partial_blocks(self.blocks)
             self.fields["kinds_at"] = strides_of(kinds)
             self.fields["mask_block_q"], self.fields["mask_block_k"] = block
             self.arrays[1:] = kinds, bits

@@ -13,12 +13,12 @@ import tileattn
 from tests.gpu import needs_gpu
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.build import compile as compiler
-from tileattn.kernels.config.tiles import ROOMS
+from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tools import stress_gpu
 from tools.check_sass import keys
 from tools.stress_gpu import LENGTHS, NAMES, VARIANTS, Case, Report, Tally, cases, run
 
-PAIRS = list(product(ROOMS, ROOMS))
+PAIRS = list(product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS))
 CASE = Case("float16", 64, 64, 257, 129, True)
 
 

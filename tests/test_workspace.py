@@ -12,7 +12,7 @@ import tileattn
 from tests.gpu import bits, hold, needs_gpu, random_arrays
 from tileattn import Gradients
 from tileattn.backends.numpy.backend import NumpyBackend
-from tileattn.backends.protocol import Backend
+from tileattn.backends.protocol import Backend, takes_workspace
 
 Array = NDArray[Any]
 
@@ -122,6 +122,7 @@ class Takes(NumpyBackend):
         super().__init__()
         self.given: list[Any] = []
 
+    @takes_workspace
     def backward(self, *args: Any, **more: Any) -> Gradients:
         self.given.append(more)
         return super().backward(*args)

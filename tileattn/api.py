@@ -1,15 +1,15 @@
 """The public calls. Each validates, chooses a backend and hands over."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
 from tileattn.algorithm.softmax import RowState
 from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
-from tileattn.backends.protocol import Backend, Explanation
-from tileattn.dispatch import signature
+from tileattn.backends.protocol import Explanation
+from tileattn.dispatch import CALLS, PreparedCall, ValidCall, signature, valid_call
 from tileattn.dtypes import accum_dtype
 from tileattn.problem import (
     Operands,
@@ -18,7 +18,6 @@ from tileattn.problem import (
     check_array,
     check_dtype,
     four_axes,
-    operands_of,
     parse,
 )
 from tileattn.results import Attention, Gradients
@@ -128,19 +127,19 @@ def forward(
     True
     """
     arrays = (q, k, v) if out is None else (q, k, v, out)
-    known = registry.KNOWN.get(signature(arrays, backend, options))
-    repeat = None if known is None else known.memo.get("repeat")
-    if repeat is not None:
-        again: Attention | None = repeat(q, k, v, out)
+    known = CALLS.get(signature(arrays, backend, options))
+    if known is not None and known.prepared.repeat is not None:
+        again = known.prepared.repeat(q, k, v, out)
         if again is not None:
             return again
     given = {} if out is None else {"out": out}
-    chosen, problem, operands = _prepare(known, q, k, v, backend, options, given)
+    call, operands = _validated(known, q, k, v, backend, options, given)
+    problem = call.problem
     if out is not None:
         ensure_writable("out", out, {"q": q, "k": k, "v": v, **options})
-        result = chosen.forward(problem, operands, four_axes(out))
+        result = call.forward(operands, four_axes(out))
         return Attention(out, _without_lead(result.lse, problem))
-    result = chosen.forward(problem, operands, None)
+    result = call.forward(operands, None)
     if problem.ndim == 4:
         return result
     return Attention(*(_without_lead(x, problem) for x in result))
@@ -235,22 +234,21 @@ def backward(
     ((5, 8), True)
     """
     given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    known = registry.KNOWN.get(signature((q, k, v, *given.values()), backend, options))
-    chosen, problem, operands = _prepare(known, q, k, v, backend, options, given)
+    known = CALLS.get(signature((q, k, v, *given.values()), backend, options))
+    call, operands = _validated(known, q, k, v, backend, options, given)
+    problem = call.problem
     if not isinstance(deterministic, bool | np.bool_):
         raise TypeError(
             f"deterministic is {type(deterministic).__name__}; True or False is accepted"
         )
-    lent = {}
     if workspace is not None:
-        lent["workspace"] = workspace
-        ensure_workspace(chosen, workspace, {"q": q, "k": k, "v": v, **given, **options})
+        ensure_workspace(call.backend, workspace, {"q": q, "k": k, "v": v, **given, **options})
     if problem.ndim < 4:
         rows = (problem.B, problem.Hq, problem.Nq)
         out, dout, lse = four_axes(out), four_axes(dout), lse.reshape(rows)
         dlse = None if dlse is None else dlse.reshape(rows)
-    result = chosen.backward(
-        problem, operands, dout, Attention(out, lse), dlse, bool(deterministic), **lent
+    result = call.backward(
+        operands, dout, Attention(out, lse), dlse, bool(deterministic), workspace
     )
     dbias = result.dbias
     if dbias is not None and dbias.shape != options["bias"].shape:
@@ -356,8 +354,9 @@ def explain(
     >>> tileattn.explain(x, x, x, causal=True).backend
     'numpy'
     """
-    chosen, problem, operands = _prepare(None, q, k, v, backend, options, {})
-    return chosen.explain(problem, operands)
+    call, operands = _validated(None, q, k, v, backend, options, {})
+    explanation: Explanation = call.backend.explain(call.problem, operands)
+    return explanation
 
 
 def _listed(name: str, x: Any) -> list[Any]:
@@ -367,28 +366,18 @@ def _listed(name: str, x: Any) -> list[Any]:
         raise TypeError(f"{name} is {type(x).__name__}; a sequence of arrays is accepted") from None
 
 
-class _Known(NamedTuple):
-    """What was found out about a call; lengths and offsets where they are on the host."""
-
-    backend: Backend
-    problem: Problem
-    kv_lengths: Any
-    q_offset: Any
-    memo: dict[Any, Any]
-
-
-def _prepare(
-    known: _Known | None,
+def _validated(
+    known: ValidCall | None,
     q: Any,
     k: Any,
     v: Any,
     backend: str,
     options: Options,
     others: dict[str, Any],
-) -> tuple[Backend, Problem, Operands]:
+) -> tuple[PreparedCall, Operands]:
     """Validate a call and choose its backend, where no call like it is known to be valid."""
     if known is not None:
-        return known.backend, known.problem, _operands(known, q, k, v, options)
+        return known.prepared, known.operands(q, k, v, options)
     arrays = {"q": q, "k": k, "v": v, **others}
     arrays |= {name: options.get(name) for name in ("bias", "mask", "alibi_slopes", "sinks")}
     chosen = registry.choose(backend, arrays)
@@ -399,24 +388,11 @@ def _prepare(
             of_rows = name in {"lse", "dlse"}
             shape = problem.out_shape[:-1] if of_rows else problem.out_shape
             check_array(name, x, shape, problem.accum_dtype if of_rows else problem.dtype)
+    call = valid_call(chosen, problem, operands)
     key = signature((q, k, v, *others.values()), backend, options)
     if key is not None:
-        lengths, offset = (
-            x if isinstance(x, np.ndarray) else None
-            for x in (operands.kv_lengths, operands.q_offset)
-        )
-        registry.KNOWN.keep(key, _Known(chosen, problem, lengths, offset, operands.memo))
-    return chosen, problem, operands
-
-
-def _operands(known: _Known, q: Any, k: Any, v: Any, options: Options) -> Operands:
-    _, problem, lengths, offset, memo = known
-    if lengths is None:
-        lengths = options["kv_lengths"].astype(np.int64, copy=False)
-    if offset is None:
-        offset = options.get("q_offset")
-        offset = lengths - problem.Nq if offset is None else offset.astype(np.int64, copy=False)
-    return operands_of(q, k, v, lengths, offset, memo=memo, options=options)
+        CALLS.keep(key, call)
+    return call.prepared, operands
 
 
 def _without_lead(x: Any, problem: Problem) -> Any:

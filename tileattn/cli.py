@@ -19,6 +19,7 @@ import numpy as np
 import threadpoolctl
 
 import tileattn
+from tileattn.backends import registry
 from tileattn.backends.numpy import threads
 from tileattn.dtypes import DTYPES
 from tileattn.errors import BackendUnavailableError
@@ -32,6 +33,7 @@ from tileattn.kernels.build.compile import (
 )
 from tileattn.kernels.build.load import arch_of
 from tileattn.kernels.config.key import KernelKey
+from tileattn.problem import parse
 
 BENCHMARKS = {
     "cpu": "speed of the NumPy backend beside PyTorch and plain NumPy",
@@ -87,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     explain.add_argument("--window", type=_side, nargs=2, metavar=("LEFT", "RIGHT"))
     explain.add_argument("--softcap", type=float)
     explain.add_argument("--dropout-p", type=float, default=0.0)
+    explain.add_argument("--arch", help="on a GPU that need not be here: sm_80, sm_90, ...")
+    explain.add_argument("--plan", action="store_true", help="with --arch, print the plans too")
     explain.set_defaults(run=_explain)
     fill = commands.add_parser("compile", help="fill the cache of CUDA kernels ahead of time")
     fill.add_argument("--arch", nargs="+", help="sm_80, sm_90a, ... (that of the GPU here)")
@@ -226,11 +230,37 @@ def _explain(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {"causal": a.causal, "softcap": a.softcap, "dropout_p": a.dropout_p}
     options["window"] = None if a.window is None else tuple(a.window)
     try:
-        print(tileattn.explain(q, k, v, backend=a.backend, **options))
+        if a.arch is not None:
+            _explain_on(a.arch, a.backend, q, k, v, options, plans=a.plan)
+        else:
+            print(tileattn.explain(q, k, v, backend=a.backend, **options))
     except (TypeError, ValueError, RuntimeError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _explain_on(
+    arch: str, backend: str, q: Any, k: Any, v: Any, options: dict[str, Any], *, plans: bool
+) -> None:
+    """Print what would run for contiguous arrays of these sizes on a GPU of an architecture."""
+    # Only this command needs them.
+    from tileattn.backends.cupy.explain import explain_on
+    from tileattn.kernels.launch.device import device_of_arch
+    from tileattn.kernels.launch.layout import contiguous_inputs
+    from tileattn.kernels.launch.plan import plans_of
+
+    if backend not in ("auto", "cupy"):
+        raise ValueError(f"backend is {backend!r}; with --arch, 'cupy' is accepted")
+    problem, operands = parse(q, k, v, options)
+    registry.ensure_served(registry.get("cupy"), problem)
+    # What is compiled for compute capability 9.0 is sm_90a.
+    device = device_of_arch("sm_90a" if arch == "sm_90" else arch)
+    inputs = contiguous_inputs(problem)
+    print(explain_on(device, problem, inputs, operands))
+    if plans:
+        forward, backward, _ = plans_of(problem, inputs, device)
+        print(f"\n{forward}\n\n{backward}")
 
 
 def _compile(arguments: argparse.Namespace) -> int:

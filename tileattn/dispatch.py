@@ -1,13 +1,15 @@
-"""What was worked out for one call and holds for the next of the same signature."""
+"""The cache of validated calls: a call like an earlier one is one look-up."""
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
 
 from tileattn.algorithm.block_mask import BlockMask
+from tileattn.problem import Operands, Problem, operands_of
+from tileattn.results import Attention, Gradients
 
 MOST = 1024  # entries; a program has few shapes, or so many that none comes back
 
@@ -15,19 +17,127 @@ _VARIABLE = os.environ.encodekey("TILEATTN_BACKEND")
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
-class Memo(dict[Any, Any]):
-    """A dictionary that is emptied when it is full; its single steps are safe among threads."""
+class PreparedCall:
+    """The calls of one signature: one problem, and arrays of one layout.
 
-    def keep(self, key: Any, value: Any) -> Any:
-        """Enter a value, and return it."""
+    A backend that has a method ``prepare(problem)`` returns a subclass from it, and may keep there
+    what it has worked out.
+
+    Parameters
+    ----------
+    backend : Backend
+        Who runs them.
+    problem : Problem
+        What is asked.
+
+    Attributes
+    ----------
+    repeat : callable or None
+        Takes q, k, v and out as ``tileattn.forward`` does, and runs the whole call without looking
+        at anything again, or returns None where it cannot.
+    """
+
+    repeat: Callable[[Any, Any, Any, Any], Attention | None] | None = None
+
+    def __init__(self, backend: Any, problem: Problem) -> None:
+        self.backend = backend
+        self.problem = problem
+
+    def forward(self, operands: Operands, out: Any | None) -> Attention:
+        """Compute attention, as ``Backend.forward``."""
+        result: Attention = self.backend.forward(self.problem, operands, out)
+        return result
+
+    def backward(
+        self,
+        operands: Operands,
+        dout: Any,
+        attention: Attention,
+        dlse: Any | None,
+        deterministic: bool,
+        workspace: Any | None,
+    ) -> Gradients:
+        """Compute the gradients, as ``Backend.backward``."""
+        more = {} if workspace is None else {"workspace": workspace}
+        result: Gradients = self.backend.backward(
+            self.problem, operands, dout, attention, dlse, deterministic, **more
+        )
+        return result
+
+
+class ValidCall(NamedTuple):
+    """What is known of the calls of one signature.
+
+    Parameters
+    ----------
+    prepared : PreparedCall
+        Runs them.
+    kv_lengths, q_offset : array of int64, shape (B,), or None
+        Those of all the calls, where they are on the host.
+    """
+
+    prepared: PreparedCall
+    kv_lengths: Any
+    q_offset: Any
+
+    def operands(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Operands:
+        """View the arrays of a call with all four axes."""
+        lengths, offset = self.kv_lengths, self.q_offset
+        if lengths is None:
+            lengths = options["kv_lengths"].astype(np.int64, copy=False)
+        if offset is None:
+            offset = options.get("q_offset")
+            if offset is None:
+                offset = lengths - self.prepared.problem.Nq
+            else:
+                offset = offset.astype(np.int64, copy=False)
+        return operands_of(q, k, v, lengths, offset, options=options)
+
+
+class CallCache(dict[Any, ValidCall]):
+    """Valid calls by signature, emptied when it is full; single steps are safe among threads."""
+
+    def keep(self, key: Any, call: ValidCall) -> None:
+        """Enter a call."""
         if len(self) >= MOST:
             self.clear()
-        self[key] = value
-        return value
+        self[key] = call
+
+
+CALLS = CallCache()
+"""The calls of this process; a new backend may change what is valid, and empties it."""
+
+
+def valid_call(backend: Any, problem: Problem, operands: Operands) -> ValidCall:
+    """Make the entry of a call that was found valid.
+
+    Parameters
+    ----------
+    backend : Backend
+        Who runs it.
+    problem : Problem
+        What is asked.
+    operands : Operands
+        Of which lengths and offsets on the host are kept.
+
+    Returns
+    -------
+    ValidCall
+        For all calls of the same signature.
+    """
+    prepare = getattr(backend, "prepare", None)
+    prepared = PreparedCall(backend, problem) if prepare is None else prepare(problem)
+    lengths, offset = (
+        x if isinstance(x, np.ndarray) else None for x in (operands.kv_lengths, operands.q_offset)
+    )
+    return ValidCall(prepared, lengths, offset)
 
 
 def _default() -> Any:
-    """Look up ``TILEATTN_BACKEND``, which `get` takes a microsecond for where it is absent."""
+    """Look up ``TILEATTN_BACKEND``.
+
+    Where it is absent ``os.environ.get`` takes a microsecond, a seventh of a repeated call.
+    """
     try:
         return os.environ._data.get(_VARIABLE)  # type: ignore[attr-defined]  # CPython's own
     except AttributeError:

@@ -102,8 +102,6 @@ class Operands(NamedTuple):
         The inputs.
     kv_lengths, q_offset : array of int64, shape (B,)
         Keys that exist, and position of query 0, for each batch entry.
-    memo : dict
-        Where a backend keeps what it worked out: the next call of the same signature has it.
     bias, mask : array or None, broadcastable to (B, Hq, Nq, Nk), four axes
         Added to the scores; booleans, True = seen.
     block_mask : BlockMask or None
@@ -119,7 +117,6 @@ class Operands(NamedTuple):
     v: Any
     kv_lengths: Any
     q_offset: Any
-    memo: dict[Any, Any]
     bias: Any = None
     mask: Any = None
     block_mask: BlockMask | None = None
@@ -177,18 +174,18 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         uses=frozenset(name for name, value in options.items() if _in_use(value)),
     )
     q_offset = kv_lengths - Nq if q_offset is None else q_offset
-    return problem, operands_of(q, k, v, kv_lengths, q_offset, memo={}, options=options)
+    return problem, operands_of(q, k, v, kv_lengths, q_offset, options=options)
 
 
-def operands_of(*arrays: Any, memo: dict[Any, Any], options: Mapping[str, Any]) -> Operands:
+def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
     """View the arrays of a valid call with all four axes.
 
     Parameters
     ----------
     *arrays : array
         q, k, v as ``tileattn.forward`` takes them, kv_lengths and q_offset as int64, shape (B,).
-    memo, options : mapping
-        For the backend, and those of the contract.
+    options : mapping
+        Those of the contract.
 
     Returns
     -------
@@ -199,7 +196,7 @@ def operands_of(*arrays: Any, memo: dict[Any, Any], options: Mapping[str, Any]) 
     get = options.get
     bias, mask, slopes = get("bias"), get("mask"), get("alibi_slopes")
     return Operands(
-        *(four_axes(q), four_axes(k), four_axes(v), kv_lengths, q_offset, memo),
+        *(four_axes(q), four_axes(k), four_axes(v), kv_lengths, q_offset),
         bias=None if bias is None else four_axes(bias),
         mask=None if mask is None else four_axes(mask),
         block_mask=get("block_mask"),

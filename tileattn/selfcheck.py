@@ -17,10 +17,10 @@ from tileattn.backends import registry
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.kernels.build.compile import compiled
 from tileattn.kernels.build.load import arch_of
+from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch import catalog
-from tileattn.kernels.launch.call import WIDEST
-from tileattn.kernels.launch.steps import backward_steps, forward_steps
+from tileattn.kernels.launch.layout import MAX_ALIGNMENT
 from tileattn.problem import parse
 from tileattn.results import Attention, Gradients
 from tileattn.testing import assert_attention_close, error_bound
@@ -79,26 +79,29 @@ class Family(NamedTuple):
     def keys(self, arch: str) -> Iterator[KernelKey]:
         """List the CUDA kernels of both passes over contiguous arrays, which may be empty."""
         problem = replace(catalog.problem_of(self.dtype.name, self.D, self.options), Dv=self.Dv)
-        row = math.gcd(WIDEST, *(n * self.dtype.itemsize for n in (self.D, self.Dv)))
+        row = math.gcd(MAX_ALIGNMENT, *(n * self.dtype.itemsize for n in (self.D, self.Dv)))
         biased = "bias" in self.options
         # A bias as large as the scores has its gradient written with that of the keys; rows of an
-        # odd length start at multiples of 8 bytes.
+        # odd length are aligned to 8 bytes.
         shapes = ((1, 1, 1, 1), (1, 1, 1, problem.Nk)) if biased else ((),)
-        vectors = (0, 8, 16) if biased else (0,)
-        spans = (1, 2, 16) if "mask" in self.options else (1,)
-        for shape, vector, span in product(shapes, vectors, spans):
+        alignments = (0, 8, 16) if biased else (0,)
+        widths = (1, 2, 16) if "mask" in self.options else (1,)
+        for shape, alignment, width in product(shapes, alignments, widths):
             bias = "float64" if biased else ""
-            facts = catalog.facts_of(arch, row)._replace(
-                bias=bias, bias_shape=shape, span=span, bias_vector=vector
+            context = catalog.context_of(arch, row)._replace(
+                bias=bias,
+                bias_shape=shape,
+                mask_vector_width=width,
+                bias_alignment_bytes=alignment,
             )
             for keys, window in product((problem.Nk, 0), catalog.WINDOWS):
-                steps = forward_steps(replace(problem, Nk=keys, window=window), facts)
-                yield from (step.key for step in steps)
+                asked = replace(problem, Nk=keys, window=window)
+                yield from (launch.key for launch in forward_launches(asked, context))
             empty = replace(problem, Nq=0), replace(problem, Nk=0)
             for asked, fixed in product((problem, *empty), (False, True)):
                 sinks = "sinks" in self.options
-                steps = backward_steps(asked, facts, deterministic=fixed, sinks=sinks)
-                yield from (step.key for step in steps)
+                launches = backward_launches(asked, context, deterministic=fixed, sinks=sinks)
+                yield from (launch.key for launch in launches)
 
 
 class Case(NamedTuple):

@@ -19,16 +19,16 @@ from itertools import product
 from pathlib import Path
 
 from tileattn.kernels.build.compile import SOURCES, compiled, sources_in
+from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, HOPPER_WIDE
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.config.tiles import ROOMS
+from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.launch import catalog
-from tileattn.kernels.launch.steps import backward_steps, forward_steps
 from tools.sass import Instruction, disassembled, nvdisasm, parsed
 
 ARCH = "sm_90a"
 DTYPES = ("float16", "bfloat16")
-PAIRS = tuple(product(ROOMS, ROOMS))
+PAIRS = tuple(product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS))
 OPTIONS: tuple[frozenset[str], ...] = tuple(
     map(frozenset, ((), ("softcap",), ("alibi_slopes",), ("block_mask",)))
 )
@@ -72,15 +72,15 @@ def keys(
     list of KernelKey
         With the tiles of calls with and without a right limit.
     """
-    facts = catalog.facts_of(ARCH)
+    context = catalog.context_of(ARCH)
     found: dict[KernelKey, None] = {}
     for (dim, value), dtype, uses, window in product(pairs, dtypes, list(options), catalog.WINDOWS):
         problem = replace(catalog.problem_of(dtype, dim, uses), Dv=value, window=window)
-        steps = (
-            *forward_steps(problem, facts),
-            *backward_steps(problem, facts, deterministic=True, sinks=False),
+        launches = (
+            *forward_launches(problem, context),
+            *backward_launches(problem, context, deterministic=True, sinks=False),
         )
-        own = (step.key for step in steps if step.key.kernel in (HOPPER, *HOPPER_BACKWARDS))
+        own = (x.key for x in launches if x.key.kernel in (HOPPER, *HOPPER_BACKWARDS))
         found |= dict.fromkeys(own)
     return list(found)
 

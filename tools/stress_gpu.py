@@ -34,10 +34,10 @@ from benchmarks import report
 from tileattn import reference
 from tileattn.kernels.build import compile
 from tileattn.kernels.build.load import arch_of
+from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.config.tiles import ROOMS
+from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.launch import catalog
-from tileattn.kernels.launch.steps import backward_steps, forward_steps
 from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
 
@@ -128,9 +128,9 @@ def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
 def kernels(case: Case, arch: str) -> list[KernelKey]:
     """List the kernels of a case."""
     q, k, v, _ = (np.empty(shape, DTYPES[case.dtype]) for shape in shapes(case))
-    problem, facts = parse(q, k, v, {"causal": case.causal})[0], catalog.facts_of(arch)
-    backward = backward_steps(problem, facts, deterministic=True, sinks=False)
-    return [step.key for step in (*forward_steps(problem, facts), *backward)]
+    problem, context = parse(q, k, v, {"causal": case.causal})[0], catalog.context_of(arch)
+    backward = backward_launches(problem, context, deterministic=True, sinks=False)
+    return [launch.key for launch in (*forward_launches(problem, context), *backward)]
 
 
 class Worker:
@@ -351,7 +351,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run, and show what differed; the exit status is 1 for any failure, 2 without a GPU."""
     chosen = parser().parse_args(argv)
-    chosen.pairs = chosen.pairs or list(product(ROOMS, ROOMS))
+    chosen.pairs = chosen.pairs or list(product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS))
     reason = tileattn.available_backends()["cupy"]
     if reason is not None:
         print(reason)

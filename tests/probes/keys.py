@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from tileattn.kernels.config.hopper import hopper_bytes, walk_bytes
 from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.shared_memory import hopper_backward_bytes, hopper_forward_bytes
 from tileattn.kernels.config.tiles import TileSize
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -97,7 +97,7 @@ TYPES = tuple(KernelKey("types", dtype) for dtype in DTYPES)
 
 def _laid_out(kernel: str, tile: TileSize, dim: int) -> KernelKey:
     """Make a key with the shared memory that Hopper's own kernels have with such tiles."""
-    count = hopper_bytes if kernel == "fwd_smem" else walk_bytes
+    count = hopper_forward_bytes if kernel == "fwd_smem" else hopper_backward_bytes
     shared = count(tile, dim, dim)
     return KernelKey(kernel, "float16", dim, dim, *tile[:6], loaders=4, shared=shared)
 

@@ -1,8 +1,6 @@
-"""Memory that a caller lends: where a result goes, and what a call may use meanwhile."""
+"""Buffers that a caller provides: where a result goes, and a workspace."""
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +64,7 @@ def ensure_workspace(backend: Backend, x: Any, inputs: Mapping[str, Any]) -> Non
     Parameters
     ----------
     backend : Backend
-        Who serves the call.
+        Who runs the call.
     x : array
         The argument.
     inputs : mapping of str to Any
@@ -99,17 +97,8 @@ def ensure_workspace(backend: Backend, x: Any, inputs: Mapping[str, Any]) -> Non
             f"workspace starts {beyond} bytes past a multiple of {ALIGNED}; a start at a multiple "
             f"is accepted (workspace[{ALIGNED - beyond}:] has one)"
         )
-    if not _takes_workspace(getattr(backend.backward, "__func__", backend.backward)):
+    if not getattr(backend.backward, "takes_workspace", False):
         raise UnsupportedError(f"backend {backend.name!r} takes no workspace; leave it out (None)")
-
-
-@functools.cache
-def _takes_workspace(backward: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(backward).bind_partial(workspace=None)
-    except TypeError:
-        return False
-    return True
 
 
 def _address(x: Any) -> int:

@@ -1,10 +1,13 @@
-"""What a backend is, and what it answers when asked for an explanation."""
+"""What a backend is, and how it explains a call."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _TITLES = {"flash1": "FlashAttention", "flash2": "FlashAttention-2"}
 
@@ -16,21 +19,21 @@ class Explanation:
     Parameters
     ----------
     backend, kernel : str
-        Who serves the call, and with which code.
+        Who runs the call, and with which code.
     forward_tile, backward_tile : (int, int)
         Queries and keys of a tile.
     workers : int
-        Threads, or multiprocessors, that share the work.
+        Threads, or SMs, that share the work.
     scratch_bytes : int
         Fast memory of one worker: shared memory on a GPU, tile buffers on a CPU.
     tiles : dict of str to int
-        Tiles of the forward pass that are skipped, partly seen and fully seen, over all heads.
+        Tiles of the forward pass that are skipped, partial and full, over all heads.
     bytes_moved : dict of str to int
         Model of the bytes that the forward pass moves between slow and fast memory.
     reasons : tuple of str
         Why this backend, kernel and tile.
     kernels : tuple of str
-        One line for each GPU kernel of both passes: tile, blocks, registers, shared memory.
+        One line for each launch of both passes: tile, grid, registers, shared memory.
     workspace_bytes : int
         Memory that the backward pass takes besides its results, and that its ``workspace`` must
         have, where lse and the rows of dout and out are contiguous; 0 where it is not counted.
@@ -81,6 +84,12 @@ class Explanation:
         ]
 
 
+def takes_workspace(backward: Method) -> Method:
+    """Mark a backend's ``backward`` as one that has the argument ``workspace``."""
+    backward.takes_workspace = True  # type: ignore[attr-defined]  # a function has any attribute
+    return backward
+
+
 @runtime_checkable
 class Backend(Protocol):
     """Something that runs problems on one kind of array.
@@ -89,8 +98,12 @@ class Backend(Protocol):
     -----
     Inputs are never written. Results belong to the library, device and stream of the inputs.
 
-    ``backward`` may take an argument ``workspace``, too, and gets it by name where a caller passes
-    one: an array of uint8, of which all but its size has been checked.
+    A ``backward`` that is marked with `takes_workspace` has an argument ``workspace``, too. It gets
+    it by name where a caller passes one: an array of uint8, of which all but its size has been
+    checked.
+
+    A method ``prepare(problem)`` may return a `tileattn.dispatch.PreparedCall`, which then runs all
+    calls of one signature.
     """
 
     name: str
@@ -99,10 +112,10 @@ class Backend(Protocol):
         """Whether ``x`` is an array of this backend; must not import its library."""
 
     def unavailable(self) -> str | None:
-        """Why the backend cannot run here, with the command that mends it; None if it can."""
+        """Why the backend cannot run here, with the command that fixes it; None if it can."""
 
     def why_not(self, problem: Problem) -> str | None:
-        """One sentence that says why a problem is not served; None if it is."""
+        """One sentence that says why a problem is not supported; None if it is."""
 
     def forward(self, problem: Problem, operands: Operands, out: Any | None) -> Attention:
         """Compute ``out`` and ``lse`` with four axes; ``out`` is written where it is given."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.protocol import Backend
-from tileattn.dispatch import Memo
+from tileattn.dispatch import CALLS
 from tileattn.errors import BackendUnavailableError, UnsupportedError
 from tileattn.problem import Problem
 
@@ -16,9 +16,6 @@ _BUILT_IN = {
     "cupy": "tileattn.backends.cupy.backend:CupyBackend",
 }
 _loaded: dict[str, Backend] = {}
-
-KNOWN = Memo()
-"""What the validation of calls has found, by their signature; a new backend may change it."""
 
 
 def names() -> list[str]:
@@ -88,7 +85,7 @@ def register_backend(backend: Backend) -> None:
     if backend.name == "auto" or backend.name != backend.name.lower():
         raise ValueError(f"backend has the name {backend.name!r}; a lower-case one is accepted")
     _loaded[backend.name] = backend
-    KNOWN.clear()
+    CALLS.clear()
 
 
 def available_backends() -> dict[str, str | None]:
@@ -182,7 +179,7 @@ def ensure_served(backend: Backend, problem: Problem) -> None:
     Raises
     ------
     UnsupportedError
-        With the reason, and the name of a backend that serves it.
+        With the reason, and the name of a backend that supports it.
     """
     reason = backend.why_not(problem)
     if reason is not None:

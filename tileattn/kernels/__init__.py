@@ -1,1 +1,1 @@
-"""CUDA kernels: what is compiled, how, with which parameters, and which one serves a problem."""
+"""CUDA kernels: what is compiled, how, with which parameters, and which ones a call launches."""

@@ -1,15 +1,20 @@
-"""CuPy arrays: chooses a kernel, allocates, and launches on CuPy's current stream and device."""
+"""CuPy arrays: plans, allocates, and launches on CuPy's current stream and device."""
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tileattn.backends.buffers import span
-from tileattn.backends.protocol import Explanation
-from tileattn.kernels.launch.call import WIDEST, Call
-from tileattn.kernels.launch.plan import Plan
-from tileattn.kernels.launch.steps import backward_steps, forward_steps
+from tileattn.backends.cupy import describe
+from tileattn.backends.cupy.block_sparse import mask_addresses
+from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
+from tileattn.backends.cupy.execute import Executable
+from tileattn.backends.protocol import Explanation, takes_workspace
+from tileattn.dispatch import PreparedCall
+from tileattn.kernels.launch.device import Device
+from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, CallLayout, alignment_of
+from tileattn.kernels.launch.plan import LaunchPlan, plan_backward, plan_forward
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 
@@ -22,64 +27,8 @@ _REMEDY = (
 LONGEST = (1 << 30) - (1 << 16)
 
 
-class Repeat:
-    """The forward pass of calls that passed validation before and bring q, k, v and out alone.
-
-    Nearly all that a short call costs the host is Python; this is the least of it.
-
-    Parameters
-    ----------
-    plan : Plan
-        Of the earlier call.
-    problem : Problem
-        What is asked.
-    device : int
-        Where the plan runs.
-    arrays : sequence of cupy array
-        Of the earlier call: q, k, v and out. They are not kept.
-    """
-
-    def __init__(self, plan: Plan, problem: Problem, device: int, arrays: Sequence[Any]) -> None:
-        import cupy
-
-        P = problem
-        self._start, self._device, self._aligned = plan.start, device, plan.aligned
-        self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
-        self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
-        self._lse = (P.B, P.Hq, P.Nq), P.accum_dtype
-        *self._spans, self._span = map(span, arrays)
-
-    def __call__(self, q: Any, k: Any, v: Any, out: Any | None) -> Attention | None:
-        """Run it; None where an array, or the current device, is not where the plan needs it."""
-        device, of_q, of_k, of_v = self._device, q.data, k.data, v.data
-        there = of_q.device_id == of_k.device_id == of_v.device_id == device
-        if not there or self._current_device() != device:
-            return None
-        at_q, at_k, at_v = of_q.ptr, of_k.ptr, of_v.ptr
-        if out is None:
-            out = self._array(*self._out)
-        elif out.data.device_id != device or self._overlaps(out.data.ptr, (at_q, at_k, at_v)):
-            return None
-        at_out = out.data.ptr
-        bits = at_q | at_k | at_v | at_out | WIDEST
-        if bits & -bits != self._aligned:
-            return None
-        lse = self._array(*self._lse)
-        self._start((at_q, at_k, at_v, at_out, lse.data.ptr))
-        return Attention(out, lse)
-
-    def _overlaps(self, at_out: int, inputs: tuple[int, ...]) -> bool:
-        """Whether out may share memory with an input: then validation is to look closely."""
-        first, past = self._span
-        first, past = at_out + first, at_out + past
-        for at, (lo, hi) in zip(inputs, self._spans, strict=True):
-            if at + lo < past and first < at + hi:
-                return True
-        return False
-
-
 class CupyBackend:
-    """Attention on CuPy arrays; serves every problem of up to `LONGEST` queries and keys.
+    """Attention on CuPy arrays; supports every problem of up to `LONGEST` queries and keys.
 
     After the first call of a signature nothing waits for the GPU: results are complete when the
     current stream reaches them.
@@ -97,52 +46,23 @@ class CupyBackend:
         return _unavailable()
 
     def why_not(self, problem: Problem) -> str | None:
-        """Why a problem is not served: only for its lengths."""
+        """Why a problem is not supported: only for its sequence lengths."""
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > LONGEST:
                 return f"{name} is {n:,}, and the kernels take up to {LONGEST:,} queries and keys"
         return None
 
+    def prepare(self, problem: Problem) -> PreparedCall:
+        """Give what runs the calls of one signature, and remembers their plans."""
+        # Of a subclass, the methods may be others than those below.
+        return (CupyCall if type(self) is CupyBackend else PreparedCall)(self, problem)
+
     def forward(self, problem: Problem, operands: Operands, out: Any | None) -> Attention:
-        """Compute attention.
+        """Compute attention on CuPy's current device; raise ValueError for arrays on another."""
+        return CupyCall(self, problem).forward(operands, out)
 
-        Parameters
-        ----------
-        problem : Problem
-            What is asked.
-        operands : Operands
-            The arrays, on CuPy's current device.
-        out : cupy array, shape (B, Hq, Nq, Dv), or None
-            Where the output is written.
-
-        Returns
-        -------
-        Attention
-            With four axes.
-
-        Raises
-        ------
-        ValueError
-            Where an array is on another device.
-        """
-        import cupy
-
-        P = problem
-        call = Call(P, operands)
-        # cupy.empty makes the same array, in a microsecond more.
-        result = out if out is not None else cupy.ndarray((P.B, P.Hq, P.Nq, P.Dv), P.dtype)
-        lse = cupy.ndarray((P.B, P.Hq, P.Nq), P.accum_dtype)
-        call.add_rows("out", result, result=True)
-        call.addresses["lse"] = lse.data.ptr
-        # All memory is there and all kernels are loaded before the first byte of out is written.
-        plan = call.plan(forward_steps)
-        call.run(plan)
-        if call.plain:
-            arrays = operands.q, operands.k, operands.v, result
-            call.memo["repeat"] = Repeat(plan, P, call.device, arrays)
-        return Attention(result, lse)
-
+    @takes_workspace
     def backward(
         self,
         problem: Problem,
@@ -153,86 +73,179 @@ class CupyBackend:
         deterministic: bool,
         workspace: Any | None = None,
     ) -> Gradients:
-        """Compute the gradients.
+        """Compute the gradients; raise ValueError as `forward`, or for too small a workspace."""
+        call = CupyCall(self, problem)
+        return call.backward(operands, dout, attention, dlse, deterministic, workspace)
 
-        Parameters
-        ----------
-        problem : Problem
-            What is asked.
-        operands : Operands
-            The arrays, on CuPy's current device.
-        dout : cupy array, shape (B, Hq, Nq, Dv)
-            Gradient that arrives at the output.
-        attention : Attention
-            What the forward pass has returned, with four axes.
-        dlse : cupy array, shape (B, Hq, Nq), or None
-            Gradient that arrives at the logsumexp.
-        deterministic : bool
-            Whether dq is summed in a fixed order.
-        workspace : cupy array of uint8, shape (n,), or None
-            What all memory but that of the results is taken from.
+    def explain(self, problem: Problem, operands: Operands) -> Explanation:
+        """Say what would run; the kernels are compiled for it, and loaded."""
+        from tileattn.backends.cupy.explain import explain
 
-        Returns
-        -------
-        Gradients
-            With four axes, those of bias and sinks in their own shape.
+        return explain(problem, operands)
 
-        Raises
-        ------
-        ValueError
-            Where an array is on another device, or the workspace too small.
-        """
+
+class CupyCall(PreparedCall):
+    """The calls of one signature on CuPy arrays.
+
+    What the arrays' shapes, dtypes and strides decide is the same for all of them; addresses and
+    the device are looked at in each.
+    """
+
+    def __init__(self, backend: CupyBackend, problem: Problem) -> None:
+        super().__init__(backend, problem)
+        self._executables: dict[Any, Executable] = {}
+
+    def forward(self, operands: Operands, out: Any | None) -> Attention:
+        """Compute attention, as ``Backend.forward``."""
         import cupy
 
-        P = problem
+        P = self.problem
+        # cupy.empty makes the same array, in a microsecond more.
+        result = out if out is not None else cupy.ndarray((P.B, P.Hq, P.Nq, P.Dv), P.dtype)
+        lse = cupy.ndarray((P.B, P.Hq, P.Nq), P.accum_dtype)
+        arrays = inputs_of(P, operands) | {"out": result, "lse": lse}
+        # All memory is there and all kernels are loaded before the first byte of out is written.
+        executable, device = self._run(arrays, operands)
+        plain = len(arrays) == 5 and P.ndim == 4 and operands.block_mask is None
+        if plain and executable.is_complete and not executable.plan.workspace.nbytes:
+            rows = operands.q, operands.k, operands.v, result
+            self.repeat = RepeatedForward(executable, P, device, rows)
+        return Attention(result, lse)
+
+    def backward(
+        self,
+        operands: Operands,
+        dout: Any,
+        attention: Attention,
+        dlse: Any | None,
+        deterministic: bool,
+        workspace: Any | None,
+    ) -> Gradients:
+        """Compute the gradients, as ``Backend.backward``."""
+        import cupy
+
+        P = self.problem
         dq = cupy.ndarray((P.B, P.Hq, P.Nq, P.D), P.dtype)
         dk = cupy.ndarray((P.B, P.Hkv, P.Nk, P.D), P.dtype)
         dv = cupy.ndarray((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
         bias, dbias, sinks, dsinks = operands.bias, None, operands.sinks, None
-        call = Call(P, operands)
-        for name, x in (("out", attention.out), ("dout", dout), ("dq", dq), ("dk", dk), ("dv", dv)):
-            call.add_rows(name, x)
-        call.add("lse", attention.lse)
+        arrays = inputs_of(P, operands)
+        arrays |= {"out": attention.out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+        arrays["lse"] = attention.lse
         if dlse is not None:
-            call.add_strided("dlse", dlse)
+            arrays["dlse"] = dlse
         if bias is not None:
             # Tiles that are skipped are not written.
-            dbias = cupy.zeros(bias.shape, bias.dtype)
-            call.add_strided("dbias", dbias)
+            arrays["dbias"] = dbias = cupy.zeros(bias.shape, bias.dtype)
         if sinks is not None:
-            dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
-            call.add("dsinks", dsinks, P.accum_dtype, result=True)
-        plan = call.plan(
-            functools.partial(backward_steps, deterministic=deterministic, sinks=sinks is not None),
-            deterministic,
-        )
-        call.run(plan, workspace)
+            arrays["dsinks"] = dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
+        self._run(arrays, operands, deterministic, workspace)
         return Gradients(dq, dk, dv, dbias, dsinks)
 
-    def explain(self, problem: Problem, operands: Operands) -> Explanation:
-        """Say what would run.
+    def _run(
+        self,
+        arrays: Mapping[str, Any],
+        operands: Operands,
+        deterministic: bool | None = None,
+        workspace: Any | None = None,
+    ) -> tuple[Executable, int]:
+        """Run the backward pass, or the forward one where ``deterministic`` is None.
 
-        Parameters
-        ----------
-        problem : Problem
-            What is asked.
-        operands : Operands
-            The arrays; what is looked at is their layout, and the options.
-
-        Returns
-        -------
-        Explanation
-            Kernels, tiles, registers, shared memory, and the tiles and bytes of the schedule. The
-            kernels are compiled for it, and loaded.
-
-        Raises
-        ------
-        ValueError
-            Where an array is on another device.
+        Returns what has run, and the device.
         """
-        from tileattn.backends.cupy.explain import explain
+        import cupy
 
-        return explain(problem, operands)
+        device: int = cupy.cuda.runtime.getDevice()
+        addresses = addresses_of(arrays, device)
+        key = deterministic, device, *_alignments(addresses)
+        executable = self._executables.get(key)
+        if executable is None:
+            layout = layout_of(arrays, operands)
+            plan = self._plan(layout, describe.device_of(device), deterministic)
+        else:
+            plan = executable.plan
+        if operands.block_mask is not None:
+            addresses |= mask_addresses(operands.block_mask, device, plan.kv_tile)
+        if executable is None:
+            executable = Executable(plan, tuple(addresses))
+            if executable.is_complete:
+                self._executables[key] = executable
+        executable.run(addresses, arrays, device, workspace)
+        return executable, device
+
+    def _plan(self, layout: CallLayout, device: Device, deterministic: bool | None) -> LaunchPlan:
+        if deterministic is None:
+            return plan_forward(self.problem, layout, device)
+        return plan_backward(self.problem, layout, device, deterministic=deterministic)
+
+
+class RepeatedForward:
+    """The forward pass of calls of one signature that bring q, k, v and out alone.
+
+    Nearly all that a short call costs the host is Python; this is the least of it.
+
+    Parameters
+    ----------
+    executable : Executable
+        Of an earlier call.
+    problem : Problem
+        What is asked.
+    device : int
+        Where it runs.
+    arrays : sequence of cupy array
+        Of the earlier call: q, k, v and out. They are not kept.
+    """
+
+    def __init__(
+        self, executable: Executable, problem: Problem, device: int, arrays: Sequence[Any]
+    ) -> None:
+        import cupy
+
+        P = problem
+        self._start, self._alignment = executable.start, executable.plan.alignment
+        self._device = device
+        self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
+        self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
+        self._lse = (P.B, P.Hq, P.Nq), P.accum_dtype
+        *self._spans, self._span = map(span, arrays)
+
+    def __call__(self, q: Any, k: Any, v: Any, out: Any | None) -> Attention | None:
+        """Run it; None where an array, or the current device, is not where the plan needs it."""
+        device, of_q, of_k, of_v = self._device, q.data, k.data, v.data
+        there = of_q.device_id == of_k.device_id == of_v.device_id == device
+        if not there or self._current_device() != device:
+            return None
+        at_q, at_k, at_v = of_q.ptr, of_k.ptr, of_v.ptr
+        if out is None:
+            out = self._array(*self._out)
+        elif out.data.device_id != device or self._overlaps(out.data.ptr, (at_q, at_k, at_v)):
+            return None
+        at_out = out.data.ptr
+        bits = at_q | at_k | at_v | at_out | MAX_ALIGNMENT
+        if bits & -bits != self._alignment:
+            return None
+        lse = self._array(*self._lse)
+        self._start((at_q, at_k, at_v, at_out, lse.data.ptr))
+        return Attention(out, lse)
+
+    def _overlaps(self, at_out: int, inputs: tuple[int, ...]) -> bool:
+        """Whether out may share memory with an input: then validation must look closely."""
+        first, past = self._span
+        first, past = at_out + first, at_out + past
+        for at, (lo, hi) in zip(inputs, self._spans, strict=True):
+            if at + lo < past and first < at + hi:
+                return True
+        return False
+
+
+def _alignments(addresses: Mapping[str, int]) -> tuple[int, ...]:
+    """Give what a plan depends on of the addresses: the alignment of rows, mask and bias."""
+    rows = 0
+    for name, address in addresses.items():
+        if name in ROWS:
+            rows |= address
+    others = (addresses[name] for name in ("mask", "bias") if name in addresses)
+    return alignment_of(rows), *map(alignment_of, others)
 
 
 @functools.cache

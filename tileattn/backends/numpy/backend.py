@@ -12,7 +12,7 @@ from tileattn.algorithm.memory import Executor, Task
 from tileattn.backends.numpy import threads
 from tileattn.backends.numpy.blas import single_threaded
 from tileattn.backends.numpy.memory import TileMemory
-from tileattn.backends.protocol import Explanation
+from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import compared, forward_traffic
@@ -129,6 +129,7 @@ class NumpyBackend:
         out[...] = result.out
         return Attention(out, result.lse)
 
+    @takes_workspace
     def backward(
         self,
         problem: Problem,

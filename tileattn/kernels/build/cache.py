@@ -204,7 +204,7 @@ def _check_private(where: Path, status: os.stat_result) -> None:
     if status.st_uid not in (os.geteuid(), 0):
         raise PermissionError(f"{where} belongs to another user (uid {status.st_uid})")
     if status.st_mode & 0o022:
-        raise PermissionError(f"{where} can be written to by others; chmod go-w mends that")
+        raise PermissionError(f"{where} can be written to by others; chmod go-w fixes that")
 
 
 def _sentence(error: OSError) -> str:

@@ -30,6 +30,11 @@ OPTIONS = (
 TROUBLE: tuple[str, ...] = ()
 """Definitions that tools/stress_gpu.py adds before the first kernel is loaded."""
 
+_INSTALL = (
+    "pip install 'tileattn[cuda13]' brings CuPy and NVRTC for drivers from 580 on, "
+    "'tileattn[cuda12]' for older ones"
+)
+
 _END = 1 << 16  # bytes that are read at either end of a library
 
 
@@ -148,7 +153,7 @@ def best_arch(capability: tuple[int, int], known: Iterable[int]) -> str:
     Raises
     ------
     BackendUnavailableError
-        Where the GPU is older than the kernels or than the compiler serves.
+        Where the GPU is older than the kernels or the compiler support.
     """
     number = 10 * capability[0] + capability[1]
     best = max((arch for arch in known if arch <= number), default=0)
@@ -156,7 +161,7 @@ def best_arch(capability: tuple[int, int], known: Iterable[int]) -> str:
         needs = "the kernels need 7.5 (Turing) or newer; backend='numpy' needs no GPU"
         if number >= 75:
             needs = (
-                "this CUDA serves newer ones only; pip install 'tileattn[cuda12]' brings another"
+                "this CUDA supports newer ones only; pip install 'tileattn[cuda12]' brings another"
             )
         raise BackendUnavailableError(f"the GPU has compute capability {number / 10}: {needs}")
     if best == number == 90:
@@ -256,10 +261,9 @@ def _nvrtc() -> Any:
         from cupy_backends.cuda.libs import nvrtc
 
         nvrtc.getVersion()
+    except ModuleNotFoundError as error:
+        raise BackendUnavailableError(f"CuPy is not installed; {_INSTALL}") from error
     except (ImportError, OSError, RuntimeError) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
-        raise BackendUnavailableError(
-            f"CUDA kernels need CuPy and NVRTC ({reason}); pip install 'tileattn[cuda13]' brings "
-            "both for drivers from 580 on, 'tileattn[cuda12]' for older ones"
-        ) from error
+        raise BackendUnavailableError(f"CuPy finds no NVRTC ({reason}); {_INSTALL}") from error
     return nvrtc

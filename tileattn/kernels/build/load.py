@@ -61,7 +61,7 @@ class Kernel:
         driver.funcSetAttribute(self.function.ptr, attribute, nbytes)
 
     def occupancy(self, threads: int, shared: int) -> int:
-        """Count the blocks of this size that one multiprocessor of the device runs at a time."""
+        """Count the thread blocks of this size that an SM of the device runs at a time."""
         from cupy_backends.cuda.api import driver
 
         blocks: int = driver.occupancyMaxActiveBlocksPerMultiprocessor(

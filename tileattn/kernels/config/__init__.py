@@ -1,1 +1,1 @@
-"""Which kernels there are, and which one serves a call with which tiles."""
+"""Which kernels there are, and which ones a call launches, with which tiles."""

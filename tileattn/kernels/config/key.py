@@ -14,41 +14,41 @@ class KernelKey:
     dtype : str
         Element type of q, k and v by its NumPy name, which the sources use too.
     head_dim, value_dim : int
-        Columns of q and k, and of v, that a kernel has room for; the arrays may have fewer.
+        Head-dimension buckets of q and k, and of v; the arrays may have fewer columns.
     block_q, block_k : int
         Queries and keys of a tile.
     warps_m, warps_n : int
-        Warps of a block along the rows of its products, and along their columns.
+        Warps of a thread block along the rows of its GEMMs, and along their columns.
     stages : int
-        Tiles of the inner loop that shared memory holds: 2 where the next is loaded during this.
+        Stages of shared memory for the tiles of the inner loop: with 2, the next tile is loaded
+        during this one.
     residents : int
-        Blocks that a multiprocessor is to hold at once: what bounds the registers of a thread.
+        Thread blocks that an SM must hold at once, which bounds the registers of a thread.
     vector : int
-        Bytes that one copy from global to shared memory moves: every row starts at a multiple.
+        Bytes of one copy from global to shared memory: every row is aligned to them.
     bias : str
         Element type of the bias; empty where there is none.
     softcap, alibi, mask, block_mask, dropout : bool
-        Options of the call that are in use.
+        Enabled options.
     fold : bool
-        Whether the scale may be applied within the exponential: no term follows it, and it is
-        positive.
+        Whether the scale is applied within the exponential: no score modifier follows it, and it
+        is positive.
     add_dq : bool
-        Whether the kernel over key blocks also adds its share of dq.
+        Whether the kernel over key blocks also adds its part of dq.
     write_dbias : bool
         Whether it also writes dbias, where the bias is not broadcast.
     span : int
-        Neighbouring keys of the mask that can be read at once: 1, 2 or 16.
+        Neighbouring keys of the mask that are read at once: 1, 2 or 16.
     bias_vector : int
-        Bytes that one copy of the bias to shared memory moves, as ``vector``; 0 where its elements
-        are read one by one.
+        Bytes of one copy of the bias to shared memory, as ``vector``; 0 where its elements are
+        read one by one.
     loaders : int
-        Warps of a block that only copy.
+        Producer warps of a thread block, which only copy.
     repairs : int
-        Marks of the heads that the kernel works on, of which there are mostly none; 0 where it
-        works on all heads.
+        Flags of the heads that the kernel computes again, mostly none; 0 where it computes all.
     shared : int
-        Bytes of shared memory of variable size, of Hopper's own kernels, which lay them out: with
-        another number they do not compile.
+        Bytes of dynamic shared memory, for the Hopper kernels: they do not compile with another
+        number than that of their layout.
     """
 
     kernel: str
@@ -79,8 +79,13 @@ class KernelKey:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a thread block."""
         return 32 * (self.warps_m * self.warps_n + self.loaders)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Queries and keys of a tile; the naive kernels go pair by pair."""
+        return (1, 1) if self.kernel.startswith("plain") else (self.block_q, self.block_k)
 
     def defines(self) -> tuple[str, ...]:
         """List the compiler's ``-D`` options, one for each field, in the order of the fields."""

@@ -15,15 +15,15 @@ class TileSize(NamedTuple):
     block_q, block_k : int
         Queries and keys of a tile.
     warps_m, warps_n : int
-        Warps along the rows and columns of the products.
+        Warps along the rows and columns of the GEMMs.
     stages : int
-        Tiles of the inner loop in shared memory.
-    residents : int
-        Blocks that a multiprocessor is to hold at once.
+        Stages of shared memory for the tiles of the inner loop.
+    min_blocks_per_sm : int
+        Thread blocks that an SM must hold at once.
     tuned : bool
         Whether the row was chosen by measurement.
     spills : bool
-        Whether it is the fastest although it keeps some addresses of its loop in local memory;
+        Whether it is the fastest although it spills some addresses of its loop to local memory;
         tuned kernels of other rows may not.
     """
 
@@ -32,18 +32,23 @@ class TileSize(NamedTuple):
     warps_m: int
     warps_n: int = 1
     stages: int = 1
-    residents: int = 1
+    min_blocks_per_sm: int = 1
     tuned: bool = False
     spills: bool = False
 
+    @property
+    def why(self) -> str:
+        """Why tiles of this size, in a few words."""
+        return "tiles from measurements" if self.tuned else "tiles that fit in shared memory"
 
-ROOMS = (32, 64, 96, 128, 192, 256)
-"""Head dimensions that kernels are compiled for: the next one has room for what is between."""
 
-LARGEST = ROOMS[-1]
+HEAD_DIM_BUCKETS = (32, 64, 96, 128, 192, 256)
+"""Head dimensions that kernels are compiled for; others are padded to the next one."""
+
+MAX_HEAD_DIM = HEAD_DIM_BUCKETS[-1]
 
 _LIKE = {"backward_renormalise": "backward_queries"}
-"""Kernels with the loop of another, and its tiles."""
+"""Kernels with the loop of another use its tiles."""
 
 _SMALL = (
     TileSize(64, 32, 4),
@@ -70,9 +75,9 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         128: (TileSize(128, 64, 4, 1, 2, 2, tuned=True, spills=True), TileSize(128, 32, 4)),
         256: (TileSize(128, 64, 8, tuned=True), TileSize(128, 32, 8)),
     },
-    # Hopper's own: a warpgroup for each 64 queries. The last row is for few keys and a right limit,
-    # those of more than 128 keys are for calls in which every query sees every key, and block masks
-    # have those of at most 128 queries.
+    # Hopper: a warpgroup for each 64 queries. The last row is for few keys and a right limit, those
+    # of more than 128 keys are for calls without a mask, and block masks use those of at most 128
+    # queries.
     ("forward_sm90", 2): {
         64: (
             TileSize(192, 128, 12, 1, 4, tuned=True),
@@ -108,7 +113,8 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         128: (TileSize(64, 32, 2, 4, tuned=True),),
         256: (TileSize(32, 16, 1, 2),),
     },
-    # Hopper's own: a warpgroup for each 64 keys; the last row for options, which need registers.
+    # Hopper: a warpgroup for each 64 keys; the last row is for score modifiers, which need
+    # registers.
     ("backward_sm90", 2): {
         64: (TileSize(128, 128, 8, 1, 2), TileSize(64, 128, 8, 1, 2)),
         128: (TileSize(64, 128, 8, 1, 2),),
@@ -147,11 +153,16 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
 }
 
 
-def candidates(kernel: str, itemsize: int, dim: int, block: int = 0) -> tuple[TileSize, ...]:
+def bucket(dim: int) -> int:
+    """Pad a head dimension to the one that kernels are compiled for."""
+    return next(size for size in HEAD_DIM_BUCKETS if dim <= size)
+
+
+def candidates(kernel: str, itemsize: int, dim: int, mask_block_k: int = 0) -> tuple[TileSize, ...]:
     """List the tile sizes of a kernel, the fastest first.
 
-    Of the forward pass those come first whose keys lie along the blocks of a block mask: tiles
-    across the borders of blocks are often seen in part, which costs most (measured).
+    Forward tiles whose keys lie along the blocks of a block mask come first: a tile across the
+    border of two blocks is often partial, which costs most (measured).
 
     Parameters
     ----------
@@ -160,9 +171,9 @@ def candidates(kernel: str, itemsize: int, dim: int, block: int = 0) -> tuple[Ti
     itemsize : int
         Bytes of an element.
     dim : int
-        The larger of the two head dimensions.
-    block : int
-        Keys of a block of a block mask; 0 where there is none.
+        The larger of the two head-dimension buckets.
+    mask_block_k : int
+        Keys of a block of the block mask; 0 where there is none.
 
     Returns
     -------
@@ -171,10 +182,10 @@ def candidates(kernel: str, itemsize: int, dim: int, block: int = 0) -> tuple[Ti
     """
 
     def straddles(tile: TileSize) -> bool:
-        return max(tile.block_k, block) % min(tile.block_k, block) > 0
+        return max(tile.block_k, mask_block_k) % min(tile.block_k, mask_block_k) > 0
 
     table = _TABLE[_LIKE.get(kernel, kernel), itemsize]
     best = next(sizes for limit, sizes in table.items() if dim <= limit)
-    if block and kernel == "forward":
+    if mask_block_k and kernel == "forward":
         best = tuple(sorted(best, key=straddles))
     return best + _SMALLER.get(kernel, _SMALL)

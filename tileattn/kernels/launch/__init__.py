@@ -1,1 +1,1 @@
-"""What a call launches: grids, parameters and workspace."""
+"""Plans: what a call launches, with which parameters and workspace; pure values."""

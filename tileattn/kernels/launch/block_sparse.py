@@ -1,65 +1,85 @@
-"""Block masks as kernels read them."""
+"""Block masks as kernels read them, made on the host."""
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
-from tileattn.kernels.launch.streams import outlive_readers, stream_name
+
+END = np.iinfo(np.int32).max
+"""What stands behind the last entry of a list."""
 
 _made: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyDictionary()
-"""What was made of masks that are still there, on the host and on devices."""
-
-BEYOND = np.iinfo(np.int32).max
-"""What stands behind the last tile of a list."""
 
 
-def cells_of(mask: BlockMask, device: int) -> tuple[Any, Any]:
-    """Bring a block mask to CuPy's current device, once.
+def once(mask: BlockMask, key: Any, make: Callable[[], Any]) -> Any:
+    """Make something of a mask, or give what was made before; it goes with the mask."""
+    known = _made.setdefault(mask, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def partial_blocks(mask: BlockMask) -> tuple[Any, Any]:
+    """Write down the blocks of a mask, and the pairs of those that are partial.
 
     Parameters
     ----------
     mask : BlockMask
         The mask.
-    device : int
-        The number of the device.
 
     Returns
     -------
-    kinds : cupy array of int32, shape (B or 1, Hq or 1, blocks of queries, blocks of keys)
-        For each block -2 where it is seen, -1 where it is skipped, else the number of its bits.
-    bits : cupy array of bool, shape (partly seen blocks, queries, keys of a block)
-        The pairs of the blocks that are partly seen.
+    kinds : array of int32, shape (B or 1, Hq or 1, query blocks, key blocks)
+        For each block -2 where it is full, -1 where it is empty, else its number in `bits`.
+    bits : array of bool, shape (partial blocks, queries, keys of a block)
+        The pairs of the partial blocks.
     """
-    kinds, bits = _brought(mask, device, lambda: host_cells(mask))
+    kinds = np.where(mask.kinds == FULL, -FULL, EMPTY - 1).astype(np.int32)
+    partial = np.argwhere(mask.kinds == PARTIAL)
+    kinds[tuple(partial.T)] = np.arange(len(partial))
+    bits = np.zeros((len(partial), *mask.block_size), np.bool_)
+    for n, (b, h, *block) in enumerate(partial):
+        # Only masks made for one pair of lengths have partial blocks.
+        spans = zip(block, mask.block_size, mask.lengths or (), strict=True)
+        i, j = (np.arange(r * size, min(r * size + size, end)) for r, size, end in spans)
+        bits[n, : i.size, : j.size] = mask.visible(b, h, i[:, None], j)
     return kinds, bits
 
 
-def visits_of(mask: BlockMask, device: int, tile: tuple[int, int]) -> Any:
-    """Bring the lists of tiles that blocks of queries visit to CuPy's current device, once.
+def kv_indices(mask: BlockMask, tile: tuple[int, int]) -> Any:
+    """List the key tiles that each query tile attends to.
 
     Parameters
     ----------
     mask : BlockMask
         The mask.
-    device : int
-        The number of the device.
     tile : (int, int)
         Queries and keys of a tile.
 
     Returns
     -------
-    cupy array of int32, shape (B or 1, Hq or 1, blocks of queries, tiles of keys + 1)
-        As ``BlockSparseList`` in ``src/tile_scheduler_sm90.cuh`` reads them.
+    array of int32, shape (B or 1, Hq or 1, query tiles, key tiles + 1)
+        Twice the number of the key tile, plus one where the tile is partial; `END` behind the last.
     """
-    (visits,) = _brought(mask, (device, tile), lambda: (host_visits(mask, tile),))
-    return visits
+    kinds = tile_kinds(mask, tile)
+    entries = 2 * np.arange(kinds.shape[-1], dtype=np.int32) + (kinds != FULL)
+    lists = np.full((*kinds.shape[:-1], kinds.shape[-1] + 1), END, np.int32)
+    lists[..., :-1] = np.sort(np.where(kinds == EMPTY, END, entries), axis=-1)
+    return lists
 
 
-def visits_before(mask: BlockMask, tile: tuple[int, int]) -> Any:
-    """Count the tiles of keys that blocks of queries visit before each of them, once.
+def kv_indices_shape(mask: BlockMask, tile: tuple[int, int]) -> tuple[int, ...]:
+    """Give the shape of `kv_indices`, without making them."""
+    sizes = zip(mask.kinds.shape[2:], mask.block_size, tile, strict=True)
+    rows, columns = (-(-n * block // side) for n, block, side in sizes)
+    return (*mask.kinds.shape[:2], rows, columns + 1)
+
+
+def kv_tiles_before(mask: BlockMask, tile: tuple[int, int]) -> Any:
+    """Count the key tiles that each query tile attends to before each of them, once.
 
     Parameters
     ----------
@@ -70,7 +90,7 @@ def visits_before(mask: BlockMask, tile: tuple[int, int]) -> Any:
 
     Returns
     -------
-    array of int, shape (B or 1, Hq or 1, blocks of queries, tiles of keys + 1)
+    array of int, shape (B or 1, Hq or 1, query tiles, key tiles + 1)
         The last of a row are all.
     """
 
@@ -78,65 +98,11 @@ def visits_before(mask: BlockMask, tile: tuple[int, int]) -> Any:
         visited = tile_kinds(mask, tile) != EMPTY
         return np.pad(np.cumsum(visited, axis=-1), [(0, 0)] * 3 + [(1, 0)])
 
-    return _once(mask, tile, counted)
-
-
-def _once(mask: BlockMask, key: Any, make: Callable[[], Any]) -> Any:
-    """Make something of a mask, or give what was made the last time."""
-    known = _made.setdefault(mask, {})
-    if key not in known:
-        known[key] = make()
-    return known[key]
-
-
-class _Brought(NamedTuple):
-    """Arrays on a device, and the stream that their memory was taken on."""
-
-    arrays: tuple[Any, ...]
-    stream: tuple[int, int]
-
-
-def _brought(mask: BlockMask, key: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Copy something that is made of a mask to CuPy's current device, once.
-
-    The copy is complete before any stream may read it, for all read it; and it outlives the mask
-    where the current stream may not have read it by then.
-    """
-    import cupy
-
-    def copied() -> _Brought:
-        return _Brought(tuple(cupy.asarray(x, blocking=True) for x in make()), stream_name())
-
-    there: _Brought = _once(mask, key, copied)
-    outlive_readers(there, there.stream)
-    return there.arrays
-
-
-def host_cells(mask: BlockMask) -> tuple[Any, Any]:
-    """Write a block mask down as `cells_of` gives it, in NumPy arrays."""
-    kinds = np.where(mask.kinds == FULL, -FULL, EMPTY - 1).astype(np.int32)
-    partly = np.argwhere(mask.kinds == PARTIAL)
-    kinds[tuple(partly.T)] = np.arange(len(partly))
-    bits = np.zeros((len(partly), *mask.block_size), np.bool_)
-    for n, (b, h, *block) in enumerate(partly):
-        # Only masks made for one pair of lengths have blocks that are partly seen.
-        spans = zip(block, mask.block_size, mask.lengths or (), strict=True)
-        i, j = (np.arange(r * size, min(r * size + size, end)) for r, size, end in spans)
-        bits[n, : i.size, : j.size] = mask.visible(b, h, i[:, None], j)
-    return kinds, bits
-
-
-def host_visits(mask: BlockMask, tile: tuple[int, int]) -> Any:
-    """Write the lists down as `visits_of` gives them, in a NumPy array."""
-    kinds = tile_kinds(mask, tile)
-    entries = 2 * np.arange(kinds.shape[-1], dtype=np.int32) + (kinds != FULL)
-    lists = np.full((*kinds.shape[:-1], kinds.shape[-1] + 1), BEYOND, np.int32)
-    lists[..., :-1] = np.sort(np.where(kinds == EMPTY, BEYOND, entries), axis=-1)
-    return lists
+    return once(mask, tile, counted)
 
 
 def tile_kinds(mask: BlockMask, tile: tuple[int, int]) -> Any:
-    """Say of each tile what a mask shows of it.
+    """Say of each tile whether a mask leaves it empty, partial or full.
 
     Parameters
     ----------
@@ -147,7 +113,7 @@ def tile_kinds(mask: BlockMask, tile: tuple[int, int]) -> Any:
 
     Returns
     -------
-    array of int, shape (B or 1, Hq or 1, blocks of queries, tiles of keys)
+    array of int, shape (B or 1, Hq or 1, query tiles, key tiles)
         EMPTY, PARTIAL or FULL; tiles as far as the blocks of the mask reach.
     """
     least = most = mask.kinds

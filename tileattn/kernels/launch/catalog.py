@@ -7,12 +7,15 @@ from itertools import product
 import numpy as np
 
 from tileattn.dtypes import BFLOAT16, DTYPES
+from tileattn.kernels.config import generic
+from tileattn.kernels.config.context import LaunchContext
+from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_FINISH
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.config.select import SHARED_LIMIT, TILED, Facts, choose
 from tileattn.kernels.config.tiles import candidates
-from tileattn.kernels.launch.call import WIDEST
-from tileattn.kernels.launch.steps import backward_steps, forward_steps
+from tileattn.kernels.launch.device import device_of_arch
+from tileattn.kernels.launch.layout import MAX_ALIGNMENT, contiguous_inputs
+from tileattn.kernels.launch.plan import plans_of
 from tileattn.problem import Problem
 
 # Options that a kernel is compiled for; all others are parameters of every kernel, though a right
@@ -20,7 +23,7 @@ from tileattn.problem import Problem
 _OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
 
 _HEAD_DIMS = (20, 64, 128, 256)
-_MASK_BLOCK = 128  # keys, as a block mask has them where nothing else is said
+_MASK_BLOCK = 128  # keys, as a block mask has them by default
 
 _MEASURED = "sm_90a"  # an H200
 
@@ -33,12 +36,12 @@ _SETS = (
 )
 
 WINDOWS: tuple[tuple[None, int | None], ...] = ((None, None), (None, 0))
-"""Without and with a right limit, by which Hopper's own kernels have their tiles."""
+"""Without and with a right limit, which decides about the tiles of the Hopper kernels."""
 
 _HOPPERS = (HOPPER, *HOPPER_BACKWARDS)
 _OF_HOPPER = (*_HOPPERS, HOPPER_FINISH)
 
-# For Hopper's own kernels: the widths that calls without options leave out, and its options.
+# For the Hopper kernels: the head dimensions that calls without options leave out, and options.
 _HOPPER_CASES = (
     ("float16", 32, {"softcap"}),
     ("bfloat16", 96, {"alibi_slopes"}),
@@ -64,16 +67,19 @@ def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> l
     Returns
     -------
     list of KernelKey
-        For the forward pass, and for the backward pass of either kind.
+        For the forward pass, and for the backward pass of either kind, of contiguous arrays.
     """
-    facts = facts_of(arch)
-    choices = product(dtypes, list(head_dims), WINDOWS)
-    problems = (replace(problem_of(dtype, dim), window=window) for dtype, dim, window in choices)
-    return list(dict.fromkeys(key for P in problems for key in _keys(P, facts)))
+    device = device_of_arch(arch)
+    found: dict[KernelKey, None] = {}
+    for dtype, dim, window in product(dtypes, list(head_dims), WINDOWS):
+        problem = replace(problem_of(dtype, dim), window=window)
+        plans = plans_of(problem, contiguous_inputs(problem), device)
+        found |= {launch.key: None for plan in plans for launch in plan.launches}
+    return list(found)
 
 
 def representative_keys(arch: str, turn: int) -> list[KernelKey]:
-    """List a few kernels of every source; turns together have every dtype, option and width.
+    """List a few kernels of every source; turns together have every dtype, option and bucket.
 
     Parameters
     ----------
@@ -95,22 +101,24 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
         shape = (1, 1, 1, 2)  # as the scores: its gradient comes with that of the keys
         if "backward_bias" in kernels:
             uses, shape = uses | {"bias"}, (1, 1, 1, 1)
-        facts = facts_of(arch, WIDEST if turn % 3 else dtype.itemsize)
+        context = context_of(arch, MAX_ALIGNMENT if turn % 3 else dtype.itemsize)
         if "bias" in uses:
-            staged = WIDEST if turn % 2 else 0
-            facts = facts._replace(bias=bias.name, bias_shape=shape, bias_vector=staged)
+            staged = MAX_ALIGNMENT if turn % 2 else 0
+            context = context._replace(
+                bias=bias.name, bias_shape=shape, bias_alignment_bytes=staged
+            )
         if "block_mask" in uses:
-            facts = facts._replace(mask_block=_MASK_BLOCK)
+            context = context._replace(mask_block_k=_MASK_BLOCK)
         if "mask" in uses:
-            facts = facts._replace(span=(1, 2, 16)[turn % 3])
-        # No tile has room for 512 columns: the textbook kernels serve them.
+            context = context._replace(mask_vector_width=(1, 2, 16)[turn % 3])
+        # No tile fits 512 columns: the naive kernels take them.
         for dim in (_HEAD_DIMS[turn % len(_HEAD_DIMS)], 512):
-            keys = _keys(problem_of(dtype.name, dim, uses), facts)
+            keys = _keys(problem_of(dtype.name, dim, uses), context)
             found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
     for name, dim, options in _HOPPER_CASES:
         for window in WINDOWS:
             problem = replace(problem_of(name, dim, options), window=window)
-            keys = _keys(problem, facts_of(arch))
+            keys = _keys(problem, context_of(arch))
             own = (key for key in keys if key.kernel in _OF_HOPPER or key.repairs)
             found |= dict.fromkeys(own)
     return [
@@ -135,13 +143,13 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
         options: what was measured is the plain call.
     """
     options = (key.bias, key.softcap, key.alibi, key.mask, key.block_mask, key.dropout)
-    if key.kernel not in {*TILED, *_HOPPERS} or arch != _MEASURED or any(options):
+    if key.kernel not in {*generic.TILED, *_HOPPERS} or arch != _MEASURED or any(options):
         return False
     if key.kernel in _HOPPERS:
         rows = candidates(key.kernel, 2, max(key.head_dim, key.value_dim))
-        return any(row.tuned and row[:2] == (key.block_q, key.block_k) for row in rows)
+        return any(row.tuned and row[:2] == key.tile for row in rows)
     problem = replace(problem_of(key.dtype, key.head_dim), Dv=key.value_dim)
-    return choose(key.kernel, problem, facts_of(arch, key.vector)).tuned
+    return generic.configure(key.kernel, problem, context_of(arch, key.vector)).tuned
 
 
 def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:
@@ -169,31 +177,29 @@ def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:
     )
 
 
-def facts_of(arch: str, vector: int = WIDEST) -> Facts:
-    """Give the facts about plain arrays on a GPU of a named architecture.
+def context_of(arch: str, alignment_bytes: int = MAX_ALIGNMENT) -> LaunchContext:
+    """Give the context of plain arrays on a GPU of a named architecture.
 
     Parameters
     ----------
     arch : str
         Architecture, as in ``"sm_90a"``.
-    vector : int
-        Bytes at whose multiples every row starts.
+    alignment_bytes : int
+        Every row is aligned to them.
 
     Returns
     -------
-    Facts
-        Without a bias.
+    LaunchContext
+        Without a bias, on one SM.
     """
-    number = int("".join(c for c in arch.split("_")[1] if c.isdigit()))
-    limit = SHARED_LIMIT[max(n for n in SHARED_LIMIT if n <= number)] * 1024
-    return Facts(vector, limit, arch=arch)
+    return LaunchContext(alignment_bytes, device_of_arch(arch).shared_limit, arch=arch)
 
 
-def _keys(problem: Problem, facts: Facts) -> Iterator[KernelKey]:
+def _keys(problem: Problem, context: LaunchContext) -> Iterator[KernelKey]:
     """List the kernels of both passes, of the backward one in either order of its sums."""
     sinks = "sinks" in problem.uses
-    for step in forward_steps(problem, facts):
-        yield step.key
+    for launch in forward_launches(problem, context):
+        yield launch.key
     for deterministic in (False, True):
-        for step in backward_steps(problem, facts, deterministic=deterministic, sinks=sinks):
-            yield step.key
+        for launch in backward_launches(problem, context, deterministic=deterministic, sinks=sinks):
+            yield launch.key

@@ -1,9 +1,14 @@
-"""The block of parameters that every kernel takes by value: twin of ``src/params.cuh``."""
+"""The block of parameters that every kernel takes by value: counterpart of ``src/params.cuh``."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from tileattn.kernels.config.context import folds_scale, padded_rows
+from tileattn.kernels.launch.layout import ROWS as ROW_ARRAYS
+from tileattn.kernels.launch.layout import ArrayLayout, CallLayout
+from tileattn.problem import Problem
 
 ROWS = np.dtype([(axis, np.int64) for axis in ("b", "h", "n")])
 """Strides, in elements, between batch entries, heads and rows."""
@@ -55,3 +60,74 @@ def template(values: Mapping[str, Any]) -> bytes:
     for name, value in values.items():
         block[name] = value
     return block.tobytes()
+
+
+def fields(
+    problem: Problem,
+    layout: CallLayout,
+    arrays: Mapping[str, ArrayLayout],
+    head_groups: int,
+    in_order: bool,
+) -> dict[str, Any]:
+    """Fill in the fields, but for the addresses.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    layout : CallLayout
+        Of the caller's arrays.
+    arrays : mapping of str to ArrayLayout
+        What kernels read and write.
+    head_groups : int
+        Of the schedule.
+    in_order : bool
+        Whether dq is summed in a fixed order.
+
+    Returns
+    -------
+    dict of str to value
+        The fields that are not zero by nature.
+    """
+    values = _problem_fields(problem) | {"parts": head_groups, "in_order": in_order}
+    for name, x in arrays.items():
+        if name in ROW_ARRAYS or name == "dlse":
+            values[f"{name}_at"] = x.elements[:3]
+        elif name in _PAIRS:
+            values[f"{name}_at"] = x.elements
+    for name, each in (("length", layout.kv_lengths), ("offset", layout.q_offset)):
+        if each is not None and len(set(each)) <= 1:
+            values[name] = each[0] if each else 0
+    if "slopes" in arrays:
+        heads = arrays["slopes"].shape
+        values["slopes_b"] = heads[1] if heads[0] > 1 else 0
+    if "bias" in arrays:
+        sizes = zip(("B", "H", "Nq", "Nk"), arrays["bias"].shape, strict=True)
+        values |= {f"bias_{axis}": n for axis, n in sizes}
+    if layout.block_mask is not None:
+        block_q, block_k = layout.block_mask.block_size
+        values |= {"mask_block_q": block_q, "mask_block_k": block_k}
+    return values
+
+
+def _problem_fields(P: Problem) -> dict[str, Any]:
+    left, right = (-1 if side is None else side for side in P.window)
+    return {
+        **{name: getattr(P, name) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")},
+        "group": P.group,
+        "rows": padded_rows(P.Nq),
+        "left": left,
+        "right": right,
+        "scale": P.scale,
+        "softcap": _softcap(P),
+        "natural": P.scale if folds_scale(P) else 1.0,
+        "gain": 1.0 / (1.0 - P.dropout_p),
+        "seed": P.seed,
+        "threshold": int(P.dropout_p * 2**32),
+    }
+
+
+def _softcap(P: Problem) -> float:
+    """Clamp the softcap to what kernels can divide by: no score tells it from 0, or from larger."""
+    farthest = 2.0 ** (np.finfo(P.accum_dtype).maxexp - 28)
+    return min(max(P.softcap, 1 / farthest), farthest) if P.softcap else 0.0

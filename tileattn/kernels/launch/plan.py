@@ -1,120 +1,304 @@
-"""The launches of a call: made once, run for all calls that differ in addresses only."""
+"""The plan of a pass: what is launched, with what, decided without a GPU."""
 
-import ctypes
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tileattn.kernels.build.load import Kernel, load_all
-from tileattn.kernels.launch.params import POINTERS, template
-from tileattn.kernels.launch.steps import Step
-from tileattn.kernels.launch.streams import outlive_readers, stream_name
-from tileattn.kernels.launch.tma import Maps
-from tileattn.kernels.launch.workspace import Layout
+import numpy as np
+from numpy.typing import NDArray
 
-_SLOT = {name: slot for slot, name in enumerate(POINTERS)}
+from tileattn.kernels.config.context import KernelLaunch, LaunchContext
+from tileattn.kernels.config.families import backward_launches, forward_launches
+from tileattn.kernels.config.hopper import HOPPER
+from tileattn.kernels.launch import params
+from tileattn.kernels.launch.block_sparse import kv_indices_shape
+from tileattn.kernels.launch.device import Device
+from tileattn.kernels.launch.layout import (
+    MIN_ALIGNMENT,
+    ROWS,
+    ArrayLayout,
+    CallLayout,
+    contiguous,
+    copies,
+)
+from tileattn.kernels.launch.scheduler import schedule_of
+from tileattn.kernels.launch.tensor_map import TensorMap, can_map, tensor_map
+from tileattn.kernels.launch.workspace import Workspace, workspace_of
+from tileattn.problem import Problem
+
+_MAPPED = ("q", "k", "v", "dout")
 
 
-class Plan:
-    """Kernels that are loaded, with all that a launch is given but the addresses of the arrays.
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An array that a plan brings to the device: equal ones are equal values.
 
     Parameters
     ----------
-    values : mapping
-        Fields of the parameter block, without addresses.
-    names : iterable of str
-        The arrays whose addresses differ from call to call.
-    fixed : mapping of str to cupy array
-        Arrays that the plan owns.
-    steps : iterable of Step
-        What is launched, in order; kernels are compiled and loaded here.
-    aligned : int
-        Bytes at whose multiples the arrays of rows must start.
-    arrays : mapping of str to cupy array
-        Of the first call: those that tensor maps are made of have the same sizes and strides in all
-        calls. They are not kept.
-    layout : Layout
-        Of the memory that the kernels need besides.
+    dtype : str
+        Name of its element type.
+    shape : tuple of int
+        Entries of each axis.
+    data : bytes
+        Its elements in C order.
     """
 
-    def __init__(
-        self,
-        values: Mapping[str, Any],
-        names: Iterable[str],
-        fixed: Mapping[str, Any],
-        steps: Iterable[Step],
-        aligned: int,
-        arrays: Mapping[str, Any],
-        layout: Layout,
-    ) -> None:
-        self.aligned = aligned
-        self.layout = layout
-        self._fixed = fixed
-        self._stream = stream_name() if fixed else (0, 0)
-        addresses = {name: x.data.ptr for name, x in fixed.items()}
-        self._template = template({**values, **addresses})
-        self._slots = tuple((name, _SLOT[name]) for name in dict.fromkeys((*names, *layout.starts)))
-        last = max(slot for _, slot in self._slots)
-        self._pointers = [addresses.get(name, 0) for name in POINTERS[: last + 1]]
-        order = tuple(steps)
-        kernels = load_all([step.key for step in order])
-        boxes = {step.boxes for step in order if step.boxes}
-        maps = {names: Maps(names, arrays) for names in boxes}
-        self._launches = tuple(map(_launch, order, kernels, itertools.repeat(maps)))
-        self._spare: list[tuple[Any, Any]] = []
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
 
-    def run(self, addresses: Mapping[str, int]) -> None:
-        """Start the kernels on CuPy's current stream.
+    @classmethod
+    def of(cls, x: NDArray[Any]) -> "Constant":
+        """Keep what an array holds."""
+        return cls(x.dtype.name, x.shape, x.tobytes())
 
-        Parameters
-        ----------
-        addresses : mapping of str to int
-            Of the arrays named to the constructor.
-        """
-        pointers = self._pointers.copy()
-        for name, slot in self._slots:
-            pointers[slot] = addresses[name]
-        self.start(pointers)
-
-    def start(self, pointers: Sequence[int]) -> None:
-        """Start the kernels, as `run` does.
-
-        Parameters
-        ----------
-        pointers : sequence of int
-            What the parameter block begins with: addresses in the order of its fields.
-        """
-        if self._fixed:
-            outlive_readers(self, self._stream)
-        # A launch copies the block, so it is free for the next call afterwards. Threads that run
-        # the same plan at the same time each take a block of their own: pop and append are atomic.
-        try:
-            block = self._spare.pop()
-        except IndexError:
-            block = self._block()
-        cells, argument = block
-        cells[: len(pointers)] = pointers
-        arguments = (argument,)
-        for function, grid, threads, shared, maps in self._launches:
-            if maps is None:
-                function(grid, threads, arguments, shared)
-            else:
-                _held, boxes = maps[maps.pick(pointers)]
-                function(grid, threads, (argument, boxes), shared)
-        self._spare.append(block)
-
-    def _block(self) -> tuple[Any, Any]:
-        """Copy the parameter block, as 64-bit cells and as the argument that CuPy launches with."""
-        from cupy.cuda.function import CPointer
-
-        cells = (ctypes.c_uint64 * (len(self._template) // 8)).from_buffer_copy(self._template)
-        return cells, CPointer(ctypes.addressof(cells))
+    def array(self) -> NDArray[Any]:
+        """View it as an array."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
-def _launch(
-    step: Step, kernel: Kernel, maps: Mapping[Any, Maps]
-) -> tuple[Any, tuple[int], tuple[int], int, Maps | None]:
-    if step.shared:
-        kernel.allow_shared(step.shared)
-    boxes = maps.get(step.boxes)
-    return kernel.function, (step.blocks,), (step.key.threads,), step.shared, boxes
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What a pass launches, with all but the addresses.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    device : Device
+        Where it runs.
+    alignment : int
+        Bytes that the arrays of rows are aligned to.
+    launches : tuple of KernelLaunch
+        In order.
+    fields : dict of str to value
+        Of the parameter block; those that are absent are zero.
+    copies_in, copies_out : dict of str to ArrayLayout
+        Contiguous arrays, in the workspace, that kernels read or write in place of the caller's.
+    workspace : Workspace
+        The memory besides arguments and results.
+    constants : dict of str to Constant
+        Arrays on the device that differ from problem to problem, not from call to call.
+    tensor_maps : dict of tuple to tuple of TensorMap
+        By what `KernelLaunch.tensor_maps` names.
+    kv_tile : (int, int) or None
+        Tile size of the lists of key tiles that a block mask brings; None where no kernel reads
+        them.
+    """
+
+    problem: Problem
+    device: Device
+    alignment: int
+    launches: tuple[KernelLaunch, ...]
+    fields: dict[str, Any]
+    copies_in: dict[str, ArrayLayout]
+    copies_out: dict[str, ArrayLayout]
+    workspace: Workspace
+    constants: dict[str, Constant]
+    tensor_maps: dict[tuple[tuple[str, int], ...], tuple[TensorMap, ...]]
+    kv_tile: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        P, gpu = self.problem, self.device
+        lines = [
+            f"problem    {P.dtype.name}, B {P.B}, Hq {P.Hq}, Hkv {P.Hkv}, Nq {P.Nq}, Nk {P.Nk}, "
+            f"D {P.D}, Dv {P.Dv}",
+            f"device     {gpu.name}, {gpu.arch}, {gpu.sm_count} SMs",
+        ]
+        for launch in self.launches:
+            lines += [f"launch     {launch_line(launch)}", f"           because {launch.why}"]
+        values = (f"{name} {value}" for name, value in self.fields.items())
+        lines.append(f"fields     {', '.join(values)}")
+        parts = (f"{name} at {start:,}" for name, start in self.workspace.starts.items())
+        if self.workspace.nbytes:
+            lines.append(f"workspace  {self.workspace.nbytes:,} bytes: {', '.join(parts)}")
+        copied = self.copies_in | self.copies_out
+        lines += (f"copy       {name} {x.dtype} {x.shape}" for name, x in copied.items())
+        lines += (f"upload     {name} {x.dtype} {x.shape}" for name, x in self.constants.items())
+        maps = {one: None for made in self.tensor_maps.values() for one in made}
+        lines += (f"TMA        {one}" for one in maps)
+        return "\n".join(lines)
+
+
+def launch_line(launch: KernelLaunch) -> str:
+    """Describe a launch in a few words."""
+    key = launch.key
+    q, k = key.tile
+    return (
+        f"{key.kernel} {q} x {k}, {key.head_dim}/{key.value_dim} columns, {key.stages} stages: "
+        f"{launch.grid:,} blocks of {key.threads} threads"
+    )
+
+
+def plan_forward(
+    problem: Problem,
+    layout: CallLayout,
+    device: Device,
+    launches: Sequence[KernelLaunch] | None = None,
+) -> LaunchPlan:
+    """Plan the forward pass.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    layout : CallLayout
+        Of the inputs, out and lse.
+    device : Device
+        Where it runs.
+    launches : sequence of KernelLaunch or None
+        What is launched; None leaves that to `forward_launches`.
+
+    Returns
+    -------
+    LaunchPlan
+        For all calls of this layout.
+    """
+    if launches is None:
+        launches = forward_launches(problem, launch_context(problem, layout, device))
+    return _plan(problem, layout, device, launches, results={"out"})
+
+
+def plan_backward(
+    problem: Problem, layout: CallLayout, device: Device, *, deterministic: bool = False
+) -> LaunchPlan:
+    """Plan the backward pass.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    layout : CallLayout
+        Of the inputs, the residuals, the upstream gradients and the results.
+    device : Device
+        Where it runs.
+    deterministic : bool
+        Whether dq is summed in a fixed order.
+
+    Returns
+    -------
+    LaunchPlan
+        For all calls of this layout.
+    """
+    context = launch_context(problem, layout, device)
+    sinks = layout.get("sinks") is not None
+    launches = backward_launches(problem, context, deterministic=deterministic, sinks=sinks)
+    return _plan(problem, layout, device, launches, results={"dsinks"})
+
+
+def plans_of(problem: Problem, inputs: CallLayout, device: Device) -> tuple[LaunchPlan, ...]:
+    """Plan both passes where all arrays but the inputs are contiguous.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    inputs : CallLayout
+        Of the inputs.
+    device : Device
+        Where it runs.
+
+    Returns
+    -------
+    forward, backward, deterministic : LaunchPlan
+        The last one sums dq in a fixed order.
+    """
+    forward = inputs.with_contiguous_results(problem, "forward")
+    backward = inputs.with_contiguous_results(problem, "backward")
+    return (
+        plan_forward(problem, forward, device),
+        *(plan_backward(problem, backward, device, deterministic=x) for x in (False, True)),
+    )
+
+
+def launch_context(problem: Problem, layout: CallLayout, device: Device) -> LaunchContext:
+    """Say what decides about kernels besides the problem.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    layout : CallLayout
+        Of the arrays.
+    device : Device
+        Where it runs.
+
+    Returns
+    -------
+    LaunchContext
+        Of the arrays as kernels see them: those that must be copied are contiguous.
+    """
+    arrays = dict(layout.arrays) | dict(copies(problem, layout))
+    rows = [arrays[name] for name in ROWS & arrays.keys()]
+    alignment = math.gcd(*(math.gcd(x.alignment, *x.row_strides) for x in rows))
+    context = LaunchContext(
+        alignment,
+        device.shared_limit,
+        arch=device.arch,
+        tensor_maps=all(can_map(arrays[name]) for name in _MAPPED if name in arrays),
+        sm_count=device.sm_count,
+        mask_block_k=layout.block_mask.block_size[1] if layout.block_mask is not None else 0,
+    )
+    if "mask" in arrays:
+        width = arrays["mask"].row_alignment
+        width = 16 if width == 16 else 2 if width > 1 else 1
+        context = context._replace(mask_vector_width=width)
+    if "bias" in arrays:
+        bias = arrays["bias"]
+        staged = bias.row_alignment >= max(MIN_ALIGNMENT, bias.itemsize)
+        context = context._replace(
+            bias=bias.dtype,
+            bias_shape=bias.shape,
+            bias_alignment_bytes=bias.row_alignment if staged else 0,
+        )
+    return context
+
+
+def _plan(
+    problem: Problem,
+    layout: CallLayout,
+    device: Device,
+    launches: Sequence[KernelLaunch],
+    results: set[str],
+) -> LaunchPlan:
+    copied = dict(copies(problem, layout))
+    arrays = dict(layout.arrays) | copied
+    rows = [arrays[name].alignment for name in ROWS & arrays.keys()]
+    schedule = schedule_of(problem, layout, launches, device.l2_bytes)
+    constants = {
+        name: Constant.of(np.array(each, np.int64))
+        for name, each in (("lengths", layout.kv_lengths), ("offsets", layout.q_offset))
+        if each is not None and len(set(each)) > 1
+    }
+    if schedule.assignment is not None:
+        constants["schedule"] = Constant.of(schedule.assignment)
+    kv_tile = None
+    if layout.block_mask is not None:
+        arrays["kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
+        kv_tile = next((x.key.tile for x in launches if x.key.kernel == HOPPER), None)
+        if kv_tile is not None:
+            arrays["visits"] = contiguous(kv_indices_shape(layout.block_mask, kv_tile), "int32")
+    return LaunchPlan(
+        problem,
+        device,
+        min(rows),
+        tuple(launches),
+        params.fields(problem, layout, arrays, schedule.head_groups, schedule.in_order),
+        {name: x for name, x in copied.items() if name not in results},
+        {name: x for name, x in copied.items() if name in results},
+        workspace_of(problem, launches, {name: x.nbytes for name, x in copied.items()}),
+        constants,
+        _tensor_maps(launches, arrays),
+        kv_tile,
+    )
+
+
+def _tensor_maps(
+    launches: Sequence[KernelLaunch], arrays: Mapping[str, ArrayLayout]
+) -> dict[tuple[tuple[str, int], ...], tuple[TensorMap, ...]]:
+    return {
+        named: tuple(tensor_map(name, arrays[name], rows) for name, rows in named)
+        for named in dict.fromkeys(launch.tensor_maps for launch in launches)
+        if named
+    }

@@ -1,19 +1,21 @@
-"""The memory that a call takes besides its results: one piece, and what lies where in it."""
+"""The memory that a call needs besides its results: one piece, and what lies where in it."""
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from tileattn.kernels.config.hopper import HOPPER_ADDERS, HOPPER_BACKWARDS
-from tileattn.kernels.config.select import padded_rows
-from tileattn.kernels.launch.steps import Step
+from tileattn.kernels.config.context import KernelLaunch, padded_rows
+from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
+from tileattn.kernels.config.shared_memory import DQ_STORE_WARPS
 from tileattn.problem import Problem
 
-ALIGNED = 256  # bytes at whose multiples every part begins, and so the whole
+ALIGNED = 256
+"""Bytes that every part is aligned to, and so the whole."""
 
-_MARK = 4  # bytes of a u32
+_COUNT = 4  # bytes of a u32
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Workspace:
     """Where the parts of a piece of memory begin.
 
     Parameters
@@ -31,34 +33,35 @@ class Layout(NamedTuple):
     nbytes: int
 
 
-def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -> Layout:
-    """Lay out what a pass takes besides its results.
+def workspace_of(
+    problem: Problem, launches: Iterable[KernelLaunch], copies: Mapping[str, int]
+) -> Workspace:
+    """Lay out what a pass needs besides its results.
 
     Parameters
     ----------
     problem : Problem
         What is asked.
-    steps : iterable of Step
-        What is started.
+    launches : iterable of KernelLaunch
+        What is launched.
     copies : mapping of str to int
-        Bytes of the arrays that kernels read or write in the place of the caller's.
+        Bytes of the arrays that kernels read or write in place of the caller's.
 
     Returns
     -------
-    Layout
-        Beside the copies, nothing for the forward pass. For the backward pass three numbers of each
-        query, a mark for each head of keys, and where dq is summed in memory, the sum; for Hopper's
-        own kernels how many works each of the two has claimed, and how many have added to each tile
-        of dq, told by each of the threads that share it.
+    Workspace
+        The copies, and for the backward pass: three numbers of each query, flags of each key head,
+        and the sums of dq where they are in device memory. The Hopper kernels add a tile counter
+        each, and a dq semaphore of each tile of dq and store warp.
     """
-    P, keys = problem, [step.key for step in steps]
+    P, keys = problem, [launch.key for launch in launches]
     number, heads = P.accum_dtype.itemsize, P.B * P.Hq
     parts = dict(copies)
     zeros: dict[str, int] = {}
     if any("forward" not in key.kernel for key in keys):
         rows = heads * padded_rows(P.Nq) * number
         parts |= dict.fromkeys(("delta", "shift", "row_max"), rows)
-        zeros["special"] = P.B * P.Hkv * _MARK
+        zeros["special"] = P.B * P.Hkv * _COUNT
     for key in keys:
         if not key.add_dq:
             continue
@@ -66,12 +69,12 @@ def layout(problem: Problem, steps: Iterable[Step], copies: Mapping[str, int]) -
         if key.kernel in HOPPER_BACKWARDS:
             parts |= sums
             tiles = heads * -(-P.Nq // key.block_q)
-            counts = {"claimed": 2, "landed": tiles * HOPPER_ADDERS}
-            zeros |= {name: count * _MARK for name, count in counts.items()}
+            counts = {"claimed": 2, "landed": tiles * DQ_STORE_WARPS}
+            zeros |= {name: count * _COUNT for name, count in counts.items()}
         else:
             zeros |= sums
     starts, end = {}, 0
     for name, nbytes in (parts | zeros).items():
         starts[name] = -(-end // ALIGNED) * ALIGNED
         end = starts[name] + nbytes
-    return Layout(starts, min((starts[name] for name in zeros), default=end), end)
+    return Workspace(starts, min((starts[name] for name in zeros), default=end), end)

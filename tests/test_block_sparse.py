@@ -1,4 +1,4 @@
-"""Block masks as kernels read them: cells with their bits, and lists of tiles that are visited."""
+"""Block masks as kernels read them: partial blocks, and lists of key tiles."""
 
 import gc
 import threading
@@ -15,8 +15,14 @@ from tests import fake_cupy
 from tests.fake_cupy import Machine, at_host
 from tileattn import BlockMask
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
-from tileattn.kernels.launch import streams
-from tileattn.kernels.launch.block_sparse import BEYOND, host_visits, tile_kinds, visits_before
+from tileattn.backends.cupy import streams
+from tileattn.kernels.launch.block_sparse import (
+    END,
+    kv_indices,
+    kv_indices_shape,
+    kv_tiles_before,
+    tile_kinds,
+)
 
 sides = st.sampled_from([1, 2, 3, 5, 8, 12])
 
@@ -36,10 +42,10 @@ def test_tiles_are_what_their_blocks_are(
     mask = BlockMask(blocks, block)
     pairs = np.repeat(np.repeat(blocks, block[0], axis=2), block[1], axis=3)
     kinds = tile_kinds(mask, tile)
-    lists = host_visits(mask, tile)
+    lists = kv_indices(mask, tile)
     rows, columns = (-(-n // side) for n, side in zip(pairs.shape[2:], tile, strict=True))
     assert kinds.shape == (*shape[:2], rows, columns)
-    assert lists.shape == (*shape[:2], rows, columns + 1)
+    assert lists.shape == (*shape[:2], rows, columns + 1) == kv_indices_shape(mask, tile)
     for b, h, r in np.ndindex(*shape[:2], rows):
         wanted, entries = [], []
         for c in range(columns):
@@ -48,7 +54,7 @@ def test_tiles_are_what_their_blocks_are(
             if seen.any():
                 entries.append(2 * c + (not seen.all()))
         assert kinds[b, h, r].tolist() == wanted
-        ends = [BEYOND] * (columns + 1 - len(entries))
+        ends = [END] * (columns + 1 - len(entries))
         assert lists[b, h, r].tolist() == entries + ends
 
 
@@ -73,7 +79,7 @@ def test_a_mask_is_listed_once_for_each_size_of_tiles(gpu: Machine) -> None:
         tileattn.forward(q, k, k, block_mask=mask)
         key, _, _, params = gpu.launches[-1]
         assert (key.kernel, key.block_q, key.block_k) == ("forward_sm90", 128, keys)
-        wanted = host_visits(mask, (128, keys))
+        wanted = kv_indices(mask, (128, keys))
         there = next(x for x in gpu.uploads if x.data.ptr == int(params["visits"]))
         assert np.array_equal(at_host(there), wanted)
         strides = [s // 4 for s in wanted.strides]
@@ -147,28 +153,8 @@ def test_a_later_call_brings_nothing_and_can_be_captured(gpu: Machine) -> None:
 def test_counts_before_tiles_are_those_of_the_lists() -> None:
     mask = BlockMask(np.random.default_rng(0).random((2, 3, 5, 7)) < 0.5, (128, 128))
     for tile in ((128, 128), (192, 96)):
-        lists, before = host_visits(mask, tile), visits_before(mask, tile)
+        lists, before = kv_indices(mask, tile), kv_tiles_before(mask, tile)
         assert before.shape == lists.shape
         for n in range(before.shape[-1]):
             assert np.array_equal(before[..., n], (lists < 2 * n).sum(-1))
-        assert visits_before(mask, tile) is before
-
-
-def test_the_portable_kernel_needs_no_list(gpu: Machine) -> None:
-    gpu.arch = "sm_80"
-    q = gpu.array((1, 1, 200, 64), np.float16)
-    tileattn.forward(q, q, q, block_mask=BlockMask(np.ones((2, 2), bool)))
-    ((key, _, _, params),) = gpu.launches
-    assert key.kernel == "forward"
-    assert int(params["visits"]) == 0
-
-
-@pytest.mark.parametrize(("block", "keys"), [(128, 64), (64, 64), (48, 48), (100, 48)])
-def test_tiles_lie_along_the_blocks_of_a_mask(gpu: Machine, block: int, keys: int) -> None:
-    """With 64 columns the fastest tiles have 48 keys, of which 128 are no multiple."""
-    gpu.arch = "sm_80"
-    q = gpu.array((1, 2, 300, 64), np.float16)
-    mask = tileattn.BlockMask(np.ones((3, -(-300 // block)), bool), (128, block))
-    tileattn.forward(q, q, q)
-    tileattn.forward(q, q, q, block_mask=mask)
-    assert [(key.block_q, key.block_k) for key, *_ in gpu.launches] == [(128, 48), (128, keys)]
+        assert kv_tiles_before(mask, tile) is before

@@ -1,0 +1,350 @@
+"""The tile scheduler of persistent kernels, tested against a count of every tile; no GPU."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tileattn import BlockMask
+from tileattn.algorithm.block_mask import EMPTY, FULL
+from tileattn.algorithm.mask import SlidingWindow
+from tileattn.algorithm.tiles import cut
+from tileattn.kernels.config.context import KernelLaunch
+from tileattn.kernels.config.families import backward_launches, forward_launches
+from tileattn.kernels.config.hopper import HOPPER
+from tileattn.kernels.launch.block_sparse import tile_kinds
+from tileattn.kernels.launch.catalog import context_of, problem_of
+from tileattn.kernels.launch.layout import CallLayout, contiguous_inputs
+from tileattn.kernels.launch.scheduler import (
+    START_COST,
+    TILE_COST,
+    Schedule,
+    assign,
+    head_groups,
+    schedule_of,
+    work_tiles,
+)
+from tileattn.problem import Problem
+
+CONTEXT = context_of("sm_90a")._replace(sm_count=132)
+CACHE = 50 << 20
+CAUSAL = (None, 0)
+ON_GPU = object()
+LONG = replace(problem_of("float16", 128), B=2, Hq=12, Hkv=4, Nq=2100, Nk=2100)  # 408 blocks
+
+Array = NDArray[Any]
+
+
+def shaped(dtype: str, dim: int, **sizes: Any) -> Problem:
+    return replace(problem_of(dtype, dim), **sizes)
+
+
+def launch_of(problem: Problem, sm_count: int = 132) -> KernelLaunch:
+    (launch,) = forward_launches(problem, CONTEXT._replace(sm_count=sm_count))
+    assert launch.key.kernel == HOPPER
+    return launch
+
+
+def layout_of(problem: Problem, lengths: Any = None, offsets: Any = None) -> CallLayout:
+    """Lengths and offsets on the host; ``"gpu"`` stands for those that are not."""
+    layout = contiguous_inputs(problem)
+    if lengths is not None:
+        there = None if lengths is ON_GPU else tuple(lengths.tolist())
+        behind = None if there is None else tuple(n - problem.Nq for n in there)
+        layout = replace(layout, kv_lengths=there, q_offset=behind)
+    if offsets is not None:
+        layout = replace(layout, q_offset=None if offsets is ON_GPU else tuple(offsets.tolist()))
+    return layout
+
+
+def schedule(
+    problem: Problem,
+    lengths: Any = None,
+    offsets: Any = None,
+    *,
+    launch: KernelLaunch | None = None,
+) -> Schedule:
+    layout = layout_of(problem, lengths, offsets)
+    return schedule_of(problem, layout, (launch or launch_of(problem),), CACHE)
+
+
+def works_of(blocks: int, heads: int, parts: int) -> list[tuple[int, int]]:
+    """Block and head of each number in the order of the kernels."""
+    return [
+        (block, int(head))
+        for part in np.array_split(np.arange(heads), parts)
+        for block in range(blocks)
+        for head in part
+    ]
+
+
+def costs_of(problem: Problem, layout: CallLayout, launch: KernelLaunch, groups: int) -> Array:
+    """Cost of each number: every tile is looked at."""
+    P, key = problem, launch.key
+    queries, keys = list(cut(P.Nq, key.block_q)), list(cut(P.Nk, key.block_k))
+    if P.window[1] is not None:
+        queries.reverse()
+
+    mask = layout.block_mask
+    size = key.block_q, key.block_k
+    kinds = np.full((1, 1, 1, 1), FULL) if mask is None else tile_kinds(mask, size)
+    kinds = np.broadcast_to(kinds[..., : len(keys)], (P.B, P.Hq, len(queries), len(keys)))
+
+    assert layout.kv_lengths is not None
+    assert layout.q_offset is not None
+    places = list(zip(layout.kv_lengths, layout.q_offset, strict=True))
+
+    @cache
+    def reached(batch: int, block: int) -> Array:
+        window = SlidingWindow(P.Nq, *places[batch], *P.window)
+        return np.array([window.kind(*queries[block], *tile) != EMPTY for tile in keys])
+
+    def cost(batch: int, head: int, block: int) -> int:
+        row = kinds[batch, head, queries[block][0] // key.block_q]
+        return TILE_COST * int((reached(batch, block) & (row != EMPTY)).sum()) + START_COST
+
+    works = works_of(len(queries), P.B * P.Hq, groups)
+    return np.array([cost(*divmod(head, P.Hq), block) for block, head in works])
+
+
+def loads_of(table: Array, costs: Array) -> Array:
+    """Check that a table is one, and add up the costs of each column."""
+    works = len(costs)
+    dealt = table[table < works]
+    assert np.array_equal(np.sort(dealt), np.arange(works))  # each of them once
+    # Behind its works a column has the end only, and at least once.
+    assert ((table >= 0) & (table <= works)).all()
+    assert (np.diff((table == works).astype(int), axis=0) >= 0).all()
+    assert (table[-1] == works).all()
+    assert table.dtype == np.int32
+    assert table.flags.c_contiguous
+    padded = np.append(costs, 0)
+    loads: Array = padded[table].sum(0)
+    return loads
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.data())
+def test_numbers_are_those_of_the_kernels(blocks: int, heads: int, data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, heads))
+    block, head, part = work_tiles(blocks, heads, parts)
+    assert list(zip(block, head, strict=True)) == works_of(blocks, heads, parts)
+    firsts = [int(members[0]) for members in np.array_split(np.arange(heads), parts)]
+    assert sorted(set(part.tolist())) == firsts
+    assert all(max(f for f in firsts if f <= h) == p for h, p in zip(head, part, strict=True))
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 9), st.randoms())
+def test_who_is_free_takes_the_next(times: list[int], grid: int, random: Any) -> None:
+    numbers = list(range(len(times)))
+    random.shuffle(numbers)
+    costs = np.array(times)
+    table = assign(np.array(numbers), costs[numbers], grid)
+    assert table.shape[1] == grid
+    loads = loads_of(table, costs)
+    assert loads.max() * grid <= loads.sum() + (grid - 1) * costs.max()
+    begins = np.cumsum(np.vstack([np.zeros(grid, int), np.append(costs, 0)[table]]), axis=0)[:-1]
+    when = {int(work): int(t) for work, t in zip(table.flat, begins.flat, strict=True)}
+    starts = [when[n] for n in numbers]
+    assert starts == sorted(starts)
+    # Nobody begins while another could have begun before.
+    assert max(starts) <= loads.min()
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Problem, Any, Any]:
+    b, hkv, group = (draw(st.integers(1, n)) for n in (3, 3, 2))
+    nq, nk = draw(st.integers(1, 1400)), draw(st.integers(1, 1400))
+    dim = draw(st.sampled_from([64, 128, 256]))
+    sides = st.none() | st.integers(0, 600)
+    lengths = st.lists(st.integers(0, nk), min_size=b, max_size=b)
+    offsets = st.lists(st.integers(-2000, 2000), min_size=b, max_size=b)
+    return (
+        shaped(
+            "float16",
+            dim,
+            B=b,
+            Hq=group * hkv,
+            Hkv=hkv,
+            Nq=nq,
+            Nk=nk,
+            window=(draw(sides), draw(sides)),
+        ),
+        np.array(draw(lengths)),
+        np.array(draw(offsets)),
+    )
+
+
+@given(problems(), st.integers(1, 8))
+def test_the_table_of_any_problem(drawn: tuple[Problem, Any, Any], sm_count: int) -> None:
+    problem, lengths, offsets = drawn
+    launch = launch_of(problem, sm_count)
+    found = schedule(problem, lengths, offsets, launch=launch)
+    assert 1 <= found.head_groups <= problem.B * problem.Hkv
+    costs = costs_of(problem, layout_of(problem, lengths, offsets), launch, found.head_groups)
+    differ = bool(costs.min() < costs.max())
+    several = problem.Nq > launch.key.block_q  # blocks of each head
+    wanted = differ and several and sm_count < len(costs) <= 64 * sm_count
+    assert (found.assignment is not None) == wanted
+    if found.assignment is not None:
+        loads = loads_of(found.assignment, costs)
+        assert len(loads) == launch.grid == sm_count
+        assert loads.max() * sm_count <= loads.sum() + (sm_count - 1) * costs.max()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("length", [512, 1024, 2048, 4096, 8192, 16384])
+def test_sms_end_together(dim: int, length: int) -> None:
+    heads = 2048 // dim
+    sizes = {"B": 16384 // length, "Hq": heads, "Hkv": heads, "Nq": length, "Nk": length}
+    problem = shaped("float16", dim, **sizes, window=CAUSAL)
+    found, launch = schedule(problem), launch_of(problem)
+    assert found.assignment is not None
+    loads = loads_of(
+        found.assignment, costs_of(problem, layout_of(problem), launch, found.head_groups)
+    )
+    assert loads.max() <= 1.06 * loads.mean()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        LONG,
+        replace(LONG, window=CAUSAL, Nq=128, Hq=80, Hkv=80),  # one block a head
+        replace(LONG, window=CAUSAL, Nq=640),  # one turn
+        replace(LONG, window=CAUSAL, B=1, Hq=132, Hkv=132, Nq=65 * 128, Nk=65 * 128),  # too many
+    ],
+    ids=["equal", "single", "turn", "many"],
+)
+def test_no_table_where_it_would_not_help(problem: Problem) -> None:
+    assert schedule(problem).assignment is None
+
+
+def test_the_most_turns_that_a_table_is_made_for() -> None:
+    problem = replace(LONG, window=CAUSAL, B=1, Hq=132, Hkv=132, Nq=64 * 128, Nk=64 * 128)
+    assert schedule(problem).assignment is not None
+
+
+# --- what is long -------------------------------------------------------------------------------
+
+
+def test_the_long_ones_of_a_part_begin() -> None:
+    problem = replace(LONG, window=CAUSAL)
+    found, layout = schedule(problem), layout_of(problem)
+    assert (found.head_groups, found.assignment is not None) == (1, True)
+    costs = costs_of(problem, layout, launch_of(problem), 1)
+    assert costs[0] == costs.max() > costs[-1] == costs.min()
+    assert found.assignment is not None
+    assert found.assignment[0].tolist() == list(range(132))
+
+
+def test_entries_with_many_keys_begin() -> None:
+    lengths = np.array([70, 2100])
+    found = schedule(LONG, lengths)
+    assert found.assignment is not None
+    assert found.head_groups == 8
+    blocks = -(-LONG.Nq // 128)
+    assert (found.assignment[0] >= LONG.Hq * blocks).all()  # of the second entry
+    costs = costs_of(LONG, layout_of(LONG, lengths), launch_of(LONG), 8)
+    loads = loads_of(found.assignment, costs)
+    assert loads.max() - loads.min() <= costs.max()
+
+
+def test_rows_that_see_nothing_cost_their_beginning_and_end() -> None:
+    problem = replace(LONG, window=CAUSAL, Nk=300)  # aligned at the end: most rows see nothing
+    found = schedule(problem)
+    costs = costs_of(problem, layout_of(problem), launch_of(problem), found.head_groups)
+    assert costs.min() == START_COST
+    assert (costs == START_COST).sum() > len(costs) // 2
+    assert found.assignment is not None
+    assert loads_of(found.assignment, costs).max() <= costs.sum() / 132 + START_COST
+
+
+def test_a_window_is_cut_at_its_ends() -> None:
+    problem = replace(LONG, window=(300, 200))
+    found = schedule(problem)
+    costs = costs_of(problem, layout_of(problem), launch_of(problem), found.head_groups)
+    assert len(set(costs.tolist())) > 2
+    assert found.assignment is not None
+    assert loads_of(found.assignment, costs).max() < costs.sum() / 132 + costs.max()
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (1, 12), (2, 1), (2, 12)])
+@pytest.mark.parametrize("window", [(None, None), CAUSAL])
+def test_tiles_that_a_block_mask_skips_cost_nothing(lead: tuple[int, int], window: Any) -> None:
+    """Some rows of blocks see much, and some little."""
+    problem = replace(LONG, window=window)
+    rng = np.random.default_rng(0)
+    shown = rng.random((*lead, 17, 17)) < rng.random((*lead, 17, 1)) ** 3
+    layout = replace(layout_of(problem), block_mask=BlockMask(shown))
+    launch = launch_of(problem)
+    found = schedule_of(problem, layout, (launch,), CACHE)
+    costs = costs_of(problem, layout, launch, found.head_groups)
+    assert costs.min() == START_COST
+    assert found.assignment is not None
+    assert loads_of(found.assignment, costs).max() <= costs.sum() / 132 + costs.max()
+
+
+def test_what_is_on_the_gpu_is_guessed() -> None:
+    """All keys, aligned at the end; a table that is made so holds every block, too."""
+    problem, there = replace(LONG, window=CAUSAL, Nq=1900), ON_GPU
+    lengths = np.array([2100, 900])
+
+    def table(*given: Any) -> Array:
+        found = schedule(problem, *given).assignment
+        assert found is not None
+        return found
+
+    assert np.array_equal(table(there, there), table())
+    assert np.array_equal(table(lengths, there), table(lengths, lengths - 1900))
+    assert not np.array_equal(table(lengths), table())
+
+
+# --- the parts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("window", "room", "expected"),
+    [
+        ((None, None), 1 << 21, 24),  # blocks of one length: each head by itself
+        ((5, 0), 1 << 21, 24),
+        ((None, 0), 1 << 21, 3),  # 256 KiB of keys and values a head: room for eight
+        ((None, 7), 1 << 21, 3),
+        ((None, 0), 1 << 19, 12),
+        ((None, 0), 1, 24),
+        ((None, 0), 1 << 30, 1),
+    ],
+)
+def test_long_blocks_of_many_heads_go_first(
+    window: tuple[int | None, int | None], room: int, expected: int
+) -> None:
+    problem = shaped("float32", 64, B=6, Hq=8, Hkv=4, Nq=512, Nk=512, window=window)
+    assert head_groups(problem, room) == expected
+
+
+def test_the_room_for_a_part() -> None:
+    """Half of the cache for the persistent kernel; for the backward pass, a quarter of twice it."""
+    cache = 8 << 20  # and a MiB a head
+    problem = shaped("float16", 128, B=3, Hq=16, Hkv=16, Nq=2048, Nk=2048, window=CAUSAL)
+    generic = CONTEXT._replace(arch="sm_80")
+    both = {"deterministic": False, "sinks": False}
+    for launches, expected in (
+        (forward_launches(problem, CONTEXT), 12),
+        (forward_launches(problem, generic), 3),
+        (backward_launches(problem, generic, **both), 12),
+    ):
+        found = schedule_of(problem, layout_of(problem), launches, cache)
+        assert found.head_groups == expected
+        assert (found.assignment is not None) == (launches[0].key.kernel == HOPPER)
+
+
+def test_nothing_to_start_has_an_order() -> None:
+    problem = replace(LONG, Nq=0)
+    assert schedule_of(problem, layout_of(problem), (), CACHE) == Schedule(8)

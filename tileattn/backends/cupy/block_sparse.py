@@ -1,0 +1,56 @@
+"""Block masks on CuPy's devices: each is copied there once."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tileattn.algorithm.block_mask import BlockMask
+from tileattn.backends.cupy.streams import outlive_readers, stream_name
+from tileattn.kernels.launch.block_sparse import kv_indices, once, partial_blocks
+
+
+class _Uploaded(NamedTuple):
+    """Arrays on a device, and the stream that their memory was taken on."""
+
+    arrays: tuple[Any, ...]
+    stream: tuple[int, int]
+
+
+def mask_addresses(mask: BlockMask, device: int, kv_tile: tuple[int, int] | None) -> dict[str, int]:
+    """Bring a block mask to CuPy's current device.
+
+    Parameters
+    ----------
+    mask : BlockMask
+        The mask.
+    device : int
+        The number of the device.
+    kv_tile : (int, int) or None
+        Tile size of the lists of key tiles; None where no kernel reads them.
+
+    Returns
+    -------
+    dict of str to int
+        Addresses, by the names of the parameter block.
+    """
+    kinds, bits = _uploaded(mask, device, lambda: partial_blocks(mask))
+    found: dict[str, int] = {"kinds": kinds.data.ptr, "bits": bits.data.ptr}
+    if kv_tile is not None:
+        (lists,) = _uploaded(mask, (device, kv_tile), lambda: (kv_indices(mask, kv_tile),))
+        found["visits"] = lists.data.ptr
+    return found
+
+
+def _uploaded(mask: BlockMask, key: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Copy something that is made of a mask to CuPy's current device, once.
+
+    The copy is complete before any stream may read it, for all read it; and it outlives the mask
+    where the current stream may not have read it by then.
+    """
+    import cupy
+
+    def copied() -> _Uploaded:
+        return _Uploaded(tuple(cupy.asarray(x, blocking=True) for x in make()), stream_name())
+
+    there: _Uploaded = once(mask, key, copied)
+    outlive_readers(there, there.stream)
+    return there.arrays

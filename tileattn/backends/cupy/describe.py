@@ -1,0 +1,94 @@
+"""What a plan needs to know of CuPy's devices and arrays."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tileattn.kernels.build.load import arch_of
+from tileattn.kernels.launch.device import Device
+from tileattn.kernels.launch.layout import CallLayout, array_layout
+from tileattn.problem import Operands, Problem
+
+_ARGUMENTS = {"slopes": "alibi_slopes", "lengths": "kv_lengths", "offsets": "q_offset"}
+"""Fields of the parameter block that callers know by other names."""
+
+
+@functools.cache
+def device_of(ordinal: int) -> Device:
+    """Describe a device by its number."""
+    from cupy.cuda import runtime
+
+    def attribute(name: str) -> int:
+        value: int = runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), ordinal)
+        return value
+
+    return Device(
+        runtime.getDeviceProperties(ordinal)["name"].decode(),
+        arch_of(ordinal),
+        attribute("MultiProcessorCount"),
+        attribute("MaxSharedMemoryPerBlockOptin"),
+        attribute("L2CacheSize"),
+    )
+
+
+def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """Name the arrays of a call as the parameter block does; those on the host are left out."""
+    x = operands
+    arrays = {"q": x.q, "k": x.k, "v": x.v}
+    if type(x.kv_lengths) is not np.ndarray:
+        arrays["lengths"] = x.kv_lengths
+    if type(x.q_offset) is not np.ndarray:
+        arrays["offsets"] = x.q_offset
+    if problem.uses:
+        options = {"slopes": x.alibi_slopes, "sinks": x.sinks, "mask": x.mask, "bias": x.bias}
+        arrays |= {name: array for name, array in options.items() if array is not None}
+    return arrays
+
+
+def addresses_of(arrays: Mapping[str, Any], device: int) -> dict[str, int]:
+    """Give the addresses of arrays.
+
+    Parameters
+    ----------
+    arrays : mapping of str to cupy array
+        By their names in the parameter block.
+    device : int
+        CuPy's current device.
+
+    Returns
+    -------
+    dict of str to int
+        By the same names.
+
+    Raises
+    ------
+    ValueError
+        Where an array is on another device.
+    """
+    found = {}
+    for name, x in arrays.items():
+        memory = x.data
+        if memory.device_id != device:
+            refuse_device(name, memory.device_id, device)
+        found[name] = memory.ptr
+    return found
+
+
+def refuse_device(name: str, there: int, device: int) -> NoReturn:
+    """Raise ValueError for an array on another device than the current one."""
+    raise ValueError(
+        f"{_ARGUMENTS.get(name, name)} is on device {there}; arrays on CuPy's current device, "
+        f"{device}, are accepted (call within `with cupy.cuda.Device({there}):`, or copy it)"
+    )
+
+
+def layout_of(arrays: Mapping[str, Any], operands: Operands) -> CallLayout:
+    """Describe the arrays of a call, and what of it is on the host."""
+    lengths, offsets = (
+        tuple(x.tolist()) if type(x) is np.ndarray else None
+        for x in (operands.kv_lengths, operands.q_offset)
+    )
+    layouts = tuple((name, array_layout(x, x.data.ptr)) for name, x in arrays.items())
+    return CallLayout(layouts, lengths, offsets, operands.block_mask)

@@ -1,0 +1,188 @@
+"""Runs plans on CuPy's current stream."""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tileattn.backends.cupy.describe import refuse_device
+from tileattn.backends.cupy.streams import (
+    current_stream,
+    is_capturing,
+    outlive_readers,
+    stream_name,
+)
+from tileattn.backends.cupy.tensor_maps import EncodedMaps
+from tileattn.kernels.build.load import Kernel, load_all
+from tileattn.kernels.config.context import KernelLaunch
+from tileattn.kernels.launch.layout import ArrayLayout
+from tileattn.kernels.launch.params import POINTERS, template
+from tileattn.kernels.launch.plan import Constant, LaunchPlan
+
+_SLOT = {name: slot for slot, name in enumerate(POINTERS)}
+
+
+class Executable:
+    """A plan whose kernels are loaded and whose constants are on CuPy's current device.
+
+    Parameters
+    ----------
+    plan : LaunchPlan
+        What is launched.
+    names : iterable of str
+        Arrays whose addresses each call brings.
+
+    Attributes
+    ----------
+    plan : LaunchPlan
+        What is launched.
+    is_complete : bool
+        False where it was made during a capture, in which nobody can wait for a copy: without the
+        schedule results are the same, only later. Calls after the capture must make another.
+    """
+
+    def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
+        self.plan = plan
+        constants = dict(plan.constants)
+        self.is_complete = "schedule" not in constants or not is_capturing()
+        if not self.is_complete:
+            del constants["schedule"]
+        self._constants = {name: _uploaded(x) for name, x in constants.items()}
+        self._stream = stream_name() if constants else (0, 0)
+        fixed = {name: x.data.ptr for name, x in self._constants.items()}
+        self._template = template(plan.fields | fixed)
+        self._slots = tuple(
+            (name, _SLOT[name]) for name in dict.fromkeys((*names, *plan.workspace.starts))
+        )
+        last = max(slot for _, slot in self._slots)
+        self._pointers = [fixed.get(name, 0) for name in POINTERS[: last + 1]]
+        kernels = load_all([launch.key for launch in plan.launches])
+        maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
+        self._launches = tuple(
+            _prepared(launch, kernel, maps.get(launch.tensor_maps))
+            for launch, kernel in zip(plan.launches, kernels, strict=True)
+        )
+        self._spare: list[tuple[Any, Any]] = []
+
+    def run(
+        self,
+        addresses: Mapping[str, int],
+        arrays: Mapping[str, Any],
+        device: int,
+        workspace: Any = None,
+    ) -> None:
+        """Start the kernels, with all that they need.
+
+        Parameters
+        ----------
+        addresses : mapping of str to int
+            Of the arrays named to the constructor.
+        arrays : mapping of str to cupy array
+            The caller's; some may have to be copied.
+        device : int
+            CuPy's current device.
+        workspace : cupy array of uint8, shape (n,), or None
+            Memory to use in place of CuPy's pool, aligned to
+            `tileattn.kernels.launch.workspace.ALIGNED` bytes.
+
+        Raises
+        ------
+        ValueError
+            Where the workspace is too small, or on another device.
+        """
+        needed = self.plan.workspace
+        if workspace is None and not needed.nbytes:
+            self._start_at({**addresses, **dict.fromkeys(needed.starts, 0)})
+            return
+        import cupy
+
+        memory = cupy.cuda.alloc(needed.nbytes) if workspace is None else workspace.data
+        if workspace is not None:
+            _ensure_room(workspace, needed.nbytes, device)
+        starts, at = needed.starts, memory.ptr
+
+        def copies(of: Mapping[str, ArrayLayout]) -> list[tuple[Any, Any]]:
+            """Pair each contiguous copy with the caller's array."""
+            return [
+                (cupy.ndarray(x.shape, np.dtype(x.dtype), memory + starts[name]), arrays[name])
+                for name, x in of.items()
+            ]
+
+        copies_in, copies_out = copies(self.plan.copies_in), copies(self.plan.copies_out)
+        for copy, x in copies_in:
+            cupy.copyto(copy, x, casting="unsafe")
+        if needed.zeros < needed.nbytes:
+            nbytes, stream = needed.nbytes - needed.zeros, current_stream().ptr
+            cupy.cuda.runtime.memsetAsync(at + needed.zeros, 0, nbytes, stream)
+        self._start_at({**addresses, **{name: at + start for name, start in starts.items()}})
+        for copy, x in copies_out:
+            cupy.copyto(x, copy, casting="unsafe")
+
+    def _start_at(self, addresses: Mapping[str, int]) -> None:
+        """Start the kernels, given the addresses of all arrays and parts by name."""
+        pointers = self._pointers.copy()
+        for name, slot in self._slots:
+            pointers[slot] = addresses[name]
+        self.start(pointers)
+
+    def start(self, pointers: Sequence[int]) -> None:
+        """Start the kernels alone.
+
+        Parameters
+        ----------
+        pointers : sequence of int
+            What the parameter block begins with: addresses in the order of its fields.
+        """
+        if self._constants:
+            outlive_readers(self, self._stream)
+        # A launch copies the block, so it is free for the next call afterwards. Threads that run
+        # the same plan at the same time each take a block of their own: pop and append are atomic.
+        try:
+            block = self._spare.pop()
+        except IndexError:
+            block = self._block()
+        cells, argument = block
+        cells[: len(pointers)] = pointers
+        arguments = (argument,)
+        for function, grid, threads, shared_bytes, maps in self._launches:
+            if maps is None:
+                function(grid, threads, arguments, shared_bytes)
+            else:
+                _held, encoded = maps[maps.pick(pointers)]
+                function(grid, threads, (argument, encoded), shared_bytes)
+        self._spare.append(block)
+
+    def _block(self) -> tuple[Any, Any]:
+        """Copy the parameter block, as 64-bit cells and as the argument that CuPy launches with."""
+        from cupy.cuda.function import CPointer
+
+        cells = (ctypes.c_uint64 * (len(self._template) // 8)).from_buffer_copy(self._template)
+        return cells, CPointer(ctypes.addressof(cells))
+
+
+def _prepared(
+    launch: KernelLaunch, kernel: Kernel, maps: EncodedMaps | None
+) -> tuple[Any, tuple[int], tuple[int], int, EncodedMaps | None]:
+    if launch.shared_bytes:
+        kernel.allow_shared(launch.shared_bytes)
+    return kernel.function, (launch.grid,), (launch.key.threads,), launch.shared_bytes, maps
+
+
+def _uploaded(x: Constant) -> Any:
+    """Copy to the GPU: complete before any stream may read it, for calls on all of them do."""
+    import cupy
+
+    return cupy.asarray(x.array(), blocking=True)
+
+
+def _ensure_room(workspace: Any, nbytes: int, device: int) -> None:
+    """Raise ValueError where a workspace is on another device, or too small."""
+    if workspace.data.device_id != device:
+        refuse_device("workspace", workspace.data.device_id, device)
+    if workspace.nbytes < nbytes:
+        raise ValueError(
+            f"workspace has {workspace.nbytes:,} bytes; this call needs {nbytes:,} or more "
+            "(explain(q, k, v, **options).workspace_bytes are enough where lse, and the rows "
+            "of dout and out, are contiguous)"
+        )

@@ -1,0 +1,93 @@
+"""Tensor maps that the driver has encoded: 128 bytes each, which a launch passes by value."""
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+from tileattn.kernels.launch.params import POINTERS
+from tileattn.kernels.launch.tensor_map import TensorMap
+
+MAP_BYTES = 128
+MAX_ENTRIES = 64
+"""Sets of maps that a launch remembers."""
+
+# Values of the enumerations in cuda.h.
+_DTYPES = {"float16": 6, "bfloat16": 9}
+_INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 3, 0
+
+
+class EncodedMaps(dict[tuple[int, ...], tuple[Any, Any]]):
+    """The tensor maps of a launch by the addresses of its arrays, encoded at the first look-up.
+
+    An entry is the memory that holds the maps, which nobody writes to any more, and the argument
+    that points there, which a launch passes by value. Who launches holds both. When there are many
+    entries all are dropped; single steps are safe among threads.
+
+    Parameters
+    ----------
+    maps : sequence of TensorMap
+        Two or more, in the order in which the kernel takes them.
+
+    Attributes
+    ----------
+    pick : callable
+        Takes the addresses from those of all arrays, in the order of the parameter block.
+    """
+
+    def __init__(self, maps: Sequence[TensorMap]) -> None:
+        self._encoders = tuple(map(_Encoder, maps))
+        self.pick = itemgetter(*(POINTERS.index(one.name) for one in maps))
+
+    def __missing__(self, addresses: tuple[int, ...]) -> tuple[Any, Any]:
+        from cupy.cuda import runtime
+        from cupy.cuda.function import CPointer
+
+        runtime.setDevice(runtime.getDevice())  # the driver wants a context in this thread
+        # One map more, so that they can begin at a multiple of their size.
+        memory = ctypes.create_string_buffer(MAP_BYTES * (len(addresses) + 1))
+        start = -(-ctypes.addressof(memory) // MAP_BYTES) * MAP_BYTES
+        for n, (encoder, address) in enumerate(zip(self._encoders, addresses, strict=True)):
+            encoder.encode(start + n * MAP_BYTES, address)
+        if len(self) >= MAX_ENTRIES:
+            self.clear()
+        self[addresses] = made = memory, CPointer(start)
+        return made
+
+
+class _Encoder:
+    """The arguments of the driver's function, but for the addresses."""
+
+    def __init__(self, described: TensorMap) -> None:
+        self._function = _driver_function()
+        self._described = described
+        self._dtype = _DTYPES[described.dtype]
+        self._arguments = (
+            ctypes.byref((ctypes.c_uint64 * 4)(*described.sizes)),
+            ctypes.byref((ctypes.c_uint64 * 3)(*described.strides)),
+            ctypes.byref((ctypes.c_uint32 * 4)(*described.box)),
+            ctypes.byref((ctypes.c_uint32 * 4)(1, 1, 1, 1)),
+            *(_INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS),
+        )
+
+    def encode(self, place: int, address: int) -> None:
+        """Write the map of an array to an address on the host, a multiple of 64."""
+        # Without a list of types at the function, ctypes takes half the time.
+        pointer = ctypes.c_void_p
+        status = self._function(pointer(place), self._dtype, 4, pointer(address), *self._arguments)
+        if status:
+            raise RuntimeError(
+                f"the driver makes no tensor map of {self._described}, at {address:#x}: "
+                f"cuTensorMapEncodeTiled returned {status}; arrays with plain strides are accepted "
+                f"(cupy.ascontiguousarray({self._described.name}) makes one)"
+            )
+
+
+@functools.cache
+def _driver_function() -> Any:
+    # It keeps the interpreter's lock: a call takes a microsecond, and to get the lock back from
+    # another thread would take thousands.
+    driver = ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    return driver.cuTensorMapEncodeTiled

@@ -1,0 +1,134 @@
+"""The kernel families, the preferred one first, and what each pass launches.
+
+A family is a module with the members of `KernelFamily`, and a place in `FAMILIES`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tileattn.kernels.config import generic, hopper
+from tileattn.kernels.config.context import (
+    ROW_WARPS,
+    KernelLaunch,
+    LaunchContext,
+    padded_rows,
+    rows_of_block,
+)
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket
+from tileattn.problem import Problem
+
+
+class KernelFamily(Protocol):
+    """Kernels for one generation of GPUs, or for all."""
+
+    NAME: str
+
+    def why_not(self, problem: Problem, context: LaunchContext, kind: str) -> str | None:
+        """Why the family does not support a pass, ``"forward"`` or ``"backward"``, if so."""
+
+    def forward(
+        self, problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
+    ) -> KernelLaunch:
+        """Launch the forward pass of at least one query, of some tiles where they are given."""
+
+    def backward(
+        self, problem: Problem, context: LaunchContext, *, deterministic: bool
+    ) -> tuple[KernelLaunch, ...]:
+        """Launch what computes dq, dk and dv."""
+
+
+FAMILIES: tuple[KernelFamily, ...] = (hopper, generic)
+
+
+def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    """List what the forward pass launches: nothing where there is no query.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    context : LaunchContext
+        Its arrays and its device.
+
+    Returns
+    -------
+    tuple of KernelLaunch
+        In order.
+    """
+    if not problem.B * problem.Hq * problem.Nq:
+        return ()
+    family, refusal = _supporting(problem, context, "forward")
+    return _explained(refusal, family.forward(problem, context))
+
+
+def backward_launches(
+    problem: Problem, context: LaunchContext, *, deterministic: bool, sinks: bool
+) -> tuple[KernelLaunch, ...]:
+    """List what the backward pass launches.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    context : LaunchContext
+        Its arrays and its device.
+    deterministic : bool
+        Whether dq is summed in a fixed order.
+    sinks : bool
+        Whether the call has sinks.
+
+    Returns
+    -------
+    tuple of KernelLaunch
+        In order. Where a key has ``add_dq``, dq is summed in an array of zeros.
+    """
+    P = problem
+    queries, keys = P.B * P.Hq * P.Nq, P.B * P.Hkv * P.Nk
+    family, refusal = _supporting(P, context, "backward")
+    own = _explained(refusal, *family.backward(P, context, deterministic=deterministic))
+    before = []
+    if queries:
+        before.append(_rows(P, context))
+    if queries and keys:
+        before.append(generic.renormalise_pass(P, context))
+    after = []
+    if context.bias and queries * P.Nk and not any(launch.key.write_dbias for launch in own):
+        after.append(generic.bias_pass(P, context))
+    if sinks and P.Hq:
+        key = KernelKey("backward_sinks", P.dtype.name, warps_m=ROW_WARPS)
+        after.append(KernelLaunch(key, P.Hq))
+    return (*before, *own, *after)
+
+
+def _supporting(
+    problem: Problem, context: LaunchContext, kind: str
+) -> tuple[KernelFamily, str | None]:
+    """Give the first family that supports a pass, and why the one before does not."""
+    refusal = None
+    for family in FAMILIES:
+        why = family.why_not(problem, context, kind)
+        if why is None:
+            break
+        refusal = why
+    return family, refusal and f"the {family.NAME} kernel, because {refusal}"
+
+
+def _explained(refusal: str | None, *launches: KernelLaunch) -> tuple[KernelLaunch, ...]:
+    """Say at the first launch why it is not of a preferred family."""
+    if refusal is None or not launches:
+        return launches
+    first, *others = launches
+    return first._replace(why=f"{refusal}; {first.why}"), *others
+
+
+def _rows(P: Problem, context: LaunchContext) -> KernelLaunch:
+    """Launch the kernel that computes delta, row by row."""
+    key = KernelKey(
+        *("backward_rows", P.dtype.name),
+        value_dim=bucket(min(P.Dv, MAX_HEAD_DIM)),
+        warps_m=ROW_WARPS,
+        vector=context.alignment_bytes,
+    )
+    rows = P.B * P.Hq * padded_rows(P.Nq)
+    return KernelLaunch(key, -(-rows // rows_of_block(key, key.value_dim)))

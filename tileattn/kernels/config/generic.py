@@ -1,0 +1,183 @@
+"""The generic kernels (mma.sync): every problem, on every GPU.
+
+Where no tile fits in shared memory, naive kernels take the place of the tiled ones, row by row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tileattn.kernels.config.context import (
+    LARGE,
+    NON_FINITE,
+    ROW_WARPS,
+    KernelConfig,
+    KernelLaunch,
+    LaunchContext,
+    itemsize_of,
+    option_fields,
+    row_grid,
+    rows_of_block,
+)
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.shared_memory import RESERVED, generic_bytes, generic_static_bytes
+from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
+from tileattn.problem import Problem
+
+NAME = "generic"
+TILED = ("forward", "backward_keys", "backward_queries", "backward_bias")
+NAIVE = {
+    "forward": "plain_forward",
+    "backward_keys": "plain_keys",
+    "backward_queries": "plain_queries",
+    "backward_bias": "plain_bias",
+    "backward_renormalise": "plain_renormalise",
+}
+
+_REPAIRS = (
+    "for heads with large scores or with something not finite; mostly there are none, and it "
+    "returns at once"
+)
+
+
+def why_not(problem: Problem, context: LaunchContext, kind: str) -> str | None:  # noqa: ARG001 - the family's interface
+    """Why the family does not support a pass: it supports every one."""
+    return None
+
+
+def forward(
+    problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
+) -> KernelLaunch:
+    """Launch the forward pass of at least one query, with the first of some tiles that fits."""
+    P, (key, shared_bytes, _, why) = problem, configure("forward", problem, context, tiles)
+    heads = P.B * P.Hq
+    if key.kernel != "forward":
+        return KernelLaunch(key, row_grid(heads * P.Nq), shared_bytes, why)
+    columns = max(1, -(-P.Dv // key.value_dim))
+    return KernelLaunch(key, columns * heads * -(-P.Nq // key.block_q), shared_bytes, why)
+
+
+def backward(
+    problem: Problem, context: LaunchContext, *, deterministic: bool
+) -> tuple[KernelLaunch, ...]:
+    """Launch what computes dq, dk and dv.
+
+    The kernel over keys also adds dq, unless the order of the sums must be fixed: a kernel over
+    queries then computes it.
+    """
+    P = problem
+    if not P.B * P.Hkv * P.Nk:
+        return (queries_pass(P, context),) if P.B * P.Hq * P.Nq else ()
+    keys = keys_pass(P, context, add_dq=not deterministic)
+    if not P.B * P.Hq * P.Nq:
+        return (keys,)
+    queries = queries_pass(P, context)
+    if not keys.key.add_dq:
+        return keys, queries
+    return keys, _finish(P, keys.key), repairing(queries, context, NON_FINITE | LARGE)
+
+
+def keys_pass(problem: Problem, context: LaunchContext, *, add_dq: bool) -> KernelLaunch:
+    """Launch the kernel over keys; ``add_dq`` where it can, and there are queries."""
+    P, (key, shared_bytes, _, why) = problem, configure("backward_keys", problem, context)
+    if key.kernel != "backward_keys":
+        return KernelLaunch(key, row_grid(P.B * P.Hkv * P.Nk), shared_bytes, why)
+    write_dbias = context.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
+    add_dq = add_dq and P.B * P.Hq * P.Nq > 0
+    key = replace(key, add_dq=add_dq, write_dbias=write_dbias)
+    return KernelLaunch(key, P.B * P.Hkv * -(-P.Nk // key.block_k), shared_bytes, why)
+
+
+def queries_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
+    """Launch the kernel over queries, which computes dq."""
+    P, (key, shared_bytes, _, why) = problem, configure("backward_queries", problem, context)
+    if key.kernel != "backward_queries":
+        return KernelLaunch(key, row_grid(P.B * P.Hq * P.Nq), shared_bytes, why)
+    return KernelLaunch(key, P.B * P.Hq * -(-P.Nq // key.block_q), shared_bytes, why)
+
+
+def renormalise_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
+    """Launch the kernel that recomputes lse from the scores, bit for bit, that dq is made from."""
+    P, (key, shared_bytes, _, why) = problem, configure("backward_queries", problem, context)
+    if key.kernel != "backward_queries":
+        key = replace(key, kernel=NAIVE["backward_renormalise"], dropout=False)
+        return KernelLaunch(key, row_grid(P.B * P.Hq * P.Nq), why=why)
+    key, shared_bytes, _, _ = configure("backward_renormalise", P, context)
+    grid = P.B * P.Hq * -(-P.Nq // key.block_q)
+    return repairing(KernelLaunch(replace(key, dropout=False), grid, shared_bytes), context, LARGE)
+
+
+def bias_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
+    """Launch the kernel that sums dbias over the axes along which the bias is broadcast."""
+    P, (key, shared_bytes, _, why) = problem, configure("backward_bias", problem, context)
+    b, h, rows, columns = context.bias_shape
+    if key.kernel != "backward_bias":
+        return KernelLaunch(key, row_grid(b * h * rows * columns), shared_bytes, why)
+    tiles = 1 if rows == 1 else -(-P.Nq // key.block_q)
+    tiles *= 1 if columns == 1 else -(-P.Nk // key.block_k)
+    return KernelLaunch(key, b * h * tiles, shared_bytes, why)
+
+
+def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:
+    """Let a kernel compute flagged heads alone, with as many thread blocks as run at a time."""
+    grid = min(launch.grid, context.sm_count * launch.key.residents)
+    return launch._replace(key=replace(launch.key, repairs=flags), grid=grid, why=_REPAIRS)
+
+
+def configure(
+    kernel: str, problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
+) -> KernelConfig:
+    """Choose the variant of one kernel.
+
+    Parameters
+    ----------
+    kernel : str
+        Name of a tiled kernel.
+    problem : Problem
+        What is asked.
+    context : LaunchContext
+        Its arrays and its device.
+    tiles : sequence of TileSize
+        What to try in place of the table's rows.
+
+    Returns
+    -------
+    KernelConfig
+        The first row of the table that fits; the naive kernel where none does.
+    """
+    dtype, size = problem.dtype.name, problem.dtype.itemsize
+    options = option_fields(problem, context.bias)
+    options |= {"span": context.mask_vector_width, "vector": context.alignment_bytes}
+    bias_size = itemsize_of(context.bias) if context.bias_alignment_bytes else 0
+    if max(problem.D, problem.Dv) <= MAX_HEAD_DIM:
+        dim, value = bucket(problem.D), bucket(problem.Dv)
+        for tile in tiles or candidates(kernel, size, max(dim, value), context.mask_block_k):
+            shared_bytes = generic_bytes(kernel, tile, dim, value, size, bias_size)
+            # A bias must not lower the occupancy that the tile asks for.
+            blocks = tile.min_blocks_per_sm if bias_size else 1
+            limit = (context.shared_limit + RESERVED) // blocks - RESERVED
+            fits = shared_bytes + generic_static_bytes(kernel, tile, size) <= limit
+            if fits and _divides(kernel, tile, dim, value):
+                key = KernelKey(kernel, dtype, dim, value, *tile[:6], **options)
+                key = replace(key, bias_vector=context.bias_alignment_bytes)
+                return KernelConfig(key, shared_bytes, tile.tuned and not tile.spills, tile.why)
+    key = KernelKey(NAIVE[kernel], dtype, warps_m=ROW_WARPS, **options)
+    why = f"no tile fits for head dimensions {problem.D} and {problem.Dv}: naive, row by row"
+    return KernelConfig(key, 0, False, why)
+
+
+def _finish(P: Problem, key: KernelKey) -> KernelLaunch:
+    """Launch the kernel that rounds the sums of dq of one over keys."""
+    key = replace(key, kernel="backward_finish", warps_m=ROW_WARPS, warps_n=1, loaders=0)
+    rows = rows_of_block(key, key.head_dim)
+    key = replace(key, add_dq=False, write_dbias=False)
+    return KernelLaunch(key, -(-P.B * P.Hq * P.Nq // rows))
+
+
+def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
+    """Whether every warp has whole pairs of mma atoms of the columns that warps share."""
+    shared = {
+        "forward": (tile.block_k, value),
+        "backward_keys": (tile.block_q, dim, value),
+        "backward_bias": (tile.block_k,),
+    }.get(kernel, ())
+    return all(columns % (16 * tile.warps_n) == 0 for columns in shared)

@@ -1,0 +1,135 @@
+"""Dynamic shared memory of every kernel, as its CUDA source lays it out: the one place."""
+
+from tileattn.kernels.config.tiles import TileSize
+
+RESERVED = 1024
+"""Bytes of shared memory that the system takes from an SM for each thread block."""
+
+HOPPER_LIMIT = 227 * 1024
+"""Bytes that a thread block may have on compute capability 9.0."""
+
+HOPPER_STATIC = 2048
+"""At most, bytes of static shared memory of a Hopper kernel."""
+
+HOPPER_GROUP_ROWS = 64
+"""Queries of a warpgroup."""
+
+DQ_STORE_WARPS = 2
+"""Warps that add dQ tiles to device memory."""
+
+_DQ_STORE_BYTES = 64 * 32 * 4  # what each of them adds with one bulk copy
+_NARROW_DIM = 128  # wider heads have the other backward kernel
+
+
+def generic_bytes(
+    kernel: str, tile: TileSize, dim: int, value: int, size: int, bias_size: int = 0
+) -> int:
+    """Count the dynamic shared memory of a generic kernel.
+
+    Parameters
+    ----------
+    kernel : str
+        Name of a tiled kernel.
+    tile : TileSize
+        Its tiles.
+    dim, value : int
+        Its head-dimension buckets.
+    size : int
+        Bytes of an element.
+    bias_size : int
+        Bytes of an element of the bias; 0 where it is not copied to shared memory.
+
+    Returns
+    -------
+    int
+        Bytes.
+    """
+
+    def tiled(rows: int, columns: int, size: int = size) -> int:
+        used = columns * size
+        return rows * (64 if used <= 64 else -(-used // 128) * 128)
+
+    warps = {"backward_keys": tile.warps_m}.get(kernel, tile.warps_n)  # side by side along keys
+    bias = warps * tiled(tile.block_q, tile.block_k // warps, bias_size) if bias_size else 0
+    q, out = tiled(tile.block_q, dim), tiled(tile.block_q, value)
+    k, v = tiled(tile.block_k, dim), tiled(tile.block_k, value)
+    if kernel == "forward":
+        P = tiled(tile.block_q, tile.block_k) if tile.warps_n > 1 else 0
+        return max(q, out) + tile.stages * (k + v) + P + bias
+    if kernel == "backward_keys":
+        return k + v + 2 * tiled(tile.block_k, tile.block_q) + tile.stages * (q + out) + bias
+    if kernel == "backward_queries":
+        return q + out + tile.stages * (k + v) + bias
+    if kernel == "backward_renormalise":
+        return q + tile.stages * k + bias
+    statistics = 2 * tile.block_q * max(size, 4)  # in the accumulation dtype
+    return (q + k + out + v if tile.stages > 1 else max(q + k, out + v)) + statistics + bias
+
+
+def generic_static_bytes(kernel: str, tile: TileSize, size: int) -> int:
+    """Bound the static shared memory of a generic kernel: statistics, and what warps exchange."""
+    if kernel == "backward_bias":
+        return 0
+    number, passes = max(size, 4), 2  # each of the passes has its own
+    used = 128
+    if kernel == "backward_keys":
+        used += passes * 2 * tile.stages * tile.block_q * number
+    elif tile.warps_n > 1:
+        used += 2 * tile.warps_n * tile.block_q * number
+    return -(-used // 1024) * 1024  # where the tiles begin
+
+
+def hopper_forward_bytes(tile: TileSize, dim: int, value: int) -> int:
+    """Count the dynamic shared memory of the Hopper forward kernel.
+
+    Parameters
+    ----------
+    tile : TileSize
+        Its tiles.
+    dim, value : int
+        Its head-dimension buckets.
+
+    Returns
+    -------
+    int
+        Bytes: the stages of keys and values, the queries, and the next queries of as many
+        warpgroups as fit.
+    """
+    queries = _swizzled(HOPPER_GROUP_ROWS, dim)
+    stages = tile.stages * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
+    left = HOPPER_LIMIT - HOPPER_STATIC - stages
+    groups = tile.block_q // HOPPER_GROUP_ROWS
+    return stages + max(groups, min(2 * groups, left // queries)) * queries
+
+
+def hopper_backward_bytes(tile: TileSize, dim: int, value: int, *, repairs: bool = False) -> int:
+    """Count the dynamic shared memory of the Hopper backward kernels.
+
+    Parameters
+    ----------
+    tile : TileSize
+        Its tiles.
+    dim, value : int
+        Its head-dimension buckets.
+    repairs : bool
+        Whether the kernel computes heads again.
+
+    Returns
+    -------
+    int
+        Bytes: k and v; stages of dout, and one more of q; two tiles of dS; three dQ tiles for each
+        store warp. Wide heads have two stages of q, two such dQ tiles, and a tile of P. A kernel
+        that repairs has k twice, and for wide heads one stage of q.
+    """
+    rows, keys, stages = tile.block_q, tile.block_k, tile.stages
+    wide = max(dim, value) > _NARROW_DIM
+    kv = (2 if repairs else 1) * _swizzled(keys, dim) + _swizzled(keys, value)
+    q_stages = stages + 1 if not wide else 1 if repairs else 2
+    buffers = q_stages * _swizzled(rows, dim) + stages * _swizzled(rows, value)
+    dq = (2 if wide else 3) * DQ_STORE_WARPS * _DQ_STORE_BYTES
+    return kv + buffers + 2 * _swizzled(rows, keys) + dq + (rows * keys * 4 if wide else 0)
+
+
+def _swizzled(rows: int, columns: int) -> int:
+    """Bytes of a tile of 16-bit elements in columns of 128 bytes, as TMA swizzles them."""
+    return rows * 128 * -(-columns // 64)

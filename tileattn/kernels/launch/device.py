@@ -1,0 +1,72 @@
+"""What a plan needs to know of a GPU, which need not be there."""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU.
+
+    Parameters
+    ----------
+    name : str
+        For reports.
+    arch : str
+        What kernels are compiled for, as in ``"sm_90a"``.
+    sm_count : int
+        Its SMs.
+    shared_limit : int
+        Bytes of shared memory that a thread block may have.
+    l2_bytes : int
+        Size of its L2 cache.
+    """
+
+    name: str
+    arch: str
+    sm_count: int
+    shared_limit: int
+    l2_bytes: int
+
+
+# By compute capability times ten: a GPU, its SMs, KiB of shared memory that a thread block may
+# have, MiB of L2.
+_GPUS = {
+    75: ("T4", 40, 64, 4),
+    80: ("A100", 108, 163, 40),
+    86: ("RTX 3090", 82, 99, 6),
+    87: ("Jetson AGX Orin", 16, 163, 4),
+    89: ("L40S", 142, 99, 96),
+    90: ("H200", 132, 227, 50),
+    100: ("B200", 148, 227, 126),
+    103: ("B300", 148, 227, 126),
+    120: ("RTX 5090", 170, 99, 96),
+}
+
+
+def device_of_arch(arch: str) -> Device:
+    """Describe a GPU of a named architecture.
+
+    Parameters
+    ----------
+    arch : str
+        As in ``"sm_90a"`` or ``"compute_80"``. Of an architecture without an entry in the table,
+        the GPU is the next older one.
+
+    Returns
+    -------
+    Device
+        Its kernels are compiled for ``arch``, as it is.
+
+    Raises
+    ------
+    ValueError
+        Where ``arch`` is no name, or older than the kernels.
+    """
+    found = re.fullmatch(r"(?:sm|compute)_(\d+)[a-z]?", arch)
+    known = [number for number in _GPUS if found and number <= int(found[1])]
+    if not known:
+        names = ", ".join(f"sm_{number}" for number in _GPUS)
+        raise ValueError(f"arch is {arch!r}; {names} and newer ones are accepted")
+    name, sm_count, shared, l2 = _GPUS[max(known)]
+    return Device(name, arch, sm_count, shared * 1024, l2 << 20)

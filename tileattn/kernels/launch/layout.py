@@ -1,0 +1,171 @@
+"""How the arrays of a call lie in memory: all that a plan needs to know of them."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tileattn.algorithm.block_mask import BlockMask
+from tileattn.problem import Problem
+
+MAX_ALIGNMENT = 16
+"""Bytes of the widest copy: kernels know of no stricter alignment."""
+
+MIN_ALIGNMENT = 4
+"""Bytes of the narrowest copy that does not go through registers."""
+
+ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
+"""Arrays of any strides in which a row is contiguous."""
+
+_ACCUMULATED = frozenset({"slopes", "sinks", "dsinks"})  # contiguous, in the accumulation dtype
+_CONTIGUOUS = frozenset({"lse", "lengths", "offsets"})
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """One array.
+
+    Parameters
+    ----------
+    shape, strides : tuple of int
+        Entries of each axis, and bytes between them.
+    dtype : str
+        Name of the element type.
+    alignment : int
+        The largest power of two, up to `MAX_ALIGNMENT`, that divides its address.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    alignment: int = MAX_ALIGNMENT
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """Strides in elements, 0 along axes of length 1."""
+        pairs = zip(self.shape, self.strides, strict=True)
+        return tuple(stride // self.itemsize if n > 1 else 0 for n, stride in pairs)
+
+    @property
+    def row_strides(self) -> tuple[int, ...]:
+        """Strides in bytes between rows, along axes that have more than one entry."""
+        pairs = zip(self.shape[:-1], self.strides, strict=False)
+        return tuple(stride for n, stride in pairs if n > 1)
+
+    @property
+    def row_alignment(self) -> int:
+        """Bytes that every row starts and ends aligned to; 0 where a row is not contiguous."""
+        if self.shape[-1] < 2 or self.strides[-1] != self.itemsize:
+            return 0
+        return math.gcd(self.alignment, self.shape[-1] * self.itemsize, *self.row_strides)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it lies in C order without gaps."""
+        like = contiguous(self.shape, self.dtype).strides
+        return all(
+            n < 2 or stride == plain
+            for n, stride, plain in zip(self.shape, self.strides, like, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CallLayout:
+    """The arrays of one pass, by their names in the parameter block.
+
+    Parameters
+    ----------
+    arrays : tuple of (str, ArrayLayout)
+        Those on the device.
+    kv_lengths, q_offset : tuple of int, or None
+        One for each batch entry; None where they are on the device.
+    block_mask : BlockMask or None
+        Blocks of scores that are skipped.
+    """
+
+    arrays: tuple[tuple[str, ArrayLayout], ...]
+    kv_lengths: tuple[int, ...] | None
+    q_offset: tuple[int, ...] | None
+    block_mask: BlockMask | None = None
+
+    def get(self, name: str) -> ArrayLayout | None:
+        """Look up an array; None where the call has none of the name."""
+        return next((x for each, x in self.arrays if each == name), None)
+
+    def with_arrays(self, **more: ArrayLayout) -> "CallLayout":
+        """Add arrays, or replace those of the same name."""
+        return replace(self, arrays=tuple((dict(self.arrays) | more).items()))
+
+    def with_contiguous_results(self, problem: Problem, kind: str) -> "CallLayout":
+        """Add what a pass reads or writes besides the inputs, as `forward` and `backward` do."""
+        P, dtype, accum = problem, problem.dtype.name, problem.accum_dtype.name
+        more = {"out": contiguous((P.B, P.Hq, P.Nq, P.Dv), dtype)}
+        more["lse"] = contiguous((P.B, P.Hq, P.Nq), accum)
+        if kind == "backward":
+            more["dout"] = more["out"]
+            more["dq"] = contiguous((P.B, P.Hq, P.Nq, P.D), dtype)
+            more["dk"] = contiguous((P.B, P.Hkv, P.Nk, P.D), dtype)
+            more["dv"] = contiguous((P.B, P.Hkv, P.Nk, P.Dv), dtype)
+            for name in ("bias", "sinks"):
+                x = self.get(name)
+                if x is not None:
+                    more[f"d{name}"] = contiguous(x.shape, x.dtype)
+        return self.with_arrays(**more)
+
+
+def contiguous(shape: tuple[int, ...], dtype: str) -> ArrayLayout:
+    """Describe a contiguous array with memory of its own."""
+    step, strides = np.dtype(dtype).itemsize, []
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return ArrayLayout(shape, tuple(reversed(strides)), dtype)
+
+
+def contiguous_inputs(problem: Problem) -> CallLayout:
+    """Describe a call of contiguous q, k and v and full lengths, aligned at the bottom right."""
+    P, dtype = problem, problem.dtype.name
+    shapes = {
+        "q": (P.B, P.Hq, P.Nq, P.D),
+        "k": (P.B, P.Hkv, P.Nk, P.D),
+        "v": (P.B, P.Hkv, P.Nk, P.Dv),
+    }
+    arrays = tuple((name, contiguous(shape, dtype)) for name, shape in shapes.items())
+    return CallLayout(arrays, (P.Nk,) * P.B, (P.Nk - P.Nq,) * P.B)
+
+
+def copies(problem: Problem, layout: CallLayout) -> Iterator[tuple[str, ArrayLayout]]:
+    """Yield the contiguous arrays that kernels use in place of those that they cannot address."""
+    for name, x in layout.arrays:
+        dtype = problem.accum_dtype.name if name in _ACCUMULATED else x.dtype
+        if name in ROWS:
+            needed = x.strides[-1] != x.itemsize and x.shape[-1] > 1
+        else:
+            needed = name in _ACCUMULATED | _CONTIGUOUS and not (
+                x.is_contiguous and x.dtype == dtype
+            )
+        if needed and 0 not in x.shape:
+            yield name, contiguous(x.shape, dtype)
+
+
+def alignment_of(address: int) -> int:
+    """Give the largest power of two, up to `MAX_ALIGNMENT`, that divides an address."""
+    bits = address | MAX_ALIGNMENT
+    return bits & -bits
+
+
+def array_layout(x: Any, address: int) -> ArrayLayout:
+    """Describe an array of any library."""
+    return ArrayLayout(x.shape, x.strides, x.dtype.name, alignment_of(address))

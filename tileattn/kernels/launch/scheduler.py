@@ -1,0 +1,236 @@
+"""The tile scheduler of persistent kernels: decided on the host.
+
+A persistent kernel takes work tiles in turn. Where they differ in length, some SMs then get up to a
+fifth more than the mean; an assignment, the longest tile first, evens that out.
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.algorithm.mask import SlidingWindow
+from tileattn.algorithm.tiles import cut
+from tileattn.kernels.config.context import KernelLaunch
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.launch.block_sparse import kv_tiles_before
+from tileattn.kernels.launch.layout import CallLayout
+from tileattn.problem import Problem
+
+TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
+KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
+MAX_TURNS = 64  # on average: with more, taking turns is even enough, and assignments take long
+
+Array = NDArray[Any]
+
+
+class Schedule(NamedTuple):
+    """In what order a pass takes its work tiles.
+
+    Parameters
+    ----------
+    head_groups : int
+        Groups of heads that are worked on one after the other: at least 1, at most B Hkv.
+    assignment : array of int32, shape (turns + 1, grid), or None
+        Work tiles of each thread block of a persistent kernel, by their numbers in `work_tiles`;
+        the number of all ends a column. None where taking turns is as good.
+    in_order : bool
+        Whether key blocks add to dq one after the other.
+    """
+
+    head_groups: int
+    assignment: Array | None = None
+    in_order: bool = False
+
+
+def schedule_of(
+    problem: Problem, layout: CallLayout, launches: Sequence[KernelLaunch], l2_bytes: int
+) -> Schedule:
+    """Decide in what order a pass takes its work tiles.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    layout : CallLayout
+        Lengths and offsets count where they are on the host.
+    launches : sequence of KernelLaunch
+        What the pass launches.
+    l2_bytes : int
+        Size of the GPU's L2 cache.
+
+    Returns
+    -------
+    Schedule
+        Head groups, and an assignment where the pass has one.
+
+    Notes
+    -----
+    The backward pass comes back to four times the bytes of keys and values (their gradients, and
+    the sums of dq). The Hopper kernels come back to q, dout and the sums of dq for each key block:
+    a group has as many heads as half of the L2 holds of those. If they keep the GPU busy for less
+    than one turn, as those of many query heads may, it has as many as fill two turns. If dq is
+    summed in order each key block waits for the one before; that keeps heads together, and the
+    fewer of their key blocks are in flight, the shorter each waits.
+    """
+    P = problem
+    for launch in launches:
+        if launch.key.kernel in HOPPER_BACKWARDS:
+            each = P.group * P.Nq * ((P.D + P.Dv) * P.dtype.itemsize + P.D * P.accum_dtype.itemsize)
+            blocks, size = -(-P.Nk // launch.key.block_k), l2_bytes // 2 // each
+            if size * blocks < launch.grid:
+                size = -(-2 * launch.grid // blocks)
+            if launch.in_order:
+                in_flight = launch.grid * launch.key.block_k // KEYS_IN_FLIGHT
+                size = min(size, in_flight) if P.window[1] is None else in_flight
+            size = min(size, launch.grid)
+            return Schedule(-(-P.B * P.Hkv // max(1, size)), in_order=launch.in_order)
+    kernels = {launch.key.kernel for launch in launches}
+    groups = head_groups(P, 2 * l2_bytes if "forward" in kernels else l2_bytes // 2)
+    if HOPPER not in kernels:
+        return Schedule(groups)
+    (launch,) = launches
+    return Schedule(groups, _assignment(P, layout, launch.key, groups, launch.grid))
+
+
+def head_groups(problem: Problem, nbytes: int) -> int:
+    """Count the groups of heads that a GPU works on one after the other.
+
+    Under a causal mask query blocks differ in length. The long ones of all heads of a group go
+    first, so that the GPU is busy to the end: a group has as many heads as the cache holds keys and
+    values of.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is asked.
+    nbytes : int
+        Bytes that keys and values of a group may fill.
+
+    Returns
+    -------
+    int
+        At least 1, at most B Hkv.
+    """
+    P = problem
+    left, right = P.window
+    heads = max(1, P.B * P.Hkv)
+    if left is not None or right is None:
+        return heads
+    each = P.Nk * (P.D + P.Dv) * P.dtype.itemsize
+    return -(-heads // max(1, nbytes // max(1, each)))
+
+
+def _assignment(
+    P: Problem, layout: CallLayout, key: KernelKey, groups: int, grid: int
+) -> Array | None:
+    blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
+    tiles = blocks * heads
+    # One block a head, as in decoding, is little work, and lengths may differ on every call.
+    if blocks == 1 or not grid < tiles <= MAX_TURNS * grid:
+        return None
+    costs = _costs(P, layout, key)
+    if costs.min() == costs.max():
+        return None
+    block, head, group = work_tiles(blocks, heads, groups)
+    alike = head % P.Hq if costs.shape[1] > 1 else 0
+    cost = costs[head // P.Hq, alike, block if P.window[1] is None else blocks - 1 - block]
+    # Within a group, and among groups, the long ones go first; what is equal stays in order.
+    longest = np.zeros(heads, np.int64)
+    np.maximum.at(longest, group, cost)
+    order = np.lexsort((-cost, group, -longest[group]))
+    return assign(order, cost[order], grid)
+
+
+def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Array]:
+    """List the work tiles by their numbers: counterpart of ``Turn`` in ``src/blocks.cuh``.
+
+    Parameters
+    ----------
+    blocks, heads : int
+        Query blocks of each head, and heads.
+    groups : int
+        Head groups.
+
+    Returns
+    -------
+    block, head, group : array of int64, shape (blocks * heads,)
+        Of each number; a group is named by its first head.
+    """
+    index = np.arange(blocks * heads)
+    size, more = divmod(heads, groups)
+    longer = more * (size + 1)
+    straight = index // blocks  # the head, if each went by itself
+    members = np.where(straight < longer, size + 1, size)
+    start = np.where(straight < longer, 0, longer)
+    first = start + (straight - start) // members * members
+    turn = index - first * blocks
+    return turn // members, first + turn % members, first
+
+
+def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
+    """Give the cost of each query block, shape (B, Hq or 1, blocks): its tiles, and itself."""
+    # What is on the GPU is not waited for: a wrong guess costs time only.
+    lengths = layout.kv_lengths or (P.Nk,) * P.B
+    offsets = layout.q_offset or tuple(length - P.Nq for length in lengths)
+    places = list(zip(lengths, offsets, strict=True))
+
+    def tiles(length: int, offset: int) -> list[tuple[int, int]]:
+        window = SlidingWindow(P.Nq, length, offset, *P.window)
+        ranges = (window.key_range(q0, q1) for q0, q1 in cut(P.Nq, key.block_q))
+        return [(lo // key.block_k, -(-hi // key.block_k)) for lo, hi in ranges]
+
+    each = {place: tiles(*place) for place in set(places)}
+    first, past = np.moveaxis(np.array([each[place] for place in places]), -1, 0)[..., None, :]
+    return TILE_COST * _visited(layout, key, first, past) + START_COST
+
+
+def _visited(layout: CallLayout, key: KernelKey, first: Array, past: Array) -> Array:
+    """Count the tiles from first to past - 1 that the block mask does not skip."""
+    if layout.block_mask is None:
+        return past - first
+    before = kv_tiles_before(layout.block_mask, (key.block_q, key.block_k))
+    before = np.broadcast_to(before, (len(first), *before.shape[1:]))[:, :, : first.shape[-1]]
+
+    def up_to(tile: Array) -> Array:
+        places = np.broadcast_to(tile[..., None], (*before.shape[:3], 1))
+        return np.take_along_axis(before, places, axis=-1)[..., 0]
+
+    return up_to(past) - up_to(first)
+
+
+def assign(order: Array, cost: Array, grid: int) -> Array:
+    """Assign work tiles as if each thread block took the next one when it is free.
+
+    Parameters
+    ----------
+    order : array of int, shape (tiles,)
+        The tiles, by their numbers from 0 on, in the order in which they begin.
+    cost : array of int, shape (tiles,)
+        How long each of them takes.
+    grid : int
+        Thread blocks.
+
+    Returns
+    -------
+    array of int32, shape (turns + 1, grid)
+        A column for each thread block, filled up with the number of all tiles, which ends it.
+
+    References
+    ----------
+    Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969).
+    """
+    columns: list[list[int]] = [[] for _ in range(grid)]
+    # Time and thread block in one integer, which a heap compares faster than a pair.
+    free = list(range(grid))
+    for tile, time in zip(order.tolist(), (grid * cost).tolist(), strict=True):
+        soonest = free[0]
+        columns[soonest % grid].append(tile)
+        heapq.heapreplace(free, soonest + time)
+    table = np.full((max(map(len, columns)) + 1, grid), len(order), np.int32)
+    for n, column in enumerate(columns):
+        table[: len(column), n] = column
+    return table
