@@ -3,8 +3,8 @@
 ``python tests/sanitize.py --threads 16`` first: compiling is slow under a sanitizer
 ``compute-sanitizer --tool {memcheck,racecheck,initcheck,synccheck} python tests/sanitize.py``
 
-Initcheck does not see what the copy engine adds up in memory: it complains where ``finish_sm90``
-reads that, and is to complain of nothing else.
+Initcheck does not see what TMA adds up in memory: it complains where ``backward_dq_convert_sm90``
+reads that, and must complain of nothing else.
 
 Results are not compared here; the sanitizer watches what kernels read and write. Without CuPy's
 pool each array is an allocation of its own, so that one byte past an end is seen.

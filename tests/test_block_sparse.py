@@ -80,10 +80,10 @@ def test_a_mask_is_listed_once_for_each_size_of_tiles(gpu: Machine) -> None:
         key, _, _, params = gpu.launches[-1]
         assert (key.kernel, key.block_q, key.block_k) == ("forward_sm90", 128, keys)
         wanted = kv_indices(mask, (128, keys))
-        there = next(x for x in gpu.uploads if x.data.ptr == int(params["visits"]))
+        there = next(x for x in gpu.uploads if x.data.ptr == int(params["kv_indices"]))
         assert np.array_equal(at_host(there), wanted)
         strides = [s // 4 for s in wanted.strides]
-        assert list(params["visits_at"].tolist()) == [strides[0], 0, strides[2], 1]
+        assert list(params["kv_indices_at"].tolist()) == [strides[0], 0, strides[2], 1]
     lists = [x for x in gpu.uploads if x.ndim == 4 and x.shape[-1] in {8, 15}]
     assert sorted(x.shape[-1] for x in lists) == [8, 15]
 
@@ -146,7 +146,7 @@ def test_a_later_call_brings_nothing_and_can_be_captured(gpu: Machine) -> None:
     gpu.capturing = True
     tileattn.forward(q, q, q, block_mask=mask)
     assert len(gpu.uploads) == known
-    first, second = (int(params["visits"]) for *_, params in gpu.launches)
+    first, second = (int(params["kv_indices"]) for *_, params in gpu.launches)
     assert first == second != 0
 
 

@@ -87,12 +87,12 @@ def test_options_are_passed_as_they_lie(gpu: Machine) -> None:
     slopes = gpu.array((B, HQ))
     tileattn.forward(q, k, v, bias=bias, mask=mask, sinks=sinks, alibi_slopes=slopes)
     ((key, _, _, params),) = gpu.launches
-    assert (key.bias, key.mask, key.alibi, key.fold) == ("float16", True, True, False)
+    assert (key.bias, key.mask, key.alibi, key.fold_scale) == ("float16", True, True, False)
     assert params["bias_at"].tolist() == (0, NK + 5, 0, 1)
     assert [params[f"bias_{n}"] for n in ("B", "H", "Nq", "Nk")] == [1, HQ, 1, NK]
     assert params["mask_at"].tolist() == (NQ, 0, 1, 0)
-    assert params["slopes_b"] == HQ
-    given = {"bias": bias, "mask": mask, "sinks": sinks, "slopes": slopes}
+    assert params["alibi_slopes_b"] == HQ
+    given = {"bias": bias, "mask": mask, "sinks": sinks, "alibi_slopes": slopes}
     for name, x in given.items():
         assert params[name] == x.data.ptr, name
 
@@ -104,14 +104,17 @@ def test_lengths_that_differ_are_copied_once(gpu: Machine) -> None:
         tileattn.forward(q, k, v, kv_lengths=np.array([50, 9]), q_offset=[0, 3])
     assert len(copies) == 2
     for *_, params in gpu.launches:
-        for name, x in (("lengths", [50, 9]), ("offsets", [0, 3])):
+        for name, x in (("kv_lengths", [50, 9]), ("q_offset", [0, 3])):
             place = (ctypes.c_int64 * 2).from_address(int(params[name]))
             assert list(place) == x
     tileattn.forward(q, k, v, kv_lengths=np.array([50, 8]), q_offset=[0, 3])
     assert len(copies) == 4
     mask = tileattn.BlockMask(np.ones((3, 4), np.bool_), (16, 16))
     tileattn.forward(q, k, v, kv_lengths=[9, 8], q_offset=[2, 1], block_mask=mask)
-    found = {int(gpu.launches[-1][-1][name]) for name in ("lengths", "offsets", "kinds", "bits")}
+    found = {
+        int(gpu.launches[-1][-1][name])
+        for name in ("kv_lengths", "q_offset", "block_kinds", "block_bits")
+    }
     assert found == {x.data.ptr for x in copies[4:]}
 
 
@@ -250,7 +253,7 @@ def test_alignment_and_device_are_looked_at_each_time(gpu: Machine) -> None:
     for first, vector in ((0, 16), (1, 2), (4, 8), (8, 16), (1, 2)):
         tileattn.forward(at(first), at(0), at(0))
         key, *_, params = gpu.launches[-1]
-        assert key.vector == vector
+        assert key.alignment_bytes == vector
         assert params["q"] == whole.data.ptr + 2 * first
     gpu.device = 1
     with pytest.raises(ValueError, match="q is on device 0"):
@@ -273,9 +276,9 @@ def test_threads_do_not_share_a_parameter_block(
 
 # --- the backward pass --------------------------------------------------------------------------
 
-BEFORE = ("backward_rows", "backward_renormalise")
-SUMMED = ("backward_keys", "backward_finish", "backward_queries")  # dq in memory, then repairs
-PLAIN = ("plain_renormalise", "plain_keys", "plain_queries")
+BEFORE = ("backward_preprocess", "backward_large_scores")
+SUMMED = ("backward_dkdv", "backward_dq_convert", "backward_dq")  # dq in memory, then repairs
+PLAIN = ("naive_large_scores", "naive_dkdv", "naive_dq")
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
@@ -283,17 +286,17 @@ def test_what_the_backward_pass_starts(gpu: Machine, dtype: Any) -> None:
     q, k, v = arrays(gpu, dtype)
     options = {"bias": gpu.array((NQ, NK), np.float32), "sinks": gpu.array((HQ,), np.float64)}
     grads = gradients(gpu, q, k, v, **options)
-    assert kernels(gpu) == [*BEFORE, *SUMMED, "backward_bias", "backward_sinks"]
+    assert kernels(gpu) == [*BEFORE, *SUMMED, "backward_dbias", "backward_dsinks"]
     params = gpu.launches[-1][-1]
-    for name in ("dq_sum", "delta", "shift", "row_max", "special", "dbias", "dsinks"):
+    for name in ("dq_accum", "delta", "lse_log2", "row_max", "head_flags", "dbias", "dsinks"):
         assert params[name] != 0, name
     assert grads.dsinks.dtype == np.float64
     gpu.launches.clear()
     grads = gradients(gpu, q, k, v, deterministic=True)
-    assert kernels(gpu) == [*BEFORE, "backward_keys", "backward_queries"]
+    assert kernels(gpu) == [*BEFORE, "backward_dkdv", "backward_dq"]
     params = gpu.launches[-1][-1]
-    assert params["dq_sum"] == 0
-    assert params["shift"] > params["delta"] > 0
+    assert params["dq_accum"] == 0
+    assert params["lse_log2"] > params["delta"] > 0
     for name, like in (("dq", q), ("dk", k), ("dv", v)):
         x = getattr(grads, name)
         assert (x.shape, x.dtype, int(params[name])) == (like.shape, like.dtype, x.data.ptr)

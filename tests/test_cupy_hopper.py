@@ -81,7 +81,7 @@ def test_what_it_does_not_support_and_why(
     reason: str, problem: Problem, changed: dict[str, Any]
 ) -> None:
     (launch,) = forward_launches(problem, CONTEXT._replace(**changed))
-    assert launch.key.kernel in {"forward", "plain_forward"}
+    assert launch.key.kernel in {"forward", "naive_forward"}
     assert launch.why.startswith(f"the generic kernel, because {reason}")
 
 
@@ -101,7 +101,7 @@ def test_what_it_supports(dtype: str, uses: tuple[str, ...]) -> None:
     ((key, _, _, why, *_),) = forward_launches(problem, CONTEXT)
     assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER, dtype, 96, 64)
     assert (key.softcap, key.alibi) == ("softcap" in uses, "alibi_slopes" in uses)
-    assert key.fold is not (key.softcap or key.alibi)
+    assert key.fold_scale is not (key.softcap or key.alibi)
     assert why == "wgmma and tensor maps, tiles from measurements"
 
 
@@ -121,7 +121,7 @@ def test_tiles_under_a_block_mask_are_low(dim: int, keys: int) -> None:
 def test_its_tiles_fit_and_divide(dim: int) -> None:
     for problem in (problem_of("float16", dim), replace(problem_of("float16", 8), Dv=dim)):
         ((key, _, shared, *_),) = forward_launches(problem, CONTEXT)
-        assert (key.warps_m, key.warps_n, key.loaders) == (key.block_q // 16, 1, 4)
+        assert (key.warps_m, key.warps_n, key.producer_warps) == (key.block_q // 16, 1, 4)
         assert key.threads == 2 * key.block_q + 128
         assert key.block_q % 64 == 0
         assert shared + HOPPER_STATIC <= CONTEXT.shared_limit

@@ -29,10 +29,10 @@ from tileattn.kernels.launch.scheduler import schedule_of, work_tiles
 from tileattn.problem import Problem
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
-BEFORE = ("backward_rows", "backward_renormalise")
+BEFORE = ("backward_preprocess", "backward_large_scores")
 OWN = (HOPPER_BACKWARD, HOPPER_BACKWARD)  # the second NaN-safe
-AFTER = [HOPPER_FINISH, "backward_keys", "backward_queries"]
-ELSEWHERE = ("backward_keys", "backward_finish", "backward_queries")
+AFTER = [HOPPER_FINISH, "backward_dkdv", "backward_dq"]
+ELSEWHERE = ("backward_dkdv", "backward_dq_convert", "backward_dq")
 OPTIONS: list[tuple[str, ...]] = [(), ("softcap",), ("alibi_slopes",), ("sinks", "kv_lengths")]
 
 
@@ -150,11 +150,11 @@ def test_what_it_serves(
     key, shared, why = own.key, own.shared_bytes, own.why
     assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER_BACKWARD, dtype, *rooms)
     assert (key.softcap, key.alibi) == ("softcap" in uses, "alibi_slopes" in uses)
-    assert key.fold is not (key.softcap or key.alibi)
+    assert key.fold_scale is not (key.softcap or key.alibi)
     assert why.startswith("wgmma and tensor maps, tiles")
     # A softcap has its slopes in registers, and wide heads their sums.
-    assert key.block_q == (128 if rooms == (64, 64) and key.fold else 64)
-    assert (key.block_k, key.warps_m, key.warps_n, key.loaders) == (128, 8, 1, 4)
+    assert key.block_q == (128 if rooms == (64, 64) and key.fold_scale else 64)
+    assert (key.block_k, key.warps_m, key.warps_n, key.producer_warps) == (128, 8, 1, 4)
     assert key.threads == 384
     assert shared + 3072 <= CONTEXT.shared_limit
 
@@ -183,7 +183,7 @@ def test_the_kernel_for_wide_heads(
     assert (key.kernel, key.dtype, key.head_dim, key.value_dim) == (HOPPER_WIDE, dtype, *rooms)
     assert why.startswith("wgmma and tensor maps, tiles")
     assert (key.block_q, key.block_k, key.stages) == (64, 64, stages)
-    assert (key.warps_m, key.warps_n, key.loaders, key.threads) == (8, 1, 4, 384)
+    assert (key.warps_m, key.warps_n, key.producer_warps, key.threads) == (8, 1, 4, 384)
     assert shared + HOPPER_STATIC <= CONTEXT.shared_limit
 
 
@@ -228,11 +228,11 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
     problem = replace(SUPPORTED, B=2, Hq=6, Hkv=3, Nq=300, Nk=keys, D=72, Dv=40)
     rows, maxima, own, safe, *after = launches_of(problem)
     assert (rows.key.kernel, maxima.key.kernel) == BEFORE
-    assert (maxima.key.repairs, maxima.grid) == (LARGE, 2 * 6 * 3)
-    assert (own.key.kernel, own.key.add_dq, own.key.repairs) == (HOPPER_BACKWARD, True, 0)
+    assert (maxima.key.head_flags, maxima.grid) == (LARGE, 2 * 6 * 3)
+    assert (own.key.kernel, own.key.add_dq, own.key.head_flags) == (HOPPER_BACKWARD, True, 0)
     assert own.grid == blocks
     # Where something is not finite the same kernel, but for stages, does it.
-    key = replace(own.key, repairs=NON_FINITE, stages=1, shared=safe.shared_bytes)
+    key = replace(own.key, head_flags=NON_FINITE, stages=1, smem_bytes=safe.shared_bytes)
     assert safe == own._replace(key=key, shared_bytes=safe.shared_bytes, why=safe.why)
     assert safe.shared_bytes == hopper_backward_bytes(TileSize(64, 128, 8), 128, 64, repairs=True)
     assert own.shared_bytes == hopper_backward_bytes(TileSize(64, 128, 8, 1, 2), 128, 64)
@@ -240,8 +240,8 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
     assert [launch.key.kernel for launch in after] == AFTER
     for launch in after:
         key = launch.key
-        assert (key.repairs, key.add_dq) == (0 if key.kernel == HOPPER_FINISH else 6, False)
-        assert (key.loaders, launch.tensor_maps) == (0, ())
+        assert (key.head_flags, key.add_dq) == (0 if key.kernel == HOPPER_FINISH else 6, False)
+        assert (key.producer_warps, launch.tensor_maps) == (0, ())
     assert after[0].grid == 2 * 6 * 5  # tiles of queries
     assert (after[0].key.head_dim, after[0].key.threads) == (own.key.head_dim, 128)
     context = CONTEXT._replace(tensor_maps=False, sm_count=132)
@@ -250,8 +250,8 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
     assert [launch.key.kernel for launch in generic[1:]] == AFTER[1:]
     for launch, like in zip(after[1:], generic[1:], strict=True):
         assert launch.why.startswith("for heads with large scores or with something not finite")
-        few = min(like.grid, 132 * like.key.residents)
-        key = replace(like.key, repairs=LARGE | FAILED)
+        few = min(like.grid, 132 * like.key.min_blocks_per_sm)
+        key = replace(like.key, head_flags=LARGE | FAILED)
         assert launch == like._replace(key=key, grid=few, why=launch.why)
 
 
@@ -274,7 +274,7 @@ def test_what_follows_the_kernel_for_wide_heads() -> None:
     assert capped[3].key == key  # as there are no more terms
     # Where the cap is flat, only the generic kernels know what is NaN.
     assert [launch.key.kernel for launch in capped] == [*BEFORE, HOPPER_WIDE, *AFTER]
-    assert {launch.key.repairs for launch in capped[4:]} == {NON_FINITE | LARGE | FAILED}
+    assert {launch.key.head_flags for launch in capped[4:]} == {NON_FINITE | LARGE | FAILED}
 
 
 def test_gradients_of_sinks_come_last() -> None:
@@ -282,7 +282,7 @@ def test_gradients_of_sinks_come_last() -> None:
     assert [launch.key.kernel for launch in launches] == [
         *(*BEFORE, *OWN),
         *AFTER,
-        "backward_sinks",
+        "backward_dsinks",
     ]
 
 
@@ -292,10 +292,10 @@ def test_what_repairs_elsewhere() -> None:
         context = CONTEXT._replace(arch=arch)
         launches = backward_launches(SUPPORTED, context, deterministic=False, sinks=False)
         assert [s.key.kernel for s in launches] == [*BEFORE, *ELSEWHERE]
-        repairing = [s.key.kernel for s in launches if s.key.repairs]
-        assert repairing == ["backward_renormalise", "backward_queries"]
+        repairing = [s.key.kernel for s in launches if s.key.head_flags]
+        assert repairing == ["backward_large_scores", "backward_dq"]
         launches = backward_launches(SUPPORTED, context, deterministic=True, sinks=False)
-        assert [s.key.kernel for s in launches if s.key.repairs] == ["backward_renormalise"]
+        assert [s.key.kernel for s in launches if s.key.head_flags] == ["backward_large_scores"]
 
 
 # --- what they are started with -----------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_marks_are_zeros_next_to_each_other(gpu: Machine, monkeypatch: pytest.Mo
     # claimed, and how many have added to both parts of 5 tiles of each of 12 heads.
     sums, half = B * HQ * NQ * 128 * 4, len(gpu.launches) // 2
     assert sums % 256 == 0
-    starts = {"dq_sum": -sums, "special": 0, "claimed": 256, "landed": 512}
+    starts = {"dq_accum": -sums, "head_flags": 0, "tile_counter": 256, "dq_semaphore": 512}
     for n, (address, nbytes) in enumerate(cleared):
         assert nbytes == 512 + 12 * 5 * 2 * 4
         for *_, params in gpu.launches[n * half : (n + 1) * half]:

@@ -50,7 +50,9 @@ def test_the_table_is_copied_once(gpu: Machine) -> None:
     expected = plan.constants["schedule"].array()
     there = (ctypes.c_int32 * expected.size).from_address(table.data.ptr)
     assert list(there) == expected.ravel().tolist()
-    assert {int(params["parts"]) for *_, params in gpu.launches} == {plan.fields["parts"]}
+    assert {int(params["head_groups"]) for *_, params in gpu.launches} == {
+        plan.fields["head_groups"]
+    }
 
 
 def test_lengths_make_a_table_of_their_own(gpu: Machine) -> None:

@@ -16,7 +16,15 @@ from tileattn.backends.cupy import backend as cupy_backend
 from tileattn.backends.cupy.backend import CupyCall
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
-TEMPORARY = ("delta", "shift", "row_max", "dq_sum", "special", "claimed", "landed")
+TEMPORARY = (
+    "delta",
+    "lse_log2",
+    "row_max",
+    "dq_accum",
+    "head_flags",
+    "tile_counter",
+    "dq_semaphore",
+)
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
@@ -169,8 +177,8 @@ def test_with_a_workspace_nothing_but_results_is_taken(
     at = int(params["q"]) - start
     copy = at_host(workspace)[at : at + given["q"].nbytes].view(np.float16)
     np.testing.assert_array_equal(copy.reshape(given["q"].shape), at_host(given["q"]))
-    if "dq_sum" in parts:
-        at, sums = int(params["dq_sum"]) - start, 4 * B * HQ * NQ * (128 if own else 96)
+    if "dq_accum" in parts:
+        at, sums = int(params["dq_accum"]) - start, 4 * B * HQ * NQ * (128 if own else 96)
         assert not at_host(workspace)[at + sums if own else at :].any()
         assert nbytes == at + sums + (2 * 256 + 2 * 4 * B * HQ * 5 if own else 0)
     assert (at_host(whole)[:256] == 0xFF).all()

@@ -106,7 +106,7 @@ def test_the_kernels_and_their_memory(dim: int, rows: int, threads: int) -> None
     assert f"stages: {grid} blocks of {threads} threads" in found.kernels[0]
     assert f"{found.scratch_bytes / 1024:.1f} KiB" in found.kernels[0]
     lines = [line.split()[0] for line in found.kernels]
-    assert lines[3:] == [*2 * [HOPPER_BACKWARD], HOPPER_FINISH, "backward_keys", "backward_queries"]
+    assert lines[3:] == [*2 * [HOPPER_BACKWARD], HOPPER_FINISH, "backward_dkdv", "backward_dq"]
     for kernel in (HOPPER, HOPPER_BACKWARD):
         assert any(r.startswith(f"{kernel}: wgmma and tensor maps") for r in found.reasons)
     # The sums of dq of 8 heads, three numbers of each padded query, flags, tile counters, and a
@@ -125,7 +125,7 @@ def test_why_the_hopper_kernels_do_not_run() -> None:
         inputs = contiguous_inputs(problem).with_arrays(**there)
         found = explain_on(H200, problem, inputs, operands)
         why = f"the generic kernel, because {name} is in use; tiles"
-        for kernel in ("forward", "backward_keys"):
+        for kernel in ("forward", "backward_dkdv"):
             assert any(r.startswith(f"{kernel}: {why}") for r in found.reasons)
         assert "sm90" not in str(found)
 

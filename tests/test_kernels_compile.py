@@ -76,7 +76,7 @@ def test_a_kernel_compiles(case: Case) -> None:
 def test_a_kernel_that_lays_out_other_memory_than_a_launch_brings(kernel: str) -> None:
     key = next(key for _, key in CASES if key.kernel == kernel)
     with pytest.raises(KernelCompileError, match="what a launch brings"):
-        compiled(replace(key, shared=key.shared + 1024), "sm_90a")
+        compiled(replace(key, smem_bytes=key.smem_bytes + 1024), "sm_90a")
 
 
 # --- what is among them -------------------------------------------------------------------------
@@ -91,35 +91,37 @@ def test_every_source(arch: str) -> None:
 
 @pytest.mark.parametrize("kernel", TILED)
 def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
-    keys = [key for _, key in MIXED if key.kernel == kernel and not key.repairs]
+    keys = [key for _, key in MIXED if key.kernel == kernel and not key.head_flags]
     assert {key.dtype for key in keys} == {dtype.name for dtype in DTYPES}
     assert {key.head_dim for key in keys} == {32, 64, 128, 256}
-    assert {key.vector for key in keys} >= {2, 16}
+    assert {key.alignment_bytes for key in keys} >= {2, 16}
     for option in ("softcap", "alibi", "mask", "block_mask", "dropout"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
-    assert {key.span for _, key in MIXED} == {1, 2, 16}
-    assert all(key.bias for key in keys) == (kernel == "backward_bias")
+    assert {key.mask_vector_width for _, key in MIXED} == {1, 2, 16}
+    assert all(key.bias for key in keys) == (kernel == "backward_dbias")
     assert any(key.bias not in {"", key.dtype} for key in keys)
-    assert {key.bias_vector for key in keys} >= {0, 16}
-    assert any(key.fold for key in keys) == (kernel != "backward_bias")
+    assert {key.bias_alignment_bytes for key in keys} >= {0, 16}
+    assert any(key.fold_scale for key in keys) == (kernel != "backward_dbias")
 
 
-@pytest.mark.parametrize("kernel", ["backward_rows", "backward_finish", "backward_sinks"])
+@pytest.mark.parametrize(
+    "kernel", ["backward_preprocess", "backward_dq_convert", "backward_dsinks"]
+)
 def test_every_dtype_of_the_other_kernels(kernel: str) -> None:
     assert {key.dtype for _, key in MIXED if key.kernel == kernel} == {d.name for d in DTYPES}
 
 
 @pytest.mark.parametrize("other", ["add_dq", "write_dbias"])
 def test_gradients_with_those_of_the_keys_or_left_to_other_kernels(other: str) -> None:
-    keys = [key for _, key in MIXED if key.kernel == "backward_keys"]
+    keys = [key for _, key in MIXED if key.kernel == "backward_dkdv"]
     assert {getattr(key, other) for key in keys} == {False, True}
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("kernel", ["forward", "backward_keys"])
+@pytest.mark.parametrize("kernel", ["forward", "backward_dkdv"])
 def test_calls_without_options(arch: str, kernel: str) -> None:
     kernels = {kernel, HOPPER if kernel == "forward" else HOPPER_BACKWARD}
-    keys = [key for a, key in PLAIN if a == arch and key.kernel in kernels and not key.repairs]
+    keys = [key for a, key in PLAIN if a == arch and key.kernel in kernels and not key.head_flags]
     assert {(key.dtype, key.head_dim) for key in keys} == set(
         product(("bfloat16", "float32", "float64"), (64, 128))
     )
@@ -151,8 +153,8 @@ def test_the_backward_kernels_for_hopper_and_what_repairs_after_them(
     assert {key.block_q for key in keys} == rows
     for option in ("softcap", "alibi", "fold"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
-    repairs = {key.kernel for arch, key in CASES if key.repairs and arch == "sm_90a"}
-    generic = {"backward_renormalise", "backward_keys", "backward_queries"}
+    repairs = {key.kernel for arch, key in CASES if key.head_flags and arch == "sm_90a"}
+    generic = {"backward_large_scores", "backward_dkdv", "backward_dq"}
     assert repairs == generic | set(HOPPER_BACKWARDS)
 
 
@@ -162,7 +164,7 @@ def test_what_is_tuned_is_the_plain_call_on_one_gpu() -> None:
     for key in tuned:
         assert not catalog.is_tuned(key, "sm_80")
         assert not catalog.is_tuned(replace(key, mask=True), "sm_90a")
-        assert not catalog.is_tuned(replace(key, kernel="backward_rows"), "sm_90a")
+        assert not catalog.is_tuned(replace(key, kernel="backward_preprocess"), "sm_90a")
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ from tileattn.problem import Problem
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 37, 53, 24, 40
 H200, A100, B200 = map(device_of_arch, ("sm_90a", "sm_80", "sm_100"))
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-BEFORE = ("backward_rows", "backward_renormalise")
-SUMMED = ("backward_keys", "backward_finish", "backward_queries")  # dq in memory, then repairs
-NAIVE = ("plain_renormalise", "plain_keys", "plain_queries")
+BEFORE = ("backward_preprocess", "backward_large_scores")
+SUMMED = ("backward_dkdv", "backward_dq_convert", "backward_dq")  # dq in memory, then repairs
+NAIVE = ("naive_large_scores", "naive_dkdv", "naive_dq")
 
 
 def asked(dtype: str = "float16", uses: Any = (), **changed: Any) -> Problem:
@@ -92,7 +92,7 @@ def test_every_field_is_one_of_the_parameter_block() -> None:
     options: dict[str, Any] = {
         "bias": contiguous((1, 1, NQ, NK), "float32"),
         "mask": contiguous((1, 1, NQ, NK), "bool"),
-        "slopes": contiguous((B, HQ), "float32"),
+        "alibi_slopes": contiguous((B, HQ), "float32"),
         "sinks": contiguous((HQ,), "float32"),
     }
     layout = replace(contiguous_inputs(asked(uses=uses)), block_mask=mask)
@@ -122,7 +122,7 @@ def test_lengths_that_differ_are_constants() -> None:
     problem = asked()
     layout = replace(contiguous_inputs(problem), kv_lengths=(50, 9), q_offset=(3, 3))
     plan = forward(problem, layout=layout)
-    assert plan.constants["lengths"].array().tolist() == [50, 9]
+    assert plan.constants["kv_lengths"].array().tolist() == [50, 9]
     assert "length" not in plan.fields
     assert plan.fields["offset"] == 3
     on_gpu = replace(layout, kv_lengths=None, q_offset=None)
@@ -133,19 +133,19 @@ def test_lengths_that_differ_are_constants() -> None:
 
 
 def test_what_a_score_is_of_what_kernels_hold() -> None:
-    """The scale where it is in the exponent, which the key of backward_sinks does not tell."""
+    """The scale where it is in the exponent, which the key of backward_dsinks does not tell."""
     bias = {"bias": contiguous((1, 1, NQ, NK), "float16")}
     choices: list[tuple[dict[str, Any], dict[str, Any], float]] = [
         ({}, {}, 0.25),
         ({"scale": -0.25}, {}, 1.0),
         ({"softcap": 9.0, "uses": ("softcap",)}, {}, 1.0),
-        ({"uses": ("alibi_slopes",)}, {"slopes": contiguous((1, HQ), "float32")}, 1.0),
+        ({"uses": ("alibi_slopes",)}, {"alibi_slopes": contiguous((1, HQ), "float32")}, 1.0),
         ({"uses": ("bias",)}, bias, 1.0),
     ]
     for changed, arrays, natural in choices:
         plan = backward(asked(**{"scale": 0.25} | changed), H200, **arrays)
-        assert plan.fields["natural"] == natural
-        folds = {x.key.fold for x in plan.launches if x.key.kernel == "backward_keys"}
+        assert plan.fields["score_unit"] == natural
+        folds = {x.key.fold_scale for x in plan.launches if x.key.kernel == "backward_dkdv"}
         assert folds == {natural != 1}
 
 
@@ -166,24 +166,24 @@ def test_rows_of_masks_and_biases_are_read_as_wide_as_they_lie(
     problem = asked(uses=("mask", "bias"), Nk=keys)
     mask, bias = contiguous((1, 1, NQ, keys), "bool"), contiguous((1, HQ, 1, keys), "float16")
     (wide,) = forward(problem, mask=mask, bias=bias).launches
-    assert (wide.key.span, wide.key.bias_vector) == (width, alignment)
+    assert (wide.key.mask_vector_width, wide.key.bias_alignment_bytes) == (width, alignment)
     single = replace(mask, shape=(1, 1, NQ, 1)), replace(bias, shape=(1, HQ, 1, 1))
     (launch,) = forward(problem, mask=single[0], bias=single[1]).launches
-    assert (launch.key.span, launch.key.bias_vector) == (1, 0)
+    assert (launch.key.mask_vector_width, launch.key.bias_alignment_bytes) == (1, 0)
     (launch,) = forward(problem, mask=mask, bias=replace(bias, alignment=2)).launches
-    assert launch.key.bias_vector == 0
+    assert launch.key.bias_alignment_bytes == 0
 
 
 @pytest.mark.parametrize("alignment", [2, 4, 8, 16])
 def test_copies_are_as_wide_as_all_rows_allow(alignment: int) -> None:
     problem = asked(D=64, Dv=64)
     x = contiguous((B, HKV, NK, 64), "float16")
-    assert forward(problem).launches[0].key.vector == 16
+    assert forward(problem).launches[0].key.alignment_bytes == 16
     plan = forward(problem, v=replace(x, alignment=alignment))
-    assert (plan.alignment, plan.launches[0].key.vector) == (alignment, alignment)
+    assert (plan.alignment, plan.launches[0].key.alignment_bytes) == (alignment, alignment)
     strides = (HKV * NK * 128 + 2 * alignment, *x.strides[1:])
     plan = forward(problem, v=replace(x, strides=strides))
-    assert (plan.alignment, plan.launches[0].key.vector) == (16, min(2 * alignment, 16))
+    assert (plan.alignment, plan.launches[0].key.alignment_bytes) == (16, min(2 * alignment, 16))
 
 
 @pytest.mark.parametrize(("block", "keys"), [(128, 64), (64, 64), (48, 48), (100, 48)])
@@ -194,7 +194,7 @@ def test_tiles_lie_along_the_blocks_of_a_mask(block: int, keys: int) -> None:
     plan = forward(problem, A100, replace(contiguous_inputs(problem), block_mask=mask))
     assert plan.launches[0].key.tile == (128, keys)
     assert plan.kv_tile is None  # a generic kernel reads no lists
-    assert "visits_at" not in plan.fields
+    assert "kv_indices_at" not in plan.fields
     assert forward(asked(D=64, Dv=64), A100).launches[0].key.tile == (128, 48)
 
 
@@ -207,11 +207,11 @@ def test_what_the_backward_pass_launches(dtype: str) -> None:
     plan = backward(
         asked(dtype, ("bias", "sinks")), bias=contiguous((1, 1, NQ, NK), "float32"), sinks=sinks
     )
-    assert kernels(plan) == [*BEFORE, *SUMMED, "backward_bias", "backward_sinks"]
-    assert "dq_sum" in plan.workspace.starts
+    assert kernels(plan) == [*BEFORE, *SUMMED, "backward_dbias", "backward_dsinks"]
+    assert "dq_accum" in plan.workspace.starts
     plan = backward(asked(dtype), deterministic=True)
-    assert kernels(plan) == [*BEFORE, "backward_keys", "backward_queries"]
-    assert "dq_sum" not in plan.workspace.starts
+    assert kernels(plan) == [*BEFORE, "backward_dkdv", "backward_dq"]
+    assert "dq_accum" not in plan.workspace.starts
 
 
 @pytest.mark.parametrize(
@@ -225,14 +225,14 @@ def test_every_row_has_its_lanes(dtype: str, rows: int, finish: int) -> None:
     """
     plan = backward(asked(dtype))
     grids = {launch.key.kernel: (launch.key.threads, launch.grid) for launch in plan.launches}
-    assert grids["backward_rows"] == (128, rows)
-    assert grids["backward_finish"] == (128, finish)
+    assert grids["backward_preprocess"] == (128, rows)
+    assert grids["backward_dq_convert"] == (128, finish)
 
 
 def test_a_gradient_of_lse_does_not_slow_the_copies() -> None:
     dlse = ArrayLayout((B, HQ, NQ), (4 * NQ * HQ, 4, 4 * HQ), "float32", 4)
     plan = backward(asked(), dlse=dlse)
-    assert {x.key.vector for x in plan.launches if x.key.kernel == "backward_keys"} == {16}
+    assert {x.key.alignment_bytes for x in plan.launches if x.key.kernel == "backward_dkdv"} == {16}
     assert plan.fields["dlse_at"] == (NQ * HQ, 1, HQ)
 
 
@@ -240,22 +240,22 @@ def test_a_gradient_of_lse_does_not_slow_the_copies() -> None:
     ("sizes", "expected"),
     [
         ((0, 2, 2, 5, 5, 8, 8), []),
-        ((1, 2, 2, 0, 5, 8, 8), ["backward_keys"]),
-        ((1, 2, 2, 5, 0, 8, 8), ["backward_rows", "backward_queries"]),
+        ((1, 2, 2, 0, 5, 8, 8), ["backward_dkdv"]),
+        ((1, 2, 2, 5, 0, 8, 8), ["backward_preprocess", "backward_dq"]),
         ((1, 0, 0, 5, 5, 8, 8), []),
         ((1, 2, 1, 5, 5, 0, 8), [*BEFORE, *SUMMED]),
-        ((1, 2, 1, 5, 5, 8, 300), ["backward_rows", *NAIVE]),
+        ((1, 2, 1, 5, 5, 8, 300), ["backward_preprocess", *NAIVE]),
     ],
 )
 def test_sizes_of_zero_and_beyond_the_tiles(sizes: Any, expected: list[str]) -> None:
     names = ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")
     problem = asked("float32", ("sinks",), **dict(zip(names, sizes, strict=True)))
     sinks = contiguous((problem.Hq,), "float32")
-    first = "plain_forward" if problem.Dv > 256 else "forward"
+    first = "naive_forward" if problem.Dv > 256 else "forward"
     queries = problem.B * problem.Hq * problem.Nq
     assert kernels(forward(problem, sinks=sinks)) == ([first] if queries else [])
     plan = backward(problem, sinks=sinks)
-    assert kernels(plan) == [*expected, *["backward_sinks"] * (problem.Hq > 0)]
+    assert kernels(plan) == [*expected, *["backward_dsinks"] * (problem.Hq > 0)]
     assert all(launch.grid > 0 for launch in plan.launches)
 
 
@@ -285,7 +285,7 @@ def test_only_what_kernels_cannot_address_is_copied() -> None:
     assert plan.fields["k_at"] == (HKV * NK * D, NK * D, D)
     starts = plan.workspace.starts
     assert all(start % 256 == 0 for start in starts.values())
-    assert starts["special"] == plan.workspace.zeros
+    assert starts["head_flags"] == plan.workspace.zeros
     assert plan.workspace.nbytes >= 2 * math.prod(turned.shape)
     out = replace(turned, shape=(B, HQ, NQ, DV), strides=(HQ * NQ * DV * 2, NQ * DV * 2, 2, NQ * 2))
     assert forward(problem, out=out).copies_out.keys() == {"out"}

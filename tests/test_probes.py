@@ -192,7 +192,7 @@ def test_where_tiles_lie(key: KernelKey) -> None:
     assert start % 1024 == 0
     assert min(others) == start
     assert len({*others}) == len(others) >= key.stages * 2 + 2
-    assert all(place % 1024 == 0 and place < start + key.shared for place in others)
+    assert all(place % 1024 == 0 and place < start + key.smem_bytes for place in others)
 
 
 @pytest.mark.parametrize("length", [810, 500, 0])
@@ -358,7 +358,7 @@ def test_visits_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair
 @pytest.mark.parametrize("key", keys.MASK, ids=keys.name_of)
 def test_hidden_and_dropped_elements_of_accumulators(key: KernelKey, transposed: bool) -> None:
     """Ones become -infinity where hidden, then 0 where dropped; keys past the end are hidden."""
-    Nq, Nk = 53, 80 if key.span == 16 else 70
+    Nq, Nk = 53, 80 if key.mask_vector_width == 16 else 70
     shape = (2, 3, Nq, Nk)
     size, b, h, i0, j0 = key.block_q, 1, 2, 32, 48
     masks, window = Masks(key, shape, (20, 12), skipped=0.4), SlidingWindow(Nq, Nk, 4, 20, 13)
@@ -398,7 +398,7 @@ def test_bias_in_accumulators_and_its_gradient(
     rng, sums, M, N = np.random.default_rng(13), sums_of(key), key.block_q, key.block_k
     dtype = np.dtype(getattr(ml_dtypes, key.bias, key.bias))
     # Rows of a multiple of the vector, and of nothing larger; none is, of an odd length.
-    Nk = 51 if not key.bias_vector else 48 + key.bias_vector // dtype.itemsize
+    Nk = 51 if not key.bias_alignment_bytes else 48 + key.bias_alignment_bytes // dtype.itemsize
     bias = rng.standard_normal((53, Nk)).astype(dtype)
     dbias, start = np.full_like(bias, 7), (16, 32)
     gradients = rng.standard_normal((M, N)).astype(np.float32).astype(sums)

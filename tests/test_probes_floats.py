@@ -144,7 +144,7 @@ def test_copies_into_a_tile_and_out_of_it(key: KernelKey, as_arch: str) -> None:
     """Beyond the rows and columns that there are, a tile holds zeros and nothing is written."""
     dtype, ROWS, COLUMNS = dtype_of(key), key.block_q, key.head_dim
     # A multiple of the vector, and of nothing larger.
-    stride = COLUMNS + 16 + key.vector // dtype.itemsize
+    stride = COLUMNS + 16 + key.alignment_bytes // dtype.itemsize
     random = np.random.default_rng(5).standard_normal((ROWS + 8, stride))
     probe = Probe(key, as_arch)
     for rows in (0, 1, ROWS - 15, ROWS - 1, ROWS, ROWS + 8):
@@ -307,7 +307,7 @@ def test_scores_and_their_derivatives(key: KernelKey) -> None:
     Probe(key)("scored", params(**sizes, scale=scale, softcap=softcap), *given, grid=(Hq, B))
 
     assert np.isfinite(scores).all()
-    if key.fold:
+    if key.fold_scale:
         assert_same_bits(scores, products)
         assert_same_bits(derivatives, np.ones_like(products))
         assert_near(unit, np.array([scale * LOG2_E], truth), 3 * u * scale)

@@ -96,7 +96,7 @@ def key_range(case: Case, device: Device) -> set[KernelKey]:
     q, k, v, _ = case.arrays
     problem, x = parse(q, k, v, case.options)
     arrays = {"q": x.q, "k": x.k, "v": x.v, "bias": x.bias, "mask": x.mask}
-    arrays |= {"slopes": x.alibi_slopes, "sinks": x.sinks}
+    arrays |= {"alibi_slopes": x.alibi_slopes, "sinks": x.sinks}
     layout = CallLayout(
         tuple((name, array_layout(a, 0)) for name, a in arrays.items() if a is not None),
         tuple(x.kv_lengths.tolist()),

@@ -12,8 +12,8 @@ struct Answer {
 // Batch entry blockIdx.x. The pair of a box is its first.
 extern "C" __global__ void bands(Params p, const i64* lengths, const i64* offsets, const Box* boxes,
                                  i64 count, Answer* answers) {
-    p.lengths = lengths;
-    p.offsets = offsets;
+    p.kv_lengths = lengths;
+    p.q_offset = offsets;
     const Window window(p, blockIdx.x);
     for (i64 n = threadIdx.x; n < count; n += blockDim.x) {
         const Box& box = boxes[n];
@@ -33,8 +33,8 @@ extern "C" __global__ void turns(i64 blocks, i64 heads, i64 groups, int* block_a
 __device__ AttentionMask sight_of(Params& p, const bool* mask, const int* kinds, const bool* bits,
                                   i64 b, i64 h) {
     p.mask = mask;
-    p.kinds = kinds;
-    p.bits = bits;
+    p.block_kinds = kinds;
+    p.block_bits = bits;
     return AttentionMask(p, b, h);
 }
 

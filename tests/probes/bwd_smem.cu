@@ -20,7 +20,7 @@ extern "C" __global__ void places(u32* out) {
 // out: (work tiles, 7), by index. One lane of each CTA claims.
 extern "C" __global__ void walks(Params p, u32* tile_counter, int* out) {
     if (threadIdx.x) return;
-    p.claimed = tile_counter;
+    p.tile_counter = tile_counter;
     WorkTile work{};
     for (u32 index; index = claim_work(p), get_work(p, index, work);) {
         int* to = out + i64(index) * 7;

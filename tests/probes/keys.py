@@ -11,7 +11,9 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 # Shares of two warps whose rows take 64 bytes, 96, 128 or more, copied 4 bytes at a time, 8 or 16.
 _BIAS = KernelKey("bias", "float32", warps_m=2)
 BIAS = tuple(
-    replace(_BIAS, dtype=dtype, bias=bias, block_q=rows, block_k=columns, bias_vector=vector)
+    replace(
+        _BIAS, dtype=dtype, bias=bias, block_q=rows, block_k=columns, bias_alignment_bytes=vector
+    )
     for dtype, bias, rows, columns, vector in (
         ("bfloat16", "bfloat16", 64, 32, 16),
         ("float16", "bfloat16", 128, 48, 16),
@@ -37,7 +39,7 @@ BLOCKS = (
 # Rows of 64 elements are copied thread by thread down a column, those of 80 are not: they leave a
 # run of 128 bytes half empty.
 COPIES = tuple(
-    KernelKey("copies", dtype, head_dim, block_q=48, warps_m=4, vector=vector)
+    KernelKey("copies", dtype, head_dim, block_q=48, warps_m=4, alignment_bytes=vector)
     for dtype, size in zip(DTYPES, (2, 2, 4, 8), strict=True)
     for head_dim in (64, 80)
     for vector in (2, 4, 8, 16)
@@ -50,9 +52,9 @@ MASK = (
     replace(_MASK, mask=True, dropout=True),
     replace(_MASK, dtype="float64", block_mask=True, dropout=True),
     replace(_MASK, dtype="bfloat16", mask=True, block_mask=True),
-    replace(_MASK, mask=True, span=2),
-    replace(_MASK, mask=True, span=16, dropout=True),
-    replace(_MASK, mask=True, span=16, block_q=48, block_k=48),
+    replace(_MASK, mask=True, mask_vector_width=2),
+    replace(_MASK, mask=True, mask_vector_width=16, dropout=True),
+    replace(_MASK, mask=True, mask_vector_width=16, block_q=48, block_k=48),
 )
 
 # Words of 16 rows: an odd number, one, more than a warp looks at. Warps with whole rows, or parts.
@@ -71,7 +73,7 @@ PHILOX = (KernelKey("philox", "float32", warps_m=1, dropout=True),)
 
 _SCORES = KernelKey("scores", "float32")
 SCORES = (
-    replace(_SCORES, fold=True),
+    replace(_SCORES, fold_scale=True),
     replace(_SCORES, dtype="float64"),
     replace(_SCORES, softcap=True),
     replace(_SCORES, dtype="bfloat16", softcap=True, alibi=True),
@@ -99,7 +101,7 @@ def _laid_out(kernel: str, tile: TileSize, dim: int) -> KernelKey:
     """Make a key with the shared memory that Hopper's own kernels have with such tiles."""
     count = hopper_forward_bytes if kernel == "fwd_smem" else hopper_backward_bytes
     shared = count(tile, dim, dim)
-    return KernelKey(kernel, "float16", dim, dim, *tile[:6], loaders=4, shared=shared)
+    return KernelKey(kernel, "float16", dim, dim, *tile[:6], producer_warps=4, smem_bytes=shared)
 
 
 WORK = (
@@ -133,6 +135,8 @@ def name_of(key: KernelKey) -> str:
     """Name a key by what tells it from the others of its probe: the id of a test."""
     options = ("softcap", "alibi", "mask", "block_mask", "dropout", "fold")
     used = [name for name in options if getattr(key, name)]
-    bias = [f"bias_{key.bias}x{key.bias_vector}"] if key.bias else []
-    size = f"{key.head_dim}x{key.vector}" + f"s{key.span}" * (key.span > 1)
+    bias = [f"bias_{key.bias}x{key.bias_alignment_bytes}"] if key.bias else []
+    size = f"{key.head_dim}x{key.alignment_bytes}" + f"s{key.mask_vector_width}" * (
+        key.mask_vector_width > 1
+    )
     return "-".join([key.kernel, key.dtype, size, *used, *bias])

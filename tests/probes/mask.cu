@@ -35,8 +35,8 @@ extern "C" __global__ void hidden(Params p, const bool* mask, const int* kinds, 
                                   i64 b, i64 h, i64 row, i64 column, i64 transposed, Index* indices,
                                   Accum* values) {
     p.mask = mask;
-    p.kinds = kinds;
-    p.bits = bits;
+    p.block_kinds = kinds;
+    p.block_bits = bits;
     if (transposed)
         masked<true>(p, b, h, int(row), int(column), indices, values);
     else

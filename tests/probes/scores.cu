@@ -5,8 +5,8 @@
 extern "C" __global__ void scored(Params p, const i64* offsets, const Accum* slopes,
                                   const BiasElement* bias, const Accum* products, i64 rows,
                                   i64 columns, Accum* scores, Accum* dsoftcap, Accum* unit) {
-    p.offsets = offsets;
-    p.slopes = slopes;
+    p.q_offset = offsets;
+    p.alibi_slopes = slopes;
     p.bias = bias;
     const ScoreMod score_mod(p, blockIdx.y, blockIdx.x);
     const i64 first = (blockIdx.y * p.Hq + blockIdx.x) * rows * columns;

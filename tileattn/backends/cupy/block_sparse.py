@@ -33,10 +33,10 @@ def mask_addresses(mask: BlockMask, device: int, kv_tile: tuple[int, int] | None
         Addresses, by the names of the parameter block.
     """
     kinds, bits = _uploaded(mask, device, lambda: partial_blocks(mask))
-    found: dict[str, int] = {"kinds": kinds.data.ptr, "bits": bits.data.ptr}
+    found: dict[str, int] = {"block_kinds": kinds.data.ptr, "block_bits": bits.data.ptr}
     if kv_tile is not None:
         (lists,) = _uploaded(mask, (device, kv_tile), lambda: (kv_indices(mask, kv_tile),))
-        found["visits"] = lists.data.ptr
+        found["kv_indices"] = lists.data.ptr
     return found
 
 

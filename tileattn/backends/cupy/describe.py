@@ -11,9 +11,6 @@ from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import CallLayout, array_layout
 from tileattn.problem import Operands, Problem
 
-_ARGUMENTS = {"slopes": "alibi_slopes", "lengths": "kv_lengths", "offsets": "q_offset"}
-"""Fields of the parameter block that callers know by other names."""
-
 
 @functools.cache
 def device_of(ordinal: int) -> Device:
@@ -38,11 +35,11 @@ def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     x = operands
     arrays = {"q": x.q, "k": x.k, "v": x.v}
     if type(x.kv_lengths) is not np.ndarray:
-        arrays["lengths"] = x.kv_lengths
+        arrays["kv_lengths"] = x.kv_lengths
     if type(x.q_offset) is not np.ndarray:
-        arrays["offsets"] = x.q_offset
+        arrays["q_offset"] = x.q_offset
     if problem.uses:
-        options = {"slopes": x.alibi_slopes, "sinks": x.sinks, "mask": x.mask, "bias": x.bias}
+        options = {"alibi_slopes": x.alibi_slopes, "sinks": x.sinks, "mask": x.mask, "bias": x.bias}
         arrays |= {name: array for name, array in options.items() if array is not None}
     return arrays
 
@@ -79,7 +76,7 @@ def addresses_of(arrays: Mapping[str, Any], device: int) -> dict[str, int]:
 def refuse_device(name: str, there: int, device: int) -> NoReturn:
     """Raise ValueError for an array on another device than the current one."""
     raise ValueError(
-        f"{_ARGUMENTS.get(name, name)} is on device {there}; arrays on CuPy's current device, "
+        f"{name} is on device {there}; arrays on CuPy's current device, "
         f"{device}, are accepted (call within `with cupy.cuda.Device({there}):`, or copy it)"
     )
 

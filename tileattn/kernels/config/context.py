@@ -10,7 +10,7 @@ ROW_WARPS = 4
 """Warps of a thread block, in kernels in which each warp takes rows."""
 
 NON_FINITE, LARGE, FAILED = 1, 2, 4
-"""Flags of heads, as in ``src/plain.cuh``."""
+"""Flags of heads, as in ``src/head.cuh``."""
 
 _ROW_PAD = 128  # no query block is longer, and all divide it
 
@@ -112,7 +112,7 @@ def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
         "mask": "mask" in uses,
         "block_mask": "block_mask" in uses,
         "dropout": problem.dropout_p > 0,
-        "fold": not bias and folds_scale(problem),
+        "fold_scale": not bias and folds_scale(problem),
     }
 
 
@@ -135,7 +135,7 @@ def itemsize_of(dtype: str) -> int:
 def rows_of_block(key: KernelKey, columns: int) -> int:
     """Rows of a thread block where a few lanes take each: counterpart of ``src/rows.cuh``."""
     itemsize = itemsize_of(key.dtype)
-    elements = max(key.vector, itemsize) // itemsize
+    elements = max(key.alignment_bytes, itemsize) // itemsize
     lanes = 1
     while lanes < WARP and lanes * elements < columns:
         lanes *= 2

@@ -96,7 +96,7 @@ def backward_launches(
     if context.bias and queries * P.Nk and not any(launch.key.write_dbias for launch in own):
         after.append(generic.bias_pass(P, context))
     if sinks and P.Hq:
-        key = KernelKey("backward_sinks", P.dtype.name, warps_m=ROW_WARPS)
+        key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS)
         after.append(KernelLaunch(key, P.Hq))
     return (*before, *own, *after)
 
@@ -125,10 +125,10 @@ def _explained(refusal: str | None, *launches: KernelLaunch) -> tuple[KernelLaun
 def _rows(P: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel that computes delta, row by row."""
     key = KernelKey(
-        *("backward_rows", P.dtype.name),
+        *("backward_preprocess", P.dtype.name),
         value_dim=bucket(min(P.Dv, MAX_HEAD_DIM)),
         warps_m=ROW_WARPS,
-        vector=context.alignment_bytes,
+        alignment_bytes=context.alignment_bytes,
     )
     rows = P.B * P.Hq * padded_rows(P.Nq)
     return KernelLaunch(key, -(-rows // rows_of_block(key, key.value_dim)))

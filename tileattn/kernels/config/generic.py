@@ -24,13 +24,13 @@ from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket, candid
 from tileattn.problem import Problem
 
 NAME = "generic"
-TILED = ("forward", "backward_keys", "backward_queries", "backward_bias")
+TILED = ("forward", "backward_dkdv", "backward_dq", "backward_dbias")
 NAIVE = {
-    "forward": "plain_forward",
-    "backward_keys": "plain_keys",
-    "backward_queries": "plain_queries",
-    "backward_bias": "plain_bias",
-    "backward_renormalise": "plain_renormalise",
+    "forward": "naive_forward",
+    "backward_dkdv": "naive_dkdv",
+    "backward_dq": "naive_dq",
+    "backward_dbias": "naive_dbias",
+    "backward_large_scores": "naive_large_scores",
 }
 
 _REPAIRS = (
@@ -78,8 +78,8 @@ def backward(
 
 def keys_pass(problem: Problem, context: LaunchContext, *, add_dq: bool) -> KernelLaunch:
     """Launch the kernel over keys; ``add_dq`` where it can, and there are queries."""
-    P, (key, shared_bytes, _, why) = problem, configure("backward_keys", problem, context)
-    if key.kernel != "backward_keys":
+    P, (key, shared_bytes, _, why) = problem, configure("backward_dkdv", problem, context)
+    if key.kernel != "backward_dkdv":
         return KernelLaunch(key, row_grid(P.B * P.Hkv * P.Nk), shared_bytes, why)
     write_dbias = context.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
     add_dq = add_dq and P.B * P.Hq * P.Nq > 0
@@ -89,28 +89,28 @@ def keys_pass(problem: Problem, context: LaunchContext, *, add_dq: bool) -> Kern
 
 def queries_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel over queries, which computes dq."""
-    P, (key, shared_bytes, _, why) = problem, configure("backward_queries", problem, context)
-    if key.kernel != "backward_queries":
+    P, (key, shared_bytes, _, why) = problem, configure("backward_dq", problem, context)
+    if key.kernel != "backward_dq":
         return KernelLaunch(key, row_grid(P.B * P.Hq * P.Nq), shared_bytes, why)
     return KernelLaunch(key, P.B * P.Hq * -(-P.Nq // key.block_q), shared_bytes, why)
 
 
 def renormalise_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel that recomputes lse from the scores, bit for bit, that dq is made from."""
-    P, (key, shared_bytes, _, why) = problem, configure("backward_queries", problem, context)
-    if key.kernel != "backward_queries":
-        key = replace(key, kernel=NAIVE["backward_renormalise"], dropout=False)
+    P, (key, shared_bytes, _, why) = problem, configure("backward_dq", problem, context)
+    if key.kernel != "backward_dq":
+        key = replace(key, kernel=NAIVE["backward_large_scores"], dropout=False)
         return KernelLaunch(key, row_grid(P.B * P.Hq * P.Nq), why=why)
-    key, shared_bytes, _, _ = configure("backward_renormalise", P, context)
+    key, shared_bytes, _, _ = configure("backward_large_scores", P, context)
     grid = P.B * P.Hq * -(-P.Nq // key.block_q)
     return repairing(KernelLaunch(replace(key, dropout=False), grid, shared_bytes), context, LARGE)
 
 
 def bias_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel that sums dbias over the axes along which the bias is broadcast."""
-    P, (key, shared_bytes, _, why) = problem, configure("backward_bias", problem, context)
+    P, (key, shared_bytes, _, why) = problem, configure("backward_dbias", problem, context)
     b, h, rows, columns = context.bias_shape
-    if key.kernel != "backward_bias":
+    if key.kernel != "backward_dbias":
         return KernelLaunch(key, row_grid(b * h * rows * columns), shared_bytes, why)
     tiles = 1 if rows == 1 else -(-P.Nq // key.block_q)
     tiles *= 1 if columns == 1 else -(-P.Nk // key.block_k)
@@ -119,8 +119,8 @@ def bias_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
 
 def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:
     """Let a kernel compute flagged heads alone, with as many thread blocks as run at a time."""
-    grid = min(launch.grid, context.sm_count * launch.key.residents)
-    return launch._replace(key=replace(launch.key, repairs=flags), grid=grid, why=_REPAIRS)
+    grid = min(launch.grid, context.sm_count * launch.key.min_blocks_per_sm)
+    return launch._replace(key=replace(launch.key, head_flags=flags), grid=grid, why=_REPAIRS)
 
 
 def configure(
@@ -146,7 +146,10 @@ def configure(
     """
     dtype, size = problem.dtype.name, problem.dtype.itemsize
     options = option_fields(problem, context.bias)
-    options |= {"span": context.mask_vector_width, "vector": context.alignment_bytes}
+    options |= {
+        "mask_vector_width": context.mask_vector_width,
+        "alignment_bytes": context.alignment_bytes,
+    }
     bias_size = itemsize_of(context.bias) if context.bias_alignment_bytes else 0
     if max(problem.D, problem.Dv) <= MAX_HEAD_DIM:
         dim, value = bucket(problem.D), bucket(problem.Dv)
@@ -158,7 +161,7 @@ def configure(
             fits = shared_bytes + generic_static_bytes(kernel, tile, size) <= limit
             if fits and _divides(kernel, tile, dim, value):
                 key = KernelKey(kernel, dtype, dim, value, *tile[:6], **options)
-                key = replace(key, bias_vector=context.bias_alignment_bytes)
+                key = replace(key, bias_alignment_bytes=context.bias_alignment_bytes)
                 return KernelConfig(key, shared_bytes, tile.tuned and not tile.spills, tile.why)
     key = KernelKey(NAIVE[kernel], dtype, warps_m=ROW_WARPS, **options)
     why = f"no tile fits for head dimensions {problem.D} and {problem.Dv}: naive, row by row"
@@ -167,7 +170,7 @@ def configure(
 
 def _finish(P: Problem, key: KernelKey) -> KernelLaunch:
     """Launch the kernel that rounds the sums of dq of one over keys."""
-    key = replace(key, kernel="backward_finish", warps_m=ROW_WARPS, warps_n=1, loaders=0)
+    key = replace(key, kernel="backward_dq_convert", warps_m=ROW_WARPS, warps_n=1, producer_warps=0)
     rows = rows_of_block(key, key.head_dim)
     key = replace(key, add_dq=False, write_dbias=False)
     return KernelLaunch(key, -(-P.B * P.Hq * P.Nq // rows))
@@ -177,7 +180,7 @@ def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
     """Whether every warp has whole pairs of mma atoms of the columns that warps share."""
     shared = {
         "forward": (tile.block_k, value),
-        "backward_keys": (tile.block_q, dim, value),
-        "backward_bias": (tile.block_k,),
+        "backward_dkdv": (tile.block_q, dim, value),
+        "backward_dbias": (tile.block_k,),
     }.get(kernel, ())
     return all(columns % (16 * tile.warps_n) == 0 for columns in shared)

@@ -27,7 +27,7 @@ from tileattn.problem import Problem
 NAME = "Hopper"
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
-HOPPER_FINISH = "finish_sm90"
+HOPPER_FINISH = "backward_dq_convert_sm90"
 HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_WIDE)
 
 # Head-dimension buckets of the backward kernels: the wide one where either dimension needs it.
@@ -88,7 +88,7 @@ def forward(
     # The kernel is persistent: a thread block takes one query block after the other.
     grid = min(context.sm_count, P.B * P.Hq * -(-P.Nq // key.block_q))
     maps = (("q", HOPPER_GROUP_ROWS), ("k", key.block_k), ("v", key.block_k))
-    return KernelLaunch(key, grid, key.shared, f"{_SUPPORTED}, {tile.why}", maps)
+    return KernelLaunch(key, grid, key.smem_bytes, f"{_SUPPORTED}, {tile.why}", maps)
 
 
 def forward_tile(problem: Problem) -> TileSize:
@@ -138,7 +138,7 @@ def backward(
     grid = min(context.sm_count, P.B * P.Hkv * -(-P.Nk // key.block_k))
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
     why = f"{_SUPPORTED}, {tile.why}"
-    own = KernelLaunch(key, grid, key.shared, why, maps, deterministic)
+    own = KernelLaunch(key, grid, key.smem_bytes, why, maps, deterministic)
     # A softcap where it is flat masks a gradient of NaN: the NaN-safe kernel does not know of it.
     safe = () if key.softcap else (_nan_safe(own),)
     left = LARGE | FAILED | (0 if safe else NON_FINITE)
@@ -155,7 +155,7 @@ def _nan_safe(own: KernelLaunch) -> KernelLaunch:
     key = own.key
     tile = TileSize(key.block_q, key.block_k, key.warps_m, stages=1)
     shared = hopper_backward_bytes(tile, key.head_dim, key.value_dim, repairs=True)
-    key = replace(key, stages=1, shared=shared, repairs=NON_FINITE)
+    key = replace(key, stages=1, smem_bytes=shared, head_flags=NON_FINITE)
     return own._replace(key=key, shared_bytes=shared, why=_NAN_SAFE)
 
 
@@ -169,5 +169,5 @@ def _finish(P: Problem, key: KernelKey) -> KernelLaunch:
 def _key(kernel: str, P: Problem, dim: int, value: int, tile: TileSize, shared: int) -> KernelKey:
     sizes, options = (dim, value, *tile[:6]), option_fields(P, "")
     return KernelKey(
-        kernel, P.dtype.name, *sizes, loaders=_PRODUCER_WARPS, shared=shared, **options
+        kernel, P.dtype.name, *sizes, producer_warps=_PRODUCER_WARPS, smem_bytes=shared, **options
     )

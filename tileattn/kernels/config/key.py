@@ -22,31 +22,31 @@ class KernelKey:
     stages : int
         Stages of shared memory for the tiles of the inner loop: with 2, the next tile is loaded
         during this one.
-    residents : int
+    min_blocks_per_sm : int
         Thread blocks that an SM must hold at once, which bounds the registers of a thread.
-    vector : int
+    alignment_bytes : int
         Bytes of one copy from global to shared memory: every row is aligned to them.
     bias : str
         Element type of the bias; empty where there is none.
     softcap, alibi, mask, block_mask, dropout : bool
         Enabled options.
-    fold : bool
+    fold_scale : bool
         Whether the scale is applied within the exponential: no score modifier follows it, and it
         is positive.
     add_dq : bool
         Whether the kernel over key blocks also adds its part of dq.
     write_dbias : bool
         Whether it also writes dbias, where the bias is not broadcast.
-    span : int
+    mask_vector_width : int
         Neighbouring keys of the mask that are read at once: 1, 2 or 16.
-    bias_vector : int
-        Bytes of one copy of the bias to shared memory, as ``vector``; 0 where its elements are
+    bias_alignment_bytes : int
+        Bytes of one copy of the bias to shared memory, as ``alignment_bytes``; 0 where its elements are
         read one by one.
-    loaders : int
+    producer_warps : int
         Producer warps of a thread block, which only copy.
-    repairs : int
+    head_flags : int
         Flags of the heads that the kernel computes again, mostly none; 0 where it computes all.
-    shared : int
+    smem_bytes : int
         Bytes of dynamic shared memory, for the Hopper kernels: they do not compile with another
         number than that of their layout.
     """
@@ -60,32 +60,32 @@ class KernelKey:
     warps_m: int = 4
     warps_n: int = 1
     stages: int = 1
-    residents: int = 1
-    vector: int = 16
+    min_blocks_per_sm: int = 1
+    alignment_bytes: int = 16
     bias: str = ""
     softcap: bool = False
     alibi: bool = False
     mask: bool = False
     block_mask: bool = False
     dropout: bool = False
-    fold: bool = False
+    fold_scale: bool = False
     add_dq: bool = False
     write_dbias: bool = False
-    span: int = 1
-    bias_vector: int = 0
-    loaders: int = 0
-    repairs: int = 0
-    shared: int = 0
+    mask_vector_width: int = 1
+    bias_alignment_bytes: int = 0
+    producer_warps: int = 0
+    head_flags: int = 0
+    smem_bytes: int = 0
 
     @property
     def threads(self) -> int:
         """Threads of a thread block."""
-        return 32 * (self.warps_m * self.warps_n + self.loaders)
+        return 32 * (self.warps_m * self.warps_n + self.producer_warps)
 
     @property
     def tile(self) -> tuple[int, int]:
         """Queries and keys of a tile; the naive kernels go pair by pair."""
-        return (1, 1) if self.kernel.startswith("plain") else (self.block_q, self.block_k)
+        return (1, 1) if self.kernel.startswith("naive") else (self.block_q, self.block_k)
 
     def defines(self) -> tuple[str, ...]:
         """List the compiler's ``-D`` options, one for each field, in the order of the fields."""

@@ -49,18 +49,18 @@ def generic_bytes(
         used = columns * size
         return rows * (64 if used <= 64 else -(-used // 128) * 128)
 
-    warps = {"backward_keys": tile.warps_m}.get(kernel, tile.warps_n)  # side by side along keys
+    warps = {"backward_dkdv": tile.warps_m}.get(kernel, tile.warps_n)  # side by side along keys
     bias = warps * tiled(tile.block_q, tile.block_k // warps, bias_size) if bias_size else 0
     q, out = tiled(tile.block_q, dim), tiled(tile.block_q, value)
     k, v = tiled(tile.block_k, dim), tiled(tile.block_k, value)
     if kernel == "forward":
         P = tiled(tile.block_q, tile.block_k) if tile.warps_n > 1 else 0
         return max(q, out) + tile.stages * (k + v) + P + bias
-    if kernel == "backward_keys":
+    if kernel == "backward_dkdv":
         return k + v + 2 * tiled(tile.block_k, tile.block_q) + tile.stages * (q + out) + bias
-    if kernel == "backward_queries":
+    if kernel == "backward_dq":
         return q + out + tile.stages * (k + v) + bias
-    if kernel == "backward_renormalise":
+    if kernel == "backward_large_scores":
         return q + tile.stages * k + bias
     statistics = 2 * tile.block_q * max(size, 4)  # in the accumulation dtype
     return (q + k + out + v if tile.stages > 1 else max(q + k, out + v)) + statistics + bias
@@ -68,11 +68,11 @@ def generic_bytes(
 
 def generic_static_bytes(kernel: str, tile: TileSize, size: int) -> int:
     """Bound the static shared memory of a generic kernel: statistics, and what warps exchange."""
-    if kernel == "backward_bias":
+    if kernel == "backward_dbias":
         return 0
     number, passes = max(size, 4), 2  # each of the passes has its own
     used = 128
-    if kernel == "backward_keys":
+    if kernel == "backward_dkdv":
         used += passes * 2 * tile.stages * tile.block_q * number
     elif tile.warps_n > 1:
         used += 2 * tile.warps_n * tile.block_q * number

@@ -47,7 +47,7 @@ HEAD_DIM_BUCKETS = (32, 64, 96, 128, 192, 256)
 
 MAX_HEAD_DIM = HEAD_DIM_BUCKETS[-1]
 
-_LIKE = {"backward_renormalise": "backward_queries"}
+_LIKE = {"backward_large_scores": "backward_dq"}
 """Kernels with the loop of another use its tiles."""
 
 _SMALL = (
@@ -63,7 +63,7 @@ _SMALL_KEYS = (
     TileSize(16, 16, 1),
 )
 _SMALLER = {
-    "backward_keys": _SMALL_KEYS,
+    "backward_dkdv": _SMALL_KEYS,
     **dict.fromkeys(("forward_sm90", "backward_sm90", "backward_wide_sm90"), ()),
 }
 """What is tried after the rows of the table, where it is not `_SMALL`."""
@@ -98,17 +98,17 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         128: (TileSize(128, 32, 8, tuned=True, spills=True),),
         256: (TileSize(32, 32, 2, 2, tuned=True, spills=True), TileSize(64, 16, 4)),
     },
-    ("backward_keys", 2): {
+    ("backward_dkdv", 2): {
         64: (TileSize(128, 128, 4, 2, 2, 1, tuned=True, spills=True), TileSize(64, 64, 2, 2, 2)),
         128: (TileSize(64, 128, 4, 2, 2, tuned=True, spills=True), TileSize(64, 64, 2, 2)),
         256: (TileSize(64, 64, 2, 4, 2, tuned=True, spills=True), TileSize(64, 64, 2, 4)),
     },
-    ("backward_keys", 4): {
+    ("backward_dkdv", 4): {
         64: (TileSize(64, 128, 4, 2, tuned=True, spills=True),),
         128: (TileSize(64, 64, 2, 4, tuned=True, spills=True),),
         256: (TileSize(64, 32, 2, 4), TileSize(32, 32, 2, 2)),
     },
-    ("backward_keys", 8): {
+    ("backward_dkdv", 8): {
         64: (TileSize(64, 64, 4, 2, tuned=True),),
         128: (TileSize(64, 32, 2, 4, tuned=True),),
         256: (TileSize(32, 16, 1, 2),),
@@ -124,29 +124,29 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         192: (TileSize(64, 64, 8, 1, 2),),
         256: (TileSize(64, 64, 8, 1, 1),),
     },
-    ("backward_queries", 2): {
+    ("backward_dq", 2): {
         64: (TileSize(128, 64, 4, 1, 2, tuned=True, spills=True),),
         128: (TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),),
         256: (TileSize(64, 64, 4),),
     },
-    ("backward_queries", 4): {
+    ("backward_dq", 4): {
         64: (TileSize(64, 32, 4, 1, 2),),
         128: (TileSize(64, 32, 4),),
         256: (TileSize(32, 16, 2),),
     },
-    ("backward_queries", 8): {
+    ("backward_dq", 8): {
         128: (TileSize(32, 16, 2),),
         256: (TileSize(16, 16, 1),),
     },
-    ("backward_bias", 2): {
+    ("backward_dbias", 2): {
         128: (TileSize(64, 128, 2, 2, 2, 2, tuned=True, spills=True), TileSize(64, 64, 4, 1, 2)),
         256: (TileSize(128, 64, 4, 2, 2, tuned=True), TileSize(64, 64, 4, 1, 2)),
     },
-    ("backward_bias", 4): {
+    ("backward_dbias", 4): {
         128: (TileSize(128, 64, 4, 2, 2, tuned=True, spills=True), TileSize(64, 32, 4)),
         256: (TileSize(64, 32, 4, 2, 2), TileSize(64, 32, 4)),
     },
-    ("backward_bias", 8): {
+    ("backward_dbias", 8): {
         128: (TileSize(64, 32, 4, 2, 2, tuned=True), TileSize(32, 16, 2)),
         256: (TileSize(32, 16, 2, 1, 2), TileSize(32, 16, 2)),
     },

@@ -29,10 +29,10 @@ _MEASURED = "sm_90a"  # an H200
 
 # Every kernel once: those of a set are compiled for the same problem.
 _SETS = (
-    {"forward", "plain_forward"},
-    {"backward_rows", "backward_keys", "backward_finish", "plain_keys"},
-    {"backward_queries", "plain_queries", "backward_renormalise", "plain_renormalise"},
-    {"backward_bias", "backward_sinks", "plain_bias"},
+    {"forward", "naive_forward"},
+    {"backward_preprocess", "backward_dkdv", "backward_dq_convert", "naive_dkdv"},
+    {"backward_dq", "naive_dq", "backward_large_scores", "naive_large_scores"},
+    {"backward_dbias", "backward_dsinks", "naive_dbias"},
 )
 
 WINDOWS: tuple[tuple[None, int | None], ...] = ((None, None), (None, 0))
@@ -99,7 +99,7 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
         dtype, bias = DTYPES[n % len(DTYPES)], DTYPES[n % len(DTYPES) - 1]
         uses = _OPTIONS[n % len(_OPTIONS)] | {"sinks"}
         shape = (1, 1, 1, 2)  # as the scores: its gradient comes with that of the keys
-        if "backward_bias" in kernels:
+        if "backward_dbias" in kernels:
             uses, shape = uses | {"bias"}, (1, 1, 1, 1)
         context = context_of(arch, MAX_ALIGNMENT if turn % 3 else dtype.itemsize)
         if "bias" in uses:
@@ -119,10 +119,12 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
         for window in WINDOWS:
             problem = replace(problem_of(name, dim, options), window=window)
             keys = _keys(problem, context_of(arch))
-            own = (key for key in keys if key.kernel in _OF_HOPPER or key.repairs)
+            own = (key for key in keys if key.kernel in _OF_HOPPER or key.head_flags)
             found |= dict.fromkeys(own)
     return [
-        key for key in found if key.kernel != "backward_keys" or key.repairs or key.add_dq == adds
+        key
+        for key in found
+        if key.kernel != "backward_dkdv" or key.head_flags or key.add_dq == adds
     ]
 
 
@@ -149,7 +151,7 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
         rows = candidates(key.kernel, 2, max(key.head_dim, key.value_dim))
         return any(row.tuned and row[:2] == key.tile for row in rows)
     problem = replace(problem_of(key.dtype, key.head_dim), Dv=key.value_dim)
-    return generic.configure(key.kernel, problem, context_of(arch, key.vector)).tuned
+    return generic.configure(key.kernel, problem, context_of(arch, key.alignment_bytes)).tuned
 
 
 def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:

@@ -19,8 +19,10 @@ MIN_ALIGNMENT = 4
 ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
 """Arrays of any strides in which a row is contiguous."""
 
-_ACCUMULATED = frozenset({"slopes", "sinks", "dsinks"})  # contiguous, in the accumulation dtype
-_CONTIGUOUS = frozenset({"lse", "lengths", "offsets"})
+_ACCUMULATED = frozenset({"alibi_slopes", "sinks", "dsinks"})
+"""Arrays that are contiguous, in the accumulation dtype."""
+
+_CONTIGUOUS = frozenset({"lse", "kv_lengths", "q_offset"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,17 +17,18 @@ PAIRS = np.dtype([(axis, np.int64) for axis in ("b", "h", "i", "j")])
 """Strides, in elements, of what is broadcast to (B, Hq, Nq, Nk)."""
 
 POINTERS = (
-    *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "shift", "row_max"),
-    *("dq", "dk", "dv", "dq_sum", "special", "claimed", "landed"),
-    *("bias", "dbias", "mask", "slopes", "sinks", "dsinks"),
-    *("lengths", "offsets", "kinds", "bits", "visits", "schedule"),
+    *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "lse_log2", "row_max"),
+    *("dq", "dk", "dv", "dq_accum", "head_flags", "tile_counter", "dq_semaphore"),
+    *("bias", "dbias", "mask", "alibi_slopes", "sinks", "dsinks"),
+    *("kv_lengths", "q_offset", "block_kinds", "block_bits", "kv_indices", "schedule"),
 )
 """Arrays, in the order of their addresses."""
 
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
-_PAIRS = ("bias", "dbias", "mask", "kinds", "visits")
+_PAIRS = ("bias", "dbias", "mask", "block_kinds", "kv_indices")
 _SIZES = (
-    *("slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows", "parts", "in_order"),
+    *("alibi_slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows"),
+    *("head_groups", "in_order"),
     *("bias_B", "bias_H", "bias_Nq", "bias_Nk", "mask_block_q", "mask_block_k"),
     *("length", "offset", "left", "right"),
 )
@@ -37,7 +38,7 @@ PARAMS = np.dtype(
     + [(f"{name}_at", ROWS) for name in _ROWS]
     + [(f"{name}_at", PAIRS) for name in _PAIRS]
     + [(name, np.int64) for name in _SIZES]
-    + [(name, np.float64) for name in ("scale", "softcap", "gain", "natural")]
+    + [(name, np.float64) for name in ("scale", "softcap", "dropout_scale", "score_unit")]
     + [(name, np.uint64) for name in ("seed", "threshold")]
 )
 """Every field has eight bytes, so that neither side has gaps."""
@@ -89,7 +90,7 @@ def fields(
     dict of str to value
         The fields that are not zero by nature.
     """
-    values = _problem_fields(problem) | {"parts": head_groups, "in_order": in_order}
+    values = _problem_fields(problem) | {"head_groups": head_groups, "in_order": in_order}
     for name, x in arrays.items():
         if name in ROW_ARRAYS or name == "dlse":
             values[f"{name}_at"] = x.elements[:3]
@@ -98,9 +99,9 @@ def fields(
     for name, each in (("length", layout.kv_lengths), ("offset", layout.q_offset)):
         if each is not None and len(set(each)) <= 1:
             values[name] = each[0] if each else 0
-    if "slopes" in arrays:
-        heads = arrays["slopes"].shape
-        values["slopes_b"] = heads[1] if heads[0] > 1 else 0
+    if "alibi_slopes" in arrays:
+        heads = arrays["alibi_slopes"].shape
+        values["alibi_slopes_b"] = heads[1] if heads[0] > 1 else 0
     if "bias" in arrays:
         sizes = zip(("B", "H", "Nq", "Nk"), arrays["bias"].shape, strict=True)
         values |= {f"bias_{axis}": n for axis, n in sizes}
@@ -120,8 +121,8 @@ def _problem_fields(P: Problem) -> dict[str, Any]:
         "right": right,
         "scale": P.scale,
         "softcap": _softcap(P),
-        "natural": P.scale if folds_scale(P) else 1.0,
-        "gain": 1.0 / (1.0 - P.dropout_p),
+        "score_unit": P.scale if folds_scale(P) else 1.0,
+        "dropout_scale": 1.0 / (1.0 - P.dropout_p),
         "seed": P.seed,
         "threshold": int(P.dropout_p * 2**32),
     }

@@ -268,17 +268,17 @@ def _plan(
     schedule = schedule_of(problem, layout, launches, device.l2_bytes)
     constants = {
         name: Constant.of(np.array(each, np.int64))
-        for name, each in (("lengths", layout.kv_lengths), ("offsets", layout.q_offset))
+        for name, each in (("kv_lengths", layout.kv_lengths), ("q_offset", layout.q_offset))
         if each is not None and len(set(each)) > 1
     }
     if schedule.assignment is not None:
         constants["schedule"] = Constant.of(schedule.assignment)
     kv_tile = None
     if layout.block_mask is not None:
-        arrays["kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
+        arrays["block_kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
         kv_tile = next((x.key.tile for x in launches if x.key.kernel == HOPPER), None)
         if kv_tile is not None:
-            arrays["visits"] = contiguous(kv_indices_shape(layout.block_mask, kv_tile), "int32")
+            arrays["kv_indices"] = contiguous(kv_indices_shape(layout.block_mask, kv_tile), "int32")
     return LaunchPlan(
         problem,
         device,

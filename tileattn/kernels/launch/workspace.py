@@ -60,16 +60,16 @@ def workspace_of(
     zeros: dict[str, int] = {}
     if any("forward" not in key.kernel for key in keys):
         rows = heads * padded_rows(P.Nq) * number
-        parts |= dict.fromkeys(("delta", "shift", "row_max"), rows)
-        zeros["special"] = P.B * P.Hkv * _COUNT
+        parts |= dict.fromkeys(("delta", "lse_log2", "row_max"), rows)
+        zeros["head_flags"] = P.B * P.Hkv * _COUNT
     for key in keys:
         if not key.add_dq:
             continue
-        sums = {"dq_sum": heads * P.Nq * key.head_dim * number}
+        sums = {"dq_accum": heads * P.Nq * key.head_dim * number}
         if key.kernel in HOPPER_BACKWARDS:
             parts |= sums
             tiles = heads * -(-P.Nq // key.block_q)
-            counts = {"claimed": 2, "landed": tiles * DQ_STORE_WARPS}
+            counts = {"tile_counter": 2, "dq_semaphore": tiles * DQ_STORE_WARPS}
             zeros |= {name: count * _COUNT for name, count in counts.items()}
         else:
             zeros |= sums

@@ -2,7 +2,7 @@
 // buffers; two consumer warpgroups compute 64 keys each; two dQ store warps add dQ in float32 to
 // device memory. CTAs are persistent, and take one block of keys after the other with all query
 // heads that share it. S is computed transposed, so that P and dS are at once operands of dV and
-// dK, which stay in registers. Mirrors backward_keys.cu. Shah et al., FlashAttention-3,
+// dK, which stay in registers. Mirrors backward_dkdv.cu. Shah et al., FlashAttention-3,
 // arXiv:2407.08608.
 #include "bwd_mainloop_sm90.cuh"
 

@@ -17,9 +17,9 @@ struct Window {
     int Nq, length, first, past;
 
     __device__ Window(const Params& p, i64 batch) {
-        const i64 given = p.lengths ? p.lengths[batch] : p.length;
+        const i64 given = p.kv_lengths ? p.kv_lengths[batch] : p.length;
         const i64 known = min(max(given, i64(0)), p.Nk);
-        const i64 offset = p.offsets ? p.offsets[batch] : p.offset;
+        const i64 offset = p.q_offset ? p.q_offset[batch] : p.offset;
         Nq = int(p.Nq);
         length = int(known);
         first = p.left < 0 ? -FAR : clamp(offset - p.left);
@@ -83,9 +83,9 @@ struct AttentionMask {
                (HAS_MASK ? b * p.mask_at.b + h * p.mask_at.h : 0)),
           mask_i(p.mask_at.i),
           mask_j(p.mask_at.j),
-          kinds(p.kinds + (HAS_BLOCK_MASK ? b * p.kinds_at.b + h * p.kinds_at.h : 0)),
-          kinds_i(p.kinds_at.i),
-          bits(p.bits),
+          kinds(p.block_kinds + (HAS_BLOCK_MASK ? b * p.block_kinds_at.b + h * p.block_kinds_at.h : 0)),
+          kinds_i(p.block_kinds_at.i),
+          bits(p.block_bits),
           Nq(int(p.Nq)),
           Nk(int(p.Nk)),
           block_q(int(p.mask_block_q)),

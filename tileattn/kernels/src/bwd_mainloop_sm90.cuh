@@ -29,7 +29,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
         BOTH_LOADS(smem.q(q_pipe.stage).load(maps.q, q0, h, work.b, full),
                    bulk_load(shared_address(smem.storage.lse_log2[q_pipe.stage]),
-                             row_statistics(p, p.shift, work.b, h) + q0, BLOCK_Q * 4, full));
+                             row_statistics(p, p.lse_log2, work.b, h) + q0, BLOCK_Q * 4, full));
         q_pipe.advance();
     };
     auto load_dout = [&](int h, int q0) {
@@ -89,7 +89,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 __device__ inline void store_dq(const Params& p, const Smem& smem, int store_warp) {
     const DqShare share = dq_share(store_warp);
     const int heads = int(p.group), rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
-    u32* const dq_semaphore = p.landed;
+    u32* const dq_semaphore = p.dq_semaphore;
     PipelineState<1> k_pipe;
     PipelineState<DQ_STAGES> dq_pipe;
 #pragma unroll 1
@@ -112,7 +112,7 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                 while (reached < before) reached = read_semaphore(dq_semaphore + own);
                 if (before) fence_async_global();
                 reached = 0;
-                float* dq_accum = static_cast<float*>(p.dq_sum) +
+                float* dq_accum = static_cast<float*>(p.dq_accum) +
                                   u64(head * rows + row0) * HEAD_DIM + count * share.column;
 #pragma unroll 1
                 for (int n = share.columns; n > 0;

@@ -26,22 +26,22 @@ constexpr int BLOCK_K = KEY_BLOCK_K;
 constexpr int WARPS_M = KEY_WARPS_M;
 constexpr int WARPS_N = KEY_WARPS_N;
 constexpr int STAGES = KEY_STAGES;
-constexpr int PRODUCER_WARPS = KEY_LOADERS;
-constexpr int MIN_BLOCKS_PER_SM = KEY_RESIDENTS;
-constexpr int ALIGNMENT_BYTES = KEY_VECTOR;
-constexpr int BIAS_ALIGNMENT_BYTES = KEY_BIAS_VECTOR;
+constexpr int PRODUCER_WARPS = KEY_PRODUCER_WARPS;
+constexpr int MIN_BLOCKS_PER_SM = KEY_MIN_BLOCKS_PER_SM;
+constexpr int ALIGNMENT_BYTES = KEY_ALIGNMENT_BYTES;
+constexpr int BIAS_ALIGNMENT_BYTES = KEY_BIAS_ALIGNMENT_BYTES;
 constexpr bool HAS_BIAS = Present<KEY_BIAS>::value;
 constexpr bool HAS_SOFTCAP = KEY_SOFTCAP;
 constexpr bool HAS_ALIBI = KEY_ALIBI;
 constexpr bool HAS_MASK = KEY_MASK;
 constexpr bool HAS_BLOCK_MASK = KEY_BLOCK_MASK;
 constexpr bool HAS_DROPOUT = KEY_DROPOUT;
-constexpr bool FOLD = KEY_FOLD;
+constexpr bool FOLD = KEY_FOLD_SCALE;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
-constexpr u32 REPAIRS = KEY_REPAIRS;  // flags of the heads of a NaN-safe kernel; 0 for all heads
-constexpr int MASK_VECTOR_WIDTH = KEY_SPAN;
-constexpr int SHARED_BYTES = KEY_SHARED;
+constexpr u32 REPAIRS = KEY_HEAD_FLAGS;  // flags of the heads of a NaN-safe kernel; 0 for all heads
+constexpr int MASK_VECTOR_WIDTH = KEY_MASK_VECTOR_WIDTH;
+constexpr int SHARED_BYTES = KEY_SMEM_BYTES;
 
 // Hopper's backward kernels: which of the two has such heads, and the rows and columns of a dQ tile
 // that one bulk copy adds. These are contiguous; the next columns of the same rows follow.

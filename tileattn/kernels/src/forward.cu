@@ -30,7 +30,7 @@ struct WorkTile {
     __device__ explicit WorkTile(const Params& p) {
         const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
         const int column_blocks = max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
-        const BlockCoord coord(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.parts));
+        const BlockCoord coord(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.head_groups));
         const int bh = coord.head / column_blocks;
         b = bh / int(p.Hq), h = bh % int(p.Hq);
         // Under a causal mask the last queries have most keys: they go first.
@@ -239,7 +239,7 @@ __device__ inline void attend(const Params& p, const WorkTile& work) {
         for (int half = 0; half < 2; ++half) {
             Accum lse;
             const Accum inverse =
-                state.finalize(m, half, sink, Accum(p.gain), Accum(p.natural), lse);
+                state.finalize(m, half, sink, Accum(p.dropout_scale), Accum(p.score_unit), lse);
 #pragma unroll
             for (int n = 0; n < VT; ++n)
 #pragma unroll

@@ -173,7 +173,7 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         inverse[half] = state.template finalize<true>(0, half, sink, NAN_SAFE ? LOWERED : Accum(1),
-                                                      Accum(p.natural), lse[half]);
+                                                      Accum(p.score_unit), lse[half]);
 #pragma unroll
         for (int n = 0; n < VT; ++n)
 #pragma unroll

@@ -33,13 +33,13 @@ __device__ inline Accum sink_of(const Params& p, i64 h) {
 // known, and leave heads that FAILED to others. Counterparts are in steps.py.
 constexpr u32 NON_FINITE = 1, LARGE = 2, KNOWN = NON_FINITE | LARGE, FAILED = 4;
 __device__ inline u32& head_flags(const Params& p, i64 b, i64 kv) {
-    return p.special[b * p.Hkv + kv];
+    return p.head_flags[b * p.Hkv + kv];
 }
 
 // Whether any head has a flag that this NaN-safe kernel serves; mostly none has. All threads call.
 __device__ inline bool any_to_repair(const Params& p) {
     bool any = false;
-    for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += blockDim.x) any = any || p.special[i] & REPAIRS;
+    for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += blockDim.x) any = any || p.head_flags[i] & REPAIRS;
     return __syncthreads_or(any);
 }
 
@@ -84,11 +84,11 @@ struct Head {
 
     __device__ i64 row(int i) const { return (b * p.Hq + h) * p.Nq + i; }
 
-    // Row statistics from backward_rows; those of a LARGE head are from backward_renormalise.
+    // Row statistics from backward_preprocess; those of a LARGE head are from backward_large_scores.
     __device__ Accum* statistics(void* array) const {
         return static_cast<Accum*>(array) + (b * p.Hq + h) * p.rows;
     }
-    __device__ Accum* lse_log2() const { return statistics(p.shift); }
+    __device__ Accum* lse_log2() const { return statistics(p.lse_log2); }
     __device__ Accum* delta() const { return statistics(p.delta); }
     __device__ Accum* row_max() const { return statistics(p.row_max); }
     __device__ bool is_large() const { return head_flags(p, b, int(h) / int(p.group)) & LARGE; }

@@ -18,7 +18,7 @@ __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
     if (head.is_large()) s = difference(s, head.row_max()[i]);
     const Accum own = exp2_of(exponent(s, head.score_mod.unit(), head.lse_log2()[i]));
     const Accum keep =
-        HAS_DROPOUT ? (head.dropout.keeps(i, j) ? Accum(p.gain) : Accum(0)) : Accum(1);
+        HAS_DROPOUT ? (head.dropout.keeps(i, j) ? Accum(p.dropout_scale) : Accum(0)) : Accum(1);
     Accum dp = 0;
     for (int d = 0; d < p.Dv; ++d)
         dp = fma(Accum(widen(head.dout[i * p.dout_at.n + d])),
@@ -57,7 +57,7 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
     const Range keys = head.attn_mask.window.keys_of(i, i + 1);
     Accum dsoftcap, m, l;
     sum_of_row(head, i, m, l);
-    const Accum unit = head.score_mod.unit(), natural = Accum(p.natural);
+    const Accum unit = head.score_mod.unit(), natural = Accum(p.score_unit);
     const Denominator all(l, sink, sink_above(sink, m, natural));
     if (lane == 0) static_cast<Accum*>(p.lse)[head.row(i)] = all.lse(m * natural);
     Element* out = rows_of<Element>(p.out, p.out_at, head.b, head.h) + i * p.out_at.n;
@@ -76,7 +76,7 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
         }
         if (d < p.Dv)
             out[d] = narrow<Element>(
-                all.total == 0 ? Accum(0) : total * (Accum(p.gain) / all.total * all.rescale));
+                all.total == 0 ? Accum(0) : total * (Accum(p.dropout_scale) / all.total * all.rescale));
     }
 }
 

@@ -19,36 +19,36 @@ struct Params {
     void *out, *lse;
     const void* dout;
     const void* dlse;
-    void *delta, *shift, *row_max;
-    void *dq, *dk, *dv, *dq_sum;
-    // special: flags of each key head, as in head.cuh. claimed: the tile counters of Hopper's
-    // backward kernels. landed: dq_semaphore, for each store warp's share of each dQ tile how many
-    // key blocks have added to it, if deterministic; else whether the first has.
-    u32 *special, *claimed, *landed;
+    void *delta, *lse_log2, *row_max;
+    void *dq, *dk, *dv, *dq_accum;
+    // head_flags: of each key head, as in head.cuh. tile_counter: of Hopper's backward kernels.
+    // dq_semaphore: for each store warp's part of each dQ tile, how many key blocks have added to
+    // it, if deterministic; else whether the first has.
+    u32 *head_flags, *tile_counter, *dq_semaphore;
     const void* bias;
     void* dbias;
     const void* mask;
-    const void *slopes, *sinks;
+    const void *alibi_slopes, *sinks;
     void* dsinks;
-    const i64 *lengths, *offsets;
-    const int* kinds;
-    const bool* bits;
-    const int* visits;
+    const i64 *kv_lengths, *q_offset;
+    const int* block_kinds;
+    const bool* block_bits;
+    const int* kv_indices;
     const int* schedule;
     // Strides.
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
-    Pairs bias_at, dbias_at, mask_at, kinds_at, visits_at;
-    i64 slopes_b;
-    // Sizes. group: query heads of a key head. rows: rows of a head in delta and shift, padded.
-    // parts: groups of heads that are scheduled together. in_order: whether key blocks add to dQ in
-    // a fixed order.
-    i64 B, Hq, Hkv, Nq, Nk, D, Dv, group, rows, parts, in_order;
+    Pairs bias_at, dbias_at, mask_at, block_kinds_at, kv_indices_at;
+    i64 alibi_slopes_b;
+    // Sizes. group: query heads of a key head. rows: rows of a head in delta and lse_log2, padded.
+    // head_groups: how many groups of heads are scheduled one after the other. in_order: whether
+    // key blocks add to dQ in a fixed order.
+    i64 B, Hq, Hkv, Nq, Nk, D, Dv, group, rows, head_groups, in_order;
     i64 bias_B, bias_H, bias_Nq, bias_Nk;
     i64 mask_block_q, mask_block_k;
     // Options. length and offset hold where their arrays are null.
     i64 length, offset, left, right;
-    // natural: from a score as the kernel holds it to natural units: the scale where that is folded
-    // into the exponent, else 1. gain: the dropout scale.
-    double scale, softcap, gain, natural;
+    // score_unit: what multiplies a score as the kernel holds it: the scale where that is folded
+    // into the exponent, else 1.
+    double scale, softcap, dropout_scale, score_unit;
     u64 seed, threshold;
 };

@@ -12,7 +12,7 @@ constexpr Accum EPSILON =
 // exp2((score - m) * unit), 0 where it attends to nothing.
 __device__ inline void renormalise_row(const Head& head, int i, Accum m, Accum l) {
     const Params& p = head.p;
-    const Accum natural = Accum(p.natural), sink = head.sink();
+    const Accum natural = Accum(p.score_unit), sink = head.sink();
     const Accum given = static_cast<const Accum*>(p.lse)[head.row(i)];
     const Denominator all(l, sink, sink_above(sink, m, natural));
     const Accum log_of_l = all.log2(), own = all.lse(m * natural);

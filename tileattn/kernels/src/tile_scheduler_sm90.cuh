@@ -38,8 +38,8 @@ struct BlockSparseList {
     const int* entries;
 
     __device__ BlockSparseList(const Params& p, const FwdWorkTile& work)
-        : entries(p.visits + work.b * p.visits_at.b + work.h * p.visits_at.h +
-                  work.q0 / BLOCK_Q * p.visits_at.i) {}
+        : entries(p.kv_indices + work.b * p.kv_indices_at.b + work.h * p.kv_indices_at.h +
+                  work.q0 / BLOCK_Q * p.kv_indices_at.i) {}
 
     // Index of the first entry from a tile on.
     __device__ int lower_bound(int tile) const {
@@ -62,7 +62,7 @@ __device__ inline bool get_work(const Params& p, int iteration, FwdWorkTile& wor
     int index = iteration * int(gridDim.x) + int(blockIdx.x);
     if (p.schedule) index = p.schedule[index];
     if (index >= blocks * heads) return false;
-    const BlockCoord at(blocks, heads, int(p.parts), index);
+    const BlockCoord at(blocks, heads, int(p.head_groups), index);
     work.b = at.head / int(p.Hq), work.h = at.head % int(p.Hq), work.iteration = iteration;
     // Under a causal mask the last queries have most keys: they go first.
     work.q0 = (p.right < 0 ? at.block : blocks - 1 - at.block) * BLOCK_Q;
@@ -88,7 +88,7 @@ struct BwdWorkTile {
 // claimed first among the running CTAs waits for none of them. Lane 0 calls; the shuffle tells the
 // compiler that the index is uniform.
 __device__ inline u32 claim_work(const Params& p) {
-    u32* const tile_counter = p.claimed + (REPAIRS ? 1 : 0);
+    u32* const tile_counter = p.tile_counter + (REPAIRS ? 1 : 0);
     return __shfl_sync(1, atomicAdd(tile_counter, 1), 0);
 }
 
@@ -96,7 +96,7 @@ __device__ inline u32 claim_work(const Params& p) {
 __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile& work) {
     const int blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K), heads = int(p.B * p.Hkv);
     if (index >= u32(blocks * heads)) return false;
-    const BlockCoord at(blocks, heads, int(p.parts), int(index));
+    const BlockCoord at(blocks, heads, int(p.head_groups), int(index));
     work.b = at.head / int(p.Hkv), work.kv = at.head % int(p.Hkv), work.k0 = at.block * BLOCK_K;
     const Window window(p, work.b);
     const Range queries = window.queries_of(work.k0, work.k0 + BLOCK_K);

@@ -15,13 +15,13 @@ struct alignas(16) Accums {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    finish_sm90(const __grid_constant__ Params p) {
+    backward_dq_convert_sm90(const __grid_constant__ Params p) {
     // The last tiles first: the L2 cache may still have them.
     const int number = int(gridDim.x - 1 - blockIdx.x), tiles = (int(p.Nq) + BLOCK_Q - 1) / BLOCK_Q;
     const int head = number / tiles, q0 = number % tiles * BLOCK_Q, rows = int(p.Nq) - q0;
     const int b = head / int(p.Hq), h = head % int(p.Hq), count = min(BLOCK_Q, rows);
-    const bool stored = p.landed[number * DQ_STORE_WARPS];  // else no key attends to them
-    const Accums* const tile = reinterpret_cast<const Accums*>(static_cast<const float*>(p.dq_sum) +
+    const bool stored = p.dq_semaphore[number * DQ_STORE_WARPS];  // else no key attends to them
+    const Accums* const tile = reinterpret_cast<const Accums*>(static_cast<const float*>(p.dq_accum) +
                                                                (head * p.Nq + q0) * HEAD_DIM);
     Element* const dq = rows_of<Element>(p.dq, p.dq_at, b, h) + q0 * p.dq_at.n;
     bool good = true;

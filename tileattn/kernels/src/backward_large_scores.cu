@@ -1,6 +1,6 @@
 // Before the backward pass, for heads whose scores are so large that the logsumexp is too coarse:
 // one CTA for each block of queries, key tiles ascending. Scores are recomputed as in
-// backward_queries.cu, with the same bits.
+// backward_dq.cu, with the same bits.
 #include "renormalise.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
@@ -19,7 +19,7 @@ __device__ inline void renormalise(const Params& p, int index) {
     const WarpBias<false, MT, NT> bias(k_tile(STAGES).base);
 
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
-    const BlockCoord coord(q_blocks, int(p.B * p.Hq), int(p.parts), index);
+    const BlockCoord coord(q_blocks, int(p.B * p.Hq), int(p.head_groups), index);
     const int q0 = coord.block * BLOCK_Q;
     const Head head(p, coord.head / int(p.Hq), coord.head % int(p.Hq));
     if (!head.is_large()) return;
@@ -82,7 +82,7 @@ __device__ inline void renormalise(const Params& p, int index) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    backward_renormalise(const __grid_constant__ Params p) {
+    backward_large_scores(const __grid_constant__ Params p) {
     for_blocks(p, (p.Nq + BLOCK_Q - 1) / BLOCK_Q * p.B * p.Hq,
                [&](int index) { renormalise(p, index); });
 }

@@ -3,7 +3,7 @@
 #include "head.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    backward_sinks(const __grid_constant__ Params p) {
+    backward_dsinks(const __grid_constant__ Params p) {
     __shared__ Accum sums[THREADS / WARP];
     const i64 h = blockIdx.x;
     const Accum sink = sink_of(p, h);
@@ -13,8 +13,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const bool large = head_flags(p, b, h / p.group) & LARGE;
         const Accum row_max = large ? static_cast<const Accum*>(p.row_max)[row] : Accum(0);
         const Accum above =
-            sink_above(sink, row_max, Accum(p.natural));  // it may be all of the logsumexp
-        total -= exp2_of(difference(above, static_cast<const Accum*>(p.shift)[row])) *
+            sink_above(sink, row_max, Accum(p.score_unit));  // it may be all of the logsumexp
+        total -= exp2_of(difference(above, static_cast<const Accum*>(p.lse_log2)[row])) *
                  static_cast<const Accum*>(p.delta)[row];
     }
     total = warp_sum(total);

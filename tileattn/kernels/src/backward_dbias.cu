@@ -91,7 +91,7 @@ __device__ inline void reduce_rows(Fragment<Accum, MT, NT>& sum) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    backward_bias(const __grid_constant__ Params p) {
+    backward_dbias(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile{memory};
     const KeyTile k_tile{q_tile.base + QueryTile::BYTES};
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         k_tile.template load<THREADS, ALIGNMENT_BYTES>(
             rows_of<Element>(p.k, p.k_at, b, step.key_head) + k0 * p.k_at.n, p.k_at.n,
             step.length - k0, int(p.D));
-        copy_row<THREADS>(lse_log2, static_cast<const Accum*>(p.shift) + row);
+        copy_row<THREADS>(lse_log2, static_cast<const Accum*>(p.lse_log2) + row);
         copy_commit();
         bias.load(ScoreMod(p, b, h), q0 + row0, k0 + column0);
     };
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         if (STAGES > 1 && !step.done) load_keys();
         multiply<VALUE_DIM, VALUE_DIM / 16, false, true>(tile.ds, dout_tile, row0, v_tile, column0);
         read_rows(statistic, deltas);
-        tile.compute_ds(Accum(p.gain), [&](int m, int, int e) { return statistic[m][e / 2]; });
+        tile.compute_ds(Accum(p.dropout_scale), [&](int m, int, int e) { return statistic[m][e / 2]; });
         // Queries past the end may attend to a key that is masked out for all others, and not
         // finite.
         tile.ds.for_each([&](Accum& x, int i, int, int m, int n, int e) {

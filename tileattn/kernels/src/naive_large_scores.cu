@@ -1,9 +1,9 @@
-// backward_renormalise, unfused: one warp for each query.
+// backward_large_scores, unfused: one warp for each query.
 #include "naive.cuh"
 #include "renormalise.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    plain_renormalise(const __grid_constant__ Params p) {
+    naive_large_scores(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
     if (row >= p.B * p.Hq * p.Nq) return;
     const i64 bh = row / p.Nq;

@@ -4,7 +4,7 @@
 // arXiv:2307.08691, Algorithm 2.
 //
 // Flagged heads, and key blocks whose gradients are not finite in the end, take another pass, for
-// large scores and NaN-safe: see nonfinite.cuh. That leaves dQ to backward_queries.
+// large scores and NaN-safe: see nonfinite.cuh. That leaves dQ to backward_dq.
 #include "gradient.cuh"
 
 constexpr int WARPS = WARPS_M * WARPS_N;
@@ -77,7 +77,7 @@ __device__ inline Accum largest_of(Accum mine, int warp) {
 }
 
 __device__ inline BlockCoord coord_of(const Params& p, int index) {
-    return {int((p.Nk + BLOCK_K - 1) / BLOCK_K), int(p.B * p.Hkv), int(p.parts), index};
+    return {int((p.Nk + BLOCK_K - 1) / BLOCK_K), int(p.B * p.Hkv), int(p.head_groups), index};
 }
 
 // dK and dV of a block of keys; whether they are finite.
@@ -168,7 +168,7 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
                 [&](int, int n, int e) { return lse_log2[now][query(n, e)]; });
             multiply<VALUE_DIM, STEPS<NAN_SAFE, VALUE_DIM>, false, NAN_SAFE>(tile.ds, v_tile, row0,
                                                                              dout, column0);
-            tile.compute_ds(Accum(p.gain),
+            tile.compute_ds(Accum(p.dropout_scale),
                             [&](int, int n, int e) { return deltas[now][query(n, e)]; });
             if constexpr (WRITE_DBIAS)
                 bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk, head.score_mod,
@@ -218,13 +218,13 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
                 if constexpr (ADD_DQ) __syncthreads();  // dS of all keys is stored
             }
             if (excess > 1) scale_dk(excess);
-            // If a share is not finite, dQ stays so: backward_finish flags the head.
+            // If a share is not finite, dQ stays so: backward_dq_convert flags the head.
             if (ADD_DQ && !NAN_SAFE && warp / DQ_N * DQ_MT * 16 < BLOCK_Q) {
                 const int m0 = warp / DQ_N * DQ_MT * 16, n0 = warp % DQ_N * DQ_NT * 8;
                 Fragment<Accum, DQ_MT, DQ_NT> dq;
                 dq.clear();
                 multiply_rows<true, BLOCK_K>(dq, ds_tile, m0, k_tile, n0);
-                add_rows(static_cast<Accum*>(p.dq_sum) + head.row(q0) * HEAD_DIM, HEAD_DIM, dq, m0,
+                add_rows(static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM, HEAD_DIM, dq, m0,
                          n0, int(p.Nq) - q0);
             }
             if (STAGES == 1) {
@@ -237,7 +237,7 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
     // By now all warps are done with k and v.
     if (__syncthreads_or(!NAN_SAFE && (!dk.all_finite() || !dv.all_finite()))) return false;
 
-    dv.scale(Accum(only_dk ? p.scale : p.gain));
+    dv.scale(Accum(only_dk ? p.scale : p.dropout_scale));
     dk.scale(Accum(p.scale));
     if constexpr (APART) {
         const ValueTile mine(k_tile.base + !only_dk * KeyTile::BYTES);
@@ -262,7 +262,7 @@ __device__ __noinline__ void differentiate_nan_safe(const Params& p, int index) 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    backward_keys(const __grid_constant__ Params p) {
+    backward_dkdv(const __grid_constant__ Params p) {
     for_blocks(p, (p.Nk + BLOCK_K - 1) / BLOCK_K * p.B * p.Hkv, [&](int index) {
         const BlockCoord coord = coord_of(p, index);
         const u32 bits = head_flags(p, coord.head / p.Hkv, coord.head % p.Hkv);

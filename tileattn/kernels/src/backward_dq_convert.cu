@@ -1,5 +1,5 @@
-// After backward_keys: dQ in its own dtype and scaled. A few lanes take each query. Heads whose
-// sums are not finite are left to backward_queries.
+// After backward_dkdv: dQ in its own dtype and scaled. A few lanes take each query. Heads whose
+// sums are not finite are left to backward_dq.
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);
@@ -11,12 +11,12 @@ struct alignas(NEIGHBOURS * sizeof(Accum)) Neighbours {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    backward_finish(const __grid_constant__ Params p) {
+    backward_dq_convert(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
     if (row >= p.B * p.Hq * p.Nq) return;
     const int bh = int(row / p.Nq), i = int(row % p.Nq);
     const int b = bh / int(p.Hq), h = bh % int(p.Hq);
-    const Accum* sum = static_cast<const Accum*>(p.dq_sum) + row * HEAD_DIM;
+    const Accum* sum = static_cast<const Accum*>(p.dq_accum) + row * HEAD_DIM;
     Element* dq = rows_of<Element>(p.dq, p.dq_at, b, h) + i * p.dq_at.n;
     bool good = true;
     for (int d = threadIdx.x % LANES * VECTOR_SIZE; d < p.D; d += LANES * VECTOR_SIZE) {

@@ -12,7 +12,7 @@ static_assert(128 % (THREADS / LANES) == 0,
 constexpr Accum MAX_EXACT_LSE = sizeof(Element) == 2 ? 512 : 16;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    backward_rows(const __grid_constant__ Params p) {
+    backward_preprocess(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
     const i64 last = min(row, p.B * p.Hq * p.rows - 1);  // all lanes stay for the shuffles
     const int bh = int(last / p.rows), i = int(last % p.rows);
@@ -58,6 +58,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     }
     if (threadIdx.x % LANES || last < row) return;
     static_cast<Accum*>(p.delta)[row] = delta;
-    static_cast<Accum*>(p.shift)[row] = lse_log2;
+    static_cast<Accum*>(p.lse_log2)[row] = lse_log2;
     if (i >= p.Nq) static_cast<Accum*>(p.row_max)[row] = 0;
 }

@@ -1,5 +1,5 @@
 // Backward pass for q, deterministic: one CTA for each block of queries, key tiles ascending. dQ
-// stays in registers. What is not finite is handled as in backward_keys.cu.
+// stays in registers. What is not finite is handled as in backward_dkdv.cu.
 #include "gradient.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
@@ -83,9 +83,9 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
         if (!visit.done()) load_bias(visit.tile * BLOCK_K);
         multiply<VALUE_DIM, STEPS<NAN_SAFE, VALUE_DIM>, false, NAN_SAFE>(tile.ds, dout_tile, row0,
                                                                          v, 0);
-        tile.compute_ds(Accum(p.gain), [&](int m, int, int e) { return delta[m][e / 2]; });
+        tile.compute_ds(Accum(p.dropout_scale), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.apply_dsoftcap();
-        // As in backward_keys.cu. Behind this barrier all warps are done with k and v as they were.
+        // As in backward_dkdv.cu. Behind this barrier all warps are done with k and v as they were.
         if (NAN_SAFE && (HAS_MASK || HAS_BIAS || kind == PARTIAL) &&
             __syncthreads_or(tile.any_masked())) {
             const NonFiniteTable table{v.address};
@@ -125,10 +125,10 @@ __device__ __noinline__ void differentiate_nan_safe(const Params& p, int q0, int
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    backward_queries(const __grid_constant__ Params p) {
+    backward_dq(const __grid_constant__ Params p) {
     const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q), heads = int(p.B * p.Hq);
     for_blocks(p, i64(q_blocks) * heads, [&](int index) {
-        const BlockCoord coord(q_blocks, heads, int(p.parts), index);
+        const BlockCoord coord(q_blocks, heads, int(p.head_groups), index);
         const int q0 = (p.right < 0 ? coord.block : q_blocks - 1 - coord.block) * BLOCK_Q;
         const int b = coord.head / int(p.Hq), h = coord.head % int(p.Hq);
         const u32 bits = head_flags(p, b, h / int(p.group));
