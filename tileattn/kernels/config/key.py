@@ -40,8 +40,7 @@ class KernelKey:
     mask_vector_width : int
         Neighbouring keys of the mask that are read at once: 1, 2 or 16.
     bias_alignment_bytes : int
-        Bytes of one copy of the bias to shared memory, as ``alignment_bytes``; 0 where its elements are
-        read one by one.
+        Bytes of one copy of the bias to shared memory; 0 where its elements are read one by one.
     producer_warps : int
         Producer warps of a thread block, which only copy.
     head_flags : int
