@@ -132,7 +132,7 @@ def test_the_kernel_for_hopper_alone() -> None:
     assert {arch for arch, key in CASES if key.kernel == HOPPER} == {"sm_90a"}
     assert {key.dtype for key in keys} == {"float16", "bfloat16"}
     assert {key.head_dim for key in keys} == set(HEAD_DIM_BUCKETS)
-    for option in ("softcap", "alibi", "fold"):
+    for option in ("softcap", "alibi", "fold_scale"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
     assert "bfloat16" not in {
         key.dtype for arch, key in PLAIN if key.kernel == "forward" and arch == "sm_90a"
@@ -151,7 +151,7 @@ def test_the_backward_kernels_for_hopper_and_what_repairs_after_them(
     assert {key.dtype for key in keys} == {"float16", "bfloat16"}
     assert {key.head_dim for key in keys} == dims
     assert {key.block_q for key in keys} == rows
-    for option in ("softcap", "alibi", "fold"):
+    for option in ("softcap", "alibi", "fold_scale"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
     repairs = {key.kernel for arch, key in CASES if key.head_flags and arch == "sm_90a"}
     generic = {"backward_large_scores", "backward_dkdv", "backward_dq"}

@@ -133,10 +133,9 @@ KEYS = (
 
 def name_of(key: KernelKey) -> str:
     """Name a key by what tells it from the others of its probe: the id of a test."""
-    options = ("softcap", "alibi", "mask", "block_mask", "dropout", "fold")
+    options = ("softcap", "alibi", "mask", "block_mask", "dropout", "fold_scale")
     used = [name for name in options if getattr(key, name)]
     bias = [f"bias_{key.bias}x{key.bias_alignment_bytes}"] if key.bias else []
-    size = f"{key.head_dim}x{key.alignment_bytes}" + f"s{key.mask_vector_width}" * (
-        key.mask_vector_width > 1
-    )
+    width = key.mask_vector_width
+    size = f"{key.head_dim}x{key.alignment_bytes}" + f"s{width}" * (width > 1)
     return "-".join([key.kernel, key.dtype, size, *used, *bias])
