@@ -79,11 +79,12 @@ struct Smem {
     u32 tensors;
     SharedStorage& storage;
 
-    static constexpr int V = int(__builtin_offsetof(Tensors, v));
-    static constexpr int Q = int(__builtin_offsetof(Tensors, q));
-    static constexpr int OUT = int(__builtin_offsetof(Tensors, dout));
-    static constexpr int DS = int(__builtin_offsetof(Tensors, ds));
-    static constexpr int DQ = int(__builtin_offsetof(Tensors, dq));
+    static constexpr int V = int(sizeof(Tensors::k));
+    static constexpr int Q = V + int(sizeof(Tensors::v));
+    static constexpr int OUT = Q + int(sizeof(Tensors::q));
+    static constexpr int DS = OUT + int(sizeof(Tensors::dout));
+    static constexpr int DQ = DS + int(sizeof(Tensors::ds));
+    static_assert(DQ + sizeof(Tensors::dq) == sizeof(Tensors), "no padding");
     static constexpr int P = int(sizeof(Tensors)), CLEAN_K = P + P_BYTES;
 
     // Hides from the compiler that the address is the same each time. Else it would keep dozens of

@@ -58,7 +58,8 @@ struct Smem {
     u32 tensors;
     SharedStorage& storage;
 
-    static constexpr int KV = int(__builtin_offsetof(Tensors, kv));
+    static constexpr int KV = int(sizeof(Tensors::q));
+    static_assert(KV + sizeof(Tensors::kv) == sizeof(Tensors), "no padding");
 
     __device__ QueryTile q(int stage) const { return {tensors + stage * QueryTile::BYTES}; }
     __device__ KeyTile k(int stage) const {
