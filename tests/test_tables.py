@@ -42,13 +42,16 @@ def test_a_changed_result_makes_the_page_stale_and_writing_repairs_it(
     result["rows"][0]["gflops"]["tileattn"] += 1234
     (results / "cpu.json").write_text(json.dumps(result), encoding="utf-8")
     monkeypatch.setattr(performance_tables, "RESULTS", results)
-    page = Path(shutil.copy(performance_tables.PAGE, tmp_path))
-    options = ["--page", str(page)]
+    for page in performance_tables.PAGES:
+        shutil.copy(pages.DOCS / page, tmp_path)
+    options = ["--docs", str(tmp_path)]
     assert performance_tables.main(["--check", *options]) == 1
-    assert "performance.md is stale" in capsys.readouterr().out
+    stale = [line.partition(" is stale")[0] for line in capsys.readouterr().out.splitlines()]
+    assert stale == ["performance.md", "performance-cpu.md"]
     assert performance_tables.main(["--write", *options]) == 0
     assert performance_tables.main(["--check", *options]) == 0
-    assert "| 1288 |" in page.read_text(encoding="utf-8")
+    for page in stale:
+        assert "| 1288 |" in (tmp_path / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", ["", "B", "E", "E\nB", "BEBE", "BEE"])
@@ -94,21 +97,25 @@ def test_calls_with_nan_stand_beside_the_clean_one() -> None:
     rows = [
         call | {"values": "clean", "ms": 0.25, "slowdown": 1.0},
         call | {"values": "one nan in k", "ms": 0.4, "slowdown": 1.6},
+        call | {"values": "all of q inf", "ms": 0.5, "slowdown": 2.0},
         call | {"pass": "backward", "failed": "MemoryError: no"},
     ]
     lines = list(performance_tables.nonfinite({"machine": MACHINE, "rows": rows}))
-    head, _, forward, backward = lines[2:-1]
-    assert head == "| case | dtype | N | D | pass | clean, ms | one nan in k |"
-    assert forward == "| reference | fp16 | 4096 | 128 | forward | 0.250 | 1.60 |"
-    assert backward == "| reference | fp16 | 4096 | 128 | backward |  |  |"
+    single, many = lines.index("One value:"), lines.index("Many values:")
+    head, _, forward, backward = lines[single + 2 : many - 1]
+    assert head == "| call | pass | finite, ms | one nan in k |"
+    assert forward == "| reference, fp16, N = 4096, D = 128 | forward | 0.250 | 1.60 |"
+    assert backward == "| reference, fp16, N = 4096, D = 128 | backward |  |  |"
+    assert lines[many + 2] == "| call | pass | finite, ms | all of q inf |"
+    assert lines[many + 4].endswith("| 0.250 | 2.00 |")
 
 
 def test_what_the_stress_test_ran_is_counted() -> None:
     row = {"dtype": "float16", "D": 64, "Dv": 128, "variant": "stalls", "calls": 1000}
     rows = [row, row | {"dtype": "bfloat16", "calls": 500}]
     found = {"processes": 8, "differing": ["a case"], "failures": []}
-    *counts, _ = performance_tables.stress_row({"machine": MACHINE, "rows": rows} | found)
-    assert counts == ["stalls", 1, 8, "1,500", 1, 0]
+    counts = performance_tables.stress_row({"machine": MACHINE, "rows": rows} | found)
+    assert list(counts) == ["stalls", 1, 8, "1,500", 1, 0]
 
 
 # --- traffic --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from tools import pages
 from tools.drawing import Row, amount
 from tools.pages import shown, table
 
-PAGE = pages.ROOT / "docs" / "io.md"
+PAGE = "io.md"
 FILE = "traffic"
 BEGIN = "<!-- traffic: python -m tools.traffic_table --write -->"
 END = "<!-- end of traffic -->"
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         result = json.loads((pages.RESULTS / f"{FILE}.json").read_text(encoding="utf-8"))
         return pages.updated(text, BEGIN, END, lines(result))
 
-    return pages.main(argv, __doc__, PAGE, update)
+    return pages.main(argv, __doc__, {PAGE: update})
 
 
 if __name__ == "__main__":
