@@ -7,8 +7,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-SOURCES = sorted((ROOT / "tileattn" / "kernels" / "src").iterdir())
+ALGORITHM = ROOT / "tileattn" / "algorithm"
+KERNELS = ROOT / "tileattn" / "kernels" / "src"
+SOURCES = sorted(KERNELS.iterdir())
 QUOTES = re.findall(r"<!-- from: (\S+) -->\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+CELL = re.compile(r"((?:`\w+`, )*`\w+`) in `(\w+\.\w+)`")
+COUNTERPARTS = sorted(
+    {(name, file) for names, file in CELL.findall(PAGE) for name in re.findall(r"\w+", names)}
+)
+# Starts tasks, or is another order of the loops, which no kernel has.
+GLUE = {"forward", "forward_by_keys", "update_tile", "finalize", "_multiply"}
 
 
 def missing(quote: str, text: str) -> list[str]:
@@ -31,9 +41,25 @@ def test_what_is_quoted_stands_in_the_file(path: str, quote: str) -> None:
 
 
 def test_the_loops_are_quoted() -> None:
-    kernels = ("forward.cu", "forward_sm90.cu")
-    wanted = ["tileattn/spec.py", *(f"tileattn/kernels/src/{name}" for name in kernels)]
-    assert [path for path, _ in QUOTES] == wanted
+    spec = "tileattn/algorithm/spec.py"
+    kernels = ("forward.cu", "backward_keys.cu", "forward_sm90.cu", "backward_sm90.cu")
+    forward, backward, *hopper = (f"tileattn/kernels/src/{name}" for name in kernels)
+    assert [path for path, _ in QUOTES] == [spec, forward, spec, backward, *hopper]
+
+
+@pytest.mark.parametrize(("name", "file"), COUNTERPARTS, ids=map(" in ".join, COUNTERPARTS))
+def test_a_counterpart_is_in_its_file(name: str, file: str) -> None:
+    if file.endswith(".py"):
+        text = (ALGORITHM / file).read_text(encoding="utf-8")
+        assert re.search(rf"^\s*(def|class) {name}\b", text, re.MULTILINE)
+    else:
+        assert re.search(rf"\b{name}\b", (KERNELS / file).read_text(encoding="utf-8"))
+
+
+def test_every_function_of_the_specification_has_a_counterpart() -> None:
+    text = (ALGORITHM / "spec.py").read_text(encoding="utf-8")
+    functions = set(re.findall(r"^def (\w+)", text, re.MULTILINE)) - GLUE
+    assert functions <= {name for name, file in COUNTERPARTS if file == "spec.py"}
 
 
 def test_a_line_that_is_not_in_the_file_is_found() -> None:
