@@ -44,7 +44,7 @@ def test_a_changed_result_makes_the_page_stale_and_writing_repairs_it(
     monkeypatch.setattr(performance_tables, "RESULTS", results)
     for page in performance_tables.PAGES:
         shutil.copy(pages.DOCS / page, tmp_path)
-    options = ["--docs", str(tmp_path)]
+    options = ["--folder", str(tmp_path)]
     assert performance_tables.main(["--check", *options]) == 1
     stale = [line.partition(" is stale")[0] for line in capsys.readouterr().out.splitlines()]
     assert stale == ["performance.md", "performance-cpu.md"]

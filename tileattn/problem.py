@@ -52,11 +52,11 @@ class Problem:
     scale : float
         Multiplies ``q @ k.T``.
     softcap : float or None
-        Cap of the scores.
+        Bound of the scaled products.
     window : (int or None, int or None)
-        Reach to the left and right; causal is folded into the right side.
+        Keys to the left and right; causal is a right side of 0.
     dropout_p : float
-        Share of the probabilities that is dropped.
+        Probability of dropping an entry.
     seed : int
         Of the dropout, below 2**64.
     ndim : int
@@ -88,7 +88,7 @@ class Problem:
 
     @property
     def accum_dtype(self) -> np.dtype[Any]:
-        """Type in which sums are kept and in which ``lse`` is given."""
+        """Accumulation dtype, which is that of ``lse``."""
         return DTYPES[3 if self.dtype == DTYPES[3] else 2]
 
     @property
@@ -109,9 +109,9 @@ class Operands(NamedTuple):
     memo : dict
         Where a backend keeps what it worked out: the next call of the same signature has it.
     bias, mask : array or None, broadcastable to (B, Hq, Nq, Nk), four axes
-        Added to the scores; booleans, True = seen.
+        Added to the scores; booleans, True = attended.
     block_mask : BlockMask or None
-        Blocks that are skipped.
+        Its empty blocks are skipped.
     alibi_slopes : array or None, shape (B or 1, Hq)
         Slope for each head.
     sinks : array or None, shape (Hq,)

@@ -36,18 +36,21 @@ def shown(value: Any, form: str = "") -> str:
 
 
 def main(
-    argv: list[str] | None, description: str | None, updates: Mapping[str, Callable[[str], str]]
+    argv: list[str] | None,
+    description: str | None,
+    updates: Mapping[str, Callable[[str], str]],
+    folder: Path = DOCS,
 ) -> int:
-    """Check or write some pages of the docs; the exit status is 1 where a check finds one stale."""
+    """Check or write some files of a folder; the exit status is 1 where a check finds one stale."""
     parser = argparse.ArgumentParser(description=description)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="say which pages are stale")
-    what.add_argument("--write", action="store_true", help="bring the pages up to date")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages (docs)")
+    what.add_argument("--check", action="store_true", help="say which files are stale")
+    what.add_argument("--write", action="store_true", help="bring the files up to date")
+    parser.add_argument("--folder", type=Path, default=folder, help=f"of the files ({folder.name})")
     arguments = parser.parse_args(argv)
     stale = False
     for name, update in updates.items():
-        page = arguments.docs / name
+        page = arguments.folder / name
         old = page.read_text(encoding="utf-8")
         new = update(old)
         if arguments.write:
