@@ -28,7 +28,7 @@ COMPARISONS = {
     "gpu_bf16": "Generic kernels, bf16",
     "gpu_fp16": "Generic kernels, fp16",
 }
-CPU = {"cpu": "AMD EPYC, AVX2", "cpu_avx512": "Intel Xeon, AVX-512"}
+CPU = {"cpu": "AMD EPYC", "cpu_avx512": "Intel Xeon, AVX-512"}
 BASELINES = {  # of the summary, where the fastest of cuDNN and FlashAttention-4 did not take part
     "gpu_f32": "efficient",
     "gpu_f64": "math",
