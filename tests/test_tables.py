@@ -63,6 +63,23 @@ def test_a_page_without_its_two_markers_is_refused(page: str) -> None:
 # --- performance ----------------------------------------------------------------------------------
 
 
+def test_the_summary_has_mean_and_extremes_of_the_speedups(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(performance_tables, "RESULTS", results)
+    result = json.loads((results / "gpu_f64.json").read_text(encoding="utf-8"))
+    rows = [row for row in result["rows"] if row["pass"] == "backward"][:3]
+    for row, speedup in zip(rows, (0.5, 2.0, None), strict=True):
+        row["speedup_over"] = {} if speedup is None else {"math": speedup}
+        row["tflops"]["tileattn"] = 30.0
+    (results / "gpu_f64.json").write_text(json.dumps(result | {"rows": rows}), encoding="utf-8")
+    ceilings = json.loads((results / "gpu_ceilings.json").read_text(encoding="utf-8"))
+    (line,) = performance_tables._summary("gpu_f64", ceilings)
+    title, baseline, *numbers = line
+    assert (title, baseline) == ("Float64, backward", "PyTorch, unfused")
+    assert numbers[:5] == [2, "1.00", "0.50", "2.00", "30"]
+
+
 def test_peaks_that_are_missing_say_why() -> None:
     refused = {"needs_bytes": 3e9, "free_bytes": 1}
     rows = ({"peak_bytes": 2_500_000}, {"failed": "MemoryError"}, refused, {"not_run": "slow"})
