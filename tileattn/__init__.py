@@ -1,7 +1,7 @@
 """Exact attention tile by tile, as FlashAttention computes it, in O(N) memory.
 
-``forward`` and ``backward`` take NumPy or CuPy arrays. The algorithm is an executable specification,
-``tileattn.algorithm.spec``.
+``forward`` and ``backward`` take NumPy or CuPy arrays. The algorithm is written once, as an
+executable specification, in ``tileattn.algorithm.spec``.
 """
 
 import importlib
