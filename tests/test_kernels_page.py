@@ -25,7 +25,7 @@ def missing(quote: str, text: str) -> list[str]:
     """Lines of a quote that a text does not have, in their order; comments are the quote's own."""
     at, absent = 0, []
     for line in map(str.strip, quote.splitlines()):
-        if line and not line.startswith("#"):
+        if line and not line.startswith(("#", "//")):
             part = line.removesuffix(";")  # the text may use the expression within another
             found = text.find(part, at)
             at = at if found < 0 else found + len(part)
@@ -37,14 +37,13 @@ def missing(quote: str, text: str) -> list[str]:
 def test_what_is_quoted_stands_in_the_file(path: str, quote: str) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
     assert missing(quote, text) == []
-    assert quote.count("\n") > 5
+    assert quote.count("\n") > 1
 
 
-def test_the_loops_are_quoted() -> None:
-    spec = "tileattn/algorithm/spec.py"
-    kernels = ("forward.cu", "backward_keys.cu", "forward_sm90.cu", "backward_sm90.cu")
-    forward, backward, *hopper = (f"tileattn/kernels/src/{name}" for name in kernels)
-    assert [path for path, _ in QUOTES] == [spec, forward, spec, backward, *hopper]
+def test_both_sides_are_quoted() -> None:
+    quoted = {path.rpartition("/")[2] for path, _ in QUOTES}
+    assert {"spec.py", "scores.py", "mask.py", "softmax.py", "philox.py"} <= quoted
+    assert {"forward.cu", "backward_keys.cu", "forward_sm90.cu", "backward_sm90.cu"} <= quoted
 
 
 @pytest.mark.parametrize(("name", "file"), COUNTERPARTS, ids=map(" in ".join, COUNTERPARTS))
