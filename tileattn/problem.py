@@ -88,7 +88,7 @@ class Problem:
 
     @property
     def accum_dtype(self) -> np.dtype[Any]:
-        """Accumulation dtype, which is that of ``lse``."""
+        """Type in which sums are kept and in which ``lse`` is given."""
         return DTYPES[3 if self.dtype == DTYPES[3] else 2]
 
     @property
