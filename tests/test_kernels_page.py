@@ -61,6 +61,13 @@ def test_every_function_of_the_specification_has_a_counterpart() -> None:
     assert functions <= {name for name, file in COUNTERPARTS if file == "spec.py"}
 
 
+def test_every_module_of_the_page_exists() -> None:
+    folders = [ROOT / "tileattn", ROOT / "tileattn" / "kernels", ROOT]
+    modules = set(re.findall(r"`((?:\w+/)+\w+\.py)`", PAGE))
+    assert len(modules) > 10
+    assert [x for x in sorted(modules) if not any((f / x).exists() for f in folders)] == []
+
+
 def test_a_line_that_is_not_in_the_file_is_found() -> None:
     assert missing("a = b\n# a comment\nc = d\n", "x\na = b\n") == ["c = d"]
     assert missing("a = b\nc = d\n", "c = d\na = b\n") == ["c = d"]
