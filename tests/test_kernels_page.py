@@ -43,7 +43,7 @@ def test_what_is_quoted_stands_in_the_file(path: str, quote: str) -> None:
 def test_both_sides_are_quoted() -> None:
     quoted = {path.rpartition("/")[2] for path, _ in QUOTES}
     assert {"spec.py", "scores.py", "mask.py", "softmax.py", "philox.py"} <= quoted
-    assert {"forward.cu", "backward_keys.cu", "forward_sm90.cu", "backward_sm90.cu"} <= quoted
+    assert {"forward.cu", "backward_dkdv.cu", "forward_sm90.cu", "backward_sm90.cu"} <= quoted
 
 
 @pytest.mark.parametrize(("name", "file"), COUNTERPARTS, ids=map(" in ".join, COUNTERPARTS))
