@@ -62,7 +62,7 @@ def normalised(forward: Forward) -> Forward:
     sinks = np.asarray([-np.inf] if o.sinks is None else o.sinks).astype(S.dtype)[:, np.newaxis]
     largest = np.maximum(S.max(axis=-1), sinks)
     shift = np.where(np.isfinite(largest), largest, 0)[..., np.newaxis]
-    P = np.where(forward.seen, np.exp(S - shift), 0)
+    P = np.where(forward.attended, np.exp(S - shift), 0)
     total = P.sum(axis=-1, keepdims=True) + np.exp(sinks[..., np.newaxis] - shift)
     P = P / np.where(total > 0, total, 1)
     return replace(forward, P=P, out=(P * forward.kept) @ forward.v)

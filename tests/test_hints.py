@@ -46,7 +46,7 @@ def test_a_mask_that_is_to_be_added() -> None:
 def test_a_mask_of_keys() -> None:
     message = (
         f"mask {MISSHAPEN}; mask[:, None, None, :] has the keys of each batch entry, "
-        "and kv_lengths= hides those past an end"
+        "and kv_lengths= masks out those past an end"
     )
     refused(ValueError, message, mask=np.ones((B, NK), bool))
 

@@ -42,13 +42,16 @@ def test_a_changed_result_makes_the_page_stale_and_writing_repairs_it(
     result["rows"][0]["gflops"]["tileattn"] += 1234
     (results / "cpu.json").write_text(json.dumps(result), encoding="utf-8")
     monkeypatch.setattr(performance_tables, "RESULTS", results)
-    page = Path(shutil.copy(performance_tables.PAGE, tmp_path))
-    options = ["--page", str(page)]
+    for page in performance_tables.PAGES:
+        shutil.copy(pages.DOCS / page, tmp_path)
+    options = ["--folder", str(tmp_path)]
     assert performance_tables.main(["--check", *options]) == 1
-    assert "performance.md is stale" in capsys.readouterr().out
+    stale = [line.partition(" is stale")[0] for line in capsys.readouterr().out.splitlines()]
+    assert stale == ["performance.md", "performance-cpu.md"]
     assert performance_tables.main(["--write", *options]) == 0
     assert performance_tables.main(["--check", *options]) == 0
-    assert "| 1288 |" in page.read_text(encoding="utf-8")
+    for page in stale:
+        assert "| 1288 |" in (tmp_path / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", ["", "B", "E", "E\nB", "BEBE", "BEE"])
@@ -58,6 +61,23 @@ def test_a_page_without_its_two_markers_is_refused(page: str) -> None:
 
 
 # --- performance ----------------------------------------------------------------------------------
+
+
+def test_the_summary_has_mean_and_extremes_of_the_speedups(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(performance_tables, "RESULTS", results)
+    result = json.loads((results / "gpu_f64.json").read_text(encoding="utf-8"))
+    rows = [row for row in result["rows"] if row["pass"] == "backward"][:3]
+    for row, speedup in zip(rows, (0.5, 2.0, None), strict=True):
+        row["speedup_over"] = {} if speedup is None else {"math": speedup}
+        row["tflops"]["tileattn"] = 30.0
+    (results / "gpu_f64.json").write_text(json.dumps(result | {"rows": rows}), encoding="utf-8")
+    ceilings = json.loads((results / "gpu_ceilings.json").read_text(encoding="utf-8"))
+    (line,) = performance_tables._summary("gpu_f64", ceilings)
+    title, baseline, *numbers = line
+    assert (title, baseline) == ("Float64, backward", "PyTorch, unfused")
+    assert numbers[:5] == [2, "1.00", "0.50", "2.00", "30"]
 
 
 def test_peaks_that_are_missing_say_why() -> None:
@@ -94,21 +114,25 @@ def test_calls_with_nan_stand_beside_the_clean_one() -> None:
     rows = [
         call | {"values": "clean", "ms": 0.25, "slowdown": 1.0},
         call | {"values": "one nan in k", "ms": 0.4, "slowdown": 1.6},
+        call | {"values": "all of q inf", "ms": 0.5, "slowdown": 2.0},
         call | {"pass": "backward", "failed": "MemoryError: no"},
     ]
     lines = list(performance_tables.nonfinite({"machine": MACHINE, "rows": rows}))
-    head, _, forward, backward = lines[2:-1]
-    assert head == "| case | dtype | N | D | pass | clean, ms | one nan in k |"
-    assert forward == "| reference | fp16 | 4096 | 128 | forward | 0.250 | 1.60 |"
-    assert backward == "| reference | fp16 | 4096 | 128 | backward |  |  |"
+    single, many = lines.index("One value:"), lines.index("Many values:")
+    head, _, forward, backward = lines[single + 2 : many - 1]
+    assert head == "| call | pass | finite, ms | one nan in k |"
+    assert forward == "| reference, fp16, N = 4096, D = 128 | forward | 0.250 | 1.60 |"
+    assert backward == "| reference, fp16, N = 4096, D = 128 | backward |  |  |"
+    assert lines[many + 2] == "| call | pass | finite, ms | all of q inf |"
+    assert lines[many + 4].endswith("| 0.250 | 2.00 |")
 
 
 def test_what_the_stress_test_ran_is_counted() -> None:
     row = {"dtype": "float16", "D": 64, "Dv": 128, "variant": "stalls", "calls": 1000}
     rows = [row, row | {"dtype": "bfloat16", "calls": 500}]
     found = {"processes": 8, "differing": ["a case"], "failures": []}
-    *counts, _ = performance_tables.stress_row({"machine": MACHINE, "rows": rows} | found)
-    assert counts == ["stalls", 1, 8, "1,500", 1, 0]
+    counts = performance_tables.stress_row({"machine": MACHINE, "rows": rows} | found)
+    assert list(counts) == ["stalls", 1, 8, "1,500", 1, 0]
 
 
 # --- traffic --------------------------------------------------------------------------------------
@@ -128,7 +152,8 @@ def test_counted_bytes_stand_beside_the_model_and_the_paper() -> None:
         "| FlashAttention, the paper | its GPU | 66.6 | 40.3 |  | 7.3 |",
         "| tileattn | A GPU | 70.0 | 0.0045 | 8e-06 | 1.23 |",
         "| CuPy | A GPU | 60.0 |  |  |  |",
-        "| 2 | 16 | 512 | 64 | fp16 | 128 x 64 | 5 MB | 9 GB | 8 kB | 4.5 MB |  |  | 1.23 |  |  |",
+        "| 2 | 512 | 128 x 64 | 5 MB | 9 GB | 8 kB | 4.5 MB |  |  |",
+        "| 2 | 512 | 128 x 64 | 1.23 |  |  |",
         "CuPy did not run at N = 512: `too big`.",
     ):
         assert line in lines

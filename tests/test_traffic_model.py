@@ -79,12 +79,10 @@ def test_a_density_stands_for_a_block_mask(
     options = {"block_mask": BlockMask(blocks, tile)}
     sizes = (counts[0] * tile[0], counts[1] * tile[1], 3, 5)
     problem, operands = call((2, 4, 2), sizes, options)
-    shares: list[Any] = [float(blocks.mean()), Fraction(int(blocks.sum()), blocks.size)]
-    for share in shares:
+    densities: list[Any] = [float(blocks.mean()), Fraction(int(blocks.sum()), blocks.size)]
+    for d in densities:
         for which in EVERY:
-            assert modelled(problem, tile, *which, share) == counted(
-                problem, operands, tile, *which
-            )
+            assert modelled(problem, tile, *which, d) == counted(problem, operands, tile, *which)
 
 
 def test_no_block_at_all() -> None:
@@ -210,7 +208,7 @@ def test_operations_of_square_heads() -> None:
     problem, _ = call((2, 4, 2), (30, 50, 8, 8))
     assert flops(problem) == 4 * 2 * 4 * 30 * 50 * 8
     assert flops(problem, "backward") == 2.5 * flops(problem)
-    assert flops(problem, share=0.25) == flops(problem) / 4
+    assert flops(problem, density=0.25) == flops(problem) / 4
 
 
 def test_the_standard_algorithm_skips_and_recomputes_nothing() -> None:
@@ -230,14 +228,14 @@ def test_the_standard_algorithm_skips_and_recomputes_nothing() -> None:
         ({"kind": "sideways"}, r"kind is 'sideways'; forward, backward are accepted"),
         ({"tile": (0, 4)}, r"tile is \(0, 4\); queries and keys of a tile must be 1 or more"),
         ({"heads_per_load": 0}, r"heads_per_load is 0; 1 or more is accepted"),
-        ({"share": 1.5}, r"share is 1.5; a part of all blocks, from 0 to 1, is accepted"),
+        ({"density": 1.5}, r"density is 1.5; a number from 0 to 1 is accepted"),
     ],
 )
 def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
     problem, operands = call((1, 1, 1), (8, 8, 4, 4))
     with pytest.raises(ValueError, match=f"^{message}$"):
         modelled(problem, **{"tile": (4, 4), **wrong})
-    if "share" not in wrong:
+    if "density" not in wrong:
         with pytest.raises(ValueError, match=f"^{message}$"):
             counted(problem, operands, **{"tile": (4, 4), **wrong})
 
@@ -247,7 +245,7 @@ def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
     [
         ({"kv_lengths": [3]}, r"uses kv_lengths, which sizes do not tell; counted\(\) looks at"),
         ({"q_offset": [3]}, r"uses q_offset, which sizes do not tell"),
-        ({"block_mask": BlockMask(np.ones((1, 1), bool))}, r"share= stands for a block mask$"),
+        ({"block_mask": BlockMask(np.ones((1, 1), bool))}, r"density= stands for a block mask$"),
     ],
     ids=["kv_lengths", "q_offset", "block_mask"],
 )

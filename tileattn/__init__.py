@@ -1,7 +1,7 @@
-"""Exact attention, the FlashAttention way: block by block, in O(N) memory, without a framework.
+"""Exact attention tile by tile, as FlashAttention computes it, in O(N) memory.
 
-``forward`` and ``backward`` take NumPy arrays; every mask and bias has its gradient, and the same
-call gives the same bits. The algorithm is written once, readably, in ``tileattn.algorithm.spec``.
+``forward`` and ``backward`` take NumPy or CuPy arrays. The algorithm is written once, as an
+executable specification, in ``tileattn.algorithm.spec``.
 """
 
 import importlib

@@ -32,7 +32,7 @@ def forward(
     out: Any | None = None,
     **options: Unpack[Options],
 ) -> Attention:
-    """Exact attention, block by block with online softmax.
+    """Exact attention, tile by tile with online softmax.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def forward(
     -------
     Attention
         Named tuple ``(out, lse)``: the output, and the natural logarithm of the sum of the
-        exponentials of the scores that each query sees.
+        exponentials of the scores of each query.
 
     Other Parameters
     ----------------
@@ -68,23 +68,23 @@ def forward(
     bias : array, floating, broadcastable to (B, Hq, Nq, Nk), or None
         Added to the scores; has a gradient.
     causal : bool
-        Key j is seen only where ``j <= p``.
+        Query at p attends to keys ``j <= p``.
     window : (int or None, int or None), or None
-        ``(left, right)``: key j is seen only where ``p - left <= j <= p + right``; None leaves a
+        ``(left, right)``: query at p attends to keys ``p - left <= j <= p + right``; None leaves a
         side open.
     mask : array of bool, broadcastable to (B, Hq, Nq, Nk), or None
-        True = seen.
+        True = attended.
     block_mask : BlockMask or None
-        Blocks that are skipped are neither loaded nor computed.
+        Empty blocks are neither loaded nor computed.
     kv_lengths : array of int, shape (B,), or None
-        Keys at and past the length are not seen.
+        Keys at and past the length are masked out.
     q_offset : int, array of int of shape (B,), or None
         Position p of query i is ``i + q_offset``; None is ``kv_length - Nq`` (aligned at the bottom
         right), 0 aligns at the top left.
     sinks : array, floating, shape (Hq,), or None
         Logits that join the softmax denominator only; has a gradient.
     dropout_p : float
-        Share of the probabilities that is dropped; what stays is divided by ``1 - dropout_p``.
+        Probability of dropping an entry; kept entries are divided by ``1 - dropout_p``.
     seed : int
         Of the dropout, from 0 to 2**64 - 1.
 
@@ -95,7 +95,7 @@ def forward(
     BackendUnavailableError
         Where the backend cannot run here.
     UnsupportedError
-        Where the backend does not serve this problem.
+        Where the backend does not support this problem.
 
     Notes
     -----
@@ -105,10 +105,10 @@ def forward(
         s = softcap * tanh(s / softcap)
         s = s - alibi_slope * |p - j| + bias_ij
 
-    and the output is the mean of the values of all seen keys, weighted by the softmax of s.
+    and the output is the mean of the values of all visible keys, weighted by the softmax of s.
 
-    A query that sees no key, or only scores of -inf, has output 0 and lse -inf (its sink, where
-    there are sinks).
+    A query that attends to no key, or has only scores of -inf, has output 0 and lse -inf (its sink,
+    where there are sinks).
 
     References
     ----------
@@ -164,19 +164,19 @@ def backward(
     Parameters
     ----------
     dout : array, shape and dtype of out
-        Gradient that arrives at the output.
+        Upstream gradient of out.
     q, k, v : array
         As given to ``forward``.
     out, lse : array
         As ``forward`` has returned them.
     dlse : array, shape and dtype of lse, or None
-        Gradient that arrives at the logsumexp.
+        Upstream gradient of lse.
     deterministic : bool
-        Ask for the same bits on every run; on the CPU they always are.
+        Ask for bitwise reproducible gradients; on the CPU they always are.
     backend : str
         As for ``forward``.
     workspace : array of uint8, shape (n,), or None
-        Memory to use besides the results; None takes it from where results come from, CuPy's pool.
+        Memory to use besides the results; None takes it from CuPy's pool, as the results.
         At least ``explain(q, k, v, **options).workspace_bytes`` bytes, contiguous and writable, on
         the device of q, from a multiple of 256 bytes on, and sharing none with an input. What it
         holds is overwritten.
@@ -196,7 +196,7 @@ def backward(
     BackendUnavailableError
         Where the backend cannot run here.
     UnsupportedError
-        Where the backend does not serve this problem, or takes no workspace.
+        Where the backend does not support this problem, or takes no workspace.
 
     Notes
     -----
@@ -212,8 +212,8 @@ def backward(
     large that its rounding shows, it is computed again from these keys, and the one given counts
     only where it is larger by more than rounding explains.
 
-    A workspace may serve one call after the other on one stream, of any sizes that it has room
-    for; calls that may run at the same time need one each. The bytes that ``explain`` gives are
+    One workspace is enough for calls that run one after the other on one stream; calls that may run
+    at the same time need one each. The bytes that ``explain`` gives are
     enough with and without ``deterministic``, where lse and the rows of dout and out are
     contiguous, as ``forward`` returns them; for copies of others more are needed, and the error
     says how many. On the CPU none are, and a workspace is left as it is.
@@ -334,7 +334,7 @@ def explain(
     Returns
     -------
     Explanation
-        Backend, kernel, tile sizes, fast memory, tiles visited, a model of the bytes moved, and
+        Backend, kernel, tile sizes, fast memory, tiles by kind, a model of the bytes moved, and
         the reasons. ``str()`` of it is a short report.
 
     Raises
@@ -344,7 +344,7 @@ def explain(
     BackendUnavailableError
         Where the backend cannot run here.
     UnsupportedError
-        Where the backend does not serve this problem.
+        Where the backend does not support this problem.
 
     Examples
     --------

@@ -37,7 +37,7 @@ def vjp(
     BackendUnavailableError
         Where the backend cannot run here.
     UnsupportedError
-        Where the backend does not serve this problem.
+        Where the backend does not support this problem.
 
     Notes
     -----

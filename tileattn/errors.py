@@ -1,12 +1,12 @@
-"""The library's own errors; a plain mistake in an argument is a TypeError or ValueError."""
+"""The library's own errors; an invalid argument is a TypeError or ValueError."""
 
 
 class BackendUnavailableError(RuntimeError):
-    """A backend exists but cannot run here; the message ends with the command that mends it."""
+    """A backend exists but cannot run here; the message ends with the command that fixes it."""
 
 
 class UnsupportedError(NotImplementedError):
-    """A legal request that this backend does not serve; the message names one that does."""
+    """A valid call that this backend does not support; the message names one that does."""
 
 
 class KernelCompileError(RuntimeError):

@@ -31,4 +31,4 @@ def of_keys(name: str, x: Any, shape: tuple[int, int, int, int]) -> str:
     if x.shape != (B, Nk):
         return ""
     of_each = f"; {name}[:, None, None, :] has the keys of each batch entry"
-    return f"{of_each}, and kv_lengths= hides those past an end" if name == "mask" else of_each
+    return f"{of_each}, and kv_lengths= masks out those past an end" if name == "mask" else of_each

@@ -48,11 +48,11 @@ class Problem:
     scale : float
         Multiplies ``q @ k.T``.
     softcap : float or None
-        Cap of the scores.
+        Bound of the scaled products.
     window : (int or None, int or None)
-        Reach to the left and right; causal is folded into the right side.
+        Keys to the left and right; causal is a right side of 0.
     dropout_p : float
-        Share of the probabilities that is dropped.
+        Probability of dropping an entry.
     seed : int
         Of the dropout, below 2**64.
     ndim : int
@@ -103,9 +103,9 @@ class Operands(NamedTuple):
     kv_lengths, q_offset : array of int64, shape (B,)
         Keys that exist, and position of query 0, for each batch entry.
     bias, mask : array or None, broadcastable to (B, Hq, Nq, Nk), four axes
-        Added to the scores; booleans, True = seen.
+        Added to the scores; booleans, True = attended.
     block_mask : BlockMask or None
-        Blocks that are skipped.
+        Its empty blocks are skipped.
     alibi_slopes : array or None, shape (B or 1, Hq)
         Slope for each head.
     sinks : array or None, shape (Hq,)

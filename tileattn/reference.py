@@ -1,11 +1,11 @@
-"""Attention as textbooks write it: whole score matrices, in float64, one line for each equation.
+"""Unfused attention in float64: whole score matrices, one line for each equation.
 
-This is the oracle that every other computation in the package is held to, so it shares no code with
-them. It is quadratic in memory, and made for arguments that ``tileattn.forward`` accepts: their
-validation is not repeated here.
+This is the oracle that every other computation in the package is tested against, so it shares no
+code with them. It takes quadratic memory, and arguments that ``tileattn.forward`` accepts: it does
+not validate them again.
 
-Hidden pairs are selected away, not multiplied by zero: what a hidden key, value or query holds (NaN
-included) never enters a sum. Everything else is IEEE arithmetic on the formulas as written.
+Masked-out pairs are excluded, not multiplied by zero: what a masked-out key, value or query holds
+(NaN included) never enters a sum. Everything else is IEEE arithmetic on the formulas.
 """
 
 import math
@@ -29,7 +29,7 @@ def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
     Parameters
     ----------
     q : array, shape (B, Hq, Nq, D)
-        Queries. ``(Hq, Nq, D)`` and ``(Nq, D)`` are accepted and answered in kind.
+        Queries. ``(Hq, Nq, D)`` and ``(Nq, D)`` are accepted, too.
     k : array, shape (B, Hkv, Nk, D)
         Keys.
     v : array, shape (B, Hkv, Nk, Dv)
@@ -85,13 +85,13 @@ def backward(
     Parameters
     ----------
     dout : array, shape (B, Hq, Nq, Dv)
-        Gradient arriving at ``out``.
+        Upstream gradient of ``out``.
     q, k, v : array
         As in ``forward``.
     out, lse : array, optional
         Accepted so that the call is that of ``tileattn.backward``; the oracle computes its own.
     dlse : array, shape (B, Hq, Nq), optional
-        Gradient arriving at ``lse``.
+        Upstream gradient of ``lse``.
     deterministic : bool
         Accepted for the same reason; the oracle always is.
     **options
@@ -110,7 +110,7 @@ def backward(
     Notes
     -----
     ``dP = keep (dout v^T) / (1 - dropout_p)``, ``delta_i = sum_j P dP``,
-    ``dS = P (dP - delta + dlse)``; the rest is the chain rule for each term of the score.
+    ``dS = P (dP - delta + dlse)``; the rest is the chain rule for each score modifier.
 
     References
     ----------
@@ -156,7 +156,7 @@ class Forward:
     visible: Array
     capped: Array
     scores: Array
-    seen: Array
+    attended: Array
     lse: Array
     P: Array
     kept: Array
@@ -186,7 +186,7 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scale = 1 / math.sqrt(max(D, 1)) if o.scale is None else float(o.scale)
     shape = (B, Hq, Nq, Nk)
-    with np.errstate(all="ignore"):  # what IEEE arithmetic makes of NaN and infinity is the answer
+    with np.errstate(all="ignore"):  # NaN and infinity propagate as IEEE arithmetic has it
         raw = scale * (q @ k.swapaxes(2, 3))
         capped = raw if o.softcap is None else _softcap(raw, float(o.softcap))
         scores = capped
@@ -195,15 +195,17 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
         if o.bias is not None:
             scores = scores + np.asarray(o.bias).astype(dtype)
         visible = visibility(shape, options)
-        seen = visible & (scores != -np.inf)
-        scores = np.where(seen, scores, -np.inf)
+        attended = visible & (scores != -np.inf)
+        scores = np.where(attended, scores, -np.inf)
 
         lse = _logsumexp(scores, o, dtype)
-        P = _select(seen, np.exp(scores - lse[..., np.newaxis]))
+        P = _select(attended, np.exp(scores - lse[..., np.newaxis]))
         kept = keep(shape, float(o.dropout_p), int(o.seed))
         kept = kept / np.asarray(1 - float(o.dropout_p), dtype)
-        out = _sum_over_seen(P * kept, seen, v)
-    return Forward(o, group, Hkv, scale, q, k, v, visible, capped, scores, seen, lse, P, kept, out)
+        out = _masked_matmul(P * kept, attended, v)
+    return Forward(
+        o, group, Hkv, scale, q, k, v, visible, capped, scores, attended, lse, P, kept, out
+    )
 
 
 def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
@@ -211,16 +213,16 @@ def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
     o, dtype = f.options, f.q.dtype
     dout = _four_axes(np.asarray(dout)).astype(dtype)
     with np.errstate(all="ignore"):
-        dv = _sum_over_seen(_transpose(f.P * f.kept), _transpose(f.seen), dout)
-        dP = _select(f.seen, (dout @ _transpose(f.v)) * f.kept)
-        delta = np.sum(_select(f.seen, f.P * dP), axis=-1)
+        dv = _masked_matmul(_transpose(f.P * f.kept), _transpose(f.attended), dout)
+        dP = _select(f.attended, (dout @ _transpose(f.v)) * f.kept)
+        delta = np.sum(_select(f.attended, f.P * dP), axis=-1)
         dlog = -delta if dlse is None else _like(dlse, delta).astype(dtype) - delta
-        dS = _select(f.seen, f.P * (dP + dlog[..., np.newaxis]))
+        dS = _select(f.attended, f.P * (dP + dlog[..., np.newaxis]))
         draw = dS
         if o.softcap is not None:
-            draw = _select(f.seen, dS * (1 - (f.capped / float(o.softcap)) ** 2))
-        dq = f.scale * _sum_over_seen(draw, f.seen, f.k)
-        dk = f.scale * _sum_over_seen(_transpose(draw), _transpose(f.seen), f.q)
+            draw = _select(f.attended, dS * (1 - (f.capped / float(o.softcap)) ** 2))
+        dq = f.scale * _masked_matmul(draw, f.attended, f.k)
+        dk = f.scale * _masked_matmul(_transpose(draw), _transpose(f.attended), f.q)
 
         dbias = None if o.bias is None else _sum_to_shape(dS, np.shape(o.bias))
         dsinks = None
@@ -233,7 +235,7 @@ def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
 
 
 def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDArray[np.bool_]:
-    """Which query sees which key by the masks alone, (B, Hq, Nq, Nk)."""
+    """Whether each query attends to each key, by the masks alone, (B, Hq, Nq, Nk)."""
     o = _options(options)
     j = np.arange(shape[3])
     p = _positions(o, shape)
@@ -297,7 +299,7 @@ def _softcap(raw: Array, cap: float) -> Array:
 
 
 def _logsumexp(scores: Array, o: Options, dtype: Any) -> Array:
-    """``log(sum_j exp(S_ij) + exp(sink))``; the shift by the largest term avoids overflow."""
+    """``log(sum_j exp(S_ij) + exp(sink))``; subtracting the largest term avoids overflow."""
     largest = np.max(scores, axis=-1, initial=-np.inf)
     if o.sinks is not None:
         largest = np.maximum(largest, _sinks(o, dtype))
@@ -331,20 +333,20 @@ def _slopes(o: Options) -> Array:
     return np.asarray(o.alibi_slopes).astype(np.float64)[..., np.newaxis, np.newaxis]
 
 
-def _sum_over_seen(weights: Array, seen: Array, x: Array) -> Array:
-    """``sum_j weights[i, j] x[j]`` over the ``j`` that ``i`` sees, and over no others."""
-    weights = _select(seen, weights)
+def _masked_matmul(P: Array, attended: Array, x: Array) -> Array:
+    """``sum_j P[i, j] x[j]`` over the ``j`` that ``i`` attends to, and over no others."""
+    P = _select(attended, P)
     if np.isfinite(x).all():
-        return np.asarray(weights @ x)
-    total = np.zeros((*weights.shape[:-1], x.shape[-1]), x.dtype)
-    for b, h, i in np.ndindex(weights.shape[:-1]):
-        row = seen[b, h, i]
-        total[b, h, i] = weights[b, h, i, row] @ x[b, h, row]
+        return np.asarray(P @ x)
+    total = np.zeros((*P.shape[:-1], x.shape[-1]), x.dtype)
+    for b, h, i in np.ndindex(P.shape[:-1]):
+        row = attended[b, h, i]
+        total[b, h, i] = P[b, h, i, row] @ x[b, h, row]
     return total
 
 
-def _select(seen: Array, x: Array) -> Array:
-    return np.where(seen, x, np.zeros((), x.dtype))
+def _select(attended: Array, x: Array) -> Array:
+    return np.where(attended, x, np.zeros((), x.dtype))
 
 
 def _sum_over_group(x: Array, group: int, Hkv: int) -> Array:

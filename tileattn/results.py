@@ -11,8 +11,8 @@ class Attention(NamedTuple):
     out : array, shape (B, Hq, Nq, Dv)
         Weighted sums of the values; dtype of ``q``. Without the leading axes that ``q`` lacks.
     lse : array, shape (B, Hq, Nq)
-        Natural logarithm of the sum of the exponentials of the scores that each query sees, its
-        sink included; float64 where ``q`` is float64, float32 otherwise.
+        Logsumexp (natural) of the scores of each query, its sink included; float64 where ``q`` is
+        float64, float32 otherwise.
     """
 
     out: Any

@@ -1,11 +1,12 @@
 """Generated parts of the docs: what stands between two markers of a page."""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -35,20 +36,26 @@ def shown(value: Any, form: str = "") -> str:
 
 
 def main(
-    argv: list[str] | None, description: str | None, page: Path, update: Callable[[str], str]
+    argv: list[str] | None,
+    description: str | None,
+    updates: Mapping[str, Callable[[str], str]],
+    folder: Path = DOCS,
 ) -> int:
-    """Check or write a page; the exit status is 1 where a check finds it stale."""
+    """Check or write some files of a folder; the exit status is 1 where a check finds one stale."""
     parser = argparse.ArgumentParser(description=description)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="say whether the page is up to date")
-    what.add_argument("--write", action="store_true", help="bring the page up to date")
-    parser.add_argument("--page", type=Path, default=page, help=f"({page.name})")
+    what.add_argument("--check", action="store_true", help="say which files are stale")
+    what.add_argument("--write", action="store_true", help="bring the files up to date")
+    parser.add_argument("--folder", type=Path, default=folder, help=f"of the files ({folder.name})")
     arguments = parser.parse_args(argv)
-    old = arguments.page.read_text(encoding="utf-8")
-    new = update(old)
-    if arguments.write:
-        arguments.page.write_text(new, encoding="utf-8", newline="\n")
-        return 0
-    if new != old:
-        print(f"{arguments.page.name} is stale: run the command in its marker")
-    return int(new != old)
+    stale = False
+    for name, update in updates.items():
+        page = arguments.folder / name
+        old = page.read_text(encoding="utf-8")
+        new = update(old)
+        if arguments.write:
+            page.write_text(new, encoding="utf-8", newline="\n")
+        elif new != old:
+            print(f"{name} is stale: run the command in its marker")
+            stale = True
+    return int(stale)

@@ -1,8 +1,10 @@
-"""Write the tables of docs/performance.md from benchmarks/results, or check that they are fresh."""
+"""Write the tables of docs/performance*.md from benchmarks/results, or check them."""
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 from benchmarks import gpu, roofline
@@ -10,11 +12,35 @@ from benchmarks.report import Row
 from tools import pages
 from tools.pages import RESULTS, shown, table
 
-PAGE = pages.ROOT / "docs" / "performance.md"
 BEGIN = "<!-- tables: python -m tools.performance_tables --write -->"
 END = "<!-- end of tables -->"
-GPU_BEGIN = BEGIN.replace("tables:", "GPU tables:")
-GPU_END = END.replace("tables", "GPU tables")
+
+# Results files of comparisons, in the order of the pages, each with its title.
+COMPARISONS = {
+    "gpu_forward_bf16": "Forward, bf16",
+    "gpu_forward_fp16": "Forward, fp16",
+    "gpu_backward_bf16": "Backward, bf16",
+    "gpu_backward_fp16": "Backward, fp16",
+    "gpu_shapes": "Forward, bf16, other shapes",
+    "gpu_backward_shapes": "Backward, bf16, other shapes",
+    "gpu_f32": "Float32",
+    "gpu_f64": "Float64",
+    "gpu_bf16": "Generic kernels, bf16",
+    "gpu_fp16": "Generic kernels, fp16",
+}
+CPU = {"cpu": "AMD EPYC", "cpu_avx512": "Intel Xeon, AVX-512"}
+BASELINES = {  # of the summary, where the fastest of cuDNN and FlashAttention-4 did not take part
+    "gpu_f32": "efficient",
+    "gpu_f64": "math",
+    "gpu_bf16": "flash",
+    "gpu_fp16": "flash",
+}
+NAMES = {
+    "best": "cuDNN or FlashAttention-4",
+    "efficient": "PyTorch, memory-efficient",
+    "math": "PyTorch, unfused",
+    "flash": "FlashAttention-2",
+}
 
 # Fields whose column has another heading than their name, or a format.
 HEADINGS = {
@@ -25,9 +51,9 @@ HEADINGS = {
     "launch_overhead_us": "CPU launch overhead, us",
     "tflops": "TFLOP/s",
     "gbytes_per_second": "GB/s",
-    "compute_ms": "compute bound, ms",
-    "exp_ms": "exp bound, ms",
-    "memory_ms": "memory bound, ms",
+    "compute_ms": "compute, ms",
+    "exp_ms": "exp, ms",
+    "memory_ms": "memory, ms",
     "percent": "% of roofline",
 }
 FORMATS = {
@@ -37,38 +63,113 @@ FORMATS = {
     **dict.fromkeys(("tflops", "deterministic", "gbytes_per_second"), ".0f"),
 }
 COLUMNS = {
-    "options": "pass dtype N D option ms bytes_ms overhead_percent beyond_bytes_percent",
-    "sparse": "pass dtype N D case density ms speedup",
-    "host": "pass implementation launch_overhead_us",
+    "options": "pass N option ms bytes_ms overhead_percent beyond_bytes_percent",
+    "sparse": "pass N case density ms speedup",
+    "host": "pass N implementation launch_overhead_us",
     "ceilings": "ceiling dtype tflops gbytes_per_second",
     "bounds": "pass dtype D causal compute_ms exp_ms memory_ms ms percent file",
-    "comparison": "pass case dtype D N causal tflops deterministic percent best",
+    "comparison": "case D N causal tflops deterministic percent best",
 }
 BOUNDS_AT = 8192  # keys, in all grids of the GPU
 
 
-def lines() -> Iterator[str]:
+def summary_lines() -> Iterator[str]:
+    """Make the summary: one line for each comparison and pass."""
+    ceilings = _load("gpu_ceilings")
+    head = ["", "baseline", "cases", "speedup, mean", "least", "most", "TFLOP/s", "% of roofline"]
+    yield from table(head, (line for name in COMPARISONS for line in _summary(name, ceilings)))
+    yield f"Measured on an {ceilings['machine']['gpu']}."
+    yield ""
+    head = ["", "baseline", "cases", "speedup, mean", "least", "most", "GFLOP/s"]
+    yield from table(head, (line for name in CPU for line in _cpu_summary(name)))
+
+
+def _summary(name: str, ceilings: Row) -> Iterator[list[Any]]:
+    """Sum up each pass of a comparison: speedups, and the largest TFLOP/s and % of roofline."""
+    result, baseline = _load(name), BASELINES.get(name)
+    percents = roofline.percents(result, ceilings)
+    for kind in ("forward", "backward"):
+        found = [
+            (gpu.best(row) if baseline is None else row["speedup_over"].get(baseline), row, percent)
+            for row, percent in zip(result["rows"], percents, strict=True)
+            if row["pass"] == kind and row["speedup_over"]
+        ]
+        if not found:
+            continue
+        rivals = NAMES["best" if baseline is None else baseline]
+        title = COMPARISONS[name]
+        title = title if title.startswith(kind.title()) else f"{title}, {kind}"
+        speed = max(row["tflops"]["tileattn"] for _, row, _ in found)
+        known = [percent for *_, percent in found if percent is not None]
+        speedups = [speedup for speedup, *_ in found if speedup is not None]
+        yield [title, rivals, *_spread(speedups), f"{speed:.0f}", shown(max(known), ".0f")]
+
+
+def _cpu_summary(name: str) -> Iterator[list[Any]]:
+    """Sum up each pass of a comparison on a CPU."""
+    rows = _load(name)["rows"]
+    for kind in ("forward", "backward"):
+        of_pass = [row for row in rows if row["pass"] == kind]
+        for baseline, title in (("torch", "PyTorch"), ("numpy", "naive NumPy")):
+            over = [row["speedup_over"].get(baseline) for row in of_pass]
+            speedups = [speedup for speedup in over if speedup is not None]
+            speed = max(row["gflops"]["tileattn"] for row in of_pass)
+            if speedups:
+                yield [f"{CPU[name]}, {kind}", title, *_spread(speedups), f"{speed:.0f}"]
+
+
+def _spread(speedups: list[float]) -> list[Any]:
+    """Count speedups, with their geometric mean, the least and the most."""
+    values = (geometric_mean(speedups), min(speedups), max(speedups))
+    return [len(speedups), *(f"{x:.2f}" for x in values)]
+
+
+def cpu_lines() -> Iterator[str]:
     """Make the tables of the CPU."""
-    for name in ("cpu", "cpu_avx512"):
+    for name, title in CPU.items():
+        yield from _heading(title)
         yield from _speed(_load(name))
+    yield from _heading("Peak memory on the CPU")
     yield from _memory(_load("memory_cpu"))
 
 
 def gpu_lines() -> Iterator[str]:
-    """Make the tables of the GPU, one for each results file of ``bench gpu``."""
-    yield from _memory(_load("memory_gpu"))
+    """Make the tables of the GPU: comparisons, lower bounds and peak memory."""
     results = {path.stem: _load(path.stem) for path in sorted(RESULTS.glob("gpu*.json"))}
     ceilings = results["gpu_ceilings"]
-    yield from bounds(results, ceilings)
-    yield from nonfinite(_load("nonfinite"))
-    yield from _stress()
-    for result in results.values():
-        yield f"Measured by {_origin(result)}"
+    compared = [name for name, x in results.items() if x["section"] in gpu.COMPARISONS]
+    for name in [*COMPARISONS, *(name for name in compared if name not in COMPARISONS)]:
+        yield from _heading(COMPARISONS.get(name, name))
+        yield f"Measured by {_origin(results[name])}"
         yield ""
-        if result["section"] in gpu.COMPARISONS:
-            yield from _comparison(result, ceilings)
-        else:
-            yield from columns(COLUMNS[result["section"]].split(), result["rows"])
+        yield from _comparison(results[name], ceilings)
+    yield from _heading("Lower bounds")
+    yield from bounds(results, ceilings)
+    yield f"The rates of the bounds were measured by {_origin(ceilings)}"
+    yield ""
+    yield from columns(COLUMNS["ceilings"].split(), ceilings["rows"])
+    yield from _heading("Peak memory on the GPU")
+    yield from _memory(_load("memory_gpu"))
+
+
+def option_lines() -> Iterator[str]:
+    """Make the tables of options, sparse masks, launch overhead, NaN and the stress test."""
+    titles = {"options": "Options", "sparse": "Sparse masks", "host": "CPU launch overhead"}
+    for name, title in titles.items():
+        result = _load(f"gpu_{name}")
+        row = result["rows"][0]
+        yield from _heading(title)
+        yield f"H = {row['H']}, D = {row['D']}, {row['dtype']}. Measured by {_origin(result)}"
+        yield ""
+        yield from columns(COLUMNS[name].split(), result["rows"])
+    yield from _heading("NaN and infinity")
+    yield from nonfinite(_load("nonfinite"))
+    yield from _heading("Stress test")
+    yield from _stress()
+
+
+def _heading(title: str) -> list[str]:
+    return [f"## {title}", ""]
 
 
 def columns(names: Iterable[str], rows: list[Row]) -> Iterator[str]:
@@ -142,29 +243,41 @@ def bounds(results: dict[str, Row], measured: Row) -> Iterator[str]:
 def nonfinite(result: Row) -> Iterator[str]:
     """Set the times of calls that meet NaN and infinity beside those of clean ones."""
     faults = list(dict.fromkeys(row["values"] for row in result["rows"] if "values" in row))[1:]
-    yield f"Slowdown of calls that meet NaN and infinity. Measured by {_origin(result)}"
+    yield f"Slowdown over the same call with finite values. Measured by {_origin(result)}"
     yield ""
-    names = ("case", "dtype", "N", "D", "pass")
     calls: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in result["rows"]:
-        call = tuple(row[name] for name in names)
+        call = f"{row['case']}, {row['dtype']}, N = {row['N']}, D = {row['D']}", row["pass"]
         calls.setdefault(call, {})[row.get("values", "failed")] = row
-    yield from table(
-        [*names, "clean, ms", *faults],
-        (
-            [*call, shown(found.get("clean", {}).get("ms"), ".3f")]
-            + [shown(found.get(fault, {}).get("slowdown"), ".2f") for fault in faults]
-            for call, found in calls.items()
-        ),
-    )
+    single = [fault for fault in faults if fault.startswith("one ")]
+    for title, some in (
+        ("One value", single),
+        ("Many values", [fault for fault in faults if fault not in single]),
+    ):
+        if not some:
+            continue
+        yield f"{title}:"
+        yield ""
+        yield from table(
+            ["call", "pass", "finite, ms", *some],
+            (
+                [*call, shown(found.get("clean", {}).get("ms"), ".3f")]
+                + [shown(found.get(fault, {}).get("slowdown"), ".2f") for fault in some]
+                for call, found in calls.items()
+            ),
+        )
 
 
 def _stress() -> Iterator[str]:
     """Say how often the stress test of the GPU ran, and what differed."""
-    yield "What `tools.stress_gpu` has run: calls of both passes whose bits were compared."
+    yield "Calls of both passes by `tools.stress_gpu`, whose bits were compared."
     yield ""
-    head = ["variant", "pairs of D, Dv", "processes", "calls", "differ", "failures", "measured"]
-    yield from table(head, (stress_row(_load(p.stem)) for p in sorted(RESULTS.glob("stress_gpu*"))))
+    head = ["variant", "pairs of D, Dv", "processes", "calls", "differ", "failures"]
+    found = [_load(path.stem) for path in sorted(RESULTS.glob("stress_gpu*"))]
+    yield from table(head, map(stress_row, found))
+    for result in found:
+        yield f"- {result['rows'][0]['variant']}: {_origin(result)}"
+    yield ""
 
 
 def stress_row(result: Row) -> Iterator[Any]:
@@ -176,7 +289,6 @@ def stress_row(result: Row) -> Iterator[Any]:
     yield f"{sum(row['calls'] for row in rows):,}"
     yield len(result["differing"])
     yield len(result["failures"])
-    yield _origin(result)
 
 
 def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
@@ -188,7 +300,13 @@ def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
         rows.append(row | ours | {"percent": percent, "best": gpu.best(row)} | row["speedup_over"])
     baselines = dict.fromkeys(name for row in rows for name in row["speedup_over"])
     names = [*COLUMNS["comparison"].split(), *baselines]
-    yield from columns((x for x in names if any(row.get(x) is not None for row in rows)), rows)
+    names = [x for x in names if any(row.get(x) is not None for row in rows)]
+    passes = dict.fromkeys(row["pass"] for row in rows)
+    for kind in passes:
+        if len(passes) > 1:
+            yield f"{kind.capitalize()}:"
+            yield ""
+        yield from columns(names, [row for row in rows if row["pass"] == kind])
     for line in gpu.means(result["rows"]):
         yield f"{line[0].upper()}{line[1:]}."
         yield ""
@@ -211,14 +329,21 @@ def _load(name: str) -> Row:
     return loaded
 
 
+PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "performance.md": summary_lines,
+    "performance-gpu.md": gpu_lines,
+    "performance-options.md": option_lines,
+    "performance-cpu.md": cpu_lines,
+}
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Check or write the page; the exit status is 1 where a check finds it stale."""
+    """Check or write the pages; the exit status is 1 where a check finds one stale."""
 
-    def update(text: str) -> str:
-        text = pages.updated(text, BEGIN, END, lines())
-        return pages.updated(text, GPU_BEGIN, GPU_END, gpu_lines())
+    def update(lines: Callable[[], Iterator[str]], text: str) -> str:
+        return pages.updated(text, BEGIN, END, lines())
 
-    return pages.main(argv, __doc__, PAGE, update)
+    return pages.main(argv, __doc__, {page: partial(update, make) for page, make in PAGES.items()})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tileattn.problem import Problem, parse
 from tools import pages
 from tools.pages import table
 
-PAGE = pages.ROOT / "docs" / "backends.md"
+PAGE = "backends.md"
 BEGIN = "<!-- support table: python -m tools.support_table --write -->"
 END = "<!-- end of support table -->"
 
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         able = map(registry.get, registry.names())
         return pages.updated(page, BEGIN, END, lines(able, representative()))
 
-    return pages.main(argv, __doc__, PAGE, update)
+    return pages.main(argv, __doc__, {PAGE: update})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from tools import pages
 from tools.drawing import Row, amount
 from tools.pages import shown, table
 
-PAGE = pages.ROOT / "docs" / "io.md"
+PAGE = "io.md"
 FILE = "traffic"
 BEGIN = "<!-- traffic: python -m tools.traffic_table --write -->"
 END = "<!-- end of traffic -->"
@@ -19,18 +19,15 @@ WITHOUT = {"not_run": "did not run", "failed": "failed", "not_counted": "was not
 OPENING = """
 ## What a GPU moves
 
-The hardware counters see what kernels read from and write to HBM, and what they ask of the L2
-cache. *Model* is what the tables above come to; *counted* is what crossed, forward and backward
-together. Standard attention is run in PyTorch, step by step with autograd, and in CuPy, which
-multiplies batches of 16 bits in float32 and converts them before and after.
+Hardware counters measured the HBM bytes that kernels read and write, and the bytes they request
+from the L2 cache, forward and backward together. *Model* evaluates the formulas above; *HBM* and
+*L2* are counted. Standard attention runs in PyTorch, step by step with autograd, and in CuPy, whose
+batched 16-bit matmul converts to float32 and back.
 """
 BESIDE = """
-The setting of the table beside figure 2 of FlashAttention[^fa1], GPT-2 medium, and that table. The
-paper counts FLOPs in a way of its own; here they are those of the matmuls, of which the backward
-pass of FlashAttention has one more than that of standard attention.
-"""
-LENGTHS = """
-The same number of tokens, cut into sequences of other lengths:
+GPT-2 medium, the setting of figure 2 of FlashAttention[^fa1], beside the numbers of the paper. The
+paper counts FLOPs differently. Here they are the FLOPs of the matmuls; the backward pass of
+FlashAttention has one matmul more than that of standard attention.
 """
 
 
@@ -69,19 +66,15 @@ def lines(result: Row) -> Iterator[str]:
             yield ""
             head = ["", "on", "GFLOP", "HBM, GB", "L2 cache, GB", "ms"]
             yield from table(head, _beside(row, machine["gpu"]))
-            yield from LENGTHS.strip().splitlines()
-            yield ""
+    sizes = ", ".join(f"{name} = {rows[0][name]}" for name in ("H", "D"))
+    yield f"The same number of tokens in sequences of other lengths, {sizes}, {rows[0]['dtype']}:"
+    yield ""
     names = [who.name for who in COUNTED.values()]
-    yield from table(
-        [
-            *("B", "H", "N", "D", "dtype", "tile"),
-            *(f"{ALGORITHMS[name]}, model" for name in MODELS),
-            "tileattn, L2 cache",
-            *(f"{name}, counted" for name in names),
-            *(f"{name}, ms" for name in names),
-        ],
-        map(_cells, rows),
-    )
+    head = [f"{ALGORITHMS[name]}, model" for name in MODELS]
+    head += ["tileattn, L2", *(f"{name}, HBM" for name in names)]
+    yield from table(["B", "N", "tile", *head], ([*_setting(row), *_bytes(row)] for row in rows))
+    times = ([*_setting(row), *(_ms(row.get(x, {})) for x in COUNTED)] for row in rows)
+    yield from table(["B", "N", "tile", *(f"{name}, ms" for name in names)], times)
     for row in rows:
         for name, who in COUNTED.items():
             for how, said in WITHOUT.items():
@@ -103,14 +96,15 @@ def _beside(row: Row, gpu: str) -> Iterator[list[Any]]:
         yield [who.name, gpu, gflop, *gigabytes, _ms(measured)]
 
 
-def _cells(row: Row) -> Iterator[Any]:
-    yield from (row[name] for name in ("B", "H", "N", "D", "dtype"))
-    yield " x ".join(map(str, row["tile"]))
+def _setting(row: Row) -> list[Any]:
+    return [row["B"], row["N"], " x ".join(map(str, row["tile"]))]
+
+
+def _bytes(row: Row) -> Iterator[str | None]:
     sizes = [row["modelled_bytes"][name] for name in MODELS]
     sizes += [row.get("tileattn", {}).get("l2_bytes")]
     sizes += [hbm_bytes(row, name) for name in COUNTED]
     yield from (None if size is None else amount(size) for size in sizes)
-    yield from (_ms(row.get(name, {})) for name in COUNTED)
 
 
 def _ms(measured: Row) -> str:
@@ -126,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         result = json.loads((pages.RESULTS / f"{FILE}.json").read_text(encoding="utf-8"))
         return pages.updated(text, BEGIN, END, lines(result))
 
-    return pages.main(argv, __doc__, PAGE, update)
+    return pages.main(argv, __doc__, {PAGE: update})
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def updated(header: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Check or write the header; the exit status is 1 where a check finds it stale."""
-    return pages.main(argv, __doc__, HEADER, updated)
+    return pages.main(argv, __doc__, {HEADER.name: updated}, HEADER.parent)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Block-sparse masks: a kind for each block, and the exact answer inside the mixed ones."""
+"""Block-sparse masks: the kind of each block, and the exact mask inside partial ones."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tileattn.arrays import refuse_masked
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-"""Kinds of a block: no pair is seen, some pairs are, all pairs are."""
+"""Kinds of a block: no pair is visible, some pairs are, all pairs are."""
 
 Predicate = Callable[[Any, Any, Any, Any], Any]
 
@@ -17,7 +17,7 @@ _STRIP = 1 << 24  # pairs evaluated at a time while a mask is classified: 16 MB 
 
 
 class BlockMask:
-    """A boolean mask known block by block, so that unseen blocks cost nothing.
+    """A boolean mask known block by block, so that empty blocks cost nothing.
 
     Block ``(a, c)`` covers queries ``a * bq`` to ``(a + 1) * bq - 1`` and keys ``c * bk`` to
     ``(c + 1) * bk - 1``; the last blocks of each axis may reach past its end. Indices are those of
@@ -26,7 +26,7 @@ class BlockMask:
     Parameters
     ----------
     blocks : array of bool, broadcastable to (B, Hq, ceil(Nq / bq), ceil(Nk / bk))
-        True where a block is seen in full, False where it is skipped. At least two axes.
+        True for a full block, False for an empty one. At least two axes.
     block_size : (int, int)
         ``(bq, bk)``, queries and keys of a block.
 
@@ -70,12 +70,12 @@ class BlockMask:
     def from_mask(
         cls, mask: NDArray[np.bool_], block_size: tuple[int, int] = (128, 128)
     ) -> "BlockMask":
-        """Classify the blocks of a dense mask, which is kept (not copied) for the mixed blocks.
+        """Classify the blocks of a dense mask, which is kept (not copied) for the partial blocks.
 
         Parameters
         ----------
         mask : array of bool, shape (..., Nq, Nk), at most four axes
-            True = seen. Leading axes broadcast against (B, Hq).
+            True = attended. Leading axes broadcast against (B, Hq).
         block_size : (int, int)
             Queries and keys of a block.
 
@@ -106,29 +106,29 @@ class BlockMask:
         shape: tuple[int, int, int, int],
         block_size: tuple[int, int] = (128, 128),
     ) -> "BlockMask":
-        """Classify the blocks of a rule; no array of Nq x Nk is ever made.
+        """Classify the blocks of a predicate; no array of Nq x Nk is ever made.
 
         Parameters
         ----------
         visible : callable
             ``visible(b, h, i, j)`` takes four broadcastable integer arrays (batch, query head,
             query, key) and returns booleans that broadcast with them. It must be a pure function:
-            it is called again whenever a mixed block is computed.
+            it is called again whenever a partial block is computed.
         shape : (int, int, int, int)
-            ``(B, Hq, Nq, Nk)``; ``B`` or ``Hq`` of 1 serves every batch entry or head.
+            ``(B, Hq, Nq, Nk)``; ``B`` or ``Hq`` of 1 holds for every batch entry or head.
         block_size : (int, int)
             Queries and keys of a block.
 
         Returns
         -------
         BlockMask
-            The rule, by blocks.
+            The predicate, by blocks.
 
         Raises
         ------
         TypeError, ValueError
-            Where ``visible`` is not callable, ``shape`` is not four lengths, or the rule does not
-            return booleans.
+            Where ``visible`` is not callable, ``shape`` is not four lengths, or the
+            predicate does not return booleans.
         """
         if not callable(visible):
             raise TypeError(f"visible is {type(visible).__name__}; a callable is accepted")
@@ -150,19 +150,19 @@ class BlockMask:
         for a, c0, c1 in _strips(shape, block_size):
             i = np.arange(a * bq, min((a + 1) * bq, Nq))[:, None]
             j = np.arange(c0 * bk, min(c1 * bk, Nk))
-            seen = _boolean("the result of visible", inside(b, h, i, j))
+            pairs = _boolean("the result of visible", inside(b, h, i, j))
             tile = (B, Hq, i.size, j.size)
-            if seen.ndim > 4 or any(
-                n not in (1, m) for n, m in zip(seen.shape[::-1], tile[::-1], strict=False)
+            if pairs.ndim > 4 or any(
+                n not in (1, m) for n, m in zip(pairs.shape[::-1], tile[::-1], strict=False)
             ):
                 raise ValueError(
-                    f"visible returned shape {seen.shape} for indices that broadcast to {tile}; "
+                    f"visible returned shape {pairs.shape} for indices that broadcast to {tile}; "
                     "a shape that broadcasts to it is accepted"
                 )
-            seen = np.broadcast_to(seen, tile)
+            pairs = np.broadcast_to(pairs, tile)
             starts = np.arange(0, j.size, bk)
-            some = np.logical_or.reduceat(seen.any(axis=2), starts, axis=-1)
-            every = np.logical_and.reduceat(seen.all(axis=2), starts, axis=-1)
+            some = np.logical_or.reduceat(pairs.any(axis=2), starts, axis=-1)
+            every = np.logical_and.reduceat(pairs.all(axis=2), starts, axis=-1)
             kinds[:, :, a, c0:c1] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
         mask = cls.__new__(cls)
         mask._set(kinds, block_size, (Nq, Nk), inside)
@@ -170,7 +170,7 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """Share of the blocks that are computed (mixed blocks count as computed)."""
+        """Part of the blocks that are not empty; sparsity is 1 - density."""
         return float(np.mean(self.kinds != EMPTY)) if self.kinds.size else 0.0
 
     def check(self, B: int, Hq: int, Nq: int, Nk: int) -> None:
@@ -224,7 +224,7 @@ class BlockMask:
         return low if low == high else PARTIAL
 
     def visible(self, b: Any, h: Any, i: Any, j: Any) -> NDArray[np.bool_]:
-        """Whether query ``i`` of batch ``b`` and head ``h`` sees key ``j``.
+        """Whether query ``i`` of batch ``b`` and head ``h`` attends to key ``j``.
 
         Parameters
         ----------
@@ -241,10 +241,10 @@ class BlockMask:
         shape = np.broadcast_shapes(*map(np.shape, (b, h, i, j)))
         b, h = 0 if B == 1 else b, 0 if Hq == 1 else h
         kinds = self.kinds[b, h, i // bq, j // bk]
-        seen = kinds == FULL
+        visible = kinds == FULL
         if self._inside is not None and (kinds == PARTIAL).any():
-            seen = np.where(kinds == PARTIAL, self._inside(b, h, i, j), seen)
-        return np.asarray(np.broadcast_to(seen, shape))
+            visible = np.where(kinds == PARTIAL, self._inside(b, h, i, j), visible)
+        return np.asarray(np.broadcast_to(visible, shape))
 
     def to_dense(self, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
         """Write the mask out.
@@ -257,7 +257,7 @@ class BlockMask:
         Returns
         -------
         array of bool, shape (B, Hq, Nq, Nk)
-            True = seen.
+            True = attended.
         """
         self.check(*shape)
         b, h, i, j = np.ogrid[tuple(slice(n) for n in shape)]

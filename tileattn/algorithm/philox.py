@@ -1,7 +1,7 @@
-"""Random bits for dropout: Philox-4x32-10 counted by (batch, head, query, key).
+"""Counter-based random numbers for dropout: Philox-4x32-10 of (batch, head, query, key).
 
 A bit of the mask is a pure function of the seed and the four indices, so it does not depend on the
-backend, the size of the tiles or the order in which they are computed. One call of the generator
+backend, the tile size or the order of the tiles. One call of the generator
 gives four 32-bit words, for the four elements ``{i, i + 8} x {j, j + 8}`` of a 16 x 16 tile:
 
 * counter: ``(j // 16 * 8 + j % 8, i // 16 * 8 + i % 8, head, batch)``,
@@ -25,9 +25,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)  # the golden ratio and sqrt(3) - 1, as 32-bit 
 _ROUNDS = 10
 _WORD = np.uint64(0xFFFFFFFF)
 _BITS = np.uint64(32)
-_LANES = (
-    8192  # counters evaluated at a time: 400 KB of state, which stays in the second-level cache
-)
+_CHUNK = 8192  # counters evaluated at a time: 400 KB of state, which stays in the L2 cache
 
 Words = NDArray[np.uint64]
 """32-bit words, each in the low half of 64 bits: a product of two of them then fits."""
@@ -89,7 +87,7 @@ def keep_tile(
     seed : int
         Seed, ``0 <= seed < 2**64``.
     dropout_p : float
-        Share of the elements to drop, ``0 <= dropout_p < 1``.
+        Probability of dropping an element, ``0 <= dropout_p < 1``.
     batch : int
         Batch index.
     heads : array of int, shape (H,)
@@ -143,14 +141,14 @@ def dropout_mask(
     shape : (int, int, int, int)
         ``(B, Hq, Nq, Nk)``.
     dropout_p : float
-        Share of the elements to drop, ``0 <= dropout_p < 1``.
+        Probability of dropping an element, ``0 <= dropout_p < 1``.
     seed : int
         Seed, ``0 <= seed < 2**64``.
 
     Returns
     -------
     array of bool, shape (B, Hq, Nq, Nk)
-        True = kept. What is kept is divided by ``1 - dropout_p`` in the attention.
+        True = kept. Attention divides kept probabilities by ``1 - dropout_p``.
 
     Raises
     ------
@@ -226,10 +224,10 @@ def _counters(tiles: range) -> Words:
     return np.arange(tiles.start * 8, tiles.stop * 8, dtype=np.uint64)
 
 
-def _pieces(heads: int, rows: int, lanes_per_row: int) -> Iterator[tuple[slice, slice]]:
+def _pieces(heads: int, rows: int, counters_per_row: int) -> Iterator[tuple[slice, slice]]:
     """Cut heads and tile rows so that the state of the generator stays in cache."""
-    row_step = max(1, min(rows, _LANES // lanes_per_row))
-    head_step = max(1, _LANES // (row_step * lanes_per_row))
+    row_step = max(1, min(rows, _CHUNK // counters_per_row))
+    head_step = max(1, _CHUNK // (row_step * counters_per_row))
     for h in range(0, heads, head_step):
         for r in range(0, rows, row_step):
             yield slice(h, h + head_step), slice(r, r + row_step)

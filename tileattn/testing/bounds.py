@@ -14,7 +14,7 @@ Array = NDArray[Any]
 
 
 class Bound(NamedTuple):
-    """What one result is held to.
+    """The bound of one result.
 
     Parameters
     ----------
@@ -44,9 +44,9 @@ def error_bound(
     q, k, v : array
         NumPy arrays, as in ``tileattn.forward``.
     dout : array, shape (B, Hq, Nq, Dv), optional
-        Gradient arriving at ``out``. Without it only ``out`` and ``lse`` are bounded.
+        Upstream gradient of ``out``. Without it only ``out`` and ``lse`` are bounded.
     dlse : array, shape (B, Hq, Nq), optional
-        Gradient arriving at ``lse``.
+        Upstream gradient of ``lse``.
     **options
         The options of the call.
 
@@ -63,18 +63,18 @@ def error_bound(
 
     Notes
     -----
-    With ``plain`` the textbook formula evaluated in the dtype of the sums (float32, or float64 for
-    float64 arrays) and rounded to the dtype of the result, the bound is
+    With ``unfused`` the formula on whole matrices, evaluated in the accumulation dtype (float32, or
+    float64 for float64 arrays) and rounded to the dtype of the result, the bound is
 
-    ``2 ||plain - exact|| + floor``.
+    ``2 ||unfused - exact|| + rounding``.
 
-    The first term is the promise of the package. The second matters where the plain formula happens
+    The first term is the promise of the package. The second matters where unfused attention happens
     to be exact (one key, small integers, equal scores) and no other order of operations can be. It
     is the root of the sum of squares of
 
     * half a unit in the last place of every element that is stored (the results, P and dS), and a
       whole one of ``out`` where ``delta`` is computed from it;
-    * two units in the last place, in the dtype of the sums, of the terms of every score and of
+    * two units in the last place, in the accumulation dtype, of the modifiers of every score and of
       ``lse``, which is a relative error of P, and of every product that is summed to ``dout v^T``.
 
     It does not grow with the number of terms that are summed, so it stays near one unit in the last
@@ -82,9 +82,9 @@ def error_bound(
     zero needs no case of its own. Elements that are not finite count for nothing here: they are
     compared by position.
 
-    For float64 the oracle is no more exact than the plain formula. There the error of the plain
-    formula is measured one precision lower, in float32 against float64 on the rounded inputs, and
-    scaled by the ratio of the units; and the oracle may be off by as much again, so that the first
+    For float64 the oracle is no more exact than the result. There the error of unfused attention is
+    measured one precision lower, in float32 against float64 on the rounded inputs, and scaled by
+    the ratio of the machine epsilons. The oracle may be off by as much again, so that the first
     term is three times that error.
     """
     dtype = q.dtype
@@ -99,7 +99,7 @@ def error_bound(
     if backward is not None:
         floors |= backward_floors(forward, backward, dlse, storing(dtype), summing(sums))
     exact = _results(forward, backward)
-    errors = _plain_errors(exact, (q, k, v, dout, dlse), options, dtypes)
+    errors = _unfused_errors(exact, (q, k, v, dout, dlse), options, dtypes)
     bounds = {}
     for name, result in exact.items():
         floor = np.hypot(floors[name], np.sqrt(np.sum(storing(dtypes[name]).of(finite(result)))))
@@ -115,13 +115,13 @@ def _results(forward: Forward, backward: Backward | None) -> dict[str, Array]:
     return {name: result for name, result in results.items() if result is not None}
 
 
-def _plain_errors(
+def _unfused_errors(
     exact: dict[str, Array],
     arrays: Sequence[Array | None],
     options: dict[str, Any],
     dtypes: Mapping[str, np.dtype[Any]],
 ) -> dict[str, float]:
-    """Measure the allowed multiple of the error of the plain formula for each result."""
+    """Measure the allowed multiple of the error of unfused attention for each result."""
     if dtypes["out"] == np.float64:
         single = [None if x is None else x.astype(np.float32) for x in arrays]
         exact = _evaluate(single, np.float64, options)
@@ -130,9 +130,9 @@ def _plain_errors(
         arrays = single
     else:
         factor = 2.0
-    plain = _evaluate(arrays, np.float32, options)
+    unfused = _evaluate(arrays, np.float32, options)
     with np.errstate(all="ignore"):
-        rounded = {name: x.astype(dtypes[name]).astype(np.float64) for name, x in plain.items()}
+        rounded = {name: x.astype(dtypes[name]).astype(np.float64) for name, x in unfused.items()}
         return {name: factor * norm(x - exact[name]) for name, x in rounded.items()}
 
 

@@ -1,4 +1,4 @@
-"""The rounding that no order of operations escapes: one rounding of each quantity.
+"""The rounding that no order of operations avoids: one rounding of each quantity.
 
 An uncertainty here is an array of squares, so that those of independent terms add: where ``x`` is
 off by ``e``, the product ``x y`` has the uncertainty ``e**2 * y**2``.
@@ -73,7 +73,7 @@ def forward_floors(f: Forward, store: Rounding, sums: Rounding) -> dict[str, flo
     """Norms of the uncertainty of ``out`` and ``lse``, apart from that of storing them."""
     with np.errstate(all="ignore"):
         of_P = _of_probabilities(f, store, sums) * f.kept**2
-        # The scores of a row share its query, and their errors may share a sign.
+        # The scores of a row share its query, and their errors may have the same sign.
         of_scores = (sums.relative * np.sum(finite(f.P) * _size(f), axis=-1)) ** 2
         largest = finite(np.max(f.scores, axis=-1, initial=-np.inf))
         return {
@@ -97,7 +97,7 @@ def backward_floors(
         if dlse is not None:
             of_delta = of_delta + sums.of(finite(np.reshape(dlse, of_delta.shape)))
         slack = finite(b.dP) + finite(b.dlog)[..., np.newaxis]  # dS = P slack
-        of_dS = np.where(f.seen, of_P * slack**2 + store.of(dS) + P**2 * of_dP, 0)
+        of_dS = np.where(f.attended, of_P * slack**2 + store.of(dS) + P**2 * of_dP, 0)
         slope, of_draw = np.ones_like(dS), of_dS
         if f.options.softcap is not None:
             # draw = slope dS, slope = 1 - tanh(raw / softcap)**2
@@ -115,8 +115,8 @@ def backward_floors(
         }
         if f.options.bias is not None:
             over_keys = np.shape(f.options.bias)[-1:] in ((), (1,))
-            share = np.sum(P, axis=-1) ** 2 if over_keys else np.sum(P**2, axis=-1)
-            floors["dbias"] = float(np.sqrt(np.sum(of_dS) + np.sum(of_delta * share)))
+            weight = np.sum(P, axis=-1) ** 2 if over_keys else np.sum(P**2, axis=-1)
+            floors["dbias"] = float(np.sqrt(np.sum(of_dS) + np.sum(of_delta * weight)))
         if f.options.sinks is not None:
             sinks = np.asarray(f.options.sinks, np.float64)[:, np.newaxis]
             of_exponent = sums.of(1 + np.abs(finite(sinks)) + np.abs(finite(f.lse)))
@@ -126,7 +126,7 @@ def backward_floors(
 
 
 def _size(f: Forward) -> Array:
-    """Root of the sum of squares of the terms of each score and of ``lse``."""
+    """Root of the sum of squares of the modifiers of each score and of ``lse``."""
     squares = f.scale**2 * (finite(f.q) ** 2 @ _transpose(finite(f.k) ** 2))
     squares = squares + finite(f.capped) ** 2 + finite(f.scores) ** 2
     return np.asarray(np.sqrt(squares + finite(f.lse)[..., np.newaxis] ** 2))
@@ -135,7 +135,7 @@ def _size(f: Forward) -> Array:
 def _of_probabilities(f: Forward, store: Rounding, sums: Rounding) -> Array:
     """Uncertainty of P: that of storing it, and that of its score."""
     P = finite(f.P)
-    return np.where(f.seen, store.of(P) + (P * sums.relative * _size(f)) ** 2, 0)
+    return np.where(f.attended, store.of(P) + (P * sums.relative * _size(f)) ** 2, 0)
 
 
 def _root(squares: Array) -> float:

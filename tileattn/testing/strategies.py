@@ -27,7 +27,7 @@ class AttentionCase(NamedTuple):
     q, k, v : array
         Inputs: four, three or two axes, any strides.
     dout, dlse : array
-        Gradients arriving at ``out`` and ``lse``; ``dlse`` may be None.
+        Upstream gradients of ``out`` and ``lse``; ``dlse`` may be None.
     options : dict
         Keyword arguments for both calls.
     """
@@ -89,8 +89,8 @@ def problems(
     edges : bool
         Whether any axis may also be 0 or 1 long.
     poison : bool
-        Whether NaN and infinities may stand in keys, values and queries that are hidden, and NaN in
-        one key or value that some queries see.
+        Whether masked-out keys, values and queries may hold NaN and infinities, and one attended
+        key or value a NaN.
     extremes : bool
         Whether scores may have any size: queries and keys of the order of 1e-3 to 1e4, additive
         masks in place of other biases, and softcaps, sinks, windows and offsets up to the ends of
@@ -203,7 +203,7 @@ def _poison(
     visible: NDArray[np.bool_],
     options: dict[str, Any],
 ) -> None:
-    """Write NaN and infinities where nothing may read them, and NaN into a key that some see."""
+    """Write NaN and infinities where they are masked out, and NaN into a key that is attended."""
     from hypothesis import strategies as st
 
     q, k, v, dout = arrays
@@ -211,12 +211,12 @@ def _poison(
     Hkv = k.shape[1]
     group = Hq // Hkv if Hkv else 1
     wrong = np.array([np.nan, np.inf, -np.inf])
-    unseen = ~visible.any(axis=2).reshape(B, Hkv, group, Nk).any(axis=2)
-    blind = ~visible.any(axis=3)
-    k[unseen], v[unseen] = rng.choice(wrong), rng.choice(wrong)
-    q[blind] = rng.choice(wrong)
+    unattended = ~visible.any(axis=2).reshape(B, Hkv, group, Nk).any(axis=2)
+    without_key = ~visible.any(axis=3)
+    k[unattended], v[unattended] = rng.choice(wrong), rng.choice(wrong)
+    q[without_key] = rng.choice(wrong)
     if "sinks" not in options:  # the gradient for a sink reads dout of every row
-        dout[blind] = np.nan
+        dout[without_key] = np.nan
     bias = options.get("bias")
     if bias is not None and bias.ndim == 4:
         repeated = tuple(axis for axis in range(4) if bias.shape[axis] == 1)

@@ -1,7 +1,7 @@
 """How often queries and keys are loaded: by walking a schedule, and in closed form.
 
-Both orders of the loops are looked at. With query blocks outside, keys are loaded in every visit;
-with key blocks outside, queries are, and a key block is loaded once.
+It covers both orders of the loops. With query blocks outside, every tile loads its keys. With key
+blocks outside, every tile loads its queries, and a key block is loaded once.
 """
 
 from collections import Counter
@@ -24,19 +24,19 @@ class TileLoads(Protocol):
 
     @property
     def keys(self) -> int:
-        """Keys of all tiles that are visited: loads of k with query blocks outside."""
+        """Keys of all tiles that are not empty: loads of k with query blocks outside."""
 
     @property
     def rows(self) -> int:
-        """Queries of all tiles that are visited: loads of q with key blocks outside."""
+        """Queries of all tiles that are not empty: loads of q with key blocks outside."""
 
     @property
     def held(self) -> int:
-        """Keys of all key blocks that are visited: loads of k with key blocks outside."""
+        """Keys of all key blocks with a tile: loads of k with key blocks outside."""
 
 
 def loads_of_a_key(problem: Problem, heads_per_load: int) -> int:
-    """How often one key position is loaded in all, were it loaded once for each set of heads."""
+    """How often one key is loaded in all, if each set of heads loads it once."""
     return problem.B * problem.Hkv * -(-problem.group // heads_per_load)
 
 
@@ -44,7 +44,7 @@ def loads_of_a_key(problem: Problem, heads_per_load: int) -> int:
 class WalkedTiles:
     """TileLoads, counted by walking the schedule that the backends run.
 
-    Heads that see the same are walked once.
+    Heads with the same mask are walked once.
 
     Parameters
     ----------
@@ -55,8 +55,8 @@ class WalkedTiles:
     tile : (int, int)
         Queries and keys of a tile.
     heads_per_load : int
-        Query heads of a group that one load of k and v serves. With query blocks outside, heads
-        that skip other blocks than their neighbours load for themselves.
+        Query heads of a group for each load of k and v. With query blocks outside, heads that
+        differ in their empty blocks load for themselves.
     """
 
     problem: Problem
@@ -66,9 +66,9 @@ class WalkedTiles:
 
     @property
     def tiles(self) -> dict[str, int]:
-        """Tiles that are ``"skipped"``, and visits of the others, ``"partial"`` or ``"full"``.
+        """Empty tiles (``"skipped"``), and parts of the others, ``"partial"`` or ``"full"``.
 
-        Query blocks are outside. A block mask of smaller blocks has a tile visited in parts.
+        Query blocks are outside. A block mask of smaller blocks cuts a tile into parts.
         """
         total = Counter(skipped=0, partial=0, full=0)
         for key, heads in self._heads.items():
@@ -77,21 +77,21 @@ class WalkedTiles:
 
     @property
     def keys(self) -> int:
-        """Keys of all tiles that are visited, with query blocks outside."""
+        """Keys of all tiles that are not empty, with query blocks outside."""
         return sum(sets * self._rows[key][0] for keys, sets in self._sets.items() for key in keys)
 
     @property
     def rows(self) -> int:
-        """Queries of all tiles that are visited, with key blocks outside."""
+        """Queries of all tiles that are not empty, with key blocks outside."""
         return sum(heads * self._columns[key][0] for key, heads in self._heads.items())
 
     @property
     def held(self) -> int:
-        """Keys of all key blocks that are visited, by any head of those that share the load."""
+        """Keys of all key blocks with a tile for any head that shares the load."""
         total = 0
         for keys, count in self._sets.items():
-            visited = set().union(*(self._columns[key][1] for key in keys))
-            total += count * sum(k1 - k0 for k0, k1 in visited)
+            spans = set().union(*(self._columns[key][1] for key in keys))
+            total += count * sum(k1 - k0 for k0, k1 in spans)
         return total
 
     @cached_property
@@ -100,21 +100,21 @@ class WalkedTiles:
         block_q, block_k = self.tile
         found = {}
         for key, mask in self._masks.items():
-            keys = full = visited = skipped = 0
+            keys = full = parts = skipped = 0
             for span in cut(self.problem.Nq, block_q):
-                seen = set()  # a tile may be visited in parts
+                columns = set()  # a tile may come in parts
                 for tile in mask.row_tiles(*span, block_k):
                     keys += tile.k1 - tile.k0
                     full += tile.kind == FULL
-                    visited += 1
-                    seen.add(tile.k0 // block_k)
-                skipped += -(-self.problem.Nk // block_k) - len(seen)
-            found[key] = keys, {"skipped": skipped, "partial": visited - full, "full": full}
+                    parts += 1
+                    columns.add(tile.k0 // block_k)
+                skipped += -(-self.problem.Nk // block_k) - len(columns)
+            found[key] = keys, {"skipped": skipped, "partial": parts - full, "full": full}
         return found
 
     @cached_property
     def _columns(self) -> dict[_Key, tuple[int, set[tuple[int, int]]]]:
-        """For each kind of head, the queries loaded and the key blocks visited."""
+        """For each kind of head, the queries loaded and the key blocks with a tile."""
         block_q, block_k = self.tile
         found = {}
         for key, mask in self._masks.items():
@@ -135,7 +135,7 @@ class WalkedTiles:
 
     @cached_property
     def _sets(self) -> Counter[frozenset[_Key]]:
-        """Sets of heads that share loads, as what they see, and how many sets there are of each."""
+        """Sets of heads that share loads, by their masks, and how many sets there are of each."""
         sets: dict[tuple[int, ...], set[_Key]] = {}
         group = self.problem.group
         for key, batch, head, _ in self._each_head():
@@ -144,7 +144,7 @@ class WalkedTiles:
         return Counter(map(frozenset, sets.values()))
 
     def _each_head(self) -> Iterator[tuple[_Key, int, int, AttentionMask]]:
-        """Yield each head with a key that is the same for all heads that see the same blocks."""
+        """Yield each head with a key that is the same for all heads with the same mask."""
         mask = self.operands.block_mask
         batches, of_mask = (1, 1) if mask is None else mask.kinds.shape[:2]
         for heads in head_groups(self.problem, self.operands):
@@ -163,45 +163,45 @@ class ClosedForm:
         What is asked, with full lengths and queries that end where the keys end.
     tile : (int, int)
         Queries and keys of a tile.
-    share : float or None
-        Part of the pairs of blocks that is visited, in place of what the window says.
+    density : float or None
+        Part of the blocks that are not empty, in place of the window's.
     heads_per_load : int
-        Query heads of a group that one load of k and v serves.
+        Query heads of a group for each load of k and v.
     """
 
     problem: Problem
     tile: tuple[int, int]
-    share: float | None = None
+    density: float | None = None
     heads_per_load: int = 1
 
     @property
     def keys(self) -> int:
-        """Keys of all tiles that are visited, with query blocks outside."""
+        """Keys of all tiles that are not empty, with query blocks outside."""
         P, block = self.problem, self.tile[0]
         loads = loads_of_a_key(P, self.heads_per_load)
-        if self.share is not None:
-            return round(self.share * (loads * -(-P.Nq // block) * P.Nk))
+        if self.density is not None:
+            return round(self.density * (loads * -(-P.Nq // block) * P.Nk))
         left, right = P.window
         return loads * reached(P.Nq, P.Nk, block, P.Nk - P.Nq, left, right)
 
     @property
     def rows(self) -> int:
-        """Queries of all tiles that are visited, with key blocks outside."""
+        """Queries of all tiles that are not empty, with key blocks outside."""
         P, block = self.problem, self.tile[1]
         heads = P.B * P.Hq
-        if self.share is not None:
-            return round(self.share * (heads * -(-P.Nk // block) * P.Nq))
+        if self.density is not None:
+            return round(self.density * (heads * -(-P.Nk // block) * P.Nq))
         left, right = P.window
         return heads * reached(P.Nk, P.Nq, block, P.Nq - P.Nk, right, left)
 
     @property
     def held(self) -> int:
-        """Keys of all key blocks that are visited; with a share above 0, all key blocks are."""
+        """Keys of all key blocks with a tile; with a density above 0, all key blocks have one."""
         P, block = self.problem, self.tile[1]
-        if self.share is None:
+        if self.density is None:
             lo, hi = SlidingWindow(P.Nq, P.Nk, P.Nk - P.Nq, *P.window).key_range(0, P.Nq)
         else:
-            lo, hi = 0, P.Nk if self.share and P.Nq else 0
+            lo, hi = 0, P.Nk if self.density and P.Nq else 0
         keys = min(-(-hi // block) * block, P.Nk) - lo // block * block
         return loads_of_a_key(P, self.heads_per_load) * keys
 

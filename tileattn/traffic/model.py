@@ -1,7 +1,7 @@
-"""Bytes between slow and fast memory, and operations, of three algorithms and both passes.
+"""Bytes between slow and fast memory, and FLOPs, of three algorithms and both passes.
 
 ``counted`` walks the schedule that the backends run, ``modelled`` has the same numbers in closed
-form, and ``recorded`` sees what the NumPy backend really loads and stores.
+form, and ``recorded`` counts what the NumPy backend really loads and stores.
 
 References
 ----------
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ALGORITHMS = ("standard", "flash1", "flash2")
-"""Whole matrices of scores; FlashAttention; FlashAttention-2."""
+"""Unfused attention on whole matrices; FlashAttention; FlashAttention-2."""
 
 KINDS = ("forward", "backward")
 """The two passes."""
@@ -66,9 +66,9 @@ def counted(
     kind : {"forward", "backward"}
         Which pass.
     heads_per_load : int
-        Query heads of a group that one load of k and v, and one store of dk and dv, serves. 1
-        counts every query head by itself, as if heads were not grouped. With query blocks outside,
-        heads that differ in the blocks they skip never share a load.
+        Query heads of a group for each load of k and v, and each store of dk and dv. 1 counts every
+        query head by itself, as if heads were not grouped. With query blocks outside, heads that
+        differ in their empty blocks never load together.
 
     Returns
     -------
@@ -102,16 +102,16 @@ def counted(
                            each key block <- k, v -> dk, dv
                            each of its tiles <- q, dout, dq, lse, delta -> dq
 
-    A key block that nobody sees is not read; its dk and dv are written all the same. Standard
-    attention skips nothing.
+    A key block that no query attends to is not read; its dk and dv are written all the same.
+    Standard attention skips nothing.
 
     References
     ----------
     Dao et al., arXiv:2205.14135, Algorithms 0 to 4; Dao, arXiv:2307.08691, Algorithms 1 and 2.
     """
     _check(tile, algorithm, kind, heads_per_load)
-    visits = WalkedTiles(problem, operands, tile, heads_per_load)
-    return _traffic(problem, visits, heads_per_load, algorithm, kind)
+    loads = WalkedTiles(problem, operands, tile, heads_per_load)
+    return _traffic(problem, loads, heads_per_load, algorithm, kind)
 
 
 def modelled(
@@ -119,7 +119,7 @@ def modelled(
     tile: tuple[int, int],
     algorithm: str = "flash2",
     kind: str = "forward",
-    share: float | None = None,
+    density: float | None = None,
     heads_per_load: int = 1,
 ) -> Traffic:
     """Say in closed form what an algorithm reads and writes.
@@ -135,9 +135,9 @@ def modelled(
         Whole matrices, FlashAttention or FlashAttention-2.
     kind : {"forward", "backward"}
         Which pass.
-    share : float or None
-        Part of the pairs of blocks, from 0 to 1, that a block mask visits; it takes the place of
-        causal and window. None stands for no block mask.
+    density : float or None
+        Part of the blocks of a block mask that are not empty, from 0 to 1; it takes the place of
+        causal and window. None is no block mask.
     heads_per_load : int
         As for ``counted``.
 
@@ -153,24 +153,24 @@ def modelled(
 
     Notes
     -----
-    The time does not grow with the lengths. With a share, numbers are exact where the tile is the
-    block of the mask, lengths are multiples of it and every key block is seen by some query;
+    The time does not grow with the lengths. With a density, numbers are exact where the tile is the
+    block of the mask, lengths are multiples of it and some query attends to every key block;
     elsewhere they are means. The schedule cuts a tile of more than 256 queries that a causal or
     window boundary crosses in two, which load their keys apart; the model loads them once.
     """
     _check(tile, algorithm, kind, heads_per_load)
-    _check_model(problem, share)
-    visits = ClosedForm(problem, tile, share, heads_per_load)
-    return _traffic(problem, visits, heads_per_load, algorithm, kind)
+    _check_model(problem, density)
+    loads = ClosedForm(problem, tile, density, heads_per_load)
+    return _traffic(problem, loads, heads_per_load, algorithm, kind)
 
 
 def flops(
     problem: Problem,
     kind: str = "forward",
-    share: float | None = None,
+    density: float | None = None,
     algorithm: str = "flash2",
 ) -> int:
-    """Count the floating-point operations of the matrix products of a pass.
+    """Count the FLOPs of the matmuls of a pass.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ def flops(
         What is asked, as for ``modelled``.
     kind : {"forward", "backward"}
         Which pass.
-    share : float or None
+    density : float or None
         As for ``modelled``.
     algorithm : str
         A name of ``ALGORITHMS``.
@@ -186,8 +186,8 @@ def flops(
     Returns
     -------
     int
-        ``2 (D + Dv)`` forward and ``2 (3 D + 2 Dv)`` backward for each pair that is seen: two
-        products forward (4 D where D = Dv), five backward (10 D). The standard algorithm skips no
+        ``2 (D + Dv)`` forward and ``2 (3 D + 2 Dv)`` backward for each visible pair: two
+        matmuls forward (4 D where D = Dv), five backward (10 D). The standard algorithm skips no
         pair; it has kept the probabilities, so that its backward pass is ``2 (2 D + 2 Dv)``.
 
     Raises
@@ -196,14 +196,14 @@ def flops(
         As for ``modelled``.
     """
     _check((1, 1), algorithm, kind, 1)
-    _check_model(problem, share)
+    _check_model(problem, density)
     P = problem
     if algorithm == "standard":
         pairs = P.B * P.Hq * P.Nq * P.Nk
-    elif share is None:
+    elif density is None:
         pairs = P.B * P.Hq * reached(P.Nq, P.Nk, 1, P.Nk - P.Nq, *P.window)
     else:
-        pairs = round(share * (P.B * P.Hq * P.Nq * P.Nk))
+        pairs = round(density * (P.B * P.Hq * P.Nq * P.Nk))
     if kind == "forward":
         return 2 * pairs * (P.D + P.Dv)
     again = 0 if algorithm == "standard" else P.D
@@ -271,10 +271,10 @@ _Counts = tuple[dict[str, int], dict[str, int]]
 
 
 def _traffic(
-    P: Problem, visits: TileLoads, heads_per_load: int, algorithm: str, kind: str
+    P: Problem, loads: TileLoads, heads_per_load: int, algorithm: str, kind: str
 ) -> Traffic:
     keys = loads_of_a_key(P, heads_per_load) * P.Nk
-    reads, writes = _COUNTS[algorithm, kind](P, visits, keys)
+    reads, writes = _COUNTS[algorithm, kind](P, loads, keys)
     sums = _SUMS.get((algorithm, kind), set())
 
     def elements(rows: dict[str, int]) -> dict[str, int]:
@@ -312,27 +312,27 @@ def _standard_backward(P: Problem, _: TileLoads, keys: int) -> _Counts:
     return reads, {"dp": pairs, "ds": pairs, "dq": queries, "dk": keys, "dv": keys}
 
 
-def _flash1_forward(P: Problem, visits: TileLoads, _: int) -> _Counts:
-    queries, rows, held = P.B * P.Hq * P.Nq, visits.rows, visits.held
+def _flash1_forward(P: Problem, loads: TileLoads, _: int) -> _Counts:
+    queries, rows, held = P.B * P.Hq * P.Nq, loads.rows, loads.held
     reads = {"q": rows, "k": held, "v": held, "out": rows, "l": rows, "m": rows}
     return reads, dict.fromkeys(("out", "l", "m"), queries + rows)
 
 
-def _flash1_backward(P: Problem, visits: TileLoads, keys: int) -> _Counts:
-    queries, rows, held = P.B * P.Hq * P.Nq, visits.rows, visits.held
+def _flash1_backward(P: Problem, loads: TileLoads, keys: int) -> _Counts:
+    queries, rows, held = P.B * P.Hq * P.Nq, loads.rows, loads.held
     reads = {"q": rows, "k": held, "v": held}
     reads |= dict.fromkeys(("out", "dout", "dq", "l", "m"), rows)
     return reads, {"dq": queries + rows, "dk": keys, "dv": keys}
 
 
-def _flash2_forward(P: Problem, visits: TileLoads, _: int) -> _Counts:
+def _flash2_forward(P: Problem, loads: TileLoads, _: int) -> _Counts:
     queries = P.B * P.Hq * P.Nq
-    reads = {"q": queries, "k": visits.keys, "v": visits.keys}
+    reads = {"q": queries, "k": loads.keys, "v": loads.keys}
     return reads, {"out": queries, "lse": queries}
 
 
-def _flash2_backward(P: Problem, visits: TileLoads, keys: int) -> _Counts:
-    queries, rows, held = P.B * P.Hq * P.Nq, visits.rows, visits.held
+def _flash2_backward(P: Problem, loads: TileLoads, keys: int) -> _Counts:
+    queries, rows, held = P.B * P.Hq * P.Nq, loads.rows, loads.held
     reads = {"q": rows, "k": held, "v": held, "out": queries, "dout": queries + rows}
     reads |= dict.fromkeys(("dq", "lse", "delta"), rows)
     return reads, {"delta": queries, "dq": queries + rows, "dk": keys, "dv": keys}
@@ -358,16 +358,16 @@ def _check(tile: tuple[int, int], algorithm: str, kind: str, heads_per_load: int
         raise ValueError(f"heads_per_load is {heads_per_load}; 1 or more is accepted")
 
 
-def _check_model(problem: Problem, share: float | None) -> None:
-    if share is not None and not 0 <= share <= 1:
-        raise ValueError(f"share is {share}; a part of all blocks, from 0 to 1, is accepted")
+def _check_model(problem: Problem, density: float | None) -> None:
+    if density is not None and not 0 <= density <= 1:
+        raise ValueError(f"density is {density}; a number from 0 to 1 is accepted")
     unknown = sorted(problem.uses & {"kv_lengths", "q_offset"})
-    if share is None:
+    if density is None:
         unknown += sorted(problem.uses & {"block_mask"})
     if unknown:
         remedy = "counted() looks at the arrays"
         if "block_mask" in unknown:
-            remedy += ", and share= stands for a block mask"
+            remedy += ", and density= stands for a block mask"
         raise ValueError(
             f"the problem uses {', '.join(unknown)}, which sizes do not tell; {remedy}"
         )

@@ -1,4 +1,4 @@
-"""What moves between slow and fast memory: the numbers, and a record of what really moved."""
+"""Memory traffic: reads and writes of slow memory, and a record of those that really happened."""
 
 import threading
 from collections.abc import Iterator
@@ -91,14 +91,14 @@ def recorded() -> Iterator[Traffic]:
 
 
 def read(name: str, block: NDArray[Any]) -> None:
-    """Note that a block comes from slow memory, where someone records it."""
+    """Count a block that is read from slow memory, inside ``recorded``."""
     recorder = _recorder.get()
     if recorder is not None:
         recorder.add(recorder.traffic.reads, name, block)
 
 
 def write(name: str, block: NDArray[Any]) -> None:
-    """Note that a block goes to slow memory, where someone records it."""
+    """Count a block that is written to slow memory, inside ``recorded``."""
     recorder = _recorder.get()
     if recorder is not None:
         recorder.add(recorder.traffic.writes, name, block)
