@@ -161,7 +161,7 @@ def test_works(key: KernelKey, left: int | None, right: int | None) -> None:
     order = np.random.default_rng(4).permutation(count)
     size = 6 + 4 * (key.block_q // 64)
     p = params(
-        B=B, Hq=Hq, Nq=Nq, Nk=Nk, parts=parts, length=Nk, offset=Nk - Nq, **reach(left, right)
+        B=B, Hq=Hq, Nq=Nq, Nk=Nk, head_groups=parts, length=Nk, offset=Nk - Nq, **reach(left, right)
     )
     table = np.full((-(-count // grid) + 1, grid), count, np.int32)
     table.flat[:count] = order
@@ -207,7 +207,14 @@ def test_walks(key: KernelKey, left: int | None, right: int | None, length: int)
     count = blocks * B * Hkv
     window = SlidingWindow(Nq, length, 60, left, right)
     p = params(
-        B=B, Hkv=Hkv, Nq=Nq, Nk=Nk, parts=parts, length=length, offset=60, **reach(left, right)
+        B=B,
+        Hkv=Hkv,
+        Nq=Nq,
+        Nk=Nk,
+        head_groups=parts,
+        length=length,
+        offset=60,
+        **reach(left, right),
     )
     tiles = [(q0, min(q0 + key.block_q, Nq)) for q0 in range(0, Nq, key.block_q)]
     claimed, got = np.zeros(1, np.uint32), np.full((count, 7), -7, np.int32)
@@ -263,7 +270,7 @@ class Masks:
             share = share.repeat(block[0], axis=2).repeat(block[1], axis=3)[:, :, :Nq, :Nk]
             self.blocks = BlockMask.from_mask(rng.random(share.shape) < share, block)
             kinds, bits = partial_blocks(self.blocks)
-            self.fields["kinds_at"] = strides_of(kinds)
+            self.fields["block_kinds_at"] = strides_of(kinds)
             self.fields["mask_block_q"], self.fields["mask_block_k"] = block
             self.arrays[1:] = kinds, bits
 

@@ -301,7 +301,7 @@ def test_scores_and_their_derivatives(key: KernelKey) -> None:
     bias = rng.standard_normal((B, 1, rows, columns))
     bias[:, :, Nq:], bias[..., Nk:] = np.nan, np.nan
     bias = bias.astype(getattr(ml_dtypes, key.bias, key.bias or "float32"))
-    sizes = {"Hq": Hq, "Nq": Nq, "Nk": Nk, "slopes_b": Hq, "bias_at": strides_of(bias)}
+    sizes = {"Hq": Hq, "Nq": Nq, "Nk": Nk, "alibi_slopes_b": Hq, "bias_at": strides_of(bias)}
     (scores, derivatives), unit = np.full((2, *products.shape), 7, sums), np.zeros(1, sums)
     given = (offsets, slopes, bias, products, rows, columns, scores, derivatives, unit)
     Probe(key)("scored", params(**sizes, scale=scale, softcap=softcap), *given, grid=(Hq, B))

@@ -83,7 +83,9 @@ def explain_on(
     keys = [launch.key for launch in launches]
     first = keys[0] if forward.launches else KernelKey("forward", problem.dtype.name)
     backward_launched = keys[len(forward.launches) :]
-    last = next((key for key in backward_launched if key.kernel.endswith(("_dkdv", "_sm90"))), first)
+    last = next(
+        (key for key in backward_launched if key.kernel.endswith(("_dkdv", "_sm90"))), first
+    )
     tiles, moved, traffic = _traffic(problem, operands, first.tile, last.tile)
     outputs = inputs.with_contiguous_results(problem, "forward")
     alignment = launch_context(problem, outputs, device).alignment_bytes

@@ -1,5 +1,5 @@
 // dsinks, one CTA for each head: the sum of -exp(sink - lse) * delta, in a fixed order. Mirrors
-// _sink_gradient in numpy_backward.py.
+// sink_gradient in spec.py.
 #include "head.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

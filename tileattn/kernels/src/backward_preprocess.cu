@@ -1,5 +1,5 @@
 // Before the backward pass: delta = rowsum(dO * O) - dlse, and the logsumexp of base 2, 0 in place
-// of -infinity. A few lanes take each query. Mirrors _delta in numpy_backward.py. Rows of a head
+// of -infinity. A few lanes take each query. Mirrors prepare in spec.py. Rows of a head
 // are padded to whole blocks of queries, so that those are loaded without bounds checks. Heads are
 // flagged here: the statistics of the others are finite, and exact enough for P.
 #include "rows.cuh"

@@ -1,4 +1,4 @@
-// Forward pass: one CTA for each block of queries, key tiles ascending. Mirrors forward_rows in
+// Forward pass: one CTA for each block of queries, key tiles ascending. Mirrors forward_block in
 // spec.py. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 //
 // If the output is not finite, and not all queries attend to what is not finite, a second, NaN-safe

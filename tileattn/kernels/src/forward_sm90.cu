@@ -1,6 +1,6 @@
 // Forward pass on Hopper: FlashAttention-3, with TMA, wgmma and warp specialisation. A producer
 // warp loads q, k and v into circular buffers; two or three consumer warpgroups compute 64 queries
-// each. CTAs are persistent. Mirrors forward_rows in spec.py. Shah et al., FlashAttention-3,
+// each. CTAs are persistent. Mirrors forward_block in spec.py. Shah et al., FlashAttention-3,
 // arXiv:2407.08608.
 //
 // A probability of zero does not mask out a NaN: one in v reaches queries that do not attend to it,
