@@ -186,7 +186,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         if (STAGES > 1 && !step.done) load_keys();
         multiply<VALUE_DIM, VALUE_DIM / 16, false, true>(tile.ds, dout_tile, row0, v_tile, column0);
         read_rows(statistic, deltas);
-        tile.compute_ds(Accum(p.dropout_scale), [&](int m, int, int e) { return statistic[m][e / 2]; });
+        tile.compute_ds(Accum(p.dropout_scale),
+                        [&](int m, int, int e) { return statistic[m][e / 2]; });
         // Queries past the end may attend to a key that is masked out for all others, and not
         // finite.
         tile.ds.for_each([&](Accum& x, int i, int, int m, int n, int e) {

@@ -224,8 +224,8 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
                 Fragment<Accum, DQ_MT, DQ_NT> dq;
                 dq.clear();
                 multiply_rows<true, BLOCK_K>(dq, ds_tile, m0, k_tile, n0);
-                add_rows(static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM, HEAD_DIM, dq, m0,
-                         n0, int(p.Nq) - q0);
+                Accum* const sums = static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM;
+                add_rows(sums, HEAD_DIM, dq, m0, n0, int(p.Nq) - q0);
             }
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with q

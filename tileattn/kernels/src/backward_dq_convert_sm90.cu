@@ -21,8 +21,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const int head = number / tiles, q0 = number % tiles * BLOCK_Q, rows = int(p.Nq) - q0;
     const int b = head / int(p.Hq), h = head % int(p.Hq), count = min(BLOCK_Q, rows);
     const bool stored = p.dq_semaphore[number * DQ_STORE_WARPS];  // else no key attends to them
-    const Accums* const tile = reinterpret_cast<const Accums*>(static_cast<const float*>(p.dq_accum) +
-                                                               (head * p.Nq + q0) * HEAD_DIM);
+    const float* const sums = static_cast<const float*>(p.dq_accum);
+    const Accums* const tile =
+        reinterpret_cast<const Accums*>(sums + (head * p.Nq + q0) * HEAD_DIM);
     Element* const dq = rows_of<Element>(p.dq, p.dq_at, b, h) + q0 * p.dq_at.n;
     bool good = true;
 #pragma unroll 1

@@ -83,7 +83,8 @@ struct AttentionMask {
                (HAS_MASK ? b * p.mask_at.b + h * p.mask_at.h : 0)),
           mask_i(p.mask_at.i),
           mask_j(p.mask_at.j),
-          kinds(p.block_kinds + (HAS_BLOCK_MASK ? b * p.block_kinds_at.b + h * p.block_kinds_at.h : 0)),
+          kinds(p.block_kinds +
+                (HAS_BLOCK_MASK ? b * p.block_kinds_at.b + h * p.block_kinds_at.h : 0)),
           kinds_i(p.block_kinds_at.i),
           bits(p.block_bits),
           Nq(int(p.Nq)),

@@ -39,7 +39,9 @@ __device__ inline u32& head_flags(const Params& p, i64 b, i64 kv) {
 // Whether any head has a flag that this NaN-safe kernel serves; mostly none has. All threads call.
 __device__ inline bool any_to_repair(const Params& p) {
     bool any = false;
-    for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += blockDim.x) any = any || p.head_flags[i] & REPAIRS;
+    for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += blockDim.x) {
+        any = any || p.head_flags[i] & REPAIRS;
+    }
     return __syncthreads_or(any);
 }
 
@@ -84,7 +86,7 @@ struct Head {
 
     __device__ i64 row(int i) const { return (b * p.Hq + h) * p.Nq + i; }
 
-    // Row statistics from backward_preprocess; those of a LARGE head are from backward_large_scores.
+    // Row statistics, from backward_preprocess; of a LARGE head, from backward_large_scores.
     __device__ Accum* statistics(void* array) const {
         return static_cast<Accum*>(array) + (b * p.Hq + h) * p.rows;
     }

@@ -76,7 +76,8 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
         }
         if (d < p.Dv)
             out[d] = narrow<Element>(
-                all.total == 0 ? Accum(0) : total * (Accum(p.dropout_scale) / all.total * all.rescale));
+                all.total == 0 ? Accum(0)
+                               : total * (Accum(p.dropout_scale) / all.total * all.rescale));
     }
 }
 

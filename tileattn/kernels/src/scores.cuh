@@ -20,7 +20,8 @@ struct ScoreMod {
         : scale(Accum(p.scale)),
           softcap(Accum(p.softcap)),
           scale_over_cap(HAS_SOFTCAP ? Accum(p.scale / p.softcap) : Accum(0)),
-          slope(HAS_ALIBI ? static_cast<const Accum*>(p.alibi_slopes)[b * p.alibi_slopes_b + h] : Accum(0)),
+          slope(HAS_ALIBI ? static_cast<const Accum*>(p.alibi_slopes)[b * p.alibi_slopes_b + h]
+                          : Accum(0)),
           offset(Accum(p.q_offset ? p.q_offset[b] : p.offset)),
           bias(static_cast<const BiasElement*>(p.bias)),
           bias_i(p.bias_at.i),

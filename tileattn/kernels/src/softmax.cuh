@@ -1,5 +1,5 @@
-// Layer 3. Online softmax: the state of some rows, updated tile by tile, as in softmax.py. Exponents
-// are of base 2. Milakov and Gimelshein, arXiv:1805.02867.
+// Layer 3. Online softmax: the state of some rows, updated tile by tile, as in softmax.py.
+// Exponents are of base 2. Milakov and Gimelshein, arXiv:1805.02867.
 #pragma once
 
 #include "config.cuh"
