@@ -1,6 +1,7 @@
 """What makes NumPy fast: scores that need no maximum, loads that copy nothing, one more column."""
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from numpy.typing import NDArray
 from tileattn import reference
 from tileattn.algorithm.heads import HeadGroup, head_groups
 from tileattn.algorithm.memory import Memory, RowConstant
-from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.backends.numpy import blas
+from tileattn.backends.numpy.backend import NumpyBackend, Workers
 from tileattn.backends.numpy.bounds import has_small_scores
 from tileattn.backends.numpy.memory import Scratch, TileMemory
 from tileattn.problem import parse
@@ -89,6 +91,28 @@ def test_what_is_masked_out_does_not_decide() -> None:
     heads, _ = one_head(kv_lengths=200, causal=True, q_offset=-50)
     heads.kv.keys(slice(199, 200))[...] = math.inf
     assert not has_small_scores(heads)
+
+
+# --- one BLAS thread ----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not blas._libraries(of_thread=False), reason="BLAS has no number of threads")
+def test_a_small_problem_runs_here_with_one_blas_thread() -> None:
+    q, k, v = np.ones((3, 1, 1, 5, 4))
+    problem, _ = parse(q, k, v, {})
+    (library, *_), found = blas._libraries(of_thread=False), []
+    before = library.get_num_threads()
+    library.set_num_threads(2)
+    try:
+
+        def task(_: Memory) -> None:
+            found.append((library.get_num_threads(), threading.current_thread()))
+
+        Workers(problem).compute(lambda executor: executor.run([task, task]))
+        assert found == [(1, threading.current_thread())] * 2
+        assert library.get_num_threads() == 2
+    finally:
+        library.set_num_threads(before)
 
 
 # --- loads and products -------------------------------------------------------------------------
