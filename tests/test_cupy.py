@@ -177,7 +177,7 @@ def test_arrays_of_more_than_two_to_the_31_elements() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_of_every_result_is_written(dtype: Any, deterministic: bool) -> None:
-    """Also where queries see nothing and keys are seen by nobody."""
+    """Also where queries attend to no key, and no query attends to keys."""
     shapes = ((2, 4, 90, 40), (2, 2, 61, 40), (2, 2, 61, 24), (2, 4, 90, 24))
     arrays = random_arrays(*shapes, dtype=dtype)
     bias, sinks = random_arrays((4, 90, 61), (4,), seed=1)
@@ -191,7 +191,7 @@ def test_every_byte_of_every_result_is_written(dtype: Any, deterministic: bool) 
         check(*arrays, deterministic=deterministic, **options)
 
 
-def test_what_is_hidden_is_not_read() -> None:
+def test_masked_out_entries_are_not_read() -> None:
     import cupy
 
     shapes = ((1, 2, 80, 32), (1, 2, 90, 32), (1, 2, 90, 32), (1, 2, 80, 32))

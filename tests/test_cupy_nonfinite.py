@@ -1,4 +1,4 @@
-"""NaN and infinity on the GPU: what is hidden changes no bit, what is seen is as in the oracle.
+"""NaN and infinity on the GPU: masked out, they change no bit; attended, they act as in the oracle.
 
 Tests of one set of kernels stand together: what one has compiled, the next finds on disk.
 """
@@ -105,7 +105,7 @@ def call_of(kernels: Kernels, kind: str) -> tuple[Given, dict[str, Any]]:
 
 
 def is_repaired(call: Given, options: dict[str, Any]) -> bool:
-    """Whether the heads that Hopper's own backward kernels leave are left to others."""
+    """Whether heads that the Hopper backward kernels leave are computed by others."""
     q, k, v, dout = map(sent, call)
     return served(q, k, v, dout, **{name: sent(x) for name, x in options.items()})
 

@@ -213,7 +213,7 @@ def test_strides() -> None:
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("options", ["offset", "window", "left", "lengths", "all"])
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (256, 256)])
-def test_what_hidden_entries_hold_does_not_matter(
+def test_masked_out_entries_do_not_matter(
     D: int, Dv: int, options: str, wrong: float, turns: str, request: Any
 ) -> None:
     if turns == "few":

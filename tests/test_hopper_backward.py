@@ -186,7 +186,7 @@ def test_both_ways_agree_with_the_oracle(D: int, Dv: int, causal: bool, request:
 @pytest.mark.parametrize("options", ["causal", "lengths", "left"])
 @pytest.mark.parametrize("D", [128, 192, 256])
 def test_every_byte_is_written_and_the_same_on_every_run(D: int, options: str) -> None:
-    """But for dq, which is summed in any order; keys that nobody sees have gradients of zero."""
+    """But for dq, which is summed in any order; keys that no query attends to have gradients of zero."""
     hold_repeats(arrays(DTYPES[1], D, D, 500, 1000), 10, **filled(OPTIONS[options], 1000))
 
 
@@ -309,7 +309,7 @@ def test_a_fixed_order_gives_the_same_bits_under_any_load() -> None:
 @pytest.mark.parametrize("turns", ["one", "few"])
 @pytest.mark.parametrize("options", ["offset", "window", "left", "lengths", "all"])
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), *WIDE[:3]])
-def test_what_hidden_entries_hold_does_not_matter(
+def test_masked_out_entries_do_not_matter(
     D: int, Dv: int, options: str, turns: str, request: Any
 ) -> None:
     if turns == "few":

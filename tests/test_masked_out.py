@@ -1,4 +1,4 @@
-"""What hidden entries hold does not matter, and what skipped blocks hold is not even read."""
+"""What masked-out entries hold does not matter, and what empty blocks hold is not even read."""
 
 import math
 from typing import Any
@@ -111,7 +111,7 @@ def covered(tiles: list[Tile], lengths: tuple[int, int]) -> NDArray[np.bool_]:
 def test_skipped_blocks_are_not_computed(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    """Every tile that the specification computes lies in blocks that are seen, and holds them."""
+    """Every tile that the specification computes lies in visible blocks, and covers them."""
     q, k, v, dout = (x[:1, :1] for x in arrays(lengths))
     blocks = np.random.default_rng(1).random((-(-lengths[0] // 8), -(-lengths[1] // 5))) < 0.4
     options = {**options, "block_mask": BlockMask(blocks, (8, 5))}

@@ -285,7 +285,7 @@ class Masks:
 
 
 @pytest.mark.parametrize("key", keys.BLOCKS, ids=keys.name_of)
-def test_sights(key: KernelKey) -> None:
+def test_attention_masks(key: KernelKey) -> None:
     B, Hq, Nq, Nk = shape = 2, 3, 53, 150
     masks = Masks(key, shape, (20, 12), skipped=0.5)
     boxes = boxes_in(Nq, Nk, 150)
@@ -363,7 +363,7 @@ def test_visits_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("key", keys.MASK, ids=keys.name_of)
-def test_hidden_and_dropped_elements_of_accumulators(key: KernelKey, transposed: bool) -> None:
+def test_masked_out_and_dropped_elements_of_accumulators(key: KernelKey, transposed: bool) -> None:
     """Ones become -infinity where hidden, then 0 where dropped; keys past the end are hidden."""
     Nq, Nk = 53, 80 if key.mask_vector_width == 16 else 70
     shape = (2, 3, Nq, Nk)

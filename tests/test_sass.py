@@ -27,7 +27,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return found
 
 
-# --- Hopper's own kernels -------------------------------------------------------------------------
+# --- the Hopper kernels ---------------------------------------------------------------------------
 
 # Of each kernel, and of the wide one with either number of stages; sources that options choose.
 KEYS = [

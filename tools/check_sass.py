@@ -56,7 +56,7 @@ def keys(
     dtypes: Iterable[str] = DTYPES,
     options: Iterable[Iterable[str]] = OPTIONS,
 ) -> list[KernelKey]:
-    """List Hopper's own kernels of both passes.
+    """List the Hopper kernels of both passes.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Have processes share a GPU, and compare the bits of the same calls thousands of times.
 
-Hopper's own kernels, of all pairs of head dimensions, and some others: both passes, the backward
+The Hopper kernels, of all pairs of head dimensions, and some others: both passes, the backward
 one with ``deterministic=True``. In half of the calls two heads have NaN, so that the NaN-safe
 kernels run, too. What a process gets first of a short call without NaN is held to the oracle, by
 one of them; all later results are to have the same bits, those of other processes too. A process
@@ -54,7 +54,7 @@ DTYPES = {
 SIZES = (2, 8, 4)  # B, Hq, Hkv
 LENGTHS = ((512, 512), (257, 129), (1030, 2070), (1, 700), (2070, 1030), (640, 96))
 HELD = 1 << 16  # scores of a head, at most, where results are held to the oracle: it is slow
-OTHERS = (("float32", 64, 64), ("bfloat16", 20, 20), ("float16", 72, 40))  # not Hopper's own
+OTHERS = (("float32", 64, 64), ("bfloat16", 20, 20), ("float16", 72, 40))  # generic kernels
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 

@@ -98,7 +98,7 @@ TYPES = tuple(KernelKey("types", dtype) for dtype in DTYPES)
 
 
 def _laid_out(kernel: str, tile: TileSize, dim: int) -> KernelKey:
-    """Make a key with the shared memory that Hopper's own kernels have with such tiles."""
+    """Make a key with the shared memory that the Hopper kernels have with such tiles."""
     count = hopper_forward_bytes if kernel == "fwd_smem" else hopper_backward_bytes
     shared = count(tile, dim, dim)
     return KernelKey(kernel, "float16", dim, dim, *tile[:6], producer_warps=4, smem_bytes=shared)

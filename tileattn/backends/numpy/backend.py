@@ -18,7 +18,7 @@ from tileattn.results import Attention, Gradients
 from tileattn.traffic import compared, forward_traffic
 
 # Measured with benchmarks/cpu.py --sweep. Few large calls beat many small ones, for each gives the
-# interpreter lock away and waits for it; along a boundary, low tiles compute less that is hidden.
+# interpreter lock away and waits for it; along a boundary, low tiles compute less that is masked out.
 _FORWARD = (1, (384, 1024))  # heads of a heads, queries and keys of a tile
 _FORWARD_BANDED = (4, (128, 1024))
 _BACKWARD_ROWS = 512
