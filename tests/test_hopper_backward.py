@@ -186,7 +186,7 @@ def test_both_ways_agree_with_the_oracle(D: int, Dv: int, causal: bool, request:
 @pytest.mark.parametrize("options", ["causal", "lengths", "left"])
 @pytest.mark.parametrize("D", [128, 192, 256])
 def test_every_byte_is_written_and_the_same_on_every_run(D: int, options: str) -> None:
-    """But for dq, which is summed in any order; keys that no query attends to have gradients of zero."""
+    """But for dq, which is summed in any order; keys without a query have gradients of zero."""
     hold_repeats(arrays(DTYPES[1], D, D, 500, 1000), 10, **filled(OPTIONS[options], 1000))
 
 

@@ -153,7 +153,7 @@ def test_both_orders_of_the_specification(
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_heads_of_a_group_share_loads_of_keys(causal: bool) -> None:
-    """The forward pass with its own tiles: several heads of a group in a heads, on all workers."""
+    """The forward pass with its own tiles: several heads of a group in a task, on all workers."""
     q, k, v = (made((1, heads, 700, 16), np.float32) for heads in (6, 2, 2))
     call = problem, operands = parse(q, k, v, {"causal": causal})
     backend = NumpyBackend()

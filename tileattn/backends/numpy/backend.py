@@ -17,9 +17,9 @@ from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import compared, forward_traffic
 
-# Measured with benchmarks/cpu.py --sweep. Few large calls beat many small ones, for each gives the
-# interpreter lock away and waits for it; along a boundary, low tiles compute less that is masked out.
-_FORWARD = (1, (384, 1024))  # heads of a heads, queries and keys of a tile
+# Measured with benchmarks/cpu.py --sweep. Few large NumPy calls beat many small ones: each releases
+# the interpreter lock and waits for it. Along a boundary, low tiles compute fewer masked-out pairs.
+_FORWARD = (1, (384, 1024))  # heads of a task, queries and keys of a tile
 _FORWARD_BANDED = (4, (128, 1024))
 _BACKWARD_ROWS = 512
 _BACKWARD_KEYS = 1 << 15  # elements of a key block: 512 keys for D = 64, 256 for D = 128
@@ -70,7 +70,7 @@ class Workers(Executor):
 
 
 class NumpyBackend:
-    """Attention on NumPy arrays; serves every problem.
+    """Attention on NumPy arrays; supports every problem.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class NumpyBackend:
         return None
 
     def why_not(self, problem: Problem) -> str | None:  # noqa: ARG002 - the protocol's argument
-        """Why a problem is not served: every one is."""
+        """Why a problem is not supported: every one is."""
         return None
 
     def forward(self, problem: Problem, operands: Operands, out: Array | None) -> Attention:
@@ -149,11 +149,11 @@ class NumpyBackend:
         operands : Operands
             The arrays.
         dout : array, shape (B, Hq, Nq, Dv)
-            Gradient that arrives at the output.
+            Upstream gradient of the output.
         attention : Attention
             What the forward pass has returned, with four axes.
         dlse : array, shape (B, Hq, Nq), or None
-            Gradient that arrives at the logsumexp.
+            Upstream gradient of the logsumexp.
         deterministic : bool
             Sums have a fixed order in any case.
         workspace : array of uint8, shape (n,), or None
@@ -207,7 +207,7 @@ class NumpyBackend:
         )
 
     def _forward_tile(self, problem: Problem) -> tuple[int, tuple[int, int]]:
-        """Heads of a heads, and queries and keys of a tile; sizes and windows alone decide."""
+        """Heads of a task, and queries and keys of a tile; sizes and windows alone decide."""
         if self.forward_tile:
             return 1, self.forward_tile
         return _FORWARD if problem.window == (None, None) else _FORWARD_BANDED
