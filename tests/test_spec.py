@@ -14,6 +14,7 @@ from tileattn.algorithm import spec
 from tileattn.algorithm.heads import head_groups
 from tileattn.algorithm.mask import schedule
 from tileattn.algorithm.memory import Executor, Memory
+from tileattn.algorithm.residuals import Residuals
 from tileattn.algorithm.softmax import RowState
 from tileattn.algorithm.tiles import sizes_for_memory
 from tileattn.problem import parse
@@ -226,3 +227,26 @@ def test_example_results(blocks: Blocks, outer_loop: str) -> None:
     printed[:, 0], printed[:, 2] = [-12.99, -1.31, 8.66, 5.64], [-5.57, -0.73, 4.38, 1.91]
     np.testing.assert_allclose(dk, printed, rtol=0, atol=0.0151)
     check(EXAMPLE, blocks, outer_loop)
+
+
+# --- rows with large scores ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.95])
+def test_rounding_explains_as_much_with_dropout(dropout_p: float) -> None:
+    """Products of 1e4 cancel to scores of some 30, so that rounding of them shows in every lse."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 1, 1, 40, 8)).astype(np.float32)
+    q[..., 0], k[..., 0], k[..., 1] = 1e2, 1e2, -1e2
+    q[..., 1], q[..., 2], k[..., 2] = 1e2, 6, 5
+    options = {"scale": 1.0, "dropout_p": dropout_p, "seed": 3}
+    P, operands = parse(q, k, k, options)
+    executor = Executor(P.accum_dtype)
+    lse = spec.forward(P, operands, (8, 8), executor).lse
+    off = np.float32(np.finfo(np.float32).eps * math.sqrt(8) * 1e4)
+    saved = Residuals.saved(P, q, lse + off)
+    assert saved.large.all()
+    (heads,) = head_groups(P, operands)
+    for block in saved.blocks_of_large_rows([heads], (8, 8)):
+        spec.renormalise(*block, saved, Memory(heads.dtype))
+    np.testing.assert_allclose(saved.lse + saved.log_l, lse, rtol=0, atol=off / 2)
