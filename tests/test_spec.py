@@ -249,4 +249,4 @@ def test_rounding_explains_as_much_with_dropout(dropout_p: float) -> None:
     (heads,) = head_groups(P, operands)
     for block in saved.blocks_of_large_rows([heads], (8, 8)):
         spec.renormalise(*block, saved, Memory(heads.dtype))
-    np.testing.assert_allclose(saved.lse + saved.log_l, lse, rtol=0, atol=off / 2)
+    np.testing.assert_allclose(saved.lse + saved.log_l, lse, rtol=0, atol=float(off) / 2)

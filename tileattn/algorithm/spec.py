@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from tileattn.algorithm.bias_gradient import add_bias_gradient, groups_sharing_sums, shape_of_sums
-from tileattn.algorithm.heads import SMALL, Array, HeadGroup, head_groups
+from tileattn.algorithm.heads import Array, HeadGroup, head_groups
 from tileattn.algorithm.memory import Executor, Memory, Operand, OrderedSums
 from tileattn.algorithm.residuals import HeadResiduals, Residuals, Sums, row_norms
 from tileattn.algorithm.softmax import RowState
@@ -29,6 +29,8 @@ from tileattn.algorithm.tile_mask import TileMask, above_minus_infinity
 from tileattn.algorithm.tiles import Tile, cut
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
+
+_PREPARED = 1 << 20  # elements of dO that a task of ``prepare`` takes
 
 # --- forward ------------------------------------------------------------------------------------
 
@@ -206,8 +208,11 @@ def backward(
         None if bias is None else np.zeros(shape_of_sums(bias.shape, P), P.accum_dtype),
     )
     groups = list(head_groups(P, operands))
-    entries = cut(P.B, max(1, SMALL // max(1, P.Hq * P.Nq)))
-    rows = [(slice(*b), slice(None), slice(*i)) for b in entries for i in cut(P.Nq, block_q)]
+    entry = max(1, P.Hq * P.Dv)  # elements of dO for each query of a batch entry
+    entries, queries = (max(1, _PREPARED // n) for n in (entry * max(1, P.Nq), entry))
+    rows = [
+        (slice(*b), slice(None), slice(*i)) for b in cut(P.B, entries) for i in cut(P.Nq, queries)
+    ]
     executor.run([partial(prepare, block, attention.out, dlse, saved, sums) for block in rows])
     large_rows = saved.blocks_of_large_rows(groups, block_size)
     executor.run([partial(renormalise, *rows, saved) for rows in large_rows])
