@@ -127,6 +127,30 @@ def test_a_task_that_skips_a_block_does_not_vouch_for_it() -> None:
     assert waited.wait(10)
 
 
+def test_the_error_of_the_task_that_failed_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a task that waited for it is told of the failure, and ends, first."""
+    use_workers(monkeypatch, 2)
+    sums, waits, tell = OrderedSums(2), threading.Event(), OrderedSums.break_off
+    told: list[OrderedSums] = []
+
+    def break_off(self: OrderedSums) -> None:
+        told.append(self)
+        tell(self)
+        time.sleep(0.3 if len(told) == 1 else 0)
+
+    def task(n: int) -> None:
+        with sums.task(n) as turn:
+            if n == 0:
+                waits.wait(10)
+                raise MemoryError("task 0")
+            waits.set()
+            turn.wait(0)
+
+    monkeypatch.setattr(OrderedSums, "break_off", break_off)
+    result = within(20, lambda: run([partial(task, n) for n in range(2)]))
+    assert isinstance(result, MemoryError)
+
+
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("at", [0, 1, 7])
 def test_an_error_in_one_tile_does_not_hang(monkeypatch: pytest.MonkeyPatch, at: int) -> None:

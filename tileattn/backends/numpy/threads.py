@@ -56,7 +56,7 @@ def run(tasks: Sequence[Callable[[], None]], parallel: bool = True) -> None:
     else:
         work.run()
     if work.failures:
-        raise work.failures.pop(0)
+        raise work.cause()
 
 
 def _run_here(tasks: Sequence[Callable[[], None]]) -> None:
@@ -86,6 +86,13 @@ class _SharedWork:
         with self._changed:
             self._over = True  # a helper that has not begun, the pool being busy, is not needed
             self._changed.wait_for(lambda: not self._helping)
+
+    def cause(self) -> BaseException:
+        """Return the first failure; that of a task that waited for another may be noted before."""
+        causes = [x for x in self.failures if not isinstance(x, _OtherTaskFailedError)]
+        cause = (causes or self.failures)[0]
+        self.failures.clear()
+        return cause
 
     def _help(self) -> None:
         with self._changed:
@@ -186,6 +193,10 @@ if hasattr(os, "register_at_fork"):  # threads do not survive a fork
     os.register_at_fork(after_in_child=_deputy.cache_clear)
 
 
+class _OtherTaskFailedError(RuntimeError):
+    """Another task of this call, for which this one waits, has failed."""
+
+
 class OrderedSums:
     """Lets parallel tasks add to shared blocks in the order of the tasks.
 
@@ -223,7 +234,7 @@ class OrderedSums:
         with self._changed:
             self._changed.wait_for(lambda: self._broken or self._done[task - 1] > block)
             if self._broken:
-                raise RuntimeError("another task of this call has failed")
+                raise _OtherTaskFailedError
 
     def finish(self, task: int, block: int) -> None:
         """Say that a task is done with the blocks up to this one, as are all before it."""
