@@ -24,10 +24,6 @@ class KVSource(Protocol):
         """Key heads."""
 
     @property
-    def D(self) -> int:  # noqa: N802 - the letter of the field
-        """Head dimension of keys."""
-
-    @property
     def Dv(self) -> int:  # noqa: N802 - the letter of the field
         """Head dimension of values."""
 
@@ -58,11 +54,6 @@ class ContiguousKV:
     def heads(self) -> int:
         """Key heads."""
         return len(self.k)
-
-    @property
-    def D(self) -> int:  # noqa: N802 - the letter of the field
-        """Head dimension of keys."""
-        return int(self.k.shape[-1])
 
     @property
     def Dv(self) -> int:  # noqa: N802 - the letter of the field

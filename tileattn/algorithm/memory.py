@@ -81,7 +81,7 @@ class Memory:
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
 
-    def load(self, name: str, x: Array, scale: float | None = None) -> Array:  # noqa: ARG002 - for others
+    def load(self, name: str, x: Array, scale: float | None = None) -> Array:
         """Load a block of the array ``name``, times the scale."""
         copy = x.astype(self.dtype)
         return copy if scale is None else copy * self.dtype.type(scale)
@@ -96,7 +96,7 @@ class Memory:
         """Load the right operand of ``matmul_minus``."""
         return Operand(self.load(name, x))
 
-    def zeros(self, name: str, shape: tuple[int, ...]) -> Array:  # noqa: ARG002 - for others
+    def zeros(self, name: str, shape: tuple[int, ...]) -> Array:
         """Make a sum."""
         return np.zeros(shape, self.dtype)
 
@@ -116,7 +116,7 @@ class Memory:
     def store_state(self, state: RowState) -> None:
         """Store the state of some rows."""
 
-    def matmul(self, name: str, a: Array, b: Array) -> Array:  # noqa: ARG002 - for others
+    def matmul(self, name: str, a: Array, b: Array) -> Array:
         """Compute ``a @ b.T``."""
         return np.asarray(a @ b.swapaxes(-1, -2))
 
@@ -132,15 +132,15 @@ class Memory:
             s -= 0 if a.constant.low is None else a.constant.low[..., None]
         return s
 
-    def masked_matmul(self, name: str, p: Array, x: Array, visible: TileMask | None) -> Array:  # noqa: ARG002 - for others
+    def masked_matmul(self, name: str, p: Array, x: Array, visible: TileMask | None) -> Array:
         """Compute ``p @ x``, in which masked-out pairs never meet."""
         return masked_matmul(p, x, visible)
 
-    def store(self, name: str, to: Array, x: Array | float) -> None:  # noqa: ARG002 - for others
+    def store(self, name: str, to: Array, x: Array | float) -> None:
         """Store a block of the array ``name``."""
         to[...] = x
 
-    def add(self, name: str, to: Array, x: Array) -> None:  # noqa: ARG002 - for others
+    def add(self, name: str, to: Array, x: Array) -> None:
         """Add to a block of the array ``name``."""
         to += x
 
@@ -166,7 +166,7 @@ class InOrder:
     """Sums of tasks that run one after the other: nobody waits."""
 
     @contextmanager
-    def task(self, number: int) -> Iterator["InOrder"]:  # noqa: ARG002 - for others
+    def task(self, number: int) -> Iterator["InOrder"]:
         """Give the turn of one task."""
         yield self
 
@@ -199,6 +199,6 @@ class Executor:
             for task in tasks:
                 task(Memory(self.dtype))
 
-    def ordered_sums(self, tasks: int) -> OrderedSums:  # noqa: ARG002 - for others
+    def ordered_sums(self, tasks: int) -> OrderedSums:
         """Make the order of sums that so many tasks add to."""
         return InOrder()

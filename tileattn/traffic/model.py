@@ -13,19 +13,7 @@ from collections.abc import Callable
 
 from tileattn.problem import Operands, Problem
 from tileattn.traffic.counts import ClosedForm, TileLoads, WalkedTiles, loads_of_a_key, reached
-from tileattn.traffic.record import Traffic, recorded
-
-__all__ = [
-    "ALGORITHMS",
-    "KINDS",
-    "Traffic",
-    "compared",
-    "counted",
-    "flops",
-    "forward_traffic",
-    "modelled",
-    "recorded",
-]
+from tileattn.traffic.record import Traffic
 
 ALGORITHMS = ("standard", "flash1", "flash2")
 """Unfused attention on whole matrices; FlashAttention; FlashAttention-2."""

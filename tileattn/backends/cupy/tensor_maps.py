@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
+from tileattn.dtypes import tensor_map_type
 from tileattn.kernels.launch.params import POINTERS
 from tileattn.kernels.launch.tensor_map import TensorMap
 
@@ -15,7 +16,6 @@ MAX_ENTRIES = 64
 """Sets of maps that a launch remembers."""
 
 # Values of the enumerations in cuda.h.
-_DTYPES = {"float16": 6, "bfloat16": 9}
 _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 3, 0
 
 
@@ -63,7 +63,7 @@ class _Encoder:
     def __init__(self, described: TensorMap) -> None:
         self._function = _driver_function()
         self._described = described
-        self._dtype = _DTYPES[described.dtype]
+        self._dtype = tensor_map_type(described.dtype)
         self._arguments = (
             ctypes.byref((ctypes.c_uint64 * 4)(*described.sizes)),
             ctypes.byref((ctypes.c_uint64 * 3)(*described.strides)),

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from tileattn.dtypes import NAMED
 from tileattn.kernels.config.key import KernelKey
 from tileattn.problem import Problem
 
@@ -127,14 +128,9 @@ def padded_rows(queries: int) -> int:
     return -(-queries // _ROW_PAD) * _ROW_PAD
 
 
-def itemsize_of(dtype: str) -> int:
-    """Bytes of an element, by the name of its type."""
-    return int(dtype[-2:]) // 8
-
-
 def rows_of_block(key: KernelKey, columns: int) -> int:
     """Rows of a thread block where a few lanes take each: counterpart of ``src/rows.cuh``."""
-    itemsize = itemsize_of(key.dtype)
+    itemsize = NAMED[key.dtype].itemsize
     elements = max(key.alignment_bytes, itemsize) // itemsize
     lanes = 1
     while lanes < WARP and lanes * elements < columns:

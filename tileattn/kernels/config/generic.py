@@ -6,6 +6,7 @@ Where no tile fits in shared memory, naive kernels take the place of the tiled o
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tileattn.dtypes import NAMED
 from tileattn.kernels.config.context import (
     LARGE,
     NON_FINITE,
@@ -13,7 +14,6 @@ from tileattn.kernels.config.context import (
     KernelConfig,
     KernelLaunch,
     LaunchContext,
-    itemsize_of,
     option_fields,
     row_grid,
     rows_of_block,
@@ -150,7 +150,7 @@ def configure(
         "mask_vector_width": context.mask_vector_width,
         "alignment_bytes": context.alignment_bytes,
     }
-    bias_size = itemsize_of(context.bias) if context.bias_alignment_bytes else 0
+    bias_size = NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
     if max(problem.D, problem.Dv) <= MAX_HEAD_DIM:
         dim, value = bucket(problem.D), bucket(problem.Dv)
         for tile in tiles or candidates(kernel, size, max(dim, value), context.mask_block_k):

@@ -4,9 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
-
-from tileattn.dtypes import BFLOAT16, DTYPES
+from tileattn.dtypes import DTYPES, NAMED
 from tileattn.kernels.config import generic
 from tileattn.kernels.config.context import LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
@@ -172,7 +170,7 @@ def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:
         With one query and two keys.
     """
     names = frozenset(uses)
-    kind = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    kind = NAMED[dtype]
     softcap, dropped = (1.0 if "softcap" in names else None), float("dropout_p" in names) / 2
     return Problem(
         *(1, 1, 1, 1, 2, dim, dim), kind, 1.0, softcap, (None, None), dropped, 0, 4, names

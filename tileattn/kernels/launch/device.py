@@ -30,7 +30,8 @@ class Device:
 
 
 # By compute capability times ten: a GPU, its SMs, KiB of shared memory that a thread block may
-# have, MiB of L2.
+# have, MiB of L2. Those of the H200 are what CUDA reports. SMs and L2 of the others are published
+# figures that no run has confirmed; they decide only what is said of a GPU that is not there.
 _GPUS = {
     75: ("T4", 40, 64, 4),
     80: ("A100", 108, 163, 40),
