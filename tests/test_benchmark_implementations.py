@@ -24,6 +24,12 @@ OTHERS = {
 }
 
 
+@pytest.fixture(name="torch")
+def pytorch() -> Any:
+    """Skip where PyTorch is missing: it is a baseline, and no dependency."""
+    return pytest.importorskip("torch", reason="a baseline, and no dependency: pip install torch")
+
+
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("name", OTHERS)
 def test_naive_attention_agrees(name: str, kind: str) -> None:
@@ -43,26 +49,26 @@ def check_against_reference(one: Any, x: Inputs, mask: Mask) -> None:
     assert_attention_close(exact._replace(dq=dq, dk=dk, dv=dv), exact, bounds, names=names)
 
 
+@pytest.mark.usefixtures("torch")
 @pytest.mark.parametrize(("name", "causal"), [("naive", False), ("sdpa", False), ("sdpa", True)])
 def test_attention_in_pytorch_is_that_of_the_oracle(name: str, causal: bool) -> None:
-    pytest.importorskip("torch", reason="a baseline, and no dependency: pip install torch")
     x = Inputs(*(normal(np, (2, 3, 20, 8), "f32", seed) for seed in range(4)))
     check_against_reference(NaiveTorch() if name == "naive" else Sdpa(), x, Mask(causal))
 
 
+@pytest.mark.usefixtures("torch")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", PASSES)
 def test_pytorch_gets_the_same_values(dtype: str, kind: str) -> None:
-    pytest.importorskip("torch", reason="a baseline, and no dependency: pip install torch")
     found, missing = implementations.find(["math"], np)
     assert missing == {}
     one = Configuration(kind, dtype, 2, 3, 20, 8, causal=True)
     assert gpu.compare(one, [Tileattn(), *found], Fake())["speedup_over"] == {"math": 1.0}
 
 
+@pytest.mark.usefixtures("torch")
 @pytest.mark.parametrize("name", OTHERS)
 def test_pytorch_runs_other_shapes_but_no_windows(name: str) -> None:
-    pytest.importorskip("torch", reason="a baseline, and no dependency: pip install torch")
     row = gpu.compare(OTHERS[name], [Tileattn(), *implementations.find(["math"], np)[0]], Fake())
     if "window" in name:
         assert "has no window" in row["failed"]["math"]
@@ -71,8 +77,9 @@ def test_pytorch_runs_other_shapes_but_no_windows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_flash_attention_4_is_told_the_window(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch", reason="a baseline, and no dependency: pip install torch")
+def test_flash_attention_4_is_told_the_window(
+    torch: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
 
     def attend(q: Any, k: Any, v: Any, causal: bool, window_size: Any) -> Any:
@@ -96,8 +103,8 @@ def test_flash_attention_4_is_told_the_window(name: str, monkeypatch: pytest.Mon
     assert set(asked) == {(OTHERS[name].causal, windows.get(name, (None, None)))}
 
 
+@pytest.mark.usefixtures("torch")
 def test_tensors_share_memory_with_arrays() -> None:
-    pytest.importorskip("torch", reason="a baseline, and no dependency: pip install torch")
     for dtype in DTYPES:
         x = normal(np, (2, 8), dtype)
         tensor = implementations.to_torch(x)
@@ -112,8 +119,7 @@ def test_tensors_share_memory_with_arrays() -> None:
 
 
 @pytest.mark.parametrize("lead", [(1, 1), (2, 3)])
-def test_the_blocks_of_flex_are_those_of_the_mask(lead: tuple[int, int]) -> None:
-    torch = pytest.importorskip("torch", reason="a baseline, and no dependency: pip install torch")
+def test_the_blocks_of_flex_are_those_of_the_mask(torch: Any, lead: tuple[int, int]) -> None:
     attended = np.random.default_rng(0).random((*lead, 4, 5)) < 0.4
     made = Flex(BlockMask(attended, (128, 128))).mask(torch.device("cpu"), (500, 640))
     assert np.array_equal(np.broadcast_to(made.to_dense().numpy(), attended.shape), attended)
@@ -122,8 +128,8 @@ def test_the_blocks_of_flex_are_those_of_the_mask(lead: tuple[int, int]) -> None
     assert not made.kv_num_blocks.any()  # all are full
 
 
+@pytest.mark.usefixtures("torch")
 def test_flex_refuses_other_masks() -> None:
-    pytest.importorskip("torch", reason="a baseline, and no dependency: pip install torch")
     with pytest.raises(ValueError, match="blocks has partial ones"):
         Flex(BlockMask.from_mask(np.tri(8, dtype=bool)[None, None], (4, 4)))
     x = np.zeros((1, 1, 128, 16), np.float32)
@@ -131,8 +137,9 @@ def test_flex_refuses_other_masks() -> None:
         Flex(BlockMask(np.ones((1, 1), bool))).forward(Inputs(x, x, x, x), Mask(causal=True))()
 
 
-def test_the_time_of_flex_counts_where_its_results_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch", reason="a baseline, and no dependency: pip install torch")
+def test_the_time_of_flex_counts_where_its_results_agree(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     def attend(*arrays: Any, block_mask: Any) -> Any:
         assert block_mask.BLOCK_SIZE == (128, 128)

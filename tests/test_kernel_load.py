@@ -168,9 +168,13 @@ def test_the_first_error_of_a_call_is_raised_and_no_thread_is_left(
 @pytest.mark.usefixtures("on_device_1", "placed")
 def test_an_interrupt_leaves_no_thread(
     folder: Path,
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make, calls, main = compiling._compile, itertools.count(1), threading.get_ident()
+    # Python leaves SIGINT alone where its parent ignores it, as a job in the background does.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
 
     def slow(*arguments: Any) -> bytes:
         last = next(calls) == 3

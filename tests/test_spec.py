@@ -249,4 +249,5 @@ def test_rounding_explains_as_much_with_dropout(dropout_p: float) -> None:
     (heads,) = head_groups(P, operands)
     for block in saved.blocks_of_large_rows([heads], (8, 8)):
         spec.renormalise(*block, saved, Memory(heads.dtype))
-    np.testing.assert_allclose(saved.lse + saved.log_l, lse, rtol=0, atol=float(off) / 2)
+    restored = np.abs(saved.lse + saved.log_l - lse)
+    assert (restored < off / 2).all()  # nearer the logsumexp of these keys than what was saved
