@@ -125,7 +125,7 @@ def test_probabilities_are_those_of_the_differences(
 @pytest.mark.parametrize("exponent", [3, 8, 22])
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 def test_long_problems_too(backend: Runner, options: dict[str, Any], exponent: int) -> None:
-    """Long enough for a lane of one head, of which some rows are large."""
+    """Long enough for a group of one head, of which some rows are large."""
     rng = np.random.default_rng(0)
     shapes = ((1, 2, 530, 16), (1, 1, 570, 16), (1, 1, 570, 20), (1, 2, 530, 20))
     q, k, v, dout = (rng.normal(size=shape).astype(np.float32) for shape in shapes)

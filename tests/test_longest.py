@@ -9,7 +9,7 @@ import pytest
 
 import tileattn
 from tileattn.backends.cupy.backend import LONGEST, CupyBackend
-from tileattn.backends.registry import ensure_served
+from tileattn.backends.registry import ensure_supported
 from tileattn.kernels.build.compile import SOURCES
 from tileattn.problem import parse
 
@@ -21,7 +21,7 @@ def test_what_is_longer_is_refused(name: str) -> None:
     problem = dataclasses.replace(parse(x, x, x, {})[0], **longer)
     reason = f"{name} is 1,073,676,289, and the kernels take up to 1,073,676,288"
     with pytest.raises(tileattn.UnsupportedError, match=rf"{reason} .*; use backend='numpy'$"):
-        ensure_served(CupyBackend(), problem)
+        ensure_supported(CupyBackend(), problem)
 
 
 def test_what_is_as_long_is_served() -> None:

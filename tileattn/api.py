@@ -382,7 +382,7 @@ def _validated(
     arrays |= {name: options.get(name) for name in ("bias", "mask", "alibi_slopes", "sinks")}
     chosen = registry.choose(backend, arrays)
     problem, operands = parse(q, k, v, options)
-    registry.ensure_served(chosen, problem)
+    registry.ensure_supported(chosen, problem)
     for name, x in others.items():
         if x is not None or name != "dlse":
             of_rows = name in {"lse", "dlse"}

@@ -253,7 +253,7 @@ def _explain_on(
     if backend not in ("auto", "cupy"):
         raise ValueError(f"backend is {backend!r}; with --arch, 'cupy' is accepted")
     problem, operands = parse(q, k, v, options)
-    registry.ensure_served(registry.get("cupy"), problem)
+    registry.ensure_supported(registry.get("cupy"), problem)
     # What is compiled for compute capability 9.0 is sm_90a.
     device = device_of_arch("sm_90a" if arch == "sm_90" else arch)
     inputs = contiguous_inputs(problem)

@@ -166,7 +166,7 @@ def ensure_owned(backend: Backend, key: str, x: Any) -> None:
         )
 
 
-def ensure_served(backend: Backend, problem: Problem) -> None:
+def ensure_supported(backend: Backend, problem: Problem) -> None:
     """Raise UnsupportedError where a backend does not serve a problem.
 
     Parameters

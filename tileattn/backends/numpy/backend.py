@@ -105,22 +105,7 @@ class NumpyBackend:
         return None
 
     def forward(self, problem: Problem, operands: Operands, out: Array | None) -> Attention:
-        """Compute attention.
-
-        Parameters
-        ----------
-        problem : Problem
-            What is asked.
-        operands : Operands
-            The arrays.
-        out : array, shape (B, Hq, Nq, Dv), or None
-            Where the output is written, in one go after everything else has succeeded.
-
-        Returns
-        -------
-        Attention
-            With four axes.
-        """
+        """Compute attention; ``out`` is written in one go, after everything else has succeeded."""
         together, tile = self._forward_tile(problem)
         compute = partial(spec.forward, problem, operands, tile, together=together)
         result = Workers(problem).compute(compute)
@@ -140,49 +125,13 @@ class NumpyBackend:
         deterministic: bool,  # noqa: ARG002 - sums have a fixed order in any case
         workspace: Array | None = None,  # noqa: ARG002 - each thread keeps its tiles
     ) -> Gradients:
-        """Compute the gradients.
-
-        Parameters
-        ----------
-        problem : Problem
-            What is asked.
-        operands : Operands
-            The arrays.
-        dout : array, shape (B, Hq, Nq, Dv)
-            Upstream gradient of the output.
-        attention : Attention
-            What the forward pass has returned, with four axes.
-        dlse : array, shape (B, Hq, Nq), or None
-            Upstream gradient of the logsumexp.
-        deterministic : bool
-            Sums have a fixed order in any case.
-        workspace : array of uint8, shape (n,), or None
-            Left as it is: each thread keeps its tiles.
-
-        Returns
-        -------
-        Gradients
-            With four axes, those of bias and sinks in their own shape.
-        """
+        """Compute the gradients; the workspace is left as it is."""
         tile = self._backward_tile(problem)
         compute = partial(spec.backward, problem, operands, dout, attention, dlse, tile)
         return Workers(problem).compute(compute)
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
-        """Say what would run.
-
-        Parameters
-        ----------
-        problem : Problem
-            What is asked.
-        operands : Operands
-            The arrays; only the options are looked at.
-
-        Returns
-        -------
-        Explanation
-            Tiles, workers, and the tiles and bytes that the schedule counts.
-        """
+        """Say what would run; of the arrays only the options are looked at."""
         together, (fq, fk) = self._forward_tile(problem)
         bq, bk = self._backward_tile(problem)
         tiles, moved = forward_traffic(problem, operands, (fq, fk))
