@@ -20,9 +20,9 @@ from tileattn.backends import registry
 from tileattn.backends.cupy import describe
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.dispatch import CALLS
-from tileattn.kernels.build import load as loader
-from tileattn.kernels.build.compile import Compiled, compiled
 from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.jit import load as loader
+from tileattn.kernels.jit.compile import Compiled, compiled
 from tileattn.problem import parse
 
 Array = NDArray[Any]

@@ -103,7 +103,7 @@ def own_imports(path: Path) -> set[str]:
 # may import one another.
 LEAVES = {"arrays", "dtypes", "errors", "results"}
 FACTS = LEAVES | {"algorithm.block_mask", "problem"}
-KERNELS = {"kernels.build", "kernels.config", "kernels.launch"}
+KERNELS = {"kernels.jit", "kernels.config", "kernels.launch"}
 MAY_IMPORT: dict[str, set[str]] = {
     "arrays": set(),
     "dtypes": set(),
@@ -119,7 +119,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dispatch": FACTS,
     "kernels": set(),
     "kernels.config": FACTS,
-    "kernels.build": LEAVES | {"kernels.config"},
+    "kernels.jit": LEAVES | {"kernels.config"},
     "kernels.launch": FACTS | {"algorithm", "kernels.config"},
     "backends": FACTS | KERNELS | {"algorithm", "dispatch", "traffic", "record"},
     "api": FACTS | {"algorithm", "backends", "dispatch"},
@@ -189,7 +189,7 @@ def test_only_what_runs_or_loads_kernels_imports_a_library_of_the_gpu(path: Path
     heads = {target.split(".")[0] for node in nodes for target in targets(node, path)}
     found = heads & {"cuda", "cupy", "cupy_backends", "cupyx"}
     room = room_of(path)
-    assert not found or room.startswith(("backends.cupy", "kernels.build")) or room == "selfcheck"
+    assert not found or room.startswith(("backends.cupy", "kernels.jit")) or room == "selfcheck"
 
 
 # --- what `import tileattn` does ----------------------------------------------------------------
@@ -371,3 +371,13 @@ def test_functions_are_short(path: Path) -> None:
 def test_the_pattern_for_silenced_checks(comment: str, fine: bool) -> None:
     assert SILENCED.search(comment)
     assert bool(EXPLAINED.search(comment)) is fine
+
+
+BESIDE = {"benchmarks", "contract", "docs", "gpu", "probes", "tools"}
+
+
+def test_the_tests_mirror_the_package() -> None:
+    tests = ROOT / "tests"
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("*.py")}
+    missing = [f for f in folders if str(f) not in BESIDE and not (ROOT / "tileattn" / f).is_dir()]
+    assert missing == []

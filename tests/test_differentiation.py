@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 import tileattn
-from tests import fake_cupy
-from tests.fake_cupy import Machine
+from tests.backends.cupy import fake_cupy
+from tests.backends.cupy.fake_cupy import Machine
 from tileattn.backends.numpy.backend import NumpyBackend
 
 Array = NDArray[Any]

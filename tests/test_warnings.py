@@ -27,7 +27,7 @@ def run_in(module: str, code: str) -> None:
 
 @pytest.mark.parametrize("code", RAISES.values(), ids=RAISES.keys())
 @pytest.mark.parametrize(
-    "module", ["tileattn.algorithm.mask", "tests.test_softmax", "benchmarks.cpu"]
+    "module", ["tileattn.algorithm.mask", "tests.algorithm.test_softmax", "benchmarks.cpu"]
 )
 def test_a_warning_of_the_project_is_an_error(module: str, code: str) -> None:
     with pytest.raises(Warning, match=r"beware|divide|empty"):

@@ -23,16 +23,16 @@ from tileattn.backends import registry
 from tileattn.backends.numpy import threads
 from tileattn.dtypes import DTYPES
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels.build import cache
-from tileattn.kernels.build.compile import (
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.jit import cache
+from tileattn.kernels.jit.compile import (
     Compiled,
     checked_arch,
     compiled,
     known_archs,
     nvrtc_version,
 )
-from tileattn.kernels.build.load import arch_of
-from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.jit.load import arch_of
 from tileattn.problem import parse
 
 BENCHMARKS = {

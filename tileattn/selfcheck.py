@@ -15,10 +15,10 @@ from tileattn import reference
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.backends import registry
 from tileattn.backends.numpy.backend import NumpyBackend
-from tileattn.kernels.build.compile import compiled
-from tileattn.kernels.build.load import arch_of
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.jit.compile import compiled
+from tileattn.kernels.jit.load import arch_of
 from tileattn.kernels.launch import catalog
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT
 from tileattn.problem import parse

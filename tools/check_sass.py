@@ -18,11 +18,11 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from tileattn.kernels.build.compile import SOURCES, compiled, sources_in
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, HOPPER_WIDE
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
+from tileattn.kernels.jit.compile import SOURCES, compiled, sources_in
 from tileattn.kernels.launch import catalog
 from tools.sass import Instruction, disassembled, nvdisasm, parsed
 

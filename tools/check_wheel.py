@@ -1,12 +1,18 @@
-"""Check that a wheel holds the package, its types marker and no compiled code."""
+"""Check that a wheel holds every file of the package, and no compiled code."""
 
 import sys
 import zipfile
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 COMPILED = {".a", ".dll", ".dylib", ".exe", ".lib", ".o", ".pyd", ".so"}
 COMPILED |= {".cubin", ".fatbin", ".ptx"}
-REQUIRED = {"tileattn/__init__.py", "tileattn/py.typed"}
+ROOT = Path(__file__).parents[1]
+REQUIRED = {
+    path.relative_to(ROOT).as_posix()
+    for path in ROOT.glob("tileattn/**/*.*")
+    if path.suffix != ".pyc"
+}
+"""The package as it lies here: a pattern of .gitignore would keep a folder out of the wheel."""
 
 
 def problems(names: list[str], wheel: str) -> list[str]:

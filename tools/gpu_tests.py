@@ -1,6 +1,6 @@
 """Run the tests that need a GPU in several processes that share it, and sum up what they say.
 
-    python -m tools.gpu_tests --processes 15 tests/test_hopper.py
+    python -m tools.gpu_tests --processes 15 tests/gpu/test_hopper_forward.py
 
 What is not an option of its own goes to pytest. The kernels come to the user's cache, from which
 all processes take what one has compiled.

@@ -32,11 +32,11 @@ import numpy as np
 import tileattn
 from benchmarks import report
 from tileattn import reference
-from tileattn.kernels.build import compile
-from tileattn.kernels.build.load import arch_of
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
+from tileattn.kernels.jit import compile
+from tileattn.kernels.jit.load import arch_of
 from tileattn.kernels.launch import catalog
 from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound

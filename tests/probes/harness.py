@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels.build.compile import SOURCES, Compiled, compiled
-from tileattn.kernels.build.load import arch_of
 from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.jit.compile import SOURCES, Compiled, compiled
+from tileattn.kernels.jit.load import arch_of
 from tileattn.kernels.launch.params import PARAMS, template
 
 PROBES = Path(__file__).parent

@@ -261,7 +261,7 @@ def _unavailable() -> str | None:
     if not count:
         return f"CuPy finds no GPU; {_REMEDY}"
     from tileattn.errors import BackendUnavailableError
-    from tileattn.kernels.build.load import arch_of
+    from tileattn.kernels.jit.load import arch_of
 
     try:
         arch_of(cupy.cuda.runtime.getDevice())

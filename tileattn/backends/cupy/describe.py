@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tileattn.kernels.build.load import arch_of
+from tileattn.kernels.jit.load import arch_of
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import CallLayout, array_layout
 from tileattn.problem import Operands, Problem

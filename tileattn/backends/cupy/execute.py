@@ -14,8 +14,8 @@ from tileattn.backends.cupy.streams import (
     stream_name,
 )
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
-from tileattn.kernels.build.load import Kernel, load_all
 from tileattn.kernels.config.context import KernelLaunch
+from tileattn.kernels.jit.load import Kernel, load_all
 from tileattn.kernels.launch.layout import ArrayLayout
 from tileattn.kernels.launch.params import POINTERS, template
 from tileattn.kernels.launch.plan import Constant, LaunchPlan

@@ -9,9 +9,9 @@ import numpy as np
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.protocol import Explanation
-from tileattn.kernels.build.load import Kernel, load_all
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.jit.load import Kernel, load_all
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import CallLayout
 from tileattn.kernels.launch.plan import launch_context, launch_line, plans_of

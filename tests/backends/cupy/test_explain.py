@@ -1,0 +1,165 @@
+"""What would run on a GPU, whether it is there or not, and how fast that is known."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tileattn
+from tests.backends.cupy import fake_cupy
+from tileattn.backends.cupy.explain import explain_on
+from tileattn.cli import main
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_FINISH
+from tileattn.kernels.launch.device import device_of_arch
+from tileattn.kernels.launch.layout import contiguous, contiguous_inputs
+from tileattn.problem import Operands, Problem, parse
+from tileattn.traffic import compared, forward_traffic
+
+ROOT = Path(__file__).parents[3]
+H200 = device_of_arch("sm_90a")
+
+
+def asked(
+    shape: tuple[int, int, int, int, int, int], dtype: Any = np.float16, **options: Any
+) -> tuple[Problem, Operands]:
+    """Make a call of these sizes; nothing of it takes memory."""
+    B, Hq, Hkv, Nq, Nk, D = shape
+    q, k = (
+        np.broadcast_to(np.zeros((), dtype), sizes) for sizes in ((B, Hq, Nq, D), (B, Hkv, Nk, D))
+    )
+    return parse(q, k, k, options)
+
+
+def hold_to_the_count(sizes: tuple[int, int, int], options: dict[str, Any]) -> None:
+    Nq, Nk, dim = sizes
+    problem, operands = asked((2, 6, 2, Nq, Nk, dim), **options)
+    found = explain_on(H200, problem, contiguous_inputs(problem), operands)
+    tiles = found.forward_tile, found.backward_tile
+    assert (found.tiles, found.bytes_moved) == forward_traffic(problem, operands, tiles[0])
+    assert found.traffic == compared(problem, operands, *tiles)
+
+
+sides = st.none() | st.integers(0, 500)
+
+
+@given(
+    sizes=st.tuples(st.integers(0, 300), st.integers(0, 400), st.sampled_from([8, 64, 128])),
+    window=st.tuples(sides, sides),
+    masked=st.booleans(),
+)
+def test_the_closed_form_is_the_count(
+    sizes: tuple[int, int, int], window: tuple[int | None, int | None], masked: bool
+) -> None:
+    """Also where queries attend to nothing, and under a mask, of which no tile is full."""
+    mask = {"mask": np.ones((1, 1), np.bool_)} if masked else {}
+    hold_to_the_count(sizes, {"window": window, **mask})
+
+
+@pytest.mark.parametrize("window", [(None, None), (9, 3), (None, 0), (0, None)])
+def test_the_closed_form_of_the_naive_kernels(window: tuple[int | None, int | None]) -> None:
+    hold_to_the_count((37, 53, 300), {"window": window})
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (4096, 0)}], ids=str)
+@pytest.mark.parametrize("D", [128, 512])
+def test_a_million_tokens_are_explained_within_a_second(D: int, options: dict[str, Any]) -> None:
+    """Processor time: other work on the machine does not count."""
+    start = time.process_time()
+    problem, operands = asked((1, 32, 8, 1 << 20, 1 << 20, D), **options)
+    found = explain_on(H200, problem, contiguous_inputs(problem), operands)
+    assert time.process_time() - start < 1
+    q, k = found.forward_tile
+    assert sum(found.tiles.values()) == 32 * -(-(1 << 20) // q) * -(-(1 << 20) // k)
+
+
+def test_a_gpu_that_is_there_is_explained_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for registers and occupancy, which a loaded kernel tells."""
+    with fake_cupy.machine(monkeypatch) as gpu:
+        gpu.arch = "sm_90a"
+        x = gpu.array((2, 4, 1000, 64), np.float16)
+        there = tileattn.explain(x, x, x, causal=True)
+        problem, operands = asked((2, 4, 4, 1000, 1000, 64), causal=True)
+        device = replace(gpu.device_of(0), name=H200.name)
+        assert device == H200
+        absent = explain_on(gpu.device_of(0), problem, contiguous_inputs(problem), operands)
+    assert replace(there, kernels=()) == replace(absent, kernels=())
+    for line, like in zip(there.kernels, absent.kernels, strict=True):
+        assert line.split(" threads,")[0] == like.split(" threads,")[0]
+
+
+@pytest.mark.parametrize(("dim", "rows", "threads"), [(64, 192, 512), (128, 128, 384)])
+def test_the_kernels_and_their_memory(dim: int, rows: int, threads: int) -> None:
+    problem, operands = asked((2, 4, 4, 2000, 2000, dim), causal=True)
+    found = explain_on(H200, problem, contiguous_inputs(problem), operands)
+    assert (found.kernel, found.forward_tile) == (HOPPER, (rows, 128))
+    grid = min(132, 8 * -(-2000 // rows))
+    assert f"{HOPPER} {rows} x 128, {dim}/{dim} columns" in found.kernels[0]
+    assert f"stages: {grid} blocks of {threads} threads" in found.kernels[0]
+    assert f"{found.scratch_bytes / 1024:.1f} KiB" in found.kernels[0]
+    lines = [line.split()[0] for line in found.kernels]
+    assert lines[3:] == [*2 * [HOPPER_BACKWARD], HOPPER_FINISH, "backward_dkdv", "backward_dq"]
+    for kernel in (HOPPER, HOPPER_BACKWARD):
+        assert any(r.startswith(f"{kernel}: wgmma and tensor maps") for r in found.reasons)
+    # The sums of dq of 8 heads, three numbers of each padded query, flags, tile counters, and a
+    # semaphore of each tile of dq and store warp; each begins at a multiple of 256 bytes.
+    dq_tiles = 8 * -(-2000 // int(found.kernels[3].split()[1]))
+    parts = 8 * (3 * 2048 + 2000 * dim) * 4 + 2 * 256 + 2 * dq_tiles * 4
+    assert found.workspace_bytes == parts
+
+
+def test_why_the_hopper_kernels_do_not_run() -> None:
+    shape = (2, 4, 4, 1000, 1000, 64)
+    bias = {"bias": np.broadcast_to(np.float32(0), (1000, 1000))}
+    arrays = {"bias": contiguous((1, 1, 1000, 1000), "float32")}
+    for options, there, name in ((bias, arrays, "bias"), ({"dropout_p": 0.5}, {}, "dropout")):
+        problem, operands = asked(shape, **options)
+        inputs = contiguous_inputs(problem).with_arrays(**there)
+        found = explain_on(H200, problem, inputs, operands)
+        why = f"the generic kernel, because {name} is in use; tiles"
+        for kernel in ("forward", "backward_dkdv"):
+            assert any(r.startswith(f"{kernel}: {why}") for r in found.reasons)
+        assert "sm90" not in str(found)
+
+
+def test_no_cupy_is_needed(tmp_path: Path) -> None:
+    code = """
+        import sys
+        sys.modules["cupy"] = sys.modules["cupy_backends"] = None
+        from tileattn.cli import main
+        raise SystemExit(main(["explain", "--arch", "sm_90", "--plan", "--dtype", "bfloat16"]))
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "backend   cupy (forward_sm90)"
+    assert lines.count("device     H200, sm_90a, 132 SMs") == 2
+    assert any(line.startswith("launch     backward_sm90 128 x 128") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--arch sm_1", "ValueError: arch is 'sm_1'; sm_75, sm_80, "),
+        ("--arch sm_90 --backend numpy", "ValueError: backend is 'numpy'; with --arch, 'cupy' is"),
+        ("--arch sm_90 --Nk 2000000000", "UnsupportedError: backend 'cupy' does not serve this"),
+    ],
+)
+def test_what_is_refused(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *line.split()]) == 2
+    assert capsys.readouterr().err.startswith(said)

@@ -1,0 +1,315 @@
+"""The GPU benchmark measures what it says; here on NumPy arrays, with a clock that is made up."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import configurations, gpu
+from benchmarks.configurations import (
+    DTYPES,
+    HEAD_DIMS,
+    LENGTHS,
+    PASSES,
+    Call,
+    Configuration,
+    Inputs,
+    Mask,
+    grid_of,
+    shapes_of,
+    window_density,
+)
+from benchmarks.device import Gpu
+from benchmarks.implementations import BASELINES, Implementation, Naive, Tileattn, find
+from tests.benchmarks.fake_gpu import MACHINE, Fake
+
+ONE = Configuration("forward", "f32", 2, 3, 20, 8)
+BACK = Configuration("backward", "f64", 2, 3, 20, 8, causal=True)
+
+
+class Bent(Naive):
+    """Naive NumPy whose results pass through a function; its calls may raise."""
+
+    def __init__(self, name: str, bend: Callable[[Any], Any]) -> None:
+        super().__init__(np)
+        self.name, self._bend = name, bend
+
+    def forward(self, x: Inputs, mask: Mask) -> Call:
+        """Bend the output."""
+        call = super().forward(x, mask)
+        return lambda: self._bend(call())
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Problems that NumPy computes at once."""
+    monkeypatch.setattr(configurations, "TOKENS", 512)
+    monkeypatch.setattr(configurations, "HIDDEN", dict.fromkeys(DTYPES, 16))
+
+
+# --- what is counted ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "causal", "flops"),
+    [
+        ("forward", False, 4 * 2 * 3 * 20 * 20 * 8),
+        ("forward", True, 2 * 2 * 3 * 20 * 20 * 8),
+        ("backward", False, 10 * 2 * 3 * 20 * 20 * 8),
+        ("backward", True, 5 * 2 * 3 * 20 * 20 * 8),
+    ],
+)
+def test_flops_are_counted_as_the_papers_do(kind: str, causal: bool, flops: int) -> None:
+    assert Configuration(kind, "bf16", 2, 3, 20, 8, causal).flops == flops
+
+
+def test_flops_of_other_shapes_are_those_of_their_matmuls() -> None:
+    one = Configuration("forward", "bf16", 2, 6, 20, 8, causal=True, Hkv=3, Dv=4)
+    assert one.flops == 2 * 6 * 20 * 20 * (8 + 4)
+    assert one.shapes == ((2, 6, 20, 8), (2, 3, 20, 8), (2, 3, 20, 4), (2, 6, 20, 4))
+    attended = sum(min(i + 1, 5) for i in range(20))
+    assert replace(one, window=5).flops == pytest.approx(2 * 2 * 6 * attended * (8 + 4))
+
+
+@pytest.mark.parametrize("window", [(3, 0), (4, 3), (19, 0), (19, 19)])
+def test_the_density_of_a_window_is_that_of_its_mask(window: tuple[int, int]) -> None:
+    i, j = np.arange(20)[:, None], np.arange(20)
+    mask = (j >= i - window[0]) & (j <= i + window[1])
+    assert window_density(20, *window) == pytest.approx(mask.mean())
+
+
+def test_the_grid_keeps_tokens_and_width_and_shares_inputs() -> None:
+    grid = grid_of(DTYPES, HEAD_DIMS, LENGTHS, PASSES, (False, True))
+    assert len(set(grid)) == len(grid) == 4 * 3 * 6 * 2 * 2
+    assert {one.B * one.N for one in grid} == {16384}
+    assert {one.H * one.D for one in grid if one.dtype != "f64"} == {2048}
+    assert {one.H * one.D for one in grid if one.dtype == "f64"} == {512}
+    inputs = [(one.dtype, one.shapes) for one in grid]
+    assert sum(a != b for a, b in pairwise(inputs)) == len(set(inputs)) - 1
+
+
+def test_shapes_keep_tokens_and_width() -> None:
+    cases = list(shapes_of(["bf16"], (2048, 8192), (8192, 16384), ["forward"], (False, True)))
+    found = [one for _, one in cases]
+    assert len(set(found)) == len(found) == 16
+    assert {one.B * one.N for one in found} == {16384}
+    assert [(one.H, one.Hkv, one.D, one.Dv) for one in found[::4]] == [
+        (16, 4, 128, None),
+        (16, 2, 128, None),
+        (10, None, 192, 128),
+        (16, None, 128, None),
+    ]
+    assert {(one.causal, one.mask.window) for one in found[12:]} == {
+        (False, (512, 511)),
+        (True, (1023, 0)),
+    }
+
+
+# --- a comparison ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one", [ONE, BACK])
+def test_what_agrees_gets_a_speedup(one: Configuration) -> None:
+    again = Tileattn("deterministic", ("backward",), deterministic=True)
+    row = gpu.compare(one, [Tileattn(), again, Naive(np)], Fake())
+    assert row["tflops"]["numpy"] == round(one.flops / 0.002 / 1e12, 2)
+    assert row["speedup_over"] == {"numpy": 1.0}
+    assert row["mismatch"] == row["failed"] == {}
+    assert row["spread"]["tileattn"] == 0.5
+    assert ("deterministic" in row["tflops"]) is (one.kind == "backward")
+
+
+@pytest.mark.parametrize("bend", [lambda x: 1.01 * x, lambda x: np.where(x > 1, np.nan, x)])
+def test_what_differs_is_named_and_gets_no_speedup(bend: Callable[[Any], Any]) -> None:
+    row = gpu.compare(ONE, [Tileattn(), Bent("wrong", bend), Naive(np)], Fake())
+    assert set(row["mismatch"]) == {"wrong"}
+    assert set(row["speedup_over"]) == {"numpy"}
+    assert set(gpu.verified(row)) == {"tileattn", "numpy"}
+
+
+@pytest.mark.parametrize("factor", [1.01, np.nan])
+def test_a_wrong_result_of_ours_gets_no_speedup_at_all(factor: float) -> None:
+    ours = Bent("tileattn", lambda x: x * np.float32(factor))
+    row = gpu.compare(ONE, [ours, Naive(np)], Fake())
+    assert row["speedup_over"] == {}
+    assert "numpy" in row["mismatch"]
+    assert gpu.verified(row) == {}
+
+
+def test_a_failure_is_recorded_and_the_comparison_goes_on() -> None:
+    def fail(_: Any) -> Any:
+        raise MemoryError("no room for 8 GB\nof scores")
+
+    row = gpu.compare(ONE, [Tileattn(), Bent("big", fail), Naive(np)], Fake())
+    assert row["failed"] == {"big": "MemoryError: no room for 8 GB"}
+    assert set(row["speedup_over"]) == {"numpy"}
+
+
+def test_what_a_baseline_does_not_support_is_blank() -> None:
+    baseline = Naive(np)
+    baseline.dtypes = ("bf16",)
+    row = gpu.compare(ONE, [Tileattn(), baseline], Fake())
+    assert set(row["tflops"]) == {"tileattn"}
+    assert row["failed"] == {}
+
+
+@pytest.mark.parametrize(
+    ("speedups", "best"),
+    [
+        ({"flash": 0.5, "cudnn": 0.9, "fa4": 0.8}, 0.8),
+        ({"cudnn": 0.9}, 0.9),
+        ({"flash": 0.5, "math": 0.1}, None),
+    ],
+)
+def test_the_best_is_the_faster_of_cudnn_and_flash_attention_4(
+    speedups: dict[str, float], best: float | None
+) -> None:
+    assert gpu.best({"speedup_over": speedups}) == best
+
+
+def test_means_are_geometric_and_one_for_each_pass() -> None:
+    speedups = [("forward", 0.5), ("backward", 3.0), ("forward", 2.0), ("backward", 3.0)]
+    rows = [{"pass": name, "speedup_over": {"cudnn": x, "fa4": 9.0}} for name, x in speedups]
+    alone = {"pass": "forward", "speedup_over": {"flash": 7.0}}
+    said = "speedup over the fastest of cudnn and fa4 in 2 configurations: geometric mean"
+    assert list(gpu.means([*rows, alone])) == [
+        f"forward, {said} 1.00, smallest 0.50",
+        f"backward, {said} 3.00, smallest 3.00",
+    ]
+
+
+# --- the other sections ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_each_option_is_set_against_the_call_without_one(kind: str) -> None:
+    rows = {row["option"]: row for row in gpu.options([replace(ONE, kind=kind)], Fake())}
+    assert len(rows) == 9
+    assert all(row["overhead_percent"] == 0 and "failed" not in row for row in rows.values())
+    scores = 2 * 3 * 20 * 20
+    assert rows["mask"]["bytes_ms"] == pytest.approx(1e3 * scores / 1e12)
+    passes = 2 if kind == "backward" else 1
+    assert rows["bias"]["bytes_ms"] == pytest.approx(passes * 1e3 * 4 * scores / 1e12)
+    assert rows["bias, one for the batch"]["dense_bytes"] == 4 * scores // 2
+    assert rows["bias"]["beyond_bytes_percent"] < 0 == rows["sinks"]["beyond_bytes_percent"]
+
+
+def test_sparse_masks_are_set_against_full_attention() -> None:
+    rows = list(gpu.sparse([Configuration("forward", "f32", 1, 1, 1280, 8)], Fake()))
+    assert [row["speedup"] for row in rows] == [1.0] * 5
+    assert [round(row["density"], 3) for row in rows] == [1, 0.5, 0.062, 0.061, 0.1]
+
+
+def test_launch_overhead_is_measured_for_all() -> None:
+    pair = [replace(ONE, kind=kind) for kind in PASSES]
+    ours: list[Implementation] = [Tileattn(), Tileattn("new output", ("forward",), reuse=False)]
+    rows = list(gpu.host(pair, ours, Fake()))
+    assert [(row["pass"], row["implementation"]) for row in rows] == [
+        ("forward", "tileattn"),
+        ("forward", "new output"),
+        ("backward", "tileattn"),
+    ]
+    assert all(row["launch_overhead_us"] == pytest.approx(5) for row in rows)
+
+
+def test_ceilings_count_flops_and_bytes() -> None:
+    matmul, copy = gpu.ceilings(["f32"], 16, Fake())
+    assert matmul["tflops"] == pytest.approx(2 * 16**3 / 0.002 / 1e12)
+    assert copy["gbytes_per_second"] == 1000
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+def run(tmp_path: Path, *argv: str, device: Gpu | None = None) -> None:
+    always = ["--to", str(tmp_path), "--head-dim", "8", "--length", "16", "--baselines", "cupy"]
+    gpu.run(gpu.parse([*always, *argv]), device or Fake())
+
+
+@pytest.mark.usefixtures("small")
+def test_every_section_writes_its_file(tmp_path: Path) -> None:
+    run(tmp_path, *(f"--{name}" for name in gpu.SECTIONS), "--dtype", "f32", "--quick")
+    names = {"gpu.json", *(f"gpu_{name}.json" for name in gpu.SECTIONS[1:])}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    for name in names:
+        result = json.loads((tmp_path / name).read_text(encoding="utf-8"))
+        assert list(result) == ["machine", "section", "missing", "rows"]
+        assert {"commit", "date", "command", *MACHINE} == set(result["machine"])
+        assert result["rows"]
+    grid = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]
+    kinds = [("forward", False), ("forward", True), ("backward", False), ("backward", True)]
+    assert [(row["pass"], row["causal"]) for row in grid] == kinds
+
+
+class Interrupted(Fake):
+    """A device that a user takes away after three configurations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = iter(range(6))  # two implementations each
+
+    def time(self, calls: Sequence[Call]) -> list[float]:
+        """Stop in the middle."""
+        if next(self.left, None) is None:
+            raise KeyboardInterrupt
+        return super().time(calls)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_was_measured_is_kept_when_a_run_is_broken_off(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "--dtype", "f32,f64", "--pass", "forward", device=Interrupted())
+    assert len(json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]) == 3
+
+
+def test_the_selection_is_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Configuration] = []
+
+    def noted(named: Sequence[tuple[str, Configuration]], *_: Any) -> Iterator[Any]:
+        found.extend(one for _, one in named)
+        return iter(())
+
+    monkeypatch.setattr(gpu, "compared", noted)
+
+    def chosen(line: str) -> list[str]:
+        return [name for name, _ in gpu.sections(gpu.parse(line.split()), [], Fake())]
+
+    assert chosen("--sparse") == ["sparse"]
+    assert chosen("--host --grid") == ["grid", "host"]
+    found.clear()
+    assert chosen("--quick --dtype bf16,f64 --no-causal --pass backward") == ["grid"]
+    assert [(one.dtype, one.D, one.N, one.kind, one.causal) for one in found] == [
+        (dtype, 64, 512, "backward", False) for dtype in ("bf16", "f64")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--dtype", "fp8"], "fp8 is none of bf16, fp16, f32, f64"),
+        (["--baselines", "flash,flash9"], "flash9 is none of flash, cudnn"),
+        (["--length", "512,0"], "0 is below 1"),
+        (["--head-dim", "wide"], "'wide'"),
+    ],
+)
+def test_a_wrong_selection_is_refused(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        gpu.parse(argv)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_baseline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found, missing = find(BASELINES, np)
+    assert [one.name for one in found] == ["numpy"]
+    assert set(missing) == {"flash", "cudnn", "efficient", "math", "fa4"}
+    assert all("torch" in why for why in missing.values())

@@ -1,0 +1,209 @@
+"""The example programs run, learn and agree with themselves."""
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import tileattn
+
+Array = NDArray[Any]
+
+CHAR_GPT = Path(__file__).parents[2] / "examples" / "char_gpt.py"
+SMALL = ["--layers=2", "--width=48", "--heads=2", "--context=40", "--batch=4", "--seconds=60"]
+
+
+@pytest.fixture(scope="module")
+def char_gpt() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("char_gpt", CHAR_GPT)
+    if spec is None or spec.loader is None:
+        pytest.fail(f"cannot import {CHAR_GPT}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*options: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the program from another folder, as a reader would with only the package installed."""
+    return subprocess.run(
+        [sys.executable, CHAR_GPT, *SMALL, *options],
+        env={**os.environ, "PYTHONPATH": str(Path(tileattn.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What a short training printed, and its folder of pictures."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("char_gpt") / "made" / "when needed"
+    done = run("--steps=80", "--out", folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, folder
+
+
+def test_training_lowers_the_loss(training: tuple[str, Path]) -> None:
+    losses = [float(loss) for loss in re.findall(r"([\d.]+) bits/byte", training[0])]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 1
+    held_out = re.search(r"Held-out files: ([\d.]+) bits per byte", training[0])
+    assert held_out is not None
+    assert float(held_out[1]) < losses[0] - 1
+
+
+def test_training_ends_with_a_sample(training: tuple[str, Path]) -> None:
+    sample = training[0].partition("Sample:\n\n")[2].partition(" \n\nPictures:")[0]
+    assert sample.startswith("def ")
+    assert len(sample) == len("def ") + 400
+    assert re.fullmatch(r"[ -~\n]*", sample)
+
+
+def test_training_leaves_two_pictures(training: tuple[str, Path]) -> None:
+    files = {path.name: path.read_bytes() for path in training[1].iterdir()}
+    assert files.keys() == {"loss.png", "attention.png"}
+    assert all(data.startswith(b"\x89PNG") for data in files.values())
+
+
+def test_training_stops_when_its_time_is_up(tmp_path: Path) -> None:
+    done = run("--layers=1", "--heads=1", "--steps=1000000", "--seconds=1", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "100%  step" in done.stdout
+
+
+def test_plain_attention_and_tileattn_train_alike() -> None:
+    done = run("--check", "--steps=5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The losses agree." in done.stdout
+    rows = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+) +([\d.e+-]+)$", done.stdout, re.MULTILINE)
+    assert len(rows) == 5
+    assert all(abs(float(plain) - float(tiled)) < 1e-4 for plain, tiled, _ in rows)
+
+
+def options(char_gpt: ModuleType) -> tuple[Any, Any, argparse.Namespace]:
+    """A shape, a text and arguments for `check`."""
+    args = argparse.Namespace(seed=0, steps=8, batch=3, context=21, rate=3e-3, backend="numpy")
+    text = (np.arange(5000) ** 2 % 97 + 30).astype(np.uint8)
+    return char_gpt.Shape(layers=2, width=24, heads=3, context=args.context), text, args
+
+
+@pytest.mark.parametrize("error", [0.03, np.nan])
+@pytest.mark.parametrize("wrong", ["out", "dq", "dk", "dv"])
+def test_the_check_finds_a_wrong_attention(
+    char_gpt: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wrong: str,
+    error: float,
+) -> None:
+    """One result gets some of another row's; Adam would hide a mere factor."""
+
+    def spoiled(name: str, array: Array) -> Array:
+        return array + np.float32(error) * array[:, :, ::-1] if name == wrong else array
+
+    def wrong_attention(*arrays: Array) -> tuple[Array, Any]:
+        out, backward = char_gpt.plain_attention(*arrays)
+        names = ("dq", "dk", "dv")
+        return spoiled("out", out), lambda dout: tuple(map(spoiled, names, backward(dout)))
+
+    monkeypatch.setattr(char_gpt, "tiled_attention", lambda _: wrong_attention)
+    shape, text, args = options(char_gpt)
+    assert not char_gpt.check(shape, text, args, np)
+    assert "THE LOSSES DISAGREE." in capsys.readouterr().out
+
+
+def float64_model(char_gpt: ModuleType, core: Any) -> Any:
+    """A tiny model away from its start, where some weights are zero and hide others."""
+    shape = char_gpt.Shape(layers=2, width=12, heads=3, context=9)
+    model = char_gpt.Model(shape, core, 0, np, np.float64)
+    model.flat += 0.2 * np.random.default_rng(1).standard_normal(model.flat.size)
+    return model
+
+
+@pytest.mark.parametrize("core", ["tiled", "plain"])
+def test_the_gradient_of_the_whole_model(char_gpt: ModuleType, core: str) -> None:
+    """Central differences, for each weight: single entries, and a direction that has them all."""
+    attention = char_gpt.tiled_attention() if core == "tiled" else char_gpt.plain_attention
+    model = float64_model(char_gpt, attention)
+    rng = np.random.default_rng(2)
+    texts = rng.integers(0, 256, (2, 8))  # shorter than the context
+    model.loss(texts, with_gradient=True)
+    step = 1e-5
+    for name, weight in model.weights.items():
+        gradient = model.gradients[name].copy()
+        directions = [rng.standard_normal(weight.shape)]
+        for place in (int(np.abs(gradient).argmax()), *rng.integers(0, weight.size, 5)):
+            directions.append(np.zeros(weight.shape))
+            directions[-1].flat[place] = 1
+        before = weight.copy()
+        for direction in directions:
+            ends = []
+            for sign in (1, -1):
+                weight[...] = before + sign * step * direction
+                ends.append(model.loss(texts))
+            weight[...] = before
+            numeric = (ends[0] - ends[1]) / (2 * step)
+            analytic = float((gradient * direction).sum())
+            assert abs(numeric - analytic) <= 1e-7 * (1 + abs(analytic)), name
+
+
+def test_attention_maps_are_the_probabilities(char_gpt: ModuleType) -> None:
+    text = b"def f():\n"
+    maps = char_gpt.attention_maps(float64_model(char_gpt, char_gpt.tiled_attention()), text)
+    saved: list[Array] = []
+
+    def core(q: Array, k: Array, v: Array) -> Any:
+        saved.append(char_gpt.plain_probabilities(q, k)[0])
+        return char_gpt.plain_attention(q, k, v)
+
+    plain = float64_model(char_gpt, core)
+    plain.forward(np.frombuffer(text, np.uint8)[None].astype(np.int64))
+    assert np.shape(maps) == (2, 3, 9, 9)
+    error = np.abs(np.array(maps) - np.array(saved))
+    assert (error <= 1e-12).all()
+
+
+def test_no_pictures_without_matplotlib(
+    char_gpt: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    char_gpt.draw([], [], tmp_path / "absent")
+    assert "pip install matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--heads=5", "--width is 48; a multiple of --heads, 5, is accepted"),
+        ("--steps=0", "at least 1"),
+        ("--backend=torch", "invalid choice"),
+    ],
+)
+def test_wrong_options(option: str, message: str) -> None:
+    done = run(option)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_an_absent_gpu_is_named() -> None:
+    reason = tileattn.available_backends()["cupy"]
+    if reason is None:
+        pytest.skip("this machine has what the cupy backend needs")
+    done = run("--backend=cupy")
+    assert done.returncode == 1
+    assert done.stderr == f"char_gpt: {reason}\n"

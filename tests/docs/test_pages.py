@@ -1,0 +1,78 @@
+"""What the pages say is run: blocks marked ``python``, and ``pycon`` with what it prints."""
+
+import doctest
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A block marked `py` is shown in the same colours and not run (it needs a GPU, or is a fragment).
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
+WITH_EXAMPLES = [name for name, text in TEXTS.items() if EXAMPLE.search(text)]
+
+
+def code_of(page: Path) -> str:
+    """Blocks of one page as one program, each on the line where it stands in the page."""
+    text = page.read_text(encoding="utf-8")
+    lines = [""] * text.count("\n")
+    for block in BLOCK.finditer(text):
+        start = text.count("\n", 0, block.start(1))
+        body = block.group(1).splitlines()
+        lines[start : start + len(body)] = body
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if BLOCK.search(page.read_text("utf-8"))],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+@pytest.mark.filterwarnings("error")
+def test_the_code_of_a_page_runs(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code_of(page), page, "exec"), {"__name__": "__page__"})
+
+
+def failures_of(name: str, text: str) -> str:
+    """Run the examples of a page, one after another with the same names; report what differs."""
+    source = "\n".join(EXAMPLE.findall(text))
+    example = doctest.DocTestParser().get_doctest(source, {}, name, name, 0)
+    report: list[str] = []
+    with np.printoptions():  # a page may set its own
+        doctest.DocTestRunner(verbose=False).run(example, out=report.append)
+    return "".join(report)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_the_examples_of_a_page_print_what_it_says(name: str) -> None:
+    assert failures_of(name, TEXTS[name]) == ""
+
+
+def test_no_example_is_missed() -> None:
+    assert {"docs/io.md", "docs/numerics.md", "docs/tutorial.md"} <= set(WITH_EXAMPLES)
+    assert [name for name, text in TEXTS.items() if ">>>" in EXAMPLE.sub("", text)] == []
+
+
+def test_a_wrong_output_is_reported() -> None:
+    page = "text\n\n```pycon\n>>> x = 2\n```\n\ntext\n\n```pycon\n>>> x + 2\n5\n```\n"
+    assert "Expected:\n    5\nGot:\n    4" in failures_of("page", page)
+    assert failures_of("page", page.replace("5", "4")) == ""
+
+
+def test_links_between_files_lead_somewhere() -> None:
+    link = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)[)#]")  # no lambda in C++
+    broken = [
+        f"{page.relative_to(ROOT).as_posix()}: {target}"
+        for page in PAGES
+        for target in link.findall(page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []

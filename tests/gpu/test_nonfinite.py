@@ -1,0 +1,132 @@
+"""NaN and infinity on the GPU: masked out, they change no bit; attended, they act as in the oracle.
+
+Tests of one set of kernels stand together: what one has compiled, the next finds on disk.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import Runner
+from tests.gpu.hopper import sent
+from tests.gpu.test_hopper_backward import served
+from tests.nonfinite import (
+    WRONG,
+    Given,
+    arrays,
+    check_masked_out,
+    check_reach,
+    check_spoiled,
+    masks,
+)
+from tests.on_gpu import needs_gpu, poisoned
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
+
+BF16 = ml_dtypes.bfloat16
+PLAIN = ("causal", "window", "lengths", "no length")
+MASKS = ("mask", "mask of keys", "mask of queries")
+BLOCKS = ("block mask", "mixed blocks")
+EXAMPLES = 5
+BLOCK = (40, 56)  # no tile divides it
+
+
+class Kernels(NamedTuple):
+    """Calls that the same kernels serve: dtype, head dimensions, kinds of masks, numbers of rows.
+
+    ``deterministic`` is None where both orders of dq's sums are tried.
+    """
+
+    dtype: Any
+    dims: tuple[int, int]
+    kinds: tuple[str, ...] = PLAIN
+    lengths: tuple[int, int] = (203, 331)
+    deterministic: bool | None = None
+
+
+KERNELS = (
+    Kernels(np.float16, (64, 64), lengths=(203, 691)),
+    Kernels(BF16, (128, 128), lengths=(333, 270)),
+    Kernels(np.float16, (192, 128)),
+    Kernels(BF16, (256, 256)),
+    Kernels(np.float32, (64, 64)),
+    Kernels(np.float32, (128, 128), deterministic=False),
+    Kernels(np.float32, (192, 128), deterministic=True),
+    Kernels(np.float64, (64, 64), deterministic=False),
+    Kernels(np.float16, (64, 64), MASKS, deterministic=False),
+    Kernels(np.float32, (64, 64), MASKS, deterministic=True),
+    Kernels(BF16, (128, 128), BLOCKS, (333, 270), deterministic=False),
+    Kernels(np.float32, (64, 64), BLOCKS, deterministic=False),
+    Kernels(np.float16, (64, 64), ("bias",), deterministic=False),
+    Kernels(np.float64, (64, 64), ("bias",), deterministic=True),
+    Kernels(BF16, (64, 64), ("dropout",), deterministic=True),
+    Kernels(np.float32, (128, 128), ("dropout",), deterministic=False),
+    Kernels(np.float16, (128, 128), ("softcap",)),
+    Kernels(np.float32, (64, 64), ("softcap",), deterministic=False),
+    Kernels(BF16, (128, 128), ("all",), deterministic=False),
+    Kernels(np.float32, (64, 64), ("all",), deterministic=True),
+)
+
+
+def name_of(kernels: Kernels) -> str:
+    D, Dv = kernels.dims
+    return f"{np.dtype(kernels.dtype).name} {D} {Dv} {kernels.kinds[0]}"
+
+
+@pytest.fixture(scope="module", params=KERNELS, ids=name_of)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    found: Kernels = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return Runner("cupy")
+
+
+@pytest.fixture(autouse=True)
+def memory_is_poisoned() -> Iterator[None]:
+    with poisoned():
+        yield
+
+
+def orders(kernels: Kernels) -> tuple[bool, ...]:
+    return (False, True) if kernels.deterministic is None else (kernels.deterministic,)
+
+
+def call_of(kernels: Kernels, kind: str) -> tuple[Given, dict[str, Any]]:
+    made = arrays(kernels.lengths, kernels.dtype, kernels.dims)
+    return made, masks(kernels.lengths, BLOCK)[kind]
+
+
+def is_repaired(call: Given, options: dict[str, Any]) -> bool:
+    """Whether heads that the Hopper backward kernels leave are computed by others."""
+    q, k, v, dout = map(sent, call)
+    return served(q, k, v, dout, **{name: sent(x) for name, x in options.items()})
+
+
+def test_what_nobody_sees_and_what_other_rows_see(kernels: Kernels, runner: Runner) -> None:
+    """Each kind of mask in turn, and each wrong value at least once."""
+    order = orders(kernels)
+    for n in range(max(len(kernels.kinds), len(WRONG))):
+        call, options = call_of(kernels, kernels.kinds[n % len(kernels.kinds)])
+        same, wrong = not is_repaired(call, options), WRONG[n % len(WRONG)]
+        how = {"deterministic": order[n % len(order)]}
+        check_masked_out(runner, call, options, wrong, same=same, **how)
+        if n < 2:
+            check_reach(runner, call, options, "kv"[n], wrong, **how)
+
+
+@given(data=st.data(), seed=st.integers(0, 1 << 20))
+@settings(max_examples=EXAMPLES)
+def test_random_non_finite_values_propagate_as_in_the_formula(
+    kernels: Kernels, runner: Runner, data: Any, seed: int
+) -> None:
+    call, options = call_of(kernels, data.draw(st.sampled_from(kernels.kinds)))
+    order = data.draw(st.sampled_from(orders(kernels)))
+    check_spoiled(runner, call, options, np.random.default_rng(seed), deterministic=order)

@@ -1,0 +1,173 @@
+"""Streams, graphs and repeated runs on the GPU."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+from tests.on_gpu import bits, busy, hold, needs_gpu, random_arrays
+from tileattn import Attention, Gradients
+
+pytestmark = needs_gpu
+
+ROOT = Path(__file__).parents[2]
+SHAPES = ((2, 4, 333, 64), (2, 2, 517, 64), (2, 2, 517, 64), (2, 4, 333, 64))
+OPTIONS: dict[str, Any] = {"causal": True, "softcap": 20.0, "dropout_p": 0.1, "seed": 3}
+
+
+def both(given: list[Any], **options: Any) -> tuple[Attention, Gradients]:
+    """Run both passes; ``deterministic`` is for the backward one."""
+    q, k, v, dout = given
+    fixed = options.pop("deterministic", False)
+    attention = tileattn.forward(q, k, v, **options)
+    grads = tileattn.backward(dout, q, k, v, *attention, deterministic=fixed, **options)
+    return attention, grads
+
+
+@pytest.fixture(scope="module")
+def given() -> list[Any]:
+    return random_arrays(*SHAPES, dtype=np.float16)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_current_stream_is_used(given: list[Any], deterministic: bool) -> None:
+    """The inputs are written on the stream after a long wait: work elsewhere would miss them."""
+    import cupy
+
+    options = {"causal": True}
+    expected = bits(both(given, **options, deterministic=deterministic)[0])
+    late = [cupy.zeros_like(x) for x in given]
+    wait = busy(200)
+    both(late, **options, deterministic=deterministic)
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        wait()
+        for x, there in zip(late, given, strict=True):
+            x[...] = there
+        attention, grads = both(late, **options, deterministic=deterministic)
+    stream.synchronize()
+    assert bits(attention) == expected
+    hold(given, attention, grads, options)
+
+
+def test_nothing_waits_and_nothing_runs_on_the_default_stream(given: list[Any]) -> None:
+    """The call returns while the wait before it still runs on the same stream."""
+    import cupy
+
+    wait = busy(300)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        both(given, **OPTIONS)  # compiles, and fills the stream's pool of memory
+    waiting, idle = cupy.cuda.Event(), cupy.cuda.Event()
+    cupy.cuda.Device().synchronize()
+    with stream:
+        wait()
+        waiting.record()
+        both(given, **OPTIONS)
+        assert not waiting.done
+    idle.record(cupy.cuda.Stream.null)
+    idle.synchronize()  # the default stream has had nothing to do
+    assert not waiting.done
+    stream.synchronize()
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS, {"kv_lengths": [517, 40]}], ids=str)
+def test_a_graph_is_replayed_on_new_data(given: list[Any], options: dict[str, Any]) -> None:
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        inputs = [x.copy() for x in given]
+        # Memory that is taken after the capture may be what the graph writes to for a moment.
+        fresh = random_arrays(*SHAPES, dtype=np.float16, seed=9)
+        both(inputs, **options)  # compiles; loading a kernel cannot be captured
+        stream.begin_capture()
+        attention, grads = both(inputs, **options)
+        graph = stream.end_capture()
+        for x, new in zip(inputs, fresh, strict=True):
+            x[...] = new
+        graph.launch()
+        stream.synchronize()
+        expected, _ = both(fresh, **options)
+        stream.synchronize()
+    assert bits(attention) == bits(expected)
+    hold(fresh, attention, grads, options)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_the_same_bits_in_a_hundred_runs_beside_other_work(dtype: Any) -> None:
+    import cupy
+
+    q, k, v, dout = random_arrays(*SHAPES, dtype=dtype)
+    sinks, bias = random_arrays((4,), (333, 517), seed=1)
+    other = cupy.cuda.Stream(non_blocking=True)
+    load = cupy.ones((2048, 2048), np.float32)
+    first: list[bytes] = []
+    for _ in range(100):
+        with other:
+            load @ load
+        attention = tileattn.forward(q, k, v, sinks=sinks, bias=bias)
+        grads = tileattn.backward(
+            dout, q, k, v, *attention, deterministic=True, sinks=sinks, bias=bias
+        )
+        found = bits((*attention, *grads))
+        first = first or found
+        assert found == first
+    other.synchronize()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_bits_do_not_depend_on_the_rest_of_the_batch(dtype: Any) -> None:
+    given = random_arrays(*SHAPES, dtype=dtype)
+    q, k, v, dout = given
+    options: dict[str, Any] = {"causal": True}
+    whole = tileattn.forward(q, k, v, **options)
+    of_whole = tileattn.backward(dout, q, k, v, *whole, deterministic=True, **options)
+    for b, kv in ((0, 0), (1, 1)):
+        keys, queries = np.s_[b : b + 1, kv : kv + 1], np.s_[b : b + 1, 2 * kv : 2 * kv + 2]
+        parts = q[queries], k[keys], v[keys]
+        alone = tileattn.forward(*parts, **options)
+        of_alone = tileattn.backward(dout[queries], *parts, *alone, deterministic=True, **options)
+        assert bits(alone) == bits(x[queries] for x in whole)
+        expected = (of_whole.dq[queries], of_whole.dk[keys], of_whole.dv[keys])
+        assert bits(of_alone[:3]) == bits(expected)
+
+
+def test_a_later_process_takes_kernels_from_the_cache(tmp_path: Path) -> None:
+    """Within 50 ms each, all in all: reading, checking and loading."""
+    code = """
+    import time
+    import cupy, tileattn
+    from tileattn.kernels.jit import load as loader
+
+    x = cupy.zeros((1, 1, 64, 64), "float16")
+    start = time.perf_counter()
+    out, lse = tileattn.forward(x, x, x)
+    tileattn.backward(x, x, x, x, out, lse)
+    cupy.cuda.Device().synchronize()
+    print(time.perf_counter() - start, len(loader._loaded))
+    """
+    environment = {**os.environ, "TILEATTN_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def run() -> tuple[float, int]:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        seconds, kernels = done.stdout.split()
+        return float(seconds), int(kernels)
+
+    _, kernels = run()
+    assert kernels >= 4
+    seconds = min(run()[0] for _ in range(3))
+    assert seconds < 0.05 * kernels

@@ -1,0 +1,40 @@
+"""How many queries and keys the CUDA kernels take: their positions have 32 bits."""
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+from tileattn.backends.cupy.backend import LONGEST, CupyBackend
+from tileattn.backends.registry import ensure_supported
+from tileattn.kernels.jit.compile import SOURCES
+from tileattn.problem import parse
+
+
+@pytest.mark.parametrize("name", ["Nq", "Nk"])
+def test_what_is_longer_is_refused(name: str) -> None:
+    x = np.zeros((3, 1), np.float16)
+    longer: dict[str, Any] = {name: LONGEST + 1}
+    problem = dataclasses.replace(parse(x, x, x, {})[0], **longer)
+    reason = f"{name} is 1,073,676,289, and the kernels take up to 1,073,676,288"
+    with pytest.raises(tileattn.UnsupportedError, match=rf"{reason} .*; use backend='numpy'$"):
+        ensure_supported(CupyBackend(), problem)
+
+
+def test_what_is_as_long_is_served() -> None:
+    x = np.zeros((2, 1), np.float16)
+    problem = dataclasses.replace(parse(x, x, x, {})[0], Nq=LONGEST, Nk=LONGEST)
+    assert CupyBackend().why_not(problem) is None
+
+
+def test_sums_of_the_kernels_have_room() -> None:
+    """A position, what stands for no limit, and two tiles, of which none has 1024 rows."""
+    source = (SOURCES / "blocks.cuh").read_text(encoding="utf-8")
+    far = re.search(r"^constexpr int FAR = 1 << (\d+);", source, re.MULTILINE)
+    assert far is not None
+    limit, longest = 1 << int(far[1]), LONGEST + 2 * 1024
+    assert longest < limit
+    assert longest + limit < 1 << 31

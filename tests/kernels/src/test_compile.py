@@ -1,0 +1,180 @@
+"""Every kernel compiles for every generation of GPU without a word; tuned ones do not spill."""
+
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tileattn.dtypes import DTYPES
+from tileattn.errors import BackendUnavailableError, KernelCompileError
+from tileattn.kernels.config.generic import TILED
+from tileattn.kernels.config.hopper import (
+    HOPPER,
+    HOPPER_BACKWARD,
+    HOPPER_BACKWARDS,
+    HOPPER_FINISH,
+    HOPPER_WIDE,
+)
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
+from tileattn.kernels.jit.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.launch import catalog
+
+Case = tuple[str, KernelKey]
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+MIXED = [
+    (arch, key)
+    for turn, arch in enumerate(ARCHS)
+    for key in catalog.representative_keys(arch, turn)
+]
+# What calls without options need, where tiles were measured and on the oldest GPU with the same
+# instructions.
+PLAIN = [
+    (arch, key)
+    for arch in ("sm_80", "sm_90a")
+    for key in catalog.common_keys(arch, ("bfloat16", "float32", "float64"), (64, 128))
+    if key.kernel in {"forward", HOPPER} or key.add_dq or catalog.is_tuned(key, arch)
+]
+CASES = list(dict.fromkeys(MIXED + PLAIN))
+
+# ptxas says "info" of what costs a kernel its speed, too: wgmma that it had to run one by one, and
+# registers that it could not hand over. Those notes have numbers of 7500 and above.
+COMPLAINT = re.compile(r"warning|error|performance loss|\(C75\d\d\)", re.IGNORECASE)
+
+
+@pytest.fixture(autouse=True)
+def nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile anew, not into the user's cache; without a compiler, skip."""
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
+    try:
+        nvrtc_version()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def name_of(case: Case) -> str:
+    arch, key = case
+    return "-".join([arch, key.kernel, *(d.partition("=")[2] for d in key.defines()[1:])])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_kernel_compiles(case: Case) -> None:
+    arch, key = case
+    made = compiled(key, arch)
+    assert made.image.startswith(b"\x7fELF")
+    assert made.registers is not None, f"the log names no kernel {key.kernel}:\n{made.log}"
+    assert COMPLAINT.search(made.log) is None, made.log
+    if catalog.is_tuned(key, arch):
+        # The safe sweeps of Hopper's forward kernel, which rarely run, may lack a few registers.
+        assert made.spill_bytes in range(129 if key.kernel == HOPPER else 1), made.log
+
+
+@pytest.mark.parametrize("kernel", [HOPPER, HOPPER_BACKWARD, HOPPER_WIDE])
+def test_a_kernel_that_lays_out_other_memory_than_a_launch_brings(kernel: str) -> None:
+    key = next(key for _, key in CASES if key.kernel == kernel)
+    with pytest.raises(KernelCompileError, match="what a launch brings"):
+        compiled(replace(key, smem_bytes=key.smem_bytes + 1024), "sm_90a")
+
+
+# --- what is among them -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_source(arch: str) -> None:
+    sources = {source.stem for source in SOURCES.glob("*.cu")}
+    others = set() if arch == "sm_90a" else {HOPPER, *HOPPER_BACKWARDS, HOPPER_FINISH}
+    assert {key.kernel for a, key in CASES if a == arch} == sources - others
+
+
+@pytest.mark.parametrize("kernel", TILED)
+def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
+    keys = [key for _, key in MIXED if key.kernel == kernel and not key.head_flags]
+    assert {key.dtype for key in keys} == {dtype.name for dtype in DTYPES}
+    assert {key.head_dim for key in keys} == {32, 64, 128, 256}
+    assert {key.alignment_bytes for key in keys} >= {2, 16}
+    for option in ("softcap", "alibi", "mask", "block_mask", "dropout"):
+        assert {getattr(key, option) for key in keys} == {False, True}, option
+    assert {key.mask_vector_width for _, key in MIXED} == {1, 2, 16}
+    assert all(key.bias for key in keys) == (kernel == "backward_dbias")
+    assert any(key.bias not in {"", key.dtype} for key in keys)
+    assert {key.bias_alignment_bytes for key in keys} >= {0, 16}
+    assert any(key.fold_scale for key in keys) == (kernel != "backward_dbias")
+
+
+@pytest.mark.parametrize(
+    "kernel", ["backward_preprocess", "backward_dq_convert", "backward_dsinks"]
+)
+def test_every_dtype_of_the_other_kernels(kernel: str) -> None:
+    assert {key.dtype for _, key in MIXED if key.kernel == kernel} == {d.name for d in DTYPES}
+
+
+@pytest.mark.parametrize("other", ["add_dq", "write_dbias"])
+def test_gradients_with_those_of_the_keys_or_left_to_other_kernels(other: str) -> None:
+    keys = [key for _, key in MIXED if key.kernel == "backward_dkdv"]
+    assert {getattr(key, other) for key in keys} == {False, True}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("kernel", ["forward", "backward_dkdv"])
+def test_calls_without_options(arch: str, kernel: str) -> None:
+    kernels = {kernel, HOPPER if kernel == "forward" else HOPPER_BACKWARD}
+    keys = [key for a, key in PLAIN if a == arch and key.kernel in kernels and not key.head_flags]
+    assert {(key.dtype, key.head_dim) for key in keys} == set(
+        product(("bfloat16", "float32", "float64"), (64, 128))
+    )
+
+
+def test_the_kernel_for_hopper_alone() -> None:
+    keys = [key for arch, key in CASES if key.kernel == HOPPER]
+    assert {arch for arch, key in CASES if key.kernel == HOPPER} == {"sm_90a"}
+    assert {key.dtype for key in keys} == {"float16", "bfloat16"}
+    assert {key.head_dim for key in keys} == set(HEAD_DIM_BUCKETS)
+    for option in ("softcap", "alibi", "fold_scale"):
+        assert {getattr(key, option) for key in keys} == {False, True}, option
+    assert "bfloat16" not in {
+        key.dtype for arch, key in PLAIN if key.kernel == "forward" and arch == "sm_90a"
+    }
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dims", "rows"),
+    [(HOPPER_BACKWARD, {64, 128}, {64, 128}), (HOPPER_WIDE, {192, 256}, {64})],
+)
+def test_the_backward_kernels_for_hopper_and_what_repairs_after_them(
+    kernel: str, dims: set[int], rows: set[int]
+) -> None:
+    keys = [key for _, key in CASES if key.kernel == kernel]
+    assert {arch for arch, key in CASES if key.kernel == kernel} == {"sm_90a"}
+    assert {key.dtype for key in keys} == {"float16", "bfloat16"}
+    assert {key.head_dim for key in keys} == dims
+    assert {key.block_q for key in keys} == rows
+    for option in ("softcap", "alibi", "fold_scale"):
+        assert {getattr(key, option) for key in keys} == {False, True}, option
+    repairs = {key.kernel for arch, key in CASES if key.head_flags and arch == "sm_90a"}
+    generic = {"backward_large_scores", "backward_dkdv", "backward_dq"}
+    assert repairs == generic | set(HOPPER_BACKWARDS)
+
+
+def test_what_is_tuned_is_the_plain_call_on_one_gpu() -> None:
+    tuned = [key for arch, key in PLAIN if catalog.is_tuned(key, arch)]
+    assert tuned
+    for key in tuned:
+        assert not catalog.is_tuned(key, "sm_80")
+        assert not catalog.is_tuned(replace(key, mask=True), "sm_90a")
+        assert not catalog.is_tuned(replace(key, kernel="backward_preprocess"), "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("line", "complains"),
+    [
+        ("ptxas info    : Used 40 registers, used 1 barriers", False),
+        ("a.cuh(2): warning #177-D: variable was declared but never referenced", True),
+        ("ptxas info : (C7508) 'setmaxnreg' ignored to maintain minimum registers", True),
+        ("ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions", True),
+    ],
+)
+def test_the_pattern_for_complaints(line: str, complains: bool) -> None:
+    assert (COMPLAINT.search(line) is not None) is complains

@@ -1,0 +1,49 @@
+"""Every probe compiles, and each field of the parameter block lies where kernels read it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.probes import keys
+from tests.probes.harness import compile_probe
+from tileattn.errors import BackendUnavailableError
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.jit.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.launch.params import PARAMS
+
+
+@pytest.fixture(autouse=True)
+def _nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile anew, not into the user's cache; without a compiler, skip."""
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
+    try:
+        nvrtc_version()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+@pytest.mark.parametrize("key", keys.KEYS, ids=keys.name_of)
+def test_a_probe_compiles(key: KernelKey, arch: str) -> None:
+    made = compile_probe(key, arch)
+    assert made.image.startswith(b"\x7fELF")
+    assert "warning" not in made.log, made.log
+
+
+def offsets_of(dtype: np.dtype[np.void], outer: str = "", start: int = 0) -> Iterator[str]:
+    """Say in C++ where each field of the block lies, the nested ones too."""
+    for name, (inner, offset, *_) in (dtype.fields or {}).items():
+        field = outer + name
+        yield f"static_assert(__builtin_offsetof(Params, {field}) == {start + offset});"
+        yield f"static_assert(sizeof(Params::{field.partition('.')[0]}) % {inner.itemsize} == 0);"
+        yield from offsets_of(inner, f"{field}.", start + offset)
+
+
+def test_fields_of_the_parameters_lie_at_the_same_places(tmp_path: Path) -> None:
+    size = f"static_assert(sizeof(Params) == {PARAMS.itemsize});"
+    lines = ['#include "params.cuh"', size, *offsets_of(PARAMS)]
+    (tmp_path / "layout.cu").write_text("\n".join(lines), encoding="utf-8")
+    key = KernelKey("layout", "float32")
+    assert compiled(key, "sm_80", (SOURCES, tmp_path)).image

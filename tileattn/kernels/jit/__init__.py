@@ -1,0 +1,1 @@
+"""From a kernel key to machine code: NVRTC, the disk cache, the loader."""
