@@ -21,20 +21,9 @@ class PreparedCall:
     """The calls of one signature: one problem, and arrays of one layout.
 
     A backend that has a method ``prepare(problem)`` returns a subclass from it, and may keep there
-    what it has worked out.
-
-    Parameters
-    ----------
-    backend : Backend
-        Who runs them.
-    problem : Problem
-        What is asked.
-
-    Attributes
-    ----------
-    repeat : callable or None
-        Takes q, k, v and out as ``tileattn.forward`` does, and runs the whole call without looking
-        at anything again, or returns None where it cannot.
+    what it has worked out. Where it sets ``repeat``, that takes q, k, v and out as
+    ``tileattn.forward`` does, and runs the whole call without looking at anything again, or returns
+    None where it cannot.
     """
 
     repeat: Callable[[Any, Any, Any, Any], Attention | None] | None = None
@@ -66,15 +55,7 @@ class PreparedCall:
 
 
 class ValidCall(NamedTuple):
-    """What is known of the calls of one signature.
-
-    Parameters
-    ----------
-    prepared : PreparedCall
-        Runs them.
-    kv_lengths, q_offset : array of int64, shape (B,), or None
-        Those of all the calls, where they are on the host.
-    """
+    """What is known of the calls of one signature; None for lengths and offsets on the device."""
 
     prepared: PreparedCall
     kv_lengths: Any
@@ -109,22 +90,7 @@ CALLS = CallCache()
 
 
 def valid_call(backend: Any, problem: Problem, operands: Operands) -> ValidCall:
-    """Make the entry of a call that was found valid.
-
-    Parameters
-    ----------
-    backend : Backend
-        Who runs it.
-    problem : Problem
-        What is asked.
-    operands : Operands
-        Of which lengths and offsets on the host are kept.
-
-    Returns
-    -------
-    ValidCall
-        For all calls of the same signature.
-    """
+    """Make the entry of a call that was found valid."""
     prepare = getattr(backend, "prepare", None)
     prepared = PreparedCall(backend, problem) if prepare is None else prepare(problem)
     lengths, offset = (
@@ -149,20 +115,9 @@ def signature(
 ) -> tuple[Any, ...] | None:
     """Write down all that the validation of a call looks at, and the layout of its arrays.
 
-    Parameters
-    ----------
-    arrays : iterable of array or None
-        As many for each pass as it takes, absent ones as None.
-    backend : str
-        As the caller gave it.
-    options : mapping
-        As the caller gave them.
-
-    Returns
-    -------
-    tuple or None
-        Equal for calls of which both are valid or none is, and whose arrays have the same layout.
-        None for arrays on the host, whose values are looked at, and for unusual arguments.
+    Calls of equal signatures are all valid or all invalid, with arrays of the same layout. None for
+    arrays on the host, whose values are looked at, and for unusual arguments. Each pass gives as
+    many arrays as it takes, absent ones as None.
     """
     if type(backend) is not str:
         return None

@@ -7,21 +7,11 @@ import numpy as np
 
 
 class ElementType(NamedTuple):
-    """What the package knows of an element type.
+    """What the package knows of an element type."""
 
-    Parameters
-    ----------
-    dtype : numpy.dtype
-        The type; its ``name`` is the one that CUDA sources use.
-    accum_dtype : numpy.dtype
-        In which sums are accumulated and lse is given.
-    tensor_map : int or None
-        Value of ``CUtensorMapDataType`` in cuda.h; None where no kernel uses tensor maps.
-    """
-
-    dtype: np.dtype[Any]
-    accum_dtype: np.dtype[Any]
-    tensor_map: int | None = None
+    dtype: np.dtype[Any]  # its name is the one that CUDA sources use
+    accum_dtype: np.dtype[Any]  # in which sums are accumulated and lse is given
+    tensor_map: int | None = None  # CUtensorMapDataType of cuda.h; None where no kernel uses one
 
 
 FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)

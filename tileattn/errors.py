@@ -10,21 +10,7 @@ class UnsupportedError(NotImplementedError):
 
 
 class KernelCompileError(RuntimeError):
-    """A CUDA source that the compiler refused: a fault of the sources, or an NVRTC too old.
-
-    Parameters
-    ----------
-    file : str
-        The source.
-    arch : str
-        What it was compiled for.
-    key : object
-        What it was specialised for.
-    compiler : str
-        Name and version of the compiler.
-    log : str
-        What the compiler said.
-    """
+    """A CUDA source that the compiler refused: a fault of the sources, or an NVRTC too old."""
 
     def __init__(self, file: str, arch: str, key: object, compiler: str, log: str) -> None:
         # All of them are arguments of the exception, so that it can be pickled.

@@ -125,25 +125,7 @@ class Operands(NamedTuple):
 
 
 def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, Operands]:
-    """Validate a call.
-
-    Parameters
-    ----------
-    q, k, v : array
-        As ``tileattn.forward`` takes them.
-    options : mapping
-        The options of the contract; absent ones have their defaults.
-
-    Returns
-    -------
-    (Problem, Operands)
-        The facts and the arrays.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument, what it was and what is accepted.
-    """
+    """Validate a call; absent options have their defaults."""
     _known(options)
     ndim, sizes = _sizes(q, k, v)
     B, Hq, _, Nq, Nk, D, _ = sizes
@@ -178,20 +160,7 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
 
 
 def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
-    """View the arrays of a valid call with all four axes.
-
-    Parameters
-    ----------
-    *arrays : array
-        q, k, v as ``tileattn.forward`` takes them, kv_lengths and q_offset as int64, shape (B,).
-    options : mapping
-        Those of the contract.
-
-    Returns
-    -------
-    Operands
-        Views; nothing is copied.
-    """
+    """View the arrays of a valid call, in the order of `Operands`, with all four axes."""
     q, k, v, kv_lengths, q_offset = arrays
     get = options.get
     bias, mask, slopes = get("bias"), get("mask"), get("alibi_slopes")
@@ -206,26 +175,7 @@ def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
 
 
 def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise where an array is not exactly of one shape and dtype.
-
-    Parameters
-    ----------
-    name : str
-        Argument's name, for the message.
-    x : array
-        The argument.
-    shape : tuple of int
-        What is accepted.
-    dtype : numpy.dtype
-        What is accepted.
-
-    Raises
-    ------
-    TypeError
-        Where ``x`` is no array or of another dtype.
-    ValueError
-        Where the shape differs.
-    """
+    """Raise where an array is not exactly of one shape and dtype."""
     require_array(name, x)
     if x.dtype != dtype:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be {dtype}")
@@ -234,22 +184,7 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
 
 
 def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -> None:
-    """Raise where an argument is not an array of one of some dtypes.
-
-    Parameters
-    ----------
-    name : str
-        Argument's name, for the message.
-    x : array
-        The argument.
-    dtypes : tuple of numpy.dtype
-        What is accepted.
-
-    Raises
-    ------
-    TypeError
-        Where ``x`` is no array or of another dtype.
-    """
+    """Raise TypeError where an argument is not an array of one of some dtypes."""
     require_array(name, x)
     if x.dtype not in dtypes:
         hint = hints.of_dtype(name, x, dtypes)

@@ -27,48 +27,20 @@ SMALL = 1 << 16  # scores of one head up to which several heads are computed tog
 
 @dataclass
 class HeadGroup:
-    """Some heads of one batch entry, with all that their tiles need.
+    """Some heads of one batch entry, with all that their tiles need."""
 
-    Parameters
-    ----------
-    q : array, shape (Hkv, G, Nq, D)
-        Queries of these heads, in the caller's dtype.
-    kv : KVSource
-        Keys and values.
-    scale : float
-        Multiplies ``q @ k.T``.
-    mask : AttentionMask
-        Which pairs are visible.
-    score_mods : ScoreMods
-        Softcap, ALiBi and bias.
-    dtype : numpy.dtype
-        In which sums are accumulated.
-    batch : int
-        Batch entry.
-    q_heads : slice
-        Query heads.
-    group : int
-        Query heads of one key head in the whole problem; the group may hold a part of them.
-    dropout_p : float
-        Probability of dropping.
-    seed : int
-        Of the dropout.
-    sinks : array, shape (Hkv, G, 1), or None
-        Logits that join the softmax denominator.
-    """
-
-    q: Array
+    q: Array  # (Hkv, G, Nq, D), in the caller's dtype
     kv: KVSource
     scale: float
     mask: AttentionMask
-    score_mods: ScoreMods
-    dtype: np.dtype[Any]
+    score_mods: ScoreMods  # softcap, ALiBi and bias
+    dtype: np.dtype[Any]  # in which sums are accumulated
     batch: int = 0
     q_heads: slice = field(default_factory=lambda: slice(0, 1))
-    group: int = 1
+    group: int = 1  # query heads of one key head; a group of heads may hold a part of them
     dropout_p: float = 0.0
     seed: int = 0
-    sinks: Array | None = None
+    sinks: Array | None = None  # (Hkv, G, 1), logits that join the softmax denominator
 
     @property
     def kv_head(self) -> int:
@@ -110,23 +82,9 @@ def head_groups(
     together: int = 1,
     layout: SequenceLayout = _BATCHED,
 ) -> Iterator[HeadGroup]:
-    """Cut a problem into groups of heads, larger ones where their score matrices are small.
+    """Cut a problem into groups of heads, batch by batch, heads ascending.
 
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    operands : Operands
-        The arrays.
-    together : int
-        Heads of a group where score matrices are not small.
-    layout : SequenceLayout
-        How sequences lie in the arrays.
-
-    Yields
-    ------
-    HeadGroup
-        Batch by batch, heads ascending.
+    A group has ``together`` heads, and more where their score matrices are small.
     """
     group = problem.group
     if not problem.Hq:

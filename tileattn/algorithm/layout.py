@@ -39,16 +39,10 @@ class KVSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ContiguousKV:
-    """Keys and values that are slices of two arrays.
+    """Keys and values that are slices of two arrays."""
 
-    Parameters
-    ----------
-    k, v : array, shapes (heads, Nk, D) and (heads, Nk, Dv)
-        The arrays.
-    """
-
-    k: Array
-    v: Array
+    k: Array  # (heads, Nk, D)
+    v: Array  # (heads, Nk, Dv)
 
     @property
     def heads(self) -> int:
@@ -74,22 +68,10 @@ class ContiguousKV:
 
 
 class Sequence(NamedTuple):
-    """One sequence of a call.
+    """One sequence of a call."""
 
-    Parameters
-    ----------
-    entry : int
-        Batch entry: of arrays with a batch axis, and of the dropout.
-    q : array, shape (Hq, Nq, D)
-        Queries.
-    kv : KVSource
-        Keys and values of all key heads.
-    window : SlidingWindow
-        Length, position of query 0, causal and window.
-    """
-
-    entry: int
-    q: Array
+    entry: int  # of arrays with a batch axis, and of the dropout
+    q: Array  # (Hq, Nq, D)
     kv: KVSource
     window: SlidingWindow
 

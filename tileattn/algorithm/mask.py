@@ -25,21 +25,12 @@ class SlidingWindow:
 
     Query ``i`` stands at position ``p = i + offset`` on the key axis and attends to key ``j`` where
     ``p - left <= j <= p + right`` and ``0 <= j < length``. Causal is ``right = 0``.
-
-    Parameters
-    ----------
-    Nq, length : int
-        Number of queries; keys at and past ``length`` are masked out.
-    offset : int
-        Position of query 0; may be negative.
-    left, right : int or None
-        Keys to each side of ``p``; None leaves that side open.
     """
 
     Nq: int
-    length: int
-    offset: int
-    left: int | None
+    length: int  # keys at and past it are masked out
+    offset: int  # position of query 0; may be negative
+    left: int | None  # keys to each side of p; None leaves that side open
     right: int | None
 
     def visible(self, i: Any, j: Any) -> Any:
@@ -101,44 +92,17 @@ def _window_pairs(window: SlidingWindow, columns: int) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """The mask of some heads of one batch entry: a window, a dense mask and a block mask.
-
-    Parameters
-    ----------
-    window : SlidingWindow
-        What positions decide, the same for every head.
-    Nk : int
-        Number of keys.
-    dense : array of bool, shape (heads or 1, Nq or 1, Nk or 1), or None
-        True = visible.
-    block_mask : BlockMask or None
-        Its empty blocks are skipped.
-    batch : int
-        Batch entry of the block mask.
-    heads : slice
-        Query heads of the block mask.
-    """
+    """The mask of some heads of one batch entry: a window, a dense mask and a block mask."""
 
     window: SlidingWindow
     Nk: int
-    dense: NDArray[np.bool_] | None = None
+    dense: NDArray[np.bool_] | None = None  # (heads or 1, Nq or 1, Nk or 1), True = visible
     block_mask: BlockMask | None = None
-    batch: int = 0
+    batch: int = 0  # of the block mask, as the heads
     heads: slice = field(default_factory=lambda: slice(0, 1))
 
     def tile_mask(self, tile: Tile) -> TileMask | None:
-        """Return the mask of a tile, or None where every pair is visible.
-
-        Parameters
-        ----------
-        tile : Tile
-            Any tile inside the problem.
-
-        Returns
-        -------
-        TileMask or None
-            The part of the tile in which some pair may be masked out.
-        """
+        """Return the mask of a tile, or None where every pair is visible."""
         if tile.kind == FULL:
             return None
         k0, k1 = tile.k0, tile.k1
@@ -152,18 +116,7 @@ class AttentionMask:
         return TileMask(slice(k0 - tile.k0, k1 - tile.k0), pairs, tile.k1 - tile.k0)
 
     def visible(self, tile: Tile) -> NDArray[np.bool_]:
-        """Whether each query of a tile attends to each key.
-
-        Parameters
-        ----------
-        tile : Tile
-            Any tile inside the problem.
-
-        Returns
-        -------
-        array of bool, shape (heads or 1, q1 - q0, k1 - k0)
-            True = visible.
-        """
+        """Whether each query of a tile attends to each key: (heads or 1, queries, keys)."""
         window = self.window
         length, offset = window.length - tile.k0, window.offset + tile.q0 - tile.k0
         rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
@@ -180,15 +133,7 @@ class AttentionMask:
     def kind(self, q0: int, q1: int, k0: int, k1: int) -> int:
         """Kind of a tile for all the heads together, without looking into the dense mask.
 
-        Parameters
-        ----------
-        q0, q1, k0, k1 : int
-            Queries q0 to q1 - 1, keys k0 to k1 - 1.
-
-        Returns
-        -------
-        int
-            ``EMPTY`` only where no pair is visible, ``FULL`` only where every pair is.
+        ``EMPTY`` only where no pair is visible, ``FULL`` only where every pair is.
         """
         kind = self.window.kind(q0, q1, k0, k1)
         if kind == EMPTY or self.block_mask is None:
@@ -199,38 +144,12 @@ class AttentionMask:
         return FULL if kind == sparse == FULL and self.dense is None else PARTIAL
 
     def row_tiles(self, q0: int, q1: int, block_k: int) -> Iterator[Tile]:
-        """Tiles of one query block, key blocks ascending.
-
-        Parameters
-        ----------
-        q0, q1 : int
-            The query block.
-        block_k : int
-            Keys of a block.
-
-        Yields
-        ------
-        Tile
-            Never ``EMPTY``; within one key block.
-        """
+        """Tiles of one query block, none ``EMPTY``: key blocks ascending, none crossed."""
         for k0, k1 in cut_between(*self.window.key_range(q0, q1), block_k):
             yield from self._tiles(q0, q1, k0, k1)
 
     def column_tiles(self, k0: int, k1: int, block_q: int) -> Iterator[Tile]:
-        """Tiles of one key block, query blocks ascending: ``row_tiles``, transposed.
-
-        Parameters
-        ----------
-        k0, k1 : int
-            The key block.
-        block_q : int
-            Queries of a block.
-
-        Yields
-        ------
-        Tile
-            Never ``EMPTY``; within one query block.
-        """
+        """Tiles of one key block, query blocks ascending: ``row_tiles``, transposed."""
         for q0, q1 in cut_between(*self.window.query_range(k0, k1), block_q):
             yield from self._tiles(q0, q1, k0, k1)
 
@@ -267,31 +186,10 @@ class AttentionMask:
 def schedule(
     mask: AttentionMask, block_q: int, block_k: int, outer_loop: str = "q"
 ) -> Iterator[Tile]:
-    """List the tiles of the score matrix in the order of an algorithm.
+    """List every tile in which some pair may be visible, once, in the order of an algorithm.
 
-    Parameters
-    ----------
-    mask : AttentionMask
-        The mask.
-    block_q, block_k : int
-        Queries and keys of a tile.
-    outer_loop : {"q", "kv"}
-        What the outer loop runs over: query blocks (FlashAttention-2) or key blocks
-        (FlashAttention, Algorithm 1).
-
-    Yields
-    ------
-    Tile
-        Every tile in which some pair may be visible, exactly once.
-
-    Raises
-    ------
-    ValueError
-        Where ``outer_loop`` is neither.
-
-    References
-    ----------
-    Dao et al., arXiv:2205.14135, Algorithm 1; Dao, arXiv:2307.08691, Algorithm 1.
+    The outer loop runs over query blocks, ``"q"`` (FlashAttention-2, Algorithm 1), or over key
+    blocks, ``"kv"`` (FlashAttention, Algorithm 1).
     """
     if outer_loop == "q":
         for q0, q1 in cut(mask.window.Nq, block_q):

@@ -20,24 +20,12 @@ Array = NDArray[Any]
 
 
 class RowConstant(NamedTuple):
-    """A number of each row, which a product subtracts.
+    """A number of each row, ``high + low``, which a product subtracts."""
 
-    Parameters
-    ----------
-    name : str
-        Of its array.
-    high : array, shape (..., M)
-        The number, or its high word.
-    low : array, shape (..., M), or None
-        The low word: the number is ``high + low``.
-    split : array of bool, shape (Hkv, G, 1, 1), or None
-        Heads in which some row has a low word.
-    """
-
-    name: str
-    high: Array
-    low: Array | None = None
-    split: Array | None = None
+    name: str  # of its array
+    high: Array  # (..., M)
+    low: Array | None = None  # (..., M)
+    split: Array | None = None  # (Hkv, G, 1, 1): heads in which some row has a low word
 
     def rows(self, which: slice) -> "RowConstant":
         """View of some of the rows."""
@@ -47,21 +35,11 @@ class RowConstant(NamedTuple):
 
 @dataclass(slots=True)
 class Operand:
-    """An operand of ``Memory.matmul_minus``: rows of a matrix, with what products subtract.
+    """An operand of ``Memory.matmul_minus``: rows of a matrix, with what products subtract."""
 
-    Parameters
-    ----------
-    x : array, shape (..., M, C)
-        The rows.
-    constant : RowConstant or None
-        Of the left operand.
-    extended : array, shape (..., M, C + 1), or None
-        Where a backend keeps the rows with one more column.
-    """
-
-    x: Array
-    constant: RowConstant | None = None
-    extended: Array | None = None
+    x: Array  # (..., M, C)
+    constant: RowConstant | None = None  # of the left operand
+    extended: Array | None = None  # (..., M, C + 1): the rows with one more column, if kept
 
     def rows(self, which: slice) -> "Operand":
         """View of some rows of a right operand."""
@@ -70,13 +48,7 @@ class Operand:
 
 
 class Memory:
-    """Tiles in fast memory, each a new array in the accumulation dtype.
-
-    Parameters
-    ----------
-    dtype : numpy.dtype
-        In which sums are accumulated.
-    """
+    """Tiles in fast memory, each a new array in the accumulation dtype."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
@@ -182,13 +154,7 @@ Task = Callable[[Any], None]
 
 
 class Executor:
-    """Runs a grid of tasks, here one after the other.
-
-    Parameters
-    ----------
-    dtype : numpy.dtype
-        In which sums are accumulated.
-    """
+    """Runs a grid of tasks, here one after the other."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype

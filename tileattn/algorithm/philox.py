@@ -34,32 +34,16 @@ Words = NDArray[np.uint64]
 def philox4x32(
     counter: Sequence[Any], key: tuple[int, int]
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
-    """Encrypt counters with ten rounds of Philox-4x32.
+    """Encrypt counters, four words that broadcast, with ten rounds of Philox-4x32.
 
-    Parameters
-    ----------
-    counter : sequence of 4 arrays of uint32
-        The four words of the counters; they broadcast against each other.
-    key : (int, int)
-        The two words of the key, each below ``2**32``.
+    With ``hi`` and ``lo`` the halves of a 64-bit product, one round is::
 
-    Returns
-    -------
-    tuple of 4 arrays of uint32
-        Four words of random bits for each counter, of the broadcast shape.
+        c0, c1, c2, c3 = hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)
 
-    Notes
-    -----
-    With ``hi`` and ``lo`` the halves of a 64-bit product, one round is
-    ``c0, c1, c2, c3 = hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)``;
-    a Weyl sequence moves the key between rounds.
+    A Weyl sequence moves the key between rounds.
 
-    References
-    ----------
     Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
-    Examples
-    --------
     >>> [f"{int(word):08x}" for word in philox4x32((0, 0, 0, 0), (0, 0))]
     ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
@@ -80,30 +64,8 @@ def keep_tile(
     k_lo: int,
     k_hi: int,
 ) -> NDArray[np.bool_]:
-    """Which elements of one tile dropout keeps.
+    """Which elements of one tile dropout keeps, shape (heads, q_hi - q_lo, k_hi - k_lo).
 
-    Parameters
-    ----------
-    seed : int
-        Seed, ``0 <= seed < 2**64``.
-    dropout_p : float
-        Probability of dropping an element, ``0 <= dropout_p < 1``.
-    batch : int
-        Batch index.
-    heads : array of int, shape (H,)
-        Query head indices.
-    q_lo, q_hi : int
-        Queries of the tile, ``q_lo <= i < q_hi``.
-    k_lo, k_hi : int
-        Keys of the tile, ``k_lo <= j < k_hi``.
-
-    Returns
-    -------
-    array of bool, shape (H, q_hi - q_lo, k_hi - k_lo)
-        True = kept.
-
-    Notes
-    -----
     The generator runs on the smallest range of whole 16 x 16 tiles around the one asked for; each
     of them takes 8 x 8 counters.
     """

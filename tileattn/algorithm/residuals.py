@@ -13,49 +13,23 @@ from tileattn.problem import Problem
 
 
 class HeadResiduals(NamedTuple):
-    """The residuals of a group of heads, by key heads.
+    """The residuals of a group of heads, by key heads."""
 
-    Parameters
-    ----------
-    dout : array, shape (Hkv, G, Nq, Dv)
-        Upstream gradient of out.
-    delta : RowConstant
-        What dP is reduced by: ``dS = P (dP - delta)``.
-    lse : RowConstant
-        What the scores are reduced by: ``P = exp(S - lse)``.
-    """
-
-    dout: Array
-    delta: RowConstant
-    lse: RowConstant
+    dout: Array  # (Hkv, G, Nq, Dv)
+    delta: RowConstant  # dS = P (dP - delta)
+    lse: RowConstant  # P = exp(S - lse)
 
 
 @dataclass(slots=True)
 class Residuals:
-    """What the backward pass needs of every query, for all heads: axes (B, Hq, Nq, ...).
+    """What the backward pass needs of every query, for all heads: axes (B, Hq, Nq, ...)."""
 
-    Parameters
-    ----------
-    dout : array, shape (B, Hq, Nq, Dv)
-        Upstream gradient of out.
-    delta : array, shape (B, Hq, Nq)
-        ``rowsum(dout * out) - dlse``.
-    lse : array, shape (B, Hq, Nq)
-        Logsumexp of the forward pass, 0 in place of -inf; the row maximum where ``large``.
-    log_l : array, shape (B, Hq, Nq)
-        Where ``large``, lse less the row maximum; 0 elsewhere.
-    large : array of bool, shape (B, Hq, Nq)
-        Rows in whose probabilities the rounding of lse would show.
-    large_heads : array of bool, shape (B, Hq, 1, 1)
-        Heads with such rows.
-    """
-
-    dout: Array
-    delta: Array
-    lse: Array
-    log_l: Array
-    large: Array
-    large_heads: Array
+    dout: Array  # (B, Hq, Nq, Dv), upstream gradient of out
+    delta: Array  # rowsum(dout * out) - dlse
+    lse: Array  # of the forward pass, 0 in place of -inf; the row maximum where large
+    log_l: Array  # where large, lse less the row maximum; 0 elsewhere
+    large: Array  # rows in whose probabilities the rounding of lse would show
+    large_heads: Array  # (B, Hq, 1, 1), heads with such rows
 
     @classmethod
     def saved(cls, problem: Problem, dout: Array, lse: Array) -> "Residuals":
@@ -107,22 +81,9 @@ class Sums:
 def rounded(lse: Array, dtype: np.dtype[Any]) -> Array:
     """Say in which rows the rounding of the logsumexp would show in the gradients.
 
-    Parameters
-    ----------
-    lse : array
-        Logsumexps, in the accumulation dtype.
-    dtype : numpy.dtype
-        Of q, k and v.
-
-    Returns
-    -------
-    array of bool, shape of lse
-        False where lse is not finite.
-
-    Notes
-    -----
     Half a unit in the last place of lse is a relative error of the row's P. At 16 it is 1e-6 in
-    float32; at 512 it is 3e-5, a thirtieth of a unit of float16.
+    float32; at 512 it is 3e-5, a thirtieth of a unit of float16. Rows without a finite lse have
+    none.
     """
     size = np.abs(lse)
     flags: Array = (size > (512 if dtype.itemsize == 2 else 16)) & (size < np.inf)

@@ -15,15 +15,9 @@ Array = NDArray[Any]
 
 
 class ScoreMod(Protocol):
-    """One modifier of the scores of a tile.
+    """One modifier of the scores of a tile."""
 
-    Attributes
-    ----------
-    can_mask : bool
-        Whether it may give a score of -inf, which masks the pair out.
-    """
-
-    can_mask: ClassVar[bool]
+    can_mask: ClassVar[bool]  # whether it may give a score of -inf, which masks the pair out
 
     def apply(self, s: Array, tile: Tile) -> None:
         """Modify the scores of a tile in place."""
@@ -33,13 +27,7 @@ class ScoreMod(Protocol):
 
 
 class Softcap:
-    """``s -> softcap * tanh(s / softcap)``, from Gemma 2, arXiv:2408.00118.
-
-    Parameters
-    ----------
-    softcap : float
-        Bound of the scores.
-    """
+    """``s -> softcap * tanh(s / softcap)``, from Gemma 2, arXiv:2408.00118."""
 
     can_mask: ClassVar[bool] = False
 
@@ -73,15 +61,7 @@ class Softcap:
 
 
 class ALiBi:
-    """``s -> s - slope * |p - j|``, from Press et al., arXiv:2108.12409.
-
-    Parameters
-    ----------
-    slopes : array, shape (Hkv, G, 1, 1)
-        One for each head.
-    offset : int
-        Position of query 0 on the key axis.
-    """
+    """``s -> s - slope * |p - j|``, slopes of (Hkv, G, 1, 1): Press et al., arXiv:2108.12409."""
 
     can_mask: ClassVar[bool] = False
 
@@ -101,13 +81,7 @@ class ALiBi:
 
 
 class Bias:
-    """``s -> s + bias``.
-
-    Parameters
-    ----------
-    bias : array, shape (Hkv or 1, G or 1, Nq or 1, Nk or 1)
-        What is added.
-    """
+    """``s -> s + bias``, a bias of shape (Hkv or 1, G or 1, Nq or 1, Nk or 1)."""
 
     can_mask: ClassVar[bool] = True
 
@@ -126,8 +100,6 @@ class Bias:
 class ScoreMods(tuple[ScoreMod, ...]):
     """The modifiers of some heads, in order; without any, the score is ``scale * q @ k.T``.
 
-    Notes
-    -----
     The score of query i at position p = i + offset and key j is::
 
         s = softcap * tanh(scale * q_i . k_j / softcap) - slope * |p - j| + bias_ij
@@ -143,24 +115,7 @@ class ScoreMods(tuple[ScoreMod, ...]):
         bias: Array | None = None,
         offset: int = 0,
     ) -> "ScoreMods":
-        """Make the modifiers of a call; None leaves one out.
-
-        Parameters
-        ----------
-        softcap : float or None
-            Of ``Softcap``.
-        slopes : array, shape (Hkv, G, 1, 1), or None
-            Of ``ALiBi``.
-        bias : array, shape (Hkv or 1, G or 1, Nq or 1, Nk or 1), or None
-            Of ``Bias``.
-        offset : int
-            Position of query 0 on the key axis.
-
-        Returns
-        -------
-        ScoreMods
-            In the order of the formula.
-        """
+        """Make the modifiers of a call, in the order of the formula; None leaves one out."""
         mods: Iterable[ScoreMod | None] = (
             None if softcap is None else Softcap(softcap),
             None if slopes is None else ALiBi(slopes, offset),
@@ -174,33 +129,12 @@ class ScoreMods(tuple[ScoreMod, ...]):
         return any(mod.can_mask for mod in self)
 
     def apply(self, s: Array, tile: Tile) -> None:
-        """Turn scaled products into scores, in place.
-
-        Parameters
-        ----------
-        s : array, shape (Hkv, G, q1 - q0, k1 - k0)
-            ``scale * q @ k.T`` of the tile; holds the scores afterwards.
-        tile : Tile
-            Which queries and keys.
-        """
+        """Turn scaled products of a tile, shape (Hkv, G, queries, keys), into scores, in place."""
         for mod in self:
             mod.apply(s, tile)
 
     def apply_with_grad(self, s: Array, tile: Tile) -> Array | None:
-        """Do what ``apply`` does and return the derivative of the scores by the products.
-
-        Parameters
-        ----------
-        s : array, shape (Hkv, G, q1 - q0, k1 - k0)
-            As for ``apply``.
-        tile : Tile
-            Which queries and keys.
-
-        Returns
-        -------
-        array of the shape of s, or None
-            The product of all derivatives; None stands for 1.
-        """
+        """Do what ``apply`` does; return the derivative by the products, None for 1."""
         whole: Array | None = None
         for mod in self:
             grad = mod.apply_with_grad(s, tile)

@@ -21,30 +21,19 @@ Array = NDArray[Any]
 class RowState:
     """Softmax of some rows over the keys so far.
 
-    Parameters
-    ----------
-    m : array, shape (..., M)
-        Running maximum of the scores, -inf before the first.
-    l : array, shape (..., M)
-        Sum of ``exp(score - m)``.
-    acc : array, shape (..., M, Dv)
-        Sum of ``exp(score - m) * value``.
-
-    Notes
-    -----
     For a tile of scores S and values V::
 
-        m' = max(m, rowmax(S))
-        P  = exp(S - m')
-        l' = exp(m - m') * l + rowsum(P)
+        m'   = max(m, rowmax(S))
+        P    = exp(S - m')
+        l'   = exp(m - m') * l + rowsum(P)
         acc' = exp(m - m') * acc + P V
 
     The state after all tiles does not depend on their order, up to rounding.
     """
 
-    m: Array
+    m: Array  # (..., M), running maximum of the scores, -inf before the first
     l: Array  # noqa: E741 - the letter of the papers
-    acc: Array
+    acc: Array  # (..., M, Dv), sum of exp(score - m) * value
 
     @classmethod
     def empty(cls, rows: tuple[int, ...], Dv: int, dtype: np.dtype[Any]) -> "RowState":
@@ -67,18 +56,9 @@ class RowState:
     def update(
         self, s: Array, v: Array, visible: TileMask | None = None, keep: Array | None = None
     ) -> None:
-        """Take in one tile.
+        """Take in one tile of scores (..., M, N), which are overwritten, and values (..., N, Dv).
 
-        Parameters
-        ----------
-        s : array, shape (..., M, N)
-            Scores; overwritten.
-        v : array, shape (..., N, Dv)
-            Values.
-        visible : TileMask or None
-            Which pairs are visible; None where all are.
-        keep : array of bool, shape of s, or None
-            Which probabilities dropout keeps in the weighted sum (never in ``l``).
+        ``keep`` says which probabilities dropout keeps in the weighted sum, never in ``l``.
         """
         if visible is not None:
             visible.masked_fill(s, -np.inf)
@@ -93,13 +73,6 @@ class RowState:
     def merge(self, other: "RowState") -> None:
         """Take in the state of the same rows over other keys.
 
-        Parameters
-        ----------
-        other : RowState
-            Left as it is.
-
-        Notes
-        -----
         Associative and commutative up to rounding, with ``empty`` as identity.
         """
         m = np.maximum(self.m, other.m)
@@ -112,13 +85,7 @@ class RowState:
         self.m[...] = m
 
     def sink(self, logits: Array) -> None:
-        """Let logits join the denominator: a state with ``l = 1`` and no values.
-
-        Parameters
-        ----------
-        logits : array, broadcastable to m
-            One for each head.
-        """
+        """Let logits join the denominator: a state with ``l = 1`` and no values."""
         logits = logits.astype(self.m.dtype)
         m = np.maximum(self.m, logits)
         shift = finite(m)
@@ -129,21 +96,9 @@ class RowState:
         self.m[...] = m
 
     def finalize(self, dropout_scale: float = 1.0, out: Array | None = None) -> tuple[Array, Array]:
-        """Divide by the denominator.
+        """Divide by the denominator; rows without a key have output 0 and logsumexp -inf.
 
-        Parameters
-        ----------
-        dropout_scale : float
-            ``1 / (1 - dropout_p)``.
-        out : array, shape (..., M, Dv), or None
-            Where the output is written, which may be ``acc``; None makes a new array.
-
-        Returns
-        -------
-        out : array, shape (..., M, Dv)
-            The weighted mean of the values; 0 for rows without a key.
-        lse : array, shape (..., M)
-            ``m + log(l)``; -inf for rows without a key.
+        The output is written to ``out``, which may be ``acc``, or to a new array.
         """
         with np.errstate(divide="ignore"):
             lse = self.m + np.log(self.l)
@@ -161,26 +116,8 @@ def finite(m: Array) -> Array:
 
 
 def masked_matmul(p: Array, x: Array, visible: TileMask | None, out: Array | None = None) -> Array:
-    """Product ``p @ x`` in which masked-out pairs never meet.
+    """Product ``p @ x`` in which masked-out pairs, where p is 0, never meet.
 
-    Parameters
-    ----------
-    p : array, shape (..., M, N)
-        Weights, 0 where masked out.
-    x : array, shape (..., N, C)
-        Rows to be summed.
-    visible : TileMask or None
-        Which pairs are visible, with the axes of p; None where all are.
-    out : array, shape (..., M, C), or None
-        Where the product is written; None makes a new array.
-
-    Returns
-    -------
-    array, shape (..., M, C)
-        The product.
-
-    Notes
-    -----
     A weight of 0 does not mask out a NaN, for ``0 * NaN`` is NaN. Where a tile has masked-out pairs
     and the product is not finite, rows of x that are not finite are taken out of the product and
     added for the rows that attend to them.

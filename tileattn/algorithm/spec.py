@@ -44,32 +44,11 @@ def forward(
     together: int = 1,
     outer_loop: str = "q",
 ) -> Attention:
-    """Compute attention.
+    """Compute attention, with four axes.
 
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    operands : Operands
-        The arrays.
-    block_size : (int, int)
-        Queries and keys of a tile.
-    executor : Executor
-        Runs the grid.
-    together : int
-        Heads that share a task where score matrices are not small.
-    outer_loop : {"q", "kv"}
-        ``"q"`` is FlashAttention-2; ``"kv"`` is FlashAttention, Algorithm 1.
-
-    Returns
-    -------
-    Attention
-        With four axes.
-
-    Raises
-    ------
-    ValueError
-        Where ``outer_loop`` is neither.
+    ``block_size`` is queries and keys of a tile. Where score matrices are not small, ``together``
+    heads share a task. ``outer_loop`` is ``"q"``, FlashAttention-2, or ``"kv"``, FlashAttention,
+    Algorithm 1.
     """
     P, (block_q, block_k) = problem, block_size
     result = Attention(
@@ -175,30 +154,7 @@ def backward(
     block_size: tuple[int, int],
     executor: Executor,
 ) -> Gradients:
-    """Compute the gradients: FlashAttention-2, Algorithm 2, key blocks outside.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    operands : Operands
-        The arrays.
-    dout : array, shape (B, Hq, Nq, Dv)
-        Upstream gradient of the output.
-    attention : Attention
-        What the forward pass returned, with four axes.
-    dlse : array, shape (B, Hq, Nq), or None
-        Upstream gradient of the logsumexp.
-    block_size : (int, int)
-        Queries and keys of a tile.
-    executor : Executor
-        Runs the grids.
-
-    Returns
-    -------
-    Gradients
-        With four axes, those of bias and sinks in their own shape.
-    """
+    """Compute the gradients: FlashAttention-2, Algorithm 2, key blocks outside."""
     P, (block_q, block_k), bias = problem, block_size, operands.bias
     saved = Residuals.saved(P, dout, attention.lse)
     sums = Sums(
@@ -300,40 +256,15 @@ def backward_tile(
 ) -> tuple[Array, Array]:
     """Recompute the probabilities of one tile and add its part of dK and dV.
 
-    Parameters
-    ----------
-    heads : HeadGroup
-        The heads.
-    saved : HeadResiduals
-        Of these heads.
-    block : KeyBlock
-        The tile's keys, among others; its ``dk`` and ``dv`` are added to.
-    tile : Tile
-        The tile.
-    memory : Memory
-        Fast memory; both results stay there until the next tile.
-
-    Returns
-    -------
-    dq : array, shape (Hkv, G, q1 - q0, D)
-        The tile's part of the gradient of q, which still lacks the scale.
-    ds : array, shape (Hkv, G, q1 - q0, k1 - k0)
-        Gradient of the scores, which is that of the bias.
-
-    Notes
-    -----
-    With P the probabilities, Z the dropout (0 or ``1 / (1 - p)``) and ``s'`` the derivative of the
-    score modifiers::
+    Returns its part of dQ, which still lacks the scale, and dS; both stay in fast memory until the
+    next tile. With P the probabilities, Z the dropout (0 or ``1 / (1 - p)``) and ``s'`` the
+    derivative of the score modifiers::
 
         P  = exp(S - lse)                   dV += (Z P)^T dO
         dP = Z (dO V^T)                     dS  = P (dP - delta)
         dQ = s' dS K                        dK += s' dS^T (Q scale)
 
     The scale is multiplied into Q, as in the forward pass: S is rounded there as it is here.
-
-    References
-    ----------
-    Dao, arXiv:2307.08691, Algorithm 2.
     """
     keys = slice(tile.k0 - block.k0, tile.k1 - block.k0)
     k, v = block.k.rows(keys), block.v.rows(keys)

@@ -9,24 +9,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TileMask:
-    """Which pairs of a tile are visible, stored for the keys at the mask's boundary only.
+    """Which pairs of a tile are visible, stored for the keys at the mask's boundary only."""
 
-    Parameters
-    ----------
-    keys : slice
-        Keys of the tile, counted from its first, that some query may not attend to.
-    pairs : array of bool, shape (..., M, length of keys)
-        True = visible. Pairs of all other keys are visible.
-    N : int
-        Keys of the tile.
-    is_transposed : bool
-        Whether ``dense`` has keys before queries.
-    """
-
-    keys: slice
-    pairs: NDArray[np.bool_]
+    keys: slice  # from the tile's first key on, those that some query may not attend to
+    pairs: NDArray[np.bool_]  # (..., M, keys), True = visible; pairs of all other keys are
     N: int
-    is_transposed: bool = False
+    is_transposed: bool = False  # whether dense() has keys before queries
 
     @classmethod
     def of(cls, pairs: NDArray[np.bool_]) -> "TileMask":

@@ -27,82 +27,28 @@ class Tile(NamedTuple):
 
 
 def cut(length: int, block: int) -> Iterator[tuple[int, int]]:
-    """Cut an axis into blocks.
-
-    Parameters
-    ----------
-    length, block : int
-        Length of the axis and of a block; the last block may be shorter.
-
-    Yields
-    ------
-    (int, int)
-        First index and one past the last.
-    """
+    """Cut an axis into blocks, of which the last may be shorter."""
     return cut_between(0, length, block)
 
 
 def cut_between(lo: int, hi: int, block: int) -> Iterator[tuple[int, int]]:
-    """Cut a range at the multiples of a block length.
-
-    Parameters
-    ----------
-    lo, hi : int
-        The range ``[lo, hi)``.
-    block : int
-        Length of a block.
-
-    Yields
-    ------
-    (int, int)
-        First index and one past the last of every part, none of which crosses a multiple.
-    """
+    """Cut the range ``[lo, hi)`` at the multiples of a block length."""
     for start in range(lo - lo % block, hi, block):
         yield max(start, lo), min(start + block, hi)
 
 
 def tile_of(x: NDArray[Any], tile: Tile) -> NDArray[Any]:
-    """View the part of an array that belongs to a tile; axes of length 1 are left to broadcast.
-
-    Parameters
-    ----------
-    x : array, shape (..., Nq or 1, Nk or 1)
-        A mask or a bias.
-    tile : Tile
-        The tile.
-
-    Returns
-    -------
-    array, shape (..., q1 - q0 or 1, k1 - k0 or 1)
-        A view.
-    """
+    """View the tile's part of (..., Nq or 1, Nk or 1); axes of length 1 broadcast."""
     rows = tile.queries if x.shape[-2] > 1 else slice(None)
     keys = tile.keys if x.shape[-1] > 1 else slice(None)
     return x[..., rows, keys]
 
 
 def sizes_for_memory(M: int, D: int) -> tuple[int, int]:
-    """Block sizes of FlashAttention's Algorithm 1 for a fast memory of ``M`` elements.
+    """Give queries and keys of a block, ``(Br, Bc)``, for a fast memory of ``M`` elements.
 
-    Parameters
-    ----------
-    M : int
-        Elements that fit in fast memory.
-    D : int
-        Head dimension.
-
-    Returns
-    -------
-    (int, int)
-        ``(Br, Bc)``, queries and keys of a block.
-
-    Notes
-    -----
-    ``Bc = ceil(M / (4 D))`` and ``Br = min(Bc, D)``: a block each of q, k, v and out fit.
-
-    References
-    ----------
-    Dao et al., arXiv:2205.14135, Algorithm 1, line 1.
+    ``Bc = ceil(M / (4 D))`` and ``Br = min(Bc, D)``: a block each of q, k, v and out fit. Dao et
+    al., arXiv:2205.14135, Algorithm 1, line 1.
     """
     Bc = max(1, -(-M // (4 * max(D, 1))))
     return min(Bc, max(D, 1)), Bc

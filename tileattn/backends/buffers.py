@@ -13,22 +13,10 @@ from tileattn.problem import check_dtype
 
 
 def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
-    """Raise where an array that is to be written is read-only or shares memory with an input.
+    """Raise ValueError where an array that is to be written is read-only or shares memory.
 
-    Parameters
-    ----------
-    name : str
-        Argument's name, for the message.
-    x : array
-        The argument.
-    inputs : mapping of str to Any
-        The call's other arguments; those that are arrays are looked at, whatever their kind.
-
-    Raises
-    ------
-    ValueError
-        Where it is read-only, or its elements overlap one another or an input. Arrays too intricate
-        to tell count as overlapping.
+    Its elements may overlap neither one another nor an input; those of ``inputs`` that are no
+    arrays are passed over. Arrays too intricate to tell count as overlapping.
     """
     if not getattr(x.flags, "writeable", True):
         raise ValueError(f"{name} is read-only; a writable array is accepted")
@@ -42,44 +30,13 @@ def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
 
 
 def span(x: Any) -> tuple[int, int]:
-    """Give the bytes between which an array's elements lie, from its address on.
-
-    Parameters
-    ----------
-    x : array
-        Not empty.
-
-    Returns
-    -------
-    (int, int)
-        The first, and one past the last.
-    """
+    """Give the bytes between which an array's elements lie, from its address on."""
     steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
     return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
 
 
 def ensure_workspace(backend: Backend, x: Any, inputs: Mapping[str, Any]) -> None:
-    """Raise where ``backward`` cannot take an array as its workspace, whatever its size.
-
-    Parameters
-    ----------
-    backend : Backend
-        Who runs the call.
-    x : array
-        The argument.
-    inputs : mapping of str to Any
-        The call's other arguments.
-
-    Raises
-    ------
-    TypeError
-        Where it is no array of the backend, or not of uint8.
-    ValueError
-        Where its shape, strides or start are not as described, it is read-only, or it overlaps an
-        input.
-    UnsupportedError
-        Where the backend takes none.
-    """
+    """Raise where ``backward`` cannot take an array as its workspace, whatever its size."""
     from tileattn.kernels.launch.workspace import ALIGNED  # which nobody else on the CPU needs
 
     ensure_owned(backend, "workspace", x)

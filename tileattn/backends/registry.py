@@ -24,23 +24,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Backend:
-    """Return a backend by name, loading it where it is not loaded yet.
-
-    Parameters
-    ----------
-    name : str
-        A registered name.
-
-    Returns
-    -------
-    Backend
-        The backend, which may still be unavailable on this machine.
-
-    Raises
-    ------
-    ValueError
-        Where no backend has this name.
-    """
+    """Return a backend by name, loading it where it is not loaded yet; it may be unavailable."""
     if name not in _loaded:
         if name not in _BUILT_IN:
             raise ValueError(f"backend is {name!r}; accepted are {', '.join(['auto', *names()])}")
@@ -106,28 +90,9 @@ def available_backends() -> dict[str, str | None]:
 
 
 def choose(name: str, arrays: dict[str, Any]) -> Backend:
-    """Find the backend for a call.
+    """Find the backend for a call: it owns every array, and can run here.
 
-    Parameters
-    ----------
-    name : str
-        As the caller gave it; ``"auto"`` looks at ``TILEATTN_BACKEND`` and then at the arrays.
-    arrays : dict of str to array
-        The call's arrays by argument name; None entries are passed over.
-
-    Returns
-    -------
-    Backend
-        One that owns every array and can run here.
-
-    Raises
-    ------
-    TypeError
-        Where the arrays are of different libraries, or of one that the backend does not own.
-    ValueError
-        Where no backend has this name.
-    BackendUnavailableError
-        Where the backend cannot run here.
+    ``"auto"`` looks at ``TILEATTN_BACKEND`` and then at the arrays; None entries are passed over.
     """
     if not isinstance(name, str):
         raise TypeError(f"backend is {type(name).__name__}; a name or 'auto' is accepted")
@@ -144,22 +109,7 @@ def choose(name: str, arrays: dict[str, Any]) -> Backend:
 
 
 def ensure_owned(backend: Backend, key: str, x: Any) -> None:
-    """Raise TypeError where an argument is no array of a backend.
-
-    Parameters
-    ----------
-    backend : Backend
-        The backend that was chosen.
-    key : str
-        Argument's name, for the message.
-    x : array
-        The argument.
-
-    Raises
-    ------
-    TypeError
-        With the conversion to call.
-    """
+    """Raise TypeError where an argument is no array of a backend."""
     if not backend.owns(x):
         raise TypeError(
             f"{key} is {_kind(x)}, which backend {backend.name!r} does not take; {_remedy(x)}"
@@ -167,20 +117,7 @@ def ensure_owned(backend: Backend, key: str, x: Any) -> None:
 
 
 def ensure_supported(backend: Backend, problem: Problem) -> None:
-    """Raise UnsupportedError where a backend does not serve a problem.
-
-    Parameters
-    ----------
-    backend : Backend
-        The backend that was chosen.
-    problem : Problem
-        What is asked.
-
-    Raises
-    ------
-    UnsupportedError
-        With the reason, and the name of a backend that supports it.
-    """
+    """Raise UnsupportedError where a backend does not serve a problem."""
     reason = backend.why_not(problem)
     if reason is not None:
         able = [n for n in names() if get(n).unavailable() is None and not get(n).why_not(problem)]

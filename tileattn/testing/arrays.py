@@ -56,21 +56,11 @@ LAYOUTS = ("plain", "swapped", "padded", "every other", "reversed", "transposed"
 
 
 def laid_out(x: Array, layout: str) -> Array:
-    """Give an array of four axes other strides.
+    """Give a contiguous array (B, H, N, D) other strides, by one of ``LAYOUTS``.
 
-    Parameters
-    ----------
-    x : array, shape (B, H, N, D)
-        A contiguous array.
-    layout : str
-        One of ``LAYOUTS``. ``"swapped"`` lies in memory as ``(B, N, H, D)``, ``"padded"`` has a gap
-        after each row, ``"every other"`` and ``"reversed"`` step through N by 2 and by -1, and the
-        last axis of ``"transposed"`` is not contiguous.
-
-    Returns
-    -------
-    array, shape (B, H, N, D)
-        The same elements.
+    ``"swapped"`` lies in memory as ``(B, N, H, D)``, ``"padded"`` has a gap after each row,
+    ``"every other"`` and ``"reversed"`` step through N by 2 and by -1, and the last axis of
+    ``"transposed"`` is not contiguous.
     """
     B, H, N, D = x.shape
     views: dict[str, Callable[[], Array]] = {
@@ -88,16 +78,5 @@ def laid_out(x: Array, layout: str) -> Array:
 
 
 def largest(dtype: np.dtype[Any]) -> float:
-    """Largest finite number of a floating dtype.
-
-    Parameters
-    ----------
-    dtype : numpy.dtype
-        Any that attention takes.
-
-    Returns
-    -------
-    float
-        The number.
-    """
+    """Largest finite number of a floating dtype."""
     return float(np.nextafter(dtype.type(np.inf), dtype.type(0)))

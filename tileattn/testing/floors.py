@@ -18,18 +18,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far off a number may be once it has been rounded.
+    """How far off a number may be once it has been rounded."""
 
-    Parameters
-    ----------
-    relative : float
-        Relative error of a number in the normal range.
-    absolute : float
-        Error of a number near zero.
-    """
-
-    relative: float
-    absolute: float
+    relative: float  # of a number in the normal range
+    absolute: float  # of a number near zero
 
     def of(self, x: Array) -> Array:
         """Square of the error of each element."""

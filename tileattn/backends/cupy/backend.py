@@ -182,18 +182,8 @@ class CupyCall(PreparedCall):
 class RepeatedForward:
     """The forward pass of calls of one signature that bring q, k, v and out alone.
 
-    Nearly all that a short call costs the host is Python; this is the least of it.
-
-    Parameters
-    ----------
-    executable : Executable
-        Of an earlier call.
-    problem : Problem
-        What is asked.
-    device : int
-        Where it runs.
-    arrays : sequence of cupy array
-        Of the earlier call: q, k, v and out. They are not kept.
+    Nearly all that a short call costs the host is Python; this is the least of it. Only the layout
+    of the arrays of an earlier call is kept.
     """
 
     def __init__(

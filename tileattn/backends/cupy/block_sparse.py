@@ -16,21 +16,9 @@ class _Uploaded(NamedTuple):
 
 
 def mask_addresses(mask: BlockMask, device: int, kv_tile: tuple[int, int] | None) -> dict[str, int]:
-    """Bring a block mask to CuPy's current device.
+    """Bring a block mask to CuPy's current device; give addresses by their parameters' names.
 
-    Parameters
-    ----------
-    mask : BlockMask
-        The mask.
-    device : int
-        The number of the device.
-    kv_tile : (int, int) or None
-        Tile size of the lists of key tiles; None where no kernel reads them.
-
-    Returns
-    -------
-    dict of str to int
-        Addresses, by the names of the parameter block.
+    ``kv_tile`` is the tile size of the lists of key tiles, None where no kernel reads them.
     """
     kinds, bits = _uploaded(mask, device, lambda: partial_blocks(mask))
     found: dict[str, int] = {"block_kinds": kinds.data.ptr, "block_bits": bits.data.ptr}

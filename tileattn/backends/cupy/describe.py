@@ -45,25 +45,7 @@ def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
 
 
 def addresses_of(arrays: Mapping[str, Any], device: int) -> dict[str, int]:
-    """Give the addresses of arrays.
-
-    Parameters
-    ----------
-    arrays : mapping of str to cupy array
-        By their names in the parameter block.
-    device : int
-        CuPy's current device.
-
-    Returns
-    -------
-    dict of str to int
-        By the same names.
-
-    Raises
-    ------
-    ValueError
-        Where an array is on another device.
-    """
+    """Give the addresses of arrays by name; raise ValueError for one on another device."""
     found = {}
     for name, x in arrays.items():
         memory = x.data

@@ -26,20 +26,9 @@ _SLOT = {name: slot for slot, name in enumerate(POINTERS)}
 class Executable:
     """A plan whose kernels are loaded and whose constants are on CuPy's current device.
 
-    Parameters
-    ----------
-    plan : LaunchPlan
-        What is launched.
-    names : iterable of str
-        Arrays whose addresses each call brings.
-
-    Attributes
-    ----------
-    plan : LaunchPlan
-        What is launched.
-    is_complete : bool
-        False where it was made during a capture, in which nobody can wait for a copy: without the
-        schedule results are the same, only later. Calls after the capture must make another.
+    ``names`` are the arrays whose addresses each call brings. Made during a capture, in which
+    nobody can wait for a copy, it is not complete: without the schedule results are the same, only
+    later. Calls after the capture must make another.
     """
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
@@ -72,24 +61,11 @@ class Executable:
         device: int,
         workspace: Any = None,
     ) -> None:
-        """Start the kernels, with all that they need.
+        """Start the kernels, with all that they need, on CuPy's current device.
 
-        Parameters
-        ----------
-        addresses : mapping of str to int
-            Of the arrays named to the constructor.
-        arrays : mapping of str to cupy array
-            The caller's; some may have to be copied.
-        device : int
-            CuPy's current device.
-        workspace : cupy array of uint8, shape (n,), or None
-            Memory to use in place of CuPy's pool, aligned to
-            `tileattn.kernels.launch.workspace.ALIGNED` bytes.
-
-        Raises
-        ------
-        ValueError
-            Where the workspace is too small, or on another device.
+        ``addresses`` are those of the arrays named to the constructor; some of the caller's arrays
+        may have to be copied. A workspace takes the place of CuPy's pool; ValueError where it is
+        too small, or on another device.
         """
         needed = self.plan.workspace
         if workspace is None and not needed.nbytes:
@@ -127,13 +103,7 @@ class Executable:
         self.start(pointers)
 
     def start(self, pointers: Sequence[int]) -> None:
-        """Start the kernels alone.
-
-        Parameters
-        ----------
-        pointers : sequence of int
-            What the parameter block begins with: addresses in the order of its fields.
-        """
+        """Start the kernels alone, given the addresses that the parameter block begins with."""
         if self._constants:
             outlive_readers(self, self._stream)
         # A launch copies the block, so it is free for the next call afterwards. Threads that run

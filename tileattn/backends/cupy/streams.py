@@ -31,13 +31,6 @@ def outlive_readers(owner: object, stream: tuple[int, int]) -> None:
 
     Freed memory is for the stream that it was taken on, which does not wait for others; and a graph
     reads it whenever it is replayed.
-
-    Parameters
-    ----------
-    owner : object
-        What holds the memory.
-    stream : (int, int)
-        Name of the stream that it was taken on.
     """
     if stream_name() != stream or is_capturing():
         _kept[id(owner)] = owner

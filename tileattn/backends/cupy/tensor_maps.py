@@ -24,17 +24,8 @@ class EncodedMaps(dict[tuple[int, ...], tuple[Any, Any]]):
 
     An entry is the memory that holds the maps, which nobody writes to any more, and the argument
     that points there, which a launch passes by value. Who launches holds both. When there are many
-    entries all are dropped; single steps are safe among threads.
-
-    Parameters
-    ----------
-    maps : sequence of TensorMap
-        Two or more, in the order in which the kernel takes them.
-
-    Attributes
-    ----------
-    pick : callable
-        Takes the addresses from those of all arrays, in the order of the parameter block.
+    entries all are dropped; single steps are safe among threads. ``pick`` takes the addresses from
+    those of all arrays, in the order of the parameter block.
     """
 
     def __init__(self, maps: Sequence[TensorMap]) -> None:

@@ -17,90 +17,38 @@ _ROW_PAD = 128  # no query block is longer, and all divide it
 
 
 class LaunchContext(NamedTuple):
-    """What decides about kernels besides the problem.
+    """What decides about kernels besides the problem."""
 
-    Parameters
-    ----------
-    alignment_bytes : int
-        Every row of every array is aligned to them.
-    shared_limit : int
-        Bytes of shared memory that a thread block may have.
-    bias : str
-        Element type of the bias; empty where there is none.
-    bias_shape : tuple of int
-        Its four axes.
-    mask_vector_width : int
-        Neighbouring keys of the mask that can be read at once: 1, 2 or 16.
-    bias_alignment_bytes : int
-        Every row of the bias starts and ends aligned to them; 0 where rows cannot be copied.
-    arch : str
-        What kernels are compiled for, as in ``"sm_90a"``.
-    tensor_maps : bool
-        Whether q, k and v, and in the backward pass dout, can have tensor maps.
-    sm_count : int
-        SMs of the device.
-    mask_block_k : int
-        Keys of a block of the block mask; 0 where there is none.
-    """
-
-    alignment_bytes: int
-    shared_limit: int
-    bias: str = ""
-    bias_shape: tuple[int, ...] = ()
-    mask_vector_width: int = 1
-    bias_alignment_bytes: int = 0
-    arch: str = ""
-    tensor_maps: bool = True
+    alignment_bytes: int  # every row of every array is aligned to them
+    shared_limit: int  # bytes of shared memory that a thread block may have
+    bias: str = ""  # its element type; empty where there is none
+    bias_shape: tuple[int, ...] = ()  # its four axes
+    mask_vector_width: int = 1  # neighbouring keys of the mask that can be read at once: 1, 2 or 16
+    bias_alignment_bytes: int = 0  # of every row, at both ends; 0 where none can be copied
+    arch: str = ""  # what kernels are compiled for, as in "sm_90a"
+    tensor_maps: bool = True  # whether q, k, v and dout can have tensor maps
     sm_count: int = 1
-    mask_block_k: int = 0
+    mask_block_k: int = 0  # keys of a block of the block mask; 0 where there is none
 
 
 class KernelConfig(NamedTuple):
-    """A kernel, its shared memory, and why it was chosen.
-
-    Parameters
-    ----------
-    key : KernelKey
-        What is compiled.
-    shared_bytes : int
-        Dynamic shared memory.
-    tuned : bool
-        Whether its tiles were chosen by measurement, and its registers suffice.
-    why : str
-        One clause.
-    """
+    """A kernel, its dynamic shared memory, and why it was chosen, in one clause."""
 
     key: KernelKey
     shared_bytes: int
-    tuned: bool
+    tuned: bool  # whether its tiles were chosen by measurement, and its registers suffice
     why: str
 
 
 class KernelLaunch(NamedTuple):
-    """One launch of a kernel.
-
-    Parameters
-    ----------
-    key : KernelKey
-        What is compiled.
-    grid : int
-        Thread blocks.
-    shared_bytes : int
-        Dynamic shared memory.
-    why : str
-        Why this kernel, in one clause.
-    tensor_maps : tuple of (str, int)
-        Arrays of which the kernel takes tensor maps, each with the rows of a box.
-    in_order : bool
-        Whether its thread blocks add to dq one after the other, in a fixed order.
-    """
+    """One launch of a kernel, and why this one, in one clause."""
 
     key: KernelKey
-    grid: int
-    shared_bytes: int = 0
+    grid: int  # thread blocks
+    shared_bytes: int = 0  # dynamic shared memory
     why: str = "one warp for each row"
-    tensor_maps: tuple[tuple[str, int], ...] = ()
-    in_order: bool = False
+    tensor_maps: tuple[tuple[str, int], ...] = ()  # arrays, each with the rows of a box
+    in_order: bool = False  # whether its blocks add to dq in a fixed order
 
 
 def option_fields(problem: Problem, bias: str) -> dict[str, Any]:

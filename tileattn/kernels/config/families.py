@@ -42,20 +42,7 @@ FAMILIES: tuple[KernelFamily, ...] = (hopper, generic)
 
 
 def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-    """List what the forward pass launches: nothing where there is no query.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    context : LaunchContext
-        Its arrays and its device.
-
-    Returns
-    -------
-    tuple of KernelLaunch
-        In order.
-    """
+    """List what the forward pass launches: nothing where there is no query."""
     if not problem.B * problem.Hq * problem.Nq:
         return ()
     family, refusal = _supporting(problem, context, "forward")
@@ -65,23 +52,9 @@ def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLa
 def backward_launches(
     problem: Problem, context: LaunchContext, *, deterministic: bool, sinks: bool
 ) -> tuple[KernelLaunch, ...]:
-    """List what the backward pass launches.
+    """List what the backward pass launches; ``deterministic`` sums dq in a fixed order.
 
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    context : LaunchContext
-        Its arrays and its device.
-    deterministic : bool
-        Whether dq is summed in a fixed order.
-    sinks : bool
-        Whether the call has sinks.
-
-    Returns
-    -------
-    tuple of KernelLaunch
-        In order. Where a key has ``add_dq``, dq is summed in an array of zeros.
+    Where a key has ``add_dq``, dq is summed in an array of zeros.
     """
     P = problem
     queries, keys = P.B * P.Hq * P.Nq, P.B * P.Hkv * P.Nk

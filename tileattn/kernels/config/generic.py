@@ -126,24 +126,7 @@ def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> Kerne
 def configure(
     kernel: str, problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
 ) -> KernelConfig:
-    """Choose the variant of one kernel.
-
-    Parameters
-    ----------
-    kernel : str
-        Name of a tiled kernel.
-    problem : Problem
-        What is asked.
-    context : LaunchContext
-        Its arrays and its device.
-    tiles : sequence of TileSize
-        What to try in place of the table's rows.
-
-    Returns
-    -------
-    KernelConfig
-        The first row of the table that fits; the naive kernel where none does.
-    """
+    """Choose the variant of a tiled kernel: the first tile that fits, else the naive kernel."""
     dtype, size = problem.dtype.name, problem.dtype.itemsize
     options = option_fields(problem, context.bias)
     options |= {

@@ -5,76 +5,33 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class KernelKey:
-    """What a kernel is specialised for: every field is one ``-D`` define.
+    """What a kernel is specialised for: every field is one ``-D`` define."""
 
-    Parameters
-    ----------
-    kernel : str
-        Stem of ``src/<kernel>.cu`` and name of the function in it.
-    dtype : str
-        Element type of q, k and v by its NumPy name, which the sources use too.
-    head_dim, value_dim : int
-        Head-dimension buckets of q and k, and of v; the arrays may have fewer columns.
-    block_q, block_k : int
-        Queries and keys of a tile.
-    warps_m, warps_n : int
-        Warps of a thread block along the rows of its GEMMs, and along their columns.
-    stages : int
-        Stages of shared memory for the tiles of the inner loop: with 2, the next tile is loaded
-        during this one.
-    min_blocks_per_sm : int
-        Thread blocks that an SM must hold at once, which bounds the registers of a thread.
-    alignment_bytes : int
-        Bytes of one copy from global to shared memory: every row is aligned to them.
-    bias : str
-        Element type of the bias; empty where there is none.
-    softcap, alibi, mask, block_mask, dropout : bool
-        Enabled options.
-    fold_scale : bool
-        Whether the scale is applied within the exponential: no score modifier follows it, and it
-        is positive.
-    add_dq : bool
-        Whether the kernel over key blocks also adds its part of dq.
-    write_dbias : bool
-        Whether it also writes dbias, where the bias is not broadcast.
-    mask_vector_width : int
-        Neighbouring keys of the mask that are read at once: 1, 2 or 16.
-    bias_alignment_bytes : int
-        Bytes of one copy of the bias to shared memory; 0 where its elements are read one by one.
-    producer_warps : int
-        Producer warps of a thread block, which only copy.
-    head_flags : int
-        Flags of the heads that the kernel computes again, mostly none; 0 where it computes all.
-    smem_bytes : int
-        Bytes of dynamic shared memory, for the Hopper kernels: they do not compile with another
-        number than that of their layout.
-    """
-
-    kernel: str
-    dtype: str
-    head_dim: int = 64
-    value_dim: int = 64
+    kernel: str  # stem of src/<kernel>.cu and name of the function in it
+    dtype: str  # of q, k and v, by its NumPy name, which the sources use too
+    head_dim: int = 64  # bucket of q and k; the arrays may have fewer columns
+    value_dim: int = 64  # bucket of v
     block_q: int = 64
     block_k: int = 64
-    warps_m: int = 4
-    warps_n: int = 1
-    stages: int = 1
-    min_blocks_per_sm: int = 1
-    alignment_bytes: int = 16
-    bias: str = ""
+    warps_m: int = 4  # warps of a thread block along the rows of its GEMMs
+    warps_n: int = 1  # and along their columns
+    stages: int = 1  # for the tiles of the inner loop: with 2, one is loaded ahead
+    min_blocks_per_sm: int = 1  # which bounds the registers of a thread
+    alignment_bytes: int = 16  # of one copy to shared memory: every row is aligned to them
+    bias: str = ""  # its element type; empty where there is none
     softcap: bool = False
     alibi: bool = False
     mask: bool = False
     block_mask: bool = False
     dropout: bool = False
-    fold_scale: bool = False
-    add_dq: bool = False
-    write_dbias: bool = False
-    mask_vector_width: int = 1
-    bias_alignment_bytes: int = 0
-    producer_warps: int = 0
-    head_flags: int = 0
-    smem_bytes: int = 0
+    fold_scale: bool = False  # the exponential applies the scale, which no modifier follows
+    add_dq: bool = False  # the kernel over key blocks also adds its part of dq
+    write_dbias: bool = False  # and writes dbias, where the bias is not broadcast
+    mask_vector_width: int = 1  # neighbouring keys of the mask that are read at once: 1, 2 or 16
+    bias_alignment_bytes: int = 0  # of one copy of the bias; 0 where elements are read one by one
+    producer_warps: int = 0  # of a thread block, which only copy
+    head_flags: int = 0  # of the heads that the kernel computes again; 0 where it computes all
+    smem_bytes: int = 0  # dynamic, of Hopper kernels: they compile with no other number
 
     @property
     def threads(self) -> int:

@@ -26,23 +26,8 @@ def generic_bytes(
 ) -> int:
     """Count the dynamic shared memory of a generic kernel.
 
-    Parameters
-    ----------
-    kernel : str
-        Name of a tiled kernel.
-    tile : TileSize
-        Its tiles.
-    dim, value : int
-        Its head-dimension buckets.
-    size : int
-        Bytes of an element.
-    bias_size : int
-        Bytes of an element of the bias; 0 where it is not copied to shared memory.
-
-    Returns
-    -------
-    int
-        Bytes.
+    ``size`` is bytes of an element, ``bias_size`` of one of the bias: 0 where it is not copied
+    there.
     """
 
     def tiled(rows: int, columns: int, size: int = size) -> int:
@@ -82,18 +67,8 @@ def generic_static_bytes(kernel: str, tile: TileSize, size: int) -> int:
 def hopper_forward_bytes(tile: TileSize, dim: int, value: int) -> int:
     """Count the dynamic shared memory of the Hopper forward kernel.
 
-    Parameters
-    ----------
-    tile : TileSize
-        Its tiles.
-    dim, value : int
-        Its head-dimension buckets.
-
-    Returns
-    -------
-    int
-        Bytes: the stages of keys and values, the queries, and the next queries of as many
-        warpgroups as fit.
+    It has the stages of keys and values, the queries, and the next queries of as many warpgroups as
+    fit.
     """
     queries = _swizzled(HOPPER_GROUP_ROWS, dim)
     stages = tile.stages * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
@@ -105,21 +80,9 @@ def hopper_forward_bytes(tile: TileSize, dim: int, value: int) -> int:
 def hopper_backward_bytes(tile: TileSize, dim: int, value: int, *, repairs: bool = False) -> int:
     """Count the dynamic shared memory of the Hopper backward kernels.
 
-    Parameters
-    ----------
-    tile : TileSize
-        Its tiles.
-    dim, value : int
-        Its head-dimension buckets.
-    repairs : bool
-        Whether the kernel computes heads again.
-
-    Returns
-    -------
-    int
-        Bytes: k and v; stages of dout, and one more of q; two tiles of dS; three dQ tiles for each
-        store warp. Wide heads have two stages of q, two such dQ tiles, and a tile of P. A kernel
-        that repairs has k twice, and for wide heads one stage of q.
+    They have k and v; stages of dout, and one more of q; two tiles of dS; three dQ tiles for each
+    store warp. Wide heads have two stages of q, two such dQ tiles, and a tile of P. A kernel that
+    repairs has k twice, and for wide heads one stage of q.
     """
     rows, keys, stages = tile.block_q, tile.block_k, tile.stages
     wide = max(dim, value) > _NARROW_DIM

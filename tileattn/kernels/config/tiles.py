@@ -8,23 +8,10 @@ from typing import NamedTuple
 
 
 class TileSize(NamedTuple):
-    """How one kernel cuts its problem.
+    """How one kernel cuts its problem; fields as in `KernelKey`.
 
-    Parameters
-    ----------
-    block_q, block_k : int
-        Queries and keys of a tile.
-    warps_m, warps_n : int
-        Warps along the rows and columns of the GEMMs.
-    stages : int
-        Stages of shared memory for the tiles of the inner loop.
-    min_blocks_per_sm : int
-        Thread blocks that an SM must hold at once.
-    tuned : bool
-        Whether the row was chosen by measurement.
-    spills : bool
-        Whether it is the fastest although it spills some addresses of its loop to local memory;
-        tuned kernels of other rows may not.
+    ``tuned`` rows were chosen by measurement. One that ``spills`` is the fastest although it spills
+    some addresses of its loop to local memory; tuned kernels of other rows may not.
     """
 
     block_q: int
@@ -159,26 +146,10 @@ def bucket(dim: int) -> int:
 
 
 def candidates(kernel: str, itemsize: int, dim: int, mask_block_k: int = 0) -> tuple[TileSize, ...]:
-    """List the tile sizes of a kernel, the fastest first.
+    """List the tile sizes of a kernel, the fastest first, by the larger head-dimension bucket.
 
-    Forward tiles whose keys lie along the blocks of a block mask come first: a tile across the
-    border of two blocks is often partial, which costs most (measured).
-
-    Parameters
-    ----------
-    kernel : str
-        Name of the kernel.
-    itemsize : int
-        Bytes of an element.
-    dim : int
-        The larger of the two head-dimension buckets.
-    mask_block_k : int
-        Keys of a block of the block mask; 0 where there is none.
-
-    Returns
-    -------
-    tuple of TileSize
-        At least one.
+    Forward tiles whose keys lie along the blocks of a block mask, of ``mask_block_k`` keys, come
+    first: a tile across the border of two blocks is often partial, which costs most (measured).
     """
 
     def straddles(tile: TileSize) -> bool:

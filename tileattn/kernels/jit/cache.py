@@ -31,16 +31,8 @@ _PATIENCE = 60.0  # seconds that a process waits for another to make an entry
 def folder() -> Path:
     """Say where the entries are kept; nothing is created.
 
-    Returns
-    -------
-    Path
-        ``TILEATTN_CACHE_DIR`` where that is set, its ``~`` expanded, else the system's place for a
-        user's caches.
-
-    Raises
-    ------
-    OSError
-        Where the user has no home directory.
+    ``TILEATTN_CACHE_DIR`` where that is set, its ``~`` expanded, else the system's place for a
+    user's caches; OSError where the user has no home directory.
     """
     if chosen := os.environ.get("TILEATTN_CACHE_DIR"):
         return _expanded(chosen)
@@ -55,15 +47,7 @@ def folder() -> Path:
 def prepare() -> Path:
     """Make the folder, and those above it, where they are missing: for their owner alone.
 
-    Returns
-    -------
-    Path
-        The folder.
-
-    Raises
-    ------
-    OSError
-        Where the folder cannot be made or written to, or where others could have written to it.
+    OSError where it cannot be made or written to, or where others could have written to it.
     """
     where = folder()
     for place in (*reversed(where.parents), where):
@@ -75,18 +59,7 @@ def prepare() -> Path:
 
 
 def read(inputs: str) -> bytes | None:
-    """Fetch an entry.
-
-    Parameters
-    ----------
-    inputs : str
-        SHA-256 of everything that the entry was made from, in hexadecimal.
-
-    Returns
-    -------
-    bytes or None
-        Its body; None where there is none that is sound, or where others could have written it.
-    """
+    """Fetch the body of an entry; None where none is sound, or others could have written it."""
     try:
         where = folder()
         _check_private(where, where.stat())
@@ -104,15 +77,7 @@ def read(inputs: str) -> bytes | None:
 
 
 def write(inputs: str, body: bytes) -> None:
-    """Keep an entry, whole or not at all; where that fails, warn once and go on.
-
-    Parameters
-    ----------
-    inputs : str
-        SHA-256 of everything that the entry was made from, in hexadecimal.
-    body : bytes
-        What is kept.
-    """
+    """Keep an entry, whole or not at all; where that fails, warn once and go on."""
     name = f"{inputs}.kernel"
     try:
         where = prepare()
@@ -134,11 +99,6 @@ def alone(inputs: str) -> Iterator[None]:
     """Let one process, or thread, at a time make an entry; the others wait, but not for ever.
 
     On Windows, and where the folder cannot be written to, nobody waits.
-
-    Parameters
-    ----------
-    inputs : str
-        SHA-256 of everything that the entry is made from, in hexadecimal.
     """
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":

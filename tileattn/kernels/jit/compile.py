@@ -40,28 +40,14 @@ _END = 1 << 16  # bytes that are read at either end of a library
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What the compiler made of a key.
+    """What the compiler made of a key; of PTX only the driver will know the resources."""
 
-    Parameters
-    ----------
-    image : bytes
-        Machine code (cubin), or PTX where that was asked for.
-    log : str
-        What the compiler said: warnings and the use of resources.
-    cached : bool
-        Whether it came from the disk cache.
-    registers, spill_bytes, shared_bytes : int or None
-        Registers of a thread, bytes that it stores to and loads from memory for want of registers
-        outside of functions that are not inlined, and shared memory of fixed size; None for PTX,
-        where only the driver will know.
-    """
-
-    image: bytes
-    log: str
-    cached: bool
-    registers: int | None
-    spill_bytes: int | None
-    shared_bytes: int | None
+    image: bytes  # machine code (cubin), or PTX where that was asked for
+    log: str  # warnings and the use of resources
+    cached: bool  # whether it came from the disk cache
+    registers: int | None  # of a thread
+    spill_bytes: int | None  # for want of registers, outside of the functions that it calls
+    shared_bytes: int | None  # of fixed size
 
 
 def compiled(
@@ -69,30 +55,8 @@ def compiled(
 ) -> Compiled:
     """Compile a kernel, or fetch it from the disk cache. No GPU is needed.
 
-    Parameters
-    ----------
-    key : KernelKey
-        What it is specialised for: the source is ``<key.kernel>.cu``.
-    arch : str
-        ``sm_90a`` and the like for machine code, ``compute_90`` and the like for PTX.
-    folders : tuple of Path
-        Where the sources are.
-    force : bool
-        Compile even what the cache has.
-
-    Returns
-    -------
-    Compiled
-        The code, the log and the use of resources.
-
-    Raises
-    ------
-    BackendUnavailableError
-        Without CuPy and NVRTC.
-    KernelCompileError
-        Where the source does not compile.
-    ValueError
-        Where NVRTC does not know ``arch``.
+    ``arch`` is ``sm_90a`` and the like for machine code, ``compute_90`` and the like for PTX;
+    ValueError where NVRTC does not know it. ``force`` compiles even what the cache has.
     """
     options, (texts, sources) = _options(key, checked_arch(arch)), sources_in(folders)
     made_from = sources, compiler_name(), _build(), options
@@ -135,25 +99,10 @@ def known_archs() -> tuple[int, ...]:
 
 
 def best_arch(capability: tuple[int, int], known: Iterable[int]) -> str:
-    """Choose the best that a compiler can do for a GPU.
+    """Choose the best that a compiler, which knows 75 for 7.5, can do for a GPU.
 
-    Parameters
-    ----------
-    capability : tuple of int
-        Compute capability of the GPU.
-    known : iterable of int
-        What the compiler knows: 75 for 7.5.
-
-    Returns
-    -------
-    str
-        Machine code for the GPU or for an older one of its generation; PTX, which the driver
-        translates, where the compiler does not know the generation.
-
-    Raises
-    ------
-    BackendUnavailableError
-        Where the GPU is older than the kernels or the compiler support.
+    Machine code for the GPU or for an older one of its generation; PTX, which the driver
+    translates, where the compiler does not know the generation.
     """
     number = 10 * capability[0] + capability[1]
     best = max((arch for arch in known if arch <= number), default=0)

@@ -29,29 +29,15 @@ _locks: dict[tuple[object, ...], threading.Lock] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A kernel that is loaded on a device.
-
-    Parameters
-    ----------
-    key : KernelKey
-        What it is specialised for.
-    arch : str
-        What it was compiled for.
-    function : cupy.cuda.function.Function
-        What is launched.
-    registers, local_bytes, shared_bytes : int
-        Of a thread, of a thread, and of fixed size of a block, as the driver reports them.
-    log : str
-        What the compiler said.
-    """
+    """A kernel that is loaded on a device."""
 
     key: KernelKey
-    arch: str
-    function: Any
-    registers: int
-    local_bytes: int
-    shared_bytes: int
-    log: str
+    arch: str  # what it was compiled for
+    function: Any  # cupy.cuda.function.Function
+    registers: int  # of a thread, as the driver reports them
+    local_bytes: int  # of a thread
+    shared_bytes: int  # of fixed size
+    log: str  # what the compiler said
 
     def allow_shared(self, nbytes: int) -> None:
         """Let a launch ask for this much shared memory of variable size: over 48 KiB needs it."""
@@ -78,29 +64,9 @@ def load(
 ) -> Kernel:
     """Find a kernel, compiling and loading it where this is its first use on the device.
 
-    Parameters
-    ----------
-    key : KernelKey
-        What it is specialised for.
-    device : int or None
-        The device; CuPy's current one by default.
-    arch : str or None
-        What it is compiled for; the best for the device by default. A ``compute_75`` runs on any
-        newer GPU, which is how the code for older ones is tried.
-    folders : tuple of Path
-        Where the sources are.
-
-    Returns
-    -------
-    Kernel
-        The same object for the same arguments, whichever thread asks.
-
-    Raises
-    ------
-    BackendUnavailableError
-        Without CuPy, NVRTC or a GPU and driver that can run the code.
-    KernelCompileError
-        Where the source does not compile.
+    All arguments equal, the object is the same, whichever thread asks. By default the device is
+    CuPy's current one, and ``arch`` the best for it. A ``compute_75`` runs on any newer GPU, which
+    is how the code for older ones is tried.
     """
     if device is None:
         device = int(_runtime().getDevice())
@@ -121,25 +87,8 @@ def load_all(keys: Sequence[KernelKey], folders: tuple[Path, ...] = (SOURCES,)) 
     """Find the kernels of a call on CuPy's current device; those that are new are made together.
 
     The compiler holds no lock while it works, so a thread for each makes the time of the first call
-    that of its slowest kernel.
-
-    Parameters
-    ----------
-    keys : sequence of KernelKey
-        What they are specialised for.
-    folders : tuple of Path
-        Where the sources are.
-
-    Returns
-    -------
-    list of Kernel
-        As `load` gives them, in the order of the keys.
-
-    Raises
-    ------
-    BackendUnavailableError, KernelCompileError
-        What `load` raises of the first key for which it does; notes tell of the others. No thread
-        goes on behind it.
+    that of its slowest kernel. The error raised is that of the first key that fails; notes tell of
+    the others. No thread goes on behind it.
     """
     device = int(_runtime().getDevice())
     new = [key for key in dict.fromkeys(keys) if (key, device, None, folders) not in _loaded]
@@ -157,23 +106,7 @@ def load_all(keys: Sequence[KernelKey], folders: tuple[Path, ...] = (SOURCES,)) 
 
 @functools.cache
 def arch_of(device: int) -> str:
-    """Choose what to compile for on a device.
-
-    Parameters
-    ----------
-    device : int
-        Its number.
-
-    Returns
-    -------
-    str
-        See `best_arch`.
-
-    Raises
-    ------
-    BackendUnavailableError
-        Without CuPy, NVRTC, a driver or the device, or where the device is too old.
-    """
+    """Choose what to compile for on a device; see `best_arch`."""
     _runtime()  # where there is no GPU, this says so
     import cupy
 

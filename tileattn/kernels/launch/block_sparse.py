@@ -25,17 +25,8 @@ def once(mask: BlockMask, key: Any, make: Callable[[], Any]) -> Any:
 def partial_blocks(mask: BlockMask) -> tuple[Any, Any]:
     """Write down the blocks of a mask, and the pairs of those that are partial.
 
-    Parameters
-    ----------
-    mask : BlockMask
-        The mask.
-
-    Returns
-    -------
-    kinds : array of int32, shape (B or 1, Hq or 1, query blocks, key blocks)
-        For each block -2 where it is full, -1 where it is empty, else its number in `bits`.
-    bits : array of bool, shape (partial blocks, queries, keys of a block)
-        The pairs of the partial blocks.
+    ``kinds`` has int32 of the shape of the mask's own: -2 where a block is full, -1 where it is
+    empty, else its number in ``bits``, booleans (partial blocks, queries, keys of a block).
     """
     kinds = np.where(mask.kinds == FULL, -FULL, EMPTY - 1).astype(np.int32)
     partial = np.argwhere(mask.kinds == PARTIAL)
@@ -52,17 +43,8 @@ def partial_blocks(mask: BlockMask) -> tuple[Any, Any]:
 def kv_indices(mask: BlockMask, tile: tuple[int, int]) -> Any:
     """List the key tiles that each query tile attends to.
 
-    Parameters
-    ----------
-    mask : BlockMask
-        The mask.
-    tile : (int, int)
-        Queries and keys of a tile.
-
-    Returns
-    -------
-    array of int32, shape (B or 1, Hq or 1, query tiles, key tiles + 1)
-        Twice the number of the key tile, plus one where the tile is partial; `END` behind the last.
+    An array of int32, shape (B or 1, Hq or 1, query tiles, key tiles + 1): twice the number of the
+    key tile, plus one where the tile is partial; `END` behind the last.
     """
     kinds = tile_kinds(mask, tile)
     entries = 2 * np.arange(kinds.shape[-1], dtype=np.int32) + (kinds != FULL)
@@ -81,17 +63,7 @@ def kv_indices_shape(mask: BlockMask, tile: tuple[int, int]) -> tuple[int, ...]:
 def kv_tiles_before(mask: BlockMask, tile: tuple[int, int]) -> Any:
     """Count the key tiles that each query tile attends to before each of them, once.
 
-    Parameters
-    ----------
-    mask : BlockMask
-        The mask.
-    tile : (int, int)
-        Queries and keys of a tile.
-
-    Returns
-    -------
-    array of int, shape (B or 1, Hq or 1, query tiles, key tiles + 1)
-        The last of a row are all.
+    An array of shape (B or 1, Hq or 1, query tiles, key tiles + 1); the last of a row are all.
     """
 
     def counted() -> Any:
@@ -102,20 +74,7 @@ def kv_tiles_before(mask: BlockMask, tile: tuple[int, int]) -> Any:
 
 
 def tile_kinds(mask: BlockMask, tile: tuple[int, int]) -> Any:
-    """Say of each tile whether a mask leaves it empty, partial or full.
-
-    Parameters
-    ----------
-    mask : BlockMask
-        The mask.
-    tile : (int, int)
-        Queries and keys of a tile.
-
-    Returns
-    -------
-    array of int, shape (B or 1, Hq or 1, query tiles, key tiles)
-        EMPTY, PARTIAL or FULL; tiles as far as the blocks of the mask reach.
-    """
+    """Say of each tile, as far as the blocks reach, whether it is empty, partial or full."""
     least = most = mask.kinds
     for axis, side, block in zip((2, 3), tile, mask.block_size, strict=True):
         starts = np.arange(0, mask.kinds.shape[axis] * block, side)

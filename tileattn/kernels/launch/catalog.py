@@ -51,22 +51,7 @@ _HOPPER_CASES = (
 
 
 def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> list[KernelKey]:
-    """List the kernels that calls without options need.
-
-    Parameters
-    ----------
-    arch : str
-        Architecture, as in ``"sm_90a"``.
-    dtypes : iterable of str
-        Element types.
-    head_dims : iterable of int
-        Head dimensions.
-
-    Returns
-    -------
-    list of KernelKey
-        For the forward pass, and for the backward pass of either kind, of contiguous arrays.
-    """
+    """List the kernels that calls without options need, for both passes, of contiguous arrays."""
     device = device_of_arch(arch)
     found: dict[KernelKey, None] = {}
     for dtype, dim, window in product(dtypes, list(head_dims), WINDOWS):
@@ -77,20 +62,7 @@ def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> l
 
 
 def representative_keys(arch: str, turn: int) -> list[KernelKey]:
-    """List a few kernels of every source; turns together have every dtype, option and bucket.
-
-    Parameters
-    ----------
-    arch : str
-        Architecture, as in ``"sm_90a"``.
-    turn : int
-        Which of the combinations; seven turns in a row have enough of them.
-
-    Returns
-    -------
-    list of KernelKey
-        Without duplicates.
-    """
+    """List a few kernels of every source; seven turns in a row have enough combinations."""
     found: dict[KernelKey, None] = {}
     adds = turn % 2 == 0
     for n, kernels in enumerate(_SETS, turn):
@@ -129,18 +101,8 @@ def representative_keys(arch: str, turn: int) -> list[KernelKey]:
 def is_tuned(key: KernelKey, arch: str) -> bool:
     """Whether the tiles of a kernel were chosen by measurement.
 
-    Parameters
-    ----------
-    key : KernelKey
-        The kernel.
-    arch : str
-        Architecture, as in ``"sm_90a"``.
-
-    Returns
-    -------
-    bool
-        False for kernels without tiles, on other GPUs than the one that was measured, and for
-        options: what was measured is the plain call.
+    Not for other GPUs than the one that was measured, nor for options: what was measured is the
+    plain call.
     """
     options = (key.bias, key.softcap, key.alibi, key.mask, key.block_mask, key.dropout)
     if key.kernel not in {*generic.TILED, *_HOPPERS} or arch != _MEASURED or any(options):
@@ -153,22 +115,7 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
 
 
 def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:
-    """Make a problem that needs the kernels for some options.
-
-    Parameters
-    ----------
-    dtype : str
-        Element type.
-    dim : int
-        Head dimension of keys and of values.
-    uses : iterable of str
-        Options.
-
-    Returns
-    -------
-    Problem
-        With one query and two keys.
-    """
+    """Make a problem of one query and two keys that needs the kernels for some options."""
     names = frozenset(uses)
     kind = NAMED[dtype]
     softcap, dropped = (1.0 if "softcap" in names else None), float("dropout_p" in names) / 2
@@ -178,20 +125,7 @@ def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:
 
 
 def context_of(arch: str, alignment_bytes: int = MAX_ALIGNMENT) -> LaunchContext:
-    """Give the context of plain arrays on a GPU of a named architecture.
-
-    Parameters
-    ----------
-    arch : str
-        Architecture, as in ``"sm_90a"``.
-    alignment_bytes : int
-        Every row is aligned to them.
-
-    Returns
-    -------
-    LaunchContext
-        Without a bias, on one SM.
-    """
+    """Give the context of plain arrays on one SM of a GPU of a named architecture."""
     return LaunchContext(alignment_bytes, device_of_arch(arch).shared_limit, arch=arch)
 
 

@@ -6,26 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU.
+    """A GPU."""
 
-    Parameters
-    ----------
-    name : str
-        For reports.
-    arch : str
-        What kernels are compiled for, as in ``"sm_90a"``.
-    sm_count : int
-        Its SMs.
-    shared_limit : int
-        Bytes of shared memory that a thread block may have.
-    l2_bytes : int
-        Size of its L2 cache.
-    """
-
-    name: str
-    arch: str
+    name: str  # for reports
+    arch: str  # what kernels are compiled for, as in "sm_90a"
     sm_count: int
-    shared_limit: int
+    shared_limit: int  # bytes of shared memory that a thread block may have
     l2_bytes: int
 
 
@@ -46,23 +32,10 @@ _GPUS = {
 
 
 def device_of_arch(arch: str) -> Device:
-    """Describe a GPU of a named architecture.
+    """Describe a GPU of an architecture, ``"sm_90a"`` or ``"compute_80"``, or the next older one.
 
-    Parameters
-    ----------
-    arch : str
-        As in ``"sm_90a"`` or ``"compute_80"``. Of an architecture without an entry in the table,
-        the GPU is the next older one.
-
-    Returns
-    -------
-    Device
-        Its kernels are compiled for ``arch``, as it is.
-
-    Raises
-    ------
-    ValueError
-        Where ``arch`` is no name, or older than the kernels.
+    Its kernels are compiled for ``arch``, as it is; ValueError where that is no name, or older than
+    the kernels.
     """
     found = re.fullmatch(r"(?:sm|compute)_(\d+)[a-z]?", arch)
     known = [number for number in _GPUS if found and number <= int(found[1])]

@@ -27,22 +27,12 @@ _CONTIGUOUS = frozenset({"lse", "kv_lengths", "q_offset"})
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """One array.
-
-    Parameters
-    ----------
-    shape, strides : tuple of int
-        Entries of each axis, and bytes between them.
-    dtype : str
-        Name of the element type.
-    alignment : int
-        The largest power of two, up to `MAX_ALIGNMENT`, that divides its address.
-    """
+    """One array; its strides are in bytes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
-    alignment: int = MAX_ALIGNMENT
+    alignment: int = MAX_ALIGNMENT  # largest power of two that divides its address, up to this
 
     @property
     def itemsize(self) -> int:
@@ -85,20 +75,10 @@ class ArrayLayout:
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """The arrays of one pass, by their names in the parameter block.
-
-    Parameters
-    ----------
-    arrays : tuple of (str, ArrayLayout)
-        Those on the device.
-    kv_lengths, q_offset : tuple of int, or None
-        One for each batch entry; None where they are on the device.
-    block_mask : BlockMask or None
-        Blocks of scores that are skipped.
-    """
+    """The arrays of one pass that are on the device, by their names in the parameter block."""
 
     arrays: tuple[tuple[str, ArrayLayout], ...]
-    kv_lengths: tuple[int, ...] | None
+    kv_lengths: tuple[int, ...] | None  # one a batch entry; None where they are on the device
     q_offset: tuple[int, ...] | None
     block_mask: BlockMask | None = None
 

@@ -45,18 +45,7 @@ PARAMS = np.dtype(
 
 
 def template(values: Mapping[str, Any]) -> bytes:
-    """Write everything but the addresses.
-
-    Parameters
-    ----------
-    values : mapping
-        Fields by name; those that are absent are zero.
-
-    Returns
-    -------
-    bytes
-        The block, with null pointers.
-    """
+    """Write the block with null pointers; fields that are absent are zero."""
     block = np.zeros((), PARAMS)
     for name, value in values.items():
         block[name] = value
@@ -70,25 +59,9 @@ def fields(
     head_groups: int,
     in_order: bool,
 ) -> dict[str, Any]:
-    """Fill in the fields, but for the addresses.
+    """Fill in the fields that are not zero by nature, but for the addresses.
 
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    layout : CallLayout
-        Of the caller's arrays.
-    arrays : mapping of str to ArrayLayout
-        What kernels read and write.
-    head_groups : int
-        Of the schedule.
-    in_order : bool
-        Whether dq is summed in a fixed order.
-
-    Returns
-    -------
-    dict of str to value
-        The fields that are not zero by nature.
+    ``layout`` is of the caller's arrays, ``arrays`` of what kernels read and write.
     """
     values = _problem_fields(problem) | {"head_groups": head_groups, "in_order": in_order}
     for name, x in arrays.items():

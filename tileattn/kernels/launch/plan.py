@@ -32,17 +32,7 @@ _MAPPED = ("q", "k", "v", "dout")
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """An array that a plan brings to the device: equal ones are equal values.
-
-    Parameters
-    ----------
-    dtype : str
-        Name of its element type.
-    shape : tuple of int
-        Entries of each axis.
-    data : bytes
-        Its elements in C order.
-    """
+    """An array that a plan brings to the device, in C order: equal ones are equal values."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,44 +50,19 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What a pass launches, with all but the addresses.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    device : Device
-        Where it runs.
-    alignment : int
-        Bytes that the arrays of rows are aligned to.
-    launches : tuple of KernelLaunch
-        In order.
-    fields : dict of str to value
-        Of the parameter block; those that are absent are zero.
-    copies_in, copies_out : dict of str to ArrayLayout
-        Contiguous arrays, in the workspace, that kernels read or write in place of the caller's.
-    workspace : Workspace
-        The memory besides arguments and results.
-    constants : dict of str to Constant
-        Arrays on the device that differ from problem to problem, not from call to call.
-    tensor_maps : dict of tuple to tuple of TensorMap
-        By what `KernelLaunch.tensor_maps` names.
-    kv_tile : (int, int) or None
-        Tile size of the lists of key tiles that a block mask brings; None where no kernel reads
-        them.
-    """
+    """What a pass launches, in order, with all but the addresses."""
 
     problem: Problem
     device: Device
-    alignment: int
+    alignment: int  # bytes that the arrays of rows are aligned to
     launches: tuple[KernelLaunch, ...]
-    fields: dict[str, Any]
-    copies_in: dict[str, ArrayLayout]
-    copies_out: dict[str, ArrayLayout]
+    fields: dict[str, Any]  # of the parameter block; those that are absent are zero
+    copies_in: dict[str, ArrayLayout]  # in the workspace, read in place of the caller's arrays
+    copies_out: dict[str, ArrayLayout]  # and written
     workspace: Workspace
-    constants: dict[str, Constant]
+    constants: dict[str, Constant]  # that differ from problem to problem, not from call to call
     tensor_maps: dict[tuple[tuple[str, int], ...], tuple[TensorMap, ...]]
-    kv_tile: tuple[int, int] | None = None
+    kv_tile: tuple[int, int] | None = None  # of the lists of key tiles; None where none are read
 
     def __str__(self) -> str:
         P, gpu = self.problem, self.device
@@ -137,24 +102,7 @@ def plan_forward(
     device: Device,
     launches: Sequence[KernelLaunch] | None = None,
 ) -> LaunchPlan:
-    """Plan the forward pass.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    layout : CallLayout
-        Of the inputs, out and lse.
-    device : Device
-        Where it runs.
-    launches : sequence of KernelLaunch or None
-        What is launched; None leaves that to `forward_launches`.
-
-    Returns
-    -------
-    LaunchPlan
-        For all calls of this layout.
-    """
+    """Plan the forward pass; ``launches`` of None leaves them to `forward_launches`."""
     if launches is None:
         launches = forward_launches(problem, launch_context(problem, layout, device))
     return _plan(problem, layout, device, launches, results={"out"})
@@ -163,24 +111,7 @@ def plan_forward(
 def plan_backward(
     problem: Problem, layout: CallLayout, device: Device, *, deterministic: bool = False
 ) -> LaunchPlan:
-    """Plan the backward pass.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    layout : CallLayout
-        Of the inputs, the residuals, the upstream gradients and the results.
-    device : Device
-        Where it runs.
-    deterministic : bool
-        Whether dq is summed in a fixed order.
-
-    Returns
-    -------
-    LaunchPlan
-        For all calls of this layout.
-    """
+    """Plan the backward pass."""
     context = launch_context(problem, layout, device)
     sinks = layout.get("sinks") is not None
     launches = backward_launches(problem, context, deterministic=deterministic, sinks=sinks)
@@ -188,22 +119,7 @@ def plan_backward(
 
 
 def plans_of(problem: Problem, inputs: CallLayout, device: Device) -> tuple[LaunchPlan, ...]:
-    """Plan both passes where all arrays but the inputs are contiguous.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    inputs : CallLayout
-        Of the inputs.
-    device : Device
-        Where it runs.
-
-    Returns
-    -------
-    forward, backward, deterministic : LaunchPlan
-        The last one sums dq in a fixed order.
-    """
+    """Plan the forward pass and both kinds of the backward one, of contiguous results."""
     forward = inputs.with_contiguous_results(problem, "forward")
     backward = inputs.with_contiguous_results(problem, "backward")
     return (
@@ -213,22 +129,7 @@ def plans_of(problem: Problem, inputs: CallLayout, device: Device) -> tuple[Laun
 
 
 def launch_context(problem: Problem, layout: CallLayout, device: Device) -> LaunchContext:
-    """Say what decides about kernels besides the problem.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    layout : CallLayout
-        Of the arrays.
-    device : Device
-        Where it runs.
-
-    Returns
-    -------
-    LaunchContext
-        Of the arrays as kernels see them: those that must be copied are contiguous.
-    """
+    """Say what decides about kernels besides the problem; arrays to be copied are contiguous."""
     arrays = dict(layout.arrays) | dict(copies(problem, layout))
     rows = [arrays[name] for name in ROWS & arrays.keys()]
     alignment = math.gcd(*(math.gcd(x.alignment, *x.row_strides) for x in rows))

@@ -28,22 +28,11 @@ Array = NDArray[Any]
 
 
 class Schedule(NamedTuple):
-    """In what order a pass takes its work tiles.
+    """In what order a pass takes its work tiles."""
 
-    Parameters
-    ----------
-    head_groups : int
-        Groups of heads that are worked on one after the other: at least 1, at most B Hkv.
-    assignment : array of int32, shape (turns + 1, grid), or None
-        Work tiles of each thread block of a persistent kernel, by their numbers in `work_tiles`;
-        the number of all ends a column. None where taking turns is as good.
-    in_order : bool
-        Whether key blocks add to dq one after the other.
-    """
-
-    head_groups: int
-    assignment: Array | None = None
-    in_order: bool = False
+    head_groups: int  # worked on one after the other: at least 1, at most B Hkv
+    assignment: Array | None = None  # from `assign`; None where taking turns is as good
+    in_order: bool = False  # whether key blocks add to dq one after the other
 
 
 def schedule_of(
@@ -51,24 +40,6 @@ def schedule_of(
 ) -> Schedule:
     """Decide in what order a pass takes its work tiles.
 
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    layout : CallLayout
-        Lengths and offsets count where they are on the host.
-    launches : sequence of KernelLaunch
-        What the pass launches.
-    l2_bytes : int
-        Size of the GPU's L2 cache.
-
-    Returns
-    -------
-    Schedule
-        Head groups, and an assignment where the pass has one.
-
-    Notes
-    -----
     The backward pass comes back to four times the bytes of keys and values (their gradients, and
     the sums of dq). The Hopper kernels come back to q, dout and the sums of dq for each key block:
     a group has as many heads as half of the L2 holds of those. If they keep the GPU busy for less
@@ -100,20 +71,8 @@ def head_groups(problem: Problem, nbytes: int) -> int:
     """Count the groups of heads that a GPU works on one after the other.
 
     Under a causal mask query blocks differ in length. The long ones of all heads of a group go
-    first, so that the GPU is busy to the end: a group has as many heads as the cache holds keys and
-    values of.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    nbytes : int
-        Bytes that keys and values of a group may fill.
-
-    Returns
-    -------
-    int
-        At least 1, at most B Hkv.
+    first, so that the GPU is busy to the end: a group has as many heads as the cache, or ``nbytes``
+    of it, holds keys and values of.
     """
     P = problem
     left, right = P.window
@@ -146,19 +105,9 @@ def _assignment(
 
 
 def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Array]:
-    """List the work tiles by their numbers: counterpart of ``Turn`` in ``src/blocks.cuh``.
+    """Give block, head and group of each work tile: counterpart of ``Turn`` in ``src/blocks.cuh``.
 
-    Parameters
-    ----------
-    blocks, heads : int
-        Query blocks of each head, and heads.
-    groups : int
-        Head groups.
-
-    Returns
-    -------
-    block, head, group : array of int64, shape (blocks * heads,)
-        Of each number; a group is named by its first head.
+    A group is named by its first head.
     """
     index = np.arange(blocks * heads)
     size, more = divmod(heads, groups)
@@ -205,23 +154,10 @@ def _visited(layout: CallLayout, key: KernelKey, first: Array, past: Array) -> A
 def assign(order: Array, cost: Array, grid: int) -> Array:
     """Assign work tiles as if each thread block took the next one when it is free.
 
-    Parameters
-    ----------
-    order : array of int, shape (tiles,)
-        The tiles, by their numbers from 0 on, in the order in which they begin.
-    cost : array of int, shape (tiles,)
-        How long each of them takes.
-    grid : int
-        Thread blocks.
-
-    Returns
-    -------
-    array of int32, shape (turns + 1, grid)
-        A column for each thread block, filled up with the number of all tiles, which ends it.
-
-    References
-    ----------
-    Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969).
+    ``order`` has their numbers as they begin, ``cost`` how long each takes. The table of int32,
+    shape (turns + 1, grid), has a column for each thread block, filled up with the number of all
+    tiles, which ends it. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17
+    (1969).
     """
     columns: list[list[int]] = [[] for _ in range(grid)]
     # Time and thread block in one integer, which a heap compares faster than a pair.

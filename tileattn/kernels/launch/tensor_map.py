@@ -17,27 +17,13 @@ _COLUMNS = 64  # of a box: 128 bytes, the width of the swizzle
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """All of a tensor map but the address.
-
-    Parameters
-    ----------
-    name : str
-        Of the array.
-    dtype : str
-        Its element type.
-    sizes : tuple of int
-        Entries of its four axes, from the innermost on.
-    strides : tuple of int
-        Bytes between entries of the outer three.
-    box : tuple of int
-        Entries of each axis that one copy moves.
-    """
+    """All of a tensor map but the address; axes from the innermost on."""
 
     name: str
     dtype: str
     sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes between entries of the outer three axes
+    box: tuple[int, ...]  # entries of each axis that one copy moves
 
     def __str__(self) -> str:
         return (
@@ -47,22 +33,7 @@ class TensorMap:
 
 
 def tensor_map(name: str, x: ArrayLayout, rows: int) -> TensorMap:
-    """Describe the tensor map of an array.
-
-    Parameters
-    ----------
-    name : str
-        Of the array.
-    x : ArrayLayout
-        Its layout, shape (B, H, N, D), of 16-bit elements.
-    rows : int
-        Rows of a box.
-
-    Returns
-    -------
-    TensorMap
-        For any address that `x` is aligned to.
-    """
+    """Describe the tensor map, in boxes of some rows, of 16-bit elements (B, H, N, D)."""
     pitch = -(-x.shape[-1] * x.itemsize // _UNIT) * _UNIT
     # The driver looks at the stride of an axis with one entry, too, where it may be anything.
     strides = [s if n > 1 else pitch for n, s in zip(x.shape[:-1], x.strides, strict=False)]

@@ -16,21 +16,11 @@ _COUNT = 4  # bytes of a u32
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Where the parts of a piece of memory begin.
+    """Where the parts of a piece of memory begin."""
 
-    Parameters
-    ----------
-    starts : dict of str to int
-        Bytes before each part, by its name in the parameter block.
-    zeros : int
-        Bytes before the parts that must be zero when the kernels start: they come last.
-    nbytes : int
-        Bytes of all.
-    """
-
-    starts: dict[str, int]
-    zeros: int
-    nbytes: int
+    starts: dict[str, int]  # bytes before each part, by its name in the parameter block
+    zeros: int  # bytes before the parts that kernels find at zero: they come last
+    nbytes: int  # of all
 
 
 def workspace_of(
@@ -38,21 +28,9 @@ def workspace_of(
 ) -> Workspace:
     """Lay out what a pass needs besides its results.
 
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    launches : iterable of KernelLaunch
-        What is launched.
-    copies : mapping of str to int
-        Bytes of the arrays that kernels read or write in place of the caller's.
-
-    Returns
-    -------
-    Workspace
-        The copies, and for the backward pass: three numbers of each query, flags of each key head,
-        and the sums of dq where they are in device memory. The Hopper kernels add a tile counter
-        each, and a dq semaphore of each tile of dq and store warp.
+    It has ``copies``, by their bytes, and for the backward pass three numbers of each query, flags
+    of each key head, and the sums of dq where they are in device memory. The Hopper kernels add a
+    tile counter each, and a dq semaphore of each tile of dq and store warp.
     """
     P, keys = problem, [launch.key for launch in launches]
     number, heads = P.accum_dtype.itemsize, P.B * P.Hq
