@@ -34,7 +34,7 @@ def test_numbers_out_of_range_are_refused(
 @pytest.mark.parametrize(("line", "keys"), [("--Nq 0", 0), ("--Nq 7 --Nk 0", 0)])
 def test_a_size_of_zero_is_one(line: str, keys: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *line.split()]) == 0
-    assert f"visits    0 skipped, {keys} partial, 0 full" in capsys.readouterr().out
+    assert f"blocks    0 skipped, {keys} partial, 0 full" in capsys.readouterr().out
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

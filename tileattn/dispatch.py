@@ -21,12 +21,12 @@ class PreparedCall:
     """The calls of one signature: one problem, and arrays of one layout.
 
     A backend that has a method ``prepare(problem)`` returns a subclass from it, and may keep there
-    what it has worked out. Where it sets ``repeat``, that takes q, k, v and out as
+    what it has worked out. Where it sets ``cached_launch``, that takes q, k, v and out as
     ``tileattn.forward`` does, and runs the whole call without looking at anything again, or returns
     None where it cannot.
     """
 
-    repeat: Callable[[Any, Any, Any, Any], Attention | None] | None = None
+    cached_launch: Callable[[Any, Any, Any, Any], Attention | None] | None = None
 
     def __init__(self, backend: Any, problem: Problem) -> None:
         self.backend = backend

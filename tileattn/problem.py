@@ -105,7 +105,7 @@ class Operands(NamedTuple):
     bias, mask : array or None, broadcastable to (B, Hq, Nq, Nk), four axes
         Added to the scores; booleans, True = attended.
     block_mask : BlockMask or None
-        Its empty blocks are skipped.
+        Its empty blocks are neither loaded nor computed.
     alibi_slopes : array or None, shape (B or 1, Hq)
         Slope for each head.
     sinks : array or None, shape (Hq,)
@@ -187,8 +187,9 @@ def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -
     """Raise TypeError where an argument is not an array of one of some dtypes."""
     require_array(name, x)
     if x.dtype not in dtypes:
+        accepted = ", ".join(dtype.name for dtype in dtypes)
         hint = hints.of_dtype(name, x, dtypes)
-        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {_names(dtypes)}{hint}")
+        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {accepted}{hint}")
 
 
 def four_axes(x: Any) -> Any:
@@ -368,7 +369,3 @@ def _real(name: str, x: Any, accepted: str) -> float:
 def _in_use(value: Any) -> bool:
     """Whether an option differs from its default of None, False or zero."""
     return value is not None and not (isinstance(value, int | float | np.generic) and not value)
-
-
-def _names(dtypes: tuple[np.dtype[Any], ...]) -> str:
-    return ", ".join(dtype.name for dtype in dtypes)

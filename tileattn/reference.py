@@ -153,7 +153,6 @@ class Forward:
     q: Array
     k: Array
     v: Array
-    visible: Array
     capped: Array
     scores: Array
     attended: Array
@@ -169,10 +168,8 @@ class Backward:
 
     dout: Array
     dP: Array
-    delta: Array
     dlog: Array
     dS: Array
-    draw: Array
     grads: Gradients
 
 
@@ -194,8 +191,7 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
             scores = scores - (_slopes(o) * _distance(o, shape)).astype(dtype)
         if o.bias is not None:
             scores = scores + np.asarray(o.bias).astype(dtype)
-        visible = visibility(shape, options)
-        attended = visible & (scores != -np.inf)
+        attended = visibility(shape, options) & (scores != -np.inf)
         scores = np.where(attended, scores, -np.inf)
 
         lse = _logsumexp(scores, o, dtype)
@@ -203,9 +199,7 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
         kept = keep(shape, float(o.dropout_p), int(o.seed))
         kept = kept / np.asarray(1 - float(o.dropout_p), dtype)
         out = _masked_matmul(P * kept, attended, v)
-    return Forward(
-        o, group, Hkv, scale, q, k, v, visible, capped, scores, attended, lse, P, kept, out
-    )
+    return Forward(o, group, Hkv, scale, q, k, v, capped, scores, attended, lse, P, kept, out)
 
 
 def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
@@ -231,7 +225,7 @@ def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
             dsinks = np.sum(np.exp(_sinks(o, dtype) - f.lse) * dlog, axis=(0, 2))
             dsinks = np.where(np.isneginf(np.asarray(o.sinks, dtype)), 0, dsinks)
         dk, dv = (_sum_over_group(x, f.group, f.Hkv) for x in (dk, dv))
-    return Backward(dout, dP, delta, dlog, dS, draw, Gradients(dq, dk, dv, dbias, dsinks))
+    return Backward(dout, dP, dlog, dS, Gradients(dq, dk, dv, dbias, dsinks))
 
 
 def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDArray[np.bool_]:

@@ -117,21 +117,11 @@ class Memory:
         to += x
 
 
-class Turn(Protocol):
-    """The part of one task in sums that several tasks add to in a fixed order."""
-
-    def begin(self, block: int) -> None:
-        """Say that this task is done with the blocks before this one."""
-
-    def wait(self, block: int) -> None:
-        """Wait until all earlier tasks are done with this block."""
-
-
 class OrderedSums(Protocol):
     """Sums that several tasks add to, block by block, each block in the order of the tasks."""
 
     def task(self, number: int) -> Any:
-        """Return a context manager that gives the ``Turn`` of one task."""
+        """Return a context manager that gives what one task waits by: see `InOrder`."""
 
 
 class InOrder:
@@ -139,14 +129,14 @@ class InOrder:
 
     @contextmanager
     def task(self, number: int) -> Iterator["InOrder"]:
-        """Give the turn of one task."""
+        """Give what one task waits by."""
         yield self
 
     def begin(self, block: int) -> None:
-        """Do nothing: earlier tasks are done."""
+        """Say that this task is done with the blocks before this one."""
 
     def wait(self, block: int) -> None:
-        """Do nothing: earlier tasks are done."""
+        """Wait until all earlier tasks are done with this block."""
 
 
 Task = Callable[[Any], None]

@@ -230,16 +230,16 @@ def backward_block(
     )
     residuals = [saved.of(heads) for heads in groups]
     blocks: dict[tuple[int, int], KeyBlock] = {}
-    with order.task(number) as turn:
+    with order.task(number) as semaphore:
         for query_block, n, tile in tiles:
-            turn.begin(query_block)
+            semaphore.begin(query_block)
             heads = groups[n]
             key_head = heads.batch, heads.kv_head
             if key_head not in blocks:
                 place = memory.another() if blocks else memory
                 blocks[key_head] = KeyBlock.load(heads, k0, k1, place)
             dq, ds = backward_tile(heads, residuals[n], blocks[key_head], tile, memory)
-            turn.wait(query_block)
+            semaphore.wait(query_block)
             memory.add("dq", heads.of(sums.dq)[..., tile.queries, :], dq)
             if sums.dbias is not None:
                 add_bias_gradient(sums.dbias, heads, ds, tile)

@@ -27,7 +27,7 @@ class Explanation:
     scratch_bytes : int
         Fast memory of one worker: shared memory on a GPU, tile buffers on a CPU.
     tiles : dict of str to int
-        Tiles of the forward pass that are skipped, partial and full, over all heads.
+        Tiles of the forward pass that are empty (``"skipped"``), partial and full, over all heads.
     bytes_moved : dict of str to int
         Model of the bytes that the forward pass moves between slow and fast memory.
     reasons : tuple of str
@@ -57,18 +57,18 @@ class Explanation:
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        visited = ", ".join(f"{n:,} {kind}" for kind, n in self.tiles.items())
+        blocks = ", ".join(f"{n:,} {kind}" for kind, n in self.tiles.items())
         moved = ", ".join(f"{name} {n / 1e6:,.2f} MB" for name, n in self.bytes_moved.items())
         lines = [
             f"backend   {self.backend} ({self.kernel})",
             f"tiles     forward {self.forward_tile[0]} x {self.forward_tile[1]}, "
             f"backward {self.backward_tile[0]} x {self.backward_tile[1]} (queries x keys)",
-            f"visits    {visited}",
+            f"blocks    {blocks}",
             f"workers   {self.workers}, {self.scratch_bytes / 1024:,.0f} KiB of tile buffers each",
             f"moves     {moved}",
             *self._passes(),
-            *(f"starts    {kernel}" for kernel in self.kernels),
-            *([f"takes     {self.workspace_bytes / 1e6:,.2f} MB"] if self.workspace_bytes else []),
+            *(f"launch    {kernel}" for kernel in self.kernels),
+            *([f"workspace {self.workspace_bytes / 1e6:,.2f} MB"] if self.workspace_bytes else []),
             *(f"because   {reason}" for reason in self.reasons),
         ]
         return "\n".join(lines)

@@ -136,17 +136,13 @@ def _owner(arrays: dict[str, Any]) -> Backend:
     )
 
 
-def _library(x: Any) -> str:
-    return type(x).__module__.split(".")[0]
-
-
 def _kind(x: Any) -> str:
     kind = type(x)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def _remedy(x: Any) -> str:
-    if _library(x) == "cupy":
+    if type(x).__module__.split(".")[0] == "cupy":
         return "cupy.asnumpy makes a NumPy array of it"
     if isinstance(x, np.ma.MaskedArray):
         return "its filled() makes a plain array of it"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.algorithm.block_mask import BlockMask
 from tileattn.testing.arrays import largest
 
 if TYPE_CHECKING:
@@ -21,41 +22,47 @@ Shape = tuple[int, int, int, int]
 Draw = Callable[["DrawFn", np.random.Generator, Shape, np.dtype[Any]], Any]
 
 
+def _pick(draw: "DrawFn", *values: Any) -> Any:
+    from hypothesis import strategies as st
+
+    return draw(st.sampled_from(values))
+
+
+def _integer(draw: "DrawFn", low: int, high: int) -> int:
+    from hypothesis import strategies as st
+
+    return draw(st.integers(low, high))
+
+
+def _coin(draw: "DrawFn") -> bool:
+    from hypothesis import strategies as st
+
+    return draw(st.booleans())
+
+
 def _one_of(*values: Any) -> Draw:
-    def drawn(draw: "DrawFn", _rng: np.random.Generator, _shape: Shape, _dtype: Any) -> Any:
-        from hypothesis import strategies as st
-
-        return draw(st.sampled_from(values))
-
-    return drawn
+    return lambda draw, _rng, _shape, _dtype: _pick(draw, *values)
 
 
 def _alibi_slopes(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Array:
-    from hypothesis import strategies as st
-
     B, Hq = shape[:2]
-    size = draw(st.sampled_from([(Hq,), (B, Hq)]))
-    return rng.uniform(0.01, 0.5, size).astype(np.float32)
+    size = _pick(draw, (Hq,), (B, Hq))
+    return np.asarray(rng.uniform(0.01, 0.5, size), np.float32)
 
 
 def _broadcast_shape(draw: "DrawFn", shape: Shape) -> tuple[int, ...]:
     """Any shape that broadcasts to ``shape``: axes of length 1, leading axes left out."""
-    from hypothesis import strategies as st
-
-    kept = [n if draw(st.booleans()) else 1 for n in shape]
-    while kept and kept[0] == 1 and draw(st.booleans()):
+    kept = [n if _coin(draw) else 1 for n in shape]
+    while kept and kept[0] == 1 and _coin(draw):
         del kept[0]
     return tuple(kept)
 
 
 def _bias(draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Array:
-    from hypothesis import strategies as st
-
     bias = np.asarray(rng.normal(size=_broadcast_shape(draw, shape)))
-    if draw(st.booleans()):
+    if _coin(draw):
         bias = np.where(rng.random(bias.shape) < 0.2, -np.inf, bias)
-    kinds = [dtype, np.dtype(np.float32), np.dtype(np.float64)]
-    return bias.astype(draw(st.sampled_from(kinds)))
+    return np.asarray(bias, _pick(draw, dtype, np.dtype(np.float32), np.dtype(np.float64)))
 
 
 def _window(
@@ -68,27 +75,21 @@ def _window(
 
 
 def _mask(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Array:
-    from hypothesis import strategies as st
-
-    density = draw(st.sampled_from([0.0, 0.1, 0.6, 0.95, 1.0]))
+    density = _pick(draw, 0.0, 0.1, 0.6, 0.95, 1.0)
     return np.asarray(rng.random(_broadcast_shape(draw, shape)) < density)
 
 
 def _block_mask(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
-    from hypothesis import strategies as st
-
-    from tileattn.algorithm.block_mask import BlockMask
-
     B, Hq, Nq, Nk = shape
-    size = draw(st.sampled_from([(16, 8), (7, 5), (32, 32), (128, 128)]))
-    lead = draw(st.sampled_from([(B, Hq), (1, Hq), (B, 1), (1, 1)]))
-    kind = draw(st.sampled_from(["blocks", "mask", "predicate"]))
+    size = _pick(draw, (16, 8), (7, 5), (32, 32), (128, 128))
+    lead = _pick(draw, (B, Hq), (1, Hq), (B, 1), (1, 1))
+    kind = _pick(draw, "blocks", "mask", "predicate")
     if kind == "blocks":
         blocks = rng.random((*lead, -(-Nq // size[0]), -(-Nk // size[1]))) < 0.6
         return BlockMask(blocks, block_size=size)
     if kind == "mask":
         return BlockMask.from_mask(rng.random((*lead, Nq, Nk)) < 0.6, block_size=size)
-    stride = draw(st.integers(2, 20))
+    stride = _integer(draw, 2, 20)
     return BlockMask.from_predicate(
         lambda b, h, i, j: (i - j + h + b) % stride < (stride + 1) // 2,
         shape=(*lead, Nq, Nk),
@@ -97,38 +98,32 @@ def _block_mask(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: 
 
 
 def _kv_lengths(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
-    from hypothesis import strategies as st
-
     B, Nk = shape[0], shape[3]
     lengths = rng.integers(0, Nk + 1, size=B)
-    if B and draw(st.booleans()):
-        lengths[0] = draw(st.sampled_from([0, min(1, Nk), Nk]))
-    return lengths.astype(draw(st.sampled_from([np.int64, np.int32])))
+    if B and _coin(draw):
+        lengths[0] = _pick(draw, 0, min(1, Nk), Nk)
+    return lengths.astype(_pick(draw, np.int64, np.int32))
 
 
 def _q_offset(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
-    from hypothesis import strategies as st
-
     B, _, Nq, Nk = shape
     low, high = -Nq - 2, Nk + 3
-    if draw(st.booleans()):
+    if _coin(draw):
+        from hypothesis import strategies as st
+
         return draw(st.just(0) | st.integers(low, high))
     return rng.integers(low, high, size=B)
 
 
 def _sinks(draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Array:
-    from hypothesis import strategies as st
-
-    sinks = rng.normal(size=shape[1]) * draw(st.sampled_from([1.0, 20.0]))
-    if shape[1] and draw(st.booleans()):
+    sinks = rng.normal(size=shape[1]) * _pick(draw, 1.0, 20.0)
+    if shape[1] and _coin(draw):
         sinks[0] = -np.inf
-    return sinks.astype(draw(st.sampled_from([dtype, np.dtype(np.float32)])))
+    return np.asarray(sinks, _pick(draw, dtype, np.dtype(np.float32)))
 
 
 def _seed(draw: "DrawFn", _rng: np.random.Generator, _shape: Shape, _dtype: Any) -> int:
-    from hypothesis import strategies as st
-
-    return draw(st.integers(0, 2**64 - 1))
+    return _integer(draw, 0, 2**64 - 1)
 
 
 DRAW: dict[str, Draw] = {
@@ -161,41 +156,30 @@ def _additive_mask(
     draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]
 ) -> Array:
     """Mask by a large number, as libraries of models do: whole rows, whole keys, pairs or all."""
-    from hypothesis import strategies as st
-
-    kinds = [dtype, np.dtype(np.float32), np.dtype(np.float64)]
-    kind = draw(st.sampled_from(kinds))
+    kind = _pick(draw, dtype, np.dtype(np.float32), np.dtype(np.float64))
     lowest = _lowest(kind, dtype)
-    value = max(draw(st.sampled_from([-1e4, -1e9, lowest])), lowest)
-    masked = rng.random(_broadcast_shape(draw, shape)) < draw(st.sampled_from([0.1, 0.5, 1.0]))
-    shown = rng.normal(size=masked.shape) if draw(st.booleans()) else 0.0
+    value = max(_pick(draw, -1e4, -1e9, lowest), lowest)
+    masked = rng.random(_broadcast_shape(draw, shape)) < _pick(draw, 0.1, 0.5, 1.0)
+    shown = rng.normal(size=masked.shape) if _coin(draw) else 0.0
     return np.where(masked, value, shown).astype(kind)
 
 
 def _far_window(
     draw: "DrawFn", _rng: np.random.Generator, _shape: Shape, _dtype: Any
 ) -> tuple[int | None, int | None]:
-    from hypothesis import strategies as st
-
-    reach = st.sampled_from([None, 0, 3, 2**60, 2**63 - 1])
-    return draw(reach), draw(reach)
+    reach = None, 0, 3, 2**60, 2**63 - 1
+    return _pick(draw, *reach), _pick(draw, *reach)
 
 
 def _far_offset(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
-    from hypothesis import strategies as st
-
     far = [0, 3, 2**60, 2**60 - 5, -(2**60), 5 - 2**60]
-    if draw(st.booleans()):
-        return draw(st.sampled_from(far))
-    return rng.choice(far, size=shape[0])
+    return _pick(draw, *far) if _coin(draw) else rng.choice(far, size=shape[0])
 
 
 def _extreme_sinks(
     draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]
 ) -> Array:
-    from hypothesis import strategies as st
-
-    kind = draw(st.sampled_from([dtype, np.dtype(np.float32)]))
+    kind = _pick(draw, dtype, np.dtype(np.float32))
     lowest = _lowest(kind, dtype)
     values = [0.5, 1e4, -1e4, max(-1e9, lowest), lowest, -np.inf, np.inf]
     return rng.choice(values, size=shape[1]).astype(kind)

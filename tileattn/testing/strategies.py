@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-"""The dtypes that attention takes."""
-
 
 class AttentionCase(NamedTuple):
     """One call of ``forward`` and ``backward``.

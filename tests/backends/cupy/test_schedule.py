@@ -89,7 +89,7 @@ def test_equal_blocks_are_remembered_from_a_capture(gpu: Machine) -> None:
     gpu.capturing = True
     tileattn.forward(*given)
     (known,) = CALLS.values()
-    assert known.prepared.repeat is not None
+    assert known.prepared.cached_launch is not None
 
 
 @pytest.mark.parametrize(("captured", "stream"), [(False, 0), (True, 0), (False, 7)])
@@ -99,7 +99,7 @@ def test_a_graph_and_another_stream_keep_the_table(
     """Where they may read it, what a plan owns outlives the plan's place in the memo."""
     monkeypatch.setattr(streams, "_kept", {})
     given = arrays(gpu)
-    for _ in range(2):  # the second one is a repeat
+    for _ in range(2):  # the second one is a cached launch
         tileattn.forward(*given, causal=True)
         gpu.capturing, gpu.stream = captured, stream
     table = weakref.ref(gpu.uploads.pop())

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.src.samples import TILED, is_tuned, representative_keys
 from tileattn.dtypes import DTYPES
 from tileattn.errors import BackendUnavailableError, KernelCompileError
-from tileattn.kernels.config.generic import TILED
 from tileattn.kernels.config.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
@@ -20,23 +20,19 @@ from tileattn.kernels.config.hopper import (
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.jit.compile import SOURCES, compiled, nvrtc_version
-from tileattn.kernels.launch import catalog
+from tileattn.kernels.launch.catalog import common_keys
 
 Case = tuple[str, KernelKey]
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
-MIXED = [
-    (arch, key)
-    for turn, arch in enumerate(ARCHS)
-    for key in catalog.representative_keys(arch, turn)
-]
+MIXED = [(arch, key) for n, arch in enumerate(ARCHS) for key in representative_keys(arch, n)]
 # What calls without options need, where tiles were measured and on the oldest GPU with the same
 # instructions.
 PLAIN = [
     (arch, key)
     for arch in ("sm_80", "sm_90a")
-    for key in catalog.common_keys(arch, ("bfloat16", "float32", "float64"), (64, 128))
-    if key.kernel in {"forward", HOPPER} or key.add_dq or catalog.is_tuned(key, arch)
+    for key in common_keys(arch, ("bfloat16", "float32", "float64"), (64, 128))
+    if key.kernel in {"forward", HOPPER} or key.add_dq or is_tuned(key, arch)
 ]
 CASES = list(dict.fromkeys(MIXED + PLAIN))
 
@@ -67,7 +63,7 @@ def test_a_kernel_compiles(case: Case) -> None:
     assert made.image.startswith(b"\x7fELF")
     assert made.registers is not None, f"the log names no kernel {key.kernel}:\n{made.log}"
     assert COMPLAINT.search(made.log) is None, made.log
-    if catalog.is_tuned(key, arch):
+    if is_tuned(key, arch):
         # The safe sweeps of Hopper's forward kernel, which rarely run, may lack a few registers.
         assert made.spill_bytes in range(129 if key.kernel == HOPPER else 1), made.log
 
@@ -159,12 +155,12 @@ def test_the_backward_kernels_for_hopper_and_what_repairs_after_them(
 
 
 def test_what_is_tuned_is_the_plain_call_on_one_gpu() -> None:
-    tuned = [key for arch, key in PLAIN if catalog.is_tuned(key, arch)]
+    tuned = [key for arch, key in PLAIN if is_tuned(key, arch)]
     assert tuned
     for key in tuned:
-        assert not catalog.is_tuned(key, "sm_80")
-        assert not catalog.is_tuned(replace(key, mask=True), "sm_90a")
-        assert not catalog.is_tuned(replace(key, kernel="backward_preprocess"), "sm_90a")
+        assert not is_tuned(key, "sm_80")
+        assert not is_tuned(replace(key, mask=True), "sm_90a")
+        assert not is_tuned(replace(key, kernel="backward_preprocess"), "sm_90a")
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.dispatch import PreparedCall
-from tileattn.kernels.launch.device import Device
-from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, CallLayout, alignment_of
-from tileattn.kernels.launch.plan import LaunchPlan, plan_backward, plan_forward
+from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
+from tileattn.kernels.launch.plan import plan_backward, plan_forward
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 
@@ -109,7 +108,7 @@ class CupyCall(PreparedCall):
         plain = len(arrays) == 5 and P.ndim == 4 and operands.block_mask is None
         if plain and executable.is_complete and not executable.plan.workspace.nbytes:
             rows = operands.q, operands.k, operands.v, result
-            self.repeat = RepeatedForward(executable, P, device, rows)
+            self.cached_launch = CachedForward(executable, P, device, rows)
         return Attention(result, lse)
 
     def backward(
@@ -135,7 +134,7 @@ class CupyCall(PreparedCall):
         if dlse is not None:
             arrays["dlse"] = dlse
         if bias is not None:
-            # Tiles that are skipped are not written.
+            # Empty tiles are not written.
             arrays["dbias"] = dbias = cupy.zeros(bias.shape, bias.dtype)
         if sinks is not None:
             arrays["dsinks"] = dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
@@ -161,7 +160,11 @@ class CupyCall(PreparedCall):
         executable = self._executables.get(key)
         if executable is None:
             layout = layout_of(arrays, operands)
-            plan = self._plan(layout, describe.device_of(device), deterministic)
+            gpu = describe.device_of(device)
+            if deterministic is None:
+                plan = plan_forward(self.problem, layout, gpu)
+            else:
+                plan = plan_backward(self.problem, layout, gpu, deterministic=deterministic)
         else:
             plan = executable.plan
         if operands.block_mask is not None:
@@ -173,13 +176,8 @@ class CupyCall(PreparedCall):
         executable.run(addresses, arrays, device, workspace)
         return executable, device
 
-    def _plan(self, layout: CallLayout, device: Device, deterministic: bool | None) -> LaunchPlan:
-        if deterministic is None:
-            return plan_forward(self.problem, layout, device)
-        return plan_backward(self.problem, layout, device, deterministic=deterministic)
 
-
-class RepeatedForward:
+class CachedForward:
     """The forward pass of calls of one signature that bring q, k, v and out alone.
 
     Nearly all that a short call costs the host is Python; this is the least of it. Only the layout

@@ -31,15 +31,6 @@ class LaunchContext(NamedTuple):
     mask_block_k: int = 0  # keys of a block of the block mask; 0 where there is none
 
 
-class KernelConfig(NamedTuple):
-    """A kernel, its dynamic shared memory, and why it was chosen, in one clause."""
-
-    key: KernelKey
-    shared_bytes: int
-    tuned: bool  # whether its tiles were chosen by measurement, and its registers suffice
-    why: str
-
-
 class KernelLaunch(NamedTuple):
     """One launch of a kernel, and why this one, in one clause."""
 

@@ -11,7 +11,6 @@ from tileattn.kernels.config.context import (
     LARGE,
     NON_FINITE,
     ROW_WARPS,
-    KernelConfig,
     KernelLaunch,
     LaunchContext,
     option_fields,
@@ -24,7 +23,6 @@ from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket, candid
 from tileattn.problem import Problem
 
 NAME = "generic"
-TILED = ("forward", "backward_dkdv", "backward_dq", "backward_dbias")
 NAIVE = {
     "forward": "naive_forward",
     "backward_dkdv": "naive_dkdv",
@@ -48,7 +46,7 @@ def forward(
     problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
 ) -> KernelLaunch:
     """Launch the forward pass of at least one query, with the first of some tiles that fits."""
-    P, (key, shared_bytes, _, why) = problem, configure("forward", problem, context, tiles)
+    P, (key, shared_bytes, why) = problem, configure("forward", problem, context, tiles)
     heads = P.B * P.Hq
     if key.kernel != "forward":
         return KernelLaunch(key, row_grid(heads * P.Nq), shared_bytes, why)
@@ -78,7 +76,7 @@ def backward(
 
 def keys_pass(problem: Problem, context: LaunchContext, *, add_dq: bool) -> KernelLaunch:
     """Launch the kernel over keys; ``add_dq`` where it can, and there are queries."""
-    P, (key, shared_bytes, _, why) = problem, configure("backward_dkdv", problem, context)
+    P, (key, shared_bytes, why) = problem, configure("backward_dkdv", problem, context)
     if key.kernel != "backward_dkdv":
         return KernelLaunch(key, row_grid(P.B * P.Hkv * P.Nk), shared_bytes, why)
     write_dbias = context.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
@@ -89,7 +87,7 @@ def keys_pass(problem: Problem, context: LaunchContext, *, add_dq: bool) -> Kern
 
 def queries_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel over queries, which computes dq."""
-    P, (key, shared_bytes, _, why) = problem, configure("backward_dq", problem, context)
+    P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context)
     if key.kernel != "backward_dq":
         return KernelLaunch(key, row_grid(P.B * P.Hq * P.Nq), shared_bytes, why)
     return KernelLaunch(key, P.B * P.Hq * -(-P.Nq // key.block_q), shared_bytes, why)
@@ -97,18 +95,18 @@ def queries_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
 
 def renormalise_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel that recomputes lse from the scores, bit for bit, that dq is made from."""
-    P, (key, shared_bytes, _, why) = problem, configure("backward_dq", problem, context)
+    P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context)
     if key.kernel != "backward_dq":
         key = replace(key, kernel=NAIVE["backward_large_scores"], dropout=False)
         return KernelLaunch(key, row_grid(P.B * P.Hq * P.Nq), why=why)
-    key, shared_bytes, _, _ = configure("backward_large_scores", P, context)
+    key, shared_bytes, _ = configure("backward_large_scores", P, context)
     grid = P.B * P.Hq * -(-P.Nq // key.block_q)
     return repairing(KernelLaunch(replace(key, dropout=False), grid, shared_bytes), context, LARGE)
 
 
 def bias_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel that sums dbias over the axes along which the bias is broadcast."""
-    P, (key, shared_bytes, _, why) = problem, configure("backward_dbias", problem, context)
+    P, (key, shared_bytes, why) = problem, configure("backward_dbias", problem, context)
     b, h, rows, columns = context.bias_shape
     if key.kernel != "backward_dbias":
         return KernelLaunch(key, row_grid(b * h * rows * columns), shared_bytes, why)
@@ -125,8 +123,8 @@ def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> Kerne
 
 def configure(
     kernel: str, problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
-) -> KernelConfig:
-    """Choose the variant of a tiled kernel: the first tile that fits, else the naive kernel."""
+) -> tuple[KernelKey, int, str]:
+    """Choose the first tile of a kernel that fits, else the naive one; give key, bytes, reason."""
     dtype, size = problem.dtype.name, problem.dtype.itemsize
     options = option_fields(problem, context.bias)
     options |= {
@@ -145,10 +143,10 @@ def configure(
             if fits and _divides(kernel, tile, dim, value):
                 key = KernelKey(kernel, dtype, dim, value, *tile[:6], **options)
                 key = replace(key, bias_alignment_bytes=context.bias_alignment_bytes)
-                return KernelConfig(key, shared_bytes, tile.tuned and not tile.spills, tile.why)
+                return key, shared_bytes, tile.why
     key = KernelKey(NAIVE[kernel], dtype, warps_m=ROW_WARPS, **options)
     why = f"no tile fits for head dimensions {problem.D} and {problem.Dv}: naive, row by row"
-    return KernelConfig(key, 0, False, why)
+    return key, 0, why
 
 
 def _finish(P: Problem, key: KernelKey) -> KernelLaunch:

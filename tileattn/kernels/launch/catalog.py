@@ -1,53 +1,19 @@
-"""Which kernels are worth compiling ahead of time, and which stand for all of them in tests."""
+"""Which kernels are worth compiling ahead of time."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from tileattn.dtypes import DTYPES, NAMED
-from tileattn.kernels.config import generic
+from tileattn.dtypes import NAMED
 from tileattn.kernels.config.context import LaunchContext
-from tileattn.kernels.config.families import backward_launches, forward_launches
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_FINISH
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.config.tiles import candidates
 from tileattn.kernels.launch.device import device_of_arch
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, contiguous_inputs
 from tileattn.kernels.launch.plan import plans_of
 from tileattn.problem import Problem
 
-# Options that a kernel is compiled for; all others are parameters of every kernel, though a right
-# limit may decide about tiles.
-_OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
-
-_HEAD_DIMS = (20, 64, 128, 256)
-_MASK_BLOCK = 128  # keys, as a block mask has them by default
-
-_MEASURED = "sm_90a"  # an H200
-
-# Every kernel once: those of a set are compiled for the same problem.
-_SETS = (
-    {"forward", "naive_forward"},
-    {"backward_preprocess", "backward_dkdv", "backward_dq_convert", "naive_dkdv"},
-    {"backward_dq", "naive_dq", "backward_large_scores", "naive_large_scores"},
-    {"backward_dbias", "backward_dsinks", "naive_dbias"},
-)
-
 WINDOWS: tuple[tuple[None, int | None], ...] = ((None, None), (None, 0))
 """Without and with a right limit, which decides about the tiles of the Hopper kernels."""
-
-_HOPPERS = (HOPPER, *HOPPER_BACKWARDS)
-_OF_HOPPER = (*_HOPPERS, HOPPER_FINISH)
-
-# For the Hopper kernels: the head dimensions that calls without options leave out, and options.
-_HOPPER_CASES = (
-    ("float16", 32, {"softcap"}),
-    ("bfloat16", 96, {"alibi_slopes"}),
-    ("float16", 192, {"softcap", "alibi_slopes"}),
-    ("bfloat16", 256, {"sinks"}),
-    ("float16", 64, {"block_mask"}),
-    ("bfloat16", 128, {"block_mask", "softcap"}),
-)
 
 
 def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> list[KernelKey]:
@@ -59,59 +25,6 @@ def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> l
         plans = plans_of(problem, contiguous_inputs(problem), device)
         found |= {launch.key: None for plan in plans for launch in plan.launches}
     return list(found)
-
-
-def representative_keys(arch: str, turn: int) -> list[KernelKey]:
-    """List a few kernels of every source; seven turns in a row have enough combinations."""
-    found: dict[KernelKey, None] = {}
-    adds = turn % 2 == 0
-    for n, kernels in enumerate(_SETS, turn):
-        dtype, bias = DTYPES[n % len(DTYPES)], DTYPES[n % len(DTYPES) - 1]
-        uses = _OPTIONS[n % len(_OPTIONS)] | {"sinks"}
-        shape = (1, 1, 1, 2)  # as the scores: its gradient comes with that of the keys
-        if "backward_dbias" in kernels:
-            uses, shape = uses | {"bias"}, (1, 1, 1, 1)
-        context = context_of(arch, MAX_ALIGNMENT if turn % 3 else dtype.itemsize)
-        if "bias" in uses:
-            staged = MAX_ALIGNMENT if turn % 2 else 0
-            context = context._replace(
-                bias=bias.name, bias_shape=shape, bias_alignment_bytes=staged
-            )
-        if "block_mask" in uses:
-            context = context._replace(mask_block_k=_MASK_BLOCK)
-        if "mask" in uses:
-            context = context._replace(mask_vector_width=(1, 2, 16)[turn % 3])
-        # No tile fits 512 columns: the naive kernels take them.
-        for dim in (_HEAD_DIMS[turn % len(_HEAD_DIMS)], 512):
-            keys = _keys(problem_of(dtype.name, dim, uses), context)
-            found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
-    for name, dim, options in _HOPPER_CASES:
-        for window in WINDOWS:
-            problem = replace(problem_of(name, dim, options), window=window)
-            keys = _keys(problem, context_of(arch))
-            own = (key for key in keys if key.kernel in _OF_HOPPER or key.head_flags)
-            found |= dict.fromkeys(own)
-    return [
-        key
-        for key in found
-        if key.kernel != "backward_dkdv" or key.head_flags or key.add_dq == adds
-    ]
-
-
-def is_tuned(key: KernelKey, arch: str) -> bool:
-    """Whether the tiles of a kernel were chosen by measurement.
-
-    Not for other GPUs than the one that was measured, nor for options: what was measured is the
-    plain call.
-    """
-    options = (key.bias, key.softcap, key.alibi, key.mask, key.block_mask, key.dropout)
-    if key.kernel not in {*generic.TILED, *_HOPPERS} or arch != _MEASURED or any(options):
-        return False
-    if key.kernel in _HOPPERS:
-        rows = candidates(key.kernel, 2, max(key.head_dim, key.value_dim))
-        return any(row.tuned and row[:2] == key.tile for row in rows)
-    problem = replace(problem_of(key.dtype, key.head_dim), Dv=key.value_dim)
-    return generic.configure(key.kernel, problem, context_of(arch, key.alignment_bytes)).tuned
 
 
 def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:
@@ -127,13 +40,3 @@ def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:
 def context_of(arch: str, alignment_bytes: int = MAX_ALIGNMENT) -> LaunchContext:
     """Give the context of plain arrays on one SM of a GPU of a named architecture."""
     return LaunchContext(alignment_bytes, device_of_arch(arch).shared_limit, arch=arch)
-
-
-def _keys(problem: Problem, context: LaunchContext) -> Iterator[KernelKey]:
-    """List the kernels of both passes, of the backward one in either order of its sums."""
-    sinks = "sinks" in problem.uses
-    for launch in forward_launches(problem, context):
-        yield launch.key
-    for deterministic in (False, True):
-        for launch in backward_launches(problem, context, deterministic=deterministic, sinks=sinks):
-            yield launch.key

@@ -1,7 +1,7 @@
 """The plan of a pass: what is launched, with what, decided without a GPU."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,16 +190,10 @@ def _plan(
         {name: x for name, x in copied.items() if name in results},
         workspace_of(problem, launches, {name: x.nbytes for name, x in copied.items()}),
         constants,
-        _tensor_maps(launches, arrays),
+        {
+            boxes: tuple(tensor_map(name, arrays[name], rows) for name, rows in boxes)
+            for boxes in dict.fromkeys(launch.tensor_maps for launch in launches)
+            if boxes
+        },
         kv_tile,
     )
-
-
-def _tensor_maps(
-    launches: Sequence[KernelLaunch], arrays: Mapping[str, ArrayLayout]
-) -> dict[tuple[tuple[str, int], ...], tuple[TensorMap, ...]]:
-    return {
-        named: tuple(tensor_map(name, arrays[name], rows) for name, rows in named)
-        for named in dict.fromkeys(launch.tensor_maps for launch in launches)
-        if named
-    }

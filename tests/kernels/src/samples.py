@@ -1,0 +1,107 @@
+"""A few kernels that stand for all of them, and those whose tiles were chosen by measurement."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tileattn.dtypes import DTYPES, NAMED
+from tileattn.kernels.config.context import LaunchContext
+from tileattn.kernels.config.families import backward_launches, forward_launches
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_FINISH
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.tiles import candidates
+from tileattn.kernels.launch.catalog import WINDOWS, context_of, problem_of
+from tileattn.kernels.launch.layout import MAX_ALIGNMENT
+from tileattn.problem import Problem
+
+# Options that a kernel is compiled for; all others are parameters of every kernel, though a right
+# limit may decide about tiles.
+_OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
+
+_HEAD_DIMS = (20, 64, 128, 256)
+_MASK_BLOCK = 128  # keys, as a block mask has them by default
+
+_MEASURED = "sm_90a"  # an H200
+
+TILED = ("forward", "backward_dkdv", "backward_dq", "backward_dbias")
+"""The generic kernels with tiles of their own."""
+
+# Every kernel once: those of a set are compiled for the same problem.
+_SETS = (
+    {"forward", "naive_forward"},
+    {"backward_preprocess", "backward_dkdv", "backward_dq_convert", "naive_dkdv"},
+    {"backward_dq", "naive_dq", "backward_large_scores", "naive_large_scores"},
+    {"backward_dbias", "backward_dsinks", "naive_dbias"},
+)
+
+_HOPPERS = (HOPPER, *HOPPER_BACKWARDS)
+_OF_HOPPER = (*_HOPPERS, HOPPER_FINISH)
+
+# For the Hopper kernels: the head dimensions that calls without options leave out, and options.
+_HOPPER_CASES = (
+    ("float16", 32, {"softcap"}),
+    ("bfloat16", 96, {"alibi_slopes"}),
+    ("float16", 192, {"softcap", "alibi_slopes"}),
+    ("bfloat16", 256, {"sinks"}),
+    ("float16", 64, {"block_mask"}),
+    ("bfloat16", 128, {"block_mask", "softcap"}),
+)
+
+
+def representative_keys(arch: str, combination: int) -> list[KernelKey]:
+    """List a few kernels of every source; seven combinations in a row are enough."""
+    found: dict[KernelKey, None] = {}
+    adds = combination % 2 == 0
+    for n, kernels in enumerate(_SETS, combination):
+        dtype, bias = DTYPES[n % len(DTYPES)], DTYPES[n % len(DTYPES) - 1]
+        uses = _OPTIONS[n % len(_OPTIONS)] | {"sinks"}
+        shape = (1, 1, 1, 2)  # as the scores: its gradient comes with that of the keys
+        if "backward_dbias" in kernels:
+            uses, shape = uses | {"bias"}, (1, 1, 1, 1)
+        context = context_of(arch, MAX_ALIGNMENT if combination % 3 else dtype.itemsize)
+        if "bias" in uses:
+            staged = MAX_ALIGNMENT if combination % 2 else 0
+            context = context._replace(
+                bias=bias.name, bias_shape=shape, bias_alignment_bytes=staged
+            )
+        if "block_mask" in uses:
+            context = context._replace(mask_block_k=_MASK_BLOCK)
+        if "mask" in uses:
+            context = context._replace(mask_vector_width=(1, 2, 16)[combination % 3])
+        # No tile fits 512 columns: the naive kernels take them.
+        for dim in (_HEAD_DIMS[combination % len(_HEAD_DIMS)], 512):
+            keys = _keys(problem_of(dtype.name, dim, uses), context)
+            found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
+    for name, dim, options in _HOPPER_CASES:
+        for window in WINDOWS:
+            problem = replace(problem_of(name, dim, options), window=window)
+            keys = _keys(problem, context_of(arch))
+            own = (key for key in keys if key.kernel in _OF_HOPPER or key.head_flags)
+            found |= dict.fromkeys(own)
+    return [
+        key
+        for key in found
+        if key.kernel != "backward_dkdv" or key.head_flags or key.add_dq == adds
+    ]
+
+
+def is_tuned(key: KernelKey, arch: str) -> bool:
+    """Whether measurements chose the tiles of a kernel, and its registers suffice for them.
+
+    Not on other GPUs than the one that was measured, nor with options: what was measured is the
+    plain call.
+    """
+    options = (key.bias, key.softcap, key.alibi, key.mask, key.block_mask, key.dropout)
+    if key.kernel not in {*TILED, *_HOPPERS} or arch != _MEASURED or any(options):
+        return False
+    rows = candidates(key.kernel, NAMED[key.dtype].itemsize, max(key.head_dim, key.value_dim))
+    return any(row.tuned and not row.spills and row[:2] == key.tile for row in rows)
+
+
+def _keys(problem: Problem, context: LaunchContext) -> Iterator[KernelKey]:
+    """List the kernels of both passes, of the backward one in either order of its sums."""
+    sinks = "sinks" in problem.uses
+    for launch in forward_launches(problem, context):
+        yield launch.key
+    for deterministic in (False, True):
+        for launch in backward_launches(problem, context, deterministic=deterministic, sinks=sinks):
+            yield launch.key
