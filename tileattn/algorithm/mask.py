@@ -7,6 +7,8 @@ the definition; ranges, kinds and tiles follow from it, and are tested against i
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -73,12 +75,8 @@ class SlidingWindow:
         lo, hi = self.key_range(q0, q1)
         if max(lo, k0) >= min(hi, k1):
             return EMPTY
-        inside = k1 <= self.length
-        if self.left is not None:
-            inside = inside and k0 >= q1 - 1 + self.offset - self.left
-        if self.right is not None:
-            inside = inside and k1 - 1 <= q0 + self.offset + self.right
-        return FULL if inside else PARTIAL
+        lo, hi = self.full_key_range(q0, q1)
+        return FULL if lo <= k0 and k1 <= hi else PARTIAL
 
 
 @lru_cache(maxsize=16)
@@ -170,17 +168,11 @@ class AttentionMask:
             return
         block_q, block_k = self.block_mask.block_size
         for r0, r1 in cut_between(q0, q1, block_q):
-            run: Tile | None = None
-            for c0, c1 in cut_between(k0, k1, block_k):
-                kind = self.kind(r0, r1, c0, c1)
-                if run is not None and run.kind == kind:
-                    run = run._replace(k1=c1)
-                    continue
-                if run is not None and run.kind != EMPTY:
-                    yield run
-                run = Tile(r0, r1, c0, c1, kind)
-            if run is not None and run.kind != EMPTY:
-                yield run
+            tiles = [Tile(r0, r1, *c, self.kind(r0, r1, *c)) for c in cut_between(k0, k1, block_k)]
+            for kind, run in groupby(tiles, attrgetter("kind")):
+                first, *others = run
+                if kind != EMPTY:
+                    yield first._replace(k1=others[-1].k1) if others else first
 
 
 def schedule(

@@ -17,19 +17,19 @@ Array = NDArray[Any]
 class ScoreMod(Protocol):
     """One modifier of the scores of a tile."""
 
-    can_mask: ClassVar[bool]  # whether it may give a score of -inf, which masks the pair out
+    can_mask: ClassVar[bool] = False  # whether it may give -inf, which masks the pair out
 
     def apply(self, s: Array, tile: Tile) -> None:
         """Modify the scores of a tile in place."""
 
     def apply_with_grad(self, s: Array, tile: Tile) -> Array | None:
         """Do what ``apply`` does; return the derivative of new by old scores, None for 1."""
+        self.apply(s, tile)
+        return None
 
 
-class Softcap:
+class Softcap(ScoreMod):
     """``s -> softcap * tanh(s / softcap)``, from Gemma 2, arXiv:2408.00118."""
-
-    can_mask: ClassVar[bool] = False
 
     def __init__(self, softcap: float) -> None:
         self._softcap = softcap
@@ -60,10 +60,8 @@ class Softcap:
         return cap
 
 
-class ALiBi:
+class ALiBi(ScoreMod):
     """``s -> s - slope * |p - j|``, slopes of (Hkv, G, 1, 1): Press et al., arXiv:2108.12409."""
-
-    can_mask: ClassVar[bool] = False
 
     def __init__(self, slopes: Array, offset: int = 0) -> None:
         self._slopes = slopes
@@ -75,12 +73,8 @@ class ALiBi:
         distance = np.abs(p - np.arange(tile.k0, tile.k1)).astype(s.dtype)
         s -= self._slopes.astype(s.dtype) * distance
 
-    def apply_with_grad(self, s: Array, tile: Tile) -> None:
-        """Do what ``apply`` does; the derivative is 1."""
-        self.apply(s, tile)
 
-
-class Bias:
+class Bias(ScoreMod):
     """``s -> s + bias``, a bias of shape (Hkv or 1, G or 1, Nq or 1, Nk or 1)."""
 
     can_mask: ClassVar[bool] = True
@@ -91,10 +85,6 @@ class Bias:
     def apply(self, s: Array, tile: Tile) -> None:
         """Add the bias of the tile."""
         s += tile_of(self._bias, tile).astype(s.dtype, copy=False)
-
-    def apply_with_grad(self, s: Array, tile: Tile) -> None:
-        """Do what ``apply`` does; the derivative is 1."""
-        self.apply(s, tile)
 
 
 class ScoreMods(tuple[ScoreMod, ...]):

@@ -12,9 +12,7 @@ from tileattn.kernels.launch.params import POINTERS
 from tileattn.kernels.launch.tensor_map import TensorMap
 
 MAP_BYTES = 128
-MAX_ENTRIES = 64
-"""Sets of maps that a launch remembers."""
-
+MAX_ENTRIES = 64  # sets of maps that a launch remembers
 # Values of the enumerations in cuda.h.
 _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 3, 0
 

@@ -2,21 +2,11 @@
 
 from tileattn.kernels.config.tiles import TileSize
 
-RESERVED = 1024
-"""Bytes of shared memory that the system takes from an SM for each thread block."""
-
-HOPPER_LIMIT = 227 * 1024
-"""Bytes that a thread block may have on compute capability 9.0."""
-
-HOPPER_STATIC = 2048
-"""At most, bytes of static shared memory of a Hopper kernel."""
-
-HOPPER_GROUP_ROWS = 64
-"""Queries of a warpgroup."""
-
-DQ_STORE_WARPS = 2
-"""Warps that add dQ tiles to device memory."""
-
+RESERVED = 1024  # bytes that the system takes from an SM for each thread block
+HOPPER_LIMIT = 227 * 1024  # bytes that a thread block may have on compute capability 9.0
+HOPPER_STATIC = 2048  # bytes of static shared memory of a Hopper kernel, at most
+HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
+DQ_STORE_WARPS = 2  # which add dQ tiles to device memory
 _DQ_STORE_BYTES = 64 * 32 * 4  # what each of them adds with one bulk copy
 _NARROW_DIM = 128  # wider heads have the other backward kernel
 

@@ -29,13 +29,10 @@ class TileSize(NamedTuple):
         return "tiles from measurements" if self.tuned else "tiles that fit in shared memory"
 
 
-HEAD_DIM_BUCKETS = (32, 64, 96, 128, 192, 256)
-"""Head dimensions that kernels are compiled for; others are padded to the next one."""
-
+HEAD_DIM_BUCKETS = (32, 64, 96, 128, 192, 256)  # others are padded to the next one
 MAX_HEAD_DIM = HEAD_DIM_BUCKETS[-1]
 
-_LIKE = {"backward_large_scores": "backward_dq"}
-"""Kernels with the loop of another use its tiles."""
+_LIKE = {"backward_large_scores": "backward_dq"}  # with the loop of another, and its tiles
 
 _SMALL = (
     TileSize(64, 32, 4),

@@ -47,7 +47,6 @@ class Compiled:
     cached: bool  # whether it came from the disk cache
     registers: int | None  # of a thread
     spill_bytes: int | None  # for want of registers, outside of the functions that it calls
-    shared_bytes: int | None  # of fixed size
 
 
 def compiled(
@@ -127,21 +126,19 @@ def checked_arch(arch: str) -> str:
     return arch
 
 
-def resources(log: str, kernel: str) -> tuple[int | None, int | None, int | None]:
-    """Read registers, bytes spilled and fixed shared memory of a kernel from the compiler's log."""
+def resources(log: str, kernel: str) -> tuple[int | None, int | None]:
+    """Read registers and bytes spilled of a kernel from the compiler's log."""
     _, found, rest = log.partition(f"Compiling entry function '{kernel}'")
     if not found:
-        return None, None, None
+        return None, None
     part = rest.partition("Compiling entry function")[0]
     registers = re.search(r"Used (\d+) registers", part)
     # Lines of the same form follow for functions that it calls: those are off the fast path.
     own = rf"Function properties for {kernel}\n.* (\d+) bytes spill stores, (\d+) bytes spill loads"
     spills = re.search(own, part)
-    shared = re.search(r"(\d+) bytes smem", part)
     return (
         int(registers[1]) if registers else None,
         sum(map(int, spills.groups())) if spills else None,
-        int(shared[1]) if shared else 0,
     )
 
 

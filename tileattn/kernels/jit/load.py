@@ -37,7 +37,6 @@ class Kernel:
     registers: int  # of a thread, as the driver reports them
     local_bytes: int  # of a thread
     shared_bytes: int  # of fixed size
-    log: str  # what the compiler said
 
     def allow_shared(self, nbytes: int) -> None:
         """Let a launch ask for this much shared memory of variable size: over 48 KiB needs it."""
@@ -148,7 +147,7 @@ def _placed(key: KernelKey, arch: str, made: Compiled, device: int) -> Kernel:
                 "pip install 'tileattn[cuda12]'"
             ) from error
         function = module.get_function(key.kernel)
-        registers, local, shared = (
+        resources = (
             driver.funcGetAttribute(attribute, function.ptr)
             for attribute in (
                 driver.CU_FUNC_ATTRIBUTE_NUM_REGS,
@@ -156,4 +155,4 @@ def _placed(key: KernelKey, arch: str, made: Compiled, device: int) -> Kernel:
                 driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
             )
         )
-    return Kernel(key, arch, function, registers, local, shared, made.log)
+    return Kernel(key, arch, function, *resources)

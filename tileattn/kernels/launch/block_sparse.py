@@ -8,8 +8,7 @@ import numpy as np
 
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 
-END = np.iinfo(np.int32).max
-"""What stands behind the last entry of a list."""
+END = np.iinfo(np.int32).max  # behind the last entry of a list
 
 _made: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 

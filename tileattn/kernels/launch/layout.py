@@ -10,18 +10,13 @@ import numpy as np
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.problem import Problem
 
-MAX_ALIGNMENT = 16
-"""Bytes of the widest copy: kernels know of no stricter alignment."""
+MAX_ALIGNMENT = 16  # bytes of the widest copy: kernels know of no stricter alignment
+MIN_ALIGNMENT = 4  # bytes of the narrowest copy that does not go through registers
 
-MIN_ALIGNMENT = 4
-"""Bytes of the narrowest copy that does not go through registers."""
-
+# Arrays of any strides in which a row is contiguous; those that are contiguous, in the accumulation
+# dtype; and in their own.
 ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
-"""Arrays of any strides in which a row is contiguous."""
-
 _ACCUMULATED = frozenset({"alibi_slopes", "sinks", "dsinks"})
-"""Arrays that are contiguous, in the accumulation dtype."""
-
 _CONTIGUOUS = frozenset({"lse", "kv_lengths", "q_offset"})
 
 

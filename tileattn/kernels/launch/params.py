@@ -10,11 +10,9 @@ from tileattn.kernels.launch.layout import ROWS as ROW_ARRAYS
 from tileattn.kernels.launch.layout import ArrayLayout, CallLayout
 from tileattn.problem import Problem
 
+# Strides, in elements: of rows, and of what is broadcast to (B, Hq, Nq, Nk).
 ROWS = np.dtype([(axis, np.int64) for axis in ("b", "h", "n")])
-"""Strides, in elements, between batch entries, heads and rows."""
-
 PAIRS = np.dtype([(axis, np.int64) for axis in ("b", "h", "i", "j")])
-"""Strides, in elements, of what is broadcast to (B, Hq, Nq, Nk)."""
 
 POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "lse_log2", "row_max"),

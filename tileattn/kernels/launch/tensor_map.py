@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from tileattn.kernels.launch.layout import ArrayLayout
 
-MAX_STRIDE = 1 << 40
-"""Bytes; the driver takes strides below."""
-
+MAX_STRIDE = 1 << 40  # bytes; the driver takes strides below
 _UNIT = 16  # bytes that addresses and rows must be aligned to
 _COLUMNS = 64  # of a box: 128 bytes, the width of the swizzle
 

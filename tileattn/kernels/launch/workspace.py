@@ -8,9 +8,7 @@ from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.config.shared_memory import DQ_STORE_WARPS
 from tileattn.problem import Problem
 
-ALIGNED = 256
-"""Bytes that every part is aligned to, and so the whole."""
-
+ALIGNED = 256  # bytes that every part is aligned to, and so the whole
 _COUNT = 4  # bytes of a u32
 
 
