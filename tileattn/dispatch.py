@@ -33,7 +33,6 @@ class PreparedCall:
         self.problem = problem
 
     def forward(self, operands: Operands, out: Any | None) -> Attention:
-        """Compute attention, as ``Backend.forward``."""
         result: Attention = self.backend.forward(self.problem, operands, out)
         return result
 
@@ -46,7 +45,6 @@ class PreparedCall:
         deterministic: bool,
         workspace: Any | None,
     ) -> Gradients:
-        """Compute the gradients, as ``Backend.backward``."""
         more = {} if workspace is None else {"workspace": workspace}
         result: Gradients = self.backend.backward(
             self.problem, operands, dout, attention, dlse, deterministic, **more
@@ -79,7 +77,6 @@ class CallCache(dict[Any, ValidCall]):
     """Valid calls by signature, emptied when it is full; single steps are safe among threads."""
 
     def keep(self, key: Any, call: ValidCall) -> None:
-        """Enter a call."""
         if len(self) >= MOST:
             self.clear()
         self[key] = call

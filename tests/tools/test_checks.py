@@ -59,9 +59,9 @@ def takes_none() -> None: ...
     ("function", "public", "rules"),
     [
         (takes_none, True, set()),
-        (takes_none, False, {"PR01", "RT01"}),
+        (takes_none, False, {"GL08", "PR01", "RT01"}),
         (takes_options, True, {"PR02"}),
-        (takes_options, False, {"PR01", "PR02", "RT01"}),
+        (takes_options, False, {"GL08", "PR01", "PR02", "RT01"}),
     ],
 )
 def test_rules_that_an_object_need_not_follow(

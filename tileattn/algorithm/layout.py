@@ -46,24 +46,19 @@ class ContiguousKV:
 
     @property
     def heads(self) -> int:
-        """Key heads."""
         return len(self.k)
 
     @property
     def Dv(self) -> int:  # noqa: N802 - the letter of the field
-        """Head dimension of values."""
         return int(self.v.shape[-1])
 
     def keys(self, span: slice) -> Array:
-        """Return a block of keys, shape (heads, 1, N, D)."""
         return self.k[:, None, span]
 
     def values(self, span: slice) -> Array:
-        """Return a block of values, shape (heads, 1, N, Dv)."""
         return self.v[:, None, span]
 
     def of_heads(self, heads: slice) -> "ContiguousKV":
-        """Return those of some key heads."""
         return ContiguousKV(self.k[heads], self.v[heads])
 
 
@@ -87,7 +82,6 @@ class Batched:
     """Sequences that are batch entries of arrays with axes (B, H, N, D)."""
 
     def sequences(self, problem: Problem, operands: Operands) -> Iterator[Sequence]:
-        """Yield the sequences, batch entries ascending."""
         P, x = problem, operands
         for b in range(P.B):
             length, offset = int(x.kv_lengths[b]), int(x.q_offset[b])

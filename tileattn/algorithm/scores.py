@@ -35,7 +35,6 @@ class Softcap(ScoreMod):
         self._softcap = softcap
 
     def apply(self, s: Array, tile: Tile) -> None:  # noqa: ARG002 - the protocol's argument
-        """Cap the scores."""
         cap = self._tanh(s)
         s *= cap
 
@@ -68,7 +67,6 @@ class ALiBi(ScoreMod):
         self._offset = offset
 
     def apply(self, s: Array, tile: Tile) -> None:
-        """Subtract the distances, times the slope."""
         p = np.arange(tile.q0, tile.q1)[:, None] + self._offset
         distance = np.abs(p - np.arange(tile.k0, tile.k1)).astype(s.dtype)
         s -= self._slopes.astype(s.dtype) * distance
@@ -83,7 +81,6 @@ class Bias(ScoreMod):
         self._bias = bias
 
     def apply(self, s: Array, tile: Tile) -> None:
-        """Add the bias of the tile."""
         s += tile_of(self._bias, tile).astype(s.dtype, copy=False)
 
 

@@ -17,12 +17,10 @@ class Tile(NamedTuple):
 
     @property
     def queries(self) -> slice:
-        """The queries, as a slice."""
         return slice(self.q0, self.q1)
 
     @property
     def keys(self) -> slice:
-        """The keys, as a slice."""
         return slice(self.k0, self.k1)
 
 

@@ -41,7 +41,6 @@ class CupyBackend:
         return cupy is not None and isinstance(x, cupy.ndarray)
 
     def unavailable(self) -> str | None:
-        """Why the backend cannot run here."""
         return _unavailable()
 
     def why_not(self, problem: Problem) -> str | None:
@@ -95,7 +94,6 @@ class CupyCall(PreparedCall):
         self._executables: dict[Any, Executable] = {}
 
     def forward(self, operands: Operands, out: Any | None) -> Attention:
-        """Compute attention, as ``Backend.forward``."""
         import cupy
 
         P = self.problem
@@ -120,7 +118,6 @@ class CupyCall(PreparedCall):
         deterministic: bool,
         workspace: Any | None,
     ) -> Gradients:
-        """Compute the gradients, as ``Backend.backward``."""
         import cupy
 
         P = self.problem

@@ -9,7 +9,6 @@ _kept: dict[int, object] = {}
 
 
 def current_stream() -> Any:
-    """Give CuPy's current stream."""
     import cupy
 
     return cupy.cuda.get_current_stream()

@@ -35,7 +35,6 @@ class KernelKey:
 
     @property
     def threads(self) -> int:
-        """Threads of a thread block."""
         return 32 * (self.warps_m * self.warps_n + self.producer_warps)
 
     @property

@@ -31,12 +31,10 @@ class ArrayLayout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return np.dtype(self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
 
     @property

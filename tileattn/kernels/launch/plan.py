@@ -40,11 +40,9 @@ class Constant:
 
     @classmethod
     def of(cls, x: NDArray[Any]) -> "Constant":
-        """Keep what an array holds."""
         return cls(x.dtype.name, x.shape, x.tobytes())
 
     def array(self) -> NDArray[Any]:
-        """View it as an array."""
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
