@@ -283,8 +283,7 @@ def _options(options: dict[str, Any]) -> Options:
     known = [field.name for field in fields(Options)]
     for name in options:
         if name not in known:
-            msg = f"{name} is not an option; {', '.join(known)} are accepted"
-            raise TypeError(msg)
+            raise TypeError(f"{name} is not an option; {', '.join(known)} are accepted")
     return Options(**options)
 
 

@@ -70,7 +70,7 @@ def keep_tile(
     of them takes 8 x 8 counters.
     """
     shape = (len(heads), q_hi - q_lo, k_hi - k_lo)
-    threshold = _threshold(dropout_p)
+    threshold = np.uint64(int(dropout_p * 2**32))
     if threshold == 0 or 0 in shape:
         return np.ones(shape, np.bool_)
     rows, columns = _whole_tiles(q_lo, q_hi), _whole_tiles(k_lo, k_hi)
@@ -174,10 +174,6 @@ def _halves(pair: Words) -> tuple[Words, Words]:
     return pair[0, ...], pair[1, ...]
 
 
-def _threshold(dropout_p: float) -> np.uint64:
-    return np.uint64(int(dropout_p * 2**32))
-
-
 def _whole_tiles(lo: int, hi: int) -> range:
     return range(lo // 16, -(-hi // 16))
 
@@ -199,26 +195,20 @@ def _checked(shape: Any, dropout_p: Any, seed: Any) -> tuple[tuple[int, int, int
     """Make Python's numbers of all, which 64 bits do not overflow."""
     accepted = "four lengths (B, Hq, Nq, Nk) are accepted"
     if not isinstance(shape, tuple | list) or not all(map(_is_integer, shape)):
-        msg = f"shape is {shape!r}; {accepted}"
-        raise TypeError(msg)
+        raise TypeError(f"shape is {shape!r}; {accepted}")
     if len(shape) != 4 or min(shape) < 0:
-        msg = f"shape is {tuple(shape)!r}; {accepted}, none of them negative"
-        raise ValueError(msg)
+        raise ValueError(f"shape is {tuple(shape)!r}; {accepted}, none of them negative")
     real = isinstance(dropout_p, numbers.Real | ml_dtypes.bfloat16)
     if isinstance(dropout_p, bool) or not real:
-        msg = (
+        raise TypeError(
             f"dropout_p is {dropout_p!r}; a real number from 0 up to, not including, 1 is accepted"
         )
-        raise TypeError(msg)
     if not 0 <= float(dropout_p) < 1:
-        msg = f"dropout_p is {dropout_p!r}; it must be at least 0 and below 1"
-        raise ValueError(msg)
+        raise ValueError(f"dropout_p is {dropout_p!r}; it must be at least 0 and below 1")
     if not _is_integer(seed):
-        msg = f"seed is {seed!r}; an integer from 0 to 2**64 - 1 is accepted"
-        raise TypeError(msg)
+        raise TypeError(f"seed is {seed!r}; an integer from 0 to 2**64 - 1 is accepted")
     if not 0 <= int(seed) < 2**64:
-        msg = f"seed is {seed!r}; it must be at least 0 and below 2**64"
-        raise ValueError(msg)
+        raise ValueError(f"seed is {seed!r}; it must be at least 0 and below 2**64")
     B, Hq, Nq, Nk = (int(n) for n in shape)
     return (B, Hq, Nq, Nk), float(dropout_p), int(seed)
 

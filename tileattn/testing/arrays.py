@@ -10,45 +10,23 @@ Array = NDArray[Any]
 Fill = Callable[[np.random.Generator, tuple[int, ...]], Array]
 
 
-def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    return rng.normal(size=shape)
-
-
-def _large(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Scores of some tens with the default scale: running maxima move, tails vanish."""
-    return rng.normal(size=shape) * 5
-
-
-def _huge(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Scores of some hundreds: their exponentials overflow float32 where no maximum is taken."""
-    return rng.normal(size=shape) * 15
-
-
-def _ties(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Small integers: scores are exact and many of them equal."""
-    return rng.integers(-1, 2, size=shape).astype(np.float64)
-
-
-def _equal(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Every score is the same."""
-    return np.full(shape, rng.choice([0.5, -2.0]))
+def _normal(size: float) -> Fill:
+    return lambda rng, shape: rng.normal(size=shape) * size
 
 
 FILLS: dict[str, Fill] = {
-    "normal": _normal,
-    "large": _large,
-    "huge": _huge,
-    "ties": _ties,
-    "equal": _equal,
+    "normal": _normal(1),
+    # Scores of some tens with the default scale: running maxima move, tails vanish.
+    "large": _normal(5),
+    # Scores of some hundreds: their exponentials overflow float32 where no maximum is taken.
+    "huge": _normal(15),
+    # Small integers: scores are exact and many of them equal.
+    "ties": lambda rng, shape: rng.integers(-1, 2, size=shape).astype(np.float64),
+    "equal": lambda rng, shape: np.full(shape, rng.choice([0.5, -2.0])),
 }
 """By name: functions of a generator and a shape that fill an array for q or k."""
 
-
-def _of_size(amplitude: float) -> Fill:
-    return lambda rng, shape: rng.normal(size=shape) * amplitude
-
-
-AMPLITUDES: dict[str, Fill] = {f"{a:g}": _of_size(a) for a in (1e-3, 0.1, 1, 10, 100, 1e3, 1e4)}
+AMPLITUDES: dict[str, Fill] = {f"{a:g}": _normal(a) for a in (1e-3, 0.1, 1, 10, 100, 1e3, 1e4)}
 """The same for arrays of very different sizes; scores reach some 1e9 with the last."""
 
 LAYOUTS = ("plain", "swapped", "padded", "every other", "reversed", "transposed")

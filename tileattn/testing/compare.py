@@ -115,5 +115,4 @@ def _kind(x: Any) -> str:
 
 
 def _fail(name: str, what: str) -> None:
-    msg = f"{name} {what}"
-    raise AssertionError(msg)
+    raise AssertionError(f"{name} {what}")

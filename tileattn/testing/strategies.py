@@ -110,12 +110,12 @@ def problems(
     try:
         from hypothesis import strategies as st
     except ModuleNotFoundError as error:
-        msg = "tileattn.testing.problems needs Hypothesis: pip install hypothesis"
-        raise ModuleNotFoundError(msg) from error
+        raise ModuleNotFoundError(
+            "tileattn.testing.problems needs Hypothesis: pip install hypothesis"
+        ) from error
     for name in options:
         if name not in draw_options.DRAW:
-            msg = f"options has {name!r}; {', '.join(draw_options.DRAW)} are accepted"
-            raise ValueError(msg)
+            raise ValueError(f"options has {name!r}; {', '.join(draw_options.DRAW)} are accepted")
 
     drawn_by = draw_options.EXTREMES if extremes else draw_options.DRAW
     fills = AMPLITUDES if extremes else FILLS
