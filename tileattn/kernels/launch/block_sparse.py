@@ -66,8 +66,8 @@ def kv_tiles_before(mask: BlockMask, tile: tuple[int, int]) -> Any:
     """
 
     def counted() -> Any:
-        visited = tile_kinds(mask, tile) != EMPTY
-        return np.pad(np.cumsum(visited, axis=-1), [(0, 0)] * 3 + [(1, 0)])
+        attended = tile_kinds(mask, tile) != EMPTY
+        return np.pad(np.cumsum(attended, axis=-1), [(0, 0)] * 3 + [(1, 0)])
 
     return once(mask, tile, counted)
 

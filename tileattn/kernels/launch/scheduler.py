@@ -1,7 +1,7 @@
 """The tile scheduler of persistent kernels: decided on the host.
 
-A persistent kernel takes work tiles in turn. Where they differ in length, some SMs then get up to a
-fifth more than the mean; an assignment, the longest tile first, evens that out.
+A persistent kernel takes work tiles by their numbers. Where they differ in length, some SMs then
+get up to a fifth more than the mean; an LPT assignment, the longest tile first, evens that out.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from tileattn.problem import Problem
 
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
-MAX_TURNS = 64  # on average: with more, taking turns is even enough, and assignments take long
+MAX_TILES = 64  # of a thread block, on average: more even out by themselves
 
 Array = NDArray[Any]
 
@@ -31,7 +31,7 @@ class Schedule(NamedTuple):
     """In what order a pass takes its work tiles."""
 
     head_groups: int  # worked on one after the other: at least 1, at most B Hkv
-    assignment: Array | None = None  # from `assign`; None where taking turns is as good
+    assignment: Array | None = None  # from `assign`; None where numbers in order are as good
     in_order: bool = False  # whether key blocks add to dq one after the other
 
 
@@ -42,10 +42,10 @@ def schedule_of(
 
     The backward pass comes back to four times the bytes of keys and values (their gradients, and
     the sums of dq). The Hopper kernels come back to q, dout and the sums of dq for each key block:
-    a group has as many heads as half of the L2 holds of those. If they keep the GPU busy for less
-    than one turn, as those of many query heads may, it has as many as fill two turns. If dq is
-    summed in order each key block waits for the one before; that keeps heads together, and the
-    fewer of their key blocks are in flight, the shorter each waits.
+    a group has as many heads as half of the L2 holds of those. If they fill less than one wave, as
+    those of many query heads may, it has as many as fill two waves. If dq is summed in order each
+    key block waits for the one before; that keeps heads together, and the fewer of their key blocks
+    are in flight, the shorter each waits.
     """
     P = problem
     for launch in launches:
@@ -89,7 +89,7 @@ def _assignment(
     blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
     tiles = blocks * heads
     # One block a head, as in decoding, is little work, and lengths may differ on every call.
-    if blocks == 1 or not grid < tiles <= MAX_TURNS * grid:
+    if blocks == 1 or not grid < tiles <= MAX_TILES * grid:
         return None
     costs = _costs(P, layout, key)
     if costs.min() == costs.max():
@@ -105,10 +105,7 @@ def _assignment(
 
 
 def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Array]:
-    """Give block, head and group of each work tile: counterpart of ``Turn`` in ``src/blocks.cuh``.
-
-    A group is named by its first head.
-    """
+    """Give block, head and first head of its group of each work tile: ``BlockCoord`` in CUDA."""
     index = np.arange(blocks * heads)
     size, more = divmod(heads, groups)
     longer = more * (size + 1)
@@ -116,8 +113,8 @@ def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Arra
     members = np.where(straight < longer, size + 1, size)
     start = np.where(straight < longer, 0, longer)
     first = start + (straight - start) // members * members
-    turn = index - first * blocks
-    return turn // members, first + turn % members, first
+    place = index - first * blocks
+    return place // members, first + place % members, first
 
 
 def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
@@ -134,11 +131,11 @@ def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
 
     each = {place: tiles(*place) for place in set(places)}
     first, past = np.moveaxis(np.array([each[place] for place in places]), -1, 0)[..., None, :]
-    return TILE_COST * _visited(layout, key, first, past) + START_COST
+    return TILE_COST * _attended(layout, key, first, past) + START_COST
 
 
-def _visited(layout: CallLayout, key: KernelKey, first: Array, past: Array) -> Array:
-    """Count the tiles from first to past - 1 that the block mask does not skip."""
+def _attended(layout: CallLayout, key: KernelKey, first: Array, past: Array) -> Array:
+    """Count the tiles from first to past - 1 that the block mask does not leave empty."""
     if layout.block_mask is None:
         return past - first
     before = kv_tiles_before(layout.block_mask, (key.block_q, key.block_k))
@@ -154,10 +151,9 @@ def _visited(layout: CallLayout, key: KernelKey, first: Array, past: Array) -> A
 def assign(order: Array, cost: Array, grid: int) -> Array:
     """Assign work tiles as if each thread block took the next one when it is free.
 
-    ``order`` has their numbers as they begin, ``cost`` how long each takes. The table of int32,
-    shape (turns + 1, grid), has a column for each thread block, filled up with the number of all
-    tiles, which ends it. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17
-    (1969).
+    ``order`` has their numbers as they begin, ``cost`` how long each takes. The table of int32 has
+    a column for each thread block, filled up with the number of all tiles, which ends it. Graham,
+    Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969).
     """
     columns: list[list[int]] = [[] for _ in range(grid)]
     # Time and thread block in one integer, which a heap compares faster than a pair.
