@@ -75,7 +75,7 @@ class Executable:
 
         memory = cupy.cuda.alloc(needed.nbytes) if workspace is None else workspace.data
         if workspace is not None:
-            _ensure_room(workspace, needed.nbytes, device)
+            _ensure_fits(workspace, needed.nbytes, device)
         starts, at = needed.starts, memory.ptr
 
         def copies(of: Mapping[str, ArrayLayout]) -> list[tuple[Any, Any]]:
@@ -146,7 +146,7 @@ def _uploaded(x: Constant) -> Any:
     return cupy.asarray(x.array(), blocking=True)
 
 
-def _ensure_room(workspace: Any, nbytes: int, device: int) -> None:
+def _ensure_fits(workspace: Any, nbytes: int, device: int) -> None:
     """Raise ValueError where a workspace is on another device, or too small."""
     if workspace.data.device_id != device:
         refuse_device("workspace", workspace.data.device_id, device)
