@@ -66,6 +66,12 @@ def show_missing(missing: Mapping[str, str]) -> None:
         print(f"{name} is missing: {why}")
 
 
+def load(folder: Path, name: str) -> Row:
+    """Read a file of results."""
+    result: Row = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
 def line(row: Row) -> str:
     """Write the values of a row beside their names; what is nested has lines of its own."""
     shown, nested = [], []

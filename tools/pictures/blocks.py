@@ -3,18 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tools.drawing import (
-    Picture,
-    Points,
-    Row,
-    Theme,
-    amount,
-    drawn_from,
-    label_ends,
-    load,
-    log_axes,
-    plot,
-)
+from benchmarks.report import Row, load
+from tools.drawing import Picture, Points, Theme, amount, drawn_from, label_ends, log_axes, plot
 
 FILE = "traffic_blocks_gpu"
 KERNELS = {"forward": "generic", "forward_sm90": "Hopper"}

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tools.drawing import Picture, Theme, drawn_from, label_ends, load, log_axes, plot
+from benchmarks.report import load
+from tools.drawing import Picture, Theme, drawn_from, label_ends, log_axes, plot
 
 FILE = "traffic_density"
 PASSES = ("forward", "backward")

@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Row, load
 from tools.drawing import (
     N_LABEL,
     Picture,
-    Row,
     Theme,
     amount,
     drawn_from,
     label_ends,
-    load,
     log_axes,
     plot,
     short,

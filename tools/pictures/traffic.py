@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.report import load
 from tileattn.problem import Problem, parse
 from tileattn.traffic import modelled
 from tools.drawing import (
@@ -14,7 +15,6 @@ from tools.drawing import (
     amount,
     drawn_from,
     label_ends,
-    load,
     log_axes,
     plot,
     short,
