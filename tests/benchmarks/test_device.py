@@ -77,13 +77,6 @@ def test_calls_that_take_turns_are_timed_apart() -> None:
     assert "".join(device.order) == "ab" * (len(device.order) // 2)
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(1e-6, 15), (0.02, 6), (1.0, 3)])
-def test_turns_are_neither_too_few_nor_too_many(seconds: float, rounds: int) -> None:
-    device = Ticking(repeat(seconds))
-    times = device.time_each([partial(device.spend, "a"), partial(device.spend, "b")])
-    assert [len(each) for each in times] == [rounds] * 2
-
-
 @pytest.mark.parametrize(
     ("seconds", "calls"), [(1e-6, 1000), (1e-3, 50), (1e-2, 10), (0.05, 5), (2.0, 3)]
 )
