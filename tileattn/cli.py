@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from importlib import metadata
 from typing import Any, TextIO
@@ -54,18 +55,7 @@ PROGRESS_SECONDS = 10.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Parameters
-    ----------
-    argv : list of str or None
-        Arguments; those of the process by default.
-
-    Returns
-    -------
-    int
-        Exit status: 0 where all is well.
-    """
+    """Run the command line; the exit status is 0 where all is well."""
     parser = argparse.ArgumentParser(prog="python -m tileattn", description=ABOUT)
     parser.add_argument("--version", action="version", version=f"tileattn {tileattn.__version__}")
     parser.set_defaults(run=None)
@@ -108,8 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.run is None:
         parser.print_help()
         return 0
-    status: int = arguments.run(arguments)
-    return status
+    return int(arguments.run(arguments))
 
 
 def _side(text: str) -> int | None:
@@ -140,7 +129,7 @@ def _info(_: argparse.Namespace) -> int:
         ("tileattn", tileattn.__version__),
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         *((name, _version(name)) for name in ("numpy", "ml_dtypes", "threadpoolctl", "cupy")),
-        ("processor", f"{_processor()}, {os.cpu_count()} cores"),
+        ("processor", processor()),
         ("workers", _workers()),
         *(
             ("BLAS", f"{pool['internal_api']} {pool['version']}, {pool.get('architecture', '')}")
@@ -352,10 +341,8 @@ def _bench(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    status: int | None = importlib.import_module(f"benchmarks.{arguments.section}").main(
-        arguments.rest
-    )
-    return status or 0
+    section = importlib.import_module(f"benchmarks.{arguments.section}")
+    return section.main(arguments.rest) or 0
 
 
 def _workers() -> str:
@@ -384,12 +371,12 @@ def _version(name: str) -> str:
     return "not installed"
 
 
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:  # noqa: PTH123 - a device file, not a path of ours
-            return next(line.split(":")[1].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+def processor() -> str:
+    """Name the processor, and count its cores."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError), open("/proc/cpuinfo") as lines:  # noqa: PTH123 - no path of ours
+        name = next((line.split(":")[1].strip() for line in lines if "model name" in line), name)
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def _nvrtc() -> str:
