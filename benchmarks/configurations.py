@@ -66,7 +66,6 @@ class Configuration:
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes of q, k, v and of the output."""
         heads, Dv = self.Hkv or self.H, self.Dv or self.D
         return (
             (self.B, self.H, self.N, self.D),
@@ -77,7 +76,6 @@ class Configuration:
 
     @property
     def mask(self) -> Mask:
-        """The mask as options."""
         if self.window is None:
             return Mask(self.causal)
         right = 0 if self.causal else (self.window - 1) // 2

@@ -91,7 +91,6 @@ def configurations() -> list[Configuration]:
 
 
 def row_of(one: Configuration, torch: Implementation | None, seconds: float) -> report.Row:
-    """Compare all implementations on one configuration."""
     calls = {"tileattn": prepared(one, Tileattn(reuse=False))}
     if one.kind == "forward":
         calls["numpy"] = prepared(one, Naive(np))

@@ -119,7 +119,6 @@ class Gpu:
             sys.modules["torch"].cuda.empty_cache()
 
     def machine(self) -> dict[str, Any]:
-        """Describe the device and the versions of what runs on it."""
         torch = sys.modules.get("torch")  # loaded where it took part
         cuda = self.xp.cuda.runtime.runtimeGetVersion()
         attributes = self.xp.cuda.Device().attributes

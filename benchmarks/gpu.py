@@ -226,7 +226,6 @@ def sparse(configurations: Sequence[Configuration], device: Gpu) -> Iterator[Row
 def host(
     configurations: Sequence[Configuration], implementations: Sequence[Implementation], device: Gpu
 ) -> Iterator[Row]:
-    """Measure the CPU launch overhead of small calls."""
     for one in configurations:
         for implementation in implementations:
             if not implementation.supports(one):
@@ -242,7 +241,6 @@ def host(
 
 
 def ceilings(dtypes: Sequence[str], n: int, device: Gpu) -> Iterator[Row]:
-    """Time large matmuls, and a copy."""
     for dtype in dtypes:
         row: Row = {"ceiling": "matmul", "dtype": dtype, "n": n}
         try:

@@ -34,16 +34,12 @@ PASSES = ("forward", "backward", "deterministic")
 
 
 class Case(NamedTuple):
-    """What is timed."""
-
     name: str
     configuration: Configuration  # sizes and mask; its pass is ignored
     option: str = ""  # or bias, block_mask
 
 
 class Fault(NamedTuple):
-    """What is not finite."""
-
     name: str
     array: str = ""  # empty for the clean call
     fills: tuple[tuple[slice, float], ...] = ()  # elements of the flattened array, and their value
@@ -104,7 +100,6 @@ def spoiled(arrays: dict[str, Any], fault: Fault, xp: Any) -> dict[str, Any]:
 
 
 def call_of(case: Case, kind: str, arrays: dict[str, Any]) -> Call:
-    """Prepare one pass over some arrays."""
     one = case.configuration
     options = {"bias": arrays["bias"]} if "bias" in arrays else {}
     if case.option == "block_mask":

@@ -68,7 +68,6 @@ def show_missing(missing: Mapping[str, str]) -> None:
 
 
 def load(folder: Path, name: str) -> Row:
-    """Read a file of results."""
     result: Row = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     return result
 

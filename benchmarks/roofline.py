@@ -35,8 +35,6 @@ class Ceilings(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Least milliseconds of a pass by each resource."""
-
     compute_ms: float
     exp_ms: float
     memory_ms: float
@@ -54,7 +52,6 @@ def ceilings_of(result: Mapping[str, Any]) -> Ceilings:
 
 
 def configuration_of(row: Row) -> Configuration:
-    """Read the configuration of a row."""
     names = {field.name for field in fields(Configuration)}
     return Configuration(kind=row["pass"], **{name: row[name] for name in names & set(row)})
 

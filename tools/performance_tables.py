@@ -74,7 +74,6 @@ BOUNDS_AT = 8192  # keys, in all grids of the GPU
 
 
 def summary_lines() -> Iterator[str]:
-    """Make the summary: one line for each comparison and pass."""
     ceilings = load(RESULTS, "gpu_ceilings")
     head = ["", "baseline", "cases", "speedup, mean", "least", "most", "TFLOP/s", "% of roofline"]
     yield from table(head, (line for name in COMPARISONS for line in _summary(name, ceilings)))
@@ -124,7 +123,6 @@ def _spread(speedups: list[float]) -> list[Any]:
 
 
 def cpu_lines() -> Iterator[str]:
-    """Make the tables of the CPU."""
     for name, title in CPU.items():
         yield from paragraphs(f"## {title}")
         yield from _speed(load(RESULTS, name))
@@ -133,7 +131,6 @@ def cpu_lines() -> Iterator[str]:
 
 
 def gpu_lines() -> Iterator[str]:
-    """Make the tables of the GPU: comparisons, lower bounds and peak memory."""
     results = {path.stem: load(RESULTS, path.stem) for path in sorted(RESULTS.glob("gpu*.json"))}
     ceilings = results["gpu_ceilings"]
     compared = [name for name, x in results.items() if x["section"] in gpu.COMPARISONS]
@@ -251,7 +248,6 @@ def nonfinite(result: Row) -> Iterator[str]:
 
 
 def _stress() -> Iterator[str]:
-    """Say how often the stress test of the GPU ran, and what differed."""
     yield from paragraphs("Calls of both passes by `tools.stress_gpu`, whose bits were compared.")
     head = ["variant", "pairs of D, Dv", "processes", "calls", "differ", "failures"]
     found = [load(RESULTS, path.stem) for path in sorted(RESULTS.glob("stress_gpu*"))]

@@ -29,8 +29,6 @@ _TARGET = re.compile(r"`\(([^)]+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction."""
-
     address: int  # in its section
     text: str
     high: int  # upper half of its encoding, with the control information

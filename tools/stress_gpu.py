@@ -54,8 +54,6 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 class Case(NamedTuple):
-    """One call of both passes."""
-
     dtype: str
     D: int
     Dv: int
@@ -88,14 +86,12 @@ def cases(pairs: Sequence[tuple[int, int]], turn: int) -> list[Case]:
 
 
 def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Give the shapes of q, k, v and dout."""
     B, Hq, Hkv = SIZES
     rows = (B, Hq, case.Nq, case.D), (B, Hkv, case.Nk, case.D), (B, Hkv, case.Nk, case.Dv)
     return *rows, (B, Hq, case.Nq, case.Dv)
 
 
 def kernels(case: Case, arch: str) -> list[KernelKey]:
-    """List the kernels of a case."""
     q, k, v, _ = (np.empty(shape, DTYPES[case.dtype]) for shape in shapes(case))
     problem, context = parse(q, k, v, {"causal": case.causal})[0], catalog.context_of(arch)
     backward = backward_launches(problem, context, deterministic=True, sinks=False)
@@ -103,8 +99,6 @@ def kernels(case: Case, arch: str) -> list[KernelKey]:
 
 
 class Worker:
-    """What one process does, with so many calls in a visit."""
-
     def __init__(self, repeats: int) -> None:
         import cupy
 
@@ -218,7 +212,6 @@ class Tally:
         self.failures: list[str] = []
 
     def add(self, said: Report) -> None:
-        """Take in a report."""
         case = said.case
         kind = case.dtype, case.D, case.Dv
         self.calls[kind] += said.calls + 1
@@ -277,7 +270,6 @@ def run(chosen: argparse.Namespace, target: Callable[..., None] = work) -> Tally
 
 
 def parser() -> argparse.ArgumentParser:
-    """Describe the command line."""
     made = argparse.ArgumentParser(prog="stress_gpu", description=__doc__.splitlines()[0])
     made.add_argument("--seconds", type=float, default=300, help="without compiling (default: 300)")
     made.add_argument("--processes", type=int, default=8, help="that share the GPU (default: 8)")

@@ -53,7 +53,6 @@ def hbm_bytes(row: Row, implementation: str) -> int | None:
 
 
 def lines(result: Row) -> Iterator[str]:
-    """Make the section."""
     machine, rows = result["machine"], result["rows"]
     origin = f"`{machine['command'].strip()}`: {machine['gpu']}, {machine['date']}"
     yield from paragraphs(OPENING, f"Measured by {origin}.")

@@ -23,7 +23,6 @@ WIDTH = 100
 
 
 def lines() -> Iterator[str]:
-    """Make the lines between the markers."""
     yield "#define SUMS(i) \\"
     yield f"    {', '.join(_sum(i) for i in range(4))}, \\"
     yield f"    {', '.join(_sum(i) for i in range(4, 8))}"

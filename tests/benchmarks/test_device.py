@@ -10,14 +10,7 @@ import pytest
 
 from benchmarks.configurations import DTYPES, normal
 from benchmarks.device import SETTLE_SECONDS, Gpu, repeats
-
-
-class OnNumpy(Gpu):
-    """NumPy in the place of the device."""
-
-    def __init__(self) -> None:
-        self.xp = np
-        self._properties = {"l2CacheSize": 100_000}
+from tests.benchmarks.fake_gpu import Fake
 
 
 class Event:
@@ -86,7 +79,7 @@ def test_a_measurement_is_neither_too_short_nor_too_long(seconds: float, calls: 
 
 def test_the_sets_of_inputs_pass_the_l2_and_differ() -> None:
     shapes = ((2, 6, 20, 8), (2, 3, 20, 8), (2, 3, 20, 4), (2, 6, 20, 4))
-    sets = OnNumpy().inputs(shapes, "f32")
+    sets = Fake().inputs(shapes, "f32")
     assert len(sets) == -(-4 * 100_000 // (2 * 20 * (6 * 8 + 3 * 8 + 3 * 4 + 6 * 4) * 4))
     assert {tuple(x.shape for x in one) for one in sets} == {shapes}
     drawn = [x.tobytes() for one in sets for x in one]

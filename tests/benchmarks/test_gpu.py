@@ -40,7 +40,6 @@ class Bent(Naive):
         self.name, self._bend = name, bend
 
     def forward(self, x: Inputs, mask: Mask) -> Call:
-        """Bend the output."""
         call = super().forward(x, mask)
         return lambda: self._bend(call())
 
@@ -203,7 +202,6 @@ class Interrupted(Fake):
         self.left = iter(range(6))  # two implementations each
 
     def time(self, calls: Sequence[Call]) -> list[float]:
-        """Stop in the middle."""
         if next(self.left, None) is None:
             raise KeyboardInterrupt
         return super().time(calls)

@@ -106,17 +106,14 @@ class Pool:
         self.freed = False
 
     def malloc(self, nbytes: int) -> int:
-        """Take memory."""
         rounded = -(-nbytes // 512) * 512
         self.used += rounded
         return rounded
 
     def used_bytes(self) -> int:
-        """Memory in use."""
         return self.used
 
     def free_all_blocks(self) -> None:
-        """Give back what nobody uses."""
         self.freed = True
 
 

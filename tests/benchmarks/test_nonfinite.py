@@ -25,7 +25,6 @@ class Slow(Fake):
         self._seconds = seconds
 
     def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
-        """Run nothing."""
         more = len(calls) - len(self._seconds)
         return [[9.0, x, 0.0] for x in (*self._seconds, *[self._seconds[0]] * more)]
 

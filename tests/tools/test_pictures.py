@@ -19,7 +19,6 @@ from tools.pictures import schedules, speed
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Copy the results, which a test may change."""
     return shutil.copytree(RESULTS, tmp_path / "results")
 
 

@@ -21,7 +21,6 @@ MACHINE |= dict.fromkeys(VERSIONS, "1") | {"date": "today", "command": "python -
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Copy the results, which a test may change."""
     return shutil.copytree(RESULTS, tmp_path / "results")
 
 

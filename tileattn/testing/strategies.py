@@ -101,12 +101,12 @@ def problems(
     try:
         from hypothesis import strategies as st
     except ModuleNotFoundError as error:
-        msg = "tileattn.testing.problems needs Hypothesis: pip install hypothesis"
-        raise ModuleNotFoundError(msg) from error
+        raise ModuleNotFoundError(
+            "tileattn.testing.problems needs Hypothesis: pip install hypothesis"
+        ) from error
     for name in options:
         if name not in DRAW:
-            msg = f"options has {name!r}; {', '.join(DRAW)} are accepted"
-            raise ValueError(msg)
+            raise ValueError(f"options has {name!r}; {', '.join(DRAW)} are accepted")
 
     class Shrinkable(Choices):
         """Hypothesis makes the choices, and shrinks them."""

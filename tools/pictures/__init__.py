@@ -52,7 +52,6 @@ def stale(root: Path, results: Path) -> pages.Stale:
 
 
 def filled(page: str, pictures: dict[str, Picture], *, html: bool) -> str:
-    """Fill the places of a page."""
     return PLACE.sub(lambda m: f"{m[1]}{shown(m[2], pictures[m[2]], html=html)}{m[3]}", page)
 
 

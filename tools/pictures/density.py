@@ -11,7 +11,6 @@ PASSES = ("forward", "backward")
 
 
 def picture(results: Path) -> Picture:
-    """Make the picture of one problem, a line for each pass."""
     result = load(results, FILE)
     rows = sorted((row for row in result["rows"] if "ms" in row), key=lambda row: row["density"])
     values: dict[str, Any] = {"tileattn": {}, "flex": {}}

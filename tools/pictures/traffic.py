@@ -35,7 +35,6 @@ def problem(N: int) -> Problem:
 
 
 def picture(results: Path) -> Picture:
-    """Make the picture of one head."""
 
     def count(N: int, algorithm: str, kinds: tuple[str, ...]) -> int:
         return sum(modelled(problem(N), TILE, algorithm, kind).nbytes for kind in kinds)
