@@ -101,6 +101,12 @@ def main(argv: list[str] | None = None) -> int:
     return int(arguments.run(arguments))
 
 
+def _refused(message: object) -> int:
+    """Say why nothing was done, and give the exit status."""
+    print(message, file=sys.stderr)
+    return 2
+
+
 def _side(text: str) -> int | None:
     return None if text == "None" else int(text)
 
@@ -156,13 +162,11 @@ def _check(arguments: argparse.Namespace) -> int:
 
     reason = tileattn.available_backends()[arguments.backend]
     if reason is not None:
-        print(f"backend {arguments.backend!r} cannot run here: {reason}", file=sys.stderr)
-        return 2
+        return _refused(f"backend {arguments.backend!r} cannot run here: {reason}")
     try:
         threads.worker_count()
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return _refused(error)
     rng, problems = np.random.default_rng(arguments.seed), arguments.problems
     families = max(1, (problems or 500) // 25)
     progress = _Progress(sys.stdout)
@@ -224,8 +228,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         else:
             print(tileattn.explain(q, k, v, backend=a.backend, **options))
     except (TypeError, ValueError, RuntimeError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return _refused(f"{type(error).__name__}: {error}")
     return 0
 
 
@@ -260,14 +263,11 @@ def _compile(arguments: argparse.Namespace) -> int:
         place = cache.prepare()
         archs = [checked_arch(arch) for arch in arguments.arch or [arch_of(0)]]
     except BackendUnavailableError as error:
-        print(f"{error}; --arch sm_90a compiles for a GPU that is elsewhere", file=sys.stderr)
-        return 2
+        return _refused(f"{error}; --arch sm_90a compiles for a GPU that is elsewhere")
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return _refused(error)
     except OSError as error:
-        print(f"no kernel cache: {error}; TILEATTN_CACHE_DIR names a folder", file=sys.stderr)
-        return 2
+        return _refused(f"no kernel cache: {error}; TILEATTN_CACHE_DIR names a folder")
     from tileattn.kernels.launch import catalog  # only this command needs it
 
     jobs = [
@@ -335,12 +335,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         what = "is not installed"
         if found is not None:
             what = f"is another one, {found.__file__ or list(found.__path__)}"
-        print(
+        return _refused(
             f"bench: the package benchmarks {what}, and the wheel has none; run "
-            "`python -m tileattn bench` in a checkout of the repository",
-            file=sys.stderr,
+            "`python -m tileattn bench` in a checkout of the repository"
         )
-        return 2
     section = importlib.import_module(f"benchmarks.{arguments.section}")
     return section.main(arguments.rest) or 0
 

@@ -23,7 +23,7 @@ from tileattn.testing import AttentionCase, assert_attention_close, error_bound
 from tileattn.testing.options import DRAW, Choices
 from tileattn.testing.strategies import draw_case
 
-BATCH = 500  # problems whose kernels are compiled at once
+BATCH = 100  # problems whose kernels are compiled at once
 
 
 class Family(NamedTuple):
