@@ -20,14 +20,14 @@ def test_the_header_is_up_to_date() -> None:
 
 
 def test_a_stale_header_is_found_and_mended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     header = tmp_path / wgmma_header.HEADER.name
     fresh = wgmma_header.HEADER.read_text(encoding="utf-8")
     header.write_text(fresh.replace("m64n96k16", "m64n88k16"), encoding="utf-8")
-    assert wgmma_header.main(["--check", "--folder", str(header.parent)]) == 1
-    assert f"{header.name} is stale" in capsys.readouterr().out
-    assert wgmma_header.main(["--write", "--folder", str(header.parent)]) == 0
+    monkeypatch.setattr(wgmma_header, "HEADER", header)
+    assert wgmma_header.main(["--check"]) == 1
+    assert wgmma_header.main(["--write"]) == 0
     assert header.read_text(encoding="utf-8") == fresh
 
 
