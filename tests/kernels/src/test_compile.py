@@ -3,12 +3,11 @@
 import re
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from tileattn.dtypes import DTYPES
-from tileattn.errors import BackendUnavailableError, KernelCompileError
+from tileattn.errors import KernelCompileError
 from tileattn.kernels.config.generic import TILED
 from tileattn.kernels.config.hopper import (
     HOPPER,
@@ -19,8 +18,10 @@ from tileattn.kernels.config.hopper import (
 )
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
-from tileattn.kernels.jit.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.jit.compile import SOURCES, compiled
 from tileattn.kernels.launch import catalog
+
+pytestmark = pytest.mark.usefixtures("nvrtc")
 
 Case = tuple[str, KernelKey]
 
@@ -43,16 +44,6 @@ CASES = list(dict.fromkeys(MIXED + PLAIN))
 # ptxas says "info" of what costs a kernel its speed, too: wgmma that it had to run one by one, and
 # registers that it could not hand over. Those notes have numbers of 7500 and above.
 COMPLAINT = re.compile(r"warning|error|performance loss|\(C75\d\d\)", re.IGNORECASE)
-
-
-@pytest.fixture(autouse=True)
-def nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile anew, not into the user's cache; without a compiler, skip."""
-    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
-    try:
-        nvrtc_version()
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
 
 
 def name_of(case: Case) -> str:
