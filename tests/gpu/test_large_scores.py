@@ -13,9 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 import tileattn
-from tests.on_gpu import host, needs_gpu, poisoned
+from tests.on_gpu import host, needs_gpu, poisoned, sent
 from tileattn.reference import Forward, evaluate_backward, evaluate_forward
-from tileattn.testing import error_bound
 from tileattn.testing.floors import backward_floors, forward_floors, norm, storing, summing
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
@@ -45,10 +44,8 @@ def results(
     given: tuple[Array, ...], options: dict[str, Any], **more: Any
 ) -> dict[str, tuple[Array, ...]]:
     """Run both passes; what is None is left out."""
-    import cupy
-
-    q, k, v, dout = map(cupy.asarray, given)
-    there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    q, k, v, dout = map(sent, given)
+    there = {n: sent(x) for n, x in options.items()}
     with poisoned():
         attention = tileattn.forward(q, k, v, **there)
         grads = tileattn.backward(dout, q, k, v, *attention, **(more | there))
@@ -87,7 +84,7 @@ def hold(
     options: dict[str, Any],
     of_lse: bool = False,
 ) -> None:
-    """Hold results to twice the error of the formula, and to what nobody escapes.
+    """Allow results twice the error of the formula, and to what nobody escapes.
 
     A result is the sum of what is found, each of which was stored.
     """
@@ -167,26 +164,6 @@ def test_one_key_takes_all(dtype: Any, deterministic: bool) -> None:
         others = np.exp(-apart) * np.abs(dout).sum()
         ok = np.abs(found["dv"][0][:, 0] - dv) <= 4 * unit * size + others
         assert ok.all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("amplitude", [1.0, *LARGE])
-def test_a_single_key_has_all_the_weight(dtype: Any, amplitude: float) -> None:
-    given = drawn(dtype, amplitude, Nq=1, Nk=1)
-    for deterministic in (False, True):
-        found = results(given, {}, deterministic=deterministic)
-        q, k, v, dout = given
-        bounds = error_bound(0 * q, 0 * k, v, dout)  # whatever the score is
-        error = norm(found["out"][0].astype(np.float64) - np.repeat(v, 2, axis=1))
-        assert error <= bounds["out"].error
-        if np.dtype(dtype).itemsize == 2:
-            np.testing.assert_array_equal(found["out"][0], np.repeat(v, 2, axis=1))
-        dout = dout.astype(np.float64)
-        want, size = (x.sum(axis=1, keepdims=True) for x in (dout, np.abs(dout)))
-        error = np.abs(found["dv"][0] - want)
-        assert norm(error) <= bounds["dv"].error
-        if dtype != np.float32:  # whose products lose a bit: see kernels/src/test_tf32.py
-            assert (error <= 2 * storing(given[0].dtype).relative * size).all()
 
 
 def masked(value: float, rows: bool, shape: tuple[int, ...] = (140, 150)) -> Array:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import threadpoolctl
 
 import tileattn
 from tileattn.algorithm import spec
@@ -225,27 +224,6 @@ def test_a_task_may_itself_run_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert within(10, lambda: run([outer] * 4)) is None
     assert sorted(done) == sorted([0, 1, 2] * 4)
     threads._pool.cache_clear()
-
-
-def blas_threads() -> set[int]:
-    pools = threadpoolctl.threadpool_info()
-    return {pool["num_threads"] for pool in pools if pool["user_api"] == "blas"}
-
-
-@pytest.mark.parametrize("tasks", [1, 3])
-def test_blas_has_one_thread_in_tasks_and_its_own_number_afterwards(tasks: int) -> None:
-    before = blas_threads()
-    inside: list[set[int]] = []
-    run([lambda: inside.append(blas_threads())] * tasks)
-    assert inside == [{1}] * tasks
-    assert blas_threads() == before
-
-    def fails() -> None:
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        run([fails] * tasks)
-    assert blas_threads() == before
 
 
 def test_concurrent_calls_of_several_threads_agree_with_one_after_another() -> None:
