@@ -172,7 +172,7 @@ def bound_of(key: KernelKey, depth: int) -> float:
     """Bound the error of a sum of products, relative to the sum of their absolute values.
 
     Tensor cores may cut what they add to the last bit, 2 u, where others round. A product of
-    float32 is made of tf32 parts: see kernels/src/test_tf32.py.
+    float32 is made of tf32 parts: see mma.cuh.
     """
     split = 2**-21 if key.dtype == "float32" else 0.0
     return split + (2 * depth + 8) * unit_of(key)
