@@ -6,13 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.arrays import Array, Given, normal
 from tests.conftest import Runner
 from tileattn import Attention, BlockMask, Gradients, reference
 from tileattn.testing import assert_attention_close, error_bound
-
-Array = NDArray[Any]
-Given = tuple[Array, Array, Array, Array]
-"""q, k, v and dout."""
 
 B, HQ, HKV = 2, 4, 2
 NAMES = ("q", "k", "v", "dout")
@@ -23,11 +20,7 @@ MIXTURES = ((math.nan,), (math.inf,), (-math.inf,), (math.inf, -math.inf), tuple
 def arrays(
     lengths: tuple[int, int], dtype: Any = np.float32, dims: tuple[int, int] = (8, 12)
 ) -> Given:
-    (Nq, Nk), (D, Dv) = lengths, dims
-    rng = np.random.default_rng(0)
-    shapes = ((B, HQ, Nq, D), (B, HKV, Nk, D), (B, HKV, Nk, Dv), (B, HQ, Nq, Dv))
-    q, k, v, dout = (rng.normal(size=shape).astype(dtype) for shape in shapes)
-    return q, k, v, dout
+    return normal((B, HQ, HKV, *lengths, *dims), dtype)
 
 
 def masks(lengths: tuple[int, int], block: tuple[int, int] = (8, 5)) -> dict[str, dict[str, Any]]:

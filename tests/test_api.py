@@ -6,25 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import tileattn
+from tests.arrays import Array, Given, normal
 from tileattn import Attention
 from tileattn.algorithm import spec
 from tileattn.problem import parse
 from tileattn.traffic import ALGORITHMS, KINDS, counted
 
-Array = NDArray[Any]
-
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 7, 5, 3, 6
 OUT = (B, HQ, NQ, DV)
 
 
-def arrays(dtype: Any = np.float32) -> list[Array]:
-    """Make q, k, v and dout."""
-    rng = np.random.default_rng(0)
-    shapes = ((B, HQ, NQ, D), (B, HKV, NK, D), (B, HKV, NK, DV), OUT)
-    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+def arrays() -> Given:
+    return normal((B, HQ, HKV, NQ, NK, D, DV))
 
 
 def saved() -> tuple[list[Array], Attention]:

@@ -6,26 +6,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from tests import example
+from tests.arrays import Array, Given, normal
 from tileattn import BlockMask, reference
 from tileattn.algorithm.philox import dropout_mask
-
-Array = NDArray[Any]
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 7, 5, 3, 6
 
 
-def arrays(seed: int = 0) -> tuple[Array, Array, Array, Array]:
-    """Make q, k, v and dout with all axes of different lengths, more queries than keys, GQA."""
-    rng = np.random.default_rng(seed)
-    return (
-        rng.normal(size=(B, HQ, NQ, D)),
-        rng.normal(size=(B, HKV, NK, D)),
-        rng.normal(size=(B, HKV, NK, DV)),
-        rng.normal(size=(B, HQ, NQ, DV)),
-    )
+def arrays() -> Given:
+    """All axes of different lengths, more queries than keys, GQA."""
+    return normal((B, HQ, HKV, NQ, NK, D, DV), np.float64)
 
 
 def option_sets() -> dict[str, dict[str, Any]]:

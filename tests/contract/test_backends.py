@@ -12,14 +12,13 @@ from hypothesis import assume, given, settings
 from numpy.typing import NDArray
 
 import tileattn
+from tests.arrays import Array, Sizes, normal
 from tests.conftest import Runner
 from tileattn import Attention, BlockMask, Gradients, reference
 from tileattn.dtypes import DTYPES
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound, problems
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
-
-Array = NDArray[Any]
 
 
 def check(runner: Runner, case: AttentionCase) -> tuple[Attention, Gradients]:
@@ -34,16 +33,11 @@ def check(runner: Runner, case: AttentionCase) -> tuple[Attention, Gradients]:
     return attention, grads
 
 
-def make(
-    sizes: tuple[int, ...], dtype: Any = np.float32, seed: int = 0
-) -> tuple[Array, Array, Array, Array, Array]:
-    """Make q, k, v, dout and dlse of sizes B, Hq, Hkv, Nq, Nk, D, Dv."""
-    B, Hq, Hkv, Nq, Nk, D, Dv = sizes
-    rng = np.random.default_rng(seed)
-    shapes = ((B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (B, Hq, Nq, Dv))
-    q, k, v, dout = (rng.normal(size=shape).astype(dtype) for shape in shapes)
+def make(sizes: Sizes, dtype: Any = np.float32) -> tuple[Array, Array, Array, Array, Array]:
+    """Make q, k, v, dout and dlse."""
     sums = np.float64 if dtype == np.float64 else np.float32
-    return q, k, v, dout, rng.normal(size=(B, Hq, Nq)).astype(sums)
+    dlse = np.random.default_rng(1).normal(size=(*sizes[:2], sizes[3]))
+    return *normal(sizes, dtype), dlse.astype(sums)
 
 
 def relative_error(actual: Array, expected: Array) -> float:

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 import tileattn
-from tests.nonfinite import Array, Given
+from tests.arrays import Array, Given, normal
 from tests.on_gpu import host, poisoned, sent
 from tileattn import Attention, BlockMask, Gradients, reference
 from tileattn.backends.cupy import describe
@@ -79,10 +79,7 @@ MASKS: dict[str, Masked] = {
 
 
 def arrays(dtype: Any, D: int, Dv: int, Nq: int, Nk: int, seed: int = 0) -> Given:
-    rng, of_dout = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
-    shapes = ((B, HQ, Nq, D), (B, HKV, Nk, D), (B, HKV, Nk, Dv))
-    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
-    return q, k, v, of_dout.standard_normal((B, HQ, Nq, Dv)).astype(dtype)
+    return normal((B, HQ, HKV, Nq, Nk, D, Dv), dtype, seed)
 
 
 def filled(options: dict[str, Any], Nk: int) -> dict[str, Any]:

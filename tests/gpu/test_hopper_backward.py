@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import tileattn
+from tests.arrays import Given, normal
 from tests.gpu.hopper import (
     DTYPES,
     HKV,
@@ -20,7 +21,6 @@ from tests.gpu.hopper import (
     filled,
     runs_backward,
 )
-from tests.nonfinite import Given
 from tests.on_gpu import bits, host, needs_gpu, sent
 from tileattn import reference
 from tileattn.testing import assert_attention_close, error_bound
@@ -52,11 +52,7 @@ def test_work_tiles_of_one_tile_and_of_none(
 @pytest.mark.parametrize("group", [1, 2, 6])
 @pytest.mark.parametrize(("D", "Dv"), [*SQUARE, *WIDE[:3]])
 def test_heads_that_share_keys(D: int, Dv: int, group: int) -> None:
-    rng = np.random.default_rng(4)
-    heads, kv = 6, 6 // group
-    shapes = ((1, heads, 257, D), (1, kv, 301, D), (1, kv, 301, Dv), (1, heads, 257, Dv))
-    q, k, v, dout = (rng.standard_normal(shape).astype(DTYPES[1]) for shape in shapes)
-    check((q, k, v, dout), window=(100, 20))
+    check(normal((1, 6, 6 // group, 257, 301, D, Dv), DTYPES[1]), window=(100, 20))
 
 
 # --- memory -------------------------------------------------------------------------------------

@@ -10,16 +10,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import tileattn
+from tests.arrays import Array, Given, normal
 from tests.on_gpu import host, needs_gpu, poisoned, sent
 from tileattn.reference import Forward, evaluate_backward, evaluate_forward
 from tileattn.testing.floors import backward_floors, forward_floors, norm, storing, summing
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
-
-Array = NDArray[Any]
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 AMPLITUDES = (1e-3, 0.1, 1.0, 10.0, 100.0)
@@ -29,20 +27,14 @@ LOWEST = float(np.finfo(np.float32).min)
 
 def drawn(
     dtype: Any, amplitude: float = 1.0, D: int = 64, Nq: int = 140, Nk: int = 150, seed: int = 0
-) -> tuple[Array, ...]:
+) -> Given:
     """Draw q, k, v and dout of two batch entries with two heads that share keys."""
-    rng = np.random.default_rng(seed)
-    shapes = (2, 2, Nq, D), (2, 1, Nk, D), (2, 1, Nk, D), (2, 2, Nq, D)
-    sizes = amplitude, amplitude, 1.0, 1.0
-    return tuple(
-        (size * rng.standard_normal(shape)).astype(dtype)
-        for size, shape in zip(sizes, shapes, strict=True)
-    )
+    q, k, v, dout = normal((2, 2, 1, Nq, Nk, D, D), np.float64, seed)
+    q, k, v, dout = (x.astype(dtype) for x in (amplitude * q, amplitude * k, v, dout))
+    return q, k, v, dout
 
 
-def results(
-    given: tuple[Array, ...], options: dict[str, Any], **more: Any
-) -> dict[str, tuple[Array, ...]]:
+def results(given: Given, options: dict[str, Any], **more: Any) -> dict[str, tuple[Array, ...]]:
     """Run both passes; what is None is left out."""
     q, k, v, dout = map(sent, given)
     there = {n: sent(x) for n, x in options.items()}
@@ -66,7 +58,7 @@ def normalised(forward: Forward) -> Forward:
 
 
 def evaluated(
-    given: tuple[Array, ...], dtype: Any, options: dict[str, Any], of_lse: bool = False
+    given: Given, dtype: Any, options: dict[str, Any], of_lse: bool = False
 ) -> dict[str, Array]:
     """Evaluate the formula, if asked for with probabilities of the logsumexp in that dtype."""
     q, k, v, dout = given
@@ -79,7 +71,7 @@ def evaluated(
 
 
 def hold(
-    given: tuple[Array, ...],
+    given: Given,
     found: dict[str, tuple[Array, ...]],
     options: dict[str, Any],
     of_lse: bool = False,
@@ -109,7 +101,7 @@ def hold(
         assert ok, (name, norm((got - want)[finite]), error)
 
 
-def hold_sums(given: tuple[Array, ...], found: dict[str, tuple[Array, ...]]) -> None:
+def hold_sums(given: Given, found: dict[str, tuple[Array, ...]]) -> None:
     """Every row of P sums to 1, so all of dv sums to all of dout."""
     dtype, dout = given[0].dtype, given[3].astype(np.float64)
     dv = found["dv"][0].astype(np.float64)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.arrays import Given
 from tests.conftest import Runner
 from tests.gpu.hopper import runs_backward
 from tests.nonfinite import (
     WRONG,
-    Given,
     arrays,
     check_masked_out,
     check_reach,

@@ -10,14 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
-from numpy.typing import NDArray
 
+from tests.arrays import Array, Given, normal
 from tileattn import reference
 from tileattn.results import Attention, Gradients
 from tileattn.testing import AttentionCase, Bound, assert_attention_close, error_bound, problems
 from tileattn.testing.options import DRAW
-
-Array = NDArray[Any]
 
 OPTIONS: dict[str, Any] = {
     "causal": True,
@@ -28,11 +26,8 @@ OPTIONS: dict[str, Any] = {
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
-def arrays(dtype: Any) -> tuple[Array, Array, Array, Array]:
-    rng = np.random.default_rng(4)
-    shapes = ((2, 4, 13, 8), (2, 2, 9, 8), (2, 2, 9, 6), (2, 4, 13, 6))
-    q, k, v, dout = (rng.normal(size=shape).astype(dtype) for shape in shapes)
-    return q, k, v, dout
+def arrays(dtype: Any) -> Given:
+    return normal((2, 4, 2, 13, 9, 8, 6), dtype, seed=4)
 
 
 def plain(dtype: Any) -> tuple[Attention, Gradients]:
