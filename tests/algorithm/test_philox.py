@@ -82,7 +82,7 @@ def test_every_element_equals_its_scalar_evaluation() -> None:
     assert 0 < kept.sum() < kept.size
 
 
-def test_a_problem_larger_than_one_piece_equals_the_oracle() -> None:
+def test_a_problem_larger_than_one_chunk_equals_the_oracle() -> None:
     shape = (1, 3, 300, 700)
     np.testing.assert_array_equal(
         dropout_mask(shape, 0.25, 2**63 + 5), reference.keep(shape, 0.25, 2**63 + 5)

@@ -1,4 +1,4 @@
-"""The same bits every time: on repeated runs, with any number of threads, in any company."""
+"""Bitwise reproducible and batch-invariant: repeated runs, threads, other heads."""
 
 import os
 import subprocess
@@ -93,7 +93,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_head_has_the_same_bits_in_any_company(
+def test_a_head_has_the_same_bits_whatever_the_others_hold(
     backend: Runner, sizes: tuple[int, ...], dtype: Any, causal: bool
 ) -> None:
     """The other entries and heads hold large, infinite and NaN numbers; alone, a head has none."""

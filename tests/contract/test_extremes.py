@@ -80,8 +80,8 @@ def check_exact_scores(
     q, k, v, dout = arrays
     s = scores_of(q, k, options).astype(np.float64)
     masks = {name: x for name, x in options.items() if name != "bias"}
-    shown = reference.visibility(s.shape, masks)
-    m = np.max(np.where(shown, s, -np.inf), axis=3, keepdims=True, initial=-np.inf)
+    visible = reference.visibility(s.shape, masks)
+    m = np.max(np.where(visible, s, -np.inf), axis=3, keepdims=True, initial=-np.inf)
     attention = runner.forward(q, k, v, **options)
     ordinary = abs(attention.lse[..., None]) <= (512 if q.dtype.itemsize == 2 else 16)
     small = masks | {"bias": s - np.where(np.isinf(m) | ordinary, 0, m)}
@@ -253,7 +253,7 @@ def test_probabilities_sum_to_one(
 def test_gradients_over_some_of_the_keys_add_up(
     runner: Runner, dtype: np.dtype[Any], amplitude: float
 ) -> None:
-    """Each share of the keys is given ``out`` and ``lse`` of all: P of one share is less than 1."""
+    """Each part of the keys gets ``out`` and ``lse`` of all: its P sums to less than 1."""
     q, k, v, dout = normal((1, 2, 1, 130, 170, 16, 20), np.float64)
     q, k, v, dout = (x.astype(dtype) for x in (q * amplitude, k * amplitude, v, dout))
     parts = [slice(0, 40), slice(40, 170)]

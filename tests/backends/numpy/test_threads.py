@@ -1,4 +1,4 @@
-"""The pool: every task runs once, the first error comes out, nobody waits for ever."""
+"""The pool: every task runs once, the first error is raised, nothing deadlocks."""
 
 import threading
 import time
@@ -65,7 +65,7 @@ def test_no_task_and_one_task(parallel: bool) -> None:
     assert done == [1]
 
 
-def test_the_first_error_comes_out_and_stops_the_rest(workers: int) -> None:
+def test_the_first_error_is_raised_and_stops_the_rest(workers: int) -> None:
     started = []
 
     def task(n: int) -> None:
@@ -103,7 +103,7 @@ def test_sums_of_parallel_tasks_are_ordered(workers: int, skipped: int) -> None:
     assert workers
 
 
-def test_a_task_that_skips_a_block_does_not_vouch_for_it() -> None:
+def test_a_task_that_skips_a_block_does_not_release_it() -> None:
     """Task 1 goes on from block 0 to block 5; of block 3 it knows nothing."""
     sums, waited = OrderedSums(3), threading.Event()
 
