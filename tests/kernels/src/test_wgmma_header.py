@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.jit.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.jit.compile import SOURCES, compiled
 from tools import wgmma_header
 
 COLUMNS = (32, 64, 80, 96, 112, 128, 160, 176, 192, 256)
@@ -57,14 +56,8 @@ INSTRUCTION = re.compile(
 )
 
 
-def test_each_product_is_the_instruction_that_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
-    try:
-        nvrtc_version()
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+@pytest.mark.usefixtures("nvrtc")
+def test_each_product_is_the_instruction_that_was_asked_for(tmp_path: Path) -> None:
     asked = list(product(("float16", "bfloat16"), COLUMNS))
     text = ['#include "wgmma_sm90.cuh"', *(products(*one) for one in asked)]
     (tmp_path / "products.cu").write_text("\n".join(text), encoding="utf-8")
