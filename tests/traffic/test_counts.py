@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tileattn import BlockMask, reference
 from tileattn.problem import parse
-from tileattn.traffic import forward_traffic
+from tileattn.traffic import explained
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 37, 29, 8, 12
 SHAPE = (B, HQ, NQ, NK)
@@ -21,7 +21,7 @@ BLOCKS = np.random.default_rng(0).random((B, HQ, 3, 4)) < 0.5
 def count(**options: Any) -> tuple[dict[str, int], dict[str, int], NDArray[np.bool_]]:
     q = np.zeros((B, HQ, NQ, D), options.pop("dtype", np.float32))
     k, v = np.zeros((B, HKV, NK, D), q.dtype), np.zeros((B, HKV, NK, DV), q.dtype)
-    counts = forward_traffic(*parse(q, k, v, options), TILE)
+    counts = explained(*parse(q, k, v, options), TILE, TILE)[:2]
     return *counts, reference.visibility(SHAPE, options)
 
 
