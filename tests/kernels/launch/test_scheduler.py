@@ -133,6 +133,7 @@ def loads_of(table: Array, costs: Array) -> Array:
 
 @given(st.integers(1, 9), st.integers(1, 12), st.data())
 def test_numbers_are_those_of_the_kernels(blocks: int, heads: int, data: st.DataObject) -> None:
+    """Claimed in order, a head has its blocks in order: none waits for one that is not claimed."""
     parts = data.draw(st.integers(1, heads))
     block, head, part = work_tiles(blocks, heads, parts)
     assert list(zip(block, head, strict=True)) == works_of(blocks, heads, parts)
@@ -343,6 +344,37 @@ def test_the_room_for_a_part() -> None:
         found = schedule_of(problem, layout_of(problem), launches, cache)
         assert found.head_groups == expected
         assert (found.assignment is not None) == (launches[0].key.kernel == HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv", "Nq", "together", "grouped", "in_order"),
+    [
+        (128, 128, 512, 50, 25, 16),
+        (128, 128, 4096, 6, 9, 6),
+        (128, 128, 1 << 20, 9, 9, 9),
+        (256, 256, 512, 25, 12, 8),
+        (64, 128, 2048, 20, 10, 16),
+        (128, 64, 2048, 14, 7, 14),
+    ],
+)
+def test_how_many_heads_are_worked_on_together(
+    D: int, Dv: int, Nq: int, together: int, grouped: int, in_order: int
+) -> None:
+    """Their queries, gradients and sums fill 25 MiB, unless that is less than a turn of the GPU."""
+    P = shaped("float16", D, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, Dv=Dv)
+
+    def groups(P: Problem, deterministic: bool = False) -> int:
+        launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
+        found = schedule_of(P, layout_of(P), launches, CACHE)
+        assert (found.assignment, found.in_order) == (None, deterministic)
+        return found.head_groups
+
+    assert groups(P) == -(-150 // together)
+    assert groups(replace(P, Hq=100)) == -(-150 // grouped)  # twice as much of each head of keys
+    assert groups(P, deterministic=True) == -(-150 // in_order)
+    # Where blocks of keys differ in length, of each head there are 1,024 keys at work.
+    causal = replace(P, window=CAUSAL)
+    assert groups(causal, deterministic=True) == -(-150 // (16 if D < 256 else 8))
 
 
 def test_nothing_to_start_has_an_order() -> None:

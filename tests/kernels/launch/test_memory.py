@@ -1,0 +1,148 @@
+"""Memory of kernels: the parts of the workspace, and shared memory; nothing here needs a GPU."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.kernels.launch.planning import A100, H200, HQ, NQ, B, asked, backward, forward
+from tileattn.kernels.config.generic import TILED
+from tileattn.kernels.config.shared_memory import generic_bytes, generic_static_bytes
+from tileattn.kernels.config.tiles import TileSize, bucket
+from tileattn.kernels.launch.device import Device, device_of_arch
+from tileattn.kernels.launch.layout import contiguous
+
+Fields = dict[str, Any]
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# Bytes of each part, those of zeros last; three numbers of each padded query.
+SIZES: Fields = {"Nq": 300, "Nk": 530, "D": 72, "Dv": 40}
+ROWS = dict.fromkeys(("delta", "lse_log2", "row_max"), 12 * 384 * 4)
+FLAGS = {"head_flags": 4 * 4}
+SUMS = 12 * 300 * 4
+
+
+def counters(tiles: int) -> dict[str, int]:
+    return {"tile_counter": 2 * 4, "dq_semaphore": 12 * tiles * 2 * 4}
+
+
+PARTS: list[tuple[Device, Fields, bool | None, dict[str, int], dict[str, int]]] = [
+    (A100, {}, None, {}, {}),
+    (H200, {}, None, {}, {}),
+    (A100, {}, True, ROWS, FLAGS),
+    (A100, {}, False, ROWS, FLAGS | {"dq_accum": SUMS * 96}),
+    (H200, {}, False, ROWS | {"dq_accum": SUMS * 128}, FLAGS | counters(5)),
+    (H200, {}, True, ROWS | {"dq_accum": SUMS * 128}, FLAGS | counters(5)),
+    (H200, {"D": 64}, True, ROWS | {"dq_accum": SUMS * 64}, FLAGS | counters(3)),
+    (H200, {"D": 200}, False, ROWS | {"dq_accum": SUMS * 256}, FLAGS | counters(5)),
+    (A100, {"D": 300}, False, ROWS, FLAGS),
+    (A100, {"Nk": 0}, False, ROWS, FLAGS),
+    (A100, {"B": 0}, False, {}, {}),
+]
+
+
+@pytest.mark.parametrize(("device", "changed", "deterministic", "parts", "zeros"), PARTS)
+def test_parts_of_the_workspace(
+    device: Device,
+    changed: Fields,
+    deterministic: bool | None,
+    parts: dict[str, int],
+    zeros: dict[str, int],
+) -> None:
+    problem = asked(**SIZES | changed)
+    if deterministic is None:
+        found = forward(problem, device).workspace
+    else:
+        found = backward(problem, device, deterministic=deterministic).workspace
+    starts, end = {}, 0
+    for name, nbytes in (parts | zeros).items():
+        starts[name] = -(-end // 256) * 256
+        end = starts[name] + nbytes
+    assert (found.starts, found.nbytes) == (starts, end)
+    assert found.zeros == min((starts[name] for name in zeros), default=end)
+
+
+def test_numbers_of_64_bits_take_twice_the_workspace() -> None:
+    """And have copies of their slopes in as many."""
+    halves, doubles = (
+        backward(asked(dtype, ("alibi_slopes",), **SIZES), alibi_slopes=contiguous((B, HQ), kind))
+        for dtype, kind in (("float32", "float64"), ("float64", "float32"))
+    )
+    sizes = {"alibi_slopes": 12 * 8, "delta": 12 * 384 * 8, "dq_accum": SUMS * 96 * 2}
+    for plan, share in ((halves, 2), (doubles, 1)):
+        starts = {**plan.workspace.starts, "": plan.workspace.nbytes}
+        ends = dict(zip(starts, [*starts.values()][1:], strict=False))
+        for name, nbytes in sizes.items():
+            assert -255 <= nbytes // share - (ends[name] - starts[name]) <= 0
+
+
+# Kernel, element sizes of rows and bias, and bytes: one swizzled row is 64 or a multiple of 128.
+GENERIC: list[tuple[str, TileSize, tuple[int, int], int, int, int]] = [
+    ("forward", TileSize(128, 48, 4, 1, 2, 3), (64, 64), 2, 0, 128 * 128 + 4 * 48 * 128),
+    ("forward", TileSize(64, 32, 4), (32, 96), 2, 0, 64 * 256 + 32 * (64 + 256)),
+    ("forward", TileSize(32, 32, 2, 2), (64, 64), 4, 0, 32 * 256 + 64 * 256 + 32 * 128),
+    ("forward", TileSize(64, 32, 4), (64, 64), 2, 2, 64 * 128 + 64 * 128 + 64 * 64),
+    ("forward", TileSize(64, 32, 4), (64, 64), 2, 8, 64 * 128 + 64 * 128 + 64 * 256),
+    ("backward_dkdv", TileSize(64, 128, 4, 2, 2), (128, 64), 2, 0, 128 * 640 + 2 * 64 * 384),
+    ("backward_dkdv", TileSize(64, 64, 2, 2), (64, 64), 2, 4, 64 * (512 + 256 + 256)),
+    ("backward_dq", TileSize(64, 32, 4, 1, 2), (64, 128), 4, 0, 64 * 768 + 2 * 32 * 768),
+    ("backward_large_scores", TileSize(64, 32, 4, 1, 2), (64, 128), 4, 0, 64 * 256 + 64 * 256),
+    ("backward_dbias", TileSize(64, 32, 4), (64, 128), 2, 0, 96 * 256 + 2 * 64 * 4),
+    ("backward_dbias", TileSize(64, 32, 4, 1, 2), (64, 128), 8, 0, 96 * 1536 + 2 * 64 * 8),
+]
+
+
+@pytest.mark.parametrize(("kernel", "tile", "dims", "size", "bias", "nbytes"), GENERIC)
+def test_shared_memory_of_generic_kernels(
+    kernel: str, tile: TileSize, dims: tuple[int, int], size: int, bias: int, nbytes: int
+) -> None:
+    assert generic_bytes(kernel, tile, *dims, size, bias) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tile", "size", "kilobytes"),
+    [
+        ("forward", TileSize(128, 64, 4), 2, 1),
+        ("forward", TileSize(64, 64, 2, 4), 2, 3),
+        ("forward", TileSize(32, 32, 2, 2), 8, 2),
+        ("backward_dkdv", TileSize(64, 128, 4, 2, 2), 2, 3),
+        ("backward_dkdv", TileSize(64, 128, 4, 2, 1), 8, 3),
+        ("backward_dbias", TileSize(64, 64, 4, 2), 8, 0),
+    ],
+)
+def test_static_shared_memory(kernel: str, tile: TileSize, size: int, kilobytes: int) -> None:
+    assert generic_static_bytes(kernel, tile, size) == kilobytes * 1024
+
+
+def test_buckets_are_the_next_ones() -> None:
+    assert [bucket(n) for n in (0, 32, 33, 64, 96, 97, 128, 192, 256)] == [
+        *(32, 32, 64, 64, 96, 128, 128, 192, 256)
+    ]
+
+
+# --- devices that are not there -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_103", "sm_120"])
+def test_launches_fit_every_gpu(arch: str) -> None:
+    device, bias = device_of_arch(arch), contiguous((1, 1, NQ, 64), "float64")
+    options: list[Fields] = [{}, {"bias": bias}]
+    for dim, dtype, more in product((20, 64, 128, 256, 512), DTYPES, options):
+        problem = asked(dtype, more, D=dim, Dv=dim, Nk=64)
+        for plan in (forward(problem, device, **more), backward(problem, device, **more)):
+            for launch in plan.launches:
+                key, static = launch.key, 0
+                if key.kernel in TILED:
+                    tile = TileSize(*key.tile, key.warps_m, key.warps_n, key.stages)
+                    static = generic_static_bytes(key.kernel, tile, problem.dtype.itemsize)
+                assert launch.shared_bytes + static <= device.shared_limit
+                assert key.threads <= 1024
+
+
+def test_the_next_older_gpu_stands_for_one_that_is_not_known() -> None:
+    assert replace(device_of_arch("sm_121"), arch="sm_120") == device_of_arch("sm_120")
+    assert device_of_arch("compute_80").name == "A100"
+    for name in ("sm_70", "hopper", "sm_"):
+        with pytest.raises(ValueError, match=f"arch is '{name}'; sm_75, .* are accepted"):
+            device_of_arch(name)
