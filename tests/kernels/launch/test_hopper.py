@@ -236,6 +236,7 @@ SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]
     (hopper_forward_bytes, TileSize(128, 96, 8, stages=2), 192, 192, 3 * 24 + 2 * 72),
     (hopper_forward_bytes, TileSize(128, 80, 8, stages=2), 256, 256, 2 * 32 + 2 * 80),
     (hopper_forward_bytes, TileSize(128, 64, 8, stages=2), 256, 256, 3 * 32 + 2 * 64),
+    (hopper_forward_bytes, TileSize(192, 248, 12, stages=2), 64, 128, 4 * 8 + 2 * 93),
     # k and v, stages of q and dout, dS, and three dQ tiles of each store warp.
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 128, 128, 64 + 48 + 32 + 32 + 48),
     (hopper_backward_bytes, TileSize(128, 128, 8, 1, 2), 64, 64, 32 + 48 + 32 + 64 + 48),
@@ -248,6 +249,7 @@ SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]
     (hopper_backward_bytes, TileSize(64, 64, 8, 1, 2), 192, 192, 48 + 48 + 48 + 16 + 32 + 16),
     (hopper_backward_bytes, TileSize(64, 64, 8, 1, 2), 192, 128, 40 + 48 + 32 + 16 + 32 + 16),
     (hopper_backward_bytes, TileSize(64, 64, 8, 1, 1), 128, 256, 48 + 32 + 32 + 16 + 32 + 16),
+    (hopper_backward_bytes, TileSize(64, 64, 8, 1, 2), 128, 192, 40 + 32 + 48 + 16 + 32 + 16),
     # To repair: k once more, and of wide heads one stage of q.
     (repairing_bytes, TileSize(64, 128, 8), 128, 64, 48 + 32 + 8 + 32 + 48 + 32),
     (repairing_bytes, TileSize(64, 64, 8), 256, 128, 48 + 32 + 16 + 16 + 32 + 16 + 32),

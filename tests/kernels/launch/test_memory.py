@@ -1,4 +1,4 @@
-"""Memory of kernels: the parts of the workspace, and shared memory; nothing here needs a GPU."""
+"""Memory of kernels: copies, the parts of the workspace, and shared memory; no GPU."""
 
 from dataclasses import replace
 from itertools import product
@@ -6,15 +6,69 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.launch.planning import A100, H200, HQ, NQ, B, asked, backward, forward
+from tests.kernels.launch.planning import (
+    A100,
+    DV,
+    H200,
+    HKV,
+    HQ,
+    NK,
+    NQ,
+    B,
+    D,
+    asked,
+    backward,
+    forward,
+)
 from tileattn.kernels.config.generic import TILED
 from tileattn.kernels.config.shared_memory import generic_bytes, generic_static_bytes
 from tileattn.kernels.config.tiles import TileSize, bucket
 from tileattn.kernels.launch.device import Device, device_of_arch
-from tileattn.kernels.launch.layout import contiguous
+from tileattn.kernels.launch.layout import ArrayLayout, contiguous
 
 Fields = dict[str, Any]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def test_only_what_kernels_cannot_address_is_copied() -> None:
+    problem = asked(uses=("sinks", "alibi_slopes"))
+
+    def turned(heads: int, rows: int, columns: int) -> ArrayLayout:
+        strides = (heads * rows * columns * 2, rows * columns * 2, 2, rows * 2)
+        return ArrayLayout((B, heads, rows, columns), strides, "float16")
+
+    sizes = {"q": (HQ, NQ, D), "k": (HKV, NK, D), "v": (HKV, NK, DV)}
+    sizes |= {"out": (HQ, NQ, DV), "dout": (HQ, NQ, DV)}
+    given: Fields = {name: turned(*shape) for name, shape in sizes.items()}
+    given |= {
+        "lse": ArrayLayout((B, HQ, NQ), (4, 4 * B * NQ, 4 * B), "float32"),
+        "sinks": contiguous((HQ,), "bfloat16"),
+        "alibi_slopes": contiguous((1, HQ), "float64"),
+        "kv_lengths": ArrayLayout((B,), (16,), "int64"),
+        "q_offset": ArrayLayout((B,), (16,), "int64"),
+    }
+    copied = {name: contiguous(x.shape, x.dtype) for name, x in given.items()}
+    copied |= {name: contiguous(given[name].shape, "float32") for name in ("sinks", "alibi_slopes")}
+    plan = backward(problem, **given)
+    assert plan.copies_in == copied
+    assert plan.copies_out == {"dsinks": contiguous((HQ,), "float32")}
+    assert plan.fields["k_at"] == (HKV * NK * D, NK * D, D)
+    assert (plan.alignment, plan.launches[0].key.alignment_bytes) == (16, 16)
+    assert plan.launches[0].grid == 96  # rows as kernels see them
+    extents = {name: x.nbytes for name, x in (copied | plan.copies_out).items()}
+    starts, past = plan.workspace.starts, sorted([*plan.workspace.starts.values(), 1 << 60])
+    for name, nbytes in extents.items():
+        assert past[past.index(starts[name]) + 1] - starts[name] >= nbytes
+    plan = forward(problem, out=given["out"])
+    assert plan.copies_out.keys() == {"out"}
+    assert plan.workspace.zeros == plan.workspace.nbytes >= given["out"].nbytes
+    plain: Fields = {
+        "k": ArrayLayout((B, HKV, 0, D), (0, 0, 0, 0), "float16"),
+        "q": ArrayLayout((B, HQ, NQ, 1), (HQ * NQ * 2, NQ * 2, 2, 6), "float16"),
+        "sinks": ArrayLayout((1,), (99,), "float32"),
+    }
+    assert forward(asked(Nk=0, D=1), **plain).copies_in == {}
+
 
 # Bytes of each part, those of zeros last; three numbers of each padded query.
 SIZES: Fields = {"Nq": 300, "Nk": 530, "D": 72, "Dv": 40}
@@ -39,6 +93,7 @@ PARTS: list[tuple[Device, Fields, bool | None, dict[str, int], dict[str, int]]] 
     (A100, {"D": 300}, False, ROWS, FLAGS),
     (A100, {"Nk": 0}, False, ROWS, FLAGS),
     (A100, {"B": 0}, False, {}, {}),
+    (A100, {"Nq": 0, "D": 300}, False, dict.fromkeys(ROWS, 0), FLAGS),
 ]
 
 
@@ -86,6 +141,8 @@ GENERIC: list[tuple[str, TileSize, tuple[int, int], int, int, int]] = [
     ("forward", TileSize(64, 32, 4), (64, 64), 2, 8, 64 * 128 + 64 * 128 + 64 * 256),
     ("backward_dkdv", TileSize(64, 128, 4, 2, 2), (128, 64), 2, 0, 128 * 640 + 2 * 64 * 384),
     ("backward_dkdv", TileSize(64, 64, 2, 2), (64, 64), 2, 4, 64 * (512 + 256 + 256)),
+    ("forward", TileSize(32, 32, 2, 2), (64, 64), 2, 2, 32 * (128 + 256 + 64 + 2 * 64)),
+    ("backward_dkdv", TileSize(64, 64, 4, 2), (64, 64), 2, 2, 64 * (512 + 256 + 4 * 64)),
     ("backward_dq", TileSize(64, 32, 4, 1, 2), (64, 128), 4, 0, 64 * 768 + 2 * 32 * 768),
     ("backward_large_scores", TileSize(64, 32, 4, 1, 2), (64, 128), 4, 0, 64 * 256 + 64 * 256),
     ("backward_dbias", TileSize(64, 32, 4), (64, 128), 2, 0, 96 * 256 + 2 * 64 * 4),
@@ -98,6 +155,25 @@ def test_shared_memory_of_generic_kernels(
     kernel: str, tile: TileSize, dims: tuple[int, int], size: int, bias: int, nbytes: int
 ) -> None:
     assert generic_bytes(kernel, tile, *dims, size, bias) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "bias", "tile"),
+    [
+        ("forward", {"D": 64, "Dv": 64}, "float32", (128, 48)),
+        ("forward", {"D": 64, "Dv": 64}, "float64", (128, 64)),  # three blocks have no room
+        ("backward_dkdv", {"D": 256, "Dv": 256}, "", (64, 64)),
+        ("backward_dkdv", {"D": 32, "Dv": 256}, "", (32, 64)),  # four warps share 32 columns
+    ],
+)
+def test_the_first_tiles_that_fit(
+    kernel: str, sizes: Fields, bias: str, tile: tuple[int, int]
+) -> None:
+    more: Fields = {"bias": contiguous((1, HQ, 1, 64), bias)} if bias else {}
+    problem = asked(uses=more, Nk=64, **sizes)
+    device = replace(H200, arch="sm_90")
+    launches = (*forward(problem, device, **more).launches, *backward(problem, device).launches)
+    assert next(x.key.tile for x in launches if x.key.kernel == kernel) == tile
 
 
 @pytest.mark.parametrize(
