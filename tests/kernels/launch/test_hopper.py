@@ -202,6 +202,7 @@ TILES: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
     (64, {"Nk": 513, "window": CAUSAL}, (192, 128)),
     (64, {"Nk": 512, "window": (9, None)}, (192, 128)),
     # Under a block mask tiles are low, whatever the keys and the diagonal.
+    (192, {"Dv": 128, "Nk": 176, "window": CAUSAL, "uses": {"block_mask"}}, (128, 128)),
     *(
         (dim, {"Nk": Nk, "window": window, "uses": {"block_mask"}}, (128, keys))
         for dim, keys in ((32, 128), (64, 128), (96, 128), (128, 128), (192, 96), (256, 64))
