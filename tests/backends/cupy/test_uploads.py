@@ -46,6 +46,12 @@ def test_lengths_that_differ_are_copied_once(gpu: Machine) -> None:
             assert list((ctypes.c_int64 * 2).from_address(int(params[name]))) == x
     tileattn.forward(q, k, k, kv_lengths=np.array([50, 8]), q_offset=[0, 3])
     assert len(gpu.uploads) == 4
+    # Addresses that each call brings lie before and behind those that stay.
+    mask = BlockMask(np.ones((3, 4), bool), (16, 16))
+    tileattn.forward(q, k, k, kv_lengths=[9, 8], q_offset=[2, 1], block_mask=mask)
+    names = ("kv_lengths", "q_offset", "block_kinds", "block_bits", "kv_indices")
+    found = {int(gpu.launches[-1][-1][name]) for name in names}
+    assert found == {x.data.ptr for x in gpu.uploads[4:]}
 
 
 def test_an_assignment_is_copied_once_for_each_set_of_lengths(gpu: Machine) -> None:

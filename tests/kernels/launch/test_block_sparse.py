@@ -46,10 +46,10 @@ def test_tiles_are_what_their_blocks_are(
         entries: list[int] = []
         for c in range(columns):
             assert before[b, h, r, c] == len(entries)
-            seen = pairs[b, h, r * tile[0] :, c * tile[1] :][: tile[0], : tile[1]]
-            wanted.append(FULL if seen.all() else PARTIAL if seen.any() else EMPTY)
-            if seen.any():
-                entries.append(2 * c + (not seen.all()))
+            visible = pairs[b, h, r * tile[0] :, c * tile[1] :][: tile[0], : tile[1]]
+            wanted.append(FULL if visible.all() else PARTIAL if visible.any() else EMPTY)
+            if visible.any():
+                entries.append(2 * c + (not visible.all()))
         assert before[b, h, r, -1] == len(entries)
         assert kinds[b, h, r].tolist() == wanted
         assert lists[b, h, r].tolist() == entries + [END] * (columns + 1 - len(entries))
@@ -68,11 +68,11 @@ def test_pairs_of_partial_blocks_are_numbered(block: tuple[int, int]) -> None:
     kinds, bits = partial_blocks(BlockMask.from_mask(pairs, block))
     assert bits.shape == ((kinds >= 0).sum(), *block)
     for b, h, r, c in np.ndindex(kinds.shape):
-        seen = pairs[b, h, r * block[0] :, c * block[1] :][: block[0], : block[1]]
+        visible = pairs[b, h, r * block[0] :, c * block[1] :][: block[0], : block[1]]
         wanted = np.zeros(block, bool)
-        wanted[: seen.shape[0], : seen.shape[1]] = seen
+        wanted[: visible.shape[0], : visible.shape[1]] = visible
         kind = int(kinds[b, h, r, c])
-        assert (kind == -2) == seen.all()
-        assert (kind == -1) == (not seen.any())
+        assert (kind == -2) == visible.all()
+        assert (kind == -1) == (not visible.any())
         if kind >= 0:
             np.testing.assert_array_equal(bits[kind], wanted)

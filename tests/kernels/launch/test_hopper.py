@@ -159,7 +159,7 @@ def test_tiles_go_by_both_head_dimensions(
     dtype: str, uses: tuple[str, ...], dims: tuple[int, int]
 ) -> None:
     """A score modifier needs registers, which short query blocks of the backward pass leave."""
-    room, tile, back_room, back_tile, stages = BUCKETS[dims]
+    bucket, tile, back_bucket, back_tile, stages = BUCKETS[dims]
     modified = "softcap" in uses or "alibi_slopes" in uses
     if modified and back_tile == (128, 128):
         back_tile = 64, 128
@@ -172,12 +172,12 @@ def test_tiles_go_by_both_head_dimensions(
         assert (each.softcap, each.alibi) == ("softcap" in uses, "alibi_slopes" in uses)
         assert each.fold_scale is not modified
     key = launch.key
-    assert (key.kernel, key.head_dim, key.value_dim, key.tile) == (HOPPER, *room, tile)
+    assert (key.kernel, key.head_dim, key.value_dim, key.tile) == (HOPPER, *bucket, tile)
     assert (key.warps_m, key.threads) == (key.block_q // 16, 2 * key.block_q + 128)
     assert launch.why.startswith("wgmma and tensor maps, tiles")
-    key, wide = own.key, max(back_room) > 128
+    key, wide = own.key, max(back_bucket) > 128
     assert key.kernel == (HOPPER_WIDE if wide else HOPPER_BACKWARD)
-    assert (key.head_dim, key.value_dim, key.tile) == (*back_room, back_tile)
+    assert (key.head_dim, key.value_dim, key.tile) == (*back_bucket, back_tile)
     assert (key.stages, key.warps_m, key.threads) == (stages, 8, 384)
     assert own.why.startswith("wgmma and tensor maps, tiles")
 
@@ -227,7 +227,7 @@ def repairing_bytes(tile: TileSize, dim: int, value: int) -> int:
 
 
 SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]] = [
-    # The next queries where there is room, and stages of keys and values.
+    # The next queries where there is space, and stages of keys and values.
     (hopper_forward_bytes, TileSize(192, 128, 12, stages=2), 64, 64, 6 * 8 + 2 * 32),
     (hopper_forward_bytes, TileSize(192, 128, 12, stages=2), 32, 64, 6 * 8 + 2 * 32),
     (hopper_forward_bytes, TileSize(128, 128, 8, stages=2), 128, 128, 4 * 16 + 2 * 64),
