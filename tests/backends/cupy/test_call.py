@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.backends.cupy.fake_cupy import Machine, launch_together
+from tests.backends.cupy.fake_cupy import Machine, at_host, launch_together
 from tileattn import api
 from tileattn.backends import registry
 from tileattn.backends.cupy import backend as cupy_backend
@@ -103,6 +103,7 @@ def test_gradients_are_written_where_they_are_returned(
     gpu: Machine, dtype: Any, deterministic: bool
 ) -> None:
     given = dict(zip("qkv", arrays(gpu, dtype), strict=True))
+    gradients(gpu, **given, deterministic=not deterministic)  # which has a plan of its own
     plain = gradients(gpu, **given, deterministic=deterministic)
     params, like = gpu.launches[-1][-1], {f"d{name}": x for name, x in given.items()}
     assert (plain.dbias, plain.dsinks) == (None, None)
@@ -117,6 +118,7 @@ def test_gradients_are_written_where_they_are_returned(
         assert (found.shape, found.dtype) == (x.shape, x.dtype)
         if name != "dsinks" or dtype == np.float64:  # else a copy, of accumulated numbers
             assert params[name] == found.data.ptr
+    assert not at_host(grads.dbias).any()  # tiles that are skipped are not written
     names = ("delta", "lse_log2", "row_max", "head_flags", "dsinks")
     assert len({int(params[name]) for name in names} - {0}) == len(names)
 
@@ -183,14 +185,19 @@ def test_an_out_that_overlaps_in_a_second_call(gpu: Machine, name: str) -> None:
     """It has the layout of the first one, so only its place tells."""
     shape = (B, HQ, NQ, D)
     given = {each: gpu.array(shape, np.float16) for each in "qkv"}
-    given[name] = given[name][:, :, ::-1]
+    back = np.s_[::-1, ::-1, ::-1]
+    given[name] = given[name][back]
     tileattn.forward(**given, out=gpu.array(shape, np.float16))
     pair = gpu.array((2, *shape), np.float16)
     for n in range(2):
-        given[name] = pair[n][:, :, ::-1]
+        given[name] = pair[n][back]
         with pytest.raises(ValueError, match=f"out overlaps {name}"):
             tileattn.forward(**given, out=pair[n])
         assert tileattn.forward(**given, out=pair[1 - n]).lse.shape == shape[:3]
+    flat, size = pair.reshape(-1), pair[0].size
+    given[name] = flat[size // 2 :][:size].reshape(shape)[back]  # its address lies behind out
+    with pytest.raises(ValueError, match=f"out overlaps {name}"):
+        tileattn.forward(**given, out=pair[0])
     assert len(gpu.launches) == 3
 
 
@@ -229,16 +236,19 @@ def test_another_backend_of_the_same_name(gpu: Machine, monkeypatch: pytest.Monk
 
 
 def test_alignment_and_device_are_looked_at_each_time(gpu: Machine) -> None:
-    whole = gpu.array((1, 1, 2 * NK * 32), np.float16)
+    whole, other = (gpu.array((2 * NK * 32,), np.float16) for _ in range(2))
 
-    def at(first: int) -> Any:
-        return whole[..., first : first + NK * 32].reshape(1, 1, NK, 32)
+    def at(first: int, x: Any = whole) -> Any:
+        return x[first : first + NK * 32].reshape(1, 1, NK, 32)
 
     for first, vector in ((0, 16), (1, 2), (4, 8), (8, 16), (1, 2)):
         tileattn.forward(at(first), at(0), at(0))
         key, *_, params = gpu.launches[-1]
         assert key.alignment_bytes == vector
         assert params["q"] == whole.data.ptr + 2 * first
+    for first, vector in ((0, 16), (4, 8)):
+        tileattn.forward(at(0), at(0), at(0), out=at(first, other))
+        assert gpu.launches[-1][0].alignment_bytes == vector
     x, bias = gpu.array((1, 1, 56, 32), np.float16), gpu.array((56, 72), np.float16)
     for first, vector in ((0, 16), (4, 8)):
         tileattn.forward(x, x, x, bias=bias[:, first : first + 56])

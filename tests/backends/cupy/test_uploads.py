@@ -46,12 +46,17 @@ def test_lengths_that_differ_are_copied_once(gpu: Machine) -> None:
             assert list((ctypes.c_int64 * 2).from_address(int(params[name]))) == x
     tileattn.forward(q, k, k, kv_lengths=np.array([50, 8]), q_offset=[0, 3])
     assert len(gpu.uploads) == 4
+    gpu.device = 1  # which has a copy of its own
+    x, y = gpu.array(q.shape, np.float16, device=1), gpu.array(k.shape, np.float16, device=1)
+    tileattn.forward(x, y, y, kv_lengths=np.array([50, 8]), q_offset=[0, 3])
+    assert len(gpu.uploads) == 6
+    gpu.device = 0
     # Addresses that each call brings lie before and behind those that stay.
     mask = BlockMask(np.ones((3, 4), bool), (16, 16))
     tileattn.forward(q, k, k, kv_lengths=[9, 8], q_offset=[2, 1], block_mask=mask)
     names = ("kv_lengths", "q_offset", "block_kinds", "block_bits", "kv_indices")
     found = {int(gpu.launches[-1][-1][name]) for name in names}
-    assert found == {x.data.ptr for x in gpu.uploads[4:]}
+    assert found == {x.data.ptr for x in gpu.uploads[6:]}
 
 
 def test_an_assignment_is_copied_once_for_each_set_of_lengths(gpu: Machine) -> None:
@@ -114,7 +119,11 @@ def test_a_mask_is_listed_once_for_each_size_of_tiles(gpu: Machine) -> None:
             there = next(x for x in gpu.uploads if x.data.ptr == int(params[name]))
             assert np.array_equal(at_host(there), x)
     assert len(gpu.uploads) == 2 + 2
-    gpu.capturing = True  # nothing can be copied then
+    gpu.device = 1  # which has copies of its own
+    x, y = gpu.array(q.shape, np.float16, device=1), gpu.array(k.shape, np.float16, device=1)
+    tileattn.forward(x, y, y, block_mask=mask)
+    assert len(gpu.uploads) == 4 + 3
+    gpu.device, gpu.capturing = 0, True  # nothing can be copied then
     tileattn.forward(q, k, k, block_mask=mask)
     assert gpu.launches[-1][-1]["kv_indices"] == gpu.launches[0][-1]["kv_indices"]
 
