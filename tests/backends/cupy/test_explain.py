@@ -95,11 +95,6 @@ def test_the_kernels_and_their_memory(dim: int, rows: int, threads: int) -> None
     assert lines[3:] == [*2 * [HOPPER_BACKWARD], HOPPER_FINISH, "backward_dkdv", "backward_dq"]
     for kernel in (HOPPER, HOPPER_BACKWARD):
         assert any(r.startswith(f"{kernel}: wgmma and tensor maps") for r in found.reasons)
-    # The sums of dq of 8 heads, three numbers of each padded query, flags, tile counters, and a
-    # semaphore of each tile of dq and store warp; each begins at a multiple of 256 bytes.
-    dq_tiles = 8 * -(-2000 // int(found.kernels[3].split()[1]))
-    parts = 8 * (3 * 2048 + 2000 * dim) * 4 + 2 * 256 + 2 * dq_tiles * 4
-    assert found.workspace_bytes == parts
 
 
 def test_why_the_hopper_kernels_do_not_run() -> None:
