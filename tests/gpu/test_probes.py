@@ -83,7 +83,7 @@ def test_dropout_of_accumulators_keeps_the_same_pairs(transposed: bool) -> None:
     assert np.array_equal(kept, want.T if transposed else want)
 
 
-# --- blocks.cuh ---------------------------------------------------------------------------------
+# --- mask.cuh, tile_scheduler.cuh ----------------------------------------------------------------
 
 FAR = 2**40  # farther than the 32-bit integers of the kernels reach
 SIDES = (None, 0, 5, FAR)
@@ -123,7 +123,7 @@ def test_bands(left: int | None, right: int | None) -> None:
     got = np.full((len(lengths), len(boxes), 6), -7, np.int32)
     p = params(Nq=Nq, Nk=Nk, **reach(left, right))
     given = lengths, offsets, boxes, len(boxes), got
-    Probe(keys.BLOCKS[0])("bands", p, *given, grid=(len(lengths),))
+    Probe(keys.MASK[0])("bands", p, *given, grid=(len(lengths),))
     for n, (length, offset) in enumerate(zip(lengths.tolist(), offsets.tolist(), strict=True)):
         assert got[n].tolist() == answers_of(SlidingWindow(Nq, length, offset, left, right), boxes)
 
@@ -133,7 +133,7 @@ def test_a_length_beyond_the_keys_is_their_number(given: int, length: int) -> No
     boxes = boxes_in(40, 60, 80)
     got = np.full((len(boxes), 6), -7, np.int32)
     p = params(Nq=40, Nk=60, left=8, right=3, length=given, offset=-5)
-    Probe(keys.BLOCKS[0])("bands", p, None, None, boxes, len(boxes), got)
+    Probe(keys.MASK[0])("bands", p, None, None, boxes, len(boxes), got)
     assert got.tolist() == answers_of(SlidingWindow(40, length, -5, 8, 3), boxes)
 
 
@@ -142,7 +142,7 @@ def test_a_length_beyond_the_keys_is_their_number(given: int, length: int) -> No
 )
 def test_turns(blocks: int, heads: int, parts: int) -> None:
     got = np.full((blocks * heads, 2), -7, np.int32)
-    Probe(keys.BLOCKS[0])("turns", blocks, heads, parts, got, grid=(len(got),))
+    Probe(keys.TILE_SCHEDULER[0])("turns", blocks, heads, parts, got, grid=(len(got),))
     assert got.tolist() == [
         [block, head]
         for part in np.array_split(np.arange(heads), parts)
@@ -284,7 +284,7 @@ class Masks:
         return pairs
 
 
-@pytest.mark.parametrize("key", keys.BLOCKS, ids=keys.name_of)
+@pytest.mark.parametrize("key", keys.MASK, ids=keys.name_of)
 def test_attention_masks(key: KernelKey) -> None:
     B, Hq, Nq, Nk = shape = 2, 3, 53, 150
     masks = Masks(key, shape, (20, 12), skipped=0.5)
@@ -325,7 +325,7 @@ VIEWS = {"open": (None, None, 0), "causal": (None, 0, -99), "window": (200, 30, 
 
 @pytest.mark.parametrize("block", [(64, 48), (20, 12)], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("key", keys.BLOCKS, ids=keys.name_of)
+@pytest.mark.parametrize("key", keys.TILE_SCHEDULER, ids=keys.name_of)
 def test_visits_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair) -> None:
     """Tiles come in order, each with its kind; they are the ones that the schedule cuts up.
 
@@ -358,11 +358,11 @@ def test_visits_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair
         assert scheduled == visited if exact else scheduled <= visited
 
 
-# --- mask.cuh -----------------------------------------------------------------------------------
+# --- score_tile.cuh -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("key", keys.MASK, ids=keys.name_of)
+@pytest.mark.parametrize("key", keys.SCORE_TILE, ids=keys.name_of)
 def test_masked_out_and_dropped_elements_of_accumulators(key: KernelKey, transposed: bool) -> None:
     """Ones become -infinity where hidden, then 0 where dropped; keys past the end are hidden."""
     Nq, Nk = 53, 80 if key.mask_vector_width == 16 else 70

@@ -146,7 +146,7 @@ def _assignment(
 
 
 def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Array]:
-    """List the work tiles by their numbers: counterpart of ``Turn`` in ``src/blocks.cuh``.
+    """List the work tiles by their numbers, as ``BlockCoord`` in ``src/tile_scheduler.cuh``.
 
     Parameters
     ----------

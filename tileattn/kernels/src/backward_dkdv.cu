@@ -6,6 +6,7 @@
 // Flagged heads, and key blocks whose gradients are not finite in the end, take another pass, for
 // large scores and NaN-safe: see nonfinite.cuh. That leaves dQ to backward_dq.
 #include "gradient.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int WARPS = WARPS_M * WARPS_N;
 constexpr int MT = BLOCK_K / (16 * WARPS_M);  // keys of a warp, in 16-row tiles

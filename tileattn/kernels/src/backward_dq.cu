@@ -1,6 +1,7 @@
 // Backward pass for q, deterministic: one CTA for each block of queries, key tiles ascending. dQ
 // stays in registers. What is not finite is handled as in backward_dkdv.cu.
 #include "gradient.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
 constexpr int NT = BLOCK_K / 8;

@@ -2,6 +2,7 @@
 // one CTA for each block of queries, key tiles ascending. Scores are recomputed as in
 // backward_dq.cu, with the same bits.
 #include "renormalise.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
 constexpr int NT = BLOCK_K / 8;

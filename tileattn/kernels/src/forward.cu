@@ -7,6 +7,7 @@
 #include "nonfinite.cuh"
 #include "rows.cuh"
 #include "softmax.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);  // 16-row tiles of a warp
 constexpr int NT = BLOCK_K / (8 * WARPS_N);   // 8-column tiles of its scores

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "head.cuh"
-#include "mask.cuh"
 #include "nonfinite.cuh"
+#include "score_tile.cuh"
 
 // With Z the dropout, 0 or 1 / (1 - p):
 //     P = exp2(S unit - lse_log2),  dP = Z (dO V^T),  dS = P (dP - delta).

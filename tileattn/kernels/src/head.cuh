@@ -1,7 +1,7 @@
 // Layer 3. What belongs to one head: its rows, masks and score modifiers, and its flags.
 #pragma once
 
-#include "mask.cuh"
+#include "score_tile.cuh"
 #include "softmax.cuh"
 
 __device__ inline Accum warp_sum(Accum x) {

@@ -2,7 +2,7 @@
 // scheduler is static, the backward one dynamic.
 #pragma once
 
-#include "blocks.cuh"
+#include "tile_scheduler.cuh"
 
 // Tiles along the other axis that a block attends to, or is attended by: from first to past - 1.
 // Those from full to full_past - 1 need no mask.

@@ -1,5 +1,5 @@
-// Probe of scores.cuh: scores and softcap slopes of a matrix of products, and the tanh they use.
-#include "scores.cuh"
+// Probe of score_mod.cuh: scores and softcap slopes of a matrix of products, and the tanh they use.
+#include "score_mod.cuh"
 
 // Head blockIdx.x of batch entry blockIdx.y; rows and columns may reach past Nq and Nk.
 extern "C" __global__ void scored(Params p, const i64* offsets, const Accum* slopes,
