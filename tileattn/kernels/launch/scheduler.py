@@ -1,7 +1,7 @@
 """The tile scheduler of persistent kernels: decided on the host.
 
-A persistent kernel takes work tiles in turn. Where they differ in length, some SMs then get up to a
-fifth more than the mean; an assignment, the longest tile first, evens that out.
+A persistent kernel takes work tiles round robin. Where they differ in length, some SMs then get up
+to a fifth more than the mean; an assignment, the longest tile first, evens that out.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from tileattn.problem import Problem
 
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
-MAX_TURNS = 64  # on average: with more, taking turns is even enough, and assignments take long
+MAX_WAVES = 64  # on average: with more, round robin is even enough, and assignments take long
 
 Array = NDArray[Any]
 
@@ -34,9 +34,9 @@ class Schedule(NamedTuple):
     ----------
     head_groups : int
         Groups of heads that are worked on one after the other: at least 1, at most B Hkv.
-    assignment : array of int32, shape (turns + 1, grid), or None
+    assignment : array of int32, shape (waves + 1, grid), or None
         Work tiles of each thread block of a persistent kernel, by their numbers in `work_tiles`;
-        the number of all ends a column. None where taking turns is as good.
+        the number of all ends a column. None where round robin is as good.
     in_order : bool
         Whether key blocks add to dq one after the other.
     """
@@ -72,7 +72,7 @@ def schedule_of(
     The backward pass comes back to four times the bytes of keys and values (their gradients, and
     the sums of dq). The Hopper kernels come back to q, dout and the sums of dq for each key block:
     a group has as many heads as half of the L2 holds of those. If they keep the GPU busy for less
-    than one turn, as those of many query heads may, it has as many as fill two turns. If dq is
+    than one wave, as those of many query heads may, it has as many as fill two waves. If dq is
     summed in order each key block waits for the one before; that keeps heads together, and the
     fewer of their key blocks are in flight, the shorter each waits.
     """
@@ -130,7 +130,7 @@ def _assignment(
     blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
     tiles = blocks * heads
     # One block a head, as in decoding, is little work, and lengths may differ on every call.
-    if blocks == 1 or not grid < tiles <= MAX_TURNS * grid:
+    if blocks == 1 or not grid < tiles <= MAX_WAVES * grid:
         return None
     costs = _costs(P, layout, key)
     if costs.min() == costs.max():
@@ -167,8 +167,8 @@ def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Arra
     members = np.where(straight < longer, size + 1, size)
     start = np.where(straight < longer, 0, longer)
     first = start + (straight - start) // members * members
-    turn = index - first * blocks
-    return turn // members, first + turn % members, first
+    within = index - first * blocks
+    return within // members, first + within % members, first
 
 
 def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
@@ -216,7 +216,7 @@ def assign(order: Array, cost: Array, grid: int) -> Array:
 
     Returns
     -------
-    array of int32, shape (turns + 1, grid)
+    array of int32, shape (waves + 1, grid)
         A column for each thread block, filled up with the number of all tiles, which ends it.
 
     References
