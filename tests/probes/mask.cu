@@ -14,12 +14,12 @@ extern "C" __global__ void bands(Params p, const i64* lengths, const i64* offset
                                  i64 count, Answer* answers) {
     p.kv_lengths = lengths;
     p.q_offset = offsets;
-    const Window window(p, blockIdx.x);
+    const SlidingWindow window(p, blockIdx.x);
     for (i64 n = threadIdx.x; n < count; n += blockDim.x) {
         const Box& box = boxes[n];
         answers[blockIdx.x * count + n] = {
             window.visible(box.q0, box.k0), window.kind(box.q0, box.q1, box.k0, box.k1),
-            window.keys_of(box.q0, box.q1), window.queries_of(box.k0, box.k1)};
+            window.key_range(box.q0, box.q1), window.query_range(box.k0, box.k1)};
     }
 }
 

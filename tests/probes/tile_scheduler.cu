@@ -35,7 +35,7 @@ extern "C" __global__ void key_visits(Params p, const bool* mask, const int* kin
     const AttentionMask attn_mask = mask_of(p, mask, kinds, bits, 0, blockIdx.y);
     const int q0 = blockIdx.x * BLOCK_Q, q1 = q0 + BLOCK_Q;
     trace(
-        attn_mask.window.keys_of(q0, min(q1, int(p.Nq))), BLOCK_K,
+        attn_mask.window.key_range(q0, min(q1, int(p.Nq))), BLOCK_K,
         [&](int tile) { return attn_mask.kind(q0, q1, tile * BLOCK_K, (tile + 1) * BLOCK_K); },
         out + (blockIdx.y * gridDim.x + blockIdx.x) * most);
 }
@@ -46,7 +46,7 @@ extern "C" __global__ void query_visits(Params p, const bool* mask, const int* k
     const AttentionMask attn_mask = mask_of(p, mask, kinds, bits, 0, blockIdx.y);
     const int k0 = blockIdx.x * BLOCK_K, k1 = k0 + BLOCK_K;
     trace(
-        attn_mask.window.queries_of(k0, k1), BLOCK_Q,
+        attn_mask.window.query_range(k0, k1), BLOCK_Q,
         [&](int tile) { return attn_mask.kind(tile * BLOCK_Q, (tile + 1) * BLOCK_Q, k0, k1); },
         out + (blockIdx.y * gridDim.x + blockIdx.x) * most);
 }

@@ -83,7 +83,7 @@ __device__ inline BlockCoord coord_of(const Params& p, int index) {
 
 // dK and dV of a block of keys; whether they are finite.
 template <bool NAN_SAFE>
-__device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
+__device__ inline bool backward_block(const Params& p, const BlockCoord& coord) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ __align__(16) Accum lse_log2[STAGES][BLOCK_Q], deltas[STAGES][BLOCK_Q];
     const KeyTile k_tile{memory};
@@ -104,8 +104,8 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
     const bool only_dk = APART && warp_n >= SHARES;
     const Lane lane;
 
-    const Window window(p, b);
-    const Range queries = window.queries_of(k0, k0 + BLOCK_K);
+    const SlidingWindow window(p, b);
+    const Range queries = window.query_range(k0, k0 + BLOCK_K);
     k_tile.template load<THREADS, ALIGNMENT_BYTES>(
         rows_of<Element>(p.k, p.k_at, b, kv) + k0 * p.k_at.n, p.k_at.n, window.length - k0,
         int(p.D));
@@ -258,8 +258,8 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
 }
 
 // Not inlined: it costs the first pass no registers.
-__device__ __noinline__ void differentiate_nan_safe(const Params& p, int index) {
-    differentiate<true>(p, coord_of(p, index));
+__device__ __noinline__ void backward_block_nan_safe(const Params& p, int index) {
+    backward_block<true>(p, coord_of(p, index));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
@@ -268,9 +268,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const BlockCoord coord = coord_of(p, index);
         const u32 bits = head_flags(p, coord.head / p.Hkv, coord.head % p.Hkv);
         if constexpr (REPAIRS) {
-            if (bits & REPAIRS) differentiate<true>(p, coord);
+            if (bits & REPAIRS) backward_block<true>(p, coord);
         } else {
-            if (bits || !differentiate<false>(p, coord)) differentiate_nan_safe(p, index);
+            if (bits || !backward_block<false>(p, coord)) backward_block_nan_safe(p, index);
         }
     });
 }

@@ -17,7 +17,7 @@ static_assert(NonFiniteTable::BYTES <= ValueTile::BYTES, "the table takes the v 
 
 // dQ of a block of queries; whether it is finite.
 template <bool NAN_SAFE>
-__device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
+__device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile{memory};
     const OutTile dout_tile{q_tile.base + QueryTile::BYTES};
@@ -32,7 +32,7 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
     const int row0 = threadIdx.x / WARP * MT * 16, rows = int(p.Nq) - q0;
     const Lane lane;
 
-    const Range keys = head.attn_mask.window.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(p.Nq)));
     auto load_keys = [&](int k0, int stage) {
         k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
                                                               keys.hi - k0, int(p.D));
@@ -121,8 +121,8 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
 }
 
 // Not inlined: it costs the first pass no registers.
-__device__ __noinline__ void differentiate_nan_safe(const Params& p, int q0, int b, int h) {
-    differentiate<true>(p, q0, b, h);
+__device__ __noinline__ void backward_dq_block_nan_safe(const Params& p, int q0, int b, int h) {
+    backward_dq_block<true>(p, q0, b, h);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
@@ -134,9 +134,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const int b = coord.head / int(p.Hq), h = coord.head % int(p.Hq);
         const u32 bits = head_flags(p, b, h / int(p.group));
         if constexpr (REPAIRS) {
-            if (bits & REPAIRS) differentiate<true>(p, q0, b, h);
+            if (bits & REPAIRS) backward_dq_block<true>(p, q0, b, h);
         } else {
-            if (bits || !differentiate<false>(p, q0, b, h)) differentiate_nan_safe(p, q0, b, h);
+            if (bits || !backward_dq_block<false>(p, q0, b, h))
+                backward_dq_block_nan_safe(p, q0, b, h);
         }
     });
 }

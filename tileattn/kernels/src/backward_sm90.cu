@@ -38,7 +38,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     };
     auto softmax = [&](bool partial) {
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        compute_p(p, work.b, h, partial, smem.storage.lse_log2[q_pipe.stage], s, dsoftcap);
+        recompute_p(p, work.b, h, partial, smem.storage.lse_log2[q_pipe.stage], s, dsoftcap);
         convert(probs, s);
         apply_dsoftcap(s, dsoftcap);
     };
@@ -154,8 +154,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             masked && clean_q_and_dout(smem, q_pipe.stage, out_pipe.stage, table);
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         const Attended<1, QT> attended =
-            compute_p_nan_safe(p, work.b, h, masked, smem.storage.lse_log2[q_pipe.stage], s, probs,
-                               non_finite, table, dv);
+            recompute_p_nan_safe(p, work.b, h, masked, smem.storage.lse_log2[q_pipe.stage], s,
+                                 probs, non_finite, table, dv);
         issue_dv();
         warpgroup_wait<0>(dv);
         issue_dp();  // delta is NaN where dO was not finite

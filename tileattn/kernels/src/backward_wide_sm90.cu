@@ -74,10 +74,10 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
             const NonFiniteDout table = table_of(smem, ds_pipe);
             const bool non_finite =
                 masked && clean_q_and_dout(smem, q_pipe.stage, out_pipe.stage, table);
-            compute_p_nan_safe(p, work.b, h, masked, lse_log2, s, probs, non_finite, table, dv)
+            recompute_p_nan_safe(p, work.b, h, masked, lse_log2, s, probs, non_finite, table, dv)
                 .fill_others(s, MASKED);
         } else {
-            compute_p(p, work.b, h, partial, lse_log2, s, dsoftcap);
+            recompute_p(p, work.b, h, partial, lse_log2, s, dsoftcap);
             convert(probs, s);
             apply_dsoftcap(s, dsoftcap);
         }

@@ -103,7 +103,8 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
 #pragma unroll 1
         for (int tile = work.tiles.past; --tile >= work.tiles.first;) {
             const int row = tile * BLOCK_Q;
-            const int first = Window(p, work.b).keys_of(row, min(row + BLOCK_Q, rows)).lo / BLOCK_K;
+            const int first =
+                SlidingWindow(p, work.b).key_range(row, min(row + BLOCK_Q, rows)).lo / BLOCK_K;
             const u32 rank = work.k0 / BLOCK_K - first, before = p.in_order ? rank : min(rank, 1u);
             const int row0 = row + share.row, count = max(0, min(DQ_ROWS, rows - row0));
 #pragma unroll 1
@@ -155,7 +156,7 @@ __device__ inline void publish_dq(const Smem& smem, int store_warp,
 // this parity ends.
 __device__ inline void zero_unattended(const Params& p, const Smem& smem, const WorkTile& work,
                                        u32 parity) {
-    const Range attended = Window(p, work.b).keys_of(0, int(p.Nq));
+    const Range attended = SlidingWindow(p, work.b).key_range(0, int(p.Nq));
     const int first = attended.lo - work.k0, past = attended.hi - work.k0;
     if (!__any_sync(~0u, first > 0 || (past < BLOCK_K && attended.hi < p.Nk))) return;
     smem.v_full().wait(parity);

@@ -40,8 +40,8 @@ __device__ inline void exponentiate(const ScoreMod& score_mod, const float* lse_
 }
 
 // From K Q^T to P.
-__device__ inline void compute_p(const Params& p, int b, int h, bool partial, const float* lse_log2,
-                                 TileScores& s, DSoftcap& dsoftcap) {
+__device__ inline void recompute_p(const Params& p, int b, int h, bool partial,
+                                   const float* lse_log2, TileScores& s, DSoftcap& dsoftcap) {
     const ScoreMod score_mod(p, b, h);
     modify_and_mask(p, score_mod, b, h, partial, s, dsoftcap);
     exponentiate(score_mod, lse_log2, s);
@@ -117,11 +117,11 @@ __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int out_s
 // From K Q^T to P, 0 where it is not attended to, and to operands of dV. If `non_finite`, dV gets
 // what was taken out of dO.
 template <int NT>
-__device__ inline Attended<1, QT> compute_p_nan_safe(const Params& p, int b, int h, bool masked,
-                                                     const float* lse_log2, TileScores& s,
-                                                     Operands& probs, bool non_finite,
-                                                     const NonFiniteDout& table,
-                                                     Fragment<Accum, 1, NT>& dv) {
+__device__ inline Attended<1, QT> recompute_p_nan_safe(const Params& p, int b, int h, bool masked,
+                                                       const float* lse_log2, TileScores& s,
+                                                       Operands& probs, bool non_finite,
+                                                       const NonFiniteDout& table,
+                                                       Fragment<Accum, 1, NT>& dv) {
     const ScoreMod score_mod(p, b, h);
     DSoftcap dsoftcap;
     modify_and_mask(p, score_mod, b, h, masked, s, dsoftcap);

@@ -59,7 +59,7 @@ __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
     for (int i = work.q0 + first; i < q_end; i += THREADS / LANES)
         good = good && is_finite_row<LANES>(head.q + i * p.q_at.n, int(p.D));
     const bool all_pairs = HAS_BIAS || __syncthreads_or(!good);
-    const Range keys = head.attn_mask.window.keys_of(work.q0, q_end);
+    const Range keys = head.attn_mask.window.key_range(work.q0, q_end);
     bool non_finite = false;
     for (auto visit = key_tiles_of(head.attn_mask, work.q0, keys); !visit.done(); visit.next()) {
         const int k0 = visit.tile * BLOCK_K, k_end = min(k0 + BLOCK_K, keys.hi);
@@ -98,17 +98,17 @@ __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const No
 }
 
 template <bool NAN_SAFE>
-__device__ void attend(const Params& p, const WorkTile& work);
+__device__ void forward_block(const Params& p, const WorkTile& work);
 
 // Not inlined: it costs the first pass no registers. float32 always takes it: in the first pass its
 // tf32 parts make NaN of infinity.
-__device__ __noinline__ void attend_nan_safe(const Params& p) {
+__device__ __noinline__ void forward_block_nan_safe(const Params& p) {
     const WorkTile work(p);
-    if (sizeof(Element) == 4 || needs_nan_safe(p, work)) attend<true>(p, work);
+    if (sizeof(Element) == 4 || needs_nan_safe(p, work)) forward_block<true>(p, work);
 }
 
 template <bool NAN_SAFE>
-__device__ inline void attend(const Params& p, const WorkTile& work) {
+__device__ inline void forward_block(const Params& p, const WorkTile& work) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile(memory);
     const OutTile out_tile(memory);  // overlays q in the end
@@ -125,7 +125,7 @@ __device__ inline void attend(const Params& p, const WorkTile& work) {
     const int row0 = group.row0, column0 = group.warp_n * NT * 8;  // first of this warp's scores
     const int value0 = group.warp_n * VT * 8;                      // and of its columns of out
 
-    const Range keys = head.attn_mask.window.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(p.Nq)));
     auto load_keys = [&](int k0, int stage) {
         k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
                                                               keys.hi - k0, int(p.D));
@@ -257,10 +257,10 @@ __device__ inline void attend(const Params& p, const WorkTile& work) {
 
     if (NAN_SAFE || !again) return;
     __syncthreads();  // all warps have stored
-    attend_nan_safe(p);
+    forward_block_nan_safe(p);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward(const __grid_constant__ Params p) {
-    attend<false>(p, WorkTile(p));
+    forward_block<false>(p, WorkTile(p));
 }

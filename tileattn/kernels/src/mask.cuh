@@ -13,10 +13,10 @@ struct Range {
 
 // The sliding window and the length of the keys. Query i attends to keys i + first to i + past - 1,
 // those of them from 0 to length - 1.
-struct Window {
+struct SlidingWindow {
     int Nq, length, first, past;
 
-    __device__ Window(const Params& p, i64 batch) {
+    __device__ SlidingWindow(const Params& p, i64 batch) {
         const i64 given = p.kv_lengths ? p.kv_lengths[batch] : p.length;
         const i64 known = min(max(given, i64(0)), p.Nk);
         const i64 offset = p.q_offset ? p.q_offset[batch] : p.offset;
@@ -25,7 +25,7 @@ struct Window {
         first = p.left < 0 ? -FAR : clamp(offset - p.left);
         past = p.right < 0 ? FAR : clamp(offset + p.right + 1);
     }
-    __device__ Window(int Nq, int length, int first, int past)
+    __device__ SlidingWindow(int Nq, int length, int first, int past)
         : Nq(Nq), length(length), first(first), past(past) {}
     __device__ static int clamp(i64 x) { return int(min(max(x, i64(-FAR)), i64(FAR))); }
 
@@ -34,18 +34,18 @@ struct Window {
         return u32(j - i) - u32(first) < u32(past) - u32(first) && u32(j) < u32(length);
     }
     // Smallest range of all keys that queries q0 to q1 - 1 attend to.
-    __device__ Range keys_of(int q0, int q1) const {
+    __device__ Range key_range(int q0, int q1) const {
         const int lo = max(0, q0 + first), hi = min(length, q1 - 1 + past);
         return q0 < q1 && lo < hi ? Range{lo, hi} : Range{0, 0};
     }
     // Smallest range of all queries that attend to one of keys k0 to k1 - 1.
-    __device__ Range queries_of(int k0, int k1) const {
+    __device__ Range query_range(int k0, int k1) const {
         const int end = min(k1, length);
         const int lo = max(0, k0 - past + 1), hi = min(Nq, end - first);
         return k0 < end && lo < hi ? Range{lo, hi} : Range{0, 0};
     }
     __device__ int kind(int q0, int q1, int k0, int k1) const {
-        const Range some = keys_of(q0, q1);
+        const Range some = key_range(q0, q1);
         if (k0 >= some.hi || k1 <= some.lo) return EMPTY;
         return is_full(q0, q1, k0, k1) ? FULL : PARTIAL;
     }
@@ -69,7 +69,7 @@ struct Window {
 
 // The attention mask of one head: window, dense mask and block mask.
 struct AttentionMask {
-    Window window;
+    SlidingWindow window;
     const bool* mask;
     i64 mask_i, mask_j;
     const int* kinds;

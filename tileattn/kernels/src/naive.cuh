@@ -39,7 +39,7 @@ __device__ inline void for_each_attended(bool attended, Accum weight, Row add) {
 // The maximum of the scores of query i, clipped to be finite, and the sum of exp2(score - maximum).
 __device__ inline void sum_of_row(const Head& head, int i, Accum& m, Accum& l) {
     const int lane = threadIdx.x % WARP;
-    const Range keys = head.attn_mask.window.keys_of(i, i + 1);
+    const Range keys = head.attn_mask.window.key_range(i, i + 1);
     Accum dsoftcap;
     m = -infinity<Accum>(), l = 0;
     for (int j = keys.lo + lane; j < keys.hi; j += WARP) m = fmax(m, head.score(i, j, dsoftcap));
@@ -54,7 +54,7 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
     const Head head(p, b, h);
     const Accum sink = head.sink();
     const int lane = threadIdx.x % WARP;
-    const Range keys = head.attn_mask.window.keys_of(i, i + 1);
+    const Range keys = head.attn_mask.window.key_range(i, i + 1);
     Accum dsoftcap, m, l;
     sum_of_row(head, i, m, l);
     const Accum unit = head.score_mod.unit(), natural = Accum(p.score_unit);
@@ -85,7 +85,7 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
 __device__ inline void query_row(const Params& p, i64 b, i64 h, int i) {
     const Head head(p, b, h);
     const int lane = threadIdx.x % WARP;
-    const Range keys = head.attn_mask.window.keys_of(i, i + 1);
+    const Range keys = head.attn_mask.window.key_range(i, i + 1);
     Element* dq = rows_of<Element>(p.dq, p.dq_at, head.b, head.h) + i * p.dq_at.n;
     for (int d0 = 0; d0 < p.D; d0 += WARP) {
         const int d = d0 + lane;
@@ -113,7 +113,7 @@ __device__ inline void key_row(const Params& p, i64 b, i64 kv, int j) {
         Accum dk_total = 0, dv_total = 0;
         for (int g = 0; g < group; ++g) {
             const Head head(p, b, kv * group + g);
-            const Range queries = head.attn_mask.window.queries_of(j, j + 1);
+            const Range queries = head.attn_mask.window.query_range(j, j + 1);
             for (int i0 = queries.lo; i0 < queries.hi; i0 += WARP) {
                 const int i = i0 + lane;
                 const PairGradient pair =

@@ -26,8 +26,8 @@ struct FwdWorkTile {
 };
 
 __device__ inline TileRange key_tiles(const Params& p, int b, int q0, int rows) {
-    const Window window(p, b);
-    const Range keys = window.keys_of(q0, min(q0 + rows, int(p.Nq)));
+    const SlidingWindow window(p, b);
+    const Range keys = window.key_range(q0, min(q0 + rows, int(p.Nq)));
     const Range full = window.full_key_tiles(q0, q0 + rows);
     return {keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
 }
@@ -98,8 +98,8 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     if (index >= u32(blocks * heads)) return false;
     const BlockCoord at(blocks, heads, int(p.head_groups), int(index));
     work.b = at.head / int(p.Hkv), work.kv = at.head % int(p.Hkv), work.k0 = at.block * BLOCK_K;
-    const Window window(p, work.b);
-    const Range queries = window.queries_of(work.k0, work.k0 + BLOCK_K);
+    const SlidingWindow window(p, work.b);
+    const Range queries = window.query_range(work.k0, work.k0 + BLOCK_K);
     const Range full = window.full_query_tiles(work.k0, work.k0 + BLOCK_K);
     work.tiles = {queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, full.lo, full.hi};
     return true;
