@@ -11,7 +11,7 @@ ROW_WARPS = 4
 """Warps of a thread block, in kernels in which each warp takes rows."""
 
 NON_FINITE, LARGE, FAILED = 1, 2, 4
-"""Flags of heads, as in ``src/head.cuh``."""
+"""Flags of heads, as in ``src/head_flags.cuh``."""
 
 _ROW_PAD = 128  # no query block is longer, and all divide it
 

@@ -21,9 +21,9 @@ struct Params {
     const void* dlse;
     void *delta, *lse_log2, *row_max;
     void *dq, *dk, *dv, *dq_accum;
-    // head_flags: of each key head, as in head.cuh. tile_counter: of Hopper's backward kernels.
-    // dq_semaphore: for each store warp's part of each dQ tile, how many key blocks have added to
-    // it, if deterministic; else whether the first has.
+    // head_flags: of each key head, as in head_flags.cuh. tile_counter: of Hopper's backward
+    // kernels. dq_semaphore: for each store warp's part of each dQ tile, how many key blocks have
+    // added to it, if deterministic; else whether the first has.
     u32 *head_flags, *tile_counter, *dq_semaphore;
     const void* bias;
     void* dbias;
