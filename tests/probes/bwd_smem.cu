@@ -10,7 +10,7 @@ extern "C" __global__ void places(u32* out) {
     const Smem smem{start, storage};
     *out++ = start, *out++ = smem.k().address, *out++ = smem.v().address;
     for (int s = 0; s < Q_STAGES; ++s) *out++ = smem.q(s).address;
-    for (int s = 0; s < OUT_STAGES; ++s) *out++ = smem.dout(s).address;
+    for (int s = 0; s < DOUT_STAGES; ++s) *out++ = smem.dout(s).address;
     for (int s = 0; s < DS_STAGES; ++s) *out++ = smem.ds(s).address;
     for (int n = 0; n < DQ_STORE_WARPS; ++n)
         for (int s = 0; s < DQ_STAGES; ++s) *out++ = smem.dq(n, s);

@@ -23,7 +23,7 @@ static_assert(QT % 2 == 0 && DT % 2 == 0 && VT % 2 == 0, "atoms are loaded in pa
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
-using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
+using DoutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using ScoreTile = Tile<Element, BLOCK_K, BLOCK_Q>;
 using NonFiniteQ = NonFinite<Element, BLOCK_Q, HEAD_DIM>;
 using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
@@ -92,9 +92,9 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
     const ScoreTile ds_tile{p_tile.base + ScoreTile::BYTES};
     char* const stages = ds_tile.base + ScoreTile::BYTES;
     auto q_tile = [&](int stage) {
-        return QueryTile(stages + stage * (QueryTile::BYTES + OutTile::BYTES));
+        return QueryTile(stages + stage * (QueryTile::BYTES + DoutTile::BYTES));
     };
-    auto dout_tile = [&](int stage) { return OutTile(q_tile(stage).base + QueryTile::BYTES); };
+    auto dout_tile = [&](int stage) { return DoutTile(q_tile(stage).base + QueryTile::BYTES); };
     const WarpBias<true, MT, QT> bias(q_tile(STAGES).base);
 
     const int k0 = coord.block * BLOCK_K, b = coord.head / int(p.Hkv), kv = coord.head % int(p.Hkv);
@@ -149,7 +149,7 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
         while (!visit.done()) {
             const int q0 = visit.tile * BLOCK_Q, kind = visit.kind, now = stage;
             const QueryTile q = q_tile(stage);
-            const OutTile dout = dout_tile(stage);
+            const DoutTile dout = dout_tile(stage);
             copy_wait<0>();
             __syncthreads();  // q and dO have landed, and all warps are done with the last tile
             visit.next();
@@ -207,7 +207,7 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
                 constexpr int UNROLL = STEPS<NAN_SAFE, BLOCK_Q>;
                 if constexpr (APART) {
                     const ScoreTile operand(p_tile.base + only_dk * ScoreTile::BYTES);
-                    const OutTile rows(q.base + !only_dk * QueryTile::BYTES);
+                    const DoutTile rows(q.base + !only_dk * QueryTile::BYTES);
                     multiply_rows<false, BLOCK_Q, UNROLL>(dv, operand, row0, rows, share * VT * 8);
                 } else {
                     multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, row0, dout, share * VT * 8);

@@ -9,7 +9,7 @@ constexpr int DT = HEAD_DIM / 8;
 static_assert(WARPS_N == 1, "a warp holds whole rows of scores");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
-using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
+using DoutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 using NonFiniteTable = NonFinite<Element, BLOCK_K, HEAD_DIM>;
@@ -20,8 +20,8 @@ template <bool NAN_SAFE>
 __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile{memory};
-    const OutTile dout_tile{q_tile.base + QueryTile::BYTES};
-    char* const stages = dout_tile.base + OutTile::BYTES;
+    const DoutTile dout_tile{q_tile.base + QueryTile::BYTES};
+    char* const stages = dout_tile.base + DoutTile::BYTES;
     auto k_tile = [&](int stage) {
         return KeyTile(stages + stage * (KeyTile::BYTES + ValueTile::BYTES));
     };

@@ -22,7 +22,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     PipelineState<1> k_pipe;
     PipelineState<1> v_pipe;
     PipelineState<Q_STAGES> q_pipe;
-    PipelineState<OUT_STAGES> out_pipe;
+    PipelineState<DOUT_STAGES> dout_pipe;
     WorkTile work{};
     auto load_q = [&](int h, int q0) {
         const Barrier full = smem.q_full(q_pipe.stage);
@@ -33,12 +33,12 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         q_pipe.advance();
     };
     auto load_dout = [&](int h, int q0) {
-        const Barrier full = smem.out_full(out_pipe.stage);
-        smem.out_empty(out_pipe.stage).wait(out_pipe.phase ^ 1);
-        BOTH_LOADS(smem.dout(out_pipe.stage).load(maps.dout, q0, h, work.b, full),
-                   bulk_load(shared_address(smem.storage.delta[out_pipe.stage]),
+        const Barrier full = smem.dout_full(dout_pipe.stage);
+        smem.dout_empty(dout_pipe.stage).wait(dout_pipe.phase ^ 1);
+        BOTH_LOADS(smem.dout(dout_pipe.stage).load(maps.dout, q0, h, work.b, full),
+                   bulk_load(shared_address(smem.storage.delta[dout_pipe.stage]),
                              row_statistics(p, p.delta, work.b, h) + q0, BLOCK_Q * 4, full));
-        out_pipe.advance();
+        dout_pipe.advance();
     };
     // A work tile is published with its k: all wait for that.
     auto publish_work = [&] {

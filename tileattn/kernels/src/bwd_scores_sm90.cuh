@@ -98,14 +98,14 @@ __device__ inline KeyTile k_of_dq(const Smem& smem, bool masked) {
 
 // Zero what is not finite in a tile of q and of dO, and record that of dO in the table; whether
 // there was any. The next TMA loads into the stages come behind this fence.
-__device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int out_stage,
+__device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_stage,
                                         const NonFiniteDout& table) {
     // The scores are complete, and so is the GEMM that read the stage of dS that the table takes.
     named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
     const int warp = threadIdx.x / WARP;
     const QueryTile q = smem.q(q_stage);
     zero_non_finite<Element, BLOCK_Q, HEAD_DIM, WARPS_M, true>(q, q, warp);
-    const bool any = table.template clean<WARPS_M>(smem.dout(out_stage), warp);
+    const bool any = table.template clean<WARPS_M>(smem.dout(dout_stage), warp);
     // By way of memory: the warpgroups may be at two places in the code.
     u32* const found = smem.storage.found;
     if (threadIdx.x % WARP == 0) found[warp] = any;
