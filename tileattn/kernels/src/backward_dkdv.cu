@@ -267,8 +267,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     for_blocks(p, (p.Nk + BLOCK_K - 1) / BLOCK_K * p.B * p.Hkv, [&](int index) {
         const BlockCoord coord = coord_of(p, index);
         const u32 bits = head_flags(p, coord.head / p.Hkv, coord.head % p.Hkv);
-        if constexpr (REPAIRS) {
-            if (bits & REPAIRS) backward_block<true>(p, coord);
+        if constexpr (ONLY_FLAGGED) {
+            if (bits & FLAGGED_HEADS) backward_block<true>(p, coord);
         } else {
             if (bits || !backward_block<false>(p, coord)) backward_block_nan_safe(p, index);
         }

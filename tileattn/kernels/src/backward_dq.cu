@@ -133,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const int q0 = (p.right < 0 ? coord.block : q_blocks - 1 - coord.block) * BLOCK_Q;
         const int b = coord.head / int(p.Hq), h = coord.head % int(p.Hq);
         const u32 bits = head_flags(p, b, h / int(p.group));
-        if constexpr (REPAIRS) {
-            if (bits & REPAIRS) backward_dq_block<true>(p, q0, b, h);
+        if constexpr (ONLY_FLAGGED) {
+            if (bits & FLAGGED_HEADS) backward_dq_block<true>(p, q0, b, h);
         } else {
             if (bits || !backward_dq_block<false>(p, q0, b, h))
                 backward_dq_block_nan_safe(p, q0, b, h);

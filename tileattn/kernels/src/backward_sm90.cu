@@ -178,7 +178,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if (work.end) break;
         const bool attended = work.tiles.first < work.tiles.past;
         if (attended) zero_unattended(p, smem, work, v_pipe.phase);
-        if (attended && REPAIRS) {
+        if (attended && NAN_SAFE) {
             clean_k(smem);
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();

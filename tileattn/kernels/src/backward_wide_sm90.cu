@@ -62,14 +62,14 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     //
     // NaN-safe, S is not issued ahead: whether the tile is the last is known too late.
     auto step = [&](bool partial, bool more) {
-        if constexpr (REPAIRS) {
+        if constexpr (NAN_SAFE) {
             issue_s();
             warpgroup_wait<0>(s);
         }
-        const bool masked = REPAIRS && has_masked(p, tile, partial);
+        const bool masked = NAN_SAFE && has_masked(p, tile, partial);
         const float* const lse_log2 = smem.storage.lse_log2[q_pipe.stage];
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        if constexpr (REPAIRS) {
+        if constexpr (NAN_SAFE) {
             smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
             const NonFiniteDout table = table_of(smem, ds_pipe);
             const bool non_finite =
@@ -90,7 +90,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         q_pipe.advance();
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
         gemm_async<Element>(dv, probs, smem.dout(dout_pipe.stage));
-        if (!REPAIRS && more) {
+        if (!NAN_SAFE && more) {
             issue_s();
             warpgroup_wait<1>(dv);
         } else {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         smem.ds_full(ds_pipe.stage).wait(ds_pipe.phase);
         compute_dq<DV_WARPGROUP>(smem, k_of_dq(smem, masked), ds_pipe.stage, row0, dq_pipe);
         ds_pipe.advance();
-        if (!REPAIRS && more) warpgroup_wait<0>(s);
+        if (!NAN_SAFE && more) warpgroup_wait<0>(s);
     };
 
     for (;;) {
@@ -114,13 +114,13 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         if (work.tiles.first < work.tiles.past) {
             zero_unattended(p, smem, work, v_pipe.phase);
             v_pipe.advance();
-            if constexpr (REPAIRS) {
+            if constexpr (NAN_SAFE) {
                 clean_k(smem);
             } else {
                 issue_s();
                 warpgroup_wait<0>(s);
             }
-            for_each_tile<false, !REPAIRS>(work, heads, h, tile, step);
+            for_each_tile<false, !NAN_SAFE>(work, heads, h, tile, step);
         }
         // Safe: all GEMMs that read k are complete, and the steps have consumed the work tile.
         smem.k_empty().arrive();
@@ -159,8 +159,8 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     //
     // The other warpgroup computes the next P meanwhile. NaN-safe, dP is issued here.
     auto step = [&](bool partial, bool more) {
-        const bool masked = REPAIRS && has_masked(p, tile, partial);
-        if constexpr (REPAIRS) issue_dp();
+        const bool masked = NAN_SAFE && has_masked(p, tile, partial);
+        if constexpr (NAN_SAFE) issue_dp();
         warpgroup_wait<0>(dp);
         if (masked) {
             smem.q_full(q_pipe.stage).wait(q_pipe.phase);
@@ -174,7 +174,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             p_pipe.advance();
             load_exchange(s, smem.p());
             compute_ds(smem.storage.delta[dout_pipe.stage], dp, s);
-            if constexpr (REPAIRS)
+            if constexpr (NAN_SAFE)
 #pragma unroll
                 for (int n = 0; n < QT; ++n)
 #pragma unroll
@@ -200,7 +200,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         smem.q_empty(q_pipe.stage).arrive();  // safe: only dK's GEMM read it here
         q_pipe.advance();
         ds_pipe.advance();
-        if (!REPAIRS && more) issue_dp();
+        if (!NAN_SAFE && more) issue_dp();
     };
 
     for (;;) {
@@ -211,12 +211,12 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         dk.clear();
         if (work.tiles.first < work.tiles.past) {
             zero_unattended(p, smem, work, v_pipe.phase);
-            if constexpr (REPAIRS) clean_k(smem);
+            if constexpr (NAN_SAFE) clean_k(smem);
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();
-            if constexpr (!REPAIRS) issue_dp();
-            for_each_tile<false, !REPAIRS>(work, heads, h, tile, step);
-            if constexpr (REPAIRS)
+            if constexpr (!NAN_SAFE) issue_dp();
+            for_each_tile<false, !NAN_SAFE>(work, heads, h, tile, step);
+            if constexpr (NAN_SAFE)
                 smem.v_empty().arrive();  // safe: the last step waited for all GEMMs
         }
         // Safe: all GEMMs that read k are complete, and the steps have consumed the work tile.

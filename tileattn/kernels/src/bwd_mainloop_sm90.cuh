@@ -49,7 +49,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 #pragma unroll 1
     while (get_work(p, claim_work(p), work)) {
         // All work tiles of a head are skipped or none: these flags stay while this kernel runs.
-        if ((head_flags(p, work.b, work.kv) & KNOWN) != REPAIRS) continue;
+        // LARGE heads, alone or with NON_FINITE, go to the generic kernels.
+        if ((head_flags(p, work.b, work.kv) & KNOWN) != FLAGGED_HEADS) continue;
         const TileRange tiles = work.tiles;
         if (tiles.first >= tiles.past) {
             publish_work();
@@ -188,7 +189,7 @@ __device__ __forceinline__ void for_each_tile(const WorkTile& work, int heads, i
 #pragma unroll 1
     for (tile = tiles.past - 1; tile >= tiles.first; --tile, first = first_head) {
         const int past = past_head - (PEEL_LAST && tile == tiles.first);
-        if constexpr (REPAIRS) {  // one copy compiles sooner
+        if constexpr (NAN_SAFE) {  // one copy compiles sooner
             const bool partial = __any_sync(~0u, tiles.is_partial(tile));
 #pragma unroll 1
             for (h = first; h < past; ++h) step(partial, true);
@@ -211,7 +212,7 @@ __device__ __forceinline__ void for_each_tile(const WorkTile& work, int heads, i
 template <int NT>
 __device__ inline void flag_non_finite(const Params& p, const WorkTile& work,
                                        const Fragment<Accum, 1, NT>& acc) {
-    if (!REPAIRS && !all_finite_by_fma(acc)) head_flags(p, work.b, work.kv) |= FAILED;
+    if (!NAN_SAFE && !all_finite_by_fma(acc)) head_flags(p, work.b, work.kv) |= FAILED;
 }
 
 // Store 16 rows of each warp to dK or dV. Narrow heads go through a stage of dS that nobody reads
@@ -241,7 +242,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
     const Smem smem{shared_address(tensors), storage};
-    if (REPAIRS && !any_to_repair(p)) return;
+    if (NAN_SAFE && !any_flagged_head(p)) return;
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) smem.init();

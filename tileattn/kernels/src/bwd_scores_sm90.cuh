@@ -69,7 +69,7 @@ __device__ inline void compute_ds(const float* deltas, Fragment<Accum, 1, QT>& d
 // --- NaN-safe, as told in nonfinite.cuh ----------------------------------------------------------
 
 // With a softcap what is not finite in q and k would have to be restored, too.
-static_assert(!(REPAIRS && HAS_SOFTCAP), "gradients where the softcap is flat are not NaN");
+static_assert(!(NAN_SAFE && HAS_SOFTCAP), "gradients where the softcap is flat are not NaN");
 
 using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
 static_assert(NonFiniteDout::BYTES <= ScoreTile::BYTES, "the table takes a stage of dS");
@@ -93,7 +93,7 @@ __device__ inline void clean_k(const Smem& smem) {
 
 // The k that dQ takes.
 __device__ inline KeyTile k_of_dq(const Smem& smem, bool masked) {
-    return REPAIRS && masked ? smem.clean_k() : smem.k();
+    return NAN_SAFE && masked ? smem.clean_k() : smem.k();
 }
 
 // Zero what is not finite in a tile of q and of dO, and record that of dO in the table; whether

@@ -14,9 +14,11 @@ static_assert(BLOCK_K == WARPGROUP_ROWS * (IS_WIDE ? 1 : CONSUMERS) && WARPS_N =
               "64 keys a warpgroup");
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
+constexpr bool NAN_SAFE = ONLY_FLAGGED;  // of the heads that the first launch has skipped
+
 // q stays until dK has read it, while the next P is computed: it needs one stage more than dO, and
 // is the last to need two.
-constexpr int DOUT_STAGES = STAGES, Q_STAGES = !IS_WIDE ? STAGES + 1 : REPAIRS ? 1 : 2;
+constexpr int DOUT_STAGES = STAGES, Q_STAGES = !IS_WIDE ? STAGES + 1 : NAN_SAFE ? 1 : 2;
 constexpr int DS_STAGES = 2;                // so that no warpgroup waits for the GEMMs of the other
 constexpr int DQ_STAGES = IS_WIDE ? 2 : 3;  // of each dQ store warp
 
@@ -58,7 +60,7 @@ struct Tensors {
 // Wide heads: P, which one warpgroup passes to the other.
 constexpr int P_BYTES = IS_WIDE ? BLOCK_Q * BLOCK_K * 4 : 0;
 // NaN-safe: a copy of k with zeros in place of what is not finite.
-constexpr int CLEAN_K_BYTES = REPAIRS ? KeyTile::BYTES : 0;
+constexpr int CLEAN_K_BYTES = NAN_SAFE ? KeyTile::BYTES : 0;
 static_assert(int(sizeof(Tensors)) + P_BYTES + CLEAN_K_BYTES == SHARED_BYTES,
               "what a launch brings");
 

@@ -39,7 +39,8 @@ constexpr bool HAS_DROPOUT = KEY_DROPOUT;
 constexpr bool FOLD = KEY_FOLD_SCALE;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
-constexpr u32 REPAIRS = KEY_HEAD_FLAGS;  // flags of the heads of a NaN-safe kernel; 0 for all heads
+constexpr u32 FLAGGED_HEADS = KEY_HEAD_FLAGS;  // heads with one of these flags; 0 for all
+constexpr bool ONLY_FLAGGED = FLAGGED_HEADS != 0;
 constexpr int MASK_VECTOR_WIDTH = KEY_MASK_VECTOR_WIDTH;
 constexpr int SHARED_BYTES = KEY_SMEM_BYTES;
 

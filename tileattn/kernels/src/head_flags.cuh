@@ -12,22 +12,23 @@ __device__ inline u32& head_flags(const Params& p, i64 b, i64 kv) {
     return p.head_flags[b * p.Hkv + kv];
 }
 
-// Whether any head has a flag that this NaN-safe kernel serves; mostly none has. All threads call.
-__device__ inline bool any_to_repair(const Params& p) {
+// Whether any head has a flag that this kernel takes; mostly none has. All threads call.
+__device__ inline bool any_flagged_head(const Params& p) {
     bool any = false;
     for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += blockDim.x) {
-        any = any || p.head_flags[i] & REPAIRS;
+        any = any || p.head_flags[i] & FLAGGED_HEADS;
     }
     return __syncthreads_or(any);
 }
 
-// Call run(block) for all blocks: one for each CTA, or NaN-safe, many for each of a few CTAs.
+// Call run(block) for all blocks: one for each CTA, or of flagged heads, many for each of a few
+// CTAs.
 template <class Run>
 __device__ inline void for_blocks(const Params& p, i64 blocks, Run run) {
-    if constexpr (!REPAIRS) {
+    if constexpr (!ONLY_FLAGGED) {
         run(int(blockIdx.x));
     } else {
-        if (!any_to_repair(p)) return;
+        if (!any_flagged_head(p)) return;
 #pragma unroll 1
         for (i64 i = blockIdx.x; i < blocks; i += gridDim.x) {
             run(int(i));

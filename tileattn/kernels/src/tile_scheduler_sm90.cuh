@@ -88,7 +88,7 @@ struct BwdWorkTile {
 // claimed first among the running CTAs waits for none of them. Lane 0 calls; the shuffle tells the
 // compiler that the index is uniform.
 __device__ inline u32 claim_work(const Params& p) {
-    u32* const tile_counter = p.tile_counter + (REPAIRS ? 1 : 0);
+    u32* const tile_counter = p.tile_counter + (ONLY_FLAGGED ? 1 : 0);
     return __shfl_sync(1, atomicAdd(tile_counter, 1), 0);
 }
 
