@@ -144,7 +144,7 @@ def test_what_a_score_is_of_what_kernels_hold() -> None:
     ]
     for changed, arrays, natural in choices:
         plan = backward(asked(**{"scale": 0.25} | changed), H200, **arrays)
-        assert plan.fields["score_unit"] == natural
+        assert plan.fields["softmax_scale"] == natural
         folds = {x.key.fold_scale for x in plan.launches if x.key.kernel == "backward_dkdv"}
         assert folds == {natural != 1}
 

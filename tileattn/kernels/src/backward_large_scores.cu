@@ -63,7 +63,7 @@ __device__ inline void renormalise(const Params& p, int index) {
         if (HAS_MASK || kind == PARTIAL) s.masked_fill(head.attn_mask, dense);
         if (!visit.done()) load_bias(visit.tile * BLOCK_K);
         Accum rescale[MT][2];
-        state.update(s, head.score_mod.unit(), group, rescale);
+        state.update(s, head.score_mod.softmax_scale_log2(), group, rescale);
         if (STAGES == 1) {
             __syncthreads();  // all warps are done with k
             if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);

@@ -29,13 +29,14 @@ __device__ inline void modify_and_mask(const Params& p, const ScoreMod& score_mo
 __device__ inline void exponentiate(const ScoreMod& score_mod, const float* lse_log2,
                                     TileScores& s) {
     const Lane lane;
-    const Accum unit = score_mod.unit();
+    const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
 #pragma unroll
     for (int n = 0; n < QT; ++n) {
         const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + lane.column(0) + 8 * n);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            s.x[0][n][e] = exp2_of(exponent(s.x[0][n][e], unit, e % 2 ? lse.y : lse.x));
+            s.x[0][n][e] =
+                exp2_of(exponent(s.x[0][n][e], softmax_scale_log2, e % 2 ? lse.y : lse.x));
     }
 }
 

@@ -201,7 +201,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
                          __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
         }
         Accum rescale[MT][2];
-        state.update(s, head.score_mod.unit(), group, rescale);
+        state.update(s, head.score_mod.softmax_scale_log2(), group, rescale);
         acc.scale_rows(rescale);
         load_mask();
         // 16 keys at a time: their random bits are computed while others are multiplied.
@@ -240,7 +240,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         for (int half = 0; half < 2; ++half) {
             Accum lse;
             const Accum inverse =
-                state.finalize(m, half, sink, Accum(p.dropout_scale), Accum(p.score_unit), lse);
+                state.finalize(m, half, sink, Accum(p.dropout_scale), Accum(p.softmax_scale), lse);
 #pragma unroll
             for (int n = 0; n < VT; ++n)
 #pragma unroll

@@ -11,10 +11,10 @@
 // The first pass stops early once several work tiles are unfinished. When that is noticed is a
 // matter of timing, and the bits of a row must not be. So the arithmetic of a row depends on its
 // own scores alone: a row is large if its maximum over all keys is. A running maximum above
-// ORDINARY never falls, so the second pass lets such a row turn large at once. One below -ORDINARY
-// may rise. The second pass takes such a row for ordinary, as the first does. If it has not risen
-// in the end, the work tile is done again in a third pass, in which all rows are large, and which
-// stores only rows that are far below zero.
+// LARGE_ROW_MAX never falls, so the second pass lets such a row turn large at once. One below
+// -LARGE_ROW_MAX may rise. The second pass takes such a row for ordinary, as the first does. If it
+// has not risen in the end, the work tile is done again in a third pass, in which all rows are
+// large, and which stores only rows that are far below zero.
 #include "fwd_smem_sm90.cuh"
 #include "head.cuh"
 #include "nonfinite.cuh"
@@ -28,12 +28,12 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
 
 // Lazy rescaling: row maxima may lag by so many powers of two before O is rescaled. P in 16 bits
 // has room for it, and the result depends on it by rounding alone.
-constexpr int SLACK = 8;
+constexpr int RESCALE_THRESHOLD = 8;
 
 // Sums of large numbers may overflow for that. A NaN-safe pass divides P by a power of two, which
 // makes it 1 at most. The bits are those of the first pass, unless a probability below 2**-118,
 // whose quotient has fewer digits, shows in them.
-constexpr Accum LOWERED = HAS_FINITE_SUMS<Element> ? Accum(1) : Accum(1 << SLACK);
+constexpr Accum P_DIVISOR = HAS_FINITE_SUMS<Element> ? Accum(1) : Accum(1 << RESCALE_THRESHOLD);
 
 // Whether PV overlaps the softmax of its own warpgroup. At a value head dimension of 128 the GEMMs
 // of the other warpgroup fill that time as well or better (measured).
@@ -151,20 +151,21 @@ __device__ inline Accum* lse_of(const Params& p, const WorkTile& work) {
 
 // Normalise and store 16 rows of each warp from row0 on, and their lse. The third pass stores only
 // rows far below zero. Others keep their bits, also in work tiles that are done for sharing a bit
-// with a marked one. Its maxima differ by up to the slack from those of the second: with twice that
-// as a margin, each row that is stored would have had its work tile marked.
+// with a marked one. Its maxima differ by up to the threshold from those of the second: with twice
+// that as a margin, each row that is stored would have had its work tile marked.
 template <bool NAN_SAFE>
 __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTile& work, int row0,
                                 RowState<1>& state, Fragment<Accum, 1, VT>& acc) {
     u32 halves = 3;
     if constexpr (NAN_SAFE) {
         if (work.all_large)
-            halves = state.below(-ORDINARY - 2 * SLACK, ScoreMod(p, work.b, work.h).unit());
+            halves = state.below(-LARGE_ROW_MAX - 2 * RESCALE_THRESHOLD,
+                                 ScoreMod(p, work.b, work.h).softmax_scale_log2());
     } else {
         // A value that is not finite spoils its column in all rows: half of them are enough. A sum
         // that overflows is one row's.
         const bool good =
-            all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) && state.all_ordinary();
+            all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) && state.all_bounded();
         if (!__all_sync(~0u, good)) smem.mark_unfinished(0, work.iteration);
     }
     const Accum sink = sink_of(p, work.h);
@@ -172,8 +173,8 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
     Accum lse[2], inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        inverse[half] = state.template finalize<true>(0, half, sink, NAN_SAFE ? LOWERED : Accum(1),
-                                                      Accum(p.score_unit), lse[half]);
+        inverse[half] = state.template finalize<true>(
+            0, half, sink, NAN_SAFE ? P_DIVISOR : Accum(1), Accum(p.softmax_scale), lse[half]);
 #pragma unroll
         for (int n = 0; n < VT; ++n)
 #pragma unroll
@@ -291,9 +292,9 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         if (partial) s.masked_fill(AttentionMask(p, work.b, work.h), DenseMask<false, 1, NT>{});
     };
     auto online_softmax = [&] {
-        const Accum unit = ScoreMod(p, work.b, work.h).unit();
-        constexpr RowKind ROWS = NAN_SAFE ? RowKind::RISING : RowKind::ORDINARY;
-        state.template update<SLACK, ROWS>(s, unit, rows, rescale);
+        const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
+        constexpr RowMaxMode MODE = NAN_SAFE ? RowMaxMode::DETECT_LATE : RowMaxMode::BOUNDED;
+        state.template update<RESCALE_THRESHOLD, MODE>(s, softmax_scale_log2, rows, rescale);
     };
     auto softmax = [&](bool partial) {
         release_k();
@@ -339,7 +340,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
                 any = named_barrier_or<CONSUMER_THREADS>(CONSUMER_BARRIER, any);
             }
             online_softmax();
-            s.scale(1 / LOWERED);
+            s.scale(1 / P_DIVISOR);
             convert_p();
             acc.scale_rows(rescale);
             gemm_async<Element>(acc, probs, smem.v(v_pipe.stage));
@@ -374,7 +375,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         } else if constexpr (NAN_SAFE) {
             nan_safe_loop();
             // Before the arrive on q_empty, which publishes it to the producer.
-            if (__any_sync(~0u, !work.all_large && state.below(-ORDINARY)))
+            if (__any_sync(~0u, !work.all_large && state.below(-LARGE_ROW_MAX)))
                 smem.mark_unfinished(1, work.iteration);
             release_q();
             fetch_work();

@@ -66,7 +66,8 @@ struct Head {
 
     __device__ Accum sink() const { return sink_of(p, h); }
 
-    // Score times score_mod.unit() is in units of log 2; -infinity where masked out.
+    // Without score_mod.softmax_scale_log2(), which makes it an exponent of 2; -infinity where
+    // masked out.
     __device__ Accum score(int i, int j, Accum& dsoftcap) const {
         dsoftcap = 1;
         if (!attn_mask.visible(i, j)) return -infinity<Accum>();

@@ -47,8 +47,8 @@ struct Params {
     i64 mask_block_q, mask_block_k;
     // Options. length and offset hold where their arrays are null.
     i64 length, offset, left, right;
-    // score_unit: what multiplies a score as the kernel holds it: the scale where that is folded
-    // into the exponent, else 1.
-    double scale, softcap, dropout_scale, score_unit;
+    // softmax_scale: what the softmax multiplies scores by: the scale where that is folded into the
+    // exponent, else 1, as score modifiers come after the scale.
+    double scale, softcap, dropout_scale, softmax_scale;
     u64 seed, threshold;
 };
