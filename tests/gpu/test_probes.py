@@ -221,20 +221,20 @@ def test_walks(key: KernelKey, left: int | None, right: int | None, length: int)
     Probe(key)("walks", p, claimed, got, grid=(grid,))
     assert claimed == count + grid  # each block has been told once that there is nothing left
     block, head, _ = work_tiles(blocks, B * Hkv, parts)
-    for n, (b, kv, k0, first, past, full, full_past) in enumerate(got.tolist()):
+    for n, (b, kv, k0, begin, end, full_begin, full_end) in enumerate(got.tolist()):
         assert (b, kv) == divmod(int(head[n]), Hkv)
         assert k0 == int(block[n]) * key.block_k
         kinds = [window.kind(q0, q1, k0, k0 + key.block_k) for q0, q1 in tiles]
         seen = [tile for tile, kind in enumerate(kinds) if kind != EMPTY]
-        assert list(range(first, past)) == seen
-        assert [tile for tile in seen if full <= tile < full_past] == [
+        assert list(range(begin, end)) == seen
+        assert [tile for tile in seen if full_begin <= tile < full_end] == [
             tile for tile in seen if kinds[tile] == FULL
         ]
 
 
 def assert_tiles(window: SlidingWindow, q0: int, block_k: int, found: list[int]) -> None:
     """Hold what 64 queries are said to see to the kinds of tiles."""
-    first, past, full, full_past = found
+    begin, end, full_begin, full_end = found
     q1 = min(q0 + 64, window.Nq)
     kinds = {
         tile: window.kind(q0, q1, tile * block_k, (tile + 1) * block_k)
@@ -242,11 +242,11 @@ def assert_tiles(window: SlidingWindow, q0: int, block_k: int, found: list[int])
         if q0 < q1
     }
     seen = [tile for tile, kind in kinds.items() if kind != EMPTY]
-    assert list(range(first, past)) == seen
+    assert list(range(begin, end)) == seen
     # The kernel asks of 64 queries, though there may be fewer: it may take full tiles for others.
     whole = [tile for tile, kind in kinds.items() if kind == FULL]
-    assert set(range(full, full_past)) & set(seen) <= set(whole)
-    assert q1 < q0 + 64 or list(range(full, full_past)) == whole
+    assert set(range(full_begin, full_end)) & set(seen) <= set(whole)
+    assert q1 < q0 + 64 or list(range(full_begin, full_end)) == whole
 
 
 class Masks:

@@ -26,7 +26,7 @@ extern "C" __global__ void walks(Params p, u32* tile_counter, int* out) {
         int* to = out + i64(index) * 7;
         const TileRange& tiles = work.tiles;
         for (int field :
-             {work.b, work.kv, work.k0, tiles.first, tiles.past, tiles.full, tiles.full_past})
+             {work.b, work.kv, work.k0, tiles.begin, tiles.end, tiles.full_begin, tiles.full_end})
             *to++ = field;
     }
 }

@@ -184,22 +184,22 @@ def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
         return [(lo // key.block_k, -(-hi // key.block_k)) for lo, hi in ranges]
 
     each = {place: tiles(*place) for place in set(places)}
-    first, past = np.moveaxis(np.array([each[place] for place in places]), -1, 0)[..., None, :]
-    return TILE_COST * _visited(layout, key, first, past) + START_COST
+    begin, end = np.moveaxis(np.array([each[place] for place in places]), -1, 0)[..., None, :]
+    return TILE_COST * _visited(layout, key, begin, end) + START_COST
 
 
-def _visited(layout: CallLayout, key: KernelKey, first: Array, past: Array) -> Array:
-    """Count the tiles from first to past - 1 that the block mask does not skip."""
+def _visited(layout: CallLayout, key: KernelKey, begin: Array, end: Array) -> Array:
+    """Count the tiles from begin to end - 1 that the block mask does not skip."""
     if layout.block_mask is None:
-        return past - first
+        return end - begin
     before = kv_tiles_before(layout.block_mask, (key.block_q, key.block_k))
-    before = np.broadcast_to(before, (len(first), *before.shape[1:]))[:, :, : first.shape[-1]]
+    before = np.broadcast_to(before, (len(begin), *before.shape[1:]))[:, :, : begin.shape[-1]]
 
     def up_to(tile: Array) -> Array:
         places = np.broadcast_to(tile[..., None], (*before.shape[:3], 1))
         return np.take_along_axis(before, places, axis=-1)[..., 0]
 
-    return up_to(past) - up_to(first)
+    return up_to(end) - up_to(begin)
 
 
 def assign(order: Array, cost: Array, grid: int) -> Array:

@@ -20,15 +20,15 @@ constexpr int TILE_BYTES = STAGES > 1                  ? SCORE_BYTES + VALUE_BYT
 
 // What a CTA covers of one axis: all of it where the bias is broadcast, else one block.
 struct Axis {
-    int first, past, at;
+    int begin, end, at;
 
     __device__ Axis(bool broadcast, i64 own, i64 size)
-        : first(broadcast ? 0 : int(own)), past(broadcast ? int(size) : first + 1), at(first) {}
+        : begin(broadcast ? 0 : int(own)), end(broadcast ? int(size) : begin + 1), at(begin) {}
 
     // Advance, or start over behind the last; whether it advanced.
     __device__ bool next() {
-        if (++at < past) return true;
-        at = first;
+        if (++at < end) return true;
+        at = begin;
         return false;
     }
 };

@@ -175,8 +175,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         smem.k_full().wait(k_pipe.phase);
         k_pipe.advance();
         work = smem.storage.work_tile;
-        if (work.end) break;
-        const bool attended = work.tiles.first < work.tiles.past;
+        if (work.is_end) break;
+        const bool attended = work.tiles.begin < work.tiles.end;
         if (attended) zero_unattended(p, smem, work, v_pipe.phase);
         if (attended && NAN_SAFE) {
             clean_k(smem);
@@ -188,7 +188,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             smem.k_empty().arrive();
             store_dv(ds_pipe);
         } else if (attended) {
-            h = work.kv * heads, tile = work.tiles.past - 1;
+            h = work.kv * heads, tile = work.tiles.end - 1;
             prologue();
             for_each_tile<true, false>(work, heads, h, tile, step);
             last_step();

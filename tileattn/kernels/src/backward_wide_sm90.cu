@@ -109,9 +109,9 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         smem.k_full().wait(k_pipe.phase);
         k_pipe.advance();
         work = smem.storage.work_tile;
-        if (work.end) break;
+        if (work.is_end) break;
         dv.clear();
-        if (work.tiles.first < work.tiles.past) {
+        if (work.tiles.begin < work.tiles.end) {
             zero_unattended(p, smem, work, v_pipe.phase);
             v_pipe.advance();
             if constexpr (NAN_SAFE) {
@@ -207,9 +207,9 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         smem.k_full().wait(k_pipe.phase);
         k_pipe.advance();
         work = smem.storage.work_tile;
-        if (work.end) break;
+        if (work.is_end) break;
         dk.clear();
-        if (work.tiles.first < work.tiles.past) {
+        if (work.tiles.begin < work.tiles.end) {
             zero_unattended(p, smem, work, v_pipe.phase);
             if constexpr (NAN_SAFE) clean_k(smem);
             smem.v_full().wait(v_pipe.phase);

@@ -52,7 +52,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         // LARGE heads, alone or with NON_FINITE, go to the generic kernels.
         if ((head_flags(p, work.b, work.kv) & KNOWN) != FLAGGED_HEADS) continue;
         const TileRange tiles = work.tiles;
-        if (tiles.first >= tiles.past) {
+        if (tiles.begin >= tiles.end) {
             publish_work();
             smem.k_full().arrive();
             continue;
@@ -63,7 +63,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         ValueTile::prefetch(maps.v, work.k0, work.kv, work.b);
         bool first = true;
 #pragma unroll 1
-        for (int tile = tiles.past; --tile >= tiles.first;)
+        for (int tile = tiles.end; --tile >= tiles.begin;)
 #pragma unroll 1
             for (int g = 0; g < group; ++g) {
                 const int h = work.kv * group + g, q0 = tile * BLOCK_Q;
@@ -79,7 +79,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 smem.k().load(maps.k, work.k0, work.kv, work.b, smem.k_full());
             }
     }
-    work.end = true;
+    work.is_end = true;
     publish_work();
     smem.k_full().arrive();
 }
@@ -98,11 +98,11 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
         smem.k_full().wait(k_pipe.phase);
         const WorkTile work = smem.storage.work_tile;
         smem.k_empty().arrive();  // safe: only generic stores overwrite the work tile
-        if (work.end) break;
+        if (work.is_end) break;
         const u32 first_head = work.b * int(p.Hq) + work.kv * heads;
         u32 reached = 0;
 #pragma unroll 1
-        for (int tile = work.tiles.past; --tile >= work.tiles.first;) {
+        for (int tile = work.tiles.end; --tile >= work.tiles.begin;) {
             const int row = tile * BLOCK_Q;
             const int first =
                 SlidingWindow(p, work.b).key_range(row, min(row + BLOCK_Q, rows)).lo / BLOCK_K;
@@ -158,8 +158,8 @@ __device__ inline void publish_dq(const Smem& smem, int store_warp,
 __device__ inline void zero_unattended(const Params& p, const Smem& smem, const WorkTile& work,
                                        u32 parity) {
     const Range attended = SlidingWindow(p, work.b).key_range(0, int(p.Nq));
-    const int first = attended.lo - work.k0, past = attended.hi - work.k0;
-    if (!__any_sync(~0u, first > 0 || (past < BLOCK_K && attended.hi < p.Nk))) return;
+    const int begin = attended.lo - work.k0, end = attended.hi - work.k0;
+    if (!__any_sync(~0u, begin > 0 || (end < BLOCK_K && attended.hi < p.Nk))) return;
     smem.v_full().wait(parity);
     const u32 zeros[4] = {};
     auto zero = [&](const auto& tile, int columns) {
@@ -167,7 +167,7 @@ __device__ inline void zero_unattended(const Params& p, const Smem& smem, const 
 #pragma unroll 1
         for (int i = threadIdx.x; i < BLOCK_K * chunks; i += CONSUMER_THREADS) {
             const int row = i / chunks;
-            if (row < first || row >= past) store_shared(tile.chunk(row, i % chunks * 16), zeros);
+            if (row < begin || row >= end) store_shared(tile.chunk(row, i % chunks * 16), zeros);
         }
     };
     zero(smem.k(), HEAD_DIM);
@@ -184,25 +184,25 @@ template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
 __device__ __forceinline__ void for_each_tile(const WorkTile& work, int heads, int& h, int& tile,
                                               Step step) {
     const TileRange tiles = work.tiles;
-    const int first_head = work.kv * heads, past_head = first_head + heads;
-    int first = first_head + SKIP_FIRST;
+    const int first_head = work.kv * heads, end_head = first_head + heads;
+    int begin = first_head + SKIP_FIRST;
 #pragma unroll 1
-    for (tile = tiles.past - 1; tile >= tiles.first; --tile, first = first_head) {
-        const int past = past_head - (PEEL_LAST && tile == tiles.first);
+    for (tile = tiles.end - 1; tile >= tiles.begin; --tile, begin = first_head) {
+        const int end = end_head - (PEEL_LAST && tile == tiles.begin);
         if constexpr (NAN_SAFE) {  // one copy compiles sooner
             const bool partial = __any_sync(~0u, tiles.is_partial(tile));
 #pragma unroll 1
-            for (h = first; h < past; ++h) step(partial, true);
+            for (h = begin; h < end; ++h) step(partial, true);
         } else if (tiles.is_partial(tile)) {
 #pragma unroll 1
-            for (h = first; h < past; ++h) step(true, true);
+            for (h = begin; h < end; ++h) step(true, true);
         } else {
 #pragma unroll 1
-            for (h = first; h < past; ++h) step(false, true);
+            for (h = begin; h < end; ++h) step(false, true);
         }
     }
     if constexpr (PEEL_LAST) {
-        h = past_head - 1, tile = tiles.first;
+        h = end_head - 1, tile = tiles.begin;
         step(true, false);
     }
 }

@@ -58,14 +58,14 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             WorkTile& share = smem.storage.work_tiles[q_pipe.stage];
             const Barrier full = smem.q_full(warpgroup, work_pipe.stage);
             share = work;
-            if (work.end) {
+            if (work.is_end) {
                 full.arrive();
                 continue;
             }
             share.q0 += WARPGROUP_ROWS * warpgroup;
             // In a NaN-safe pass the warpgroups go through the same tiles side by side.
             if (!work.nan_safe) share.tiles = key_tiles(p, work.b, share.q0, WARPGROUP_ROWS);
-            if (HAS_BLOCK_MASK) share.tiles.first = work.first, share.tiles.past = work.past;
+            if (HAS_BLOCK_MASK) share.tiles.begin = work.begin, share.tiles.end = work.end;
             smem.q(q_pipe.stage).load(maps.q, share.q0, work.h, work.b, full);
         }
         work_pipe.advance();
@@ -104,7 +104,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         };
         for (bool found = find(work); found;) {
             if (pass == 0 && smem.many_unfinished(0)) break;
-            if (work.first < work.past) load_k(work.first);
+            if (work.begin < work.end) load_k(work.begin);
             work.nan_safe = pass > 0, work.all_large = pass > 1;
             publish_work();
             WorkTile next = work;
@@ -116,17 +116,17 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS)
                     QueryTile::prefetch(maps.q, next.q0 + row, next.h, next.b);
 #pragma unroll 1
-            for (int tile = work.first; tile < work.past; ++tile) {
-                if (tile + 1 < work.past) load_k(tile + 1);
+            for (int tile = work.begin; tile < work.end; ++tile) {
+                if (tile + 1 < work.end) load_k(tile + 1);
                 load_v(tile);
             }
             work = next;
         }
     };
     auto publish_end = [&] {
-        work.end = true;
+        work.is_end = true;
         publish_work();
-        work.end = false;
+        work.is_end = false;
     };
     run_pass(0);
     publish_end();
@@ -272,17 +272,17 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         smem.q_full(warpgroup, work_pipe.stage).wait(work_pipe.phase);
         work_pipe.advance();
         next = smem.storage.work_tiles[q_pipe.stage];
-        if (next.tiles.first >= next.tiles.past || next.end)
-            next.tiles.first = next.tiles.past = next.past;
+        if (next.tiles.begin >= next.tiles.end || next.is_end)
+            next.tiles.begin = next.tiles.end = next.end;
     };
     auto start_work = [&] {
         work = next;
-        tile = work.tiles.first;
-        if (!work.end) skip_tiles(tile - work.first);
+        tile = work.tiles.begin;
+        if (!work.is_end) skip_tiles(tile - work.begin);
         // QK is issued even where there is no tile, on whatever the stage holds: under a condition,
         // ptxas would serialise all GEMMs.
         if (HAS_BLOCK_MASK) entries = BlockSparseList(p, work).entries, next_entry = entries[tile];
-        if (tile < work.tiles.past) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
+        if (tile < work.tiles.end) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
         issue_qk();
     };
     auto modify_and_mask = [&](bool partial) {
@@ -354,7 +354,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
             }
             release_k();
             release_v();
-            if (++tile == work.tiles.past) return;
+            if (++tile == work.tiles.end) return;
             smem.k_full(k_pipe.stage).wait(k_pipe.phase);
             issue_qk();
             warpgroup_wait<0>(s);
@@ -365,11 +365,11 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
     // epilogue.
     fetch_work();
     start_work();
-    while (!work.end) {
+    while (!work.is_end) {
         state = RowState<1>(NAN_SAFE && work.all_large);
         acc.clear();
         warpgroup_wait<0>(s);
-        if (tile == work.tiles.past) {
+        if (tile == work.tiles.end) {
             release_q();
             fetch_work();
         } else if constexpr (NAN_SAFE) {
@@ -382,13 +382,13 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         } else {
             softmax(is_partial());
             convert_p();
-            for (++tile; tile < work.tiles.past;) {
+            for (++tile; tile < work.tiles.end;) {
                 if (is_partial()) {
                     step(true), ++tile;
                 } else {
-                    const int past = HAS_BLOCK_MASK ? tile + 1 : work.tiles.full_past;
+                    const int end = HAS_BLOCK_MASK ? tile + 1 : work.tiles.full_end;
 #pragma unroll 1
-                    for (; tile < past; ++tile) step(false);
+                    for (; tile < end; ++tile) step(false);
                 }
             }
             release_q();
@@ -397,7 +397,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
             finish_pv();
         }
         const WorkTile done = work;
-        skip_tiles(done.past - done.tiles.past);
+        skip_tiles(done.end - done.tiles.end);
         start_work();
         epilogue<NAN_SAFE>(p, smem, done, done.q0 + row0, state, acc);
     }

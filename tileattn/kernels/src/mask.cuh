@@ -11,10 +11,10 @@ struct Range {
     int lo, hi;
 };
 
-// The sliding window and the length of the keys. Query i attends to keys i + first to i + past - 1,
+// The sliding window and the length of the keys. Query i attends to keys i + begin to i + end - 1,
 // those of them from 0 to length - 1.
 struct SlidingWindow {
-    int Nq, length, first, past;
+    int Nq, length, begin, end;
 
     __device__ SlidingWindow(const Params& p, i64 batch) {
         const i64 given = p.kv_lengths ? p.kv_lengths[batch] : p.length;
@@ -22,27 +22,27 @@ struct SlidingWindow {
         const i64 offset = p.q_offset ? p.q_offset[batch] : p.offset;
         Nq = int(p.Nq);
         length = int(known);
-        first = p.left < 0 ? -FAR : clamp(offset - p.left);
-        past = p.right < 0 ? FAR : clamp(offset + p.right + 1);
+        begin = p.left < 0 ? -FAR : clamp(offset - p.left);
+        end = p.right < 0 ? FAR : clamp(offset + p.right + 1);
     }
-    __device__ SlidingWindow(int Nq, int length, int first, int past)
-        : Nq(Nq), length(length), first(first), past(past) {}
+    __device__ SlidingWindow(int Nq, int length, int begin, int end)
+        : Nq(Nq), length(length), begin(begin), end(end) {}
     __device__ static int clamp(i64 x) { return int(min(max(x, i64(-FAR)), i64(FAR))); }
 
     __device__ bool visible(int i, int j) const {
         // One comparison for both sides, in arithmetic that wraps around.
-        return u32(j - i) - u32(first) < u32(past) - u32(first) && u32(j) < u32(length);
+        return u32(j - i) - u32(begin) < u32(end) - u32(begin) && u32(j) < u32(length);
     }
     // Smallest range of all keys that queries q0 to q1 - 1 attend to.
     __device__ Range key_range(int q0, int q1) const {
-        const int lo = max(0, q0 + first), hi = min(length, q1 - 1 + past);
+        const int lo = max(0, q0 + begin), hi = min(length, q1 - 1 + end);
         return q0 < q1 && lo < hi ? Range{lo, hi} : Range{0, 0};
     }
     // Smallest range of all queries that attend to one of keys k0 to k1 - 1.
     __device__ Range query_range(int k0, int k1) const {
-        const int end = min(k1, length);
-        const int lo = max(0, k0 - past + 1), hi = min(Nq, end - first);
-        return k0 < end && lo < hi ? Range{lo, hi} : Range{0, 0};
+        const int k_end = min(k1, length);
+        const int lo = max(0, k0 - end + 1), hi = min(Nq, k_end - begin);
+        return k0 < k_end && lo < hi ? Range{lo, hi} : Range{0, 0};
     }
     __device__ int kind(int q0, int q1, int k0, int k1) const {
         const Range some = key_range(q0, q1);
@@ -51,18 +51,18 @@ struct SlidingWindow {
     }
     // Key tiles that are full for queries q0 to q1 - 1.
     __device__ Range full_key_tiles(int q0, int q1) const {
-        const int lo = max(0, q1 - 1 + first), hi = min(length, q0 + past);
+        const int lo = max(0, q1 - 1 + begin), hi = min(length, q0 + end);
         return {(lo + BLOCK_K - 1) / BLOCK_K, hi / BLOCK_K};
     }
     // Query tiles that are full for keys k0 to k1 - 1. Queries past the end do not matter.
     __device__ Range full_query_tiles(int k0, int k1) const {
-        const int lo = max(0, k1 - past), hi = k0 + 1 - first;
+        const int lo = max(0, k1 - end), hi = k0 + 1 - begin;
         if (k1 > length) return {0, 0};
         return {(lo + BLOCK_Q - 1) / BLOCK_Q, (hi < Nq ? hi : Nq + BLOCK_Q - 1) / BLOCK_Q};
     }
     // Whether each of the queries q0 to q1 - 1 attends to each of the keys k0 to k1 - 1.
     __device__ bool is_full(int q0, int q1, int k0, int k1) const {
-        const int lo = max(0, q1 - 1 + first), hi = min(length, q0 + past);
+        const int lo = max(0, q1 - 1 + begin), hi = min(length, q0 + end);
         return k0 >= lo && k1 <= hi;
     }
 };

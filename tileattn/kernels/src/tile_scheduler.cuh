@@ -30,8 +30,8 @@ struct TileIterator {
     KindOf kind_of;
     int tile, end, kind;
 
-    __device__ TileIterator(int first, int past, KindOf kind_of)
-        : kind_of(kind_of), tile(first - 1), end(past), kind(EMPTY) {
+    __device__ TileIterator(int begin, int end, KindOf kind_of)
+        : kind_of(kind_of), tile(begin - 1), end(end), kind(EMPTY) {
         next();
     }
     __device__ bool done() const { return tile >= end; }
