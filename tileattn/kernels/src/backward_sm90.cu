@@ -197,7 +197,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             store_dv(ds_pipe);
         }
         store_dk();
-        named_barrier_sync<WARPGROUP>(1 + warpgroup);  // the warps have read what they staged
+        // The warps have read what they staged.
+        named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
     }
 }
 

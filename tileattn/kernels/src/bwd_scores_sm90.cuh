@@ -75,8 +75,6 @@ static_assert(!(NAN_SAFE && HAS_SOFTCAP), "gradients where the softcap is flat a
 using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
 static_assert(NonFiniteDout::BYTES <= ScoreTile::BYTES, "the table takes a stage of dS");
 
-constexpr int CONSUMER_BARRIER = 1 + CONSUMERS;  // a named barrier of all consumers
-
 // Whether a tile has a pair that is masked out. Queries past the end, which are zero, attend to
 // nothing.
 __device__ inline bool has_masked(const Params& p, int tile, bool partial) {

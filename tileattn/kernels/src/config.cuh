@@ -57,6 +57,17 @@ constexpr int STEPS = NAN_SAFE ? (sizeof(Element) == 2 ? 4 : 2) : DEPTH / 16;
 
 constexpr int THREADS = WARP * WARPS_M * WARPS_N;
 
+// Hardware barriers, each a first number. 0 is __syncthreads.
+enum class NamedBarrier {
+    ROW_GROUP = 1,                       // warps that share rows: one for each group
+    WARPGROUP = 1,                       // in Hopper's kernels: one for each consumer warpgroup
+    CONSUMERS = WARPGROUP + WARPS_M / 4  // all of these
+};
+__device__ constexpr int barrier_id(NamedBarrier barrier, int offset = 0) {
+    return int(barrier) + offset;
+}
+constexpr int CONSUMER_BARRIER = barrier_id(NamedBarrier::CONSUMERS);
+
 static_assert(HEAD_DIM % 16 == 0 && VALUE_DIM % 16 == 0, "a k-step of mma is 16 deep");
 static_assert(BLOCK_Q % 16 == 0 && BLOCK_K % 16 == 0,
               "rows of an mma atom, and dropout in 16 x 16");

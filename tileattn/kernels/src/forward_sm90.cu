@@ -257,7 +257,8 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         for (; count > 0; --count) {
             smem.k_full(k_pipe.stage).wait(k_pipe.phase);
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
-            named_barrier_sync<WARPGROUP>(1 + warpgroup);  // no GEMM has kept the warps together
+            // No GEMM has kept the warps together.
+            named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
             release_k();
             release_v();
         }
@@ -324,7 +325,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
     // Tile by tile, the warpgroups side by side: they clean the values of partial tiles together.
     // The table of what was not finite takes the k stage, once all have their scores.
     auto nan_safe_loop = [&] {
-        constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP, CONSUMER_BARRIER = 1 + CONSUMERS;
+        constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
         for (;;) {
             const bool partial = __any_sync(~0u, is_partial());
             modify_and_mask(partial);
@@ -424,7 +425,8 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
         reg_alloc<CONSUMER_REGISTERS>();
         ReadState read{{warpgroup}};
         consume<false>(p, smem, warpgroup, read);
-        named_barrier_sync<WARPGROUP>(1 + warpgroup);  // unfinished work tiles have been marked
+        // Unfinished work tiles have been marked.
+        named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
         if (threadIdx.x % WARPGROUP == 0) smem.pass_done().arrive();
         smem.pass_done().wait(0);
         if (__any_sync(~0u, smem.any_unfinished(0))) consume<true>(p, smem, warpgroup, read);

@@ -14,7 +14,9 @@ struct RowGroup {
           row0(warp_m * rows) {}
 
     __device__ void sync() const {
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp_m), "n"(WARP * WARPS_N) : "memory");
+        asm volatile("bar.sync %0, %1;" ::"r"(barrier_id(NamedBarrier::ROW_GROUP, warp_m)),
+                     "n"(WARP * WARPS_N)
+                     : "memory");
     }
 
     // One array for all reductions: each instance of a template would have its own.
