@@ -22,9 +22,9 @@ struct Visit {
 
 template <class KindOf>
 __device__ void trace(Range range, int block, KindOf kind_of, Visit* out) {
-    for (TileIterator visit(range.lo / block, (range.hi + block - 1) / block, kind_of);
-         !visit.done(); visit.next()) {
-        if (threadIdx.x == 0) *out = {visit.tile, visit.kind};
+    for (TileIterator tiles(range.lo / block, (range.hi + block - 1) / block, kind_of);
+         !tiles.done(); tiles.next()) {
+        if (threadIdx.x == 0) *out = {tiles.tile, tiles.kind};
         ++out;
     }
 }

@@ -126,7 +126,7 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
     };
     for (int g = 0; g < p.group; ++g) {
         const Head head(p, b, kv * int(p.group) + g);
-        TileIterator visit(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
+        TileIterator tiles(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
             return head.attn_mask.kind(n * BLOCK_Q, n * BLOCK_Q + BLOCK_Q, k0, k0 + BLOCK_K);
         });
         auto load_queries = [&](int q0, int stage) {
@@ -142,18 +142,18 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
         auto load_bias = [&](int q0) { bias.load(head.score_mod, q0 + column0, k0 + row0); };
         int stage = 0;
         __syncthreads();  // all warps are done with the last head
-        if (!visit.done()) {
-            load_queries(visit.tile * BLOCK_Q, 0);
-            load_bias(visit.tile * BLOCK_Q);
+        if (!tiles.done()) {
+            load_queries(tiles.tile * BLOCK_Q, 0);
+            load_bias(tiles.tile * BLOCK_Q);
         }
-        while (!visit.done()) {
-            const int q0 = visit.tile * BLOCK_Q, kind = visit.kind, now = stage;
+        while (!tiles.done()) {
+            const int q0 = tiles.tile * BLOCK_Q, kind = tiles.kind, now = stage;
             const QueryTile q = q_tile(stage);
             const DoutTile dout = dout_tile(stage);
             copy_wait<0>();
             __syncthreads();  // q and dO have landed, and all warps are done with the last tile
-            visit.next();
-            if (STAGES > 1 && !visit.done()) load_queries(visit.tile * BLOCK_Q, stage ^= 1);
+            tiles.next();
+            if (STAGES > 1 && !tiles.done()) load_queries(tiles.tile * BLOCK_Q, stage ^= 1);
 
             auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
             TileGradient<true, MT, QT, NAN_SAFE> tile(k0 + row0, q0 + column0);
@@ -174,7 +174,7 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
             if constexpr (WRITE_DBIAS)
                 bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk, head.score_mod,
                            q0 + column0, k0 + row0, tile.ds);
-            if (!visit.done()) load_bias(visit.tile * BLOCK_Q);
+            if (!tiles.done()) load_bias(tiles.tile * BLOCK_Q);
             tile.apply_dsoftcap();
             // Where all is attended to, what is not finite propagates by itself. Behind this
             // barrier all warps are done with q and dO as they were.
@@ -230,7 +230,7 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
             }
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with q
-                if (!visit.done()) load_queries(visit.tile * BLOCK_Q, 0);
+                if (!tiles.done()) load_queries(tiles.tile * BLOCK_Q, 0);
             }
         }
         copy_wait<0>();

@@ -1,5 +1,6 @@
-// Backward pass for q, deterministic: one CTA for each block of queries, key tiles ascending. dQ
-// stays in registers. What is not finite is handled as in backward_dkdv.cu.
+// Backward pass for q: one CTA for each block of queries, key tiles ascending. dQ stays in
+// registers, so it is bitwise reproducible. Where other kernels add dQ in memory, this one computes
+// flagged heads alone. What is not finite is handled as in backward_dkdv.cu.
 #include "gradient.cuh"
 #include "tile_scheduler.cuh"
 
@@ -56,23 +57,23 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
             delta[m][half] = head.delta()[i];
         }
     Fragment<Accum, MT, DT> dq;
-    TileIterator visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
+    TileIterator tiles(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
         return head.attn_mask.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
     dq.clear();
     int stage = 0;
-    if (!visit.done()) {
-        load_keys(visit.tile * BLOCK_K, 0);
-        load_bias(visit.tile * BLOCK_K);
+    if (!tiles.done()) {
+        load_keys(tiles.tile * BLOCK_K, 0);
+        load_bias(tiles.tile * BLOCK_K);
     }
-    while (!visit.done()) {
-        const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
+    while (!tiles.done()) {
+        const int k0 = tiles.tile * BLOCK_K, kind = tiles.kind;
         const KeyTile k = k_tile(stage);
         const ValueTile v = v_tile(stage);
         copy_wait<0>();
         __syncthreads();  // k and v have landed, and all warps are done with the last tile
-        visit.next();
-        if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
+        tiles.next();
+        if (STAGES > 1 && !tiles.done()) load_keys(tiles.tile * BLOCK_K, stage ^= 1);
 
         TileGradient<false, MT, NT, NAN_SAFE> tile(q0 + row0, k0);
         tile.load_mask(head.attn_mask);
@@ -81,7 +82,7 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
             head.score_mod, bias, head.attn_mask, head.dropout, kind, NAN_SAFE && head.is_large(),
             [&](int m, int, int e) { return head.row_max()[q0 + row0 + 16 * m + lane.row(e)]; },
             [&](int m, int, int e) { return lse_log2[m][e / 2]; });
-        if (!visit.done()) load_bias(visit.tile * BLOCK_K);
+        if (!tiles.done()) load_bias(tiles.tile * BLOCK_K);
         multiply<VALUE_DIM, STEPS<NAN_SAFE, VALUE_DIM>, false, NAN_SAFE>(tile.ds, dout_tile, row0,
                                                                          v, 0);
         tile.compute_ds(Accum(p.dropout_scale), [&](int m, int, int e) { return delta[m][e / 2]; });
@@ -104,7 +105,7 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
         if (excess > 1) dq.scale(excess);
         if (STAGES == 1) {
             __syncthreads();  // all warps are done with k
-            if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+            if (!tiles.done()) load_keys(tiles.tile * BLOCK_K, 0);
         }
     }
     copy_wait<0>();

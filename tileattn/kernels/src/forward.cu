@@ -61,8 +61,8 @@ __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
     const bool all_pairs = HAS_BIAS || __syncthreads_or(!good);
     const Range keys = head.attn_mask.window.key_range(work.q0, q_end);
     bool non_finite = false;
-    for (auto visit = key_tiles_of(head.attn_mask, work.q0, keys); !visit.done(); visit.next()) {
-        const int k0 = visit.tile * BLOCK_K, k_end = min(k0 + BLOCK_K, keys.hi);
+    for (auto tiles = key_tiles_of(head.attn_mask, work.q0, keys); !tiles.done(); tiles.next()) {
+        const int k0 = tiles.tile * BLOCK_K, k_end = min(k0 + BLOCK_K, keys.hi);
 #pragma unroll 1
         for (int j0 = k0; j0 < k_end; j0 += THREADS / LANES) {
             const int j = min(j0 + first, k_end - 1);
@@ -71,7 +71,7 @@ __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
             if (!bad) continue;
             constexpr u32 ROW = LANES == WARP ? ~0u : (1u << LANES) - 1;
             if (bad >> threadIdx.x % WARP / LANES * LANES & ROW)
-                non_finite = non_finite || all_pairs || visit.kind == PARTIAL ||
+                non_finite = non_finite || all_pairs || tiles.kind == PARTIAL ||
                              !is_finite_row<LANES>(head.k + j * p.k_at.n, int(p.D));
         }
     }
@@ -143,13 +143,13 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
     copy_commit();
     RowState<MT> state;
     Fragment<Accum, MT, VT> acc;
-    auto visit = key_tiles_of(head.attn_mask, q0, keys);
+    auto tiles = key_tiles_of(head.attn_mask, q0, keys);
     acc.clear();
     // The dense mask is loaded a tile ahead: PV leaves it registers, and covers its latency.
     DenseMask<false, MT, NT> dense;
     auto load_mask = [&] {
-        if (HAS_MASK && !visit.done())
-            dense.load(head.attn_mask, q0 + row0, visit.tile * BLOCK_K + column0);
+        if (HAS_MASK && !tiles.done())
+            dense.load(head.attn_mask, q0 + row0, tiles.tile * BLOCK_K + column0);
     };
     load_mask();
     // One stage: v is loaded during QK, the next k during PV. Two stages: both are loaded a tile
@@ -161,23 +161,23 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
     //     softmax           k(j + 1) / k(j + 1), v(j + 1)            v(j)
     //     PV                k(j + 1) / k(j + 1), v(j + 1)            v(j)
     int stage = 0;
-    if (!visit.done()) {
-        load_keys(visit.tile * BLOCK_K, 0);
-        if (STAGES > 1) load_values(visit.tile * BLOCK_K, 0);
-        load_bias(visit.tile * BLOCK_K);
+    if (!tiles.done()) {
+        load_keys(tiles.tile * BLOCK_K, 0);
+        if (STAGES > 1) load_values(tiles.tile * BLOCK_K, 0);
+        load_bias(tiles.tile * BLOCK_K);
     }
-    while (!visit.done()) {
-        const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
+    while (!tiles.done()) {
+        const int k0 = tiles.tile * BLOCK_K, kind = tiles.kind;
         const KeyTile k = k_tile(stage);
         const ValueTile v = v_tile(stage);
         copy_wait<0>();
         __syncthreads();  // k has landed, and all warps are done with the last tile
-        visit.next();
+        tiles.next();
         if (STAGES == 1) {
             load_values(k0, 0);
-        } else if (!visit.done()) {
-            load_keys(visit.tile * BLOCK_K, stage ^= 1);
-            load_values(visit.tile * BLOCK_K, stage);
+        } else if (!tiles.done()) {
+            load_keys(tiles.tile * BLOCK_K, stage ^= 1);
+            load_values(tiles.tile * BLOCK_K, stage);
         }
         if constexpr (HAS_MASK) dense.share();
         Scores<false, MT, NT> s(q0 + row0, k0 + column0);
@@ -187,9 +187,9 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         if (STAGES == 1) {
             copy_wait<0>();
             __syncthreads();  // v has landed, and all warps are done with k
-            if (!NAN_SAFE && !visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+            if (!NAN_SAFE && !tiles.done()) load_keys(tiles.tile * BLOCK_K, 0);
         }
-        if (!visit.done()) load_bias(visit.tile * BLOCK_K);
+        if (!tiles.done()) load_bias(tiles.tile * BLOCK_K);
         const NonFiniteTable table{k.address};
         Attended<MT, NT> attended;
         bool non_finite = false;
@@ -214,7 +214,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
                 restore_non_finite(acc, table, attended, p_tile, group, column0, value0);
                 if (STAGES == 1) __syncthreads();  // all warps are done with the table
             }
-            if (STAGES == 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+            if (STAGES == 1 && !tiles.done()) load_keys(tiles.tile * BLOCK_K, 0);
         }
         if constexpr (WARPS_N > 1) {
             if constexpr (!NAN_SAFE)

@@ -29,17 +29,17 @@ struct Scores : Fragment<Accum, MT, NT> {
                 }
     }
 
-    // From Q K^T to scores. look(m, n, e, dsoftcap) gets the slope of the softcap.
-    template <class Look>
+    // From Q K^T to scores. record(m, n, e, dsoftcap) gets the slope of the softcap.
+    template <class Record>
     __device__ void apply(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
-                          Look look) {
+                          Record record) {
         if constexpr (FOLD) return;
         Accum added[2][4];  // to two atoms at a time
         for_each([&](Accum& s, int i, int j, int m, int n, int e) {
             if (HAS_BIAS && n % 2 == 0 && e == 0) bias.read(added, score_mod, row, column, m, n);
             Accum dsoftcap;
             s = score_mod.score(s, i, j, added[n % 2][e], dsoftcap);
-            look(m, n, e, dsoftcap);
+            record(m, n, e, dsoftcap);
         });
     }
 
@@ -83,16 +83,16 @@ struct Scores : Fragment<Accum, MT, NT> {
             }
     }
 
-    // Zero the dropped elements of 16 columns, the atoms n and n + 1, and call look(m, n, e) for
+    // Zero the dropped elements of 16 columns, the atoms n and n + 1, and call record(m, n, e) for
     // each.
-    template <class Look>
-    __device__ void drop(const Dropout& dropout, int n, Look look) {
+    template <class Record>
+    __device__ void drop(const Dropout& dropout, int n, Record record) {
         if constexpr (HAS_DROPOUT)
             dropout.for_columns<TRANSPOSED, MT>(row, column, n,
                                                 [&](int m, int n, int e, bool kept) {
                                                     if (kept) return;
                                                     this->x[m][n][e] = 0;
-                                                    look(m, n, e);
+                                                    record(m, n, e);
                                                 });
     }
     __device__ void drop(const Dropout& dropout, int n) {
