@@ -139,16 +139,20 @@ def test_fields(changed: Fields, arrays: Fields, expected: Fields) -> None:
     assert plan.fields.keys() <= set(PARAMS.names or ())
 
 
-@pytest.mark.parametrize(("device", "kv_tile"), [(A100, None), (H200, (128, 128))])
-def test_fields_of_a_block_mask(device: Device, kv_tile: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize(
+    ("device", "dim", "kv_tile"),
+    [(A100, 128, None), (H200, 128, (128, 128)), (H200, 256, (128, 64))],
+)
+def test_fields_of_a_block_mask(device: Device, dim: int, kv_tile: tuple[int, int] | None) -> None:
     """A generic kernel reads no lists of key tiles: those have one entry more, which ends them."""
-    problem = asked(uses=("block_mask",), Nq=600, Nk=800)
+    problem = asked(uses=("block_mask",), Nq=600, Nk=800, D=dim, Dv=dim)
     mask = BlockMask(np.ones((B, 1, 10, 8), np.bool_), (64, 100))
     layout = replace(contiguous_inputs(problem), block_mask=mask)
     plan = forward(problem, device, layout)
     expected: Fields = {"mask_block_q": 64, "mask_block_k": 100, "block_kinds_at": (80, 0, 8, 1)}
     if kv_tile:
-        expected["kv_indices_at"] = (5 * 8, 0, 8, 1)
+        entries = -(-800 // kv_tile[1]) + 1
+        expected["kv_indices_at"] = (5 * entries, 0, entries, 1)
     names = {name for name in plan.fields if "mask_block" in name or name[:-3] in PAIRED}
     assert {name: plan.fields[name] for name in names} == expected
     assert plan.kv_tile == kv_tile
@@ -186,6 +190,8 @@ def test_the_order_of_the_work_tiles_is_told() -> None:
     for deterministic, groups in ((False, 3), (True, 10)):
         told = backward(problem, H200, deterministic=deterministic).fields
         assert (told["head_groups"], told["in_order"]) == (groups, deterministic)
+    little = asked(D=128, Dv=128, B=1, Hkv=2, Hq=2, Nq=64, Nk=256)  # fewer blocks than one group's
+    assert backward(little, H200, deterministic=True).fields["head_groups"] == 2
 
 
 @pytest.mark.parametrize(

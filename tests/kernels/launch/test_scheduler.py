@@ -327,6 +327,7 @@ def test_long_blocks_of_many_heads_go_first(
     problem = shaped("float32", 64, B=6, Hq=8, Hkv=4, Nq=99, Nk=512, window=window)
     assert head_groups(problem, room) == expected
     assert head_groups(replace(problem, B=0), room) == 1
+    assert head_groups(replace(problem, Nk=0), room) in {1, problem.B * problem.Hkv}
 
 
 def test_the_room_for_a_part() -> None:
