@@ -19,7 +19,7 @@ from tileattn.results import Attention, Gradients
 
 _REMEDY = (
     "where there is one, it needs a driver from 580 on, or for older ones "
-    "pip install 'tileattn[cuda12]'; backend='numpy' needs none"
+    "pip install 'cupy-cuda12x[ctk]'; backend='numpy' needs none"
 )
 
 # Kernels add positions, FAR of src/blocks.cuh and the sides of a tile in 32 bits.
@@ -238,7 +238,10 @@ def _unavailable() -> str | None:
     try:
         import cupy
     except ImportError:
-        return "CuPy is not installed: pip install 'tileattn[cuda13]' (or [cuda12])"
+        return (
+            "CuPy is not installed: pip install 'cupy-cuda13x[ctk]' (or 'cupy-cuda12x[ctk]' for "
+            "drivers before 580)"
+        )
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
