@@ -146,6 +146,10 @@ def test_a_backend_gets_it_only_where_a_caller_passes_one() -> None:
     tileattn.backward(**inputs(), backend="takes")
     tileattn.backward(**inputs(), backend="takes", workspace=workspace)
     assert backend.given == [{}, {"workspace": workspace}]
+    given = inputs()
+    _, pullback = tileattn.vjp(given["q"], given["k"], given["v"], backend="takes")
+    pullback(given["dout"], workspace=workspace)
+    assert backend.given[2:] == [{"workspace": workspace}]
 
 
 def test_a_backend_that_takes_none_says_so() -> None:
