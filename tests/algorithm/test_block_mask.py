@@ -242,6 +242,17 @@ GOOD = np.ones((2, 2), bool)
             "the result of visible is int64; a NumPy array of booleans is accepted",
         ),
         (
+            lambda: BlockMask.from_predicate(lambda _b, h, i, j: i >= j and h > 0, SHAPE),
+            ValueError,
+            "visible asks whether a whole array is true; conditions on arrays are accepted: "
+            "& and | in place of and and or, numpy.where in place of if",
+        ),
+        (
+            lambda: BlockMask.from_predicate(lambda *_: int("error of the predicate"), SHAPE),
+            ValueError,
+            "invalid literal for int() with base 10: 'error of the predicate'",
+        ),
+        (
             lambda: BlockMask.from_predicate(lambda _b, _h, _i, _j: np.ones(7, bool), SHAPE),
             ValueError,
             f"visible returned shape (7,) for indices that broadcast to {(B, HQ, 13, 10)}; a shape "

@@ -150,7 +150,7 @@ class BlockMask:
         for a, c0, c1 in _strips(shape, block_size):
             i = np.arange(a * bq, min((a + 1) * bq, Nq))[:, None]
             j = np.arange(c0 * bk, min(c1 * bk, Nk))
-            pairs = _boolean("the result of visible", inside(b, h, i, j))
+            pairs = _boolean("the result of visible", _pairs(inside, b, h, i, j))
             tile = (B, Hq, i.size, j.size)
             if pairs.ndim > 4 or any(
                 n not in (1, m) for n, m in zip(pairs.shape[::-1], tile[::-1], strict=False)
@@ -278,6 +278,19 @@ def _strips(shape: tuple[int, ...], block_size: tuple[int, int]) -> Iterator[tup
     for a in range(nq if B * Hq else 0):
         for c0 in range(0, nk, width):
             yield a, c0, min(c0 + width, nk)
+
+
+def _pairs(visible: Predicate, *indices: NDArray[Any]) -> Any:
+    """Ask a predicate; raise ValueError where it asks an array whether it is true."""
+    try:
+        return visible(*indices)
+    except ValueError as error:
+        if "truth value" not in str(error):
+            raise
+        raise ValueError(
+            "visible asks whether a whole array is true; conditions on arrays are accepted: "
+            "& and | in place of and and or, numpy.where in place of if"
+        ) from error
 
 
 def _boolean(name: str, x: Any) -> NDArray[np.bool_]:
