@@ -304,6 +304,13 @@ LSE = np.ones(3, np.float32)
         (None, [LSE], TypeError, "outs is NoneType; a sequence of arrays is accepted"),
         ([GOOD], 3, TypeError, "lses is int; a sequence of arrays is accepted"),
         (
+            np.stack([GOOD, GOOD]),  # which may as well be one result, of two heads
+            np.stack([LSE, LSE]),
+            TypeError,
+            "outs is ndarray; a sequence of arrays is accepted "
+            "(list(outs) where its first axis counts the parts)",
+        ),
+        (
             [],
             [],
             ValueError,
@@ -372,7 +379,7 @@ def test_merge_over_split_keys_is_the_whole(dtype: Any) -> None:
     expected = reference.forward(q, k, v, causal=True, sinks=sinks)
     bounds = error_bound(q, k, v, causal=True, sinks=sinks)
     for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
-        outs: Any = np.stack([parts[n].out for n in order])
+        outs: Any = tuple(parts[n].out for n in order)
         lses: Any = (parts[n].lse for n in order)
         assert_attention_close(tileattn.merge(outs, lses), expected, bounds)
 

@@ -265,7 +265,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
     outs : sequence of array, shape (..., N, Dv) each
         Outputs of the same queries over different keys.
     lses : sequence of array, shape (..., N) each
-        Their logsumexps. Sinks, where there are any, belong into one of the calls only.
+        Their logsumexps. Sinks, where there are any, belong to one of the calls only.
 
     Returns
     -------
@@ -360,6 +360,11 @@ def explain(
 
 
 def _listed(name: str, x: Any) -> list[Any]:
+    if hasattr(x, "dtype"):  # one array may hold the parts, or be one part
+        raise TypeError(
+            f"{name} is {type(x).__name__}; a sequence of arrays is accepted "
+            f"(list({name}) where its first axis counts the parts)"
+        )
     try:
         return list(x)
     except TypeError:
