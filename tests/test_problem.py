@@ -76,7 +76,7 @@ def refused(error: type[Exception], message: str, **changed: Any) -> None:
         ("k", K[:1], ValueError, "k has batch size 1; it must be that of q, 2"),
         ("v", V[:1], ValueError, "v has batch size 1; it must be that of q, 2"),
         ("k", K[..., :3], ValueError, "k has head dimension 3; it must be that of q, 4"),
-        ("v", V[:, :2], ValueError, "v has heads 2; it must be that of k, 3"),
+        ("v", V[:, :2], ValueError, "v has 2 heads; it must have as many as k, 3"),
         ("v", V[:, :, :4], ValueError, "v has length 4; it must be that of k, 5"),
         (
             "q",
@@ -126,7 +126,7 @@ def test_no_key_heads_for_some_query_heads() -> None:
             ValueError,
             f"bias has shape (1, 1, 1, 1, 5); a shape that broadcasts to {SHAPE} is accepted",
         ),
-        ("mask", np.ones(NK, int), TypeError, "mask has dtype int64; accepted are bool"),
+        ("mask", np.ones(NK, int), TypeError, "mask has dtype int64; bool is accepted"),
         (
             "mask",
             np.ones((NQ, 2), bool),
@@ -310,7 +310,8 @@ def test_every_form_of_integers_is_accepted(value: Any) -> None:
             "window",
             (-1, 2),
             ValueError,
-            "window is (-1, 2); each side must be 0 or more, or None to leave it open",
+            "window is (-1, 2); each side must be 0 or more, or None to leave it open "
+            "(as FlashAttention's -1 does)",
         ),
         (
             "window",
@@ -326,7 +327,13 @@ def test_numbers_refused(name: str, value: Any, error: type[Exception], message:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("casual", " (did you mean 'causal'?)"), ("sink", " (did you mean 'sinks'?)"), ("xyz", "")],
+    [
+        ("casual", " (did you mean 'causal'?)"),
+        ("sink", " (did you mean 'sinks'?)"),
+        ("softmax_scale", " (did you mean 'scale'?)"),  # not 'softcap', which looks like it
+        ("enable_gqa", " (leave it out: k may have fewer heads than q)"),
+        ("xyz", ""),
+    ],
 )
 def test_unknown_options(name: str, hint: str) -> None:
     accepted = ", ".join(Options.__annotations__)

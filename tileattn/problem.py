@@ -1,6 +1,5 @@
 """What is asked: sizes, dtypes and options, validated once, with every message in one place."""
 
-import difflib
 import math
 import numbers
 from collections.abc import Mapping
@@ -187,9 +186,10 @@ def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -
     """Raise TypeError where an argument is not an array of one of some dtypes."""
     require_array(name, x)
     if x.dtype not in dtypes:
-        accepted = ", ".join(dtype.name for dtype in dtypes)
+        names = ", ".join(dtype.name for dtype in dtypes)
+        accepted = f"accepted are {names}" if len(dtypes) > 1 else f"{names} is accepted"
         hint = hints.of_dtype(name, x, dtypes)
-        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {accepted}{hint}")
+        raise TypeError(f"{name} has dtype {x.dtype}; {accepted}{hint}")
 
 
 def four_axes(x: Any) -> Any:
@@ -200,8 +200,7 @@ def four_axes(x: Any) -> Any:
 def _known(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in Options.__annotations__:
-            close = difflib.get_close_matches(name, Options.__annotations__, 1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            hint = hints.of_option(name, Options.__annotations__)
             accepted = ", ".join(Options.__annotations__)
             raise TypeError(f"unknown option {name!r}{hint}; accepted are {accepted}")
 
@@ -224,11 +223,12 @@ def _sizes(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, int, int, int, int, 
         ("k", "batch size", Bk, "q", B),
         ("v", "batch size", Bv, "q", B),
         ("k", "head dimension", Dk, "q", D),
-        ("v", "heads", Hv, "k", Hkv),
         ("v", "length", Nv, "k", Nk),
     ):
         if got != expected:
             raise ValueError(f"{name} has {axis} {got}; it must be that of {other}, {expected}")
+    if Hv != Hkv:
+        raise ValueError(f"v has {Hv} heads; it must have as many as k, {Hkv}")
     if Hq % Hkv if Hkv else Hq:
         raise ValueError(
             f"k has {Hkv} heads; a number that divides the {Hq} heads of q is accepted"
@@ -350,6 +350,7 @@ def _side(side: Any, window: Any) -> int | None:
     if side < 0:
         raise ValueError(
             f"window is {window!r}; each side must be 0 or more, or None to leave it open"
+            + (" (as FlashAttention's -1 does)" if side == -1 else "")
         )
     return min(int(side), 2 * _FAR)  # further than any key is from any position
 

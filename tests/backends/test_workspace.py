@@ -63,8 +63,8 @@ def read_only() -> Array:
             "of it",
         ),
         (bytearray(64), TypeError, "workspace is bytearray, which backend 'numpy' does not take"),
-        (np.zeros(64), TypeError, "workspace has dtype float64; accepted are uint8"),
-        (aligned(64).view(np.int8), TypeError, "workspace has dtype int8; accepted are uint8"),
+        (np.zeros(64), TypeError, "workspace has dtype float64; uint8 is accepted"),
+        (aligned(64).view(np.int8), TypeError, "workspace has dtype int8; uint8 is accepted"),
         (
             aligned(64).reshape(8, 8),
             ValueError,

@@ -117,12 +117,14 @@ def ensure_owned(backend: Backend, key: str, x: Any) -> None:
 
 
 def ensure_supported(backend: Backend, problem: Problem) -> None:
-    """Raise UnsupportedError where a backend does not serve a problem."""
+    """Raise UnsupportedError where a backend does not support a problem."""
     reason = backend.why_not(problem)
     if reason is not None:
         able = [n for n in names() if get(n).unavailable() is None and not get(n).why_not(problem)]
         remedy = f"use backend={able[0]!r}" if able else "no registered backend does"
-        raise UnsupportedError(f"backend {backend.name!r} does not serve this: {reason}; {remedy}")
+        raise UnsupportedError(
+            f"backend {backend.name!r} does not support this: {reason}; {remedy}"
+        )
 
 
 def _owner(arrays: dict[str, Any]) -> Backend:
