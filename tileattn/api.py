@@ -9,7 +9,7 @@ from tileattn.algorithm.softmax import RowState
 from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Explanation
-from tileattn.dispatch import CALLS, PreparedCall, ValidCall, signature, valid_call
+from tileattn.dispatch import CALLS, PreparedCall, prepared_call, signature
 from tileattn.dtypes import accum_dtype
 from tileattn.problem import (
     Operands,
@@ -127,13 +127,14 @@ def forward(
     True
     """
     arrays = (q, k, v) if out is None else (q, k, v, out)
-    known = CALLS.get(signature(arrays, backend, options))
-    if known is not None and known.prepared.cached_launch is not None:
-        launched = known.prepared.cached_launch(q, k, v, out)
-        if launched is not None:
-            return launched
-    given = {} if out is None else {"out": out}
-    call, operands = _validated(known, q, k, v, backend, options, given)
+    valid = CALLS.get(signature(arrays, backend, options))
+    # A call like an earlier one: straight to the launch.
+    if valid is not None and valid.cached_launch is not None:
+        cached = valid.cached_launch(q, k, v, out)
+        if cached is not None:
+            return cached
+    extra = {} if out is None else {"out": out}
+    call, operands = _validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
     if out is not None:
         ensure_writable("out", out, {"q": q, "k": k, "v": v, **options})
@@ -233,16 +234,16 @@ def backward(
     >>> dq.shape, dbias is None
     ((5, 8), True)
     """
-    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    known = CALLS.get(signature((q, k, v, *given.values()), backend, options))
-    call, operands = _validated(known, q, k, v, backend, options, given)
+    extra = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    valid = CALLS.get(signature((q, k, v, *extra.values()), backend, options))
+    call, operands = _validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
     if not isinstance(deterministic, bool | np.bool_):
         raise TypeError(
             f"deterministic is {type(deterministic).__name__}; True or False is accepted"
         )
     if workspace is not None:
-        ensure_workspace(call.backend, workspace, {"q": q, "k": k, "v": v, **given, **options})
+        ensure_workspace(call.backend, workspace, {"q": q, "k": k, "v": v, **extra, **options})
     if problem.ndim < 4:
         rows = (problem.B, problem.Hq, problem.Nq)
         out, dout, lse = four_axes(out), four_axes(dout), lse.reshape(rows)
@@ -372,32 +373,32 @@ def _listed(name: str, x: Any) -> list[Any]:
 
 
 def _validated(
-    known: ValidCall | None,
+    valid: PreparedCall | None,
     q: Any,
     k: Any,
     v: Any,
     backend: str,
     options: Options,
-    others: dict[str, Any],
+    extra: dict[str, Any],
 ) -> tuple[PreparedCall, Operands]:
     """Validate a call and choose its backend, where no call like it is known to be valid."""
-    if known is not None:
-        return known.prepared, known.operands(q, k, v, options)
-    arrays = {"q": q, "k": k, "v": v, **others}
+    if valid is not None:
+        return valid, valid.operands(q, k, v, options)
+    arrays = {"q": q, "k": k, "v": v, **extra}
     arrays |= {name: options.get(name) for name in ("bias", "mask", "alibi_slopes", "sinks")}
     chosen = registry.choose(backend, arrays)
     problem, operands = parse(q, k, v, options)
     registry.ensure_supported(chosen, problem)
-    for name, x in others.items():
+    for name, x in extra.items():
         if x is not None or name != "dlse":
             of_rows = name in {"lse", "dlse"}
             shape = problem.out_shape[:-1] if of_rows else problem.out_shape
             check_array(name, x, shape, problem.accum_dtype if of_rows else problem.dtype)
-    call = valid_call(chosen, problem, operands)
-    key = signature((q, k, v, *others.values()), backend, options)
+    call = prepared_call(chosen, problem, operands)
+    key = signature((q, k, v, *extra.values()), backend, options)
     if key is not None:
         CALLS.keep(key, call)
-    return call.prepared, operands
+    return call, operands
 
 
 def _without_lead(x: Any, problem: Problem) -> Any:

@@ -89,7 +89,7 @@ def test_equal_blocks_are_remembered_from_a_capture(gpu: Machine) -> None:
     gpu.capturing = True
     tileattn.forward(*given)
     (known,) = CALLS.values()
-    assert known.prepared.cached_launch is not None
+    assert known.cached_launch is not None
 
 
 @pytest.mark.parametrize(("captured", "stream"), [(False, 0), (True, 0), (False, 7)])

@@ -57,7 +57,10 @@ class CupyBackend:
         return (CupyCall if type(self) is CupyBackend else PreparedCall)(self, problem)
 
     def forward(self, problem: Problem, operands: Operands, out: Any | None) -> Attention:
-        """Compute attention on CuPy's current device; raise ValueError for arrays on another."""
+        """Compute attention on CuPy's current device; raise ValueError for arrays on another.
+
+        Not on the path of ``tileattn.forward``, which calls `CupyCall.forward`.
+        """
         return CupyCall(self, problem).forward(operands, out)
 
     @takes_workspace
@@ -102,7 +105,8 @@ class CupyCall(PreparedCall):
         lse = cupy.ndarray((P.B, P.Hq, P.Nq), P.accum_dtype)
         arrays = inputs_of(P, operands) | {"out": result, "lse": lse}
         # All memory is there and all kernels are loaded before the first byte of out is written.
-        executable, device = self._run(arrays, operands)
+        executable, addresses, device = self._executable(arrays, operands)
+        executable.run(addresses, arrays, device)
         plain = len(arrays) == 5 and P.ndim == 4 and operands.block_mask is None
         if plain and executable.is_complete and not executable.plan.workspace.nbytes:
             rows = operands.q, operands.k, operands.v, result
@@ -135,19 +139,16 @@ class CupyCall(PreparedCall):
             arrays["dbias"] = dbias = cupy.zeros(bias.shape, bias.dtype)
         if sinks is not None:
             arrays["dsinks"] = dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
-        self._run(arrays, operands, deterministic, workspace)
+        executable, addresses, device = self._executable(arrays, operands, deterministic)
+        executable.run(addresses, arrays, device, workspace)
         return Gradients(dq, dk, dv, dbias, dsinks)
 
-    def _run(
-        self,
-        arrays: Mapping[str, Any],
-        operands: Operands,
-        deterministic: bool | None = None,
-        workspace: Any | None = None,
-    ) -> tuple[Executable, int]:
-        """Run the backward pass, or the forward one where ``deterministic`` is None.
+    def _executable(
+        self, arrays: Mapping[str, Any], operands: Operands, deterministic: bool | None = None
+    ) -> tuple[Executable, dict[str, int], int]:
+        """Find or make what runs a pass: backward, or forward if ``deterministic`` is None.
 
-        Returns what has run, and the device.
+        Returns it with the addresses of the arrays and the device.
         """
         import cupy
 
@@ -170,8 +171,7 @@ class CupyCall(PreparedCall):
             executable = Executable(plan, tuple(addresses))
             if executable.is_complete:
                 self._executables[key] = executable
-        executable.run(addresses, arrays, device, workspace)
-        return executable, device
+        return executable, addresses, device
 
 
 class CachedForward:
