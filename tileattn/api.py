@@ -76,9 +76,9 @@ def forward(
         True = attended.
     block_mask : BlockMask or None
         Empty blocks are neither loaded nor computed.
-    kv_lengths : array of int, shape (B,), or None
+    kv_lengths : int, array or sequence of int of shape (B,), or None
         Keys at and past the length are masked out.
-    q_offset : int, array of int of shape (B,), or None
+    q_offset : int, array or sequence of int of shape (B,), or None
         Position p of query i is ``i + q_offset``; None is ``kv_length - Nq`` (aligned at the bottom
         right), 0 aligns at the top left.
     sinks : array, floating, shape (Hq,), or None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 # Arguments of PyTorch, FlashAttention and their relatives: the option's name, or what to do.
-_ALIASES = {
+ALIASES = {
     "attn_bias": "bias",
     "attn_mask": "mask= takes booleans, bias= what is added to the scores",
     "cache_seqlens": "kv_lengths",
@@ -24,8 +24,8 @@ _ALIASES = {
 
 def of_option(name: str, accepted: Iterable[str]) -> str:
     """Guess at an unknown option: the name that others give it, or else one that looks like it."""
-    if name in _ALIASES:
-        meant = _ALIASES[name]
+    if name in ALIASES:
+        meant = ALIASES[name]
         return f" ({meant})" if " " in meant else f" (did you mean {meant!r}?)"
     close = difflib.get_close_matches(name, accepted, 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
