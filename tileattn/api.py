@@ -86,16 +86,16 @@ def forward(
     dropout_p : float
         Probability of dropping an entry; kept entries are divided by ``1 - dropout_p``.
     seed : int
-        Of the dropout, from 0 to 2**64 - 1.
+        Seed of the dropout generator, from 0 to 2**64 - 1.
 
     Raises
     ------
     TypeError, ValueError
-        Where an argument is not as described; the message names it.
+        If an argument is not as described; the message names it.
     BackendUnavailableError
-        Where the backend cannot run here.
+        If the backend cannot run here.
     UnsupportedError
-        Where the backend does not support this problem.
+        If the backend does not support this problem.
 
     Notes
     -----
@@ -193,11 +193,11 @@ def backward(
     Raises
     ------
     TypeError, ValueError
-        Where an argument is not as described; the message names it.
+        If an argument is not as described; the message names it.
     BackendUnavailableError
-        Where the backend cannot run here.
+        If the backend cannot run here.
     UnsupportedError
-        Where the backend does not support this problem, or takes no workspace.
+        If the backend does not support this problem, or takes no workspace.
 
     Notes
     -----
@@ -209,7 +209,7 @@ def backward(
         dq = scale * ds @ k
         dk = scale * ds.T @ q
 
-    ``out`` and ``lse`` may be those of more keys than these, from ``merge``. Where ``lse`` is so
+    ``out`` and ``lse`` may be those of more keys than these, from ``merge``. If ``lse`` is so
     large that its rounding shows, it is computed again from these keys, and the one given counts
     only where it is larger by more than rounding explains.
 
@@ -276,7 +276,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
     Raises
     ------
     TypeError, ValueError
-        Where the sequences are empty or differ in length, or arrays in shape or dtype.
+        If the sequences are empty or differ in length, or arrays in shape or dtype.
 
     Notes
     -----
@@ -343,9 +343,9 @@ def explain(
     TypeError, ValueError
         As for ``forward``.
     BackendUnavailableError
-        Where the backend cannot run here.
+        If the backend cannot run here.
     UnsupportedError
-        Where the backend does not support this problem.
+        If the backend does not support this problem.
 
     Examples
     --------

@@ -33,11 +33,11 @@ def vjp(
     Raises
     ------
     TypeError, ValueError
-        Where an argument is not as described; the message names it.
+        If an argument is not as described; the message names it.
     BackendUnavailableError
-        Where the backend cannot run here.
+        If the backend cannot run here.
     UnsupportedError
-        Where the backend does not support this problem.
+        If the backend does not support this problem.
 
     Notes
     -----

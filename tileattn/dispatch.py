@@ -21,7 +21,7 @@ class PreparedCall:
     """The calls of one signature: one problem, and arrays of one layout.
 
     A backend that has a method ``prepare(problem)`` returns a new one of a subclass, and may keep
-    there what it has worked out. Where it sets ``cached_launch``, that takes q, k, v and out as
+    there what it has worked out. If it sets ``cached_launch``, that takes q, k, v and out as
     ``tileattn.forward`` does, and runs the whole call without looking at anything again, or returns
     None where it cannot.
     """
@@ -95,7 +95,7 @@ def prepared_call(backend: Any, problem: Problem, operands: Operands) -> Prepare
 def _default() -> Any:
     """Look up ``TILEATTN_BACKEND``.
 
-    Where it is absent ``os.environ.get`` takes a microsecond, a seventh of a repeated call.
+    If it is absent ``os.environ.get`` takes a microsecond, a seventh of a repeated call.
     """
     try:
         return os.environ._data.get(_VARIABLE)  # type: ignore[attr-defined]  # CPython's own

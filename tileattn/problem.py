@@ -1,4 +1,4 @@
-"""What is asked: sizes, dtypes and options, validated once, with every message in one place."""
+"""The validated call: sizes, dtypes and options, with every message in one place."""
 
 import math
 import numbers
@@ -43,7 +43,7 @@ class Problem:
     B, Hq, Hkv, Nq, Nk, D, Dv : int
         Sizes: batch, query heads, key heads, queries, keys, head dimension of q and k, and of v.
     dtype : numpy.dtype
-        Of q, k, v and out.
+        Data type of q, k, v and out.
     scale : float
         Multiplies ``q @ k.T``.
     softcap : float or None
@@ -53,7 +53,7 @@ class Problem:
     dropout_p : float
         Probability of dropping an entry.
     seed : int
-        Of the dropout, below 2**64.
+        Seed of the dropout generator, below 2**64.
     ndim : int
         Rank of the caller's arrays, 2 to 4.
     uses : frozenset of str
@@ -174,7 +174,7 @@ def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
 
 
 def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise where an array is not exactly of one shape and dtype."""
+    """Raise if an array is not exactly of one shape and dtype."""
     require_array(name, x)
     if x.dtype != dtype:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be {dtype}")
@@ -183,7 +183,7 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
 
 
 def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -> None:
-    """Raise TypeError where an argument is not an array of one of some dtypes."""
+    """Raise TypeError if an argument is not an array of one of some dtypes."""
     require_array(name, x)
     if x.dtype not in dtypes:
         names = ", ".join(dtype.name for dtype in dtypes)

@@ -33,9 +33,9 @@ class BlockMask:
     Raises
     ------
     TypeError
-        Where ``blocks`` is not a boolean array, or a block size is not an integer.
+        If ``blocks`` is not a boolean array, or a block size is not an integer.
     ValueError
-        Where ``blocks`` has fewer than two or more than four axes, or a block size is below 1.
+        If ``blocks`` has fewer than two or more than four axes, or a block size is below 1.
 
     Examples
     --------
@@ -127,7 +127,7 @@ class BlockMask:
         Raises
         ------
         TypeError, ValueError
-            Where ``visible`` is not callable, ``shape`` is not four lengths, or the
+            If ``visible`` is not callable, ``shape`` is not four lengths, or the
             predicate does not return booleans.
         """
         if not callable(visible):
@@ -174,7 +174,7 @@ class BlockMask:
         return float(np.mean(self.kinds != EMPTY)) if self.kinds.size else 0.0
 
     def check(self, B: int, Hq: int, Nq: int, Nk: int) -> None:
-        """Raise ValueError where this mask does not fit a problem of these sizes.
+        """Raise ValueError if this mask does not fit a problem of these sizes.
 
         Parameters
         ----------
@@ -234,7 +234,7 @@ class BlockMask:
         Returns
         -------
         array of bool
-            Of the broadcast shape.
+            In the broadcast shape.
         """
         bq, bk = self.block_size
         B, Hq = self.kinds.shape[:2]
@@ -281,7 +281,7 @@ def _strips(shape: tuple[int, ...], block_size: tuple[int, int]) -> Iterator[tup
 
 
 def _pairs(visible: Predicate, *indices: NDArray[Any]) -> Any:
-    """Ask a predicate; raise ValueError where it asks an array whether it is true."""
+    """Ask a predicate; raise ValueError if it asks an array whether it is true."""
     try:
         return visible(*indices)
     except ValueError as error:

@@ -13,7 +13,7 @@ from tileattn.problem import check_dtype
 
 
 def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
-    """Raise ValueError where an array that is to be written is read-only or shares memory.
+    """Raise ValueError if an array that is to be written is read-only or shares memory.
 
     Its elements may overlap neither one another nor an input; those of ``inputs`` that are no
     arrays are passed over. Arrays too intricate to tell count as overlapping.
@@ -36,7 +36,7 @@ def span(x: Any) -> tuple[int, int]:
 
 
 def ensure_workspace(backend: Backend, x: Any, inputs: Mapping[str, Any]) -> None:
-    """Raise where ``backward`` cannot take an array as its workspace, whatever its size."""
+    """Raise if ``backward`` cannot take an array as its workspace, whatever its size."""
     from tileattn.kernels.launch.workspace import ALIGNED  # which nobody else on the CPU needs
 
     ensure_owned(backend, "workspace", x)

@@ -59,7 +59,7 @@ def error_bound(
     Raises
     ------
     TypeError
-        Where an option is unknown.
+        If an option is unknown.
 
     Notes
     -----

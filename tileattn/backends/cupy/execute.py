@@ -144,7 +144,7 @@ def _uploaded(x: Constant) -> Any:
 
 
 def _ensure_fits(workspace: Any, nbytes: int, device: int) -> None:
-    """Raise ValueError where a workspace is on another device, or too small."""
+    """Raise ValueError if a workspace is on another device, or too small."""
     if workspace.data.device_id != device:
         refuse_device("workspace", workspace.data.device_id, device)
     if workspace.nbytes < nbytes:

@@ -54,7 +54,7 @@ def backward_launches(
 ) -> tuple[KernelLaunch, ...]:
     """List what the backward pass launches; ``deterministic`` sums dq in a fixed order.
 
-    Where a key has ``add_dq``, dq is summed in an array of zeros.
+    If a key has ``add_dq``, dq is summed in an array of zeros.
     """
     P = problem
     queries, keys = P.B * P.Hq * P.Nq, P.B * P.Hkv * P.Nk

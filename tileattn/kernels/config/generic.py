@@ -1,6 +1,6 @@
 """The generic kernels (mma.sync): every problem, on every GPU.
 
-Where no tile fits in shared memory, naive kernels take the place of the tiled ones, row by row.
+If no tile fits in shared memory, naive kernels take the place of the tiled ones, row by row.
 """
 
 from collections.abc import Sequence

@@ -94,7 +94,7 @@ def forward(
 def forward_tile(problem: Problem) -> TileSize:
     """Pick the forward tiles, of those that fit.
 
-    Where a diagonal cuts few keys, small tiles waste less of what it masks out (measured). Wide
+    If a diagonal cuts few keys, small tiles waste less of what it masks out (measured). Wide
     tiles are faster without a mask and without score modifiers, where keys fill the last one
     (measured); with score modifiers their registers spill. Under a block mask tiles have no more
     queries than its blocks mostly have.
