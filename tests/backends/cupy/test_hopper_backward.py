@@ -17,7 +17,7 @@ from tileattn.kernels.config.context import FAILED, LARGE, NON_FINITE, KernelLau
 from tileattn.kernels.config.families import backward_launches
 from tileattn.kernels.config.hopper import (
     HOPPER_BACKWARD,
-    HOPPER_FINISH,
+    HOPPER_DQ_CONVERT,
     HOPPER_WIDE,
 )
 from tileattn.kernels.config.shared_memory import HOPPER_STATIC, hopper_backward_bytes
@@ -31,7 +31,7 @@ from tileattn.problem import Problem
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 BEFORE = ("backward_preprocess", "backward_large_scores")
 OWN = (HOPPER_BACKWARD, HOPPER_BACKWARD)  # the second NaN-safe
-AFTER = [HOPPER_FINISH, "backward_dkdv", "backward_dq"]
+AFTER = [HOPPER_DQ_CONVERT, "backward_dkdv", "backward_dq"]
 ELSEWHERE = ("backward_dkdv", "backward_dq_convert", "backward_dq")
 OPTIONS: list[tuple[str, ...]] = [(), ("softcap",), ("alibi_slopes",), ("sinks", "kv_lengths")]
 
@@ -240,7 +240,7 @@ def test_what_follows_it(keys: int, blocks: int) -> None:
     assert [launch.key.kernel for launch in after] == AFTER
     for launch in after:
         key = launch.key
-        assert (key.head_flags, key.add_dq) == (0 if key.kernel == HOPPER_FINISH else 6, False)
+        assert (key.head_flags, key.add_dq) == (0 if key.kernel == HOPPER_DQ_CONVERT else 6, False)
         assert (key.producer_warps, launch.tensor_maps) == (0, ())
     assert after[0].grid == 2 * 6 * 5  # tiles of queries
     assert (after[0].key.head_dim, after[0].key.threads) == (own.key.head_dim, 128)

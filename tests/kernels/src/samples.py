@@ -6,7 +6,7 @@ from dataclasses import replace
 from tileattn.dtypes import DTYPES, NAMED
 from tileattn.kernels.config.context import LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_FINISH
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DQ_CONVERT
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import candidates
 from tileattn.kernels.launch.catalog import WINDOWS, context_of, problem_of
@@ -34,7 +34,7 @@ _SETS = (
 )
 
 _HOPPERS = (HOPPER, *HOPPER_BACKWARDS)
-_OF_HOPPER = (*_HOPPERS, HOPPER_FINISH)
+_OF_HOPPER = (*_HOPPERS, HOPPER_DQ_CONVERT)
 
 # For the Hopper kernels: the head dimensions that calls without options leave out, and options.
 _HOPPER_CASES = (

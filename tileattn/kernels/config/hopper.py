@@ -27,7 +27,7 @@ from tileattn.problem import Problem
 NAME = "Hopper"
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
-HOPPER_FINISH = "backward_dq_convert_sm90"
+HOPPER_DQ_CONVERT = "backward_dq_convert_sm90"
 HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_WIDE)
 
 # Head-dimension buckets of the backward kernels: the wide one where either dimension needs it.
@@ -39,7 +39,7 @@ _PADDED = 1.02  # at most, keys of all wide tiles over keys
 _MASKED_ROWS = 128  # at most, queries of a tile under a block mask
 
 _SUPPORTED = "wgmma and tensor maps"
-_FINISH = "one thread block for each tile of dq"
+_DQ_CONVERT = "one thread block for each tile of dq"
 _NAN_SAFE = "for heads with something not finite; mostly there are none, and it returns at once"
 
 _Clause = tuple[str, Callable[[Problem, LaunchContext], bool]]
@@ -72,9 +72,9 @@ _UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
 )
 
 
-def why_not(problem: Problem, context: LaunchContext, kind: str) -> str | None:
+def why_not(problem: Problem, context: LaunchContext, direction: str) -> str | None:
     """Why the family does not support a pass, ``"forward"`` or ``"backward"``; None if it does."""
-    clauses = _UNSUPPORTED if kind == "forward" else _UNSUPPORTED_BACKWARD
+    clauses = _UNSUPPORTED if direction == "forward" else _UNSUPPORTED_BACKWARD
     return next((why for why, holds in clauses if holds(problem, context)), None)
 
 
@@ -142,9 +142,9 @@ def backward(
     # A softcap where it is flat masks a gradient of NaN: the NaN-safe kernel does not know of it.
     safe = () if key.softcap else (_nan_safe(own),)
     left = LARGE | FAILED | (0 if safe else NON_FINITE)
-    others = generic.keys_pass(P, context, add_dq=False), generic.queries_pass(P, context)
+    others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
     repairs = (generic.repairing(launch, context, left) for launch in others)
-    return own, *safe, _finish(P, key), *repairs
+    return own, *safe, _dq_convert(P, key), *repairs
 
 
 def _nan_safe(own: KernelLaunch) -> KernelLaunch:
@@ -159,11 +159,11 @@ def _nan_safe(own: KernelLaunch) -> KernelLaunch:
     return own._replace(key=key, shared_bytes=shared, why=_NAN_SAFE)
 
 
-def _finish(P: Problem, key: KernelKey) -> KernelLaunch:
+def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
     """Launch the kernel that rounds the sums of dq, and undoes the order that they lie in."""
     sizes = key.head_dim, key.value_dim, key.block_q
-    finish = KernelKey(HOPPER_FINISH, key.dtype, *sizes, warps_m=ROW_WARPS)
-    return KernelLaunch(finish, P.B * P.Hq * -(-P.Nq // key.block_q), why=_FINISH)
+    convert = KernelKey(HOPPER_DQ_CONVERT, key.dtype, *sizes, warps_m=ROW_WARPS)
+    return KernelLaunch(convert, P.B * P.Hq * -(-P.Nq // key.block_q), why=_DQ_CONVERT)
 
 
 def _key(kernel: str, P: Problem, dim: int, value: int, tile: TileSize, shared: int) -> KernelKey:
