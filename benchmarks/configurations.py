@@ -51,40 +51,21 @@ class Mask(NamedTuple):
 
 @dataclass(frozen=True)
 class Configuration:
-    """One pass over one problem.
+    """One pass over one problem."""
 
-    Parameters
-    ----------
-    kind : str
-        ``forward``, ``backward``, or ``both``: forward and then backward.
-    dtype : str
-        A name of ``DTYPES``.
-    B, H, N, D : int
-        Batch size, query heads, sequence length (of queries and of keys), head dimension.
-    causal : bool
-        Whether the mask is causal.
-    Hkv : int, optional
-        Heads of keys and values, where they are fewer.
-    Dv : int, optional
-        Value head dimension, where it is another.
-    window : int, optional
-        Keys that a query attends to around it, or where causal up to it.
-    """
-
-    kind: str
-    dtype: str
+    kind: str  # forward, backward, or both: forward and then backward
+    dtype: str  # a name of DTYPES
     B: int
-    H: int
-    N: int
+    H: int  # query heads
+    N: int  # queries, and keys
     D: int
     causal: bool = False
-    Hkv: int | None = None
-    Dv: int | None = None
-    window: int | None = None
+    Hkv: int | None = None  # where there are fewer than H
+    Dv: int | None = None  # where it is not D
+    window: int | None = None  # keys that a query attends to around it, or where causal up to it
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes of q, k, v and of the output."""
         heads, Dv = self.Hkv or self.H, self.Dv or self.D
         return (
             (self.B, self.H, self.N, self.D),
@@ -95,7 +76,6 @@ class Configuration:
 
     @property
     def mask(self) -> Mask:
-        """The mask as options."""
         if self.window is None:
             return Mask(self.causal)
         right = 0 if self.causal else (self.window - 1) // 2

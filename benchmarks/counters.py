@@ -40,7 +40,6 @@ def find_ncu() -> str | None:
 
 
 def unavailable() -> str | None:
-    """Why nothing can be counted here."""
     if find_ncu() is None:
         return "Nsight Compute is not on PATH nor below /usr/local; it comes with the CUDA toolkit"
     return None

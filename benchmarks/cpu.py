@@ -1,9 +1,8 @@
 """Speed on the CPU, beside PyTorch and naive NumPy, in one run.
 
-    python -m tileattn bench cpu             every configuration, as a table
-    python -m tileattn bench cpu --sweep     tile sizes
+    python -m tileattn bench cpu
 
-The files are cpu.json and cpu_tiles.json.
+The file is cpu.json.
 
 Implementations take turns in one process, with the same number of threads; a time is the median of
 the rounds. ``lower_bound`` is what NumPy's own matmuls and exponentials take on tiles of that size,
@@ -15,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -93,7 +91,6 @@ def configurations() -> list[Configuration]:
 
 
 def row_of(one: Configuration, torch: Implementation | None, seconds: float) -> report.Row:
-    """Compare all implementations on one configuration."""
     calls = {"tileattn": prepared(one, Tileattn(reuse=False))}
     if one.kind == "forward":
         calls["numpy"] = prepared(one, Naive(np))
@@ -109,15 +106,6 @@ def row_of(one: Configuration, torch: Implementation | None, seconds: float) -> 
     }
 
 
-def speed(seconds: float, path: Path, ran: str) -> None:
-    """Time every configuration and write the speedups."""
-    torch, missing = baseline()
-    report.show_missing(missing)
-    rows = (row_of(one, torch, seconds) for one in configurations())
-    more = {"missing": missing, "core": core_rates()}
-    report.written(rows, path, machine(torch), ran, **more)
-
-
 def tile_calls(one: Configuration, tiles: list[tuple[int, int]]) -> Calls:
     """One pass of the NumPy backend for each size of its tiles."""
     calls: Calls = {}
@@ -127,22 +115,6 @@ def tile_calls(one: Configuration, tiles: list[tuple[int, int]]) -> Calls:
         tileattn.register_backend(backend)
         calls[backend.name] = prepared(one, Tileattn(reuse=False, backend=backend.name))
     return calls
-
-
-def sweep(seconds: float, path: Path, ran: str) -> None:
-    """Time tile sizes against each other."""
-    tiles = [(q, k) for q in (128, 192, 256, 384, 512) for k in (128, 256, 512, 1024)]
-
-    def row(kind: str, N: int, D: int, causal: bool) -> report.Row:
-        one = Configuration(kind, "f32", 1, 8, N, D, causal)
-        times = median_seconds(tile_calls(one, tiles), seconds)
-        ranked = sorted(times, key=times.__getitem__)
-        best = times[ranked[0]]
-        return one.row() | {"of_best": {name: round(best / times[name], 3) for name in ranked}}
-
-    sizes = ((1024, 64, True), (4096, 64, False), (4096, 128, True))
-    rows = (row(kind, *size) for kind in PASSES for size in sizes)
-    report.written(rows, path, machine(None), ran)
 
 
 def core_rates() -> list[dict[str, float]]:
@@ -165,12 +137,6 @@ def core_rates() -> list[dict[str, float]]:
     return rates
 
 
-def machine(torch: Implementation | None) -> report.Row:
-    """Describe the processor and what was compared."""
-    version = None if torch is None else sys.modules["torch"].__version__
-    return report.host() | {"torch": version}
-
-
 def baseline() -> tuple[Implementation | None, dict[str, str]]:
     """PyTorch with as many threads as tileattn, or None and what is missing."""
     try:
@@ -182,18 +148,17 @@ def baseline() -> tuple[Implementation | None, dict[str, str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run what the command line asks for."""
+    """Time every configuration and write the speedups."""
     parser = report.parser("cpu", __doc__)
-    add = parser.add_argument
-    add("--sweep", action="store_true", help="compare tile sizes")
-    add("--name", default="cpu", help="file of the speed results (cpu)")
-    add("--seconds", type=float, default=6.0, help="time for each configuration (6)")
+    parser.add_argument("--name", default="cpu", help="file of the results (cpu)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for each configuration (6)")
     arguments = report.parsed(parser, argv)
-    if arguments.sweep:
-        sweep(arguments.seconds, arguments.to / "cpu_tiles.json", arguments.ran)
-    else:
-        path = arguments.to / f"{arguments.name}.json"
-        speed(arguments.seconds, path, arguments.ran)
+    torch, missing = baseline()
+    report.show_missing(missing)
+    machine = report.host() | {"torch": sys.modules["torch"].__version__ if torch else None}
+    rows = (row_of(one, torch, arguments.seconds) for one in configurations())
+    path, more = arguments.to / f"{arguments.name}.json", {"missing": missing, "core": core_rates()}
+    report.written(rows, path, machine, arguments.ran, **more)
 
 
 if __name__ == "__main__":

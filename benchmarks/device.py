@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+import tileattn
 from benchmarks.configurations import DTYPES, Call, Configuration, Inputs, Shapes, draw
 from benchmarks.implementations import Implementation, arrays
 
@@ -39,6 +40,14 @@ class Gpu:
 
         self.xp = cupy
         self._properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+
+    @classmethod
+    def required(cls) -> "Gpu":
+        """Give the device; where there is none, say why and end the program."""
+        reason = tileattn.available_backends()["cupy"]
+        if reason is not None:
+            sys.exit(f"there is nothing to time: the cupy backend cannot run here: {reason}")
+        return cls()
 
     @lru_cache(maxsize=1)  # noqa: B019 - one device lives as long as the program
     def inputs(self, shapes: Shapes, dtype: str) -> tuple[Inputs, ...]:
@@ -110,7 +119,6 @@ class Gpu:
             sys.modules["torch"].cuda.empty_cache()
 
     def machine(self) -> dict[str, Any]:
-        """Describe the device and the versions of what runs on it."""
         torch = sys.modules.get("torch")  # loaded where it took part
         cuda = self.xp.cuda.runtime.runtimeGetVersion()
         attributes = self.xp.cuda.Device().attributes

@@ -20,7 +20,6 @@ those of tileattn: where they differ there is no speedup.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-import tileattn
 from benchmarks import report
 from benchmarks.configurations import (
     DTYPES,
@@ -228,7 +226,6 @@ def sparse(configurations: Sequence[Configuration], device: Gpu) -> Iterator[Row
 def host(
     configurations: Sequence[Configuration], implementations: Sequence[Implementation], device: Gpu
 ) -> Iterator[Row]:
-    """Measure the CPU launch overhead of small calls."""
     for one in configurations:
         for implementation in implementations:
             if not implementation.supports(one):
@@ -244,7 +241,6 @@ def host(
 
 
 def ceilings(dtypes: Sequence[str], n: int, device: Gpu) -> Iterator[Row]:
-    """Time large matmuls, and a copy."""
     for dtype in dtypes:
         row: Row = {"ceiling": "matmul", "dtype": dtype, "n": n}
         try:
@@ -297,21 +293,6 @@ def sections(
         yield "ceilings", ceilings(dtypes, 1024 if arguments.quick else 8192, device)
 
 
-def run(arguments: argparse.Namespace, device: Gpu) -> None:
-    """Run the sections; what was measured is written even where a run is broken off."""
-    baselines, missing = find(arguments.baselines, device.xp)
-    report.show_missing(missing)
-    machine = device.machine()
-    print(report.line(machine))
-    for section, made in sections(arguments, baselines, device):
-        stem = arguments.name if section == "grid" else f"{arguments.name}_{section}"
-        path = arguments.to / f"{stem}.json"
-        more = {"section": section, "missing": missing}
-        rows = report.written(made, path, machine, arguments.ran, **more)
-        for line in means(rows) if section in COMPARISONS else ():
-            print(line)
-
-
 def _names(allowed: Sequence[str], text: str) -> list[str]:
     values = text.split(",")
     for value in values:
@@ -347,13 +328,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return report.parsed(parser, argv)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run what the command line asks for."""
+def main(argv: list[str] | None = None, device: Gpu | None = None) -> None:
+    """Run the sections; what was measured is written even where a run is broken off."""
     arguments = parse(argv)
-    reason = tileattn.available_backends()["cupy"]
-    if reason is not None:
-        sys.exit(f"there is nothing to time: the cupy backend cannot run here: {reason}")
-    run(arguments, Gpu())
+    device = device or Gpu.required()
+    baselines, missing = find(arguments.baselines, device.xp)
+    report.show_missing(missing)
+    machine = device.machine()
+    print(report.line(machine))
+    for section, made in sections(arguments, baselines, device):
+        stem = arguments.name if section == "grid" else f"{arguments.name}_{section}"
+        path = arguments.to / f"{stem}.json"
+        more = {"section": section, "missing": missing}
+        rows = report.written(made, path, machine, arguments.ran, **more)
+        for line in means(rows) if section in COMPARISONS else ():
+            print(line)
 
 
 if __name__ == "__main__":

@@ -31,20 +31,16 @@ class Implementation(ABC):
     quadratic = False  # stores N x N probabilities, so one set of inputs exceeds the L2 cache
 
     def supports(self, configuration: Configuration) -> bool:
-        """Whether it takes part in a comparison at all."""
         return configuration.dtype in self.dtypes and configuration.kind in self.passes
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return what has to be entered around the calls."""
         return nullcontext()
 
     @abstractmethod
-    def forward(self, x: Inputs, mask: Mask) -> Call:
-        """Prepare the forward pass."""
+    def forward(self, x: Inputs, mask: Mask) -> Call: ...
 
     @abstractmethod
-    def backward(self, x: Inputs, mask: Mask) -> Call:
-        """Prepare the backward pass, with the residuals of the forward pass."""
+    def backward(self, x: Inputs, mask: Mask) -> Call: ...
 
 
 class Tileattn(Implementation):
@@ -70,7 +66,6 @@ class Tileattn(Implementation):
         return lambda: call().out
 
     def backward(self, x: Inputs, mask: Mask) -> Call:
-        """Prepare ``tileattn.backward``."""
         options = mask.options() | self._options
         out, lse = tileattn.forward(*x[:3], **options)
         given = (x.dout, *x[:3], out, lse)
@@ -146,8 +141,7 @@ class Torch(Implementation):
         self._torch.backends.cuda.matmul.allow_tf32 = False
 
     @abstractmethod
-    def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any:
-        """Call the function."""
+    def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any: ...
 
     def _tensor(self, x: Any) -> Any:
         return to_torch(x)

@@ -62,12 +62,10 @@ class Case:
 
     @property
     def text(self) -> str:
-        """Written for another process."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str) -> "Case":
-        """Read what ``text`` is."""
         device, name, configuration, tile = json.loads(text).values()
         return cls(device, name, Configuration(**configuration), tuple(tile))
 
@@ -117,7 +115,6 @@ class Case:
         return both
 
     def run(self, inputs: Inputs, xp: Any) -> Any:
-        """Compute the passes."""
         return self.prepared(inputs, xp)()
 
 
@@ -125,7 +122,6 @@ class Case:
 
 
 def unavailable() -> str | None:
-    """Why nothing can be measured here."""
     if (PROCESS / "clear_refs").exists():
         return None
     return f"peak memory is read from {PROCESS}/status, which only Linux has; got {sys.platform}"
@@ -183,14 +179,12 @@ class Counting:
         self.peak = 0
 
     def malloc(self, nbytes: int) -> Any:
-        """Take memory from the pool."""
         pointer = self._pool.malloc(nbytes)
         self.peak = max(self.peak, self._pool.used_bytes())
         return pointer
 
 
 def gpu_free(device: Gpu) -> int:
-    """Bytes of device memory that are free."""
     device.release()
     free: int = device.xp.cuda.Device().mem_info[0]
     return free

@@ -12,7 +12,6 @@ of CUDA events, the median of several; the calls that are compared take turns. W
 above 2, or a call fails, the last lines name it and the exit status is 1.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,6 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-import tileattn
 from benchmarks import report
 from benchmarks.configurations import Call, Configuration, Inputs, draw, normal, random_blocks
 from benchmarks.device import Gpu
@@ -36,16 +34,12 @@ PASSES = ("forward", "backward", "deterministic")
 
 
 class Case(NamedTuple):
-    """What is timed."""
-
     name: str
     configuration: Configuration  # sizes and mask; its pass is ignored
     option: str = ""  # or bias, block_mask
 
 
 class Fault(NamedTuple):
-    """What is not finite."""
-
     name: str
     array: str = ""  # empty for the clean call
     fills: tuple[tuple[slice, float], ...] = ()  # elements of the flattened array, and their value
@@ -106,7 +100,6 @@ def spoiled(arrays: dict[str, Any], fault: Fault, xp: Any) -> dict[str, Any]:
 
 
 def call_of(case: Case, kind: str, arrays: dict[str, Any]) -> Call:
-    """Prepare one pass over some arrays."""
     one = case.configuration
     options = {"bias": arrays["bias"]} if "bias" in arrays else {}
     if case.option == "block_mask":
@@ -153,8 +146,12 @@ def within(row: Row) -> bool:
     return "slowdown" in row and row["slowdown"] <= LIMIT
 
 
-def run(arguments: argparse.Namespace, device: Gpu) -> int:
+def main(argv: list[str] | None = None, device: Gpu | None = None) -> int:
     """Time what is asked for; the exit status is 1 where a call fails or is above the limit."""
+    parser = report.parser("nonfinite", __doc__)
+    parser.add_argument("--quick", action="store_true", help="the reference configuration alone")
+    arguments = report.parsed(parser, argv)
+    device = device or Gpu.required()
     cases = CASES[: 1 if arguments.quick else None]
     compile_all(cases, device)
     jobs = list(product(cases, PASSES))
@@ -165,22 +162,6 @@ def run(arguments: argparse.Namespace, device: Gpu) -> int:
     for row in slow:
         print(f"above {LIMIT:g}, or failed: {report.line(row)}")
     return 1 if slow else 0
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = report.parser("nonfinite", __doc__)
-    parser.add_argument("--quick", action="store_true", help="the reference configuration alone")
-    return report.parsed(parser, argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run what the command line asks for."""
-    arguments = parse(argv)
-    reason = tileattn.available_backends()["cupy"]
-    if reason is not None:
-        sys.exit(f"there is nothing to time: the cupy backend cannot run here: {reason}")
-    return run(arguments, Gpu())
 
 
 if __name__ == "__main__":

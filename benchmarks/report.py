@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.numpy import threads
+from tileattn.cli import processor
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -66,6 +67,11 @@ def show_missing(missing: Mapping[str, str]) -> None:
         print(f"{name} is missing: {why}")
 
 
+def load(folder: Path, name: str) -> Row:
+    result: Row = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
 def line(row: Row) -> str:
     """Write the values of a row beside their names; what is nested has lines of its own."""
     shown, nested = [], []
@@ -86,7 +92,7 @@ def one_line(error: Exception) -> str:
 def host() -> Row:
     """Describe the processor and the versions of what runs on it."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "threads": threads.worker_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -128,10 +134,3 @@ def _commit() -> str:
     except FileNotFoundError:
         return ""
     return answer.stdout.strip()
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"

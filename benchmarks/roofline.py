@@ -35,8 +35,6 @@ class Ceilings(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Least milliseconds of a pass by each resource."""
-
     compute_ms: float
     exp_ms: float
     memory_ms: float
@@ -54,7 +52,6 @@ def ceilings_of(result: Mapping[str, Any]) -> Ceilings:
 
 
 def configuration_of(row: Row) -> Configuration:
-    """Read the configuration of a row."""
     names = {field.name for field in fields(Configuration)}
     return Configuration(kind=row["pass"], **{name: row[name] for name in names & set(row)})
 
@@ -85,14 +82,14 @@ def bounds(configuration: Configuration, ceilings: Ceilings) -> Bounds:
     )
 
 
-def lines(rows: Sequence[Row], ceilings: Ceilings, name: str = "tileattn") -> Iterator[Row]:
-    """Add to each row of an implementation its time, its lower bounds, and % of roofline."""
+def lines(rows: Sequence[Row], ceilings: Ceilings) -> Iterator[Row]:
+    """Give where tileattn ran its time, its lower bounds, and % of roofline."""
     for row in rows:
-        if name not in row["tflops"]:
+        if "tileattn" not in row["tflops"]:
             continue
         configuration = configuration_of(row)
         least = bounds(configuration, ceilings)
-        gflop_per_ms = row["tflops"][name]  # rounded, and 0 where a pass is that slow
+        gflop_per_ms = row["tflops"]["tileattn"]  # rounded, and 0 where a pass is that slow
         ms = configuration.flops / 1e9 / gflop_per_ms if gflop_per_ms else math.inf
         found = {"ms": ms} | least._asdict() | {"percent": 100 * max(least) / ms}
         yield configuration.row() | found

@@ -81,12 +81,10 @@ def model(sizes: Row, tile: Tile) -> Row:
 
 
 def sizes_of(N: int) -> Row:
-    """Sizes of the first table at a sequence length."""
     return {"B": max(1, TOKENS // N), "H": HEADS, "N": N, "D": HEAD_DIM, "dtype": DTYPE}
 
 
 def timed(case: Case, device: Gpu) -> float:
-    """Milliseconds of the passes."""
     inputs = draw(device.xp, case.configuration.shapes, case.configuration.dtype)
     return 1e3 * median(device.time([case.prepared(inputs, device.xp)]))
 
@@ -116,7 +114,6 @@ def lengths(
     count: Callable[[Case], Row] | None,
     names: Sequence[str],
 ) -> Iterator[Row]:
-    """Model each sequence length, and measure it where there is a device."""
     for N in Ns:
         sizes = sizes_of(N)
         row = sizes | {"tile": list(tile)} | model(sizes, tile)
@@ -184,7 +181,6 @@ def gpu_blocks(N: int, device: Gpu | None, count: Callable[[Case], Row] | None) 
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     parser = report.parser("traffic", __doc__)
     add = parser.add_argument
     add("--density", action="store_true", help="vary the density of a block mask (N 16384)")
@@ -227,7 +223,6 @@ def asked(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run what the command line asks for."""
     arguments = parse_arguments(argv)
     absent = missing(arguments)
     device = None if arguments.blocks == "cpu" or "GPU" in absent else Gpu()

@@ -165,7 +165,7 @@ def on_hopper() -> None:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def few_sms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have so few thread blocks that each has many work tiles, assigned in advance."""
     device = describe.device_of(0)
     monkeypatch.setattr(describe, "device_of", lambda _: replace(device, sm_count=5))
@@ -175,7 +175,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def generic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def generic_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make the generic kernels run what is called."""
     device = describe.device_of(0)
     monkeypatch.setattr(describe, "device_of", lambda _: replace(device, arch="sm_90"))

@@ -6,13 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.arrays import Array, Given, normal
 from tests.conftest import Runner
 from tileattn import Attention, BlockMask, Gradients, reference
 from tileattn.testing import assert_attention_close, error_bound
-
-Array = NDArray[Any]
-Given = tuple[Array, Array, Array, Array]
-"""q, k, v and dout."""
 
 B, HQ, HKV = 2, 4, 2
 NAMES = ("q", "k", "v", "dout")
@@ -23,15 +20,11 @@ MIXTURES = ((math.nan,), (math.inf,), (-math.inf,), (math.inf, -math.inf), tuple
 def arrays(
     lengths: tuple[int, int], dtype: Any = np.float32, dims: tuple[int, int] = (8, 12)
 ) -> Given:
-    (Nq, Nk), (D, Dv) = lengths, dims
-    rng = np.random.default_rng(0)
-    shapes = ((B, HQ, Nq, D), (B, HKV, Nk, D), (B, HKV, Nk, Dv), (B, HQ, Nq, Dv))
-    q, k, v, dout = (rng.normal(size=shape).astype(dtype) for shape in shapes)
-    return q, k, v, dout
+    return normal((B, HQ, HKV, *lengths, *dims), dtype)
 
 
 def masks(lengths: tuple[int, int], block: tuple[int, int] = (8, 5)) -> dict[str, dict[str, Any]]:
-    """Masks of every kind; each leaves some keys unseen, or some queries blind, or both."""
+    """Masks of every kind; each leaves keys unattended, or queries without a key, or both."""
     Nq, Nk = lengths
     rng = np.random.default_rng(1)
     dense = rng.random((HQ, Nq, Nk)) < 0.5
@@ -95,20 +88,21 @@ def check_masked_out(
     deterministic: bool = True,
     same: bool = True,
 ) -> None:
-    """Fill what nobody sees: no bit of a result depends on it.
+    """Fill masked-out entries: no bit of a result depends on them.
 
     The order of dq's sums is fixed where ``deterministic``. Where not ``same``, other kernels may
-    take over in the backward pass: its results are held to the oracle.
+    run the backward pass: its results are compared with the oracle.
     """
     expected, of_expected = both(runner, given, options, deterministic=deterministic)
     visible = visibility(given, options)
-    unseen = ~visible.any(axis=2).reshape(B, HKV, -1, visible.shape[3]).any(axis=2)
-    blind = ~visible.any(axis=3)
-    assert unseen.any() or blind.any()
+    unattended = ~visible.any(axis=2).reshape(B, HKV, -1, visible.shape[3]).any(axis=2)
+    without_key = ~visible.any(axis=3)
+    assert unattended.any() or without_key.any()
     q, k, v, dout = (x.copy() for x in given)
-    k[unseen] = v[unseen] = q[blind] = dout[blind] = wrong
+    k[unattended] = v[unattended] = q[without_key] = dout[without_key] = wrong
     result, grads = both(runner, (q, k, v, dout), options, deterministic=deterministic)
-    held = {**expected._asdict(), **of_expected._asdict()}
+    # The gradient of a sink is a sum over all queries, those without a key too.
+    held = {**expected._asdict(), **of_expected._asdict(), "dsinks": None}
     if not (same and deterministic):
         loose = ("dq",) if same else ("dq", "dk", "dv")
         held = {name: x for name, x in held.items() if name not in loose}
@@ -119,11 +113,11 @@ def check_masked_out(
         ours = getattr(result if name in result._fields else grads, name)
         if theirs is not None:
             np.testing.assert_array_equal(bits(ours), bits(theirs), name)
-    assert not result.out[blind].any()
-    assert np.isneginf(result.lse[blind]).all()
-    assert not grads.dq[blind].any()
-    assert not grads.dk[unseen].any()
-    assert not grads.dv[unseen].any()
+    assert not result.out[without_key].any()
+    assert "sinks" in options or np.isneginf(result.lse[without_key]).all()
+    assert not grads.dq[without_key].any()
+    assert not grads.dk[unattended].any()
+    assert not grads.dv[unattended].any()
 
 
 def check_reach(
@@ -135,7 +129,7 @@ def check_reach(
     *,
     deterministic: bool = True,
 ) -> None:
-    """Spoil one key or value that some rows of a head see: it does not reach the others."""
+    """Spoil one key or value that some rows of a head attend to: it does not reach the others."""
     q, k, v, dout = given[0], given[1].copy(), given[2].copy(), given[3]
     bounds = error_bound(*given, **options)
     expected = reference.forward(q, k, v, **options)
@@ -162,7 +156,7 @@ def check_reach(
 def check_visible(
     runner: Runner, given: Given, options: dict[str, Any], *, deterministic: bool = True
 ) -> tuple[Attention, Gradients]:
-    """Hold a call whose arrays are not finite to the oracle, and return its results.
+    """Compare a call whose arrays are not finite with the oracle, and return its results.
 
     A NaN stands exactly where the oracle has one, and so do the infinities of both outputs. In the
     gradients ``inf - inf`` and ``0 * inf`` depend on the order of operations: there, what the

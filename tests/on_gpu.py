@@ -19,10 +19,8 @@ needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"cu
 
 def random_arrays(*shapes: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> list[Any]:
     """Draw standard-normal CuPy arrays."""
-    import cupy
-
     rng = np.random.default_rng(seed)
-    return [cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
+    return [sent(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
 
 
 def busy(milliseconds: float) -> Callable[[], None]:
@@ -44,9 +42,16 @@ def busy(milliseconds: float) -> Callable[[], None]:
     return lambda: kernel((1,), (1,), (np.uint64(milliseconds * 1e6),))
 
 
+def sent(x: Any) -> Any:
+    """Copy arrays to the GPU; leave the rest."""
+    import cupy
+
+    return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+
 def bits(results: Any) -> list[bytes]:
-    """Copy what a call returned to the host, byte by byte."""
-    return [x.get().tobytes() for x in results if x is not None]
+    """Give the bytes of what a call returned, wherever the arrays are."""
+    return [getattr(x, "get", lambda x=x: x)().tobytes() for x in results if x is not None]
 
 
 def host(results: Any) -> Any:
@@ -57,7 +62,7 @@ def host(results: Any) -> Any:
 def hold(
     given: Sequence[Any], attention: Attention, grads: Gradients, options: dict[str, Any]
 ) -> None:
-    """Hold both passes over q, k, v and dout to the oracle."""
+    """Compare both passes over q, k, v and dout with the oracle."""
     q, k, v, dout = (x.get() for x in given)
     there = {name: x.get() if hasattr(x, "get") else x for name, x in options.items()}
     bounds = error_bound(q, k, v, dout, **there)
@@ -67,9 +72,9 @@ def hold(
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill all memory that is taken meanwhile with bytes that are NaN in every type.
+    """Fill memory that is allocated meanwhile with bytes that are NaN in every dtype.
 
-    Else results may come to where an earlier call has left the right ones.
+    Otherwise an array may hold the right results of an earlier call.
     """
     import cupy
 

@@ -43,7 +43,7 @@ def options(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
 
 
 def calls(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
-    """Yield dtype, D, Dv and options: every option, dtype and width, not every combination."""
+    """Yield dtype, D, Dv and options: each of them, not every combination."""
     chosen = list(options(rng))
     for n, given in enumerate(chosen):
         yield DTYPES[n % 4], 64, 64, given

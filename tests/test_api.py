@@ -1,33 +1,25 @@
-"""The public calls: what they refuse beyond ``parse``, ``out=``, ranks, empty axes, ``merge``."""
+"""The public calls: what they refuse beyond ``parse``, ``out=``, ``merge``, ``explain``."""
 
 import re
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import tileattn
-from tileattn import Attention, reference
+from tests.arrays import Array, Given, normal
+from tileattn import Attention
 from tileattn.algorithm import spec
 from tileattn.problem import parse
-from tileattn.testing import assert_attention_close, error_bound
 from tileattn.traffic import ALGORITHMS, KINDS, counted
-
-Array = NDArray[Any]
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 7, 5, 3, 6
 OUT = (B, HQ, NQ, DV)
-WRITABLE = "a plain array is accepted"
 
 
-def arrays(dtype: Any = np.float32) -> list[Array]:
-    """Make q, k, v and dout."""
-    rng = np.random.default_rng(0)
-    shapes = ((B, HQ, NQ, D), (B, HKV, NK, D), (B, HKV, NK, DV), OUT)
-    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+def arrays() -> Given:
+    return normal((B, HQ, HKV, NQ, NK, D, DV))
 
 
 def saved() -> tuple[list[Array], Attention]:
@@ -44,46 +36,31 @@ def read_only() -> Array:
     return out
 
 
+def strided(count: int, strides: tuple[int, ...]) -> Array:
+    """Make a view of OUT's shape into few numbers."""
+    return np.lib.stride_tricks.as_strided(np.full(count, 9, np.float32), OUT, strides)
+
+
+LIST = "is list, which backend 'numpy' does not take; numpy.asarray makes an array of it"
+OVERLAP = "has elements that overlap; a plain array is accepted"
+
+
 @pytest.mark.parametrize(
     ("out", "error", "message"),
     [
-        (
-            [[9.0]],
-            TypeError,
-            "out is list, which backend 'numpy' does not take; numpy.asarray makes an array of it",
-        ),
-        (
-            np.full((B, HQ, NQ, D), 9, np.float32),
-            ValueError,
-            "out has shape (2, 4, 7, 3); it must be (2, 4, 7, 6)",
-        ),
-        (
-            np.full(OUT[1:], 9, np.float32),
-            ValueError,
-            "out has shape (4, 7, 6); it must be (2, 4, 7, 6)",
-        ),
-        (np.full(OUT, 9.0), TypeError, "out has dtype float64; it must be float32"),
-        (np.full(OUT, 9, ">f4"), TypeError, "out has dtype >f4; it must be float32"),
-        (read_only(), ValueError, "out is read-only; a writable array is accepted"),
-        (
-            np.lib.stride_tricks.as_strided(
-                np.full(OUT[1:], 9, np.float32), OUT, (0, NQ * DV * 4, DV * 4, 4)
-            ),
-            ValueError,
-            "out has elements that overlap; a plain array is accepted",
-        ),
-        (
-            np.lib.stride_tricks.as_strided(
-                np.full(B * HQ * NQ + DV, 9, np.float32), OUT, (4,) * 4
-            ),
-            ValueError,
-            "out has elements that overlap; a plain array is accepted",
-        ),
+        ([[9.0]], TypeError, LIST),
+        (np.full((*OUT[:3], D), 9, "f4"), ValueError, "has shape (2, 4, 7, 3); it must be {}"),
+        (np.full(OUT[1:], 9, "f4"), ValueError, "has shape (4, 7, 6); it must be {}"),
+        (np.full(OUT, 9.0), TypeError, "has dtype float64; it must be float32"),
+        (np.full(OUT, 9, ">f4"), TypeError, "has dtype >f4; it must be float32"),
+        (read_only(), ValueError, "is read-only; a writable array is accepted"),
+        (strided(HQ * NQ * DV, (0, NQ * DV * 4, DV * 4, 4)), ValueError, OVERLAP),
+        (strided(B * HQ * NQ + DV, (4,) * 4), ValueError, OVERLAP),
     ],
 )
 def test_out_refused_and_left_alone(out: Any, error: type[Exception], message: str) -> None:
     q, k, v, _ = arrays()
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+    with pytest.raises(error, match=f"^{re.escape('out ' + message.format(OUT))}$"):
         tileattn.forward(q, k, v, out=out)
     assert np.all(np.asarray(out) == 9)
 
@@ -167,16 +144,8 @@ def test_out_may_lie_between_the_inputs() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            lambda x: x.tolist(),
-            TypeError,
-            "{} is list, which backend 'numpy' does not take; numpy.asarray makes an array of it",
-        ),
-        (
-            lambda x: x.astype(np.float64),
-            TypeError,
-            "{} has dtype float64; it must be float32",
-        ),
+        (lambda x: x.tolist(), TypeError, "{} " + LIST),
+        (lambda x: x.astype("f8"), TypeError, "{} has dtype float64; it must be float32"),
         (lambda x: x[:, :2], ValueError, "{} has shape {}; it must be {}"),
         (lambda x: x[0], ValueError, "{} has shape {}; it must be {}"),
     ],
@@ -207,95 +176,12 @@ def test_deterministic_is_a_flag() -> None:
         tileattn.backward(dout, q, k, v, out, lse, deterministic=1)  # type: ignore[arg-type]  # wrong
 
 
-# --- ranks and empty axes -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ndim", [2, 3])
-def test_fewer_axes_are_answered_in_kind(ndim: int) -> None:
-    lead = (0,) * (4 - ndim)
-    whole = [x[(slice(0, 1),) * (4 - ndim)] for x in arrays()]
-    heads = 1 if ndim == 2 else HQ
-    options: dict[str, Any] = {"bias": np.ones((NQ, 1)), "sinks": np.ones(heads, np.float32)}
-    q, k, v, dout = (x[lead] for x in whole)
-    few = tileattn.forward(q, k, v, **options)
-    expected = tileattn.forward(*whole[:3], **options)
-    for ours, theirs in zip(few, expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs[lead])
-    options["dlse"] = np.ones_like(few.lse)
-    grads = tileattn.backward(dout, q, k, v, few.out, few.lse, **options)
-    q, k, v, dout = whole
-    options["dlse"] = np.ones_like(expected.lse)
-    theirs = tileattn.backward(dout, q, k, v, expected.out, expected.lse, **options)
-    for name in ("dq", "dk", "dv"):
-        np.testing.assert_array_equal(getattr(grads, name), getattr(theirs, name)[lead])
-    np.testing.assert_array_equal(grads.dbias, theirs.dbias)
-    assert grads.dbias.shape == (NQ, 1)
-    np.testing.assert_array_equal(grads.dsinks, theirs.dsinks)
-
-
-EMPTY: dict[str, dict[str, int]] = {
-    "B": {"B": 0},
-    "heads": {"HQ": 0, "HKV": 0},
-    "query heads": {"HQ": 0},
-    "queries": {"NQ": 0},
-    "keys": {"NK": 0},
-    "D": {"D": 0},
-    "Dv": {"DV": 0},
-    "queries and keys": {"NQ": 0, "NK": 0},
-    "D and Dv": {"D": 0, "DV": 0},
-}
-
-
-@pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY.keys())
-@pytest.mark.parametrize("options", [False, True], ids=["plain", "options"])
-def test_every_axis_may_be_empty(sizes: dict[str, int], options: bool) -> None:
-    n = {"B": B, "HQ": HQ, "HKV": HKV, "NQ": NQ, "NK": NK, "D": D, "DV": DV} | sizes
-    rng = np.random.default_rng(0)
-    q = rng.normal(size=(n["B"], n["HQ"], n["NQ"], n["D"])).astype(np.float32)
-    k = rng.normal(size=(n["B"], n["HKV"], n["NK"], n["D"])).astype(np.float32)
-    v = rng.normal(size=(n["B"], n["HKV"], n["NK"], n["DV"])).astype(np.float32)
-    dout = rng.normal(size=(n["B"], n["HQ"], n["NQ"], n["DV"])).astype(np.float32)
-    shape = (n["B"], n["HQ"], n["NQ"], n["NK"])
-    call: dict[str, Any] = {}
-    if options:
-        call = {
-            "softcap": 3.0,
-            "alibi_slopes": np.ones(n["HQ"]),
-            "bias": rng.normal(size=(n["HQ"], n["NQ"], 1)),
-            "window": (3, 1),
-            "mask": np.ones(shape, bool),
-            "block_mask": tileattn.BlockMask.from_mask(np.ones(shape, bool), (4, 4)),
-            "kv_lengths": np.minimum(np.arange(n["B"]), n["NK"]),
-            "sinks": rng.normal(size=n["HQ"]).astype(np.float32),
-            "dropout_p": 0.3,
-        }
-    result = tileattn.forward(q, k, v, **call)
-    grads = tileattn.backward(dout, q, k, v, *result, **call)
-    assert result.out.shape == dout.shape
-    for gradient, x in zip(grads, (q, k, v, call.get("bias"), call.get("sinks")), strict=True):
-        assert (gradient is None) == (x is None)
-        if x is not None:
-            assert gradient.shape == x.shape
-    bounds = error_bound(q, k, v, dout, **call)
-    assert_attention_close(result, reference.forward(q, k, v, **call), bounds)
-    assert_attention_close(grads, reference.backward(dout, q, k, v, **call), bounds)
-
-
-def test_no_key_leaves_zero_or_the_sink() -> None:
-    q, k, v, _ = arrays()
-    out, lse = tileattn.forward(q, k[:, :, :0], v[:, :, :0])
-    assert not out.any()
-    assert np.isneginf(lse).all()
-    sinks = np.arange(HQ, dtype=np.float32)
-    out, lse = tileattn.forward(q, k[:, :, :0], v[:, :, :0], sinks=sinks)
-    assert not out.any()
-    np.testing.assert_array_equal(lse, np.broadcast_to(sinks[:, None], (B, HQ, NQ)))
-
-
 # --- merge --------------------------------------------------------------------------------------
 
 GOOD = np.ones((3, 2), np.float32)
 LSE = np.ones(3, np.float32)
+WIDE = GOOD.astype(np.float64)
+AS_MANY = "as many of each, at least one, are accepted"
 
 
 @pytest.mark.parametrize(
@@ -310,18 +196,8 @@ LSE = np.ones(3, np.float32)
             "outs is ndarray; a sequence of arrays is accepted "
             "(list(outs) where its first axis counts the parts)",
         ),
-        (
-            [],
-            [],
-            ValueError,
-            "outs has 0 and lses has 0 entries; as many of each, at least one, are accepted",
-        ),
-        (
-            [GOOD, GOOD],
-            [LSE],
-            ValueError,
-            "outs has 2 and lses has 1 entries; as many of each, at least one, are accepted",
-        ),
+        ([], [], ValueError, "outs has 0 and lses has 0 entries; " + AS_MANY),
+        ([GOOD] * 2, [LSE], ValueError, "outs has 2 and lses has 1 entries; " + AS_MANY),
         (
             [[1.0]],
             [LSE],
@@ -334,24 +210,9 @@ LSE = np.ones(3, np.float32)
             TypeError,
             "outs[0] has dtype int64; accepted are float16, bfloat16, float32, float64",
         ),
-        (
-            [GOOD, GOOD.astype(np.float64)],
-            [LSE, LSE],
-            TypeError,
-            "outs[1] has dtype float64; it must be float32",
-        ),
-        (
-            [GOOD, GOOD[:, :1]],
-            [LSE, LSE],
-            ValueError,
-            "outs[1] has shape (3, 1); it must be (3, 2)",
-        ),
-        (
-            [GOOD, GOOD],
-            [LSE, LSE.astype(np.float64)],
-            TypeError,
-            "lses[1] has dtype float64; it must be float32",
-        ),
+        ([GOOD, WIDE], [LSE] * 2, TypeError, "outs[1] has dtype float64; it must be float32"),
+        ([GOOD, GOOD[:, :1]], [LSE] * 2, ValueError, "outs[1] has shape (3, 1); it must be (3, 2)"),
+        ([GOOD] * 2, [LSE, WIDE[:, 0]], TypeError, "lses[1] has dtype float64; it must be float32"),
         ([GOOD], [LSE[:2]], ValueError, "lses[0] has shape (2,); it must be (3,)"),
     ],
 )
@@ -360,31 +221,7 @@ def test_merge_refuses(outs: Any, lses: Any, error: type[Exception], message: st
         tileattn.merge(outs, lses)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_merge_over_split_keys_is_the_whole(dtype: Any) -> None:
-    q, k, v, _ = arrays(dtype)
-    sinks = np.linspace(-1, 1, HQ)
-    cuts = ((0, 0), (0, 2), (2, 3), (3, NK))
-    parts = [
-        tileattn.forward(
-            q,
-            k[:, :, lo:hi],
-            v[:, :, lo:hi],
-            causal=True,
-            q_offset=NK - NQ - lo,
-            sinks=sinks if n == 1 else None,
-        )
-        for n, (lo, hi) in enumerate(cuts)
-    ]
-    expected = reference.forward(q, k, v, causal=True, sinks=sinks)
-    bounds = error_bound(q, k, v, causal=True, sinks=sinks)
-    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
-        outs: Any = tuple(parts[n].out for n in order)
-        lses: Any = (parts[n].lse for n in order)
-        assert_attention_close(tileattn.merge(outs, lses), expected, bounds)
-
-
-def test_merge_where_no_part_saw_anything() -> None:
+def test_merge_of_rows_without_a_key() -> None:
     nothing = np.full(3, -np.inf, np.float32)
     unseen = np.full((3, 2), np.nan, np.float32)  # what a part holds there does not matter
     out, lse = tileattn.merge([unseen, unseen], [nothing, nothing])

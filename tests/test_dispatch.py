@@ -85,28 +85,26 @@ def test_a_missing_array_is_not_a_missing_argument() -> None:
     assert signature((x, x, x, None), "cupy", {}) != signature((x, x, x), "cupy", {})
 
 
+X = array()
+HOST: Any = np.zeros((2, 2))
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("arrays", "backend", "options"),
     [
-        {"bias": np.zeros((5, 7))},
-        {"kv_lengths": array((), np.int64)},
-        {"kv_lengths": {1, 2}},
-        {"window": (object(), 1)},
-        {"scale": b"0.5"},
+        ((X, X, X), "cupy", {"bias": HOST}),
+        ((X, X, X), "cupy", {"kv_lengths": array((), np.int64)}),
+        ((X, X, X), "cupy", {"kv_lengths": {1, 2}}),
+        ((X, X, X), "cupy", {"window": (object(), 1)}),
+        ((X, X, X), "cupy", {"scale": b"0.5"}),
+        ((X, X, X), ["cupy"], {}),  # a backend that is no name
+        *(((x, x, [1.0]), "auto", {}) for x in (HOST, [[1.0]], None)),
     ],
-    ids=lambda options: next(iter(options)),
 )
-def test_what_must_be_looked_at_has_no_signature(options: dict[str, Any]) -> None:
-    assert of(options) is None
-
-
-@pytest.mark.parametrize("x", [np.zeros((2, 2)), [[1.0]], None])
-def test_host_arrays_have_no_signature(x: Any) -> None:
-    assert signature((x, x, [1.0]), "auto", {}) is None
-
-
-def test_a_backend_that_is_no_name_has_no_signature() -> None:
-    assert of({}, backend=["cupy"]) is None
+def test_what_must_be_looked_at_has_no_signature(
+    arrays: tuple[Any, ...], backend: Any, options: dict[str, Any]
+) -> None:
+    assert signature(arrays, backend, options) is None
 
 
 def test_the_default_backend_is_part_of_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,25 +6,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from tests import example
+from tests.arrays import Array, Given, normal
 from tileattn import BlockMask, reference
 from tileattn.algorithm.philox import dropout_mask
-
-Array = NDArray[Any]
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 7, 5, 3, 6
 
 
-def arrays(seed: int = 0) -> tuple[Array, Array, Array, Array]:
-    """Make q, k, v and dout with all axes of different lengths, more queries than keys, GQA."""
-    rng = np.random.default_rng(seed)
-    return (
-        rng.normal(size=(B, HQ, NQ, D)),
-        rng.normal(size=(B, HKV, NK, D)),
-        rng.normal(size=(B, HKV, NK, DV)),
-        rng.normal(size=(B, HQ, NQ, DV)),
-    )
+def arrays() -> Given:
+    """All axes of different lengths, more queries than keys, GQA."""
+    return normal((B, HQ, HKV, NQ, NK, D, DV), np.float64)
 
 
 def option_sets() -> dict[str, dict[str, Any]]:
@@ -73,39 +66,12 @@ OPTION_SETS = option_sets()
 every_option = pytest.mark.parametrize("options", OPTION_SETS.values(), ids=OPTION_SETS.keys())
 
 
-def digits(actual: Array, printed: list[list[float]], half_unit: float) -> None:
-    """Agree with printed numbers to their last digit."""
-    ok = np.abs(actual - np.array(printed)) <= half_unit
-    assert ok.all(), actual
-
-
-# --- the worked example of four tokens ----------------------------------------------------------
-
-Q4 = np.array([[1.0, 0, 1, 0], [0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]])
-K4 = np.array([[1.0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]])
-V4 = np.arange(1.0, 17).reshape(4, 4)
-DOUT4 = np.array([[1.0] * 4, [0] * 4, [1] * 4, [0] * 4])
-
-
-def test_worked_example_forward() -> None:
-    out, lse = reference.forward(Q4, K4, V4, scale=1.0)
-    first = [7.20, 9.88, 6.08, 7.92]
-    digits(out, [[x + c for c in range(4)] for x in first], 0.0051)
-    np.testing.assert_allclose(np.exp(lse[:2]), [12.107, 12.107], atol=5e-4)
-
-
-def test_worked_example_gradients() -> None:
-    dq, dk, dv, dbias, dsinks = reference.backward(DOUT4, Q4, K4, V4, scale=1.0)
-    digits(dv, [[x] * 4 for x in (0.590, 0.217, 0.976, 0.217)], 0.00051)
-    # The example rounds P to three digits before it goes on, hence the second decimal.
-    digits(dq, [[-1.19, 1.18, 4.38, 1.91], [0] * 4, [-3.14, 3.14, 4.28, 3.72], [0] * 4], 0.0151)
-    digits(
-        dk,
-        [[-12.99, 0, -5.57, 0], [-1.31, 0, -0.73, 0], [8.66, 0, 4.38, 0], [5.64, 0, 1.91, 0]],
-        0.0151,
-    )
-    assert dbias is None
-    assert dsinks is None
+def test_worked_example() -> None:
+    attention = reference.forward(example.Q, example.K, example.V, scale=1.0)
+    grads = reference.backward(example.DOUT, example.Q, example.K, example.V, scale=1.0)
+    example.check_example(attention, grads)
+    assert grads.dbias is None
+    assert grads.dsinks is None
 
 
 # --- closed forms -------------------------------------------------------------------------------
@@ -173,7 +139,7 @@ def test_distances_of_alibi_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "seen"),
+    ("options", "rows"),
     [
         ({"causal": True}, ["1110", "1111"]),
         ({"causal": True, "q_offset": 0}, ["1000", "1100"]),
@@ -188,14 +154,14 @@ def test_distances_of_alibi_by_hand() -> None:
         ({"block_mask": BlockMask(np.array([[1, 0]]) > 0, (2, 3))}, ["1110", "1110"]),
     ],
 )
-def test_what_two_queries_see_of_four_keys(options: dict[str, Any], seen: list[str]) -> None:
+def test_masks_of_two_queries_and_four_keys(options: dict[str, Any], rows: list[str]) -> None:
     q, k, v = np.zeros((2, 3)), np.zeros((4, 3)), np.eye(4)
-    weights = np.array([[float(digit) for digit in row] for row in seen])
-    share = weights / np.maximum(weights.sum(axis=1, keepdims=True), 1)
+    visible = np.array([[float(digit) for digit in row] for row in rows])
+    P = visible / np.maximum(visible.sum(axis=1, keepdims=True), 1)
     out, lse = reference.forward(q, k, v, **options)
-    np.testing.assert_allclose(out, share, rtol=1e-14)
+    np.testing.assert_allclose(out, P, rtol=1e-14)
     with np.errstate(divide="ignore"):
-        np.testing.assert_allclose(lse, np.log(weights.sum(axis=1)), rtol=1e-14)
+        np.testing.assert_allclose(lse, np.log(visible.sum(axis=1)), rtol=1e-14)
 
 
 # --- gradients ----------------------------------------------------------------------------------
@@ -258,26 +224,26 @@ def test_forward_and_gradients_equal_those_of_torch(options: dict[str, Any]) -> 
         if name in options
     }
     s = torch_scores(torch, q, k, given.get("bias"), options)
-    seen = torch.as_tensor(reference.visibility(shape, options))
-    s = s.masked_fill(~seen, -math.inf)
+    visible = torch.as_tensor(reference.visibility(shape, options))
+    s = s.masked_fill(~visible, -math.inf)
     if "sinks" in given:
         s = torch.cat([s, given["sinks"].reshape(1, -1, 1, 1).expand(B, HQ, NQ, 1)], dim=-1)
-    sighted = (s > -math.inf).any(dim=-1, keepdim=True)
-    s = torch.where(sighted, s, torch.zeros((), dtype=torch.float64))
-    P = torch.softmax(s, dim=-1) * sighted
+    with_key = (s > -math.inf).any(dim=-1, keepdim=True)
+    s = torch.where(with_key, s, torch.zeros((), dtype=torch.float64))
+    P = torch.softmax(s, dim=-1) * with_key
     lse = torch.logsumexp(s, dim=-1)
     kept = dropout_mask(shape, options.get("dropout_p", 0.0), options.get("seed", 0))
     Z = torch.as_tensor(kept / (1 - options.get("dropout_p", 0.0)))
     out = (P[..., :NK] * Z) @ v.repeat_interleave(2, dim=1)
     dlse = torch.as_tensor(np.random.default_rng(3).normal(size=shape[:3]))
-    ((out * dout.detach()).sum() + (lse * dlse * sighted[..., 0]).sum()).backward()
+    ((out * dout.detach()).sum() + (lse * dlse * with_key[..., 0]).sum()).backward()
 
     x = [t.detach().numpy() for t in (q, k, v, dout)]
     result = reference.forward(*x[:3], **options)
     grads = reference.backward(x[3], *x[:3], dlse=dlse.numpy(), **options)
     np.testing.assert_allclose(result.out, out.detach().numpy(), rtol=1e-12, atol=1e-14)
-    blind = ~sighted[..., 0].numpy()
-    expected_lse = np.where(blind, -np.inf, lse.detach().numpy())
+    without_key = ~with_key[..., 0].numpy()
+    expected_lse = np.where(without_key, -np.inf, lse.detach().numpy())
     np.testing.assert_allclose(result.lse, expected_lse, rtol=1e-12, atol=1e-14)
     inputs = {"q": q, "k": k, "v": v} | given
     for name, tensor in inputs.items():
@@ -286,16 +252,16 @@ def test_forward_and_gradients_equal_those_of_torch(options: dict[str, Any]) -> 
         )
 
 
-# --- what hidden entries hold -------------------------------------------------------------------
+# --- masked-out entries, NaN and infinity -------------------------------------------------------
 
-SEEN = np.tri(NQ, NK, NK - NQ, dtype=bool)  # queries 0 and 1 see nothing
+CAUSAL = np.tri(NQ, NK, NK - NQ, dtype=bool)  # queries 0 and 1 attend to no key
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_out_keys_values_and_queries_never_enter(poison: float) -> None:
     q, k, v, dout = arrays()
-    expected = reference.forward(q, k, v, mask=SEEN & (np.arange(NK) < 4))
-    grads = reference.backward(dout, q, k, v, mask=SEEN & (np.arange(NK) < 4))
+    expected = reference.forward(q, k, v, mask=CAUSAL & (np.arange(NK) < 4))
+    grads = reference.backward(dout, q, k, v, mask=CAUSAL & (np.arange(NK) < 4))
     for x in (k[:, :, 4], v[:, :, 4], q[:, :, :2], dout[:, :, :2]):
         x[...] = poison
     actual = reference.forward(q, k, v, causal=True, mask=np.arange(NK) < 4)
@@ -307,12 +273,12 @@ def test_masked_out_keys_values_and_queries_never_enter(poison: float) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-15, err_msg=name)
 
 
-def test_a_nan_reaches_the_rows_that_see_it_and_no_others() -> None:
+def test_a_nan_reaches_the_rows_that_attend_to_it_and_no_others() -> None:
     q, k, v, dout = arrays()
     v[0, 1, 3, 2] = np.nan
     out, lse = reference.forward(q, k, v, causal=True)
     expected = np.zeros(out.shape, bool)
-    expected[0, 2:, 5:, 2] = True  # heads 2 and 3 read key head 1; queries 5 and 6 see key 3
+    expected[0, 2:, 5:, 2] = True  # heads 2 and 3 read key head 1; queries 5 and 6 attend to key 3
     np.testing.assert_array_equal(np.isnan(out), expected)
     assert not np.isnan(lse).any()
     dq, dk, dv, _, _ = reference.backward(dout, q, k, v, causal=True)
@@ -336,17 +302,16 @@ def test_a_score_of_minus_infinity_masks_the_key_out(bias: Any) -> None:
     q, k, v, dout = arrays()
     q, dout = q[:, :, :2], dout[:, :, :2]
     bias = np.broadcast_to(bias, (2, 1)).astype(np.float64)
-    blind = np.isneginf(bias[:, 0])
+    without_key = np.isneginf(bias[:, 0])
     out, lse = reference.forward(q, k, v, bias=bias)
     grads = reference.backward(dout, q, k, v, bias=bias)
-    assert not out[:, :, blind].any()
-    np.testing.assert_array_equal(np.isneginf(lse), np.broadcast_to(blind, lse.shape))
-    assert not grads.dq[:, :, blind].any()
+    assert not out[:, :, without_key].any()
+    np.testing.assert_array_equal(np.isneginf(lse), np.broadcast_to(without_key, lse.shape))
+    assert not grads.dq[:, :, without_key].any()
     assert np.isfinite(grads.dbias).all()
     with_sinks = reference.forward(q, k, v, bias=bias, sinks=np.arange(4.0))
-    np.testing.assert_array_equal(
-        with_sinks.lse[:, :, blind], np.broadcast_to(np.arange(4.0)[:, None], (B, 4, blind.sum()))
-    )
+    expected = np.broadcast_to(np.arange(4.0)[:, None], (B, 4, without_key.sum()))
+    np.testing.assert_array_equal(with_sinks.lse[:, :, without_key], expected)
 
 
 # --- ranks, dtypes, sizes, arguments ------------------------------------------------------------

@@ -8,18 +8,17 @@ import pytest
 
 import tileattn
 from tests import sanitize
+from tests.backends.cupy import fake_cupy
 from tileattn import selfcheck
+from tileattn.backends import registry
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.cli import main
+from tileattn.dtypes import DTYPES
 from tileattn.kernels.config.hopper import HOPPER
-from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.config.tiles import candidates
-from tileattn.kernels.launch.device import Device, device_of_arch
-from tileattn.kernels.launch.layout import CallLayout, array_layout
-from tileattn.kernels.launch.plan import plans_of
 from tileattn.problem import parse
 from tileattn.results import Attention, Gradients
 from tileattn.selfcheck import Case, Family
+from tileattn.testing.options import DRAW, Choices
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
@@ -62,55 +61,60 @@ def test_without_a_terminal_lines_tell_of_progress(
     assert [line.split()[0] for line in lines] == ["1", "2", "3", "all"]
 
 
-def test_problems_are_of_every_kind() -> None:
-    rng = np.random.default_rng(0)
-    found = list(islice(selfcheck.cases(rng, "numpy", 1), 300))
-    options = set().union(*(case.options for case in found))
-    assert options == set(selfcheck.DRAWS)
-    assert {case.arrays[0].dtype for case in found} == set(selfcheck.DTYPES)
-    lengths = {case.arrays[0].shape[2] for case in found}
+def test_problems_are_of_every_kind_and_the_same_again() -> None:
+    found, again = (
+        list(islice(selfcheck.cases(np.random.default_rng(0), "numpy", 1), 300)) for _ in range(2)
+    )
+    assert list(map(str, found)) == list(map(str, again))
+    assert all(
+        np.array_equal(a.call.k, b.call.k, equal_nan=True)
+        for a, b in zip(found, again, strict=True)
+    )
+    assert set().union(*(case.call.options for case in found)) == set(DRAW)
+    assert {case.call.q.dtype for case in found} == set(DTYPES)
+    lengths = {case.call.q.shape[2] for case in found}
     assert {0, 1} < lengths
-    assert any(case.arrays[0].shape[2] > case.arrays[1].shape[2] for case in found)
+    assert any(case.call.q.shape[2] > case.call.k.shape[2] for case in found)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100"])
-def test_the_kernels_of_a_family_are_those_that_its_problems_launch(arch: str) -> None:
-    rng, device = np.random.default_rng(1), device_of_arch(arch)
-    launched, of_hopper = 0, set()
-    for n in range(120 if arch == "sm_90a" else 40):
-        family = Family.draw(rng, widest=130)
-        if n % 2:  # with any of these, a Hopper kernel never runs
-            options = [x for x in family.options if x not in {"bias", "mask", "dropout_p"}]
-            family = family._replace(options=tuple(options))
-        keys = key_range(Case.draw(rng, family), device)
-        assert keys <= set(family.keys(arch))
-        launched += len(keys)
-        of_hopper |= {key.tile for key in keys if key.kernel == HOPPER}
-    assert launched > 100
-    rows = candidates(HOPPER, 2, 64) if arch == "sm_90a" else ()
-    assert of_hopper >= {row[:2] for row in rows}
+def test_the_kernels_that_are_compiled_are_those_that_problems_launch(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices, launched = Choices(np.random.default_rng(1)), set()
+    with fake_cupy.machine(monkeypatch) as gpu:
+        gpu.arch = arch
+        for n in range(60):
+            family = Family.draw(choices, 130)
+            if n % 2:  # with any of these, a Hopper kernel never runs
+                options = [x for x in family.options if x not in {"bias", "mask", "dropout_p"}]
+                family = family._replace(options=tuple(options))
+            case = Case.draw(choices, family, max_length=80, layouts=("plain",))
+            gpu.launches.clear()
+            launch(case, gpu)
+            keys = {key for key, *_ in gpu.launches}
+            assert keys == set(selfcheck.kernels(case, gpu.device_of(0)))
+            launched |= keys
+    assert len(launched) > 50
+    assert any(key.kernel == HOPPER for key in launched) == (arch == "sm_90a")
 
 
-def key_range(case: Case, device: Device) -> set[KernelKey]:
-    """List the kernels of both passes, of arrays that lie on the device as they do on the host."""
-    q, k, v, _ = case.arrays
-    problem, x = parse(q, k, v, case.options)
-    arrays = {"q": x.q, "k": x.k, "v": x.v, "bias": x.bias, "mask": x.mask}
-    arrays |= {"alibi_slopes": x.alibi_slopes, "sinks": x.sinks}
-    layout = CallLayout(
-        tuple((name, array_layout(a, 0)) for name, a in arrays.items() if a is not None),
-        tuple(x.kv_lengths.tolist()),
-        tuple(x.q_offset.tolist()),
-        x.block_mask,
-    )
-    forward, *backward = plans_of(problem, layout, device)
-    plans = forward, backward[case.deterministic]
-    return {launch.key for plan in plans for launch in plan.launches}
+def launch(case: Case, gpu: fake_cupy.Machine) -> None:
+    """Run both passes on copies of the arrays."""
+
+    q, k, v, dout, dlse = (x if x is None else gpu.upload(x, blocking=True) for x in case.call[:-1])
+    options = case.call.options.copy()
+    for name in options.keys() & {"bias", "mask", "alibi_slopes", "sinks"}:
+        options[name] = gpu.upload(options[name], blocking=True)
+    problem, operands = parse(q, k, v, options)
+    engine: Any = registry.get("cupy")
+    attention = engine.forward(problem, operands, None)
+    engine.backward(problem, operands, dout, attention, dlse, case.deterministic)
 
 
 def test_the_script_for_the_sanitizer_reaches_every_option_and_dtype() -> None:
     calls = list(sanitize.calls(np.random.default_rng(0)))
     assert len(calls) >= 25
     used = set().union(*(options for *_, options in calls))
-    assert used == set(selfcheck.DRAWS) - {"scale"}
-    assert {np.dtype(dtype) for dtype, *_ in calls} == set(selfcheck.DTYPES)
+    assert used == set(DRAW) - {"scale"}
+    assert {np.dtype(dtype) for dtype, *_ in calls} == set(DTYPES)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from importlib import metadata
 from typing import Any, TextIO
@@ -54,18 +55,7 @@ PROGRESS_SECONDS = 10.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Parameters
-    ----------
-    argv : list of str or None
-        Arguments; those of the process by default.
-
-    Returns
-    -------
-    int
-        Exit status: 0 where all is well.
-    """
+    """Run the command line; the exit status is 0 where all is well."""
     parser = argparse.ArgumentParser(prog="python -m tileattn", description=ABOUT)
     parser.add_argument("--version", action="version", version=f"tileattn {tileattn.__version__}")
     parser.set_defaults(run=None)
@@ -108,8 +98,13 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.run is None:
         parser.print_help()
         return 0
-    status: int = arguments.run(arguments)
-    return status
+    return int(arguments.run(arguments))
+
+
+def _refused(message: object) -> int:
+    """Say why nothing was done, and give the exit status."""
+    print(message, file=sys.stderr)
+    return 2
 
 
 def _side(text: str) -> int | None:
@@ -140,7 +135,7 @@ def _info(_: argparse.Namespace) -> int:
         ("tileattn", tileattn.__version__),
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
         *((name, _version(name)) for name in ("numpy", "ml_dtypes", "threadpoolctl", "cupy")),
-        ("processor", f"{_processor()}, {os.cpu_count()} cores"),
+        ("processor", processor()),
         ("workers", _workers()),
         *(
             ("BLAS", f"{pool['internal_api']} {pool['version']}, {pool.get('architecture', '')}")
@@ -167,13 +162,11 @@ def _check(arguments: argparse.Namespace) -> int:
 
     reason = tileattn.available_backends()[arguments.backend]
     if reason is not None:
-        print(f"backend {arguments.backend!r} cannot run here: {reason}", file=sys.stderr)
-        return 2
+        return _refused(f"backend {arguments.backend!r} cannot run here: {reason}")
     try:
         threads.worker_count()
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return _refused(error)
     rng, problems = np.random.default_rng(arguments.seed), arguments.problems
     families = max(1, (problems or 500) // 25)
     progress = _Progress(sys.stdout)
@@ -235,8 +228,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         else:
             print(tileattn.explain(q, k, v, backend=a.backend, **options))
     except (TypeError, ValueError, RuntimeError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return _refused(f"{type(error).__name__}: {error}")
     return 0
 
 
@@ -271,14 +263,11 @@ def _compile(arguments: argparse.Namespace) -> int:
         place = cache.prepare()
         archs = [checked_arch(arch) for arch in arguments.arch or [arch_of(0)]]
     except BackendUnavailableError as error:
-        print(f"{error}; --arch sm_90a compiles for a GPU that is elsewhere", file=sys.stderr)
-        return 2
+        return _refused(f"{error}; --arch sm_90a compiles for a GPU that is elsewhere")
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return _refused(error)
     except OSError as error:
-        print(f"no kernel cache: {error}; TILEATTN_CACHE_DIR names a folder", file=sys.stderr)
-        return 2
+        return _refused(f"no kernel cache: {error}; TILEATTN_CACHE_DIR names a folder")
     from tileattn.kernels.launch import catalog  # only this command needs it
 
     jobs = [
@@ -346,16 +335,12 @@ def _bench(arguments: argparse.Namespace) -> int:
         what = "is not installed"
         if found is not None:
             what = f"is another one, {found.__file__ or list(found.__path__)}"
-        print(
+        return _refused(
             f"bench: the package benchmarks {what}, and the wheel has none; run "
-            "`python -m tileattn bench` in a checkout of the repository",
-            file=sys.stderr,
+            "`python -m tileattn bench` in a checkout of the repository"
         )
-        return 2
-    status: int | None = importlib.import_module(f"benchmarks.{arguments.section}").main(
-        arguments.rest
-    )
-    return status or 0
+    section = importlib.import_module(f"benchmarks.{arguments.section}")
+    return section.main(arguments.rest) or 0
 
 
 def _workers() -> str:
@@ -384,12 +369,12 @@ def _version(name: str) -> str:
     return "not installed"
 
 
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:  # noqa: PTH123 - a device file, not a path of ours
-            return next(line.split(":")[1].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+def processor() -> str:
+    """Name the processor, and count its cores."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError), open("/proc/cpuinfo") as lines:  # noqa: PTH123 - no path of ours
+        name = next((line.split(":")[1].strip() for line in lines if "model name" in line), name)
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def _nvrtc() -> str:

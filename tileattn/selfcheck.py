@@ -1,66 +1,33 @@
 """Random problems against the oracle: what ``python -m tileattn check`` runs."""
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from itertools import product
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from tileattn import reference
-from tileattn.algorithm.block_mask import BlockMask
 from tileattn.backends import registry
 from tileattn.backends.numpy.backend import NumpyBackend
-from tileattn.kernels.config.families import backward_launches, forward_launches
+from tileattn.dtypes import DTYPES
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import compiled
 from tileattn.kernels.jit.load import arch_of
-from tileattn.kernels.launch import catalog
-from tileattn.kernels.launch.layout import MAX_ALIGNMENT
+from tileattn.kernels.launch.device import Device
+from tileattn.kernels.launch.layout import CallLayout, array_layout
+from tileattn.kernels.launch.plan import plans_of
 from tileattn.problem import parse
 from tileattn.results import Attention, Gradients
-from tileattn.testing import assert_attention_close, error_bound
+from tileattn.testing import AttentionCase, assert_attention_close, error_bound
+from tileattn.testing.options import DRAW, Choices
+from tileattn.testing.strategies import draw_case
 
-Draw = Callable[[np.random.Generator, tuple[int, int, int, int]], Any]
-
-DRAWS: dict[str, Draw] = {
-    "scale": lambda rng, _: float(rng.uniform(0.05, 0.5)),
-    "softcap": lambda rng, _: float(rng.uniform(1, 30)),
-    "alibi_slopes": lambda rng, shape: rng.uniform(0, 0.5, shape[int(rng.integers(2)) : 2]),
-    "bias": lambda rng, shape: rng.standard_normal(
-        tuple(1 if rng.random() < 0.4 else n for n in shape)
-    ),
-    "causal": lambda _, __: True,
-    "window": lambda rng, _: (int(rng.integers(0, 90)), None if rng.random() < 0.5 else 7),
-    "mask": lambda rng, shape: rng.random(shape[2:]) < 0.7,
-    "block_mask": lambda rng, shape: BlockMask.from_mask(rng.random(shape[2:]) < 0.02, (16, 24)),
-    "kv_lengths": lambda rng, shape: rng.integers(0, shape[3] + 1, shape[0]),
-    "q_offset": lambda rng, shape: rng.integers(-20, 40, shape[0]),
-    "sinks": lambda rng, shape: rng.standard_normal(shape[1]),
-    "dropout_p": lambda rng, _: float(rng.uniform(0, 0.6)),
-    "seed": lambda rng, _: int(rng.integers(0, 1 << 62)),
-}
-"""How an option is drawn, given ``(B, Hq, Nq, Nk)``; each is used in about a third of problems."""
-
-DTYPES = tuple(np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
+BATCH = 100  # problems whose kernels are compiled at once
 
 
 class Family(NamedTuple):
-    """What decides which kernels a problem needs.
-
-    Parameters
-    ----------
-    dtype : numpy.dtype
-        Of q, k and v.
-    D, Dv : int
-        Head dimensions.
-    options : tuple of str
-        Options in use.
-    """
+    """What decides which kernels a problem needs, but for the layout of its arrays."""
 
     dtype: np.dtype[Any]
     D: int
@@ -68,85 +35,35 @@ class Family(NamedTuple):
     options: tuple[str, ...]
 
     @classmethod
-    def draw(cls, rng: np.random.Generator, widest: int = 40) -> "Family":
-        """Draw a family whose head dimensions are below ``widest``."""
-        D, Dv = (int(n) for n in rng.integers(1, widest, 2))
-        if rng.random() < 0.5:
+    def draw(cls, choices: Choices, widest: int) -> "Family":
+        """Draw a family; each option is in about a third of all."""
+        D, Dv = choices.integer(1, widest), choices.integer(1, widest)
+        if choices.coin():
             D, Dv = -(-D // 8) * 8, -(-Dv // 8) * 8
-        options = tuple(name for name in DRAWS if rng.random() < 1 / 3)
-        return cls(DTYPES[rng.integers(len(DTYPES))], D, Dv, options)
-
-    def keys(self, arch: str) -> Iterator[KernelKey]:
-        """List the CUDA kernels of both passes over contiguous arrays, which may be empty."""
-        problem = replace(catalog.problem_of(self.dtype.name, self.D, self.options), Dv=self.Dv)
-        row = math.gcd(MAX_ALIGNMENT, *(n * self.dtype.itemsize for n in (self.D, self.Dv)))
-        biased = "bias" in self.options
-        # A bias as large as the scores has its gradient written with that of the keys; rows of an
-        # odd length are aligned to 8 bytes.
-        shapes = ((1, 1, 1, 1), (1, 1, 1, problem.Nk)) if biased else ((),)
-        alignments = (0, 8, 16) if biased else (0,)
-        widths = (1, 2, 16) if "mask" in self.options else (1,)
-        for shape, alignment, width in product(shapes, alignments, widths):
-            bias = "float64" if biased else ""
-            context = catalog.context_of(arch, row)._replace(
-                bias=bias,
-                bias_shape=shape,
-                mask_vector_width=width,
-                bias_alignment_bytes=alignment,
-            )
-            for keys, window in product((problem.Nk, 0), catalog.WINDOWS):
-                asked = replace(problem, Nk=keys, window=window)
-                yield from (launch.key for launch in forward_launches(asked, context))
-            empty = replace(problem, Nq=0), replace(problem, Nk=0)
-            for asked, fixed in product((problem, *empty), (False, True)):
-                sinks = "sinks" in self.options
-                launches = backward_launches(asked, context, deterministic=fixed, sinks=sinks)
-                yield from (launch.key for launch in launches)
+        options = tuple(name for name in DRAW if choices.one_of(True, False, False))
+        return cls(choices.one_of(*DTYPES), D, Dv, options)
 
 
 class Case(NamedTuple):
-    """A problem on the host, and how it is put.
+    """A problem on the host, and how it is put."""
 
-    Parameters
-    ----------
-    arrays : list of array
-        q, k, v and dout.
-    options : dict
-        Options of the call.
-    tile : (int, int)
-        Tile sizes, for a backend that takes them.
-    deterministic : bool
-        Argument of ``backward``.
-    """
-
-    arrays: list[Any]
-    options: dict[str, Any]
-    tile: tuple[int, int]
+    call: AttentionCase
+    tile: tuple[int, int]  # for a backend that takes it
     deterministic: bool
 
     @classmethod
-    def draw(cls, rng: np.random.Generator, family: Family, longest: int = 100) -> "Case":
-        """Draw sizes below ``longest``, now and then 0 or 1, and what the arrays hold."""
-        dtype, D, Dv, names = family
-        B, Hkv, group = (int(n) for n in rng.integers(1, 3, 3))
-        Nq, Nk = (
-            int(rng.integers(2)) if rng.random() < 0.05 else int(rng.integers(1, longest))
-            for _ in range(2)
-        )
-        shape = (B, Hkv * group, Nq, Nk)
-        shapes = ((*shape[:2], Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (*shape[:2], Nq, Dv))
-        arrays = [rng.standard_normal(size).astype(dtype) for size in shapes]
-        options = {name: DRAWS[name](rng, shape) for name in names}
-        tile = int(rng.integers(1, 70)), int(rng.integers(1, 70))
-        return cls(arrays, options, tile, bool(rng.integers(2)))
+    def draw(cls, choices: Choices, family: Family, **limits: Any) -> "Case":
+        """Draw a problem of a family, as `draw_case` does."""
+        tile = choices.integer(1, 69), choices.integer(1, 69)
+        return cls(draw_case(choices, family, ranks=(4,), **limits), tile, choices.coin())
 
     def __str__(self) -> str:
-        q, k, v, _ = self.arrays
+        q, k, v = self.call[:3]
         kind = "fixed order" if self.deterministic else "any order"
         return (
             f"{q.dtype} B{len(q)} H{q.shape[1]}/{k.shape[1]} N{q.shape[2]}x{k.shape[2]} "
             f"D{q.shape[3]}/{v.shape[3]} tile {self.tile[0]}x{self.tile[1]} {kind} "
-            f"{' '.join(self.options)}"
+            f"{' '.join(self.call.options)}"
         )
 
 
@@ -156,96 +73,84 @@ def cases(
     families: int,
     progress: Callable[[float, str], None] = lambda _, __: None,
 ) -> Iterator[Case]:
-    """Draw problems without end.
-
-    Parameters
-    ----------
-    rng : numpy.random.Generator
-        What they are drawn from.
-    backend : str
-        ``"numpy"`` or ``"cupy"``.
-    families : int
-        How many families the problems for CuPy are of; their kernels are compiled at once.
-    progress : callable
-        Told of the compiling: the share that is done, and a line.
-
-    Yields
-    ------
-    Case
-        A problem.
-    """
+    """Draw problems without end; those for CuPy are of a few families, to compile less."""
+    choices = Choices(rng)
     if backend == "numpy":
         while True:
-            yield Case.draw(rng, Family.draw(rng))
-    drawn = [Family.draw(rng, widest=130) for _ in range(families)]
-    compile_all(drawn, progress)
+            yield Case.draw(choices, Family.draw(choices, 40), max_length=100)
+    drawn = [Family.draw(choices, 130) for _ in range(families)]
+
+    def on_gpu(seed: int) -> Case:
+        """Draw contiguous arrays, which CuPy copies as they lie, with no other D and Dv."""
+        limits = {"edges": ("Nq", "Nk", "B", "Hq"), "layouts": ("plain",), "max_length": 250}
+        return Case.draw(Choices(np.random.default_rng(seed)), drawn[seed % families], **limits)
+
     while True:
-        yield Case.draw(rng, drawn[rng.integers(families)], longest=250)
+        seeds = [choices.integer(0, 2**63) for _ in range(BATCH)]
+        compile_all(map(on_gpu, seeds), progress)
+        yield from map(on_gpu, seeds)
 
 
-def compile_all(families: Iterable[Family], progress: Callable[[float, str], None]) -> None:
-    """Compile the CUDA kernels of some families on all cores, for the current GPU.
-
-    Parameters
-    ----------
-    families : iterable of Family
-        What is going to be checked.
-    progress : callable
-        Told the share that is done, and a line.
-    """
+def compile_all(drawn: Iterable[Case], progress: Callable[[float, str], None]) -> None:
+    """Compile what problems need on all cores; ``progress`` gets the share done, and a line."""
     import cupy
 
-    arch = arch_of(cupy.cuda.runtime.getDevice())
-    keys = dict.fromkeys(key for family in families for key in family.keys(arch))
+    from tileattn.backends.cupy.describe import device_of
+
+    ordinal = cupy.cuda.runtime.getDevice()
+    arch, device = arch_of(ordinal), device_of(ordinal)
+    keys = dict.fromkeys(key for case in drawn for key in kernels(case, device))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for done, _ in enumerate(pool.map(lambda key: compiled(key, arch), keys), 1):
             progress(done / len(keys), f"{done} of {len(keys)} kernels are compiled")
 
 
+def kernels(case: Case, device: Device) -> list[KernelKey]:
+    """List the kernels of both passes, for arrays that lie on a device as they do on the host."""
+    problem, x = parse(case.call.q, case.call.k, case.call.v, case.call.options)
+    names = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks")
+    given = ((name, getattr(x, name)) for name in names)
+    arrays = tuple((name, array_layout(a, 0)) for name, a in given if a is not None)
+    lengths, offsets = tuple(x.kv_lengths.tolist()), tuple(x.q_offset.tolist())
+    forward, *backward = plans_of(
+        problem, CallLayout(arrays, lengths, offsets, x.block_mask), device
+    )
+    plans = forward, backward[case.deterministic]
+    return [launch.key for plan in plans for launch in plan.launches]
+
+
 def check(case: Case, backend: str) -> None:
-    """Hold every result of both passes to the float64 oracle.
-
-    Parameters
-    ----------
-    case : Case
-        The problem.
-    backend : str
-        ``"numpy"`` or ``"cupy"``.
-
-    Raises
-    ------
-    AssertionError
-        Where a result is further off than the accuracy promise allows.
-    """
-    q, k, v, dout = case.arrays
+    """Hold every result of both passes to the float64 oracle, or raise AssertionError."""
+    q, k, v, dout, dlse, options = case.call
     attention, gradients = _run(case, backend)
-    bounds = error_bound(q, k, v, dout, **case.options)
+    bounds = error_bound(q, k, v, dout, dlse=dlse, **options)
     try:
-        assert_attention_close(attention, reference.forward(q, k, v, **case.options), bounds)
-        expected = reference.backward(dout, q, k, v, **case.options)
+        assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
+        expected = reference.backward(dout, q, k, v, dlse=dlse, **options)
         assert_attention_close(gradients, expected, bounds)
     except AssertionError as failure:
         raise AssertionError(f"{case}: {failure}") from failure
 
 
 def _run(case: Case, backend: str) -> tuple[Attention, Gradients]:
-    if backend == "numpy":
-        engine: Any = NumpyBackend(case.tile, case.tile)
-        arrays, options = case.arrays, case.options
-    else:
+    engine: Any = NumpyBackend(case.tile, case.tile)
+    arrays, options = case.call[:-1], case.call.options
+    if backend != "numpy":
         import cupy
 
+        def copied(x: Any) -> Any:
+            return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
         engine = registry.get(backend)
-        arrays = [cupy.asarray(x) for x in case.arrays]
-        options = {
-            name: cupy.asarray(x) if isinstance(x, np.ndarray) else x
-            for name, x in case.options.items()
-        }
-    q, k, v, dout = arrays
+        arrays = tuple(map(copied, arrays))
+        options = {name: copied(x) for name, x in options.items()}
+    q, k, v, dout, dlse = arrays
     problem, operands = parse(q, k, v, options)
     attention = engine.forward(problem, operands, None)
-    gradients = engine.backward(problem, operands, dout, attention, None, case.deterministic)
+    gradients = engine.backward(problem, operands, dout, attention, dlse, case.deterministic)
     if backend != "numpy":
         attention = Attention(*(x.get() for x in attention))
         gradients = Gradients(*(x if x is None else x.get() for x in gradients))
+    if gradients.dbias is not None:  # with the axes that the bias lacks
+        gradients = gradients._replace(dbias=gradients.dbias.reshape(options["bias"].shape))
     return attention, gradients

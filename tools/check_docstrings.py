@@ -41,7 +41,6 @@ def members(owner: ModuleType | type, name: str) -> Iterator[tuple[str, object]]
 
 
 def modules() -> Iterator[ModuleType]:
-    """Import the package and everything in it, in order."""
     yield tileattn
     for found in pkgutil.walk_packages(tileattn.__path__, "tileattn."):
         yield importlib.import_module(found.name)

@@ -12,7 +12,7 @@ the arrival, and this shows whether they are. Needs NVRTC and nvdisasm, and no G
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -29,9 +29,7 @@ from tools.sass import Instruction, disassembled, nvdisasm, parsed
 ARCH = "sm_90a"
 DTYPES = ("float16", "bfloat16")
 PAIRS = tuple(product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS))
-OPTIONS: tuple[frozenset[str], ...] = tuple(
-    map(frozenset, ((), ("softcap",), ("alibi_slopes",), ("block_mask",)))
-)
+OPTIONS: tuple[tuple[str, ...], ...] = ((), ("softcap",), ("alibi_slopes",), ("block_mask",))
 
 _BY_STORES = "threads write it, for whom an arrival releases what came before, loads included"
 _NO_STAGE = "the count of unfinished work tiles is in no stage: only threads write it"
@@ -54,24 +52,9 @@ _DECLARED = re.compile(r"__device__ Barrier (\w+)\(")
 def keys(
     pairs: Iterable[tuple[int, int]] = PAIRS,
     dtypes: Iterable[str] = DTYPES,
-    options: Iterable[Iterable[str]] = OPTIONS,
+    options: Iterable[Collection[str]] = OPTIONS,
 ) -> list[KernelKey]:
-    """List the Hopper kernels of both passes.
-
-    Parameters
-    ----------
-    pairs : iterable of tuple of int
-        Head dimensions of q and k, and of v.
-    dtypes : iterable of str
-        Element types.
-    options : iterable of iterable of str
-        Options in use together.
-
-    Returns
-    -------
-    list of KernelKey
-        With the tiles of calls with and without a right limit.
-    """
+    """List the Hopper kernels of both passes, of calls with and without a right limit."""
     context = catalog.context_of(ARCH)
     found: dict[KernelKey, None] = {}
     for (dim, value), dtype, uses, window in product(pairs, dtypes, list(options), catalog.WINDOWS):
@@ -86,22 +69,7 @@ def keys(
 
 
 def findings(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,)) -> list[str]:
-    """Name each barrier of a kernel that is arrived on before loads have ended.
-
-    Parameters
-    ----------
-    key : KernelKey
-        The kernel.
-    program : str
-        Path of nvdisasm.
-    folders : tuple of Path
-        Where the sources are.
-
-    Returns
-    -------
-    list of str
-        A sentence for each barrier and what is read, but for those that are allowed.
-    """
+    """Say which barriers of a kernel are arrived on before which loads have ended."""
     texts, _ = sources_in(folders)
     lines = {name: text.splitlines() for name, text in texts.items()}
     barriers = {name for text in texts.values() for name in _DECLARED.findall(text)}
@@ -125,7 +93,8 @@ def findings(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,
     return [said for names, said in found.items() if (key.kernel, *names) not in ALLOWED]
 
 
-def _pair(text: str) -> tuple[int, int]:
+def pair(text: str) -> tuple[int, int]:
+    """Read a pair of head dimensions, as in 128x64."""
     dim, _, value = text.partition("x")
     return int(dim), int(value)
 
@@ -133,9 +102,7 @@ def _pair(text: str) -> tuple[int, int]:
 def main(arguments: Sequence[str]) -> int:
     """Print what is found; the exit status is 1 where that is anything."""
     parser = argparse.ArgumentParser(prog="check_sass")
-    parser.add_argument(
-        "--pairs", nargs="*", type=_pair, metavar="DxDV", help="head dimensions (default: all)"
-    )
+    parser.add_argument("--pairs", nargs="*", type=pair, metavar="DxDV", help="default: all")
     parser.add_argument("--jobs", type=int, default=2, help="kernels at a time (default: 2)")
     chosen = parser.parse_args(arguments)
     program = nvdisasm()

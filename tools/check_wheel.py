@@ -16,7 +16,6 @@ REQUIRED = {
 
 
 def problems(names: list[str], wheel: str) -> list[str]:
-    """Name everything that is wrong with a wheel, from its files' names and its own."""
     found = [f"{name}: compiled code" for name in names if PurePosixPath(name).suffix in COMPILED]
     found += [f"{name}: missing" for name in sorted(REQUIRED.difference(names))]
     found += [

@@ -15,7 +15,6 @@ N_LABEL = "sequence length N (k = 1024)"
 UNITS = {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "kB"}
 
 Points = Sequence[Sequence[float]]
-Row = dict[str, Any]
 
 
 class Theme(NamedTuple):
@@ -62,11 +61,6 @@ class Picture(NamedTuple):
         """Fingerprint of the values and the alternative text."""
         text = json.dumps([self.values, self.alt], sort_keys=True)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-
-
-def load(results: Path, name: str) -> Any:
-    """Read a results file."""
-    return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def drawn_from(*names: str) -> str:

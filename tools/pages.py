@@ -1,13 +1,15 @@
 """Generated parts of the docs: what stands between two markers of a page."""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RESULTS = ROOT / "benchmarks" / "results"
+
+Stale = Iterable[tuple[Path, Callable[[], str]]]
+"""Files that are not up to date, each with what makes its text."""
 
 
 def updated(page: str, begin: str, end: str, lines: Iterable[str]) -> str:
@@ -17,6 +19,18 @@ def updated(page: str, begin: str, end: str, lines: Iterable[str]) -> str:
     if not found_begin or not found_end or begin in rest or end in after:
         raise ValueError(f"the page must have one line {begin!r} and, after it, one line {end!r}")
     return "\n".join([before + begin, "", *lines, "", end + after])
+
+
+def stale_part(path: Path, begin: str, end: str, lines: Iterable[str]) -> Stale:
+    """Give the file unless these lines are what stands between its markers."""
+    old = path.read_text(encoding="utf-8")
+    new = updated(old, begin, end, lines)
+    return [] if new == old else [(path, lambda: new)]
+
+
+def paragraphs(*texts: str) -> list[str]:
+    """Make the lines of paragraphs, and an empty one after each."""
+    return [line for text in texts for line in (*text.strip().splitlines(), "")]
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
@@ -35,27 +49,17 @@ def shown(value: Any, form: str = "") -> str:
     return "" if value is None else format(value, form)
 
 
-def main(
-    argv: list[str] | None,
-    description: str | None,
-    updates: Mapping[str, Callable[[str], str]],
-    folder: Path = DOCS,
-) -> int:
-    """Check or write some files of a folder; the exit status is 1 where a check finds one stale."""
-    parser = argparse.ArgumentParser(description=description)
+def main(argv: list[str] | None, description: str | None, stale: Stale) -> int:
+    """Check or write; the exit status is 1 where a check finds something stale."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="say which files are stale")
-    what.add_argument("--write", action="store_true", help="bring the files up to date")
-    parser.add_argument("--folder", type=Path, default=folder, help=f"of the files ({folder.name})")
+    what.add_argument("--check", action="store_true", help="name the stale files")
+    what.add_argument("--write", action="store_true", help="bring them up to date")
     arguments = parser.parse_args(argv)
-    stale = False
-    for name, update in updates.items():
-        page = arguments.folder / name
-        old = page.read_text(encoding="utf-8")
-        new = update(old)
+    found = list(stale)
+    for path, text in found:
         if arguments.write:
-            page.write_text(new, encoding="utf-8", newline="\n")
-        elif new != old:
-            print(f"{name} is stale: run the command in its marker")
-            stale = True
-    return int(stale)
+            path.write_text(text(), encoding="utf-8", newline="\n")
+        else:
+            print(f"{path} is stale; --write brings it up to date")
+    return int(bool(found) and arguments.check)

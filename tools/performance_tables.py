@@ -1,16 +1,16 @@
 """Write the tables of docs/performance*.md from benchmarks/results, or check them."""
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from itertools import chain
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from benchmarks import gpu, roofline
-from benchmarks.report import Row
+from benchmarks.report import RESULTS, Row, load
 from tools import pages
-from tools.pages import RESULTS, shown, table
+from tools.pages import DOCS, paragraphs, shown, table
 
 BEGIN = "<!-- tables: python -m tools.performance_tables --write -->"
 END = "<!-- end of tables -->"
@@ -74,19 +74,17 @@ BOUNDS_AT = 8192  # keys, in all grids of the GPU
 
 
 def summary_lines() -> Iterator[str]:
-    """Make the summary: one line for each comparison and pass."""
-    ceilings = _load("gpu_ceilings")
+    ceilings = load(RESULTS, "gpu_ceilings")
     head = ["", "baseline", "cases", "speedup, mean", "least", "most", "TFLOP/s", "% of roofline"]
     yield from table(head, (line for name in COMPARISONS for line in _summary(name, ceilings)))
-    yield f"Measured on an {ceilings['machine']['gpu']}."
-    yield ""
+    yield from paragraphs(f"Measured on an {ceilings['machine']['gpu']}.")
     head = ["", "baseline", "cases", "speedup, mean", "least", "most", "GFLOP/s"]
     yield from table(head, (line for name in CPU for line in _cpu_summary(name)))
 
 
 def _summary(name: str, ceilings: Row) -> Iterator[list[Any]]:
     """Sum up each pass of a comparison: speedups, and the largest TFLOP/s and % of roofline."""
-    result, baseline = _load(name), BASELINES.get(name)
+    result, baseline = load(RESULTS, name), BASELINES.get(name)
     percents = roofline.percents(result, ceilings)
     for kind in ("forward", "backward"):
         found = [
@@ -107,7 +105,7 @@ def _summary(name: str, ceilings: Row) -> Iterator[list[Any]]:
 
 def _cpu_summary(name: str) -> Iterator[list[Any]]:
     """Sum up each pass of a comparison on a CPU."""
-    rows = _load(name)["rows"]
+    rows = load(RESULTS, name)["rows"]
     for kind in ("forward", "backward"):
         of_pass = [row for row in rows if row["pass"] == kind]
         for baseline, title in (("torch", "PyTorch"), ("numpy", "naive NumPy")):
@@ -125,51 +123,42 @@ def _spread(speedups: list[float]) -> list[Any]:
 
 
 def cpu_lines() -> Iterator[str]:
-    """Make the tables of the CPU."""
     for name, title in CPU.items():
-        yield from _heading(title)
-        yield from _speed(_load(name))
-    yield from _heading("Peak memory on the CPU")
-    yield from _memory(_load("memory_cpu"))
+        yield from paragraphs(f"## {title}")
+        yield from _speed(load(RESULTS, name))
+    yield from paragraphs("## Peak memory on the CPU")
+    yield from _memory(load(RESULTS, "memory_cpu"))
 
 
 def gpu_lines() -> Iterator[str]:
-    """Make the tables of the GPU: comparisons, lower bounds and peak memory."""
-    results = {path.stem: _load(path.stem) for path in sorted(RESULTS.glob("gpu*.json"))}
+    results = {path.stem: load(RESULTS, path.stem) for path in sorted(RESULTS.glob("gpu*.json"))}
     ceilings = results["gpu_ceilings"]
     compared = [name for name, x in results.items() if x["section"] in gpu.COMPARISONS]
     for name in [*COMPARISONS, *(name for name in compared if name not in COMPARISONS)]:
-        yield from _heading(COMPARISONS.get(name, name))
-        yield f"Measured by {_origin(results[name])}"
-        yield ""
+        origin = _origin(results[name])
+        yield from paragraphs(f"## {COMPARISONS.get(name, name)}", f"Measured by {origin}")
         yield from _comparison(results[name], ceilings)
-    yield from _heading("Lower bounds")
+    yield from paragraphs("## Lower bounds")
     yield from bounds(results, ceilings)
-    yield f"The rates of the bounds were measured by {_origin(ceilings)}"
-    yield ""
+    yield from paragraphs(f"The rates of the bounds were measured by {_origin(ceilings)}")
     yield from columns(COLUMNS["ceilings"].split(), ceilings["rows"])
-    yield from _heading("Peak memory on the GPU")
-    yield from _memory(_load("memory_gpu"))
+    yield from paragraphs("## Peak memory on the GPU")
+    yield from _memory(load(RESULTS, "memory_gpu"))
 
 
 def option_lines() -> Iterator[str]:
     """Make the tables of options, sparse masks, launch overhead, NaN and the stress test."""
     titles = {"options": "Options", "sparse": "Sparse masks", "host": "CPU launch overhead"}
     for name, title in titles.items():
-        result = _load(f"gpu_{name}")
+        result = load(RESULTS, f"gpu_{name}")
         row = result["rows"][0]
-        yield from _heading(title)
-        yield f"H = {row['H']}, D = {row['D']}, {row['dtype']}. Measured by {_origin(result)}"
-        yield ""
+        sizes = f"H = {row['H']}, D = {row['D']}, {row['dtype']}"
+        yield from paragraphs(f"## {title}", f"{sizes}. Measured by {_origin(result)}")
         yield from columns(COLUMNS[name].split(), result["rows"])
-    yield from _heading("NaN and infinity")
-    yield from nonfinite(_load("nonfinite"))
-    yield from _heading("Stress test")
+    yield from paragraphs("## NaN and infinity")
+    yield from nonfinite(load(RESULTS, "nonfinite"))
+    yield from paragraphs("## Stress test")
     yield from _stress()
-
-
-def _heading(title: str) -> list[str]:
-    return [f"## {title}", ""]
 
 
 def columns(names: Iterable[str], rows: list[Row]) -> Iterator[str]:
@@ -185,11 +174,11 @@ def columns(names: Iterable[str], rows: list[Row]) -> Iterator[str]:
 
 
 def _speed(result: Row) -> Iterator[str]:
-    yield f"Measured by {_origin(result)}"
-    yield ""
     core = ", ".join(f"{row['gflops']:.0f} GFLOP/s at D = {row['D']}" for row in result["core"])
-    yield f"One core alone: matmul {core}; {result['core'][0]['exp_ns']:.2f} ns for one `np.exp`."
-    yield ""
+    exp = f"{result['core'][0]['exp_ns']:.2f} ns for one `np.exp`"
+    yield from paragraphs(
+        f"Measured by {_origin(result)}", f"One core alone: matmul {core}; {exp}."
+    )
     head = ["pass", "H", "N", "D", "causal", "GFLOP/s", "PyTorch", "naive NumPy", "lower bound"]
     yield from table(
         head,
@@ -204,12 +193,10 @@ def _speed(result: Row) -> Iterator[str]:
 
 def _memory(result: Row) -> Iterator[str]:
     """Peak memory beyond the inputs, a line for each sequence length."""
-    yield f"Measured by {_origin(result)}"
-    yield ""
     first = result["rows"][0]
     heads = "one head" if first["H"] == 1 else f"{first['H']} heads"
-    yield f"Peak memory in MB, {heads} of {first['D']}, {first['dtype']}:"
-    yield ""
+    sizes = f"{heads} of {first['D']}, {first['dtype']}"
+    yield from paragraphs(f"Measured by {_origin(result)}", f"Peak memory in MB, {sizes}:")
     peaks: dict[int, dict[str, str]] = {}
     for row in result["rows"]:
         peaks.setdefault(row["N"], {})[f"{row['implementation']}, {row['pass']}"] = _peak(row)
@@ -229,8 +216,8 @@ def _peak(row: Row) -> str:
 def bounds(results: dict[str, Row], measured: Row) -> Iterator[str]:
     """Set the time of each kernel beside its lower bounds, at one sequence length."""
     ceilings = roofline.ceilings_of(measured)
-    yield f"Lower bound by each resource, and the time of tileattn, at N = {BOUNDS_AT}:"
-    yield ""
+    what = "Lower bound by each resource, and the time of tileattn"
+    yield from paragraphs(f"{what}, at N = {BOUNDS_AT}:")
     found = []
     for name, result in results.items():
         if result["section"] == "grid" and result["machine"]["gpu"] == measured["machine"]["gpu"]:
@@ -243,52 +230,38 @@ def bounds(results: dict[str, Row], measured: Row) -> Iterator[str]:
 def nonfinite(result: Row) -> Iterator[str]:
     """Set the times of calls that meet NaN and infinity beside those of clean ones."""
     faults = list(dict.fromkeys(row["values"] for row in result["rows"] if "values" in row))[1:]
-    yield f"Slowdown over the same call with finite values. Measured by {_origin(result)}"
-    yield ""
+    what = "Slowdown over the same call with finite values"
+    yield from paragraphs(f"{what}. Measured by {_origin(result)}")
     calls: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in result["rows"]:
         call = f"{row['case']}, {row['dtype']}, N = {row['N']}, D = {row['D']}", row["pass"]
         calls.setdefault(call, {})[row.get("values", "failed")] = row
-    single = [fault for fault in faults if fault.startswith("one ")]
-    for title, some in (
-        ("One value", single),
-        ("Many values", [fault for fault in faults if fault not in single]),
-    ):
-        if not some:
-            continue
-        yield f"{title}:"
-        yield ""
-        yield from table(
-            ["call", "pass", "finite, ms", *some],
-            (
-                [*call, shown(found.get("clean", {}).get("ms"), ".3f")]
-                + [shown(found.get(fault, {}).get("slowdown"), ".2f") for fault in some]
-                for call, found in calls.items()
-            ),
-        )
+    for title, single in (("One value:", True), ("Many values:", False)):
+        some = [fault for fault in faults if fault.startswith("one ") is single]
+        rows = [
+            [*call, shown(found.get("clean", {}).get("ms"), ".3f")]
+            + [shown(found.get(fault, {}).get("slowdown"), ".2f") for fault in some]
+            for call, found in calls.items()
+        ]
+        yield from paragraphs(title)
+        yield from table(["call", "pass", "finite, ms", *some], rows)
 
 
 def _stress() -> Iterator[str]:
-    """Say how often the stress test of the GPU ran, and what differed."""
-    yield "Calls of both passes by `tools.stress_gpu`, whose bits were compared."
-    yield ""
+    yield from paragraphs("Calls of both passes by `tools.stress_gpu`, whose bits were compared.")
     head = ["variant", "pairs of D, Dv", "processes", "calls", "differ", "failures"]
-    found = [_load(path.stem) for path in sorted(RESULTS.glob("stress_gpu*"))]
+    found = [load(RESULTS, path.stem) for path in sorted(RESULTS.glob("stress_gpu*"))]
     yield from table(head, map(stress_row, found))
-    for result in found:
-        yield f"- {result['rows'][0]['variant']}: {_origin(result)}"
-    yield ""
+    origins = (f"- {result['rows'][0]['variant']}: {_origin(result)}" for result in found)
+    yield from paragraphs("\n".join(origins))
 
 
-def stress_row(result: Row) -> Iterator[Any]:
+def stress_row(result: Row) -> list[Any]:
     """Count what one run of the stress test compared, and what differed."""
     rows = result["rows"]
-    yield rows[0]["variant"]
-    yield len({(row["D"], row["Dv"]) for row in rows})
-    yield result["processes"]
-    yield f"{sum(row['calls'] for row in rows):,}"
-    yield len(result["differing"])
-    yield len(result["failures"])
+    pairs, calls = {(row["D"], row["Dv"]) for row in rows}, sum(row["calls"] for row in rows)
+    faults = len(result["differing"]), len(result["failures"])
+    return [rows[0]["variant"], len(pairs), result["processes"], f"{calls:,}", *faults]
 
 
 def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
@@ -304,12 +277,10 @@ def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
     passes = dict.fromkeys(row["pass"] for row in rows)
     for kind in passes:
         if len(passes) > 1:
-            yield f"{kind.capitalize()}:"
-            yield ""
+            yield from paragraphs(f"{kind.capitalize()}:")
         yield from columns(names, [row for row in rows if row["pass"] == kind])
     for line in gpu.means(result["rows"]):
-        yield f"{line[0].upper()}{line[1:]}."
-        yield ""
+        yield from paragraphs(f"{line[0].upper()}{line[1:]}.")
 
 
 def _origin(result: Row) -> str:
@@ -324,11 +295,6 @@ def _origin(result: Row) -> str:
     return f"`{machine['command'].strip()}`: {what}, {', '.join(known)}, {machine['date']}."
 
 
-def _load(name: str) -> Row:
-    loaded: Row = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return loaded
-
-
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "performance.md": summary_lines,
     "performance-gpu.md": gpu_lines,
@@ -337,13 +303,10 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, docs: Path = DOCS) -> int:
     """Check or write the pages; the exit status is 1 where a check finds one stale."""
-
-    def update(lines: Callable[[], Iterator[str]], text: str) -> str:
-        return pages.updated(text, BEGIN, END, lines())
-
-    return pages.main(argv, __doc__, {page: partial(update, make) for page, make in PAGES.items()})
+    parts = (pages.stale_part(docs / page, BEGIN, END, make()) for page, make in PAGES.items())
+    return pages.main(argv, __doc__, chain.from_iterable(parts))
 
 
 if __name__ == "__main__":

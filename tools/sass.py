@@ -29,27 +29,11 @@ _TARGET = re.compile(r"`\(([^)]+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction.
-
-    Parameters
-    ----------
-    address : int
-        In its section.
-    text : str
-        As it is disassembled.
-    high : int
-        The upper half of its encoding, with the control information.
-    targets : tuple of str
-        Labels that it names.
-    places : tuple of (str, int)
-        Source and line that it comes from, then the line which that was inlined at, and so on.
-    """
-
-    address: int
+    address: int  # in its section
     text: str
-    high: int
-    targets: tuple[str, ...]
-    places: tuple[Place, ...]
+    high: int  # upper half of its encoding, with the control information
+    targets: tuple[str, ...]  # labels that it names
+    places: tuple[Place, ...]  # where it comes from, then the line which that was inlined at, ...
 
     @property
     def guarded(self) -> bool:
@@ -92,35 +76,14 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The code of a kernel and of the functions that it calls.
-
-    Parameters
-    ----------
-    name : str
-        Of the kernel.
-    code : tuple of Instruction
-        In the order of their addresses.
-    labels : dict of str to int
-        The instruction behind each label, by its number.
-    """
+    """The code of a kernel and of the functions that it calls."""
 
     name: str
     code: tuple[Instruction, ...]
-    labels: dict[str, int]
+    labels: dict[str, int]  # number of the instruction behind each
 
     def successors(self) -> list[tuple[int, ...]]:
-        """For each instruction the numbers of those that may come next.
-
-        Returns
-        -------
-        list of tuple of int
-            Rather too many than too few: a return leads behind every call.
-
-        Raises
-        ------
-        ValueError
-            Where an instruction goes to a place that nobody knows.
-        """
+        """For each instruction those that may come next: a return leads behind every call."""
         called = tuple(n + 1 for n, x in enumerate(self.code) if x.opcode.startswith("CALL"))
         joined = {
             self.labels[t] for x in self.code if x.opcode.startswith("BSSY") for t in x.targets
@@ -142,13 +105,7 @@ class Section:
         return found
 
     def lasting(self) -> list[tuple[Instruction, Instruction]]:
-        """Find loads of shared memory that on some path are under way at an arrival.
-
-        Returns
-        -------
-        list of tuple of Instruction
-            The arrival, and the load that it has not waited for.
-        """
+        """Find arrivals, and loads of shared memory that on some path are under way at them."""
         before: list[_Loads] = [_Loads() for _ in self.code]
         following = self.successors()
         waiting = list(range(len(self.code)))
@@ -205,13 +162,7 @@ class _Loads:
 
 
 def nvdisasm() -> str | None:
-    """Find the disassembler: that of the wheel nvidia-cuda-nvdisasm first, then that of a toolkit.
-
-    Returns
-    -------
-    str or None
-        Its path; None where there is none.
-    """
+    """Find the disassembler: of the wheel nvidia-cuda-nvdisasm first, then of a toolkit."""
     spec = find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
         if found := sorted(Path(folder).glob("*/bin/nvdisasm*")):
@@ -229,18 +180,7 @@ def disassembled(image: bytes, program: str) -> str:
 
 
 def parsed(listing: str) -> list[Section]:
-    """Read what the disassembler says.
-
-    Parameters
-    ----------
-    listing : str
-        See `disassembled`.
-
-    Returns
-    -------
-    list of Section
-        One for each kernel.
-    """
+    """Read the sections, one for each kernel."""
     sections: list[Section] = []
     code: list[Instruction] = []
     labels: dict[str, int] = {}

@@ -26,31 +26,26 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 import tileattn
 from benchmarks import report
-from tileattn import reference
+from tileattn import dtypes, reference
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.jit import compile
 from tileattn.kernels.jit.load import arch_of
 from tileattn.kernels.launch import catalog
 from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
+from tools.check_sass import PAIRS, pair
 
 VARIANTS = {
     "plain": (),
     "stalls": ("-DTROUBLE_STALLS",),
     "swapped-copies": ("-DTROUBLE_SWAPPED_COPIES",),
 }
-DTYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-}
+DTYPES = {dtype.name: dtype for dtype in dtypes.DTYPES}
 SIZES = (2, 8, 4)  # B, Hq, Hkv
 LENGTHS = ((512, 512), (257, 129), (1030, 2070), (1, 700), (2070, 1030), (640, 96))
 HELD = 1 << 16  # scores of a head, at most, where results are held to the oracle: it is slow
@@ -59,50 +54,22 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 class Case(NamedTuple):
-    """One call of both passes.
-
-    Parameters
-    ----------
-    dtype : str
-        Element type.
-    D, Dv : int
-        Head dimensions.
-    Nq, Nk : int
-        Queries and keys.
-    causal : bool
-        Whether a query sees the keys up to its own alone.
-    spoiled : bool
-        Whether a query of one head, and a key and a value of another, are NaN.
-    """
-
     dtype: str
     D: int
     Dv: int
     Nq: int
     Nk: int
     causal: bool
-    spoiled: bool = False
+    spoiled: bool = False  # a query of one head, and a key and a value of another, are NaN
 
 
 class Report(NamedTuple):
-    """What a process has to say of a visit to a case.
-
-    Parameters
-    ----------
-    case : Case
-        What was called.
-    digest : str
-        Of the results of its first call.
-    calls : int
-        How often it was called after that.
-    differ : tuple of int
-        Calls of which each result has other bits than that of the first.
-    """
+    """What a process has to say of a visit to a case."""
 
     case: Case
-    digest: str
-    calls: int
-    differ: tuple[int, ...]
+    digest: str  # of the results of the first call
+    calls: int  # after that
+    differ: tuple[int, ...]  # of these, for each result
 
 
 def cases(pairs: Sequence[tuple[int, int]], turn: int) -> list[Case]:
@@ -119,14 +86,12 @@ def cases(pairs: Sequence[tuple[int, int]], turn: int) -> list[Case]:
 
 
 def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Give the shapes of q, k, v and dout."""
     B, Hq, Hkv = SIZES
     rows = (B, Hq, case.Nq, case.D), (B, Hkv, case.Nk, case.D), (B, Hkv, case.Nk, case.Dv)
     return *rows, (B, Hq, case.Nq, case.Dv)
 
 
 def kernels(case: Case, arch: str) -> list[KernelKey]:
-    """List the kernels of a case."""
     q, k, v, _ = (np.empty(shape, DTYPES[case.dtype]) for shape in shapes(case))
     problem, context = parse(q, k, v, {"causal": case.causal})[0], catalog.context_of(arch)
     backward = backward_launches(problem, context, deterministic=True, sinks=False)
@@ -134,14 +99,6 @@ def kernels(case: Case, arch: str) -> list[KernelKey]:
 
 
 class Worker:
-    """What one process does.
-
-    Parameters
-    ----------
-    repeats : int
-        Calls of a visit.
-    """
-
     def __init__(self, repeats: int) -> None:
         import cupy
 
@@ -207,18 +164,8 @@ def work(
 ) -> None:
     """Go through the cases until time is up; each process begins at another one.
 
-    Parameters
-    ----------
-    number : int
-        Of the process.
-    chosen : argparse.Namespace
-        What the command line says.
-    deadline : float
-        When it ends.
-    place : array of float
-        Where it writes down the number of the case, the turn, and the time.
-    reports : multiprocessing.Queue
-        Takes a `Report` for each visit, and the text of an exception.
+    In ``place`` it writes down the number of the case, the turn and the time. ``reports`` takes a
+    `Report` for each visit, or the text of an exception.
     """
     compile.TROUBLE = VARIANTS[chosen.variant]
     try:
@@ -254,13 +201,7 @@ def compile_all(pairs: Sequence[tuple[int, int]], arch: str, threads: int) -> in
 
 
 class Tally:
-    """What all processes together have found.
-
-    Parameters
-    ----------
-    variant : str
-        What the kernels were built as.
-    """
+    """What all processes together have found."""
 
     def __init__(self, variant: str) -> None:
         self.variant = variant
@@ -271,7 +212,6 @@ class Tally:
         self.failures: list[str] = []
 
     def add(self, said: Report) -> None:
-        """Take in a report."""
         case = said.case
         kind = case.dtype, case.D, case.Dv
         self.calls[kind] += said.calls + 1
@@ -329,14 +269,7 @@ def run(chosen: argparse.Namespace, target: Callable[..., None] = work) -> Tally
     return tally
 
 
-def pair(text: str) -> tuple[int, int]:
-    """Read a pair of head dimensions, as in 128x64."""
-    D, _, Dv = text.partition("x")
-    return int(D), int(Dv)
-
-
 def parser() -> argparse.ArgumentParser:
-    """Describe the command line."""
     made = argparse.ArgumentParser(prog="stress_gpu", description=__doc__.splitlines()[0])
     made.add_argument("--seconds", type=float, default=300, help="without compiling (default: 300)")
     made.add_argument("--processes", type=int, default=8, help="that share the GPU (default: 8)")
@@ -351,7 +284,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run, and show what differed; the exit status is 1 for any failure, 2 without a GPU."""
     chosen = parser().parse_args(argv)
-    chosen.pairs = chosen.pairs or list(product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS))
+    chosen.pairs = chosen.pairs or PAIRS
     reason = tileattn.available_backends()["cupy"]
     if reason is not None:
         print(reason)

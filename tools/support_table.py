@@ -6,7 +6,7 @@ on this machine (``unavailable``) is left out, so that every machine makes the s
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,64 +16,52 @@ from tileattn.backends import registry
 from tileattn.backends.protocol import Backend
 from tileattn.problem import Problem, parse
 from tools import pages
-from tools.pages import table
+from tools.pages import DOCS, table
 
-PAGE = "backends.md"
 BEGIN = "<!-- support table: python -m tools.support_table --write -->"
 END = "<!-- end of support table -->"
 
 
-class Sizes(NamedTuple):
-    """Axes of a problem."""
-
-    B: int = 2
-    Hq: int = 4
-    Hkv: int = 4
-    Nq: int = 40
-    Nk: int = 56
-    D: int = 64
-    Dv: int = 64
+SIZES = {"B": 2, "Hq": 4, "Hkv": 4, "Nq": 40, "Nk": 56, "D": 64, "Dv": 64}
 
 
-def make(sizes: Sizes, dtype: Any = np.float32, ndim: int = 4, **options: Any) -> Problem:
-    """Return the problem of a call with arrays of these sizes."""
-    B, Hq, Hkv, Nq, Nk, D, Dv = sizes
+def make(dtype: Any = np.float32, ndim: int = 4, **given: Any) -> Problem:
+    """Return the problem of a call with these options, and axes of other lengths than the usual."""
+    B, Hq, Hkv, Nq, Nk, D, Dv = (given.pop(name, length) for name, length in SIZES.items())
     shapes = ((B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv))
     q, k, v = (np.zeros(shape[4 - ndim :], dtype) for shape in shapes)
-    return parse(q, k, v, options)[0]
+    return parse(q, k, v, given)[0]
 
 
 def representative() -> dict[str, Problem]:
     """List what the table has a row for, in order."""
-    plain = Sizes()
-    B, Hq, _, Nq, Nk, _, _ = plain
+    B, Hq, _, Nq, Nk, _, _ = SIZES.values()
     blocks = BlockMask(np.ones((3, 4), bool), block_size=(16, 16))
     return {
-        "float32": make(plain),
-        "float64": make(plain, np.float64),
-        "float16": make(plain, np.float16),
-        "bfloat16": make(plain, ml_dtypes.bfloat16),
-        "arrays of two or three axes": make(Sizes(B=1), ndim=3),
-        "grouped-query heads": make(Sizes(Hkv=2)),
-        "`D` of 20": make(Sizes(D=20, Dv=20)),
-        "`D` of 128": make(Sizes(D=128, Dv=128)),
-        "`D` of 256": make(Sizes(D=256, Dv=256)),
-        "`D` of 192, `Dv` of 128": make(Sizes(D=192, Dv=128)),
-        "one query, many keys": make(Sizes(Nq=1, Nk=4096)),
-        "an axis of length 0": make(Sizes(Nk=0)),
-        "`softcap`": make(plain, softcap=30.0),
-        "`alibi_slopes`": make(plain, alibi_slopes=np.ones(Hq, np.float32)),
-        "`bias`": make(plain, bias=np.zeros((Nq, Nk), np.float32)),
-        "`causal`": make(plain, causal=True),
-        "`window`": make(plain, window=(16, 8)),
-        "`mask`": make(plain, mask=np.ones((Nq, Nk), bool)),
-        "`block_mask`": make(plain, block_mask=blocks),
-        "`kv_lengths`": make(plain, kv_lengths=np.arange(B)),
-        "`q_offset`": make(plain, q_offset=np.arange(B)),
-        "`sinks`": make(plain, sinks=np.zeros(Hq, np.float32)),
-        "`dropout_p`": make(plain, dropout_p=0.1, seed=1),
+        "float32": make(),
+        "float64": make(np.float64),
+        "float16": make(np.float16),
+        "bfloat16": make(ml_dtypes.bfloat16),
+        "arrays of two or three axes": make(B=1, ndim=3),
+        "grouped-query heads": make(Hkv=2),
+        "`D` of 20": make(D=20, Dv=20),
+        "`D` of 128": make(D=128, Dv=128),
+        "`D` of 256": make(D=256, Dv=256),
+        "`D` of 192, `Dv` of 128": make(D=192, Dv=128),
+        "one query, many keys": make(Nq=1, Nk=4096),
+        "an axis of length 0": make(Nk=0),
+        "`softcap`": make(softcap=30.0),
+        "`alibi_slopes`": make(alibi_slopes=np.ones(Hq, np.float32)),
+        "`bias`": make(bias=np.zeros((Nq, Nk), np.float32)),
+        "`causal`": make(causal=True),
+        "`window`": make(window=(16, 8)),
+        "`mask`": make(mask=np.ones((Nq, Nk), bool)),
+        "`block_mask`": make(block_mask=blocks),
+        "`kv_lengths`": make(kv_lengths=np.arange(B)),
+        "`q_offset`": make(q_offset=np.arange(B)),
+        "`sinks`": make(sinks=np.zeros(Hq, np.float32)),
+        "`dropout_p`": make(dropout_p=0.1, seed=1),
         "several options together": make(
-            plain,
             causal=True,
             softcap=30.0,
             bias=np.zeros((Nq, Nk), np.float32),
@@ -102,12 +90,8 @@ def lines(able: Iterable[Backend], problems: dict[str, Problem]) -> Iterator[str
 
 def main(argv: list[str] | None = None) -> int:
     """Check or write the page; the exit status is 1 where a check finds it stale."""
-
-    def update(page: str) -> str:
-        able = map(registry.get, registry.names())
-        return pages.updated(page, BEGIN, END, lines(able, representative()))
-
-    return pages.main(argv, __doc__, {PAGE: update})
+    made = lines(map(registry.get, registry.names()), representative())
+    return pages.main(argv, __doc__, pages.stale_part(DOCS / "backends.md", BEGIN, END, made))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Write the counted bytes of docs/io.md from benchmarks/results, or check that they are fresh."""
 
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from benchmarks.report import RESULTS, Row, load
 from tools import pages
-from tools.drawing import Row, amount
-from tools.pages import shown, table
+from tools.drawing import amount
+from tools.pages import DOCS, paragraphs, shown, table
 
-PAGE = "io.md"
 FILE = "traffic"
 BEGIN = "<!-- traffic: python -m tools.traffic_table --write -->"
 END = "<!-- end of traffic -->"
@@ -54,21 +53,17 @@ def hbm_bytes(row: Row, implementation: str) -> int | None:
 
 
 def lines(result: Row) -> Iterator[str]:
-    """Make the section."""
     machine, rows = result["machine"], result["rows"]
-    yield from OPENING.strip().splitlines()
-    yield ""
-    yield f"Measured by `{machine['command'].strip()}`: {machine['gpu']}, {machine['date']}."
-    yield ""
+    origin = f"`{machine['command'].strip()}`: {machine['gpu']}, {machine['date']}"
+    yield from paragraphs(OPENING, f"Measured by {origin}.")
     for row in rows:
         if "paper" in row:
-            yield from BESIDE.strip().splitlines()
-            yield ""
+            yield from paragraphs(BESIDE)
             head = ["", "on", "GFLOP", "HBM, GB", "L2 cache, GB", "ms"]
             yield from table(head, _beside(row, machine["gpu"]))
     sizes = ", ".join(f"{name} = {rows[0][name]}" for name in ("H", "D"))
-    yield f"The same number of tokens in sequences of other lengths, {sizes}, {rows[0]['dtype']}:"
-    yield ""
+    same = "The same number of tokens in sequences of other lengths"
+    yield from paragraphs(f"{same}, {sizes}, {rows[0]['dtype']}:")
     names = [who.name for who in COUNTED.values()]
     head = [f"{ALGORITHMS[name]}, model" for name in MODELS]
     head += ["tileattn, L2", *(f"{name}, HBM" for name in names)]
@@ -115,12 +110,8 @@ def _ms(measured: Row) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Check or write the page; the exit status is 1 where a check finds it stale."""
-
-    def update(text: str) -> str:
-        result = json.loads((pages.RESULTS / f"{FILE}.json").read_text(encoding="utf-8"))
-        return pages.updated(text, BEGIN, END, lines(result))
-
-    return pages.main(argv, __doc__, {PAGE: update})
+    made = lines(load(RESULTS, FILE))
+    return pages.main(argv, __doc__, pages.stale_part(DOCS / "io.md", BEGIN, END, made))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ WIDTH = 100
 
 
 def lines() -> Iterator[str]:
-    """Make the lines between the markers."""
     yield "#define SUMS(i) \\"
     yield f"    {', '.join(_sum(i) for i in range(4))}, \\"
     yield f"    {', '.join(_sum(i) for i in range(4, 8))}"
@@ -82,14 +81,9 @@ def _product(element: str, length: int, add: str, rest: str) -> Iterator[str]:
     yield from textwrap.wrap(f"        : {sums}", WIDTH, subsequent_indent=" " * 10)
 
 
-def updated(header: str) -> str:
-    """Put the functions between the markers of the header."""
-    return pages.updated(header, BEGIN, END, lines())
-
-
 def main(argv: list[str] | None = None) -> int:
     """Check or write the header; the exit status is 1 where a check finds it stale."""
-    return pages.main(argv, __doc__, {HEADER.name: updated}, HEADER.parent)
+    return pages.main(argv, __doc__, pages.stale_part(HEADER, BEGIN, END, lines()))
 
 
 if __name__ == "__main__":

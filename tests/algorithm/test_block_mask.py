@@ -20,23 +20,23 @@ SHAPE = (B, HQ, NQ, NK)
 
 
 def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Show a band that moves with the head, and nothing of the last keys of batch 1."""
+    """Slide a window with the head; mask out the last keys of batch entry 1."""
     return (abs(i - j - h) <= 2) & ((b == 0) | (j < 6))
 
 
 def dense() -> Bools:
     b, h, i, j = np.ogrid[:B, :HQ, :NQ, :NK]
-    seen: Bools = rule(b, h, i, j)
-    return seen
+    visible: Bools = rule(b, h, i, j)
+    return visible
 
 
-def by_blocks(seen: Bools, size: tuple[int, int]) -> NDArray[np.int8]:
+def by_blocks(visible: Bools, size: tuple[int, int]) -> NDArray[np.int8]:
     """Classify every block by looking at all of its pairs."""
     bq, bk = size
-    Nq, Nk = seen.shape[2:]
-    kinds = np.zeros((*seen.shape[:2], -(-Nq // bq), -(-Nk // bk)), np.int8)
+    Nq, Nk = visible.shape[2:]
+    kinds = np.zeros((*visible.shape[:2], -(-Nq // bq), -(-Nk // bk)), np.int8)
     for b, h, a, c in np.ndindex(kinds.shape):
-        part = seen[b, h, a * bq : (a + 1) * bq, c * bk : (c + 1) * bk]
+        part = visible[b, h, a * bq : (a + 1) * bq, c * bk : (c + 1) * bk]
         kinds[b, h, a, c] = FULL if part.all() else PARTIAL if part.any() else EMPTY
     return kinds
 
@@ -46,10 +46,10 @@ def by_blocks(seen: Bools, size: tuple[int, int]) -> NDArray[np.int8]:
 
 @pytest.mark.parametrize("size", [(1, 1), (4, 3), (5, 7), (13, 10), (16, 128), (128, 128)])
 def test_mask_and_predicate_agree(size: tuple[int, int]) -> None:
-    seen = dense()
-    for mask in (BlockMask.from_mask(seen, size), BlockMask.from_predicate(rule, SHAPE, size)):
-        np.testing.assert_array_equal(mask.kinds, by_blocks(seen, size))
-        np.testing.assert_array_equal(mask.to_dense(SHAPE), seen)
+    visible = dense()
+    for mask in (BlockMask.from_mask(visible, size), BlockMask.from_predicate(rule, SHAPE, size)):
+        np.testing.assert_array_equal(mask.kinds, by_blocks(visible, size))
+        np.testing.assert_array_equal(mask.to_dense(SHAPE), visible)
         assert mask.density == np.mean(mask.kinds != EMPTY)
 
 
@@ -160,102 +160,64 @@ def test_kinds_are_read_only_and_the_text_says_what_it_is() -> None:
 
 # --- what is refused ----------------------------------------------------------------------------
 
-GOOD = np.ones((2, 2), bool)
+GOOD: Any = np.ones((2, 2), bool)
+BOOLEANS = "a NumPy array of booleans is accepted"
+AXES = "from two to four axes are accepted"
+LENGTHS = "four lengths (B, Hq, Nq, Nk) are accepted"
+of_mask: Any = BlockMask.from_mask
+of_predicate: Any = BlockMask.from_predicate
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (lambda: BlockMask(GOOD.tolist()), TypeError, f"blocks is list; {BOOLEANS}"),
+        (lambda: BlockMask(GOOD * 1.0), TypeError, f"blocks is float64; {BOOLEANS}"),
+        (lambda: BlockMask(GOOD[0]), ValueError, f"blocks has shape (2,); {AXES}"),
         (
-            lambda: BlockMask([[True]]),  # type: ignore[arg-type]  # wrong on purpose
-            TypeError,
-            "blocks is list; a NumPy array of booleans is accepted",
-        ),
-        (
-            lambda: BlockMask(np.ones((2, 2))),  # type: ignore[arg-type]  # wrong on purpose
-            TypeError,
-            "blocks is float64; a NumPy array of booleans is accepted",
-        ),
-        (
-            lambda: BlockMask(np.ones(3, bool)),
+            lambda: BlockMask(GOOD[None, None, None]),
             ValueError,
-            "blocks has shape (3,); from two to four axes are accepted",
+            f"blocks has shape (1, 1, 1, 2, 2); {AXES}",
         ),
+        (lambda: of_mask(GOOD * 1), TypeError, f"mask is int64; {BOOLEANS}"),
+        (lambda: of_mask(GOOD[0]), ValueError, f"mask has shape (2,); {AXES}"),
+        *(
+            (lambda size=size: BlockMask(GOOD, size), error, f"block_size is {size}; {accepted}")
+            for size, error, accepted in (
+                (16, TypeError, "a pair (queries, keys) is accepted"),
+                ((16.0, 16), TypeError, "two integers are accepted"),
+                ((True, 16), TypeError, "two integers are accepted"),
+                ((16, 0), ValueError, "both must be at least 1"),
+            )
+        ),
+        (lambda: of_predicate("rule", SHAPE), TypeError, "visible is str; a callable is accepted"),
+        (lambda: of_predicate(rule, 8), TypeError, f"shape is 8; {LENGTHS}"),
+        (lambda: of_predicate(rule, (8, 8)), ValueError, f"shape is (8, 8); {LENGTHS}"),
         (
-            lambda: BlockMask(np.ones((1, 1, 1, 2, 2), bool)),
+            lambda: of_predicate(rule, (1, 1, -8, 8)),
             ValueError,
-            "blocks has shape (1, 1, 1, 2, 2); from two to four axes are accepted",
+            f"shape is (1, 1, -8, 8); {LENGTHS}",
         ),
         (
-            lambda: BlockMask.from_mask(np.ones((2, 2), int)),
+            lambda: of_predicate(lambda _b, _h, i, j: i - j, SHAPE),
             TypeError,
-            "mask is int64; a NumPy array of booleans is accepted",
+            f"the result of visible is int64; {BOOLEANS}",
         ),
         (
-            lambda: BlockMask.from_mask(np.ones(2, bool)),
-            ValueError,
-            "mask has shape (2,); from two to four axes are accepted",
-        ),
-        (
-            lambda: BlockMask(GOOD, 16),  # type: ignore[arg-type]  # wrong on purpose
-            TypeError,
-            "block_size is 16; a pair (queries, keys) is accepted",
-        ),
-        (
-            lambda: BlockMask(GOOD, (16.0, 16)),  # type: ignore[arg-type]  # wrong on purpose
-            TypeError,
-            "block_size is (16.0, 16); two integers are accepted",
-        ),
-        (
-            lambda: BlockMask(GOOD, (True, 16)),
-            TypeError,
-            "block_size is (True, 16); two integers are accepted",
-        ),
-        (
-            lambda: BlockMask(GOOD, (16, 0)),
-            ValueError,
-            "block_size is (16, 0); both must be at least 1",
-        ),
-        (
-            lambda: BlockMask.from_predicate("rule", SHAPE),  # type: ignore[arg-type]  # wrong
-            TypeError,
-            "visible is str; a callable is accepted",
-        ),
-        (
-            lambda: BlockMask.from_predicate(rule, 8),  # type: ignore[arg-type]  # wrong
-            TypeError,
-            "shape is 8; four lengths (B, Hq, Nq, Nk) are accepted",
-        ),
-        (
-            lambda: BlockMask.from_predicate(rule, (8, 8)),  # type: ignore[arg-type]  # wrong
-            ValueError,
-            "shape is (8, 8); four lengths (B, Hq, Nq, Nk) are accepted",
-        ),
-        (
-            lambda: BlockMask.from_predicate(rule, (1, 1, -8, 8)),
-            ValueError,
-            "shape is (1, 1, -8, 8); four lengths (B, Hq, Nq, Nk) are accepted",
-        ),
-        (
-            lambda: BlockMask.from_predicate(lambda _b, _h, i, j: i - j, SHAPE),
-            TypeError,
-            "the result of visible is int64; a NumPy array of booleans is accepted",
-        ),
-        (
-            lambda: BlockMask.from_predicate(lambda _b, h, i, j: i >= j and h > 0, SHAPE),
+            lambda: of_predicate(lambda _b, h, i, j: i >= j and h > 0, SHAPE),
             ValueError,
             "visible asks whether a whole array is true; conditions on arrays are accepted: "
             "& and | in place of and and or, numpy.where in place of if",
         ),
         (
-            lambda: BlockMask.from_predicate(lambda *_: int("error of the predicate"), SHAPE),
+            lambda: of_predicate(lambda *_: int("error of the predicate"), SHAPE),
             ValueError,
             "invalid literal for int() with base 10: 'error of the predicate'",
         ),
         (
-            lambda: BlockMask.from_predicate(lambda _b, _h, _i, _j: np.ones(7, bool), SHAPE),
+            lambda: of_predicate(lambda _b, _h, _i, _j: np.ones(7, bool), SHAPE),
             ValueError,
-            f"visible returned shape (7,) for indices that broadcast to {(B, HQ, 13, 10)}; a shape "
+            f"visible returned shape (7,) for indices that broadcast to {SHAPE}; a shape "
             "that broadcasts to it is accepted",
         ),
     ],
@@ -266,32 +228,23 @@ def test_what_is_refused(make: Any, error: type[Exception], message: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"),
+    ("shape", "counts"),
     [
-        (
-            (3, HQ, NQ, NK),
-            "block_mask has (2, 3, 4, 4) blocks of (4, 3); with Nq=13 and Nk=10, a shape that "
-            "broadcasts over batch and heads to (3, 3, 4, 4) is accepted",
-        ),
-        (
-            (B, 6, NQ, NK),
-            "block_mask has (2, 3, 4, 4) blocks of (4, 3); with Nq=13 and Nk=10, a shape that "
-            "broadcasts over batch and heads to (2, 6, 4, 4) is accepted",
-        ),
-        (
-            (B, HQ, NQ, 13),
-            "block_mask has (2, 3, 4, 4) blocks of (4, 3); with Nq=13 and Nk=13, a shape that "
-            "broadcasts over batch and heads to (2, 3, 4, 5) is accepted",
-        ),
-        (
-            (B, HQ, NQ + 1, NK),
-            "block_mask was made for (Nq, Nk) = (13, 10); it must be (14, 10)",
-        ),
+        ((3, HQ, NQ, NK), (3, 3, 4, 4)),
+        ((B, 6, NQ, NK), (2, 6, 4, 4)),
+        ((B, HQ, NQ, 13), (2, 3, 4, 5)),
+        ((B, HQ, NQ + 1, NK), None),
     ],
 )
-def test_check_says_what_would_fit(shape: tuple[int, int, int, int], message: str) -> None:
+def test_check_says_what_would_fit(shape: tuple[int, int, int, int], counts: Any) -> None:
     mask = BlockMask.from_predicate(rule, SHAPE, (4, 3))
     mask.check(*SHAPE)
+    message = "block_mask was made for (Nq, Nk) = (13, 10); it must be (14, 10)"
+    if counts:
+        message = (
+            f"block_mask has (2, 3, 4, 4) blocks of (4, 3); with Nq={shape[2]} and Nk={shape[3]}, "
+            f"a shape that broadcasts over batch and heads to {counts} is accepted"
+        )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         mask.check(*shape)
 

@@ -70,7 +70,7 @@ def ranges(length: int) -> st.SearchStrategy[tuple[int, int]]:
         (SlidingWindow(3, 4, 5, 2, 9), ["0001", "0000", "0000"]),
     ],
 )
-def test_what_a_window_shows(window: SlidingWindow, rows: list[str]) -> None:
+def test_visible_by_hand(window: SlidingWindow, rows: list[str]) -> None:
     expected = [[digit == "1" for digit in row] for row in rows]
     np.testing.assert_array_equal(by_pairs(window, 4), expected)
 
@@ -103,7 +103,7 @@ def test_ranges_of_keys_and_queries_are_the_smallest(
 
 
 @given(windows(), st.data())
-def test_keys_that_all_queries_see(drawn: tuple[SlidingWindow, int], data: st.DataObject) -> None:
+def test_full_key_range(drawn: tuple[SlidingWindow, int], data: st.DataObject) -> None:
     window, Nk = drawn
     if window.Nq:
         q0, q1 = data.draw(ranges(window.Nq))
@@ -174,43 +174,36 @@ def test_kind_never_claims_too_much(
 
 def check_tiles(tiles: list[Tile], visible: Bools, queries: slice, keys: slice) -> None:
     """Every visible pair of some queries and keys exactly once, and no empty tile."""
-    visits = np.zeros(visible.shape[1:], int)
+    counts = np.zeros(visible.shape[1:], int)
     for tile in tiles:
         assert queries.start <= tile.q0 < tile.q1 <= queries.stop
         assert keys.start <= tile.k0 < tile.k1 <= keys.stop
         assert tile.kind != EMPTY
         if tile.kind == FULL:
             assert visible[:, tile.queries, tile.keys].all()
-        visits[tile.queries, tile.keys] += 1
-    assert visits.max(initial=0) <= 1
-    inside = np.zeros_like(visits)
+        counts[tile.queries, tile.keys] += 1
+    assert counts.max(initial=0) <= 1
+    inside = np.zeros_like(counts)
     inside[queries, keys] = 1
-    missed = visible.any(axis=0) & (visits == 0) & (inside == 1)
+    missed = visible.any(axis=0) & (counts == 0) & (inside == 1)
     assert not missed.any()
 
 
-@given(attention_masks(), st.integers(1, 30), st.data())
-def test_row_tiles(drawn: tuple[AttentionMask, Bools], block: int, data: st.DataObject) -> None:
+@given(attention_masks(), st.integers(1, 30), st.booleans(), st.data())
+def test_tiles_of_some_queries_or_keys(
+    drawn: tuple[AttentionMask, Bools], block: int, of_rows: bool, data: st.DataObject
+) -> None:
     attn_mask, visible = drawn
-    if attn_mask.window.Nq:
-        q0, q1 = data.draw(ranges(attn_mask.window.Nq))
-        tiles = list(attn_mask.row_tiles(q0, q1, block))
-        check_tiles(tiles, visible, slice(q0, q1), slice(0, attn_mask.Nk))
-        blocks = [tile.k0 // block for tile in tiles]
-        assert blocks == sorted(blocks)
-        assert blocks == [(tile.k1 - 1) // block for tile in tiles]
-
-
-@given(attention_masks(), st.integers(1, 30), st.data())
-def test_column_tiles(drawn: tuple[AttentionMask, Bools], block: int, data: st.DataObject) -> None:
-    attn_mask, visible = drawn
-    if attn_mask.Nk:
-        k0, k1 = data.draw(ranges(attn_mask.Nk))
-        tiles = list(attn_mask.column_tiles(k0, k1, block))
-        check_tiles(tiles, visible, slice(0, attn_mask.window.Nq), slice(k0, k1))
-        blocks = [tile.q0 // block for tile in tiles]
-        assert blocks == sorted(blocks)
-        assert blocks == [(tile.q1 - 1) // block for tile in tiles]
+    lengths = attn_mask.window.Nq, attn_mask.Nk
+    if lengths[not of_rows]:
+        start, stop = data.draw(ranges(lengths[not of_rows]))
+        some, every = slice(start, stop), slice(0, lengths[of_rows])
+        walk = attn_mask.row_tiles if of_rows else attn_mask.column_tiles
+        tiles = list(walk(start, stop, block))
+        check_tiles(tiles, visible, *((some, every) if of_rows else (every, some)))
+        ends = [(x.k0, x.k1) if of_rows else (x.q0, x.q1) for x in tiles]
+        blocks = [lo // block for lo, _ in ends]
+        assert blocks == sorted(blocks) == [(hi - 1) // block for _, hi in ends]
 
 
 @given(attention_masks(), st.integers(1, 30), st.integers(1, 30), st.sampled_from(["q", "kv"]))

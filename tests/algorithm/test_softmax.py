@@ -19,11 +19,11 @@ DTYPE = np.dtype(np.float64)
 SPREADS = [0.1, 3.0, 300.0]  # of the scores; the exponential of the last overflows without a shift
 
 
-def scores(seed: int, spread: float, share: float = 0.7) -> tuple[Array, Array]:
+def scores(seed: int, spread: float, density: float = 0.7) -> tuple[Array, Array]:
     """Make scores, some of them -inf (all of row 0), and values."""
     rng = np.random.default_rng(seed)
     s = rng.normal(size=(HEADS, M, N)) * spread
-    s[rng.random(s.shape) > share] = -np.inf
+    s[rng.random(s.shape) > density] = -np.inf
     s[:, 0] = -np.inf
     return s, rng.normal(size=(HEADS, N, DV))
 
@@ -87,7 +87,7 @@ def test_updates_in_any_order_and_any_split(
 
 @given(seeds, spreads, spreads, spreads)
 def test_merge_is_associative_and_commutative(seed: int, a: float, b: float, c: float) -> None:
-    parts = [scores(seed + n, spread, share=0.4) for n, spread in enumerate((a, b, c))]
+    parts = [scores(seed + n, spread, density=0.4) for n, spread in enumerate((a, b, c))]
     x, y, z = (state_of(*part) for part in parts)
     whole = dense(
         *(
@@ -213,7 +213,7 @@ def check_masked_matmul(visible: NDArray[np.bool_], keys: slice, bad: list[int])
 
 @pytest.mark.parametrize("lead", [(1, 1), (HEADS, 3)])
 @pytest.mark.parametrize("keys", [slice(0, N), slice(2, 7)])
-def test_masked_out_pairs_never_meet(lead: tuple[int, int], keys: slice) -> None:
+def test_masked_out_pairs_add_nothing(lead: tuple[int, int], keys: slice) -> None:
     rng = np.random.default_rng(1)
     visible = rng.random((*lead, M, keys.stop - keys.start)) < 0.5
     check_masked_matmul(visible, keys, [3, 5])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests import example
 from tileattn import Attention, Gradients, reference
 from tileattn.algorithm import spec
 from tileattn.algorithm.heads import head_groups
@@ -16,7 +17,6 @@ from tileattn.algorithm.mask import schedule
 from tileattn.algorithm.memory import Executor, Memory
 from tileattn.algorithm.residuals import Residuals
 from tileattn.algorithm.softmax import RowState
-from tileattn.algorithm.tiles import sizes_for_memory
 from tileattn.problem import parse
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound, problems
 
@@ -76,38 +76,6 @@ def test_another_outer_loop_is_refused() -> None:
         forward(EXAMPLE, (2, 2), "query")
 
 
-@settings(max_examples=20)
-@given(problems(max_length=70, edges=False), st.integers(64, 4096))
-def test_algorithm_1_of_flash_attention(case: AttentionCase, M: int) -> None:
-    """Key blocks in the outer loop, both passes, with the block sizes of its first line."""
-    check(case, sizes_for_memory(M, case.q.shape[-1]), "kv")
-
-
-def arrays(seed: int = 0) -> list[Array]:
-    rng = np.random.default_rng(seed)
-    shapes = ((2, 4, 17, 3), (2, 2, 23, 3), (2, 2, 23, 6), (2, 4, 17, 6))
-    return [rng.normal(size=shape) for shape in shapes]
-
-
-@settings(max_examples=30)
-@given(st.permutations(range(23)), st.integers(1, 25), st.integers(1, 25))
-def test_the_order_of_the_keys_does_not_matter(keys: list[int], bq: int, bk: int) -> None:
-    q, k, v, dout = arrays()
-    mask = np.random.default_rng(1).random((17, 23)) < 0.6
-    options = {"mask": mask}
-    permuted = {"mask": mask[:, keys]}
-    plain = AttentionCase(q, k, v, dout, None, options)
-    moved = AttentionCase(q, k[:, :, keys], v[:, :, keys], dout, None, permuted)
-    expected, actual = forward(plain, (bq, bk)), forward(moved, (bq, bk))
-    for ours, theirs in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-13, atol=1e-13)
-    grads, moved_grads = backward(plain, expected, (bq, bk)), backward(moved, actual, (bq, bk))
-    np.testing.assert_allclose(moved_grads.dq, grads.dq, rtol=1e-12, atol=1e-13)
-    for name in ("dk", "dv"):
-        ours, theirs = getattr(moved_grads, name), getattr(grads, name)[:, :, keys]
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("options", [{}, {"softcap": 500.0}, {"bias": np.ones((30, 1))}], ids=str)
 def test_both_passes_have_the_same_probabilities(dtype: Any, options: dict[str, Any]) -> None:
@@ -152,11 +120,7 @@ def test_every_head_is_in_one_group(
 
 # --- the worked example of four tokens ----------------------------------------------------------
 
-Q4 = np.array([[1.0, 0, 1, 0], [0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]])
-K4 = np.array([[1.0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]])
-V4 = np.arange(1.0, 17).reshape(4, 4)
-DOUT4 = np.array([[1.0] * 4, [0] * 4, [1] * 4, [0] * 4])
-EXAMPLE = AttentionCase(Q4, K4, V4, DOUT4, None, {"scale": 1.0})
+EXAMPLE = AttentionCase(example.Q, example.K, example.V, example.DOUT, None, {"scale": 1.0})
 
 # The example carries three digits from step to step, hence more than half a unit in the last place.
 SUMS, WEIGHTS = 0.00061, 0.0101
@@ -164,7 +128,7 @@ SUMS, WEIGHTS = 0.00061, 0.0101
 
 def trace() -> list[RowState]:
     """Return the state of the rows of each tile, after it, in tiles of 2 x 2."""
-    heads = next(head_groups(*parse(Q4, K4, V4, EXAMPLE.options)))
+    heads = next(head_groups(*parse(*EXAMPLE[:3], EXAMPLE.options)))
     memory = Memory(heads.dtype)
     state = memory.row_state(heads, 4)
     after = []
@@ -186,7 +150,7 @@ def test_example_first_tile() -> None:
     printed = [[2.84, 4.21, 5.57, 6.94], [5.37, 6.74, 8.10, 9.47]]
     np.testing.assert_allclose(first.acc, printed, rtol=0, atol=WEIGHTS)
     weights = np.array([[1, math.exp(-1)], [math.exp(-1), 1]])
-    np.testing.assert_allclose(first.acc, weights @ V4[:2], rtol=1e-15)
+    np.testing.assert_allclose(first.acc, weights @ example.V[:2], rtol=1e-15)
 
 
 def test_example_second_tile_rescales_the_first() -> None:
@@ -198,7 +162,7 @@ def test_example_second_tile_rescales_the_first() -> None:
     printed = [[11.81, 13.44, 15.08, 16.71], [16.20, 17.83, 19.47, 21.10]]
     np.testing.assert_allclose(second.acc, printed, rtol=0, atol=WEIGHTS)
     weights = np.array([[e1, e2, 1, e2], [e2, e1, e2, 1]])
-    np.testing.assert_allclose(second.acc, weights @ V4, rtol=1e-15)
+    np.testing.assert_allclose(second.acc, weights @ example.V, rtol=1e-15)
 
 
 def test_example_lower_tiles() -> None:
@@ -214,18 +178,7 @@ def test_example_lower_tiles() -> None:
 @pytest.mark.parametrize("blocks", [(1, 1), (2, 2), (1, 4), (3, 2), (4, 4)])
 def test_example_results(blocks: Blocks, outer_loop: str) -> None:
     attention = forward(EXAMPLE, blocks, outer_loop)
-    first = np.array([7.20, 9.88, 6.08, 7.92])
-    printed: Array = first[:, None] + np.arange(4)
-    np.testing.assert_allclose(attention.out, printed, rtol=0, atol=0.0051)
-    np.testing.assert_allclose(np.exp(attention.lse[:2]), [12.107, 12.107], rtol=0, atol=0.0005)
-    dq, dk, dv, _, _ = backward(EXAMPLE, attention, blocks)
-    by_key = np.array([0.590, 0.217, 0.976, 0.217])
-    np.testing.assert_allclose(dv, np.repeat(by_key[:, None], 4, axis=1), rtol=0, atol=0.00051)
-    printed = np.array([[-1.19, 1.18, 4.38, 1.91], [0] * 4, [-3.14, 3.14, 4.28, 3.72], [0] * 4])
-    np.testing.assert_allclose(dq, printed, rtol=0, atol=0.0151)
-    printed = np.zeros((4, 4))
-    printed[:, 0], printed[:, 2] = [-12.99, -1.31, 8.66, 5.64], [-5.57, -0.73, 4.38, 1.91]
-    np.testing.assert_allclose(dk, printed, rtol=0, atol=0.0151)
+    example.check_example(attention, backward(EXAMPLE, attention, blocks))
     check(EXAMPLE, blocks, outer_loop)
 
 

@@ -29,27 +29,22 @@ class Fake(Gpu):
         self._properties = {"l2CacheSize": 100_000}
 
     def time(self, calls: Sequence[Call]) -> list[float]:
-        """Run each call."""
         for call in calls:
             call()
         return [0.003, 0.001, 0.002]
 
     def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
-        """Run each call."""
         return [self.time([call]) for call in calls]
 
     def launch_overhead(self, call: Call, count: int = 100, rounds: int = 9) -> float:
-        """Run the call."""
         call()
         return 5e-6 + 0 * count * rounds
 
     def copy_rate(self) -> float:
-        """One terabyte a second."""
         return 1e12
 
     def release(self) -> None:
         """Nothing is pooled."""
 
     def machine(self) -> dict[str, Any]:
-        """Describe a machine."""
         return MACHINE

@@ -10,14 +10,7 @@ import pytest
 
 from benchmarks.configurations import DTYPES, normal
 from benchmarks.device import SETTLE_SECONDS, Gpu, repeats
-
-
-class OnNumpy(Gpu):
-    """NumPy in the place of the device."""
-
-    def __init__(self) -> None:
-        self.xp = np
-        self._properties = {"l2CacheSize": 100_000}
+from tests.benchmarks.fake_gpu import Fake
 
 
 class Event:
@@ -77,13 +70,6 @@ def test_calls_that_take_turns_are_timed_apart() -> None:
     assert "".join(device.order) == "ab" * (len(device.order) // 2)
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(1e-6, 15), (0.02, 6), (1.0, 3)])
-def test_turns_are_neither_too_few_nor_too_many(seconds: float, rounds: int) -> None:
-    device = Ticking(repeat(seconds))
-    times = device.time_each([partial(device.spend, "a"), partial(device.spend, "b")])
-    assert [len(each) for each in times] == [rounds] * 2
-
-
 @pytest.mark.parametrize(
     ("seconds", "calls"), [(1e-6, 1000), (1e-3, 50), (1e-2, 10), (0.05, 5), (2.0, 3)]
 )
@@ -93,7 +79,7 @@ def test_a_measurement_is_neither_too_short_nor_too_long(seconds: float, calls: 
 
 def test_the_sets_of_inputs_pass_the_l2_and_differ() -> None:
     shapes = ((2, 6, 20, 8), (2, 3, 20, 8), (2, 3, 20, 4), (2, 6, 20, 4))
-    sets = OnNumpy().inputs(shapes, "f32")
+    sets = Fake().inputs(shapes, "f32")
     assert len(sets) == -(-4 * 100_000 // (2 * 20 * (6 * 8 + 3 * 8 + 3 * 4 + 6 * 4) * 4))
     assert {tuple(x.shape for x in one) for one in sets} == {shapes}
     drawn = [x.tobytes() for one in sets for x in one]

@@ -22,12 +22,6 @@ from tileattn.cli import BENCHMARKS, main
 ROOT = Path(__file__).parents[2]
 
 
-def test_alone_it_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(BENCHMARKS)
-
-
 @pytest.mark.parametrize("section", BENCHMARKS)
 def test_every_benchmark_says_what_it_takes(
     section: str, capsys: pytest.CaptureFixture[str]
@@ -36,20 +30,6 @@ def test_every_benchmark_says_what_it_takes(
         main(["bench", section, "--help"])
     assert stop.value.code == 0
     assert f"usage: python -m tileattn bench {section} [-h]" in capsys.readouterr().out
-
-
-def test_an_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", "speed"])
-    assert stop.value.code == 2
-    assert "'speed'" in capsys.readouterr().err
-
-
-def test_the_folder_of_results() -> None:
-    parser = report.parser("cpu", "")
-    assert parser.parse_args([]).to == Path()
-    assert parser.parse_args(["--update"]).to == report.RESULTS
-    assert parser.parse_args(["--to", "there"]).to == Path("there")
 
 
 @pytest.mark.parametrize(
@@ -71,31 +51,6 @@ def test_without_a_gpu_it_ends_with_one_line(line: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(tileattn, "available_backends", lambda: {"cupy": "there is no device"})
     with pytest.raises(SystemExit, match=r"^[^\n]*: there is no device[^\n]*$"):
         main(["bench", *line.split()])
-
-
-def another(*path: str, file: str | None = None) -> ModuleType:
-    made = ModuleType("benchmarks")
-    made.__path__, made.__file__ = list(path), file
-    return made
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (None, "is not installed"),
-        (another("/elsewhere"), "is another one, ['/elsewhere']"),
-        (another(file="/elsewhere.py"), "is another one, /elsewhere.py"),
-    ],
-    ids=["missing", "folder", "file"],
-)
-def test_without_a_checkout_one_line_names_the_remedy(
-    found: Any, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "benchmarks", found)
-    assert main(["bench", "cpu"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
-    assert "in a checkout of the repository" in line
 
 
 @pytest.mark.parametrize("command", [["-m", "benchmarks.gpu"], ["benchmarks/cpu.py"]], ids=str)
@@ -140,3 +95,15 @@ def test_implementations_take_turns_and_get_the_same_inputs() -> None:
     one = Configuration("forward", "f32", 1, 2, 24, 8, causal=True)
     ours, naive = (cpu.prepared(one, each)() for each in (Tileattn(), Naive(np)))
     assert difference([ours], [naive], np) <= AGREEMENT["f32"]
+
+
+@pytest.mark.parametrize("found", [None, ModuleType("benchmarks")], ids=["missing", "another"])
+def test_without_a_checkout_one_line_names_the_remedy(
+    found: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if found is not None:
+        found.__file__ = "/elsewhere.py"
+    monkeypatch.setitem(sys.modules, "benchmarks", found)
+    assert main(["bench", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "in a checkout of the repository" in line

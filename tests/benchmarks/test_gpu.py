@@ -22,11 +22,10 @@ from benchmarks.configurations import (
     Inputs,
     Mask,
     grid_of,
-    shapes_of,
     window_density,
 )
 from benchmarks.device import Gpu
-from benchmarks.implementations import BASELINES, Implementation, Naive, Tileattn, find
+from benchmarks.implementations import BASELINES, Naive, Tileattn, find
 from tests.benchmarks.fake_gpu import MACHINE, Fake
 
 ONE = Configuration("forward", "f32", 2, 3, 20, 8)
@@ -41,7 +40,6 @@ class Bent(Naive):
         self.name, self._bend = name, bend
 
     def forward(self, x: Inputs, mask: Mask) -> Call:
-        """Bend the output."""
         call = super().forward(x, mask)
         return lambda: self._bend(call())
 
@@ -94,23 +92,6 @@ def test_the_grid_keeps_tokens_and_width_and_shares_inputs() -> None:
     assert sum(a != b for a, b in pairwise(inputs)) == len(set(inputs)) - 1
 
 
-def test_shapes_keep_tokens_and_width() -> None:
-    cases = list(shapes_of(["bf16"], (2048, 8192), (8192, 16384), ["forward"], (False, True)))
-    found = [one for _, one in cases]
-    assert len(set(found)) == len(found) == 16
-    assert {one.B * one.N for one in found} == {16384}
-    assert [(one.H, one.Hkv, one.D, one.Dv) for one in found[::4]] == [
-        (16, 4, 128, None),
-        (16, 2, 128, None),
-        (10, None, 192, 128),
-        (16, None, 128, None),
-    ]
-    assert {(one.causal, one.mask.window) for one in found[12:]} == {
-        (False, (512, 511)),
-        (True, (1023, 0)),
-    }
-
-
 # --- a comparison ---------------------------------------------------------------------------------
 
 
@@ -151,28 +132,6 @@ def test_a_failure_is_recorded_and_the_comparison_goes_on() -> None:
     assert set(row["speedup_over"]) == {"numpy"}
 
 
-def test_what_a_baseline_does_not_support_is_blank() -> None:
-    baseline = Naive(np)
-    baseline.dtypes = ("bf16",)
-    row = gpu.compare(ONE, [Tileattn(), baseline], Fake())
-    assert set(row["tflops"]) == {"tileattn"}
-    assert row["failed"] == {}
-
-
-@pytest.mark.parametrize(
-    ("speedups", "best"),
-    [
-        ({"flash": 0.5, "cudnn": 0.9, "fa4": 0.8}, 0.8),
-        ({"cudnn": 0.9}, 0.9),
-        ({"flash": 0.5, "math": 0.1}, None),
-    ],
-)
-def test_the_best_is_the_faster_of_cudnn_and_flash_attention_4(
-    speedups: dict[str, float], best: float | None
-) -> None:
-    assert gpu.best({"speedup_over": speedups}) == best
-
-
 def test_means_are_geometric_and_one_for_each_pass() -> None:
     speedups = [("forward", 0.5), ("backward", 3.0), ("forward", 2.0), ("backward", 3.0)]
     rows = [{"pass": name, "speedup_over": {"cudnn": x, "fa4": 9.0}} for name, x in speedups]
@@ -206,18 +165,6 @@ def test_sparse_masks_are_set_against_full_attention() -> None:
     assert [round(row["density"], 3) for row in rows] == [1, 0.5, 0.062, 0.061, 0.1]
 
 
-def test_launch_overhead_is_measured_for_all() -> None:
-    pair = [replace(ONE, kind=kind) for kind in PASSES]
-    ours: list[Implementation] = [Tileattn(), Tileattn("new output", ("forward",), reuse=False)]
-    rows = list(gpu.host(pair, ours, Fake()))
-    assert [(row["pass"], row["implementation"]) for row in rows] == [
-        ("forward", "tileattn"),
-        ("forward", "new output"),
-        ("backward", "tileattn"),
-    ]
-    assert all(row["launch_overhead_us"] == pytest.approx(5) for row in rows)
-
-
 def test_ceilings_count_flops_and_bytes() -> None:
     matmul, copy = gpu.ceilings(["f32"], 16, Fake())
     assert matmul["tflops"] == pytest.approx(2 * 16**3 / 0.002 / 1e12)
@@ -229,7 +176,7 @@ def test_ceilings_count_flops_and_bytes() -> None:
 
 def run(tmp_path: Path, *argv: str, device: Gpu | None = None) -> None:
     always = ["--to", str(tmp_path), "--head-dim", "8", "--length", "16", "--baselines", "cupy"]
-    gpu.run(gpu.parse([*always, *argv]), device or Fake())
+    gpu.main([*always, *argv], device or Fake())
 
 
 @pytest.mark.usefixtures("small")
@@ -255,7 +202,6 @@ class Interrupted(Fake):
         self.left = iter(range(6))  # two implementations each
 
     def time(self, calls: Sequence[Call]) -> list[float]:
-        """Stop in the middle."""
         if next(self.left, None) is None:
             raise KeyboardInterrupt
         return super().time(calls)
@@ -287,24 +233,6 @@ def test_the_selection_is_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(one.dtype, one.D, one.N, one.kind, one.causal) for one in found] == [
         (dtype, 64, 512, "backward", False) for dtype in ("bf16", "f64")
     ]
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--dtype", "fp8"], "fp8 is none of bf16, fp16, f32, f64"),
-        (["--baselines", "flash,flash9"], "flash9 is none of flash, cudnn"),
-        (["--length", "512,0"], "0 is below 1"),
-        (["--head-dim", "wide"], "'wide'"),
-    ],
-)
-def test_a_wrong_selection_is_refused(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        gpu.parse(argv)
-    assert stop.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 def test_a_missing_baseline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

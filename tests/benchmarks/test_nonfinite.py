@@ -12,7 +12,7 @@ import pytest
 import tileattn
 from benchmarks import nonfinite
 from benchmarks.configurations import Call, random_blocks
-from benchmarks.nonfinite import CASES, EVERY, PASSES, Case, faults, spoiled
+from benchmarks.nonfinite import CASES, EVERY, PASSES, faults, spoiled
 from tests.benchmarks.fake_gpu import MACHINE, Fake
 from tileattn import reference
 
@@ -25,7 +25,6 @@ class Slow(Fake):
         self._seconds = seconds
 
     def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
-        """Run nothing."""
         more = len(calls) - len(self._seconds)
         return [[9.0, x, 0.0] for x in (*self._seconds, *[self._seconds[0]] * more)]
 
@@ -42,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(tmp_path: Path, device: Fake, *argv: str) -> int:
-    return nonfinite.run(nonfinite.parse(["--to", str(tmp_path), *argv]), device)
+    return nonfinite.main(["--to", str(tmp_path), *argv], device)
 
 
 def test_every_pass_of_every_configuration_is_set_against_the_clean_call(tmp_path: Path) -> None:
@@ -118,22 +117,3 @@ def test_a_failure_is_recorded_and_fails(
     assert [row["failed"] for row in rows if "failed" in row] == ["RuntimeError: no room"]
     assert len(rows) == 7 + 10 + 1
     assert capsys.readouterr().out.splitlines()[-1].endswith("failed RuntimeError: no room")
-
-
-def test_kernels_are_compiled_before_anything_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-
-    def noted(case: Case, kind: str, _: Any) -> Call:
-        return lambda: order.append(f"{case.name}, {kind}")
-
-    class Noting(Fake):
-        def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
-            order.append("timed")
-            return super().time_each(calls[:1]) * len(calls)
-
-    monkeypatch.setattr(nonfinite, "call_of", noted)
-    run(tmp_path, Noting(), "--quick")
-    assert sorted(order[:3]) == sorted(f"reference, {kind}" for kind in PASSES)
-    assert order[3] == "timed"

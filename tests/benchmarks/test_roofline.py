@@ -50,13 +50,6 @@ def test_backward_is_compute_bound() -> None:
     assert line["percent"] == pytest.approx(100 * 0.5)
 
 
-def test_causal_halves_what_is_computed_and_not_the_bytes() -> None:
-    line = reached(row(causal=True))
-    assert line["compute_ms"] == pytest.approx(1.099511627776 / 2)
-    assert line["exp_ms"] == pytest.approx(1.34217728 / 2)
-    assert line["memory_ms"] == pytest.approx(0.067633152)
-
-
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", ["bf16", "f64"])
 def test_the_least_bytes_are_those_of_the_arrays(kind: str, dtype: str) -> None:
@@ -75,21 +68,6 @@ def test_each_row_has_its_percent_where_the_ceilings_fit() -> None:
     assert roofline.percents(grid | {"rows": other}, MEASURED) == [None, None]
 
 
-def test_a_dtype_without_a_ceiling_is_refused() -> None:
-    one = Configuration("forward", "f64", 1, 1, 64, 64, causal=False)
-    with pytest.raises(ValueError, match=r"no f64, got \['fp16'\]; run `bench gpu --ceilings"):
-        roofline.bounds(one, roofline.ceilings_of(MEASURED))
-
-
-def test_ceilings_without_a_copy_are_refused() -> None:
-    with pytest.raises(ValueError, match="no copy rate"):
-        roofline.ceilings_of(MEASURED | {"rows": MEASURED["rows"][:1]})
-
-
-def test_who_did_not_run_has_no_line() -> None:
-    assert list(roofline.lines([row() | {"tflops": {}}], roofline.Ceilings({}, 1.0, 1.0))) == []
-
-
 def written(folder: Path, name: str, result: Any) -> str:
     path = folder / name
     path.write_text(json.dumps(result), encoding="utf-8")
@@ -102,22 +80,3 @@ def test_a_file_of_results_is_read(tmp_path: Path, capsys: pytest.CaptureFixture
     first, second = capsys.readouterr().out.splitlines()
     assert "percent 61.0" in first
     assert "compute_ms 2.749" in second
-
-
-@pytest.mark.parametrize(
-    ("machine", "one", "said"),
-    [
-        ({"gpu": "B"}, row(), "the grid is of B, the ceilings are of A GPU; give a file of the"),
-        ({"processor": "C"}, row(), "the grid is of no GPU, the ceilings are of A GPU"),
-        (MACHINE, {"ms": 1.0}, "grid.json has rows without tflops; give a file of `bench gpu"),
-        (MACHINE, row() | {"dtype": "bf16"}, "the ceilings have no bf16, got"),
-    ],
-)
-def test_a_file_that_does_not_fit_is_refused_in_one_line(
-    machine: Row, one: Row, said: str, tmp_path: Path
-) -> None:
-    grid = written(tmp_path, "grid.json", {"machine": machine, "rows": [one]})
-    with pytest.raises(SystemExit) as stop:
-        roofline.main([grid, written(tmp_path, "ceilings.json", MEASURED)])
-    assert said in str(stop.value)
-    assert "\n" not in str(stop.value)

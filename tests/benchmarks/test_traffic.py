@@ -85,15 +85,6 @@ def test_the_time_is_kept_where_nothing_is_counted(small: Fake) -> None:
     assert row["naive"] == {"ms": 2.0}
 
 
-def test_the_paper_stands_beside_its_own_setting() -> None:
-    rows = {row["N"]: row for row in traffic.lengths([512, 1024], (128, 128), None, None, NAMES)}
-    assert "paper" not in rows[512]
-    paper = rows[1024]["paper"]
-    assert (rows[1024]["B"], rows[1024]["H"], rows[1024]["D"]) == (64, 16, 64)
-    assert [paper[name]["hbm_gbytes"] for name in ("standard", "flash1")] == [40.3, 4.4]
-    assert paper["source"].startswith("arXiv:2205.14135")
-
-
 def test_time_and_bytes_fall_with_the_density(small: Fake) -> None:
     rows = list(traffic.density(512, (128, 128), small, beside=False))
     forward = [row for row in rows if row["pass"] == "forward"]
@@ -153,20 +144,3 @@ def test_without_a_gpu_the_model_is_written_alone(
     assert lines[0] == "GPU is missing: there is no device; the model is shown"
     assert lines[1].startswith("ncu is missing: ")
     assert lines[1].endswith("; the model is shown")
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("argv", "names"),
-    [
-        (["--density"], {"GPU", "pytorch"}),
-        (["--blocks", "cpu"], set()),
-        (["--blocks", "gpu"], {"GPU", "ncu"}),
-        ([], {"GPU", "ncu", "pytorch"}),
-    ],
-)
-def test_only_what_is_needed_is_missed(
-    argv: list[str], names: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(traffic, "find_spec", lambda _: None)  # there is no PyTorch
-    assert set(traffic.missing(traffic.parse_arguments(argv))) == names

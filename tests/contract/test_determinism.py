@@ -1,4 +1,4 @@
-"""The same bits every time: on repeated runs, with any number of threads, in any company."""
+"""Bitwise reproducible and batch-invariant: repeated runs, threads, other heads."""
 
 import os
 import subprocess
@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from tests.arrays import Given, normal
 from tests.conftest import Runner
 from tileattn import Attention, Gradients
-
-Array = NDArray[Any]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -24,17 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(sizes: tuple[int, ...], dtype: Any = np.float32) -> tuple[Array, Array, Array, Array]:
-    B, Hq, Hkv, Nq, Nk, D, Dv = sizes
-    rng = np.random.default_rng(0)
-    shapes = ((B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (B, Hq, Nq, Dv))
-    q, k, v, dout = (rng.normal(size=shape).astype(dtype) for shape in shapes)
-    return q, k, v, dout
-
-
-def both(
-    backend: Runner, arrays: tuple[Array, Array, Array, Array], **options: Any
-) -> tuple[Attention, Gradients]:
+def both(backend: Runner, arrays: Given, **options: Any) -> tuple[Attention, Gradients]:
     q, k, v, dout = arrays
     attention = backend.forward(q, k, v, **options)
     return attention, backend.backward(dout, q, k, v, *attention, **options)
@@ -42,7 +30,7 @@ def both(
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_the_same_call_gives_the_same_bits(backend: Runner, options: dict[str, Any]) -> None:
-    arrays = make((2, 4, 2, 300, 300, 40, 24))
+    arrays = normal((2, 4, 2, 300, 300, 40, 24))
     expected = both(backend, arrays, **options)
     for _ in range(3):
         again = both(backend, arrays, **options)
@@ -105,11 +93,11 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_head_has_the_same_bits_in_any_company(
+def test_a_head_has_the_same_bits_whatever_the_others_hold(
     backend: Runner, sizes: tuple[int, ...], dtype: Any, causal: bool
 ) -> None:
     """The other entries and heads hold large, infinite and NaN numbers; alone, a head has none."""
-    q, k, v, dout = make(sizes, dtype)
+    q, k, v, dout = normal(sizes, dtype)
     group = sizes[1] // sizes[2]
     last = sizes[2] - 1
     q[1] *= 30
@@ -141,7 +129,7 @@ def test_a_head_has_the_same_bits_in_any_company(
 def test_inputs_are_never_written(backend: Runner, Nq: int) -> None:
     """Read-only inputs are taken, and hold afterwards what they held before."""
     rng = np.random.default_rng(0)
-    q, k, v, dout = make((2, 4, 2, Nq, 300, 8, 12))
+    q, k, v, dout = normal((2, 4, 2, Nq, 300, 8, 12))
     options: dict[str, Any] = {
         "bias": rng.normal(size=(Nq, 300)).astype(np.float32),
         "mask": rng.random((4, Nq, 300)) < 0.7,

@@ -13,17 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 import tileattn
+from tests.arrays import Array, Given, normal
 from tests.conftest import Runner
 from tileattn import Attention, Gradients, reference
 from tileattn.testing import AttentionCase, Bound, assert_attention_close, error_bound, problems
 from tileattn.testing.arrays import largest
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
-
-Array = NDArray[Any]
 
 DTYPES = [np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
@@ -66,9 +64,9 @@ def scores_of(q: Array, k: Array, options: dict[str, Any]) -> Array:
     return s if options.get("bias") is None else s + options["bias"].astype(s.dtype)
 
 
-def hold_exact_scores(
+def check_exact_scores(
     runner: Runner,
-    arrays: tuple[Array, Array, Array, Array],
+    arrays: Given,
     dlse: Array | None,
     options: dict[str, Any],
 ) -> None:
@@ -82,8 +80,8 @@ def hold_exact_scores(
     q, k, v, dout = arrays
     s = scores_of(q, k, options).astype(np.float64)
     masks = {name: x for name, x in options.items() if name != "bias"}
-    shown = reference.visibility(s.shape, masks)
-    m = np.max(np.where(shown, s, -np.inf), axis=3, keepdims=True, initial=-np.inf)
+    visible = reference.visibility(s.shape, masks)
+    m = np.max(np.where(visible, s, -np.inf), axis=3, keepdims=True, initial=-np.inf)
     attention = runner.forward(q, k, v, **options)
     ordinary = abs(attention.lse[..., None]) <= (512 if q.dtype.itemsize == 2 else 16)
     small = masks | {"bias": s - np.where(np.isinf(m) | ordinary, 0, m)}
@@ -119,20 +117,18 @@ def test_probabilities_are_those_of_the_differences(
         whole = np.clip(np.rint(arrays[n].astype(np.float64)), -1, 1)
         arrays[n] = np.ldexp(whole, size + 4).astype(case.q.dtype)
     q, k, v, dout = arrays
-    hold_exact_scores(runner, (q, k, v, dout), dlse, case.options | {"scale": scale})
+    check_exact_scores(runner, (q, k, v, dout), dlse, case.options | {"scale": scale})
 
 
 @pytest.mark.parametrize("exponent", [3, 8, 22])
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 def test_long_problems_too(backend: Runner, options: dict[str, Any], exponent: int) -> None:
     """Long enough for a group of one head, of which some rows are large."""
-    rng = np.random.default_rng(0)
-    shapes = ((1, 2, 530, 16), (1, 1, 570, 16), (1, 1, 570, 20), (1, 2, 530, 20))
-    q, k, v, dout = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    q, k, v, dout = normal((1, 2, 1, 530, 570, 16, 20))
     q, k = (np.clip(np.rint(x), -1, 1) for x in (q, k))
     q[:, 0] = 0
     q[:, 1, 70:90] = np.ldexp(q[:, 1, 70:90], exponent)
-    hold_exact_scores(backend, (q, k, v, dout), None, options | {"scale": 0.25})
+    check_exact_scores(backend, (q, k, v, dout), None, options | {"scale": 0.25})
 
 
 # --- what shifts all scores -----------------------------------------------------------------------
@@ -213,13 +209,16 @@ def test_one_key_has_all_of_the_probability(
     bounds = error_bound(0 * q, 0 * q, v, dout, scale=scale)
     expected = reference.forward(0 * q, 0 * q, v, scale=scale)
     attention = runner.forward(q, q, v, scale=scale)
-    grads = runner.backward(dout, q, q, v, *attention, scale=scale)
     assert_attention_close(attention, expected, bounds, names=("out",))
     of_expected = reference.backward(dout, 0 * q, 0 * q, v, scale=scale)
-    assert_attention_close(grads, of_expected, bounds, names=("dv",))
-    if runner.name != "cupy" or dtype != np.float32:
+    exact = runner.name != "cupy" or dtype != np.float32
+    if exact:
         np.testing.assert_array_equal(attention.out, v)
-        np.testing.assert_array_equal(grads.dv, dout)
+    for order in (False, True):
+        grads = runner.backward(dout, q, q, v, *attention, deterministic=order, scale=scale)
+        assert_attention_close(grads, of_expected, bounds, names=("dv",))
+        if exact:
+            np.testing.assert_array_equal(grads.dv, dout)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -254,10 +253,8 @@ def test_probabilities_sum_to_one(
 def test_gradients_over_some_of_the_keys_add_up(
     runner: Runner, dtype: np.dtype[Any], amplitude: float
 ) -> None:
-    """Each share of the keys is given ``out`` and ``lse`` of all: P of one share is less than 1."""
-    rng = np.random.default_rng(0)
-    shapes = ((1, 2, 130, 16), (1, 1, 170, 16), (1, 1, 170, 20), (1, 2, 130, 20))
-    q, k, v, dout = (rng.normal(size=shape) for shape in shapes)
+    """Each part of the keys gets ``out`` and ``lse`` of all: its P sums to less than 1."""
+    q, k, v, dout = normal((1, 2, 1, 130, 170, 16, 20), np.float64)
     q, k, v, dout = (x.astype(dtype) for x in (q * amplitude, k * amplitude, v, dout))
     parts = [slice(0, 40), slice(40, 170)]
     bounds = error_bound(q, k, v, dout, scale=1.0)
@@ -284,10 +281,7 @@ def test_gradients_over_some_of_the_keys_add_up(
 def test_a_head_of_large_scores_changes_no_bit_of_another(
     runner: Runner, lengths: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    rng = np.random.default_rng(0)
-    Nq, Nk = lengths
-    shapes = ((2, 3, Nq, 19), (2, 3, Nk, 19), (2, 3, Nk, 20), (2, 3, Nq, 20))
-    q, k, v, dout = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    q, k, v, dout = normal((2, 3, 3, *lengths, 19, 20))
     before = runner.backward(dout, q, k, v, *runner.forward(q, k, v, **options), **options)
     q[1, 2] *= 1e3
     after = runner.backward(dout, q, k, v, *runner.forward(q, k, v, **options), **options)

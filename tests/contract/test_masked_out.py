@@ -47,7 +47,7 @@ def test_no_bit_of_long_problems_either(backend: Runner, kind: str) -> None:
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("kind", ["causal", "mask", "block mask", "all"])
-def test_what_other_rows_see_does_not_reach_a_row(
+def test_values_of_other_rows_do_not_reach_a_row(
     runner: Runner, kind: str, where: str, wrong: float
 ) -> None:
     check_reach(runner, arrays(SHORT), masks(SHORT)[kind], where, wrong)
@@ -55,7 +55,7 @@ def test_what_other_rows_see_does_not_reach_a_row(
 
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("kind", ["causal", "block mask"])
-def test_nor_does_it_in_long_problems(backend: Runner, kind: str, where: str) -> None:
+def test_nor_do_they_in_long_problems(backend: Runner, kind: str, where: str) -> None:
     check_reach(backend, arrays(LONG), masks(LONG)[kind], where, math.nan)
 
 
@@ -84,7 +84,7 @@ def test_random_non_finite_values_propagate_as_in_the_formula(
 
 
 def test_a_sink_of_minus_infinity_has_no_gradient(runner: Runner) -> None:
-    """Not even where a NaN that its head sees is in ``delta``."""
+    """Not even where a NaN that its head attends to is in ``delta``."""
     q, k, v, dout = arrays(SHORT)
     v[0, 0, 3, 3] = math.nan
     sinks = np.array([-math.inf, 0.5, -math.inf, -1.0], np.float32)
@@ -115,7 +115,7 @@ def test_skipped_blocks_are_not_computed(
     q, k, v, dout = (x[:1, :1] for x in arrays(lengths))
     blocks = np.random.default_rng(1).random((-(-lengths[0] // 8), -(-lengths[1] // 5))) < 0.4
     options = {**options, "block_mask": BlockMask(blocks, (8, 5))}
-    seen = reference.visibility((1, 1, *lengths), options)[0, 0]
+    visible = reference.visibility((1, 1, *lengths), options)[0, 0]
     in_blocks = options["block_mask"].to_dense((1, 1, *lengths))[0, 0]
     update, back = spec.update_tile, spec.backward_tile
     forward_tiles: list[Tile] = []
@@ -136,7 +136,7 @@ def test_skipped_blocks_are_not_computed(
     for tiles in (forward_tiles, backward_tiles):
         pairs = covered(tiles, lengths)
         assert not (pairs & ~in_blocks).any()
-        assert not (seen & ~pairs).any()
+        assert not (visible & ~pairs).any()
     assert in_blocks.mean() < 0.6
 
 
@@ -162,14 +162,14 @@ def test_skipped_keys_and_values_are_not_loaded(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_query_whose_scores_are_all_minus_infinity_has_no_gradient() -> None:
-    """Its products overflow, and no mask hides them: a probability is 0, not exp(-inf + inf)."""
+    """Its products overflow, and no mask applies: a probability is 0, not exp(-inf + inf)."""
     q, k, v, dout = arrays((5, 7))
     q[..., 0], k[..., 0] = 0, 1e9
     options: dict[str, Any] = {"mask": np.arange(5)[:, None] > 0}
-    hidden = tileattn.forward(q, k, v, **options)
-    expected = tileattn.backward(dout, q, k, v, *hidden, **options)
+    masked = tileattn.forward(q, k, v, **options)
+    expected = tileattn.backward(dout, q, k, v, *masked, **options)
     q[:, :, 0, 0] = -1e38
     saved = tileattn.forward(q, k, v)
     grads = tileattn.backward(dout, q, k, v, *saved)
-    for ours, theirs in zip((*saved, *grads[:3]), (*hidden, *expected[:3]), strict=True):
+    for ours, theirs in zip((*saved, *grads[:3]), (*masked, *expected[:3]), strict=True):
         np.testing.assert_array_equal(ours, theirs)

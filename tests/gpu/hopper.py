@@ -5,19 +5,25 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
-from tileattn import BlockMask
+import tileattn
+from tests.arrays import Array, Given, normal
+from tests.on_gpu import host, poisoned, sent
+from tileattn import Attention, BlockMask, Gradients, reference
 from tileattn.backends.cupy import describe
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.launch.layout import CallLayout, array_layout
+from tileattn.kernels.launch.plan import plan_backward, plan_forward
 from tileattn.problem import Problem, parse
+from tileattn.testing import assert_attention_close, error_bound
 
-Array = NDArray[Any]
 Masked = Callable[[int, int], BlockMask]
 
 B, HQ, HKV = 2, 6, 2
 DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 LENGTHS = [(1, 1), (1, 300), (300, 1), (129, 257), (64, 128), (200, 515), (513, 130)]
+SQUARE = [(64, 64), (128, 128)]
+WIDE = [(256, 256), (192, 192), (192, 128), (128, 192), (256, 64)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -37,38 +43,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-PARTS = 6
-"""Tests that the examples of a property are dealt out to, for processes that work side by side."""
-
-
-def in_turn(dimensions: list[tuple[int, int]]) -> list[tuple[int, int, str, Any]]:
-    """List all options at all head dimensions, each with either dtype at every other one."""
-    return [
-        (*dims, name, DTYPES[(i + j) % 2])
-        for i, dims in enumerate(dimensions)
-        for j, name in enumerate(OPTIONS)
-    ]
-
-
-def _random(lead: tuple[int, int], block: tuple[int, int], share: float) -> Masked:
-    """Make masks of blocks that are seen or not, drawn at random."""
+def _random(lead: tuple[int, int], block: tuple[int, int], density: float) -> Masked:
+    """Make masks of full and empty blocks, drawn at random."""
 
     def made(Nq: int, Nk: int) -> BlockMask:
         sides = (-(-n // size) for n, size in zip((Nq, Nk), block, strict=True))
-        return BlockMask(np.random.default_rng(3).random((*lead, *sides)) < share, block)
+        return BlockMask(np.random.default_rng(3).random((*lead, *sides)) < density, block)
 
     return made
 
 
 def _dense(Nq: int, Nk: int) -> BlockMask:
-    """Blocks that no tile divides, most of which are seen in part."""
-    seen = np.random.default_rng(4).random((B, 1, Nq, Nk)) < 0.7
-    seen[:, :, : Nq // 2, Nk // 2 :] = False
-    return BlockMask.from_mask(seen, (100, 72))
+    """Blocks that no tile divides, most of them partial."""
+    visible = np.random.default_rng(4).random((B, 1, Nq, Nk)) < 0.7
+    visible[:, :, : Nq // 2, Nk // 2 :] = False
+    return BlockMask.from_mask(visible, (100, 72))
 
 
 def _documents(Nq: int, Nk: int) -> BlockMask:
-    """Queries see the keys of their own document, as those of packed sequences do."""
+    """Queries attend to keys of their own document, as in packed sequences."""
     return BlockMask.from_predicate(
         lambda _b, _h, i, j: i * 4 // Nq == j * 4 // Nk, shape=(1, 1, Nq, Nk), block_size=(64, 64)
     )
@@ -85,31 +78,19 @@ MASKS: dict[str, Masked] = {
 }
 
 
-def arrays(
-    dtype: Any, D: int, Dv: int, Nq: int, Nk: int, seed: int = 0
-) -> tuple[Array, Array, Array]:
-    rng = np.random.default_rng(seed)
-    shapes = ((B, HQ, Nq, D), (B, HKV, Nk, D), (B, HKV, Nk, Dv))
-    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
-    return q, k, v
+def arrays(dtype: Any, D: int, Dv: int, Nq: int, Nk: int, seed: int = 0) -> Given:
+    return normal((B, HQ, HKV, Nq, Nk, D, Dv), dtype, seed)
 
 
 def filled(options: dict[str, Any], Nk: int) -> dict[str, Any]:
-    """Fill in what depends on the problem: arrays by their shapes, lengths by their share."""
+    """Fill in what depends on the problem: arrays by their shapes, lengths by their fraction."""
     rng = np.random.default_rng(1)
     made = dict(options)
     for name in {"alibi_slopes", "sinks"} & made.keys():
         made[name] = rng.random(made[name]).astype(np.float32)
     if "kv_lengths" in made:
-        made["kv_lengths"] = [int(share * Nk) for share in made["kv_lengths"]]
+        made["kv_lengths"] = [int(part * Nk) for part in made["kv_lengths"]]
     return made
-
-
-def sent(x: Any) -> Any:
-    """Copy arrays to the GPU; leave the rest."""
-    import cupy
-
-    return cupy.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def described(
@@ -124,18 +105,63 @@ def described(
     return problem, layout
 
 
-def visible(Nq: int, Nk: int, options: dict[str, Any]) -> NDArray[np.bool_]:
-    """Write out which query sees which key, by the contract: shape (B, Nq, Nk)."""
-    i, j = np.arange(Nq)[:, None], np.arange(Nk)
-    lengths = np.broadcast_to(options.get("kv_lengths", Nk), B)
-    offsets = np.broadcast_to(options.get("q_offset", lengths - Nq), B)
-    left, right = options.get("window", (None, 0 if options.get("causal") else None))
-    rows = []
-    for offset, length in zip(offsets, lengths, strict=True):
-        seen = np.broadcast_to(j < length, (Nq, Nk)).copy()
-        if left is not None:
-            seen &= j >= i + offset - left
-        if right is not None:
-            seen &= j <= i + offset + right
-        rows.append(seen)
-    return np.stack(rows)
+def runs_forward(q: Any, k: Any, v: Any, **options: Any) -> bool:
+    """Whether the Hopper kernel runs a forward pass whose arrays are on the GPU."""
+    plan = plan_forward(*described("forward", q, k, v, **options), describe.device_of(0))
+    return any(launch.key.kernel == HOPPER for launch in plan.launches)
+
+
+def runs_backward(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> bool:
+    """Whether a Hopper kernel runs a backward pass whose arrays are on the GPU."""
+    call = described("backward", q, k, v, dout=dout, **options)
+    launches = plan_backward(*call, describe.device_of(0)).launches
+    return any(launch.key.kernel in HOPPER_BACKWARDS for launch in launches)
+
+
+def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
+    """Call the forward pass on copies on the GPU; the Hopper kernel must run it."""
+    given, there = (sent(q), sent(k), sent(v)), {name: sent(x) for name, x in options.items()}
+    assert runs_forward(*given, **there)
+    with poisoned():
+        attention: Attention = host(tileattn.forward(*given, **there))
+    return attention
+
+
+def both(
+    given: Given,
+    *,
+    own: bool = True,
+    dlse: Array | None = None,
+    deterministic: bool = False,
+    **options: Any,
+) -> tuple[Attention, Gradients]:
+    """Call both passes on copies on the GPU; ``own`` says whether Hopper kernels must run them."""
+    q, k, v, dout = map(sent, given)
+    there = {name: sent(x) for name, x in options.items()}
+    assert runs_forward(q, k, v, **there) is own
+    assert runs_backward(q, k, v, dout, **there) is own
+    more = {"dlse": sent(dlse), "deterministic": deterministic}
+    with poisoned():
+        out, lse = tileattn.forward(q, k, v, **there)
+        grads = tileattn.backward(dout, q, k, v, out, lse, **more, **there)
+    return host(Attention(out, lse)), host(grads)
+
+
+def check_forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
+    """Compare the forward pass with the oracle."""
+    attention = forward(q, k, v, **options)
+    expected = reference.forward(q, k, v, **options)
+    assert_attention_close(attention, expected, error_bound(q, k, v, **options))
+    return attention
+
+
+def check(given: Given, *, dlse: Array | None = None, **options: Any) -> Gradients:
+    """Compare both passes with the oracle; options are also those of ``both``."""
+    masks = {n: x for n, x in options.items() if n not in {"own", "deterministic"}}
+    q, k, v, dout = given
+    bounds = error_bound(q, k, v, dout, dlse=dlse, **masks)
+    attention, grads = both(given, dlse=dlse, **options)
+    assert_attention_close(attention, reference.forward(q, k, v, **masks), bounds)
+    expected = reference.backward(dout, q, k, v, dlse=dlse, **masks)
+    assert_attention_close(grads, expected, bounds)
+    return grads

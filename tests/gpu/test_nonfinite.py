@@ -12,19 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.arrays import Given
 from tests.conftest import Runner
-from tests.gpu.hopper import sent
-from tests.gpu.test_hopper_backward import served
+from tests.gpu.hopper import runs_backward
 from tests.nonfinite import (
     WRONG,
-    Given,
     arrays,
     check_masked_out,
     check_reach,
     check_spoiled,
     masks,
 )
-from tests.on_gpu import needs_gpu, poisoned
+from tests.on_gpu import needs_gpu, poisoned, sent
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 
@@ -37,7 +36,7 @@ BLOCK = (40, 56)  # no tile divides it
 
 
 class Kernels(NamedTuple):
-    """Calls that the same kernels serve: dtype, head dimensions, kinds of masks, numbers of rows.
+    """Calls that run the same kernels: dtype, head dimensions, kinds of masks, numbers of rows.
 
     ``deterministic`` is None where both orders of dq's sums are tried.
     """
@@ -105,12 +104,12 @@ def call_of(kernels: Kernels, kind: str) -> tuple[Given, dict[str, Any]]:
 
 
 def is_repaired(call: Given, options: dict[str, Any]) -> bool:
-    """Whether heads that the Hopper backward kernels leave are computed by others."""
+    """Whether the generic kernels compute heads again after the Hopper backward kernels."""
     q, k, v, dout = map(sent, call)
-    return served(q, k, v, dout, **{name: sent(x) for name, x in options.items()})
+    return runs_backward(q, k, v, dout, **{name: sent(x) for name, x in options.items()})
 
 
-def test_what_nobody_sees_and_what_other_rows_see(kernels: Kernels, runner: Runner) -> None:
+def test_masked_out_values_and_values_of_other_rows(kernels: Kernels, runner: Runner) -> None:
     """Each kind of mask in turn, and each wrong value at least once."""
     order = orders(kernels)
     for n in range(max(len(kernels.kinds), len(WRONG))):

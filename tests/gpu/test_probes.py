@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.on_gpu import needs_gpu
 from tests.probes import keys
 from tests.probes.bounds import sums_of
-from tests.probes.harness import Probe, device, params, strides_of
+from tests.probes.harness import Probe, params, strides_of
 from tileattn.algorithm import philox
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
@@ -23,12 +24,7 @@ from tileattn.kernels.launch.scheduler import work_tiles
 Array = NDArray[Any]
 Pair = tuple[int, int]
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _gpu() -> None:
-    device()
+pytestmark = needs_gpu
 
 
 # --- params.cuh ---------------------------------------------------------------------------------
@@ -76,7 +72,7 @@ def test_dropout_of_accumulators_keeps_the_same_pairs(transposed: bool) -> None:
     rows, columns, row, column, b, h, p = 48, 32, 16, 96, 1, 2, 0.4
     kept = np.full((rows, columns), 7, np.uint8)
     block = params(**dropout(SEEDS[1], p))
-    Probe(keys.PHILOX[0])("walked", block, b, h, row, column, int(transposed), kept)
+    Probe(keys.PHILOX[0])("kept_in_fragment", block, b, h, row, column, int(transposed), kept)
     r, c = (row, row + rows), (column, column + columns)
     i, j = (c, r) if transposed else (r, c)
     want = philox.keep_tile(SEEDS[1], p, b, np.array([h]), *i, *j)[0]
@@ -115,7 +111,7 @@ def answers_of(window: SlidingWindow, boxes: Array) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("left", "right"), list(product(SIDES, SIDES)))
-def test_bands(left: int | None, right: int | None) -> None:
+def test_windows(left: int | None, right: int | None) -> None:
     Nq, Nk = 40, 60
     places = product([0, 1, 33, Nk], [-FAR, -70, -33, -1, 0, 20, 59, 75, FAR])
     lengths, offsets = np.array(list(places), np.int64).T
@@ -123,7 +119,7 @@ def test_bands(left: int | None, right: int | None) -> None:
     got = np.full((len(lengths), len(boxes), 6), -7, np.int32)
     p = params(Nq=Nq, Nk=Nk, **reach(left, right))
     given = lengths, offsets, boxes, len(boxes), got
-    Probe(keys.BLOCKS[0])("bands", p, *given, grid=(len(lengths),))
+    Probe(keys.BLOCKS[0])("windows", p, *given, grid=(len(lengths),))
     for n, (length, offset) in enumerate(zip(lengths.tolist(), offsets.tolist(), strict=True)):
         assert got[n].tolist() == answers_of(SlidingWindow(Nq, length, offset, left, right), boxes)
 
@@ -133,107 +129,99 @@ def test_a_length_beyond_the_keys_is_their_number(given: int, length: int) -> No
     boxes = boxes_in(40, 60, 80)
     got = np.full((len(boxes), 6), -7, np.int32)
     p = params(Nq=40, Nk=60, left=8, right=3, length=given, offset=-5)
-    Probe(keys.BLOCKS[0])("bands", p, None, None, boxes, len(boxes), got)
+    Probe(keys.BLOCKS[0])("windows", p, None, None, boxes, len(boxes), got)
     assert got.tolist() == answers_of(SlidingWindow(40, length, -5, 8, 3), boxes)
 
 
 @pytest.mark.parametrize(
-    ("blocks", "heads", "parts"), [(1, 1, 1), (3, 7, 1), (3, 7, 7), (5, 11, 3), (2, 12, 4)]
+    ("blocks", "heads", "groups"), [(1, 1, 1), (3, 7, 1), (3, 7, 7), (5, 11, 3), (2, 12, 4)]
 )
-def test_turns(blocks: int, heads: int, parts: int) -> None:
+def test_block_coords(blocks: int, heads: int, groups: int) -> None:
     got = np.full((blocks * heads, 2), -7, np.int32)
-    Probe(keys.BLOCKS[0])("turns", blocks, heads, parts, got, grid=(len(got),))
+    Probe(keys.BLOCKS[0])("block_coords", blocks, heads, groups, got, grid=(len(got),))
     assert got.tolist() == [
         [block, head]
-        for part in np.array_split(np.arange(heads), parts)
+        for group in np.array_split(np.arange(heads), groups)
         for block in range(blocks)
-        for head in part
+        for head in group
     ]
 
 
 @pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (300, 40), (70, None)])
-@pytest.mark.parametrize("key", keys.WORK, ids=keys.name_of)
-def test_works(key: KernelKey, left: int | None, right: int | None) -> None:
-    """Dealt out in turn, or by a table: each has the tiles that some, and that all, of it see."""
-    B, Hq, Nq, Nk, parts, grid = 2, 6, 700, 810, 3, 5
+@pytest.mark.parametrize("key", keys.FORWARD_SMEM, ids=keys.name_of)
+def test_forward_work_tiles(key: KernelKey, left: int | None, right: int | None) -> None:
+    """Assigned in order, or by a table; with the key tiles that are not empty, and those full."""
+    B, Hq, Nq, Nk, groups, grid = 2, 6, 700, 810, 3, 5
     blocks = -(-Nq // key.block_q)
     count = blocks * B * Hq
     order = np.random.default_rng(4).permutation(count)
     size = 6 + 4 * (key.block_q // 64)
-    p = params(
-        B=B, Hq=Hq, Nq=Nq, Nk=Nk, head_groups=parts, length=Nk, offset=Nk - Nq, **reach(left, right)
-    )
+    sizes = {"B": B, "Hq": Hq, "Nq": Nq, "Nk": Nk, "head_groups": groups}
+    p = params(**sizes, length=Nk, offset=Nk - Nq, **reach(left, right))
     table = np.full((-(-count // grid) + 1, grid), count, np.int32)
     table.flat[:count] = order
     for schedule_, numbers in ((None, np.arange(count)), (table, order)):
         got = np.full((len(table), grid, size), -7, np.int32)
-        Probe(key)("works", p, schedule_, len(table), got, grid=(grid,))
-        block, head, _ = work_tiles(blocks, B * Hq, parts)
+        Probe(key)("forward_work_tiles", p, schedule_, len(table), got, grid=(grid,))
+        block, head, _ = work_tiles(blocks, B * Hq, groups)
         for n, number in enumerate(numbers.tolist()):
             place = int(block[number]) if right is None else blocks - 1 - int(block[number])
             q0, (b, h) = place * key.block_q, divmod(int(head[number]), Hq)
-            turn, thread = divmod(n, grid)
-            found = got[turn, thread].tolist()
+            iteration, cta = divmod(n, grid)
+            found = got[iteration, cta].tolist()
             window = SlidingWindow(Nq, Nk, Nk - Nq, left, right)
             lo, hi = window.key_range(q0, min(q0 + key.block_q, Nq))
             tiles = lo // key.block_k, -(-hi // key.block_k)
-            assert found[:6] == [b, h, q0, *tiles, turn]
+            assert found[:6] == [b, h, q0, *tiles, iteration]
             for g, first in enumerate(range(q0, q0 + key.block_q, 64)):
                 assert_tiles(window, first, key.block_k, found[6 + 4 * g : 10 + 4 * g])
         assert (got.reshape(-1, size)[count:] == -7).all()
 
 
-@pytest.mark.parametrize("key", [*keys.WORK, *keys.WALK], ids=keys.name_of)
-def test_where_tiles_lie(key: KernelKey) -> None:
-    """All begin where the rows of swizzled tiles do, and in the memory that a launch brings."""
+@pytest.mark.parametrize("key", [*keys.FORWARD_SMEM, *keys.BACKWARD_SMEM], ids=keys.name_of)
+def test_addresses_of_tiles(key: KernelKey) -> None:
+    """All are aligned as swizzled tiles must be, and lie within the shared memory of the launch."""
     got = np.zeros(32, np.uint32)
-    Probe(key)("places", got)
+    Probe(key)("addresses", got)
     start, *others = got[got > 0].tolist()
     assert start % 1024 == 0
     assert min(others) == start
     assert len({*others}) == len(others) >= key.stages * 2 + 2
-    assert all(place % 1024 == 0 and place < start + key.smem_bytes for place in others)
+    assert all(x % 1024 == 0 and x < start + key.smem_bytes for x in others)
 
 
 @pytest.mark.parametrize("length", [810, 500, 0])
 @pytest.mark.parametrize(
     ("left", "right"), [(None, None), (None, 0), (300, 40), (70, None), (5, 0)]
 )
-@pytest.mark.parametrize("key", keys.WALK, ids=keys.name_of)
-def test_walks(key: KernelKey, left: int | None, right: int | None, length: int) -> None:
-    """The same for blocks of keys, and the tiles of queries that see some, and all, of them."""
-    B, Hkv, Nq, Nk, parts, grid = 2, 3, 700, 810, 2, 5
+@pytest.mark.parametrize("key", keys.BACKWARD_SMEM, ids=keys.name_of)
+def test_backward_work_tiles(
+    key: KernelKey, left: int | None, right: int | None, length: int
+) -> None:
+    """The same for key blocks and query tiles; each thread block claims the next work tile."""
+    B, Hkv, Nq, Nk, groups, grid = 2, 3, 700, 810, 2, 5
     blocks = -(-Nk // key.block_k)
     count = blocks * B * Hkv
     window = SlidingWindow(Nq, length, 60, left, right)
-    p = params(
-        B=B,
-        Hkv=Hkv,
-        Nq=Nq,
-        Nk=Nk,
-        head_groups=parts,
-        length=length,
-        offset=60,
-        **reach(left, right),
-    )
+    sizes = {"B": B, "Hkv": Hkv, "Nq": Nq, "Nk": Nk, "head_groups": groups}
+    p = params(**sizes, length=length, offset=60, **reach(left, right))
     tiles = [(q0, min(q0 + key.block_q, Nq)) for q0 in range(0, Nq, key.block_q)]
     claimed, got = np.zeros(1, np.uint32), np.full((count, 7), -7, np.int32)
-    Probe(key)("walks", p, claimed, got, grid=(grid,))
-    assert claimed == count + grid  # each block has been told once that there is nothing left
-    block, head, _ = work_tiles(blocks, B * Hkv, parts)
+    Probe(key)("backward_work_tiles", p, claimed, got, grid=(grid,))
+    assert claimed == count + grid  # each thread block finds once that there is nothing left
+    block, head, _ = work_tiles(blocks, B * Hkv, groups)
     for n, (b, kv, k0, first, past, full, full_past) in enumerate(got.tolist()):
         assert (b, kv) == divmod(int(head[n]), Hkv)
         assert k0 == int(block[n]) * key.block_k
         kinds = [window.kind(q0, q1, k0, k0 + key.block_k) for q0, q1 in tiles]
-        seen = [tile for tile, kind in enumerate(kinds) if kind != EMPTY]
-        assert list(range(first, past)) == seen
-        assert [tile for tile in seen if full <= tile < full_past] == [
-            tile for tile in seen if kinds[tile] == FULL
-        ]
+        attended = [tile for tile, kind in enumerate(kinds) if kind != EMPTY]
+        assert list(range(first, past)) == attended
+        found = [tile for tile in attended if full <= tile < full_past]
+        assert found == [tile for tile in attended if kinds[tile] == FULL]
 
 
 def assert_tiles(window: SlidingWindow, q0: int, block_k: int, found: list[int]) -> None:
-    """Hold what 64 queries are said to see to the kinds of tiles."""
+    """Compare the key tiles of 64 queries with the kinds of tiles."""
     first, past, full, full_past = found
     q1 = min(q0 + 64, window.Nq)
     kinds = {
@@ -241,11 +229,11 @@ def assert_tiles(window: SlidingWindow, q0: int, block_k: int, found: list[int])
         for tile in range(-(-window.length // block_k))
         if q0 < q1
     }
-    seen = [tile for tile, kind in kinds.items() if kind != EMPTY]
-    assert list(range(first, past)) == seen
+    attended = [tile for tile, kind in kinds.items() if kind != EMPTY]
+    assert list(range(first, past)) == attended
     # The kernel asks of 64 queries, though there may be fewer: it may take full tiles for others.
     whole = [tile for tile, kind in kinds.items() if kind == FULL]
-    assert set(range(full, full_past)) & set(seen) <= set(whole)
+    assert set(range(full, full_past)) & set(attended) <= set(whole)
     assert q1 < q0 + 64 or list(range(full, full_past)) == whole
 
 
@@ -253,7 +241,7 @@ class Masks:
     """A dense mask and a block mask, where a key has them, and how a probe is given them."""
 
     def __init__(
-        self, key: KernelKey, shape: tuple[int, int, int, int], block: Pair, skipped: float
+        self, key: KernelKey, shape: tuple[int, int, int, int], block: Pair, empty: float
     ) -> None:
         B, Hq, Nq, Nk = shape
         rng = np.random.default_rng(3)
@@ -265,10 +253,10 @@ class Masks:
         if self.dense is not None:
             self.fields["mask_at"] = strides_of(self.dense)
         if key.block_mask:
-            cells = (1, Hq, -(-Nq // block[0]), -(-Nk // block[1]))
-            share = rng.choice([0.5, 1.0], cells) * (rng.random(cells) > skipped)
-            share = share.repeat(block[0], axis=2).repeat(block[1], axis=3)[:, :, :Nq, :Nk]
-            self.blocks = BlockMask.from_mask(rng.random(share.shape) < share, block)
+            counts = (1, Hq, -(-Nq // block[0]), -(-Nk // block[1]))
+            density = rng.choice([0.5, 1.0], counts) * (rng.random(counts) > empty)
+            density = density.repeat(block[0], axis=2).repeat(block[1], axis=3)[:, :, :Nq, :Nk]
+            self.blocks = BlockMask.from_mask(rng.random(density.shape) < density, block)
             kinds, bits = partial_blocks(self.blocks)
             self.fields["block_kinds_at"] = strides_of(kinds)
             self.fields["mask_block_q"], self.fields["mask_block_k"] = block
@@ -287,14 +275,14 @@ class Masks:
 @pytest.mark.parametrize("key", keys.BLOCKS, ids=keys.name_of)
 def test_attention_masks(key: KernelKey) -> None:
     B, Hq, Nq, Nk = shape = 2, 3, 53, 150
-    masks = Masks(key, shape, (20, 12), skipped=0.5)
+    masks = Masks(key, shape, (20, 12), empty=0.5)
     boxes = boxes_in(Nq, Nk, 150)
     boxes[-40:, 1] += 40  # past the end
     boxes[-30:, 3] += 20
     kinds = np.full((B, Hq, len(boxes)), -7, np.int32)
     visible = np.full(shape, 7, np.uint8)
     p = params(length=141, offset=30, **reach(50, 9), **masks.fields)
-    Probe(key)("sights", p, *masks.arrays, boxes, len(boxes), kinds, visible, grid=(Hq, B))
+    Probe(key)("attention_masks", p, *masks.arrays, boxes, len(boxes), kinds, visible, grid=(Hq, B))
     window = SlidingWindow(Nq, 141, 30, 50, 9)
     for b, h in product(range(B), range(Hq)):
         attn_mask = masks.attn_mask(window, b, h)
@@ -303,21 +291,21 @@ def test_attention_masks(key: KernelKey) -> None:
         assert np.array_equal(visible[b, h], masks.visible(window, b, h))
 
 
-def key_visits(key: KernelKey, attn_mask: AttentionMask, q0: int) -> list[list[int]]:
-    """List number and kind of the key tiles that the queries from q0 on visit."""
+def key_tiles(key: KernelKey, attn_mask: AttentionMask, q0: int) -> list[list[int]]:
+    """List number and kind of the key tiles of a query block that are not empty."""
     q1 = min(q0 + key.block_q, attn_mask.window.Nq)
     lo, hi = attn_mask.window.key_range(q0, q1)
     tiles = range(lo // key.block_k, -(-hi // key.block_k))
     found = [[t, attn_mask.kind(q0, q1, t * key.block_k, (t + 1) * key.block_k)] for t in tiles]
-    return [visit for visit in found if visit[1] != EMPTY]
+    return [tile for tile in found if tile[1] != EMPTY]
 
 
-def query_visits(key: KernelKey, attn_mask: AttentionMask, k0: int) -> list[list[int]]:
-    """List number and kind of the query tiles that the keys from k0 on visit."""
+def query_tiles(key: KernelKey, attn_mask: AttentionMask, k0: int) -> list[list[int]]:
+    """List number and kind of the query tiles of a key block that are not empty."""
     lo, hi = attn_mask.window.query_range(k0, k0 + key.block_k)
     tiles = [q for q in cut(attn_mask.window.Nq, key.block_q) if q[0] < hi and q[1] > lo]
     found = [[q0 // key.block_q, attn_mask.kind(q0, q1, k0, k0 + key.block_k)] for q0, q1 in tiles]
-    return [visit for visit in found if visit[1] != EMPTY]
+    return [tile for tile in found if tile[1] != EMPTY]
 
 
 VIEWS = {"open": (None, None, 0), "causal": (None, 0, -99), "window": (200, 30, 7)}
@@ -326,7 +314,7 @@ VIEWS = {"open": (None, None, 0), "causal": (None, 0, -99), "window": (200, 30, 
 @pytest.mark.parametrize("block", [(64, 48), (20, 12)], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("key", keys.BLOCKS, ids=keys.name_of)
-def test_visits_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair) -> None:
+def test_tiles_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair) -> None:
     """Tiles come in order, each with its kind; they are the ones that the schedule cuts up.
 
     Where tiles and a block mask are not aligned the schedule may skip more, for it looks at parts.
@@ -334,7 +322,7 @@ def test_visits_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair
     B, Hq, Nq, Nk = shape = 1, 2, 1201, 1102
     left, right, offset = VIEWS[view]
     masks, window = (
-        Masks(key, shape, block, skipped=0.92),
+        Masks(key, shape, block, empty=0.92),
         SlidingWindow(Nq, 1000, offset, left, right),
     )
     q_tiles, k_tiles = -(-Nq // key.block_q), -(-Nk // key.block_k)
@@ -342,20 +330,20 @@ def test_visits_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair
     by_key = np.full((Hq, k_tiles, q_tiles + 1, 2), -1, np.int32)
     probe = Probe(key)
     p = params(length=1000, offset=offset, **reach(left, right), **masks.fields)
-    probe("key_visits", p, *masks.arrays, by_query, k_tiles + 1, grid=(q_tiles, Hq, B))
-    probe("query_visits", p, *masks.arrays, by_key, q_tiles + 1, grid=(k_tiles, Hq, B))
+    probe("key_tile_kinds", p, *masks.arrays, by_query, k_tiles + 1, grid=(q_tiles, Hq, B))
+    probe("query_tile_kinds", p, *masks.arrays, by_key, q_tiles + 1, grid=(k_tiles, Hq, B))
     for h in range(Hq):
         attn_mask = masks.attn_mask(window, 0, h)
         rows = [row[row[:, 0] >= 0].tolist() for row in by_query[h]]
         columns = [column[column[:, 0] >= 0].tolist() for column in by_key[h]]
-        assert rows == [key_visits(key, attn_mask, a * key.block_q) for a in range(q_tiles)]
-        assert columns == [query_visits(key, attn_mask, c * key.block_k) for c in range(k_tiles)]
-        visited = {(a, tile) for a, row in enumerate(rows) for tile, _ in row}
+        assert rows == [key_tiles(key, attn_mask, a * key.block_q) for a in range(q_tiles)]
+        assert columns == [query_tiles(key, attn_mask, c * key.block_k) for c in range(k_tiles)]
+        listed = {(a, tile) for a, row in enumerate(rows) for tile, _ in row}
         tiles = schedule(attn_mask, key.block_q, key.block_k)
         scheduled = {(tile.q0 // key.block_q, tile.k0 // key.block_k) for tile in tiles}
         exact = not key.block_mask or block == (64, 48)
         assert scheduled
-        assert scheduled == visited if exact else scheduled <= visited
+        assert scheduled == listed if exact else scheduled <= listed
 
 
 # --- mask.cuh -----------------------------------------------------------------------------------
@@ -364,31 +352,31 @@ def test_visits_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("key", keys.MASK, ids=keys.name_of)
 def test_masked_out_and_dropped_elements_of_accumulators(key: KernelKey, transposed: bool) -> None:
-    """Ones become -infinity where hidden, then 0 where dropped; keys past the end are hidden."""
+    """Ones become -infinity where masked out, keys past the end too, then 0 where dropped."""
     Nq, Nk = 53, 80 if key.mask_vector_width == 16 else 70
     shape = (2, 3, Nq, Nk)
     size, b, h, i0, j0 = key.block_q, 1, 2, 32, 48
-    masks, window = Masks(key, shape, (20, 12), skipped=0.4), SlidingWindow(Nq, Nk, 4, 20, 13)
+    masks, window = Masks(key, shape, (20, 12), empty=0.4), SlidingWindow(Nq, Nk, 4, 20, 13)
     start = (j0, i0) if transposed else (i0, j0)
     if masks.dense is not None:  # every byte but 0 is true
         masks.arrays[0] = masks.dense * np.uint8(1 << h)
     indices = np.full((size, size, 2), -7, np.int32)
     values = np.full((size, size), 7, sums_of(key))
     p = params(length=Nk, offset=4, **reach(20, 13), **dropout(SEEDS[1], 0.3), **masks.fields)
-    Probe(key)("hidden", p, *masks.arrays, b, h, *start, int(transposed), indices, values)
+    Probe(key)("masked_out", p, *masks.arrays, b, h, *start, int(transposed), indices, values)
     if transposed:
         indices, values = indices.swapaxes(0, 1), values.T
     i, j = np.mgrid[i0 : i0 + size, j0 : j0 + size]
     assert np.array_equal(indices, np.stack([i, j], axis=2))
 
-    seen = np.zeros((i0 + size, j0 + size), np.bool_)
-    seen[:Nq, :Nk] = masks.visible(window, b, h)
-    want = np.where(seen[i0:, j0:], 1.0, -np.inf)
+    visible = np.zeros((i0 + size, j0 + size), np.bool_)
+    visible[:Nq, :Nk] = masks.visible(window, b, h)
+    want = np.where(visible[i0:, j0:], 1.0, -np.inf)
     if key.dropout:
         heads = np.array([h])
         kept = philox.keep_tile(SEEDS[1], 0.3, b, heads, i0, i0 + size, j0, j0 + size)[0]
         want = np.where(kept, want, 0)
-    # Queries past the end are nobody's: what stands there is not stored.
+    # Queries past the end are not stored.
     assert np.array_equal(values[: Nq - i0], want[: Nq - i0])
 
 

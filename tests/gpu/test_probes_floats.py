@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.on_gpu import needs_gpu
 from tests.probes import keys
 from tests.probes.bounds import (
     assert_near,
@@ -20,7 +21,7 @@ from tests.probes.bounds import (
     truth_of,
     unit_of,
 )
-from tests.probes.harness import Probe, device, params, strides_of
+from tests.probes.harness import Probe, params, strides_of
 from tileattn.algorithm.block_mask import FULL
 from tileattn.algorithm.scores import ScoreMods
 from tileattn.algorithm.softmax import RowState
@@ -29,7 +30,7 @@ from tileattn.kernels.config.key import KernelKey
 
 Array = NDArray[Any]
 
-pytestmark = pytest.mark.gpu
+pytestmark = needs_gpu
 
 # Branches for older GPUs are compiled for this one and run, too.
 older = pytest.mark.parametrize("as_arch", ["", "800", "750"])
@@ -37,11 +38,6 @@ older = pytest.mark.parametrize("as_arch", ["", "800", "750"])
 
 def each(probes: tuple[KernelKey, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("key", probes, ids=keys.name_of)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _gpu() -> None:
-    device()
 
 
 # --- types.cuh ----------------------------------------------------------------------------------
@@ -176,7 +172,7 @@ def bound_of(key: KernelKey, depth: int) -> float:
     """Bound the error of a sum of products, relative to the sum of their absolute values.
 
     Tensor cores may cut what they add to the last bit, 2 u, where others round. A product of
-    float32 is made of tf32 parts: see kernels/src/test_tf32.py.
+    float32 is made of tf32 parts: see mma.cuh.
     """
     split = 2**-21 if key.dtype == "float32" else 0.0
     return split + (2 * depth + 8) * unit_of(key)
@@ -339,7 +335,7 @@ def test_scores_and_their_derivatives(key: KernelKey) -> None:
 
 
 def tiles_of_products(key: KernelKey, tiles: int) -> Array:
-    """Products with hidden pairs, and rows that see nothing, at first, at last or at all."""
+    """Products with masked-out pairs, and rows without a key, at first, at last or at all."""
     rng = np.random.default_rng(9)
     x = 20 * rng.standard_normal((tiles, key.block_q, key.block_k))
     x[rng.random(x.shape) < 0.3] = -np.inf
@@ -356,27 +352,27 @@ def tiles_of_products(key: KernelKey, tiles: int) -> Array:
     return x.astype(sums_of(key))
 
 
-def absorbed(key: KernelKey, x: Array, unit: float, sinks: Array, gain: float) -> list[Array]:
+def updated(key: KernelKey, x: Array, unit: float, sinks: Array, gain: float) -> list[Array]:
     """Run the probe: p, m, rescale, weight and lse. The four lanes of a row agree."""
     sums = sums_of(key)
     p, T, M = np.full_like(x, 7), *x.shape[:2]
     lanes = [np.full((*shape, 4), 7, sums) for shape in ((T, M), (T, M), (M,), (M,))]
     natural = sums.type(unit * np.log(2))
-    Probe(key)("absorbed", x, T, sums.type(unit), sinks, sums.type(gain), natural, p, *lanes)
+    Probe(key)("updated", x, T, sums.type(unit), sinks, sums.type(gain), natural, p, *lanes)
     for four in lanes:
         assert np.array_equal(four, np.broadcast_to(four[..., :1], four.shape), equal_nan=True)
     return [p, *(four[..., 0] for four in lanes)]
 
 
 def ways_down(top: Array, x: Array) -> Array:
-    """How far numbers are below the top; 0 where they are hidden, for then nothing is rounded."""
+    """How far numbers are below the top; 0 where masked out, for then nothing is rounded."""
     return np.subtract(top, x, out=np.zeros(x.shape, top.dtype), where=x > -np.inf)
 
 
 @pytest.mark.parametrize("unit", [1.0, 0.2])
 @each(keys.SOFTMAX)
 def test_row_states(key: KernelKey, unit: float) -> None:
-    """Weights of all keys and logsumexp are those of the twin, which is given the same in base e.
+    """Weights of all keys and logsumexp are those of RowState, which is given the same in base e.
 
     A weight is a product of exponentials, one for each later tile and the sink. Their arguments,
     each rounded once, add up to its way down from the maximum: ln 2 u of it, and the errors of the
@@ -387,7 +383,7 @@ def test_row_states(key: KernelKey, unit: float) -> None:
     M, N = x.shape[1:]
     sinks = np.random.default_rng(10).normal(0, 5, (M,)).astype(sums)
     sinks[::2], sinks[9] = -np.inf, 140
-    p, m, rescale, weight, lse = absorbed(key, x, unit, sinks, gain)
+    p, m, rescale, weight, lse = updated(key, x, unit, sinks, gain)
 
     ln2, scores = np.log(truth.type(2)), x.astype(truth) * truth.type(sums.type(unit))
     state = RowState.empty((M,), T * N, truth)
@@ -420,6 +416,6 @@ def test_only_rows_that_are_not_finite_have_weights_that_are_not(key: KernelKey)
     x = tiles_of_products(key, 3)
     x[1, 10, 5], x[2, 11, 0], x[0, 12, 7] = np.nan, np.inf, np.inf
     no_sinks = np.full(key.block_q, -np.inf, sums_of(key))
-    weight = absorbed(key, x, 1.0, no_sinks, 1.0)[3]
+    weight = updated(key, x, 1.0, no_sinks, 1.0)[3]
     assert np.flatnonzero(~np.isfinite(weight)).tolist() == [10, 11, 12]
     assert weight[0] == 0

@@ -105,7 +105,7 @@ def test_a_graph_is_replayed_on_new_data(given: list[Any], options: dict[str, An
 def test_the_same_bits_in_a_hundred_runs_beside_other_work(dtype: Any) -> None:
     import cupy
 
-    q, k, v, dout = random_arrays(*SHAPES, dtype=dtype)
+    given = random_arrays(*SHAPES, dtype=dtype)
     sinks, bias = random_arrays((4,), (333, 517), seed=1)
     other = cupy.cuda.Stream(non_blocking=True)
     load = cupy.ones((2048, 2048), np.float32)
@@ -113,10 +113,7 @@ def test_the_same_bits_in_a_hundred_runs_beside_other_work(dtype: Any) -> None:
     for _ in range(100):
         with other:
             load @ load
-        attention = tileattn.forward(q, k, v, sinks=sinks, bias=bias)
-        grads = tileattn.backward(
-            dout, q, k, v, *attention, deterministic=True, sinks=sinks, bias=bias
-        )
+        attention, grads = both(given, deterministic=True, sinks=sinks, bias=bias)
         found = bits((*attention, *grads))
         first = first or found
         assert found == first
@@ -125,16 +122,12 @@ def test_the_same_bits_in_a_hundred_runs_beside_other_work(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_bits_do_not_depend_on_the_rest_of_the_batch(dtype: Any) -> None:
-    given = random_arrays(*SHAPES, dtype=dtype)
-    q, k, v, dout = given
-    options: dict[str, Any] = {"causal": True}
-    whole = tileattn.forward(q, k, v, **options)
-    of_whole = tileattn.backward(dout, q, k, v, *whole, deterministic=True, **options)
+    q, k, v, dout = given = random_arrays(*SHAPES, dtype=dtype)
+    options: dict[str, Any] = {"causal": True, "deterministic": True}
+    whole, of_whole = both(given, **options)
     for b, kv in ((0, 0), (1, 1)):
         keys, queries = np.s_[b : b + 1, kv : kv + 1], np.s_[b : b + 1, 2 * kv : 2 * kv + 2]
-        parts = q[queries], k[keys], v[keys]
-        alone = tileattn.forward(*parts, **options)
-        of_alone = tileattn.backward(dout[queries], *parts, *alone, deterministic=True, **options)
+        alone, of_alone = both([q[queries], k[keys], v[keys], dout[queries]], **options)
         assert bits(alone) == bits(x[queries] for x in whole)
         expected = (of_whole.dq[queries], of_whole.dk[keys], of_whole.dv[keys])
         assert bits(of_alone[:3]) == bits(expected)

@@ -10,8 +10,8 @@ struct Answer {
 };
 
 // Batch entry blockIdx.x. The pair of a box is its first.
-extern "C" __global__ void bands(Params p, const i64* lengths, const i64* offsets, const Box* boxes,
-                                 i64 count, Answer* answers) {
+extern "C" __global__ void windows(Params p, const i64* lengths, const i64* offsets,
+                                   const Box* boxes, i64 count, Answer* answers) {
     p.kv_lengths = lengths;
     p.q_offset = offsets;
     const Window window(p, blockIdx.x);
@@ -24,14 +24,14 @@ extern "C" __global__ void bands(Params p, const i64* lengths, const i64* offset
 }
 
 // Block and head of each CTA.
-extern "C" __global__ void turns(i64 blocks, i64 heads, i64 groups, int* block_and_head) {
+extern "C" __global__ void block_coords(i64 blocks, i64 heads, i64 groups, int* block_and_head) {
     const BlockCoord coord{int(blocks), int(heads), int(groups)};
     block_and_head[2 * blockIdx.x] = coord.block;
     block_and_head[2 * blockIdx.x + 1] = coord.head;
 }
 
-__device__ AttentionMask sight_of(Params& p, const bool* mask, const int* kinds, const bool* bits,
-                                  i64 b, i64 h) {
+__device__ AttentionMask attention_mask_of(Params& p, const bool* mask, const int* kinds,
+                                           const bool* bits, i64 b, i64 h) {
     p.mask = mask;
     p.block_kinds = kinds;
     p.block_bits = bits;
@@ -39,9 +39,10 @@ __device__ AttentionMask sight_of(Params& p, const bool* mask, const int* kinds,
 }
 
 // Head blockIdx.x of batch entry blockIdx.y: kinds of boxes, and every pair.
-extern "C" __global__ void sights(Params p, const bool* mask, const int* kinds, const bool* bits,
-                                  const Box* boxes, i64 count, int* box_kinds, bool* visible) {
-    const AttentionMask attn_mask = sight_of(p, mask, kinds, bits, blockIdx.y, blockIdx.x);
+extern "C" __global__ void attention_masks(Params p, const bool* mask, const int* kinds,
+                                           const bool* bits, const Box* boxes, i64 count,
+                                           int* box_kinds, bool* visible) {
+    const AttentionMask attn_mask = attention_mask_of(p, mask, kinds, bits, blockIdx.y, blockIdx.x);
     const i64 head = blockIdx.y * p.Hq + blockIdx.x;
     for (i64 n = threadIdx.x; n < count; n += blockDim.x)
         box_kinds[head * count + n] =
@@ -50,12 +51,12 @@ extern "C" __global__ void sights(Params p, const bool* mask, const int* kinds, 
         visible[head * p.Nq * p.Nk + n] = attn_mask.visible(int(n / p.Nk), int(n % p.Nk));
 }
 
-struct Visit {
+struct TileKind {
     int tile, kind;
 };
 
 template <class KindOf>
-__device__ void trace(Range range, int block, KindOf kind_of, Visit* out) {
+__device__ void trace(Range range, int block, KindOf kind_of, TileKind* out) {
     for (TileIterator visit(range.lo / block, (range.hi + block - 1) / block, kind_of);
          !visit.done(); visit.next()) {
         if (threadIdx.x == 0) *out = {visit.tile, visit.kind};
@@ -64,9 +65,9 @@ __device__ void trace(Range range, int block, KindOf kind_of, Visit* out) {
 }
 
 // Key tiles of query block blockIdx.x, for head blockIdx.y of batch entry 0.
-extern "C" __global__ void key_visits(Params p, const bool* mask, const int* kinds,
-                                      const bool* bits, Visit* out, i64 most) {
-    const AttentionMask attn_mask = sight_of(p, mask, kinds, bits, 0, blockIdx.y);
+extern "C" __global__ void key_tile_kinds(Params p, const bool* mask, const int* kinds,
+                                          const bool* bits, TileKind* out, i64 most) {
+    const AttentionMask attn_mask = attention_mask_of(p, mask, kinds, bits, 0, blockIdx.y);
     const int q0 = blockIdx.x * BLOCK_Q, q1 = q0 + BLOCK_Q;
     trace(
         attn_mask.window.keys_of(q0, min(q1, int(p.Nq))), BLOCK_K,
@@ -75,9 +76,9 @@ extern "C" __global__ void key_visits(Params p, const bool* mask, const int* kin
 }
 
 // Query tiles of key block blockIdx.x, for head blockIdx.y of batch entry 0.
-extern "C" __global__ void query_visits(Params p, const bool* mask, const int* kinds,
-                                        const bool* bits, Visit* out, i64 most) {
-    const AttentionMask attn_mask = sight_of(p, mask, kinds, bits, 0, blockIdx.y);
+extern "C" __global__ void query_tile_kinds(Params p, const bool* mask, const int* kinds,
+                                            const bool* bits, TileKind* out, i64 most) {
+    const AttentionMask attn_mask = attention_mask_of(p, mask, kinds, bits, 0, blockIdx.y);
     const int k0 = blockIdx.x * BLOCK_K, k1 = k0 + BLOCK_K;
     trace(
         attn_mask.window.queries_of(k0, k1), BLOCK_Q,

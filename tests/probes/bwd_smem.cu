@@ -2,7 +2,7 @@
 // CTAs claim them, and where the tensors lie in shared memory.
 #include "bwd_smem_sm90.cuh"
 
-extern "C" __global__ void places(u32* out) {
+extern "C" __global__ void addresses(u32* out) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
     u32 start = shared_address(tensors);
@@ -18,7 +18,7 @@ extern "C" __global__ void places(u32* out) {
 }
 
 // out: (work tiles, 7), by index. One lane of each CTA claims.
-extern "C" __global__ void walks(Params p, u32* tile_counter, int* out) {
+extern "C" __global__ void backward_work_tiles(Params p, u32* tile_counter, int* out) {
     if (threadIdx.x) return;
     p.tile_counter = tile_counter;
     WorkTile work{};

@@ -2,7 +2,7 @@
 // pass, and where the tensors lie in shared memory.
 #include "fwd_smem_sm90.cuh"
 
-extern "C" __global__ void places(u32* out) {
+extern "C" __global__ void addresses(u32* out) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
     u32 start = shared_address(tensors);
@@ -14,7 +14,8 @@ extern "C" __global__ void places(u32* out) {
 }
 
 // out: (iterations, CTAs, 6 + 4 CONSUMERS), left as it is behind the last work tile of a CTA.
-extern "C" __global__ void works(Params p, const int* schedule, i64 iterations, int* out) {
+extern "C" __global__ void forward_work_tiles(Params p, const int* schedule, i64 iterations,
+                                              int* out) {
     p.schedule = schedule;
     WorkTile work{};
     for (int n = 0; n < iterations && get_work(p, n, work); ++n) {

@@ -5,26 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
-from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES, Compiled, compiled
 from tileattn.kernels.jit.load import arch_of
 from tileattn.kernels.launch.params import PARAMS, template
 
 PROBES = Path(__file__).parent
-
-
-def device() -> int:
-    """Find CuPy's current device, or skip with the reason why there is none."""
-    cupy = pytest.importorskip("cupy", exc_type=ImportError)
-    try:
-        arch_of(0)
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
-    return int(cupy.cuda.runtime.getDevice())
 
 
 def compile_probe(key: KernelKey, arch: str, as_arch: str = "") -> Compiled:
@@ -66,9 +54,9 @@ class Probe:
     """
 
     def __init__(self, key: KernelKey, as_arch: str = "") -> None:
-        arch = arch_of(device())
         import cupy
 
+        arch = arch_of(int(cupy.cuda.runtime.getDevice()))
         self.key = key
         self._module = cupy.cuda.function.Module()
         self._module.load(compile_probe(key, arch, as_arch).image)
@@ -84,7 +72,7 @@ class Probe:
             Arrays are copied to the GPU, and back after the call; scalars pass by value, integers
             as 64-bit ones; None is a null pointer.
         grid : tuple of int
-            Blocks of threads along each axis.
+            Thread blocks along each axis.
         """
         import cupy
 
@@ -97,7 +85,7 @@ class Probe:
 
 
 def _sent(x: Any) -> Any:
-    """Copy an array to the GPU byte by byte, since not every element type has a CuPy twin."""
+    """Copy an array to the GPU byte by byte, since CuPy lacks some element types."""
     import cupy
 
     if isinstance(x, np.ndarray):

@@ -104,11 +104,11 @@ def _laid_out(kernel: str, tile: TileSize, dim: int) -> KernelKey:
     return KernelKey(kernel, "float16", dim, dim, *tile[:6], producer_warps=4, smem_bytes=shared)
 
 
-WORK = (
+FORWARD_SMEM = (
     _laid_out("fwd_smem", TileSize(128, 64, 8, stages=2), 64),
     _laid_out("fwd_smem", TileSize(192, 128, 12, stages=2), 64),
 )
-WALK = (
+BACKWARD_SMEM = (
     _laid_out("bwd_smem", TileSize(128, 128, 8, stages=2), 64),
     _laid_out("bwd_smem", TileSize(64, 128, 8, stages=2), 128),
     _laid_out("bwd_smem", TileSize(64, 64, 8, stages=1), 256),
@@ -126,8 +126,8 @@ KEYS = (
     *SOFTMAX,
     *TILE,
     *TYPES,
-    *WALK,
-    *WORK,
+    *BACKWARD_SMEM,
+    *FORWARD_SMEM,
 )
 
 

@@ -31,9 +31,9 @@ __device__ void masked(const Params& p, i64 b, i64 h, int row, int column, Index
 }
 
 // A fragment of ones from (row, column) on; a transposed one has keys as rows.
-extern "C" __global__ void hidden(Params p, const bool* mask, const int* kinds, const bool* bits,
-                                  i64 b, i64 h, i64 row, i64 column, i64 transposed, Index* indices,
-                                  Accum* values) {
+extern "C" __global__ void masked_out(Params p, const bool* mask, const int* kinds,
+                                      const bool* bits, i64 b, i64 h, i64 row, i64 column,
+                                      i64 transposed, Index* indices, Accum* values) {
     p.mask = mask;
     p.block_kinds = kinds;
     p.block_bits = bits;

@@ -5,9 +5,9 @@ constexpr int MT = BLOCK_Q / 16, NT = BLOCK_K / 8;
 
 // products, p: (tiles, BLOCK_Q, BLOCK_K); m, rescale: (tiles, BLOCK_Q, 4); weight, lse:
 // (BLOCK_Q, 4), the last axis being the lanes that share a row.
-extern "C" __global__ void absorbed(const Accum* products, i64 tiles, Accum unit,
-                                    const Accum* sinks, Accum dropout_scale, Accum natural,
-                                    Accum* p, Accum* m, Accum* rescale, Accum* weight, Accum* lse) {
+extern "C" __global__ void updated(const Accum* products, i64 tiles, Accum unit, const Accum* sinks,
+                                   Accum dropout_scale, Accum natural, Accum* p, Accum* m,
+                                   Accum* rescale, Accum* weight, Accum* lse) {
     const Lane lane;
     const RowGroup group(BLOCK_Q);
     RowState<MT> state;

@@ -10,14 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
-from numpy.typing import NDArray
 
+from tests.arrays import Array, Given, normal
 from tileattn import reference
 from tileattn.results import Attention, Gradients
 from tileattn.testing import AttentionCase, Bound, assert_attention_close, error_bound, problems
 from tileattn.testing.options import DRAW
-
-Array = NDArray[Any]
 
 OPTIONS: dict[str, Any] = {
     "causal": True,
@@ -28,15 +26,12 @@ OPTIONS: dict[str, Any] = {
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
-def arrays(dtype: Any) -> tuple[Array, Array, Array, Array]:
-    rng = np.random.default_rng(4)
-    shapes = ((2, 4, 13, 8), (2, 2, 9, 8), (2, 2, 9, 6), (2, 4, 13, 6))
-    q, k, v, dout = (rng.normal(size=shape).astype(dtype) for shape in shapes)
-    return q, k, v, dout
+def arrays(dtype: Any) -> Given:
+    return normal((2, 4, 2, 13, 9, 8, 6), dtype, seed=4)
 
 
 def plain(dtype: Any) -> tuple[Attention, Gradients]:
-    """Evaluate the textbook formula in a dtype, as a backend that stores what it should would."""
+    """Evaluate the formula in a dtype, as a backend that stores what it should would."""
     q, k, v, dout = arrays(dtype)
     sums = np.float64 if dtype is np.float64 else np.float32
     forward = reference.evaluate_forward(q, k, v, sums, OPTIONS)
@@ -73,81 +68,57 @@ def test_equal_results_pass_with_no_error_allowed() -> None:
     assert_attention_close(expected, expected, exact)
 
 
-def changed(x: Array, change: Callable[[Array], Any]) -> Array:
+def put(x: Array, index: tuple[int, ...], value: float) -> Array:
+    """Copy an array with one other value."""
     x = x.copy()
-    change(x)
+    x[index] = value
     return x
 
 
-def put(index: tuple[int, ...], value: float) -> Callable[[Array], None]:
-    def change(x: Array) -> None:
-        x[index] = value
-
-    return change
-
-
-WRONG: dict[str, tuple[Callable[[Attention], Attention], str]] = {
+Change = Callable[[Array], Any]
+WRONG: dict[str, tuple[str, Change, str]] = {
     "a NaN": (
-        lambda r: r._replace(out=changed(r.out, put((1, 2, 5, 3), np.nan))),
-        r"out has NaN in other places than expected; at \(1, 2, 5, 3\)",
+        "out",
+        lambda x: put(x, (1, 2, 5, 3), np.nan),
+        r"has NaN in other places than expected; at \(1, 2, 5, 3\)",
     ),
-    "all NaN": (lambda r: r._replace(out=r.out * np.float32(np.nan)), "out has NaN"),
-    "an infinity": (
-        lambda r: r._replace(lse=changed(r.lse, put((1, 2, 5), np.inf))),
-        r"lse has \+inf in other places than expected",
-    ),
-    "the wrong infinity": (
-        lambda r: r._replace(lse=changed(r.lse, put((0, 0, 6), -np.inf))),
-        r"lse has -inf in other places than expected",
-    ),
+    "all NaN": ("out", lambda x: x * np.float32(np.nan), "has NaN"),
+    "an infinity": ("lse", lambda x: put(x, (1, 2, 5), np.inf), r"has \+inf in other places than"),
+    "-infinity": ("lse", lambda x: put(x, (0, 0, 6), -np.inf), "has -inf in other places than"),
     "swapped heads": (
-        lambda r: r._replace(out=r.out[:, [0, 2, 1, 3]]),
-        r"out is off by .* allowed are .*; the norm of the expected result is .*; worst at \(",
+        "out",
+        lambda x: x[:, [0, 2, 1, 3]],
+        r"is off by .* allowed are .*; the norm of the expected result is .*; worst at \(",
     ),
-    "swapped batches": (lambda r: r._replace(out=r.out[::-1]), "out is off by"),
-    "lse in base 2": (
-        lambda r: r._replace(lse=(r.lse / np.log(2)).astype(np.float32)),
-        "lse is off by",
-    ),
-    "lse without its sinks": (
-        lambda r: r._replace(lse=r.lse - np.float32(1e-3)),
-        "lse is off by",
-    ),
+    "swapped batches": ("out", lambda x: x[::-1], "is off by"),
+    "lse in base 2": ("lse", lambda x: (x / np.log(2)).astype(np.float32), "is off by"),
+    "lse without its sinks": ("lse", lambda x: x - np.float32(1e-3), "is off by"),
     "one element": (
-        lambda r: r._replace(out=changed(r.out, put((1, 3, 12, 5), 0.0))),
-        r"out is off by .* worst at \(1, 3, 12, 5\)",
+        "out",
+        lambda x: put(x, (1, 3, 12, 5), 0.0),
+        r"is off by .* worst at \(1, 3, 12, 5\)",
     ),
-    "a relative error of 1e-5": (
-        lambda r: r._replace(out=r.out * np.float32(1 + 1e-5)),
-        "out is off by",
-    ),
+    "a relative error of 1e-5": ("out", lambda x: x * np.float32(1 + 1e-5), "is off by"),
     "shape": (
-        lambda r: r._replace(out=r.out[:, :, :-1]),
-        r"out has shape \(2, 4, 12, 6\), expected \(2, 4, 13, 6\)",
+        "out",
+        lambda x: x[:, :, :-1],
+        r"has shape \(2, 4, 12, 6\), expected \(2, 4, 13, 6\)",
     ),
-    "a shape that broadcasts": (lambda r: r._replace(lse=r.lse[..., None]), "lse has shape"),
-    "dtype": (
-        lambda r: r._replace(out=r.out.astype(np.float64)),
-        "out has dtype float64, expected float32",
-    ),
-    "dtype of lse": (
-        lambda r: r._replace(lse=r.lse.astype(np.float64)),
-        "lse has dtype float64, expected float32",
-    ),
-    "no array": (
-        lambda r: r._replace(out=r.out.tolist()),
-        r"out is builtins\.list, expected numpy",
-    ),
-    "nothing": (lambda r: r._replace(lse=None), "lse is None, expected numpy"),
+    "a shape that broadcasts": ("lse", lambda x: x[..., None], "has shape"),
+    "dtype": ("out", lambda x: x.astype("f8"), "has dtype float64, expected float32"),
+    "dtype of lse": ("lse", lambda x: x.astype("f8"), "has dtype float64, expected float32"),
+    "no array": ("out", lambda x: x.tolist(), r"is builtins\.list, expected numpy"),
+    "nothing": ("lse", lambda _: None, "is None, expected numpy"),
 }
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_result_fails(change: Callable[[Attention], Attention], message: str) -> None:
+@pytest.mark.parametrize(("name", "change", "message"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_result_fails(name: str, change: Change, message: str) -> None:
     right, (expected, _, bounds) = plain(np.float32)[0], oracle(np.float32)
     assert_attention_close(right, expected, bounds)
-    with pytest.raises(AssertionError, match=message):
-        assert_attention_close(change(right), expected, bounds)
+    wrong = right._replace(**{name: change(getattr(right, name))})
+    with pytest.raises(AssertionError, match=f"{name} {message}"):
+        assert_attention_close(wrong, expected, bounds)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -217,7 +188,7 @@ def test_nan_and_infinities_in_the_same_places_pass_and_others_do_not() -> None:
     right = expected._replace(out=expected.out.astype(np.float32))
     assert_attention_close(right, expected, bounds, names=["out"])
     for place in range(4):
-        wrong = right._replace(out=changed(right.out, put((place,), 2.0)))
+        wrong = right._replace(out=put(right.out, (place,), 2.0))
         with pytest.raises(AssertionError, match=r"^out "):
             assert_attention_close(wrong, expected, bounds, names=["out"])
 
@@ -367,8 +338,8 @@ OCCURS: dict[str, Callable[[AttentionCase], bool]] = {
     "layout (B, N, H, D)": lambda c: c.q.ndim == 4 and c.q.strides[1] < c.q.strides[2],
     "negative strides": lambda c: min(c.k.strides) < 0,
     "dlse": lambda c: c.dlse is not None,
-    "NaN that nobody sees": masked_out_nan,
-    "NaN that some see": lambda c: bool(
+    "masked-out NaN": masked_out_nan,
+    "attended NaN": lambda c: bool(
         np.isnan(reference.forward(c.q, c.k, c.v, **c.options).out).any()
     ),
     "scores above 50": lambda c: bool((reference.forward(c.q, c.k, c.v).lse > 50).any()),

@@ -36,15 +36,6 @@ def test_each_test_is_in_one_share() -> None:
     assert all(sorted((*mine, *left)) == sorted(every) for mine, left in shares)
 
 
-def test_counts_are_added_up() -> None:
-    said = [
-        "..\n3 passed, 1 skipped in 1.0s\n",
-        "2 failed, 1 passed, 4 deselected, 1 error in 3s",
-        "",
-    ]
-    assert gpu_tests.summed(said) == {"passed": 4, "skipped": 1, "failed": 3}
-
-
 @pytest.mark.parametrize(
     ("text", "status", "said"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.report import RESULTS, load
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.problem import Options, Problem
 from tools import pages, performance_tables, support_table, traffic_table
@@ -20,8 +21,7 @@ MACHINE |= dict.fromkeys(VERSIONS, "1") | {"date": "today", "command": "python -
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Copy the results, which a test may change."""
-    return shutil.copytree(pages.RESULTS, tmp_path / "results")
+    return shutil.copytree(RESULTS, tmp_path / "results")
 
 
 @pytest.mark.parametrize("tool", ["performance_tables", "traffic_table", "support_table"])
@@ -38,20 +38,18 @@ def test_a_changed_result_makes_the_page_stale_and_writing_repairs_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = json.loads((results / "cpu.json").read_text(encoding="utf-8"))
+    result = load(results, "cpu")
     result["rows"][0]["gflops"]["tileattn"] += 1234
     (results / "cpu.json").write_text(json.dumps(result), encoding="utf-8")
     monkeypatch.setattr(performance_tables, "RESULTS", results)
     for page in performance_tables.PAGES:
         shutil.copy(pages.DOCS / page, tmp_path)
-    options = ["--folder", str(tmp_path)]
-    assert performance_tables.main(["--check", *options]) == 1
+    assert performance_tables.main(["--check"], tmp_path) == 1
     stale = [line.partition(" is stale")[0] for line in capsys.readouterr().out.splitlines()]
-    assert stale == ["performance.md", "performance-cpu.md"]
-    assert performance_tables.main(["--write", *options]) == 0
-    assert performance_tables.main(["--check", *options]) == 0
-    for page in stale:
-        assert "| 1288 |" in (tmp_path / page).read_text(encoding="utf-8")
+    assert [Path(page).name for page in stale] == ["performance.md", "performance-cpu.md"]
+    assert performance_tables.main(["--write"], tmp_path) == 0
+    assert performance_tables.main(["--check"], tmp_path) == 0
+    assert all("| 1288 |" in Path(page).read_text(encoding="utf-8") for page in stale)
 
 
 @pytest.mark.parametrize("page", ["", "B", "E", "E\nB", "BEBE", "BEE"])
@@ -67,24 +65,16 @@ def test_the_summary_has_mean_and_extremes_of_the_speedups(
     results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(performance_tables, "RESULTS", results)
-    result = json.loads((results / "gpu_f64.json").read_text(encoding="utf-8"))
+    result = load(results, "gpu_f64")
     rows = [row for row in result["rows"] if row["pass"] == "backward"][:3]
     for row, speedup in zip(rows, (0.5, 2.0, None), strict=True):
         row["speedup_over"] = {} if speedup is None else {"math": speedup}
         row["tflops"]["tileattn"] = 30.0
     (results / "gpu_f64.json").write_text(json.dumps(result | {"rows": rows}), encoding="utf-8")
-    ceilings = json.loads((results / "gpu_ceilings.json").read_text(encoding="utf-8"))
-    (line,) = performance_tables._summary("gpu_f64", ceilings)
+    (line,) = performance_tables._summary("gpu_f64", load(results, "gpu_ceilings"))
     title, baseline, *numbers = line
     assert (title, baseline) == ("Float64, backward", "PyTorch, unfused")
     assert numbers[:5] == [2, "1.00", "0.50", "2.00", "30"]
-
-
-def test_peaks_that_are_missing_say_why() -> None:
-    refused = {"needs_bytes": 3e9, "free_bytes": 1}
-    rows = ({"peak_bytes": 2_500_000}, {"failed": "MemoryError"}, refused, {"not_run": "slow"})
-    shown = ["2.5", "failed", "needs 3,000", "too long"]
-    assert [performance_tables._peak(row) for row in rows] == shown
 
 
 def test_each_kernel_stands_beside_its_lower_bounds() -> None:
@@ -107,32 +97,6 @@ def test_each_kernel_stands_beside_its_lower_bounds() -> None:
         f"| forward | bf16 | 64 | no | {compute:.3f} | {exp:.3f} | {crossing:.3f} "
         f"| {2 * compute:.3f} | {100 * exp / (2 * compute):.0f} | here |"
     ]
-
-
-def test_calls_with_nan_stand_beside_the_clean_one() -> None:
-    call = {"case": "reference", "dtype": "fp16", "N": 4096, "D": 128, "pass": "forward"}
-    rows = [
-        call | {"values": "clean", "ms": 0.25, "slowdown": 1.0},
-        call | {"values": "one nan in k", "ms": 0.4, "slowdown": 1.6},
-        call | {"values": "all of q inf", "ms": 0.5, "slowdown": 2.0},
-        call | {"pass": "backward", "failed": "MemoryError: no"},
-    ]
-    lines = list(performance_tables.nonfinite({"machine": MACHINE, "rows": rows}))
-    single, many = lines.index("One value:"), lines.index("Many values:")
-    head, _, forward, backward = lines[single + 2 : many - 1]
-    assert head == "| call | pass | finite, ms | one nan in k |"
-    assert forward == "| reference, fp16, N = 4096, D = 128 | forward | 0.250 | 1.60 |"
-    assert backward == "| reference, fp16, N = 4096, D = 128 | backward |  |  |"
-    assert lines[many + 2] == "| call | pass | finite, ms | all of q inf |"
-    assert lines[many + 4].endswith("| 0.250 | 2.00 |")
-
-
-def test_what_the_stress_test_ran_is_counted() -> None:
-    row = {"dtype": "float16", "D": 64, "Dv": 128, "variant": "stalls", "calls": 1000}
-    rows = [row, row | {"dtype": "bfloat16", "calls": 500}]
-    found = {"processes": 8, "differing": ["a case"], "failures": []}
-    counts = performance_tables.stress_row({"machine": MACHINE, "rows": rows} | found)
-    assert list(counts) == ["stalls", 1, 8, "1,500", 1, 0]
 
 
 # --- traffic --------------------------------------------------------------------------------------

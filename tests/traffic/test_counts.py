@@ -1,4 +1,4 @@
-"""The counts of the model against a walk over all blocks."""
+"""The counts of the model against a loop over all blocks."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tileattn import BlockMask, reference
 from tileattn.problem import parse
-from tileattn.traffic import forward_traffic
+from tileattn.traffic import explained
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 37, 29, 8, 12
 SHAPE = (B, HQ, NQ, NK)
@@ -21,7 +21,7 @@ BLOCKS = np.random.default_rng(0).random((B, HQ, 3, 4)) < 0.5
 def count(**options: Any) -> tuple[dict[str, int], dict[str, int], NDArray[np.bool_]]:
     q = np.zeros((B, HQ, NQ, D), options.pop("dtype", np.float32))
     k, v = np.zeros((B, HKV, NK, D), q.dtype), np.zeros((B, HKV, NK, DV), q.dtype)
-    counts = forward_traffic(*parse(q, k, v, options), TILE)
+    counts = explained(*parse(q, k, v, options), TILE, TILE)[:2]
     return *counts, reference.visibility(SHAPE, options)
 
 
@@ -50,12 +50,12 @@ def test_everything_is_visible(dtype: Any) -> None:
     ids=str,
 )
 def test_masks_by_brute_force(options: dict[str, Any]) -> None:
-    """Blocks that the mask's own cuts do not divide count as they are seen."""
-    tiles, moved, seen = count(**options)
+    """Blocks across an edge of the mask count by the keys that are visible."""
+    tiles, moved, visible = count(**options)
     expected = {"skipped": 0, "partial": 0, "full": 0}
     keys = 0
     for b, h, q0, k0 in np.ndindex(B, HQ, 3, 4):
-        block = seen[b, h, q0 * 16 : (q0 + 1) * 16, k0 * 8 : (k0 + 1) * 8]
+        block = visible[b, h, q0 * 16 : (q0 + 1) * 16, k0 * 8 : (k0 + 1) * 8]
         used = np.flatnonzero(block.any(axis=0))
         if not used.size:
             expected["skipped"] += 1
@@ -68,13 +68,13 @@ def test_masks_by_brute_force(options: dict[str, Any]) -> None:
     assert moved["out"] == B * HQ * NQ * DV * 4
 
 
-def test_tiles_in_parts_are_not_skipped_less_often() -> None:
-    """Blocks of the mask are a quarter of a tile, so that a tile may have up to two visits."""
+def test_tiles_in_parts_are_skipped_as_often() -> None:
+    """Blocks of the mask are a quarter of a tile, so that a tile may count twice."""
     blocks = np.random.default_rng(1).random((B, HQ, 5, 8)) < 0.3
     options = {"block_mask": BlockMask(blocks, (8, 4))}
-    tiles, _, seen = count(**options)
+    tiles, _, visible = count(**options)
     expected = sum(
-        not seen[b, h, q0 * 16 : (q0 + 1) * 16, k0 * 8 : (k0 + 1) * 8].any()
+        not visible[b, h, q0 * 16 : (q0 + 1) * 16, k0 * 8 : (k0 + 1) * 8].any()
         for b, h, q0, k0 in np.ndindex(B, HQ, 3, 4)
     )
     assert 0 < expected == tiles["skipped"]

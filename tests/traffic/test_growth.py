@@ -1,4 +1,4 @@
-"""How the traffic grows with N, D, M and the share of blocks: the theorems, in numbers."""
+"""How the traffic grows with N, D, M and the density of blocks: the theorems, in numbers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,9 +36,9 @@ def ratios(
 def flash(kind: str) -> Callable[..., int]:
     """Elements that FlashAttention moves with the blocks of its paper."""
 
-    def elements(N: int, D: int, M: int, share: float | None = None) -> int:
+    def elements(N: int, D: int, M: int, density: float | None = None) -> int:
         tile = sizes_for_memory(M, D)
-        return modelled(problem_of(N, D), tile, "flash1", kind, share).elements
+        return modelled(problem_of(N, D), tile, "flash1", kind, density).elements
 
     return elements
 
@@ -104,7 +104,7 @@ def test_the_exponents_of_flash_attention(kind: str) -> None:
 
 @every_kind
 def test_block_sparse_attention_is_within_constants_of_its_proposition(kind: str) -> None:
-    """Proposition 4: N D + N**2 D**2 s / M, for blocks seen in any share s."""
+    """Proposition 4: N D + N**2 D**2 s / M, for blocks of density s."""
     arrays, once, numbers, _ = MOVED[kind]
     points = [(*point, s) for point in MEMORIES for s in (1.0, 0.5, 0.1, 0.01, 0.001)]
     low, high = ratios(points, flash(kind), lambda N, D, M, s: N * D + N * N * D * D * s / M)

@@ -1,4 +1,4 @@
-"""The closed forms against the walked schedules, and both against counts made by hand."""
+"""The closed forms against counts over the schedule, and both against counts by hand."""
 
 from fractions import Fraction
 from typing import Any
@@ -13,7 +13,6 @@ from tileattn.problem import Operands, Problem, parse
 from tileattn.traffic import ALGORITHMS, KINDS, Traffic, counted, flops, modelled
 
 EVERY = [(algorithm, kind) for algorithm in ALGORITHMS for kind in KINDS]
-PER_VISIT = [(a, k) for a, k in EVERY if a != "standard"]
 
 lengths = st.integers(0, 60)
 sides = st.none() | st.integers(0, 70)
@@ -33,7 +32,7 @@ def call(
     return parse(q, k, v, options or {})
 
 
-# --- closed form and walk -----------------------------------------------------------------------
+# --- closed form and schedule -------------------------------------------------------------------
 
 
 @settings(max_examples=300)
@@ -46,7 +45,7 @@ def call(
     heads_per_load=st.integers(1, 7),
     dtype=st.sampled_from([np.float16, np.float32, np.float64]),
 )
-def test_the_closed_form_is_the_walk(
+def test_the_closed_form_is_the_count(
     heads: tuple[int, int, int],
     sizes: tuple[int, int, int, int],
     window: tuple[int | None, int | None] | None,
@@ -72,7 +71,7 @@ def test_the_closed_form_is_the_walk(
 def test_a_density_stands_for_a_block_mask(
     counts: tuple[int, int], tile: tuple[int, int], density: float, by_head: bool, seed: int
 ) -> None:
-    """Blocks of the mask are the tile; one query block sees all keys, so that all are loaded."""
+    """Blocks of the mask are the tile; one query block attends to all keys, which are loaded."""
     rng = np.random.default_rng(seed)
     blocks = rng.random((2, 4 if by_head else 1, *counts)) < density
     blocks[:, :, rng.integers(counts[0])] = True
@@ -103,7 +102,7 @@ def test_a_tall_tile_on_a_boundary_loads_its_keys_for_each_half() -> None:
 
 
 def test_heads_with_other_empty_blocks_share_loads() -> None:
-    """Four heads of one group, each of which sees one of four key blocks, in turn."""
+    """Four heads of one group, each of which attends to one of four key blocks, in turn."""
     blocks = np.eye(4, dtype=bool)[:, None]
     options = {"block_mask": BlockMask(blocks, (8, 8))}
     problem, operands = call((1, 4, 1), (8, 32, 1, 1), options)
@@ -190,7 +189,7 @@ def test_standard_attention_skips_nothing() -> None:
         assert dense == causal
 
 
-# --- operations ---------------------------------------------------------------------------------
+# --- FLOPs ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=50)
@@ -204,7 +203,7 @@ def test_flops_are_those_of_the_visible_pairs(
     assert flops(problem, "backward") == 2 * pairs * (3 * 3 + 2 * 5)
 
 
-def test_operations_of_square_heads() -> None:
+def test_flops_of_square_heads() -> None:
     problem, _ = call((2, 4, 2), (30, 50, 8, 8))
     assert flops(problem) == 4 * 2 * 4 * 30 * 50 * 8
     assert flops(problem, "backward") == 2.5 * flops(problem)

@@ -18,7 +18,7 @@ from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.algorithm.tile_mask import TileMask
 from tileattn.algorithm.tiles import Tile, cut, cut_between, tile_of
 
-_TALL = 256  # rows from which it pays to halve a tile that the window's boundary crosses
+TALL = 256  # rows from which it pays to halve a tile that the window's boundary crosses
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class AttentionMask:
 
     def _tiles(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Tile]:
         """Yield the tile; a tall one on the boundary in two halves, which mask out less."""
-        tall = q1 - q0 > _TALL and self.window.kind(q0, q1, k0, k1) == PARTIAL
+        tall = q1 - q0 > TALL and self.window.kind(q0, q1, k0, k1) == PARTIAL
         middle = (q0 + q1) // 2
         for r0, r1 in ((q0, middle), (middle, q1)) if tall else ((q0, q1),):
             lo, hi = self.window.key_range(r0, r1)

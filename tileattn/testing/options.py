@@ -1,12 +1,11 @@
 """How each option of a call is drawn.
 
-Every function takes ``draw``, a random generator for the contents of arrays, the shape
-``(B, Hq, Nq, Nk)`` and the dtype of the arrays. What Hypothesis should shrink is drawn; what it
-need not is random.
+Every function takes what makes its choices, the shape ``(B, Hq, Nq, Nk)`` and the dtype of the
+arrays. What Hypothesis should shrink is a choice; what it need not comes from ``choices.rng``.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,82 +13,81 @@ from numpy.typing import NDArray
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.testing.arrays import largest
 
-if TYPE_CHECKING:
-    from hypothesis.strategies import DrawFn
-
 Array = NDArray[Any]
 Shape = tuple[int, int, int, int]
-Draw = Callable[["DrawFn", np.random.Generator, Shape, np.dtype[Any]], Any]
 
 
-def _pick(draw: "DrawFn", *values: Any) -> Any:
-    from hypothesis import strategies as st
+class Choices:
+    """Makes all choices at random, by a generator."""
 
-    return draw(st.sampled_from(values))
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+
+    def integer(self, low: int, high: int) -> int:
+        """Choose one of ``low``, ..., ``high``."""
+        return low + int(self.rng.integers(high - low, dtype=np.uint64, endpoint=True))
+
+    def one_of(self, *values: Any) -> Any:
+        """Choose one of some values."""
+        return values[self.integer(0, len(values) - 1)]
+
+    def coin(self) -> bool:
+        """Choose False or True."""
+        return bool(self.one_of(False, True))
 
 
-def _integer(draw: "DrawFn", low: int, high: int) -> int:
-    from hypothesis import strategies as st
-
-    return draw(st.integers(low, high))
-
-
-def _coin(draw: "DrawFn") -> bool:
-    from hypothesis import strategies as st
-
-    return draw(st.booleans())
+Draw = Callable[[Choices, Shape, np.dtype[Any]], Any]
 
 
 def _one_of(*values: Any) -> Draw:
-    return lambda draw, _rng, _shape, _dtype: _pick(draw, *values)
+    return lambda choices, _shape, _dtype: choices.one_of(*values)
 
 
-def _alibi_slopes(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Array:
+def _alibi_slopes(choices: Choices, shape: Shape, _dtype: Any) -> Array:
     B, Hq = shape[:2]
-    size = _pick(draw, (Hq,), (B, Hq))
-    return np.asarray(rng.uniform(0.01, 0.5, size), np.float32)
+    size = choices.one_of((Hq,), (B, Hq))
+    return np.asarray(choices.rng.uniform(0.01, 0.5, size), np.float32)
 
 
-def _broadcast_shape(draw: "DrawFn", shape: Shape) -> tuple[int, ...]:
+def _broadcast_shape(choices: Choices, shape: Shape) -> tuple[int, ...]:
     """Any shape that broadcasts to ``shape``: axes of length 1, leading axes left out."""
-    kept = [n if _coin(draw) else 1 for n in shape]
-    while kept and kept[0] == 1 and _coin(draw):
+    kept = [n if choices.coin() else 1 for n in shape]
+    while kept and kept[0] == 1 and choices.coin():
         del kept[0]
     return tuple(kept)
 
 
-def _bias(draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Array:
-    bias = np.asarray(rng.normal(size=_broadcast_shape(draw, shape)))
-    if _coin(draw):
-        bias = np.where(rng.random(bias.shape) < 0.2, -np.inf, bias)
-    return np.asarray(bias, _pick(draw, dtype, np.dtype(np.float32), np.dtype(np.float64)))
+def _bias(choices: Choices, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    bias = np.asarray(choices.rng.normal(size=_broadcast_shape(choices, shape)))
+    if choices.coin():
+        bias = np.where(choices.rng.random(bias.shape) < 0.2, -np.inf, bias)
+    return np.asarray(bias, choices.one_of(dtype, np.dtype(np.float32), np.dtype(np.float64)))
 
 
-def _window(
-    draw: "DrawFn", _rng: np.random.Generator, shape: Shape, _dtype: Any
-) -> tuple[int | None, int | None]:
-    from hypothesis import strategies as st
-
-    reach = st.none() | st.sampled_from([0, 1, 3, 8]) | st.integers(0, shape[3] + 2)
-    return draw(reach), draw(reach)
-
-
-def _mask(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Array:
-    density = _pick(draw, 0.0, 0.1, 0.6, 0.95, 1.0)
-    return np.asarray(rng.random(_broadcast_shape(draw, shape)) < density)
+def _window(choices: Choices, shape: Shape, _dtype: Any) -> tuple[int | None, int | None]:
+    left, right = (
+        choices.one_of(None, choices.one_of(0, 1, 3, 8), choices.integer(0, shape[3] + 2))
+        for _ in range(2)
+    )
+    return left, right
 
 
-def _block_mask(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
+def _mask(choices: Choices, shape: Shape, _dtype: Any) -> Array:
+    density = choices.one_of(0.0, 0.1, 0.6, 0.95, 1.0)
+    return np.asarray(choices.rng.random(_broadcast_shape(choices, shape)) < density)
+
+
+def _block_mask(choices: Choices, shape: Shape, _dtype: Any) -> Any:
     B, Hq, Nq, Nk = shape
-    size = _pick(draw, (16, 8), (7, 5), (32, 32), (128, 128))
-    lead = _pick(draw, (B, Hq), (1, Hq), (B, 1), (1, 1))
-    kind = _pick(draw, "blocks", "mask", "predicate")
+    size = choices.one_of((16, 8), (7, 5), (32, 32), (128, 128))
+    lead = choices.one_of((B, Hq), (1, Hq), (B, 1), (1, 1))
+    kind = choices.one_of("blocks", "mask", "predicate")
     if kind == "blocks":
-        blocks = rng.random((*lead, -(-Nq // size[0]), -(-Nk // size[1]))) < 0.6
+        blocks = choices.rng.random((*lead, -(-Nq // size[0]), -(-Nk // size[1]))) < 0.6
         return BlockMask(blocks, block_size=size)
     if kind == "mask":
-        return BlockMask.from_mask(rng.random((*lead, Nq, Nk)) < 0.6, block_size=size)
-    stride = _integer(draw, 2, 20)
+        return BlockMask.from_mask(choices.rng.random((*lead, Nq, Nk)) < 0.6, block_size=size)
+    stride = choices.integer(2, 20)
     return BlockMask.from_predicate(
         lambda b, h, i, j: (i - j + h + b) % stride < (stride + 1) // 2,
         shape=(*lead, Nq, Nk),
@@ -97,33 +95,31 @@ def _block_mask(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: 
     )
 
 
-def _kv_lengths(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
+def _kv_lengths(choices: Choices, shape: Shape, _dtype: Any) -> Any:
     B, Nk = shape[0], shape[3]
-    lengths = rng.integers(0, Nk + 1, size=B)
-    if B and _coin(draw):
-        lengths[0] = _pick(draw, 0, min(1, Nk), Nk)
-    return lengths.astype(_pick(draw, np.int64, np.int32))
+    lengths = choices.rng.integers(0, Nk + 1, size=B)
+    if B and choices.coin():
+        lengths[0] = choices.one_of(0, min(1, Nk), Nk)
+    return lengths.astype(choices.one_of(np.int64, np.int32))
 
 
-def _q_offset(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
+def _q_offset(choices: Choices, shape: Shape, _dtype: Any) -> Any:
     B, _, Nq, Nk = shape
     low, high = -Nq - 2, Nk + 3
-    if _coin(draw):
-        from hypothesis import strategies as st
-
-        return draw(st.just(0) | st.integers(low, high))
-    return rng.integers(low, high, size=B)
+    if choices.coin():
+        return choices.one_of(0, choices.integer(low, high))
+    return choices.rng.integers(low, high, size=B)
 
 
-def _sinks(draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Array:
-    sinks = rng.normal(size=shape[1]) * _pick(draw, 1.0, 20.0)
-    if shape[1] and _coin(draw):
+def _sinks(choices: Choices, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    sinks = choices.rng.normal(size=shape[1]) * choices.one_of(1.0, 20.0)
+    if shape[1] and choices.coin():
         sinks[0] = -np.inf
-    return np.asarray(sinks, _pick(draw, dtype, np.dtype(np.float32)))
+    return np.asarray(sinks, choices.one_of(dtype, np.dtype(np.float32)))
 
 
-def _seed(draw: "DrawFn", _rng: np.random.Generator, _shape: Shape, _dtype: Any) -> int:
-    return _integer(draw, 0, 2**64 - 1)
+def _seed(choices: Choices, _shape: Shape, _dtype: Any) -> int:
+    return choices.integer(0, 2**64 - 1)
 
 
 DRAW: dict[str, Draw] = {
@@ -152,37 +148,31 @@ def _lowest(kind: np.dtype[Any], dtype: np.dtype[Any]) -> float:
     return -min(largest(kind), 1e100 if dtype == np.float64 else largest(np.dtype(np.float32)))
 
 
-def _additive_mask(
-    draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]
-) -> Array:
+def _additive_mask(choices: Choices, shape: Shape, dtype: np.dtype[Any]) -> Array:
     """Mask by a large number, as libraries of models do: whole rows, whole keys, pairs or all."""
-    kind = _pick(draw, dtype, np.dtype(np.float32), np.dtype(np.float64))
+    kind = choices.one_of(dtype, np.dtype(np.float32), np.dtype(np.float64))
     lowest = _lowest(kind, dtype)
-    value = max(_pick(draw, -1e4, -1e9, lowest), lowest)
-    masked = rng.random(_broadcast_shape(draw, shape)) < _pick(draw, 0.1, 0.5, 1.0)
-    shown = rng.normal(size=masked.shape) if _coin(draw) else 0.0
+    value = max(choices.one_of(-1e4, -1e9, lowest), lowest)
+    masked = choices.rng.random(_broadcast_shape(choices, shape)) < choices.one_of(0.1, 0.5, 1.0)
+    shown = choices.rng.normal(size=masked.shape) if choices.coin() else 0.0
     return np.where(masked, value, shown).astype(kind)
 
 
-def _far_window(
-    draw: "DrawFn", _rng: np.random.Generator, _shape: Shape, _dtype: Any
-) -> tuple[int | None, int | None]:
+def _far_window(choices: Choices, _shape: Shape, _dtype: Any) -> tuple[int | None, int | None]:
     reach = None, 0, 3, 2**60, 2**63 - 1
-    return _pick(draw, *reach), _pick(draw, *reach)
+    return choices.one_of(*reach), choices.one_of(*reach)
 
 
-def _far_offset(draw: "DrawFn", rng: np.random.Generator, shape: Shape, _dtype: Any) -> Any:
+def _far_offset(choices: Choices, shape: Shape, _dtype: Any) -> Any:
     far = [0, 3, 2**60, 2**60 - 5, -(2**60), 5 - 2**60]
-    return _pick(draw, *far) if _coin(draw) else rng.choice(far, size=shape[0])
+    return choices.one_of(*far) if choices.coin() else choices.rng.choice(far, size=shape[0])
 
 
-def _extreme_sinks(
-    draw: "DrawFn", rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]
-) -> Array:
-    kind = _pick(draw, dtype, np.dtype(np.float32))
+def _extreme_sinks(choices: Choices, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    kind = choices.one_of(dtype, np.dtype(np.float32))
     lowest = _lowest(kind, dtype)
     values = [0.5, 1e4, -1e4, max(-1e9, lowest), lowest, -np.inf, np.inf]
-    return rng.choice(values, size=shape[1]).astype(kind)
+    return choices.rng.choice(values, size=shape[1]).astype(kind)
 
 
 EXTREMES: dict[str, Draw] = DRAW | {

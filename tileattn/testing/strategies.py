@@ -8,13 +8,15 @@ from numpy.typing import NDArray
 
 from tileattn.dtypes import DTYPES, accum_dtype
 from tileattn.reference import visibility
-from tileattn.testing import options as draw_options
 from tileattn.testing.arrays import AMPLITUDES, FILLS, LAYOUTS, Fill, laid_out
+from tileattn.testing.options import DRAW, EXTREMES, Choices
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
 Array = NDArray[Any]
+
+AXES = ("Nq", "Nk", "B", "Hq", "D", "Dv")
 
 
 class AttentionCase(NamedTuple):
@@ -51,21 +53,10 @@ def _brief(x: Any) -> str:
     return f"<{x.dtype} {x.shape}{values}>"
 
 
-class _Sizes(NamedTuple):
-    B: int
-    Hq: int
-    Hkv: int
-    Nq: int
-    Nk: int
-    D: int
-    Dv: int
-    axes: int  # of the arrays: 4, or 3 with B = 1, or 2 with Hq = 1 also
-
-
 def problems(
     *,
     dtypes: Sequence[Any] = DTYPES,
-    options: Collection[str] = tuple(draw_options.DRAW),
+    options: Collection[str] = tuple(DRAW),
     max_length: int = 150,
     head_dims: Sequence[int] = (16, 20, 32, 24),
     edges: bool = True,
@@ -114,97 +105,107 @@ def problems(
             "tileattn.testing.problems needs Hypothesis: pip install hypothesis"
         ) from error
     for name in options:
-        if name not in draw_options.DRAW:
-            raise ValueError(f"options has {name!r}; {', '.join(draw_options.DRAW)} are accepted")
+        if name not in DRAW:
+            raise ValueError(f"options has {name!r}; {', '.join(DRAW)} are accepted")
 
-    drawn_by = draw_options.EXTREMES if extremes else draw_options.DRAW
-    fills = AMPLITUDES if extremes else FILLS
+    class Shrinkable(Choices):
+        """Hypothesis makes the choices, and shrinks them."""
+
+        def __init__(self, draw: "DrawFn") -> None:
+            super().__init__(np.random.default_rng(draw(st.integers(0, 2**32 - 1))))
+            self._draw = draw
+
+        def integer(self, low: int, high: int) -> int:
+            return self._draw(st.integers(low, high))
+
+        def one_of(self, *values: Any) -> Any:
+            return self._draw(st.sampled_from(values))
 
     @st.composite
     def cases(draw: "DrawFn") -> AttentionCase:
-        sizes = draw(_sizes(max_length, head_dims, edges))
-        dtype = np.dtype(draw(st.sampled_from(list(dtypes))))
-        rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-        shape = (sizes.B, sizes.Hq, sizes.Nq, sizes.Nk)
-        chosen: dict[str, Any] = {}
-        for name in draw_options.DRAW:
-            if name in options and draw(st.booleans()):
-                chosen[name] = drawn_by[name](draw, rng, shape, dtype)
-        arrays = _arrays(draw, rng, sizes, dtype, fills)
-        dlse = None
-        if draw(st.booleans()):
-            dlse = rng.normal(size=shape[:3]).astype(accum_dtype(np.dtype(dtype)))
-        if poison and draw(st.booleans()):
-            _poison(draw, rng, arrays, visibility(shape, chosen), chosen)
-        q, k, v, dout = (
-            laid_out(x, draw(st.sampled_from(LAYOUTS)))[(0,) * (4 - sizes.axes)] for x in arrays
+        choices = Shrinkable(draw)
+        dtype = np.dtype(choices.one_of(*dtypes))
+        D, Dv = choices.one_of(*head_dims), choices.one_of(*head_dims)
+        chosen = [name for name in DRAW if name in options and choices.coin()]
+        return draw_case(
+            choices,
+            (dtype, D, Dv, chosen),
+            max_length=max_length,
+            edges=AXES if edges else (),
+            poison=poison,
+            extremes=extremes,
         )
-        dlse = None if dlse is None else dlse[(0,) * (4 - sizes.axes)]
-        return AttentionCase(q, k, v, dout, dlse, chosen)
 
     return cases()
 
 
-def _sizes(max_length: int, head_dims: Sequence[int], edges: bool) -> "SearchStrategy[_Sizes]":
-    from hypothesis import strategies as st
+# B, Hq, Nq and Nk come from disjoint lists, so that swapped axes do not fit each other.
+_HEADS = ((4, 2), (4, 4), (6, 2), (6, 1), (5, 1))
+_QUERIES = (7, 11, 13, 17, 29, 37, 67, 131, 211)
+_KEYS = (9, 15, 19, 27, 39, 71, 149, 233)
 
-    # B, Hq, Nq, Nk, D and Dv come from disjoint lists where head_dims allows it, so that swapped
-    # axes do not fit each other.
-    heads = [(4, 2), (4, 4), (6, 2), (6, 1), (5, 1)]
-    queries = [n for n in (7, 11, 13, 17, 29, 37, 67, 131) if n <= max_length]
-    keys = [n for n in (9, 15, 19, 27, 39, 71, 149) if n <= max_length]
 
-    @st.composite
-    def sizes(draw: "DrawFn") -> _Sizes:
-        axes = draw(st.sampled_from([4, 4, 4, 3, 2]))
-        B = draw(st.sampled_from([2, 3])) if axes == 4 else 1
-        Hq, Hkv = draw(st.sampled_from(heads)) if axes > 2 else (1, 1)
-        Nq, Nk = draw(st.sampled_from(queries)), draw(st.sampled_from(keys))
-        D, Dv = draw(st.sampled_from(list(head_dims))), draw(st.sampled_from(list(head_dims)))
-        drawn = _Sizes(B, Hq, Hkv, Nq, Nk, D, Dv, axes)
-        if not edges or not draw(st.sampled_from([False, False, False, True])):
-            return drawn
-        name = draw(st.sampled_from(["Nq", "Nk", "B", "Hq", "D", "Dv"]))
-        length = draw(st.sampled_from([0, 1]))
-        if name == "Hq":
-            return drawn._replace(Hq=length, Hkv=length) if axes > 2 else drawn
-        if name == "B" and axes < 4:
-            return drawn
-        return drawn._replace(**{name: length})
+def draw_case(
+    choices: Choices,
+    family: tuple[np.dtype[Any], int, int, Collection[str]],
+    *,
+    max_length: int,
+    edges: Sequence[str] = AXES,
+    poison: bool = True,
+    extremes: bool = False,
+    ranks: Sequence[int] = (4, 4, 4, 3, 2),
+    layouts: Sequence[str] = LAYOUTS,
+) -> AttentionCase:
+    """Draw a call by any choices, given its dtype, D, Dv and the names of its options.
 
-    return sizes()
+    The axes of ``edges`` may be 0 or 1 long. ``ranks`` are numbers of axes: 3 is without B, 2 has
+    no heads either. For the others see `problems`.
+    """
+    dtype, D, Dv, names = family
+    axes = choices.one_of(*ranks)
+    B = choices.one_of(2, 3) if axes == 4 else 1
+    Hq, Hkv = choices.one_of(*_HEADS) if axes > 2 else (1, 1)
+    Nq, Nk = (choices.one_of(*(n for n in x if n <= max_length)) for x in (_QUERIES, _KEYS))
+    sizes = {"B": B, "Hq": Hq, "Hkv": Hkv, "Nq": Nq, "Nk": Nk, "D": D, "Dv": Dv}
+    if edges and choices.one_of(False, False, False, True):
+        name, length = choices.one_of(*edges), choices.one_of(0, 1)
+        if name not in ("B", "Hq")[: 4 - axes]:
+            sizes |= {"Hq": length, "Hkv": length} if name == "Hq" else {name: length}
+    shape = (sizes["B"], sizes["Hq"], sizes["Nq"], sizes["Nk"])
+    drawn_by = EXTREMES if extremes else DRAW
+    options = {name: drawn_by[name](choices, shape, dtype) for name in names}
+    arrays = _arrays(choices, sizes, dtype, AMPLITUDES if extremes else FILLS)
+    dlse = choices.rng.normal(size=shape[:3]).astype(accum_dtype(dtype)) if choices.coin() else None
+    if poison and choices.coin():
+        _poison(choices, arrays, visibility(shape, options), options)
+    lead = (0,) * (4 - axes)
+    q, k, v, dout = (laid_out(x, choices.one_of(*layouts))[lead] for x in arrays)
+    return AttentionCase(q, k, v, dout, None if dlse is None else dlse[lead], options)
 
 
 def _arrays(
-    draw: "DrawFn",
-    rng: np.random.Generator,
-    s: _Sizes,
-    dtype: np.dtype[Any],
-    fills: dict[str, Fill],
+    choices: Choices, sizes: dict[str, int], dtype: np.dtype[Any], fills: dict[str, Fill]
 ) -> list[Array]:
     """Fill q, k, v and dout, in the plain layout."""
-    from hypothesis import strategies as st
-
-    fill = fills[draw(st.sampled_from(sorted(fills)))]
+    B, Hq, Hkv, Nq, Nk, D, Dv = sizes.values()
+    fill, rng = fills[choices.one_of(*sorted(fills))], choices.rng
     return [
-        fill(rng, (s.B, s.Hq, s.Nq, s.D)).astype(dtype),
-        fill(rng, (s.B, s.Hkv, s.Nk, s.D)).astype(dtype),
-        rng.normal(size=(s.B, s.Hkv, s.Nk, s.Dv)).astype(dtype),
-        rng.normal(size=(s.B, s.Hq, s.Nq, s.Dv)).astype(dtype),
+        fill(rng, (B, Hq, Nq, D)).astype(dtype),
+        fill(rng, (B, Hkv, Nk, D)).astype(dtype),
+        rng.normal(size=(B, Hkv, Nk, Dv)).astype(dtype),
+        rng.normal(size=(B, Hq, Nq, Dv)).astype(dtype),
     ]
 
 
 def _poison(
-    draw: "DrawFn",
-    rng: np.random.Generator,
+    choices: Choices,
     arrays: list[Array],
     visible: NDArray[np.bool_],
     options: dict[str, Any],
 ) -> None:
     """Write NaN and infinities where they are masked out, and NaN into a key that is attended."""
-    from hypothesis import strategies as st
-
     q, k, v, dout = arrays
+    rng = choices.rng
     B, Hq, _, Nk = visible.shape
     Hkv = k.shape[1]
     group = Hq // Hkv if Hkv else 1
@@ -219,6 +220,6 @@ def _poison(
     if bias is not None and bias.ndim == 4:
         repeated = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
         bias[~visible.any(axis=repeated, keepdims=True)] = rng.choice(wrong)
-    if k.size and v.size and draw(st.booleans()):
+    if k.size and v.size and choices.coin():
         b, h, j = (int(rng.integers(n)) for n in (B, Hkv, Nk))
-        draw(st.sampled_from([k, v]))[b, h, j, 0] = np.nan
+        choices.one_of(k, v)[b, h, j, 0] = np.nan

@@ -3,10 +3,9 @@
 from tileattn.traffic.model import (
     ALGORITHMS,
     KINDS,
-    compared,
     counted,
+    explained,
     flops,
-    forward_traffic,
     modelled,
 )
 from tileattn.traffic.record import Traffic, recorded
@@ -15,10 +14,9 @@ __all__ = [
     "ALGORITHMS",
     "KINDS",
     "Traffic",
-    "compared",
     "counted",
+    "explained",
     "flops",
-    "forward_traffic",
     "modelled",
     "recorded",
 ]

@@ -1,4 +1,4 @@
-"""How often queries and keys are loaded: by walking a schedule, and in closed form.
+"""How often queries and keys are loaded: over a schedule, and in closed form.
 
 It covers both orders of the loops. With query blocks outside, every tile loads its keys. With key
 blocks outside, every tile loads its queries, and a key block is loaded once.
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from tileattn.algorithm.block_mask import FULL
+import numpy as np
+
 from tileattn.algorithm.heads import head_groups
 from tileattn.algorithm.mask import AttentionMask, SlidingWindow
-from tileattn.algorithm.tiles import cut
 from tileattn.problem import Operands, Problem
+from tileattn.traffic.tiles import TileCounts, count_tiles
 
 _Key = tuple[SlidingWindow, int, int]
 
@@ -41,10 +42,10 @@ def loads_of_a_key(problem: Problem, heads_per_load: int) -> int:
 
 
 @dataclass(frozen=True)
-class WalkedTiles:
-    """TileLoads, counted by walking the schedule that the backends run.
+class ScheduledTiles:
+    """TileLoads of the schedule that the backends run.
 
-    Heads with the same mask are walked once.
+    Heads with the same mask are counted once.
 
     Parameters
     ----------
@@ -70,60 +71,47 @@ class WalkedTiles:
 
         Query blocks are outside. A block mask of smaller blocks cuts a tile into parts.
         """
+        block_q, block_k = self.tile
+        tiles = -(-self.problem.Nq // block_q) * -(-self.problem.Nk // block_k)
         total = Counter(skipped=0, partial=0, full=0)
         for key, heads in self._heads.items():
-            total.update({kind: heads * n for kind, n in self._rows[key][1].items()})
+            x = self._counts[key]
+            total["skipped"] += heads * (tiles - x.visited)
+            total["partial"] += heads * (x.parts - x.full)
+            total["full"] += heads * x.full
         return dict(total)
 
     @property
     def keys(self) -> int:
         """Keys of all tiles that are not empty, with query blocks outside."""
-        return sum(sets * self._rows[key][0] for keys, sets in self._sets.items() for key in keys)
+        return sum(n * self._counts[key].keys for keys, n in self._sets.items() for key in keys)
 
     @property
     def rows(self) -> int:
         """Queries of all tiles that are not empty, with key blocks outside."""
-        return sum(heads * self._columns[key][0] for key, heads in self._heads.items())
+        return sum(heads * self._counts[key].rows for key, heads in self._heads.items())
 
     @property
     def held(self) -> int:
         """Keys of all key blocks with a tile for any head that shares the load."""
+        block, Nk = self.tile[1], self.problem.Nk
         total = 0
-        for keys, count in self._sets.items():
-            spans = set().union(*(self._columns[key][1] for key in keys))
-            total += count * sum(k1 - k0 for k0, k1 in spans)
+        for keys, n in self._sets.items():
+            held = np.logical_or.reduce([self._counts[key].held for key in keys])
+            total += n * (block * int(held.sum()) - (-Nk % block if held[-1:].any() else 0))
         return total
 
     @cached_property
-    def _rows(self) -> dict[_Key, tuple[int, dict[str, int]]]:
-        """For each kind of head, the keys loaded and the tiles, with query blocks outside."""
-        block_q, block_k = self.tile
-        found = {}
-        for key, mask in self._masks.items():
-            keys = full = parts = skipped = 0
-            for span in cut(self.problem.Nq, block_q):
-                columns = set()  # a tile may come in parts
-                for tile in mask.row_tiles(*span, block_k):
-                    keys += tile.k1 - tile.k0
-                    full += tile.kind == FULL
-                    parts += 1
-                    columns.add(tile.k0 // block_k)
-                skipped += -(-self.problem.Nk // block_k) - len(columns)
-            found[key] = keys, {"skipped": skipped, "partial": parts - full, "full": full}
-        return found
-
-    @cached_property
-    def _columns(self) -> dict[_Key, tuple[int, set[tuple[int, int]]]]:
-        """For each kind of head, the queries loaded and the key blocks with a tile."""
-        block_q, block_k = self.tile
-        found = {}
-        for key, mask in self._masks.items():
-            rows = {
-                (k0, k1): sum(t.q1 - t.q0 for t in mask.column_tiles(k0, k1, block_q))
-                for k0, k1 in cut(self.problem.Nk, block_k)
-            }
-            found[key] = sum(rows.values()), {span for span, n in rows.items() if n}
-        return found
+    def _counts(self) -> dict[_Key, TileCounts]:
+        """For each kind of head, its tiles."""
+        alike: dict[tuple[int, int], list[_Key]] = {}
+        for key in self._masks:
+            alike.setdefault(key[1:], []).append(key)
+        counts: dict[_Key, TileCounts] = {}
+        for keys in alike.values():
+            masks = [self._masks[key] for key in keys]
+            counts.update(zip(keys, count_tiles(masks, self.tile), strict=True))
+        return counts
 
     @cached_property
     def _masks(self) -> dict[_Key, AttentionMask]:

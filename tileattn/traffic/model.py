@@ -1,7 +1,7 @@
 """Bytes between slow and fast memory, and FLOPs, of three algorithms and both passes.
 
-``counted`` walks the schedule that the backends run, ``modelled`` has the same numbers in closed
-form, and ``recorded`` counts what the NumPy backend really loads and stores.
+``counted`` counts over the schedule that the backends run, ``modelled`` has the same numbers in
+closed form, and ``recorded`` counts what the NumPy backend really loads and stores.
 
 References
 ----------
@@ -12,7 +12,7 @@ arXiv:2307.08691, section 3.1.
 from collections.abc import Callable
 
 from tileattn.problem import Operands, Problem
-from tileattn.traffic.counts import ClosedForm, TileLoads, WalkedTiles, loads_of_a_key, reached
+from tileattn.traffic.counts import ClosedForm, ScheduledTiles, TileLoads, loads_of_a_key, reached
 from tileattn.traffic.record import Traffic
 
 ALGORITHMS = ("standard", "flash1", "flash2")
@@ -39,7 +39,7 @@ def counted(
     kind: str = "forward",
     heads_per_load: int = 1,
 ) -> Traffic:
-    """Count what an algorithm reads and writes, by walking its schedule.
+    """Count what an algorithm reads and writes, over its schedule.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def counted(
     Dao et al., arXiv:2205.14135, Algorithms 0 to 4; Dao, arXiv:2307.08691, Algorithms 1 and 2.
     """
     _check(tile, algorithm, kind, heads_per_load)
-    loads = WalkedTiles(problem, operands, tile, heads_per_load)
+    loads = ScheduledTiles(problem, operands, tile, heads_per_load)
     return _traffic(problem, loads, heads_per_load, algorithm, kind)
 
 
@@ -198,39 +198,13 @@ def flops(
     return 2 * pairs * (2 * (P.D + P.Dv) + again)
 
 
-def forward_traffic(
-    problem: Problem, operands: Operands, tile: tuple[int, int]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Count the tiles and bytes of a FlashAttention-2 forward pass.
-
-    Parameters
-    ----------
-    problem : Problem
-        What is asked.
-    operands : Operands
-        The arrays; only masks and sizes are looked at.
-    tile : (int, int)
-        Queries and keys of a tile.
-
-    Returns
-    -------
-    tiles : dict of str to int
-        Tiles that are ``"skipped"``, ``"partial"`` and ``"full"``, summed over heads.
-    moved : dict of str to int
-        Bytes read of ``q``, ``k`` and ``v`` and written of ``out`` and ``lse``, as ``counted`` has
-        them.
-    """
-    walk = WalkedTiles(problem, operands, tile)
-    return walk.tiles, _traffic(problem, walk, 1, "flash2", "forward").moved
-
-
-def compared(
+def explained(
     problem: Problem,
     operands: Operands,
     forward_tile: tuple[int, int],
     backward_tile: tuple[int, int],
-) -> dict[str, tuple[int, int]]:
-    """Count the bytes of both passes of every algorithm.
+) -> tuple[dict[str, int], dict[str, int], dict[str, tuple[int, int]]]:
+    """Count the tiles of the forward pass, and the bytes of both passes of every algorithm.
 
     Parameters
     ----------
@@ -243,16 +217,26 @@ def compared(
 
     Returns
     -------
-    dict of str to (int, int)
+    tiles : dict of str to int
+        Tiles that are ``"skipped"``, ``"partial"`` and ``"full"``, summed over heads.
+    moved : dict of str to int
+        Bytes that a FlashAttention-2 forward pass reads of ``q``, ``k`` and ``v`` and writes of
+        ``out`` and ``lse``, as ``counted`` has them.
+    traffic : dict of str to (int, int)
         Bytes of the forward and of the backward pass, by algorithm.
     """
-    passes = tuple(zip(KINDS, (forward_tile, backward_tile), strict=True))
-    walks = {kind: WalkedTiles(problem, operands, tile) for kind, tile in passes}
-
-    def nbytes(algorithm: str, kind: str) -> int:
-        return _traffic(problem, walks[kind], 1, algorithm, kind).nbytes
-
-    return {name: (nbytes(name, "forward"), nbytes(name, "backward")) for name in ALGORITHMS}
+    forward, backward = (
+        ScheduledTiles(problem, operands, tile) for tile in (forward_tile, backward_tile)
+    )
+    passes = {
+        name: (
+            _traffic(problem, forward, 1, name, "forward"),
+            _traffic(problem, backward, 1, name, "backward"),
+        )
+        for name in ALGORITHMS
+    }
+    traffic = {name: (first.nbytes, second.nbytes) for name, (first, second) in passes.items()}
+    return forward.tiles, passes["flash2"][0].moved, traffic
 
 
 _Counts = tuple[dict[str, int], dict[str, int]]

@@ -5,17 +5,17 @@ A picture is a light and a dark SVG file in docs/assets. A page shows it between
 was drawn from, and a check compares that: it needs no matplotlib, whose versions draw differently.
 """
 
-import argparse
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from benchmarks.report import RESULTS
+from tools import pages
 from tools.drawing import THEMES, Picture, digest_of, svg
+from tools.pages import ROOT
 from tools.pictures import blocks, density, memory, roofline, schedules, speed, traffic
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 MAKERS: dict[str, Callable[[Path], Picture]] = {
     module.__name__.rpartition(".")[2]: module.picture
     for module in (speed, memory, traffic, blocks, density, roofline, schedules)
@@ -36,7 +36,7 @@ def shown(name: str, picture: Picture, *, html: bool) -> str:
     return "\n".join(["", *lines, "", f"*{picture.caption}*", "", ""])
 
 
-def stale(root: Path, results: Path) -> Iterator[tuple[Path, Callable[[], str]]]:
+def stale(root: Path, results: Path) -> pages.Stale:
     """List the files that do not show what the results hold, each with what makes its text."""
     pictures = {name: maker(results) for name, maker in MAKERS.items()}
     for name, picture in pictures.items():
@@ -52,22 +52,9 @@ def stale(root: Path, results: Path) -> Iterator[tuple[Path, Callable[[], str]]]
 
 
 def filled(page: str, pictures: dict[str, Picture], *, html: bool) -> str:
-    """Fill the places of a page."""
     return PLACE.sub(lambda m: f"{m[1]}{shown(m[2], pictures[m[2]], html=html)}{m[3]}", page)
 
 
 def main(argv: list[str] | None = None, root: Path = ROOT, results: Path = RESULTS) -> int:
     """Check or draw; the exit status is 1 where a check finds something stale."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="name the stale files")
-    what.add_argument("--write", action="store_true", help="bring them up to date")
-    arguments = parser.parse_args(argv)
-    found = list(stale(root, results))
-    for path, text in found:
-        if arguments.write:
-            path.write_text(text(), encoding="utf-8", newline="\n")
-        else:
-            name = path.relative_to(root).as_posix()
-            print(f"{name} is stale: python -m tools.pictures --write")
-    return int(bool(found) and arguments.check)
+    return pages.main(argv, __doc__, stale(root, results))

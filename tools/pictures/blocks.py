@@ -3,18 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tools.drawing import (
-    Picture,
-    Points,
-    Row,
-    Theme,
-    amount,
-    drawn_from,
-    label_ends,
-    load,
-    log_axes,
-    plot,
-)
+from benchmarks.report import Row, load
+from tools.drawing import Picture, Points, Theme, amount, drawn_from, label_ends, log_axes, plot
 
 FILE = "traffic_blocks_gpu"
 KERNELS = {"forward": "generic", "forward_sm90": "Hopper"}
@@ -22,7 +12,6 @@ MEMORIES = {"L2 cache": ("l2_bytes",), "HBM": ("dram_read_bytes", "dram_write_by
 
 
 def picture(results: Path) -> Picture:
-    """Make the picture of one problem: modelled bytes, counted bytes, time of each kernel."""
     result = load(results, FILE)
     rows = [row for row in result["rows"] if row["kernel"] in KERNELS and "ms" in row]
     ms, model = _lines(rows, ("ms",)), {row["tile"][0]: row["modelled_bytes"] for row in rows}
@@ -61,7 +50,6 @@ def fastest(points: Points) -> list[list[float]]:
 
 
 def draw(figure: Any, theme: Theme, values: Any) -> None:
-    """Draw bytes on the left and time on the right."""
     left, right = figure.subplots(1, 2)
     ticks = [Br for Br, _ in values["model"]]
     log_axes(left, ticks, map(str, ticks), margin=3.6, unit=amount)

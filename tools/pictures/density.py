@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from tools.drawing import Picture, Theme, drawn_from, label_ends, load, log_axes, plot
+from benchmarks.report import load
+from tools.drawing import Picture, Theme, drawn_from, label_ends, log_axes, plot
 
 FILE = "traffic_density"
 PASSES = ("forward", "backward")
 
 
 def picture(results: Path) -> Picture:
-    """Make the picture of one problem, a line for each pass."""
     result = load(results, FILE)
     rows = sorted((row for row in result["rows"] if "ms" in row), key=lambda row: row["density"])
     values: dict[str, Any] = {"tileattn": {}, "flex": {}}

@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Row, load
 from tools.drawing import (
     N_LABEL,
     Picture,
-    Row,
     Theme,
     amount,
     drawn_from,
     label_ends,
-    load,
     log_axes,
     plot,
     short,
@@ -25,7 +24,6 @@ Panel = dict[str, list[list[Any]]]
 
 
 def picture(results: Path) -> Picture:
-    """Make the picture, one panel for each device and pass."""
     panels: dict[str, Panel] = {}
     for name, device in FILES.items():
         for row in load(results, name)["rows"]:
@@ -68,7 +66,6 @@ def _said(panels: dict[str, Panel]) -> str:
 
 
 def draw(figure: Any, theme: Theme, values: Any) -> None:
-    """Draw the panels, two in a row."""
     axes = figure.subplots(-(-len(values) // 2), 2, squeeze=False).ravel()
     for axis, (title, panel) in zip(axes, values, strict=True):
         _panel(axis, theme, panel)

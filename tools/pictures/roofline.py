@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import roofline
-from tools.drawing import Picture, Row, Theme, drawn_from, load, short
+from benchmarks.report import Row, load
+from tools.drawing import Picture, Theme, drawn_from, short
 
 GRIDS = ("gpu_forward_bf16", "gpu_backward_bf16")
 MARKERS = {"forward": "o", "backward": "s"}

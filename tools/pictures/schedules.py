@@ -41,7 +41,6 @@ def tiles(attn_mask: AttentionMask) -> dict[str, Any]:
 
 
 def picture(results: Path) -> Picture:  # noqa: ARG001  # nothing here is measured
-    """Make the picture of both schedules."""
     return Picture(
         values={name: tiles(mask) for name, mask in attention_masks().items()},
         size=(8.6, 4.9),

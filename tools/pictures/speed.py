@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu
-from tools.drawing import N_LABEL, Picture, Row, Theme, drawn_from, label_ends, load, plot, short
+from benchmarks.report import Row, load
+from tools.drawing import N_LABEL, Picture, Theme, drawn_from, label_ends, plot, short
 
 FILES = ("gpu_forward_bf16", "gpu_backward_bf16")
 NAMES = {"tileattn": "tileattn", "cudnn": "cuDNN", "fa4": "FA-4"}

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.report import load
 from tileattn.problem import Problem, parse
 from tileattn.traffic import modelled
 from tools.drawing import (
@@ -14,7 +15,6 @@ from tools.drawing import (
     amount,
     drawn_from,
     label_ends,
-    load,
     log_axes,
     plot,
     short,
@@ -35,7 +35,6 @@ def problem(N: int) -> Problem:
 
 
 def picture(results: Path) -> Picture:
-    """Make the picture of one head."""
 
     def count(N: int, algorithm: str, kinds: tuple[str, ...]) -> int:
         return sum(modelled(problem(N), TILE, algorithm, kind).nbytes for kind in kinds)

@@ -115,6 +115,12 @@ class Machine:
         nbytes = int(np.prod(shape)) * kind.itemsize
         return cupy.ndarray(shape, kind, self.allocate(nbytes, device))
 
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Stand in for ``cupy.zeros``."""
+        x = self.array(shape, dtype)
+        ctypes.memset(x.data.ptr, 0, x.nbytes)
+        return x
+
     def upload(self, x: Any, *, blocking: bool) -> Any:
         """Stand in for ``cupy.asarray`` of an array on the host, of a copy that is waited for."""
         assert blocking
@@ -211,7 +217,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     cupy = pytest.importorskip("cupy", exc_type=ImportError)
     made = Machine()
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: made.device)
-    monkeypatch.setattr(cupy, "zeros", made.array)
+    monkeypatch.setattr(cupy, "zeros", made.zeros)
     monkeypatch.setattr(cupy, "asarray", made.upload)
     monkeypatch.setattr(cupy, "copyto", made.copy)
     monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", made.clear)

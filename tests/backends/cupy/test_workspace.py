@@ -1,7 +1,7 @@
 """The memory that a call takes besides its results, from CuPy's pool or a workspace; no GPU."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -9,29 +9,17 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.backends.cupy import fake_cupy
 from tests.backends.cupy.fake_cupy import Machine, at_host
-from tileattn import api
-from tileattn.backends.cupy import backend as cupy_backend
+from tests.backends.cupy.test_call import PLANNING, forbid
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
-TEMPORARY = (
-    "delta",
-    "lse_log2",
-    "row_max",
-    "dq_accum",
-    "head_flags",
-    "tile_counter",
-    "dq_semaphore",
-)
-DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+TEMPORARY = ("delta", "lse_log2", "row_max", "dq_accum", "head_flags")
+COUNTERS = ("tile_counter", "dq_semaphore")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with fake_cupy.machine(monkeypatch) as made:
-        made.arch = "sm_90a"
-        yield made
+def gpu(h200: Machine) -> Machine:
+    return h200
 
 
 def inputs(gpu: Machine, dtype: Any = np.float16, **sizes: int) -> dict[str, Any]:
@@ -51,9 +39,9 @@ def transposed(gpu: Machine, x: Any) -> Any:
     return gpu.array((*lead, columns, rows), x.dtype).swapaxes(-1, -2)
 
 
-def explained(given: dict[str, Any], options: dict[str, Any]) -> int:
+def explained(given: dict[str, Any], options: dict[str, Any] | None = None) -> int:
     q, k, v = (given[name] for name in "qkv")
-    found: int = tileattn.explain(q, k, v, **options).workspace_bytes
+    found: int = tileattn.explain(q, k, v, **(options or {})).workspace_bytes
     return found
 
 
@@ -68,78 +56,61 @@ def taken(gpu: Machine, call: Callable[[], tuple[Any, ...]]) -> int:
 
 # --- how much it is -----------------------------------------------------------------------------
 
-SIZES: dict[str, dict[str, int]] = {
-    "all different": {},
-    "one of each": {"B": 1, "Hq": 1, "Hkv": 1, "Nq": 1, "Nk": 1, "D": 8, "Dv": 8},
-    "for the naive kernels": {"Nq": 5, "Nk": 7, "D": 300},
-    "no query": {"Nq": 0},
-    "no key": {"Nk": 0},
-    "no batch": {"B": 0},
-    "no column": {"D": 0},
+Case = tuple[Any, dict[str, int], Callable[[Machine], dict[str, Any]]]
+CASES: dict[str, Case] = {
+    "plain": (np.float16, {}, lambda _: {}),
+    "bfloat16": (ml_dtypes.bfloat16, {}, lambda _: {}),
+    "float32": (np.float32, {}, lambda _: {}),
+    "float64": (np.float64, {}, lambda _: {}),
+    "causal": (np.float16, {}, lambda _: {"causal": True}),
+    "naive kernels": (np.float16, {"Nq": 5, "Nk": 7, "D": 300}, lambda _: {}),
+    **{f"no {name}": (np.float16, {name: 0}, lambda _: {}) for name in ("B", "Nq", "Nk", "D")},
+    "bias": (np.float16, {}, lambda gpu: {"bias": gpu.array((HQ, NQ, NK), np.float16)}),
+    "broadcast bias": (np.float16, {}, lambda gpu: {"bias": gpu.array((1, NK))}),
+    "mask": (np.float16, {}, lambda gpu: {"mask": gpu.array((NQ, NK), np.bool_)}),
+    "sinks": (np.float16, {}, lambda gpu: {"sinks": gpu.array((HQ,))}),
+    "short sinks": (np.float16, {}, lambda gpu: {"sinks": gpu.array((HQ,), ml_dtypes.bfloat16)}),
+    "sinks apart": (np.float16, {}, lambda gpu: {"sinks": gpu.array((2 * HQ,))[::2]}),
+    "slopes": (np.float16, {}, lambda gpu: {"alibi_slopes": gpu.array((B, HQ), np.float64)}),
+    "lengths": (np.float16, {}, lambda _: {"kv_lengths": [NK, 7], "q_offset": [3, 0]}),
+    "blocks": (
+        np.float16,
+        {},
+        lambda _: {"block_mask": tileattn.BlockMask(np.ones((5, 9), np.bool_), (64, 64))},
+    ),
 }
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_explain_counts_what_is_taken(
-    gpu: Machine, sizes: dict[str, int], dtype: Any, arch: str
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_explain_counts_what_is_taken(gpu: Machine, name: str, arch: str) -> None:
     gpu.arch = arch
-    given = inputs(gpu, dtype, **sizes)
-    expected = explained(given, {"causal": True})
-    assert taken(gpu, lambda: tileattn.backward(**given, causal=True)) == expected
-    # The same bytes are to do for both ways of summing dq.
-    fixed = taken(gpu, lambda: tileattn.backward(**given, causal=True, deterministic=True))
-    assert fixed <= expected
-    assert taken(gpu, lambda: tileattn.forward(given["q"], given["k"], given["v"])) == 0
-
-
-def options_of(gpu: Machine) -> dict[str, dict[str, Any]]:
-    return {
-        "bias": {"bias": gpu.array((HQ, NQ, NK), np.float16)},
-        "broadcast bias": {"bias": gpu.array((1, NK))},
-        "mask": {"mask": gpu.array((NQ, NK), np.bool_)},
-        "sinks": {"sinks": gpu.array((HQ,))},
-        "sinks of 16 bits": {"sinks": gpu.array((HQ,), ml_dtypes.bfloat16)},
-        "sinks apart": {"sinks": gpu.array((2 * HQ,))[::2]},
-        "slopes of 64 bits": {"alibi_slopes": gpu.array((B, HQ), np.float64)},
-        "lengths": {"kv_lengths": [NK, 7], "q_offset": [3, 0]},
-        "block mask": {"block_mask": tileattn.BlockMask(np.ones((5, 9), np.bool_), (64, 64))},
-    }
-
-
-OPTIONS = [
-    *("bias", "broadcast bias", "mask", "sinks", "sinks of 16 bits", "sinks apart"),
-    *("slopes of 64 bits", "lengths", "block mask"),
-]
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_explain_counts_what_options_take(gpu: Machine, name: str) -> None:
-    given, options = inputs(gpu), options_of(gpu)[name]
+    dtype, sizes, made = CASES[name]
+    given, options = inputs(gpu, dtype, **sizes), made(gpu)
     expected = explained(given, options)
     assert taken(gpu, lambda: tileattn.backward(**given, **options)) == expected
+    # The same bytes are to do for both ways of summing dq.
+    assert taken(gpu, lambda: tileattn.backward(**given, **options, deterministic=True)) <= expected
+    if not {"sinks", "alibi_slopes"} & options.keys():
+        assert taken(gpu, lambda: tileattn.forward(*map(given.get, "qkv"), **options)) == 0
 
 
 @pytest.mark.parametrize("names", ["q", "kv", "qkv"])
 def test_explain_counts_copies_of_rows(gpu: Machine, names: str) -> None:
     given = inputs(gpu)
-    plain = explained(given, {})
+    plain = explained(given)
     given |= {name: transposed(gpu, given[name]) for name in names}
-    expected = explained(given, {})
+    expected = explained(given)
     copies = sum(given[name].nbytes for name in names)
     assert 0 <= expected - plain - copies < 256 * len(names)
     assert taken(gpu, lambda: tileattn.backward(**given)) == expected
-    rows = [given[name] for name in "qkv"]
-    assert 0 <= taken(gpu, lambda: tileattn.forward(*rows)) - copies < 256 * len(names)
+    found = taken(gpu, lambda: tileattn.forward(*map(given.get, "qkv")))
+    assert 0 <= found - copies < 256 * len(names)
 
 
 def test_no_more_is_taken_than_grows_with_the_rows(gpu: Machine) -> None:
-    def found(rows: int) -> int:
-        return explained(inputs(gpu, B=1, Hq=2, Nq=rows, Nk=rows), {})
-
-    assert found(4096) <= 2 * found(2048) <= 4 * found(1024)
+    found = [explained(inputs(gpu, B=1, Hq=2, Nq=n, Nk=n)) for n in (1024, 2048, 4096)]
+    assert found[2] <= 2 * found[1] <= 4 * found[0]
 
 
 # --- a workspace --------------------------------------------------------------------------------
@@ -150,36 +121,39 @@ def test_no_more_is_taken_than_grows_with_the_rows(gpu: Machine) -> None:
 def test_with_a_workspace_nothing_but_results_is_taken(
     gpu: Machine, arch: str, deterministic: bool
 ) -> None:
-    gpu.arch = arch
+    gpu.arch, gpu.stream = arch, 7  # on which zeros must be written, too
     given = inputs(gpu)
     given["q"] = transposed(gpu, given["q"])
     at_host(given["q"])[...] = np.random.default_rng(0).standard_normal(given["q"].shape)
-    options: dict[str, Any] = {
-        "sinks": gpu.array((HQ,), np.float16),
-        "deterministic": deterministic,
-    }
+    sinks = gpu.array((HQ,), np.float16)
+    options: dict[str, Any] = {"sinks": sinks, "deterministic": deterministic}
     tileattn.backward(**given, **options)
     expected = [launch[:3] for launch in gpu.launches]
     gpu.launches.clear()
 
-    nbytes = explained(given, {"sinks": options["sinks"]})
+    nbytes = explained(given, {"sinks": sinks})
     whole = gpu.array((nbytes + 512,), np.uint8)
     workspace = whole[256:-256]
     assert taken(gpu, lambda: tileattn.backward(**given, **options, workspace=workspace)) == 0
     assert [launch[:3] for launch in gpu.launches] == 2 * expected
     start, params = workspace.data.ptr, gpu.launches[-1][-1]
     own = arch == "sm_90a"
-    parts = TEMPORARY if own else TEMPORARY[: 2 if deterministic else 3]
-    for name in ("q", "sinks", "dsinks", *parts):
-        assert start <= params[name] < start + nbytes, name
-        assert (params[name] - start) % 256 == 0, name
-    at = int(params["q"]) - start
-    copy = at_host(workspace)[at : at + given["q"].nbytes].view(np.float16)
+    parts = [*TEMPORARY, *(COUNTERS if own else ())]
+    if deterministic and not own:
+        parts.remove("dq_accum")
+    places = [int(params[name]) - start for name in ("q", "sinks", "dsinks", *parts)]
+    assert all(0 <= place < nbytes and place % 256 == 0 for place in places)
+    assert len(set(places)) == len(places)
+    assert params["in_order"] == (own and deterministic)
+    copy = at_host(workspace)[places[0] : places[0] + given["q"].nbytes].view(np.float16)
     np.testing.assert_array_equal(copy.reshape(given["q"].shape), at_host(given["q"]))
-    if "dq_accum" in parts:
-        at, sums = int(params["dq_accum"]) - start, 4 * B * HQ * NQ * (128 if own else 96)
-        assert not at_host(workspace)[at + sums if own else at :].any()
-        assert nbytes == at + sums + (2 * 256 + 2 * 4 * B * HQ * 5 if own else 0)
+    # What must be zero comes last; no kernel has written to what comes before.
+    first = int(params["head_flags"]) - start
+    past = nbytes if "dq_accum" in parts else first + 4 * B * HKV
+    assert not at_host(workspace)[first:past].any()
+    assert (at_host(workspace)[past:] == 0xFF).all()
+    assert (at_host(workspace)[int(params["delta"]) - start : first] == 0xFF).any()
+    assert (at_host(workspace)[first - 256 : first] == 0xFF).all()
     assert (at_host(whole)[:256] == 0xFF).all()
     assert (at_host(whole)[-256:] == 0xFF).all()
 
@@ -197,7 +171,7 @@ def test_sums_of_sinks_are_copied_to_the_result(gpu: Machine) -> None:
 
 def test_arrays_of_a_few_axes(gpu: Machine) -> None:
     given = {name: x[0, 0] for name, x in inputs(gpu).items()}
-    workspace = gpu.array((explained(given, {}),), np.uint8)
+    workspace = gpu.array((explained(given),), np.uint8)
     grads = tileattn.backward(**given, workspace=workspace)
     assert grads.dq.shape == (NQ, D)
     assert gpu.launches[0][-1]["delta"] == workspace.data.ptr
@@ -208,13 +182,7 @@ def test_calls_with_and_without_share_what_was_worked_out(
 ) -> None:
     given = inputs(gpu)
     tileattn.backward(**given)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("worked out again")
-
-    monkeypatch.setattr(api, "parse", fail)
-    for name in ("layout_of", "plan_backward"):
-        monkeypatch.setattr(cupy_backend, name, fail)
+    forbid(monkeypatch, *PLANNING)
     for nbytes in (1 << 21, 3 << 20):
         workspace = gpu.array((nbytes,), np.uint8)
         tileattn.backward(**given, workspace=workspace)
@@ -226,7 +194,7 @@ def test_calls_with_and_without_share_what_was_worked_out(
 
 def test_a_call_that_needs_nothing_takes_an_empty_one(gpu: Machine) -> None:
     given = inputs(gpu, B=0)
-    assert explained(given, {}) == 0
+    assert explained(given) == 0
     grads = tileattn.backward(**given, workspace=gpu.array((0,), np.uint8))
     assert grads.dq.shape == given["q"].shape
 
@@ -234,35 +202,38 @@ def test_a_call_that_needs_nothing_takes_an_empty_one(gpu: Machine) -> None:
 # --- what is refused ----------------------------------------------------------------------------
 
 
-def test_too_few_bytes_are_told_with_the_number_needed(gpu: Machine) -> None:
+@pytest.mark.parametrize("name", ["", "dout", "out", "lse"])
+def test_too_few_bytes_are_told_with_the_number_needed(gpu: Machine, name: str) -> None:
+    """Also where there are copies that explain cannot see."""
     given = inputs(gpu)
-    nbytes = explained(given, {})
-    workspace = gpu.array((nbytes - 1,), np.uint8)
-    told = f"workspace has {nbytes - 1:,} bytes; this call needs {nbytes:,} or more (explain("
-    with pytest.raises(ValueError, match=f"^{re.escape(told)}"):
+    needed = explained(given)
+    if name:
+        given[name] = transposed(gpu, given[name])
+        with pytest.raises(ValueError, match="this call needs") as told:
+            tileattn.backward(**given, workspace=gpu.array((needed,), np.uint8))
+        before = needed + given[name].nbytes
+        needed = int(re.findall(r"needs ([\d,]+)", str(told.value))[0].replace(",", ""))
+        assert before <= needed < before + 256
+    workspace = gpu.array((needed - 1,), np.uint8)
+    message = f"workspace has {needed - 1:,} bytes; this call needs {needed:,} or more (explain("
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         tileattn.backward(**given, workspace=workspace)
     assert gpu.launches == []
     assert (at_host(workspace) == 0xFF).all()
-
-
-@pytest.mark.parametrize("name", ["dout", "out", "lse"])
-def test_copies_that_explain_cannot_see_are_told(gpu: Machine, name: str) -> None:
-    given = inputs(gpu)
-    nbytes = explained(given, {})
-    given[name] = transposed(gpu, given[name])
-    with pytest.raises(ValueError, match="this call needs") as told:
-        tileattn.backward(**given, workspace=gpu.array((nbytes,), np.uint8))
-    needed = int(re.findall(r"needs ([\d,]+)", str(told.value))[0].replace(",", ""))
-    assert nbytes + given[name].nbytes <= needed < nbytes + given[name].nbytes + 256
     workspace = gpu.array((needed,), np.uint8)
     assert taken(gpu, lambda: tileattn.backward(**given, workspace=workspace)) == 0
 
 
-def test_a_workspace_on_another_device(gpu: Machine) -> None:
+def test_a_workspace_of_another_device_or_library(gpu: Machine) -> None:
     given = inputs(gpu)
-    workspace = gpu.array((explained(given, {}),), np.uint8, device=3)
-    with pytest.raises(ValueError, match=r"^workspace is on device 3; .*current device, 0"):
-        tileattn.backward(**given, workspace=workspace)
+    elsewhere = gpu.array((1 << 22,), np.uint8, device=3)
+    told = "workspace is numpy.ndarray, which backend 'cupy' does not take; cupy.asarray makes"
+    for workspace, error, message in (
+        (elsewhere, ValueError, "workspace is on device 3; .*current device, 0"),
+        (np.empty(1 << 22, np.uint8), TypeError, told),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            tileattn.backward(**given, workspace=workspace)
     assert gpu.launches == []
 
 
@@ -290,9 +261,3 @@ def test_a_workspace_that_overlaps_an_input(gpu: Machine, name: str) -> None:
     assert gpu.launches == []
     given[name] = cupy.ndarray(x.shape, x.dtype, place + 16)
     tileattn.backward(**given, workspace=whole[: 1 << 22])
-
-
-def test_a_workspace_of_numpy_is_named(gpu: Machine) -> None:
-    told = "workspace is numpy.ndarray, which backend 'cupy' does not take; cupy.asarray makes"
-    with pytest.raises(TypeError, match=f"^{told}"):
-        tileattn.backward(**inputs(gpu), workspace=np.empty(1 << 22, np.uint8))

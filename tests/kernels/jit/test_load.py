@@ -14,29 +14,15 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.jit import tiny_kernel
 from tests.kernels.jit.tiny_kernel import HEADER, KEY
 from tileattn.errors import BackendUnavailableError, KernelCompileError
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.jit import cache
 from tileattn.kernels.jit import compile as compiling
 from tileattn.kernels.jit import load as loader
 from tileattn.kernels.jit.compile import Compiled, compiled, sources_in
 from tileattn.kernels.jit.load import load, load_all
 
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test a cache of its own, and every warning anew."""
-    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
-    cache._warn_once.cache_clear()
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Write a small kernel."""
-    return tiny_kernel.written(tmp_path / "src")
+pytestmark = pytest.mark.usefixtures("place")
 
 
 @pytest.fixture

@@ -19,12 +19,17 @@ extern "C" __global__ void tiny(float* x) {
 KEY = KernelKey("tiny", "float32")
 
 
-def written(folder: Path) -> Path:
-    """Write the sources into a new folder; without a compiler, skip."""
+def need_compiler() -> None:
+    """Skip the test without a compiler."""
     try:
         nvrtc_version()
     except BackendUnavailableError as error:
         pytest.skip(str(error))
+
+
+def written(folder: Path) -> Path:
+    """Write the sources into a new folder; without a compiler, skip."""
+    need_compiler()
     folder.mkdir()
     (folder / "tiny.cu").write_text(SOURCE)
     (folder / "twice.cuh").write_text(HEADER)

@@ -3,13 +3,12 @@
 import re
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from tests.kernels.src.samples import TILED, is_tuned, representative_keys
 from tileattn.dtypes import DTYPES
-from tileattn.errors import BackendUnavailableError, KernelCompileError
+from tileattn.errors import KernelCompileError
 from tileattn.kernels.config.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
@@ -19,8 +18,10 @@ from tileattn.kernels.config.hopper import (
 )
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
-from tileattn.kernels.jit.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.jit.compile import SOURCES, compiled
 from tileattn.kernels.launch.catalog import common_keys
+
+pytestmark = pytest.mark.usefixtures("nvrtc")
 
 Case = tuple[str, KernelKey]
 
@@ -41,16 +42,6 @@ CASES = list(dict.fromkeys(MIXED + PLAIN))
 COMPLAINT = re.compile(r"warning|error|performance loss|\(C75\d\d\)", re.IGNORECASE)
 
 
-@pytest.fixture(autouse=True)
-def nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile anew, not into the user's cache; without a compiler, skip."""
-    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
-    try:
-        nvrtc_version()
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
-
-
 def name_of(case: Case) -> str:
     arch, key = case
     return "-".join([arch, key.kernel, *(d.partition("=")[2] for d in key.defines()[1:])])
@@ -69,7 +60,7 @@ def test_a_kernel_compiles(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kernel", [HOPPER, HOPPER_BACKWARD, HOPPER_WIDE])
-def test_a_kernel_that_lays_out_other_memory_than_a_launch_brings(kernel: str) -> None:
+def test_shared_memory_that_differs_from_the_launch(kernel: str) -> None:
     key = next(key for _, key in CASES if key.kernel == kernel)
     with pytest.raises(KernelCompileError, match="what a launch brings"):
         compiled(replace(key, smem_bytes=key.smem_bytes + 1024), "sm_90a")
@@ -100,17 +91,12 @@ def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
     assert any(key.fold_scale for key in keys) == (kernel != "backward_dbias")
 
 
-@pytest.mark.parametrize(
-    "kernel", ["backward_preprocess", "backward_dq_convert", "backward_dsinks"]
-)
-def test_every_dtype_of_the_other_kernels(kernel: str) -> None:
-    assert {key.dtype for _, key in MIXED if key.kernel == kernel} == {d.name for d in DTYPES}
-
-
-@pytest.mark.parametrize("other", ["add_dq", "write_dbias"])
-def test_gradients_with_those_of_the_keys_or_left_to_other_kernels(other: str) -> None:
+def test_every_dtype_and_gradient_of_the_other_kernels() -> None:
+    for kernel in ("backward_preprocess", "backward_dq_convert", "backward_dsinks"):
+        assert {key.dtype for _, key in MIXED if key.kernel == kernel} == {d.name for d in DTYPES}
     keys = [key for _, key in MIXED if key.kernel == "backward_dkdv"]
-    assert {getattr(key, other) for key in keys} == {False, True}
+    for gradient in ("add_dq", "write_dbias"):
+        assert {getattr(key, gradient) for key in keys} == {False, True}
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -123,25 +109,15 @@ def test_calls_without_options(arch: str, kernel: str) -> None:
     )
 
 
-def test_the_kernel_for_hopper_alone() -> None:
-    keys = [key for arch, key in CASES if key.kernel == HOPPER]
-    assert {arch for arch, key in CASES if key.kernel == HOPPER} == {"sm_90a"}
-    assert {key.dtype for key in keys} == {"float16", "bfloat16"}
-    assert {key.head_dim for key in keys} == set(HEAD_DIM_BUCKETS)
-    for option in ("softcap", "alibi", "fold_scale"):
-        assert {getattr(key, option) for key in keys} == {False, True}, option
-    assert "bfloat16" not in {
-        key.dtype for arch, key in PLAIN if key.kernel == "forward" and arch == "sm_90a"
-    }
-
-
 @pytest.mark.parametrize(
     ("kernel", "dims", "rows"),
-    [(HOPPER_BACKWARD, {64, 128}, {64, 128}), (HOPPER_WIDE, {192, 256}, {64})],
+    [
+        (HOPPER, set(HEAD_DIM_BUCKETS), {128, 192}),
+        (HOPPER_BACKWARD, {64, 128}, {64, 128}),
+        (HOPPER_WIDE, {192, 256}, {64}),
+    ],
 )
-def test_the_backward_kernels_for_hopper_and_what_repairs_after_them(
-    kernel: str, dims: set[int], rows: set[int]
-) -> None:
+def test_the_kernels_for_hopper(kernel: str, dims: set[int], rows: set[int]) -> None:
     keys = [key for _, key in CASES if key.kernel == kernel]
     assert {arch for arch, key in CASES if key.kernel == kernel} == {"sm_90a"}
     assert {key.dtype for key in keys} == {"float16", "bfloat16"}
@@ -149,6 +125,11 @@ def test_the_backward_kernels_for_hopper_and_what_repairs_after_them(
     assert {key.block_q for key in keys} == rows
     for option in ("softcap", "alibi", "fold_scale"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
+
+
+def test_what_other_kernels_do_on_hopper() -> None:
+    forward = [key for arch, key in PLAIN if key.kernel == "forward" and arch == "sm_90a"]
+    assert "bfloat16" not in {key.dtype for key in forward}
     repairs = {key.kernel for arch, key in CASES if key.head_flags and arch == "sm_90a"}
     generic = {"backward_large_scores", "backward_dkdv", "backward_dq"}
     assert repairs == generic | set(HOPPER_BACKWARDS)

@@ -8,20 +8,11 @@ import pytest
 
 from tests.probes import keys
 from tests.probes.harness import compile_probe
-from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.jit.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.jit.compile import SOURCES, compiled
 from tileattn.kernels.launch.params import PARAMS
 
-
-@pytest.fixture(autouse=True)
-def _nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile anew, not into the user's cache; without a compiler, skip."""
-    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
-    try:
-        nvrtc_version()
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("nvrtc")
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.jit.compile import SOURCES, compiled, nvrtc_version
+from tileattn.kernels.jit.compile import SOURCES, compiled
 from tools.check_sass import ARCH, findings, keys
 from tools.sass import Instruction, Section, disassembled, nvdisasm, parsed
 
@@ -14,13 +13,8 @@ ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ"
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Path of the disassembler; without it, or without a compiler, skip."""
-    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
-    try:
-        nvrtc_version()
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+def program(nvrtc: Path) -> str:  # noqa: ARG001 - without a compiler there is nothing to read
+    """Path of the disassembler; without it, skip."""
     found = nvdisasm()
     if found is None:
         pytest.skip("nvdisasm is missing: pip install 'tileattn[nvrtc]' brings it")
@@ -146,7 +140,7 @@ def test_a_load_lasts_if_it_does_on_one_path() -> None:
     assert lasting(*behind, step(ARRIVE), END) == [0]
 
 
-def test_a_load_lasts_into_the_next_turn_of_a_loop() -> None:
+def test_a_load_lasts_into_the_next_iteration_of_a_loop() -> None:
     loop = ("again", step(ARRIVE), step(LOAD, 1), step("@P0 BRA `(again)"), END)
     assert lasting(*loop) == [1]
     assert lasting(loop[0], step(USE, waits=(1,)), *loop[1:]) == []

@@ -1,7 +1,6 @@
 """What would run for a call, and why: of CuPy arrays, or on a GPU that is not there."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import CallLayout
 from tileattn.kernels.launch.plan import launch_context, launch_line, plans_of
 from tileattn.problem import Operands, Problem
-from tileattn.traffic import ALGORITHMS, compared, forward_traffic, modelled
+from tileattn.traffic import explained
 
 _ASSIGNED = "query blocks differ in length: they are assigned in advance, the longest first"
-_TALLEST = 256  # queries of a tile, above which the schedule cuts tiles that the model does not
 
 
 def explain(problem: Problem, operands: Operands) -> Explanation:
@@ -86,7 +84,7 @@ def explain_on(
     last = next(
         (key for key in backward_launched if key.kernel.endswith(("_dkdv", "_sm90"))), first
     )
-    tiles, moved, traffic = _traffic(problem, operands, first.tile, last.tile)
+    tiles, moved, traffic = explained(problem, operands, first.tile, last.tile)
     outputs = inputs.with_contiguous_results(problem, "forward")
     alignment = launch_context(problem, outputs, device).alignment_bytes
     loaded = [None] * len(keys) if load is None else load(keys)
@@ -123,45 +121,6 @@ def _described(launch: KernelLaunch, kernel: Kernel | None) -> str:
         f"{(launch.shared_bytes + kernel.shared_bytes) / 1024:.1f} KiB shared{spills}, "
         f"for {kernel.arch}"
     )
-
-
-def _traffic(
-    P: Problem, operands: Operands, forward: tuple[int, int], backward: tuple[int, int]
-) -> tuple[dict[str, int], dict[str, int], dict[str, tuple[int, int]]]:
-    """Count tiles and bytes: in closed form where that is exact, else tile by tile."""
-    full = (operands.kv_lengths == P.Nk).all() and (operands.q_offset == P.Nk - P.Nq).all()
-    if not full or operands.block_mask is not None or max(forward[0], backward[0]) > _TALLEST:
-        traffic = compared(P, operands, forward, backward)
-        return *forward_traffic(P, operands, forward), traffic
-    plain = replace(P, uses=P.uses - {"kv_lengths", "q_offset"})
-    traffic = {
-        name: (
-            modelled(plain, forward, name, "forward").nbytes,
-            modelled(plain, backward, name, "backward").nbytes,
-        )
-        for name in ALGORITHMS
-    }
-    return _tile_counts(P, forward), modelled(plain, forward).moved, traffic
-
-
-def _tile_counts(P: Problem, tile: tuple[int, int]) -> dict[str, int]:
-    """Count the tiles of all query blocks at once, of full lengths aligned at the bottom right."""
-    block_q, block_k = tile
-    left, right = (P.Nq + P.Nk if side is None else side for side in P.window)  # open: all keys
-    first = np.arange(0, P.Nq, block_q) + P.Nk - P.Nq  # positions of each block's queries
-    last = np.minimum(first + block_q, P.Nk) - 1
-    # Keys that some query of a block attends to, and those that all of them do.
-    lo, all_lo = (np.clip(x - left, 0, P.Nk) for x in (first, last))
-    hi, all_hi = (np.clip(x + right + 1, 0, P.Nk) for x in (last, first))
-    visited = np.where(lo < hi, -(-hi // block_k) - lo // block_k, 0)
-    # A tile is cut to the first range; it is full where the rest lies within the second.
-    begin = np.where(lo >= all_lo, lo // block_k, -(-all_lo // block_k))
-    end = np.where(hi <= all_hi, -(-hi // block_k), all_hi // block_k)
-    full = np.clip(end - begin, 0, visited)
-    seen, whole = int(visited.sum()), 0 if "mask" in P.uses else int(full.sum())
-    tiles = -(-P.Nk // block_k) * len(first)
-    counts = {"skipped": tiles - seen, "partial": seen - whole, "full": whole}
-    return {kind: P.B * P.Hq * n for kind, n in counts.items()}
 
 
 def _on_host(P: Problem, x: Operands) -> Operands:

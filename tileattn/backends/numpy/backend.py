@@ -15,7 +15,7 @@ from tileattn.backends.numpy.memory import TileMemory
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
-from tileattn.traffic import compared, forward_traffic
+from tileattn.traffic import explained
 
 # Measured with benchmarks/cpu.py --sweep. Few large NumPy calls beat many small ones: each releases
 # the interpreter lock and waits for it. Along a boundary, low tiles compute fewer masked-out pairs.
@@ -134,7 +134,7 @@ class NumpyBackend:
         """Say what would run; of the arrays only the options are looked at."""
         together, (fq, fk) = self._forward_tile(problem)
         bq, bk = self._backward_tile(problem)
-        tiles, moved = forward_traffic(problem, operands, (fq, fk))
+        tiles, moved, traffic = explained(problem, operands, (fq, fk), (bq, bk))
         parallel = _is_parallel(problem)
         columns = problem.D + problem.Dv
         size = problem.accum_dtype.itemsize
@@ -148,7 +148,7 @@ class NumpyBackend:
             * max(together * fq * (fk + columns), 2 * bq * bk + 2 * (bq + bk) * columns),
             tiles=tiles,
             bytes_moved=moved,
-            traffic=compared(problem, operands, (fq, fk), (bq, bk)),
+            traffic=traffic,
             reasons=(
                 "q, k and v are NumPy arrays",
                 "there is enough work for threads" if parallel else "threads would cost more",

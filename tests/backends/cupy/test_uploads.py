@@ -1,0 +1,185 @@
+"""What a call brings to the device once, and how long that stays there; no GPU."""
+
+import ctypes
+import gc
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+from tests.backends.cupy.fake_cupy import Machine, at_host
+from tileattn import BlockMask
+from tileattn.backends.cupy import streams
+from tileattn.dispatch import CALLS
+from tileattn.kernels.launch.block_sparse import kv_indices, partial_blocks
+
+CAUSAL: dict[str, Any] = {"causal": True}
+
+
+@pytest.fixture
+def gpu(h200: Machine) -> Machine:
+    return h200
+
+
+def arrays(gpu: Machine) -> tuple[Any, Any, Any]:
+    q, k, v = (gpu.array((1, heads, 2200, 8), np.float16) for heads in (12, 2, 2))
+    return q, k, v  # 144 blocks of 192 queries
+
+
+def schedules(gpu: Machine) -> list[int]:
+    return [int(params["schedule"]) for *_, params in gpu.launches]
+
+
+# --- lengths and assignments --------------------------------------------------------------------
+
+
+def test_lengths_that_differ_are_copied_once(gpu: Machine) -> None:
+    q, k = gpu.array((2, 3, 37, 8), np.float16), gpu.array((2, 3, 53, 8), np.float16)
+    for _ in range(3):
+        tileattn.forward(q, k, k, kv_lengths=np.array([50, 9]), q_offset=[0, 3])
+    assert len(gpu.uploads) == 2
+    for *_, params in gpu.launches:
+        for name, x in (("kv_lengths", [50, 9]), ("q_offset", [0, 3])):
+            assert list((ctypes.c_int64 * 2).from_address(int(params[name]))) == x
+    tileattn.forward(q, k, k, kv_lengths=np.array([50, 8]), q_offset=[0, 3])
+    assert len(gpu.uploads) == 4
+    gpu.device = 1  # which has a copy of its own
+    x, y = gpu.array(q.shape, np.float16, device=1), gpu.array(k.shape, np.float16, device=1)
+    tileattn.forward(x, y, y, kv_lengths=np.array([50, 8]), q_offset=[0, 3])
+    assert len(gpu.uploads) == 6
+    gpu.device = 0
+    # Addresses that each call brings lie before and behind those that stay.
+    mask = BlockMask(np.ones((3, 4), bool), (16, 16))
+    tileattn.forward(q, k, k, kv_lengths=[9, 8], q_offset=[2, 1], block_mask=mask)
+    names = ("kv_lengths", "q_offset", "block_kinds", "block_bits", "kv_indices")
+    found = {int(gpu.launches[-1][-1][name]) for name in names}
+    assert found == {x.data.ptr for x in gpu.uploads[6:]}
+
+
+def test_an_assignment_is_copied_once_for_each_set_of_lengths(gpu: Machine) -> None:
+    given = arrays(gpu)
+    for length in (2200, 1500, 1500, 2200):
+        tileattn.forward(*given, **CAUSAL, kv_lengths=[length])
+    assert len(gpu.uploads) == 2
+    assert schedules(gpu) == [gpu.uploads[n].data.ptr for n in (0, 1, 1, 0)]
+    table = at_host(gpu.uploads[0])
+    assert table[0].tolist() == list(range(132))
+    assert sorted(table[table < 144]) == list(range(144))
+
+
+def test_explain_says_so(gpu: Machine) -> None:
+    given = arrays(gpu)
+    clause = "query blocks differ in length: they are assigned in advance, the longest first"
+    assert clause in tileattn.explain(*given, causal=True).reasons
+    assert not any("assigned" in reason for reason in tileattn.explain(*given).reasons)
+    assert gpu.uploads == []
+
+
+def test_a_first_call_in_a_capture_does_without(gpu: Machine) -> None:
+    """Also where it would have been repeated: the calls after the capture have their table."""
+    given = arrays(gpu)
+    gpu.capturing = True
+    for _ in range(2):
+        tileattn.forward(*given, **CAUSAL)
+    gpu.capturing = False
+    for _ in range(2):
+        tileattn.forward(*given, **CAUSAL)
+    (table,) = gpu.uploads
+    assert schedules(gpu) == [0, 0, table.data.ptr, table.data.ptr]
+
+
+def test_equal_blocks_are_remembered_from_a_capture(gpu: Machine) -> None:
+    given = arrays(gpu)
+    gpu.capturing = True
+    tileattn.forward(*given)
+    (known,) = CALLS.values()
+    assert known.cached_launch is not None
+
+
+# --- block masks --------------------------------------------------------------------------------
+
+
+def test_a_mask_is_listed_once_for_each_size_of_tiles(gpu: Machine) -> None:
+    pairs = np.random.default_rng(0).random((2, 1, 600, 800)) < 0.5
+    pairs[:, :, :300] = False
+    mask = BlockMask.from_mask(pairs, (128, 128))
+    for dim, keys in ((64, 128), (128, 128), (256, 64), (64, 128)):
+        q = gpu.array((2, 3, 600, dim), np.float16)
+        k = gpu.array((2, 3, 800, dim), np.float16)
+        tileattn.forward(q, k, k, block_mask=mask)
+        key, _, _, params = gpu.launches[-1]
+        assert (key.kernel, key.tile) == ("forward_sm90", (128, keys))
+        kinds, bits = partial_blocks(mask)
+        wanted = {"kv_indices": kv_indices(mask, (128, keys))}
+        wanted |= {"block_kinds": kinds, "block_bits": bits}
+        for name, x in wanted.items():
+            there = next(x for x in gpu.uploads if x.data.ptr == int(params[name]))
+            assert np.array_equal(at_host(there), x)
+    assert len(gpu.uploads) == 2 + 2
+    gpu.device = 1  # which has copies of its own
+    x, y = gpu.array(q.shape, np.float16, device=1), gpu.array(k.shape, np.float16, device=1)
+    tileattn.forward(x, y, y, block_mask=mask)
+    assert len(gpu.uploads) == 4 + 3
+    gpu.device, gpu.capturing = 0, True  # nothing can be copied then
+    tileattn.forward(q, k, k, block_mask=mask)
+    assert gpu.launches[-1][-1]["kv_indices"] == gpu.launches[0][-1]["kv_indices"]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("captured", "handles", "kept"),
+    [(False, (0, 0), False), (False, (7, 7), False), (True, (0, 0), True), (False, (0, 7), True)],
+)
+def test_what_is_brought_goes_with_its_owner_unless_it_may_be_read_yet(
+    gpu: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    masked: bool,
+    captured: bool,
+    handles: tuple[int, int],
+    kept: bool,
+) -> None:
+    """A graph and another stream may read it: what a plan owns, or what is made of a mask.
+
+    The latter also where a plan that nobody can find again is still remembered.
+    """
+    monkeypatch.setattr(streams, "_kept", {})
+    q = gpu.array((1, 2, 300, 64), np.float16)
+    options: dict[str, Any] = {"block_mask": BlockMask(np.ones((3, 3), bool))} if masked else CAUSAL
+    for gpu.stream in handles:
+        tileattn.forward(*((q, q, q) if masked else arrays(gpu)), **options)
+        gpu.capturing = captured
+    made = [weakref.ref(gpu.uploads.pop()) for _ in range(len(gpu.uploads))]
+    assert len(made) == (3 if masked else 1)  # kinds, bits and lists; an assignment
+    assert all(x() is not None for x in made)
+    if masked:
+        del options
+    else:
+        CALLS.clear()
+    gc.collect()
+    assert [x() is not None for x in made] == [kept] * len(made)
+
+
+def test_default_streams_of_threads_are_not_one(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a handle; a mask that both read is remembered once."""
+    kept: dict[int, object] = {}
+    monkeypatch.setattr(streams, "_kept", kept)
+    gpu.stream = streams.PER_THREAD
+    q = gpu.array((1, 2, 300, 64), np.float16)
+    mask = BlockMask(np.ones((3, 3), bool))
+
+    def call() -> None:
+        tileattn.forward(q, q, q, block_mask=mask)
+
+    call()
+    call()
+    assert not kept
+    for _ in range(2):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert len(kept) == 2  # blocks and lists

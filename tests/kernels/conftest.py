@@ -1,0 +1,29 @@
+"""What tests of kernels share: a compiler, and a disk cache of their own."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.jit import tiny_kernel
+from tileattn.kernels.jit import cache
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a test a cache of its own, and every warning anew."""
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
+    cache._warn_once.cache_clear()
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def nvrtc(place: Path) -> Path:
+    """Skip without a compiler; compile anew, not into the user's cache."""
+    tiny_kernel.need_compiler()
+    return place
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Write a small kernel."""
+    return tiny_kernel.written(tmp_path / "src")

@@ -1,0 +1,46 @@
+"""Problems and their plans, as tests ask for them; nothing here needs a GPU or CuPy."""
+
+from dataclasses import replace
+from typing import Any
+
+from tileattn.kernels.launch.catalog import problem_of
+from tileattn.kernels.launch.device import Device, device_of_arch
+from tileattn.kernels.launch.layout import ArrayLayout, CallLayout, contiguous_inputs
+from tileattn.kernels.launch.plan import LaunchPlan, plan_backward, plan_forward
+from tileattn.problem import Problem
+
+B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 37, 53, 24, 40
+H200, A100, B200 = map(device_of_arch, ("sm_90a", "sm_80", "sm_100"))
+
+
+def asked(dtype: str = "float16", uses: Any = (), **changed: Any) -> Problem:
+    """Make a problem of sizes that all differ."""
+    sizes = {"B": B, "Hq": HQ, "Hkv": HKV, "Nq": NQ, "Nk": NK, "D": D, "Dv": DV}
+    return replace(problem_of(dtype, D, uses), **sizes | changed)
+
+
+def forward(
+    problem: Problem, device: Device = B200, layout: CallLayout | None = None, **more: ArrayLayout
+) -> LaunchPlan:
+    """Plan the forward pass; other arrays than ``more`` are contiguous."""
+    inputs = (layout or contiguous_inputs(problem)).with_contiguous_results(problem, "forward")
+    return plan_forward(problem, inputs.with_arrays(**more), device)
+
+
+def backward(
+    problem: Problem,
+    device: Device = B200,
+    layout: CallLayout | None = None,
+    *,
+    deterministic: bool = False,
+    **more: ArrayLayout,
+) -> LaunchPlan:
+    """Plan the backward pass; other arrays than ``more`` are contiguous."""
+    inputs = (layout or contiguous_inputs(problem)).with_arrays(**more)
+    layout = inputs.with_contiguous_results(problem, "backward").with_arrays(**more)
+    return plan_backward(problem, layout, device, deterministic=deterministic)
+
+
+def kernels(plan: LaunchPlan) -> list[str]:
+    """Name what a plan launches."""
+    return [launch.key.kernel for launch in plan.launches]

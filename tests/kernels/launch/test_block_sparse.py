@@ -1,0 +1,78 @@
+"""Block masks as kernels read them: lists of key tiles, tested against every pair; no GPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tileattn import BlockMask
+from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
+from tileattn.kernels.launch.block_sparse import (
+    END,
+    kv_indices,
+    kv_indices_shape,
+    kv_tiles_before,
+    partial_blocks,
+    tile_kinds,
+)
+
+sides = st.sampled_from([1, 2, 3, 5, 8, 12])
+
+
+@given(
+    block=st.tuples(sides, sides),
+    tile=st.tuples(sides, sides),
+    shape=st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 6)] * 2),
+    share=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_tiles_are_what_their_blocks_are(
+    block: tuple[int, int], tile: tuple[int, int], shape: Any, share: float, seed: int
+) -> None:
+    """A tile is empty where all its blocks are, full where all are, and partial elsewhere."""
+    blocks = np.random.default_rng(seed).random(shape) < share
+    mask = BlockMask(blocks, block)
+    pairs = np.repeat(np.repeat(blocks, block[0], axis=2), block[1], axis=3)
+    kinds, lists, before = (make(mask, tile) for make in (tile_kinds, kv_indices, kv_tiles_before))
+    rows, columns = (-(-n // side) for n, side in zip(pairs.shape[2:], tile, strict=True))
+    assert kinds.shape == (*shape[:2], rows, columns)
+    assert lists.shape == (*shape[:2], rows, columns + 1) == kv_indices_shape(mask, tile)
+    assert before.shape == lists.shape
+    assert kv_tiles_before(mask, tile) is before
+    for b, h, r in np.ndindex(*shape[:2], rows):
+        wanted: list[int] = []
+        entries: list[int] = []
+        for c in range(columns):
+            assert before[b, h, r, c] == len(entries)
+            visible = pairs[b, h, r * tile[0] :, c * tile[1] :][: tile[0], : tile[1]]
+            wanted.append(FULL if visible.all() else PARTIAL if visible.any() else EMPTY)
+            if visible.any():
+                entries.append(2 * c + (not visible.all()))
+        assert before[b, h, r, -1] == len(entries)
+        assert kinds[b, h, r].tolist() == wanted
+        assert lists[b, h, r].tolist() == entries + [END] * (columns + 1 - len(entries))
+
+
+def test_a_partial_block_makes_its_tiles_partial() -> None:
+    mask = BlockMask.from_mask(np.triu(np.ones((1, 1, 8, 8), bool)), (4, 4))
+    assert tile_kinds(mask, (2, 4)).tolist() == [[[[1, 2], [1, 2], [0, 1], [0, 1]]]]
+
+
+@pytest.mark.parametrize("block", [(4, 5), (3, 2), (16, 16)])
+def test_pairs_of_partial_blocks_are_numbered(block: tuple[int, int]) -> None:
+    """Each by its place, also where the last ones are cut; those without a number have one kind."""
+    pairs = np.random.default_rng(0).random((2, 3, 10, 13)) < 0.5
+    pairs[..., :4, :5], pairs[..., 4:8, 5:10] = False, True
+    kinds, bits = partial_blocks(BlockMask.from_mask(pairs, block))
+    assert bits.shape == ((kinds >= 0).sum(), *block)
+    for b, h, r, c in np.ndindex(kinds.shape):
+        visible = pairs[b, h, r * block[0] :, c * block[1] :][: block[0], : block[1]]
+        wanted = np.zeros(block, bool)
+        wanted[: visible.shape[0], : visible.shape[1]] = visible
+        kind = int(kinds[b, h, r, c])
+        assert (kind == -2) == visible.all()
+        assert (kind == -1) == (not visible.any())
+        if kind >= 0:
+            np.testing.assert_array_equal(bits[kind], wanted)

@@ -1,0 +1,386 @@
+"""The Hopper kernels: which calls they support, with which tiles and grids, and what follows."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.kernels.launch.planning import H200, asked, backward, forward, kernels
+from tileattn.dtypes import NAMED
+from tileattn.kernels.config import hopper
+from tileattn.kernels.config.context import FAILED, LARGE, NON_FINITE, KernelLaunch
+from tileattn.kernels.config.families import backward_launches, forward_launches
+from tileattn.kernels.config.hopper import (
+    HOPPER,
+    HOPPER_BACKWARD,
+    HOPPER_BACKWARDS,
+    HOPPER_DQ_CONVERT,
+    HOPPER_WIDE,
+    forward_tile,
+)
+from tileattn.kernels.config.shared_memory import (
+    HOPPER_STATIC,
+    hopper_backward_bytes,
+    hopper_forward_bytes,
+)
+from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize
+from tileattn.kernels.launch.catalog import context_of, problem_of
+from tileattn.kernels.launch.layout import ArrayLayout, contiguous_inputs
+from tileattn.kernels.launch.tensor_map import can_map, tensor_map
+from tileattn.problem import Problem
+
+CONTEXT = context_of("sm_90a")._replace(sm_count=132)
+SUPPORTED = problem_of("float16", 64)
+BEFORE = ["backward_preprocess", "backward_large_scores"]
+AFTER = [HOPPER_DQ_CONVERT, "backward_dkdv", "backward_dq"]
+GENERIC = [*BEFORE, "backward_dkdv", "backward_dq_convert", "backward_dq"]
+CAUSAL = (None, 0)
+
+
+def launches_of(problem: Problem, **changed: Any) -> tuple[KernelLaunch, ...]:
+    options = {"deterministic": False, "sinks": False} | changed
+    return backward_launches(problem, CONTEXT, **options)
+
+
+# --- the rule -----------------------------------------------------------------------------------
+
+EMPTY = "an array is empty"
+LONG = "an array has nearly 2**31 rows or more"
+MANY = (1 << 31) - (1 << 16)
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("the GPU is not of compute capability 9.0", {}, {"arch": "sm_90"}),
+    ("dtype is neither float16 nor bfloat16", {"dtype": NAMED["float32"]}, {}),
+    ("a head dimension is above 256", {"D": 264}, {}),
+    ("a head dimension is above 256", {"Dv": 264}, {}),
+    ("bias is in use", {"uses": {"bias"}}, {}),
+    ("mask is in use", {"uses": {"mask"}}, {}),
+    ("dropout is in use", {"dropout_p": 0.1}, {}),
+    *((EMPTY, {name: 0}, {}) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")),
+    (LONG, {"B": 1 << 10, "Hq": 1 << 10, "Nq": 1 << 11}, {}),
+    (LONG, {"Nk": MANY}, {}),
+    (LONG, {"B": 2, "Nq": MANY // 2}, {}),
+    ("the head dimension of v is no multiple of 8", {"Dv": 60}, {}),
+    ("a row is not aligned to 16 bytes", {}, {"alignment_bytes": 8}),
+    ("an array has an axis that is broadcast, reversed or of", {}, {"tensor_maps": False}),
+    ("block_mask is in use", {"uses": {"block_mask"}}, {}),
+    ("the head dimension of q and k is no multiple of 8", {"D": 60}, {}),
+]
+BACKWARD_ALONE = [reason for reason, *_ in REFUSED[-2:]]
+
+
+@pytest.mark.parametrize(("reason", "changed", "where"), REFUSED, ids=str)
+def test_what_they_do_not_support_and_why(
+    reason: str, changed: dict[str, Any], where: dict[str, Any]
+) -> None:
+    problem, context = replace(SUPPORTED, **changed), CONTEXT._replace(**where)
+    both = {"deterministic": False, "sinks": False}
+    forwards = forward_launches(problem, context)
+    for kind, launches in (
+        ("forward", forwards),
+        ("backward", backward_launches(problem, context, **both)),
+    ):
+        why = hopper.why_not(problem, context, kind)
+        if kind == "forward" and reason in BACKWARD_ALONE:
+            assert why is None
+            assert [launch.key.kernel for launch in forwards] == [HOPPER]
+            continue
+        assert why is not None
+        assert why.startswith(reason)
+        told = [x.why.split("; ")[0] for x in launches if "the generic kernel" in x.why]
+        assert told == [f"the generic kernel, because {why}"] or (reason == EMPTY and not told)
+        used = {launch.key.kernel for launch in launches}
+        assert used.isdisjoint({HOPPER, *HOPPER_BACKWARDS})
+
+
+def test_every_clause_of_the_rule_is_tried() -> None:
+    tried = tuple(reason for reason, *_ in REFUSED)
+    assert [why for why, _ in hopper._UNSUPPORTED_BACKWARD if not why.startswith(tried)] == []
+    assert set(hopper._UNSUPPORTED) < set(hopper._UNSUPPORTED_BACKWARD)
+    assert hopper.why_not(replace(SUPPORTED, Nk=MANY - 1), CONTEXT, "backward") is None
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_arrays_that_no_map_describes(name: str) -> None:
+    """An axis is broadcast or reversed, a stride too long, or rows not aligned."""
+    problem = asked(D=64, Dv=64)
+    layout = contiguous_inputs(problem).with_contiguous_results(problem, "backward")
+    x = layout.get(name)
+    assert x is not None
+    changes = [
+        replace(x, strides=tuple(s * step if n == axis else s for n, s in enumerate(x.strides)))
+        for axis, step in product(range(3), (0, -1, 1 << 40))
+    ]
+    plans = (backward,) if name == "dout" else (forward, backward)
+    for changed in (x, *changes, replace(x, alignment=8)):
+        assert can_map(changed) == (changed not in changes)
+        given: dict[str, Any] = {name: changed}
+        for plan in (plan(problem, H200, **given) for plan in plans):
+            mapped = any("sm90" in kernel for kernel in kernels(plan))
+            assert mapped == bool(plan.tensor_maps) == (changed == x)
+
+
+def test_results_whose_rows_are_not_aligned() -> None:
+    problem = asked(D=64, Dv=64)
+    out = contiguous_inputs(problem).with_contiguous_results(problem, "forward").get("out")
+    assert out is not None
+    assert kernels(forward(problem, H200, out=replace(out, strides=(0, -64, 1 << 41, 2)))) == [
+        HOPPER
+    ]  # nobody makes a map of it
+    assert kernels(forward(problem, H200, out=replace(out, alignment=8))) == ["forward"]
+
+
+# --- sizes --------------------------------------------------------------------------------------
+
+# D and Dv: of each pass the head-dimension buckets and the tile; the stages of the backward one.
+BUCKETS: dict[tuple[int, int], Any] = {
+    (8, 64): ((32, 64), (192, 128), (64, 64), (128, 128), 2),
+    (64, 32): ((64, 32), (192, 128), (64, 64), (128, 128), 2),
+    (72, 40): ((96, 64), (128, 128), (128, 64), (64, 128), 2),
+    (40, 96): ((64, 96), (128, 128), (64, 128), (64, 128), 2),
+    (128, 128): ((128, 128), (128, 128), (128, 128), (64, 128), 2),
+    (136, 8): ((192, 32), (128, 128), (192, 128), (64, 64), 2),
+    (192, 128): ((192, 128), (128, 128), (192, 128), (64, 64), 2),
+    (192, 192): ((192, 192), (128, 96), (192, 192), (64, 64), 2),
+    (64, 192): ((64, 192), (128, 128), (128, 192), (64, 64), 2),
+    (200, 64): ((256, 64), (128, 64), (256, 128), (64, 64), 1),
+    (40, 256): ((64, 256), (128, 64), (128, 256), (64, 64), 1),
+    (256, 256): ((256, 256), (128, 64), (256, 256), (64, 64), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "uses", [(), ("softcap",), ("alibi_slopes",), ("sinks", "kv_lengths", "q_offset")]
+)
+@pytest.mark.parametrize("dims", BUCKETS, ids=str)
+def test_tiles_go_by_both_head_dimensions(
+    dtype: str, uses: tuple[str, ...], dims: tuple[int, int]
+) -> None:
+    """A score modifier needs registers, which short query blocks of the backward pass leave."""
+    bucket, tile, back_bucket, back_tile, stages = BUCKETS[dims]
+    modified = "softcap" in uses or "alibi_slopes" in uses
+    if modified and back_tile == (128, 128):
+        back_tile = 64, 128
+    D, Dv = dims
+    problem = replace(problem_of(dtype, D, uses), Dv=Dv, window=(7, 0), Nk=4096)
+    (launch,) = forward_launches(problem, CONTEXT)
+    own = next(x for x in launches_of(problem) if x.tensor_maps)
+    for each in (launch.key, own.key):
+        assert (each.dtype, each.warps_n, each.producer_warps) == (dtype, 1, 4)
+        assert (each.softcap, each.alibi) == ("softcap" in uses, "alibi_slopes" in uses)
+        assert each.fold_scale is not modified
+    key = launch.key
+    assert (key.kernel, key.head_dim, key.value_dim, key.tile) == (HOPPER, *bucket, tile)
+    assert (key.warps_m, key.threads) == (key.block_q // 16, 2 * key.block_q + 128)
+    assert launch.why.startswith("wgmma and tensor maps, tiles")
+    key, wide = own.key, max(back_bucket) > 128
+    assert key.kernel == (HOPPER_WIDE if wide else HOPPER_BACKWARD)
+    assert (key.head_dim, key.value_dim, key.tile) == (*back_bucket, back_tile)
+    assert (key.stages, key.warps_m, key.threads) == (stages, 8, 384)
+    assert own.why.startswith("wgmma and tensor maps, tiles")
+
+
+@pytest.mark.parametrize("dim", range(8, MAX_HEAD_DIM + 1, 8))
+def test_shared_memory_of_every_head_dimension_fits(dim: int) -> None:
+    for problem in (problem_of("float16", dim), replace(problem_of("float16", 8), Dv=dim)):
+        for launch in (*forward_launches(problem, CONTEXT), *launches_of(problem)):
+            assert launch.shared_bytes + HOPPER_STATIC <= CONTEXT.shared_limit
+            assert launch.key.block_q % 64 == 0 or not launch.tensor_maps
+
+
+TILES: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
+    (128, {"Nk": 16384}, (128, 176)),
+    (128, {"Nk": 176}, (128, 176)),
+    (128, {"Nk": 2048}, (128, 128)),  # the last of twelve would be two thirds empty
+    (128, {"Nk": 16384, "window": CAUSAL}, (128, 128)),
+    (128, {"Nk": 16384, "window": (1024, None)}, (128, 128)),
+    (128, {"Nk": 16384, "uses": {"softcap"}}, (128, 128)),
+    (128, {"Nk": 16384, "uses": {"alibi_slopes"}}, (128, 128)),
+    (64, {"Nk": 512, "window": CAUSAL}, (192, 64)),
+    (64, {"Nk": 513, "window": CAUSAL}, (192, 128)),
+    (64, {"Nk": 512, "window": (9, None)}, (192, 128)),
+    # Under a block mask tiles are low, whatever the keys and the diagonal.
+    (192, {"Dv": 128, "Nk": 176, "window": CAUSAL, "uses": {"block_mask"}}, (128, 128)),
+    *(
+        (dim, {"Nk": Nk, "window": window, "uses": {"block_mask"}}, (128, keys))
+        for dim, keys in ((32, 128), (64, 128), (96, 128), (128, 128), (192, 96), (256, 64))
+        for window, Nk in product([(None, None), CAUSAL], [2, 176, 4096])
+    ),
+]
+
+
+@pytest.mark.parametrize(("dim", "changed", "tile"), TILES, ids=str)
+def test_tiles_of_the_forward_pass(
+    dim: int, changed: dict[str, Any], tile: tuple[int, int]
+) -> None:
+    problem = replace(problem_of("float16", dim), **changed)
+    assert forward_tile(problem)[:2] == tile
+    (launch,) = forward_launches(problem, CONTEXT)
+    assert (launch.key.kernel, launch.key.tile) == (HOPPER, tile)
+    assert launch.key.block_mask == ("block_mask" in problem.uses)
+
+
+def repairing_bytes(tile: TileSize, dim: int, value: int) -> int:
+    return hopper_backward_bytes(tile, dim, value, repairs=True)
+
+
+SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]] = [
+    # The next queries where there is space, and stages of keys and values.
+    (hopper_forward_bytes, TileSize(192, 128, 12, stages=2), 64, 64, 6 * 8 + 2 * 32),
+    (hopper_forward_bytes, TileSize(192, 128, 12, stages=2), 32, 64, 6 * 8 + 2 * 32),
+    (hopper_forward_bytes, TileSize(128, 128, 8, stages=2), 128, 128, 4 * 16 + 2 * 64),
+    (hopper_forward_bytes, TileSize(128, 176, 8, stages=2), 128, 128, 3 * 16 + 2 * 88),
+    (hopper_forward_bytes, TileSize(128, 96, 8, stages=2), 192, 128, 4 * 24 + 2 * 60),
+    (hopper_forward_bytes, TileSize(128, 128, 8, stages=2), 192, 128, 2 * 24 + 2 * 80),
+    (hopper_forward_bytes, TileSize(128, 96, 8, stages=2), 192, 192, 3 * 24 + 2 * 72),
+    (hopper_forward_bytes, TileSize(128, 80, 8, stages=2), 256, 256, 2 * 32 + 2 * 80),
+    (hopper_forward_bytes, TileSize(128, 64, 8, stages=2), 256, 256, 3 * 32 + 2 * 64),
+    (hopper_forward_bytes, TileSize(192, 248, 12, stages=2), 64, 128, 4 * 8 + 2 * 93),
+    # k and v, stages of q and dout, dS, and three dQ tiles of each store warp.
+    (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 128, 128, 64 + 48 + 32 + 32 + 48),
+    (hopper_backward_bytes, TileSize(128, 128, 8, 1, 2), 64, 64, 32 + 48 + 32 + 64 + 48),
+    (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 64, 64, 32 + 24 + 16 + 32 + 48),
+    (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 64, 128, 48 + 24 + 32 + 32 + 48),
+    (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 128, 64, 48 + 48 + 16 + 32 + 48),
+    (hopper_backward_bytes, TileSize(64, 128, 8, 1, 1), 128, 128, 64 + 32 + 16 + 32 + 48),
+    # Wide heads: two stages of q, two dQ tiles of each store warp, and a tile of P.
+    (hopper_backward_bytes, TileSize(64, 64, 8, 1, 1), 256, 256, 64 + 64 + 32 + 16 + 32 + 16),
+    (hopper_backward_bytes, TileSize(64, 64, 8, 1, 2), 192, 192, 48 + 48 + 48 + 16 + 32 + 16),
+    (hopper_backward_bytes, TileSize(64, 64, 8, 1, 2), 192, 128, 40 + 48 + 32 + 16 + 32 + 16),
+    (hopper_backward_bytes, TileSize(64, 64, 8, 1, 1), 128, 256, 48 + 32 + 32 + 16 + 32 + 16),
+    (hopper_backward_bytes, TileSize(64, 64, 8, 1, 2), 128, 192, 40 + 32 + 48 + 16 + 32 + 16),
+    # To repair: k once more, and of wide heads one stage of q.
+    (repairing_bytes, TileSize(64, 128, 8), 128, 64, 48 + 32 + 8 + 32 + 48 + 32),
+    (repairing_bytes, TileSize(64, 64, 8), 256, 128, 48 + 32 + 16 + 16 + 32 + 16 + 32),
+]
+
+
+@pytest.mark.parametrize(("count", "tile", "dim", "value", "kilobytes"), SHARED)
+def test_shared_memory(count: Any, tile: TileSize, dim: int, value: int, kilobytes: int) -> None:
+    assert count(tile, dim, value) == kilobytes * 1024
+
+
+# --- the launches -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("queries", "blocks"), [(100, 6), (129, 12), (24 * 128, 132)])
+def test_what_the_forward_pass_launches(queries: int, blocks: int) -> None:
+    (launch,) = forward_launches(replace(SUPPORTED, D=128, Hq=6, Nq=queries), CONTEXT)
+    key = launch.key
+    assert (launch.grid, launch.shared_bytes, key.tile) == (blocks, key.smem_bytes, (128, 128))
+    assert launch.tensor_maps == (("q", 64), ("k", 128), ("v", 128))
+
+
+@pytest.mark.parametrize(("keys", "blocks"), [(100, 6), (129, 12), (24 * 128, 132)])
+def test_what_the_backward_pass_launches(keys: int, blocks: int) -> None:
+    problem = replace(SUPPORTED, B=2, Hq=6, Hkv=3, Nq=300, Nk=keys, D=72, Dv=40)
+    launches = launches_of(problem)
+    _, maxima, own, safe, *after = launches
+    assert [launch.key.kernel for launch in launches] == [*BEFORE, *[HOPPER_BACKWARD] * 2, *AFTER]
+    assert (maxima.key.head_flags, maxima.grid) == (LARGE, 2 * 6 * 3)
+    assert (own.key.add_dq, own.key.head_flags, own.grid) == (True, 0, blocks)
+    # Where something is not finite the same kernel, but for stages, does it.
+    key = replace(own.key, head_flags=NON_FINITE, stages=1, smem_bytes=safe.shared_bytes)
+    assert safe == own._replace(key=key, shared_bytes=safe.shared_bytes, why=safe.why)
+    assert safe.shared_bytes == repairing_bytes(TileSize(64, 128, 8), 128, 64)
+    assert own.shared_bytes == own.key.smem_bytes
+    assert own.shared_bytes == hopper_backward_bytes(TileSize(64, 128, 8, 1, 2), 128, 64)
+    assert own.tensor_maps == (("q", 64), ("k", 128), ("v", 128), ("dout", 64))
+    finish = after[0]
+    assert (finish.grid, finish.key.threads, finish.key.tile) == (2 * 6 * 5, 128, (64, 64))
+    assert (finish.key.head_dim, finish.key.value_dim) == (128, 64)
+    for launch in after:
+        assert (launch.key.producer_warps, launch.tensor_maps) == (0, ())
+        assert (launch.key.head_flags, launch.key.add_dq) == (6 * (launch != finish), False)
+    # The generic kernels compute the other heads again, as many at a time as the GPU runs.
+    context = CONTEXT._replace(tensor_maps=False)
+    same, *generic = backward_launches(problem, context, deterministic=True, sinks=False)[1:]
+    assert same == maxima
+    for launch, like in zip(after[1:], generic, strict=True):
+        assert launch.why.startswith("for heads with large scores or with something not finite")
+        few = min(like.grid, 132 * like.key.min_blocks_per_sm)
+        key = replace(like.key, head_flags=LARGE | FAILED)
+        assert launch == like._replace(key=key, grid=few, why=launch.why)
+    # A fixed order of the sums is the same kernel in another order.
+    fixed = launches_of(problem, deterministic=True)
+    assert [launch for launch in fixed if launch.in_order] == list(fixed[2:4])
+    assert tuple(launch._replace(in_order=False) for launch in fixed) == launches
+
+
+def test_what_the_backward_pass_launches_for_wide_heads() -> None:
+    problem = replace(SUPPORTED, B=2, Hq=6, Hkv=3, Nq=300, Nk=100, D=200, Dv=40)
+    launches = launches_of(problem)
+    _, _, own, safe, finish, *_ = launches
+    assert [launch.key.kernel for launch in launches] == [*BEFORE, *[HOPPER_WIDE] * 2, *AFTER]
+    assert safe.shared_bytes == repairing_bytes(TileSize(64, 64, 8), 256, 128)
+    assert (own.grid, own.key.add_dq) == (12, True)
+    assert own.tensor_maps == (("q", 64), ("k", 64), ("v", 64), ("dout", 64))
+    # It undoes the order of the sums, which depends on the heads and the tiles of queries.
+    key = finish.key
+    assert (key.head_dim, key.value_dim, key.block_q) == (256, 128, own.key.block_q)
+    capped = launches_of(replace(problem, softcap=2.0, uses=frozenset({"softcap"})))
+    assert capped[3] == finish
+    # Where the cap is flat, only the generic kernels know what is NaN.
+    assert [launch.key.kernel for launch in capped] == [*BEFORE, HOPPER_WIDE, *AFTER]
+    assert {launch.key.head_flags for launch in capped[4:]} == {NON_FINITE | LARGE | FAILED}
+
+
+def test_short_query_blocks_of_narrow_heads_are_finished_alike() -> None:
+    """As long as those of the backward kernel: without a score modifier they have 128 queries."""
+    for uses, queries in (((), 128), (("alibi_slopes",), 64)):
+        launches = launches_of(replace(problem_of("float16", 64, uses), Nq=300))
+        finish = next(x for x in launches if x.key.kernel == HOPPER_DQ_CONVERT)
+        assert (finish.key.block_q, finish.grid) == (queries, -(-300 // queries))
+
+
+def test_what_repairs_elsewhere() -> None:
+    """Sums in memory lack the special heads; dq in a fixed order comes from one kernel for all."""
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        context = CONTEXT._replace(arch=arch)
+        for fixed, flags in ((False, {"backward_dq": 3}), (True, {})):
+            launches = backward_launches(SUPPORTED, context, deterministic=fixed, sinks=False)
+            found = [x.key.kernel for x in launches]
+            assert found == [x for x in GENERIC if not (fixed and "convert" in x)]
+            flagged = {x.key.kernel: x.key.head_flags for x in launches if x.key.head_flags}
+            assert flagged == {"backward_large_scores": LARGE, **flags}
+
+
+# --- tensor maps --------------------------------------------------------------------------------
+
+
+def test_maps_say_where_the_arrays_lie() -> None:
+    """From the innermost axis on: k has its heads beside the columns, v is half of wider rows."""
+    B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
+    problem = asked(B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK, D=D, Dv=DV, window=CAUSAL)
+    steps = (2 * NK * HKV * D, 2 * D, 2 * HKV * D, 2)
+    k = ArrayLayout((B, HKV, NK, D), steps, "float16")
+    steps = (4 * HKV * NK * DV, 4 * NK * DV, 4 * DV, 2)
+    v = ArrayLayout((B, HKV, NK, DV), steps, "float16")
+    maps = {
+        "q": ((D, NQ, HQ, B), (2 * D, 2 * NQ * D, 2 * HQ * NQ * D), 64),
+        "k": ((D, NK, HKV, B), (2 * HKV * D, 2 * D, 2 * NK * HKV * D), 128),
+        "v": ((DV, NK, HKV, B), (4 * DV, 4 * NK * DV, 4 * HKV * NK * DV), 128),
+        "dout": ((DV, NQ, HQ, B), (2 * DV, 2 * NQ * DV, 2 * HQ * NQ * DV), 64),
+    }
+    for plan, names in ((forward, "q k v"), (backward, "q k v dout")):
+        (made,) = plan(problem, H200, k=k, v=v).tensor_maps.values()
+        assert [one.name for one in made] == names.split()
+        for one in made:
+            sizes, strides, rows = maps[one.name]
+            assert (one.sizes, one.strides, one.box) == (sizes, strides, (64, rows, 1, 1))
+            assert one.dtype == "float16"
+
+
+@pytest.mark.parametrize("strides", [(0, 6, -2, 2), (1 << 50, 1 << 50, 1 << 50, 2)])
+def test_an_axis_of_length_one_has_a_stride_that_the_driver_takes(strides: Any) -> None:
+    x = ArrayLayout((1, 1, 1, 20), strides, "float16")
+    assert can_map(x)
+    assert tensor_map("q", x, 64).strides == (48, 48, 48)
+
+
+def test_the_longest_stride() -> None:
+    x = ArrayLayout((2, 3, 5, 8), ((1 << 40) - 16, 96, 16, 2), "float16")
+    assert can_map(x)
+    assert not can_map(replace(x, strides=(1 << 40, 96, 16, 2)))
