@@ -114,7 +114,7 @@ def test_array_options(name: str, value: Any, error: type[Exception], message: s
 
 
 def test_a_block_mask_is_used() -> None:
-    assert parse(Q, K, V, {"block_mask": blocks(2, 2)})[0].uses == {"block_mask"}
+    assert parse(Q, K, V, {"block_mask": blocks(2, 2)})[0].enabled_options == {"block_mask"}
 
 
 INTEGERS = "integers of shape (2,) are accepted"
@@ -234,7 +234,7 @@ def test_defaults() -> None:
         dropout_p=0.0,
         seed=0,
         ndim=4,
-        uses=frozenset(),
+        enabled_options=frozenset(),
     )
     assert problem.group == 2
     assert problem.out_shape == (B, HQ, NQ, DV)

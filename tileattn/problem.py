@@ -56,7 +56,7 @@ class Problem:
         Seed of the dropout generator, below 2**64.
     ndim : int
         Rank of the caller's arrays, 2 to 4.
-    uses : frozenset of str
+    enabled_options : frozenset of str
         Names of the options in use.
     """
 
@@ -74,7 +74,7 @@ class Problem:
     dropout_p: float
     seed: int
     ndim: int
-    uses: frozenset[str]
+    enabled_options: frozenset[str]
 
     @property
     def group(self) -> int:
@@ -152,7 +152,7 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         dropout_p=_dropout(options.get("dropout_p", 0.0)),
         seed=_seed(options.get("seed", 0)),
         ndim=ndim,
-        uses=frozenset(name for name, value in options.items() if _in_use(value)),
+        enabled_options=frozenset(name for name, value in options.items() if _in_use(value)),
     )
     q_offset = kv_lengths - Nq if q_offset is None else q_offset
     return problem, operands_of(q, k, v, kv_lengths, q_offset, options=options)

@@ -29,7 +29,7 @@ def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
             )
 
 
-def span(x: Any) -> tuple[int, int]:
+def byte_bounds(x: Any) -> tuple[int, int]:
     """Give the bytes between which an array's elements lie, from its address on."""
     steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
     return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
@@ -72,7 +72,7 @@ def _share(x: Any, y: Any) -> bool:
     at, there = _address(x), _address(y)
     if not at or not there:
         return False
-    (lo, hi), (first, past) = span(x), span(y)
+    (lo, hi), (first, past) = byte_bounds(x), byte_bounds(y)
     apart = at + hi <= there + first or there + past <= at + lo
     return not apart and _overlap(_placed(x, at), _placed(y, there))
 

@@ -49,8 +49,8 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
     ("the GPU is not of compute capability 9.0", lambda _, context: context.arch != "sm_90a"),
     ("dtype is neither float16 nor bfloat16", lambda P, _: P.dtype.itemsize != 2),
     (f"a head dimension is above {MAX_HEAD_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM),
-    ("bias is in use", lambda P, _: "bias" in P.uses),
-    ("mask is in use", lambda P, _: "mask" in P.uses),
+    ("bias is in use", lambda P, _: "bias" in P.enabled_options),
+    ("mask is in use", lambda P, _: "mask" in P.enabled_options),
     ("dropout is in use", lambda P, _: P.dropout_p > 0),
     ("an array is empty", lambda P, _: 0 in (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, P.D, P.Dv)),
     (
@@ -67,7 +67,7 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
 )
 _UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
     *_UNSUPPORTED,
-    ("block_mask is in use", lambda P, _: "block_mask" in P.uses),
+    ("block_mask is in use", lambda P, _: "block_mask" in P.enabled_options),
     ("the head dimension of q and k is no multiple of 8", lambda P, _: P.D % 8 > 0),
 )
 
@@ -101,8 +101,8 @@ def forward_tile(problem: Problem) -> TileSize:
     """
     P = problem
     dim, value = bucket(P.D), bucket(P.Dv)
-    masked = "block_mask" in P.uses
-    plain = P.uses.isdisjoint({"softcap", "alibi_slopes"}) and not masked
+    masked = "block_mask" in P.enabled_options
+    plain = P.enabled_options.isdisjoint({"softcap", "alibi_slopes"}) and not masked
     uncut = P.window == (None, None) and plain
 
     def suits(tile: TileSize) -> bool:
@@ -131,7 +131,7 @@ def backward(
     )
     dim, value = (next(n for n in _BACKWARD_BUCKETS[kernel] if x <= n) for x in (P.D, P.Dv))
     tiles = candidates(kernel, P.dtype.itemsize, max(dim, value))
-    tile = tiles[0 if P.uses.isdisjoint({"softcap", "alibi_slopes"}) else -1]
+    tile = tiles[0 if P.enabled_options.isdisjoint({"softcap", "alibi_slopes"}) else -1]
     key = _key(kernel, P, dim, value, tile, hopper_backward_bytes(tile, dim, value))
     key = replace(key, add_dq=True)
     # The kernel is persistent: a thread block takes one key block after the other.
