@@ -42,7 +42,7 @@ ALLOWED = {
     **{(HOPPER, f"{x}_empty", "any_unfinished"): _NO_STAGE for x in "qkv"},
     (HOPPER_BACKWARD, "k_empty", "work_tile"): _BY_STORES,
     (HOPPER_WIDE, "k_empty", "work_tile"): _BY_STORES,
-    (HOPPER_WIDE, "out_empty", "p"): "frees dout and delta; " + _BY_STORES,
+    (HOPPER_WIDE, "dout_empty", "p"): "frees dout and delta; " + _BY_STORES,
 }
 
 _BUFFER = re.compile(r"\bsmem\.(?:storage\.)?(\w+)")

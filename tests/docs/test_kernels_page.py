@@ -18,7 +18,7 @@ COUNTERPARTS = sorted(
     {(name, file) for names, file in CELL.findall(PAGE) for name in re.findall(r"\w+", names)}
 )
 # Starts tasks, or is another order of the loops, which no kernel has.
-GLUE = {"forward", "forward_by_keys", "update_tile", "finalize", "_multiply"}
+GLUE = {"forward", "forward_by_keys", "update_tile", "finalize", "_multiply", "_row_blocks"}
 
 
 def missing(quote: str, text: str) -> list[str]:

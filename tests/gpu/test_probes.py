@@ -79,7 +79,7 @@ def test_dropout_of_accumulators_keeps_the_same_pairs(transposed: bool) -> None:
     assert np.array_equal(kept, want.T if transposed else want)
 
 
-# --- blocks.cuh ---------------------------------------------------------------------------------
+# --- mask.cuh, tile_scheduler.cuh ----------------------------------------------------------------
 
 FAR = 2**40  # farther than the 32-bit integers of the kernels reach
 SIDES = (None, 0, 5, FAR)
@@ -119,7 +119,7 @@ def test_windows(left: int | None, right: int | None) -> None:
     got = np.full((len(lengths), len(boxes), 6), -7, np.int32)
     p = params(Nq=Nq, Nk=Nk, **reach(left, right))
     given = lengths, offsets, boxes, len(boxes), got
-    Probe(keys.BLOCKS[0])("windows", p, *given, grid=(len(lengths),))
+    Probe(keys.MASK[0])("windows", p, *given, grid=(len(lengths),))
     for n, (length, offset) in enumerate(zip(lengths.tolist(), offsets.tolist(), strict=True)):
         assert got[n].tolist() == answers_of(SlidingWindow(Nq, length, offset, left, right), boxes)
 
@@ -129,7 +129,7 @@ def test_a_length_beyond_the_keys_is_their_number(given: int, length: int) -> No
     boxes = boxes_in(40, 60, 80)
     got = np.full((len(boxes), 6), -7, np.int32)
     p = params(Nq=40, Nk=60, left=8, right=3, length=given, offset=-5)
-    Probe(keys.BLOCKS[0])("windows", p, None, None, boxes, len(boxes), got)
+    Probe(keys.MASK[0])("windows", p, None, None, boxes, len(boxes), got)
     assert got.tolist() == answers_of(SlidingWindow(40, length, -5, 8, 3), boxes)
 
 
@@ -138,7 +138,7 @@ def test_a_length_beyond_the_keys_is_their_number(given: int, length: int) -> No
 )
 def test_block_coords(blocks: int, heads: int, groups: int) -> None:
     got = np.full((blocks * heads, 2), -7, np.int32)
-    Probe(keys.BLOCKS[0])("block_coords", blocks, heads, groups, got, grid=(len(got),))
+    Probe(keys.TILE_SCHEDULER[0])("block_coords", blocks, heads, groups, got, grid=(len(got),))
     assert got.tolist() == [
         [block, head]
         for group in np.array_split(np.arange(heads), groups)
@@ -210,19 +210,19 @@ def test_backward_work_tiles(
     Probe(key)("backward_work_tiles", p, claimed, got, grid=(grid,))
     assert claimed == count + grid  # each thread block finds once that there is nothing left
     block, head, _ = work_tiles(blocks, B * Hkv, groups)
-    for n, (b, kv, k0, first, past, full, full_past) in enumerate(got.tolist()):
+    for n, (b, kv, k0, begin, end, full_begin, full_end) in enumerate(got.tolist()):
         assert (b, kv) == divmod(int(head[n]), Hkv)
         assert k0 == int(block[n]) * key.block_k
         kinds = [window.kind(q0, q1, k0, k0 + key.block_k) for q0, q1 in tiles]
         attended = [tile for tile, kind in enumerate(kinds) if kind != EMPTY]
-        assert list(range(first, past)) == attended
-        found = [tile for tile in attended if full <= tile < full_past]
+        assert list(range(begin, end)) == attended
+        found = [tile for tile in attended if full_begin <= tile < full_end]
         assert found == [tile for tile in attended if kinds[tile] == FULL]
 
 
 def assert_tiles(window: SlidingWindow, q0: int, block_k: int, found: list[int]) -> None:
     """Compare the key tiles of 64 queries with the kinds of tiles."""
-    first, past, full, full_past = found
+    begin, end, full_begin, full_end = found
     q1 = min(q0 + 64, window.Nq)
     kinds = {
         tile: window.kind(q0, q1, tile * block_k, (tile + 1) * block_k)
@@ -230,11 +230,11 @@ def assert_tiles(window: SlidingWindow, q0: int, block_k: int, found: list[int])
         if q0 < q1
     }
     attended = [tile for tile, kind in kinds.items() if kind != EMPTY]
-    assert list(range(first, past)) == attended
+    assert list(range(begin, end)) == attended
     # The kernel asks of 64 queries, though there may be fewer: it may take full tiles for others.
     whole = [tile for tile, kind in kinds.items() if kind == FULL]
-    assert set(range(full, full_past)) & set(attended) <= set(whole)
-    assert q1 < q0 + 64 or list(range(full, full_past)) == whole
+    assert set(range(full_begin, full_end)) & set(attended) <= set(whole)
+    assert q1 < q0 + 64 or list(range(full_begin, full_end)) == whole
 
 
 class Masks:
@@ -272,7 +272,7 @@ class Masks:
         return pairs
 
 
-@pytest.mark.parametrize("key", keys.BLOCKS, ids=keys.name_of)
+@pytest.mark.parametrize("key", keys.MASK, ids=keys.name_of)
 def test_attention_masks(key: KernelKey) -> None:
     B, Hq, Nq, Nk = shape = 2, 3, 53, 150
     masks = Masks(key, shape, (20, 12), empty=0.5)
@@ -313,7 +313,7 @@ VIEWS = {"open": (None, None, 0), "causal": (None, 0, -99), "window": (200, 30, 
 
 @pytest.mark.parametrize("block", [(64, 48), (20, 12)], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("key", keys.BLOCKS, ids=keys.name_of)
+@pytest.mark.parametrize("key", keys.TILE_SCHEDULER, ids=keys.name_of)
 def test_tiles_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair) -> None:
     """Tiles come in order, each with its kind; they are the ones that the schedule cuts up.
 
@@ -346,11 +346,11 @@ def test_tiles_are_those_of_the_schedule(key: KernelKey, view: str, block: Pair)
         assert scheduled == listed if exact else scheduled <= listed
 
 
-# --- mask.cuh -----------------------------------------------------------------------------------
+# --- score_tile.cuh -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("key", keys.MASK, ids=keys.name_of)
+@pytest.mark.parametrize("key", keys.SCORE_TILE, ids=keys.name_of)
 def test_masked_out_and_dropped_elements_of_accumulators(key: KernelKey, transposed: bool) -> None:
     """Ones become -infinity where masked out, keys past the end too, then 0 where dropped."""
     Nq, Nk = 53, 80 if key.mask_vector_width == 16 else 70

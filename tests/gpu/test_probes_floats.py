@@ -263,12 +263,12 @@ def test_a_row_is_copied(key: KernelKey, as_arch: str) -> None:
     assert_same_bits(held, row)
 
 
-# --- scores.cuh ---------------------------------------------------------------------------------
+# --- score_mod.cuh ------------------------------------------------------------------------------
 
 LOG2_E = np.log2(np.exp(np.longdouble(1)))
 
 
-@each(tuple(KernelKey("scores", dtype) for dtype in keys.DTYPES))
+@each(tuple(KernelKey("score_mod", dtype) for dtype in keys.DTYPES))
 def test_tanh(key: KernelKey) -> None:
     """Within 2 ulp, which is 4 u (CUDA programming guide)."""
     sums = sums_of(key)
@@ -282,7 +282,7 @@ def test_tanh(key: KernelKey) -> None:
     assert_near(y, want, 4 * unit_of(key) * np.abs(want))
 
 
-@each(keys.SCORES)
+@each(keys.SCORE_MOD)
 def test_scores_and_their_derivatives(key: KernelKey) -> None:
     """Each part of a score passes at most 9 roundings; a derivative 1 - t**2 has 6 of t and 2.
 

@@ -10,7 +10,7 @@ extern "C" __global__ void addresses(u32* out) {
     const Smem smem{start, storage};
     *out++ = start, *out++ = smem.k().address, *out++ = smem.v().address;
     for (int s = 0; s < Q_STAGES; ++s) *out++ = smem.q(s).address;
-    for (int s = 0; s < OUT_STAGES; ++s) *out++ = smem.dout(s).address;
+    for (int s = 0; s < DOUT_STAGES; ++s) *out++ = smem.dout(s).address;
     for (int s = 0; s < DS_STAGES; ++s) *out++ = smem.ds(s).address;
     for (int n = 0; n < DQ_STORE_WARPS; ++n)
         for (int s = 0; s < DQ_STAGES; ++s) *out++ = smem.dq(n, s);
@@ -26,7 +26,7 @@ extern "C" __global__ void backward_work_tiles(Params p, u32* tile_counter, int*
         int* to = out + i64(index) * 7;
         const TileRange& tiles = work.tiles;
         for (int field :
-             {work.b, work.kv, work.k0, tiles.first, tiles.past, tiles.full, tiles.full_past})
+             {work.b, work.kv, work.k0, tiles.begin, tiles.end, tiles.full_begin, tiles.full_end})
             *to++ = field;
     }
 }

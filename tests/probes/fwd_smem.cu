@@ -20,11 +20,12 @@ extern "C" __global__ void forward_work_tiles(Params p, const int* schedule, i64
     WorkTile work{};
     for (int n = 0; n < iterations && get_work(p, n, work); ++n) {
         int* to = out + (i64(n) * gridDim.x + blockIdx.x) * (6 + 4 * CONSUMERS);
-        for (int field : {work.b, work.h, work.q0, work.first, work.past, work.iteration})
+        for (int field : {work.b, work.h, work.q0, work.begin, work.end, work.iteration})
             *to++ = field;
         for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS) {
             const TileRange tiles = key_tiles(p, work.b, work.q0 + row, WARPGROUP_ROWS);
-            for (int field : {tiles.first, tiles.past, tiles.full, tiles.full_past}) *to++ = field;
+            for (int field : {tiles.begin, tiles.end, tiles.full_begin, tiles.full_end})
+                *to++ = field;
         }
     }
 }

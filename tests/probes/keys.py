@@ -28,14 +28,6 @@ BIAS = tuple(
     )
 )
 
-_BLOCKS = KernelKey("blocks", "float32", block_q=32, block_k=16, warps_m=1)
-BLOCKS = (
-    _BLOCKS,
-    replace(_BLOCKS, mask=True),
-    replace(_BLOCKS, block_mask=True),
-    replace(_BLOCKS, block_mask=True, mask=True, warps_m=2),
-)
-
 # Rows of 64 elements are copied thread by thread down a column, those of 80 are not: they leave a
 # run of 128 bytes half empty.
 COPIES = tuple(
@@ -46,15 +38,12 @@ COPIES = tuple(
     if vector >= size
 )
 
-_MASK = KernelKey("mask", "float32", warps_m=1, block_q=32, block_k=32)
+_MASK = KernelKey("mask", "float32", block_q=32, block_k=16, warps_m=1)
 MASK = (
     _MASK,
-    replace(_MASK, mask=True, dropout=True),
-    replace(_MASK, dtype="float64", block_mask=True, dropout=True),
-    replace(_MASK, dtype="bfloat16", mask=True, block_mask=True),
-    replace(_MASK, mask=True, mask_vector_width=2),
-    replace(_MASK, mask=True, mask_vector_width=16, dropout=True),
-    replace(_MASK, mask=True, mask_vector_width=16, block_q=48, block_k=48),
+    replace(_MASK, mask=True),
+    replace(_MASK, block_mask=True),
+    replace(_MASK, block_mask=True, mask=True, warps_m=2),
 )
 
 # Words of 16 rows: an odd number, one, more than a warp looks at. Warps with whole rows, or parts.
@@ -71,17 +60,28 @@ NONFINITE = (
 PARAMS = (KernelKey("params", "float32"),)
 PHILOX = (KernelKey("philox", "float32", warps_m=1, dropout=True),)
 
-_SCORES = KernelKey("scores", "float32")
-SCORES = (
-    replace(_SCORES, fold_scale=True),
-    replace(_SCORES, dtype="float64"),
-    replace(_SCORES, softcap=True),
-    replace(_SCORES, dtype="bfloat16", softcap=True, alibi=True),
-    replace(_SCORES, dtype="float64", softcap=True, alibi=True, bias="float64"),
-    replace(_SCORES, alibi=True, bias="float32"),
-    replace(_SCORES, softcap=True, alibi=True, bias="float16"),
-    replace(_SCORES, dtype="float16", bias="bfloat16"),
-    replace(_SCORES, bias="float64"),
+_SCORE_MOD = KernelKey("score_mod", "float32")
+SCORE_MOD = (
+    replace(_SCORE_MOD, fold_scale=True),
+    replace(_SCORE_MOD, dtype="float64"),
+    replace(_SCORE_MOD, softcap=True),
+    replace(_SCORE_MOD, dtype="bfloat16", softcap=True, alibi=True),
+    replace(_SCORE_MOD, dtype="float64", softcap=True, alibi=True, bias="float64"),
+    replace(_SCORE_MOD, alibi=True, bias="float32"),
+    replace(_SCORE_MOD, softcap=True, alibi=True, bias="float16"),
+    replace(_SCORE_MOD, dtype="float16", bias="bfloat16"),
+    replace(_SCORE_MOD, bias="float64"),
+)
+
+_SCORE_TILE = KernelKey("score_tile", "float32", warps_m=1, block_q=32, block_k=32)
+SCORE_TILE = (
+    _SCORE_TILE,
+    replace(_SCORE_TILE, mask=True, dropout=True),
+    replace(_SCORE_TILE, dtype="float64", block_mask=True, dropout=True),
+    replace(_SCORE_TILE, dtype="bfloat16", mask=True, block_mask=True),
+    replace(_SCORE_TILE, mask=True, mask_vector_width=2),
+    replace(_SCORE_TILE, mask=True, mask_vector_width=16, dropout=True),
+    replace(_SCORE_TILE, mask=True, mask_vector_width=16, block_q=48, block_k=48),
 )
 
 _SOFTMAX = KernelKey("softmax", "float32", block_q=32, block_k=48, warps_m=1)
@@ -93,6 +93,8 @@ TILE = tuple(
     for dtype, head_dims in zip(DTYPES, ((64, 128), (64, 96), (32, 96), (32, 64)), strict=True)
     for head_dim in head_dims
 )
+
+TILE_SCHEDULER = tuple(replace(key, kernel="tile_scheduler") for key in MASK)
 
 TYPES = tuple(KernelKey("types", dtype) for dtype in DTYPES)
 
@@ -116,15 +118,16 @@ BACKWARD_SMEM = (
 
 KEYS = (
     *BIAS,
-    *BLOCKS,
     *COPIES,
     *MASK,
     *NONFINITE,
     *PARAMS,
     *PHILOX,
-    *SCORES,
+    *SCORE_MOD,
+    *SCORE_TILE,
     *SOFTMAX,
     *TILE,
+    *TILE_SCHEDULER,
     *TYPES,
     *BACKWARD_SMEM,
     *FORWARD_SMEM,

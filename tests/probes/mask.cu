@@ -1,44 +1,40 @@
-// Probe of mask.cuh: the index of each element of a fragment, and what masked_fill and drop leave.
+// Probe of mask.cuh: masks of pairs and boxes.
 #include "mask.cuh"
 
-constexpr int MT = BLOCK_Q / 16, NT = BLOCK_K / 8;
-
-struct Index {
-    int i, j;
+struct Box {
+    int q0, q1, k0, k1;
+};
+struct Answer {
+    int visible, kind;
+    Range keys, queries;
 };
 
-template <bool TRANSPOSED>
-__device__ void masked(const Params& p, i64 b, i64 h, int row, int column, Index* indices,
-                       Accum* values) {
-    const Lane lane;
-    auto at = [&](int m, int n, int e) {
-        return (16 * m + lane.row(e)) * BLOCK_K + 8 * n + lane.column(e);
-    };
-    Scores<TRANSPOSED, MT, NT> s(row, column);
-    s.for_each([&](Accum& x, int i, int j, int m, int n, int e) {
-        indices[at(m, n, e)] = {i, j};
-        x = 1;
-    });
-    const AttentionMask attn_mask(p, b, h);
-    DenseMask<TRANSPOSED, MT, NT> dense;
-    if constexpr (HAS_MASK) {
-        dense.load(attn_mask, row, column);
-        dense.share();
+// Batch entry blockIdx.x. The pair of a box is its first.
+extern "C" __global__ void windows(Params p, const i64* lengths, const i64* offsets,
+                                   const Box* boxes, i64 count, Answer* answers) {
+    p.kv_lengths = lengths;
+    p.q_offset = offsets;
+    const SlidingWindow window(p, blockIdx.x);
+    for (i64 n = threadIdx.x; n < count; n += blockDim.x) {
+        const Box& box = boxes[n];
+        answers[blockIdx.x * count + n] = {
+            window.visible(box.q0, box.k0), window.kind(box.q0, box.q1, box.k0, box.k1),
+            window.key_range(box.q0, box.q1), window.query_range(box.k0, box.k1)};
     }
-    s.masked_fill(attn_mask, dense);
-    for (int n = 0; n < NT; n += 2) s.drop(Dropout(p, b, h), n);
-    s.for_each([&](Accum& x, int, int, int m, int n, int e) { values[at(m, n, e)] = x; });
 }
 
-// A fragment of ones from (row, column) on; a transposed one has keys as rows.
-extern "C" __global__ void masked_out(Params p, const bool* mask, const int* kinds,
-                                      const bool* bits, i64 b, i64 h, i64 row, i64 column,
-                                      i64 transposed, Index* indices, Accum* values) {
+// Head blockIdx.x of batch entry blockIdx.y: kinds of boxes, and every pair.
+extern "C" __global__ void attention_masks(Params p, const bool* mask, const int* kinds,
+                                           const bool* bits, const Box* boxes, i64 count,
+                                           int* box_kinds, bool* visible) {
     p.mask = mask;
     p.block_kinds = kinds;
     p.block_bits = bits;
-    if (transposed)
-        masked<true>(p, b, h, int(row), int(column), indices, values);
-    else
-        masked<false>(p, b, h, int(row), int(column), indices, values);
+    const AttentionMask attn_mask(p, blockIdx.y, blockIdx.x);
+    const i64 head = blockIdx.y * p.Hq + blockIdx.x;
+    for (i64 n = threadIdx.x; n < count; n += blockDim.x)
+        box_kinds[head * count + n] =
+            attn_mask.kind(boxes[n].q0, boxes[n].q1, boxes[n].k0, boxes[n].k1);
+    for (i64 n = threadIdx.x; n < p.Nq * p.Nk; n += blockDim.x)
+        visible[head * p.Nq * p.Nk + n] = attn_mask.visible(int(n / p.Nk), int(n % p.Nk));
 }

@@ -11,7 +11,7 @@ using Table = NonFinite<Element, BLOCK_K, VALUE_DIM>;
 // values: (BLOCK_K, VALUE_DIM), cleaned in place; scores, keeps: (BLOCK_Q, BLOCK_K); sums:
 // (BLOCK_Q, VALUE_DIM), to which is added; found: whether there was anything.
 extern "C" __global__ void restored(Element* values, const Accum* scores, const bool* keeps,
-                                    Accum* sums, i64* found) {
+                                      Accum* sums, i64* found) {
     __shared__ __align__(1024) char memory[Values::BYTES + Table::BYTES + BLOCK_Q * 64];
     const Values tile{memory};
     const Table table{tile.address + Values::BYTES};

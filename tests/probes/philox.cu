@@ -25,7 +25,7 @@ __device__ void walk(const Dropout& dropout, int row, int column, bool* out) {
 }
 // Accumulators that begin at (row, column); transposed ones have keys as rows.
 extern "C" __global__ void kept_in_fragment(const __grid_constant__ Params p, i64 b, i64 h, i64 row,
-                                            i64 column, i64 transposed, bool* out) {
+                                  i64 column, i64 transposed, bool* out) {
     const Dropout dropout(p, b, h);
     if (transposed)
         walk<true>(dropout, int(row), int(column), out);

@@ -5,9 +5,9 @@ constexpr int MT = BLOCK_Q / 16, NT = BLOCK_K / 8;
 
 // products, p: (tiles, BLOCK_Q, BLOCK_K); m, rescale: (tiles, BLOCK_Q, 4); weight, lse:
 // (BLOCK_Q, 4), the last axis being the lanes that share a row.
-extern "C" __global__ void updated(const Accum* products, i64 tiles, Accum unit, const Accum* sinks,
-                                   Accum dropout_scale, Accum natural, Accum* p, Accum* m,
-                                   Accum* rescale, Accum* weight, Accum* lse) {
+extern "C" __global__ void updated(const Accum* products, i64 tiles, Accum softmax_scale_log2,
+                                    const Accum* sinks, Accum dropout_scale, Accum softmax_scale,
+                                    Accum* p, Accum* m, Accum* rescale, Accum* weight, Accum* lse) {
     const Lane lane;
     const RowGroup group(BLOCK_Q);
     RowState<MT> state;
@@ -25,14 +25,15 @@ extern "C" __global__ void updated(const Accum* products, i64 tiles, Accum unit,
         };
         for_each([&](Accum& x, i64 at) { x = products[at]; });
         Accum factor[MT][2];
-        state.update(s, unit, group, factor);
+        state.update(s, softmax_scale_log2, group, factor);
         for_each([&](Accum& x, i64 at) { p[at] = x; });
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const i64 at = (tile * BLOCK_Q + 16 * i + lane.row(2 * half)) * 4 + lane.t;
-                m[at] = state.m[i][half] * (state.is_large(i, half) ? unit : Accum(1));
+                m[at] =
+                    state.m[i][half] * (state.is_large(i, half) ? softmax_scale_log2 : Accum(1));
                 rescale[at] = factor[i][half];
             }
     }
@@ -42,7 +43,7 @@ extern "C" __global__ void updated(const Accum* products, i64 tiles, Accum unit,
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = 16 * i + lane.row(2 * half);
-            weight[row * 4 + lane.t] =
-                state.finalize(i, half, sinks[row], dropout_scale, natural, lse[row * 4 + lane.t]);
+            weight[row * 4 + lane.t] = state.finalize(i, half, sinks[row], dropout_scale,
+                                                      softmax_scale, lse[row * 4 + lane.t]);
         }
 }

@@ -7,8 +7,8 @@ using Y = Tile<Element, BLOCK_K, HEAD_DIM>;
 constexpr int M0 = 16, M = BLOCK_Q - M0, N0 = HEAD_DIM / 2, N = HEAD_DIM - N0;
 
 // Call visit(element, index) for each element of accumulators of a matrix with 8 * NT columns.
-template <int MT, int NT, class Visit>
-__device__ void for_each(Fragment<Accum, MT, NT>& c, Visit visit) {
+template <int MT, int NT, class TileKind>
+__device__ void for_each(Fragment<Accum, MT, NT>& c, TileKind visit) {
     const Lane lane;
 #pragma unroll
     for (int m = 0; m < MT; ++m)

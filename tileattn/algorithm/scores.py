@@ -1,6 +1,6 @@
 """Score modifiers: what turns ``scale * q @ k.T`` into scores, with their derivatives.
 
-A modifier is one class here, one function in ``scores.cuh`` and one line in ``ScoreMods.of``.
+A modifier is one class here, one function in ``score_mod.cuh`` and one line in ``ScoreMods.of``.
 """
 
 from collections.abc import Iterable

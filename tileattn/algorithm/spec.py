@@ -14,7 +14,7 @@ Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,7 +30,7 @@ from tileattn.algorithm.tiles import Tile, cut
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 
-_PREPARED = 1 << 20  # elements of dO that a task of ``prepare`` takes
+_PREPROCESSED = 1 << 20  # elements of dO that a task of ``preprocess`` takes
 
 # --- forward ------------------------------------------------------------------------------------
 
@@ -145,6 +145,31 @@ class KeyBlock:
         return cls(k0, memory.load_right("k", k), memory.load_right("v", v), *sums)
 
 
+class KeyBlocks:
+    """Keys k0 to k1 - 1 of several key heads: loaded on first use, their gradients stored once."""
+
+    def __init__(self, k0: int, k1: int, memory: Memory) -> None:
+        self._span, self._memory = (k0, k1), memory
+        self._loaded: dict[tuple[int, int], KeyBlock] = {}
+
+    def of(self, heads: HeadGroup) -> KeyBlock:
+        """Return those of some heads."""
+        key_head = heads.batch, heads.kv_head
+        if key_head not in self._loaded:
+            memory = self._memory.another() if self._loaded else self._memory
+            self._loaded[key_head] = KeyBlock.load(heads, *self._span, memory)
+        return self._loaded[key_head]
+
+    def store(self, groups: Sequence[HeadGroup], sums: Sums) -> None:
+        """Store dK and dV of all key heads, 0 if no query attends to their keys."""
+        for heads in {(heads.batch, heads.kv_head): heads for heads in groups}.values():
+            block = self._loaded.get((heads.batch, heads.kv_head))
+            kv_heads = slice(heads.kv_head, heads.kv_head + heads.kv.heads)
+            for name, whole in (("dk", sums.dk), ("dv", sums.dv)):
+                part = whole[heads.batch, kv_heads, slice(*self._span)]
+                self._memory.store(name, part, 0 if block is None else getattr(block, name)[:, 0])
+
+
 def backward(
     problem: Problem,
     operands: Operands,
@@ -164,12 +189,9 @@ def backward(
         None if bias is None else np.zeros(shape_of_sums(bias.shape, P), P.accum_dtype),
     )
     groups = list(head_groups(P, operands))
-    entry = max(1, P.Hq * P.Dv)  # elements of dO for each query of a batch entry
-    entries, queries = (max(1, _PREPARED // n) for n in (entry * max(1, P.Nq), entry))
-    rows = [
-        (slice(*b), slice(None), slice(*i)) for b in cut(P.B, entries) for i in cut(P.Nq, queries)
-    ]
-    executor.run([partial(prepare, block, attention.out, dlse, saved, sums) for block in rows])
+    executor.run(
+        [partial(preprocess, rows, attention.out, dlse, saved, sums) for rows in _row_blocks(P)]
+    )
     large_rows = saved.blocks_of_large_rows(groups, block_size)
     executor.run([partial(renormalise, *rows, saved) for rows in large_rows])
     keys = list(cut(P.Nk, block_k))
@@ -192,7 +214,7 @@ def backward(
         return Gradients(sums.dq.astype(P.dtype, copy=False), sums.dk, sums.dv, dbias, dsinks)
 
 
-def prepare(
+def preprocess(
     rows: tuple[slice, slice, slice],
     out: Array,
     dlse: Array | None,
@@ -229,26 +251,17 @@ def backward_block(
         for tile in heads.mask.column_tiles(k0, k1, block_q)
     )
     residuals = [saved.of(heads) for heads in groups]
-    blocks: dict[tuple[int, int], KeyBlock] = {}
+    blocks = KeyBlocks(k0, k1, memory)
     with order.task(number) as semaphore:
         for query_block, n, tile in tiles:
             semaphore.begin(query_block)
             heads = groups[n]
-            key_head = heads.batch, heads.kv_head
-            if key_head not in blocks:
-                place = memory.another() if blocks else memory
-                blocks[key_head] = KeyBlock.load(heads, k0, k1, place)
-            dq, ds = backward_tile(heads, residuals[n], blocks[key_head], tile, memory)
+            dq, ds = backward_tile(heads, residuals[n], blocks.of(heads), tile, memory)
             semaphore.wait(query_block)
             memory.add("dq", heads.of(sums.dq)[..., tile.queries, :], dq)
             if sums.dbias is not None:
                 add_bias_gradient(sums.dbias, heads, ds, tile)
-        for heads in {(heads.batch, heads.kv_head): heads for heads in groups}.values():
-            batch, first = heads.batch, heads.kv_head
-            block = blocks.get((batch, first))  # None where nobody attends to these keys
-            for name, whole in (("dk", sums.dk), ("dv", sums.dv)):
-                part = whole[batch, first : first + heads.kv.heads, k0:k1]
-                memory.store(name, part, 0 if block is None else getattr(block, name)[:, 0])
+        blocks.store(groups, sums)
 
 
 def backward_tile(
@@ -273,7 +286,7 @@ def backward_tile(
     q = memory.load_left("q", heads.q[..., rows, :], lse, heads.scale)
     dout = memory.load_left("dout", saved.dout[..., rows, :], delta)
 
-    p, grad, visible = probabilities(heads, q, k, tile, memory)
+    p, grad, visible = recompute_p(heads, q, k, tile, memory)
     keep = heads.keep(tile)
     z = None if keep is None else keep * heads.dtype.type(heads.dropout_scale)
     add_over_group(dv, p if z is None else p * z, dout.x, visible, memory)
@@ -286,7 +299,7 @@ def backward_tile(
     return memory.masked_matmul("dq", products, k.x, visible), ds
 
 
-def probabilities(
+def recompute_p(
     heads: HeadGroup, q: Operand, k: Operand, tile: Tile, memory: Memory
 ) -> tuple[Array, Array | None, TileMask | None]:
     """Compute ``P = exp(S - lse)``, the derivative of the score modifiers, and the mask."""
@@ -360,6 +373,15 @@ def renormalise(
 
 
 # --- which tasks there are ----------------------------------------------------------------------
+
+
+def _row_blocks(P: Problem) -> Iterator[tuple[slice, slice, slice]]:
+    """Cut the rows of (B, Hq, Nq) into blocks of a size that does not depend on the problem's."""
+    entry = max(1, P.Hq * P.Dv)  # elements of dO for each query of a batch entry
+    entries, queries = (max(1, _PREPROCESSED // n) for n in (entry * max(1, P.Nq), entry))
+    for b in cut(P.B, entries):
+        for i in cut(P.Nq, queries):
+            yield slice(*b), slice(None), slice(*i)
 
 
 def _keys_in_reach(block: tuple[HeadGroup, int, int]) -> int:

@@ -27,7 +27,7 @@ def test_what_is_longer_is_refused(name: str) -> None:
 
 def test_sums_of_the_kernels_have_room() -> None:
     """A position, what stands for no limit, and two tiles, of which none has 1024 rows."""
-    source = (SOURCES / "blocks.cuh").read_text(encoding="utf-8")
+    source = (SOURCES / "mask.cuh").read_text(encoding="utf-8")
     far = re.search(r"^constexpr int FAR = 1 << (\d+);", source, re.MULTILINE)
     assert far is not None
     limit, longest = 1 << int(far[1]), LONGEST + 2 * 1024

@@ -212,7 +212,7 @@ def test_the_unit_of_a_score(changed: Fields, arrays: Fields, natural: float) ->
     """The scale where it is in the exponent, which the key of backward_dsinks does not tell."""
     given: Fields = {"scale": 0.25, **changed}
     plan = backward(asked(**given), H200, **arrays)
-    assert plan.fields["score_unit"] == natural
+    assert plan.fields["softmax_scale"] == natural
     folds = {x.key.fold_scale for x in plan.launches if x.key.kernel == "backward_dkdv"}
     assert folds == {natural != 1}
 

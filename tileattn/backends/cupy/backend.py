@@ -22,7 +22,7 @@ _REMEDY = (
     "pip install 'cupy-cuda12x[ctk]'; backend='numpy' needs none"
 )
 
-# Kernels add positions, FAR of src/blocks.cuh and the sides of a tile in 32 bits.
+# Kernels add positions, FAR of src/mask.cuh and the sides of a tile in 32 bits.
 LONGEST = (1 << 30) - (1 << 16)
 
 

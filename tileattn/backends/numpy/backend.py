@@ -17,7 +17,7 @@ from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
 
-# Measured with benchmarks/cpu.py --sweep. Few large NumPy calls beat many small ones: each releases
+# Measured. Few large NumPy calls beat many small ones: each releases
 # the interpreter lock and waits for it. Along a boundary, low tiles compute fewer masked-out pairs.
 _FORWARD = (1, (384, 1024))  # heads of a task, queries and keys of a tile
 _FORWARD_BANDED = (4, (128, 1024))

@@ -8,7 +8,7 @@ from tileattn.problem import Problem
 
 WARP = 32
 ROW_WARPS = 4  # of a thread block, in kernels in which each warp takes rows
-NON_FINITE, LARGE, FAILED = 1, 2, 4  # flags of heads, as in src/head.cuh
+NON_FINITE, LARGE, FAILED = 1, 2, 4  # flags of heads, as in src/head_flags.cuh
 _ROW_PAD = 128  # no query block is longer, and all divide it
 
 

@@ -36,7 +36,7 @@ PARAMS = np.dtype(
     + [(f"{name}_at", ROWS) for name in _ROWS]
     + [(f"{name}_at", PAIRS) for name in _PAIRS]
     + [(name, np.int64) for name in _SIZES]
-    + [(name, np.float64) for name in ("scale", "softcap", "dropout_scale", "score_unit")]
+    + [(name, np.float64) for name in ("scale", "softcap", "dropout_scale", "softmax_scale")]
     + [(name, np.uint64) for name in ("seed", "threshold")]
 )
 """Every field has eight bytes, so that neither side has gaps."""
@@ -92,7 +92,7 @@ def _problem_fields(P: Problem) -> dict[str, Any]:
         "right": right,
         "scale": P.scale,
         "softcap": _softcap(P),
-        "score_unit": P.scale if folds_scale(P) else 1.0,
+        "softmax_scale": P.scale if folds_scale(P) else 1.0,
         "dropout_scale": 1.0 / (1.0 - P.dropout_p),
         "seed": P.seed,
         "threshold": int(P.dropout_p * 2**32),

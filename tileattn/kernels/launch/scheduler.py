@@ -22,7 +22,7 @@ from tileattn.problem import Problem
 
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
-MAX_TILES = 64  # of a thread block, on average: more even out by themselves
+MAX_WAVES = 64  # of a thread block, on average: more even out by themselves
 
 Array = NDArray[Any]
 
@@ -89,7 +89,7 @@ def _assignment(
     blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
     tiles = blocks * heads
     # One block a head, as in decoding, is little work, and lengths may differ on every call.
-    if blocks == 1 or not grid < tiles <= MAX_TILES * grid:
+    if blocks == 1 or not grid < tiles <= MAX_WAVES * grid:
         return None
     costs = _costs(P, layout, key)
     if costs.min() == costs.max():
@@ -113,8 +113,8 @@ def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Arra
     members = np.where(straight < longer, size + 1, size)
     start = np.where(straight < longer, 0, longer)
     first = start + (straight - start) // members * members
-    place = index - first * blocks
-    return place // members, first + place % members, first
+    within = index - first * blocks
+    return within // members, first + within % members, first
 
 
 def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
@@ -130,22 +130,22 @@ def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
         return [(lo // key.block_k, -(-hi // key.block_k)) for lo, hi in ranges]
 
     each = {place: tiles(*place) for place in set(places)}
-    first, past = np.moveaxis(np.array([each[place] for place in places]), -1, 0)[..., None, :]
-    return TILE_COST * _attended(layout, key, first, past) + START_COST
+    begin, end = np.moveaxis(np.array([each[place] for place in places]), -1, 0)[..., None, :]
+    return TILE_COST * _attended(layout, key, begin, end) + START_COST
 
 
-def _attended(layout: CallLayout, key: KernelKey, first: Array, past: Array) -> Array:
-    """Count the tiles from first to past - 1 that the block mask does not leave empty."""
+def _attended(layout: CallLayout, key: KernelKey, begin: Array, end: Array) -> Array:
+    """Count the tiles from begin to end - 1 that the block mask does not leave empty."""
     if layout.block_mask is None:
-        return past - first
+        return end - begin
     before = kv_tiles_before(layout.block_mask, (key.block_q, key.block_k))
-    before = np.broadcast_to(before, (len(first), *before.shape[1:]))[:, :, : first.shape[-1]]
+    before = np.broadcast_to(before, (len(begin), *before.shape[1:]))[:, :, : begin.shape[-1]]
 
     def up_to(tile: Array) -> Array:
         places = np.broadcast_to(tile[..., None], (*before.shape[:3], 1))
         return np.take_along_axis(before, places, axis=-1)[..., 0]
 
-    return up_to(past) - up_to(first)
+    return up_to(end) - up_to(begin)
 
 
 def assign(order: Array, cost: Array, grid: int) -> Array:

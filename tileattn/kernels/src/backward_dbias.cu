@@ -10,25 +10,25 @@ static_assert(NT % 2 == 0, "atoms are loaded in pairs");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
-using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
+using DoutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 constexpr int SCORE_BYTES = QueryTile::BYTES + KeyTile::BYTES;
-constexpr int VALUE_BYTES = OutTile::BYTES + ValueTile::BYTES;
+constexpr int VALUE_BYTES = DoutTile::BYTES + ValueTile::BYTES;
 constexpr int TILE_BYTES = STAGES > 1                  ? SCORE_BYTES + VALUE_BYTES
                            : SCORE_BYTES > VALUE_BYTES ? SCORE_BYTES
                                                        : VALUE_BYTES;
 
 // What a CTA covers of one axis: all of it where the bias is broadcast, else one block.
 struct Axis {
-    int first, past, at;
+    int begin, end, at;
 
     __device__ Axis(bool broadcast, i64 own, i64 size)
-        : first(broadcast ? 0 : int(own)), past(broadcast ? int(size) : first + 1), at(first) {}
+        : begin(broadcast ? 0 : int(own)), end(broadcast ? int(size) : begin + 1), at(begin) {}
 
     // Advance, or start over behind the last; whether it advanced.
     __device__ bool next() {
-        if (++at < past) return true;
-        at = first;
+        if (++at < end) return true;
+        at = begin;
         return false;
     }
 };
@@ -95,8 +95,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile{memory};
     const KeyTile k_tile{q_tile.base + QueryTile::BYTES};
-    const OutTile dout_tile{memory + (STAGES > 1 ? SCORE_BYTES : 0)};
-    const ValueTile v_tile{dout_tile.base + OutTile::BYTES};
+    const DoutTile dout_tile{memory + (STAGES > 1 ? SCORE_BYTES : 0)};
+    const ValueTile v_tile{dout_tile.base + DoutTile::BYTES};
     using Row = Accum[BLOCK_Q];
     Row& lse_log2 = reinterpret_cast<Row*>(memory + TILE_BYTES)[0];
     Row& deltas = reinterpret_cast<Row*>(memory + TILE_BYTES)[1];

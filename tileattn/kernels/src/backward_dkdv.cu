@@ -6,6 +6,7 @@
 // Flagged heads, and key blocks whose gradients are not finite in the end, take another pass, for
 // large scores and NaN-safe: see nonfinite.cuh. That leaves dQ to backward_dq.
 #include "gradient.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int WARPS = WARPS_M * WARPS_N;
 constexpr int MT = BLOCK_K / (16 * WARPS_M);  // keys of a warp, in 16-row tiles
@@ -22,7 +23,7 @@ static_assert(QT % 2 == 0 && DT % 2 == 0 && VT % 2 == 0, "atoms are loaded in pa
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
-using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
+using DoutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using ScoreTile = Tile<Element, BLOCK_K, BLOCK_Q>;
 using NonFiniteQ = NonFinite<Element, BLOCK_Q, HEAD_DIM>;
 using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
@@ -82,7 +83,7 @@ __device__ inline BlockCoord coord_of(const Params& p, int index) {
 
 // dK and dV of a block of keys; whether they are finite.
 template <bool NAN_SAFE>
-__device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
+__device__ inline bool backward_block(const Params& p, const BlockCoord& coord) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ __align__(16) Accum lse_log2[STAGES][BLOCK_Q], deltas[STAGES][BLOCK_Q];
     const KeyTile k_tile{memory};
@@ -91,9 +92,9 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
     const ScoreTile ds_tile{p_tile.base + ScoreTile::BYTES};
     char* const stages = ds_tile.base + ScoreTile::BYTES;
     auto q_tile = [&](int stage) {
-        return QueryTile(stages + stage * (QueryTile::BYTES + OutTile::BYTES));
+        return QueryTile(stages + stage * (QueryTile::BYTES + DoutTile::BYTES));
     };
-    auto dout_tile = [&](int stage) { return OutTile(q_tile(stage).base + QueryTile::BYTES); };
+    auto dout_tile = [&](int stage) { return DoutTile(q_tile(stage).base + QueryTile::BYTES); };
     const WarpBias<true, MT, QT> bias(q_tile(STAGES).base);
 
     const int k0 = coord.block * BLOCK_K, b = coord.head / int(p.Hkv), kv = coord.head % int(p.Hkv);
@@ -103,8 +104,8 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
     const bool only_dk = APART && warp_n >= SHARES;
     const Lane lane;
 
-    const Window window(p, b);
-    const Range queries = window.queries_of(k0, k0 + BLOCK_K);
+    const SlidingWindow window(p, b);
+    const Range queries = window.query_range(k0, k0 + BLOCK_K);
     k_tile.template load<THREADS, ALIGNMENT_BYTES>(
         rows_of<Element>(p.k, p.k_at, b, kv) + k0 * p.k_at.n, p.k_at.n, window.length - k0,
         int(p.D));
@@ -125,7 +126,7 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
     };
     for (int g = 0; g < p.group; ++g) {
         const Head head(p, b, kv * int(p.group) + g);
-        TileIterator visit(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
+        TileIterator tiles(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
             return head.attn_mask.kind(n * BLOCK_Q, n * BLOCK_Q + BLOCK_Q, k0, k0 + BLOCK_K);
         });
         auto load_queries = [&](int q0, int stage) {
@@ -141,18 +142,18 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
         auto load_bias = [&](int q0) { bias.load(head.score_mod, q0 + column0, k0 + row0); };
         int stage = 0;
         __syncthreads();  // all warps are done with the last head
-        if (!visit.done()) {
-            load_queries(visit.tile * BLOCK_Q, 0);
-            load_bias(visit.tile * BLOCK_Q);
+        if (!tiles.done()) {
+            load_queries(tiles.tile * BLOCK_Q, 0);
+            load_bias(tiles.tile * BLOCK_Q);
         }
-        while (!visit.done()) {
-            const int q0 = visit.tile * BLOCK_Q, kind = visit.kind, now = stage;
+        while (!tiles.done()) {
+            const int q0 = tiles.tile * BLOCK_Q, kind = tiles.kind, now = stage;
             const QueryTile q = q_tile(stage);
-            const OutTile dout = dout_tile(stage);
+            const DoutTile dout = dout_tile(stage);
             copy_wait<0>();
             __syncthreads();  // q and dO have landed, and all warps are done with the last tile
-            visit.next();
-            if (STAGES > 1 && !visit.done()) load_queries(visit.tile * BLOCK_Q, stage ^= 1);
+            tiles.next();
+            if (STAGES > 1 && !tiles.done()) load_queries(tiles.tile * BLOCK_Q, stage ^= 1);
 
             auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
             TileGradient<true, MT, QT, NAN_SAFE> tile(k0 + row0, q0 + column0);
@@ -173,7 +174,7 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
             if constexpr (WRITE_DBIAS)
                 bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk, head.score_mod,
                            q0 + column0, k0 + row0, tile.ds);
-            if (!visit.done()) load_bias(visit.tile * BLOCK_Q);
+            if (!tiles.done()) load_bias(tiles.tile * BLOCK_Q);
             tile.apply_dsoftcap();
             // Where all is attended to, what is not finite propagates by itself. Behind this
             // barrier all warps are done with q and dO as they were.
@@ -206,7 +207,7 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
                 constexpr int UNROLL = STEPS<NAN_SAFE, BLOCK_Q>;
                 if constexpr (APART) {
                     const ScoreTile operand(p_tile.base + only_dk * ScoreTile::BYTES);
-                    const OutTile rows(q.base + !only_dk * QueryTile::BYTES);
+                    const DoutTile rows(q.base + !only_dk * QueryTile::BYTES);
                     multiply_rows<false, BLOCK_Q, UNROLL>(dv, operand, row0, rows, share * VT * 8);
                 } else {
                     multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, row0, dout, share * VT * 8);
@@ -229,7 +230,7 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
             }
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with q
-                if (!visit.done()) load_queries(visit.tile * BLOCK_Q, 0);
+                if (!tiles.done()) load_queries(tiles.tile * BLOCK_Q, 0);
             }
         }
         copy_wait<0>();
@@ -257,8 +258,8 @@ __device__ inline bool differentiate(const Params& p, const BlockCoord& coord) {
 }
 
 // Not inlined: it costs the first pass no registers.
-__device__ __noinline__ void differentiate_nan_safe(const Params& p, int index) {
-    differentiate<true>(p, coord_of(p, index));
+__device__ __noinline__ void backward_block_nan_safe(const Params& p, int index) {
+    backward_block<true>(p, coord_of(p, index));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
@@ -266,10 +267,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     for_blocks(p, (p.Nk + BLOCK_K - 1) / BLOCK_K * p.B * p.Hkv, [&](int index) {
         const BlockCoord coord = coord_of(p, index);
         const u32 bits = head_flags(p, coord.head / p.Hkv, coord.head % p.Hkv);
-        if constexpr (REPAIRS) {
-            if (bits & REPAIRS) differentiate<true>(p, coord);
+        if constexpr (ONLY_FLAGGED) {
+            if (bits & FLAGGED_HEADS) backward_block<true>(p, coord);
         } else {
-            if (bits || !differentiate<false>(p, coord)) differentiate_nan_safe(p, index);
+            if (bits || !backward_block<false>(p, coord)) backward_block_nan_safe(p, index);
         }
     });
 }

@@ -1,6 +1,8 @@
-// Backward pass for q, deterministic: one CTA for each block of queries, key tiles ascending. dQ
-// stays in registers. What is not finite is handled as in backward_dkdv.cu.
+// Backward pass for q: one CTA for each block of queries, key tiles ascending. dQ stays in
+// registers, so it is bitwise reproducible. Where other kernels add dQ in memory, this one computes
+// flagged heads alone. What is not finite is handled as in backward_dkdv.cu.
 #include "gradient.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
 constexpr int NT = BLOCK_K / 8;
@@ -8,7 +10,7 @@ constexpr int DT = HEAD_DIM / 8;
 static_assert(WARPS_N == 1, "a warp holds whole rows of scores");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
-using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
+using DoutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 using NonFiniteTable = NonFinite<Element, BLOCK_K, HEAD_DIM>;
@@ -16,11 +18,11 @@ static_assert(NonFiniteTable::BYTES <= ValueTile::BYTES, "the table takes the v 
 
 // dQ of a block of queries; whether it is finite.
 template <bool NAN_SAFE>
-__device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
+__device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile{memory};
-    const OutTile dout_tile{q_tile.base + QueryTile::BYTES};
-    char* const stages = dout_tile.base + OutTile::BYTES;
+    const DoutTile dout_tile{q_tile.base + QueryTile::BYTES};
+    char* const stages = dout_tile.base + DoutTile::BYTES;
     auto k_tile = [&](int stage) {
         return KeyTile(stages + stage * (KeyTile::BYTES + ValueTile::BYTES));
     };
@@ -31,7 +33,7 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
     const int row0 = threadIdx.x / WARP * MT * 16, rows = int(p.Nq) - q0;
     const Lane lane;
 
-    const Range keys = head.attn_mask.window.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(p.Nq)));
     auto load_keys = [&](int k0, int stage) {
         k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
                                                               keys.hi - k0, int(p.D));
@@ -55,23 +57,23 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
             delta[m][half] = head.delta()[i];
         }
     Fragment<Accum, MT, DT> dq;
-    TileIterator visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
+    TileIterator tiles(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
         return head.attn_mask.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
     dq.clear();
     int stage = 0;
-    if (!visit.done()) {
-        load_keys(visit.tile * BLOCK_K, 0);
-        load_bias(visit.tile * BLOCK_K);
+    if (!tiles.done()) {
+        load_keys(tiles.tile * BLOCK_K, 0);
+        load_bias(tiles.tile * BLOCK_K);
     }
-    while (!visit.done()) {
-        const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
+    while (!tiles.done()) {
+        const int k0 = tiles.tile * BLOCK_K, kind = tiles.kind;
         const KeyTile k = k_tile(stage);
         const ValueTile v = v_tile(stage);
         copy_wait<0>();
         __syncthreads();  // k and v have landed, and all warps are done with the last tile
-        visit.next();
-        if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
+        tiles.next();
+        if (STAGES > 1 && !tiles.done()) load_keys(tiles.tile * BLOCK_K, stage ^= 1);
 
         TileGradient<false, MT, NT, NAN_SAFE> tile(q0 + row0, k0);
         tile.load_mask(head.attn_mask);
@@ -80,7 +82,7 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
             head.score_mod, bias, head.attn_mask, head.dropout, kind, NAN_SAFE && head.is_large(),
             [&](int m, int, int e) { return head.row_max()[q0 + row0 + 16 * m + lane.row(e)]; },
             [&](int m, int, int e) { return lse_log2[m][e / 2]; });
-        if (!visit.done()) load_bias(visit.tile * BLOCK_K);
+        if (!tiles.done()) load_bias(tiles.tile * BLOCK_K);
         multiply<VALUE_DIM, STEPS<NAN_SAFE, VALUE_DIM>, false, NAN_SAFE>(tile.ds, dout_tile, row0,
                                                                          v, 0);
         tile.compute_ds(Accum(p.dropout_scale), [&](int m, int, int e) { return delta[m][e / 2]; });
@@ -103,7 +105,7 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
         if (excess > 1) dq.scale(excess);
         if (STAGES == 1) {
             __syncthreads();  // all warps are done with k
-            if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+            if (!tiles.done()) load_keys(tiles.tile * BLOCK_K, 0);
         }
     }
     copy_wait<0>();
@@ -120,8 +122,8 @@ __device__ inline bool differentiate(const Params& p, int q0, int b, int h) {
 }
 
 // Not inlined: it costs the first pass no registers.
-__device__ __noinline__ void differentiate_nan_safe(const Params& p, int q0, int b, int h) {
-    differentiate<true>(p, q0, b, h);
+__device__ __noinline__ void backward_dq_block_nan_safe(const Params& p, int q0, int b, int h) {
+    backward_dq_block<true>(p, q0, b, h);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
@@ -132,10 +134,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const int q0 = (p.right < 0 ? coord.block : q_blocks - 1 - coord.block) * BLOCK_Q;
         const int b = coord.head / int(p.Hq), h = coord.head % int(p.Hq);
         const u32 bits = head_flags(p, b, h / int(p.group));
-        if constexpr (REPAIRS) {
-            if (bits & REPAIRS) differentiate<true>(p, q0, b, h);
+        if constexpr (ONLY_FLAGGED) {
+            if (bits & FLAGGED_HEADS) backward_dq_block<true>(p, q0, b, h);
         } else {
-            if (bits || !differentiate<false>(p, q0, b, h)) differentiate_nan_safe(p, q0, b, h);
+            if (bits || !backward_dq_block<false>(p, q0, b, h))
+                backward_dq_block_nan_safe(p, q0, b, h);
         }
     });
 }

@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const bool large = head_flags(p, b, h / p.group) & LARGE;
         const Accum row_max = large ? static_cast<const Accum*>(p.row_max)[row] : Accum(0);
         const Accum above =
-            sink_above(sink, row_max, Accum(p.score_unit));  // it may be all of the logsumexp
+            sink_above(sink, row_max, Accum(p.softmax_scale));  // it may be all of the logsumexp
         total -= exp2_of(difference(above, static_cast<const Accum*>(p.lse_log2)[row])) *
                  static_cast<const Accum*>(p.delta)[row];
     }

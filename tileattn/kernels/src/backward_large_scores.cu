@@ -2,6 +2,7 @@
 // one CTA for each block of queries, key tiles ascending. Scores are recomputed as in
 // backward_dq.cu, with the same bits.
 #include "renormalise.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
 constexpr int NT = BLOCK_K / 8;
@@ -26,7 +27,7 @@ __device__ inline void renormalise(const Params& p, int index) {
     const RowGroup group(16 * MT);
     const int row0 = group.row0, rows = int(p.Nq) - q0;
 
-    const Range keys = head.attn_mask.window.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(p.Nq)));
     auto load_keys = [&](int k0, int stage) {
         k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
                                                               keys.hi - k0, int(p.D));
@@ -37,21 +38,21 @@ __device__ inline void renormalise(const Params& p, int index) {
                                                    int(p.D));
     copy_commit();
     RowState<MT> state(true);
-    TileIterator visit(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
+    TileIterator tiles(keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, [&](int tile) {
         return head.attn_mask.kind(q0, q0 + BLOCK_Q, tile * BLOCK_K, tile * BLOCK_K + BLOCK_K);
     });
     int stage = 0;
-    if (!visit.done()) {
-        load_keys(visit.tile * BLOCK_K, 0);
-        load_bias(visit.tile * BLOCK_K);
+    if (!tiles.done()) {
+        load_keys(tiles.tile * BLOCK_K, 0);
+        load_bias(tiles.tile * BLOCK_K);
     }
-    while (!visit.done()) {
-        const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
+    while (!tiles.done()) {
+        const int k0 = tiles.tile * BLOCK_K, kind = tiles.kind;
         const KeyTile k = k_tile(stage);
         copy_wait<0>();
         __syncthreads();  // k has landed, and all warps are done with the last tile
-        visit.next();
-        if (STAGES > 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, stage ^= 1);
+        tiles.next();
+        if (STAGES > 1 && !tiles.done()) load_keys(tiles.tile * BLOCK_K, stage ^= 1);
 
         DenseMask<false, MT, NT> dense;
         if constexpr (HAS_MASK) dense.load(head.attn_mask, q0 + row0, k0);
@@ -60,12 +61,12 @@ __device__ inline void renormalise(const Params& p, int index) {
         s.apply(head.score_mod, bias, [](int, int, int, Accum) {});
         if constexpr (HAS_MASK) dense.share();
         if (HAS_MASK || kind == PARTIAL) s.masked_fill(head.attn_mask, dense);
-        if (!visit.done()) load_bias(visit.tile * BLOCK_K);
+        if (!tiles.done()) load_bias(tiles.tile * BLOCK_K);
         Accum rescale[MT][2];
-        state.update(s, head.score_mod.unit(), group, rescale);
+        state.update(s, head.score_mod.softmax_scale_log2(), group, rescale);
         if (STAGES == 1) {
             __syncthreads();  // all warps are done with k
-            if (!visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+            if (!tiles.done()) load_keys(tiles.tile * BLOCK_K, 0);
         }
     }
     copy_wait<0>();

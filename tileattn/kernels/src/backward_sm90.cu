@@ -17,7 +17,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     const int heads = int(p.group), row0 = threadIdx.x / WARP * 16;
     PipelineState<1> k_pipe, v_pipe;
     PipelineState<Q_STAGES> q_pipe;
-    PipelineState<OUT_STAGES> out_pipe;
+    PipelineState<DOUT_STAGES> dout_pipe;
     PipelineState<DS_STAGES> ds_pipe;
     PipelineState<DQ_STAGES> dq_pipe;
 
@@ -38,22 +38,22 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     };
     auto softmax = [&](bool partial) {
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        compute_p(p, work.b, h, partial, smem.storage.lse_log2[q_pipe.stage], s, dsoftcap);
+        recompute_p(p, work.b, h, partial, smem.storage.lse_log2[q_pipe.stage], s, dsoftcap);
         convert(probs, s);
         apply_dsoftcap(s, dsoftcap);
     };
     auto issue_dv = [&] {
-        smem.out_full(out_pipe.stage).wait(out_pipe.phase);
-        gemm_async<Element>(dv, probs, smem.dout(out_pipe.stage));
+        smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
+        gemm_async<Element>(dv, probs, smem.dout(dout_pipe.stage));
     };
     auto issue_dp = [&] {
         gemm_async<Element, VALUE_DIM>(dp, smem.v(), WARPGROUP_ROWS * warpgroup,
-                                       smem.dout(out_pipe.stage));
+                                       smem.dout(dout_pipe.stage));
     };
     // Finish dP of the current tile, and publish dS. finish_ds() changes dS before that.
     auto publish_ds = [&](auto finish_ds) {
         warpgroup_wait<0>(dp);
-        compute_ds(smem.storage.delta[out_pipe.stage], dp, s);
+        compute_ds(smem.storage.delta[dout_pipe.stage], dp, s);
         finish_ds();
         convert(ds, dp);
         smem.ds_empty(ds_pipe.stage).wait(ds_pipe.phase ^ 1);
@@ -62,8 +62,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         smem.ds_full(ds_pipe.stage).arrive();
         // Safe: dP is complete, so dV's GEMM before it is too; and delta is consumed, for the dS
         // made of it is stored, with the proxy fence behind.
-        smem.out_empty(out_pipe.stage).arrive();
-        out_pipe.advance();
+        smem.dout_empty(dout_pipe.stage).arrive();
+        dout_pipe.advance();
         dk_stage = q_pipe.stage;
         q_pipe.advance();
     };
@@ -149,13 +149,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const NonFiniteDout table{smem.ds(ds_pipe.next().stage).address};
         issue_s();
         warpgroup_wait<0>(s);
-        smem.out_full(out_pipe.stage).wait(out_pipe.phase);
+        smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
         const bool non_finite =
-            masked && clean_q_and_dout(smem, q_pipe.stage, out_pipe.stage, table);
+            masked && clean_q_and_dout(smem, q_pipe.stage, dout_pipe.stage, table);
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         const Attended<1, QT> attended =
-            compute_p_nan_safe(p, work.b, h, masked, smem.storage.lse_log2[q_pipe.stage], s, probs,
-                               non_finite, table, dv);
+            recompute_p_nan_safe(p, work.b, h, masked, smem.storage.lse_log2[q_pipe.stage], s,
+                                 probs, non_finite, table, dv);
         issue_dv();
         warpgroup_wait<0>(dv);
         issue_dp();  // delta is NaN where dO was not finite
@@ -175,10 +175,10 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         smem.k_full().wait(k_pipe.phase);
         k_pipe.advance();
         work = smem.storage.work_tile;
-        if (work.end) break;
-        const bool attended = work.tiles.first < work.tiles.past;
+        if (work.is_end) break;
+        const bool attended = work.tiles.begin < work.tiles.end;
         if (attended) zero_unattended(p, smem, work, v_pipe.phase);
-        if (attended && REPAIRS) {
+        if (attended && NAN_SAFE) {
             clean_k(smem);
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();
@@ -188,7 +188,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             smem.k_empty().arrive();
             store_dv(ds_pipe);
         } else if (attended) {
-            h = work.kv * heads, tile = work.tiles.past - 1;
+            h = work.kv * heads, tile = work.tiles.end - 1;
             prologue();
             for_each_tile<true, false>(work, heads, h, tile, step);
             last_step();
@@ -197,7 +197,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             store_dv(ds_pipe);
         }
         store_dk();
-        named_barrier_sync<WARPGROUP>(1 + warpgroup);  // the warps have read what they staged
+        // The warps have read what they staged.
+        named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
     }
 }
 

@@ -38,7 +38,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     PipelineState<1> k_pipe, v_pipe;
     PipelineState<DQ_STAGES> dq_pipe;
     PipelineState<Q_STAGES> q_pipe;
-    PipelineState<OUT_STAGES> out_pipe;
+    PipelineState<DOUT_STAGES> dout_pipe;
     PipelineState<DS_STAGES> ds_pipe;
     WorkTile work{};
     int tile = 0, h = 0;
@@ -62,22 +62,22 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     //
     // NaN-safe, S is not issued ahead: whether the tile is the last is known too late.
     auto step = [&](bool partial, bool more) {
-        if constexpr (REPAIRS) {
+        if constexpr (NAN_SAFE) {
             issue_s();
             warpgroup_wait<0>(s);
         }
-        const bool masked = REPAIRS && has_masked(p, tile, partial);
+        const bool masked = NAN_SAFE && has_masked(p, tile, partial);
         const float* const lse_log2 = smem.storage.lse_log2[q_pipe.stage];
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        if constexpr (REPAIRS) {
-            smem.out_full(out_pipe.stage).wait(out_pipe.phase);
+        if constexpr (NAN_SAFE) {
+            smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
             const NonFiniteDout table = table_of(smem, ds_pipe);
             const bool non_finite =
-                masked && clean_q_and_dout(smem, q_pipe.stage, out_pipe.stage, table);
-            compute_p_nan_safe(p, work.b, h, masked, lse_log2, s, probs, non_finite, table, dv)
+                masked && clean_q_and_dout(smem, q_pipe.stage, dout_pipe.stage, table);
+            recompute_p_nan_safe(p, work.b, h, masked, lse_log2, s, probs, non_finite, table, dv)
                 .fill_others(s, MASKED);
         } else {
-            compute_p(p, work.b, h, partial, lse_log2, s, dsoftcap);
+            recompute_p(p, work.b, h, partial, lse_log2, s, dsoftcap);
             convert(probs, s);
             apply_dsoftcap(s, dsoftcap);
         }
@@ -88,39 +88,39 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         // with the proxy fence behind.
         smem.q_empty(q_pipe.stage).arrive();
         q_pipe.advance();
-        smem.out_full(out_pipe.stage).wait(out_pipe.phase);
-        gemm_async<Element>(dv, probs, smem.dout(out_pipe.stage));
-        if (!REPAIRS && more) {
+        smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
+        gemm_async<Element>(dv, probs, smem.dout(dout_pipe.stage));
+        if (!NAN_SAFE && more) {
             issue_s();
             warpgroup_wait<1>(dv);
         } else {
             warpgroup_wait<0>(dv);
         }
-        smem.out_empty(out_pipe.stage).arrive();  // safe: only dV's GEMM read it here
-        out_pipe.advance();
+        smem.dout_empty(dout_pipe.stage).arrive();  // safe: only dV's GEMM read it here
+        dout_pipe.advance();
         // Once dS is full, the other warpgroup has read P, too.
         smem.ds_full(ds_pipe.stage).wait(ds_pipe.phase);
         compute_dq<DV_WARPGROUP>(smem, k_of_dq(smem, masked), ds_pipe.stage, row0, dq_pipe);
         ds_pipe.advance();
-        if (!REPAIRS && more) warpgroup_wait<0>(s);
+        if (!NAN_SAFE && more) warpgroup_wait<0>(s);
     };
 
     for (;;) {
         smem.k_full().wait(k_pipe.phase);
         k_pipe.advance();
         work = smem.storage.work_tile;
-        if (work.end) break;
+        if (work.is_end) break;
         dv.clear();
-        if (work.tiles.first < work.tiles.past) {
+        if (work.tiles.begin < work.tiles.end) {
             zero_unattended(p, smem, work, v_pipe.phase);
             v_pipe.advance();
-            if constexpr (REPAIRS) {
+            if constexpr (NAN_SAFE) {
                 clean_k(smem);
             } else {
                 issue_s();
                 warpgroup_wait<0>(s);
             }
-            for_each_tile<false, !REPAIRS>(work, heads, h, tile, step);
+            for_each_tile<false, !NAN_SAFE>(work, heads, h, tile, step);
         }
         // Safe: all GEMMs that read k are complete, and the steps have consumed the work tile.
         smem.k_empty().arrive();
@@ -135,7 +135,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     PipelineState<1> k_pipe, v_pipe, p_pipe;
     PipelineState<DQ_STAGES> dq_pipe;
     PipelineState<Q_STAGES> q_pipe;
-    PipelineState<OUT_STAGES> out_pipe;
+    PipelineState<DOUT_STAGES> dout_pipe;
     PipelineState<DS_STAGES> ds_pipe;
     WorkTile work{};
     int tile = 0, h = 0;
@@ -144,8 +144,8 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     Operands ds;
 
     auto issue_dp = [&] {
-        smem.out_full(out_pipe.stage).wait(out_pipe.phase);
-        gemm_async<Element, VALUE_DIM>(dp, smem.v(), 0, smem.dout(out_pipe.stage));
+        smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
+        gemm_async<Element, VALUE_DIM>(dp, smem.v(), 0, smem.dout(dout_pipe.stage));
     };
     // From dP of tile j to dP of tile j + 1, if there is `more`; v is held until the last dP, k
     // throughout:
@@ -159,12 +159,12 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     //
     // The other warpgroup computes the next P meanwhile. NaN-safe, dP is issued here.
     auto step = [&](bool partial, bool more) {
-        const bool masked = REPAIRS && has_masked(p, tile, partial);
-        if constexpr (REPAIRS) issue_dp();
+        const bool masked = NAN_SAFE && has_masked(p, tile, partial);
+        if constexpr (NAN_SAFE) issue_dp();
         warpgroup_wait<0>(dp);
         if (masked) {
             smem.q_full(q_pipe.stage).wait(q_pipe.phase);
-            clean_q_and_dout(smem, q_pipe.stage, out_pipe.stage, table_of(smem, ds_pipe));
+            clean_q_and_dout(smem, q_pipe.stage, dout_pipe.stage, table_of(smem, ds_pipe));
         }
         // Safe: only GEMMs read v, and the last is complete.
         if (!more) smem.v_empty().arrive();
@@ -173,8 +173,8 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             smem.p_full().wait(p_pipe.phase);
             p_pipe.advance();
             load_exchange(s, smem.p());
-            compute_ds(smem.storage.delta[out_pipe.stage], dp, s);
-            if constexpr (REPAIRS)
+            compute_ds(smem.storage.delta[dout_pipe.stage], dp, s);
+            if constexpr (NAN_SAFE)
 #pragma unroll
                 for (int n = 0; n < QT; ++n)
 #pragma unroll
@@ -190,8 +190,8 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         smem.ds_full(ds_pipe.stage).arrive();
         // Safe: dP's GEMM is complete; and delta is consumed, for the dS made of it is stored, with
         // the proxy fence behind.
-        smem.out_empty(out_pipe.stage).arrive();
-        out_pipe.advance();
+        smem.dout_empty(dout_pipe.stage).arrive();
+        dout_pipe.advance();
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
         gemm_async<Element>(dk, ds, smem.q(q_pipe.stage));
         smem.ds_full(ds_pipe.stage).wait(ds_pipe.phase);
@@ -200,23 +200,23 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         smem.q_empty(q_pipe.stage).arrive();  // safe: only dK's GEMM read it here
         q_pipe.advance();
         ds_pipe.advance();
-        if (!REPAIRS && more) issue_dp();
+        if (!NAN_SAFE && more) issue_dp();
     };
 
     for (;;) {
         smem.k_full().wait(k_pipe.phase);
         k_pipe.advance();
         work = smem.storage.work_tile;
-        if (work.end) break;
+        if (work.is_end) break;
         dk.clear();
-        if (work.tiles.first < work.tiles.past) {
+        if (work.tiles.begin < work.tiles.end) {
             zero_unattended(p, smem, work, v_pipe.phase);
-            if constexpr (REPAIRS) clean_k(smem);
+            if constexpr (NAN_SAFE) clean_k(smem);
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();
-            if constexpr (!REPAIRS) issue_dp();
-            for_each_tile<false, !REPAIRS>(work, heads, h, tile, step);
-            if constexpr (REPAIRS)
+            if constexpr (!NAN_SAFE) issue_dp();
+            for_each_tile<false, !NAN_SAFE>(work, heads, h, tile, step);
+            if constexpr (NAN_SAFE)
                 smem.v_empty().arrive();  // safe: the last step waited for all GEMMs
         }
         // Safe: all GEMMs that read k are complete, and the steps have consumed the work tile.

@@ -3,7 +3,7 @@
 // Else each lane reads its elements one by one.
 #pragma once
 
-#include "scores.cuh"
+#include "score_mod.cuh"
 
 // Of MT x NT atoms. Rows in memory are queries, which are columns of transposed scores.
 template <bool TRANSPOSED, int MT, int NT>

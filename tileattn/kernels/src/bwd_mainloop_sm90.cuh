@@ -22,7 +22,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     PipelineState<1> k_pipe;
     PipelineState<1> v_pipe;
     PipelineState<Q_STAGES> q_pipe;
-    PipelineState<OUT_STAGES> out_pipe;
+    PipelineState<DOUT_STAGES> dout_pipe;
     WorkTile work{};
     auto load_q = [&](int h, int q0) {
         const Barrier full = smem.q_full(q_pipe.stage);
@@ -33,12 +33,12 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         q_pipe.advance();
     };
     auto load_dout = [&](int h, int q0) {
-        const Barrier full = smem.out_full(out_pipe.stage);
-        smem.out_empty(out_pipe.stage).wait(out_pipe.phase ^ 1);
-        BOTH_LOADS(smem.dout(out_pipe.stage).load(maps.dout, q0, h, work.b, full),
-                   bulk_load(shared_address(smem.storage.delta[out_pipe.stage]),
+        const Barrier full = smem.dout_full(dout_pipe.stage);
+        smem.dout_empty(dout_pipe.stage).wait(dout_pipe.phase ^ 1);
+        BOTH_LOADS(smem.dout(dout_pipe.stage).load(maps.dout, q0, h, work.b, full),
+                   bulk_load(shared_address(smem.storage.delta[dout_pipe.stage]),
                              row_statistics(p, p.delta, work.b, h) + q0, BLOCK_Q * 4, full));
-        out_pipe.advance();
+        dout_pipe.advance();
     };
     // A work tile is published with its k: all wait for that.
     auto publish_work = [&] {
@@ -49,9 +49,10 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 #pragma unroll 1
     while (get_work(p, claim_work(p), work)) {
         // All work tiles of a head are skipped or none: these flags stay while this kernel runs.
-        if ((head_flags(p, work.b, work.kv) & KNOWN) != REPAIRS) continue;
+        // LARGE heads, alone or with NON_FINITE, go to the generic kernels.
+        if ((head_flags(p, work.b, work.kv) & KNOWN) != FLAGGED_HEADS) continue;
         const TileRange tiles = work.tiles;
-        if (tiles.first >= tiles.past) {
+        if (tiles.begin >= tiles.end) {
             publish_work();
             smem.k_full().arrive();
             continue;
@@ -62,7 +63,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         ValueTile::prefetch(maps.v, work.k0, work.kv, work.b);
         bool first = true;
 #pragma unroll 1
-        for (int tile = tiles.past; --tile >= tiles.first;)
+        for (int tile = tiles.end; --tile >= tiles.begin;)
 #pragma unroll 1
             for (int g = 0; g < group; ++g) {
                 const int h = work.kv * group + g, q0 = tile * BLOCK_Q;
@@ -78,7 +79,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 smem.k().load(maps.k, work.k0, work.kv, work.b, smem.k_full());
             }
     }
-    work.end = true;
+    work.is_end = true;
     publish_work();
     smem.k_full().arrive();
 }
@@ -97,13 +98,14 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
         smem.k_full().wait(k_pipe.phase);
         const WorkTile work = smem.storage.work_tile;
         smem.k_empty().arrive();  // safe: only generic stores overwrite the work tile
-        if (work.end) break;
+        if (work.is_end) break;
         const u32 first_head = work.b * int(p.Hq) + work.kv * heads;
         u32 reached = 0;
 #pragma unroll 1
-        for (int tile = work.tiles.past; --tile >= work.tiles.first;) {
+        for (int tile = work.tiles.end; --tile >= work.tiles.begin;) {
             const int row = tile * BLOCK_Q;
-            const int first = Window(p, work.b).keys_of(row, min(row + BLOCK_Q, rows)).lo / BLOCK_K;
+            const int first =
+                SlidingWindow(p, work.b).key_range(row, min(row + BLOCK_Q, rows)).lo / BLOCK_K;
             const u32 rank = work.k0 / BLOCK_K - first, before = p.in_order ? rank : min(rank, 1u);
             const int row0 = row + share.row, count = max(0, min(DQ_ROWS, rows - row0));
 #pragma unroll 1
@@ -155,9 +157,9 @@ __device__ inline void publish_dq(const Smem& smem, int store_warp,
 // this parity ends.
 __device__ inline void zero_unattended(const Params& p, const Smem& smem, const WorkTile& work,
                                        u32 parity) {
-    const Range attended = Window(p, work.b).keys_of(0, int(p.Nq));
-    const int first = attended.lo - work.k0, past = attended.hi - work.k0;
-    if (!__any_sync(~0u, first > 0 || (past < BLOCK_K && attended.hi < p.Nk))) return;
+    const Range attended = SlidingWindow(p, work.b).key_range(0, int(p.Nq));
+    const int begin = attended.lo - work.k0, end = attended.hi - work.k0;
+    if (!__any_sync(~0u, begin > 0 || (end < BLOCK_K && attended.hi < p.Nk))) return;
     smem.v_full().wait(parity);
     const u32 zeros[4] = {};
     auto zero = [&](const auto& tile, int columns) {
@@ -165,7 +167,7 @@ __device__ inline void zero_unattended(const Params& p, const Smem& smem, const 
 #pragma unroll 1
         for (int i = threadIdx.x; i < BLOCK_K * chunks; i += CONSUMER_THREADS) {
             const int row = i / chunks;
-            if (row < first || row >= past) store_shared(tile.chunk(row, i % chunks * 16), zeros);
+            if (row < begin || row >= end) store_shared(tile.chunk(row, i % chunks * 16), zeros);
         }
     };
     zero(smem.k(), HEAD_DIM);
@@ -182,25 +184,25 @@ template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
 __device__ __forceinline__ void for_each_tile(const WorkTile& work, int heads, int& h, int& tile,
                                               Step step) {
     const TileRange tiles = work.tiles;
-    const int first_head = work.kv * heads, past_head = first_head + heads;
-    int first = first_head + SKIP_FIRST;
+    const int first_head = work.kv * heads, end_head = first_head + heads;
+    int begin = first_head + SKIP_FIRST;
 #pragma unroll 1
-    for (tile = tiles.past - 1; tile >= tiles.first; --tile, first = first_head) {
-        const int past = past_head - (PEEL_LAST && tile == tiles.first);
-        if constexpr (REPAIRS) {  // one copy compiles sooner
+    for (tile = tiles.end - 1; tile >= tiles.begin; --tile, begin = first_head) {
+        const int end = end_head - (PEEL_LAST && tile == tiles.begin);
+        if constexpr (NAN_SAFE) {  // one copy compiles sooner
             const bool partial = __any_sync(~0u, tiles.is_partial(tile));
 #pragma unroll 1
-            for (h = first; h < past; ++h) step(partial, true);
+            for (h = begin; h < end; ++h) step(partial, true);
         } else if (tiles.is_partial(tile)) {
 #pragma unroll 1
-            for (h = first; h < past; ++h) step(true, true);
+            for (h = begin; h < end; ++h) step(true, true);
         } else {
 #pragma unroll 1
-            for (h = first; h < past; ++h) step(false, true);
+            for (h = begin; h < end; ++h) step(false, true);
         }
     }
     if constexpr (PEEL_LAST) {
-        h = past_head - 1, tile = tiles.first;
+        h = end_head - 1, tile = tiles.begin;
         step(true, false);
     }
 }
@@ -210,7 +212,7 @@ __device__ __forceinline__ void for_each_tile(const WorkTile& work, int heads, i
 template <int NT>
 __device__ inline void flag_non_finite(const Params& p, const WorkTile& work,
                                        const Fragment<Accum, 1, NT>& acc) {
-    if (!REPAIRS && !all_finite_by_fma(acc)) head_flags(p, work.b, work.kv) |= FAILED;
+    if (!NAN_SAFE && !all_finite_by_fma(acc)) head_flags(p, work.b, work.kv) |= FAILED;
 }
 
 // Store 16 rows of each warp to dK or dV. Narrow heads go through a stage of dS that nobody reads
@@ -240,7 +242,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
     const Smem smem{shared_address(tensors), storage};
-    if (REPAIRS && !any_to_repair(p)) return;
+    if (NAN_SAFE && !any_flagged_head(p)) return;
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) smem.init();

@@ -29,19 +29,20 @@ __device__ inline void modify_and_mask(const Params& p, const ScoreMod& score_mo
 __device__ inline void exponentiate(const ScoreMod& score_mod, const float* lse_log2,
                                     TileScores& s) {
     const Lane lane;
-    const Accum unit = score_mod.unit();
+    const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
 #pragma unroll
     for (int n = 0; n < QT; ++n) {
         const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + lane.column(0) + 8 * n);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            s.x[0][n][e] = exp2_of(exponent(s.x[0][n][e], unit, e % 2 ? lse.y : lse.x));
+            s.x[0][n][e] =
+                exp2_of(exponent(s.x[0][n][e], softmax_scale_log2, e % 2 ? lse.y : lse.x));
     }
 }
 
 // From K Q^T to P.
-__device__ inline void compute_p(const Params& p, int b, int h, bool partial, const float* lse_log2,
-                                 TileScores& s, DSoftcap& dsoftcap) {
+__device__ inline void recompute_p(const Params& p, int b, int h, bool partial,
+                                   const float* lse_log2, TileScores& s, DSoftcap& dsoftcap) {
     const ScoreMod score_mod(p, b, h);
     modify_and_mask(p, score_mod, b, h, partial, s, dsoftcap);
     exponentiate(score_mod, lse_log2, s);
@@ -69,12 +70,10 @@ __device__ inline void compute_ds(const float* deltas, Fragment<Accum, 1, QT>& d
 // --- NaN-safe, as told in nonfinite.cuh ----------------------------------------------------------
 
 // With a softcap what is not finite in q and k would have to be restored, too.
-static_assert(!(REPAIRS && HAS_SOFTCAP), "gradients where the softcap is flat are not NaN");
+static_assert(!(NAN_SAFE && HAS_SOFTCAP), "gradients where the softcap is flat are not NaN");
 
 using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
 static_assert(NonFiniteDout::BYTES <= ScoreTile::BYTES, "the table takes a stage of dS");
-
-constexpr int CONSUMER_BARRIER = 1 + CONSUMERS;  // a named barrier of all consumers
 
 // Whether a tile has a pair that is masked out. Queries past the end, which are zero, attend to
 // nothing.
@@ -93,19 +92,19 @@ __device__ inline void clean_k(const Smem& smem) {
 
 // The k that dQ takes.
 __device__ inline KeyTile k_of_dq(const Smem& smem, bool masked) {
-    return REPAIRS && masked ? smem.clean_k() : smem.k();
+    return NAN_SAFE && masked ? smem.clean_k() : smem.k();
 }
 
 // Zero what is not finite in a tile of q and of dO, and record that of dO in the table; whether
 // there was any. The next TMA loads into the stages come behind this fence.
-__device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int out_stage,
+__device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_stage,
                                         const NonFiniteDout& table) {
     // The scores are complete, and so is the GEMM that read the stage of dS that the table takes.
     named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
     const int warp = threadIdx.x / WARP;
     const QueryTile q = smem.q(q_stage);
     zero_non_finite<Element, BLOCK_Q, HEAD_DIM, WARPS_M, true>(q, q, warp);
-    const bool any = table.template clean<WARPS_M>(smem.dout(out_stage), warp);
+    const bool any = table.template clean<WARPS_M>(smem.dout(dout_stage), warp);
     // By way of memory: the warpgroups may be at two places in the code.
     u32* const found = smem.storage.found;
     if (threadIdx.x % WARP == 0) found[warp] = any;
@@ -117,11 +116,11 @@ __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int out_s
 // From K Q^T to P, 0 where it is not attended to, and to operands of dV. If `non_finite`, dV gets
 // what was taken out of dO.
 template <int NT>
-__device__ inline Attended<1, QT> compute_p_nan_safe(const Params& p, int b, int h, bool masked,
-                                                     const float* lse_log2, TileScores& s,
-                                                     Operands& probs, bool non_finite,
-                                                     const NonFiniteDout& table,
-                                                     Fragment<Accum, 1, NT>& dv) {
+__device__ inline Attended<1, QT> recompute_p_nan_safe(const Params& p, int b, int h, bool masked,
+                                                       const float* lse_log2, TileScores& s,
+                                                       Operands& probs, bool non_finite,
+                                                       const NonFiniteDout& table,
+                                                       Fragment<Accum, 1, NT>& dv) {
     const ScoreMod score_mod(p, b, h);
     DSoftcap dsoftcap;
     modify_and_mask(p, score_mod, b, h, masked, s, dsoftcap);

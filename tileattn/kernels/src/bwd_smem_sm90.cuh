@@ -14,9 +14,11 @@ static_assert(BLOCK_K == WARPGROUP_ROWS * (IS_WIDE ? 1 : CONSUMERS) && WARPS_N =
               "64 keys a warpgroup");
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
+constexpr bool NAN_SAFE = ONLY_FLAGGED;  // of the heads that the first launch has skipped
+
 // q stays until dK has read it, while the next P is computed: it needs one stage more than dO, and
 // is the last to need two.
-constexpr int OUT_STAGES = STAGES, Q_STAGES = !IS_WIDE ? STAGES + 1 : REPAIRS ? 1 : 2;
+constexpr int DOUT_STAGES = STAGES, Q_STAGES = !IS_WIDE ? STAGES + 1 : NAN_SAFE ? 1 : 2;
 constexpr int DS_STAGES = 2;                // so that no warpgroup waits for the GEMMs of the other
 constexpr int DQ_STAGES = IS_WIDE ? 2 : 3;  // of each dQ store warp
 
@@ -43,7 +45,7 @@ using WorkTile = BwdWorkTile;
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
 using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
 using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
-using OutTile = SmemTile<BLOCK_Q, VALUE_DIM>;
+using DoutTile = SmemTile<BLOCK_Q, VALUE_DIM>;
 using ScoreTile = SmemTile<BLOCK_Q, BLOCK_K>;  // dS, queries in rows
 
 // Dynamic shared memory, as it lies; behind it what only some kernels have.
@@ -51,14 +53,14 @@ struct Tensors {
     KeyTile::Storage k;
     ValueTile::Storage v;
     QueryTile::Storage q[Q_STAGES];
-    OutTile::Storage dout[OUT_STAGES];
+    DoutTile::Storage dout[DOUT_STAGES];
     ScoreTile::Storage ds[DS_STAGES];
     float dq[DQ_STORE_WARPS][DQ_STAGES][DQ_ROWS * DQ_COPY_COLUMNS];
 };
 // Wide heads: P, which one warpgroup passes to the other.
 constexpr int P_BYTES = IS_WIDE ? BLOCK_Q * BLOCK_K * 4 : 0;
 // NaN-safe: a copy of k with zeros in place of what is not finite.
-constexpr int CLEAN_K_BYTES = REPAIRS ? KeyTile::BYTES : 0;
+constexpr int CLEAN_K_BYTES = NAN_SAFE ? KeyTile::BYTES : 0;
 static_assert(int(sizeof(Tensors)) + P_BYTES + CLEAN_K_BYTES == SHARED_BYTES,
               "what a launch brings");
 
@@ -67,9 +69,9 @@ struct SharedStorage {
     u64 k_full, k_empty, v_full, v_empty;
     u64 p_full, ds_full[DS_STAGES], ds_empty[DS_STAGES];
     u64 dq_full[DQ_STORE_WARPS][DQ_STAGES], dq_empty[DQ_STORE_WARPS][DQ_STAGES];
-    u64 q_full[Q_STAGES], q_empty[Q_STAGES], out_full[OUT_STAGES], out_empty[OUT_STAGES];
+    u64 q_full[Q_STAGES], q_empty[Q_STAGES], dout_full[DOUT_STAGES], dout_empty[DOUT_STAGES];
     alignas(16) float lse_log2[Q_STAGES][BLOCK_Q];
-    alignas(16) float delta[OUT_STAGES][BLOCK_Q];
+    alignas(16) float delta[DOUT_STAGES][BLOCK_Q];
     WorkTile work_tile;
     u32 found[WARPS_M];  // by each warp, whether a tile has something that is not finite
 };
@@ -81,8 +83,8 @@ struct Smem {
 
     static constexpr int V = int(sizeof(Tensors::k));
     static constexpr int Q = V + int(sizeof(Tensors::v));
-    static constexpr int OUT = Q + int(sizeof(Tensors::q));
-    static constexpr int DS = OUT + int(sizeof(Tensors::dout));
+    static constexpr int DOUT = Q + int(sizeof(Tensors::q));
+    static constexpr int DS = DOUT + int(sizeof(Tensors::dout));
     static constexpr int DQ = DS + int(sizeof(Tensors::ds));
     static_assert(DQ + sizeof(Tensors::dq) == sizeof(Tensors), "no padding");
     static constexpr int P = int(sizeof(Tensors)), CLEAN_K = P + P_BYTES;
@@ -98,7 +100,7 @@ struct Smem {
     __device__ KeyTile k() const { return {opaque_tensors()}; }
     __device__ ValueTile v() const { return {opaque_tensors() + V}; }
     __device__ QueryTile q(int stage) const { return {tensors + Q + stage * QueryTile::BYTES}; }
-    __device__ OutTile dout(int stage) const { return {tensors + OUT + stage * OutTile::BYTES}; }
+    __device__ DoutTile dout(int stage) const { return {tensors + DOUT + stage * DoutTile::BYTES}; }
     __device__ ScoreTile ds(int stage) const { return {tensors + DS + stage * ScoreTile::BYTES}; }
     __device__ u32 dq(int store_warp, int stage) const {
         return tensors + DQ + (store_warp * DQ_STAGES + stage) * int(sizeof(Tensors::dq[0][0]));
@@ -132,11 +134,11 @@ struct Smem {
     __device__ Barrier q_empty(int stage) const {
         return {shared_address(storage.q_empty + stage)};
     }
-    __device__ Barrier out_full(int stage) const {
-        return {shared_address(storage.out_full + stage)};
+    __device__ Barrier dout_full(int stage) const {
+        return {shared_address(storage.dout_full + stage)};
     }
-    __device__ Barrier out_empty(int stage) const {
-        return {shared_address(storage.out_empty + stage)};
+    __device__ Barrier dout_empty(int stage) const {
+        return {shared_address(storage.dout_empty + stage)};
     }
 
     // By one thread, before all others. All threads of a consumer warpgroup arrive. Full barriers
@@ -146,7 +148,7 @@ struct Smem {
         k_full().init(1), k_empty().init(ALL + DQ_STORE_WARPS);  // these read the work tile, too
         v_full().init(1), v_empty().init(ONE_OR_ALL);
         for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(ALL);
-        for (int s = 0; s < OUT_STAGES; ++s) out_full(s).init(2), out_empty(s).init(ALL);
+        for (int s = 0; s < DOUT_STAGES; ++s) dout_full(s).init(2), dout_empty(s).init(ALL);
         p_full().init(WARPGROUP);
         for (int s = 0; s < DS_STAGES; ++s) ds_full(s).init(ONE_OR_ALL), ds_empty(s).init(ALL);
         for (int n = 0; n < DQ_STORE_WARPS; ++n)

@@ -39,7 +39,8 @@ constexpr bool HAS_DROPOUT = KEY_DROPOUT;
 constexpr bool FOLD = KEY_FOLD_SCALE;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
-constexpr u32 REPAIRS = KEY_HEAD_FLAGS;  // flags of the heads of a NaN-safe kernel; 0 for all heads
+constexpr u32 FLAGGED_HEADS = KEY_HEAD_FLAGS;  // heads with one of these flags; 0 for all
+constexpr bool ONLY_FLAGGED = FLAGGED_HEADS != 0;
 constexpr int MASK_VECTOR_WIDTH = KEY_MASK_VECTOR_WIDTH;
 constexpr int SHARED_BYTES = KEY_SMEM_BYTES;
 
@@ -55,6 +56,17 @@ template <bool NAN_SAFE, int DEPTH>
 constexpr int STEPS = NAN_SAFE ? (sizeof(Element) == 2 ? 4 : 2) : DEPTH / 16;
 
 constexpr int THREADS = WARP * WARPS_M * WARPS_N;
+
+// Hardware barriers, each a first number. 0 is __syncthreads.
+enum class NamedBarrier {
+    ROW_GROUP = 1,                       // warps that share rows: one for each group
+    WARPGROUP = 1,                       // in Hopper's kernels: one for each consumer warpgroup
+    CONSUMERS = WARPGROUP + WARPS_M / 4  // all of these
+};
+__device__ constexpr int barrier_id(NamedBarrier barrier, int offset = 0) {
+    return int(barrier) + offset;
+}
+constexpr int CONSUMER_BARRIER = barrier_id(NamedBarrier::CONSUMERS);
 
 static_assert(HEAD_DIM % 16 == 0 && VALUE_DIM % 16 == 0, "a k-step of mma is 16 deep");
 static_assert(BLOCK_Q % 16 == 0 && BLOCK_K % 16 == 0,

@@ -7,6 +7,7 @@
 #include "nonfinite.cuh"
 #include "rows.cuh"
 #include "softmax.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);  // 16-row tiles of a warp
 constexpr int NT = BLOCK_K / (8 * WARPS_N);   // 8-column tiles of its scores
@@ -58,10 +59,10 @@ __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
     for (int i = work.q0 + first; i < q_end; i += THREADS / LANES)
         good = good && is_finite_row<LANES>(head.q + i * p.q_at.n, int(p.D));
     const bool all_pairs = HAS_BIAS || __syncthreads_or(!good);
-    const Range keys = head.attn_mask.window.keys_of(work.q0, q_end);
+    const Range keys = head.attn_mask.window.key_range(work.q0, q_end);
     bool non_finite = false;
-    for (auto visit = key_tiles_of(head.attn_mask, work.q0, keys); !visit.done(); visit.next()) {
-        const int k0 = visit.tile * BLOCK_K, k_end = min(k0 + BLOCK_K, keys.hi);
+    for (auto tiles = key_tiles_of(head.attn_mask, work.q0, keys); !tiles.done(); tiles.next()) {
+        const int k0 = tiles.tile * BLOCK_K, k_end = min(k0 + BLOCK_K, keys.hi);
 #pragma unroll 1
         for (int j0 = k0; j0 < k_end; j0 += THREADS / LANES) {
             const int j = min(j0 + first, k_end - 1);
@@ -70,7 +71,7 @@ __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
             if (!bad) continue;
             constexpr u32 ROW = LANES == WARP ? ~0u : (1u << LANES) - 1;
             if (bad >> threadIdx.x % WARP / LANES * LANES & ROW)
-                non_finite = non_finite || all_pairs || visit.kind == PARTIAL ||
+                non_finite = non_finite || all_pairs || tiles.kind == PARTIAL ||
                              !is_finite_row<LANES>(head.k + j * p.k_at.n, int(p.D));
         }
     }
@@ -97,17 +98,17 @@ __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const No
 }
 
 template <bool NAN_SAFE>
-__device__ void attend(const Params& p, const WorkTile& work);
+__device__ void forward_block(const Params& p, const WorkTile& work);
 
 // Not inlined: it costs the first pass no registers. float32 always takes it: in the first pass its
 // tf32 parts make NaN of infinity.
-__device__ __noinline__ void attend_nan_safe(const Params& p) {
+__device__ __noinline__ void forward_block_nan_safe(const Params& p) {
     const WorkTile work(p);
-    if (sizeof(Element) == 4 || needs_nan_safe(p, work)) attend<true>(p, work);
+    if (sizeof(Element) == 4 || needs_nan_safe(p, work)) forward_block<true>(p, work);
 }
 
 template <bool NAN_SAFE>
-__device__ inline void attend(const Params& p, const WorkTile& work) {
+__device__ inline void forward_block(const Params& p, const WorkTile& work) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile(memory);
     const OutTile out_tile(memory);  // overlays q in the end
@@ -124,7 +125,7 @@ __device__ inline void attend(const Params& p, const WorkTile& work) {
     const int row0 = group.row0, column0 = group.warp_n * NT * 8;  // first of this warp's scores
     const int value0 = group.warp_n * VT * 8;                      // and of its columns of out
 
-    const Range keys = head.attn_mask.window.keys_of(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(p.Nq)));
     auto load_keys = [&](int k0, int stage) {
         k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
                                                               keys.hi - k0, int(p.D));
@@ -142,13 +143,13 @@ __device__ inline void attend(const Params& p, const WorkTile& work) {
     copy_commit();
     RowState<MT> state;
     Fragment<Accum, MT, VT> acc;
-    auto visit = key_tiles_of(head.attn_mask, q0, keys);
+    auto tiles = key_tiles_of(head.attn_mask, q0, keys);
     acc.clear();
     // The dense mask is loaded a tile ahead: PV leaves it registers, and covers its latency.
     DenseMask<false, MT, NT> dense;
     auto load_mask = [&] {
-        if (HAS_MASK && !visit.done())
-            dense.load(head.attn_mask, q0 + row0, visit.tile * BLOCK_K + column0);
+        if (HAS_MASK && !tiles.done())
+            dense.load(head.attn_mask, q0 + row0, tiles.tile * BLOCK_K + column0);
     };
     load_mask();
     // One stage: v is loaded during QK, the next k during PV. Two stages: both are loaded a tile
@@ -160,23 +161,23 @@ __device__ inline void attend(const Params& p, const WorkTile& work) {
     //     softmax           k(j + 1) / k(j + 1), v(j + 1)            v(j)
     //     PV                k(j + 1) / k(j + 1), v(j + 1)            v(j)
     int stage = 0;
-    if (!visit.done()) {
-        load_keys(visit.tile * BLOCK_K, 0);
-        if (STAGES > 1) load_values(visit.tile * BLOCK_K, 0);
-        load_bias(visit.tile * BLOCK_K);
+    if (!tiles.done()) {
+        load_keys(tiles.tile * BLOCK_K, 0);
+        if (STAGES > 1) load_values(tiles.tile * BLOCK_K, 0);
+        load_bias(tiles.tile * BLOCK_K);
     }
-    while (!visit.done()) {
-        const int k0 = visit.tile * BLOCK_K, kind = visit.kind;
+    while (!tiles.done()) {
+        const int k0 = tiles.tile * BLOCK_K, kind = tiles.kind;
         const KeyTile k = k_tile(stage);
         const ValueTile v = v_tile(stage);
         copy_wait<0>();
         __syncthreads();  // k has landed, and all warps are done with the last tile
-        visit.next();
+        tiles.next();
         if (STAGES == 1) {
             load_values(k0, 0);
-        } else if (!visit.done()) {
-            load_keys(visit.tile * BLOCK_K, stage ^= 1);
-            load_values(visit.tile * BLOCK_K, stage);
+        } else if (!tiles.done()) {
+            load_keys(tiles.tile * BLOCK_K, stage ^= 1);
+            load_values(tiles.tile * BLOCK_K, stage);
         }
         if constexpr (HAS_MASK) dense.share();
         Scores<false, MT, NT> s(q0 + row0, k0 + column0);
@@ -186,9 +187,9 @@ __device__ inline void attend(const Params& p, const WorkTile& work) {
         if (STAGES == 1) {
             copy_wait<0>();
             __syncthreads();  // v has landed, and all warps are done with k
-            if (!NAN_SAFE && !visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+            if (!NAN_SAFE && !tiles.done()) load_keys(tiles.tile * BLOCK_K, 0);
         }
-        if (!visit.done()) load_bias(visit.tile * BLOCK_K);
+        if (!tiles.done()) load_bias(tiles.tile * BLOCK_K);
         const NonFiniteTable table{k.address};
         Attended<MT, NT> attended;
         bool non_finite = false;
@@ -200,7 +201,7 @@ __device__ inline void attend(const Params& p, const WorkTile& work) {
                          __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
         }
         Accum rescale[MT][2];
-        state.update(s, head.score_mod.unit(), group, rescale);
+        state.update(s, head.score_mod.softmax_scale_log2(), group, rescale);
         acc.scale_rows(rescale);
         load_mask();
         // 16 keys at a time: their random bits are computed while others are multiplied.
@@ -213,7 +214,7 @@ __device__ inline void attend(const Params& p, const WorkTile& work) {
                 restore_non_finite(acc, table, attended, p_tile, group, column0, value0);
                 if (STAGES == 1) __syncthreads();  // all warps are done with the table
             }
-            if (STAGES == 1 && !visit.done()) load_keys(visit.tile * BLOCK_K, 0);
+            if (STAGES == 1 && !tiles.done()) load_keys(tiles.tile * BLOCK_K, 0);
         }
         if constexpr (WARPS_N > 1) {
             if constexpr (!NAN_SAFE)
@@ -239,7 +240,7 @@ __device__ inline void attend(const Params& p, const WorkTile& work) {
         for (int half = 0; half < 2; ++half) {
             Accum lse;
             const Accum inverse =
-                state.finalize(m, half, sink, Accum(p.dropout_scale), Accum(p.score_unit), lse);
+                state.finalize(m, half, sink, Accum(p.dropout_scale), Accum(p.softmax_scale), lse);
 #pragma unroll
             for (int n = 0; n < VT; ++n)
 #pragma unroll
@@ -256,10 +257,10 @@ __device__ inline void attend(const Params& p, const WorkTile& work) {
 
     if (NAN_SAFE || !again) return;
     __syncthreads();  // all warps have stored
-    attend_nan_safe(p);
+    forward_block_nan_safe(p);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward(const __grid_constant__ Params p) {
-    attend<false>(p, WorkTile(p));
+    forward_block<false>(p, WorkTile(p));
 }

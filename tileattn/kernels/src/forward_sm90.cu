@@ -3,192 +3,25 @@
 // each. CTAs are persistent. Mirrors forward_block in spec.py. Shah et al., FlashAttention-3,
 // arXiv:2407.08608.
 //
-// A probability of zero does not mask out a NaN: one in v reaches queries that do not attend to it,
-// in partial tiles. So work tiles whose output is not finite are done again in a second, NaN-safe
-// pass: values that are not finite are taken out of partial tiles, and added back where they are
-// attended to. So are work tiles whose scores are too large for the exponents of the first pass.
+// Each CTA goes through its work tiles up to three times:
 //
-// The first pass stops early once several work tiles are unfinished. When that is noticed is a
-// matter of timing, and the bits of a row must not be. So the arithmetic of a row depends on its
-// own scores alone: a row is large if its maximum over all keys is. A running maximum above
-// ORDINARY never falls, so the second pass lets such a row turn large at once. One below -ORDINARY
-// may rise. The second pass takes such a row for ordinary, as the first does. If it has not risen
-// in the end, the work tile is done again in a third pass, in which all rows are large, and which
-// stores only rows that are far below zero.
-#include "fwd_smem_sm90.cuh"
-#include "head.cuh"
-#include "nonfinite.cuh"
-#include "softmax.cuh"
-
-constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
-
-// Registers of a thread: the producer warpgroup gives its own to the consumers.
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
-
-// Lazy rescaling: row maxima may lag by so many powers of two before O is rescaled. P in 16 bits
-// has room for it, and the result depends on it by rounding alone.
-constexpr int SLACK = 8;
-
-// Sums of large numbers may overflow for that. A NaN-safe pass divides P by a power of two, which
-// makes it 1 at most. The bits are those of the first pass, unless a probability below 2**-118,
-// whose quotient has fewer digits, shows in them.
-constexpr Accum LOWERED = HAS_FINITE_SUMS<Element> ? Accum(1) : Accum(1 << SLACK);
+//     pass  work tiles                  rows taken as large         stores         marks work tiles
+//     1     all, or stops early         none                        all rows       see below
+//     2     marked by 1, or not begun   those that exceed 2**12     all rows       with rows <
+//     -2**12 3     marked by 2                 all                         rows < -2**12  -
+//
+// Pass 1 marks work tiles whose output is not finite, or with maxima beyond 2**12, which are too
+// large for its exponents. Once several are marked it stops. Passes 2 and 3 are NaN-safe: values
+// that are not finite are taken out of partial tiles, and added back where they are attended to.
+//
+// When pass 1 stops is a matter of timing, and the bits of a row must not be. So the arithmetic of
+// a row depends on its own scores alone: a row is large if its maximum over all keys is. A running
+// maximum above 2**12 never falls, but one below -2**12 may rise: only pass 3 takes it as large.
+#include "fwd_mainloop_sm90.cuh"
 
 // Whether PV overlaps the softmax of its own warpgroup. At a value head dimension of 128 the GEMMs
 // of the other warpgroup fill that time as well or better (measured).
 constexpr bool INTRA_WARPGROUP_OVERLAP = VALUE_DIM != 128;
-
-struct Maps {
-    TensorMap q, k, v;
-};
-
-// The producer thread: load all that the work tiles need, in the order of its use, and publish
-// them.
-__device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem) {
-    PipelineState<Q_STAGES> q_pipe;
-    PipelineState<2> work_pipe;
-    PipelineState<STAGES> k_pipe, v_pipe;
-    WorkTile work{};
-    // Publish to each warpgroup its share of the work tile, with its queries.
-    auto publish_work = [&] {
-#pragma unroll 1
-        for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup, q_pipe.advance()) {
-            smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
-            WorkTile& share = smem.storage.work_tiles[q_pipe.stage];
-            const Barrier full = smem.q_full(warpgroup, work_pipe.stage);
-            share = work;
-            if (work.end) {
-                full.arrive();
-                continue;
-            }
-            share.q0 += WARPGROUP_ROWS * warpgroup;
-            // In a NaN-safe pass the warpgroups go through the same tiles side by side.
-            if (!work.nan_safe) share.tiles = key_tiles(p, work.b, share.q0, WARPGROUP_ROWS);
-            if (HAS_BLOCK_MASK) share.tiles.first = work.first, share.tiles.past = work.past;
-            smem.q(q_pipe.stage).load(maps.q, share.q0, work.h, work.b, full);
-        }
-        work_pipe.advance();
-    };
-    auto tile_at = [&](int index) {
-        return HAS_BLOCK_MASK ? BlockSparseList(p, work).entries[index] / 2 : index;
-    };
-    auto load_k = [&](int index) {
-        const int tile = tile_at(index);
-        const Barrier full = smem.k_full(k_pipe.stage);
-        smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
-        smem.k(k_pipe.stage).load(maps.k, tile * BLOCK_K, work.h / int(p.group), work.b, full);
-        k_pipe.advance();
-    };
-    auto load_v = [&](int index) {
-        const int tile = tile_at(index);
-        const Barrier full = smem.v_full(v_pipe.stage);
-        smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
-        smem.v(v_pipe.stage).load(maps.v, tile * BLOCK_K, work.h / int(p.group), work.b, full);
-        v_pipe.advance();
-    };
-    // The next work tile is computed while the first tiles of this one load. Where several work
-    // tiles are unfinished, the others hardly will be better: the second pass takes over what is
-    // left.
-    int begun = 0;  // iterations of the first pass
-    auto run_pass = [&](int pass) {
-        int iteration = 0;
-        auto find = [&](WorkTile& work) {
-#pragma unroll 1
-            while (get_work(p, iteration, work)) {
-                if (pass == 0 || (pass == 1 && iteration >= begun)) return true;
-                if (smem.unfinished(pass - 1, iteration)) return true;
-                ++iteration;
-            }
-            return false;
-        };
-        for (bool found = find(work); found;) {
-            if (pass == 0 && smem.many_unfinished(0)) break;
-            if (work.first < work.past) load_k(work.first);
-            work.nan_safe = pass > 0, work.all_large = pass > 1;
-            publish_work();
-            WorkTile next = work;
-            ++iteration;
-            if (pass == 0) begun = iteration;
-            found = find(next);
-            if (found && Q_STAGES < 2 * CONSUMERS)
-#pragma unroll 1
-                for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS)
-                    QueryTile::prefetch(maps.q, next.q0 + row, next.h, next.b);
-#pragma unroll 1
-            for (int tile = work.first; tile < work.past; ++tile) {
-                if (tile + 1 < work.past) load_k(tile + 1);
-                load_v(tile);
-            }
-            work = next;
-        }
-    };
-    auto publish_end = [&] {
-        work.end = true;
-        publish_work();
-        work.end = false;
-    };
-    run_pass(0);
-    publish_end();
-    smem.pass_done().wait(0);
-    if (!smem.any_unfinished(0)) return;
-    // To the consumers the NaN-safe passes are one. They mark work tiles before they release q:
-    // once all q stages are released, the third pass knows what it has to do.
-#pragma unroll 1
-    for (int pass = 1; pass < 3 && smem.any_unfinished(pass - 1); ++pass) {
-        run_pass(pass);
-        PipelineState<Q_STAGES> each = q_pipe;
-#pragma unroll 1
-        for (int stage = 0; stage < Q_STAGES; ++stage, each.advance())
-            smem.q_empty(each.stage).wait(each.phase ^ 1);
-    }
-    publish_end();
-}
-
-__device__ inline Accum* lse_of(const Params& p, const WorkTile& work) {
-    return static_cast<Accum*>(p.lse) + (i64(work.b) * p.Hq + work.h) * p.Nq;
-}
-
-// Normalise and store 16 rows of each warp from row0 on, and their lse. The third pass stores only
-// rows far below zero. Others keep their bits, also in work tiles that are done for sharing a bit
-// with a marked one. Its maxima differ by up to the slack from those of the second: with twice that
-// as a margin, each row that is stored would have had its work tile marked.
-template <bool NAN_SAFE>
-__device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTile& work, int row0,
-                                RowState<1>& state, Fragment<Accum, 1, VT>& acc) {
-    u32 halves = 3;
-    if constexpr (NAN_SAFE) {
-        if (work.all_large)
-            halves = state.below(-ORDINARY - 2 * SLACK, ScoreMod(p, work.b, work.h).unit());
-    } else {
-        // A value that is not finite spoils its column in all rows: half of them are enough. A sum
-        // that overflows is one row's.
-        const bool good =
-            all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) && state.all_ordinary();
-        if (!__all_sync(~0u, good)) smem.mark_unfinished(0, work.iteration);
-    }
-    const Accum sink = sink_of(p, work.h);
-    state.reduce_sums(RowGroup(16));
-    Accum lse[2], inverse[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        inverse[half] = state.template finalize<true>(0, half, sink, NAN_SAFE ? LOWERED : Accum(1),
-                                                      Accum(p.score_unit), lse[half]);
-#pragma unroll
-        for (int n = 0; n < VT; ++n)
-#pragma unroll
-            for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[0][n][e] *= inverse[half];
-    }
-    const Lane lane;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int i = row0 + lane.row(2 * half);
-        if (lane.t == 0 && i < p.Nq && (!NAN_SAFE || halves >> half & 1))
-            lse_of(p, work)[i] = lse[half];
-    }
-    store_rows(rows_of<Element>(p.out, p.out_at, work.b, work.h) + row0 * p.out_at.n, p.out_at.n,
-               acc, int(p.Nq) - row0, int(p.Dv), halves);
-}
 
 // Where a consumer warpgroup is in the circular buffers.
 struct ReadState {
@@ -256,7 +89,8 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         for (; count > 0; --count) {
             smem.k_full(k_pipe.stage).wait(k_pipe.phase);
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
-            named_barrier_sync<WARPGROUP>(1 + warpgroup);  // no GEMM has kept the warps together
+            // No GEMM has kept the warps together.
+            named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
             release_k();
             release_v();
         }
@@ -271,17 +105,17 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         smem.q_full(warpgroup, work_pipe.stage).wait(work_pipe.phase);
         work_pipe.advance();
         next = smem.storage.work_tiles[q_pipe.stage];
-        if (next.tiles.first >= next.tiles.past || next.end)
-            next.tiles.first = next.tiles.past = next.past;
+        if (next.tiles.begin >= next.tiles.end || next.is_end)
+            next.tiles.begin = next.tiles.end = next.end;
     };
     auto start_work = [&] {
         work = next;
-        tile = work.tiles.first;
-        if (!work.end) skip_tiles(tile - work.first);
+        tile = work.tiles.begin;
+        if (!work.is_end) skip_tiles(tile - work.begin);
         // QK is issued even where there is no tile, on whatever the stage holds: under a condition,
         // ptxas would serialise all GEMMs.
         if (HAS_BLOCK_MASK) entries = BlockSparseList(p, work).entries, next_entry = entries[tile];
-        if (tile < work.tiles.past) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
+        if (tile < work.tiles.end) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
         issue_qk();
     };
     auto modify_and_mask = [&](bool partial) {
@@ -291,9 +125,9 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         if (partial) s.masked_fill(AttentionMask(p, work.b, work.h), DenseMask<false, 1, NT>{});
     };
     auto online_softmax = [&] {
-        const Accum unit = ScoreMod(p, work.b, work.h).unit();
-        constexpr RowKind ROWS = NAN_SAFE ? RowKind::RISING : RowKind::ORDINARY;
-        state.template update<SLACK, ROWS>(s, unit, rows, rescale);
+        const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
+        constexpr RowMaxMode MODE = NAN_SAFE ? RowMaxMode::DETECT_LATE : RowMaxMode::BOUNDED;
+        state.template update<RESCALE_THRESHOLD, MODE>(s, softmax_scale_log2, rows, rescale);
     };
     auto softmax = [&](bool partial) {
         release_k();
@@ -323,7 +157,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
     // Tile by tile, the warpgroups side by side: they clean the values of partial tiles together.
     // The table of what was not finite takes the k stage, once all have their scores.
     auto nan_safe_loop = [&] {
-        constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP, CONSUMER_BARRIER = 1 + CONSUMERS;
+        constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
         for (;;) {
             const bool partial = __any_sync(~0u, is_partial());
             modify_and_mask(partial);
@@ -339,7 +173,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
                 any = named_barrier_or<CONSUMER_THREADS>(CONSUMER_BARRIER, any);
             }
             online_softmax();
-            s.scale(1 / LOWERED);
+            s.scale(1 / P_DIVISOR);
             convert_p();
             acc.scale_rows(rescale);
             gemm_async<Element>(acc, probs, smem.v(v_pipe.stage));
@@ -353,7 +187,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
             }
             release_k();
             release_v();
-            if (++tile == work.tiles.past) return;
+            if (++tile == work.tiles.end) return;
             smem.k_full(k_pipe.stage).wait(k_pipe.phase);
             issue_qk();
             warpgroup_wait<0>(s);
@@ -364,30 +198,30 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
     // epilogue.
     fetch_work();
     start_work();
-    while (!work.end) {
+    while (!work.is_end) {
         state = RowState<1>(NAN_SAFE && work.all_large);
         acc.clear();
         warpgroup_wait<0>(s);
-        if (tile == work.tiles.past) {
+        if (tile == work.tiles.end) {
             release_q();
             fetch_work();
         } else if constexpr (NAN_SAFE) {
             nan_safe_loop();
             // Before the arrive on q_empty, which publishes it to the producer.
-            if (__any_sync(~0u, !work.all_large && state.below(-ORDINARY)))
+            if (__any_sync(~0u, !work.all_large && state.below(-LARGE_ROW_MAX)))
                 smem.mark_unfinished(1, work.iteration);
             release_q();
             fetch_work();
         } else {
             softmax(is_partial());
             convert_p();
-            for (++tile; tile < work.tiles.past;) {
+            for (++tile; tile < work.tiles.end;) {
                 if (is_partial()) {
                     step(true), ++tile;
                 } else {
-                    const int past = HAS_BLOCK_MASK ? tile + 1 : work.tiles.full_past;
+                    const int end = HAS_BLOCK_MASK ? tile + 1 : work.tiles.full_end;
 #pragma unroll 1
-                    for (; tile < past; ++tile) step(false);
+                    for (; tile < end; ++tile) step(false);
                 }
             }
             release_q();
@@ -396,7 +230,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
             finish_pv();
         }
         const WorkTile done = work;
-        skip_tiles(done.past - done.tiles.past);
+        skip_tiles(done.end - done.tiles.end);
         start_work();
         epilogue<NAN_SAFE>(p, smem, done, done.q0 + row0, state, acc);
     }
@@ -423,7 +257,8 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
         reg_alloc<CONSUMER_REGISTERS>();
         ReadState read{{warpgroup}};
         consume<false>(p, smem, warpgroup, read);
-        named_barrier_sync<WARPGROUP>(1 + warpgroup);  // unfinished work tiles have been marked
+        // Unfinished work tiles have been marked.
+        named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
         if (threadIdx.x % WARPGROUP == 0) smem.pass_done().arrive();
         smem.pass_done().wait(0);
         if (__any_sync(~0u, smem.any_unfinished(0))) consume<true>(p, smem, warpgroup, read);

@@ -3,11 +3,11 @@
 #pragma once
 
 #include "head.cuh"
-#include "mask.cuh"
 #include "nonfinite.cuh"
+#include "score_tile.cuh"
 
 // With Z the dropout, 0 or 1 / (1 - p):
-//     P = exp2(S unit - lse_log2),  dP = Z (dO V^T),  dS = P (dP - delta).
+//     P = exp2(S softmax_scale_log2 - lse_log2),  dP = Z (dO V^T),  dS = P (dP - delta).
 __device__ inline Accum score_gradient(Accum p, Accum dp, Accum delta) { return p * (dp - delta); }
 
 // NaN-safe, P that is not attended to is marked until `zero_dropped`, and its dS is selected to be
@@ -44,10 +44,10 @@ struct TileGradient {
             p.for_each([&](Accum& s, int, int, int m, int n, int e) {
                 s = difference(s, row_max(m, n, e));
             });
-        const Accum unit = score_mod.unit();
+        const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
         p.for_each([&](Accum& s, int, int, int m, int n, int e) {
             const bool masked = is_masked(s);
-            const Accum own = exponent(s, unit, lse_log2(m, n, e));
+            const Accum own = exponent(s, softmax_scale_log2, lse_log2(m, n, e));
             s = masked ? -infinity<Accum>() : exp2_of(own);
         });
         if constexpr (HAS_DROPOUT)

@@ -1,7 +1,8 @@
-// Layer 3. What belongs to one head: its rows, masks and score modifiers, and its flags.
+// Layer 3. What belongs to one head: its rows, masks and score modifiers.
 #pragma once
 
-#include "mask.cuh"
+#include "head_flags.cuh"
+#include "score_tile.cuh"
 #include "softmax.cuh"
 
 __device__ inline Accum warp_sum(Accum x) {
@@ -26,38 +27,6 @@ __device__ inline T* rows_of(void* data, const Rows& at, i64 b, i64 h) {
 
 __device__ inline Accum sink_of(const Params& p, i64 h) {
     return p.sinks ? static_cast<const Accum*>(p.sinks)[h] : -infinity<Accum>();
-}
-
-// Flags of a key head of one batch entry, which the backward pass sets: something is not finite, or
-// scores are so large that the logsumexp is too coarse. Hopper's kernels skip heads whose flags are
-// known, and leave heads that FAILED to others. Counterparts are in context.py.
-constexpr u32 NON_FINITE = 1, LARGE = 2, KNOWN = NON_FINITE | LARGE, FAILED = 4;
-__device__ inline u32& head_flags(const Params& p, i64 b, i64 kv) {
-    return p.head_flags[b * p.Hkv + kv];
-}
-
-// Whether any head has a flag that this NaN-safe kernel serves; mostly none has. All threads call.
-__device__ inline bool any_to_repair(const Params& p) {
-    bool any = false;
-    for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += blockDim.x) {
-        any = any || p.head_flags[i] & REPAIRS;
-    }
-    return __syncthreads_or(any);
-}
-
-// Call run(block) for all blocks: one for each CTA, or NaN-safe, many for each of a few CTAs.
-template <class Run>
-__device__ inline void for_blocks(const Params& p, i64 blocks, Run run) {
-    if constexpr (!REPAIRS) {
-        run(int(blockIdx.x));
-    } else {
-        if (!any_to_repair(p)) return;
-#pragma unroll 1
-        for (i64 i = blockIdx.x; i < blocks; i += gridDim.x) {
-            run(int(i));
-            __syncthreads();  // all warps are done with shared memory
-        }
-    }
 }
 
 // One query head of one batch entry.
@@ -97,7 +66,8 @@ struct Head {
 
     __device__ Accum sink() const { return sink_of(p, h); }
 
-    // Score times score_mod.unit() is in units of log 2; -infinity where masked out.
+    // Without score_mod.softmax_scale_log2(), which makes it an exponent of 2; -infinity where
+    // masked out.
     __device__ Accum score(int i, int j, Accum& dsoftcap) const {
         dsoftcap = 1;
         if (!attn_mask.visible(i, j)) return -infinity<Accum>();

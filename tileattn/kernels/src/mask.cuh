@@ -1,101 +1,128 @@
-// Layer 3. Accumulator fragments of scores: the index of each element, score modifiers, masks and
-// dropout.
+// Layer 3. The attention mask, by elements, by ranges and by tiles: as mask.py.
 #pragma once
 
-#include "bias.cuh"
-#include "dense.cuh"
-#include "philox.cuh"
-#include "scores.cuh"
+#include "config.cuh"
+#include "params.cuh"
 
-// The scores of MT x NT atoms. Rows are queries; in transposed ones they are keys.
-template <bool TRANSPOSED, int MT, int NT>
-struct Scores : Fragment<Accum, MT, NT> {
-    int row, column;  // of the first element of all lanes
+constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
+constexpr int FAR = 1 << 30;  // beyond every key and query that the host accepts, by some tiles
 
-    __device__ Scores(int row, int column) : row(row), column(column) { this->clear(); }
+struct Range {
+    int lo, hi;
+};
 
-    // Call visit(element, i, j, m, n, e) for every element of this lane.
-    template <class Visit>
-    __device__ void for_each(Visit visit) {
-        const Lane lane;
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int r = row + 16 * m + lane.row(e), c = column + 8 * n + lane.column(e);
-                    visit(this->x[m][n][e], TRANSPOSED ? c : r, TRANSPOSED ? r : c, m, n, e);
+// The sliding window and the length of the keys. Query i attends to keys i + begin to i + end - 1,
+// those of them from 0 to length - 1.
+struct SlidingWindow {
+    int Nq, length, begin, end;
+
+    __device__ SlidingWindow(const Params& p, i64 batch) {
+        const i64 given = p.kv_lengths ? p.kv_lengths[batch] : p.length;
+        const i64 known = min(max(given, i64(0)), p.Nk);
+        const i64 offset = p.q_offset ? p.q_offset[batch] : p.offset;
+        Nq = int(p.Nq);
+        length = int(known);
+        begin = p.left < 0 ? -FAR : clamp(offset - p.left);
+        end = p.right < 0 ? FAR : clamp(offset + p.right + 1);
+    }
+    __device__ SlidingWindow(int Nq, int length, int begin, int end)
+        : Nq(Nq), length(length), begin(begin), end(end) {}
+    __device__ static int clamp(i64 x) { return int(min(max(x, i64(-FAR)), i64(FAR))); }
+
+    __device__ bool visible(int i, int j) const {
+        // One comparison for both sides, in arithmetic that wraps around.
+        return u32(j - i) - u32(begin) < u32(end) - u32(begin) && u32(j) < u32(length);
+    }
+    // Smallest range of all keys that queries q0 to q1 - 1 attend to.
+    __device__ Range key_range(int q0, int q1) const {
+        const int lo = max(0, q0 + begin), hi = min(length, q1 - 1 + end);
+        return q0 < q1 && lo < hi ? Range{lo, hi} : Range{0, 0};
+    }
+    // Smallest range of all queries that attend to one of keys k0 to k1 - 1.
+    __device__ Range query_range(int k0, int k1) const {
+        const int k_end = min(k1, length);
+        const int lo = max(0, k0 - end + 1), hi = min(Nq, k_end - begin);
+        return k0 < k_end && lo < hi ? Range{lo, hi} : Range{0, 0};
+    }
+    __device__ int kind(int q0, int q1, int k0, int k1) const {
+        const Range some = key_range(q0, q1);
+        if (k0 >= some.hi || k1 <= some.lo) return EMPTY;
+        return is_full(q0, q1, k0, k1) ? FULL : PARTIAL;
+    }
+    // Key tiles that are full for queries q0 to q1 - 1.
+    __device__ Range full_key_tiles(int q0, int q1) const {
+        const int lo = max(0, q1 - 1 + begin), hi = min(length, q0 + end);
+        return {(lo + BLOCK_K - 1) / BLOCK_K, hi / BLOCK_K};
+    }
+    // Query tiles that are full for keys k0 to k1 - 1. Queries past the end do not matter.
+    __device__ Range full_query_tiles(int k0, int k1) const {
+        const int lo = max(0, k1 - end), hi = k0 + 1 - begin;
+        if (k1 > length) return {0, 0};
+        return {(lo + BLOCK_Q - 1) / BLOCK_Q, (hi < Nq ? hi : Nq + BLOCK_Q - 1) / BLOCK_Q};
+    }
+    // Whether each of the queries q0 to q1 - 1 attends to each of the keys k0 to k1 - 1.
+    __device__ bool is_full(int q0, int q1, int k0, int k1) const {
+        const int lo = max(0, q1 - 1 + begin), hi = min(length, q0 + end);
+        return k0 >= lo && k1 <= hi;
+    }
+};
+
+// The attention mask of one head: window, dense mask and block mask.
+struct AttentionMask {
+    SlidingWindow window;
+    const bool* mask;
+    i64 mask_i, mask_j;
+    const int* kinds;
+    i64 kinds_i;
+    const bool* bits;
+    int Nq, Nk, block_q, block_k;
+
+    __device__ AttentionMask(const Params& p, i64 b, i64 h)
+        : window(p, b),
+          mask(static_cast<const bool*>(p.mask) +
+               (HAS_MASK ? b * p.mask_at.b + h * p.mask_at.h : 0)),
+          mask_i(p.mask_at.i),
+          mask_j(p.mask_at.j),
+          kinds(p.block_kinds +
+                (HAS_BLOCK_MASK ? b * p.block_kinds_at.b + h * p.block_kinds_at.h : 0)),
+          kinds_i(p.block_kinds_at.i),
+          bits(p.block_bits),
+          Nq(int(p.Nq)),
+          Nk(int(p.Nk)),
+          block_q(int(p.mask_block_q)),
+          block_k(int(p.mask_block_k)) {}
+
+    // Whether query i < Nq attends to key j.
+    __device__ bool visible(int i, int j) const {
+        return window.visible(i, j) && (!HAS_MASK || mask[i * mask_i + j * mask_j]) &&
+               (!HAS_BLOCK_MASK || in_blocks(i, j));
+    }
+
+    // Whether the block mask lets query i attend to key j. Queries past the end count as the last.
+    __device__ bool in_blocks(int i, int j) const {
+        const int row = min(i, Nq - 1), key = min(j, Nk - 1);
+        const int entry = kinds[row / block_q * kinds_i + key / block_k];
+        return entry == -FULL ||
+               (entry >= 0 &&
+                bits[(i64(entry) * block_q + row % block_q) * block_k + key % block_k]);
+    }
+
+    // Kind of a tile. Entries of a block mask are -FULL, EMPTY - 1, or the index of their bits.
+    __device__ int kind(int q0, int q1, int k0, int k1) const {
+        int kind = window.kind(q0, min(q1, Nq), k0, k1);
+        if (HAS_MASK && kind == FULL) kind = PARTIAL;
+        if constexpr (HAS_BLOCK_MASK) {
+            if (kind == EMPTY) return EMPTY;
+            bool some = false, all = true;
+            const int last_q = (min(q1, Nq) - 1) / block_q, last_k = (min(k1, Nk) - 1) / block_k;
+            for (int r = q0 / block_q; r <= last_q; ++r)
+                for (int c = k0 / block_k; c <= last_k; ++c) {
+                    const int entry = kinds[r * kinds_i + c];
+                    some = some || entry != EMPTY - 1;
+                    all = all && entry == -FULL;
                 }
-    }
-
-    // From Q K^T to scores. look(m, n, e, dsoftcap) gets the slope of the softcap.
-    template <class Look>
-    __device__ void apply(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
-                          Look look) {
-        if constexpr (FOLD) return;
-        Accum added[2][4];  // to two atoms at a time
-        for_each([&](Accum& s, int i, int j, int m, int n, int e) {
-            if (HAS_BIAS && n % 2 == 0 && e == 0) bias.read(added, score_mod, row, column, m, n);
-            Accum dsoftcap;
-            s = score_mod.score(s, i, j, added[n % 2][e], dsoftcap);
-            look(m, n, e, dsoftcap);
-        });
-    }
-
-    __device__ void masked_fill(const AttentionMask& attn_mask,
-                                const DenseMask<TRANSPOSED, MT, NT>& dense) {
-        // Most tiles that are partial for a dense mask lie wholly inside the window.
-        const bool inside =
-            HAS_MASK && !HAS_BLOCK_MASK &&
-            (TRANSPOSED ? attn_mask.window.is_full(column, column + 8 * NT, row, row + 16 * MT)
-                        : attn_mask.window.is_full(row, row + 16 * MT, column, column + 8 * NT));
-        if (!inside) masked_fill_positions(attn_mask);
-        if constexpr (HAS_MASK)
-            dense.for_each([&](int m, int half, int n, int e, bool visible) {
-                if (!visible) this->x[m][n][2 * half + e] = -infinity<Accum>();
-            });
-    }
-
-    // By the window and the block mask.
-    __device__ void masked_fill_positions(const AttentionMask& attn_mask) {
-        const Lane lane;
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                // The window of a row is one range of columns.
-                const int r = row + 16 * m + lane.row(2 * half), c0 = column + lane.column(0);
-                const Range attended = TRANSPOSED ? attn_mask.window.queries_of(r, r + 1)
-                                                  : attn_mask.window.keys_of(r, r + 1);
-                const int lo = attended.lo - c0, hi = attended.hi - c0;
-#pragma unroll
-                for (int n = 0; n < NT; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int c = 8 * n + e;
-                        bool visible = c >= lo && c < hi;
-                        if constexpr (HAS_BLOCK_MASK)
-                            visible = visible && (TRANSPOSED ? attn_mask.in_blocks(c0 + c, r)
-                                                             : attn_mask.in_blocks(r, c0 + c));
-                        if (!visible) this->x[m][n][2 * half + e] = -infinity<Accum>();
-                    }
-            }
-    }
-
-    // Zero the dropped elements of 16 columns, the atoms n and n + 1, and call look(m, n, e) for
-    // each.
-    template <class Look>
-    __device__ void drop(const Dropout& dropout, int n, Look look) {
-        if constexpr (HAS_DROPOUT)
-            dropout.for_columns<TRANSPOSED, MT>(row, column, n,
-                                                [&](int m, int n, int e, bool kept) {
-                                                    if (kept) return;
-                                                    this->x[m][n][e] = 0;
-                                                    look(m, n, e);
-                                                });
-    }
-    __device__ void drop(const Dropout& dropout, int n) {
-        drop(dropout, n, [](int, int, int) {});
+            return !some ? EMPTY : all ? kind : PARTIAL;
+        }
+        return kind;
     }
 };

@@ -16,7 +16,7 @@ __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
     Accum s = head.score(i, j, dsoftcap);
     if (s == -infinity<Accum>()) return {false, 0, 0, 0};
     if (head.is_large()) s = difference(s, head.row_max()[i]);
-    const Accum own = exp2_of(exponent(s, head.score_mod.unit(), head.lse_log2()[i]));
+    const Accum own = exp2_of(exponent(s, head.score_mod.softmax_scale_log2(), head.lse_log2()[i]));
     const Accum keep =
         HAS_DROPOUT ? (head.dropout.keeps(i, j) ? Accum(p.dropout_scale) : Accum(0)) : Accum(1);
     Accum dp = 0;
@@ -39,13 +39,14 @@ __device__ inline void for_each_attended(bool attended, Accum weight, Row add) {
 // The maximum of the scores of query i, clipped to be finite, and the sum of exp2(score - maximum).
 __device__ inline void sum_of_row(const Head& head, int i, Accum& m, Accum& l) {
     const int lane = threadIdx.x % WARP;
-    const Range keys = head.attn_mask.window.keys_of(i, i + 1);
+    const Range keys = head.attn_mask.window.key_range(i, i + 1);
     Accum dsoftcap;
     m = -infinity<Accum>(), l = 0;
     for (int j = keys.lo + lane; j < keys.hi; j += WARP) m = fmax(m, head.score(i, j, dsoftcap));
     m = clip_finite(warp_maximum(m));
     for (int j = keys.lo + lane; j < keys.hi; j += WARP)
-        l += exp2_of(difference(head.score(i, j, dsoftcap), m) * head.score_mod.unit());
+        l += exp2_of(difference(head.score(i, j, dsoftcap), m) *
+                     head.score_mod.softmax_scale_log2());
     l = warp_sum(l);
 }
 
@@ -54,12 +55,13 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
     const Head head(p, b, h);
     const Accum sink = head.sink();
     const int lane = threadIdx.x % WARP;
-    const Range keys = head.attn_mask.window.keys_of(i, i + 1);
+    const Range keys = head.attn_mask.window.key_range(i, i + 1);
     Accum dsoftcap, m, l;
     sum_of_row(head, i, m, l);
-    const Accum unit = head.score_mod.unit(), natural = Accum(p.score_unit);
-    const Denominator all(l, sink, sink_above(sink, m, natural));
-    if (lane == 0) static_cast<Accum*>(p.lse)[head.row(i)] = all.lse(m * natural);
+    const Accum softmax_scale_log2 = head.score_mod.softmax_scale_log2(),
+                softmax_scale = Accum(p.softmax_scale);
+    const Denominator all(l, sink, sink_above(sink, m, softmax_scale));
+    if (lane == 0) static_cast<Accum*>(p.lse)[head.row(i)] = all.lse(m * softmax_scale);
     Element* out = rows_of<Element>(p.out, p.out_at, head.b, head.h) + i * p.out_at.n;
     for (int d0 = 0; d0 < p.Dv; d0 += WARP) {
         const int d = d0 + lane;
@@ -68,7 +70,7 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
             const int j = j0 + lane;
             const Accum s = j < keys.hi ? head.score(i, j, dsoftcap) : -infinity<Accum>();
             const bool kept = !HAS_DROPOUT || head.dropout.keeps(i, j);
-            const Accum own = kept ? exp2_of(difference(s, m) * unit) : Accum(0);
+            const Accum own = kept ? exp2_of(difference(s, m) * softmax_scale_log2) : Accum(0);
             for_each_attended(s != -infinity<Accum>(), own, [&](int other, Accum weight) {
                 const Element* const row = head.v + (j0 + other) * p.v_at.n;
                 if (d < p.Dv) total = fma(weight, Accum(widen(row[d])), total);
@@ -85,7 +87,7 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
 __device__ inline void query_row(const Params& p, i64 b, i64 h, int i) {
     const Head head(p, b, h);
     const int lane = threadIdx.x % WARP;
-    const Range keys = head.attn_mask.window.keys_of(i, i + 1);
+    const Range keys = head.attn_mask.window.key_range(i, i + 1);
     Element* dq = rows_of<Element>(p.dq, p.dq_at, head.b, head.h) + i * p.dq_at.n;
     for (int d0 = 0; d0 < p.D; d0 += WARP) {
         const int d = d0 + lane;
@@ -113,7 +115,7 @@ __device__ inline void key_row(const Params& p, i64 b, i64 kv, int j) {
         Accum dk_total = 0, dv_total = 0;
         for (int g = 0; g < group; ++g) {
             const Head head(p, b, kv * group + g);
-            const Range queries = head.attn_mask.window.queries_of(j, j + 1);
+            const Range queries = head.attn_mask.window.query_range(j, j + 1);
             for (int i0 = queries.lo; i0 < queries.hi; i0 += WARP) {
                 const int i = i0 + lane;
                 const PairGradient pair =

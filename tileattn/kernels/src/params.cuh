@@ -21,9 +21,9 @@ struct Params {
     const void* dlse;
     void *delta, *lse_log2, *row_max;
     void *dq, *dk, *dv, *dq_accum;
-    // head_flags: of each key head, as in head.cuh. tile_counter: of Hopper's backward kernels.
-    // dq_semaphore: for each store warp's part of each dQ tile, how many key blocks have added to
-    // it, if deterministic; else whether the first has.
+    // head_flags: of each key head, as in head_flags.cuh. tile_counter: of Hopper's backward
+    // kernels. dq_semaphore: for each store warp's part of each dQ tile, how many key blocks have
+    // added to it, if deterministic; else whether the first has.
     u32 *head_flags, *tile_counter, *dq_semaphore;
     const void* bias;
     void* dbias;
@@ -47,8 +47,8 @@ struct Params {
     i64 mask_block_q, mask_block_k;
     // Options. length and offset hold where their arrays are null.
     i64 length, offset, left, right;
-    // score_unit: what multiplies a score as the kernel holds it: the scale where that is folded
-    // into the exponent, else 1.
-    double scale, softcap, dropout_scale, score_unit;
+    // softmax_scale: what the softmax multiplies scores by: the scale where that is folded into the
+    // exponent, else 1, as score modifiers come after the scale.
+    double scale, softcap, dropout_scale, softmax_scale;
     u64 seed, threshold;
 };

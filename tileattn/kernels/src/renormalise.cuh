@@ -9,21 +9,22 @@ constexpr Accum EPSILON =
     Accum(1) / (1ll << (sizeof(Accum) == 8 ? 52 : 23));  // spacing of numbers from 1 on
 
 // `m` is the maximum of the scores of query i, clipped to be finite, and `l` the sum of
-// exp2((score - m) * unit), 0 where it attends to nothing.
+// exp2((score - m) * softmax_scale_log2), 0 where it attends to nothing.
 __device__ inline void renormalise_row(const Head& head, int i, Accum m, Accum l) {
     const Params& p = head.p;
-    const Accum natural = Accum(p.score_unit), sink = head.sink();
+    const Accum softmax_scale = Accum(p.softmax_scale), sink = head.sink();
     const Accum given = static_cast<const Accum*>(p.lse)[head.row(i)];
-    const Denominator all(l, sink, sink_above(sink, m, natural));
-    const Accum log_of_l = all.log2(), own = all.lse(m * natural);
+    const Denominator all(l, sink, sink_above(sink, m, softmax_scale));
+    const Accum log_of_l = all.log2(), own = all.lse(m * softmax_scale);
     // The logsumexp may come from elsewhere, where sums of D products are rounded in another way
     // than `own`.
     const Accum roundings = 2 + 2 * Accum(sqrtf(float(p.D)));
-    const Accum near = EPSILON * (roundings * fabs(m * natural) + 8 * (fabs(log_of_l) + 1));
+    const Accum near = EPSILON * (roundings * fabs(m * softmax_scale) + 8 * (fabs(log_of_l) + 1));
     Accum& row_max = head.row_max()[i];
     row_max = 0;
     if (!is_finite(given) || l == 0) return;
     row_max = m;
     // Else it is of more keys, of which this call has some.
-    head.lse_log2()[i] = fabs(given - own) <= near ? log_of_l : fma(-m, natural, given) * LOG2_E;
+    head.lse_log2()[i] =
+        fabs(given - own) <= near ? log_of_l : fma(-m, softmax_scale, given) * LOG2_E;
 }

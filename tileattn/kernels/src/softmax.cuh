@@ -14,7 +14,9 @@ struct RowGroup {
           row0(warp_m * rows) {}
 
     __device__ void sync() const {
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp_m), "n"(WARP * WARPS_N) : "memory");
+        asm volatile("bar.sync %0, %1;" ::"r"(barrier_id(NamedBarrier::ROW_GROUP, warp_m)),
+                     "n"(WARP * WARPS_N)
+                     : "memory");
     }
 
     // One array for all reductions: each instance of a template would have its own.
@@ -52,33 +54,36 @@ struct RowGroup {
     }
 };
 
-// Ordinary rows have shifts no larger than this, in units of log 2: their rounding changes P by no
-// more than that to 16 bits.
-constexpr Accum ORDINARY = Accum(1 << 12);
+// Rows whose maximum is beyond this, in units of log 2, are large. The rounding of a smaller shift
+// changes P by no more than that to 16 bits.
+constexpr Accum LARGE_ROW_MAX = Accum(1 << 12);
 
 // Infinity cannot be subtracted from itself: rows that have attended to nothing are shifted by 0,
 // and a maximum of infinity counts as the largest number.
 __device__ inline Accum shift_of(Accum m) { return m == -infinity<Accum>() ? Accum(0) : m; }
 
-// Which rows may be large, as told at `RowState`. ORDINARY and LARGE rows stay what they are.
-// EITHER: a row turns large with the first tile whose maximum is beyond ORDINARY. RISING: a row
-// turns large once its running maximum is above ORDINARY, and stays ordinary far below zero. The
-// last maximum tells whether it has turned.
-enum class RowKind { ORDINARY, EITHER, RISING, LARGE };
+// Which rows are taken as large, as told at `RowState`. BOUNDED: none. DETECT: a row from its first
+// tile on whose maximum is beyond LARGE_ROW_MAX, with either sign. DETECT_LATE: a row once its
+// running maximum is above LARGE_ROW_MAX; one far below zero may still rise. LARGE: all.
+enum class RowMaxMode { BOUNDED, DETECT, DETECT_LATE, LARGE };
 
 // The exponent of 2 in all kernels: spelled out as an fma, so that all have the same bits.
-__device__ inline Accum exponent(Accum s, Accum unit, Accum shift) { return fma(s, unit, -shift); }
+__device__ inline Accum exponent(Accum s, Accum softmax_scale_log2, Accum shift) {
+    return fma(s, softmax_scale_log2, -shift);
+}
 
-// The new running maximum. SLACK is in units of log 2, the maxima are in multiples of `unit` of
-// these.
-template <int SLACK>
-__device__ inline Accum raised(Accum m, Accum candidate, Accum unit = 1) {
-    return SLACK == 0 ? fmax(m, candidate) : (candidate - m) * unit > SLACK ? candidate : m;
+// The new running maximum. RESCALE_THRESHOLD is in units of log 2, as maxima times
+// softmax_scale_log2 are.
+template <int RESCALE_THRESHOLD>
+__device__ inline Accum running_max(Accum m, Accum candidate, Accum softmax_scale_log2 = 1) {
+    return RESCALE_THRESHOLD == 0                                     ? fmax(m, candidate)
+           : (candidate - m) * softmax_scale_log2 > RESCALE_THRESHOLD ? candidate
+                                                                      : m;
 }
 
 // By how much a sink exceeds a score, held as `m`, in units of log 2: finite where the sink is.
-__device__ inline Accum sink_above(Accum sink, Accum m, Accum natural) {
-    const Accum above = rounded_product(fma(-m, natural, sink), LOG2_E);
+__device__ inline Accum sink_above(Accum sink, Accum m, Accum softmax_scale) {
+    const Accum above = rounded_product(fma(-m, softmax_scale, sink), LOG2_E);
     return is_finite(sink) ? clip_finite(above) : above;
 }
 
@@ -103,18 +108,20 @@ struct Denominator {
     }
 };
 
-// An exponent is fma(score, unit, -shift): one instruction, with the same rounding of the shift in
-// all of a row. Where shifts are large this is too coarse, or overflows. So large rows subtract the
-// maximum from their scores first, which is exact where it matters, and have no shift. A bias makes
-// scores of any size, as -1e9 or the lowest number stand for what is masked out: with a bias all
-// rows are large.
+// An exponent is fma(score, softmax_scale_log2, -shift): one instruction, with the same rounding of
+// the shift in all of a row. Where shifts are large this is too coarse, or overflows. So large rows
+// subtract the maximum from their scores first, which is exact where it matters, and have no shift.
+// A bias makes scores of any size, as -1e9 or the lowest number stand for what is masked out: with
+// a bias all rows are large.
 template <int MT>
 struct RowState {
-    Accum m[MT][2];  // running maximum, but for slack, in units of log 2; of large rows, of scores
+    // Running maximum, or less by up to the threshold: in units of log 2, or of scores in large
+    // rows.
+    Accum m[MT][2];
     Accum l[MT][2];  // this lane's share of the sum of exp2(score - m)
     u32 large;       // a bit for each row
 
-    // Where all rows are large from the beginning, maxima are exact without slack.
+    // Where all rows are large from the beginning, maxima are exact at a threshold of 0.
     __device__ explicit RowState(bool all_large = HAS_BIAS) : large(all_large ? ~0u : 0) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
@@ -126,22 +133,23 @@ struct RowState {
         return HAS_BIAS || (large >> (2 * i + half) & 1);
     }
 
-    // Online softmax of a tile: turn scores, in multiples of `unit`, into unnormalised P, and
-    // return by what O and the sums so far are rescaled. A maximum that exceeds the shift by no
-    // more than SLACK leaves it as it is.
+    // Online softmax of a tile: turn scores, as yet without softmax_scale_log2, into unnormalised
+    // P, and return by what O and the sums so far are rescaled. A maximum that exceeds the shift by
+    // no more than RESCALE_THRESHOLD leaves it as it is.
     //
-    // Maxima are rounded up: P of rows wrongly taken for ordinary is too small, never infinite, and
+    // Maxima are rounded up: P of rows wrongly not taken as large is too small, never infinite, and
     // goes away when the maximum rises.
-    template <int SLACK = 0, RowKind ROWS = HAS_BIAS ? RowKind::LARGE : RowKind::EITHER, int NT>
-    __device__ void update(Fragment<Accum, MT, NT>& s, Accum unit, const RowGroup& group,
-                           Accum (&rescale)[MT][2]) {
+    template <int RESCALE_THRESHOLD = 0,
+              RowMaxMode MODE = HAS_BIAS ? RowMaxMode::LARGE : RowMaxMode::DETECT, int NT>
+    __device__ void update(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2,
+                           const RowGroup& group, Accum (&rescale)[MT][2]) {
         Accum largest[MT][2], shift[MT][2];
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 // Several partial maxima: one alone would be a long dependency chain.
-                constexpr int PARTS = SLACK == 0 ? 1 : 4;
+                constexpr int PARTS = RESCALE_THRESHOLD == 0 ? 1 : 4;
                 Accum part[PARTS];
 #pragma unroll
                 for (int n = 0; n < PARTS; ++n) part[n] = s.x[i][n][2 * half];
@@ -161,7 +169,8 @@ struct RowState {
             for (int n = 0; n < NT; ++n)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                    s.x[i][n][e] = exp2_of(exponent(s.x[i][n][e], unit, shift[i][half]));
+                    s.x[i][n][e] =
+                        exp2_of(exponent(s.x[i][n][e], softmax_scale_log2, shift[i][half]));
                     total += s.x[i][n][e];
                 }
             l[i][half] = fma(l[i][half], rescale[i][half], total);
@@ -172,43 +181,49 @@ struct RowState {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 old[i][half] = m[i][half];
-                if constexpr (ROWS == RowKind::LARGE) continue;
-                const Accum candidate = product_up(largest[i][half], unit);
-                m[i][half] = fmin(raised<SLACK>(m[i][half], candidate), ::largest<Accum>());
+                if constexpr (MODE == RowMaxMode::LARGE) continue;
+                const Accum candidate = product_up(largest[i][half], softmax_scale_log2);
+                m[i][half] =
+                    fmin(running_max<RESCALE_THRESHOLD>(m[i][half], candidate), ::largest<Accum>());
                 shift[i][half] = shift_of(m[i][half]);
                 rescale[i][half] = exp2_of(old[i][half] - shift[i][half]);
-                if constexpr (ROWS == RowKind::EITHER) farthest = fmax(farthest, fabs(candidate));
-                if constexpr (ROWS == RowKind::RISING) farthest = fmax(farthest, m[i][half]);
-                if constexpr (ROWS == RowKind::ORDINARY) exponentiate(i, half);
+                if constexpr (MODE == RowMaxMode::DETECT)
+                    farthest = fmax(farthest, fabs(candidate));
+                if constexpr (MODE == RowMaxMode::DETECT_LATE)
+                    farthest = fmax(farthest, m[i][half]);
+                if constexpr (MODE == RowMaxMode::BOUNDED) exponentiate(i, half);
             }
-        if constexpr (ROWS == RowKind::ORDINARY) return;
+        if constexpr (MODE == RowMaxMode::BOUNDED) return;
         // Large rows start over. What was summed before a row became large is shifted by its old
         // maximum.
-        auto lower = [&](int i, int half, bool was) {
-            const Accum from = was ? old[i][half] : quotient_to_2_ulp(old[i][half], unit);
-            const Accum maximum = clip_finite(raised<SLACK>(from, largest[i][half], unit));
+        auto subtract_max = [&](int i, int half, bool was) {
+            const Accum from =
+                was ? old[i][half] : quotient_to_2_ulp(old[i][half], softmax_scale_log2);
+            const Accum maximum = clip_finite(
+                running_max<RESCALE_THRESHOLD>(from, largest[i][half], softmax_scale_log2));
             m[i][half] = maximum;
             shift[i][half] = 0;
-            rescale[i][half] =
-                exp2_of(was ? difference(from, maximum) * unit : fma(-maximum, unit, old[i][half]));
+            rescale[i][half] = exp2_of(was ? difference(from, maximum) * softmax_scale_log2
+                                           : fma(-maximum, softmax_scale_log2, old[i][half]));
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; ++e)
                     s.x[i][n][e] = difference(s.x[i][n][e], maximum);
         };
-        if (ROWS == RowKind::LARGE || __any_sync(~0u, farthest > ORDINARY || large)) {
-            // By now m of a row that was not large is that of an ordinary one.
+        if (MODE == RowMaxMode::LARGE || __any_sync(~0u, farthest > LARGE_ROW_MAX || large)) {
+            // By now m of a row that was not large is updated as of one that stays so.
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const bool was = ROWS == RowKind::LARGE || is_large(i, half);
+                    const bool was = MODE == RowMaxMode::LARGE || is_large(i, half);
                     const bool attends = largest[i][half] != -infinity<Accum>();
-                    if (was || (ROWS == RowKind::RISING
-                                    ? m[i][half] > ORDINARY
-                                    : attends && fabs(largest[i][half] * unit) > ORDINARY)) {
-                        lower(i, half, was);
+                    if (was || (MODE == RowMaxMode::DETECT_LATE
+                                    ? m[i][half] > LARGE_ROW_MAX
+                                    : attends && fabs(largest[i][half] * softmax_scale_log2) >
+                                                     LARGE_ROW_MAX)) {
+                        subtract_max(i, half, was);
                         large |= 1u << (2 * i + half);
                     }
                 }
@@ -219,27 +234,27 @@ struct RowState {
             for (int half = 0; half < 2; ++half) exponentiate(i, half);
     }
 
-    // Whether rows that were taken for ordinary are.
-    __device__ bool all_ordinary() const {
-        bool ordinary = true;
+    // Whether no row is large, of those that are not taken as large.
+    __device__ bool all_bounded() const {
+        bool bounded = true;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                ordinary =
-                    ordinary && !(fabs(m[i][half]) > ORDINARY && m[i][half] != -infinity<Accum>());
-        return ordinary;
+                bounded = bounded &&
+                          !(fabs(m[i][half]) > LARGE_ROW_MAX && m[i][half] != -infinity<Accum>());
+        return bounded;
     }
 
-    // A bit for each row that attends to something and whose maximum, in multiples of `unit`, is
+    // A bit for each row that attends to something and whose maximum, times softmax_scale_log2, is
     // below a limit.
-    __device__ u32 below(Accum limit, Accum unit = 1) const {
+    __device__ u32 below(Accum limit, Accum softmax_scale_log2 = 1) const {
         u32 found = 0;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                if (m[i][half] != -infinity<Accum>() && m[i][half] * unit < limit)
+                if (m[i][half] != -infinity<Accum>() && m[i][half] * softmax_scale_log2 < limit)
                     found |= 1u << (2 * i + half);
         return found;
     }
@@ -250,17 +265,17 @@ struct RowState {
     }
 
     // With the sink in the denominator: the factor that normalises O, dropout scale included, and
-    // the logsumexp. Scores are multiples of `natural`. 2 ulp are enough where O is rounded to 16
+    // the logsumexp. Scores lack softmax_scale as yet. 2 ulp are enough where O is rounded to 16
     // bits.
     template <bool TO_2_ULP = false>
-    __device__ Accum finalize(int i, int half, Accum sink, Accum dropout_scale, Accum natural,
+    __device__ Accum finalize(int i, int half, Accum sink, Accum dropout_scale, Accum softmax_scale,
                               Accum& lse) {
         const Accum shift = clip_finite(m[i][half]);
         const bool in_scores = is_large(i, half);
         const Denominator all(
             l[i][half], sink,
-            in_scores ? sink_above(sink, shift, natural) : fma(sink, LOG2_E, -shift));
-        lse = all.lse(shift * (in_scores ? natural : LN_2));
+            in_scores ? sink_above(sink, shift, softmax_scale) : fma(sink, LOG2_E, -shift));
+        lse = all.lse(shift * (in_scores ? softmax_scale : LN_2));
         if (all.total == 0) return 0;
         // In a row with a score of infinity what is dropped is NaN, too.
         if (all.total == infinity<Accum>()) return infinity<Accum>() - infinity<Accum>();

@@ -2,32 +2,32 @@
 // scheduler is static, the backward one dynamic.
 #pragma once
 
-#include "blocks.cuh"
+#include "tile_scheduler.cuh"
 
-// Tiles along the other axis that a block attends to, or is attended by: from first to past - 1.
-// Those from full to full_past - 1 need no mask.
+// Tiles along the other axis that a block attends to, or is attended by: from begin to end - 1.
+// Those from full_begin to full_end - 1 need no mask.
 struct TileRange {
-    int first, past, full, full_past;
+    int begin, end, full_begin, full_end;
 
-    __device__ bool is_partial(int tile) const { return tile < full || tile >= full_past; }
+    __device__ bool is_partial(int tile) const { return tile < full_begin || tile >= full_end; }
 };
 
 // --- forward -------------------------------------------------------------------------------------
 
-// A block of queries of one head, or one warpgroup's share of it. Under a block mask first and past
+// A block of queries of one head, or one warpgroup's share of it. Under a block mask begin and end
 // index the block's sparse list, the same for all warpgroups.
 struct FwdWorkTile {
     int b, h, q0, iteration;
-    int first, past;  // of the whole block
+    int begin, end;  // of the whole block
     TileRange tiles;
     bool nan_safe;   // in a NaN-safe pass
     bool all_large;  // in the third pass, where all rows count as large
-    bool end;        // no work tile: the first pass has ended, or all have
+    bool is_end;     // no work tile: the first pass has ended, or all have
 };
 
 __device__ inline TileRange key_tiles(const Params& p, int b, int q0, int rows) {
-    const Window window(p, b);
-    const Range keys = window.keys_of(q0, min(q0 + rows, int(p.Nq)));
+    const SlidingWindow window(p, b);
+    const Range keys = window.key_range(q0, min(q0 + rows, int(p.Nq)));
     const Range full = window.full_key_tiles(q0, q0 + rows);
     return {keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
 }
@@ -67,10 +67,10 @@ __device__ inline bool get_work(const Params& p, int iteration, FwdWorkTile& wor
     // Under a causal mask the last queries have most keys: they go first.
     work.q0 = (p.right < 0 ? at.block : blocks - 1 - at.block) * BLOCK_Q;
     work.tiles = key_tiles(p, work.b, work.q0, BLOCK_Q);
-    work.first = work.tiles.first, work.past = work.tiles.past;
+    work.begin = work.tiles.begin, work.end = work.tiles.end;
     if constexpr (HAS_BLOCK_MASK) {
         const BlockSparseList list(p, work);
-        work.first = list.lower_bound(work.first), work.past = list.lower_bound(work.past);
+        work.begin = list.lower_bound(work.begin), work.end = list.lower_bound(work.end);
     }
     return true;
 }
@@ -80,7 +80,7 @@ __device__ inline bool get_work(const Params& p, int iteration, FwdWorkTile& wor
 // A block of keys of one key head, with the query tiles of each query head that shares it.
 struct BwdWorkTile {
     int b, kv, k0;
-    bool end;  // no work tile: all have been claimed
+    bool is_end;  // no work tile: all have been claimed
     TileRange tiles;
 };
 
@@ -88,7 +88,7 @@ struct BwdWorkTile {
 // claimed first among the running CTAs waits for none of them. Lane 0 calls; the shuffle tells the
 // compiler that the index is uniform.
 __device__ inline u32 claim_work(const Params& p) {
-    u32* const tile_counter = p.tile_counter + (REPAIRS ? 1 : 0);
+    u32* const tile_counter = p.tile_counter + (ONLY_FLAGGED ? 1 : 0);
     return __shfl_sync(1, atomicAdd(tile_counter, 1), 0);
 }
 
@@ -98,8 +98,8 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     if (index >= u32(blocks * heads)) return false;
     const BlockCoord at(blocks, heads, int(p.head_groups), int(index));
     work.b = at.head / int(p.Hkv), work.kv = at.head % int(p.Hkv), work.k0 = at.block * BLOCK_K;
-    const Window window(p, work.b);
-    const Range queries = window.queries_of(work.k0, work.k0 + BLOCK_K);
+    const SlidingWindow window(p, work.b);
+    const Range queries = window.query_range(work.k0, work.k0 + BLOCK_K);
     const Range full = window.full_query_tiles(work.k0, work.k0 + BLOCK_K);
     work.tiles = {queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, full.lo, full.hi};
     return true;

@@ -31,8 +31,8 @@ struct ScoreMod {
         if constexpr (HAS_BIAS) bias += b * p.bias_at.b + h * p.bias_at.h;
     }
 
-    // What multiplies a score, as the kernel holds it, in the exponent of 2.
-    __device__ Accum unit() const { return FOLD ? scale * LOG2_E : LOG2_E; }
+    // What multiplies a score in the exponent of 2.
+    __device__ Accum softmax_scale_log2() const { return FOLD ? scale * LOG2_E : LOG2_E; }
 
     __device__ Accum bias_of(int i, int j) const {
         return HAS_BIAS ? Accum(widen(bias[i * bias_i + j * bias_j])) : Accum(0);

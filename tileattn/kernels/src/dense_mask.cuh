@@ -2,7 +2,7 @@
 // scores.
 #pragma once
 
-#include "blocks.cuh"
+#include "mask.cuh"
 
 // Transpose the 4 x 4 bytes of four lanes that are STEP apart: byte s of lane `at` becomes byte
 // `at` of lane s.

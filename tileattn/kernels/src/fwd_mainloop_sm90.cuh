@@ -1,0 +1,175 @@
+// Layer 3. Hopper's forward kernel but for its GEMMs: the producer, which goes through the work
+// tiles pass by pass, and the epilogue.
+#pragma once
+
+#include "fwd_smem_sm90.cuh"
+#include "head.cuh"
+#include "nonfinite.cuh"
+#include "softmax.cuh"
+
+constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
+
+// Registers of a thread: the producer warpgroup gives its own to the consumers.
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
+
+// Lazy rescaling: row maxima may lag by so many powers of two before O is rescaled. P in 16 bits
+// has room for it, and the result depends on it by rounding alone.
+constexpr int RESCALE_THRESHOLD = 8;
+
+// Sums of large numbers may overflow for that. A NaN-safe pass divides P by a power of two, which
+// makes it 1 at most. The bits are those of the first pass, unless a probability below 2**-118,
+// whose quotient has fewer digits, shows in them.
+constexpr Accum P_DIVISOR = HAS_FINITE_SUMS<Element> ? Accum(1) : Accum(1 << RESCALE_THRESHOLD);
+
+struct Maps {
+    TensorMap q, k, v;
+};
+
+// The producer thread: load all that the work tiles need, in the order of its use, and publish
+// them.
+__device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem) {
+    PipelineState<Q_STAGES> q_pipe;
+    PipelineState<2> work_pipe;
+    PipelineState<STAGES> k_pipe, v_pipe;
+    WorkTile work{};
+    // Publish to each warpgroup its share of the work tile, with its queries.
+    auto publish_work = [&] {
+#pragma unroll 1
+        for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup, q_pipe.advance()) {
+            smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
+            WorkTile& share = smem.storage.work_tiles[q_pipe.stage];
+            const Barrier full = smem.q_full(warpgroup, work_pipe.stage);
+            share = work;
+            if (work.is_end) {
+                full.arrive();
+                continue;
+            }
+            share.q0 += WARPGROUP_ROWS * warpgroup;
+            // In a NaN-safe pass the warpgroups go through the same tiles side by side.
+            if (!work.nan_safe) share.tiles = key_tiles(p, work.b, share.q0, WARPGROUP_ROWS);
+            if (HAS_BLOCK_MASK) share.tiles.begin = work.begin, share.tiles.end = work.end;
+            smem.q(q_pipe.stage).load(maps.q, share.q0, work.h, work.b, full);
+        }
+        work_pipe.advance();
+    };
+    auto tile_at = [&](int index) {
+        return HAS_BLOCK_MASK ? BlockSparseList(p, work).entries[index] / 2 : index;
+    };
+    auto load_k = [&](int index) {
+        const int tile = tile_at(index);
+        const Barrier full = smem.k_full(k_pipe.stage);
+        smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
+        smem.k(k_pipe.stage).load(maps.k, tile * BLOCK_K, work.h / int(p.group), work.b, full);
+        k_pipe.advance();
+    };
+    auto load_v = [&](int index) {
+        const int tile = tile_at(index);
+        const Barrier full = smem.v_full(v_pipe.stage);
+        smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
+        smem.v(v_pipe.stage).load(maps.v, tile * BLOCK_K, work.h / int(p.group), work.b, full);
+        v_pipe.advance();
+    };
+    // The next work tile is computed while the first tiles of this one load. Where several work
+    // tiles are unfinished, the others hardly will be better: the second pass takes over what is
+    // left.
+    int begun = 0;  // iterations of the first pass
+    auto run_pass = [&](int pass) {
+        int iteration = 0;
+        auto find = [&](WorkTile& work) {
+#pragma unroll 1
+            while (get_work(p, iteration, work)) {
+                if (pass == 0 || (pass == 1 && iteration >= begun)) return true;
+                if (smem.unfinished(pass - 1, iteration)) return true;
+                ++iteration;
+            }
+            return false;
+        };
+        for (bool found = find(work); found;) {
+            if (pass == 0 && smem.many_unfinished(0)) break;
+            if (work.begin < work.end) load_k(work.begin);
+            work.nan_safe = pass > 0, work.all_large = pass > 1;
+            publish_work();
+            WorkTile next = work;
+            ++iteration;
+            if (pass == 0) begun = iteration;
+            found = find(next);
+            if (found && Q_STAGES < 2 * CONSUMERS)
+#pragma unroll 1
+                for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS)
+                    QueryTile::prefetch(maps.q, next.q0 + row, next.h, next.b);
+#pragma unroll 1
+            for (int tile = work.begin; tile < work.end; ++tile) {
+                if (tile + 1 < work.end) load_k(tile + 1);
+                load_v(tile);
+            }
+            work = next;
+        }
+    };
+    auto publish_end = [&] {
+        work.is_end = true;
+        publish_work();
+        work.is_end = false;
+    };
+    run_pass(0);
+    publish_end();
+    smem.pass_done().wait(0);
+    if (!smem.any_unfinished(0)) return;
+    // To the consumers the NaN-safe passes are one. They mark work tiles before they release q:
+    // once all q stages are released, the third pass knows what it has to do.
+#pragma unroll 1
+    for (int pass = 1; pass < 3 && smem.any_unfinished(pass - 1); ++pass) {
+        run_pass(pass);
+        PipelineState<Q_STAGES> each = q_pipe;
+#pragma unroll 1
+        for (int stage = 0; stage < Q_STAGES; ++stage, each.advance())
+            smem.q_empty(each.stage).wait(each.phase ^ 1);
+    }
+    publish_end();
+}
+
+__device__ inline Accum* lse_of(const Params& p, const WorkTile& work) {
+    return static_cast<Accum*>(p.lse) + (i64(work.b) * p.Hq + work.h) * p.Nq;
+}
+
+// Normalise and store 16 rows of each warp from row0 on, and their lse. The third pass stores only
+// rows far below zero. Others keep their bits, also in work tiles that are done for sharing a bit
+// with a marked one. Its maxima differ by up to the threshold from those of the second: with twice
+// that as a margin, each row that is stored would have had its work tile marked.
+template <bool NAN_SAFE>
+__device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTile& work, int row0,
+                                RowState<1>& state, Fragment<Accum, 1, VT>& acc) {
+    u32 halves = 3;
+    if constexpr (NAN_SAFE) {
+        if (work.all_large)
+            halves = state.below(-LARGE_ROW_MAX - 2 * RESCALE_THRESHOLD,
+                                 ScoreMod(p, work.b, work.h).softmax_scale_log2());
+    } else {
+        // A value that is not finite spoils its column in all rows: half of them are enough. A sum
+        // that overflows is one row's.
+        const bool good =
+            all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) && state.all_bounded();
+        if (!__all_sync(~0u, good)) smem.mark_unfinished(0, work.iteration);
+    }
+    const Accum sink = sink_of(p, work.h);
+    state.reduce_sums(RowGroup(16));
+    Accum lse[2], inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        inverse[half] = state.template finalize<true>(
+            0, half, sink, NAN_SAFE ? P_DIVISOR : Accum(1), Accum(p.softmax_scale), lse[half]);
+#pragma unroll
+        for (int n = 0; n < VT; ++n)
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[0][n][e] *= inverse[half];
+    }
+    const Lane lane;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int i = row0 + lane.row(2 * half);
+        if (lane.t == 0 && i < p.Nq && (!NAN_SAFE || halves >> half & 1))
+            lse_of(p, work)[i] = lse[half];
+    }
+    store_rows(rows_of<Element>(p.out, p.out_at, work.b, work.h) + row0 * p.out_at.n, p.out_at.n,
+               acc, int(p.Nq) - row0, int(p.Dv), halves);
+}

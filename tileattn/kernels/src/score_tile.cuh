@@ -1,0 +1,101 @@
+// Layer 3. Accumulator fragments of scores: the index of each element, score modifiers, masks and
+// dropout.
+#pragma once
+
+#include "bias.cuh"
+#include "dense_mask.cuh"
+#include "philox.cuh"
+#include "score_mod.cuh"
+
+// The scores of MT x NT atoms. Rows are queries; in transposed ones they are keys.
+template <bool TRANSPOSED, int MT, int NT>
+struct Scores : Fragment<Accum, MT, NT> {
+    int row, column;  // of the first element of all lanes
+
+    __device__ Scores(int row, int column) : row(row), column(column) { this->clear(); }
+
+    // Call visit(element, i, j, m, n, e) for every element of this lane.
+    template <class Visit>
+    __device__ void for_each(Visit visit) {
+        const Lane lane;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int r = row + 16 * m + lane.row(e), c = column + 8 * n + lane.column(e);
+                    visit(this->x[m][n][e], TRANSPOSED ? c : r, TRANSPOSED ? r : c, m, n, e);
+                }
+    }
+
+    // From Q K^T to scores. record(m, n, e, dsoftcap) gets the slope of the softcap.
+    template <class Record>
+    __device__ void apply(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
+                          Record record) {
+        if constexpr (FOLD) return;
+        Accum added[2][4];  // to two atoms at a time
+        for_each([&](Accum& s, int i, int j, int m, int n, int e) {
+            if (HAS_BIAS && n % 2 == 0 && e == 0) bias.read(added, score_mod, row, column, m, n);
+            Accum dsoftcap;
+            s = score_mod.score(s, i, j, added[n % 2][e], dsoftcap);
+            record(m, n, e, dsoftcap);
+        });
+    }
+
+    __device__ void masked_fill(const AttentionMask& attn_mask,
+                                const DenseMask<TRANSPOSED, MT, NT>& dense) {
+        // Most tiles that are partial for a dense mask lie wholly inside the window.
+        const bool inside =
+            HAS_MASK && !HAS_BLOCK_MASK &&
+            (TRANSPOSED ? attn_mask.window.is_full(column, column + 8 * NT, row, row + 16 * MT)
+                        : attn_mask.window.is_full(row, row + 16 * MT, column, column + 8 * NT));
+        if (!inside) masked_fill_positions(attn_mask);
+        if constexpr (HAS_MASK)
+            dense.for_each([&](int m, int half, int n, int e, bool visible) {
+                if (!visible) this->x[m][n][2 * half + e] = -infinity<Accum>();
+            });
+    }
+
+    // By the window and the block mask.
+    __device__ void masked_fill_positions(const AttentionMask& attn_mask) {
+        const Lane lane;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                // The window of a row is one range of columns.
+                const int r = row + 16 * m + lane.row(2 * half), c0 = column + lane.column(0);
+                const Range attended = TRANSPOSED ? attn_mask.window.query_range(r, r + 1)
+                                                  : attn_mask.window.key_range(r, r + 1);
+                const int lo = attended.lo - c0, hi = attended.hi - c0;
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int c = 8 * n + e;
+                        bool visible = c >= lo && c < hi;
+                        if constexpr (HAS_BLOCK_MASK)
+                            visible = visible && (TRANSPOSED ? attn_mask.in_blocks(c0 + c, r)
+                                                             : attn_mask.in_blocks(r, c0 + c));
+                        if (!visible) this->x[m][n][2 * half + e] = -infinity<Accum>();
+                    }
+            }
+    }
+
+    // Zero the dropped elements of 16 columns, the atoms n and n + 1, and call record(m, n, e) for
+    // each.
+    template <class Record>
+    __device__ void drop(const Dropout& dropout, int n, Record record) {
+        if constexpr (HAS_DROPOUT)
+            dropout.for_columns<TRANSPOSED, MT>(row, column, n,
+                                                [&](int m, int n, int e, bool kept) {
+                                                    if (kept) return;
+                                                    this->x[m][n][e] = 0;
+                                                    record(m, n, e);
+                                                });
+    }
+    __device__ void drop(const Dropout& dropout, int n) {
+        drop(dropout, n, [](int, int, int) {});
+    }
+};
