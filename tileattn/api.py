@@ -9,7 +9,7 @@ from tileattn.algorithm.softmax import RowState
 from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Explanation
-from tileattn.dispatch import CALLS, PreparedCall, prepared_call, signature
+from tileattn.call_cache import CALLS, PreparedCall, prepared_call, signature
 from tileattn.dtypes import accum_dtype
 from tileattn.problem import (
     Operands,

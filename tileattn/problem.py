@@ -10,8 +10,8 @@ import numpy as np
 
 from tileattn import hints
 from tileattn.algorithm.block_mask import BlockMask
-from tileattn.arrays import refuse_masked, require_array
 from tileattn.dtypes import BFLOAT16, DTYPES, accum_dtype
+from tileattn.validation import refuse_masked, require_array
 
 _FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.arrays import refuse_masked
+from tileattn.validation import refuse_masked
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """Kinds of a block: no pair is visible, some pairs are, all pairs are."""

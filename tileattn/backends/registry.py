@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.protocol import Backend
-from tileattn.dispatch import CALLS
+from tileattn.call_cache import CALLS
 from tileattn.errors import BackendUnavailableError, UnsupportedError
 from tileattn.problem import Problem
 

@@ -11,7 +11,7 @@ from tileattn.backends.cupy.block_sparse import mask_addresses
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
 from tileattn.backends.protocol import Explanation, takes_workspace
-from tileattn.dispatch import PreparedCall
+from tileattn.call_cache import PreparedCall
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
 from tileattn.kernels.launch.plan import plan_backward, plan_forward
 from tileattn.problem import Operands, Problem

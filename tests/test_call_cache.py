@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tileattn import BlockMask
-from tileattn.dispatch import MOST, CallCache, PreparedCall, signature
+from tileattn.call_cache import MOST, CallCache, PreparedCall, signature
 
 
 def array(shape: tuple[int, ...] = (2, 3, 5, 8), dtype: Any = np.float32, step: int = 1) -> Any:
