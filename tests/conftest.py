@@ -19,7 +19,7 @@ import tileattn
 from tileattn.backends import registry
 from tileattn.backends.cupy import describe
 from tileattn.backends.numpy.backend import NumpyBackend
-from tileattn.dispatch import CALLS
+from tileattn.call_cache import CALLS
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit import load as loader
 from tileattn.kernels.jit.compile import Compiled, compiled

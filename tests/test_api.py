@@ -189,6 +189,13 @@ AS_MANY = "as many of each, at least one, are accepted"
     [
         (None, [LSE], TypeError, "outs is NoneType; a sequence of arrays is accepted"),
         ([GOOD], 3, TypeError, "lses is int; a sequence of arrays is accepted"),
+        (
+            np.stack([GOOD, GOOD]),  # which may as well be one result, of two heads
+            np.stack([LSE, LSE]),
+            TypeError,
+            "outs is ndarray; a sequence of arrays is accepted "
+            "(list(outs) where its first axis counts the parts)",
+        ),
         ([], [], ValueError, "outs has 0 and lses has 0 entries; " + AS_MANY),
         ([GOOD] * 2, [LSE], ValueError, "outs has 2 and lses has 1 entries; " + AS_MANY),
         (

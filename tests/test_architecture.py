@@ -100,11 +100,11 @@ def own_imports(path: Path) -> set[str]:
 
 # What each module may import. A package stands for its modules that have no row of their own; they
 # may import one another.
-LEAVES = {"arrays", "dtypes", "errors", "results"}
+LEAVES = {"validation", "dtypes", "errors", "results"}
 FACTS = LEAVES | {"algorithm.block_mask", "problem"}
 KERNELS = {"kernels.jit", "kernels.config", "kernels.launch"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "arrays": set(),
+    "validation": set(),
     "dtypes": set(),
     "errors": set(),
     "results": set(),
@@ -115,13 +115,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record": set(),
     "algorithm": FACTS | {"record"},
     "traffic": FACTS | {"algorithm", "record"},
-    "dispatch": FACTS,
+    "call_cache": FACTS,
     "kernels": set(),
     "kernels.config": FACTS,
     "kernels.jit": LEAVES | {"kernels.config"},
     "kernels.launch": FACTS | {"algorithm", "kernels.config"},
-    "backends": FACTS | KERNELS | {"algorithm", "dispatch", "traffic", "record"},
-    "api": FACTS | {"algorithm", "backends", "dispatch"},
+    "backends": FACTS | KERNELS | {"algorithm", "call_cache", "traffic", "record"},
+    "api": FACTS | {"algorithm", "backends", "call_cache"},
     "differentiation": FACTS | {"api"},
     "testing": FACTS | {"reference"},
     "selfcheck": FACTS | KERNELS | {"backends", "reference", "testing"},

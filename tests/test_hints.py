@@ -18,11 +18,13 @@ def test_heads_behind_the_sequence() -> None:
     refused(ValueError, message, q=q[0], k=k[0], v=v[0])
 
 
-def test_no_guess_where_the_heads_would_fit_neither_way() -> None:
+def test_no_guess_where_swapped_axes_would_explain_nothing() -> None:
     message = f"k has {HKV} heads; a number that divides the {HQ - 2} heads of q is accepted"
     refused(ValueError, message, q=Q[:, 2:])
     empty = np.zeros((B, HKV, 0, DV), np.float32)
     refused(ValueError, message, q=Q[:, 2:], k=K[:, :, :0], v=empty)
+    # Lengths that fit each other, as in self-attention, are longer than the heads are many.
+    refused(ValueError, message, q=Q[:, 2:, :NK], k=K, v=V)
 
 
 @pytest.mark.parametrize("name", ["q", "bias"])
@@ -37,8 +39,7 @@ def test_swapped_bytes(name: str) -> None:
 
 def test_a_mask_that_is_to_be_added() -> None:
     message = (
-        "mask has dtype float32; accepted are bool; "
-        "bias= takes an array that is added to the scores"
+        "mask has dtype float32; bool is accepted; bias= takes an array that is added to the scores"
     )
     refused(TypeError, message, mask=np.ones(NK, np.float32))
 
@@ -49,6 +50,15 @@ def test_a_mask_of_keys() -> None:
         "and kv_lengths= masks out those past an end"
     )
     refused(ValueError, message, mask=np.ones((B, NK), bool))
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_a_matrix_for_each_batch_entry(name: str) -> None:
+    message = (
+        f"{name} has shape ({B}, {NQ}, {NK}); a shape that broadcasts to {SHAPE} is accepted; "
+        f"{name}[:, None] adds the axis of the heads"
+    )
+    refused(ValueError, message, **{name: np.ones((B, NQ, NK), bool if name == "mask" else float)})
 
 
 def test_a_bias_of_keys() -> None:

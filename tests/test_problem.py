@@ -55,7 +55,7 @@ RANKS = "accepted are (N, D), (H, N, D) and (B, H, N, D)"
         ("k", K[:1], ValueError, "has batch size 1; it must be that of q, 2"),
         ("v", V[:1], ValueError, "has batch size 1; it must be that of q, 2"),
         ("k", K[..., :3], ValueError, "has head dimension 3; it must be that of q, 4"),
-        ("v", V[:, :2], ValueError, "has heads 2; it must be that of k, 3"),
+        ("v", V[:, :2], ValueError, "has 2 heads; it must have as many as k, 3"),
         ("v", V[:, :, :4], ValueError, "has length 4; it must be that of k, 5"),
     ],
 )
@@ -87,7 +87,7 @@ def blocks(*shape: int) -> tileattn.BlockMask:
         ("bias", np.zeros((NQ, NK - 1)), ValueError, f"has shape (7, 4); {BROADCAST}"),
         ("bias", np.zeros((HKV, NQ, NK)), ValueError, f"has shape (3, 7, 5); {BROADCAST}"),
         ("bias", np.zeros((1, 1, 1, 1, NK)), ValueError, f"has shape (1, 1, 1, 1, 5); {BROADCAST}"),
-        ("mask", np.ones(NK, int), TypeError, "has dtype int64; accepted are bool"),
+        ("mask", np.ones(NK, int), TypeError, "has dtype int64; bool is accepted"),
         ("mask", np.ones((NQ, 2), bool), ValueError, f"has shape (7, 2); {BROADCAST}"),
         ("alibi_slopes", np.ones(HKV), ValueError, "has shape (3,); accepted is (6,) and (2, 6)"),
         ("alibi_slopes", np.ones(HQ, int), TypeError, f"has dtype int64; accepted are {FLOATS}"),
@@ -114,7 +114,7 @@ def test_array_options(name: str, value: Any, error: type[Exception], message: s
 
 
 def test_a_block_mask_is_used() -> None:
-    assert parse(Q, K, V, {"block_mask": blocks(2, 2)})[0].uses == {"block_mask"}
+    assert parse(Q, K, V, {"block_mask": blocks(2, 2)})[0].enabled_options == {"block_mask"}
 
 
 INTEGERS = "integers of shape (2,) are accepted"
@@ -197,7 +197,7 @@ OPEN = "each side must be 0 or more, or None to leave it open"
         ("window", (3,), TypeError, f"(3,); {PAIR}"),
         ("window", (1.0, None), TypeError, "(1.0, None); each side must be an integer or None"),
         ("window", (None, True), TypeError, "(None, True); each side must be an integer or None"),
-        ("window", (-1, 2), ValueError, f"(-1, 2); {OPEN}"),
+        ("window", (-1, 2), ValueError, f"(-1, 2); {OPEN} (as FlashAttention's -1 does)"),
         ("window", [2, -3], ValueError, f"[2, -3]; {OPEN}"),
     ],
 )
@@ -207,7 +207,13 @@ def test_numbers_refused(name: str, value: Any, error: type[Exception], message:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("casual", " (did you mean 'causal'?)"), ("sink", " (did you mean 'sinks'?)"), ("xyz", "")],
+    [
+        ("casual", " (did you mean 'causal'?)"),
+        ("sink", " (did you mean 'sinks'?)"),
+        ("softmax_scale", " (did you mean 'scale'?)"),  # not 'softcap', which looks like it
+        ("enable_gqa", " (leave it out: k may have fewer heads than q)"),
+        ("xyz", ""),
+    ],
 )
 def test_unknown_options(name: str, hint: str) -> None:
     accepted = ", ".join(Options.__annotations__)
@@ -228,7 +234,7 @@ def test_defaults() -> None:
         dropout_p=0.0,
         seed=0,
         ndim=4,
-        uses=frozenset(),
+        enabled_options=frozenset(),
     )
     assert problem.group == 2
     assert problem.out_shape == (B, HQ, NQ, DV)

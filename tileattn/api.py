@@ -9,7 +9,7 @@ from tileattn.algorithm.softmax import RowState
 from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Explanation
-from tileattn.dispatch import CALLS, PreparedCall, ValidCall, signature, valid_call
+from tileattn.call_cache import CALLS, PreparedCall, prepared_call, signature
 from tileattn.dtypes import accum_dtype
 from tileattn.problem import (
     Operands,
@@ -76,9 +76,9 @@ def forward(
         True = attended.
     block_mask : BlockMask or None
         Empty blocks are neither loaded nor computed.
-    kv_lengths : array of int, shape (B,), or None
+    kv_lengths : int, array or sequence of int of shape (B,), or None
         Keys at and past the length are masked out.
-    q_offset : int, array of int of shape (B,), or None
+    q_offset : int, array or sequence of int of shape (B,), or None
         Position p of query i is ``i + q_offset``; None is ``kv_length - Nq`` (aligned at the bottom
         right), 0 aligns at the top left.
     sinks : array, floating, shape (Hq,), or None
@@ -86,16 +86,16 @@ def forward(
     dropout_p : float
         Probability of dropping an entry; kept entries are divided by ``1 - dropout_p``.
     seed : int
-        Of the dropout, from 0 to 2**64 - 1.
+        Seed of the dropout generator, from 0 to 2**64 - 1.
 
     Raises
     ------
     TypeError, ValueError
-        Where an argument is not as described; the message names it.
+        If an argument is not as described; the message names it.
     BackendUnavailableError
-        Where the backend cannot run here.
+        If the backend cannot run here.
     UnsupportedError
-        Where the backend does not support this problem.
+        If the backend does not support this problem.
 
     Notes
     -----
@@ -127,13 +127,14 @@ def forward(
     True
     """
     arrays = (q, k, v) if out is None else (q, k, v, out)
-    known = CALLS.get(signature(arrays, backend, options))
-    if known is not None and known.prepared.cached_launch is not None:
-        launched = known.prepared.cached_launch(q, k, v, out)
-        if launched is not None:
-            return launched
-    given = {} if out is None else {"out": out}
-    call, operands = _validated(known, q, k, v, backend, options, given)
+    valid = CALLS.get(signature(arrays, backend, options))
+    # A call like an earlier one: straight to the launch.
+    if valid is not None and valid.cached_launch is not None:
+        cached = valid.cached_launch(q, k, v, out)
+        if cached is not None:
+            return cached
+    extra = {} if out is None else {"out": out}
+    call, operands = _validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
     if out is not None:
         ensure_writable("out", out, {"q": q, "k": k, "v": v, **options})
@@ -192,11 +193,11 @@ def backward(
     Raises
     ------
     TypeError, ValueError
-        Where an argument is not as described; the message names it.
+        If an argument is not as described; the message names it.
     BackendUnavailableError
-        Where the backend cannot run here.
+        If the backend cannot run here.
     UnsupportedError
-        Where the backend does not support this problem, or takes no workspace.
+        If the backend does not support this problem, or takes no workspace.
 
     Notes
     -----
@@ -208,7 +209,7 @@ def backward(
         dq = scale * ds @ k
         dk = scale * ds.T @ q
 
-    ``out`` and ``lse`` may be those of more keys than these, from ``merge``. Where ``lse`` is so
+    ``out`` and ``lse`` may be those of more keys than these, from ``merge``. If ``lse`` is so
     large that its rounding shows, it is computed again from these keys, and the one given counts
     only where it is larger by more than rounding explains.
 
@@ -233,16 +234,16 @@ def backward(
     >>> dq.shape, dbias is None
     ((5, 8), True)
     """
-    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    known = CALLS.get(signature((q, k, v, *given.values()), backend, options))
-    call, operands = _validated(known, q, k, v, backend, options, given)
+    extra = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    valid = CALLS.get(signature((q, k, v, *extra.values()), backend, options))
+    call, operands = _validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
     if not isinstance(deterministic, bool | np.bool_):
         raise TypeError(
             f"deterministic is {type(deterministic).__name__}; True or False is accepted"
         )
     if workspace is not None:
-        ensure_workspace(call.backend, workspace, {"q": q, "k": k, "v": v, **given, **options})
+        ensure_workspace(call.backend, workspace, {"q": q, "k": k, "v": v, **extra, **options})
     if problem.ndim < 4:
         rows = (problem.B, problem.Hq, problem.Nq)
         out, dout, lse = four_axes(out), four_axes(dout), lse.reshape(rows)
@@ -265,7 +266,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
     outs : sequence of array, shape (..., N, Dv) each
         Outputs of the same queries over different keys.
     lses : sequence of array, shape (..., N) each
-        Their logsumexps. Sinks, where there are any, belong into one of the calls only.
+        Their logsumexps. Sinks, where there are any, belong to one of the calls only.
 
     Returns
     -------
@@ -275,7 +276,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
     Raises
     ------
     TypeError, ValueError
-        Where the sequences are empty or differ in length, or arrays in shape or dtype.
+        If the sequences are empty or differ in length, or arrays in shape or dtype.
 
     Notes
     -----
@@ -342,9 +343,9 @@ def explain(
     TypeError, ValueError
         As for ``forward``.
     BackendUnavailableError
-        Where the backend cannot run here.
+        If the backend cannot run here.
     UnsupportedError
-        Where the backend does not support this problem.
+        If the backend does not support this problem.
 
     Examples
     --------
@@ -360,6 +361,11 @@ def explain(
 
 
 def _listed(name: str, x: Any) -> list[Any]:
+    if hasattr(x, "dtype"):  # one array may hold the parts, or be one part
+        raise TypeError(
+            f"{name} is {type(x).__name__}; a sequence of arrays is accepted "
+            f"(list({name}) where its first axis counts the parts)"
+        )
     try:
         return list(x)
     except TypeError:
@@ -367,32 +373,32 @@ def _listed(name: str, x: Any) -> list[Any]:
 
 
 def _validated(
-    known: ValidCall | None,
+    valid: PreparedCall | None,
     q: Any,
     k: Any,
     v: Any,
     backend: str,
     options: Options,
-    others: dict[str, Any],
+    extra: dict[str, Any],
 ) -> tuple[PreparedCall, Operands]:
     """Validate a call and choose its backend, where no call like it is known to be valid."""
-    if known is not None:
-        return known.prepared, known.operands(q, k, v, options)
-    arrays = {"q": q, "k": k, "v": v, **others}
+    if valid is not None:
+        return valid, valid.operands(q, k, v, options)
+    arrays = {"q": q, "k": k, "v": v, **extra}
     arrays |= {name: options.get(name) for name in ("bias", "mask", "alibi_slopes", "sinks")}
     chosen = registry.choose(backend, arrays)
     problem, operands = parse(q, k, v, options)
     registry.ensure_supported(chosen, problem)
-    for name, x in others.items():
+    for name, x in extra.items():
         if x is not None or name != "dlse":
             of_rows = name in {"lse", "dlse"}
             shape = problem.out_shape[:-1] if of_rows else problem.out_shape
             check_array(name, x, shape, problem.accum_dtype if of_rows else problem.dtype)
-    call = valid_call(chosen, problem, operands)
-    key = signature((q, k, v, *others.values()), backend, options)
+    call = prepared_call(chosen, problem, operands)
+    key = signature((q, k, v, *extra.values()), backend, options)
     if key is not None:
         CALLS.keep(key, call)
-    return call.prepared, operands
+    return call, operands
 
 
 def _without_lead(x: Any, problem: Problem) -> Any:

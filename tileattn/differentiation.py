@@ -27,17 +27,17 @@ def vjp(
     attention : Attention
         As ``forward`` returns it.
     pullback : callable
-        ``pullback(dout, dlse=None, deterministic=False)`` returns ``Gradients``, as ``backward``
-        does. It may be called any number of times.
+        ``pullback(dout, dlse=None, deterministic=False, workspace=None)`` returns ``Gradients``,
+        as ``backward`` does. It may be called any number of times.
 
     Raises
     ------
     TypeError, ValueError
-        Where an argument is not as described; the message names it.
+        If an argument is not as described; the message names it.
     BackendUnavailableError
-        Where the backend cannot run here.
+        If the backend cannot run here.
     UnsupportedError
-        Where the backend does not support this problem.
+        If the backend does not support this problem.
 
     Notes
     -----
@@ -58,13 +58,19 @@ def vjp(
     """
     attention = forward(q, k, v, backend=backend, **options)
 
-    def pullback(dout: Any, dlse: Any | None = None, deterministic: bool = False) -> Gradients:
+    def pullback(
+        dout: Any,
+        dlse: Any | None = None,
+        deterministic: bool = False,
+        workspace: Any | None = None,
+    ) -> Gradients:
         """Gradients for the inputs, given those for ``out`` and ``lse``; see ``backward``."""
         return backward(
             *(dout, q, k, v, *attention),
             dlse=dlse,
             deterministic=deterministic,
             backend=backend,
+            workspace=workspace,
             **options,
         )
 

@@ -20,6 +20,6 @@ class KernelCompileError(RuntimeError):
     def __str__(self) -> str:
         return (
             f"{self.compiler} did not compile {self.file} for {self.arch}; a newer CUDA may "
-            f"(pip install --upgrade 'tileattn[cuda13]'), and backend='numpy' needs no compiler\n"
+            f"(pip install --upgrade 'cupy-cuda13x[ctk]'), and backend='numpy' needs no compiler\n"
             f"key: {self.key}\nlog:\n{self.log}"
         )

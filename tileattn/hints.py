@@ -1,8 +1,34 @@
 """What a caller probably meant: the ends of some messages, empty where there is no guess."""
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+
+# Arguments of PyTorch, FlashAttention and their relatives: the option's name, or what to do.
+ALIASES = {
+    "attn_bias": "bias",
+    "attn_mask": "mask= takes booleans, bias= what is added to the scores",
+    "cache_seqlens": "kv_lengths",
+    "cu_seqlens_k": "kv_lengths= takes the length of each sequence, in a batch that is padded",
+    "dropout": "dropout_p",
+    "enable_gqa": "leave it out: k may have fewer heads than q",
+    "is_causal": "causal",
+    "logits_soft_cap": "softcap",
+    "sm_scale": "scale",
+    "softmax_scale": "scale",
+    "window_size": "window",
+}
+
+
+def of_option(name: str, accepted: Iterable[str]) -> str:
+    """Guess at an unknown option: the name that others give it, or else one that looks like it."""
+    if name in ALIASES:
+        meant = ALIASES[name]
+        return f" ({meant})" if " " in meant else f" (did you mean {meant!r}?)"
+    close = difflib.get_close_matches(name, accepted, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def of_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...]) -> str:
@@ -19,7 +45,8 @@ def of_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...]) -> str:
 
 def of_heads(q: Any, k: Any) -> str:
     """Guess at heads of k that do not divide those of q."""
-    if q.ndim < 3 or not k.shape[-2] or q.shape[-2] % k.shape[-2]:
+    # Mostly a sequence is longer than its heads are many.
+    if q.ndim < 3 or not k.shape[-2] or q.shape[-2] % k.shape[-2] or q.shape[-2] >= q.shape[-3]:
         return ""
     swapped = "x.swapaxes(-3, -2) of each is (B, H, N, D), without a copy"
     return f"; if these are (B, N, H, D), {swapped}"
@@ -27,7 +54,9 @@ def of_heads(q: Any, k: Any) -> str:
 
 def of_keys(name: str, x: Any, shape: tuple[int, int, int, int]) -> str:
     """Guess at a bias or mask that does not broadcast."""
-    B, _, _, Nk = shape
+    B, _, Nq, Nk = shape
+    if x.shape == (B, Nq, Nk):
+        return f"; {name}[:, None] adds the axis of the heads"
     if x.shape != (B, Nk):
         return ""
     of_each = f"; {name}[:, None, None, :] has the keys of each batch entry"

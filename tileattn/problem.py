@@ -1,6 +1,5 @@
-"""What is asked: sizes, dtypes and options, validated once, with every message in one place."""
+"""The validated call: sizes, dtypes and options, with every message in one place."""
 
-import difflib
 import math
 import numbers
 from collections.abc import Mapping
@@ -11,8 +10,8 @@ import numpy as np
 
 from tileattn import hints
 from tileattn.algorithm.block_mask import BlockMask
-from tileattn.arrays import refuse_masked, require_array
 from tileattn.dtypes import BFLOAT16, DTYPES, accum_dtype
+from tileattn.validation import refuse_masked, require_array
 
 _FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
 
@@ -44,7 +43,7 @@ class Problem:
     B, Hq, Hkv, Nq, Nk, D, Dv : int
         Sizes: batch, query heads, key heads, queries, keys, head dimension of q and k, and of v.
     dtype : numpy.dtype
-        Of q, k, v and out.
+        Data type of q, k, v and out.
     scale : float
         Multiplies ``q @ k.T``.
     softcap : float or None
@@ -54,10 +53,10 @@ class Problem:
     dropout_p : float
         Probability of dropping an entry.
     seed : int
-        Of the dropout, below 2**64.
+        Seed of the dropout generator, below 2**64.
     ndim : int
         Rank of the caller's arrays, 2 to 4.
-    uses : frozenset of str
+    enabled_options : frozenset of str
         Names of the options in use.
     """
 
@@ -75,7 +74,7 @@ class Problem:
     dropout_p: float
     seed: int
     ndim: int
-    uses: frozenset[str]
+    enabled_options: frozenset[str]
 
     @property
     def group(self) -> int:
@@ -153,7 +152,7 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         dropout_p=_dropout(options.get("dropout_p", 0.0)),
         seed=_seed(options.get("seed", 0)),
         ndim=ndim,
-        uses=frozenset(name for name, value in options.items() if _in_use(value)),
+        enabled_options=frozenset(name for name, value in options.items() if _in_use(value)),
     )
     q_offset = kv_lengths - Nq if q_offset is None else q_offset
     return problem, operands_of(q, k, v, kv_lengths, q_offset, options=options)
@@ -175,7 +174,7 @@ def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
 
 
 def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise where an array is not exactly of one shape and dtype."""
+    """Raise if an array is not exactly of one shape and dtype."""
     require_array(name, x)
     if x.dtype != dtype:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be {dtype}")
@@ -184,12 +183,13 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
 
 
 def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -> None:
-    """Raise TypeError where an argument is not an array of one of some dtypes."""
+    """Raise TypeError if an argument is not an array of one of some dtypes."""
     require_array(name, x)
     if x.dtype not in dtypes:
-        accepted = ", ".join(dtype.name for dtype in dtypes)
+        names = ", ".join(dtype.name for dtype in dtypes)
+        accepted = f"accepted are {names}" if len(dtypes) > 1 else f"{names} is accepted"
         hint = hints.of_dtype(name, x, dtypes)
-        raise TypeError(f"{name} has dtype {x.dtype}; accepted are {accepted}{hint}")
+        raise TypeError(f"{name} has dtype {x.dtype}; {accepted}{hint}")
 
 
 def four_axes(x: Any) -> Any:
@@ -200,8 +200,7 @@ def four_axes(x: Any) -> Any:
 def _known(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in Options.__annotations__:
-            close = difflib.get_close_matches(name, Options.__annotations__, 1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            hint = hints.of_option(name, Options.__annotations__)
             accepted = ", ".join(Options.__annotations__)
             raise TypeError(f"unknown option {name!r}{hint}; accepted are {accepted}")
 
@@ -224,11 +223,12 @@ def _sizes(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, int, int, int, int, 
         ("k", "batch size", Bk, "q", B),
         ("v", "batch size", Bv, "q", B),
         ("k", "head dimension", Dk, "q", D),
-        ("v", "heads", Hv, "k", Hkv),
         ("v", "length", Nv, "k", Nk),
     ):
         if got != expected:
             raise ValueError(f"{name} has {axis} {got}; it must be that of {other}, {expected}")
+    if Hv != Hkv:
+        raise ValueError(f"v has {Hv} heads; it must have as many as k, {Hkv}")
     if Hq % Hkv if Hkv else Hq:
         raise ValueError(
             f"k has {Hkv} heads; a number that divides the {Hq} heads of q is accepted"
@@ -350,6 +350,7 @@ def _side(side: Any, window: Any) -> int | None:
     if side < 0:
         raise ValueError(
             f"window is {window!r}; each side must be 0 or more, or None to leave it open"
+            + (" (as FlashAttention's -1 does)" if side == -1 else "")
         )
     return min(int(side), 2 * _FAR)  # further than any key is from any position
 

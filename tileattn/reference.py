@@ -45,7 +45,7 @@ def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
     Raises
     ------
     TypeError
-        Where an option is unknown.
+        If an option is unknown.
 
     Notes
     -----
@@ -105,7 +105,7 @@ def backward(
     Raises
     ------
     TypeError
-        Where an option is unknown.
+        If an option is unknown.
 
     Notes
     -----

@@ -204,6 +204,17 @@ of_predicate: Any = BlockMask.from_predicate
             f"the result of visible is int64; {BOOLEANS}",
         ),
         (
+            lambda: of_predicate(lambda _b, h, i, j: i >= j and h > 0, SHAPE),
+            ValueError,
+            "visible asks whether a whole array is true; conditions on arrays are accepted: "
+            "& and | in place of and and or, numpy.where in place of if",
+        ),
+        (
+            lambda: of_predicate(lambda *_: int("error of the predicate"), SHAPE),
+            ValueError,
+            "invalid literal for int() with base 10: 'error of the predicate'",
+        ),
+        (
             lambda: of_predicate(lambda _b, _h, _i, _j: np.ones(7, bool), SHAPE),
             ValueError,
             f"visible returned shape (7,) for indices that broadcast to {SHAPE}; a shape "

@@ -156,7 +156,7 @@ def test_a_registered_backend_is_used_when_it_is_named() -> None:
 
 def test_unsupported_names_a_backend_that_serves() -> None:
     tileattn.register_backend(Picky())
-    message = "backend 'picky' does not serve this: it has no dropout; use backend='numpy'"
+    message = "backend 'picky' does not support this: it has no dropout; use backend='numpy'"
     refused(UnsupportedError, message, Q, K, K, backend="picky", dropout_p=0.5)
     out = np.full_like(Q, 9)
     with pytest.raises(NotImplementedError):
@@ -166,7 +166,7 @@ def test_unsupported_names_a_backend_that_serves() -> None:
 
 def test_unsupported_where_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NumpyBackend, "why_not", lambda *_: "today is Sunday")
-    message = "backend 'numpy' does not serve this: today is Sunday; no registered backend does"
+    message = "backend 'numpy' does not support this: today is Sunday; no registered backend does"
     refused(UnsupportedError, message, Q, K, K)
 
 

@@ -62,8 +62,8 @@ def read_only() -> Array:
             "is int, which backend 'numpy' does not take; numpy.asarray makes an array of it",
         ),
         (bytearray(64), TypeError, "is bytearray, which backend 'numpy' does not take"),
-        (np.zeros(64), TypeError, "has dtype float64; accepted are uint8"),
-        (aligned(64).view(np.int8), TypeError, "has dtype int8; accepted are uint8"),
+        (np.zeros(64), TypeError, "has dtype float64; uint8 is accepted"),
+        (aligned(64).view(np.int8), TypeError, "has dtype int8; uint8 is accepted"),
         (aligned(64).reshape(8, 8), ValueError, "has shape (8, 8); one axis is accepted"),
         (np.zeros((), np.uint8), ValueError, "has shape (); one axis is accepted"),
         (aligned(64)[::2], ValueError, "has strides (2,); bytes that are neighbours are accepted"),
@@ -132,6 +132,10 @@ def test_a_backend_gets_it_only_where_a_caller_passes_one() -> None:
     tileattn.backward(**inputs(), backend="takes")
     tileattn.backward(**inputs(), backend="takes", workspace=workspace)
     assert backend.given == [{}, {"workspace": workspace}]
+    given = inputs()
+    _, pullback = tileattn.vjp(given["q"], given["k"], given["v"], backend="takes")
+    pullback(given["dout"], workspace=workspace)
+    assert backend.given[2:] == [{"workspace": workspace}]
 
 
 def test_a_backend_that_takes_none_says_so() -> None:

@@ -38,7 +38,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "lse": lambda: of_backward(lse=masked(LSE)),
     "dlse": lambda: of_backward(dlse=masked(LSE)),
     "workspace": lambda: of_backward(workspace=masked(np.zeros(9, np.uint8))),
-    "outs[0]": lambda: tileattn.merge(masked(X[None]), [LSE]),
+    "outs[0]": lambda: tileattn.merge([masked(X)], [LSE]),
     "outs[1]": lambda: tileattn.merge([X, masked(X)], [LSE, LSE]),
     "lses[0]": lambda: tileattn.merge([X], [masked(LSE)]),
     "blocks": lambda: BlockMask(masked(PAIRS)),

@@ -1,11 +1,16 @@
 """What the pages say is run: blocks marked ``python``, and ``pycon`` with what it prints."""
 
 import doctest
+import json
 import re
 from pathlib import Path
+from statistics import geometric_mean
 
 import numpy as np
 import pytest
+
+from benchmarks import gpu
+from tileattn import hints
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -76,3 +81,20 @@ def test_links_between_files_lead_somewhere() -> None:
         if not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_the_speeds_are_those_of_the_results(name: str) -> None:
+    text = " ".join(TEXTS[name].split())
+    for kind, start in (("forward", "forward reaches"), ("backward", "and backward")):
+        results = ROOT / "benchmarks" / "results" / f"gpu_{kind}_bf16.json"
+        rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+        speedups = [speedup for speedup in map(gpu.best, rows) if speedup is not None]
+        assert f"{start} {geometric_mean(speedups):.2f} times" in text
+        assert f"the geometric means of {len(speedups)} configurations each" in text
+
+
+def test_every_name_that_messages_know_is_explained() -> None:
+    there = re.findall(r"^\| (.*?) \|", TEXTS["docs/api.md"], re.MULTILINE)
+    named = set(re.findall(r"\w+", " ".join(there)))
+    assert set(hints.ALIASES) <= named

@@ -27,7 +27,7 @@ from tests.gpu.hopper import (
 )
 from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
 from tileattn import reference
-from tileattn.dispatch import CALLS
+from tileattn.call_cache import CALLS
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]

@@ -15,7 +15,7 @@ import tileattn
 from tests.arrays import Array, Given, normal
 from tests.on_gpu import host, needs_gpu, poisoned, sent
 from tileattn.reference import Forward, evaluate_backward, evaluate_forward
-from tileattn.testing.floors import backward_floors, forward_floors, norm, storing, summing
+from tileattn.testing.rounding import backward_floors, forward_floors, norm, storing, summing
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 

@@ -149,5 +149,5 @@ def test_a_refusal_is_numbered_and_its_reason_stands_below() -> None:
 
 def test_every_option_has_a_row() -> None:
     problems = support_table.representative().values()
-    used = frozenset().union(*(problem.uses for problem in problems))
+    used = frozenset().union(*(problem.enabled_options for problem in problems))
     assert used == set(Options.__annotations__) - {"scale"}  # any finite number: nothing to refuse

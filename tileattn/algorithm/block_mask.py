@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.arrays import refuse_masked
+from tileattn.validation import refuse_masked
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """Kinds of a block: no pair is visible, some pairs are, all pairs are."""
@@ -33,9 +33,9 @@ class BlockMask:
     Raises
     ------
     TypeError
-        Where ``blocks`` is not a boolean array, or a block size is not an integer.
+        If ``blocks`` is not a boolean array, or a block size is not an integer.
     ValueError
-        Where ``blocks`` has fewer than two or more than four axes, or a block size is below 1.
+        If ``blocks`` has fewer than two or more than four axes, or a block size is below 1.
 
     Examples
     --------
@@ -127,7 +127,7 @@ class BlockMask:
         Raises
         ------
         TypeError, ValueError
-            Where ``visible`` is not callable, ``shape`` is not four lengths, or the
+            If ``visible`` is not callable, ``shape`` is not four lengths, or the
             predicate does not return booleans.
         """
         if not callable(visible):
@@ -150,7 +150,7 @@ class BlockMask:
         for a, c0, c1 in _strips(shape, block_size):
             i = np.arange(a * bq, min((a + 1) * bq, Nq))[:, None]
             j = np.arange(c0 * bk, min(c1 * bk, Nk))
-            pairs = _boolean("the result of visible", inside(b, h, i, j))
+            pairs = _boolean("the result of visible", _pairs(inside, b, h, i, j))
             tile = (B, Hq, i.size, j.size)
             if pairs.ndim > 4 or any(
                 n not in (1, m) for n, m in zip(pairs.shape[::-1], tile[::-1], strict=False)
@@ -174,7 +174,7 @@ class BlockMask:
         return float(np.mean(self.kinds != EMPTY)) if self.kinds.size else 0.0
 
     def check(self, B: int, Hq: int, Nq: int, Nk: int) -> None:
-        """Raise ValueError where this mask does not fit a problem of these sizes.
+        """Raise ValueError if this mask does not fit a problem of these sizes.
 
         Parameters
         ----------
@@ -234,7 +234,7 @@ class BlockMask:
         Returns
         -------
         array of bool
-            Of the broadcast shape.
+            In the broadcast shape.
         """
         bq, bk = self.block_size
         B, Hq = self.kinds.shape[:2]
@@ -278,6 +278,19 @@ def _strips(shape: tuple[int, ...], block_size: tuple[int, int]) -> Iterator[tup
     for a in range(nq if B * Hq else 0):
         for c0 in range(0, nk, width):
             yield a, c0, min(c0 + width, nk)
+
+
+def _pairs(visible: Predicate, *indices: NDArray[Any]) -> Any:
+    """Ask a predicate; raise ValueError if it asks an array whether it is true."""
+    try:
+        return visible(*indices)
+    except ValueError as error:
+        if "truth value" not in str(error):
+            raise
+        raise ValueError(
+            "visible asks whether a whole array is true; conditions on arrays are accepted: "
+            "& and | in place of and and or, numpy.where in place of if"
+        ) from error
 
 
 def _boolean(name: str, x: Any) -> NDArray[np.bool_]:

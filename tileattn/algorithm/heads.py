@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.algorithm import philox
-from tileattn.algorithm.layout import Batched, KVSource, Sequence, SequenceLayout
 from tileattn.algorithm.mask import AttentionMask
 from tileattn.algorithm.scores import ScoreMods
+from tileattn.algorithm.sequences import Batched, KVSource, Sequence, SequenceLayout
 from tileattn.algorithm.tile_mask import TileMask
 from tileattn.algorithm.tiles import Tile, cut
 from tileattn.problem import Operands, Problem

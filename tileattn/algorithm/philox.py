@@ -44,6 +44,8 @@ def philox4x32(
 
     Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
+    Examples
+    --------
     >>> [f"{int(word):08x}" for word in philox4x32((0, 0, 0, 0), (0, 0))]
     ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
@@ -115,10 +117,10 @@ def dropout_mask(
     Raises
     ------
     TypeError
-        Where ``shape`` is not four integers, ``dropout_p`` not a real number or ``seed`` not an
+        If ``shape`` is not four integers, ``dropout_p`` not a real number or ``seed`` not an
         integer.
     ValueError
-        Where a length is negative, or ``dropout_p`` or ``seed`` out of range.
+        If a length is negative, or ``dropout_p`` or ``seed`` out of range.
 
     Examples
     --------

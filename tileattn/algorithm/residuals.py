@@ -35,7 +35,7 @@ class Residuals:
     def saved(cls, problem: Problem, dout: Array, lse: Array) -> "Residuals":
         """Take over the logsumexp; delta is not computed yet."""
         lse = np.where(np.isneginf(lse), 0, lse).astype(problem.accum_dtype, copy=False)
-        large = rounded(lse, problem.dtype)
+        large = has_large_lse(lse, problem.dtype)
         large_heads = np.asarray(large.any(axis=-1))[..., None, None]
         return cls(dout, np.empty_like(lse), lse, np.zeros_like(lse), large, large_heads)
 
@@ -78,7 +78,7 @@ class Sums:
     dbias: Array | None
 
 
-def rounded(lse: Array, dtype: np.dtype[Any]) -> Array:
+def has_large_lse(lse: Array, dtype: np.dtype[Any]) -> Array:
     """Say in which rows the rounding of the logsumexp would show in the gradients.
 
     Half a unit in the last place of lse is a relative error of the row's P. At 16 it is 1e-6 in

@@ -118,7 +118,7 @@ def finite(m: Array) -> Array:
 def masked_matmul(p: Array, x: Array, visible: TileMask | None, out: Array | None = None) -> Array:
     """Product ``p @ x`` in which masked-out pairs, where p is 0, never meet.
 
-    A weight of 0 does not mask out a NaN, for ``0 * NaN`` is NaN. Where a tile has masked-out pairs
+    A weight of 0 does not mask out a NaN, for ``0 * NaN`` is NaN. If a tile has masked-out pairs
     and the product is not finite, rows of x that are not finite are taken out of the product and
     added for the rows that attend to them.
     """

@@ -1,9 +1,9 @@
 """The algorithm: exact attention tile by tile with online softmax, forward and backward.
 
-This text is the specification. The NumPy backend runs it, and the CUDA kernels mirror it. A *grid*
-is a list of tasks that may run at the same time. A task loads tiles into fast memory; its loop is
-that of one thread block on a GPU. S and P are tiles of scores and probabilities, dP and dS their
-gradients, as in the papers.
+This text is the specification. The NumPy backend runs these loops, and the CUDA kernels mirror
+them. A *grid* is a list of tasks that may run at the same time. A task loads tiles into fast
+memory; its loop is that of one thread block on a GPU. S and P are tiles of scores and
+probabilities, dP and dS their gradients, as in the papers.
 
 Blocks may have any size. Arrays of a ``HeadGroup`` have the axes ``(Hkv, G, rows, columns)``, with
 ``G`` query heads for each key head.

@@ -13,7 +13,7 @@ from tileattn.problem import check_dtype
 
 
 def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
-    """Raise ValueError where an array that is to be written is read-only or shares memory.
+    """Raise ValueError if an array that is to be written is read-only or shares memory.
 
     Its elements may overlap neither one another nor an input; those of ``inputs`` that are no
     arrays are passed over. Arrays too intricate to tell count as overlapping.
@@ -29,14 +29,14 @@ def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
             )
 
 
-def span(x: Any) -> tuple[int, int]:
+def byte_bounds(x: Any) -> tuple[int, int]:
     """Give the bytes between which an array's elements lie, from its address on."""
     steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
     return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
 
 
 def ensure_workspace(backend: Backend, x: Any, inputs: Mapping[str, Any]) -> None:
-    """Raise where ``backward`` cannot take an array as its workspace, whatever its size."""
+    """Raise if ``backward`` cannot take an array as its workspace, whatever its size."""
     from tileattn.kernels.launch.workspace import ALIGNED  # which nobody else on the CPU needs
 
     ensure_owned(backend, "workspace", x)
@@ -72,7 +72,7 @@ def _share(x: Any, y: Any) -> bool:
     at, there = _address(x), _address(y)
     if not at or not there:
         return False
-    (lo, hi), (first, past) = span(x), span(y)
+    (lo, hi), (first, past) = byte_bounds(x), byte_bounds(y)
     apart = at + hi <= there + first or there + past <= at + lo
     return not apart and _overlap(_placed(x, at), _placed(y, there))
 

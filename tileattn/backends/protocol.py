@@ -102,8 +102,8 @@ class Backend(Protocol):
     it by name where a caller passes one: an array of uint8, of which all but its size has been
     checked.
 
-    A method ``prepare(problem)`` may return a `tileattn.dispatch.PreparedCall`, which then runs all
-    calls of one signature.
+    A method ``prepare(problem)`` may return a new `tileattn.call_cache.PreparedCall`, which then
+    runs all calls of one signature.
     """
 
     name: str

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.protocol import Backend
-from tileattn.dispatch import CALLS
+from tileattn.call_cache import CALLS
 from tileattn.errors import BackendUnavailableError, UnsupportedError
 from tileattn.problem import Problem
 
@@ -44,9 +44,9 @@ def register_backend(backend: Backend) -> None:
     Raises
     ------
     TypeError
-        Where a member is missing.
+        If a member is missing.
     ValueError
-        Where the name is ``"auto"`` or not a lower-case word.
+        If the name is ``"auto"`` or not a lower-case word.
 
     Examples
     --------
@@ -109,7 +109,7 @@ def choose(name: str, arrays: dict[str, Any]) -> Backend:
 
 
 def ensure_owned(backend: Backend, key: str, x: Any) -> None:
-    """Raise TypeError where an argument is no array of a backend."""
+    """Raise TypeError if an argument is no array of a backend."""
     if not backend.owns(x):
         raise TypeError(
             f"{key} is {_kind(x)}, which backend {backend.name!r} does not take; {_remedy(x)}"
@@ -117,12 +117,14 @@ def ensure_owned(backend: Backend, key: str, x: Any) -> None:
 
 
 def ensure_supported(backend: Backend, problem: Problem) -> None:
-    """Raise UnsupportedError where a backend does not serve a problem."""
+    """Raise UnsupportedError if a backend does not support a problem."""
     reason = backend.why_not(problem)
     if reason is not None:
         able = [n for n in names() if get(n).unavailable() is None and not get(n).why_not(problem)]
         remedy = f"use backend={able[0]!r}" if able else "no registered backend does"
-        raise UnsupportedError(f"backend {backend.name!r} does not serve this: {reason}; {remedy}")
+        raise UnsupportedError(
+            f"backend {backend.name!r} does not support this: {reason}; {remedy}"
+        )
 
 
 def _owner(arrays: dict[str, Any]) -> Backend:

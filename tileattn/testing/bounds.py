@@ -8,7 +8,14 @@ from numpy.typing import NDArray
 
 from tileattn.dtypes import accum_dtype
 from tileattn.reference import Backward, Forward, evaluate_backward, evaluate_forward
-from tileattn.testing.floors import backward_floors, finite, forward_floors, norm, storing, summing
+from tileattn.testing.rounding import (
+    backward_floors,
+    finite,
+    forward_floors,
+    norm,
+    storing,
+    summing,
+)
 
 Array = NDArray[Any]
 
@@ -59,7 +66,7 @@ def error_bound(
     Raises
     ------
     TypeError
-        Where an option is unknown.
+        If an option is unknown.
 
     Notes
     -----

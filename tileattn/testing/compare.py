@@ -39,7 +39,7 @@ def assert_attention_close(
     Raises
     ------
     AssertionError
-        Where the type of the result, the library, shape or dtype of an array, or the positions of
+        If the type of the result, the library, shape or dtype of an array, or the positions of
         NaN and of either infinity differ, or where the error is not within its bound.
 
     Notes

@@ -94,9 +94,9 @@ def problems(
     Raises
     ------
     ModuleNotFoundError
-        Where Hypothesis is not installed.
+        If Hypothesis is not installed.
     ValueError
-        Where an option is unknown.
+        If an option is unknown.
     """
     try:
         from hypothesis import strategies as st

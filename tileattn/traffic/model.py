@@ -333,9 +333,9 @@ def _check(tile: tuple[int, int], algorithm: str, kind: str, heads_per_load: int
 def _check_model(problem: Problem, density: float | None) -> None:
     if density is not None and not 0 <= density <= 1:
         raise ValueError(f"density is {density}; a number from 0 to 1 is accepted")
-    unknown = sorted(problem.uses & {"kv_lengths", "q_offset"})
+    unknown = sorted(problem.enabled_options & {"kv_lengths", "q_offset"})
     if density is None:
-        unknown += sorted(problem.uses & {"block_mask"})
+        unknown += sorted(problem.enabled_options & {"block_mask"})
     if unknown:
         remedy = "counted() looks at the arrays"
         if "block_mask" in unknown:

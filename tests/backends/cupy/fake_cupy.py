@@ -13,7 +13,7 @@ import pytest
 
 import tileattn
 from tileattn.backends.cupy import backend, describe, execute, explain, tensor_maps
-from tileattn.dispatch import CALLS
+from tileattn.call_cache import CALLS
 from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.device import Device

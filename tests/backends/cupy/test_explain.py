@@ -16,7 +16,7 @@ import tileattn
 from tests.backends.cupy import fake_cupy
 from tileattn.backends.cupy.explain import explain_on
 from tileattn.cli import main
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_FINISH
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_DQ_CONVERT
 from tileattn.kernels.launch.device import device_of_arch
 from tileattn.kernels.launch.layout import contiguous, contiguous_inputs
 from tileattn.problem import Operands, Problem, parse
@@ -92,7 +92,7 @@ def test_the_kernels_and_their_memory(dim: int, rows: int, threads: int) -> None
     assert f"stages: {grid} blocks of {threads} threads" in found.kernels[0]
     assert f"{found.scratch_bytes / 1024:.1f} KiB" in found.kernels[0]
     lines = [line.split()[0] for line in found.kernels]
-    assert lines[3:] == [*2 * [HOPPER_BACKWARD], HOPPER_FINISH, "backward_dkdv", "backward_dq"]
+    assert lines[3:] == [*2 * [HOPPER_BACKWARD], HOPPER_DQ_CONVERT, "backward_dkdv", "backward_dq"]
     for kernel in (HOPPER, HOPPER_BACKWARD):
         assert any(r.startswith(f"{kernel}: wgmma and tensor maps") for r in found.reasons)
 
@@ -138,7 +138,7 @@ def test_no_cupy_is_needed(tmp_path: Path) -> None:
     [
         ("--arch sm_1", "ValueError: arch is 'sm_1'; sm_75, sm_80, "),
         ("--arch sm_90 --backend numpy", "ValueError: backend is 'numpy'; with --arch, 'cupy' is"),
-        ("--arch sm_90 --Nk 2000000000", "UnsupportedError: backend 'cupy' does not serve this"),
+        ("--arch sm_90 --Nk 2000000000", "UnsupportedError: backend 'cupy' does not support this"),
     ],
 )
 def test_what_is_refused(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import tileattn
 from tests.backends.cupy.fake_cupy import Machine, at_host
 from tileattn import BlockMask
 from tileattn.backends.cupy import streams
-from tileattn.dispatch import CALLS
+from tileattn.call_cache import CALLS
 from tileattn.kernels.launch.block_sparse import kv_indices, partial_blocks
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -96,7 +96,7 @@ def test_equal_blocks_are_remembered_from_a_capture(gpu: Machine) -> None:
     gpu.capturing = True
     tileattn.forward(*given)
     (known,) = CALLS.values()
-    assert known.prepared.cached_launch is not None
+    assert known.cached_launch is not None
 
 
 # --- block masks --------------------------------------------------------------------------------

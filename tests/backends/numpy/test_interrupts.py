@@ -187,21 +187,21 @@ def number():
 def test_the_child_of_a_fork_has_its_own_threads_and_blas_its_own_number() -> None:
     """Forked by one thread while another is in the middle of a call."""
     program = """
-    from tileattn.backends.numpy import bounds
+    from tileattn.backends.numpy import small_scores
     before, expected = number(), call()
-    entered, leave, norm = threading.Event(), threading.Event(), bounds.row_norms
+    entered, leave, norm = threading.Event(), threading.Event(), small_scores.row_norms
     def held_up(*arguments):
         entered.set()
         leave.wait(30)
         return norm(*arguments)
-    bounds.row_norms = held_up
+    small_scores.row_norms = held_up
     user = threading.Thread(target=call)
     user.start()
     entered.wait(30)
     child = os.fork()
     if not child:
         threading.Timer(20, os._exit, (2,)).start()
-        bounds.row_norms = norm
+        small_scores.row_norms = norm
         both = threading.Barrier(2)
         right = [number() == before, call() == expected]
         threads.run([lambda: both.wait(10)] * 2)

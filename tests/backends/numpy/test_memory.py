@@ -13,8 +13,8 @@ from tileattn.algorithm.heads import HeadGroup, head_groups
 from tileattn.algorithm.memory import Memory, RowConstant
 from tileattn.backends.numpy import blas
 from tileattn.backends.numpy.backend import NumpyBackend, Workers
-from tileattn.backends.numpy.bounds import has_small_scores
 from tileattn.backends.numpy.memory import Scratch, TileMemory
+from tileattn.backends.numpy.small_scores import has_small_scores
 from tileattn.problem import parse
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound
 

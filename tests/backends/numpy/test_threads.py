@@ -264,7 +264,7 @@ def counted_afresh() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("counted_afresh")
-@pytest.mark.parametrize("value", ["0", "-1", "two", "", "1.5"])
+@pytest.mark.parametrize("value", ["0", "-1", "two", " ", "1.5"])
 def test_number_of_threads_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("TILEATTN_NUM_THREADS", value)
     message = f"^TILEATTN_NUM_THREADS is {value!r}; a positive integer is accepted$"
@@ -276,6 +276,10 @@ def test_number_of_threads_refused(monkeypatch: pytest.MonkeyPatch, value: str) 
 def test_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEATTN_NUM_THREADS", "3")
     assert threads.worker_count() == 3
-    threads.worker_count.cache_clear()
     monkeypatch.delenv("TILEATTN_NUM_THREADS")
-    assert threads.worker_count() >= 1
+    threads.worker_count.cache_clear()
+    default = threads.worker_count()
+    assert default >= 1
+    monkeypatch.setenv("TILEATTN_NUM_THREADS", "")  # as if it were not set
+    threads.worker_count.cache_clear()
+    assert threads.worker_count() == default

@@ -143,10 +143,10 @@ def test_without_nvrtc_the_message_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
     monkeypatch.setitem(sys.modules, "cupy_backends", None)
     compiling._nvrtc.cache_clear()
-    told = r"^CuPy is not installed; pip install 'tileattn\[cuda13\]' brings CuPy and NVRTC"
+    told = r"^CuPy is not installed; pip install 'cupy-cuda13x\[ctk\]' brings CuPy and NVRTC"
     with pytest.raises(BackendUnavailableError, match=told):
         compiled(KEY, "sm_80")
-    with pytest.raises(BackendUnavailableError, match=r"pip install 'tileattn\[cuda13\]'"):
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'cupy-cuda13x\[ctk\]'"):
         load(KEY)
 
 
@@ -332,7 +332,7 @@ def test_the_arch_of_a_gpu(capability: tuple[int, int], known: tuple[int, ...], 
         ((6, 1), r"compute capability 6\.1: the kernels need 7\.5"),
         (
             (7, 5),
-            r"compute capability 7\.5: this CUDA supports newer.*pip install 'tileattn\[cuda12\]'",
+            r"compute capability 7\.5: this CUDA supports newer.*pip install 'cupy-cuda12x\[ctk\]'",
         ),
     ],
 )

@@ -13,10 +13,10 @@ B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 37, 53, 24, 40
 H200, A100, B200 = map(device_of_arch, ("sm_90a", "sm_80", "sm_100"))
 
 
-def asked(dtype: str = "float16", uses: Any = (), **changed: Any) -> Problem:
+def asked(dtype: str = "float16", enabled_options: Any = (), **changed: Any) -> Problem:
     """Make a problem of sizes that all differ."""
     sizes = {"B": B, "Hq": HQ, "Hkv": HKV, "Nq": NQ, "Nk": NK, "D": D, "Dv": DV}
-    return replace(problem_of(dtype, D, uses), **sizes | changed)
+    return replace(problem_of(dtype, D, enabled_options), **sizes | changed)
 
 
 def forward(

@@ -16,7 +16,7 @@ from tileattn.kernels.config.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
     HOPPER_BACKWARDS,
-    HOPPER_FINISH,
+    HOPPER_DQ_CONVERT,
     HOPPER_WIDE,
     forward_tile,
 )
@@ -34,7 +34,7 @@ from tileattn.problem import Problem
 CONTEXT = context_of("sm_90a")._replace(sm_count=132)
 SUPPORTED = problem_of("float16", 64)
 BEFORE = ["backward_preprocess", "backward_large_scores"]
-AFTER = [HOPPER_FINISH, "backward_dkdv", "backward_dq"]
+AFTER = [HOPPER_DQ_CONVERT, "backward_dkdv", "backward_dq"]
 GENERIC = [*BEFORE, "backward_dkdv", "backward_dq_convert", "backward_dq"]
 CAUSAL = (None, 0)
 
@@ -54,8 +54,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dtype is neither float16 nor bfloat16", {"dtype": NAMED["float32"]}, {}),
     ("a head dimension is above 256", {"D": 264}, {}),
     ("a head dimension is above 256", {"Dv": 264}, {}),
-    ("bias is in use", {"uses": {"bias"}}, {}),
-    ("mask is in use", {"uses": {"mask"}}, {}),
+    ("bias is in use", {"enabled_options": {"bias"}}, {}),
+    ("mask is in use", {"enabled_options": {"mask"}}, {}),
     ("dropout is in use", {"dropout_p": 0.1}, {}),
     *((EMPTY, {name: 0}, {}) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")),
     (LONG, {"B": 1 << 10, "Hq": 1 << 10, "Nq": 1 << 11}, {}),
@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("the head dimension of v is no multiple of 8", {"Dv": 60}, {}),
     ("a row is not aligned to 16 bytes", {}, {"alignment_bytes": 8}),
     ("an array has an axis that is broadcast, reversed or of", {}, {"tensor_maps": False}),
-    ("block_mask is in use", {"uses": {"block_mask"}}, {}),
+    ("block_mask is in use", {"enabled_options": {"block_mask"}}, {}),
     ("the head dimension of q and k is no multiple of 8", {"D": 60}, {}),
 ]
 BACKWARD_ALONE = [reason for reason, *_ in REFUSED[-2:]]
@@ -152,24 +152,27 @@ BUCKETS: dict[tuple[int, int], Any] = {
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "uses", [(), ("softcap",), ("alibi_slopes",), ("sinks", "kv_lengths", "q_offset")]
+    "enabled_options", [(), ("softcap",), ("alibi_slopes",), ("sinks", "kv_lengths", "q_offset")]
 )
 @pytest.mark.parametrize("dims", BUCKETS, ids=str)
 def test_tiles_go_by_both_head_dimensions(
-    dtype: str, uses: tuple[str, ...], dims: tuple[int, int]
+    dtype: str, enabled_options: tuple[str, ...], dims: tuple[int, int]
 ) -> None:
     """A score modifier needs registers, which short query blocks of the backward pass leave."""
     bucket, tile, back_bucket, back_tile, stages = BUCKETS[dims]
-    modified = "softcap" in uses or "alibi_slopes" in uses
+    modified = "softcap" in enabled_options or "alibi_slopes" in enabled_options
     if modified and back_tile == (128, 128):
         back_tile = 64, 128
     D, Dv = dims
-    problem = replace(problem_of(dtype, D, uses), Dv=Dv, window=(7, 0), Nk=4096)
+    problem = replace(problem_of(dtype, D, enabled_options), Dv=Dv, window=(7, 0), Nk=4096)
     (launch,) = forward_launches(problem, CONTEXT)
     own = next(x for x in launches_of(problem) if x.tensor_maps)
     for each in (launch.key, own.key):
         assert (each.dtype, each.warps_n, each.producer_warps) == (dtype, 1, 4)
-        assert (each.softcap, each.alibi) == ("softcap" in uses, "alibi_slopes" in uses)
+        assert (each.softcap, each.alibi) == (
+            "softcap" in enabled_options,
+            "alibi_slopes" in enabled_options,
+        )
         assert each.fold_scale is not modified
     key = launch.key
     assert (key.kernel, key.head_dim, key.value_dim, key.tile) == (HOPPER, *bucket, tile)
@@ -196,15 +199,15 @@ TILES: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
     (128, {"Nk": 2048}, (128, 128)),  # the last of twelve would be two thirds empty
     (128, {"Nk": 16384, "window": CAUSAL}, (128, 128)),
     (128, {"Nk": 16384, "window": (1024, None)}, (128, 128)),
-    (128, {"Nk": 16384, "uses": {"softcap"}}, (128, 128)),
-    (128, {"Nk": 16384, "uses": {"alibi_slopes"}}, (128, 128)),
+    (128, {"Nk": 16384, "enabled_options": {"softcap"}}, (128, 128)),
+    (128, {"Nk": 16384, "enabled_options": {"alibi_slopes"}}, (128, 128)),
     (64, {"Nk": 512, "window": CAUSAL}, (192, 64)),
     (64, {"Nk": 513, "window": CAUSAL}, (192, 128)),
     (64, {"Nk": 512, "window": (9, None)}, (192, 128)),
     # Under a block mask tiles are low, whatever the keys and the diagonal.
-    (192, {"Dv": 128, "Nk": 176, "window": CAUSAL, "uses": {"block_mask"}}, (128, 128)),
+    (192, {"Dv": 128, "Nk": 176, "window": CAUSAL, "enabled_options": {"block_mask"}}, (128, 128)),
     *(
-        (dim, {"Nk": Nk, "window": window, "uses": {"block_mask"}}, (128, keys))
+        (dim, {"Nk": Nk, "window": window, "enabled_options": {"block_mask"}}, (128, keys))
         for dim, keys in ((32, 128), (64, 128), (96, 128), (128, 128), (192, 96), (256, 64))
         for window, Nk in product([(None, None), CAUSAL], [2, 176, 4096])
     ),
@@ -219,7 +222,7 @@ def test_tiles_of_the_forward_pass(
     assert forward_tile(problem)[:2] == tile
     (launch,) = forward_launches(problem, CONTEXT)
     assert (launch.key.kernel, launch.key.tile) == (HOPPER, tile)
-    assert launch.key.block_mask == ("block_mask" in problem.uses)
+    assert launch.key.block_mask == ("block_mask" in problem.enabled_options)
 
 
 def repairing_bytes(tile: TileSize, dim: int, value: int) -> int:
@@ -320,7 +323,7 @@ def test_what_the_backward_pass_launches_for_wide_heads() -> None:
     # It undoes the order of the sums, which depends on the heads and the tiles of queries.
     key = finish.key
     assert (key.head_dim, key.value_dim, key.block_q) == (256, 128, own.key.block_q)
-    capped = launches_of(replace(problem, softcap=2.0, uses=frozenset({"softcap"})))
+    capped = launches_of(replace(problem, softcap=2.0, enabled_options=frozenset({"softcap"})))
     assert capped[3] == finish
     # Where the cap is flat, only the generic kernels know what is NaN.
     assert [launch.key.kernel for launch in capped] == [*BEFORE, HOPPER_WIDE, *AFTER]
@@ -329,9 +332,9 @@ def test_what_the_backward_pass_launches_for_wide_heads() -> None:
 
 def test_short_query_blocks_of_narrow_heads_are_finished_alike() -> None:
     """As long as those of the backward kernel: without a score modifier they have 128 queries."""
-    for uses, queries in (((), 128), (("alibi_slopes",), 64)):
-        launches = launches_of(replace(problem_of("float16", 64, uses), Nq=300))
-        finish = next(x for x in launches if x.key.kernel == HOPPER_FINISH)
+    for enabled_options, queries in (((), 128), (("alibi_slopes",), 64)):
+        launches = launches_of(replace(problem_of("float16", 64, enabled_options), Nq=300))
+        finish = next(x for x in launches if x.key.kernel == HOPPER_DQ_CONVERT)
         assert (finish.key.block_q, finish.grid) == (queries, -(-300 // queries))
 
 

@@ -31,7 +31,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def test_only_what_kernels_cannot_address_is_copied() -> None:
-    problem = asked(uses=("sinks", "alibi_slopes"))
+    problem = asked(enabled_options=("sinks", "alibi_slopes"))
 
     def turned(heads: int, rows: int, columns: int) -> ArrayLayout:
         strides = (heads * rows * columns * 2, rows * columns * 2, 2, rows * 2)
@@ -170,7 +170,7 @@ def test_the_first_tiles_that_fit(
     kernel: str, sizes: Fields, bias: str, tile: tuple[int, int]
 ) -> None:
     more: Fields = {"bias": contiguous((1, HQ, 1, 64), bias)} if bias else {}
-    problem = asked(uses=more, Nk=64, **sizes)
+    problem = asked(enabled_options=more, Nk=64, **sizes)
     device = replace(H200, arch="sm_90")
     launches = (*forward(problem, device, **more).launches, *backward(problem, device).launches)
     assert next(x.key.tile for x in launches if x.key.kernel == kernel) == tile

@@ -105,30 +105,34 @@ FIELDS: dict[str, tuple[Fields, Fields, Fields]] = {
         {"q_at": (HQ * NQ * D, NQ * D, -D), "k_at": (NK * D, 0, D), "dlse_at": (NQ * HQ, 1, HQ)},
     ),
     "bias": (
-        {"uses": {"bias"}},
+        {"enabled_options": {"bias"}},
         {"bias": ArrayLayout((1, HQ, 1, NK), (0, 2 * STEP, 0, 2), "float16", 4)},
         {"bias_at": (0, STEP, 0, 1), "dbias_at": (0, NK, 0, 1)}
         | {"bias_B": 1, "bias_H": HQ, "bias_Nq": 1, "bias_Nk": NK},
     ),
     "mask": (
-        {"uses": {"mask"}},
+        {"enabled_options": {"mask"}},
         {"mask": contiguous((B, 1, NQ, 1), "bool")},
         {"mask_at": (NQ, 0, 1, 0)},
     ),
     "slopes": (
-        {"uses": {"alibi_slopes"}},
+        {"enabled_options": {"alibi_slopes"}},
         {"alibi_slopes": contiguous((B, HQ), "float32")},
         {"alibi_slopes_b": HQ},
     ),
     "slopes of all": (
-        {"uses": {"alibi_slopes"}},
+        {"enabled_options": {"alibi_slopes"}},
         {"alibi_slopes": contiguous((1, HQ), "float32")},
         {"alibi_slopes_b": 0},
     ),
     # Softcaps that kernels can divide by.
-    "softcap": ({"uses": {"softcap"}, "softcap": 30.0}, {}, {"softcap": 30.0}),
-    "tiny softcap": ({"uses": {"softcap"}, "softcap": 1e-45}, {}, {"softcap": 2.0**-100}),
-    "huge softcap": ({"uses": {"softcap"}, "softcap": 1e39}, {}, {"softcap": 2.0**100}),
+    "softcap": ({"enabled_options": {"softcap"}, "softcap": 30.0}, {}, {"softcap": 30.0}),
+    "tiny softcap": (
+        {"enabled_options": {"softcap"}, "softcap": 1e-45},
+        {},
+        {"softcap": 2.0**-100},
+    ),
+    "huge softcap": ({"enabled_options": {"softcap"}, "softcap": 1e39}, {}, {"softcap": 2.0**100}),
 }
 
 
@@ -145,7 +149,7 @@ def test_fields(changed: Fields, arrays: Fields, expected: Fields) -> None:
 )
 def test_fields_of_a_block_mask(device: Device, dim: int, kv_tile: tuple[int, int] | None) -> None:
     """A generic kernel reads no lists of key tiles: those have one entry more, which ends them."""
-    problem = asked(uses=("block_mask",), Nq=600, Nk=800, D=dim, Dv=dim)
+    problem = asked(enabled_options=("block_mask",), Nq=600, Nk=800, D=dim, Dv=dim)
     mask = BlockMask(np.ones((B, 1, 10, 8), np.bool_), (64, 100))
     layout = replace(contiguous_inputs(problem), block_mask=mask)
     plan = forward(problem, device, layout)
@@ -200,9 +204,13 @@ def test_the_order_of_the_work_tiles_is_told() -> None:
         ({"scale": 0.25}, {}, 0.25),
         ({"scale": -0.25}, {}, 1.0),
         ({"scale": 0.0}, {}, 1.0),
-        ({"softcap": 9.0, "uses": ("softcap",)}, {}, 1.0),
-        ({"uses": ("alibi_slopes",)}, {"alibi_slopes": contiguous((1, HQ), "float32")}, 1.0),
-        ({"uses": ("bias",)}, {"bias": contiguous((1, 1, NQ, NK), "float16")}, 1.0),
+        ({"softcap": 9.0, "enabled_options": ("softcap",)}, {}, 1.0),
+        (
+            {"enabled_options": ("alibi_slopes",)},
+            {"alibi_slopes": contiguous((1, HQ), "float32")},
+            1.0,
+        ),
+        ({"enabled_options": ("bias",)}, {"bias": contiguous((1, 1, NQ, NK), "float16")}, 1.0),
     ],
     ids=str,
 )
@@ -224,7 +232,7 @@ def test_the_unit_of_a_score(changed: Fields, arrays: Fields, natural: float) ->
 def test_rows_of_masks_and_biases_are_read_as_wide_as_they_lie(
     keys: int, width: int, alignment: int
 ) -> None:
-    problem = asked(uses=("mask", "bias"), Nk=keys)
+    problem = asked(enabled_options=("mask", "bias"), Nk=keys)
     mask, bias = contiguous((1, 1, NQ, keys), "bool"), contiguous((1, HQ, 1, keys), "float16")
     ends = 2 * (keys + 1)  # rows start where others end
     for given, expected in (
@@ -246,7 +254,7 @@ def test_elements_of_a_bias_are_copied_whole(keys: int, alignment: int) -> None:
         (replace(bias, alignment=4), 0),
         (contiguous((1, 1, NQ, 1), "float64"), 0),
     ):
-        key = forward(asked(uses=("bias",), Nk=keys), H200, bias=given).launches[0].key
+        key = forward(asked(enabled_options=("bias",), Nk=keys), H200, bias=given).launches[0].key
         assert (key.bias, key.bias_alignment_bytes) == ("float64", expected)
 
 
@@ -270,7 +278,7 @@ def test_copies_are_as_wide_as_all_rows_allow(name: str, alignment: int) -> None
 @pytest.mark.parametrize(("block", "keys"), [(128, 64), (64, 64), (48, 48), (100, 48), (32, 64)])
 def test_tiles_lie_along_the_blocks_of_a_mask(block: int, keys: int) -> None:
     """With 64 columns the fastest tiles have 48 keys, of which 128 are no multiple."""
-    problem = asked(uses=("block_mask",), D=64, Dv=64)
+    problem = asked(enabled_options=("block_mask",), D=64, Dv=64)
     mask = BlockMask(np.ones((1, -(-NK // block)), bool), (128, block))
     layout = replace(contiguous_inputs(problem), block_mask=mask)
     assert forward(problem, A100, layout).launches[0].key.tile == (128, keys)
@@ -283,10 +291,10 @@ def test_tiles_lie_along_the_blocks_of_a_mask(block: int, keys: int) -> None:
     ("options", "expected"),
     [
         ({}, {"fold_scale"}),
-        ({"uses": {"softcap"}}, {"softcap"}),
-        ({"uses": {"alibi_slopes"}}, {"alibi"}),
-        ({"uses": {"mask"}}, {"mask", "fold_scale"}),
-        ({"uses": {"block_mask"}}, {"block_mask", "fold_scale"}),
+        ({"enabled_options": {"softcap"}}, {"softcap"}),
+        ({"enabled_options": {"alibi_slopes"}}, {"alibi"}),
+        ({"enabled_options": {"mask"}}, {"mask", "fold_scale"}),
+        ({"enabled_options": {"block_mask"}}, {"block_mask", "fold_scale"}),
         ({"dropout_p": 0.1}, {"dropout", "fold_scale"}),
     ],
 )
@@ -364,7 +372,7 @@ GRIDS: list[tuple[Fields, Fields, dict[str, int]]] = [
 
 @pytest.mark.parametrize(("sizes", "arrays", "grids"), GRIDS)
 def test_grids(sizes: Fields, arrays: Fields, grids: dict[str, int]) -> None:
-    problem = asked(uses=arrays.keys() & {"bias"}, **sizes)
+    problem = asked(enabled_options=arrays.keys() & {"bias"}, **sizes)
     found = {
         launch.key.kernel: launch.grid
         for plan in (backward(problem, A100, **arrays), forward(problem, A100, **arrays))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from tileattn.dtypes import DTYPES, NAMED
 from tileattn.kernels.config.context import LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_FINISH
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DQ_CONVERT
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import candidates
 from tileattn.kernels.launch.catalog import WINDOWS, context_of, problem_of
@@ -34,7 +34,7 @@ _SETS = (
 )
 
 _HOPPERS = (HOPPER, *HOPPER_BACKWARDS)
-_OF_HOPPER = (*_HOPPERS, HOPPER_FINISH)
+_OF_HOPPER = (*_HOPPERS, HOPPER_DQ_CONVERT)
 
 # For the Hopper kernels: the head dimensions that calls without options leave out, and options.
 _HOPPER_CASES = (
@@ -53,23 +53,23 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
     adds = combination % 2 == 0
     for n, kernels in enumerate(_SETS, combination):
         dtype, bias = DTYPES[n % len(DTYPES)], DTYPES[n % len(DTYPES) - 1]
-        uses = _OPTIONS[n % len(_OPTIONS)] | {"sinks"}
+        enabled_options = _OPTIONS[n % len(_OPTIONS)] | {"sinks"}
         shape = (1, 1, 1, 2)  # as the scores: its gradient comes with that of the keys
         if "backward_dbias" in kernels:
-            uses, shape = uses | {"bias"}, (1, 1, 1, 1)
+            enabled_options, shape = enabled_options | {"bias"}, (1, 1, 1, 1)
         context = context_of(arch, MAX_ALIGNMENT if combination % 3 else dtype.itemsize)
-        if "bias" in uses:
+        if "bias" in enabled_options:
             staged = MAX_ALIGNMENT if combination % 2 else 0
             context = context._replace(
                 bias=bias.name, bias_shape=shape, bias_alignment_bytes=staged
             )
-        if "block_mask" in uses:
+        if "block_mask" in enabled_options:
             context = context._replace(mask_block_k=_MASK_BLOCK)
-        if "mask" in uses:
+        if "mask" in enabled_options:
             context = context._replace(mask_vector_width=(1, 2, 16)[combination % 3])
         # No tile fits 512 columns: the naive kernels take them.
         for dim in (_HEAD_DIMS[combination % len(_HEAD_DIMS)], 512):
-            keys = _keys(problem_of(dtype.name, dim, uses), context)
+            keys = _keys(problem_of(dtype.name, dim, enabled_options), context)
             found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
     for name, dim, options in _HOPPER_CASES:
         for window in WINDOWS:
@@ -99,7 +99,7 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
 
 def _keys(problem: Problem, context: LaunchContext) -> Iterator[KernelKey]:
     """List the kernels of both passes, of the backward one in either order of its sums."""
-    sinks = "sinks" in problem.uses
+    sinks = "sinks" in problem.enabled_options
     for launch in forward_launches(problem, context):
         yield launch.key
     for deterministic in (False, True):

@@ -13,7 +13,7 @@ from tileattn.kernels.config.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
     HOPPER_BACKWARDS,
-    HOPPER_FINISH,
+    HOPPER_DQ_CONVERT,
     HOPPER_WIDE,
 )
 from tileattn.kernels.config.key import KernelKey
@@ -72,7 +72,7 @@ def test_shared_memory_that_differs_from_the_launch(kernel: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_source(arch: str) -> None:
     sources = {source.stem for source in SOURCES.glob("*.cu")}
-    others = set() if arch == "sm_90a" else {HOPPER, *HOPPER_BACKWARDS, HOPPER_FINISH}
+    others = set() if arch == "sm_90a" else {HOPPER, *HOPPER_BACKWARDS, HOPPER_DQ_CONVERT}
     assert {key.kernel for a, key in CASES if a == arch} == sources - others
 
 

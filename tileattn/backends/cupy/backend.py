@@ -5,13 +5,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tileattn.backends.buffers import span
+from tileattn.backends.buffers import byte_bounds
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.block_sparse import mask_addresses
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
 from tileattn.backends.protocol import Explanation, takes_workspace
-from tileattn.dispatch import PreparedCall
+from tileattn.call_cache import PreparedCall
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
 from tileattn.kernels.launch.plan import plan_backward, plan_forward
 from tileattn.problem import Operands, Problem
@@ -19,7 +19,7 @@ from tileattn.results import Attention, Gradients
 
 _REMEDY = (
     "where there is one, it needs a driver from 580 on, or for older ones "
-    "pip install 'tileattn[cuda12]'; backend='numpy' needs none"
+    "pip install 'cupy-cuda12x[ctk]'; backend='numpy' needs none"
 )
 
 # Kernels add positions, FAR of src/mask.cuh and the sides of a tile in 32 bits.
@@ -57,7 +57,10 @@ class CupyBackend:
         return (CupyCall if type(self) is CupyBackend else PreparedCall)(self, problem)
 
     def forward(self, problem: Problem, operands: Operands, out: Any | None) -> Attention:
-        """Compute attention on CuPy's current device; raise ValueError for arrays on another."""
+        """Compute attention on CuPy's current device; raise ValueError for arrays on another.
+
+        Not on the path of ``tileattn.forward``, which calls `CupyCall.forward`.
+        """
         return CupyCall(self, problem).forward(operands, out)
 
     @takes_workspace
@@ -102,7 +105,8 @@ class CupyCall(PreparedCall):
         lse = cupy.ndarray((P.B, P.Hq, P.Nq), P.accum_dtype)
         arrays = inputs_of(P, operands) | {"out": result, "lse": lse}
         # All memory is there and all kernels are loaded before the first byte of out is written.
-        executable, device = self._run(arrays, operands)
+        executable, addresses, device = self._executable(arrays, operands)
+        executable.run(addresses, arrays, device)
         plain = len(arrays) == 5 and P.ndim == 4 and operands.block_mask is None
         if plain and executable.is_complete and not executable.plan.workspace.nbytes:
             rows = operands.q, operands.k, operands.v, result
@@ -135,19 +139,16 @@ class CupyCall(PreparedCall):
             arrays["dbias"] = dbias = cupy.zeros(bias.shape, bias.dtype)
         if sinks is not None:
             arrays["dsinks"] = dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
-        self._run(arrays, operands, deterministic, workspace)
+        executable, addresses, device = self._executable(arrays, operands, deterministic)
+        executable.run(addresses, arrays, device, workspace)
         return Gradients(dq, dk, dv, dbias, dsinks)
 
-    def _run(
-        self,
-        arrays: Mapping[str, Any],
-        operands: Operands,
-        deterministic: bool | None = None,
-        workspace: Any | None = None,
-    ) -> tuple[Executable, int]:
-        """Run the backward pass, or the forward one where ``deterministic`` is None.
+    def _executable(
+        self, arrays: Mapping[str, Any], operands: Operands, deterministic: bool | None = None
+    ) -> tuple[Executable, dict[str, int], int]:
+        """Find or make what runs a pass: backward, or forward if ``deterministic`` is None.
 
-        Returns what has run, and the device.
+        Returns it with the addresses of the arrays and the device.
         """
         import cupy
 
@@ -170,8 +171,7 @@ class CupyCall(PreparedCall):
             executable = Executable(plan, tuple(addresses))
             if executable.is_complete:
                 self._executables[key] = executable
-        executable.run(addresses, arrays, device, workspace)
-        return executable, device
+        return executable, addresses, device
 
 
 class CachedForward:
@@ -192,7 +192,7 @@ class CachedForward:
         self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
         self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
         self._lse = (P.B, P.Hq, P.Nq), P.accum_dtype
-        *self._spans, self._span = map(span, arrays)
+        *self._bounds, self._out_bounds = map(byte_bounds, arrays)
 
     def __call__(self, q: Any, k: Any, v: Any, out: Any | None) -> Attention | None:
         """Run it; None where an array, or the current device, is not where the plan needs it."""
@@ -215,9 +215,9 @@ class CachedForward:
 
     def _overlaps(self, at_out: int, inputs: tuple[int, ...]) -> bool:
         """Whether out may share memory with an input: then validation must look closely."""
-        first, past = self._span
+        first, past = self._out_bounds
         first, past = at_out + first, at_out + past
-        for at, (lo, hi) in zip(inputs, self._spans, strict=True):
+        for at, (lo, hi) in zip(inputs, self._bounds, strict=True):
             if at + lo < past and first < at + hi:
                 return True
         return False
@@ -238,7 +238,10 @@ def _unavailable() -> str | None:
     try:
         import cupy
     except ImportError:
-        return "CuPy is not installed: pip install 'tileattn[cuda13]' (or [cuda12])"
+        return (
+            "CuPy is not installed: pip install 'cupy-cuda13x[ctk]' (or 'cupy-cuda12x[ctk]' for "
+            "drivers before 580)"
+        )
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:

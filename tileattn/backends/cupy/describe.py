@@ -38,7 +38,7 @@ def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
         arrays["kv_lengths"] = x.kv_lengths
     if type(x.q_offset) is not np.ndarray:
         arrays["q_offset"] = x.q_offset
-    if problem.uses:
+    if problem.enabled_options:
         options = {"alibi_slopes": x.alibi_slopes, "sinks": x.sinks, "mask": x.mask, "bias": x.bias}
         arrays |= {name: array for name, array in options.items() if array is not None}
     return arrays

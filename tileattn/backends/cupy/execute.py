@@ -67,40 +67,37 @@ class Executable:
         may have to be copied. A workspace takes the place of CuPy's pool; ValueError where it is
         too small, or on another device.
         """
-        needed = self.plan.workspace
+        needed, copies_out = self.plan.workspace, []
         if workspace is None and not needed.nbytes:
-            self._start_at({**addresses, **dict.fromkeys(needed.starts, 0)})
-            return
-        import cupy
+            places = {**addresses, **dict.fromkeys(needed.starts, 0)}
+        else:
+            import cupy
 
-        memory = cupy.cuda.alloc(needed.nbytes) if workspace is None else workspace.data
-        if workspace is not None:
-            _ensure_fits(workspace, needed.nbytes, device)
-        starts, at = needed.starts, memory.ptr
+            memory = cupy.cuda.alloc(needed.nbytes) if workspace is None else workspace.data
+            if workspace is not None:
+                _ensure_fits(workspace, needed.nbytes, device)
+            starts, at = needed.starts, memory.ptr
 
-        def copies(of: Mapping[str, ArrayLayout]) -> list[tuple[Any, Any]]:
-            """Pair each contiguous copy with the caller's array."""
-            return [
-                (cupy.ndarray(x.shape, np.dtype(x.dtype), memory + starts[name]), arrays[name])
-                for name, x in of.items()
-            ]
+            def copies(of: Mapping[str, ArrayLayout]) -> list[tuple[Any, Any]]:
+                """Pair each contiguous copy with the caller's array."""
+                return [
+                    (cupy.ndarray(x.shape, np.dtype(x.dtype), memory + starts[name]), arrays[name])
+                    for name, x in of.items()
+                ]
 
-        copies_in, copies_out = copies(self.plan.copies_in), copies(self.plan.copies_out)
-        for copy, x in copies_in:
-            cupy.copyto(copy, x, casting="unsafe")
-        if needed.zeros < needed.nbytes:
-            nbytes, stream = needed.nbytes - needed.zeros, current_stream().ptr
-            cupy.cuda.runtime.memsetAsync(at + needed.zeros, 0, nbytes, stream)
-        self._start_at({**addresses, **{name: at + start for name, start in starts.items()}})
-        for copy, x in copies_out:
-            cupy.copyto(x, copy, casting="unsafe")
-
-    def _start_at(self, addresses: Mapping[str, int]) -> None:
-        """Start the kernels, given the addresses of all arrays and parts by name."""
+            copies_in, copies_out = copies(self.plan.copies_in), copies(self.plan.copies_out)
+            for copy, x in copies_in:
+                cupy.copyto(copy, x, casting="unsafe")
+            if needed.zeros < needed.nbytes:
+                nbytes, stream = needed.nbytes - needed.zeros, current_stream().ptr
+                cupy.cuda.runtime.memsetAsync(at + needed.zeros, 0, nbytes, stream)
+            places = {**addresses, **{name: at + start for name, start in starts.items()}}
         pointers = self._pointers.copy()
         for name, slot in self._slots:
-            pointers[slot] = addresses[name]
+            pointers[slot] = places[name]
         self.start(pointers)
+        for copy, x in copies_out:
+            cupy.copyto(x, copy, casting="unsafe")
 
     def start(self, pointers: Sequence[int]) -> None:
         """Start the kernels alone, given the addresses that the parameter block begins with."""
@@ -147,7 +144,7 @@ def _uploaded(x: Constant) -> Any:
 
 
 def _ensure_fits(workspace: Any, nbytes: int, device: int) -> None:
-    """Raise ValueError where a workspace is on another device, or too small."""
+    """Raise ValueError if a workspace is on another device, or too small."""
     if workspace.data.device_id != device:
         refuse_device("workspace", workspace.data.device_id, device)
     if workspace.nbytes < nbytes:

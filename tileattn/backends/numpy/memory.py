@@ -15,7 +15,7 @@ from tileattn.algorithm.heads import HeadGroup
 from tileattn.algorithm.memory import Memory, Operand, RowConstant
 from tileattn.algorithm.softmax import RowState, finite, masked_matmul
 from tileattn.algorithm.tile_mask import TileMask
-from tileattn.backends.numpy.bounds import has_small_scores
+from tileattn.backends.numpy.small_scores import has_small_scores
 from tileattn.traffic import record
 
 Array = NDArray[Any]

@@ -22,7 +22,7 @@ from tileattn.backends.numpy.memory import Scratch
 def worker_count() -> int:
     """Threads that share the work: ``TILEATTN_NUM_THREADS``, or the cores this process may use."""
     wanted = os.environ.get("TILEATTN_NUM_THREADS")
-    if wanted is not None:
+    if wanted:
         if not wanted.isdigit() or int(wanted) < 1:
             raise ValueError(f"TILEATTN_NUM_THREADS is {wanted!r}; a positive integer is accepted")
         return int(wanted)

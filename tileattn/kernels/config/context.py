@@ -40,7 +40,7 @@ class KernelLaunch(NamedTuple):
 
 def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
     """Fields of a key that say which options are enabled; ``bias`` is its element type."""
-    uses = problem.uses
+    uses = problem.enabled_options
     return {
         "bias": bias,
         "softcap": "softcap" in uses,
@@ -55,7 +55,7 @@ def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
 def folds_scale(problem: Problem) -> bool:
     """Whether kernels hold ``q @ k.T`` for scores, and scale in the exponent."""
     modifiers = {"softcap", "alibi_slopes", "bias"}
-    return problem.uses.isdisjoint(modifiers) and problem.scale > 0
+    return problem.enabled_options.isdisjoint(modifiers) and problem.scale > 0
 
 
 def padded_rows(queries: int) -> int:

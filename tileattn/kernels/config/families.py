@@ -24,7 +24,7 @@ class KernelFamily(Protocol):
 
     NAME: str
 
-    def why_not(self, problem: Problem, context: LaunchContext, kind: str) -> str | None:
+    def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:
         """Why the family does not support a pass, ``"forward"`` or ``"backward"``, if so."""
 
     def forward(
@@ -54,7 +54,7 @@ def backward_launches(
 ) -> tuple[KernelLaunch, ...]:
     """List what the backward pass launches; ``deterministic`` sums dq in a fixed order.
 
-    Where a key has ``add_dq``, dq is summed in an array of zeros.
+    If a key has ``add_dq``, dq is summed in an array of zeros.
     """
     P = problem
     queries, keys = P.B * P.Hq * P.Nq, P.B * P.Hkv * P.Nk
@@ -64,10 +64,10 @@ def backward_launches(
     if queries:
         before.append(_rows(P, context))
     if queries and keys:
-        before.append(generic.renormalise_pass(P, context))
+        before.append(generic.large_scores_launch(P, context))
     after = []
     if context.bias and queries * P.Nk and not any(launch.key.write_dbias for launch in own):
-        after.append(generic.bias_pass(P, context))
+        after.append(generic.dbias_launch(P, context))
     if sinks and P.Hq:
         key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS)
         after.append(KernelLaunch(key, P.Hq))
@@ -75,12 +75,12 @@ def backward_launches(
 
 
 def _supporting(
-    problem: Problem, context: LaunchContext, kind: str
+    problem: Problem, context: LaunchContext, direction: str
 ) -> tuple[KernelFamily, str | None]:
     """Give the first family that supports a pass, and why the one before does not."""
     refusal = None
     for family in FAMILIES:
-        why = family.why_not(problem, context, kind)
+        why = family.why_not(problem, context, direction)
         if why is None:
             break
         refusal = why

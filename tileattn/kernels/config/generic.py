@@ -1,6 +1,6 @@
 """The generic kernels (mma.sync): every problem, on every GPU.
 
-Where no tile fits in shared memory, naive kernels take the place of the tiled ones, row by row.
+If no tile fits in shared memory, naive kernels take the place of the tiled ones, row by row.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ _REPAIRS = (
 )
 
 
-def why_not(problem: Problem, context: LaunchContext, kind: str) -> str | None:  # noqa: ARG001 - the family's interface
+def why_not(problem: Problem, context: LaunchContext, direction: str) -> str | None:  # noqa: ARG001 - the family's interface
     """Why the family does not support a pass: it supports every one."""
     return None
 
@@ -64,17 +64,17 @@ def backward(
     """
     P = problem
     if not P.B * P.Hkv * P.Nk:
-        return (queries_pass(P, context),) if P.B * P.Hq * P.Nq else ()
-    keys = keys_pass(P, context, add_dq=not deterministic)
+        return (dq_launch(P, context),) if P.B * P.Hq * P.Nq else ()
+    dkdv = dkdv_launch(P, context, add_dq=not deterministic)
     if not P.B * P.Hq * P.Nq:
-        return (keys,)
-    queries = queries_pass(P, context)
-    if not keys.key.add_dq:
-        return keys, queries
-    return keys, _finish(P, keys.key), repairing(queries, context, NON_FINITE | LARGE)
+        return (dkdv,)
+    dq = dq_launch(P, context)
+    if not dkdv.key.add_dq:
+        return dkdv, dq
+    return dkdv, _dq_convert(P, dkdv.key), repairing(dq, context, NON_FINITE | LARGE)
 
 
-def keys_pass(problem: Problem, context: LaunchContext, *, add_dq: bool) -> KernelLaunch:
+def dkdv_launch(problem: Problem, context: LaunchContext, *, add_dq: bool) -> KernelLaunch:
     """Launch the kernel over keys; ``add_dq`` where it can, and there are queries."""
     P, (key, shared_bytes, why) = problem, configure("backward_dkdv", problem, context)
     if key.kernel != "backward_dkdv":
@@ -85,7 +85,7 @@ def keys_pass(problem: Problem, context: LaunchContext, *, add_dq: bool) -> Kern
     return KernelLaunch(key, P.B * P.Hkv * -(-P.Nk // key.block_k), shared_bytes, why)
 
 
-def queries_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
+def dq_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel over queries, which computes dq."""
     P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context)
     if key.kernel != "backward_dq":
@@ -93,7 +93,7 @@ def queries_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
     return KernelLaunch(key, P.B * P.Hq * -(-P.Nq // key.block_q), shared_bytes, why)
 
 
-def renormalise_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
+def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel that recomputes lse from the scores, bit for bit, that dq is made from."""
     P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context)
     if key.kernel != "backward_dq":
@@ -104,7 +104,7 @@ def renormalise_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
     return repairing(KernelLaunch(replace(key, dropout=False), grid, shared_bytes), context, LARGE)
 
 
-def bias_pass(problem: Problem, context: LaunchContext) -> KernelLaunch:
+def dbias_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel that sums dbias over the axes along which the bias is broadcast."""
     P, (key, shared_bytes, why) = problem, configure("backward_dbias", problem, context)
     b, h, rows, columns = context.bias_shape
@@ -149,7 +149,7 @@ def configure(
     return key, 0, why
 
 
-def _finish(P: Problem, key: KernelKey) -> KernelLaunch:
+def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
     """Launch the kernel that rounds the sums of dq of one over keys."""
     key = replace(key, kernel="backward_dq_convert", warps_m=ROW_WARPS, warps_n=1, producer_warps=0)
     rows = rows_of_block(key, key.head_dim)

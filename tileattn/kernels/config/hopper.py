@@ -27,7 +27,7 @@ from tileattn.problem import Problem
 NAME = "Hopper"
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
-HOPPER_FINISH = "backward_dq_convert_sm90"
+HOPPER_DQ_CONVERT = "backward_dq_convert_sm90"
 HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_WIDE)
 
 # Head-dimension buckets of the backward kernels: the wide one where either dimension needs it.
@@ -39,7 +39,7 @@ _PADDED = 1.02  # at most, keys of all wide tiles over keys
 _MASKED_ROWS = 128  # at most, queries of a tile under a block mask
 
 _SUPPORTED = "wgmma and tensor maps"
-_FINISH = "one thread block for each tile of dq"
+_DQ_CONVERT = "one thread block for each tile of dq"
 _NAN_SAFE = "for heads with something not finite; mostly there are none, and it returns at once"
 
 _Clause = tuple[str, Callable[[Problem, LaunchContext], bool]]
@@ -49,8 +49,8 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
     ("the GPU is not of compute capability 9.0", lambda _, context: context.arch != "sm_90a"),
     ("dtype is neither float16 nor bfloat16", lambda P, _: P.dtype.itemsize != 2),
     (f"a head dimension is above {MAX_HEAD_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM),
-    ("bias is in use", lambda P, _: "bias" in P.uses),
-    ("mask is in use", lambda P, _: "mask" in P.uses),
+    ("bias is in use", lambda P, _: "bias" in P.enabled_options),
+    ("mask is in use", lambda P, _: "mask" in P.enabled_options),
     ("dropout is in use", lambda P, _: P.dropout_p > 0),
     ("an array is empty", lambda P, _: 0 in (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, P.D, P.Dv)),
     (
@@ -67,14 +67,14 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
 )
 _UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
     *_UNSUPPORTED,
-    ("block_mask is in use", lambda P, _: "block_mask" in P.uses),
+    ("block_mask is in use", lambda P, _: "block_mask" in P.enabled_options),
     ("the head dimension of q and k is no multiple of 8", lambda P, _: P.D % 8 > 0),
 )
 
 
-def why_not(problem: Problem, context: LaunchContext, kind: str) -> str | None:
+def why_not(problem: Problem, context: LaunchContext, direction: str) -> str | None:
     """Why the family does not support a pass, ``"forward"`` or ``"backward"``; None if it does."""
-    clauses = _UNSUPPORTED if kind == "forward" else _UNSUPPORTED_BACKWARD
+    clauses = _UNSUPPORTED if direction == "forward" else _UNSUPPORTED_BACKWARD
     return next((why for why, holds in clauses if holds(problem, context)), None)
 
 
@@ -94,15 +94,15 @@ def forward(
 def forward_tile(problem: Problem) -> TileSize:
     """Pick the forward tiles, of those that fit.
 
-    Where a diagonal cuts few keys, small tiles waste less of what it masks out (measured). Wide
+    If a diagonal cuts few keys, small tiles waste less of what it masks out (measured). Wide
     tiles are faster without a mask and without score modifiers, where keys fill the last one
     (measured); with score modifiers their registers spill. Under a block mask tiles have no more
     queries than its blocks mostly have.
     """
     P = problem
     dim, value = bucket(P.D), bucket(P.Dv)
-    masked = "block_mask" in P.uses
-    plain = P.uses.isdisjoint({"softcap", "alibi_slopes"}) and not masked
+    masked = "block_mask" in P.enabled_options
+    plain = P.enabled_options.isdisjoint({"softcap", "alibi_slopes"}) and not masked
     uncut = P.window == (None, None) and plain
 
     def suits(tile: TileSize) -> bool:
@@ -131,7 +131,7 @@ def backward(
     )
     dim, value = (next(n for n in _BACKWARD_BUCKETS[kernel] if x <= n) for x in (P.D, P.Dv))
     tiles = candidates(kernel, P.dtype.itemsize, max(dim, value))
-    tile = tiles[0 if P.uses.isdisjoint({"softcap", "alibi_slopes"}) else -1]
+    tile = tiles[0 if P.enabled_options.isdisjoint({"softcap", "alibi_slopes"}) else -1]
     key = _key(kernel, P, dim, value, tile, hopper_backward_bytes(tile, dim, value))
     key = replace(key, add_dq=True)
     # The kernel is persistent: a thread block takes one key block after the other.
@@ -142,9 +142,9 @@ def backward(
     # A softcap where it is flat masks a gradient of NaN: the NaN-safe kernel does not know of it.
     safe = () if key.softcap else (_nan_safe(own),)
     left = LARGE | FAILED | (0 if safe else NON_FINITE)
-    others = generic.keys_pass(P, context, add_dq=False), generic.queries_pass(P, context)
+    others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
     repairs = (generic.repairing(launch, context, left) for launch in others)
-    return own, *safe, _finish(P, key), *repairs
+    return own, *safe, _dq_convert(P, key), *repairs
 
 
 def _nan_safe(own: KernelLaunch) -> KernelLaunch:
@@ -159,11 +159,11 @@ def _nan_safe(own: KernelLaunch) -> KernelLaunch:
     return own._replace(key=key, shared_bytes=shared, why=_NAN_SAFE)
 
 
-def _finish(P: Problem, key: KernelKey) -> KernelLaunch:
+def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
     """Launch the kernel that rounds the sums of dq, and undoes the order that they lie in."""
     sizes = key.head_dim, key.value_dim, key.block_q
-    finish = KernelKey(HOPPER_FINISH, key.dtype, *sizes, warps_m=ROW_WARPS)
-    return KernelLaunch(finish, P.B * P.Hq * -(-P.Nq // key.block_q), why=_FINISH)
+    convert = KernelKey(HOPPER_DQ_CONVERT, key.dtype, *sizes, warps_m=ROW_WARPS)
+    return KernelLaunch(convert, P.B * P.Hq * -(-P.Nq // key.block_q), why=_DQ_CONVERT)
 
 
 def _key(kernel: str, P: Problem, dim: int, value: int, tile: TileSize, shared: int) -> KernelKey:

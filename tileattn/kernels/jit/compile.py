@@ -31,8 +31,8 @@ TROUBLE: tuple[str, ...] = ()
 """Definitions that tools/stress_gpu.py adds before the first kernel is loaded."""
 
 _INSTALL = (
-    "pip install 'tileattn[cuda13]' brings CuPy and NVRTC for drivers from 580 on, "
-    "'tileattn[cuda12]' for older ones"
+    "pip install 'cupy-cuda13x[ctk]' brings CuPy and NVRTC for drivers from 580 on, "
+    "'cupy-cuda12x[ctk]' for older ones"
 )
 
 _END = 1 << 16  # bytes that are read at either end of a library
@@ -109,7 +109,7 @@ def best_arch(capability: tuple[int, int], known: Iterable[int]) -> str:
         needs = "the kernels need 7.5 (Turing) or newer; backend='numpy' needs no GPU"
         if number >= 75:
             needs = (
-                "this CUDA supports newer ones only; pip install 'tileattn[cuda12]' brings another"
+                "this CUDA supports newer ones only; pip install 'cupy-cuda12x[ctk]' brings another"
             )
         raise BackendUnavailableError(f"the GPU has compute capability {number / 10}: {needs}")
     if best == number == 90:

@@ -144,7 +144,7 @@ def _placed(key: KernelKey, arch: str, made: Compiled, device: int) -> Kernel:
             raise BackendUnavailableError(
                 f"the driver of GPU {device} does not take what {compiler_name()} made for {arch} "
                 f"({error}); install a newer driver, or CuPy for the CUDA of this one: "
-                "pip install 'tileattn[cuda12]'"
+                "pip install 'cupy-cuda12x[ctk]'"
             ) from error
         function = module.get_function(key.kernel)
         resources = (

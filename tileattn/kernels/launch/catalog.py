@@ -27,9 +27,9 @@ def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> l
     return list(found)
 
 
-def problem_of(dtype: str, dim: int, uses: Iterable[str] = ()) -> Problem:
+def problem_of(dtype: str, dim: int, enabled_options: Iterable[str] = ()) -> Problem:
     """Make a problem of one query and two keys that needs the kernels for some options."""
-    names = frozenset(uses)
+    names = frozenset(enabled_options)
     kind = NAMED[dtype]
     softcap, dropped = (1.0 if "softcap" in names else None), float("dropout_p" in names) / 2
     return Problem(

@@ -83,12 +83,12 @@ class CallLayout:
         """Add arrays, or replace those of the same name."""
         return replace(self, arrays=tuple((dict(self.arrays) | more).items()))
 
-    def with_contiguous_results(self, problem: Problem, kind: str) -> "CallLayout":
+    def with_contiguous_results(self, problem: Problem, direction: str) -> "CallLayout":
         """Add what a pass reads or writes besides the inputs, as `forward` and `backward` do."""
         P, dtype, accum = problem, problem.dtype.name, problem.accum_dtype.name
         more = {"out": contiguous((P.B, P.Hq, P.Nq, P.Dv), dtype)}
         more["lse"] = contiguous((P.B, P.Hq, P.Nq), accum)
-        if kind == "backward":
+        if direction == "backward":
             more["dout"] = more["out"]
             more["dq"] = contiguous((P.B, P.Hq, P.Nq, P.D), dtype)
             more["dk"] = contiguous((P.B, P.Hkv, P.Nk, P.D), dtype)

@@ -1,6 +1,6 @@
 """The tile scheduler of persistent kernels: decided on the host.
 
-A persistent kernel takes work tiles by their numbers. Where they differ in length, some SMs then
+A persistent kernel takes work tiles by their numbers. If they differ in length, some SMs then
 get up to a fifth more than the mean; an LPT assignment, the longest tile first, evens that out.
 """
 

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def require_array(name: str, x: Any) -> None:
-    """Raise TypeError where an argument is no array, or one whose mask would be lost."""
+    """Raise TypeError if an argument is no array, or one whose mask would be lost."""
     if not hasattr(x, "dtype") or not hasattr(x, "strides"):
         raise TypeError(
             f"{name} is {type(x).__name__}; a NumPy or CuPy array is accepted "
@@ -16,7 +16,7 @@ def require_array(name: str, x: Any) -> None:
 
 
 def refuse_masked(name: str, x: Any) -> None:
-    """Raise TypeError where an argument is a masked array: what it masks would be used."""
+    """Raise TypeError if an argument is a masked array: what it masks would be used."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is numpy.ma.MaskedArray, whose mask would be lost; its filled() makes a plain "

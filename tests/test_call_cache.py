@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tileattn import BlockMask
-from tileattn.dispatch import MOST, CallCache, PreparedCall, ValidCall, signature
+from tileattn.call_cache import MOST, CallCache, PreparedCall, signature
 
 
 def array(shape: tuple[int, ...] = (2, 3, 5, 8), dtype: Any = np.float32, step: int = 1) -> Any:
@@ -126,7 +126,7 @@ def test_a_block_mask_is_not_kept_alive() -> None:
 
 def test_the_cache_is_bounded() -> None:
     calls = CallCache()
-    made = [ValidCall(PreparedCall(n, None), None, None) for n in range(MOST + 3)]  # type: ignore[arg-type]  # nobody looks at the problem
+    made = [PreparedCall(n, None) for n in range(MOST + 3)]  # type: ignore[arg-type]  # nobody looks at the problem
     for n, call in enumerate(made):
         calls.keep(n, call)
         assert calls[n] is call

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -20,17 +20,34 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 class PreparedCall:
     """The calls of one signature: one problem, and arrays of one layout.
 
-    A backend that has a method ``prepare(problem)`` returns a subclass from it, and may keep there
-    what it has worked out. Where it sets ``cached_launch``, that takes q, k, v and out as
+    A backend that has a method ``prepare(problem)`` returns a new one of a subclass, and may keep
+    there what it has worked out. If it sets ``cached_launch``, that takes q, k, v and out as
     ``tileattn.forward`` does, and runs the whole call without looking at anything again, or returns
     None where it cannot.
     """
 
     cached_launch: Callable[[Any, Any, Any, Any], Attention | None] | None = None
 
+    # The same in all calls of the signature; None where they are on the device.
+    kv_lengths: Any = None
+    q_offset: Any = None
+
     def __init__(self, backend: Any, problem: Problem) -> None:
         self.backend = backend
         self.problem = problem
+
+    def operands(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Operands:
+        """View the arrays of a call with all four axes."""
+        lengths, offset = self.kv_lengths, self.q_offset
+        if lengths is None:
+            lengths = options["kv_lengths"].astype(np.int64, copy=False)
+        if offset is None:
+            offset = options.get("q_offset")
+            if offset is None:
+                offset = lengths - self.problem.Nq
+            else:
+                offset = offset.astype(np.int64, copy=False)
+        return operands_of(q, k, v, lengths, offset, options=options)
 
     def forward(self, operands: Operands, out: Any | None) -> Attention:
         result: Attention = self.backend.forward(self.problem, operands, out)
@@ -52,31 +69,10 @@ class PreparedCall:
         return result
 
 
-class ValidCall(NamedTuple):
-    """What is known of the calls of one signature; None for lengths and offsets on the device."""
-
-    prepared: PreparedCall
-    kv_lengths: Any
-    q_offset: Any
-
-    def operands(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Operands:
-        """View the arrays of a call with all four axes."""
-        lengths, offset = self.kv_lengths, self.q_offset
-        if lengths is None:
-            lengths = options["kv_lengths"].astype(np.int64, copy=False)
-        if offset is None:
-            offset = options.get("q_offset")
-            if offset is None:
-                offset = lengths - self.prepared.problem.Nq
-            else:
-                offset = offset.astype(np.int64, copy=False)
-        return operands_of(q, k, v, lengths, offset, options=options)
-
-
-class CallCache(dict[Any, ValidCall]):
+class CallCache(dict[Any, PreparedCall]):
     """Valid calls by signature, emptied when it is full; single steps are safe among threads."""
 
-    def keep(self, key: Any, call: ValidCall) -> None:
+    def keep(self, key: Any, call: PreparedCall) -> None:
         if len(self) >= MOST:
             self.clear()
         self[key] = call
@@ -86,20 +82,20 @@ CALLS = CallCache()
 """The calls of this process; a new backend may change what is valid, and empties it."""
 
 
-def valid_call(backend: Any, problem: Problem, operands: Operands) -> ValidCall:
+def prepared_call(backend: Any, problem: Problem, operands: Operands) -> PreparedCall:
     """Make the entry of a call that was found valid."""
     prepare = getattr(backend, "prepare", None)
-    prepared = PreparedCall(backend, problem) if prepare is None else prepare(problem)
-    lengths, offset = (
-        x if isinstance(x, np.ndarray) else None for x in (operands.kv_lengths, operands.q_offset)
-    )
-    return ValidCall(prepared, lengths, offset)
+    call: PreparedCall = PreparedCall(backend, problem) if prepare is None else prepare(problem)
+    lengths, offset = operands.kv_lengths, operands.q_offset
+    call.kv_lengths = lengths if isinstance(lengths, np.ndarray) else None
+    call.q_offset = offset if isinstance(offset, np.ndarray) else None
+    return call
 
 
 def _default() -> Any:
     """Look up ``TILEATTN_BACKEND``.
 
-    Where it is absent ``os.environ.get`` takes a microsecond, a seventh of a repeated call.
+    If it is absent ``os.environ.get`` takes a microsecond, a seventh of a repeated call.
     """
     try:
         return os.environ._data.get(_VARIABLE)  # type: ignore[attr-defined]  # CPython's own

@@ -32,9 +32,9 @@ def has_small_scores(heads: HeadGroup) -> bool | Array:
 
     Notes
     -----
-    By Cauchy and Schwarz, ``|scale * q . k| <= |scale| * max |q| * max |k|``. Only rows and keys in
-    reach of each other count, so that what nobody attends to cannot change a bit of the result. The
-    values count because ``acc`` is not yet divided.
+    By the Cauchy-Schwarz inequality, ``|scale * q . k| <= |scale| * max |q| * max |k|``. Only rows
+    and keys in reach of each other count, so that what nobody attends to cannot change a bit of the
+    result. The values count because ``acc`` is not yet divided.
     """
     mask, window = heads.mask, heads.mask.window
     if window.Nq < _MIN_QUERIES or window.Nq * mask.Nk <= SMALL:
