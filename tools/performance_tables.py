@@ -63,7 +63,7 @@ FORMATS = {
     **dict.fromkeys(("tflops", "deterministic", "gbytes_per_second"), ".0f"),
 }
 COLUMNS = {
-    "options": "pass N option ms bytes_ms overhead_percent beyond_bytes_percent",
+    "options": "pass N causal option ms bytes_ms overhead_percent beyond_bytes_percent",
     "sparse": "pass N case density ms speedup",
     "host": "pass N implementation launch_overhead_us",
     "ceilings": "ceiling dtype tflops gbytes_per_second",

@@ -15,6 +15,7 @@ import tileattn
 from tests.arrays import Array, Given, normal
 from tests.on_gpu import host, needs_gpu, poisoned, sent
 from tileattn.reference import Forward, evaluate_backward, evaluate_forward
+from tileattn.testing import assert_attention_close, error_bound
 from tileattn.testing.rounding import backward_floors, forward_floors, norm, storing, summing
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
@@ -251,3 +252,19 @@ def test_a_logsumexp_of_more_keys_than_these(dtype: Any, deterministic: bool) ->
     }
     # Of these keys alone nobody knows the weight but by the logsumexp, which was rounded.
     hold(given, found, {}, of_lse=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_sinks_without_keys(dtype: Any) -> None:
+    """No kernel looks for the row maximum then: it is that of the sinks alone."""
+    q, k, v, dout = drawn(dtype, Nk=0)
+    dlse = np.ones(q.shape[:3], np.float64 if dtype == np.float64 else np.float32)
+    options: dict[str, Any] = {"sinks": np.array([-1e4, 30.0], dtype)}
+    expected = tileattn.reference.backward(dout, q, k, v, dlse=dlse, **options)
+    there = {name: sent(x) for name, x in options.items()}
+    x, y, z, upstream = map(sent, (q, k, v, dout))
+    with poisoned():
+        out, lse = tileattn.forward(x, y, z, **there)
+        grads = tileattn.backward(upstream, x, y, z, out, lse, dlse=sent(dlse), **there)
+    bounds = error_bound(q, k, v, dout, dlse=dlse, **options)
+    assert_attention_close(host(grads), expected, bounds)

@@ -1,5 +1,5 @@
 // Before the backward pass: delta = rowsum(dO * O) - dlse, and the logsumexp of base 2, 0 in place
-// of -infinity. A few lanes take each query. Mirrors prepare in spec.py. Rows of a head
+// of -infinity. A few lanes take each query. Mirrors preprocess in spec.py. Rows of a head
 // are padded to whole blocks of queries, so that those are loaded without bounds checks. Heads are
 // flagged here: the statistics of the others are finite, and exact enough for P.
 #include "rows.cuh"
@@ -59,5 +59,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     if (threadIdx.x % LANES || last < row) return;
     static_cast<Accum*>(p.delta)[row] = delta;
     static_cast<Accum*>(p.lse_log2)[row] = lse_log2;
-    if (i >= p.Nq) static_cast<Accum*>(p.row_max)[row] = 0;
+    // backward_large_scores replaces it, if there are keys at all.
+    static_cast<Accum*>(p.row_max)[row] = 0;
 }
