@@ -13,6 +13,7 @@ from tileattn.problem import Problem
 
 _BUILT_IN = {
     "numpy": "tileattn.backends.numpy.backend:NumpyBackend",
+    "llvm": "tileattn.backends.llvm.backend:LlvmBackend",
     "cupy": "tileattn.backends.cupy.backend:CupyBackend",
 }
 _loaded: dict[str, Backend] = {}
@@ -133,9 +134,8 @@ def _owner(arrays: dict[str, Any]) -> Backend:
     for name in names():
         if get(name).owns(x):
             return get(name)
-    raise TypeError(
-        f"{key} is {_kind(x)}; arrays of {' or '.join(names())} are accepted; {_remedy(x)}"
-    )
+    libraries = " or ".join(name for name in names() if name != "llvm")  # which takes NumPy's
+    raise TypeError(f"{key} is {_kind(x)}; arrays of {libraries} are accepted; {_remedy(x)}")
 
 
 def _kind(x: Any) -> str:

@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import cache
 from queue import SimpleQueue
@@ -57,6 +57,14 @@ def run(tasks: Sequence[Callable[[], None]], parallel: bool = True) -> None:
         work.run()
     if work.failures:
         raise work.cause()
+
+
+def start(task: Callable[[], None], count: int) -> list[Future[None]]:
+    """Have so many workers run a task, as many as there are threads for; none is waited for."""
+    started: list[Future[None]] = []
+    with suppress(RuntimeError):  # the interpreter shuts down, or there is no thread to be had
+        started.extend(_pool().submit(task) for _ in range(count))
+    return started
 
 
 def _run_here(tasks: Sequence[Callable[[], None]]) -> None:

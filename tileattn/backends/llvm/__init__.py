@@ -1,0 +1,1 @@
+"""NumPy arrays on kernels that LLVM compiles for this CPU."""

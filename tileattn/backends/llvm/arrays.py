@@ -1,0 +1,77 @@
+"""The arrays of a call as the kernels for CPUs read and write them."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.kernels.launch.block_sparse import once, partial_blocks
+from tileattn.problem import Operands, Problem
+
+Array = NDArray[Any]
+
+BIAS_OF_BLOCKS, BIAS_OF_ROWS, BIAS_OF_KEYS = 1, 2, 3
+"""How the gradient of a bias is summed, as in ``kernels/llvm/backward.py``."""
+
+
+def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
+    """Give the arrays that both passes read, by the name of their field."""
+    arrays = {name: contiguous(getattr(x, name)) for name in ("q", "k", "v")}
+    for name in ("kv_lengths", "q_offset"):
+        arrays[name] = np.ascontiguousarray(getattr(x, name), np.int64)
+    if x.bias is not None:
+        arrays["bias"] = x.bias if x.bias.flags.aligned else x.bias.copy()
+    if x.mask is not None:
+        arrays["mask"] = x.mask
+    mask = x.block_mask
+    if mask is not None:
+        arrays["block_kinds"], arrays["block_bits"] = once(
+            mask, "partial", lambda: partial_blocks(mask)
+        )
+    for name in ("alibi_slopes", "sinks"):
+        if getattr(x, name) is not None:
+            arrays[name] = np.ascontiguousarray(getattr(x, name), P.accum_dtype)
+    return arrays
+
+
+def block_sizes(x: Operands) -> dict[str, int]:
+    """Give the block size of the block mask, if there is one."""
+    size = () if x.block_mask is None else x.block_mask.block_size
+    return dict(zip(("block_q", "block_k"), size, strict=False))
+
+
+def contiguous(x: Array) -> Array:
+    """Return the array, or a copy of it if its last axis is not contiguous."""
+    if (x.strides[-1] == x.itemsize or x.shape[-1] <= 1) and x.flags.aligned:
+        return x
+    return np.ascontiguousarray(x)
+
+
+def bias_sums(P: Problem, bias: Array | None) -> tuple[Array | None, dict[str, int]]:
+    """Make what dbias is summed in; say how, and which key heads share a task."""
+    alone = {"sharing": 1, "sharing_step": 0, "group_step": 1, "dbias_kind": 0}
+    if bias is None:
+        return None, alone
+    b, h, n, m = bias.shape
+    if m == 1:
+        sums = np.zeros((P.B, P.Hq, P.Nq, 1), P.accum_dtype)
+        return sums, alone | {"dbias_kind": BIAS_OF_ROWS}
+    if n == 1:
+        sums = np.zeros((P.B, P.Hq, 1, P.Nk), P.accum_dtype)
+        return sums, alone | {"dbias_kind": BIAS_OF_KEYS}
+    shared = alone | {"dbias_kind": BIAS_OF_BLOCKS}
+    over_batch, over_heads = b < P.B, h < P.Hq
+    if over_heads:
+        shared |= {"sharing": P.Hkv, "sharing_step": 1, "group_step": P.Hkv}
+    if over_batch:
+        shared |= {"sharing": P.B, "sharing_step": P.Hkv, "group_step": 1}
+    if over_batch and over_heads:
+        shared |= {"sharing": P.B * P.Hkv, "sharing_step": 1}
+    return np.zeros((b, h, n, m), P.accum_dtype), shared
+
+
+def bias_gradient(bias: Array, sums: Array) -> Array:
+    """Sum over the axes along which the bias is broadcast."""
+    axes = tuple(axis for axis in range(4) if bias.shape[axis] != sums.shape[axis])
+    total = sums.sum(axis=axes, keepdims=True) if axes else sums
+    return total.astype(bias.dtype, copy=False)

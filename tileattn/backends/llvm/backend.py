@@ -1,0 +1,188 @@
+"""NumPy arrays: machine code that llvmlite makes for this CPU, on threads without the GIL."""
+
+import functools
+import importlib.util
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tileattn.algorithm import spec
+from tileattn.algorithm.residuals import Residuals, row_norms
+from tileattn.backends.llvm.arrays import (
+    Array,
+    as_inputs,
+    bias_gradient,
+    bias_sums,
+    block_sizes,
+    contiguous,
+)
+from tileattn.backends.llvm.execute import is_parallel, multiply_adds, run
+from tileattn.backends.numpy import threads
+from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.backends.protocol import Explanation, takes_workspace
+from tileattn.kernels.llvm.target import KEYS, ROWS, Target, padded, scratch_bytes
+from tileattn.problem import Operands, Problem
+from tileattn.results import Attention, Gradients
+from tileattn.traffic import explained
+
+_MAX_KEYS = (1 << 31) - 1  # positions in a tile have the width of float32
+
+
+class LlvmBackend:
+    """Attention on NumPy arrays, by kernels that LLVM compiles.
+
+    Parameters
+    ----------
+    target : Target or None
+        What kernels are compiled for; None is this CPU.
+    """
+
+    name = "llvm"
+
+    def __init__(self, target: Target | None = None) -> None:
+        self._target = target
+
+    @property
+    def target(self) -> Target:
+        """What kernels are compiled for."""
+        from tileattn.kernels.llvm.compile import host
+
+        return self._target or host()
+
+    def owns(self, x: Any) -> bool:
+        """Whether ``x`` is a NumPy array, as the NumPy backend says."""
+        return NumpyBackend().owns(x)
+
+    def unavailable(self) -> str | None:
+        """Why the backend cannot run here: without llvmlite, or on an old CPU."""
+        return _unavailable()
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Why a problem is not supported."""
+        if problem.Nk > _MAX_KEYS:
+            return f"Nk is {problem.Nk:,}, and the kernels take up to {_MAX_KEYS:,} keys"
+        return None
+
+    def forward(self, problem: Problem, operands: Operands, out: Array | None) -> Attention:
+        """Compute attention; ``out`` is written in one go, after everything else has succeeded."""
+        P = problem
+        result = Attention(
+            np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
+        )
+        self._forward(P, operands, {"out": result.out, "lse": result.lse})
+        if out is None:
+            return result
+        out[...] = result.out
+        return Attention(out, result.lse)
+
+    @takes_workspace
+    def backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        dout: Array,
+        attention: Attention,
+        dlse: Array | None,
+        deterministic: bool,  # noqa: ARG002 - sums have a fixed order in any case
+        workspace: Array | None = None,  # noqa: ARG002 - each thread keeps its tiles
+    ) -> Gradients:
+        """Compute the gradients; the workspace is left as it is."""
+        P, x, target = problem, operands, self.target
+        saved = Residuals.saved(P, dout, attention.lse)
+        if saved.large.any():
+            self._split_large_rows(P, x, saved)
+        columns = padded(target, P.accum_dtype.itemsize, P.D)
+        dq = np.empty((P.B, P.Hq, P.Nq, P.D), P.dtype)
+        in_place = columns == P.D and P.dtype == P.accum_dtype
+        arrays = {
+            "dout": contiguous(dout),
+            "out": contiguous(attention.out),
+            "lse": saved.lse,
+            "log_l": saved.log_l,
+            "delta": saved.delta,
+            "dq_accum": dq if in_place else np.empty((*dq.shape[:3], columns), P.accum_dtype),
+            "dq": dq,
+            "dk": np.empty((P.B, P.Hkv, P.Nk, P.D), P.dtype),
+            "dv": np.empty((P.B, P.Hkv, P.Nk, P.Dv), P.dtype),
+        }
+        dbias, values = bias_sums(P, x.bias)
+        others = {"dlse": dlse, "dbias": dbias}
+        arrays |= {name: given for name, given in others.items() if given is not None}
+        blocks = -(-P.Nk // target.width(P.accum_dtype.itemsize))
+        tasks = P.B * P.Hkv * blocks
+        arrays["semaphore"] = np.zeros(max(1, tasks), np.int64)
+        values |= {"blocks": blocks, "dq_columns": columns, **block_sizes(x)}
+        rows = P.B * P.Hq * -(-P.Nq // ROWS), P.B * P.Hq * P.Nq * (P.D + P.Dv)
+        grids = rows, (tasks // max(1, values["sharing"]), multiply_adds(P)), rows
+        run("backward", target, P, as_inputs(P, x) | arrays, values, grids)
+        with np.errstate(all="ignore"):
+            return Gradients(
+                dq,
+                arrays["dk"],
+                arrays["dv"],
+                None if dbias is None else bias_gradient(x.bias, dbias),
+                None if x.sinks is None else spec.sink_gradient(x.sinks, saved),
+            )
+
+    def explain(self, problem: Problem, operands: Operands) -> Explanation:
+        """Say what would run; of the arrays only the options are looked at."""
+        P, target = problem, self.target
+        width = target.width(P.accum_dtype.itemsize)
+        forward, backward = (width, KEYS), (ROWS, width)
+        tiles, moved, traffic = explained(P, operands, forward, backward)
+        parallel = is_parallel(P)
+        return Explanation(
+            backend=self.name,
+            kernel=f"tileattn.kernels.llvm, {target.name}",
+            forward_tile=forward,
+            backward_tile=backward,
+            workers=threads.worker_count() if parallel else 1,
+            scratch_bytes=max(
+                scratch_bytes(name, target, P.dtype, P.accum_dtype, P.D, P.Dv)
+                for name in ("forward", "backward")
+            ),
+            tiles=tiles,
+            bytes_moved=moved,
+            traffic=traffic,
+            reasons=(
+                "q, k and v are NumPy arrays",
+                "there is enough work for threads" if parallel else "threads would cost more",
+            ),
+        )
+
+    def _forward(self, P: Problem, x: Operands, results: dict[str, Array]) -> None:
+        blocks = -(-P.group * P.Nq // self.target.width(P.accum_dtype.itemsize))
+        arrays = as_inputs(P, x) | results
+        grids = ((P.B * P.Hkv * blocks, multiply_adds(P)),)
+        run("forward", self.target, P, arrays, {"blocks": blocks, **block_sizes(x)}, grids)
+
+    def _split_large_rows(self, P: Problem, x: Operands, saved: Residuals) -> None:
+        """Split the logsumexp of large rows, as ``spec.renormalise``: its text on whole arrays.
+
+        Values are the norms of the keys. Scores are those of both passes to the bit, for each of
+        their sums has one order.
+        """
+        with np.errstate(all="ignore"):
+            q, k = (np.asarray(a, P.accum_dtype) for a in (x.q, x.k))
+            plain = replace(P, dropout_p=0.0, Dv=1, dtype=P.accum_dtype)
+            key_norm = np.empty((P.B, P.Hq, P.Nq, 1), P.accum_dtype)
+            m, own_log_l = np.empty_like(saved.lse), np.empty_like(saved.lse)
+            results = {"out": key_norm, "row_max": m, "log_l": own_log_l}
+            self._forward(plain, x._replace(q=q, k=k, v=row_norms(k)[..., None]), results)
+            q_norm = abs(P.scale) * row_norms(q)
+            size = np.abs(saved.lse) + math.sqrt(P.D) * q_norm * key_norm[..., 0]
+            explained = 2 * np.finfo(P.accum_dtype).eps * size
+            ours = saved.large & (saved.lse - m - own_log_l <= explained)
+            np.copyto(saved.log_l, own_log_l, where=ours)
+            np.copyto(saved.lse, m, where=ours)
+
+
+@functools.cache
+def _unavailable() -> str | None:
+    if importlib.util.find_spec("llvmlite") is None:
+        return "llvmlite is not installed: pip install llvmlite"
+    from tileattn.kernels.llvm.compile import host
+
+    return None if host().half else "this CPU has neither AVX2 nor NEON; use backend='numpy'"

@@ -1,0 +1,114 @@
+"""Runs the kernels for CPUs: packs their parameters, and lends each thread scratch memory."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from tileattn.backends.llvm.arrays import Array
+from tileattn.backends.numpy import threads
+from tileattn.kernels.llvm.params import BIAS_DTYPES, of_array, packed
+from tileattn.kernels.llvm.target import Target, scratch_bytes
+from tileattn.problem import Problem
+
+_SERIAL_WORK = 1 << 22  # multiply-adds up to which starting a thread costs more than it brings
+_FAR = 1 << 61  # further than positions may be from one another
+_ALIGNMENT = 64
+
+
+def multiply_adds(P: Problem) -> int:
+    """Count the multiply-adds of a forward pass without masks."""
+    return P.B * P.Hq * P.Nq * P.Nk * (P.D + P.Dv)
+
+
+def is_parallel(P: Problem) -> bool:
+    """Whether there is enough work for threads."""
+    return multiply_adds(P) > _SERIAL_WORK
+
+
+def run(
+    name: str,
+    target: Target,
+    P: Problem,
+    arrays: dict[str, Array],
+    values: dict[str, int],
+    grids: Sequence[tuple[int, int]],
+) -> None:
+    """Run the functions of a module one after the other, each with so many tasks and multiply-adds.
+
+    The arrays are held by the caller until all is done; the threads know their addresses alone.
+    """
+    from tileattn.kernels.llvm.compile import functions
+
+    dtypes = P.dtype, P.accum_dtype
+    needed = scratch_bytes(name, target, *dtypes, P.D, P.Dv)
+    fields = values | _numbers(P)
+    for key, array in arrays.items():
+        fields |= of_array(key, array)
+    if "bias" in arrays:
+        fields["bias_dtype"] = BIAS_DTYPES.index(arrays["bias"].dtype.name)
+    compiled = functions(name, target, *(dtype.name for dtype in dtypes))
+    for function, (tasks, work) in zip(compiled, grids, strict=True):
+        if tasks:
+            params = np.frombuffer(packed(fields | {"tasks": tasks}), np.uint8)
+            count = min(threads.worker_count(), tasks) if work > _SERIAL_WORK else 1
+            _share(function, params, count, needed, arrays)
+
+
+def _share(function: Any, params: Array, count: int, needed: int, arrays: Any) -> None:
+    """Let so many threads, of which this is one, take tasks until there are none.
+
+    No thread waits for one that does not run: who adds to dQ first has taken its task first. After
+    an interrupt the others may still run, and keep the arrays.
+    """
+    counter = np.zeros(1, np.int64)
+
+    def work(_: Any = arrays) -> None:
+        with _borrowed_scratch(needed) as scratch:
+            function(params.ctypes.data, counter.ctypes.data, scratch)
+
+    helpers = threads.start(work, count - 1)
+    work()
+    for helper in helpers:
+        if not helper.cancel():  # the pool is busy, and there is nothing left to do
+            helper.result()
+
+
+def _numbers(P: Problem) -> dict[str, Any]:
+    """Give the parameters that are no arrays."""
+    left, right = (_FAR if side is None else min(side, _FAR) for side in P.window)
+    names = ("B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "scale")
+    fields: dict[str, Any] = {name: getattr(P, name) for name in names}
+    fields |= {"left": left, "right": right, "dropout_scale": 1.0}
+    if P.softcap is not None:
+        ends = np.finfo(P.accum_dtype)
+        fields["softcap"] = min(max(P.softcap, float(ends.tiny)), float(ends.max * ends.eps))
+    if P.dropout_p:
+        fields["dropout_scale"] = 1 / (1 - P.dropout_p)
+        fields["threshold"] = int(P.dropout_p * 2**32)
+        fields["seed_high"], fields["seed_low"] = divmod(P.seed, 1 << 32)
+    return fields
+
+
+class _Idle(threading.local):
+    """Scratch memory that no call of the current thread uses now."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Array] = []
+
+
+_idle = _Idle()
+
+
+@contextmanager
+def _borrowed_scratch(size: int) -> Iterator[int]:
+    """Lend scratch memory, kept by the thread from call to call; give its address."""
+    idle = _idle.buffers
+    buffer = idle.pop() if idle else np.empty(0, np.uint8)
+    if len(buffer) < size + _ALIGNMENT:
+        buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    address = buffer.ctypes.data
+    yield int(address + -address % _ALIGNMENT)
+    idle.append(buffer)

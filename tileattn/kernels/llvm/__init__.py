@@ -1,0 +1,1 @@
+"""The kernels for CPUs: each module emits LLVM IR, as the headers of ``kernels/src`` hold CUDA."""

@@ -1,0 +1,419 @@
+"""The backward kernel: twin of ``backward_block`` and ``backward_tile`` in ``spec.py``.
+
+A task has the keys of one block, in vector lanes; so a tile of scores has a row for each query, Q
+and dO are broadcast element by element, and dK and dV stay in scratch memory, transposed. Key block
+n adds to the dQ of a query block after key block n - 1 has, so sums have one order.
+"""
+
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm.backward_rows import convert_dq, preprocess
+from tileattn.kernels.llvm.blocks import mask_row, tile_kind
+from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
+from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
+from tileattn.kernels.llvm.matmul import masked_product, product
+from tileattn.kernels.llvm.numerics import exp
+from tileattn.kernels.llvm.scores import (
+    Pairs,
+    apply_score_mods,
+    keep_row,
+    load_bias,
+    load_mask,
+    mask_tile,
+)
+from tileattn.kernels.llvm.target import ROWS, Target
+from tileattn.kernels.llvm.tile import (
+    all_finite,
+    convert_rows,
+    store_columns,
+    transpose_rows,
+)
+
+_END = (1 << 62) - 1
+BIAS_FULL, BIAS_OF_ROWS, BIAS_OF_KEYS = 1, 2, 3
+"""How the gradient of the bias is summed: not at all, over keys, or over queries."""
+
+
+def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
+    """Emit the module."""
+    kernel = Kernel("backward", target, dtype, accum_dtype)
+
+    def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
+        b, W = c.b, target.vectors * c.lanes
+        group, n = b.sdiv(number, p.blocks), b.srem(number, p.blocks)
+        k0 = b.mul(n, i64(W))
+        keys = c.smaller(i64(W), b.sub(p.Nk, k0))
+        _Block(kernel, c, block, scratch, number, group, k0, keys).emit()
+
+    kernel.entry("backward", task)
+    kernel.entry("backward_preprocess", partial(preprocess, kernel))
+    kernel.entry("backward_dq_convert", partial(convert_dq, kernel))
+    return kernel.module
+
+
+class _Block:
+    def __init__(
+        self, kernel: Kernel, c: Code, params: Any, scratch: Any, number: Any, group: Any, k0: Any,
+        keys: Any,
+    ) -> None:  # fmt: skip
+        self.kernel, self.c, self.vectors = kernel, c, kernel.target.vectors
+        last = c.b.sdiv(c.b.sub(keys, i64(1)), i64(c.lanes))
+        self.used = c.b.add(last, i64(1))  # vectors that hold keys
+        self.p = p = Params(c, params)
+        self.number, self.group, self.k0, self.keys = number, group, k0, keys
+        self.W = W = kernel.target.vectors * c.lanes
+        memory = Scratch(c, scratch, self.vectors)
+        self.k, self.dk = memory.tile(p.D), memory.tile(p.D)
+        self.v, self.dv = memory.tile(p.Dv), memory.tile(p.Dv)
+        self.s, self.ds, self.visible, self.bias, self.grad = (memory.tile(ROWS) for _ in range(5))
+        self.lanes, self.dbias = memory.tile(1), memory.tile(1)
+        self.kept = memory.tile(ROWS)
+        self.q_rows = memory.rows(ROWS, p.D)
+        self.dout_rows = memory.rows(ROWS, p.Dv)
+        self.k_rows = memory.rows(W, p.dq_columns)
+
+    def emit(self) -> None:
+        c, b, p = self.c, self.c.b, self.p
+        for v in range(self.vectors):
+            lane = ir.Constant(c.integers, list(range(v * c.lanes, (v + 1) * c.lanes)))
+            first = c.splat(b.trunc(self.k0, c.integer) if c.size < 8 else self.k0)
+            c.store(b.add(first, lane), self.lanes.at(0, v))
+
+        def body(n: Any, _: Any) -> None:
+            # Head groups that share sums of the bias are one task; others have one each.
+            entry = b.add(b.mul(self.group, p.group_step), b.mul(n, p.sharing_step))
+            self.batch, self.head = b.sdiv(entry, p.Hkv), b.srem(entry, p.Hkv)
+            self.order = b.mul(n, p.group)
+            self.key_head()
+
+        c.loop(i64(0), p.sharing, body)
+        self.wait(i64(_END - 1))
+        self.publish(i64(_END))
+
+    def key_head(self) -> None:
+        """One key head: load its keys, meet its queries, store its gradients."""
+        c, b, p = self.c, self.c.b, self.p
+        dtype, zero = self.kernel.dtype, c.const(0.0)
+        for tile, columns in ((self.k, p.D), (self.v, p.Dv), (self.dk, p.D), (self.dv, p.Dv)):
+            tile.fill(columns, zero)
+        for name, tile, columns in (("k", self.k, p.D), ("v", self.v, p.Dv)):
+            source = p.row(name, self.batch, self.head, self.k0)
+            transpose_rows(c, dtype, source, getattr(p, f"{name}_j"), self.keys, columns, tile)
+        width = c.bytes_of(p.dq_columns)
+        c.loop(
+            i64(0), b.mul(i64(self.W), p.dq_columns),
+            lambda n, _: c.store(zero, c.at(self.k_rows, c.bytes_of(n))), (), c.lanes,
+        )  # fmt: skip
+        source = p.row("k", self.batch, self.head, self.k0)
+        convert_rows(c, dtype, source, p.k_j, self.keys, p.D, self.k_rows, width)
+        self.length = c.load(c.at(p.kv_lengths, b.mul(self.batch, i64(8))), I64)
+        self.offset = c.load(c.at(p.q_offset, b.mul(self.batch, i64(8))), I64)
+        k1 = c.smaller(b.add(self.k0, self.keys), self.length)
+        low = c.larger(i64(0), b.sub(b.sub(self.k0, self.offset), p.right))
+        high = c.smaller(p.Nq, b.add(b.sub(k1, self.offset), p.left))
+        some = b.and_(b.icmp_signed("<", self.k0, k1), b.icmp_signed("<", low, high))
+        low, high = (b.select(some, x, i64(0)) for x in (low, high))
+
+        def head(g: Any, _: Any) -> None:
+            h = b.add(b.mul(self.head, p.group), g)
+            self.dbias.put(0, [zero] * self.vectors)
+
+            def body(i0: Any, _: Any) -> None:
+                first = b.mul(b.sdiv(i0, i64(ROWS)), i64(ROWS))
+                i0, i1 = c.larger(first, low), c.smaller(b.add(first, i64(ROWS)), high)
+                some, full = (c.variable(I1, ir.Constant(I1, 1)) for _ in range(2))
+
+                def look() -> None:
+                    end = b.add(self.k0, self.keys)
+                    kind = tile_kind(c, p, self.batch, h, i0, i1, self.k0, end)
+                    for place, x in zip((some, full), kind, strict=True):
+                        b.store(x, place)
+
+                def compute() -> None:
+                    self.full = b.load(full, typ=I1)
+                    self.tile(g, h, b.sdiv(first, i64(ROWS)), i0, b.sub(i1, i0))
+
+                c.when(p.given("block_kinds"), look)
+                c.when(b.load(some, typ=I1), compute)
+
+            c.loop(b.mul(b.sdiv(low, i64(ROWS)), i64(ROWS)), high, body, step=ROWS)
+
+            def store() -> None:
+                to, zero = p.row("dbias", self.batch, h, i64(0), self.k0), i64(0)
+                convert_rows(c, c.dtype, self.dbias.start, zero, i64(1), self.keys, to, zero)
+
+            c.when(b.icmp_signed("==", p.dbias_kind, i64(BIAS_OF_KEYS)), store)
+
+        c.loop(i64(0), p.group, head)
+
+        def row(r: Any, _: Any) -> None:
+            for name, tile, columns in (("dk", self.dk, p.D), ("dv", self.dv, p.Dv)):
+                to = p.row(name, self.batch, self.head, b.add(self.k0, r))
+                store_columns(c, dtype, c.at(tile.start, c.bytes_of(r)), tile.step, to, columns)
+
+        c.loop(i64(0), self.keys, row)
+
+    # -- tiles -----------------------------------------------------------------------------------
+
+    def tile(self, g: Any, h: Any, query_block: Any, i0: Any, n: Any) -> None:
+        """Recompute the probabilities of one tile, and add its parts of all gradients."""
+        c, b, p, kernel = self.c, self.c.b, self.p, self.kernel
+        q = self.load_query("q", self.q_rows, h, i0, n, p.D, p.scale)
+        dout = self.load_query("dout", self.dout_rows, h, i0, n, p.Dv, None)
+        size, width = i64(c.size), i64(self.s.step)
+        for (left, step), right, columns, to in (
+            (q, self.k, p.D, self.s),
+            (dout, self.v, p.Dv, self.ds),
+        ):
+            a, sums = (left, step, size), (to.start, width)
+            product(kernel, c, self.used, n, columns, a, (right.start, width), sums, add=False)
+        masked = self.probabilities(h, i0, n)
+        self.score_gradient(h, i0, n, masked)
+        grad = b.select(p.given("softcap"), self.grad.start, self.ds.start)
+        drops = b.icmp_unsigned("!=", p.threshold, i64(0))
+        weights = b.select(drops, self.kept.start, self.s.start)
+        clean = c.variable(I1, ir.Constant(I1, 1))
+
+        def look() -> None:
+            k = self.k_rows, c.bytes_of(p.dq_columns)
+            parts = (*q, n, p.D), (*dout, n, p.Dv), (*k, self.keys, p.D)
+            b.store(c.all([all_finite(c, *part) for part in parts]), clean)
+
+        c.when(masked, look)
+        order = b.add(b.mul(b.add(self.order, g), i64(1 << 40)), query_block)
+        dq = p.row("dq_accum", self.batch, h, i0)
+        dv_and_dk = (self.dv, p.Dv, dout, weights), (self.dk, p.D, q, grad)
+
+        def add(slow: bool) -> None:
+            for to, columns, (left, step), right in dv_and_dk:
+                operands = columns, n, (left, size, step), (right, width)
+                sums = to.start, width
+                if slow:
+                    masked_product(kernel, c, self.used, *operands, self.visible.start, sums)
+                else:
+                    product(kernel, c, self.used, *operands, sums, add=True)
+            self.wait(order)
+            self.add_dq(grad, dq, n, slow)
+
+        with b.if_else(b.load(clean, typ=I1)) as (usual, nonfinite):
+            with usual:
+                add(slow=False)
+            with nonfinite:
+                add(slow=True)
+        self.add_dbias(h, i0, n)
+        self.publish(b.add(order, i64(1)))
+
+    def load_query(
+        self, name: str, rows: Any, h: Any, i0: Any, n: Any, columns: Any, scale: Any
+    ) -> tuple[Any, Any]:
+        """Return rows of q or dO as sums, with the step between them."""
+        c, p = self.c, self.p
+        source, step = p.row(name, self.batch, h, i0), getattr(p, f"{name}_i")
+        if self.kernel.dtype == c.dtype and scale is None:
+            return source, step
+        to_step = c.bytes_of(columns)
+        convert_rows(c, self.kernel.dtype, source, step, n, columns, rows, to_step, scale)
+        return rows, to_step
+
+    def probabilities(self, h: Any, i0: Any, n: Any) -> Any:
+        """Turn scaled products into probabilities; return whether some are masked out."""
+        c, b, p = self.c, self.c.b, self.p
+
+        def narrow(x: Any) -> Any:
+            return b.trunc(x, c.integer) if c.size < 8 else x
+
+        def same(x: Any) -> list[Any]:
+            return [c.splat(x)] * self.vectors
+
+        def position(r: Any) -> Any:
+            return b.add(b.add(i0, r), self.offset)
+
+        def low(r: Any) -> list[Any]:
+            at = c.smaller(b.sub(position(r), p.left), self.length)
+            return same(narrow(c.larger(i64(0), at)))
+
+        def high(r: Any) -> list[Any]:
+            end = c.smaller(self.length, b.add(b.add(position(r), p.right), i64(1)))
+            return same(narrow(c.larger(i64(0), end)))
+
+        def slope(_: Any) -> list[Any]:
+            return same(c.load(p.row("alibi_slopes", self.batch, h), c.scalar))
+
+        keys = self.lanes.row(0, c.integers)
+        pairs = Pairs(lambda _: keys, lambda r: same(position(r)), low, high, slope)
+        self.load_options(h, i0, n)
+        apply_score_mods(c, p, self.s, n, pairs, self.bias, self.grad)
+        last = b.add(i0, b.sub(n, i64(1)))
+        inside = c.all([
+            b.icmp_signed("<=", b.add(self.k0, self.keys), self.length),
+            b.icmp_signed(">=", self.k0, b.sub(b.add(last, self.offset), p.left)),
+            b.icmp_signed("<", b.add(self.k0, self.keys),
+                          b.add(b.add(b.add(i0, self.offset), p.right), i64(2))),
+            self.full,
+            b.not_(p.given("mask")),
+            b.not_(p.given("bias")),
+        ])  # fmt: skip
+        masked = b.not_(inside)
+        c.when(masked, lambda: mask_tile(c, p, self.s, n, pairs, self.visible))
+
+        def body(r: Any, _: Any) -> None:
+            i = b.add(i0, r)
+            lse, log_l = (
+                c.splat(c.load(p.row(name, self.batch, h, i), c.scalar))
+                for name in ("lse", "log_l")
+            )
+            self.s.put(r, [exp(c, b.fsub(b.fsub(x, lse), log_l)) for x in self.s.row(r)])
+
+        c.loop(i64(0), n, body)
+        return masked
+
+    def score_gradient(self, h: Any, i0: Any, n: Any, masked: Any) -> None:
+        """``dS = P (Z dP - delta)``, 0 where masked out; with softcap, times its derivative too."""
+        c, b, p = self.c, self.c.b, self.p
+        c.when(b.icmp_unsigned("!=", p.threshold, i64(0)), lambda: self.drop(h, i0, n))
+        softcap, zero = p.given("softcap"), c.const(0.0)
+
+        def body(r: Any, _: Any) -> None:
+            delta = c.splat(c.load(p.row("delta", self.batch, h, b.add(i0, r)), c.scalar))
+            pairs = zip(self.s.row(r), self.ds.row(r), strict=True)
+            self.ds.put(r, [b.fmul(x, b.fsub(y, delta)) for x, y in pairs])
+
+        def chain(r: Any, _: Any) -> None:
+            self.grad.put(r, list(map(b.fmul, self.grad.row(r), self.ds.row(r))))
+
+        def clear(r: Any, _: Any) -> None:
+            seen = [b.icmp_signed("!=", x, c.ints(0)) for x in self.visible.row(r, c.integers)]
+            for tile in (self.s, self.kept, self.ds, self.grad):
+                tile.put(r, [b.select(z, x, zero) for z, x in zip(seen, tile.row(r), strict=True)])
+
+        c.loop(i64(0), n, body)
+        c.when(softcap, lambda: c.loop(i64(0), n, chain))
+        c.when(masked, lambda: c.loop(i64(0), n, clear))
+
+    def drop(self, h: Any, i0: Any, n: Any) -> None:
+        """Multiply dP, and a copy of P, by 0 or ``1 / (1 - p)``."""
+        c, b, p = self.c, self.c.b, self.p
+        zero, scale = c.const(0.0), c.splat(p.dropout_scale)
+
+        def body(r: Any, _: Any) -> None:
+            i = b.add(i0, r)
+            keep = keep_row(c, p, self.batch, h, i, self.lanes.row(0, c.integers))
+            z = [b.select(x, scale, zero) for x in keep]
+            for source, to in ((self.s, self.kept), (self.ds, self.ds)):
+                to.put(r, list(map(b.fmul, source.row(r), z)))
+
+        c.loop(i64(0), n, body)
+
+    def load_options(self, h: Any, i0: Any, n: Any) -> None:
+        """Load the tile of the bias and of the masks, if there are any."""
+        c, b, p = self.c, self.c.b, self.p
+
+        def bias() -> None:
+            def body(r: Any, _: Any) -> None:
+                source = p.row("bias", self.batch, h, b.add(i0, r), self.k0)
+                load_bias(c, p, source, p.bias_j, self.keys, self.bias.at(r), c.size)
+
+            c.loop(i64(0), n, body)
+
+        def mask() -> None:
+            def body(r: Any, _: Any) -> None:
+                source = p.row("mask", self.batch, h, b.add(i0, r), self.k0)
+                load_mask(c, source, p.mask_j, self.keys, self.visible.at(r), c.size)
+
+            c.loop(i64(0), n, body)
+
+        def blocks() -> None:
+            c.when(b.not_(p.given("mask")), lambda: self.visible.fill(n, c.ints(1)))
+
+            def body(r: Any, _: Any) -> None:
+                end, to = b.add(self.k0, self.keys), self.visible.at(r)
+                mask_row(c, p, self.batch, h, b.add(i0, r), self.k0, end, to, c.size)
+
+            c.loop(i64(0), n, body)
+
+        c.when(p.given("bias"), bias)
+        c.when(p.given("mask"), mask)
+        c.when(p.given("block_kinds"), blocks)
+
+    # -- sums ------------------------------------------------------------------------------------
+
+    def add_dq(self, grad: Any, dq: Any, n: Any, slow: bool) -> None:
+        """``dQ += dS K``, some vectors of columns at a time."""
+        c, b, p, kernel = self.c, self.c.b, self.p, self.kernel
+        most = self.kernel.target.vectors
+        step = c.bytes_of(p.dq_columns)
+
+        total = b.sdiv(p.dq_columns, i64(c.lanes))
+        steps = b.sdiv(b.add(total, i64(most - 1)), i64(most))
+
+        def columns(m: Any) -> None:
+            """As few steps as there can be, of nearly the same width."""
+            first = b.sdiv(b.mul(total, m), steps)
+            count = b.sub(b.sdiv(b.mul(total, b.add(m, i64(1))), steps), first)
+            d = c.bytes_of(b.mul(first, i64(c.lanes)))
+            a = grad, i64(self.s.step), i64(c.size)
+            right, to = (c.at(self.k_rows, d), step), (c.at(dq, d), p.dq_accum_i)
+            if slow:
+                seen = self.visible.start
+                masked_product(kernel, c, count, n, self.keys, a, right, seen, to, of_a=True)
+            else:
+                product(kernel, c, count, n, self.keys, a, right, to, add=True)
+
+        c.each(steps, columns)
+
+    def add_dbias(self, h: Any, i0: Any, n: Any) -> None:
+        """Add dS to the gradient of the bias."""
+        c, b, p = self.c, self.c.b, self.p
+
+        def full(r: Any, _: Any) -> None:
+            to, source = p.row("dbias", self.batch, h, b.add(i0, r), self.k0), self.ds.at(r)
+
+            def element(j: Any, _: Any) -> None:
+                at = c.at(to, c.bytes_of(j))
+                x = c.load(c.at(source, c.bytes_of(j)), c.scalar)
+                c.store(b.fadd(c.load(at, c.scalar), x), at)
+
+            c.loop(i64(0), self.keys, element)
+
+        def of_rows(r: Any, _: Any) -> None:
+            to, source = p.row("dbias", self.batch, h, b.add(i0, r)), self.ds.at(r)
+
+            def element(j: Any, total: list[Any]) -> list[Any]:
+                return [b.fadd(total[0], c.load(c.at(source, c.bytes_of(j)), c.scalar))]
+
+            total = c.loop(i64(0), self.keys, element, [ir.Constant(c.scalar, 0.0)])
+            c.store(b.fadd(c.load(to, c.scalar), total[0]), to)
+
+        def of_keys(r: Any, _: Any) -> None:
+            self.dbias.put(0, list(map(b.fadd, self.dbias.row(0), self.ds.row(r))))
+
+        kinds = (BIAS_FULL, full), (BIAS_OF_ROWS, of_rows), (BIAS_OF_KEYS, of_keys)
+        for kind, body in kinds:
+            asked = b.icmp_signed("==", p.dbias_kind, i64(kind))
+            c.when(asked, partial(c.loop, i64(0), n, body))
+
+    # -- order -----------------------------------------------------------------------------------
+
+    def wait(self, order: Any) -> None:
+        """Wait until the key block before this one is done with a query block."""
+        c, b, p = self.c, self.c.b, self.p
+        before = c.at(p.semaphore, b.mul(b.sub(self.number, i64(1)), i64(8)))
+
+        def spin() -> None:
+            again, done = b.append_basic_block("wait"), b.append_basic_block("turn")
+            b.branch(again)
+            b.position_at_end(again)
+            c.pause()
+            value = b.load_atomic(before, "acquire", 8, typ=I64)
+            b.cbranch(b.icmp_signed(">", value, order), done, again)
+            b.position_at_end(done)
+
+        c.when(b.icmp_signed(">", b.srem(self.number, p.blocks), i64(0)), spin)
+
+    def publish(self, order: Any) -> None:
+        """Say that this key block, and all before it, are done with what comes before ``order``."""
+        c, b, p = self.c, self.c.b, self.p
+        b.atomic_rmw("xchg", c.at(p.semaphore, b.mul(self.number, i64(8))), order, "release")

@@ -1,0 +1,73 @@
+"""The backward kernels that take rows: twins of ``preprocess`` and of the end of ``backward``."""
+
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm.instructions import Code, i64
+from tileattn.kernels.llvm.kernel import Kernel, Params
+from tileattn.kernels.llvm.target import ROWS
+from tileattn.kernels.llvm.tile import size_of
+
+
+def _row_of(c: Code, p: Params, number: Any) -> tuple[Any, Any, Any]:
+    """Batch entry, head and first query of a task that has up to ROWS queries of one head."""
+    b = c.b
+    blocks = b.sdiv(b.add(p.Nq, i64(ROWS - 1)), i64(ROWS))
+    head, n = b.sdiv(number, blocks), b.srem(number, blocks)
+    return b.sdiv(head, p.Hq), b.srem(head, p.Hq), b.mul(n, i64(ROWS))
+
+
+def preprocess(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any) -> None:
+    """``delta = rowsum(dO * O) - dlse``; dQ starts at 0."""
+    b = c.b
+    batch, head, first = _row_of(c, p, number)
+    size = i64(size_of(kernel.dtype))
+    whole = b.mul(b.sdiv(p.Dv, i64(c.lanes)), i64(c.lanes))
+
+    def row(i: Any, _: Any) -> None:
+        o, do = (p.row(name, batch, head, i) for name in ("out", "dout"))
+
+        def add(d: Any, total: list[Any], count: int) -> list[Any]:
+            x, y = (c.load_as(kernel.dtype, c.at(a, b.mul(d, size)), count) for a in (o, do))
+            return [c.fma(x, y, total[0])]
+
+        many = c.loop(i64(0), whole, lambda d, t: add(d, t, c.lanes), [c.const(0.0)], c.lanes)
+        few = c.loop(whole, p.Dv, lambda d, t: add(d, t, 1), [ir.Constant(c.scalar, 0.0)])
+        delta = c.variable(c.scalar, b.fadd(c.sum(many[0]), few[0]))
+
+        def less() -> None:
+            dlse = c.load(p.row("dlse", batch, head, i), c.scalar)
+            b.store(b.fsub(b.load(delta, typ=c.scalar), dlse), delta)
+
+        c.when(p.given("dlse"), less)
+        c.store(b.load(delta, typ=c.scalar), p.row("delta", batch, head, i))
+        dq = p.row("dq_accum", batch, head, i)
+        zero = c.const(0.0)
+        c.loop(
+            i64(0), p.dq_columns, lambda d, _: c.store(zero, c.at(dq, c.bytes_of(d))), (), c.lanes
+        )
+
+    c.loop(first, c.smaller(p.Nq, b.add(first, i64(ROWS))), row)
+
+
+def convert_dq(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any) -> None:
+    """``dQ = scale * sum``, in the dtype of q."""
+    b = c.b
+    batch, head, first = _row_of(c, p, number)
+    scale, size = p.scale, i64(size_of(kernel.dtype))
+    whole = b.mul(b.sdiv(p.D, i64(c.lanes)), i64(c.lanes))
+
+    def row(i: Any, _: Any) -> None:
+        source, to = p.row("dq_accum", batch, head, i), p.row("dq", batch, head, i)
+        for start, end, count in ((i64(0), whole, c.lanes), (whole, p.D, 1)):
+
+            def some(d: Any, _: Any, count: int = count) -> None:
+                kind = c.vector if count > 1 else c.scalar
+                x = c.load(c.at(source, c.bytes_of(d)), kind)
+                x = b.fmul(x, c.splat(scale) if count > 1 else scale)
+                c.store_as(kernel.dtype, x, c.at(to, b.mul(d, size)))
+
+            c.loop(start, end, some, step=count)
+
+    c.loop(first, c.smaller(p.Nq, b.add(first, i64(ROWS))), row)

@@ -1,0 +1,123 @@
+"""From IR to functions: LLVM compiles a module for this CPU, and the disk cache keeps the code."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tileattn.kernels.jit import cache
+from tileattn.kernels.llvm.target import AVX2, AVX512, GENERIC, NEON, Target
+
+MODULES = {
+    "forward": ("forward",),
+    "backward": ("backward_preprocess", "backward", "backward_dq_convert"),
+}
+"""The modules, and the functions of each."""
+
+Function = Callable[[int, int, int], None]
+"""Takes the addresses of the parameters, of the counter of tasks and of scratch memory."""
+
+_FUNCTION = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)
+_FEATURES = (
+    (AVX512, ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")),
+    (AVX2, ("avx2", "fma", "f16c")),
+    (NEON, ("neon",)),
+    (GENERIC, ()),
+)
+_lock = threading.Lock()
+_engines: list[Any] = []  # own the code
+
+
+@functools.cache
+def host() -> Target:
+    """Find out what this CPU can do."""
+    from llvmlite import binding as llvm
+
+    features = llvm.get_host_cpu_features()
+    kind = next(t for t, needed in _FEATURES if all(features.get(f) for f in needed))
+    given = features.flatten() + (",-prefer-256-bit" if kind is AVX512 else "")
+    name = llvm.get_host_cpu_name()
+    return replace(kind, triple=llvm.get_process_triple(), cpu=name, features=given)
+
+
+@functools.cache
+def functions(name: str, target: Target, dtype: str, accum_dtype: str) -> tuple[Function, ...]:
+    """Return the functions of a module in the order of ``MODULES``, compiled or from the disk."""
+    from llvmlite import binding as llvm
+
+    made_from = _sources(), llvm.llvm_version_info, name, target, dtype, accum_dtype
+    inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
+    with _lock:
+        body = cache.read(inputs)
+        if body is None:
+            body = object_code(name, target, dtype, accum_dtype)
+            cache.write(inputs, body)
+        _initialize()
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine(target))
+        engine.add_object_file(llvm.ObjectFileRef.from_data(body))
+        engine.finalize_object()
+        _engines.append(engine)
+        return tuple(_FUNCTION(engine.get_function_address(f)) for f in MODULES[name])
+
+
+def object_code(name: str, target: Target, dtype: str, accum_dtype: str) -> bytes:
+    """Compile a module; the target may be another than this machine."""
+    module = optimized(emitted(name, target, dtype, accum_dtype), target)
+    code: bytes = machine(target).emit_object(module)
+    return code
+
+
+def emitted(name: str, target: Target, dtype: str, accum_dtype: str) -> Any:
+    """Emit the IR of a module."""
+    from tileattn.kernels.llvm import backward, forward
+
+    builders = {"forward": forward, "backward": backward}
+    return builders[name].build(target, dtype, accum_dtype)
+
+
+def optimized(module: Any, target: Target) -> Any:
+    """Let LLVM read, verify and optimize a module."""
+    from llvmlite import binding as llvm
+
+    _initialize()
+    compiler = machine(target)
+    module.triple, module.data_layout = target.triple, str(compiler.target_data)
+    parsed = llvm.parse_assembly(str(module))
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
+    passes = llvm.create_pass_builder(compiler, options)
+    passes.getModulePassManager().run(parsed, passes)
+    return parsed
+
+
+def machine(target: Target) -> Any:
+    """Make what generates code for a target."""
+    from llvmlite import binding as llvm
+
+    _initialize()
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.features, opt=2, reloc="pic", codemodel="small"
+    )
+
+
+@functools.cache
+def _initialize() -> None:
+    from llvmlite import binding as llvm
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    library = ctypes.CDLL("msvcrt" if os.name == "nt" else None)
+    for name in ("memset", "memcpy", "memmove"):  # which LLVM makes of loops
+        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+
+
+@functools.cache
+def _sources() -> str:
+    """Digest of the modules that emit IR."""
+    texts = [p.read_text(encoding="utf-8") for p in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(repr(texts).encode()).hexdigest()

@@ -1,0 +1,322 @@
+"""The forward kernel: twin of ``forward_block`` in ``algorithm/spec.py``.
+
+A task has up to W rows of one key head, where W is a few vectors: row ``g * Nq + i`` is query i of
+the g-th query head of the group. Rows lie in vector lanes; so a tile of scores has a row for each
+key, K and V are broadcast element by element, and no reduction is horizontal.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm.blocks import mask_row, tile_kind
+from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
+from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
+from tileattn.kernels.llvm.matmul import masked_product, product
+from tileattn.kernels.llvm.scores import (
+    Pairs,
+    apply_score_mods,
+    keep_tile,
+    load_bias,
+    load_mask,
+    mask_tile,
+)
+from tileattn.kernels.llvm.softmax import RowState
+from tileattn.kernels.llvm.target import KEYS, ROW_FACTS, Target
+from tileattn.kernels.llvm.tile import (
+    Tile,
+    all_finite,
+    convert_rows,
+    store_columns,
+    transpose_rows,
+)
+
+_FAR = 1 << 62
+_QUERY, _HEAD, _LOW, _HIGH, _SLOPE, _POSITION = range(6)
+
+
+def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
+    """Emit the module."""
+    kernel = Kernel("forward", target, dtype, accum_dtype)
+
+    def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
+        b, W = c.b, target.vectors * c.lanes
+        heads, n = b.sdiv(number, p.blocks), b.srem(number, p.blocks)
+        r0 = b.mul(b.sub(b.sub(p.blocks, i64(1)), n), i64(W))  # the longest first
+        rows = c.smaller(i64(W), b.sub(b.mul(p.group, p.Nq), r0))
+        place = b.sdiv(heads, p.Hkv), b.srem(heads, p.Hkv)
+        _Block(kernel, c, block, scratch, *place, r0, rows).emit()
+
+    kernel.entry("forward", task)
+    return kernel.module
+
+
+class _Block:
+    def __init__(
+        self, kernel: Kernel, c: Code, params: Any, scratch: Any, batch: Any, head: Any, r0: Any,
+        rows: Any,
+    ) -> None:  # fmt: skip
+        self.kernel, self.c, self.vectors = kernel, c, kernel.target.vectors
+        self.p = Params(c, params)
+        last = c.b.sdiv(c.b.sub(rows, i64(1)), i64(c.lanes))
+        self.used = c.b.add(last, i64(1))  # vectors that hold rows
+        self.batch, self.head, self.r0, self.rows = batch, head, r0, rows
+        memory = Scratch(c, scratch, self.vectors)
+        self.state, self.facts = memory.tile(3), memory.tile(ROW_FACTS)
+        self.s, self.visible, self.bias = (memory.tile(KEYS) for _ in range(3))
+        self.keep = memory.tile(KEYS + 16)
+        self.q, self.acc = memory.tile(self.p.D), memory.tile(self.p.Dv)
+        self.k_rows = memory.rows(KEYS, self.p.D)
+        self.v_rows = memory.rows(KEYS, self.p.Dv)
+
+    def emit(self) -> None:
+        c, b, p = self.c, self.c.b, self.p
+        span = self.load_rows()
+        rows = RowState(c, self.state, self.acc, p.Dv)
+        rows.clear()
+        low, high = span[:2]
+
+        def body(k0: Any, _: Any) -> None:
+            k0, k1 = c.larger(k0, low), c.smaller(b.add(k0, i64(KEYS)), high)
+            some, full = self.block_kind(k0, k1)
+            c.when(some, lambda: self.update_tile(rows, k0, b.sub(k1, k0), span, full))
+
+        c.loop(b.mul(b.sdiv(low, i64(KEYS)), i64(KEYS)), high, body, step=KEYS)
+        c.when(p.given("sinks"), lambda: rows.sink(self.of_heads("sinks")))
+        self.finalize(rows)
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def load_rows(self) -> list[Any]:
+        """Load the queries and what masks and modifiers need of them; return ranges of keys.
+
+        The ranges are that of keys that some row attends to, and that which every row does.
+        """
+        c, b, p = self.c, self.c.b, self.p
+        length = c.load(c.at(p.kv_lengths, b.mul(self.batch, i64(8))), I64)
+        offset = c.load(c.at(p.q_offset, b.mul(self.batch, i64(8))), I64)
+        scale, zero = p.scale, i64(0)
+        left, right = p.left, p.right
+        for facts in range(ROW_FACTS):
+            self.facts.put(facts, [c.const(0.0)] * self.vectors)
+        self.q.fill(p.D, c.const(0.0))
+
+        def body(r: Any, span: list[Any]) -> list[Any]:
+            row = b.add(self.r0, r)
+            g = b.sdiv(row, p.Nq)
+            i = b.sub(row, b.mul(g, p.Nq))
+            h = b.add(b.mul(self.head, p.group), g)
+            position = b.add(i, offset)
+            low = c.larger(zero, c.smaller(b.sub(position, left), length))
+            high = c.larger(low, c.smaller(length, b.add(b.add(position, right), i64(1))))
+            for fact, x in ((_QUERY, i), (_HEAD, h), (_LOW, low), (_HIGH, high)):
+                self.put_fact(fact, r, b.trunc(x, c.integer) if c.size < 8 else x)
+            c.store(position, c.at(self.facts.at(_POSITION), b.mul(r, i64(8))))
+
+            def slope() -> None:
+                self.put_fact(_SLOPE, r, c.load(p.row("alibi_slopes", self.batch, h), c.scalar))
+
+            c.when(p.given("alibi_slopes"), slope)
+            source = p.row("q", self.batch, h, i)
+            column = Tile(c, c.at(self.q.start, c.bytes_of(r)), self.vectors)
+            transpose_rows(c, self.kernel.dtype, source, zero, i64(1), p.D, column, scale)
+            some = b.icmp_signed("<", low, high)
+            first = c.smaller(span[0], b.select(some, low, span[0]))
+            last = c.larger(span[1], b.select(some, high, span[1]))
+            return [first, last, c.larger(span[2], low), c.smaller(span[3], high)]
+
+        far = i64(_FAR)
+        low, high, full_low, full_high = c.loop(zero, self.rows, body, [far, zero, zero, far])
+        return [c.smaller(low, high), high, full_low, full_high]
+
+    def put_fact(self, fact: int, r: Any, x: Any) -> None:
+        """Store one number of one row."""
+        self.c.store(x, self.c.at(self.facts.at(fact), self.c.bytes_of(r)))
+
+    def fact(self, fact: int, r: Any) -> Any:
+        """Load one integer of one row."""
+        c = self.c
+        x = c.load(c.at(self.facts.at(fact), c.bytes_of(r)), c.integer)
+        return c.b.sext(x, I64) if c.size < 8 else x
+
+    def of_heads(self, name: str) -> list[Any]:
+        """Gather a number of each row's head."""
+        c = self.c
+
+        def body(r: Any, _: Any) -> None:
+            self.put_fact(_SLOPE, r, c.load(self.p.row(name, self.fact(_HEAD, r)), c.scalar))
+
+        c.loop(i64(0), self.rows, body)
+        return self.facts.row(_SLOPE)
+
+    def block_kind(self, k0: Any, k1: Any) -> tuple[Any, Any]:
+        """Whether the block mask leaves something of a tile, and whether all of it."""
+        c, b, p = self.c, self.c.b, self.p
+        some, full = (c.variable(I1, ir.Constant(I1, 1)) for _ in range(2))
+
+        def look() -> None:
+            last = b.add(self.r0, b.sub(self.rows, i64(1)))
+            first_head, last_head = b.sdiv(self.r0, p.Nq), b.sdiv(last, p.Nq)
+
+            def head(g: Any, state: list[Any]) -> list[Any]:
+                i0 = c.larger(i64(0), b.sub(self.r0, b.mul(g, p.Nq)))
+                i1 = c.smaller(p.Nq, b.sub(b.add(last, i64(1)), b.mul(g, p.Nq)))
+                h = b.add(b.mul(self.head, p.group), g)
+                found = tile_kind(c, p, self.batch, h, i0, i1, k0, k1)
+                return [b.or_(state[0], found[0]), b.and_(state[1], found[1])]
+
+            start = [ir.Constant(I1, 0), ir.Constant(I1, 1)]
+            end = b.add(last_head, i64(1))
+            for place, x in zip((some, full), c.loop(first_head, end, head, start), strict=True):
+                b.store(x, place)
+
+        c.when(p.given("block_kinds"), look)
+        return b.load(some, typ=I1), b.load(full, typ=I1)
+
+    # -- tiles -----------------------------------------------------------------------------------
+
+    def update_tile(self, rows: RowState, k0: Any, n: Any, span: list[Any], full: Any) -> None:
+        """Compute the scores of one tile and update the state of its rows."""
+        c, b, p, kernel = self.c, self.c.b, self.p, self.kernel
+        k, k_step = self.load("k", self.k_rows, k0, n, p.D)
+        v, v_step = self.load("v", self.v_rows, k0, n, p.Dv)
+        width = i64(self.s.step)
+        a, to = (k, k_step, i64(c.size)), (self.s.start, width)
+        product(kernel, c, self.used, n, p.D, a, (self.q.start, width), to, add=False)
+        inside = b.icmp_signed(">=", k0, span[2])
+        inside = b.and_(inside, b.icmp_signed("<=", b.add(k0, n), span[3]))
+        dense = b.or_(p.given("mask"), p.given("bias"))
+        masked = b.or_(b.not_(b.and_(inside, full)), dense)
+
+        def keys(j: Any) -> list[Any]:
+            x = b.add(k0, j)
+            return [c.splat(b.trunc(x, c.integer) if c.size < 8 else x)] * self.vectors
+
+        def of(fact: int) -> Any:
+            return lambda _: self.facts.row(fact, c.integers)
+
+        def positions(_: Any) -> list[Any]:
+            kind, width = ir.VectorType(I64, c.lanes), 8 * c.lanes
+            return [c.load(c.at(self.facts.at(_POSITION), v * width), kind) for v in self.s.vectors]
+
+        pairs = Pairs(keys, positions, of(_LOW), of(_HIGH), lambda _: self.facts.row(_SLOPE))
+        self.load_options(k0, n)
+        apply_score_mods(c, p, self.s, n, pairs, self.bias, None)
+        c.when(masked, lambda: mask_tile(c, p, self.s, n, pairs, self.visible))
+        rows.update(self.s, n)
+        c.when(b.icmp_unsigned("!=", p.threshold, i64(0)), lambda: self.drop(k0, n))
+        clean = c.variable(I1, ir.Constant(I1, 1))
+        c.when(masked, lambda: b.store(all_finite(c, v, v_step, n, p.Dv), clean))
+        a, to = (v, i64(c.size), v_step), (self.acc.start, width)
+        right = self.s.start, width
+        with b.if_else(b.load(clean, typ=I1)) as (usual, nonfinite):
+            with usual:
+                product(kernel, c, self.used, p.Dv, n, a, right, to, add=True)
+            with nonfinite:
+                seen = self.visible.start
+                masked_product(kernel, c, self.used, p.Dv, n, a, right, seen, to)
+
+    def load(self, name: str, rows: Any, k0: Any, n: Any, columns: Any) -> tuple[Any, Any]:
+        """Return keys or values as sums, with the step between rows: as they lie, or converted."""
+        c, p = self.c, self.p
+        source, step = p.row(name, self.batch, self.head, k0), getattr(p, f"{name}_j")
+        if self.kernel.dtype == c.dtype:
+            return source, step
+        to_step = c.bytes_of(columns)
+        convert_rows(c, self.kernel.dtype, source, step, n, columns, rows, to_step)
+        return rows, to_step
+
+    def load_options(self, k0: Any, n: Any) -> None:
+        """Load the tile of the bias and of the masks, if there are any."""
+        c, b, p = self.c, self.c.b, self.p
+
+        def each(name: str, load: Any) -> None:
+            step = getattr(p, f"{name}_j")
+
+            def body(r: Any, _: Any) -> None:
+                i, h = self.fact(_QUERY, r), self.fact(_HEAD, r)
+                load(p.row(name, self.batch, h, i, k0), step, c.bytes_of(r))
+
+            c.loop(i64(0), self.rows, body)
+
+        def bias() -> None:
+            each(
+                "bias",
+                lambda source, step, r: load_bias(
+                    c, p, source, step, n, c.at(self.bias.start, r), self.bias.step
+                ),
+            )
+
+        def mask() -> None:
+            each(
+                "mask",
+                lambda source, step, r: load_mask(
+                    c, source, step, n, c.at(self.visible.start, r), self.visible.step
+                ),
+            )
+
+        def blocks() -> None:
+            c.when(b.not_(p.given("mask")), lambda: self.visible.fill(n, c.ints(1)))
+
+            def body(r: Any, _: Any) -> None:
+                i, h = self.fact(_QUERY, r), self.fact(_HEAD, r)
+                to = c.at(self.visible.start, c.bytes_of(r))
+                mask_row(c, p, self.batch, h, i, k0, b.add(k0, n), to, self.visible.step)
+
+            c.loop(i64(0), self.rows, body)
+
+        c.when(p.given("bias"), bias)
+        c.when(p.given("mask"), mask)
+        c.when(p.given("block_kinds"), blocks)
+
+    def drop(self, k0: Any, n: Any) -> None:
+        """Take out the probabilities that dropout drops."""
+        c, b = self.c, self.c.b
+        first = b.and_(k0, i64(-16))
+        keep_tile(
+            c, self.p, self.keep, first, b.add(k0, n), self.batch,
+            self.facts.row(_QUERY, c.integers), self.facts.row(_HEAD, c.integers),
+        )  # fmt: skip
+        skipped = b.sub(k0, first)
+
+        def body(j: Any, _: Any) -> None:
+            kept = []
+            keep = self.keep.row(b.add(j, skipped), c.integers)
+            for x, z in zip(self.s.row(j), keep, strict=True):
+                one = b.select(b.icmp_signed("!=", z, c.ints(0)), c.const(1.0), c.const(0.0))
+                kept.append(b.fmul(x, one))  # a NaN stays, also where it is dropped
+            self.s.put(j, kept)
+
+        c.loop(i64(0), n, body)
+
+    def finalize(self, rows: RowState) -> None:
+        """Divide, and store the rows."""
+        c, b, p = self.c, self.c.b, self.p
+        m, log_l, weight = rows.finalize(p.dropout_scale)
+        for row, x in (
+            (0, m),
+            (1, log_l),
+            (2, [b.fadd(x, y) for x, y in zip(m, log_l, strict=True)]),
+        ):
+            self.state.put(row, x)
+
+        def scaled(d: Any, _: Any) -> None:
+            self.acc.put(d, list(map(b.fmul, self.acc.row(d), weight)))
+
+        c.loop(i64(0), p.Dv, scaled)
+
+        def body(r: Any, _: Any) -> None:
+            i, h = self.fact(_QUERY, r), self.fact(_HEAD, r)
+            column = c.at(self.acc.start, c.bytes_of(r))
+            store_columns(
+                c, self.kernel.dtype, column, self.acc.step, p.row("out", self.batch, h, i), p.Dv
+            )
+            for name, row in (("row_max", 0), ("log_l", 1), ("lse", 2)):
+
+                def put(name: str = name, row: int = row) -> None:
+                    x = c.load(c.at(self.state.at(row), c.bytes_of(r)), c.scalar)
+                    c.store(x, p.row(name, self.batch, h, i))
+
+                c.when(p.given(name), put)
+
+        c.loop(i64(0), self.rows, body)

@@ -1,0 +1,256 @@
+"""Instruction layer: vectors, loops, and loads and stores of every dtype."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm.target import Target
+
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+POINTER = ir.PointerType()
+_FLOATS: dict[str, Any] = {
+    "float16": ir.HalfType(),
+    "float32": ir.FloatType(),
+    "float64": ir.DoubleType(),
+}
+
+
+def i64(n: int) -> ir.Constant:
+    """Make a 64-bit integer."""
+    return ir.Constant(I64, n)
+
+
+class Code:
+    """Emits the instructions of one function.
+
+    Parameters
+    ----------
+    function : ir.Function
+        The function, without a body.
+    target : Target
+        What it is compiled for.
+    dtype : str
+        In which sums are accumulated: ``"float32"`` or ``"float64"``.
+    """
+
+    def __init__(self, function: ir.Function, target: Target, dtype: str) -> None:
+        self.module, self.function, self.target, self.dtype = (
+            function.module,
+            function,
+            target,
+            dtype,
+        )
+        self.b = ir.IRBuilder(function.append_basic_block("entry"))
+        self.size = 8 if dtype == "float64" else 4  # bytes of a sum
+        self.lanes = target.vector_bytes // self.size
+        self.scalar = _FLOATS[dtype]
+        self.integer = ir.IntType(8 * self.size)
+        self.vector = ir.VectorType(self.scalar, self.lanes)
+        self.integers = ir.VectorType(self.integer, self.lanes)
+        self.mask = ir.VectorType(I1, self.lanes)
+
+    # -- constants -------------------------------------------------------------------------------
+
+    def const(self, x: float) -> Any:
+        """Make a vector of one number."""
+        return ir.Constant(self.vector, [ir.Constant(self.scalar, x)] * self.lanes)
+
+    def ints(self, n: int) -> Any:
+        """Make a vector of one integer as wide as a sum."""
+        return ir.Constant(self.integers, [n] * self.lanes)
+
+    # -- addresses, loads and stores -------------------------------------------------------------
+
+    def at(self, pointer: Any, *offsets: Any) -> Any:
+        """Add byte offsets to a pointer."""
+        for offset in offsets:
+            given = i64(offset) if isinstance(offset, int) else offset
+            pointer = self.b.gep(pointer, [given], source_etype=I8)
+        return pointer
+
+    def load(self, pointer: Any, kind: Any = None) -> Any:
+        """Load a vector, or another type."""
+        kind = self.vector if kind is None else kind
+        element = kind.element if isinstance(kind, ir.VectorType) else kind
+        return self.b.load(pointer, typ=kind, align=_bytes(element))
+
+    def store(self, x: Any, pointer: Any) -> None:
+        """Store a vector or a scalar."""
+        element = x.type.element if isinstance(x.type, ir.VectorType) else x.type
+        self.b.store(x, pointer, align=_bytes(element))
+
+    def load_as(self, dtype: str, pointer: Any, count: int = 1) -> Any:
+        """Load ``count`` elements of a dtype of the caller's as sums: a scalar where it is 1."""
+        wide = ir.VectorType(self.scalar, count) if count > 1 else self.scalar
+        if dtype == "bfloat16":
+            narrow, word = (ir.VectorType(t, count) if count > 1 else t for t in (I16, I32))
+            bits = self.b.zext(self.load(pointer, narrow), word)
+            single = _FLOATS["float32"]
+            single = ir.VectorType(single, count) if count > 1 else single
+            x = self.b.bitcast(self.b.shl(bits, _all(word, 16)), single)
+            return x if self.size == 4 else self.b.fpext(x, wide)
+        kind = ir.VectorType(_FLOATS[dtype], count) if count > 1 else _FLOATS[dtype]
+        x = self.load(pointer, kind)
+        if dtype == self.dtype:
+            return x
+        return self.b.fptrunc(x, wide) if dtype == "float64" else self.b.fpext(x, wide)
+
+    def store_as(self, dtype: str, x: Any, pointer: Any) -> None:
+        """Store a sum, or a vector of them, as a dtype of the caller's, rounded to nearest."""
+        vector = isinstance(x.type, ir.VectorType)
+        count = x.type.count if vector else 1
+        if dtype == "bfloat16":
+            word, narrow = (ir.VectorType(t, count) if vector else t for t in (I32, I16))
+            bits, sixteen = self.b.bitcast(x, word), _all(word, 16)
+            odd = self.b.and_(self.b.lshr(bits, sixteen), _all(word, 1))
+            rounded = self.b.add(self.b.add(bits, _all(word, 0x7FFF)), odd)
+            quiet = self.b.or_(bits, _all(word, 1 << 22))
+            kept = self.b.select(self.b.fcmp_unordered("uno", x, x), quiet, rounded)
+            x = self.b.trunc(self.b.lshr(kept, sixteen), narrow)
+        elif dtype != self.dtype:
+            kind = _FLOATS[dtype]
+            x = self.b.fptrunc(x, ir.VectorType(kind, count) if vector else kind)
+        self.store(x, pointer)
+
+    # -- arithmetic ------------------------------------------------------------------------------
+
+    def intrinsic(self, name: str, result: Any, *arguments: Any) -> Any:
+        """Call an intrinsic of LLVM."""
+        function = self.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(result, [x.type for x in arguments])
+            function = ir.Function(self.module, kind, name)
+        return self.b.call(function, arguments)
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        """``x * y + z``, rounded once where the CPU can."""
+        if not self.target.fma:
+            return self.b.fadd(self.b.fmul(x, y), z)
+        suffix = f"f{8 * self.size}"
+        suffix = f"v{self.lanes}{suffix}" if isinstance(x.type, ir.VectorType) else suffix
+        return self.intrinsic(f"llvm.fma.{suffix}", x.type, x, y, z)
+
+    def splat(self, x: Any) -> Any:
+        """Broadcast a scalar."""
+        kind = ir.VectorType(x.type, self.lanes)
+        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), x, ir.Constant(I32, 0))
+        lanes = ir.Constant(ir.VectorType(I32, self.lanes), [0] * self.lanes)
+        return self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), lanes)
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        """Take the larger; y where either is NaN."""
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def minimum(self, x: Any, y: Any) -> Any:
+        """Take the smaller; y where either is NaN."""
+        return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
+
+    def smaller(self, x: Any, y: Any) -> Any:
+        """Take the smaller of two signed integers."""
+        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
+
+    def larger(self, x: Any, y: Any) -> Any:
+        """Take the larger of two signed integers."""
+        return self.b.select(self.b.icmp_signed(">", x, y), x, y)
+
+    def sum(self, x: Any) -> Any:
+        """Add up all lanes, in halves."""
+        count = self.lanes
+        while count > 1:
+            count //= 2
+            parts = [
+                self.b.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, count), lanes))
+                for lanes in (list(range(count)), list(range(count, 2 * count)))
+            ]
+            x = self.b.fadd(*parts)
+        return self.b.extract_element(x, ir.Constant(I32, 0))
+
+    def all(self, conditions: Sequence[Any]) -> Any:
+        """Whether all conditions hold."""
+        return reduce(self.b.and_, conditions)
+
+    def pause(self) -> None:
+        """Tell the CPU that this thread waits for another."""
+        if self.target.triple.startswith("x86"):
+            self.intrinsic("llvm.x86.sse2.pause", ir.VoidType())
+
+    def bytes_of(self, n: Any) -> Any:
+        """Bytes of ``n`` sums."""
+        return self.b.mul(n, i64(self.size))
+
+    # -- control ---------------------------------------------------------------------------------
+
+    def loop(
+        self,
+        start: Any,
+        stop: Any,
+        body: Callable[[Any, list[Any]], Sequence[Any] | None],
+        state: Sequence[Any] = (),
+        step: int = 1,
+    ) -> list[Any]:
+        """For i from start to stop: ``state = body(i, state)``; return the last state."""
+        b, before = self.b, self.b.block
+        head, inside, done = (b.append_basic_block(n) for n in ("loop", "body", "done"))
+        b.branch(head)
+        b.position_at_end(head)
+        i = b.phi(I64)
+        i.add_incoming(start, before)
+        held = [b.phi(x.type) for x in state]
+        for phi, x in zip(held, state, strict=True):
+            phi.add_incoming(x, before)
+        b.cbranch(b.icmp_signed("<", i, stop), inside, done)
+        b.position_at_end(inside)
+        new = body(i, list(held)) or ()
+        i.add_incoming(b.add(i, i64(step)), b.block)
+        for phi, x in zip(held, new, strict=True):
+            phi.add_incoming(x, b.block)
+        b.branch(head)
+        b.position_at_end(done)
+        return held
+
+    def variable(self, kind: Any, start: Any) -> Any:
+        """Make a variable, which LLVM keeps in a register."""
+        with self.b.goto_entry_block():
+            place = self.b.alloca(kind)
+        self.b.store(start, place)
+        return place
+
+    def choose(self, n: Any, bodies: Sequence[Callable[[], Any]]) -> None:
+        """Run the n-th body, or the last."""
+        b = self.b
+        done = b.append_basic_block("chosen")
+        cases = [b.append_basic_block("case") for _ in bodies]
+        switch = b.switch(n, cases[-1])
+        for number, (case, body) in enumerate(zip(cases, bodies, strict=True)):
+            if case is not cases[-1]:
+                switch.add_case(i64(number), case)
+            b.position_at_end(case)
+            body()
+            b.branch(done)
+        b.position_at_end(done)
+
+    def each(self, count: Any, body: Callable[[Any], Any]) -> None:
+        """For i from 0 to count: run ``body(i)``."""
+        self.loop(i64(0), count, lambda i, _: body(i) and None)
+
+    def when(self, condition: Any, body: Callable[[], Any]) -> None:
+        """Run a body where a condition holds."""
+        with self.b.if_then(condition):
+            body()
+
+
+def _bytes(kind: Any) -> int:
+    if isinstance(kind, ir.IntType):
+        return max(1, int(kind.width) // 8)
+    if isinstance(kind, ir.PointerType):
+        return 8
+    return {"half": 2, "float": 4, "double": 8}[str(kind)]
+
+
+def _all(kind: Any, n: int) -> Any:
+    """Make an integer constant of a scalar or vector type."""
+    if isinstance(kind, ir.VectorType):
+        return ir.Constant(kind, [n] * kind.count)
+    return ir.Constant(kind, n)

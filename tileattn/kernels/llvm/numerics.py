@@ -1,0 +1,90 @@
+"""Instruction layer: exp, log and tanh of vectors, to about one unit in the last place."""
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numpy.polynomial import Chebyshev, Polynomial
+
+from tileattn.kernels.llvm.instructions import I32, Code
+
+_DEGREE = {"float32": 6, "float64": 12}
+
+
+def _expm1_over_f(dtype: str) -> list[float]:
+    """Coefficients of ``(2**f - 1) / f`` on [-1/2, 1/2]."""
+    x = 0.5 * np.cos(np.pi * (np.arange(200) + 0.5) / 200)
+    x = x[x != 0]
+    fit = Chebyshev.fit(x, np.expm1(x * math.log(2)) / x, _DEGREE[dtype] - 1, domain=[-0.5, 0.5])
+    return [float(c) for c in fit.convert(kind=Polynomial).coef]
+
+
+def exp(c: Code, t: Any) -> Any:
+    """``e**t``: 0 for -inf, inf for inf, and below the smallest normal number correct too."""
+    n, f, tail = _reduced(c, t)
+    return scale_by_power(c, c.fma(f, tail, c.const(1.0)), n)
+
+
+def _reduced(c: Code, t: Any) -> tuple[Any, Any, Any]:
+    """Split ``t / ln 2`` into an integer n and a rest f; with ``(2**f - 1) / f``."""
+    b, bound = c.b, 1400.0 if c.size == 8 else 160.0  # beyond, the result is 0 or infinite
+    t = c.minimum(c.const(bound), c.maximum(c.const(-bound), t))
+    magic = c.const(1.5 * 2.0 ** (52 if c.size == 8 else 23))
+    log2e = c.const(1 / math.log(2))
+    n = b.fsub(c.fma(t, log2e, magic), magic)
+    f = c.fma(t, log2e, b.fneg(n))
+    *rest, tail = (c.const(x) for x in _expm1_over_f(c.dtype))
+    for x in reversed(rest):
+        tail = c.fma(tail, f, x)
+    return n, f, tail
+
+
+def scale_by_power(c: Code, x: Any, n: Any) -> Any:
+    """``x * 2**n`` for an integer n, rounded once."""
+    if c.target.scalef:
+        name, bits = ("pd", 8) if c.size == 8 else ("ps", 16)
+        all_lanes, as_usual = ir.Constant(ir.IntType(bits), -1), ir.Constant(I32, 4)
+        instruction = f"llvm.x86.avx512.mask.scalef.{name}.512"
+        return c.intrinsic(instruction, c.vector, x, n, x, all_lanes, as_usual)
+    bias, shift = (1023, 52) if c.size == 8 else (127, 23)
+    whole = c.b.fptosi(n, c.integers)
+    half = c.b.ashr(whole, c.ints(1))
+    for part in (half, c.b.sub(whole, half)):
+        power = c.b.shl(c.b.add(part, c.ints(bias)), c.ints(shift))
+        x = c.b.fmul(x, c.b.bitcast(power, c.vector))
+    return x
+
+
+def log(c: Code, x: Any) -> Any:
+    """Natural logarithm of positive normal numbers; -inf for 0, NaN and inf as they are."""
+    b = c.b
+    mantissa, terms = (52, 11) if c.size == 8 else (23, 5)
+    bits = b.bitcast(x, c.integers)
+    # Mantissas from sqrt(1/2) to sqrt(2): the difference to that of sqrt(1/2) carries over.
+    low = int(np.array(math.sqrt(0.5), c.dtype).view(f"i{c.size}"))
+    e = b.ashr(b.sub(bits, c.ints(low)), c.ints(mantissa))
+    m = b.bitcast(b.sub(bits, b.shl(e, c.ints(mantissa))), c.vector)
+    s = b.fdiv(b.fsub(m, c.const(1.0)), b.fadd(m, c.const(1.0)))
+    z, tail = b.fmul(s, s), c.const(2 / (2 * terms + 1))
+    for k in reversed(range(terms)):
+        tail = c.fma(tail, z, c.const(2 / (2 * k + 1)))
+    exponent = b.sitofp(e, c.vector)
+    result = c.fma(exponent, c.const(math.log(2)), b.fmul(s, tail))
+    result = b.select(b.fcmp_ordered("==", x, c.const(0.0)), c.const(-math.inf), result)
+    usual = b.fcmp_ordered("<", x, c.const(math.inf))
+    return b.select(usual, result, x)
+
+
+def tanh(c: Code, x: Any) -> Any:
+    """``e / (e + 2)`` with ``e = expm1(2 |x|)``; of small numbers as exact as of large ones."""
+    b = c.b
+    bits = b.bitcast(x, c.integers)
+    sign = b.and_(bits, c.ints(1 << (8 * c.size - 1)))
+    size = b.bitcast(b.xor(bits, sign), c.vector)
+    size = c.minimum(c.const(22.0), size)  # from there on it rounds to 1
+    n, f, tail = _reduced(c, b.fadd(size, size))
+    power = scale_by_power(c, c.const(1.0), n)
+    e = c.fma(power, b.fmul(f, tail), b.fsub(power, c.const(1.0)))
+    result = b.fdiv(e, b.fadd(e, c.const(2.0)))
+    return b.bitcast(b.or_(b.bitcast(result, c.integers), sign), c.vector)

@@ -1,0 +1,54 @@
+"""What a kernel is told: one block of 64-bit fields, packed here and read by the kernels."""
+
+import struct
+from typing import Any
+
+ARRAYS = {
+    # name: its axes, for which there are strides in bytes
+    "q": "bhi", "k": "bhj", "v": "bhj", "out": "bhi", "lse": "bhi", "row_max": "bhi",
+    "log_l": "bhi",
+    "dout": "bhi", "delta": "bhi", "dq_accum": "bhi", "dq": "bhi", "dk": "bhj", "dv": "bhj",
+    "bias": "bhij", "mask": "bhij", "dbias": "bhij", "alibi_slopes": "bh", "sinks": "h",
+    "kv_lengths": "", "q_offset": "", "block_kinds": "bhij", "block_bits": "nij", "semaphore": "",
+    "dlse": "bhi",
+}  # fmt: skip
+BIAS_DTYPES = ("float16", "bfloat16", "float32", "float64")
+"""What the field ``bias_dtype`` numbers."""
+
+FLOATS = ("scale", "softcap", "dropout_scale")
+INTEGERS = (
+    "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "tasks", "blocks",
+    "seed_low", "seed_high", "threshold", "bias_dtype", "dbias_kind", "sharing", "sharing_step",
+    "group_step",
+    "block_q", "block_k", "dq_columns",
+)  # fmt: skip
+
+FIELDS = {
+    name: 8 * n
+    for n, name in enumerate(
+        [
+            *(f for a, axes in ARRAYS.items() for f in (a, *(f"{a}_{axis}" for axis in axes))),
+            *INTEGERS,
+            *FLOATS,
+        ]
+    )
+}
+"""Byte offset of every field: addresses (0 where there is no such array), strides, numbers."""
+
+_PACK = struct.Struct(f"<{len(FIELDS) - len(FLOATS)}q{len(FLOATS)}d")
+_DEFAULTS = dict.fromkeys(FIELDS, 0)
+
+
+def packed(values: dict[str, Any]) -> bytes:
+    """Pack the fields; those without a value are 0."""
+    return _PACK.pack(*(_DEFAULTS | values).values())
+
+
+def of_array(name: str, x: Any) -> dict[str, int]:
+    """Address and strides of an array; an axis of length 1 has the stride 0."""
+    axes = ARRAYS[name]
+    steps = (0 if n == 1 else step for n, step in zip(x.shape, x.strides, strict=False))
+    return {
+        name: x.__array_interface__["data"][0],
+        **{f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)},
+    }

@@ -1,0 +1,88 @@
+"""Algorithm layer: online softmax with rows in vector lanes; twin of ``algorithm/softmax.py``."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from tileattn.kernels.llvm.instructions import Code, i64
+from tileattn.kernels.llvm.numerics import exp, log
+from tileattn.kernels.llvm.tile import Tile
+
+M, L, RESCALE = 0, 1, 2
+
+
+def finite(c: Code, m: Any) -> Any:
+    """Clip infinities, which cannot be subtracted from themselves, to the largest numbers."""
+    largest = float(np.finfo(c.dtype).max)
+    return c.minimum(c.const(largest), c.maximum(c.const(-largest), m))
+
+
+class RowState:
+    """Softmax of some rows over the keys so far, a column for each row.
+
+    Parameters
+    ----------
+    c : Code
+        Where instructions go.
+    state : Tile
+        m, l and the factor by which the last update has multiplied l and acc.
+    acc : Tile
+        Dv rows: the sum of ``exp(score - m) * value``, transposed.
+    columns : i64
+        Dv.
+    """
+
+    def __init__(self, c: Code, state: Tile, acc: Tile, columns: Any) -> None:
+        self.c, self.state, self.acc, self.columns = c, state, acc, columns
+
+    def clear(self) -> None:
+        """Start without any keys."""
+        for row, x in ((M, -math.inf), (L, 0.0)):
+            self.state.put(row, [self.c.const(x) for _ in self.state.vectors])
+        self.acc.fill(self.columns, self.c.const(0.0))
+
+    def update(self, s: Tile, keys: Any) -> None:
+        """Turn scores, a row for each key, into ``p = exp(s - m)``; rescale l and acc."""
+        c, b = self.c, self.c.b
+        tops = [c.const(-math.inf) for _ in s.vectors]
+        tops = c.loop(i64(0), keys, lambda j, m: list(map(c.maximum, s.row(j), m)), tops)
+        old = self.state.row(M)
+        m = list(map(c.maximum, tops, old))
+        shift = [finite(c, x) for x in m]
+        rescale = [exp(c, b.fsub(x, y)) for x, y in zip(old, shift, strict=True)]
+
+        def body(j: Any, sums: list[Any]) -> list[Any]:
+            p = [exp(c, b.fsub(x, y)) for x, y in zip(s.row(j), shift, strict=True)]
+            s.put(j, p)
+            return list(map(b.fadd, sums, p))
+
+        sums = c.loop(i64(0), keys, body, [c.const(0.0) for _ in s.vectors])
+        self.state.put(M, m)
+        self.state.put(L, list(map(c.fma, self.state.row(L), rescale, sums)))
+        self._rescale(rescale)
+
+    def _rescale(self, factors: list[Any]) -> None:
+        def body(d: Any, _: Any) -> None:
+            self.acc.put(d, list(map(self.c.b.fmul, self.acc.row(d), factors)))
+
+        self.c.loop(i64(0), self.columns, body)
+
+    def sink(self, logits: list[Any]) -> None:
+        """Let logits, one for each row, join the denominator."""
+        c, b, old = self.c, self.c.b, self.state.row(M)
+        m = list(map(c.maximum, logits, old))
+        shift = [finite(c, x) for x in m]
+        rescale = [exp(c, b.fsub(x, y)) for x, y in zip(old, shift, strict=True)]
+        terms = [exp(c, b.fsub(x, y)) for x, y in zip(logits, shift, strict=True)]
+        self.state.put(M, m)
+        self.state.put(L, list(map(c.fma, self.state.row(L), rescale, terms)))
+        self._rescale(rescale)
+
+    def finalize(self, dropout_scale: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return m, log(l) and the weight ``dropout_scale / l`` of acc."""
+        c, l = self.c, self.state.row(L)  # noqa: E741 - the letter of the papers
+        scale = c.splat(dropout_scale)
+        least = c.b.fmul(scale, c.const(float(np.finfo(c.dtype).tiny)))
+        weight = [c.b.fdiv(scale, c.maximum(least, x)) for x in l]  # NaN stays
+        return self.state.row(M), [log(c, x) for x in l], weight
