@@ -102,7 +102,7 @@ def own_imports(path: Path) -> set[str]:
 # may import one another.
 LEAVES = {"validation", "dtypes", "errors", "results"}
 FACTS = LEAVES | {"algorithm.block_mask", "problem"}
-KERNELS = {"kernels.jit", "kernels.config", "kernels.launch"}
+KERNELS = {"kernels.jit", "kernels.config", "kernels.launch", "kernels.llvm"}
 MAY_IMPORT: dict[str, set[str]] = {
     "validation": set(),
     "dtypes": set(),
@@ -119,6 +119,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "kernels.config": FACTS,
     "kernels.jit": LEAVES | {"kernels.config"},
+    "kernels.llvm": {"kernels.jit"},
     "kernels.launch": FACTS | {"algorithm", "kernels.config"},
     "backends": FACTS | KERNELS | {"algorithm", "call_cache", "traffic", "record"},
     "api": FACTS | {"algorithm", "backends", "call_cache"},

@@ -10,6 +10,7 @@ import pytest
 
 import tileattn
 from tileattn import BackendUnavailableError, UnsupportedError
+from tileattn.backends.llvm.backend import LlvmBackend
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.problem import Problem
 
@@ -105,14 +106,19 @@ def test_subclasses_that_behave_as_arrays_are_taken(tmp_path: Any) -> None:
 
 def test_unknown_backend() -> None:
     refused(
-        ValueError, "backend is 'cuda'; accepted are auto, numpy, cupy", Q, K, K, backend="cuda"
+        ValueError,
+        "backend is 'cuda'; accepted are auto, numpy, llvm, cupy",
+        Q,
+        K,
+        K,
+        backend="cuda",
     )
     refused(TypeError, "backend is NoneType; a name or 'auto' is accepted", Q, K, K, backend=None)
 
 
 def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEATTN_BACKEND", "cuda")
-    refused(ValueError, "backend is 'cuda'; accepted are auto, numpy, cupy", Q, K, K)
+    refused(ValueError, "backend is 'cuda'; accepted are auto, numpy, llvm, cupy", Q, K, K)
     assert tileattn.forward(Q, K, K, backend="numpy").out.shape == Q.shape
     monkeypatch.setenv("TILEATTN_BACKEND", "cupy")
     with pytest.raises(
@@ -165,7 +171,8 @@ def test_unsupported_names_a_backend_that_serves() -> None:
 
 
 def test_unsupported_where_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NumpyBackend, "why_not", lambda *_: "today is Sunday")
+    for backend in (NumpyBackend, LlvmBackend):
+        monkeypatch.setattr(backend, "why_not", lambda *_: "today is Sunday")
     message = "backend 'numpy' does not support this: today is Sunday; no registered backend does"
     refused(UnsupportedError, message, Q, K, K)
 

@@ -1,0 +1,208 @@
+"""NumPy arrays on kernels of LLVM: what the contract suite does not reach."""
+
+import ctypes
+import importlib.util
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llvmlite")
+
+import tileattn
+from tests.arrays import normal
+from tileattn import BlockMask, reference
+from tileattn.backends import registry
+from tileattn.backends.llvm import backend as llvm
+from tileattn.backends.llvm.backend import LlvmBackend
+from tileattn.backends.numpy import threads
+from tileattn.kernels.llvm.compile import host
+from tileattn.kernels.llvm.target import AVX2, GENERIC, Target
+from tileattn.testing import assert_attention_close, error_bound
+
+Array = NDArray[Any]
+SIZES = (2, 4, 2, 75, 141, 40, 24)  # B, Hq, Hkv, Nq, Nk, D, Dv: several blocks, none of them whole
+on_x86 = pytest.mark.skipif("x86" not in host().triple, reason="machine code of an x86-64")
+
+
+def options() -> dict[str, dict[str, Any]]:
+    """Make options, each of which changes what a kernel reads."""
+    B, Hq, _, Nq, Nk, *_ = SIZES
+    rng = np.random.default_rng(1)
+    pairs = rng.random((Nq, Nk)) < 0.02
+    return {
+        "plain": {},
+        "causal": {"causal": True, "kv_lengths": [Nk, 3], "sinks": rng.standard_normal(Hq)},
+        "window": {"window": (20, 5), "q_offset": [-30, 90], "dropout_p": 0.2, "seed": 5},
+        "bias": {"bias": rng.standard_normal((Hq, Nq, Nk)), "softcap": 5.0},
+        "bias of keys": {"bias": rng.standard_normal((1, Nk)), "alibi_slopes": rng.random((B, Hq))},
+        "bias of rows": {"bias": rng.standard_normal((Nq, 1)), "mask": rng.random((Nq, Nk)) < 0.5},
+        "blocks": {"block_mask": BlockMask.from_mask(pairs, (16, 24)), "causal": True},
+    }
+
+
+OPTIONS = options()
+
+
+def both(name: str, given: tuple[Array, ...], **chosen: Any) -> tuple[Any, Any]:
+    q, k, v, dout = given
+    attention = tileattn.forward(q, k, v, backend=name, **chosen)
+    return attention, tileattn.backward(dout, q, k, v, *attention, backend=name, **chosen)
+
+
+@pytest.fixture
+def other_target(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A backend with the kernels of a CPU that can less than this one."""
+
+    class Other(LlvmBackend):
+        name = "other_target"
+
+    registry.register_backend(Other(request.param))
+    yield Other.name
+    registry._loaded.pop(Other.name)
+
+
+@on_x86
+@pytest.mark.parametrize("other_target", [AVX2, GENERIC], indirect=True, ids=lambda t: t.name)
+@pytest.mark.parametrize("chosen", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.float64])
+def test_kernels_of_other_cpus_are_right(
+    other_target: str, chosen: dict[str, Any], dtype: Any
+) -> None:
+    q, k, v, dout = given = normal(SIZES, dtype)
+    attention, grads = both(other_target, given, **chosen)
+    bounds = error_bound(q, k, v, dout, **chosen)
+    assert_attention_close(attention, reference.forward(q, k, v, **chosen), bounds)
+    assert_attention_close(grads, reference.backward(dout, q, k, v, **chosen), bounds)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def guarded() -> Iterator[Callable[[Array, bool], Array]]:
+    """Copy arrays to memory whose next page, behind or before it, may not be touched."""
+    library = ctypes.CDLL(None, use_errno=True)
+    held: list[mmap.mmap] = []
+
+    def copied(x: Array, behind: bool) -> Array:
+        pages = max(1, -(-x.nbytes // PAGE))
+        memory = mmap.mmap(-1, (pages + 2) * PAGE)
+        held.append(memory)
+        whole = np.frombuffer(memory, np.uint8)
+        start = whole.ctypes.data
+        for page in (start, start + (pages + 1) * PAGE):
+            assert not library.mprotect(ctypes.c_void_p(page), PAGE, 0)
+        first = (pages + 1) * PAGE - x.nbytes if behind else PAGE
+        found = whole[first : first + x.nbytes].view(x.dtype).reshape(x.shape)
+        found[...] = x
+        return found
+
+    yield copied
+    for memory in held:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        for page in (start, start + len(memory) - PAGE):
+            library.mprotect(ctypes.c_void_p(page), PAGE, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("chosen", OPTIONS.values(), ids=OPTIONS)
+def test_nothing_beside_an_array_is_touched(
+    guarded: Callable[[Array, bool], Array], chosen: dict[str, Any], dtype: Any, behind: bool
+) -> None:
+    """A read or write past either end of an operand ends the process."""
+    given = normal(SIZES, dtype)
+    expected = both("llvm", given, **chosen)
+    placed = tuple(guarded(x, behind) for x in given)
+    there: dict[str, Any] = {
+        n: guarded(x, behind) if isinstance(x, np.ndarray) else x for n, x in chosen.items()
+    }
+    q, k, v, dout = placed
+    out = guarded(np.empty_like(expected[0].out), behind)
+    attention = tileattn.forward(q, k, v, backend="llvm", out=out, **there)
+    lse = guarded(attention.lse, behind)
+    grads = tileattn.backward(dout, q, k, v, out, lse, backend="llvm", **there)
+    for ours, theirs in zip((*attention, *grads), (*expected[0], *expected[1]), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            np.testing.assert_array_equal(ours, theirs)
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+
+def test_callers_beside_each_other_get_their_own_results() -> None:
+    """Many more callers than cores, whose tasks wait for each other to add to dQ."""
+    sizes = (1, 2, 1, 300, 900, 32, 32)
+    problems = [normal(sizes, np.float32, seed) for seed in range(4)]
+    expected = [both("llvm", given, causal=True) for given in problems]
+
+    def call(n: int) -> bool:
+        found = both("llvm", problems[n % 4], causal=True)
+        wanted = expected[n % 4]
+        pairs = zip((*found[0], *found[1][:3]), (*wanted[0], *wanted[1][:3]), strict=True)
+        return all(np.array_equal(ours, theirs) for ours, theirs in pairs)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(call, range(200)))
+
+
+def test_more_workers_than_cores_do_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = normal((1, 1, 1, 700, 1500, 64, 64), np.float32)
+    expected = both("llvm", given)
+    monkeypatch.setattr(threads, "worker_count", lambda: 4 * (os.cpu_count() or 1))
+    threads._pool.cache_clear()
+    found = both("llvm", given)
+    threads._pool.cache_clear()
+    for ours, theirs in zip(
+        (*found[0], *found[1][:3]), (*expected[0], *expected[1][:3]), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_call_from_another_thread_than_the_main_one() -> None:
+    given = normal(SIZES, np.float32)
+    expected, found = both("llvm", given), []
+    thread = threading.Thread(target=lambda: found.append(both("llvm", given)))
+    thread.start()
+    thread.join()
+    np.testing.assert_array_equal(found[0][0].out, expected[0].out)
+
+
+# --- which calls ---------------------------------------------------------------------------------
+
+
+def test_without_llvmlite_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    llvm._unavailable.cache_clear()
+    x = np.zeros((1, 1, 4, 8), np.float32)
+    with pytest.raises(tileattn.BackendUnavailableError, match="pip install llvmlite"):
+        tileattn.forward(x, x, x, backend="llvm")
+    llvm._unavailable.cache_clear()
+
+
+def test_an_explanation_names_the_target_and_its_tiles() -> None:
+    x = np.zeros((1, 8, 1000, 64), np.float32)
+    found = tileattn.explain(x, x, x, causal=True, backend="llvm")
+    assert host().name in found.kernel
+    assert found.forward_tile == (host().width(4), 64)
+    assert found.backward_tile == (64, host().width(4))
+    assert found.tiles["full"] > 0
+
+
+def test_targets_are_told_by_their_features() -> None:
+    assert isinstance(host(), Target)
+    assert host().vector_bytes in {16, 32, 64}

@@ -1,0 +1,84 @@
+"""Kernels for CPUs compile for every target, in vectors of its own width, and are kept on disk."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llvmlite")
+
+from llvmlite import binding
+
+from tileattn.dtypes import DTYPES, accum_dtype
+from tileattn.kernels.jit import cache
+from tileattn.kernels.llvm import compile as compiling
+from tileattn.kernels.llvm.target import AVX2, AVX512, GENERIC, NEON, Target
+
+# How many multiply-adds of whole registers a kernel has at least.
+PATTERNS = {AVX512: ("vfmadd", "%zmm"), AVX2: ("vfmadd", "%ymm"), NEON: ("fmla", ".4s")}
+
+
+def assembly(name: str, target: Target) -> str:
+    """Compile to text in place of machine code."""
+    module = compiling.optimized(compiling.emitted(name, target, "float32", "float32"), target)
+    text: str = compiling.machine(target).emit_assembly(module)
+    return text
+
+
+@pytest.mark.parametrize("name", compiling.MODULES)
+@pytest.mark.parametrize("target", PATTERNS, ids=lambda t: t.name)
+def test_products_use_whole_registers(name: str, target: Target) -> None:
+    code, register = PATTERNS[target]
+    lines = [line for line in assembly(name, target).splitlines() if code in line]
+    whole = [line for line in lines if register in line]
+    assert len(whole) > target.rows * target.vectors
+
+
+@pytest.mark.parametrize("name", compiling.MODULES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("target", [AVX512, AVX2, NEON, GENERIC], ids=lambda t: t.name)
+def test_every_kernel_compiles_for_every_target(name: str, dtype: object, target: Target) -> None:
+    if str(dtype) == "float16" and not target.half:
+        pytest.skip("float16 needs instructions that convert it")
+    names = str(dtype), accum_dtype(dtype).name  # type: ignore[arg-type]  # DTYPES are dtypes
+    code = compiling.object_code(name, target, *names)
+    symbols = {"forward": b"forward", "backward": b"backward_dq_convert"}
+    assert symbols[name] in code
+
+
+def test_a_register_block_stays_in_registers() -> None:
+    """No sum of the widest product goes to the stack in its loop."""
+    lines = assembly("forward", AVX512).splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("product_8x3:"))
+    end = next(n for n in range(start, len(lines)) if ".size\tproduct_8x3" in lines[n])
+    assert not [line for line in lines[start:end] if "zmm" in line and "(%rsp)" in line]
+
+
+def test_code_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
+    given = "forward", compiling.host(), "float32", "float32"
+    compiling.functions.cache_clear()
+    first = compiling.functions(*given)
+    assert len(cache.entries()) == 1
+    monkeypatch.setattr(compiling, "object_code", None)  # nobody compiles again
+    compiling.functions.cache_clear()
+    assert len(compiling.functions(*given)) == len(first) == 1
+    compiling.functions.cache_clear()
+
+
+def test_llvm_verifies_what_is_emitted() -> None:
+    module = compiling.emitted("backward", AVX2, "bfloat16", "float32")
+    binding.parse_assembly(str(module)).verify()
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed")
+def test_nothing_but_memory_functions_is_called(tmp_path: Path) -> None:
+    """Of the C library: a mathematical function would be slow, and another on each machine."""
+    for name in compiling.MODULES:
+        path = tmp_path / f"{name}.o"
+        host = compiling.host()
+        path.write_bytes(compiling.object_code(name, host, "bfloat16", "float32"))
+        done = subprocess.run(["objdump", "-t", path], capture_output=True, text=True, check=True)
+        undefined = {line.split()[-1] for line in done.stdout.splitlines() if "*UND*" in line}
+        assert undefined <= {"memset", "memcpy", "memmove"}
