@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     check = commands.add_parser("check", help="random problems against the float64 oracle")
     check.add_argument("--seconds", type=_SECONDS, default=45.0, help="how long to go on (45)")
     check.add_argument("--seed", type=_SIZE, default=0, help="of the random problems (0)")
-    check.add_argument("--backend", default="numpy", choices=("numpy", "cupy"), help="(numpy)")
+    backends = "numpy", "llvm", "cupy"
+    check.add_argument("--backend", default="numpy", choices=backends, help="(numpy)")
     check.add_argument("--problems", type=_COUNT, help="how many, however long it takes")
     check.set_defaults(run=_check)
     explain = commands.add_parser("explain", help="what would run for given sizes and options")

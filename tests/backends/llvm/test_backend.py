@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +20,7 @@ pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llv
 
 import tileattn
 from tests.arrays import normal
-from tileattn import BlockMask, reference
+from tileattn import BlockMask, reference, selfcheck
 from tileattn.backends import registry
 from tileattn.backends.llvm import backend as llvm
 from tileattn.backends.llvm.backend import LlvmBackend
@@ -201,6 +202,12 @@ def test_an_explanation_names_the_target_and_its_tiles() -> None:
     assert found.forward_tile == (host().width(4), 64)
     assert found.backward_tile == (64, host().width(4))
     assert found.tiles["full"] > 0
+
+
+def test_the_check_command_takes_it() -> None:
+    drawn = selfcheck.cases(np.random.default_rng(0), "llvm", families=1)
+    for case in islice(drawn, 40):
+        selfcheck.check(case, "llvm")
 
 
 def test_targets_are_told_by_their_features() -> None:
