@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -27,6 +28,7 @@ from tileattn.backends.llvm.backend import LlvmBackend
 from tileattn.backends.numpy import threads
 from tileattn.kernels.llvm.compile import host
 from tileattn.kernels.llvm.target import AVX2, GENERIC, Target
+from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
 
 Array = NDArray[Any]
@@ -193,6 +195,18 @@ def test_without_llvmlite_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(tileattn.BackendUnavailableError, match="pip install llvmlite"):
         tileattn.forward(x, x, x, backend="llvm")
     llvm._unavailable.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["Nq", "Nk"])
+def test_what_is_longer_is_refused(name: str) -> None:
+    x = np.zeros((1, 1, 4, 8), np.float32)
+    problem = parse(x, x, x, {})[0]
+    longest: dict[str, Any] = {name: (1 << 31) - 1}
+    longer: dict[str, Any] = {name: 1 << 31}
+    assert LlvmBackend().why_not(replace(problem, **longest)) is None
+    reason = LlvmBackend().why_not(replace(problem, **longer))
+    assert reason is not None
+    assert reason.startswith(f"{name} is 2,147,483,648, and the kernels take up to 2,147,483,647")
 
 
 def test_an_explanation_names_the_target_and_its_tiles() -> None:

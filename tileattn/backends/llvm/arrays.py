@@ -6,12 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.kernels.launch.block_sparse import once, partial_blocks
+from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES
 from tileattn.problem import Operands, Problem
 
 Array = NDArray[Any]
-
-BIAS_OF_BLOCKS, BIAS_OF_ROWS, BIAS_OF_KEYS = 1, 2, 3
-"""How the gradient of a bias is summed, as in ``kernels/llvm/backward.py``."""
 
 
 def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
@@ -55,11 +53,11 @@ def bias_sums(P: Problem, bias: Array | None) -> tuple[Array | None, dict[str, i
     b, h, n, m = bias.shape
     if m == 1:
         sums = np.zeros((P.B, P.Hq, P.Nq, 1), P.accum_dtype)
-        return sums, alone | {"dbias_kind": BIAS_OF_ROWS}
+        return sums, alone | {"dbias_kind": DBIAS_OF_ROWS}
     if n == 1:
         sums = np.zeros((P.B, P.Hq, 1, P.Nk), P.accum_dtype)
-        return sums, alone | {"dbias_kind": BIAS_OF_KEYS}
-    shared = alone | {"dbias_kind": BIAS_OF_BLOCKS}
+        return sums, alone | {"dbias_kind": DBIAS_OF_KEYS}
+    shared = alone | {"dbias_kind": DBIAS_OF_TILES}
     over_batch, over_heads = b < P.B, h < P.Hq
     if over_heads:
         shared |= {"sharing": P.Hkv, "sharing_step": 1, "group_step": P.Hkv}

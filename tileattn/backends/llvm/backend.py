@@ -27,7 +27,7 @@ from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
 
-_MAX_KEYS = (1 << 31) - 1  # positions in a tile have the width of float32
+_LONGEST = (1 << 31) - 1  # indices in a tile have the width of float32
 
 
 class LlvmBackend:
@@ -61,8 +61,10 @@ class LlvmBackend:
 
     def why_not(self, problem: Problem) -> str | None:
         """Why a problem is not supported."""
-        if problem.Nk > _MAX_KEYS:
-            return f"Nk is {problem.Nk:,}, and the kernels take up to {_MAX_KEYS:,} keys"
+        for name in ("Nq", "Nk"):
+            n = getattr(problem, name)
+            if n > _LONGEST:
+                return f"{name} is {n:,}, and the kernels take up to {_LONGEST:,} queries and keys"
         return None
 
     def forward(self, problem: Problem, operands: Operands, out: Array | None) -> Attention:

@@ -16,6 +16,7 @@ from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.matmul import masked_product, product
 from tileattn.kernels.llvm.numerics import exp
+from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES
 from tileattn.kernels.llvm.scores import (
     Pairs,
     apply_score_mods,
@@ -33,8 +34,6 @@ from tileattn.kernels.llvm.tile import (
 )
 
 _END = (1 << 62) - 1
-BIAS_FULL, BIAS_OF_ROWS, BIAS_OF_KEYS = 1, 2, 3
-"""How the gradient of the bias is summed: not at all, over keys, or over queries."""
 
 
 def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
@@ -145,7 +144,7 @@ class _Block:
                 to, zero = p.row("dbias", self.batch, h, i64(0), self.k0), i64(0)
                 convert_rows(c, c.dtype, self.dbias.start, zero, i64(1), self.keys, to, zero)
 
-            c.when(b.icmp_signed("==", p.dbias_kind, i64(BIAS_OF_KEYS)), store)
+            c.when(b.icmp_signed("==", p.dbias_kind, i64(DBIAS_OF_KEYS)), store)
 
         c.loop(i64(0), p.group, head)
 
@@ -390,7 +389,7 @@ class _Block:
         def of_keys(r: Any, _: Any) -> None:
             self.dbias.put(0, list(map(b.fadd, self.dbias.row(0), self.ds.row(r))))
 
-        kinds = (BIAS_FULL, full), (BIAS_OF_ROWS, of_rows), (BIAS_OF_KEYS, of_keys)
+        kinds = (DBIAS_OF_TILES, full), (DBIAS_OF_ROWS, of_rows), (DBIAS_OF_KEYS, of_keys)
         for kind, body in kinds:
             asked = b.icmp_signed("==", p.dbias_kind, i64(kind))
             c.when(asked, partial(c.loop, i64(0), n, body))

@@ -15,6 +15,9 @@ ARRAYS = {
 BIAS_DTYPES = ("float16", "bfloat16", "float32", "float64")
 """What the field ``bias_dtype`` numbers."""
 
+DBIAS_OF_TILES, DBIAS_OF_ROWS, DBIAS_OF_KEYS = 1, 2, 3
+"""Values of ``dbias_kind``: what one task stores, a sum over keys, a sum over queries."""
+
 FLOATS = ("scale", "softcap", "dropout_scale")
 INTEGERS = (
     "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "tasks", "blocks",
