@@ -79,7 +79,7 @@ class Runner:
     def _sent(self, arrays: tuple[Array, ...]) -> Any:
         if self.name != "cupy":
             return arrays
-        cupy = pytest.importorskip("cupy")
+        cupy = pytest.importorskip("cupy", reason="arrays are sent to a GPU: pip install cupy")
         return tuple(cupy.asarray(x) for x in arrays)
 
     def _sent_options(self, options: dict[str, Any]) -> dict[str, Any]:

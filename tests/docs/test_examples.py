@@ -45,7 +45,7 @@ def run(*options: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_training_lowers_the_loss_and_leaves_a_sample_and_two_pictures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="the example draws: pip install matplotlib")
     folder = tmp_path / "made" / "when needed"
     done = run("--steps=80", "--out", folder)
     assert done.returncode == 0, done.stderr

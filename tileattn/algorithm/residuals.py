@@ -1,5 +1,6 @@
 """What the backward pass needs of every query, and where it sums gradients."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -88,6 +89,16 @@ def has_large_lse(lse: Array, dtype: np.dtype[Any]) -> Array:
     size = np.abs(lse)
     flags: Array = (size > (512 if dtype.itemsize == 2 else 16)) & (size < np.inf)
     return flags
+
+
+def rounding_of_lse(lse: Array, D: int, q_norm: Array, key_norm: Array) -> Array:
+    """Bound what rounding adds to a logsumexp, given norms of scaled queries and of their keys.
+
+    A product of D terms is off by up to some ``eps sqrt(D) |q_i| |k_j|``.
+    """
+    size = np.abs(lse) + math.sqrt(D) * q_norm * key_norm
+    bound: Array = 2 * np.finfo(lse.dtype).eps * size
+    return bound
 
 
 def row_norms(x: Array) -> Array:

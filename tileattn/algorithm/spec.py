@@ -13,7 +13,6 @@ References
 Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.08691.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,13 @@ import numpy as np
 from tileattn.algorithm.bias_gradient import add_bias_gradient, groups_sharing_sums, shape_of_sums
 from tileattn.algorithm.heads import Array, HeadGroup, head_groups
 from tileattn.algorithm.memory import Executor, Memory, Operand, OrderedSums
-from tileattn.algorithm.residuals import HeadResiduals, Residuals, Sums, row_norms
+from tileattn.algorithm.residuals import (
+    HeadResiduals,
+    Residuals,
+    Sums,
+    rounding_of_lse,
+    row_norms,
+)
 from tileattn.algorithm.softmax import RowState
 from tileattn.algorithm.tile_mask import TileMask, above_minus_infinity
 from tileattn.algorithm.tiles import Tile, cut
@@ -365,8 +370,7 @@ def renormalise(
     key_norm, _ = state.finalize()
     own_log_l = np.log(state.l)
     q_norm = abs(heads.scale) * row_norms(heads.q[..., q0:q1, :].astype(heads.dtype, copy=False))
-    size = np.abs(lse) + math.sqrt(heads.q.shape[-1]) * q_norm * key_norm[..., 0]
-    explained = 2 * np.finfo(heads.dtype).eps * size
+    explained = rounding_of_lse(lse, heads.q.shape[-1], q_norm, key_norm[..., 0])
     ours = heads.of(saved.large)[..., q0:q1] & (lse - state.m - own_log_l <= explained)
     np.copyto(log_l, own_log_l, where=ours)
     np.copyto(lse, state.m, where=ours)

@@ -10,6 +10,7 @@ from tileattn.backends.protocol import Backend
 from tileattn.backends.registry import ensure_owned
 from tileattn.errors import UnsupportedError
 from tileattn.problem import check_dtype
+from tileattn.results import Attention
 
 
 def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
@@ -27,6 +28,14 @@ def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} overlaps {other}; an array with memory of its own is accepted"
             )
+
+
+def placed(result: Attention, out: Any | None) -> Attention:
+    """Write the output to ``out``, if there is one: in one go, after all else has succeeded."""
+    if out is None:
+        return result
+    out[...] = result.out
+    return Attention(out, result.lse)
 
 
 def byte_bounds(x: Any) -> tuple[int, int]:

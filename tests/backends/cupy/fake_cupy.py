@@ -214,7 +214,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     Machine
         The GPU.
     """
-    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    cupy = pytest.importorskip(
+        "cupy", reason="its types are faked: pip install cupy", exc_type=ImportError
+    )
     made = Machine()
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: made.device)
     monkeypatch.setattr(cupy, "zeros", made.zeros)

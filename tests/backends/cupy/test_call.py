@@ -357,7 +357,9 @@ def test_explain_says_what_would_run(gpu: Machine) -> None:
 
 
 def test_a_device_is_described_by_what_cuda_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = pytest.importorskip("cupy", exc_type=ImportError).cuda.runtime
+    runtime = pytest.importorskip(
+        "cupy", reason="its runtime is asked: pip install cupy", exc_type=ImportError
+    ).cuda.runtime
     said = {
         runtime.cudaDevAttrMultiProcessorCount: 132,
         runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin: 232448,

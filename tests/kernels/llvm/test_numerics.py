@@ -68,7 +68,11 @@ def evaluated(name: str, target: Target, x: Array) -> Array:
 def test_functions_are_right_to_a_few_units_in_the_last_place(
     name: str, ulps: float, dtype: str, target: Target
 ) -> None:
-    """The rounding of ``log2(e)`` counts as often as it is in the argument of exp."""
+    """Each rounding of the last steps counts a unit.
+
+    For exp: a product and the result; for log: quotient and sum; for tanh: the power, two products
+    and two sums. That of ``log2(e)`` counts as often as it is in the argument of exp.
+    """
     x = drawn(name, dtype)
     with np.errstate(all="ignore"):
         expected = getattr(np, name)(x.astype(np.longdouble))

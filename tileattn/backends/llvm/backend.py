@@ -2,14 +2,14 @@
 
 import functools
 import importlib.util
-import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tileattn.algorithm import spec
-from tileattn.algorithm.residuals import Residuals, row_norms
+from tileattn.algorithm.residuals import Residuals, rounding_of_lse, row_norms
+from tileattn.backends.buffers import placed
 from tileattn.backends.llvm.arrays import (
     Array,
     as_inputs,
@@ -74,10 +74,7 @@ class LlvmBackend:
             np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
         )
         self._forward(P, operands, {"out": result.out, "lse": result.lse})
-        if out is None:
-            return result
-        out[...] = result.out
-        return Attention(out, result.lse)
+        return placed(result, out)
 
     @takes_workspace
     def backward(
@@ -174,8 +171,7 @@ class LlvmBackend:
             results = {"out": key_norm, "row_max": m, "log_l": own_log_l}
             self._forward(plain, x._replace(q=q, k=k, v=row_norms(k)[..., None]), results)
             q_norm = abs(P.scale) * row_norms(q)
-            size = np.abs(saved.lse) + math.sqrt(P.D) * q_norm * key_norm[..., 0]
-            explained = 2 * np.finfo(P.accum_dtype).eps * size
+            explained = rounding_of_lse(saved.lse, P.D, q_norm, key_norm[..., 0])
             ours = saved.large & (saved.lse - m - own_log_l <= explained)
             np.copyto(saved.log_l, own_log_l, where=ours)
             np.copyto(saved.lse, m, where=ours)

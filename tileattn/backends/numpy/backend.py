@@ -9,6 +9,7 @@ import numpy as np
 from tileattn.algorithm import spec
 from tileattn.algorithm.heads import Array
 from tileattn.algorithm.memory import Executor, Task
+from tileattn.backends.buffers import placed
 from tileattn.backends.numpy import threads
 from tileattn.backends.numpy.blas import single_threaded
 from tileattn.backends.numpy.memory import TileMemory
@@ -109,10 +110,7 @@ class NumpyBackend:
         together, tile = self._forward_tile(problem)
         compute = partial(spec.forward, problem, operands, tile, together=together)
         result = Workers(problem).compute(compute)
-        if out is None:
-            return result
-        out[...] = result.out
-        return Attention(out, result.lse)
+        return placed(result, out)
 
     @takes_workspace
     def backward(
