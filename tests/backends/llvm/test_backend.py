@@ -87,6 +87,16 @@ def test_kernels_of_other_cpus_are_right(
     assert_attention_close(grads, reference.backward(dout, q, k, v, **chosen), bounds)
 
 
+def test_products_that_are_exact_stay_so() -> None:
+    """Multiplied by ``1 / sqrt(D)`` first, equal terms would round in one direction."""
+    q, k, v, dout = given = normal((2, 4, 2, 29, 71, 128, 24), np.float32)
+    q[...], k[...] = -2, np.sign(k[..., :1]) / 2
+    attention, grads = both("llvm", given)
+    bounds = error_bound(q, k, v, dout)
+    assert_attention_close(attention, reference.forward(q, k, v), bounds)
+    assert_attention_close(grads, reference.backward(dout, q, k, v), bounds)
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 

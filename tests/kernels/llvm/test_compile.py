@@ -26,6 +26,15 @@ def assembly(name: str, target: Target) -> str:
     return text
 
 
+@pytest.mark.parametrize("triple", ["aarch64-unknown-linux-gnu", "arm64-apple-darwin24.1.0"])
+def test_every_64_bit_arm_has_neon(triple: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM names no features of Apple's CPUs, nor of any CPU under an emulator."""
+    monkeypatch.setattr(binding, "get_process_triple", lambda: triple)
+    monkeypatch.setattr(binding, "get_host_cpu_features", binding.FeatureMap)
+    found = compiling.host.__wrapped__()
+    assert (found.name, found.triple, found.half) == (NEON.name, triple, True)
+
+
 @pytest.mark.parametrize("name", compiling.MODULES)
 @pytest.mark.parametrize("target", PATTERNS, ids=lambda t: t.name)
 def test_products_use_whole_registers(name: str, target: Target) -> None:

@@ -1,5 +1,6 @@
 """Runs the kernels for CPUs: packs their parameters, and lends each thread scratch memory."""
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -82,6 +83,8 @@ def _numbers(P: Problem) -> dict[str, Any]:
     names = ("B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "scale")
     fields: dict[str, Any] = {name: getattr(P, name) for name in names}
     fields |= {"left": left, "right": right, "dropout_scale": 1.0}
+    fraction, exponent = math.frexp(P.scale)
+    fields |= {"scale_power": math.ldexp(1.0, exponent - 1), "scale_rest": 2 * fraction}
     if P.softcap is not None:
         ends = np.finfo(P.accum_dtype)
         fields["softcap"] = min(max(P.softcap, float(ends.tiny)), float(ends.max * ends.eps))

@@ -24,6 +24,7 @@ from tileattn.kernels.llvm.scores import (
     load_bias,
     load_mask,
     mask_tile,
+    scale_tile,
 )
 from tileattn.kernels.llvm.target import ROWS, Target
 from tileattn.kernels.llvm.tile import (
@@ -148,6 +149,8 @@ class _Block:
 
         c.loop(i64(0), p.group, head)
 
+        scale_tile(c, p, self.dk, p.D)
+
         def row(r: Any, _: Any) -> None:
             for name, tile, columns in (("dk", self.dk, p.D), ("dv", self.dv, p.Dv)):
                 to = p.row(name, self.batch, self.head, b.add(self.k0, r))
@@ -160,7 +163,7 @@ class _Block:
     def tile(self, g: Any, h: Any, query_block: Any, i0: Any, n: Any) -> None:
         """Recompute the probabilities of one tile, and add its parts of all gradients."""
         c, b, p, kernel = self.c, self.c.b, self.p, self.kernel
-        q = self.load_query("q", self.q_rows, h, i0, n, p.D, p.scale)
+        q = self.load_query("q", self.q_rows, h, i0, n, p.D, p.scale_power)
         dout = self.load_query("dout", self.dout_rows, h, i0, n, p.Dv, None)
         size, width = i64(c.size), i64(self.s.step)
         for (left, step), right, columns, to in (

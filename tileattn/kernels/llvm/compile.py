@@ -26,7 +26,6 @@ _FUNCTION = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)
 _FEATURES = (
     (AVX512, ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")),
     (AVX2, ("avx2", "fma", "f16c")),
-    (NEON, ("neon",)),
     (GENERIC, ()),
 )
 _lock = threading.Lock()
@@ -38,11 +37,12 @@ def host() -> Target:
     """Find out what this CPU can do."""
     from llvmlite import binding as llvm
 
-    features = llvm.get_host_cpu_features()
+    triple, features = llvm.get_process_triple(), llvm.get_host_cpu_features()
     kind = next(t for t, needed in _FEATURES if all(features.get(f) for f in needed))
+    if triple.startswith(("aarch64", "arm64")):  # LLVM names no features on macOS
+        kind = NEON
     given = features.flatten() + (",-prefer-256-bit" if kind is AVX512 else "")
-    name = llvm.get_host_cpu_name()
-    return replace(kind, triple=llvm.get_process_triple(), cpu=name, features=given)
+    return replace(kind, triple=triple, cpu=llvm.get_host_cpu_name(), features=given)
 
 
 @functools.cache

@@ -95,7 +95,7 @@ class _Block:
         c, b, p = self.c, self.c.b, self.p
         length = c.load(c.at(p.kv_lengths, b.mul(self.batch, i64(8))), I64)
         offset = c.load(c.at(p.q_offset, b.mul(self.batch, i64(8))), I64)
-        scale, zero = p.scale, i64(0)
+        scale, zero = p.scale_power, i64(0)
         left, right = p.left, p.right
         for facts in range(ROW_FACTS):
             self.facts.put(facts, [c.const(0.0)] * self.vectors)

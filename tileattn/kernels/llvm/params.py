@@ -18,7 +18,7 @@ BIAS_DTYPES = ("float16", "bfloat16", "float32", "float64")
 DBIAS_OF_TILES, DBIAS_OF_ROWS, DBIAS_OF_KEYS = 1, 2, 3
 """Values of ``dbias_kind``: what one task stores, a sum over keys, a sum over queries."""
 
-FLOATS = ("scale", "softcap", "dropout_scale")
+FLOATS = ("scale", "scale_power", "scale_rest", "softcap", "dropout_scale")
 INTEGERS = (
     "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "tasks", "blocks",
     "seed_low", "seed_high", "threshold", "bias_dtype", "dbias_kind", "sharing", "sharing_step",
