@@ -90,11 +90,14 @@ def convert_rows(
     c.loop(i64(0), rows, row)
 
 
-def store_columns(c: Code, dtype: str, column: Any, step: int, to: Any, columns: Any) -> None:
-    """Store a column of a tile as a row of an array."""
+def store_columns(
+    c: Code, dtype: str, column: Any, step: int, to: Any, columns: Any, scale: Any = None
+) -> None:
+    """Store a column of a tile, times a scale, as a row of an array."""
 
     def body(d: Any, _: Any) -> None:
         x = c.load(c.at(column, c.b.mul(d, i64(step))), c.scalar)
+        x = x if scale is None else c.b.fmul(x, scale)
         c.store_as(dtype, x, c.at(to, c.b.mul(d, i64(size_of(dtype)))))
 
     c.loop(i64(0), columns, body)
