@@ -131,7 +131,7 @@ def guarded() -> Iterator[Callable[[Array, bool], Array]]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 @pytest.mark.parametrize("behind", [True, False])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("chosen", OPTIONS.values(), ids=OPTIONS)
 def test_nothing_beside_an_array_is_touched(
     guarded: Callable[[Array, bool], Array], chosen: dict[str, Any], dtype: Any, behind: bool

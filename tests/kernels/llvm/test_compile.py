@@ -13,15 +13,22 @@ from llvmlite import binding
 from tileattn.dtypes import DTYPES, accum_dtype
 from tileattn.kernels.jit import cache
 from tileattn.kernels.llvm import compile as compiling
-from tileattn.kernels.llvm.target import AVX2, AVX512, GENERIC, NEON, Target
+from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, NEON, Target
 
-# How many multiply-adds of whole registers a kernel has at least.
-PATTERNS = {AVX512: ("vfmadd", "%zmm"), AVX2: ("vfmadd", "%ymm"), NEON: ("fmla", ".4s")}
+PASSES = ("forward", "backward")
+PATTERNS = {
+    AVX512: ("vfmadd", "%zmm"),
+    AVX512_BF16: ("vdpbf16ps", "%zmm"),
+    AVX2: ("vfmadd", "%ymm"),
+    NEON: ("fmla", ".4s"),
+}
+"""The multiply-adds of whole registers."""
 
 
 def assembly(name: str, target: Target) -> str:
     """Compile to text in place of machine code."""
-    module = compiling.optimized(compiling.emitted(name, target, "float32", "float32"), target)
+    dtype = "bfloat16" if target.dot else "float32"
+    module = compiling.optimized(compiling.emitted(name, target, dtype, "float32"), target)
     text: str = compiling.machine(target).emit_assembly(module)
     return text
 
@@ -35,16 +42,31 @@ def test_every_64_bit_arm_has_neon(triple: str, monkeypatch: pytest.MonkeyPatch)
     assert (found.name, found.triple, found.half) == (NEON.name, triple, True)
 
 
-@pytest.mark.parametrize("name", compiling.MODULES)
+@pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("target", PATTERNS, ids=lambda t: t.name)
 def test_products_use_whole_registers(name: str, target: Target) -> None:
     code, register = PATTERNS[target]
     lines = [line for line in assembly(name, target).splitlines() if code in line]
     whole = [line for line in lines if register in line]
-    assert len(whole) > target.rows * target.vectors
+    block = 16 if target.dot else target.rows * target.vectors
+    assert len(whole) > block
 
 
+@pytest.mark.parametrize("name", PASSES)
+def test_tiles_of_amx_are_configured_and_released(name: str) -> None:
+    text = assembly(name, AMX)
+    assert text.count("ldtilecfg") == text.count("tilerelease") == len(compiling.MODULES[name])
+    assert text.count("tdpbf16ps") >= 2 * 2 + 2 + 2 + 1  # of every block of sums
+
+
+@pytest.mark.parametrize("target", [AVX512_BF16, AMX], ids=lambda t: t.name)
 @pytest.mark.parametrize("name", compiling.MODULES)
+def test_kernels_of_bfloat16_compile(name: str, target: Target) -> None:
+    code = compiling.object_code(name, target, "bfloat16", "float32")
+    assert all(symbol.encode() in code for symbol in compiling.MODULES[name])
+
+
+@pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("target", [AVX512, AVX2, NEON, GENERIC], ids=lambda t: t.name)
 def test_every_kernel_compiles_for_every_target(name: str, dtype: object, target: Target) -> None:
@@ -56,11 +78,12 @@ def test_every_kernel_compiles_for_every_target(name: str, dtype: object, target
     assert symbols[name] in code
 
 
-def test_a_register_block_stays_in_registers() -> None:
+@pytest.mark.parametrize(("target", "name"), [(AVX512, "product_8x3"), (AVX512_BF16, "dot_4x4")])
+def test_a_register_block_stays_in_registers(target: Target, name: str) -> None:
     """No sum of the widest product goes to the stack in its loop."""
-    lines = assembly("forward", AVX512).splitlines()
-    start = next(n for n, line in enumerate(lines) if line.startswith("product_8x3:"))
-    end = next(n for n in range(start, len(lines)) if ".size\tproduct_8x3" in lines[n])
+    lines = assembly("forward", target).splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith(f"{name}:"))
+    end = next(n for n in range(start, len(lines)) if f".size\t{name}" in lines[n])
     assert not [line for line in lines[start:end] if "zmm" in line and "(%rsp)" in line]
 
 
@@ -84,7 +107,7 @@ def test_llvm_verifies_what_is_emitted() -> None:
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed")
 def test_nothing_but_memory_functions_is_called(tmp_path: Path) -> None:
     """Of the C library: a mathematical function would be slow, and another on each machine."""
-    for name in compiling.MODULES:
+    for name in PASSES:
         path = tmp_path / f"{name}.o"
         host = compiling.host()
         path.write_bytes(compiling.object_code(name, host, "bfloat16", "float32"))

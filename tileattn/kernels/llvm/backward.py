@@ -12,9 +12,10 @@ from llvmlite import ir
 
 from tileattn.kernels.llvm.backward_rows import convert_dq, preprocess
 from tileattn.kernels.llvm.blocks import mask_row, tile_kind
+from tileattn.kernels.llvm.broadcast import BackwardBroadcast
+from tileattn.kernels.llvm.dot import BackwardDot
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
-from tileattn.kernels.llvm.matmul import masked_product, product
 from tileattn.kernels.llvm.numerics import exp
 from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES
 from tileattn.kernels.llvm.scores import (
@@ -24,15 +25,9 @@ from tileattn.kernels.llvm.scores import (
     load_bias,
     load_mask,
     mask_tile,
-    scale_tile,
 )
 from tileattn.kernels.llvm.target import ROWS, Target
-from tileattn.kernels.llvm.tile import (
-    all_finite,
-    convert_rows,
-    store_columns,
-    transpose_rows,
-)
+from tileattn.kernels.llvm.tile import convert_rows, store_columns
 
 _END = (1 << 62) - 1
 
@@ -61,19 +56,15 @@ class _Block:
     ) -> None:  # fmt: skip
         self.kernel, self.c, self.vectors = kernel, c, kernel.target.vectors
         last = c.b.sdiv(c.b.sub(keys, i64(1)), i64(c.lanes))
-        self.used = c.b.add(last, i64(1))  # vectors that hold keys
+        used = c.b.add(last, i64(1))  # vectors that hold keys
         self.p = p = Params(c, params)
         self.number, self.group, self.k0, self.keys = number, group, k0, keys
-        self.W = W = kernel.target.vectors * c.lanes
         memory = Scratch(c, scratch, self.vectors)
-        self.k, self.dk = memory.tile(p.D), memory.tile(p.D)
-        self.v, self.dv = memory.tile(p.Dv), memory.tile(p.Dv)
         self.s, self.ds, self.visible, self.bias, self.grad = (memory.tile(ROWS) for _ in range(5))
         self.lanes, self.dbias = memory.tile(1), memory.tile(1)
         self.kept = memory.tile(ROWS)
-        self.q_rows = memory.rows(ROWS, p.D)
-        self.dout_rows = memory.rows(ROWS, p.Dv)
-        self.k_rows = memory.rows(W, p.dq_columns)
+        operands = BackwardDot if kernel.target.dot else BackwardBroadcast
+        self.operands = operands(kernel, c, p, memory, keys, used)
 
     def emit(self) -> None:
         c, b, p = self.c, self.c.b, self.p
@@ -96,19 +87,8 @@ class _Block:
     def key_head(self) -> None:
         """One key head: load its keys, meet its queries, store its gradients."""
         c, b, p = self.c, self.c.b, self.p
-        dtype, zero = self.kernel.dtype, c.const(0.0)
-        for tile, columns in ((self.k, p.D), (self.v, p.Dv), (self.dk, p.D), (self.dv, p.Dv)):
-            tile.fill(columns, zero)
-        for name, tile, columns in (("k", self.k, p.D), ("v", self.v, p.Dv)):
-            source = p.row(name, self.batch, self.head, self.k0)
-            transpose_rows(c, dtype, source, getattr(p, f"{name}_j"), self.keys, columns, tile)
-        width = c.bytes_of(p.dq_columns)
-        c.loop(
-            i64(0), b.mul(i64(self.W), p.dq_columns),
-            lambda n, _: c.store(zero, c.at(self.k_rows, c.bytes_of(n))), (), c.lanes,
-        )  # fmt: skip
-        source = p.row("k", self.batch, self.head, self.k0)
-        convert_rows(c, dtype, source, p.k_j, self.keys, p.D, self.k_rows, width)
+        zero = c.const(0.0)
+        self.operands.load_keys(self.batch, self.head, self.k0)
         self.length = c.load(c.at(p.kv_lengths, b.mul(self.batch, i64(8))), I64)
         self.offset = c.load(c.at(p.q_offset, b.mul(self.batch, i64(8))), I64)
         k1 = c.smaller(b.add(self.k0, self.keys), self.length)
@@ -149,12 +129,15 @@ class _Block:
 
         c.loop(i64(0), p.group, head)
 
-        scale_tile(c, p, self.dk, p.D)
-
         def row(r: Any, _: Any) -> None:
-            for name, tile, columns in (("dk", self.dk, p.D), ("dv", self.dv, p.Dv)):
-                to = p.row(name, self.batch, self.head, b.add(self.k0, r))
-                store_columns(c, dtype, c.at(tile.start, c.bytes_of(r)), tile.step, to, columns)
+            dk, dv = self.operands.dk, self.operands.dv
+            for name, tile, columns, scale in (
+                ("dk", dk, p.D, self.operands.dk_scale),
+                ("dv", dv, p.Dv, None),
+            ):
+                to, column = p.row(name, self.batch, self.head, b.add(self.k0, r)), c.bytes_of(r)
+                start = c.at(tile.start, column)
+                store_columns(c, self.kernel.dtype, start, tile.step, to, columns, scale)
 
         c.loop(i64(0), self.keys, row)
 
@@ -162,63 +145,19 @@ class _Block:
 
     def tile(self, g: Any, h: Any, query_block: Any, i0: Any, n: Any) -> None:
         """Recompute the probabilities of one tile, and add its parts of all gradients."""
-        c, b, p, kernel = self.c, self.c.b, self.p, self.kernel
-        q = self.load_query("q", self.q_rows, h, i0, n, p.D, p.scale_power)
-        dout = self.load_query("dout", self.dout_rows, h, i0, n, p.Dv, None)
-        size, width = i64(c.size), i64(self.s.step)
-        for (left, step), right, columns, to in (
-            (q, self.k, p.D, self.s),
-            (dout, self.v, p.Dv, self.ds),
-        ):
-            a, sums = (left, step, size), (to.start, width)
-            product(kernel, c, self.used, n, columns, a, (right.start, width), sums, add=False)
+        b, p = self.c.b, self.p
+        self.operands.load_queries(self.batch, h, i0, n)
+        self.operands.scores(self.s, self.ds)
         masked = self.probabilities(h, i0, n)
         self.score_gradient(h, i0, n, masked)
         grad = b.select(p.given("softcap"), self.grad.start, self.ds.start)
         drops = b.icmp_unsigned("!=", p.threshold, i64(0))
         weights = b.select(drops, self.kept.start, self.s.start)
-        clean = c.variable(I1, ir.Constant(I1, 1))
-
-        def look() -> None:
-            k = self.k_rows, c.bytes_of(p.dq_columns)
-            parts = (*q, n, p.D), (*dout, n, p.Dv), (*k, self.keys, p.D)
-            b.store(c.all([all_finite(c, *part) for part in parts]), clean)
-
-        c.when(masked, look)
         order = b.add(b.mul(b.add(self.order, g), i64(1 << 40)), query_block)
-        dq = p.row("dq_accum", self.batch, h, i0)
-        dv_and_dk = (self.dv, p.Dv, dout, weights), (self.dk, p.D, q, grad)
-
-        def add(slow: bool) -> None:
-            for to, columns, (left, step), right in dv_and_dk:
-                operands = columns, n, (left, size, step), (right, width)
-                sums = to.start, width
-                if slow:
-                    masked_product(kernel, c, self.used, *operands, self.visible.start, sums)
-                else:
-                    product(kernel, c, self.used, *operands, sums, add=True)
-            self.wait(order)
-            self.add_dq(grad, dq, n, slow)
-
-        with b.if_else(b.load(clean, typ=I1)) as (usual, nonfinite):
-            with usual:
-                add(slow=False)
-            with nonfinite:
-                add(slow=True)
+        wait = partial(self.wait, order)
+        self.operands.add_gradients(weights, grad, self.visible, masked, wait)
         self.add_dbias(h, i0, n)
         self.publish(b.add(order, i64(1)))
-
-    def load_query(
-        self, name: str, rows: Any, h: Any, i0: Any, n: Any, columns: Any, scale: Any
-    ) -> tuple[Any, Any]:
-        """Return rows of q or dO as sums, with the step between them."""
-        c, p = self.c, self.p
-        source, step = p.row(name, self.batch, h, i0), getattr(p, f"{name}_i")
-        if self.kernel.dtype == c.dtype and scale is None:
-            return source, step
-        to_step = c.bytes_of(columns)
-        convert_rows(c, self.kernel.dtype, source, step, n, columns, rows, to_step, scale)
-        return rows, to_step
 
     def probabilities(self, h: Any, i0: Any, n: Any) -> Any:
         """Turn scaled products into probabilities; return whether some are masked out."""
@@ -341,30 +280,6 @@ class _Block:
         c.when(p.given("block_kinds"), blocks)
 
     # -- sums ------------------------------------------------------------------------------------
-
-    def add_dq(self, grad: Any, dq: Any, n: Any, slow: bool) -> None:
-        """``dQ += dS K``, some vectors of columns at a time."""
-        c, b, p, kernel = self.c, self.c.b, self.p, self.kernel
-        most = self.kernel.target.vectors
-        step = c.bytes_of(p.dq_columns)
-
-        total = b.sdiv(p.dq_columns, i64(c.lanes))
-        steps = b.sdiv(b.add(total, i64(most - 1)), i64(most))
-
-        def columns(m: Any) -> None:
-            """As few steps as there can be, of nearly the same width."""
-            first = b.sdiv(b.mul(total, m), steps)
-            count = b.sub(b.sdiv(b.mul(total, b.add(m, i64(1))), steps), first)
-            d = c.bytes_of(b.mul(first, i64(c.lanes)))
-            a = grad, i64(self.s.step), i64(c.size)
-            right, to = (c.at(self.k_rows, d), step), (c.at(dq, d), p.dq_accum_i)
-            if slow:
-                seen = self.visible.start
-                masked_product(kernel, c, count, n, self.keys, a, right, seen, to, of_a=True)
-            else:
-                product(kernel, c, count, n, self.keys, a, right, to, add=True)
-
-        c.each(steps, columns)
 
     def add_dbias(self, h: Any, i0: Any, n: Any) -> None:
         """Add dS to the gradient of the bias."""

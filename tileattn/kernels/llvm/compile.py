@@ -4,6 +4,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tileattn.kernels.jit import cache
-from tileattn.kernels.llvm.target import AVX2, AVX512, GENERIC, NEON, Target
+from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, NEON, Target
 
 MODULES = {
     "forward": ("forward",),
     "backward": ("backward_preprocess", "backward", "backward_dq_convert"),
+    "dot_prepare": ("dot_prepare",),
 }
 """The modules, and the functions of each."""
 
@@ -43,6 +45,28 @@ def host() -> Target:
         kind = NEON
     given = features.flatten() + (",-prefer-256-bit" if kind is AVX512 else "")
     return replace(kind, triple=triple, cpu=llvm.get_host_cpu_name(), features=given)
+
+
+@functools.cache
+def host_of_bfloat16() -> Target | None:
+    """Find out by which instructions this CPU multiplies bfloat16, if by any."""
+    from llvmlite import binding as llvm
+
+    features, usual = llvm.get_host_cpu_features(), host()
+    if usual.name != AVX512.name or not features.get("avx512bf16"):
+        return None
+    amx = features.get("amx-tile") and features.get("amx-bf16") and _may_use_tiles()
+    kind = AMX if amx else AVX512_BF16
+    return replace(kind, triple=usual.triple, cpu=usual.cpu, features=usual.features)
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for the state of AMX tiles, once for all threads of the process."""
+    if not sys.platform.startswith("linux"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    library = ctypes.CDLL(None)
+    return bool(library.syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 @functools.cache
@@ -74,9 +98,9 @@ def object_code(name: str, target: Target, dtype: str, accum_dtype: str) -> byte
 
 def emitted(name: str, target: Target, dtype: str, accum_dtype: str) -> Any:
     """Emit the IR of a module."""
-    from tileattn.kernels.llvm import backward, forward
+    from tileattn.kernels.llvm import backward, dot_prepare, forward
 
-    builders = {"forward": forward, "backward": backward}
+    builders = {"forward": forward, "backward": backward, "dot_prepare": dot_prepare}
     return builders[name].build(target, dtype, accum_dtype)
 
 

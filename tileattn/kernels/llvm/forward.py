@@ -10,9 +10,10 @@ from typing import Any
 from llvmlite import ir
 
 from tileattn.kernels.llvm.blocks import mask_row, tile_kind
+from tileattn.kernels.llvm.broadcast import ForwardBroadcast
+from tileattn.kernels.llvm.dot import ForwardDot
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
-from tileattn.kernels.llvm.matmul import masked_product, product
 from tileattn.kernels.llvm.scores import (
     Pairs,
     apply_score_mods,
@@ -23,13 +24,7 @@ from tileattn.kernels.llvm.scores import (
 )
 from tileattn.kernels.llvm.softmax import RowState
 from tileattn.kernels.llvm.target import KEYS, ROW_FACTS, Target
-from tileattn.kernels.llvm.tile import (
-    Tile,
-    all_finite,
-    convert_rows,
-    store_columns,
-    transpose_rows,
-)
+from tileattn.kernels.llvm.tile import store_columns
 
 _FAR = 1 << 62
 _QUERY, _HEAD, _LOW, _HIGH, _SLOPE, _POSITION = range(6)
@@ -58,16 +53,16 @@ class _Block:
     ) -> None:  # fmt: skip
         self.kernel, self.c, self.vectors = kernel, c, kernel.target.vectors
         self.p = Params(c, params)
-        last = c.b.sdiv(c.b.sub(rows, i64(1)), i64(c.lanes))
-        self.used = c.b.add(last, i64(1))  # vectors that hold rows
         self.batch, self.head, self.r0, self.rows = batch, head, r0, rows
         memory = Scratch(c, scratch, self.vectors)
         self.state, self.facts = memory.tile(3), memory.tile(ROW_FACTS)
         self.s, self.visible, self.bias = (memory.tile(KEYS) for _ in range(3))
         self.keep = memory.tile(KEYS + 16)
-        self.q, self.acc = memory.tile(self.p.D), memory.tile(self.p.Dv)
-        self.k_rows = memory.rows(KEYS, self.p.D)
-        self.v_rows = memory.rows(KEYS, self.p.Dv)
+        last = c.b.sdiv(c.b.sub(rows, i64(1)), i64(c.lanes))
+        used = c.b.add(last, i64(1))  # vectors that hold rows
+        operands = ForwardDot if kernel.target.dot else ForwardBroadcast
+        self.operands = operands(kernel, c, self.p, memory, batch, head, used)
+        self.acc = self.operands.acc
 
     def emit(self) -> None:
         c, b, p = self.c, self.c.b, self.p
@@ -95,11 +90,10 @@ class _Block:
         c, b, p = self.c, self.c.b, self.p
         length = c.load(c.at(p.kv_lengths, b.mul(self.batch, i64(8))), I64)
         offset = c.load(c.at(p.q_offset, b.mul(self.batch, i64(8))), I64)
-        scale, zero = p.scale_power, i64(0)
-        left, right = p.left, p.right
+        zero, left, right = i64(0), p.left, p.right
         for facts in range(ROW_FACTS):
             self.facts.put(facts, [c.const(0.0)] * self.vectors)
-        self.q.fill(p.D, c.const(0.0))
+        self.operands.clear()
 
         def body(r: Any, span: list[Any]) -> list[Any]:
             row = b.add(self.r0, r)
@@ -117,9 +111,7 @@ class _Block:
                 self.put_fact(_SLOPE, r, c.load(p.row("alibi_slopes", self.batch, h), c.scalar))
 
             c.when(p.given("alibi_slopes"), slope)
-            source = p.row("q", self.batch, h, i)
-            column = Tile(c, c.at(self.q.start, c.bytes_of(r)), self.vectors)
-            transpose_rows(c, self.kernel.dtype, source, zero, i64(1), p.D, column, scale)
+            self.operands.put_query(r, p.row("q", self.batch, h, i))
             some = b.icmp_signed("<", low, high)
             first = c.smaller(span[0], b.select(some, low, span[0]))
             last = c.larger(span[1], b.select(some, high, span[1]))
@@ -127,6 +119,7 @@ class _Block:
 
         far = i64(_FAR)
         low, high, full_low, full_high = c.loop(zero, self.rows, body, [far, zero, zero, far])
+        self.operands.queries_loaded()
         return [c.smaller(low, high), high, full_low, full_high]
 
     def put_fact(self, fact: int, r: Any, x: Any) -> None:
@@ -177,12 +170,8 @@ class _Block:
 
     def update_tile(self, rows: RowState, k0: Any, n: Any, span: list[Any], full: Any) -> None:
         """Compute the scores of one tile and update the state of its rows."""
-        c, b, p, kernel = self.c, self.c.b, self.p, self.kernel
-        k, k_step = self.load("k", self.k_rows, k0, n, p.D)
-        v, v_step = self.load("v", self.v_rows, k0, n, p.Dv)
-        width = i64(self.s.step)
-        a, to = (k, k_step, i64(c.size)), (self.s.start, width)
-        product(kernel, c, self.used, n, p.D, a, (self.q.start, width), to, add=False)
+        c, b, p = self.c, self.c.b, self.p
+        self.operands.scores(k0, n, self.s)
         inside = b.icmp_signed(">=", k0, span[2])
         inside = b.and_(inside, b.icmp_signed("<=", b.add(k0, n), span[3]))
         dense = b.or_(p.given("mask"), p.given("bias"))
@@ -205,26 +194,7 @@ class _Block:
         c.when(masked, lambda: mask_tile(c, p, self.s, n, pairs, self.visible))
         rows.update(self.s, n)
         c.when(b.icmp_unsigned("!=", p.threshold, i64(0)), lambda: self.drop(k0, n))
-        clean = c.variable(I1, ir.Constant(I1, 1))
-        c.when(masked, lambda: b.store(all_finite(c, v, v_step, n, p.Dv), clean))
-        a, to = (v, i64(c.size), v_step), (self.acc.start, width)
-        right = self.s.start, width
-        with b.if_else(b.load(clean, typ=I1)) as (usual, nonfinite):
-            with usual:
-                product(kernel, c, self.used, p.Dv, n, a, right, to, add=True)
-            with nonfinite:
-                seen = self.visible.start
-                masked_product(kernel, c, self.used, p.Dv, n, a, right, seen, to)
-
-    def load(self, name: str, rows: Any, k0: Any, n: Any, columns: Any) -> tuple[Any, Any]:
-        """Return keys or values as sums, with the step between rows: as they lie, or converted."""
-        c, p = self.c, self.p
-        source, step = p.row(name, self.batch, self.head, k0), getattr(p, f"{name}_j")
-        if self.kernel.dtype == c.dtype:
-            return source, step
-        to_step = c.bytes_of(columns)
-        convert_rows(c, self.kernel.dtype, source, step, n, columns, rows, to_step)
-        return rows, to_step
+        self.operands.add_values(k0, n, self.s, self.visible, masked)
 
     def load_options(self, k0: Any, n: Any) -> None:
         """Load the tile of the bias and of the masks, if there are any."""

@@ -180,6 +180,10 @@ class Code:
         """Bytes of ``n`` sums."""
         return self.b.mul(n, i64(self.size))
 
+    def rounded_up(self, n: Any, size: int) -> Any:
+        """Return the least multiple of ``size`` that is not below n."""
+        return self.b.mul(self.b.sdiv(self.b.add(n, i64(size - 1)), i64(size)), i64(size))
+
     # -- control ---------------------------------------------------------------------------------
 
     def loop(

@@ -5,6 +5,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from tileattn.kernels.llvm.bfloat16 import configure_tiles, release_tiles
 from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64
 from tileattn.kernels.llvm.params import ARRAYS, FIELDS, FLOATS
 from tileattn.kernels.llvm.target import Target
@@ -90,6 +91,9 @@ class Kernel:
         block, counter, scratch = c.function.args
         p, b = Params(c, block), c.b
         take, work, done = (b.append_basic_block(n) for n in ("take", "work", "done"))
+        tiles = self.target.dot == "amx"
+        if tiles:
+            configure_tiles(c)
         b.branch(take)
         b.position_at_end(take)
         number = b.atomic_rmw("add", counter, i64(1), "monotonic")
@@ -98,6 +102,8 @@ class Kernel:
         task(c, p, block, scratch, number)
         b.branch(take)
         b.position_at_end(done)
+        if tiles:
+            release_tiles(c)
         b.ret_void()
 
     def function(self, name: str, kinds: list[Any], body: Callable[..., None]) -> ir.Function:

@@ -10,8 +10,14 @@ ARRAYS = {
     "dout": "bhi", "delta": "bhi", "dq_accum": "bhi", "dq": "bhi", "dk": "bhj", "dv": "bhj",
     "bias": "bhij", "mask": "bhij", "dbias": "bhij", "alibi_slopes": "bh", "sinks": "h",
     "kv_lengths": "", "q_offset": "", "block_kinds": "bhij", "block_bits": "nij", "semaphore": "",
-    "dlse": "bhi",
+    "dlse": "bhi", "q_t": "", "v_t": "", "dout_t": "", "unusual": "",
 }  # fmt: skip
+DOT_ARRAYS = {
+    "q": ("Hq", "Nq", "D"), "k": ("Hkv", "Nk", "D"), "v": ("Hkv", "Nk", "Dv"),
+    "dout": ("Hq", "Nq", "Dv"),
+}  # fmt: skip
+"""Heads, length and columns of what the dot products of bfloat16 read."""
+
 BIAS_DTYPES = ("float16", "bfloat16", "float32", "float64")
 """What the field ``bias_dtype`` numbers."""
 

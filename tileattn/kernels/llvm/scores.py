@@ -44,25 +44,10 @@ class Pairs:
     slopes: Row
 
 
-def scale_tile(c: Code, p: Params, tile: Tile, rows: Any) -> None:
-    """Multiply products with Q by what its rows lack of the scale.
-
-    They have its power of two alone: so nothing is rounded that the plain formula does not round,
-    and products of small integers are exact.
-    """
-    rest = c.splat(p.scale_rest)
-
-    def body(n: Any, _: Any) -> None:
-        tile.put(n, [c.b.fmul(x, rest) for x in tile.row(n)])
-
-    some = c.b.fcmp_unordered("!=", p.scale_rest, ir.Constant(c.scalar, 1.0))
-    c.when(some, lambda: c.loop(i64(0), rows, body))
-
-
 def apply_score_mods(
     c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, bias: Tile, grad: Tile | None
 ) -> None:
-    """Turn products into scores; where asked, write the derivative by the scaled products."""
+    """Turn scaled products into scores; where asked, write the derivative by the products."""
     b = c.b
 
     def softcap() -> None:
@@ -94,7 +79,6 @@ def apply_score_mods(
     def add() -> None:
         c.loop(i64(0), rows, lambda n, _: s.put(n, list(map(b.fadd, s.row(n), bias.row(n)))))
 
-    scale_tile(c, p, s, rows)
     c.when(p.given("softcap"), softcap)
     c.when(p.given("alibi_slopes"), alibi)
     c.when(p.given("bias"), add)

@@ -1,12 +1,18 @@
 """What a CPU can do: the width of its vectors, and the register block of a matrix product."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 KEYS, ROWS = 64, 64
 """Keys of a tile of the forward pass, and queries of a tile of the backward pass."""
+
+BLOCK = 64
+"""Rows of a block of a transposed array; those of a tile lie in one block."""
+
+TERMS, PAIR = 32, 4
+"""Terms that a dot product of bfloat16 is filled up to, and bytes of a pair of numbers."""
 
 ROW_FACTS = 7
 """Rows of numbers that a forward task keeps of its queries; a position takes two of them."""
@@ -34,6 +40,8 @@ class Target:
         Whether there is a fused multiply-add.
     half : bool
         Whether instructions convert float16.
+    dot : str
+        Which instructions multiply bfloat16: ``"avx512"``, ``"amx"`` or none.
     """
 
     name: str
@@ -46,6 +54,7 @@ class Target:
     scalef: bool = False
     fma: bool = True
     half: bool = True
+    dot: str = ""
 
     def width(self, size: int) -> int:
         """Count the columns of a tile of sums of this size: rows forward, keys backward."""
@@ -61,6 +70,12 @@ AVX512 = Target(
     rows=8,
     vectors=3,
     scalef=True,
+)
+AVX512_BF16 = replace(
+    AVX512, name="AVX512-BF16", features="-prefer-256-bit,+avx512bf16", vectors=4, dot="avx512"
+)
+AMX = replace(
+    AVX512_BF16, name="AMX", features="-prefer-256-bit,+avx512bf16,+amx-tile,+amx-bf16", dot="amx"
 )
 AVX2 = Target("AVX2", "x86_64-unknown-linux-gnu", "x86-64-v3", "", 32, rows=4, vectors=3)
 NEON = Target("NEON", "aarch64-unknown-linux-gnu", "generic", "+neon", 16, rows=8, vectors=3)
@@ -88,10 +103,24 @@ def scratch_bytes(
 ) -> int:
     """Count the scratch memory of a worker, as the kernels hand it out."""
     size, width = accum_dtype.itemsize, target.width(accum_dtype.itemsize)
+    common = 3 + ROW_FACTS + 3 * KEYS + KEYS + 16 if name == "forward" else 6 * ROWS + 2
+    if target.dot:
+        return size * common * width + _dot_bytes(name, target, D, Dv)
     if name == "forward":
-        tiles = 3 + ROW_FACTS + 3 * KEYS + KEYS + 16 + D + Dv
-        rows = 0 if dtype == accum_dtype else KEYS * (D + Dv)
+        tiles, rows = D + Dv, 0 if dtype == accum_dtype else KEYS * (D + Dv)
     else:
-        tiles = 2 * (D + Dv) + 6 * ROWS + 2
-        rows = ROWS * (D + Dv) + width * padded(target, size, D)
-    return size * (tiles * width + rows)
+        tiles, rows = 2 * (D + Dv), ROWS * (D + Dv) + width * padded(target, size, D)
+    return size * ((common + tiles) * width + rows)
+
+
+def _dot_bytes(name: str, target: Target, D: int, Dv: int) -> int:
+    """Count the scratch memory for operands in bfloat16, and for their sums."""
+    width, (D, Dv) = target.width(4), (-(-n // TERMS) * TERMS for n in (D, Dv))
+    if name == "dot_prepare":
+        return PAIR * BLOCK // 2 * max(D, Dv)
+    if name == "forward":
+        tiles, rows = D // 2 + Dv + KEYS // 2, 2 * (width + KEYS) * D
+    else:
+        tiles = (D + Dv) // 2 + D + Dv + ROWS
+        rows = 2 * ROWS * (D + Dv) + 2 * width * max(D, Dv) + 4 * (width // 2 + ROWS) * D
+    return 4 * tiles * width + rows

@@ -42,6 +42,16 @@ class Tile:
         """Fill rows with a vector."""
         self.c.loop(i64(0), rows, lambda n, _: self.put(n, [x for _ in self.vectors]))
 
+    def multiply(self, rows: Any, factor: Any) -> None:
+        """Multiply rows by a number."""
+        c, x = self.c, self.c.splat(factor)
+        one = ir.Constant(c.scalar, 1.0)
+
+        def row(n: Any, _: Any) -> None:
+            self.put(n, [c.b.fmul(y, x) for y in self.row(n)])
+
+        c.when(c.b.fcmp_unordered("!=", factor, one), lambda: c.loop(i64(0), rows, row))
+
 
 def transpose_rows(
     c: Code,
@@ -90,11 +100,14 @@ def convert_rows(
     c.loop(i64(0), rows, row)
 
 
-def store_columns(c: Code, dtype: str, column: Any, step: int, to: Any, columns: Any) -> None:
-    """Store a column of a tile as a row of an array."""
+def store_columns(
+    c: Code, dtype: str, column: Any, step: int, to: Any, columns: Any, scale: Any = None
+) -> None:
+    """Store a column of a tile, times a scale, as a row of an array."""
 
     def body(d: Any, _: Any) -> None:
         x = c.load(c.at(column, c.b.mul(d, i64(step))), c.scalar)
+        x = x if scale is None else c.b.fmul(x, scale)
         c.store_as(dtype, x, c.at(to, c.b.mul(d, i64(size_of(dtype)))))
 
     c.loop(i64(0), columns, body)

@@ -1,0 +1,218 @@
+"""Layout layer: the operands of both passes as sums, one of them read by broadcast.
+
+Q is multiplied by the power of two of the scale, and products by the rest: so nothing is rounded
+that the plain formula does not round, and products of small integers are exact.
+
+What a pass asks of its operands; ``dot`` gives the same to bfloat16 where a CPU multiplies it.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm.instructions import I1, Code, i64
+from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
+from tileattn.kernels.llvm.matmul import masked_product, product
+from tileattn.kernels.llvm.target import KEYS, ROWS
+from tileattn.kernels.llvm.tile import Tile, all_finite, convert_rows, transpose_rows
+
+
+class ForwardBroadcast:
+    """Q in vector lanes; K and V are broadcast from where they lie, or are converted first.
+
+    Parameters
+    ----------
+    kernel, c, p : Kernel, Code, Params
+        What is emitted, and where.
+    memory : Scratch
+        Where tiles lie.
+    batch, head : i64
+        Of the keys.
+    used : i64
+        Vectors that hold rows.
+    """
+
+    def __init__(
+        self, kernel: Kernel, c: Code, p: Params, memory: Scratch, batch: Any, head: Any, used: Any
+    ) -> None:
+        self.kernel, self.c, self.p = kernel, c, p
+        self.batch, self.head, self.used = batch, head, used
+        self.q, self.acc = memory.tile(p.D), memory.tile(p.Dv)
+        self.k_rows, self.v_rows = memory.rows(KEYS, p.D), memory.rows(KEYS, p.Dv)
+
+    def clear(self) -> None:
+        """Start without queries."""
+        self.q.fill(self.p.D, self.c.const(0.0))
+
+    def put_query(self, r: Any, source: Any) -> None:
+        """Load row r of the queries."""
+        c, p = self.c, self.p
+        column = Tile(c, c.at(self.q.start, c.bytes_of(r)), len(self.q.vectors))
+        transpose_rows(c, self.kernel.dtype, source, i64(0), i64(1), p.D, column, p.scale_power)
+
+    def queries_loaded(self) -> None:
+        """All rows are there."""
+
+    def scores(self, k0: Any, n: Any, s: Tile) -> None:
+        """``S = scale K Q^T``, a row for each key."""
+        k, k_step = self._load("k", self.k_rows, k0, n, self.p.D)
+        a, to = (k, k_step, i64(self.c.size)), (s.start, i64(s.step))
+        right = self.q.start, i64(self.q.step)
+        product(self.kernel, self.c, self.used, n, self.p.D, a, right, to, add=False)
+        s.multiply(n, self.p.scale_rest)
+
+    def add_values(self, k0: Any, n: Any, s: Tile, visible: Tile, masked: Any) -> None:
+        """``acc += V^T P``, where ``s`` is P; of a masked tile over visible pairs."""
+        c, b, p = self.c, self.c.b, self.p
+        v, v_step = self._load("v", self.v_rows, k0, n, p.Dv)
+        clean = c.variable(I1, ir.Constant(I1, 1))
+        c.when(masked, lambda: b.store(all_finite(c, v, v_step, n, p.Dv), clean))
+        a, to = (v, i64(c.size), v_step), (self.acc.start, i64(self.acc.step))
+        operands = self.used, p.Dv, n, a, (s.start, i64(s.step))
+        with b.if_else(b.load(clean, typ=I1)) as (usual, nonfinite):
+            with usual:
+                product(self.kernel, c, *operands, to, add=True)
+            with nonfinite:
+                masked_product(self.kernel, c, *operands, visible.start, to)
+
+    def _load(self, name: str, rows: Any, k0: Any, n: Any, columns: Any) -> tuple[Any, Any]:
+        """Return keys or values as sums, with the step between rows: as they lie, or converted."""
+        c, p = self.c, self.p
+        source, step = p.row(name, self.batch, self.head, k0), getattr(p, f"{name}_j")
+        if self.kernel.dtype == c.dtype:
+            return source, step
+        to_step = c.bytes_of(columns)
+        convert_rows(c, self.kernel.dtype, source, step, n, columns, rows, to_step)
+        return rows, to_step
+
+
+class BackwardBroadcast:
+    """K and V in vector lanes; Q and dO are broadcast, as P and dS are for dQ.
+
+    Parameters
+    ----------
+    kernel, c, p : Kernel, Code, Params
+        What is emitted, and where.
+    memory : Scratch
+        Where tiles lie.
+    keys, used : i64
+        Keys of the block, and vectors that hold some.
+    """
+
+    def __init__(
+        self, kernel: Kernel, c: Code, p: Params, memory: Scratch, keys: Any, used: Any
+    ) -> None:
+        self.kernel, self.c, self.p, self.keys, self.used = kernel, c, p, keys, used
+        self.k, self.dk = memory.tile(p.D), memory.tile(p.D)
+        self.v, self.dv = memory.tile(p.Dv), memory.tile(p.Dv)
+        self.q_rows, self.dout_rows = memory.rows(ROWS, p.D), memory.rows(ROWS, p.Dv)
+        self.W = kernel.target.vectors * c.lanes
+        self.k_rows = memory.rows(self.W, p.dq_columns)
+
+    @property
+    def dk_scale(self) -> Any:
+        """By what the sum of dK is multiplied."""
+        return self.p.scale_rest
+
+    def load_keys(self, batch: Any, head: Any, k0: Any) -> None:
+        """Load the block's keys and values; the gradients start at 0."""
+        c, b, p = self.c, self.c.b, self.p
+        dtype, zero = self.kernel.dtype, c.const(0.0)
+        for name, tile, grad, columns in (
+            ("k", self.k, self.dk, p.D),
+            ("v", self.v, self.dv, p.Dv),
+        ):
+            for each in (tile, grad):
+                each.fill(columns, zero)
+            source, step = p.row(name, batch, head, k0), getattr(p, f"{name}_j")
+            transpose_rows(c, dtype, source, step, self.keys, columns, tile)
+        c.loop(
+            i64(0), b.mul(i64(self.W), p.dq_columns),
+            lambda n, _: c.store(zero, c.at(self.k_rows, c.bytes_of(n))), (), c.lanes,
+        )  # fmt: skip
+        source = p.row("k", batch, head, k0)
+        width = c.bytes_of(p.dq_columns)
+        convert_rows(c, dtype, source, p.k_j, self.keys, p.D, self.k_rows, width)
+
+    def load_queries(self, batch: Any, h: Any, i0: Any, n: Any) -> None:
+        """Load the rows of Q and dO of a tile."""
+        self.batch, self.h, self.i0, self.n = batch, h, i0, n
+        self.q = self._load("q", self.q_rows, self.p.D, self.p.scale_power)
+        self.dout = self._load("dout", self.dout_rows, self.p.Dv, None)
+
+    def scores(self, s: Tile, dp: Tile) -> None:
+        """``S = scale Q K^T`` and ``dP = dO V^T``, a row for each query."""
+        for (left, step), right, columns, tile in (
+            (self.q, self.k, self.p.D, s),
+            (self.dout, self.v, self.p.Dv, dp),
+        ):
+            a, to = (left, step, i64(self.c.size)), (tile.start, i64(tile.step))
+            operands = self.used, self.n, columns, a, (right.start, i64(right.step))
+            product(self.kernel, self.c, *operands, to, add=False)
+        s.multiply(self.n, self.p.scale_rest)
+
+    def add_gradients(self, p: Any, ds: Any, visible: Tile, masked: Any, wait: Any) -> None:
+        """``dV += P^T dO``, ``dK += dS^T Q`` and, after a wait, ``dQ += dS K``."""
+        c, b = self.c, self.c.b
+        clean = c.variable(I1, ir.Constant(I1, 1))
+
+        def look() -> None:
+            k = self.k_rows, c.bytes_of(self.p.dq_columns)
+            rows = (*self.q, self.n, self.p.D), (*self.dout, self.n, self.p.Dv)
+            parts = *rows, (*k, self.keys, self.p.D)
+            b.store(c.all([all_finite(c, *part) for part in parts]), clean)
+
+        def add(seen: Any) -> None:
+            parts = (self.dv, self.p.Dv, self.dout, p), (self.dk, self.p.D, self.q, ds)
+            width = i64(visible.step)
+            for to, columns, (left, step), right in parts:
+                a, sums = (left, i64(c.size), step), (to.start, width)
+                self._multiply(self.used, columns, self.n, a, (right, width), sums, seen, False)
+            wait()
+            self._add_dq(ds, width, seen)
+
+        c.when(masked, look)
+        with b.if_else(b.load(clean, typ=I1)) as (usual, nonfinite):
+            with usual:
+                add(None)
+            with nonfinite:
+                add(visible.start)
+
+    def _multiply(
+        self, vectors: Any, n_i: Any, n_k: Any, a: Any, b: Any, to: Any, seen: Any, of_a: bool
+    ) -> None:
+        """Add a product; over visible pairs alone where the operands are not finite."""
+        if seen is None:
+            product(self.kernel, self.c, vectors, n_i, n_k, a, b, to, add=True)
+        else:
+            masked_product(self.kernel, self.c, vectors, n_i, n_k, a, b, seen, to, of_a=of_a)
+
+    def _add_dq(self, grad: Any, grad_step: Any, seen: Any) -> None:
+        """``dQ += dS K``, some vectors of columns at a time."""
+        c, b, p = self.c, self.c.b, self.p
+        most = self.kernel.target.vectors
+        step = c.bytes_of(p.dq_columns)
+        dq = p.row("dq_accum", self.batch, self.h, self.i0)
+        total = b.sdiv(p.dq_columns, i64(c.lanes))
+        steps = b.sdiv(b.add(total, i64(most - 1)), i64(most))
+
+        def columns(m: Any) -> None:
+            """As few steps as there can be, of nearly the same width."""
+            first = b.sdiv(b.mul(total, m), steps)
+            count = b.sub(b.sdiv(b.mul(total, b.add(m, i64(1))), steps), first)
+            d = c.bytes_of(b.mul(first, i64(c.lanes)))
+            a = grad, grad_step, i64(c.size)
+            right, to = (c.at(self.k_rows, d), step), (c.at(dq, d), p.dq_accum_i)
+            self._multiply(count, self.n, self.keys, a, right, to, seen, True)
+
+        c.each(steps, columns)
+
+    def _load(self, name: str, rows: Any, columns: Any, scale: Any) -> tuple[Any, Any]:
+        """Return rows of q or dO as sums, with the step between them."""
+        c, p = self.c, self.p
+        source, step = p.row(name, self.batch, self.h, self.i0), getattr(p, f"{name}_i")
+        if self.kernel.dtype == c.dtype and scale is None:
+            return source, step
+        to_step = c.bytes_of(columns)
+        convert_rows(c, self.kernel.dtype, source, step, self.n, columns, rows, to_step, scale)
+        return rows, to_step

@@ -1,0 +1,210 @@
+"""Layout layer: the operands of both passes in bfloat16, which the CPU multiplies.
+
+As ``broadcast``, for operands that ``prepare`` has found finite and of ordinary size.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm import bfloat16
+from tileattn.kernels.llvm.dot_matmul import dot_product, grain
+from tileattn.kernels.llvm.dot_prepare import transposed_block
+from tileattn.kernels.llvm.dot_tile import (
+    copy_row,
+    copy_rows,
+    pair_rows,
+    pair_sums,
+    row_bytes,
+    transpose_pairs,
+    whole_rows,
+)
+from tileattn.kernels.llvm.instructions import Code, i64
+from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
+from tileattn.kernels.llvm.target import BLOCK, KEYS, ROWS, TERMS
+from tileattn.kernels.llvm.tile import Tile
+
+
+def _bf16_rows(c: Code, memory: Scratch, rows: int, columns: Any) -> Any:
+    """Hand out rows of bfloat16 that are filled up."""
+    return memory.rows(rows, c.b.sdiv(c.rounded_up(columns, TERMS), i64(2)))
+
+
+def _pairs(c: Code, memory: Scratch, columns: Any) -> Tile:
+    """Hand out a tile of pairs for so many terms."""
+    return memory.tile(c.b.sdiv(c.rounded_up(columns, TERMS), i64(2)))
+
+
+class ForwardDot:
+    """Q in vector lanes, in pairs; rows of K as they lie, and V transposed."""
+
+    def __init__(
+        self, kernel: Kernel, c: Code, p: Params, memory: Scratch, batch: Any, head: Any, used: Any
+    ) -> None:
+        self.kernel, self.c, self.p = kernel, c, p
+        self.batch, self.head, self.used = batch, head, used
+        self.W = kernel.target.vectors * c.lanes
+        self.q, self.acc = _pairs(c, memory, p.D), memory.tile(c.rounded_up(p.Dv, TERMS))
+        self.weights = memory.tile(KEYS // 2)
+        self.q_rows = _bf16_rows(c, memory, self.W, p.D)
+        self.k_rows = _bf16_rows(c, memory, KEYS, p.D)
+
+    def clear(self) -> None:
+        """Start without queries."""
+        c = self.c
+        copy_rows(c, self.q_rows, i64(0), i64(0), self.p.D, self.q_rows, i64(self.W))
+
+    def put_query(self, r: Any, source: Any) -> None:
+        """Load row r of the queries."""
+        c, p = self.c, self.p
+        copy_row(c, source, p.D, c.at(self.q_rows, c.b.mul(r, row_bytes(c, p.D))))
+
+    def queries_loaded(self) -> None:
+        """Turn the rows into pairs."""
+        c, p = self.c, self.p
+        transpose_pairs(c, self.q_rows, row_bytes(c, p.D), self.W, p.D, self.q)
+
+    def scores(self, k0: Any, n: Any, s: Tile) -> None:
+        """``S = scale K Q^T``, a row for each key."""
+        c, p = self.c, self.p
+        source = p.row("k", self.batch, self.head, k0)
+        k = whole_rows(self.kernel, c, source, p.k_j, n, p.D, self.k_rows)
+        right, to = (self.q.start, i64(self.q.step)), (s.start, i64(s.step))
+        dot_product(self.kernel, c, self.used, n, p.D, k, right, to, add=False)
+        s.multiply(n, p.scale)
+
+    def add_values(self, k0: Any, n: Any, s: Tile, visible: Tile, masked: Any) -> None:  # noqa: ARG002 - all values are finite
+        """``acc += V^T P``, where ``s`` is P."""
+        c, p = self.c, self.p
+        pair_sums(c, s, n, self.weights)
+        v = transposed_block(c, p, "v", self.batch, self.head, k0), i64(2 * BLOCK)
+        right = self.weights.start, i64(self.weights.step)
+        to = self.acc.start, i64(self.acc.step)
+        dot_product(self.kernel, c, self.used, p.Dv, n, v, right, to, add=True)
+
+
+class BackwardDot:
+    """K and V in vector lanes, in pairs; rows of Q and dO as they lie, and transposed."""
+
+    def __init__(
+        self, kernel: Kernel, c: Code, p: Params, memory: Scratch, keys: Any, used: Any
+    ) -> None:
+        self.kernel, self.c, self.p, self.keys, self.used = kernel, c, p, keys, used
+        self.W = kernel.target.vectors * c.lanes
+        self.k, self.v = (_pairs(c, memory, columns) for columns in (p.D, p.Dv))
+        self.dk, self.dv = (memory.tile(c.rounded_up(columns, TERMS)) for columns in (p.D, p.Dv))
+        self.pairs, self.ds_rows = memory.tile(ROWS // 2), memory.tile(ROWS // 2)
+        self.q_rows = _bf16_rows(c, memory, ROWS, p.D)
+        self.dout_rows = _bf16_rows(c, memory, ROWS, p.Dv)
+        self.key_rows = _bf16_rows(c, memory, self.W, c.larger(p.D, p.Dv))
+        self.k_pairs = memory.rows(self.W // 2, p.dq_columns)
+        self.dq_rows = memory.rows(ROWS, p.dq_columns)
+
+    @property
+    def dk_scale(self) -> Any:
+        """By what the sum of dK is multiplied."""
+        return self.p.scale
+
+    def load_keys(self, batch: Any, head: Any, k0: Any) -> None:
+        """Load the block's keys and values; the gradients start at 0."""
+        c, p, keys = self.c, self.p, self.keys
+        for name, tile, grad, columns in (
+            ("k", self.k, self.dk, p.D),
+            ("v", self.v, self.dv, p.Dv),
+        ):
+            grad.fill(columns, c.const(0.0))
+            source, step = p.row(name, batch, head, k0), getattr(p, f"{name}_j")
+            n = c.smaller(keys, c.larger(i64(0), c.b.sub(self._length(batch), k0)))
+            to_step = copy_rows(c, source, step, n, columns, self.key_rows, i64(self.W))
+            transpose_pairs(c, self.key_rows, to_step, self.W, columns, tile)
+            if name == "k":
+                width = c.bytes_of(p.dq_columns)
+                pair_rows(c, source, step, n, columns, self.k_pairs, width, self.W)
+
+    def _length(self, batch: Any) -> Any:
+        c = self.c
+        return c.load(c.at(self.p.kv_lengths, c.b.mul(batch, i64(8))), i64(0).type)
+
+    def load_queries(self, batch: Any, h: Any, i0: Any, n: Any) -> None:
+        """Find the rows of Q and dO of a tile."""
+        self.batch, self.h, self.i0, self.n = batch, h, i0, n
+
+        def rows(name: str, columns: Any, to: Any) -> tuple[Any, Any]:
+            source, step = self.p.row(name, batch, h, i0), getattr(self.p, f"{name}_i")
+            return whole_rows(self.kernel, self.c, source, step, n, columns, to)
+
+        self.q = rows("q", self.p.D, self.q_rows)
+        self.dout = rows("dout", self.p.Dv, self.dout_rows)
+
+    def scores(self, s: Tile, dp: Tile) -> None:
+        """``S = scale Q K^T`` and ``dP = dO V^T``, a row for each query."""
+        for left, right, columns, tile in (
+            (self.q, self.k, self.p.D, s),
+            (self.dout, self.v, self.p.Dv, dp),
+        ):
+            operands = self.used, self.n, columns, left, (right.start, i64(right.step))
+            to = tile.start, i64(tile.step)
+            dot_product(self.kernel, self.c, *operands, to, add=False)
+        s.multiply(self.n, self.p.scale)
+
+    def add_gradients(self, p: Any, ds: Any, visible: Tile, masked: Any, wait: Any) -> None:  # noqa: ARG002 - all operands are finite
+        """``dV += P^T dO``, ``dK += dS^T Q`` and, after a wait, ``dQ += dS K``."""
+        c, n = self.c, self.n
+        for name, sums, to, columns in (
+            ("dout", p, self.dv, self.p.Dv),
+            ("q", ds, self.dk, self.p.D),
+        ):
+            pair_sums(c, Tile(c, sums, len(visible.vectors)), n, self.pairs)
+            left = transposed_block(c, self.p, name, self.batch, self.h, self.i0), i64(2 * BLOCK)
+            right = self.pairs.start, i64(self.pairs.step)
+            operands = self.used, columns, n, left, right, (to.start, i64(to.step))
+            dot_product(self.kernel, c, *operands, add=True)
+        self._round_rows(Tile(c, ds, len(visible.vectors)))
+        wait()
+        self._add_dq()
+
+    def _add_dq(self) -> None:
+        """``dQ += dS K``; by way of scratch memory where rows of dQ do not fill a block."""
+        c, b, n, columns = self.c, self.c.b, self.n, self.p.dq_columns
+        vectors, step = b.sdiv(columns, i64(c.lanes)), c.bytes_of(columns)
+        left, right = (self.ds_rows.start, i64(2 * self.W)), (self.k_pairs, step)
+        operands = vectors, n, self.keys, left, right
+        dq, dq_step = self.p.row("dq_accum", self.batch, self.h, self.i0), self.p.dq_accum_i
+        whole = b.icmp_signed("==", b.srem(n, i64(grain(self.kernel.target)[0])), i64(0))
+        with b.if_else(whole) as (there, beside):
+            with there:
+                dot_product(self.kernel, c, *operands, (dq, dq_step), add=True)
+            with beside:
+                dot_product(self.kernel, c, *operands, (self.dq_rows, step), add=False)
+
+                def row(r: Any, _: Any) -> None:
+                    place, more = c.at(dq, b.mul(r, dq_step)), c.at(self.dq_rows, b.mul(r, step))
+
+                    def add(d: Any, _: Any) -> None:
+                        at = c.at(place, c.bytes_of(d))
+                        x = c.load(c.at(more, c.bytes_of(d)))
+                        c.store(b.fadd(c.load(at), x), at)
+
+                    c.loop(i64(0), columns, add, step=c.lanes)
+
+                c.loop(i64(0), n, row)
+
+    def _round_rows(self, ds: Tile) -> None:
+        """Round dS to rows; what lies beyond the keys is 0."""
+        c = self.c
+        width, keys = c.lanes, c.splat(c.b.trunc(self.keys, c.integer))
+        inside = [
+            c.b.icmp_signed(
+                "<", ir.Constant(c.integers, list(range(v * width, (v + 1) * width))), keys
+            )
+            for v in ds.vectors
+        ]
+
+        def row(r: Any, _: Any) -> None:
+            x = [c.b.select(z, y, c.const(0.0)) for z, y in zip(inside, ds.row(r), strict=True)]
+            place = c.at(self.ds_rows.start, c.b.mul(r, i64(2 * self.W)))
+            for v in range(0, len(x), 2):
+                words = bfloat16.narrowed(c, x[v], x[v + 1])
+                c.store(words, c.at(place, 2 * v * width))
+
+        c.loop(i64(0), self.n, row)

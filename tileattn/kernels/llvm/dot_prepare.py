@@ -1,0 +1,113 @@
+"""Algorithm layer: what ``dot`` needs of whole arrays, before either pass.
+
+Operands are looked through once. Numbers that are 0, or whose products neither vanish nor overflow,
+are *usual*; where all are, no operand is NaN or infinite and no product of two of them is lost. A
+call with others is computed in float32. V, and backward Q and dO, are transposed, in blocks.
+"""
+
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm.bfloat16 import WORDS
+from tileattn.kernels.llvm.dot_tile import pair_rows
+from tileattn.kernels.llvm.instructions import I16, I64, Code, i64
+from tileattn.kernels.llvm.kernel import Kernel, Params
+from tileattn.kernels.llvm.params import ARRAYS, DOT_ARRAYS
+from tileattn.kernels.llvm.target import BLOCK, PAIR, TERMS, Target
+from tileattn.kernels.llvm.tile import Tile, transpose_rows
+
+_SMALLEST, _END = (127 - 63) << 7, (127 + 63) << 7
+"""Bits of ``2**-63`` and ``2**63`` in bfloat16."""
+
+
+def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
+    """Emit the module."""
+    kernel = Kernel("dot_prepare", target, dtype, accum_dtype)
+    kernel.entry("dot_prepare", _prepare)
+    return kernel.module
+
+
+def transposed_block(c: Code, p: Params, name: str, batch: Any, head: Any, row: Any) -> Any:
+    """Address of a row of an array in its transpose, where it is a column of its block."""
+    b, shape = c.b, DOT_ARRAYS[name]
+    heads, length, columns = (getattr(p, x) for x in shape)
+    blocks = b.sdiv(c.rounded_up(length, BLOCK), i64(BLOCK))
+    block = b.add(b.mul(b.add(b.mul(batch, heads), head), blocks), b.sdiv(row, i64(BLOCK)))
+    offset = b.mul(block, b.mul(c.rounded_up(columns, TERMS), i64(2 * BLOCK)))
+    return c.at(getattr(p, f"{name}_t"), offset, b.mul(b.srem(row, i64(BLOCK)), i64(2)))
+
+
+def _prepare(c: Code, p: Params, _: Any, scratch: Any, number: Any) -> None:
+    """Take one block of rows of one array."""
+    b = c.b
+    for name, shape in DOT_ARRAYS.items():
+        heads, length, columns = (getattr(p, x) for x in shape)
+        blocks = b.sdiv(c.rounded_up(length, BLOCK), i64(BLOCK))
+        count = b.select(p.given(name), b.mul(b.mul(p.B, heads), blocks), i64(0))
+        place = b.sdiv(number, blocks), b.mul(b.srem(number, blocks), i64(BLOCK))
+        here = b.and_(b.icmp_signed(">=", number, i64(0)), b.icmp_signed("<", number, count))
+        c.when(here, partial(_block, c, p, scratch, name, heads, length, columns, *place))
+        number = b.sub(number, count)
+
+
+def _block(
+    c: Code, p: Params, scratch: Any, name: str, heads: Any, length: Any, columns: Any, entry: Any,
+    row: Any,
+) -> None:  # fmt: skip
+    b = c.b
+    batch, head = b.sdiv(entry, heads), b.srem(entry, heads)
+    if name in ("k", "v"):
+        length = c.load(c.at(p.kv_lengths, b.mul(batch, i64(8))), I64)
+    n = c.larger(i64(0), c.smaller(i64(BLOCK), b.sub(length, row)))
+    source = p.row(name, batch, head, row)
+    step = getattr(p, f"{name}_{'j' if name in ('k', 'v') else 'i'}")
+    unusual = b.not_(_all_usual(c, source, step, n, columns))
+    c.when(unusual, lambda: b.atomic_rmw("xchg", p.unusual, i64(1), "monotonic") and None)
+
+    def transpose() -> None:
+        to_step = b.mul(c.rounded_up(columns, TERMS), i64(PAIR))
+        pair_rows(c, source, step, n, columns, scratch, to_step, BLOCK)
+        to = Tile(c, transposed_block(c, p, name, batch, head, row), BLOCK // (2 * c.lanes))
+        pairs = i64(BLOCK // 2)
+        transpose_rows(c, "float32", scratch, to_step, pairs, c.rounded_up(columns, c.lanes), to)
+
+    if f"{name}_t" in ARRAYS:
+        c.when(p.given(f"{name}_t"), transpose)
+
+
+def _all_usual(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
+    """Whether all numbers of some rows are usual."""
+    b = c.b
+    whole = b.mul(b.sdiv(columns, i64(TERMS)), i64(TERMS))
+
+    def of(kind: Any, n: int) -> Any:
+        return ir.Constant(kind, [n] * TERMS) if kind is WORDS else ir.Constant(kind, n)
+
+    def row(r: Any, state: list[Any]) -> list[Any]:
+        start = c.at(source, b.mul(r, step))
+
+        def look(d: Any, ends: list[Any]) -> list[Any]:
+            kind = ends[0].type
+            x = b.and_(c.load(c.at(start, b.mul(d, i64(2))), kind), of(kind, 0x7FFF))
+            suffix = f"v{TERMS}i16" if kind is WORDS else "i16"
+            less = b.sub(x, of(kind, 1))  # 0 becomes the largest
+            return [
+                c.intrinsic(f"llvm.umin.{suffix}", kind, ends[0], less),
+                c.intrinsic(f"llvm.umax.{suffix}", kind, ends[1], x),
+            ]
+
+        many = c.loop(i64(0), whole, look, state[:2], step=TERMS)
+        return [*many, *c.loop(whole, columns, look, state[2:])]
+
+    start = [of(kind, n) for kind in (WORDS, I16) for n in (0xFFFF, 0)]
+    state = c.loop(i64(0), rows, row, start)
+    usual = []
+    for least, most in (state[:2], state[2:]):
+        kind = least.type
+        usual.append(b.icmp_unsigned(">=", least, of(kind, _SMALLEST - 1)))
+        usual.append(b.icmp_unsigned("<", most, of(kind, _END)))
+    bits = [b.bitcast(x, ir.IntType(TERMS)) for x in usual[:2]]
+    all_of = [b.icmp_signed("==", x, ir.Constant(x.type, -1)) for x in bits]
+    return c.all([*all_of, *usual[2:]])

@@ -1,0 +1,132 @@
+"""Layout layer: rows and pairs of rows of bfloat16, filled up with 0 to whole blocks."""
+
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm import bfloat16
+from tileattn.kernels.llvm.dot_matmul import grain
+from tileattn.kernels.llvm.instructions import I16, I32, Code, i64
+from tileattn.kernels.llvm.kernel import Kernel
+from tileattn.kernels.llvm.target import PAIR, TERMS
+from tileattn.kernels.llvm.tile import Tile, transpose_rows
+
+_SIZE = 2
+
+
+def copy_row(c: Code, source: Any, columns: Any, to: Any) -> None:
+    """Copy a row; fill it up with 0 to a multiple of TERMS."""
+    whole = c.b.mul(c.b.sdiv(columns, i64(TERMS)), i64(TERMS))
+
+    def some(d: Any, kind: Any, x: Any = None) -> None:
+        offset = c.b.mul(d, i64(_SIZE))
+        c.store(c.load(c.at(source, offset), kind) if x is None else x, c.at(to, offset))
+
+    c.loop(i64(0), whole, lambda d, _: some(d, bfloat16.WORDS), step=TERMS)
+
+    def rest() -> None:
+        some(whole, bfloat16.WORDS, ir.Constant(bfloat16.WORDS, None))
+        c.loop(whole, columns, lambda d, _: some(d, I16))
+
+    c.when(c.b.icmp_signed("<", whole, columns), rest)
+
+
+def copy_rows(c: Code, source: Any, step: Any, n: Any, columns: Any, to: Any, rows: Any) -> Any:
+    """Copy n rows and add empty ones; return the step between them."""
+    to_step = row_bytes(c, columns)
+
+    def row(r: Any, _: Any) -> None:
+        count = c.b.select(c.b.icmp_signed("<", r, n), columns, i64(0))
+        place = c.at(to, c.b.mul(r, to_step))
+        copy_row(c, c.at(source, c.b.mul(r, step)), count, place)
+        c.loop(
+            c.rounded_up(count, TERMS),
+            columns,
+            lambda d, _: c.store(
+                ir.Constant(bfloat16.WORDS, None), c.at(place, c.b.mul(d, i64(_SIZE)))
+            ),
+            step=TERMS,
+        )
+
+    c.loop(i64(0), rows, row)
+    return to_step
+
+
+def row_bytes(c: Code, columns: Any) -> Any:
+    """Bytes of a row that is filled up."""
+    return c.b.mul(c.rounded_up(columns, TERMS), i64(_SIZE))
+
+
+def whole_rows(
+    kernel: Kernel, c: Code, source: Any, step: Any, n: Any, columns: Any, to: Any
+) -> tuple[Any, Any]:
+    """Return rows for the left of a product with their step: as they lie where they are whole."""
+    rows, terms = grain(kernel.target)
+    place, found = c.variable(source.type, source), c.variable(step.type, step)
+
+    def copy() -> None:
+        b = c.b
+        b.store(copy_rows(c, source, step, n, columns, to, c.rounded_up(n, rows)), found)
+        b.store(to, place)
+
+    odd = [c.b.srem(x, i64(size)) for x, size in ((n, rows), (columns, terms))]
+    c.when(c.b.icmp_signed("!=", c.b.or_(*odd), i64(0)), copy)
+    return c.b.load(place, typ=source.type), c.b.load(found, typ=step.type)
+
+
+def transpose_pairs(c: Code, source: Any, step: Any, rows: int, columns: Any, to: Tile) -> None:
+    """Turn pairs of neighbours in rows that are filled up into pairs of rows of the transpose."""
+    pairs = c.b.sdiv(c.rounded_up(columns, TERMS), i64(2))
+    transpose_rows(c, "float32", source, step, i64(rows), pairs, to)
+
+
+def pair_rows(
+    c: Code, source: Any, step: Any, n: Any, columns: Any, to: Any, to_step: Any, rows: int
+) -> None:
+    """Pair up n rows; fill up with 0 to so many rows, and to whole vectors of columns."""
+    kind, zero = ir.VectorType(I16, c.lanes), ir.Constant(c.integers, None)
+    whole = c.b.mul(c.b.sdiv(columns, i64(c.lanes)), i64(c.lanes))
+    odd_row = ir.Constant(c.integers, [16] * c.lanes)
+
+    def pair(r: Any, _: Any) -> None:
+        place = c.at(to, c.b.mul(r, to_step))
+        first = c.b.mul(r, i64(2))
+        there = [c.b.icmp_signed("<", c.b.add(first, i64(m)), n) for m in (0, 1)]
+        starts = [c.at(source, c.b.mul(c.b.add(first, i64(m)), step)) for m in (0, 1)]
+
+        def vector(d: Any, _: Any) -> None:
+            c.store(zero, c.at(place, c.b.mul(d, i64(PAIR))))
+
+        def add(m: int, start: Any) -> None:
+            def some(d: Any, _: Any, count: int) -> None:
+                narrow, word = (kind, c.integers) if count > 1 else (I16, I32)
+                x = c.b.zext(c.load(c.at(start, c.b.mul(d, i64(_SIZE))), narrow), word)
+                at = c.at(place, c.b.mul(d, i64(PAIR)))
+                if m:
+                    x = c.b.shl(x, odd_row if count > 1 else ir.Constant(I32, 16))
+                    x = c.b.or_(x, c.load(at, word))
+                c.store(x, at)
+
+            c.loop(i64(0), whole, lambda d, s: some(d, s, c.lanes), step=c.lanes)
+            c.loop(whole, columns, lambda d, s: some(d, s, 1))
+
+        clear = c.b.select(there[0], whole, i64(0))
+        c.loop(clear, columns, vector, step=c.lanes)
+        for m, start in enumerate(starts):
+            c.when(there[m], partial(add, m, start))
+
+    c.loop(i64(0), i64(rows // 2), pair)
+
+
+def pair_sums(c: Code, source: Tile, n: Any, to: Tile) -> None:
+    """Round sums to pairs of rows, filled up with 0 to a multiple of TERMS rows."""
+    end, zero = c.rounded_up(n, TERMS), [c.const(0.0) for _ in source.vectors]
+    c.loop(n, end, lambda r, _: source.put(r, zero))
+
+    def pair(r: Any, _: Any) -> None:
+        rows = source.row(r), source.row(c.b.add(r, i64(1)))
+        new = [bfloat16.paired(c, x, y) for x, y in zip(*rows, strict=True)]
+        to.put(c.b.sdiv(r, i64(2)), new)
+
+    c.loop(i64(0), end, pair, step=2)
