@@ -46,6 +46,7 @@ def _prepare(c: Code, p: Params, _: Any, scratch: Any, number: Any) -> None:
         heads, length, columns = (getattr(p, x) for x in shape)
         blocks = b.sdiv(c.rounded_up(length, BLOCK), i64(BLOCK))
         count = b.select(p.given(name), b.mul(b.mul(p.B, heads), blocks), i64(0))
+        blocks = c.larger(i64(1), blocks)  # the division is done also where there are none
         place = b.sdiv(number, blocks), b.mul(b.srem(number, blocks), i64(BLOCK))
         here = b.and_(b.icmp_signed(">=", number, i64(0)), b.icmp_signed("<", number, count))
         c.when(here, partial(_block, c, p, scratch, name, heads, length, columns, *place))
