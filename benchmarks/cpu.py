@@ -24,8 +24,9 @@ import tileattn
 from benchmarks import report
 from benchmarks.configurations import PASSES, Call, Configuration, draw, normal
 from benchmarks.implementations import Implementation, Naive, Sdpa, Tileattn
+from tileattn.backends import threads
 from tileattn.backends.numpy import backend as numpy_backend
-from tileattn.backends.numpy import threads
+from tileattn.backends.numpy.blas import single_threaded
 
 PAUSE = 0.004  # lets the threads of the last implementation go to sleep
 
@@ -60,7 +61,7 @@ def lower_bound(one: Configuration) -> Call:
 
     workers = threads.worker_count()
     part = max(1, round(tiles / workers))
-    return lambda: threads.run([lambda: work(part)] * workers)
+    return lambda: threads.run([lambda: work(part)] * workers, within=single_threaded)
 
 
 def median_seconds(calls: Calls, seconds: float) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.backends.numpy import threads
+from tileattn.backends import threads
 from tileattn.cli import processor
 
 RESULTS = Path(__file__).parent / "results"

@@ -121,13 +121,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels.jit": LEAVES | {"kernels.config"},
     "kernels.llvm": {"kernels.jit"},
     "kernels.launch": FACTS | {"algorithm", "kernels.config"},
-    "backends": FACTS | KERNELS | {"algorithm", "call_cache", "traffic", "record"},
+    "backends.threads": set(),
+    "backends": FACTS
+    | KERNELS
+    | {"algorithm", "backends.threads", "call_cache", "traffic", "record"},
     "api": FACTS | {"algorithm", "backends", "call_cache"},
     "differentiation": FACTS | {"api"},
     "testing": FACTS | {"reference"},
     "selfcheck": FACTS | KERNELS | {"backends", "reference", "testing"},
     "": FACTS | {"algorithm", "api", "backends", "differentiation", "reference", "testing"},
-    "cli": FACTS | KERNELS | {"", "backends", "selfcheck"},
+    "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "selfcheck"},
     "__main__": {"cli"},
 }
 

@@ -3,7 +3,7 @@
 import pytest
 
 import tileattn
-from tileattn.backends.numpy import threads
+from tileattn.backends import threads
 from tileattn.cli import main
 
 WHOLE = "a whole number from {} on is accepted"

@@ -20,8 +20,7 @@ import numpy as np
 import threadpoolctl
 
 import tileattn
-from tileattn.backends import registry
-from tileattn.backends.numpy import threads
+from tileattn.backends import registry, threads
 from tileattn.dtypes import DTYPES
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.config.key import KernelKey

@@ -16,8 +16,8 @@ from tileattn import BlockMask, Gradients
 from tileattn.algorithm import spec
 from tileattn.algorithm.bias_gradient import add_bias_gradient
 from tileattn.algorithm.tiles import Tile
+from tileattn.backends import threads
 from tileattn.backends.numpy import backend as numpy_backend
-from tileattn.backends.numpy import threads
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.backends.numpy.memory import TileMemory
 from tileattn.problem import parse

@@ -42,7 +42,7 @@ DIGEST = """
 import hashlib
 import numpy as np
 import tileattn
-from tileattn.backends.numpy import threads
+from tileattn.backends import threads
 
 rng = np.random.default_rng(0)
 q, dout = rng.normal(size=(2, 2, 4, 700, 48)).astype(np.float32)

@@ -13,7 +13,7 @@ from tileattn import BlockMask
 from tileattn.algorithm import spec
 from tileattn.algorithm.heads import Array, head_groups
 from tileattn.algorithm.residuals import has_large_lse
-from tileattn.backends.numpy import threads
+from tileattn.backends import threads
 from tileattn.backends.numpy.backend import NumpyBackend, Workers
 from tileattn.backends.numpy.memory import Scratch, TileMemory
 from tileattn.problem import Operands, Problem, parse

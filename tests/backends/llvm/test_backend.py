@@ -22,10 +22,9 @@ pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llv
 import tileattn
 from tests.arrays import normal
 from tileattn import BlockMask, reference, selfcheck
-from tileattn.backends import registry
+from tileattn.backends import registry, threads
 from tileattn.backends.llvm import backend as llvm
 from tileattn.backends.llvm.backend import LlvmBackend
-from tileattn.backends.numpy import threads
 from tileattn.kernels.llvm.compile import host
 from tileattn.kernels.llvm.target import AVX2, GENERIC, Target
 from tileattn.problem import parse

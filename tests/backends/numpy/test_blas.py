@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from tileattn.backends.numpy import blas, threads
+from tileattn.backends import threads
+from tileattn.backends.numpy import blas
 from tileattn.backends.numpy.blas import Limit, single_threaded
 
 IN_NUMPY = Path(np.__file__).with_name("libblas.so")
@@ -155,7 +156,7 @@ def test_every_worker_has_one_thread(
         both.wait(10)
         numbers.extend(library.get_num_threads() for library in libraries)
 
-    threads.run([task] * 2)
+    threads.run([task] * 2, within=single_threaded)
     assert numbers == [1] * 4
     assert [library.get_num_threads() for library in libraries] == [4, 4]
 
@@ -179,9 +180,9 @@ def test_limits_of_threadpoolctl_around_and_within_a_call_hold() -> None:
     if not number():
         pytest.skip("NumPy's BLAS has no number of threads for the process")
     with threadpoolctl.threadpool_limits(3, "blas"):
-        threads.run([lambda: threadpoolctl.threadpool_limits(2, "blas")])
+        threads.run([lambda: threadpoolctl.threadpool_limits(2, "blas")], within=single_threaded)
         assert number() == {2}
         inside: list[set[Any]] = []
-        threads.run([lambda: inside.append(number())])
+        threads.run([lambda: inside.append(number())], within=single_threaded)
         assert inside == [{1}]
         assert number() == {2}

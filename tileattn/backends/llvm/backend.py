@@ -9,6 +9,7 @@ import numpy as np
 
 from tileattn.algorithm import spec
 from tileattn.algorithm.residuals import Residuals, rounding_of_lse, row_norms
+from tileattn.backends import threads
 from tileattn.backends.buffers import placed
 from tileattn.backends.llvm import dot
 from tileattn.backends.llvm.arrays import (
@@ -20,7 +21,6 @@ from tileattn.backends.llvm.arrays import (
     contiguous,
 )
 from tileattn.backends.llvm.execute import is_parallel, multiply_adds, run
-from tileattn.backends.numpy import threads
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.kernels.llvm.target import KEYS, ROWS, Target, padded, scratch_bytes

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tileattn.backends import threads
 from tileattn.backends.llvm.arrays import Array
-from tileattn.backends.numpy import threads
 from tileattn.kernels.llvm.params import BIAS_DTYPES, of_array, packed
 from tileattn.kernels.llvm.target import Target, scratch_bytes
 from tileattn.problem import Problem

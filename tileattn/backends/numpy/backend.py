@@ -9,10 +9,10 @@ import numpy as np
 from tileattn.algorithm import spec
 from tileattn.algorithm.heads import Array
 from tileattn.algorithm.memory import Executor, Task
+from tileattn.backends import threads
 from tileattn.backends.buffers import placed
-from tileattn.backends.numpy import threads
 from tileattn.backends.numpy.blas import single_threaded
-from tileattn.backends.numpy.memory import TileMemory
+from tileattn.backends.numpy.memory import TileMemory, borrowed_scratch
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
@@ -56,13 +56,13 @@ class Workers(Executor):
     def run(self, tasks: Sequence[Task]) -> None:
         """Run the tasks; they start in this order."""
         if self._parallel:
-            threads.run([partial(self._run, task) for task in tasks])
+            threads.run([partial(self._run, task) for task in tasks], within=single_threaded)
         else:
             for task in tasks:
                 self._run(task)
 
     def _run(self, task: Task) -> None:
-        with np.errstate(all="ignore"), threads.borrowed_scratch() as scratch:
+        with np.errstate(all="ignore"), borrowed_scratch() as scratch:
             task(TileMemory(self.dtype, scratch, self._small_scores))
 
     def ordered_sums(self, tasks: int) -> threads.OrderedSums:

@@ -4,7 +4,9 @@ Every load and store is reported to ``tileattn.traffic.record``.
 """
 
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,31 @@ class Scratch:
         if buffer is None or buffer.nbytes < nbytes:
             buffer = self._buffers[name] = np.empty(nbytes, np.uint8)
         return buffer[:nbytes].view(dtype).reshape(shape)
+
+
+class _Idle(threading.local):
+    """Buffers that no call of the current thread uses now."""
+
+    def __init__(self) -> None:
+        self.scratches: list[Scratch] = []
+
+
+_idle = _Idle()
+
+
+@contextmanager
+def borrowed_scratch() -> Iterator[Scratch]:
+    """Lend tile buffers, kept by the thread from task to task, that nobody else uses meanwhile.
+
+    A predicate or a signal handler may call the package while a task runs: that call gets others.
+    """
+    idle = _idle.scratches
+    try:
+        scratch = idle.pop()
+    except IndexError:
+        scratch = Scratch()
+    yield scratch
+    idle.append(scratch)  # after an error they are let go
 
 
 class TileMemory(Memory):

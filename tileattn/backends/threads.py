@@ -14,8 +14,7 @@ from contextvars import copy_context
 from functools import cache
 from queue import SimpleQueue
 
-from tileattn.backends.numpy.blas import single_threaded
-from tileattn.backends.numpy.memory import Scratch
+Work = Callable[[], None]
 
 
 @cache
@@ -31,7 +30,14 @@ def worker_count() -> int:
     return os.cpu_count() or 1
 
 
-def run(tasks: Sequence[Callable[[], None]], parallel: bool = True) -> None:
+def call(work: Work) -> None:
+    """Do some work."""
+    work()
+
+
+def run(
+    tasks: Sequence[Work], parallel: bool = True, within: Callable[[Work], None] = call
+) -> None:
     """Run tasks on the workers, in order of their start; the first error stops the rest.
 
     Parameters
@@ -40,6 +46,8 @@ def run(tasks: Sequence[Callable[[], None]], parallel: bool = True) -> None:
         What is to be done, the longest first.
     parallel : bool
         False runs them here one after another, which small problems are better off with.
+    within : callable
+        Does the work that it is given; each thread runs its tasks inside of one call of it.
 
     Raises
     ------
@@ -48,9 +56,9 @@ def run(tasks: Sequence[Callable[[], None]], parallel: bool = True) -> None:
         task has come to its end.
     """
     if not parallel or min(len(tasks), worker_count()) < 2:
-        single_threaded(lambda: _run_here(tasks))
+        within(lambda: _run_here(tasks))
         return
-    work = _SharedWork(tasks)
+    work = _SharedWork(tasks, within)
     if threading.current_thread() is threading.main_thread():
         _leave_to_deputy(work)
     else:
@@ -59,7 +67,7 @@ def run(tasks: Sequence[Callable[[], None]], parallel: bool = True) -> None:
         raise work.cause()
 
 
-def start(task: Callable[[], None], count: int) -> list[Future[None]]:
+def start(task: Work, count: int) -> list[Future[None]]:
     """Have so many workers run a task, as many as there are threads for; none is waited for."""
     started: list[Future[None]] = []
     with suppress(RuntimeError):  # the interpreter shuts down, or there is no thread to be had
@@ -67,7 +75,7 @@ def start(task: Callable[[], None], count: int) -> list[Future[None]]:
     return started
 
 
-def _run_here(tasks: Sequence[Callable[[], None]]) -> None:
+def _run_here(tasks: Sequence[Work]) -> None:
     for task in tasks:
         task()
 
@@ -75,10 +83,11 @@ def _run_here(tasks: Sequence[Callable[[], None]]) -> None:
 class _SharedWork:
     """Tasks that several threads take one after another, in their order."""
 
-    def __init__(self, tasks: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, tasks: Sequence[Work], within: Callable[[Work], None]) -> None:
         self.failures: list[BaseException] = []  # the first stops the rest
         self._helpers = min(worker_count(), len(tasks)) - 1
         self._tasks = iter(tasks)
+        self._within = within
         self._changed = threading.Condition()
         self._helping = 0
         self._over = False
@@ -114,7 +123,7 @@ class _SharedWork:
 
     def _take(self) -> None:
         try:
-            single_threaded(self._take_in_order)
+            self._within(self._take_in_order)
         except BaseException as failure:
             self.failures.append(failure)
 
@@ -131,7 +140,7 @@ class _Deputy:
     """A thread that runs the calls of the main thread, where no interrupt can arise."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._calls: SimpleQueue[Work] = SimpleQueue()
         self._started = False
 
     def start(self) -> None:
@@ -140,7 +149,7 @@ class _Deputy:
             threading.Thread(target=self._serve, name="tileattn-deputy", daemon=True).start()
             self._started = True
 
-    def put(self, call: Callable[[], None]) -> None:
+    def put(self, call: Work) -> None:
         """Hand over a call; calls run one after another."""
         self._calls.put(call)
 
@@ -278,28 +287,3 @@ class _Turn:
         """Wait until all earlier tasks are done with this block."""
         self._sums.wait(self._task, block)
         self._waited = block
-
-
-class _Idle(threading.local):
-    """Buffers that no call of the current thread uses now."""
-
-    def __init__(self) -> None:
-        self.scratches: list[Scratch] = []
-
-
-_idle = _Idle()
-
-
-@contextmanager
-def borrowed_scratch() -> Iterator[Scratch]:
-    """Lend tile buffers, kept by the thread from task to task, that nobody else uses meanwhile.
-
-    A predicate or a signal handler may call the package while a task runs: that call gets others.
-    """
-    idle = _idle.scratches
-    try:
-        scratch = idle.pop()
-    except IndexError:
-        scratch = Scratch()
-    yield scratch
-    idle.append(scratch)  # after an error they are let go

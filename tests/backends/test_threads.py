@@ -11,8 +11,8 @@ import pytest
 
 import tileattn
 from tileattn.algorithm import spec
-from tileattn.backends.numpy import threads
-from tileattn.backends.numpy.threads import OrderedSums, run
+from tileattn.backends import threads
+from tileattn.backends.threads import OrderedSums, run
 
 
 @pytest.fixture(params=[1, 2, 3, 5])
