@@ -23,7 +23,7 @@ from tileattn.backends.llvm.arrays import (
 from tileattn.backends.llvm.execute import is_parallel, multiply_adds, run
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.backends.protocol import Explanation, takes_workspace
-from tileattn.kernels.llvm.target import KEYS, ROWS, Target, padded, scratch_bytes
+from tileattn.kernels.llvm.target import ROWS, Target, padded, scratch_bytes
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
@@ -139,7 +139,7 @@ class LlvmBackend:
         """Say what would run; of the arrays only the options are looked at."""
         P, target = problem, self.target_of(problem)
         width = target.width(P.accum_dtype.itemsize)
-        forward, backward = (width, KEYS), (ROWS, width)
+        forward, backward = (width, target.keys), (ROWS, width)
         tiles, moved, traffic = explained(P, operands, forward, backward)
         parallel = is_parallel(P)
         return Explanation(

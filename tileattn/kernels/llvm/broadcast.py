@@ -13,7 +13,7 @@ from llvmlite import ir
 from tileattn.kernels.llvm.instructions import I1, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.matmul import masked_product, product
-from tileattn.kernels.llvm.target import KEYS, ROWS
+from tileattn.kernels.llvm.target import ROWS
 from tileattn.kernels.llvm.tile import Tile, all_finite, convert_rows, transpose_rows
 
 
@@ -38,7 +38,8 @@ class ForwardBroadcast:
         self.kernel, self.c, self.p = kernel, c, p
         self.batch, self.head, self.used = batch, head, used
         self.q, self.acc = memory.tile(p.D), memory.tile(p.Dv)
-        self.k_rows, self.v_rows = memory.rows(KEYS, p.D), memory.rows(KEYS, p.Dv)
+        keys = kernel.target.keys
+        self.k_rows, self.v_rows = memory.rows(keys, p.D), memory.rows(keys, p.Dv)
 
     def clear(self) -> None:
         """Start without queries."""

@@ -21,7 +21,7 @@ from tileattn.kernels.llvm.dot_tile import (
 )
 from tileattn.kernels.llvm.instructions import Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
-from tileattn.kernels.llvm.target import BLOCK, KEYS, ROWS, TERMS
+from tileattn.kernels.llvm.target import BLOCK, ROWS, TERMS
 from tileattn.kernels.llvm.tile import Tile
 
 
@@ -45,9 +45,9 @@ class ForwardDot:
         self.batch, self.head, self.used = batch, head, used
         self.W = kernel.target.vectors * c.lanes
         self.q, self.acc = _pairs(c, memory, p.D), memory.tile(c.rounded_up(p.Dv, TERMS))
-        self.weights = memory.tile(KEYS // 2)
+        self.weights = memory.tile(kernel.target.keys // 2)
         self.q_rows = _bf16_rows(c, memory, self.W, p.D)
-        self.k_rows = _bf16_rows(c, memory, KEYS, p.D)
+        self.k_rows = _bf16_rows(c, memory, kernel.target.keys, p.D)
 
     def clear(self) -> None:
         """Start without queries."""

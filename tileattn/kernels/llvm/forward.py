@@ -23,7 +23,7 @@ from tileattn.kernels.llvm.scores import (
     mask_tile,
 )
 from tileattn.kernels.llvm.softmax import RowState
-from tileattn.kernels.llvm.target import KEYS, ROW_FACTS, Target
+from tileattn.kernels.llvm.target import ROW_FACTS, Target
 from tileattn.kernels.llvm.tile import store_columns
 
 _FAR = 1 << 62
@@ -56,8 +56,9 @@ class _Block:
         self.batch, self.head, self.r0, self.rows = batch, head, r0, rows
         memory = Scratch(c, scratch, self.vectors)
         self.state, self.facts = memory.tile(3), memory.tile(ROW_FACTS)
-        self.s, self.visible, self.bias = (memory.tile(KEYS) for _ in range(3))
-        self.keep = memory.tile(KEYS + 16)
+        keys = kernel.target.keys
+        self.s, self.visible, self.bias = (memory.tile(keys) for _ in range(3))
+        self.keep = memory.tile(keys + 16)
         last = c.b.sdiv(c.b.sub(rows, i64(1)), i64(c.lanes))
         used = c.b.add(last, i64(1))  # vectors that hold rows
         operands = ForwardDot if kernel.target.dot else ForwardBroadcast
@@ -69,14 +70,14 @@ class _Block:
         span = self.load_rows()
         rows = RowState(c, self.state, self.acc, p.Dv)
         rows.clear()
-        low, high = span[:2]
+        (low, high), size = span[:2], i64(self.kernel.target.keys)
 
         def body(k0: Any, _: Any) -> None:
-            k0, k1 = c.larger(k0, low), c.smaller(b.add(k0, i64(KEYS)), high)
+            k0, k1 = c.larger(k0, low), c.smaller(b.add(k0, size), high)
             some, full = self.block_kind(k0, k1)
             c.when(some, lambda: self.update_tile(rows, k0, b.sub(k1, k0), span, full))
 
-        c.loop(b.mul(b.sdiv(low, i64(KEYS)), i64(KEYS)), high, body, step=KEYS)
+        c.loop(b.mul(b.sdiv(low, size), size), high, body, step=self.kernel.target.keys)
         c.when(p.given("sinks"), lambda: rows.sink(self.of_heads("sinks")))
         self.finalize(rows)
 
