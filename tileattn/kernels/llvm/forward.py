@@ -172,11 +172,12 @@ class _Block:
     def update_tile(self, rows: RowState, k0: Any, n: Any, span: list[Any], full: Any) -> None:
         """Compute the scores of one tile and update the state of its rows."""
         c, b, p = self.c, self.c.b, self.p
-        self.operands.scores(k0, n, self.s)
         inside = b.icmp_signed(">=", k0, span[2])
         inside = b.and_(inside, b.icmp_signed("<=", b.add(k0, n), span[3]))
         dense = b.or_(p.given("mask"), p.given("bias"))
         masked = b.or_(b.not_(b.and_(inside, full)), dense)
+        modified = b.or_(p.given("softcap"), p.given("alibi_slopes"))
+        self.operands.scores(k0, n, self.s, b.or_(masked, modified))
 
         def keys(j: Any) -> list[Any]:
             x = b.add(k0, j)
@@ -193,8 +194,7 @@ class _Block:
         self.load_options(k0, n)
         apply_score_mods(c, p, self.s, n, pairs, self.bias, None)
         c.when(masked, lambda: mask_tile(c, p, self.s, n, pairs, self.visible))
-        rows.update(self.s, n)
-        c.when(b.icmp_unsigned("!=", p.threshold, i64(0)), lambda: self.drop(k0, n))
+        self.operands.update(rows, n, self.s, lambda: self.drop(k0, n))
         self.operands.add_values(k0, n, self.s, self.visible, masked)
 
     def load_options(self, k0: Any, n: Any) -> None:
