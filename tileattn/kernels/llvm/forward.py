@@ -12,6 +12,7 @@ from llvmlite import ir
 from tileattn.kernels.llvm.blocks import mask_row, tile_kind
 from tileattn.kernels.llvm.broadcast import ForwardBroadcast
 from tileattn.kernels.llvm.dot import ForwardDot
+from tileattn.kernels.llvm.dot_prepare import prepare
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.scores import (
@@ -42,6 +43,8 @@ def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
         place = b.sdiv(heads, p.Hkv), b.srem(heads, p.Hkv)
         _Block(kernel, c, block, scratch, *place, r0, rows).emit()
 
+    if target.dot:
+        kernel.entry("dot_prepare", prepare)
     kernel.entry("forward", task)
     return kernel.module
 

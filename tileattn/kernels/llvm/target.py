@@ -124,11 +124,9 @@ def scratch_bytes(
 def _dot_bytes(name: str, target: Target, D: int, Dv: int) -> int:
     """Count the scratch memory for operands in bfloat16, and for their sums."""
     width, (D, Dv) = target.width(4), (-(-n // TERMS) * TERMS for n in (D, Dv))
-    if name == "dot_prepare":
-        return PAIR * BLOCK // 2 * max(D, Dv)
     if name == "forward":
         tiles, rows = D // 2 + Dv + target.keys // 2, 2 * (width + target.keys) * D
     else:
         tiles = (D + Dv) // 2 + D + Dv + ROWS
         rows = 2 * ROWS * (D + Dv) + 2 * width * max(D, Dv) + 4 * (width // 2 + ROWS) * D
-    return 4 * tiles * width + rows
+    return max(4 * tiles * width + rows, PAIR * BLOCK // 2 * max(D, Dv))
