@@ -23,7 +23,7 @@ from tileattn.backends.llvm.arrays import (
 from tileattn.backends.llvm.execute import is_parallel, multiply_adds, run
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.backends.protocol import Explanation, takes_workspace
-from tileattn.kernels.llvm.target import KEYS, ROWS, Target, padded, scratch_bytes
+from tileattn.kernels.llvm.target import ROWS, Target, padded, scratch_bytes
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
@@ -52,12 +52,12 @@ class LlvmBackend:
 
         return self._target or host()
 
-    def target_of(self, P: Problem) -> Target:
-        """Choose what the kernels of a problem of usual numbers are compiled for."""
+    def targets_of(self, P: Problem) -> tuple[Target, ...]:
+        """Choose what the kernels of a problem are compiled for; later ones if that has to be."""
         from tileattn.kernels.llvm.compile import host_of_bfloat16
 
         found = host_of_bfloat16() if self._target is None and dot.serves(P) else None
-        return found or self.target
+        return (self.target,) if found is None else (found, self.target)
 
     def owns(self, x: Any) -> bool:
         """Whether ``x`` is a NumPy array, as the NumPy backend says."""
@@ -96,17 +96,16 @@ class LlvmBackend:
         workspace: Array | None = None,  # noqa: ARG002 - each thread keeps its tiles
     ) -> Gradients:
         """Compute the gradients; the workspace is left as it is."""
-        P, x, target = problem, operands, self.target_of(problem)
+        P, x, targets = problem, operands, self.targets_of(problem)
         saved = Residuals.saved(P, dout, attention.lse)
         if saved.large.any():
             self._split_large_rows(P, x, saved)
-            target = self.target  # sums in the order of those of the split
-        inputs = as_inputs(P, x) | {"dout": contiguous(dout)}
-        target, transposes = self._prepared(target, P, inputs, ("q", "dout"))
-        columns = padded(target, P.accum_dtype.itemsize, P.D)
+            targets = (self.target,)  # sums in the order of those of the split
+        columns = padded(self.target, P.accum_dtype.itemsize, P.D)
         dq = np.empty((P.B, P.Hq, P.Nq, P.D), P.dtype)
         in_place = columns == P.D and P.dtype == P.accum_dtype
         arrays = {
+            "dout": contiguous(dout),
             "out": contiguous(attention.out),
             "lse": saved.lse,
             "log_l": saved.log_l,
@@ -119,13 +118,16 @@ class LlvmBackend:
         dbias, values = bias_sums(P, x.bias)
         others = {"dlse": dlse, "dbias": dbias}
         arrays |= {name: given for name, given in others.items() if given is not None}
-        blocks = -(-P.Nk // target.width(P.accum_dtype.itemsize))
-        tasks = P.B * P.Hkv * blocks
-        arrays["semaphore"] = np.zeros(max(1, tasks), np.int64)
-        values |= {"blocks": blocks, "dq_columns": columns, **block_sizes(x)}
+        arrays |= as_inputs(P, x)
+        values |= {"dq_columns": columns, **block_sizes(x)}
         rows = P.B * P.Hq * -(-P.Nq // ROWS), P.B * P.Hq * P.Nq * (P.D + P.Dv)
-        grids = rows, (tasks // max(1, values["sharing"]), multiply_adds(P)), rows
-        run("backward", target, P, inputs | transposes | arrays, values, grids)
+        for target in targets:
+            blocks = values["blocks"] = -(-P.Nk // target.width(P.accum_dtype.itemsize))
+            tasks = P.B * P.Hkv * blocks
+            arrays["semaphore"] = np.zeros(max(1, tasks), np.int64)
+            grids = rows, (tasks // max(1, values["sharing"]), multiply_adds(P)), rows
+            if run("backward", target, P, arrays, values, grids):
+                break
         with np.errstate(all="ignore"):
             return Gradients(
                 dq,
@@ -137,9 +139,9 @@ class LlvmBackend:
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
         """Say what would run; of the arrays only the options are looked at."""
-        P, target = problem, self.target_of(problem)
+        P, target = problem, self.targets_of(problem)[0]
         width = target.width(P.accum_dtype.itemsize)
-        forward, backward = (width, KEYS), (ROWS, width)
+        forward, backward = (width, target.keys), (ROWS, width)
         tiles, moved, traffic = explained(P, operands, forward, backward)
         parallel = is_parallel(P)
         return Explanation(
@@ -162,21 +164,12 @@ class LlvmBackend:
         )
 
     def _forward(self, P: Problem, x: Operands, results: dict[str, Array]) -> None:
-        inputs = as_inputs(P, x)
-        target, transposes = self._prepared(self.target_of(P), P, inputs, ("v",))
-        blocks = -(-P.group * P.Nq // target.width(P.accum_dtype.itemsize))
-        grids = ((P.B * P.Hkv * blocks, multiply_adds(P)),)
-        values = {"blocks": blocks, **block_sizes(x)}
-        run("forward", target, P, inputs | transposes | results, values, grids)
-
-    def _prepared(
-        self, target: Target, P: Problem, inputs: dict[str, Array], names: tuple[str, ...]
-    ) -> tuple[Target, dict[str, Array]]:
-        """Give the target that computes these numbers, and the transposes that it reads."""
-        if not target.dot:
-            return target, {}
-        transposes = dot.prepared(target, P, inputs, names)
-        return (self.target, {}) if transposes is None else (target, transposes)
+        arrays = as_inputs(P, x) | results
+        for target in self.targets_of(P):
+            blocks = -(-P.group * P.Nq // target.width(P.accum_dtype.itemsize))
+            grids = ((P.B * P.Hkv * blocks, multiply_adds(P)),)
+            if run("forward", target, P, arrays, {"blocks": blocks, **block_sizes(x)}, grids):
+                break
 
     def _split_large_rows(self, P: Problem, x: Operands, saved: Residuals) -> None:
         """Split the logsumexp of large rows, as ``spec.renormalise``: its text on whole arrays.

@@ -1,11 +1,10 @@
-"""Whether the CPU's dot products of bfloat16 serve a call, and the transposes that they read."""
+"""What the CPU's dot products of bfloat16 need besides the arrays of a call."""
 
 import numpy as np
 
 from tileattn.backends.llvm.arrays import Array
-from tileattn.backends.llvm.execute import multiply_adds, run
-from tileattn.kernels.llvm.params import DOT_ARRAYS
-from tileattn.kernels.llvm.target import BLOCK, TERMS, Target
+from tileattn.kernels.llvm.params import DOT_ARRAYS, DOT_TRANSPOSES
+from tileattn.kernels.llvm.target import BLOCK, TERMS
 from tileattn.problem import Problem
 
 _FEW_ROWS = 16  # of which a call is faster in float32
@@ -16,28 +15,21 @@ def serves(P: Problem) -> bool:
     return P.dtype.name == "bfloat16" and P.group * P.Nq >= _FEW_ROWS
 
 
-def prepared(
-    target: Target, P: Problem, arrays: dict[str, Array], names: tuple[str, ...]
-) -> dict[str, Array] | None:
-    """Transpose the named arrays; None if some number of an operand is not usual.
+def blocks(P: Problem, name: str) -> int:
+    """Count the blocks of an operand, a task of ``dot_prepare`` each."""
+    heads, length, _ = DOT_ARRAYS[name]
+    return int(P.B * getattr(P, heads) * -(-getattr(P, length) // BLOCK))
 
-    A transpose is cut into blocks of rows; behind the last one are zeros.
+
+def workspace(P: Problem, name: str) -> dict[str, Array]:
+    """Make room for the transposes that a pass reads, and a flag for unusual numbers.
+
+    A transpose is cut into blocks of rows. Products may read a few columns behind the last one.
     """
-    shapes = {
-        name: (P.B * getattr(P, heads) * -(-getattr(P, length) // BLOCK), getattr(P, columns))
-        for name, (heads, length, columns) in DOT_ARRAYS.items()
-        if name in arrays
-    }
-    transposes = {}
-    for name in names:
-        blocks, columns = shapes[name]
-        transposes[f"{name}_t"] = x = np.empty(
-            (blocks * -(-columns // TERMS) + 1) * TERMS * BLOCK, np.uint16
-        )
-        x[-BLOCK * TERMS :] = 0
-    unusual = np.zeros(1, np.int64)
-    tasks = sum(blocks for blocks, _ in shapes.values())
-    given = {name: arrays[name] for name in (*shapes, "kv_lengths")}
-    work = given | transposes | {"unusual": unusual}
-    run("dot_prepare", target, P, work, {}, ((tasks, multiply_adds(P)),))
-    return None if unusual[0] else transposes
+    arrays = {"unusual": np.zeros(1, np.int64)}
+    for operand in DOT_TRANSPOSES[name]:
+        columns = -(-getattr(P, DOT_ARRAYS[operand][2]) // TERMS) * TERMS
+        size = blocks(P, operand) * columns * BLOCK
+        arrays[f"{operand}_t"] = x = np.empty(size + TERMS, np.uint16)
+        x[size:] = 0
+    return arrays

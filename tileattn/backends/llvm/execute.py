@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends import threads
+from tileattn.backends.llvm import dot
 from tileattn.backends.llvm.arrays import Array
-from tileattn.kernels.llvm.params import BIAS_DTYPES, of_array, packed
+from tileattn.kernels.llvm.params import BIAS_DTYPES, DOT_ARRAYS, of_array, packed
 from tileattn.kernels.llvm.target import Target, scratch_bytes
 from tileattn.problem import Problem
 
@@ -36,14 +37,19 @@ def run(
     arrays: dict[str, Array],
     values: dict[str, int],
     grids: Sequence[tuple[int, int]],
-) -> None:
+) -> bool:
     """Run the functions of a module one after the other, each with so many tasks and multiply-adds.
 
     The arrays are held by the caller until all is done; the threads know their addresses alone.
+    False if the target does not compute numbers such as these; then no result is written.
     """
     from tileattn.kernels.llvm.compile import functions
 
     dtypes = P.dtype, P.accum_dtype
+    if target.dot:
+        arrays = arrays | dot.workspace(P, name)
+        blocks = sum(dot.blocks(P, operand) for operand in DOT_ARRAYS if operand in arrays)
+        grids = (blocks, multiply_adds(P)), *grids
     needed = scratch_bytes(name, target, *dtypes, P.D, P.Dv)
     fields = values | _numbers(P)
     for key, array in arrays.items():
@@ -56,6 +62,7 @@ def run(
             params = np.frombuffer(packed(fields | {"tasks": tasks}), np.uint8)
             count = min(threads.worker_count(), tasks) if work > _SERIAL_WORK else 1
             _share(function, params, count, needed, arrays)
+    return not (target.dot and arrays["unusual"][0])
 
 
 def _share(function: Any, params: Array, count: int, needed: int, arrays: Any) -> None:

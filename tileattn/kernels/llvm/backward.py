@@ -14,6 +14,7 @@ from tileattn.kernels.llvm.backward_rows import convert_dq, preprocess
 from tileattn.kernels.llvm.blocks import mask_row, tile_kind
 from tileattn.kernels.llvm.broadcast import BackwardBroadcast
 from tileattn.kernels.llvm.dot import BackwardDot
+from tileattn.kernels.llvm.dot_prepare import prepare
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.numerics import exp
@@ -43,6 +44,8 @@ def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
         keys = c.smaller(i64(W), b.sub(p.Nk, k0))
         _Block(kernel, c, block, scratch, number, group, k0, keys).emit()
 
+    if target.dot:
+        kernel.entry("dot_prepare", prepare)
     kernel.entry("backward", task)
     kernel.entry("backward_preprocess", partial(preprocess, kernel))
     kernel.entry("backward_dq_convert", partial(convert_dq, kernel))

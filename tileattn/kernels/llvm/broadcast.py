@@ -6,6 +6,7 @@ that the plain formula does not round, and products of small integers are exact.
 What a pass asks of its operands; ``dot`` gives the same to bfloat16 where a CPU multiplies it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -13,7 +14,8 @@ from llvmlite import ir
 from tileattn.kernels.llvm.instructions import I1, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.matmul import masked_product, product
-from tileattn.kernels.llvm.target import KEYS, ROWS
+from tileattn.kernels.llvm.softmax import RowState
+from tileattn.kernels.llvm.target import ROWS
 from tileattn.kernels.llvm.tile import Tile, all_finite, convert_rows, transpose_rows
 
 
@@ -38,7 +40,8 @@ class ForwardBroadcast:
         self.kernel, self.c, self.p = kernel, c, p
         self.batch, self.head, self.used = batch, head, used
         self.q, self.acc = memory.tile(p.D), memory.tile(p.Dv)
-        self.k_rows, self.v_rows = memory.rows(KEYS, p.D), memory.rows(KEYS, p.Dv)
+        keys = kernel.target.keys
+        self.k_rows, self.v_rows = memory.rows(keys, p.D), memory.rows(keys, p.Dv)
 
     def clear(self) -> None:
         """Start without queries."""
@@ -53,13 +56,18 @@ class ForwardBroadcast:
     def queries_loaded(self) -> None:
         """All rows are there."""
 
-    def scores(self, k0: Any, n: Any, s: Tile) -> None:
+    def scores(self, k0: Any, n: Any, s: Tile, _: Any) -> None:
         """``S = scale K Q^T``, a row for each key."""
         k, k_step = self._load("k", self.k_rows, k0, n, self.p.D)
         a, to = (k, k_step, i64(self.c.size)), (s.start, i64(s.step))
         right = self.q.start, i64(self.q.step)
         product(self.kernel, self.c, self.used, n, self.p.D, a, right, to, add=False)
         s.multiply(n, self.p.scale_rest)
+
+    def update(self, rows: RowState, n: Any, s: Tile, drop: Callable[[], None]) -> None:
+        """Turn scores into P."""
+        rows.update(s, n)
+        self.c.when(self.c.b.icmp_unsigned("!=", self.p.threshold, i64(0)), drop)
 
     def add_values(self, k0: Any, n: Any, s: Tile, visible: Tile, masked: Any) -> None:
         """``acc += V^T P``, where ``s`` is P; of a masked tile over visible pairs."""

@@ -17,9 +17,8 @@ from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC
 MODULES = {
     "forward": ("forward",),
     "backward": ("backward_preprocess", "backward", "backward_dq_convert"),
-    "dot_prepare": ("dot_prepare",),
 }
-"""The modules, and the functions of each."""
+"""The modules, and the functions of each; what multiplies bfloat16 has one more, the first."""
 
 Function = Callable[[int, int, int], None]
 """Takes the addresses of the parameters, of the counter of tasks and of scratch memory."""
@@ -71,7 +70,7 @@ def _may_use_tiles() -> bool:
 
 @functools.cache
 def functions(name: str, target: Target, dtype: str, accum_dtype: str) -> tuple[Function, ...]:
-    """Return the functions of a module in the order of ``MODULES``, compiled or from the disk."""
+    """Return the functions of a module in their order, compiled or from the disk."""
     from llvmlite import binding as llvm
 
     made_from = _sources(), llvm.llvm_version_info, name, target, dtype, accum_dtype
@@ -86,7 +85,12 @@ def functions(name: str, target: Target, dtype: str, accum_dtype: str) -> tuple[
         engine.add_object_file(llvm.ObjectFileRef.from_data(body))
         engine.finalize_object()
         _engines.append(engine)
-        return tuple(_FUNCTION(engine.get_function_address(f)) for f in MODULES[name])
+        return tuple(_FUNCTION(engine.get_function_address(f)) for f in names_of(name, target))
+
+
+def names_of(name: str, target: Target) -> tuple[str, ...]:
+    """Name the functions of a module, in the order in which they run."""
+    return ("dot_prepare", *MODULES[name]) if target.dot else MODULES[name]
 
 
 def object_code(name: str, target: Target, dtype: str, accum_dtype: str) -> bytes:
@@ -98,9 +102,9 @@ def object_code(name: str, target: Target, dtype: str, accum_dtype: str) -> byte
 
 def emitted(name: str, target: Target, dtype: str, accum_dtype: str) -> Any:
     """Emit the IR of a module."""
-    from tileattn.kernels.llvm import backward, dot_prepare, forward
+    from tileattn.kernels.llvm import backward, forward
 
-    builders = {"forward": forward, "backward": backward, "dot_prepare": dot_prepare}
+    builders = {"forward": forward, "backward": backward}
     return builders[name].build(target, dtype, accum_dtype)
 
 

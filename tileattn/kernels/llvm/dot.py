@@ -3,11 +3,13 @@
 As ``broadcast``, for operands that ``prepare`` has found finite and of ordinary size.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm import bfloat16
+from tileattn.kernels.llvm.bfloat16 import narrowed, paired
 from tileattn.kernels.llvm.dot_matmul import dot_product, grain
 from tileattn.kernels.llvm.dot_prepare import transposed_block
 from tileattn.kernels.llvm.dot_tile import (
@@ -21,7 +23,8 @@ from tileattn.kernels.llvm.dot_tile import (
 )
 from tileattn.kernels.llvm.instructions import Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
-from tileattn.kernels.llvm.target import BLOCK, KEYS, ROWS, TERMS
+from tileattn.kernels.llvm.softmax import RowState
+from tileattn.kernels.llvm.target import BLOCK, ROWS, TERMS
 from tileattn.kernels.llvm.tile import Tile
 
 
@@ -45,9 +48,9 @@ class ForwardDot:
         self.batch, self.head, self.used = batch, head, used
         self.W = kernel.target.vectors * c.lanes
         self.q, self.acc = _pairs(c, memory, p.D), memory.tile(c.rounded_up(p.Dv, TERMS))
-        self.weights = memory.tile(KEYS // 2)
+        self.weights = memory.tile(kernel.target.keys // 2)
         self.q_rows = _bf16_rows(c, memory, self.W, p.D)
-        self.k_rows = _bf16_rows(c, memory, KEYS, p.D)
+        self.k_rows = _bf16_rows(c, memory, kernel.target.keys, p.D)
 
     def clear(self) -> None:
         """Start without queries."""
@@ -64,19 +67,39 @@ class ForwardDot:
         c, p = self.c, self.p
         transpose_pairs(c, self.q_rows, row_bytes(c, p.D), self.W, p.D, self.q)
 
-    def scores(self, k0: Any, n: Any, s: Tile) -> None:
-        """``S = scale K Q^T``, a row for each key."""
-        c, p = self.c, self.p
+    def scores(self, k0: Any, n: Any, s: Tile, read: Any) -> None:
+        """``S = scale K Q^T``, a row for each key; the scale waits where nobody reads scores."""
+        c, b, p = self.c, self.c.b, self.p
         source = p.row("k", self.batch, self.head, k0)
         k = whole_rows(self.kernel, c, source, p.k_j, n, p.D, self.k_rows)
         right, to = (self.q.start, i64(self.q.step)), (s.start, i64(s.step))
         dot_product(self.kernel, c, self.used, n, p.D, k, right, to, add=False)
-        s.multiply(n, p.scale)
+        one = ir.Constant(c.scalar, 1.0)
+        at_once = b.or_(read, b.fcmp_unordered("<=", p.scale, ir.Constant(c.scalar, 0.0)))
+        s.multiply(n, b.select(at_once, p.scale, one))
+        self.factor = b.select(at_once, one, p.scale)
+
+    def update(self, rows: RowState, n: Any, s: Tile, drop: Callable[[], None]) -> None:
+        """Turn scores into P, in pairs."""
+        c, b, to = self.c, self.c.b, self.weights
+        end, nothing = c.rounded_up(n, TERMS), [c.const(-math.inf) for _ in s.vectors]
+        drops = b.icmp_unsigned("!=", self.p.threshold, i64(0))
+
+        def put(j: Any, even: list[Any], odd: list[Any]) -> None:
+            to.put(b.sdiv(j, i64(2)), [paired(c, *x) for x in zip(even, odd, strict=True)])
+
+        with b.if_else(drops) as (dropping, keeping):
+            with dropping:
+                rows.update(s, n, self.factor)
+                drop()
+                pair_sums(c, s, n, to)
+            with keeping:
+                c.loop(n, end, lambda j, _: s.put(j, nothing))
+                rows.update(s, end, self.factor, put)
 
     def add_values(self, k0: Any, n: Any, s: Tile, visible: Tile, masked: Any) -> None:  # noqa: ARG002 - all values are finite
-        """``acc += V^T P``, where ``s`` is P."""
+        """``acc += V^T P``."""
         c, p = self.c, self.p
-        pair_sums(c, s, n, self.weights)
         v = transposed_block(c, p, "v", self.batch, self.head, k0), i64(2 * BLOCK)
         right = self.weights.start, i64(self.weights.step)
         to = self.acc.start, i64(self.acc.step)
@@ -204,7 +227,7 @@ class BackwardDot:
             x = [c.b.select(z, y, c.const(0.0)) for z, y in zip(inside, ds.row(r), strict=True)]
             place = c.at(self.ds_rows.start, c.b.mul(r, i64(2 * self.W)))
             for v in range(0, len(x), 2):
-                words = bfloat16.narrowed(c, x[v], x[v + 1])
+                words = narrowed(c, x[v], x[v + 1])
                 c.store(words, c.at(place, 2 * v * width))
 
         c.loop(i64(0), self.n, row)

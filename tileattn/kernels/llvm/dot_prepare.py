@@ -13,20 +13,13 @@ from llvmlite import ir
 from tileattn.kernels.llvm.bfloat16 import WORDS
 from tileattn.kernels.llvm.dot_tile import pair_rows
 from tileattn.kernels.llvm.instructions import I16, I64, Code, i64
-from tileattn.kernels.llvm.kernel import Kernel, Params
+from tileattn.kernels.llvm.kernel import Params
 from tileattn.kernels.llvm.params import ARRAYS, DOT_ARRAYS
-from tileattn.kernels.llvm.target import BLOCK, PAIR, TERMS, Target
+from tileattn.kernels.llvm.target import BLOCK, PAIR, TERMS
 from tileattn.kernels.llvm.tile import Tile, transpose_rows
 
 _SMALLEST, _END = (127 - 63) << 7, (127 + 63) << 7
 """Bits of ``2**-63`` and ``2**63`` in bfloat16."""
-
-
-def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
-    """Emit the module."""
-    kernel = Kernel("dot_prepare", target, dtype, accum_dtype)
-    kernel.entry("dot_prepare", _prepare)
-    return kernel.module
 
 
 def transposed_block(c: Code, p: Params, name: str, batch: Any, head: Any, row: Any) -> Any:
@@ -39,7 +32,7 @@ def transposed_block(c: Code, p: Params, name: str, batch: Any, head: Any, row: 
     return c.at(getattr(p, f"{name}_t"), offset, b.mul(b.srem(row, i64(BLOCK)), i64(2)))
 
 
-def _prepare(c: Code, p: Params, _: Any, scratch: Any, number: Any) -> None:
+def prepare(c: Code, p: Params, _: Any, scratch: Any, number: Any) -> None:
     """Take one block of rows of one array."""
     b = c.b
     for name, shape in DOT_ARRAYS.items():

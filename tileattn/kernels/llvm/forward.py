@@ -12,6 +12,7 @@ from llvmlite import ir
 from tileattn.kernels.llvm.blocks import mask_row, tile_kind
 from tileattn.kernels.llvm.broadcast import ForwardBroadcast
 from tileattn.kernels.llvm.dot import ForwardDot
+from tileattn.kernels.llvm.dot_prepare import prepare
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.scores import (
@@ -23,7 +24,7 @@ from tileattn.kernels.llvm.scores import (
     mask_tile,
 )
 from tileattn.kernels.llvm.softmax import RowState
-from tileattn.kernels.llvm.target import KEYS, ROW_FACTS, Target
+from tileattn.kernels.llvm.target import ROW_FACTS, Target
 from tileattn.kernels.llvm.tile import store_columns
 
 _FAR = 1 << 62
@@ -42,6 +43,8 @@ def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
         place = b.sdiv(heads, p.Hkv), b.srem(heads, p.Hkv)
         _Block(kernel, c, block, scratch, *place, r0, rows).emit()
 
+    if target.dot:
+        kernel.entry("dot_prepare", prepare)
     kernel.entry("forward", task)
     return kernel.module
 
@@ -56,8 +59,9 @@ class _Block:
         self.batch, self.head, self.r0, self.rows = batch, head, r0, rows
         memory = Scratch(c, scratch, self.vectors)
         self.state, self.facts = memory.tile(3), memory.tile(ROW_FACTS)
-        self.s, self.visible, self.bias = (memory.tile(KEYS) for _ in range(3))
-        self.keep = memory.tile(KEYS + 16)
+        keys = kernel.target.keys
+        self.s, self.visible, self.bias = (memory.tile(keys) for _ in range(3))
+        self.keep = memory.tile(keys + 16)
         last = c.b.sdiv(c.b.sub(rows, i64(1)), i64(c.lanes))
         used = c.b.add(last, i64(1))  # vectors that hold rows
         operands = ForwardDot if kernel.target.dot else ForwardBroadcast
@@ -69,14 +73,14 @@ class _Block:
         span = self.load_rows()
         rows = RowState(c, self.state, self.acc, p.Dv)
         rows.clear()
-        low, high = span[:2]
+        (low, high), size = span[:2], i64(self.kernel.target.keys)
 
         def body(k0: Any, _: Any) -> None:
-            k0, k1 = c.larger(k0, low), c.smaller(b.add(k0, i64(KEYS)), high)
+            k0, k1 = c.larger(k0, low), c.smaller(b.add(k0, size), high)
             some, full = self.block_kind(k0, k1)
             c.when(some, lambda: self.update_tile(rows, k0, b.sub(k1, k0), span, full))
 
-        c.loop(b.mul(b.sdiv(low, i64(KEYS)), i64(KEYS)), high, body, step=KEYS)
+        c.loop(b.mul(b.sdiv(low, size), size), high, body, step=self.kernel.target.keys)
         c.when(p.given("sinks"), lambda: rows.sink(self.of_heads("sinks")))
         self.finalize(rows)
 
@@ -171,11 +175,12 @@ class _Block:
     def update_tile(self, rows: RowState, k0: Any, n: Any, span: list[Any], full: Any) -> None:
         """Compute the scores of one tile and update the state of its rows."""
         c, b, p = self.c, self.c.b, self.p
-        self.operands.scores(k0, n, self.s)
         inside = b.icmp_signed(">=", k0, span[2])
         inside = b.and_(inside, b.icmp_signed("<=", b.add(k0, n), span[3]))
         dense = b.or_(p.given("mask"), p.given("bias"))
         masked = b.or_(b.not_(b.and_(inside, full)), dense)
+        modified = b.or_(p.given("softcap"), p.given("alibi_slopes"))
+        self.operands.scores(k0, n, self.s, b.or_(masked, modified))
 
         def keys(j: Any) -> list[Any]:
             x = b.add(k0, j)
@@ -192,8 +197,7 @@ class _Block:
         self.load_options(k0, n)
         apply_score_mods(c, p, self.s, n, pairs, self.bias, None)
         c.when(masked, lambda: mask_tile(c, p, self.s, n, pairs, self.visible))
-        rows.update(self.s, n)
-        c.when(b.icmp_unsigned("!=", p.threshold, i64(0)), lambda: self.drop(k0, n))
+        self.operands.update(rows, n, self.s, lambda: self.drop(k0, n))
         self.operands.add_values(k0, n, self.s, self.visible, masked)
 
     def load_options(self, k0: Any, n: Any) -> None:

@@ -90,6 +90,10 @@ class Kernel:
         c = Code(ir.Function(self.module, kind, name), self.target, self.accum_dtype)
         block, counter, scratch = c.function.args
         p, b = Params(c, block), c.b
+        tasks = p.tasks
+        if self.target.dot:  # unusual numbers are for another target
+            usual = b.icmp_signed("==", c.load(p.unusual, I64), i64(0))
+            tasks = b.select(usual, tasks, i64(0))
         take, work, done = (b.append_basic_block(n) for n in ("take", "work", "done"))
         tiles = self.target.dot == "amx"
         if tiles:
@@ -97,7 +101,7 @@ class Kernel:
         b.branch(take)
         b.position_at_end(take)
         number = b.atomic_rmw("add", counter, i64(1), "monotonic")
-        b.cbranch(b.icmp_signed("<", number, p.tasks), work, done)
+        b.cbranch(b.icmp_signed("<", number, tasks), work, done)
         b.position_at_end(work)
         task(c, p, block, scratch, number)
         b.branch(take)

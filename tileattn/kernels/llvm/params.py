@@ -18,6 +18,9 @@ DOT_ARRAYS = {
 }  # fmt: skip
 """Heads, length and columns of what the dot products of bfloat16 read."""
 
+DOT_TRANSPOSES = {"forward": ("v",), "backward": ("q", "dout")}
+"""Which of them each pass reads by columns."""
+
 BIAS_DTYPES = ("float16", "bfloat16", "float32", "float64")
 """What the field ``bias_dtype`` numbers."""
 

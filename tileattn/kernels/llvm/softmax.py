@@ -1,6 +1,8 @@
 """Algorithm layer: online softmax with rows in vector lanes; twin of ``algorithm/softmax.py``."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ from tileattn.kernels.llvm.numerics import exp, log
 from tileattn.kernels.llvm.tile import Tile
 
 M, L, RESCALE = 0, 1, 2
+Put = Callable[[Any, list[Any], list[Any]], None]
+"""Takes the number of a row, that row and the next."""
 
 
 def finite(c: Code, m: Any) -> Any:
@@ -42,22 +46,41 @@ class RowState:
             self.state.put(row, [self.c.const(x) for _ in self.state.vectors])
         self.acc.fill(self.columns, self.c.const(0.0))
 
-    def update(self, s: Tile, keys: Any) -> None:
-        """Turn scores, a row for each key, into ``p = exp(s - m)``; rescale l and acc."""
+    def update(self, s: Tile, keys: Any, factor: Any = None, put: Put | None = None) -> None:
+        """Turn scores, a row for each key, into ``p = exp(s - m)``; rescale l and acc.
+
+        Scores are the rows of ``s``, times a positive factor. P takes their place, or goes to
+        ``put``, two rows at a time.
+        """
         c, b = self.c, self.c.b
         tops = [c.const(-math.inf) for _ in s.vectors]
         tops = c.loop(i64(0), keys, lambda j, m: list(map(c.maximum, s.row(j), m)), tops)
-        old = self.state.row(M)
-        m = list(map(c.maximum, tops, old))
+        old, one = self.state.row(M), c.const(1.0)
+        scale = one if factor is None else c.splat(factor)
+        m = [c.maximum(b.fmul(x, scale), y) for x, y in zip(tops, old, strict=True)]
         shift = [finite(c, x) for x in m]
         rescale = [exp(c, b.fsub(x, y)) for x, y in zip(old, shift, strict=True)]
 
+        minus = [b.fneg(x) for x in shift]
+
+        def weights(j: Any) -> list[Any]:
+            return [exp(c, c.fma(x, scale, y)) for x, y in zip(s.row(j), minus, strict=True)]
+
         def body(j: Any, sums: list[Any]) -> list[Any]:
-            p = [exp(c, b.fsub(x, y)) for x, y in zip(s.row(j), shift, strict=True)]
+            p = weights(j)
             s.put(j, p)
             return list(map(b.fadd, sums, p))
 
-        sums = c.loop(i64(0), keys, body, [c.const(0.0) for _ in s.vectors])
+        def pair(put: Put, j: Any, sums: list[Any]) -> list[Any]:
+            two = weights(j), weights(b.add(j, i64(1)))
+            put(j, *two)
+            return [b.fadd(x, b.fadd(*p)) for x, *p in zip(sums, *two, strict=True)]
+
+        start = [c.const(0.0) for _ in s.vectors]
+        if put is None:
+            sums = c.loop(i64(0), keys, body, start)
+        else:
+            sums = c.loop(i64(0), keys, partial(pair, put), start, step=2)
         self.state.put(M, m)
         self.state.put(L, list(map(c.fma, self.state.row(L), rescale, sums)))
         self._rescale(rescale)

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-KEYS, ROWS = 64, 64
-"""Keys of a tile of the forward pass, and queries of a tile of the backward pass."""
+ROWS = 64
+"""Queries of a tile of the backward pass."""
 
-BLOCK = 64
+BLOCK = 128
 """Rows of a block of a transposed array; those of a tile lie in one block."""
 
 TERMS, PAIR = 32, 4
@@ -34,6 +34,8 @@ class Target:
         Bytes of a vector register.
     rows, vectors : int
         A matrix product keeps ``rows * vectors`` sums in registers.
+    keys : int
+        Keys of a tile of the forward pass.
     scalef : bool
         Whether one instruction multiplies by a power of two (AVX-512).
     fma : bool
@@ -51,6 +53,7 @@ class Target:
     vector_bytes: int
     rows: int
     vectors: int
+    keys: int = 64
     scalef: bool = False
     fma: bool = True
     half: bool = True
@@ -72,7 +75,12 @@ AVX512 = Target(
     scalef=True,
 )
 AVX512_BF16 = replace(
-    AVX512, name="AVX512-BF16", features="-prefer-256-bit,+avx512bf16", vectors=4, dot="avx512"
+    AVX512,
+    name="AVX512-BF16",
+    features="-prefer-256-bit,+avx512bf16",
+    vectors=4,
+    keys=BLOCK,
+    dot="avx512",
 )
 AMX = replace(
     AVX512_BF16, name="AMX", features="-prefer-256-bit,+avx512bf16,+amx-tile,+amx-bf16", dot="amx"
@@ -103,11 +111,11 @@ def scratch_bytes(
 ) -> int:
     """Count the scratch memory of a worker, as the kernels hand it out."""
     size, width = accum_dtype.itemsize, target.width(accum_dtype.itemsize)
-    common = 3 + ROW_FACTS + 3 * KEYS + KEYS + 16 if name == "forward" else 6 * ROWS + 2
+    common = 3 + ROW_FACTS + 4 * target.keys + 16 if name == "forward" else 6 * ROWS + 2
     if target.dot:
         return size * common * width + _dot_bytes(name, target, D, Dv)
     if name == "forward":
-        tiles, rows = D + Dv, 0 if dtype == accum_dtype else KEYS * (D + Dv)
+        tiles, rows = D + Dv, 0 if dtype == accum_dtype else target.keys * (D + Dv)
     else:
         tiles, rows = 2 * (D + Dv), ROWS * (D + Dv) + width * padded(target, size, D)
     return size * ((common + tiles) * width + rows)
@@ -116,11 +124,9 @@ def scratch_bytes(
 def _dot_bytes(name: str, target: Target, D: int, Dv: int) -> int:
     """Count the scratch memory for operands in bfloat16, and for their sums."""
     width, (D, Dv) = target.width(4), (-(-n // TERMS) * TERMS for n in (D, Dv))
-    if name == "dot_prepare":
-        return PAIR * BLOCK // 2 * max(D, Dv)
     if name == "forward":
-        tiles, rows = D // 2 + Dv + KEYS // 2, 2 * (width + KEYS) * D
+        tiles, rows = D // 2 + Dv + target.keys // 2, 2 * (width + target.keys) * D
     else:
         tiles = (D + Dv) // 2 + D + Dv + ROWS
         rows = 2 * ROWS * (D + Dv) + 2 * width * max(D, Dv) + 4 * (width // 2 + ROWS) * D
-    return 4 * tiles * width + rows
+    return max(4 * tiles * width + rows, PAIR * BLOCK // 2 * max(D, Dv))
