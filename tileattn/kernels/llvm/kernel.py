@@ -85,11 +85,15 @@ class Kernel:
         self._functions: dict[str, ir.Function] = {}
 
     def entry(self, name: str, task: Callable[..., None]) -> None:
-        """Make the function that takes tasks until there are none: (params, counter, scratch)."""
+        """Make the function that takes tasks: (params, counter, scratch).
+
+        It returns where there are none left, or it has its quota: its caller can be interrupted.
+        """
         kind = ir.FunctionType(ir.VoidType(), [POINTER] * 3)
         c = Code(ir.Function(self.module, kind, name), self.target, self.accum_dtype)
         block, counter, scratch = c.function.args
         p, b = Params(c, block), c.b
+        left = c.variable(I64, p.quota)
         take, work, done = (b.append_basic_block(n) for n in ("take", "work", "done"))
         tiles = self.target.dot == "amx"
         if tiles:
@@ -100,7 +104,9 @@ class Kernel:
         b.cbranch(b.icmp_signed("<", number, p.tasks), work, done)
         b.position_at_end(work)
         task(c, p, block, scratch, number)
-        b.branch(take)
+        rest = b.sub(b.load(left, typ=I64), i64(1))
+        b.store(rest, left)
+        b.cbranch(b.icmp_signed(">", rest, i64(0)), take, done)
         b.position_at_end(done)
         if tiles:
             release_tiles(c)
