@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import product
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -43,14 +44,17 @@ class Call(NamedTuple):
 
 def calls() -> list[Call]:
     """Prepare calls of both passes: some run in the caller's thread, some on all workers."""
-    rng = np.random.default_rng(0)
-    made = []
-    for B, H, N, options in (
+    rng, unavailable = np.random.default_rng(0), tileattn.available_backends()
+    backends = [name for name in ("numpy", "llvm") if unavailable[name] is None]
+    problems: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
         (1, 1, 16, {}),
         (1, 8, 64, {"causal": True}),
         (1, 4, 300, {"causal": True}),
         (2, 2, 700, {"bias": rng.normal(size=(700, 1)).astype(np.float32)}),
-    ):
+    )
+    made = []
+    for (B, H, N, chosen), backend in product(problems, backends):
+        options = chosen | {"backend": backend}
         q, k, v, dout = rng.normal(size=(4, B, H, N, 32)).astype(np.float32)
         saved = tileattn.forward(q, k, v, **options)
 

@@ -32,7 +32,7 @@ Array = NDArray[Any]
 def hold_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., threading.Event]]:
     """Hold up a tile of the first key block until another tile's sums have been added."""
     monkeypatch.setattr(numpy_backend, "_SERIAL_WORK", 0)
-    threads._pool.cache_clear()
+    threads._crew.cache_clear()
     compute = spec.backward_tile
     adds: dict[str, Any] = {"dq": TileMemory.add, "dbias": add_bias_gradient}
 
@@ -62,7 +62,7 @@ def hold_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., threading
         return added
 
     yield prepare
-    threads._pool.cache_clear()
+    threads._crew.cache_clear()
 
 
 def gradients(Nq: int, Nk: int, options: dict[str, Any]) -> Gradients:

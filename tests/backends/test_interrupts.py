@@ -5,13 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,93 +15,46 @@ import pytest
 import threadpoolctl
 
 import tileattn
+from tests.backends.disturbing import (
+    BLAS_THREADS,
+    ROOT,
+    each_backend,
+    in_another_thread,
+    interrupt,
+    interrupt_at,
+    on_alarm,
+    on_posix,
+    python,
+)
 from tileattn import BlockMask
 from tileattn.backends import threads
 from tileattn.backends.numpy import blas
-
-ROOT = Path(__file__).parents[2]
-BLAS_THREADS = 3
-
-on_posix = pytest.mark.skipif(
-    not hasattr(os, "fork") or not hasattr(signal, "setitimer"),
-    reason="needs os.fork and signal.setitimer, which Windows lacks",
-)
 
 
 @pytest.fixture(autouse=True)
 def two_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have two workers, and a number of BLAS threads that shows whether it was given back."""
     monkeypatch.setattr(threads, "worker_count", lambda: 2)
-    threads._pool.cache_clear()
+    threads._crew.cache_clear()
     faulthandler.dump_traceback_later(120, exit=True)  # the main thread cannot watch itself
     with threadpoolctl.threadpool_limits(BLAS_THREADS, "blas"):
         yield
     faulthandler.cancel_dump_traceback_later()
 
 
-def python(program: str) -> str:
-    """Run a program with two workers; what it prints."""
-    settings = {
-        "TILEATTN_NUM_THREADS": "2",
-        "OPENBLAS_NUM_THREADS": str(BLAS_THREADS),
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore::DeprecationWarning",  # of Python 3.12: forks beside threads
-    }
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(
-        command, env=os.environ | settings, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 # --- interrupts -----------------------------------------------------------------------------------
-
-
-def interrupt_at(step: int, work: Callable[[], None]) -> bool:
-    """Do some work with an interrupt before a bytecode of blas.py and threads.py; whether it came.
-
-    The bytecodes that this thread runs are counted, those of the tasks not.
-    """
-    left = step
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if frame.f_code.co_filename not in (blas.__file__, threads.__file__):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 def blas_threads() -> list[int]:
     return [library.get_num_threads() for library in blas._libraries(of_thread=False)]
 
 
-def in_another_thread(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert not thread.is_alive(), "the next call hangs"
-
-
-@pytest.mark.parametrize("parallel", [False, True])
-def test_an_interrupt_at_any_bytecode_leaves_nothing_behind(parallel: bool) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_at_any_bytecode_leaves_nothing_behind(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle of a ``finally`` or of taking a lock, too."""
+    monkeypatch.setattr(threads, "worker_count", lambda: workers)
     before, done = blas_threads(), [0] * 3
     sums = threads.OrderedSums(3)
 
@@ -117,10 +66,10 @@ def test_an_interrupt_at_any_bytecode_leaves_nothing_behind(parallel: bool) -> N
     def call() -> None:
         nonlocal sums
         sums = threads.OrderedSums(3)
-        threads.run([partial(task, n) for n in range(3)], parallel, blas.single_threaded)
+        threads.run([partial(task, n) for n in range(3)], blas.single_threaded)
 
     step = 0
-    while interrupt_at(step, call):
+    while interrupt_at(step, (blas, threads), call):
         assert blas_threads() == before, f"after an interrupt at step {step}"
         done[:] = [0] * 3
         in_another_thread(call)
@@ -152,15 +101,8 @@ def test_an_interrupt_stops_the_tasks_that_have_not_begun() -> None:
             os.kill(os.getpid(), signal.SIGALRM)
         time.sleep(0.005)
 
-    def handler(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    old = signal.signal(signal.SIGALRM, handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            threads.run([partial(task, n) for n in range(2000)])
-    finally:
-        signal.signal(signal.SIGALRM, old)
+    with on_alarm(interrupt), pytest.raises(KeyboardInterrupt):
+        threads.run([partial(task, n) for n in range(2000)])
     assert 1 in started
     assert len(started) < 2000
     reached = len(started)
@@ -178,8 +120,8 @@ from tileattn.backends import threads
 from tileattn.backends.numpy import blas
 
 q = np.random.default_rng(0).normal(size=(1, 4, 500, 32)).astype(np.float32)
-def call():
-    return tileattn.forward(q, q, q).out.tobytes()
+def call(backend="numpy"):
+    return tileattn.forward(q, q, q, backend=backend).out.tobytes()
 def number():
     return [library.get_num_threads() for library in blas._libraries(of_thread=False)]
 """
@@ -213,17 +155,23 @@ def test_the_child_of_a_fork_has_its_own_threads_and_blas_its_own_number() -> No
     user.join()
     assert number() == before
     """
-    assert python(PREPARE + textwrap.dedent(program)) == "0\n"
+    assert python(PREPARE, program) == "0\n"
+
+
+TASKS = "threads.run([task, leave.wait])"  # the main thread waits for both
+TOGETHER = "threads.together(work, 2, stopped.set)"  # and here it does the same as the other
 
 
 @on_posix
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_child_does_not_wait_for_threads_that_it_lacks(interrupted: bool) -> None:
-    """Forked in a signal handler, which ran while the main thread waited for a call."""
+@pytest.mark.parametrize("call", [TASKS, TOGETHER])
+def test_a_child_does_not_wait_for_threads_that_it_lacks(call: str, interrupted: bool) -> None:
+    """Forked in a signal handler, which ran while the main thread was inside a call."""
     error = "KeyboardInterrupt" if interrupted else "RuntimeError"
     program = f"""
     import signal
-    expected, leave, children = call(), threading.Event(), []
+    expected, children = call(), []
+    helped, leave, stopped = threading.Event(), threading.Event(), threading.Event()
     def handler(*_):
         children.append(os.fork())
         leave.set()
@@ -234,88 +182,92 @@ def test_a_child_does_not_wait_for_threads_that_it_lacks(interrupted: bool) -> N
     def task():
         os.kill(os.getpid(), signal.SIGALRM)
         leave.wait(30)
+    def work():
+        if threading.current_thread() is threading.main_thread():
+            helped.wait(30)
+            task()
+        else:
+            helped.set()
+            leave.wait(30)
     signal.signal(signal.SIGALRM, handler)
     raised = None
     try:
-        threads.run([task, leave.wait])
+        {call}
     except BaseException as error:
         raised = type(error).__name__
     if not children[0]:
-        os._exit(raised != "{error}" or call() != expected)
+        os._exit(raised != "{error}" or call() != expected or {call == TOGETHER} > stopped.is_set())
     print(raised, os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
     """
-    assert python(PREPARE + textwrap.dedent(program)) == "None 0\n"
+    assert python(PREPARE, program) == "None 0\n"
 
 
-@pytest.mark.parametrize("earlier", ["pass", "call()"])
-def test_calls_when_the_interpreter_ends(earlier: str) -> None:
+@each_backend
+@pytest.mark.parametrize("earlier", [False, True])
+def test_calls_when_the_interpreter_ends(backend: str, earlier: bool) -> None:
     """By then no thread can be started; those that have begun before may still be there."""
     program = f"""
     def user():
         threading.main_thread().join()
-        print("thread", call() == serial, number() == before)
-    atexit.register(lambda: print("exit", call() == serial, number() == before))
+        print("thread", call("{backend}") == serial, number() == before)
+    atexit.register(lambda: print("exit", call("{backend}") == serial, number() == before))
     before = number()
     threads.worker_count = lambda: 1
-    serial = call()
+    serial = call("{backend}")
     threads.worker_count = lambda: 2
-    {earlier}
+    if {earlier}:
+        call("{backend}")
     threading.Thread(target=user).start()
     """
-    assert python(PREPARE + textwrap.dedent(program)) == "thread True True\nexit True True\n"
+    assert python(PREPARE, program) == "thread True True\nexit True True\n"
 
 
 # --- calls within calls -------------------------------------------------------------------------
 
 
+@each_backend
 @pytest.mark.parametrize("N", [40, 600])
-def test_a_predicate_may_call_the_package(N: int) -> None:
+def test_a_predicate_may_call_the_package(backend: str, N: int) -> None:
     """A call within a call has tiles of its own."""
     q, k, v, dout = np.random.default_rng(0).normal(size=(4, 1, 2, N, 16))
     other = np.random.default_rng(1).normal(size=(1, 2, 50, 16))
+    forward = partial(tileattn.forward, backend=backend)
+    backward = partial(tileattn.backward, backend=backend)
     nested: list[Any] = []
 
     def plain(b: Any, h: Any, i: Any, j: Any) -> Any:  # noqa: ARG001 - a predicate's arguments
         return (i + j) % 3 > 0
 
     def calling(b: Any, h: Any, i: Any, j: Any) -> Any:
-        saved = tileattn.forward(other, other, other)
-        nested.append(tileattn.backward(other, other, other, other, *saved).dq)
+        saved = forward(other, other, other)
+        nested.append(backward(other, other, other, other, *saved).dq)
         return plain(b, h, i, j)
 
     def both(visible: Any) -> Any:
         mask = BlockMask.from_predicate(visible, (1, 1, N, N), (128, 128))
-        saved = tileattn.forward(q, k, v, block_mask=mask)
-        return *saved, *tileattn.backward(dout, q, k, v, *saved, block_mask=mask)[:3]
+        saved = forward(q, k, v, block_mask=mask)
+        return *saved, *backward(dout, q, k, v, *saved, block_mask=mask)[:3]
 
-    expected, saved = both(plain), tileattn.forward(other, other, other)
+    expected, saved = both(plain), forward(other, other, other)
     for ours, theirs in zip(both(calling), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    alone = tileattn.backward(other, other, other, other, *saved).dq
+    alone = backward(other, other, other, other, *saved).dq
     assert len(nested) > 1
     for dq in nested:
         np.testing.assert_array_equal(dq, alone)
 
 
 @on_posix
+@each_backend
 @pytest.mark.parametrize("N", [40, 600])
-def test_a_signal_handler_may_call_the_package(N: int) -> None:
+def test_a_signal_handler_may_call_the_package(backend: str, N: int) -> None:
     q = np.random.default_rng(0).normal(size=(1, 2, N, 16))
-    expected = tileattn.forward(q, q, q)
-    nested: list[Any] = []
-    results: list[Any] = []
-
-    def handler(*_: Any) -> None:
-        nested.append(tileattn.forward(q, q, q))
-
-    old = signal.signal(signal.SIGALRM, handler)
-    try:
+    forward = partial(tileattn.forward, q, q, q, backend=backend)
+    expected, results, nested = forward(), [], []
+    with on_alarm(lambda: nested.append(forward())):
         for n in range(40):
             signal.setitimer(signal.ITIMER_REAL, 0.0001 * (n + 1))
-            results.append(tileattn.forward(q, q, q))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
+            results.append(forward())
     assert nested
     for result in (*results, *nested):
         np.testing.assert_array_equal(result.out, expected.out)

@@ -1,20 +1,23 @@
-"""Threads: who runs the tasks of a call, and sums whose order is fixed.
+"""Threads: who does the work of a call, and sums whose order is fixed.
 
-A ``KeyboardInterrupt`` arises in the main thread only. So tasks that wait for one another never run
-there: another thread, the deputy, runs a parallel call for it.
+A ``KeyboardInterrupt`` arises in the main thread only, between any two steps, and so does a fork in
+a signal handler. So threads are handed their work in one step, and tasks that wait for one another
+in Python never run in the main thread: another one, the deputy, runs them for it.
 """
 
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import copy_context
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
+from typing import Any, TypeVar
+from weakref import ref
 
 Work = Callable[[], None]
+Result = TypeVar("Result")
 
 
 @cache
@@ -35,17 +38,17 @@ def call(work: Work) -> None:
     work()
 
 
-def run(
-    tasks: Sequence[Work], parallel: bool = True, within: Callable[[Work], None] = call
-) -> None:
+def _nothing() -> None:
+    pass
+
+
+def run(tasks: Sequence[Work], within: Callable[[Work], None] = call) -> None:
     """Run tasks on the workers, in order of their start; the first error stops the rest.
 
     Parameters
     ----------
     tasks : sequence of callable
         What is to be done, the longest first.
-    parallel : bool
-        False runs them here one after another, which small problems are better off with.
     within : callable
         Does the work that it is given; each thread runs its tasks inside of one call of it.
 
@@ -55,24 +58,82 @@ def run(
         What the first failing task raised, or an interrupt of this thread, after every running
         task has come to its end.
     """
-    if not parallel or min(len(tasks), worker_count()) < 2:
+    count = min(worker_count(), len(tasks))
+    if count < 2:
         within(lambda: _run_here(tasks))
         return
-    work = _SharedWork(tasks, within)
-    if threading.current_thread() is threading.main_thread():
-        _leave_to_deputy(work)
-    else:
-        work.run()
-    if work.failures:
-        raise work.cause()
+    shared = _SharedTasks(tasks, within)
+    uninterrupted(partial(together, shared.take, count, shared.stop), shared.stop)
+    if shared.failures:
+        raise shared.cause()
 
 
-def start(task: Work, count: int) -> list[Future[None]]:
-    """Have so many workers run a task, as many as there are threads for; none is waited for."""
-    started: list[Future[None]] = []
-    with suppress(RuntimeError):  # the interpreter shuts down, or there is no thread to be had
-        started.extend(_pool().submit(task) for _ in range(count))
-    return started
+def together(work: Work, count: int, stop: Work) -> None:
+    """Do the same work on so many threads at once, of which this is one.
+
+    Parameters
+    ----------
+    work : callable
+        Takes what there is to do until there is nothing left. It may not wait for a thread that
+        has not begun, for the workers may be busy.
+    count : int
+        How many threads; fewer where they cannot be started.
+    stop : callable
+        Makes ``work`` return soon, wherever it runs: after an error or an interrupt of this
+        thread, which waits no longer, and in the child of a fork, which lacks the other threads.
+
+    Raises
+    ------
+    RuntimeError
+        In the child of a signal handler that has forked during this call.
+    """
+    jobs = _jobs(count - 1, work, stop)
+    try:
+        crew = _crew()
+        crew.start()
+        for job in jobs:
+            crew.put(job)
+        work()
+        for job in jobs:
+            job.end()
+    except BaseException:
+        stop()
+        raise
+    for job in jobs:
+        job.result()
+
+
+def uninterrupted(work: Callable[[], Result], stop: Work = _nothing) -> Result:
+    """Do some work where no interrupt arises; one of this thread is raised after the work's end.
+
+    Parameters
+    ----------
+    work : callable
+        What is to be done.
+    stop : callable
+        Makes it return sooner; called after an interrupt.
+
+    Returns
+    -------
+    object
+        What the work returns.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    (job,) = _jobs(1, work, stop)
+    try:
+        deputy = _deputy()
+        if not deputy.start():
+            job.end()
+            return work()
+        deputy.put(job)
+        job.wait()
+    except BaseException:
+        stop()
+        job.end()
+        raise
+    result: Result = job.result()
+    return result
 
 
 def _run_here(tasks: Sequence[Work]) -> None:
@@ -80,29 +141,24 @@ def _run_here(tasks: Sequence[Work]) -> None:
         task()
 
 
-class _SharedWork:
+class _SharedTasks:
     """Tasks that several threads take one after another, in their order."""
 
     def __init__(self, tasks: Sequence[Work], within: Callable[[Work], None]) -> None:
         self.failures: list[BaseException] = []  # the first stops the rest
-        self._helpers = min(worker_count(), len(tasks)) - 1
-        self._tasks = iter(tasks)
-        self._within = within
-        self._changed = threading.Condition()
-        self._helping = 0
-        self._over = False
+        self._tasks, self._within = iter(tasks), within
+        self._taking = threading.Lock()
 
-    def run(self) -> None:
-        """Take tasks, together with helpers, until no task runs any more."""
-        for _ in range(self._helpers):
-            try:
-                _pool().submit(copy_context().run, self._help)
-            except RuntimeError:  # the interpreter shuts down, or there is no thread to be had
-                break
-        self._take()
-        with self._changed:
-            self._over = True  # a helper that has not begun, the pool being busy, is not needed
-            self._changed.wait_for(lambda: not self._helping)
+    def take(self) -> None:
+        """Run tasks until there is none left, or one has failed."""
+        try:
+            self._within(self._take_in_order)
+        except BaseException as failure:
+            self.failures.append(failure)
+
+    def stop(self) -> None:
+        """Let no further task begin."""
+        self.failures.append(KeyboardInterrupt())
 
     def cause(self) -> BaseException:
         """Return the first failure; that of a task that waited for another may be noted before."""
@@ -111,103 +167,135 @@ class _SharedWork:
         self.failures.clear()
         return cause
 
-    def _help(self) -> None:
-        with self._changed:
-            if self._over:
-                return
-            self._helping += 1
-        self._take()
-        with self._changed:
-            self._helping -= 1
-            self._changed.notify_all()
-
-    def _take(self) -> None:
-        try:
-            self._within(self._take_in_order)
-        except BaseException as failure:
-            self.failures.append(failure)
-
     def _take_in_order(self) -> None:
         while not self.failures:
-            with self._changed:
+            with self._taking:
                 task = next(self._tasks, None)
             if task is None:
                 return
             task()
 
 
-class _Deputy:
-    """A thread that runs the calls of the main thread, where no interrupt can arise."""
+class _Job:
+    """Work for another thread, which does it unless it is called off before.
 
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[Work] = SimpleQueue()
-        self._started = False
+    Whoever waits may be interrupted at any step, and wait again.
+    """
 
-    def start(self) -> None:
-        """Start the thread where it does not run yet; one too many does no harm."""
-        if not self._started:
-            threading.Thread(target=self._serve, name="tileattn-deputy", daemon=True).start()
-            self._started = True
+    def __init__(self, work: Callable[[], Any], stop: Work) -> None:
+        self._over = False
+        self._work, self._stop, self._context = work, stop, copy_context()
+        self._result: Any = None
+        self._failure: BaseException | None = None
+        self._begun, self._ended = threading.Lock(), threading.Lock()
+        self._ended.acquire()
 
-    def put(self, call: Work) -> None:
-        """Hand over a call; calls run one after another."""
-        self._calls.put(call)
+    def __call__(self) -> None:
+        """Do the work."""
+        if not self._begun.acquire(blocking=False):
+            return
+        try:
+            self._result = self._context.run(self._work)
+        except BaseException as failure:
+            self._failure = failure
+        self._finish()
 
-    def wait(self, lock: threading.Lock) -> None:
-        """Take a lock, as soon as the deputy has released it."""
-        while not lock.acquire(timeout=0.1):  # Windows shows interrupts between waits only
-            if self is not _deputy():  # in a child that a signal handler has forked
-                raise RuntimeError("the process was forked during this call")
+    def wait(self) -> None:
+        """Wait until the work is done."""
+        while not self._over:
+            self._ended.acquire(timeout=0.1)  # Windows shows interrupts between waits only
+
+    def end(self) -> None:
+        """Wait until the work is done; call it off where nobody has begun."""
+        if self._begun.acquire(blocking=False):
+            self._finish()
+        self.wait()
+
+    def result(self) -> Any:
+        """Return what the work has returned, or raise what it has raised."""
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # whose traceback holds this frame
+        return self._result
+
+    def lose(self) -> None:
+        """End the work in a child, where there is no thread to do it."""
+        if not self._over:
+            self._failure = RuntimeError("the process was forked during this call")
+            self._stop()
+            self._finish()
+
+    def _finish(self) -> None:
+        self._work = self._stop = _nothing  # a busy crew may hold what was called off for long
+        self._over = True
+        self._ended.release()
+
+
+class _Crew:
+    """Threads that do jobs one after another; a job is handed over in one step."""
+
+    def __init__(self, count: int) -> None:
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._missing = count
+
+    def start(self) -> bool:
+        """Start the threads that do not run yet; whether there are all. More do no harm."""
+        while self._missing > 0:
+            try:
+                threading.Thread(target=self._serve, name="tileattn", daemon=True).start()
+            except RuntimeError:  # the interpreter shuts down, or there is no thread to be had
+                return False
+            self._missing -= 1
+        return True
+
+    def put(self, job: _Job) -> None:
+        """Hand over a job."""
+        self._jobs.put(job)
 
     def _serve(self) -> None:
         while True:
-            self._calls.get()()
+            self._jobs.get()()
 
 
-def _leave_to_deputy(work: _SharedWork) -> None:
-    """Wait while the deputy works; after an interrupt, until it has stopped."""
-    deputy, context = _deputy(), copy_context()
-    try:
-        deputy.start()
-    except RuntimeError:  # the interpreter shuts down, or there is no thread to be had
-        work.run()
-        return
-    working, ended = threading.Lock(), threading.Lock()
+class _Own(threading.local):
+    """Jobs that calls of the current thread have made, one inside the other."""
 
-    def call() -> None:
-        if not working.acquire(blocking=False):
-            return  # interrupted before it began
-        try:
-            context.run(work.run)
-        except BaseException as failure:  # of threads, not of tasks: out of memory, say
-            work.failures.append(failure)
-        working.release()
-        ended.release()
+    jobs: tuple[ref[_Job], ...] = ()
 
-    ended.acquire()
-    try:
-        deputy.put(call)
-        deputy.wait(ended)
-    except BaseException:
-        work.failures.append(KeyboardInterrupt())  # no further task
-        if deputy is _deputy():
-            deputy.wait(working)
-        raise
+
+_own = _Own()
+
+
+def _jobs(count: int, work: Callable[[], Any], stop: Work) -> list[_Job]:
+    """Make jobs, which are lost if this thread forks."""
+    jobs = [_Job(work, stop) for _ in range(count)]
+    _own.jobs = (*(job for job in _own.jobs if job() is not None), *map(ref, jobs))
+    return jobs
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, worker_count() - 1), thread_name_prefix="tileattn")
+def _crew() -> _Crew:
+    return _Crew(worker_count() - 1)
 
 
 @cache
-def _deputy() -> _Deputy:
-    return _Deputy()
+def _deputy() -> _Crew:
+    return _Crew(1)
 
 
-if hasattr(os, "register_at_fork"):  # threads do not survive a fork
-    os.register_at_fork(after_in_child=_pool.cache_clear)
-    os.register_at_fork(after_in_child=_deputy.cache_clear)
+def _forget_other_threads() -> None:
+    """Do without the threads that have not survived a fork."""
+    _crew.cache_clear()
+    _deputy.cache_clear()
+    for job in filter(None, (made() for made in _own.jobs)):
+        job.lose()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_other_threads)
 
 
 class _OtherTaskFailedError(RuntimeError):

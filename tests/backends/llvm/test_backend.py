@@ -176,9 +176,9 @@ def test_more_workers_than_cores_do_not_hang(monkeypatch: pytest.MonkeyPatch) ->
     given = normal((1, 1, 1, 700, 1500, 64, 64), np.float32)
     expected = both("llvm", given)
     monkeypatch.setattr(threads, "worker_count", lambda: 4 * (os.cpu_count() or 1))
-    threads._pool.cache_clear()
+    threads._crew.cache_clear()
     found = both("llvm", given)
-    threads._pool.cache_clear()
+    threads._crew.cache_clear()
     for ours, theirs in zip(
         (*found[0], *found[1][:3]), (*expected[0], *expected[1][:3]), strict=True
     ):

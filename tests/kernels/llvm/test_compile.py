@@ -36,8 +36,7 @@ def assembly(name: str, target: Target) -> str:
 @pytest.mark.parametrize("triple", ["aarch64-unknown-linux-gnu", "arm64-apple-darwin24.1.0"])
 def test_every_64_bit_arm_has_neon(triple: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """LLVM names no features of Apple's CPUs, nor of any CPU under an emulator."""
-    monkeypatch.setattr(binding, "get_process_triple", lambda: triple)
-    monkeypatch.setattr(binding, "get_host_cpu_features", binding.FeatureMap)
+    monkeypatch.setattr(compiling, "_cpu", lambda: (triple, "apple-m4", binding.FeatureMap()))
     found = compiling.host.__wrapped__()
     assert (found.name, found.triple, found.half) == (NEON.name, triple, True)
 

@@ -1,5 +1,6 @@
 """Runs the kernels for CPUs: packs their parameters, and lends each thread scratch memory."""
 
+import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,14 @@ import numpy as np
 from tileattn.backends import threads
 from tileattn.backends.llvm import dot
 from tileattn.backends.llvm.arrays import Array
+from tileattn.kernels.llvm.compile import Function, functions
 from tileattn.kernels.llvm.params import BIAS_DTYPES, DOT_ARRAYS, of_array, packed
 from tileattn.kernels.llvm.target import Target, scratch_bytes
 from tileattn.problem import Problem
 
 _SERIAL_WORK = 1 << 22  # multiply-adds up to which starting a thread costs more than it brings
+_QUOTA = 1 << 31  # multiply-adds, a few hundredths of a second, after which a kernel may be left
+_END = 1 << 62  # beyond all tasks
 _FAR = 1 << 61  # further than positions may be from one another
 _ALIGNMENT = 64
 
@@ -43,8 +47,6 @@ def run(
     The arrays are held by the caller until all is done; the threads know their addresses alone.
     False if the target does not compute numbers such as these; then no result is written.
     """
-    from tileattn.kernels.llvm.compile import functions
-
     dtypes = P.dtype, P.accum_dtype
     if target.dot:
         arrays = arrays | dot.workspace(P, name)
@@ -56,32 +58,38 @@ def run(
         fields |= of_array(key, array)
     if "bias" in arrays:
         fields["bias_dtype"] = BIAS_DTYPES.index(arrays["bias"].dtype.name)
-    compiled = functions(name, target, *(dtype.name for dtype in dtypes))
+    compiled = _functions(name, target, *(dtype.name for dtype in dtypes))
     for function, (tasks, work) in zip(compiled, grids, strict=True):
         if tasks:
-            params = np.frombuffer(packed(fields | {"tasks": tasks}), np.uint8)
+            share = {"tasks": tasks, "quota": max(1, tasks * _QUOTA // max(1, work))}
+            params = np.frombuffer(packed(fields | share), np.uint8)
             count = min(threads.worker_count(), tasks) if work > _SERIAL_WORK else 1
-            _share(function, params, count, needed, arrays)
+            _share(function, params, tasks, count, needed, arrays)
     return not (target.dot and arrays["unusual"][0])
 
 
-def _share(function: Any, params: Array, count: int, needed: int, arrays: Any) -> None:
+def _share(
+    function: Function, params: Array, tasks: int, count: int, needed: int, arrays: Any
+) -> None:
     """Let so many threads, of which this is one, take tasks until there are none.
 
     No thread waits for one that does not run: who adds to dQ first has taken its task first. After
-    an interrupt the others may still run, and keep the arrays.
+    an interrupt the others may still be at theirs, and keep the arrays.
     """
     counter = np.zeros(1, np.int64)
 
     def work(_: Any = arrays) -> None:
         with _borrowed_scratch(needed) as scratch:
-            function(params.ctypes.data, counter.ctypes.data, scratch)
+            while counter[0] < tasks:
+                function(params.ctypes.data, counter.ctypes.data, scratch)
 
-    helpers = threads.start(work, count - 1)
-    work()
-    for helper in helpers:
-        if not helper.cancel():  # the pool is busy, and there is nothing left to do
-            helper.result()
+    threads.together(work, count, stop=lambda: counter.fill(_END))
+
+
+@functools.cache
+def _functions(*key: Any) -> tuple[Function, ...]:
+    """Return the functions of a module; compiled where no interrupt leaves LLVM in the middle."""
+    return threads.uninterrupted(lambda: functions(*key))
 
 
 def _numbers(P: Problem) -> dict[str, Any]:

@@ -29,29 +29,40 @@ _FEATURES = (
     (AVX2, ("avx2", "fma", "f16c")),
     (GENERIC, ()),
 )
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may call the package while this thread compiles
 _engines: list[Any] = []  # own the code
+
+
+if hasattr(os, "register_at_fork"):  # a child could not end what another thread has LLVM do
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
+
+
+@functools.cache
+def _cpu() -> tuple[str, str, Any]:
+    """Ask LLVM for this machine's platform, the name of its CPU, and the CPU's features."""
+    from llvmlite import binding as llvm
+
+    with _lock:
+        return llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
 
 
 @functools.cache
 def host() -> Target:
     """Find out what this CPU can do."""
-    from llvmlite import binding as llvm
-
-    triple, features = llvm.get_process_triple(), llvm.get_host_cpu_features()
+    triple, name, features = _cpu()
     kind = next(t for t, needed in _FEATURES if all(features.get(f) for f in needed))
     if triple.startswith(("aarch64", "arm64")):  # LLVM names no features on macOS
         kind = NEON
     given = features.flatten() + (",-prefer-256-bit" if kind is AVX512 else "")
-    return replace(kind, triple=triple, cpu=llvm.get_host_cpu_name(), features=given)
+    return replace(kind, triple=triple, cpu=name, features=given)
 
 
 @functools.cache
 def host_of_bfloat16() -> Target | None:
     """Find out by which instructions this CPU multiplies bfloat16, if by any."""
-    from llvmlite import binding as llvm
-
-    features, usual = llvm.get_host_cpu_features(), host()
+    features, usual = _cpu()[2], host()
     if usual.name != AVX512.name or not features.get("avx512bf16"):
         return None
     amx = features.get("amx-tile") and features.get("amx-bf16") and _may_use_tiles()

@@ -85,7 +85,10 @@ class Kernel:
         self._functions: dict[str, ir.Function] = {}
 
     def entry(self, name: str, task: Callable[..., None]) -> None:
-        """Make the function that takes tasks until there are none: (params, counter, scratch)."""
+        """Make the function that takes tasks: (params, counter, scratch).
+
+        It returns where there are none left, or it has its quota: its caller can be interrupted.
+        """
         kind = ir.FunctionType(ir.VoidType(), [POINTER] * 3)
         c = Code(ir.Function(self.module, kind, name), self.target, self.accum_dtype)
         block, counter, scratch = c.function.args
@@ -94,6 +97,7 @@ class Kernel:
         if self.target.dot:  # unusual numbers are for another target
             usual = b.icmp_signed("==", c.load(p.unusual, I64), i64(0))
             tasks = b.select(usual, tasks, i64(0))
+        left = c.variable(I64, p.quota)
         take, work, done = (b.append_basic_block(n) for n in ("take", "work", "done"))
         tiles = self.target.dot == "amx"
         if tiles:
@@ -104,7 +108,9 @@ class Kernel:
         b.cbranch(b.icmp_signed("<", number, tasks), work, done)
         b.position_at_end(work)
         task(c, p, block, scratch, number)
-        b.branch(take)
+        rest = b.sub(b.load(left, typ=I64), i64(1))
+        b.store(rest, left)
+        b.cbranch(b.icmp_signed(">", rest, i64(0)), take, done)
         b.position_at_end(done)
         if tiles:
             release_tiles(c)

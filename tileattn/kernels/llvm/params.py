@@ -29,7 +29,7 @@ DBIAS_OF_TILES, DBIAS_OF_ROWS, DBIAS_OF_KEYS = 1, 2, 3
 
 FLOATS = ("scale", "scale_power", "scale_rest", "softcap", "dropout_scale")
 INTEGERS = (
-    "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "tasks", "blocks",
+    "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "tasks", "quota", "blocks",
     "seed_low", "seed_high", "threshold", "bias_dtype", "dbias_kind", "sharing", "sharing_step",
     "group_step",
     "block_q", "block_k", "dq_columns",
