@@ -42,18 +42,17 @@ def dot_product(
     ) -> None:  # fmt: skip
         n_i, n_k = c.rounded_up(n_i, rows), c.rounded_up(n_k, terms)
 
-        def column(v: Any, width: int) -> None:
-            here = c.b.mul(v, i64(c.lanes * c.size))
-            b_v, to_v = c.at(b, here), c.at(to, here)
+        def row(height: int, i: Any, _: Any) -> None:
+            left, place = c.at(a, c.b.mul(i, a_i)), c.at(to, c.b.mul(i, c_i))
 
-            def block(i: Any, _: Any, height: int) -> None:
-                part = _block(kernel, height, width)
-                a_block, to_block = c.at(a, c.b.mul(i, a_i)), c.at(to_v, c.b.mul(i, c_i))
-                c.b.call(part, [a_block, a_i, b_v, b_k, to_block, c_i, n_k, add])
+            def block(width: int, v: Any, _: Any) -> None:
+                column = c.b.mul(v, i64(c.lanes * c.size))
+                part, right = _block(kernel, height, width), c.at(b, column)
+                c.b.call(part, [left, a_i, right, b_k, c.at(place, column), c_i, n_k, add])
 
-            _in_steps(c, n_i, heights, block)
+            _in_steps(c, vectors, widths, block)
 
-        _in_steps(c, vectors, widths, lambda v, _, width: column(v, width))
+        _in_steps(c, n_i, heights, row)  # rows of A, which come from further away, are met once
 
     function = kernel.function("dot_product", [I64, *_OPERANDS, I64, I64, I1], body)
     c.b.call(function, [vectors, *a, *b, *to, n_i, n_k, ir.Constant(I1, add)])
@@ -64,12 +63,8 @@ def _in_steps(c: Code, count: Any, sizes: tuple[int, ...], body: Any) -> None:
     start = i64(0)
     for size in sizes:
         end = c.b.mul(c.b.sdiv(count, i64(size)), i64(size))
-        c.loop(start, end, partial(_only, body, size), step=size)
+        c.loop(start, end, partial(body, size), step=size)
         start = end
-
-
-def _only(body: Any, size: int, i: Any, state: Any) -> None:
-    body(i, state, size)
 
 
 def _block(kernel: Kernel, rows: int, vectors: int) -> ir.Function:

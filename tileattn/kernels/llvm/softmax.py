@@ -61,10 +61,10 @@ class RowState:
         shift = [finite(c, x) for x in m]
         rescale = [exp(c, b.fsub(x, y)) for x, y in zip(old, shift, strict=True)]
 
-        minus = [b.fneg(x) for x in shift]
-
         def weights(j: Any) -> list[Any]:
-            return [exp(c, c.fma(x, scale, y)) for x, y in zip(s.row(j), minus, strict=True)]
+            # Rounded as the maximum is: a fused product could be far above it.
+            scores = [b.fmul(x, scale) for x in s.row(j)]
+            return [exp(c, b.fsub(x, y)) for x, y in zip(scores, shift, strict=True)]
 
         def body(j: Any, sums: list[Any]) -> list[Any]:
             p = weights(j)
