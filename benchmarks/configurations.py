@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -146,6 +147,45 @@ def random_blocks(N: int, density: float) -> BlockMask:
     blocks = np.zeros(side**2, bool)
     blocks[np.random.default_rng(0).choice(side**2, count, replace=False)] = True
     return BlockMask(blocks.reshape(side, side), (128, 128))
+
+
+def sparse_cases(N: int) -> Iterator[tuple[str, dict[str, Any], float]]:
+    """Name masks of falling density: name, options, density."""
+    W = N // 16  # 1024 of 16384
+    yield "full", {}, 1.0
+    for name, (left, right) in {
+        "causal": (N - 1, 0),
+        f"window of {W}": (W // 2, W // 2 - 1),
+        f"causal window of {W}": (W - 1, 0),
+    }.items():
+        yield name, {"window": (left, right)}, window_density(N, left, right)
+    mask = random_blocks(N, 0.1)
+    yield "a tenth of the blocks", {"block_mask": mask}, mask.density
+
+
+def option_cases(c: Configuration, xp: Any) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Name what makes each option alone; dense arrays are full, or broadcast over some axes."""
+
+    def bias(B: int) -> dict[str, Any]:
+        values = normal(xp, (1, c.H, c.N, c.N), c.dtype)
+        return {"bias": xp.broadcast_to(values, (B, *values.shape[1:])).copy()}
+
+    def mask(B: int, H: int) -> dict[str, Any]:
+        attended = normal(xp, (1, 1, c.N, c.N), "f32") > -1
+        return {"mask": xp.broadcast_to(attended, (B, H, c.N, c.N)).copy()}
+
+    slopes = xp.linspace(0.01, 0.5, c.H, dtype=np.float32)
+    return {
+        "plain": dict,
+        "bias": partial(bias, c.B),
+        "bias, one for the batch": partial(bias, 1),
+        "mask": partial(mask, c.B, c.H),
+        "mask, one for all heads": partial(mask, 1, 1),
+        "alibi_slopes": lambda: {"alibi_slopes": slopes},
+        "softcap": lambda: {"softcap": 20.0},
+        "dropout": lambda: {"dropout_p": 0.1, "seed": 1},
+        "sinks": lambda: {"sinks": normal(xp, (c.H,), "f32")},
+    }
 
 
 def normal(xp: Any, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:

@@ -1,20 +1,29 @@
-"""Speed on the CPU, beside PyTorch and naive NumPy, in one run.
+"""Speed on the CPU: both backends beside PyTorch and naive NumPy, in one run.
 
-    python -m tileattn bench cpu
+    python -m tileattn bench cpu                         everything: about eight minutes
+    python -m tileattn bench cpu --quick                 small sizes: about a minute
+    python -m tileattn bench cpu --only grid,decoding    some of the sections
 
-The file is cpu.json.
+grid: both passes, all sizes and dtypes    small: calls of 16 tokens
+decoding: one query over a cache           options: overhead of each option
+scaling: more and more threads             ceilings: matmuls and copies of NumPy
 
-Implementations take turns in one process, with the same number of threads; a time is the median of
-the rounds. ``lower_bound`` is what NumPy's own matmuls and exponentials take on tiles of that size,
-with nothing else: no pass built on them is faster. FLOPs are 4 B H Nq Nk D forward, half of it for
-causal, and 2.5 times that backward.
+The file is cpu.json, or NAME.json.
+
+Implementations take turns in one process, with the same number of threads. Between two of them
+nothing runs for some milliseconds: the threads of PyTorch go on spinning after a call, on cores
+that the next one needs. A time is the median of the rounds. FLOPs are 4 B H N N D forward, half of
+it for causal, and 2.5 times that backward, whatever an implementation computes.
 """
 
+import argparse
+import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import numpy as np
@@ -22,145 +31,279 @@ import threadpoolctl
 
 import tileattn
 from benchmarks import report
-from benchmarks.configurations import PASSES, Call, Configuration, draw, normal
+from benchmarks.configurations import (
+    PASSES,
+    Call,
+    Configuration,
+    Inputs,
+    draw,
+    normal,
+    option_cases,
+    sparse_cases,
+)
 from benchmarks.implementations import Implementation, Naive, Sdpa, Tileattn
+from benchmarks.report import Row
 from tileattn.backends import threads
-from tileattn.backends.numpy import backend as numpy_backend
-from tileattn.backends.numpy.blas import single_threaded
 
-PAUSE = 0.004  # lets the threads of the last implementation go to sleep
+PAUSE = 0.020  # seconds, in which the threads of the last implementation go to sleep
+OURS = ("llvm", "numpy")
+PAIRS = (("llvm", "torch"), ("llvm", "numpy"), ("llvm", "naive"), ("numpy", "torch"))
+TITLES = {"torch": "PyTorch", "naive": "naive NumPy"}
+LONGEST_NAIVE = 4096
+DECODED, SMALL = 4096, 16  # keys; tokens
 
-Calls = dict[str, Callable[[], Any]]
+Calls = dict[str, Call]
+Times = dict[str, float]
 
 
-def prepared(one: Configuration, implementation: Implementation) -> Call:
+# --- time -----------------------------------------------------------------------------------------
+
+
+def median_seconds(calls: Calls, seconds: float) -> Times:
+    """Median seconds of each call; they take turns.
+
+    The first round is not counted, nor are fewer than three unless they take four times as long as
+    is asked for. Where the first takes that long, it is the only one.
+    """
+    rounds: list[list[float]] = []
+    start = time.perf_counter()
+    while (spent := time.perf_counter() - start) < seconds or len(rounds) < 4:
+        if rounds and spent > 4 * seconds:
+            break
+        rounds.append([one_turn(call) for call in calls.values()])
+    counted = rounds[1:] or rounds
+    return dict(zip(calls, map(median, zip(*counted, strict=True)), strict=True))
+
+
+def one_turn(call: Call) -> float:
+    """Seconds of a call, after a pause."""
+    time.sleep(PAUSE)
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def repeated(call: Call, count: int) -> Call:
+    """Make a call so many times, for what takes microseconds."""
+
+    def run() -> None:
+        for _ in range(count):
+            call()
+
+    return run
+
+
+# --- implementations ------------------------------------------------------------------------------
+
+
+def find() -> tuple[dict[str, Implementation], dict[str, str]]:
+    """Return who can take part here, with as many threads as tileattn, and why others cannot."""
+    reasons = tileattn.available_backends()
+    missing = {name: why for name in OURS if (why := reasons[name]) is not None}
+    found: dict[str, Implementation] = {
+        name: Tileattn(name, reuse=False, backend=name) for name in OURS if name not in missing
+    }
+    try:
+        found["torch"] = Sdpa()
+        sys.modules["torch"].set_num_threads(threads.worker_count())
+    except ImportError:
+        missing["torch"] = "it is not installed: pip install torch"
+    return found | {"naive": Naive(np)}, missing
+
+
+def supports(implementation: Implementation, one: Configuration) -> bool:
+    """Whether it can compute the configuration in a time that anybody would wait for."""
+    quadratic = one.dtype in ("f32", "f64") and one.N <= LONGEST_NAIVE
+    return implementation.supports(one) and (quadratic or not implementation.quadratic)
+
+
+def prepared(one: Configuration, implementation: Implementation, x: Inputs | None = None) -> Call:
     """Prepare a pass of an implementation; all get the same inputs."""
     make = implementation.forward if one.kind == "forward" else implementation.backward
-    return make(draw(np, one.shapes, one.dtype), one.mask)
+    return make(x or draw(np, one.shapes, one.dtype), one.mask)
 
 
-def lower_bound(one: Configuration) -> Call:
-    """Only the matmuls and exponentials that a pass needs, on all threads.
+@dataclass(frozen=True)
+class Bench:
+    """Who takes part, and for how long."""
 
-    There are 2 matmuls forward and 5 backward. A causal pass is counted as half the tiles.
-    """
-    N, D = one.N, one.D
-    rows, keys, matmuls = min(384, N), min(1024, N), 2 if one.kind == "forward" else 5
-    tiles = one.H * N * N / (rows * keys) * one.density
-    q, k = normal(np, (rows, D), "f32") / D, normal(np, (keys, D), "f32")
+    implementations: dict[str, Implementation]
+    seconds: float
+    quick: bool = False
 
-    def work(count: int) -> None:
-        s, out = np.empty((rows, keys), np.float32), np.empty((rows, D), np.float32)
-        for _ in range(count):
-            for matmul in range(matmuls):
-                if matmul % 2:
-                    np.matmul(s, k, out=out)
-                else:
-                    np.matmul(q, k.T, out=s)
-            np.exp(s, out=s)
-
-    workers = threads.worker_count()
-    part = max(1, round(tiles / workers))
-    return lambda: threads.run([lambda: work(part)] * workers, within=single_threaded)
-
-
-def median_seconds(calls: Calls, seconds: float) -> dict[str, float]:
-    """Median seconds of each call; they take turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or min(map(len, times.values())) < 5:
-        for name, call in calls.items():
-            time.sleep(PAUSE)
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    return {name: median(values) for name, values in times.items()}
-
-
-def configurations() -> list[Configuration]:
-    """List what the table has a row for."""
-    grid = [
-        Configuration(kind, "f32", 1, 8, N, D, causal)
-        for kind in PASSES
-        for D in (64, 128)
-        for N in (1024, 4096)
-        for causal in (False, True)
-    ]
-    return grid + [Configuration("forward", "f32", 1, 4, 64, 64, x) for x in (False, True)]
-
-
-def row_of(one: Configuration, torch: Implementation | None, seconds: float) -> report.Row:
-    calls = {"tileattn": prepared(one, Tileattn(reuse=False))}
-    if one.kind == "forward":
-        calls["numpy"] = prepared(one, Naive(np))
-    if torch is not None:
-        calls["torch"] = prepared(one, torch)
-    if one.N >= 1024:
-        calls["lower_bound"] = lower_bound(one)
-    times = median_seconds(calls, seconds)
-    ours = times["tileattn"]
-    return one.row() | {
-        "gflops": {name: round(one.flops / t / 1e9, 1) for name, t in times.items()},
-        "speedup_over": {n: round(t / ours, 3) for n, t in times.items() if n != "tileattn"},
-    }
-
-
-def tile_calls(one: Configuration, tiles: list[tuple[int, int]]) -> Calls:
-    """One pass of the NumPy backend for each size of its tiles."""
-    calls: Calls = {}
-    for tile in tiles:
-        backend = numpy_backend.NumpyBackend(tile, tile)
-        backend.name = f"tile{tile[0]}x{tile[1]}"
-        tileattn.register_backend(backend)
-        calls[backend.name] = prepared(one, Tileattn(reuse=False, backend=backend.name))
-    return calls
-
-
-def core_rates() -> list[dict[str, float]]:
-    """Rate of the matmuls of a tile and time of one exponential, on one core alone."""
-    rows, keys = 384, 1024
-    rates = []
-    for D in (64, 128):
-        q, k = normal(np, (rows, D), "f32") / D, normal(np, (keys, D), "f32")
-        s, out = np.empty((rows, keys), np.float32), np.empty((rows, D), np.float32)
-        calls: Calls = {
-            "scores": partial(np.matmul, q, k.T, out=s),
-            "exp": partial(np.exp, s, out=np.empty_like(s)),
-            "values": partial(np.matmul, np.ones_like(s), k, out=out),
+    def times(self, one: Configuration, x: Inputs | None = None, count: int = 1) -> Times:
+        """Seconds of each implementation that supports the configuration."""
+        calls = {
+            name: repeated(prepared(one, each, x), count)
+            for name, each in self.implementations.items()
+            if supports(each, one)
         }
-        with threadpoolctl.threadpool_limits(1, "blas"):
-            times = median_seconds(calls, 2.0)
-        flops = 4 * rows * keys * D
-        gflops = flops / (times["scores"] + times["values"]) / 1e9
-        rates.append({"D": D, "gflops": gflops, "exp_ns": times["exp"] / (rows * keys) * 1e9})
-    return rates
+        return {name: t / count for name, t in median_seconds(calls, self.seconds).items()}
+
+    def gflops(self, one: Configuration) -> dict[str, float]:
+        """GFLOP/s of each implementation."""
+        return {name: one.flops / t / 1e9 for name, t in self.times(one).items()}
 
 
-def baseline() -> tuple[Implementation | None, dict[str, str]]:
-    """PyTorch with as many threads as tileattn, or None and what is missing."""
-    try:
-        made = Sdpa()
-    except ImportError:
-        return None, {"torch": "it is not installed: pip install torch"}
-    sys.modules["torch"].set_num_threads(threads.worker_count())
-    return made, {}
+# --- sections -------------------------------------------------------------------------------------
+
+
+def grid(bench: Bench) -> Iterator[Row]:
+    """Compare at every size, in float32 and, at fewer sizes, in two other dtypes."""
+    lengths = (256, 1024) if bench.quick else (256, 1024, 4096, 16384)
+    some = lengths[1:3]
+    sizes = [("f32", N, D, c) for N in lengths for D in (64, 128) for c in (False, True)]
+    sizes += [(dtype, N, 64, False) for dtype in ("f64", "bf16") for N in some]
+    for dtype, N, D, causal in sizes:
+        for kind in PASSES:
+            one = Configuration(kind, dtype, 1, 8, N, D, causal)
+            yield one.row() | {"gflops": bench.gflops(one)}
+
+
+def small(bench: Bench) -> Iterator[Row]:
+    """Microseconds of a warm call that has hardly anything to compute."""
+    for kind in PASSES:
+        one = Configuration(kind, "f32", 1, 8, SMALL, 64)
+        yield one.row() | {"us": {n: 1e6 * t for n, t in bench.times(one, count=100).items()}}
+
+
+def decoding(bench: Bench) -> Iterator[Row]:
+    """Read k and v for one query: bytes of both a second, beside a copy by as many threads."""
+    for H in (8, 32):
+        one = Configuration("forward", "f32", 1, H, DECODED, 128)
+        x = draw(np, one.shapes, one.dtype)
+        x = x._replace(q=x.q[:, :, :1], dout=x.dout[:, :, :1])
+        seconds = bench.times(one, x) | median_seconds({"copy": copy_of(x.k, x.v)}, bench.seconds)
+        nbytes = x.k.nbytes + x.v.nbytes
+        rates = {name: nbytes / t / 1e9 for name, t in seconds.items()}
+        yield one.row() | {"gbytes_per_second": rates}
+
+
+def copy_of(*arrays: Any) -> Call:
+    """Copy arrays of four axes, a head at a time, on all threads."""
+    pairs = [(np.empty_like(x), x) for x in arrays]
+    heads = [(y[:, h], x[:, h]) for y, x in pairs for h in range(x.shape[1])]
+    return partial(threads.run, [partial(np.copyto, *pair) for pair in heads])
+
+
+def options(bench: Bench) -> Iterator[Row]:
+    """Time calls with one option each, as multiples of the call without any."""
+    for kind in PASSES:
+        one = Configuration(kind, "f32", 1, 8, 512 if bench.quick else 2048, 64)
+        cases = {name: make() for name, make in option_cases(one, np).items()}
+        cases |= {name: given for name, given, density in sparse_cases(one.N) if density < 1}
+        cases["kv_lengths, half"] = {"kv_lengths": [one.N // 2]}
+        rows: dict[str, Row] = {name: {"ms": {}, "over_plain": {}} for name in cases}
+        for backend in (name for name in OURS if name in bench.implementations):
+            calls = {
+                name: prepared(one, Tileattn(reuse=False, backend=backend, **given))
+                for name, given in cases.items()
+            }
+            times = median_seconds(calls, 2 * bench.seconds)
+            for name, t in times.items():
+                rows[name]["ms"][backend] = 1e3 * t
+                rows[name]["over_plain"][backend] = t / times["plain"]
+        yield from (one.row() | {"option": name} | row for name, row in rows.items())
+
+
+def scaling(bench: Bench) -> Iterator[Row]:
+    """Give 1, 2, 4 and so many threads to processes of their own."""
+    cores = threads.worker_count()
+    counts = [n for n in (1, 2, 4, 8, 16) if n <= cores]
+    for kind in PASSES:
+        one = Configuration(kind, "f32", 1, 16, 1024 if bench.quick else 4096, 64)
+        for count in counts[:2] if bench.quick else counts:
+            text = json.dumps({"configuration": asdict(one), "seconds": bench.seconds})
+            variables = {"TILEATTN_NUM_THREADS": str(count), "OPENBLAS_NUM_THREADS": str(count)}
+            row = report.of_process("benchmarks.cpu", text, variables)
+            yield {"threads": count} | one.row() | row
+
+
+def ceilings(bench: Bench) -> Iterator[Row]:
+    """Multiply large matrices and copy large arrays with NumPy, on all threads."""
+    n = 1024 if bench.quick else 4096
+    for dtype in ("f32", "f64"):
+        a, b = (normal(np, (n, n), dtype, seed) for seed in (0, 1))
+        with threadpoolctl.threadpool_limits(threads.worker_count(), "blas"):
+            (seconds,) = median_seconds({"": partial(np.matmul, a, b)}, bench.seconds).values()
+        yield {"ceiling": "matmul", "dtype": dtype, "n": n, "gflops": 2 * n**3 / seconds / 1e9}
+    x = normal(np, (1, 64, n, 128), "f32")
+    (seconds,) = median_seconds({"": copy_of(x)}, bench.seconds).values()
+    yield {"ceiling": "copy", "gbytes_per_second": x.nbytes / seconds / 1e9}
+
+
+SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    section.__name__: section for section in (grid, small, decoding, options, scaling, ceilings)
+}
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+def rounded(row: Any) -> Any:
+    """Keep four digits of every measured number: the next ones differ from run to run."""
+    if isinstance(row, dict):
+        return {name: rounded(value) for name, value in row.items()}
+    return float(f"{row:.4g}") if isinstance(row, float) else row
+
+
+def speedups(rows: list[Row]) -> Iterator[Row]:
+    """Geometric means of speedups, for each dtype, pass and length of the grid."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["section"] == "grid":
+            groups.setdefault((row["dtype"], row["pass"], row["N"]), []).append(row["gflops"])
+    for key, rates in groups.items():
+        row = dict(zip(("dtype", "pass", "N"), key, strict=True)) | {"cases": len(rates)}
+        for ours, other in PAIRS:
+            if all(ours in rate and other in rate for rate in rates):
+                mean = geometric_mean(rate[ours] / rate[other] for rate in rates)
+                row[f"{ours} over {TITLES.get(other, other)}"] = mean
+        yield row
+
+
+def child(text: str) -> Row:
+    """Measure one configuration in a process with another number of threads."""
+    given = json.loads(text)
+    implementations, _ = find()
+    implementations.pop("naive")
+    bench = Bench(implementations, given["seconds"])
+    return {"gflops": bench.gflops(Configuration(**given["configuration"]))}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = report.parser("cpu", __doc__)
+    names = partial(report.names, tuple(SECTIONS))
+    parser.add_argument("--only", type=names, default=list(SECTIONS), help=",".join(SECTIONS))
+    parser.add_argument("--quick", action="store_true", help="small sizes, a tenth of the time")
+    parser.add_argument("--name", default="cpu", help="stem of the file (cpu)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each configuration (2)")
+    return report.parsed(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Time every configuration and write the speedups."""
-    parser = report.parser("cpu", __doc__)
-    parser.add_argument("--name", default="cpu", help="file of the results (cpu)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="for each configuration (6)")
-    arguments = report.parsed(parser, argv)
-    torch, missing = baseline()
+    """Run the sections; what was measured is written even where a run is broken off."""
+    arguments = parse(argv)
+    implementations, missing = find()
     report.show_missing(missing)
-    machine = report.host() | {"torch": sys.modules["torch"].__version__ if torch else None}
-    rows = (row_of(one, torch, arguments.seconds) for one in configurations())
-    path, more = arguments.to / f"{arguments.name}.json", {"missing": missing, "core": core_rates()}
-    report.written(rows, path, machine, arguments.ran, **more)
+    torch = sys.modules["torch"].__version__ if "torch" in implementations else None
+    machine = report.host() | {"torch": torch}
+    print(report.line(machine))
+    seconds = arguments.seconds / (10 if arguments.quick else 1)
+    bench = Bench(implementations, seconds, arguments.quick)
+    made = (
+        {"section": section} | rounded(row)
+        for section in arguments.only
+        for row in SECTIONS[section](bench)
+    )
+    path = arguments.to / f"{arguments.name}.json"
+    rows = report.written(made, path, machine, arguments.ran, missing=missing)
+    for row in speedups(rows):
+        print(report.line(row))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(child(sys.argv[2])))
+    else:
+        main()

@@ -26,8 +26,6 @@ from functools import partial
 from statistics import geometric_mean, median, quantiles
 from typing import Any
 
-import numpy as np
-
 from benchmarks import report
 from benchmarks.configurations import (
     DTYPES,
@@ -39,9 +37,9 @@ from benchmarks.configurations import (
     Configuration,
     grid_of,
     normal,
-    random_blocks,
+    option_cases,
     shapes_of,
-    window_density,
+    sparse_cases,
 )
 from benchmarks.device import AGREEMENT, Gpu, difference, measure, prepare
 from benchmarks.implementations import BASELINES, Implementation, Tileattn, find
@@ -149,32 +147,6 @@ def cost(make: Callable[[], dict[str, Any]], configuration: Configuration, devic
     return {"ms": 1e3 * seconds, "dense_bytes": sum(given[x].nbytes for x in DENSE if x in given)}
 
 
-def option_cases(c: Configuration, device: Gpu) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Name what makes each option alone; dense arrays are full, or broadcast over some axes."""
-    xp = device.xp
-
-    def bias(B: int) -> dict[str, Any]:
-        values = normal(xp, (1, c.H, c.N, c.N), c.dtype)
-        return {"bias": xp.broadcast_to(values, (B, *values.shape[1:])).copy()}
-
-    def mask(B: int, H: int) -> dict[str, Any]:
-        attended = normal(xp, (1, 1, c.N, c.N), "f32") > -1
-        return {"mask": xp.broadcast_to(attended, (B, H, c.N, c.N)).copy()}
-
-    slopes = xp.linspace(0.01, 0.5, c.H, dtype=np.float32)
-    return {
-        "plain": dict,
-        "bias": partial(bias, c.B),
-        "bias, one for the batch": partial(bias, 1),
-        "mask": partial(mask, c.B, c.H),
-        "mask, one for all heads": partial(mask, 1, 1),
-        "alibi_slopes": lambda: {"alibi_slopes": slopes},
-        "softcap": lambda: {"softcap": 20.0},
-        "dropout": lambda: {"dropout_p": 0.1, "seed": 1},
-        "sinks": lambda: {"sinks": normal(xp, (c.H,), "f32")},
-    }
-
-
 def options(configurations: Sequence[Configuration], device: Gpu) -> Iterator[Row]:
     """Overhead of each option over the call without one, in per cent.
 
@@ -185,7 +157,7 @@ def options(configurations: Sequence[Configuration], device: Gpu) -> Iterator[Ro
     rate = device.copy_rate()
     for one in configurations:
         plain: float | None = None
-        for name, make in option_cases(one, device).items():
+        for name, make in option_cases(one, device.xp).items():
             row = {**one.row(), "option": name, **cost(make, one, device)}
             plain = row.get("ms") if name == "plain" else plain
             if plain is not None and "ms" in row:
@@ -194,20 +166,6 @@ def options(configurations: Sequence[Configuration], device: Gpu) -> Iterator[Ro
                 row["overhead_percent"] = 100 * (row["ms"] / plain - 1)
                 row["beyond_bytes_percent"] = 100 * ((row["ms"] - row["bytes_ms"]) / plain - 1)
             yield row
-
-
-def sparse_cases(N: int) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """Name masks of falling density: name, options, density."""
-    W = N // 16  # 1024 of 16384
-    yield "full", {}, 1.0
-    for name, (left, right) in {
-        "causal": (N - 1, 0),
-        f"window of {W}": (W // 2, W // 2 - 1),
-        f"causal window of {W}": (W - 1, 0),
-    }.items():
-        yield name, {"window": (left, right)}, window_density(N, left, right)
-    mask = random_blocks(N, 0.1)
-    yield "a tenth of the blocks", {"block_mask": mask}, mask.density
 
 
 def sparse(configurations: Sequence[Configuration], device: Gpu) -> Iterator[Row]:
@@ -293,14 +251,6 @@ def sections(
         yield "ceilings", ceilings(dtypes, 1024 if arguments.quick else 8192, device)
 
 
-def _names(allowed: Sequence[str], text: str) -> list[str]:
-    values = text.split(",")
-    for value in values:
-        if value not in allowed:
-            raise argparse.ArgumentTypeError(f"{value} is none of {', '.join(allowed)}")
-    return values
-
-
 def _numbers(text: str) -> list[int]:
     values = [int(part) for part in text.split(",")]
     if min(values) < 1:
@@ -315,14 +265,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for section in SECTIONS:
         add(f"--{section}", action="store_true", help=f"run the {section} section")
     add("--quick", action="store_true", help="one size of each kind")
-    add("--dtype", type=partial(_names, tuple(DTYPES)), help=",".join(DTYPES))
+    add("--dtype", type=partial(report.names, tuple(DTYPES)), help=",".join(DTYPES))
     head_dims = ",".join(map(str, HEAD_DIMS))
     add("--head-dim", type=_numbers, help=f"{head_dims} (shapes have their own)")
     add("--length", type=_numbers, help=",".join(map(str, LENGTHS)))
     add("--causal", action=argparse.BooleanOptionalAction, help="only with, or without (both)")
-    add("--pass", dest="passes", type=partial(_names, PASSES), default=list(PASSES))
+    add("--pass", dest="passes", type=partial(report.names, PASSES), default=list(PASSES))
     # --peers is what the commands of recorded results say.
-    names = partial(_names, BASELINES)
+    names = partial(report.names, BASELINES)
     add("--baselines", "--peers", dest="baselines", type=names, default=list(BASELINES))
     add("--name", default="gpu", help="stem of the files (gpu)")
     return report.parsed(parser, argv)

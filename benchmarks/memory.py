@@ -13,7 +13,6 @@ has a process of its own, whose peak the system records; on the GPU the allocato
 
 import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -134,14 +133,7 @@ def cpu_free() -> int:
 
 def cpu_peak(case: Case) -> Row:
     """Measure a case in a process of its own, which has nothing else to remember."""
-    command = [sys.executable, "-m", "benchmarks.memory", "--child", case.text]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        raise RuntimeError(f"the process ended with status {done.returncode}: {said}")
-    row: Row = json.loads(done.stdout.splitlines()[-1])
-    return row
+    return report.of_process("benchmarks.memory", case.text)
 
 
 def child(case: Case) -> Row:

@@ -1,6 +1,7 @@
 """What every benchmark leaves: lines on the terminal and a JSON file that says its origin."""
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -61,6 +62,15 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     return arguments
 
 
+def names(allowed: Sequence[str], text: str) -> list[str]:
+    """Read a list that is separated by commas."""
+    values = text.split(",")
+    for value in values:
+        if value not in allowed:
+            raise argparse.ArgumentTypeError(f"{value} is none of {', '.join(allowed)}")
+    return values
+
+
 def show_missing(missing: Mapping[str, str]) -> None:
     """Name in one line each who cannot take part, and why."""
     for name, why in missing.items():
@@ -89,6 +99,23 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"[:160]
 
 
+def of_process(module: str, text: str, variables: Mapping[str, str] | None = None) -> Row:
+    """Run ``python -m module --child text`` and read the row that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--child", text],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | (variables or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        raise RuntimeError(f"the process ended with status {done.returncode}: {said}")
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
 def host() -> Row:
     """Describe the processor and the versions of what runs on it."""
     return {
@@ -97,7 +124,21 @@ def host() -> Row:
         "system": platform.platform(),
         "python": platform.python_version(),
         "numpy": np.__version__,
+        **_llvm(),
     }
+
+
+def _llvm() -> Row:
+    """Say what LLVM knows of the processor: its kind and its vector and matrix instructions."""
+    if importlib.util.find_spec("llvmlite") is None:
+        return {}
+    from llvmlite import binding
+
+    kinds = ("avx", "amx", "fma", "f16c", "neon", "dotprod", "bf16", "sve")
+    features = binding.get_host_cpu_features()
+    wide = sorted(name for name, there in features.items() if there and name.startswith(kinds))
+    version = ".".join(map(str, binding.llvm_version_info))
+    return {"cpu": binding.get_host_cpu_name(), "features": " ".join(wide), "llvm": version}
 
 
 def written(rows: Iterable[Row], path: Path, machine: Row, ran: str, **more: Any) -> list[Row]:

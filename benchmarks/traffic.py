@@ -31,6 +31,7 @@ from benchmarks.implementations import Flex, Tileattn
 from benchmarks.memory import Case
 from benchmarks.report import Row, one_line
 from tileattn import BlockMask
+from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.problem import Problem, parse
 from tileattn.traffic import ALGORITHMS, flops, modelled
 
@@ -154,12 +155,23 @@ def sparse(mask: BlockMask, one: Configuration, device: Gpu, *, beside: bool) ->
         device.release()
 
 
+def tile_calls(one: Configuration, sides: Sequence[int]) -> cpu.Calls:
+    """One pass of the NumPy backend for each size of its square tiles."""
+    calls: cpu.Calls = {}
+    for side in sides:
+        backend = NumpyBackend((side, side), (side, side))
+        backend.name = f"tile{side}"
+        tileattn.register_backend(backend)
+        calls[backend.name] = cpu.prepared(one, Tileattn(reuse=False, backend=backend.name))
+    return calls
+
+
 def blocks(N: int, seconds: float) -> Iterator[Row]:
     """Time of the NumPy backend against the side of its tiles, and the modelled bytes."""
     sides = [side for side in BLOCKS if side <= N]
     for kind in PASSES:
         one = Configuration(kind, "f32", 1, 8, N, HEAD_DIM)
-        times = cpu.median_seconds(cpu.tile_calls(one, [(side, side) for side in sides]), seconds)
+        times = cpu.median_seconds(tile_calls(one, sides), seconds)
         for side, taken in zip(sides, times.values(), strict=True):
             bytes_there = nbytes(one, (side, side))
             yield one.row() | {"tile": side, "modelled_bytes": bytes_there, "ms": 1e3 * taken}

@@ -36,7 +36,7 @@ from tileattn.kernels.jit.load import arch_of
 from tileattn.problem import parse
 
 BENCHMARKS = {
-    "cpu": "speed of the NumPy backend beside PyTorch and plain NumPy",
+    "cpu": "speed of NumPy arrays, on both backends, beside PyTorch and plain NumPy",
     "gpu": "speed of the CuPy backend beside PyTorch, FlashAttention-4 and plain CuPy",
     "traffic": "operations and bytes: the model, and a GPU's counters",
     "memory": "peak memory against the number of tokens, beside plain attention",

@@ -1,13 +1,14 @@
 """Write the tables of docs/performance*.md from benchmarks/results, or check them."""
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from benchmarks import gpu, roofline
+from benchmarks import cpu, gpu, roofline
+from benchmarks.configurations import PASSES
 from benchmarks.report import RESULTS, Row, load
 from tools import pages
 from tools.pages import DOCS, paragraphs, shown, table
@@ -28,7 +29,6 @@ COMPARISONS = {
     "gpu_bf16": "Generic kernels, bf16",
     "gpu_fp16": "Generic kernels, fp16",
 }
-CPU = {"cpu": "AMD EPYC", "cpu_avx512": "Intel Xeon, AVX-512"}
 BASELINES = {  # of the summary, where the fastest of cuDNN and FlashAttention-4 did not take part
     "gpu_f32": "efficient",
     "gpu_f64": "math",
@@ -42,6 +42,16 @@ NAMES = {
     "flash": "FlashAttention-2",
 }
 
+SPEEDUPS = "Geometric means of the speedups in the grid:"
+CPU_SECTIONS = {
+    "grid": "GFLOP/s, B = 1, H = 8:",
+    "small": "Microseconds of a call of 16 tokens, H = 8, D = 64:",
+    "decoding": "GB/s of k and v, one query over 4096 keys of D = 128, float32:",
+    "options": "Milliseconds of a call with one option, and ratio to the call without, H = 8:",
+    "scaling": "GFLOP/s by number of threads, H = 16, D = 64:",
+    "ceilings": "Ceilings:",
+}
+
 # Fields whose column has another heading than their name, or a format.
 HEADINGS = {
     "bytes_ms": "its bytes alone, ms",
@@ -50,6 +60,8 @@ HEADINGS = {
     "speedup": "speedup over full",
     "launch_overhead_us": "CPU launch overhead, us",
     "tflops": "TFLOP/s",
+    "gflops": "GFLOP/s",
+    **cpu.TITLES,
     "gbytes_per_second": "GB/s",
     "compute_ms": "compute, ms",
     "exp_ms": "exp, ms",
@@ -78,8 +90,9 @@ def summary_lines() -> Iterator[str]:
     head = ["", "baseline", "cases", "speedup, mean", "least", "most", "TFLOP/s", "% of roofline"]
     yield from table(head, (line for name in COMPARISONS for line in _summary(name, ceilings)))
     yield from paragraphs(f"Measured on an {ceilings['machine']['gpu']}.")
-    head = ["", "baseline", "cases", "speedup, mean", "least", "most", "GFLOP/s"]
-    yield from table(head, (line for name in CPU for line in _cpu_summary(name)))
+    if results := _cpu_results():
+        head = ["", "baseline", "cases", "speedup, mean", "least", "most", "GFLOP/s"]
+        yield from table(head, (line for result in results for line in _cpu_summary(result)))
 
 
 def _summary(name: str, ceilings: Row) -> Iterator[list[Any]]:
@@ -103,17 +116,17 @@ def _summary(name: str, ceilings: Row) -> Iterator[list[Any]]:
         yield [title, rivals, *_spread(speedups), f"{speed:.0f}", shown(max(known), ".0f")]
 
 
-def _cpu_summary(name: str) -> Iterator[list[Any]]:
-    """Sum up each pass of a comparison on a CPU."""
-    rows = load(RESULTS, name)["rows"]
-    for kind in ("forward", "backward"):
-        of_pass = [row for row in rows if row["pass"] == kind]
-        for baseline, title in (("torch", "PyTorch"), ("numpy", "naive NumPy")):
-            over = [row["speedup_over"].get(baseline) for row in of_pass]
-            speedups = [speedup for speedup in over if speedup is not None]
-            speed = max(row["gflops"]["tileattn"] for row in of_pass)
-            if speedups:
-                yield [f"{CPU[name]}, {kind}", title, *_spread(speedups), f"{speed:.0f}"]
+def _cpu_summary(result: Row) -> Iterator[list[Any]]:
+    """Sum up each pass in float32 on a CPU: speedups over each baseline, the largest GFLOP/s."""
+    grid = [x for x in result["rows"] if x["section"] == "grid" and x["dtype"] == "f32"]
+    for kind, (ours, baseline) in itertools.product(PASSES, cpu.PAIRS):
+        rates = [x["gflops"] for x in grid if x["pass"] == kind]
+        found = [x for x in rates if ours in x and baseline in x]
+        if found:
+            title = f"{result['machine']['processor']}, {ours}, {kind}"
+            speed = max(x[ours] for x in found)
+            speedups = [x[ours] / x[baseline] for x in found]
+            yield [title, HEADINGS.get(baseline, baseline), *_spread(speedups), f"{speed:.0f}"]
 
 
 def _spread(speedups: list[float]) -> list[Any]:
@@ -123,11 +136,49 @@ def _spread(speedups: list[float]) -> list[Any]:
 
 
 def cpu_lines() -> Iterator[str]:
-    for name, title in CPU.items():
-        yield from paragraphs(f"## {title}")
-        yield from _speed(load(RESULTS, name))
+    for result in _cpu_results():
+        yield from paragraphs(f"## {result['machine']['processor']}", _cpu_origin(result))
+        sections: dict[str, list[Row]] = {}
+        for row in result["rows"]:
+            sections.setdefault(row["section"], []).append(row)
+        if "grid" in sections:
+            yield from paragraphs(SPEEDUPS)
+            yield from _measured(list(cpu.speedups(sections["grid"])))
+        for name, rows in sections.items():
+            yield from paragraphs(CPU_SECTIONS[name])
+            yield from _measured(rows)
     yield from paragraphs("## Peak memory on the CPU")
     yield from _memory(load(RESULTS, "memory_cpu"))
+
+
+def _cpu_results() -> list[Row]:
+    """Load what was recorded on each kind of CPU."""
+    return [load(RESULTS, path.stem) for path in sorted(RESULTS.glob("cpu*.json"))]
+
+
+def _cpu_origin(result: Row) -> str:
+    """Name the run, and the instructions that the processor has."""
+    machine = result["machine"]
+    known = f"LLVM calls it {machine['cpu']}: {machine['features']}." if "cpu" in machine else ""
+    return f"Measured by {_origin(result)} {known}"
+
+
+def _measured(rows: list[Row]) -> Iterator[str]:
+    """Give each measured number a column of its own; leave out what all rows have in common."""
+    flat: list[Row] = []
+    for row in rows:
+        ratios = {f"{name}, ratio": value for name, value in row.get("over_plain", {}).items()}
+        numbers = (x for name, x in row.items() if isinstance(x, dict) and name != "over_plain")
+        flat.append(dict(itertools.chain(row.items(), *(x.items() for x in numbers))) | ratios)
+    every = dict.fromkeys(n for row in flat for n, x in row.items() if not isinstance(x, dict))
+    names = [n for n in every if len({row.get(n) for row in flat}) > 1 or len(flat) == 1]
+    head = [HEADINGS.get(name, name) for name in names]
+    yield from table(head, ([_digits(row.get(name)) for name in names] for row in flat))
+
+
+def _digits(value: Any) -> str:
+    """Show three digits of a measured number, or its whole part where that has more."""
+    return shown(value, (".0f" if value >= 100 else ".3g") if isinstance(value, float) else "")
 
 
 def gpu_lines() -> Iterator[str]:
@@ -171,24 +222,6 @@ def columns(names: Iterable[str], rows: list[Row]) -> Iterator[str]:
 
     head = [HEADINGS.get(name, name) for name in names]
     yield from table(head, ([cell(row, name) for name in names] for row in rows))
-
-
-def _speed(result: Row) -> Iterator[str]:
-    core = ", ".join(f"{row['gflops']:.0f} GFLOP/s at D = {row['D']}" for row in result["core"])
-    exp = f"{result['core'][0]['exp_ns']:.2f} ns for one `np.exp`"
-    yield from paragraphs(
-        f"Measured by {_origin(result)}", f"One core alone: matmul {core}; {exp}."
-    )
-    head = ["pass", "H", "N", "D", "causal", "GFLOP/s", "PyTorch", "naive NumPy", "lower bound"]
-    yield from table(
-        head,
-        (
-            [*(row["pass"], row["H"], row["N"], row["D"], shown(row["causal"]))]
-            + [f"{row['gflops']['tileattn']:.0f}"]
-            + [shown(row["speedup_over"].get(x), ".2f") for x in ("torch", "numpy", "lower_bound")]
-            for row in result["rows"]
-        ),
-    )
 
 
 def _memory(result: Row) -> Iterator[str]:
@@ -288,7 +321,7 @@ def _origin(result: Row) -> str:
     machine = result["machine"]
     versions = {"driver": "driver", "CUDA": "cuda", "CuPy": "cupy"}
     if "gpu" not in machine:
-        versions = {"NumPy": "numpy"}
+        versions = {"NumPy": "numpy", "LLVM": "llvm"}
     versions |= {"PyTorch": "torch", "cuDNN": "cudnn", "Python": "python", "commit": "commit"}
     known = [f"{label} {machine[name]}" for label, name in versions.items() if machine.get(name)]
     what = machine.get("gpu") or f"{machine['processor']}, {machine['threads']} threads"
@@ -306,7 +339,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
 def main(argv: list[str] | None = None, docs: Path = DOCS) -> int:
     """Check or write the pages; the exit status is 1 where a check finds one stale."""
     parts = (pages.stale_part(docs / page, BEGIN, END, make()) for page, make in PAGES.items())
-    return pages.main(argv, __doc__, chain.from_iterable(parts))
+    return pages.main(argv, __doc__, itertools.chain.from_iterable(parts))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 
 import tileattn
 from benchmarks import cpu, report
-from benchmarks.configurations import Configuration, draw
+from benchmarks.configurations import PASSES, Configuration
 from benchmarks.device import AGREEMENT, difference
 from benchmarks.implementations import Naive, Tileattn
 from tileattn.cli import BENCHMARKS, main
@@ -70,31 +70,66 @@ def test_the_commands_of_older_results_go_on_working(command: list[str]) -> None
 def test_the_speed_of_the_cpu_is_written_with_its_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cpu, "core_rates", lambda: [{"D": 64, "gflops": 1.0, "exp_ns": 1.0}])
     monkeypatch.setattr(cpu, "median_seconds", lambda calls, _: dict.fromkeys(calls, 0.5))
-    monkeypatch.setattr(cpu, "draw", lambda _, __, dtype: draw(np, SMALL, dtype))
+    monkeypatch.setattr(report, "of_process", lambda _, text, __: cpu.child(text))
     monkeypatch.setitem(sys.modules, "torch", None)
-    cpu.main(["--seconds", "0", "--name", "mine", "--to", str(tmp_path)])
+    cpu.main(["--quick", "--name", "mine", "--to", str(tmp_path)])
     result = json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
-    assert result["machine"]["command"] == "python -m tileattn bench cpu --seconds 0 --name mine"
+    assert result["machine"]["command"] == "python -m tileattn bench cpu --quick --name mine"
     assert set(report.host()) | {"torch", "commit", "date", "command"} == set(result["machine"])
-    row = result["rows"][0]
-    assert row["gflops"]["tileattn"] == round(4 * 8 * 1024**2 * 64 / 0.5 / 1e9, 1)
-    assert row["speedup_over"] == {"numpy": 1.0, "lower_bound": 1.0}
-    assert "torch is missing: it is not installed" in capsys.readouterr().out
+    rows = {row["section"]: row for row in reversed(result["rows"])}  # the first of each
+    assert set(rows) == set(cpu.SECTIONS)
+    assert rows["grid"]["gflops"]["numpy"] == float(f"{4 * 8 * 256**2 * 64 / 0.5 / 1e9:.4g}")
+    assert rows["small"]["us"]["naive"] == 0.5e6 / 100
+    assert rows["decoding"]["gbytes_per_second"]["copy"] == float(f"{8 * 2**22 / 0.5e9:.4g}")
+    assert rows["options"]["over_plain"]["numpy"] == 1
+    assert rows["scaling"]["threads"] == 1
+    out = capsys.readouterr().out
+    assert "torch is missing: it is not installed" in out
+    assert "dtype f32  pass forward  N 256  cases 4" in out
 
 
-SMALL = ((1, 1, 16, 8),) * 4  # in the place of many tokens: nobody looks at the values
+def test_some_sections_are_enough(tmp_path: Path) -> None:
+    cpu.main(["--quick", "--seconds", "0", "--only", "small", "--to", str(tmp_path)])
+    rows = json.loads((tmp_path / "cpu.json").read_text(encoding="utf-8"))["rows"]
+    assert [(row["section"], row["pass"]) for row in rows] == [("small", x) for x in PASSES]
+    with pytest.raises(SystemExit):
+        cpu.main(["--only", "large"])
+
+
+def test_speedups_are_geometric_means_of_those_who_ran_everywhere() -> None:
+    same = {"section": "grid", "dtype": "f32", "pass": "forward", "N": 8}
+    rates: list[report.Row] = [{"llvm": 8.0, "torch": 1.0, "numpy": 1.0}, {"llvm": 1.0, "torch": 2}]
+    (row,) = cpu.speedups([same | {"gflops": rate} for rate in rates])
+    assert row == {
+        "dtype": "f32",
+        "pass": "forward",
+        "N": 8,
+        "cases": 2,
+        "llvm over PyTorch": pytest.approx(2),
+    }
 
 
 def test_implementations_take_turns_and_get_the_same_inputs() -> None:
     order: list[str] = []
     calls: cpu.Calls = {name: partial(order.append, name) for name in "ab"}
-    assert set(cpu.median_seconds(calls, 0.0)) == {"a", "b"}
+    assert set(cpu.median_seconds(calls, 0.1)) == {"a", "b"}
     assert "".join(order) == "ab" * (len(order) // 2)
     one = Configuration("forward", "f32", 1, 2, 24, 8, causal=True)
     ours, naive = (cpu.prepared(one, each)() for each in (Tileattn(), Naive(np)))
     assert difference([ours], [naive], np) <= AGREEMENT["f32"]
+
+
+@pytest.mark.parametrize(
+    ("clock", "expected"), [((0, 0, 0.4, 0.8, 1.2, 1.6), 2.5), ((0, 0, 5), 9.0)]
+)
+def test_the_first_round_counts_only_where_it_takes_long(
+    clock: tuple[float, ...], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=partial(next, iter(clock))))
+    monkeypatch.setattr(cpu, "one_turn", lambda call: call())
+    found = cpu.median_seconds({"one": partial(next, iter([9.0, 2.0, 3.0, 2.5]))}, seconds=1)
+    assert found == {"one": expected}
 
 
 @pytest.mark.parametrize("found", [None, ModuleType("benchmarks")], ids=["missing", "another"])

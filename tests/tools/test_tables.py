@@ -32,15 +32,22 @@ def test_the_pages_are_fresh(tool: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_changed_result_makes_the_page_stale_and_writing_repairs_it(
+def test_a_new_result_makes_pages_stale_and_writing_repairs_them(
     results: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = load(results, "cpu")
-    result["rows"][0]["gflops"]["tileattn"] += 1234
-    (results / "cpu.json").write_text(json.dumps(result), encoding="utf-8")
+    one = {"section": "grid", "pass": "forward", "dtype": "f32", "H": 8, "N": 256, "causal": False}
+    rows: list[Any] = [
+        one | {"gflops": {"llvm": 1288.0, "torch": 644.0}},
+        one | {"causal": True, "gflops": {"llvm": 8.125, "torch": 1.015625}},
+        {"section": "options", "option": "mask", "ms": {"llvm": 3.0}, "over_plain": {"llvm": 1.5}},
+    ]
+    machine = MACHINE | {"processor": "A CPU", "threads": 2, "numpy": "2", "llvm": "20"}
+    del machine["gpu"]
+    text = json.dumps({"machine": machine, "rows": rows})
+    (results / "cpu_of_somebody.json").write_text(text, encoding="utf-8")
     monkeypatch.setattr(performance_tables, "RESULTS", results)
     for page in performance_tables.PAGES:
         shutil.copy(pages.DOCS / page, tmp_path)
@@ -49,7 +56,16 @@ def test_a_changed_result_makes_the_page_stale_and_writing_repairs_it(
     assert [Path(page).name for page in stale] == ["performance.md", "performance-cpu.md"]
     assert performance_tables.main(["--write"], tmp_path) == 0
     assert performance_tables.main(["--check"], tmp_path) == 0
-    assert all("| 1288 |" in Path(page).read_text(encoding="utf-8") for page in stale)
+    summary, tables = (Path(page).read_text(encoding="utf-8") for page in stale)
+    assert "| A CPU, llvm, forward | PyTorch | 2 | 4.00 | 2.00 | 8.00 | 1288 |" in summary
+    assert (
+        "## A CPU\n\nMeasured by `python -m something`: A CPU, 2 threads, NumPy 2, LLVM 20,"
+        in tables
+    )
+    assert "| f32 | forward | 256 | 2 | 4 |" in tables
+    assert "| causal | llvm | PyTorch |\n| --- | --- | --- |\n| no | 1288 | 644 |" in tables
+    assert "| yes | 8.12 | 1.02 |" in tables
+    assert "| options | mask | 3 | 1.5 |" in tables
 
 
 @pytest.mark.parametrize("page", ["", "B", "E", "E\nB", "BEBE", "BEE"])

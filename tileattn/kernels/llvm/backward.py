@@ -322,16 +322,11 @@ class _Block:
         c, b, p = self.c, self.c.b, self.p
         before = c.at(p.semaphore, b.mul(b.sub(self.number, i64(1)), i64(8)))
 
-        def spin() -> None:
-            again, done = b.append_basic_block("wait"), b.append_basic_block("turn")
-            b.branch(again)
-            b.position_at_end(again)
-            c.pause()
-            value = b.load_atomic(before, "acquire", 8, typ=I64)
-            b.cbranch(b.icmp_signed(">", value, order), done, again)
-            b.position_at_end(done)
+        def done() -> Any:
+            return b.icmp_signed(">", b.load_atomic(before, "acquire", 8, typ=I64), order)
 
-        c.when(b.icmp_signed(">", b.srem(self.number, p.blocks), i64(0)), spin)
+        some = b.icmp_signed(">", b.srem(self.number, p.blocks), i64(0))
+        c.when(some, lambda: c.spin_until(done))
 
     def publish(self, order: Any) -> None:
         """Say that this key block, and all before it, are done with what comes before ``order``."""

@@ -14,6 +14,9 @@ from typing import Any
 from tileattn.kernels.jit import cache
 from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, NEON, Target
 
+MEMORY = ("memset", "memcpy", "memmove")
+"""Functions of the C library that LLVM makes of loops."""
+
 MODULES = {
     "forward": ("forward",),
     "backward": ("backward_preprocess", "backward", "backward_dq_convert"),
@@ -148,11 +151,16 @@ def machine(target: Target) -> Any:
 def _initialize() -> None:
     from llvmlite import binding as llvm
 
+    from tileattn.kernels.llvm.instructions import YIELD
+
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    library = ctypes.CDLL("msvcrt" if os.name == "nt" else None)
-    for name in ("memset", "memcpy", "memmove"):  # which LLVM makes of loops
-        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+    windows = os.name == "nt"
+    library = ctypes.CDLL("msvcrt" if windows else None)
+    needed = {name: getattr(library, name) for name in MEMORY}
+    needed[YIELD] = ctypes.CDLL("kernel32").SwitchToThread if windows else library.sched_yield
+    for name, function in needed.items():
+        llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
 
 
 @functools.cache

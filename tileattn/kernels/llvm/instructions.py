@@ -10,6 +10,10 @@ from tileattn.kernels.llvm.target import Target
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 POINTER = ir.PointerType()
+YIELD = "yield_thread"
+"""The function of the operating system that lets another thread have the core."""
+
+_SPINS = 1000  # looks, of some tens of microseconds, before the core is offered
 _FLOATS: dict[str, Any] = {
     "float16": ir.HalfType(),
     "float32": ir.FloatType(),
@@ -171,11 +175,6 @@ class Code:
         """Whether all conditions hold."""
         return reduce(self.b.and_, conditions)
 
-    def pause(self) -> None:
-        """Tell the CPU that this thread waits for another."""
-        if self.target.triple.startswith("x86"):
-            self.intrinsic("llvm.x86.sse2.pause", ir.VoidType())
-
     def bytes_of(self, n: Any) -> Any:
         """Bytes of ``n`` sums."""
         return self.b.mul(n, i64(self.size))
@@ -220,6 +219,26 @@ class Code:
             place = self.b.alloca(kind)
         self.b.store(start, place)
         return place
+
+    def spin_until(self, condition: Callable[[], Any]) -> None:
+        """Wait for another thread, which may need this core: after a while, offer it each time."""
+        b, before = self.b, self.b.block
+        look, idle, done = (b.append_basic_block(n) for n in ("look", "idle", "done"))
+        b.branch(look)
+        b.position_at_end(look)
+        n = b.phi(I64)
+        n.add_incoming(i64(0), before)
+        b.cbranch(condition(), done, idle)
+        b.position_at_end(idle)
+        if self.target.triple.startswith("x86"):
+            self.intrinsic("llvm.x86.sse2.pause", ir.VoidType())
+        self.when(
+            b.icmp_signed(">", n, i64(_SPINS)),
+            lambda: self.intrinsic(YIELD, ir.VoidType()),
+        )
+        n.add_incoming(b.add(n, i64(1)), b.block)
+        b.branch(look)
+        b.position_at_end(done)
 
     def choose(self, n: Any, bodies: Sequence[Callable[[], Any]]) -> None:
         """Run the n-th body, or the last."""
