@@ -25,7 +25,7 @@ from tileattn import BlockMask, reference, selfcheck
 from tileattn.backends import registry, threads
 from tileattn.backends.llvm import backend as llvm
 from tileattn.backends.llvm.backend import LlvmBackend
-from tileattn.kernels.llvm.compile import host
+from tileattn.kernels.llvm.compile import host, host_of_bfloat16
 from tileattn.kernels.llvm.target import AVX2, GENERIC, Target
 from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
@@ -94,6 +94,62 @@ def test_products_that_are_exact_stay_so() -> None:
     bounds = error_bound(q, k, v, dout)
     assert_attention_close(attention, reference.forward(q, k, v), bounds)
     assert_attention_close(grads, reference.backward(dout, q, k, v), bounds)
+
+
+# --- bfloat16 ------------------------------------------------------------------------------------
+
+multiplies_bfloat16 = pytest.mark.skipif(
+    host_of_bfloat16() is None, reason="the CPU has no instructions for products of bfloat16"
+)
+
+
+@multiplies_bfloat16
+@pytest.mark.parametrize("chosen", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("sizes", [SIZES, (2, 4, 4, 75, 141, 64, 33), (2, 4, 2, 75, 141, 7, 96)])
+def test_products_of_bfloat16_are_right(sizes: tuple[int, ...], chosen: dict[str, Any]) -> None:
+    """Terms that fill the blocks of a product, and that do not."""
+    q, k, v, dout = given = normal(sizes, ml_dtypes.bfloat16)
+    attention, grads = both("llvm", given, **chosen)
+    bounds = error_bound(q, k, v, dout, **chosen)
+    assert_attention_close(attention, reference.forward(q, k, v, **chosen), bounds)
+    assert_attention_close(grads, reference.backward(dout, q, k, v, **chosen), bounds)
+
+
+@multiplies_bfloat16
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("number", [1e-39, 2.0**-64, 2.0**-63, 2.0**63, np.inf, np.nan])
+def test_unusual_numbers_are_computed_in_float32(
+    name: str, number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = dict(zip(("q", "k", "v", "dout"), normal(SIZES, ml_dtypes.bfloat16), strict=True))
+    given[name][1, 1, 70, 17] = number
+    *qkv, dout = given.values()
+
+    def computed(attention: Any = None) -> tuple[Any, Any]:
+        attention = attention or tileattn.forward(*qkv, backend="llvm")
+        return attention, tileattn.backward(dout, *qkv, *attention, backend="llvm")
+
+    attention, grads = computed()
+    monkeypatch.setattr(LlvmBackend, "targets_of", lambda self, _: (self.target,))
+    forward_alone, grads_alone = computed()[0], computed(attention)[1]
+    usual = number == 2.0**-63
+    same = partial(np.array_equal, equal_nan=True)
+    assert same(attention.lse, forward_alone.lse) == (not usual and name != "dout")
+    assert same(grads.dk.astype(float), grads_alone.dk.astype(float)) == (not usual)
+
+
+@multiplies_bfloat16
+def test_what_lies_behind_the_length_may_be_anything() -> None:
+    lengths = [100, 37]
+    q, k, v, dout = given = normal(SIZES, ml_dtypes.bfloat16)
+    expected = both("llvm", given, kv_lengths=lengths)
+    for batch, length in enumerate(lengths):
+        k[batch, :, length:], v[batch, :, length:] = np.nan, np.inf
+    found = both("llvm", (q, k, v, dout), kv_lengths=lengths)
+    for ours, theirs in zip(
+        (*found[0], *found[1][:3]), (*expected[0], *expected[1][:3]), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 # --- memory --------------------------------------------------------------------------------------
