@@ -5,6 +5,7 @@ and dO are broadcast element by element, and dK and dV stay in scratch memory, t
 n adds to the dQ of a query block after key block n - 1 has, so sums have one order.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from llvmlite import ir
 
 from tileattn.kernels.llvm.backward_rows import convert_dq, preprocess
 from tileattn.kernels.llvm.blocks import mask_row, tile_kind
-from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
+from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.matmul import masked_product, product
 from tileattn.kernels.llvm.numerics import exp
@@ -27,6 +28,7 @@ from tileattn.kernels.llvm.scores import (
 )
 from tileattn.kernels.llvm.target import ROWS, Target
 from tileattn.kernels.llvm.tile import (
+    Tile,
     all_finite,
     convert_rows,
     store_columns,
@@ -96,11 +98,12 @@ class _Block:
         """One key head: load its keys, meet its queries, store its gradients."""
         c, b, p = self.c, self.c.b, self.p
         dtype, zero = self.kernel.dtype, c.const(0.0)
-        for tile, columns in ((self.k, p.D), (self.v, p.Dv), (self.dk, p.D), (self.dv, p.Dv)):
-            tile.fill(columns, zero)
-        for name, tile, columns in (("k", self.k, p.D), ("v", self.v, p.Dv)):
-            source = p.row(name, self.batch, self.head, self.k0)
-            transpose_rows(c, dtype, source, getattr(p, f"{name}_j"), self.keys, columns, tile)
+        for name, tile, grad, columns in (
+            ("k", self.k, self.dk, p.D),
+            ("v", self.v, self.dv, p.Dv),
+        ):
+            self.transposed(transpose_rows, name, columns, tile)
+            grad.fill(columns, zero)
         width = c.bytes_of(p.dq_columns)
         c.loop(
             i64(0), b.mul(i64(self.W), p.dq_columns),
@@ -148,12 +151,23 @@ class _Block:
 
         c.loop(i64(0), p.group, head)
 
-        def row(r: Any, _: Any) -> None:
-            for name, tile, columns in (("dk", self.dk, p.D), ("dv", self.dv, p.Dv)):
-                to = p.row(name, self.batch, self.head, b.add(self.k0, r))
-                store_columns(c, dtype, c.at(tile.start, c.bytes_of(r)), tile.step, to, columns)
+        for name, tile, columns in (("dk", self.dk, p.D), ("dv", self.dv, p.Dv)):
+            self.transposed(store_columns, name, columns, tile)
 
-        c.loop(i64(0), self.keys, row)
+    def transposed(self, copy: Callable[..., None], name: str, columns: Any, tile: Tile) -> None:
+        """Copy the rows that an array has of these keys to the columns of a tile, or back."""
+        c, p, kernel = self.c, self.p, self.kernel
+
+        def body(c: Code, start: Any, step: Any, rows: Any, columns: Any, tile: Any) -> None:
+            def row(r: Any) -> Any:
+                return c.at(start, c.b.mul(r, step))
+
+            copy(c, kernel.dtype, row, rows, columns, Tile(c, tile, self.vectors))
+
+        function = kernel.function(copy.__name__, [POINTER, I64, I64, I64, POINTER], body)
+        start = p.row(name, self.batch, self.head, self.k0)
+        step = getattr(p, f"{name}_j")
+        c.b.call(function, [start, step, self.keys, columns, tile.start])
 
     # -- tiles -----------------------------------------------------------------------------------
 

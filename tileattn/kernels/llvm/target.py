@@ -89,7 +89,7 @@ def scratch_bytes(
     """Count the scratch memory of a worker, as the kernels hand it out."""
     size, width = accum_dtype.itemsize, target.width(accum_dtype.itemsize)
     if name == "forward":
-        tiles = 3 + ROW_FACTS + 3 * KEYS + KEYS + 16 + D + Dv
+        tiles = 4 + ROW_FACTS + 3 * KEYS + KEYS + 16 + D + Dv
         rows = 0 if dtype == accum_dtype else KEYS * (D + Dv)
     else:
         tiles = 2 * (D + Dv) + 6 * ROWS + 2
