@@ -1,6 +1,5 @@
 """Vectors of exp, log, tanh and powers of two, against the same functions in long double."""
 
-import ctypes
 import math
 from typing import Any
 
@@ -10,20 +9,12 @@ from numpy.typing import NDArray
 
 pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llvmlite")
 
-from llvmlite import binding, ir
-
+from tests.kernels.llvm.emitted import call, on_targets
 from tileattn.kernels.llvm import numerics
-from tileattn.kernels.llvm.compile import host, machine, optimized
-from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64
-from tileattn.kernels.llvm.target import AVX2, AVX512, GENERIC, NEON, Target
+from tileattn.kernels.llvm.instructions import Code, i64
+from tileattn.kernels.llvm.target import Target
 
 Array = NDArray[Any]
-ARCHITECTURE = host().triple.partition("-")[0].replace("arm64", "aarch64")
-TARGETS = [
-    target
-    for target in (AVX512, AVX2, NEON, GENERIC)
-    if target.triple.startswith(ARCHITECTURE) and target.vector_bytes <= host().vector_bytes
-]
 BEYOND = {
     "exp": [0, -0.0, -math.inf, math.inf, math.nan, -1e30, -744.0, -87.5],
     "log": [0, math.inf, math.nan, 1, 2, 4, 0.7071, 1e-30],
@@ -43,28 +34,21 @@ def drawn(name: str, dtype: str) -> Array:
 
 
 def evaluated(name: str, target: Target, x: Array) -> Array:
-    """Compile a loop over the function, and run it."""
-    module = ir.Module(name)
-    kind = ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I64])
-    c = Code(ir.Function(module, kind, name), target, x.dtype.name)
-    source, to, count = c.function.args
+    """Run a loop over the function."""
 
-    def body(i: Any, _: Any) -> None:
-        given = c.load(c.at(source, c.bytes_of(i)))
-        c.store(getattr(numerics, name)(c, given), c.at(to, c.bytes_of(i)))
+    def body(c: Code, source: Any, to: Any, count: Any) -> None:
+        def step(i: Any, _: Any) -> None:
+            given = c.load(c.at(source, c.bytes_of(i)))
+            c.store(getattr(numerics, name)(c, given), c.at(to, c.bytes_of(i)))
 
-    c.loop(i64(0), count, body, step=c.lanes)
-    c.b.ret_void()
-    engine = binding.create_mcjit_compiler(optimized(module, target), machine(target))
-    engine.finalize_object()
+        c.loop(i64(0), count, step, step=c.lanes)
+
     out = np.empty_like(x)
-    types = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
-    function = ctypes.CFUNCTYPE(None, *types)(engine.get_function_address(name))
-    function(x.ctypes.data, out.ctypes.data, len(x))
+    call(target, x.dtype.name, body, x, out, len(x))
     return out
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+@on_targets
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("name", "ulps"), [("exp", 2), ("log", 2), ("tanh", 5)])
 def test_functions_are_right_to_a_few_units_in_the_last_place(
@@ -89,7 +73,7 @@ def test_functions_are_right_to_a_few_units_in_the_last_place(
     np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+@on_targets
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_subnormal_results_of_exp_are_not_flushed(dtype: str, target: Target) -> None:
     """Times infinity they are infinite, and 0 would be NaN."""

@@ -15,7 +15,7 @@ from tileattn.kernels.llvm.blocks import mask_row, tile_kind
 from tileattn.kernels.llvm.broadcast import BackwardBroadcast
 from tileattn.kernels.llvm.dot import BackwardDot
 from tileattn.kernels.llvm.dot_prepare import prepare
-from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
+from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.numerics import exp
 from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES
@@ -28,7 +28,7 @@ from tileattn.kernels.llvm.scores import (
     mask_tile,
 )
 from tileattn.kernels.llvm.target import ROWS, Target
-from tileattn.kernels.llvm.tile import convert_rows, store_columns
+from tileattn.kernels.llvm.tile import Tile, convert_rows, store_columns
 
 _END = (1 << 62) - 1
 
@@ -64,7 +64,7 @@ class _Block:
         self.number, self.group, self.k0, self.keys = number, group, k0, keys
         memory = Scratch(c, scratch, self.vectors)
         self.s, self.ds, self.visible, self.bias, self.grad = (memory.tile(ROWS) for _ in range(5))
-        self.lanes, self.dbias = memory.tile(1), memory.tile(1)
+        self.lanes, self.dbias, self.weights = (memory.tile(1) for _ in range(3))
         self.kept = memory.tile(ROWS)
         operands = BackwardDot if kernel.target.dot else BackwardBroadcast
         self.operands = operands(kernel, c, p, memory, keys, used)
@@ -132,17 +132,30 @@ class _Block:
 
         c.loop(i64(0), p.group, head)
 
-        def row(r: Any, _: Any) -> None:
-            dk, dv = self.operands.dk, self.operands.dv
-            for name, tile, columns, scale in (
-                ("dk", dk, p.D, self.operands.dk_scale),
-                ("dv", dv, p.Dv, None),
-            ):
-                to, column = p.row(name, self.batch, self.head, b.add(self.k0, r)), c.bytes_of(r)
-                start = c.at(tile.start, column)
-                store_columns(c, self.kernel.dtype, start, tile.step, to, columns, scale)
+        scales = (
+            ("dk", self.operands.dk, p.D, self.operands.dk_scale),
+            ("dv", self.operands.dv, p.Dv, None),
+        )
+        for name, tile, columns, scale in scales:
+            weights = c.const(1.0) if scale is None else c.splat(scale)
+            self.weights.put(0, [weights] * self.vectors)
+            self.store_keys(name, tile, columns)
 
-        c.loop(i64(0), self.keys, row)
+    def store_keys(self, name: str, tile: Tile, columns: Any) -> None:
+        """Store the columns of a tile, times their weights, as the rows of the block's keys."""
+        c, p, kernel = self.c, self.p, self.kernel
+
+        def body(
+            c: Code, start: Any, step: Any, rows: Any, columns: Any, tile: Any, weights: Any
+        ) -> None:
+            row, sums = partial(c.row, start, step), Tile(c, tile, self.vectors)
+            store_columns(c, kernel.dtype, row, rows, columns, sums, weights)
+
+        kinds = [POINTER, I64, I64, I64, POINTER, POINTER]
+        function = kernel.function("store_columns", kinds, body)
+        start, step = p.row(name, self.batch, self.head, self.k0), getattr(p, f"{name}_j")
+        operands = start, step, self.keys, columns, tile.start, self.weights.start
+        c.b.call(function, operands)
 
     # -- tiles -----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ What a pass asks of its operands; ``dot`` gives the same to bfloat16 where a CPU
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -16,7 +17,7 @@ from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.matmul import masked_product, product
 from tileattn.kernels.llvm.softmax import RowState
 from tileattn.kernels.llvm.target import ROWS
-from tileattn.kernels.llvm.tile import Tile, all_finite, convert_rows, transpose_rows
+from tileattn.kernels.llvm.tile import Row, Tile, all_finite, convert_rows, transpose_rows
 
 
 class ForwardBroadcast:
@@ -43,18 +44,10 @@ class ForwardBroadcast:
         keys = kernel.target.keys
         self.k_rows, self.v_rows = memory.rows(keys, p.D), memory.rows(keys, p.Dv)
 
-    def clear(self) -> None:
-        """Start without queries."""
-        self.q.fill(self.p.D, self.c.const(0.0))
-
-    def put_query(self, r: Any, source: Any) -> None:
-        """Load row r of the queries."""
+    def load_queries(self, row: Row, rows: Any) -> None:
+        """Load rows, whose addresses are given."""
         c, p = self.c, self.p
-        column = Tile(c, c.at(self.q.start, c.bytes_of(r)), len(self.q.vectors))
-        transpose_rows(c, self.kernel.dtype, source, i64(0), i64(1), p.D, column, p.scale_power)
-
-    def queries_loaded(self) -> None:
-        """All rows are there."""
+        transpose_rows(c, self.kernel.dtype, row, rows, p.D, self.q, p.scale_power)
 
     def scores(self, k0: Any, n: Any, s: Tile, _: Any) -> None:
         """``S = scale K Q^T``, a row for each key."""
@@ -133,7 +126,8 @@ class BackwardBroadcast:
             for each in (tile, grad):
                 each.fill(columns, zero)
             source, step = p.row(name, batch, head, k0), getattr(p, f"{name}_j")
-            transpose_rows(c, dtype, source, step, self.keys, columns, tile)
+            row = partial(c.row, source, step)
+            transpose_rows(c, dtype, row, self.keys, columns, tile)
         c.loop(
             i64(0), b.mul(i64(self.W), p.dq_columns),
             lambda n, _: c.store(zero, c.at(self.k_rows, c.bytes_of(n))), (), c.lanes,

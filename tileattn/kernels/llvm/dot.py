@@ -5,6 +5,7 @@ As ``broadcast``, for operands that ``prepare`` has found finite and of ordinary
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -13,7 +14,6 @@ from tileattn.kernels.llvm.bfloat16 import narrowed, paired
 from tileattn.kernels.llvm.dot_matmul import dot_product, grain
 from tileattn.kernels.llvm.dot_prepare import transposed_block
 from tileattn.kernels.llvm.dot_tile import (
-    copy_row,
     copy_rows,
     pair_rows,
     pair_sums,
@@ -25,7 +25,7 @@ from tileattn.kernels.llvm.instructions import Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.softmax import RowState
 from tileattn.kernels.llvm.target import BLOCK, ROWS, TERMS
-from tileattn.kernels.llvm.tile import Tile
+from tileattn.kernels.llvm.tile import Row, Tile
 
 
 def _bf16_rows(c: Code, memory: Scratch, rows: int, columns: Any) -> Any:
@@ -52,19 +52,10 @@ class ForwardDot:
         self.q_rows = _bf16_rows(c, memory, self.W, p.D)
         self.k_rows = _bf16_rows(c, memory, kernel.target.keys, p.D)
 
-    def clear(self) -> None:
-        """Start without queries."""
-        c = self.c
-        copy_rows(c, self.q_rows, i64(0), i64(0), self.p.D, self.q_rows, i64(self.W))
-
-    def put_query(self, r: Any, source: Any) -> None:
-        """Load row r of the queries."""
+    def load_queries(self, row: Row, rows: Any) -> None:
+        """Load rows, whose addresses are given, and turn them into pairs."""
         c, p = self.c, self.p
-        copy_row(c, source, p.D, c.at(self.q_rows, c.b.mul(r, row_bytes(c, p.D))))
-
-    def queries_loaded(self) -> None:
-        """Turn the rows into pairs."""
-        c, p = self.c, self.p
+        copy_rows(c, row, rows, p.D, self.q_rows, i64(self.W))
         transpose_pairs(c, self.q_rows, row_bytes(c, p.D), self.W, p.D, self.q)
 
     def scores(self, k0: Any, n: Any, s: Tile, read: Any) -> None:
@@ -138,7 +129,9 @@ class BackwardDot:
             grad.fill(columns, c.const(0.0))
             source, step = p.row(name, batch, head, k0), getattr(p, f"{name}_j")
             n = c.smaller(keys, c.larger(i64(0), c.b.sub(self._length(batch), k0)))
-            to_step = copy_rows(c, source, step, n, columns, self.key_rows, i64(self.W))
+            to_step = copy_rows(
+                c, partial(c.row, source, step), n, columns, self.key_rows, i64(self.W)
+            )
             transpose_pairs(c, self.key_rows, to_step, self.W, columns, tile)
             if name == "k":
                 width = c.bytes_of(p.dq_columns)

@@ -65,7 +65,8 @@ def _block(
         pair_rows(c, source, step, n, columns, scratch, to_step, BLOCK)
         to = Tile(c, transposed_block(c, p, name, batch, head, row), BLOCK // (2 * c.lanes))
         pairs = i64(BLOCK // 2)
-        transpose_rows(c, "float32", scratch, to_step, pairs, c.rounded_up(columns, c.lanes), to)
+        whole = c.rounded_up(columns, c.lanes)
+        transpose_rows(c, "float32", partial(c.row, scratch, to_step), pairs, whole, to)
 
     if f"{name}_t" in ARRAYS:
         c.when(p.given(f"{name}_t"), transpose)

@@ -10,7 +10,7 @@ from tileattn.kernels.llvm.dot_matmul import grain
 from tileattn.kernels.llvm.instructions import I16, I32, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel
 from tileattn.kernels.llvm.target import PAIR, TERMS
-from tileattn.kernels.llvm.tile import Tile, transpose_rows
+from tileattn.kernels.llvm.tile import Row, Tile, transpose_rows
 
 _SIZE = 2
 
@@ -32,14 +32,14 @@ def copy_row(c: Code, source: Any, columns: Any, to: Any) -> None:
     c.when(c.b.icmp_signed("<", whole, columns), rest)
 
 
-def copy_rows(c: Code, source: Any, step: Any, n: Any, columns: Any, to: Any, rows: Any) -> Any:
+def copy_rows(c: Code, row: Row, n: Any, columns: Any, to: Any, rows: Any) -> Any:
     """Copy n rows and add empty ones; return the step between them."""
     to_step = row_bytes(c, columns)
 
-    def row(r: Any, _: Any) -> None:
+    def copy(r: Any, _: Any) -> None:
         count = c.b.select(c.b.icmp_signed("<", r, n), columns, i64(0))
         place = c.at(to, c.b.mul(r, to_step))
-        copy_row(c, c.at(source, c.b.mul(r, step)), count, place)
+        copy_row(c, row(r), count, place)
         c.loop(
             c.rounded_up(count, TERMS),
             columns,
@@ -49,7 +49,7 @@ def copy_rows(c: Code, source: Any, step: Any, n: Any, columns: Any, to: Any, ro
             step=TERMS,
         )
 
-    c.loop(i64(0), rows, row)
+    c.loop(i64(0), rows, copy)
     return to_step
 
 
@@ -67,7 +67,9 @@ def whole_rows(
 
     def copy() -> None:
         b = c.b
-        b.store(copy_rows(c, source, step, n, columns, to, c.rounded_up(n, rows)), found)
+        b.store(
+            copy_rows(c, partial(c.row, source, step), n, columns, to, c.rounded_up(n, rows)), found
+        )
         b.store(to, place)
 
     odd = [c.b.srem(x, i64(size)) for x, size in ((n, rows), (columns, terms))]
@@ -78,7 +80,7 @@ def whole_rows(
 def transpose_pairs(c: Code, source: Any, step: Any, rows: int, columns: Any, to: Tile) -> None:
     """Turn pairs of neighbours in rows that are filled up into pairs of rows of the transpose."""
     pairs = c.b.sdiv(c.rounded_up(columns, TERMS), i64(2))
-    transpose_rows(c, "float32", source, step, i64(rows), pairs, to)
+    transpose_rows(c, "float32", partial(c.row, source, step), i64(rows), pairs, to)
 
 
 def pair_rows(

@@ -5,6 +5,7 @@ the g-th query head of the group. Rows lie in vector lanes; so a tile of scores 
 key, K and V are broadcast element by element, and no reduction is horizontal.
 """
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -58,7 +59,7 @@ class _Block:
         self.p = Params(c, params)
         self.batch, self.head, self.r0, self.rows = batch, head, r0, rows
         memory = Scratch(c, scratch, self.vectors)
-        self.state, self.facts = memory.tile(3), memory.tile(ROW_FACTS)
+        self.state, self.facts = memory.tile(4), memory.tile(ROW_FACTS)
         keys = kernel.target.keys
         self.s, self.visible, self.bias = (memory.tile(keys) for _ in range(3))
         self.keep = memory.tile(keys + 16)
@@ -97,7 +98,6 @@ class _Block:
         zero, left, right = i64(0), p.left, p.right
         for facts in range(ROW_FACTS):
             self.facts.put(facts, [c.const(0.0)] * self.vectors)
-        self.operands.clear()
 
         def body(r: Any, span: list[Any]) -> list[Any]:
             row = b.add(self.r0, r)
@@ -115,7 +115,6 @@ class _Block:
                 self.put_fact(_SLOPE, r, c.load(p.row("alibi_slopes", self.batch, h), c.scalar))
 
             c.when(p.given("alibi_slopes"), slope)
-            self.operands.put_query(r, p.row("q", self.batch, h, i))
             some = b.icmp_signed("<", low, high)
             first = c.smaller(span[0], b.select(some, low, span[0]))
             last = c.larger(span[1], b.select(some, high, span[1]))
@@ -123,8 +122,12 @@ class _Block:
 
         far = i64(_FAR)
         low, high, full_low, full_high = c.loop(zero, self.rows, body, [far, zero, zero, far])
-        self.operands.queries_loaded()
+        self.operands.load_queries(partial(self.row, "q"), self.rows)
         return [c.smaller(low, high), high, full_low, full_high]
+
+    def row(self, name: str, r: Any, *columns: Any) -> Any:
+        """Address of what an array has for a row."""
+        return self.p.row(name, self.batch, self.fact(_HEAD, r), self.fact(_QUERY, r), *columns)
 
     def put_fact(self, fact: int, r: Any, x: Any) -> None:
         """Store one number of one row."""
@@ -208,8 +211,7 @@ class _Block:
             step = getattr(p, f"{name}_j")
 
             def body(r: Any, _: Any) -> None:
-                i, h = self.fact(_QUERY, r), self.fact(_HEAD, r)
-                load(p.row(name, self.batch, h, i, k0), step, c.bytes_of(r))
+                load(self.row(name, r, k0), step, c.bytes_of(r))
 
             c.loop(i64(0), self.rows, body)
 
@@ -270,27 +272,17 @@ class _Block:
         for row, x in (
             (0, m),
             (1, log_l),
-            (2, [b.fadd(x, y) for x, y in zip(m, log_l, strict=True)]),
+            (2, list(map(b.fadd, m, log_l))),
+            (3, weight),
         ):
             self.state.put(row, x)
 
-        def scaled(d: Any, _: Any) -> None:
-            self.acc.put(d, list(map(b.fmul, self.acc.row(d), weight)))
+        to = partial(self.row, "out"), self.rows, p.Dv
+        store_columns(c, self.kernel.dtype, *to, self.acc, self.state.at(3))
+        for name, row in (("row_max", 0), ("log_l", 1), ("lse", 2)):
 
-        c.loop(i64(0), p.Dv, scaled)
+            def put(r: Any, _: Any, name: str = name, row: int = row) -> None:
+                x = c.load(c.at(self.state.at(row), c.bytes_of(r)), c.scalar)
+                c.store(x, self.row(name, r))
 
-        def body(r: Any, _: Any) -> None:
-            i, h = self.fact(_QUERY, r), self.fact(_HEAD, r)
-            column = c.at(self.acc.start, c.bytes_of(r))
-            store_columns(
-                c, self.kernel.dtype, column, self.acc.step, p.row("out", self.batch, h, i), p.Dv
-            )
-            for name, row in (("row_max", 0), ("log_l", 1), ("lse", 2)):
-
-                def put(name: str = name, row: int = row) -> None:
-                    x = c.load(c.at(self.state.at(row), c.bytes_of(r)), c.scalar)
-                    c.store(x, p.row(name, self.batch, h, i))
-
-                c.when(p.given(name), put)
-
-        c.loop(i64(0), self.rows, body)
+            c.when(p.given(name), partial(c.loop, i64(0), self.rows, put))

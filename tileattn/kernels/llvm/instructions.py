@@ -74,6 +74,10 @@ class Code:
             pointer = self.b.gep(pointer, [given], source_etype=I8)
         return pointer
 
+    def row(self, start: Any, step: Any, r: Any) -> Any:
+        """Address of row r of rows that are ``step`` bytes apart."""
+        return self.at(start, self.b.mul(r, step))
+
     def load(self, pointer: Any, kind: Any = None) -> Any:
         """Load a vector, or another type."""
         kind = self.vector if kind is None else kind
@@ -140,8 +144,23 @@ class Code:
         """Broadcast a scalar."""
         kind = ir.VectorType(x.type, self.lanes)
         one = self.b.insert_element(ir.Constant(kind, ir.Undefined), x, ir.Constant(I32, 0))
-        lanes = ir.Constant(ir.VectorType(I32, self.lanes), [0] * self.lanes)
-        return self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), lanes)
+        return self.shuffle(one, ir.Constant(kind, ir.Undefined), [0] * self.lanes)
+
+    def shuffle(self, x: Any, y: Any, lanes: list[int]) -> Any:
+        """Choose lanes of x and y, which are numbered on."""
+        kind = ir.VectorType(I32, len(lanes))
+        return self.b.shuffle_vector(x, y, ir.Constant(kind, lanes))
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Make a vector of scalars."""
+        x = ir.Constant(ir.VectorType(parts[0].type, len(parts)), ir.Undefined)
+        for n, part in enumerate(parts):
+            x = self.b.insert_element(x, part, ir.Constant(I32, n))
+        return x
+
+    def split(self, x: Any) -> list[Any]:
+        """Give the scalars of a vector."""
+        return [self.b.extract_element(x, ir.Constant(I32, n)) for n in range(x.type.count)]
 
     def maximum(self, x: Any, y: Any) -> Any:
         """Take the larger; y where either is NaN."""
@@ -164,11 +183,8 @@ class Code:
         count = self.lanes
         while count > 1:
             count //= 2
-            parts = [
-                self.b.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, count), lanes))
-                for lanes in (list(range(count)), list(range(count, 2 * count)))
-            ]
-            x = self.b.fadd(*parts)
+            halves = list(range(count)), list(range(count, 2 * count))
+            x = self.b.fadd(*(self.shuffle(x, x, lanes) for lanes in halves))
         return self.b.extract_element(x, ir.Constant(I32, 0))
 
     def all(self, conditions: Sequence[Any]) -> Any:
@@ -239,6 +255,13 @@ class Code:
         n.add_incoming(b.add(n, i64(1)), b.block)
         b.branch(look)
         b.position_at_end(done)
+
+    def addresses(self, count: int) -> Any:
+        """Make room for some addresses on the stack."""
+        with self.b.goto_entry_block():
+            place = self.b.alloca(ir.ArrayType(POINTER, count))
+        place.type = POINTER  # of any kind: llvmlite would have stores be of whole arrays
+        return place
 
     def choose(self, n: Any, bodies: Sequence[Callable[[], Any]]) -> None:
         """Run the n-th body, or the last."""

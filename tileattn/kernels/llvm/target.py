@@ -111,7 +111,7 @@ def scratch_bytes(
 ) -> int:
     """Count the scratch memory of a worker, as the kernels hand it out."""
     size, width = accum_dtype.itemsize, target.width(accum_dtype.itemsize)
-    common = 3 + ROW_FACTS + 4 * target.keys + 16 if name == "forward" else 6 * ROWS + 2
+    common = 4 + ROW_FACTS + 4 * target.keys + 16 if name == "forward" else 6 * ROWS + 3
     if target.dot:
         return size * common * width + _dot_bytes(name, target, D, Dv)
     if name == "forward":

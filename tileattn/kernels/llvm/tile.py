@@ -1,10 +1,14 @@
 """Layout layer: tiles in scratch memory, and loads that transpose or convert rows of arrays."""
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.instructions import Code, i64
+from tileattn.kernels.llvm.instructions import POINTER, Code, i64
+
+Row = Callable[[Any], Any]
+"""Gives the address of a row."""
 
 
 class Tile:
@@ -53,29 +57,87 @@ class Tile:
         c.when(c.b.fcmp_unordered("!=", factor, one), lambda: c.loop(i64(0), rows, row))
 
 
+def transpose(c: Code, rows: list[Any]) -> list[Any]:
+    """Transpose a square of lanes: exchange its off-diagonal blocks of 1, 2, 4, ... lanes."""
+    rows, n, size = list(rows), c.lanes, 1
+    while size < n:
+        upper = [n + j - size if j & size else j for j in range(n)]
+        lower = [n + j if j & size else j + size for j in range(n)]
+        for i in (i for i in range(n) if not i & size):
+            pair = rows[i], rows[i + size]
+            rows[i], rows[i + size] = (c.shuffle(*pair, lanes) for lanes in (upper, lower))
+        size *= 2
+    return rows
+
+
 def transpose_rows(
+    c: Code, dtype: str, row: Row, rows: Any, columns: Any, tile: Tile, scale: Any = None
+) -> None:
+    """Load rows of an array, whose addresses ``row`` gives, into the columns of a tile.
+
+    Lanes up to the next whole vector repeat the last row.
+    """
+
+    def square(starts: list[Any], r: Any, d: Any, count: int) -> None:
+        place = c.b.mul(d, i64(size_of(dtype)))
+        given = [c.load_as(dtype, c.at(x, place), count) for x in starts]
+        for n, x in enumerate(transpose(c, given) if count > 1 else [c.join(given)]):
+            x = x if scale is None else c.b.fmul(x, c.splat(scale))  # noqa: PLW2901 - scaled
+            c.store(x, c.at(tile.at(d), n * tile.step, c.bytes_of(r)))
+
+    _each_square(c, row, rows, columns, square)
+
+
+def store_columns(
+    c: Code, dtype: str, row: Row, rows: Any, columns: Any, tile: Tile, weights: Any = None
+) -> None:
+    """Store the columns of a tile, times the weight of each, as rows of an array."""
+
+    def square(starts: list[Any], r: Any, d: Any, count: int) -> None:
+        given = [c.load(c.at(tile.at(d), n * tile.step, c.bytes_of(r))) for n in range(count)]
+        if weights is not None:
+            weight = c.load(c.at(weights, c.bytes_of(r)))
+            given = [c.b.fmul(x, weight) for x in given]
+        parts = transpose(c, given) if count > 1 else c.split(given[0])
+        place = c.b.mul(d, i64(size_of(dtype)))
+        for start, x in reversed(list(zip(starts, parts, strict=True))):  # the last row at last
+            c.store_as(dtype, x, c.at(start, place))
+
+    _each_square(c, row, rows, columns, square)
+
+
+def _each_square(
     c: Code,
-    dtype: str,
-    source: Any,
-    step: Any,
+    row: Row,
     rows: Any,
     columns: Any,
-    to: Tile,
-    scale: Any = None,
+    square: Callable[[list[Any], Any, Any, int], None],
 ) -> None:
-    """Load rows of an array, ``step`` bytes apart, into the columns of a tile."""
+    """Run ``square(addresses of rows, first row, first column, columns)`` until all is covered.
 
-    def row(r: Any, _: Any) -> None:
-        start = c.at(source, c.b.mul(r, step))
+    Past the end, addresses are those of the last row. The last two squares of a row may overlap;
+    where there are too few columns for one, they are taken singly.
+    """
+    last, left = c.b.sub(rows, i64(1)), c.b.sub(columns, i64(c.lanes))
+    addresses = c.addresses(c.lanes)
 
-        def element(d: Any, _: Any) -> None:
-            x = c.load_as(dtype, c.at(start, c.b.mul(d, i64(size_of(dtype)))))
-            x = x if scale is None else c.b.fmul(x, scale)
-            c.store(x, c.at(to.at(d), c.bytes_of(r)))
+    def some(r: Any, _: Any) -> None:
+        def put(n: Any, _: Any) -> None:
+            c.store(row(c.smaller(c.b.add(r, n), last)), c.at(addresses, c.b.mul(n, i64(8))))
 
-        c.loop(i64(0), columns, element)
+        c.loop(i64(0), i64(c.lanes), put)
+        starts = [c.load(c.at(addresses, 8 * n), POINTER) for n in range(c.lanes)]
+        with c.b.if_else(c.b.icmp_signed(">=", left, i64(0))) as (many, few):
+            with many:
 
-    c.loop(i64(0), rows, row)
+                def whole(d: Any, _: Any) -> None:
+                    square(starts, r, c.smaller(d, left), c.lanes)
+
+                c.loop(i64(0), columns, whole, step=c.lanes)
+            with few:
+                c.loop(i64(0), columns, lambda d, _: square(starts, r, d, 1))
+
+    c.loop(i64(0), rows, some, step=c.lanes)
 
 
 def convert_rows(
@@ -98,19 +160,6 @@ def convert_rows(
             c.loop(first, last, some, step=count)
 
     c.loop(i64(0), rows, row)
-
-
-def store_columns(
-    c: Code, dtype: str, column: Any, step: int, to: Any, columns: Any, scale: Any = None
-) -> None:
-    """Store a column of a tile, times a scale, as a row of an array."""
-
-    def body(d: Any, _: Any) -> None:
-        x = c.load(c.at(column, c.b.mul(d, i64(step))), c.scalar)
-        x = x if scale is None else c.b.fmul(x, scale)
-        c.store_as(dtype, x, c.at(to, c.b.mul(d, i64(size_of(dtype)))))
-
-    c.loop(i64(0), columns, body)
 
 
 def all_finite(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
