@@ -69,6 +69,7 @@ def interrupt_at(step: int, modules: tuple[ModuleType, ...], work: Callable[[], 
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 tells of no bytecode
     sys.settrace(trace)
     try:
         work()
