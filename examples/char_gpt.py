@@ -412,7 +412,7 @@ def arguments() -> argparse.Namespace:
     add("--seed", default=0)
     add("--out", default="char_gpt_output", metavar="FOLDER", type=Path)
     parser.add_argument("--check", action="store_true", help="compare with plain attention")
-    parser.add_argument("--backend", default="auto", choices=["auto", "numpy", "cupy"])
+    parser.add_argument("--backend", default="auto", choices=["auto", "numpy", "llvm", "cupy"])
     args = parser.parse_args()
     if args.steps is None:
         args.steps = 30 if args.check else 1500
@@ -429,7 +429,7 @@ def main() -> None:
     # These matrix products are small: more threads gain little, and wait long for a busy core.
     threadpool_limits(1, user_api="blas")
     args = arguments()
-    if args.backend == "cupy" and (reason := tileattn.available_backends()["cupy"]):
+    if reason := tileattn.available_backends().get(args.backend):
         sys.exit(f"char_gpt: {reason}")
     xp = importlib.import_module("cupy") if args.backend == "cupy" else np
     shape = Shape(args.layers, args.width, args.heads, args.context)

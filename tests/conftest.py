@@ -122,6 +122,13 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     registry._loaded.pop(SmallTiles.name, None)
 
 
+@pytest.fixture(params=["numpy", "llvm"])
+def cpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have calls that name no backend run on one for NumPy arrays."""
+    monkeypatch.setenv("TILEATTN_BACKEND", request.param)
+    return runner_of(request.param).name
+
+
 @pytest.fixture(scope="module")
 def one_blas_thread() -> Iterator[None]:
     """Hold the oracle's matrix products to one thread: on a busy machine more are far slower."""

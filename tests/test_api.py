@@ -14,6 +14,8 @@ from tileattn.algorithm import spec
 from tileattn.problem import parse
 from tileattn.traffic import ALGORITHMS, KINDS, counted
 
+on_the_cpu = pytest.mark.usefixtures("cpu_backend")
+
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 7, 5, 3, 6
 OUT = (B, HQ, NQ, DV)
 
@@ -41,7 +43,7 @@ def strided(count: int, strides: tuple[int, ...]) -> Array:
     return np.lib.stride_tricks.as_strided(np.full(count, 9, np.float32), OUT, strides)
 
 
-LIST = "is list, which backend 'numpy' does not take; numpy.asarray makes an array of it"
+LIST = "is list, which backend {backend!r} does not take; numpy.asarray makes an array of it"
 OVERLAP = "has elements that overlap; a plain array is accepted"
 
 
@@ -49,8 +51,8 @@ OVERLAP = "has elements that overlap; a plain array is accepted"
     ("out", "error", "message"),
     [
         ([[9.0]], TypeError, LIST),
-        (np.full((*OUT[:3], D), 9, "f4"), ValueError, "has shape (2, 4, 7, 3); it must be {}"),
-        (np.full(OUT[1:], 9, "f4"), ValueError, "has shape (4, 7, 6); it must be {}"),
+        (np.full((*OUT[:3], D), 9, "f4"), ValueError, "has shape (2, 4, 7, 3); it must be {shape}"),
+        (np.full(OUT[1:], 9, "f4"), ValueError, "has shape (4, 7, 6); it must be {shape}"),
         (np.full(OUT, 9.0), TypeError, "has dtype float64; it must be float32"),
         (np.full(OUT, 9, ">f4"), TypeError, "has dtype >f4; it must be float32"),
         (read_only(), ValueError, "is read-only; a writable array is accepted"),
@@ -58,13 +60,17 @@ OVERLAP = "has elements that overlap; a plain array is accepted"
         (strided(B * HQ * NQ + DV, (4,) * 4), ValueError, OVERLAP),
     ],
 )
-def test_out_refused_and_left_alone(out: Any, error: type[Exception], message: str) -> None:
+def test_out_refused_and_left_alone(
+    cpu_backend: str, out: Any, error: type[Exception], message: str
+) -> None:
     q, k, v, _ = arrays()
-    with pytest.raises(error, match=f"^{re.escape('out ' + message.format(OUT))}$"):
+    said = message.format(backend=cpu_backend, shape=OUT)
+    with pytest.raises(error, match=f"^{re.escape('out ' + said)}$"):
         tileattn.forward(q, k, v, out=out)
     assert np.all(np.asarray(out) == 9)
 
 
+@on_the_cpu
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
 def test_out_overlapping_an_input_is_refused(name: str) -> None:
     x: dict[str, Any] = dict(zip("qkv", np.ones((3, B, HQ, NQ, 6), np.float32), strict=True))
@@ -79,6 +85,7 @@ def test_out_overlapping_an_input_is_refused(name: str) -> None:
     np.testing.assert_array_equal(memory, before)
 
 
+@on_the_cpu
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -112,11 +119,12 @@ def test_a_failure_half_way_leaves_out_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(spec, "finalize", fails_at_last)
     with pytest.raises(MemoryError):
-        tileattn.forward(q, k, v, out=out)
+        tileattn.forward(q, k, v, out=out, backend="numpy")
     assert len(calls) == B
     assert np.all(out == 9)
 
 
+@on_the_cpu
 @pytest.mark.parametrize("ndim", [2, 3, 4])
 def test_out_is_written_and_returned(ndim: int) -> None:
     q, k, v = (x[(0,) * (4 - ndim)] for x in arrays()[:3])
@@ -130,6 +138,7 @@ def test_out_is_written_and_returned(ndim: int) -> None:
     assert np.all(wide[..., 1::2] == 9)
 
 
+@on_the_cpu
 def test_out_may_lie_between_the_inputs() -> None:
     packed = np.random.default_rng(0).normal(size=(B, NQ, 4, HQ, D)).astype(np.float32)
     q, k, v, out = (packed[:, :, n].swapaxes(1, 2) for n in range(4))
@@ -151,13 +160,17 @@ def test_out_may_lie_between_the_inputs() -> None:
     ],
 )
 def test_backward_refuses(
-    name: str, change: Callable[[Array], Any], error: type[Exception], message: str
+    cpu_backend: str,
+    name: str,
+    change: Callable[[Array], Any],
+    error: type[Exception],
+    message: str,
 ) -> None:
     (dout, q, k, v), (out, lse) = saved()
     given: dict[str, Any] = {"dout": dout, "out": out, "lse": lse, "dlse": np.ones_like(lse)}
     right = given[name]
     given[name] = wrong = change(right)
-    expected = message.format(name, np.shape(wrong), right.shape)
+    expected = message.format(name, np.shape(wrong), right.shape, backend=cpu_backend)
     with pytest.raises(error, match=f"^{re.escape(expected)}$"):
         tileattn.backward(q=q, k=k, v=v, **given)
 

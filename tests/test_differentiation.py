@@ -34,6 +34,7 @@ def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_the_results_are_those_of_both_calls(options: dict[str, Any]) -> None:
     inputs, dout, dlse = arrays()

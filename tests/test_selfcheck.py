@@ -23,9 +23,9 @@ from tileattn.testing.options import DRAW, Choices
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
 
-def test_right_results_pass(capsys: pytest.CaptureFixture[str]) -> None:
+def test_right_results_pass(cpu_backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--problems", "20", "--seed", "7"]) == 0
-    assert "all 20 problems agree" in capsys.readouterr().out
+    assert f"all 20 problems on backend {cpu_backend!r} agree" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
@@ -40,7 +40,7 @@ def test_a_wrong_result_is_found(
         return results._replace(**{name: getattr(results, name) * 1.5})
 
     monkeypatch.setattr(NumpyBackend, step, wrong)
-    assert main(["check", "--problems", "20"]) == 1
+    assert main(["check", "--problems", "20", "--backend", "numpy"]) == 1
     assert "FAILED after" in capsys.readouterr().out
 
 

@@ -41,7 +41,7 @@ def test_numpy_that_warns_within_a_call_is_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("tileattn.algorithm.spec.finalize", warns)
     x = np.ones((3, 2))
     with pytest.raises(RuntimeWarning, match="empty"):
-        tileattn.forward(x, x, x)
+        tileattn.forward(x, x, x, backend="numpy")
 
 
 @pytest.mark.parametrize("module", ["pytest_benchmark.logger", "numpydoc.hooks", "toolsets"])

@@ -1,6 +1,7 @@
 """The public calls. Each validates, chooses a backend and hands over."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -43,8 +44,10 @@ def forward(
     v : array, shape (B, Hkv, Nk, Dv), (Hkv, Nk, Dv) or (Nk, Dv)
         Values.
     backend : str
-        ``"auto"`` (from the arrays, or ``TILEATTN_BACKEND`` where it is set), ``"numpy"``,
-        ``"cupy"`` or a registered name.
+        ``"auto"``, ``"numpy"``, ``"llvm"``, ``"cupy"`` or a registered name. ``"auto"`` takes the
+        name in ``TILEATTN_BACKEND`` where it is set. Else the arrays decide: NumPy arrays run on
+        ``"llvm"`` where llvmlite is installed and the backend supports the call, and on
+        ``"numpy"`` otherwise; `explain` says why.
     out : array or None
         Where the output is written: shape and dtype of the result, sharing no memory with an
         input. It is written only after everything has succeeded.
@@ -336,7 +339,8 @@ def explain(
     -------
     Explanation
         Backend, kernel, tile sizes, fast memory, tiles by kind, a model of the bytes moved, and
-        the reasons. ``str()`` of it is a short report.
+        the reasons: who asked for the backend, or why a preferred one does not run the call.
+        ``str()`` of it is a short report.
 
     Raises
     ------
@@ -352,12 +356,14 @@ def explain(
     >>> import numpy as np
     >>> import tileattn
     >>> x = np.zeros((1, 1, 1024, 64), np.float32)
-    >>> tileattn.explain(x, x, x, causal=True).backend
-    'numpy'
+    >>> report = tileattn.explain(x, x, x, causal=True, backend="numpy")
+    >>> report.kernel, report.reasons[0]
+    ('tileattn.algorithm.spec', "backend='numpy' asks for it")
     """
     call, operands = _validated(None, q, k, v, backend, options, {})
     explanation: Explanation = call.backend.explain(call.problem, operands)
-    return explanation
+    reasons = registry.why(backend, call.backend, call.problem, q)
+    return replace(explanation, reasons=(*reasons, *explanation.reasons))
 
 
 def _listed(name: str, x: Any) -> list[Any]:
@@ -386,9 +392,9 @@ def _validated(
         return valid, valid.operands(q, k, v, options)
     arrays = {"q": q, "k": k, "v": v, **extra}
     arrays |= {name: options.get(name) for name in ("bias", "mask", "alibi_slopes", "sinks")}
-    chosen = registry.choose(backend, arrays)
+    able = registry.candidates(backend, arrays)
     problem, operands = parse(q, k, v, options)
-    registry.ensure_supported(chosen, problem)
+    chosen = registry.supporting(able, problem)
     for name, x in extra.items():
         if x is not None or name != "dlse":
             of_rows = name in {"lse", "dlse"}

@@ -44,6 +44,8 @@ BENCHMARKS = {
 }
 """Modules of ``benchmarks``, and the question that each answers."""
 
+_LIBRARIES = "numpy", "ml_dtypes", "threadpoolctl", "llvmlite", "cupy"
+
 DTYPE_NAMES = [dtype.name for dtype in DTYPES]
 
 ABOUT = """Exact attention, the FlashAttention way: tile by tile, in O(N) memory, forward and
@@ -64,8 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     check = commands.add_parser("check", help="random problems against the float64 oracle")
     check.add_argument("--seconds", type=_SECONDS, default=45.0, help="how long to go on (45)")
     check.add_argument("--seed", type=_SIZE, default=0, help="of the random problems (0)")
-    backends = "numpy", "llvm", "cupy"
-    check.add_argument("--backend", default="numpy", choices=backends, help="(numpy)")
+    backends = "auto", "numpy", "llvm", "cupy"
+    check.add_argument("--backend", default="auto", choices=backends, help="(auto)")
     check.add_argument("--problems", type=_COUNT, help="how many, however long it takes")
     check.set_defaults(run=_check)
     explain = commands.add_parser("explain", help="what would run for given sizes and options")
@@ -134,7 +136,7 @@ def _info(_: argparse.Namespace) -> int:
     rows = [
         ("tileattn", tileattn.__version__),
         ("Python", f"{platform.python_version()} on {platform.platform()}"),
-        *((name, _version(name)) for name in ("numpy", "ml_dtypes", "threadpoolctl", "cupy")),
+        *((name, _version(name)) for name in _LIBRARIES),
         ("processor", processor()),
         ("workers", _workers()),
         *(
@@ -160,20 +162,18 @@ def _info(_: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from tileattn import selfcheck  # the oracle and the bounds, which only this command needs
 
-    reason = tileattn.available_backends()[arguments.backend]
-    if reason is not None:
-        return _refused(f"backend {arguments.backend!r} cannot run here: {reason}")
     try:
         threads.worker_count()
-    except ValueError as error:
+        backend = registry.candidates(arguments.backend, {})[0].name
+    except (BackendUnavailableError, ValueError) as error:
         return _refused(error)
     rng, problems = np.random.default_rng(arguments.seed), arguments.problems
     families = max(1, (problems or 500) // 25)
     progress = _Progress(sys.stdout)
     start, count = time.monotonic(), 0
-    for case in selfcheck.cases(rng, arguments.backend, families, progress):
+    for case in selfcheck.cases(rng, backend, families, progress):
         try:
-            selfcheck.check(case, arguments.backend)
+            selfcheck.check(case, backend)
         except AssertionError as failure:
             progress.end()
             print(f"FAILED after {count} problems: {failure}")
@@ -185,7 +185,10 @@ def _check(arguments: argparse.Namespace) -> int:
         if done >= 1:
             break
     progress.end()
-    print(f"all {count} problems agree with the float64 oracle, forward and every gradient")
+    print(
+        f"all {count} problems on backend {backend!r} agree with the float64 oracle, forward and "
+        "every gradient"
+    )
     return 0
 
 
@@ -245,7 +248,7 @@ def _explain_on(
     if backend not in ("auto", "cupy"):
         raise ValueError(f"backend is {backend!r}; with --arch, 'cupy' is accepted")
     problem, operands = parse(q, k, v, options)
-    registry.ensure_supported(registry.get("cupy"), problem)
+    registry.supporting([registry.get("cupy")], problem)
     # What is compiled for compute capability 9.0 is sm_90a.
     device = device_of_arch("sm_90a" if arch == "sm_90" else arch)
     inputs = contiguous_inputs(problem)
@@ -353,7 +356,8 @@ def _workers() -> str:
 def _default() -> str:
     name = os.environ.get("TILEATTN_BACKEND")
     if not name:
-        return "from the arrays (TILEATTN_BACKEND unset)"
+        of_numpy = registry.candidates("auto", {"q": np.zeros(0)})[0].name
+        return f"from the arrays, {of_numpy} for those of NumPy (TILEATTN_BACKEND unset)"
     if name in ("auto", *tileattn.available_backends()):
         return name
     accepted = ", ".join(("auto", *tileattn.available_backends()))

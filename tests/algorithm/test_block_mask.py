@@ -135,6 +135,7 @@ def test_the_predicate_is_asked_only_where_a_block_is_mixed() -> None:
     assert asked == [16]
 
 
+@pytest.mark.usefixtures("cpu_backend")
 def test_attention_asks_the_predicate_only_where_a_block_is_mixed() -> None:
     asked = np.zeros((96, 96), int)
 

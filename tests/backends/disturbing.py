@@ -14,21 +14,12 @@ from typing import Any
 
 import pytest
 
-import tileattn
-
 ROOT = Path(__file__).parents[2]
 BLAS_THREADS = 3
 
 on_posix = pytest.mark.skipif(
     not hasattr(os, "fork") or not hasattr(signal, "setitimer"),
     reason="needs os.fork and signal.setitimer, which Windows lacks",
-)
-with_llvmlite = pytest.mark.skipif(
-    tileattn.available_backends()["llvm"] is not None,
-    reason=f"{tileattn.available_backends()['llvm']}",
-)
-each_backend = pytest.mark.parametrize(
-    "backend", ["numpy", pytest.param("llvm", marks=with_llvmlite)]
 )
 
 

@@ -54,6 +54,7 @@ OPTIONS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_that_is_an_array(name: str) -> None:
     """Of another dtype than ``out``, in the same bytes; beside it, it is no hindrance."""
@@ -70,6 +71,7 @@ def test_every_option_that_is_an_array(name: str) -> None:
             assert tileattn.forward(**inputs(), out=out, **option).out is out
 
 
+@pytest.mark.usefixtures("cpu_backend")
 def test_slices_of_one_padded_array_share_nothing() -> None:
     whole = np.random.default_rng(0).standard_normal((B, 5 * N + 1, HQ, 4 * D + 7))
     q, k, v, out = (whole[:, n : 5 * N : 5].swapaxes(1, 2)[..., 3 : D + 3] for n in range(4))

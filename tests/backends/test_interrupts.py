@@ -18,7 +18,6 @@ import tileattn
 from tests.backends.disturbing import (
     BLAS_THREADS,
     ROOT,
-    each_backend,
     in_another_thread,
     interrupt,
     interrupt_at,
@@ -120,8 +119,8 @@ from tileattn.backends import threads
 from tileattn.backends.numpy import blas
 
 q = np.random.default_rng(0).normal(size=(1, 4, 500, 32)).astype(np.float32)
-def call(backend="numpy"):
-    return tileattn.forward(q, q, q, backend=backend).out.tobytes()
+def call():
+    return tileattn.forward(q, q, q).out.tobytes()
 def number():
     return [library.get_num_threads() for library in blas._libraries(of_thread=False)]
 """
@@ -131,6 +130,7 @@ def number():
 def test_the_child_of_a_fork_has_its_own_threads_and_blas_its_own_number() -> None:
     """Forked by one thread while another is in the middle of a call."""
     program = """
+    os.environ["TILEATTN_BACKEND"] = "numpy"
     from tileattn.backends.numpy import small_scores
     before, expected = number(), call()
     entered, leave, norm = threading.Event(), threading.Event(), small_scores.row_norms
@@ -202,21 +202,20 @@ def test_a_child_does_not_wait_for_threads_that_it_lacks(call: str, interrupted:
     assert python(PREPARE, program) == "None 0\n"
 
 
-@each_backend
-@pytest.mark.parametrize("earlier", [False, True])
-def test_calls_when_the_interpreter_ends(backend: str, earlier: bool) -> None:
+@pytest.mark.usefixtures("cpu_backend")
+@pytest.mark.parametrize("earlier", ["pass", "call()"])
+def test_calls_when_the_interpreter_ends(earlier: str) -> None:
     """By then no thread can be started; those that have begun before may still be there."""
     program = f"""
     def user():
         threading.main_thread().join()
-        print("thread", call("{backend}") == serial, number() == before)
-    atexit.register(lambda: print("exit", call("{backend}") == serial, number() == before))
+        print("thread", call() == serial, number() == before)
+    atexit.register(lambda: print("exit", call() == serial, number() == before))
     before = number()
     threads.worker_count = lambda: 1
-    serial = call("{backend}")
+    serial = call()
     threads.worker_count = lambda: 2
-    if {earlier}:
-        call("{backend}")
+    {earlier}
     threading.Thread(target=user).start()
     """
     assert python(PREPARE, program) == "thread True True\nexit True True\n"
@@ -225,44 +224,42 @@ def test_calls_when_the_interpreter_ends(backend: str, earlier: bool) -> None:
 # --- calls within calls -------------------------------------------------------------------------
 
 
-@each_backend
+@pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("N", [40, 600])
-def test_a_predicate_may_call_the_package(backend: str, N: int) -> None:
+def test_a_predicate_may_call_the_package(N: int) -> None:
     """A call within a call has tiles of its own."""
     q, k, v, dout = np.random.default_rng(0).normal(size=(4, 1, 2, N, 16))
     other = np.random.default_rng(1).normal(size=(1, 2, 50, 16))
-    forward = partial(tileattn.forward, backend=backend)
-    backward = partial(tileattn.backward, backend=backend)
     nested: list[Any] = []
 
     def plain(b: Any, h: Any, i: Any, j: Any) -> Any:  # noqa: ARG001 - a predicate's arguments
         return (i + j) % 3 > 0
 
     def calling(b: Any, h: Any, i: Any, j: Any) -> Any:
-        saved = forward(other, other, other)
-        nested.append(backward(other, other, other, other, *saved).dq)
+        saved = tileattn.forward(other, other, other)
+        nested.append(tileattn.backward(other, other, other, other, *saved).dq)
         return plain(b, h, i, j)
 
     def both(visible: Any) -> Any:
         mask = BlockMask.from_predicate(visible, (1, 1, N, N), (128, 128))
-        saved = forward(q, k, v, block_mask=mask)
-        return *saved, *backward(dout, q, k, v, *saved, block_mask=mask)[:3]
+        saved = tileattn.forward(q, k, v, block_mask=mask)
+        return *saved, *tileattn.backward(dout, q, k, v, *saved, block_mask=mask)[:3]
 
-    expected, saved = both(plain), forward(other, other, other)
+    expected, saved = both(plain), tileattn.forward(other, other, other)
     for ours, theirs in zip(both(calling), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    alone = backward(other, other, other, other, *saved).dq
+    alone = tileattn.backward(other, other, other, other, *saved).dq
     assert len(nested) > 1
     for dq in nested:
         np.testing.assert_array_equal(dq, alone)
 
 
 @on_posix
-@each_backend
+@pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("N", [40, 600])
-def test_a_signal_handler_may_call_the_package(backend: str, N: int) -> None:
+def test_a_signal_handler_may_call_the_package(N: int) -> None:
     q = np.random.default_rng(0).normal(size=(1, 2, N, 16))
-    forward = partial(tileattn.forward, q, q, q, backend=backend)
+    forward = partial(tileattn.forward, q, q, q)
     expected, results, nested = forward(), [], []
     with on_alarm(lambda: nested.append(forward())):
         for n in range(40):

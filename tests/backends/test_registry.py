@@ -1,7 +1,10 @@
 """Which backend a call gets, and what is said when it gets none."""
 
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -101,6 +104,76 @@ def test_subclasses_that_behave_as_arrays_are_taken(tmp_path: Any) -> None:
     np.testing.assert_array_equal(tileattn.forward(mapped, K, K).out, tileattn.forward(Q, K, K).out)
 
 
+# --- which of those that own the arrays ---------------------------------------------------------
+
+
+def test_numpy_arrays_run_on_compiled_kernels_where_there_is_llvmlite() -> None:
+    if reason := tileattn.available_backends()["llvm"]:
+        pytest.skip(reason)
+    found = tileattn.explain(Q, K, K)
+    assert found.backend == "llvm"
+    assert found.reasons[0] == "q, k and v are NumPy arrays, and llvmlite is installed"
+    np.testing.assert_array_equal(
+        tileattn.forward(Q, K, K).out, tileattn.forward(Q, K, K, backend="llvm").out
+    )
+
+
+@pytest.mark.parametrize("backend", ["llvm", "numpy"])
+def test_an_explanation_says_who_asked(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := tileattn.available_backends()[backend]:
+        pytest.skip(reason)
+    found = tileattn.explain(Q, K, K, backend=backend)
+    assert (found.backend, found.reasons[0]) == (backend, f"backend={backend!r} asks for it")
+    monkeypatch.setenv("TILEATTN_BACKEND", backend)
+    found = tileattn.explain(Q, K, K)
+    assert found.reasons[0] == f"TILEATTN_BACKEND={backend!r} asks for it"
+    assert f"because   {found.reasons[0]}" in str(found).splitlines()
+
+
+def test_the_next_backend_runs_what_the_preferred_one_does_not_support(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LlvmBackend, "unavailable", lambda _: None)
+    monkeypatch.setattr(LlvmBackend, "why_not", lambda *_: "today is Sunday")
+    found = tileattn.explain(Q, K, K)
+    assert found.backend == "numpy"
+    assert found.reasons[0] == "backend 'llvm' does not support this: today is Sunday"
+    np.testing.assert_array_equal(
+        tileattn.forward(Q, K, K).out, tileattn.forward(Q, K, K, backend="numpy").out
+    )
+    message = "backend 'llvm' does not support this: today is Sunday; use backend='numpy'"
+    refused(UnsupportedError, message, Q, K, K, backend="llvm")
+
+
+WITHOUT_LLVMLITE = """
+import sys
+sys.modules["llvmlite"] = None
+import numpy as np
+import tileattn
+
+x = np.random.default_rng(0).standard_normal((2, 50, 8))
+report = tileattn.explain(x, x, x)
+print(report.backend, report.reasons[0], sep="\\n")
+ours, theirs = tileattn.forward(x, x, x), tileattn.forward(x, x, x, backend="numpy")
+print(np.array_equal(ours.out, theirs.out))
+try:
+    tileattn.forward(x, x, x, backend="llvm")
+except tileattn.BackendUnavailableError as error:
+    print(error)
+"""
+
+
+def test_without_llvmlite_numpy_runs_and_says_why() -> None:
+    environment = {name: x for name, x in os.environ.items() if name != "TILEATTN_BACKEND"}
+    command = [sys.executable, "-c", WITHOUT_LLVMLITE]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=True
+    )
+    reason = "backend 'llvm' cannot run here: llvmlite is not installed: pip install llvmlite"
+    assert done.stdout.splitlines() == ["numpy", reason, "True", reason]
+
+
 # --- names --------------------------------------------------------------------------------------
 
 
@@ -157,7 +230,7 @@ def test_a_registered_backend_is_used_when_it_is_named() -> None:
     tileattn.register_backend(Picky())
     assert tileattn.available_backends()["picky"] is None
     assert tileattn.explain(Q, K, K, backend="picky").backend == "picky"
-    assert tileattn.explain(Q, K, K).backend == "numpy"
+    assert tileattn.explain(Q, K, K).backend in {"numpy", "llvm"}
 
 
 def test_unsupported_names_a_backend_that_serves() -> None:
@@ -173,8 +246,10 @@ def test_unsupported_names_a_backend_that_serves() -> None:
 def test_unsupported_where_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in (NumpyBackend, LlvmBackend):
         monkeypatch.setattr(backend, "why_not", lambda *_: "today is Sunday")
-    message = "backend 'numpy' does not support this: today is Sunday; no registered backend does"
-    refused(UnsupportedError, message, Q, K, K)
+    message = "backend '{}' does not support this: today is Sunday; no registered backend does"
+    preferred = "numpy" if tileattn.available_backends()["llvm"] else "llvm"
+    refused(UnsupportedError, message.format(preferred), Q, K, K)
+    refused(UnsupportedError, message.format("numpy"), Q, K, K, backend="numpy")
 
 
 def named(name: Any) -> NumpyBackend:

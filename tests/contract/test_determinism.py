@@ -57,6 +57,7 @@ print(threads.worker_count(), digest.hexdigest())
 """
 
 
+@pytest.mark.usefixtures("cpu_backend")
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     """BLAS may use as many threads as it likes; the package holds it to one where it matters."""
     root = str(Path(__file__).parents[2])

@@ -131,8 +131,8 @@ def test_skipped_blocks_are_not_computed(
 
     monkeypatch.setattr(spec, "update_tile", updating)
     monkeypatch.setattr(spec, "backward_tile", going_back)
-    result = tileattn.forward(q, k, v, **options)
-    tileattn.backward(dout, q, k, v, *result, **options)
+    result = tileattn.forward(q, k, v, backend="numpy", **options)
+    tileattn.backward(dout, q, k, v, *result, backend="numpy", **options)
     for tiles in (forward_tiles, backward_tiles):
         pairs = covered(tiles, lengths)
         assert not (pairs & ~in_blocks).any()
@@ -154,13 +154,14 @@ def test_skipped_keys_and_values_are_not_loaded(monkeypatch: pytest.MonkeyPatch)
         return load(memory, name, x, scale)
 
     monkeypatch.setattr(TileMemory, "load", loading)
-    tileattn.forward(q, k, v, block_mask=mask)
+    tileattn.forward(q, k, v, block_mask=mask, backend="numpy")
     skipped = (k[..., 40:80, :], v[..., 40:80, :])
     assert not any(np.shares_memory(x, part) for x in loaded for part in skipped)
     for part in (k[..., :40, :], k[..., 80:, :], v[..., :40, :], v[..., 80:, :]):
         assert any(np.shares_memory(x, part) for x in loaded)
 
 
+@pytest.mark.usefixtures("cpu_backend")
 def test_a_query_whose_scores_are_all_minus_infinity_has_no_gradient() -> None:
     """Its products overflow, and no mask applies: a probability is 0, not exp(-inf + inf)."""
     q, k, v, dout = arrays((5, 7))

@@ -2,6 +2,8 @@
 
 import importlib
 import os
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ _BUILT_IN = {
     "llvm": "tileattn.backends.llvm.backend:LlvmBackend",
     "cupy": "tileattn.backends.cupy.backend:CupyBackend",
 }
+_FASTER = "llvm"  # takes the arrays of another backend, too, and comes first
 _loaded: dict[str, Backend] = {}
 
 
@@ -90,23 +93,47 @@ def available_backends() -> dict[str, str | None]:
     return {name: get(name).unavailable() for name in names()}
 
 
-def choose(name: str, arrays: dict[str, Any]) -> Backend:
-    """Find the backend for a call: it owns every array, and can run here.
+def candidates(name: str, arrays: dict[str, Any]) -> list[Backend]:
+    """Find the backends for a call: they own all arrays, and can run here; the preferred one first.
 
-    ``"auto"`` looks at ``TILEATTN_BACKEND`` and then at the arrays; None entries are passed over.
+    A name leaves one. ``"auto"`` looks at ``TILEATTN_BACKEND`` and then at the arrays; None entries
+    are passed over.
     """
     if not isinstance(name, str):
         raise TypeError(f"backend is {type(name).__name__}; a name or 'auto' is accepted")
-    if name == "auto":
-        name = os.environ.get("TILEATTN_BACKEND") or "auto"
+    name = _asked_for(name)
     given = {key: x for key, x in arrays.items() if x is not None}
-    backend = _owner(given) if name == "auto" else get(name)
-    for key, x in given.items():
-        ensure_owned(backend, key, x)
-    reason = backend.unavailable()
-    if reason is not None:
-        raise BackendUnavailableError(f"backend {backend.name!r} cannot run here: {reason}")
-    return backend
+    owners = _owners(_preferred() if name == "auto" else [get(name)], given.values())
+    if not owners:
+        backend = _owner(given) if name == "auto" else get(name)
+        for key, x in given.items():
+            ensure_owned(backend, key, x)
+    able = [backend for backend in owners if backend.unavailable() is None]
+    if not able:
+        raise BackendUnavailableError(_unavailable(owners[0]))
+    return able
+
+
+def supporting(able: Sequence[Backend], problem: Problem) -> Backend:
+    """Choose the first backend that supports a problem."""
+    reasons = []
+    for backend in able:
+        reason = _unsupported(backend, problem)
+        if reason is None:
+            return backend
+        reasons.append(reason)
+    others = [n for n in names() if get(n).unavailable() is None and not get(n).why_not(problem)]
+    remedy = f"use backend={others[0]!r}" if others else "no registered backend does"
+    raise UnsupportedError(f"{reasons[0]}; {remedy}")
+
+
+def why(name: str, chosen: Backend, problem: Problem, q: Any) -> list[str]:
+    """Say who asked for the backend of a call, or why those that are preferred do not run it."""
+    asked = _asked_for(name)
+    if asked != "auto":
+        return [f"{'backend' if name == asked else 'TILEATTN_BACKEND'}={asked!r} asks for it"]
+    before = takewhile(lambda backend: backend is not chosen, _owners(_preferred(), [q]))
+    return [_unavailable(backend) or _unsupported(backend, problem) or "" for backend in before]
 
 
 def ensure_owned(backend: Backend, key: str, x: Any) -> None:
@@ -117,15 +144,30 @@ def ensure_owned(backend: Backend, key: str, x: Any) -> None:
         )
 
 
-def ensure_supported(backend: Backend, problem: Problem) -> None:
-    """Raise UnsupportedError if a backend does not support a problem."""
+def _asked_for(name: str) -> str:
+    """Look up ``TILEATTN_BACKEND`` where a call leaves the choice."""
+    return (os.environ.get("TILEATTN_BACKEND") or name) if name == "auto" else name
+
+
+def _preferred() -> list[Backend]:
+    """Return all backends in the order in which ``"auto"`` asks them."""
+    return [get(name) for name in sorted(names(), key=_FASTER.__ne__)]
+
+
+def _owners(backends: Iterable[Backend], arrays: Iterable[Any]) -> list[Backend]:
+    """Return those of some backends that own all arrays."""
+    given = list(arrays)
+    return [backend for backend in backends if all(map(backend.owns, given))]
+
+
+def _unavailable(backend: Backend) -> str | None:
+    reason = backend.unavailable()
+    return None if reason is None else f"backend {backend.name!r} cannot run here: {reason}"
+
+
+def _unsupported(backend: Backend, problem: Problem) -> str | None:
     reason = backend.why_not(problem)
-    if reason is not None:
-        able = [n for n in names() if get(n).unavailable() is None and not get(n).why_not(problem)]
-        remedy = f"use backend={able[0]!r}" if able else "no registered backend does"
-        raise UnsupportedError(
-            f"backend {backend.name!r} does not support this: {reason}; {remedy}"
-        )
+    return None if reason is None else f"backend {backend.name!r} does not support this: {reason}"
 
 
 def _owner(arrays: dict[str, Any]) -> Backend:
@@ -134,7 +176,7 @@ def _owner(arrays: dict[str, Any]) -> Backend:
     for name in names():
         if get(name).owns(x):
             return get(name)
-    libraries = " or ".join(name for name in names() if name != "llvm")  # which takes NumPy's
+    libraries = " or ".join(name for name in names() if name != _FASTER)
     raise TypeError(f"{key} is {_kind(x)}; arrays of {libraries} are accepted; {_remedy(x)}")
 
 

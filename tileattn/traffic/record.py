@@ -67,8 +67,8 @@ def recorded() -> Iterator[Traffic]:
 
     Notes
     -----
-    Only calls made inside the block count, not those that other threads make meanwhile. Of two
-    blocks, one in the other, the inner one counts. Counted are the arrays that
+    Only calls of ``backend="numpy"`` made inside the block count, not those that other threads make
+    meanwhile. Of two blocks, one in the other, the inner one counts. Counted are the arrays that
     ``tileattn.traffic`` models, not masks, bias, dlse and sinks.
 
     Examples
@@ -78,7 +78,7 @@ def recorded() -> Iterator[Traffic]:
     >>> from tileattn.traffic.record import recorded
     >>> x = np.zeros((1, 1, 100, 64), np.float32)
     >>> with recorded() as traffic:
-    ...     attention = tileattn.forward(x, x, x)
+    ...     attention = tileattn.forward(x, x, x, backend="numpy")
     >>> traffic.reads["q"] == x.size
     True
     """

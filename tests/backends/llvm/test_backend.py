@@ -3,13 +3,16 @@
 import ctypes
 import importlib.util
 import mmap
+import re
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -19,12 +22,17 @@ from numpy.typing import NDArray
 
 pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llvmlite")
 
+import llvmlite
+
 import tileattn
 from tests.arrays import normal
 from tileattn import BlockMask, reference, selfcheck
 from tileattn.backends import registry, threads
 from tileattn.backends.llvm import backend as llvm
+from tileattn.backends.llvm import execute
 from tileattn.backends.llvm.backend import LlvmBackend
+from tileattn.kernels.jit import cache
+from tileattn.kernels.llvm import compile as compiling
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16
 from tileattn.kernels.llvm.target import AVX2, GENERIC, Target
 from tileattn.problem import parse
@@ -52,6 +60,13 @@ def options() -> dict[str, dict[str, Any]]:
 
 
 OPTIONS = options()
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def raises(*_: Any) -> None:
+        raise error
+
+    return raises
 
 
 def both(name: str, given: tuple[Array, ...], **chosen: Any) -> tuple[Any, Any]:
@@ -248,16 +263,94 @@ def test_a_call_from_another_thread_than_the_main_one() -> None:
     np.testing.assert_array_equal(found[0][0].out, expected[0].out)
 
 
+# --- compiling -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled_afresh() -> Iterator[None]:
+    def forget() -> None:
+        compiling.functions.cache_clear()
+        execute._functions.cache_clear()
+        cache._warn_once.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders there have no mode")
+@pytest.mark.usefixtures("compiled_afresh")
+def test_without_a_private_folder_for_the_cache_it_compiles_and_warns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = normal(SIZES, np.float32)
+    expected = both("llvm", given)
+    compiling.functions.cache_clear()
+    execute._functions.cache_clear()
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match="without the disk cache: .*TILEATTN_CACHE_DIR") as said:
+        found = both("llvm", given)
+    assert len(said) == 1
+    np.testing.assert_array_equal(found[0].out, expected[0].out)
+    np.testing.assert_array_equal(found[1].dk, expected[1].dk)
+
+
+@pytest.mark.usefixtures("compiled_afresh")
+def test_an_error_of_llvm_names_the_backend_that_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "optimized", raising(RuntimeError("LLVM IR parsing error")))
+    x, out = np.zeros((1, 1, 4, 8), np.float32), np.full((1, 1, 4, 8), 9, np.float32)
+    with pytest.raises(tileattn.BackendUnavailableError) as caught:
+        tileattn.forward(x, x, x, backend="llvm", out=out)
+    assert str(caught.value) == (
+        "backend 'llvm' cannot run here: LLVM does not compile its kernels (LLVM IR parsing "
+        "error); use backend='numpy', or TILEATTN_BACKEND=numpy for all calls"
+    )
+    assert np.all(out == 9)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(tileattn.forward(x, x, x, backend="llvm").out, x)
+
+
 # --- which calls ---------------------------------------------------------------------------------
 
 
-def test_without_llvmlite_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+@pytest.fixture
+def asked_afresh() -> Iterator[None]:
     llvm._unavailable.cache_clear()
+    yield
+    llvm._unavailable.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_afresh")
+@pytest.mark.parametrize(
+    ("where", "name", "value", "said"),
+    [
+        (importlib.util, "find_spec", lambda _: None, "llvmlite is not installed: pip install "),
+        (llvmlite, "__version__", "0.46.1", "llvmlite 0.46.1 is older than 0.47: pip install --up"),
+        (llvm, "host", raising(OSError("no library")), "llvmlite does not load (no library): pip "),
+        (llvm, "host", lambda: GENERIC, "this CPU has neither AVX2 nor NEON; use backend='numpy'"),
+    ],
+    ids=["absent", "old", "broken", "old CPU"],
+)
+def test_where_it_cannot_run_it_says_what_helps_and_numpy_runs(
+    where: Any, name: str, value: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, value)
     x = np.zeros((1, 1, 4, 8), np.float32)
-    with pytest.raises(tileattn.BackendUnavailableError, match="pip install llvmlite"):
+    with pytest.raises(tileattn.BackendUnavailableError, match=re.escape(said)):
         tileattn.forward(x, x, x, backend="llvm")
-    llvm._unavailable.cache_clear()
+    found = tileattn.explain(x, x, x)
+    assert found.backend == "numpy"
+    assert found.reasons[0].startswith(f"backend 'llvm' cannot run here: {said}")
+
+
+def test_the_extra_brings_a_release_that_is_new_enough() -> None:
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text("utf-8"))
+    wanted = extras["project"]["optional-dependencies"]["cpu"]
+    assert wanted == [f"llvmlite>={'.'.join(map(str, llvm.OLDEST))}"]
 
 
 @pytest.mark.parametrize("name", ["Nq", "Nk"])

@@ -9,7 +9,7 @@ import pytest
 
 import tileattn
 from tileattn.backends.cupy.backend import LONGEST, CupyBackend
-from tileattn.backends.registry import ensure_supported
+from tileattn.backends.registry import supporting
 from tileattn.kernels.jit.compile import SOURCES
 from tileattn.problem import parse
 
@@ -22,7 +22,7 @@ def test_what_is_longer_is_refused(name: str) -> None:
     longer: dict[str, Any] = {name: LONGEST + 1}
     reason = f"{name} is 1,073,676,289, and the kernels take up to 1,073,676,288"
     with pytest.raises(tileattn.UnsupportedError, match=rf"{reason} .*; use backend='numpy'$"):
-        ensure_supported(CupyBackend(), dataclasses.replace(longest, **longer))
+        supporting([CupyBackend()], dataclasses.replace(longest, **longer))
 
 
 def test_sums_of_the_kernels_have_room() -> None:

@@ -28,7 +28,7 @@ def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
         )
     for name in ("alibi_slopes", "sinks"):
         if getattr(x, name) is not None:
-            arrays[name] = np.ascontiguousarray(getattr(x, name), P.accum_dtype)
+            arrays[name] = contiguous(np.asarray(getattr(x, name), P.accum_dtype))
     return arrays
 
 
@@ -39,10 +39,10 @@ def block_sizes(x: Operands) -> dict[str, int]:
 
 
 def contiguous(x: Array) -> Array:
-    """Return the array, or a copy of it if its last axis is not contiguous."""
+    """Return the array, or a copy of it if its last axis is not contiguous, or nothing aligned."""
     if (x.strides[-1] == x.itemsize or x.shape[-1] <= 1) and x.flags.aligned:
         return x
-    return np.ascontiguousarray(x)
+    return x.copy("C")
 
 
 def bias_sums(P: Problem, bias: Array | None) -> tuple[Array | None, dict[str, int]]:

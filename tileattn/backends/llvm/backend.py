@@ -21,12 +21,16 @@ from tileattn.backends.llvm.arrays import (
     contiguous,
 )
 from tileattn.backends.llvm.execute import is_parallel, multiply_adds, run
-from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.backends.numpy.backend import is_array
 from tileattn.backends.protocol import Explanation, takes_workspace
+from tileattn.kernels.llvm.compile import host, host_of_bfloat16
 from tileattn.kernels.llvm.target import ROWS, Target, padded, scratch_bytes
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
+
+OLDEST = (0, 47)
+"""Release of llvmlite that the kernels need, as the extra ``cpu`` says."""
 
 _LONGEST = (1 << 31) - 1  # indices in a tile have the width of float32
 
@@ -48,20 +52,16 @@ class LlvmBackend:
     @property
     def target(self) -> Target:
         """What kernels are compiled for."""
-        from tileattn.kernels.llvm.compile import host
-
         return self._target or host()
 
     def targets_of(self, P: Problem) -> tuple[Target, ...]:
         """Choose what the kernels of a problem are compiled for; later ones if that has to be."""
-        from tileattn.kernels.llvm.compile import host_of_bfloat16
-
         found = host_of_bfloat16() if self._target is None and dot.serves(P) else None
         return (self.target,) if found is None else (found, self.target)
 
     def owns(self, x: Any) -> bool:
-        """Whether ``x`` is a NumPy array, as the NumPy backend says."""
-        return NumpyBackend().owns(x)
+        """Whether ``x`` is a NumPy array, and no masked array or matrix."""
+        return is_array(x)
 
     def unavailable(self) -> str | None:
         """Why the backend cannot run here: without llvmlite, or on an old CPU."""
@@ -116,7 +116,7 @@ class LlvmBackend:
             "dv": np.empty((P.B, P.Hkv, P.Nk, P.Dv), P.dtype),
         }
         dbias, values = bias_sums(P, x.bias)
-        others = {"dlse": dlse, "dbias": dbias}
+        others = {"dlse": None if dlse is None else contiguous(dlse), "dbias": dbias}
         arrays |= {name: given for name, given in others.items() if given is not None}
         arrays |= as_inputs(P, x)
         values |= {"dq_columns": columns, **block_sizes(x)}
@@ -158,7 +158,7 @@ class LlvmBackend:
             bytes_moved=moved,
             traffic=traffic,
             reasons=(
-                "q, k and v are NumPy arrays",
+                "q, k and v are NumPy arrays, and llvmlite is installed",
                 "there is enough work for threads" if parallel else "threads would cost more",
             ),
         )
@@ -193,8 +193,20 @@ class LlvmBackend:
 
 @functools.cache
 def _unavailable() -> str | None:
+    return threads.uninterrupted(_what_is_missing)
+
+
+def _what_is_missing() -> str | None:
+    """Say why llvmlite does not compile kernels for this CPU."""
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed: pip install llvmlite"
-    from tileattn.kernels.llvm.compile import host
+    from llvmlite import __version__ as version
 
-    return None if host().half else "this CPU has neither AVX2 nor NEON; use backend='numpy'"
+    oldest = ".".join(map(str, OLDEST))
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        return f"llvmlite {version} is older than {oldest}: pip install --upgrade llvmlite"
+    try:
+        half = host().half
+    except (ImportError, OSError) as error:
+        return f"llvmlite does not load ({error}): pip install --force-reinstall llvmlite"
+    return None if half else "this CPU has neither AVX2 nor NEON; use backend='numpy'"

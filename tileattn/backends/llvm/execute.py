@@ -12,6 +12,7 @@ import numpy as np
 from tileattn.backends import threads
 from tileattn.backends.llvm import dot
 from tileattn.backends.llvm.arrays import Array
+from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.llvm.compile import Function, functions
 from tileattn.kernels.llvm.params import BIAS_DTYPES, DOT_ARRAYS, of_array, packed
 from tileattn.kernels.llvm.target import Target, scratch_bytes
@@ -89,7 +90,17 @@ def _share(
 @functools.cache
 def _functions(*key: Any) -> tuple[Function, ...]:
     """Return the functions of a module; compiled where no interrupt leaves LLVM in the middle."""
-    return threads.uninterrupted(lambda: functions(*key))
+    return threads.uninterrupted(functools.partial(_compiled, *key))
+
+
+def _compiled(*key: Any) -> tuple[Function, ...]:
+    try:
+        return functions(*key)
+    except (AttributeError, OSError, RuntimeError) as error:
+        raise BackendUnavailableError(
+            f"backend 'llvm' cannot run here: LLVM does not compile its kernels ({error}); use "
+            "backend='numpy', or TILEATTN_BACKEND=numpy for all calls"
+        ) from error
 
 
 def _numbers(P: Problem) -> dict[str, Any]:

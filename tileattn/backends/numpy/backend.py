@@ -70,6 +70,14 @@ class Workers(Executor):
         return threads.OrderedSums(tasks)
 
 
+def is_array(x: Any) -> bool:
+    """Whether ``x`` is a NumPy array.
+
+    Masked arrays are refused, for their mask would be lost, and matrices, which have two axes.
+    """
+    return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray | np.matrix)
+
+
 class NumpyBackend:
     """Attention on NumPy arrays; supports every problem.
 
@@ -91,11 +99,8 @@ class NumpyBackend:
         self.backward_tile = backward_tile
 
     def owns(self, x: Any) -> bool:
-        """Whether ``x`` is a NumPy array.
-
-        Masked arrays are refused, for their mask would be lost, and matrices, which have two axes.
-        """
-        return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray | np.matrix)
+        """Whether ``x`` is a NumPy array, and no masked array or matrix."""
+        return is_array(x)
 
     def unavailable(self) -> str | None:
         """Why the backend cannot run here: it always can."""
