@@ -4,7 +4,7 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 import tileattn
 from tileattn.backends import registry
 from tileattn.backends.cupy import describe
+from tileattn.backends.llvm.backend import LlvmBackend
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.call_cache import CALLS
 from tileattn.kernels.config.key import KernelKey
@@ -43,6 +44,18 @@ class SmallTiles(NumpyBackend):
 
     def __init__(self) -> None:
         super().__init__(forward_tile=(16, 24), backward_tile=(24, 16))
+
+
+class Decode(LlvmBackend):
+    """The LLVM backend with its decoding kernel for any number of rows, and short splits."""
+
+    name = "llvm_decode"
+
+    def __init__(self) -> None:
+        super().__init__(kernel="decode", split_keys=40)
+
+
+VARIANTS: dict[str, Callable[[], Any]] = {SmallTiles.name: SmallTiles, Decode.name: Decode}
 
 
 class Runner:
@@ -96,8 +109,9 @@ REASONS = tileattn.available_backends()
 
 
 def runner_of(name: str) -> Runner:
-    if REASONS.get(name) is not None:
-        pytest.skip(f"{name}: {REASONS[name]}")
+    reason = REASONS.get(name.removesuffix("_decode"))
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
     return Runner(name)
 
 
@@ -113,13 +127,14 @@ def backend(request: pytest.FixtureRequest) -> Runner:
     return runner_of(request.param)
 
 
-@pytest.fixture(scope="module", params=each({*REASONS, SmallTiles.name}))
+@pytest.fixture(scope="module", params=each({*REASONS, *VARIANTS}))
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
-    """Every backend that can run here, and the NumPy backend with small tiles."""
-    if request.param == SmallTiles.name:
-        registry.register_backend(SmallTiles())
+    """Every backend that can run here, and variants of them."""
+    if request.param in VARIANTS:
+        registry.register_backend(VARIANTS[request.param]())
     yield runner_of(request.param)
-    registry._loaded.pop(SmallTiles.name, None)
+    for name in VARIANTS:
+        registry._loaded.pop(name, None)
 
 
 @pytest.fixture(params=["numpy", "llvm"])

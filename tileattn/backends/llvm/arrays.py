@@ -32,6 +32,16 @@ def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
     return arrays
 
 
+def splits(P: Problem, x: Operands, keys: int) -> int:
+    """Count the splits of so many keys that the keys of one block of rows reach, at most."""
+    longest = int(x.kv_lengths.max(initial=0))
+    left, right = P.window
+    if left is None:
+        return max(1, -(-longest // keys))
+    reach = longest if right is None else min(longest, P.Nq + left + right)
+    return max(1, (reach + keys - 2) // keys + 1)
+
+
 def block_sizes(x: Operands) -> dict[str, int]:
     """Give the block size of the block mask, if there is one."""
     size = () if x.block_mask is None else x.block_mask.block_size

@@ -19,12 +19,23 @@ from tileattn.backends.llvm.arrays import (
     bias_sums,
     block_sizes,
     contiguous,
+    splits,
 )
-from tileattn.backends.llvm.execute import is_parallel, multiply_adds, run
+from tileattn.backends.llvm.execute import forward_work, is_parallel, multiply_adds, run
 from tileattn.backends.numpy.backend import is_array
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16
-from tileattn.kernels.llvm.target import ROWS, Target, padded, scratch_bytes
+from tileattn.kernels.llvm.target import (
+    DECODE_KEYS,
+    DECODE_ROWS,
+    ROWS,
+    SPLIT,
+    Target,
+    forward_kernel,
+    padded,
+    scratch_bytes,
+    state_bytes,
+)
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
@@ -42,12 +53,18 @@ class LlvmBackend:
     ----------
     target : Target or None
         What kernels are compiled for; None is this CPU.
+    kernel : str or None
+        The forward kernel that runs every problem; None chooses one for each.
+    split_keys : int
+        Keys of a split of the decoding kernel; bits of results depend on it.
     """
 
     name = "llvm"
 
-    def __init__(self, target: Target | None = None) -> None:
-        self._target = target
+    def __init__(
+        self, target: Target | None = None, kernel: str | None = None, split_keys: int = SPLIT
+    ) -> None:
+        self._target, self._kernel, self._split_keys = target, kernel, split_keys
 
     @property
     def target(self) -> Target:
@@ -58,6 +75,10 @@ class LlvmBackend:
         """Choose what the kernels of a problem are compiled for; later ones if that has to be."""
         found = host_of_bfloat16() if self._target is None and dot.serves(P) else None
         return (self.target,) if found is None else (found, self.target)
+
+    def forward_kernel(self, P: Problem) -> str:
+        """Name the forward kernel of a problem."""
+        return self._kernel or forward_kernel(P.group * P.Nq)
 
     def owns(self, x: Any) -> bool:
         """Whether ``x`` is a NumPy array, and no masked array or matrix."""
@@ -81,7 +102,8 @@ class LlvmBackend:
         result = Attention(
             np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
         )
-        self._forward(P, operands, {"out": result.out, "lse": result.lse})
+        run_forward = self._decode if self.forward_kernel(P) == "decode" else self._forward
+        run_forward(P, operands, {"out": result.out, "lse": result.lse})
         return placed(result, out)
 
     @takes_workspace
@@ -139,26 +161,30 @@ class LlvmBackend:
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
         """Say what would run; of the arrays only the options are looked at."""
-        P, target = problem, self.targets_of(problem)[0]
+        P, target, kernel = problem, self.targets_of(problem)[0], self.forward_kernel(problem)
         width = target.width(P.accum_dtype.itemsize)
         forward, backward = (width, target.keys), (ROWS, width)
+        if kernel == "decode":
+            forward = min(DECODE_ROWS, P.group * P.Nq), DECODE_KEYS
         tiles, moved, traffic = explained(P, operands, forward, backward)
-        parallel = is_parallel(P)
+        parallel = is_parallel(forward_work(P, kernel))
+        many = "few" if kernel == "decode" else "enough for vectors"
         return Explanation(
             backend=self.name,
-            kernel=f"tileattn.kernels.llvm, {target.name}",
+            kernel=f"tileattn.kernels.llvm.{kernel}, {target.name}",
             forward_tile=forward,
             backward_tile=backward,
             workers=threads.worker_count() if parallel else 1,
             scratch_bytes=max(
                 scratch_bytes(name, target, P.dtype, P.accum_dtype, P.D, P.Dv)
-                for name in ("forward", "backward")
+                for name in (kernel, "backward")
             ),
             tiles=tiles,
             bytes_moved=moved,
             traffic=traffic,
             reasons=(
                 "q, k and v are NumPy arrays, and llvmlite is installed",
+                f"{P.group * P.Nq} rows of a key head are {many}",
                 "there is enough work for threads" if parallel else "threads would cost more",
             ),
         )
@@ -167,9 +193,22 @@ class LlvmBackend:
         arrays = as_inputs(P, x) | results
         for target in self.targets_of(P):
             blocks = -(-P.group * P.Nq // target.width(P.accum_dtype.itemsize))
-            grids = ((P.B * P.Hkv * blocks, multiply_adds(P)),)
+            grids = ((P.B * P.Hkv * blocks, forward_work(P)),)
             if run("forward", target, P, arrays, {"blocks": blocks, **block_sizes(x)}, grids):
                 break
+
+    def _decode(self, P: Problem, x: Operands, results: dict[str, Array]) -> None:
+        rows, count = P.group * P.Nq, splits(P, x, self._split_keys)
+        values = {"splits": count, "split_keys": self._split_keys, **block_sizes(x)}
+        values["blocks"] = -(-rows // DECODE_ROWS)
+        groups = P.B * P.Hkv * values["blocks"]
+        size = state_bytes(self.target, P.accum_dtype.itemsize, P.Dv)
+        arrays = {
+            "partials": np.empty((groups, count, min(rows, DECODE_ROWS), size), np.uint8),
+            "ended": np.zeros(groups, np.int64),
+        }
+        grids = ((groups * count, forward_work(P, "decode")),)
+        run("decode", self.target, P, as_inputs(P, x) | results | arrays, values, grids)
 
     def _split_large_rows(self, P: Problem, x: Operands, saved: Residuals) -> None:
         """Split the logsumexp of large rows, as ``spec.renormalise``: its text on whole arrays.

@@ -19,6 +19,7 @@ from tileattn.kernels.llvm.target import Target, scratch_bytes
 from tileattn.problem import Problem
 
 _SERIAL_WORK = 1 << 22  # multiply-adds up to which starting a thread costs more than it brings
+_READ = 3  # multiply-adds that an element of K or V counts as: threads share the bandwidth
 _QUOTA = 1 << 31  # multiply-adds, a few hundredths of a second, after which a kernel may be left
 _END = 1 << 62  # beyond all tasks
 _FAR = 1 << 61  # further than positions may be from one another
@@ -30,9 +31,15 @@ def multiply_adds(P: Problem) -> int:
     return P.B * P.Hq * P.Nq * P.Nk * (P.D + P.Dv)
 
 
-def is_parallel(P: Problem) -> bool:
-    """Whether there is enough work for threads."""
-    return multiply_adds(P) > _SERIAL_WORK
+def forward_work(P: Problem, kernel: str = "forward") -> int:
+    """Count the multiply-adds of a forward kernel, or what takes as long."""
+    reads = P.B * P.Hkv * P.Nk * (P.D + P.Dv) if kernel == "decode" else 0
+    return multiply_adds(P) + _READ * reads
+
+
+def is_parallel(work: int) -> bool:
+    """Whether so many multiply-adds are enough work for threads."""
+    return work > _SERIAL_WORK
 
 
 def run(
@@ -59,12 +66,12 @@ def run(
         fields |= of_array(key, array)
     if "bias" in arrays:
         fields["bias_dtype"] = BIAS_DTYPES.index(arrays["bias"].dtype.name)
-    compiled = _functions(name, target, *(dtype.name for dtype in dtypes))
+    compiled = _functions(name, target, *map(_name_of, dtypes))
     for function, (tasks, work) in zip(compiled, grids, strict=True):
         if tasks:
             share = {"tasks": tasks, "quota": max(1, tasks * _QUOTA // max(1, work))}
             params = np.frombuffer(packed(fields | share), np.uint8)
-            count = min(threads.worker_count(), tasks) if work > _SERIAL_WORK else 1
+            count = min(threads.worker_count(), tasks) if is_parallel(work) else 1
             _share(function, params, tasks, count, needed, arrays)
     return not (target.dot and arrays["unusual"][0])
 
@@ -85,6 +92,12 @@ def _share(
                 function(params.ctypes.data, counter.ctypes.data, scratch)
 
     threads.together(work, count, stop=lambda: counter.fill(_END))
+
+
+@functools.cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """Give the name of a dtype, which NumPy would put together each time."""
+    return dtype.name
 
 
 @functools.cache

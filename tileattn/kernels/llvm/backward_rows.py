@@ -7,7 +7,7 @@ from llvmlite import ir
 from tileattn.kernels.llvm.instructions import Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params
 from tileattn.kernels.llvm.target import ROWS
-from tileattn.kernels.llvm.tile import size_of
+from tileattn.kernels.llvm.tile import size_of, store_row
 
 
 def _row_of(c: Code, p: Params, number: Any) -> tuple[Any, Any, Any]:
@@ -55,19 +55,10 @@ def convert_dq(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any)
     """``dQ = scale * sum``, in the dtype of q."""
     b = c.b
     batch, head, first = _row_of(c, p, number)
-    scale, size = p.scale, i64(size_of(kernel.dtype))
-    whole = b.mul(b.sdiv(p.D, i64(c.lanes)), i64(c.lanes))
+    scale = p.scale
 
     def row(i: Any, _: Any) -> None:
         source, to = p.row("dq_accum", batch, head, i), p.row("dq", batch, head, i)
-        for start, end, count in ((i64(0), whole, c.lanes), (whole, p.D, 1)):
-
-            def some(d: Any, _: Any, count: int = count) -> None:
-                kind = c.vector if count > 1 else c.scalar
-                x = c.load(c.at(source, c.bytes_of(d)), kind)
-                x = b.fmul(x, c.splat(scale) if count > 1 else scale)
-                c.store_as(kernel.dtype, x, c.at(to, b.mul(d, size)))
-
-            c.loop(start, end, some, step=count)
+        store_row(c, kernel.dtype, source, to, p.D, scale)
 
     c.loop(first, c.smaller(p.Nq, b.add(first, i64(ROWS))), row)

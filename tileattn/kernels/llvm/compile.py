@@ -19,6 +19,7 @@ MEMORY = ("memset", "memcpy", "memmove")
 
 MODULES = {
     "forward": ("forward",),
+    "decode": ("decode",),
     "backward": ("backward_preprocess", "backward", "backward_dq_convert"),
 }
 """The modules, and the functions of each; what multiplies bfloat16 has one more, the first."""
@@ -116,9 +117,9 @@ def object_code(name: str, target: Target, dtype: str, accum_dtype: str) -> byte
 
 def emitted(name: str, target: Target, dtype: str, accum_dtype: str) -> Any:
     """Emit the IR of a module."""
-    from tileattn.kernels.llvm import backward, forward
+    from tileattn.kernels.llvm import backward, decode, forward
 
-    builders = {"forward": forward, "backward": backward}
+    builders = {"forward": forward, "decode": decode, "backward": backward}
     return builders[name].build(target, dtype, accum_dtype)
 
 

@@ -78,29 +78,41 @@ class Code:
         """Address of row r of rows that are ``step`` bytes apart."""
         return self.at(start, self.b.mul(r, step))
 
-    def load(self, pointer: Any, kind: Any = None) -> Any:
-        """Load a vector, or another type."""
+    def load(self, pointer: Any, kind: Any = None, lanes: Any = None) -> Any:
+        """Load a vector, or another type; of a vector, only these lanes, where they are given."""
         kind = self.vector if kind is None else kind
         element = kind.element if isinstance(kind, ir.VectorType) else kind
-        return self.b.load(pointer, typ=kind, align=_bytes(element))
+        size = _bytes(element)
+        if lanes is None:
+            return self.b.load(pointer, typ=kind, align=size)
+        letter = "i" if isinstance(element, ir.IntType) else "f"
+        name = f"llvm.masked.load.v{kind.count}{letter}{8 * size}.p0"
+        zero = ir.Constant(kind, None)
+        return self.intrinsic(name, kind, pointer, ir.Constant(I32, size), lanes, zero)
+
+    def prefetch(self, pointer: Any) -> None:
+        """Ask for a cache line, in the L2 cache; nothing happens where there is no memory."""
+        for_reading, locality, data = (ir.Constant(I32, n) for n in (0, 2, 1))
+        nothing = ir.VoidType()
+        self.intrinsic("llvm.prefetch.p0", nothing, pointer, for_reading, locality, data)
 
     def store(self, x: Any, pointer: Any) -> None:
         """Store a vector or a scalar."""
         element = x.type.element if isinstance(x.type, ir.VectorType) else x.type
         self.b.store(x, pointer, align=_bytes(element))
 
-    def load_as(self, dtype: str, pointer: Any, count: int = 1) -> Any:
+    def load_as(self, dtype: str, pointer: Any, count: int = 1, lanes: Any = None) -> Any:
         """Load ``count`` elements of a dtype of the caller's as sums: a scalar where it is 1."""
         wide = ir.VectorType(self.scalar, count) if count > 1 else self.scalar
         if dtype == "bfloat16":
             narrow, word = (ir.VectorType(t, count) if count > 1 else t for t in (I16, I32))
-            bits = self.b.zext(self.load(pointer, narrow), word)
+            bits = self.b.zext(self.load(pointer, narrow, lanes), word)
             single = _FLOATS["float32"]
             single = ir.VectorType(single, count) if count > 1 else single
             x = self.b.bitcast(self.b.shl(bits, _all(word, 16)), single)
             return x if self.size == 4 else self.b.fpext(x, wide)
         kind = ir.VectorType(_FLOATS[dtype], count) if count > 1 else _FLOATS[dtype]
-        x = self.load(pointer, kind)
+        x = self.load(pointer, kind, lanes)
         if dtype == self.dtype:
             return x
         return self.b.fptrunc(x, wide) if dtype == "float64" else self.b.fpext(x, wide)
@@ -170,6 +182,10 @@ class Code:
         """Take the smaller; y where either is NaN."""
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
+    def narrow(self, x: Any) -> Any:
+        """Turn an index into an integer as wide as a sum."""
+        return self.b.trunc(x, self.integer) if self.size < 8 else x
+
     def smaller(self, x: Any, y: Any) -> Any:
         """Take the smaller of two signed integers."""
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
@@ -180,11 +196,15 @@ class Code:
 
     def sum(self, x: Any) -> Any:
         """Add up all lanes, in halves."""
+        return self.fold(x, self.b.fadd)
+
+    def fold(self, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """Combine all lanes, in halves."""
         count = self.lanes
         while count > 1:
             count //= 2
             halves = list(range(count)), list(range(count, 2 * count))
-            x = self.b.fadd(*(self.shuffle(x, x, lanes) for lanes in halves))
+            x = combine(*(self.shuffle(x, x, lanes) for lanes in halves))
         return self.b.extract_element(x, ir.Constant(I32, 0))
 
     def all(self, conditions: Sequence[Any]) -> Any:

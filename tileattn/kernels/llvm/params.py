@@ -11,7 +11,10 @@ ARRAYS = {
     "bias": "bhij", "mask": "bhij", "dbias": "bhij", "alibi_slopes": "bh", "sinks": "h",
     "kv_lengths": "", "q_offset": "", "block_kinds": "bhij", "block_bits": "nij", "semaphore": "",
     "dlse": "bhi", "q_t": "", "v_t": "", "dout_t": "", "unusual": "",
+    "partials": "nsr", "ended": "",
 }  # fmt: skip
+_STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in ARRAYS.items()}
+
 DOT_ARRAYS = {
     "q": ("Hq", "Nq", "D"), "k": ("Hkv", "Nk", "D"), "v": ("Hkv", "Nk", "Dv"),
     "dout": ("Hq", "Nq", "Dv"),
@@ -32,14 +35,14 @@ INTEGERS = (
     "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "tasks", "quota", "blocks",
     "seed_low", "seed_high", "threshold", "bias_dtype", "dbias_kind", "sharing", "sharing_step",
     "group_step",
-    "block_q", "block_k", "dq_columns",
+    "block_q", "block_k", "dq_columns", "splits", "split_keys",
 )  # fmt: skip
 
 FIELDS = {
     name: 8 * n
     for n, name in enumerate(
         [
-            *(f for a, axes in ARRAYS.items() for f in (a, *(f"{a}_{axis}" for axis in axes))),
+            *(field for name, strides in _STRIDES.items() for field in (name, *strides)),
             *INTEGERS,
             *FLOATS,
         ]
@@ -58,9 +61,7 @@ def packed(values: dict[str, Any]) -> bytes:
 
 def of_array(name: str, x: Any) -> dict[str, int]:
     """Address and strides of an array; an axis of length 1 has the stride 0."""
-    axes = ARRAYS[name]
-    steps = (0 if n == 1 else step for n, step in zip(x.shape, x.strides, strict=False))
-    return {
-        name: x.__array_interface__["data"][0],
-        **{f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)},
-    }
+    fields = {name: x.__array_interface__["data"][0]}
+    for field, n, step in zip(_STRIDES[name], x.shape, x.strides, strict=False):
+        fields[field] = 0 if n == 1 else step
+    return fields

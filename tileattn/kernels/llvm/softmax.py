@@ -1,4 +1,4 @@
-"""Algorithm layer: online softmax with rows in vector lanes; twin of ``algorithm/softmax.py``."""
+"""Algorithm layer: online softmax of vectors of scores; twin of ``algorithm/softmax.py``."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from tileattn.kernels.llvm.instructions import Code, i64
 from tileattn.kernels.llvm.numerics import exp, log
 from tileattn.kernels.llvm.tile import Tile
 
-M, L, RESCALE = 0, 1, 2
+M, L = 0, 1
 Put = Callable[[Any, list[Any], list[Any]], None]
 """Takes the number of a row, that row and the next."""
 
@@ -23,22 +23,28 @@ def finite(c: Code, m: Any) -> Any:
 
 
 class RowState:
-    """Softmax of some rows over the keys so far, a column for each row.
+    """Softmax of some rows over the keys so far.
 
     Parameters
     ----------
     c : Code
         Where instructions go.
     state : Tile
-        m, l and the factor by which the last update has multiplied l and acc.
+        m and l.
     acc : Tile
-        Dv rows: the sum of ``exp(score - m) * value``, transposed.
+        The sum of ``exp(score - m) * value``.
     columns : i64
-        Dv.
+        Rows of the tile ``acc``.
+    one_row : bool
+        Lanes of scores hold keys of one row, and all lanes of the state are equal; otherwise each
+        lane has a row of its own.
     """
 
-    def __init__(self, c: Code, state: Tile, acc: Tile, columns: Any) -> None:
+    def __init__(
+        self, c: Code, state: Tile, acc: Tile, columns: Any, *, one_row: bool = False
+    ) -> None:
         self.c, self.state, self.acc, self.columns = c, state, acc, columns
+        self._one_row = one_row
 
     def clear(self) -> None:
         """Start without any keys."""
@@ -47,7 +53,7 @@ class RowState:
         self.acc.fill(self.columns, self.c.const(0.0))
 
     def update(self, s: Tile, keys: Any, factor: Any = None, put: Put | None = None) -> None:
-        """Turn scores, a row for each key, into ``p = exp(s - m)``; rescale l and acc.
+        """Turn scores, rows of keys, into ``p = exp(s - m)``; rescale l and acc.
 
         Scores are the rows of ``s``, times a positive factor. P takes their place, or goes to
         ``put``, two rows at a time.
@@ -55,11 +61,9 @@ class RowState:
         c, b = self.c, self.c.b
         tops = [c.const(-math.inf) for _ in s.vectors]
         tops = c.loop(i64(0), keys, lambda j, m: list(map(c.maximum, s.row(j), m)), tops)
-        old, one = self.state.row(M), c.const(1.0)
-        scale = one if factor is None else c.splat(factor)
-        m = [c.maximum(b.fmul(x, scale), y) for x, y in zip(tops, old, strict=True)]
-        shift = [finite(c, x) for x in m]
-        rescale = [exp(c, b.fsub(x, y)) for x, y in zip(old, shift, strict=True)]
+        scale = c.const(1.0) if factor is None else c.splat(factor)
+        tops = self._over_keys([b.fmul(x, scale) for x in tops], c.maximum)
+        shift, rescale = self._raise(tops)
 
         def weights(j: Any) -> list[Any]:
             # Rounded as the maximum is: a fused product could be far above it.
@@ -81,26 +85,49 @@ class RowState:
             sums = c.loop(i64(0), keys, body, start)
         else:
             sums = c.loop(i64(0), keys, partial(pair, put), start, step=2)
-        self.state.put(M, m)
-        self.state.put(L, list(map(c.fma, self.state.row(L), rescale, sums)))
-        self._rescale(rescale)
+        self._rescale(rescale, self._over_keys(sums, b.fadd))
 
-    def _rescale(self, factors: list[Any]) -> None:
+    def merge(self, other: "RowState") -> None:
+        """Take in the state of the same rows over other keys."""
+        c, b, m = self.c, self.c.b, other.state.row(M)
+        shift, rescale = self._raise(m)
+        weight = [exp(c, b.fsub(x, y)) for x, y in zip(m, shift, strict=True)]
+        self._rescale(rescale, list(map(b.fmul, other.state.row(L), weight)))
+
+        def add(d: Any, _: Any) -> None:
+            self.acc.put(d, list(map(c.fma, other.acc.row(d), weight, self.acc.row(d))))
+
+        c.loop(i64(0), self.columns, add)
+
+    def sink(self, logits: list[Any]) -> None:
+        """Let logits, one for each row, join the denominator."""
+        c, b = self.c, self.c.b
+        shift, rescale = self._raise(logits)
+        terms = [exp(c, b.fsub(x, y)) for x, y in zip(logits, shift, strict=True)]
+        self._rescale(rescale, terms)
+
+    def _raise(self, tops: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Raise m to these; return what is subtracted from scores, and the factor of l and acc."""
+        c, b, old = self.c, self.c.b, self.state.row(M)
+        m = list(map(c.maximum, tops, old))
+        self.state.put(M, m)
+        shift = [finite(c, x) for x in m]
+        return shift, [exp(c, b.fsub(x, y)) for x, y in zip(old, shift, strict=True)]
+
+    def _rescale(self, factors: list[Any], terms: list[Any]) -> None:
+        """Multiply l and acc; add to l."""
+        self.state.put(L, list(map(self.c.fma, self.state.row(L), factors, terms)))
+
         def body(d: Any, _: Any) -> None:
             self.acc.put(d, list(map(self.c.b.fmul, self.acc.row(d), factors)))
 
         self.c.loop(i64(0), self.columns, body)
 
-    def sink(self, logits: list[Any]) -> None:
-        """Let logits, one for each row, join the denominator."""
-        c, b, old = self.c, self.c.b, self.state.row(M)
-        m = list(map(c.maximum, logits, old))
-        shift = [finite(c, x) for x in m]
-        rescale = [exp(c, b.fsub(x, y)) for x, y in zip(old, shift, strict=True)]
-        terms = [exp(c, b.fsub(x, y)) for x, y in zip(logits, shift, strict=True)]
-        self.state.put(M, m)
-        self.state.put(L, list(map(c.fma, self.state.row(L), rescale, terms)))
-        self._rescale(rescale)
+    def _over_keys(self, vectors: list[Any], combine: Callable[[Any, Any], Any]) -> list[Any]:
+        """Combine the keys in lanes, if there are such."""
+        if not self._one_row:
+            return vectors
+        return [self.c.splat(self.c.fold(x, combine)) for x in vectors]
 
     def finalize(self, dropout_scale: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Return m, log(l) and the weight ``dropout_scale / l`` of acc."""

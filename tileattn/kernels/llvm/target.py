@@ -14,6 +14,12 @@ BLOCK = 128
 TERMS, PAIR = 32, 4
 """Terms that a dot product of bfloat16 is filled up to, and bytes of a pair of numbers."""
 
+DECODE_ROWS, DECODE_KEYS = 16, 128
+"""Rows and keys of a tile of the decoding kernel."""
+
+SPLIT = 1024
+"""Keys of a split of the decoding kernel."""
+
 ROW_FACTS = 7
 """Rows of numbers that a forward task keeps of its queries; a position takes two of them."""
 
@@ -101,9 +107,19 @@ GENERIC = Target(
 
 
 def padded(target: Target, size: int, D: int) -> int:
-    """Count the columns of a row of dQ's sum: whole vectors."""
+    """Count the columns of a row that takes whole vectors."""
     lanes = target.vector_bytes // size
     return -(-D // lanes) * lanes
+
+
+def forward_kernel(rows: int) -> str:
+    """Choose the forward kernel for so many rows of a key head: query heads times queries."""
+    return "decode" if rows <= DECODE_ROWS else "forward"
+
+
+def state_bytes(target: Target, size: int, Dv: int) -> int:
+    """Count the bytes that the decoding kernel keeps of a row: m, l and a sum of values."""
+    return 2 * target.vector_bytes + size * padded(target, size, Dv)
 
 
 def scratch_bytes(
@@ -111,6 +127,9 @@ def scratch_bytes(
 ) -> int:
     """Count the scratch memory of a worker, as the kernels hand it out."""
     size, width = accum_dtype.itemsize, target.width(accum_dtype.itemsize)
+    if name == "decode":
+        sums = 3 * DECODE_KEYS + padded(target, size, D)
+        return DECODE_ROWS * (size * sums + state_bytes(target, size, Dv))
     common = 4 + ROW_FACTS + 4 * target.keys + 16 if name == "forward" else 6 * ROWS + 3
     if target.dot:
         return size * common * width + _dot_bytes(name, target, D, Dv)

@@ -162,6 +162,19 @@ def convert_rows(
     c.loop(i64(0), rows, row)
 
 
+def store_row(c: Code, dtype: str, source: Any, to: Any, columns: Any, scale: Any) -> None:
+    """Store a row of sums as one of an array, times a scale."""
+    whole = c.b.mul(c.b.sdiv(columns, i64(c.lanes)), i64(c.lanes))
+    for start, end, count in ((i64(0), whole, c.lanes), (whole, columns, 1)):
+
+        def some(d: Any, _: Any, count: int = count) -> None:
+            x = c.load(c.at(source, c.bytes_of(d)), c.vector if count > 1 else c.scalar)
+            x = c.b.fmul(x, c.splat(scale) if count > 1 else scale)
+            c.store_as(dtype, x, c.at(to, c.b.mul(d, i64(size_of(dtype)))))
+
+        c.loop(start, end, some, step=count)
+
+
 def all_finite(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
     """Whether no sum of these rows is NaN or infinite."""
     whole = c.b.mul(c.b.sdiv(columns, i64(c.lanes)), i64(c.lanes))

@@ -1,0 +1,291 @@
+"""The forward kernel for few rows, split over the keys: Flash-Decoding.
+
+A task has up to ROWS rows of one key head, row ``g * Nq + i`` being query i of the g-th query head
+of the group, and the keys of one split. Keys lie in vector lanes of scores, columns in those of
+outputs; so K and V are read once, where they lie. Where a split starts depends on its keys alone.
+The task that ends last merges the splits of its rows, in their order.
+
+References
+----------
+Dao, Haziza, Massa and Sizov, Flash-Decoding for long-context inference, 2023.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm.blocks import mask_row, tile_kind
+from tileattn.kernels.llvm.gemv import dots_of_rows, sums_of_rows
+from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
+from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
+from tileattn.kernels.llvm.scores import (
+    Pairs,
+    apply_score_mods,
+    keep_row,
+    load_bias,
+    load_mask,
+    mask_tile,
+)
+from tileattn.kernels.llvm.softmax import RowState
+from tileattn.kernels.llvm.target import DECODE_KEYS, DECODE_ROWS, Target
+from tileattn.kernels.llvm.tile import Tile, all_finite, convert_rows, store_row
+
+
+def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
+    """Emit the module."""
+    kernel = Kernel("decode", target, dtype, accum_dtype)
+
+    def task(c: Code, _: Params, block: Any, scratch: Any, number: Any) -> None:
+        _Split(kernel, c, block, scratch, number).emit()
+
+    kernel.entry("decode", task)
+    return kernel.module
+
+
+class _Split:
+    def __init__(self, kernel: Kernel, c: Code, params: Any, scratch: Any, number: Any) -> None:
+        self.kernel, self.c, b = kernel, c, c.b
+        self.p = p = Params(c, params)
+        self.block, self.number = b.sdiv(number, p.splits), b.srem(number, p.splits)
+        heads, n = b.sdiv(self.block, p.blocks), b.srem(self.block, p.blocks)
+        self.batch, self.head = b.sdiv(heads, p.Hkv), b.srem(heads, p.Hkv)
+        self.r0 = b.mul(n, i64(DECODE_ROWS))
+        self.rows = c.smaller(i64(DECODE_ROWS), b.sub(b.mul(p.group, p.Nq), self.r0))
+        self.length, self.offset = (
+            c.load(c.row(x, i64(8), self.batch), I64) for x in (p.kv_lengths, p.q_offset)
+        )
+        self.vectors = DECODE_KEYS // c.lanes  # of the scores of a row
+        self.score_vectors = b.mul(self.rows, i64(self.vectors))
+        memory = Scratch(c, scratch, 1)
+        tiles = (memory.tile(DECODE_ROWS * self.vectors) for _ in range(3))
+        self.s, self.visible, self.bias = tiles
+        self.d_step, dv_step = (c.bytes_of(c.rounded_up(n, c.lanes)) for n in (p.D, p.Dv))
+        self.q = memory.rows(DECODE_ROWS, c.rounded_up(p.D, c.lanes))
+        self.columns = b.sdiv(dv_step, i64(self.s.step))  # vectors of a row of the output
+        self.states, self.state_step = memory.tile(0).start, b.add(dv_step, i64(2 * self.s.step))
+
+    def emit(self) -> None:
+        c, b, p = self.c, self.c.b, self.p
+        last = b.sub(b.add(self.r0, self.rows), i64(1))
+        one_head = b.icmp_signed("==", b.sdiv(self.r0, p.Nq), b.sdiv(last, p.Nq))
+        i0 = b.select(one_head, b.srem(self.r0, p.Nq), i64(0))
+        i1 = b.select(one_head, b.srem(last, p.Nq), b.sub(p.Nq, i64(1)))
+        low, high = self.low(i0), self.high(i1)
+        self.full = self.low(i1), self.high(i0)  # what every row attends to
+        first = b.sdiv(low, p.split_keys)
+        end = b.sdiv(b.add(high, b.sub(p.split_keys, i64(1))), p.split_keys)
+        self.splits = c.larger(i64(1), b.sub(end, first))
+        start = b.mul(b.add(first, self.number), p.split_keys)
+
+        def work() -> None:
+            self.attend(c.larger(low, start), c.smaller(high, b.add(start, p.split_keys)))
+            counter = c.row(p.ended, i64(8), self.block)
+            others = b.atomic_rmw("add", counter, i64(1), "acq_rel")
+            done = b.icmp_signed("==", b.add(others, i64(1)), self.splits)
+            c.when(done, lambda: c.each(self.rows, self.finalize))
+
+        c.when(b.icmp_signed("<", self.number, self.splits), work)
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def query(self, r: Any) -> tuple[Any, Any]:
+        """Head and query of a row of the task."""
+        b, p, row = self.c.b, self.p, self.c.b.add(self.r0, r)
+        g = b.sdiv(row, p.Nq)
+        return b.add(b.mul(self.head, p.group), g), b.sub(row, b.mul(g, p.Nq))
+
+    def low(self, i: Any) -> Any:
+        """Give the first key that the window and the length let query i attend to."""
+        first = self.c.b.sub(self.c.b.add(i, self.offset), self.p.left)
+        return self.c.larger(i64(0), self.c.smaller(first, self.length))
+
+    def high(self, i: Any) -> Any:
+        """Give the key after the last one."""
+        last = self.c.b.add(self.c.b.add(i, self.offset), self.p.right)
+        end = self.c.b.add(last, i64(1))
+        return self.c.larger(i64(0), self.c.smaller(end, self.length))
+
+    def state(self, start: Any) -> RowState:
+        """Give the state of one row."""
+        state = Tile(self.c, start, 1)
+        return RowState(self.c, state, Tile(self.c, state.at(2), 1), self.columns, one_row=True)
+
+    def state_of_split(self, split: Any, r: Any) -> RowState:
+        """Give the state of a row over the keys of a split."""
+        return self.state(self.p.row("partials", self.block, split, r))
+
+    def state_of_tile(self, r: Any) -> RowState:
+        """Give the state of a row over the keys of a tile."""
+        return self.state(self.c.row(self.states, self.state_step, r))
+
+    def attend(self, low: Any, high: Any) -> None:
+        """Compute the states of all rows over some keys."""
+        c, b, p = self.c, self.c.b, self.p
+
+        def row(r: Any) -> None:
+            self.state_of_split(self.number, r).clear()
+            to = c.row(self.q, self.d_step, r)
+            Tile(c, to, 1).fill(b.sdiv(self.d_step, i64(self.s.step)), c.const(0.0))
+            given = p.row("q", self.batch, *self.query(r)), i64(0), i64(1), p.D
+            convert_rows(c, self.kernel.dtype, *given, to, i64(0), p.scale_power)
+
+        def tile(k0: Any, _: Any) -> None:
+            k0, k1 = c.larger(k0, low), c.smaller(b.add(k0, i64(DECODE_KEYS)), high)
+            some, full = self.block_kind(k0, k1)
+            c.when(some, lambda: self.add_tile(k0, b.sub(k1, k0), full))
+
+        c.each(self.rows, row)
+        first = b.mul(b.sdiv(low, i64(DECODE_KEYS)), i64(DECODE_KEYS))
+        c.loop(first, high, tile, step=DECODE_KEYS)
+
+    def block_kind(self, k0: Any, k1: Any) -> tuple[Any, Any]:
+        """Whether the block mask leaves something of a tile, and whether all of it."""
+        c, b, p = self.c, self.c.b, self.p
+        some, full = (c.variable(I1, ir.Constant(I1, 1)) for _ in range(2))
+
+        def row(r: Any, state: list[Any]) -> list[Any]:
+            h, i = self.query(r)
+            found = tile_kind(c, p, self.batch, h, i, b.add(i, i64(1)), k0, k1)
+            return [b.or_(state[0], found[0]), b.and_(state[1], found[1])]
+
+        def look() -> None:
+            kinds = c.loop(i64(0), self.rows, row, [ir.Constant(I1, 0), ir.Constant(I1, 1)])
+            for place, x in zip((some, full), kinds, strict=True):
+                b.store(x, place)
+
+        c.when(p.given("block_kinds"), look)
+        return b.load(some, typ=I1), b.load(full, typ=I1)
+
+    def finalize(self, r: Any) -> None:
+        """Merge the splits of a row; divide, and store it."""
+        c, b, p = self.c, self.c.b, self.p
+        h, i = self.query(r)
+        total = self.state_of_split(i64(0), r)
+        c.loop(i64(1), self.splits, lambda n, _: total.merge(self.state_of_split(n, r)))
+
+        def sink() -> None:
+            total.sink([c.splat(c.load(p.row("sinks", h), c.scalar))])
+
+        c.when(p.given("sinks"), sink)
+        found = total.finalize(p.dropout_scale)
+        m, log_l, weight = (b.extract_element(x, i64(0)) for (x,) in found)  # all lanes are equal
+        to = p.row("out", self.batch, h, i)
+        store_row(c, self.kernel.dtype, total.acc.start, to, p.Dv, weight)
+        c.store(b.fadd(m, log_l), p.row("lse", self.batch, h, i))
+
+    # -- tiles -----------------------------------------------------------------------------------
+
+    def add_tile(self, k0: Any, n: Any, full: Any) -> None:
+        """Add the state over n keys, from k0 on, to that of the split."""
+        c, b, p = self.c, self.c.b, self.p
+        k, v = ((p.row(x, self.batch, self.head, k0), getattr(p, f"{x}_j")) for x in ("k", "v"))
+        s = self.s.start, i64(self.vectors * self.s.step)
+        dots_of_rows(self.kernel, c, self.rows, n, p.D, (self.q, self.d_step), k, s)
+        self.s.multiply(self.score_vectors, p.scale_rest)
+        masked = self.modify(k0, n, full)
+
+        def softmax(r: Any) -> None:
+            state = self.state_of_tile(r)
+            state.clear()
+            state.update(Tile(c, c.row(*s, r), 1), i64(self.vectors))
+
+        def merge(r: Any) -> None:
+            self.state_of_split(self.number, r).merge(self.state_of_tile(r))
+
+        c.each(self.rows, softmax)
+        c.when(b.icmp_unsigned("!=", p.threshold, i64(0)), lambda: self.drop(k0))
+        acc = self.state_of_tile(i64(0)).acc.start, self.state_step
+        operands = self.kernel, c, self.rows, n, p.Dv, s, v, acc
+        sums_of_rows(*operands)
+        unusual = b.not_(all_finite(c, *acc, self.rows, p.Dv))
+        c.when(b.and_(masked, unusual), lambda: sums_of_rows(*operands, self.visible.start))
+        c.each(self.rows, merge)
+
+    def modify(self, k0: Any, n: Any, full: Any) -> Any:
+        """Turn products into scores; return whether some are masked out."""
+        c, b, p = self.c, self.c.b, self.p
+        self.load_options(k0, n)
+        pairs = self.pairs(k0, b.add(k0, n))
+        apply_score_mods(c, p, self.s, self.score_vectors, pairs, self.bias, None)
+        masked = b.not_(c.all([
+            b.icmp_signed("==", n, i64(DECODE_KEYS)),
+            b.icmp_signed(">=", k0, self.full[0]),
+            b.icmp_signed("<=", b.add(k0, n), self.full[1]),
+            full,
+            b.not_(p.given("mask")),
+            b.not_(p.given("bias")),
+        ]))  # fmt: skip
+        c.when(masked, lambda: mask_tile(c, p, self.s, self.score_vectors, pairs, self.visible))
+        return masked
+
+    def pairs(self, k0: Any, end: Any) -> Pairs:
+        """Give the queries and keys of each vector of scores."""
+        c, b, p = self.c, self.c.b, self.p
+
+        def slope(n: Any) -> list[Any]:
+            h, _ = self.query_of(n)
+            return [c.splat(c.load(p.row("alibi_slopes", self.batch, h), c.scalar))]
+
+        def of_query(number: Any) -> Any:
+            return lambda n: [c.splat(number(self.query_of(n)[1]))]
+
+        return Pairs(
+            lambda n: [self.keys_of(k0, n)],
+            of_query(lambda i: b.add(i, self.offset)),
+            of_query(lambda i: c.narrow(self.low(i))),
+            of_query(lambda i: c.narrow(c.smaller(end, self.high(i)))),
+            slope,
+        )
+
+    def query_of(self, n: Any) -> tuple[Any, Any]:
+        """Head and query of a vector of scores."""
+        return self.query(self.c.b.sdiv(n, i64(self.vectors)))
+
+    def keys_of(self, k0: Any, n: Any) -> Any:
+        """Give the keys of a vector of scores."""
+        c, b = self.c, self.c.b
+        first = b.add(k0, b.mul(b.srem(n, i64(self.vectors)), i64(c.lanes)))
+        return b.add(c.splat(c.narrow(first)), ir.Constant(c.integers, list(range(c.lanes))))
+
+    def load_options(self, k0: Any, n: Any) -> None:
+        """Load the tile of the bias and of the masks, if there are any."""
+        c, b, p = self.c, self.c.b, self.p
+
+        def source(name: str, r: Any) -> tuple[Any, Any]:
+            return p.row(name, self.batch, *self.query(r), k0), getattr(p, f"{name}_j")
+
+        def place(tile: Tile, r: Any) -> tuple[Any, int]:
+            return tile.at(b.mul(r, i64(self.vectors))), c.size
+
+        def bias(r: Any) -> None:
+            load_bias(c, p, *source("bias", r), n, *place(self.bias, r))
+
+        def mask(r: Any) -> None:
+            load_mask(c, *source("mask", r), n, *place(self.visible, r))
+
+        def block_mask(r: Any) -> None:
+            to = place(self.visible, r)
+            mask_row(c, p, self.batch, *self.query(r), k0, b.add(k0, n), *to)
+
+        def blocks() -> None:
+            def fill() -> None:
+                self.visible.fill(self.score_vectors, c.ints(1))
+
+            c.when(b.not_(p.given("mask")), fill)
+            c.each(self.rows, block_mask)
+
+        c.when(p.given("bias"), lambda: c.each(self.rows, bias))
+        c.when(p.given("mask"), lambda: c.each(self.rows, mask))
+        c.when(p.given("block_kinds"), blocks)
+
+    def drop(self, k0: Any) -> None:
+        """Take out the probabilities that dropout drops."""
+        c, b = self.c, self.c.b
+
+        def vector(n: Any) -> None:
+            keys = [self.keys_of(k0, n)]
+            (keep,) = keep_row(c, self.p, self.batch, *self.query_of(n), keys)
+            one = b.select(keep, c.const(1.0), c.const(0.0))
+            self.s.put(n, [b.fmul(x, one) for x in self.s.row(n)])  # a NaN stays
+
+        c.each(self.score_vectors, vector)

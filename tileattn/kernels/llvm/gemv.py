@@ -1,0 +1,169 @@
+"""Layout layer: products of a few rows with an array that is read once, where it lies.
+
+Its rows are read one after the other, each from start to end, which hardware prefetches: any other
+order took twice the time. Their elements lie in vector lanes, and may end within a vector.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64
+from tileattn.kernels.llvm.kernel import Kernel
+from tileattn.kernels.llvm.tile import size_of
+
+_OPERANDS = [POINTER, I64, POINTER, I64, POINTER, I64, I64, I64, I64]
+_VECTORS = 8  # of sums of one row: enough to hide the latency of an FMA
+_ROWS = 4  # that share a load
+_AHEAD = 16  # rows of B that are prefetched: those of a (B, N, H, D) array may lie pages apart
+
+
+def dots_of_rows(
+    kernel: Kernel, c: Code, rows: Any, n: Any, columns: Any, a: Any, b: Any, to: Any
+) -> None:
+    """Emit ``C[i, j] = sum over d of A[i, d] * B[j, d]``.
+
+    Rows of A end with zeros, and those of C with what fills a vector. Strides are bytes:
+    ``a = (A, a_i)``, ``b = (B, b_j)``, ``to = (C, c_i)``.
+    """
+
+    def body(
+        c: Code, a: Any, a_i: Any, b: Any, b_j: Any, to: Any, c_i: Any, rows: Any, n: Any,
+        columns: Any,
+    ) -> None:  # fmt: skip
+        whole, rest = _cut(c, columns)
+        ahead = c.b.mul(b_j, i64(_AHEAD))
+
+        def term(left: list[Any], start: Any, lanes: Any, d: Any, sums: list[Any]) -> list[Any]:
+            at = c.row(start, i64(size_of(kernel.dtype)), d)
+            c.prefetch(c.at(at, ahead))
+            y = c.load_as(kernel.dtype, at, c.lanes, lanes)
+            x = (c.load(c.at(row, c.bytes_of(d))) for row in left)
+            return [c.fma(p, y, total) for p, total in zip(x, sums, strict=True)]
+
+        def square(i: Any, count: int, end: bool, j: Any, _: Any) -> None:
+            """Emit as many sums as there are lanes; at the end of B, its last row counts again."""
+            left = [c.row(a, a_i, c.b.add(i, i64(r))) for r in range(count)]
+            start, keys = c.row(b, b_j, j), c.lanes // count
+            sums = []
+            for t in range(keys):
+                part = [c.const(0.0)] * count
+                for first, last, lanes in ((i64(0), whole, None), (whole, columns, rest)):
+                    part = c.loop(first, last, partial(term, left, start, lanes), part, c.lanes)
+                sums.append(part)
+                there = c.b.icmp_signed("<", c.b.add(j, i64(t + 1)), n)
+                start = c.at(start, c.b.select(there, b_j, i64(0)) if end else b_j)
+            found = _sums(c, [x for row in zip(*sums, strict=True) for x in row])
+            for r in range(count):
+                some = c.shuffle(found, found, [r * keys + t for t in range(keys)])
+                c.store(some, c.at(c.row(to, c_i, c.b.add(i, i64(r))), c.bytes_of(j)))
+
+        def vector(end: bool, j: Any, _: Any) -> None:
+            def some(i: Any, count: int) -> None:
+                after = c.b.add(j, i64(c.lanes))
+                c.loop(j, after, partial(square, i, count, end), (), c.lanes // count)
+
+            _each_rows(c, rows, _ROWS, some)
+
+        full = _multiple(c, n, c.lanes)
+        c.loop(i64(0), full, partial(vector, False), step=c.lanes)
+        c.loop(full, n, partial(vector, True), step=c.lanes)
+
+    function = kernel.function("dots_of_rows", _OPERANDS, body)
+    c.b.call(function, [*a, *b, *to, rows, n, columns])
+
+
+def sums_of_rows(
+    kernel: Kernel, c: Code, rows: Any, n: Any, columns: Any, a: Any, b: Any, to: Any,
+    visible: Any = None,
+) -> None:  # fmt: skip
+    """Emit ``C[i, d] = sum over j of A[i, j] * B[j, d]``; arguments are as above.
+
+    ``visible`` has a word for each element of A: where it is 0, B may hold anything.
+    """
+
+    def body(
+        c: Code, a: Any, a_i: Any, b: Any, b_j: Any, to: Any, c_i: Any, rows: Any, n: Any,
+        columns: Any, *visible: Any,
+    ) -> None:  # fmt: skip
+        whole, rest = _cut(c, columns)
+        ahead, size = c.b.mul(b_j, i64(_AHEAD)), i64(size_of(kernel.dtype))
+
+        def strip(i: Any, count: int, vectors: int, lanes: Any, d: Any, _: Any) -> None:
+            """Emit the sums of some vectors of columns of some rows."""
+            starts = [c.row(b, size, c.b.add(d, i64(v * c.lanes))) for v in range(vectors)]
+            numbers = [c.b.add(i, i64(r)) for r in range(count)]
+
+            def of_rows(x: Any, j: Any, kind: Any) -> list[Any]:
+                places = (c.at(c.row(x, a_i, r), c.bytes_of(j)) for r in numbers)
+                return [c.splat(c.load(place, kind)) for place in places]
+
+            def term(j: Any, sums: list[Any]) -> list[Any]:
+                places = [c.row(start, b_j, j) for start in starts]
+                for place in places:
+                    c.prefetch(c.at(place, ahead))
+                y = [c.load_as(kernel.dtype, place, c.lanes, lanes) for place in places]
+                pairs = [(p, v) for p in of_rows(a, j, c.scalar) for v in y]
+                new = [c.fma(p, v, total) for (p, v), total in zip(pairs, sums, strict=True)]
+                words = (w for x in visible for w in of_rows(x, j, c.integer) for _ in y)
+                seen = [c.b.icmp_signed("!=", word, c.ints(0)) for word in words]
+                return list(map(c.b.select, seen, new, sums)) if seen else new
+
+            sums = iter(c.loop(i64(0), n, term, [c.const(0.0)] * (count * vectors)))
+            for r in numbers:
+                for v in range(vectors):
+                    place = c.at(c.row(to, c_i, r), c.bytes_of(c.b.add(d, i64(v * c.lanes))))
+                    c.store(next(sums), place)
+
+        def some(i: Any, count: int) -> None:
+            start, vectors = i64(0), _VECTORS
+            while vectors:
+                if vectors * count <= c.target.rows * c.target.vectors:
+                    end, step = _multiple(c, columns, vectors * c.lanes), vectors * c.lanes
+                    c.loop(start, end, partial(strip, i, count, vectors, None), (), step)
+                    start = end
+                vectors //= 2
+            c.loop(whole, columns, partial(strip, i, count, 1, rest), (), c.lanes)
+
+        _each_rows(c, rows, 1 if visible else _ROWS, some)
+
+    name, more = ("sums_of_rows", []) if visible is None else ("masked_sums_of_rows", [visible])
+    function = kernel.function(name, [*_OPERANDS, *(x.type for x in more)], body)
+    c.b.call(function, [*a, *b, *to, rows, n, columns, *more])
+
+
+def _each_rows(c: Code, rows: Any, most: int, body: Callable[[Any, int], None]) -> None:
+    """Run ``body(first, count)`` until all rows are covered, with several as long as there are."""
+    start, count = i64(0), min(most, c.lanes)
+    while count:
+
+        def some(i: Any, _: Any, count: int = count) -> None:
+            body(i, count)
+
+        end = _multiple(c, rows, count)
+        c.loop(start, end, some, step=count)
+        start, count = end, count // 2
+
+
+def _multiple(c: Code, n: Any, step: int) -> Any:
+    """Round down."""
+    return c.b.mul(c.b.sdiv(n, i64(step)), i64(step))
+
+
+def _cut(c: Code, columns: Any) -> tuple[Any, Any]:
+    """Count the columns in whole vectors; say which lanes of the one after them are columns."""
+    whole = _multiple(c, columns, c.lanes)
+    lane = ir.Constant(c.integers, list(range(c.lanes)))
+    rest = c.splat(c.narrow(c.b.sub(columns, whole)))
+    return whole, c.b.icmp_signed("<", lane, rest)
+
+
+def _sums(c: Code, vectors: list[Any]) -> Any:
+    """Add up the lanes of each of as many vectors as a vector has lanes: neighbours, in a tree."""
+    even, odd = (list(range(n, 2 * c.lanes, 2)) for n in (0, 1))
+    while len(vectors) > 1:
+        pairs = zip(vectors[0::2], vectors[1::2], strict=True)
+        vectors = [c.b.fadd(c.shuffle(x, y, even), c.shuffle(x, y, odd)) for x, y in pairs]
+    return vectors[0]
