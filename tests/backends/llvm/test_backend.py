@@ -39,13 +39,15 @@ from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
 
 Array = NDArray[Any]
+Sizes = tuple[int, ...]
 SIZES = (2, 4, 2, 75, 141, 40, 24)  # B, Hq, Hkv, Nq, Nk, D, Dv: several blocks, none of them whole
+FEW = (2, 6, 2, 3, 141, 40, 24)  # so few rows of a key head that the decoding kernel runs
 on_x86 = pytest.mark.skipif("x86" not in host().triple, reason="machine code of an x86-64")
 
 
-def options() -> dict[str, dict[str, Any]]:
+def options(sizes: Sizes) -> dict[str, dict[str, Any]]:
     """Make options, each of which changes what a kernel reads."""
-    B, Hq, _, Nq, Nk, *_ = SIZES
+    B, Hq, _, Nq, Nk, *_ = sizes
     rng = np.random.default_rng(1)
     pairs = rng.random((Nq, Nk)) < 0.02
     return {
@@ -59,7 +61,13 @@ def options() -> dict[str, dict[str, Any]]:
     }
 
 
-OPTIONS = options()
+OPTIONS = options(SIZES)
+CASES = {
+    f"{name}, {many} rows": (sizes, chosen)
+    for many, sizes in (("many", SIZES), ("few", FEW))
+    for name, chosen in options(sizes).items()
+}
+"""Problems of each forward kernel."""
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -82,19 +90,19 @@ def other_target(request: pytest.FixtureRequest) -> Iterator[str]:
     class Other(LlvmBackend):
         name = "other_target"
 
-    registry.register_backend(Other(request.param))
+    registry.register_backend(Other(request.param, split_keys=40))
     yield Other.name
     registry._loaded.pop(Other.name)
 
 
 @on_x86
 @pytest.mark.parametrize("other_target", [AVX2, GENERIC], indirect=True, ids=lambda t: t.name)
-@pytest.mark.parametrize("chosen", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("sizes", "chosen"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.float64])
 def test_kernels_of_other_cpus_are_right(
-    other_target: str, chosen: dict[str, Any], dtype: Any
+    other_target: str, sizes: Sizes, chosen: dict[str, Any], dtype: Any
 ) -> None:
-    q, k, v, dout = given = normal(SIZES, dtype)
+    q, k, v, dout = given = normal(sizes, dtype)
     attention, grads = both(other_target, given, **chosen)
     bounds = error_bound(q, k, v, dout, **chosen)
     assert_attention_close(attention, reference.forward(q, k, v, **chosen), bounds)
@@ -202,12 +210,16 @@ def guarded() -> Iterator[Callable[[Array, bool], Array]]:
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 @pytest.mark.parametrize("behind", [True, False])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-@pytest.mark.parametrize("chosen", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("sizes", "chosen"), CASES.values(), ids=CASES)
 def test_nothing_beside_an_array_is_touched(
-    guarded: Callable[[Array, bool], Array], chosen: dict[str, Any], dtype: Any, behind: bool
+    guarded: Callable[[Array, bool], Array],
+    sizes: Sizes,
+    chosen: dict[str, Any],
+    dtype: Any,
+    behind: bool,
 ) -> None:
     """A read or write past either end of an operand ends the process."""
-    given = normal(SIZES, dtype)
+    given = normal(sizes, dtype)
     expected = both("llvm", given, **chosen)
     placed = tuple(guarded(x, behind) for x in given)
     there: dict[str, Any] = {

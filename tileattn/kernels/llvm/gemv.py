@@ -62,7 +62,7 @@ def dots_of_rows(
 
         def vector(end: bool, j: Any, _: Any) -> None:
             def some(i: Any, count: int) -> None:
-                after = c.b.add(j, i64(c.lanes))
+                after = c.smaller(n, c.b.add(j, i64(c.lanes)))
                 c.loop(j, after, partial(square, i, count, end), (), c.lanes // count)
 
             _each_rows(c, rows, _ROWS, some)
