@@ -144,6 +144,12 @@ def cpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return runner_of(request.param).name
 
 
+@pytest.fixture(autouse=True)
+def no_call_is_known() -> None:
+    """Have each test validate its calls anew, for it may change what is valid."""
+    CALLS.clear()
+
+
 @pytest.fixture(scope="module")
 def one_blas_thread() -> Iterator[None]:
     """Hold the oracle's matrix products to one thread: on a busy machine more are far slower."""

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from tileattn import BlockMask
+from tileattn.backends import registry
 from tileattn.call_cache import MOST, CallCache, PreparedCall, signature
+from tileattn.problem import parse
 
 
 def array(shape: tuple[int, ...] = (2, 3, 5, 8), dtype: Any = np.float32, step: int = 1) -> Any:
@@ -92,7 +94,10 @@ HOST: Any = np.zeros((2, 2))
 @pytest.mark.parametrize(
     ("arrays", "backend", "options"),
     [
-        ((X, X, X), "cupy", {"bias": HOST}),
+        ((X, X, X), "cupy", {"bias": SimpleNamespace(shape=(5, 7))}),
+        ((X, X, X), "cupy", {"kv_lengths": np.zeros(5000, int)}),
+        ((X, X, X), "cupy", {"kv_lengths": [0] * 5000}),
+        ((X, X, X), "cupy", {"scale": np.zeros(1, "i4, i4")[0]}),  # which has no hash
         ((X, X, X), "cupy", {"kv_lengths": array((), np.int64)}),
         ((X, X, X), "cupy", {"kv_lengths": {1, 2}}),
         ((X, X, X), "cupy", {"window": (object(), 1)}),
@@ -132,3 +137,81 @@ def test_the_cache_is_bounded() -> None:
         assert calls[n] is call
         assert len(calls) <= MOST
     assert list(calls) == [MOST, MOST + 1, MOST + 2]
+
+
+# --- signatures of NumPy arrays ------------------------------------------------------------------
+
+
+class Named(np.ndarray):
+    pass
+
+
+PLAIN = np.zeros((2, 2, 3, 4), np.float32)
+HOSTS: list[Any] = [
+    PLAIN,
+    PLAIN + 1,
+    PLAIN[:, :1],
+    PLAIN[0],
+    PLAIN[..., ::-1],
+    PLAIN.swapaxes(1, 2).copy().swapaxes(1, 2),
+    PLAIN.astype(np.float64),
+    PLAIN.astype(">f4"),
+    PLAIN.view(Named),
+    np.ma.array(PLAIN),
+    PLAIN.tolist(),
+]
+INTEGERS: list[Any] = [
+    *(np.array(x, dtype) for x in ([3, 1], [3, 4], [3], 2) for dtype in ("i8", "<i2", ">i2", "f4")),
+    *(np.array(x).view(Named) for x in ([3, 1], [3, 4])),
+    *([3, 1], (3, 1), [3, 4], [3, True], [3, 1.0], 3, 3.0, True, np.int8(3), None, 1 << 60, "3"),
+]
+FLOATS: list[Any] = [0.5, np.float32(0.5), np.float64(0.5), 1, True, 0.0, -0.0, np.nan, "1", None]
+PAIRS = np.ones((3, 3), np.bool_)
+VALUES: dict[str, list[Any]] = {
+    **dict.fromkeys("qkv", HOSTS),
+    "kv_lengths": INTEGERS,
+    "q_offset": INTEGERS,
+    "scale": FLOATS,
+    "softcap": FLOATS,
+    "dropout_p": FLOATS,
+    "seed": [1, 1.0, True, np.uint8(1), -1, 1 << 64],
+    "causal": [True, 1, np.True_, np.False_, None],
+    "window": [(1, 0), [1, 0], (1, False), (1, None), (1.0, 0), (1, 0, 0), -1],
+    "bias": [*HOSTS[:2], PLAIN[..., :3], PAIRS * 1.0, PAIRS * 2.0, np.float32(1), np.array(1.0)],
+    "mask": [PAIRS, ~PAIRS, PAIRS.T, PAIRS[:, ::-1], PAIRS[:1], PAIRS * 1, np.array(True)],
+    "alibi_slopes": [np.ones(2), np.zeros(2), np.ones(2, ">f8"), np.ones((2, 2)), np.ones(3)],
+    "sinks": [np.ones(2), np.zeros(2), np.ones(2, np.float16), np.ones(4)[::2], np.ones((1, 2))],
+    "block_mask": [MASK, BlockMask(np.ones((1, 1), bool), (8, 8)), MASK.kinds, None],
+    "unknown": [1],
+}
+
+
+def validated(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """Find what validation makes of a call: facts, lengths and layouts; None if it is refused."""
+    try:
+        registry.candidates("numpy", {"q": q, "k": k, "v": v, "bias": options.get("bias")})
+        problem, x = parse(q, k, v, options)
+    except (TypeError, ValueError):
+        return None
+    layouts = [(a.shape, a.strides, a.dtype) for a in (x.q, x.k, x.v)]
+    return str(problem), x.kv_lengths.tolist(), x.q_offset.tolist(), layouts
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_calls_of_equal_signatures_are_all_valid_and_the_same_or_all_refused(name: str) -> None:
+    """Any two values of one argument."""
+    found: dict[Any, Any] = {}
+    for value in VALUES[name]:
+        call = {"q": PLAIN, "k": PLAIN, "v": PLAIN, name: value}
+        result = validated(**call)
+        arrays = [call.pop(n) for n in "qkv"]
+        key = signature(arrays, "numpy", call)
+        assert key is None or found.setdefault(key, result) == result
+
+
+@pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "sinks"])
+def test_values_that_validation_does_not_look_at_are_no_part_of_the_signature(name: str) -> None:
+    one, other = VALUES[name][:2]
+    arrays = PLAIN, PLAIN, PLAIN
+    assert signature(arrays, "numpy", {name: one}) == signature(arrays, "numpy", {name: other})
+    assert signature((PLAIN + 1, *arrays[1:]), "numpy", {}) == signature(arrays, "numpy", {})

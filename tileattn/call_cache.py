@@ -13,6 +13,7 @@ from tileattn.results import Attention, Gradients
 
 MOST = 1024  # entries; a program has few shapes, or so many that none comes back
 
+_MOST_VALUES = 1 << 12  # of lengths or offsets in a signature: they are kept
 _VARIABLE = os.environ.encodekey("TILEATTN_BACKEND")
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
@@ -109,40 +110,45 @@ def signature(
     """Write down all that the validation of a call looks at, and the layout of its arrays.
 
     Calls of equal signatures are all valid or all invalid, with arrays of the same layout. None for
-    arrays on the host, whose values are looked at, and for unusual arguments. Each pass gives as
-    many arrays as it takes, absent ones as None.
+    unusual arguments. Each pass gives as many arrays as it takes, absent ones as None.
     """
     if type(backend) is not str:
         return None
     key: list[Any] = [backend, _default() if backend == "auto" else None]
-    for x in arrays:
-        kind = type(x)
-        if isinstance(x, np.ndarray):
-            return None
-        try:
-            key += (kind, x.dtype, x.shape, x.strides)
-        except AttributeError:
-            if x is not None:
+    try:
+        for x in arrays:
+            if x is None:
+                key.append(None)
+            else:
+                key += (type(x), x.dtype, x.shape, x.strides)
+        for name, x in options.items():
+            key += (name, type(x))
+            if not _append(key, x):
                 return None
-            key.append(None)
-    if not options:
-        return tuple(key)
-    for name, x in options.items():
-        kind = type(x)
-        key += (name, kind)
-        if kind in _PLAIN or isinstance(x, np.generic):
-            key.append(x)
-        elif kind is tuple or kind is list:
-            kinds = tuple(map(type, x))
-            if not _PLAIN.issuperset(kinds):
-                return None
-            key += (kinds, *x)
-        elif kind is BlockMask:
-            key.append(ref(x))
-        elif kind is np.ndarray and x.dtype.kind in "iu":
-            key += (x.dtype, x.shape, x.tobytes())
-        elif kind is np.ndarray or not getattr(x, "shape", None):
-            return None  # a value without axes may be looked at, too
-        else:
-            key += (x.dtype, x.shape, getattr(x, "strides", None))
+    except AttributeError:
+        return None  # what is no array
     return tuple(key)
+
+
+def _append(key: list[Any], x: Any) -> bool:
+    """Add an option to a signature; False where it has too many values, or unusual ones."""
+    kind = type(x)
+    if kind in _PLAIN or (isinstance(x, np.generic) and not isinstance(x, np.void)):
+        key.append(x)
+    elif kind is tuple or kind is list:
+        kinds = tuple(map(type, x))
+        key += (kinds, *x)
+        return len(x) <= _MOST_VALUES and _PLAIN.issuperset(kinds)
+    elif kind is BlockMask:
+        key.append(ref(x))
+    elif isinstance(x, np.ndarray):
+        # Lengths and offsets, whose values are looked at, are the only arrays of integers.
+        values = x.dtype.kind in "iu"
+        if values and x.size > _MOST_VALUES:
+            return False
+        key += (x.dtype, x.shape, x.tobytes() if values else x.strides)
+    elif x.shape:
+        key += (x.dtype, x.shape, getattr(x, "strides", None))
+    else:
+        return False  # a value without axes, on the device, may be looked at
+    return True

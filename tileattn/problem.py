@@ -289,6 +289,7 @@ def _integers(name: str, x: Any, B: int) -> Any:
     if x.shape not in ((), (B,)):
         raise ValueError(f"{name} has shape {x.shape}; one integer or shape ({B},) is accepted")
     if isinstance(x, np.ndarray):
+        x = np.asarray(x)  # of a subclass, too
         for wrong in x[(x < -_FAR) | (x > _FAR)].flat:
             raise ValueError(f"{name} holds {wrong}; integers up to 2**60 in size are accepted")
     copy = isinstance(x, np.ndarray)  # what is on the host may be remembered
@@ -364,7 +365,7 @@ def _real(name: str, x: Any, accepted: str) -> float:
         value = math.inf
     if not math.isfinite(value):
         raise ValueError(f"{name} is {x}; {accepted} accepted")
-    return value
+    return value + 0.0  # not -0.0: calls that compare equal have the same bits
 
 
 def _in_use(value: Any) -> bool:

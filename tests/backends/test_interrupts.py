@@ -264,8 +264,8 @@ def test_a_signal_handler_may_call_the_package(N: int) -> None:
     with on_alarm(lambda: nested.append(forward())):
         for n in range(40):
             signal.setitimer(signal.ITIMER_REAL, 0.0001 * (n + 1))
-            results.append(forward())
-    assert nested
+            while len(nested) <= n:
+                results.append(forward())
     for result in (*results, *nested):
         np.testing.assert_array_equal(result.out, expected.out)
         np.testing.assert_array_equal(result.lse, expected.lse)

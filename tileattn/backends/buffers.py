@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tileattn.backends.addresses import address_of, byte_bounds
 from tileattn.backends.protocol import Backend
 from tileattn.backends.registry import ensure_owned
 from tileattn.errors import UnsupportedError
@@ -38,12 +39,6 @@ def placed(result: Attention, out: Any | None) -> Attention:
     return Attention(out, result.lse)
 
 
-def byte_bounds(x: Any) -> tuple[int, int]:
-    """Give the bytes between which an array's elements lie, from its address on."""
-    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
-    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
-
-
 def ensure_workspace(backend: Backend, x: Any, inputs: Mapping[str, Any]) -> None:
     """Raise if ``backward`` cannot take an array as its workspace, whatever its size."""
     from tileattn.kernels.launch.workspace import ALIGNED  # which nobody else on the CPU needs
@@ -72,7 +67,7 @@ def _address(x: Any) -> int:
     if not getattr(x, "size", 0):
         return 0
     if isinstance(x, np.ndarray):
-        return x.ctypes.data
+        return address_of(x)
     return int(getattr(getattr(x, "data", None), "ptr", 0))
 
 

@@ -31,6 +31,7 @@ from tileattn.backends import registry, threads
 from tileattn.backends.llvm import backend as llvm
 from tileattn.backends.llvm import execute
 from tileattn.backends.llvm.backend import LlvmBackend
+from tileattn.call_cache import CALLS
 from tileattn.kernels.jit import cache
 from tileattn.kernels.llvm import compile as compiling
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16
@@ -154,7 +155,9 @@ def test_unusual_numbers_are_computed_in_float32(
 
     attention, grads = computed()
     monkeypatch.setattr(LlvmBackend, "targets_of", lambda self, _: (self.target,))
+    CALLS.clear()
     forward_alone, grads_alone = computed()[0], computed(attention)[1]
+    CALLS.clear()
     usual = number == 2.0**-63
     same = partial(np.array_equal, equal_nan=True)
     assert same(attention.lse, forward_alone.lse) == (not usual and name != "dout")
@@ -279,26 +282,25 @@ def test_a_call_from_another_thread_than_the_main_one() -> None:
 
 
 @pytest.fixture
-def compiled_afresh() -> Iterator[None]:
+def compiled_afresh() -> Iterator[Callable[[], None]]:
     def forget() -> None:
+        CALLS.clear()
         compiling.functions.cache_clear()
         execute._functions.cache_clear()
         cache._warn_once.cache_clear()
 
     forget()
-    yield
+    yield forget
     forget()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="folders there have no mode")
-@pytest.mark.usefixtures("compiled_afresh")
 def test_without_a_private_folder_for_the_cache_it_compiles_and_warns_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiled_afresh: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = normal(SIZES, np.float32)
     expected = both("llvm", given)
-    compiling.functions.cache_clear()
-    execute._functions.cache_clear()
+    compiled_afresh()
     tmp_path.chmod(0o777)
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path))
     with pytest.warns(RuntimeWarning, match="without the disk cache: .*TILEATTN_CACHE_DIR") as said:

@@ -28,7 +28,8 @@ from tests.backends.disturbing import (
     python,
 )
 from tileattn.backends import threads
-from tileattn.backends.llvm import execute
+from tileattn.backends.llvm import call, execute, grids
+from tileattn.call_cache import CALLS
 
 SIZES = (1, 2, 1, 200, 300, 32, 24)  # enough work for threads
 
@@ -58,11 +59,19 @@ def both_passes() -> list[bytes]:
 # --- interrupts -----------------------------------------------------------------------------------
 
 
-def test_an_interrupt_at_any_bytecode_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("first", [True, False])
+def test_an_interrupt_at_any_bytecode_leaves_nothing_behind(first: bool) -> None:
+    """Of the first call of its kind, or of a later one."""
     expected: list[bytes] = forward()
     others: list[list[bytes]] = []
     step = 0
-    while interrupt_at(step, (execute, threads), forward):
+
+    def interrupted() -> bool:
+        if first:
+            CALLS.clear()
+        return interrupt_at(step, (call, execute, threads), forward)
+
+    while interrupted():
         in_another_thread(lambda: others.append(forward()))
         assert forward() == expected, f"after an interrupt at step {step}"
         assert others.pop() == expected
@@ -83,9 +92,11 @@ def test_a_kernel_is_left_after_its_quota(monkeypatch: pytest.MonkeyPatch) -> No
         return [partial(counted, function) for function in compiled(*key)]
 
     monkeypatch.setattr(execute, "_functions", counting)
+    CALLS.clear()
     assert both_passes() == expected
     at_once = entered[0]
-    monkeypatch.setattr(execute, "_QUOTA", 1)
+    monkeypatch.setattr(grids, "_QUOTA", 1)
+    CALLS.clear()
     assert both_passes() == expected
     assert entered[0] - at_once > 2 * at_once
 

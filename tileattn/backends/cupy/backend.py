@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tileattn.backends.buffers import byte_bounds
+from tileattn.backends.addresses import Overlap
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.block_sparse import mask_addresses
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
@@ -192,7 +192,8 @@ class CachedForward:
         self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
         self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
         self._lse = (P.B, P.Hq, P.Nq), P.accum_dtype
-        *self._bounds, self._out_bounds = map(byte_bounds, arrays)
+        *inputs, out = arrays
+        self._overlaps = Overlap(out, inputs)
 
     def __call__(self, q: Any, k: Any, v: Any, out: Any | None) -> Attention | None:
         """Run it; None where an array, or the current device, is not where the plan needs it."""
@@ -212,15 +213,6 @@ class CachedForward:
         lse = self._array(*self._lse)
         self._start((at_q, at_k, at_v, at_out, lse.data.ptr))
         return Attention(out, lse)
-
-    def _overlaps(self, at_out: int, inputs: tuple[int, ...]) -> bool:
-        """Whether out may share memory with an input: then validation must look closely."""
-        first, past = self._out_bounds
-        first, past = at_out + first, at_out + past
-        for at, (lo, hi) in zip(inputs, self._bounds, strict=True):
-            if at + lo < past and first < at + hi:
-                return True
-        return False
 
 
 def _alignments(addresses: Mapping[str, int]) -> tuple[int, ...]:

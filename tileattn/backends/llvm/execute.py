@@ -1,103 +1,127 @@
-"""Runs the kernels for CPUs: packs their parameters, and lends each thread scratch memory."""
+"""Runs the kernels for CPUs: keeps their parameters, and lends each thread scratch memory."""
 
+import ctypes
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tileattn.backends import threads
-from tileattn.backends.llvm import dot
+from tileattn.backends.addresses import address_of
 from tileattn.backends.llvm.arrays import Array
+from tileattn.backends.llvm.grids import Division, Grid
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.llvm.compile import Function, functions
-from tileattn.kernels.llvm.params import BIAS_DTYPES, DOT_ARRAYS, of_array, packed
+from tileattn.kernels.llvm.params import ARRAYS, BIAS_DTYPES, COUNTER, strides_of, template
 from tileattn.kernels.llvm.target import Target, scratch_bytes
 from tileattn.problem import Problem
 
-_SERIAL_WORK = 1 << 22  # multiply-adds up to which starting a thread costs more than it brings
-_READ = 3  # multiply-adds that an element of K or V counts as: threads share the bandwidth
-_QUOTA = 1 << 31  # multiply-adds, a few hundredths of a second, after which a kernel may be left
 _END = 1 << 62  # beyond all tasks
 _FAR = 1 << 61  # further than positions may be from one another
 _ALIGNMENT = 64
 
-
-def multiply_adds(P: Problem) -> int:
-    """Count the multiply-adds of a forward pass without masks."""
-    return P.B * P.Hq * P.Nq * P.Nk * (P.D + P.Dv)
-
-
-def forward_work(P: Problem, kernel: str = "forward") -> int:
-    """Count the multiply-adds of a forward kernel, or what takes as long."""
-    reads = P.B * P.Hkv * P.Nk * (P.D + P.Dv) if kernel == "decode" else 0
-    return multiply_adds(P) + _READ * reads
+_SLOT = {name: slot for slot, name in enumerate(ARRAYS)}
+_COUNTER = COUNTER // 8
+_Block = ctypes.c_int64 * (_COUNTER + 1)
 
 
-def is_parallel(work: int) -> bool:
-    """Whether so many multiply-adds are enough work for threads."""
-    return work > _SERIAL_WORK
+class Executable:
+    """The functions of a module, with all their parameters but the addresses.
 
-
-def run(
-    name: str,
-    target: Target,
-    P: Problem,
-    arrays: dict[str, Array],
-    values: dict[str, int],
-    grids: Sequence[tuple[int, int]],
-) -> bool:
-    """Run the functions of a module one after the other, each with so many tasks and multiply-adds.
-
-    The arrays are held by the caller until all is done; the threads know their addresses alone.
-    False if the target does not compute numbers such as these; then no result is written.
+    Parameters
+    ----------
+    name : str
+        Of the module.
+    target : Target
+        What it is compiled for.
+    P : Problem
+        What is asked.
+    arrays : mapping of str to array
+        Have the layouts of those that each call brings.
+    division : Division
+        How the work is divided.
     """
-    dtypes = P.dtype, P.accum_dtype
-    if target.dot:
-        arrays = arrays | dot.workspace(P, name)
-        blocks = sum(dot.blocks(P, operand) for operand in DOT_ARRAYS if operand in arrays)
-        grids = (blocks, multiply_adds(P)), *grids
-    needed = scratch_bytes(name, target, *dtypes, P.D, P.Dv)
-    fields = values | _numbers(P)
-    for key, array in arrays.items():
-        fields |= of_array(key, array)
-    if "bias" in arrays:
-        fields["bias_dtype"] = BIAS_DTYPES.index(arrays["bias"].dtype.name)
-    compiled = _functions(name, target, *map(_name_of, dtypes))
-    for function, (tasks, work) in zip(compiled, grids, strict=True):
-        if tasks:
-            share = {"tasks": tasks, "quota": max(1, tasks * _QUOTA // max(1, work))}
-            params = np.frombuffer(packed(fields | share), np.uint8)
-            count = min(threads.worker_count(), tasks) if is_parallel(work) else 1
-            _share(function, params, tasks, count, needed, arrays)
-    return not (target.dot and arrays["unusual"][0])
 
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        P: Problem,
+        arrays: Mapping[str, Array],
+        division: Division,
+    ) -> None:
+        dtypes = P.dtype, P.accum_dtype
+        self._scratch_bytes = scratch_bytes(name, target, *dtypes, P.D, P.Dv)
+        self._workspace = division.workspace
+        fields = division.values | _numbers(P)
+        for key, array in {**arrays, **self._workspace()}.items():
+            fields |= strides_of(key, array)
+        if "bias" in arrays:
+            fields["bias_dtype"] = BIAS_DTYPES.index(arrays["bias"].dtype.name)
+        compiled = _functions(name, target, *(dtype.name for dtype in dtypes))
+        self._launches = tuple(
+            (function, template(fields | {"tasks": grid.tasks, "quota": grid.quota}), grid)
+            for function, grid in zip(compiled, division.grids, strict=True)
+            if grid.tasks
+        )
 
-def _share(
-    function: Function, params: Array, tasks: int, count: int, needed: int, arrays: Any
-) -> None:
-    """Let so many threads, of which this is one, take tasks until there are none.
+    def run(self, arrays: Mapping[str, Array]) -> bool:
+        """Run the functions one after the other.
 
-    No thread waits for one that does not run: who adds to dQ first has taken its task first. After
-    an interrupt the others may still be at theirs, and keep the arrays.
-    """
-    counter = np.zeros(1, np.int64)
+        False if the target does not compute numbers such as these; then no result is written.
+        """
+        pointers = [0] * len(_SLOT)
+        for name, array in arrays.items():
+            pointers[_SLOT[name]] = address_of(array)
+        return self.start(pointers, arrays)
 
-    def work(_: Any = arrays) -> None:
-        with _borrowed_scratch(needed) as scratch:
-            while counter[0] < tasks:
-                function(params.ctypes.data, counter.ctypes.data, scratch)
+    def start(self, pointers: list[int], arrays: Any) -> bool:
+        """Do the same, given the addresses that the parameter block begins with.
 
-    threads.together(work, count, stop=lambda: counter.fill(_END))
+        Threads know the addresses alone, so the arrays are to be held until all is done.
+        """
+        workspace = self._workspace()
+        places = [(_SLOT[name], address_of(array)) for name, array in workspace.items()]
+        for function, values, grid in self._launches:
+            block: Any = _Block.from_buffer_copy(values)
+            block[: len(pointers)] = pointers
+            for slot, address in places:
+                block[slot] = address
+            if grid.threads == 1:
+                self._work(function, block, grid.tasks)
+            else:
+                self._share(function, block, grid, (arrays, workspace))
+        unusual = workspace.get("unusual")
+        return unusual is None or not unusual[0]
 
+    def _share(self, function: Function, block: Any, grid: Grid, arrays: Any) -> None:
+        """Let threads, of which this is one, take tasks until there are none.
 
-@functools.cache
-def _name_of(dtype: np.dtype[Any]) -> str:
-    """Give the name of a dtype, which NumPy would put together each time."""
-    return dtype.name
+        No thread waits for one that does not run: who adds to dQ first has taken its task first.
+        After an interrupt the others may still be at theirs, and keep the arrays.
+        """
+
+        def work(_: Any = arrays) -> None:
+            self._work(function, block, grid.tasks)
+
+        def stop() -> None:
+            block[_COUNTER] = _END
+
+        threads.together(work, min(threads.worker_count(), grid.threads), stop)
+
+    def _work(self, function: Function, block: Any, tasks: int) -> None:
+        """Take tasks until there are none."""
+        idle = _idle.buffers
+        scratch = idle.pop() if idle else _Scratch(0)
+        if scratch.size < self._scratch_bytes:
+            scratch = _Scratch(self._scratch_bytes)
+        at = ctypes.addressof(block)
+        while block[_COUNTER] < tasks:
+            function(at, at + COUNTER, scratch.address)
+        idle.append(scratch)
 
 
 @functools.cache
@@ -134,23 +158,21 @@ def _numbers(P: Problem) -> dict[str, Any]:
     return fields
 
 
+class _Scratch:
+    """Memory for the tiles of one worker."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = np.empty(size + _ALIGNMENT, np.uint8)
+        self.size = size
+        start = address_of(self._memory)
+        self.address = start + -start % _ALIGNMENT
+
+
 class _Idle(threading.local):
-    """Scratch memory that no call of the current thread uses now."""
+    """Scratch memory that no call of the current thread uses now; kept from call to call."""
 
     def __init__(self) -> None:
-        self.buffers: list[Array] = []
+        self.buffers: list[_Scratch] = []
 
 
 _idle = _Idle()
-
-
-@contextmanager
-def _borrowed_scratch(size: int) -> Iterator[int]:
-    """Lend scratch memory, kept by the thread from call to call; give its address."""
-    idle = _idle.buffers
-    buffer = idle.pop() if idle else np.empty(0, np.uint8)
-    if len(buffer) < size + _ALIGNMENT:
-        buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    address = buffer.ctypes.data
-    yield int(address + -address % _ALIGNMENT)
-    idle.append(buffer)

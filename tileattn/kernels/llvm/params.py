@@ -5,11 +5,11 @@ from typing import Any
 
 ARRAYS = {
     # name: its axes, for which there are strides in bytes
-    "q": "bhi", "k": "bhj", "v": "bhj", "out": "bhi", "lse": "bhi", "row_max": "bhi",
-    "log_l": "bhi",
+    "q": "bhi", "k": "bhj", "v": "bhj", "out": "bhi", "lse": "bhi", "kv_lengths": "",
+    "q_offset": "", "row_max": "bhi", "log_l": "bhi",
     "dout": "bhi", "delta": "bhi", "dq_accum": "bhi", "dq": "bhi", "dk": "bhj", "dv": "bhj",
     "bias": "bhij", "mask": "bhij", "dbias": "bhij", "alibi_slopes": "bh", "sinks": "h",
-    "kv_lengths": "", "q_offset": "", "block_kinds": "bhij", "block_bits": "nij", "semaphore": "",
+    "block_kinds": "bhij", "block_bits": "nij", "semaphore": "",
     "dlse": "bhi", "q_t": "", "v_t": "", "dout_t": "", "unusual": "",
     "partials": "nsr", "ended": "",
 }  # fmt: skip
@@ -42,7 +42,8 @@ FIELDS = {
     name: 8 * n
     for n, name in enumerate(
         [
-            *(field for name, strides in _STRIDES.items() for field in (name, *strides)),
+            *ARRAYS,
+            *(stride for strides in _STRIDES.values() for stride in strides),
             *INTEGERS,
             *FLOATS,
         ]
@@ -50,18 +51,19 @@ FIELDS = {
 }
 """Byte offset of every field: addresses (0 where there is no such array), strides, numbers."""
 
+COUNTER = (8 * len(FIELDS) // 64 + 2) * 64
+"""Byte offset of the counter of tasks, on no cache line of a field."""
+
 _PACK = struct.Struct(f"<{len(FIELDS) - len(FLOATS)}q{len(FLOATS)}d")
 _DEFAULTS = dict.fromkeys(FIELDS, 0)
 
 
-def packed(values: dict[str, Any]) -> bytes:
-    """Pack the fields; those without a value are 0."""
-    return _PACK.pack(*(_DEFAULTS | values).values())
+def template(values: dict[str, Any]) -> bytes:
+    """Write the block with null pointers, and the counter; fields without a value are 0."""
+    return _PACK.pack(*(_DEFAULTS | values).values()).ljust(COUNTER + 8, b"\0")
 
 
-def of_array(name: str, x: Any) -> dict[str, int]:
-    """Address and strides of an array; an axis of length 1 has the stride 0."""
-    fields = {name: x.__array_interface__["data"][0]}
-    for field, n, step in zip(_STRIDES[name], x.shape, x.strides, strict=False):
-        fields[field] = 0 if n == 1 else step
-    return fields
+def strides_of(name: str, x: Any) -> dict[str, int]:
+    """Strides of an array; an axis of length 1 has the stride 0."""
+    steps = (0 if n == 1 else step for n, step in zip(x.shape, x.strides, strict=True))
+    return dict(zip(_STRIDES[name], steps, strict=False))

@@ -1,0 +1,185 @@
+"""The calls of one signature: what the layout of their arrays decides is worked out once."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tileattn.algorithm import spec
+from tileattn.algorithm.residuals import Residuals, rounding_of_lse, row_norms
+from tileattn.backends.addresses import Overlap, address_of
+from tileattn.backends.buffers import placed
+from tileattn.backends.llvm.arrays import Array, as_inputs, bias_gradient, bias_sums, contiguous
+from tileattn.backends.llvm.execute import Executable
+from tileattn.backends.llvm.grids import divide
+from tileattn.call_cache import PreparedCall
+from tileattn.kernels.llvm.target import Target, padded
+from tileattn.problem import Operands, Problem
+from tileattn.results import Attention, Gradients
+
+_PLAIN = ("q", "k", "v", "out", "lse", "kv_lengths", "q_offset")
+"""Arrays of every forward pass, in the order of their addresses."""
+
+
+class LlvmCall(PreparedCall):
+    """The calls of one signature on NumPy arrays; addresses are looked at in each.
+
+    Parameters
+    ----------
+    backend : LlvmBackend
+        Whose calls they are.
+    problem : Problem
+        What is asked.
+    """
+
+    def __init__(self, backend: Any, problem: Problem) -> None:
+        super().__init__(backend, problem)
+        self._kernel: str = backend.forward_kernel(problem)
+        self._targets: tuple[Target, ...] = backend.targets_of(problem)
+        self._executables: dict[Any, Executable] = {}
+
+    def forward(self, operands: Operands, out: Array | None) -> Attention:
+        """Compute attention; ``out`` is written in one go, after everything else has succeeded."""
+        P = self.problem
+        result = Attention(
+            np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
+        )
+        arrays = as_inputs(P, operands) | {"out": result.out, "lse": result.lse}
+        targets = self._targets[-1:] if self._kernel == "decode" else self._targets
+        executable = self._run(self._kernel, operands, arrays, targets)
+        if len(targets) == 1 and self._is_plain(operands, arrays, out):
+            self.cached_launch = CachedForward(executable, P, arrays, out)
+        return placed(result, out)
+
+    def backward(
+        self,
+        operands: Operands,
+        dout: Array,
+        attention: Attention,
+        dlse: Array | None,
+        deterministic: bool,  # noqa: ARG002 - sums have a fixed order in any case
+        workspace: Array | None,  # noqa: ARG002 - each thread keeps its tiles
+    ) -> Gradients:
+        """Compute the gradients; the workspace is left as it is."""
+        P, x, targets = self.problem, operands, self._targets
+        saved = Residuals.saved(P, dout, attention.lse)
+        if saved.large.any():
+            self._split_large_rows(x, saved)
+            targets = targets[-1:]  # sums in the order of those of the split
+        columns = padded(targets[-1], P.accum_dtype.itemsize, P.D)
+        dq = np.empty((P.B, P.Hq, P.Nq, P.D), P.dtype)
+        in_place = columns == P.D and P.dtype == P.accum_dtype
+        arrays = as_inputs(P, x) | {
+            "dout": contiguous(dout),
+            "out": contiguous(attention.out),
+            "lse": saved.lse,
+            "log_l": saved.log_l,
+            "delta": saved.delta,
+            "dq_accum": dq if in_place else np.empty((*dq.shape[:3], columns), P.accum_dtype),
+            "dq": dq,
+            "dk": np.empty((P.B, P.Hkv, P.Nk, P.D), P.dtype),
+            "dv": np.empty((P.B, P.Hkv, P.Nk, P.Dv), P.dtype),
+        }
+        dbias = bias_sums(P, x.bias)
+        others = {"dlse": None if dlse is None else contiguous(dlse), "dbias": dbias}
+        arrays |= {name: given for name, given in others.items() if given is not None}
+        self._run("backward", x, arrays, targets)
+        with np.errstate(all="ignore"):
+            return Gradients(
+                dq,
+                arrays["dk"],
+                arrays["dv"],
+                None if dbias is None else bias_gradient(x.bias, dbias),
+                None if x.sinks is None else spec.sink_gradient(x.sinks, saved),
+            )
+
+    def _run(
+        self, name: str, x: Operands, arrays: Mapping[str, Array], targets: tuple[Target, ...]
+    ) -> Executable:
+        """Run a module for the first target that computes numbers such as these."""
+        for target in targets:
+            executable = self._executable(name, target, x, arrays)
+            if executable.run(arrays):
+                break
+        return executable
+
+    def _executable(
+        self, name: str, target: Target, x: Operands, arrays: Mapping[str, Array]
+    ) -> Executable:
+        """Find or make it; an array that is not aligned was copied, and has other strides."""
+        key = name, target.dot, *(array.strides for array in arrays.values())
+        executable = self._executables.get(key)
+        if executable is None:
+            P = self.problem
+            division = divide(name, P, target, x, arrays, self.backend.split_keys)
+            executable = Executable(name, target, P, arrays, division)
+            self._executables[key] = executable
+        return executable
+
+    def _is_plain(self, x: Operands, arrays: Mapping[str, Array], out: Array | None) -> bool:
+        """Whether calls of this signature have no other arrays, and theirs are read as they lie."""
+        if len(arrays) > len(_PLAIN) or any(arrays[name] is not getattr(x, name) for name in "qkv"):
+            return False
+        # Of the inputs that out must not overlap, a cached call looks at q, k and v.
+        return out is None or not self.problem.enabled_options & {"kv_lengths", "q_offset"}
+
+    def _split_large_rows(self, x: Operands, saved: Residuals) -> None:
+        """Split the logsumexp of large rows, as ``spec.renormalise``: its text on whole arrays.
+
+        Values are the norms of the keys. Scores are those of both passes to the bit, for each of
+        their sums has one order.
+        """
+        P = self.problem
+        with np.errstate(all="ignore"):
+            q, k = (np.asarray(a, P.accum_dtype) for a in (x.q, x.k))
+            plain = replace(P, dropout_p=0.0, Dv=1, dtype=P.accum_dtype)
+            key_norm = np.empty((P.B, P.Hq, P.Nq, 1), P.accum_dtype)
+            m, own_log_l = np.empty_like(saved.lse), np.empty_like(saved.lse)
+            x = x._replace(q=q, k=k, v=row_norms(k)[..., None])
+            arrays = as_inputs(plain, x) | {"out": key_norm, "row_max": m, "log_l": own_log_l}
+            call = LlvmCall(self.backend, plain)
+            call._run("forward", x, arrays, call._targets)
+            q_norm = abs(P.scale) * row_norms(q)
+            explained = rounding_of_lse(saved.lse, P.D, q_norm, key_norm[..., 0])
+            ours = saved.large & (saved.lse - m - own_log_l <= explained)
+            np.copyto(saved.log_l, own_log_l, where=ours)
+            np.copyto(saved.lse, m, where=ours)
+
+
+class CachedForward:
+    """The forward pass of calls of one signature whose arrays are q, k, v and out alone.
+
+    Parameters
+    ----------
+    executable : Executable
+        What an earlier call has run.
+    P : Problem
+        What is asked.
+    arrays : mapping of str to array
+        Those of that call.
+    out : array or None
+        Has the layout of the caller's.
+    """
+
+    def __init__(
+        self, executable: Executable, P: Problem, arrays: Mapping[str, Array], out: Array | None
+    ) -> None:
+        self._start = executable.start
+        self._out, self._lse = (P.out_shape, P.dtype), (P.out_shape[:-1], P.accum_dtype)
+        self._beyond = P.dtype.alignment - 1
+        self._overlaps = Overlap(arrays["out"] if out is None else out, (arrays[n] for n in "qkv"))
+        self._lengths = arrays["kv_lengths"], arrays["q_offset"]  # the same in all calls
+        self._at_lengths = tuple(map(address_of, self._lengths))
+
+    def __call__(self, q: Array, k: Array, v: Array, out: Array | None) -> Attention | None:
+        """Run it; None where an array is not aligned, or out may be none to write to."""
+        inputs = at_q, at_k, at_v = address_of(q), address_of(k), address_of(v)
+        if (at_q | at_k | at_v) & self._beyond:
+            return None
+        if out is not None and (not out.flags.writeable or self._overlaps(address_of(out), inputs)):
+            return None
+        result, lse = np.empty(*self._out), np.empty(*self._lse)
+        pointers = [at_q, at_k, at_v, address_of(result), address_of(lse), *self._at_lengths]
+        self._start(pointers, (q, k, v, result, lse, self))
+        return placed(Attention(result, lse), out)
