@@ -151,7 +151,7 @@ def _asked_for(name: str) -> str:
 
 def _preferred() -> list[Backend]:
     """Return all backends in the order in which ``"auto"`` asks them."""
-    return [get(name) for name in sorted(names(), key=_FASTER.__ne__)]
+    return [get(name) for name in sorted(names(), key=lambda name: name != _FASTER)]
 
 
 def _owners(backends: Iterable[Backend], arrays: Iterable[Any]) -> list[Backend]:
