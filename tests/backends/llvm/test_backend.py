@@ -58,6 +58,8 @@ def options(sizes: Sizes) -> dict[str, dict[str, Any]]:
         "bias": {"bias": rng.standard_normal((Hq, Nq, Nk)), "softcap": 5.0},
         "bias of keys": {"bias": rng.standard_normal((1, Nk)), "alibi_slopes": rng.random((B, Hq))},
         "bias of rows": {"bias": rng.standard_normal((Nq, 1)), "mask": rng.random((Nq, Nk)) < 0.5},
+        "transposed": {"bias": rng.random((Nk, Nq)).T, "mask": rng.random((Nk, Nq)).T < 0.5},
+        "mask of rows": {"mask": rng.random((Nq, 1)) < 0.5, "bias": rng.random((B, 1, 1, Nk))},
         "blocks": {"block_mask": BlockMask.from_mask(pairs, (16, 24)), "causal": True},
     }
 

@@ -19,8 +19,8 @@ import tileattn
 from tests.arrays import normal
 from tileattn import reference
 from tileattn.backends import registry, threads
-from tileattn.backends.llvm.arrays import splits
 from tileattn.backends.llvm.backend import LlvmBackend
+from tileattn.backends.llvm.grids import splits
 from tileattn.kernels.llvm.target import DECODE_KEYS, DECODE_ROWS, SPLIT
 from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound

@@ -115,7 +115,7 @@ class LlvmBackend:
         width = target.width(P.accum_dtype.itemsize)
         forward, backward = (width, target.keys), (ROWS, width)
         if kernel == "decode":
-            forward = min(DECODE_ROWS, P.group * P.Nq), DECODE_KEYS
+            forward = min(DECODE_ROWS, max(1, P.group * P.Nq)), DECODE_KEYS
         tiles, moved, traffic = explained(P, operands, forward, backward)
         parallel = is_parallel(forward_work(P, kernel))
         many = "few" if kernel == "decode" else "enough for vectors"

@@ -68,7 +68,7 @@ def _forward(P: Problem, target: Target, _: Operands) -> Division:
 
 def _decode(P: Problem, target: Target, x: Operands, split_keys: int) -> Division:
     """Let a task have the rows of a block and the keys of a split."""
-    rows, count = P.group * P.Nq, _splits(P, x, split_keys)
+    rows, count = P.group * P.Nq, splits(P, x, split_keys)
     blocks = -(-rows // DECODE_ROWS)
     groups = P.B * P.Hkv * blocks
     states = (
@@ -85,7 +85,7 @@ def _decode(P: Problem, target: Target, x: Operands, split_keys: int) -> Divisio
     return Division(values, [_grid(groups * count, forward_work(P, "decode"))], workspace)
 
 
-def _splits(P: Problem, x: Operands, keys: int) -> int:
+def splits(P: Problem, x: Operands, keys: int) -> int:
     """Count the splits of so many keys that the keys of one block of rows reach, at most."""
     longest = int(x.kv_lengths.max(initial=0))
     left, right = P.window

@@ -11,26 +11,28 @@ from typing import Any
 from llvmlite import ir
 
 from tileattn.kernels.llvm.backward_rows import convert_dq, preprocess
-from tileattn.kernels.llvm.blocks import mask_row, tile_kind
+from tileattn.kernels.llvm.blocks import tile_kind
 from tileattn.kernels.llvm.broadcast import BackwardBroadcast
 from tileattn.kernels.llvm.dot import BackwardDot
 from tileattn.kernels.llvm.dot_prepare import prepare
-from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64
+from tileattn.kernels.llvm.dropout import keep_pairs
+from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.numerics import exp
 from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES
 from tileattn.kernels.llvm.scores import (
     Pairs,
     apply_score_mods,
-    keep_row,
     load_bias,
-    load_mask,
+    mask_bits,
     mask_tile,
+    masks_given,
 )
 from tileattn.kernels.llvm.target import ROWS, Target
 from tileattn.kernels.llvm.tile import Tile, convert_rows, store_columns
 
 _END = (1 << 62) - 1
+_AHEAD = ROWS, 0  # from tile to tile, in queries and keys
 
 
 def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
@@ -63,9 +65,9 @@ class _Block:
         self.p = p = Params(c, params)
         self.number, self.group, self.k0, self.keys = number, group, k0, keys
         memory = Scratch(c, scratch, self.vectors)
-        self.s, self.ds, self.visible, self.bias, self.grad = (memory.tile(ROWS) for _ in range(5))
+        self.s, self.ds, self.kept, self.bias, self.grad = (memory.tile(ROWS) for _ in range(5))
         self.lanes, self.dbias, self.weights = (memory.tile(1) for _ in range(3))
-        self.kept = memory.tile(ROWS)
+        self.visible, self.keep = memory.bits(ROWS), memory.bits(ROWS)
         operands = BackwardDot if kernel.target.dot else BackwardBroadcast
         self.operands = operands(kernel, c, p, memory, keys, used)
 
@@ -107,7 +109,7 @@ class _Block:
             def body(i0: Any, _: Any) -> None:
                 first = b.mul(b.sdiv(i0, i64(ROWS)), i64(ROWS))
                 i0, i1 = c.larger(first, low), c.smaller(b.add(first, i64(ROWS)), high)
-                some, full = (c.variable(I1, ir.Constant(I1, 1)) for _ in range(2))
+                some, full = (c.variable(I1, same(I1, 1)) for _ in range(2))
 
                 def look() -> None:
                     end = b.add(self.k0, self.keys)
@@ -179,10 +181,7 @@ class _Block:
         """Turn scaled products into probabilities; return whether some are masked out."""
         c, b, p = self.c, self.c.b, self.p
 
-        def narrow(x: Any) -> Any:
-            return b.trunc(x, c.integer) if c.size < 8 else x
-
-        def same(x: Any) -> list[Any]:
+        def alike(x: Any) -> list[Any]:
             return [c.splat(x)] * self.vectors
 
         def position(r: Any) -> Any:
@@ -190,18 +189,18 @@ class _Block:
 
         def low(r: Any) -> list[Any]:
             at = c.smaller(b.sub(position(r), p.left), self.length)
-            return same(narrow(c.larger(i64(0), at)))
+            return alike(c.narrow(c.larger(i64(0), at)))
 
         def high(r: Any) -> list[Any]:
             end = c.smaller(self.length, b.add(b.add(position(r), p.right), i64(1)))
-            return same(narrow(c.larger(i64(0), end)))
+            return alike(c.narrow(c.larger(i64(0), end)))
 
         def slope(_: Any) -> list[Any]:
-            return same(c.load(p.row("alibi_slopes", self.batch, h), c.scalar))
+            return alike(c.load(p.row("alibi_slopes", self.batch, h), c.scalar))
 
         keys = self.lanes.row(0, c.integers)
-        pairs = Pairs(lambda _: keys, lambda r: same(position(r)), low, high, slope)
-        self.load_options(h, i0, n)
+        pairs = Pairs(lambda _: keys, lambda r: alike(position(r)), low, high, slope)
+        c.when(p.given("bias"), lambda: self.load_bias(h, i0, n))
         apply_score_mods(c, p, self.s, n, pairs, self.bias, self.grad)
         last = b.add(i0, b.sub(n, i64(1)))
         inside = c.all([
@@ -214,7 +213,12 @@ class _Block:
             b.not_(p.given("bias")),
         ])  # fmt: skip
         masked = b.not_(inside)
-        c.when(masked, lambda: mask_tile(c, p, self.s, n, pairs, self.visible))
+
+        def mask() -> None:
+            c.when(masks_given(c, p), lambda: self.load_masks(h, i0, n))
+            mask_tile(c, p, self.s, n, pairs, self.visible)
+
+        c.when(masked, mask)
 
         def body(r: Any, _: Any) -> None:
             i = b.add(i0, r)
@@ -242,7 +246,7 @@ class _Block:
             self.grad.put(r, list(map(b.fmul, self.grad.row(r), self.ds.row(r))))
 
         def clear(r: Any, _: Any) -> None:
-            seen = [b.icmp_signed("!=", x, c.ints(0)) for x in self.visible.row(r, c.integers)]
+            seen = self.visible.row(r)
             for tile in (self.s, self.kept, self.ds, self.grad):
                 tile.put(r, [b.select(z, x, zero) for z, x in zip(seen, tile.row(r), strict=True)])
 
@@ -253,47 +257,37 @@ class _Block:
     def drop(self, h: Any, i0: Any, n: Any) -> None:
         """Multiply dP, and a copy of P, by 0 or ``1 / (1 - p)``."""
         c, b, p = self.c, self.c.b, self.p
-        zero, scale = c.const(0.0), c.splat(p.dropout_scale)
+        zero, scale, first = c.const(0.0), c.splat(p.dropout_scale), b.and_(i0, i64(-16))
+        lanes, rows = (self.k0, b.add(self.k0, self.keys)), (first, b.add(i0, n))
+        self.keep.clear(i64(ROWS))
+        keep_pairs(c, p, self.keep, self.batch, h, lanes, i64(0), rows, queries_across=False)
+        skipped = b.sub(i0, first)
 
         def body(r: Any, _: Any) -> None:
-            i = b.add(i0, r)
-            keep = keep_row(c, p, self.batch, h, i, self.lanes.row(0, c.integers))
-            z = [b.select(x, scale, zero) for x in keep]
+            z = [b.select(x, scale, zero) for x in self.keep.row(b.add(r, skipped))]
             for source, to in ((self.s, self.kept), (self.ds, self.ds)):
                 to.put(r, list(map(b.fmul, source.row(r), z)))
 
         c.loop(i64(0), n, body)
 
-    def load_options(self, h: Any, i0: Any, n: Any) -> None:
-        """Load the tile of the bias and of the masks, if there are any."""
-        c, b, p = self.c, self.c.b, self.p
+    def load_bias(self, h: Any, i0: Any, n: Any) -> None:
+        """Load the tile of the bias."""
 
-        def bias() -> None:
-            def body(r: Any, _: Any) -> None:
-                source = p.row("bias", self.batch, h, b.add(i0, r), self.k0)
-                load_bias(c, p, source, p.bias_j, self.keys, self.bias.at(r), c.size)
+        def body(r: Any, _: Any) -> None:
+            place = self.batch, h, self.c.b.add(i0, r), self.k0, self.keys
+            load_bias(self.kernel, self.c, self.p, *place, self.bias.at(r), _AHEAD)
 
-            c.loop(i64(0), n, body)
+        self.c.loop(i64(0), n, body)
 
-        def mask() -> None:
-            def body(r: Any, _: Any) -> None:
-                source = p.row("mask", self.batch, h, b.add(i0, r), self.k0)
-                load_mask(c, source, p.mask_j, self.keys, self.visible.at(r), c.size)
+    def load_masks(self, h: Any, i0: Any, n: Any) -> None:
+        """Load the bits of the stored masks."""
+        c, p = self.c, self.p
 
-            c.loop(i64(0), n, body)
+        def body(r: Any, _: Any) -> None:
+            place = self.batch, h, c.b.add(i0, r), self.k0, self.keys
+            c.store(mask_bits(c, p, *place, _AHEAD), self.visible.at(r))
 
-        def blocks() -> None:
-            c.when(b.not_(p.given("mask")), lambda: self.visible.fill(n, c.ints(1)))
-
-            def body(r: Any, _: Any) -> None:
-                end, to = b.add(self.k0, self.keys), self.visible.at(r)
-                mask_row(c, p, self.batch, h, b.add(i0, r), self.k0, end, to, c.size)
-
-            c.loop(i64(0), n, body)
-
-        c.when(p.given("bias"), bias)
-        c.when(p.given("mask"), mask)
-        c.when(p.given("block_kinds"), blocks)
+        c.loop(i64(0), n, body)
 
     # -- sums ------------------------------------------------------------------------------------
 
@@ -304,12 +298,12 @@ class _Block:
         def full(r: Any, _: Any) -> None:
             to, source = p.row("dbias", self.batch, h, b.add(i0, r), self.k0), self.ds.at(r)
 
-            def element(j: Any, _: Any) -> None:
-                at = c.at(to, c.bytes_of(j))
-                x = c.load(c.at(source, c.bytes_of(j)), c.scalar)
-                c.store(b.fadd(c.load(at, c.scalar), x), at)
+            def some(j: Any, lanes: int) -> None:
+                at, kind = c.at(to, c.bytes_of(j)), c.vector if lanes > 1 else c.scalar
+                x = c.load(c.at(source, c.bytes_of(j)), kind)
+                c.store(b.fadd(c.load(at, kind), x), at)
 
-            c.loop(i64(0), self.keys, element)
+            c.each_vector(self.keys, some)
 
         def of_rows(r: Any, _: Any) -> None:
             to, source = p.row("dbias", self.batch, h, b.add(i0, r)), self.ds.at(r)

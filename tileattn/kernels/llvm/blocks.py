@@ -6,9 +6,8 @@ are in ``block_bits``.
 
 from typing import Any
 
-from llvmlite import ir
-
-from tileattn.kernels.llvm.instructions import I1, I8, I32, Code, i64
+from tileattn.kernels.llvm.bits import ones, packed
+from tileattn.kernels.llvm.instructions import I1, I32, I64, Code, i64, same
 from tileattn.kernels.llvm.kernel import Params
 
 FULL, EMPTY = -2, -1
@@ -23,44 +22,38 @@ def tile_kind(
     def row(a: Any, state: list[Any]) -> list[Any]:
         def block(n: Any, state: list[Any]) -> list[Any]:
             kind = c.load(p.row("block_kinds", batch, head, a, n), I32)
-            some = b.icmp_signed("!=", kind, ir.Constant(I32, EMPTY))
-            full = b.icmp_signed("==", kind, ir.Constant(I32, FULL))
+            some = b.icmp_signed("!=", kind, same(I32, EMPTY))
+            full = b.icmp_signed("==", kind, same(I32, FULL))
             return [b.or_(state[0], some), b.and_(state[1], full)]
 
         return c.loop(b.sdiv(k0, p.block_k), _after(c, k1, p.block_k), block, state)
 
-    no, yes = (ir.Constant(I1, n) for n in (0, 1))
+    no, yes = (same(I1, n) for n in (0, 1))
     some, full = c.loop(b.sdiv(i0, p.block_q), _after(c, i1, p.block_q), row, [no, yes])
     return some, full
 
 
-def mask_row(
-    c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, k1: Any, to: Any, step: int
-) -> None:
-    """Clear what a block mask masks out among a run of keys of query i: a word for each key."""
-    b = c.b
-    zero = ir.Constant(c.integer, 0)
+def block_bits(c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count: Any) -> Any:
+    """Bits of the keys from k0 on, up to 64, that a block mask lets query i attend to."""
+    b, end = c.b, c.b.add(k0, count)
 
-    def block(n: Any, _: Any) -> None:
+    def block(n: Any, bits: list[Any]) -> list[Any]:
         kind = c.load(p.row("block_kinds", batch, head, b.sdiv(i, p.block_q), n), I32)
         first = b.mul(n, p.block_k)
-        start, end = c.larger(k0, first), c.smaller(k1, b.add(first, p.block_k))
+        start, keys = c.larger(k0, first), c.smaller(end, b.add(first, p.block_k))
+        keys = b.sub(keys, start)
+        full = b.icmp_signed("==", kind, same(I32, FULL))
+        found = c.variable(I64, b.select(full, ones(c, keys), i64(0)))
 
-        def place(j: Any) -> Any:
-            return c.at(to, b.mul(b.sub(j, k0), i64(step)))
+        def partial() -> None:
+            number = b.sext(kind, I64)
+            at = p.row("block_bits", number, b.srem(i, p.block_q), b.sub(start, first))
+            b.store(packed(c, at, i64(1), keys), found)
 
-        def partial(j: Any, _: Any) -> None:
-            number = b.sext(kind, i64(0).type)
-            at = p.row("block_bits", number, b.srem(i, p.block_q), b.sub(j, first))
-            seen = b.icmp_signed("!=", c.load(at, I8), ir.Constant(I8, 0))
-            c.store(b.select(seen, c.load(place(j), c.integer), zero), place(j))
+        c.when(b.icmp_signed(">=", kind, same(I32, 0)), partial)
+        return [b.or_(bits[0], b.shl(b.load(found, typ=I64), b.sub(start, k0)))]
 
-        empty = b.icmp_signed("==", kind, ir.Constant(I32, EMPTY))
-        c.when(empty, lambda: c.loop(start, end, lambda j, _: c.store(zero, place(j))))
-        listed = b.icmp_signed(">=", kind, ir.Constant(I32, 0))
-        c.when(listed, lambda: c.loop(start, end, partial))
-
-    c.loop(b.sdiv(k0, p.block_k), _after(c, k1, p.block_k), block)
+    return c.loop(b.sdiv(k0, p.block_k), _after(c, end, p.block_k), block, [i64(0)])[0]
 
 
 def _after(c: Code, end: Any, block: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from tileattn.kernels.llvm.bits import Bits
 from tileattn.kernels.llvm.instructions import I1, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.matmul import masked_product, product
@@ -62,7 +63,7 @@ class ForwardBroadcast:
         rows.update(s, n)
         self.c.when(self.c.b.icmp_unsigned("!=", self.p.threshold, i64(0)), drop)
 
-    def add_values(self, k0: Any, n: Any, s: Tile, visible: Tile, masked: Any) -> None:
+    def add_values(self, k0: Any, n: Any, s: Tile, visible: Bits, masked: Any) -> None:
         """``acc += V^T P``, where ``s`` is P; of a masked tile over visible pairs."""
         c, b, p = self.c, self.c.b, self.p
         v, v_step = self._load("v", self.v_rows, k0, n, p.Dv)
@@ -74,7 +75,7 @@ class ForwardBroadcast:
             with usual:
                 product(self.kernel, c, *operands, to, add=True)
             with nonfinite:
-                masked_product(self.kernel, c, *operands, visible.start, to)
+                masked_product(self.kernel, c, *operands, visible, to)
 
     def _load(self, name: str, rows: Any, k0: Any, n: Any, columns: Any) -> tuple[Any, Any]:
         """Return keys or values as sums, with the step between rows: as they lie, or converted."""
@@ -153,7 +154,7 @@ class BackwardBroadcast:
             product(self.kernel, self.c, *operands, to, add=False)
         s.multiply(self.n, self.p.scale_rest)
 
-    def add_gradients(self, p: Any, ds: Any, visible: Tile, masked: Any, wait: Any) -> None:
+    def add_gradients(self, p: Any, ds: Any, visible: Bits, masked: Any, wait: Any) -> None:
         """``dV += P^T dO``, ``dK += dS^T Q`` and, after a wait, ``dQ += dS K``."""
         c, b = self.c, self.c.b
         clean = c.variable(I1, ir.Constant(I1, 1))
@@ -166,7 +167,7 @@ class BackwardBroadcast:
 
         def add(seen: Any) -> None:
             parts = (self.dv, self.p.Dv, self.dout, p), (self.dk, self.p.D, self.q, ds)
-            width = i64(visible.step)
+            width = i64(self.dk.step)
             for to, columns, (left, step), right in parts:
                 a, sums = (left, i64(c.size), step), (to.start, width)
                 self._multiply(self.used, columns, self.n, a, (right, width), sums, seen, False)
@@ -178,7 +179,7 @@ class BackwardBroadcast:
             with usual:
                 add(None)
             with nonfinite:
-                add(visible.start)
+                add(visible)
 
     def _multiply(
         self, vectors: Any, n_i: Any, n_k: Any, a: Any, b: Any, to: Any, seen: Any, of_a: bool

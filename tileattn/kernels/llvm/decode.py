@@ -10,21 +10,25 @@ References
 Dao, Haziza, Massa and Sizov, Flash-Decoding for long-context inference, 2023.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.blocks import mask_row, tile_kind
+from tileattn.kernels.llvm.bits import Bits
+from tileattn.kernels.llvm.blocks import tile_kind
+from tileattn.kernels.llvm.dropout import kept_keys
 from tileattn.kernels.llvm.gemv import dots_of_rows, sums_of_rows
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.scores import (
     Pairs,
     apply_score_mods,
-    keep_row,
     load_bias,
-    load_mask,
+    mask_bits,
     mask_tile,
+    masks_given,
 )
 from tileattn.kernels.llvm.softmax import RowState
 from tileattn.kernels.llvm.target import DECODE_KEYS, DECODE_ROWS, Target
@@ -57,8 +61,9 @@ class _Split:
         self.vectors = DECODE_KEYS // c.lanes  # of the scores of a row
         self.score_vectors = b.mul(self.rows, i64(self.vectors))
         memory = Scratch(c, scratch, 1)
-        tiles = (memory.tile(DECODE_ROWS * self.vectors) for _ in range(3))
-        self.s, self.visible, self.bias = tiles
+        vectors = DECODE_ROWS * self.vectors
+        self.s, self.bias = (memory.tile(vectors) for _ in range(2))
+        self.visible, self.keep = (memory.bits(vectors) for _ in range(2))
         self.d_step, dv_step = (c.bytes_of(c.rounded_up(n, c.lanes)) for n in (p.D, p.Dv))
         self.q = memory.rows(DECODE_ROWS, c.rounded_up(p.D, c.lanes))
         self.columns = b.sdiv(dv_step, i64(self.s.step))  # vectors of a row of the output
@@ -193,18 +198,18 @@ class _Split:
             self.state_of_split(self.number, r).merge(self.state_of_tile(r))
 
         c.each(self.rows, softmax)
-        c.when(b.icmp_unsigned("!=", p.threshold, i64(0)), lambda: self.drop(k0))
+        c.when(b.icmp_unsigned("!=", p.threshold, i64(0)), lambda: self.drop(k0, n))
         acc = self.state_of_tile(i64(0)).acc.start, self.state_step
         operands = self.kernel, c, self.rows, n, p.Dv, s, v, acc
         sums_of_rows(*operands)
         unusual = b.not_(all_finite(c, *acc, self.rows, p.Dv))
-        c.when(b.and_(masked, unusual), lambda: sums_of_rows(*operands, self.visible.start))
+        c.when(b.and_(masked, unusual), lambda: sums_of_rows(*operands, self.visible))
         c.each(self.rows, merge)
 
     def modify(self, k0: Any, n: Any, full: Any) -> Any:
         """Turn products into scores; return whether some are masked out."""
         c, b, p = self.c, self.c.b, self.p
-        self.load_options(k0, n)
+        c.when(p.given("bias"), lambda: self.load_bias(k0, n))
         pairs = self.pairs(k0, b.add(k0, n))
         apply_score_mods(c, p, self.s, self.score_vectors, pairs, self.bias, None)
         masked = b.not_(c.all([
@@ -215,7 +220,13 @@ class _Split:
             b.not_(p.given("mask")),
             b.not_(p.given("bias")),
         ]))  # fmt: skip
-        c.when(masked, lambda: mask_tile(c, p, self.s, self.score_vectors, pairs, self.visible))
+
+        def mask() -> None:
+            load = partial(mask_bits, c, p, self.batch, ahead=(0, DECODE_KEYS))
+            c.when(masks_given(c, p), lambda: self.load_bits(self.visible, load, k0, n))
+            mask_tile(c, p, self.s, self.score_vectors, pairs, self.visible)
+
+        c.when(masked, mask)
         return masked
 
     def pairs(self, k0: Any, end: Any) -> Pairs:
@@ -247,44 +258,39 @@ class _Split:
         first = b.add(k0, b.mul(b.srem(n, i64(self.vectors)), i64(c.lanes)))
         return b.add(c.splat(c.narrow(first)), ir.Constant(c.integers, list(range(c.lanes))))
 
-    def load_options(self, k0: Any, n: Any) -> None:
-        """Load the tile of the bias and of the masks, if there are any."""
-        c, b, p = self.c, self.c.b, self.p
+    def load_bias(self, k0: Any, n: Any) -> None:
+        """Load the tile of the bias."""
+        c = self.c
 
-        def source(name: str, r: Any) -> tuple[Any, Any]:
-            return p.row(name, self.batch, *self.query(r), k0), getattr(p, f"{name}_j")
+        def row(r: Any) -> None:
+            to = self.bias.at(c.b.mul(r, i64(self.vectors)))
+            pairs = self.batch, *self.query(r), k0, n
+            load_bias(self.kernel, c, self.p, *pairs, to, ahead=(0, DECODE_KEYS))
 
-        def place(tile: Tile, r: Any) -> tuple[Any, int]:
-            return tile.at(b.mul(r, i64(self.vectors))), c.size
+        c.each(self.rows, row)
 
-        def bias(r: Any) -> None:
-            load_bias(c, p, *source("bias", r), n, *place(self.bias, r))
-
-        def mask(r: Any) -> None:
-            load_mask(c, *source("mask", r), n, *place(self.visible, r))
-
-        def block_mask(r: Any) -> None:
-            to = place(self.visible, r)
-            mask_row(c, p, self.batch, *self.query(r), k0, b.add(k0, n), *to)
-
-        def blocks() -> None:
-            def fill() -> None:
-                self.visible.fill(self.score_vectors, c.ints(1))
-
-            c.when(b.not_(p.given("mask")), fill)
-            c.each(self.rows, block_mask)
-
-        c.when(p.given("bias"), lambda: c.each(self.rows, bias))
-        c.when(p.given("mask"), lambda: c.each(self.rows, mask))
-        c.when(p.given("block_kinds"), blocks)
-
-    def drop(self, k0: Any) -> None:
-        """Take out the probabilities that dropout drops."""
+    def load_bits(self, to: Bits, find: Callable[..., Any], k0: Any, n: Any) -> None:
+        """Store bits for each vector of scores; ``find`` gives those of up to 64 keys of a row."""
         c, b = self.c, self.c.b
 
+        def row(r: Any) -> None:
+            def run(j: Any, _: Any) -> None:
+                bits = find(*self.query(r), b.add(k0, j), c.smaller(i64(64), b.sub(n, j)))
+                first = b.add(b.mul(r, i64(self.vectors)), b.sdiv(j, i64(c.lanes)))
+                for v in range(64 // c.lanes):
+                    c.store(b.lshr(bits, i64(v * c.lanes)), to.at(b.add(first, i64(v))))
+
+            c.loop(i64(0), n, run, step=64)
+
+        c.each(self.rows, row)
+
+    def drop(self, k0: Any, n: Any) -> None:
+        """Take out the probabilities that dropout drops."""
+        c, b = self.c, self.c.b
+        self.load_bits(self.keep, partial(kept_keys, c, self.p, self.batch), k0, n)
+
         def vector(n: Any) -> None:
-            keys = [self.keys_of(k0, n)]
-            (keep,) = keep_row(c, self.p, self.batch, *self.query_of(n), keys)
+            (keep,) = self.keep.row(n)
             one = b.select(keep, c.const(1.0), c.const(0.0))
             self.s.put(n, [b.fmul(x, one) for x in self.s.row(n)])  # a NaN stays
 

@@ -11,6 +11,7 @@ from typing import Any
 from llvmlite import ir
 
 from tileattn.kernels.llvm.bfloat16 import narrowed, paired
+from tileattn.kernels.llvm.bits import Bits
 from tileattn.kernels.llvm.dot_matmul import dot_product, grain
 from tileattn.kernels.llvm.dot_prepare import transposed_block
 from tileattn.kernels.llvm.dot_tile import (
@@ -88,7 +89,7 @@ class ForwardDot:
                 c.loop(n, end, lambda j, _: s.put(j, nothing))
                 rows.update(s, end, self.factor, put)
 
-    def add_values(self, k0: Any, n: Any, s: Tile, visible: Tile, masked: Any) -> None:  # noqa: ARG002 - all values are finite
+    def add_values(self, k0: Any, n: Any, s: Tile, visible: Bits, masked: Any) -> None:  # noqa: ARG002 - all values are finite
         """``acc += V^T P``."""
         c, p = self.c, self.p
         v = transposed_block(c, p, "v", self.batch, self.head, k0), i64(2 * BLOCK)
@@ -163,19 +164,19 @@ class BackwardDot:
             dot_product(self.kernel, self.c, *operands, to, add=False)
         s.multiply(self.n, self.p.scale)
 
-    def add_gradients(self, p: Any, ds: Any, visible: Tile, masked: Any, wait: Any) -> None:  # noqa: ARG002 - all operands are finite
+    def add_gradients(self, p: Any, ds: Any, visible: Bits, masked: Any, wait: Any) -> None:  # noqa: ARG002 - all operands are finite
         """``dV += P^T dO``, ``dK += dS^T Q`` and, after a wait, ``dQ += dS K``."""
         c, n = self.c, self.n
         for name, sums, to, columns in (
             ("dout", p, self.dv, self.p.Dv),
             ("q", ds, self.dk, self.p.D),
         ):
-            pair_sums(c, Tile(c, sums, len(visible.vectors)), n, self.pairs)
+            pair_sums(c, Tile(c, sums, self.kernel.target.vectors), n, self.pairs)
             left = transposed_block(c, self.p, name, self.batch, self.h, self.i0), i64(2 * BLOCK)
             right = self.pairs.start, i64(self.pairs.step)
             operands = self.used, columns, n, left, right, (to.start, i64(to.step))
             dot_product(self.kernel, c, *operands, add=True)
-        self._round_rows(Tile(c, ds, len(visible.vectors)))
+        self._round_rows(Tile(c, ds, self.kernel.target.vectors))
         wait()
         self._add_dq()
 

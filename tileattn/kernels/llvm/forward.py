@@ -5,28 +5,31 @@ the g-th query head of the group. Rows lie in vector lanes; so a tile of scores 
 key, K and V are broadcast element by element, and no reduction is horizontal.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.blocks import mask_row, tile_kind
+from tileattn.kernels.llvm.bits import put_column, transpose_bits
+from tileattn.kernels.llvm.blocks import tile_kind
 from tileattn.kernels.llvm.broadcast import ForwardBroadcast
 from tileattn.kernels.llvm.dot import ForwardDot
 from tileattn.kernels.llvm.dot_prepare import prepare
-from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
+from tileattn.kernels.llvm.dropout import keep_pairs
+from tileattn.kernels.llvm.instructions import I1, I64, Code, i64, same
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.scores import (
     Pairs,
     apply_score_mods,
-    keep_tile,
     load_bias,
-    load_mask,
+    mask_bits,
     mask_tile,
+    masks_given,
 )
 from tileattn.kernels.llvm.softmax import RowState
 from tileattn.kernels.llvm.target import ROW_FACTS, Target
-from tileattn.kernels.llvm.tile import store_columns
+from tileattn.kernels.llvm.tile import store_columns, transpose_rows
 
 _FAR = 1 << 62
 _QUERY, _HEAD, _LOW, _HIGH, _SLOPE, _POSITION = range(6)
@@ -61,8 +64,10 @@ class _Block:
         memory = Scratch(c, scratch, self.vectors)
         self.state, self.facts = memory.tile(4), memory.tile(ROW_FACTS)
         keys = kernel.target.keys
-        self.s, self.visible, self.bias = (memory.tile(keys) for _ in range(3))
-        self.keep = memory.tile(keys + 16)
+        self.s, self.bias, rows_of_bias = (memory.tile(keys) for _ in range(3))
+        self.bias_rows = rows_of_bias.start
+        self.mask_words = memory.tile(8 // c.size)
+        self.visible, self.keep = memory.bits(keys), memory.bits(keys)
         last = c.b.sdiv(c.b.sub(rows, i64(1)), i64(c.lanes))
         used = c.b.add(last, i64(1))  # vectors that hold rows
         operands = ForwardDot if kernel.target.dot else ForwardBroadcast
@@ -149,25 +154,34 @@ class _Block:
         c.loop(i64(0), self.rows, body)
         return self.facts.row(_SLOPE)
 
+    def each_head(
+        self, body: Callable[[Any, Any, Any, list[Any]], Sequence[Any]], state: Sequence[Any] = ()
+    ) -> list[Any]:
+        """For each query head, with its range of queries: ``state = body(g, i0, i1, state)``."""
+        c, b, Nq = self.c, self.c.b, self.p.Nq
+        end = b.add(self.r0, self.rows)
+
+        def head(g: Any, state: list[Any]) -> Sequence[Any]:
+            first = b.mul(g, Nq)
+            i0, i1 = c.larger(i64(0), b.sub(self.r0, first)), c.smaller(Nq, b.sub(end, first))
+            return body(g, i0, i1, state)
+
+        last = b.sdiv(b.sub(end, i64(1)), Nq)
+        return c.loop(b.sdiv(self.r0, Nq), b.add(last, i64(1)), head, state)
+
     def block_kind(self, k0: Any, k1: Any) -> tuple[Any, Any]:
         """Whether the block mask leaves something of a tile, and whether all of it."""
         c, b, p = self.c, self.c.b, self.p
-        some, full = (c.variable(I1, ir.Constant(I1, 1)) for _ in range(2))
+        some, full = (c.variable(I1, same(I1, 1)) for _ in range(2))
+
+        def head(g: Any, i0: Any, i1: Any, state: list[Any]) -> list[Any]:
+            h = b.add(b.mul(self.head, p.group), g)
+            found = tile_kind(c, p, self.batch, h, i0, i1, k0, k1)
+            return [b.or_(state[0], found[0]), b.and_(state[1], found[1])]
 
         def look() -> None:
-            last = b.add(self.r0, b.sub(self.rows, i64(1)))
-            first_head, last_head = b.sdiv(self.r0, p.Nq), b.sdiv(last, p.Nq)
-
-            def head(g: Any, state: list[Any]) -> list[Any]:
-                i0 = c.larger(i64(0), b.sub(self.r0, b.mul(g, p.Nq)))
-                i1 = c.smaller(p.Nq, b.sub(b.add(last, i64(1)), b.mul(g, p.Nq)))
-                h = b.add(b.mul(self.head, p.group), g)
-                found = tile_kind(c, p, self.batch, h, i0, i1, k0, k1)
-                return [b.or_(state[0], found[0]), b.and_(state[1], found[1])]
-
-            start = [ir.Constant(I1, 0), ir.Constant(I1, 1)]
-            end = b.add(last_head, i64(1))
-            for place, x in zip((some, full), c.loop(first_head, end, head, start), strict=True):
+            kinds = self.each_head(head, [same(I1, 0), same(I1, 1)])
+            for place, x in zip((some, full), kinds, strict=True):
                 b.store(x, place)
 
         c.when(p.given("block_kinds"), look)
@@ -185,81 +199,83 @@ class _Block:
         modified = b.or_(p.given("softcap"), p.given("alibi_slopes"))
         self.operands.scores(k0, n, self.s, b.or_(masked, modified))
 
-        def keys(j: Any) -> list[Any]:
-            x = b.add(k0, j)
-            return [c.splat(b.trunc(x, c.integer) if c.size < 8 else x)] * self.vectors
+        pairs = self.pairs(k0)
+        c.when(p.given("bias"), lambda: self.load_bias(k0, n))
+        apply_score_mods(c, p, self.s, n, pairs, self.bias, None)
 
-        def of(fact: int) -> Any:
-            return lambda _: self.facts.row(fact, c.integers)
+        def mask() -> None:
+            c.when(masks_given(c, p), lambda: self.load_masks(k0, n))
+            mask_tile(c, p, self.s, n, pairs, self.visible)
+
+        c.when(masked, mask)
+        self.operands.update(rows, n, self.s, lambda: self.drop(k0, n))
+        self.operands.add_values(k0, n, self.s, self.visible, masked)
+
+    def pairs(self, k0: Any) -> Pairs:
+        """Give the queries and keys of the tile whose first key is k0."""
+        c, b = self.c, self.c.b
+
+        def keys(j: Any) -> list[Any]:
+            return [c.splat(c.narrow(b.add(k0, j)))] * self.vectors
 
         def positions(_: Any) -> list[Any]:
             kind, width = ir.VectorType(I64, c.lanes), 8 * c.lanes
             return [c.load(c.at(self.facts.at(_POSITION), v * width), kind) for v in self.s.vectors]
 
-        pairs = Pairs(keys, positions, of(_LOW), of(_HIGH), lambda _: self.facts.row(_SLOPE))
-        self.load_options(k0, n)
-        apply_score_mods(c, p, self.s, n, pairs, self.bias, None)
-        c.when(masked, lambda: mask_tile(c, p, self.s, n, pairs, self.visible))
-        self.operands.update(rows, n, self.s, lambda: self.drop(k0, n))
-        self.operands.add_values(k0, n, self.s, self.visible, masked)
+        def of(fact: int) -> Any:
+            return lambda _: self.facts.row(fact, c.integers)
 
-    def load_options(self, k0: Any, n: Any) -> None:
-        """Load the tile of the bias and of the masks, if there are any."""
-        c, b, p = self.c, self.c.b, self.p
+        return Pairs(keys, positions, of(_LOW), of(_HIGH), lambda _: self.facts.row(_SLOPE))
 
-        def each(name: str, load: Any) -> None:
-            step = getattr(p, f"{name}_j")
+    def load_bias(self, k0: Any, n: Any) -> None:
+        """Load the tile of the bias, by rows of queries, and transpose it."""
+        c, keys = self.c, self.kernel.target.keys
 
-            def body(r: Any, _: Any) -> None:
-                load(self.row(name, r, k0), step, c.bytes_of(r))
+        def row(r: Any) -> Any:
+            return c.row(self.bias_rows, i64(keys * c.size), r)
 
-            c.loop(i64(0), self.rows, body)
+        def load(r: Any, _: Any) -> None:
+            pairs = self.batch, self.fact(_HEAD, r), self.fact(_QUERY, r), k0, n
+            load_bias(self.kernel, c, self.p, *pairs, row(r), ahead=(0, keys))
 
-        def bias() -> None:
-            each(
-                "bias",
-                lambda source, step, r: load_bias(
-                    c, p, source, step, n, c.at(self.bias.start, r), self.bias.step
-                ),
-            )
+        c.loop(i64(0), self.rows, load)
+        transpose_rows(c, c.dtype, row, self.rows, i64(keys), self.bias)
 
-        def mask() -> None:
-            each(
-                "mask",
-                lambda source, step, r: load_mask(
-                    c, source, step, n, c.at(self.visible.start, r), self.visible.step
-                ),
-            )
+    def load_masks(self, k0: Any, n: Any) -> None:
+        """Load the bits of the stored masks."""
+        c, b, ahead = self.c, self.c.b, (0, self.kernel.target.keys)
 
-        def blocks() -> None:
-            c.when(b.not_(p.given("mask")), lambda: self.visible.fill(n, c.ints(1)))
+        def run(j: Any, _: Any) -> None:
+            count = c.smaller(i64(64), b.sub(n, j))
 
-            def body(r: Any, _: Any) -> None:
-                i, h = self.fact(_QUERY, r), self.fact(_HEAD, r)
-                to = c.at(self.visible.start, c.bytes_of(r))
-                mask_row(c, p, self.batch, h, i, k0, b.add(k0, n), to, self.visible.step)
+            def lane(r: Any, _: Any) -> None:
+                pairs = self.batch, self.fact(_HEAD, r), self.fact(_QUERY, r), b.add(k0, j), count
+                put_column(c, self.mask_words, r, mask_bits(c, self.p, *pairs, ahead))
 
-            c.loop(i64(0), self.rows, body)
+            c.loop(i64(0), self.rows, lane)
+            transpose_bits(c, self.mask_words, count, self.visible, j)
 
-        c.when(p.given("bias"), bias)
-        c.when(p.given("mask"), mask)
-        c.when(p.given("block_kinds"), blocks)
+        c.loop(i64(0), n, run, step=64)
 
     def drop(self, k0: Any, n: Any) -> None:
         """Take out the probabilities that dropout drops."""
-        c, b = self.c, self.c.b
+        c, b, p = self.c, self.c.b, self.p
         first = b.and_(k0, i64(-16))
-        keep_tile(
-            c, self.p, self.keep, first, b.add(k0, n), self.batch,
-            self.facts.row(_QUERY, c.integers), self.facts.row(_HEAD, c.integers),
-        )  # fmt: skip
+
+        def head(g: Any, i0: Any, i1: Any, _: Any) -> tuple[()]:
+            h, lane = b.add(b.mul(self.head, p.group), g), b.sub(b.add(b.mul(g, p.Nq), i0), self.r0)
+            keys = first, b.add(k0, n)
+            keep_pairs(c, p, self.keep, self.batch, h, (i0, i1), lane, keys, queries_across=True)
+            return ()
+
+        self.keep.clear(i64(self.kernel.target.keys))
+        self.each_head(head)
         skipped = b.sub(k0, first)
 
         def body(j: Any, _: Any) -> None:
             kept = []
-            keep = self.keep.row(b.add(j, skipped), c.integers)
-            for x, z in zip(self.s.row(j), keep, strict=True):
-                one = b.select(b.icmp_signed("!=", z, c.ints(0)), c.const(1.0), c.const(0.0))
+            for x, z in zip(self.s.row(j), self.keep.row(b.add(j, skipped)), strict=True):
+                one = b.select(z, c.const(1.0), c.const(0.0))
                 kept.append(b.fmul(x, one))  # a NaN stays, also where it is dropped
             self.s.put(j, kept)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from tileattn.kernels.llvm.bits import Bits
 from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel
 from tileattn.kernels.llvm.tile import size_of
@@ -77,11 +78,12 @@ def dots_of_rows(
 
 def sums_of_rows(
     kernel: Kernel, c: Code, rows: Any, n: Any, columns: Any, a: Any, b: Any, to: Any,
-    visible: Any = None,
+    visible: Bits | None = None,
 ) -> None:  # fmt: skip
     """Emit ``C[i, d] = sum over j of A[i, j] * B[j, d]``; arguments are as above.
 
-    ``visible`` has a word for each element of A: where it is 0, B may hold anything.
+    ``visible`` has a bit for each element of A, a row of bits for a vector: where it is 0, B may
+    hold anything.
     """
 
     def body(
@@ -90,26 +92,32 @@ def sums_of_rows(
     ) -> None:  # fmt: skip
         whole, rest = _cut(c, columns)
         ahead, size = c.b.mul(b_j, i64(_AHEAD)), i64(size_of(kernel.dtype))
+        pairs = [Bits(c, words, 1) for words in visible]
 
         def strip(i: Any, count: int, vectors: int, lanes: Any, d: Any, _: Any) -> None:
             """Emit the sums of some vectors of columns of some rows."""
             starts = [c.row(b, size, c.b.add(d, i64(v * c.lanes))) for v in range(vectors)]
             numbers = [c.b.add(i, i64(r)) for r in range(count)]
 
-            def of_rows(x: Any, j: Any, kind: Any) -> list[Any]:
-                places = (c.at(c.row(x, a_i, r), c.bytes_of(j)) for r in numbers)
-                return [c.splat(c.load(place, kind)) for place in places]
+            def of_rows(j: Any) -> list[Any]:
+                places = (c.at(c.row(a, a_i, r), c.bytes_of(j)) for r in numbers)
+                return [c.splat(c.load(place, c.scalar)) for place in places]
+
+            def seen(j: Any) -> list[Any]:
+                """Whether pairs are visible, a condition for each sum."""
+                row, lanes = c.b.sdiv(a_i, i64(c.lanes * c.size)), i64(c.lanes)
+                places = [c.b.add(c.b.mul(r, row), c.b.sdiv(j, lanes)) for r in numbers]
+                bits = [x.get(n, c.b.srem(j, lanes)) for x in pairs for n in places]
+                return [c.splat(bit) for bit in bits for _ in starts]
 
             def term(j: Any, sums: list[Any]) -> list[Any]:
                 places = [c.row(start, b_j, j) for start in starts]
                 for place in places:
                     c.prefetch(c.at(place, ahead))
                 y = [c.load_as(kernel.dtype, place, c.lanes, lanes) for place in places]
-                pairs = [(p, v) for p in of_rows(a, j, c.scalar) for v in y]
-                new = [c.fma(p, v, total) for (p, v), total in zip(pairs, sums, strict=True)]
-                words = (w for x in visible for w in of_rows(x, j, c.integer) for _ in y)
-                seen = [c.b.icmp_signed("!=", word, c.ints(0)) for word in words]
-                return list(map(c.b.select, seen, new, sums)) if seen else new
+                factors = [(p, v) for p in of_rows(j) for v in y]
+                new = [c.fma(p, v, total) for (p, v), total in zip(factors, sums, strict=True)]
+                return list(map(c.b.select, seen(j), new, sums)) if pairs else new
 
             sums = iter(c.loop(i64(0), n, term, [c.const(0.0)] * (count * vectors)))
             for r in numbers:
@@ -129,7 +137,9 @@ def sums_of_rows(
 
         _each_rows(c, rows, 1 if visible else _ROWS, some)
 
-    name, more = ("sums_of_rows", []) if visible is None else ("masked_sums_of_rows", [visible])
+    name, more = "sums_of_rows", []
+    if visible is not None:
+        name, more = "masked_sums_of_rows", [visible.start]
     function = kernel.function(name, [*_OPERANDS, *(x.type for x in more)], body)
     c.b.call(function, [*a, *b, *to, rows, n, columns, *more])
 

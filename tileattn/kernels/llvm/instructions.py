@@ -26,6 +26,11 @@ def i64(n: int) -> ir.Constant:
     return ir.Constant(I64, n)
 
 
+def same(kind: Any, n: int) -> ir.Constant:
+    """Make an integer of a type, or a vector of such."""
+    return ir.Constant(kind, [n] * kind.count if isinstance(kind, ir.VectorType) else n)
+
+
 class Code:
     """Emits the instructions of one function.
 
@@ -63,7 +68,7 @@ class Code:
 
     def ints(self, n: int) -> Any:
         """Make a vector of one integer as wide as a sum."""
-        return ir.Constant(self.integers, [n] * self.lanes)
+        return same(self.integers, n)
 
     # -- addresses, loads and stores -------------------------------------------------------------
 
@@ -109,7 +114,7 @@ class Code:
             bits = self.b.zext(self.load(pointer, narrow, lanes), word)
             single = _FLOATS["float32"]
             single = ir.VectorType(single, count) if count > 1 else single
-            x = self.b.bitcast(self.b.shl(bits, _all(word, 16)), single)
+            x = self.b.bitcast(self.b.shl(bits, same(word, 16)), single)
             return x if self.size == 4 else self.b.fpext(x, wide)
         kind = ir.VectorType(_FLOATS[dtype], count) if count > 1 else _FLOATS[dtype]
         x = self.load(pointer, kind, lanes)
@@ -123,10 +128,10 @@ class Code:
         count = x.type.count if vector else 1
         if dtype == "bfloat16":
             word, narrow = (ir.VectorType(t, count) if vector else t for t in (I32, I16))
-            bits, sixteen = self.b.bitcast(x, word), _all(word, 16)
-            odd = self.b.and_(self.b.lshr(bits, sixteen), _all(word, 1))
-            rounded = self.b.add(self.b.add(bits, _all(word, 0x7FFF)), odd)
-            quiet = self.b.or_(bits, _all(word, 1 << 22))
+            bits, sixteen = self.b.bitcast(x, word), same(word, 16)
+            odd = self.b.and_(self.b.lshr(bits, sixteen), same(word, 1))
+            rounded = self.b.add(self.b.add(bits, same(word, 0x7FFF)), odd)
+            quiet = self.b.or_(bits, same(word, 1 << 22))
             kept = self.b.select(self.b.fcmp_unordered("uno", x, x), quiet, rounded)
             x = self.b.trunc(self.b.lshr(kept, sixteen), narrow)
         elif dtype != self.dtype:
@@ -152,11 +157,12 @@ class Code:
         suffix = f"v{self.lanes}{suffix}" if isinstance(x.type, ir.VectorType) else suffix
         return self.intrinsic(f"llvm.fma.{suffix}", x.type, x, y, z)
 
-    def splat(self, x: Any) -> Any:
+    def splat(self, x: Any, lanes: int | None = None) -> Any:
         """Broadcast a scalar."""
-        kind = ir.VectorType(x.type, self.lanes)
+        lanes = lanes or self.lanes
+        kind = ir.VectorType(x.type, lanes)
         one = self.b.insert_element(ir.Constant(kind, ir.Undefined), x, ir.Constant(I32, 0))
-        return self.shuffle(one, ir.Constant(kind, ir.Undefined), [0] * self.lanes)
+        return self.shuffle(one, ir.Constant(kind, ir.Undefined), [0] * lanes)
 
     def shuffle(self, x: Any, y: Any, lanes: list[int]) -> Any:
         """Choose lanes of x and y, which are numbered on."""
@@ -249,6 +255,16 @@ class Code:
         b.position_at_end(done)
         return held
 
+    def each_vector(self, count: Any, body: Callable[[Any, int], None]) -> None:
+        """Run ``body(first, lanes)`` for whole vectors of elements, then for single ones."""
+        whole = self.b.mul(self.b.sdiv(count, i64(self.lanes)), i64(self.lanes))
+        for first, last, lanes in ((i64(0), whole, self.lanes), (whole, count, 1)):
+
+            def step(i: Any, _: Any, lanes: int = lanes) -> None:
+                body(i, lanes)
+
+            self.loop(first, last, step, step=lanes)
+
     def variable(self, kind: Any, start: Any) -> Any:
         """Make a variable, which LLVM keeps in a register."""
         with self.b.goto_entry_block():
@@ -313,10 +329,3 @@ def _bytes(kind: Any) -> int:
     if isinstance(kind, ir.PointerType):
         return 8
     return {"half": 2, "float": 4, "double": 8}[str(kind)]
-
-
-def _all(kind: Any, n: int) -> Any:
-    """Make an integer constant of a scalar or vector type."""
-    if isinstance(kind, ir.VectorType):
-        return ir.Constant(kind, [n] * kind.count)
-    return ir.Constant(kind, n)

@@ -6,6 +6,7 @@ from typing import Any
 from llvmlite import ir
 
 from tileattn.kernels.llvm.bfloat16 import configure_tiles, release_tiles
+from tileattn.kernels.llvm.bits import Bits
 from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64
 from tileattn.kernels.llvm.params import ARRAYS, FIELDS, FLOATS
 from tileattn.kernels.llvm.target import Target
@@ -64,6 +65,12 @@ class Scratch:
         start = self._next
         self._next = self._c.at(start, self._c.b.mul(columns, i64(rows * self._c.size)))
         return start
+
+    def bits(self, rows: int) -> Bits:
+        """Hand out a word of bits for each row of a tile."""
+        start = self._next
+        self._next = self._c.at(start, 8 * rows)
+        return Bits(self._c, start, self._vectors)
 
 
 class Kernel:

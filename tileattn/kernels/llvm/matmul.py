@@ -5,6 +5,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from tileattn.kernels.llvm.bits import Bits
 from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel
 
@@ -31,33 +32,29 @@ def product(
 
 
 def masked_product(
-    kernel: Kernel, c: Code, vectors: Any, n_i: Any, n_k: Any, a: Any, b: Any, visible: Any,
+    kernel: Kernel, c: Code, vectors: Any, n_i: Any, n_k: Any, a: Any, b: Any, visible: Bits,
     to: Any, *, of_a: bool = False,
 ) -> None:  # fmt: skip
     """Emit ``C[i, :] += sum over k of A[i, k] * B[k, :]`` over visible pairs, whatever the rest.
 
-    ``visible`` has the strides of B, ``visible[k, :]``, or those of A, ``visible[i, k]``.
+    Pairs are of a row and a lane of B, or with ``of_a`` of A: ``(k, :)``, or ``(i, k)``.
     """
 
     def body(
         c: Code, count: Any, a: Any, a_i: Any, a_k: Any, b: Any, b_k: Any, to: Any, c_i: Any,
-        n_i: Any, n_k: Any, visible: Any,
+        n_i: Any, n_k: Any, words: Any,
     ) -> None:  # fmt: skip
-        zero = c.ints(0)
+        pairs = Bits(c, words, kernel.target.vectors)
 
         def vector(i: Any, v: Any) -> None:
             column = c.b.mul(v, i64(c.lanes * c.size))
 
             def term(k: Any, sums: list[Any]) -> list[Any]:
                 at = c.b.add(c.b.mul(i, a_i), c.b.mul(k, a_k))
-                place = c.b.add(c.b.mul(k, b_k), column)
                 x = c.splat(c.load(c.at(a, at), c.scalar))
-                if of_a:
-                    mask = c.splat(c.load(c.at(visible, at), c.integer))
-                else:
-                    mask = c.load(c.at(visible, place), c.integers)
-                seen = c.b.icmp_signed("!=", mask, zero)
-                return [c.b.select(seen, c.fma(x, c.load(c.at(b, place)), sums[0]), sums[0])]
+                seen = c.splat(pairs.get(i, k)) if of_a else pairs.vector(k, v)
+                y = c.load(c.at(b, c.b.mul(k, b_k), column))
+                return [c.b.select(seen, c.fma(x, y, sums[0]), sums[0])]
 
             total = c.loop(i64(0), n_k, term, [c.const(0.0)])
             place = c.at(to, c.b.mul(i, c_i), column)
@@ -67,7 +64,7 @@ def masked_product(
 
     name = "masked_product_of_a" if of_a else "masked_product"
     function = kernel.function(name, [I64, *_OPERANDS, POINTER], body)
-    c.b.call(function, [vectors, *a, *b, *to, n_i, n_k, visible])
+    c.b.call(function, [vectors, *a, *b, *to, n_i, n_k, visible.start])
 
 
 def _whole(kernel: Kernel, vectors: int) -> ir.Function:

@@ -7,16 +7,18 @@ forward, queries in rows backward. ``Pairs`` hides which.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.instructions import I8, I64, Code, i64
-from tileattn.kernels.llvm.kernel import Params
+from tileattn.kernels.llvm.bits import Bits, packed
+from tileattn.kernels.llvm.blocks import block_bits
+from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64, same
+from tileattn.kernels.llvm.kernel import Kernel, Params
 from tileattn.kernels.llvm.numerics import tanh
 from tileattn.kernels.llvm.params import BIAS_DTYPES
-from tileattn.kernels.llvm.philox import in_upper_half, words_of
-from tileattn.kernels.llvm.tile import Tile
+from tileattn.kernels.llvm.tile import Tile, size_of
 
 Row = Callable[[Any], list[Any]]
 
@@ -69,7 +71,7 @@ def apply_score_mods(
             given = zip(s.row(n), pairs.positions(n), pairs.keys(n), pairs.slopes(n), strict=True)
             for x, i, j, slope in given:
                 distance = b.sub(i, _wide(c, j))
-                negative = b.icmp_signed("<", distance, ir.Constant(distance.type, None))
+                negative = b.icmp_signed("<", distance, same(distance.type, 0))
                 size = b.select(negative, b.neg(distance), distance)
                 new.append(b.fsub(x, b.fmul(slope, b.sitofp(size, c.vector))))
             s.put(n, new)
@@ -84,106 +86,106 @@ def apply_score_mods(
     c.when(p.given("bias"), add)
 
 
-def mask_tile(c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, visible: Tile) -> None:
+def mask_tile(c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, visible: Bits) -> None:
     """Find the visible pairs of a tile and set the scores of all others to -inf.
 
-    ``visible`` holds the dense mask and the block mask, if there are any; afterwards it is 0 where
-    a pair is masked out.
+    ``visible`` holds the dense mask and the block mask, if there are any.
     """
-    b, zero, ones = c.b, c.ints(0), c.ints(-1)
-    minus_infinity = c.const(-math.inf)
-    dense, biased = b.or_(p.given("mask"), p.given("block_kinds")), p.given("bias")
-    unmasked, unbiased = (c.splat(b.not_(x)) for x in (dense, biased))
+    b, minus_infinity = c.b, c.const(-math.inf)
+    unmasked, unbiased = (c.splat(b.not_(x)) for x in (masks_given(c, p), p.given("bias")))
 
     def body(n: Any, _: Any) -> None:
         scores, seen = [], []
         for x, j, low, high, given in zip(
-            s.row(n), pairs.keys(n), pairs.low(n), pairs.high(n), visible.row(n, c.integers),
-            strict=True,
-        ):  # fmt: skip
+            s.row(n), pairs.keys(n), pairs.low(n), pairs.high(n), visible.row(n), strict=True
+        ):
             inside = b.and_(b.icmp_signed(">=", j, low), b.icmp_signed("<", j, high))
-            inside = b.and_(inside, b.or_(unmasked, b.icmp_signed("!=", given, zero)))
+            inside = b.and_(inside, b.or_(unmasked, given))
             finite = b.or_(unbiased, b.fcmp_unordered("!=", x, minus_infinity))
             inside = b.and_(inside, finite)
             scores.append(b.select(inside, x, minus_infinity))
-            seen.append(b.select(inside, ones, zero))
+            seen.append(inside)
         s.put(n, scores)
         visible.put(n, seen)
 
     c.loop(i64(0), rows, body)
 
 
-def load_mask(c: Code, source: Any, step: Any, count: Any, to: Any, to_step: int) -> None:
-    """Load booleans as integers of the width of a sum."""
+def masks_given(c: Code, p: Params) -> Any:
+    """Whether there is a mask that is stored: dense, or of blocks."""
+    return c.b.or_(p.given("mask"), p.given("block_kinds"))
 
-    def body(n: Any, _: Any) -> None:
-        x = c.load(c.at(source, c.b.mul(n, step)), I8)
-        c.store(c.b.zext(x, c.integer), c.at(to, c.b.mul(n, i64(to_step))))
 
-    c.loop(i64(0), count, body)
+def mask_bits(
+    c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count: Any, ahead: tuple[int, int]
+) -> Any:
+    """Bits of the keys from k0 on, up to 64, that the stored masks let query i attend to.
+
+    ``ahead`` is how far the next tile is in queries and keys.
+    """
+    bits = c.variable(I64, i64(-1))
+
+    def dense() -> None:
+        source = p.row("mask", batch, head, i, k0)
+        c.prefetch(c.at(source, _ahead(c, p, "mask", ahead)))
+        c.b.store(packed(c, source, p.mask_j, count), bits)
+
+    def blocks() -> None:
+        found = block_bits(c, p, batch, head, i, k0, count)
+        c.b.store(c.b.and_(found, c.b.load(bits, typ=I64)), bits)
+
+    c.when(p.given("mask"), dense)
+    c.when(p.given("block_kinds"), blocks)
+    return c.b.load(bits, typ=I64)
 
 
 def load_bias(
-    c: Code, p: Params, source: Any, step: Any, count: Any, to: Any, to_step: int
-) -> None:
-    """Load a run of the bias, whose dtype the field ``bias_dtype`` numbers."""
-    for number, dtype in enumerate(BIAS_DTYPES):
-        if dtype == "float16" and not c.target.half:
-            continue
+    kernel: Kernel, c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count: Any,
+    to: Any, ahead: tuple[int, int],
+) -> None:  # fmt: skip
+    """Load the bias of query i, whose dtype the field ``bias_dtype`` numbers, as whole vectors."""
 
-        def body(n: Any, _: Any, dtype: str = dtype) -> None:
-            x = c.load_as(dtype, c.at(source, c.b.mul(n, step)))
-            c.store(x, c.at(to, c.b.mul(n, i64(to_step))))
+    def body(c: Code, given: Any, *run: Any) -> None:
+        for number, dtype in enumerate(BIAS_DTYPES):
+            if dtype != "float16" or c.target.half:
+                load = partial(_bias_run, c, dtype, *run)
+                c.when(c.b.icmp_signed("==", given, i64(number)), load)
 
-        def run(body: Any = body) -> None:
-            c.loop(i64(0), count, body)
-
-        c.when(c.b.icmp_signed("==", p.bias_dtype, i64(number)), run)
-
-
-def keep_tile(
-    c: Code, p: Params, keep: Tile, first: Any, end: Any, batch: Any, i: list[Any], heads: list[Any]
-) -> None:
-    """Which probabilities dropout keeps, a row for each key from ``first``, a multiple of 16."""
-    b = c.b
-
-    def body(block: Any, _: Any) -> None:
-        def each(n: Any, _: Any) -> None:
-            j = b.add(block, n)
-            halves: tuple[list[Any], list[Any]] = [], []
-            for query, head in zip(i, heads, strict=True):
-                query, head = _wide(c, query), _wide(c, head)  # noqa: PLW2901 - wider
-                key = p.seed_low, p.seed_high
-                words = words_of(c, query, head, c.splat(batch), c.splat(j), key)
-                upper = in_upper_half(c, query)
-                for half, kept in enumerate(halves):
-                    word = b.select(upper, words[2 + half], words[half])
-                    kept.append(b.sext(_kept(c, p, word), c.integers))
-            row = b.sub(j, first)
-            keep.put(row, halves[0])
-            keep.put(b.add(row, i64(8)), halves[1])
-
-        c.loop(i64(0), i64(8), each)
-
-    c.loop(first, end, body, step=16)
+    function = kernel.function("load_bias", [I64, POINTER, I64, I64, I64, POINTER], body)
+    source = p.row("bias", batch, head, i, k0)
+    distance = _ahead(c, p, "bias", ahead)
+    c.b.call(function, [p.bias_dtype, source, p.bias_j, distance, count, to])
 
 
-def keep_row(c: Code, p: Params, batch: Any, head: Any, i: Any, keys: list[Any]) -> list[Any]:
-    """Which probabilities of query i dropout keeps, a lane for each key."""
-    b = c.b
-    lower = c.splat(b.icmp_signed("==", b.and_(i, i64(8)), i64(0)))
-    kept = []
-    for j in (_wide(c, x) for x in keys):
-        key = p.seed_low, p.seed_high
-        words = words_of(c, c.splat(i), c.splat(head), c.splat(batch), j, key)
-        even, odd = (b.select(lower, words[half], words[2 + half]) for half in (0, 1))
-        kept.append(_kept(c, p, b.select(in_upper_half(c, j), odd, even)))
-    return kept
+def _ahead(c: Code, p: Params, name: str, ahead: tuple[int, int]) -> Any:
+    """Bytes to the next tile."""
+    steps = (getattr(p, f"{name}_{axis}") for axis in "ij")
+    return c.b.add(*(c.b.mul(x, i64(n)) for x, n in zip(steps, ahead, strict=True)))
+
+
+def _bias_run(c: Code, dtype: str, source: Any, step: Any, ahead: Any, count: Any, to: Any) -> None:
+    def element(j: Any, _: Any) -> None:
+        c.store(c.load_as(dtype, c.at(source, c.b.mul(j, step))), c.at(to, c.bytes_of(j)))
+
+    def alike() -> None:
+        x = c.splat(c.load_as(dtype, source))
+        c.loop(i64(0), count, lambda j, _: c.store(x, c.at(to, c.bytes_of(j))), step=c.lanes)
+
+    def apart() -> None:
+        c.loop(i64(0), count, element)
+
+    def some(j: Any, lanes: int) -> None:
+        place = c.at(source, c.b.mul(j, i64(size_of(dtype))))
+        c.prefetch(c.at(place, ahead))
+        c.store(c.load_as(dtype, place, lanes), c.at(to, c.bytes_of(j)))
+
+    def side_by_side() -> None:
+        c.each_vector(count, some)
+
+    number = c.b.select(c.b.icmp_signed("==", step, i64(size_of(dtype))), i64(0), i64(2))
+    number = c.b.select(c.b.icmp_signed("==", step, i64(0)), i64(1), number)
+    c.choose(number, [side_by_side, alike, apart])
 
 
 def _wide(c: Code, x: Any) -> Any:
     return c.b.sext(x, ir.VectorType(I64, c.lanes)) if c.size < 8 else x
-
-
-def _kept(c: Code, p: Params, word: Any) -> Any:
-    return c.b.icmp_unsigned(">=", word, c.splat(p.threshold))

@@ -128,16 +128,21 @@ def scratch_bytes(
     """Count the scratch memory of a worker, as the kernels hand it out."""
     size, width = accum_dtype.itemsize, target.width(accum_dtype.itemsize)
     if name == "decode":
-        sums = 3 * DECODE_KEYS + padded(target, size, D)
-        return DECODE_ROWS * (size * sums + state_bytes(target, size, Dv))
-    common = 4 + ROW_FACTS + 4 * target.keys + 16 if name == "forward" else 6 * ROWS + 3
+        vectors = DECODE_KEYS * size // target.vector_bytes
+        sums, words = 2 * DECODE_KEYS + padded(target, size, D), 8 * 2 * vectors
+        return DECODE_ROWS * (size * sums + words + state_bytes(target, size, Dv))
+    if name == "forward":
+        words = 8 * 2 * target.keys
+        common = 4 + ROW_FACTS + 3 * target.keys + 8 // size
+    else:
+        words, common = 8 * 2 * ROWS, 5 * ROWS + 3
     if target.dot:
-        return size * common * width + _dot_bytes(name, target, D, Dv)
+        return words + size * common * width + _dot_bytes(name, target, D, Dv)
     if name == "forward":
         tiles, rows = D + Dv, 0 if dtype == accum_dtype else target.keys * (D + Dv)
     else:
         tiles, rows = 2 * (D + Dv), ROWS * (D + Dv) + width * padded(target, size, D)
-    return size * ((common + tiles) * width + rows)
+    return words + size * ((common + tiles) * width + rows)
 
 
 def _dot_bytes(name: str, target: Target, D: int, Dv: int) -> int:

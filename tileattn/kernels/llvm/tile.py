@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
-from tileattn.kernels.llvm.instructions import POINTER, Code, i64
+from tileattn.kernels.llvm.instructions import POINTER, Code, i64, same
 
 Row = Callable[[Any], Any]
 """Gives the address of a row."""
@@ -148,31 +149,27 @@ def convert_rows(
 
     def row(r: Any, _: Any) -> None:
         start, place = c.at(source, c.b.mul(r, step)), c.at(to, c.b.mul(r, to_step))
-        whole = c.b.mul(c.b.sdiv(columns, i64(c.lanes)), i64(c.lanes))
-        for first, last, count in ((i64(0), whole, c.lanes), (whole, columns, 1)):
 
-            def some(d: Any, _: Any, count: int = count) -> None:
-                x = c.load_as(dtype, c.at(start, c.b.mul(d, i64(size_of(dtype)))), count)
-                if scale is not None:
-                    x = c.b.fmul(x, c.splat(scale) if count > 1 else scale)
-                c.store(x, c.at(place, c.bytes_of(d)))
+        def some(d: Any, lanes: int) -> None:
+            x = c.load_as(dtype, c.at(start, c.b.mul(d, i64(size_of(dtype)))), lanes)
+            if scale is not None:
+                x = c.b.fmul(x, c.splat(scale) if lanes > 1 else scale)
+            c.store(x, c.at(place, c.bytes_of(d)))
 
-            c.loop(first, last, some, step=count)
+        c.each_vector(columns, some)
 
     c.loop(i64(0), rows, row)
 
 
 def store_row(c: Code, dtype: str, source: Any, to: Any, columns: Any, scale: Any) -> None:
     """Store a row of sums as one of an array, times a scale."""
-    whole = c.b.mul(c.b.sdiv(columns, i64(c.lanes)), i64(c.lanes))
-    for start, end, count in ((i64(0), whole, c.lanes), (whole, columns, 1)):
 
-        def some(d: Any, _: Any, count: int = count) -> None:
-            x = c.load(c.at(source, c.bytes_of(d)), c.vector if count > 1 else c.scalar)
-            x = c.b.fmul(x, c.splat(scale) if count > 1 else scale)
-            c.store_as(dtype, x, c.at(to, c.b.mul(d, i64(size_of(dtype)))))
+    def some(d: Any, lanes: int) -> None:
+        x = c.load(c.at(source, c.bytes_of(d)), c.vector if lanes > 1 else c.scalar)
+        x = c.b.fmul(x, c.splat(scale) if lanes > 1 else scale)
+        c.store_as(dtype, x, c.at(to, c.b.mul(d, i64(size_of(dtype)))))
 
-        c.loop(start, end, some, step=count)
+    c.each_vector(columns, some)
 
 
 def all_finite(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
@@ -182,19 +179,20 @@ def all_finite(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
     def row(r: Any, state: list[Any]) -> list[Any]:
         start = c.at(source, c.b.mul(r, step))
 
-        def add(d: Any, total: list[Any]) -> list[Any]:
-            zero = c.const(0.0) if total[0].type == c.vector else ir.Constant(c.scalar, 0.0)
-            x = c.load(c.at(start, c.bytes_of(d)), total[0].type)
-            return [c.b.fadd(total[0], c.b.fmul(x, zero))]
+        def largest(d: Any, top: list[Any]) -> list[Any]:
+            bits = c.load(c.at(start, c.bytes_of(d)), top[0].type)
+            bits = c.b.add(bits, bits)  # without the sign
+            return [c.b.select(c.b.icmp_unsigned(">", bits, top[0]), bits, top[0])]
 
-        many = c.loop(i64(0), whole, add, state[:1], step=c.lanes)
-        few = c.loop(whole, columns, add, state[1:])
+        many = c.loop(i64(0), whole, largest, state[:1], step=c.lanes)
+        few = c.loop(whole, columns, largest, state[1:])
         return [*many, *few]
 
-    start = [c.const(0.0), ir.Constant(c.scalar, 0.0)]
-    many, few = c.loop(i64(0), rows, row, start)
-    total = c.b.fadd(few, c.sum(many))
-    return c.b.fcmp_ordered("==", total, ir.Constant(c.scalar, 0.0))
+    tops = c.loop(i64(0), rows, row, [same(kind, 0) for kind in (c.integers, c.integer)])
+    infinity = int(np.array(np.inf, c.dtype).view(f"u{c.size}")) * 2
+    many, few = (c.b.icmp_unsigned("<", x, same(x.type, infinity)) for x in tops)
+    lanes = c.b.bitcast(many, ir.IntType(c.lanes))
+    return c.b.and_(few, c.b.icmp_signed("==", lanes, same(lanes.type, -1)))
 
 
 def size_of(dtype: str) -> int:

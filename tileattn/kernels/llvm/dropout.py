@@ -1,0 +1,71 @@
+"""Algorithm layer: which probabilities dropout keeps."""
+
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm.bits import Bits, ones, shifted
+from tileattn.kernels.llvm.instructions import I16, I32, I64, Code, i64
+from tileattn.kernels.llvm.kernel import Params
+from tileattn.kernels.llvm.philox import folded, words_of
+
+
+def keep_pairs(
+    c: Code, p: Params, keep: Bits, batch: Any, head: Any, across: tuple[Any, Any], lane: Any,
+    down: tuple[Any, Any], queries_across: bool,
+) -> None:  # fmt: skip
+    """Set the bits of the pairs that dropout keeps; either queries or keys lie in lanes.
+
+    ``across`` is the range in lanes, from ``lane`` on, and ``down`` that in rows, from row 0 on,
+    which is a multiple of 16. Bits of some rows beside them may be set too.
+    """
+    b, (first, end) = c.b, down
+    allowed = b.shl(ones(c, b.sub(across[1], across[0])), lane)
+
+    def rows(y0: Any, _: Any) -> None:
+        def two(n: Any, _: Any) -> None:
+            y = b.add(b.lshr(y0, i64(1)), n)
+
+            def square(x0: Any, _: Any) -> None:
+                place = b.add(lane, b.sub(x0, across[0]))
+                row = b.add(b.sub(y0, first), n)
+                for m, bits in enumerate(_kept(c, p, batch, head, x0, y, queries_across)):
+                    keep.add(b.add(row, i64(8 * m)), place, bits, allowed)
+
+            c.loop(b.and_(across[0], i64(-16)), across[1], square, step=16)
+
+        c.loop(i64(0), i64(8), two)
+
+    c.loop(first, end, rows, step=16)
+
+
+def kept_keys(c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count: Any) -> Any:
+    """Bits of the keys from k0 on, up to 64, that dropout keeps of query i."""
+    b = c.b
+    upper = b.icmp_signed("!=", b.and_(i, i64(8)), i64(0))
+    y = b.or_(b.shl(b.lshr(i, i64(4)), i64(3)), b.and_(i, i64(7)))
+
+    def square(x0: Any, bits: list[Any]) -> list[Any]:
+        kept = b.select(upper, *reversed(_kept(c, p, batch, head, x0, y, False)))
+        return [b.or_(bits[0], shifted(c, b.zext(kept, I64), b.sub(x0, k0)))]
+
+    return c.loop(b.and_(k0, i64(-16)), b.add(k0, count), square, [i64(0)], step=16)[0]
+
+
+def _kept(
+    c: Code, p: Params, batch: Any, head: Any, x0: Any, y: Any, queries_across: bool
+) -> tuple[Any, Any]:
+    """Bits of sixteen pairs across, from x0 on, in each of the two rows that y is folded from."""
+    b = c.b
+    lines = folded(c, x0), c.splat(y, 8)
+    i, j = lines if queries_across else reversed(lines)
+    w = words_of(c, i, head, batch, j, (p.seed_low, p.seed_high))
+    threshold = c.splat(b.trunc(p.threshold, I32), 16)
+
+    def bits(halves: list[Any]) -> Any:
+        low, high = (b.trunc(x, ir.VectorType(I32, 8)) for x in halves)
+        words = c.shuffle(low, high, list(range(16)))
+        return b.bitcast(b.icmp_unsigned(">=", words, threshold), I16)
+
+    lower, upper = (w[0::2], w[1::2]) if queries_across else (w[:2], w[2:])
+    return bits(lower), bits(upper)
