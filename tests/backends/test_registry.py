@@ -13,6 +13,7 @@ import pytest
 
 import tileattn
 from tileattn import BackendUnavailableError, UnsupportedError
+from tileattn.backends.cupy.backend import CupyBackend
 from tileattn.backends.llvm.backend import LlvmBackend
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.problem import Problem
@@ -244,7 +245,7 @@ def test_unsupported_names_a_backend_that_serves() -> None:
 
 
 def test_unsupported_where_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    for backend in (NumpyBackend, LlvmBackend):
+    for backend in (NumpyBackend, LlvmBackend, CupyBackend):
         monkeypatch.setattr(backend, "why_not", lambda *_: "today is Sunday")
     message = "backend '{}' does not support this: today is Sunday; no registered backend does"
     preferred = "numpy" if tileattn.available_backends()["llvm"] else "llvm"
