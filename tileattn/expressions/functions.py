@@ -1,0 +1,204 @@
+"""A user's own functions: what they may be, and the expression of each, traced once."""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from threading import Lock
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+from weakref import ref
+
+import numpy as np
+
+from tileattn.dtypes import DTYPES
+from tileattn.expressions import build
+from tileattn.expressions.nodes import INDICES, Kind, Node, constant
+from tileattn.expressions.trace import Traced, TracedArray, node_of, trace
+
+_MOST = 256  # traced functions that are kept
+_PLAIN = (bool, int, str, bytes, type(None))
+_FIXED = (
+    ModuleType,
+    BuiltinFunctionType,
+    np.ufunc,
+    type,
+    np.ndarray,
+)  # an array is refused if used
+
+Aux = Sequence[Any]
+
+
+def kind_of(x: Any) -> Kind | None:
+    """Kind of the elements of an array; None for an array that is no ``aux``."""
+    if x.dtype in DTYPES:
+        return Kind.FLOAT
+    if x.dtype == np.bool_:
+        return Kind.BOOLEAN
+    fits = x.dtype.kind == "i" or (x.dtype.kind == "u" and x.dtype.itemsize < 8)
+    return Kind.INTEGER if fits and x.dtype.isnative else None
+
+
+def score_expression(function: Any, aux: Aux) -> Node:
+    """Trace ``score_mod(s, b, h, i, j, *aux)``; raise TypeError if it is none."""
+    node = _traced(function, "score_mod", ("s", *INDICES), aux)
+    if node.kind == Kind.BOOLEAN:
+        raise TypeError(
+            "score_mod returns booleans; the new score is accepted (mask_mod= takes a function "
+            "that returns which pairs are visible)"
+        )
+    return build.cast(node, Kind.FLOAT)
+
+
+def mask_expression(function: Any, aux: Aux, name: str = "mask_mod") -> Node:
+    """Trace ``mask_mod(b, h, i, j, *aux)``; raise TypeError if it is none."""
+    node = _traced(function, name, INDICES, aux)
+    if node.kind != Kind.BOOLEAN:
+        kinds = {Kind.INTEGER: "integers", Kind.FLOAT: "floats"}
+        raise TypeError(
+            f"{name} returns {kinds[node.kind]}; booleans are accepted, True where the pair is "
+            "visible (a comparison makes them)"
+        )
+    return node
+
+
+def _traced(function: Any, name: str, inputs: tuple[str, ...], aux: Aux) -> Node:
+    """Look up the expression of a function, or trace it."""
+    if not callable(function):
+        raise TypeError(f"{name} is {type(function).__name__}; a function is accepted")
+    facts = tuple((kind_of(x) or Kind.FLOAT, len(x.shape)) for x in aux)
+    state = state_of(function)
+    key = None if state is None else (state, name, facts)
+    node = _CACHE.get(key)
+    if node is None:
+        _check_parameters(function, name, inputs, len(aux))
+        node = _result(trace(function, name, inputs, facts), name)
+        _CACHE.keep(key, node)
+    return node
+
+
+def _check_parameters(function: Any, name: str, inputs: tuple[str, ...], count: int) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a callable that does not tell
+        return
+    try:
+        signature.bind(*inputs, *range(count))
+    except TypeError:
+        arrays = "" if not count else f" and {count} array{'s' if count > 1 else ''} of aux"
+        raise TypeError(
+            f"{name} has the parameters {signature}; it is called with "
+            f"({', '.join(inputs)}){arrays}"
+        ) from None
+
+
+def _result(value: Any, name: str) -> Node:
+    plain = isinstance(value, bool | int | float | np.generic)
+    if isinstance(value, Traced) or (plain and not isinstance(value, complex)):
+        return node_of(value, Traced(constant(0), name))
+    kind = "an array of aux" if isinstance(value, TracedArray) else type(value).__name__
+    raise TypeError(
+        f"{name} returns {kind}; one value computed from its parameters is accepted"
+        + (" (is there a return?)" if value is None else "")
+    )
+
+
+# --- what a function depends on -----------------------------------------------------------------
+
+
+class _UnknownStateError(Exception):
+    """A function reads an object that may change unseen."""
+
+
+class _Same:
+    """An object, by its identity; it is not kept alive where it can be helped."""
+
+    def __init__(self, x: Any) -> None:
+        self._hash = id(x)
+        try:
+            self._get: Callable[[], Any] = ref(x)
+        except TypeError:
+            self._get = lambda: x
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._get()
+        return isinstance(other, _Same) and mine is not None and mine is other._get()
+
+
+def state_of(function: Any) -> Hashable:
+    """Give all that a function reads besides its parameters; None where that cannot be told.
+
+    A function is its code, its default arguments, and the values of the variables around it and of
+    the globals that it names: one of them that changes makes another function. Of a module nothing
+    is thought to change, of other objects everything.
+    """
+    try:
+        return _state(function, ())
+    except _UnknownStateError:
+        return None
+
+
+def _state(x: Any, around: tuple[Any, ...]) -> Hashable:
+    if isinstance(x, float):  # also NumPy's
+        return float, x.hex()
+    if isinstance(x, _PLAIN):
+        return type(x), x
+    if isinstance(x, np.generic):
+        return x.dtype, x.tobytes()
+    if isinstance(x, tuple):
+        return tuple(_state(y, around) for y in x)
+    if isinstance(x, partial):
+        return tuple(_state(y, around) for y in (x.func, x.args, *sorted(x.keywords.items())))
+    if isinstance(x, _FIXED):
+        return _Same(x)
+    if not isinstance(x, FunctionType):
+        raise _UnknownStateError
+    if any(x is y for y in around):
+        return "itself"
+    names = [n for n in _names(x.__code__) if n in x.__globals__]
+    cells = [_content(cell) for cell in x.__closure__ or ()]
+    keywords = sorted((x.__kwdefaults__ or {}).items())
+    parts = (*(x.__defaults__ or ()), *keywords, *cells, *(x.__globals__[n] for n in names))
+    return (x.__code__, tuple(names), *(_state(y, (*around, x)) for y in parts))
+
+
+def _names(code: CodeType) -> list[str]:
+    """List the names that code looks up, that of the functions inside it too."""
+    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+    return sorted({*code.co_names, *(name for x in inner for name in _names(x))})
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+class _Cache:
+    """The expressions of functions; the one that was used longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Any, Node] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Any) -> Node | None:
+        with self._lock:
+            node = None if key is None else self._entries.get(key)
+            if node is not None:
+                self._entries.move_to_end(key)
+            return node
+
+    def keep(self, key: Any, node: Node) -> None:
+        if key is None:
+            return
+        with self._lock:
+            self._entries[key] = node
+            while len(self._entries) > _MOST:
+                self._entries.popitem(last=False)
+
+
+_CACHE = _Cache()
