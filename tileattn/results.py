@@ -19,8 +19,18 @@ class Attention(NamedTuple):
     lse: Any
 
 
-class Gradients(NamedTuple):
+class _Gradients(NamedTuple):
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsinks: Any
+
+
+class Gradients(_Gradients):
     """Result of ``backward``: the gradient for each input, of that input's shape and dtype.
+
+    Those that ``wrt`` leaves out are None.
 
     Parameters
     ----------
@@ -35,10 +45,25 @@ class Gradients(NamedTuple):
         call has no ``bias``.
     dsinks : array, shape (Hq,), or None
         Gradient for ``sinks``; None where the call has no ``sinks``.
+    daux : tuple of (array or None), or None
+        Gradients for ``aux``, None for arrays of integers and of booleans; None where the call has
+        no ``aux``. An attribute, and not one of the five that unpacking gives.
     """
 
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any
-    dsinks: Any
+    daux: tuple[Any, ...] | None
+
+    def __new__(
+        cls,
+        dq: Any,
+        dk: Any,
+        dv: Any,
+        dbias: Any,
+        dsinks: Any,
+        daux: tuple[Any, ...] | None = None,
+    ) -> "Gradients":
+        made = super().__new__(cls, dq, dk, dv, dbias, dsinks)
+        made.daux = daux
+        return made
+
+    def _replace(self, **changed: Any) -> "Gradients":
+        return Gradients(**(self._asdict() | {"daux": self.daux} | changed))

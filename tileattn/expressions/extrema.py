@@ -47,7 +47,7 @@ class RangeExtrema:
         for level in levels:
             code = code * 64 + level
         for one in np.unique(code):
-            chosen = np.nonzero(code == one)
+            chosen = code == one
             key = tuple(int(level[chosen][0]) for level in levels)
             for out, (choose, tables) in zip((low, high), self._tables, strict=True):
                 table = self._table(choose, tables, key)

@@ -3,7 +3,7 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from threading import Lock
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -13,7 +13,8 @@ import numpy as np
 
 from tileattn.dtypes import DTYPES
 from tileattn.expressions import build
-from tileattn.expressions.nodes import INDICES, Kind, Node, constant
+from tileattn.expressions.intervals import all_bounds
+from tileattn.expressions.nodes import INDICES, Kind, Node, constant, elements
 from tileattn.expressions.trace import Traced, TracedArray, node_of, trace
 
 _MOST = 256  # traced functions that are kept
@@ -60,6 +61,33 @@ def mask_expression(function: Any, aux: Aux, name: str = "mask_mod") -> Node:
             "visible (a comparison makes them)"
         )
     return node
+
+
+@lru_cache(maxsize=256)
+def check_indices(
+    name: str, node: Node, shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, int, int, int]
+) -> None:
+    """Raise ValueError if an index of a call of ``sizes`` (B, Hq, Nq, Nk) is never within its axis.
+
+    Others are clamped where they are not.
+    """
+    if not all(sizes):
+        return
+    inputs = {index: (0.0, n - 1.0) for index, n in zip(INDICES, sizes, strict=True)}
+    reads = elements(node)
+    found = all_bounds(
+        [x for read in reads for x in read.inputs], inputs, [None] * len(shapes), np.dtype(float)
+    )
+    for read in reads:
+        number = int(read.value or 0)
+        for axis, (x, n) in enumerate(zip(read.inputs, shapes[number], strict=True)):
+            low, high = (float(end) for end in found[x])
+            if n == 0 or low > n - 1 or high < 0:
+                given = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+                raise ValueError(
+                    f"{name} indexes axis {axis} of aux[{number}], of shape {shapes[number]}, with "
+                    f"{given}; " + (f"0 to {n - 1} are accepted" if n else "it has no elements")
+                )
 
 
 def _traced(function: Any, name: str, inputs: tuple[str, ...], aux: Aux) -> Node:
