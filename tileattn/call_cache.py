@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
 from typing import Any
 from weakref import ref
 
 import numpy as np
 
 from tileattn.algorithm.block_mask import BlockMask
+from tileattn.expressions.state import state_of
 from tileattn.problem import Operands, Problem, operands_of
 from tileattn.results import Attention, Gradients
 
@@ -132,6 +134,15 @@ def signature(
         key += (name, kind)
         if kind in _PLAIN or isinstance(x, np.generic):
             key.append(x)
+        elif kind is FunctionType:
+            key.append(state_of(x))
+            if key[-1] is None:
+                return None
+        elif name == "aux" and (kind is tuple or kind is list):
+            of_aux = signature(x, "", {})
+            if of_aux is None:
+                return None
+            key += (len(x), *of_aux)
         elif kind is tuple or kind is list:
             kinds = tuple(map(type, x))
             if not _PLAIN.issuperset(kinds):

@@ -2,12 +2,10 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from threading import Lock
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
-from weakref import ref
 
 import numpy as np
 
@@ -15,17 +13,10 @@ from tileattn.dtypes import DTYPES
 from tileattn.expressions import build
 from tileattn.expressions.intervals import all_bounds
 from tileattn.expressions.nodes import INDICES, Kind, Node, constant, elements
+from tileattn.expressions.state import state_of
 from tileattn.expressions.trace import Traced, TracedArray, node_of, trace
 
 _MOST = 256  # traced functions that are kept
-_PLAIN = (bool, int, str, bytes, type(None))
-_FIXED = (
-    ModuleType,
-    BuiltinFunctionType,
-    np.ufunc,
-    type,
-    np.ndarray,
-)  # an array is refused if used
 
 Aux = Sequence[Any]
 
@@ -94,9 +85,9 @@ def _traced(function: Any, name: str, inputs: tuple[str, ...], aux: Aux) -> Node
     """Look up the expression of a function, or trace it."""
     if not callable(function):
         raise TypeError(f"{name} is {type(function).__name__}; a function is accepted")
-    facts = tuple((kind_of(x) or Kind.FLOAT, len(x.shape)) for x in aux)
+    facts = [(kind, len(x.shape)) for x in aux if (kind := kind_of(x)) is not None]
     state = state_of(function)
-    key = None if state is None else (state, name, facts)
+    key = None if state is None else (state, name, tuple(facts))
     node = _CACHE.get(key)
     if node is None:
         _check_parameters(function, name, inputs, len(aux))
@@ -129,81 +120,6 @@ def _result(value: Any, name: str) -> Node:
         f"{name} returns {kind}; one value computed from its parameters is accepted"
         + (" (is there a return?)" if value is None else "")
     )
-
-
-# --- what a function depends on -----------------------------------------------------------------
-
-
-class _UnknownStateError(Exception):
-    """A function reads an object that may change unseen."""
-
-
-class _Same:
-    """An object, by its identity; it is not kept alive where it can be helped."""
-
-    def __init__(self, x: Any) -> None:
-        self._hash = id(x)
-        try:
-            self._get: Callable[[], Any] = ref(x)
-        except TypeError:
-            self._get = lambda: x
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        mine = self._get()
-        return isinstance(other, _Same) and mine is not None and mine is other._get()
-
-
-def state_of(function: Any) -> Hashable:
-    """Give all that a function reads besides its parameters; None where that cannot be told.
-
-    A function is its code, its default arguments, and the values of the variables around it and of
-    the globals that it names: one of them that changes makes another function. Of a module nothing
-    is thought to change, of other objects everything.
-    """
-    try:
-        return _state(function, ())
-    except _UnknownStateError:
-        return None
-
-
-def _state(x: Any, around: tuple[Any, ...]) -> Hashable:
-    if isinstance(x, float):  # also NumPy's
-        return float, x.hex()
-    if isinstance(x, _PLAIN):
-        return type(x), x
-    if isinstance(x, np.generic):
-        return x.dtype, x.tobytes()
-    if isinstance(x, tuple):
-        return tuple(_state(y, around) for y in x)
-    if isinstance(x, partial):
-        return tuple(_state(y, around) for y in (x.func, x.args, *sorted(x.keywords.items())))
-    if isinstance(x, _FIXED):
-        return _Same(x)
-    if not isinstance(x, FunctionType):
-        raise _UnknownStateError
-    if any(x is y for y in around):
-        return "itself"
-    names = [n for n in _names(x.__code__) if n in x.__globals__]
-    cells = [_content(cell) for cell in x.__closure__ or ()]
-    keywords = sorted((x.__kwdefaults__ or {}).items())
-    parts = (*(x.__defaults__ or ()), *keywords, *cells, *(x.__globals__[n] for n in names))
-    return (x.__code__, tuple(names), *(_state(y, (*around, x)) for y in parts))
-
-
-def _names(code: CodeType) -> list[str]:
-    """List the names that code looks up, that of the functions inside it too."""
-    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
-    return sorted({*code.co_names, *(name for x in inner for name in _names(x))})
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
 
 
 class _Cache:

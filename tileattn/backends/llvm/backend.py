@@ -23,7 +23,7 @@ from tileattn.backends.llvm.arrays import (
 )
 from tileattn.backends.llvm.execute import forward_work, is_parallel, multiply_adds, run
 from tileattn.backends.numpy.backend import is_array
-from tileattn.backends.protocol import Explanation, takes_workspace
+from tileattn.backends.protocol import Explanation, takes_workspace, why_no_functions
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16
 from tileattn.kernels.llvm.target import (
     DECODE_KEYS,
@@ -48,6 +48,8 @@ _LONGEST = (1 << 31) - 1  # indices in a tile have the width of float32
 
 class LlvmBackend:
     """Attention on NumPy arrays, by kernels that LLVM compiles.
+
+    All gradients are computed, whichever are asked for.
 
     Parameters
     ----------
@@ -94,7 +96,7 @@ class LlvmBackend:
             n = getattr(problem, name)
             if n > _LONGEST:
                 return f"{name} is {n:,}, and the kernels take up to {_LONGEST:,} queries and keys"
-        return None
+        return why_no_functions(problem)
 
     def forward(self, problem: Problem, operands: Operands, out: Array | None) -> Attention:
         """Compute attention; ``out`` is written in one go, after everything else has succeeded."""
