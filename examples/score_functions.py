@@ -5,7 +5,6 @@ Each is a few lines of NumPy on one pair: batch entry ``b``, query head ``h``, q
 width) is a default argument.
 """
 
-# ruff: noqa: ANN001, ANN201, ARG001 - signatures are those of score_mod and mask_mod
 # mypy: disable-error-code="no-untyped-def"
 
 import numpy as np

@@ -35,6 +35,10 @@ class Dual(NDArrayOperatorsMixin):
         value = self.value.astype(dtype)
         return Dual(value, self.tangents) if value.dtype.kind == "f" else value
 
+    def __getitem__(self, _: tuple[()]) -> "Dual":
+        """Give an array without axes, of which there are all indices."""
+        return self
+
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *given: Any) -> Any:
         values = [value_of(x) for x in given]
         value = getattr(ufunc, method)(*values)

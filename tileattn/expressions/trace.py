@@ -85,6 +85,9 @@ class Traced(NDArrayOperatorsMixin):
 
     __int__ = __complex__ = __round__ = __trunc__ = __floor__ = __ceil__ = __float__
 
+    def __iter__(self) -> Any:
+        raise self.refused("asks for the elements of a traced value, which is one number")
+
     def __getitem__(self, key: Any) -> "Traced":
         if key == ():
             return self
@@ -106,7 +109,6 @@ class TracedArray:
     """One of the arrays ``aux`` in a traced function, of which elements are taken by indices."""
 
     __slots__ = ("_function", "_indices", "_kind", "_ndim", "_number")
-    __array_ufunc__ = None  # operators with arrays come to this class
 
     def __init__(
         self, number: int, kind: Kind, ndim: int, function: str, indices: tuple[Node, ...] = ()
@@ -137,7 +139,7 @@ class TracedArray:
             )
         return array_or_element(self._number, self._kind, self._ndim, function, tuple(indices))
 
-    def _refuse(self, *_: Any) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             f"{self._function} computes with aux[{self._number}], an array of {self._ndim} axes of "
             f"which {len(self._indices)} are indexed; its elements are accepted, as aux[h, i - j]"
@@ -148,7 +150,7 @@ class TracedArray:
     __lt__ = __le__ = __gt__ = __ge__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
     __xor__ = __rxor__ = __lshift__ = __rshift__ = __rlshift__ = __rrshift__ = _refuse
     __neg__ = __abs__ = __invert__ = __bool__ = __array__ = __index__ = __float__ = _refuse
-    __len__ = __iter__ = __array_function__ = _refuse
+    __len__ = __iter__ = __array_ufunc__ = __array_function__ = _refuse
 
 
 def array_or_element(
