@@ -175,4 +175,4 @@ def test_what_is_not_combined() -> None:
         with pytest.raises(ValueError, match=r"masks of one problem are accepted$"):
             mask | BlockMask.from_mask(other, (2, 3))
     with pytest.raises(TypeError, match="unsupported operand"):
-        mask & 1  # type: ignore[operator] - wrong on purpose
+        mask & 1  # type: ignore[operator]  # wrong on purpose
