@@ -97,7 +97,7 @@ def test_backends_that_take_no_functions_name_one_that_does(name: str) -> None:
         reason = f"{option}: the kernels take no functions of your own yet"
         assert backend.why_not(problem) == reason
         with pytest.raises(UnsupportedError, match=rf"{reason}; use backend='numpy'$"):
-            registry.ensure_supported(backend, problem)
+            registry.supporting([backend], problem)
 
 
 def test_an_output_that_overlaps_aux_is_refused() -> None:
@@ -205,10 +205,10 @@ def test_sums_do_not_depend_on_the_threads(names: str, monkeypatch: pytest.Monke
     attention, found = backend.forward(problem, operands, None), []
     for count in (1, 2, 3, 5):
         monkeypatch.setattr(THREADS, "worker_count", lambda count=count: count)
-        THREADS._pool.cache_clear()
+        THREADS._crew.cache_clear()
         grads = backend.backward(problem, operands, dout, attention, None, deterministic=True)
         found.append((grads.daux or ())[0].tobytes() + grads.dq.tobytes())
-    THREADS._pool.cache_clear()
+    THREADS._crew.cache_clear()
     assert len({*found}) == 1
 
 

@@ -1,7 +1,7 @@
 """Evaluate expressions on arrays with NumPy: every node in the shape that its inputs broadcast to.
 
 An expression of batch entry, head and key alone is evaluated once for a tile, not once for each of
-its queries.
+its queries, and one of ``i - j`` once for each distance.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.expressions.build import FUNCTIONS
+from tileattn.expressions.diagonals import Diagonals, is_distance, of_distance
 from tileattn.expressions.nodes import Kind, Node, ordered
 
 Array = NDArray[Any]
@@ -23,6 +24,7 @@ class Step(NamedTuple):
     node: Node
     inputs: tuple[int, ...]
     done: tuple[int, ...]  # slots that no later step reads
+    of_distance: bool
 
 
 @lru_cache(maxsize=256)
@@ -36,8 +38,9 @@ def program(outputs: tuple[Node, ...]) -> tuple[list[Step], list[int]]:
     for slot, n in last.items():
         if slot is not None and slot not in kept:
             done.setdefault(n, []).append(slot)
+    diagonal = of_distance(nodes)
     steps = [
-        Step(node, tuple(slots[x] for x in node.inputs), tuple(done.get(n, ())))
+        Step(node, tuple(slots[x] for x in node.inputs), tuple(done.get(n, ())), node in diagonal)
         for n, node in enumerate(nodes)
     ]
     return steps, kept
@@ -56,13 +59,26 @@ def evaluate(
     """
     types = {Kind.BOOLEAN: np.dtype(np.bool_), Kind.INTEGER: np.dtype(np.int64), Kind.FLOAT: dtype}
     steps, kept = program(tuple(outputs))
+    diagonals = None
+    if any(step.of_distance for step in steps):
+        diagonals = Diagonals.of(inputs["i"], inputs["j"])
     values: list[Any] = [None] * len(steps)
-    for n, (node, slots, done) in enumerate(steps):
-        given = [values[slot] for slot in slots]
+
+    def value(slot: int, along: bool) -> Any:
+        """Look up a value: along the diagonals, or for each pair."""
+        if along or diagonals is None or not steps[slot].of_distance:
+            return values[slot]
+        return diagonals.tile(values[slot])
+
+    for n, (node, slots, done, along) in enumerate(steps):
+        if diagonals is not None and is_distance(node):
+            given = [diagonals.distance if x.value == "i" else np.int64(0) for x in node.inputs]
+        else:
+            given = [value(slot, along) for slot in slots]
         values[n] = _value(node, given, inputs, aux, types[node.kind])
         for slot in done:
             values[slot] = None
-    return [np.asarray(values[slot]) for slot in kept]
+    return [np.asarray(value(slot, along=False)) for slot in kept]
 
 
 def clamped(x: Array, indices: Sequence[Any]) -> tuple[Any, ...]:
