@@ -1,6 +1,6 @@
 """The public calls. Each validates, chooses a backend and hands over."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -22,9 +22,7 @@ from tileattn.problem import (
     four_axes,
     parse,
 )
-from tileattn.results import Attention, Gradients
-
-_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
+from tileattn.results import Attention, Gradients, wanted
 
 
 def forward(
@@ -261,7 +259,7 @@ def backward(
     valid = CALLS.get(signature((q, k, v, *extra.values()), backend, options))
     call, operands = _validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
-    operands = operands._replace(wrt=_wanted(wrt, options))
+    operands = operands._replace(wrt=wanted(wrt, options))
     if not isinstance(deterministic, bool | np.bool_):
         raise TypeError(
             f"deterministic is {type(deterministic).__name__}; True or False is accepted"
@@ -430,22 +428,6 @@ def _validated(
     if key is not None:
         CALLS.keep(key, call)
     return call, operands
-
-
-def _wanted(wrt: Any, options: Mapping[str, Any]) -> frozenset[str] | None:
-    """Check the names of the gradients that are asked for."""
-    if wrt is None:
-        return None
-    if isinstance(wrt, str) or not isinstance(wrt, Iterable):
-        raise TypeError(f"wrt is {wrt!r}; a sequence of names is accepted, as ('q', 'k')")
-    wanted = tuple(wrt)
-    for name in wanted:
-        if name not in _DIFFERENTIABLE:
-            accepted = ", ".join(_DIFFERENTIABLE)
-            raise ValueError(f"wrt has {name!r}; accepted are {accepted}")
-        if name in _DIFFERENTIABLE[3:] and options.get(name) is None:
-            raise ValueError(f"wrt has {name!r}, and the call has no {name}; leave it out")
-    return frozenset(wanted)
 
 
 def _without_lead(x: Any, problem: Problem) -> Any:

@@ -1,6 +1,9 @@
 """What the two calls return."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
 
 
 class Attention(NamedTuple):
@@ -67,3 +70,19 @@ class Gradients(_Gradients):
 
     def _replace(self, **changed: Any) -> "Gradients":
         return Gradients(**(self._asdict() | {"daux": self.daux} | changed))
+
+
+def wanted(wrt: Any, options: Mapping[str, Any]) -> frozenset[str] | None:
+    """Check the names of the gradients that are asked for."""
+    if wrt is None:
+        return None
+    if isinstance(wrt, str) or not isinstance(wrt, Iterable):
+        raise TypeError(f"wrt is {wrt!r}; a sequence of names is accepted, as ('q', 'k')")
+    names = tuple(wrt)
+    for name in names:
+        if name not in _DIFFERENTIABLE:
+            accepted = ", ".join(_DIFFERENTIABLE)
+            raise ValueError(f"wrt has {name!r}; accepted are {accepted}")
+        if name in _DIFFERENTIABLE[3:] and options.get(name) is None:
+            raise ValueError(f"wrt has {name!r}, and the call has no {name}; leave it out")
+    return frozenset(names)
