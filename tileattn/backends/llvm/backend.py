@@ -205,7 +205,7 @@ class LlvmBackend:
         values["blocks"] = -(-rows // DECODE_ROWS)
         groups = P.B * P.Hkv * values["blocks"]
         size = state_bytes(self.target, P.accum_dtype.itemsize, P.Dv)
-        arrays = {
+        arrays: dict[str, Array] = {
             "partials": np.empty((groups, count, min(rows, DECODE_ROWS), size), np.uint8),
             "ended": np.zeros(groups, np.int64),
         }
