@@ -87,7 +87,9 @@ class Runner:
         given, options = self._sent(arrays), self._sent_options(options)
         options["deterministic"] = deterministic
         result = tileattn.backward(*given, backend=self.name, **options)
-        return tileattn.Gradients(*map(self._fetched, result))
+        grads = tileattn.Gradients(*map(self._fetched, result))
+        grads.daux = None if result.daux is None else tuple(map(self._fetched, result.daux))
+        return grads
 
     def _sent(self, arrays: tuple[Array, ...]) -> Any:
         if self.name != "cupy":
@@ -96,10 +98,11 @@ class Runner:
         return tuple(cupy.asarray(x) for x in arrays)
 
     def _sent_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        return {
+        sent = {
             name: self._sent((x,))[0] if isinstance(x, np.ndarray) else x
             for name, x in options.items()
         }
+        return sent | {"aux": self._sent(options["aux"])} if "aux" in options else sent
 
     def _fetched(self, x: Any) -> Any:
         return x if x is None or isinstance(x, np.ndarray) else x.get()

@@ -101,7 +101,7 @@ def own_imports(path: Path) -> set[str]:
 # What each module may import. A package stands for its modules that have no row of their own; they
 # may import one another.
 LEAVES = {"validation", "dtypes", "errors", "results"}
-FACTS = LEAVES | {"algorithm.block_mask", "problem"}
+FACTS = LEAVES | {"algorithm.block_mask", "expressions", "problem"}
 KERNELS = {"kernels.jit", "kernels.config", "kernels.launch", "kernels.llvm"}
 MAY_IMPORT: dict[str, set[str]] = {
     "validation": set(),
@@ -109,9 +109,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "results": set(),
     "hints": set(),
-    "algorithm.block_mask": LEAVES,
-    "problem": LEAVES | {"algorithm.block_mask", "hints"},
-    "reference": LEAVES,
+    "expressions": LEAVES,
+    "algorithm.block_mask": LEAVES | {"expressions"},
+    "problem": LEAVES | {"algorithm.block_mask", "expressions", "hints"},
+    "dual": set(),
+    "reference": LEAVES | {"dual"},
     "record": set(),
     "algorithm": FACTS | {"record"},
     "traffic": FACTS | {"algorithm", "record"},

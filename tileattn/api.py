@@ -16,12 +16,13 @@ from tileattn.problem import (
     Operands,
     Options,
     Problem,
+    aux_arrays,
     check_array,
     check_dtype,
     four_axes,
     parse,
 )
-from tileattn.results import Attention, Gradients
+from tileattn.results import Attention, Gradients, wanted
 
 
 def forward(
@@ -90,6 +91,16 @@ def forward(
         Probability of dropping an entry; kept entries are divided by ``1 - dropout_p``.
     seed : int
         Seed of the dropout generator, from 0 to 2**64 - 1.
+    score_mod : callable or None
+        ``score_mod(s, b, h, i, j, *aux)`` returns the new score, after ``bias``. It is written with
+        operators and NumPy's functions for numbers b (batch entry), h (query head), i (query) and j
+        (key), and traced: see the page "Your own score and mask functions".
+    mask_mod : callable or None
+        ``mask_mod(b, h, i, j, *aux)`` returns whether query i attends to key j; tiles without such
+        a pair are not computed.
+    aux : tuple of array
+        Arrays that these two index, each from 0 to its length - 1; other indices are moved to the
+        nearest. Floating ones that ``score_mod`` reads have gradients.
 
     Raises
     ------
@@ -107,6 +118,7 @@ def forward(
         s = scale * q_i . k_j
         s = softcap * tanh(s / softcap)
         s = s - alibi_slope * |p - j| + bias_ij
+        s = score_mod(s, b, h, i, j, *aux)
 
     and the output is the mean of the values of all visible keys, weighted by the softmax of s.
 
@@ -140,7 +152,8 @@ def forward(
     call, operands = _validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
     if out is not None:
-        ensure_writable("out", out, {"q": q, "k": k, "v": v, **options})
+        inputs = {"q": q, "k": k, "v": v, **options, **aux_arrays(options)}
+        ensure_writable("out", out, inputs)
         result = call.forward(operands, four_axes(out))
         return Attention(out, _without_lead(result.lse, problem))
     result = call.forward(operands, None)
@@ -159,6 +172,7 @@ def backward(
     *,
     dlse: Any | None = None,
     deterministic: bool = False,
+    wrt: Sequence[str] | None = None,
     backend: str = "auto",
     workspace: Any | None = None,
     **options: Unpack[Options],
@@ -177,6 +191,9 @@ def backward(
         Upstream gradient of lse.
     deterministic : bool
         Ask for bitwise reproducible gradients; on the CPU they always are.
+    wrt : sequence of str or None
+        Names of the inputs whose gradients are asked for, among ``"q"``, ``"k"``, ``"v"``,
+        ``"bias"``, ``"sinks"`` and ``"aux"``; None is all that there are. The others are None.
     backend : str
         As for ``forward``.
     workspace : array of uint8, shape (n,), or None
@@ -191,7 +208,8 @@ def backward(
     -------
     Gradients
         Named tuple ``(dq, dk, dv, dbias, dsinks)``, each of its input's shape and dtype; the last
-        two are None where the call has no ``bias`` or no ``sinks``.
+        two are None where the call has no ``bias`` or no ``sinks``. Its attribute ``daux`` has the
+        gradients of ``aux``.
 
     Raises
     ------
@@ -241,12 +259,14 @@ def backward(
     valid = CALLS.get(signature((q, k, v, *extra.values()), backend, options))
     call, operands = _validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
+    operands = operands._replace(wrt=wanted(wrt, options))
     if not isinstance(deterministic, bool | np.bool_):
         raise TypeError(
             f"deterministic is {type(deterministic).__name__}; True or False is accepted"
         )
     if workspace is not None:
-        ensure_workspace(call.backend, workspace, {"q": q, "k": k, "v": v, **extra, **options})
+        inputs = {"q": q, "k": k, "v": v, **extra, **options, **aux_arrays(options)}
+        ensure_workspace(call.backend, workspace, inputs)
     if problem.ndim < 4:
         rows = (problem.B, problem.Hq, problem.Nq)
         out, dout, lse = four_axes(out), four_axes(dout), lse.reshape(rows)
@@ -254,11 +274,13 @@ def backward(
     result = call.backward(
         operands, dout, Attention(out, lse), dlse, bool(deterministic), workspace
     )
-    dbias = result.dbias
-    if dbias is not None and dbias.shape != options["bias"].shape:
-        dbias = dbias.reshape(options["bias"].shape)
-    dq, dk, dv = (_without_lead(x, problem) for x in result[:3])
-    return Gradients(dq, dk, dv, dbias, result.dsinks)
+    found = result._asdict() | {"daux": result.daux}
+    grads = {name: x if operands.wants(name[1:]) else None for name, x in found.items()}
+    if grads["dbias"] is not None:
+        grads["dbias"] = grads["dbias"].reshape(options["bias"].shape)
+    for name in ("dq", "dk", "dv"):
+        grads[name] = None if grads[name] is None else _without_lead(grads[name], problem)
+    return Gradients(**grads)
 
 
 def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
@@ -392,6 +414,7 @@ def _validated(
         return valid, valid.operands(q, k, v, options)
     arrays = {"q": q, "k": k, "v": v, **extra}
     arrays |= {name: options.get(name) for name in ("bias", "mask", "alibi_slopes", "sinks")}
+    arrays |= aux_arrays(options)
     able = registry.candidates(backend, arrays)
     problem, operands = parse(q, k, v, options)
     chosen = registry.supporting(able, problem)

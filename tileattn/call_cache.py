@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
 from typing import Any
 from weakref import ref
 
 import numpy as np
 
 from tileattn.algorithm.block_mask import BlockMask
+from tileattn.expressions.state import state_of
 from tileattn.problem import Operands, Problem, operands_of
 from tileattn.results import Attention, Gradients
 
@@ -135,9 +137,13 @@ def _append(key: list[Any], x: Any) -> bool:
     kind = type(x)
     if kind in _PLAIN or (isinstance(x, np.generic) and not isinstance(x, np.void)):
         key.append(x)
+    elif kind is FunctionType:
+        state = state_of(x)
+        key.append(state)
+        return state is not None
     elif kind is tuple or kind is list:
         kinds = tuple(map(type, x))
-        key += (kinds, *x)
+        key += (kinds, *x)  # of arrays, as aux has them, the values may be looked at
         return len(x) <= _MOST_VALUES and _PLAIN.issuperset(kinds)
     elif kind is BlockMask:
         key.append(ref(x))

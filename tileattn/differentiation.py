@@ -1,6 +1,6 @@
 """Forward and backward from one set of options, which then cannot disagree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from tileattn.api import backward, forward
@@ -27,8 +27,8 @@ def vjp(
     attention : Attention
         As ``forward`` returns it.
     pullback : callable
-        ``pullback(dout, dlse=None, deterministic=False, workspace=None)`` returns ``Gradients``,
-        as ``backward`` does. It may be called any number of times.
+        ``pullback(dout, dlse=None, deterministic=False, workspace=None, wrt=None)`` returns
+        ``Gradients``, as ``backward`` does. It may be called any number of times.
 
     Raises
     ------
@@ -63,12 +63,14 @@ def vjp(
         dlse: Any | None = None,
         deterministic: bool = False,
         workspace: Any | None = None,
+        wrt: Sequence[str] | None = None,
     ) -> Gradients:
         """Gradients for the inputs, given those for ``out`` and ``lse``; see ``backward``."""
         return backward(
             *(dout, q, k, v, *attention),
             dlse=dlse,
             deterministic=deterministic,
+            wrt=wrt,
             backend=backend,
             workspace=workspace,
             **options,

@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
@@ -11,6 +11,13 @@ import numpy as np
 from tileattn import hints
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.dtypes import BFLOAT16, DTYPES, accum_dtype
+from tileattn.expressions.functions import (
+    check_indices,
+    kind_of,
+    mask_expression,
+    score_expression,
+)
+from tileattn.expressions.nodes import Node
 from tileattn.validation import refuse_masked, require_array
 
 _FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
@@ -32,6 +39,9 @@ class Options(TypedDict, total=False):
     sinks: Any
     dropout_p: float
     seed: int
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    aux: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,8 @@ class Problem:
         Rank of the caller's arrays, 2 to 4.
     enabled_options : frozenset of str
         Names of the options in use.
+    score_mod, mask_mod : Node or None
+        Expressions of the caller's own functions.
     """
 
     B: int
@@ -75,6 +87,8 @@ class Problem:
     seed: int
     ndim: int
     enabled_options: frozenset[str]
+    score_mod: Node | None = None
+    mask_mod: Node | None = None
 
     @property
     def group(self) -> int:
@@ -93,7 +107,7 @@ class Problem:
 
 
 class Operands(NamedTuple):
-    """The arrays of one call, as views with all four axes.
+    """The arrays of one call, as views with all four axes, and which gradients are asked for.
 
     Parameters
     ----------
@@ -109,6 +123,11 @@ class Operands(NamedTuple):
         Slope for each head.
     sinks : array or None, shape (Hq,)
         Logits that join the denominator only.
+    aux : sequence of array
+        Arrays that the caller's own functions read, in their own shapes.
+    wrt : frozenset of str or None
+        Names of the arrays whose gradients are asked for; None is all. A backend may compute
+        others: they are dropped.
     """
 
     q: Any
@@ -121,6 +140,12 @@ class Operands(NamedTuple):
     block_mask: BlockMask | None = None
     alibi_slopes: Any = None
     sinks: Any = None
+    aux: Sequence[Any] = ()
+    wrt: frozenset[str] | None = None
+
+    def wants(self, name: str) -> bool:
+        """Whether the gradient of an array is asked for."""
+        return self.wrt is None or name in self.wrt
 
 
 def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, Operands]:
@@ -143,6 +168,7 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
                 "(BlockMask.from_mask makes one from a boolean array)"
             )
         block_mask.check(*shape)
+    score_mod, mask_mod = _functions(options, shape)
     problem = Problem(
         *sizes,
         dtype=q.dtype,
@@ -153,6 +179,8 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         seed=_seed(options.get("seed", 0)),
         ndim=ndim,
         enabled_options=frozenset(name for name, value in options.items() if _in_use(value)),
+        score_mod=score_mod,
+        mask_mod=mask_mod,
     )
     q_offset = kv_lengths - Nq if q_offset is None else q_offset
     return problem, operands_of(q, k, v, kv_lengths, q_offset, options=options)
@@ -170,7 +198,20 @@ def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
         block_mask=get("block_mask"),
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
         sinks=get("sinks"),
+        aux=tuple(get("aux") or ()),
     )
+
+
+def aux_arrays(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the arrays ``aux`` by their names in messages; raise TypeError if it is no sequence."""
+    aux = options.get("aux")
+    if aux is None:
+        return {}
+    if not isinstance(aux, tuple | list):
+        raise TypeError(
+            f"aux is {type(aux).__name__}; a tuple of arrays is accepted (aux=(array,) for one)"
+        )
+    return {f"aux[{n}]": x for n, x in enumerate(aux)}
 
 
 def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -260,6 +301,31 @@ def _broadcastable(
             f"{name} has shape {x.shape}; a shape that broadcasts to (B, Hq, Nq, Nk) = {shape} "
             "is accepted" + hints.of_keys(name, x, shape)
         )
+
+
+def _functions(
+    options: Mapping[str, Any], shape: tuple[int, int, int, int]
+) -> tuple[Node | None, Node | None]:
+    """Trace the functions of a call, and check the indices into its arrays."""
+    aux = aux_arrays(options)
+    for name, x in aux.items():
+        require_array(name, x)
+        if kind_of(x) is None:
+            raise TypeError(
+                f"{name} has dtype {x.dtype}; accepted are booleans, integers of up to 64 bits, "
+                f"uint64 excepted, and {', '.join(dtype.name for dtype in DTYPES)}"
+            )
+    score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
+    if aux and score_mod is None and mask_mod is None:
+        raise ValueError(f"aux has {len(aux)} arrays, and there is no score_mod or mask_mod")
+    arrays = tuple(aux.values())
+    score = None if score_mod is None else score_expression(score_mod, arrays)
+    mask = None if mask_mod is None else mask_expression(mask_mod, arrays)
+    shapes = tuple(x.shape for x in arrays)
+    for name, node in (("score_mod", score), ("mask_mod", mask)):
+        if node is not None:
+            check_indices(name, node, shapes, shape)
+    return score, mask
 
 
 def _lengths(x: Any, B: int, Nk: int) -> Any:
@@ -370,4 +436,5 @@ def _real(name: str, x: Any, accepted: str) -> float:
 
 def _in_use(value: Any) -> bool:
     """Whether an option differs from its default of None, False or zero."""
-    return value is not None and not (isinstance(value, int | float | np.generic) and not value)
+    plain = isinstance(value, int | float | np.generic | tuple | list)
+    return value is not None and not (plain and not value)

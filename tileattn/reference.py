@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.dual import Clamped, Direction, Dual, tangents_of, value_of
 from tileattn.results import Attention, Gradients
 
 __all__ = ["backward", "forward"]
@@ -49,7 +50,7 @@ def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
 
     Notes
     -----
-    ``S = softcap(scale q k^T) + alibi + bias``, ``lse = log(sum_j exp(S) + exp(sink))``,
+    ``S = score_mod(softcap(scale q k^T) + alibi + bias)``, ``lse = log(sum_j exp(S) + exp(sink))``,
     ``P = exp(S - lse)``, ``out = (keep P / (1 - dropout_p)) v``.
 
     References
@@ -100,7 +101,8 @@ def backward(
     Returns
     -------
     Gradients
-        All float64; ``dbias`` and ``dsinks`` are None without ``bias`` and ``sinks``.
+        All float64; ``dbias`` and ``dsinks`` are None without ``bias`` and ``sinks``, ``daux``
+        without ``aux``.
 
     Raises
     ------
@@ -140,6 +142,19 @@ class Options:
     sinks: Any = None
     dropout_p: float = 0.0
     seed: int = 0
+    score_mod: Any = None
+    mask_mod: Any = None
+    aux: Any = ()
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """Scores of the user's function, and their derivatives."""
+
+    scores: Array
+    by_score: Array
+    by_element: dict[Direction, Array]  # for each read of an array
+    reads: dict[Direction, tuple[Any, ...]]  # the indices of each
 
 
 @dataclass(frozen=True)
@@ -154,6 +169,7 @@ class Forward:
     k: Array
     v: Array
     capped: Array
+    function: ScoreFunction | None
     scores: Array
     attended: Array
     lse: Array
@@ -191,6 +207,8 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
             scores = scores - (_slopes(o) * _distance(o, shape)).astype(dtype)
         if o.bias is not None:
             scores = scores + np.asarray(o.bias).astype(dtype)
+        function = None if o.score_mod is None else _score_function(scores, o)
+        scores = scores if function is None else function.scores
         attended = visibility(shape, options) & (scores != -np.inf)
         scores = np.where(attended, scores, -np.inf)
 
@@ -199,7 +217,9 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
         kept = keep(shape, float(o.dropout_p), int(o.seed))
         kept = kept / np.asarray(1 - float(o.dropout_p), dtype)
         out = _masked_matmul(P * kept, attended, v)
-    return Forward(o, group, Hkv, scale, q, k, v, capped, scores, attended, lse, P, kept, out)
+    return Forward(
+        *(o, group, Hkv, scale, q, k, v, capped, function, scores, attended, lse, P, kept, out)
+    )
 
 
 def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
@@ -212,20 +232,24 @@ def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
         delta = np.sum(_select(f.attended, f.P * dP), axis=-1)
         dlog = -delta if dlse is None else _like(dlse, delta).astype(dtype) - delta
         dS = _select(f.attended, f.P * (dP + dlog[..., np.newaxis]))
-        draw = dS
+        daux = _element_gradients(f, dS) if o.aux else None
+        of_score = dS
+        if f.function is not None:
+            of_score = _select(f.attended, dS * f.function.by_score)
+        draw = of_score
         if o.softcap is not None:
-            draw = _select(f.attended, dS * (1 - (f.capped / float(o.softcap)) ** 2))
+            draw = _select(f.attended, draw * (1 - (f.capped / float(o.softcap)) ** 2))
         dq = f.scale * _masked_matmul(draw, f.attended, f.k)
         dk = f.scale * _masked_matmul(_transpose(draw), _transpose(f.attended), f.q)
 
-        dbias = None if o.bias is None else _sum_to_shape(dS, np.shape(o.bias))
+        dbias = None if o.bias is None else _sum_to_shape(of_score, np.shape(o.bias))
         dsinks = None
         if o.sinks is not None:
             # A sink is a key of value zero: its dP is 0.
             dsinks = np.sum(np.exp(_sinks(o, dtype) - f.lse) * dlog, axis=(0, 2))
             dsinks = np.where(np.isneginf(np.asarray(o.sinks, dtype)), 0, dsinks)
         dk, dv = (_sum_over_group(x, f.group, f.Hkv) for x in (dk, dv))
-    return Backward(dout, dP, dlog, dS, Gradients(dq, dk, dv, dbias, dsinks))
+    return Backward(dout, dP, dlog, dS, Gradients(dq, dk, dv, dbias, dsinks, daux))
 
 
 def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDArray[np.bool_]:
@@ -246,6 +270,9 @@ def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDA
         visible = visible & o.mask
     if o.block_mask is not None:
         visible = visible & o.block_mask.to_dense(shape)
+    if o.mask_mod is not None:
+        aux = _clamped(o, np.dtype(np.float64), {})
+        visible = visible & value_of(o.mask_mod(*np.ogrid[tuple(map(slice, shape))], *aux))
     return visible
 
 
@@ -277,6 +304,48 @@ def philox(counter: Sequence[Array], seed: int) -> tuple[Array, Array, Array, Ar
         c2, c3 = high0 ^ c3 ^ np.uint64(k1), low0
         k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
     return c0, c1, c2, c3
+
+
+def _score_function(s: Array, o: Options) -> ScoreFunction:
+    """Call the user's function with dual numbers: one direction is s, and each read has one."""
+    reads: dict[Direction, tuple[Any, ...]] = {}
+    place = np.ogrid[tuple(map(slice, s.shape))]
+    new = o.score_mod(Dual(s, {("s",): np.ones((), s.dtype)}), *place, *_clamped(o, s.dtype, reads))
+    tangents = dict(tangents_of(new))
+
+    def whole(x: Any) -> Array:
+        return np.array(np.broadcast_to(x, s.shape)).astype(s.dtype)
+
+    by_score = whole(tangents.pop(("s",), 0))
+    return ScoreFunction(
+        whole(value_of(new)), by_score, {read: whole(x) for read, x in tangents.items()}, reads
+    )
+
+
+def _clamped(o: Options, dtype: Any, reads: dict[Direction, tuple[Any, ...]]) -> list[Any]:
+    """Let the user's arrays be indexed: floats in ``dtype``, integers in 64 bits."""
+    arrays = []
+    for number, x in enumerate(o.aux or ()):
+        kind = x.dtype if x.dtype == bool else np.int64 if x.dtype.kind in "iu" else dtype
+        array = Clamped(np.asarray(x).astype(kind), number, reads)
+        arrays.append(array if x.ndim else array[()])
+    return arrays
+
+
+def _element_gradients(f: Forward, dS: Array) -> tuple[Array | None, ...]:
+    """Sum dS times the derivatives of the scores, each at the element that was read."""
+    totals: list[Any] = [
+        None if x.dtype.kind in "biu" else np.zeros(x.shape, dS.dtype) for x in f.options.aux
+    ]
+    if f.function is not None:
+        for read, tangent in f.function.by_element.items():
+            part = _select(f.attended, dS * tangent)
+            place = tuple(np.broadcast_to(x, part.shape) for x in f.function.reads[read])
+            if place:
+                np.add.at(totals[read[0]], place, part)
+            else:
+                totals[read[0]] += part.sum()
+    return tuple(totals)
 
 
 def _options(options: dict[str, Any]) -> Options:

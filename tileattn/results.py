@@ -1,6 +1,9 @@
 """What the two calls return."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
 
 
 class Attention(NamedTuple):
@@ -19,8 +22,18 @@ class Attention(NamedTuple):
     lse: Any
 
 
-class Gradients(NamedTuple):
+class _Gradients(NamedTuple):
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsinks: Any
+
+
+class Gradients(_Gradients):
     """Result of ``backward``: the gradient for each input, of that input's shape and dtype.
+
+    Those that ``wrt`` leaves out are None.
 
     Parameters
     ----------
@@ -35,10 +48,41 @@ class Gradients(NamedTuple):
         call has no ``bias``.
     dsinks : array, shape (Hq,), or None
         Gradient for ``sinks``; None where the call has no ``sinks``.
+    daux : tuple of (array or None), or None
+        Gradients for ``aux``, None for arrays of integers and of booleans; None where the call has
+        no ``aux``. An attribute, and not one of the five that unpacking gives.
     """
 
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any
-    dsinks: Any
+    daux: tuple[Any, ...] | None
+
+    def __new__(
+        cls,
+        dq: Any,
+        dk: Any,
+        dv: Any,
+        dbias: Any,
+        dsinks: Any,
+        daux: tuple[Any, ...] | None = None,
+    ) -> "Gradients":
+        made = super().__new__(cls, dq, dk, dv, dbias, dsinks)
+        made.daux = daux
+        return made
+
+    def _replace(self, **changed: Any) -> "Gradients":
+        return Gradients(**(self._asdict() | {"daux": self.daux} | changed))
+
+
+def wanted(wrt: Any, options: Mapping[str, Any]) -> frozenset[str] | None:
+    """Check the names of the gradients that are asked for."""
+    if wrt is None:
+        return None
+    if isinstance(wrt, str) or not isinstance(wrt, Iterable):
+        raise TypeError(f"wrt is {wrt!r}; a sequence of names is accepted, as ('q', 'k')")
+    names = tuple(wrt)
+    for name in names:
+        if name not in _DIFFERENTIABLE:
+            accepted = ", ".join(_DIFFERENTIABLE)
+            raise ValueError(f"wrt has {name!r}; accepted are {accepted}")
+        if name in _DIFFERENTIABLE[3:] and options.get(name) is None:
+            raise ValueError(f"wrt has {name!r}, and the call has no {name}; leave it out")
+    return frozenset(names)

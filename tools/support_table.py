@@ -61,6 +61,11 @@ def representative() -> dict[str, Problem]:
         "`q_offset`": make(q_offset=np.arange(B)),
         "`sinks`": make(sinks=np.zeros(Hq, np.float32)),
         "`dropout_p`": make(dropout_p=0.1, seed=1),
+        "`score_mod`, `aux`": make(
+            score_mod=lambda s, b, h, i, j, x: s + x[j],  # noqa: ARG005 - its parameters
+            aux=(np.zeros(Nk, np.float32),),
+        ),
+        "`mask_mod`": make(mask_mod=lambda b, h, i, j: i >= j),  # noqa: ARG005 - its parameters
         "several options together": make(
             causal=True,
             softcap=30.0,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tileattn import BlockMask, Gradients
 from tileattn.algorithm import spec
-from tileattn.algorithm.bias_gradient import add_bias_gradient
+from tileattn.algorithm.parameter_gradient import AxisSums
 from tileattn.algorithm.tiles import Tile
 from tileattn.backends import threads
 from tileattn.backends.numpy import backend as numpy_backend
@@ -34,15 +34,15 @@ def hold_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., threading
     monkeypatch.setattr(numpy_backend, "_SERIAL_WORK", 0)
     threads._crew.cache_clear()
     compute = spec.backward_tile
-    adds: dict[str, Any] = {"dq": TileMemory.add, "dbias": add_bias_gradient}
+    adds: dict[str, Any] = {"dq": TileMemory.add, "dbias": AxisSums.add}
 
     def prepare(
         held: tuple[int, int], other: tuple[int, int], sums: str = "dq", wait: float = WAIT
     ) -> threading.Event:
         added, current = threading.Event(), threading.local()
 
-        def tile_of(heads: Any, saved: Any, block: Any, tile: Tile, memory: Any) -> Any:
-            result = compute(heads, saved, block, tile, memory)
+        def tile_of(heads: Any, saved: Any, block: Any, tile: Tile, *more: Any) -> Any:
+            result = compute(heads, saved, block, tile, *more)
             current.tile = tile
             if (tile.q0, tile.k0) == held:
                 added.wait(wait)
@@ -58,7 +58,7 @@ def hold_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., threading
         if sums == "dq":
             monkeypatch.setattr(TileMemory, "add", add)
         else:
-            monkeypatch.setattr(spec, "add_bias_gradient", add)
+            monkeypatch.setattr(AxisSums, "add", add)
         return added
 
     yield prepare
@@ -123,12 +123,12 @@ def test_an_error_wakes_the_tasks_that_wait(
     hold_up((0, 0), (0, 0))
     begun, compute, results = threading.Event(), spec.backward_tile, []
 
-    def fails(heads: Any, saved: Any, block: Any, tile: Tile, memory: Any) -> Any:
+    def fails(heads: Any, saved: Any, block: Any, tile: Tile, *more: Any) -> Any:
         if tile.k0 == 0:
             begun.wait(10)
             raise MemoryError("the first key block")
         begun.set()
-        return compute(heads, saved, block, tile, memory)
+        return compute(heads, saved, block, tile, *more)
 
     def call() -> None:
         with pytest.raises(MemoryError, match="the first key block"):

@@ -236,6 +236,7 @@ def test_a_predicate_may_call_the_package(N: int) -> None:
         return (i + j) % 3 > 0
 
     def calling(b: Any, h: Any, i: Any, j: Any) -> Any:
+        i = np.asarray(i)  # which cannot be traced: it is called for each tile
         saved = tileattn.forward(other, other, other)
         nested.append(tileattn.backward(other, other, other, other, *saved).dq)
         return plain(b, h, i, j)

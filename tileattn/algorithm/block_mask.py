@@ -6,6 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.expressions.evaluate import evaluate
+from tileattn.expressions.functions import mask_expression
+from tileattn.expressions.nodes import INDICES, Node, depends_on
+from tileattn.expressions.quadtree import find_blocks
 from tileattn.validation import refuse_masked
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -14,6 +18,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 Predicate = Callable[[Any, Any, Any, Any], Any]
 
 _STRIP = 1 << 24  # pairs evaluated at a time while a mask is classified: 16 MB of booleans
+_AT_ONCE = 1 << 20  # pairs of undecided blocks evaluated at a time, with arrays of 64-bit indices
 
 
 class BlockMask:
@@ -37,6 +42,10 @@ class BlockMask:
     ValueError
         If ``blocks`` has fewer than two or more than four axes, or a block size is below 1.
 
+    Notes
+    -----
+    ``a & b``, ``a | b`` and ``~a`` combine masks of one block size.
+
     Examples
     --------
     >>> import numpy as np
@@ -44,6 +53,8 @@ class BlockMask:
     >>> mask = tileattn.BlockMask(np.eye(4, dtype=bool), block_size=(16, 16))
     >>> mask.density
     0.25
+    >>> (~mask).density, (mask | ~mask).density
+    (0.75, 1.0)
     """
 
     def __init__(self, blocks: NDArray[np.bool_], block_size: tuple[int, int] = (128, 128)) -> None:
@@ -112,8 +123,10 @@ class BlockMask:
         ----------
         visible : callable
             ``visible(b, h, i, j)`` takes four broadcastable integer arrays (batch, query head,
-            query, key) and returns booleans that broadcast with them. It must be a pure function:
-            it is called again whenever a partial block is computed.
+            query, key) and returns booleans that broadcast with them. It must be a pure function.
+            One that only computes with its arguments, as a ``mask_mod`` does, is traced once, and
+            whole squares of blocks are decided at a time. Any other is called for all pairs, and
+            again whenever a partial block is computed.
         shape : (int, int, int, int)
             ``(B, Hq, Nq, Nk)``; ``B`` or ``Hq`` of 1 holds for every batch entry or head.
         block_size : (int, int)
@@ -137,7 +150,10 @@ class BlockMask:
         if len(shape) != 4 or any(not isinstance(n, int | np.integer) or n < 0 for n in shape):
             raise ValueError(f"shape is {shape!r}; four lengths (B, Hq, Nq, Nk) are accepted")
         B, Hq, Nq, Nk = (int(n) for n in shape)
-        return cls._classify(visible, (B, Hq, Nq, Nk), _block_size(block_size))
+        expression = _expression(visible)
+        if expression is None:
+            return cls._classify(visible, (B, Hq, Nq, Nk), _block_size(block_size))
+        return cls._found(expression, (B, Hq, Nq, Nk), _block_size(block_size))
 
     @classmethod
     def _classify(
@@ -166,6 +182,78 @@ class BlockMask:
             kinds[:, :, a, c0:c1] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
         mask = cls.__new__(cls)
         mask._set(kinds, block_size, (Nq, Nk), inside)
+        return mask
+
+    @classmethod
+    def _found(
+        cls, visible: Node, shape: tuple[int, int, int, int], block_size: tuple[int, int]
+    ) -> "BlockMask":
+        """Classify by intervals, and by pairs only the blocks that these leave undecided."""
+        (B, Hq, Nq, Nk), (bq, bk) = shape, block_size
+        own = [n if depends_on(visible, name) else min(n, 1) for n, name in ((B, "b"), (Hq, "h"))]
+        kinds = np.full((*own, -(-Nq // bq), -(-Nk // bk)), EMPTY, np.int8)
+        for b, h in np.ndindex(*own):
+            for row, first, stop, kind in zip(
+                *find_blocks(visible, (), b, (h, h), (Nq, Nk), block_size), strict=True
+            ):
+                kinds[b, h, row, first:stop] = kind
+
+        def inside(*indices: Any) -> Any:
+            inputs = dict(zip(INDICES, map(np.asarray, indices), strict=True))
+            return evaluate([visible], inputs, (), np.dtype(np.float64))[0]
+
+        _decide(kinds, inside, (Nq, Nk), block_size)
+        mask = cls.__new__(cls)
+        whole = np.ascontiguousarray(np.broadcast_to(kinds, (B, Hq, *kinds.shape[2:])))
+        mask._set(whole, block_size, (Nq, Nk), inside)
+        return mask
+
+    def __invert__(self) -> "BlockMask":
+        inside = self._inside
+        mask = BlockMask.__new__(BlockMask)
+        mask._set(
+            (FULL - self.kinds).astype(np.int8),
+            self.block_size,
+            self.lengths,
+            None if inside is None else lambda *indices: ~np.asarray(inside(*indices)),
+        )
+        return mask
+
+    def __and__(self, other: "BlockMask") -> Any:
+        return self._with(other, "&", np.minimum)
+
+    def __or__(self, other: "BlockMask") -> Any:
+        return self._with(other, "|", np.maximum)
+
+    def _with(self, other: Any, sign: str, chosen: np.ufunc) -> Any:
+        """Combine two masks; kinds are ordered, and two partial blocks may make any."""
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if self.block_size != other.block_size:
+            raise ValueError(
+                f"the masks of {sign} have blocks of {self.block_size} and {other.block_size}; "
+                "blocks of one size are accepted"
+            )
+        lengths = {x.lengths for x in (self, other)} - {None}
+        shapes = self.kinds.shape, other.kinds.shape
+        lead = zip(shapes[0][:2], shapes[1][:2], strict=True)
+        fits = shapes[0][2:] == shapes[1][2:] and all(n == m or 1 in (n, m) for n, m in lead)
+        if len(lengths) > 1 or not fits:
+            raise ValueError(
+                f"the masks of {sign} have {shapes[0]} and {shapes[1]} blocks, for (Nq, Nk) = "
+                f"{self.lengths} and {other.lengths}; masks of one problem are accepted"
+            )
+
+        def inside(*indices: Any) -> Any:
+            return chosen(self.visible(*indices), other.visible(*indices))
+
+        mask = BlockMask.__new__(BlockMask)
+        kinds = chosen(self.kinds, other.kinds)
+        known = lengths.pop() if lengths else None
+        if known is not None:
+            both = (self.kinds == PARTIAL) & (other.kinds == PARTIAL)
+            _decide(kinds, inside, known, self.block_size, both)
+        mask._set(kinds, self.block_size, known, inside)
         return mask
 
     @property
@@ -267,6 +355,36 @@ class BlockMask:
         return (
             f"BlockMask({self.kinds.shape} blocks of {self.block_size}, density {self.density:.3g})"
         )
+
+
+def _decide(
+    kinds: NDArray[np.int8],
+    inside: Predicate,
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    which: NDArray[np.bool_] | None = None,
+) -> None:
+    """Classify the partial blocks by their pairs, or those of them that are chosen."""
+    (bq, bk), (Nq, Nk) = block_size, lengths
+    undecided = np.nonzero((kinds == PARTIAL) if which is None else which)
+    step = max(1, _AT_ONCE // (bq * bk))
+    for lo in range(0, len(undecided[0]), step):
+        part = tuple(x[lo : lo + step] for x in undecided)
+        b, h, row, column = (x[:, None, None] for x in part)
+        # Past an end the last query or key stands in, which decides nothing by itself.
+        i = np.minimum(row * bq + np.arange(bq)[:, None], Nq - 1)
+        j = np.minimum(column * bk + np.arange(bk), Nk - 1)
+        pairs = np.broadcast_to(inside(b, h, i, j), (len(b), bq, bk))
+        some, every = pairs.any(axis=(1, 2)), pairs.all(axis=(1, 2))
+        kinds[part] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+
+
+def _expression(visible: Predicate) -> Node | None:
+    """Trace a predicate; None for one that only arrays can be given to."""
+    try:
+        return mask_expression(visible, (), "visible")
+    except Exception:  # the same error comes with arrays, or there is none
+        return None
 
 
 def _strips(shape: tuple[int, ...], block_size: tuple[int, int]) -> Iterator[tuple[int, int, int]]:

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.algorithm import philox
+from tileattn.algorithm.function_mask import FunctionMask
 from tileattn.algorithm.mask import AttentionMask
-from tileattn.algorithm.scores import ScoreMods
+from tileattn.algorithm.scores import ScoreFunction, ScoreMods
 from tileattn.algorithm.sequences import Batched, KVSource, Sequence, SequenceLayout
 from tileattn.algorithm.tile_mask import TileMask
 from tileattn.algorithm.tiles import Tile, cut
@@ -33,7 +34,7 @@ class HeadGroup:
     kv: KVSource
     scale: float
     mask: AttentionMask
-    score_mods: ScoreMods  # softcap, ALiBi and bias
+    score_mods: ScoreMods
     dtype: np.dtype[Any]  # in which sums are accumulated
     batch: int = 0
     q_heads: slice = field(default_factory=lambda: slice(0, 1))
@@ -90,16 +91,25 @@ def head_groups(
     if not problem.Hq:
         return
     together = max(together, SMALL // max(1, problem.Nq * problem.Nk))
-    if operands.block_mask is not None and operands.block_mask.kinds.shape[1] > 1:
+    function = None if problem.mask_mod is None else FunctionMask(problem.mask_mod, operands.aux)
+    of_heads = operands.block_mask is not None and operands.block_mask.kinds.shape[1] > 1
+    if of_heads or (function is not None and function.over_heads):
         together = 1  # heads differ in the blocks they skip
     keys, queries = (together // group, group) if together >= group else (1, together)
     for sequence in layout.sequences(problem, operands):
         for kv in cut(problem.Hkv, keys):
             for part in cut(group, queries):
-                yield _head_group(problem, operands, sequence, slice(*kv), slice(*part))
+                yield _head_group(problem, operands, sequence, slice(*kv), slice(*part), function)
 
 
-def _head_group(P: Problem, x: Operands, sequence: Sequence, kv: slice, part: slice) -> HeadGroup:
+def _head_group(
+    P: Problem,
+    x: Operands,
+    sequence: Sequence,
+    kv: slice,
+    part: slice,
+    function: FunctionMask | None,
+) -> HeadGroup:
     b, window = sequence.entry, sequence.window
     heads = slice(kv.start * P.group + part.start, (kv.stop - 1) * P.group + part.stop)
     shape = (kv.stop - kv.start, part.stop - part.start)
@@ -118,12 +128,16 @@ def _head_group(P: Problem, x: Operands, sequence: Sequence, kv: slice, part: sl
     mask = None if x.mask is None else x.mask[b if len(x.mask) > 1 else 0]
     if mask is not None and len(mask) > 1:
         mask = mask[heads]
+    score_function = None
+    if P.score_mod is not None:
+        each = np.arange(heads.start, heads.stop).reshape(*shape, 1, 1)
+        score_function = ScoreFunction(P.score_mod, x.aux, b, each)
     return HeadGroup(
         q=sequence.q[heads].reshape(shape + sequence.q.shape[1:]),
         kv=sequence.kv.of_heads(kv),
         scale=P.scale,
-        mask=AttentionMask(window, P.Nk, mask, x.block_mask, b, heads),
-        score_mods=ScoreMods.of(P.softcap, slopes, split(x.bias), window.offset),
+        mask=AttentionMask(window, P.Nk, mask, x.block_mask, b, heads, function),
+        score_mods=ScoreMods.of(P.softcap, slopes, split(x.bias), window.offset, score_function),
         dtype=P.accum_dtype,
         batch=b,
         q_heads=heads,

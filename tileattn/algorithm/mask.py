@@ -4,7 +4,7 @@ Everything here is integer arithmetic. ``visible`` of ``SlidingWindow`` and of `
 the definition; ranges, kinds and tiles follow from it, and are tested against it by brute force.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
+from tileattn.algorithm.function_mask import FunctionMask, VisibleBlocks
 from tileattn.algorithm.tile_mask import TileMask
 from tileattn.algorithm.tiles import Tile, cut, cut_between, tile_of
 
@@ -90,7 +91,10 @@ def _window_pairs(window: SlidingWindow, columns: int) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """The mask of some heads of one batch entry: a window, a dense mask and a block mask."""
+    """The mask of some heads of one batch entry.
+
+    It has a window and, where they are given, a dense mask, a block mask and the user's function.
+    """
 
     window: SlidingWindow
     Nk: int
@@ -98,13 +102,19 @@ class AttentionMask:
     block_mask: BlockMask | None = None
     batch: int = 0  # of the block mask, as the heads
     heads: slice = field(default_factory=lambda: slice(0, 1))
+    function: FunctionMask | None = None
+
+    @property
+    def is_window(self) -> bool:
+        """Whether positions alone decide."""
+        return self.dense is None and self.block_mask is None and self.function is None
 
     def tile_mask(self, tile: Tile) -> TileMask | None:
         """Return the mask of a tile, or None where every pair is visible."""
         if tile.kind == FULL:
             return None
         k0, k1 = tile.k0, tile.k1
-        if self.dense is None and self.block_mask is None:
+        if self.is_window:
             lo, hi = self.window.full_key_range(tile.q0, tile.q1)
             if lo <= k0 < hi:
                 k0 = min(hi, k1)
@@ -122,10 +132,11 @@ class AttentionMask:
         visible = _window_pairs(here, columns)
         if self.dense is not None:
             visible = visible & tile_of(self.dense, tile)
-        if self.block_mask is not None:
-            h = np.arange(self.heads.start, self.heads.stop)[:, None, None]
-            i, j = np.arange(tile.q0, tile.q1)[:, None], np.arange(tile.k0, tile.k1)
-            visible = visible & self.block_mask.visible(self.batch, h, i, j)
+        h = np.arange(self.heads.start, self.heads.stop)[:, None, None]
+        i, j = np.arange(tile.q0, tile.q1)[:, None], np.arange(tile.k0, tile.k1)
+        for mask in (self.block_mask, self.function):
+            if mask is not None:
+                visible = visible & mask.visible(self.batch, h, i, j)
         return visible
 
     def kind(self, q0: int, q1: int, k0: int, k1: int) -> int:
@@ -133,22 +144,37 @@ class AttentionMask:
 
         ``EMPTY`` only where no pair is visible, ``FULL`` only where every pair is.
         """
+        kind = self._kind(q0, q1, k0, k1)
+        if kind != EMPTY and self.function is not None:
+            kind = min(kind, self._blocks_of(self.function).kind(q0, q1, k0, k1))
+        return kind
+
+    def _kind(self, q0: int, q1: int, k0: int, k1: int) -> int:
+        """Kind of a tile for all masks but the user's function."""
         kind = self.window.kind(q0, q1, k0, k1)
-        if kind == EMPTY or self.block_mask is None:
-            return min(kind, PARTIAL) if self.dense is not None else kind
-        sparse = self.block_mask.kind(self.batch, self.heads, q0, q1, k0, k1)
-        if sparse == EMPTY:
-            return EMPTY
-        return FULL if kind == sparse == FULL and self.dense is None else PARTIAL
+        if kind != EMPTY and self.block_mask is not None:
+            kind = min(kind, self.block_mask.kind(self.batch, self.heads, q0, q1, k0, k1))
+        return kind if self.dense is None else min(kind, PARTIAL)
+
+    def _blocks_of(self, function: FunctionMask) -> VisibleBlocks:
+        return function.blocks(self.window, self.Nk, self.batch, self.heads)
 
     def row_tiles(self, q0: int, q1: int, block_k: int) -> Iterator[Tile]:
         """Tiles of one query block, none ``EMPTY``: key blocks ascending, none crossed."""
-        for k0, k1 in cut_between(*self.window.key_range(q0, q1), block_k):
+        lo, hi = self.window.key_range(q0, q1)
+        keys: Iterable[tuple[int, int]] = cut_between(lo, hi, block_k)
+        if self.function is not None:
+            keys = self._blocks_of(self.function).key_ranges(q0, q1, lo, hi, block_k)
+        for k0, k1 in keys:
             yield from self._tiles(q0, q1, k0, k1)
 
     def column_tiles(self, k0: int, k1: int, block_q: int) -> Iterator[Tile]:
         """Tiles of one key block, query blocks ascending: ``row_tiles``, transposed."""
-        for q0, q1 in cut_between(*self.window.query_range(k0, k1), block_q):
+        lo, hi = self.window.query_range(k0, k1)
+        queries: Iterable[tuple[int, int]] = cut_between(lo, hi, block_q)
+        if self.function is not None:
+            queries = self._blocks_of(self.function).query_ranges(k0, k1, lo, hi, block_q)
+        for q0, q1 in queries:
             yield from self._tiles(q0, q1, k0, k1)
 
     def _tiles(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Tile]:
@@ -157,18 +183,31 @@ class AttentionMask:
         middle = (q0 + q1) // 2
         for r0, r1 in ((q0, middle), (middle, q1)) if tall else ((q0, q1),):
             lo, hi = self.window.key_range(r0, r1)
-            yield from self._by_kind(r0, r1, max(k0, lo), min(k1, hi))
+            yield from self._parts(r0, r1, max(k0, lo), min(k1, hi))
 
-    def _by_kind(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Tile]:
+    def _parts(self, q0: int, q1: int, k0: int, k1: int) -> Iterator[Tile]:
+        """Yield the tile, or the parts of one kind that the masks cut it into."""
+        whole = Tile(q0, q1, k0, k1, FULL)
+        if self.function is None:
+            yield from self._by_kind(whole)
+            return
+        for part in self._blocks_of(self.function).rectangles(q0, q1, k0, k1):
+            yield from self._by_kind(Tile(*part))
+
+    def _by_kind(self, tile: Tile) -> Iterator[Tile]:
         """Yield the tile, or the runs of blocks of one kind that a block mask cuts it into."""
+        q0, q1, k0, k1, most = tile
         if self.block_mask is None:
-            kind = self.kind(q0, q1, k0, k1)
+            kind = min(most, self._kind(q0, q1, k0, k1))
             if kind != EMPTY:
-                yield Tile(q0, q1, k0, k1, kind)
+                yield tile._replace(kind=kind)
             return
         block_q, block_k = self.block_mask.block_size
         for r0, r1 in cut_between(q0, q1, block_q):
-            tiles = [Tile(r0, r1, *c, self.kind(r0, r1, *c)) for c in cut_between(k0, k1, block_k)]
+            tiles = [
+                Tile(r0, r1, *keys, min(most, self._kind(r0, r1, *keys)))
+                for keys in cut_between(k0, k1, block_k)
+            ]
             for kind, run in groupby(tiles, attrgetter("kind")):
                 first, *others = run
                 if kind != EMPTY:

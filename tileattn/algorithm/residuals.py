@@ -9,7 +9,9 @@ import numpy as np
 
 from tileattn.algorithm.heads import Array, HeadGroup
 from tileattn.algorithm.memory import RowConstant
+from tileattn.algorithm.parameter_gradient import ParameterSums
 from tileattn.algorithm.tiles import Tile, cut
+from tileattn.expressions.nodes import Node
 from tileattn.problem import Problem
 
 
@@ -71,12 +73,25 @@ class Residuals:
 
 @dataclass(slots=True)
 class Sums:
-    """Where gradients are summed: ``dq`` and ``dbias`` by many tasks, ``dk`` and ``dv`` by one."""
+    """Where gradients are summed: ``dq`` and parameters by many tasks, ``dk`` and ``dv`` by one.
 
-    dq: Array
-    dk: Array
-    dv: Array
-    dbias: Array | None
+    None stands for what is not asked for.
+    """
+
+    dq: Array | None
+    dk: Array | None
+    dv: Array | None
+    parameters: dict[str | Node, ParameterSums]
+
+    @property
+    def of_scores(self) -> bool:
+        """Whether a gradient needs that of the scores."""
+        return self.dq is not None or self.dk is not None or bool(self.parameters)
+
+    @property
+    def of_tiles(self) -> bool:
+        """Whether a gradient needs the probabilities."""
+        return self.dv is not None or self.of_scores
 
 
 def has_large_lse(lse: Array, dtype: np.dtype[Any]) -> Array:

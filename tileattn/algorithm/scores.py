@@ -3,15 +3,36 @@
 A modifier is one class here, one function in ``score_mod.cuh`` and one line in ``ScoreMods.of``.
 """
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.algorithm.tiles import Tile, tile_of
+from tileattn.expressions.derivative import derivatives
+from tileattn.expressions.evaluate import clamped, evaluate
+from tileattn.expressions.nodes import Kind, Node, constant
 
 Array = NDArray[Any]
+
+_SCORE = Node("input", Kind.FLOAT, (), "s")
+
+
+class Partial(NamedTuple):
+    """The derivative of new scores by a parameter that is read for them."""
+
+    parameter: "str | Node"  # bias, or an element of the user's arrays
+    value: Array | None = None  # None for 1
+    indices: Sequence[Array] = ()  # of the element, with the axes of the scores
+
+
+class Grad(NamedTuple):
+    """The derivatives of new scores by old scores, None for 1, and by parameters."""
+
+    by_score: Array | None = None
+    by_parameters: Sequence[Partial] = ()
 
 
 class ScoreMod(Protocol):
@@ -22,10 +43,8 @@ class ScoreMod(Protocol):
     def apply(self, s: Array, tile: Tile) -> None:
         """Modify the scores of a tile in place."""
 
-    def apply_with_grad(self, s: Array, tile: Tile) -> Array | None:
-        """Do what ``apply`` does; return the derivative of new by old scores, None for 1."""
-        self.apply(s, tile)
-        return None
+    def apply_with_grad(self, s: Array, tile: Tile) -> Grad:
+        """Do what ``apply`` does; return the derivatives, in memory of their own."""
 
 
 class Softcap(ScoreMod):
@@ -38,13 +57,13 @@ class Softcap(ScoreMod):
         cap = self._tanh(s)
         s *= cap
 
-    def apply_with_grad(self, s: Array, tile: Tile) -> Array:  # noqa: ARG002 - as above
-        """Cap the scores; return ``1 - tanh(s / softcap)**2``."""
+    def apply_with_grad(self, s: Array, tile: Tile) -> Grad:  # noqa: ARG002 - as above
+        """Cap the scores; the derivative is ``1 - tanh(s / softcap)**2``."""
         cap = self._tanh(s)
         grad = s * s
         np.subtract(np.asarray(1, s.dtype), grad, out=grad)
         s *= cap
-        return grad
+        return Grad(grad)
 
     def _tanh(self, s: Array) -> Any:
         """Write ``tanh(s / cap)`` to s and return the cap.
@@ -71,6 +90,10 @@ class ALiBi(ScoreMod):
         distance = np.abs(p - np.arange(tile.k0, tile.k1)).astype(s.dtype)
         s -= self._slopes.astype(s.dtype) * distance
 
+    def apply_with_grad(self, s: Array, tile: Tile) -> Grad:
+        self.apply(s, tile)
+        return Grad()
+
 
 class Bias(ScoreMod):
     """``s -> s + bias``, a bias of shape (Hkv or 1, G or 1, Nq or 1, Nk or 1)."""
@@ -83,6 +106,61 @@ class Bias(ScoreMod):
     def apply(self, s: Array, tile: Tile) -> None:
         s += tile_of(self._bias, tile).astype(s.dtype, copy=False)
 
+    def apply_with_grad(self, s: Array, tile: Tile) -> Grad:
+        self.apply(s, tile)
+        return Grad(None, [Partial("bias")])
+
+
+class ScoreFunction(ScoreMod):
+    """The user's own: ``s -> score_mod(s, b, h, i, j, *aux)``, heads of shape (Hkv, G, 1, 1)."""
+
+    can_mask: ClassVar[bool] = True
+
+    def __init__(self, score_mod: Node, aux: Sequence[Array], batch: int, heads: Array) -> None:
+        self._new, self._aux = score_mod, aux
+        self._place = {"b": np.int64(batch), "h": heads}
+
+    def apply(self, s: Array, tile: Tile) -> None:
+        s[...] = self._values([self._new], s, tile)[0]
+
+    def apply_with_grad(self, s: Array, tile: Tile) -> Grad:
+        by = function_derivatives(self._new)
+        reads = [node for node in by if node.op == "aux"]
+        indices = [index for node in reads for index in node.inputs]
+        new, *values = self._values([self._new, *by.values(), *indices], s, tile)
+        found = dict(zip(by, values, strict=False))
+        place = iter(values[len(by) :])
+        partials = []
+        for node in reads:
+            array = self._aux[aux_number(node)]
+            own = clamped(array, [next(place) for _ in node.inputs])
+            value = None if by[node] == constant(1.0) else np.array(found[node], ndmin=s.ndim)
+            partials.append(Partial(node, value, [np.array(x, ndmin=s.ndim) for x in own]))
+        grad = np.array(np.broadcast_to(found.get(_SCORE, s.dtype.type(0)), s.shape))
+        s[...] = new
+        return Grad(None if by.get(_SCORE) == constant(1.0) else grad, partials)
+
+    def _values(self, outputs: Sequence[Node], s: Array, tile: Tile) -> list[Array]:
+        """Evaluate expressions on a tile; one of them may be s itself."""
+        i, j = np.arange(tile.q0, tile.q1)[:, None], np.arange(tile.k0, tile.k1)
+        return evaluate(outputs, {**self._place, "s": s, "i": i, "j": j}, self._aux, s.dtype)
+
+
+@lru_cache(maxsize=256)
+def function_derivatives(score_mod: Node) -> dict[Node, Node]:
+    """Differentiate the user's function, once."""
+    return derivatives(score_mod)
+
+
+def learned_elements(score_mod: Node) -> list[Node]:
+    """List the elements of arrays by which the user's function has a derivative."""
+    return [node for node in function_derivatives(score_mod) if node.op == "aux"]
+
+
+def aux_number(parameter: "str | Node") -> int:
+    """Give the number of the array of which a parameter is an element; -1 for the bias."""
+    return -1 if isinstance(parameter, str) else int(parameter.value or 0)
+
 
 class ScoreMods(tuple[ScoreMod, ...]):
     """The modifiers of some heads, in order; without any, the score is ``scale * q @ k.T``.
@@ -90,6 +168,7 @@ class ScoreMods(tuple[ScoreMod, ...]):
     The score of query i at position p = i + offset and key j is::
 
         s = softcap * tanh(scale * q_i . k_j / softcap) - slope * |p - j| + bias_ij
+        s = score_mod(s, b, h, i, j, *aux)
     """
 
     __slots__ = ()
@@ -101,12 +180,14 @@ class ScoreMods(tuple[ScoreMod, ...]):
         slopes: Array | None = None,
         bias: Array | None = None,
         offset: int = 0,
+        function: ScoreFunction | None = None,
     ) -> "ScoreMods":
         """Make the modifiers of a call, in the order of the formula; None leaves one out."""
         mods: Iterable[ScoreMod | None] = (
             None if softcap is None else Softcap(softcap),
             None if slopes is None else ALiBi(slopes, offset),
             None if bias is None else Bias(bias),
+            function,
         )
         return cls(mod for mod in mods if mod is not None)
 
@@ -120,11 +201,6 @@ class ScoreMods(tuple[ScoreMod, ...]):
         for mod in self:
             mod.apply(s, tile)
 
-    def apply_with_grad(self, s: Array, tile: Tile) -> Array | None:
-        """Do what ``apply`` does; return the derivative by the products, None for 1."""
-        whole: Array | None = None
-        for mod in self:
-            grad = mod.apply_with_grad(s, tile)
-            if grad is not None:
-                whole = grad if whole is None else whole * grad
-        return whole
+    def apply_with_grad(self, s: Array, tile: Tile) -> list[Grad]:
+        """Do what ``apply`` does; return the derivatives of each modifier."""
+        return [mod.apply_with_grad(s, tile) for mod in self]

@@ -19,9 +19,13 @@ from functools import partial
 
 import numpy as np
 
-from tileattn.algorithm.bias_gradient import add_bias_gradient, groups_sharing_sums, shape_of_sums
 from tileattn.algorithm.heads import Array, HeadGroup, head_groups
 from tileattn.algorithm.memory import Executor, Memory, Operand, OrderedSums
+from tileattn.algorithm.parameter_gradient import (
+    aux_gradients,
+    groups_sharing_sums,
+    parameter_sums,
+)
 from tileattn.algorithm.residuals import (
     HeadResiduals,
     Residuals,
@@ -29,6 +33,7 @@ from tileattn.algorithm.residuals import (
     rounding_of_lse,
     row_norms,
 )
+from tileattn.algorithm.scores import Grad, Partial
 from tileattn.algorithm.softmax import RowState
 from tileattn.algorithm.tile_mask import TileMask, above_minus_infinity
 from tileattn.algorithm.tiles import Tile, cut
@@ -36,6 +41,7 @@ from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 
 _PREPROCESSED = 1 << 20  # elements of dO that a task of ``preprocess`` takes
+_END = 1 << 62  # past every query block
 
 # --- forward ------------------------------------------------------------------------------------
 
@@ -171,6 +177,8 @@ class KeyBlocks:
             block = self._loaded.get((heads.batch, heads.kv_head))
             kv_heads = slice(heads.kv_head, heads.kv_head + heads.kv.heads)
             for name, whole in (("dk", sums.dk), ("dv", sums.dv)):
+                if whole is None:
+                    continue
                 part = whole[heads.batch, kv_heads, slice(*self._span)]
                 self._memory.store(name, part, 0 if block is None else getattr(block, name)[:, 0])
 
@@ -185,22 +193,22 @@ def backward(
     executor: Executor,
 ) -> Gradients:
     """Compute the gradients: FlashAttention-2, Algorithm 2, key blocks outside."""
-    P, (block_q, block_k), bias = problem, block_size, operands.bias
+    P, x, (block_q, block_k) = problem, operands, block_size
     saved = Residuals.saved(P, dout, attention.lse)
     sums = Sums(
-        np.empty((P.B, P.Hq, P.Nq, P.D), P.accum_dtype),
-        np.zeros((P.B, P.Hkv, P.Nk, P.D), P.dtype),
-        np.zeros((P.B, P.Hkv, P.Nk, P.Dv), P.dtype),
-        None if bias is None else np.zeros(shape_of_sums(bias.shape, P), P.accum_dtype),
+        np.empty((P.B, P.Hq, P.Nq, P.D), P.accum_dtype) if x.wants("q") else None,
+        np.zeros((P.B, P.Hkv, P.Nk, P.D), P.dtype) if x.wants("k") else None,
+        np.zeros((P.B, P.Hkv, P.Nk, P.Dv), P.dtype) if x.wants("v") else None,
+        parameter_sums(P, x),
     )
-    groups = list(head_groups(P, operands))
+    groups = list(head_groups(P, x))
     executor.run(
         [partial(preprocess, rows, attention.out, dlse, saved, sums) for rows in _row_blocks(P)]
     )
     large_rows = saved.blocks_of_large_rows(groups, block_size)
     executor.run([partial(renormalise, *rows, saved) for rows in large_rows])
-    keys = list(cut(P.Nk, block_k))
-    sharing = groups_sharing_sums(groups, bias, P)
+    keys = list(cut(P.Nk, block_k)) if sums.of_tiles else []
+    sharing = groups_sharing_sums(groups, sums.parameters.values())
     shared = [(heads, executor.ordered_sums(len(keys))) for heads in sharing]
     executor.run(
         [
@@ -210,13 +218,15 @@ def backward(
         ]
     )
     with np.errstate(all="ignore"):  # a cast to 16 bits may overflow
-        sums.dq *= P.accum_dtype.type(P.scale)
-        dbias = sums.dbias
-        if dbias is not None:
-            dbias = dbias if dbias.shape == bias.shape else dbias.sum(axis=2, keepdims=True)
-            dbias = dbias.astype(bias.dtype, copy=False)
-        dsinks = None if operands.sinks is None else sink_gradient(operands.sinks, saved)
-        return Gradients(sums.dq.astype(P.dtype, copy=False), sums.dk, sums.dv, dbias, dsinks)
+        if sums.dq is not None:
+            sums.dq *= P.accum_dtype.type(P.scale)
+        dq = None if sums.dq is None else sums.dq.astype(P.dtype, copy=False)
+        dbias = sums.parameters["bias"].total() if "bias" in sums.parameters else None
+        dbias = None if dbias is None else dbias.astype(x.bias.dtype, copy=False)
+        wants_sinks = x.sinks is not None and x.wants("sinks")
+        dsinks = sink_gradient(x.sinks, saved) if wants_sinks else None
+        daux = aux_gradients(x, sums.parameters)
+        return Gradients(dq, sums.dk, sums.dv, dbias, dsinks, daux)
 
 
 def preprocess(
@@ -231,7 +241,8 @@ def preprocess(
     o, do = memory.load("out", out[rows]), memory.load("dout", saved.dout[rows])
     delta = np.einsum("bhid,bhid->bhi", do, o)
     memory.store("delta", saved.delta[rows], delta if dlse is None else delta - dlse[rows])
-    memory.store("dq", sums.dq[rows], 0)
+    if sums.dq is not None:
+        memory.store("dq", sums.dq[rows], 0)
 
 
 def backward_block(
@@ -245,7 +256,7 @@ def backward_block(
     sums: Sums,
     memory: Memory,
 ) -> None:
-    """Compute dK and dV of one key block, and add its part of dQ and dbias.
+    """Compute dK and dV of one key block, and add its part of dQ and of parameters' gradients.
 
     Query blocks ascend, so that tasks can add to them one after the other: key block ``number``
     adds to a query block after key block ``number - 1``.
@@ -257,26 +268,37 @@ def backward_block(
     )
     residuals = [saved.of(heads) for heads in groups]
     blocks = KeyBlocks(k0, k1, memory)
+    parameters = {name: part.task() for name, part in sums.parameters.items()}
     with order.task(number) as semaphore:
         for query_block, n, tile in tiles:
             semaphore.begin(query_block)
             heads = groups[n]
-            dq, ds = backward_tile(heads, residuals[n], blocks.of(heads), tile, memory)
+            dq, parts = backward_tile(heads, residuals[n], blocks.of(heads), tile, sums, memory)
             semaphore.wait(query_block)
-            memory.add("dq", heads.of(sums.dq)[..., tile.queries, :], dq)
-            if sums.dbias is not None:
-                add_bias_gradient(sums.dbias, heads, ds, tile)
+            if sums.dq is not None and dq is not None:
+                memory.add("dq", heads.of(sums.dq)[..., tile.queries, :], dq)
+            for part, by in parts:
+                parameters[by.parameter].add(heads, part, by, tile)
         blocks.store(groups, sums)
+        if parameters:
+            semaphore.wait(_END)
+        for task in parameters.values():
+            task.finish()
 
 
 def backward_tile(
-    heads: HeadGroup, saved: HeadResiduals, block: KeyBlock, tile: Tile, memory: Memory
-) -> tuple[Array, Array]:
+    heads: HeadGroup,
+    saved: HeadResiduals,
+    block: KeyBlock,
+    tile: Tile,
+    sums: Sums,
+    memory: Memory,
+) -> tuple[Array | None, list[tuple[Array, Partial]]]:
     """Recompute the probabilities of one tile and add its part of dK and dV.
 
-    Returns its part of dQ, which still lacks the scale, and dS; both stay in fast memory until the
-    next tile. With P the probabilities, Z the dropout (0 or ``1 / (1 - p)``) and ``s'`` the
-    derivative of the score modifiers::
+    Returns its part of dQ, which still lacks the scale, and of the gradients of parameters; all
+    stay in fast memory until the next tile. With P the probabilities, Z the dropout (0 or
+    ``1 / (1 - p)``) and ``s'`` the derivative of the score modifiers::
 
         P  = exp(S - lse)                   dV += (Z P)^T dO
         dP = Z (dO V^T)                     dS  = P (dP - delta)
@@ -291,37 +313,63 @@ def backward_tile(
     q = memory.load_left("q", heads.q[..., rows, :], lse, heads.scale)
     dout = memory.load_left("dout", saved.dout[..., rows, :], delta)
 
-    p, grad, visible = recompute_p(heads, q, k, tile, memory)
+    p, grads, visible = recompute_p(heads, q, k, tile, memory)
     keep = heads.keep(tile)
     z = None if keep is None else keep * heads.dtype.type(heads.dropout_scale)
-    add_over_group(dv, p if z is None else p * z, dout.x, visible, memory)
+    if sums.dv is not None:
+        add_over_group(dv, p if z is None else p * z, dout.x, visible, memory)
+    if not sums.of_scores:
+        return None, []
     ds = memory.matmul_minus("ds", dout, v, None if z is None else partial(_multiply, z))
     ds *= p
     if visible is not None and not np.isfinite(ds.sum()):
         visible.masked_fill(ds, 0)  # where p = 0 has met what is not finite
-    products = ds if grad is None else np.multiply(ds, grad, out=grad)
-    add_over_group(dk, products, q.x, visible, memory)
-    return memory.masked_matmul("dq", products, k.x, visible), ds
+    ds, parts = chain_rule(ds, grads, visible, sums)
+    if sums.dk is not None:
+        add_over_group(dk, ds, q.x, visible, memory)
+    if sums.dq is None:
+        return None, parts
+    return memory.masked_matmul("dq", ds, k.x, visible), parts
+
+
+def chain_rule(
+    ds: Array, grads: Sequence[Grad], visible: TileMask | None, sums: Sums
+) -> tuple[Array, list[tuple[Array, Partial]]]:
+    """Take dS back through the score modifiers, the last first.
+
+    Returns the derivative by the scaled products, and those by the parameters on the way.
+    """
+    parts = []
+    for grad in reversed(grads):
+        for by in grad.by_parameters:
+            if by.parameter in sums.parameters:
+                part = ds if by.value is None else ds * by.value
+                if visible is not None and part is not ds and not np.isfinite(part.sum()):
+                    visible.masked_fill(part, 0)
+                parts.append((part, by))
+        if grad.by_score is not None:
+            ds = np.multiply(ds, grad.by_score, out=grad.by_score)
+    return ds, parts
 
 
 def recompute_p(
     heads: HeadGroup, q: Operand, k: Operand, tile: Tile, memory: Memory
-) -> tuple[Array, Array | None, TileMask | None]:
-    """Compute ``P = exp(S - lse)``, the derivative of the score modifiers, and the mask."""
-    visible, grad, mods = heads.tile_mask(tile), None, heads.score_mods
+) -> tuple[Array, list[Grad], TileMask | None]:
+    """Compute ``P = exp(S - lse)``, the derivatives of the score modifiers, and the mask."""
+    visible, mods, grads = heads.tile_mask(tile), heads.score_mods, list[Grad]()
 
     def modify(s: Array) -> None:
-        nonlocal visible, grad
-        grad = mods.apply_with_grad(s, tile)
+        nonlocal visible, grads
+        grads = mods.apply_with_grad(s, tile)
         if mods.can_mask:
             visible = above_minus_infinity(s, visible)
 
     p = memory.matmul_minus("p", q, k, modify if mods else None)
     np.exp(p, out=p)
-    for x in (p, grad):
+    for x in (p, *(grad.by_score for grad in grads)):
         if x is not None and visible is not None:
             visible.masked_fill(x, 0)
-    return p, grad, visible
+    return p, grads, visible
 
 
 def add_over_group(

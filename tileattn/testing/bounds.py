@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from tileattn.dtypes import accum_dtype
 from tileattn.reference import Backward, Forward, evaluate_backward, evaluate_forward
+from tileattn.results import Attention, Gradients
 from tileattn.testing.rounding import (
     backward_floors,
     finite,
@@ -61,7 +62,7 @@ def error_bound(
     -------
     dict of str to Bound
         By the names of the results: ``out``, ``lse``, and with ``dout`` also ``dq``, ``dk``, ``dv``
-        and, where the call has them, ``dbias`` and ``dsinks``.
+        and, where the call has them, ``dbias``, ``dsinks`` and ``daux[0]``, ``daux[1]``, ...
 
     Raises
     ------
@@ -100,6 +101,7 @@ def error_bound(
     for gradient, option in (("dbias", "bias"), ("dsinks", "sinks")):
         if options.get(option) is not None:
             dtypes[gradient] = np.asarray(options[option]).dtype
+    dtypes |= {f"daux[{n}]": x.dtype for n, x in enumerate(options.get("aux") or ())}
     forward = evaluate_forward(q, k, v, np.float64, options)
     backward = None if dout is None else evaluate_backward(forward, dout, dlse)
     floors = forward_floors(forward, storing(dtype), summing(sums))
@@ -114,11 +116,17 @@ def error_bound(
     return bounds
 
 
+def named(results: Attention | Gradients) -> dict[str, Array]:
+    """Give the results of a call by their names, the gradients of ``aux`` one by one."""
+    daux = results.daux if isinstance(results, Gradients) else None
+    return results._asdict() | {f"daux[{n}]": x for n, x in enumerate(daux or ())}
+
+
 def _results(forward: Forward, backward: Backward | None) -> dict[str, Array]:
     """Collect the results that there are, by name."""
     results = {"out": forward.out, "lse": forward.lse}
     if backward is not None:
-        results |= backward.grads._asdict()
+        results |= named(backward.grads)
     return {name: result for name, result in results.items() if result is not None}
 
 

@@ -1,13 +1,13 @@
 """The comparison that tests use; it passes only what has been shown to agree."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.results import Attention, Gradients
-from tileattn.testing.bounds import Bound
+from tileattn.testing.bounds import Bound, named
 
 Array = NDArray[Any]
 
@@ -60,8 +60,9 @@ def assert_attention_close(
     """
     if type(actual) is not type(expected):
         _fail("the result", f"is {type(actual).__name__}, expected {type(expected).__name__}")
-    for name in expected._fields if names is None else names:
-        ours, theirs = getattr(actual, name), getattr(expected, name)
+    mine, others = named(actual), named(expected)
+    for name in {**others, **mine} if names is None else names:
+        ours, theirs = mine.get(name), others.get(name)
         if ours is None and theirs is None:
             continue
         if ours is None or theirs is None:
@@ -114,5 +115,5 @@ def _kind(x: Any) -> str:
     return "None" if x is None else f"{type(x).__module__}.{type(x).__name__}"
 
 
-def _fail(name: str, what: str) -> None:
+def _fail(name: str, what: str) -> NoReturn:
     raise AssertionError(f"{name} {what}")

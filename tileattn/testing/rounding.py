@@ -90,12 +90,18 @@ def backward_floors(
             of_delta = of_delta + sums.of(finite(np.reshape(dlse, of_delta.shape)))
         slack = finite(b.dP) + finite(b.dlog)[..., np.newaxis]  # dS = P slack
         of_dS = np.where(f.attended, of_P * slack**2 + store.of(dS) + P**2 * of_dP, 0)
-        slope, of_draw = np.ones_like(dS), of_dS
+        by_score, of_ds = np.ones_like(dS), of_dS
+        if f.function is not None:
+            # ds = dS by_score
+            by_score = np.where(f.attended, finite(f.function.by_score), 0)
+            of_ds = of_dS * by_score**2 + dS**2 * sums.of(by_score)
+        slope, of_draw = by_score, of_ds
         if f.options.softcap is not None:
-            # draw = slope dS, slope = 1 - tanh(raw / softcap)**2
+            # draw = slope ds, slope = 1 - tanh(raw / softcap)**2
             slope = 1 - finite(f.capped / f.options.softcap) ** 2
             of_slope = sums.of(1 + 2 * slope * _size(f) / f.options.softcap)
-            of_draw = of_dS * slope**2 + dS**2 * of_slope
+            of_draw = of_ds * slope**2 + (dS * by_score) ** 2 * of_slope
+            slope = slope * by_score
         # An error of delta is one and the same for a whole row: over keys it adds before squaring.
         row = of_delta[..., np.newaxis]
         of_draw_k = of_draw @ finite(f.k) ** 2 + row * ((P * slope) @ finite(f.k)) ** 2
@@ -107,8 +113,17 @@ def backward_floors(
         }
         if f.options.bias is not None:
             over_keys = np.shape(f.options.bias)[-1:] in ((), (1,))
-            weight = np.sum(P, axis=-1) ** 2 if over_keys else np.sum(P**2, axis=-1)
-            floors["dbias"] = float(np.sqrt(np.sum(of_dS) + np.sum(of_delta * weight)))
+            part = P * by_score
+            weight = np.sum(part, axis=-1) ** 2 if over_keys else np.sum(part**2, axis=-1)
+            floors["dbias"] = float(np.sqrt(np.sum(of_ds) + np.sum(of_delta * weight)))
+        for number in range(len(f.options.aux or ())):
+            squares = np.zeros_like(of_delta)
+            for read, tangent in ({} if f.function is None else f.function.by_element).items():
+                if read[0] == number:
+                    by = np.where(f.attended, finite(tangent), 0)
+                    squares += np.sum(of_dS * by**2 + dS**2 * sums.of(by), axis=-1)
+                    squares += of_delta * np.sum(P * np.abs(by), axis=-1) ** 2
+            floors[f"daux[{number}]"] = _root(squares)
         if f.options.sinks is not None:
             sinks = np.asarray(f.options.sinks, np.float64)[:, np.newaxis]
             of_exponent = sums.of(1 + np.abs(finite(sinks)) + np.abs(finite(f.lse)))

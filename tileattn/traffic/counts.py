@@ -134,10 +134,13 @@ class ScheduledTiles:
     def _each_head(self) -> Iterator[tuple[_Key, int, int, AttentionMask]]:
         """Yield each head with a key that is the same for all heads with the same mask."""
         mask = self.operands.block_mask
-        batches, of_mask = (1, 1) if mask is None else mask.kinds.shape[:2]
+        batches, of_heads = (1, 1) if mask is None else mask.kinds.shape[:2]
         for heads in head_groups(self.problem, self.operands):
+            own = heads.mask.function
+            by_batch = batches > 1 or (own is not None and own.over_batch)
+            by_head = of_heads > 1 or (own is not None and own.over_heads)
             for head in range(heads.q_heads.start, heads.q_heads.stop):
-                entry = heads.batch if batches > 1 else 0, head if of_mask > 1 else 0
+                entry = heads.batch if by_batch else 0, head if by_head else 0
                 yield (heads.mask.window, *entry), heads.batch, head, heads.mask
 
 

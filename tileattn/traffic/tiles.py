@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.algorithm.mask import TALL, AttentionMask, SlidingWindow
-from tileattn.algorithm.tiles import cut
+from tileattn.algorithm.tiles import Tile, cut
 
 Ints = NDArray[np.int64]
 
@@ -61,12 +61,27 @@ def count_tiles(masks: Sequence[AttentionMask], tile: tuple[int, int]) -> list[T
     q, k = np.arange(0, mask.window.Nq, block_q), np.arange(0, mask.Nk, block_k)
     if not len(q) or not len(k):
         return [TileCounts(0, 0, 0, 0, 0, np.zeros(len(k), np.bool_)) for _ in masks]
+    if mask.function is not None:
+        return [_walked(x, tile) for x in masks]
     spans = [_spans(x.window, k, tile) for x in masks]
     if mask.block_mask is None:
         inner = [_inner(mask, first, stop, tile) for _, first, stop, _ in spans]
     else:
         inner = _inner_of_blocks(mask, [ends for _, *ends, _ in spans], q, k, tile)
     return [_with_boundary(*each, tile) for each in zip(masks, inner, spans, strict=True)]
+
+
+def _walked(mask: AttentionMask, tile: tuple[int, int]) -> TileCounts:
+    """Count the tiles of the user's function, of which the schedule lists few."""
+    (block_q, block_k), visited, parts = tile, 0, list[Tile]()
+    for span in cut(mask.window.Nq, block_q):
+        of_rows = list(mask.row_tiles(*span, block_k))
+        visited += len({x.k0 // block_k for x in of_rows})
+        parts += of_rows
+    columns = [list(mask.column_tiles(*span, block_q)) for span in cut(mask.Nk, block_k)]
+    full = sum(x.kind == FULL for x in parts)
+    keys, rows = sum(x.k1 - x.k0 for x in parts), sum(x.q1 - x.q0 for y in columns for x in y)
+    return TileCounts(visited, len(parts), full, keys, rows, np.array([bool(x) for x in columns]))
 
 
 def _inner(mask: AttentionMask, first: Ints, stop: Ints, tile: tuple[int, int]) -> Ints:

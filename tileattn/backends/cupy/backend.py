@@ -10,7 +10,7 @@ from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.block_sparse import mask_addresses
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
-from tileattn.backends.protocol import Explanation, takes_workspace
+from tileattn.backends.protocol import Explanation, takes_workspace, why_no_functions
 from tileattn.call_cache import PreparedCall
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
 from tileattn.kernels.launch.plan import plan_backward, plan_forward
@@ -29,6 +29,9 @@ LONGEST = (1 << 30) - (1 << 16)
 class CupyBackend:
     """Attention on CuPy arrays; supports every problem of up to `LONGEST` queries and keys.
 
+    Functions of the caller's own are not supported yet. All gradients are computed, whichever are
+    asked for.
+
     After the first call of a signature nothing waits for the GPU: results are complete when the
     current stream reaches them.
     """
@@ -44,12 +47,12 @@ class CupyBackend:
         return _unavailable()
 
     def why_not(self, problem: Problem) -> str | None:
-        """Why a problem is not supported: only for its sequence lengths."""
+        """Why a problem is not supported: for its sequence lengths, or the caller's functions."""
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > LONGEST:
                 return f"{name} is {n:,}, and the kernels take up to {LONGEST:,} queries and keys"
-        return None
+        return why_no_functions(problem)
 
     def prepare(self, problem: Problem) -> PreparedCall:
         """Give what runs the calls of one signature, and remembers their plans."""

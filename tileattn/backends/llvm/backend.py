@@ -10,7 +10,7 @@ from tileattn.backends.llvm.arrays import Array
 from tileattn.backends.llvm.call import LlvmCall
 from tileattn.backends.llvm.grids import forward_work, is_parallel
 from tileattn.backends.numpy.backend import is_array
-from tileattn.backends.protocol import Explanation, takes_workspace
+from tileattn.backends.protocol import Explanation, takes_workspace, why_no_functions
 from tileattn.call_cache import PreparedCall
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16
 from tileattn.kernels.llvm.target import (
@@ -34,6 +34,8 @@ _LONGEST = (1 << 31) - 1  # indices in a tile have the width of float32
 
 class LlvmBackend:
     """Attention on NumPy arrays, by kernels that LLVM compiles.
+
+    All gradients are computed, whichever are asked for.
 
     Parameters
     ----------
@@ -80,7 +82,7 @@ class LlvmBackend:
             n = getattr(problem, name)
             if n > _LONGEST:
                 return f"{name} is {n:,}, and the kernels take up to {_LONGEST:,} queries and keys"
-        return None
+        return why_no_functions(problem)
 
     def prepare(self, problem: Problem) -> PreparedCall:
         """Give what runs the calls of one signature, and remembers their parameters."""

@@ -39,7 +39,7 @@ def has_small_scores(heads: HeadGroup) -> bool | Array:
     mask, window = heads.mask, heads.mask.window
     if window.Nq < _MIN_QUERIES or window.Nq * mask.Nk <= SMALL:
         return False  # sizes decide, so that a head has the same bits alone and among others
-    if heads.score_mods or mask.dense is not None or mask.block_mask is not None:
+    if heads.score_mods or not mask.is_window:
         return False
     q = heads.q[..., slice(*window.query_range(0, mask.Nk)), :]
     keys = slice(*window.key_range(0, window.Nq))

@@ -1,0 +1,77 @@
+"""Score and mask functions of one's own, on every backend that takes them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.arrays import normal
+from tests.conftest import Runner
+from tests.contract.test_backends import check
+from tests.gallery import calls
+from tileattn.testing import AttentionCase, problems
+
+pytestmark = pytest.mark.usefixtures("one_blas_thread")
+
+SIZES = (2, 4, 2, 67, 93, 12, 20)
+B, HQ, HKV, NQ, NK, D, DV = SIZES
+GALLERY = calls(B, HQ, NQ, NK)
+NAMES = sorted(GALLERY)
+SCORES = [name for name in NAMES if "score_mod" in GALLERY[name]]
+
+
+def able(runner: Runner, options: dict[str, Any]) -> None:
+    """Skip where the backend has no functions."""
+    q, k, v, _ = normal(SIZES)
+    reason = runner.why_not(q, k, v, options)
+    if reason is not None:
+        pytest.skip(f"{runner.name}: {reason}")
+
+
+COMBINED = {
+    "alone": {},
+    "causal": {"causal": True, "dropout_p": 0.2, "seed": 3},
+    "sinks": {"sinks": np.linspace(-1, 2, HQ), "softcap": 4.0, "kv_lengths": [93, 50]},
+    "bias": {"bias": np.random.default_rng(2).normal(size=(HQ, 1, NK)), "window": (40, 9)},
+}
+
+
+@pytest.mark.parametrize("more", COMBINED.values(), ids=COMBINED.keys())
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gallery(runner: Runner, name: str, more: dict[str, Any]) -> None:
+    options = calls(B, HQ, NQ, NK)[name] | more
+    able(runner, options)
+    q, k, v, dout = normal(SIZES, np.float64)
+    dlse = np.random.default_rng(1).normal(size=(B, HQ, NQ))
+    check(runner, AttentionCase(q, k, v, dout, dlse, options))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=["float16", "float32"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gallery_in_less_precision(runner: Runner, name: str, dtype: Any) -> None:
+    options = calls(B, HQ, NQ, NK, np.float32)[name]
+    able(runner, options)
+    q, k, v, dout = normal(SIZES, dtype)
+    check(runner, AttentionCase(q, k, v, dout, None, options))
+
+
+@pytest.mark.parametrize("score", SCORES)
+@settings(max_examples=6)
+@given(data=st.data())
+def test_functions_with_any_other_options(runner: Runner, score: str, data: Any) -> None:
+    able(runner, GALLERY[score])
+    case = data.draw(problems(max_length=80, edges=False))
+    batch, heads, Nq = (1, 1, *case.q.shape)[-4:-1]
+    of_score, of_mask = (
+        calls(batch, heads, Nq, case.k.shape[-2])[name]
+        for name in (score, data.draw(st.sampled_from(["sliding_window", "scattered"])))
+    )
+
+    def mask_mod(b: Any, h: Any, i: Any, j: Any, *_: Any) -> Any:
+        return of_mask["mask_mod"](b, h, i, j)
+
+    options = case.options | of_score | {"mask_mod": mask_mod}
+    assume(runner.why_not(case.q, case.k, case.v, options) is None)
+    check(runner, case._replace(options=options))

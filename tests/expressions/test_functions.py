@@ -1,0 +1,237 @@
+"""What a function may be and do, what it is told where it may not, and when it is traced again."""
+
+import functools
+import math
+import re
+import weakref
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tileattn.expressions.functions import mask_expression, score_expression
+from tileattn.expressions.nodes import Kind, ordered
+from tileattn.expressions.state import state_of
+
+TABLE = np.zeros(8)
+FLOATS = (np.zeros(8), np.zeros((3, 4)))
+OUTSIDE = "arrays are passed as aux=(array, ...) and indexed inside"
+IF = "numpy.where(condition, x, y) is accepted in place of if"
+NUMBER = "numpy's functions are accepted in place of math's"
+
+
+def refused(function: Any, message: str, aux: Any = (), name: str = "score_mod") -> None:
+    expression = score_expression if name == "score_mod" else mask_expression
+    with pytest.raises(TypeError, match=f"^{re.escape(name + ' ' + message)}"):
+        expression(function, aux)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda s, b, h, i, j: s if i > j else -s, f"asks whether a traced value is true; {IF}"),
+        (lambda s, b, h, i, j: i > j and s, "asks whether a traced value is true"),
+        (lambda s, b, h, i, j: s * (not s), "asks whether a traced value is true"),
+        (lambda s, b, h, i, j: np.where(0 < i < j, s, 0), "asks whether a traced value is true"),
+        (lambda s, b, h, i, j: max(s, 0), "asks whether a traced value is true"),
+        (lambda s, b, h, i, j: math.exp(s), f"asks for the number of a traced value; {NUMBER}"),
+        (lambda s, b, h, i, j: float(s), "asks for the number of a traced value"),
+        (lambda s, b, h, i, j: int(i), "asks for the number of a traced value"),
+        (lambda s, b, h, i, j: round(s), "asks for the number of a traced value"),
+        (lambda s, b, h, i, j: s + TABLE, "computes with an array of shape (8,) that is no par"),
+        (lambda s, b, h, i, j: TABLE * s, "computes with an array of shape (8,) that is no param"),
+        (lambda s, b, h, i, j: s + TABLE[h], "gives a traced value to an array, or to a function"),
+        (lambda s, b, h, i, j: s + [1.0, 2.0][h], "indexes with a traced value something that is"),
+        (lambda s, b, h, i, j: s + sum(range(i)), "indexes with a traced value something that is"),
+        (lambda s, b, h, i, j: np.sinh(s), "calls numpy.sinh; of NumPy's functions absolute, add,"),
+        (lambda s, b, h, i, j: np.add.reduce(s), "calls numpy.add.reduce; of NumPy's functions"),
+        (lambda s, b, h, i, j: np.sum(s), "calls numpy.sum; of NumPy's functions"),
+        (lambda s, b, h, i, j: np.add(s, 1, dtype=float), "calls numpy.add with dtype; leave"),
+        (lambda s, b, h, i, j: np.where(i > j), "calls numpy.where with other arguments than"),
+        (lambda s, b, h, i, j: s * 1j, "computes with complex; booleans, integers and floats are"),
+        (lambda s, b, h, i, j: s + "1", "computes with str; booleans, integers and floats are"),
+        (lambda s, b, h, i, j: s + 2**70, "computes with 1180591620717411303424; integers of 64"),
+        (lambda s, b, h, i, j: s[0], "indexes a number with 0"),
+        (lambda s, b, h, i, j: sum(s), "asks for the elements of a traced value, which is one"),
+        (lambda s, b, h, i, j: s // 2, "calls numpy.floor_divide of floats; integers are accepted"),
+        (lambda s, b, h, i, j: s % 2, "calls numpy.remainder of floats; integers are accepted"),
+        (lambda s, b, h, i, j: s & 1, "calls numpy.bitwise_and of floats; booleans and integers"),
+        (lambda s, b, h, i, j: s + i**j, "calls numpy.power of integers with other exponents"),
+        (lambda s, b, h, i, j: s - -(i > j), "calls numpy.negative of booleans; ~ and ^ are"),
+        (lambda s, b, h, i, j: s.astype(complex), "converts to <class 'complex'>; bool, int and"),
+        (lambda s, b, h, i, j: None, "returns NoneType; one value computed from its parameters"),
+        (lambda s, b, h, i, j: TABLE, "returns ndarray; one value computed from its parameters"),
+        (lambda s, b, h, i, j: (s, s), "returns tuple; one value computed from its parameters"),
+        (lambda s, b, h, i, j: s > 0, "returns booleans; the new score is accepted (mask_mod="),
+        (lambda s, b, h, i: s, "has the parameters (s, b, h, i); it is called with (s, b, h, i, j"),
+        (3, "is int; a function is accepted"),
+    ],
+)
+def test_what_a_score_mod_may_not_do(function: Any, message: str) -> None:
+    refused(function, message)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda s, b, h, i, j: s, "has the parameters (s, b, h, i, j); it is called with"),
+        (
+            lambda s, b, h, i, j, t, u: s + t,
+            "computes with aux[0], an array of 1 axes of which 0",
+        ),
+        (
+            lambda s, b, h, i, j, t, u: s + u[h],
+            "computes with aux[1], an array of 2 axes of",
+        ),
+        (lambda s, b, h, i, j, t, u: t * 2, "computes with aux[0], an array of 1 axes"),
+        (lambda s, b, h, i, j, t, u: np.exp(t), "computes with aux[0], an array of 1 axes"),
+        (lambda s, b, h, i, j, t, u: s + TABLE * t, "computes with aux[0], an array of 1 axes"),
+        (lambda s, b, h, i, j, t, u: t, "returns an array of aux; one value"),
+        (lambda s, b, h, i, j, t, u: t[s], "indexes aux[0] with a float; integers are"),
+        (lambda s, b, h, i, j, t, u: t[i > j], "indexes aux[0] with a boolean; integers"),
+        (lambda s, b, h, i, j, t, u: t[1:], "indexes aux[0] with slice(1, None, None); integers"),
+        (lambda s, b, h, i, j, t, u: u[i, None], "indexes aux[1] with None; integers"),
+        (lambda s, b, h, i, j, t, u: t[i, j], "indexes aux[0] with 2 indices; it has 1 axes"),
+    ],
+)
+def test_what_is_not_done_with_aux(function: Any, message: str) -> None:
+    refused(function, message, FLOATS)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda b, h, i, j: i - j, "returns integers; booleans are accepted, True where the pair"),
+        (lambda b, h, i, j: i * 0.5, "returns floats; booleans are accepted"),
+        (lambda b, h, i, j: 1, "returns integers; booleans are accepted"),
+        (lambda b, h, i, j: i >= j and h > 0, f"asks whether a traced value is true; {IF}"),
+        (lambda s, b, h, i, j: i >= j, "has the parameters (s, b, h, i, j); it is called with (b"),
+    ],
+)
+def test_what_a_mask_mod_may_not_do(function: Any, message: str) -> None:
+    refused(function, message, name="mask_mod")
+
+
+def test_an_error_of_the_function_itself_is_left_alone() -> None:
+    with pytest.raises(ZeroDivisionError):
+        score_expression(lambda s, *_: s + 1 / 0, ())
+
+
+def test_numbers_of_every_kind_are_constants() -> None:
+    width, cap = np.int32(7), ml_dtypes.bfloat16(1.5)
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return np.where(i - j < width, s * cap, np.float32(-1.0)) + True
+
+    constants = {x.value for x in ordered([score_expression(score_mod, ())]) if x.op == "constant"}
+    assert constants == {7, 1.5, -1.0, 1.0}
+
+
+def test_equal_subexpressions_are_one_node_and_equal_functions_one_expression() -> None:
+    def score_mod(s: Any, _b: Any, h: Any, i: Any, j: Any) -> Any:
+        return np.exp(s * (i - j)) + np.exp(s * (i - j)) * (h + 1)
+
+    node = score_expression(score_mod, ())
+    names = [x.op for x in ordered([node])]
+    assert names.count("exp") == names.count("subtract") == 1
+    other = score_expression(lambda s, _b, h, i, j: (e := np.exp(s * (i - j))) + e * (h + 1), ())
+    assert other == node
+    assert hash(other) == hash(node)
+    assert other is not node
+    assert score_expression(lambda s, *_: s + 0.0, ()) != score_expression(
+        lambda s, *_: s + -0.0, ()
+    )
+    assert score_expression(lambda s, *_: s + math.nan, ()) == score_expression(
+        lambda s, *_: s + np.float64("nan"), ()
+    )
+
+
+def test_kinds_of_arrays() -> None:
+    def score_mod(s: Any, _b: Any, h: Any, *aux: Any) -> Any:
+        *_, floats, integers, booleans = aux
+        return s + np.where(booleans[h], floats[h], integers[h])
+
+    aux = (np.zeros(3, np.float16), np.zeros(3, np.uint8), np.zeros(3, bool))
+    reads = [x for x in ordered([score_expression(score_mod, aux)]) if x.op == "aux"]
+    assert {x.value: x.kind for x in reads} == {
+        0: Kind.FLOAT,
+        1: Kind.INTEGER,
+        2: Kind.BOOLEAN,
+    }
+
+
+# --- when a function is traced again ------------------------------------------------------------
+
+SLOPE = 2.0
+
+
+def with_global(s: Any, *_: Any) -> Any:
+    return s * SLOPE
+
+
+def test_a_function_is_traced_once() -> None:
+    assert score_expression(with_global, ()) is score_expression(with_global, ())
+
+
+def test_what_an_object_holds_may_change_unseen() -> None:
+    factors = [2.0]
+
+    def score_mod(s: Any, *_: Any) -> Any:
+        return s * factors[0]
+
+    before = score_expression(score_mod, ())
+    factors[0] = 3.0
+    assert score_expression(score_mod, ()) != before
+
+
+def test_what_a_function_reads_makes_it_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled(by: Any) -> Any:
+        return lambda s, *_: s * by
+
+    assert state_of(scaled(2)) == state_of(scaled(2))
+    states = [state_of(scaled(x)) for x in (2, 2.0, True, np.float32(2), -0.0, 0.0, (2,), None)]
+    assert len({*states}) == len(states)
+    before = score_expression(with_global, ())
+    monkeypatch.setitem(with_global.__globals__, "SLOPE", 3.0)
+    assert score_expression(with_global, ()) != before
+
+    def with_default(s: Any, *_: Any, by: Any = 2.0) -> Any:
+        return s * by
+
+    before = score_expression(with_default, ())
+    with_default.__kwdefaults__ = {"by": 4.0}
+    assert score_expression(with_default, ()) != before
+
+    inner = scaled(2.0)
+
+    def outer(s: Any, *_: Any) -> Any:
+        return inner(s)
+
+    before = score_expression(outer, ())
+    inner = scaled(5.0)
+    assert score_expression(outer, ()) != before
+
+
+def test_states_of_other_callables() -> None:
+    assert state_of(functools.partial(with_global, 1)) is not None
+    assert state_of(functools.partial(with_global, [1])) is None
+    assert state_of([].append) is not None
+
+    class Object:
+        def score_mod(self, s: Any, *_: Any) -> Any:
+            return s * 2
+
+    assert state_of(Object().score_mod) is None
+    assert score_expression(Object().score_mod, ()).op == "multiply"
+
+
+def test_an_array_around_a_function_is_not_kept_alive() -> None:
+    def around(array: Any) -> Any:
+        return lambda s, *_: s * 0 if array is None else s
+
+    array = np.zeros(9)
+    gone = weakref.ref(array)
+    score_expression(around(array), ())
+    del array
+    assert gone() is None

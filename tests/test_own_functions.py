@@ -1,0 +1,333 @@
+"""``score_mod``, ``mask_mod``, ``aux`` and ``wrt`` of the public calls."""
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+from tests.arrays import normal
+from tests.gallery import calls
+from tileattn import Gradients, UnsupportedError, reference
+from tileattn.algorithm import spec
+from tileattn.backends import registry
+from tileattn.backends.numpy import backend as numpy_backend
+from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.call_cache import signature
+from tileattn.problem import parse
+from tileattn.testing import assert_attention_close, error_bound
+
+SIZES = (2, 4, 2, 37, 53, 8, 12)
+B, HQ, HKV, NQ, NK, D, DV = SIZES
+THREADS = vars(numpy_backend)["threads"]
+Q, K, V, DOUT = normal(SIZES, np.float64)
+TABLE = np.random.default_rng(3).normal(size=(HQ, NQ + NK))
+DOCUMENT = np.arange(NK) // 11
+
+
+def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, document: Any) -> Any:
+    return s * table[h, 0] + table[h, i - j + NK] * (document[j] % 2)
+
+
+def mask_mod(b: Any, h: Any, i: Any, j: Any, table: Any, document: Any) -> Any:
+    return (document[i] <= document[j]) | (table[h, 1] > j)
+
+
+OPTIONS: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod, "aux": (TABLE, DOCUMENT)}
+
+
+def both(**options: Any) -> tuple[tileattn.Attention, Gradients]:
+    attention = tileattn.forward(Q, K, V, backend="numpy", **options)
+    given = {"backend": "numpy", **options}
+    return attention, tileattn.backward(DOUT, Q, K, V, *attention, **given)
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"aux": TABLE}, TypeError, "aux is ndarray; a tuple of arrays is accepted (aux=(array,)"),
+        ({"aux": ([1, 2], DOCUMENT)}, TypeError, "aux[0] is list, which backend 'numpy' does not"),
+        ({"aux": (TABLE, None)}, TypeError, "aux[1] is NoneType"),
+        (
+            {"aux": (TABLE.astype(complex), DOCUMENT)},
+            TypeError,
+            "aux[0] has dtype complex128; accepted are booleans, integers of up to 64 bits, uint64 "
+            "excepted, and float16, bfloat16, float32, float64",
+        ),
+        ({"aux": (TABLE, DOCUMENT.astype(np.uint64))}, TypeError, "aux[1] has dtype uint64"),
+        ({"aux": (TABLE.astype(">f8"), DOCUMENT)}, TypeError, "aux[0] has dtype >f8"),
+        ({"aux": (np.ma.array(TABLE), DOCUMENT)}, TypeError, "aux[0] is numpy.ma.MaskedArray"),
+        ({"aux": (TABLE,)}, TypeError, "score_mod has the parameters (s: Any, b: Any,"),
+        ({"score_mod": None, "mask_mod": None}, ValueError, "aux has 2 arrays, and there is no"),
+        ({"score_mod": 3}, TypeError, "score_mod is int; a function is accepted"),
+        ({"mask_mod": "causal"}, TypeError, "mask_mod is str; a function is accepted"),
+        (
+            {"score_mod": lambda s, b, h, i, j, t, d: s + t[h + HQ, i]},
+            ValueError,
+            "score_mod indexes axis 0 of aux[0], of shape (4, 90), with 4 to 7; 0 to 3",
+        ),
+        (
+            {"mask_mod": lambda b, h, i, j, t, d: d[-1] > d[i]},
+            ValueError,
+            "mask_mod indexes axis 0 of aux[1], of shape (53,), with -1; 0 to 52 are accepted",
+        ),
+        (
+            {"aux": (TABLE, DOCUMENT[:0])},
+            ValueError,
+            "score_mod indexes axis 0 of aux[1], of shape (0,), with 0 to 52; it has no elements",
+        ),
+    ],
+)
+def test_what_is_refused(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        both(**OPTIONS | changed)
+
+
+@pytest.mark.parametrize("name", ["llvm", "cupy"])
+def test_backends_that_take_no_functions_name_one_that_does(name: str) -> None:
+    backend = registry.get(name)
+    for option in ("score_mod", "mask_mod"):
+        problem = parse(Q, K, V, {option: OPTIONS[option], "aux": OPTIONS["aux"]})[0]
+        reason = f"{option}: the kernels take no functions of your own yet"
+        assert backend.why_not(problem) == reason
+        with pytest.raises(UnsupportedError, match=rf"{reason}; use backend='numpy'$"):
+            registry.supporting([backend], problem)
+
+
+def test_an_output_that_overlaps_aux_is_refused() -> None:
+    memory = np.zeros((B, HQ, NQ, DV))
+    with pytest.raises(ValueError, match=r"^out overlaps aux\[0\]"):
+        tileattn.forward(
+            *(Q, K, V),
+            out=memory,
+            backend="numpy",
+            score_mod=lambda s, b, h, i, j, t: s + t[b, h, i, 0],
+            aux=(memory,),
+        )
+
+
+def test_indices_past_an_end_are_moved_to_it() -> None:
+    def reads(index: Any) -> tuple[tileattn.Attention, Gradients]:
+        return both(score_mod=lambda s, b, h, i, j, t: s + t[index(i, j)], aux=(TABLE[0, :9],))
+
+    one, other = reads(lambda i, j: i - j), reads(lambda i, j: np.clip(i - j, 0, 8))
+    np.testing.assert_array_equal(one[0].out, other[0].out)
+    np.testing.assert_array_equal(one[1].daux, other[1].daux)
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def test_the_gradients_of_aux_are_an_attribute() -> None:
+    grads = both(**OPTIONS)[1]
+    dq, dk, dv, dbias, dsinks = grads
+    assert len(grads) == 5
+    assert dbias is dsinks is None
+    assert grads.daux is not None
+    of_table, of_document = grads.daux
+    assert of_table.shape == TABLE.shape
+    assert of_document is None
+    assert both()[1].daux is None
+    for made in (pickle.loads(pickle.dumps(grads)), copy.copy(grads), grads._replace(dq=dq)):
+        np.testing.assert_array_equal((made.daux or ())[0], of_table)
+    assert all(x is not None for x in (dk, dv))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=str)
+def test_the_gradient_of_an_array_has_its_dtype(dtype: Any) -> None:
+    grads = both(**OPTIONS | {"aux": (TABLE.astype(dtype), DOCUMENT)})[1]
+    assert grads.daux is not None
+    assert grads.daux[0].dtype == dtype
+
+
+def test_an_array_that_no_score_depends_on_has_a_gradient_of_zero() -> None:
+    def above(b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+        return t[h, 0] < j
+
+    grads = both(mask_mod=above, aux=(TABLE,))[1]
+    assert grads.daux
+    np.testing.assert_array_equal(grads.daux[0], np.zeros(TABLE.shape))
+
+
+def reads_by(names: str) -> Any:
+    """Make a function that indexes an array by these of b, h, i and j."""
+
+    def function(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+        place = {"b": b, "h": h, "i": i, "j": j, "0": 0 * i, "d": i // 5 + j // 7}
+        return s * t[tuple(place[name] for name in names)]
+
+    return function
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["", "small tiles"])
+@pytest.mark.parametrize(
+    "names", ["", "b", "h", "i", "j", "hb", "ji", "jih", "bhij", "ii", "0", "d", "hd", "jd", "bb"]
+)
+def test_gradients_by_any_indices(names: str, small: bool) -> None:
+    """Through views of sums with the axes of the scores, and through sums of elements."""
+    lengths = {"b": B, "h": HQ + 1, "i": NQ + 2, "j": NK, "0": 3, "d": 20}
+    table = np.random.default_rng(0).normal(size=tuple(lengths[name] for name in names))
+    options: dict[str, Any] = {"score_mod": reads_by(names), "aux": (table,), "causal": True}
+    backend = NumpyBackend((16, 24), (24, 16)) if small else NumpyBackend()
+    problem, operands = parse(Q, K, V, options)
+    attention = backend.forward(problem, operands, None)
+    grads = backend.backward(problem, operands, DOUT, attention, None, deterministic=True)
+    expected = reference.backward(DOUT, Q, K, V, **options)
+    assert_attention_close(grads, expected, error_bound(Q, K, V, DOUT, **options))
+
+
+@pytest.mark.parametrize("length", ["B", "Hq", "Nq", "Nk"])
+def test_an_axis_without_elements(length: str) -> None:
+    sizes = {"B": 2, "Hq": 4, "Nq": 5, "Nk": 6} | {length: 0}
+    rows, keys = ((sizes["B"], sizes["Hq"], sizes[n], 8) for n in ("Nq", "Nk"))
+    q, k, dout = np.ones(rows), np.ones(keys), np.ones(rows)
+    for options in calls(**sizes).values():
+        attention = tileattn.forward(q, k, k, backend="numpy", **options)
+        grads = tileattn.backward(dout, q, k, k, *attention, backend="numpy", **options)
+        assert not grads.dq.any()
+        assert attention.out.shape == rows
+
+
+@pytest.mark.parametrize("names", ["h", "d", "hd", "jd"])
+def test_sums_do_not_depend_on_the_threads(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy_backend, "_SERIAL_WORK", 0)
+    table = np.random.default_rng(0).normal(size=(60,) * len(names)).astype(np.float32)
+    q, k, v, dout = normal((2, 4, 2, 90, 110, 8, 12))
+    options: dict[str, Any] = {"score_mod": reads_by(names), "aux": (table,)}
+    problem, operands = parse(q, k, v, options)
+    backend = NumpyBackend((16, 24), (24, 16))
+    attention, found = backend.forward(problem, operands, None), []
+    for count in (1, 2, 3, 5):
+        monkeypatch.setattr(THREADS, "worker_count", lambda count=count: count)
+        THREADS._crew.cache_clear()
+        grads = backend.backward(problem, operands, dout, attention, None, deterministic=True)
+        found.append((grads.daux or ())[0].tobytes() + grads.dq.tobytes())
+    THREADS._crew.cache_clear()
+    assert len({*found}) == 1
+
+
+def test_what_a_function_hides_reaches_nothing() -> None:
+    """NaN in keys that nobody sees, and in scores and derivatives of hidden pairs."""
+
+    def hides(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+        return np.where(j % 3 == 0, -np.inf, s * t[j])
+
+    def sees(b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+        return j % 4 != 0
+
+    hidden = np.arange(NK) % 3 * (np.arange(NK) % 4) == 0
+    k, v, table = K.copy(), V.copy(), np.linspace(1, 2, NK)
+    k[:, :, hidden], v[:, :, hidden], table[hidden] = np.nan, np.inf, np.nan
+    options: dict[str, Any] = {"score_mod": hides, "mask_mod": sees, "aux": (table,)}
+    expected = reference.backward(DOUT, Q, k, v, **options)
+    attention = tileattn.forward(Q, k, v, backend="numpy", **options)
+    grads = tileattn.backward(DOUT, Q, k, v, *attention, backend="numpy", **options)
+    bounds = error_bound(Q, k, v, DOUT, **options)
+    assert all(np.isfinite(x).all() for x in (*attention, *grads[:3], *(grads.daux or ())))
+    assert_attention_close(attention, reference.forward(Q, k, v, **options), bounds)
+    assert_attention_close(grads, expected, bounds)
+
+
+# --- wrt ----------------------------------------------------------------------------------------
+
+ALL = {
+    **OPTIONS,
+    "bias": np.random.default_rng(4).normal(size=(HQ, 1, NK)),
+    "sinks": np.linspace(-1, 1, HQ),
+}
+NAMES = ("q", "k", "v", "bias", "sinks", "aux")
+
+
+@pytest.mark.parametrize(
+    "wrt",
+    [(), *((name,) for name in NAMES), ("q", "v"), ["k", "aux"], {"bias", "sinks"}, NAMES],
+    ids=str,
+)
+def test_what_is_not_asked_for_is_none_and_the_rest_the_same(wrt: Any) -> None:
+    attention, whole = both(**ALL)
+    grads = tileattn.backward(DOUT, Q, K, V, *attention, wrt=wrt, backend="numpy", **ALL)
+    _, pullback = tileattn.vjp(Q, K, V, backend="numpy", **ALL)
+    for found in (grads, pullback(DOUT, wrt=wrt)):
+        for name in NAMES:
+            ours, theirs = getattr(found, f"d{name}"), getattr(whole, f"d{name}")
+            if name not in wrt:
+                assert ours is None
+            elif name == "aux":
+                np.testing.assert_array_equal(ours[0], theirs[0])
+            else:
+                np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("wrt", "error", "message"),
+    [
+        ("q", TypeError, "wrt is 'q'; a sequence of names is accepted, as ('q', 'k')"),
+        (3, TypeError, "wrt is 3; a sequence of names is accepted"),
+        (("q", "x"), ValueError, "wrt has 'x'; accepted are q, k, v, bias, sinks, aux"),
+        (("q", "bias"), ValueError, "wrt has 'bias', and the call has no bias; leave it out"),
+        (("aux",), ValueError, "wrt has 'aux', and the call has no aux; leave it out"),
+    ],
+)
+def test_wrong_names_of_gradients(wrt: Any, error: type[Exception], message: str) -> None:
+    attention = tileattn.forward(Q, K, V, backend="numpy")
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        tileattn.backward(DOUT, Q, K, V, *attention, wrt=wrt, backend="numpy")
+
+
+def test_tiles_are_not_computed_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = tileattn.forward(Q, K, V, backend="numpy", **ALL)
+    monkeypatch.setattr(spec, "backward_tile", None)
+    grads = tileattn.backward(DOUT, Q, K, V, *attention, wrt=("sinks",), backend="numpy", **ALL)
+    assert grads.dsinks.shape == (HQ,)
+
+
+def test_gradients_of_other_backends_are_dropped() -> None:
+    if tileattn.available_backends()["llvm"] is not None:
+        pytest.skip("without llvmlite: pip install llvmlite")
+    attention = tileattn.forward(Q, K, V, backend="llvm")
+    grads = tileattn.backward(DOUT, Q, K, V, *attention, wrt=("v",), backend="llvm")
+    assert grads.dq is grads.dk is None
+    assert grads.dv.shape == V.shape
+
+
+# --- the cache of calls -------------------------------------------------------------------------
+
+
+class OnDevice:
+    """An array that is not on the host."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any = np.float32) -> None:
+        self.shape, self.dtype, self.strides = shape, np.dtype(dtype), (4,) * len(shape)
+
+
+def test_functions_and_aux_are_part_of_a_signature() -> None:
+    def scaled(by: Any) -> Any:
+        return lambda s, *_: s * by
+
+    x = OnDevice((2, 3, 4, 8))
+
+    def key(function: Any, *aux: Any) -> Any:
+        return signature((x, x, x), "cupy", {"score_mod": function, "aux": aux})
+
+    base = key(scaled(2), OnDevice((3,)))
+    assert base is not None
+    assert base == key(scaled(2), OnDevice((3,)))
+    assert hash(base) == hash(key(scaled(2), OnDevice((3,))))
+    for other in (
+        key(scaled(2.0), OnDevice((3,))),
+        key(lambda s, *_: s * 2, OnDevice((3,))),
+        key(scaled(2), OnDevice((4,))),
+        key(scaled(2), OnDevice((3,), np.float16)),
+        key(scaled(2), OnDevice((3,)), OnDevice((3,))),
+        key(scaled(2)),
+    ):
+        assert other is not None
+        assert other != base
+    assert key(scaled([2]), OnDevice((3,))) is None
+    assert key(scaled(2), np.zeros(3)) is None

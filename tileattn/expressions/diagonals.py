@@ -1,0 +1,64 @@
+"""What depends on queries and keys by their distance alone: one value for each diagonal of a tile.
+
+A tile of M queries and N keys has M + N - 1 diagonals. Expressions of ``i - j`` are evaluated on
+these, and then seen as a tile without a copy.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from tileattn.expressions.nodes import Node
+
+Array = NDArray[Any]
+
+_OF_DISTANCE = ("subtract", "less", "less_equal", "equal", "not_equal")
+
+
+class Diagonals(NamedTuple):
+    """The diagonals of a tile."""
+
+    distance: Array  # (1, M + N - 1), i - j of each
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, i: Any, j: Any) -> "Diagonals | None":
+        """Find the diagonals where queries are along the last axis but one, and keys the last."""
+        i, j = np.asarray(i), np.asarray(j)
+        if i.shape[-2:-1] != (i.size,) or j.shape[-1:] != (j.size,) or not i.size * j.size:
+            return None
+        i, j = i.ravel(), j.ravel()
+        if (np.diff(i) != 1).any() or (np.diff(j) != 1).any():
+            return None
+        return cls(np.arange(i[0] - j[-1], i[-1] - j[0] + 1)[None], len(i), len(j))
+
+    def tile(self, x: Array) -> Array:
+        """View values of the diagonals, (..., 1, M + N - 1), as a tile, (..., M, N)."""
+        start, step = x[..., self.columns - 1 :], x.strides[-1]
+        shape, strides = (*x.shape[:-2], self.rows, self.columns), (*x.strides[:-2], step, -step)
+        return as_strided(start, shape, strides, writeable=False)
+
+
+def is_distance(node: Node) -> bool:
+    """Whether a node compares or subtracts the indices of a query and a key."""
+    return node.op in _OF_DISTANCE and {x.value for x in node.inputs if x.op == "input"} == {*"ij"}
+
+
+def of_distance(nodes: Sequence[Node]) -> set[Node]:
+    """Gather the nodes, each after its inputs, that depend on a pair by its distance alone."""
+    found: set[Node] = set()
+    fixed: set[Node] = set()  # the same for all pairs of a head
+    for node in nodes:
+        if is_distance(node):
+            found.add(node)
+        elif all(x in found or x in fixed for x in node.inputs):
+            varies = any(x in found for x in node.inputs)
+            if varies:
+                found.add(node)
+            elif node.op != "input" or node.value in ("b", "h"):
+                fixed.add(node)
+    return found

@@ -1,0 +1,108 @@
+"""Evaluate expressions on arrays with NumPy: every node in the shape that its inputs broadcast to.
+
+An expression of batch entry, head and key alone is evaluated once for a tile, not once for each of
+its queries, and one of ``i - j`` once for each distance.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.expressions.build import FUNCTIONS
+from tileattn.expressions.diagonals import Diagonals, is_distance, of_distance
+from tileattn.expressions.nodes import Kind, Node, ordered
+
+Array = NDArray[Any]
+
+
+class Step(NamedTuple):
+    """One node of a program; values are kept in slots, and let go after their last use."""
+
+    node: Node
+    inputs: tuple[int, ...]
+    done: tuple[int, ...]  # slots that no later step reads
+    of_distance: bool
+
+
+@lru_cache(maxsize=256)
+def program(outputs: tuple[Node, ...]) -> tuple[list[Step], list[int]]:
+    """Order the steps of some outputs; return them, and the slots of the outputs."""
+    nodes = ordered(outputs)
+    slots = {node: n for n, node in enumerate(nodes)}
+    last = {slot: n for n, node in enumerate(nodes) for slot in map(slots.get, node.inputs)}
+    kept = [slots[node] for node in outputs]
+    done: dict[int, list[int]] = {}
+    for slot, n in last.items():
+        if slot is not None and slot not in kept:
+            done.setdefault(n, []).append(slot)
+    diagonal = of_distance(nodes)
+    steps = [
+        Step(node, tuple(slots[x] for x in node.inputs), tuple(done.get(n, ())), node in diagonal)
+        for n, node in enumerate(nodes)
+    ]
+    return steps, kept
+
+
+def evaluate(
+    outputs: Sequence[Node],
+    inputs: Mapping[str, Any],
+    aux: Sequence[Array],
+    dtype: np.dtype[Any],
+) -> list[Array]:
+    """Evaluate some outputs together.
+
+    ``inputs`` broadcast against one another. Indices into ``aux`` past an end are taken for the
+    nearest that there is. An output may be one of the inputs.
+    """
+    types = {Kind.BOOLEAN: np.dtype(np.bool_), Kind.INTEGER: np.dtype(np.int64), Kind.FLOAT: dtype}
+    steps, kept = program(tuple(outputs))
+    diagonals = None
+    if any(step.of_distance for step in steps):
+        diagonals = Diagonals.of(inputs["i"], inputs["j"])
+    values: list[Any] = [None] * len(steps)
+
+    def value(slot: int, along: bool) -> Any:
+        """Look up a value: along the diagonals, or for each pair."""
+        if along or diagonals is None or not steps[slot].of_distance:
+            return values[slot]
+        return diagonals.tile(values[slot])
+
+    for n, (node, slots, done, along) in enumerate(steps):
+        if diagonals is not None and is_distance(node):
+            given = [diagonals.distance if x.value == "i" else np.int64(0) for x in node.inputs]
+        else:
+            given = [value(slot, along) for slot in slots]
+        values[n] = _value(node, given, inputs, aux, types[node.kind])
+        for slot in done:
+            values[slot] = None
+    return [np.asarray(value(slot, along=False)) for slot in kept]
+
+
+def clamped(x: Array, indices: Sequence[Any]) -> tuple[Any, ...]:
+    """Move indices past an end of an array to the nearest element."""
+    return tuple(
+        np.minimum(np.maximum(index, 0), n - 1) for index, n in zip(indices, x.shape, strict=True)
+    )
+
+
+def _value(
+    node: Node,
+    given: list[Any],
+    inputs: Mapping[str, Any],
+    aux: Sequence[Array],
+    dtype: np.dtype[Any],
+) -> Any:
+    if node.op == "input":
+        return inputs[str(node.value)]
+    if node.op == "constant":
+        return dtype.type(node.value)
+    if node.op == "aux":
+        array = aux[int(node.value or 0)]
+        return array[clamped(array, given)].astype(dtype, copy=False)
+    if node.op == "cast":
+        return given[0].astype(dtype)
+    function: Callable[..., Any] = FUNCTIONS[node.op]
+    return function(*given)

@@ -1,0 +1,148 @@
+"""A user's own functions: what they may be, and the expression of each, traced once."""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from tileattn.dtypes import DTYPES
+from tileattn.expressions import build
+from tileattn.expressions.intervals import all_bounds
+from tileattn.expressions.nodes import INDICES, Kind, Node, constant, elements
+from tileattn.expressions.state import state_of
+from tileattn.expressions.trace import Traced, TracedArray, node_of, trace
+
+_MOST = 256  # traced functions that are kept
+
+Aux = Sequence[Any]
+
+
+def kind_of(x: Any) -> Kind | None:
+    """Kind of the elements of an array; None for an array that is no ``aux``."""
+    if x.dtype in DTYPES:
+        return Kind.FLOAT
+    if x.dtype == np.bool_:
+        return Kind.BOOLEAN
+    fits = x.dtype.kind == "i" or (x.dtype.kind == "u" and x.dtype.itemsize < 8)
+    return Kind.INTEGER if fits and x.dtype.isnative else None
+
+
+def score_expression(function: Any, aux: Aux) -> Node:
+    """Trace ``score_mod(s, b, h, i, j, *aux)``; raise TypeError if it is none."""
+    node = _traced(function, "score_mod", ("s", *INDICES), aux)
+    if node.kind == Kind.BOOLEAN:
+        raise TypeError(
+            "score_mod returns booleans; the new score is accepted (mask_mod= takes a function "
+            "that returns which pairs are visible)"
+        )
+    return build.cast(node, Kind.FLOAT)
+
+
+def mask_expression(function: Any, aux: Aux, name: str = "mask_mod") -> Node:
+    """Trace ``mask_mod(b, h, i, j, *aux)``; raise TypeError if it is none."""
+    node = _traced(function, name, INDICES, aux)
+    if node.kind != Kind.BOOLEAN:
+        kinds = {Kind.INTEGER: "integers", Kind.FLOAT: "floats"}
+        raise TypeError(
+            f"{name} returns {kinds[node.kind]}; booleans are accepted, True where the pair is "
+            "visible (a comparison makes them)"
+        )
+    return node
+
+
+@lru_cache(maxsize=256)
+def check_indices(
+    name: str, node: Node, shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, int, int, int]
+) -> None:
+    """Raise ValueError if an index of a call of ``sizes`` (B, Hq, Nq, Nk) is never within its axis.
+
+    Others are clamped where they are not.
+    """
+    if not all(sizes):
+        return
+    inputs = {index: (0.0, n - 1.0) for index, n in zip(INDICES, sizes, strict=True)}
+    reads = elements(node)
+    found = all_bounds(
+        [x for read in reads for x in read.inputs], inputs, [None] * len(shapes), np.dtype(float)
+    )
+    for read in reads:
+        number = int(read.value or 0)
+        for axis, (x, n) in enumerate(zip(read.inputs, shapes[number], strict=True)):
+            low, high = (float(end) for end in found[x])
+            if n == 0 or low > n - 1 or high < 0:
+                given = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+                raise ValueError(
+                    f"{name} indexes axis {axis} of aux[{number}], of shape {shapes[number]}, with "
+                    f"{given}; " + (f"0 to {n - 1} are accepted" if n else "it has no elements")
+                )
+
+
+def _traced(function: Any, name: str, inputs: tuple[str, ...], aux: Aux) -> Node:
+    """Look up the expression of a function, or trace it."""
+    if not callable(function):
+        raise TypeError(f"{name} is {type(function).__name__}; a function is accepted")
+    facts = [(kind, len(x.shape)) for x in aux if (kind := kind_of(x)) is not None]
+    state = state_of(function)
+    key = None if state is None else (state, name, tuple(facts))
+    node = _CACHE.get(key)
+    if node is None:
+        _check_parameters(function, name, inputs, len(aux))
+        node = _result(trace(function, name, inputs, facts), name)
+        _CACHE.keep(key, node)
+    return node
+
+
+def _check_parameters(function: Any, name: str, inputs: tuple[str, ...], count: int) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a callable that does not tell
+        return
+    try:
+        signature.bind(*inputs, *range(count))
+    except TypeError:
+        arrays = "" if not count else f" and {count} array{'s' if count > 1 else ''} of aux"
+        raise TypeError(
+            f"{name} has the parameters {signature}; it is called with "
+            f"({', '.join(inputs)}){arrays}"
+        ) from None
+
+
+def _result(value: Any, name: str) -> Node:
+    plain = isinstance(value, bool | int | float | np.generic)
+    if isinstance(value, Traced) or (plain and not isinstance(value, complex)):
+        return node_of(value, Traced(constant(0), name))
+    kind = "an array of aux" if isinstance(value, TracedArray) else type(value).__name__
+    raise TypeError(
+        f"{name} returns {kind}; one value computed from its parameters is accepted"
+        + (" (is there a return?)" if value is None else "")
+    )
+
+
+class _Cache:
+    """The expressions of functions; the one that was used longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Any, Node] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Any) -> Node | None:
+        with self._lock:
+            node = None if key is None else self._entries.get(key)
+            if node is not None:
+                self._entries.move_to_end(key)
+            return node
+
+    def keep(self, key: Any, node: Node) -> None:
+        if key is None:
+            return
+        with self._lock:
+            self._entries[key] = node
+            while len(self._entries) > _MOST:
+                self._entries.popitem(last=False)
+
+
+_CACHE = _Cache()

@@ -1,0 +1,256 @@
+"""Interval arithmetic on expressions: bounds over whole ranges of indices, for many at once.
+
+An interval is a pair of arrays, the smallest and the largest value, both NaN where nothing is
+known. Booleans are 0 and 1, integers are float64 up to 2**53, and what may not be finite, or
+larger, is unknown. Floats have the dtype in which the expression is evaluated: arithmetic that
+rounds correctly is monotone, and so its bounds hold for the rounded values.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.expressions.build import FUNCTIONS
+from tileattn.expressions.extrema import RangeExtrema
+from tileattn.expressions.nodes import Kind, Node, ordered
+
+Array = NDArray[Any]
+Interval = tuple[Any, Any]
+
+_EXACT = float(1 << 53)  # up to which float64 holds every integer
+_BITS = 52
+
+
+def bounds(
+    output: Node,
+    inputs: Mapping[str, Interval],
+    aux: Sequence[RangeExtrema | None],
+    dtype: np.dtype[Any],
+) -> Interval:
+    """Bound an expression.
+
+    ``inputs`` has the first and the last of each index; of a name that it lacks nothing is known.
+    ``aux`` has None for an array of which nothing is known.
+    """
+    return all_bounds([output], inputs, aux, dtype)[output]
+
+
+def all_bounds(
+    outputs: Sequence[Node],
+    inputs: Mapping[str, Interval],
+    aux: Sequence[RangeExtrema | None],
+    dtype: np.dtype[Any],
+) -> dict[Node, Interval]:
+    """Bound some expressions and all that they are made of."""
+    found: dict[Node, Interval] = {}
+    with np.errstate(all="ignore"):
+        for node in ordered(outputs):
+            of_dtype = dtype if node.kind == Kind.FLOAT else np.dtype(np.float64)
+            given = [found[x] for x in node.inputs]
+            found[node] = _known(node, *_bounds(node, given, inputs, aux, of_dtype))
+    return found
+
+
+def _bounds(
+    node: Node,
+    given: list[Interval],
+    inputs: Mapping[str, Interval],
+    aux: Sequence[RangeExtrema | None],
+    dtype: np.dtype[Any],
+) -> Interval:
+    if node.op == "input":
+        low, high = inputs.get(str(node.value), (np.nan, np.nan))
+        return np.asarray(low, dtype), np.asarray(high, dtype)
+    if node.op == "constant":
+        return (dtype.type(node.value),) * 2
+    if node.op == "aux":
+        extrema = aux[int(node.value or 0)]
+        return (dtype.type(np.nan),) * 2 if extrema is None else _element(extrema, given, dtype)
+    if node.op == "cast":
+        low, high = (x.astype(dtype) for x in given[0])
+        return (np.trunc(low), np.trunc(high)) if node.kind == Kind.INTEGER else (low, high)
+    if node.kind == Kind.BOOLEAN and node.op in _OF_BOOLEANS:
+        return _OF_BOOLEANS[node.op](*given)
+    if node.op in _RULES:
+        return _RULES[node.op](*given)
+    return _at_corners(FUNCTIONS[node.op], *given)
+
+
+def _known(node: Node, low: Any, high: Any) -> Interval:
+    """Make NaN of the bounds of what is not known; a boolean is false or true."""
+    if node.kind == Kind.BOOLEAN:
+        return np.where(np.isnan(low), 0.0, low), np.where(np.isnan(high), 1.0, high)
+    largest = _EXACT if node.kind == Kind.INTEGER else np.inf
+    known = (np.abs(low) < largest) & (np.abs(high) < largest)
+    nan = low.dtype.type(np.nan)
+    return np.where(known, low, nan), np.where(known, high, nan)
+
+
+def index_range(interval: Interval, n: int) -> tuple[Array, Array]:
+    """Give the first and last index of an axis that an interval reaches, once it is clamped."""
+    low, high = interval
+    unknown = np.isnan(low) | np.isnan(high)
+    first = np.clip(np.where(unknown, 0, low), 0, n - 1)
+    last = np.clip(np.where(unknown, n - 1, high), 0, n - 1)
+    return first.astype(np.int64), last.astype(np.int64)
+
+
+def _element(extrema: RangeExtrema, given: list[Interval], dtype: np.dtype[Any]) -> Interval:
+    ends = [index_range(x, n) for x, n in zip(given, extrema.shape, strict=True)]
+    if not extrema.is_small and any(np.any(a != b) for a, b in ends):
+        return (dtype.type(np.nan),) * 2
+    low, high = extrema.bounds([a for a, _ in ends], [b for _, b in ends])
+    return low.astype(dtype), high.astype(dtype)
+
+
+# --- one rule for each operation ----------------------------------------------------------------
+
+
+def _at_corners(function: Callable[..., Any], *given: Interval) -> Interval:
+    """Bound a function that is monotone in each of its inputs: the extremes are at the ends."""
+    if len(given) == 1:
+        values = [function(x) for x in given[0]]
+    else:
+        values = [function(x, y) for x in given[0] for y in given[1]]
+    low, high = values[0], values[0]
+    for x in values[1:]:
+        low, high = np.minimum(low, x), np.maximum(high, x)
+    return low, high
+
+
+def _nearly(function: Callable[..., Any]) -> Callable[..., Interval]:
+    """Bound a function of the C library, which is monotone but for a few units in the last place.
+
+    Where the function has no value at an end, it is unknown.
+    """
+
+    def rule(*given: Interval) -> Interval:
+        low, high = _at_corners(function, *given)
+        slack = 8 * np.finfo(low.dtype).eps * np.maximum(np.abs(low), np.abs(high))
+        return low - slack, high + slack
+
+    return rule
+
+
+def _unit(x: Interval) -> Interval:
+    """Bound a sine or cosine of a finite number."""
+    return x[0] * 0 - 1, x[1] * 0 + 1
+
+
+def _divide(x: Interval, y: Interval) -> Interval:
+    low, high = _at_corners(np.divide, x, y)
+    return _unless((y[0] <= 0) & (y[1] >= 0), low, high)
+
+
+def _floor_divide(x: Interval, y: Interval) -> Interval:
+    low, high = _at_corners(np.floor_divide, x, y)
+    return _unless((y[0] <= 0) & (y[1] >= 0), low, high)
+
+
+def _remainder(x: Interval, y: Interval) -> Interval:
+    period = (y[0] == y[1]) & (np.floor_divide(x[0], y[0]) == np.floor_divide(x[1], y[0]))
+    low = np.where(period, np.remainder(x[0], y[0]), 0.0)
+    high = np.where(period, np.remainder(x[1], y[0]), y[1] - 1)
+    return _unless(~(y[0] > 0) | np.isnan(x[0]), low, high)
+
+
+def _absolute(x: Interval) -> Interval:
+    low, high = x
+    inside = (low <= 0) & (high >= 0)
+    size = np.abs(low), np.abs(high)
+    return np.where(inside, low.dtype.type(0), np.minimum(*size)), np.maximum(*size)
+
+
+def _power(x: Interval, y: Interval) -> Interval:
+    low, high = _nearly(np.power)(x, y)
+    return _unless(~(x[0] > 0), low, high)
+
+
+def _where(condition: Interval, x: Interval, y: Interval) -> Interval:
+    chosen, never = condition[0] == 1, condition[1] == 0
+    low = np.where(chosen, x[0], np.where(never, y[0], np.minimum(x[0], y[0])))
+    high = np.where(chosen, x[1], np.where(never, y[1], np.maximum(x[1], y[1])))
+    return low, high
+
+
+def _unless(unknown: Any, low: Any, high: Any) -> Interval:
+    nan = low.dtype.type(np.nan)
+    return np.where(unknown, nan, low), np.where(unknown, nan, high)
+
+
+def _logic(is_true: Any, is_false: Any) -> Interval:
+    return np.where(is_true, 1.0, 0.0), np.where(is_false, 0.0, 1.0)
+
+
+def _equal(x: Interval, y: Interval) -> Interval:
+    one_value = (x[0] == x[1]) & (y[0] == y[1]) & (x[0] == y[0])
+    return _logic(one_value, (x[1] < y[0]) | (y[1] < x[0]))
+
+
+def _inverted(x: Interval) -> Interval:
+    return 1 - x[1], 1 - x[0]
+
+
+def _shift(function: Callable[[Any, Any], Any]) -> Callable[[Interval, Interval], Interval]:
+    """Bound a shift by a number of bits that is known to lie in 0 to 52."""
+
+    def rule(x: Interval, y: Interval) -> Interval:
+        low, high = _at_corners(lambda a, b: function(a, np.exp2(b)), x, y)
+        return _unless(~((y[0] >= 0) & (y[1] <= _BITS)), low, high)
+
+    return rule
+
+
+def _bitwise(function: np.ufunc) -> Callable[[Interval, Interval], Interval]:
+    """Bound an operation on the bits of integers that are known not to be negative."""
+
+    def rule(x: Interval, y: Interval) -> Interval:
+        exact = (x[0] == x[1]) & (y[0] == y[1])
+        ends = [np.where(exact, end[0], 0.0).astype(np.int64) for end in (x, y)]
+        value = function(*ends).astype(np.float64)
+        larger, smaller = np.maximum(x[1], y[1]), np.minimum(x[1], y[1])
+        bits = np.exp2(np.ceil(np.log2(np.maximum(larger, 0) + 1))) - 1
+        high = smaller if function is np.bitwise_and else bits
+        low, high = np.where(exact, value, 0.0), np.where(exact, value, high)
+        return _unless(~exact & ~((x[0] >= 0) & (y[0] >= 0)), low, high)
+
+    return rule
+
+
+def _xor(x: Interval, y: Interval) -> Interval:
+    known = (x[0] == x[1]) & (y[0] == y[1])
+    return _logic(known & (x[0] != y[0]), known & (x[0] == y[0]))
+
+
+_OF_BOOLEANS: dict[str, Callable[..., Interval]] = {
+    "bitwise_and": lambda x, y: _at_corners(np.minimum, x, y),
+    "bitwise_or": lambda x, y: _at_corners(np.maximum, x, y),
+    "bitwise_xor": _xor,
+    "invert": _inverted,
+}
+_RULES: dict[str, Callable[..., Interval]] = {
+    "less": lambda x, y: _logic(x[1] < y[0], x[0] >= y[1]),
+    "less_equal": lambda x, y: _logic(x[1] <= y[0], x[0] > y[1]),
+    "equal": _equal,
+    "not_equal": lambda x, y: _inverted(_equal(x, y)),
+    "divide": _divide,
+    "floor_divide": _floor_divide,
+    "remainder": _remainder,
+    "absolute": _absolute,
+    "power": _power,
+    "sin": _unit,
+    "cos": _unit,
+    "tanh": _nearly(np.tanh),
+    "exp": _nearly(np.exp),
+    "log": _nearly(np.log),
+    "log2": _nearly(np.log2),
+    "where": _where,
+    "bitwise_and": _bitwise(np.bitwise_and),
+    "bitwise_or": _bitwise(np.bitwise_or),
+    "bitwise_xor": _bitwise(np.bitwise_xor),
+    "invert": lambda x: (-x[1] - 1, -x[0] - 1),
+    "left_shift": _shift(np.multiply),
+    "right_shift": _shift(np.floor_divide),
+}

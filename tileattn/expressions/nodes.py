@@ -1,0 +1,80 @@
+"""Expressions: immutable, typed nodes of a directed acyclic graph.
+
+Nodes are equal where they mean the same, so a walk that remembers nodes meets a common
+subexpression once. A visitor is a table from operations to what it makes of them, and one loop over
+`ordered`.
+"""
+
+import enum
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+
+class Kind(enum.IntEnum):
+    """What a node evaluates to, in the order of promotion."""
+
+    BOOLEAN = 0
+    INTEGER = 1  # 64 bits, with the semantics of NumPy's int64
+    FLOAT = 2  # of the dtype in which the expression is evaluated
+
+
+INDICES = ("b", "h", "i", "j")
+"""Names of the integer inputs: batch entry, query head, query and key."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """One operation, input or constant; ``aux`` is an element of an array, at integer indices."""
+
+    op: str
+    kind: Kind
+    inputs: tuple["Node", ...] = ()
+    value: bool | int | float | str | None = None  # a constant; name of an input; number of an aux
+    digest: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # hex() tells -0.0 from 0.0, and a NaN equals itself.
+        value = self.value.hex() if isinstance(self.value, float) else repr(self.value)
+        text = f"{self.op} {int(self.kind)} {value}".encode()
+        parts = b"".join(node.digest for node in self.inputs)
+        object.__setattr__(self, "digest", hashlib.blake2b(parts + text, digest_size=16).digest())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Node) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+def constant(value: bool | float) -> Node:
+    """Make a constant; its kind is that of the value."""
+    kinds = {bool: Kind.BOOLEAN, int: Kind.INTEGER, float: Kind.FLOAT}
+    return Node("constant", kinds[type(value)], (), value)
+
+
+def ordered(outputs: Iterable[Node]) -> list[Node]:
+    """List the nodes of some outputs, each once and after its inputs."""
+    found: dict[Node, None] = {}
+    stack: list[tuple[Node, Iterator[Node]]] = []
+    for output in outputs:
+        stack.append((output, iter(output.inputs)))
+        while stack:
+            node, inputs = stack[-1]
+            following = next((x for x in inputs if x not in found), None)
+            if following is not None:
+                stack.append((following, iter(following.inputs)))
+            else:
+                found[node] = None
+                stack.pop()
+    return list(found)
+
+
+def depends_on(output: Node, name: str) -> bool:
+    """Whether an expression reads an input."""
+    return any(node.op == "input" and node.value == name for node in ordered([output]))
+
+
+def elements(output: Node) -> list[Node]:
+    """List the elements of arrays that an expression reads."""
+    return [node for node in ordered([output]) if node.op == "aux"]

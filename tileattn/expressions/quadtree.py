@@ -1,0 +1,105 @@
+"""Find the blocks of a mask that are not empty, by interval arithmetic on a quadtree of them.
+
+A square of blocks that is empty or full is decided at once; any other is cut into four. All squares
+of one size are decided together. So the time goes with the blocks that are found, and with the
+boundary between them and the others, not with all blocks.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.expressions.extrema import RangeExtrema
+from tileattn.expressions.intervals import bounds
+from tileattn.expressions.nodes import Node
+
+Ints = NDArray[np.int64]
+
+_START = 32  # squares along each axis to start from: one call of NumPy decides them all
+_FLOAT = np.dtype(np.float64)  # masks are evaluated in it, whatever the dtype of the arrays
+
+
+class BlockRuns(NamedTuple):
+    """Runs of blocks of one kind along the keys, sorted; kinds are those of ``BlockMask``."""
+
+    row: Ints  # query block
+    first: Ints  # key block
+    stop: Ints
+    kind: Ints  # 1, nothing is known of the block, or 2, it is full
+
+
+def find_blocks(
+    visible: Node,
+    aux: Sequence[RangeExtrema | None],
+    b: int,
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+) -> BlockRuns:
+    """Find the blocks that are not known to be empty, for all of some heads.
+
+    ``heads`` are the first and the last of the query heads, ``lengths`` are Nq and Nk.
+    """
+    counts = [-(-n // size) for n, size in zip(lengths, block_size, strict=True)]
+    step = 1 << max(0, (max(counts) - 1).bit_length() - _START.bit_length() + 1)
+    squares = [x.ravel() for x in np.indices([-(-n // step) for n in counts])]
+    found: list[Ints] = []
+    while squares[0].size:
+        row, column = squares
+        starts = row * step, column * step
+        kind = _kinds(visible, aux, b, heads, lengths, block_size, starts, step)
+        found.append(_as_runs(row, column, kind, step, counts, every=step == 1))
+        if step == 1:
+            break
+        step //= 2
+        unknown = kind == 1
+        squares = [
+            (2 * x[unknown, None] + np.array(half)).ravel()
+            for x, half in ((row, (0, 0, 1, 1)), (column, (0, 1, 0, 1)))
+        ]
+        inside = (squares[0] * step < counts[0]) & (squares[1] * step < counts[1])
+        squares = [x[inside] for x in squares]
+    return _merged(np.concatenate(found, axis=1) if found else np.zeros((4, 0), np.int64))
+
+
+def _kinds(
+    visible: Node,
+    aux: Sequence[RangeExtrema | None],
+    b: int,
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    starts: tuple[Ints, Ints],
+    step: int,
+) -> Ints:
+    """Decide squares of blocks: 0 for empty, 2 for full, 1 where it is not known."""
+    inputs: dict[str, tuple[Any, Any]] = {"b": (b, b), "h": heads}
+    for name, start, size, n in zip("ij", starts, block_size, lengths, strict=True):
+        inputs[name] = start * size, np.minimum((start + step) * size, n) - 1
+    low, high = bounds(visible, inputs, aux, _FLOAT)
+    kind = np.broadcast_to(low + high, starts[0].shape)
+    return np.asarray(kind, np.int64)
+
+
+def _as_runs(
+    row: Ints, column: Ints, kind: Ints, step: int, counts: Sequence[int], *, every: bool
+) -> Ints:
+    """Cut full squares, and at last all that are not empty, into one run for each query block."""
+    chosen = kind > 0 if every else kind == 2
+    rows = (row[chosen, None] * step + np.arange(step)).ravel()
+    first = np.repeat(column[chosen] * step, step)
+    runs = np.stack(
+        [rows, first, np.minimum(first + step, counts[1]), np.repeat(kind[chosen], step)]
+    )
+    return runs[:, rows < counts[0]]
+
+
+def _merged(runs: Ints) -> BlockRuns:
+    """Sort runs, and join neighbours of one kind."""
+    row, first, stop, kind = runs[:, np.lexsort((runs[1], runs[0]))]
+    begins = np.ones(len(row), np.bool_)
+    begins[1:] = (row[1:] != row[:-1]) | (first[1:] != stop[:-1]) | (kind[1:] != kind[:-1])
+    ends = np.append(begins[1:], True)[: len(row)]
+    return BlockRuns(row[begins], first[begins], stop[ends], kind[begins])

@@ -1,0 +1,256 @@
+"""Trace a Python function: call it with values that write down what is done with them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from tileattn.expressions import build
+from tileattn.expressions.nodes import Kind, Node, constant
+
+_WITHOUT_IF = (
+    "numpy.where(condition, x, y) is accepted in place of if, &, | and ~ in place of and, or and "
+    "not, (a <= x) & (x < b) in place of a <= x < b, numpy.minimum and numpy.maximum in place of "
+    "min and max"
+)
+_NOT_A_NUMBER = (
+    "numpy's functions are accepted in place of math's, and .astype(int) and .astype(float) in "
+    "place of int() and float()"
+)
+_KINDS = {"b": Kind.BOOLEAN, "i": Kind.INTEGER, "u": Kind.INTEGER, "f": Kind.FLOAT}
+
+
+class Traced(NDArrayOperatorsMixin):
+    """A value in a traced function: an expression so far.
+
+    Operators and NumPy's functions make new ones. ``function`` is its name in messages.
+    """
+
+    __slots__ = ("function", "node")
+
+    def __init__(self, node: Node, function: str) -> None:
+        self.node = node
+        self.function = function
+
+    def astype(self, dtype: Any) -> "Traced":
+        """Convert to a kind of number: bool, int or float."""
+        try:
+            kind = _KINDS[np.dtype(dtype).kind]
+        except (KeyError, TypeError):
+            raise self.refused(f"converts to {dtype!r}; bool, int and float are accepted") from None
+        return Traced(build.cast(self.node, kind), self.function)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *given: Any, **options: Any) -> Any:
+        if ufunc.__name__ not in _UFUNCS or method != "__call__":
+            name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+            raise self.refused(f"calls numpy.{name}; {ACCEPTED}")
+        if options:
+            raise self.refused(
+                f"calls numpy.{ufunc.__name__} with {', '.join(options)}; leave them out"
+            )
+        return self._made(_UFUNCS[ufunc.__name__], given)
+
+    def __array_function__(self, function: Any, _types: Any, given: Any, options: Any) -> Any:
+        if function not in _ARRAY_FUNCTIONS:
+            raise self.refused(f"calls numpy.{function.__name__}; {ACCEPTED}")
+        if options or len(given) != 3:
+            raise self.refused(
+                f"calls numpy.{function.__name__} with other arguments than its first three; those "
+                "are accepted, by position"
+            )
+        return self._made(_ARRAY_FUNCTIONS[function], given)
+
+    def __abs__(self) -> "Traced":
+        return self._made(_UFUNCS["absolute"], (self,))
+
+    def __bool__(self) -> bool:
+        raise self.refused(f"asks whether a traced value is true; {_WITHOUT_IF}")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise self.refused(
+            "gives a traced value to an array, or to a function of arrays; arrays are passed as "
+            f"aux=(array, ...) and indexed inside. {ACCEPTED}"
+        )
+
+    def __index__(self) -> int:
+        raise self.refused(
+            "indexes with a traced value something that is no parameter, or counts up to it; "
+            "arrays are passed as aux=(array, ...) and indexed inside"
+        )
+
+    def __float__(self, *_: Any) -> NoReturn:
+        raise self.refused(f"asks for the number of a traced value; {_NOT_A_NUMBER}")
+
+    __int__ = __complex__ = __round__ = __trunc__ = __floor__ = __ceil__ = __float__
+
+    def __iter__(self) -> Any:
+        raise self.refused("asks for the elements of a traced value, which is one number")
+
+    def __getitem__(self, key: Any) -> "Traced":
+        if key == ():
+            return self
+        raise self.refused(f"indexes a number with {key!r}")
+
+    def refused(self, what: str) -> TypeError:
+        """Make the error that says what the function does."""
+        return TypeError(f"{self.function} {what}")
+
+    def _made(self, make: Callable[..., Node], given: Sequence[Any]) -> "Traced":
+        nodes = [node_of(x, self) for x in given]
+        try:
+            return Traced(make(*nodes), self.function)
+        except TypeError as error:
+            raise self.refused(f"calls {error}") from None
+
+
+class TracedArray:
+    """One of the arrays ``aux`` in a traced function, of which elements are taken by indices."""
+
+    __slots__ = ("_function", "_indices", "_kind", "_ndim", "_number")
+
+    def __init__(
+        self, number: int, kind: Kind, ndim: int, function: str, indices: tuple[Node, ...] = ()
+    ) -> None:
+        self._number = number
+        self._kind = kind
+        self._ndim = ndim
+        self._function = function
+        self._indices = indices
+
+    def __getitem__(self, key: Any) -> Any:
+        name, function = f"aux[{self._number}]", self._function
+        keys = key if isinstance(key, tuple) else (key,)
+        indices = list(self._indices)
+        for x in keys:
+            if isinstance(x, slice | list | tuple) or x is None or x is Ellipsis:
+                raise TypeError(f"{function} indexes {name} with {x!r}; integers are accepted")
+            node = node_of(x, Traced(constant(0), function))
+            if node.kind != Kind.INTEGER:
+                raise TypeError(
+                    f"{function} indexes {name} with a {node.kind.name.lower()}; integers are "
+                    "accepted (.astype(int) makes one)"
+                )
+            indices.append(node)
+        if len(indices) > self._ndim:
+            raise TypeError(
+                f"{function} indexes {name} with {len(indices)} indices; it has {self._ndim} axes"
+            )
+        return array_or_element(self._number, self._kind, self._ndim, function, tuple(indices))
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            f"{self._function} computes with aux[{self._number}], an array of {self._ndim} axes of "
+            f"which {len(self._indices)} are indexed; its elements are accepted, as aux[h, i - j]"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
+    __xor__ = __rxor__ = __lshift__ = __rshift__ = __rlshift__ = __rrshift__ = _refuse
+    __neg__ = __abs__ = __invert__ = __bool__ = __array__ = __index__ = __float__ = _refuse
+    __len__ = __iter__ = __array_ufunc__ = __array_function__ = _refuse
+
+
+def array_or_element(
+    number: int, kind: Kind, ndim: int, function: str, indices: tuple[Node, ...] = ()
+) -> Traced | TracedArray:
+    """Give what is left of an array after so many indices: a value, where all axes have one."""
+    if len(indices) == ndim:
+        return Traced(build.element(number, kind, indices), function)
+    return TracedArray(number, kind, ndim, function, indices)
+
+
+def node_of(x: Any, among: Traced) -> Node:
+    """Give the node of a traced value, or of a number."""
+    if isinstance(x, Traced):
+        return x.node
+    if isinstance(x, TracedArray):
+        x._refuse()
+    if isinstance(x, np.generic):
+        x = x.item() if x.dtype.kind in "biuc" else float(x)
+    if isinstance(x, bool):
+        return constant(x)
+    if isinstance(x, int):
+        if not build.INT64.min <= x <= build.INT64.max:
+            raise among.refused(f"computes with {x}; integers of 64 bits are accepted")
+        return constant(int(x))
+    if isinstance(x, float):
+        return constant(float(x))
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        raise among.refused(
+            f"computes with an array of shape {x.shape} that is no parameter; arrays are passed "
+            "as aux=(array, ...) and indexed inside"
+        )
+    raise among.refused(
+        f"computes with {type(x).__name__}; booleans, integers and floats are accepted"
+    )
+
+
+def _power(x: Node, y: Node) -> Node:
+    """Raise to a power; integer exponents that are constant become products."""
+    if y.op == "constant" and y.kind == Kind.INTEGER and 1 <= int(y.value or 0) <= 64:
+        return build.integer_power(build.cast(x, max(x.kind, Kind.INTEGER)), int(y.value or 0))
+    if Kind.FLOAT not in (x.kind, y.kind):
+        raise TypeError("numpy.power of integers with other exponents than constants from 1 to 64")
+    return build.apply("power", x, y)
+
+
+def _logical(op: str) -> Callable[..., Node]:
+    return lambda *given: build.apply(op, *(build.cast(x, Kind.BOOLEAN) for x in given))
+
+
+def _swapped(op: str) -> Callable[[Node, Node], Node]:
+    return lambda x, y: build.apply(op, y, x)
+
+
+def _is_finite(x: Node) -> Node:
+    return build.apply("less", build.apply("absolute", x), constant(float("inf")))
+
+
+def _is_inf(x: Node) -> Node:
+    return build.apply("equal", build.apply("absolute", x), constant(float("inf")))
+
+
+def _clip(x: Node, a_min: Node, a_max: Node) -> Node:
+    return build.apply("minimum", build.apply("maximum", x, a_min), a_max)
+
+
+_UFUNCS: dict[str, Callable[..., Node]] = {
+    **{name: partial(build.apply, name) for name in build.FUNCTIONS if name != "where"},
+    "greater": _swapped("less"),
+    "greater_equal": _swapped("less_equal"),
+    "power": _power,
+    "float_power": lambda x, y: build.apply("power", x, y),
+    "square": lambda x: build.integer_power(build.cast(x, max(x.kind, Kind.INTEGER)), 2),
+    "exp2": lambda x: build.apply("power", constant(2.0), x),
+    "positive": lambda x: x,
+    "fabs": lambda x: build.apply("absolute", build.cast(x, Kind.FLOAT)),
+    "logical_and": _logical("bitwise_and"),
+    "logical_or": _logical("bitwise_or"),
+    "logical_xor": _logical("bitwise_xor"),
+    "logical_not": _logical("invert"),
+    "isfinite": _is_finite,
+    "isinf": _is_inf,
+    "isnan": lambda x: build.apply("not_equal", x, x),
+}
+_ARRAY_FUNCTIONS: dict[Any, Callable[..., Node]] = {np.where: build.where, np.clip: _clip}
+
+ACCEPTED = (
+    "of NumPy's functions " + ", ".join(sorted([*_UFUNCS, "clip", "where"])) + " are accepted"
+)
+"""The end of a message about a function that is not supported."""
+
+
+def trace(
+    function: Callable[..., Any], name: str, inputs: Sequence[str], aux: Sequence[tuple[Kind, int]]
+) -> Any:
+    """Call a function with traced inputs and arrays; return what it returns.
+
+    ``aux`` has the kind and the number of axes of each array.
+    """
+    kinds = {"s": Kind.FLOAT}
+    given = [Traced(Node("input", kinds.get(x, Kind.INTEGER), (), x), name) for x in inputs]
+    arrays = [array_or_element(n, *each, name) for n, each in enumerate(aux)]
+    return function(*given, *arrays)
