@@ -247,7 +247,7 @@ NAMES = ("q", "k", "v", "bias", "sinks", "aux")
 @pytest.mark.parametrize(
     "wrt",
     [(), *((name,) for name in NAMES), ("q", "v"), ["k", "aux"], {"bias", "sinks"}, NAMES],
-    ids=str,
+    ids=lambda names: " ".join(sorted(names)) or "none",
 )
 def test_what_is_not_asked_for_is_none_and_the_rest_the_same(wrt: Any) -> None:
     attention, whole = both(**ALL)
