@@ -143,8 +143,10 @@ def machine(target: Target) -> Any:
     from llvmlite import binding as llvm
 
     _initialize()
+    # On x86 LLVM may put constants more than 2 GiB from the code; on ARM llvmlite keeps them near.
+    distance = "large" if target.triple.startswith("x86") else "small"
     return llvm.Target.from_triple(target.triple).create_target_machine(
-        cpu=target.cpu, features=target.features, opt=2, reloc="pic", codemodel="small"
+        cpu=target.cpu, features=target.features, opt=2, reloc="pic", codemodel=distance
     )
 
 
