@@ -10,6 +10,7 @@ pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llv
 
 from tests.kernels.llvm.emitted import call, on_targets
 from tileattn.dtypes import DTYPES, accum_dtype
+from tileattn.kernels.llvm.bits import Bits
 from tileattn.kernels.llvm.gemv import dots_of_rows, sums_of_rows
 from tileattn.kernels.llvm.instructions import Code, i64
 from tileattn.kernels.llvm.kernel import Kernel
@@ -35,13 +36,13 @@ def skip_without_half(dtype: Any, target: Target) -> None:
 def computed(
     function: Any, target: Target, dtype: Any, a: Array, b: Array, to: Array, *sizes: Any
 ) -> None:
-    """Run a product on arrays; of the last arguments, one more may be an array of words."""
+    """Run a product on arrays; of the last arguments, one more may be an array of bits."""
 
     def body(c: Code, a_at: Any, b_at: Any, to_at: Any, *more: Any) -> None:
         kernel = Kernel("test", target, str(dtype), c.dtype)
         kernel.module = c.module
         given = ((at, i64(x.strides[0])) for at, x in ((a_at, a), (b_at, b), (to_at, to)))
-        function(kernel, c, *more[:3], *given, *more[3:])
+        function(kernel, c, *more[:3], *given, *(Bits(c, words, 1) for words in more[3:]))
 
     call(target, to.dtype.name, body, a, b, to, *sizes)
 
@@ -74,17 +75,18 @@ def test_weighted_sums(target: Target, dtype: Any, masked: bool) -> None:
     """In a masked product NaN stands where nobody looks."""
     skip_without_half(dtype, target)
     sums = accum_dtype(dtype)
+    lanes = target.vector_bytes // sums.itemsize
     for number, columns in enumerate(COLUMNS):
         rows, n = ROWS[number], N[number % len(N)]
-        a = integers((rows, n), n, sums, 0)
+        a = integers((rows, n), whole(target, n, sums), sums, 0)
         b = integers((n, columns), columns + 3, dtype, 1)
-        expected = a @ b[:, :columns].astype(sums)
-        seen = np.ones_like(a, f"i{sums.itemsize}")
+        seen = np.ones(a.shape, bool)
         if masked:
-            seen[:, ::3] = 0
-            expected = (a * seen) @ b[:, :columns].astype(sums)
+            seen[:, ::3] = False
+        expected = (a * seen)[:, :n] @ b[:, :columns].astype(sums)
+        if masked:
             b[::3] = np.nan
+        words = seen.reshape(rows, -1, lanes) @ (1 << np.arange(lanes))
         to = np.empty((rows, whole(target, columns, sums)), sums)
-        words = (seen,) if masked else ()
-        computed(sums_of_rows, target, dtype, a, b, to, rows, n, columns, *words)
+        computed(sums_of_rows, target, dtype, a, b, to, rows, n, columns, *[words][: int(masked)])
         np.testing.assert_array_equal(to[:, :columns], expected)
