@@ -143,8 +143,12 @@ def _append(key: list[Any], x: Any) -> bool:
         return state is not None
     elif kind is tuple or kind is list:
         kinds = tuple(map(type, x))
-        key += (kinds, *x)  # of arrays, as aux has them, the values may be looked at
-        return len(x) <= _MOST_VALUES and _PLAIN.issuperset(kinds)
+        key.append(kinds)
+        if _PLAIN.issuperset(kinds):
+            key += x
+            return len(x) <= _MOST_VALUES
+        # Arrays, as aux has them: the values of NumPy's may be looked at.
+        return all(not isinstance(y, np.ndarray) and _append(key, y) for y in x)
     elif kind is BlockMask:
         key.append(ref(x))
     elif isinstance(x, np.ndarray):
