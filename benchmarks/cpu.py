@@ -11,9 +11,11 @@ scaling: more and more threads             ceilings: matmuls and copies of NumPy
 The file is cpu.json, or NAME.json.
 
 Implementations take turns in one process, with the same number of threads. Between two of them
-nothing runs for some milliseconds: the threads of PyTorch go on spinning after a call, on cores
-that the next one needs. A time is the median of the rounds. FLOPs are 4 B H N N D forward, half of
-it for causal, and 2.5 times that backward, whatever an implementation computes.
+nothing runs for 0.1 s: the threads of OpenBLAS and PyTorch go on spinning after a call, on cores
+that the next one needs. Each then makes calls for 0.05 s, of which the last one counts. A time is
+the shortest of the rounds: other guests of a host halve the speed of a core, now and then. FLOPs
+are 4 B H N N D forward, half of it for causal, and 2.5 times that backward, whatever an
+implementation computes.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import geometric_mean, median
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -45,7 +47,8 @@ from benchmarks.implementations import Implementation, Naive, Sdpa, Tileattn
 from benchmarks.report import Row
 from tileattn.backends import threads
 
-PAUSE = 0.020  # seconds, in which the threads of the last implementation go to sleep
+PAUSE = 0.1  # seconds: so long do idle threads of OpenBLAS spin before they sleep
+WARMUP = 0.05  # seconds, in which cores wake up
 OURS = ("llvm", "numpy")
 PAIRS = (("llvm", "torch"), ("llvm", "numpy"), ("llvm", "naive"), ("numpy", "torch"))
 TITLES = {"torch": "PyTorch", "naive": "naive NumPy"}
@@ -59,28 +62,31 @@ Times = dict[str, float]
 # --- time -----------------------------------------------------------------------------------------
 
 
-def median_seconds(calls: Calls, seconds: float) -> Times:
-    """Median seconds of each call; they take turns.
+def shortest_seconds(calls: Calls, seconds: float) -> Times:
+    """Shortest seconds of each call; they take turns.
 
-    The first round is not counted, nor are fewer than three unless they take four times as long as
-    is asked for. Where the first takes that long, it is the only one.
+    The first round is not counted. Three more are, unless that takes four times as long as is asked
+    for.
     """
     rounds: list[list[float]] = []
     start = time.perf_counter()
     while (spent := time.perf_counter() - start) < seconds or len(rounds) < 4:
-        if rounds and spent > 4 * seconds:
+        if len(rounds) > 1 and spent > 4 * seconds:
             break
         rounds.append([one_turn(call) for call in calls.values()])
-    counted = rounds[1:] or rounds
-    return dict(zip(calls, map(median, zip(*counted, strict=True)), strict=True))
+    return dict(zip(calls, map(min, zip(*rounds[1:], strict=True)), strict=True))
 
 
 def one_turn(call: Call) -> float:
-    """Seconds of a call, after a pause."""
+    """Seconds of a call, after a pause and calls that wake up the cores."""
     time.sleep(PAUSE)
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    begin = time.perf_counter()
+    while True:
+        start = time.perf_counter()
+        call()
+        end = time.perf_counter()
+        if end - begin > WARMUP:
+            return end - start
 
 
 def repeated(call: Call, count: int) -> Call:
@@ -138,7 +144,7 @@ class Bench:
             for name, each in self.implementations.items()
             if supports(each, one)
         }
-        return {name: t / count for name, t in median_seconds(calls, self.seconds).items()}
+        return {name: t / count for name, t in shortest_seconds(calls, self.seconds).items()}
 
     def gflops(self, one: Configuration) -> dict[str, float]:
         """GFLOP/s of each implementation."""
@@ -173,7 +179,7 @@ def decoding(bench: Bench) -> Iterator[Row]:
         one = Configuration("forward", "f32", 1, H, DECODED, 128)
         x = draw(np, one.shapes, one.dtype)
         x = x._replace(q=x.q[:, :, :1], dout=x.dout[:, :, :1])
-        seconds = bench.times(one, x) | median_seconds({"copy": copy_of(x.k, x.v)}, bench.seconds)
+        seconds = bench.times(one, x) | shortest_seconds({"copy": copy_of(x.k, x.v)}, bench.seconds)
         nbytes = x.k.nbytes + x.v.nbytes
         rates = {name: nbytes / t / 1e9 for name, t in seconds.items()}
         yield one.row() | {"gbytes_per_second": rates}
@@ -199,7 +205,7 @@ def options(bench: Bench) -> Iterator[Row]:
                 name: prepared(one, Tileattn(reuse=False, backend=backend, **given))
                 for name, given in cases.items()
             }
-            times = median_seconds(calls, 2 * bench.seconds)
+            times = shortest_seconds(calls, 2 * bench.seconds)
             for name, t in times.items():
                 rows[name]["ms"][backend] = 1e3 * t
                 rows[name]["over_plain"][backend] = t / times["plain"]
@@ -225,10 +231,10 @@ def ceilings(bench: Bench) -> Iterator[Row]:
     for dtype in ("f32", "f64"):
         a, b = (normal(np, (n, n), dtype, seed) for seed in (0, 1))
         with threadpoolctl.threadpool_limits(threads.worker_count(), "blas"):
-            (seconds,) = median_seconds({"": partial(np.matmul, a, b)}, bench.seconds).values()
+            (seconds,) = shortest_seconds({"": partial(np.matmul, a, b)}, bench.seconds).values()
         yield {"ceiling": "matmul", "dtype": dtype, "n": n, "gflops": 2 * n**3 / seconds / 1e9}
     x = normal(np, (1, 64, n, 128), "f32")
-    (seconds,) = median_seconds({"": copy_of(x)}, bench.seconds).values()
+    (seconds,) = shortest_seconds({"": copy_of(x)}, bench.seconds).values()
     yield {"ceiling": "copy", "gbytes_per_second": x.nbytes / seconds / 1e9}
 
 

@@ -36,7 +36,7 @@ _NO_STAGE = "the count of unfinished work tiles is in no stage: only threads wri
 
 # Kernel, barrier and what is read: loads that may be under way at an arrival, and why.
 ALLOWED = {
-    (HOPPER, "v_empty", "work_tiles"): "frees v; work tiles are freed by q_empty",
+    **{(HOPPER, f"{x}_empty", "work_tiles"): "work tiles are freed by q_empty" for x in "kv"},
     (HOPPER, "q_empty", "work_tiles"): _BY_STORES + "; q is read by GEMMs alone",
     (HOPPER, "pass_done", "work_tiles"): _BY_STORES,
     **{(HOPPER, f"{x}_empty", "any_unfinished"): _NO_STAGE for x in "qkv"},

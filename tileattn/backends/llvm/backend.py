@@ -66,7 +66,7 @@ class LlvmBackend:
 
     def forward_kernel(self, P: Problem) -> str:
         """Name the forward kernel of a problem."""
-        return self._kernel or forward_kernel(P.group * P.Nq)
+        return self._kernel or forward_kernel(P.group, P.Nq)
 
     def owns(self, x: Any) -> bool:
         """Whether ``x`` is a NumPy array, and no masked array or matrix."""

@@ -112,9 +112,14 @@ def padded(target: Target, size: int, D: int) -> int:
     return -(-D // lanes) * lanes
 
 
-def forward_kernel(rows: int) -> str:
-    """Choose the forward kernel for so many rows of a key head: query heads times queries."""
-    return "decode" if rows <= DECODE_ROWS else "forward"
+def forward_kernel(group: int, Nq: int) -> str:
+    """Choose the forward kernel for so many query heads of a key head, and so many queries.
+
+    From half of its rows on, the decoding kernel pays only where key heads are few: other kernels
+    do not split their keys.
+    """
+    most = DECODE_ROWS if group > 1 else DECODE_ROWS // 2
+    return "decode" if group * Nq <= most else "forward"
 
 
 def state_bytes(target: Target, size: int, Dv: int) -> int:
