@@ -1,6 +1,6 @@
 """Speed on the CPU: both backends beside PyTorch and naive NumPy, in one run.
 
-    python -m tileattn bench cpu                         everything: about eight minutes
+    python -m tileattn bench cpu                         everything: about twelve minutes
     python -m tileattn bench cpu --quick                 small sizes: about a minute
     python -m tileattn bench cpu --only grid,decoding    some of the sections
 
@@ -159,7 +159,8 @@ def grid(bench: Bench) -> Iterator[Row]:
     lengths = (256, 1024) if bench.quick else (256, 1024, 4096, 16384)
     some = lengths[1:3]
     sizes = [("f32", N, D, c) for N in lengths for D in (64, 128) for c in (False, True)]
-    sizes += [(dtype, N, 64, False) for dtype in ("f64", "bf16") for N in some]
+    sizes += [("f64", N, 64, False) for N in some]
+    sizes += [("bf16", N, D, c) for N in some for D in (64, 128) for c in (False, True)]
     for dtype, N, D, causal in sizes:
         for kind in PASSES:
             one = Configuration(kind, dtype, 1, 8, N, D, causal)

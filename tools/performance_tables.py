@@ -137,7 +137,9 @@ def _spread(speedups: list[float]) -> list[Any]:
 
 def cpu_lines() -> Iterator[str]:
     for result in _cpu_results():
-        yield from paragraphs(f"## {result['machine']['processor']}", _cpu_origin(result))
+        machine = result["machine"]
+        title = f"## {machine['processor']}, {machine['threads']} threads"
+        yield from paragraphs(title, _cpu_origin(result))
         sections: dict[str, list[Row]] = {}
         for row in result["rows"]:
             sections.setdefault(row["section"], []).append(row)
