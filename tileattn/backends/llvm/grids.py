@@ -7,6 +7,7 @@ import numpy as np
 
 from tileattn.backends.llvm import dot
 from tileattn.backends.llvm.arrays import Array
+from tileattn.backends.threads import worker_count
 from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES, DOT_ARRAYS
 from tileattn.kernels.llvm.target import DECODE_ROWS, ROWS, Target, padded, state_bytes
 from tileattn.problem import Operands, Problem
@@ -106,7 +107,8 @@ def _backward(P: Problem, target: Target, x: Operands) -> Division:
     columns = padded(target, P.accum_dtype.itemsize, P.D)
     rows = _grid(P.B * P.Hq * -(-P.Nq // ROWS), P.B * P.Hq * P.Nq * (P.D + P.Dv))
     keys = _grid(tasks // max(1, sharing["sharing"]), forward_work(P))
-    values = {"blocks": blocks, "dq_columns": columns, **sharing}
+    chains = min(worker_count(), keys.threads)
+    values = {"blocks": blocks, "chains": chains, "dq_columns": columns, **sharing}
     return Division(values, [rows, keys, rows], workspace)
 
 

@@ -41,9 +41,10 @@ def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
 
     def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
         b, W = c.b, target.vectors * c.lanes
-        group, n = b.sdiv(number, p.blocks), b.srem(number, p.blocks)
+        group, n = _interleaved(c, p, number)
         k0 = b.mul(n, i64(W))
         keys = c.smaller(i64(W), b.sub(p.Nk, k0))
+        number = b.add(b.mul(group, p.blocks), n)
         _Block(kernel, c, block, scratch, number, group, k0, keys).emit()
 
     if target.dot:
@@ -52,6 +53,20 @@ def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
     kernel.entry("backward_preprocess", partial(preprocess, kernel))
     kernel.entry("backward_dq_convert", partial(convert_dq, kernel))
     return kernel.module
+
+
+def _interleaved(c: Code, p: Params, number: Any) -> tuple[Any, Any]:
+    """Give the group of heads and the block of keys of a task.
+
+    Key blocks of a group wait for one another, in their order. So tasks go round as many groups as
+    there are threads; of the last groups there may be fewer.
+    """
+    b = c.b
+    size = b.mul(p.chains, p.blocks)
+    first = b.mul(b.sdiv(number, size), p.chains)
+    chains = c.smaller(p.chains, b.sub(b.sdiv(p.tasks, p.blocks), first))
+    rest = b.srem(number, size)
+    return b.add(first, b.srem(rest, chains)), b.sdiv(rest, chains)
 
 
 class _Block:
