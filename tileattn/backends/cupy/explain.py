@@ -1,6 +1,7 @@
 """What would run for a call, and why: of CuPy arrays, or on a GPU that is not there."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tileattn.kernels.launch.plan import launch_context, launch_line, plans_of
 from tileattn.problem import Operands, Problem
 from tileattn.traffic import explained
 
+_EVERY_TILE = "mask_mod: evaluated in every tile; none is skipped for it"
 _ASSIGNED = "query blocks differ in length: they are assigned in advance, the longest first"
 
 
@@ -84,7 +86,9 @@ def explain_on(
     last = next(
         (key for key in backward_launched if key.kernel.endswith(("_dkdv", "_sm90"))), first
     )
-    tiles, moved, traffic = explained(problem, operands, first.tile, last.tile)
+    # Kernels look at the pairs of a mask_mod, and at no lists of tiles.
+    listed = replace(problem, mask_mod=None)
+    tiles, moved, traffic = explained(listed, operands, first.tile, last.tile)
     outputs = inputs.with_contiguous_results(problem, "forward")
     alignment = launch_context(problem, outputs, device).alignment_bytes
     loaded = [None] * len(keys) if load is None else load(keys)
@@ -104,6 +108,7 @@ def explain_on(
             f"q, k and v are CuPy arrays on {device.name}",
             f"rows are aligned to {alignment} bytes, which one copy moves",
             *dict.fromkeys(f"{launch.key.kernel}: {launch.why}" for launch in launches),
+            *([_EVERY_TILE] if problem.mask_mod is not None else []),
             *([_ASSIGNED] if "schedule" in forward.constants else []),
         ),
     )

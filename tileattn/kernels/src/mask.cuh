@@ -67,7 +67,7 @@ struct SlidingWindow {
     }
 };
 
-// The attention mask of one head: window, dense mask and block mask.
+// The attention mask of one head: window, dense mask, block mask and the caller's own function.
 struct AttentionMask {
     SlidingWindow window;
     const bool* mask;
@@ -75,6 +75,7 @@ struct AttentionMask {
     const int* kinds;
     i64 kinds_i;
     const bool* bits;
+    MaskFunction function;
     int Nq, Nk, block_q, block_k;
 
     __device__ AttentionMask(const Params& p, i64 b, i64 h)
@@ -87,6 +88,7 @@ struct AttentionMask {
                 (HAS_BLOCK_MASK ? b * p.block_kinds_at.b + h * p.block_kinds_at.h : 0)),
           kinds_i(p.block_kinds_at.i),
           bits(p.block_bits),
+          function(p, b, h),
           Nq(int(p.Nq)),
           Nk(int(p.Nk)),
           block_q(int(p.mask_block_q)),
@@ -95,7 +97,12 @@ struct AttentionMask {
     // Whether query i < Nq attends to key j.
     __device__ bool visible(int i, int j) const {
         return window.visible(i, j) && (!HAS_MASK || mask[i * mask_i + j * mask_j]) &&
-               (!HAS_BLOCK_MASK || in_blocks(i, j));
+               (!HAS_BLOCK_MASK || in_blocks(i, j)) && (!HAS_MASK_MOD || by_function(i, j));
+    }
+
+    // Whether the caller's own function lets query i attend to key j; past an end as at it.
+    __device__ bool by_function(int i, int j) const {
+        return function.visible(min(i, Nq - 1), min(j, Nk - 1));
     }
 
     // Whether the block mask lets query i attend to key j. Queries past the end count as the last.
@@ -110,7 +117,7 @@ struct AttentionMask {
     // Kind of a tile. Entries of a block mask are -FULL, EMPTY - 1, or the index of their bits.
     __device__ int kind(int q0, int q1, int k0, int k1) const {
         int kind = window.kind(q0, min(q1, Nq), k0, k1);
-        if (HAS_MASK && kind == FULL) kind = PARTIAL;
+        if ((HAS_MASK || HAS_MASK_MOD) && kind == FULL) kind = PARTIAL;
         if constexpr (HAS_BLOCK_MASK) {
             if (kind == EMPTY) return EMPTY;
             bool some = false, all = true;
