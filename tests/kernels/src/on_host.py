@@ -95,7 +95,8 @@ def run(
 
 def _block_of(aux: Sequence[Array]) -> Array:
     """Write what the parameter block has of the arrays."""
-    layouts = [array_layout(x, x.ctypes.data) for x in aux]
+    kinds = np.ones((1, 1, 1, 1), np.int8)
+    layouts = [array_layout(x, x.ctypes.data) for x in (*aux, kinds)]
     block = np.frombuffer(template({}, layouts), np.uint64).copy()
     for n, x in enumerate(aux):
         block[slots(layouts)[aux_name(n)]] = x.ctypes.data

@@ -21,9 +21,11 @@ from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.nodes import Kind, Node, constant
-from tileattn.kernels.jit.compile import compiled
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.jit.compile import SOURCES, compiled
 from tileattn.kernels.launch.device import device_of_arch
 from tileattn.kernels.launch.layout import CallLayout, array_layout
+from tileattn.kernels.launch.params import aux_name, slots, template
 from tileattn.kernels.launch.plan import LaunchPlan, plans_of
 from tileattn.problem import parse
 
@@ -179,6 +181,23 @@ def test_every_kernel_with_functions_compiles(name: str, dtype: Any, D: int) -> 
     for key in keys:
         made = compiled(key, "sm_90a")
         assert COMPLAINT.search(made.log) is None, made.log
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_arrays_lie_behind_the_other_parameters(tmp_path: Path) -> None:
+    (plan, *_) = planned("tree", "sm_90a", np.float32, 64, 67, 93)
+    places = slots(plan.aux)
+    lines = [
+        '#include "params.cuh"',
+        f"static_assert(sizeof(Params) == {len(template({}, plan.aux))});",
+    ]
+    for n, name in enumerate(("x0", "x1", "function_kinds")):
+        lines.append(
+            f"static_assert(__builtin_offsetof(Params, {name}) == {8 * places[aux_name(n)]});"
+        )
+    (tmp_path / "layout.cu").write_text("\n".join(lines), encoding="utf-8")
+    key = KernelKey("layout", "float32", functions=plan.launches[0].key.functions)
+    assert compiled(key, "sm_80", (SOURCES, tmp_path)).image
 
 
 def test_no_length_is_part_of_a_kernel() -> None:

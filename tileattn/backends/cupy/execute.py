@@ -38,12 +38,15 @@ class Executable:
         self._constants = {name: _uploaded(x) for name, x in constants.items()}
         self._stream = stream_name() if constants else (0, 0)
         fixed = {name: x.data.ptr for name, x in self._constants.items()}
-        self._template = template(plan.fields | fixed, plan.aux)
         places = slots(plan.aux)
+        cells = np.frombuffer(template(plan.fields, plan.aux), np.uint64).copy()
+        for name, address in fixed.items():
+            cells[places[name]] = address
+        self._template = cells.tobytes()
         brought = dict.fromkeys((*names, *plan.workspace.starts))
         self._slots = tuple((name, places[name]) for name in brought if name in places)
         last = max(slot for _, slot in self._slots)
-        self._pointers = np.frombuffer(self._template, np.uint64)[: last + 1].tolist()
+        self._pointers = cells[: last + 1].tolist()
         kernels = load_all([launch.key for launch in plan.launches])
         maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
         self._launches = tuple(

@@ -39,7 +39,8 @@ _TEXT = """\
 #include "numpy.cuh"
 
 struct AuxArrays {{
-{arrays}}};
+{arrays}    AuxArray<4> function_kinds;
+}};
 
 {score}
 {mask}"""
@@ -47,13 +48,21 @@ struct AuxArrays {{
 _STRUCT = """\
 struct {name} {{
     const AuxArrays& aux;
+    i64 batch, head;
 {members}
-    __device__ {name}(const AuxArrays& aux, i64 batch, i64 head) : aux(aux) {{
+    __device__ {name}(const AuxArrays& aux, i64 batch, i64 head)
+        : aux(aux), batch(batch), head(head) {{
 {of_head}    }}
 
     __device__ {method} const {{
 {of_pair}    }}
-}};
+{more}}};
+"""
+
+_KIND = """
+    __device__ int kind(int row, int column) const {
+        return aux.function_kinds.element<signed char>(batch, head, row, column);
+    }
 """
 
 
@@ -67,7 +76,7 @@ def functions_text(
     """
     if score_mod is None and mask_mod is None:
         return ""
-    fields = (f"    AuxArray<{axes}> x{n};\n" for n, (_, axes) in enumerate(aux))
+    fields = [f"    AuxArray<{axes}> x{n};\n" for n, (_, axes) in enumerate(aux)]
     new = _SCORE if score_mod is None else score_mod
     grad = derivatives(new).get(_SCORE, constant(0.0))
     score = _Printer([new, grad], "Accum", aux, accum_dtype)
@@ -76,7 +85,7 @@ def functions_text(
     return _TEXT.format(
         arrays="".join(fields),
         score=score.struct("ScoreFunction", "Accum score(Accum s, int i, int j, Accum& grad)"),
-        mask=mask.struct("MaskFunction", "bool visible(int i, int j)"),
+        mask=mask.struct("MaskFunction", "bool visible(int i, int j)", _KIND),
     )
 
 
@@ -96,7 +105,7 @@ class _Printer:
             if node.value in _OF_PAIRS or not self._of_pairs.isdisjoint(node.inputs):
                 self._of_pairs.add(node)
 
-    def struct(self, name: str, method: str) -> str:
+    def struct(self, name: str, method: str, more: str = "") -> str:
         """Write the struct of one function: its method returns the first output.
 
         It assigns the second to ``grad``.
@@ -107,14 +116,15 @@ class _Printer:
             for node in self._nodes
             if node in self._of_pairs
         ]
-        new, *more = map(self._text, self._outputs)
-        lines += [*(f"grad = {x};" for x in more), f"return {new};"]
+        new, *grads = map(self._text, self._outputs)
+        lines += [*(f"grad = {x};" for x in grads), f"return {new};"]
         return _STRUCT.format(
             name=name,
             method=method,
             members="".join(f"    {self._type(x)} {self._names[x]};\n" for x in of_head),
             of_head="".join(f"        {self._names[x]} = {self._value(x)};\n" for x in of_head),
             of_pair="".join(f"        {line}\n" for line in lines),
+            more=more,
         )
 
     def _type(self, node: Node) -> str:

@@ -45,8 +45,9 @@ PARAMS = np.dtype(
 def template(values: Mapping[str, Any], aux: Sequence[ArrayLayout] = ()) -> bytes:
     """Write the block with null pointers; fields that are absent are zero.
 
-    ``aux`` are the arrays that the caller's own functions read, which come last: of each there are
-    its address, its sizes, and its strides in bytes. One without axes has one of each, unused.
+    ``aux`` are the arrays that the caller's own functions read, and the kinds of blocks, which come
+    last: of each there are its address, its sizes, and its strides in bytes. One without axes has
+    one of each, unused.
     """
     block = np.zeros((), PARAMS)
     for name, value in values.items():

@@ -15,6 +15,7 @@ from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.launch import params
 from tileattn.kernels.launch.block_sparse import kv_indices_shape
 from tileattn.kernels.launch.device import Device
+from tileattn.kernels.launch.function_blocks import block_kinds
 from tileattn.kernels.launch.layout import (
     MIN_ALIGNMENT,
     ROWS,
@@ -62,7 +63,7 @@ class LaunchPlan:
     constants: dict[str, Constant]  # that differ from problem to problem, not from call to call
     tensor_maps: dict[tuple[tuple[str, int], ...], tuple[TensorMap, ...]]
     kv_tile: tuple[int, int] | None = None  # of the lists of key tiles; None where none are read
-    aux: tuple[ArrayLayout, ...] = ()  # what the caller's own functions read
+    aux: tuple[ArrayLayout, ...] = ()  # what the caller's own functions read, and their blocks
 
     def __str__(self) -> str:
         P, gpu = self.problem, self.device
@@ -180,6 +181,12 @@ def _plan(
         for name, each in (("kv_lengths", layout.kv_lengths), ("q_offset", layout.q_offset))
         if each is not None and len(set(each)) > 1
     }
+    aux: tuple[ArrayLayout, ...] = ()
+    if any(launch.key.functions for launch in launches):
+        kinds = block_kinds(problem)
+        aux = (*layout.aux, contiguous(kinds.shape, kinds.dtype.name))
+        if problem.mask_mod is not None:
+            constants[params.aux_name(len(layout.aux))] = Constant.of(kinds)
     if schedule.assignment is not None:
         constants["schedule"] = Constant.of(schedule.assignment)
     kv_tile = None
@@ -204,5 +211,5 @@ def _plan(
             if boxes
         },
         kv_tile,
-        layout.aux if any(launch.key.functions for launch in launches) else (),
+        aux,
     )

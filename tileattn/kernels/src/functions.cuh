@@ -17,4 +17,5 @@ struct ScoreFunction {
 struct MaskFunction {
     __device__ MaskFunction(const AuxArrays&, i64, i64) {}
     __device__ bool visible(int, int) const { return true; }
+    __device__ int kind(int, int) const { return 2; }  // FULL
 };

@@ -114,10 +114,26 @@ struct AttentionMask {
                 bits[(i64(entry) * block_q + row % block_q) * block_k + key % block_k]);
     }
 
+    // Kind of a tile, as far as blocks of the caller's own function decide: those of function_mask.py.
+    __device__ int kind_by_function(int q0, int q1, int k0, int k1) const {
+        constexpr int BLOCK = 128;
+        int least = FULL, most = EMPTY;
+        for (int r = q0 / BLOCK; r <= (q1 - 1) / BLOCK; ++r)
+            for (int c = k0 / BLOCK; c <= (k1 - 1) / BLOCK; ++c) {
+                const int kind = function.kind(r, c);
+                least = min(least, kind), most = max(most, kind);
+            }
+        return most == EMPTY ? EMPTY : least == FULL ? FULL : PARTIAL;
+    }
+
     // Kind of a tile. Entries of a block mask are -FULL, EMPTY - 1, or the index of their bits.
     __device__ int kind(int q0, int q1, int k0, int k1) const {
         int kind = window.kind(q0, min(q1, Nq), k0, k1);
-        if ((HAS_MASK || HAS_MASK_MOD) && kind == FULL) kind = PARTIAL;
+        if (HAS_MASK && kind == FULL) kind = PARTIAL;
+        if constexpr (HAS_MASK_MOD) {
+            if (kind == EMPTY) return EMPTY;
+            kind = min(kind, kind_by_function(q0, min(q1, Nq), k0, min(k1, Nk)));
+        }
         if constexpr (HAS_BLOCK_MASK) {
             if (kind == EMPTY) return EMPTY;
             bool some = false, all = true;
