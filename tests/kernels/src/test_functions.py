@@ -21,6 +21,7 @@ from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.nodes import Kind, Node, constant
+from tileattn.kernels.config.functions import functions_text
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES, compiled
 from tileattn.kernels.launch.device import device_of_arch
@@ -181,6 +182,45 @@ def test_every_kernel_with_functions_compiles(name: str, dtype: Any, D: int) -> 
     for key in keys:
         made = compiled(key, "sm_90a")
         assert COMPLAINT.search(made.log) is None, made.log
+
+
+_OWN = """\
+#include "params.cuh"
+extern "C" __global__ void own(const __grid_constant__ Params p, Accum* s) {
+    s[1] = ScoreFunction(p, blockIdx.y, blockIdx.x).score(s[0], threadIdx.x, threadIdx.y, s[2]);
+    s[3] = MaskFunction(p, blockIdx.y, blockIdx.x).visible(threadIdx.x, threadIdx.y);
+}
+"""
+
+
+def every_operation(s: Any, b: Any, h: Any, i: Any, j: Any, n: Any, m: Any, x: Any) -> Any:
+    total = s
+    for op in FUNCTIONS:
+        for taken in ((n, m), (s, x), (n < m, s < x)):
+            made = getattr(np, op)
+            try:
+                y = made(n < m, *taken) if op == "where" else made(*taken[: made.nin])
+            except TypeError:  # not of these kinds
+                continue
+            total = total + y * 1.5
+    return total + total.astype(int)
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_every_operation_compiles(dtype: str, tmp_path: Path) -> None:
+    aux = np.ones((), np.int32), np.ones((), np.int64), np.ones((), np.float16)
+    score = score_expression(every_operation, aux)
+    mask = mask_expression(
+        lambda b, h, i, j, *arrays: every_operation(1.0 * j, b, h, i, j, *arrays) > 0, aux
+    )
+    accum = np.dtype("float64" if dtype == "float64" else "float32")
+    text = functions_text(score, mask, tuple((x.dtype.name, 0) for x in aux), accum)
+    assert [op for op in FUNCTIONS if text.count(f"numpy::{op}(") < 2] == []
+    (tmp_path / "own.cu").write_text(_OWN, encoding="utf-8")
+    key = KernelKey("own", dtype, functions=text)
+    log = compiled(key, "sm_80", (SOURCES, tmp_path)).log
+    assert COMPLAINT.search(log) is None, log
 
 
 @pytest.mark.usefixtures("nvrtc")
