@@ -129,7 +129,7 @@ def test_integers_that_overflow_and_divisors_of_zero(function: Any, tmp_path: Pa
 @pytest.mark.parametrize("function", OF_FLOATS)
 def test_floats_that_are_not_finite(function: Any, dtype: Any, tmp_path: Path) -> None:
     def score(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any) -> Any:
-        return 1.0 * function(x[i + 2], x[j])
+        return 1.0 * function(x[i + 2 * b], x[j])
 
     compare(tmp_path, score, None, (FLOATS.astype(dtype),), dtype, np.zeros(SHAPE))
 
@@ -139,10 +139,10 @@ def test_elements_of_any_type_and_strides(dtype: str, tmp_path: Path) -> None:
     whole = np.random.default_rng(0).integers(0, 256, (3 * NK, 2 * NQ)).astype(dtype)
     x = whole[::-3, 1::2].T
 
-    def score(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any) -> Any:
-        return s + x[i - 1, j + 1]
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any, y: Any) -> Any:
+        return s + x[i - 1, j + 1] + y
 
-    compare(tmp_path, score, None, (x,), np.float32, np.ones(SHAPE))
+    compare(tmp_path, score, None, (x, np.array(3, dtype)), np.float32, np.ones(SHAPE))
 
 
 # --- kernels ------------------------------------------------------------------------------------
