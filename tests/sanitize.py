@@ -40,6 +40,18 @@ def options(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
     blocks = rng.random((Nq, Nk)) < 0.02
     yield {"block_mask": tileattn.BlockMask.from_mask(blocks, (16, 24)), "causal": True}
     yield {"mask": rng.random((1, Nk)) < 0.5, "bias": rng.standard_normal(())}
+    table = rng.standard_normal((Hq, 9)).astype(np.float32)
+    yield {"score_mod": past_the_ends, "mask_mod": near, "aux": (table,), "causal": True}
+
+
+def past_the_ends(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    """Ask for elements that there are not, where the nearest are read."""
+    return s * table[h + b, i - j]
+
+
+def near(b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:  # noqa: ARG001 - a mask_mod's
+    """Let a query attend to neighbours, and to what the table says."""
+    return (abs(i - j) < 30) | (table[h, j] > 1)
 
 
 def calls(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
@@ -70,10 +82,17 @@ def run(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     )
     k[0, 0, 1] = np.inf  # a row that is not finite is computed again
     there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    wrt = None
+    if "aux" in given:
+        there["aux"], wrt = tuple(map(cupy.asarray, given["aux"])), ("q", "k", "v")
     out, lse = tileattn.forward(q, k, v, **there)
     for deterministic in (False, True):
         grads = tileattn.backward(
-            dout, q, k, v, out, lse, dlse=cupy.zeros_like(lse), deterministic=deterministic, **there
+            *(dout, q, k, v, out, lse),
+            dlse=cupy.zeros_like(lse),
+            deterministic=deterministic,
+            wrt=wrt,
+            **there,
         )
         for x in (out, lse, *grads):
             if x is not None:

@@ -11,6 +11,8 @@ from tests.arrays import normal
 from tests.conftest import Runner
 from tests.contract.test_backends import check
 from tests.gallery import calls
+from tileattn.algorithm.scores import learned_elements
+from tileattn.problem import parse
 from tileattn.testing import AttentionCase, problems
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
@@ -26,6 +28,9 @@ def able(runner: Runner, options: dict[str, Any]) -> None:
     """Skip where the backend has no functions."""
     q, k, v, _ = normal(SIZES)
     reason = runner.why_not(q, k, v, options)
+    score_mod = parse(q, k, v, options)[0].score_mod
+    if runner.name == "cupy" and score_mod is not None and learned_elements(score_mod):
+        reason = "no gradients of aux; tests/gpu/test_functions.py has the others"
     if reason is not None:
         pytest.skip(f"{runner.name}: {reason}")
 

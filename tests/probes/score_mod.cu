@@ -13,8 +13,9 @@ extern "C" __global__ void scored(Params p, const i64* offsets, const Accum* slo
     const i64 first = (blockIdx.y * p.Hq + blockIdx.x) * rows * columns;
     for (i64 n = threadIdx.x; n < rows * columns; n += blockDim.x) {
         const int i = int(n / columns), j = int(n % columns);
+        Accum dfunction;
         const Accum added = score_mod.bias_of(min(i, score_mod.Nq - 1), min(j, score_mod.Nk - 1));
-        scores[first + n] = score_mod.score(products[first + n], i, j, added, dsoftcap[first + n]);
+        scores[first + n] = score_mod.score(products[first + n], i, j, added, dsoftcap[first + n], dfunction);
     }
     if (threadIdx.x == 0) *softmax_scale_log2 = score_mod.softmax_scale_log2();
 }

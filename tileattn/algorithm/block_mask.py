@@ -189,14 +189,8 @@ class BlockMask:
         cls, visible: Node, shape: tuple[int, int, int, int], block_size: tuple[int, int]
     ) -> "BlockMask":
         """Classify by intervals, and by pairs only the blocks that these leave undecided."""
-        (B, Hq, Nq, Nk), (bq, bk) = shape, block_size
-        own = [n if depends_on(visible, name) else min(n, 1) for n, name in ((B, "b"), (Hq, "h"))]
-        kinds = np.full((*own, -(-Nq // bq), -(-Nk // bk)), EMPTY, np.int8)
-        for b, h in np.ndindex(*own):
-            for row, first, stop, kind in zip(
-                *find_blocks(visible, (), b, (h, h), (Nq, Nk), block_size), strict=True
-            ):
-                kinds[b, h, row, first:stop] = kind
+        B, Hq, Nq, Nk = shape
+        kinds = kinds_by_intervals(visible, shape, block_size)
 
         def inside(*indices: Any) -> Any:
             inputs = dict(zip(INDICES, map(np.asarray, indices), strict=True))
@@ -355,6 +349,23 @@ class BlockMask:
         return (
             f"BlockMask({self.kinds.shape} blocks of {self.block_size}, density {self.density:.3g})"
         )
+
+
+def kinds_by_intervals(
+    visible: Node, shape: tuple[int, int, int, int], block_size: tuple[int, int]
+) -> NDArray[np.int8]:
+    """Classify the blocks of an expression, shape (B or 1, Hq or 1, ...).
+
+    Those that intervals leave undecided are partial.
+    """
+    (B, Hq, Nq, Nk), (bq, bk) = shape, block_size
+    own = [n if depends_on(visible, name) else min(n, 1) for n, name in ((B, "b"), (Hq, "h"))]
+    kinds = np.full((*own, -(-Nq // bq), -(-Nk // bk)), EMPTY, np.int8)
+    for b, h in np.ndindex(*own):
+        runs = find_blocks(visible, (), b, (h, h), (Nq, Nk), block_size)
+        for row, first, stop, kind in zip(*runs, strict=True):
+            kinds[b, h, row, first:stop] = kind
+    return kinds
 
 
 def _decide(

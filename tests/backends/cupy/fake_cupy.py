@@ -50,6 +50,10 @@ class Machine:
         Kernels that were let have dynamic shared memory.
     encoded : list of Encoded
         Tensor maps that were made.
+    behind : int
+        How many cells of eight bytes of each launch's parameters lie behind the block.
+    tails : list of list of int
+        Those cells of each launch.
     maps : list of tuple of Encoded
         What launches were given besides the parameter block, where they were.
     uploads : list of cupy.ndarray
@@ -72,6 +76,8 @@ class Machine:
         self.launches: list[tuple[KernelKey, int, int, Any]] = []
         self.allowed: list[tuple[KernelKey, int]] = []
         self.encoded: list[Encoded] = []
+        self.behind = 0
+        self.tails: list[list[int]] = []
         self.maps: list[tuple[Encoded, ...]] = []
         self.uploads: list[Any] = []
         self.allocated: list[int] = []
@@ -147,6 +153,8 @@ class Machine:
             cells, *maps = arguments
             block = ctypes.string_at(cells.address, PARAMS.itemsize)
             params = np.frombuffer(block, PARAMS)[0]
+            behind = (ctypes.c_int64 * self.behind).from_address(cells.address + PARAMS.itemsize)
+            self.tails.append(list(behind))
             for pointer in maps:
                 names = ("q", "k", "v", "dout")[: 4 if key.kernel in HOPPER_BACKWARDS else 3]
                 numbers = (ctypes.c_uint64 * (16 * len(names))).from_address(pointer.address)

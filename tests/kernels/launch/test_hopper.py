@@ -9,6 +9,7 @@ import pytest
 
 from tests.kernels.launch.planning import H200, asked, backward, forward, kernels
 from tileattn.dtypes import NAMED
+from tileattn.expressions.nodes import constant
 from tileattn.kernels.config import hopper
 from tileattn.kernels.config.context import FAILED, LARGE, NON_FINITE, KernelLaunch
 from tileattn.kernels.config.families import backward_launches, forward_launches
@@ -57,6 +58,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("bias is in use", {"enabled_options": {"bias"}}, {}),
     ("mask is in use", {"enabled_options": {"mask"}}, {}),
     ("dropout is in use", {"dropout_p": 0.1}, {}),
+    ("score_mod is in use", {"score_mod": constant(0.0)}, {}),
+    ("mask_mod is in use", {"mask_mod": constant(True)}, {}),
     *((EMPTY, {name: 0}, {}) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")),
     (LONG, {"B": 1 << 10, "Hq": 1 << 10, "Nq": 1 << 11}, {}),
     (LONG, {"Nk": MANY}, {}),

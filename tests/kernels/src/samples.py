@@ -90,7 +90,8 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
     Not on other GPUs than the one that was measured, nor with options: what was measured is the
     plain call.
     """
-    options = (key.bias, key.softcap, key.alibi, key.mask, key.block_mask, key.dropout)
+    masks = (key.mask, key.block_mask, key.mask_mod)
+    options = (key.bias, key.softcap, key.alibi, key.score_mod, *masks, key.dropout)
     if key.kernel not in {*TILED, *_HOPPERS} or arch != _MEASURED or any(options):
         return False
     rows = candidates(key.kernel, NAMED[key.dtype].itemsize, max(key.head_dim, key.value_dim))

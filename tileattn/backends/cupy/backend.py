@@ -5,13 +5,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tileattn.algorithm.scores import learned_elements
 from tileattn.backends.addresses import Overlap
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.block_sparse import mask_addresses
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
-from tileattn.backends.protocol import Explanation, takes_workspace, why_no_functions
+from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call_cache import PreparedCall
+from tileattn.errors import UnsupportedError
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
 from tileattn.kernels.launch.plan import plan_backward, plan_forward
 from tileattn.problem import Operands, Problem
@@ -29,8 +31,8 @@ LONGEST = (1 << 30) - (1 << 16)
 class CupyBackend:
     """Attention on CuPy arrays; supports every problem of up to `LONGEST` queries and keys.
 
-    Functions of the caller's own are not supported yet. All gradients are computed, whichever are
-    asked for.
+    All gradients are computed, whichever are asked for, but those of arrays that a ``score_mod``
+    reads: they are not supported yet.
 
     After the first call of a signature nothing waits for the GPU: results are complete when the
     current stream reaches them.
@@ -47,12 +49,12 @@ class CupyBackend:
         return _unavailable()
 
     def why_not(self, problem: Problem) -> str | None:
-        """Why a problem is not supported: for its sequence lengths, or the caller's functions."""
+        """Why a problem is not supported: for its sequence lengths."""
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > LONGEST:
                 return f"{name} is {n:,}, and the kernels take up to {LONGEST:,} queries and keys"
-        return why_no_functions(problem)
+        return None
 
     def prepare(self, problem: Problem) -> PreparedCall:
         """Give what runs the calls of one signature, and remembers their plans."""
@@ -77,7 +79,10 @@ class CupyBackend:
         deterministic: bool,
         workspace: Any | None = None,
     ) -> Gradients:
-        """Compute the gradients; raise ValueError as `forward`, or for too small a workspace."""
+        """Compute the gradients; raise ValueError as `forward`, or for too small a workspace.
+
+        UnsupportedError where those of arrays that a ``score_mod`` reads are asked for.
+        """
         call = CupyCall(self, problem)
         return call.backward(operands, dout, attention, dlse, deterministic, workspace)
 
@@ -128,6 +133,7 @@ class CupyCall(PreparedCall):
         import cupy
 
         P = self.problem
+        daux = _aux_gradients(P, operands)
         dq = cupy.ndarray((P.B, P.Hq, P.Nq, P.D), P.dtype)
         dk = cupy.ndarray((P.B, P.Hkv, P.Nk, P.D), P.dtype)
         dv = cupy.ndarray((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
@@ -144,7 +150,7 @@ class CupyCall(PreparedCall):
             arrays["dsinks"] = dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
         executable, addresses, device = self._executable(arrays, operands, deterministic)
         executable.run(addresses, arrays, device, workspace)
-        return Gradients(dq, dk, dv, dbias, dsinks)
+        return Gradients(dq, dk, dv, dbias, dsinks, daux)
 
     def _executable(
         self, arrays: Mapping[str, Any], operands: Operands, deterministic: bool | None = None
@@ -216,6 +222,20 @@ class CachedForward:
         lse = self._array(*self._lse)
         self._start((at_q, at_k, at_v, at_out, lse.data.ptr))
         return Attention(out, lse)
+
+
+def _aux_gradients(P: Problem, x: Operands) -> tuple[Any, ...] | None:
+    """Give the gradients of the caller's arrays, of which no score depends on an element."""
+    if not x.aux or not x.wants("aux"):
+        return None
+    if P.score_mod is not None and learned_elements(P.score_mod):
+        raise UnsupportedError(
+            "backend 'cupy' does not support this: gradients of aux; the others are computed with "
+            "wrt=('q', 'k', 'v'), and backend='numpy' computes all"
+        )
+    import cupy
+
+    return tuple(None if y.dtype.kind in "biu" else cupy.zeros(y.shape, y.dtype) for y in x.aux)
 
 
 def _alignments(addresses: Mapping[str, int]) -> tuple[int, ...]:

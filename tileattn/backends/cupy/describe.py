@@ -9,6 +9,7 @@ import numpy as np
 from tileattn.kernels.jit.load import arch_of
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import CallLayout, array_layout
+from tileattn.kernels.launch.params import aux_name
 from tileattn.problem import Operands, Problem
 
 
@@ -41,6 +42,7 @@ def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     if problem.enabled_options:
         options = {"alibi_slopes": x.alibi_slopes, "sinks": x.sinks, "mask": x.mask, "bias": x.bias}
         arrays |= {name: array for name, array in options.items() if array is not None}
+        arrays |= {aux_name(n): array for n, array in enumerate(x.aux)}
     return arrays
 
 

@@ -17,10 +17,8 @@ from tileattn.backends.cupy.tensor_maps import EncodedMaps
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.jit.load import Kernel, load_all
 from tileattn.kernels.launch.layout import ArrayLayout
-from tileattn.kernels.launch.params import POINTERS, template
+from tileattn.kernels.launch.params import slots, template
 from tileattn.kernels.launch.plan import Constant, LaunchPlan
-
-_SLOT = {name: slot for slot, name in enumerate(POINTERS)}
 
 
 class Executable:
@@ -40,12 +38,15 @@ class Executable:
         self._constants = {name: _uploaded(x) for name, x in constants.items()}
         self._stream = stream_name() if constants else (0, 0)
         fixed = {name: x.data.ptr for name, x in self._constants.items()}
-        self._template = template(plan.fields | fixed)
-        self._slots = tuple(
-            (name, _SLOT[name]) for name in dict.fromkeys((*names, *plan.workspace.starts))
-        )
+        places = slots(plan.aux)
+        cells = np.frombuffer(template(plan.fields, plan.aux), np.uint64).copy()
+        for name, address in fixed.items():
+            cells[places[name]] = address
+        self._template = cells.tobytes()
+        brought = dict.fromkeys((*names, *plan.workspace.starts))
+        self._slots = tuple((name, places[name]) for name in brought if name in places)
         last = max(slot for _, slot in self._slots)
-        self._pointers = [fixed.get(name, 0) for name in POINTERS[: last + 1]]
+        self._pointers = cells[: last + 1].tolist()
         kernels = load_all([launch.key for launch in plan.launches])
         maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
         self._launches = tuple(
@@ -100,7 +101,10 @@ class Executable:
             cupy.copyto(x, copy, casting="unsafe")
 
     def start(self, pointers: Sequence[int]) -> None:
-        """Start the kernels alone, given the addresses that the parameter block begins with."""
+        """Start the kernels alone, given the cells that the parameter block begins with.
+
+        Those are addresses, and with ``aux`` all others too.
+        """
         if self._constants:
             outlive_readers(self, self._stream)
         # A launch copies the block, so it is free for the next call afterwards. Threads that run

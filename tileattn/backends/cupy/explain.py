@@ -1,6 +1,7 @@
 """What would run for a call, and why: of CuPy arrays, or on a GPU that is not there."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,15 @@ from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.load import Kernel, load_all
 from tileattn.kernels.launch.device import Device
+from tileattn.kernels.launch.function_blocks import decidable
 from tileattn.kernels.launch.layout import CallLayout
 from tileattn.kernels.launch.plan import launch_context, launch_line, plans_of
 from tileattn.problem import Operands, Problem
 from tileattn.traffic import explained
 
+_BLIND = "mask_mod: tiles are skipped where it is empty whatever aux holds"
+_UNCOUNTED = "; they are too many to count here"
+_COUNTED = 1 << 28  # pairs of a mask_mod up to which tiles are listed, which takes a second
 _ASSIGNED = "query blocks differ in length: they are assigned in advance, the longest first"
 
 
@@ -84,7 +89,9 @@ def explain_on(
     last = next(
         (key for key in backward_launched if key.kernel.endswith(("_dkdv", "_sm90"))), first
     )
-    tiles, moved, traffic = explained(problem, operands, first.tile, last.tile)
+    counted = problem.Nq * problem.Nk <= _COUNTED
+    listed = replace(problem, mask_mod=decidable(problem) if counted else None)
+    tiles, moved, traffic = explained(listed, operands, first.tile, last.tile)
     outputs = inputs.with_contiguous_results(problem, "forward")
     alignment = launch_context(problem, outputs, device).alignment_bytes
     loaded = [None] * len(keys) if load is None else load(keys)
@@ -104,6 +111,7 @@ def explain_on(
             f"q, k and v are CuPy arrays on {device.name}",
             f"rows are aligned to {alignment} bytes, which one copy moves",
             *dict.fromkeys(f"{launch.key.kernel}: {launch.why}" for launch in launches),
+            *([_BLIND + ("" if counted else _UNCOUNTED)] if problem.mask_mod is not None else []),
             *([_ASSIGNED] if "schedule" in forward.constants else []),
         ),
     )

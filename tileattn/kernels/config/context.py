@@ -25,6 +25,7 @@ class LaunchContext(NamedTuple):
     tensor_maps: bool = True  # whether q, k, v and dout can have tensor maps
     sm_count: int = 1
     mask_block_k: int = 0  # keys of a block of the block mask; 0 where there is none
+    functions: str = ""  # of the caller's own, in CUDA
 
 
 class KernelLaunch(NamedTuple):
@@ -52,9 +53,20 @@ def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
     }
 
 
+def function_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:
+    """Fields of a key for the caller's own functions: none where there is no pair."""
+    if not context.functions:
+        return {}
+    return {
+        "score_mod": problem.score_mod is not None,
+        "mask_mod": problem.mask_mod is not None,
+        "functions": context.functions,
+    }
+
+
 def folds_scale(problem: Problem) -> bool:
     """Whether kernels hold ``q @ k.T`` for scores, and scale in the exponent."""
-    modifiers = {"softcap", "alibi_slopes", "bias"}
+    modifiers = {"softcap", "alibi_slopes", "bias", "score_mod"}
     return problem.enabled_options.isdisjoint(modifiers) and problem.scale > 0
 
 

@@ -13,6 +13,7 @@ from tileattn.kernels.config.context import (
     ROW_WARPS,
     KernelLaunch,
     LaunchContext,
+    function_fields,
     option_fields,
     row_grid,
     rows_of_block,
@@ -131,6 +132,7 @@ def configure(
         "mask_vector_width": context.mask_vector_width,
         "alignment_bytes": context.alignment_bytes,
     }
+    options |= function_fields(problem, context)
     bias_size = NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
     if max(problem.D, problem.Dv) <= MAX_HEAD_DIM:
         dim, value = bucket(problem.D), bucket(problem.Dv)
@@ -153,7 +155,8 @@ def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
     """Launch the kernel that rounds the sums of dq of one over keys."""
     key = replace(key, kernel="backward_dq_convert", warps_m=ROW_WARPS, warps_n=1, producer_warps=0)
     rows = rows_of_block(key, key.head_dim)
-    key = replace(key, add_dq=False, write_dbias=False)
+    key = replace(key, add_dq=False, write_dbias=False, score_mod=False, mask_mod=False)
+    key = replace(key, functions="")
     return KernelLaunch(key, -(-P.B * P.Hq * P.Nq // rows))
 
 

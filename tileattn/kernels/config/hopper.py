@@ -52,6 +52,8 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
     ("bias is in use", lambda P, _: "bias" in P.enabled_options),
     ("mask is in use", lambda P, _: "mask" in P.enabled_options),
     ("dropout is in use", lambda P, _: P.dropout_p > 0),
+    ("score_mod is in use", lambda P, _: P.score_mod is not None),
+    ("mask_mod is in use", lambda P, _: P.mask_mod is not None),
     ("an array is empty", lambda P, _: 0 in (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, P.D, P.Dv)),
     (
         # Positions have 32 bits; the margin is for what the last tile goes beyond.

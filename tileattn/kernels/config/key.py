@@ -1,6 +1,7 @@
 """The identity of one compiled kernel."""
 
-from dataclasses import dataclass, fields
+import hashlib
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class KernelKey:
     alibi: bool = False
     mask: bool = False
     block_mask: bool = False
+    score_mod: bool = False
+    mask_mod: bool = False
     dropout: bool = False
     fold_scale: bool = False  # the exponential applies the scale, which no modifier follows
     add_dq: bool = False  # the kernel over key blocks also adds its part of dq
@@ -32,6 +35,7 @@ class KernelKey:
     producer_warps: int = 0  # of a thread block, which only copy
     head_flags: int = 0  # of the heads that the kernel computes again; 0 where it computes all
     smem_bytes: int = 0  # dynamic, of Hopper kernels: they compile with no other number
+    functions: str = field(default="", repr=False)  # text in place of src/functions.cuh
 
     @property
     def threads(self) -> int:
@@ -43,8 +47,19 @@ class KernelKey:
         return (1, 1) if self.kernel.startswith("naive") else (self.block_q, self.block_k)
 
     def defines(self) -> tuple[str, ...]:
-        """List the compiler's ``-D`` options, one for each field, in the order of the fields."""
-        return tuple(f"-DKEY_{f.name.upper()}={_text(getattr(self, f.name))}" for f in fields(self))
+        """List the compiler's ``-D`` options, one for each field, in the order of the fields.
+
+        Of the text of functions it is a digest.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["functions"] = _digest(self.functions)
+        return tuple(f"-DKEY_{name.upper()}={_text(value)}" for name, value in values.items())
+
+
+def _digest(text: str) -> str:
+    """Write a number that stands for a text, 0 for none."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"0x{digest}ull" if text else "0"
 
 
 def _text(value: str | int) -> str:

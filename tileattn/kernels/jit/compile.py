@@ -19,6 +19,7 @@ from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit import cache
 
 SOURCES = Path(__file__).parents[1] / "src"
+FUNCTIONS = "functions.cuh"  # whose text a key may replace
 
 OPTIONS = (
     "-std=c++17",
@@ -66,7 +67,8 @@ def compiled(
             # Of processes that start together the first has made it by now.
             body = found = None if force else cache.read(inputs)
             if body is None:
-                body = _compile(key, arch, texts, options)
+                own = {FUNCTIONS: key.functions} if key.functions else {}
+                body = _compile(key, arch, texts | own, options)
                 cache.write(inputs, body)
     said, _, image = body.partition(b"\0")
     log = said.decode()

@@ -79,6 +79,11 @@ class CallLayout:
         """Look up an array; None where the call has none of the name."""
         return next((x for each, x in self.arrays if each == name), None)
 
+    @property
+    def aux(self) -> tuple[ArrayLayout, ...]:
+        """What the caller's own functions read."""
+        return tuple(x for name, x in self.arrays if name.startswith("aux["))
+
     def with_arrays(self, **more: ArrayLayout) -> "CallLayout":
         """Add arrays, or replace those of the same name."""
         return replace(self, arrays=tuple((dict(self.arrays) | more).items()))

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from tileattn.kernels.config.context import KernelLaunch, LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
+from tileattn.kernels.config.functions import functions_text
 from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.launch import params
 from tileattn.kernels.launch.block_sparse import kv_indices_shape
 from tileattn.kernels.launch.device import Device
+from tileattn.kernels.launch.function_blocks import block_kinds
 from tileattn.kernels.launch.layout import (
     MIN_ALIGNMENT,
     ROWS,
@@ -61,6 +63,7 @@ class LaunchPlan:
     constants: dict[str, Constant]  # that differ from problem to problem, not from call to call
     tensor_maps: dict[tuple[tuple[str, int], ...], tuple[TensorMap, ...]]
     kv_tile: tuple[int, int] | None = None  # of the lists of key tiles; None where none are read
+    aux: tuple[ArrayLayout, ...] = ()  # what the caller's own functions read, and their blocks
 
     def __str__(self) -> str:
         P, gpu = self.problem, self.device
@@ -138,6 +141,7 @@ def launch_context(problem: Problem, layout: CallLayout, device: Device) -> Laun
         tensor_maps=all(can_map(arrays[name]) for name in _MAPPED if name in arrays),
         sm_count=device.sm_count,
         mask_block_k=layout.block_mask.block_size[1] if layout.block_mask is not None else 0,
+        functions=_functions_text(problem, layout),
     )
     if "mask" in arrays:
         width = arrays["mask"].row_alignment
@@ -152,6 +156,13 @@ def launch_context(problem: Problem, layout: CallLayout, device: Device) -> Laun
             bias_alignment_bytes=bias.row_alignment if staged else 0,
         )
     return context
+
+
+def _functions_text(P: Problem, layout: CallLayout) -> str:
+    if not P.B * P.Hq * P.Nq * P.Nk:
+        return ""
+    aux = tuple((x.dtype, len(x.shape)) for x in layout.aux)
+    return functions_text(P.score_mod, P.mask_mod, aux, P.accum_dtype)
 
 
 def _plan(
@@ -170,6 +181,12 @@ def _plan(
         for name, each in (("kv_lengths", layout.kv_lengths), ("q_offset", layout.q_offset))
         if each is not None and len(set(each)) > 1
     }
+    aux: tuple[ArrayLayout, ...] = ()
+    if any(launch.key.functions for launch in launches):
+        kinds = block_kinds(problem)
+        aux = (*layout.aux, contiguous(kinds.shape, kinds.dtype.name))
+        if problem.mask_mod is not None:
+            constants[params.aux_name(len(layout.aux))] = Constant.of(kinds)
     if schedule.assignment is not None:
         constants["schedule"] = Constant.of(schedule.assignment)
     kv_tile = None
@@ -194,4 +211,5 @@ def _plan(
             if boxes
         },
         kv_tile,
+        aux,
     )

@@ -178,13 +178,14 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
             tile.apply_dsoftcap();
             // Where all is attended to, what is not finite propagates by itself. Behind this
             // barrier all warps are done with q and dO as they were.
-            if (NAN_SAFE && (HAS_MASK || HAS_BIAS || kind == PARTIAL || past_end) &&
+            if (NAN_SAFE && (HAS_MASK || HAS_ANY_SCORES || kind == PARTIAL || past_end) &&
                 __syncthreads_or(tile.any_masked())) {
                 const NonFiniteQ of_q{p_tile.address};
                 const NonFiniteDout of_dout{p_tile.address};
-                // For a query that is not finite dS is 0, not NaN, only where the softcap is flat.
-                const bool bad_q = __syncthreads_or(of_q.clean<WARPS, HAS_SOFTCAP>(q, warp));
-                if (HAS_SOFTCAP && bad_q) {
+                // For a query that is not finite dS is 0, not NaN, only where a score modifier
+                // is flat.
+                const bool bad_q = __syncthreads_or(of_q.clean<WARPS, HAS_SCORE_GRAD>(q, warp));
+                if (HAS_SCORE_GRAD && bad_q) {
                     if constexpr (APART)
                         restore_non_finite(dv, of_q, tile.attended(), ds_tile, row0, column0,
                                            share * VT * 8, only_dk);

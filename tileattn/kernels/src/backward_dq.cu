@@ -88,12 +88,12 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
         tile.compute_ds(Accum(p.dropout_scale), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.apply_dsoftcap();
         // As in backward_dkdv.cu. Behind this barrier all warps are done with k and v as they were.
-        if (NAN_SAFE && (HAS_MASK || HAS_BIAS || kind == PARTIAL) &&
+        if (NAN_SAFE && (HAS_MASK || HAS_ANY_SCORES || kind == PARTIAL) &&
             __syncthreads_or(tile.any_masked())) {
             const NonFiniteTable table{v.address};
             const bool bad =
-                __syncthreads_or(table.clean<WARPS_M, HAS_SOFTCAP>(k, threadIdx.x / WARP));
-            if (HAS_SOFTCAP && bad) {
+                __syncthreads_or(table.clean<WARPS_M, HAS_SCORE_GRAD>(k, threadIdx.x / WARP));
+            if (HAS_SCORE_GRAD && bad) {
                 const auto attended = tile.attended();
                 add_non_finite(dq, table, 0,
                                [&](int m, int half, int w) { return attended.word(m, half, w); });

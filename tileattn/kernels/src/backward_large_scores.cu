@@ -58,7 +58,7 @@ __device__ inline void renormalise(const Params& p, int index) {
         if constexpr (HAS_MASK) dense.load(head.attn_mask, q0 + row0, k0);
         Scores<false, MT, NT> s(q0 + row0, k0);
         multiply<HEAD_DIM, HEAD_DIM / 16, false, true>(s, q_tile, row0, k, 0);
-        s.apply(head.score_mod, bias, [](int, int, int, Accum) {});
+        s.apply(head.score_mod, bias, [](int, int, int, Accum, Accum) {});
         if constexpr (HAS_MASK) dense.share();
         if (HAS_MASK || kind == PARTIAL) s.masked_fill(head.attn_mask, dense);
         if (!tiles.done()) load_bias(tiles.tile * BLOCK_K);

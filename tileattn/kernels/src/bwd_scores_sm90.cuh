@@ -19,7 +19,7 @@ __device__ inline void convert(Operands& operands, const Fragment<Accum, 1, QT>&
 // From K Q^T to S: -infinity where a partial tile masks it out.
 __device__ inline void modify_and_mask(const Params& p, const ScoreMod& score_mod, int b, int h,
                                        bool partial, TileScores& s, DSoftcap& dsoftcap) {
-    s.apply(score_mod, WarpBias<true, 1, QT>(nullptr), [&](int, int n, int e, Accum slope) {
+    s.apply(score_mod, WarpBias<true, 1, QT>(nullptr), [&](int, int n, int e, Accum slope, Accum) {
         if constexpr (HAS_SOFTCAP) dsoftcap.x[0][n][e] = slope;
     });
     if (partial) s.masked_fill(AttentionMask(p, b, h), DenseMask<true, 1, QT>{});

@@ -35,6 +35,9 @@ constexpr bool HAS_SOFTCAP = KEY_SOFTCAP;
 constexpr bool HAS_ALIBI = KEY_ALIBI;
 constexpr bool HAS_MASK = KEY_MASK;
 constexpr bool HAS_BLOCK_MASK = KEY_BLOCK_MASK;
+constexpr bool HAS_SCORE_MOD = KEY_SCORE_MOD;
+constexpr bool HAS_MASK_MOD = KEY_MASK_MOD;
+constexpr u64 FUNCTIONS = KEY_FUNCTIONS;  // digest of functions.cuh; 0 for the file beside this one
 constexpr bool HAS_DROPOUT = KEY_DROPOUT;
 constexpr bool FOLD = KEY_FOLD_SCALE;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
@@ -49,6 +52,10 @@ constexpr int SHARED_BYTES = KEY_SMEM_BYTES;
 constexpr bool IS_WIDE = HEAD_DIM > 128 || VALUE_DIM > 128;
 constexpr int DQ_ROWS = 64, DQ_COPY_COLUMNS = 32;
 constexpr int DQ_STORE_WARPS = 2;
+
+// Scores of any size, -infinity among them; and score modifiers whose derivative is not 1.
+constexpr bool HAS_ANY_SCORES = HAS_BIAS || HAS_SCORE_MOD;
+constexpr bool HAS_SCORE_GRAD = HAS_SOFTCAP || HAS_SCORE_MOD;
 
 // How far GEMM loops are unrolled. The NaN-safe path rarely runs, and compiles sooner with few
 // steps.
@@ -74,7 +81,7 @@ static_assert(BLOCK_Q % 16 == 0 && BLOCK_K % 16 == 0,
 static_assert(BIAS_ALIGNMENT_BYTES == 0 ||
                   (BIAS_ALIGNMENT_BYTES >= 4 && BIAS_ALIGNMENT_BYTES % sizeof(BiasElement) == 0),
               "elements of the bias are not split");
-static_assert(!(FOLD && (HAS_SOFTCAP || HAS_ALIBI || HAS_BIAS)),
+static_assert(!(FOLD && (HAS_SOFTCAP || HAS_ALIBI || HAS_BIAS || HAS_SCORE_MOD)),
               "score modifiers come after the scale");
 
 constexpr Accum LOG2_E = Accum(1.4426950408889634073599246810019);

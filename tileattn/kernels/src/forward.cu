@@ -58,7 +58,7 @@ __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
     bool good = true;
     for (int i = work.q0 + first; i < q_end; i += THREADS / LANES)
         good = good && is_finite_row<LANES>(head.q + i * p.q_at.n, int(p.D));
-    const bool all_pairs = HAS_BIAS || __syncthreads_or(!good);
+    const bool all_pairs = HAS_ANY_SCORES || __syncthreads_or(!good);
     const Range keys = head.attn_mask.window.key_range(work.q0, q_end);
     bool non_finite = false;
     for (auto tiles = key_tiles_of(head.attn_mask, work.q0, keys); !tiles.done(); tiles.next()) {
@@ -182,7 +182,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         if constexpr (HAS_MASK) dense.share();
         Scores<false, MT, NT> s(q0 + row0, k0 + column0);
         multiply<HEAD_DIM, STEPS<NAN_SAFE, HEAD_DIM>, false, NAN_SAFE>(s, q_tile, row0, k, column0);
-        s.apply(head.score_mod, bias, [](int, int, int, Accum) {});
+        s.apply(head.score_mod, bias, [](int, int, int, Accum, Accum) {});
         if (HAS_MASK || kind == PARTIAL) s.masked_fill(head.attn_mask, dense);
         if (STAGES == 1) {
             copy_wait<0>();

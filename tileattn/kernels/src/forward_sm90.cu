@@ -121,7 +121,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
     auto modify_and_mask = [&](bool partial) {
         const ScoreMod score_mod(p, work.b, work.h);
         s.row = work.q0 + row0, s.column = (HAS_BLOCK_MASK ? entry / 2 : tile) * BLOCK_K;
-        s.apply(score_mod, WarpBias<false, 1, NT>(nullptr), [](int, int, int, Accum) {});
+        s.apply(score_mod, WarpBias<false, 1, NT>(nullptr), [](int, int, int, Accum, Accum) {});
         if (partial) s.masked_fill(AttentionMask(p, work.b, work.h), DenseMask<false, 1, NT>{});
     };
     auto online_softmax = [&] {

@@ -17,6 +17,7 @@ struct TileGradient {
     Scores<TRANSPOSED, MT, NT> p;   // Q K^T; then P where kept, -P where dropped
     Scores<TRANSPOSED, MT, NT> ds;  // dO V^T; then dS
     Fragment<Accum, MT, HAS_SOFTCAP ? NT : 1> dsoftcap;
+    Fragment<Accum, MT, HAS_SCORE_MOD ? NT : 1> dfunction;  // slopes of the caller's own function
     DenseMask<TRANSPOSED, MT, NT> dense;
 
     __device__ TileGradient(int row, int column) : p(row, column), ds(row, column) {}
@@ -35,8 +36,9 @@ struct TileGradient {
     __device__ void recompute_p(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
                                 const AttentionMask& attn_mask, const Dropout& dropout, int kind,
                                 bool large, RowMax row_max, Lse lse_log2) {
-        p.apply(score_mod, bias, [&](int m, int n, int e, Accum slope) {
-            if constexpr (HAS_SOFTCAP) dsoftcap.x[m][n][e] = slope;
+        p.apply(score_mod, bias, [&](int m, int n, int e, Accum of_softcap, Accum of_function) {
+            if constexpr (HAS_SOFTCAP) dsoftcap.x[m][n][e] = of_softcap;
+            if constexpr (HAS_SCORE_MOD) dfunction.x[m][n][e] = of_function;
         });
         if constexpr (HAS_MASK) dense.share();
         if (HAS_MASK || kind == PARTIAL) p.masked_fill(attn_mask, dense);
@@ -87,6 +89,7 @@ struct TileGradient {
         return pairs;
     }
 
+    // dS before the caller's own function, which is that of the bias.
     template <class Delta>
     __device__ void compute_ds(Accum dropout_scale, Delta delta) {
         ds.for_each([&](Accum& x, int, int, int m, int n, int e) {
@@ -94,7 +97,8 @@ struct TileGradient {
             Accum dp = x;
             if constexpr (HAS_DROPOUT) dp = signed_p < 0 ? Accum(0) : dp * dropout_scale;
             const Accum size = HAS_DROPOUT ? fabs(signed_p) : signed_p;
-            const Accum own = score_gradient(size, dp, delta(m, n, e));
+            Accum own = score_gradient(size, dp, delta(m, n, e));
+            if constexpr (HAS_SCORE_MOD) own *= dfunction.x[m][n][e];
             x = is_masked(signed_p) ? Accum(0) : own;
         });
     }

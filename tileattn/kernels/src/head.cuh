@@ -66,15 +66,19 @@ struct Head {
 
     __device__ Accum sink() const { return sink_of(p, h); }
 
+    __device__ Accum score(int i, int j) const {
+        Accum dsoftcap, dfunction;
+        return score(i, j, dsoftcap, dfunction);
+    }
     // Without score_mod.softmax_scale_log2(), which makes it an exponent of 2; -infinity where
     // masked out.
-    __device__ Accum score(int i, int j, Accum& dsoftcap) const {
-        dsoftcap = 1;
+    __device__ Accum score(int i, int j, Accum& dsoftcap, Accum& dfunction) const {
+        dsoftcap = dfunction = 1;
         if (!attn_mask.visible(i, j)) return -infinity<Accum>();
         Accum product = 0;
         for (int d = 0; d < p.D; ++d)
             product =
                 fma(Accum(widen(q[i * p.q_at.n + d])), Accum(widen(k[j * p.k_at.n + d])), product);
-        return score_mod.score(product, i, j, score_mod.bias_of(i, j), dsoftcap);
+        return score_mod.score(product, i, j, score_mod.bias_of(i, j), dsoftcap, dfunction);
     }
 };

@@ -67,7 +67,7 @@ struct SlidingWindow {
     }
 };
 
-// The attention mask of one head: window, dense mask and block mask.
+// The attention mask of one head: window, dense mask, block mask and the caller's own function.
 struct AttentionMask {
     SlidingWindow window;
     const bool* mask;
@@ -75,6 +75,7 @@ struct AttentionMask {
     const int* kinds;
     i64 kinds_i;
     const bool* bits;
+    MaskFunction function;
     int Nq, Nk, block_q, block_k;
 
     __device__ AttentionMask(const Params& p, i64 b, i64 h)
@@ -87,6 +88,7 @@ struct AttentionMask {
                 (HAS_BLOCK_MASK ? b * p.block_kinds_at.b + h * p.block_kinds_at.h : 0)),
           kinds_i(p.block_kinds_at.i),
           bits(p.block_bits),
+          function(p, b, h),
           Nq(int(p.Nq)),
           Nk(int(p.Nk)),
           block_q(int(p.mask_block_q)),
@@ -95,7 +97,12 @@ struct AttentionMask {
     // Whether query i < Nq attends to key j.
     __device__ bool visible(int i, int j) const {
         return window.visible(i, j) && (!HAS_MASK || mask[i * mask_i + j * mask_j]) &&
-               (!HAS_BLOCK_MASK || in_blocks(i, j));
+               (!HAS_BLOCK_MASK || in_blocks(i, j)) && (!HAS_MASK_MOD || by_function(i, j));
+    }
+
+    // Whether the caller's own function lets query i attend to key j; past an end as at it.
+    __device__ bool by_function(int i, int j) const {
+        return function.visible(min(i, Nq - 1), min(j, Nk - 1));
     }
 
     // Whether the block mask lets query i attend to key j. Queries past the end count as the last.
@@ -107,10 +114,26 @@ struct AttentionMask {
                 bits[(i64(entry) * block_q + row % block_q) * block_k + key % block_k]);
     }
 
+    // Kind of a tile, as far as blocks of the caller's own function decide: those of function_mask.py.
+    __device__ int kind_by_function(int q0, int q1, int k0, int k1) const {
+        constexpr int BLOCK = 128;
+        int least = FULL, most = EMPTY;
+        for (int r = q0 / BLOCK; r <= (q1 - 1) / BLOCK; ++r)
+            for (int c = k0 / BLOCK; c <= (k1 - 1) / BLOCK; ++c) {
+                const int kind = function.kind(r, c);
+                least = min(least, kind), most = max(most, kind);
+            }
+        return most == EMPTY ? EMPTY : least == FULL ? FULL : PARTIAL;
+    }
+
     // Kind of a tile. Entries of a block mask are -FULL, EMPTY - 1, or the index of their bits.
     __device__ int kind(int q0, int q1, int k0, int k1) const {
         int kind = window.kind(q0, min(q1, Nq), k0, k1);
         if (HAS_MASK && kind == FULL) kind = PARTIAL;
+        if constexpr (HAS_MASK_MOD) {
+            if (kind == EMPTY) return EMPTY;
+            kind = min(kind, kind_by_function(q0, min(q1, Nq), k0, min(k1, Nk)));
+        }
         if constexpr (HAS_BLOCK_MASK) {
             if (kind == EMPTY) return EMPTY;
             bool some = false, all = true;

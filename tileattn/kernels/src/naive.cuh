@@ -7,13 +7,13 @@
 // What the backward pass computes of one score.
 struct PairGradient {
     bool attended;
-    Accum p, ds, capped;  // P with dropout, dS, and dS before the softcap
+    Accum p, ds, capped;  // P with dropout, dS before the caller's own function and before the softcap
 };
 
 __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
     const Params& p = head.p;
-    Accum dsoftcap;
-    Accum s = head.score(i, j, dsoftcap);
+    Accum dsoftcap, dfunction;
+    Accum s = head.score(i, j, dsoftcap, dfunction);
     if (s == -infinity<Accum>()) return {false, 0, 0, 0};
     if (head.is_large()) s = difference(s, head.row_max()[i]);
     const Accum own = exp2_of(exponent(s, head.score_mod.softmax_scale_log2(), head.lse_log2()[i]));
@@ -23,7 +23,8 @@ __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
     for (int d = 0; d < p.Dv; ++d)
         dp = fma(Accum(widen(head.dout[i * p.dout_at.n + d])),
                  Accum(widen(head.v[j * p.v_at.n + d])), dp);
-    const Accum ds = score_gradient(own, dp * keep, head.delta()[i]);
+    Accum ds = score_gradient(own, dp * keep, head.delta()[i]);
+    if constexpr (HAS_SCORE_MOD) ds *= dfunction;
     return {true, own * keep, ds, ds * dsoftcap};
 }
 
@@ -40,12 +41,11 @@ __device__ inline void for_each_attended(bool attended, Accum weight, Row add) {
 __device__ inline void sum_of_row(const Head& head, int i, Accum& m, Accum& l) {
     const int lane = threadIdx.x % WARP;
     const Range keys = head.attn_mask.window.key_range(i, i + 1);
-    Accum dsoftcap;
     m = -infinity<Accum>(), l = 0;
-    for (int j = keys.lo + lane; j < keys.hi; j += WARP) m = fmax(m, head.score(i, j, dsoftcap));
+    for (int j = keys.lo + lane; j < keys.hi; j += WARP) m = fmax(m, head.score(i, j));
     m = clip_finite(warp_maximum(m));
     for (int j = keys.lo + lane; j < keys.hi; j += WARP)
-        l += exp2_of(difference(head.score(i, j, dsoftcap), m) *
+        l += exp2_of(difference(head.score(i, j), m) *
                      head.score_mod.softmax_scale_log2());
     l = warp_sum(l);
 }
@@ -56,7 +56,7 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
     const Accum sink = head.sink();
     const int lane = threadIdx.x % WARP;
     const Range keys = head.attn_mask.window.key_range(i, i + 1);
-    Accum dsoftcap, m, l;
+    Accum m, l;
     sum_of_row(head, i, m, l);
     const Accum softmax_scale_log2 = head.score_mod.softmax_scale_log2(),
                 softmax_scale = Accum(p.softmax_scale);
@@ -68,7 +68,7 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
         Accum total = 0;
         for (int j0 = keys.lo; j0 < keys.hi; j0 += WARP) {
             const int j = j0 + lane;
-            const Accum s = j < keys.hi ? head.score(i, j, dsoftcap) : -infinity<Accum>();
+            const Accum s = j < keys.hi ? head.score(i, j) : -infinity<Accum>();
             const bool kept = !HAS_DROPOUT || head.dropout.keeps(i, j);
             const Accum own = kept ? exp2_of(difference(s, m) * softmax_scale_log2) : Accum(0);
             for_each_attended(s != -infinity<Accum>(), own, [&](int other, Accum weight) {

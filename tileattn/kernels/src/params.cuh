@@ -1,7 +1,7 @@
 // Layer 3. What every kernel takes by value: params.py has the same fields.
 #pragma once
 
-#include "types.cuh"
+#include "functions.cuh"
 
 // Strides in elements of batch entries, heads and rows. A row is contiguous.
 struct Rows {
@@ -13,7 +13,7 @@ struct Pairs {
 };
 
 // Every field has 8 bytes, so that neither side has gaps.
-struct Params {
+struct Fields {
     // Arrays; null where a call has none.
     const void *q, *k, *v;
     void *out, *lse;
@@ -52,3 +52,6 @@ struct Params {
     double scale, softcap, dropout_scale, softmax_scale;
     u64 seed, threshold;
 };
+
+// With the arrays that the caller's own functions read.
+struct Params : Fields, AuxArrays {};

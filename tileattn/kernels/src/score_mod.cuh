@@ -1,5 +1,4 @@
-// Layer 3. Score modifiers between Q K^T and the softmax, with the slope of the softcap: as
-// scores.py.
+// Layer 3. Score modifiers between Q K^T and the softmax, with their slopes: as scores.py.
 #pragma once
 
 #include "config.cuh"
@@ -14,6 +13,7 @@ struct ScoreMod {
     Accum scale, softcap, scale_over_cap, slope, offset;
     const BiasElement* bias;
     i64 bias_i, bias_j;
+    ScoreFunction function;
     int Nq, Nk;
 
     __device__ ScoreMod(const Params& p, i64 b, i64 h)
@@ -26,6 +26,7 @@ struct ScoreMod {
           bias(static_cast<const BiasElement*>(p.bias)),
           bias_i(p.bias_at.i),
           bias_j(p.bias_at.j),
+          function(p, b, h),
           Nq(int(p.Nq)),
           Nk(int(p.Nk)) {
         if constexpr (HAS_BIAS) bias += b * p.bias_at.b + h * p.bias_at.h;
@@ -38,10 +39,12 @@ struct ScoreMod {
         return HAS_BIAS ? Accum(widen(bias[i * bias_i + j * bias_j])) : Accum(0);
     }
 
-    // Score of query i and key j from their dot product and bias, and the slope of the softcap.
-    // Every operation is spelled out: kernels that compare large scores need the same bits.
-    __device__ Accum score(Accum x, int i, int j, Accum added, Accum& dsoftcap) const {
-        dsoftcap = 1;
+    // Score of query i and key j from their dot product and bias, and the slopes of the softcap and
+    // of the caller's own function. Every operation is spelled out: kernels that compare large
+    // scores need the same bits.
+    __device__ Accum score(Accum x, int i, int j, Accum added, Accum& dsoftcap,
+                           Accum& dfunction) const {
+        dsoftcap = dfunction = 1;
         if constexpr (FOLD) return x;
         Accum factor = scale;
         if constexpr (HAS_SOFTCAP) {
@@ -53,6 +56,8 @@ struct ScoreMod {
             const Accum distance = fabs(difference(Accum(i) + offset, Accum(j)));
             x = fma(-slope, distance, rounded_product(factor, x)), factor = 1;
         }
-        return HAS_BIAS ? fma(factor, x, added) : rounded_product(factor, x);
+        x = HAS_BIAS ? fma(factor, x, added) : rounded_product(factor, x);
+        // Pairs past an end have scores that do not matter, of elements that are there.
+        return HAS_SCORE_MOD ? function.score(x, min(i, Nq - 1), min(j, Nk - 1), dfunction) : x;
     }
 };

@@ -29,7 +29,7 @@ struct Scores : Fragment<Accum, MT, NT> {
                 }
     }
 
-    // From Q K^T to scores. record(m, n, e, dsoftcap) gets the slope of the softcap.
+    // From Q K^T to scores. record(m, n, e, dsoftcap, dfunction) gets the slopes of the modifiers.
     template <class Record>
     __device__ void apply(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
                           Record record) {
@@ -37,9 +37,9 @@ struct Scores : Fragment<Accum, MT, NT> {
         Accum added[2][4];  // to two atoms at a time
         for_each([&](Accum& s, int i, int j, int m, int n, int e) {
             if (HAS_BIAS && n % 2 == 0 && e == 0) bias.read(added, score_mod, row, column, m, n);
-            Accum dsoftcap;
-            s = score_mod.score(s, i, j, added[n % 2][e], dsoftcap);
-            record(m, n, e, dsoftcap);
+            Accum dsoftcap, dfunction;
+            s = score_mod.score(s, i, j, added[n % 2][e], dsoftcap, dfunction);
+            record(m, n, e, dsoftcap, dfunction);
         });
     }
 
@@ -47,7 +47,7 @@ struct Scores : Fragment<Accum, MT, NT> {
                                 const DenseMask<TRANSPOSED, MT, NT>& dense) {
         // Most tiles that are partial for a dense mask lie wholly inside the window.
         const bool inside =
-            HAS_MASK && !HAS_BLOCK_MASK &&
+            HAS_MASK && !HAS_BLOCK_MASK && !HAS_MASK_MOD &&
             (TRANSPOSED ? attn_mask.window.is_full(column, column + 8 * NT, row, row + 16 * MT)
                         : attn_mask.window.is_full(row, row + 16 * MT, column, column + 8 * NT));
         if (!inside) masked_fill_positions(attn_mask);
@@ -57,7 +57,7 @@ struct Scores : Fragment<Accum, MT, NT> {
             });
     }
 
-    // By the window and the block mask.
+    // By the window, the block mask and the caller's own function.
     __device__ void masked_fill_positions(const AttentionMask& attn_mask) {
         const Lane lane;
 #pragma unroll
@@ -78,6 +78,9 @@ struct Scores : Fragment<Accum, MT, NT> {
                         if constexpr (HAS_BLOCK_MASK)
                             visible = visible && (TRANSPOSED ? attn_mask.in_blocks(c0 + c, r)
                                                              : attn_mask.in_blocks(r, c0 + c));
+                        if constexpr (HAS_MASK_MOD)
+                            visible = visible && (TRANSPOSED ? attn_mask.by_function(c0 + c, r)
+                                                             : attn_mask.by_function(r, c0 + c));
                         if (!visible) this->x[m][n][2 * half + e] = -infinity<Accum>();
                     }
             }

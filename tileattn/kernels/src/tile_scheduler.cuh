@@ -37,7 +37,7 @@ struct TileIterator {
     __device__ bool done() const { return tile >= end; }
 
     __device__ void next() {
-        if constexpr (HAS_BLOCK_MASK) {
+        if constexpr (HAS_BLOCK_MASK || HAS_MASK_MOD) {
             // Most tiles of a sparse mask are empty: test one for each thread at a time.
             while (++tile < end) {
                 const int mine = tile + int(threadIdx.x);

@@ -1,0 +1,162 @@
+"""The caller's own functions on the GPU, in both passes, against the oracle."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tileattn
+from tests.gallery import calls
+from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
+from tileattn import UnsupportedError, reference
+from tileattn.algorithm.scores import learned_elements
+from tileattn.problem import parse
+from tileattn.testing import assert_attention_close, error_bound
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
+
+NAMES = sorted(calls(1, 1, 1, 1))
+SIZES = [(2, 4, 2, 67, 93, 32, 48), (1, 2, 1, 270, 517, 64, 64)]
+ALL = ("q", "k", "v")
+
+
+def arrays(sizes: Sequence[int], dtype: Any) -> list[Any]:
+    """Draw q, k, v and dout."""
+    B, Hq, Hkv, Nq, Nk, D, Dv = sizes
+    rng = np.random.default_rng(1)
+    shapes = ((B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (B, Hq, Nq, Dv))
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def check(given: Sequence[Any], options: dict[str, Any], *, deterministic: bool = False) -> None:
+    """Compare both passes with the oracle, all gradients but those of ``aux``."""
+    q, k, v, dout = given
+    wrt = tuple(n for n in (*ALL, "bias", "sinks") if n in (*ALL, *options))
+    there = {name: sent(x) for name, x in options.items()}
+    if "aux" in options:
+        there["aux"] = tuple(map(sent, options["aux"]))
+    asked: dict[str, Any] = {"wrt": wrt, "deterministic": deterministic, **there}
+    gq, gk, gv, gdout = map(sent, given)
+    with poisoned():
+        attention = tileattn.forward(gq, gk, gv, **there)
+        grads = tileattn.backward(gdout, gq, gk, gv, *attention, **asked)
+    bounds = error_bound(q, k, v, dout, **options)
+    assert_attention_close(host(attention), reference.forward(q, k, v, **options), bounds)
+    expected = reference.backward(dout, q, k, v, **options)
+    expected.daux = None
+    assert_attention_close(host(grads), expected, bounds)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gallery(name: str, sizes: Any, dtype: Any) -> None:
+    B, Hq, _, Nq, Nk, *_ = sizes
+    floats = np.float64 if dtype == np.float64 else np.float32
+    check(arrays(sizes, dtype), calls(B, Hq, Nq, Nk, floats)[name])
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True, "dropout_p": 0.2, "seed": 3},
+    "sinks": {"sinks": np.linspace(-1, 2, 4), "softcap": 4.0, "kv_lengths": [93, 50]},
+    "bias": {"bias": np.random.default_rng(2).normal(size=(4, 1, 93)), "window": (40, 9)},
+    "whole bias": {"bias": np.random.default_rng(2).normal(size=(2, 4, 67, 93))},
+    "mask": {"mask": np.random.default_rng(4).random((1, 4, 67, 93)) < 0.7},
+    "offset": {"q_offset": [3, -9], "causal": True, "alibi_slopes": np.linspace(0.1, 1, 4)},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE.keys())
+@pytest.mark.parametrize("name", ["soft_cap", "gaussian", "masked_score", "tree", "scattered"])
+def test_with_other_options(name: str, more: dict[str, Any], deterministic: bool) -> None:
+    options = calls(2, 4, 67, 93, np.float32)[name] | more
+    check(arrays(SIZES[0], np.float32), options, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("name", ["transformer_xl", "masked_score", "documents", "tree"])
+def test_the_naive_kernels(name: str, dtype: Any) -> None:
+    sizes = (2, 4, 2, 67, 93, 300, 264)
+    check(arrays(sizes, dtype), calls(2, 4, 67, 93, np.float32)[name])
+
+
+def test_a_block_mask_and_both_functions() -> None:
+    block_mask = tileattn.BlockMask.from_predicate(
+        lambda b, h, i, j: (i // 16 + j // 16) % 3 > 0, (2, 4, 67, 93), block_size=(32, 32)
+    )
+    own = calls(2, 4, 67, 93, np.float32)
+    options = own["soft_cap"] | own["scattered"] | {"block_mask": block_mask}
+    check(arrays(SIZES[0], np.float32), options)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
+def test_what_a_function_hides_reaches_nothing(dtype: Any) -> None:
+    """NaN in keys that nobody sees, and in scores and derivatives of hidden pairs."""
+
+    def hides(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+        return np.where(j % 3 == 0, -np.inf, s * t[j])
+
+    def sees(b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+        return j % 4 != 0
+
+    q, k, v, dout = arrays(SIZES[0], dtype)
+    keys = np.arange(93)
+    hidden = keys % 3 * (keys % 4) == 0
+    table = np.linspace(1, 2, 93).astype(np.float32)
+    k[:, :, hidden], v[:, :, hidden], table[hidden] = np.nan, np.inf, np.nan
+    check((q, k, v, dout), {"score_mod": hides, "mask_mod": sees, "aux": (table,)})
+
+
+def test_visible_nan_shows() -> None:
+    q, k, v, dout = arrays(SIZES[0], np.float32)
+    q[0, 1, 5, 0] = k[1, 0, 7, 3] = v[0, 1, 11, 2] = np.nan
+    own = calls(2, 4, 67, 93, np.float32)
+    for name in ("soft_cap", "masked_score", "sliding_window"):
+        check((q, k, v, dout), own[name])
+
+
+def test_aux_of_any_dtype_and_strides() -> None:
+    rng = np.random.default_rng(6)
+    whole = rng.normal(size=(186, 8))
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any, y: Any, z: Any) -> Any:
+        return s + x[j, h] * y[j] + z
+
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.float64):
+        x = whole.astype(dtype)[::-2, ::2]
+        options = {
+            "score_mod": score,
+            "aux": (x, np.arange(93, dtype=np.uint8), np.array(3, np.int16)),
+        }
+        check(arrays(SIZES[0], np.float32), options)
+
+
+def test_the_same_bits_again() -> None:
+    q, k, v, dout = (sent(x) for x in arrays(SIZES[1], np.float16))
+    options = calls(1, 2, 270, 517, np.float32)["gaussian"]
+    options["aux"] = tuple(map(sent, options["aux"]))
+    found = []
+    for _ in range(3):
+        attention = tileattn.forward(q, k, v, **options)
+        grads = tileattn.backward(dout, q, k, v, *attention, wrt=ALL, deterministic=True, **options)
+        found.append(bits((*attention, *grads)))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_aux_are_refused_where_there_are_any(name: str) -> None:
+    options = calls(2, 4, 67, 93, np.float32)[name]
+    q, k, v, dout = arrays(SIZES[0], np.float32)
+    problem = parse(q, k, v, options)[0]
+    learned = problem.score_mod is not None and learned_elements(problem.score_mod)
+    options["aux"] = tuple(map(sent, options.get("aux", ())))
+    q, k, v, dout = map(sent, (q, k, v, dout))
+    attention = tileattn.forward(q, k, v, **options)
+    if learned:
+        with pytest.raises(UnsupportedError, match="gradients of aux"):
+            tileattn.backward(dout, q, k, v, *attention, **options)
+    else:
+        assert tileattn.backward(dout, q, k, v, *attention, **options).dq.shape == q.shape

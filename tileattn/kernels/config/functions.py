@@ -1,0 +1,174 @@
+"""The caller's own functions as CUDA: the text that takes the place of ``src/functions.cuh``.
+
+Each node of an expression is one statement, a call of the function of its name in ``numpy.cuh``.
+What depends on batch entry and head alone is computed once for a head; the rest for each pair.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from tileattn.expressions.derivative import derivatives
+from tileattn.expressions.intervals import all_bounds
+from tileattn.expressions.nodes import INDICES, Kind, Node, constant, ordered
+
+Aux = tuple[tuple[str, int], ...]
+"""Name of the dtype and number of axes of each array."""
+
+_SCORE = Node("input", Kind.FLOAT, (), "s")
+_PLACES = {"b": "batch", "h": "head"}  # the other inputs have their own names
+_OF_PAIRS = ("s", "i", "j")
+
+# Indices are below these, so that differences of two of them have 32 bits.
+_RANGES = dict(zip(INDICES, (2.0**31, 2.0**31, 2.0**30, 2.0**30), strict=True))
+_INT = np.iinfo(np.int32).max
+
+_ELEMENTS = {
+    **{"bool": "bool", "int8": "signed char", "int16": "short", "int32": "int", "int64": "i64"},
+    **{"uint8": "unsigned char", "uint16": "unsigned short", "uint32": "u32"},
+}
+"""C++ types of the elements of arrays; floating ones have the names of their dtypes."""
+
+_TEXT = """\
+#pragma once
+
+#include "config.cuh"
+#include "numpy.cuh"
+
+struct AuxArrays {{
+{arrays}    AuxArray<4> function_kinds;
+}};
+
+{score}
+{mask}"""
+
+_STRUCT = """\
+struct {name} {{
+    const AuxArrays& aux;
+    i64 batch, head;
+{members}
+    __device__ {name}(const AuxArrays& aux, i64 batch, i64 head)
+        : aux(aux), batch(batch), head(head) {{
+{of_head}    }}
+
+    __device__ {method} const {{
+{of_pair}    }}
+{more}}};
+"""
+
+_KIND = """
+    __device__ int kind(int row, int column) const {
+        return aux.function_kinds.element<signed char>(batch, head, row, column);
+    }
+"""
+
+
+@lru_cache(maxsize=256)
+def functions_text(
+    score_mod: Node | None, mask_mod: Node | None, aux: Aux, accum_dtype: np.dtype[Any]
+) -> str:
+    """Write the text for the functions of a call; empty where it has none.
+
+    No length is part of it, nor are addresses and strides.
+    """
+    if score_mod is None and mask_mod is None:
+        return ""
+    fields = [f"    AuxArray<{axes}> x{n};\n" for n, (_, axes) in enumerate(aux)]
+    new = _SCORE if score_mod is None else score_mod
+    grad = derivatives(new).get(_SCORE, constant(0.0))
+    score = _Printer([new, grad], "Accum", aux, accum_dtype)
+    visible = constant(True) if mask_mod is None else mask_mod
+    mask = _Printer([visible], "double", aux, np.dtype(np.float64))
+    return _TEXT.format(
+        arrays="".join(fields),
+        score=score.struct("ScoreFunction", "Accum score(Accum s, int i, int j, Accum& grad)"),
+        mask=mask.struct("MaskFunction", "bool visible(int i, int j)", _KIND),
+    )
+
+
+class _Printer:
+    """Writes the statements of some expressions, whose floats have one type."""
+
+    def __init__(
+        self, outputs: Sequence[Node], floats: str, aux: Aux, dtype: np.dtype[Any]
+    ) -> None:
+        self._outputs, self._floats, self._aux = outputs, floats, aux
+        self._nodes = [node for node in ordered(outputs) if node.op != "constant"]
+        self._names = {node: f"x{n}" for n, node in enumerate(self._nodes)}
+        ranges = {name: (0.0, most - 1) for name, most in _RANGES.items()}
+        self._bounds = all_bounds(outputs, ranges, [None] * len(aux), dtype)
+        self._of_pairs: set[Node] = set()
+        for node in self._nodes:
+            if node.value in _OF_PAIRS or not self._of_pairs.isdisjoint(node.inputs):
+                self._of_pairs.add(node)
+
+    def struct(self, name: str, method: str, more: str = "") -> str:
+        """Write the struct of one function: its method returns the first output.
+
+        It assigns the second to ``grad``.
+        """
+        of_head = [node for node in self._nodes if node not in self._of_pairs]
+        lines = [
+            f"const {self._type(node)} {self._names[node]} = {self._value(node)};"
+            for node in self._nodes
+            if node in self._of_pairs
+        ]
+        new, *grads = map(self._text, self._outputs)
+        lines += [*(f"grad = {x};" for x in grads), f"return {new};"]
+        return _STRUCT.format(
+            name=name,
+            method=method,
+            members="".join(f"    {self._type(x)} {self._names[x]};\n" for x in of_head),
+            of_head="".join(f"        {self._names[x]} = {self._value(x)};\n" for x in of_head),
+            of_pair="".join(f"        {line}\n" for line in lines),
+            more=more,
+        )
+
+    def _type(self, node: Node) -> str:
+        if node.kind == Kind.INTEGER:
+            low, high = self._bounds[node]
+            return "int" if low >= -_INT and high <= _INT else "i64"
+        return "bool" if node.kind == Kind.BOOLEAN else self._floats
+
+    def _text(self, node: Node) -> str:
+        """Write the name of a value, or a constant."""
+        if node.op != "constant":
+            return self._names[node]
+        if node.kind == Kind.FLOAT:
+            value = float(node.value or 0.0)
+            if math.isfinite(value):
+                return f"{self._floats}({value.hex()})"
+            sign = "-" if value < 0 else ""
+            name = "numpy::nan" if math.isnan(value) else "infinity"
+            return f"{sign}{name}<{self._floats}>()"
+        if node.kind == Kind.BOOLEAN:
+            return str(node.value).lower()
+        least = -(2**63)  # which has no literal
+        return f"{self._type(node)}({'1ull << 63' if node.value == least else f'{node.value}ll'})"
+
+    def _value(self, node: Node) -> str:
+        """Write the expression of a node, of the names of its inputs."""
+        if node.op == "input":
+            return _PLACES.get(str(node.value), str(node.value))
+        if node.op == "aux":
+            number, places = int(node.value or 0), ", ".join(map(self._text, node.inputs))
+            dtype = self._aux[number][0]
+            element = f"aux.x{number}.element<{_ELEMENTS.get(dtype, dtype)}>({places})"
+            return f"{self._type(node)}(widen({element}))"
+        if node.op == "cast":
+            (x,) = node.inputs
+            truncated = node.kind == Kind.INTEGER and x.kind == Kind.FLOAT
+            return f"{'numpy::truncate' if truncated else self._type(node)}({self._text(x)})"
+        return f"numpy::{node.op}({', '.join(self._widened(node))})"
+
+    def _widened(self, node: Node) -> list[str]:
+        """Write the inputs of an operation: its integers have one type."""
+        types = {self._type(x) for x in (node, *node.inputs)}
+        wide = "i64" in types or node.op.endswith("_shift")
+        return [
+            f"i64({self._text(x)})" if wide and self._type(x) == "int" else self._text(x)
+            for x in node.inputs
+        ]

@@ -1,0 +1,202 @@
+// Layer 1. NumPy's functions of single numbers, by their names there: what the caller's own functions
+// are made of. Integers are int, where no result overflows, or i64, which wrap around.
+#pragma once
+
+#include "types.cuh"
+
+// An array that the caller's own functions read: sizes, and strides in bytes.
+template <int AXES>
+struct AuxArray {
+    const char* data;
+    i64 sizes[AXES > 0 ? AXES : 1], strides[AXES > 0 ? AXES : 1];
+
+    // Indices past an end are taken for the nearest that there is.
+    template <class T, class... Index>
+    __device__ T element(Index... index) const {
+        i64 byte = 0;
+        int axis = 0;
+        ((byte += max(min(i64(index), sizes[axis] - 1), i64(0)) * strides[axis], ++axis), ...);
+        return *reinterpret_cast<const T*>(data + byte);
+    }
+};
+
+__device__ inline bool widen(bool x) { return x; }
+__device__ inline i64 widen(signed char x) { return x; }
+__device__ inline i64 widen(short x) { return x; }
+__device__ inline i64 widen(int x) { return x; }
+__device__ inline i64 widen(i64 x) { return x; }
+__device__ inline i64 widen(unsigned char x) { return x; }
+__device__ inline i64 widen(unsigned short x) { return x; }
+__device__ inline i64 widen(u32 x) { return x; }
+
+namespace numpy {
+
+// --- arithmetic, rounded step by step -----------------------------------------------------------
+
+__device__ inline int add(int x, int y) { return x + y; }
+__device__ inline i64 add(i64 x, i64 y) { return i64(u64(x) + u64(y)); }
+__device__ inline float add(float x, float y) { return __fadd_rn(x, y); }
+__device__ inline double add(double x, double y) { return __dadd_rn(x, y); }
+
+__device__ inline int subtract(int x, int y) { return x - y; }
+__device__ inline i64 subtract(i64 x, i64 y) { return i64(u64(x) - u64(y)); }
+__device__ inline float subtract(float x, float y) { return difference(x, y); }
+__device__ inline double subtract(double x, double y) { return difference(x, y); }
+
+__device__ inline int multiply(int x, int y) { return x * y; }
+__device__ inline i64 multiply(i64 x, i64 y) { return i64(u64(x) * u64(y)); }
+__device__ inline float multiply(float x, float y) { return rounded_product(x, y); }
+__device__ inline double multiply(double x, double y) { return rounded_product(x, y); }
+
+template <class T>
+__device__ inline T divide(T x, T y) {
+    return x / y;
+}
+
+__device__ inline i64 negative(i64 x) { return subtract(i64(0), x); }
+template <class T>
+__device__ inline T negative(T x) {
+    return -x;
+}
+
+template <class T>
+__device__ inline T absolute(T x) {
+    return x < 0 ? negative(x) : x;
+}
+__device__ inline float absolute(float x) { return fabs(x); }
+__device__ inline double absolute(double x) { return fabs(x); }
+
+template <class T>
+__device__ inline T sign(T x) {
+    return x > 0 ? T(1) : x < 0 ? T(-1) : x == 0 ? T(0) : x;
+}
+
+// Rounded down; 0 for a divisor of 0.
+template <class T>
+__device__ inline T floor_divide(T x, T y) {
+    if (y == 0) return 0;
+    if (y == -1) return negative(x);
+    const T quotient = x / y;
+    return quotient - (x % y != 0 && (x < 0) != (y < 0));
+}
+
+// With the sign of the divisor.
+template <class T>
+__device__ inline T remainder(T x, T y) {
+    if (y == 0 || y == -1) return 0;
+    const T rest = x % y;
+    return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
+}
+
+// A NaN is smaller and larger than all.
+template <class T>
+__device__ inline T minimum(T x, T y) {
+    return x <= y || x != x ? x : y;
+}
+template <class T>
+__device__ inline T maximum(T x, T y) {
+    return x >= y || x != x ? x : y;
+}
+
+// --- functions of floats ------------------------------------------------------------------------
+
+template <class T>
+__device__ inline T power(T x, T y) {
+    return ::pow(x, y);
+}
+template <class T>
+__device__ inline T exp(T x) {
+    return ::exp(x);
+}
+template <class T>
+__device__ inline T log(T x) {
+    return ::log(x);
+}
+template <class T>
+__device__ inline T log2(T x) {
+    return ::log2(x);
+}
+template <class T>
+__device__ inline T tanh(T x) {
+    return ::tanh(x);
+}
+template <class T>
+__device__ inline T sin(T x) {
+    return ::sin(x);
+}
+template <class T>
+__device__ inline T cos(T x) {
+    return ::cos(x);
+}
+template <class T>
+__device__ inline T sqrt(T x) {
+    return ::sqrt(x);
+}
+template <class T>
+__device__ inline T floor(T x) {
+    return ::floor(x);
+}
+
+// Towards zero; what has no integer becomes the smallest.
+template <class T>
+__device__ inline i64 truncate(T x) {
+    constexpr T BOUND = T(9223372036854775808.0);
+    return x >= -BOUND && x < BOUND ? i64(x) : i64(1ull << 63);
+}
+
+template <class T>
+__device__ inline T nan() {
+    return infinity<T>() - infinity<T>();
+}
+
+// --- comparisons, choice and bits ---------------------------------------------------------------
+
+template <class T>
+__device__ inline bool less(T x, T y) {
+    return x < y;
+}
+template <class T>
+__device__ inline bool less_equal(T x, T y) {
+    return x <= y;
+}
+template <class T>
+__device__ inline bool equal(T x, T y) {
+    return x == y;
+}
+template <class T>
+__device__ inline bool not_equal(T x, T y) {
+    return x != y;
+}
+
+template <class T>
+__device__ inline T where(bool condition, T x, T y) {
+    return condition ? x : y;
+}
+
+template <class T>
+__device__ inline T bitwise_and(T x, T y) {
+    return x & y;
+}
+template <class T>
+__device__ inline T bitwise_or(T x, T y) {
+    return x | y;
+}
+template <class T>
+__device__ inline T bitwise_xor(T x, T y) {
+    return x ^ y;
+}
+template <class T>
+__device__ inline T invert(T x) {
+    return ~x;
+}
+__device__ inline bool invert(bool x) { return !x; }
+
+// No bit is left behind 64 places.
+__device__ inline i64 left_shift(i64 x, i64 places) {
+    return u64(places) < 64 ? i64(u64(x) << places) : 0;
+}
+__device__ inline i64 right_shift(i64 x, i64 places) {
+    return x >> (u64(places) < 64 ? places : i64(63));
+}
+
+}  // namespace numpy
