@@ -85,6 +85,12 @@ class VisibleBlocks:
                         rows.append(row)
         self._listed = sorted(self._rows_of_column)
 
+    def runs(self) -> Iterator[tuple[int, int, int, int]]:
+        """List the runs of blocks: query block, key blocks from and to, and their kind."""
+        for row, of_row in self._rows.items():
+            for run in of_row:
+                yield row, *run
+
     def key_ranges(self, q0: int, q1: int, k0: int, k1: int, size: int) -> list[tuple[int, int]]:
         """Cut keys k0 to k1 - 1 at the multiples of a size; leave out what no query sees."""
         found: set[int] = set()
