@@ -227,10 +227,13 @@ class _Block:
         def of(fact: int) -> Any:
             return lambda _: self.facts.row(fact, c.integers)
 
+        heads, queries = (
+            [c.wide(x) for x in self.facts.row(n, c.integers)] for n in (_HEAD, _QUERY)
+        )
+        places = [{"b": self.batch, "h": h, "i": i} for h, i in zip(heads, queries, strict=True)]
+
         def indices(j: Any) -> list[dict[str, Any]]:
-            rows = (map(c.wide, self.facts.row(x, c.integers)) for x in (_HEAD, _QUERY))
-            key = b.add(k0, j)
-            return [{"b": self.batch, "h": h, "i": i, "j": key} for h, i in zip(*rows, strict=True)]
+            return [{**place, "j": b.add(k0, j)} for place in places]
 
         functions = TileFunctions(c, self.p, self.kernel.functions, indices)
         slopes = partial(self.facts.row, _SLOPE)
