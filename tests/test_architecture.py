@@ -121,7 +121,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "kernels.config": FACTS,
     "kernels.jit": LEAVES | {"kernels.config"},
-    "kernels.llvm": {"kernels.jit"},
+    "kernels.llvm": {"expressions", "kernels.jit"},
     "kernels.launch": FACTS | {"algorithm", "kernels.config"},
     "backends.threads": set(),
     "backends": FACTS

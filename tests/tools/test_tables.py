@@ -59,7 +59,7 @@ def test_a_new_result_makes_pages_stale_and_writing_repairs_them(
     summary, tables = (Path(page).read_text(encoding="utf-8") for page in stale)
     assert "| A CPU, llvm, forward | PyTorch | 2 | 4.00 | 2.00 | 8.00 | 1288 |" in summary
     assert (
-        "## A CPU\n\nMeasured by `python -m something`: A CPU, 2 threads, NumPy 2, LLVM 20,"
+        "## A CPU, 2 threads\n\nMeasured by `python -m something`: A CPU, 2 threads, NumPy 2, LLVM 20,"
         in tables
     )
     assert "| f32 | forward | 256 | 2 | 4 |" in tables

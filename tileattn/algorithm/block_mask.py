@@ -1,12 +1,13 @@
 """Block-sparse masks: the kind of each block, and the exact mask inside partial ones."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.expressions.evaluate import evaluate
+from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.functions import mask_expression
 from tileattn.expressions.nodes import INDICES, Node, depends_on
 from tileattn.expressions.quadtree import find_blocks
@@ -352,7 +353,10 @@ class BlockMask:
 
 
 def kinds_by_intervals(
-    visible: Node, shape: tuple[int, int, int, int], block_size: tuple[int, int]
+    visible: Node,
+    shape: tuple[int, int, int, int],
+    block_size: tuple[int, int],
+    aux: Sequence[RangeExtrema | None] = (),
 ) -> NDArray[np.int8]:
     """Classify the blocks of an expression, shape (B or 1, Hq or 1, ...).
 
@@ -362,7 +366,7 @@ def kinds_by_intervals(
     own = [n if depends_on(visible, name) else min(n, 1) for n, name in ((B, "b"), (Hq, "h"))]
     kinds = np.full((*own, -(-Nq // bq), -(-Nk // bk)), EMPTY, np.int8)
     for b, h in np.ndindex(*own):
-        runs = find_blocks(visible, (), b, (h, h), (Nq, Nk), block_size)
+        runs = find_blocks(visible, aux, b, (h, h), (Nq, Nk), block_size)
         for row, first, stop, kind in zip(*runs, strict=True):
             kinds[b, h, row, first:stop] = kind
     return kinds

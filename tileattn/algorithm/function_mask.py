@@ -26,6 +26,12 @@ BLOCK = 128  # queries and keys of a block, within which nothing is known of a m
 _I, _J = (Node("input", Kind.INTEGER, (), name) for name in "ij")
 
 
+def extrema(visible: Node, aux: Sequence[NDArray[Any]]) -> list[RangeExtrema | None]:
+    """Give the extrema of the arrays that a mask reads."""
+    read = {node.value for node in elements(visible)}
+    return [RangeExtrema(x) if n in read else None for n, x in enumerate(aux)]
+
+
 class FunctionMask:
     """A ``mask_mod`` with the arrays that it reads, for the heads of one call.
 
@@ -41,8 +47,7 @@ class FunctionMask:
 
     def __init__(self, visible: Node, aux: Sequence[NDArray[Any]], block: int = BLOCK) -> None:
         self._visible, self._aux, self._block = visible, aux, block
-        read = {node.value for node in elements(visible)}
-        self._extrema = [RangeExtrema(x) if n in read else None for n, x in enumerate(aux)]
+        self._extrema = extrema(visible, aux)
         self.over_batch, self.over_heads = (depends_on(visible, name) for name in "bh")
         self._found: dict[Any, VisibleBlocks] = {}
         self._lock = Lock()

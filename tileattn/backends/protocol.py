@@ -90,14 +90,6 @@ def takes_workspace(backward: Method) -> Method:
     return backward
 
 
-def why_no_functions(problem: Problem) -> str | None:
-    """Say which functions of the caller's own a problem has, for backends that take none yet."""
-    for name in ("score_mod", "mask_mod"):
-        if getattr(problem, name) is not None:
-            return f"{name}: the kernels take no functions of your own yet"
-    return None
-
-
 @runtime_checkable
 class Backend(Protocol):
     """Something that runs problems on one kind of array.

@@ -1,14 +1,22 @@
 """The arrays of a call as the kernels for CPUs read and write them."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.algorithm.block_mask import kinds_by_intervals
+from tileattn.algorithm.function_mask import BLOCK, extrema
+from tileattn.backends.addresses import address_of
 from tileattn.kernels.launch.block_sparse import once, partial_blocks
+from tileattn.kernels.llvm.blocks import EMPTY, FULL, UNKNOWN
 from tileattn.problem import Operands, Problem
 
 Array = NDArray[Any]
+
+_MOST_BLOCKS = 1 << 24  # of a function, of which more are not listed
 
 
 def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
@@ -20,15 +28,48 @@ def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
         arrays["bias"] = x.bias if x.bias.flags.aligned else x.bias.copy()
     if x.mask is not None:
         arrays["mask"] = x.mask
-    mask = x.block_mask
-    if mask is not None:
-        arrays["block_kinds"], arrays["block_bits"] = once(
-            mask, "partial", lambda: partial_blocks(mask)
-        )
+    arrays |= _blocks(P, x)
+    if x.aux:
+        arrays["aux"] = _table(x.aux)
     for name in ("alibi_slopes", "sinks"):
         if getattr(x, name) is not None:
             arrays[name] = contiguous(np.asarray(getattr(x, name), P.accum_dtype))
     return arrays
+
+
+def block_size(P: Problem, x: Operands) -> tuple[int, ...]:
+    """Give the queries and keys of a block, where there are blocks."""
+    if x.block_mask is not None:
+        return x.block_mask.block_size
+    if P.mask_mod is None:
+        return ()
+    blocks = P.B * P.Hq * -(-P.Nq // BLOCK) * -(-P.Nk // BLOCK)
+    return (BLOCK, BLOCK) if 0 < blocks <= _MOST_BLOCKS else (max(1, P.Nq), max(1, P.Nk))
+
+
+def _blocks(P: Problem, x: Operands) -> dict[str, Array]:
+    """Give the blocks of the block mask, or of the function; of both, what the first knows."""
+    mask = x.block_mask
+    if mask is not None:
+        kinds, bits = once(mask, "partial", lambda: partial_blocks(mask))
+        if P.mask_mod is not None:
+            kinds = np.where(kinds == FULL, np.int32(UNKNOWN), kinds)
+        return {"block_kinds": kinds, "block_bits": bits}
+    if P.mask_mod is None:
+        return {}
+    if block_size(P, x) != (BLOCK, BLOCK):
+        return {"block_kinds": np.full((1, 1, 1, 1), UNKNOWN, np.int32)}
+    shape, known = (P.B, P.Hq, P.Nq, P.Nk), extrema(P.mask_mod, x.aux)
+    found = kinds_by_intervals(P.mask_mod, shape, (BLOCK, BLOCK), known)
+    return {"block_kinds": np.array([EMPTY, UNKNOWN, FULL], np.int32)[found]}
+
+
+def _table(aux: Sequence[Array]) -> Array:
+    """Write down the address of each array, and the length and the stride of each axis."""
+    numbers: list[int] = []
+    for x in aux:
+        numbers += [address_of(x), *itertools.chain(*zip(x.shape, x.strides, strict=True))]
+    return np.array(numbers, np.int64)
 
 
 def contiguous(x: Array) -> Array:

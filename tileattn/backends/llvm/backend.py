@@ -10,9 +10,10 @@ from tileattn.backends.llvm.arrays import Array
 from tileattn.backends.llvm.call import LlvmCall
 from tileattn.backends.llvm.grids import forward_work, is_parallel
 from tileattn.backends.numpy.backend import is_array
-from tileattn.backends.protocol import Explanation, takes_workspace, why_no_functions
+from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call_cache import PreparedCall
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16
+from tileattn.kernels.llvm.expressions import Functions
 from tileattn.kernels.llvm.target import (
     DECODE_KEYS,
     DECODE_ROWS,
@@ -82,7 +83,7 @@ class LlvmBackend:
             n = getattr(problem, name)
             if n > _LONGEST:
                 return f"{name} is {n:,}, and the kernels take up to {_LONGEST:,} queries and keys"
-        return why_no_functions(problem)
+        return Functions(problem.score_mod, problem.mask_mod).why_not()
 
     def prepare(self, problem: Problem) -> PreparedCall:
         """Give what runs the calls of one signature, and remembers their parameters."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.algorithm import spec
+from tileattn.algorithm.parameter_gradient import aux_gradients
 from tileattn.algorithm.residuals import Residuals, rounding_of_lse, row_norms
 from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
@@ -14,6 +15,7 @@ from tileattn.backends.llvm.arrays import Array, as_inputs, bias_gradient, bias_
 from tileattn.backends.llvm.execute import Executable
 from tileattn.backends.llvm.grids import divide
 from tileattn.call_cache import PreparedCall
+from tileattn.kernels.llvm.expressions import Functions
 from tileattn.kernels.llvm.target import Target, padded
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
@@ -41,7 +43,7 @@ class LlvmCall(PreparedCall):
 
     def forward(self, operands: Operands, out: Array | None) -> Attention:
         """Compute attention; ``out`` is written in one go, after everything else has succeeded."""
-        P = self.problem
+        P, operands = self.problem, _aligned(operands)
         result = Attention(
             np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
         )
@@ -62,7 +64,7 @@ class LlvmCall(PreparedCall):
         workspace: Array | None,  # noqa: ARG002 - each thread keeps its tiles
     ) -> Gradients:
         """Compute the gradients; the workspace is left as it is."""
-        P, x, targets = self.problem, operands, self._targets
+        P, x, targets = self.problem, _aligned(operands), self._targets
         saved = Residuals.saved(P, dout, attention.lse)
         if saved.large.any():
             self._split_large_rows(x, saved)
@@ -92,6 +94,7 @@ class LlvmCall(PreparedCall):
                 arrays["dv"],
                 None if dbias is None else bias_gradient(x.bias, dbias),
                 None if x.sinks is None else spec.sink_gradient(x.sinks, saved),
+                aux_gradients(x, {}),
             )
 
     def _run(
@@ -100,7 +103,7 @@ class LlvmCall(PreparedCall):
         """Run a module for the first target that computes numbers such as these."""
         for target in targets:
             executable = self._executable(name, target, x, arrays)
-            if executable.run(arrays):
+            if executable.run(arrays, x.aux):
                 break
         return executable
 
@@ -108,12 +111,14 @@ class LlvmCall(PreparedCall):
         self, name: str, target: Target, x: Operands, arrays: Mapping[str, Array]
     ) -> Executable:
         """Find or make it; an array that is not aligned was copied, and has other strides."""
-        key = name, target.dot, *(array.strides for array in arrays.values())
+        aux = tuple((array.dtype.name, array.ndim) for array in x.aux)
+        key = name, target.dot, aux, *(array.strides for array in arrays.values())
         executable = self._executables.get(key)
         if executable is None:
             P = self.problem
             division = divide(name, P, target, x, arrays, self.backend.split_keys)
-            executable = Executable(name, target, P, arrays, division)
+            own = Functions(P.score_mod, P.mask_mod, aux)
+            executable = Executable(name, target, P, arrays, division, own)
             self._executables[key] = executable
         return executable
 
@@ -183,3 +188,10 @@ class CachedForward:
         pointers = [at_q, at_k, at_v, address_of(result), address_of(lse), *self._at_lengths]
         self._start(pointers, (q, k, v, result, lse, self))
         return placed(Attention(result, lse), out)
+
+
+def _aligned(x: Operands) -> Operands:
+    """Copy the arrays of the caller's own functions that are not aligned."""
+    if all(array.flags.aligned for array in x.aux):
+        return x
+    return x._replace(aux=tuple(a if a.flags.aligned else a.copy() for a in x.aux))

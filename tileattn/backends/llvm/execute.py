@@ -4,7 +4,7 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from tileattn.backends.llvm.arrays import Array
 from tileattn.backends.llvm.grids import Division, Grid
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.llvm.compile import Function, functions
+from tileattn.kernels.llvm.expressions import Functions
 from tileattn.kernels.llvm.params import ARRAYS, BIAS_DTYPES, COUNTER, strides_of, template
 from tileattn.kernels.llvm.target import Target, scratch_bytes
 from tileattn.problem import Problem
@@ -43,6 +44,8 @@ class Executable:
         Have the layouts of those that each call brings.
     division : Division
         How the work is divided.
+    own : Functions
+        The caller's own.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Executable:
         P: Problem,
         arrays: Mapping[str, Array],
         division: Division,
+        own: Functions,
     ) -> None:
         dtypes = P.dtype, P.accum_dtype
         self._scratch_bytes = scratch_bytes(name, target, *dtypes, P.D, P.Dv)
@@ -61,14 +65,14 @@ class Executable:
             fields |= strides_of(key, array)
         if "bias" in arrays:
             fields["bias_dtype"] = BIAS_DTYPES.index(arrays["bias"].dtype.name)
-        compiled = _functions(name, target, *(dtype.name for dtype in dtypes))
+        compiled = _functions(name, target, *(dtype.name for dtype in dtypes), own)
         self._launches = tuple(
             (function, template(fields | {"tasks": grid.tasks, "quota": grid.quota}), grid)
             for function, grid in zip(compiled, division.grids, strict=True)
             if grid.tasks
         )
 
-    def run(self, arrays: Mapping[str, Array]) -> bool:
+    def run(self, arrays: Mapping[str, Array], aux: Sequence[Array] = ()) -> bool:
         """Run the functions one after the other.
 
         False if the target does not compute numbers such as these; then no result is written.
@@ -76,7 +80,7 @@ class Executable:
         pointers = [0] * len(_SLOT)
         for name, array in arrays.items():
             pointers[_SLOT[name]] = address_of(array)
-        return self.start(pointers, arrays)
+        return self.start(pointers, (arrays, aux))
 
     def start(self, pointers: list[int], arrays: Any) -> bool:
         """Do the same, given the addresses that the parameter block begins with.

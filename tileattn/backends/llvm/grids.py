@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tileattn.backends.llvm import dot
-from tileattn.backends.llvm.arrays import Array
+from tileattn.backends.llvm.arrays import Array, block_size
 from tileattn.backends.threads import worker_count
 from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES, DOT_ARRAYS
 from tileattn.kernels.llvm.target import DECODE_ROWS, ROWS, Target, padded, state_bytes
@@ -52,8 +52,7 @@ def divide(
         values, grids, workspace = _decode(P, target, x, split_keys)
     else:
         values, grids, workspace = (_forward if kernel == "forward" else _backward)(P, target, x)
-    size = () if x.block_mask is None else x.block_mask.block_size
-    values |= dict(zip(("block_q", "block_k"), size, strict=False))
+    values |= dict(zip(("block_q", "block_k"), block_size(P, x), strict=False))
     if not target.dot:
         return Division(values, grids, workspace)
     blocks = sum(dot.blocks(P, operand) for operand in DOT_ARRAYS if operand in arrays)

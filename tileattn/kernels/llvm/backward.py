@@ -16,6 +16,7 @@ from tileattn.kernels.llvm.broadcast import BackwardBroadcast
 from tileattn.kernels.llvm.dot import BackwardDot
 from tileattn.kernels.llvm.dot_prepare import prepare
 from tileattn.kernels.llvm.dropout import keep_pairs
+from tileattn.kernels.llvm.expressions import Functions, TileFunctions
 from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.numerics import exp
@@ -27,6 +28,7 @@ from tileattn.kernels.llvm.scores import (
     mask_bits,
     mask_tile,
     masks_given,
+    may_be_hidden,
 )
 from tileattn.kernels.llvm.target import ROWS, Target
 from tileattn.kernels.llvm.tile import Tile, convert_rows, store_columns
@@ -35,9 +37,9 @@ _END = (1 << 62) - 1
 _AHEAD = ROWS, 0  # from tile to tile, in queries and keys
 
 
-def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
+def build(target: Target, dtype: str, accum_dtype: str, functions: Functions) -> ir.Module:
     """Emit the module."""
-    kernel = Kernel("backward", target, dtype, accum_dtype)
+    kernel = Kernel("backward", target, dtype, accum_dtype, functions)
 
     def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
         b, W = c.b, target.vectors * c.lanes
@@ -214,7 +216,13 @@ class _Block:
             return alike(c.load(p.row("alibi_slopes", self.batch, h), c.scalar))
 
         keys = self.lanes.row(0, c.integers)
-        pairs = Pairs(lambda _: keys, lambda r: alike(position(r)), low, high, slope)
+
+        def indices(r: Any) -> list[dict[str, Any]]:
+            place = {"b": self.batch, "h": h, "i": b.add(i0, r)}
+            return [{**place, "j": c.wide(j)} for j in keys]
+
+        functions = TileFunctions(c, p, self.kernel.functions, indices)
+        pairs = Pairs(lambda _: keys, lambda r: alike(position(r)), low, high, slope, functions)
         c.when(p.given("bias"), lambda: self.load_bias(h, i0, n))
         apply_score_mods(c, p, self.s, n, pairs, self.bias, self.grad)
         last = b.add(i0, b.sub(n, i64(1)))
@@ -225,7 +233,7 @@ class _Block:
                           b.add(b.add(b.add(i0, self.offset), p.right), i64(2))),
             self.full,
             b.not_(p.given("mask")),
-            b.not_(p.given("bias")),
+            b.not_(may_be_hidden(c, p, functions)),
         ])  # fmt: skip
         masked = b.not_(inside)
 
@@ -255,7 +263,10 @@ class _Block:
         def body(r: Any, _: Any) -> None:
             delta = c.splat(c.load(p.row("delta", self.batch, h, b.add(i0, r)), c.scalar))
             pairs = zip(self.s.row(r), self.ds.row(r), strict=True)
-            self.ds.put(r, [b.fmul(x, b.fsub(y, delta)) for x, y in pairs])
+            ds = [b.fmul(x, b.fsub(y, delta)) for x, y in pairs]
+            if self.kernel.functions.score_mod is not None:
+                ds = list(map(b.fmul, ds, self.bias.row(r)))
+            self.ds.put(r, ds)
 
         def chain(r: Any, _: Any) -> None:
             self.grad.put(r, list(map(b.fmul, self.grad.row(r), self.ds.row(r))))

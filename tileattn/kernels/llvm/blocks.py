@@ -1,7 +1,7 @@
 """Algorithm layer: block masks; twin of ``algorithm/block_mask.py``.
 
-``block_kinds`` holds for each block FULL, EMPTY or its number among the partial blocks, whose pairs
-are in ``block_bits``.
+``block_kinds`` holds for each block FULL, EMPTY, UNKNOWN if a function decides about its pairs, or
+its number among the partial blocks, whose pairs are in ``block_bits``.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from tileattn.kernels.llvm.bits import ones, packed
 from tileattn.kernels.llvm.instructions import I1, I32, I64, Code, i64, same
 from tileattn.kernels.llvm.kernel import Params
 
-FULL, EMPTY = -2, -1
+UNKNOWN, FULL, EMPTY = -3, -2, -1
 
 
 def tile_kind(
@@ -42,7 +42,7 @@ def block_bits(c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count
         first = b.mul(n, p.block_k)
         start, keys = c.larger(k0, first), c.smaller(end, b.add(first, p.block_k))
         keys = b.sub(keys, start)
-        full = b.icmp_signed("==", kind, same(I32, FULL))
+        full = b.icmp_signed("<=", kind, same(I32, FULL))
         found = c.variable(I64, b.select(full, ones(c, keys), i64(0)))
 
         def partial() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tileattn.kernels.jit import cache
+from tileattn.kernels.llvm.expressions import LIBRARY, NO_FUNCTIONS, Functions
 from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, NEON, Target
 
 MEMORY = ("memset", "memcpy", "memmove")
@@ -84,16 +85,18 @@ def _may_use_tiles() -> bool:
 
 
 @functools.cache
-def functions(name: str, target: Target, dtype: str, accum_dtype: str) -> tuple[Function, ...]:
+def functions(
+    name: str, target: Target, dtype: str, accum_dtype: str, own: Functions = NO_FUNCTIONS
+) -> tuple[Function, ...]:
     """Return the functions of a module in their order, compiled or from the disk."""
     from llvmlite import binding as llvm
 
-    made_from = _sources(), llvm.llvm_version_info, name, target, dtype, accum_dtype
+    made_from = _sources(), llvm.llvm_version_info, name, target, dtype, accum_dtype, own.key
     inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
     with _lock:
         body = cache.read(inputs)
         if body is None:
-            body = object_code(name, target, dtype, accum_dtype)
+            body = object_code(name, target, dtype, accum_dtype, own)
             cache.write(inputs, body)
         _initialize()
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine(target))
@@ -108,19 +111,23 @@ def names_of(name: str, target: Target) -> tuple[str, ...]:
     return ("dot_prepare", *MODULES[name]) if target.dot else MODULES[name]
 
 
-def object_code(name: str, target: Target, dtype: str, accum_dtype: str) -> bytes:
+def object_code(
+    name: str, target: Target, dtype: str, accum_dtype: str, own: Functions = NO_FUNCTIONS
+) -> bytes:
     """Compile a module; the target may be another than this machine."""
-    module = optimized(emitted(name, target, dtype, accum_dtype), target)
+    module = optimized(emitted(name, target, dtype, accum_dtype, own), target)
     code: bytes = machine(target).emit_object(module)
     return code
 
 
-def emitted(name: str, target: Target, dtype: str, accum_dtype: str) -> Any:
+def emitted(
+    name: str, target: Target, dtype: str, accum_dtype: str, own: Functions = NO_FUNCTIONS
+) -> Any:
     """Emit the IR of a module."""
     from tileattn.kernels.llvm import backward, decode, forward
 
     builders = {"forward": forward, "decode": decode, "backward": backward}
-    return builders[name].build(target, dtype, accum_dtype)
+    return builders[name].build(target, dtype, accum_dtype, own)
 
 
 def optimized(module: Any, target: Target) -> Any:
@@ -161,6 +168,8 @@ def _initialize() -> None:
     windows = os.name == "nt"
     library = ctypes.CDLL("msvcrt" if windows else None)
     needed = {name: getattr(library, name) for name in MEMORY}
+    mathematics = ctypes.CDLL("ucrtbase") if windows else library
+    needed |= {f"math_{name}": getattr(mathematics, name) for name in LIBRARY}
     needed[YIELD] = ctypes.CDLL("kernel32").SwitchToThread if windows else library.sched_yield
     for name, function in needed.items():
         llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)

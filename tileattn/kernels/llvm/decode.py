@@ -19,6 +19,7 @@ from llvmlite import ir
 from tileattn.kernels.llvm.bits import Bits
 from tileattn.kernels.llvm.blocks import tile_kind
 from tileattn.kernels.llvm.dropout import kept_keys
+from tileattn.kernels.llvm.expressions import Functions, TileFunctions
 from tileattn.kernels.llvm.gemv import dots_of_rows, sums_of_rows
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
@@ -29,15 +30,16 @@ from tileattn.kernels.llvm.scores import (
     mask_bits,
     mask_tile,
     masks_given,
+    may_be_hidden,
 )
 from tileattn.kernels.llvm.softmax import RowState
 from tileattn.kernels.llvm.target import DECODE_KEYS, DECODE_ROWS, Target
 from tileattn.kernels.llvm.tile import Tile, all_finite, convert_rows, store_row
 
 
-def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
+def build(target: Target, dtype: str, accum_dtype: str, functions: Functions) -> ir.Module:
     """Emit the module."""
-    kernel = Kernel("decode", target, dtype, accum_dtype)
+    kernel = Kernel("decode", target, dtype, accum_dtype, functions)
 
     def task(c: Code, _: Params, block: Any, scratch: Any, number: Any) -> None:
         _Split(kernel, c, block, scratch, number).emit()
@@ -218,7 +220,7 @@ class _Split:
             b.icmp_signed("<=", b.add(k0, n), self.full[1]),
             full,
             b.not_(p.given("mask")),
-            b.not_(p.given("bias")),
+            b.not_(may_be_hidden(c, p, pairs.functions)),
         ]))  # fmt: skip
 
         def mask() -> None:
@@ -240,12 +242,17 @@ class _Split:
         def of_query(number: Any) -> Any:
             return lambda n: [c.splat(number(self.query_of(n)[1]))]
 
+        def indices(n: Any) -> list[dict[str, Any]]:
+            h, i = self.query_of(n)
+            return [{"b": self.batch, "h": h, "i": i, "j": c.wide(self.keys_of(k0, n))}]
+
         return Pairs(
             lambda n: [self.keys_of(k0, n)],
             of_query(lambda i: b.add(i, self.offset)),
             of_query(lambda i: c.narrow(self.low(i))),
             of_query(lambda i: c.narrow(c.smaller(end, self.high(i)))),
             slope,
+            TileFunctions(c, p, self.kernel.functions, indices),
         )
 
     def query_of(self, n: Any) -> tuple[Any, Any]:

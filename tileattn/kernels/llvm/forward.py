@@ -17,6 +17,7 @@ from tileattn.kernels.llvm.broadcast import ForwardBroadcast
 from tileattn.kernels.llvm.dot import ForwardDot
 from tileattn.kernels.llvm.dot_prepare import prepare
 from tileattn.kernels.llvm.dropout import keep_pairs
+from tileattn.kernels.llvm.expressions import Functions, TileFunctions
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64, same
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.scores import (
@@ -26,6 +27,7 @@ from tileattn.kernels.llvm.scores import (
     mask_bits,
     mask_tile,
     masks_given,
+    may_be_hidden,
 )
 from tileattn.kernels.llvm.softmax import RowState
 from tileattn.kernels.llvm.target import ROW_FACTS, Target
@@ -35,9 +37,9 @@ _FAR = 1 << 62
 _QUERY, _HEAD, _LOW, _HIGH, _SLOPE, _POSITION = range(6)
 
 
-def build(target: Target, dtype: str, accum_dtype: str) -> ir.Module:
+def build(target: Target, dtype: str, accum_dtype: str, functions: Functions) -> ir.Module:
     """Emit the module."""
-    kernel = Kernel("forward", target, dtype, accum_dtype)
+    kernel = Kernel("forward", target, dtype, accum_dtype, functions)
 
     def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
         b, W = c.b, target.vectors * c.lanes
@@ -194,12 +196,12 @@ class _Block:
         c, b, p = self.c, self.c.b, self.p
         inside = b.icmp_signed(">=", k0, span[2])
         inside = b.and_(inside, b.icmp_signed("<=", b.add(k0, n), span[3]))
-        dense = b.or_(p.given("mask"), p.given("bias"))
+        pairs = self.pairs(k0)
+        dense = b.or_(p.given("mask"), may_be_hidden(c, p, pairs.functions))
         masked = b.or_(b.not_(b.and_(inside, full)), dense)
         modified = b.or_(p.given("softcap"), p.given("alibi_slopes"))
         self.operands.scores(k0, n, self.s, b.or_(masked, modified))
 
-        pairs = self.pairs(k0)
         c.when(p.given("bias"), lambda: self.load_bias(k0, n))
         apply_score_mods(c, p, self.s, n, pairs, self.bias, None)
 
@@ -225,7 +227,17 @@ class _Block:
         def of(fact: int) -> Any:
             return lambda _: self.facts.row(fact, c.integers)
 
-        return Pairs(keys, positions, of(_LOW), of(_HIGH), lambda _: self.facts.row(_SLOPE))
+        heads, queries = (
+            [c.wide(x) for x in self.facts.row(n, c.integers)] for n in (_HEAD, _QUERY)
+        )
+        places = [{"b": self.batch, "h": h, "i": i} for h, i in zip(heads, queries, strict=True)]
+
+        def indices(j: Any) -> list[dict[str, Any]]:
+            return [{**place, "j": b.add(k0, j)} for place in places]
+
+        functions = TileFunctions(c, self.p, self.kernel.functions, indices)
+        slopes = partial(self.facts.row, _SLOPE)
+        return Pairs(keys, positions, of(_LOW), of(_HIGH), lambda _: slopes(), functions)
 
     def load_bias(self, k0: Any, n: Any) -> None:
         """Load the tile of the bias, by rows of queries, and transpose it."""

@@ -192,6 +192,10 @@ class Code:
         """Turn an index into an integer as wide as a sum."""
         return self.b.trunc(x, self.integer) if self.size < 8 else x
 
+    def wide(self, x: Any) -> Any:
+        """Turn a vector of such integers into one of 64-bit integers."""
+        return self.b.sext(x, ir.VectorType(I64, self.lanes)) if self.size < 8 else x
+
     def smaller(self, x: Any, y: Any) -> Any:
         """Take the smaller of two signed integers."""
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)

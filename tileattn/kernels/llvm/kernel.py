@@ -7,6 +7,7 @@ from llvmlite import ir
 
 from tileattn.kernels.llvm.bfloat16 import configure_tiles, release_tiles
 from tileattn.kernels.llvm.bits import Bits
+from tileattn.kernels.llvm.expressions import NO_FUNCTIONS, Functions
 from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64
 from tileattn.kernels.llvm.params import ARRAYS, FIELDS, FLOATS
 from tileattn.kernels.llvm.target import Target
@@ -84,10 +85,19 @@ class Kernel:
         What it is compiled for.
     dtype, accum_dtype : str
         Of q, k and v, and of sums.
+    functions : Functions
+        The caller's own.
     """
 
-    def __init__(self, name: str, target: Target, dtype: str, accum_dtype: str) -> None:
-        self.module = ir.Module(name)
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        dtype: str,
+        accum_dtype: str,
+        functions: Functions = NO_FUNCTIONS,
+    ) -> None:
+        self.module, self.functions = ir.Module(name), functions
         self.target, self.dtype, self.accum_dtype = target, dtype, accum_dtype
         self._functions: dict[str, ir.Function] = {}
 

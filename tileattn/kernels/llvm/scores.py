@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from llvmlite import ir
-
 from tileattn.kernels.llvm.bits import Bits, packed
 from tileattn.kernels.llvm.blocks import block_bits
-from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64, same
+from tileattn.kernels.llvm.expressions import TileFunctions
+from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
 from tileattn.kernels.llvm.kernel import Kernel, Params
 from tileattn.kernels.llvm.numerics import tanh
 from tileattn.kernels.llvm.params import BIAS_DTYPES
@@ -37,6 +36,8 @@ class Pairs:
         The keys that the window lets the queries attend to: ``low <= j < high``.
     slopes : callable
         ALiBi's slopes.
+    functions : TileFunctions
+        The caller's own.
     """
 
     keys: Row
@@ -44,12 +45,17 @@ class Pairs:
     low: Row
     high: Row
     slopes: Row
+    functions: TileFunctions
 
 
 def apply_score_mods(
     c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, bias: Tile, grad: Tile | None
 ) -> None:
-    """Turn scaled products into scores; where asked, write the derivative by the products."""
+    """Turn scaled products into scores; where asked, write their derivatives.
+
+    That by the products goes to ``grad``, and that of the caller's own function to ``bias``, which
+    is read before.
+    """
     b = c.b
 
     def softcap() -> None:
@@ -70,7 +76,7 @@ def apply_score_mods(
             new = []
             given = zip(s.row(n), pairs.positions(n), pairs.keys(n), pairs.slopes(n), strict=True)
             for x, i, j, slope in given:
-                distance = b.sub(i, _wide(c, j))
+                distance = b.sub(i, c.wide(j))
                 negative = b.icmp_signed("<", distance, same(distance.type, 0))
                 size = b.select(negative, b.neg(distance), distance)
                 new.append(b.fsub(x, b.fmul(slope, b.sitofp(size, c.vector))))
@@ -81,9 +87,16 @@ def apply_score_mods(
     def add() -> None:
         c.loop(i64(0), rows, lambda n, _: s.put(n, list(map(b.fadd, s.row(n), bias.row(n)))))
 
+    def function(n: Any, _: Any) -> None:
+        new = pairs.functions.scores(n, s.row(n), grad=grad is not None)
+        for tile, row in zip((s, bias), new, strict=False):
+            tile.put(n, row)
+
     c.when(p.given("softcap"), softcap)
     c.when(p.given("alibi_slopes"), alibi)
     c.when(p.given("bias"), add)
+    if pairs.functions.modify:
+        c.loop(i64(0), rows, function)
 
 
 def mask_tile(c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, visible: Bits) -> None:
@@ -92,15 +105,19 @@ def mask_tile(c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, visible: Bit
     ``visible`` holds the dense mask and the block mask, if there are any.
     """
     b, minus_infinity = c.b, c.const(-math.inf)
-    unmasked, unbiased = (c.splat(b.not_(x)) for x in (masks_given(c, p), p.given("bias")))
+    may_mask = may_be_hidden(c, p, pairs.functions)
+    unmasked, unbiased = (c.splat(b.not_(x)) for x in (masks_given(c, p), may_mask))
 
     def body(n: Any, _: Any) -> None:
         scores, seen = [], []
-        for x, j, low, high, given in zip(
-            s.row(n), pairs.keys(n), pairs.low(n), pairs.high(n), visible.row(n), strict=True
+        given = visible.row(n)
+        if pairs.functions.mask:
+            given = list(map(b.and_, given, pairs.functions.visible(n)))
+        for x, j, low, high, stored in zip(
+            s.row(n), pairs.keys(n), pairs.low(n), pairs.high(n), given, strict=True
         ):
             inside = b.and_(b.icmp_signed(">=", j, low), b.icmp_signed("<", j, high))
-            inside = b.and_(inside, b.or_(unmasked, given))
+            inside = b.and_(inside, b.or_(unmasked, stored))
             finite = b.or_(unbiased, b.fcmp_unordered("!=", x, minus_infinity))
             inside = b.and_(inside, finite)
             scores.append(b.select(inside, x, minus_infinity))
@@ -111,8 +128,13 @@ def mask_tile(c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, visible: Bit
     c.loop(i64(0), rows, body)
 
 
+def may_be_hidden(c: Code, p: Params, functions: TileFunctions) -> Any:
+    """Whether a score may be -inf, which masks its pair out."""
+    return c.b.or_(p.given("bias"), same(I1, functions.modify))
+
+
 def masks_given(c: Code, p: Params) -> Any:
-    """Whether there is a mask that is stored: dense, or of blocks."""
+    """Whether there is a mask that is stored: dense, or of blocks, as there is of a function."""
     return c.b.or_(p.given("mask"), p.given("block_kinds"))
 
 
@@ -185,7 +207,3 @@ def _bias_run(c: Code, dtype: str, source: Any, step: Any, ahead: Any, count: An
     number = c.b.select(c.b.icmp_signed("==", step, i64(size_of(dtype))), i64(0), i64(2))
     number = c.b.select(c.b.icmp_signed("==", step, i64(0)), i64(1), number)
     c.choose(number, [side_by_side, alike, apart])
-
-
-def _wide(c: Code, x: Any) -> Any:
-    return c.b.sext(x, ir.VectorType(I64, c.lanes)) if c.size < 8 else x
