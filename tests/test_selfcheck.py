@@ -116,5 +116,5 @@ def test_the_script_for_the_sanitizer_reaches_every_option_and_dtype() -> None:
     calls = list(sanitize.calls(np.random.default_rng(0)))
     assert len(calls) >= 25
     used = set().union(*(options for *_, options in calls))
-    assert used == set(DRAW) - {"scale"}
+    assert used == set(DRAW) - {"scale"} | {"score_mod", "mask_mod", "aux"}
     assert {np.dtype(dtype) for dtype, *_ in calls} == set(DTYPES)

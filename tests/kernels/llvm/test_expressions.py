@@ -20,10 +20,11 @@ from tileattn.backends.llvm.arrays import as_inputs
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.nodes import Node, ordered
-from tileattn.kernels.llvm.blocks import EMPTY, FULL
 from tileattn.kernels.llvm.compile import host
-from tileattn.kernels.llvm.expressions import Functions, TileFunctions
+from tileattn.kernels.llvm.expressions import TileFunctions
+from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.instructions import I1, I8, I64, Code
+from tileattn.kernels.llvm.params import EMPTY, FULL
 from tileattn.kernels.llvm.target import Target
 from tileattn.problem import parse
 

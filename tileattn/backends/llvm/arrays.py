@@ -11,7 +11,7 @@ from tileattn.algorithm.block_mask import kinds_by_intervals
 from tileattn.algorithm.function_mask import BLOCK, extrema
 from tileattn.backends.addresses import address_of
 from tileattn.kernels.launch.block_sparse import once, partial_blocks
-from tileattn.kernels.llvm.blocks import EMPTY, FULL, UNKNOWN
+from tileattn.kernels.llvm.params import EMPTY, FULL, UNKNOWN
 from tileattn.problem import Operands, Problem
 
 Array = NDArray[Any]

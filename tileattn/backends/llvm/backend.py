@@ -13,7 +13,7 @@ from tileattn.backends.numpy.backend import is_array
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call_cache import PreparedCall
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16
-from tileattn.kernels.llvm.expressions import Functions
+from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.target import (
     DECODE_KEYS,
     DECODE_ROWS,

@@ -15,7 +15,7 @@ from tileattn.backends.llvm.arrays import Array, as_inputs, bias_gradient, bias_
 from tileattn.backends.llvm.execute import Executable
 from tileattn.backends.llvm.grids import divide
 from tileattn.call_cache import PreparedCall
-from tileattn.kernels.llvm.expressions import Functions
+from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.target import Target, padded
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients

@@ -15,7 +15,7 @@ from tileattn.backends.llvm.arrays import Array
 from tileattn.backends.llvm.grids import Division, Grid
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.llvm.compile import Function, functions
-from tileattn.kernels.llvm.expressions import Functions
+from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.params import ARRAYS, BIAS_DTYPES, COUNTER, strides_of, template
 from tileattn.kernels.llvm.target import Target, scratch_bytes
 from tileattn.problem import Problem

@@ -16,7 +16,8 @@ from tileattn.kernels.llvm.broadcast import BackwardBroadcast
 from tileattn.kernels.llvm.dot import BackwardDot
 from tileattn.kernels.llvm.dot_prepare import prepare
 from tileattn.kernels.llvm.dropout import keep_pairs
-from tileattn.kernels.llvm.expressions import Functions, TileFunctions
+from tileattn.kernels.llvm.expressions import TileFunctions
+from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.numerics import exp

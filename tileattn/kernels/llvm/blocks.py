@@ -1,16 +1,11 @@
-"""Algorithm layer: block masks; twin of ``algorithm/block_mask.py``.
-
-``block_kinds`` holds for each block FULL, EMPTY, UNKNOWN if a function decides about its pairs, or
-its number among the partial blocks, whose pairs are in ``block_bits``.
-"""
+"""Algorithm layer: block masks; twin of ``algorithm/block_mask.py``."""
 
 from typing import Any
 
 from tileattn.kernels.llvm.bits import ones, packed
 from tileattn.kernels.llvm.instructions import I1, I32, I64, Code, i64, same
 from tileattn.kernels.llvm.kernel import Params
-
-UNKNOWN, FULL, EMPTY = -3, -2, -1
+from tileattn.kernels.llvm.params import EMPTY, FULL
 
 
 def tile_kind(

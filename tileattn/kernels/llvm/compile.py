@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tileattn.kernels.jit import cache
-from tileattn.kernels.llvm.expressions import LIBRARY, NO_FUNCTIONS, Functions
+from tileattn.kernels.llvm.functions import LIBRARY, NO_FUNCTIONS, Functions
 from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, NEON, Target
 
 MEMORY = ("memset", "memcpy", "memmove")

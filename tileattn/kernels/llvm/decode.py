@@ -19,7 +19,8 @@ from llvmlite import ir
 from tileattn.kernels.llvm.bits import Bits
 from tileattn.kernels.llvm.blocks import tile_kind
 from tileattn.kernels.llvm.dropout import kept_keys
-from tileattn.kernels.llvm.expressions import Functions, TileFunctions
+from tileattn.kernels.llvm.expressions import TileFunctions
+from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.gemv import dots_of_rows, sums_of_rows
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch

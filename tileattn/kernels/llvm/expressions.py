@@ -5,63 +5,18 @@ floats of a score those of its sums, and floats of a mask are float64.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from llvmlite import ir
 
-from tileattn.expressions.derivative import derivatives
-from tileattn.expressions.nodes import Kind, Node, constant, ordered
+from tileattn.expressions.nodes import Kind, Node, ordered
 from tileattn.kernels.llvm import numerics
+from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.instructions import I1, I8, I64, POINTER, Code, i64, same
 
-_SCORE = Node("input", Kind.FLOAT, (), "s")
 _SMALLEST = -(1 << 63)
 _INTEGERS = {f"{u}int{n}": ir.IntType(n) for u in ("", "u") for n in (8, 16, 32, 64)}
 _FLOATS = {"float16": ir.HalfType(), "float32": ir.FloatType(), "float64": ir.DoubleType()}
-
-LIBRARY = ("exp", "log", "log2", "tanh", "sin", "cos", "pow")
-"""Functions of the C library, of float64: what there are no vectors for."""
-
-
-@dataclass(frozen=True)
-class Functions:
-    """The expressions of a module, and what is known of the arrays that they read.
-
-    Parameters
-    ----------
-    score_mod, mask_mod : Node or None
-        The expressions.
-    aux : tuple of (str, int)
-        Name of the dtype and number of axes of each array.
-    """
-
-    score_mod: Node | None = None
-    mask_mod: Node | None = None
-    aux: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def key(self) -> str:
-        """Text that tells these functions from all others."""
-        nodes = self.score_mod, self.mask_mod, self.derivative
-        return f"{[x and x.digest.hex() for x in nodes]} {self.aux}"
-
-    @cached_property
-    def derivative(self) -> Node:
-        """The derivative of the new score by the old one."""
-        found = {} if self.score_mod is None else derivatives(self.score_mod)
-        return found.get(_SCORE, constant(0.0))
-
-    def why_not(self) -> str | None:
-        """Say why a function is not served."""
-        learned = () if self.score_mod is None else derivatives(self.score_mod)
-        if any(x.op == "aux" for x in learned):
-            return "score_mod: there is no code for the gradients of aux"
-        return None
-
-
-NO_FUNCTIONS = Functions()
 
 
 class TileFunctions:

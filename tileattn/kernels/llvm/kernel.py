@@ -7,7 +7,7 @@ from llvmlite import ir
 
 from tileattn.kernels.llvm.bfloat16 import configure_tiles, release_tiles
 from tileattn.kernels.llvm.bits import Bits
-from tileattn.kernels.llvm.expressions import NO_FUNCTIONS, Functions
+from tileattn.kernels.llvm.functions import NO_FUNCTIONS, Functions
 from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64
 from tileattn.kernels.llvm.params import ARRAYS, FIELDS, FLOATS
 from tileattn.kernels.llvm.target import Target

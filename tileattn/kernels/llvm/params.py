@@ -30,6 +30,12 @@ BIAS_DTYPES = ("float16", "bfloat16", "float32", "float64")
 DBIAS_OF_TILES, DBIAS_OF_ROWS, DBIAS_OF_KEYS = 1, 2, 3
 """Values of ``dbias_kind``: what one task stores, a sum over keys, a sum over queries."""
 
+UNKNOWN, FULL, EMPTY = -3, -2, -1
+"""Kinds in ``block_kinds``: a function decides about the pairs, all are visible, none is.
+
+Other numbers count the partial blocks, whose pairs are in ``block_bits``.
+"""
+
 FLOATS = ("scale", "scale_power", "scale_rest", "softcap", "dropout_scale")
 INTEGERS = (
     "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "tasks", "quota", "blocks",
