@@ -157,7 +157,7 @@ def parameter_sums(P: Problem, x: Operands) -> dict[str | Node, ParameterSums]:
     if P.score_mod is not None and x.wants("aux"):
         for node in learned_elements(P.score_mod):
             shape = x.aux[aux_number(node)].shape
-            names = _own_axes(node, shape, P)
+            names = own_axes(node, shape, P)
             plain = [name for name in names if name is not None]
             if len(plain) == len(names) == len({*plain}):
                 sums[node] = ViewSums(shape, plain, P)
@@ -194,8 +194,8 @@ def groups_sharing_sums(
     return list(sharing.values())
 
 
-def _own_axes(node: Node, shape: Sequence[int], P: Problem) -> list[str | None]:
-    """For each axis, the index that goes along it and within it; None for any other."""
+def own_axes(node: Node, shape: Sequence[int], P: Problem) -> list[str | None]:
+    """Name for each axis the index that goes along it and within it; None stands for any other."""
     sizes = dict(zip(INDICES, (P.B, P.Hq, P.Nq, P.Nk), strict=True))
     return [
         str(x.value) if x.op == "input" and sizes[str(x.value)] <= n else None

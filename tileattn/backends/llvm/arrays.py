@@ -30,11 +30,19 @@ def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
         arrays["mask"] = x.mask
     arrays |= _blocks(P, x)
     if x.aux:
-        arrays["aux"] = _table(x.aux)
+        arrays["aux"] = aux_table(x.aux)
     for name in ("alibi_slopes", "sinks"):
         if getattr(x, name) is not None:
             arrays[name] = contiguous(np.asarray(getattr(x, name), P.accum_dtype))
     return arrays
+
+
+def aux_table(aux: Sequence[Array], more: Sequence[int] = ()) -> Array:
+    """Write down each array's address, and for each axis length and stride; then more numbers."""
+    numbers: list[int] = []
+    for x in aux:
+        numbers += [address_of(x), *itertools.chain(*zip(x.shape, x.strides, strict=True))]
+    return np.array([*numbers, *more], np.int64)
 
 
 def block_size(P: Problem, x: Operands) -> tuple[int, ...]:
@@ -64,35 +72,8 @@ def _blocks(P: Problem, x: Operands) -> dict[str, Array]:
     return {"block_kinds": np.array([EMPTY, UNKNOWN, FULL], np.int32)[found]}
 
 
-def _table(aux: Sequence[Array]) -> Array:
-    """Write down the address of each array, and the length and the stride of each axis."""
-    numbers: list[int] = []
-    for x in aux:
-        numbers += [address_of(x), *itertools.chain(*zip(x.shape, x.strides, strict=True))]
-    return np.array(numbers, np.int64)
-
-
 def contiguous(x: Array) -> Array:
     """Return the array, or a copy of it if its last axis is not contiguous, or nothing aligned."""
     if (x.strides[-1] == x.itemsize or x.shape[-1] <= 1) and x.flags.aligned:
         return x
     return x.copy("C")
-
-
-def bias_sums(P: Problem, bias: Array | None) -> Array | None:
-    """Make what dbias is summed in."""
-    if bias is None:
-        return None
-    b, h, n, m = bias.shape
-    if m == 1:
-        return np.zeros((P.B, P.Hq, P.Nq, 1), P.accum_dtype)
-    if n == 1:
-        return np.zeros((P.B, P.Hq, 1, P.Nk), P.accum_dtype)
-    return np.zeros((b, h, n, m), P.accum_dtype)
-
-
-def bias_gradient(bias: Array, sums: Array) -> Array:
-    """Sum over the axes along which the bias is broadcast."""
-    axes = tuple(axis for axis in range(4) if bias.shape[axis] != sums.shape[axis])
-    total = sums.sum(axis=axes, keepdims=True) if axes else sums
-    return total.astype(bias.dtype, copy=False)

@@ -9,11 +9,11 @@ from tileattn.backends.llvm import dot
 from tileattn.backends.llvm.arrays import Array
 from tileattn.backends.llvm.call import LlvmCall
 from tileattn.backends.llvm.grids import forward_work, is_parallel
+from tileattn.backends.llvm.parameter_gradient import layouts
 from tileattn.backends.numpy.backend import is_array
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call_cache import PreparedCall
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16
-from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.target import (
     DECODE_KEYS,
     DECODE_ROWS,
@@ -83,7 +83,7 @@ class LlvmBackend:
             n = getattr(problem, name)
             if n > _LONGEST:
                 return f"{name} is {n:,}, and the kernels take up to {_LONGEST:,} queries and keys"
-        return Functions(problem.score_mod, problem.mask_mod).why_not()
+        return None
 
     def prepare(self, problem: Problem) -> PreparedCall:
         """Give what runs the calls of one signature, and remembers their parameters."""
@@ -121,6 +121,7 @@ class LlvmBackend:
             forward = min(DECODE_ROWS, max(1, P.group * P.Nq)), DECODE_KEYS
         tiles, moved, traffic = explained(P, operands, forward, backward)
         parallel = is_parallel(forward_work(P, kernel))
+        learned = len(layouts(P, operands))
         many = "few" if kernel == "decode" else "enough for vectors"
         return Explanation(
             backend=self.name,
@@ -129,7 +130,7 @@ class LlvmBackend:
             backward_tile=backward,
             workers=threads.worker_count() if parallel else 1,
             scratch_bytes=max(
-                scratch_bytes(name, target, P.dtype, P.accum_dtype, P.D, P.Dv)
+                scratch_bytes(name, target, P.dtype, P.accum_dtype, P.D, P.Dv, learned)
                 for name in (kernel, "backward")
             ),
             tiles=tiles,

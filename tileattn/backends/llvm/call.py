@@ -11,9 +11,16 @@ from tileattn.algorithm.parameter_gradient import aux_gradients
 from tileattn.algorithm.residuals import Residuals, rounding_of_lse, row_norms
 from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
-from tileattn.backends.llvm.arrays import Array, as_inputs, bias_gradient, bias_sums, contiguous
+from tileattn.backends.llvm.arrays import Array, as_inputs, aux_table, contiguous
 from tileattn.backends.llvm.execute import Executable
 from tileattn.backends.llvm.grids import divide
+from tileattn.backends.llvm.parameter_gradient import (
+    bias_gradient,
+    bias_sums,
+    element_sums,
+    layouts,
+    places,
+)
 from tileattn.call_cache import PreparedCall
 from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.target import Target, padded
@@ -86,6 +93,10 @@ class LlvmCall(PreparedCall):
         dbias = bias_sums(P, x.bias)
         others = {"dlse": None if dlse is None else contiguous(dlse), "dbias": dbias}
         arrays |= {name: given for name, given in others.items() if given is not None}
+        learned = layouts(P, x)
+        sums = element_sums(learned)
+        if learned:
+            arrays["aux"] = aux_table(x.aux, places(learned, sums))
         self._run("backward", x, arrays, targets)
         with np.errstate(all="ignore"):
             return Gradients(
@@ -94,7 +105,7 @@ class LlvmCall(PreparedCall):
                 arrays["dv"],
                 None if dbias is None else bias_gradient(x.bias, dbias),
                 None if x.sinks is None else spec.sink_gradient(x.sinks, saved),
-                aux_gradients(x, {}),
+                aux_gradients(x, sums),
             )
 
     def _run(
@@ -111,13 +122,15 @@ class LlvmCall(PreparedCall):
         self, name: str, target: Target, x: Operands, arrays: Mapping[str, Array]
     ) -> Executable:
         """Find or make it; an array that is not aligned was copied, and has other strides."""
-        aux = tuple((array.dtype.name, array.ndim) for array in x.aux)
-        key = name, target.dot, aux, *(array.strides for array in arrays.values())
+        aux = tuple((array.dtype.name, array.shape) for array in x.aux)
+        learning = name == "backward" and x.wants("aux")
+        key = name, target.dot, aux, learning, *(array.strides for array in arrays.values())
         executable = self._executables.get(key)
         if executable is None:
             P = self.problem
             division = divide(name, P, target, x, arrays, self.backend.split_keys)
-            own = Functions(P.score_mod, P.mask_mod, aux)
+            facts = tuple((dtype, len(shape)) for dtype, shape in aux)
+            own = Functions(P.score_mod, P.mask_mod, facts, learning)
             executable = Executable(name, target, P, arrays, division, own)
             self._executables[key] = executable
         return executable

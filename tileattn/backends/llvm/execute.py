@@ -23,6 +23,7 @@ from tileattn.problem import Problem
 _END = 1 << 62  # beyond all tasks
 _FAR = 1 << 61  # further than positions may be from one another
 _ALIGNMENT = 64
+_KEPT = 1 << 24  # bytes of scratch memory that outlast a call
 
 _SLOT = {name: slot for slot, name in enumerate(ARRAYS)}
 _COUNTER = COUNTER // 8
@@ -58,7 +59,8 @@ class Executable:
         own: Functions,
     ) -> None:
         dtypes = P.dtype, P.accum_dtype
-        self._scratch_bytes = scratch_bytes(name, target, *dtypes, P.D, P.Dv)
+        tiles = scratch_bytes(name, target, *dtypes, P.D, P.Dv, len(own.learned))
+        self._scratch_bytes = tiles + division.own_bytes
         self._workspace = division.workspace
         fields = division.values | _numbers(P)
         for key, array in {**arrays, **self._workspace()}.items():
@@ -125,7 +127,8 @@ class Executable:
         at = ctypes.addressof(block)
         while block[_COUNTER] < tasks:
             function(at, at + COUNTER, scratch.address)
-        idle.append(scratch)
+        if scratch.size <= _KEPT:
+            idle.append(scratch)
 
 
 @functools.cache

@@ -7,8 +7,9 @@ import numpy as np
 
 from tileattn.backends.llvm import dot
 from tileattn.backends.llvm.arrays import Array, block_size
+from tileattn.backends.llvm.parameter_gradient import layouts, sharing
 from tileattn.backends.threads import worker_count
-from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES, DOT_ARRAYS
+from tileattn.kernels.llvm.params import DOT_ARRAYS
 from tileattn.kernels.llvm.target import DECODE_ROWS, ROWS, Target, padded, state_bytes
 from tileattn.problem import Operands, Problem
 
@@ -26,11 +27,24 @@ class Grid(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The work of a module: parameters, a grid for each function, and memory of a call."""
+    """The work of a module.
+
+    Parameters
+    ----------
+    values : dict of str to int
+        Parameters.
+    grids : list of Grid
+        One for each function.
+    workspace : callable
+        Makes the memory of a call.
+    own_bytes : int
+        What a worker needs beside its tiles.
+    """
 
     values: dict[str, int]
     grids: list[Grid]
     workspace: Callable[[], dict[str, Array]]
+    own_bytes: int = 0
 
 
 def forward_work(P: Problem, kernel: str = "forward") -> int:
@@ -49,12 +63,13 @@ def divide(
 ) -> Division:
     """Divide the work of a kernel that reads the named arrays."""
     if kernel == "decode":
-        values, grids, workspace = _decode(P, target, x, split_keys)
+        division = _decode(P, target, x, split_keys)
     else:
-        values, grids, workspace = (_forward if kernel == "forward" else _backward)(P, target, x)
-    values |= dict(zip(("block_q", "block_k"), block_size(P, x), strict=False))
+        division = (_forward if kernel == "forward" else _backward)(P, target, x)
+    division.values.update(zip(("block_q", "block_k"), block_size(P, x), strict=False))
     if not target.dot:
-        return Division(values, grids, workspace)
+        return division
+    values, grids, workspace, _ = division
     blocks = sum(dot.blocks(P, operand) for operand in DOT_ARRAYS if operand in arrays)
     prepare = _grid(blocks, forward_work(P))
     return Division(values, [prepare, *grids], lambda: workspace() | dot.workspace(P, kernel))
@@ -98,40 +113,20 @@ def splits(P: Problem, x: Operands, keys: int) -> int:
 def _backward(P: Problem, target: Target, x: Operands) -> Division:
     """Let a task have the keys of a block, and before and after it some rows."""
     blocks = -(-P.Nk // target.width(P.accum_dtype.itemsize))
-    tasks, sharing = P.B * P.Hkv * blocks, _sharing(P, x)
+    tasks, shared = P.B * P.Hkv * blocks, sharing(P, x)
 
     def workspace() -> dict[str, Array]:
         return {"semaphore": np.zeros(max(1, tasks), np.int64)}
 
     columns = padded(target, P.accum_dtype.itemsize, P.D)
     rows = _grid(P.B * P.Hq * -(-P.Nq // ROWS), P.B * P.Hq * P.Nq * (P.D + P.Dv))
-    keys = _grid(tasks // max(1, sharing["sharing"]), forward_work(P))
+    keys = _grid(tasks // max(1, shared["sharing"]), forward_work(P))
     chains = min(worker_count(), keys.threads)
-    values = {"blocks": blocks, "chains": chains, "dq_columns": columns, **sharing}
-    return Division(values, [rows, keys, rows], workspace)
+    values = {"blocks": blocks, "chains": chains, "dq_columns": columns, **shared}
+    own_bytes = sum(layout.own_bytes for layout in layouts(P, x))
+    return Division(values, [rows, keys, rows], workspace, own_bytes)
 
 
 def _grid(tasks: int, work: int) -> Grid:
     quota = max(1, tasks * _QUOTA // max(1, work))
     return Grid(tasks, tasks if is_parallel(work) else 1, quota)
-
-
-def _sharing(P: Problem, x: Operands) -> dict[str, int]:
-    """Say how dbias is summed, and which key heads share a task."""
-    alone = {"sharing": 1, "sharing_step": 0, "group_step": 1, "dbias_kind": 0}
-    if x.bias is None:
-        return alone
-    b, h, n, m = x.bias.shape
-    if m == 1:
-        return alone | {"dbias_kind": DBIAS_OF_ROWS}
-    if n == 1:
-        return alone | {"dbias_kind": DBIAS_OF_KEYS}
-    shared = alone | {"dbias_kind": DBIAS_OF_TILES}
-    over_batch, over_heads = b < P.B, h < P.Hq
-    if over_heads:
-        shared |= {"sharing": P.Hkv, "sharing_step": 1, "group_step": P.Hkv}
-    if over_batch:
-        shared |= {"sharing": P.B, "sharing_step": P.Hkv, "group_step": 1}
-    if over_batch and over_heads:
-        shared |= {"sharing": P.B * P.Hkv, "sharing_step": 1}
-    return shared

@@ -21,8 +21,10 @@ from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.numerics import exp
+from tileattn.kernels.llvm.parameter_gradient import ElementSums
 from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES
 from tileattn.kernels.llvm.scores import (
+    Grads,
     Pairs,
     apply_score_mods,
     load_bias,
@@ -88,6 +90,8 @@ class _Block:
         self.visible, self.keep = memory.bits(ROWS), memory.bits(ROWS)
         operands = BackwardDot if kernel.target.dot else BackwardBroadcast
         self.operands = operands(kernel, c, p, memory, keys, used)
+        self.elements = ElementSums(kernel.functions, c, p, memory, keys)
+        self.grads = Grads(self.grad, self.bias, self.elements)  # the bias is read before
 
     def emit(self) -> None:
         c, b, p = self.c, self.c.b, self.p
@@ -105,6 +109,7 @@ class _Block:
 
         c.loop(i64(0), p.sharing, body)
         self.wait(i64(_END - 1))
+        self.elements.finish()
         self.publish(i64(_END))
 
     def key_head(self) -> None:
@@ -193,6 +198,7 @@ class _Block:
         wait = partial(self.wait, order)
         self.operands.add_gradients(weights, grad, self.visible, masked, wait)
         self.add_dbias(h, i0, n)
+        self.elements.add(n)
         self.publish(b.add(order, i64(1)))
 
     def probabilities(self, h: Any, i0: Any, n: Any) -> Any:
@@ -225,7 +231,7 @@ class _Block:
         functions = TileFunctions(c, p, self.kernel.functions, indices)
         pairs = Pairs(lambda _: keys, lambda r: alike(position(r)), low, high, slope, functions)
         c.when(p.given("bias"), lambda: self.load_bias(h, i0, n))
-        apply_score_mods(c, p, self.s, n, pairs, self.bias, self.grad)
+        apply_score_mods(c, p, self.s, n, pairs, self.bias, self.grads)
         last = b.add(i0, b.sub(n, i64(1)))
         inside = c.all([
             b.icmp_signed("<=", b.add(self.k0, self.keys), self.length),
@@ -266,6 +272,7 @@ class _Block:
             pairs = zip(self.s.row(r), self.ds.row(r), strict=True)
             ds = [b.fmul(x, b.fsub(y, delta)) for x, y in pairs]
             if self.kernel.functions.score_mod is not None:
+                self.elements.multiply(r, ds)
                 ds = list(map(b.fmul, ds, self.bias.row(r)))
             self.ds.put(r, ds)
 
@@ -274,7 +281,7 @@ class _Block:
 
         def clear(r: Any, _: Any) -> None:
             seen = self.visible.row(r)
-            for tile in (self.s, self.kept, self.ds, self.grad):
+            for tile in (self.s, self.kept, self.ds, self.grad, *self.elements.tiles):
                 tile.put(r, [b.select(z, x, zero) for z, x in zip(seen, tile.row(r), strict=True)])
 
         c.loop(i64(0), n, body)

@@ -214,7 +214,7 @@ class _Split:
         c, b, p = self.c, self.c.b, self.p
         c.when(p.given("bias"), lambda: self.load_bias(k0, n))
         pairs = self.pairs(k0, b.add(k0, n))
-        apply_score_mods(c, p, self.s, self.score_vectors, pairs, self.bias, None)
+        apply_score_mods(c, p, self.s, self.score_vectors, pairs, self.bias)
         masked = b.not_(c.all([
             b.icmp_signed("==", n, i64(DECODE_KEYS)),
             b.icmp_signed(">=", k0, self.full[0]),

@@ -11,7 +11,7 @@ from llvmlite import ir
 
 from tileattn.expressions.nodes import Kind, Node, ordered
 from tileattn.kernels.llvm import numerics
-from tileattn.kernels.llvm.functions import Functions
+from tileattn.kernels.llvm.functions import Functions, slots
 from tileattn.kernels.llvm.instructions import I1, I8, I64, POINTER, Code, i64, same
 
 _SMALLEST = -(1 << 63)
@@ -28,7 +28,7 @@ class TileFunctions:
         Where instructions go.
     p : Params
         Whose field ``aux`` is the address of a table: for each array its address, and for each of
-        its axes the length and the stride in bytes.
+        its axes the length and the stride in bytes; see `slots`.
     functions : Functions
         What is emitted.
     indices : callable
@@ -51,18 +51,40 @@ class TileFunctions:
         return self._functions.mask_mod is not None
 
     def scores(self, n: Any, row: list[Any], *, grad: bool) -> list[list[Any]]:
-        """Give new scores of a row; where asked, then the derivatives by the old ones."""
-        outputs = [self._functions.score_mod] + [self._functions.derivative] * grad
+        """Give new scores of a row; where asked, then the derivatives.
+
+        Those are by the old scores, and by each learned element.
+        """
+        functions, outputs = self._functions, [self._functions.score_mod]
+        if grad:
+            outputs += [functions.derivative, *functions.learned.values()]
         found = [
-            self._evaluate(outputs, {**inputs, "s": s}, self._c.scalar)
-            for s, inputs in zip(row, self._indices(n), strict=True)
+            [_vector(self._c, x) for x in self._evaluate(outputs, inputs, self._c.scalar)]
+            for inputs in self._inputs(n, row)
         ]
+        return [list(x) for x in zip(*found, strict=True)]
+
+    def elements(self, n: Any, row: list[Any]) -> list[list[Any]]:
+        """Give the number in its array of each learned element that a row reads.
+
+        One number is that of all lanes.
+        """
+        learned = list(self._functions.learned)
+        nodes = [index for node in learned for index in node.inputs]
+        found = []
+        for inputs in self._inputs(n, row):
+            indices = iter(self._evaluate(nodes, inputs, self._c.scalar))
+            found.append([self._number(x, [next(indices) for _ in x.inputs]) for x in learned])
         return [list(x) for x in zip(*found, strict=True)]
 
     def visible(self, n: Any) -> list[Any]:
         """Whether the pairs of a row are visible."""
         outputs = [self._functions.mask_mod]
-        return [self._evaluate(outputs, x, ir.DoubleType())[0] for x in self._indices(n)]
+        found = [self._evaluate(outputs, x, ir.DoubleType()) for x in self._indices(n)]
+        return [_vector(self._c, x) for (x,) in found]
+
+    def _inputs(self, n: Any, row: list[Any]) -> list[dict[str, Any]]:
+        return [{**x, "s": s} for s, x in zip(row, self._indices(n), strict=True)]
 
     def _evaluate(
         self, outputs: Sequence[Node | None], inputs: Mapping[str, Any], real: Any
@@ -81,23 +103,42 @@ class TileFunctions:
                 values[node] = _cast(c, given[0], node, real)
             else:
                 values[node] = _apply(c, node, given)
-        return [_vector(c, values[x]) for x in wanted]
+        return [values[x] for x in wanted]
 
-    def _element(self, node: Node, indices: list[Any], real: Any) -> Any:
-        """Load an element of an array for each lane; indices past an end are the nearest."""
+    def _axes(self, node: Node, indices: list[Any]) -> tuple[Any, list[tuple[Any, Any, Any]]]:
+        """Give an array's address, and for each axis index, length and stride.
+
+        Indices past an end are the nearest.
+        """
         c, b = self._c, self._c.b
-        number = int(node.value or 0)
-        slot = sum(1 + 2 * axes for _, axes in self._functions.aux[:number])
-        first, *sizes = (
-            c.load(c.at(self._p.aux, 8 * (slot + n)), I64) for n in range(1 + 2 * len(indices))
+        first = slots(self._functions.aux[: int(node.value or 0)])
+        start, *facts = (
+            c.load(c.at(self._p.aux, 8 * (first + n)), I64) for n in range(1 + 2 * len(indices))
         )
-        place: Any = first
-        for given, length, step in zip(indices, sizes[::2], sizes[1::2], strict=True):
-            index, zero, last, stride = _alike(c, given, i64(0), b.sub(length, i64(1)), step)
+        axes = []
+        for given, length, stride in zip(indices, facts[::2], facts[1::2], strict=True):
+            index, zero, last = _alike(c, given, i64(0), b.sub(length, i64(1)))
             index = b.select(b.icmp_signed(">", index, zero), index, zero)
             index = b.select(b.icmp_signed("<", index, last), index, last)
-            place = b.add(*_alike(c, place, b.mul(index, stride)))
-        dtype = self._functions.aux[number][0]
+            axes.append((index, length, stride))
+        return start, axes
+
+    def _number(self, node: Node, indices: list[Any]) -> Any:
+        """Give the number of an element in its array."""
+        c, b = self._c, self._c.b
+        number: Any = i64(0)
+        for index, length, _ in self._axes(node, indices)[1]:
+            number = b.mul(*_alike(c, number, length))
+            number = b.add(*_alike(c, number, index))
+        return number
+
+    def _element(self, node: Node, indices: list[Any], real: Any) -> Any:
+        """Load an element of an array for each lane."""
+        c, b = self._c, self._c.b
+        place, axes = self._axes(node, indices)
+        for index, _, stride in axes:
+            place = b.add(*_alike(c, place, b.mul(*_alike(c, index, stride))))
+        dtype = self._functions.aux[int(node.value or 0)][0]
 
         def load(at: Any) -> Any:
             return _load(c, dtype, b.inttoptr(at, POINTER), real)

@@ -204,7 +204,7 @@ class _Block:
         self.operands.scores(k0, n, self.s, b.or_(masked, modified))
 
         c.when(p.given("bias"), lambda: self.load_bias(k0, n))
-        apply_score_mods(c, p, self.s, n, pairs, self.bias, None)
+        apply_score_mods(c, p, self.s, n, pairs, self.bias)
 
         def mask() -> None:
             c.when(masks_given(c, p), lambda: self.load_masks(k0, n))

@@ -1,5 +1,6 @@
 """The caller's own functions of a module of code: what its key in the cache is made of."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,30 +23,40 @@ class Functions:
         The expressions.
     aux : tuple of (str, int)
         Name of the dtype and number of axes of each array.
+    learning : bool
+        Whether gradients of the arrays are asked for.
     """
 
     score_mod: Node | None = None
     mask_mod: Node | None = None
     aux: tuple[tuple[str, int], ...] = ()
+    learning: bool = False
 
     @property
     def key(self) -> str:
         """Text that tells these functions from all others."""
         nodes = self.score_mod, self.mask_mod, self.derivative
-        return f"{[x and x.digest.hex() for x in nodes]} {self.aux}"
+        return f"{[x and x.digest.hex() for x in nodes]} {self.aux} {self.learning}"
 
     @cached_property
     def derivative(self) -> Node:
         """The derivative of the new score by the old one."""
-        found = {} if self.score_mod is None else derivatives(self.score_mod)
-        return found.get(_SCORE, constant(0.0))
+        return self._derivatives.get(_SCORE, constant(0.0))
 
-    def why_not(self) -> str | None:
-        """Say why a function is not served."""
-        learned = () if self.score_mod is None else derivatives(self.score_mod)
-        if any(x.op == "aux" for x in learned):
-            return "score_mod: there is no code for the gradients of aux"
-        return None
+    @cached_property
+    def learned(self) -> Mapping[Node, Node]:
+        """The elements of arrays whose gradients are asked for, and the derivatives by them."""
+        found = self._derivatives.items() if self.learning else ()
+        return {x: derivative for x, derivative in found if x.op == "aux"}
+
+    @cached_property
+    def _derivatives(self) -> Mapping[Node, Node]:
+        return {} if self.score_mod is None else derivatives(self.score_mod)
 
 
 NO_FUNCTIONS = Functions()
+
+
+def slots(aux: Sequence[tuple[str, int]]) -> int:
+    """Count the numbers of a table that some arrays take: an address, and two for each axis."""
+    return sum(1 + 2 * axes for _, axes in aux)

@@ -16,6 +16,7 @@ from tileattn.kernels.llvm.expressions import TileFunctions
 from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
 from tileattn.kernels.llvm.kernel import Kernel, Params
 from tileattn.kernels.llvm.numerics import tanh
+from tileattn.kernels.llvm.parameter_gradient import ElementSums
 from tileattn.kernels.llvm.params import BIAS_DTYPES
 from tileattn.kernels.llvm.tile import Tile, size_of
 
@@ -48,14 +49,29 @@ class Pairs:
     functions: TileFunctions
 
 
-def apply_score_mods(
-    c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, bias: Tile, grad: Tile | None
-) -> None:
-    """Turn scaled products into scores; where asked, write their derivatives.
+@dataclass(frozen=True, slots=True)
+class Grads:
+    """Where the derivatives of a tile's scores go.
 
-    That by the products goes to ``grad``, and that of the caller's own function to ``bias``, which
-    is read before.
+    Parameters
+    ----------
+    softcap : Tile
+        Those of the soft cap.
+    function : Tile
+        Those of the caller's own function by the score before it.
+    elements : ElementSums
+        Those by elements of the caller's arrays.
     """
+
+    softcap: Tile
+    function: Tile
+    elements: ElementSums
+
+
+def apply_score_mods(
+    c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, bias: Tile, grad: Grads | None = None
+) -> None:
+    """Turn scaled products into scores; where asked, write their derivatives."""
     b = c.b
 
     def softcap() -> None:
@@ -67,7 +83,7 @@ def apply_score_mods(
             s.put(n, [b.fmul(x, cap) for x in t])
             if grad is not None:
                 one = c.const(1.0)
-                grad.put(n, [c.fma(b.fneg(x), x, one) for x in t])
+                grad.softcap.put(n, [c.fma(b.fneg(x), x, one) for x in t])
 
         c.loop(i64(0), rows, body)
 
@@ -88,9 +104,12 @@ def apply_score_mods(
         c.loop(i64(0), rows, lambda n, _: s.put(n, list(map(b.fadd, s.row(n), bias.row(n)))))
 
     def function(n: Any, _: Any) -> None:
-        new = pairs.functions.scores(n, s.row(n), grad=grad is not None)
-        for tile, row in zip((s, bias), new, strict=False):
-            tile.put(n, row)
+        old = s.row(n)
+        new = pairs.functions.scores(n, old, grad=grad is not None)
+        if grad is not None:
+            grad.elements.keep(n, new[2:], pairs.functions.elements(n, old))
+            grad.function.put(n, new[1])
+        s.put(n, new[0])
 
     c.when(p.given("softcap"), softcap)
     c.when(p.given("alibi_slopes"), alibi)

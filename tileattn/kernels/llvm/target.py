@@ -128,9 +128,13 @@ def state_bytes(target: Target, size: int, Dv: int) -> int:
 
 
 def scratch_bytes(
-    name: str, target: Target, dtype: np.dtype[Any], accum_dtype: np.dtype[Any], D: int, Dv: int
-) -> int:
-    """Count the scratch memory of a worker, as the kernels hand it out."""
+    name: str, target: Target, dtype: np.dtype[Any], accum_dtype: np.dtype[Any], D: int, Dv: int,
+    learned: int = 0,
+) -> int:  # fmt: skip
+    """Count the scratch memory of a worker, as the kernels hand it out.
+
+    ``learned`` is how many elements of the caller's arrays a pair reads.
+    """
     size, width = accum_dtype.itemsize, target.width(accum_dtype.itemsize)
     if name == "decode":
         vectors = DECODE_KEYS * size // target.vector_bytes
@@ -140,7 +144,7 @@ def scratch_bytes(
         words = 8 * 2 * target.keys
         common = 4 + ROW_FACTS + 3 * target.keys + 8 // size
     else:
-        words, common = 8 * 2 * ROWS, 5 * ROWS + 3
+        words, common = 8 * 2 * ROWS, 5 * ROWS + 3 + learned * ROWS * (1 + 8 // size)
     if target.dot:
         return words + size * common * width + _dot_bytes(name, target, D, Dv)
     if name == "forward":

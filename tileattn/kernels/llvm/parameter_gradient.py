@@ -1,0 +1,170 @@
+"""Algorithm layer: gradients of elements of the caller's arrays; twin of ``parameter_gradient.py``.
+
+The table behind field ``aux`` ends with two numbers for each learned element: the address of the
+sums of its array, in float64, and where in memory of its own a task adds to sums of its own; -1
+where it adds to those of the array. A task adds its own to the array's at its end, when all earlier
+tasks have done so.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from tileattn.kernels.llvm.functions import Functions, slots
+from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64, same
+from tileattn.kernels.llvm.kernel import Params, Scratch
+from tileattn.kernels.llvm.target import ROWS
+from tileattn.kernels.llvm.tile import Tile
+
+_SUM = ir.DoubleType()
+_BYTES = 8  # of a sum, and of the number of an element
+
+
+class ElementSums:
+    """What a task adds to the gradients of elements.
+
+    Parameters
+    ----------
+    functions : Functions
+        The caller's own.
+    c : Code
+        Where instructions go.
+    p : Params
+        Parameters of the call.
+    memory : Scratch
+        Its end is that of the task's own sums.
+    keys : integer
+        Keys of a tile.
+    """
+
+    def __init__(
+        self, functions: Functions, c: Code, p: Params, memory: Scratch, keys: Any
+    ) -> None:
+        first = slots(functions.aux)
+        tables = [c.at(p.aux, _BYTES * (first + 2 * n)) for n, _ in enumerate(functions.learned)]
+        self._sums = [_Sums(c, table, memory, keys) for table in tables]
+        own = memory.rows(0, i64(0))
+        for sums in self._sums:
+            sums.place(own)
+
+    @property
+    def tiles(self) -> list[Tile]:
+        """The derivatives of a tile's scores, or dS times them."""
+        return [sums.tile for sums in self._sums]
+
+    def keep(self, r: Any, derivatives: list[list[Any]], elements: list[list[Any]]) -> None:
+        """Keep the derivatives of a row by its elements, and their numbers."""
+        for sums, by, numbers in zip(self._sums, derivatives, elements, strict=True):
+            sums.tile.put(r, by)
+            sums.number(r, numbers)
+
+    def multiply(self, r: Any, ds: list[Any]) -> None:
+        """Multiply the derivatives of a row by the gradient of its scores."""
+        for tile in self.tiles:
+            tile.put(r, list(map(tile.c.b.fmul, ds, tile.row(r))))
+
+    def add(self, rows: Any) -> None:
+        """Add the sums of one tile; earlier tasks are done with its queries."""
+        for sums in self._sums:
+            sums.add(rows)
+
+    def finish(self) -> None:
+        """End the sums of the task; earlier tasks are done with all queries."""
+        for sums in self._sums:
+            sums.finish()
+
+
+class _Sums:
+    """The sums of one element; the task's own are those from number ``first`` to ``stop``."""
+
+    def __init__(self, c: Code, table: Any, memory: Scratch, keys: Any) -> None:
+        self._c, self._keys = c, keys
+        self.tile = memory.tile(ROWS)
+        self._vectors = len(self.tile.vectors)
+        self._columns = self._vectors * c.lanes
+        self._numbers = memory.rows(ROWS, i64(self._columns * _BYTES // c.size))
+        self._whole, self._at = c.load(table, POINTER), c.load(c.at(table, _BYTES), I64)
+        self._first, self._stop = (c.variable(I64, i64(0)) for _ in range(2))
+        self._alike = False
+
+    def place(self, own: Any) -> None:
+        """Say where the tasks' own sums are."""
+        self._own = self._c.at(own, self._at)
+
+    def number(self, r: Any, numbers: list[Any]) -> None:
+        """Keep the numbers of the elements of a row."""
+        c = self._c
+        self._alike = not any(isinstance(x.type, ir.VectorType) for x in numbers)
+        for v, x in enumerate(numbers):
+            wide = x if isinstance(x.type, ir.VectorType) else c.splat(x)
+            c.store(wide, self._at_row(r, v))
+
+    def add(self, rows: Any) -> None:
+        c, b = self._c, self._c.b
+        apart = b.icmp_signed(">=", self._at, i64(0))
+        c.when(apart, lambda: self._reach(rows))
+        sums = b.select(apart, self._own, self._whole)
+
+        def add(number: Any, x: Any) -> None:
+            to = c.at(sums, b.mul(number, i64(_BYTES)))
+            wide = x if c.size == _BYTES else b.fpext(x, _SUM)
+            c.store(b.fadd(c.load(to, _SUM), wide), to)
+
+        def row(r: Any, _: Any) -> None:
+            if self._alike:
+                first, *others = self.tile.row(r)
+                for x in others:
+                    first = b.fadd(first, x)
+                add(c.load(self._at_row(r), I64), c.sum(first))
+                return
+
+            def pair(j: Any, _: Any) -> None:
+                number = c.load(c.at(self._at_row(r), b.mul(j, i64(_BYTES))), I64)
+                add(number, c.load(c.at(self.tile.at(r), c.bytes_of(j)), c.scalar))
+
+            c.loop(i64(0), self._keys, pair)
+
+        c.loop(i64(0), rows, row)
+
+    def finish(self) -> None:
+        c, b = self._c, self._c.b
+
+        def add(n: Any, _: Any) -> None:
+            to, x = (c.at(start, b.mul(n, i64(_BYTES))) for start in (self._whole, self._own))
+            c.store(b.fadd(c.load(to, _SUM), c.load(x, _SUM)), to)
+
+        c.loop(b.load(self._first, typ=I64), b.load(self._stop, typ=I64), add)
+
+    def _at_row(self, r: Any, v: int = 0) -> Any:
+        c = self._c
+        offset = c.b.mul(r, i64(self._columns * _BYTES))
+        return c.at(self._numbers, offset, v * c.lanes * _BYTES)
+
+    def _reach(self, rows: Any) -> None:
+        """Set the task's own sums of elements to 0 that no tile before this one has had."""
+        c, b = self._c, self._c.b
+        kind = ir.VectorType(I64, c.lanes)
+
+        def row(r: Any, ends: list[Any]) -> list[Any]:
+            low, high = ends
+            for v in range(self._vectors):
+                x = c.load(self._at_row(r, v), kind)
+                low, high = c.smaller(low, x), c.larger(high, x)
+            return [low, high]
+
+        most = (1 << 63) - 1
+        ends = c.loop(i64(0), rows, row, [same(kind, most), same(kind, -1)])
+        low, last = c.fold(ends[0], c.smaller), c.fold(ends[1], c.larger)
+        high = b.add(last, i64(1))
+        first, stop = (b.load(x, typ=I64) for x in (self._first, self._stop))
+        none = b.icmp_signed("==", first, stop)
+        first, stop = (b.select(none, low, x) for x in (first, stop))
+        low, high = c.smaller(low, first), c.larger(high, stop)
+
+        def clear(n: Any, _: Any) -> None:
+            c.store(ir.Constant(_SUM, 0.0), c.at(self._own, b.mul(n, i64(_BYTES))))
+
+        c.loop(low, first, clear)
+        c.loop(stop, high, clear)
+        b.store(low, self._first)
+        b.store(high, self._stop)
