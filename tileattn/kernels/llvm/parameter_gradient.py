@@ -33,7 +33,7 @@ class ElementSums:
         Parameters of the call.
     memory : Scratch
         Its end is that of the task's own sums.
-    keys : integer
+    keys : int
         Keys of a tile.
     """
 
