@@ -65,8 +65,8 @@ def test_the_gallery_in_less_precision(runner: Runner, name: str, dtype: Any) ->
 @pytest.mark.parametrize("score", SCORES)
 @settings(max_examples=6)
 @given(data=st.data())
-def test_functions_with_any_other_options(runner: Runner, score: str, data: Any) -> None:
-    able(runner, GALLERY[score])
+def test_functions_with_any_other_options(backend: Runner, score: str, data: Any) -> None:
+    able(backend, GALLERY[score])
     case = data.draw(problems(max_length=80, edges=False))
     batch, heads, Nq = (1, 1, *case.q.shape)[-4:-1]
     of_score, of_mask = (
@@ -78,5 +78,5 @@ def test_functions_with_any_other_options(runner: Runner, score: str, data: Any)
         return of_mask["mask_mod"](b, h, i, j)
 
     options = case.options | of_score | {"mask_mod": mask_mod}
-    assume(runner.why_not(case.q, case.k, case.v, options) is None)
-    check(runner, case._replace(options=options))
+    assume(backend.why_not(case.q, case.k, case.v, options) is None)
+    check(backend, case._replace(options=options))
