@@ -101,7 +101,7 @@ def own_imports(path: Path) -> set[str]:
 # What each module may import. A package stands for its modules that have no row of their own; they
 # may import one another.
 LEAVES = {"validation", "dtypes", "errors", "results"}
-FACTS = LEAVES | {"algorithm.block_mask", "expressions", "problem"}
+FACTS = LEAVES | {"algorithm.block_mask", "expressions", "lengths", "problem"}
 KERNELS = {"kernels.jit", "kernels.config", "kernels.launch", "kernels.llvm"}
 MAY_IMPORT: dict[str, set[str]] = {
     "validation": set(),
@@ -111,7 +111,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hints": set(),
     "expressions": LEAVES,
     "algorithm.block_mask": LEAVES | {"expressions"},
-    "problem": LEAVES | {"algorithm.block_mask", "expressions", "hints"},
+    "lengths": {"errors", "validation"},
+    "problem": LEAVES | {"algorithm.block_mask", "expressions", "hints", "lengths"},
     "dual": set(),
     "reference": LEAVES | {"dual"},
     "record": set(),

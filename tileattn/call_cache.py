@@ -10,6 +10,7 @@ import numpy as np
 
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.expressions.state import state_of
+from tileattn.lengths import Packing
 from tileattn.problem import Operands, Problem, operands_of
 from tileattn.results import Attention, Gradients
 
@@ -34,6 +35,7 @@ class PreparedCall:
     # The same in all calls of the signature; None where they are on the device.
     kv_lengths: Any = None
     q_offset: Any = None
+    packing: Packing | None = None
 
     def __init__(self, backend: Any, problem: Problem) -> None:
         self.backend = backend
@@ -50,7 +52,7 @@ class PreparedCall:
                 offset = lengths - self.problem.Nq
             else:
                 offset = offset.astype(np.int64, copy=False)
-        return operands_of(q, k, v, lengths, offset, options=options)
+        return operands_of(q, k, v, lengths, offset, self.packing, options=options)
 
     def forward(self, operands: Operands, out: Any | None) -> Attention:
         result: Attention = self.backend.forward(self.problem, operands, out)
@@ -92,6 +94,7 @@ def prepared_call(backend: Any, problem: Problem, operands: Operands) -> Prepare
     lengths, offset = operands.kv_lengths, operands.q_offset
     call.kv_lengths = lengths if isinstance(lengths, np.ndarray) else None
     call.q_offset = offset if isinstance(offset, np.ndarray) else None
+    call.packing = operands.packing
     return call
 
 

@@ -18,9 +18,8 @@ from tileattn.expressions.functions import (
     score_expression,
 )
 from tileattn.expressions.nodes import Node
-from tileattn.validation import refuse_masked, require_array
-
-_FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
+from tileattn.lengths import FAR, Packing, integers, kv_lengths_of, packing
+from tileattn.validation import require_array
 
 
 class Options(TypedDict, total=False):
@@ -36,6 +35,8 @@ class Options(TypedDict, total=False):
     block_mask: BlockMask | None
     kv_lengths: Any
     q_offset: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
     sinks: Any
     dropout_p: float
     seed: int
@@ -70,6 +71,9 @@ class Problem:
         Names of the options in use.
     score_mod, mask_mod : Node or None
         Expressions of the caller's own functions.
+    sequences : int or None
+        How many sequences are packed one behind the other, in arrays of one batch entry; None where
+        batch entries are the sequences.
     """
 
     B: int
@@ -89,6 +93,12 @@ class Problem:
     enabled_options: frozenset[str]
     score_mod: Node | None = None
     mask_mod: Node | None = None
+    sequences: int | None = None
+
+    @property
+    def entries(self) -> int:
+        """Sequences: entries of what has a batch axis."""
+        return self.B if self.sequences is None else self.sequences
 
     @property
     def group(self) -> int:
@@ -113,13 +123,13 @@ class Operands(NamedTuple):
     ----------
     q, k, v : array, shapes (B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv)
         The inputs.
-    kv_lengths, q_offset : array of int64, shape (B,)
-        Keys that exist, and position of query 0, for each batch entry.
+    kv_lengths, q_offset : array of int64, shape (entries,)
+        Keys that exist, and position of query 0, for each sequence.
     bias, mask : array or None, broadcastable to (B, Hq, Nq, Nk), four axes
         Added to the scores; booleans, True = attended.
     block_mask : BlockMask or None
         Its empty blocks are neither loaded nor computed.
-    alibi_slopes : array or None, shape (B or 1, Hq)
+    alibi_slopes : array or None, shape (entries or 1, Hq)
         Slope for each head.
     sinks : array or None, shape (Hq,)
         Logits that join the denominator only.
@@ -128,6 +138,8 @@ class Operands(NamedTuple):
     wrt : frozenset of str or None
         Names of the arrays whose gradients are asked for; None is all. A backend may compute
         others: they are dropped.
+    packing : Packing or None
+        Where packed sequences start.
     """
 
     q: Any
@@ -142,6 +154,7 @@ class Operands(NamedTuple):
     sinks: Any = None
     aux: Sequence[Any] = ()
     wrt: frozenset[str] | None = None
+    packing: Packing | None = None
 
     def wants(self, name: str) -> bool:
         """Whether the gradient of an array is asked for."""
@@ -153,10 +166,12 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
     _known(options)
     ndim, sizes = _sizes(q, k, v)
     B, Hq, _, Nq, Nk, D, _ = sizes
-    shape = (B, Hq, Nq, Nk)
-    kv_lengths = _lengths(options.get("kv_lengths"), B, Nk)
-    q_offset = _integers("q_offset", options.get("q_offset"), B)
-    _array("alibi_slopes", options.get("alibi_slopes"), ((Hq,), (B, Hq)), DTYPES)
+    packed = packing(options, B, Nq, Nk)
+    entries, queries, keys = (B, Nq, Nk) if packed is None else packed.sizes
+    shape = (entries, Hq, *((Nq, Nk) if packed is None else packed.longest(Nq, Nk)))
+    kv_lengths = kv_lengths_of(options.get("kv_lengths"), entries, keys)
+    q_offset = integers("q_offset", options.get("q_offset"), entries)
+    _array("alibi_slopes", options.get("alibi_slopes"), ((Hq,), (entries, Hq)), DTYPES)
     _array("sinks", options.get("sinks"), ((Hq,),), DTYPES)
     _broadcastable("bias", options.get("bias"), shape, DTYPES)
     _broadcastable("mask", options.get("mask"), shape, (np.dtype(np.bool_),))
@@ -181,14 +196,15 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         enabled_options=frozenset(name for name, value in options.items() if _in_use(value)),
         score_mod=score_mod,
         mask_mod=mask_mod,
+        sequences=None if packed is None else entries,
     )
-    q_offset = kv_lengths - Nq if q_offset is None else q_offset
-    return problem, operands_of(q, k, v, kv_lengths, q_offset, options=options)
+    q_offset = kv_lengths - queries if q_offset is None else q_offset
+    return problem, operands_of(q, k, v, kv_lengths, q_offset, packed, options=options)
 
 
 def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
-    """View the arrays of a valid call, in the order of `Operands`, with all four axes."""
-    q, k, v, kv_lengths, q_offset = arrays
+    """View the arrays of a valid call with all four axes."""
+    q, k, v, kv_lengths, q_offset, packed = arrays
     get = options.get
     bias, mask, slopes = get("bias"), get("mask"), get("alibi_slopes")
     return Operands(
@@ -199,6 +215,7 @@ def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
         sinks=get("sinks"),
         aux=tuple(get("aux") or ()),
+        packing=packed,
     )
 
 
@@ -328,40 +345,6 @@ def _functions(
     return score, mask
 
 
-def _lengths(x: Any, B: int, Nk: int) -> Any:
-    lengths = _integers("kv_lengths", x, B)
-    if lengths is None:
-        return np.full(B, Nk, np.int64)
-    if isinstance(lengths, np.ndarray):
-        for wrong in lengths[(lengths < 0) | (lengths > Nk)]:
-            raise ValueError(f"kv_lengths holds {wrong}; lengths from 0 to Nk = {Nk} are accepted")
-    return lengths
-
-
-def _integers(name: str, x: Any, B: int) -> Any:
-    """One integer for each batch entry, from an integer, a sequence or an array."""
-    if x is None:
-        return None
-    if isinstance(x, int | list | tuple | np.integer) and not isinstance(x, bool):
-        try:
-            x = np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int64)
-        except ValueError:
-            raise TypeError(f"{name} is {x!r}; integers of shape ({B},) are accepted") from None
-    if not hasattr(x, "dtype"):
-        raise TypeError(f"{name} is {type(x).__name__}; integers of shape ({B},) are accepted")
-    refuse_masked(name, x)
-    if x.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {x.dtype}; integers are accepted")
-    if x.shape not in ((), (B,)):
-        raise ValueError(f"{name} has shape {x.shape}; one integer or shape ({B},) is accepted")
-    if isinstance(x, np.ndarray):
-        x = np.asarray(x)  # of a subclass, too
-        for wrong in x[(x < -_FAR) | (x > _FAR)].flat:
-            raise ValueError(f"{name} holds {wrong}; integers up to 2**60 in size are accepted")
-    copy = isinstance(x, np.ndarray)  # what is on the host may be remembered
-    return x.astype(np.int64, copy=copy) if x.shape else np.full(B, int(x), np.int64)
-
-
 def _scale(scale: Any, D: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(D) if D else 1.0
@@ -419,7 +402,7 @@ def _side(side: Any, window: Any) -> int | None:
             f"window is {window!r}; each side must be 0 or more, or None to leave it open"
             + (" (as FlashAttention's -1 does)" if side == -1 else "")
         )
-    return min(int(side), 2 * _FAR)  # further than any key is from any position
+    return min(int(side), 2 * FAR)  # further than any key is from any position
 
 
 def _real(name: str, x: Any, accepted: str) -> float:

@@ -14,21 +14,21 @@ from tileattn.algorithm import philox
 from tileattn.algorithm.function_mask import FunctionMask
 from tileattn.algorithm.mask import AttentionMask
 from tileattn.algorithm.scores import ScoreFunction, ScoreMods
-from tileattn.algorithm.sequences import Batched, KVSource, Sequence, SequenceLayout
+from tileattn.algorithm.sequences import KVSource, Place, Sequence, sequences
 from tileattn.algorithm.tile_mask import TileMask
 from tileattn.algorithm.tiles import Tile, cut
 from tileattn.problem import Operands, Problem
 
 Array = NDArray[Any]
 
-_BATCHED = Batched()
+_WHOLE = Place(0, slice(None), slice(None))
 
 SMALL = 1 << 16  # scores of one head up to which several heads are computed together
 
 
 @dataclass
 class HeadGroup:
-    """Some heads of one batch entry, with all that their tiles need."""
+    """Some heads of one sequence, with all that their tiles need."""
 
     q: Array  # (Hkv, G, Nq, D), in the caller's dtype
     kv: KVSource
@@ -36,7 +36,8 @@ class HeadGroup:
     mask: AttentionMask
     score_mods: ScoreMods
     dtype: np.dtype[Any]  # in which sums are accumulated
-    batch: int = 0
+    batch: int = 0  # number of the sequence
+    place: Place = _WHOLE
     q_heads: slice = field(default_factory=lambda: slice(0, 1))
     group: int = 1  # query heads of one key head; a group of heads may hold a part of them
     dropout_p: float = 0.0
@@ -54,8 +55,9 @@ class HeadGroup:
         return 1.0 / (1.0 - self.dropout_p)
 
     def of(self, x: Array) -> Array:
-        """View this group's part of an array with axes (B, Hq, ...), by key heads."""
-        return x[self.batch, self.q_heads].reshape(self.q.shape[:2] + x.shape[2:])
+        """View this group's part of an array with axes (B, Hq, Nq, ...), by key heads."""
+        rows = x[self.place.batch, self.q_heads, self.place.queries]
+        return rows.reshape(self.q.shape[:2] + rows.shape[1:])
 
     def tile_mask(self, tile: Tile) -> TileMask | None:
         """Return the mask of a tile, by key heads, or None where every pair is visible."""
@@ -77,26 +79,22 @@ class HeadGroup:
         return keep.reshape(self.q.shape[:2] + keep.shape[1:])
 
 
-def head_groups(
-    problem: Problem,
-    operands: Operands,
-    together: int = 1,
-    layout: SequenceLayout = _BATCHED,
-) -> Iterator[HeadGroup]:
-    """Cut a problem into groups of heads, batch by batch, heads ascending.
+def head_groups(problem: Problem, operands: Operands, together: int = 1) -> Iterator[HeadGroup]:
+    """Cut a problem into groups of heads, sequence by sequence, heads ascending.
 
     A group has ``together`` heads, and more where their score matrices are small.
     """
     group = problem.group
     if not problem.Hq:
         return
-    together = max(together, SMALL // max(1, problem.Nq * problem.Nk))
     function = None if problem.mask_mod is None else FunctionMask(problem.mask_mod, operands.aux)
     of_heads = operands.block_mask is not None and operands.block_mask.kinds.shape[1] > 1
-    if of_heads or (function is not None and function.over_heads):
-        together = 1  # heads differ in the blocks they skip
-    keys, queries = (together // group, group) if together >= group else (1, together)
-    for sequence in layout.sequences(problem, operands):
+    apart = of_heads or (function is not None and function.over_heads)
+    for sequence in sequences(problem, operands):
+        small = SMALL // max(1, sequence.q.shape[1] * sequence.kv.N)
+        # Heads that differ in the blocks they skip are apart.
+        heads = 1 if apart else max(together, small)
+        keys, queries = (heads // group, group) if heads >= group else (1, heads)
         for kv in cut(problem.Hkv, keys):
             for part in cut(group, queries):
                 yield _head_group(problem, operands, sequence, slice(*kv), slice(*part), function)
@@ -136,10 +134,11 @@ def _head_group(
         q=sequence.q[heads].reshape(shape + sequence.q.shape[1:]),
         kv=sequence.kv.of_heads(kv),
         scale=P.scale,
-        mask=AttentionMask(window, P.Nk, mask, x.block_mask, b, heads, function),
+        mask=AttentionMask(window, sequence.kv.N, mask, x.block_mask, b, heads, function),
         score_mods=ScoreMods.of(P.softcap, slopes, split(x.bias), window.offset, score_function),
         dtype=P.accum_dtype,
         batch=b,
+        place=sequence.place,
         q_heads=heads,
         group=P.group,
         dropout_p=P.dropout_p,

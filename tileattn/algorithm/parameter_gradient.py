@@ -49,7 +49,7 @@ class AxisSums:
 
     def __init__(self, shape: Sequence[int], P: Problem) -> None:
         B, Hq, Nq, Nk = self._shape = tuple(shape)
-        self.over_batch, self.over_heads = B < P.B, Hq < P.Hq
+        self.over_batch, self.over_heads = P.entries > B, Hq < P.Hq
         self._sums = np.zeros((B, Hq, P.Nq if Nk == 1 else Nq, Nk), P.accum_dtype)
 
     def task(self) -> "AxisSums":
@@ -81,7 +81,7 @@ class ViewSums(AxisSums):
     """The gradient of an array indexed by some of b, h, i and j themselves, each at most once."""
 
     def __init__(self, shape: Sequence[int], names: Sequence[str], P: Problem) -> None:
-        sizes = dict(zip(INDICES, (P.B, P.Hq, P.Nq, P.Nk), strict=True))
+        sizes = dict(zip(INDICES, (P.entries, P.Hq, P.Nq, P.Nk), strict=True))
         super().__init__([sizes[n] if n in names else 1 for n in INDICES], P)
         self._array_shape, self._names = tuple(shape), names
 
@@ -196,7 +196,7 @@ def groups_sharing_sums(
 
 def own_axes(node: Node, shape: Sequence[int], P: Problem) -> list[str | None]:
     """Name for each axis the index that goes along it and within it; None stands for any other."""
-    sizes = dict(zip(INDICES, (P.B, P.Hq, P.Nq, P.Nk), strict=True))
+    sizes = dict(zip(INDICES, (P.entries, P.Hq, P.Nq, P.Nk), strict=True))
     return [
         str(x.value) if x.op == "input" and sizes[str(x.value)] <= n else None
         for x, n in zip(node.inputs, shape, strict=True)

@@ -32,21 +32,20 @@ class Residuals:
     lse: Array  # of the forward pass, 0 in place of -inf; the row maximum where large
     log_l: Array  # where large, lse less the row maximum; 0 elsewhere
     large: Array  # rows in whose probabilities the rounding of lse would show
-    large_heads: Array  # (B, Hq, 1, 1), heads with such rows
 
     @classmethod
     def saved(cls, problem: Problem, dout: Array, lse: Array) -> "Residuals":
         """Take over the logsumexp; delta is not computed yet."""
         lse = np.where(np.isneginf(lse), 0, lse).astype(problem.accum_dtype, copy=False)
         large = has_large_lse(lse, problem.dtype)
-        large_heads = np.asarray(large.any(axis=-1))[..., None, None]
-        return cls(dout, np.empty_like(lse), lse, np.zeros_like(lse), large, large_heads)
+        return cls(dout, np.empty_like(lse), lse, np.zeros_like(lse), large)
 
     def of(self, heads: HeadGroup) -> "HeadResiduals":
         """View what some heads need."""
-        dout, delta, lse, log_l, split = map(
-            heads.of, (self.dout, self.delta, self.lse, self.log_l, self.large_heads)
+        dout, delta, lse, log_l, large = map(
+            heads.of, (self.dout, self.delta, self.lse, self.log_l, self.large)
         )
+        split = np.asarray(large.any(axis=-1))[..., None, None]
         words = (lse, log_l, split) if split.any() else (lse,)
         return HeadResiduals(dout, RowConstant("delta", delta), RowConstant("lse", *words))
 
@@ -54,7 +53,7 @@ class Residuals:
         self, groups: Sequence[HeadGroup], block_size: tuple[int, int]
     ) -> list[tuple[HeadGroup, int, int, list[Tile]]]:
         """List the query blocks with large rows, each with its tiles."""
-        if not self.large_heads.any():
+        if not self.large.any():
             return []
         block_q, block_k = block_size
         blocks: dict[tuple[int, int], list[Tile]] = {}

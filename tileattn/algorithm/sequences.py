@@ -1,7 +1,7 @@
 """Where the sequences of a call are, and where their keys and values are.
 
-A layout yields one ``Sequence`` for each batch entry. The loops of ``spec`` ask a ``KVSource`` for
-blocks of keys and values and know nothing of how they are stored.
+The loops of ``spec`` ask a ``KVSource`` for blocks of keys and values and know nothing of how they
+are stored.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,10 @@ class KVSource(Protocol):
     @property
     def heads(self) -> int:
         """Key heads."""
+
+    @property
+    def N(self) -> int:  # noqa: N802 - the letter of the field
+        """Keys."""
 
     @property
     def Dv(self) -> int:  # noqa: N802 - the letter of the field
@@ -49,6 +53,10 @@ class ContiguousKV:
         return len(self.k)
 
     @property
+    def N(self) -> int:  # noqa: N802 - the letter of the field
+        return int(self.k.shape[-2])
+
+    @property
     def Dv(self) -> int:  # noqa: N802 - the letter of the field
         return int(self.v.shape[-1])
 
@@ -62,28 +70,34 @@ class ContiguousKV:
         return ContiguousKV(self.k[heads], self.v[heads])
 
 
+class Place(NamedTuple):
+    """Where a sequence is in arrays with axes (B, H, N, ...)."""
+
+    batch: int
+    queries: slice
+    keys: slice
+
+
 class Sequence(NamedTuple):
     """One sequence of a call."""
 
-    entry: int  # of arrays with a batch axis, and of the dropout
+    entry: int  # of what has a batch axis, and of the dropout
+    place: Place
     q: Array  # (Hq, Nq, D)
     kv: KVSource
     window: SlidingWindow
 
 
-class SequenceLayout(Protocol):
-    """How the sequences of a call lie in its arrays."""
-
-    def sequences(self, problem: Problem, operands: Operands) -> Iterator[Sequence]:
-        """Yield the sequences, batch entries ascending."""
-
-
-class Batched:
-    """Sequences that are batch entries of arrays with axes (B, H, N, D)."""
-
-    def sequences(self, problem: Problem, operands: Operands) -> Iterator[Sequence]:
-        P, x = problem, operands
-        for b in range(P.B):
-            length, offset = int(x.kv_lengths[b]), int(x.q_offset[b])
-            window = SlidingWindow(P.Nq, length, offset, *P.window)
-            yield Sequence(b, x.q[b], ContiguousKV(x.k[b], x.v[b]), window)
+def sequences(problem: Problem, operands: Operands) -> Iterator[Sequence]:
+    """Yield the sequences: batch entries, or packed ones, one behind the other."""
+    P, x = problem, operands
+    for entry in range(P.entries):
+        if x.packing is None:
+            place = Place(entry, slice(0, P.Nq), slice(0, P.Nk))
+        else:
+            spans = (slice(*map(int, ends[entry : entry + 2])) for ends in x.packing)
+            place = Place(0, *spans)
+        b, rows, keys = place
+        q, kv = x.q[b, :, rows], ContiguousKV(x.k[b, :, keys], x.v[b, :, keys])
+        length, offset = int(x.kv_lengths[entry]), int(x.q_offset[entry])
+        yield Sequence(entry, place, q, kv, SlidingWindow(q.shape[1], length, offset, *P.window))

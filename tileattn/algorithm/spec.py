@@ -16,6 +16,7 @@ Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 
@@ -69,7 +70,7 @@ def forward(
     if outer_loop == "kv":
         executor.run([partial(forward_by_keys, heads, block_size, result) for heads in groups])
     elif outer_loop == "q":
-        grid = [(heads, *rows) for heads in groups for rows in cut(P.Nq, block_q)]
+        grid = [(heads, *rows) for heads in groups for rows in cut(heads.q.shape[-2], block_q)]
         grid.sort(key=_keys_in_reach, reverse=True)  # the longest first: none is left for the end
         executor.run([partial(forward_block, *block, block_k, result) for block in grid])
     else:
@@ -179,7 +180,7 @@ class KeyBlocks:
             for name, whole in (("dk", sums.dk), ("dv", sums.dv)):
                 if whole is None:
                     continue
-                part = whole[heads.batch, kv_heads, slice(*self._span)]
+                part = whole[heads.place.batch, kv_heads, heads.place.keys][:, slice(*self._span)]
                 self._memory.store(name, part, 0 if block is None else getattr(block, name)[:, 0])
 
 
@@ -207,14 +208,16 @@ def backward(
     )
     large_rows = saved.blocks_of_large_rows(groups, block_size)
     executor.run([partial(renormalise, *rows, saved) for rows in large_rows])
-    keys = list(cut(P.Nk, block_k)) if sums.of_tiles else []
-    sharing = groups_sharing_sums(groups, sums.parameters.values())
-    shared = [(heads, executor.ordered_sums(len(keys))) for heads in sharing]
+    grid = []
+    for shared in groups_sharing_sums(groups, sums.parameters.values()) if sums.of_tiles else ():
+        keys = list(cut(max(heads.mask.Nk for heads in shared), block_k))
+        order = executor.ordered_sums(len(keys))
+        grid += [(n, shared, order, span) for n, span in enumerate(keys)]
+    grid.sort(key=itemgetter(0))  # key blocks wait for earlier ones
     executor.run(
         [
-            partial(backward_block, *group, number, *span, block_q, saved, sums)
-            for number, span in enumerate(keys)
-            for group in shared
+            partial(backward_block, shared, order, number, *span, block_q, saved, sums)
+            for number, shared, order, span in grid
         ]
     )
     with np.errstate(all="ignore"):  # a cast to 16 bits may overflow

@@ -17,7 +17,7 @@ from tileattn.algorithm.mask import AttentionMask, SlidingWindow
 from tileattn.problem import Operands, Problem
 from tileattn.traffic.tiles import TileCounts, count_tiles
 
-_Key = tuple[SlidingWindow, int, int]
+_Key = tuple[SlidingWindow, int, int, int]  # window, keys, batch entry and head
 
 
 class TileLoads(Protocol):
@@ -34,6 +34,10 @@ class TileLoads(Protocol):
     @property
     def held(self) -> int:
         """Keys of all key blocks with a tile: loads of k with key blocks outside."""
+
+    @property
+    def pairs(self) -> int:
+        """Elements of all score matrices."""
 
 
 def loads_of_a_key(problem: Problem, heads_per_load: int) -> int:
@@ -72,9 +76,10 @@ class ScheduledTiles:
         Query blocks are outside. A block mask of smaller blocks cuts a tile into parts.
         """
         block_q, block_k = self.tile
-        tiles = -(-self.problem.Nq // block_q) * -(-self.problem.Nk // block_k)
         total = Counter(skipped=0, partial=0, full=0)
         for key, heads in self._heads.items():
+            window, Nk, *_ = key
+            tiles = -(-window.Nq // block_q) * -(-Nk // block_k)
             x = self._counts[key]
             total["skipped"] += heads * (tiles - x.visited)
             total["partial"] += heads * (x.parts - x.full)
@@ -94,19 +99,24 @@ class ScheduledTiles:
     @property
     def held(self) -> int:
         """Keys of all key blocks with a tile for any head that shares the load."""
-        block, Nk = self.tile[1], self.problem.Nk
-        total = 0
+        block, total = self.tile[1], 0
         for keys, n in self._sets.items():
+            Nk = next(iter(keys))[1]  # of all heads that share a load
             held = np.logical_or.reduce([self._counts[key].held for key in keys])
             total += n * (block * int(held.sum()) - (-Nk % block if held[-1:].any() else 0))
         return total
 
+    @property
+    def pairs(self) -> int:
+        """Elements of all score matrices."""
+        return sum(heads * window.Nq * Nk for (window, Nk, *_), heads in self._heads.items())
+
     @cached_property
     def _counts(self) -> dict[_Key, TileCounts]:
         """For each kind of head, its tiles."""
-        alike: dict[tuple[int, int], list[_Key]] = {}
+        alike: dict[tuple[int, ...], list[_Key]] = {}
         for key in self._masks:
-            alike.setdefault(key[1:], []).append(key)
+            alike.setdefault((key[0].Nq, *key[1:]), []).append(key)
         counts: dict[_Key, TileCounts] = {}
         for keys in alike.values():
             masks = [self._masks[key] for key in keys]
@@ -141,7 +151,8 @@ class ScheduledTiles:
             by_head = of_heads > 1 or (own is not None and own.over_heads)
             for head in range(heads.q_heads.start, heads.q_heads.stop):
                 entry = heads.batch if by_batch else 0, head if by_head else 0
-                yield (heads.mask.window, *entry), heads.batch, head, heads.mask
+                key = heads.mask.window, heads.mask.Nk, *entry
+                yield key, heads.batch, head, heads.mask
 
 
 @dataclass(frozen=True)
@@ -184,6 +195,12 @@ class ClosedForm:
             return round(self.density * (heads * -(-P.Nk // block) * P.Nq))
         left, right = P.window
         return heads * reached(P.Nk, P.Nq, block, P.Nq - P.Nk, right, left)
+
+    @property
+    def pairs(self) -> int:
+        """Elements of all score matrices."""
+        P = self.problem
+        return P.B * P.Hq * P.Nq * P.Nk
 
     @property
     def held(self) -> int:

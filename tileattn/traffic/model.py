@@ -11,6 +11,7 @@ arXiv:2307.08691, section 3.1.
 
 from collections.abc import Callable
 
+from tileattn.lengths import Packing
 from tileattn.problem import Operands, Problem
 from tileattn.traffic.counts import ClosedForm, ScheduledTiles, TileLoads, loads_of_a_key, reached
 from tileattn.traffic.record import Traffic
@@ -269,16 +270,14 @@ def _width(P: Problem, name: str) -> int:
 # ``keys`` those of all key heads, times the loads that the heads of a group make.
 
 
-def _standard_forward(P: Problem, _: TileLoads, keys: int) -> _Counts:
-    queries = P.B * P.Hq * P.Nq
-    pairs = queries * P.Nk
+def _standard_forward(P: Problem, loads: TileLoads, keys: int) -> _Counts:
+    queries, pairs = P.B * P.Hq * P.Nq, loads.pairs
     reads = {"q": queries, "k": keys, "s": pairs, "p": pairs, "v": keys}
     return reads, {"s": pairs, "p": pairs, "out": queries}
 
 
-def _standard_backward(P: Problem, _: TileLoads, keys: int) -> _Counts:
-    queries = P.B * P.Hq * P.Nq
-    pairs = queries * P.Nk
+def _standard_backward(P: Problem, loads: TileLoads, keys: int) -> _Counts:
+    queries, pairs = P.B * P.Hq * P.Nq, loads.pairs
     reads = {"q": queries, "k": keys, "v": keys, "dout": 2 * queries}
     reads |= {"p": 2 * pairs, "dp": pairs, "ds": 2 * pairs}
     return reads, {"dp": pairs, "ds": pairs, "dq": queries, "dk": keys, "dv": keys}
@@ -333,7 +332,7 @@ def _check(tile: tuple[int, int], algorithm: str, kind: str, heads_per_load: int
 def _check_model(problem: Problem, density: float | None) -> None:
     if density is not None and not 0 <= density <= 1:
         raise ValueError(f"density is {density}; a number from 0 to 1 is accepted")
-    unknown = sorted(problem.enabled_options & {"kv_lengths", "q_offset"})
+    unknown = sorted(problem.enabled_options & {"kv_lengths", "q_offset", *Packing._fields})
     if density is None:
         unknown += sorted(problem.enabled_options & {"block_mask"})
     if unknown:

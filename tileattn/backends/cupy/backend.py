@@ -50,6 +50,8 @@ class CupyBackend:
 
     def why_not(self, problem: Problem) -> str | None:
         """Why a problem is not supported: for its sequence lengths."""
+        if problem.sequences is not None:
+            return "cu_seqlens_q: there are no kernels for packed sequences"
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > LONGEST:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,14 @@ Array = NDArray[Any]
 _MOST_BLOCKS = 1 << 24  # of a function, of which more are not listed
 
 
+def as_batch(P: Problem, x: Operands) -> Problem:
+    """View packed sequences as batch entries as long as the longest; others are such already."""
+    if x.packing is None:
+        return P
+    Nq, Nk = x.packing.longest(P.Nq, P.Nk)
+    return replace(P, B=P.entries, Nq=Nq, Nk=Nk)
+
+
 def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
     """Give the arrays that both passes read, by the name of their field."""
     arrays = {name: contiguous(getattr(x, name)) for name in ("q", "k", "v")}
@@ -28,6 +37,8 @@ def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
         arrays["bias"] = x.bias if x.bias.flags.aligned else x.bias.copy()
     if x.mask is not None:
         arrays["mask"] = x.mask
+    if x.packing is not None:
+        arrays |= x.packing._asdict()
     arrays |= _blocks(P, x)
     if x.aux:
         arrays["aux"] = aux_table(x.aux)

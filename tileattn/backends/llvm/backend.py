@@ -6,7 +6,7 @@ from typing import Any
 
 from tileattn.backends import threads
 from tileattn.backends.llvm import dot
-from tileattn.backends.llvm.arrays import Array
+from tileattn.backends.llvm.arrays import Array, as_batch
 from tileattn.backends.llvm.call import LlvmCall
 from tileattn.backends.llvm.grids import forward_work, is_parallel
 from tileattn.backends.llvm.parameter_gradient import layouts
@@ -67,6 +67,8 @@ class LlvmBackend:
 
     def forward_kernel(self, P: Problem) -> str:
         """Name the forward kernel of a problem."""
+        if P.sequences is not None:
+            return "forward"
         return self._kernel or forward_kernel(P.group, P.Nq)
 
     def owns(self, x: Any) -> bool:
@@ -120,8 +122,9 @@ class LlvmBackend:
         if kernel == "decode":
             forward = min(DECODE_ROWS, max(1, P.group * P.Nq)), DECODE_KEYS
         tiles, moved, traffic = explained(P, operands, forward, backward)
-        parallel = is_parallel(forward_work(P, kernel))
-        learned = len(layouts(P, operands))
+        batch = as_batch(P, operands)
+        parallel = is_parallel(forward_work(batch, kernel))
+        learned = len(layouts(batch, operands))
         many = "few" if kernel == "decode" else "enough for vectors"
         return Explanation(
             backend=self.name,

@@ -11,7 +11,7 @@ from tileattn.algorithm.parameter_gradient import aux_gradients
 from tileattn.algorithm.residuals import Residuals, rounding_of_lse, row_norms
 from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
-from tileattn.backends.llvm.arrays import Array, as_inputs, aux_table, contiguous
+from tileattn.backends.llvm.arrays import Array, as_batch, as_inputs, aux_table, contiguous
 from tileattn.backends.llvm.execute import Executable
 from tileattn.backends.llvm.grids import divide
 from tileattn.backends.llvm.parameter_gradient import (
@@ -54,7 +54,8 @@ class LlvmCall(PreparedCall):
         result = Attention(
             np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
         )
-        arrays = as_inputs(P, operands) | {"out": result.out, "lse": result.lse}
+        arrays = as_inputs(as_batch(P, operands), operands)
+        arrays |= {"out": result.out, "lse": result.lse}
         targets = self._targets[-1:] if self._kernel == "decode" else self._targets
         executable = self._run(self._kernel, operands, arrays, targets)
         if len(targets) == 1 and self._is_plain(operands, arrays, out):
@@ -79,7 +80,8 @@ class LlvmCall(PreparedCall):
         columns = padded(targets[-1], P.accum_dtype.itemsize, P.D)
         dq = np.empty((P.B, P.Hq, P.Nq, P.D), P.dtype)
         in_place = columns == P.D and P.dtype == P.accum_dtype
-        arrays = as_inputs(P, x) | {
+        batch = as_batch(P, x)
+        arrays = as_inputs(batch, x) | {
             "dout": contiguous(dout),
             "out": contiguous(attention.out),
             "lse": saved.lse,
@@ -93,7 +95,7 @@ class LlvmCall(PreparedCall):
         dbias = bias_sums(P, x.bias)
         others = {"dlse": None if dlse is None else contiguous(dlse), "dbias": dbias}
         arrays |= {name: given for name, given in others.items() if given is not None}
-        learned = layouts(P, x)
+        learned = layouts(batch, x)
         sums = element_sums(learned)
         if learned:
             arrays["aux"] = aux_table(x.aux, places(learned, sums))
@@ -127,7 +129,7 @@ class LlvmCall(PreparedCall):
         key = name, target.dot, aux, learning, *(array.strides for array in arrays.values())
         executable = self._executables.get(key)
         if executable is None:
-            P = self.problem
+            P = as_batch(self.problem, x)
             division = divide(name, P, target, x, arrays, self.backend.split_keys)
             facts = tuple((dtype, len(shape)) for dtype, shape in aux)
             own = Functions(P.score_mod, P.mask_mod, facts, learning)
@@ -155,7 +157,11 @@ class LlvmCall(PreparedCall):
             key_norm = np.empty((P.B, P.Hq, P.Nq, 1), P.accum_dtype)
             m, own_log_l = np.empty_like(saved.lse), np.empty_like(saved.lse)
             x = x._replace(q=q, k=k, v=row_norms(k)[..., None])
-            arrays = as_inputs(plain, x) | {"out": key_norm, "row_max": m, "log_l": own_log_l}
+            arrays = as_inputs(as_batch(plain, x), x) | {
+                "out": key_norm,
+                "row_max": m,
+                "log_l": own_log_l,
+            }
             call = LlvmCall(self.backend, plain)
             call._run("forward", x, arrays, call._targets)
             q_norm = abs(P.scale) * row_norms(q)

@@ -67,7 +67,8 @@ class Executable:
             fields |= strides_of(key, array)
         if "bias" in arrays:
             fields["bias_dtype"] = BIAS_DTYPES.index(arrays["bias"].dtype.name)
-        compiled = _functions(name, target, *(dtype.name for dtype in dtypes), own)
+        packed = P.sequences is not None
+        compiled = _functions(name, target, *(dtype.name for dtype in dtypes), own, packed)
         self._launches = tuple(
             (function, template(fields | {"tasks": grid.tasks, "quota": grid.quota}), grid)
             for function, grid in zip(compiled, division.grids, strict=True)
@@ -138,8 +139,9 @@ def _functions(*key: Any) -> tuple[Function, ...]:
 
 
 def _compiled(*key: Any) -> tuple[Function, ...]:
+    *module, packed = key
     try:
-        return functions(*key)
+        return functions(*module, packed=packed)
     except (AttributeError, OSError, RuntimeError) as error:
         raise BackendUnavailableError(
             f"backend 'llvm' cannot run here: LLVM does not compile its kernels ({error}); use "

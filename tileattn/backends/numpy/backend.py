@@ -171,4 +171,5 @@ class NumpyBackend:
 
 def _is_parallel(P: Problem) -> bool:
     """Whether there is enough work for threads."""
-    return P.B * P.Hq * P.Nq * P.Nk * (P.D + P.Dv) > _SERIAL_WORK
+    pairs = P.B * P.Hq * P.Nq * P.Nk // max(1, P.sequences or 1)
+    return pairs * (P.D + P.Dv) > _SERIAL_WORK

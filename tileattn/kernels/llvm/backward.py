@@ -40,17 +40,17 @@ _END = (1 << 62) - 1
 _AHEAD = ROWS, 0  # from tile to tile, in queries and keys
 
 
-def build(target: Target, dtype: str, accum_dtype: str, functions: Functions) -> ir.Module:
+def build(
+    target: Target, dtype: str, accum_dtype: str, functions: Functions, *, packed: bool
+) -> ir.Module:
     """Emit the module."""
-    kernel = Kernel("backward", target, dtype, accum_dtype, functions)
+    kernel = Kernel("backward", target, dtype, accum_dtype, functions, packed=packed)
 
     def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
         b, W = c.b, target.vectors * c.lanes
         group, n = _interleaved(c, p, number)
-        k0 = b.mul(n, i64(W))
-        keys = c.smaller(i64(W), b.sub(p.Nk, k0))
         number = b.add(b.mul(group, p.blocks), n)
-        _Block(kernel, c, block, scratch, number, group, k0, keys).emit()
+        _Block(kernel, c, block, scratch, number, group, b.mul(n, i64(W))).emit()
 
     if target.dot:
         kernel.entry("dot_prepare", prepare)
@@ -76,21 +76,18 @@ def _interleaved(c: Code, p: Params, number: Any) -> tuple[Any, Any]:
 
 class _Block:
     def __init__(
-        self, kernel: Kernel, c: Code, params: Any, scratch: Any, number: Any, group: Any, k0: Any,
-        keys: Any,
+        self, kernel: Kernel, c: Code, params: Any, scratch: Any, number: Any, group: Any, k0: Any
     ) -> None:  # fmt: skip
         self.kernel, self.c, self.vectors = kernel, c, kernel.target.vectors
-        last = c.b.sdiv(c.b.sub(keys, i64(1)), i64(c.lanes))
-        used = c.b.add(last, i64(1))  # vectors that hold keys
-        self.p = p = Params(c, params)
-        self.number, self.group, self.k0, self.keys = number, group, k0, keys
+        self.p = p = kernel.params(c, params)
+        self.number, self.group, self.k0 = number, group, k0
         memory = Scratch(c, scratch, self.vectors)
         self.s, self.ds, self.kept, self.bias, self.grad = (memory.tile(ROWS) for _ in range(5))
         self.lanes, self.dbias, self.weights = (memory.tile(1) for _ in range(3))
         self.visible, self.keep = memory.bits(ROWS), memory.bits(ROWS)
         operands = BackwardDot if kernel.target.dot else BackwardBroadcast
-        self.operands = operands(kernel, c, p, memory, keys, used)
-        self.elements = ElementSums(kernel.functions, c, p, memory, keys)
+        self.operands = operands(kernel, c, p, memory)
+        self.elements = ElementSums(kernel.functions, c, p, memory)
         self.grads = Grads(self.grad, self.bias, self.elements)  # the bias is read before
 
     def emit(self) -> None:
@@ -105,7 +102,9 @@ class _Block:
             entry = b.add(b.mul(self.group, p.group_step), b.mul(n, p.sharing_step))
             self.batch, self.head = b.sdiv(entry, p.Hkv), b.srem(entry, p.Hkv)
             self.order = b.mul(n, p.group)
-            self.key_head()
+            most = i64(self.vectors * c.lanes)
+            self.keys = c.smaller(most, b.sub(p.keys(self.batch), self.k0))
+            c.when(b.icmp_signed(">", self.keys, i64(0)), self.key_head)
 
         c.loop(i64(0), p.sharing, body)
         self.wait(i64(_END - 1))
@@ -116,12 +115,12 @@ class _Block:
         """One key head: load its keys, meet its queries, store its gradients."""
         c, b, p = self.c, self.c.b, self.p
         zero = c.const(0.0)
-        self.operands.load_keys(self.batch, self.head, self.k0)
+        self.operands.load_keys(self.batch, self.head, self.k0, self.keys)
         self.length = c.load(c.at(p.kv_lengths, b.mul(self.batch, i64(8))), I64)
         self.offset = c.load(c.at(p.q_offset, b.mul(self.batch, i64(8))), I64)
         k1 = c.smaller(b.add(self.k0, self.keys), self.length)
         low = c.larger(i64(0), b.sub(b.sub(self.k0, self.offset), p.right))
-        high = c.smaller(p.Nq, b.add(b.sub(k1, self.offset), p.left))
+        high = c.smaller(p.queries(self.batch), b.add(b.sub(k1, self.offset), p.left))
         some = b.and_(b.icmp_signed("<", self.k0, k1), b.icmp_signed("<", low, high))
         low, high = (b.select(some, x, i64(0)) for x in (low, high))
 
@@ -198,7 +197,7 @@ class _Block:
         wait = partial(self.wait, order)
         self.operands.add_gradients(weights, grad, self.visible, masked, wait)
         self.add_dbias(h, i0, n)
-        self.elements.add(n)
+        self.elements.add(n, self.keys)
         self.publish(b.add(order, i64(1)))
 
     def probabilities(self, h: Any, i0: Any, n: Any) -> Any:

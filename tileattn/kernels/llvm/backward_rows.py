@@ -48,7 +48,7 @@ def preprocess(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any)
             i64(0), p.dq_columns, lambda d, _: c.store(zero, c.at(dq, c.bytes_of(d))), (), c.lanes
         )
 
-    c.loop(first, c.smaller(p.Nq, b.add(first, i64(ROWS))), row)
+    c.loop(first, c.smaller(p.queries(batch), b.add(first, i64(ROWS))), row)
 
 
 def convert_dq(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any) -> None:
@@ -61,4 +61,4 @@ def convert_dq(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any)
         source, to = p.row("dq_accum", batch, head, i), p.row("dq", batch, head, i)
         store_row(c, kernel.dtype, source, to, p.D, scale)
 
-    c.loop(first, c.smaller(p.Nq, b.add(first, i64(ROWS))), row)
+    c.loop(first, c.smaller(p.queries(batch), b.add(first, i64(ROWS))), row)

@@ -97,14 +97,10 @@ class BackwardBroadcast:
         What is emitted, and where.
     memory : Scratch
         Where tiles lie.
-    keys, used : i64
-        Keys of the block, and vectors that hold some.
     """
 
-    def __init__(
-        self, kernel: Kernel, c: Code, p: Params, memory: Scratch, keys: Any, used: Any
-    ) -> None:
-        self.kernel, self.c, self.p, self.keys, self.used = kernel, c, p, keys, used
+    def __init__(self, kernel: Kernel, c: Code, p: Params, memory: Scratch) -> None:
+        self.kernel, self.c, self.p = kernel, c, p
         self.k, self.dk = memory.tile(p.D), memory.tile(p.D)
         self.v, self.dv = memory.tile(p.Dv), memory.tile(p.Dv)
         self.q_rows, self.dout_rows = memory.rows(ROWS, p.D), memory.rows(ROWS, p.Dv)
@@ -116,9 +112,12 @@ class BackwardBroadcast:
         """By what the sum of dK is multiplied."""
         return self.p.scale_rest
 
-    def load_keys(self, batch: Any, head: Any, k0: Any) -> None:
+    def load_keys(self, batch: Any, head: Any, k0: Any, keys: Any) -> None:
         """Load the block's keys and values; the gradients start at 0."""
         c, b, p = self.c, self.c.b, self.p
+        self.keys = keys
+        last = b.sdiv(b.sub(keys, i64(1)), i64(c.lanes))
+        self.used = b.add(last, i64(1))  # vectors that hold keys
         dtype, zero = self.kernel.dtype, c.const(0.0)
         for name, tile, grad, columns in (
             ("k", self.k, self.dk, p.D),

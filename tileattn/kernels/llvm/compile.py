@@ -86,17 +86,24 @@ def _may_use_tiles() -> bool:
 
 @functools.cache
 def functions(
-    name: str, target: Target, dtype: str, accum_dtype: str, own: Functions = NO_FUNCTIONS
+    name: str,
+    target: Target,
+    dtype: str,
+    accum_dtype: str,
+    own: Functions = NO_FUNCTIONS,
+    *,
+    packed: bool = False,
 ) -> tuple[Function, ...]:
     """Return the functions of a module in their order, compiled or from the disk."""
     from llvmlite import binding as llvm
 
-    made_from = _sources(), llvm.llvm_version_info, name, target, dtype, accum_dtype, own.key
+    of_module = name, target, dtype, accum_dtype, own.key, packed
+    made_from = _sources(), llvm.llvm_version_info, *of_module
     inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
     with _lock:
         body = cache.read(inputs)
         if body is None:
-            body = object_code(name, target, dtype, accum_dtype, own)
+            body = object_code(name, target, dtype, accum_dtype, own, packed=packed)
             cache.write(inputs, body)
         _initialize()
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine(target))
@@ -112,22 +119,34 @@ def names_of(name: str, target: Target) -> tuple[str, ...]:
 
 
 def object_code(
-    name: str, target: Target, dtype: str, accum_dtype: str, own: Functions = NO_FUNCTIONS
+    name: str,
+    target: Target,
+    dtype: str,
+    accum_dtype: str,
+    own: Functions = NO_FUNCTIONS,
+    *,
+    packed: bool = False,
 ) -> bytes:
     """Compile a module; the target may be another than this machine."""
-    module = optimized(emitted(name, target, dtype, accum_dtype, own), target)
+    module = optimized(emitted(name, target, dtype, accum_dtype, own, packed=packed), target)
     code: bytes = machine(target).emit_object(module)
     return code
 
 
 def emitted(
-    name: str, target: Target, dtype: str, accum_dtype: str, own: Functions = NO_FUNCTIONS
+    name: str,
+    target: Target,
+    dtype: str,
+    accum_dtype: str,
+    own: Functions = NO_FUNCTIONS,
+    *,
+    packed: bool = False,
 ) -> Any:
     """Emit the IR of a module."""
     from tileattn.kernels.llvm import backward, decode, forward
 
     builders = {"forward": forward, "decode": decode, "backward": backward}
-    return builders[name].build(target, dtype, accum_dtype, own)
+    return builders[name].build(target, dtype, accum_dtype, own, packed=packed)
 
 
 def optimized(module: Any, target: Target) -> Any:

@@ -38,9 +38,11 @@ from tileattn.kernels.llvm.target import DECODE_KEYS, DECODE_ROWS, Target
 from tileattn.kernels.llvm.tile import Tile, all_finite, convert_rows, store_row
 
 
-def build(target: Target, dtype: str, accum_dtype: str, functions: Functions) -> ir.Module:
+def build(
+    target: Target, dtype: str, accum_dtype: str, functions: Functions, *, packed: bool
+) -> ir.Module:
     """Emit the module."""
-    kernel = Kernel("decode", target, dtype, accum_dtype, functions)
+    kernel = Kernel("decode", target, dtype, accum_dtype, functions, packed=packed)
 
     def task(c: Code, _: Params, block: Any, scratch: Any, number: Any) -> None:
         _Split(kernel, c, block, scratch, number).emit()
@@ -52,7 +54,7 @@ def build(target: Target, dtype: str, accum_dtype: str, functions: Functions) ->
 class _Split:
     def __init__(self, kernel: Kernel, c: Code, params: Any, scratch: Any, number: Any) -> None:
         self.kernel, self.c, b = kernel, c, c.b
-        self.p = p = Params(c, params)
+        self.p = p = kernel.params(c, params)
         self.block, self.number = b.sdiv(number, p.splits), b.srem(number, p.splits)
         heads, n = b.sdiv(self.block, p.blocks), b.srem(self.block, p.blocks)
         self.batch, self.head = b.sdiv(heads, p.Hkv), b.srem(heads, p.Hkv)

@@ -101,10 +101,8 @@ class ForwardDot:
 class BackwardDot:
     """K and V in vector lanes, in pairs; rows of Q and dO as they lie, and transposed."""
 
-    def __init__(
-        self, kernel: Kernel, c: Code, p: Params, memory: Scratch, keys: Any, used: Any
-    ) -> None:
-        self.kernel, self.c, self.p, self.keys, self.used = kernel, c, p, keys, used
+    def __init__(self, kernel: Kernel, c: Code, p: Params, memory: Scratch) -> None:
+        self.kernel, self.c, self.p = kernel, c, p
         self.W = kernel.target.vectors * c.lanes
         self.k, self.v = (_pairs(c, memory, columns) for columns in (p.D, p.Dv))
         self.dk, self.dv = (memory.tile(c.rounded_up(columns, TERMS)) for columns in (p.D, p.Dv))
@@ -120,9 +118,11 @@ class BackwardDot:
         """By what the sum of dK is multiplied."""
         return self.p.scale
 
-    def load_keys(self, batch: Any, head: Any, k0: Any) -> None:
+    def load_keys(self, batch: Any, head: Any, k0: Any, keys: Any) -> None:
         """Load the block's keys and values; the gradients start at 0."""
-        c, p, keys = self.c, self.p, self.keys
+        c, p = self.c, self.p
+        last = c.b.sdiv(c.b.sub(keys, i64(1)), i64(c.lanes))
+        self.keys, self.used = keys, c.b.add(last, i64(1))  # vectors that hold keys
         for name, tile, grad, columns in (
             ("k", self.k, self.dk, p.D),
             ("v", self.v, self.dv, p.Dv),

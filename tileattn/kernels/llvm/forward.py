@@ -38,17 +38,20 @@ _FAR = 1 << 62
 _QUERY, _HEAD, _LOW, _HIGH, _SLOPE, _POSITION = range(6)
 
 
-def build(target: Target, dtype: str, accum_dtype: str, functions: Functions) -> ir.Module:
+def build(
+    target: Target, dtype: str, accum_dtype: str, functions: Functions, *, packed: bool
+) -> ir.Module:
     """Emit the module."""
-    kernel = Kernel("forward", target, dtype, accum_dtype, functions)
+    kernel = Kernel("forward", target, dtype, accum_dtype, functions, packed=packed)
 
     def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
         b, W = c.b, target.vectors * c.lanes
         heads, n = b.sdiv(number, p.blocks), b.srem(number, p.blocks)
         r0 = b.mul(b.sub(b.sub(p.blocks, i64(1)), n), i64(W))  # the longest first
-        rows = c.smaller(i64(W), b.sub(b.mul(p.group, p.Nq), r0))
-        place = b.sdiv(heads, p.Hkv), b.srem(heads, p.Hkv)
-        _Block(kernel, c, block, scratch, *place, r0, rows).emit()
+        batch, head = b.sdiv(heads, p.Hkv), b.srem(heads, p.Hkv)
+        rows = c.smaller(i64(W), b.sub(b.mul(p.group, p.queries(batch)), r0))
+        emit = _Block(kernel, c, block, scratch, batch, head, r0, rows).emit
+        c.when(b.icmp_signed(">", rows, i64(0)), emit)
 
     if target.dot:
         kernel.entry("dot_prepare", prepare)
@@ -62,8 +65,9 @@ class _Block:
         rows: Any,
     ) -> None:  # fmt: skip
         self.kernel, self.c, self.vectors = kernel, c, kernel.target.vectors
-        self.p = Params(c, params)
+        self.p = kernel.params(c, params)
         self.batch, self.head, self.r0, self.rows = batch, head, r0, rows
+        self.Nq = self.p.queries(batch)
         memory = Scratch(c, scratch, self.vectors)
         self.state, self.facts = memory.tile(4), memory.tile(ROW_FACTS)
         keys = kernel.target.keys
@@ -109,8 +113,8 @@ class _Block:
 
         def body(r: Any, span: list[Any]) -> list[Any]:
             row = b.add(self.r0, r)
-            g = b.sdiv(row, p.Nq)
-            i = b.sub(row, b.mul(g, p.Nq))
+            g = b.sdiv(row, self.Nq)
+            i = b.sub(row, b.mul(g, self.Nq))
             h = b.add(b.mul(self.head, p.group), g)
             position = b.add(i, offset)
             low = c.larger(zero, c.smaller(b.sub(position, left), length))
@@ -161,7 +165,7 @@ class _Block:
         self, body: Callable[[Any, Any, Any, list[Any]], Sequence[Any]], state: Sequence[Any] = ()
     ) -> list[Any]:
         """For each query head, with its range of queries: ``state = body(g, i0, i1, state)``."""
-        c, b, Nq = self.c, self.c.b, self.p.Nq
+        c, b, Nq = self.c, self.c.b, self.Nq
         end = b.add(self.r0, self.rows)
 
         def head(g: Any, state: list[Any]) -> Sequence[Any]:
@@ -276,7 +280,8 @@ class _Block:
         first = b.and_(k0, i64(-16))
 
         def head(g: Any, i0: Any, i1: Any, _: Any) -> tuple[()]:
-            h, lane = b.add(b.mul(self.head, p.group), g), b.sub(b.add(b.mul(g, p.Nq), i0), self.r0)
+            h = b.add(b.mul(self.head, p.group), g)
+            lane = b.sub(b.add(b.mul(g, self.Nq), i0), self.r0)
             keys = first, b.add(k0, n)
             keep_pairs(c, p, self.keep, self.batch, h, (i0, i1), lane, keys, queries_across=True)
             return ()

@@ -13,12 +13,18 @@ from tileattn.kernels.llvm.params import ARRAYS, FIELDS, FLOATS
 from tileattn.kernels.llvm.target import Target
 from tileattn.kernels.llvm.tile import Tile
 
+_TOKENS = {"bhi": "cu_seqlens_q", "bhj": "cu_seqlens_k"}
+"""Axes of arrays that have a row for each token, and where their sequences start."""
+
 
 class Params:
-    """The fields of the parameter block, loaded once at the start of a function."""
+    """The fields of the parameter block, loaded once at the start of a function.
 
-    def __init__(self, c: Code, block: Any) -> None:
-        self._c, self._block = c, block
+    Packed sequences are batch entries of which each has its own first row and lengths.
+    """
+
+    def __init__(self, c: Code, block: Any, *, packed: bool) -> None:
+        self._c, self._block, self._packed = c, block, packed
 
     def __getattr__(self, name: str) -> Any:
         c = self._c
@@ -33,10 +39,31 @@ class Params:
 
     def row(self, name: str, *indices: Any) -> Any:
         """Address of ``array[indices]``; axes that are left out start at 0."""
-        c, at = self._c, getattr(self, name)
-        for axis, index in zip(ARRAYS[name], indices, strict=False):
+        c, at, axes = self._c, getattr(self, name), ARRAYS[name]
+        for axis, index in zip(axes, indices, strict=False):
             at = c.at(at, c.b.mul(index, getattr(self, f"{name}_{axis}")))
+        if self._packed and axes in _TOKENS:
+            first, _ = self._span(_TOKENS[axes], indices[0])
+            at = c.row(at, getattr(self, f"{name}_{axes[-1]}"), first)
         return at
+
+    def queries(self, batch: Any) -> Any:
+        """Count the queries of a batch entry."""
+        return self._length("cu_seqlens_q", batch) if self._packed else self.Nq
+
+    def keys(self, batch: Any) -> Any:
+        """Count the keys of a batch entry."""
+        return self._length("cu_seqlens_k", batch) if self._packed else self.Nk
+
+    def _length(self, name: str, batch: Any) -> Any:
+        first, end = self._span(name, batch)
+        return self._c.b.sub(end, first)
+
+    def _span(self, name: str, batch: Any) -> tuple[Any, Any]:
+        """First token of a sequence, and the one after its last."""
+        c = self._c
+        at = c.row(getattr(self, name), i64(8), batch)
+        return c.load(at, I64), c.load(c.at(at, 8), I64)
 
 
 class Scratch:
@@ -87,6 +114,8 @@ class Kernel:
         Of q, k and v, and of sums.
     functions : Functions
         The caller's own.
+    packed : bool
+        Whether sequences are packed.
     """
 
     def __init__(
@@ -96,8 +125,10 @@ class Kernel:
         dtype: str,
         accum_dtype: str,
         functions: Functions = NO_FUNCTIONS,
+        *,
+        packed: bool = False,
     ) -> None:
-        self.module, self.functions = ir.Module(name), functions
+        self.module, self.functions, self.packed = ir.Module(name), functions, packed
         self.target, self.dtype, self.accum_dtype = target, dtype, accum_dtype
         self._functions: dict[str, ir.Function] = {}
 
@@ -109,7 +140,7 @@ class Kernel:
         kind = ir.FunctionType(ir.VoidType(), [POINTER] * 3)
         c = Code(ir.Function(self.module, kind, name), self.target, self.accum_dtype)
         block, counter, scratch = c.function.args
-        p, b = Params(c, block), c.b
+        p, b = self.params(c, block), c.b
         tasks = p.tasks
         if self.target.dot:  # unusual numbers are for another target
             usual = b.icmp_signed("==", c.load(p.unusual, I64), i64(0))
@@ -132,6 +163,10 @@ class Kernel:
         if tiles:
             release_tiles(c)
         b.ret_void()
+
+    def params(self, c: Code, block: Any) -> Params:
+        """Give the fields of a parameter block."""
+        return Params(c, block, packed=self.packed)
 
     def function(self, name: str, kinds: list[Any], body: Callable[..., None]) -> ir.Function:
         """Return the function of this name, made from ``body(code, *arguments)`` at first."""

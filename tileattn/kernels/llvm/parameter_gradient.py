@@ -33,16 +33,12 @@ class ElementSums:
         Parameters of the call.
     memory : Scratch
         Its end is that of the task's own sums.
-    keys : int
-        Keys of a tile.
     """
 
-    def __init__(
-        self, functions: Functions, c: Code, p: Params, memory: Scratch, keys: Any
-    ) -> None:
+    def __init__(self, functions: Functions, c: Code, p: Params, memory: Scratch) -> None:
         first = slots(functions.aux)
         tables = [c.at(p.aux, _BYTES * (first + 2 * n)) for n, _ in enumerate(functions.learned)]
-        self._sums = [_Sums(c, table, memory, keys) for table in tables]
+        self._sums = [_Sums(c, table, memory) for table in tables]
         own = memory.rows(0, i64(0))
         for sums in self._sums:
             sums.place(own)
@@ -63,10 +59,10 @@ class ElementSums:
         for tile in self.tiles:
             tile.put(r, list(map(tile.c.b.fmul, ds, tile.row(r))))
 
-    def add(self, rows: Any) -> None:
-        """Add the sums of one tile; earlier tasks are done with its queries."""
+    def add(self, rows: Any, keys: Any) -> None:
+        """Add the sums of one tile of so many rows and keys; earlier tasks are done with them."""
         for sums in self._sums:
-            sums.add(rows)
+            sums.add(rows, keys)
 
     def finish(self) -> None:
         """End the sums of the task; earlier tasks are done with all queries."""
@@ -77,8 +73,8 @@ class ElementSums:
 class _Sums:
     """The sums of one element; the task's own are those from number ``first`` to ``stop``."""
 
-    def __init__(self, c: Code, table: Any, memory: Scratch, keys: Any) -> None:
-        self._c, self._keys = c, keys
+    def __init__(self, c: Code, table: Any, memory: Scratch) -> None:
+        self._c = c
         self.tile = memory.tile(ROWS)
         self._vectors = len(self.tile.vectors)
         self._columns = self._vectors * c.lanes
@@ -99,7 +95,7 @@ class _Sums:
             wide = x if isinstance(x.type, ir.VectorType) else c.splat(x)
             c.store(wide, self._at_row(r, v))
 
-    def add(self, rows: Any) -> None:
+    def add(self, rows: Any, keys: Any) -> None:
         c, b = self._c, self._c.b
         apart = b.icmp_signed(">=", self._at, i64(0))
         c.when(apart, lambda: self._reach(rows))
@@ -122,7 +118,7 @@ class _Sums:
                 number = c.load(c.at(self._at_row(r), b.mul(j, i64(_BYTES))), I64)
                 add(number, c.load(c.at(self.tile.at(r), c.bytes_of(j)), c.scalar))
 
-            c.loop(i64(0), self._keys, pair)
+            c.loop(i64(0), keys, pair)
 
         c.loop(i64(0), rows, row)
 

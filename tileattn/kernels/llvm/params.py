@@ -11,7 +11,7 @@ ARRAYS = {
     "bias": "bhij", "mask": "bhij", "dbias": "bhij", "alibi_slopes": "bh", "sinks": "h",
     "block_kinds": "bhij", "block_bits": "nij", "semaphore": "",
     "dlse": "bhi", "q_t": "", "v_t": "", "dout_t": "", "unusual": "",
-    "partials": "nsr", "ended": "", "aux": "",
+    "partials": "nsr", "ended": "", "aux": "", "cu_seqlens_q": "", "cu_seqlens_k": "",
 }  # fmt: skip
 _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in ARRAYS.items()}
 

@@ -1,0 +1,125 @@
+"""Packed sequences: what ``parse`` makes of their offsets, and what it refuses."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+from tileattn.problem import parse
+
+HQ, HKV, D, DV = 4, 2, 8, 6
+CU_Q, CU_K = [0, 3, 3, 7], [0, 5, 6, 11]
+Q = np.zeros((HQ, 7, D), np.float32)
+K = np.zeros((HKV, 11, D), np.float32)
+V = np.zeros((HKV, 11, DV), np.float32)
+PACKED: dict[str, Any] = {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
+
+
+def test_sequences_take_the_place_of_batch_entries() -> None:
+    problem, x = parse(Q, K, V, PACKED)
+    assert (problem.B, problem.Nq, problem.Nk) == (1, 7, 11)
+    assert problem.sequences == problem.entries == 3
+    assert problem.out_shape == (HQ, 7, DV)
+    np.testing.assert_array_equal(x.kv_lengths, [5, 1, 5])
+    np.testing.assert_array_equal(x.q_offset, [2, 1, 1])
+    assert x.packing is not None
+    assert x.packing.longest(7, 11) == (4, 5)
+
+
+def test_without_offsets_entries_are_those_of_the_batch() -> None:
+    problem, x = parse(Q, K, V, {"cu_seqlens_q": None})
+    assert problem.entries == 1
+    assert problem.sequences is x.packing is None
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda x: np.array(x, np.int32)])
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_one_of_the_two_means_both(name: str, kind: Any) -> None:
+    _, x = parse(Q, Q, Q, {name: kind(CU_Q)})
+    assert x.packing is not None
+    for offsets in x.packing:
+        assert offsets.dtype == np.int64
+        np.testing.assert_array_equal(offsets, CU_Q)
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (1, 1)])
+def test_arrays_may_have_leading_axes_of_one(lead: tuple[int, ...]) -> None:
+    x = np.zeros((*lead, 7, D))
+    assert parse(x, x, x, {"cu_seqlens_q": CU_Q})[0].out_shape == x.shape
+
+
+def test_no_sequence_at_all() -> None:
+    nothing = np.zeros((HQ, 0, D))
+    attention = tileattn.forward(nothing, nothing, nothing, cu_seqlens_q=[0])
+    assert attention.out.shape == (HQ, 0, D)
+    grads = tileattn.backward(nothing, *[nothing] * 3, *attention, cu_seqlens_q=[0])
+    assert grads.dq.shape == grads.dv.shape == (HQ, 0, D)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"cu_seqlens_q": 7}, ValueError, "cu_seqlens_q has shape (); (S + 1,) is accepted"),
+        ({"cu_seqlens_q": []}, ValueError, "cu_seqlens_q has shape (0,); (S + 1,) is accepted"),
+        ({"cu_seqlens_k": [CU_K]}, ValueError, "cu_seqlens_k has shape (1, 4); (S + 1,)"),
+        ({"cu_seqlens_q": "0"}, TypeError, "cu_seqlens_q is str; integers of shape (S + 1,)"),
+        ({"cu_seqlens_q": [0.0, 7.0]}, TypeError, "cu_seqlens_q has dtype float64; integers are"),
+        ({"cu_seqlens_q": [1, 3, 3, 7]}, ValueError, "cu_seqlens_q starts with 1; 0 is accepted"),
+        ({"cu_seqlens_k": [0, 6, 5, 11]}, ValueError, "cu_seqlens_k goes down, from 6 to 5;"),
+        (
+            {"cu_seqlens_k": [0, 5, 6, 10]},
+            ValueError,
+            "cu_seqlens_k ends with 10; it must end with the number of tokens of k, 11",
+        ),
+        (
+            {"cu_seqlens_q": [0, 3, 8, 8]},
+            ValueError,
+            "cu_seqlens_q ends with 8; it must end with the number of tokens of q, 7",
+        ),
+        (
+            {"cu_seqlens_k": [0, 11]},
+            ValueError,
+            "cu_seqlens_k has 2 entries; it must have as many as cu_seqlens_q, 4",
+        ),
+        (
+            {"cu_seqlens_k": None},
+            ValueError,
+            "cu_seqlens_q ends with 7; it must end with the number of tokens of k, 11, whose "
+            "sequences cu_seqlens_q has too",
+        ),
+        (
+            {"kv_lengths": [5, 2, 5]},
+            ValueError,
+            "kv_lengths holds 2; lengths from 0 to the 1 keys of sequence 1 are accepted",
+        ),
+        ({"kv_lengths": [5]}, ValueError, "kv_lengths has shape (1,); one integer or shape (3,)"),
+        ({"alibi_slopes": np.ones((1, HQ))}, ValueError, "alibi_slopes has shape (1, 4); accepted"),
+        (
+            {"mask": np.ones((7, 11), bool)},
+            tileattn.UnsupportedError,
+            "mask does not go with cu_seqlens_q; score_mod= and mask_mod= do",
+        ),
+        ({"bias": np.ones(11)}, tileattn.UnsupportedError, "bias does not go with cu_seqlens_q;"),
+    ],
+)
+def test_what_is_refused(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        tileattn.forward(Q, K, V, **PACKED | changed)
+
+
+def test_a_batch_is_not_packed() -> None:
+    x = np.zeros((2, HQ, 7, D))
+    message = "q has batch size 2; with cu_seqlens_q shapes (H, T, D) and (1, H, T, D) are accepted"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tileattn.forward(x, x, x, cu_seqlens_q=CU_Q)
+
+
+def test_indices_are_those_of_the_longest_sequence() -> None:
+    with pytest.raises(ValueError, match=r"with 0 to 3; it has no elements"):
+        tileattn.forward(Q, K, V, **PACKED, score_mod=of_query, aux=(np.zeros(0),))
+
+
+def of_query(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:  # noqa: ARG001 - a score_mod's
+    return s + t[i]

@@ -1,0 +1,137 @@
+"""Lengths, offsets and packed sequences of a call: integers of each sequence, validated."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tileattn.errors import UnsupportedError
+from tileattn.validation import refuse_masked
+
+FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
+
+_DENSE = ("bias", "mask", "block_mask")
+
+
+class Packing(NamedTuple):
+    """Where the sequences of packed arrays start; the last number of each is where all end.
+
+    Parameters
+    ----------
+    cu_seqlens_q, cu_seqlens_k : array of int64, shape (S + 1,)
+        Tokens of q, and of k and v, before each sequence.
+    """
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+
+    @property
+    def sizes(self) -> tuple[int, Any, Any]:
+        """How many sequences there are, and the queries and keys of each."""
+        queries, keys = (x[1:] - x[:-1] for x in self)
+        return len(queries), queries, keys
+
+    def longest(self, Nq: int, Nk: int) -> tuple[int, int]:
+        """Give the most queries and keys of a sequence; of arrays on a device, all tokens."""
+        _, queries, keys = self.sizes
+        if isinstance(queries, np.ndarray) and isinstance(keys, np.ndarray):
+            return int(queries.max(initial=0)), int(keys.max(initial=0))
+        return Nq, Nk
+
+
+def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing | None:
+    """Find out how the sequences of a call are packed; None where they are batch entries."""
+    given = {n: options.get(n) for n in Packing._fields if options.get(n) is not None}
+    if not given:
+        return None
+    name = next(iter(given))
+    for option in _DENSE:
+        if options.get(option) is not None:
+            raise UnsupportedError(
+                f"{option} does not go with {name}; score_mod= and mask_mod= do, and so does a "
+                "batch that is padded"
+            )
+    if batch != 1:
+        raise ValueError(
+            f"q has batch size {batch}; with {name} shapes (H, T, D) and (1, H, T, D) are accepted"
+        )
+    found = [_offsets(n, x) for n, x in given.items()]
+    packed = Packing(found[0], found[-1])
+    if len(packed.cu_seqlens_q) != len(packed.cu_seqlens_k):
+        raise ValueError(
+            f"cu_seqlens_k has {len(packed.cu_seqlens_k)} entries; it must have as many as "
+            f"cu_seqlens_q, {len(packed.cu_seqlens_q)}"
+        )
+    other = "" if len(given) == 2 else f", whose sequences {name} has too"
+    for offsets, option, array, tokens in zip(
+        packed, (name, [*given][-1]), "qk", (Nq, Nk), strict=True
+    ):
+        if isinstance(offsets, np.ndarray) and offsets[-1] != tokens:
+            raise ValueError(
+                f"{option} ends with {offsets[-1]}; it must end with the number of tokens of "
+                f"{array}, {tokens}{other}"
+            )
+    return packed
+
+
+def _offsets(name: str, x: Any) -> Any:
+    x = _as_integers(name, x, "(S + 1,)")
+    if x.ndim != 1 or not len(x):
+        raise ValueError(f"{name} has shape {x.shape}; (S + 1,) is accepted, for S sequences")
+    if not isinstance(x, np.ndarray):
+        return x.astype(np.int64, copy=False)
+    offsets = x.astype(np.int64)
+    if offsets[0]:
+        raise ValueError(f"{name} starts with {offsets[0]}; 0 is accepted")
+    for n in np.flatnonzero(offsets[1:] < offsets[:-1]):
+        raise ValueError(
+            f"{name} goes down, from {offsets[n]} to {offsets[n + 1]}; numbers that do not "
+            "decrease are accepted"
+        )
+    return offsets
+
+
+def kv_lengths_of(x: Any, count: int, keys: Any) -> Any:
+    """Give the length of each sequence, which has so many keys."""
+    lengths = integers("kv_lengths", x, count)
+    if lengths is None:
+        return np.full(count, keys, np.int64) if isinstance(keys, int) else keys
+    if isinstance(lengths, np.ndarray) and isinstance(keys, int | np.ndarray):
+        for n in np.flatnonzero((lengths < 0) | (lengths > keys)):
+            most = (
+                f"Nk = {keys}" if isinstance(keys, int) else f"the {keys[n]} keys of sequence {n}"
+            )
+            raise ValueError(
+                f"kv_lengths holds {lengths[n]}; lengths from 0 to {most} are accepted"
+            )
+    return lengths
+
+
+def integers(name: str, x: Any, count: int) -> Any:
+    """One integer for each sequence, from an integer, a sequence or an array."""
+    if x is None:
+        return None
+    x = _as_integers(name, x, f"({count},)")
+    if x.shape not in ((), (count,)):
+        raise ValueError(f"{name} has shape {x.shape}; one integer or shape ({count},) is accepted")
+    copy = isinstance(x, np.ndarray)  # what is on the host may be remembered
+    return x.astype(np.int64, copy=copy) if x.shape else np.full(count, int(x), np.int64)
+
+
+def _as_integers(name: str, x: Any, shape: str) -> Any:
+    """Make an array of an integer, a sequence or an array."""
+    if isinstance(x, int | list | tuple | np.integer) and not isinstance(x, bool):
+        try:
+            x = np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int64)
+        except ValueError:
+            raise TypeError(f"{name} is {x!r}; integers of shape {shape} are accepted") from None
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{name} is {type(x).__name__}; integers of shape {shape} are accepted")
+    refuse_masked(name, x)
+    if x.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {x.dtype}; integers are accepted")
+    if isinstance(x, np.ndarray):
+        x = np.asarray(x)  # of a subclass, too
+        for wrong in x[(x < -FAR) | (x > FAR)].flat:
+            raise ValueError(f"{name} holds {wrong}; integers up to 2**60 in size are accepted")
+    return x
