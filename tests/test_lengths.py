@@ -31,7 +31,8 @@ def test_sequences_take_the_place_of_batch_entries() -> None:
 def test_without_offsets_entries_are_those_of_the_batch() -> None:
     problem, x = parse(Q, K, V, {"cu_seqlens_q": None})
     assert problem.entries == 1
-    assert problem.sequences is x.packing is None
+    assert problem.sequences is None
+    assert x.packing is None
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, lambda x: np.array(x, np.int32)])
@@ -51,10 +52,10 @@ def test_arrays_may_have_leading_axes_of_one(lead: tuple[int, ...]) -> None:
 
 
 def test_no_sequence_at_all() -> None:
-    nothing = np.zeros((HQ, 0, D))
-    attention = tileattn.forward(nothing, nothing, nothing, cu_seqlens_q=[0])
+    x = np.zeros((HQ, 0, D))
+    attention = tileattn.forward(x, x, x, cu_seqlens_q=[0])
     assert attention.out.shape == (HQ, 0, D)
-    grads = tileattn.backward(nothing, *[nothing] * 3, *attention, cu_seqlens_q=[0])
+    grads = tileattn.backward(x, x, x, x, *attention, cu_seqlens_q=[0])
     assert grads.dq.shape == grads.dv.shape == (HQ, 0, D)
 
 

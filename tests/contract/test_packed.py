@@ -47,7 +47,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def able(runner: Runner, options: dict[str, Any]) -> None:
-    reason = runner.why_not(*arrays(np.float64)[:3], packed(options))
+    q, k, v, _ = arrays(np.float64)
+    reason = runner.why_not(q, k, v, packed(options))
     if reason is not None:
         pytest.skip(f"{runner.name}: {reason}")
 
@@ -83,7 +84,7 @@ def test_any_packed_sequences(runner: Runner, case: AttentionCase) -> None:
 def test_a_sequence_has_the_bits_that_it_has_alone(
     backend: Runner, causal: bool, dtype: Any
 ) -> None:
-    options = {"causal": causal}
+    options: dict[str, Any] = {"causal": causal}
     able(backend, options)
     q, k, v, dout = arrays(dtype)
     k[0, CU_K[3]], v[1, CU_K[4] - 1] = np.inf, np.nan  # of one sequence

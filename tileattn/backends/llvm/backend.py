@@ -20,7 +20,7 @@ from tileattn.kernels.llvm.target import (
     ROWS,
     SPLIT,
     Target,
-    forward_kernel,
+    few_queries,
     scratch_bytes,
 )
 from tileattn.problem import Operands, Problem
@@ -65,11 +65,10 @@ class LlvmBackend:
         found = host_of_bfloat16() if self._target is None and dot.serves(P) else None
         return (self.target,) if found is None else (found, self.target)
 
-    def forward_kernel(self, P: Problem) -> str:
-        """Name the forward kernel of a problem."""
-        if P.sequences is not None:
-            return "forward"
-        return self._kernel or forward_kernel(P.group, P.Nq)
+    def few_queries(self, P: Problem) -> int:
+        """Give the most queries of a sequence that the decoding kernel takes."""
+        few = {None: few_queries(P.group), "decode": _LONGEST, "forward": 0}
+        return few[self._kernel]
 
     def owns(self, x: Any) -> bool:
         """Whether ``x`` is a NumPy array, and no masked array or matrix."""
@@ -116,13 +115,13 @@ class LlvmBackend:
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
         """Say what would run; of the arrays only the options are looked at."""
-        P, target, kernel = problem, self.targets_of(problem)[0], self.forward_kernel(problem)
+        P, target, batch = problem, self.targets_of(problem)[0], as_batch(problem, operands)
+        kernel = "decode" if batch.Nq <= self.few_queries(P) else "forward"
         width = target.width(P.accum_dtype.itemsize)
         forward, backward = (width, target.keys), (ROWS, width)
         if kernel == "decode":
-            forward = min(DECODE_ROWS, max(1, P.group * P.Nq)), DECODE_KEYS
+            forward = min(DECODE_ROWS, max(1, P.group * batch.Nq)), DECODE_KEYS
         tiles, moved, traffic = explained(P, operands, forward, backward)
-        batch = as_batch(P, operands)
         parallel = is_parallel(forward_work(batch, kernel))
         learned = len(layouts(batch, operands))
         many = "few" if kernel == "decode" else "enough for vectors"
@@ -141,7 +140,7 @@ class LlvmBackend:
             traffic=traffic,
             reasons=(
                 "q, k and v are NumPy arrays, and llvmlite is installed",
-                f"{P.group * P.Nq} rows of a key head are {many}",
+                f"{P.group * batch.Nq} rows of a key head are {many}",
                 "there is enough work for threads" if parallel else "threads would cost more",
             ),
         )

@@ -1,6 +1,6 @@
 """The calls of one signature: what the layout of their arrays decides is worked out once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ class LlvmCall(PreparedCall):
 
     def __init__(self, backend: Any, problem: Problem) -> None:
         super().__init__(backend, problem)
-        self._kernel: str = backend.forward_kernel(problem)
+        self._few: int = backend.few_queries(problem)
         self._targets: tuple[Target, ...] = backend.targets_of(problem)
         self._executables: dict[Any, Executable] = {}
 
@@ -56,10 +56,10 @@ class LlvmCall(PreparedCall):
         )
         arrays = as_inputs(as_batch(P, operands), operands)
         arrays |= {"out": result.out, "lse": result.lse}
-        targets = self._targets[-1:] if self._kernel == "decode" else self._targets
-        executable = self._run(self._kernel, operands, arrays, targets)
-        if len(targets) == 1 and self._is_plain(operands, arrays, out):
-            self.cached_launch = CachedForward(executable, P, arrays, out)
+        for kernel, targets in self._kernels(operands):
+            executable = self._run(kernel, operands, arrays, targets, self._few)
+            if len(targets) == 1 and self._is_plain(operands, arrays, out):
+                self.cached_launch = CachedForward(executable, P, arrays, out)
         return placed(result, out)
 
     def backward(
@@ -110,18 +110,32 @@ class LlvmCall(PreparedCall):
                 aux_gradients(x, sums),
             )
 
+    def _kernels(self, x: Operands) -> Iterator[tuple[str, tuple[Target, ...]]]:
+        """Name the forward kernels that run, with their targets: both where sequences differ so."""
+        queries = [self.problem.Nq] if x.packing is None else x.packing.sizes[1].tolist()
+        few = {n <= self._few for n in queries}
+        if True in few:
+            yield "decode", self._targets[-1:]
+        if False in few:
+            yield "forward", self._targets
+
     def _run(
-        self, name: str, x: Operands, arrays: Mapping[str, Array], targets: tuple[Target, ...]
+        self,
+        name: str,
+        x: Operands,
+        arrays: Mapping[str, Array],
+        targets: tuple[Target, ...],
+        few: int = 0,
     ) -> Executable:
         """Run a module for the first target that computes numbers such as these."""
         for target in targets:
-            executable = self._executable(name, target, x, arrays)
+            executable = self._executable(name, target, x, arrays, few)
             if executable.run(arrays, x.aux):
                 break
         return executable
 
     def _executable(
-        self, name: str, target: Target, x: Operands, arrays: Mapping[str, Array]
+        self, name: str, target: Target, x: Operands, arrays: Mapping[str, Array], few: int
     ) -> Executable:
         """Find or make it; an array that is not aligned was copied, and has other strides."""
         aux = tuple((array.dtype.name, array.shape) for array in x.aux)
@@ -130,7 +144,7 @@ class LlvmCall(PreparedCall):
         executable = self._executables.get(key)
         if executable is None:
             P = as_batch(self.problem, x)
-            division = divide(name, P, target, x, arrays, self.backend.split_keys)
+            division = divide(name, P, target, x, arrays, self.backend.split_keys, few)
             facts = tuple((dtype, len(shape)) for dtype, shape in aux)
             own = Functions(P.score_mod, P.mask_mod, facts, learning)
             executable = Executable(name, target, P, arrays, division, own)

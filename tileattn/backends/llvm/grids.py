@@ -1,6 +1,7 @@
 """How the work of a kernel is divided into tasks, and which parameters say so."""
 
 from collections.abc import Callable, Container
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -59,14 +60,24 @@ def is_parallel(work: int) -> bool:
 
 
 def divide(
-    kernel: str, P: Problem, target: Target, x: Operands, arrays: Container[str], split_keys: int
+    kernel: str,
+    P: Problem,
+    target: Target,
+    x: Operands,
+    arrays: Container[str],
+    split_keys: int,
+    few: int,
 ) -> Division:
-    """Divide the work of a kernel that reads the named arrays."""
+    """Divide the work of a kernel that reads the named arrays.
+
+    A forward kernel takes the sequences of up to ``few`` queries, or the others.
+    """
     if kernel == "decode":
-        division = _decode(P, target, x, split_keys)
+        division = _decode(replace(P, Nq=min(P.Nq, few)), target, x, split_keys)
     else:
         division = (_forward if kernel == "forward" else _backward)(P, target, x)
     division.values.update(zip(("block_q", "block_k"), block_size(P, x), strict=False))
+    division.values["few"] = few
     if not target.dot:
         return division
     values, grids, workspace, _ = division

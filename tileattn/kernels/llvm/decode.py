@@ -44,8 +44,10 @@ def build(
     """Emit the module."""
     kernel = Kernel("decode", target, dtype, accum_dtype, functions, packed=packed)
 
-    def task(c: Code, _: Params, block: Any, scratch: Any, number: Any) -> None:
-        _Split(kernel, c, block, scratch, number).emit()
+    def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
+        split = _Split(kernel, c, block, scratch, number)
+        few = c.b.icmp_signed("<=", split.Nq, p.few)
+        c.when(c.b.and_(few, c.b.icmp_signed(">", split.rows, i64(0))), split.emit)
 
     kernel.entry("decode", task)
     return kernel.module
@@ -59,7 +61,8 @@ class _Split:
         heads, n = b.sdiv(self.block, p.blocks), b.srem(self.block, p.blocks)
         self.batch, self.head = b.sdiv(heads, p.Hkv), b.srem(heads, p.Hkv)
         self.r0 = b.mul(n, i64(DECODE_ROWS))
-        self.rows = c.smaller(i64(DECODE_ROWS), b.sub(b.mul(p.group, p.Nq), self.r0))
+        self.Nq = p.queries(self.batch)
+        self.rows = c.smaller(i64(DECODE_ROWS), b.sub(b.mul(p.group, self.Nq), self.r0))
         self.length, self.offset = (
             c.load(c.row(x, i64(8), self.batch), I64) for x in (p.kv_lengths, p.q_offset)
         )
@@ -76,10 +79,10 @@ class _Split:
 
     def emit(self) -> None:
         c, b, p = self.c, self.c.b, self.p
-        last = b.sub(b.add(self.r0, self.rows), i64(1))
-        one_head = b.icmp_signed("==", b.sdiv(self.r0, p.Nq), b.sdiv(last, p.Nq))
-        i0 = b.select(one_head, b.srem(self.r0, p.Nq), i64(0))
-        i1 = b.select(one_head, b.srem(last, p.Nq), b.sub(p.Nq, i64(1)))
+        last, Nq = b.sub(b.add(self.r0, self.rows), i64(1)), self.Nq
+        one_head = b.icmp_signed("==", b.sdiv(self.r0, Nq), b.sdiv(last, Nq))
+        i0 = b.select(one_head, b.srem(self.r0, Nq), i64(0))
+        i1 = b.select(one_head, b.srem(last, Nq), b.sub(Nq, i64(1)))
         low, high = self.low(i0), self.high(i1)
         self.full = self.low(i1), self.high(i0)  # what every row attends to
         first = b.sdiv(low, p.split_keys)
@@ -101,8 +104,8 @@ class _Split:
     def query(self, r: Any) -> tuple[Any, Any]:
         """Head and query of a row of the task."""
         b, p, row = self.c.b, self.p, self.c.b.add(self.r0, r)
-        g = b.sdiv(row, p.Nq)
-        return b.add(b.mul(self.head, p.group), g), b.sub(row, b.mul(g, p.Nq))
+        g = b.sdiv(row, self.Nq)
+        return b.add(b.mul(self.head, p.group), g), b.sub(row, b.mul(g, self.Nq))
 
     def low(self, i: Any) -> Any:
         """Give the first key that the window and the length let query i attend to."""

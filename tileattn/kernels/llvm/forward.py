@@ -49,9 +49,11 @@ def build(
         heads, n = b.sdiv(number, p.blocks), b.srem(number, p.blocks)
         r0 = b.mul(b.sub(b.sub(p.blocks, i64(1)), n), i64(W))  # the longest first
         batch, head = b.sdiv(heads, p.Hkv), b.srem(heads, p.Hkv)
-        rows = c.smaller(i64(W), b.sub(b.mul(p.group, p.queries(batch)), r0))
+        Nq = p.queries(batch)
+        rows = c.smaller(i64(W), b.sub(b.mul(p.group, Nq), r0))
         emit = _Block(kernel, c, block, scratch, batch, head, r0, rows).emit
-        c.when(b.icmp_signed(">", rows, i64(0)), emit)
+        many = b.icmp_signed(">", Nq, p.few)
+        c.when(b.and_(many, b.icmp_signed(">", rows, i64(0))), emit)
 
     if target.dot:
         kernel.entry("dot_prepare", prepare)

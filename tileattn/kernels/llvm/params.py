@@ -41,7 +41,7 @@ INTEGERS = (
     "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "tasks", "quota", "blocks",
     "seed_low", "seed_high", "threshold", "bias_dtype", "dbias_kind", "sharing", "sharing_step",
     "group_step", "chains",
-    "block_q", "block_k", "dq_columns", "splits", "split_keys",
+    "block_q", "block_k", "dq_columns", "splits", "split_keys", "few",
 )  # fmt: skip
 
 FIELDS = {

@@ -112,14 +112,13 @@ def padded(target: Target, size: int, D: int) -> int:
     return -(-D // lanes) * lanes
 
 
-def forward_kernel(group: int, Nq: int) -> str:
-    """Choose the forward kernel for so many query heads of a key head, and so many queries.
+def few_queries(group: int) -> int:
+    """Give the most queries of a sequence that the decoding kernel takes, by heads of a group.
 
-    From half of its rows on, the decoding kernel pays only where key heads are few: other kernels
-    do not split their keys.
+    From half of its rows on, it pays only where key heads are few: other kernels do not split their
+    keys.
     """
-    most = DECODE_ROWS if group > 1 else DECODE_ROWS // 2
-    return "decode" if group * Nq <= most else "forward"
+    return (DECODE_ROWS if group > 1 else DECODE_ROWS // 2) // max(1, group)
 
 
 def state_bytes(target: Target, size: int, Dv: int) -> int:
