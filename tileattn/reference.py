@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.dual import Clamped, Direction, Dual, tangents_of, value_of
+from tileattn.packed_reference import dense_options, packed, padded
 from tileattn.results import Attention, Gradients
 
 __all__ = ["backward", "forward"]
@@ -30,7 +31,8 @@ def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
     Parameters
     ----------
     q : array, shape (B, Hq, Nq, D)
-        Queries. ``(Hq, Nq, D)`` and ``(Nq, D)`` are accepted, too.
+        Queries. ``(Hq, Nq, D)`` and ``(Nq, D)`` are accepted, too. With ``cu_seqlens_q`` or
+        ``cu_seqlens_k``, B is 1 and Nq and Nk count the tokens of all sequences.
     k : array, shape (B, Hkv, Nk, D)
         Keys.
     v : array, shape (B, Hkv, Nk, Dv)
@@ -64,9 +66,9 @@ def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
     array([[2.],
            [2.]])
     """
-    dense = evaluate_forward(q, k, v, np.float64, options)
+    out, lse = evaluate_forward(q, k, v, np.float64, options).results
     lead = (0,) * (4 - q.ndim)
-    return Attention(dense.out[lead], dense.lse[lead])
+    return Attention(out[lead], lse[lead])
 
 
 def backward(
@@ -145,6 +147,8 @@ class Options:
     score_mod: Any = None
     mask_mod: Any = None
     aux: Any = ()
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,10 @@ class ScoreFunction:
 
 @dataclass(frozen=True)
 class Forward:
-    """Every quantity of the forward pass; matrices are (B, Hq, Nq, Nk), heads of k, v repeated."""
+    """Every quantity of the forward pass; matrices are (B, Hq, Nq, Nk), heads of k, v repeated.
+
+    Packed sequences are entries of B, padded to the longest one.
+    """
 
     options: Options
     group: int
@@ -177,10 +184,15 @@ class Forward:
     kept: Array
     out: Array
 
+    @property
+    def results(self) -> Attention:
+        """What the call returns, packed again where it was."""
+        return Attention(*(packed(x, self.options.cu_seqlens_q) for x in (self.out, self.lse)))
+
 
 @dataclass(frozen=True)
 class Backward:
-    """Every quantity of the backward pass."""
+    """Every quantity of the backward pass; only ``grads`` are packed again where the call was."""
 
     dout: Array
     dP: Array
@@ -192,7 +204,8 @@ class Backward:
 def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]) -> Forward:
     """Evaluate the forward formulas with every number of them in ``dtype``."""
     o = _options(options)
-    q, k, v = (_four_axes(np.asarray(x)).astype(dtype) for x in (q, k, v))
+    q = padded(q, 4, o.cu_seqlens_q).astype(dtype)
+    k, v = (padded(x, 4, o.cu_seqlens_k).astype(dtype) for x in (k, v))
     B, Hq, Nq, D = q.shape
     Hkv, Nk = k.shape[1:3]
     group = Hq // Hkv if Hkv else 1
@@ -225,12 +238,14 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
 def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
     """Evaluate the backward formulas in the dtype of the forward ones."""
     o, dtype = f.options, f.q.dtype
-    dout = _four_axes(np.asarray(dout)).astype(dtype)
+    dout = padded(dout, 4, o.cu_seqlens_q).astype(dtype)
     with np.errstate(all="ignore"):
         dv = _masked_matmul(_transpose(f.P * f.kept), _transpose(f.attended), dout)
         dP = _select(f.attended, (dout @ _transpose(f.v)) * f.kept)
         delta = np.sum(_select(f.attended, f.P * dP), axis=-1)
-        dlog = -delta if dlse is None else _like(dlse, delta).astype(dtype) - delta
+        dlog = -delta
+        if dlse is not None:
+            dlog = padded(dlse, 3, o.cu_seqlens_q).astype(dtype) - delta
         dS = _select(f.attended, f.P * (dP + dlog[..., np.newaxis]))
         daux = _element_gradients(f, dS) if o.aux else None
         of_score = dS
@@ -248,12 +263,16 @@ def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
             # A sink is a key of value zero: its dP is 0.
             dsinks = np.sum(np.exp(_sinks(o, dtype) - f.lse) * dlog, axis=(0, 2))
             dsinks = np.where(np.isneginf(np.asarray(o.sinks, dtype)), 0, dsinks)
-        dk, dv = (_sum_over_group(x, f.group, f.Hkv) for x in (dk, dv))
+        dk, dv = (packed(_sum_over_group(x, f.group, f.Hkv), o.cu_seqlens_k) for x in (dk, dv))
+        dq = packed(dq, o.cu_seqlens_q)
     return Backward(dout, dP, dlog, dS, Gradients(dq, dk, dv, dbias, dsinks, daux))
 
 
 def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDArray[np.bool_]:
-    """Whether each query attends to each key, by the masks alone, (B, Hq, Nq, Nk)."""
+    """Whether each query attends to each key, by the masks alone, (B, Hq, Nq, Nk).
+
+    Of packed sequences ``shape`` is that of the dense equivalent: their number, and the longest.
+    """
     o = _options(options)
     j = np.arange(shape[3])
     p = _positions(o, shape)
@@ -353,7 +372,7 @@ def _options(options: dict[str, Any]) -> Options:
     for name in options:
         if name not in known:
             raise TypeError(f"{name} is not an option; {', '.join(known)} are accepted")
-    return Options(**options)
+    return Options(**dense_options(options))
 
 
 def _softcap(raw: Array, cap: float) -> Array:
@@ -422,14 +441,6 @@ def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
     padded = (1,) * (4 - len(shape)) + shape
     repeated = tuple(axis for axis in range(4) if padded[axis] == 1)
     return np.asarray(x.sum(axis=repeated, keepdims=True).reshape(shape))
-
-
-def _four_axes(x: Array) -> Array:
-    return x.reshape((1,) * (4 - x.ndim) + x.shape)
-
-
-def _like(dlse: Array, delta: Array) -> Array:
-    return np.asarray(dlse).reshape(delta.shape)
 
 
 def _transpose(x: Array) -> Array:

@@ -1,15 +1,18 @@
 """How far off each result of a call may be."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.dtypes import accum_dtype
+from tileattn.packed_reference import padded
 from tileattn.reference import Backward, Forward, evaluate_backward, evaluate_forward
 from tileattn.results import Attention, Gradients
 from tileattn.testing.rounding import (
+    Rounding,
     backward_floors,
     finite,
     forward_floors,
@@ -50,7 +53,7 @@ def error_bound(
     Parameters
     ----------
     q, k, v : array
-        NumPy arrays, as in ``tileattn.forward``.
+        NumPy arrays, as in ``tileattn.forward``; packed sequences, too.
     dout : array, shape (B, Hq, Nq, Dv), optional
         Upstream gradient of ``out``. Without it only ``out`` and ``lse`` are bounded.
     dlse : array, shape (B, Hq, Nq), optional
@@ -104,9 +107,7 @@ def error_bound(
     dtypes |= {f"daux[{n}]": x.dtype for n, x in enumerate(options.get("aux") or ())}
     forward = evaluate_forward(q, k, v, np.float64, options)
     backward = None if dout is None else evaluate_backward(forward, dout, dlse)
-    floors = forward_floors(forward, storing(dtype), summing(sums))
-    if backward is not None:
-        floors |= backward_floors(forward, backward, dlse, storing(dtype), summing(sums))
+    floors = _floors(forward, backward, dlse, storing(dtype), summing(sums))
     exact = _results(forward, backward)
     errors = _unfused_errors(exact, (q, k, v, dout, dlse), options, dtypes)
     bounds = {}
@@ -124,10 +125,24 @@ def named(results: Attention | Gradients) -> dict[str, Array]:
 
 def _results(forward: Forward, backward: Backward | None) -> dict[str, Array]:
     """Collect the results that there are, by name."""
-    results = {"out": forward.out, "lse": forward.lse}
+    results = named(forward.results)
     if backward is not None:
         results |= named(backward.grads)
     return {name: result for name, result in results.items() if result is not None}
+
+
+def _floors(
+    f: Forward, b: Backward | None, dlse: Array | None, store: Rounding, sums: Rounding
+) -> dict[str, float]:
+    """Norms of the uncertainty of each result; padding of packed sequences adds nothing to them."""
+    cu_seqlens = f.options.cu_seqlens_q
+    # Padded rows see no key, but a sink: in place of it, their lse is that of no key at all.
+    f = replace(f, lse=padded(f.results.lse, 3, cu_seqlens, fill=-np.inf))
+    floors = forward_floors(f, store, sums)
+    if b is not None:
+        dense_dlse = None if dlse is None else padded(dlse, 3, cu_seqlens)
+        floors |= backward_floors(f, b, dense_dlse, store, sums)
+    return floors
 
 
 def _unfused_errors(

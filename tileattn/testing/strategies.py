@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.dtypes import DTYPES, accum_dtype
+from tileattn.packed_reference import packed as pack
 from tileattn.reference import visibility
 from tileattn.testing.arrays import AMPLITUDES, FILLS, LAYOUTS, Fill, laid_out
 from tileattn.testing.options import DRAW, EXTREMES, Choices
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 AXES = ("Nq", "Nk", "B", "Hq", "D", "Dv")
+UNPACKED = ("bias", "mask", "block_mask")  # options that do not go with packed sequences
 
 
 class AttentionCase(NamedTuple):
@@ -62,6 +64,7 @@ def problems(
     edges: bool = True,
     poison: bool = True,
     extremes: bool = False,
+    packed: bool = False,
 ) -> "SearchStrategy[AttentionCase]":
     """Draw whole calls of attention.
 
@@ -84,6 +87,11 @@ def problems(
         Whether scores may have any size: queries and keys of the order of 1e-3 to 1e4, additive
         masks in place of other biases, and softcaps, sinks, windows and offsets up to the ends of
         their types.
+    packed : bool
+        Whether calls are of packed sequences: up to five, or none where ``edges`` has it so, with 0
+        to ``max_length`` queries and keys each. ``cu_seqlens_q`` and ``cu_seqlens_k`` are given
+        whatever ``options`` says; ``bias``, ``mask`` and ``block_mask``, which do not go with them,
+        are not. The arrays have four axes, of which the first is 1 long, or three or two.
 
     Returns
     -------
@@ -134,6 +142,7 @@ def problems(
             edges=AXES if edges else (),
             poison=poison,
             extremes=extremes,
+            packed=packed,
         )
 
     return cases()
@@ -155,32 +164,78 @@ def draw_case(
     extremes: bool = False,
     ranks: Sequence[int] = (4, 4, 4, 3, 2),
     layouts: Sequence[str] = LAYOUTS,
+    packed: bool = False,
 ) -> AttentionCase:
     """Draw a call by any choices, given its dtype, D, Dv and the names of its options.
 
     The axes of ``edges`` may be 0 or 1 long. ``ranks`` are numbers of axes: 3 is without B, 2 has
-    no heads either. For the others see `problems`.
+    no heads either. For the others see `problems`. A packed call is drawn as its dense equivalent,
+    in which B is the number of sequences.
     """
     dtype, D, Dv, names = family
+    if packed:
+        names = [name for name in names if name not in UNPACKED]
     axes = choices.one_of(*ranks)
-    B = choices.one_of(2, 3) if axes == 4 else 1
+    entries = (3, 2, 1, 4, 5) if packed else (2, 3) if axes == 4 else ()
+    B = choices.one_of(*entries) if entries else 1
     Hq, Hkv = choices.one_of(*_HEADS) if axes > 2 else (1, 1)
     Nq, Nk = (choices.one_of(*(n for n in x if n <= max_length)) for x in (_QUERIES, _KEYS))
     sizes = {"B": B, "Hq": Hq, "Hkv": Hkv, "Nq": Nq, "Nk": Nk, "D": D, "Dv": Dv}
     if edges and choices.one_of(False, False, False, True):
         name, length = choices.one_of(*edges), choices.one_of(0, 1)
-        if name not in ("B", "Hq")[: 4 - axes]:
+        fixed = ("B", "Hq")[: 4 - axes]
+        if name not in fixed or (packed and name == "B"):
             sizes |= {"Hq": length, "Hkv": length} if name == "Hq" else {name: length}
+    cu_seqlens = _pack_sizes(choices, sizes) if packed else None
     shape = (sizes["B"], sizes["Hq"], sizes["Nq"], sizes["Nk"])
     drawn_by = EXTREMES if extremes else DRAW
     options = {name: drawn_by[name](choices, shape, dtype) for name in names}
+    if cu_seqlens is not None:
+        options |= _pack_options(choices, cu_seqlens, options)
     arrays = _arrays(choices, sizes, dtype, AMPLITUDES if extremes else FILLS)
     dlse = choices.rng.normal(size=shape[:3]).astype(accum_dtype(dtype)) if choices.coin() else None
     if poison and choices.coin():
         _poison(choices, arrays, visibility(shape, options), options)
+    if cu_seqlens is not None:
+        of_axes = [cu_seqlens[name] for name in ("Nq", "Nk", "Nk", "Nq")]
+        arrays = [pack(x, ends) for x, ends in zip(arrays, of_axes, strict=True)]
+        dlse = None if dlse is None else pack(dlse, cu_seqlens["Nq"])
     lead = (0,) * (4 - axes)
     q, k, v, dout = (laid_out(x, choices.one_of(*layouts))[lead] for x in arrays)
     return AttentionCase(q, k, v, dout, None if dlse is None else dlse[lead], options)
+
+
+def _pack_sizes(choices: Choices, sizes: dict[str, int]) -> dict[str, Array]:
+    """Draw where each sequence begins and ends; Nq and Nk become the longest of them."""
+    S = sizes["B"]
+    lengths = {}
+    for axis in ("Nq", "Nk"):
+        most = sizes[axis]
+        lengths[axis] = [
+            choices.one_of(choices.integer(0, most), 0, min(1, most)) for _ in range(S)
+        ]
+        if S:
+            lengths[axis][choices.integer(0, S - 1)] = most
+    if choices.one_of(False, False, True):
+        lengths["Nk"] = lengths["Nq"]
+    sizes |= {axis: max(drawn, default=0) for axis, drawn in lengths.items()}
+    return {axis: np.cumsum([0, *drawn]) for axis, drawn in lengths.items()}
+
+
+def _pack_options(
+    choices: Choices, cu_seqlens: dict[str, Array], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Give the options that say how tokens are packed; sequences have no more than their keys."""
+    packing: dict[str, Any] = {}
+    for name, axis in (("cu_seqlens_q", "Nq"), ("cu_seqlens_k", "Nk")):
+        kind = choices.one_of(np.int32, np.int64, None)
+        ends = cu_seqlens[axis]
+        packing[name] = ends.tolist() if kind is None else ends.astype(kind)
+    if "kv_lengths" in options:
+        lengths = options["kv_lengths"]
+        capped = np.minimum(lengths, np.diff(cu_seqlens["Nk"]))
+        packing["kv_lengths"] = capped.astype(lengths.dtype)
+    return packing
 
 
 def _arrays(

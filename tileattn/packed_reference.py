@@ -1,0 +1,66 @@
+"""How the oracle reads packed sequences: through the dense call that they are equivalent to.
+
+That call has a batch entry for each sequence, padded with zeros to the longest one. Padded keys are
+past the lengths and padded queries are masked out, so that their probabilities and gradients are 0.
+What is computed of them is left out when the results are packed again.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def dense_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Give the options of the dense equivalent; those of a dense call are returned as they are.
+
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` stay, both of them and as arrays: they say how arrays are
+    padded and packed.
+    """
+    queries, keys = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
+    if queries is None and keys is None:
+        return options
+    cu_seqlens_q = np.asarray(keys if queries is None else queries).astype(np.int64)
+    cu_seqlens_k = np.asarray(queries if keys is None else keys).astype(np.int64)
+    Nq, Nk = np.diff(cu_seqlens_q), np.diff(cu_seqlens_k)
+    kv_lengths = _of_sequences(options.get("kv_lengths"), Nk)
+    return options | {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "kv_lengths": kv_lengths,
+        "q_offset": _of_sequences(options.get("q_offset"), kv_lengths - Nq),
+        "mask": (np.arange(Nq.max(initial=0)) < Nq[:, np.newaxis])[:, np.newaxis, :, np.newaxis],
+    }
+
+
+def padded(x: Any, axes: int, cu_seqlens: Array | None = None, fill: float = 0) -> Array:
+    """Give an array all its axes, and each sequence a batch entry: (S, H, longest, ...)."""
+    whole = np.asarray(x)
+    whole = whole.reshape((1,) * (axes - whole.ndim) + whole.shape)
+    if cu_seqlens is None:
+        return whole
+    sizes = len(cu_seqlens) - 1, whole.shape[1], np.diff(cu_seqlens).max(initial=0)
+    dense = np.full((*sizes, *whole.shape[3:]), fill, whole.dtype)
+    for s, (start, stop) in enumerate(pairwise(cu_seqlens)):
+        dense[s, :, : stop - start] = whole[0, :, start:stop]
+    return dense
+
+
+def packed(x: Array, cu_seqlens: Array | None = None) -> Array:
+    """Put the rows of all sequences on one axis again, without the padding: (1, H, T, ...)."""
+    if cu_seqlens is None:
+        return x
+    whole = np.empty((1, x.shape[1], cu_seqlens[-1], *x.shape[3:]), x.dtype)
+    for s, (start, stop) in enumerate(pairwise(cu_seqlens)):
+        whole[0, :, start:stop] = x[s, :, : stop - start]
+    return whole
+
+
+def _of_sequences(given: Any, default: Array) -> Array:
+    """One integer for each sequence."""
+    if given is None:
+        return default
+    return np.broadcast_to(np.asarray(given), default.shape).astype(np.int64)
