@@ -85,6 +85,11 @@ def forward(
     q_offset : int, array or sequence of int of shape (B,), or None
         Position p of query i is ``i + q_offset``; None is ``kv_length - Nq`` (aligned at the bottom
         right), 0 aligns at the top left.
+    cu_seqlens_q, cu_seqlens_k : array or sequence of int, shape (S + 1,), or None
+        Where packed sequences start, from 0 to the number of tokens: q is (Hq, Tq, D), k and v have
+        Tk keys, and queries of sequence s attend to keys of sequence s only. One of the two means
+        both. What has a batch axis has S entries, b of the functions below is the sequence, and
+        indices count from its start. ``mask``, ``bias`` and ``block_mask`` do not go with it.
     sinks : array, floating, shape (Hq,), or None
         Logits that join the softmax denominator only; has a gradient.
     dropout_p : float
