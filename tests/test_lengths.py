@@ -124,3 +124,56 @@ def test_indices_are_those_of_the_longest_sequence() -> None:
 
 def of_query(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:  # noqa: ARG001 - a score_mod's
     return s + t[i]
+
+
+# --- pages --------------------------------------------------------------------------------------
+
+PAGES: dict[str, Any] = {"block_table": [[1, 0], [2, 9]], "kv_lengths": [5, 3]}
+POOL = np.zeros((3, HKV, 4, D), np.float32)
+VALUES = np.zeros((3, HKV, 4, DV), np.float32)
+QUERY = np.zeros((2, HQ, 1, D), np.float32)
+
+
+def test_pages_take_the_place_of_batch_entries_of_keys() -> None:
+    problem, x = parse(QUERY, POOL, VALUES, PAGES)
+    assert (problem.B, problem.Nk, problem.page) == (2, 8, 4)
+    assert x.paging is not None
+    assert x.paging.block_table.dtype == np.int64
+    np.testing.assert_array_equal(x.q_offset, [4, 2])
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"block_table": [1, 0]}, ValueError, "block_table has shape (2,); (B, pages of a"),
+        ({"block_table": [[1.0]]}, TypeError, "block_table has dtype float64; integers are"),
+        ({"block_table": [[1, 0]]}, ValueError, "block_table has shape (1, 2); (2, pages of a"),
+        (
+            {"kv_lengths": [5, 5]},
+            ValueError,
+            "block_table holds 9 for page 1 of sequence 1; 0 to 2 are accepted",
+        ),
+        (
+            {"block_table": [[-1, 0], [0, 0]]},
+            ValueError,
+            "block_table holds -1 for page 0 of sequence 0; 0 to 2 are accepted",
+        ),
+        ({"kv_lengths": [9, 3]}, ValueError, "kv_lengths holds 9; lengths from 0 to Nk = 8 are"),
+        ({"kv_lengths": None}, ValueError, "block_table needs kv_lengths"),
+        ({"cu_seqlens_k": [0, 3]}, ValueError, "cu_seqlens_k does not go with block_table;"),
+        ({"k": POOL[0]}, ValueError, "k has shape (2, 4, 8); with block_table (pages, Hkv, page,"),
+        ({"v": VALUES[:2]}, ValueError, "v has number of pages 2; it must be that of k, 3"),
+        ({"v": VALUES[:, :, :3]}, ValueError, "v has length 3; it must be that of k, 4"),
+    ],
+)
+def test_pages_that_are_refused(
+    changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    call: dict[str, Any] = {"q": QUERY, "k": POOL, "v": VALUES, **PAGES, **changed}
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        tileattn.forward(**call)
+
+
+def test_packed_queries_over_pages_end_with_the_tokens() -> None:
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q ends with 3; .* of q, 2$"):
+        tileattn.forward(QUERY[0].repeat(2, 1), POOL, VALUES, **PAGES, cu_seqlens_q=[0, 1, 3])

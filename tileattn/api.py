@@ -12,6 +12,7 @@ from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Explanation
 from tileattn.call_cache import CALLS, PreparedCall, prepared_call, signature
 from tileattn.dtypes import accum_dtype
+from tileattn.errors import UnsupportedError
 from tileattn.problem import (
     Operands,
     Options,
@@ -90,6 +91,10 @@ def forward(
         Tk keys, and queries of sequence s attend to keys of sequence s only. One of the two means
         both. What has a batch axis has S entries, b of the functions below is the sequence, and
         indices count from its start. ``mask``, ``bias`` and ``block_mask`` do not go with it.
+    block_table : array or sequence of int, shape (B, pages of a sequence), or None
+        Keys and values are in pages: k is (pages, Hkv, page, D), v (pages, Hkv, page, Dv), and key
+        j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. It needs
+        ``kv_lengths``, and goes with ``cu_seqlens_q``. Forward only.
     sinks : array, floating, shape (Hq,), or None
         Logits that join the softmax denominator only; has a gradient.
     dropout_p : float
@@ -260,6 +265,10 @@ def backward(
     >>> dq.shape, dbias is None
     ((5, 8), True)
     """
+    if options.get("block_table") is not None:
+        raise UnsupportedError(
+            "backward takes no block_table; gather the pages, and give it k and v of each sequence"
+        )
     extra = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
     valid = CALLS.get(signature((q, k, v, *extra.values()), backend, options))
     call, operands = _validated(valid, q, k, v, backend, options, extra)

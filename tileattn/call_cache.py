@@ -10,7 +10,7 @@ import numpy as np
 
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.expressions.state import state_of
-from tileattn.lengths import Packing
+from tileattn.lengths import Packing, Paging
 from tileattn.problem import Operands, Problem, operands_of
 from tileattn.results import Attention, Gradients
 
@@ -36,6 +36,7 @@ class PreparedCall:
     kv_lengths: Any = None
     q_offset: Any = None
     packing: Packing | None = None
+    paging: Paging | None = None
 
     def __init__(self, backend: Any, problem: Problem) -> None:
         self.backend = backend
@@ -52,7 +53,7 @@ class PreparedCall:
                 offset = lengths - self.problem.Nq
             else:
                 offset = offset.astype(np.int64, copy=False)
-        return operands_of(q, k, v, lengths, offset, self.packing, options=options)
+        return operands_of(q, k, v, lengths, offset, self.packing, self.paging, options=options)
 
     def forward(self, operands: Operands, out: Any | None) -> Attention:
         result: Attention = self.backend.forward(self.problem, operands, out)
@@ -94,7 +95,7 @@ def prepared_call(backend: Any, problem: Problem, operands: Operands) -> Prepare
     lengths, offset = operands.kv_lengths, operands.q_offset
     call.kv_lengths = lengths if isinstance(lengths, np.ndarray) else None
     call.q_offset = offset if isinstance(offset, np.ndarray) else None
-    call.packing = operands.packing
+    call.packing, call.paging = operands.packing, operands.paging
     return call
 
 

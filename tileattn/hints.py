@@ -10,6 +10,7 @@ import numpy as np
 ALIASES = {
     "attn_bias": "bias",
     "attn_mask": "mask= takes booleans, bias= what is added to the scores",
+    "block_tables": "block_table",
     "cache_seqlens": "kv_lengths",
     "max_seqlen_k": "leave it out: cu_seqlens_k says how long each sequence is",
     "max_seqlen_q": "leave it out: cu_seqlens_q says how long each sequence is",
@@ -17,6 +18,8 @@ ALIASES = {
     "enable_gqa": "leave it out: k may have fewer heads than q",
     "is_causal": "causal",
     "logits_soft_cap": "softcap",
+    "page_table": "block_table",
+    "seqused_k": "kv_lengths",
     "sm_scale": "scale",
     "softmax_scale": "scale",
     "window_size": "window",

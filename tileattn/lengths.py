@@ -1,4 +1,4 @@
-"""Lengths, offsets and packed sequences of a call: integers of each sequence, validated."""
+"""Where the sequences of a call are: lengths, offsets, packed sequences and pages, validated."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ class Packing(NamedTuple):
     Parameters
     ----------
     cu_seqlens_q, cu_seqlens_k : array of int64, shape (S + 1,)
-        Tokens of q, and of k and v, before each sequence.
+        Tokens of q, and of k and v, before each sequence; None where keys are in pages.
     """
 
     cu_seqlens_q: Any
@@ -28,15 +28,69 @@ class Packing(NamedTuple):
     @property
     def sizes(self) -> tuple[int, Any, Any]:
         """How many sequences there are, and the queries and keys of each."""
-        queries, keys = (x[1:] - x[:-1] for x in self)
-        return len(queries), queries, keys
+        queries, keys = (None if x is None else x[1:] - x[:-1] for x in self)
+        return len(self.cu_seqlens_q) - 1, queries, keys
 
     def longest(self, Nq: int, Nk: int) -> tuple[int, int]:
-        """Give the most queries and keys of a sequence; of arrays on a device, all tokens."""
+        """Give the most queries and keys of a sequence; what the host does not know is all."""
         _, queries, keys = self.sizes
-        if isinstance(queries, np.ndarray) and isinstance(keys, np.ndarray):
-            return int(queries.max(initial=0)), int(keys.max(initial=0))
-        return Nq, Nk
+        if isinstance(queries, np.ndarray):
+            Nq = int(queries.max(initial=0))
+        return Nq, int(keys.max(initial=0)) if isinstance(keys, np.ndarray) else Nk
+
+
+class Paging(NamedTuple):
+    """Where the keys and values of each sequence are, in pages that all share.
+
+    Parameters
+    ----------
+    block_table : array of int64, shape (B, n)
+        The pages of each sequence, in the order of its keys.
+    pages, page : int
+        How many pages there are, and the keys of one.
+    """
+
+    block_table: Any
+    pages: int
+    page: int
+
+    @property
+    def capacity(self) -> int:
+        """Keys of a sequence, at most."""
+        return int(self.block_table.shape[1]) * self.page
+
+    def check(self, kv_lengths: Any) -> None:
+        """Raise ValueError if a page that is in use does not exist; the host looks at its own."""
+        table, count = self.block_table, len(kv_lengths)
+        if table.shape[0] != count:
+            raise ValueError(
+                f"block_table has shape {table.shape}; ({count}, pages of a sequence) is accepted"
+            )
+        if not isinstance(table, np.ndarray) or not isinstance(kv_lengths, np.ndarray):
+            return
+        used = np.arange(table.shape[1]) * self.page < kv_lengths[:, np.newaxis]
+        for b, n in np.argwhere(used & ((table < 0) | (table >= self.pages))):
+            raise ValueError(
+                f"block_table holds {table[b, n]} for page {n} of sequence {b}; 0 to "
+                f"{self.pages - 1} are accepted"
+            )
+
+
+def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
+    """Find out whether keys are in pages, as a block table says."""
+    table = options.get("block_table")
+    if table is None:
+        return None
+    if options.get("cu_seqlens_k") is not None:
+        raise ValueError("cu_seqlens_k does not go with block_table; kv_lengths= has the lengths")
+    if options.get("kv_lengths") is None:
+        raise ValueError("block_table needs kv_lengths: how many keys of its pages a sequence has")
+    table = as_integers("block_table", table, "(B, pages of a sequence)")
+    if table.ndim != 2:
+        raise ValueError(
+            f"block_table has shape {table.shape}; (B, pages of a sequence) is accepted"
+        )
+    return Paging(table.astype(np.int64, copy=False), *(k.shape[n] for n in (0, 2)))
 
 
 def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing | None:
@@ -56,6 +110,8 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
             f"q has batch size {batch}; with {name} shapes (H, T, D) and (1, H, T, D) are accepted"
         )
     found = [_offsets(n, x) for n, x in given.items()]
+    if options.get("block_table") is not None:
+        return _ending(Packing(found[0], None), (name, name), (Nq, Nk))
     packed = Packing(found[0], found[-1])
     if len(packed.cu_seqlens_q) != len(packed.cu_seqlens_k):
         raise ValueError(
@@ -63,19 +119,24 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
             f"cu_seqlens_q, {len(packed.cu_seqlens_q)}"
         )
     other = "" if len(given) == 2 else f", whose sequences {name} has too"
-    for offsets, option, array, tokens in zip(
-        packed, (name, [*given][-1]), "qk", (Nq, Nk), strict=True
-    ):
-        if isinstance(offsets, np.ndarray) and offsets[-1] != tokens:
+    return _ending(packed, (name, [*given][-1]), (Nq, Nk), other)
+
+
+def _ending(
+    packed: Packing, names: tuple[str, str], tokens: tuple[int, int], more: str = ""
+) -> Packing:
+    """Check that offsets, which come from the named options, end with the numbers of tokens."""
+    for offsets, name, array, n in zip(packed, names, "qk", tokens, strict=True):
+        if isinstance(offsets, np.ndarray) and offsets[-1] != n:
             raise ValueError(
-                f"{option} ends with {offsets[-1]}; it must end with the number of tokens of "
-                f"{array}, {tokens}{other}"
+                f"{name} ends with {offsets[-1]}; it must end with the number of tokens of "
+                f"{array}, {n}{more}"
             )
     return packed
 
 
 def _offsets(name: str, x: Any) -> Any:
-    x = _as_integers(name, x, "(S + 1,)")
+    x = as_integers(name, x, "(S + 1,)")
     if x.ndim != 1 or not len(x):
         raise ValueError(f"{name} has shape {x.shape}; (S + 1,) is accepted, for S sequences")
     if not isinstance(x, np.ndarray):
@@ -111,14 +172,14 @@ def integers(name: str, x: Any, count: int) -> Any:
     """One integer for each sequence, from an integer, a sequence or an array."""
     if x is None:
         return None
-    x = _as_integers(name, x, f"({count},)")
+    x = as_integers(name, x, f"({count},)")
     if x.shape not in ((), (count,)):
         raise ValueError(f"{name} has shape {x.shape}; one integer or shape ({count},) is accepted")
     copy = isinstance(x, np.ndarray)  # what is on the host may be remembered
     return x.astype(np.int64, copy=copy) if x.shape else np.full(count, int(x), np.int64)
 
 
-def _as_integers(name: str, x: Any, shape: str) -> Any:
+def as_integers(name: str, x: Any, shape: str) -> Any:
     """Make an array of an integer, a sequence or an array."""
     if isinstance(x, int | list | tuple | np.integer) and not isinstance(x, bool):
         try:

@@ -18,7 +18,7 @@ from tileattn.expressions.functions import (
     score_expression,
 )
 from tileattn.expressions.nodes import Node
-from tileattn.lengths import FAR, Packing, integers, kv_lengths_of, packing
+from tileattn.lengths import FAR, Packing, Paging, integers, kv_lengths_of, packing, paging
 from tileattn.validation import require_array
 
 
@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
     q_offset: Any
     cu_seqlens_q: Any
     cu_seqlens_k: Any
+    block_table: Any
     sinks: Any
     dropout_p: float
     seed: int
@@ -74,6 +75,8 @@ class Problem:
     sequences : int or None
         How many sequences are packed one behind the other, in arrays of one batch entry; None where
         batch entries are the sequences.
+    page : int or None
+        Keys of a page, where a block table says which pages a sequence has.
     """
 
     B: int
@@ -94,6 +97,7 @@ class Problem:
     score_mod: Node | None = None
     mask_mod: Node | None = None
     sequences: int | None = None
+    page: int | None = None
 
     @property
     def entries(self) -> int:
@@ -140,6 +144,8 @@ class Operands(NamedTuple):
         others: they are dropped.
     packing : Packing or None
         Where packed sequences start.
+    paging : Paging or None
+        Where the keys of each sequence are, if k and v have pages in place of batch entries.
     """
 
     q: Any
@@ -155,6 +161,7 @@ class Operands(NamedTuple):
     aux: Sequence[Any] = ()
     wrt: frozenset[str] | None = None
     packing: Packing | None = None
+    paging: Paging | None = None
 
     def wants(self, name: str) -> bool:
         """Whether the gradient of an array is asked for."""
@@ -164,12 +171,17 @@ class Operands(NamedTuple):
 def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, Operands]:
     """Validate a call; absent options have their defaults."""
     _known(options)
-    ndim, sizes = _sizes(q, k, v)
-    B, Hq, _, Nq, Nk, D, _ = sizes
+    ndim, sizes = _sizes(q, k, v, paged=options.get("block_table") is not None)
+    paged = paging(options, k)
+    B, Hq, Hkv, Nq, Nk, D, Dv = sizes
+    Nk = Nk if paged is None else paged.capacity
     packed = packing(options, B, Nq, Nk)
     entries, queries, keys = (B, Nq, Nk) if packed is None else packed.sizes
+    keys = Nk if keys is None else keys
     shape = (entries, Hq, *((Nq, Nk) if packed is None else packed.longest(Nq, Nk)))
     kv_lengths = kv_lengths_of(options.get("kv_lengths"), entries, keys)
+    if paged is not None:
+        paged.check(kv_lengths)
     q_offset = integers("q_offset", options.get("q_offset"), entries)
     _array("alibi_slopes", options.get("alibi_slopes"), ((Hq,), (entries, Hq)), DTYPES)
     _array("sinks", options.get("sinks"), ((Hq,),), DTYPES)
@@ -185,7 +197,7 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         block_mask.check(*shape)
     score_mod, mask_mod = _functions(options, shape)
     problem = Problem(
-        *sizes,
+        *(B, Hq, Hkv, Nq, Nk, D, Dv),
         dtype=q.dtype,
         scale=_scale(options.get("scale"), D),
         softcap=_softcap(options.get("softcap")),
@@ -197,14 +209,15 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         score_mod=score_mod,
         mask_mod=mask_mod,
         sequences=None if packed is None else entries,
+        page=None if paged is None else paged.page,
     )
     q_offset = kv_lengths - queries if q_offset is None else q_offset
-    return problem, operands_of(q, k, v, kv_lengths, q_offset, packed, options=options)
+    return problem, operands_of(q, k, v, kv_lengths, q_offset, packed, paged, options=options)
 
 
 def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
     """View the arrays of a valid call with all four axes."""
-    q, k, v, kv_lengths, q_offset, packed = arrays
+    q, k, v, kv_lengths, q_offset, packed, paged = arrays
     get = options.get
     bias, mask, slopes = get("bias"), get("mask"), get("alibi_slopes")
     return Operands(
@@ -216,6 +229,7 @@ def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
         sinks=get("sinks"),
         aux=tuple(get("aux") or ()),
         packing=packed,
+        paging=paged,
     )
 
 
@@ -263,7 +277,10 @@ def _known(options: Mapping[str, Any]) -> None:
             raise TypeError(f"unknown option {name!r}{hint}; accepted are {accepted}")
 
 
-def _sizes(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
+def _sizes(
+    q: Any, k: Any, v: Any, *, paged: bool
+) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
+    """Check the shapes of q, k and v against each other; a page is a batch entry of k and v."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, x)
         if x.dtype != q.dtype:
@@ -272,14 +289,18 @@ def _sizes(q: Any, k: Any, v: Any) -> tuple[int, tuple[int, int, int, int, int, 
             raise ValueError(
                 f"{name} has shape {x.shape}; accepted are (N, D), (H, N, D) and (B, H, N, D)"
             )
-        if x.ndim != q.ndim:
+        if paged and name != "q" and x.ndim != 4:
+            raise ValueError(
+                f"{name} has shape {x.shape}; with block_table (pages, Hkv, page, D) is accepted"
+            )
+        if not paged and x.ndim != q.ndim:
             raise ValueError(f"{name} has {x.ndim} axes; it must have as many as q, {q.ndim}")
     B, Hq, Nq, D = (1,) * (4 - q.ndim) + q.shape
     Bk, Hkv, Nk, Dk = (1,) * (4 - k.ndim) + k.shape
     Bv, Hv, Nv, Dv = (1,) * (4 - v.ndim) + v.shape
+    batch = (("k", "batch size", Bk, "q", B), ("v", "batch size", Bv, "q", B))
     for name, axis, got, other, expected in (
-        ("k", "batch size", Bk, "q", B),
-        ("v", "batch size", Bv, "q", B),
+        *((("v", "number of pages", Bv, "k", Bk),) if paged else batch),
         ("k", "head dimension", Dk, "q", D),
         ("v", "length", Nv, "k", Nk),
     ):

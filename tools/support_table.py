@@ -33,6 +33,12 @@ def make(dtype: Any = np.float32, ndim: int = 4, **given: Any) -> Problem:
     return parse(q, k, v, given)[0]
 
 
+def paged() -> Problem:
+    """Return the problem of a call whose keys are in pages."""
+    q, k = (np.zeros(shape, np.float32) for shape in ((2, 4, 1, 64), (8, 4, 16, 64)))
+    return parse(q, k, k, {"block_table": np.arange(8).reshape(2, 4), "kv_lengths": [50, 60]})[0]
+
+
 def representative() -> dict[str, Problem]:
     """List what the table has a row for, in order."""
     B, Hq, _, Nq, Nk, _, _ = SIZES.values()
@@ -60,6 +66,7 @@ def representative() -> dict[str, Problem]:
         "`kv_lengths`": make(kv_lengths=np.arange(B)),
         "`q_offset`": make(q_offset=np.arange(B)),
         "`cu_seqlens_q`": make(B=1, cu_seqlens_q=[0, 9, Nq], cu_seqlens_k=[0, 20, Nk]),
+        "`block_table`": paged(),
         "`sinks`": make(sinks=np.zeros(Hq, np.float32)),
         "`dropout_p`": make(dropout_p=0.1, seed=1),
         "`score_mod`, `aux`": make(

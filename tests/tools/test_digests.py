@@ -53,7 +53,7 @@ def test_every_option_is_among_them() -> None:
     drawn = digests.options(np.random.default_rng(0), digests.SIZES[0])
     used = {name for given in drawn for name in given}
     # Not every backend takes all.
-    others = {"score_mod", "mask_mod", "aux", "cu_seqlens_q", "cu_seqlens_k"}
+    others = {"score_mod", "mask_mod", "aux", "cu_seqlens_q", "cu_seqlens_k", "block_table"}
     assert used == set(tileattn.problem.Options.__annotations__) - others
 
 

@@ -70,6 +70,43 @@ class ContiguousKV:
         return ContiguousKV(self.k[heads], self.v[heads])
 
 
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """Keys and values in pages: key j is row ``j % page`` of page ``pages[j // page]``."""
+
+    k: Array  # (all pages, heads, page, D)
+    v: Array  # (all pages, heads, page, Dv)
+    pages: Array  # those of this sequence
+
+    @property
+    def heads(self) -> int:
+        return int(self.k.shape[1])
+
+    @property
+    def N(self) -> int:  # noqa: N802 - the letter of the field
+        return len(self.pages) * int(self.k.shape[2])
+
+    @property
+    def Dv(self) -> int:  # noqa: N802 - the letter of the field
+        return int(self.v.shape[-1])
+
+    def keys(self, span: slice) -> Array:
+        return self._gathered(self.k, span)
+
+    def values(self, span: slice) -> Array:
+        return self._gathered(self.v, span)
+
+    def of_heads(self, heads: slice) -> "PagedKV":
+        return PagedKV(self.k[:, heads], self.v[:, heads], self.pages)
+
+    def _gathered(self, x: Array, span: slice) -> Array:
+        """Copy the rows of a span; pages past it are not looked at."""
+        page, D = x.shape[2:]
+        first, end = span.start // page, -(-span.stop // page)
+        rows = x[self.pages[first:end]].swapaxes(0, 1).reshape(self.heads, 1, -1, D)
+        return rows[:, :, span.start - first * page : span.stop - first * page]
+
+
 class Place(NamedTuple):
     """Where a sequence is in arrays with axes (B, H, N, ...)."""
 
@@ -92,12 +129,17 @@ def sequences(problem: Problem, operands: Operands) -> Iterator[Sequence]:
     """Yield the sequences: batch entries, or packed ones, one behind the other."""
     P, x = problem, operands
     for entry in range(P.entries):
-        if x.packing is None:
-            place = Place(entry, slice(0, P.Nq), slice(0, P.Nk))
-        else:
-            spans = (slice(*map(int, ends[entry : entry + 2])) for ends in x.packing)
-            place = Place(0, *spans)
+        place = Place(entry, slice(0, P.Nq), slice(0, P.Nk))
+        if x.packing is not None:
+            ends = (None if x is None else x[entry : entry + 2].tolist() for x in x.packing)
+            rows, keys = (slice(0, P.Nk) if x is None else slice(*x) for x in ends)
+            place = Place(0, rows, keys)
         b, rows, keys = place
-        q, kv = x.q[b, :, rows], ContiguousKV(x.k[b, :, keys], x.v[b, :, keys])
+        q = x.q[b, :, rows]
+        kv: KVSource
+        if x.paging is None:
+            kv = ContiguousKV(x.k[b, :, keys], x.v[b, :, keys])
+        else:
+            kv = PagedKV(x.k, x.v, x.paging.block_table[entry])
         length, offset = int(x.kv_lengths[entry]), int(x.q_offset[entry])
         yield Sequence(entry, place, q, kv, SlidingWindow(q.shape[1], length, offset, *P.window))

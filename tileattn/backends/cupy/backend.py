@@ -52,6 +52,8 @@ class CupyBackend:
         """Why a problem is not supported: for its sequence lengths."""
         if problem.sequences is not None:
             return "cu_seqlens_q: there are no kernels for packed sequences"
+        if problem.page is not None:
+            return "block_table: there are no kernels for paged caches"
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > LONGEST:

@@ -38,7 +38,9 @@ def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
     if x.mask is not None:
         arrays["mask"] = x.mask
     if x.packing is not None:
-        arrays |= x.packing._asdict()
+        arrays |= {n: given for n, given in x.packing._asdict().items() if given is not None}
+    if x.paging is not None:
+        arrays["block_table"] = contiguous(x.paging.block_table)
     arrays |= _blocks(P, x)
     if x.aux:
         arrays["aux"] = aux_table(x.aux)

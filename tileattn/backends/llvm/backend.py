@@ -123,7 +123,10 @@ class LlvmBackend:
             forward = min(DECODE_ROWS, max(1, P.group * batch.Nq)), DECODE_KEYS
         tiles, moved, traffic = explained(P, operands, forward, backward)
         parallel = is_parallel(forward_work(batch, kernel))
-        learned = len(layouts(batch, operands))
+        more: dict[str, Any] = {
+            "learned": len(layouts(batch, operands)),
+            "paged": P.page is not None,
+        }
         many = "few" if kernel == "decode" else "enough for vectors"
         return Explanation(
             backend=self.name,
@@ -132,7 +135,7 @@ class LlvmBackend:
             backward_tile=backward,
             workers=threads.worker_count() if parallel else 1,
             scratch_bytes=max(
-                scratch_bytes(name, target, P.dtype, P.accum_dtype, P.D, P.Dv, learned)
+                scratch_bytes(name, target, P.dtype, P.accum_dtype, P.D, P.Dv, **more)
                 for name in (kernel, "backward")
             ),
             tiles=tiles,

@@ -12,7 +12,7 @@ _FEW_ROWS = 16  # of which a call is faster in float32
 
 def serves(P: Problem) -> bool:
     """Whether a problem is one for dot products of bfloat16."""
-    if P.score_mod is not None or P.mask_mod is not None or P.sequences is not None:
+    if any(x is not None for x in (P.score_mod, P.mask_mod, P.sequences, P.page)):
         return False
     return P.dtype.name == "bfloat16" and P.group * P.Nq >= _FEW_ROWS
 

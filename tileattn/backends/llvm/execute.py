@@ -16,7 +16,7 @@ from tileattn.backends.llvm.grids import Division, Grid
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.llvm.compile import Function, functions
 from tileattn.kernels.llvm.functions import Functions
-from tileattn.kernels.llvm.params import ARRAYS, BIAS_DTYPES, COUNTER, strides_of, template
+from tileattn.kernels.llvm.params import ARRAYS, BIAS_DTYPES, COUNTER, Layout, strides_of, template
 from tileattn.kernels.llvm.target import Target, scratch_bytes
 from tileattn.problem import Problem
 
@@ -59,7 +59,9 @@ class Executable:
         own: Functions,
     ) -> None:
         dtypes = P.dtype, P.accum_dtype
-        tiles = scratch_bytes(name, target, *dtypes, P.D, P.Dv, len(own.learned))
+        layout = Layout(packed=P.sequences is not None, paged=P.page is not None)
+        more: dict[str, Any] = {"learned": len(own.learned), "paged": layout.paged}
+        tiles = scratch_bytes(name, target, *dtypes, P.D, P.Dv, **more)
         self._scratch_bytes = tiles + division.own_bytes
         self._workspace = division.workspace
         fields = division.values | _numbers(P)
@@ -67,8 +69,7 @@ class Executable:
             fields |= strides_of(key, array)
         if "bias" in arrays:
             fields["bias_dtype"] = BIAS_DTYPES.index(arrays["bias"].dtype.name)
-        packed = P.sequences is not None
-        compiled = _functions(name, target, *(dtype.name for dtype in dtypes), own, packed)
+        compiled = _functions(name, target, *(dtype.name for dtype in dtypes), own, layout)
         self._launches = tuple(
             (function, template(fields | {"tasks": grid.tasks, "quota": grid.quota}), grid)
             for function, grid in zip(compiled, division.grids, strict=True)
@@ -139,9 +140,8 @@ def _functions(*key: Any) -> tuple[Function, ...]:
 
 
 def _compiled(*key: Any) -> tuple[Function, ...]:
-    *module, packed = key
     try:
-        return functions(*module, packed=packed)
+        return functions(*key)
     except (AttributeError, OSError, RuntimeError) as error:
         raise BackendUnavailableError(
             f"backend 'llvm' cannot run here: LLVM does not compile its kernels ({error}); use "
@@ -154,6 +154,7 @@ def _numbers(P: Problem) -> dict[str, Any]:
     left, right = (_FAR if side is None else min(side, _FAR) for side in P.window)
     names = ("B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "scale")
     fields: dict[str, Any] = {name: getattr(P, name) for name in names}
+    fields["page"] = P.page or 0
     fields |= {"left": left, "right": right, "dropout_scale": 1.0}
     fraction, exponent = math.frexp(P.scale)
     fields |= {"scale_power": math.ldexp(1.0, exponent - 1), "scale_rest": 2 * fraction}

@@ -22,7 +22,7 @@ from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
 from tileattn.kernels.llvm.numerics import exp
 from tileattn.kernels.llvm.parameter_gradient import ElementSums
-from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES
+from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES, Layout
 from tileattn.kernels.llvm.scores import (
     Grads,
     Pairs,
@@ -41,10 +41,10 @@ _AHEAD = ROWS, 0  # from tile to tile, in queries and keys
 
 
 def build(
-    target: Target, dtype: str, accum_dtype: str, functions: Functions, *, packed: bool
+    target: Target, dtype: str, accum_dtype: str, functions: Functions, layout: Layout
 ) -> ir.Module:
     """Emit the module."""
-    kernel = Kernel("backward", target, dtype, accum_dtype, functions, packed=packed)
+    kernel = Kernel("backward", target, dtype, accum_dtype, functions, layout)
 
     def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
         b, W = c.b, target.vectors * c.lanes

@@ -80,11 +80,19 @@ class ForwardBroadcast:
     def _load(self, name: str, rows: Any, k0: Any, n: Any, columns: Any) -> tuple[Any, Any]:
         """Return keys or values as sums, with the step between rows: as they lie, or converted."""
         c, p = self.c, self.p
-        source, step = p.row(name, self.batch, self.head, k0), getattr(p, f"{name}_j")
-        if self.kernel.dtype == c.dtype:
-            return source, step
-        to_step = c.bytes_of(columns)
-        convert_rows(c, self.kernel.dtype, source, step, n, columns, rows, to_step)
+        to_step, dtype = c.bytes_of(columns), self.kernel.dtype
+
+        def copy(row: Any, to: Any) -> None:
+            convert_rows(c, dtype, row, i64(0), i64(1), columns, to, i64(0))
+
+        place = name, self.batch, self.head
+        if dtype == c.dtype:
+            return p.key_rows(*place, k0, n, (rows, to_step), copy)
+        if p.paged:
+            c.each(n, lambda j: copy(p.key_row(*place, c.b.add(k0, j)), c.row(rows, to_step, j)))
+        else:
+            source, step = p.row(*place, k0), getattr(p, f"{name}_j")
+            convert_rows(c, dtype, source, step, n, columns, rows, to_step)
         return rows, to_step
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tileattn.kernels.jit import cache
 from tileattn.kernels.llvm.functions import LIBRARY, NO_FUNCTIONS, Functions
+from tileattn.kernels.llvm.params import BATCHED, Layout
 from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, NEON, Target
 
 MEMORY = ("memset", "memcpy", "memmove")
@@ -91,19 +92,18 @@ def functions(
     dtype: str,
     accum_dtype: str,
     own: Functions = NO_FUNCTIONS,
-    *,
-    packed: bool = False,
+    layout: Layout = BATCHED,
 ) -> tuple[Function, ...]:
     """Return the functions of a module in their order, compiled or from the disk."""
     from llvmlite import binding as llvm
 
-    of_module = name, target, dtype, accum_dtype, own.key, packed
+    of_module = name, target, dtype, accum_dtype, own.key, layout
     made_from = _sources(), llvm.llvm_version_info, *of_module
     inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
     with _lock:
         body = cache.read(inputs)
         if body is None:
-            body = object_code(name, target, dtype, accum_dtype, own, packed=packed)
+            body = object_code(name, target, dtype, accum_dtype, own, layout)
             cache.write(inputs, body)
         _initialize()
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine(target))
@@ -124,11 +124,10 @@ def object_code(
     dtype: str,
     accum_dtype: str,
     own: Functions = NO_FUNCTIONS,
-    *,
-    packed: bool = False,
+    layout: Layout = BATCHED,
 ) -> bytes:
     """Compile a module; the target may be another than this machine."""
-    module = optimized(emitted(name, target, dtype, accum_dtype, own, packed=packed), target)
+    module = optimized(emitted(name, target, dtype, accum_dtype, own, layout), target)
     code: bytes = machine(target).emit_object(module)
     return code
 
@@ -139,14 +138,13 @@ def emitted(
     dtype: str,
     accum_dtype: str,
     own: Functions = NO_FUNCTIONS,
-    *,
-    packed: bool = False,
+    layout: Layout = BATCHED,
 ) -> Any:
     """Emit the IR of a module."""
     from tileattn.kernels.llvm import backward, decode, forward
 
     builders = {"forward": forward, "decode": decode, "backward": backward}
-    return builders[name].build(target, dtype, accum_dtype, own, packed=packed)
+    return builders[name].build(target, dtype, accum_dtype, own, layout)
 
 
 def optimized(module: Any, target: Target) -> Any:

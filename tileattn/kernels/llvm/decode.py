@@ -24,6 +24,7 @@ from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.gemv import dots_of_rows, sums_of_rows
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
+from tileattn.kernels.llvm.params import Layout
 from tileattn.kernels.llvm.scores import (
     Pairs,
     apply_score_mods,
@@ -35,14 +36,21 @@ from tileattn.kernels.llvm.scores import (
 )
 from tileattn.kernels.llvm.softmax import RowState
 from tileattn.kernels.llvm.target import DECODE_KEYS, DECODE_ROWS, Target
-from tileattn.kernels.llvm.tile import Tile, all_finite, convert_rows, store_row
+from tileattn.kernels.llvm.tile import (
+    Tile,
+    all_finite,
+    convert_rows,
+    copy_bytes,
+    size_of,
+    store_row,
+)
 
 
 def build(
-    target: Target, dtype: str, accum_dtype: str, functions: Functions, *, packed: bool
+    target: Target, dtype: str, accum_dtype: str, functions: Functions, layout: Layout
 ) -> ir.Module:
     """Emit the module."""
-    kernel = Kernel("decode", target, dtype, accum_dtype, functions, packed=packed)
+    kernel = Kernel("decode", target, dtype, accum_dtype, functions, layout)
 
     def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
         split = _Split(kernel, c, block, scratch, number)
@@ -75,7 +83,10 @@ class _Split:
         self.d_step, dv_step = (c.bytes_of(c.rounded_up(n, c.lanes)) for n in (p.D, p.Dv))
         self.q = memory.rows(DECODE_ROWS, c.rounded_up(p.D, c.lanes))
         self.columns = b.sdiv(dv_step, i64(self.s.step))  # vectors of a row of the output
-        self.states, self.state_step = memory.tile(0).start, b.add(dv_step, i64(2 * self.s.step))
+        self.state_step = b.add(dv_step, i64(2 * self.s.step))
+        columns = b.sdiv(self.state_step, i64(c.size))
+        self.states = memory.rows(DECODE_ROWS, columns)
+        self.k_rows, self.v_rows = (memory.rows(DECODE_KEYS, x) for x in (p.D, p.Dv))
 
     def emit(self) -> None:
         c, b, p = self.c, self.c.b, self.p
@@ -191,7 +202,7 @@ class _Split:
     def add_tile(self, k0: Any, n: Any, full: Any) -> None:
         """Add the state over n keys, from k0 on, to that of the split."""
         c, b, p = self.c, self.c.b, self.p
-        k, v = ((p.row(x, self.batch, self.head, k0), getattr(p, f"{x}_j")) for x in ("k", "v"))
+        k, v = self.rows_of("k", p.D, k0, n), self.rows_of("v", p.Dv, k0, n)
         s = self.s.start, i64(self.vectors * self.s.step)
         dots_of_rows(self.kernel, c, self.rows, n, p.D, (self.q, self.d_step), k, s)
         self.s.multiply(self.score_vectors, p.scale_rest)
@@ -213,6 +224,14 @@ class _Split:
         unusual = b.not_(all_finite(c, *acc, self.rows, p.Dv))
         c.when(b.and_(masked, unusual), lambda: sums_of_rows(*operands, self.visible))
         c.each(self.rows, merge)
+
+    def rows_of(self, name: str, columns: Any, k0: Any, n: Any) -> tuple[Any, Any]:
+        """Give the first row of some keys or values, and the step."""
+        c, size = self.c, size_of(self.kernel.dtype)
+        step = c.b.mul(columns, i64(size))
+        copies = getattr(self, f"{name}_rows"), step
+        copy = partial(copy_bytes, c, count=step)
+        return self.p.key_rows(name, self.batch, self.head, k0, n, copies, copy)
 
     def modify(self, k0: Any, n: Any, full: Any) -> Any:
         """Turn products into scores; return whether some are masked out."""

@@ -21,6 +21,7 @@ from tileattn.kernels.llvm.expressions import TileFunctions
 from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64, same
 from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
+from tileattn.kernels.llvm.params import Layout
 from tileattn.kernels.llvm.scores import (
     Pairs,
     apply_score_mods,
@@ -39,10 +40,10 @@ _QUERY, _HEAD, _LOW, _HIGH, _SLOPE, _POSITION = range(6)
 
 
 def build(
-    target: Target, dtype: str, accum_dtype: str, functions: Functions, *, packed: bool
+    target: Target, dtype: str, accum_dtype: str, functions: Functions, layout: Layout
 ) -> ir.Module:
     """Emit the module."""
-    kernel = Kernel("forward", target, dtype, accum_dtype, functions, packed=packed)
+    kernel = Kernel("forward", target, dtype, accum_dtype, functions, layout)
 
     def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
         b, W = c.b, target.vectors * c.lanes

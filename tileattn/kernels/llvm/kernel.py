@@ -9,9 +9,11 @@ from tileattn.kernels.llvm.bfloat16 import configure_tiles, release_tiles
 from tileattn.kernels.llvm.bits import Bits
 from tileattn.kernels.llvm.functions import NO_FUNCTIONS, Functions
 from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64
-from tileattn.kernels.llvm.params import ARRAYS, FIELDS, FLOATS
+from tileattn.kernels.llvm.params import ARRAYS, BATCHED, FIELDS, FLOATS, Layout
 from tileattn.kernels.llvm.target import Target
 from tileattn.kernels.llvm.tile import Tile
+
+_AHEAD, _LINE = 16, 64  # rows that are prefetched, and bytes of a cache line
 
 _TOKENS = {"bhi": "cu_seqlens_q", "bhj": "cu_seqlens_k"}
 """Axes of arrays that have a row for each token, and where their sequences start."""
@@ -23,8 +25,8 @@ class Params:
     Packed sequences are batch entries of which each has its own first row and lengths.
     """
 
-    def __init__(self, c: Code, block: Any, *, packed: bool) -> None:
-        self._c, self._block, self._packed = c, block, packed
+    def __init__(self, c: Code, block: Any, layout: Layout) -> None:
+        self._c, self._block, self._packed, self.paged = c, block, *layout
 
     def __getattr__(self, name: str) -> Any:
         c = self._c
@@ -42,10 +44,47 @@ class Params:
         c, at, axes = self._c, getattr(self, name), ARRAYS[name]
         for axis, index in zip(axes, indices, strict=False):
             at = c.at(at, c.b.mul(index, getattr(self, f"{name}_{axis}")))
-        if self._packed and axes in _TOKENS:
+        if self._packed and axes in _TOKENS and not (self.paged and axes == "bhj"):
             first, _ = self._span(_TOKENS[axes], indices[0])
             at = c.row(at, getattr(self, f"{name}_{axes[-1]}"), first)
         return at
+
+    def key_row(self, name: str, batch: Any, head: Any, j: Any) -> Any:
+        """Address of the row of key j, where keys are in pages."""
+        c, b = self._c, self._c.b
+        at = self.row("block_table", batch, b.sdiv(j, self.page))
+        at = self.row(name, c.load(at, I64), head)
+        return c.row(at, getattr(self, f"{name}_j"), b.srem(j, self.page))
+
+    def key_rows(
+        self, name: str, batch: Any, head: Any, k0: Any, n: Any, copies: tuple[Any, Any],
+        copy: Callable[[Any, Any], None],
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Give the first row of n keys and the step between rows.
+
+        Where they are in several pages, ``copy(row, to)`` brings each to the rows of ``copies``,
+        an address and a step.
+        """
+        step = getattr(self, f"{name}_j")
+        if not self.paged:
+            return self.row(name, batch, head, k0), step
+        c, b, (to, to_step) = self._c, self._c.b, copies
+        last = b.add(b.srem(k0, self.page), n)
+        one = b.icmp_signed("<=", last, self.page)
+        first = c.variable(POINTER, to)
+
+        def take(j: Any) -> None:
+            ahead = c.smaller(b.add(j, i64(_AHEAD)), b.sub(n, i64(1)))
+            next_row = self.key_row(name, batch, head, b.add(k0, ahead))
+            c.loop(i64(0), to_step, lambda x, _: c.prefetch(c.at(next_row, x)), step=_LINE)
+            copy(self.key_row(name, batch, head, b.add(k0, j)), c.row(to, to_step, j))
+
+        with b.if_else(one) as (whole, parts):
+            with whole:
+                b.store(self.key_row(name, batch, head, k0), first)
+            with parts:
+                c.each(n, take)
+        return b.load(first, typ=POINTER), b.select(one, step, to_step)
 
     def queries(self, batch: Any) -> Any:
         """Count the queries of a batch entry."""
@@ -114,8 +153,8 @@ class Kernel:
         Of q, k and v, and of sums.
     functions : Functions
         The caller's own.
-    packed : bool
-        Whether sequences are packed.
+    layout : Layout
+        How sequences lie in the arrays.
     """
 
     def __init__(
@@ -125,10 +164,9 @@ class Kernel:
         dtype: str,
         accum_dtype: str,
         functions: Functions = NO_FUNCTIONS,
-        *,
-        packed: bool = False,
+        layout: Layout = BATCHED,
     ) -> None:
-        self.module, self.functions, self.packed = ir.Module(name), functions, packed
+        self.module, self.functions, self.layout = ir.Module(name), functions, layout
         self.target, self.dtype, self.accum_dtype = target, dtype, accum_dtype
         self._functions: dict[str, ir.Function] = {}
 
@@ -166,7 +204,7 @@ class Kernel:
 
     def params(self, c: Code, block: Any) -> Params:
         """Give the fields of a parameter block."""
-        return Params(c, block, packed=self.packed)
+        return Params(c, block, self.layout)
 
     def function(self, name: str, kinds: list[Any], body: Callable[..., None]) -> ir.Function:
         """Return the function of this name, made from ``body(code, *arguments)`` at first."""

@@ -1,7 +1,7 @@
 """What a kernel is told: one block of 64-bit fields, packed here and read by the kernels."""
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 ARRAYS = {
     # name: its axes, for which there are strides in bytes
@@ -12,6 +12,7 @@ ARRAYS = {
     "block_kinds": "bhij", "block_bits": "nij", "semaphore": "",
     "dlse": "bhi", "q_t": "", "v_t": "", "dout_t": "", "unusual": "",
     "partials": "nsr", "ended": "", "aux": "", "cu_seqlens_q": "", "cu_seqlens_k": "",
+    "block_table": "bj",
 }  # fmt: skip
 _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in ARRAYS.items()}
 
@@ -23,6 +24,24 @@ DOT_ARRAYS = {
 
 DOT_TRANSPOSES = {"forward": ("v",), "backward": ("q", "dout")}
 """Which of them each pass reads by columns."""
+
+
+class Layout(NamedTuple):
+    """How sequences lie in the arrays of a module.
+
+    Parameters
+    ----------
+    packed : bool
+        Whether they lie one behind the other in place of batch entries.
+    paged : bool
+        Whether keys and values are in pages.
+    """
+
+    packed: bool = False
+    paged: bool = False
+
+
+BATCHED = Layout()
 
 BIAS_DTYPES = ("float16", "bfloat16", "float32", "float64")
 """What the field ``bias_dtype`` numbers."""
@@ -41,7 +60,7 @@ INTEGERS = (
     "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "tasks", "quota", "blocks",
     "seed_low", "seed_high", "threshold", "bias_dtype", "dbias_kind", "sharing", "sharing_step",
     "group_step", "chains",
-    "block_q", "block_k", "dq_columns", "splits", "split_keys", "few",
+    "block_q", "block_k", "dq_columns", "splits", "split_keys", "few", "page",
 )  # fmt: skip
 
 FIELDS = {

@@ -128,17 +128,20 @@ def state_bytes(target: Target, size: int, Dv: int) -> int:
 
 def scratch_bytes(
     name: str, target: Target, dtype: np.dtype[Any], accum_dtype: np.dtype[Any], D: int, Dv: int,
-    learned: int = 0,
+    *, learned: int = 0, paged: bool = False,
 ) -> int:  # fmt: skip
     """Count the scratch memory of a worker, as the kernels hand it out.
 
-    ``learned`` is how many elements of the caller's arrays a pair reads.
+    ``learned`` is how many elements of the caller's arrays a pair reads, and ``paged`` whether keys
+    are in pages.
     """
     size, width = accum_dtype.itemsize, target.width(accum_dtype.itemsize)
     if name == "decode":
         vectors = DECODE_KEYS * size // target.vector_bytes
         sums, words = 2 * DECODE_KEYS + padded(target, size, D), 8 * 2 * vectors
-        return DECODE_ROWS * (size * sums + words + state_bytes(target, size, Dv))
+        rows = DECODE_KEYS * (D + Dv) if paged else 0
+        states = state_bytes(target, size, Dv)
+        return DECODE_ROWS * (size * sums + words + states) + size * rows
     if name == "forward":
         words = 8 * 2 * target.keys
         common = 4 + ROW_FACTS + 3 * target.keys + 8 // size
@@ -147,7 +150,8 @@ def scratch_bytes(
     if target.dot:
         return words + size * common * width + _dot_bytes(name, target, D, Dv)
     if name == "forward":
-        tiles, rows = D + Dv, 0 if dtype == accum_dtype else target.keys * (D + Dv)
+        tiles, copied = D + Dv, paged or dtype != accum_dtype
+        rows = target.keys * (D + Dv) if copied else 0
     else:
         tiles, rows = 2 * (D + Dv), ROWS * (D + Dv) + width * padded(target, size, D)
     return words + size * ((common + tiles) * width + rows)

@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from tileattn.kernels.llvm.instructions import POINTER, Code, i64, same
+from tileattn.kernels.llvm.instructions import I16, POINTER, Code, i64, same
 
 Row = Callable[[Any], Any]
 """Gives the address of a row."""
+
+_RUN = 64  # bytes that are copied at once
 
 
 class Tile:
@@ -170,6 +172,20 @@ def store_row(c: Code, dtype: str, source: Any, to: Any, columns: Any, scale: An
         c.store_as(dtype, x, c.at(to, c.b.mul(d, i64(size_of(dtype)))))
 
     c.each_vector(columns, some)
+
+
+def copy_bytes(c: Code, source: Any, to: Any, count: Any) -> None:
+    """Copy so many bytes, a multiple of 2."""
+    whole = c.b.mul(c.b.sdiv(count, i64(_RUN)), i64(_RUN))
+    for first, end, kind, step in (
+        (i64(0), whole, ir.VectorType(I16, _RUN // 2), _RUN),
+        (whole, count, I16, 2),
+    ):
+
+        def one(n: Any, _: Any, kind: Any = kind) -> None:
+            c.store(c.load(c.at(source, n), kind), c.at(to, n))
+
+        c.loop(first, end, one, step=step)
 
 
 def all_finite(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
