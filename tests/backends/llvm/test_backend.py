@@ -1,8 +1,6 @@
 """NumPy arrays on kernels of LLVM: what the contract suite does not reach."""
 
-import ctypes
 import importlib.util
-import mmap
 import re
 import sys
 import threading
@@ -199,35 +197,6 @@ def test_what_lies_behind_the_length_may_be_anything() -> None:
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-PAGE = mmap.PAGESIZE
-
-
-@pytest.fixture
-def guarded() -> Iterator[Callable[[Array, bool], Array]]:
-    """Copy arrays to memory whose next page, behind or before it, may not be touched."""
-    library = ctypes.CDLL(None, use_errno=True)
-    held: list[mmap.mmap] = []
-
-    def copied(x: Array, behind: bool) -> Array:
-        pages = max(1, -(-x.nbytes // PAGE))
-        memory = mmap.mmap(-1, (pages + 2) * PAGE)
-        held.append(memory)
-        whole = np.frombuffer(memory, np.uint8)
-        start = whole.ctypes.data
-        for page in (start, start + (pages + 1) * PAGE):
-            assert not library.mprotect(ctypes.c_void_p(page), PAGE, 0)
-        first = (pages + 1) * PAGE - x.nbytes if behind else PAGE
-        found = whole[first : first + x.nbytes].view(x.dtype).reshape(x.shape)
-        found[...] = x
-        return found
-
-    yield copied
-    for memory in held:
-        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        for page in (start, start + len(memory) - PAGE):
-            library.mprotect(ctypes.c_void_p(page), PAGE, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")

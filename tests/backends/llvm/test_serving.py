@@ -1,0 +1,59 @@
+"""Packed sequences and caches in pages: nothing beside the arrays is touched."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llvmlite")
+
+import tileattn
+
+Array = NDArray[Any]
+Guarded = Callable[[Array, bool], Array]
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}  # of a mantissa
+
+
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)
+def test_packed_sequences(guarded: Guarded, dtype: Any, behind: bool) -> None:
+    """The last sequence ends where the arrays do, and the first one starts there."""
+    starts = {"cu_seqlens_q": [0, 70, 71, 75, 116], "cu_seqlens_k": [0, 50, 190, 190, 233]}
+    rng = np.random.default_rng(0)
+    shapes = (4, 116, 40), (2, 233, 40), (2, 233, 24), (4, 116, 24)
+    q, k, v, dout = (guarded(rng.normal(size=x).astype(dtype), behind) for x in shapes)
+    out = guarded(np.empty((4, 116, 24), dtype), behind)
+    options: dict[str, Any] = {"causal": True, "backend": "llvm", **starts}
+    expected = tileattn.forward(q.copy(), k.copy(), v.copy(), **options)
+    attention = tileattn.forward(q, k, v, out=out, **options)
+    np.testing.assert_array_equal(attention.lse, expected.lse)
+    lse = guarded(attention.lse, behind)
+    grads = tileattn.backward(dout, q, k, v, out, lse, **options)
+    assert all(np.isfinite(x.astype(float)).all() for x in grads[:3])
+
+
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("Nq", [2, 40])
+@pytest.mark.parametrize("page", [1, 16, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)
+def test_pages(guarded: Guarded, dtype: Any, page: int, Nq: int, behind: bool) -> None:
+    """Keys end with the last row of the last page, and start with the first one of the first."""
+    lengths = [3 * page, 2 * page + 1]
+    table = guarded(np.array([[0, 3, 5], [1, 4, 2]], np.int64), behind)
+    rng = np.random.default_rng(1)
+    shapes = (2, 4, Nq, 40), (6, 2, page, 40), (6, 2, page, 24)
+    q, k, v = (guarded(rng.normal(size=x).astype(dtype), behind) for x in shapes)
+    options: dict[str, Any] = {"kv_lengths": lengths, "backend": "llvm"}
+    found = tileattn.forward(q, k, v, block_table=table, **options)
+    dense = (x[table].swapaxes(1, 2).reshape(2, 2, 3 * page, -1) for x in (k, v))
+    expected = tileattn.forward(q.astype(np.float64), *(x.astype(float) for x in dense), **options)
+    tolerance = 20 * 2.0 ** -BITS[q.dtype.name]
+    np.testing.assert_allclose(found.out.astype(float), expected.out, rtol=0, atol=tolerance)
