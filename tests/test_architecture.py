@@ -34,6 +34,7 @@ PUBLIC = {
     "Gradients",
     "UnsupportedError",
     "__version__",
+    "append_kv",
     "available_backends",
     "backward",
     "dropout_mask",
@@ -42,6 +43,7 @@ PUBLIC = {
     "merge",
     "reference",
     "register_backend",
+    "rope",
     "testing",
     "vjp",
 }
@@ -131,9 +133,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"algorithm", "backends.threads", "call_cache", "traffic", "record"},
     "api": FACTS | {"algorithm", "backends", "call_cache"},
     "differentiation": FACTS | {"api"},
+    "kv_cache": FACTS | {"backends"},
+    "rotary": FACTS,
     "testing": FACTS | {"packed_reference", "reference"},
     "selfcheck": FACTS | KERNELS | {"backends", "reference", "testing"},
-    "": FACTS | {"algorithm", "api", "backends", "differentiation", "reference", "testing"},
+    "": FACTS
+    | {
+        "algorithm",
+        "api",
+        "backends",
+        "differentiation",
+        "kv_cache",
+        "reference",
+        "rope",
+        "testing",
+    },
     "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "selfcheck"},
     "__main__": {"cli"},
 }

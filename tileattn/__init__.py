@@ -14,7 +14,9 @@ from tileattn.api import backward, explain, forward, merge
 from tileattn.backends.registry import available_backends, register_backend
 from tileattn.differentiation import vjp
 from tileattn.errors import BackendUnavailableError, UnsupportedError
+from tileattn.kv_cache import append_kv
 from tileattn.results import Attention, Gradients
+from tileattn.rotary import rope
 
 if typing.TYPE_CHECKING:
     from tileattn import reference, testing
@@ -28,6 +30,7 @@ __all__ = [
     "Gradients",
     "UnsupportedError",
     "__version__",
+    "append_kv",
     "available_backends",
     "backward",
     "dropout_mask",
@@ -36,6 +39,7 @@ __all__ = [
     "merge",
     "reference",
     "register_backend",
+    "rope",
     "testing",
     "vjp",
 ]

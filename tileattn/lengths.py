@@ -109,7 +109,7 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
         raise ValueError(
             f"q has batch size {batch}; with {name} shapes (H, T, D) and (1, H, T, D) are accepted"
         )
-    found = [_offsets(n, x) for n, x in given.items()]
+    found = [offsets_of(n, x) for n, x in given.items()]
     if options.get("block_table") is not None:
         return _ending(Packing(found[0], None), (name, name), (Nq, Nk))
     packed = Packing(found[0], found[-1])
@@ -135,7 +135,8 @@ def _ending(
     return packed
 
 
-def _offsets(name: str, x: Any) -> Any:
+def offsets_of(name: str, x: Any) -> Any:
+    """Give the tokens before each sequence, and those of all."""
     x = as_integers(name, x, "(S + 1,)")
     if x.ndim != 1 or not len(x):
         raise ValueError(f"{name} has shape {x.shape}; (S + 1,) is accepted, for S sequences")

@@ -1,0 +1,115 @@
+"""Rotary position embedding against complex numbers, and its gradient."""
+
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import tileattn
+
+Array = NDArray[Any]
+
+RNG = np.random.default_rng(0)
+B, H, N, D, M = 2, 3, 7, 12, 40
+X = RNG.normal(size=(B, H, N, D))
+ANGLE = RNG.normal(size=(M, D // 2))
+COS, SIN = np.cos(ANGLE), np.sin(ANGLE)
+
+
+def by_complex_numbers(x: Array, angle: Array, positions: Array, interleaved: bool) -> Array:
+    """Multiply pairs of columns, as complex numbers, by ``exp(i angle)``."""
+    half, out = angle.shape[1], x.copy()
+    for c in range(half):
+        a, b = (2 * c, 2 * c + 1) if interleaved else (c, c + half)
+        turned = (x[..., a] + 1j * x[..., b]) * np.exp(1j * angle[positions, c])
+        out[..., a], out[..., b] = turned.real, turned.imag
+    return out
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("half", [0, 1, 4, 6])
+@pytest.mark.parametrize(
+    ("positions", "rows"),
+    [
+        (None, np.arange(N)),
+        (5, np.arange(5, 5 + N)),
+        ([3, 0, 39, 1, 1, 2, 7], np.array([3, 0, 39, 1, 1, 2, 7])),
+        (np.arange(B * N, dtype=np.uint8).reshape(B, N), np.arange(B * N).reshape(B, 1, N)),
+    ],
+    ids=["none", "offset", "rows", "entries"],
+)
+def test_pairs_are_turned(positions: Any, rows: Array, half: int, interleaved: bool) -> None:
+    cos, sin = COS[:, :half], SIN[:, :half]
+    found = tileattn.rope(X, cos, sin, positions=positions, interleaved=interleaved)
+    expected = by_complex_numbers(X, ANGLE[:, :half], rows, interleaved)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("lead", [(), (H,), (B, H)])
+def test_leading_axes_are_turned_alike(lead: tuple[int, ...]) -> None:
+    x = RNG.normal(size=(*lead, N, D))
+    expected = by_complex_numbers(x, ANGLE, np.arange(N), interleaved=False)
+    np.testing.assert_allclose(tileattn.rope(x, COS, SIN), expected, rtol=1e-12, atol=1e-13)
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 999), interleaved=st.booleans(), offset=st.integers(0, M - N))
+def test_the_gradient_is_the_rotation_back(seed: int, interleaved: bool, offset: int) -> None:
+    """Also for tables that are no cosines and sines."""
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(2, B, H, N, D))
+    tables = rng.normal(size=(2, M, D // 2))
+    options: dict[str, Any] = {"positions": offset, "interleaved": interleaved}
+    forward = np.vdot(y, tileattn.rope(x, *tables, **options))
+    backward = np.vdot(x, tileattn.rope(y, *tables, inverse=True, **options))
+    np.testing.assert_allclose(forward, backward, rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_sums_have_at_least_32_bits(dtype: Any) -> None:
+    x = X.astype(dtype)
+    found = tileattn.rope(x, COS, SIN)
+    assert found.dtype == x.dtype
+    exact = tileattn.rope(x.astype(np.float64), COS, SIN)
+    rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[x.dtype.name]
+    np.testing.assert_allclose(found.astype(np.float64), exact, rtol=rounding, atol=4e-7)
+
+
+def test_the_argument_stays_and_may_have_any_strides() -> None:
+    x = np.empty((B, N, 2, H, D)).swapaxes(1, 3)[:, :, 0]
+    x[...] = X
+    found = tileattn.rope(x, np.asfortranarray(COS), SIN[:, ::-1][:, ::-1])
+    np.testing.assert_array_equal(found, tileattn.rope(X, COS, SIN))
+    np.testing.assert_array_equal(x, X)
+
+
+def test_no_row_at_all() -> None:
+    nothing = np.zeros((H, 0, D))
+    assert tileattn.rope(nothing, COS, SIN).shape == nothing.shape
+    assert tileattn.rope(nothing, COS[:0], SIN[:0], positions=[]).shape == nothing.shape
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"x": X.astype(int)}, TypeError, "x has dtype int64; accepted are"),
+        ({"x": X[0, 0, 0]}, ValueError, "x has shape (12,); accepted are (N, D), (H, N, D)"),
+        ({"cos": COS[0]}, ValueError, "cos has shape (6,); (M, R / 2) is accepted"),
+        ({"cos": np.ones((M, 7))}, ValueError, "cos has shape (40, 7); (M, R / 2) is accepted"),
+        ({"sin": SIN[1:]}, ValueError, "sin has shape (39, 6); it must be that of cos, (40, 6)"),
+        ({"positions": M - N + 1}, ValueError, "positions are 34 to 40; 0 to 39, the rows of cos"),
+        ({"positions": -1}, ValueError, "positions are -1 to 5; 0 to 39"),
+        ({"positions": [0] * 6 + [M]}, ValueError, "positions holds 40; 0 to 39, the rows of cos"),
+        ({"positions": [0, 1]}, ValueError, "positions has shape (2,); an integer or (7,) or"),
+        ({"positions": 1.0}, TypeError, "positions is float; integers of shape (7,) or (2, 7)"),
+        ({"interleaved": 1}, TypeError, "interleaved is int; True or False is accepted"),
+    ],
+)
+def test_what_is_refused(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        tileattn.rope(**{"x": X, "cos": COS, "sin": SIN} | changed)

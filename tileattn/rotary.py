@@ -1,0 +1,119 @@
+"""Rotary position embedding of queries and keys."""
+
+from typing import Any
+
+import numpy as np
+
+from tileattn.dtypes import accum_dtype
+from tileattn.lengths import as_integers
+from tileattn.problem import check_dtype
+
+
+def rope(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    positions: Any = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> Any:
+    """Rotate pairs of columns by angles that grow with the position.
+
+    Parameters
+    ----------
+    x : array, shape (B, H, N, D), (H, N, D) or (N, D)
+        Queries or keys; float16, bfloat16, float32 or float64. Packed sequences are (H, T, D).
+    cos, sin : array, shape (M, R / 2)
+        Cosine and sine of the angle of each pair, for positions 0 to M - 1. The first R columns of
+        x are rotated, the others stay.
+    positions : int, array or sequence of int of shape (N,) or (B, N), or None
+        Position of each row; an integer is that of the first one, and None is 0.
+    interleaved : bool
+        Whether columns 2c and 2c + 1 are a pair (GPT-J), and not c and c + R / 2 (GPT-NeoX, Llama).
+    inverse : bool
+        Rotate back: the gradient of ``rope`` is ``rope`` of the upstream gradient with
+        ``inverse=True``.
+
+    Returns
+    -------
+    array
+        A new array of the shape and dtype of x. Sums and tables are float32, or float64 where x is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it. Positions on a device are not
+        looked at.
+
+    References
+    ----------
+    Su et al., RoFormer, arXiv:2104.09864, equation 34.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tileattn
+    >>> angle = np.arange(6)[:, None] * 10_000.0 ** (-np.arange(4) / 4)
+    >>> q = np.ones((2, 6, 8))
+    >>> rotated = tileattn.rope(q, np.cos(angle), np.sin(angle))
+    >>> bool(np.allclose(tileattn.rope(rotated, np.cos(angle), np.sin(angle), inverse=True), q))
+    True
+    """
+    for name, array in (("x", x), ("cos", cos), ("sin", sin)):
+        check_dtype(name, array)
+    if not 2 <= x.ndim <= 4:
+        raise ValueError(f"x has shape {x.shape}; accepted are (N, D), (H, N, D) and (B, H, N, D)")
+    _check_tables(x, cos, sin)
+    for name, flag in (("interleaved", interleaved), ("inverse", inverse)):
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name} is {type(flag).__name__}; True or False is accepted")
+    sums = accum_dtype(x.dtype)
+    rows = _rows(x, positions, len(cos))
+    c, s = (table[rows].astype(sums, copy=False) for table in (cos, sin))
+    if c.ndim == 3:  # of each batch entry, for all of its heads
+        c, s = c[:, np.newaxis], s[:, np.newaxis]
+    half = cos.shape[1]
+    first, second = slice(0, half), slice(half, 2 * half)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    if inverse:
+        s = -s
+    rotated = x.copy()
+    with np.errstate(all="ignore"):
+        a, b = (x[..., columns].astype(sums, copy=False) for columns in (first, second))
+        rotated[..., first] = (a * c - b * s).astype(x.dtype, copy=False)
+        rotated[..., second] = (b * c + a * s).astype(x.dtype, copy=False)
+    return rotated
+
+
+def _check_tables(x: Any, cos: Any, sin: Any) -> None:
+    if cos.ndim != 2 or 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"cos has shape {cos.shape}; (M, R / 2) is accepted, with R up to the head dimension, "
+            f"{x.shape[-1]}"
+        )
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin has shape {sin.shape}; it must be that of cos, {cos.shape}")
+
+
+def _rows(x: Any, positions: Any, M: int) -> Any:
+    """Say which rows of the tables the rows of x have."""
+    N = x.shape[-2]
+    shape = f"({N},)" if x.ndim < 4 else f"({N},) or {(x.shape[0], N)}"
+    p = as_integers("positions", 0 if positions is None else positions, shape)
+    if p.shape == () and isinstance(p, np.ndarray):
+        first, last = int(p), int(p) + N - 1
+        if N and (first < 0 or last >= M):
+            raise ValueError(
+                f"positions are {first} to {last}; 0 to {M - 1}, the rows of cos, are accepted"
+            )
+        return slice(first, first + N)
+    if p.shape != (N,) and (x.ndim < 4 or p.shape != (x.shape[0], N)):
+        raise ValueError(f"positions has shape {p.shape}; an integer or {shape} is accepted")
+    if isinstance(p, np.ndarray):
+        for wrong in p[(p < 0) | (p >= M)].flat:
+            raise ValueError(
+                f"positions holds {wrong}; 0 to {M - 1}, the rows of cos, are accepted"
+            )
+    return p
