@@ -138,16 +138,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": FACTS | {"packed_reference", "reference"},
     "selfcheck": FACTS | KERNELS | {"backends", "reference", "testing"},
     "": FACTS
-    | {
-        "algorithm",
-        "api",
-        "backends",
-        "differentiation",
-        "kv_cache",
-        "reference",
-        "rope",
-        "testing",
-    },
+    | {"algorithm", "api", "backends", "differentiation", "kv_cache", "reference", "rotary"}
+    | {"testing"},
     "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "selfcheck"},
     "__main__": {"cli"},
 }
