@@ -36,7 +36,7 @@ _LONGEST = (1 << 31) - 1  # indices in a tile have the width of float32
 class LlvmBackend:
     """Attention on NumPy arrays, by kernels that LLVM compiles.
 
-    All gradients are computed, whichever are asked for.
+    Gradients of q, k and v are computed whether they are asked for or not.
 
     Parameters
     ----------

@@ -92,7 +92,7 @@ class LlvmCall(PreparedCall):
             "dk": np.empty((P.B, P.Hkv, P.Nk, P.D), P.dtype),
             "dv": np.empty((P.B, P.Hkv, P.Nk, P.Dv), P.dtype),
         }
-        dbias = bias_sums(P, x.bias)
+        dbias = bias_sums(P, x.bias) if x.wants("bias") else None
         others = {"dlse": None if dlse is None else contiguous(dlse), "dbias": dbias}
         arrays |= {name: given for name, given in others.items() if given is not None}
         learned = layouts(batch, x)

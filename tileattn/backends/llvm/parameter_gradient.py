@@ -70,7 +70,7 @@ def places(found: Sequence[Layout], sums: Mapping[Any, Any]) -> list[int]:
 def sharing(P: Problem, x: Operands) -> dict[str, int]:
     """Say how dbias is summed, and which key heads share a task."""
     kind, over_batch, over_heads = 0, False, False
-    if x.bias is not None:
+    if x.bias is not None and x.wants("bias"):
         b, h, n, m = x.bias.shape
         kind = DBIAS_OF_ROWS if m == 1 else DBIAS_OF_KEYS if n == 1 else DBIAS_OF_TILES
         if kind == DBIAS_OF_TILES:
