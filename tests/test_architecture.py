@@ -134,7 +134,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": FACTS | {"algorithm", "backends", "call_cache"},
     "differentiation": FACTS | {"api"},
     "kv_cache": FACTS | {"backends"},
-    "rotary": FACTS,
+    "rotary": FACTS | {"backends"},
     "testing": FACTS | {"packed_reference", "reference"},
     "selfcheck": FACTS | KERNELS | {"backends", "reference", "testing"},
     "": FACTS

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import tileattn
+from tests.device_array import DeviceArray, owned
+from tileattn.dtypes import DTYPES
 
 Array = NDArray[Any]
 
@@ -27,7 +29,7 @@ def test_new_keys_are_behind_the_old_ones_and_nothing_else_changes(data: Any) ->
     def drawn(low: int, high: int) -> int:
         return int(data.draw(st.integers(low, high)))
 
-    B, page = drawn(0, 4), drawn(1, 7)
+    B, page = drawn(0, 4), data.draw(st.sampled_from([1, 2, 3, 5, 7, 16]))
     rng = np.random.default_rng(drawn(0, 99))
     old = [drawn(0, 12) for _ in range(B)]
     packed, paged = data.draw(st.booleans()), data.draw(st.booleans())
@@ -100,7 +102,7 @@ TABLE = [[0, 1, 2], [3, 4, 5]]
         ({"kv_lengths": None}, TypeError, "kv_lengths is None; integers of shape (2,)"),
         ({"k": K.astype(np.float32)}, TypeError, "k has dtype float32; it must be that of k_cache"),
         ({"k": K[0]}, ValueError, "k has shape (2, 4, 5); (B, Hkv, N, D) is accepted"),
-        ({"k": K[:1], "v": V[:1]}, ValueError, "k has batch size 1; it must be that of the cache"),
+        ({"k": K[:1], "v": V[:1]}, ValueError, "k has batch size 1; it must be that of k_cache, 2"),
         ({"v": V[:, :, :3]}, ValueError, "v has shape (2, 2, 3, 3); but for the last axis it must"),
         ({"k": K[:, :, :, :4]}, ValueError, "k has 2 heads of dimension 4; those of k_cache are 2"),
         ({"cu_seqlens": [0, 4, 8]}, ValueError, "k has shape (2, 2, 4, 5); (Hkv, T, D) is"),
@@ -112,7 +114,7 @@ TABLE = [[0, 1, 2], [3, 4, 5]]
         (
             {"cu_seqlens": [0, 8], "k": K.reshape(HKV, 8, D), "v": V.reshape(HKV, 8, DV)},
             ValueError,
-            "cu_seqlens has 2 entries; 3 are accepted",
+            "cu_seqlens has 2 entries; it must have one more than k_cache, 3",
         ),
     ],
 )
@@ -129,14 +131,141 @@ def test_what_is_refused(changed: dict[str, Any], error: type[Exception], messag
     ("table", "message"),
     [
         ([[0, 1, 2], [3, 4, 9]], "block_table holds 9 for page 2 of sequence 1; 0 to 5 are"),
-        ([[0, 1, 2], [3, 0, 1]], "block_table gives row 1 of page 0 to more than one key that is"),
-        ([[0, 1, 2]], "k has batch size 2; it must be that of the cache, 1"),
+        ([[0, 1, -1], [3, -4, 5]], "block_table holds -4 for page 1 of sequence 1; 0 to 5 are"),
+        (
+            [[0, 1, 2], [3, 1, 5]],
+            "block_table holds 1 for page 1 of sequence 0 and for page 1 of sequence 1, and both",
+        ),
+        (
+            [[4, 4, 2], [3, 1, 5]],
+            "block_table holds 4 for page 0 of sequence 0 and for page 1 of sequence 0, and both",
+        ),
+        ([[0, 1, 2]], "k has batch size 2; it must be that of block_table, 1"),
     ],
 )
 def test_pages_that_are_refused(table: Any, message: str) -> None:
     k_cache, v_cache = caches(6, 3)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         tileattn.append_kv(k_cache, v_cache, K, V, kv_lengths=[1, 4], block_table=table)
+    assert np.isnan(k_cache).all()
+
+
+def test_a_page_may_be_shared_by_those_that_do_not_write_to_it() -> None:
+    """Sequences 0 and 1 have page 0 in common, and sequence 2 is page 2 of sequence 1."""
+    k_cache, v_cache = caches(6, 3)
+    table, old, starts = [[0, 1, 9], [0, 2, 9], [2, 3, 9]], [3, 4, 1], [0, 3, 5, 5]
+    k, v = np.ones((HKV, 5, D)), np.ones((HKV, 5, DV))
+    options: dict[str, Any] = {"kv_lengths": old, "block_table": table, "cu_seqlens": starts}
+    assert tileattn.append_kv(k_cache, v_cache, k, v, **options).tolist() == [6, 6, 1]
+    assert np.argwhere(k_cache[:, 0, :, 0] == 1).tolist() == [
+        [1, 0],
+        [1, 1],
+        [1, 2],
+        [2, 1],
+        [2, 2],
+    ]
+
+
+def test_a_cache_may_be_filled_to_its_end_and_take_no_more() -> None:
+    k_cache, v_cache = caches(2, 4)
+    assert tileattn.append_kv(k_cache, v_cache, K, V, kv_lengths=0).tolist() == [4, 4]
+    assert (k_cache == 1).all()
+    for x in (k_cache, v_cache):
+        x[...] = np.nan
+    nothing = K[:, :, :0], V[:, :, :0]
+    assert tileattn.append_kv(k_cache, v_cache, *nothing, kv_lengths=[4, 4]).tolist() == [4, 4]
+    with pytest.raises(ValueError, match=r"^kv_lengths holds 4 for sequence 0, which would have 5"):
+        tileattn.append_kv(k_cache, v_cache, K[:, :, :1], V[:, :, :1], kv_lengths=[4, 3])
+    assert np.isnan(k_cache).all()
+    assert np.isnan(v_cache).all()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("pages", [0, 3])
+def test_no_sequence_at_all(pages: int, paged: bool) -> None:
+    k_cache, v_cache = caches(pages if paged else 0, 4)
+    table = np.zeros((0, 2), np.int32) if paged else None
+    new = np.zeros((0, HKV, 3, D)), np.zeros((0, HKV, 3, DV))
+    found = tileattn.append_kv(k_cache, v_cache, *new, kv_lengths=[], block_table=table)
+    assert (found.shape, found.dtype) == ((0,), np.int64)
+
+
+def test_pages_without_rows() -> None:
+    k_cache, v_cache = caches(3, 0)
+    options: dict[str, Any] = {"kv_lengths": 0, "block_table": TABLE}
+    found = tileattn.append_kv(k_cache, v_cache, K[:, :, :0], V[:, :, :0], **options)
+    assert found.tolist() == [0, 0]
+    with pytest.raises(ValueError, match=r"up to 0 keys$"):
+        tileattn.append_kv(k_cache, v_cache, K, V, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_copied_to_the_bit(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+
+    def bits(*shape: int) -> Array:
+        return rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
+
+    k_cache, v_cache, k, v = (
+        bits(5, HKV, 3, D),
+        bits(5, HKV, 3, DV),
+        bits(HKV, 6, D),
+        bits(HKV, 6, DV),
+    )
+    expected = k_cache.copy(), v_cache.copy()
+    for cache, x in zip(expected, (k, v), strict=True):
+        for n, place in enumerate([(4, 2), (1, 0), (1, 1), (1, 2), (0, 1), (0, 2)]):
+            cache[place[0], :, place[1]] = x[:, n]
+    given = (x.view(dtype) for x in (k_cache, v_cache, k, v))
+    table = [[4, 1], [0, 3]]
+    options: dict[str, Any] = {"kv_lengths": [2, 1], "cu_seqlens": [0, 4, 6]}
+    tileattn.append_kv(*given, block_table=table, **options)
+    np.testing.assert_array_equal(k_cache, expected[0])
+    np.testing.assert_array_equal(v_cache, expected[1])
+
+
+@pytest.mark.parametrize("there", range(8))
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_waits_for_a_device(
+    there: int, paged: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the integers may be on the device, or on the host."""
+    owned(monkeypatch)
+    rng = np.random.default_rng(there)
+    k_cache, v_cache = caches(6, 3) if paged else caches(2, 9)
+    k, v = rng.normal(size=(2, HKV, 4, D)), rng.normal(size=(2, HKV, 4, DV))
+    options: dict[str, Any] = {"kv_lengths": np.array([1, 5], np.int32)}
+    if packed:
+        k, v = (x.swapaxes(0, 1).reshape(HKV, 8, x.shape[-1]) for x in (k, v))
+        options["cu_seqlens"] = np.array([0, 5, 8])
+    if paged:
+        options["block_table"] = np.array([[0, 4, 2], [3, 1, 5]])
+    sent = [DeviceArray(x.copy()) for x in (k_cache, v_cache, k, v)]
+    mixed = {
+        name: DeviceArray(x) if there >> n & 1 else x for n, (name, x) in enumerate(options.items())
+    }
+    lengths = tileattn.append_kv(k_cache, v_cache, k, v, **options)
+    found: Any = tileattn.append_kv(*sent, **mixed)
+    counted = [mixed["kv_lengths"], mixed.get("cu_seqlens")]
+    assert isinstance(found, DeviceArray) is any(isinstance(x, DeviceArray) for x in counted)
+    np.testing.assert_array_equal(getattr(found, "host", found), lengths)
+    np.testing.assert_array_equal(sent[0].host, k_cache)
+    np.testing.assert_array_equal(sent[1].host, v_cache)
+
+
+def test_arrays_of_two_libraries_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    owned(monkeypatch)
+    k_cache, v_cache = caches(2, 9)
+    with pytest.raises(
+        TypeError, match=r"^v is .*DeviceArray, which backend 'numpy' does not take"
+    ):
+        tileattn.append_kv(k_cache, v_cache, K, DeviceArray(V), kv_lengths=0)
+    with pytest.raises(TypeError, match=r"^kv_lengths is .*DeviceArray, which backend 'numpy'"):
+        tileattn.append_kv(k_cache, v_cache, K, V, kv_lengths=DeviceArray([0, 0]))
+    sent = DeviceArray(k_cache), DeviceArray(v_cache)
+    with pytest.raises(TypeError, match=r"^k is numpy\.ndarray, which backend 'device' does not"):
+        tileattn.append_kv(*sent, K, V, kv_lengths=0)
     assert np.isnan(k_cache).all()
 
 
@@ -149,3 +278,13 @@ def test_caches_with_memory_of_their_own() -> None:
     k_cache.setflags(write=False)
     with pytest.raises(ValueError, match=r"^k_cache is read-only"):
         tileattn.append_kv(k_cache, np.zeros_like(k_cache), K, K, kv_lengths=0)
+    k_cache, v_cache = caches(2, 9)
+    with pytest.raises(ValueError, match=r"^v_cache overlaps v;"):
+        tileattn.append_kv(k_cache, v_cache, K[:, :, :2], v_cache[:, :, 4:6], kv_lengths=3)
+    v_cache.setflags(write=False)
+    with pytest.raises(ValueError, match=r"^v_cache is read-only"):
+        tileattn.append_kv(k_cache, v_cache, K, V, kv_lengths=0)
+    wide = np.lib.stride_tricks.as_strided(k_cache, strides=(0, *k_cache.strides[1:]))
+    with pytest.raises(ValueError, match=r"^k_cache has elements that overlap"):
+        tileattn.append_kv(wide, np.zeros((2, HKV, 9, DV)), K, V, kv_lengths=0)
+    assert np.isnan(k_cache).all()

@@ -1,9 +1,9 @@
 """Rotary position embedding against complex numbers, and its gradient."""
 
 import re
+from itertools import pairwise
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import tileattn
+from tests.device_array import DeviceArray, owned
+from tileattn.dtypes import BFLOAT16, DTYPES, FLOAT32, FLOAT64, accum_dtype
 
 Array = NDArray[Any]
 
@@ -70,7 +72,7 @@ def test_the_gradient_is_the_rotation_back(seed: int, interleaved: bool, offset:
     np.testing.assert_allclose(forward, backward, rtol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
 def test_sums_have_at_least_32_bits(dtype: Any) -> None:
     x = X.astype(dtype)
     found = tileattn.rope(x, COS, SIN)
@@ -78,6 +80,80 @@ def test_sums_have_at_least_32_bits(dtype: Any) -> None:
     exact = tileattn.rope(x.astype(np.float64), COS, SIN)
     rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[x.dtype.name]
     np.testing.assert_allclose(found.astype(np.float64), exact, rtol=rounding, atol=4e-7)
+
+
+@pytest.mark.parametrize("table", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tables_of_any_dtype_are_those_of_the_sums(dtype: Any, table: Any) -> None:
+    x, cos, sin = X.astype(dtype), COS.astype(table), SIN.astype(table)
+    found = tileattn.rope(x, cos, sin)
+    sums = accum_dtype(np.dtype(dtype))
+    np.testing.assert_array_equal(found, tileattn.rope(x, cos.astype(sums), sin.astype(sums)))
+    assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_inverse_rotates_back(dtype: Any, interleaved: bool) -> None:
+    """Up to a rounding of each of the two, by half of epsilon, of numbers up to the pair's norm."""
+    x = X.astype(dtype)
+    there = tileattn.rope(x, COS, SIN, positions=3, interleaved=interleaved)
+    back = tileattn.rope(there, COS, SIN, positions=3, interleaved=interleaved, inverse=True)
+    epsilon = {FLOAT32: 2.0**-23, FLOAT64: 2.0**-52, BFLOAT16: 2.0**-7}.get(x.dtype, 2.0**-10)
+    error = np.abs(back.astype(np.float64) - x.astype(np.float64))
+    assert (error <= 4 * epsilon * np.abs(X).max()).all()
+    assert not np.array_equal(there, x)
+
+
+def test_packed_sequences_have_the_positions_of_their_tokens() -> None:
+    starts = [0, 4, 4, 7]
+    positions = [i + 2 for a, b in pairwise(starts) for i in range(b - a)]
+    for x in (X[0], X[:1]):
+        found = tileattn.rope(x, COS, SIN, positions=positions)
+        for a, b in pairwise(starts):
+            alone = tileattn.rope(x[..., a:b, :], COS, SIN, positions=2)
+            np.testing.assert_array_equal(found[..., a:b, :], alone)
+
+
+def test_columns_that_are_not_rotated_keep_their_bits() -> None:
+    x = np.random.default_rng(0).integers(0, 1 << 16, (N, D), np.uint16).view(np.float16)
+    found = tileattn.rope(x, COS[:, :2], SIN[:, :2])
+    np.testing.assert_array_equal(found.view(np.uint16)[:, 4:], x.view(np.uint16)[:, 4:])
+
+
+def at_device(positions: Any) -> Any:
+    return DeviceArray(positions)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("positions", "send"),
+    [
+        (None, None),
+        (5, None),
+        (4, at_device),
+        (np.arange(2, 2 + N, dtype=np.int32), at_device),
+        (np.arange(B * N).reshape(B, N), at_device),
+        (np.arange(B * N).reshape(B, N), None),
+    ],
+)
+def test_nothing_waits_for_a_device(
+    positions: Any, send: Any, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owned(monkeypatch)
+    options: dict[str, Any] = {"interleaved": interleaved, "inverse": True}
+    expected = tileattn.rope(X, COS, SIN, positions=positions, **options)
+    there = positions if send is None else send(positions)
+    found = tileattn.rope(*map(DeviceArray, (X, COS, SIN)), positions=there, **options)
+    np.testing.assert_array_equal(found.host, expected)
+
+
+def test_arrays_of_two_libraries_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    owned(monkeypatch)
+    with pytest.raises(TypeError, match=r"^positions is .*DeviceArray, which backend 'numpy' does"):
+        tileattn.rope(X, COS, SIN, positions=DeviceArray(np.arange(N)))
+    with pytest.raises(TypeError, match=r"^sin is numpy\.ndarray, which backend 'device' does not"):
+        tileattn.rope(DeviceArray(X), DeviceArray(COS), SIN)
 
 
 def test_the_argument_stays_and_may_have_any_strides() -> None:
@@ -106,6 +182,17 @@ def test_no_row_at_all() -> None:
         ({"positions": -1}, ValueError, "positions are -1 to 5; 0 to 39"),
         ({"positions": [0] * 6 + [M]}, ValueError, "positions holds 40; 0 to 39, the rows of cos"),
         ({"positions": [0, 1]}, ValueError, "positions has shape (2,); an integer or (7,) or"),
+        ({"positions": 1 << 61}, ValueError, "positions holds 2305843009213693952; integers up to"),
+        ({"positions": [[0] * N] * 3}, ValueError, "positions has shape (3, 7); an integer or"),
+        ({"positions": True}, TypeError, "positions is bool; integers of shape (7,) or (2, 7)"),
+        (
+            {"x": X[0, 0].view(np.matrix)},
+            TypeError,
+            "x is numpy.matrix; arrays of numpy or cupy are",
+        ),
+        ({"sin": SIN.tolist()}, TypeError, "sin is list; a NumPy or CuPy array is accepted"),
+        ({"cos": np.ma.array(COS)}, TypeError, "cos is numpy.ma.MaskedArray, whose mask would"),
+        ({"inverse": None}, TypeError, "inverse is NoneType; True or False is accepted"),
         ({"positions": 1.0}, TypeError, "positions is float; integers of shape (7,) or (2, 7)"),
         ({"interleaved": 1}, TypeError, "interleaved is int; True or False is accepted"),
     ],

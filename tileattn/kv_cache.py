@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.buffers import ensure_writable
+from tileattn.backends.registry import ensure_one_owner
 from tileattn.lengths import Paging, integers, offsets_of, paging
 from tileattn.problem import check_dtype
 
@@ -41,13 +42,18 @@ def append_kv(
     Returns
     -------
     array of int64, shape (B,)
-        The new lengths.
+        The new lengths; on the device where ``kv_lengths`` or ``cu_seqlens`` is.
 
     Raises
     ------
     TypeError, ValueError
         If an argument is not as described, or a sequence would pass its capacity; the message names
         it, and nothing is written. Integers on a device are not looked at.
+
+    Notes
+    -----
+    A page gets new keys from one sequence only. A page that sequences share, such as that of a
+    common prefix, is full, or is copied before one of them grows.
 
     Examples
     --------
@@ -62,34 +68,29 @@ def append_kv(
     """
     _check_arrays(k_cache, v_cache, k, v, packed=cu_seqlens is not None)
     options = {"block_table": block_table, "kv_lengths": kv_lengths}
+    arrays = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    ensure_one_owner(arrays, options | {"cu_seqlens": cu_seqlens})
     pages = paging(options, k_cache)
     B = len(k_cache) if pages is None else len(pages.block_table)
-    if cu_seqlens is None:
-        if len(k) != B:
-            raise ValueError(f"k has batch size {len(k)}; it must be that of the cache, {B}")
-        starts = np.arange(B + 1) * k.shape[2]
-    else:
-        starts = offsets_of("cu_seqlens", cu_seqlens)
-        if len(starts) != B + 1:
-            raise ValueError(f"cu_seqlens has {len(starts)} entries; {B + 1} are accepted")
-    given = {"k": k, "v": v}
-    T = k.shape[-2] * (1 if cu_seqlens is not None else B)
-    if isinstance(starts, np.ndarray) and starts[-1] != T:
-        raise ValueError(
-            f"cu_seqlens ends with {starts[-1]}; it must end with the number of tokens of k, {T}"
-        )
+    starts = _starts(k, cu_seqlens, B, "k_cache" if pages is None else "block_table")
     old = integers("kv_lengths", kv_lengths, B)
     if old is None:
         raise TypeError(f"kv_lengths is None; integers of shape ({B},) are accepted")
+    old, starts = _together(old, starts)
     new = old + (starts[1:] - starts[:-1])
     _check_room(old, new, k_cache.shape[2] if pages is None else pages.capacity)
     if pages is not None:
         pages.check(new)
-    entry, row = _places(old, starts, T, pages)
+        _check_writers(old, new, pages)
+    given = {"k": k, "v": v}
     ensure_writable("k_cache", k_cache, {"v_cache": v_cache, **given})
     ensure_writable("v_cache", v_cache, given)
-    for cache, x in ((k_cache, k), (v_cache, v)):
-        cache[entry, :, row] = x.swapaxes(-3, -2).reshape(T, x.shape[-3], x.shape[-1])
+    T = k.shape[-2] * (B if cu_seqlens is None else 1)
+    entry, row = (np.asarray(n, like=k_cache) for n in _places(old, starts, T, pages))
+    # All that may fail for want of memory, and then the writing.
+    rows = [x.swapaxes(-3, -2).reshape(T, x.shape[-3], x.shape[-1]) for x in (k, v)]
+    for cache, x in zip((k_cache, v_cache), rows, strict=True):
+        cache.swapaxes(1, 2)[entry, row] = x
     return new
 
 
@@ -134,6 +135,49 @@ def _check_room(old: Any, new: Any, capacity: int) -> None:
             )
 
 
+def _check_writers(old: Any, new: Any, pages: Paging) -> None:
+    """Raise ValueError if a page is written to at two places; the host looks at its own."""
+    table = pages.block_table
+    if not isinstance(table, np.ndarray) or not isinstance(new, np.ndarray):
+        return
+    first, end = np.arange(table.shape[1]) * pages.page, new[:, np.newaxis]
+    start = old[:, np.newaxis]
+    written = (start < end) & (start < first + pages.page) & (first < end)
+    found, places = np.unique(table[written], return_counts=True)
+    for page in found[places > 1]:
+        (b, n), (other, m) = np.argwhere(written & (table == page))[:2]
+        raise ValueError(
+            f"block_table holds {page} for page {n} of sequence {b} and for page {m} of sequence "
+            f"{other}, and both get new keys; a page for each is accepted"
+        )
+
+
+def _starts(k: Any, cu_seqlens: Any, B: int, whose: str) -> Any:
+    """Say how many new tokens lie before each sequence, and how many there are."""
+    if cu_seqlens is None:
+        if len(k) != B:
+            raise ValueError(f"k has batch size {len(k)}; it must be that of {whose}, {B}")
+        return np.arange(B + 1) * k.shape[2]
+    starts = offsets_of("cu_seqlens", cu_seqlens)
+    if len(starts) != B + 1:
+        raise ValueError(
+            f"cu_seqlens has {len(starts)} entries; it must have one more than {whose}, {B + 1}"
+        )
+    if isinstance(starts, np.ndarray) and starts[-1] != k.shape[1]:
+        raise ValueError(
+            f"cu_seqlens ends with {starts[-1]}; it must end with the number of tokens of k, "
+            f"{k.shape[1]}"
+        )
+    return starts
+
+
+def _together(*integers: Any) -> list[Any]:
+    """Copy what is on the host to the device, if some of it is there."""
+    there = (x for x in integers if not isinstance(x, np.ndarray))
+    like = next(there, integers[0])
+    return [np.asarray(x, like=like) for x in integers]
+
+
 def _places(old: Any, starts: Any, T: int, pages: Paging | None) -> tuple[Any, Any]:
     """Say where each new token goes: batch entry or page, and row."""
     token = np.arange(T, like=starts)
@@ -141,12 +185,5 @@ def _places(old: Any, starts: Any, T: int, pages: Paging | None) -> tuple[Any, A
     j = old[sequence] + token - starts[:-1][sequence]
     if pages is None:
         return sequence, j
-    page, row = pages.block_table[sequence, j // pages.page], j % pages.page
-    if isinstance(page, np.ndarray):
-        places, counts = np.unique(page * pages.page + row, return_counts=True)
-        for place in places[counts > 1]:
-            raise ValueError(
-                f"block_table gives row {place % pages.page} of page {place // pages.page} to more "
-                "than one key that is written"
-            )
-    return page, row
+    table, sequence, j = _together(pages.block_table, sequence, j)
+    return table[sequence, j // pages.page], j % pages.page

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from tileattn.backends.registry import ensure_one_owner
 from tileattn.dtypes import accum_dtype
 from tileattn.lengths import as_integers
 from tileattn.problem import check_dtype
@@ -25,8 +26,8 @@ def rope(
     x : array, shape (B, H, N, D), (H, N, D) or (N, D)
         Queries or keys; float16, bfloat16, float32 or float64. Packed sequences are (H, T, D).
     cos, sin : array, shape (M, R / 2)
-        Cosine and sine of the angle of each pair, for positions 0 to M - 1. The first R columns of
-        x are rotated, the others stay.
+        Cosine and sine of the angle of each pair, for positions 0 to M - 1, of any of these dtypes.
+        The first R columns of x are rotated, the others stay.
     positions : int, array or sequence of int of shape (N,) or (B, N), or None
         Position of each row; an integer is that of the first one, and None is 0.
     interleaved : bool
@@ -38,7 +39,8 @@ def rope(
     Returns
     -------
     array
-        A new array of the shape and dtype of x. Sums and tables are float32, or float64 where x is.
+        A new array of the shape and dtype of x. It is computed in float32, to which the tables are
+        rounded, or in float64 where x is float64.
 
     Raises
     ------
@@ -62,6 +64,7 @@ def rope(
     """
     for name, array in (("x", x), ("cos", cos), ("sin", sin)):
         check_dtype(name, array)
+    ensure_one_owner({"x": x, "cos": cos, "sin": sin}, {"positions": positions})
     if not 2 <= x.ndim <= 4:
         raise ValueError(f"x has shape {x.shape}; accepted are (N, D), (H, N, D) and (B, H, N, D)")
     _check_tables(x, cos, sin)
@@ -109,11 +112,12 @@ def _rows(x: Any, positions: Any, M: int) -> Any:
                 f"positions are {first} to {last}; 0 to {M - 1}, the rows of cos, are accepted"
             )
         return slice(first, first + N)
-    if p.shape != (N,) and (x.ndim < 4 or p.shape != (x.shape[0], N)):
+    if p.shape not in ((), (N,)) and (x.ndim < 4 or p.shape != (x.shape[0], N)):
         raise ValueError(f"positions has shape {p.shape}; an integer or {shape} is accepted")
     if isinstance(p, np.ndarray):
         for wrong in p[(p < 0) | (p >= M)].flat:
             raise ValueError(
                 f"positions holds {wrong}; 0 to {M - 1}, the rows of cos, are accepted"
             )
-    return p
+    p = np.asarray(p, like=x)
+    return p if p.shape else p + np.arange(N, like=p)

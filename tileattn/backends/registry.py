@@ -144,6 +144,19 @@ def ensure_owned(backend: Backend, key: str, x: Any) -> None:
         )
 
 
+def ensure_one_owner(arrays: dict[str, Any], integers: dict[str, Any]) -> None:
+    """Raise TypeError if arguments of a call that needs no backend are arrays of two libraries.
+
+    Integers may also be on the host, whoever owns the arrays.
+    """
+    backend = _owner(arrays)
+    for key, x in arrays.items():
+        ensure_owned(backend, key, x)
+    for key, x in integers.items():
+        if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic):
+            ensure_owned(backend, key, x)
+
+
 def _asked_for(name: str) -> str:
     """Look up ``TILEATTN_BACKEND`` where a call leaves the choice."""
     return (os.environ.get("TILEATTN_BACKEND") or name) if name == "auto" else name
