@@ -55,15 +55,15 @@ def test_the_gallery(runner: Runner, name: str, more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=["float16", "float32"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_gallery_in_less_precision(runner: Runner, name: str, dtype: Any) -> None:
+def test_the_gallery_in_less_precision(backend: Runner, name: str, dtype: Any) -> None:
     options = calls(B, HQ, NQ, NK, np.float32)[name]
-    able(runner, options)
+    able(backend, options)
     q, k, v, dout = normal(SIZES, dtype)
-    check(runner, AttentionCase(q, k, v, dout, None, options))
+    check(backend, AttentionCase(q, k, v, dout, None, options))
 
 
 @pytest.mark.parametrize("score", SCORES)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_functions_with_any_other_options(backend: Runner, score: str, data: Any) -> None:
     able(backend, GALLERY[score])
