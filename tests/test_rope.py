@@ -1,4 +1,8 @@
-"""Rotary position embedding against complex numbers, and its gradient."""
+"""Rotary position embedding against complex numbers, and its gradient.
+
+``error_bound`` is of attention and knows nothing of rotations; tolerances here are some units in
+the last place of the dtype that is computed in, at numbers of the order of 1.
+"""
 
 import re
 from itertools import pairwise

@@ -228,7 +228,7 @@ def backward(
     BackendUnavailableError
         If the backend cannot run here.
     UnsupportedError
-        If the backend does not support this problem, or takes no workspace.
+        If the backend does not support this problem, or takes no workspace; for a ``block_table``.
 
     Notes
     -----

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -78,13 +79,15 @@ def test_any_packed_sequences(runner: Runner, case: AttentionCase) -> None:
     check(runner, case)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sequence_has_the_bits_that_it_has_alone(
     backend: Runner, causal: bool, dtype: Any
 ) -> None:
     options: dict[str, Any] = {"causal": causal}
     able(backend, options)
+    if backend.name == "llvm" and dtype is ml_dtypes.bfloat16:
+        pytest.skip("llvm: packed sequences of bfloat16 are multiplied in float32, as docs say")
     q, k, v, dout = arrays(dtype)
     k[0, CU_K[3]], v[1, CU_K[4] - 1] = np.inf, np.nan  # of one sequence
     q[:, CU_Q[2]] *= 30
@@ -101,7 +104,7 @@ def test_a_sequence_has_the_bits_that_it_has_alone(
             (grads.dk[:, keys], of_alone.dk),
             (grads.dv[:, keys], of_alone.dv),
         ):
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(found.astype(np.float64), expected.astype(np.float64))
 
 
 def spans(offsets: Array) -> list[slice]:

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llvmlite")
 
 import tileattn
+from tileattn import reference
+from tileattn.testing import assert_attention_close, error_bound
 
 Array = NDArray[Any]
 Guarded = Callable[[Array, bool], Array]
@@ -19,7 +21,6 @@ Guarded = Callable[[Array, bool], Array]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
-BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}  # of a mantissa
 
 
 @pytest.mark.parametrize("behind", [True, False])
@@ -51,9 +52,7 @@ def test_pages(guarded: Guarded, dtype: Any, page: int, Nq: int, behind: bool) -
     rng = np.random.default_rng(1)
     shapes = (2, 4, Nq, 40), (6, 2, page, 40), (6, 2, page, 24)
     q, k, v = (guarded(rng.normal(size=x).astype(dtype), behind) for x in shapes)
-    options: dict[str, Any] = {"kv_lengths": lengths, "backend": "llvm"}
-    found = tileattn.forward(q, k, v, block_table=table, **options)
-    dense = (x[table].swapaxes(1, 2).reshape(2, 2, 3 * page, -1) for x in (k, v))
-    expected = tileattn.forward(q.astype(np.float64), *(x.astype(float) for x in dense), **options)
-    tolerance = 20 * 2.0 ** -BITS[q.dtype.name]
-    np.testing.assert_allclose(found.out.astype(float), expected.out, rtol=0, atol=tolerance)
+    found = tileattn.forward(q, k, v, block_table=table, kv_lengths=lengths, backend="llvm")
+    dense = [x[table].swapaxes(1, 2).reshape(2, 2, 3 * page, -1) for x in (k, v)]
+    expected = reference.forward(q, *dense, kv_lengths=lengths)
+    assert_attention_close(found, expected, error_bound(q, *dense, kv_lengths=lengths))

@@ -29,7 +29,9 @@ PATTERNS = {
 def assembly(name: str, target: Target) -> str:
     """Compile to text in place of machine code."""
     dtype = "bfloat16" if target.dot else "float32"
-    module = compiling.optimized(compiling.emitted(name, target, dtype, "float32"), target)
+    module = compiling.optimized(
+        compiling.emitted(compiling.Module(name, target, dtype, "float32")), target
+    )
     text: str = compiling.machine(target).emit_assembly(module)
     return text
 
@@ -63,7 +65,7 @@ def test_tiles_of_amx_are_configured_and_released(name: str) -> None:
 @pytest.mark.parametrize("target", [AVX512_BF16, AMX], ids=lambda t: t.name)
 @pytest.mark.parametrize("name", PASSES)
 def test_kernels_of_bfloat16_compile(name: str, target: Target) -> None:
-    code = compiling.object_code(name, target, "bfloat16", "float32")
+    code = compiling.object_code(compiling.Module(name, target, "bfloat16", "float32"))
     assert all(symbol.encode() in code for symbol in compiling.names_of(name, target))
 
 
@@ -74,7 +76,7 @@ def test_every_kernel_compiles_for_every_target(name: str, dtype: object, target
     if str(dtype) == "float16" and not target.half:
         pytest.skip("float16 needs instructions that convert it")
     names = str(dtype), accum_dtype(dtype).name  # type: ignore[arg-type]  # DTYPES are dtypes
-    code = compiling.object_code(name, target, *names)
+    code = compiling.object_code(compiling.Module(name, target, *names))
     assert compiling.MODULES[name][-1].encode() in code
 
 
@@ -89,18 +91,18 @@ def test_a_register_block_stays_in_registers(target: Target, name: str) -> None:
 
 def test_code_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
-    given = "forward", compiling.host(), "float32", "float32"
+    given = compiling.Module("forward", compiling.host(), "float32", "float32")
     compiling.functions.cache_clear()
-    first = compiling.functions(*given)
+    first = compiling.functions(given)
     assert len(cache.entries()) == 1
     monkeypatch.setattr(compiling, "object_code", None)  # nobody compiles again
     compiling.functions.cache_clear()
-    assert len(compiling.functions(*given)) == len(first) == 1
+    assert len(compiling.functions(given)) == len(first) == 1
     compiling.functions.cache_clear()
 
 
 def test_llvm_verifies_what_is_emitted() -> None:
-    module = compiling.emitted("backward", AVX2, "bfloat16", "float32")
+    module = compiling.emitted(compiling.Module("backward", AVX2, "bfloat16", "float32"))
     binding.parse_assembly(str(module)).verify()
 
 
@@ -113,7 +115,9 @@ def test_what_an_object_needs_of_others(name: str, tmp_path: Path) -> None:
     process at an address of 32 bits.
     """
     path = tmp_path / "object.o"
-    path.write_bytes(compiling.object_code(name, compiling.host(), "bfloat16", "float32"))
+    path.write_bytes(
+        compiling.object_code(compiling.Module(name, compiling.host(), "bfloat16", "float32"))
+    )
 
     def listed(option: str, word: str) -> list[list[str]]:
         command = ["objdump", option, str(path)]

@@ -14,7 +14,7 @@ from tileattn.backends.addresses import address_of
 from tileattn.backends.llvm.arrays import Array
 from tileattn.backends.llvm.grids import Division, Grid
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels.llvm.compile import Function, functions
+from tileattn.kernels.llvm.compile import Function, Module, functions
 from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.params import ARRAYS, BIAS_DTYPES, COUNTER, Layout, strides_of, template
 from tileattn.kernels.llvm.target import Target, scratch_bytes
@@ -58,10 +58,9 @@ class Executable:
         division: Division,
         own: Functions,
     ) -> None:
-        dtypes = P.dtype, P.accum_dtype
         layout = Layout(packed=P.sequences is not None, paged=P.page is not None)
         more: dict[str, Any] = {"learned": len(own.learned), "paged": layout.paged}
-        tiles = scratch_bytes(name, target, *dtypes, P.D, P.Dv, **more)
+        tiles = scratch_bytes(name, target, P.dtype, P.accum_dtype, P.D, P.Dv, **more)
         self._scratch_bytes = tiles + division.own_bytes
         self._workspace = division.workspace
         fields = division.values | _numbers(P)
@@ -69,10 +68,10 @@ class Executable:
             fields |= strides_of(key, array)
         if "bias" in arrays:
             fields["bias_dtype"] = BIAS_DTYPES.index(arrays["bias"].dtype.name)
-        compiled = _functions(name, target, *(dtype.name for dtype in dtypes), own, layout)
+        module = Module(name, target, P.dtype.name, P.accum_dtype.name, own, layout)
         self._launches = tuple(
             (function, template(fields | {"tasks": grid.tasks, "quota": grid.quota}), grid)
-            for function, grid in zip(compiled, division.grids, strict=True)
+            for function, grid in zip(_functions(module), division.grids, strict=True)
             if grid.tasks
         )
 
@@ -134,14 +133,14 @@ class Executable:
 
 
 @functools.cache
-def _functions(*key: Any) -> tuple[Function, ...]:
+def _functions(module: Module) -> tuple[Function, ...]:
     """Return the functions of a module; compiled where no interrupt leaves LLVM in the middle."""
-    return threads.uninterrupted(functools.partial(_compiled, *key))
+    return threads.uninterrupted(functools.partial(_compiled, module))
 
 
-def _compiled(*key: Any) -> tuple[Function, ...]:
+def _compiled(module: Module) -> tuple[Function, ...]:
     try:
-        return functions(*key)
+        return functions(module)
     except (AttributeError, OSError, RuntimeError) as error:
         raise BackendUnavailableError(
             f"backend 'llvm' cannot run here: LLVM does not compile its kernels ({error}); use "

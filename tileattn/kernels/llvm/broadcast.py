@@ -123,9 +123,7 @@ class BackwardBroadcast:
     def load_keys(self, batch: Any, head: Any, k0: Any, keys: Any) -> None:
         """Load the block's keys and values; the gradients start at 0."""
         c, b, p = self.c, self.c.b, self.p
-        self.keys = keys
-        last = b.sdiv(b.sub(keys, i64(1)), i64(c.lanes))
-        self.used = b.add(last, i64(1))  # vectors that hold keys
+        self.keys, self.used = keys, c.vectors_of(keys)
         dtype, zero = self.kernel.dtype, c.const(0.0)
         for name, tile, grad, columns in (
             ("k", self.k, self.dk, p.D),

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tileattn.kernels.jit import cache
 from tileattn.kernels.llvm.functions import LIBRARY, NO_FUNCTIONS, Functions
@@ -85,32 +85,50 @@ def _may_use_tiles() -> bool:
     return bool(library.syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
+class Module(NamedTuple):
+    """What is compiled, and for what.
+
+    Parameters
+    ----------
+    name : str
+        Of the kernel.
+    target : Target
+        What it is compiled for.
+    dtype, accum_dtype : str
+        Of q, k and v, and of sums.
+    own : Functions
+        The caller's own.
+    layout : Layout
+        How sequences lie in the arrays.
+    """
+
+    name: str
+    target: Target
+    dtype: str
+    accum_dtype: str
+    own: Functions = NO_FUNCTIONS
+    layout: Layout = BATCHED
+
+
 @functools.cache
-def functions(
-    name: str,
-    target: Target,
-    dtype: str,
-    accum_dtype: str,
-    own: Functions = NO_FUNCTIONS,
-    layout: Layout = BATCHED,
-) -> tuple[Function, ...]:
+def functions(module: Module) -> tuple[Function, ...]:
     """Return the functions of a module in their order, compiled or from the disk."""
     from llvmlite import binding as llvm
 
-    of_module = name, target, dtype, accum_dtype, own.key, layout
-    made_from = _sources(), llvm.llvm_version_info, *of_module
+    made_from = _sources(), llvm.llvm_version_info, *module[:4], module.own.key, module.layout
     inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
     with _lock:
         body = cache.read(inputs)
         if body is None:
-            body = object_code(name, target, dtype, accum_dtype, own, layout)
+            body = object_code(module)
             cache.write(inputs, body)
         _initialize()
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine(target))
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine(module.target))
         engine.add_object_file(llvm.ObjectFileRef.from_data(body))
         engine.finalize_object()
         _engines.append(engine)
-        return tuple(_FUNCTION(engine.get_function_address(f)) for f in names_of(name, target))
+        names = names_of(module.name, module.target)
+        return tuple(_FUNCTION(engine.get_function_address(f)) for f in names)
 
 
 def names_of(name: str, target: Target) -> tuple[str, ...]:
@@ -118,33 +136,20 @@ def names_of(name: str, target: Target) -> tuple[str, ...]:
     return ("dot_prepare", *MODULES[name]) if target.dot else MODULES[name]
 
 
-def object_code(
-    name: str,
-    target: Target,
-    dtype: str,
-    accum_dtype: str,
-    own: Functions = NO_FUNCTIONS,
-    layout: Layout = BATCHED,
-) -> bytes:
+def object_code(module: Module) -> bytes:
     """Compile a module; the target may be another than this machine."""
-    module = optimized(emitted(name, target, dtype, accum_dtype, own, layout), target)
-    code: bytes = machine(target).emit_object(module)
+    made = optimized(emitted(module), module.target)
+    code: bytes = machine(module.target).emit_object(made)
     return code
 
 
-def emitted(
-    name: str,
-    target: Target,
-    dtype: str,
-    accum_dtype: str,
-    own: Functions = NO_FUNCTIONS,
-    layout: Layout = BATCHED,
-) -> Any:
+def emitted(module: Module) -> Any:
     """Emit the IR of a module."""
     from tileattn.kernels.llvm import backward, decode, forward
 
     builders = {"forward": forward, "decode": decode, "backward": backward}
-    return builders[name].build(target, dtype, accum_dtype, own, layout)
+    name, *facts = module
+    return builders[name].build(*facts)
 
 
 def optimized(module: Any, target: Target) -> Any:

@@ -121,8 +121,7 @@ class BackwardDot:
     def load_keys(self, batch: Any, head: Any, k0: Any, keys: Any) -> None:
         """Load the block's keys and values; the gradients start at 0."""
         c, p = self.c, self.p
-        last = c.b.sdiv(c.b.sub(keys, i64(1)), i64(c.lanes))
-        self.keys, self.used = keys, c.b.add(last, i64(1))  # vectors that hold keys
+        self.keys, self.used = keys, c.vectors_of(keys)
         for name, tile, grad, columns in (
             ("k", self.k, self.dk, p.D),
             ("v", self.v, self.dv, p.Dv),

@@ -78,10 +78,8 @@ class _Block:
         self.bias_rows = rows_of_bias.start
         self.mask_words = memory.tile(8 // c.size)
         self.visible, self.keep = memory.bits(keys), memory.bits(keys)
-        last = c.b.sdiv(c.b.sub(rows, i64(1)), i64(c.lanes))
-        used = c.b.add(last, i64(1))  # vectors that hold rows
         operands = ForwardDot if kernel.target.dot else ForwardBroadcast
-        self.operands = operands(kernel, c, self.p, memory, batch, head, used)
+        self.operands = operands(kernel, c, self.p, memory, batch, head, c.vectors_of(rows))
         self.acc = self.operands.acc
 
     def emit(self) -> None:

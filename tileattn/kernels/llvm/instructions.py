@@ -225,6 +225,10 @@ class Code:
         """Bytes of ``n`` sums."""
         return self.b.mul(n, i64(self.size))
 
+    def vectors_of(self, n: Any) -> Any:
+        """Count the vectors that hold n numbers, at least 1."""
+        return self.b.add(self.b.sdiv(self.b.sub(n, i64(1)), i64(self.lanes)), i64(1))
+
     def rounded_up(self, n: Any, size: int) -> Any:
         """Return the least multiple of ``size`` that is not below n."""
         return self.b.mul(self.b.sdiv(self.b.add(n, i64(size - 1)), i64(size)), i64(size))
