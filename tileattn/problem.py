@@ -170,7 +170,7 @@ class Operands(NamedTuple):
 
 def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, Operands]:
     """Validate a call; absent options have their defaults."""
-    _known(options)
+    check_names(options)
     ndim, sizes = _sizes(q, k, v, paged=options.get("block_table") is not None)
     paged = paging(options, k)
     B, Hq, Hkv, Nq, Nk, D, Dv = sizes
@@ -201,7 +201,7 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         dtype=q.dtype,
         scale=_scale(options.get("scale"), D),
         softcap=_softcap(options.get("softcap")),
-        window=_window(options.get("window"), options.get("causal", False)),
+        window=window_of(options.get("window"), options.get("causal", False)),
         dropout_p=_dropout(options.get("dropout_p", 0.0)),
         seed=_seed(options.get("seed", 0)),
         ndim=ndim,
@@ -269,7 +269,8 @@ def four_axes(x: Any) -> Any:
     return x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
 
 
-def _known(options: Mapping[str, Any]) -> None:
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raise TypeError if there is no such option."""
     for name in options:
         if name not in Options.__annotations__:
             hint = hints.of_option(name, Options.__annotations__)
@@ -398,7 +399,7 @@ def _seed(seed: Any) -> int:
     return int(seed)
 
 
-def _window(window: Any, causal: Any) -> tuple[int | None, int | None]:
+def window_of(window: Any, causal: Any) -> tuple[int | None, int | None]:
     """Both sides of the window, causal folded into the right one."""
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"causal is {type(causal).__name__}; True or False is accepted")

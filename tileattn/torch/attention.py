@@ -1,0 +1,124 @@
+"""The call on tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tileattn.problem import check_names, window_of
+from tileattn.results import Attention
+from tileattn.torch.handles import name_of
+from tileattn.torch.operators import INPUTS, TENSORS
+from tileattn.torch.tensors import check_tensor
+
+_INTEGERS = ("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seed")
+_HANDLES = ("score_mod", "mask_mod", "block_mask")
+_DEFAULTS = dict.fromkeys(INPUTS) | {"dropout_p": 0.0, "aux": ()}
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    **options: Any,
+) -> torch.Tensor | Attention:
+    """Exact attention on tensors, differentiable in q, k, v, bias, sinks and aux.
+
+    Parameters
+    ----------
+    q : torch.Tensor, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
+        Queries; float16, bfloat16, float32 or float64. Any strides.
+    k : torch.Tensor, shape (B, Hkv, Nk, D), (Hkv, Nk, D) or (Nk, D)
+        Keys.
+    v : torch.Tensor, shape (B, Hkv, Nk, Dv), (Hkv, Nk, Dv) or (Nk, Dv)
+        Values.
+    return_lse : bool
+        Return the logsumexp of each query, too; it is differentiable.
+    deterministic : bool
+        Ask for bitwise reproducible gradients, as ``torch.use_deterministic_algorithms`` does for
+        all calls. On the CPU they always are.
+    backend : str
+        As for ``tileattn.forward``.
+    **options
+        Those of ``tileattn.forward``: arrays are tensors on the device of q, and integers, such as
+        ``kv_lengths``, are tensors, sequences or numbers. ``seed`` may be a tensor of one integer.
+
+    Returns
+    -------
+    torch.Tensor, shape (B, Hq, Nq, Dv), or Attention
+        The output, or with ``return_lse`` the pair ``(out, lse)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it.
+    UnsupportedError
+        If no backend supports the call, or a tensor is on a GPU, sparse or nested. Second
+        derivatives are not supported.
+
+    Notes
+    -----
+    Under autocast q, k and v are converted to its dtype, float64 excepted. Only the gradients that
+    are needed are computed. Tensors share their memory with the arrays of the library: nothing is
+    copied.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tileattn.torch import attention
+    >>> q, k, v = torch.randn(3, 2, 4, 100, 32, requires_grad=True).unbind()
+    >>> out = attention(q, k, v, causal=True)
+    >>> out.shape
+    torch.Size([2, 4, 100, 32])
+    """
+    check_names(options)
+    given = {"q": q, "k": k, "v": v}
+    given |= {name: x for name, x in options.items() if x is not None}
+    given |= {name: _integers(name, given[name]) for name in _INTEGERS if name in given}
+    given |= {name: name_of(given[name]) for name in _HANDLES if name in given}
+    aux = given["aux"] = list(given.get("aux", ()))
+    tensors = {name: given[name] for name in TENSORS if name in given}
+    _check(tensors | {f"aux[{n}]": x for n, x in enumerate(aux)})
+    window, causal = given.pop("window", None), given.pop("causal", False)
+    given["left"], given["right"] = window_of(window, causal)
+    given |= dict(zip("qkv", _autocast(q, k, v), strict=True))
+    given["backend"] = backend
+    given["deterministic"] = deterministic or torch.are_deterministic_algorithms_enabled()
+    inputs = (_DEFAULTS | given).values()
+    result = Attention(*torch.ops.tileattn.forward(*inputs))
+    return result if return_lse else result.out
+
+
+def _integers(name: str, x: Any) -> torch.Tensor:
+    """Make a tensor of integers; arguments of operators that change are not compiled again."""
+    if isinstance(x, torch.Tensor):
+        return x
+    if isinstance(x, int) and not isinstance(x, bool):
+        # As a seed goes to 2**64 - 1, and a tensor to 2**63 - 1.
+        return torch.full((), x - (1 << 64) if x >= 1 << 63 else x, dtype=torch.int64)
+    try:
+        return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} is {x!r}; integers are accepted") from None
+
+
+def _check(tensors: Mapping[str, Any]) -> None:
+    """Check what all tensors have in common; the library checks the rest."""
+    check_tensor("q", tensors["q"])
+    device = tensors["q"].device
+    for name, x in tensors.items():
+        check_tensor(name, x, None if name in _INTEGERS else device)
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Convert to the dtype of autocast, where it is enabled, as PyTorch's own operators do."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    narrow = (x.is_floating_point() and x.dtype is not torch.float64 for x in tensors)
+    return tuple(x.to(dtype) if n else x for x, n in zip(tensors, narrow, strict=True))

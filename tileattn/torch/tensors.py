@@ -1,0 +1,50 @@
+"""Tensors as arrays and arrays as tensors, which share their memory."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from tileattn.errors import UnsupportedError
+
+
+def array_of(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """View a tensor on the CPU as an array."""
+    x = x.detach()
+    if x.dtype is torch.bfloat16:  # which NumPy does not know
+        viewed: np.ndarray[Any, Any] = x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return viewed
+    array: np.ndarray[Any, Any] = x.numpy()
+    return array
+
+
+def tensor_of(x: np.ndarray[Any, Any]) -> torch.Tensor:
+    """View an array as a tensor."""
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def check_tensor(name: str, x: Any, device: torch.device | None = None) -> None:
+    """Raise an error if an argument is no dense tensor on the CPU, where all of a call must be."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"{name} is {type(x).__name__}; a torch.Tensor is accepted "
+            f"(torch.as_tensor({name}) makes one)"
+        )
+    if x.is_nested:
+        raise UnsupportedError(
+            f"{name} is a nested tensor; {name}.values() with cu_seqlens_q= is accepted"
+        )
+    if x.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{name} has layout {x.layout}; dense tensors are accepted ({name}.to_dense() is one)"
+        )
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} is on {x.device}; it must be on the device of q, {device}")
+    if x.device.type not in ("cpu", "meta"):
+        raise UnsupportedError(
+            f"{name} is on {x.device}; tensors on the CPU are accepted ({name}.cpu() is one; "
+            "CuPy arrays run on a GPU)"
+        )
