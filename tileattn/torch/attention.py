@@ -1,6 +1,7 @@
 """The call on tensors."""
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tileattn.torch.operators import INPUTS, TENSORS
 from tileattn.torch.tensors import check_tensor
 
 _INTEGERS = ("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seed")
+_NUMBERS = ("scale", "softcap", "dropout_p")
 _HANDLES = ("score_mod", "mask_mod", "block_mask")
 _DEFAULTS = dict.fromkeys(INPUTS) | {"dropout_p": 0.0, "aux": ()}
 
@@ -79,10 +81,11 @@ def attention(
     given = {"q": q, "k": k, "v": v}
     given |= {name: x for name, x in options.items() if x is not None}
     given |= {name: _integers(name, given[name]) for name in _INTEGERS if name in given}
+    given |= {name: _number(name, given[name]) for name in _NUMBERS if name in given}
     given |= {name: name_of(given[name]) for name in _HANDLES if name in given}
-    aux = given["aux"] = list(given.get("aux", ()))
-    tensors = {name: given[name] for name in TENSORS if name in given}
-    _check(tensors | {f"aux[{n}]": x for n, x in enumerate(aux)})
+    given["aux"] = list(given.get("aux", ()))
+    if not torch.compiler.is_compiling():
+        _check(given)
     window, causal = given.pop("window", None), given.pop("causal", False)
     given["left"], given["right"] = window_of(window, causal)
     given |= dict(zip("qkv", _autocast(q, k, v), strict=True))
@@ -106,12 +109,23 @@ def _integers(name: str, x: Any) -> torch.Tensor:
         raise TypeError(f"{name} is {x!r}; integers are accepted") from None
 
 
-def _check(tensors: Mapping[str, Any]) -> None:
+def _number(name: str, x: Any) -> float:
+    """Make a float of a number, as an operator takes it."""
+    if not isinstance(x, Real | torch.SymFloat):
+        raise TypeError(f"{name} is {type(x).__name__}; a number is accepted")
+    return x if isinstance(x, torch.SymFloat) else float(x)
+
+
+def _check(given: Mapping[str, Any]) -> None:
     """Check what all tensors have in common; the library checks the rest."""
-    check_tensor("q", tensors["q"])
-    device = tensors["q"].device
-    for name, x in tensors.items():
-        check_tensor(name, x, None if name in _INTEGERS else device)
+    check_tensor("q", given["q"])
+    device = given["q"].device
+    for name, x in given.items():
+        if name == "aux":
+            for n, y in enumerate(x):
+                check_tensor(f"aux[{n}]", y, device)
+        elif name in TENSORS:
+            check_tensor(name, x, None if name in _INTEGERS else device)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,6 +1,6 @@
 """The two passes as operators of PyTorch: what autograd, ``torch.compile`` and export see."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,15 +28,21 @@ INPUTS = {
 TENSORS = tuple(name for name, kind in INPUTS.items() if kind in ("Tensor", "Tensor?"))
 """The arguments that are one tensor."""
 
+_ROWS = ("q", "k", "v")
+_CONVERSIONS = {
+    **dict.fromkeys(TENSORS[3:], array_of),
+    **dict.fromkeys(("score_mod", "mask_mod", "block_mask"), named),
+    "aux": lambda tensors: tuple(map(array_of, tensors)),
+    "seed": lambda x: int(x) & (1 << 64) - 1,
+}
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")  # in the order of INPUTS
-_HANDLES = ("score_mod", "mask_mod", "block_mask")
 
 
 def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     given = dict(zip(INPUTS, inputs, strict=True))
     options = _options(given)
     del options["deterministic"]
-    result = tileattn.forward(*_arrays(given, "q", "k", "v"), **options)
+    result = tileattn.forward(*(array_of(given[name]) for name in _ROWS), **options)
     return tensor_of(result.out), tensor_of(result.lse)
 
 
@@ -51,7 +57,7 @@ def _backward(
     given = dict(zip(INPUTS, inputs, strict=True))
     grads = tileattn.backward(
         array_of(dout),
-        *_arrays(given, "q", "k", "v"),
+        *(array_of(given[name]) for name in _ROWS),
         array_of(out),
         array_of(lse),
         dlse=None if dlse is None else array_of(dlse),
@@ -62,27 +68,36 @@ def _backward(
     return [tensor_of(x) for x in found if x is not None]
 
 
-def _arrays(given: Mapping[str, Any], *names: str) -> list[Any]:
-    return [array_of(given[name]) for name in names]
-
-
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Give the options of a call of the library, those that are absent left out."""
-    options = {
-        name: array_of(given[name])
-        for name in TENSORS[3:]
-        if name != "seed" and given[name] is not None
-    }
-    options |= {name: named(given[name]) for name in _HANDLES if given[name] is not None}
-    names = ("scale", "softcap", "dropout_p", "backend", "deterministic")
-    options |= {name: given[name] for name in names}
-    if given["seed"] is not None:
-        options["seed"] = int(given["seed"]) & (1 << 64) - 1
-    if given["left"] is not None or given["right"] is not None:
-        options["window"] = (given["left"], given["right"])
-    if given["aux"]:
-        options["aux"] = tuple(map(array_of, given["aux"]))
+    options = {name: x for name, x in given.items() if x is not None and name not in _ROWS}
+    for name, x in options.items():
+        if name in _CONVERSIONS:
+            options[name] = _CONVERSIONS[name](x)
+    left, right = options.pop("left", None), options.pop("right", None)
+    if left is not None or right is not None:
+        options["window"] = left, right
     return options
+
+
+def _each(operator: Any) -> Callable[..., Any]:
+    """Make the rule of an operator for ``torch.vmap``: a call for each element of the batch."""
+
+    def rule(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
+        def element(n: int, x: Any, dim: Any) -> Any:
+            if isinstance(x, list):
+                return [element(n, y, d) for y, d in zip(x, dim or [None] * len(x), strict=True)]
+            return x if dim is None else x.select(dim, n)
+
+        calls = [
+            operator(*(element(n, x, dim) for x, dim in zip(inputs, in_dims, strict=True)))
+            for n in range(info.batch_size)
+        ]
+        stacked = [torch.stack(results) for results in zip(*calls, strict=True)]
+        whole = type(calls[0])(stacked)
+        return whole, type(whole)([0] * len(stacked))
+
+    return rule
 
 
 def _fake_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +121,7 @@ def _save(ctx: Any, inputs: Sequence[Any], output: tuple[torch.Tensor, torch.Ten
     ctx.set_materialize_grads(False)
     given = dict(zip(INPUTS, inputs, strict=True))
     ctx.values = {name: x for name, x in given.items() if name not in (*TENSORS, "aux")}
-    ctx.alive = [named(given[name]) for name in _HANDLES if given[name] is not None]
+    ctx.alive = [named(x) for name, x in given.items() if INPUTS[name] == "str?" and x is not None]
     ctx.save_for_backward(*output, *(given[name] for name in TENSORS), *given["aux"])
 
 
@@ -147,6 +162,8 @@ for _name, _run, _fake in (
 ):
     _LIBRARY.impl(_name, _run, "CPU")
     torch.library.register_fake(f"tileattn::{_name}", _fake, lib=_LIBRARY)
+    _operator = getattr(torch.ops.tileattn, _name)
+    torch.library.register_vmap(f"tileattn::{_name}", _each(_operator), lib=_LIBRARY)
 torch.library.register_autograd(
     "tileattn::forward", _differentiate, setup_context=_save, lib=_LIBRARY
 )

@@ -5,6 +5,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from tileattn.errors import UnsupportedError
 
@@ -32,6 +33,11 @@ def check_tensor(name: str, x: Any, device: torch.device | None = None) -> None:
         raise TypeError(
             f"{name} is {type(x).__name__}; a torch.Tensor is accepted "
             f"(torch.as_tensor({name}) makes one)"
+        )
+    if torch._C._functorch.is_gradtrackingtensor(x) or unpack_dual(x).tangent is not None:
+        raise UnsupportedError(
+            f"{name} is a tensor of torch.func or of forward-mode differentiation; gradients by "
+            "backward() and torch.autograd.grad are accepted"
         )
     if x.is_nested:
         raise UnsupportedError(
