@@ -27,7 +27,7 @@ def attention(
     deterministic: bool = False,
     backend: str = "auto",
     **options: Any,
-) -> torch.Tensor | Attention:
+) -> Any:
     """Exact attention on tensors, differentiable in q, k, v, bias, sinks and aux.
 
     Parameters
@@ -131,7 +131,7 @@ def _check(given: Mapping[str, Any]) -> None:
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Convert to the dtype of autocast, where it is enabled, as PyTorch's own operators do."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     narrow = (x.is_floating_point() and x.dtype is not torch.float64 for x in tensors)

@@ -14,7 +14,6 @@ from tileattn.torch.attention import attention
 from tileattn.torch.tensors import array_of, check_tensor, tensor_of
 
 Window = tuple[int, int]
-Returned = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def flash_attn_func(
@@ -29,7 +28,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Returned:
+) -> Any:
     """Do what ``flash_attn.flash_attn_func`` does.
 
     Parameters
@@ -101,7 +100,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
-) -> Returned:
+) -> Any:
     """Do what ``flash_attn.flash_attn_varlen_func`` does.
 
     Parameters
@@ -118,7 +117,15 @@ def flash_attn_varlen_func(
         Where the keys of each sequence start; with pages their differences are the lengths.
     max_seqlen_q, max_seqlen_k : int or None
         Not needed, and not looked at.
-    dropout_p, softmax_scale, causal, window_size, softcap
+    dropout_p : float
+        As `flash_attn_func`.
+    softmax_scale : float or None
+        As `flash_attn_func`.
+    causal : bool
+        As `flash_attn_func`.
+    window_size : (int, int)
+        As `flash_attn_func`.
+    softcap : float
         As `flash_attn_func`.
     alibi_slopes : torch.Tensor, shape (Hq,) or (S, Hq), or None
         As `flash_attn_func`.
@@ -172,7 +179,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Returned:
+) -> Any:
     """Do what ``flash_attn.flash_attn_with_kvcache`` does, without gradients.
 
     Parameters
@@ -198,7 +205,13 @@ def flash_attn_with_kvcache(
         Not supported.
     block_table : torch.Tensor, shape (B, pages of a sequence), or None
         The pages of each sequence.
-    softmax_scale, causal, window_size, softcap
+    softmax_scale : float or None
+        As `flash_attn_func`.
+    causal : bool
+        As `flash_attn_func`.
+    window_size : (int, int)
+        As `flash_attn_func`.
+    softcap : float
         As `flash_attn_func`.
     rotary_interleaved : bool
         Rotate pairs of neighbours; else halves.
@@ -292,7 +305,7 @@ def _heads_first(**tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.transpose(-3, -2) for x in tensors.values()]
 
 
-def _returned(result: Any, with_lse: bool) -> Returned:
+def _returned(result: Any, with_lse: bool) -> Any:
     out, lse = result
     out = out.transpose(-3, -2)
     return (out, lse, None) if with_lse else out

@@ -15,11 +15,12 @@ _functions: dict[Hashable, Callable[..., Any]] = {}
 _named: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # PyTorch's
 def name_of(x: Any) -> str:
     """Name an object, for as long as it lives; a function lives on."""
     if not isinstance(x, BlockMask):
-        x = _functions.setdefault(state_of(x) or x, x)
+        state = state_of(x)
+        x = _functions.setdefault(x if state is None else state, x)
     name = str(id(x))
     _named[name] = x
     return name

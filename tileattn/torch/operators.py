@@ -29,7 +29,7 @@ TENSORS = tuple(name for name, kind in INPUTS.items() if kind in ("Tensor", "Ten
 """The arguments that are one tensor."""
 
 _ROWS = ("q", "k", "v")
-_CONVERSIONS = {
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(TENSORS[3:], array_of),
     **dict.fromkeys(("score_mod", "mask_mod", "block_mask"), named),
     "aux": lambda tensors: tuple(map(array_of, tensors)),
@@ -55,15 +55,11 @@ def _backward(
     *inputs: Any,
 ) -> list[torch.Tensor]:
     given = dict(zip(INPUTS, inputs, strict=True))
-    grads = tileattn.backward(
-        array_of(dout),
-        *(array_of(given[name]) for name in _ROWS),
-        array_of(out),
-        array_of(lse),
-        dlse=None if dlse is None else array_of(dlse),
-        wrt=wrt,
-        **_options(given),
-    )
+    options = _options(given | {"wrt": wrt})
+    if dlse is not None:
+        options["dlse"] = array_of(dlse)
+    rows = (dout, *(given[name] for name in _ROWS), out, lse)
+    grads = tileattn.backward(*map(array_of, rows), **options)
     found = [*grads, *(grads.daux or ())]
     return [tensor_of(x) for x in found if x is not None]
 

@@ -1,0 +1,367 @@
+"""Attention on tensors: the bits of the library, under autograd and PyTorch's compilers."""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import tileattn
+from tileattn.testing import AttentionCase, problems
+
+torch = pytest.importorskip("torch")
+
+from torch.autograd import forward_ad  # noqa: E402 - PyTorch may be absent
+
+from tileattn.errors import UnsupportedError  # noqa: E402 - as above
+from tileattn.torch import attention  # noqa: E402 - as above
+from tileattn.torch.operators import INPUTS  # noqa: E402 - as above
+from tileattn.torch.tensors import array_of, tensor_of  # noqa: E402 - as above
+
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+
+
+def as_tensors(given: dict[str, Any]) -> dict[str, Any]:
+    """Copy arrays as tensors, which have no negative strides."""
+    return {
+        name: tensor_of(x.copy(order="K")) if isinstance(x, np.ndarray) else x
+        for name, x in given.items()
+    }
+
+
+def drawn(seed: int, *shapes: tuple[int, ...], dtype: Any = torch.float64) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes
+    ]
+
+
+def learned(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    return s * 0.7 + table[h, abs(i - j)]
+
+
+def near(b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    return (abs(i - j) < 6) | (table[h, j] > 1)
+
+
+FUNCTIONS: dict[str, Any] = {"score_mod": learned, "mask_mod": near}
+
+
+@given(case=problems() | problems(packed=True))
+@settings(max_examples=80, deadline=None)
+def test_results_are_those_of_the_library_bit_for_bit(case: AttentionCase) -> None:
+    arrays = dict(zip("qkv", case[:3], strict=True))
+    inputs = as_tensors({**arrays, **case.options})
+    for name in DIFFERENTIABLE:
+        if inputs.get(name) is not None:
+            inputs[name].requires_grad_()
+    out, lse = attention(**inputs, return_lse=True)
+    expected = tileattn.forward(*(array_of(inputs[name]) for name in "qkv"), **case.options)
+    assert array_of(out).tobytes() == expected.out.tobytes()
+    assert array_of(lse).tobytes() == expected.lse.tobytes()
+
+    upstream = as_tensors({"dout": case.dout, "dlse": case.dlse})
+    ends = {"dout": out} if case.dlse is None else {"dout": out, "dlse": lse}
+    wanted = [name for name in DIFFERENTIABLE if inputs.get(name) is not None]
+    found = torch.autograd.grad(
+        list(ends.values()), [inputs[name] for name in wanted], [upstream[name] for name in ends]
+    )
+    options = {**case.options, "dlse": case.dlse}
+    q, k, v = (array_of(inputs[name]) for name in "qkv")
+    grads = tileattn.backward(case.dout, q, k, v, expected.out, expected.lse, **options)
+    expected_grads = grads._asdict()
+    for name, x in zip(wanted, found, strict=True):
+        assert array_of(x).tobytes() == expected_grads["d" + name].tobytes(), name
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    def f(q: Any, k: Any, v: Any, bias: Any, sinks: Any, table: Any) -> Any:
+        options = {"bias": bias, "sinks": sinks, "aux": (table,), "q_offset": 1, **FUNCTIONS}
+        return attention(q, k, v, return_lse=True, causal=True, softcap=3.0, **options)
+
+    shapes = (2, 4, 3, 4), (2, 2, 5, 4), (2, 2, 5, 3), (4, 1, 5), (4,), (4, 8)
+    assert torch.autograd.gradcheck(f, tuple(drawn(0, *shapes)))
+
+
+def test_the_gradient_of_lse_alone() -> None:
+    q, k, v = drawn(0, (2, 3, 4), (2, 5, 4), (2, 5, 3))
+    (dq,) = torch.autograd.grad(attention(q, k, v, return_lse=True)[1].sum(), q)
+    scores = q @ k.mT / 2
+    (expected,) = torch.autograd.grad(scores.logsumexp(-1).sum(), q)
+    torch.testing.assert_close(dq, expected)
+
+
+@pytest.mark.parametrize("needed", [("q",), ("k", "bias"), ("v", "sinks"), ("table",)])
+def test_only_gradients_that_are_needed_are_asked_for(
+    needed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    theirs = tileattn.backward
+
+    def backward(*args: Any, wrt: Any, **kwargs: Any) -> Any:
+        asked.append(tuple(wrt))
+        return theirs(*args, wrt=wrt, **kwargs)
+
+    monkeypatch.setattr(tileattn, "backward", backward)
+    shapes = {"q": (2, 3, 4), "k": (2, 5, 4), "v": (2, 5, 3), "bias": (5,), "sinks": (2,)}
+    names = [*shapes, "table"]
+    tensors = dict(zip(names, drawn(0, *shapes.values(), (2, 5)), strict=True))
+    for name, x in tensors.items():
+        x.requires_grad_(name in needed)
+    table = tensors.pop("table")
+    attention(**tensors, aux=(torch.arange(3), table), score_mod=with_two).sum().backward()
+    assert asked == [tuple("aux" if name == "table" else name for name in needed)]
+    for name, x in {**tensors, "table": table}.items():
+        assert (x.grad is not None) == (name in needed)
+
+
+def with_two(s: Any, b: Any, h: Any, i: Any, j: Any, numbers: Any, table: Any) -> Any:
+    return s + table[h, j] * numbers[i]
+
+
+def compiled(f: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    """Compile a function without a compiler of code; the list has an entry for each graph."""
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append(len(graphs))
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(f, backend=backend, fullgraph=True), graphs
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+CALLS: dict[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]] = {
+    "plain": ({}, lambda _n: {}),
+    "static": ({"causal": True, "window": (9, None), "softcap": 2.0, "scale": 0.3}, lambda _n: {}),
+    "dropout": ({"dropout_p": 0.3}, lambda n: {"seed": n}),
+    "lengths": ({}, lambda n: {"kv_lengths": torch.tensor([n, n - 3])}),
+    "offset": ({"causal": True}, lambda n: {"q_offset": n}),
+    "mask": ({}, lambda n: {"mask": torch.arange(n) % 3 > 0}),
+}
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_calls_are_one_graph_and_few_of_them(name: str) -> None:
+    """Sizes and integers that change make the second graph, which all later calls take."""
+    fixed, changing = CALLS[name]
+
+    def f(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return attention(q, k, v, **fixed, **options) * 2
+
+    fast, graphs = compiled(f)
+    for n in (20, 23, 31, 44):
+        q, k, v = drawn(n, (2, 4, n, 8), (2, 2, n, 8), (2, 2, n, 8), dtype=torch.float32)
+        options = changing(n)
+        out, expected = fast(q, k, v, **options), f(q, k, v, **options)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+        (dk,), (expected_dk,) = (torch.autograd.grad(x.sum(), k) for x in (out, expected))
+        torch.testing.assert_close(dk, expected_dk, rtol=0, atol=0)
+    assert len(graphs) <= 3
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_calls_take_functions_and_block_masks() -> None:
+    blocks = tileattn.BlockMask.from_mask(np.tri(20, dtype=bool), (4, 4))
+
+    def f(q: Any, k: Any, v: Any, table: Any) -> Any:
+        scores = attention(q, k, v, aux=(table,), **FUNCTIONS)
+        return scores + attention(q, k, v, block_mask=blocks)
+
+    fast, graphs = compiled(f)
+    tensors = drawn(0, (2, 20, 8), (2, 20, 8), (2, 20, 8), (2, 20))
+    out, expected = fast(*tensors), f(*tensors)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    grads = (torch.autograd.grad(x.sum(), tensors) for x in (out, expected))
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert len(graphs) == 1
+
+
+def test_a_function_made_anew_is_no_new_function() -> None:
+    from tileattn.torch import handles
+
+    q, k, v = drawn(0, (3, 4), (3, 4), (3, 4))
+    before = len(handles._functions)
+    for _ in range(5):
+        attention(q, k, v, score_mod=lambda s, b, h, i, j: s * 1.25).sum().backward()
+    assert len(handles._functions) == before + 1
+
+
+def test_a_block_mask_lives_until_the_backward_pass() -> None:
+    q, k, v = drawn(0, (8, 4), (8, 4), (8, 4))
+    mask = np.tri(8, dtype=bool)
+    out = attention(q, k, v, block_mask=tileattn.BlockMask.from_mask(mask, (2, 2)))
+    gc.collect()
+    (found,) = torch.autograd.grad(out.sum(), q)
+    (expected,) = torch.autograd.grad(attention(q, k, v, causal=True).sum(), q)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_operators_keep_pytorchs_rules(grad: bool) -> None:
+    tensors = drawn(0, (2, 4, 7, 8), (2, 2, 9, 8), (2, 2, 9, 6), (4, 1, 9), (4,))
+    named = dict(zip(DIFFERENTIABLE, tensors, strict=True))
+    values = dict.fromkeys(INPUTS) | named | {"dropout_p": 0.0, "backend": "auto"}
+    values |= {"aux": drawn(1, (4, 9)), "deterministic": False, "right": 0}
+    values["kv_lengths"] = torch.tensor([9, 4])
+    from tileattn.torch.handles import name_of
+
+    values["score_mod"] = name_of(learned)
+    inputs = tuple(values[name] for name in INPUTS)
+    if not grad:
+        inputs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, inputs)
+    torch.library.opcheck(torch.ops.tileattn.forward.default, inputs)
+    with torch.no_grad():
+        out, lse = torch.ops.tileattn.forward(*inputs)
+    rest = (torch.ones_like(out), None, out, lse, ["q", "v", "sinks", "aux"], *inputs)
+    detached = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, rest)
+    torch.library.opcheck(torch.ops.tileattn.backward.default, detached)
+
+
+def test_an_exported_module_computes_the_same() -> None:
+    class Layer(torch.nn.Module):  # type: ignore[misc,name-defined]  # PyTorch is untyped here
+        def forward(self, x: Any) -> Any:
+            return attention(x, x, x, causal=True)
+
+    (x,) = (y.detach() for y in drawn(0, (2, 2, 12, 8), dtype=torch.float32))
+    exported = torch.export.export(Layer(), (x,), dynamic_shapes=({2: torch.export.Dim("N")},))
+    longer = x.repeat(1, 1, 3, 1)
+    torch.testing.assert_close(exported.module()(longer), Layer()(longer), rtol=0, atol=0)
+
+
+def test_checkpointing_drops_the_same_entries() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def f(x: Any) -> Any:
+        return attention(x, x, x, dropout_p=0.5, seed=3).square().sum()
+
+    (x,) = drawn(0, (2, 12, 8))
+    (found,) = torch.autograd.grad(checkpoint(f, x, use_reentrant=False), x)
+    (expected,) = torch.autograd.grad(f(x), x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_autocast_converts_rows_but_not_float64() -> None:
+    q, k, v = drawn(0, (2, 5, 8), (2, 5, 8), (2, 5, 8), dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = attention(q, k, v)
+        assert attention(q.double(), k.double(), v.double()).dtype is torch.float64
+    assert narrow.dtype is torch.bfloat16
+    expected = attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    torch.testing.assert_close(narrow, expected, rtol=0, atol=0)
+    narrow.sum().backward()
+    assert q.grad.dtype is torch.float32
+
+
+def test_vmap_calls_for_each_element() -> None:
+    q, k, table = (x.detach() for x in drawn(0, (3, 2, 5, 8), (2, 6, 8), (3, 2, 6)))
+
+    def f(q: Any, table: Any) -> Any:
+        return attention(q, k, k, return_lse=True, score_mod=learned, aux=(table,))
+
+    found = torch.vmap(f)(q, table)
+    each = [f(*pair) for pair in zip(q, table, strict=True)]
+    for x, parts in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(parts), rtol=0, atol=0)
+
+
+def test_a_seed_may_be_a_tensor_and_any_number_of_64_bits() -> None:
+    q, k, v = (x.detach() for x in drawn(0, (8, 4), (8, 4), (8, 4)))
+    arrays = [array_of(x) for x in (q, k, v)]
+    for seed in (7, (1 << 64) - 1, 1 << 63):
+        expected = tileattn.forward(*arrays, dropout_p=0.5, seed=seed).out
+        np.testing.assert_array_equal(attention(q, k, v, dropout_p=0.5, seed=seed), expected)
+    expected = tileattn.forward(*arrays, dropout_p=0.5, seed=7).out
+    found = attention(q, k, v, dropout_p=0.5, seed=torch.tensor(7))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_tensors_and_arrays_share_their_memory(dtype: Any) -> None:
+    x = torch.arange(24.0).to(dtype).view(2, 3, 4).transpose(0, 1)
+    array = array_of(x)
+    assert array.ctypes.data == x.data_ptr()
+    assert array.strides == tuple(n * x.itemsize for n in x.stride())
+    again = tensor_of(array)
+    assert again.data_ptr() == x.data_ptr()
+    assert torch.equal(again, x)
+
+
+def test_meta_tensors_have_the_shapes_of_the_result() -> None:
+    q, k = (torch.empty(shape, device="meta") for shape in ((2, 4, 5, 8), (2, 2, 9, 8)))
+    out, lse = attention(q, k, k, return_lse=True)
+    assert out.is_meta
+    assert (out.shape, lse.shape) == ((2, 4, 5, 8), (2, 4, 5))
+
+
+def refused(**changed: Any) -> Callable[[], Any]:
+    q, k, v = drawn(0, (2, 5, 8), (2, 5, 8), (2, 5, 8))
+    return lambda: attention(**({"q": q, "k": k, "v": v} | changed))
+
+
+X = torch.zeros(2, 5, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (refused(q=np.zeros((5, 8))), TypeError, r"q is ndarray; a torch.Tensor is accepted"),
+        (refused(k=X.to_sparse()), UnsupportedError, r"k has layout torch.sparse_coo.*to_dense"),
+        (refused(v=X.to("meta")), ValueError, r"v is on meta; it must be on .* q, cpu"),
+        (refused(v=X[:, :3]), ValueError, "v has length 3"),
+        (refused(k=X.float()), TypeError, "k has dtype float32"),
+        (refused(q=X.long()), TypeError, "q has dtype int64"),
+        (refused(mask=torch.ones(5, 5)), TypeError, "mask has dtype float32.*bias="),
+        (refused(bias=[1.0]), TypeError, "bias is list"),
+        (refused(is_causal=True), TypeError, "did you mean 'causal'"),
+        (refused(kv_lengths="a"), TypeError, "kv_lengths is 'a'; integers are accepted"),
+        (refused(kv_lengths=9), ValueError, "kv_lengths holds 9"),
+        (refused(window=3), TypeError, "window is 3"),
+        (refused(scale="a"), TypeError, "scale is str; a number is accepted"),
+        (refused(aux=(np.zeros(2),), score_mod=learned), TypeError, r"aux\[0\] is ndarray"),
+        (refused(backend="cupy"), (TypeError, RuntimeError), "cupy"),
+    ],
+)
+def test_what_is_not_accepted_is_named(call: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_nested_tensors_are_named() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(5, 8)], layout=torch.jagged)
+    with pytest.raises(UnsupportedError, match="q is a nested tensor"):
+        attention(nested, nested, nested)
+
+
+def test_second_derivatives_are_refused() -> None:
+    (x,) = drawn(0, (5, 8))
+    (first,) = torch.autograd.grad(attention(x, x, x).sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="second derivatives"):
+        first.sum().backward()
+
+
+def test_forward_mode_and_function_transforms_are_refused() -> None:
+    (x,) = (y.detach() for y in drawn(0, (5, 8)))
+
+    def f(x: Any) -> Any:
+        return attention(x, x, x).sum()
+
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode"):
+        f(forward_ad.make_dual(x, x))
+    for transform in (torch.func.grad, torch.func.hessian):
+        with pytest.raises(UnsupportedError, match=r"torch\.func"):
+            transform(f)(x)
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        torch.func.jvp(f, (x,), (x,))

@@ -1,0 +1,228 @@
+"""The calls of flash_attn, beside the plain formula with its conventions."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tileattn.errors import UnsupportedError  # noqa: E402 - PyTorch may be absent
+from tileattn.torch.flash_attn import (  # noqa: E402 - as above
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+
+HQ, HKV, D = 4, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[Any]:
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def plain(
+    q: Any,
+    k: Any,
+    v: Any,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+) -> tuple[Any, Any]:
+    """Attend in one sequence, (N, H, D) each."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * (softmax_scale or q.shape[-1] ** -0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    i = torch.arange(len(q))[:, None] + len(k) - len(q)
+    j = torch.arange(len(k))
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None] * abs(i - j)
+    left, right = window_size
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool)
+    seen &= j <= i if causal else seen
+    seen &= j >= i - left if left >= 0 else seen
+    seen &= j <= i + right if right >= 0 else seen
+    lse = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
+    weights = torch.where(seen, (scores - lse[..., None]).exp(), 0)
+    return torch.einsum("hij,jhd->ihd", weights, v), lse
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window_size": (3, 0)},
+    {"window_size": (-1, 2), "softmax_scale": 0.4},
+    {"window_size": (4, -1), "softcap": 2.0},
+    {"alibi_slopes": torch.linspace(0.1, 0.7, HQ, dtype=torch.float64), "causal": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("Nq", "Nk"), [(9, 9), (4, 9)])
+def test_flash_attn_func(options: dict[str, Any], Nq: int, Nk: int) -> None:
+    tensors = drawn((3, Nq, HQ, D), (3, Nk, HKV, D), (3, Nk, HKV, D))
+    q, k, v = tensors
+    out, lse, probabilities = flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    assert probabilities is None
+    each = [plain(*(x[b] for x in tensors), **options) for b in range(3)]
+    expected, expected_lse = (torch.stack(parts) for parts in zip(*each, strict=True))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    assert torch.equal(out, flash_attn_func(*tensors, **options))
+    grads = (torch.autograd.grad(x.cos().sum(), tensors) for x in (out, expected))
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_flash_attn_varlen_func(options: dict[str, Any]) -> None:
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 4, 9], [0, 6, 7, 16]))
+    tensors = drawn((9, HQ, D), (16, HKV, D), (16, HKV, D))
+    q, k, v = tensors
+    out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 9, **options)
+    offsets = (cu_q, cu_k, cu_k)
+    each = [
+        plain(*(x[c[s] : c[s + 1]] for x, c in zip(tensors, offsets, strict=True)), **options)[0]
+        for s in range(3)
+    ]
+    expected = torch.cat(each)
+    torch.testing.assert_close(out, expected)
+    grads = (torch.autograd.grad(x.cos().sum(), tensors) for x in (out, expected))
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_flash_attn_varlen_func_with_pages() -> None:
+    q, k, v = (x.detach() for x in drawn((9, HQ, D), (5, 4, HKV, D), (5, 4, HKV, D)))
+    cu_q, cu_k = torch.tensor([0, 4, 9]), torch.tensor([0, 6, 13])
+    table = torch.tensor([[3, 0], [4, 1]])
+    out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 7, causal=True, block_table=table)
+    for s, (rows, n) in enumerate(((slice(0, 4), 6), (slice(4, 9), 7))):
+        keys, values = (x[table[s]].flatten(0, 1)[:n] for x in (k, v))
+        torch.testing.assert_close(out[rows], plain(q[rows], keys, values, causal=True)[0])
+
+
+def rotated(x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
+    c, s, half = cos[positions][:, None], sin[positions][:, None], cos.shape[1]
+    first, second = slice(0, half), slice(half, 2 * half)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    y = x.clone()
+    y[..., first] = x[..., first] * c - x[..., second] * s
+    y[..., second] = x[..., second] * c + x[..., first] * s
+    return y
+
+
+LENGTHS = torch.tensor([5, 0, 30], dtype=torch.int32)
+CAPACITY = 40
+
+
+@pytest.mark.parametrize("place", ["entries", "other entries", "pages"])
+@pytest.mark.parametrize(
+    ("causal", "interleaved", "window_size"),
+    [*itertools.product((False, True), (False, True), ((-1, -1), (4, -1)))],
+)
+def test_flash_attn_with_kvcache(
+    place: str, causal: bool, interleaved: bool, window_size: tuple[int, int]
+) -> None:
+    options: dict[str, Any] = {"causal": causal, "window_size": window_size}
+    shapes = (3, 3, HQ, D), (3, 3, HKV, D), (3, 3, HKV, D)
+    q, k, v, k_old, v_old = (x.detach() for x in drawn(*shapes, *((3, CAPACITY, HKV, D),) * 2))
+    angles = torch.arange(64)[:, None] * 10_000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    cos, sin = angles.cos(), angles.sin()
+    where: dict[str, Any] = {}
+    entries = torch.arange(3)
+    pages = [x.clone() for x in (k_old, v_old)]
+    if place == "other entries":
+        entries = where["cache_batch_idx"] = torch.tensor([2, 0, 1])
+    if place == "pages":
+        table = where["block_table"] = torch.randperm(12).view(3, 4)
+        pages = [
+            torch.empty(12, 10, HKV, D, dtype=x.dtype).index_copy(
+                0, table.flatten(), x.view(12, 10, HKV, D)
+            )
+            for x in pages
+        ]
+    else:
+        pages = [torch.empty_like(x).index_copy(0, entries, x) for x in pages]
+    out, lse = flash_attn_with_kvcache(
+        q,
+        pages[0],
+        pages[1],
+        k,
+        v,
+        cos,
+        sin,
+        cache_seqlens=LENGTHS,
+        rotary_interleaved=interleaved,
+        return_softmax_lse=True,
+        **where,
+        **options,
+    )
+    for b, n in enumerate(LENGTHS.tolist()):
+        at = n + torch.arange(3)
+        in_order = causal or window_size != (-1, -1)
+        own = rotated(q[b], cos, sin, at if in_order else torch.full((3,), n), interleaved)
+        keys = torch.cat([k_old[b, :n], rotated(k[b], cos, sin, at, interleaved)])
+        expected = plain(own, keys, torch.cat([v_old[b, :n], v[b]]), **options)
+        torch.testing.assert_close(out[b], expected[0])
+        torch.testing.assert_close(lse[b], expected[1])
+        kept = pages[0][table[b]].flatten(0, 1) if place == "pages" else pages[0][entries[b]]
+        torch.testing.assert_close(kept[: n + 3], keys)
+        assert torch.equal(kept[n + 3 :], k_old[b, n + 3 :])
+
+
+def test_a_cache_is_read_without_new_keys() -> None:
+    q, k, v = (x.detach() for x in drawn((2, 3, HQ, D), (2, 8, HKV, D), (2, 8, HKV, D)))
+    for given, n in ((None, 8), (5, 5), (torch.tensor([5, 5]), 5)):
+        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=given, causal=True)
+        expected = plain(q[1], k[1, :n], v[1, :n], causal=True)[0]
+        torch.testing.assert_close(out[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"cache_seqlens": torch.tensor([5, 7])}, ValueError, "kv_lengths holds 7"),
+        ({"cache_seqlens": None}, TypeError, "cache_seqlens is None"),
+        ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
+        ({"alibi_slopes": torch.zeros(7)}, ValueError, "alibi_slopes has shape"),
+        ({"cache_leftpad": LENGTHS}, UnsupportedError, "cache_leftpad"),
+        ({"v": None}, TypeError, "v is NoneType"),
+        ({"q": torch.zeros(2, 2, 3, D)}, ValueError, "3 heads of q"),
+        ({"rotary_cos": torch.zeros(9, 4)}, TypeError, "rotary_sin is NoneType"),
+        (
+            {"block_table": torch.zeros(2, 1).long(), "cache_batch_idx": torch.arange(2)},
+            ValueError,
+            "one of them",
+        ),
+    ],
+)
+def test_a_refused_call_leaves_the_cache(changed: Any, error: Any, message: str) -> None:
+    k_cache, v_cache = torch.zeros(2, 2, 8, HKV, D)
+    k, v = torch.ones(2, 2, 2, HKV, D)
+    given = {"q": torch.ones(2, 2, HQ, D), "k": k, "v": v, "cache_seqlens": torch.tensor([5, 0])}
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **(given | changed))
+    assert not k_cache.any()
+    assert not v_cache.any()
+
+
+def test_a_cache_has_no_gradient() -> None:
+    x = torch.zeros(1, 8, HQ, D, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="q requires a gradient"):
+        flash_attn_with_kvcache(x, x.detach(), x.detach())
+
+
+def test_rows_of_another_rank_are_named() -> None:
+    with pytest.raises(ValueError, match=r"q has shape \(8, 16\)"):
+        flash_attn_func(*torch.zeros(3, 8, 16))
