@@ -3,7 +3,7 @@
 ``pip install 'tileattn[torch]'`` brings it. ``import tileattn`` does not load PyTorch.
 """
 
-from tileattn.torch.attention import attention
-from tileattn.torch.sdpa import scaled_dot_product_attention, sdpa
+from tileattn.torch.drop_in import scaled_dot_product_attention, sdpa
+from tileattn.torch.functional import attention
 
 __all__ = ["attention", "scaled_dot_product_attention", "sdpa"]

@@ -10,7 +10,7 @@ import tileattn
 from tileattn.errors import UnsupportedError
 from tileattn.lengths import integers
 from tileattn.problem import parse
-from tileattn.torch.attention import attention
+from tileattn.torch.functional import attention
 from tileattn.torch.tensors import array_of, check_tensor, tensor_of
 
 Window = tuple[int, int]

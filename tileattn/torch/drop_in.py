@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tileattn.torch.attention import attention
+from tileattn.torch.functional import attention
 from tileattn.torch.tensors import check_tensor
 
 
