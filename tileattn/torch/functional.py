@@ -8,6 +8,7 @@ import torch
 
 from tileattn.problem import check_names, window_of
 from tileattn.results import Attention
+from tileattn.torch import operators
 from tileattn.torch.handles import name_of
 from tileattn.torch.operators import INPUTS, TENSORS
 from tileattn.torch.tensors import check_tensor
@@ -91,8 +92,7 @@ def attention(
     given |= dict(zip("qkv", _autocast(q, k, v), strict=True))
     given["backend"] = backend
     given["deterministic"] = deterministic or torch.are_deterministic_algorithms_enabled()
-    inputs = (_DEFAULTS | given).values()
-    result = Attention(*torch.ops.tileattn.forward(*inputs))
+    result = Attention(*operators.forward(*(_DEFAULTS | given).values()))
     return result if return_lse else result.out
 
 
