@@ -85,6 +85,34 @@ def test_dropout_comes_from_pytorchs_generator() -> None:
     assert 0.7 < (kept > 0).double().mean() < 0.8
 
 
+def test_a_compiled_call_is_one_graph() -> None:
+    def f(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        shared = scaled_dot_product_attention(
+            q, k[:, :1], v[:, :1], is_causal=True, enable_gqa=True
+        )
+        return shared + scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    tensors = drawn((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), (5, 7))
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    grads = (torch.autograd.grad(g(*tensors).cos().sum(), tensors) for g in (compiled, f))
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_compiled_call_draws_other_entries_each_time() -> None:
+    q, k, v = (x.detach() for x in drawn((2, 20, 8), (2, 20, 8), (2, 20, 8)))
+
+    def f() -> Any:
+        return scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(1)
+    first = compiled()
+    assert not torch.equal(compiled(), first)
+    torch.manual_seed(1)
+    assert torch.equal(compiled(), first)
+
+
 def test_a_block_takes_the_place_of_pytorchs_function() -> None:
     theirs = functional.scaled_dot_product_attention
     layer = torch.nn.MultiheadAttention(16, 4, batch_first=True).double()

@@ -85,8 +85,7 @@ def attention(
     given |= {name: _number(name, given[name]) for name in _NUMBERS if name in given}
     given |= {name: name_of(given[name]) for name in _HANDLES if name in given}
     given["aux"] = list(given.get("aux", ()))
-    if not torch.compiler.is_compiling():
-        _check(given)
+    _check(given)
     window, causal = given.pop("window", None), given.pop("causal", False)
     given["left"], given["right"] = window_of(window, causal)
     given |= dict(zip("qkv", _autocast(q, k, v), strict=True))

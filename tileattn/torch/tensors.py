@@ -34,7 +34,7 @@ def check_tensor(name: str, x: Any, device: torch.device | None = None) -> None:
             f"{name} is {type(x).__name__}; a torch.Tensor is accepted "
             f"(torch.as_tensor({name}) makes one)"
         )
-    if torch._C._functorch.is_gradtrackingtensor(x) or unpack_dual(x).tangent is not None:
+    if not torch.compiler.is_compiling() and _is_transformed(x):
         raise UnsupportedError(
             f"{name} is a tensor of torch.func or of forward-mode differentiation; gradients by "
             "backward() and torch.autograd.grad are accepted"
@@ -54,3 +54,9 @@ def check_tensor(name: str, x: Any, device: torch.device | None = None) -> None:
             f"{name} is on {x.device}; tensors on the CPU are accepted ({name}.cpu() is one; "
             "CuPy arrays run on a GPU)"
         )
+
+
+def _is_transformed(x: torch.Tensor) -> bool:
+    """Whether derivatives are taken that pass by the operators' own."""
+    inner = torch._C._functorch.is_gradtrackingtensor(x)
+    return bool(inner or unpack_dual(x).tangent is not None)

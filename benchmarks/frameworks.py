@@ -1,0 +1,192 @@
+"""Speed inside PyTorch: `tileattn.torch` beside the library's own calls and PyTorch's attention.
+
+    python -m tileattn bench frameworks            everything: about five minutes
+    python -m tileattn bench frameworks --quick    small sizes: about half a minute
+
+host: microseconds that a call takes besides its arithmetic, at 16 tokens
+passes: both passes of attention, from tensors and from arrays
+block: a block as Llama has it, both passes, compiled by PyTorch
+training: a step of training of a GPT in float32
+
+The file is frameworks.json, or NAME.json. Implementations take turns, as in `bench cpu`. It runs on
+the CPU, with as many threads of PyTorch as tileattn has.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import tileattn
+import tileattn.torch
+from benchmarks import report
+from benchmarks.configurations import Call
+from benchmarks.cpu import repeated, rounded, shortest_seconds
+from benchmarks.report import Row
+from tileattn.backends import threads
+from tileattn.torch.tensors import array_of
+
+Attention = Callable[..., Any]
+
+ATTENTIONS: dict[str, Attention] = {
+    "tileattn": tileattn.torch.scaled_dot_product_attention,
+    "PyTorch": torch.nn.functional.scaled_dot_product_attention,
+}
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):  # type: ignore[misc,name-defined,unused-ignore]  # PyTorch is untyped here
+    """Attention with groups of heads, and a gated perceptron, as in Llama."""
+
+    def __init__(self, width: int, head_dim: int, groups: int, attention: Attention) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.attention = width // head_dim, head_dim, attention
+        self.kv_heads = self.heads // groups
+        linear = partial(nn.Linear, bias=False)
+        self.of_rows = linear(width, (self.heads + 2 * self.kv_heads) * head_dim)
+        self.out = linear(width, width)
+        self.gate, self.up, self.down = (
+            linear(*sizes) for sizes in ((width, 3 * width),) * 2 + ((3 * width, width),)
+        )
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        B, N, width = x.shape
+        rows = self.of_rows(self.norms[0](x)).view(B, N, -1, self.head_dim).transpose(1, 2)
+        q, k, v = rows.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        mixed = self.attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(B, N, width))
+        y = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def step_of(model: Any, x: Any) -> Call:
+    """Make a call of both passes."""
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    return step
+
+
+# --- sections -------------------------------------------------------------------------------------
+
+
+def drawn(*shapes: tuple[int, ...], grad: bool = True) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).requires_grad_(grad) for shape in shapes]
+
+
+def both_passes(attention: Attention, rows: list[Any]) -> Call:
+    """Make a call of attention and its gradients."""
+    upstream = torch.ones_like(rows[0])
+    return lambda: torch.autograd.grad(attention(*rows), rows, upstream) and None
+
+
+def of_arrays(rows: list[Any]) -> Call:
+    """Make the same call without PyTorch."""
+    q, k, v = map(array_of, rows)
+    dout = array_of(torch.ones_like(rows[0]))
+
+    def call() -> None:
+        out, lse = tileattn.forward(q, k, v)
+        tileattn.backward(dout, q, k, v, out, lse)
+
+    return call
+
+
+def host(seconds: float, _quick: bool) -> Iterator[Row]:
+    """Time calls that have hardly anything to compute."""
+    rows = drawn(*((1, 8, 16, 64),) * 3, grad=False)
+    q, k, v = map(array_of, rows)
+    calls: dict[str, Call] = {"arrays": lambda: tileattn.forward(q, k, v) and None}
+    calls |= {name: partial(attention, *rows) for name, attention in ATTENTIONS.items()}
+    yield {"pass": "forward", "us": micro(calls, seconds)}
+    rows = drawn(*((1, 8, 16, 64),) * 3)
+    calls = {"arrays": of_arrays(rows)}
+    calls |= {name: both_passes(attention, rows) for name, attention in ATTENTIONS.items()}
+    yield {"pass": "forward and backward", "us": micro(calls, seconds)}
+
+
+def micro(calls: dict[str, Call], seconds: float) -> dict[str, float]:
+    many = {name: repeated(call, 100) for name, call in calls.items()}
+    return {name: 1e4 * t for name, t in shortest_seconds(many, seconds).items()}
+
+
+def passes(seconds: float, quick: bool) -> Iterator[Row]:
+    """Time both passes of attention alone."""
+    for N in (256,) if quick else (256, 1024, 2048, 4096):
+        rows = drawn(*((1, 8, N, 64),) * 3)
+        calls = {"arrays": of_arrays(rows)}
+        calls |= {name: both_passes(attention, rows) for name, attention in ATTENTIONS.items()}
+        times = shortest_seconds(calls, seconds)
+        yield {"N": N, "ms": {name: 1e3 * t for name, t in times.items()}}
+
+
+def block(seconds: float, quick: bool) -> Iterator[Row]:
+    """Time a block of width 1024, in the two dtypes of training."""
+    N = 256 if quick else 2048
+    for dtype in (torch.float32, torch.bfloat16):
+        calls = {}
+        for name, attention in ATTENTIONS.items():
+            torch.manual_seed(0)
+            model = torch.compile(Block(1024, 128, 4, attention).to(dtype), fullgraph=True)
+            (x,) = drawn((1, N, 1024), grad=False)
+            calls[name] = step_of(model, x.to(dtype))
+        times = shortest_seconds(calls, seconds)
+        yield {"N": N, "dtype": str(dtype)[6:], "ms": {n: 1e3 * t for n, t in times.items()}}
+
+
+def training(seconds: float, quick: bool) -> Iterator[Row]:
+    """Time a step of a GPT of 12 blocks, with its optimiser."""
+    N, layers = (128, 2) if quick else (1024, 12)
+    calls: dict[str, Call] = {}
+    for name, attention in ATTENTIONS.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(384, 64, 1, attention) for _ in range(layers)))
+        optimiser = torch.optim.AdamW(model.parameters())
+        (x,) = drawn((2, N, 384), grad=False)
+        passes_of = step_of(model, x)
+
+        def step(passes_of: Call = passes_of, optimiser: Any = optimiser) -> None:
+            passes_of()
+            optimiser.step()
+
+        calls[name] = step
+    times = shortest_seconds(calls, seconds)
+    yield {"N": N, "layers": layers, "ms": {name: 1e3 * t for name, t in times.items()}}
+
+
+SECTIONS = {section.__name__: section for section in (host, passes, block, training)}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the sections; what was measured is written even where a run is broken off."""
+    parser = report.parser("frameworks", __doc__)
+    names = partial(report.names, tuple(SECTIONS))
+    parser.add_argument("--only", type=names, default=list(SECTIONS), help=",".join(SECTIONS))
+    parser.add_argument("--quick", action="store_true", help="small sizes, a tenth of the time")
+    parser.add_argument("--name", default="frameworks", help="stem of the file (frameworks)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each row (5)")
+    arguments: argparse.Namespace = report.parsed(parser, argv)
+    torch.set_num_threads(threads.worker_count())
+    machine = report.host() | {"torch": torch.__version__}
+    print(report.line(machine))
+    seconds = arguments.seconds / (10 if arguments.quick else 1)
+    made = (
+        {"section": section} | rounded(row)
+        for section in arguments.only
+        for row in SECTIONS[section](seconds, arguments.quick)
+    )
+    path = arguments.to / f"{arguments.name}.json"
+    report.written(made, path, machine, arguments.ran)
+
+
+if __name__ == "__main__":
+    main()
