@@ -49,6 +49,7 @@ dist: setup  ## build dist/ and check what is in it
 	rm -rf dist
 	$(BIN)/python -m build --quiet
 	$(BIN)/python tools/check_wheel.py dist/*.whl
+	$(BIN)/python tools/check_install.py dist/*
 clean:  ## remove everything that the targets above made
 	rm -rf $(VENV) dist site char_gpt_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -45,7 +45,7 @@ BENCHMARKS = {
 }
 """Modules of ``benchmarks``, and the question that each answers."""
 
-_LIBRARIES = "numpy", "ml_dtypes", "threadpoolctl", "llvmlite", "cupy"
+_LIBRARIES = "numpy", "ml_dtypes", "threadpoolctl", "llvmlite", "cupy", "torch", "jax"
 
 DTYPE_NAMES = [dtype.name for dtype in DTYPES]
 

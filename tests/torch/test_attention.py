@@ -365,3 +365,13 @@ def test_forward_mode_and_function_transforms_are_refused() -> None:
             transform(f)(x)
     with pytest.raises(UnsupportedError, match=r"torch\.func"):
         torch.func.jvp(f, (x,), (x,))
+
+
+def test_an_absent_pytorch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "tileattn.torch")
+    with pytest.raises(ModuleNotFoundError, match=r"tileattn\.torch needs PyTorch: pip install"):
+        importlib.import_module("tileattn.torch")

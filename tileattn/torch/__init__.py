@@ -3,6 +3,11 @@
 ``pip install 'tileattn[torch]'`` brings it. ``import tileattn`` does not load PyTorch.
 """
 
+try:
+    import torch as _torch  # noqa: F401 - to say what is missing
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("tileattn.torch needs PyTorch: pip install torch") from error
+
 from tileattn.torch.drop_in import scaled_dot_product_attention, sdpa
 from tileattn.torch.functional import attention
 
