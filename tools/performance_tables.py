@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -50,6 +50,13 @@ CPU_SECTIONS = {
     "options": "Milliseconds of a call with one option, and ratio to the call without, H = 8:",
     "scaling": "GFLOP/s by number of threads, H = 16, D = 64:",
     "ceilings": "Ceilings:",
+}
+
+FRAMEWORK_SECTIONS = {
+    "host": "Microseconds of a call of 16 tokens, B = 1, H = 8, D = 64, float32:",
+    "passes": "Milliseconds of both passes of attention, B = 1, H = 8, D = 64, float32:",
+    "block": "Milliseconds of both passes of a block of width 1024, compiled by PyTorch:",
+    "training": "Milliseconds of a step of training, width 384, B = 2, float32:",
 }
 
 # Fields whose column has another heading than their name, or a format.
@@ -140,17 +147,30 @@ def cpu_lines() -> Iterator[str]:
         machine = result["machine"]
         title = f"## {machine['processor']}, {machine['threads']} threads"
         yield from paragraphs(title, _cpu_origin(result))
-        sections: dict[str, list[Row]] = {}
-        for row in result["rows"]:
-            sections.setdefault(row["section"], []).append(row)
+        sections = _by_section(result)
         if "grid" in sections:
             yield from paragraphs(SPEEDUPS)
             yield from _measured(list(cpu.speedups(sections["grid"])))
-        for name, rows in sections.items():
-            yield from paragraphs(CPU_SECTIONS[name])
-            yield from _measured(rows)
+        yield from _sections(sections, CPU_SECTIONS)
+    for path in sorted(RESULTS.glob("frameworks*.json")):
+        result = load(RESULTS, path.stem)
+        yield from paragraphs("## Inside PyTorch", _cpu_origin(result))
+        yield from _sections(_by_section(result), FRAMEWORK_SECTIONS)
     yield from paragraphs("## Peak memory on the CPU")
     yield from _memory(load(RESULTS, "memory_cpu"))
+
+
+def _by_section(result: Row) -> dict[str, list[Row]]:
+    sections: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        sections.setdefault(row["section"], []).append(row)
+    return sections
+
+
+def _sections(sections: Mapping[str, list[Row]], captions: Mapping[str, str]) -> Iterator[str]:
+    for name, rows in sections.items():
+        yield from paragraphs(captions[name])
+        yield from _measured(rows)
 
 
 def _cpu_results() -> list[Row]:
