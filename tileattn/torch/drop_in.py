@@ -80,13 +80,17 @@ def scaled_dot_product_attention(
         check_tensor("attn_mask", attn_mask)
         of_pairs = _expanded(attn_mask, q.shape[:-2]) if q.ndim > 4 else attn_mask
         options[_option(attn_mask)] = of_pairs if q.ndim <= 4 else of_pairs.flatten(0, -4)
-    folded = (x.flatten(0, -4) if x.ndim > 4 else x for x in (q, k, v))
+    if q.ndim <= 4:
+        return attention(q, k, v, **options)
+    folded = (x.flatten(0, -4) for x in (q, k, v))
     return attention(*folded, **options).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _broadcast(tensors: Mapping[str, torch.Tensor], own: int) -> list[torch.Tensor]:
     """Broadcast tensors against each other, but for their last axes."""
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    if len({shape[:-own] for shape in shapes.values()}) == 1:
+        return list(tensors.values())
     try:
         batch = torch.broadcast_shapes(*(shape[:-own] for shape in shapes.values()))
     except RuntimeError:

@@ -163,11 +163,15 @@ def _nested(flat: Sequence[Any]) -> tuple[Any, ...]:
     return *flat[:first], list(flat[first:])
 
 
+def _needs_gradient(x: torch.Tensor | None) -> bool:
+    return x is not None and bool(x.requires_grad)
+
+
 def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the forward operator, which takes `INPUTS`."""
+    *others, aux = inputs
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if torch.is_grad_enabled() and not traced:
-        *others, aux = inputs
+    if not traced and torch.is_grad_enabled() and any(map(_needs_gradient, (*others[:5], *aux))):
         output: tuple[torch.Tensor, torch.Tensor] = _Eager.apply(*others, *aux)
         return output
     return torch.ops.tileattn.forward(*inputs)  # type: ignore[no-any-return]  # as above

@@ -5,7 +5,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from tileattn.errors import UnsupportedError
 
@@ -58,5 +58,6 @@ def check_tensor(name: str, x: Any, device: torch.device | None = None) -> None:
 
 def _is_transformed(x: torch.Tensor) -> bool:
     """Whether derivatives are taken that pass by the operators' own."""
-    inner = torch._C._functorch.is_gradtrackingtensor(x)
-    return bool(inner or unpack_dual(x).tangent is not None)
+    if torch._C._are_functorch_transforms_active() and torch._C._functorch.is_gradtrackingtensor(x):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
