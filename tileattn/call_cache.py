@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any
 from weakref import ref
@@ -141,7 +142,7 @@ def _append(key: list[Any], x: Any) -> bool:
     kind = type(x)
     if kind in _PLAIN or (isinstance(x, np.generic) and not isinstance(x, np.void)):
         key.append(x)
-    elif kind is FunctionType:
+    elif kind is FunctionType or kind is partial:
         state = state_of(x)
         key.append(state)
         return state is not None

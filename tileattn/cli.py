@@ -38,6 +38,7 @@ from tileattn.problem import parse
 BENCHMARKS = {
     "cpu": "speed of NumPy arrays, on both backends, beside PyTorch and plain NumPy",
     "frameworks": "speed of attention inside PyTorch, beside the library's own calls",
+    "functions": "speed of functions of scores and masks on the GPU, beside FlexAttention",
     "gpu": "speed of the CuPy backend beside PyTorch, FlashAttention-4 and plain CuPy",
     "traffic": "operations and bytes: the model, and a GPU's counters",
     "memory": "peak memory against the number of tokens, beside plain attention",

@@ -7,7 +7,7 @@ extern "C" __global__ void addresses(u32* out) {
     __shared__ SharedStorage storage;
     u32 start = shared_address(tensors);
     asm volatile("" : "+r"(start));  // so that the compiler does not rely on its alignment
-    const Smem smem{start, storage};
+    const Smem smem{nullptr, start, storage};
     *out++ = start;
     for (int s = 0; s < Q_STAGES; ++s) *out++ = smem.q(s).address;
     for (int s = 0; s < STAGES; ++s) *out++ = smem.k(s).address, *out++ = smem.v(s).address;

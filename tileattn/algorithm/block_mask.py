@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.expressions.build import apply
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.functions import mask_expression
-from tileattn.expressions.nodes import INDICES, Node, depends_on
+from tileattn.expressions.nodes import INDICES, Node, constant, depends_on, replaced
 from tileattn.expressions.quadtree import find_blocks
 from tileattn.validation import refuse_masked
 
@@ -71,12 +72,14 @@ class BlockMask:
         block_size: tuple[int, int],
         lengths: tuple[int, int] | None,
         inside: Predicate | None,
+        expression: Node | None = None,
     ) -> None:
         self.kinds = kinds.reshape((1,) * (4 - kinds.ndim) + kinds.shape)
         self.kinds.setflags(write=False)
         self.block_size = block_size
         self.lengths = lengths
         self._inside = inside
+        self.expression = expression
 
     @classmethod
     def from_mask(
@@ -191,6 +194,9 @@ class BlockMask:
     ) -> "BlockMask":
         """Classify by intervals, and by pairs only the blocks that these leave undecided."""
         B, Hq, Nq, Nk = shape
+        # One entry or head stands for all.
+        for n, name in ((B, "b"), (Hq, "h")):
+            visible = replaced(visible, name, constant(0)) if n == 1 else visible
         kinds = kinds_by_intervals(visible, shape, block_size)
 
         def inside(*indices: Any) -> Any:
@@ -200,7 +206,7 @@ class BlockMask:
         _decide(kinds, inside, (Nq, Nk), block_size)
         mask = cls.__new__(cls)
         whole = np.ascontiguousarray(np.broadcast_to(kinds, (B, Hq, *kinds.shape[2:])))
-        mask._set(whole, block_size, (Nq, Nk), inside)
+        mask._set(whole, block_size, (Nq, Nk), inside, visible)
         return mask
 
     def __invert__(self) -> "BlockMask":
@@ -211,16 +217,17 @@ class BlockMask:
             self.block_size,
             self.lengths,
             None if inside is None else lambda *indices: ~np.asarray(inside(*indices)),
+            None if self.expression is None else apply("invert", self.expression),
         )
         return mask
 
     def __and__(self, other: "BlockMask") -> Any:
-        return self._with(other, "&", np.minimum)
+        return self._with(other, "&", np.minimum, "bitwise_and")
 
     def __or__(self, other: "BlockMask") -> Any:
-        return self._with(other, "|", np.maximum)
+        return self._with(other, "|", np.maximum, "bitwise_or")
 
-    def _with(self, other: Any, sign: str, chosen: np.ufunc) -> Any:
+    def _with(self, other: Any, sign: str, chosen: np.ufunc, operation: str) -> Any:
         """Combine two masks; kinds are ordered, and two partial blocks may make any."""
         if not isinstance(other, BlockMask):
             return NotImplemented
@@ -248,7 +255,9 @@ class BlockMask:
         if known is not None:
             both = (self.kinds == PARTIAL) & (other.kinds == PARTIAL)
             _decide(kinds, inside, known, self.block_size, both)
-        mask._set(kinds, self.block_size, known, inside)
+        expressions = self.expression, other.expression
+        whole = None if None in expressions else apply(operation, *expressions)
+        mask._set(kinds, self.block_size, known, inside, whole)
         return mask
 
     @property

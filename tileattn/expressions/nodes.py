@@ -75,6 +75,18 @@ def depends_on(output: Node, name: str) -> bool:
     return any(node.op == "input" and node.value == name for node in ordered([output]))
 
 
+def replaced(output: Node, name: str, by: Node) -> Node:
+    """Put a node in the place of an input."""
+    made: dict[Node, Node] = {}
+    for node in ordered([output]):
+        if node.op == "input" and node.value == name:
+            made[node] = by
+        else:
+            inputs = tuple(made[x] for x in node.inputs)
+            made[node] = Node(node.op, node.kind, inputs, node.value)
+    return made[output]
+
+
 def elements(output: Node) -> list[Node]:
     """List the elements of arrays that an expression reads."""
     return [node for node in ordered([output]) if node.op == "aux"]

@@ -14,7 +14,8 @@ from tests.backends.cupy.fake_cupy import Machine, at_host
 from tileattn import BlockMask
 from tileattn.backends.cupy import streams
 from tileattn.call_cache import CALLS
-from tileattn.kernels.launch.block_sparse import kv_indices, partial_blocks
+from tileattn.kernels.launch.block_sparse import partial_blocks
+from tileattn.kernels.launch.tile_lists import TileLists
 
 CAUSAL: dict[str, Any] = {"causal": True}
 
@@ -54,7 +55,7 @@ def test_lengths_that_differ_are_copied_once(gpu: Machine) -> None:
     # Addresses that each call brings lie before and behind those that stay.
     mask = BlockMask(np.ones((3, 4), bool), (16, 16))
     tileattn.forward(q, k, k, kv_lengths=[9, 8], q_offset=[2, 1], block_mask=mask)
-    names = ("kv_lengths", "q_offset", "block_kinds", "block_bits", "kv_indices")
+    names = ("kv_lengths", "q_offset", "block_kinds", "block_bits", "tile_list")
     found = {int(gpu.launches[-1][-1][name]) for name in names}
     assert found == {x.data.ptr for x in gpu.uploads[6:]}
 
@@ -113,7 +114,8 @@ def test_a_mask_is_listed_once_for_each_size_of_tiles(gpu: Machine) -> None:
         key, _, _, params = gpu.launches[-1]
         assert (key.kernel, key.tile) == ("forward_sm90", (128, keys))
         kinds, bits = partial_blocks(mask)
-        wanted = {"kv_indices": kv_indices(mask, (128, keys))}
+        lists = TileLists((128, keys), (2, 3, 600, 800), None, False, 1, False)
+        wanted = {"tile_list": lists.lists(mask)}
         wanted |= {"block_kinds": kinds, "block_bits": bits}
         for name, x in wanted.items():
             there = next(x for x in gpu.uploads if x.data.ptr == int(params[name]))
@@ -125,7 +127,7 @@ def test_a_mask_is_listed_once_for_each_size_of_tiles(gpu: Machine) -> None:
     assert len(gpu.uploads) == 4 + 3
     gpu.device, gpu.capturing = 0, True  # nothing can be copied then
     tileattn.forward(q, k, k, block_mask=mask)
-    assert gpu.launches[-1][-1]["kv_indices"] == gpu.launches[0][-1]["kv_indices"]
+    assert gpu.launches[-1][-1]["tile_list"] == gpu.launches[0][-1]["tile_list"]
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -1,4 +1,4 @@
-"""Block masks as kernels read them: lists of key tiles, tested against every pair; no GPU."""
+"""Block masks as kernels read them, and lists of tiles, tested against every pair; no GPU."""
 
 from typing import Any
 
@@ -9,14 +9,9 @@ from hypothesis import strategies as st
 
 from tileattn import BlockMask
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
-from tileattn.kernels.launch.block_sparse import (
-    END,
-    kv_indices,
-    kv_indices_shape,
-    kv_tiles_before,
-    partial_blocks,
-    tile_kinds,
-)
+from tileattn.expressions.functions import mask_expression
+from tileattn.kernels.launch.block_sparse import partial_blocks, tile_kinds
+from tileattn.kernels.launch.tile_lists import END, TileLists
 
 sides = st.sampled_from([1, 2, 3, 5, 8, 12])
 
@@ -35,12 +30,13 @@ def test_tiles_are_what_their_blocks_are(
     blocks = np.random.default_rng(seed).random(shape) < share
     mask = BlockMask(blocks, block)
     pairs = np.repeat(np.repeat(blocks, block[0], axis=2), block[1], axis=3)
-    kinds, lists, before = (make(mask, tile) for make in (tile_kinds, kv_indices, kv_tiles_before))
+    made = TileLists(tile, pairs.shape, None, False, 1, False)
+    kinds, lists, before = tile_kinds(mask, tile), made.lists(mask), made.tiles_before(mask)
     rows, columns = (-(-n // side) for n, side in zip(pairs.shape[2:], tile, strict=True))
     assert kinds.shape == (*shape[:2], rows, columns)
-    assert lists.shape == (*shape[:2], rows, columns + 1) == kv_indices_shape(mask, tile)
+    assert lists.shape == (*shape[:2], rows, columns + 1) == made.lists_shape(mask)
     assert before.shape == lists.shape
-    assert kv_tiles_before(mask, tile) is before
+    assert made.tiles_before(mask) is before
     for b, h, r in np.ndindex(*shape[:2], rows):
         wanted: list[int] = []
         entries: list[int] = []
@@ -53,6 +49,44 @@ def test_tiles_are_what_their_blocks_are(
         assert before[b, h, r, -1] == len(entries)
         assert kinds[b, h, r].tolist() == wanted
         assert lists[b, h, r].tolist() == entries + [END] * (columns + 1 - len(entries))
+
+
+@given(
+    block=st.tuples(sides, sides),
+    tile=st.tuples(sides, sides),
+    heads=st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 2)]),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    band=st.integers(0, 30),
+    seed=st.integers(0, 99),
+)
+def test_query_tiles_of_a_block_mask_and_a_function(
+    block: tuple[int, int], tile: tuple[int, int], heads: Any, sizes: Any, band: int, seed: int
+) -> None:
+    """Heads that share keys have one list; a rank counts the key tiles before that have the tile."""
+    (Hkv, group), (Nq, Nk) = heads, sizes
+    grid = [-(-n // side) for n, side in zip(sizes, block, strict=True)]
+    mask = BlockMask(np.random.default_rng(seed).random((1, Hkv * group, *grid)) < 0.4, block)
+    visible = mask_expression(lambda b, h, i, j: abs(i - j) <= band, (), "mask_mod")
+    made = TileLists(tile, (1, Hkv * group, Nq, Nk), visible, False, group, True)
+    lists = made.lists(mask).reshape(1, Hkv, -(-Nk // tile[1]), -(-Nq // tile[0]) + 1, 2)
+    assert (1, Hkv, lists.shape[2], 2 * lists.shape[3]) == made.lists_shape(mask)
+    i, j = np.arange(Nq)[:, None], np.arange(Nk)
+    near = np.abs(i - j) <= band
+    blocks = mask.kinds[0].repeat(block[0], 1).repeat(block[1], 2)[:, :Nq, :Nk] == FULL
+    for kv in range(Hkv):
+        pairs = (near & blocks[kv * group : kv * group + group]).reshape(group, Nq, Nk)
+        ranks = [0] * (lists.shape[3] - 1)
+        for c in range(lists.shape[2]):
+            there = iter(lists[0, kv, c].tolist())
+            for r in range(len(ranks)):
+                part = pairs[:, r * tile[0] :, c * tile[1] :][:, : tile[0], : tile[1]]
+                if part.any():  # else it may be listed, where a block and the band lie apart
+                    entry, rank = next(x for x in there if x[0] // 2 >= r)
+                    assert (entry // 2, rank) == (r, ranks[r])
+                    assert entry % 2 or part.all()
+                listed = any(entry // 2 == r for entry, _ in lists[0, kv, c].tolist())
+                ranks[r] += listed
+            assert lists[0, kv, c, -1, 0] == END
 
 
 def test_a_partial_block_makes_its_tiles_partial() -> None:

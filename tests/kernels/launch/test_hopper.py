@@ -50,16 +50,13 @@ def launches_of(problem: Problem, **changed: Any) -> tuple[KernelLaunch, ...]:
 EMPTY = "an array is empty"
 LONG = "an array has nearly 2**31 rows or more"
 MANY = (1 << 31) - (1 << 16)
+BIAS: dict[str, Any] = {"enabled_options": frozenset({"bias"})}
+STAGED = {"bias": "float32", "bias_alignment_bytes": 16, "bias_shape": (1, 1, 1, 1)}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("the GPU is not of compute capability 9.0", {}, {"arch": "sm_90"}),
     ("dtype is neither float16 nor bfloat16", {"dtype": NAMED["float32"]}, {}),
     ("a head dimension is above 256", {"D": 264}, {}),
     ("a head dimension is above 256", {"Dv": 264}, {}),
-    ("bias is in use", {"enabled_options": {"bias"}}, {}),
-    ("mask is in use", {"enabled_options": {"mask"}}, {}),
-    ("dropout is in use", {"dropout_p": 0.1}, {}),
-    ("score_mod is in use", {"score_mod": constant(0.0)}, {}),
-    ("mask_mod is in use", {"mask_mod": constant(True)}, {}),
     *((EMPTY, {name: 0}, {}) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")),
     (LONG, {"B": 1 << 10, "Hq": 1 << 10, "Nq": 1 << 11}, {}),
     (LONG, {"Nk": MANY}, {}),
@@ -67,7 +64,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("the head dimension of v is no multiple of 8", {"Dv": 60}, {}),
     ("a row is not aligned to 16 bytes", {}, {"alignment_bytes": 8}),
     ("an array has an axis that is broadcast, reversed or of", {}, {"tensor_maps": False}),
-    ("block_mask is in use", {"enabled_options": {"block_mask"}}, {}),
+    ("no tile has room for the bias", {"D": 192, "Dv": 192, **BIAS}, STAGED),
+    ("bias is in use, and a head dimension is above 128", {"D": 256, **BIAS}, STAGED),
     ("the head dimension of q and k is no multiple of 8", {"D": 60}, {}),
 ]
 BACKWARD_ALONE = [reason for reason, *_ in REFUSED[-2:]]

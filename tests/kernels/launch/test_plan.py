@@ -156,10 +156,10 @@ def test_fields_of_a_block_mask(device: Device, dim: int, kv_tile: tuple[int, in
     expected: Fields = {"mask_block_q": 64, "mask_block_k": 100, "block_kinds_at": (80, 0, 8, 1)}
     if kv_tile:
         entries = -(-800 // kv_tile[1]) + 1
-        expected["kv_indices_at"] = (5 * entries, 0, entries, 1)
+        expected["tile_list_at"] = (5 * entries, 0, entries, 1)
     names = {name for name in plan.fields if "mask_block" in name or name[:-3] in PAIRED}
     assert {name: plan.fields[name] for name in names} == expected
-    assert plan.kv_tile == kv_tile
+    assert (plan.tile_lists and plan.tile_lists.tile) == kv_tile
 
 
 PAIRED = {name[:-3] for name in PARAMS.names or () if PARAMS[name] == PAIRS}

@@ -37,6 +37,9 @@ inline float __fadd_rn(float x, float y) { return x + y; }
 inline double __dadd_rn(double x, double y) { return x + y; }
 template <class T> T difference(T x, T y) { return x - y; }
 template <class T> T rounded_product(T x, T y) { return x * y; }
+inline float reciprocal_of(float x) { return 1 / x; }
+inline float exp2_of(float x) { return exp2f(x); }
+inline bool is_finite(float x) { return isfinite(x); }
 template <class T> T infinity() { return std::numeric_limits<T>::infinity(); }
 """
 
@@ -69,7 +72,9 @@ def run(
     kinds = tuple((x.dtype.name, x.ndim) for x in aux)
     texts = {
         "types.cuh": _TYPES,
-        "config.cuh": f'#pragma once\n#include "types.cuh"\nusing Accum = {s.dtype.name};\n',
+        "config.cuh": f'#pragma once\n#include "types.cuh"\nusing Accum = {s.dtype.name};\n'
+        "constexpr bool IS_16_BIT = false;\n",
+        "quick.cuh": (SOURCES / "quick.cuh").read_text(encoding="utf-8"),
         "numpy.cuh": (SOURCES / "numpy.cuh").read_text(encoding="utf-8"),
         "functions.cuh": functions_text(score_mod, mask_mod, kinds, s.dtype),
         "pairs.cpp": _PAIRS,

@@ -44,6 +44,8 @@ _HOPPER_CASES = (
     ("bfloat16", 256, {"sinks"}),
     ("float16", 64, {"block_mask"}),
     ("bfloat16", 128, {"block_mask", "softcap"}),
+    ("float16", 64, {"mask"}),
+    ("bfloat16", 256, {"mask", "alibi_slopes"}),
 )
 
 
@@ -61,7 +63,7 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
         if "bias" in enabled_options:
             staged = MAX_ALIGNMENT if combination % 2 else 0
             context = context._replace(
-                bias=bias.name, bias_shape=shape, bias_alignment_bytes=staged
+                bias=bias.name, bias_shape=shape, bias_alignment_bytes=staged, dbias=True
             )
         if "block_mask" in enabled_options:
             context = context._replace(mask_block_k=_MASK_BLOCK)

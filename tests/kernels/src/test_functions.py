@@ -178,7 +178,8 @@ def test_every_kernel_with_functions_compiles(name: str, dtype: Any, D: int) -> 
     plans = planned(name, "sm_90a", dtype, D, 67, 93)
     keys = {launch.key for plan in plans for launch in plan.launches if launch.key.functions}
     found = {key.kernel.removeprefix("backward_").removeprefix("naive_") for key in keys}
-    assert found == {"forward", "large_scores", "dkdv", "dq"}
+    own = {"forward_sm90", "sm90"} if dtype == np.float16 else {"forward"}
+    assert found == own | {"large_scores", "dkdv", "dq"}
     for key in keys:
         made = compiled(key, "sm_90a")
         assert COMPLAINT.search(made.log) is None, made.log
@@ -256,9 +257,10 @@ def test_without_pairs_no_function_is_computed() -> None:
         assert not any(launch.key.functions for plan in plans for launch in plan.launches)
 
 
-def test_the_generic_kernels_run_them_and_say_why() -> None:
-    for name, option in (("alibi", "score_mod"), ("tree", "mask_mod")):
-        forward, *_ = planned(name, "sm_90a", np.float16, 64, 67, 93)
-        (launch,) = forward.launches
-        assert launch.key.kernel == "forward"
-        assert launch.why.startswith(f"the generic kernel, because {option} is in use; ")
+def test_which_kernels_run_them() -> None:
+    for name in ("alibi", "tree"):
+        for dtype, kernel in ((np.float16, "forward_sm90"), (np.float32, "forward")):
+            forward, *_ = planned(name, "sm_90a", dtype, 64, 67, 93)
+            (launch,) = forward.launches
+            assert launch.key.kernel == kernel
+            assert launch.key.functions

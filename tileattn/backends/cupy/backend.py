@@ -147,10 +147,10 @@ class CupyCall(PreparedCall):
         arrays["lse"] = attention.lse
         if dlse is not None:
             arrays["dlse"] = dlse
-        if bias is not None:
+        if bias is not None and operands.wants("bias"):
             # Empty tiles are not written.
             arrays["dbias"] = dbias = cupy.zeros(bias.shape, bias.dtype)
-        if sinks is not None:
+        if sinks is not None and operands.wants("sinks"):
             arrays["dsinks"] = dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
         executable, addresses, device = self._executable(arrays, operands, deterministic)
         executable.run(addresses, arrays, device, workspace)
@@ -167,7 +167,8 @@ class CupyCall(PreparedCall):
 
         device: int = cupy.cuda.runtime.getDevice()
         addresses = addresses_of(arrays, device)
-        key = deterministic, device, *_alignments(addresses)
+        wanted = "dbias" in arrays, "dsinks" in arrays
+        key = deterministic, device, wanted, *_alignments(addresses)
         executable = self._executables.get(key)
         if executable is None:
             layout = layout_of(arrays, operands)
@@ -178,8 +179,8 @@ class CupyCall(PreparedCall):
                 plan = plan_backward(self.problem, layout, gpu, deterministic=deterministic)
         else:
             plan = executable.plan
-        if operands.block_mask is not None:
-            addresses |= mask_addresses(operands.block_mask, device, plan.kv_tile)
+        if plan.block_mask:
+            addresses |= mask_addresses(operands.block_mask, device, plan.tile_lists)
         if executable is None:
             executable = Executable(plan, tuple(addresses))
             if executable.is_complete:

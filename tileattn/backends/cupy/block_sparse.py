@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.backends.cupy.streams import outlive_readers, stream_name
-from tileattn.kernels.launch.block_sparse import kv_indices, once, partial_blocks
+from tileattn.kernels.launch.block_sparse import once, partial_blocks
+from tileattn.kernels.launch.tile_lists import TileLists
 
 
 class _Uploaded(NamedTuple):
@@ -15,16 +16,16 @@ class _Uploaded(NamedTuple):
     stream: tuple[int, int]
 
 
-def mask_addresses(mask: BlockMask, device: int, kv_tile: tuple[int, int] | None) -> dict[str, int]:
+def mask_addresses(mask: BlockMask, device: int, lists: TileLists | None) -> dict[str, int]:
     """Bring a block mask to CuPy's current device; give addresses by their parameters' names.
 
-    ``kv_tile`` is the tile size of the lists of key tiles, None where no kernel reads them.
+    ``lists`` are those that kernels read, None where they read none.
     """
     kinds, bits = _uploaded(mask, device, lambda: partial_blocks(mask))
     found: dict[str, int] = {"block_kinds": kinds.data.ptr, "block_bits": bits.data.ptr}
-    if kv_tile is not None:
-        (lists,) = _uploaded(mask, (device, kv_tile), lambda: (kv_indices(mask, kv_tile),))
-        found["kv_indices"] = lists.data.ptr
+    if lists is not None:
+        (entries,) = _uploaded(mask, (device, lists), lambda: (lists.lists(mask),))
+        found["tile_list"] = entries.data.ptr
     return found
 
 

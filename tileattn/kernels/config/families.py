@@ -54,7 +54,8 @@ def backward_launches(
 ) -> tuple[KernelLaunch, ...]:
     """List what the backward pass launches; ``deterministic`` sums dq in a fixed order.
 
-    If a key has ``add_dq``, dq is summed in an array of zeros.
+    ``sinks`` says whether their gradient is wanted. If a key has ``add_dq``, dq is summed in an
+    array of zeros.
     """
     P = problem
     queries, keys = P.B * P.Hq * P.Nq, P.B * P.Hkv * P.Nk
@@ -66,7 +67,7 @@ def backward_launches(
     if queries and keys:
         before.append(generic.large_scores_launch(P, context))
     after = []
-    if context.bias and queries * P.Nk and not any(launch.key.write_dbias for launch in own):
+    if context.dbias and queries * P.Nk and not any(launch.key.write_dbias for launch in own):
         after.append(generic.dbias_launch(P, context))
     if sinks and P.Hq:
         key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS)

@@ -130,7 +130,7 @@ class _Printer:
     def _type(self, node: Node) -> str:
         if node.kind == Kind.INTEGER:
             low, high = self._bounds[node]
-            return "int" if low >= -_INT and high <= _INT else "i64"
+            return "int" if low >= -_INT - 1 and high <= _INT else "i64"
         return "bool" if node.kind == Kind.BOOLEAN else self._floats
 
     def _text(self, node: Node) -> str:

@@ -80,7 +80,7 @@ def dkdv_launch(problem: Problem, context: LaunchContext, *, add_dq: bool) -> Ke
     P, (key, shared_bytes, why) = problem, configure("backward_dkdv", problem, context)
     if key.kernel != "backward_dkdv":
         return KernelLaunch(key, row_grid(P.B * P.Hkv * P.Nk), shared_bytes, why)
-    write_dbias = context.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
+    write_dbias = context.dbias and context.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
     add_dq = add_dq and P.B * P.Hq * P.Nq > 0
     key = replace(key, add_dq=add_dq, write_dbias=write_dbias)
     return KernelLaunch(key, P.B * P.Hkv * -(-P.Nk // key.block_k), shared_bytes, why)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from tileattn.dtypes import NAMED
 from tileattn.kernels.config import generic
 from tileattn.kernels.config.context import (
     FAILED,
@@ -11,6 +12,7 @@ from tileattn.kernels.config.context import (
     ROW_WARPS,
     KernelLaunch,
     LaunchContext,
+    function_fields,
     option_fields,
 )
 from tileattn.kernels.config.key import KernelKey
@@ -36,7 +38,10 @@ _PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to a
 _FEW_KEYS = 512
 _NARROW_TILE = 128  # keys
 _PADDED = 1.02  # at most, keys of all wide tiles over keys
-_MASKED_ROWS = 128  # at most, queries of a tile under a block mask
+_MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
+_MASKED_ROWS = 128  # at most, queries of a tile where a mask leaves blocks empty
+_SCORE_MODS = frozenset({"softcap", "alibi_slopes", "score_mod", "bias"})
+_NARROW_DIM = _BACKWARD_BUCKETS[HOPPER_BACKWARD][-1]
 
 _SUPPORTED = "wgmma and tensor maps"
 _DQ_CONVERT = "one thread block for each tile of dq"
@@ -49,11 +54,6 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
     ("the GPU is not of compute capability 9.0", lambda _, context: context.arch != "sm_90a"),
     ("dtype is neither float16 nor bfloat16", lambda P, _: P.dtype.itemsize != 2),
     (f"a head dimension is above {MAX_HEAD_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM),
-    ("bias is in use", lambda P, _: "bias" in P.enabled_options),
-    ("mask is in use", lambda P, _: "mask" in P.enabled_options),
-    ("dropout is in use", lambda P, _: P.dropout_p > 0),
-    ("score_mod is in use", lambda P, _: P.score_mod is not None),
-    ("mask_mod is in use", lambda P, _: P.mask_mod is not None),
     ("an array is empty", lambda P, _: 0 in (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, P.D, P.Dv)),
     (
         # Positions have 32 bits; the margin is for what the last tile goes beyond.
@@ -66,11 +66,15 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
         "an array has an axis that is broadcast, reversed or of too long strides",
         lambda _, context: not context.tensor_maps,
     ),
+    ("no tile has room for the bias", lambda P, context: _forward_tile(P, context) is None),
 )
 _UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
     *_UNSUPPORTED,
-    ("block_mask is in use", lambda P, _: "block_mask" in P.enabled_options),
     ("the head dimension of q and k is no multiple of 8", lambda P, _: P.D % 8 > 0),
+    (
+        "bias is in use, and a head dimension is above 128",
+        lambda P, _: "bias" in P.enabled_options and max(P.D, P.Dv) > _NARROW_DIM,
+    ),
 )
 
 
@@ -84,17 +88,19 @@ def forward(
     problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
 ) -> KernelLaunch:
     """Launch the forward pass, with the first of some tiles or with those that suit the problem."""
-    P, tile = problem, tiles[0] if tiles else forward_tile(problem)
+    P, tile = problem, tiles[0] if tiles else _forward_tile(problem, context)
+    assert tile is not None, "the caller has asked why_not"
     dim, value = bucket(P.D), bucket(P.Dv)
-    key = _key(HOPPER, P, dim, value, tile, hopper_forward_bytes(tile, dim, value))
+    shared = hopper_forward_bytes(tile, dim, value, _bias_size(context))
+    key = _key(HOPPER, P, context, dim, value, tile, shared)
     # The kernel is persistent: a thread block takes one query block after the other.
     grid = min(context.sm_count, P.B * P.Hq * -(-P.Nq // key.block_q))
     maps = (("q", HOPPER_GROUP_ROWS), ("k", key.block_k), ("v", key.block_k))
     return KernelLaunch(key, grid, key.smem_bytes, f"{_SUPPORTED}, {tile.why}", maps)
 
 
-def forward_tile(problem: Problem) -> TileSize:
-    """Pick the forward tiles, of those that fit.
+def _forward_tile(problem: Problem, context: LaunchContext) -> TileSize | None:
+    """Pick the forward tiles, of those that fit, if any does.
 
     If a diagonal cuts few keys, small tiles waste less of what it masks out (measured). Wide
     tiles are faster without a mask and without score modifiers, where keys fill the last one
@@ -103,21 +109,24 @@ def forward_tile(problem: Problem) -> TileSize:
     """
     P = problem
     dim, value = bucket(P.D), bucket(P.Dv)
-    masked = "block_mask" in P.enabled_options
-    plain = P.enabled_options.isdisjoint({"softcap", "alibi_slopes"}) and not masked
+    masked = not P.enabled_options.isdisjoint({"block_mask", "mask_mod"})
+    more = masked or "mask" in P.enabled_options or P.dropout_p > 0
+    plain = P.enabled_options.isdisjoint(_SCORE_MODS) and not more
     uncut = P.window == (None, None) and plain
+    bias_size = _bias_size(context)
 
     def suits(tile: TileSize) -> bool:
-        if hopper_forward_bytes(tile, dim, value) + HOPPER_STATIC > HOPPER_LIMIT:
+        shared = hopper_forward_bytes(tile, dim, value, bias_size)
+        if shared + HOPPER_STATIC > HOPPER_LIMIT:
             return False
-        if masked and tile.block_q > _MASKED_ROWS:
+        if (masked or "mask" in P.enabled_options) and tile.block_q > _MASKED_ROWS:
             return False
         keys = -(-P.Nk // tile.block_k) * tile.block_k
         return tile.block_k <= _NARROW_TILE or (uncut and keys <= _PADDED * P.Nk)
 
     tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, max(dim, value))))
     few = not masked and P.Nk <= _FEW_KEYS and P.window[1] is not None
-    return tiles[-1 if few else 0]
+    return tiles[-1 if few else 0] if tiles else None
 
 
 def backward(
@@ -132,21 +141,33 @@ def backward(
         name for name in HOPPER_BACKWARDS if max(P.D, P.Dv) <= _BACKWARD_BUCKETS[name][-1]
     )
     dim, value = (next(n for n in _BACKWARD_BUCKETS[kernel] if x <= n) for x in (P.D, P.Dv))
-    tiles = candidates(kernel, P.dtype.itemsize, max(dim, value))
-    tile = tiles[0 if P.enabled_options.isdisjoint({"softcap", "alibi_slopes"}) else -1]
-    key = _key(kernel, P, dim, value, tile, hopper_backward_bytes(tile, dim, value))
+    plain = P.enabled_options.isdisjoint(_SCORE_MODS | {"mask"}) and not P.dropout_p
+    tile, shared = next(
+        (tile, shared)
+        for tile in candidates(kernel, P.dtype.itemsize, max(dim, value))
+        if (shared := hopper_backward_bytes(tile, dim, value, _bias_size(context)))
+        <= HOPPER_LIMIT - HOPPER_STATIC
+        and (plain or tile.block_q <= _MODIFIED_ROWS)
+    )
+    key = _key(kernel, P, context, dim, value, tile, shared)
     key = replace(key, add_dq=True)
     # The kernel is persistent: a thread block takes one key block after the other.
     grid = min(context.sm_count, P.B * P.Hkv * -(-P.Nk // key.block_k))
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
     why = f"{_SUPPORTED}, {tile.why}"
     own = KernelLaunch(key, grid, key.smem_bytes, why, maps, deterministic)
-    # A softcap where it is flat masks a gradient of NaN: the NaN-safe kernel does not know of it.
-    safe = () if key.softcap else (_nan_safe(own),)
+    # Scores, where they are flat, mask a gradient of NaN: the NaN-safe kernel does not know of it.
+    # Nor is there room for a bias in it.
+    safe = () if key.softcap or key.score_mod or key.bias else (_nan_safe(own),)
     left = LARGE | FAILED | (0 if safe else NON_FINITE)
     others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
     repairs = (generic.repairing(launch, context, left) for launch in others)
     return own, *safe, _dq_convert(P, key), *repairs
+
+
+def _bias_size(context: LaunchContext) -> int:
+    """Bytes of an element of the bias in shared memory; 0 where none is copied there."""
+    return NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
 
 
 def _nan_safe(own: KernelLaunch) -> KernelLaunch:
@@ -168,8 +189,21 @@ def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
     return KernelLaunch(convert, P.B * P.Hq * -(-P.Nq // key.block_q), why=_DQ_CONVERT)
 
 
-def _key(kernel: str, P: Problem, dim: int, value: int, tile: TileSize, shared: int) -> KernelKey:
-    sizes, options = (dim, value, *tile[:6]), option_fields(P, "")
+def _key(
+    kernel: str,
+    P: Problem,
+    context: LaunchContext,
+    dim: int,
+    value: int,
+    tile: TileSize,
+    shared: int,
+) -> KernelKey:
+    sizes = dim, value, *tile[:6]
+    options = option_fields(P, context.bias) | function_fields(P, context)
+    options |= {
+        "mask_vector_width": context.mask_vector_width,
+        "bias_alignment_bytes": context.bias_alignment_bytes,
+    }
     return KernelKey(
         kernel, P.dtype.name, *sizes, producer_warps=_PRODUCER_WARPS, smem_bytes=shared, **options
     )

@@ -21,8 +21,7 @@ def generic_bytes(
     """
 
     def tiled(rows: int, columns: int, size: int = size) -> int:
-        used = columns * size
-        return rows * (64 if used <= 64 else -(-used // 128) * 128)
+        return _tiled(rows, columns, size)
 
     warps = {"backward_dkdv": tile.warps_m}.get(kernel, tile.warps_n)  # side by side along keys
     bias = warps * tiled(tile.block_q, tile.block_k // warps, bias_size) if bias_size else 0
@@ -54,25 +53,29 @@ def generic_static_bytes(kernel: str, tile: TileSize, size: int) -> int:
     return -(-used // 1024) * 1024  # where the tiles begin
 
 
-def hopper_forward_bytes(tile: TileSize, dim: int, value: int) -> int:
+def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
     """Count the dynamic shared memory of the Hopper forward kernel.
 
-    It has the stages of keys and values, the queries, and the next queries of as many warpgroups as
-    fit.
+    It has the stages of keys and values, the queries, a tile of the bias, and the next queries of
+    as many warpgroups as fit. ``bias_size`` is as in `generic_bytes`.
     """
     queries = _swizzled(HOPPER_GROUP_ROWS, dim)
     stages = tile.stages * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
-    left = HOPPER_LIMIT - HOPPER_STATIC - stages
+    bias = _tiled(tile.block_q, tile.block_k, bias_size)
+    left = HOPPER_LIMIT - HOPPER_STATIC - stages - bias
     groups = tile.block_q // HOPPER_GROUP_ROWS
-    return stages + max(groups, min(2 * groups, left // queries)) * queries
+    return stages + max(groups, min(2 * groups, left // queries)) * queries + bias
 
 
-def hopper_backward_bytes(tile: TileSize, dim: int, value: int, *, repairs: bool = False) -> int:
+def hopper_backward_bytes(
+    tile: TileSize, dim: int, value: int, bias_size: int = 0, *, repairs: bool = False
+) -> int:
     """Count the dynamic shared memory of the Hopper backward kernels.
 
     They have k and v; stages of dout, and one more of q; two tiles of dS; three dQ tiles for each
-    store warp. Wide heads have two stages of q, two such dQ tiles, and a tile of P. A kernel that
-    repairs has k twice, and for wide heads one stage of q.
+    store warp; and of the bias what each warp reads, 16 keys. Wide heads have two stages of q, two
+    such dQ tiles, and a tile of P. A kernel that repairs has k twice, and for wide heads one stage
+    of q.
     """
     rows, keys, stages = tile.block_q, tile.block_k, tile.stages
     wide = max(dim, value) > _NARROW_DIM
@@ -80,7 +83,14 @@ def hopper_backward_bytes(tile: TileSize, dim: int, value: int, *, repairs: bool
     q_stages = stages + 1 if not wide else 1 if repairs else 2
     buffers = q_stages * _swizzled(rows, dim) + stages * _swizzled(rows, value)
     dq = (2 if wide else 3) * DQ_STORE_WARPS * _DQ_STORE_BYTES
-    return kv + buffers + 2 * _swizzled(rows, keys) + dq + (rows * keys * 4 if wide else 0)
+    bias = tile.warps_m * _tiled(rows, 16, bias_size)
+    return kv + buffers + 2 * _swizzled(rows, keys) + dq + (rows * keys * 4 if wide else 0) + bias
+
+
+def _tiled(rows: int, columns: int, size: int) -> int:
+    """Bytes of a tile whose rows have 64, or whole times 128; none where elements have none."""
+    used = columns * size
+    return rows * (64 if used <= 64 else -(-used // 128) * 128) if used else 0
 
 
 def _swizzled(rows: int, columns: int) -> int:

@@ -97,11 +97,11 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         128: (TileSize(64, 32, 2, 4, tuned=True),),
         256: (TileSize(32, 16, 1, 2),),
     },
-    # Hopper: a warpgroup for each 64 keys; the last row is for score modifiers, which need
-    # registers.
+    # Hopper: a warpgroup for each 64 keys; those of at most 64 queries are for score modifiers and
+    # dropout, which need registers. With a bias there is room for one stage.
     ("backward_sm90", 2): {
         64: (TileSize(128, 128, 8, 1, 2), TileSize(64, 128, 8, 1, 2)),
-        128: (TileSize(64, 128, 8, 1, 2),),
+        128: (TileSize(64, 128, 8, 1, 2), TileSize(64, 128, 8, 1, 1)),
     },
     # The same for wide heads: two warpgroups for the same 64 keys.
     ("backward_wide_sm90", 2): {

@@ -8,8 +8,6 @@ import numpy as np
 
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 
-END = np.iinfo(np.int32).max  # behind the last entry of a list
-
 _made: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
@@ -37,39 +35,6 @@ def partial_blocks(mask: BlockMask) -> tuple[Any, Any]:
         i, j = (np.arange(r * size, min(r * size + size, end)) for r, size, end in spans)
         bits[n, : i.size, : j.size] = mask.visible(b, h, i[:, None], j)
     return kinds, bits
-
-
-def kv_indices(mask: BlockMask, tile: tuple[int, int]) -> Any:
-    """List the key tiles that each query tile attends to.
-
-    An array of int32, shape (B or 1, Hq or 1, query tiles, key tiles + 1): twice the number of the
-    key tile, plus one where the tile is partial; `END` behind the last.
-    """
-    kinds = tile_kinds(mask, tile)
-    entries = 2 * np.arange(kinds.shape[-1], dtype=np.int32) + (kinds != FULL)
-    lists = np.full((*kinds.shape[:-1], kinds.shape[-1] + 1), END, np.int32)
-    lists[..., :-1] = np.sort(np.where(kinds == EMPTY, END, entries), axis=-1)
-    return lists
-
-
-def kv_indices_shape(mask: BlockMask, tile: tuple[int, int]) -> tuple[int, ...]:
-    """Give the shape of `kv_indices`, without making them."""
-    sizes = zip(mask.kinds.shape[2:], mask.block_size, tile, strict=True)
-    rows, columns = (-(-n * block // side) for n, block, side in sizes)
-    return (*mask.kinds.shape[:2], rows, columns + 1)
-
-
-def kv_tiles_before(mask: BlockMask, tile: tuple[int, int]) -> Any:
-    """Count the key tiles that each query tile attends to before each of them, once.
-
-    An array of shape (B or 1, Hq or 1, query tiles, key tiles + 1); the last of a row are all.
-    """
-
-    def counted() -> Any:
-        attended = tile_kinds(mask, tile) != EMPTY
-        return np.pad(np.cumsum(attended, axis=-1), [(0, 0)] * 3 + [(1, 0)])
-
-    return once(mask, tile, counted)
 
 
 def tile_kinds(mask: BlockMask, tile: tuple[int, int]) -> Any:

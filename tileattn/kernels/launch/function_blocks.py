@@ -3,17 +3,30 @@
 Arrays are on the device, and nobody waits for their values: intervals decide without them.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.algorithm.block_mask import PARTIAL, kinds_by_intervals
+from tileattn.algorithm.block_mask import PARTIAL, BlockMask, kinds_by_intervals
 from tileattn.algorithm.function_mask import BLOCK
+from tileattn.expressions.build import apply
 from tileattn.expressions.nodes import Node, depends_on, ordered
 from tileattn.problem import Problem
 
 _MOST = 1 << 20  # blocks that are looked at; of more, each is looked into by the kernels
+
+
+def evaluated(P: Problem, mask: BlockMask | None) -> tuple[Problem, BlockMask | None]:
+    """Let kernels evaluate a block mask that is known as an expression: no pair of it is stored."""
+    if mask is None or mask.expression is None:
+        return P, mask
+    visible = mask.expression
+    if P.mask_mod is not None:
+        visible = apply("bitwise_and", P.mask_mod, visible)
+    options = P.enabled_options - {"block_mask"} | {"mask_mod"}
+    return replace(P, mask_mod=visible, enabled_options=options), None
 
 
 def decidable(P: Problem) -> Node | None:

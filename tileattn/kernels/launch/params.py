@@ -18,12 +18,12 @@ POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "lse_log2", "row_max"),
     *("dq", "dk", "dv", "dq_accum", "head_flags", "tile_counter", "dq_semaphore"),
     *("bias", "dbias", "mask", "alibi_slopes", "sinks", "dsinks"),
-    *("kv_lengths", "q_offset", "block_kinds", "block_bits", "kv_indices", "schedule"),
+    *("kv_lengths", "q_offset", "block_kinds", "block_bits", "tile_list", "schedule"),
 )
 """Arrays, in the order of their addresses."""
 
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
-_PAIRS = ("bias", "dbias", "mask", "block_kinds", "kv_indices")
+_PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_list")
 _SIZES = (
     *("alibi_slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows"),
     *("head_groups", "in_order"),

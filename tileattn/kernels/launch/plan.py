@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from tileattn.kernels.config.context import KernelLaunch, LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.functions import functions_text
-from tileattn.kernels.config.hopper import HOPPER
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.launch import params
-from tileattn.kernels.launch.block_sparse import kv_indices_shape
 from tileattn.kernels.launch.device import Device
-from tileattn.kernels.launch.function_blocks import block_kinds
+from tileattn.kernels.launch.function_blocks import block_kinds, evaluated
 from tileattn.kernels.launch.layout import (
     MIN_ALIGNMENT,
     ROWS,
@@ -26,6 +25,7 @@ from tileattn.kernels.launch.layout import (
 )
 from tileattn.kernels.launch.scheduler import schedule_of
 from tileattn.kernels.launch.tensor_map import TensorMap, can_map, tensor_map
+from tileattn.kernels.launch.tile_lists import TileLists, tile_lists
 from tileattn.kernels.launch.workspace import Workspace, workspace_of
 from tileattn.problem import Problem
 
@@ -62,7 +62,8 @@ class LaunchPlan:
     workspace: Workspace
     constants: dict[str, Constant]  # that differ from problem to problem, not from call to call
     tensor_maps: dict[tuple[tuple[str, int], ...], tuple[TensorMap, ...]]
-    kv_tile: tuple[int, int] | None = None  # of the lists of key tiles; None where none are read
+    tile_lists: TileLists | None = None  # that kernels read, if any
+    block_mask: bool = False  # whether they read the call's
     aux: tuple[ArrayLayout, ...] = ()  # what the caller's own functions read, and their blocks
 
     def __str__(self) -> str:
@@ -104,6 +105,7 @@ def plan_forward(
     launches: Sequence[KernelLaunch] | None = None,
 ) -> LaunchPlan:
     """Plan the forward pass; ``launches`` of None leaves them to `forward_launches`."""
+    problem, layout = _evaluated(problem, layout)
     if launches is None:
         launches = forward_launches(problem, launch_context(problem, layout, device))
     return _plan(problem, layout, device, launches, results={"out"})
@@ -113,10 +115,16 @@ def plan_backward(
     problem: Problem, layout: CallLayout, device: Device, *, deterministic: bool = False
 ) -> LaunchPlan:
     """Plan the backward pass."""
+    problem, layout = _evaluated(problem, layout)
     context = launch_context(problem, layout, device)
-    sinks = layout.get("sinks") is not None
+    sinks = layout.get("dsinks") is not None
     launches = backward_launches(problem, context, deterministic=deterministic, sinks=sinks)
     return _plan(problem, layout, device, launches, results={"dsinks"})
+
+
+def _evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:
+    P, mask = evaluated(P, layout.block_mask)
+    return P, replace(layout, block_mask=mask)
 
 
 def plans_of(problem: Problem, inputs: CallLayout, device: Device) -> tuple[LaunchPlan, ...]:
@@ -153,6 +161,7 @@ def launch_context(problem: Problem, layout: CallLayout, device: Device) -> Laun
         context = context._replace(
             bias=bias.dtype,
             bias_shape=bias.shape,
+            dbias="dbias" in arrays,
             bias_alignment_bytes=bias.row_alignment if staged else 0,
         )
     return context
@@ -163,6 +172,17 @@ def _functions_text(P: Problem, layout: CallLayout) -> str:
         return ""
     aux = tuple((x.dtype, len(x.shape)) for x in layout.aux)
     return functions_text(P.score_mod, P.mask_mod, aux, P.accum_dtype)
+
+
+def _tile_lists(
+    P: Problem, layout: CallLayout, launches: Sequence[KernelLaunch]
+) -> TileLists | None:
+    """Say what lists the first Hopper kernel of a pass reads."""
+    for launch in launches:
+        if launch.key.kernel in (HOPPER, *HOPPER_BACKWARDS):
+            direction = "forward" if launch.key.kernel == HOPPER else "backward"
+            return tile_lists(P, layout.block_mask, launch.key.tile, direction)
+    return None
 
 
 def _plan(
@@ -189,12 +209,13 @@ def _plan(
             constants[params.aux_name(len(layout.aux))] = Constant.of(kinds)
     if schedule.assignment is not None:
         constants["schedule"] = Constant.of(schedule.assignment)
-    kv_tile = None
     if layout.block_mask is not None:
         arrays["block_kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
-        kv_tile = next((x.key.tile for x in launches if x.key.kernel == HOPPER), None)
-        if kv_tile is not None:
-            arrays["kv_indices"] = contiguous(kv_indices_shape(layout.block_mask, kv_tile), "int32")
+    lists = _tile_lists(problem, layout, launches)
+    if lists is not None:
+        arrays["tile_list"] = contiguous(lists.lists_shape(layout.block_mask), "int32")
+        if layout.block_mask is None:
+            constants["tile_list"] = Constant.of(lists.lists(None))
     return LaunchPlan(
         problem,
         device,
@@ -210,6 +231,7 @@ def _plan(
             for boxes in dict.fromkeys(launch.tensor_maps for launch in launches)
             if boxes
         },
-        kv_tile,
+        lists,
+        layout.block_mask is not None,
         aux,
     )

@@ -16,8 +16,8 @@ from tileattn.algorithm.tiles import cut
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.launch.block_sparse import kv_tiles_before
 from tileattn.kernels.launch.layout import CallLayout
+from tileattn.kernels.launch.tile_lists import tile_lists
 from tileattn.problem import Problem
 
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
@@ -131,14 +131,15 @@ def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
 
     each = {place: tiles(*place) for place in set(places)}
     begin, end = np.moveaxis(np.array([each[place] for place in places]), -1, 0)[..., None, :]
-    return TILE_COST * _attended(layout, key, begin, end) + START_COST
+    return TILE_COST * _attended(P, layout, key, begin, end) + START_COST
 
 
-def _attended(layout: CallLayout, key: KernelKey, begin: Array, end: Array) -> Array:
-    """Count the tiles from begin to end - 1 that the block mask does not leave empty."""
-    if layout.block_mask is None:
+def _attended(P: Problem, layout: CallLayout, key: KernelKey, begin: Array, end: Array) -> Array:
+    """Count the tiles from begin to end - 1 that masks do not leave empty."""
+    lists = tile_lists(P, layout.block_mask, key.tile, "forward")
+    if lists is None:
         return end - begin
-    before = kv_tiles_before(layout.block_mask, (key.block_q, key.block_k))
+    before = lists.tiles_before(layout.block_mask)
     before = np.broadcast_to(before, (len(begin), *before.shape[1:]))[:, :, : begin.shape[-1]]
 
     def up_to(tile: Array) -> Array:

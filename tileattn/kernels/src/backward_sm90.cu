@@ -7,7 +7,7 @@
 #include "bwd_mainloop_sm90.cuh"
 
 constexpr int DQT = DQ_COLUMNS / 8;
-static_assert(!HAS_SOFTCAP || BLOCK_Q <= 64, "dsoftcap needs registers, too");
+static_assert(!HAS_SCORE_GRAD || BLOCK_Q <= 64, "slopes need registers, too");
 static_assert(WARPGROUP / WARP * STAGING_BYTES <= ScoreTile::SLICE,
               "only this warpgroup writes there");
 
@@ -24,11 +24,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     WorkTile work{};
     int tile = 0, h = 0;
     TileScores s(0, 0);
-    DSoftcap dsoftcap;
     Fragment<Accum, 1, QT> dp;
     Fragment<Accum, 1, DT> dk;
     Fragment<Accum, 1, VT> dv;
     Operands probs, ds;
+    TileInputs inputs(smem);
     int dk_stage = 0;  // of q, which the GEMM of dK reads
 
     auto issue_s = [&] {
@@ -38,9 +38,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     };
     auto softmax = [&](bool partial) {
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        recompute_p(p, work.b, h, partial, smem.storage.lse_log2[q_pipe.stage], s, dsoftcap);
-        convert(probs, s);
-        apply_dsoftcap(s, dsoftcap);
+        recompute_p(p, work.b, h, partial, smem.storage.lse_log2[q_pipe.stage], inputs, s, probs);
     };
     auto issue_dv = [&] {
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
@@ -53,7 +51,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     // Finish dP of the current tile, and publish dS. finish_ds() changes dS before that.
     auto publish_ds = [&](auto finish_ds) {
         warpgroup_wait<0>(dp);
-        compute_ds(smem.storage.delta[dout_pipe.stage], dp, s);
+        compute_ds(smem.storage.delta[dout_pipe.stage], Accum(p.dropout_scale), dp, s);
         finish_ds();
         convert(ds, dp);
         smem.ds_empty(ds_pipe.stage).wait(ds_pipe.phase ^ 1);
@@ -81,6 +79,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         publish_dq(smem, warpgroup, dq, row0 % WARPGROUP_ROWS, dq_pipe);
     };
     auto store_dv = [&](const PipelineState<DS_STAGES>& staging) {
+        if constexpr (HAS_DROPOUT) dv.scale(Accum(p.dropout_scale));
         flag_non_finite(p, work, dv);
         store_gradient(p, smem, p.dv, p.dv_at, int(p.Dv), work, row0, dv, staging);
     };
@@ -89,7 +88,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         flag_non_finite(p, work, dk);
         store_gradient(p, smem, p.dk, p.dk_at, int(p.D), work, row0, dk, ds_pipe);
     };
+    auto load_inputs = [&] { inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q); };
     auto prologue = [&] {
+        load_inputs();
         issue_s();
         smem.v_full().wait(v_pipe.phase);
         v_pipe.advance();
@@ -112,6 +113,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     auto step = [&](bool partial, bool) {
         Fragment<Accum, 1, DQT> dq;
         publish_ds([] {});
+        load_inputs();
         issue_s();
         issue_dk();
         warpgroup_wait<1>(s);
@@ -147,6 +149,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     auto nan_safe_step = [&](bool partial, bool) {
         const bool masked = has_masked(p, tile, partial);
         const NonFiniteDout table{smem.ds(ds_pipe.next().stage).address};
+        load_inputs();
         issue_s();
         warpgroup_wait<0>(s);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
@@ -154,8 +157,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             masked && clean_q_and_dout(smem, q_pipe.stage, dout_pipe.stage, table);
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         const Attended<1, QT> attended =
-            recompute_p_nan_safe(p, work.b, h, masked, smem.storage.lse_log2[q_pipe.stage], s,
-                                 probs, non_finite, table, dv);
+            recompute_p_nan_safe(p, work.b, h, masked, smem.storage.lse_log2[q_pipe.stage],
+                                 inputs, s, probs, non_finite, table, dv);
         issue_dv();
         warpgroup_wait<0>(dv);
         issue_dp();  // delta is NaN where dO was not finite
@@ -182,15 +185,15 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             clean_k(smem);
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();
-            for_each_tile<false, false>(work, heads, h, tile, nan_safe_step);
+            for_each_tile<false, false>(p, work, heads, h, tile, nan_safe_step);
             // Safe: the last step has waited for all GEMMs.
             smem.v_empty().arrive();
             smem.k_empty().arrive();
             store_dv(ds_pipe);
         } else if (attended) {
-            h = work.kv * heads, tile = work.tiles.end - 1;
+            h = work.kv * heads, tile = QueryTileList(p, work).tile(work.tiles.end - 1);
             prologue();
-            for_each_tile<true, false>(work, heads, h, tile, step);
+            for_each_tile<true, false>(p, work, heads, h, tile, step);
             last_step();
         } else {
             smem.k_empty().arrive();  // safe: the branch has consumed the work tile

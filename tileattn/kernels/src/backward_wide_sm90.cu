@@ -43,9 +43,9 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     WorkTile work{};
     int tile = 0, h = 0;
     TileScores s(0, 0);
-    DSoftcap dsoftcap;
     Fragment<Accum, 1, VT> dv;
     Operands probs;
+    TileInputs inputs(smem);
 
     auto issue_s = [&] {
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
@@ -62,6 +62,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     //
     // NaN-safe, S is not issued ahead: whether the tile is the last is known too late.
     auto step = [&](bool partial, bool more) {
+        inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q);
         if constexpr (NAN_SAFE) {
             issue_s();
             warpgroup_wait<0>(s);
@@ -74,12 +75,11 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
             const NonFiniteDout table = table_of(smem, ds_pipe);
             const bool non_finite =
                 masked && clean_q_and_dout(smem, q_pipe.stage, dout_pipe.stage, table);
-            recompute_p_nan_safe(p, work.b, h, masked, lse_log2, s, probs, non_finite, table, dv)
+            recompute_p_nan_safe(p, work.b, h, masked, lse_log2, inputs, s, probs, non_finite,
+                                 table, dv)
                 .fill_others(s, MASKED);
         } else {
-            recompute_p(p, work.b, h, partial, lse_log2, s, dsoftcap);
-            convert(probs, s);
-            apply_dsoftcap(s, dsoftcap);
+            recompute_p(p, work.b, h, partial, lse_log2, inputs, s, probs);
         }
         store_exchange(smem.p(), s);
         fence_async_shared();
@@ -120,10 +120,11 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
                 issue_s();
                 warpgroup_wait<0>(s);
             }
-            for_each_tile<false, !NAN_SAFE>(work, heads, h, tile, step);
+            for_each_tile<false, !NAN_SAFE>(p, work, heads, h, tile, step);
         }
         // Safe: all GEMMs that read k are complete, and the steps have consumed the work tile.
         smem.k_empty().arrive();
+        if constexpr (HAS_DROPOUT) dv.scale(Accum(p.dropout_scale));
         flag_non_finite(p, work, dv);
         store_gradient(p, smem, p.dv, p.dv_at, int(p.Dv), work, row0, dv, ds_pipe);
     }
@@ -173,7 +174,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             smem.p_full().wait(p_pipe.phase);
             p_pipe.advance();
             load_exchange(s, smem.p());
-            compute_ds(smem.storage.delta[dout_pipe.stage], dp, s);
+            compute_ds(smem.storage.delta[dout_pipe.stage], Accum(p.dropout_scale), dp, s);
             if constexpr (NAN_SAFE)
 #pragma unroll
                 for (int n = 0; n < QT; ++n)
@@ -215,7 +216,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();
             if constexpr (!NAN_SAFE) issue_dp();
-            for_each_tile<false, !NAN_SAFE>(work, heads, h, tile, step);
+            for_each_tile<false, !NAN_SAFE>(p, work, heads, h, tile, step);
             if constexpr (NAN_SAFE)
                 smem.v_empty().arrive();  // safe: the last step waited for all GEMMs
         }

@@ -61,12 +61,14 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         // has.
         KeyTile::prefetch(maps.k, work.k0, work.kv, work.b);
         ValueTile::prefetch(maps.v, work.k0, work.kv, work.b);
+        const QueryTileList list(p, work);
         bool first = true;
 #pragma unroll 1
-        for (int tile = tiles.end; --tile >= tiles.begin;)
+        for (int index = tiles.end; --index >= tiles.begin;) {
+            const int q0 = list.tile(index) * BLOCK_Q;
 #pragma unroll 1
             for (int g = 0; g < group; ++g) {
-                const int h = work.kv * group + g, q0 = tile * BLOCK_Q;
+                const int h = work.kv * group + g;
                 load_q(h, q0);
                 load_dout(h, q0);
                 if (!first) continue;
@@ -78,6 +80,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 publish_work();
                 smem.k().load(maps.k, work.k0, work.kv, work.b, smem.k_full());
             }
+        }
     }
     work.is_end = true;
     publish_work();
@@ -100,14 +103,13 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
         smem.k_empty().arrive();  // safe: only generic stores overwrite the work tile
         if (work.is_end) break;
         const u32 first_head = work.b * int(p.Hq) + work.kv * heads;
+        const QueryTileList list(p, work);
         u32 reached = 0;
 #pragma unroll 1
-        for (int tile = work.tiles.end; --tile >= work.tiles.begin;) {
-            const int row = tile * BLOCK_Q;
-            const int first =
-                SlidingWindow(p, work.b).key_range(row, min(row + BLOCK_Q, rows)).lo / BLOCK_K;
-            const u32 rank = work.k0 / BLOCK_K - first, before = p.in_order ? rank : min(rank, 1u);
-            const int row0 = row + share.row, count = max(0, min(DQ_ROWS, rows - row0));
+        for (int index = work.tiles.end; --index >= work.tiles.begin;) {
+            const int tile = list.tile(index);
+            const u32 rank = list.rank(p, work, index), before = p.in_order ? rank : min(rank, 1u);
+            const int row0 = tile * BLOCK_Q + share.row, count = max(0, min(DQ_ROWS, rows - row0));
 #pragma unroll 1
             for (u32 head = first_head; head < first_head + heads; ++head) {
                 const u32 own = (head * tiles + tile) * DQ_STORE_WARPS + store_warp;
@@ -128,7 +130,7 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                     dq_pipe.advance();
                 }
                 // If deterministic, read the next semaphore while this tile is stored.
-                if (p.in_order && heads == 1 && tile)
+                if (!HAS_TILE_LIST && p.in_order && heads == 1 && tile)
                     reached = read_semaphore(dq_semaphore + own - DQ_STORE_WARPS);
                 if (p.in_order || !rank)
                     bulk_wait(), publish_semaphore(dq_semaphore + own, rank + 1);
@@ -181,19 +183,22 @@ __device__ inline void zero_unattended(const Params& p, const Smem& smem, const 
 // caller may do the first step of all itself. `more` is false for the last one, if that is peeled
 // off.
 template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
-__device__ __forceinline__ void for_each_tile(const WorkTile& work, int heads, int& h, int& tile,
-                                              Step step) {
+__device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int heads,
+                                              int& h, int& tile, Step step) {
     const TileRange tiles = work.tiles;
+    const QueryTileList list(p, work);
     const int first_head = work.kv * heads, end_head = first_head + heads;
     int begin = first_head + SKIP_FIRST;
 #pragma unroll 1
-    for (tile = tiles.end - 1; tile >= tiles.begin; --tile, begin = first_head) {
-        const int end = end_head - (PEEL_LAST && tile == tiles.begin);
+    for (int index = tiles.end - 1; index >= tiles.begin; --index, begin = first_head) {
+        const int end = end_head - (PEEL_LAST && index == tiles.begin);
+        tile = list.tile(index);
+        const bool is_partial = list.is_partial(index) || tiles.is_partial(tile);
         if constexpr (NAN_SAFE) {  // one copy compiles sooner
-            const bool partial = __any_sync(~0u, tiles.is_partial(tile));
+            const bool partial = __any_sync(~0u, is_partial);
 #pragma unroll 1
             for (h = begin; h < end; ++h) step(partial, true);
-        } else if (tiles.is_partial(tile)) {
+        } else if (is_partial) {
 #pragma unroll 1
             for (h = begin; h < end; ++h) step(true, true);
         } else {
@@ -202,7 +207,7 @@ __device__ __forceinline__ void for_each_tile(const WorkTile& work, int heads, i
         }
     }
     if constexpr (PEEL_LAST) {
-        h = end_head - 1, tile = tiles.begin;
+        h = end_head - 1, tile = list.tile(tiles.begin);
         step(true, false);
     }
 }
@@ -241,7 +246,7 @@ template <class Consume>
 __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, Consume consume) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
-    const Smem smem{shared_address(tensors), storage};
+    const Smem smem{tensors, shared_address(tensors), storage};
     if (NAN_SAFE && !any_flagged_head(p)) return;
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);

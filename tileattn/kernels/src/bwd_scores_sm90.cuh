@@ -8,30 +8,24 @@
 constexpr int QT = BLOCK_Q / 8, DT = HEAD_DIM / 8, VT = VALUE_DIM / 8;
 
 using TileScores = Scores<true, 1, QT>;
-using DSoftcap = Fragment<Accum, 1, HAS_SOFTCAP ? QT : 1>;  // slopes of the softcap at the scores
+// Columns of atoms whose scores are recomputed at a time: the caller's own functions and dropout
+// need registers.
+constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT || HAS_BIAS ? 2 : QT;
 using Operands = Atom<Element>::A[BLOCK_Q / 16];            // P or dS as an operand of dV or dK
 
-__device__ inline void convert(Operands& operands, const Fragment<Accum, 1, QT>& c) {
+__device__ inline void convert(Operands& operands, const Fragment<Accum, 1, QT>& c, int begin = 0,
+                               int end = QT) {
 #pragma unroll
-    for (int i = 0; i < BLOCK_Q / 16; ++i) operands[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
-}
-
-// From K Q^T to S: -infinity where a partial tile masks it out.
-__device__ inline void modify_and_mask(const Params& p, const ScoreMod& score_mod, int b, int h,
-                                       bool partial, TileScores& s, DSoftcap& dsoftcap) {
-    s.apply(score_mod, WarpBias<true, 1, QT>(nullptr), [&](int, int n, int e, Accum slope, Accum) {
-        if constexpr (HAS_SOFTCAP) dsoftcap.x[0][n][e] = slope;
-    });
-    if (partial) s.masked_fill(AttentionMask(p, b, h), DenseMask<true, 1, QT>{});
+    for (int i = begin / 2; i < end / 2; ++i) operands[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
 }
 
 // From S to P, with the logsumexp of the tile's queries.
-__device__ inline void exponentiate(const ScoreMod& score_mod, const float* lse_log2,
-                                    TileScores& s) {
+__device__ inline void exponentiate(const ScoreMod& score_mod, const float* lse_log2, TileScores& s,
+                                    int begin, int end) {
     const Lane lane;
     const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
 #pragma unroll
-    for (int n = 0; n < QT; ++n) {
+    for (int n = begin; n < end; ++n) {
         const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + lane.column(0) + 8 * n);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
@@ -40,37 +34,105 @@ __device__ inline void exponentiate(const ScoreMod& score_mod, const float* lse_
     }
 }
 
-// From K Q^T to P.
-__device__ inline void recompute_p(const Params& p, int b, int h, bool partial,
-                                   const float* lse_log2, TileScores& s, DSoftcap& dsoftcap) {
-    const ScoreMod score_mod(p, b, h);
-    modify_and_mask(p, score_mod, b, h, partial, s, dsoftcap);
-    exponentiate(score_mod, lse_log2, s);
+// Slopes of the softcap and of the caller's own function at the scores.
+using ScoreSlopes = Fragment<Accum, 1, HAS_SCORE_GRAD ? QT : 1>;
+
+// What is dropped is marked by the lowest bit of P, for dS.
+__device__ inline Accum marked(Accum p) { return __uint_as_float(__float_as_uint(p) | 1); }
+__device__ inline Accum unmarked(Accum p) { return __uint_as_float(__float_as_uint(p) & ~1u); }
+__device__ inline bool is_marked(Accum p) { return __float_as_uint(p) & 1; }
+
+// Zero the dropped ones of some columns of atoms of `kept`, which stay NaN, mark those of s, and call
+// record(m, n, e) for each.
+template <class Record>
+__device__ inline void drop(const Dropout& dropout, TileScores& s, Fragment<Accum, 1, QT>& kept,
+                            int begin, int end, Record record) {
+    auto visit = [&](int m, int n, int e, bool keeps) {
+        Accum& x = s.x[m][n][e];
+        x = keeps ? unmarked(x) : marked(x);
+        if (keeps) return;
+        kept.x[m][n][e] *= 0;
+        record(m, n, e);
+    };
+    if constexpr (HAS_DROPOUT)
+#pragma unroll
+        for (int n = begin; n < end; n += 2)
+            dropout.for_columns<true, 1>(s.row, s.column, n, visit);
 }
 
-// From P to P times the slope of the softcap, which dS takes in its place.
-__device__ inline void apply_dsoftcap(TileScores& s, const DSoftcap& dsoftcap) {
-    if constexpr (HAS_SOFTCAP)
-        s.for_each([&](Accum& x, int, int, int, int n, int e) { x *= dsoftcap.x[0][n][e]; });
+// What the scores of a tile need besides: its dense mask in registers, its bias in shared memory.
+struct TileInputs {
+    DenseMask<true, 1, QT> dense;
+    WarpBias<true, 1, QT> bias;
+
+    __device__ explicit TileInputs(const Smem& smem) : bias(smem.bias()) {}
+
+    // Start to load those of keys from k0 and queries from q0 on, once the last ones have been read.
+    __device__ void load(const Params& p, int b, int h, int k0, int q0) {
+        if constexpr (HAS_MASK) dense.load(AttentionMask(p, b, h), k0, q0);
+        if constexpr (HAS_BIAS) bias.load(ScoreMod(p, b, h), q0, k0);
+    }
+};
+
+// From K Q^T to P, with the logsumexp of the tile's queries, as an operand of dV; and to P times the
+// slopes, which dS takes in its place.
+__device__ inline void recompute_p(const Params& p, int b, int h, bool partial,
+                                   const float* lse_log2, TileInputs& inputs, TileScores& s,
+                                   Operands& probs) {
+    const ScoreMod score_mod(p, b, h);
+    const AttentionMask attn_mask(p, b, h);
+    const Dropout dropout(p, b, h);
+    ScoreSlopes slopes;
+    slopes.clear();
+    auto finish = [&](int begin, int end) {
+        exponentiate(score_mod, lse_log2, s, begin, end);
+        Fragment<Accum, 1, QT> kept = s;
+        if constexpr (HAS_SCORE_GRAD)
+            s.for_each([&](Accum& x, int, int, int, int n, int e) { x *= slopes.x[0][n][e]; },
+                       begin, end);
+        drop(dropout, s, kept, begin, end, [](int, int, int) {});
+        convert(probs, kept, begin, end);
+    };
+    if constexpr (HAS_BIAS) copy_wait<0>(), __syncwarp();
+#pragma unroll
+    for (int n = 0; n < QT; n += CHUNK) {
+        if constexpr (CHUNK < QT) hide(s.row), hide(s.column);
+        auto record = [&](int, int n, int e, Accum dsoftcap, Accum dfunction) {
+            if constexpr (HAS_SCORE_GRAD) slopes.x[0][n][e] = dsoftcap * dfunction;
+        };
+        s.apply(score_mod, inputs.bias, record, n, n + CHUNK);
+        if (partial) s.masked_fill_positions(attn_mask, n, n + CHUNK);
+        if constexpr (!HAS_MASK) finish(n, n + CHUNK);
+        if constexpr (CHUNK < QT) order_after(s.x[0][n + CHUNK - 1][3] == -infinity<Accum>());
+    }
+    if constexpr (HAS_MASK) {
+        inputs.dense.share();
+        s.masked_fill(inputs.dense);
+        finish(0, QT);
+    }
 }
 
 // From dP to dS, with P and delta of the tile's queries.
-__device__ inline void compute_ds(const float* deltas, Fragment<Accum, 1, QT>& dp,
-                                  const Fragment<Accum, 1, QT>& p) {
+__device__ inline void compute_ds(const float* deltas, Accum dropout_scale,
+                                  Fragment<Accum, 1, QT>& dp, const Fragment<Accum, 1, QT>& p) {
     const Lane lane;
 #pragma unroll
     for (int n = 0; n < QT; ++n) {
         const float2 delta = *reinterpret_cast<const float2*>(deltas + lane.column(0) + 8 * n);
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-            dp.x[0][n][e] = score_gradient(p.x[0][n][e], dp.x[0][n][e], e % 2 ? delta.y : delta.x);
+        for (int e = 0; e < 4; ++e) {
+            const Accum own = p.x[0][n][e];
+            Accum& x = dp.x[0][n][e];
+            if constexpr (HAS_DROPOUT) x = is_marked(own) ? Accum(0) : x * dropout_scale;
+            x = score_gradient(own, x, e % 2 ? delta.y : delta.x);
+        }
     }
 }
 
 // --- NaN-safe, as told in nonfinite.cuh ----------------------------------------------------------
 
-// With a softcap what is not finite in q and k would have to be restored, too.
-static_assert(!(NAN_SAFE && HAS_SOFTCAP), "gradients where the softcap is flat are not NaN");
+// With slopes what is not finite in q and k would have to be restored, too.
+static_assert(!(NAN_SAFE && HAS_SCORE_GRAD), "gradients where the scores are flat are not NaN");
 
 using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
 static_assert(NonFiniteDout::BYTES <= ScoreTile::BYTES, "the table takes a stage of dS");
@@ -78,7 +140,7 @@ static_assert(NonFiniteDout::BYTES <= ScoreTile::BYTES, "the table takes a stage
 // Whether a tile has a pair that is masked out. Queries past the end, which are zero, attend to
 // nothing.
 __device__ inline bool has_masked(const Params& p, int tile, bool partial) {
-    return partial || (tile + 1) * BLOCK_Q > p.Nq;
+    return HAS_MASK || partial || (tile + 1) * BLOCK_Q > p.Nq;
 }
 
 // Copy k with zeros in place of what is not finite.
@@ -117,20 +179,25 @@ __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_
 // what was taken out of dO.
 template <int NT>
 __device__ inline Attended<1, QT> recompute_p_nan_safe(const Params& p, int b, int h, bool masked,
-                                                       const float* lse_log2, TileScores& s,
-                                                       Operands& probs, bool non_finite,
+                                                       const float* lse_log2, TileInputs& inputs,
+                                                       TileScores& s, Operands& probs,
+                                                       bool non_finite,
                                                        const NonFiniteDout& table,
                                                        Fragment<Accum, 1, NT>& dv) {
     const ScoreMod score_mod(p, b, h);
-    DSoftcap dsoftcap;
-    modify_and_mask(p, score_mod, b, h, masked, s, dsoftcap);
+    s.apply(score_mod, inputs.bias, [](int, int, int, Accum, Accum) {});
+    if (masked) s.masked_fill_positions(AttentionMask(p, b, h));
+    if constexpr (HAS_MASK) inputs.dense.share(), s.masked_fill(inputs.dense);
     Attended<1, QT> attended;
     attended.mark(s);
-    exponentiate(score_mod, lse_log2, s);
+    exponentiate(score_mod, lse_log2, s, 0, QT);
     attended.fill_others(s, 0);
-    convert(probs, s);
+    Fragment<Accum, 1, QT> kept = s;
+    Attended<1, QT> not_dropped = attended;
+    drop(Dropout(p, b, h), s, kept, 0, QT, [&](int m, int n, int e) { not_dropped.drop(m, n, e); });
+    convert(probs, kept);
     if (__any_sync(~0u, non_finite))
         add_non_finite(dv, table, 0,
-                       [&](int m, int half, int w) { return attended.word(m, half, w); });
+                       [&](int m, int half, int w) { return not_dropped.word(m, half, w); });
     return attended;
 }

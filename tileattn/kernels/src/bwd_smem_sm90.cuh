@@ -2,6 +2,7 @@
 // q, dO, dS and dQ, and their barriers.
 #pragma once
 
+#include "bias.cuh"
 #include "gemm_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
 
@@ -61,7 +62,10 @@ struct Tensors {
 constexpr int P_BYTES = IS_WIDE ? BLOCK_Q * BLOCK_K * 4 : 0;
 // NaN-safe: a copy of k with zeros in place of what is not finite.
 constexpr int CLEAN_K_BYTES = NAN_SAFE ? KeyTile::BYTES : 0;
-static_assert(int(sizeof(Tensors)) + P_BYTES + CLEAN_K_BYTES == SHARED_BYTES,
+// Each warp's share of the bias.
+constexpr int BIAS_BYTES = WarpBias<true, 1, BLOCK_Q / 8>::BYTES;
+static_assert(!(HAS_BIAS && (IS_WIDE || NAN_SAFE)), "there is no room for the bias");
+static_assert(int(sizeof(Tensors)) + P_BYTES + CLEAN_K_BYTES + BIAS_BYTES == SHARED_BYTES,
               "what a launch brings");
 
 // Static shared memory.
@@ -78,7 +82,8 @@ struct SharedStorage {
 static_assert(SHARED_BYTES + sizeof(SharedStorage) <= 227 * 1024, "what a CTA may have");
 
 struct Smem {
-    u32 tensors;
+    char* memory;
+    u32 tensors;  // its address
     SharedStorage& storage;
 
     static constexpr int V = int(sizeof(Tensors::k));
@@ -107,6 +112,7 @@ struct Smem {
     }
     __device__ u32 p() const { return tensors + P; }
     __device__ KeyTile clean_k() const { return {tensors + CLEAN_K}; }
+    __device__ char* bias() const { return memory + sizeof(Tensors); }
     // Staging memory of each warp, within the slice of dS that its warpgroup writes.
     __device__ u32 staging(int stage) const {
         return ds(stage).address + threadIdx.x / WARPGROUP * ScoreTile::SLICE +

@@ -19,6 +19,7 @@ struct Present<void> {
 };
 using BiasElement = Present<KEY_BIAS>::type;
 
+constexpr bool IS_16_BIT = sizeof(Element) == 2;
 constexpr int HEAD_DIM = KEY_HEAD_DIM;
 constexpr int VALUE_DIM = KEY_VALUE_DIM;
 constexpr int BLOCK_Q = KEY_BLOCK_Q;
@@ -56,6 +57,12 @@ constexpr int DQ_STORE_WARPS = 2;
 // Scores of any size, -infinity among them; and score modifiers whose derivative is not 1.
 constexpr bool HAS_ANY_SCORES = HAS_BIAS || HAS_SCORE_MOD;
 constexpr bool HAS_SCORE_GRAD = HAS_SOFTCAP || HAS_SCORE_MOD;
+// Rows that may have scores of any size are taken as large from the beginning. Hopper's kernels take
+// them as bounded, and come back to those that are not.
+constexpr bool ALL_ROWS_LARGE = HAS_ANY_SCORES && PRODUCER_WARPS == 0;
+
+// Hopper's kernels: whether the tiles of a block may come from a list.
+constexpr bool HAS_TILE_LIST = HAS_BLOCK_MASK || HAS_MASK_MOD;
 
 // How far GEMM loops are unrolled. The NaN-safe path rarely runs, and compiles sooner with few
 // steps.

@@ -23,6 +23,10 @@
 // of the other warpgroup fill that time as well or better (measured).
 constexpr bool INTRA_WARPGROUP_OVERLAP = VALUE_DIM != 128;
 
+// Columns of atoms whose scores are modified and masked at a time: the caller's own functions need
+// registers.
+constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 4 : NT;
+
 // Where a consumer warpgroup is in the circular buffers.
 struct ReadState {
     PipelineState<Q_STAGES> q;
@@ -41,10 +45,12 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
     PipelineState<STAGES> k_pipe = read.k, v_pipe = read.v;
 
     WorkTile work{}, next;
-    int tile = 0;  // under a block mask, an index of its sparse list:
-    const int* entries = nullptr;
+    int tile = 0;  // or its index in a list:
+    KeyTileList list;
     int entry = 0, next_entry = 0;
     Scores<false, 1, NT> s(0, 0);
+    DenseMask<false, 1, NT> dense;
+    const WarpBias<false, 1, NT> bias(smem.bias());
     Atom<Element>::A probs[BLOCK_K / 16];  // P as an operand of PV
     Fragment<Accum, 1, VT> acc;
     RowState<1> state;
@@ -79,8 +85,16 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         release_v();
     };
     auto convert_p = [&] {
+        const Dropout dropout(p, work.b, work.h);
 #pragma unroll
-        for (int i = 0; i < BLOCK_K / 16; ++i) probs[i] = Atom<Element>::a_of(s.x[0] + 2 * i);
+        for (int i = 0; i < BLOCK_K / 16; ++i) {
+            if constexpr (HAS_DROPOUT && !NAN_SAFE) {
+                hide(s.row), hide(s.column);
+                s.drop(dropout, 2 * i);
+                order_after(s.x[0][2 * i][0] < 0);
+            }
+            probs[i] = Atom<Element>::a_of(s.x[0] + 2 * i);
+        }
     };
 
     // Tiles that only other warpgroups attend to.
@@ -95,11 +109,17 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
             release_v();
         }
     };
-    // Whether the tile needs a mask. The next entry of a sparse list is loaded meanwhile.
+    // Whether the tile needs a mask. The next entry of a list is loaded meanwhile.
     auto is_partial = [&] {
-        if constexpr (!HAS_BLOCK_MASK) return work.tiles.is_partial(tile);
-        entry = next_entry, next_entry = entries[tile + 1];
+        if constexpr (!HAS_TILE_LIST) return work.tiles.is_partial(tile);
+        entry = next_entry, next_entry = list.entry(tile + 1);
         return entry % 2 || work.tiles.is_partial(entry / 2);
+    };
+    // Start to load the tile's mask and bias, once those of the last tile have been read.
+    auto load_mask_and_bias = [&](int column) {
+        const int row = work.q0 + row0;
+        if constexpr (HAS_MASK) dense.load(AttentionMask(p, work.b, work.h), row, column);
+        if constexpr (HAS_BIAS) bias.load(ScoreMod(p, work.b, work.h), row, column);
     };
     auto fetch_work = [&] {
         smem.q_full(warpgroup, work_pipe.stage).wait(work_pipe.phase);
@@ -114,15 +134,31 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         if (!work.is_end) skip_tiles(tile - work.begin);
         // QK is issued even where there is no tile, on whatever the stage holds: under a condition,
         // ptxas would serialise all GEMMs.
-        if (HAS_BLOCK_MASK) entries = BlockSparseList(p, work).entries, next_entry = entries[tile];
+        if constexpr (HAS_TILE_LIST) {
+            list = KeyTileList(p, work);
+            next_entry = list.entry(tile);
+        }
         if (tile < work.tiles.end) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
         issue_qk();
+        if (tile < work.tiles.end)
+            load_mask_and_bias((HAS_TILE_LIST ? next_entry / 2 : tile) * BLOCK_K);
     };
     auto modify_and_mask = [&](bool partial) {
         const ScoreMod score_mod(p, work.b, work.h);
-        s.row = work.q0 + row0, s.column = (HAS_BLOCK_MASK ? entry / 2 : tile) * BLOCK_K;
-        s.apply(score_mod, WarpBias<false, 1, NT>(nullptr), [](int, int, int, Accum, Accum) {});
-        if (partial) s.masked_fill(AttentionMask(p, work.b, work.h), DenseMask<false, 1, NT>{});
+        const AttentionMask attn_mask(p, work.b, work.h);
+        s.row = work.q0 + row0, s.column = (HAS_TILE_LIST ? entry / 2 : tile) * BLOCK_K;
+        if constexpr (HAS_BIAS) copy_wait<0>(), __syncwarp();
+#pragma unroll
+        for (int n = 0; n < NT; n += CHUNK) {
+            const int end = n + CHUNK < NT ? n + CHUNK : NT;
+            if (CHUNK < NT) hide(s.row), hide(s.column);
+            s.apply(score_mod, bias, [](int, int, int, Accum, Accum) {}, n, end);
+            if (partial) s.masked_fill_positions(attn_mask, n, end);
+            if (CHUNK < NT) order_after(s.x[0][end - 1][3] == infinity<Accum>());
+        }
+        if constexpr (HAS_MASK) dense.share(), s.masked_fill(dense);
+        const int ahead = HAS_TILE_LIST ? next_entry / 2 : tile + 1;
+        if (tile + 1 < work.tiles.end) load_mask_and_bias(ahead * BLOCK_K);
     };
     auto online_softmax = [&] {
         const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
@@ -149,7 +185,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
         issue_pv();
         warpgroup_wait<1>(s);
         softmax(partial);
-        if constexpr (INTRA_WARPGROUP_OVERLAP) order_wait_after(state.l[0][0] + state.l[0][1] < 0);
+        if constexpr (INTRA_WARPGROUP_OVERLAP) order_after(state.l[0][0] + state.l[0][1] < 0);
         finish_pv();
         convert_p();
         acc.scale_rows(rescale);
@@ -159,7 +195,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
     auto nan_safe_loop = [&] {
         constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
         for (;;) {
-            const bool partial = __any_sync(~0u, is_partial());
+            const bool partial = __any_sync(~0u, is_partial() || HAS_ANY_SCORES || HAS_MASK);
             modify_and_mask(partial);
             const NonFinite<Element, BLOCK_K, VALUE_DIM> table{smem.k(k_pipe.stage).address};
             Attended<1, NT> attended;
@@ -174,6 +210,10 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
             }
             online_softmax();
             s.scale(1 / P_DIVISOR);
+            const Dropout dropout(p, work.b, work.h);
+#pragma unroll
+            for (int n = 0; n < NT; n += 2)
+                s.drop(dropout, n, [&](int m, int n, int e) { attended.drop(m, n, e); });
             convert_p();
             acc.scale_rows(rescale);
             gemm_async<Element>(acc, probs, smem.v(v_pipe.stage));
@@ -219,7 +259,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, int warpgroup,
                 if (is_partial()) {
                     step(true), ++tile;
                 } else {
-                    const int end = HAS_BLOCK_MASK ? tile + 1 : work.tiles.full_end;
+                    const int end = HAS_TILE_LIST ? tile + 1 : work.tiles.full_end;
 #pragma unroll 1
                     for (; tile < end; ++tile) step(false);
                 }
@@ -243,7 +283,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     forward_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
-    const Smem smem{shared_address(tensors), storage};
+    const Smem smem{tensors, shared_address(tensors), storage};
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) smem.init();

@@ -48,14 +48,12 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             share.q0 += WARPGROUP_ROWS * warpgroup;
             // In a NaN-safe pass the warpgroups go through the same tiles side by side.
             if (!work.nan_safe) share.tiles = key_tiles(p, work.b, share.q0, WARPGROUP_ROWS);
-            if (HAS_BLOCK_MASK) share.tiles.begin = work.begin, share.tiles.end = work.end;
+            if (HAS_TILE_LIST) share.tiles.begin = work.begin, share.tiles.end = work.end;
             smem.q(q_pipe.stage).load(maps.q, share.q0, work.h, work.b, full);
         }
         work_pipe.advance();
     };
-    auto tile_at = [&](int index) {
-        return HAS_BLOCK_MASK ? BlockSparseList(p, work).entries[index] / 2 : index;
-    };
+    auto tile_at = [&](int index) { return KeyTileList(p, work).tile(index); };
     auto load_k = [&](int index) {
         const int tile = tile_at(index);
         const Barrier full = smem.k_full(k_pipe.stage);
@@ -157,7 +155,8 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         inverse[half] = state.template finalize<true>(
-            0, half, sink, NAN_SAFE ? P_DIVISOR : Accum(1), Accum(p.softmax_scale), lse[half]);
+            0, half, sink, Accum(p.dropout_scale) * (NAN_SAFE ? P_DIVISOR : Accum(1)),
+            Accum(p.softmax_scale), lse[half]);
 #pragma unroll
         for (int n = 0; n < VT; ++n)
 #pragma unroll

@@ -2,6 +2,7 @@
 // barriers.
 #pragma once
 
+#include "bias.cuh"
 #include "gemm_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
 
@@ -24,7 +25,8 @@ struct KeyValueStage {
 
 // Stages of q hold one warpgroup's queries each: also those of the next work tile, as far as they
 // fit.
-constexpr int TENSOR_BYTES = 225 * 1024;  // at most
+constexpr int BIAS_BYTES = WarpBias<false, 1, BLOCK_K / 8>::BYTES;
+constexpr int TENSOR_BYTES = 225 * 1024 - BIAS_BYTES;  // at most
 constexpr int Q_FIT = (TENSOR_BYTES - STAGES * int(sizeof(KeyValueStage))) / QueryTile::BYTES;
 constexpr int Q_STAGES = Q_FIT < 2 * CONSUMERS ? Q_FIT : 2 * CONSUMERS;
 static_assert(Q_STAGES >= CONSUMERS, "a stage for every warpgroup");
@@ -33,12 +35,12 @@ static_assert((BLOCK_Q - WARPGROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
 
 constexpr int TRACKED = 1024;  // iterations, modulo which unfinished ones are recorded
 
-// Dynamic shared memory, as it lies.
+// Dynamic shared memory, as it lies; behind it each warp's share of the bias.
 struct Tensors {
     QueryTile::Storage q[Q_STAGES];
     KeyValueStage kv[STAGES];
 };
-static_assert(sizeof(Tensors) == SHARED_BYTES, "what a launch brings");
+static_assert(int(sizeof(Tensors)) + BIAS_BYTES == SHARED_BYTES, "what a launch brings");
 
 // Static shared memory.
 struct SharedStorage {
@@ -55,7 +57,8 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) <= 2048, "what the tensors leave");
 
 struct Smem {
-    u32 tensors;
+    char* memory;
+    u32 tensors;  // its address
     SharedStorage& storage;
 
     static constexpr int KV = int(sizeof(Tensors::q));
@@ -66,6 +69,8 @@ struct Smem {
         return {tensors + KV + stage * int(sizeof(KeyValueStage))};
     }
     __device__ ValueTile v(int stage) const { return {k(stage).address + KeyTile::BYTES}; }
+
+    __device__ char* bias() const { return memory + sizeof(Tensors); }
 
     __device__ Barrier q_full(int warpgroup, int parity) const {
         return {shared_address(storage.q_full + 2 * warpgroup + parity)};

@@ -56,10 +56,10 @@ __device__ inline void warpgroup_wait(Fragment<float, 1, NT>& c) {
     fence_operand(accum_registers(c));
 }
 
-// Keep the next wait behind the computation of a condition that never holds. ptxas moves waits
-// ahead of everything that does not depend on a GEMM, so nothing would overlap with it; but not
-// ahead of a branch.
-__device__ inline void order_wait_after(bool never) {
+// Keep what follows behind the computation of a condition that never holds: ptxas moves nothing
+// ahead of a branch. It would move waits ahead of everything that does not depend on a GEMM, so that
+// nothing overlaps with it; and begin so much at once that registers spill.
+__device__ inline void order_after(bool never) {
     if (__any_sync(~0u, never)) asm volatile("nanosleep.u32 1;");
 }
 

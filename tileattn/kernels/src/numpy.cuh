@@ -1,8 +1,9 @@
-// Layer 1. NumPy's functions of single numbers, by their names there: what the caller's own functions
+// Layer 3. NumPy's functions of single numbers, by their names there: what the caller's own functions
 // are made of. Integers are int, where no result overflows, or i64, which wrap around.
 #pragma once
 
-#include "types.cuh"
+#include "config.cuh"
+#include "quick.cuh"
 
 // An array that the caller's own functions read: sizes, and strides in bytes.
 template <int AXES>
@@ -10,13 +11,18 @@ struct AuxArray {
     const char* data;
     i64 sizes[AXES > 0 ? AXES : 1], strides[AXES > 0 ? AXES : 1];
 
-    // Indices past an end are taken for the nearest that there is.
     template <class T, class... Index>
     __device__ T element(Index... index) const {
-        i64 byte = 0;
+        const char* at = data;
         int axis = 0;
-        ((byte += max(min(i64(index), sizes[axis] - 1), i64(0)) * strides[axis], ++axis), ...);
-        return *reinterpret_cast<const T*>(data + byte);
+        ((at += nearest(index, sizes[axis] - 1) * strides[axis], ++axis), ...);
+        return *reinterpret_cast<const T*>(at);
+    }
+
+    // Indices past an end are taken for the nearest that there is.
+    __device__ static i64 nearest(i64 index, i64 last) { return max(min(index, last), i64(0)); }
+    __device__ static i64 nearest(int index, i64 last) {
+        return max(min(index, int(min(last, i64(0x7fffffff)))), 0);
     }
 };
 
@@ -48,10 +54,10 @@ __device__ inline i64 multiply(i64 x, i64 y) { return i64(u64(x) * u64(y)); }
 __device__ inline float multiply(float x, float y) { return rounded_product(x, y); }
 __device__ inline double multiply(double x, double y) { return rounded_product(x, y); }
 
-template <class T>
-__device__ inline T divide(T x, T y) {
-    return x / y;
+__device__ inline float divide(float x, float y) {
+    return IS_16_BIT ? quick_quotient(x, y) : x / y;
 }
+__device__ inline double divide(double x, double y) { return x / y; }
 
 __device__ inline i64 negative(i64 x) { return subtract(i64(0), x); }
 template <class T>
@@ -116,10 +122,8 @@ template <class T>
 __device__ inline T log2(T x) {
     return ::log2(x);
 }
-template <class T>
-__device__ inline T tanh(T x) {
-    return ::tanh(x);
-}
+__device__ inline float tanh(float x) { return IS_16_BIT ? quick_tanh(x) : ::tanh(x); }
+__device__ inline double tanh(double x) { return ::tanh(x); }
 template <class T>
 __device__ inline T sin(T x) {
     return ::sin(x);

@@ -33,11 +33,11 @@ struct Fields {
     const i64 *kv_lengths, *q_offset;
     const int* block_kinds;
     const bool* block_bits;
-    const int* kv_indices;
+    const int* tile_list;
     const int* schedule;
     // Strides.
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
-    Pairs bias_at, dbias_at, mask_at, block_kinds_at, kv_indices_at;
+    Pairs bias_at, dbias_at, mask_at, block_kinds_at, tile_list_at;
     i64 alibi_slopes_b;
     // Sizes. group: query heads of a key head. rows: rows of a head in delta and lse_log2, padded.
     // head_groups: how many groups of heads are scheduled one after the other. in_order: whether

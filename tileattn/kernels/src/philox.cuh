@@ -12,6 +12,7 @@ struct Words {
 
 __device__ inline Words philox4x32(Words c, u32 key0, u32 key1) {
     constexpr u32 A = 0xD2511F53u, B = 0xCD9E8D57u;
+    hide(key0), hide(key1);
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
         // Both halves of a product are one instruction. Of a product of u64, the compiler would

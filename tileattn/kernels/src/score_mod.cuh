@@ -3,10 +3,18 @@
 
 #include "config.cuh"
 #include "params.cuh"
+#include "quick.cuh"
 
-// Of relative error 2 ulp: small scores keep their digits, so no difference from 1 will do.
-__device__ inline float tanh_of(float x) { return tanhf(x); }
-__device__ inline double tanh_of(double x) { return tanh(x); }
+// Of relative error 2 ulp: small scores keep their digits, so no difference from 1 will do. The
+// caller may know that x is below TANH_NEAR.
+template <bool IS_NEAR = false>
+__device__ inline float tanh_of(float x) {
+    return !IS_16_BIT ? tanhf(x) : IS_NEAR ? quick_tanh_near(x) : quick_tanh(x);
+}
+template <bool IS_NEAR = false>
+__device__ inline double tanh_of(double x) {
+    return tanh(x);
+}
 
 // Of one head.
 struct ScoreMod {
@@ -42,13 +50,14 @@ struct ScoreMod {
     // Score of query i and key j from their dot product and bias, and the slopes of the softcap and
     // of the caller's own function. Every operation is spelled out: kernels that compare large
     // scores need the same bits.
+    template <bool IS_NEAR = false>
     __device__ Accum score(Accum x, int i, int j, Accum added, Accum& dsoftcap,
                            Accum& dfunction) const {
         dsoftcap = dfunction = 1;
         if constexpr (FOLD) return x;
         Accum factor = scale;
         if constexpr (HAS_SOFTCAP) {
-            x = tanh_of(rounded_product(scale_over_cap, x));
+            x = tanh_of<IS_NEAR>(rounded_product(scale_over_cap, x));
             factor = softcap;
             dsoftcap = fma(-x, x, Accum(1));
         }

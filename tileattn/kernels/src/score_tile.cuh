@@ -14,14 +14,15 @@ struct Scores : Fragment<Accum, MT, NT> {
 
     __device__ Scores(int row, int column) : row(row), column(column) { this->clear(); }
 
-    // Call visit(element, i, j, m, n, e) for every element of this lane.
+    // Call visit(element, i, j, m, n, e) for every element of this lane, of all columns of atoms or
+    // of some.
     template <class Visit>
-    __device__ void for_each(Visit visit) {
+    __device__ void for_each(Visit visit, int begin = 0, int end = NT) {
         const Lane lane;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
+            for (int n = begin; n < end; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int r = row + 16 * m + lane.row(e), c = column + 8 * n + lane.column(e);
@@ -32,15 +33,39 @@ struct Scores : Fragment<Accum, MT, NT> {
     // From Q K^T to scores. record(m, n, e, dsoftcap, dfunction) gets the slopes of the modifiers.
     template <class Record>
     __device__ void apply(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
-                          Record record) {
-        if constexpr (FOLD) return;
-        Accum added[2][4];  // to two atoms at a time
-        for_each([&](Accum& s, int i, int j, int m, int n, int e) {
+                          Record record, int begin = 0, int end = NT) {
+        if constexpr (!FOLD) {
+#pragma unroll
+            for (int n = begin; n < end; n += 2) {
+                if (HAS_SOFTCAP && IS_16_BIT && all_near(score_mod, n))
+                    modify<true>(score_mod, bias, record, n);
+                else
+                    modify<false>(score_mod, bias, record, n);
+            }
+        }
+    }
+
+    // The same for the atoms n and n + 1.
+    template <bool IS_NEAR, class Record>
+    __device__ void modify(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
+                           Record record, int n) {
+        Accum added[2][4];
+        auto visit = [&](Accum& s, int i, int j, int m, int n, int e) {
             if (HAS_BIAS && n % 2 == 0 && e == 0) bias.read(added, score_mod, row, column, m, n);
             Accum dsoftcap, dfunction;
-            s = score_mod.score(s, i, j, added[n % 2][e], dsoftcap, dfunction);
+            s = score_mod.template score<IS_NEAR>(s, i, j, added[n % 2][e], dsoftcap, dfunction);
             record(m, n, e, dsoftcap, dfunction);
-        });
+        };
+        for_each(visit, n, n + 2);
+    }
+
+    // Whether the polynomial does for the tanh of all of a warp's atoms n and n + 1.
+    __device__ bool all_near(const ScoreMod& score_mod, int n) {
+        Accum farthest = 0;
+        auto visit = [&](Accum& s, int, int, int, int, int) { farthest = fmax(farthest, fabs(s)); };
+        for_each(visit, n, n + 2);
+        const bool near = farthest * fabs(score_mod.scale_over_cap) < TANH_NEAR;
+        return __all_sync(~0u, near);
     }
 
     __device__ void masked_fill(const AttentionMask& attn_mask,
@@ -51,14 +76,17 @@ struct Scores : Fragment<Accum, MT, NT> {
             (TRANSPOSED ? attn_mask.window.is_full(column, column + 8 * NT, row, row + 16 * MT)
                         : attn_mask.window.is_full(row, row + 16 * MT, column, column + 8 * NT));
         if (!inside) masked_fill_positions(attn_mask);
-        if constexpr (HAS_MASK)
-            dense.for_each([&](int m, int half, int n, int e, bool visible) {
-                if (!visible) this->x[m][n][2 * half + e] = -infinity<Accum>();
-            });
+        if constexpr (HAS_MASK) masked_fill(dense);
+    }
+    __device__ void masked_fill(const DenseMask<TRANSPOSED, MT, NT>& dense) {
+        dense.for_each([&](int m, int half, int n, int e, bool visible) {
+            if (!visible) this->x[m][n][2 * half + e] = -infinity<Accum>();
+        });
     }
 
     // By the window, the block mask and the caller's own function.
-    __device__ void masked_fill_positions(const AttentionMask& attn_mask) {
+    __device__ void masked_fill_positions(const AttentionMask& attn_mask, int begin = 0,
+                                          int end = NT) {
         const Lane lane;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
@@ -70,7 +98,7 @@ struct Scores : Fragment<Accum, MT, NT> {
                                                   : attn_mask.window.key_range(r, r + 1);
                 const int lo = attended.lo - c0, hi = attended.hi - c0;
 #pragma unroll
-                for (int n = 0; n < NT; ++n)
+                for (int n = begin; n < end; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         const int c = 8 * n + e;
@@ -78,9 +106,10 @@ struct Scores : Fragment<Accum, MT, NT> {
                         if constexpr (HAS_BLOCK_MASK)
                             visible = visible && (TRANSPOSED ? attn_mask.in_blocks(c0 + c, r)
                                                              : attn_mask.in_blocks(r, c0 + c));
+                        // Without a branch: what elements share is computed once.
                         if constexpr (HAS_MASK_MOD)
-                            visible = visible && (TRANSPOSED ? attn_mask.by_function(c0 + c, r)
-                                                             : attn_mask.by_function(r, c0 + c));
+                            visible = visible & (TRANSPOSED ? attn_mask.by_function(c0 + c, r)
+                                                            : attn_mask.by_function(r, c0 + c));
                         if (!visible) this->x[m][n][2 * half + e] = -infinity<Accum>();
                     }
             }

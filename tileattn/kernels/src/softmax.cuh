@@ -112,7 +112,7 @@ struct Denominator {
 // the shift in all of a row. Where shifts are large this is too coarse, or overflows. So large rows
 // subtract the maximum from their scores first, which is exact where it matters, and have no shift.
 // A bias makes scores of any size, as -1e9 or the lowest number stand for what is masked out: with
-// a bias all rows are large, and with a function of the caller's own.
+// a bias all rows are large, and with a function of the caller's own, but for Hopper's kernels.
 template <int MT>
 struct RowState {
     // Running maximum, or less by up to the threshold: in units of log 2, or of scores in large
@@ -122,7 +122,7 @@ struct RowState {
     u32 large;       // a bit for each row
 
     // Where all rows are large from the beginning, maxima are exact at a threshold of 0.
-    __device__ explicit RowState(bool all_large = HAS_ANY_SCORES) : large(all_large ? ~0u : 0) {
+    __device__ explicit RowState(bool all_large = ALL_ROWS_LARGE) : large(all_large ? ~0u : 0) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -130,7 +130,7 @@ struct RowState {
     }
 
     __device__ bool is_large(int i, int half) const {
-        return HAS_ANY_SCORES || (large >> (2 * i + half) & 1);
+        return ALL_ROWS_LARGE || (large >> (2 * i + half) & 1);
     }
 
     // Online softmax of a tile: turn scores, as yet without softmax_scale_log2, into unnormalised
@@ -140,7 +140,7 @@ struct RowState {
     // Maxima are rounded up: P of rows wrongly not taken as large is too small, never infinite, and
     // goes away when the maximum rises.
     template <int RESCALE_THRESHOLD = 0,
-              RowMaxMode MODE = HAS_ANY_SCORES ? RowMaxMode::LARGE : RowMaxMode::DETECT, int NT>
+              RowMaxMode MODE = ALL_ROWS_LARGE ? RowMaxMode::LARGE : RowMaxMode::DETECT, int NT>
     __device__ void update(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2,
                            const RowGroup& group, Accum (&rescale)[MT][2]) {
         Accum largest[MT][2], shift[MT][2];
@@ -182,7 +182,10 @@ struct RowState {
             for (int half = 0; half < 2; ++half) {
                 old[i][half] = m[i][half];
                 if constexpr (MODE == RowMaxMode::LARGE) continue;
-                const Accum candidate = product_up(largest[i][half], softmax_scale_log2);
+                Accum candidate = product_up(largest[i][half], softmax_scale_log2);
+                // The lowest numbers are scores, too.
+                if (HAS_ANY_SCORES && largest[i][half] != -infinity<Accum>())
+                    candidate = fmax(candidate, -::largest<Accum>());
                 m[i][half] =
                     fmin(running_max<RESCALE_THRESHOLD>(m[i][half], candidate), ::largest<Accum>());
                 shift[i][half] = shift_of(m[i][half]);

@@ -140,9 +140,23 @@ __device__ inline double product_up(double x, double y) { return __dmul_ru(x, y)
 __device__ inline float rounded_product(float x, float y) { return __fmul_rn(x, y); }
 __device__ inline double rounded_product(double x, double y) { return __dmul_rn(x, y); }
 
+// To 1 ulp.
+__device__ inline float reciprocal_of(float x) {
+    float y;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // To 2 ulp, of divisors below 2**126.
 __device__ inline float quotient_to_2_ulp(float x, float y) { return __fdividef(x, y); }
 __device__ inline double quotient_to_2_ulp(double x, double y) { return x / y; }
+
+// Hide from the compiler what a number of 32 bits is: it would compute all that depends on it at
+// once, and have no registers left.
+template <class T>
+__device__ inline void hide(T& x) {
+    asm volatile("" : "+r"(x));
+}
 
 template <class S>
 __device__ inline S clip_finite(S x) {

@@ -1,0 +1,196 @@
+"""Speed of functions of scores and masks on the GPU, beside FlexAttention, in one run.
+
+    python -m tileattn bench functions                   the gallery, at head dimensions 64 and 128
+    python -m tileattn bench functions --only alibi --head-dim 128
+
+Each function of examples/score_functions.py is run by tileattn and, written for PyTorch, by
+FlexAttention, which is compiled for it; the call without a function is timed beside them. Gradients
+are those of q, k and v. The masks of FlexAttention's blocks are made before the clock starts. The
+file is gpu_functions.json.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import tileattn
+from benchmarks import report
+from benchmarks.configurations import DTYPES
+from benchmarks.device import AGREEMENT, Gpu, difference
+from benchmarks.report import Row, one_line
+from examples import score_functions as gallery
+
+B, H, N = 4, 16, 4096
+HEAD_DIMS = (128, 64)
+DOCUMENT = 700  # tokens
+NAMES = ("q", "k", "v")
+
+Function = Callable[..., Any]
+
+
+class Case(NamedTuple):
+    """A function of the gallery, its arrays, and how it is written for PyTorch."""
+
+    option: str  # score_mod or mask_mod
+    ours: Function
+    theirs: Function  # of PyTorch and the arrays: the function that FlexAttention takes
+    aux: tuple[Any, ...] = ()
+
+
+def cases() -> dict[str, Case]:
+    """Give the calls of the gallery that are timed."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Any:
+        return rng.standard_normal(shape, np.float32)
+
+    documents = np.broadcast_to(np.arange(N) // DOCUMENT, (B, N)).astype(np.int32)
+    score, mask = partial(Case, "score_mod"), partial(Case, "mask_mod")
+    return {
+        "alibi": score(
+            gallery.alibi,
+            lambda _: lambda s, b, h, i, j: s - 2.0 ** -(h + 1.0) * (i - j).abs(),
+        ),
+        "soft_cap": score(
+            gallery.soft_cap, lambda t: lambda s, b, h, i, j: 15.0 * t.tanh(s / 15.0)
+        ),
+        "relative_bias": score(
+            gallery.relative_bias,
+            lambda t, x: lambda s, b, h, i, j: s + x[h, t.clamp(i - j, -16, 16) + 16],
+            (normal(H, 33),),
+        ),
+        "t5_bias": score(
+            gallery.t5_bias,
+            lambda _, x, y: lambda s, b, h, i, j: s + x[h, y[(i - j).abs()]],
+            (normal(H, 16), gallery.t5_buckets(N).astype(np.int32)),
+        ),
+        "temperature": score(
+            gallery.temperature,
+            lambda t, x: lambda s, b, h, i, j: s * t.exp(-x[h]),
+            (0.1 * normal(H),),
+        ),
+        "gaussian": score(
+            gallery.gaussian,
+            lambda _, x, y: lambda s, b, h, i, j: s - 0.5 * ((i - j - x[h]) / y[h]) ** 2,
+            (3 * normal(H), 400 + 10 * normal(H)),
+        ),
+        "masked_score": score(
+            gallery.masked_score,
+            lambda t: lambda s, b, h, i, j: t.where((i + j) % 3 == 0, -float("inf"), s),
+        ),
+        "sliding_window": mask(
+            partial(gallery.sliding_window, width=1024),
+            lambda _: lambda b, h, i, j: (i >= j) & (i - j < 1024),
+        ),
+        "prefix_lm": mask(
+            gallery.prefix_lm,
+            lambda _, x: lambda b, h, i, j: (j < x[b]) | (i >= j),
+            (np.array([100, 900, 2000, 3000], np.int32),),
+        ),
+        "documents": mask(
+            gallery.documents,
+            lambda _, x: lambda b, h, i, j: (x[b, i] == x[b, j]) & (i >= j),
+            (documents,),
+        ),
+        "dilated_window": mask(
+            partial(gallery.dilated_window, width=1024),
+            lambda _: lambda b, h, i, j: ((i - j).abs() < 1024) & ((i - j) % 3 == 0),
+        ),
+        "local_and_global": mask(
+            partial(gallery.local_and_global, block=256, tokens=64),
+            lambda _: lambda b, h, i, j: (i // 256 == j // 256) | (j < 64) | (i < 64),
+        ),
+        "neighbourhood": mask(
+            partial(gallery.neighbourhood, width=64, reach=4),
+            lambda _: (
+                lambda b, h, i, j: ((i // 64 - j // 64).abs() <= 4) & ((i % 64 - j % 64).abs() <= 4)
+            ),
+        ),
+    }
+
+
+def compared(name: str, case: Case | None, D: int, device: Gpu) -> Row:
+    """Time both passes of tileattn and of FlexAttention; a failure is recorded."""
+    xp, dtype = device.xp, DTYPES["bf16"]
+    draw = xp.random.default_rng(1).standard_normal
+    q, k, v, dout = (draw((B, H, N, D), dtype=np.float32).astype(dtype) for _ in range(4))
+    options: dict[str, Any] = {} if case is None else {case.option: case.ours}
+    if case is not None and case.aux:
+        options["aux"] = tuple(map(xp.asarray, case.aux))
+    attention = tileattn.forward(q, k, v, **options)
+
+    def backward() -> Any:
+        return tileattn.backward(dout, q, k, v, *attention, wrt=NAMES, **options)
+
+    calls = [lambda: tileattn.forward(q, k, v, **options), backward]
+    row: Row = {"function": name, "dtype": "bf16", "B": B, "H": H, "N": N, "D": D}
+    failed = None
+    if case is not None:
+        try:
+            calls += _flex(case, (q, k, v, dout), (attention.out, *backward()[:3]), device)
+        except Exception as error:
+            failed = one_line(error)
+    times = [1e3 * median(x) for x in device.time_each(calls)]
+    row |= {"tileattn_ms": times[:2], "flex_ms": times[2:] or None, "failed": failed}
+    if len(times) > 2:
+        row["speedup"] = [theirs / own for own, theirs in zip(times, times[2:], strict=False)]
+    return row
+
+
+def _flex(case: Case, given: tuple[Any, ...], expected: tuple[Any, ...], device: Gpu) -> list[Any]:
+    """Prepare both passes of FlexAttention; RuntimeError where its results are others."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    q, k, v, dout = (torch.from_dlpack(x) for x in given)
+    own = case.theirs(torch, *(torch.as_tensor(x, device="cuda") for x in case.aux))
+    options: dict[str, Any] = {"score_mod": own}
+    if case.option == "mask_mod":
+        options = {"block_mask": create_block_mask(own, B, None, N, N, device="cuda")}
+    compiled = torch.compile(flex_attention, dynamic=False)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = compiled(*leaves, **options)
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    found = [device.xp.from_dlpack(x.detach()) for x in (out, *backward())]
+    distance = difference(found, list(expected), device.xp)
+    if not distance <= AGREEMENT["bf16"]:
+        raise RuntimeError(f"FlexAttention's results differ by {distance:.1e}")
+    return [lambda: compiled(*leaves, **options), backward]
+
+
+def rows(names: list[str], head_dims: list[int], device: Gpu) -> Iterator[Row]:
+    """Measure all functions at all head dimensions, after the call without one."""
+    every: dict[str, Case | None] = {"plain": None, **cases()}
+    for D in head_dims:
+        plain: list[float] = []
+        for name in ("plain", *names):
+            row = compared(name, every[name], D, device)
+            plain = plain or row["tileattn_ms"]
+            row["of_plain"] = [x / y for x, y in zip(plain, row["tileattn_ms"], strict=True)]
+            device.release()
+            yield row
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark; what was measured is written even where it is broken off."""
+    parser = report.parser("functions", __doc__)
+    known = tuple(cases())
+    parser.add_argument("--only", type=partial(report.names, known), default=list(known))
+    parser.add_argument("--head-dim", type=int, nargs="+", default=list(HEAD_DIMS))
+    arguments: argparse.Namespace = report.parsed(parser, argv)
+    device = Gpu.required()
+    made = rows(arguments.only, arguments.head_dim, device)
+    path = arguments.to / "gpu_functions.json"
+    report.written(made, path, device.machine(), arguments.ran)
+
+
+if __name__ == "__main__":
+    main()
