@@ -128,8 +128,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lengths": {"errors", "validation"},
     "problem": LEAVES | {"algorithm.block_mask", "expressions", "hints", "lengths"},
     "dual": set(),
+    "dropout_reference": set(),
     "packed_reference": set(),
-    "reference": LEAVES | {"dual", "packed_reference"},
+    "reference": LEAVES | {"dropout_reference", "dual", "packed_reference"},
     "record": set(),
     "algorithm": FACTS | {"record"},
     "traffic": FACTS | {"algorithm", "record"},
@@ -145,13 +146,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"algorithm", "backends.threads", "call_cache", "traffic", "record"},
     "api": FACTS | {"algorithm", "backends", "call_cache"},
     "differentiation": FACTS | {"api"},
+    "merging": FACTS | {"algorithm"},
     "kv_cache": FACTS | {"backends"},
     "rotary": FACTS | {"backends"},
     "testing": FACTS | {"packed_reference", "reference"},
     "selfcheck": FACTS | KERNELS | {"backends", "reference", "testing"},
     "": FACTS
-    | {"algorithm", "api", "backends", "differentiation", "kv_cache", "reference", "rotary"}
-    | {"testing"},
+    | {"algorithm", "api", "backends", "differentiation", "kv_cache", "merging", "reference"}
+    | {"rotary", "testing"},
     "torch": FACTS | {""},
     "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "selfcheck"},
     "__main__": {"cli"},
