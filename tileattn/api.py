@@ -22,6 +22,8 @@ from tileattn.problem import (
 )
 from tileattn.results import Attention, Gradients, wanted
 
+_ARRAYS = ("bias", "mask", "tree_mask", "alibi_slopes", "sinks")
+
 
 def forward(
     q: Any,
@@ -92,6 +94,11 @@ def forward(
         Keys and values are in pages: k is (pages, Hkv, page, D), v (pages, Hkv, page, Dv), and key
         j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. It needs
         ``kv_lengths``, and goes with ``cu_seqlens_q``. Forward only.
+    tree_mask : array of bool, shape (B, Nq, Nq) or (1, Nq, Nq), or None
+        Which of the last Nq keys, which are those before ``kv_length``, each query attends to, as
+        the nodes of a tree in speculative decoding do: ``tree_mask[b, i, n]`` is of query i and key
+        ``kv_length - Nq + n``. The other masks still hold for these keys, and they alone for
+        earlier ones. It does not go with packed sequences.
     sinks : array, floating, shape (Hq,), or None
         Logits that join the softmax denominator only; has a gradient.
     dropout_p : float
@@ -285,7 +292,9 @@ def backward(
     result = call.backward(
         operands, dout, Attention(out, lse), dlse, bool(deterministic), workspace
     )
-    found = result._asdict() | {"daux": result.daux}
+    # Behind the caller's arrays there are those of a tree mask.
+    daux = (result.daux or ())[: len(aux_arrays(options))] or None
+    found = result._asdict() | {"daux": daux}
     grads = {name: x if operands.wants(name[1:]) else None for name, x in found.items()}
     if grads["dbias"] is not None:
         grads["dbias"] = grads["dbias"].reshape(options["bias"].shape)
@@ -352,7 +361,7 @@ def _validated(
     if valid is not None:
         return valid, valid.operands(q, k, v, options)
     arrays = {"q": q, "k": k, "v": v, **extra}
-    arrays |= {name: options.get(name) for name in ("bias", "mask", "alibi_slopes", "sinks")}
+    arrays |= {name: options.get(name) for name in _ARRAYS}
     arrays |= aux_arrays(options)
     able = registry.candidates(backend, arrays)
     problem, operands = parse(q, k, v, options)

@@ -10,7 +10,7 @@ from tileattn.validation import refuse_masked
 
 FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
 
-_DENSE = ("bias", "mask", "block_mask")
+_DENSE = ("bias", "mask", "block_mask", "tree_mask")
 
 
 class Packing(NamedTuple):

@@ -11,15 +11,13 @@ import numpy as np
 from tileattn import hints
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.dtypes import BFLOAT16, DTYPES, accum_dtype
-from tileattn.expressions.functions import (
-    check_indices,
-    kind_of,
-    mask_expression,
-    score_expression,
-)
+from tileattn.expressions.functions import check_indices, kind_of, mask_expression, score_expression
 from tileattn.expressions.nodes import Node
 from tileattn.lengths import FAR, Packing, Paging, integers, kv_lengths_of, packing, paging
+from tileattn.tree_mask import tree_arrays, with_tree
 from tileattn.validation import require_array
+
+_BOOLEAN = (np.dtype(np.bool_),)
 
 
 class Options(TypedDict, total=False):
@@ -38,6 +36,7 @@ class Options(TypedDict, total=False):
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     block_table: Any
+    tree_mask: Any
     sinks: Any
     dropout_p: float
     seed: int
@@ -71,7 +70,7 @@ class Problem:
     enabled_options : frozenset of str
         Names of the options in use.
     score_mod, mask_mod : Node or None
-        Expressions of the caller's own functions.
+        Expressions of the caller's own functions; a tree mask is a part of ``mask_mod``.
     sequences : int or None
         How many sequences are packed one behind the other, in arrays of one batch entry; None where
         batch entries are the sequences.
@@ -138,7 +137,8 @@ class Operands(NamedTuple):
     sinks : array or None, shape (Hq,)
         Logits that join the denominator only.
     aux : sequence of array
-        Arrays that the caller's own functions read, in their own shapes.
+        Arrays that the caller's own functions read, in their own shapes; behind them those of a
+        tree mask.
     wrt : frozenset of str or None
         Names of the arrays whose gradients are asked for; None is all. A backend may compute
         others: they are dropped.
@@ -186,7 +186,8 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
     _array("alibi_slopes", options.get("alibi_slopes"), ((Hq,), (entries, Hq)), DTYPES)
     _array("sinks", options.get("sinks"), ((Hq,),), DTYPES)
     _broadcastable("bias", options.get("bias"), shape, DTYPES)
-    _broadcastable("mask", options.get("mask"), shape, (np.dtype(np.bool_),))
+    _broadcastable("mask", options.get("mask"), shape, _BOOLEAN)
+    _array("tree_mask", options.get("tree_mask"), ((1, Nq, Nq), (B, Nq, Nq)), _BOOLEAN)
     block_mask = options.get("block_mask")
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
@@ -227,7 +228,7 @@ def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
         block_mask=get("block_mask"),
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
         sinks=get("sinks"),
-        aux=tuple(get("aux") or ()),
+        aux=(*(get("aux") or ()), *tree_arrays(options, kv_lengths, q.shape[-2])),
         packing=packed,
         paging=paged,
     )
@@ -364,7 +365,7 @@ def _functions(
     for name, node in (("score_mod", score), ("mask_mod", mask)):
         if node is not None:
             check_indices(name, node, shapes, shape)
-    return score, mask
+    return score, with_tree(mask, options, len(arrays))
 
 
 def _scale(scale: Any, D: int) -> float:

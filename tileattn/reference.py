@@ -149,6 +149,7 @@ class Options:
     aux: Any = ()
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    tree_mask: Any = None
 
 
 @dataclass(frozen=True)
@@ -289,9 +290,23 @@ def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDA
         visible = visible & o.mask
     if o.block_mask is not None:
         visible = visible & o.block_mask.to_dense(shape)
+    if o.tree_mask is not None:
+        visible = visible & _tree(o, shape)
     if o.mask_mod is not None:
         aux = _clamped(o, np.dtype(np.float64), {})
         visible = visible & value_of(o.mask_mod(*np.ogrid[tuple(map(slice, shape))], *aux))
+    return visible
+
+
+def _tree(o: Options, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
+    """Whether the tree mask lets each query attend to each key: (B, 1, Nq, Nk)."""
+    B, _, Nq, Nk = shape
+    lengths = np.broadcast_to(_lengths(o, shape).ravel(), B)
+    trees = np.broadcast_to(o.tree_mask, (B, Nq, Nq))
+    visible = np.ones((B, 1, Nq, Nk), np.bool_)
+    for of_entry, tree, length in zip(visible, trees, lengths, strict=True):
+        keys = np.hstack([np.ones((Nq, Nk), np.bool_), tree])  # up to the last that exists
+        of_entry[0, :, :length] = keys[:, Nk + Nq - length :]
     return visible
 
 
