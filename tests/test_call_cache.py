@@ -167,6 +167,7 @@ INTEGERS: list[Any] = [
 ]
 FLOATS: list[Any] = [0.5, np.float32(0.5), np.float64(0.5), 1, True, 0.0, -0.0, np.nan, "1", None]
 PAIRS = np.ones((3, 3), np.bool_)
+TREE = np.ones((1, 3, 3), np.bool_)
 VALUES: dict[str, list[Any]] = {
     **dict.fromkeys("qkv", HOSTS),
     "kv_lengths": INTEGERS,
@@ -182,6 +183,7 @@ VALUES: dict[str, list[Any]] = {
     "alibi_slopes": [np.ones(2), np.zeros(2), np.ones(2, ">f8"), np.ones((2, 2)), np.ones(3)],
     "sinks": [np.ones(2), np.zeros(2), np.ones(2, np.float16), np.ones(4)[::2], np.ones((1, 2))],
     "block_mask": [MASK, BlockMask(np.ones((1, 1), bool), (8, 8)), MASK.kinds, None],
+    "tree_mask": [TREE, ~TREE, PAIRS, TREE[..., ::-1], TREE.swapaxes(1, 2), TREE * 1, None],
     "unknown": [1],
 }
 
@@ -209,7 +211,7 @@ def test_calls_of_equal_signatures_are_all_valid_and_the_same_or_all_refused(nam
         assert key is None or found.setdefault(key, result) == result
 
 
-@pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "sinks"])
+@pytest.mark.parametrize("name", ["bias", "mask", "tree_mask", "alibi_slopes", "sinks"])
 def test_values_that_validation_does_not_look_at_are_no_part_of_the_signature(name: str) -> None:
     one, other = VALUES[name][:2]
     arrays = PLAIN, PLAIN, PLAIN
