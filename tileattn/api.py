@@ -9,7 +9,13 @@ import numpy as np
 from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Explanation
-from tileattn.call_cache import CALLS, PreparedCall, prepared_call, signature
+from tileattn.call_cache import (
+    CALLS,
+    PreparedCall,
+    prepared_call,
+    signature,
+    signature_at_any_lengths,
+)
 from tileattn.errors import UnsupportedError
 from tileattn.problem import (
     Operands,
@@ -360,6 +366,13 @@ def _validated(
     """Validate a call and choose its backend, where no call like it is known to be valid."""
     if valid is not None:
         return valid, valid.operands(q, k, v, options)
+    rows = (q, k, v, *extra.values())
+    key, at_any = (f(rows, backend, options) for f in (signature, signature_at_any_lengths))
+    similar = None if at_any is None else CALLS.get(at_any)
+    if similar is not None:
+        call, operands = similar.at_other_lengths(q, k, v, options)
+        CALLS.keep(key, call)
+        return call, operands
     arrays = {"q": q, "k": k, "v": v, **extra}
     arrays |= {name: options.get(name) for name in _ARRAYS}
     arrays |= aux_arrays(options)
@@ -372,9 +385,9 @@ def _validated(
             shape = problem.out_shape[:-1] if of_rows else problem.out_shape
             check_array(name, x, shape, problem.accum_dtype if of_rows else problem.dtype)
     call = prepared_call(chosen, problem, operands)
-    key = signature((q, k, v, *extra.values()), backend, options)
-    if key is not None:
-        CALLS.keep(key, call)
+    CALLS.keep(key, call)
+    if call.of_any_lengths:
+        CALLS.keep(at_any, call)
     return call, operands
 
 

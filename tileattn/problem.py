@@ -13,7 +13,7 @@ from tileattn.algorithm.block_mask import BlockMask
 from tileattn.dtypes import BFLOAT16, DTYPES, accum_dtype
 from tileattn.expressions.functions import check_indices, kind_of, mask_expression, score_expression
 from tileattn.expressions.nodes import Node
-from tileattn.lengths import FAR, Packing, Paging, integers, kv_lengths_of, packing, paging
+from tileattn.lengths import FAR, Packing, Paging, Places, places_of
 from tileattn.tree_mask import tree_arrays, with_tree
 from tileattn.validation import require_array
 
@@ -172,17 +172,12 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
     """Validate a call; absent options have their defaults."""
     check_names(options)
     ndim, sizes = _sizes(q, k, v, paged=options.get("block_table") is not None)
-    paged = paging(options, k)
     B, Hq, Hkv, Nq, Nk, D, Dv = sizes
+    places = places_of(options, k, B, Nq, Nk)
+    packed, paged = places.packing, places.paging
     Nk = Nk if paged is None else paged.capacity
-    packed = packing(options, B, Nq, Nk)
-    entries, queries, keys = (B, Nq, Nk) if packed is None else packed.sizes
-    keys = Nk if keys is None else keys
+    entries = B if packed is None else packed.sizes[0]
     shape = (entries, Hq, *((Nq, Nk) if packed is None else packed.longest(Nq, Nk)))
-    kv_lengths = kv_lengths_of(options.get("kv_lengths"), entries, keys)
-    if paged is not None:
-        paged.check(kv_lengths)
-    q_offset = integers("q_offset", options.get("q_offset"), entries)
     _array("alibi_slopes", options.get("alibi_slopes"), ((Hq,), (entries, Hq)), DTYPES)
     _array("sinks", options.get("sinks"), ((Hq,),), DTYPES)
     _broadcastable("bias", options.get("bias"), shape, DTYPES)
@@ -212,25 +207,23 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         sequences=None if packed is None else entries,
         page=None if paged is None else paged.page,
     )
-    q_offset = kv_lengths - queries if q_offset is None else q_offset
-    return problem, operands_of(q, k, v, kv_lengths, q_offset, packed, paged, options=options)
+    return problem, operands_of(q, k, v, places, options)
 
 
-def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
+def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, Any]) -> Operands:
     """View the arrays of a valid call with all four axes."""
-    q, k, v, kv_lengths, q_offset, packed, paged = arrays
     get = options.get
     bias, mask, slopes = get("bias"), get("mask"), get("alibi_slopes")
     return Operands(
-        *(four_axes(q), four_axes(k), four_axes(v), kv_lengths, q_offset),
+        *(four_axes(q), four_axes(k), four_axes(v), places.kv_lengths, places.q_offset),
         bias=None if bias is None else four_axes(bias),
         mask=None if mask is None else four_axes(mask),
         block_mask=get("block_mask"),
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
         sinks=get("sinks"),
-        aux=(*(get("aux") or ()), *tree_arrays(options, kv_lengths, q.shape[-2])),
-        packing=packed,
-        paging=paged,
+        aux=(*(get("aux") or ()), *tree_arrays(options, places.kv_lengths, q.shape[-2])),
+        packing=places.packing,
+        paging=places.paging,
     )
 
 
