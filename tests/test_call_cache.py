@@ -8,7 +8,13 @@ import pytest
 
 from tileattn import BlockMask
 from tileattn.backends import registry
-from tileattn.call_cache import MOST, CallCache, PreparedCall, signature
+from tileattn.call_cache import (
+    MOST,
+    CallCache,
+    PreparedCall,
+    signature,
+    signature_at_any_lengths,
+)
 from tileattn.problem import parse
 
 
@@ -137,6 +143,52 @@ def test_the_cache_is_bounded() -> None:
         assert calls[n] is call
         assert len(calls) <= MOST
     assert list(calls) == [MOST, MOST + 1, MOST + 2]
+    calls.keep(None, made[0])
+    assert None not in calls
+
+
+# --- signatures at any lengths --------------------------------------------------------------------
+
+
+def at_any(options: dict[str, Any]) -> Any:
+    x = array()
+    return signature_at_any_lengths((x, x, x), "llvm", options)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"kv_lengths": [1, 2]}, {"kv_lengths": [3, 4]}, True),
+        ({"kv_lengths": [1, 2]}, {"kv_lengths": (1, 2)}, False),
+        ({"kv_lengths": [1, 2]}, {"kv_lengths": [1, 2, 3]}, False),
+        ({"q_offset": np.array([1, 2])}, {"q_offset": np.array([5, 2])}, True),
+        ({"q_offset": np.array([1, 2])}, {"q_offset": np.array([1, 2], "i2")}, False),
+        ({"q_offset": np.array([1, 2])}, {"kv_lengths": np.array([1, 2])}, False),
+        ({"block_table": np.ones((2, 3), int)}, {"block_table": np.zeros((2, 3), int)}, True),
+        ({"block_table": np.ones((2, 3), int)}, {"block_table": np.ones((3, 2), int)}, False),
+        ({"kv_lengths": [1, 2], "scale": 1.0}, {"kv_lengths": [1, 2], "scale": 2.0}, False),
+        (
+            {"kv_lengths": [1, 2], "cu_seqlens_q": [0, 1, 5]},
+            {"kv_lengths": [1, 2], "cu_seqlens_q": [0, 3, 5]},
+            False,
+        ),
+    ],
+    ids=str,
+)
+def test_lengths_offsets_and_pages_alone_are_left_out(
+    one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
+    assert at_any(one) is not None
+    assert (at_any(one) == at_any(other)) is same
+    assert at_any(one) not in (of(one), of(other))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [3, None, [1, True], [1.0, 2.0], [], np.array([1.0]), [[1, 2]], array((2,), np.int64)],
+)
+def test_without_such_values_there_is_none(lengths: Any) -> None:
+    assert at_any({"kv_lengths": lengths}) is None
 
 
 # --- signatures of NumPy arrays ------------------------------------------------------------------
@@ -167,6 +219,7 @@ INTEGERS: list[Any] = [
 ]
 FLOATS: list[Any] = [0.5, np.float32(0.5), np.float64(0.5), 1, True, 0.0, -0.0, np.nan, "1", None]
 PAIRS = np.ones((3, 3), np.bool_)
+TREE = np.ones((1, 3, 3), np.bool_)
 VALUES: dict[str, list[Any]] = {
     **dict.fromkeys("qkv", HOSTS),
     "kv_lengths": INTEGERS,
@@ -182,6 +235,7 @@ VALUES: dict[str, list[Any]] = {
     "alibi_slopes": [np.ones(2), np.zeros(2), np.ones(2, ">f8"), np.ones((2, 2)), np.ones(3)],
     "sinks": [np.ones(2), np.zeros(2), np.ones(2, np.float16), np.ones(4)[::2], np.ones((1, 2))],
     "block_mask": [MASK, BlockMask(np.ones((1, 1), bool), (8, 8)), MASK.kinds, None],
+    "tree_mask": [TREE, ~TREE, PAIRS, TREE[..., ::-1], TREE.swapaxes(1, 2), TREE * 1, None],
     "unknown": [1],
 }
 
@@ -209,7 +263,7 @@ def test_calls_of_equal_signatures_are_all_valid_and_the_same_or_all_refused(nam
         assert key is None or found.setdefault(key, result) == result
 
 
-@pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "sinks"])
+@pytest.mark.parametrize("name", ["bias", "mask", "tree_mask", "alibi_slopes", "sinks"])
 def test_values_that_validation_does_not_look_at_are_no_part_of_the_signature(name: str) -> None:
     one, other = VALUES[name][:2]
     arrays = PLAIN, PLAIN, PLAIN

@@ -10,11 +10,12 @@ import typing
 
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.algorithm.philox import dropout_mask
-from tileattn.api import backward, explain, forward, merge
+from tileattn.api import backward, explain, forward
 from tileattn.backends.registry import available_backends, register_backend
 from tileattn.differentiation import vjp
 from tileattn.errors import BackendUnavailableError, UnsupportedError
 from tileattn.kv_cache import append_kv
+from tileattn.merging import merge
 from tileattn.results import Attention, Gradients
 from tileattn.rotary import rope
 

@@ -6,12 +6,16 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.algorithm.softmax import RowState
 from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Explanation
-from tileattn.call_cache import CALLS, PreparedCall, prepared_call, signature
-from tileattn.dtypes import accum_dtype
+from tileattn.call_cache import (
+    CALLS,
+    PreparedCall,
+    prepared_call,
+    signature,
+    signature_at_any_lengths,
+)
 from tileattn.errors import UnsupportedError
 from tileattn.problem import (
     Operands,
@@ -19,11 +23,12 @@ from tileattn.problem import (
     Problem,
     aux_arrays,
     check_array,
-    check_dtype,
     four_axes,
     parse,
 )
 from tileattn.results import Attention, Gradients, wanted
+
+_ARRAYS = ("bias", "mask", "tree_mask", "alibi_slopes", "sinks")
 
 
 def forward(
@@ -95,6 +100,11 @@ def forward(
         Keys and values are in pages: k is (pages, Hkv, page, D), v (pages, Hkv, page, Dv), and key
         j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. It needs
         ``kv_lengths``, and goes with ``cu_seqlens_q``. Forward only.
+    tree_mask : array of bool, shape (B, Nq, Nq) or (1, Nq, Nq), or None
+        Which of the last Nq keys, which are those before ``kv_length``, each query attends to, as
+        the nodes of a tree in speculative decoding do: ``tree_mask[b, i, n]`` is of query i and key
+        ``kv_length - Nq + n``. The other masks still hold for these keys, and they alone for
+        earlier ones. It does not go with packed sequences.
     sinks : array, floating, shape (Hq,), or None
         Logits that join the softmax denominator only; has a gradient.
     dropout_p : float
@@ -288,73 +298,15 @@ def backward(
     result = call.backward(
         operands, dout, Attention(out, lse), dlse, bool(deterministic), workspace
     )
-    found = result._asdict() | {"daux": result.daux}
+    # Behind the caller's arrays there are those of a tree mask.
+    daux = (result.daux or ())[: len(aux_arrays(options))] or None
+    found = result._asdict() | {"daux": daux}
     grads = {name: x if operands.wants(name[1:]) else None for name, x in found.items()}
     if grads["dbias"] is not None:
         grads["dbias"] = grads["dbias"].reshape(options["bias"].shape)
     for name in ("dq", "dk", "dv"):
         grads[name] = None if grads[name] is None else _without_lead(grads[name], problem)
     return Gradients(**grads)
-
-
-def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
-    """Join results over disjoint sets of keys into the result over their union.
-
-    Parameters
-    ----------
-    outs : sequence of array, shape (..., N, Dv) each
-        Outputs of the same queries over different keys.
-    lses : sequence of array, shape (..., N) each
-        Their logsumexps. Sinks, where there are any, belong to one of the calls only.
-
-    Returns
-    -------
-    Attention
-        As ``forward`` over all the keys would return it, up to rounding.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If the sequences are empty or differ in length, or arrays in shape or dtype.
-
-    Notes
-    -----
-    ``lse = log(sum_t exp(lse_t))`` and ``out = sum_t exp(lse_t - lse) * out_t``: associative and
-    commutative up to rounding; a result with lse = -inf is the identity.
-
-    References
-    ----------
-    Milakov and Gimelshein, arXiv:1805.02867, section 3.1.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import tileattn
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 7, 8))
-    >>> left = tileattn.forward(q, k[:3], v[:3])
-    >>> right = tileattn.forward(q, k[3:], v[3:])
-    >>> whole = tileattn.merge([left.out, right.out], [left.lse, right.lse])
-    >>> bool(np.allclose(whole.out, tileattn.forward(q, k, v).out))
-    True
-    """
-    outs, lses = _listed("outs", outs), _listed("lses", lses)
-    if len(outs) != len(lses) or not outs:
-        raise ValueError(
-            f"outs has {len(outs)} and lses has {len(lses)} entries; as many of each, at "
-            "least one, are accepted"
-        )
-    check_dtype("outs[0]", outs[0])
-    sums = accum_dtype(outs[0].dtype)
-    for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        check_array(f"outs[{n}]", out, outs[0].shape, outs[0].dtype)
-        check_array(f"lses[{n}]", lse, outs[0].shape[:-1], sums)
-    state = RowState.of_result(outs[0], lses[0], sums)
-    with np.errstate(all="ignore"):
-        for out, lse in zip(outs[1:], lses[1:], strict=True):
-            state.merge(RowState.of_result(out, lse, sums))
-        merged, lse = state.finalize()
-    return Attention(merged.astype(outs[0].dtype, copy=False), lse)
 
 
 def explain(
@@ -402,18 +354,6 @@ def explain(
     return replace(explanation, reasons=(*reasons, *explanation.reasons))
 
 
-def _listed(name: str, x: Any) -> list[Any]:
-    if hasattr(x, "dtype"):  # one array may hold the parts, or be one part
-        raise TypeError(
-            f"{name} is {type(x).__name__}; a sequence of arrays is accepted "
-            f"(list({name}) where its first axis counts the parts)"
-        )
-    try:
-        return list(x)
-    except TypeError:
-        raise TypeError(f"{name} is {type(x).__name__}; a sequence of arrays is accepted") from None
-
-
 def _validated(
     valid: PreparedCall | None,
     q: Any,
@@ -426,8 +366,15 @@ def _validated(
     """Validate a call and choose its backend, where no call like it is known to be valid."""
     if valid is not None:
         return valid, valid.operands(q, k, v, options)
+    rows = (q, k, v, *extra.values())
+    key, at_any = (f(rows, backend, options) for f in (signature, signature_at_any_lengths))
+    similar = None if at_any is None else CALLS.get(at_any)
+    if similar is not None:
+        call, operands = similar.at_other_lengths(q, k, v, options)
+        CALLS.keep(key, call)
+        return call, operands
     arrays = {"q": q, "k": k, "v": v, **extra}
-    arrays |= {name: options.get(name) for name in ("bias", "mask", "alibi_slopes", "sinks")}
+    arrays |= {name: options.get(name) for name in _ARRAYS}
     arrays |= aux_arrays(options)
     able = registry.candidates(backend, arrays)
     problem, operands = parse(q, k, v, options)
@@ -438,9 +385,9 @@ def _validated(
             shape = problem.out_shape[:-1] if of_rows else problem.out_shape
             check_array(name, x, shape, problem.accum_dtype if of_rows else problem.dtype)
     call = prepared_call(chosen, problem, operands)
-    key = signature((q, k, v, *extra.values()), backend, options)
-    if key is not None:
-        CALLS.keep(key, call)
+    CALLS.keep(key, call)
+    if call.of_any_lengths:
+        CALLS.keep(at_any, call)
     return call, operands
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.expressions.state import state_of
-from tileattn.lengths import Packing, Paging
+from tileattn.lengths import Places, places_of
 from tileattn.problem import Operands, Problem, operands_of
 from tileattn.results import Attention, Gradients
 
@@ -19,6 +20,7 @@ MOST = 1024  # entries; a program has few shapes, or so many that none comes bac
 
 _MOST_VALUES = 1 << 12  # of lengths or offsets in a signature: they are kept
 _VARIABLE = os.environ.encodekey("TILEATTN_BACKEND")
+_LENGTHS = ("kv_lengths", "q_offset", "block_table")
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
@@ -33,11 +35,11 @@ class PreparedCall:
 
     cached_launch: Callable[[Any, Any, Any, Any], Attention | None] | None = None
 
-    # The same in all calls of the signature; None where they are on the device.
-    kv_lengths: Any = None
-    q_offset: Any = None
-    packing: Packing | None = None
-    paging: Paging | None = None
+    # Whether what has been worked out, but for cached_launch, holds at other lengths, too.
+    of_any_lengths = False
+
+    # The same in all calls of the signature; lengths and offsets on a device are None.
+    places = Places(None, None, None, None)
 
     def __init__(self, backend: Any, problem: Problem) -> None:
         self.backend = backend
@@ -45,7 +47,7 @@ class PreparedCall:
 
     def operands(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Operands:
         """View the arrays of a call with all four axes."""
-        lengths, offset = self.kv_lengths, self.q_offset
+        lengths, offset, packing, paging = self.places
         if lengths is None:
             lengths = options["kv_lengths"].astype(np.int64, copy=False)
         if offset is None:
@@ -54,7 +56,22 @@ class PreparedCall:
                 offset = lengths - self.problem.Nq
             else:
                 offset = offset.astype(np.int64, copy=False)
-        return operands_of(q, k, v, lengths, offset, self.packing, self.paging, options=options)
+        return operands_of(q, k, v, Places(lengths, offset, packing, paging), options)
+
+    def remember(self, places: Places) -> None:
+        """Keep where sequences are, if it is in the signature."""
+        lengths, offset = (x if isinstance(x, np.ndarray) else None for x in places[:2])
+        self.places = places._replace(kv_lengths=lengths, q_offset=offset)
+
+    def at_other_lengths(
+        self, q: Any, k: Any, v: Any, options: Mapping[str, Any]
+    ) -> tuple["PreparedCall", Operands]:
+        """Validate nothing but the integers of a call: the rest of its signature is the same."""
+        P, call = self.problem, copy(self)
+        places = places_of(options, k, P.B, P.Nq, P.Nk)
+        call.cached_launch = None
+        call.remember(places)
+        return call, operands_of(q, k, v, places, options)
 
     def forward(self, operands: Operands, out: Any | None) -> Attention:
         result: Attention = self.backend.forward(self.problem, operands, out)
@@ -80,6 +97,9 @@ class CallCache(dict[Any, PreparedCall]):
     """Valid calls by signature, emptied when it is full; single steps are safe among threads."""
 
     def keep(self, key: Any, call: PreparedCall) -> None:
+        """Keep a call, unless it has no signature."""
+        if key is None:
+            return
         if len(self) >= MOST:
             self.clear()
         self[key] = call
@@ -93,10 +113,8 @@ def prepared_call(backend: Any, problem: Problem, operands: Operands) -> Prepare
     """Make the entry of a call that was found valid."""
     prepare = getattr(backend, "prepare", None)
     call: PreparedCall = PreparedCall(backend, problem) if prepare is None else prepare(problem)
-    lengths, offset = operands.kv_lengths, operands.q_offset
-    call.kv_lengths = lengths if isinstance(lengths, np.ndarray) else None
-    call.q_offset = offset if isinstance(offset, np.ndarray) else None
-    call.packing, call.paging = operands.packing, operands.paging
+    x = operands
+    call.remember(Places(x.kv_lengths, x.q_offset, x.packing, x.paging))
     return call
 
 
@@ -135,6 +153,29 @@ def signature(
     except AttributeError:
         return None  # what is no array
     return tuple(key)
+
+
+def signature_at_any_lengths(
+    arrays: Iterable[Any], backend: Any, options: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
+    """Write down the same without the values of lengths, offsets and pages; None if none are left.
+
+    Calls of equal signatures are valid or invalid by these values alone.
+    """
+    layouts = {name: _integers(options[name]) for name in _LENGTHS if name in options}
+    left_out = {name: layout for name, layout in layouts.items() if layout is not None}
+    others = {name: x for name, x in options.items() if name not in left_out}
+    key = signature(arrays, backend, others) if left_out else None
+    return None if key is None else ("at any lengths", key, *left_out.items())
+
+
+def _integers(x: Any) -> tuple[Any, ...] | None:
+    """Describe an array, list or tuple of integers without its values."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "iu":
+        return type(x), x.dtype, x.shape
+    if type(x) in (list, tuple) and {*map(type, x)} == {int}:
+        return type(x), len(x)
+    return None
 
 
 def _append(key: list[Any], x: Any) -> bool:

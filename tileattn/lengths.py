@@ -10,7 +10,7 @@ from tileattn.validation import refuse_masked
 
 FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
 
-_DENSE = ("bias", "mask", "block_mask")
+_DENSE = ("bias", "mask", "block_mask", "tree_mask")
 
 
 class Packing(NamedTuple):
@@ -74,6 +74,38 @@ class Paging(NamedTuple):
                 f"block_table holds {table[b, n]} for page {n} of sequence {b}; 0 to "
                 f"{self.pages - 1} are accepted"
             )
+
+
+class Places(NamedTuple):
+    """Where each sequence is: all that the values of a call's integers decide.
+
+    Parameters
+    ----------
+    kv_lengths, q_offset : array of int64, shape (entries,)
+        Keys that exist, and position of query 0, for each sequence.
+    packing : Packing or None
+        Where packed sequences start.
+    paging : Paging or None
+        Where the keys of each sequence are, if k and v have pages in place of batch entries.
+    """
+
+    kv_lengths: Any
+    q_offset: Any
+    packing: Packing | None
+    paging: Paging | None
+
+
+def places_of(options: Mapping[str, Any], k: Any, B: int, Nq: int, Nk: int) -> Places:
+    """Validate the integers of a call; of pages, Nk is not looked at."""
+    paged = paging(options, k)
+    Nk = Nk if paged is None else paged.capacity
+    packed = packing(options, B, Nq, Nk)
+    entries, queries, keys = (B, Nq, Nk) if packed is None else packed.sizes
+    kv_lengths = kv_lengths_of(options.get("kv_lengths"), entries, Nk if keys is None else keys)
+    if paged is not None:
+        paged.check(kv_lengths)
+    q_offset = integers("q_offset", options.get("q_offset"), entries)
+    return Places(kv_lengths, kv_lengths - queries if q_offset is None else q_offset, packed, paged)
 
 
 def paging(options: Mapping[str, Any], k: Any) -> Paging | None:

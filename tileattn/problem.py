@@ -11,15 +11,13 @@ import numpy as np
 from tileattn import hints
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.dtypes import BFLOAT16, DTYPES, accum_dtype
-from tileattn.expressions.functions import (
-    check_indices,
-    kind_of,
-    mask_expression,
-    score_expression,
-)
+from tileattn.expressions.functions import check_indices, kind_of, mask_expression, score_expression
 from tileattn.expressions.nodes import Node
-from tileattn.lengths import FAR, Packing, Paging, integers, kv_lengths_of, packing, paging
+from tileattn.lengths import FAR, Packing, Paging, Places, places_of
+from tileattn.tree_mask import tree_arrays, with_tree
 from tileattn.validation import require_array
+
+_BOOLEAN = (np.dtype(np.bool_),)
 
 
 class Options(TypedDict, total=False):
@@ -38,6 +36,7 @@ class Options(TypedDict, total=False):
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     block_table: Any
+    tree_mask: Any
     sinks: Any
     dropout_p: float
     seed: int
@@ -71,7 +70,7 @@ class Problem:
     enabled_options : frozenset of str
         Names of the options in use.
     score_mod, mask_mod : Node or None
-        Expressions of the caller's own functions.
+        Expressions of the caller's own functions; a tree mask is a part of ``mask_mod``.
     sequences : int or None
         How many sequences are packed one behind the other, in arrays of one batch entry; None where
         batch entries are the sequences.
@@ -138,7 +137,8 @@ class Operands(NamedTuple):
     sinks : array or None, shape (Hq,)
         Logits that join the denominator only.
     aux : sequence of array
-        Arrays that the caller's own functions read, in their own shapes.
+        Arrays that the caller's own functions read, in their own shapes; behind them those of a
+        tree mask.
     wrt : frozenset of str or None
         Names of the arrays whose gradients are asked for; None is all. A backend may compute
         others: they are dropped.
@@ -172,21 +172,17 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
     """Validate a call; absent options have their defaults."""
     check_names(options)
     ndim, sizes = _sizes(q, k, v, paged=options.get("block_table") is not None)
-    paged = paging(options, k)
     B, Hq, Hkv, Nq, Nk, D, Dv = sizes
+    places = places_of(options, k, B, Nq, Nk)
+    packed, paged = places.packing, places.paging
     Nk = Nk if paged is None else paged.capacity
-    packed = packing(options, B, Nq, Nk)
-    entries, queries, keys = (B, Nq, Nk) if packed is None else packed.sizes
-    keys = Nk if keys is None else keys
+    entries = B if packed is None else packed.sizes[0]
     shape = (entries, Hq, *((Nq, Nk) if packed is None else packed.longest(Nq, Nk)))
-    kv_lengths = kv_lengths_of(options.get("kv_lengths"), entries, keys)
-    if paged is not None:
-        paged.check(kv_lengths)
-    q_offset = integers("q_offset", options.get("q_offset"), entries)
     _array("alibi_slopes", options.get("alibi_slopes"), ((Hq,), (entries, Hq)), DTYPES)
     _array("sinks", options.get("sinks"), ((Hq,),), DTYPES)
     _broadcastable("bias", options.get("bias"), shape, DTYPES)
-    _broadcastable("mask", options.get("mask"), shape, (np.dtype(np.bool_),))
+    _broadcastable("mask", options.get("mask"), shape, _BOOLEAN)
+    _array("tree_mask", options.get("tree_mask"), ((1, Nq, Nq), (B, Nq, Nq)), _BOOLEAN)
     block_mask = options.get("block_mask")
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
@@ -211,25 +207,23 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         sequences=None if packed is None else entries,
         page=None if paged is None else paged.page,
     )
-    q_offset = kv_lengths - queries if q_offset is None else q_offset
-    return problem, operands_of(q, k, v, kv_lengths, q_offset, packed, paged, options=options)
+    return problem, operands_of(q, k, v, places, options)
 
 
-def operands_of(*arrays: Any, options: Mapping[str, Any]) -> Operands:
+def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, Any]) -> Operands:
     """View the arrays of a valid call with all four axes."""
-    q, k, v, kv_lengths, q_offset, packed, paged = arrays
     get = options.get
     bias, mask, slopes = get("bias"), get("mask"), get("alibi_slopes")
     return Operands(
-        *(four_axes(q), four_axes(k), four_axes(v), kv_lengths, q_offset),
+        *(four_axes(q), four_axes(k), four_axes(v), places.kv_lengths, places.q_offset),
         bias=None if bias is None else four_axes(bias),
         mask=None if mask is None else four_axes(mask),
         block_mask=get("block_mask"),
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
         sinks=get("sinks"),
-        aux=tuple(get("aux") or ()),
-        packing=packed,
-        paging=paged,
+        aux=(*(get("aux") or ()), *tree_arrays(options, places.kv_lengths, q.shape[-2])),
+        packing=places.packing,
+        paging=places.paging,
     )
 
 
@@ -364,7 +358,7 @@ def _functions(
     for name, node in (("score_mod", score), ("mask_mod", mask)):
         if node is not None:
             check_indices(name, node, shapes, shape)
-    return score, mask
+    return score, with_tree(mask, options, len(arrays))
 
 
 def _scale(scale: Any, D: int) -> float:

@@ -9,13 +9,13 @@ Masked-out pairs are excluded, not multiplied by zero: what a masked-out key, va
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.dropout_reference import keep
 from tileattn.dual import Clamped, Direction, Dual, tangents_of, value_of
 from tileattn.packed_reference import dense_options, packed, padded
 from tileattn.results import Attention, Gradients
@@ -149,6 +149,7 @@ class Options:
     aux: Any = ()
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    tree_mask: Any = None
 
 
 @dataclass(frozen=True)
@@ -289,40 +290,24 @@ def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDA
         visible = visible & o.mask
     if o.block_mask is not None:
         visible = visible & o.block_mask.to_dense(shape)
+    if o.tree_mask is not None:
+        visible = visible & _tree(o, shape)
     if o.mask_mod is not None:
         aux = _clamped(o, np.dtype(np.float64), {})
         visible = visible & value_of(o.mask_mod(*np.ogrid[tuple(map(slice, shape))], *aux))
     return visible
 
 
-def keep(shape: tuple[int, int, int, int], dropout_p: float, seed: int) -> NDArray[np.bool_]:
-    """Which elements dropout keeps: one call of Philox for each element, one word of it used."""
-    if dropout_p == 0:
-        return np.ones(shape, np.bool_)
-    b, h, i, j = np.indices(shape, dtype=np.uint64)
-    sixteen, eight = np.uint64(16), np.uint64(8)
-    counter = (j // sixteen * eight + j % eight, i // sixteen * eight + i % eight, h, b)
-    words = philox(counter, seed)
-    word = np.where(
-        i // eight % 2 == 0,
-        np.where(j // eight % 2 == 0, words[0], words[1]),
-        np.where(j // eight % 2 == 0, words[2], words[3]),
-    )
-    return np.asarray(word >= np.uint64(math.floor(dropout_p * 2**32)))
-
-
-def philox(counter: Sequence[Array], seed: int) -> tuple[Array, Array, Array, Array]:
-    """Philox-4x32-10 in the words of its paper: ten times a Feistel-like step, then a new key."""
-    W = np.uint64(2**32)
-    c0, c1, c2, c3 = counter
-    k0, k1 = seed % 2**32, seed // 2**32
-    for _ in range(10):
-        high0, low0 = np.divmod(c0 * np.uint64(0xD2511F53), W)
-        high1, low1 = np.divmod(c2 * np.uint64(0xCD9E8D57), W)
-        c0, c1 = high1 ^ c1 ^ np.uint64(k0), low1
-        c2, c3 = high0 ^ c3 ^ np.uint64(k1), low0
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return c0, c1, c2, c3
+def _tree(o: Options, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
+    """Whether the tree mask lets each query attend to each key: (B, 1, Nq, Nk)."""
+    B, _, Nq, Nk = shape
+    lengths = np.broadcast_to(_lengths(o, shape).ravel(), B)
+    trees = np.broadcast_to(o.tree_mask, (B, Nq, Nq))
+    visible = np.ones((B, 1, Nq, Nk), np.bool_)
+    for of_entry, tree, length in zip(visible, trees, lengths, strict=True):
+        keys = np.hstack([np.ones((Nq, Nk), np.bool_), tree])  # up to the last that exists
+        of_entry[0, :, :length] = keys[:, Nk + Nq - length :]
+    return visible
 
 
 def _score_function(s: Array, o: Options) -> ScoreFunction:

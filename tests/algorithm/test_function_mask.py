@@ -13,8 +13,9 @@ from examples import score_functions as gallery
 from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, drawn
 from tests.gallery import calls
 from tileattn import BlockMask
+from tileattn.algorithm import block_mask
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
-from tileattn.algorithm.function_mask import FunctionMask
+from tileattn.algorithm.function_mask import FunctionMask, extrema
 from tileattn.algorithm.heads import head_groups
 from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
 from tileattn.algorithm.tiles import Tile
@@ -65,6 +66,17 @@ def test_tiles_cover_what_is_visible_once(data: Any) -> None:
             assert mask.kind(*tile[:4]) in (tile.kind, PARTIAL)
         assert times.max(initial=0) <= 1
         assert not visible[:, times == 0].any()
+
+
+@given(data=st.data())
+def test_blocks_decided_all_at_once_are_those_of_the_quadtree(data: Any) -> None:
+    function = as_function(drawn(data.draw, "b", data.draw(st.integers(1, 4)), False), False)
+    visible, size = mask_expression(function, AUX), data.draw(st.integers(1, 5))
+    given = visible, (B, HQ, NQ, NK), (size, size + 1), extrema(visible, AUX)
+    found = block_mask.kinds_by_intervals(*given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_mask, "START", 0)
+        np.testing.assert_array_equal(found, block_mask.kinds_by_intervals(*given))
 
 
 @given(data=st.data())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tileattn import reference
+from tileattn import dropout_reference as reference
 from tileattn.algorithm.philox import dropout_mask, keep_tile, philox4x32
 
 ONES = 0xFFFFFFFF

@@ -5,6 +5,8 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from functools import partial
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 import tileattn
 from tests.arrays import normal
+from tileattn import api
 from tileattn.backends import registry
 from tileattn.call_cache import CALLS
 
@@ -140,6 +143,60 @@ def test_values_that_change_in_place(both: Call, options: dict[str, Any]) -> Non
     CALLS.clear()
     for n in (*range(-1, len(arrays)), *range(-1, len(arrays))):
         assert found(n, outcome) == expected[n + 1]
+
+
+STEPS: dict[str, dict[str, list[Any]]] = {
+    "lists": {"kv_lengths": [[7, 1024], [2500, 30], [1025, 0], [7, 9]]},
+    "arrays": {"kv_lengths": [np.array(x) for x in ([9, 3], [7, 1024], [1025, 0], [9, 2049])]},
+    "offsets": {"q_offset": [[2, 2490], (7, 20), [-3, 5], [2400, 9]], "causal": [True]},
+    "windows": {"kv_lengths": [[9, 30], [9, 2049], [1025, 0]], "window": [(1023, 2), (9, None)]},
+    "trees": {"kv_lengths": [[3, 30], [3, 1025]], "tree_mask": [np.ones((1, 2, 2), bool)]},
+}
+
+
+@pytest.mark.parametrize("values", STEPS.values(), ids=STEPS.keys())
+def test_one_step_after_another(both: Call, values: dict[str, list[Any]]) -> None:
+    """Lengths that differ by more than the keys of a split, and back again."""
+    given = normal((B, HQ, 2, 2, 2500, D, DV))
+    calls = [dict(zip(values, step, strict=True)) for step in product(*values.values())]
+    expected = [uncached(both, *given, **options) for options in calls]
+    CALLS.clear()
+    for options, result in [*zip(calls, expected, strict=True)] * 2:
+        assert outcome(both, *given, **options) == result
+
+
+def test_one_page_after_another(cpu_backend: str) -> None:
+    q, k, v, _ = normal((B, HQ, 2, 1, 8 * 4, D, DV))
+    k, v = (x.reshape(B * 2, 8, 4, -1).swapaxes(0, 1).copy() for x in (k, v))  # 8 pages
+    steps: list[dict[str, Any]] = [
+        {"kv_lengths": [5, 1], "block_table": [[3, 1], [2, 9]]},
+        {"kv_lengths": [8, 4], "block_table": [[0, 1], [2, 2]]},
+        {"kv_lengths": [8, 5], "block_table": [[0, 1], [2, 9]]},
+        {"kv_lengths": [9, 4], "block_table": [[0, 1], [2, 2]]},
+        {"kv_lengths": [5, 1], "block_table": [[3, 1], [2, 9]]},
+    ]
+    steps = [{name: np.array(x) for name, x in options.items()} for options in steps]
+    found = partial(tileattn.forward, backend=cpu_backend)
+    expected = [uncached(found, q, k, v, **options) for options in steps]
+    assert [x[1] for x in expected if x[0] is ValueError] == [
+        "block_table holds 9 for page 1 of sequence 1; 0 to 7 are accepted",
+        "kv_lengths holds 9; lengths from 0 to Nk = 8 are accepted",
+    ]
+    CALLS.clear()
+    for options, result in [*zip(steps, expected, strict=True)] * 2:
+        assert outcome(found, q, k, v, **options) == result
+
+
+def test_a_step_validates_its_lengths_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = registry.get("llvm").unavailable()
+    if reason is not None:
+        pytest.skip(f"llvm: {reason}")
+    q, k, v, _ = normal(SIZES)
+    tileattn.forward(q, k, v, kv_lengths=[3, 4])
+    monkeypatch.setattr(api, "parse", None)
+    assert tileattn.forward(q, k, v, kv_lengths=[7, 1]).out.shape == (B, HQ, NQ, DV)
+    with pytest.raises(ValueError, match=r"^kv_lengths holds 8; "):
+        tileattn.forward(q, k, v, kv_lengths=[8, 1])
 
 
 def test_lengths_that_become_wrong_are_refused(both: Call) -> None:

@@ -11,7 +11,7 @@ from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.functions import mask_expression
 from tileattn.expressions.nodes import INDICES, Node, constant, depends_on, replaced
-from tileattn.expressions.quadtree import find_blocks
+from tileattn.expressions.quadtree import START, all_kinds, find_blocks
 from tileattn.validation import refuse_masked
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -374,6 +374,9 @@ def kinds_by_intervals(
     (B, Hq, Nq, Nk), (bq, bk) = shape, block_size
     own = [n if depends_on(visible, name) else min(n, 1) for n, name in ((B, "b"), (Hq, "h"))]
     kinds = np.full((*own, -(-Nq // bq), -(-Nk // bk)), EMPTY, np.int8)
+    if kinds.size and max(kinds.shape[2:]) <= START:
+        kinds[...] = all_kinds(visible, aux, kinds.shape, (Nq, Nk), block_size)
+        return kinds
     for b, h in np.ndindex(*own):
         runs = find_blocks(visible, aux, b, (h, h), (Nq, Nk), block_size)
         for row, first, stop, kind in zip(*runs, strict=True):

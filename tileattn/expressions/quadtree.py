@@ -17,7 +17,7 @@ from tileattn.expressions.nodes import Node
 
 Ints = NDArray[np.int64]
 
-_START = 32  # squares along each axis to start from: one call of NumPy decides them all
+START = 32  # squares along each axis to start from: one call of NumPy decides them all
 _FLOAT = np.dtype(np.float64)  # masks are evaluated in it, whatever the dtype of the arrays
 
 
@@ -43,7 +43,7 @@ def find_blocks(
     ``heads`` are the first and the last of the query heads, ``lengths`` are Nq and Nk.
     """
     counts = [-(-n // size) for n, size in zip(lengths, block_size, strict=True)]
-    step = 1 << max(0, (max(counts) - 1).bit_length() - _START.bit_length() + 1)
+    step = 1 << max(0, (max(counts) - 1).bit_length() - START.bit_length() + 1)
     squares = [x.ravel() for x in np.indices([-(-n // step) for n in counts])]
     found: list[Ints] = []
     while squares[0].size:
@@ -64,6 +64,20 @@ def find_blocks(
     return _merged(np.concatenate(found, axis=1) if found else np.zeros((4, 0), np.int64))
 
 
+def all_kinds(
+    visible: Node,
+    aux: Sequence[RangeExtrema | None],
+    shape: tuple[int, ...],
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+) -> Any:
+    """Decide every block by itself, of all batch entries and heads at once."""
+    b, h, row, column = np.ogrid[tuple(map(slice, shape))]
+    inputs = {"b": (b, b), "h": (h, h), **_ranges(lengths, block_size, (row, column), 1)}
+    low, high = bounds(visible, inputs, aux, _FLOAT)
+    return np.broadcast_to(low + high, shape)
+
+
 def _kinds(
     visible: Node,
     aux: Sequence[RangeExtrema | None],
@@ -75,12 +89,20 @@ def _kinds(
     step: int,
 ) -> Ints:
     """Decide squares of blocks: 0 for empty, 2 for full, 1 where it is not known."""
-    inputs: dict[str, tuple[Any, Any]] = {"b": (b, b), "h": heads}
-    for name, start, size, n in zip("ij", starts, block_size, lengths, strict=True):
-        inputs[name] = start * size, np.minimum((start + step) * size, n) - 1
+    inputs = {"b": (b, b), "h": heads, **_ranges(lengths, block_size, starts, step)}
     low, high = bounds(visible, inputs, aux, _FLOAT)
     kind = np.broadcast_to(low + high, starts[0].shape)
     return np.asarray(kind, np.int64)
+
+
+def _ranges(
+    lengths: tuple[int, int], block_size: tuple[int, int], starts: tuple[Any, Any], step: int
+) -> dict[str, tuple[Any, Any]]:
+    """Give the first and the last query and key of squares of blocks."""
+    return {
+        name: (start * size, np.minimum((start + step) * size, n) - 1)
+        for name, start, size, n in zip("ij", starts, block_size, lengths, strict=True)
+    }
 
 
 def _as_runs(

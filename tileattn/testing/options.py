@@ -118,6 +118,21 @@ def _sinks(choices: Choices, shape: Shape, dtype: np.dtype[Any]) -> Array:
     return np.asarray(sinks, choices.one_of(dtype, np.dtype(np.float32)))
 
 
+def _tree_mask(choices: Choices, shape: Shape, _dtype: Any) -> Array:
+    """Draw the ancestors of each node of random trees, or any booleans."""
+    B, _, Nq, _ = shape
+    trees = choices.one_of(1, B)
+    if choices.coin():
+        return np.asarray(choices.rng.random((trees, Nq, Nq)) < 0.6)
+    mask = np.zeros((trees, Nq, Nq), np.bool_)
+    for tree in mask:
+        for node in range(Nq):
+            parent = choices.rng.integers(-1, node)
+            tree[node] = tree[parent] if parent >= 0 else False
+            tree[node, node] = True
+    return mask
+
+
 def _seed(choices: Choices, _shape: Shape, _dtype: Any) -> int:
     return choices.integer(0, 2**64 - 1)
 
@@ -136,6 +151,7 @@ DRAW: dict[str, Draw] = {
     "sinks": _sinks,
     "dropout_p": _one_of(0.1, 0.5, 0.9, 0.0),
     "seed": _seed,
+    "tree_mask": _tree_mask,
 }
 """By name of the option: the function that draws it."""
 

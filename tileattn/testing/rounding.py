@@ -65,12 +65,10 @@ def forward_floors(f: Forward, store: Rounding, sums: Rounding) -> dict[str, flo
     """Norms of the uncertainty of ``out`` and ``lse``, apart from that of storing them."""
     with np.errstate(all="ignore"):
         of_P = _of_probabilities(f, store, sums) * f.kept**2
-        # The scores of a row share its query, and their errors may have the same sign.
-        of_scores = (sums.relative * np.sum(finite(f.P) * _size(f), axis=-1)) ** 2
         largest = finite(np.max(f.scores, axis=-1, initial=-np.inf))
         return {
             "out": _root(of_P @ finite(f.v) ** 2),
-            "lse": _root(sums.of(largest) + sums.of(finite(f.lse)) + of_scores),
+            "lse": _root(sums.of(largest) + sums.of(finite(f.lse)) + _of_sums(f, sums)),
         }
 
 
@@ -127,6 +125,7 @@ def backward_floors(
         if f.options.sinks is not None:
             sinks = np.asarray(f.options.sinks, np.float64)[:, np.newaxis]
             of_exponent = sums.of(1 + np.abs(finite(sinks)) + np.abs(finite(f.lse)))
+            of_exponent = of_exponent + _of_sums(f, sums)
             of_sink = of_exponent * finite(b.dlog) ** 2 + of_delta
             floors["dsinks"] = _root(finite(np.exp(sinks - f.lse)) ** 2 * of_sink)
         return floors
@@ -137,6 +136,14 @@ def _size(f: Forward) -> Array:
     squares = f.scale**2 * (finite(f.q) ** 2 @ _transpose(finite(f.k) ** 2))
     squares = squares + finite(f.capped) ** 2 + finite(f.scores) ** 2
     return np.asarray(np.sqrt(squares + finite(f.lse)[..., np.newaxis] ** 2))
+
+
+def _of_sums(f: Forward, sums: Rounding) -> Array:
+    """Uncertainty of ``lse`` by that of the scores.
+
+    Those of a row share its query, and their errors may have the same sign.
+    """
+    return np.asarray((sums.relative * np.sum(finite(f.P) * _size(f), axis=-1)) ** 2)
 
 
 def _of_probabilities(f: Forward, store: Rounding, sums: Rounding) -> Array:

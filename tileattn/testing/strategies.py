@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 AXES = ("Nq", "Nk", "B", "Hq", "D", "Dv")
-UNPACKED = ("bias", "mask", "block_mask")  # options that do not go with packed sequences
+UNPACKED = (
+    "bias",
+    "mask",
+    "block_mask",
+    "tree_mask",
+)  # options that do not go with packed sequences
 
 
 class AttentionCase(NamedTuple):
@@ -90,8 +95,8 @@ def problems(
     packed : bool
         Whether calls are of packed sequences: up to five, or none where ``edges`` has it so, with 0
         to ``max_length`` queries and keys each. ``cu_seqlens_q`` and ``cu_seqlens_k`` are given
-        whatever ``options`` says; ``bias``, ``mask`` and ``block_mask``, which do not go with them,
-        are not. The arrays have four axes, of which the first is 1 long, or three or two.
+        whatever ``options`` says; those of `UNPACKED`, which do not go with them, are not. The
+        arrays have four axes, of which the first is 1 long, or three or two.
 
     Returns
     -------

@@ -13,7 +13,8 @@ from tileattn.torch.tensors import array_of, tensor_of
 INPUTS = {
     **dict.fromkeys(("q", "k", "v"), "Tensor"),
     **dict.fromkeys(("bias", "sinks", "alibi_slopes", "mask", "kv_lengths", "q_offset"), "Tensor?"),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "block_table", "seed"), "Tensor?"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "block_table"), "Tensor?"),
+    **dict.fromkeys(("tree_mask", "seed"), "Tensor?"),
     **dict.fromkeys(("scale", "softcap"), "float?"),
     "dropout_p": "float",
     **dict.fromkeys(("left", "right"), "SymInt?"),

@@ -13,7 +13,7 @@ from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
 from tileattn.backends.llvm.arrays import Array, as_batch, as_inputs, aux_table, contiguous
 from tileattn.backends.llvm.execute import Executable
-from tileattn.backends.llvm.grids import divide
+from tileattn.backends.llvm.grids import divide, splits
 from tileattn.backends.llvm.parameter_gradient import (
     bias_gradient,
     bias_sums,
@@ -41,6 +41,8 @@ class LlvmCall(PreparedCall):
     problem : Problem
         What is asked.
     """
+
+    of_any_lengths = True
 
     def __init__(self, backend: Any, problem: Problem) -> None:
         super().__init__(backend, problem)
@@ -137,10 +139,16 @@ class LlvmCall(PreparedCall):
     def _executable(
         self, name: str, target: Target, x: Operands, arrays: Mapping[str, Array], few: int
     ) -> Executable:
-        """Find or make it; an array that is not aligned was copied, and has other strides."""
+        """Find or make it.
+
+        An array that is not aligned was copied, and has other strides. Of the lengths the number of
+        splits matters, which follows from that of this problem.
+        """
         aux = tuple((array.dtype.name, array.shape) for array in x.aux)
         learning = name == "backward" and x.wants("aux")
-        key = name, target.dot, aux, learning, *(array.strides for array in arrays.values())
+        strides = (array.strides for array in arrays.values())
+        count = splits(self.problem, x, self.backend.split_keys) if name == "decode" else 0
+        key = name, target.dot, aux, learning, count, *strides
         executable = self._executables.get(key)
         if executable is None:
             P = as_batch(self.problem, x)

@@ -1,0 +1,83 @@
+"""Join partial results: attention over disjoint sets of keys."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tileattn.algorithm.softmax import RowState
+from tileattn.dtypes import accum_dtype
+from tileattn.problem import check_array, check_dtype
+from tileattn.results import Attention
+
+
+def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
+    """Join results over disjoint sets of keys into the result over their union.
+
+    Parameters
+    ----------
+    outs : sequence of array, shape (..., N, Dv) each
+        Outputs of the same queries over different keys.
+    lses : sequence of array, shape (..., N) each
+        Their logsumexps. Sinks, where there are any, belong to one of the calls only.
+
+    Returns
+    -------
+    Attention
+        As ``forward`` over all the keys would return it, up to rounding.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the sequences are empty or differ in length, or arrays in shape or dtype.
+
+    Notes
+    -----
+    ``lse = log(sum_t exp(lse_t))`` and ``out = sum_t exp(lse_t - lse) * out_t``: associative and
+    commutative up to rounding; a result with lse = -inf is the identity.
+
+    References
+    ----------
+    Milakov and Gimelshein, arXiv:1805.02867, section 3.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tileattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 7, 8))
+    >>> left = tileattn.forward(q, k[:3], v[:3])
+    >>> right = tileattn.forward(q, k[3:], v[3:])
+    >>> whole = tileattn.merge([left.out, right.out], [left.lse, right.lse])
+    >>> bool(np.allclose(whole.out, tileattn.forward(q, k, v).out))
+    True
+    """
+    outs, lses = _listed("outs", outs), _listed("lses", lses)
+    if len(outs) != len(lses) or not outs:
+        raise ValueError(
+            f"outs has {len(outs)} and lses has {len(lses)} entries; as many of each, at "
+            "least one, are accepted"
+        )
+    check_dtype("outs[0]", outs[0])
+    sums = accum_dtype(outs[0].dtype)
+    for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        check_array(f"outs[{n}]", out, outs[0].shape, outs[0].dtype)
+        check_array(f"lses[{n}]", lse, outs[0].shape[:-1], sums)
+    state = RowState.of_result(outs[0], lses[0], sums)
+    with np.errstate(all="ignore"):
+        for out, lse in zip(outs[1:], lses[1:], strict=True):
+            state.merge(RowState.of_result(out, lse, sums))
+        merged, lse = state.finalize()
+    return Attention(merged.astype(outs[0].dtype, copy=False), lse)
+
+
+def _listed(name: str, x: Any) -> list[Any]:
+    if hasattr(x, "dtype"):  # one array may hold the parts, or be one part
+        raise TypeError(
+            f"{name} is {type(x).__name__}; a sequence of arrays is accepted "
+            f"(list({name}) where its first axis counts the parts)"
+        )
+    try:
+        return list(x)
+    except TypeError:
+        raise TypeError(f"{name} is {type(x).__name__}; a sequence of arrays is accepted") from None
