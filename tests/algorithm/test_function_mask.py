@@ -13,12 +13,12 @@ from examples import score_functions as gallery
 from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, drawn
 from tests.gallery import calls
 from tileattn import BlockMask
-from tileattn.algorithm import block_mask
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.algorithm.function_mask import FunctionMask, extrema
 from tileattn.algorithm.heads import head_groups
 from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
 from tileattn.algorithm.tiles import Tile
+from tileattn.expressions import quadtree
 from tileattn.expressions.functions import mask_expression
 from tileattn.problem import parse
 
@@ -73,10 +73,10 @@ def test_blocks_decided_all_at_once_are_those_of_the_quadtree(data: Any) -> None
     function = as_function(drawn(data.draw, "b", data.draw(st.integers(1, 4)), False), False)
     visible, size = mask_expression(function, AUX), data.draw(st.integers(1, 5))
     given = visible, (B, HQ, NQ, NK), (size, size + 1), extrema(visible, AUX)
-    found = block_mask.kinds_by_intervals(*given)
+    found = quadtree.kinds_by_intervals(*given)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_mask, "START", 0)
-        np.testing.assert_array_equal(found, block_mask.kinds_by_intervals(*given))
+        patch.setattr(quadtree, "START", 0)
+        np.testing.assert_array_equal(found, quadtree.kinds_by_intervals(*given))
 
 
 @given(data=st.data())

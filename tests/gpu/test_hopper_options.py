@@ -177,7 +177,7 @@ def dense(name: str, Nq: int, Nk: int) -> dict[str, Any]:
 
     sinks = normal(HQ)
     some = mask[..., :Nk].copy()
-    return {
+    made: dict[str, dict[str, Any]] = {
         "dropout": {"dropout_p": 0.3, "seed": 7},
         "mask": {"mask": some},
         "odd mask": {"mask": mask[..., ::2], "causal": True},
@@ -197,7 +197,8 @@ def dense(name: str, Nq: int, Nk: int) -> dict[str, Any]:
             "dropout_p": 0.2,
             "score_mod": calls(1, 1, 1, 1)["alibi"]["score_mod"],
         },
-    }[name]
+    }
+    return made[name]
 
 
 DENSE = ["dropout", "mask", "odd mask", "padding", "queries", "bias", "float bias"]

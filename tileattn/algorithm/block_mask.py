@@ -1,6 +1,6 @@
 """Block-sparse masks: the kind of each block, and the exact mask inside partial ones."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 
 from tileattn.expressions.build import apply
 from tileattn.expressions.evaluate import evaluate
-from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.functions import mask_expression
-from tileattn.expressions.nodes import INDICES, Node, constant, depends_on, replaced
-from tileattn.expressions.quadtree import START, all_kinds, find_blocks
+from tileattn.expressions.nodes import INDICES, Node, constant, replaced
+from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.validation import refuse_masked
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -255,8 +254,8 @@ class BlockMask:
         if known is not None:
             both = (self.kinds == PARTIAL) & (other.kinds == PARTIAL)
             _decide(kinds, inside, known, self.block_size, both)
-        expressions = self.expression, other.expression
-        whole = None if None in expressions else apply(operation, *expressions)
+        mine, others = self.expression, other.expression
+        whole = None if mine is None or others is None else apply(operation, mine, others)
         mask._set(kinds, self.block_size, known, inside, whole)
         return mask
 
@@ -359,29 +358,6 @@ class BlockMask:
         return (
             f"BlockMask({self.kinds.shape} blocks of {self.block_size}, density {self.density:.3g})"
         )
-
-
-def kinds_by_intervals(
-    visible: Node,
-    shape: tuple[int, int, int, int],
-    block_size: tuple[int, int],
-    aux: Sequence[RangeExtrema | None] = (),
-) -> NDArray[np.int8]:
-    """Classify the blocks of an expression, shape (B or 1, Hq or 1, ...).
-
-    Those that intervals leave undecided are partial.
-    """
-    (B, Hq, Nq, Nk), (bq, bk) = shape, block_size
-    own = [n if depends_on(visible, name) else min(n, 1) for n, name in ((B, "b"), (Hq, "h"))]
-    kinds = np.full((*own, -(-Nq // bq), -(-Nk // bk)), EMPTY, np.int8)
-    if kinds.size and max(kinds.shape[2:]) <= START:
-        kinds[...] = all_kinds(visible, aux, kinds.shape, (Nq, Nk), block_size)
-        return kinds
-    for b, h in np.ndindex(*own):
-        runs = find_blocks(visible, aux, b, (h, h), (Nq, Nk), block_size)
-        for row, first, stop, kind in zip(*runs, strict=True):
-            kinds[b, h, row, first:stop] = kind
-    return kinds
 
 
 def _decide(

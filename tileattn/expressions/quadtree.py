@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.intervals import bounds
-from tileattn.expressions.nodes import Node
+from tileattn.expressions.nodes import Node, depends_on
 
 Ints = NDArray[np.int64]
 
@@ -125,3 +125,26 @@ def _merged(runs: Ints) -> BlockRuns:
     begins[1:] = (row[1:] != row[:-1]) | (first[1:] != stop[:-1]) | (kind[1:] != kind[:-1])
     ends = np.append(begins[1:], True)[: len(row)]
     return BlockRuns(row[begins], first[begins], stop[ends], kind[begins])
+
+
+def kinds_by_intervals(
+    visible: Node,
+    shape: tuple[int, int, int, int],
+    block_size: tuple[int, int],
+    aux: Sequence[RangeExtrema | None] = (),
+) -> NDArray[np.int8]:
+    """Classify the blocks of an expression, shape (B or 1, Hq or 1, ...).
+
+    Those that intervals leave undecided are partial.
+    """
+    (B, Hq, Nq, Nk), (bq, bk) = shape, block_size
+    own = [n if depends_on(visible, name) else min(n, 1) for n, name in ((B, "b"), (Hq, "h"))]
+    kinds = np.zeros((*own, -(-Nq // bq), -(-Nk // bk)), np.int8)  # empty
+    if kinds.size and max(kinds.shape[2:]) <= START:
+        kinds[...] = all_kinds(visible, aux, kinds.shape, (Nq, Nk), block_size)
+        return kinds
+    for b, h in np.ndindex(*own):
+        runs = find_blocks(visible, aux, b, (h, h), (Nq, Nk), block_size)
+        for row, first, stop, kind in zip(*runs, strict=True):
+            kinds[b, h, row, first:stop] = kind
+    return kinds

@@ -18,7 +18,7 @@ from tileattn.backends.cupy.explain import explain_on
 from tileattn.cli import main
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_DQ_CONVERT
 from tileattn.kernels.launch.device import device_of_arch
-from tileattn.kernels.launch.layout import contiguous, contiguous_inputs
+from tileattn.kernels.launch.layout import contiguous_inputs
 from tileattn.problem import Operands, Problem, parse
 
 ROOT = Path(__file__).parents[3]

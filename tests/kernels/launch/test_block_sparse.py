@@ -62,7 +62,7 @@ def test_tiles_are_what_their_blocks_are(
 def test_query_tiles_of_a_block_mask_and_a_function(
     block: tuple[int, int], tile: tuple[int, int], heads: Any, sizes: Any, band: int, seed: int
 ) -> None:
-    """Heads that share keys have one list; a rank counts the key tiles before that have the tile."""
+    """Heads that share keys have one list; a rank counts the key tiles before that list a tile."""
     (Hkv, group), (Nq, Nk) = heads, sizes
     grid = [-(-n // side) for n, side in zip(sizes, block, strict=True)]
     mask = BlockMask(np.random.default_rng(seed).random((1, Hkv * group, *grid)) < 0.4, block)

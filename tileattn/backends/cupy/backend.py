@@ -181,7 +181,7 @@ class CupyCall(PreparedCall):
                 plan = plan_backward(self.problem, layout, gpu, deterministic=deterministic)
         else:
             plan = executable.plan
-        if plan.block_mask:
+        if plan.block_mask and operands.block_mask is not None:
             addresses |= mask_addresses(operands.block_mask, device, plan.tile_lists)
         if executable is None:
             executable = Executable(plan, tuple(addresses))

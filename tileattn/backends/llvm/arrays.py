@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.algorithm.block_mask import kinds_by_intervals
 from tileattn.algorithm.function_mask import BLOCK, extrema
 from tileattn.backends.addresses import address_of
+from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.kernels.launch.block_sparse import once, partial_blocks
 from tileattn.kernels.llvm.params import EMPTY, FULL, UNKNOWN
 from tileattn.problem import Operands, Problem

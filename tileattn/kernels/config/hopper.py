@@ -40,6 +40,7 @@ _NARROW_TILE = 128  # keys
 _PADDED = 1.02  # at most, keys of all wide tiles over keys
 _MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
 _MASKED_ROWS = 128  # at most, queries of a tile where a mask leaves blocks empty
+_MASKS = frozenset({"mask", "block_mask", "mask_mod"})
 _SCORE_MODS = frozenset({"softcap", "alibi_slopes", "score_mod", "bias"})
 _NARROW_DIM = _BACKWARD_BUCKETS[HOPPER_BACKWARD][-1]
 
@@ -66,7 +67,7 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
         "an array has an axis that is broadcast, reversed or of too long strides",
         lambda _, context: not context.tensor_maps,
     ),
-    ("no tile has room for the bias", lambda P, context: _forward_tile(P, context) is None),
+    ("no tile has room for the bias", lambda P, context: not _forward_tiles(P, context)),
 )
 _UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
     *_UNSUPPORTED,
@@ -88,8 +89,7 @@ def forward(
     problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
 ) -> KernelLaunch:
     """Launch the forward pass, with the first of some tiles or with those that suit the problem."""
-    P, tile = problem, tiles[0] if tiles else _forward_tile(problem, context)
-    assert tile is not None, "the caller has asked why_not"
+    P, tile = problem, (tiles or _forward_tiles(problem, context))[0]
     dim, value = bucket(P.D), bucket(P.Dv)
     shared = hopper_forward_bytes(tile, dim, value, _bias_size(context))
     key = _key(HOPPER, P, context, dim, value, tile, shared)
@@ -99,19 +99,18 @@ def forward(
     return KernelLaunch(key, grid, key.smem_bytes, f"{_SUPPORTED}, {tile.why}", maps)
 
 
-def _forward_tile(problem: Problem, context: LaunchContext) -> TileSize | None:
-    """Pick the forward tiles, of those that fit, if any does.
+def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSize]:
+    """List the forward tiles that fit and suit, the best first.
 
     If a diagonal cuts few keys, small tiles waste less of what it masks out (measured). Wide
     tiles are faster without a mask and without score modifiers, where keys fill the last one
-    (measured); with score modifiers their registers spill. Under a block mask tiles have no more
-    queries than its blocks mostly have.
+    (measured); with score modifiers their registers spill. Under a mask tiles have no more queries
+    than blocks of a block mask mostly have.
     """
     P = problem
     dim, value = bucket(P.D), bucket(P.Dv)
-    masked = not P.enabled_options.isdisjoint({"block_mask", "mask_mod"})
-    more = masked or "mask" in P.enabled_options or P.dropout_p > 0
-    plain = P.enabled_options.isdisjoint(_SCORE_MODS) and not more
+    masked = not P.enabled_options.isdisjoint(_MASKS)
+    plain = P.enabled_options.isdisjoint(_SCORE_MODS) and not masked and not P.dropout_p
     uncut = P.window == (None, None) and plain
     bias_size = _bias_size(context)
 
@@ -119,14 +118,14 @@ def _forward_tile(problem: Problem, context: LaunchContext) -> TileSize | None:
         shared = hopper_forward_bytes(tile, dim, value, bias_size)
         if shared + HOPPER_STATIC > HOPPER_LIMIT:
             return False
-        if (masked or "mask" in P.enabled_options) and tile.block_q > _MASKED_ROWS:
+        if masked and tile.block_q > _MASKED_ROWS:
             return False
         keys = -(-P.Nk // tile.block_k) * tile.block_k
         return tile.block_k <= _NARROW_TILE or (uncut and keys <= _PADDED * P.Nk)
 
     tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, max(dim, value))))
     few = not masked and P.Nk <= _FEW_KEYS and P.window[1] is not None
-    return tiles[-1 if few else 0] if tiles else None
+    return tiles[-1:] if few else tiles
 
 
 def backward(

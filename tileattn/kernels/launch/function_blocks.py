@@ -9,10 +9,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.algorithm.block_mask import PARTIAL, BlockMask, kinds_by_intervals
+from tileattn.algorithm.block_mask import PARTIAL, BlockMask
 from tileattn.algorithm.function_mask import BLOCK
 from tileattn.expressions.build import apply
 from tileattn.expressions.nodes import Node, depends_on, ordered
+from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.problem import Problem
 
 _MOST = 1 << 20  # blocks that are looked at; of more, each is looked into by the kernels

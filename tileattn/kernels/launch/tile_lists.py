@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask, kinds_by_intervals
+from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.expressions.nodes import Node
+from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.kernels.launch.block_sparse import once, tile_kinds
 from tileattn.kernels.launch.function_blocks import decidable
 from tileattn.problem import Problem
@@ -35,7 +36,8 @@ class TileLists:
 
         An array of shape (B or 1, heads or 1, query tiles, key tiles).
         """
-        return self._once(mask, TileLists.make_kinds)
+        kinds: NDArray[Any] = self._once(mask, TileLists.make_kinds)
+        return kinds
 
     def lists(self, mask: BlockMask | None) -> NDArray[np.int32]:
         """List the key tiles of each query tile, or backward the query tiles of each key tile.
@@ -44,7 +46,8 @@ class TileLists:
         number, plus one where it is partial; `END` behind the last. Backward each is followed by
         how many blocks of keys before this one the tile is left to.
         """
-        return self._once(mask, TileLists.make_lists)
+        lists: NDArray[np.int32] = self._once(mask, TileLists.make_lists)
+        return lists
 
     def lists_shape(self, mask: BlockMask | None) -> tuple[int, ...]:
         """Give the shape of the lists."""
@@ -57,9 +60,10 @@ class TileLists:
         An array of shape (B or 1, heads or 1, query tiles, key tiles + 1); the last of a row are
         all.
         """
-        return self._once(mask, TileLists.make_tiles_before)
+        counts: NDArray[Any] = self._once(mask, TileLists.make_tiles_before)
+        return counts
 
-    def _once(self, mask: BlockMask | None, make: _Make) -> NDArray[Any]:
+    def _once(self, mask: BlockMask | None, make: _Make) -> Any:
         """Make something, or give what was made before."""
         if mask is None:
             return _without_block_mask(self, make)
@@ -84,7 +88,7 @@ class TileLists:
             heads = kinds.reshape(len(kinds), -1, self.group, rows, columns)
             least, most = heads.min(axis=2), heads.max(axis=2)
             kinds = np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, PARTIAL))
-        return kinds
+        return np.asarray(kinds)
 
 
 def tile_lists(
