@@ -3,7 +3,7 @@
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,47 @@ extern "C" void pairs(const AuxArrays* aux, i64 count, const Accum* s, const i64
 """
 
 
+_QUICK = """\
+#include "quick.cuh"
+
+extern "C" void quick(i64 count, const float* x, const float* y, float* quotients, float* tanhs) {
+    for (i64 n = 0; n < count; ++n) {
+        quotients[n] = quick_quotient(x[n], y[n]);
+        tanhs[n] = quick_tanh(x[n]);
+    }
+}
+"""
+
+
+def quick(folder: Path, x: Array, y: Array) -> tuple[Array, Array]:
+    """Give the quotients and the hyperbolic tangents of quick.cuh."""
+    texts = {
+        "types.cuh": _TYPES,
+        "quick.cuh": (SOURCES / "quick.cuh").read_text(encoding="utf-8"),
+        "quick.cpp": _QUICK,
+    }
+    library = _built(folder, texts, "quick.cpp")
+    found = np.empty_like(x), np.empty_like(x)
+    pointers = (ctypes.c_void_p(each.ctypes.data) for each in (x, y, *found))
+    library.quick(ctypes.c_longlong(x.size), *pointers)
+    return found
+
+
+def _built(folder: Path, texts: Mapping[str, str], name: str) -> ctypes.CDLL:
+    """Compile one of some texts for the CPU, and load it."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("a C++ compiler runs what a GPU would: apt-get install g++")
+    for file, text in texts.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    library = folder / f"{name}{len(list(folder.glob('*.so')))}.so"
+    # Functions of the C library are called, and not worked out by the compiler.
+    exact = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-builtin", "-shared", "-fPIC")
+    source = str(folder / name)
+    subprocess.run([compiler, *exact, source, "-o", str(library), "-lm"], check=True)
+    return ctypes.CDLL(str(library))
+
+
 def run(
     folder: Path,
     score_mod: Node | None,
@@ -66,9 +107,6 @@ def run(
     places: Sequence[Array],
 ) -> tuple[Array, Array, Array]:
     """Give scores, their derivatives by s, and what is visible, for pairs b, h, i, j."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("a C++ compiler runs what a GPU would: apt-get install g++")
     kinds = tuple((x.dtype.name, x.ndim) for x in aux)
     texts = {
         "types.cuh": _TYPES,
@@ -79,14 +117,7 @@ def run(
         "functions.cuh": functions_text(score_mod, mask_mod, kinds, s.dtype),
         "pairs.cpp": _PAIRS,
     }
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    library = folder / f"pairs{len(list(folder.glob('*.so')))}.so"
-    # Functions of the C library are called, and not worked out by the compiler.
-    exact = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-builtin", "-shared", "-fPIC")
-    source = str(folder / "pairs.cpp")
-    subprocess.run([compiler, *exact, source, "-o", str(library), "-lm"], check=True)
-
+    library = _built(folder, texts, "pairs.cpp")
     whole = np.broadcast_arrays(s, *places)
     given = np.ascontiguousarray(whole[0])
     at = np.ascontiguousarray(np.stack(whole[1:])).astype(np.int64)
@@ -94,7 +125,7 @@ def run(
     arrays = (given, at, scores, grads, visible)
     block = _block_of(aux)
     first, *others = (ctypes.c_void_p(x.ctypes.data) for x in (block, *arrays))
-    ctypes.CDLL(str(library)).pairs(first, ctypes.c_longlong(given.size), *others)
+    library.pairs(first, ctypes.c_longlong(given.size), *others)
     return scores, grads, visible
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, drawn
 from tests.gallery import calls
-from tests.kernels.src.on_host import run
+from tests.kernels.src.on_host import quick, run
 from tests.kernels.src.test_compile import COMPLAINT
 from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.derivative import derivatives
@@ -255,6 +255,30 @@ def test_without_pairs_no_function_is_computed() -> None:
     for lengths in ((0, 9), (9, 0)):
         plans = planned("temperature", "sm_90a", np.float32, 64, *lengths)
         assert not any(launch.key.functions for plan in plans for launch in plan.launches)
+
+
+def test_quick_functions_of_16_bit_calls(tmp_path: Path) -> None:
+    """Small numbers keep their digits, and quotients of integers can be rounded down."""
+    rng = np.random.default_rng(0)
+    integers = rng.integers(-9999, 9999, (2, 4000)) | 1
+    wide = np.ldexp(rng.normal(size=(2, 4000)), rng.integers(-60, 60, (2, 4000)))
+    special = [(1, 0), (0, 0), (np.inf, 2), (3, np.inf), (np.nan, 1), (1e-40, 2e-39), (3e38, 2e38)]
+    pairs = [(integers[0] % 999 * integers[1], integers[1]), wide, np.transpose(special)]
+    x, y = np.concatenate(pairs, axis=1).astype(np.float32)
+    quotients, tanhs = quick(tmp_path, x, y)
+    with np.errstate(all="ignore"):
+        expected = x.astype(np.float64) / y, np.tanh(x.astype(np.float64))
+        for found, right in zip((quotients, tanhs), expected, strict=True):
+            rounded = right.astype(np.float32)
+            np.testing.assert_array_equal(np.isnan(found), np.isnan(rounded))
+            finite = np.isfinite(rounded)
+            np.testing.assert_array_equal(found[~finite], rounded[~finite])
+            near = np.abs(found - rounded)[finite] <= 4 * np.spacing(np.abs(rounded[finite]))
+            assert near.all()
+        whole = np.isfinite(expected[0]) & (np.floor(expected[0]) == expected[0])
+        whole &= np.abs(expected[0]) < 2**24
+    assert whole.sum() > 10
+    np.testing.assert_array_equal(quotients[whole], expected[0][whole])
 
 
 def test_which_kernels_run_them() -> None:
