@@ -263,7 +263,7 @@ def test_quick_functions_of_16_bit_calls(tmp_path: Path) -> None:
     integers = rng.integers(-9999, 9999, (2, 4000)) | 1
     wide = np.ldexp(rng.normal(size=(2, 4000)), rng.integers(-60, 60, (2, 4000)))
     special = [(1, 0), (0, 0), (np.inf, 2), (3, np.inf), (np.nan, 1), (1e-40, 2e-39), (3e38, 2e38)]
-    pairs = [(integers[0] % 999 * integers[1], integers[1]), wide, np.transpose(special)]
+    pairs: list[Any] = [(integers[0] % 999 * integers[1], integers[1]), wide, np.transpose(special)]
     x, y = np.concatenate(pairs, axis=1).astype(np.float32)
     quotients, tanhs = quick(tmp_path, x, y)
     with np.errstate(all="ignore"):
