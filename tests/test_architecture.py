@@ -155,6 +155,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": FACTS
     | {"algorithm", "api", "backends", "differentiation", "kv_cache", "merging", "reference"}
     | {"rotary", "testing"},
+    "jax": FACTS | {""},
     "torch": FACTS | {""},
     "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "selfcheck"},
     "__main__": {"cli"},

@@ -199,10 +199,18 @@ def _kind(x: Any) -> str:
 
 
 def _remedy(x: Any) -> str:
-    if type(x).__module__.split(".")[0] == "cupy":
+    library = type(x).__module__.split(".")[0]
+    if library == "cupy":
         return "cupy.asnumpy makes a NumPy array of it"
+    if library in ("jax", "jaxlib"):
+        traced = "a tracer of jax.jit, jax.grad or the like" if "Tracer" in type(x).__name__ else ""
+        return f"{traced or 'an array of JAX'}: tileattn.jax.attention takes it"
+    if library == "torch":
+        return "tileattn.torch.attention takes it"
     if isinstance(x, np.ma.MaskedArray):
         return "its filled() makes a plain array of it"
     if isinstance(x, np.ndarray) and not isinstance(x, np.matrix):
         return "cupy.asarray makes a CuPy array of it"
+    if hasattr(x, "__dlpack__"):
+        return "numpy.from_dlpack makes a NumPy array of it, of memory of the CPU"
     return "numpy.asarray makes an array of it"

@@ -1,0 +1,248 @@
+"""Attention on JAX arrays: the library's bits, gradients beside JAX's own, transformations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402 - JAX may be absent
+
+import tileattn  # noqa: E402 - as above
+from tests.arrays import normal  # noqa: E402 - as above
+from tileattn import BlockMask, UnsupportedError, reference  # noqa: E402 - as above
+from tileattn.jax import attention  # noqa: E402 - as above
+from tileattn.testing import assert_attention_close, error_bound  # noqa: E402 - as above
+
+SIZES = (2, 4, 2, 37, 53, 16, 24)
+DTYPES = ["float16", "bfloat16", "float32"]
+RNG = np.random.default_rng(0)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "softcap": 3.0, "scale": 0.2},
+    "bias": {"bias": RNG.normal(size=(4, 1, 53)).astype(np.float32), "window": (9, 30)},
+    "mask": {"mask": RNG.random((2, 1, 37, 53)) < 0.7, "sinks": np.ones(4, np.float32)},
+    "lengths": {"kv_lengths": [53, 20], "q_offset": [3, 9], "causal": True},
+    "alibi": {
+        "alibi_slopes": np.linspace(0.1, 1, 4, dtype=np.float32),
+        "dropout_p": 0.2,
+        "seed": 3,
+    },
+    "block mask": {"block_mask": BlockMask(RNG.random((5, 7)) < 0.6, (8, 8))},
+    "functions": {
+        "score_mod": lambda s, b, h, i, j, t: s + t[h, abs(i - j)],
+        "mask_mod": lambda b, h, i, j, t: j < i + 30,
+        "aux": (RNG.normal(size=(4, 90)).astype(np.float32),),
+    },
+}
+
+
+def given(dtype: str = "float32") -> Any:
+    return normal(SIZES, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_bits_are_the_library_s(options: dict[str, Any], dtype: str) -> None:
+    q, k, v, dout = given(dtype)
+    expected = tileattn.forward(q, k, v, **options)
+    found = attention(*map(jnp.asarray, (q, k, v)), return_lse=True, **options)
+    for x, y in zip(found, expected, strict=True):
+        assert np.asarray(x).tobytes() == y.tobytes()
+    learned = {name: options[name] for name in ("bias", "sinks", "aux") if name in options}
+
+    def product(arrays: Any, learned: Any) -> Any:
+        out = attention(*arrays, **(options | learned))
+        return jnp.vdot(out.astype(jnp.float32), dout.astype(np.float32))
+
+    arrays = tuple(map(jnp.asarray, (q, k, v)))
+    into, more = jax.jit(jax.grad(product, (0, 1)))(arrays, learned)
+    grads = tileattn.backward(dout, q, k, v, *expected, **options)
+    for x, y in zip(into, grads, strict=False):
+        assert np.asarray(x).tobytes() == y.tobytes()
+    for name, x in more.items():
+        y = getattr(grads, f"d{name}")
+        for a, b in zip(jax.tree.leaves(x), y if name == "aux" else (y,), strict=True):
+            assert np.asarray(a).tobytes() == b.tobytes()
+
+
+def test_against_the_oracle_in_float64() -> None:
+    with jax.enable_x64(True):
+        q, k, v, dout = normal(SIZES, np.float64)
+        out, pullback = jax.vjp(lambda *x: attention(*x, causal=True), *map(jnp.asarray, (q, k, v)))
+        assert out.dtype == np.float64
+        bounds = error_bound(q, k, v, dout, causal=True)
+        expected = reference.backward(dout, q, k, v, causal=True)
+        found = expected._replace(
+            **dict(zip(("dq", "dk", "dv"), map(np.asarray, pullback(dout)), strict=True))
+        )
+        assert_attention_close(found, expected, bounds)
+
+
+def test_beside_jax_s_own() -> None:
+    q, k, v = jax.random.normal(jax.random.key(1), (3, 2, 4, 40, 16))
+    bias = jax.random.normal(jax.random.key(2), (4, 40, 40))
+
+    def theirs(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        rows = (x.swapaxes(1, 2) for x in (q, k, v))
+        return jax.nn.dot_product_attention(*rows, bias=bias[None], is_causal=True).swapaxes(1, 2)
+
+    def ours(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return attention(q, k, v, bias=bias, causal=True)
+
+    def grads(f: Any) -> Any:
+        return jax.grad(lambda *x: jnp.cos(f(*x)).sum(), (0, 1, 2, 3))
+
+    one: Any
+    for one in (lambda f: f, grads):
+        for x, y in zip(
+            jax.tree.leaves(one(ours)(q, k, v, bias)),
+            jax.tree.leaves(one(theirs)(q, k, v, bias)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
+
+
+def test_the_logsumexp_has_a_gradient() -> None:
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+
+    def theirs(q: Any) -> Any:
+        wide = jnp.repeat(k, 2, axis=1)
+        return jax.nn.logsumexp(q @ wide.swapaxes(2, 3) / 4, axis=-1)
+
+    ours = jax.grad(lambda q: jnp.cos(attention(q, k, v, return_lse=True).lse).sum())(q)
+    np.testing.assert_allclose(ours, jax.grad(lambda q: jnp.cos(theirs(q)).sum())(q), atol=2e-5)
+
+
+# --- transformations ------------------------------------------------------------------------------
+
+
+def test_vmap_makes_a_call_for_each_element() -> None:
+    q, k, v = (jnp.asarray(np.stack([x, 2 * x])) for x in given()[:3])
+    bias = jnp.asarray(RNG.normal(size=(2, 4, 1, 53)).astype(np.float32))
+
+    def call(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return attention(q, k, v, bias=bias)
+
+    for axes in ((0, 0, 0, 0), (0, None, None, None), (None, 0, 0, 0), (None, None, None, 0)):
+        chosen = [x if axis == 0 else x[0] for x, axis in zip((q, k, v, bias), axes, strict=True)]
+        found = jax.vmap(call, axes)(*chosen)
+        for n in range(2):
+            one = [x[n] if axis == 0 else x for x, axis in zip(chosen, axes, strict=True)]
+            assert np.array_equal(found[n], call(*one))
+    summed = jax.grad(lambda q: jax.vmap(call)(q, k, v, bias).sum())(q)
+    alone = jax.grad(lambda q: call(q, k[1], v[1], bias[1]).sum())(q[1])
+    assert np.array_equal(summed[1], alone)
+
+
+def test_scan_checkpoint_and_a_loop_over_steps() -> None:
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+
+    def loss(q: Any) -> Any:
+        return attention(q, k, v, causal=True).sum()
+
+    plain = jax.grad(loss)(q)
+    assert np.array_equal(jax.grad(jax.checkpoint(loss))(q), plain)
+    _, losses = jax.lax.scan(lambda carry, x: (carry, loss(x)), 0, jnp.stack([q, 2 * q]))
+    np.testing.assert_array_equal(losses, [loss(q), loss(2 * q)])
+
+
+def test_shard_map_on_one_device() -> None:
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("x")
+    mapped = jax.shard_map(attention, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    assert np.array_equal(jax.jit(mapped)(q, k, v), attention(q, k, v))
+
+
+def test_other_values_are_not_compiled_again() -> None:
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+    traced = []
+
+    def step(q: Any, lengths: Any) -> Any:
+        traced.append(1)
+        return attention(q, k, v, kv_lengths=lengths, causal=True)
+
+    compiled = jax.jit(step)
+    for lengths in ([53, 9], [1, 53]):
+        found = compiled(q, jnp.array(lengths))
+        assert np.array_equal(found, attention(q, k, v, kv_lengths=lengths, causal=True))
+    assert len(traced) == 1
+
+
+def test_packed_sequences_and_pages() -> None:
+    q, k, v = (jnp.asarray(x[0]) for x in given()[:3])
+    offsets = jnp.array([0, 20, 37])
+    found = jax.jit(lambda c: attention(q, k[:, :37], v[:, :37], cu_seqlens_q=c, cu_seqlens_k=c))(
+        offsets
+    )
+    assert np.array_equal(found[:, :20], attention(q[:, :20], k[:, :20], v[:, :20]))
+    pages = jnp.asarray(RNG.normal(size=(6, 2, 8, 16)).astype(np.float32))
+    options = {"block_table": jnp.array([[3, 1]]), "kv_lengths": jnp.array([11])}
+    paged = jax.jit(lambda q: attention(q, pages, pages, **options))(q[None])
+    whole = jnp.concatenate([pages[3], pages[1]], axis=1)[None, :, :11]
+    np.testing.assert_allclose(paged, attention(q[None], whole, whole), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5, 8), (1, 0, 5, 8), (1, 4, 0, 8)])
+def test_sizes_of_zero(shape: tuple[int, ...]) -> None:
+    x = jnp.zeros(shape)
+    assert attention(x, x, x).shape == shape
+    assert jax.grad(lambda q: attention(q, x, x).sum())(x).shape == shape
+
+
+def test_long_calls_do_not_wait_for_themselves() -> None:
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2, 3000, 64))
+    step = jax.jit(jax.grad(lambda q: attention(q, k, v).sum()))
+    assert all(jnp.isfinite(step(q + n)).all() for n in range(3))
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_errors_come_where_the_call_is_written() -> None:
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+    with pytest.raises(ValueError, match="k has head dimension 8; it must be that of q, 16"):
+        jax.jit(attention)(q, k[..., :8], v)
+    with pytest.raises(TypeError, match="unknown option 'is_causal'"):
+        attention(q, k, v, is_causal=True)
+    with pytest.raises(TypeError, match="scale is traced"):
+        jax.jit(lambda scale: attention(q, k, v, scale=scale))(1.0)
+    with pytest.raises(UnsupportedError, match=r"stop_gradient\(alibi_slopes\)"):
+        jax.grad(lambda x: attention(q, k, v, alibi_slopes=x).sum())(jnp.ones(4))
+    slopes = jnp.ones(4)
+    stopped: Callable[..., Any] = jax.lax.stop_gradient
+    jax.grad(lambda x: attention(q, k, v, alibi_slopes=stopped(x)).sum())(slopes)
+
+
+def test_errors_of_values_come_from_the_program() -> None:
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="kv_lengths holds 60; lengths from 0 to"):
+        jax.jit(lambda n: attention(q, k, v, kv_lengths=n))(jnp.array([60, 3])).block_until_ready()
+
+
+def test_second_derivatives_are_refused() -> None:
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+    with pytest.raises(UnsupportedError, match="second derivatives"):
+        jax.grad(lambda q: jax.grad(lambda q: attention(q, k, v).sum())(q).sum())(q)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: attention(q, k, v), (q,), (q,))
+
+
+def test_other_devices_are_refused_when_the_program_is_made() -> None:
+    """Nothing is copied to the host by itself."""
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+    traced = jax.jit(attention).trace(q, k, v)
+    with pytest.raises(UnsupportedError, match=r"an array is on 'cuda', and tileattn.jax runs on"):
+        traced.lower(lowering_platforms=("cuda",))
+
+
+def test_the_library_names_this_module() -> None:
+    x = jnp.zeros((3, 8))
+    with pytest.raises(TypeError, match=r"an array of JAX: tileattn.jax.attention takes it"):
+        tileattn.forward(x, x, x)
+    with pytest.raises(TypeError, match=r"a tracer of jax.jit, jax.grad or the like: tileattn.jax"):
+        jax.jit(tileattn.forward)(x, x, x)
