@@ -1,0 +1,15 @@
+"""How many digits a result has: the same call in float64."""
+
+import numpy as np
+
+import tileattn
+
+rng = np.random.default_rng(0)
+q, k, v = rng.standard_normal((3, 1, 4, 300, 64))
+exact = tileattn.forward(q, k, v, softcap=20.0, window=(100, 0)).out
+single = tileattn.forward(*(x.astype(np.float32) for x in (q, k, v)), softcap=20.0, window=(100, 0))
+
+error = np.abs(single.out - exact).max()
+print(f"float32 is within {error:.1e} of float64")
+assert exact.dtype == np.float64
+assert error < 1e-5

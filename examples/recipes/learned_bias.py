@@ -1,0 +1,25 @@
+"""A table of biases by distance, and its gradient."""
+
+import numpy as np
+
+import tileattn
+
+rng = np.random.default_rng(0)
+q, k, v, dout = rng.standard_normal((4, 1, 4, 200, 32), np.float32)
+table = np.zeros((4, 65), np.float32)  # for each head, distances from -32 to 32
+
+
+def relative(s, b, h, i, j, table):
+    return s + table[h, np.clip(i - j, -32, 32) + 32]
+
+
+# No bias of N x N is ever made.
+options = {"score_mod": relative, "aux": (table,), "causal": True}
+attention, pullback = tileattn.vjp(q, k, v, **options)
+gradient = pullback(dout).daux[0]
+
+# The same by differences, for one number of the table.
+moved = table.copy()
+moved[2, 35] += 0.05
+change = tileattn.forward(q, k, v, **options | {"aux": (moved,)}).out - attention.out
+np.testing.assert_allclose((change * dout).sum() / 0.05, gradient[2, 35], rtol=0.05)

@@ -1,0 +1,19 @@
+"""Memory that grows with the tokens, not with their square."""
+
+import tracemalloc
+
+import numpy as np
+
+import tileattn
+
+N, D = 20_000, 32
+rng = np.random.default_rng(0)
+q, k, v, dout = rng.standard_normal((4, 1, 1, N, D), np.float32)
+
+tracemalloc.start()
+options = {"causal": True, "window": (2000, 0)}
+attention = tileattn.forward(q, k, v, **options)
+tileattn.backward(dout, q, k, v, *attention, **options)
+peak = tracemalloc.get_traced_memory()[1]
+print(f"{peak / 2**20:.0f} MiB at most; the scores alone would be {4 * N * N / 2**20:,.0f} MiB")
+assert peak < 4 * N * N / 20

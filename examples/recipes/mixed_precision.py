@@ -1,0 +1,24 @@
+"""float16 with a scaled loss, in PyTorch: gradients that would be rounded to zero survive."""
+
+import torch
+
+from tileattn.torch import attention
+
+torch.manual_seed(0)
+x, target = torch.randn(2, 4, 64, 32), torch.randn(2, 4, 64, 32)
+weight = torch.nn.Parameter(torch.eye(32).repeat(3, 1, 1))
+optimiser = torch.optim.SGD([weight], lr=1.0)
+scale, losses = 2.0**12, []
+for _ in range(20):
+    q, k, v = ((x @ w).half() for w in weight)
+    loss = (attention(q, k, v, causal=True).float() - target).square().mean()
+    optimiser.zero_grad()
+    (scale * loss).backward()
+    weight.grad /= scale
+    # A step whose gradients are not finite is left out, with a smaller scale from then on.
+    if weight.grad.isfinite().all():
+        optimiser.step()
+    else:
+        scale /= 2
+    losses.append(loss.item())
+assert losses[-1] < losses[0]

@@ -1,0 +1,18 @@
+"""A sliding window with a sink for each head: a logit that takes part in the softmax, without a value."""
+
+import numpy as np
+
+import tileattn
+
+rng = np.random.default_rng(0)
+q, k, v, dout = rng.standard_normal((4, 1, 4, 200, 32), np.float32)
+sinks = np.array([0.0, 1.0, 2.0, -np.inf], np.float32)  # -inf is none
+
+options = {"window": (63, 0), "sinks": sinks}
+attention = tileattn.forward(q, k, v, **options)
+grads = tileattn.backward(dout, q, k, v, *attention, **options)
+
+without = tileattn.forward(q, k, v, window=(63, 0))
+weight = np.exp(without.lse - attention.lse)  # what the sink leaves to the keys
+np.testing.assert_allclose(attention.out, weight[..., None] * without.out, atol=1e-6)
+assert grads.dsinks.shape == (4,)
