@@ -1,4 +1,4 @@
-"""A sliding window with a sink for each head: a logit that takes part in the softmax, without a value."""
+"""A sliding window with a sink for each head: a logit in the softmax that has no value."""
 
 import numpy as np
 
