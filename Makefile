@@ -27,6 +27,7 @@ $(VENV)/%.stamp: pyproject.toml
 
 setup: $(VENV)/dev.stamp  ## make .venv with everything that the targets below need
 demo: $(VENV)/demo.stamp  ## train a small GPT on the standard library's source (options: ARGS="...")
+	$(BIN)/python examples/beside_plain.py
 	$(BIN)/python examples/char_gpt.py $(ARGS)
 test: setup  ## run the tests that need no GPU (options: ARGS="...")
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 -m "not gpu" $(ARGS)

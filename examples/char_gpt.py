@@ -5,6 +5,7 @@ hand. Only attention is not: that is `tileattn.vjp`, which never holds the N x N
 Nothing is downloaded: the text is that of the running Python.
 
     python examples/char_gpt.py                  train, about two minutes on two cores
+    python examples/char_gpt.py --quick          train for 15 seconds
     python examples/char_gpt.py --check          tileattn and plain attention train alike
     python examples/char_gpt.py --backend cupy   the same on an NVIDIA GPU
 
@@ -268,10 +269,10 @@ def pieces(text: Array, count: int, context: int, rng: np.random.Generator) -> A
     return text.take(starts + np.arange(context + 1)).astype(np.int64)
 
 
-def held_out_loss(model: Model, text: Array, batches: int) -> float:
-    """Return the bits per byte over always the same batches of 16 pieces of text."""
+def held_out_loss(model: Model, text: Array) -> float:
+    """Return the bits per byte over always the same 16 batches of 16 pieces of text."""
     context, rng = model.shape.context, np.random.default_rng(0)
-    return float(np.mean([model.loss(pieces(text, 16, context, rng)) for _ in range(batches)]))
+    return float(np.mean([model.loss(pieces(text, 16, context, rng)) for _ in range(16)]))
 
 
 def sample(model: Model, prompt: bytes, count: int, seed: int) -> str:
@@ -317,7 +318,7 @@ def train(model: Model, text: Array, held_out: Array, args: argparse.Namespace) 
     Returns two curves of (step, bits per byte): each training batch, and the held-out text.
     """
     rng, adam = np.random.default_rng(args.seed), Adam(model)
-    curves: list[Curve] = [[], [(0, held_out_loss(model, held_out, 8))]]
+    curves: list[Curve] = [[], [(0, held_out_loss(model, held_out))]]
     start, done = time.perf_counter(), 0.0
     while done < 1:
         rate = args.rate * min(1, (adam.steps + 1) / 50) * (1 - 0.98 * done)
@@ -326,7 +327,7 @@ def train(model: Model, text: Array, held_out: Array, args: argparse.Namespace) 
         seconds = time.perf_counter() - start
         before, done = done, min(1.0, max(adam.steps / args.steps, seconds / args.seconds))
         if int(20 * done) > int(20 * before):
-            curves[1].append((adam.steps, held_out_loss(model, held_out, 8)))
+            curves[1].append((adam.steps, held_out_loss(model, held_out)))
         loss = float(np.mean(curves[0][-50:], axis=0)[1])
         message = f"step {adam.steps:4d}  {loss:.3f} bits/byte  {seconds:4.0f} s"
         show_progress(before, done, message)
@@ -406,16 +407,18 @@ def arguments() -> argparse.Namespace:
     add("--heads", default=4)
     add("--context", default=128, help="bytes that the model sees at once")
     add("--batch", default=8, help="pieces of text in a training step")
-    add("--steps", help="default: 1500, with --check 30")
+    add("--steps", help="default: 1500, with --quick 300, with --check 30")
     add("--seconds", default=120, type=float, help="stop training after so long")
     add("--rate", default=3e-3, type=float, help="largest learning rate")
     add("--seed", default=0)
     add("--out", default="char_gpt_output", metavar="FOLDER", type=Path)
+    parser.add_argument("--quick", action="store_true", help="train for 15 seconds at most")
     parser.add_argument("--check", action="store_true", help="compare with plain attention")
     parser.add_argument("--backend", default="auto", choices=["auto", "numpy", "llvm", "cupy"])
     args = parser.parse_args()
     if args.steps is None:
-        args.steps = 30 if args.check else 1500
+        args.steps = 30 if args.check else 300 if args.quick else 1500
+    args.seconds = min(args.seconds, 15) if args.quick else args.seconds
     sizes = (args.layers, args.width, args.heads, args.context, args.batch)
     if min(*sizes, args.steps, args.seconds) < 1:
         parser.error("sizes, --steps and --seconds must be at least 1")
@@ -439,7 +442,7 @@ def main() -> None:
     model = Model(shape, tiled_attention(args.backend), args.seed, xp)
     print(f"{model.flat.size:,} weights; {len(text):,} bytes of text; {len(held_out):,} held out")
     curves = train(model, text, held_out, args)
-    print(f"Held-out files: {held_out_loss(model, held_out, 32):.3f} bits per byte.\nSample:\n")
+    print(f"Held-out files: {curves[1][-1][1]:.3f} bits per byte.\nSample:\n")
     print(sample(model, b"def ", 400, args.seed), "\n")
     draw(curves, attention_maps(model, MAP_TEXT[: args.context]), args.out)
 

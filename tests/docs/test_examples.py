@@ -184,3 +184,15 @@ def test_an_absent_gpu_is_named() -> None:
     done = run("--backend=cupy")
     assert done.returncode == 1
     assert done.stderr == f"char_gpt: {reason}\n"
+
+
+def test_beside_the_textbook_formula() -> None:
+    program = CHAR_GPT.with_name("beside_plain.py")
+    done = subprocess.run(
+        [sys.executable, program, "--tokens=700"], capture_output=True, text=True, check=True
+    )
+    found = re.search(r"Largest difference: ([\d.e-]+)", done.stdout)
+    assert found is not None
+    assert float(found[1]) < 1e-4
+    memory = [float(x.replace(",", "")) for x in re.findall(r"([\d,]+) MiB", done.stdout)]
+    assert memory[1] < memory[0]
