@@ -381,7 +381,6 @@ def draw(curves: list[Curve], maps: list[Array], folder: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(folder / "loss.png", dpi=150)
-
     letters = [{10: "\\n", 32: "\u00b7"}.get(byte, chr(byte)) for byte in MAP_TEXT]
     H, N = maps[0].shape[:2]
     figure = Figure(figsize=(3.6 * H + 0.8, 3.8 * len(maps) + 0.4), layout="constrained")
