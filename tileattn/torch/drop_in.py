@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         check_tensor("attn_mask", attn_mask)
         of_pairs = _expanded(attn_mask, q.shape[:-2]) if q.ndim > 4 else attn_mask
-        options[_option(attn_mask)] = of_pairs if q.ndim <= 4 else of_pairs.flatten(0, -4)
+        options[option_of(attn_mask)] = of_pairs if q.ndim <= 4 else of_pairs.flatten(0, -4)
     if q.ndim <= 4:
         return attention(q, k, v, **options)
     folded = (x.flatten(0, -4) for x in (q, k, v))
@@ -105,7 +105,7 @@ def _expanded(mask: torch.Tensor, batch: Sequence[int]) -> torch.Tensor:
     return mask.expand(*batch, *(1, 1, *mask.shape)[-2:])
 
 
-def _option(mask: torch.Tensor) -> str:
+def option_of(mask: torch.Tensor) -> str:
     """Say which option takes a mask."""
     if mask.dtype is torch.bool:
         return "mask"
