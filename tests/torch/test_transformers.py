@@ -2,13 +2,10 @@
 
 import copy
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", "5.4")
@@ -112,6 +109,15 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     bridge.register()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Models are so small that more threads are far slower where several processes test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Options of each call of attention."""
@@ -156,7 +162,9 @@ def inputs_of(name: str, side: str) -> dict[str, Any]:
     if name == "Whisper":
         return {"input_features": torch.randn(2, 8, 20), "labels": labels}
     tokens, mask = torch.randint(2, 64, (2, LENGTH)), padding(side)
-    given = {"input_ids": tokens} if side == "none" else {"input_ids": tokens, "attention_mask": mask}
+    given = (
+        {"input_ids": tokens} if side == "none" else {"input_ids": tokens, "attention_mask": mask}
+    )
     if name == "T5":
         return given | {"labels": labels}
     # A decoder predicts the first token from padding, where eager attention is uniform.
@@ -166,15 +174,14 @@ def inputs_of(name: str, side: str) -> dict[str, Any]:
 
 def agree(ours: Any, theirs: Any, tolerance: float, **inputs: Any) -> None:
     """Compare losses, logits where there are labels, and the gradients of all parameters."""
-    seen = inputs["labels"] >= 0
     results = []
     for made in (ours, theirs):
         made.zero_grad()
-        inputs = {n: x.to(made.dtype) if x.is_floating_point() else x for n, x in inputs.items()}
         result = made(**inputs)
         result.loss.backward()
-        grads = {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
-        results.append(grads | {"loss": result.loss, "logits": result.logits[seen]})
+        found = {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
+        found |= {"loss": result.loss, "logits": result.logits[inputs["labels"] >= 0]}
+        results.append(found)
     found, expected = results
     assert found.keys() == expected.keys()
     # Some gradients, as those of the biases of keys, are 0 but for rounding.
@@ -190,5 +197,167 @@ def test_models_agree_with_eager_attention(name: str, side: str) -> None:
 
 @pytest.mark.parametrize(("name", "side"), CASES)
 def test_models_agree_in_float64(name: str, side: str) -> None:
-    double = partial(model, name, dtype=torch.float64)
-    agree(double("tileattn"), double("plain"), 1e-11, **inputs_of(name, side))
+    ours, theirs = (model(name, each, torch.float64) for each in ("tileattn", "plain"))
+    inputs = inputs_of(name, side)
+    inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+    agree(ours, theirs, 1e-11, **inputs)
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+GENERATORS = [*DECODERS, "T5", "Whisper"]
+
+
+@pytest.mark.parametrize("cached", ["dynamic", "static"])
+@pytest.mark.parametrize("name", GENERATORS)
+def test_models_generate_the_same_tokens(name: str, cached: str) -> None:
+    """With left padding, beyond the window, greedily."""
+    given = inputs_of(name, "left") | {"max_new_tokens": 8, "do_sample": False}
+    del given["labels"]
+    expected = model(name, "eager").generate(**given)
+    assert expected.shape[1] >= 8
+    given |= {"cache_implementation": cached} if cached == "static" else {}
+    assert torch.equal(model(name, "tileattn").generate(**given), expected)
+
+
+def test_a_prompt_in_parts_continues_the_cache() -> None:
+    tokens = inputs_of("Mistral", "none")["input_ids"]
+    ours = model("Mistral", "tileattn")
+    whole = ours(tokens).logits
+    first = ours(tokens[:, :6], use_cache=True)
+    rest = ours(tokens[:, 6:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(rest, whole[:, 6:])
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+def names_of(call: dict[str, Any]) -> set[str]:
+    return call.keys() - {"scale", "softcap", "sinks", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [
+        ("Llama", {"none": set(), "left": {"mask"}, "right": {"kv_lengths"}}),
+        ("Gemma2", {"none": set(), "left": {"mask"}, "right": {"kv_lengths"}}),
+    ],
+)
+def test_padding_and_windows_are_options(
+    name: str, sides: dict[str, set[str]], calls: list[dict[str, Any]]
+) -> None:
+    for side, more in sides.items():
+        calls.clear()
+        model(name, "tileattn")(**inputs_of(name, side))
+        assert [names_of(call) for call in calls] == [{"window", "q_offset"} | more] * 2
+        windows = [call["window"] for call in calls]
+        assert windows == [(4 if name == "Gemma2" else None, 0), (None, 0)]
+        assert all(call["mask"].shape == (2, 1, 1, LENGTH) for call in calls if "mask" in call)
+
+
+def test_encoders_need_no_mask(calls: list[dict[str, Any]]) -> None:
+    model("ModernBert", "tileattn")(**inputs_of("ModernBert", "none"))
+    assert [names_of(call) for call in calls] == [set(), {"window", "q_offset"}]
+    assert calls[1]["window"] == (2, 2)
+
+
+def test_a_static_cache_is_read_to_its_length(calls: list[dict[str, Any]]) -> None:
+    given = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    model("Llama", "tileattn").generate(inputs_of("Llama", "none")["input_ids"], **given)
+    assert all(names_of(call) == {"window", "q_offset"} for call in calls)
+    assert [call["q_offset"] for call in calls] == [0, 0, LENGTH, LENGTH, LENGTH + 1, LENGTH + 1]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_packed_sequences(name: str, calls: list[dict[str, Any]]) -> None:
+    tokens = torch.randint(2, 64, (1, 12))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    inputs = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "use_cache": False}
+    agree(model(name, "tileattn"), model(name, "eager"), 2e-5, **inputs)
+    assert all("mask_mod" in call for call in calls)
+    whole = model(name, "tileattn")(**inputs).logits
+    alone = model(name, "tileattn")(tokens[:, 5:]).logits
+    torch.testing.assert_close(whole[:, 5:], alone)
+
+
+def test_a_mask_of_the_users_own() -> None:
+    """Four axes; numbers are added."""
+    inputs = inputs_of("Llama", "none")
+    mask = (torch.rand(2, 1, LENGTH, LENGTH) < 0.5) | torch.eye(LENGTH, dtype=torch.bool)
+    added = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    ours, theirs = model("Llama", "tileattn"), model("Llama", "eager")
+    expected = theirs(**inputs, attention_mask=added).logits
+    for given_mask in (mask, added):
+        torch.testing.assert_close(ours(**inputs, attention_mask=given_mask).logits, expected)
+
+
+# --- the rest -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_bfloat16(name: str) -> None:
+    tokens = inputs_of(name, "none")["input_ids"]
+    exact = model(name, "plain", torch.float64)(tokens).logits
+    ours, theirs = (
+        (model(name, each, torch.bfloat16)(tokens).logits - exact).norm()
+        for each in ("tileattn", "eager")
+    )
+    assert ours <= 1.5 * theirs
+
+
+def test_dropout_is_that_of_training() -> None:
+    ours = copy.deepcopy(model("Llama", "tileattn", attention_dropout=0.5))
+    tokens = inputs_of("Llama", "none")["input_ids"]
+    assert torch.equal(ours(tokens).logits, model("Llama", "tileattn")(tokens).logits)
+    ours.train()
+    torch.manual_seed(1)
+    first = ours(tokens).logits
+    assert not torch.equal(ours(tokens).logits, first)
+    torch.manual_seed(1)
+    assert torch.equal(ours(tokens).logits, first)
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_compiled_models(side: str) -> None:
+    ours, inputs = model("Mistral", "tileattn"), inputs_of("Mistral", side)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    logits = compiled(**inputs, use_cache=False).logits
+    torch.testing.assert_close(logits, ours(**inputs).logits)
+
+
+def test_queries_of_a_batch_of_one() -> None:
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(5, 2, 6, 4)
+    module = torch.nn.Identity()
+    out, _ = bridge.attention_forward(module, q, k, k, None, is_causal=False)
+    torch.testing.assert_close(out, plain(module, q, k, k, None, is_causal=False)[0])
+
+
+@pytest.mark.parametrize("name", sorted(bridge._REFUSED))
+def test_what_is_not_computed_is_refused(name: str) -> None:
+    x = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(UnsupportedError, match=f"{name} is given and .*'eager'"):
+        bridge.attention_forward(torch.nn.Identity(), x, x, x, None, **{name: torch.ones(2)})
+    bridge.attention_forward(torch.nn.Identity(), x, x, x, None, **{name: None})
+
+
+def test_a_model_refuses_to_return_probabilities() -> None:
+    with pytest.raises(UnsupportedError, match="output_attentions"):
+        model("Llama", "tileattn")(inputs_of("Llama", "none")["input_ids"], output_attentions=True)
+
+
+def test_offsets_of_sequences_need_positions_that_say_the_same() -> None:
+    tokens = torch.randint(2, 64, (1, 12))
+    given = {"input_ids": tokens, "use_cache": False}
+    given["cu_seq_lens_q"] = given["cu_seq_lens_k"] = torch.tensor([0, 5, 12])
+    with pytest.raises(UnsupportedError, match="position_ids that start again"):
+        model("Llama", "tileattn")(**given)
+    positions = torch.tensor([[*range(5), *range(7)]])
+    model("Llama", "tileattn")(**given, position_ids=positions)
+
+
+def test_models_with_attention_of_their_own_are_refused() -> None:
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+    bloom = transformers.BloomModel._from_config(config, attn_implementation="tileattn")
+    with pytest.raises(UnsupportedError, match="BloomConfig takes no attention"):
+        bloom(torch.randint(2, 64, (2, LENGTH)))

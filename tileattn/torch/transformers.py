@@ -243,6 +243,9 @@ def make_mask(
         If the model takes no attention from ``AttentionInterface``.
     """
     _check_model(config)
+    options = None if is_tracing(attention_mask) else _structure(mask_function)
+    if options is not None:
+        q_offset = int(q_offset)  # a static cache counts on, in place
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     shape = (batch_size, 1, q_length, kv_length)
     dense = partial(
@@ -257,7 +260,6 @@ def make_mask(
         device=device,
         **others,
     )
-    options = None if is_tracing(attention_mask) else _structure(mask_function)
     if options is None:
         mask: torch.Tensor = dense()
         return mask
@@ -270,8 +272,10 @@ def make_mask(
 
 def _check_model(config: Any) -> None:
     """Raise an error if a model would add our mask to scores of its own."""
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    if name in sys.modules and not hasattr(sys.modules[name], "ALL_ATTENTION_FUNCTIONS"):
+    of_config = type(config).__module__
+    of_model = of_config.replace(".configuration_", ".modeling_")
+    loaded = of_model != of_config and of_model in sys.modules
+    if loaded and not hasattr(sys.modules[of_model], "ALL_ATTENTION_FUNCTIONS"):
         raise UnsupportedError(
             f"a model of {type(config).__name__} takes no attention from AttentionInterface; "
             "attn_implementation='eager' is accepted"
