@@ -338,7 +338,8 @@ def test_what_is_not_computed_is_refused(name: str) -> None:
     x = torch.zeros(1, 2, 3, 4)
     with pytest.raises(UnsupportedError, match=f"{name} is given and .*'eager'"):
         bridge.attention_forward(torch.nn.Identity(), x, x, x, None, **{name: torch.ones(2)})
-    bridge.attention_forward(torch.nn.Identity(), x, x, x, None, **{name: None})
+    absent: dict[str, Any] = {name: None}
+    bridge.attention_forward(torch.nn.Identity(), x, x, x, None, **absent)
 
 
 def test_a_model_refuses_to_return_probabilities() -> None:

@@ -1,5 +1,6 @@
 """Attention for the models of Hugging Face's transformers."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -182,7 +183,9 @@ class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
         shape: Sequence[int],
         device: Any,
     ) -> "StructuredMask":
-        mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask: StructuredMask = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=device
+        )
         mask.options, mask.dense = options, dense
         return mask
 
@@ -292,50 +295,46 @@ def _padding(mask: torch.Tensor, first: int, count: int) -> dict[str, Any]:
     return {} if bool((lengths == count).all()) else {"kv_lengths": lengths}
 
 
-# Functions that transformers makes share their code.
-_AND = masking_utils.and_masks().__code__
-_LEFT = masking_utils.sliding_window_overlay(1).__code__
-_AROUND = masking_utils.sliding_window_bidirectional_overlay(1).__code__
-_PACKED = masking_utils.packed_sequence_mask_function(None).__code__
-_RESTARTED = masking_utils.remap_positions_for_packed_sequence(None, None).__code__
-
-
 def _structure(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
     """Express a mask function by options; None if they cannot say the same."""
-    left, right, options = [], [], {}
-    for code, cells in _terms(mask_function):
-        if code is masking_utils.causal_mask_function.__code__:
-            right.append(0)
-        elif code is _LEFT:
-            left.append(cells["sliding_window"] - 1)
-        elif code is _AROUND:
-            left.append(cells["sliding_window"])
-            right.append(cells["sliding_window"])
-        elif code is _PACKED:
-            options |= {"mask_mod": _same_sequence, "aux": (cells["packed_sequence_mask"],)}
-        elif code is not masking_utils.bidirectional_mask_function.__code__:
-            return None
+    left, right = [], []
+    options: dict[str, Any] = {}
+    for name, held in _terms(mask_function):
+        match name:
+            case "causal_mask_function":
+                right.append(0)
+            case "sliding_window_overlay":
+                left.append(held["sliding_window"] - 1)
+            case "sliding_window_bidirectional_overlay":
+                left.append(held["sliding_window"])
+                right.append(held["sliding_window"])
+            case "packed_sequence_mask_function":
+                options |= {"mask_mod": _same_sequence, "aux": (held["packed_sequence_mask"],)}
+            case "bidirectional_mask_function":
+                pass
+            case _:
+                return None
     if left or right:
         options["window"] = (min(left, default=None), min(right, default=None))
     return options
 
 
-def _terms(mask_function: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Take apart what transformers joins: the code of each term, with the variables it holds.
-
-    Positions that start again with each sequence are as far apart as those in the batch, wherever
-    `_PACKED`, their companion, lets a query attend.
-    """
-    code = getattr(mask_function, "__code__", None)
-    names = code.co_freevars if code else ()
-    cells = {name: mask_function.__closure__[n].cell_contents for n, name in enumerate(names)}
-    if code is _AND:
-        for term in cells["mask_functions"]:
+def _terms(mask_function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Take apart what transformers joins: who made each term, and the variables it holds."""
+    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
+        yield "", {}
+        return
+    name = mask_function.__qualname__.partition(".")[0]
+    held = inspect.getclosurevars(mask_function).nonlocals
+    if name == "and_masks":
+        for term in held["mask_functions"]:
             yield from _terms(term)
-    elif code is _RESTARTED:
-        yield from _terms(cells["mask_function"])
+    elif name == "remap_positions_for_packed_sequence":
+        # Within a sequence, which is where its companion lets queries attend, positions are as far
+        # apart as they are in the batch.
+        yield from _terms(held["mask_function"])
     else:
-        yield code, cells
+        yield name, held
 
 
 def _same_sequence(b: Any, _h: Any, i: Any, j: Any, sequences: Any) -> Any:
