@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", "5.4")
+transformers = pytest.importorskip("transformers", "5.23")
 
 from transformers import masking_utils  # noqa: E402 - it may be absent
 
@@ -32,6 +32,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "GptOss": GROUPS | EIGHT | {"num_local_experts": 2, "num_experts_per_tok": 1},
     "GPT2": ENDS
     | {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 64}
+    | {"scale_attn_by_inverse_layer_idx": True}
     | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
 }
 ENCODERS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", "5.4")
+transformers = pytest.importorskip("transformers", "5.23")
 
 from transformers import masking_utils  # noqa: E402 - it may be absent
 
