@@ -11,6 +11,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", "5.23")
 
 from transformers import masking_utils  # noqa: E402 - it may be absent
+from transformers.integrations.sdpa_attention import (  # noqa: E402 - as above
+    sdpa_attention_forward,
+)
 
 import tileattn.torch.transformers as bridge  # noqa: E402 - as above
 from tileattn.errors import UnsupportedError  # noqa: E402 - as above
@@ -325,6 +328,25 @@ def test_compiled_models(side: str) -> None:
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     logits = compiled(**inputs, use_cache=False).logits
     torch.testing.assert_close(logits, ours(**inputs).logits)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("mask", [None, False, "booleans", "numbers"])
+def test_layers_agree_with_those_of_sdpa(rows: int, bias: bool, mask: Any) -> None:
+    q, k, v = torch.randn(2, 4, rows, 8), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 5)
+    options: dict[str, Any] = {"attention_mask": None, "scaling": 0.3}
+    if mask is False:
+        options["is_causal"] = False
+    elif mask:
+        booleans = torch.arange(6) < torch.tensor([4, 5])[:, None, None, None]
+        numbers = torch.where(booleans, 0.5, -1e9)
+        options["attention_mask"] = booleans if mask == "booleans" else numbers
+    if bias:
+        options["position_bias"] = torch.randn(1, 4, rows, 6)
+    module = torch.nn.Identity()
+    expected = sdpa_attention_forward(module, q, k, v, **options)[0]
+    torch.testing.assert_close(bridge.attention_forward(module, q, k, v, **options)[0], expected)
 
 
 def test_queries_of_a_batch_of_one() -> None:
