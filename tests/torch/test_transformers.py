@@ -1,59 +1,152 @@
-"""Models of transformers, made at random, beside their eager attention."""
+"""Models of transformers, made at random, beside their eager attention and a plain one."""
 
 import copy
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", "5.23")
 
-from tileattn.errors import UnsupportedError  # noqa: E402 - PyTorch may be absent
-from tileattn.torch.transformers import attention_forward, register  # noqa: E402 - as above
+from transformers import masking_utils  # noqa: E402 - it may be absent
+from transformers.integrations.sdpa_attention import (  # noqa: E402 - as above
+    sdpa_attention_forward,
+)
+
+import tileattn.torch.transformers as bridge  # noqa: E402 - as above
+from tileattn.errors import UnsupportedError  # noqa: E402 - as above
+from tileattn.torch import attention  # noqa: E402 - as above
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-LAYERS = {"num_hidden_layers": 2, "vocab_size": 64}
-DECODER = WIDTH | LAYERS | {"num_key_value_heads": 2, "max_position_embeddings": 64}
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-NO_DROPOUT = {"attention_dropout": 0.0}
+TEXT = WIDTH | ENDS | {"num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 64}
+GROUPS = TEXT | {"num_key_value_heads": 2}
+EIGHT = {"head_dim": 8, "sliding_window": 5}
+LENGTH = 11
 
 DECODERS: dict[str, dict[str, Any]] = {
-    "Llama": DECODER,
-    "Mistral": DECODER | {"sliding_window": 5},
-    "Qwen3": DECODER | {"head_dim": 16},
-    "Gemma2": DECODER | {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 2.0},
-    "Gemma3Text": DECODER | {"head_dim": 8, "sliding_window": 5},
-    "GptOss": DECODER
-    | {"head_dim": 8, "sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "GPT2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 64}
+    "Llama": GROUPS,
+    "Mistral": GROUPS | {"sliding_window": 5},
+    "Qwen3": GROUPS | {"head_dim": 16},
+    "Gemma2": GROUPS | EIGHT | {"attn_logit_softcapping": 2.0},
+    "Gemma3": GROUPS | EIGHT | {"layer_types": ["sliding_attention", "full_attention"]},
+    "GptOss": GROUPS | EIGHT | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "GPT2": ENDS
+    | {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 64}
+    | {"scale_attn_by_inverse_layer_idx": True}
     | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
 }
-CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
-LENGTH = 11
+ENCODERS: dict[str, dict[str, Any]] = {
+    "Bert": TEXT | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    "ModernBert": TEXT
+    | {"local_attention": 4, "global_attn_every_n_layers": 2}
+    | {"cls_token_id": 2, "sep_token_id": 3},
+}
+T5: dict[str, Any] = ENDS | {
+    **{"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    **{"dropout_rate": 0.0, "decoder_start_token_id": 0},
+}
+WHISPER: dict[str, Any] = ENDS | {
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **{"vocab_size": 64, "d_model": 32, "num_mel_bins": 8, "max_source_positions": 10},
+    **{"max_target_positions": 20, "decoder_start_token_id": 1, "dropout": 0.0},
+}
+CONFIGS = {
+    **DECODERS,
+    **ENCODERS,
+    "T5": T5,
+    "Whisper": WHISPER,
+    "ViT": WIDTH | {"num_hidden_layers": 2, "image_size": 16, "patch_size": 4},
+}
+CLASSES = {
+    **{name: f"{name}ForCausalLM" for name in DECODERS},
+    **{name: f"{name}ForMaskedLM" for name in ENCODERS},
+    **{name: f"{name}ForConditionalGeneration" for name in ("T5", "Whisper")},
+    "GPT2": "GPT2LMHeadModel",
+    "ViT": "ViTForImageClassification",
+}
+SIDES = {"T5": ("none", "left", "right"), "Whisper": ("none",), "ViT": ("none",)}
+CASES = [(name, side) for name in CONFIGS for side in SIDES.get(name, ("none", "left", "right"))]
+
+
+def plain(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Any = 0.0,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    **_others: Any,
+) -> tuple[Any, None]:
+    """Attention by its formula; the one of eager models has sums in float32."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    s = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    s = s + (0.0 if position_bias is None else position_bias)
+    mask = attention_mask
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = torch.ones(s.shape[-2:], dtype=torch.bool)
+        mask = mask.tril() if causal and s.shape[-2] > 1 else mask
+    s = s.masked_fill(~mask, torch.finfo(s.dtype).min)
+    if s_aux is not None:
+        s = torch.cat([s, s_aux[:, None, None].expand(*s.shape[:-1], 1)], dim=-1)
+    p = s.softmax(-1)[..., : key.shape[2]] * mask
+    return (p @ value).transpose(1, 2), None
 
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    register()
+    transformers.AttentionInterface.register("plain", plain)
+    transformers.AttentionMaskInterface.register("plain", masking_utils.sdpa_mask)
+    bridge.register()
+    bridge.register()
 
 
-def pair(model_class: str, config: Any) -> tuple[Any, Any]:
-    """Make a model with eager attention, and the same one with ours."""
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Models are so small that more threads are far slower where several processes test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Options of each call of attention."""
+    found: list[dict[str, Any]] = []
+
+    def recorded(*qkv: Any, **options: Any) -> Any:
+        found.append({name: x for name, x in options.items() if x is not None})
+        return attention(*qkv, **options)
+
+    monkeypatch.setattr(bridge, "attention", recorded)
+    return found
+
+
+@cache
+def model(name: str, implementation: str, dtype: Any = torch.float32, **changes: Any) -> Any:
+    """Make a model; those of a name have the same parameters."""
     torch.manual_seed(0)
-    config._attn_implementation = "eager"
-    eager = getattr(transformers, model_class)(config).eval()
-    for parameter in eager.parameters():  # sinks and biases are 0 at first
+    of_text = f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, of_text)(**CONFIGS[name] | changes)
+    made = getattr(transformers, CLASSES[name])._from_config(
+        config, attn_implementation=implementation, experts_implementation="eager"
+    )
+    for parameter in made.parameters():  # sinks and biases are 0 at first
         parameter.data += 0.05 * torch.randn_like(parameter)
-    ours = copy.deepcopy(eager)
-    ours.set_attn_implementation("tileattn")
-    assert ours.config._attn_implementation == "tileattn"
-    return eager, ours
-
-
-def decoder(name: str) -> tuple[Any, Any]:
-    config = getattr(transformers, f"{name}Config")(**DECODERS[name], **ENDS)
-    return pair(CLASSES.get(name, f"{name}ForCausalLM"), config)
+    return made.eval().to(dtype)
 
 
 def padding(side: str) -> Any:
@@ -65,152 +158,161 @@ def padding(side: str) -> Any:
     return mask
 
 
-def agree(models: tuple[Any, Any], seen: Any, **inputs: Any) -> None:
-    """Compare losses, what is seen of the first output, and the gradients of all parameters."""
-    results = []
-    for model in models:
-        model.zero_grad()
-        result = model(**inputs)
-        first = result[1] if "labels" in inputs else result[0]
-        first = first[seen]
-        loss = result.loss if "labels" in inputs else first.cos().sum()
-        loss.backward()
-        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        results.append((loss, first, grads))
-    (eager_loss, eager_out, eager_grads), (loss, out, grads) = results
-    assert grads.keys() == eager_grads.keys()
-    pairs = {name: (found, eager_grads[name]) for name, found in grads.items()}
-    pairs |= {"loss": (loss, eager_loss), "output": (out, eager_out)}
-    # Some gradients, as of BERT's biases of keys, are 0 but for rounding.
-    floor = 1e-7 * max(x.norm() for x in eager_grads.values())
-    for name, (found, expected) in pairs.items():
-        assert (found - expected).norm() <= 2e-5 * expected.norm() + floor, name
-
-
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_decoders(name: str, side: str) -> None:
+def inputs_of(name: str, side: str) -> dict[str, Any]:
+    torch.manual_seed(1)
+    if name == "ViT":
+        return {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+    labels = torch.randint(2, 64, (2, 7))
+    if name == "Whisper":
+        return {"input_features": torch.randn(2, 8, 20), "labels": labels}
     tokens, mask = torch.randint(2, 64, (2, LENGTH)), padding(side)
-    # A label is predicted at the token before, which must not be one of padding.
-    before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
-    labels = tokens.masked_fill(mask * before == 0, -100)
-    inputs = {"input_ids": tokens, "labels": labels}
-    if side != "none":
-        inputs["attention_mask"] = mask
-    agree(decoder(name), mask.bool(), **inputs)
+    given = (
+        {"input_ids": tokens} if side == "none" else {"input_ids": tokens, "attention_mask": mask}
+    )
+    if name == "T5":
+        return given | {"labels": labels}
+    # A decoder predicts the first token from padding, where eager attention is uniform.
+    after_padding = mask * torch.roll(mask, 1, 1)
+    return given | {"labels": tokens.masked_fill(after_padding == 0, -100)}
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_decoders_generate_the_same_tokens(name: str) -> None:
-    eager, ours = decoder(name)
-    tokens, mask = torch.randint(2, 64, (2, LENGTH)), padding("left")
-    given = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    expected = eager.generate(tokens, **given)
-    assert torch.equal(ours.generate(tokens, **given), expected)
+def agree(ours: Any, theirs: Any, tolerance: float, **inputs: Any) -> None:
+    """Compare losses, logits where there are labels, and the gradients of all parameters."""
+    results = []
+    for made in (ours, theirs):
+        made.zero_grad()
+        result = made(**inputs)
+        result.loss.backward()
+        found = {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
+        found |= {"loss": result.loss, "logits": result.logits[inputs["labels"] >= 0]}
+        results.append(found)
+    found, expected = results
+    assert found.keys() == expected.keys()
+    # Some gradients, as those of the biases of keys, are 0 but for rounding.
+    floor = 0.01 * max(x.norm() for x in expected.values())
+    for name, x in expected.items():
+        assert (found[name] - x).norm() <= tolerance * (x.norm() + floor), name
 
 
-def test_a_static_cache_generates_the_same_tokens() -> None:
-    eager, ours = decoder("Llama")
-    tokens = torch.randint(2, 64, (2, LENGTH))
-    given = {"max_new_tokens": 8, "do_sample": False, "attention_mask": padding("none")}
-    expected = eager.generate(tokens, **given)
-    static = {"cache_implementation": "static", "disable_compile": True}
-    assert torch.equal(ours.generate(tokens, **given, **static), expected)
+@pytest.mark.parametrize(("name", "side"), CASES)
+def test_models_agree_with_eager_attention(name: str, side: str) -> None:
+    agree(model(name, "tileattn"), model(name, "eager"), 2e-5, **inputs_of(name, side))
+
+
+@pytest.mark.parametrize(("name", "side"), CASES)
+def test_models_agree_in_float64(name: str, side: str) -> None:
+    ours, theirs = (model(name, each, torch.float64) for each in ("tileattn", "plain"))
+    inputs = inputs_of(name, side)
+    inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+    agree(ours, theirs, 1e-11, **inputs)
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+GENERATORS = [*DECODERS, "T5", "Whisper"]
+
+
+@pytest.mark.parametrize("cached", ["dynamic", "static"])
+@pytest.mark.parametrize("name", GENERATORS)
+def test_models_generate_the_same_tokens(name: str, cached: str) -> None:
+    """With left padding, beyond the window, greedily."""
+    given = inputs_of(name, "left") | {"max_new_tokens": 8, "do_sample": False}
+    del given["labels"]
+    expected = model(name, "eager").generate(**given)
+    assert expected.shape[1] >= 8
+    given |= {"cache_implementation": cached} if cached == "static" else {}
+    assert torch.equal(model(name, "tileattn").generate(**given), expected)
+
+
+def test_a_prompt_in_parts_continues_the_cache() -> None:
+    tokens = inputs_of("Mistral", "none")["input_ids"]
+    ours = model("Mistral", "tileattn")
+    whole = ours(tokens).logits
+    first = ours(tokens[:, :6], use_cache=True)
+    rest = ours(tokens[:, 6:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(rest, whole[:, 6:])
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+def names_of(call: dict[str, Any]) -> set[str]:
+    return call.keys() - {"scale", "softcap", "sinks", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [
+        ("Llama", {"none": set(), "left": {"mask"}, "right": {"kv_lengths"}}),
+        ("Gemma2", {"none": set(), "left": {"mask"}, "right": {"kv_lengths"}}),
+    ],
+)
+def test_padding_and_windows_are_options(
+    name: str, sides: dict[str, set[str]], calls: list[dict[str, Any]]
+) -> None:
+    for side, more in sides.items():
+        calls.clear()
+        model(name, "tileattn")(**inputs_of(name, side))
+        assert [names_of(call) for call in calls] == [{"window", "q_offset"} | more] * 2
+        windows = [call["window"] for call in calls]
+        assert windows == [(4 if name == "Gemma2" else None, 0), (None, 0)]
+        assert all(call["mask"].shape == (2, 1, 1, LENGTH) for call in calls if "mask" in call)
+
+
+def test_encoders_need_no_mask(calls: list[dict[str, Any]]) -> None:
+    model("ModernBert", "tileattn")(**inputs_of("ModernBert", "none"))
+    assert [names_of(call) for call in calls] == [set(), {"window", "q_offset"}]
+    assert calls[1]["window"] == (2, 2)
+
+
+def test_a_static_cache_is_read_to_its_length(calls: list[dict[str, Any]]) -> None:
+    given = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    model("Llama", "tileattn").generate(inputs_of("Llama", "none")["input_ids"], **given)
+    assert all(names_of(call) == {"window", "q_offset"} for call in calls)
+    assert [call["q_offset"] for call in calls] == [0, 0, LENGTH, LENGTH, LENGTH + 1, LENGTH + 1]
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_packed_sequences(name: str) -> None:
+def test_packed_sequences(name: str, calls: list[dict[str, Any]]) -> None:
     tokens = torch.randint(2, 64, (1, 12))
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
-    models = decoder(name)
-    packed = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-    agree(models, ..., **packed)
-    whole = models[1](**packed).logits
-    alone = models[1](input_ids=tokens[:, 5:]).logits
+    inputs = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "use_cache": False}
+    agree(model(name, "tileattn"), model(name, "eager"), 2e-5, **inputs)
+    assert all("mask_mod" in call for call in calls)
+    whole = model(name, "tileattn")(**inputs).logits
+    alone = model(name, "tileattn")(tokens[:, 5:]).logits
     torch.testing.assert_close(whole[:, 5:], alone)
 
 
-def test_bfloat16() -> None:
-    eager, ours = (model.bfloat16() for model in decoder("Llama"))
-    tokens = torch.randint(2, 64, (2, LENGTH))
-    exact = decoder("Llama")[0](tokens).logits
-    errors = [(model(tokens).logits - exact).norm() for model in (ours, eager)]
-    assert errors[0] <= 1.5 * errors[1]
+def test_a_mask_of_the_users_own() -> None:
+    """Four axes; numbers are added."""
+    inputs = inputs_of("Llama", "none")
+    mask = (torch.rand(2, 1, LENGTH, LENGTH) < 0.5) | torch.eye(LENGTH, dtype=torch.bool)
+    added = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    ours, theirs = model("Llama", "tileattn"), model("Llama", "eager")
+    expected = theirs(**inputs, attention_mask=added).logits
+    for given_mask in (mask, added):
+        torch.testing.assert_close(ours(**inputs, attention_mask=given_mask).logits, expected)
 
 
-def test_bert() -> None:
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    models = pair("BertModel", transformers.BertConfig(**WIDTH, **LAYERS, **none))
-    mask = padding("right")
-    agree(models, mask.bool(), input_ids=torch.randint(2, 64, (2, LENGTH)), attention_mask=mask)
+# --- the rest -------------------------------------------------------------------------------------
 
 
-def test_modernbert_with_windows_of_its_own() -> None:
-    config = transformers.ModernBertConfig(
-        **(WIDTH | LAYERS | {"num_hidden_layers": 3}),
-        local_attention=4,
-        global_attn_every_n_layers=2,
-        **ENDS,
-        cls_token_id=2,
-        sep_token_id=3,
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_bfloat16(name: str) -> None:
+    tokens = inputs_of(name, "none")["input_ids"]
+    exact = model(name, "plain", torch.float64)(tokens).logits
+    ours, theirs = (
+        (model(name, each, torch.bfloat16)(tokens).logits - exact).norm()
+        for each in ("tileattn", "eager")
     )
-    mask = padding("right")
-    tokens = torch.randint(2, 64, (2, LENGTH))
-    agree(pair("ModernBertModel", config), mask.bool(), input_ids=tokens, attention_mask=mask)
-
-
-def test_vit() -> None:
-    config = transformers.ViTConfig(**WIDTH, num_hidden_layers=2, image_size=16, patch_size=4)
-    pixels = torch.randn(2, 3, 16, 16)
-    agree(pair("ViTModel", config), ..., pixel_values=pixels)
-
-
-def test_t5_with_its_relative_bias() -> None:
-    config = transformers.T5Config(
-        vocab_size=64,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    models = pair("T5ForConditionalGeneration", config)
-    mask, tokens = padding("right"), torch.randint(2, 64, (2, LENGTH))
-    labels = torch.randint(2, 64, (2, 7))
-    agree(models, ..., input_ids=tokens, attention_mask=mask, labels=labels)
-    eager, ours = models
-    given = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(ours.generate(tokens, **given), eager.generate(tokens, **given))
-
-
-def test_whisper_with_cross_attention() -> None:
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-    config = transformers.WhisperConfig(
-        **(heads | sizes | ENDS),
-        vocab_size=64,
-        d_model=32,
-        num_mel_bins=8,
-        max_source_positions=10,
-        max_target_positions=20,
-        decoder_start_token_id=1,
-        dropout=0.0,
-    )
-    features = torch.randn(2, 8, 20)
-    labels = torch.randint(2, 64, (2, 7))
-    models = pair("WhisperForConditionalGeneration", config)
-    agree(models, ..., input_features=features, labels=labels)
+    assert ours <= 1.5 * theirs
 
 
 def test_dropout_is_that_of_training() -> None:
-    config = transformers.LlamaConfig(**DECODER, **ENDS, attention_dropout=0.5)
-    _, ours = pair("LlamaForCausalLM", config)
-    tokens = torch.randint(2, 64, (2, LENGTH))
-    assert torch.equal(ours(tokens).logits, ours(tokens).logits)
+    ours = copy.deepcopy(model("Llama", "tileattn", attention_dropout=0.5))
+    tokens = inputs_of("Llama", "none")["input_ids"]
+    assert torch.equal(ours(tokens).logits, model("Llama", "tileattn")(tokens).logits)
     ours.train()
     torch.manual_seed(1)
     first = ours(tokens).logits
@@ -219,8 +321,67 @@ def test_dropout_is_that_of_training() -> None:
     assert torch.equal(ours(tokens).logits, first)
 
 
-@pytest.mark.parametrize("name", ["output_attentions", "cache", "block_indices"])
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_compiled_models(side: str) -> None:
+    ours, inputs = model("Mistral", "tileattn"), inputs_of("Mistral", side)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    logits = compiled(**inputs, use_cache=False).logits
+    torch.testing.assert_close(logits, ours(**inputs).logits)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("mask", [None, False, "booleans", "numbers"])
+def test_layers_agree_with_those_of_sdpa(rows: int, bias: bool, mask: Any) -> None:
+    q, k, v = torch.randn(2, 4, rows, 8), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 5)
+    options: dict[str, Any] = {"attention_mask": None, "scaling": 0.3}
+    if mask is False:
+        options["is_causal"] = False
+    elif mask:
+        booleans = torch.arange(6) < torch.tensor([4, 5])[:, None, None, None]
+        numbers = torch.where(booleans, 0.5, -1e9)
+        options["attention_mask"] = booleans if mask == "booleans" else numbers
+    if bias:
+        options["position_bias"] = torch.randn(1, 4, rows, 6)
+    module = torch.nn.Identity()
+    expected = sdpa_attention_forward(module, q, k, v, **options)[0]
+    torch.testing.assert_close(bridge.attention_forward(module, q, k, v, **options)[0], expected)
+
+
+def test_queries_of_a_batch_of_one() -> None:
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(5, 2, 6, 4)
+    module = torch.nn.Identity()
+    out, _ = bridge.attention_forward(module, q, k, k, None, is_causal=False)
+    torch.testing.assert_close(out, plain(module, q, k, k, None, is_causal=False)[0])
+
+
+@pytest.mark.parametrize("name", sorted(bridge._REFUSED))
 def test_what_is_not_computed_is_refused(name: str) -> None:
     x = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(UnsupportedError, match=f"{name} is"):
-        attention_forward(torch.nn.Identity(), x, x, x, None, **{name: True})
+    with pytest.raises(UnsupportedError, match=f"{name} is given and .*'eager'"):
+        bridge.attention_forward(torch.nn.Identity(), x, x, x, None, **{name: torch.ones(2)})
+    absent: dict[str, Any] = {name: None}
+    bridge.attention_forward(torch.nn.Identity(), x, x, x, None, **absent)
+
+
+def test_a_model_refuses_to_return_probabilities() -> None:
+    with pytest.raises(UnsupportedError, match="output_attentions"):
+        model("Llama", "tileattn")(inputs_of("Llama", "none")["input_ids"], output_attentions=True)
+
+
+def test_offsets_of_sequences_need_positions_that_say_the_same() -> None:
+    tokens = torch.randint(2, 64, (1, 12))
+    given = {"input_ids": tokens, "use_cache": False}
+    given["cu_seq_lens_q"] = given["cu_seq_lens_k"] = torch.tensor([0, 5, 12])
+    with pytest.raises(UnsupportedError, match="position_ids that start again"):
+        model("Llama", "tileattn")(**given)
+    positions = torch.tensor([[*range(5), *range(7)]])
+    model("Llama", "tileattn")(**given, position_ids=positions)
+
+
+def test_models_with_attention_of_their_own_are_refused() -> None:
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+    bloom = transformers.BloomModel._from_config(config, attn_implementation="tileattn")
+    with pytest.raises(UnsupportedError, match="BloomConfig takes no attention"):
+        bloom(torch.randint(2, 64, (2, LENGTH)))

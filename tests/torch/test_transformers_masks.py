@@ -1,0 +1,92 @@
+"""Masks that become options, beside the booleans of transformers."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", "5.23")
+
+from transformers import masking_utils  # noqa: E402 - it may be absent
+
+import tileattn.torch.transformers as bridge  # noqa: E402 - as above
+
+FUNCTIONS = {
+    "causal": lambda _: masking_utils.causal_mask_function,
+    "full": lambda _: masking_utils.bidirectional_mask_function,
+    "window": masking_utils.sliding_window_causal_mask_function,
+    "around": masking_utils.sliding_window_bidirectional_mask_function,
+}
+
+
+def attended(mask: Any) -> Any:
+    """Say which keys each query attends to: the weights of values that are 1 in one place."""
+    batch, _, rows, keys = mask.shape
+    q, k = torch.zeros(batch, 1, rows, 4), torch.zeros(batch, 1, keys, 4)
+    v = torch.eye(keys).expand(batch, 1, keys, keys)
+    return bridge.attention_forward(torch.nn.Identity(), q, k, v, mask)[0].transpose(1, 2) > 0
+
+
+@given(
+    name=st.sampled_from(sorted(FUNCTIONS)),
+    window=st.integers(1, 9),
+    sizes=st.tuples(st.integers(1, 7), st.integers(1, 9)),
+    offsets=st.tuples(st.integers(0, 9), st.integers(0, 5)),
+    padding=st.none() | st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=16),
+)
+def test_structured_masks_are_those_of_sdpa(
+    name: str,
+    window: int,
+    sizes: tuple[int, int],
+    offsets: tuple[int, int],
+    padding: list[tuple[bool, bool]] | None,
+) -> None:
+    options: dict[str, Any] = dict(zip(("q_length", "kv_length"), sizes, strict=True))
+    options |= {"batch_size": 2, "kv_offset": offsets[1], "mask_function": FUNCTIONS[name](window)}
+    options["attention_mask"] = None if padding is None else torch.tensor(padding).T
+    expected = masking_utils.sdpa_mask(**options, q_offset=offsets[0], allow_is_causal_skip=False)
+    q_offset = torch.tensor(offsets[0])
+    mask = bridge.make_mask(**options, q_offset=q_offset)
+    q_offset += 3  # as a static cache does before its layers attend
+    assert isinstance(mask, bridge.StructuredMask)
+    assert torch.equal(attended(mask), expected)
+    assert torch.equal(mask & True, expected)
+
+
+@given(
+    name=st.sampled_from(["causal", "window"]),
+    window=st.integers(1, 9),
+    starts=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12),
+)
+def test_packed_masks_are_those_of_sdpa(
+    name: str, window: int, starts: list[tuple[bool, bool]]
+) -> None:
+    count = len(starts)
+    positions = torch.zeros(2, count, dtype=torch.long)
+    for i in range(1, count):
+        restart = torch.tensor(starts[i])
+        positions[:, i] = torch.where(restart, 0, positions[:, i - 1] + 1)
+    sequences = (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+    function = masking_utils.packed_sequence_compatibility_function(
+        FUNCTIONS[name](window), positions, sequences
+    )
+    options = {"batch_size": 2, "q_length": count, "kv_length": count, "mask_function": function}
+    expected = masking_utils.sdpa_mask(**options, allow_is_causal_skip=False)
+    mask = bridge.make_mask(**options)
+    assert isinstance(mask, bridge.StructuredMask)
+    assert torch.equal(attended(mask), expected)
+
+
+def test_other_masks_are_booleans() -> None:
+    chunks = masking_utils.chunked_causal_mask_function(3, torch.tensor([0, 2]))
+    blocks = masking_utils.blockwise_overlay(torch.tensor([[0, 0, -1, 1, 1], [0, 1, 1, -1, -1]]))
+    either = masking_utils.or_masks(masking_utils.causal_mask_function, blocks)
+    for function in (chunks, either):
+        options = {"batch_size": 2, "q_length": 5, "kv_length": 5, "mask_function": function}
+        mask = bridge.make_mask(**options)
+        expected = masking_utils.sdpa_mask(**options, allow_is_causal_skip=False)
+        assert type(mask) is torch.Tensor
+        assert torch.equal(mask, expected)
+        assert torch.equal(attended(mask), expected)
