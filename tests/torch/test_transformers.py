@@ -1,6 +1,8 @@
 """Models of transformers, made at random, beside their eager attention and a plain one."""
 
 import copy
+import importlib
+import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -33,6 +35,12 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Gemma2": GROUPS | EIGHT | {"attn_logit_softcapping": 2.0},
     "Gemma3": GROUPS | EIGHT | {"layer_types": ["sliding_attention", "full_attention"]},
     "GptOss": GROUPS | EIGHT | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "Llama4": GROUPS
+    | {"head_dim": 8, "attention_chunk_size": 4, "intermediate_size_mlp": 48, "moe_layers": []},
+    "DeepseekV3": TEXT
+    | dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8)
+    | dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16)
+    | {"num_key_value_heads": 4, "v_head_dim": 12, "first_k_dense_replace": 2},
     "GPT2": ENDS
     | {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 64}
     | {"scale_attn_by_inverse_layer_idx": True}
@@ -139,8 +147,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def model(name: str, implementation: str, dtype: Any = torch.float32, **changes: Any) -> Any:
     """Make a model; those of a name have the same parameters."""
     torch.manual_seed(0)
-    of_text = f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
-    config = getattr(transformers, of_text)(**CONFIGS[name] | changes)
+    part = "Text" if name in ("Gemma3", "Llama4") else ""
+    config = getattr(transformers, f"{name}{part}Config")(**CONFIGS[name] | changes)
     made = getattr(transformers, CLASSES[name])._from_config(
         config, attn_implementation=implementation, experts_implementation="eager"
     )
@@ -385,3 +393,10 @@ def test_models_with_attention_of_their_own_are_refused() -> None:
     bloom = transformers.BloomModel._from_config(config, attn_implementation="tileattn")
     with pytest.raises(UnsupportedError, match="BloomConfig takes no attention"):
         bloom(torch.randint(2, 64, (2, LENGTH)))
+
+
+def test_absent_transformers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "tileattn.torch.transformers")
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'tileattn\[transformers\]'"):
+        importlib.import_module("tileattn.torch.transformers")

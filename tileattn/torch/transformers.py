@@ -35,6 +35,7 @@ def register() -> None:
 
     Examples
     --------
+    >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from tileattn.torch.transformers import register
     >>> register()
@@ -58,7 +59,7 @@ _REFUSED = {
     "cache": "it is of continuous batching",
     "indices": "it selects keys",
     "output_attentions": "probabilities are not computed",
-    "sinks": "they are keys and values (s_aux are logits)",
+    "sinks": "they are of each query, not of each head, as s_aux",
 }
 
 
@@ -238,7 +239,7 @@ def make_mask(
     Returns
     -------
     torch.Tensor, shape (B, 1, Nq, Nk)
-        A `StructuredMask`, or booleans where the mask is none or PyTorch's compiler is at work.
+        A `StructuredMask`; booleans where options cannot say the same, and under a compiler.
 
     Raises
     ------
