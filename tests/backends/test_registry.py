@@ -281,3 +281,27 @@ def test_what_cannot_be_registered(backend: Any, error: type[Exception], message
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         tileattn.register_backend(backend)
     assert set(tileattn.available_backends()) == before
+
+
+class Exchanged:
+    """An array of another library that hands over its memory."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.x.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.x.__dlpack_device__()
+
+
+def test_arrays_of_other_libraries_get_the_remedy_of_their_kind() -> None:
+    x = Exchanged(Q)
+    with pytest.raises(TypeError, match=r"numpy\.from_dlpack makes a NumPy array of it"):
+        tileattn.forward(x, x, x)
+    np.testing.assert_array_equal(np.from_dlpack(x), Q)
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(Q.shape)
+    with pytest.raises(TypeError, match=r"tileattn\.torch\.attention takes it"):
+        tileattn.forward(tensor, tensor, tensor)

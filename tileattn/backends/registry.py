@@ -211,6 +211,6 @@ def _remedy(x: Any) -> str:
         return "its filled() makes a plain array of it"
     if isinstance(x, np.ndarray) and not isinstance(x, np.matrix):
         return "cupy.asarray makes a CuPy array of it"
-    if hasattr(x, "__dlpack__"):
+    if hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray):
         return "numpy.from_dlpack makes a NumPy array of it, of memory of the CPU"
     return "numpy.asarray makes an array of it"
