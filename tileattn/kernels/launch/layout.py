@@ -74,6 +74,12 @@ class CallLayout:
     kv_lengths: tuple[int, ...] | None  # one a batch entry; None where they are on the device
     q_offset: tuple[int, ...] | None
     block_mask: BlockMask | None = None
+    evaluated_mask: BlockMask | None = None  # a block mask of which kernels read no pairs
+
+    @property
+    def listed_mask(self) -> BlockMask | None:
+        """The block mask whose kinds say which tiles are computed."""
+        return self.evaluated_mask if self.block_mask is None else self.block_mask
 
     def get(self, name: str) -> ArrayLayout | None:
         """Look up an array; None where the call has none of the name."""

@@ -14,7 +14,7 @@ from tileattn.kernels.config.functions import functions_text
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.launch import params
 from tileattn.kernels.launch.device import Device
-from tileattn.kernels.launch.function_blocks import block_kinds, evaluated
+from tileattn.kernels.launch.function_blocks import block_kinds, evaluating
 from tileattn.kernels.launch.layout import (
     MIN_ALIGNMENT,
     ROWS,
@@ -123,8 +123,10 @@ def plan_backward(
 
 
 def _evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:
-    P, mask = evaluated(P, layout.block_mask)
-    return P, replace(layout, block_mask=mask)
+    mask = layout.block_mask
+    if mask is None or mask.expression is None:
+        return P, layout
+    return evaluating(P, mask.expression), replace(layout, block_mask=None, evaluated_mask=mask)
 
 
 def plans_of(problem: Problem, inputs: CallLayout, device: Device) -> tuple[LaunchPlan, ...]:
@@ -181,7 +183,7 @@ def _tile_lists(
     for launch in launches:
         if launch.key.kernel in (HOPPER, *HOPPER_BACKWARDS):
             direction = "forward" if launch.key.kernel == HOPPER else "backward"
-            return tile_lists(P, layout.block_mask, launch.key.tile, direction)
+            return tile_lists(P, layout.listed_mask, launch.key.tile, direction)
     return None
 
 
@@ -203,7 +205,7 @@ def _plan(
     }
     aux: tuple[ArrayLayout, ...] = ()
     if any(launch.key.functions for launch in launches):
-        kinds = block_kinds(problem)
+        kinds = block_kinds(problem, layout.evaluated_mask)
         aux = (*layout.aux, contiguous(kinds.shape, kinds.dtype.name))
         if problem.mask_mod is not None:
             constants[params.aux_name(len(layout.aux))] = Constant.of(kinds)
@@ -213,9 +215,9 @@ def _plan(
         arrays["block_kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
     lists = _tile_lists(problem, layout, launches)
     if lists is not None:
-        arrays["tile_list"] = contiguous(lists.lists_shape(layout.block_mask), "int32")
+        arrays["tile_list"] = contiguous(lists.lists_shape(layout.listed_mask), "int32")
         if layout.block_mask is None:
-            constants["tile_list"] = Constant.of(lists.lists(None))
+            constants["tile_list"] = Constant.of(lists.lists(layout.evaluated_mask))
     return LaunchPlan(
         problem,
         device,

@@ -136,10 +136,10 @@ def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
 
 def _attended(P: Problem, layout: CallLayout, key: KernelKey, begin: Array, end: Array) -> Array:
     """Count the tiles from begin to end - 1 that masks do not leave empty."""
-    lists = tile_lists(P, layout.block_mask, key.tile, "forward")
+    lists = tile_lists(P, layout.listed_mask, key.tile, "forward")
     if lists is None:
         return end - begin
-    before = lists.tiles_before(layout.block_mask)
+    before = lists.tiles_before(layout.listed_mask)
     before = np.broadcast_to(before, (len(begin), *before.shape[1:]))[:, :, : begin.shape[-1]]
 
     def up_to(tile: Array) -> Array:

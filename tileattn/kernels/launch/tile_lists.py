@@ -12,7 +12,7 @@ from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.expressions.nodes import Node
 from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.kernels.launch.block_sparse import once, tile_kinds
-from tileattn.kernels.launch.function_blocks import decidable
+from tileattn.kernels.launch.function_blocks import decidable, undecided
 from tileattn.problem import Problem
 
 END = np.iinfo(np.int32).max  # behind the last entry of a list
@@ -99,11 +99,12 @@ def tile_lists(
     Backward a left limit leaves few tiles by itself, and their ranks would depend on it.
     """
     backward = direction == "backward"
-    visible = decidable(P)
+    own = undecided(P, mask)
+    visible = decidable(P) if own else None
     if (visible is None and mask is None) or (backward and P.window[0] is not None):
         return None
-    shape, undecided = (P.B, P.Hq, P.Nq, P.Nk), P.mask_mod is not None and visible is None
-    return TileLists(tile, shape, visible, undecided, P.group if backward else 1, backward)
+    shape, group = (P.B, P.Hq, P.Nq, P.Nk), P.group if backward else 1
+    return TileLists(tile, shape, visible, own and visible is None, group, backward)
 
 
 def key_tile_lists(kinds: NDArray[Any]) -> NDArray[np.int32]:
