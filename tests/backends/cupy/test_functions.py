@@ -36,32 +36,35 @@ def window(b: Any, h: Any, i: Any, j: Any) -> Any:
 BOTH: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod}
 
 
-def test_arrays_and_blocks_lie_behind_the_parameters(gpu: Machine) -> None:
+def test_arrays_lie_behind_the_parameters(gpu: Machine) -> None:
     q, k = arrays(gpu)
-    gpu.behind = (1 + 2 * 2) + (1 + 2 * 1) + (1 + 2 * 4)
+    gpu.behind = (1 + 2 * 2) + (1 + 2 * 1)
     number = gpu.array((1,), np.int32)
     for n in range(3):
         table = gpu.array((9, 8), np.float32)[:, :: 2 - n % 2]
         tileattn.forward(q, k, k, aux=(table, number), **BOTH)
         address, *of_table = gpu.tails[-1][:5]
         assert (address, of_table) == (table.data.ptr, [*table.shape, *table.strides])
-        assert gpu.tails[-1][5] == number.data.ptr
-        kinds, *of_kinds = gpu.tails[-1][8:]
-        assert of_kinds == [1, 4, 2, 3, 24, 6, 3, 1]
-        assert kinds in {x.data.ptr for x in gpu.uploads}
-    assert len(gpu.uploads) == 2 * 2  # blocks and lists of tiles, for each layout of the table
-    found = at_host(gpu.uploads[0])
-    assert found[0, 0].tolist() == found[0, 3].tolist() == [[1, 0, 0], [1, 1, 0]]
+        assert gpu.tails[-1][5:] == [number.data.ptr, 1, 4]
+        names = ["classify_tiles", "list_key_tiles", "forward_sm90"]
+        assert [key.kernel for key, *_ in gpu.launches[-3:]] == names
+        params = [launch[-1] for launch in gpu.launches[-3:]]
+        for name in ("tile_kinds", "tile_list"):
+            assert len({int(x[name]) for x in params} - {0}) == 1
+        assert params[0]["tile_kinds_at"].tolist() == (0, 6, 3, 1)
+    assert not gpu.uploads
 
 
-def test_calls_without_arrays_find_their_blocks_again(gpu: Machine) -> None:
+def test_calls_without_arrays_find_their_tiles_again(gpu: Machine) -> None:
     q, k = arrays(gpu)
-    gpu.behind = 9
     for _ in range(3):
         out = tileattn.forward(q, k, k, mask_mod=window).out
-        assert gpu.launches[-1][-1]["out"] == out.data.ptr
-        assert gpu.tails[-1][0] == gpu.uploads[0].data.ptr
-    assert len(gpu.uploads) == 2  # blocks, and lists of tiles
+        params = gpu.launches[-1][-1]
+        assert params["out"] == out.data.ptr
+        assert int(params["tile_kinds"]) in {x.data.ptr for x in gpu.uploads}
+    assert len(gpu.uploads) == 2  # kinds of tiles, and their lists
+    kinds = next(x for x in gpu.uploads if x.data.ptr == int(params["tile_kinds"]))
+    assert at_host(kinds).tolist() == [[[[1, 1, 0], [1, 1, 0]]]]
 
 
 def test_arrays_on_another_device_are_refused(gpu: Machine) -> None:
@@ -98,6 +101,6 @@ def test_explain_reads_no_array(gpu: Machine) -> None:
     found = tileattn.explain(q, k, k, aux=(floats, number), **BOTH)
     assert found.kernel == "forward_sm90"
     assert found.tiles["skipped"] > 0
-    clause = "mask_mod: tiles are skipped where it is empty whatever aux holds"
+    clause = "mask_mod: tiles are counted whatever aux holds; the GPU, which reads it, skips more"
     assert clause in found.reasons
-    assert clause not in tileattn.explain(q, k, k).reasons
+    assert clause not in tileattn.explain(q, k, k, mask_mod=window).reasons

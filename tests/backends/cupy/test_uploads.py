@@ -15,6 +15,7 @@ from tileattn import BlockMask
 from tileattn.backends.cupy import streams
 from tileattn.call_cache import CALLS
 from tileattn.kernels.launch.block_sparse import partial_blocks
+from tileattn.kernels.launch.tile_kinds import TileKinds
 from tileattn.kernels.launch.tile_lists import TileLists
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -114,7 +115,7 @@ def test_a_mask_is_listed_once_for_each_size_of_tiles(gpu: Machine) -> None:
         key, _, _, params = gpu.launches[-1]
         assert (key.kernel, key.tile) == ("forward_sm90", (128, keys))
         kinds, bits = partial_blocks(mask)
-        lists = TileLists((128, keys), (2, 3, 600, 800), None, False, 1, False)
+        lists = TileLists(TileKinds((128, keys), (2, 3, 600, 800)), 1, backward=False)
         wanted = {"tile_list": lists.lists(mask)}
         wanted |= {"block_kinds": kinds, "block_bits": bits}
         for name, x in wanted.items():

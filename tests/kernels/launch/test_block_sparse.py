@@ -11,6 +11,7 @@ from tileattn import BlockMask
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.expressions.functions import mask_expression
 from tileattn.kernels.launch.block_sparse import partial_blocks, tile_kinds
+from tileattn.kernels.launch.tile_kinds import TileKinds
 from tileattn.kernels.launch.tile_lists import END, TileLists
 
 sides = st.sampled_from([1, 2, 3, 5, 8, 12])
@@ -30,11 +31,11 @@ def test_tiles_are_what_their_blocks_are(
     blocks = np.random.default_rng(seed).random(shape) < share
     mask = BlockMask(blocks, block)
     pairs = np.repeat(np.repeat(blocks, block[0], axis=2), block[1], axis=3)
-    made = TileLists(tile, pairs.shape, None, False, 1, False)
+    made = TileLists(TileKinds(tile, pairs.shape), 1, backward=False)
     kinds, lists, before = tile_kinds(mask, tile), made.lists(mask), made.tiles_before(mask)
     rows, columns = (-(-n // side) for n, side in zip(pairs.shape[2:], tile, strict=True))
     assert kinds.shape == (*shape[:2], rows, columns)
-    assert lists.shape == (*shape[:2], rows, columns + 1) == made.lists_shape(mask)
+    assert lists.shape == (*shape[:2], rows, columns + 1) == made.shape(mask)
     assert before.shape == lists.shape
     assert made.tiles_before(mask) is before
     for b, h, r in np.ndindex(*shape[:2], rows):
@@ -67,9 +68,10 @@ def test_query_tiles_of_a_block_mask_and_a_function(
     grid = [-(-n // side) for n, side in zip(sizes, block, strict=True)]
     mask = BlockMask(np.random.default_rng(seed).random((1, Hkv * group, *grid)) < 0.4, block)
     visible = mask_expression(lambda b, h, i, j: abs(i - j) <= band, (), "mask_mod")
-    made = TileLists(tile, (1, Hkv * group, Nq, Nk), visible, False, group, True)
+    own = TileKinds(tile, (1, Hkv * group, Nq, Nk), visible, "host")
+    made = TileLists(own, group, backward=True)
     lists = made.lists(mask).reshape(1, Hkv, -(-Nk // tile[1]), -(-Nq // tile[0]) + 1, 2)
-    assert (1, Hkv, lists.shape[2], 2 * lists.shape[3]) == made.lists_shape(mask)
+    assert (1, Hkv, lists.shape[2], 2 * lists.shape[3]) == made.shape(mask)
     i, j = np.arange(Nq)[:, None], np.arange(Nk)
     near = np.abs(i - j) <= band
     blocks = mask.kinds[0].repeat(block[0], 1).repeat(block[1], 2)[:, :Nq, :Nk] == FULL

@@ -159,7 +159,7 @@ def test_fields_of_a_block_mask(device: Device, dim: int, kv_tile: tuple[int, in
         expected["tile_list_at"] = (5 * entries, 0, entries, 1)
     names = {name for name in plan.fields if "mask_block" in name or name[:-3] in PAIRED}
     assert {name: plan.fields[name] for name in names} == expected
-    assert (plan.tile_lists and plan.tile_lists.tile) == kv_tile
+    assert (plan.tile_lists and plan.tile_lists.of.tile) == kv_tile
 
 
 PAIRED = {name[:-3] for name in PARAMS.names or () if PARAMS[name] == PAIRS}
@@ -427,24 +427,3 @@ def test_who_has_an_assignment(device: Device) -> None:
     assert forward(asked(**sizes), device).constants == {}
     assert backward(causal, device).constants == {}
     assert (kernels(forward(causal, device)) == [HOPPER]) == (device is H200)
-
-
-@pytest.mark.parametrize("device", [A100, H200])
-def test_a_block_mask_of_a_predicate_is_evaluated(device: Device) -> None:
-    """Its blocks are those that were classified by pairs, which intervals would leave undecided."""
-    problem = asked(enabled_options=("block_mask",), Nq=600, Nk=800, D=64, Dv=64)
-    mask = BlockMask.from_predicate(
-        lambda _b, _h, i, j: (i // 128 * 7 + j // 128 * 3) % 5 < 2, (1, 1, 600, 800), (128, 128)
-    )
-    layout = replace(contiguous_inputs(problem), block_mask=mask)
-    assert set(np.unique(mask.kinds)) == {0, 2}
-    for plan in (forward(problem, device, layout), backward(problem, device, layout)):
-        assert not plan.block_mask
-        key = next(launch.key for launch in plan.launches if launch.key.functions)
-        assert (key.mask_mod, key.block_mask) == (True, False)
-        np.testing.assert_array_equal(plan.constants["aux[0]"].array(), mask.kinds)
-        if plan.tile_lists is not None and not plan.tile_lists.backward:
-            assert plan.tile_lists.tile == (128, 128)
-            listed = plan.constants["tile_list"].array()[0, 0, :, :-1]
-            assert (listed < 100).sum() == (mask.kinds != 0).sum()
-            assert not (listed[listed < 100] % 2).any()

@@ -1,4 +1,7 @@
-"""Run the text of functions.cuh on the CPU: a C++ compiler takes it with a few stand-ins."""
+"""Run the text of functions.cuh, and what classifies tiles by it, on the CPU.
+
+A C++ compiler takes it with a few stand-ins.
+"""
 
 import ctypes
 import shutil
@@ -13,11 +16,16 @@ from numpy.typing import NDArray
 
 from tileattn.expressions.nodes import Node
 from tileattn.kernels.config.functions import functions_text
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.tile_lists import KERNELS
 from tileattn.kernels.jit.compile import SOURCES
 from tileattn.kernels.launch.layout import array_layout
 from tileattn.kernels.launch.params import PARAMS, aux_name, slots, template
+from tileattn.kernels.launch.plan import LaunchPlan
 
 Array = NDArray[Any]
+
+_HEADERS = "quick.cuh", "numpy.cuh", "intervals.cuh"  # that run as they are
 
 _TYPES = """\
 #pragma once
@@ -25,6 +33,9 @@ _TYPES = """\
 #include <algorithm>
 #include <limits>
 #define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
 using std::max, std::min;
 using i64 = long long;
 using u32 = unsigned;
@@ -41,6 +52,14 @@ inline float reciprocal_of(float x) { return 1 / x; }
 inline float exp2_of(float x) { return exp2f(x); }
 inline bool is_finite(float x) { return isfinite(x); }
 template <class T> T infinity() { return std::numeric_limits<T>::infinity(); }
+
+// Warps of one lane.
+constexpr int WARP = 1;
+struct int2 { int x, y; };
+inline struct { int x; } threadIdx, blockIdx;
+inline u32 __ballot_sync(u32, bool x) { return x; }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
+template <class T> T __shfl_xor_sync(u32, T x, int) { return x; }
 """
 
 _PAIRS = """\
@@ -67,6 +86,56 @@ extern "C" void quick(i64 count, const float* x, const float* y, float* quotient
     }
 }
 """
+
+_KERNEL = """\
+#include "{kernel}.cu"
+
+extern "C" void launch(const Params* p, int grid) {{
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x) {kernel}(*p);
+}}
+"""
+
+
+def launched(folder: Path, plan: LaunchPlan, aux: Sequence[Array]) -> dict[str, Array]:
+    """Run what a plan classifies tiles with; give the parts of its workspace, in bytes.
+
+    They begin poisoned.
+    """
+    memory = np.full(plan.workspace.nbytes, 0xAB, np.uint8)
+    starts = dict(sorted(plan.workspace.starts.items(), key=lambda part: part[1]))
+    ends = [*list(starts.values())[1:], len(memory)]
+    parts = {name: memory[a:b] for (name, a), b in zip(starts.items(), ends, strict=True)}
+    block = np.frombuffer(template(plan.fields, plan.aux), np.uint64).copy()
+    places = slots(plan.aux)
+    for name, x in (*parts.items(), *((aux_name(n), x) for n, x in enumerate(aux))):
+        block[places[name]] = x.ctypes.data
+    for launch in plan.launches:
+        if launch.key.kernel not in KERNELS:
+            continue
+        library = _built(folder, _kernel_texts(launch.key), f"{launch.key.kernel}.cpp")
+        library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(launch.grid))
+    return parts
+
+
+def _kernel_texts(key: KernelKey) -> dict[str, str]:
+    names = (f"{key.kernel}.cu", "tile_lists.cuh", "params.cuh", "mask.cuh", *_HEADERS)
+    texts = {name: (SOURCES / name).read_text(encoding="utf-8") for name in names}
+    config = [
+        "using Accum = float;",
+        "constexpr bool IS_16_BIT = true, HAS_MASK = false, HAS_BLOCK_MASK = false;",
+        f"constexpr bool HAS_MASK_MOD = {int(key.mask_mod)};",
+        f"constexpr int BLOCK_Q = {key.block_q}, BLOCK_K = {key.block_k};",
+        f"constexpr int THREADS = {key.threads // 32};",
+        f"constexpr int FUNCTIONS = {len(key.functions)};",
+    ]
+    functions = key.functions or (SOURCES / "functions.cuh").read_text(encoding="utf-8")
+    return texts | {
+        "types.cuh": _TYPES,
+        "config.cuh": "\n".join(["#pragma once", '#include "types.cuh"', *config]),
+        "functions.cuh": functions,
+        f"{key.kernel}.cpp": _KERNEL.format(kernel=key.kernel),
+    }
 
 
 def quick(folder: Path, x: Array, y: Array) -> tuple[Array, Array]:
@@ -112,8 +181,7 @@ def run(
         "types.cuh": _TYPES,
         "config.cuh": f'#pragma once\n#include "types.cuh"\nusing Accum = {s.dtype.name};\n'
         "constexpr bool IS_16_BIT = false;\n",
-        "quick.cuh": (SOURCES / "quick.cuh").read_text(encoding="utf-8"),
-        "numpy.cuh": (SOURCES / "numpy.cuh").read_text(encoding="utf-8"),
+        **{name: (SOURCES / name).read_text(encoding="utf-8") for name in _HEADERS},
         "functions.cuh": functions_text(score_mod, mask_mod, kinds, s.dtype),
         "pairs.cpp": _PAIRS,
     }
@@ -131,8 +199,7 @@ def run(
 
 def _block_of(aux: Sequence[Array]) -> Array:
     """Write what the parameter block has of the arrays."""
-    kinds = np.ones((1, 1, 1, 1), np.int8)
-    layouts = [array_layout(x, x.ctypes.data) for x in (*aux, kinds)]
+    layouts = [array_layout(x, x.ctypes.data) for x in aux]
     block = np.frombuffer(template({}, layouts), np.uint64).copy()
     for n, x in enumerate(aux):
         block[slots(layouts)[aux_name(n)]] = x.ctypes.data

@@ -163,10 +163,10 @@ def planned(name: str, arch: str, dtype: Any, D: int, Nq: int, Nk: int) -> tuple
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", sorted(GALLERY))
 def test_the_gallery_compiles(name: str, arch: str) -> None:
-    (launch,) = planned(name, arch, np.float16, 64, 67, 93)[0].launches
-    made = compiled(launch.key, arch)
-    assert made.registers is not None
-    assert COMPLAINT.search(made.log) is None, made.log
+    for launch in planned(name, arch, np.float16, 64, 67, 93)[0].launches:
+        made = compiled(launch.key, arch)
+        assert made.registers is not None
+        assert COMPLAINT.search(made.log) is None, made.log
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -179,7 +179,8 @@ def test_every_kernel_with_functions_compiles(name: str, dtype: Any, D: int) -> 
     keys = {launch.key for plan in plans for launch in plan.launches if launch.key.functions}
     found = {key.kernel.removeprefix("backward_").removeprefix("naive_") for key in keys}
     own = {"forward_sm90", "sm90"} if dtype == np.float16 else {"forward"}
-    assert found == own | {"large_scores", "dkdv", "dq"}
+    before = {"classify_tiles"} if name == "tree" else set()
+    assert found == before | own | {"large_scores", "dkdv", "dq"}
     for key in keys:
         made = compiled(key, "sm_90a")
         assert COMPLAINT.search(made.log) is None, made.log
@@ -232,7 +233,7 @@ def test_arrays_lie_behind_the_other_parameters(tmp_path: Path) -> None:
         '#include "params.cuh"',
         f"static_assert(sizeof(Params) == {len(template({}, plan.aux))});",
     ]
-    for n, name in enumerate(("x0", "x1", "function_kinds")):
+    for n, name in enumerate(("x0", "x1")):
         lines.append(
             f"static_assert(__builtin_offsetof(Params, {name}) == {8 * places[aux_name(n)]});"
         )
@@ -285,6 +286,6 @@ def test_which_kernels_run_them() -> None:
     for name in ("alibi", "tree"):
         for dtype, kernel in ((np.float16, "forward_sm90"), (np.float32, "forward")):
             forward, *_ = planned(name, "sm_90a", dtype, 64, 67, 93)
-            (launch,) = forward.launches
+            launch = forward.launches[-1]
             assert launch.key.kernel == kernel
             assert launch.key.functions

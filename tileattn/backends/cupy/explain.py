@@ -9,18 +9,20 @@ import numpy as np
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.protocol import Explanation
+from tileattn.expressions.nodes import elements
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.tile_lists import KERNELS as BEFORE
 from tileattn.kernels.jit.load import Kernel, load_all
 from tileattn.kernels.launch.device import Device
-from tileattn.kernels.launch.function_blocks import decidable
 from tileattn.kernels.launch.layout import CallLayout
 from tileattn.kernels.launch.plan import launch_context, launch_line, plans_of
+from tileattn.kernels.launch.tile_kinds import without_values
 from tileattn.problem import Operands, Problem
 from tileattn.traffic import explained
 
-_BLIND = "mask_mod: tiles are skipped where it is empty whatever aux holds"
-_UNCOUNTED = "; they are too many to count here"
+_BLIND = "mask_mod: tiles are counted whatever aux holds; the GPU, which reads it, skips more"
+_UNCOUNTED = "mask_mod: its tiles are too many to count here"
 _COUNTED = 1 << 28  # pairs of a mask_mod up to which tiles are listed, which takes a second
 _ASSIGNED = "query blocks differ in length: they are assigned in advance, the longest first"
 
@@ -84,13 +86,15 @@ def explain_on(
     forward, backward, deterministic = plans_of(problem, inputs, device)
     launches = (*forward.launches, *backward.launches)
     keys = [launch.key for launch in launches]
-    first = keys[0] if forward.launches else KernelKey("forward", problem.dtype.name)
+    attention = [x for x in forward.launches if x.key.kernel not in BEFORE]
+    first = attention[0].key if attention else KernelKey("forward", problem.dtype.name)
     backward_launched = keys[len(forward.launches) :]
     last = next(
         (key for key in backward_launched if key.kernel.endswith(("_dkdv", "_sm90"))), first
     )
     counted = problem.Nq * problem.Nk <= _COUNTED
-    listed = replace(problem, mask_mod=decidable(problem) if counted else None)
+    own = problem.mask_mod
+    listed = replace(problem, mask_mod=None if own is None or not counted else without_values(own))
     tiles, moved, traffic = explained(listed, operands, first.tile, last.tile)
     outputs = inputs.with_contiguous_results(problem, "forward")
     alignment = launch_context(problem, outputs, device).alignment_bytes
@@ -101,7 +105,7 @@ def explain_on(
         forward_tile=first.tile,
         backward_tile=last.tile,
         workers=device.sm_count,
-        scratch_bytes=forward.launches[0].shared_bytes if forward.launches else 0,
+        scratch_bytes=attention[0].shared_bytes if attention else 0,
         tiles=tiles,
         bytes_moved=moved,
         traffic=traffic,
@@ -111,7 +115,8 @@ def explain_on(
             f"q, k and v are CuPy arrays on {device.name}",
             f"rows are aligned to {alignment} bytes, which one copy moves",
             *dict.fromkeys(f"{launch.key.kernel}: {launch.why}" for launch in launches),
-            *([_BLIND + ("" if counted else _UNCOUNTED)] if problem.mask_mod is not None else []),
+            *([_UNCOUNTED] if own is not None and not counted else []),
+            *([_BLIND] if own is not None and counted and elements(own) else []),
             *([_ASSIGNED] if "schedule" in forward.constants else []),
         ),
     )

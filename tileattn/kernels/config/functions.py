@@ -1,7 +1,8 @@
 """The caller's own functions as CUDA: the text that takes the place of ``src/functions.cuh``.
 
 Each node of an expression is one statement, a call of the function of its name in ``numpy.cuh``.
-What depends on batch entry and head alone is computed once for a head; the rest for each pair.
+What depends on batch entry and head alone is computed once for a head; the rest for each pair. A
+mask is written twice: for a pair, and for ranges of queries and keys, whose numbers are intervals.
 """
 
 import math
@@ -36,14 +37,14 @@ _TEXT = """\
 #pragma once
 
 #include "config.cuh"
-#include "numpy.cuh"
+#include "intervals.cuh"
 
 struct AuxArrays {{
-{arrays}    AuxArray<4> function_kinds;
-}};
+{arrays}}};
 
 {score}
-{mask}"""
+{mask}
+{masks}"""
 
 _STRUCT = """\
 struct {name} {{
@@ -56,14 +57,10 @@ struct {name} {{
 
     __device__ {method} const {{
 {of_pair}    }}
-{more}}};
+}};
 """
 
-_KIND = """
-    __device__ int kind(int row, int column) const {
-        return aux.function_kinds.element<signed char>(batch, head, row, column);
-    }
-"""
+_INTERVAL = "Interval<{}>"
 
 
 @lru_cache(maxsize=256)
@@ -81,21 +78,35 @@ def functions_text(
     grad = derivatives(new).get(_SCORE, constant(0.0))
     score = _Printer([new, grad], "Accum", aux, accum_dtype)
     visible = constant(True) if mask_mod is None else mask_mod
-    mask = _Printer([visible], "double", aux, np.dtype(np.float64))
+    mask, masks = (
+        _Printer([visible], "double", aux, np.dtype(np.float64), number)
+        for number in ("{}", _INTERVAL)
+    )
     return _TEXT.format(
         arrays="".join(fields),
         score=score.struct("ScoreFunction", "Accum score(Accum s, int i, int j, Accum& grad)"),
-        mask=mask.struct("MaskFunction", "bool visible(int i, int j)", _KIND),
+        mask=mask.struct("MaskFunction", "bool visible(int i, int j)"),
+        masks=masks.struct(
+            "MaskIntervals", "Interval<bool> visible(Interval<int> i, Interval<int> j)"
+        ),
     )
 
 
 class _Printer:
-    """Writes the statements of some expressions, whose floats have one type."""
+    """Writes the statements of some expressions, whose floats have one type.
+
+    ``number`` makes the type of a value of the type of a number.
+    """
 
     def __init__(
-        self, outputs: Sequence[Node], floats: str, aux: Aux, dtype: np.dtype[Any]
+        self,
+        outputs: Sequence[Node],
+        floats: str,
+        aux: Aux,
+        dtype: np.dtype[Any],
+        number: str = "{}",
     ) -> None:
-        self._outputs, self._floats, self._aux = outputs, floats, aux
+        self._outputs, self._floats, self._aux, self._number = outputs, floats, aux, number
         self._nodes = [node for node in ordered(outputs) if node.op != "constant"]
         self._names = {node: f"x{n}" for n, node in enumerate(self._nodes)}
         ranges = {name: (0.0, most - 1) for name, most in _RANGES.items()}
@@ -105,7 +116,7 @@ class _Printer:
             if node.value in _OF_PAIRS or not self._of_pairs.isdisjoint(node.inputs):
                 self._of_pairs.add(node)
 
-    def struct(self, name: str, method: str, more: str = "") -> str:
+    def struct(self, name: str, method: str) -> str:
         """Write the struct of one function: its method returns the first output.
 
         It assigns the second to ``grad``.
@@ -124,10 +135,12 @@ class _Printer:
             members="".join(f"    {self._type(x)} {self._names[x]};\n" for x in of_head),
             of_head="".join(f"        {self._names[x]} = {self._value(x)};\n" for x in of_head),
             of_pair="".join(f"        {line}\n" for line in lines),
-            more=more,
         )
 
     def _type(self, node: Node) -> str:
+        return self._number.format(self._type_of_number(node))
+
+    def _type_of_number(self, node: Node) -> str:
         if node.kind == Kind.INTEGER:
             low, high = self._bounds[node]
             return "int" if low >= -_INT - 1 and high <= _INT else "i64"
@@ -137,6 +150,10 @@ class _Printer:
         """Write the name of a value, or a constant."""
         if node.op != "constant":
             return self._names[node]
+        number = self._number_text(node)
+        return number if self._number == "{}" else f"{self._type(node)}({number})"
+
+    def _number_text(self, node: Node) -> str:
         if node.kind == Kind.FLOAT:
             value = float(node.value or 0.0)
             if math.isfinite(value):
@@ -147,17 +164,18 @@ class _Printer:
         if node.kind == Kind.BOOLEAN:
             return str(node.value).lower()
         least = -(2**63)  # which has no literal
-        return f"{self._type(node)}({'1ull << 63' if node.value == least else f'{node.value}ll'})"
+        literal = "1ull << 63" if node.value == least else f"{node.value}ll"
+        return f"{self._type_of_number(node)}({literal})"
 
     def _value(self, node: Node) -> str:
         """Write the expression of a node, of the names of its inputs."""
         if node.op == "input":
             return _PLACES.get(str(node.value), str(node.value))
         if node.op == "aux":
-            number, places = int(node.value or 0), ", ".join(map(self._text, node.inputs))
+            number = int(node.value or 0)
             dtype = self._aux[number][0]
-            element = f"aux.x{number}.element<{_ELEMENTS.get(dtype, dtype)}>({places})"
-            return f"{self._type(node)}(widen({element}))"
+            array = ", ".join([f"aux.x{number}", *map(self._text, node.inputs)])
+            return f"{self._type(node)}(numpy::element<{_ELEMENTS.get(dtype, dtype)}>({array}))"
         if node.op == "cast":
             (x,) = node.inputs
             truncated = node.kind == Kind.INTEGER and x.kind == Kind.FLOAT
@@ -166,9 +184,11 @@ class _Printer:
 
     def _widened(self, node: Node) -> list[str]:
         """Write the inputs of an operation: its integers have one type."""
-        types = {self._type(x) for x in (node, *node.inputs)}
+        types = {self._type_of_number(x) for x in (node, *node.inputs)}
         wide = "i64" in types or node.op.endswith("_shift")
         return [
-            f"i64({self._text(x)})" if wide and self._type(x) == "int" else self._text(x)
+            f"{self._number.format('i64')}({self._text(x)})"
+            if wide and self._type_of_number(x) == "int"
+            else self._text(x)
             for x in node.inputs
         ]

@@ -18,16 +18,18 @@ POINTERS = (
     *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "lse_log2", "row_max"),
     *("dq", "dk", "dv", "dq_accum", "head_flags", "tile_counter", "dq_semaphore"),
     *("bias", "dbias", "mask", "alibi_slopes", "sinks", "dsinks"),
-    *("kv_lengths", "q_offset", "block_kinds", "block_bits", "tile_list", "schedule"),
+    *("kv_lengths", "q_offset", "block_kinds", "block_bits"),
+    *("tile_kinds", "tile_ranks", "tile_list", "schedule"),
 )
 """Arrays, in the order of their addresses."""
 
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
-_PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_list")
+_PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
 _SIZES = (
     *("alibi_slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows"),
     *("head_groups", "in_order"),
-    *("bias_B", "bias_H", "bias_Nq", "bias_Nk", "mask_block_q", "mask_block_k"),
+    *("bias_B", "bias_H", "bias_Nq", "bias_Nk"),
+    *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
     *("length", "offset", "left", "right"),
 )
 
@@ -45,9 +47,8 @@ PARAMS = np.dtype(
 def template(values: Mapping[str, Any], aux: Sequence[ArrayLayout] = ()) -> bytes:
     """Write the block with null pointers; fields that are absent are zero.
 
-    ``aux`` are the arrays that the caller's own functions read, and the kinds of blocks, which come
-    last: of each there are its address, its sizes, and its strides in bytes. One without axes has
-    one of each, unused.
+    ``aux`` are the arrays that the caller's own functions read, which come last: of each there are
+    its address, its sizes, and its strides in bytes. One without axes has one of each, unused.
     """
     block = np.zeros((), PARAMS)
     for name, value in values.items():

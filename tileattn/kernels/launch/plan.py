@@ -12,9 +12,9 @@ from tileattn.kernels.config.context import KernelLaunch, LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.functions import functions_text
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
+from tileattn.kernels.config.tile_lists import classify_launch, list_launches
 from tileattn.kernels.launch import params
 from tileattn.kernels.launch.device import Device
-from tileattn.kernels.launch.function_blocks import block_kinds, evaluating
 from tileattn.kernels.launch.layout import (
     MIN_ALIGNMENT,
     ROWS,
@@ -25,11 +25,16 @@ from tileattn.kernels.launch.layout import (
 )
 from tileattn.kernels.launch.scheduler import schedule_of
 from tileattn.kernels.launch.tensor_map import TensorMap, can_map, tensor_map
+from tileattn.kernels.launch.tile_kinds import TileKinds, evaluating, tile_kinds_of
 from tileattn.kernels.launch.tile_lists import TileLists, tile_lists
 from tileattn.kernels.launch.workspace import Workspace, workspace_of
 from tileattn.problem import Problem
 
 _MAPPED = ("q", "k", "v", "dout")
+_GENERIC_TILE = (
+    128,
+    128,
+)  # by which generic kernels, whatever their tiles, skip those of a mask_mod
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class LaunchPlan:
     tensor_maps: dict[tuple[tuple[str, int], ...], tuple[TensorMap, ...]]
     tile_lists: TileLists | None = None  # that kernels read, if any
     block_mask: bool = False  # whether they read the call's
-    aux: tuple[ArrayLayout, ...] = ()  # what the caller's own functions read, and their blocks
+    aux: tuple[ArrayLayout, ...] = ()  # what the caller's own functions read
 
     def __str__(self) -> str:
         P, gpu = self.problem, self.device
@@ -176,15 +181,29 @@ def _functions_text(P: Problem, layout: CallLayout) -> str:
     return functions_text(P.score_mod, P.mask_mod, aux, P.accum_dtype)
 
 
-def _tile_lists(
+def _tile_kinds(
     P: Problem, layout: CallLayout, launches: Sequence[KernelLaunch]
-) -> TileLists | None:
-    """Say what lists the first Hopper kernel of a pass reads."""
+) -> tuple[TileKinds, TileLists | None]:
+    """Say what the kinds of tiles are made of, and the lists of the first Hopper kernel."""
+    mask = layout.listed_mask
     for launch in launches:
         if launch.key.kernel in (HOPPER, *HOPPER_BACKWARDS):
             direction = "forward" if launch.key.kernel == HOPPER else "backward"
-            return tile_lists(P, layout.listed_mask, launch.key.tile, direction)
-    return None
+            tile = launch.key.tile
+            return tile_kinds_of(P, mask, tile), tile_lists(P, mask, tile, direction)
+    return tile_kinds_of(P, mask, _GENERIC_TILE), None
+
+
+def _classifying(
+    P: Problem, kinds: TileKinds, lists: TileLists | None, functions: str
+) -> tuple[KernelLaunch, ...]:
+    """Launch what classifies tiles on the device, and lists them."""
+    b, h, rows, columns = kinds.device_shape()
+    first = classify_launch(P.dtype.name, kinds.tile, functions, b * h * rows)
+    if lists is None:
+        return (first,)
+    heads, direction = math.prod(lists.shape(None)[:2]), lists.direction
+    return first, *list_launches(P.dtype.name, kinds.tile, heads, (rows, columns), direction)
 
 
 def _plan(
@@ -203,30 +222,38 @@ def _plan(
         for name, each in (("kv_lengths", layout.kv_lengths), ("q_offset", layout.q_offset))
         if each is not None and len(set(each)) > 1
     }
-    aux: tuple[ArrayLayout, ...] = ()
-    if any(launch.key.functions for launch in launches):
-        kinds = block_kinds(problem, layout.evaluated_mask)
-        aux = (*layout.aux, contiguous(kinds.shape, kinds.dtype.name))
-        if problem.mask_mod is not None:
-            constants[params.aux_name(len(layout.aux))] = Constant.of(kinds)
     if schedule.assignment is not None:
         constants["schedule"] = Constant.of(schedule.assignment)
     if layout.block_mask is not None:
         arrays["block_kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
-    lists = _tile_lists(problem, layout, launches)
+    made = {name: x.nbytes for name, x in copied.items()}
+    functions = next((x.key.functions for x in launches if x.key.functions), "")
+    kinds, lists = _tile_kinds(problem, layout, launches)
+    if functions and problem.mask_mod is not None:
+        if kinds.on_device:
+            arrays["tile_kinds"] = contiguous(kinds.device_shape(), "int8")
+            made["tile_kinds"] = arrays["tile_kinds"].nbytes
+            launches = (*_classifying(problem, kinds, lists, functions), *launches)
+        else:
+            known = kinds.kinds(layout.evaluated_mask)
+            arrays["tile_kinds"] = contiguous(known.shape, "int8")
+            constants["tile_kinds"] = Constant.of(known)
     if lists is not None:
-        arrays["tile_list"] = contiguous(lists.lists_shape(layout.listed_mask), "int32")
-        if layout.block_mask is None:
+        arrays["tile_list"] = contiguous(lists.shape(layout.listed_mask), "int32")
+        if lists.on_device:
+            made |= lists.workspace()
+        elif layout.block_mask is None:
             constants["tile_list"] = Constant.of(lists.lists(layout.evaluated_mask))
     return LaunchPlan(
         problem,
         device,
         min(rows),
         tuple(launches),
-        params.fields(problem, layout, arrays, schedule.head_groups, schedule.in_order),
+        params.fields(problem, layout, arrays, schedule.head_groups, schedule.in_order)
+        | dict(zip(("kinds_tile_q", "kinds_tile_k"), kinds.tile, strict=True)),
         {name: x for name, x in copied.items() if name not in results},
         {name: x for name, x in copied.items() if name in results},
-        workspace_of(problem, launches, {name: x.nbytes for name, x in copied.items()}),
+        workspace_of(problem, launches, made),
         constants,
         {
             boxes: tuple(tensor_map(name, arrays[name], rows) for name, rows in boxes)
@@ -235,5 +262,5 @@ def _plan(
         },
         lists,
         layout.block_mask is not None,
-        aux,
+        layout.aux if functions else (),
     )

@@ -1,5 +1,6 @@
 """The lists of tiles by which Hopper's kernels skip what masks leave empty."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,10 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
-from tileattn.expressions.nodes import Node
-from tileattn.expressions.quadtree import kinds_by_intervals
-from tileattn.kernels.launch.block_sparse import once, tile_kinds
-from tileattn.kernels.launch.function_blocks import decidable, undecided
+from tileattn.kernels.launch.block_sparse import once
+from tileattn.kernels.launch.tile_kinds import TileKinds, tile_kinds_of
 from tileattn.problem import Problem
 
 END = np.iinfo(np.int32).max  # behind the last entry of a list
@@ -24,12 +23,26 @@ _Make = Callable[["TileLists", BlockMask | None], NDArray[Any]]
 class TileLists:
     """What the lists of a pass are made of, besides a block mask."""
 
-    tile: tuple[int, int]  # queries and keys of a tile
-    shape: tuple[int, int, int, int]  # B, Hq, Nq, Nk
-    visible: Node | None  # the caller's own mask, without the values of arrays
-    undecided: bool  # whether that mask is left to the kernel, as one of too many blocks
+    of: TileKinds
     group: int  # query heads of a key head, whose list is one; 1 in the forward pass
     backward: bool
+
+    @property
+    def on_device(self) -> bool:
+        """Whether kernels write the lists."""
+        return self.of.on_device
+
+    @property
+    def direction(self) -> str:
+        """The pass that reads them."""
+        return "backward" if self.backward else "forward"
+
+    def workspace(self) -> dict[str, int]:
+        """Give the bytes of what kernels write for them, by its names in the parameter block."""
+        shape = self.shape(None)
+        *_, rows, columns = self.of.device_shape()
+        ranks = {"tile_ranks": math.prod(shape[:2]) * rows * columns * 8} if self.backward else {}
+        return ranks | {"tile_list": math.prod(shape) * 4}
 
     def kinds(self, mask: BlockMask | None) -> NDArray[Any]:
         """Say of each tile whether it is empty, partial or full.
@@ -49,10 +62,15 @@ class TileLists:
         lists: NDArray[np.int32] = self._once(mask, TileLists.make_lists)
         return lists
 
-    def lists_shape(self, mask: BlockMask | None) -> tuple[int, ...]:
+    def shape(self, mask: BlockMask | None) -> tuple[int, ...]:
         """Give the shape of the lists."""
-        *lead, rows, columns = self.kinds(mask).shape
-        return (*lead, columns, 2 * (rows + 1)) if self.backward else (*lead, rows, columns + 1)
+        if self.on_device:
+            b, heads, rows, columns = self.of.device_shape()
+            heads = max(1, heads // self.group)
+        else:
+            b, heads, rows, columns = self.kinds(mask).shape
+        last = (columns, 2 * (rows + 1)) if self.backward else (rows, columns + 1)
+        return (b, heads, *last)
 
     def tiles_before(self, mask: BlockMask | None) -> NDArray[Any]:
         """Count the key tiles that each query tile attends to before each of them.
@@ -77,15 +95,10 @@ class TileLists:
         return np.pad(np.cumsum(attended, axis=-1), [(0, 0)] * 3 + [(1, 0)])
 
     def make_kinds(self, mask: BlockMask | None) -> NDArray[Any]:
-        sides = zip(self.shape[2:], self.tile, strict=True)
-        rows, columns = (-(-n // side) for n, side in sides)
-        kinds: Any = np.full((1, 1, rows, columns), PARTIAL if self.undecided else FULL, np.int8)
-        if mask is not None:
-            kinds = np.minimum(kinds, tile_kinds(mask, self.tile)[..., :rows, :columns])
-        if self.visible is not None:
-            kinds = np.minimum(kinds, kinds_by_intervals(self.visible, self.shape, self.tile))
+        kinds = self.of.kinds(mask)
         if kinds.shape[1] > 1 and self.group > 1:
-            heads = kinds.reshape(len(kinds), -1, self.group, rows, columns)
+            b, _, rows, columns = kinds.shape
+            heads = kinds.reshape(b, -1, self.group, rows, columns)
             least, most = heads.min(axis=2), heads.max(axis=2)
             kinds = np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, PARTIAL))
         return np.asarray(kinds)
@@ -99,12 +112,11 @@ def tile_lists(
     Backward a left limit leaves few tiles by itself, and their ranks would depend on it.
     """
     backward = direction == "backward"
-    own = undecided(P, mask)
-    visible = decidable(P) if own else None
-    if (visible is None and mask is None) or (backward and P.window[0] is not None):
+    kinds = tile_kinds_of(P, mask, tile)
+    unknown = mask is None and not kinds.decided
+    if unknown or (backward and P.window[0] is not None):
         return None
-    shape, group = (P.B, P.Hq, P.Nq, P.Nk), P.group if backward else 1
-    return TileLists(tile, shape, visible, own and visible is None, group, backward)
+    return TileLists(kinds, P.group if backward else 1, backward)
 
 
 def key_tile_lists(kinds: NDArray[Any]) -> NDArray[np.int32]:

@@ -76,7 +76,9 @@ struct AttentionMask {
     i64 kinds_i;
     const bool* bits;
     MaskFunction function;
-    int Nq, Nk, block_q, block_k;
+    const signed char* tile_kinds;
+    i64 tile_kinds_i, tile_kinds_j;
+    int Nq, Nk, block_q, block_k, tile_q, tile_k;
 
     __device__ AttentionMask(const Params& p, i64 b, i64 h)
         : window(p, b),
@@ -89,10 +91,16 @@ struct AttentionMask {
           kinds_i(p.block_kinds_at.i),
           bits(p.block_bits),
           function(p, b, h),
+          tile_kinds(p.tile_kinds +
+                     (HAS_MASK_MOD ? b * p.tile_kinds_at.b + h * p.tile_kinds_at.h : 0)),
+          tile_kinds_i(p.tile_kinds_at.i),
+          tile_kinds_j(p.tile_kinds_at.j),
           Nq(int(p.Nq)),
           Nk(int(p.Nk)),
           block_q(int(p.mask_block_q)),
-          block_k(int(p.mask_block_k)) {}
+          block_k(int(p.mask_block_k)),
+          tile_q(int(p.kinds_tile_q)),
+          tile_k(int(p.kinds_tile_k)) {}
 
     // Whether query i < Nq attends to key j.
     __device__ bool visible(int i, int j) const {
@@ -114,13 +122,12 @@ struct AttentionMask {
                 bits[(i64(entry) * block_q + row % block_q) * block_k + key % block_k]);
     }
 
-    // Kind of a tile, as far as blocks of the caller's own function decide: those of function_mask.py.
+    // Kind of a tile, as far as those of the caller's own function decide, which may have other sizes.
     __device__ int kind_by_function(int q0, int q1, int k0, int k1) const {
-        constexpr int BLOCK = 128;
         int least = FULL, most = EMPTY;
-        for (int r = q0 / BLOCK; r <= (q1 - 1) / BLOCK; ++r)
-            for (int c = k0 / BLOCK; c <= (k1 - 1) / BLOCK; ++c) {
-                const int kind = function.kind(r, c);
+        for (int r = q0 / tile_q; r <= (q1 - 1) / tile_q; ++r)
+            for (int c = k0 / tile_k; c <= (k1 - 1) / tile_k; ++c) {
+                const int kind = tile_kinds[r * tile_kinds_i + c * tile_kinds_j];
                 least = min(least, kind), most = max(most, kind);
             }
         return most == EMPTY ? EMPTY : least == FULL ? FULL : PARTIAL;

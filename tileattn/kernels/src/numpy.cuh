@@ -11,14 +11,6 @@ struct AuxArray {
     const char* data;
     i64 sizes[AXES > 0 ? AXES : 1], strides[AXES > 0 ? AXES : 1];
 
-    template <class T, class... Index>
-    __device__ T element(Index... index) const {
-        const char* at = data;
-        int axis = 0;
-        ((at += nearest(index, sizes[axis] - 1) * strides[axis], ++axis), ...);
-        return *reinterpret_cast<const T*>(at);
-    }
-
     // Indices past an end are taken for the nearest that there is.
     __device__ static i64 nearest(i64 index, i64 last) { return max(min(index, last), i64(0)); }
     __device__ static i64 nearest(int index, i64 last) {
@@ -36,6 +28,14 @@ __device__ inline i64 widen(unsigned short x) { return x; }
 __device__ inline i64 widen(u32 x) { return x; }
 
 namespace numpy {
+
+template <class T, int AXES, class... Index>
+__device__ inline auto element(const AuxArray<AXES>& x, Index... index) {
+    const char* at = x.data;
+    int axis = 0;
+    ((at += x.nearest(index, x.sizes[axis] - 1) * x.strides[axis], ++axis), ...);
+    return widen(*reinterpret_cast<const T*>(at));
+}
 
 // --- arithmetic, rounded step by step -----------------------------------------------------------
 

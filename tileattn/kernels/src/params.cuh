@@ -33,18 +33,21 @@ struct Fields {
     const i64 *kv_lengths, *q_offset;
     const int* block_kinds;
     const bool* block_bits;
-    const int* tile_list;
+    // tile_kinds: of a mask_mod, by tiles of one kernel of the pass. tile_ranks: with their kinds.
+    signed char* tile_kinds;
+    int2* tile_ranks;
+    int* tile_list;
     const int* schedule;
     // Strides.
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
-    Pairs bias_at, dbias_at, mask_at, block_kinds_at, tile_list_at;
+    Pairs bias_at, dbias_at, mask_at, block_kinds_at, tile_kinds_at, tile_list_at;
     i64 alibi_slopes_b;
     // Sizes. group: query heads of a key head. rows: rows of a head in delta and lse_log2, padded.
     // head_groups: how many groups of heads are scheduled one after the other. in_order: whether
     // key blocks add to dQ in a fixed order.
     i64 B, Hq, Hkv, Nq, Nk, D, Dv, group, rows, head_groups, in_order;
     i64 bias_B, bias_H, bias_Nq, bias_Nk;
-    i64 mask_block_q, mask_block_k;
+    i64 mask_block_q, mask_block_k, kinds_tile_q, kinds_tile_k;
     // Options. length and offset hold where their arrays are null.
     i64 length, offset, left, right;
     // softmax_scale: what the softmax multiplies scores by: the scale where that is folded into the

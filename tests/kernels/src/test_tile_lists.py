@@ -1,0 +1,123 @@
+"""Tiles that are classified and listed by kernels, which run on the CPU here, as NumPy does it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, drawn
+from tests.gallery import calls
+from tests.kernels.launch.planning import asked, backward, forward
+from tests.kernels.src.on_host import launched
+from tileattn.algorithm.block_mask import EMPTY, FULL
+from tileattn.algorithm.function_mask import extrema
+from tileattn.expressions.evaluate import evaluate
+from tileattn.expressions.functions import mask_expression
+from tileattn.expressions.nodes import elements
+from tileattn.expressions.quadtree import kinds_by_intervals
+from tileattn.kernels.launch.device import device_of_arch
+from tileattn.kernels.launch.layout import CallLayout, array_layout, contiguous_inputs
+from tileattn.kernels.launch.params import aux_name
+from tileattn.kernels.launch.plan import LaunchPlan
+from tileattn.kernels.launch.tile_lists import END, key_tile_lists, query_tile_lists
+from tileattn.problem import Problem
+
+SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "Nq": 470, "Nk": 917}
+READING = {name: x for name, x in calls(2, 4, 470, 917).items() if "mask_mod" in x and "aux" in x}
+DEVICES = [device_of_arch("sm_90a"), device_of_arch("sm_80")]
+
+
+def by_head(b: Any, h: Any, i: Any, j: Any, first: Any, last: Any) -> Any:
+    """Hide what comes before or after two limits of each head, or batch entry and head."""
+    return (j >= first[h] + i) & (j < last[b, h])
+
+
+LIMITS = (
+    np.array([-400, -90, 0, 250], np.int16),
+    np.array([[917, 3, 400, 0], [1 << 40, 500, 600, 700]]),
+)
+READING["by_head"] = {"mask_mod": by_head, "aux": LIMITS}
+
+
+def problem_of(options: dict[str, Any], **sizes: Any) -> tuple[Problem, CallLayout]:
+    node = mask_expression(options["mask_mod"], options["aux"])
+    sizes = {"D": 64, "Dv": 64} | SIZES | sizes
+    P = replace(asked("float16", enabled_options={"mask_mod"}, **sizes), mask_mod=node)
+    arrays = {aux_name(n): array_layout(x, x.ctypes.data) for n, x in enumerate(options["aux"])}
+    return P, contiguous_inputs(P).with_arrays(**arrays)
+
+
+def kinds_of(P: Problem, tile: tuple[int, int], aux: Any) -> Any:
+    assert P.mask_mod is not None
+    known = extrema(P.mask_mod, aux)
+    return kinds_by_intervals(P.mask_mod, (P.B, P.Hq, P.Nq, P.Nk), tile, known)
+
+
+def as_numbers(part: Any, dtype: Any, shape: Any) -> Any:
+    return part[: np.dtype(dtype).itemsize * int(np.prod(shape))].view(dtype).reshape(shape)
+
+
+def tile_of(plan: LaunchPlan) -> tuple[int, int]:
+    return plan.fields["kinds_tile_q"], plan.fields["kinds_tile_k"]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("name", sorted(READING))
+def test_kinds_and_lists_of_the_gallery(name: str, group: int, device: Any, tmp_path: Path) -> None:
+    aux = READING[name]["aux"]
+    P, layout = problem_of(READING[name], Hkv=4 // group)
+    for plan in (forward(P, device, layout), backward(P, device, layout)):
+        made = launched(tmp_path, plan, aux)
+        kinds = kinds_of(P, tile_of(plan), aux)
+        np.testing.assert_array_equal(as_numbers(made["tile_kinds"], np.int8, kinds.shape), kinds)
+        lists = plan.tile_lists
+        assert (lists is not None) == (device.arch == "sm_90a")
+        if lists is None:
+            assert tile_of(plan) == (128, 128)
+            continue
+        if lists.backward:
+            heads = max(1, kinds.shape[1] // group)
+            grouped = kinds.reshape(kinds.shape[0], heads, -1, *kinds.shape[2:])
+            least, most = grouped.min(axis=2), grouped.max(axis=2)
+            one = np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, 1))
+            expected = query_tile_lists(one)
+            expected[..., 1::2][expected[..., ::2] == END] = 0  # where nobody reads
+        else:
+            expected = key_tile_lists(kinds)
+        assert lists.shape(None) == expected.shape
+        found = as_numbers(made["tile_list"], np.int32, expected.shape)
+        np.testing.assert_array_equal(found, expected)
+
+
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_random_functions_are_bounded(tmp_path: Path, data: Any) -> None:
+    """What is empty or full is so, pair by pair, and what NumPy knows the kernel knows."""
+    mask = as_function(drawn(data.draw, "b", data.draw(st.integers(1, 6)), False), False)
+    node = mask_expression(mask, AUX)
+    if not elements(node):
+        return
+    options = {"mask_mod": mask, "aux": AUX}
+    P, layout = problem_of(options, B=B, Hq=HQ, Hkv=HQ, Nq=NQ, Nk=NK)
+    plan = forward(P, DEVICES[1], layout)
+    plan = replace(plan, fields=plan.fields | {"kinds_tile_q": 1, "kinds_tile_k": 1})
+    made = launched(tmp_path, plan, AUX)
+    kinds = kinds_of(P, (128, 128), AUX)
+    found = as_numbers(made["tile_kinds"], np.int8, kinds.shape)
+    np.testing.assert_array_equal(found, kinds)
+    places = dict(zip("bhij", np.ogrid[:B, :HQ, :NQ, :NK], strict=True))
+    with np.errstate(all="ignore"):
+        (pairs,) = evaluate([node], places, AUX, np.dtype(float))
+    for b, h in np.ndindex(*found.shape[:2]):
+        seen = np.broadcast_to(pairs, (B, HQ, NQ, NK))[b, h]
+        kind = found[b, h, 0, 0]
+        assert kind != FULL or seen.all()
+        assert kind != EMPTY or not seen.any()

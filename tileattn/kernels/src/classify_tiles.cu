@@ -1,0 +1,23 @@
+// Before a pass whose mask_mod reads arrays: the kinds of its tiles, as far as bounds of the function
+// decide. A CTA takes a row of tiles, a warp one tile at a time. Mirrors kinds_by_intervals in
+// quadtree.py.
+#include "params.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+    classify_tiles(const __grid_constant__ Params p) {
+    const int rows = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
+    const int columns = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
+    const int heads = p.tile_kinds_at.h ? int(p.Hq) : 1;
+    const int row = int(blockIdx.x) % rows, bh = int(blockIdx.x) / rows;
+    const MaskIntervals mask(p, bh / heads, bh % heads);
+    signed char* const kinds = p.tile_kinds + i64(blockIdx.x) * columns;
+    const Interval<int> queries(double(row * BLOCK_Q),
+                                double(min(row * BLOCK_Q + BLOCK_Q, int(p.Nq)) - 1));
+    for (int column = int(threadIdx.x) / WARP; column < columns; column += THREADS / WARP) {
+        const int k0 = column * BLOCK_K;
+        const Interval<int> keys(double(k0), double(min(k0 + BLOCK_K, int(p.Nk)) - 1));
+        const Interval<bool> visible = mask.visible(queries, keys);
+        // EMPTY, PARTIAL and FULL are how many of the two bounds are true.
+        if (threadIdx.x % WARP == 0) kinds[column] = (signed char)(visible.low + visible.high);
+    }
+}
