@@ -27,7 +27,6 @@ from tileattn.kernels.launch.tile_lists import END, key_tile_lists, query_tile_l
 from tileattn.problem import Problem
 
 SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "Nq": 470, "Nk": 917}
-READING = {name: x for name, x in calls(2, 4, 470, 917).items() if "mask_mod" in x and "aux" in x}
 DEVICES = [device_of_arch("sm_90a"), device_of_arch("sm_80")]
 
 
@@ -40,7 +39,15 @@ LIMITS = (
     np.array([-400, -90, 0, 250], np.int16),
     np.array([[917, 3, 400, 0], [1 << 40, 500, 600, 700]]),
 )
-READING["by_head"] = {"mask_mod": by_head, "aux": LIMITS}
+
+
+def reading(Nq: int, Nk: int) -> dict[str, dict[str, Any]]:
+    """Give masks that read arrays."""
+    own = {n: x for n, x in calls(2, 4, Nq, Nk).items() if "mask_mod" in x and "aux" in x}
+    return own | {"by_head": {"mask_mod": by_head, "aux": LIMITS}}
+
+
+READING = reading(470, 917)
 
 
 def problem_of(options: dict[str, Any], **sizes: Any) -> tuple[Problem, CallLayout]:
@@ -65,6 +72,20 @@ def tile_of(plan: LaunchPlan) -> tuple[int, int]:
     return plan.fields["kinds_tile_q"], plan.fields["kinds_tile_k"]
 
 
+def expected_lists(plan: LaunchPlan, kinds: Any) -> Any:
+    """List tiles on the host by their kinds."""
+    assert plan.tile_lists is not None
+    if not plan.tile_lists.backward:
+        return key_tile_lists(kinds)
+    heads = max(1, kinds.shape[1] // plan.problem.group)
+    grouped = kinds.reshape(kinds.shape[0], heads, -1, *kinds.shape[2:])
+    least, most = grouped.min(axis=2), grouped.max(axis=2)
+    one = np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, 1))
+    lists = query_tile_lists(one)
+    lists[..., 1::2][lists[..., ::2] == END] = 0  # where nobody reads
+    return lists
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("name", sorted(READING))
@@ -80,15 +101,7 @@ def test_kinds_and_lists_of_the_gallery(name: str, group: int, device: Any, tmp_
         if lists is None:
             assert tile_of(plan) == (128, 128)
             continue
-        if lists.backward:
-            heads = max(1, kinds.shape[1] // group)
-            grouped = kinds.reshape(kinds.shape[0], heads, -1, *kinds.shape[2:])
-            least, most = grouped.min(axis=2), grouped.max(axis=2)
-            one = np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, 1))
-            expected = query_tile_lists(one)
-            expected[..., 1::2][expected[..., ::2] == END] = 0  # where nobody reads
-        else:
-            expected = key_tile_lists(kinds)
+        expected = expected_lists(plan, kinds)
         assert lists.shape(None) == expected.shape
         found = as_numbers(made["tile_list"], np.int32, expected.shape)
         np.testing.assert_array_equal(found, expected)
