@@ -56,7 +56,14 @@ def bits(results: Any) -> list[bytes]:
 
 def host(results: Any) -> Any:
     """Copy what a call returned to the host."""
-    return type(results)(*(x if x is None else x.get() for x in results))
+    made = type(results)(*map(_at_host, results))
+    if isinstance(results, Gradients) and results.daux is not None:
+        made.daux = tuple(map(_at_host, results.daux))
+    return made
+
+
+def _at_host(x: Any) -> Any:
+    return x if x is None else x.get()
 
 
 def hold(

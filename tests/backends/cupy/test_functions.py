@@ -25,6 +25,10 @@ def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, number: Any) -
     return s + table[h, i - j] * number[0]
 
 
+def gathers(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, number: Any) -> Any:
+    return s + table[i * i % 99, j * j % 99]
+
+
 def mask_mod(b: Any, h: Any, i: Any, j: Any, table: Any, number: Any) -> Any:
     return (i >= j) & (number[0] + h < 9)
 
@@ -82,11 +86,17 @@ def backward(gpu: Machine, **options: Any) -> Gradients:
 
 
 def test_gradients_of_arrays(gpu: Machine) -> None:
-    """None for integers, zeros where no score depends on an array, and no others yet."""
+    """None for integers, zeros where no score depends on an array."""
     floats, number = gpu.array((4, 9), np.float32), gpu.array((1,), np.int32)
     options = BOTH | {"aux": (floats, number)}
-    with pytest.raises(UnsupportedError, match=r"gradients of aux; .* wrt=\('q', 'k', 'v'\)"):
-        backward(gpu, **options)
+    grads = backward(gpu, **options).daux
+    assert grads is not None
+    assert (grads[0].shape, grads[0].dtype, grads[1]) == (floats.shape, floats.dtype, None)
+    last = [key.kernel for key, *_ in gpu.launches[-2:]]
+    assert last == ["backward_daux", "backward_daux_sum"]
+    far = BOTH | {"aux": (gpu.array((99, 99), np.float32), number), "score_mod": gathers}
+    with pytest.raises(UnsupportedError, match=r"gradient of aux\[0\]: .* wrt=\('q', 'k', 'v'\)"):
+        backward(gpu, **far)
     assert backward(gpu, **options, wrt=WRT).daux is None
     grads = backward(gpu, mask_mod=mask_mod, aux=(floats, number)).daux
     assert grads is not None

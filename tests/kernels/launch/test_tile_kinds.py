@@ -96,7 +96,7 @@ def test_a_plan_classifies_tiles_by_arrays(device: Device, own: list[list[str]])
         assert names[: 1 + len(lists)] == ["classify_tiles", *lists]
         assert "tile_kinds" not in plan.constants
         assert "tile_kinds" in plan.workspace.starts
-        assert [x.shape for x in plan.aux] == [(2, 270, 270), (2,)]
+        assert [x.shape for x in plan.aux.values()] == [(2, 270, 270), (2,)]
         assert (plan.tile_lists is not None) == bool(lists)
     # The plan of a block mask besides leaves the arrays to the kernels.
     kinds = tile_kinds_of(P, BlockMask(np.ones((3, 5), bool), (TILE, TILE)), (TILE, TILE))

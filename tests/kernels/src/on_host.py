@@ -7,6 +7,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ inline struct { int x; } threadIdx, blockIdx;
 inline u32 __ballot_sync(u32, bool x) { return x; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 template <class T> T __shfl_xor_sync(u32, T x, int) { return x; }
+inline void __syncthreads() {}
+struct float16;
+struct bfloat16;
 """
 
 _PAIRS = """\
@@ -97,6 +101,47 @@ extern "C" void launch(const Params* p, int grid) {{
 """
 
 
+_ELEMENT_SUMS = """\
+#include "element_sums.cuh"
+
+extern "C" void add_up(const Params* p, const Accum* ds) {
+    static Accum memory[WINDOW];
+    const i64 shares = LearnedElement::sums(*p).sizes[0];
+    for (i64 bh = 0; bh < p->B * p->Hq; ++bh)
+        for (int q0 = 0; q0 < p->Nq; q0 += BLOCK_Q) {
+            ElementSums<WINDOW> sums(*p, int((bh + q0 / BLOCK_Q) % shares), memory);
+            for (int k0 = 0; k0 < p->Nk; k0 += BLOCK_K)
+                sums.add_tile(bh / p->Hq, bh % p->Hq, q0, k0, [&](auto visit) {
+                    for (int i = q0; i < q0 + BLOCK_Q && i < p->Nq; ++i)
+                        for (int j = k0; j < k0 + BLOCK_K && j < p->Nk; ++j)
+                            visit(ds[(bh * p->Nq + i) * p->Nk + j], i, j);
+                });
+            sums.finish();
+        }
+}
+"""
+
+
+def element_sums(
+    folder: Path, plan: LaunchPlan, key: KernelKey, aux: Sequence[Array], ds: Array, window: int
+) -> dict[str, Array]:
+    """Sum what each pair of ``ds`` adds to an element, as a kernel does; give the copies."""
+    sums = {
+        name: np.zeros(x.shape, x.dtype) for name, x in plan.aux.items() if name.startswith("sums")
+    }
+    block = np.frombuffer(template(plan.fields, plan.aux), np.uint64).copy()
+    places = slots(plan.aux)
+    for name, x in (*sums.items(), *((aux_name(n), x) for n, x in enumerate(aux))):
+        block[places[name]] = x.ctypes.data
+    accum = plan.problem.accum_dtype.name
+    texts = _kernel_texts(replace(key, kernel="element_sums"), 1, accum)
+    texts["config.cuh"] += f"\nconstexpr int WINDOW = {window};\n"
+    library = _built(folder, texts | {"element_sums.cpp": _ELEMENT_SUMS}, "element_sums.cpp")
+    given = np.ascontiguousarray(ds, accum)
+    library.add_up(ctypes.c_void_p(block.ctypes.data), ctypes.c_void_p(given.ctypes.data))
+    return sums
+
+
 def launched(folder: Path, plan: LaunchPlan, aux: Sequence[Array]) -> dict[str, Array]:
     """Run what a plan classifies tiles with; give the parts of its workspace, in bytes.
 
@@ -113,20 +158,25 @@ def launched(folder: Path, plan: LaunchPlan, aux: Sequence[Array]) -> dict[str, 
     for launch in plan.launches:
         if launch.key.kernel not in KERNELS:
             continue
-        library = _built(folder, _kernel_texts(launch.key), f"{launch.key.kernel}.cpp")
+        texts = _kernel_texts(launch.key, launch.key.threads // 32, "float32")
+        library = _built(folder, texts, f"{launch.key.kernel}.cpp")
         library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(launch.grid))
     return parts
 
 
-def _kernel_texts(key: KernelKey) -> dict[str, str]:
-    names = (f"{key.kernel}.cu", "tile_lists.cuh", "params.cuh", "mask.cuh", *_HEADERS)
+def _kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
+    """Give the texts of a kernel whose warps have one lane, and its configuration."""
+    names = ("tile_lists.cuh", "params.cuh", "mask.cuh", "element_sums.cuh", *_HEADERS)
     texts = {name: (SOURCES / name).read_text(encoding="utf-8") for name in names}
+    source = SOURCES / f"{key.kernel}.cu"
+    if source.exists():
+        texts[source.name] = source.read_text(encoding="utf-8")
     config = [
-        "using Accum = float;",
-        "constexpr bool IS_16_BIT = true, HAS_MASK = false, HAS_BLOCK_MASK = false;",
+        f"using Accum = {accum};",
+        "constexpr bool IS_16_BIT = false, HAS_MASK = false, HAS_BLOCK_MASK = false;",
         f"constexpr bool HAS_MASK_MOD = {int(key.mask_mod)};",
         f"constexpr int BLOCK_Q = {key.block_q}, BLOCK_K = {key.block_k};",
-        f"constexpr int THREADS = {key.threads // 32};",
+        f"constexpr int THREADS = {threads};",
         f"constexpr int FUNCTIONS = {len(key.functions)};",
     ]
     functions = key.functions or (SOURCES / "functions.cuh").read_text(encoding="utf-8")
@@ -199,7 +249,7 @@ def run(
 
 def _block_of(aux: Sequence[Array]) -> Array:
     """Write what the parameter block has of the arrays."""
-    layouts = [array_layout(x, x.ctypes.data) for x in aux]
+    layouts = {aux_name(n): array_layout(x, x.ctypes.data) for n, x in enumerate(aux)}
     block = np.frombuffer(template({}, layouts), np.uint64).copy()
     for n, x in enumerate(aux):
         block[slots(layouts)[aux_name(n)]] = x.ctypes.data

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tileattn.algorithm.scores import learned_elements
 from tileattn.backends.addresses import Overlap
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.block_sparse import mask_addresses
@@ -14,6 +13,7 @@ from tileattn.backends.cupy.execute import Executable
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call_cache import PreparedCall
 from tileattn.errors import UnsupportedError
+from tileattn.kernels.launch.aux_gradient import daux_name, why_not_learned
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
 from tileattn.kernels.launch.plan import plan_backward, plan_forward
 from tileattn.problem import Operands, Problem
@@ -31,8 +31,7 @@ LONGEST = (1 << 30) - (1 << 16)
 class CupyBackend:
     """Attention on CuPy arrays; supports every problem of up to `LONGEST` queries and keys.
 
-    All gradients are computed, whichever are asked for, but those of arrays that a ``score_mod``
-    reads: they are not supported yet.
+    Gradients of q, k and v are computed whichever are asked for.
 
     After the first call of a signature nothing waits for the GPU: results are complete when the
     current stream reaches them.
@@ -87,7 +86,7 @@ class CupyBackend:
     ) -> Gradients:
         """Compute the gradients; raise ValueError as `forward`, or for too small a workspace.
 
-        UnsupportedError where those of arrays that a ``score_mod`` reads are asked for.
+        UnsupportedError where that of an array cannot be summed in bounded memory.
         """
         call = CupyCall(self, problem)
         return call.backward(operands, dout, attention, dlse, deterministic, workspace)
@@ -152,6 +151,9 @@ class CupyCall(PreparedCall):
         if bias is not None and operands.wants("bias"):
             # Empty tiles are not written.
             arrays["dbias"] = dbias = cupy.zeros(bias.shape, bias.dtype)
+        for n, grad in enumerate(daux or ()):
+            if grad is not None:
+                arrays[daux_name(n)] = grad
         if sinks is not None and operands.wants("sinks"):
             arrays["dsinks"] = dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
         executable, addresses, device = self._executable(arrays, operands, deterministic)
@@ -169,7 +171,7 @@ class CupyCall(PreparedCall):
 
         device: int = cupy.cuda.runtime.getDevice()
         addresses = addresses_of(arrays, device)
-        wanted = "dbias" in arrays, "dsinks" in arrays
+        wanted = "dbias" in arrays, "dsinks" in arrays, operands.wants("aux")
         key = deterministic, device, wanted, *_alignments(addresses)
         executable = self._executables.get(key)
         if executable is None:
@@ -232,13 +234,14 @@ class CachedForward:
 
 
 def _aux_gradients(P: Problem, x: Operands) -> tuple[Any, ...] | None:
-    """Give the gradients of the caller's arrays, of which no score depends on an element."""
+    """Make the gradients of the caller's arrays: zeros, where no score depends on an element."""
     if not x.aux or not x.wants("aux"):
         return None
-    if P.score_mod is not None and learned_elements(P.score_mod):
+    refusal = why_not_learned(P, tuple(y.shape for y in x.aux))
+    if refusal is not None:
         raise UnsupportedError(
-            "backend 'cupy' does not support this: gradients of aux; the others are computed with "
-            "wrt=('q', 'k', 'v'), and backend='numpy' computes all"
+            f"backend 'cupy' does not support this: {refusal}; the other gradients are computed "
+            "with wrt=('q', 'k', 'v'), and backend='numpy' computes all"
         )
     import cupy
 

@@ -27,6 +27,18 @@ class LaunchContext(NamedTuple):
     sm_count: int = 1
     mask_block_k: int = 0  # keys of a block of the block mask; 0 where there is none
     functions: str = ""  # of the caller's own, in CUDA
+    learned: tuple["LearnedLaunch", ...] = ()  # elements whose gradients are wanted
+
+
+class LearnedLaunch(NamedTuple):
+    """What the kernels of the gradient of an element are launched with."""
+
+    functions: str  # with the derivative by that element
+    heads: int  # batch entries and heads whose elements no other reads; 1 where all read the same
+    own_rows: bool  # whether queries have elements of their own
+    copies: int  # of the sums, for thread blocks that share elements
+    array: int
+    elements: int  # of that array
 
 
 class KernelLaunch(NamedTuple):

@@ -69,6 +69,7 @@ def backward_launches(
     after = []
     if context.dbias and queries * P.Nk and not any(launch.key.write_dbias for launch in own):
         after.append(generic.dbias_launch(P, context))
+    after += generic.daux_launches(P, context)
     if sinks and P.Hq:
         key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS)
         after.append(KernelLaunch(key, P.Hq))

@@ -8,7 +8,7 @@ mask is written twice: for a pair, and for ranges of queries and keys, whose num
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,15 @@ from tileattn.expressions.nodes import INDICES, Kind, Node, constant, ordered
 
 Aux = tuple[tuple[str, int], ...]
 """Name of the dtype and number of axes of each array."""
+
+
+class Learned(NamedTuple):
+    """An element of an array, as a place in ``score_mod`` reads it, and what it is indexed by."""
+
+    element: Node
+    own: str  # those of "b", "h" and "i" that are indices of the array themselves
+    arrays: tuple[int, ...]  # numbers of all arrays whose gradients the call computes
+
 
 _SCORE = Node("input", Kind.FLOAT, (), "s")
 _PLACES = {"b": "batch", "h": "head"}  # the other inputs have their own names
@@ -42,13 +51,11 @@ _TEXT = """\
 struct AuxArrays {{
 {arrays}}};
 
-{score}
-{mask}
-{masks}"""
+{structs}"""
 
 _STRUCT = """\
 struct {name} {{
-    const AuxArrays& aux;
+{more}    const AuxArrays& aux;
     i64 batch, head;
 {members}
     __device__ {name}(const AuxArrays& aux, i64 batch, i64 head)
@@ -62,34 +69,72 @@ struct {name} {{
 
 _INTERVAL = "Interval<{}>"
 
+_LEARNED = """\
+    static constexpr int AXES = {axes};
+    static constexpr bool OWN_B = {b}, OWN_H = {h}, OWN_I = {i};  // whether it is indexed by them
+    using Value = {dtype};
+    __device__ static const LearnedSums& sums(const AuxArrays& aux) {{ return aux.sums{number}; }}
+    __device__ static void* gradient(const AuxArrays& aux) {{
+        return const_cast<char*>(aux.dx{number}.data);
+    }}
+
+"""
+
 
 @lru_cache(maxsize=256)
 def functions_text(
-    score_mod: Node | None, mask_mod: Node | None, aux: Aux, accum_dtype: np.dtype[Any]
+    score_mod: Node | None,
+    mask_mod: Node | None,
+    aux: Aux,
+    accum_dtype: np.dtype[Any],
+    learned: Learned | None = None,
 ) -> str:
     """Write the text for the functions of a call; empty where it has none.
 
-    No length is part of it, nor are addresses and strides.
+    No length is part of it, nor are addresses and strides. For a kernel of the gradient of
+    ``learned`` the derivative by it takes the place of that by the score.
     """
     if score_mod is None and mask_mod is None:
         return ""
     fields = [f"    AuxArray<{axes}> x{n};\n" for n, (_, axes) in enumerate(aux)]
     new = _SCORE if score_mod is None else score_mod
-    grad = derivatives(new).get(_SCORE, constant(0.0))
+    of = _SCORE if learned is None else learned.element
+    grad = derivatives(new).get(of, constant(0.0))
     score = _Printer([new, grad], "Accum", aux, accum_dtype)
     visible = constant(True) if mask_mod is None else mask_mod
     mask, masks = (
         _Printer([visible], "double", aux, np.dtype(np.float64), number)
         for number in ("{}", _INTERVAL)
     )
-    return _TEXT.format(
-        arrays="".join(fields),
-        score=score.struct("ScoreFunction", "Accum score(Accum s, int i, int j, Accum& grad)"),
-        mask=mask.struct("MaskFunction", "bool visible(int i, int j)"),
-        masks=masks.struct(
-            "MaskIntervals", "Interval<bool> visible(Interval<int> i, Interval<int> j)"
-        ),
-    )
+    method = "Accum score(Accum s, int i, int j, Accum& grad)"
+    structs = [
+        score.struct("ScoreFunction", method, ("grad = {1};", "return {0};")),
+        mask.struct("MaskFunction", "bool visible(int i, int j)"),
+        masks.struct("MaskIntervals", "Interval<bool> visible(Interval<int> i, Interval<int> j)"),
+    ]
+    if learned is not None:
+        for n in learned.arrays:
+            fields += [
+                f"    AuxArray<{aux[n][1]}> dx{n};\n",
+                f"    AuxArray<{aux[n][1] + 1}> sums{n};\n",
+            ]
+        structs += _learned_structs(learned, aux, accum_dtype)
+    return _TEXT.format(arrays="".join(fields), structs="\n".join(structs))
+
+
+def _learned_structs(learned: Learned, aux: Aux, dtype: np.dtype[Any]) -> list[str]:
+    """Write where an element lies, for a pair and for ranges of queries and keys."""
+    indices, number = learned.element.inputs, int(learned.element.value or 0)
+    ends = [f"index[{n}] = {{{n}}};" for n in range(len(indices))]
+    own = {name: str(name in learned.own).lower() for name in "bhi"}
+    more = _LEARNED.format(axes=len(indices), number=number, dtype=aux[number][0], **own)
+    pair, ranges = (_Printer(indices, "Accum", aux, dtype, number) for number in ("{}", _INTERVAL))
+    method = "void place({0} i, {0} j, {1}* index)"
+    return [
+        f"using LearnedSums = AuxArray<{len(indices) + 1}>;\n",
+        pair.struct("LearnedElement", method.format("int", "i64"), ends, more),
+        ranges.struct("LearnedRange", method.format("Interval<int>", "Interval<double>"), ends),
+    ]
 
 
 class _Printer:
@@ -116,25 +161,25 @@ class _Printer:
             if node.value in _OF_PAIRS or not self._of_pairs.isdisjoint(node.inputs):
                 self._of_pairs.add(node)
 
-    def struct(self, name: str, method: str) -> str:
-        """Write the struct of one function: its method returns the first output.
-
-        It assigns the second to ``grad``.
-        """
+    def struct(
+        self, name: str, method: str, ends: Sequence[str] = ("return {0};",), more: str = ""
+    ) -> str:
+        """Write the struct of one function: ``ends`` are what its method does with the outputs."""
         of_head = [node for node in self._nodes if node not in self._of_pairs]
         lines = [
             f"const {self._type(node)} {self._names[node]} = {self._value(node)};"
             for node in self._nodes
             if node in self._of_pairs
         ]
-        new, *grads = map(self._text, self._outputs)
-        lines += [*(f"grad = {x};" for x in grads), f"return {new};"]
+        outputs = list(map(self._text, self._outputs))
+        lines += [end.format(*outputs) for end in ends]
         return _STRUCT.format(
             name=name,
             method=method,
             members="".join(f"    {self._type(x)} {self._names[x]};\n" for x in of_head),
             of_head="".join(f"        {self._names[x]} = {self._value(x)};\n" for x in of_head),
             of_pair="".join(f"        {line}\n" for line in lines),
+            more=more,
         )
 
     def _type(self, node: Node) -> str:

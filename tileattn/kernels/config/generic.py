@@ -19,7 +19,12 @@ from tileattn.kernels.config.context import (
     rows_of_block,
 )
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.config.shared_memory import RESERVED, generic_bytes, generic_static_bytes
+from tileattn.kernels.config.shared_memory import (
+    DAUX_WINDOW_BYTES,
+    RESERVED,
+    generic_bytes,
+    generic_static_bytes,
+)
 from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
 from tileattn.problem import Problem
 
@@ -32,6 +37,7 @@ NAIVE = {
     "backward_large_scores": "naive_large_scores",
 }
 
+_DAUX_WINDOW_LEAST = 16 * 1024  # bytes that tiles leave to sums
 _REPAIRS = (
     "for heads with large scores or with something not finite; mostly there are none, and it "
     "returns at once"
@@ -116,6 +122,24 @@ def dbias_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
     return KernelLaunch(key, b * h * tiles, shared_bytes, why)
 
 
+def daux_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    """Launch what sums the gradients of elements that a ``score_mod`` reads, then the copies."""
+    sums, totals = [], dict[int, KernelLaunch]()
+    for x in context.learned:
+        limit = context.shared_limit - _DAUX_WINDOW_LEAST
+        own = context._replace(functions=x.functions, shared_limit=limit)
+        key, shared_bytes, why = configure("backward_daux", problem, own)
+        threads, number = key.threads, problem.accum_dtype.itemsize
+        room = min(DAUX_WINDOW_BYTES, context.shared_limit - shared_bytes)
+        shared_bytes += room // (threads * number) * threads * number
+        grid = x.heads * x.copies * (-(-problem.Nq // key.block_q) if x.own_rows else 1)
+        sums.append(KernelLaunch(replace(key, smem_bytes=shared_bytes), grid, shared_bytes, why))
+        total = KernelKey("backward_daux_sum", key.dtype, warps_m=ROW_WARPS, functions=x.functions)
+        grid = -(-x.elements // total.threads)
+        totals[x.array] = KernelLaunch(total, grid, why="one thread for each element")
+    return *sums, *totals.values()
+
+
 def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:
     """Let a kernel compute flagged heads alone, with as many thread blocks as run at a time."""
     grid = min(launch.grid, context.sm_count * launch.key.min_blocks_per_sm)
@@ -166,5 +190,6 @@ def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
         "forward": (tile.block_k, value),
         "backward_dkdv": (tile.block_q, dim, value),
         "backward_dbias": (tile.block_k,),
+        "backward_daux": (tile.block_k,),
     }.get(kernel, ())
     return all(columns % (16 * tile.warps_n) == 0 for columns in shared)

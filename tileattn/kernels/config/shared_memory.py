@@ -8,6 +8,7 @@ HOPPER_STATIC = 2048  # bytes of static shared memory of a Hopper kernel, at mos
 HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
 DQ_STORE_WARPS = 2  # which add dQ tiles to device memory
 _DQ_STORE_BYTES = 64 * 32 * 4  # what each of them adds with one bulk copy
+DAUX_WINDOW_BYTES = 64 * 1024  # of sums that threads have for themselves, at most
 _NARROW_DIM = 128  # wider heads have the other backward kernel
 
 
@@ -42,7 +43,7 @@ def generic_bytes(
 
 def generic_static_bytes(kernel: str, tile: TileSize, size: int) -> int:
     """Bound the static shared memory of a generic kernel: statistics, and what warps exchange."""
-    if kernel == "backward_dbias":
+    if kernel in ("backward_dbias", "backward_daux"):
         return 0
     number, passes = max(size, 4), 2  # each of the passes has its own
     used = 128

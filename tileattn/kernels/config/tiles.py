@@ -126,6 +126,18 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         128: (TileSize(64, 128, 2, 2, 2, 2, tuned=True, spills=True), TileSize(64, 64, 4, 1, 2)),
         256: (TileSize(128, 64, 4, 2, 2, tuned=True), TileSize(64, 64, 4, 1, 2)),
     },
+    ("backward_daux", 2): {
+        128: (TileSize(64, 64, 4),),
+        256: (TileSize(64, 64, 4), TileSize(64, 32, 4)),
+    },
+    ("backward_daux", 4): {
+        128: (TileSize(64, 32, 4),),
+        256: (TileSize(64, 32, 4), TileSize(64, 16, 4)),
+    },
+    ("backward_daux", 8): {
+        128: (TileSize(32, 16, 2),),
+        256: (TileSize(32, 16, 2),),
+    },
     ("backward_dbias", 4): {
         128: (TileSize(128, 64, 4, 2, 2, tuned=True, spills=True), TileSize(64, 32, 4)),
         256: (TileSize(64, 32, 4, 2, 2), TileSize(64, 32, 4)),

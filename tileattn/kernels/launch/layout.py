@@ -88,7 +88,12 @@ class CallLayout:
     @property
     def aux(self) -> tuple[ArrayLayout, ...]:
         """What the caller's own functions read."""
-        return tuple(x for name, x in self.arrays if name.startswith("aux["))
+        return tuple(self.aux_by_name.values())
+
+    @property
+    def aux_by_name(self) -> dict[str, ArrayLayout]:
+        """The same by their names."""
+        return {name: x for name, x in self.arrays if name.startswith("aux[")}
 
     def with_arrays(self, **more: ArrayLayout) -> "CallLayout":
         """Add arrays, or replace those of the same name."""

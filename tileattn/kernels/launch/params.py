@@ -1,6 +1,6 @@
 """The block of parameters that every kernel takes by value: counterpart of ``src/params.cuh``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -44,25 +44,25 @@ PARAMS = np.dtype(
 """Every field has eight bytes, so that neither side has gaps."""
 
 
-def template(values: Mapping[str, Any], aux: Sequence[ArrayLayout] = ()) -> bytes:
+def template(values: Mapping[str, Any], aux: Mapping[str, ArrayLayout] | None = None) -> bytes:
     """Write the block with null pointers; fields that are absent are zero.
 
-    ``aux`` are the arrays that the caller's own functions read, which come last: of each there are
-    its address, its sizes, and its strides in bytes. One without axes has one of each, unused.
+    ``aux`` are the arrays of the caller's own functions, by name, which come last: of each there
+    are its address, its sizes, and its strides in bytes. One without axes has one of each, unused.
     """
     block = np.zeros((), PARAMS)
     for name, value in values.items():
         block[name] = value
-    cells = [(0, *(x.shape or (0,)), *(x.strides or (0,))) for x in aux]
+    cells = [(0, *(x.shape or (0,)), *(x.strides or (0,))) for x in (aux or {}).values()]
     return b"".join([block.tobytes(), *(np.array(each, np.int64).tobytes() for each in cells)])
 
 
-def slots(aux: Sequence[ArrayLayout]) -> dict[str, int]:
+def slots(aux: Mapping[str, ArrayLayout]) -> dict[str, int]:
     """Give the places of all addresses in the block, counted in cells of eight bytes."""
     places = {name: slot for slot, name in enumerate(POINTERS)}
     at = PARAMS.itemsize // 8
-    for n, x in enumerate(aux):
-        places[aux_name(n)] = at
+    for name, x in aux.items():
+        places[name] = at
         at += 1 + 2 * max(1, len(x.shape))
     return places
 

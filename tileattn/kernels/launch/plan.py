@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.kernels.config.context import KernelLaunch, LaunchContext
+from tileattn.kernels.config.context import KernelLaunch, LaunchContext, LearnedLaunch
 from tileattn.kernels.config.families import backward_launches, forward_launches
-from tileattn.kernels.config.functions import functions_text
+from tileattn.kernels.config.functions import Learned, functions_text
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.config.tile_lists import classify_launch, list_launches
 from tileattn.kernels.launch import params
+from tileattn.kernels.launch.aux_gradient import learned_arrays, learned_layouts
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import (
     MIN_ALIGNMENT,
@@ -69,7 +70,7 @@ class LaunchPlan:
     tensor_maps: dict[tuple[tuple[str, int], ...], tuple[TensorMap, ...]]
     tile_lists: TileLists | None = None  # that kernels read, if any
     block_mask: bool = False  # whether they read the call's
-    aux: tuple[ArrayLayout, ...] = ()  # what the caller's own functions read
+    aux: dict[str, ArrayLayout] = field(default_factory=dict)  # of the caller's own functions
 
     def __str__(self) -> str:
         P, gpu = self.problem, self.device
@@ -157,6 +158,13 @@ def launch_context(problem: Problem, layout: CallLayout, device: Device) -> Laun
         sm_count=device.sm_count,
         mask_block_k=layout.block_mask.block_size[1] if layout.block_mask is not None else 0,
         functions=_functions_text(problem, layout),
+        learned=tuple(
+            LearnedLaunch(
+                *(_functions_text(problem, layout, x.element), x.heads, x.own_rows),
+                *(x.copies, x.array, math.prod(x.shape)),
+            )
+            for x in learned_arrays(problem, layout, device.sm_count)
+        ),
     )
     if "mask" in arrays:
         width = arrays["mask"].row_alignment
@@ -174,11 +182,11 @@ def launch_context(problem: Problem, layout: CallLayout, device: Device) -> Laun
     return context
 
 
-def _functions_text(P: Problem, layout: CallLayout) -> str:
+def _functions_text(P: Problem, layout: CallLayout, learned: Learned | None = None) -> str:
     if not P.B * P.Hq * P.Nq * P.Nk:
         return ""
     aux = tuple((x.dtype, len(x.shape)) for x in layout.aux)
-    return functions_text(P.score_mod, P.mask_mod, aux, P.accum_dtype)
+    return functions_text(P.score_mod, P.mask_mod, aux, P.accum_dtype, learned)
 
 
 def _tile_kinds(
@@ -227,7 +235,10 @@ def _plan(
     if layout.block_mask is not None:
         arrays["block_kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
     made = {name: x.nbytes for name, x in copied.items()}
+    learned = learned_layouts(layout, learned_arrays(problem, layout, device.sm_count))
+    sums = {name: x.nbytes for name, x in learned.items() if layout.get(name) is None}
     functions = next((x.key.functions for x in launches if x.key.functions), "")
+    aux = layout.aux_by_name | learned if functions else {}
     kinds, lists = _tile_kinds(problem, layout, launches)
     if functions and problem.mask_mod is not None:
         if kinds.on_device:
@@ -253,7 +264,7 @@ def _plan(
         | dict(zip(("kinds_tile_q", "kinds_tile_k"), kinds.tile, strict=True)),
         {name: x for name, x in copied.items() if name not in results},
         {name: x for name, x in copied.items() if name in results},
-        workspace_of(problem, launches, made),
+        workspace_of(problem, launches, made, sums),
         constants,
         {
             boxes: tuple(tensor_map(name, arrays[name], rows) for name, rows in boxes)
@@ -262,5 +273,5 @@ def _plan(
         },
         lists,
         layout.block_mask is not None,
-        layout.aux if functions else (),
+        aux,
     )

@@ -22,18 +22,22 @@ class Workspace:
 
 
 def workspace_of(
-    problem: Problem, launches: Iterable[KernelLaunch], copies: Mapping[str, int]
+    problem: Problem,
+    launches: Iterable[KernelLaunch],
+    copies: Mapping[str, int],
+    sums: Mapping[str, int],
 ) -> Workspace:
     """Lay out what a pass needs besides its results.
 
-    It has ``copies``, by their bytes, and for the backward pass three numbers of each query, flags
-    of each key head, and the sums of dq where they are in device memory. The Hopper kernels add a
-    tile counter each, and a dq semaphore of each tile of dq and store warp.
+    It has ``copies``, and ``sums`` that begin at zero, by their bytes. For the backward pass it has
+    three numbers of each query, flags of each key head, and the sums of dq where they are in device
+    memory. The Hopper kernels add a tile counter each, and a dq semaphore of each tile of dq and
+    store warp.
     """
     P, keys = problem, [launch.key for launch in launches]
     number, heads = P.accum_dtype.itemsize, P.B * P.Hq
     parts = dict(copies)
-    zeros: dict[str, int] = {}
+    zeros = dict(sums)
     if any("forward" not in key.kernel for key in keys):
         rows = heads * padded_rows(P.Nq) * number
         parts |= dict.fromkeys(("delta", "lse_log2", "row_max"), rows)

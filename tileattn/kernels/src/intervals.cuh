@@ -14,7 +14,16 @@ constexpr bool IS_BOOLEAN<bool> = true;
 template <class T>
 constexpr bool IS_FLOATING = false;
 template <>
+constexpr bool IS_FLOATING<float> = true;
+template <>
 constexpr bool IS_FLOATING<double> = true;
+
+// Of a float32 value that is bounded by its operation in float64: what its rounding, and that of the
+// C library, may add.
+template <class T>
+constexpr double SLACK = 0;
+template <>
+constexpr double SLACK<float> = 0x1p-19;
 
 // Smallest and largest value of type T, both NaN where nothing is known. Booleans are 0 and 1.
 template <class T>
@@ -28,6 +37,7 @@ struct Interval {
             low = least == least ? least : 0, high = most == most ? most : 1;
         } else {
             const double bound = IS_FLOATING<T> ? infinity<double>() : EXACT;
+            low -= SLACK<T> * fabs(least), high += SLACK<T> * fabs(most);
             if (!(fabs(least) < bound && fabs(most) < bound)) low = high = numpy::nan<double>();
         }
     }

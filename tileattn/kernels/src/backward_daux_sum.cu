@@ -1,0 +1,17 @@
+// The gradient of an array of score_mod, from the copies that CTAs of backward_daux summed into, in
+// their order. One thread for each element.
+#include "params.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+    backward_daux_sum(const __grid_constant__ Params p) {
+    using Value = LearnedElement::Value;
+    const LearnedSums& all = LearnedElement::sums(p);
+    const i64 n = i64(blockIdx.x) * THREADS + threadIdx.x;
+    const i64 elements = all.strides[0] / i64(sizeof(double));
+    if (n >= elements) return;
+    double total = 0;
+    for (i64 copy = 0; copy < all.sizes[0]; ++copy)
+        total += reinterpret_cast<const double*>(all.data)[copy * elements + n];
+    Value* const gradient = static_cast<Value*>(LearnedElement::gradient(p));
+    gradient[n] = narrow<Value>(total);
+}
