@@ -106,6 +106,17 @@ def test_a_plan_classifies_tiles_by_arrays(device: Device, own: list[list[str]])
     )
 
 
+def test_many_work_tiles_are_scheduled_as_if_none_were_empty() -> None:
+    aux = np.zeros((2, 5000), np.int32)
+    node = mask_expression(lambda b, _h, i, j, x: x[b, i] == x[b, j], (aux,))
+    sizes: dict[str, Any] = SIZES | {"Nq": 5000, "Nk": 5000}
+    P = replace(asked("float16", enabled_options={"mask_mod"}), mask_mod=node, **sizes)
+    layout = contiguous_inputs(P).with_arrays(**{aux_name(0): contiguous(aux.shape, "int32")})
+    assert "schedule" not in forward(P, H200, layout).constants
+    causal = replace(P, window=(None, 0))
+    assert "schedule" in forward(causal, H200, layout).constants
+
+
 @pytest.mark.parametrize("device", [A100, H200])
 def test_a_block_mask_of_a_predicate_is_evaluated(device: Device) -> None:
     """Its blocks are those that were classified by pairs, which intervals would leave undecided."""

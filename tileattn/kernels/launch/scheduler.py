@@ -137,7 +137,7 @@ def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
 def _attended(P: Problem, layout: CallLayout, key: KernelKey, begin: Array, end: Array) -> Array:
     """Count the tiles from begin to end - 1 that masks do not leave empty."""
     lists = tile_lists(P, layout.listed_mask, key.tile, "forward")
-    if lists is None:
+    if lists is None or lists.on_device:
         return end - begin
     before = lists.tiles_before(layout.listed_mask)
     before = np.broadcast_to(before, (len(begin), *before.shape[1:]))[:, :, : begin.shape[-1]]

@@ -89,18 +89,31 @@ struct ElementSums {
         const Interval<int> keys(double(k0), double(min(k0 + BLOCK_K, Nk) - 1));
         Interval<double> ranges[ElementBox::AXES];
         LearnedRange(p, b, h).place(queries, keys, ranges);
-        move(ElementBox(ranges, all.sizes));
+        const ElementBox next(ranges, all.sizes);
+        move(next);
+        i64 index[ElementBox::AXES];
+        if (next.volume == 1) {  // of all pairs
+            Accum total = 0;
+            for_each([&](Accum x, int, int) { total += x; });
+#pragma unroll
+            for (int axis = 0; axis < ElementBox::AXES; ++axis) index[axis] = next.begin[axis];
+            add(box.number(index, all.sizes), total);
+            return;
+        }
         const LearnedElement element(p, b, h);
         for (int first = 0; first < box.volume; first += WINDOW) {
             for_each([&](Accum x, int i, int j) {
                 if (x == 0) return;
-                i64 index[ElementBox::AXES];
                 element.place(min(i, Nq - 1), min(j, Nk - 1), index);
-                const int n = box.number(index, all.sizes) - first;
-                if (u32(n) < u32(WINDOW)) window[n * THREADS + threadIdx.x] += x;
+                add(box.number(index, all.sizes) - first, x);
             });
             if (box.volume > WINDOW) flush(first);
         }
+    }
+
+    // Add to a number of the window, if it is in that.
+    __device__ void add(int n, Accum x) {
+        if (u32(n) < u32(WINDOW)) window[n * THREADS + threadIdx.x] += x;
     }
 
     // Go to the elements of a tile; a box of one window is kept while tiles lie in it.
