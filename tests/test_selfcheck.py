@@ -70,7 +70,8 @@ def test_problems_are_of_every_kind_and_the_same_again() -> None:
         np.array_equal(a.call.k, b.call.k, equal_nan=True)
         for a, b in zip(found, again, strict=True)
     )
-    assert set().union(*(case.call.options for case in found)) == set(DRAW)
+    names = {*DRAW, "score_mod", "mask_mod", "aux"}
+    assert set().union(*(case.call.options for case in found)) == names
     assert {case.call.q.dtype for case in found} == set(DTYPES)
     lengths = {case.call.q.shape[2] for case in found}
     assert {0, 1} < lengths
@@ -106,6 +107,8 @@ def launch(case: Case, gpu: fake_cupy.Machine) -> None:
     options = case.call.options.copy()
     for name in options.keys() & {"bias", "mask", "alibi_slopes", "sinks"}:
         options[name] = gpu.upload(options[name], blocking=True)
+    if "aux" in options:
+        options["aux"] = tuple(gpu.upload(x, blocking=True) for x in options["aux"])
     problem, operands = parse(q, k, v, options)
     engine: Any = registry.get("cupy")
     attention = engine.forward(problem, operands, None)

@@ -16,10 +16,12 @@ from tileattn.kernels.jit.compile import compiled
 from tileattn.kernels.jit.load import arch_of
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import CallLayout, array_layout
+from tileattn.kernels.launch.params import aux_name
 from tileattn.kernels.launch.plan import plans_of
 from tileattn.problem import parse
 from tileattn.results import Attention, Gradients
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound
+from tileattn.testing.functions import MASKS, SCORES, draw_functions
 from tileattn.testing.options import DRAW, Choices
 from tileattn.testing.strategies import draw_case
 
@@ -34,6 +36,8 @@ class Family(NamedTuple):
     D: int
     Dv: int
     options: tuple[str, ...]
+    score_mod: str | None = None  # of the functions in tileattn.testing.functions
+    mask_mod: str | None = None
 
     @classmethod
     def draw(cls, choices: Choices, widest: int, among: Sequence[str] = (*DRAW,)) -> "Family":
@@ -42,7 +46,9 @@ class Family(NamedTuple):
         if choices.coin():
             D, Dv = -(-D // 8) * 8, -(-Dv // 8) * 8
         options = tuple(name for name in among if choices.one_of(True, False, False))
-        return cls(choices.one_of(*DTYPES), D, Dv, options)
+        score_mod = choices.one_of(None, None, None, *SCORES)
+        mask_mod = choices.one_of(None, None, None, *MASKS)
+        return cls(choices.one_of(*DTYPES), D, Dv, options, score_mod, mask_mod)
 
 
 class Case(NamedTuple):
@@ -56,7 +62,10 @@ class Case(NamedTuple):
     def draw(cls, choices: Choices, family: Family, **limits: Any) -> "Case":
         """Draw a problem of a family, as `draw_case` does."""
         tile = choices.integer(1, 69), choices.integer(1, 69)
-        return cls(draw_case(choices, family, ranks=(4,), **limits), tile, choices.coin())
+        call = draw_case(choices, family[:4], ranks=(4,), **limits)
+        shape = *call.q.shape[:3], call.k.shape[2]
+        own = draw_functions(choices, family.score_mod, family.mask_mod, shape)
+        return cls(call._replace(options=call.options | own), tile, choices.coin())
 
     def __str__(self) -> str:
         q, k, v = self.call[:3]
@@ -111,7 +120,9 @@ def kernels(case: Case, device: Device) -> list[KernelKey]:
     problem, x = parse(case.call.q, case.call.k, case.call.v, case.call.options)
     names = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks")
     given = ((name, getattr(x, name)) for name in names)
-    arrays = tuple((name, array_layout(a, 0)) for name, a in given if a is not None)
+    there = [(name, a) for name, a in given if a is not None]
+    there += [(aux_name(n), a) for n, a in enumerate(x.aux)]
+    arrays = tuple((name, array_layout(a, 0)) for name, a in there)
     lengths, offsets = tuple(x.kv_lengths.tolist()), tuple(x.q_offset.tolist())
     forward, *backward = plans_of(
         problem, CallLayout(arrays, lengths, offsets, x.block_mask), device
@@ -133,6 +144,10 @@ def check(case: Case, backend: str) -> None:
         raise AssertionError(f"{case}: {failure}") from failure
 
 
+def _at_host(x: Any) -> Any:
+    return x if x is None else x.get()
+
+
 def _run(case: Case, backend: str) -> tuple[Attention, Gradients]:
     engine: Any = registry.get(backend)
     if backend == "numpy":
@@ -146,13 +161,17 @@ def _run(case: Case, backend: str) -> tuple[Attention, Gradients]:
 
         arrays = tuple(map(copied, arrays))
         options = {name: copied(x) for name, x in options.items()}
+        if "aux" in options:
+            options["aux"] = tuple(map(copied, options["aux"]))
     q, k, v, dout, dlse = arrays
     problem, operands = parse(q, k, v, options)
     attention = engine.forward(problem, operands, None)
     gradients = engine.backward(problem, operands, dout, attention, dlse, case.deterministic)
     if backend == "cupy":
         attention = Attention(*(x.get() for x in attention))
-        gradients = Gradients(*(x if x is None else x.get() for x in gradients))
+        daux = None if gradients.daux is None else tuple(map(_at_host, gradients.daux))
+        there = {name: _at_host(x) for name, x in gradients._asdict().items()}
+        gradients = gradients._replace(**there, daux=daux)
     if gradients.dbias is not None:  # with the axes that the bias lacks
         gradients = gradients._replace(dbias=gradients.dbias.reshape(options["bias"].shape))
     return attention, gradients

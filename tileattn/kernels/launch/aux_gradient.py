@@ -89,6 +89,16 @@ def learned_layouts(
     return found
 
 
+def with_gradients(P: Problem, layout: CallLayout) -> CallLayout:
+    """Add the gradients of the arrays that a ``score_mod`` reads, where they can be computed."""
+    arrays = layout.aux
+    if P.score_mod is None or why_not_learned(P, tuple(x.shape for x in arrays)) is not None:
+        return layout
+    learned = {aux_number(node) for node in learned_elements(P.score_mod)}
+    made = {daux_name(n): contiguous(arrays[n].shape, arrays[n].dtype) for n in sorted(learned)}
+    return layout.with_arrays(**made)
+
+
 def why_not_learned(P: Problem, shapes: tuple[tuple[int, ...], ...]) -> str | None:
     """Say why the gradient of an array cannot be computed, if so; ``shapes`` are those of all."""
     if P.score_mod is None or not P.B * P.Hq * P.Nq * P.Nk:

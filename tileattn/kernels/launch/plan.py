@@ -14,7 +14,7 @@ from tileattn.kernels.config.functions import Learned, functions_text
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.config.tile_lists import classify_launch, list_launches
 from tileattn.kernels.launch import params
-from tileattn.kernels.launch.aux_gradient import learned_arrays, learned_layouts
+from tileattn.kernels.launch.aux_gradient import learned_arrays, learned_layouts, with_gradients
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import (
     MIN_ALIGNMENT,
@@ -138,7 +138,7 @@ def _evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:
 def plans_of(problem: Problem, inputs: CallLayout, device: Device) -> tuple[LaunchPlan, ...]:
     """Plan the forward pass and both kinds of the backward one, of contiguous results."""
     forward = inputs.with_contiguous_results(problem, "forward")
-    backward = inputs.with_contiguous_results(problem, "backward")
+    backward = with_gradients(problem, inputs.with_contiguous_results(problem, "backward"))
     return (
         plan_forward(problem, forward, device),
         *(plan_backward(problem, backward, device, deterministic=x) for x in (False, True)),
