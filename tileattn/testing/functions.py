@@ -14,7 +14,8 @@ def _relative(s: Any, _b: Any, h: Any, i: Any, j: Any, table: Any, *_: Any) -> A
 
 
 def _temperature(s: Any, _b: Any, h: Any, i: Any, j: Any, table: Any, *_: Any) -> Any:
-    return np.where(i > j, s * table[h, 0], s)
+    # A positive factor leaves the pairs masked out that a bias of -inf masks out.
+    return np.where(i > j, s * (0.5 + table[h, 0] * table[h, 0]), s)
 
 
 def _of_keys(s: Any, b: Any, _h: Any, i: Any, j: Any, _table: Any, keys: Any, *_: Any) -> Any:
