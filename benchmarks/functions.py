@@ -4,9 +4,10 @@
     python -m tileattn bench functions --only alibi --head-dim 128
 
 Each function of examples/score_functions.py is run by tileattn and, written for PyTorch, by
-FlexAttention, which is compiled for it; the call without a function is timed beside them. Gradients
-are those of q, k and v. The masks of FlexAttention's blocks are made before the clock starts. The
-file is gpu_functions.json.
+FlexAttention, which is compiled for it; the call without a function is timed beside them. There are
+times of the forward pass, of the gradients of q, k and v, and where a score reads floats of these
+with the gradients of those. The masks of FlexAttention's blocks are made before the clock starts.
+The file is gpu_functions.json.
 """
 
 import argparse
@@ -39,6 +40,12 @@ class Case(NamedTuple):
     ours: Function
     theirs: Function  # of PyTorch and the arrays: the function that FlexAttention takes
     aux: tuple[Any, ...] = ()
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """Numbers of the arrays that have gradients."""
+        floats = (n for n, x in enumerate(self.aux) if x.dtype.kind == "f")
+        return tuple(floats) if self.option == "score_mod" else ()
 
 
 def cases() -> dict[str, Case]:
@@ -123,21 +130,27 @@ def compared(name: str, case: Case | None, D: int, device: Gpu) -> Row:
         options["aux"] = tuple(map(xp.asarray, case.aux))
     attention = tileattn.forward(q, k, v, **options)
 
-    def backward() -> Any:
-        return tileattn.backward(dout, q, k, v, *attention, wrt=NAMES, **options)
+    def backward(wrt: tuple[str, ...] = NAMES) -> Any:
+        return tileattn.backward(dout, q, k, v, *attention, wrt=wrt, **options)
 
     calls = [lambda: tileattn.forward(q, k, v, **options), backward]
+    if case is not None and case.learned:
+        calls.append(lambda: backward((*NAMES, "aux")))
+    count = len(calls)
     row: Row = {"function": name, "dtype": "bf16", "B": B, "H": H, "N": N, "D": D}
     failed = None
     if case is not None:
         try:
-            calls += _flex(case, (q, k, v, dout), (attention.out, *backward()[:3]), device)
+            grads = backward((*NAMES, "aux")) if case.learned else backward()
+            learned = [grads.daux[n] for n in case.learned]
+            expected = (attention.out, *grads[:3], *learned)
+            calls += _flex(case, (q, k, v, dout), expected, device)
         except Exception as error:
             failed = one_line(error)
     times = [1e3 * median(x) for x in device.time_each(calls)]
-    row |= {"tileattn_ms": times[:2], "flex_ms": times[2:] or None, "failed": failed}
-    if len(times) > 2:
-        row["speedup"] = [theirs / own for own, theirs in zip(times, times[2:], strict=False)]
+    row |= {"tileattn_ms": times[:count], "flex_ms": times[count:] or None, "failed": failed}
+    if len(times) > count:
+        row["speedup"] = [theirs / own for own, theirs in zip(times, times[count:], strict=False)]
     return row
 
 
@@ -148,7 +161,9 @@ def _flex(case: Case, given: tuple[Any, ...], expected: tuple[Any, ...], device:
 
     torch._dynamo.reset()
     q, k, v, dout = (torch.from_dlpack(x) for x in given)
-    own = case.theirs(torch, *(torch.as_tensor(x, device="cuda") for x in case.aux))
+    aux = [torch.as_tensor(x, device="cuda") for x in case.aux]
+    learned = [aux[n].requires_grad_() for n in case.learned]
+    own = case.theirs(torch, *aux)
     options: dict[str, Any] = {"score_mod": own}
     if case.option == "mask_mod":
         options = {"block_mask": create_block_mask(own, B, None, N, N, device="cuda")}
@@ -156,14 +171,15 @@ def _flex(case: Case, given: tuple[Any, ...], expected: tuple[Any, ...], device:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = compiled(*leaves, **options)
 
-    def backward() -> Any:
-        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    def backward(*more: Any) -> Any:
+        return torch.autograd.grad(out, [*leaves, *more], dout, retain_graph=True)
 
-    found = [device.xp.from_dlpack(x.detach()) for x in (out, *backward())]
+    found = [device.xp.from_dlpack(x.detach()) for x in (out, *backward(*learned))]
     distance = difference(found, list(expected), device.xp)
     if not distance <= AGREEMENT["bf16"]:
         raise RuntimeError(f"FlexAttention's results differ by {distance:.1e}")
-    return [lambda: compiled(*leaves, **options), backward]
+    forward = partial(compiled, *leaves, **options)
+    return [forward, backward, *([lambda: backward(*learned)] if learned else [])]
 
 
 def rows(names: list[str], head_dims: list[int], device: Gpu) -> Iterator[Row]:
@@ -174,7 +190,7 @@ def rows(names: list[str], head_dims: list[int], device: Gpu) -> Iterator[Row]:
         for name in ("plain", *names):
             row = compared(name, every[name], D, device)
             plain = plain or row["tileattn_ms"]
-            row["of_plain"] = [x / y for x, y in zip(plain, row["tileattn_ms"], strict=True)]
+            row["of_plain"] = [x / y for x, y in zip(plain, row["tileattn_ms"], strict=False)]
             device.release()
             yield row
 
