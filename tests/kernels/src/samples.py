@@ -3,14 +3,20 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from tileattn.dtypes import DTYPES, NAMED
+from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.kernels.config.context import LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DQ_CONVERT
 from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.tile_lists import KERNELS as TILE_LISTS
 from tileattn.kernels.config.tiles import candidates
 from tileattn.kernels.launch.catalog import WINDOWS, context_of, problem_of
-from tileattn.kernels.launch.layout import MAX_ALIGNMENT
+from tileattn.kernels.launch.device import device_of_arch
+from tileattn.kernels.launch.layout import MAX_ALIGNMENT, contiguous, contiguous_inputs
+from tileattn.kernels.launch.plan import plans_of
 from tileattn.problem import Problem
 
 # Options that a kernel is compiled for; all others are parameters of every kernel, though a right
@@ -79,11 +85,29 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             keys = _keys(problem, context_of(arch))
             own = (key for key in keys if key.kernel in _OF_HOPPER or key.head_flags)
             found |= dict.fromkeys(own)
+    found |= dict.fromkeys(_function_keys(arch, DTYPES[combination % len(DTYPES)].name))
     return [
         key
         for key in found
         if key.kernel != "backward_dkdv" or key.head_flags or key.add_dq == adds
     ]
+
+
+def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
+    """List what is launched for arrays alone: that a mask reads, and that have gradients."""
+    ids, table = np.zeros((1, 4), np.int32), np.ones((1, 9), np.float32)
+    aux = ids, table
+    score = score_expression(lambda s, _b, h, i, j, _ids, t: s + t[h, i - j + 4], aux)
+    mask = mask_expression(lambda b, _h, i, j, ids, _t: ids[b, i] == ids[b, j], aux)
+    for name in (dtype, "bfloat16"):
+        plain = problem_of(name, 64, {"score_mod", "mask_mod"})
+        problem = replace(plain, score_mod=score, mask_mod=mask)
+        arrays = {f"aux[{n}]": contiguous(x.shape, x.dtype.name) for n, x in enumerate(aux)}
+        layout = contiguous_inputs(problem).with_arrays(**arrays)
+        for plan in plans_of(problem, layout, device_of_arch(arch)):
+            for launch in plan.launches:
+                if launch.key.kernel in (*TILE_LISTS, "backward_daux", "backward_daux_sum"):
+                    yield launch.key
 
 
 def is_tuned(key: KernelKey, arch: str) -> bool:

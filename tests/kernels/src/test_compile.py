@@ -17,6 +17,7 @@ from tileattn.kernels.config.hopper import (
     HOPPER_WIDE,
 )
 from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.tile_lists import LISTS
 from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.jit.compile import SOURCES, compiled
 from tileattn.kernels.launch.catalog import common_keys
@@ -72,7 +73,14 @@ def test_shared_memory_that_differs_from_the_launch(kernel: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_source(arch: str) -> None:
     sources = {source.stem for source in SOURCES.glob("*.cu")}
-    others = set() if arch == "sm_90a" else {HOPPER, *HOPPER_BACKWARDS, HOPPER_DQ_CONVERT}
+    of_hopper = {
+        HOPPER,
+        *HOPPER_BACKWARDS,
+        HOPPER_DQ_CONVERT,
+        *LISTS["forward"],
+        *LISTS["backward"],
+    }
+    others = set() if arch == "sm_90a" else of_hopper
     assert {key.kernel for a, key in CASES if a == arch} == sources - others
 
 
