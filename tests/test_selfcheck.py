@@ -86,7 +86,7 @@ def test_the_kernels_that_are_compiled_are_those_that_problems_launch(
     with fake_cupy.machine(monkeypatch) as gpu:
         gpu.arch = arch
         for n in range(60):
-            family = Family.draw(choices, 130, selfcheck.ON_GPU)
+            family = Family.draw(choices, 130)
             if n % 2:  # with any of these, a Hopper kernel never runs
                 options = [x for x in family.options if x not in {"bias", "mask", "dropout_p"}]
                 family = family._replace(options=tuple(options))
@@ -105,7 +105,7 @@ def launch(case: Case, gpu: fake_cupy.Machine) -> None:
 
     q, k, v, dout, dlse = (x if x is None else gpu.upload(x, blocking=True) for x in case.call[:-1])
     options = case.call.options.copy()
-    for name in options.keys() & {"bias", "mask", "alibi_slopes", "sinks"}:
+    for name in options.keys() & {"bias", "mask", "alibi_slopes", "sinks", "tree_mask"}:
         options[name] = gpu.upload(options[name], blocking=True)
     if "aux" in options:
         options["aux"] = tuple(gpu.upload(x, blocking=True) for x in options["aux"])
@@ -119,5 +119,5 @@ def test_the_script_for_the_sanitizer_reaches_every_option_and_dtype() -> None:
     calls = list(sanitize.calls(np.random.default_rng(0)))
     assert len(calls) >= 25
     used = set().union(*(options for *_, options in calls))
-    assert used == set(selfcheck.ON_GPU) - {"scale"} | {"score_mod", "mask_mod", "aux"}
+    assert used == set(DRAW) - {"scale"} | {"score_mod", "mask_mod", "aux"}
     assert {np.dtype(dtype) for dtype, *_ in calls} == set(DTYPES)

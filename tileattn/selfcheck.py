@@ -1,7 +1,7 @@
 """Random problems against the oracle: what ``python -m tileattn check`` runs."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from tileattn.testing.options import DRAW, Choices
 from tileattn.testing.strategies import draw_case
 
 BATCH = 100  # problems whose kernels are compiled at once
-ON_GPU = tuple(name for name in DRAW if name != "tree_mask")  # options that there are kernels for
 
 
 class Family(NamedTuple):
@@ -40,12 +39,12 @@ class Family(NamedTuple):
     mask_mod: str | None = None
 
     @classmethod
-    def draw(cls, choices: Choices, widest: int, among: Sequence[str] = (*DRAW,)) -> "Family":
+    def draw(cls, choices: Choices, widest: int) -> "Family":
         """Draw a family; each option is in about a third of all."""
         D, Dv = choices.integer(1, widest), choices.integer(1, widest)
         if choices.coin():
             D, Dv = -(-D // 8) * 8, -(-Dv // 8) * 8
-        options = tuple(name for name in among if choices.one_of(True, False, False))
+        options = tuple(name for name in DRAW if choices.one_of(True, False, False))
         score_mod = choices.one_of(None, None, None, *SCORES)
         mask_mod = choices.one_of(None, None, None, *MASKS)
         return cls(choices.one_of(*DTYPES), D, Dv, options, score_mod, mask_mod)
@@ -88,7 +87,7 @@ def cases(
     if backend != "cupy":
         while True:
             yield Case.draw(choices, Family.draw(choices, 40), max_length=100)
-    drawn = [Family.draw(choices, 130, ON_GPU) for _ in range(families)]
+    drawn = [Family.draw(choices, 130) for _ in range(families)]
 
     def on_gpu(seed: int) -> Case:
         """Draw contiguous arrays, which CuPy copies as they lie, with no other D and Dv."""

@@ -71,6 +71,24 @@ def test_calls_without_arrays_find_their_tiles_again(gpu: Machine) -> None:
     assert at_host(kinds).tolist() == [[[[1, 1, 0], [1, 1, 0]]]]
 
 
+def test_a_tree_is_a_function_of_its_mask_and_of_lengths(gpu: Machine) -> None:
+    """Lengths on the host are copied once for each set of them; those on the GPU bring an array."""
+    q, k = arrays(gpu)
+    tree = gpu.array((1, 150, 150), np.bool_)
+    gpu.behind = (1 + 2 * 3) + (1 + 2 * 1)
+    for lengths in ([300, 200], [300, 200], [180, 300]):
+        tileattn.forward(q, k, k, tree_mask=tree, kv_lengths=lengths)
+        address, *of_tree = gpu.tails[-1][:7]
+        assert (address, of_tree[:3]) == (tree.data.ptr, [1, 150, 150])
+        first = next(x for x in gpu.uploads if x.data.ptr == gpu.tails[-1][7])
+        assert at_host(first).tolist() == [n - 150 for n in lengths]
+        assert gpu.tails[-1][8:] == [2, 8]
+        assert gpu.launches[-1][0].mask_mod
+    assert len(gpu.uploads) == 2 * 3  # lengths, offsets, and the first keys of trees
+    with pytest.raises(TypeError, match="tree_mask"):
+        tileattn.forward(q, k, k, tree_mask=np.ones((1, 150, 150), bool))
+
+
 def test_arrays_on_another_device_are_refused(gpu: Machine) -> None:
     q, k = arrays(gpu)
     table, number = gpu.array((4, 9), np.float32, device=1), gpu.array((1,), np.int32)

@@ -53,8 +53,6 @@ class CupyBackend:
             return "cu_seqlens_q: there are no kernels for packed sequences"
         if problem.page is not None:
             return "block_table: there are no kernels for paged caches"
-        if "tree_mask" in problem.enabled_options:
-            return "tree_mask: there are no kernels for it"
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > LONGEST:

@@ -42,7 +42,7 @@ def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     if problem.enabled_options:
         options = {"alibi_slopes": x.alibi_slopes, "sinks": x.sinks, "mask": x.mask, "bias": x.bias}
         arrays |= {name: array for name, array in options.items() if array is not None}
-        arrays |= {aux_name(n): array for n, array in enumerate(x.aux)}
+        arrays |= {aux_name(n): a for n, a in enumerate(x.aux) if type(a) is not np.ndarray}
     return arrays
 
 
@@ -72,4 +72,10 @@ def layout_of(arrays: Mapping[str, Any], operands: Operands) -> CallLayout:
         for x in (operands.kv_lengths, operands.q_offset)
     )
     layouts = tuple((name, array_layout(x, x.data.ptr)) for name, x in arrays.items())
-    return CallLayout(layouts, lengths, offsets, operands.block_mask)
+    # Of the arrays that functions read, only the first keys of trees may be on the host.
+    first = tuple(
+        (aux_name(n), tuple(x.tolist()))
+        for n, x in enumerate(operands.aux)
+        if type(x) is np.ndarray
+    )
+    return CallLayout(layouts, lengths, offsets, operands.block_mask, host_aux=first)

@@ -75,6 +75,7 @@ class CallLayout:
     q_offset: tuple[int, ...] | None
     block_mask: BlockMask | None = None
     evaluated_mask: BlockMask | None = None  # a block mask of which kernels read no pairs
+    host_aux: tuple[tuple[str, tuple[int, ...]], ...] = ()  # values of aux that are on the host
 
     @property
     def listed_mask(self) -> BlockMask | None:
@@ -93,7 +94,9 @@ class CallLayout:
     @property
     def aux_by_name(self) -> dict[str, ArrayLayout]:
         """The same by their names."""
-        return {name: x for name, x in self.arrays if name.startswith("aux[")}
+        known = {name: x for name, x in self.arrays if name.startswith("aux[")}
+        known |= {name: contiguous((len(each),), "int64") for name, each in self.host_aux}
+        return dict(sorted(known.items(), key=lambda item: int(item[0][len("aux[") : -1])))
 
     def with_arrays(self, **more: ArrayLayout) -> "CallLayout":
         """Add arrays, or replace those of the same name."""

@@ -222,6 +222,7 @@ def _plan(
     results: set[str],
 ) -> LaunchPlan:
     copied = dict(copies(problem, layout))
+    functions = next((x.key.functions for x in launches if x.key.functions), "")
     arrays = dict(layout.arrays) | copied
     rows = [arrays[name].alignment for name in ROWS & arrays.keys()]
     schedule = schedule_of(problem, layout, launches, device.l2_bytes)
@@ -230,6 +231,8 @@ def _plan(
         for name, each in (("kv_lengths", layout.kv_lengths), ("q_offset", layout.q_offset))
         if each is not None and len(set(each)) > 1
     }
+    if functions:
+        constants |= {n: Constant.of(np.array(x, np.int64)) for n, x in layout.host_aux}
     if schedule.assignment is not None:
         constants["schedule"] = Constant.of(schedule.assignment)
     if layout.block_mask is not None:
@@ -237,7 +240,6 @@ def _plan(
     made = {name: x.nbytes for name, x in copied.items()}
     learned = learned_layouts(layout, learned_arrays(problem, layout, device.sm_count))
     sums = {name: x.nbytes for name, x in learned.items() if layout.get(name) is None}
-    functions = next((x.key.functions for x in launches if x.key.functions), "")
     aux = layout.aux_by_name | learned if functions else {}
     kinds, lists = _tile_kinds(problem, layout, launches)
     if functions and problem.mask_mod is not None:
