@@ -102,11 +102,16 @@ struct ElementSums {
         }
         const LearnedElement element(p, b, h);
         for (int first = 0; first < box.volume; first += WINDOW) {
+            int last = -1;  // neighbouring pairs often read one element
+            Accum run = 0;
             for_each([&](Accum x, int i, int j) {
                 if (x == 0) return;
                 element.place(min(i, Nq - 1), min(j, Nk - 1), index);
-                add(box.number(index, all.sizes) - first, x);
+                const int n = box.number(index, all.sizes);
+                if (n != last) add(last - first, run), last = n, run = 0;
+                run += x;
             });
+            add(last - first, run);
             if (box.volume > WINDOW) flush(first);
         }
     }
