@@ -127,7 +127,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithm.block_mask": LEAVES | {"expressions"},
     "lengths": {"errors", "validation"},
     "tree_mask": {"expressions"},
-    "problem": LEAVES | {"algorithm.block_mask", "expressions", "hints", "lengths", "tree_mask"},
+    "origin": {"expressions"},
+    "problem": LEAVES
+    | {"algorithm.block_mask", "expressions", "hints", "lengths", "origin", "tree_mask"},
     "dual": set(),
     "dropout_reference": set(),
     "packed_reference": set(),

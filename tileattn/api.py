@@ -105,6 +105,11 @@ def forward(
         the nodes of a tree in speculative decoding do: ``tree_mask[b, i, n]`` is of query i and key
         ``kv_length - Nq + n``. The other masks still hold for these keys, and they alone for
         earlier ones. It does not go with packed sequences.
+    origin : sequence or array of int, shape (4,) or (B, 4), or None
+        Where the call starts in a larger one, by batch entry, query head, query and key: what is
+        added to the indices of dropout and of the functions below. With it the calls of a problem
+        that is cut into blocks drop the entries that the whole call drops. Masks and positions are
+        those of the arrays (``q_offset`` moves them).
     sinks : array, floating, shape (Hq,), or None
         Logits that join the softmax denominator only; has a gradient.
     dropout_p : float

@@ -20,7 +20,7 @@ MOST = 1024  # entries; a program has few shapes, or so many that none comes bac
 
 _MOST_VALUES = 1 << 12  # of lengths or offsets in a signature: they are kept
 _VARIABLE = os.environ.encodekey("TILEATTN_BACKEND")
-_LENGTHS = ("kv_lengths", "q_offset", "block_table")
+_LENGTHS = ("kv_lengths", "q_offset", "block_table", "origin")
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
@@ -47,7 +47,7 @@ class PreparedCall:
 
     def operands(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Operands:
         """View the arrays of a call with all four axes."""
-        lengths, offset, packing, paging = self.places
+        lengths, offset, packing, paging, origin = self.places
         if lengths is None:
             lengths = options["kv_lengths"].astype(np.int64, copy=False)
         if offset is None:
@@ -56,7 +56,7 @@ class PreparedCall:
                 offset = lengths - self.problem.Nq
             else:
                 offset = offset.astype(np.int64, copy=False)
-        return operands_of(q, k, v, Places(lengths, offset, packing, paging), options)
+        return operands_of(q, k, v, Places(lengths, offset, packing, paging, origin), options)
 
     def remember(self, places: Places) -> None:
         """Keep where sequences are, if it is in the signature."""
@@ -114,7 +114,7 @@ def prepared_call(backend: Any, problem: Problem, operands: Operands) -> Prepare
     prepare = getattr(backend, "prepare", None)
     call: PreparedCall = PreparedCall(backend, problem) if prepare is None else prepare(problem)
     x = operands
-    call.remember(Places(x.kv_lengths, x.q_offset, x.packing, x.paging))
+    call.remember(Places(x.kv_lengths, x.q_offset, x.packing, x.paging, x.origin))
     return call
 
 

@@ -10,11 +10,17 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-def keep(shape: tuple[int, int, int, int], dropout_p: float, seed: int) -> NDArray[np.bool_]:
-    """Which elements dropout keeps: one call of Philox for each element, one word of it used."""
+def keep(
+    shape: tuple[int, int, int, int], dropout_p: float, seed: int, origin: Any = None
+) -> NDArray[np.bool_]:
+    """Which elements dropout keeps: one call of Philox for each element, one word of it used.
+
+    An origin, of (B or 1, 4) indices, is added to those of the elements.
+    """
     if dropout_p == 0:
         return np.ones(shape, np.bool_)
-    b, h, i, j = np.indices(shape, dtype=np.uint64)
+    start = np.zeros((1, 4), np.uint64) if origin is None else np.asarray(origin, np.uint64)
+    b, h, i, j = np.indices(shape, dtype=np.uint64) + start.T[:, :, None, None, None]
     sixteen, eight = np.uint64(16), np.uint64(8)
     counter = (j // sixteen * eight + j % eight, i // sixteen * eight + i % eight, h, b)
     words = philox(counter, seed)

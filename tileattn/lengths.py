@@ -10,6 +10,8 @@ from tileattn.validation import refuse_masked
 
 FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
 
+_MOST = 1 << 31  # the counters of dropout have 32 bits
+
 _DENSE = ("bias", "mask", "block_mask", "tree_mask")
 
 
@@ -87,12 +89,15 @@ class Places(NamedTuple):
         Where packed sequences start.
     paging : Paging or None
         Where the keys of each sequence are, if k and v have pages in place of batch entries.
+    origin : array of int64, shape (entries, 4), or None
+        Where the call starts in a larger one, by b, h, i and j, for each sequence.
     """
 
     kv_lengths: Any
     q_offset: Any
     packing: Packing | None
     paging: Paging | None
+    origin: Any = None
 
 
 def places_of(options: Mapping[str, Any], k: Any, B: int, Nq: int, Nk: int) -> Places:
@@ -105,7 +110,8 @@ def places_of(options: Mapping[str, Any], k: Any, B: int, Nq: int, Nk: int) -> P
     if paged is not None:
         paged.check(kv_lengths)
     q_offset = integers("q_offset", options.get("q_offset"), entries)
-    return Places(kv_lengths, kv_lengths - queries if q_offset is None else q_offset, packed, paged)
+    q_offset = kv_lengths - queries if q_offset is None else q_offset
+    return Places(kv_lengths, q_offset, packed, paged, origin_of(options.get("origin"), entries))
 
 
 def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
@@ -199,6 +205,20 @@ def kv_lengths_of(x: Any, count: int, keys: Any) -> Any:
                 f"kv_lengths holds {lengths[n]}; lengths from 0 to {most} are accepted"
             )
     return lengths
+
+
+def origin_of(x: Any, entries: int) -> Any:
+    """Give where the call starts in a larger one, for each sequence."""
+    if x is None:
+        return None
+    x = as_integers("origin", x, f"(4,) or ({entries}, 4)")
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"origin is {type(x).__name__}; integers of Python or NumPy are accepted")
+    if x.shape not in ((4,), (entries, 4)):
+        raise ValueError(f"origin has shape {x.shape}; (4,) and ({entries}, 4) are accepted")
+    for wrong in x[(x < 0) | (x >= _MOST)].flat:
+        raise ValueError(f"origin holds {wrong}; integers from 0 to 2**31 - 1 are accepted")
+    return np.array(np.broadcast_to(x, (entries, 4)), np.int64, order="C")
 
 
 def integers(name: str, x: Any, count: int) -> Any:

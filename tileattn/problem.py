@@ -14,6 +14,7 @@ from tileattn.dtypes import BFLOAT16, DTYPES, accum_dtype
 from tileattn.expressions.functions import check_indices, kind_of, mask_expression, score_expression
 from tileattn.expressions.nodes import Node
 from tileattn.lengths import FAR, Packing, Paging, Places, places_of
+from tileattn.origin import from_origin, origin_arrays
 from tileattn.tree_mask import tree_arrays, with_tree
 from tileattn.validation import require_array
 
@@ -37,6 +38,7 @@ class Options(TypedDict, total=False):
     cu_seqlens_k: Any
     block_table: Any
     tree_mask: Any
+    origin: Any
     sinks: Any
     dropout_p: float
     seed: int
@@ -138,7 +140,7 @@ class Operands(NamedTuple):
         Logits that join the denominator only.
     aux : sequence of array
         Arrays that the caller's own functions read, in their own shapes; behind them those of a
-        tree mask.
+        tree mask, and the origin.
     wrt : frozenset of str or None
         Names of the arrays whose gradients are asked for; None is all. A backend may compute
         others: they are dropped.
@@ -146,6 +148,8 @@ class Operands(NamedTuple):
         Where packed sequences start.
     paging : Paging or None
         Where the keys of each sequence are, if k and v have pages in place of batch entries.
+    origin : array of int64, shape (entries, 4), or None
+        Indices (b, h, i, j) from which dropout counts, for each sequence.
     """
 
     q: Any
@@ -162,6 +166,7 @@ class Operands(NamedTuple):
     wrt: frozenset[str] | None = None
     packing: Packing | None = None
     paging: Paging | None = None
+    origin: Any = None
 
     def wants(self, name: str) -> bool:
         """Whether the gradient of an array is asked for."""
@@ -214,6 +219,8 @@ def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, An
     """View the arrays of a valid call with all four axes."""
     get = options.get
     bias, mask, slopes = get("bias"), get("mask"), get("alibi_slopes")
+    tree = tree_arrays(options, places.kv_lengths, q.shape[-2])
+    origin = origin_arrays(places.origin, (get("score_mod"), get("mask_mod")))
     return Operands(
         *(four_axes(q), four_axes(k), four_axes(v), places.kv_lengths, places.q_offset),
         bias=None if bias is None else four_axes(bias),
@@ -221,9 +228,10 @@ def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, An
         block_mask=get("block_mask"),
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
         sinks=get("sinks"),
-        aux=(*(get("aux") or ()), *tree_arrays(options, places.kv_lengths, q.shape[-2])),
+        aux=(*(get("aux") or ()), *tree, *origin),
         packing=places.packing,
         paging=places.paging,
+        origin=places.origin,
     )
 
 
@@ -356,8 +364,11 @@ def _functions(
     mask = None if mask_mod is None else mask_expression(mask_mod, arrays)
     shapes = tuple(x.shape for x in arrays)
     for name, node in (("score_mod", score), ("mask_mod", mask)):
-        if node is not None:
+        if node is not None and options.get("origin") is None:
             check_indices(name, node, shapes, shape)
+    count = len(arrays) + 2 * (options.get("tree_mask") is not None)
+    if options.get("origin") is not None:
+        score, mask = (None if node is None else from_origin(node, count) for node in (score, mask))
     return score, with_tree(mask, options, len(arrays))
 
 

@@ -150,6 +150,7 @@ class Options:
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     tree_mask: Any = None
+    origin: Any = None
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
 
         lse = _logsumexp(scores, o, dtype)
         P = _select(attended, np.exp(scores - lse[..., np.newaxis]))
-        kept = keep(shape, float(o.dropout_p), int(o.seed))
+        kept = keep(shape, float(o.dropout_p), int(o.seed), _origin(o))
         kept = kept / np.asarray(1 - float(o.dropout_p), dtype)
         out = _masked_matmul(P * kept, attended, v)
     return Forward(
@@ -294,8 +295,19 @@ def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDA
         visible = visible & _tree(o, shape)
     if o.mask_mod is not None:
         aux = _clamped(o, np.dtype(np.float64), {})
-        visible = visible & value_of(o.mask_mod(*np.ogrid[tuple(map(slice, shape))], *aux))
+        visible = visible & value_of(o.mask_mod(*_indices(o, shape), *aux))
     return visible
+
+
+def _origin(o: Options) -> Array:
+    """Give the indices (b, h, i, j) that are added, (B or 1, 4)."""
+    return np.asarray((0, 0, 0, 0) if o.origin is None else o.origin).reshape(-1, 4)
+
+
+def _indices(o: Options, shape: tuple[int, ...]) -> list[Array]:
+    """Give the indices that functions get; they broadcast to (B, Hq, Nq, Nk)."""
+    start = _origin(o).T[:, :, np.newaxis, np.newaxis, np.newaxis]
+    return [x + x0 for x, x0 in zip(np.ogrid[tuple(map(slice, shape))], start, strict=True)]
 
 
 def _tree(o: Options, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
@@ -313,7 +325,7 @@ def _tree(o: Options, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
 def _score_function(s: Array, o: Options) -> ScoreFunction:
     """Call the user's function with dual numbers: one direction is s, and each read has one."""
     reads: dict[Direction, tuple[Any, ...]] = {}
-    place = np.ogrid[tuple(map(slice, s.shape))]
+    place = _indices(o, s.shape)
     new = o.score_mod(Dual(s, {("s",): np.ones((), s.dtype)}), *place, *_clamped(o, s.dtype, reads))
     tangents = dict(tangents_of(new))
 

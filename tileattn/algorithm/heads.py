@@ -21,6 +21,7 @@ from tileattn.problem import Operands, Problem
 
 Array = NDArray[Any]
 
+_ORIGIN = (0, 0, 0, 0)
 _WHOLE = Place(0, slice(None), slice(None))
 
 SMALL = 1 << 16  # scores of one head up to which several heads are computed together
@@ -43,6 +44,7 @@ class HeadGroup:
     dropout_p: float = 0.0
     seed: int = 0
     sinks: Array | None = None  # (Hkv, G, 1), logits that join the softmax denominator
+    origin: tuple[int, int, int, int] = _ORIGIN  # (b, h, i, j), from which dropout counts
 
     @property
     def kv_head(self) -> int:
@@ -72,10 +74,10 @@ class HeadGroup:
         """Return which probabilities of a tile dropout keeps, or None without dropout."""
         if not self.dropout_p:
             return None
-        heads = np.arange(self.q_heads.start, self.q_heads.stop)
-        keep = philox.keep_tile(
-            self.seed, self.dropout_p, self.batch, heads, tile.q0, tile.q1, tile.k0, tile.k1
-        )
+        b, h, i, j = self.origin
+        heads = np.arange(h + self.q_heads.start, h + self.q_heads.stop)
+        rows, keys = (i + tile.q0, i + tile.q1), (j + tile.k0, j + tile.k1)
+        keep = philox.keep_tile(self.seed, self.dropout_p, b + self.batch, heads, *rows, *keys)
         return keep.reshape(self.q.shape[:2] + keep.shape[1:])
 
 
@@ -144,4 +146,5 @@ def _head_group(
         dropout_p=P.dropout_p,
         seed=P.seed,
         sinks=None if x.sinks is None else split(x.sinks[None, :, None]),
+        origin=_ORIGIN if x.origin is None else tuple(x.origin[b].tolist()),
     )

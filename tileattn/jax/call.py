@@ -16,7 +16,7 @@ Arrays = dict[str, Any]
 ARRAYS = frozenset(
     (
         *("alibi_slopes", "bias", "mask", "tree_mask", "sinks", "aux"),
-        *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table"),
+        *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin"),
     )
 )
 """Options that may be traced."""

@@ -24,6 +24,9 @@ from tileattn.testing.rounding import (
 Array = NDArray[Any]
 
 
+_FULL = 1.0021  # times it, no number is short: products of short ones are summed without rounding
+
+
 class Bound(NamedTuple):
     """The bound of one result.
 
@@ -96,7 +99,9 @@ def error_bound(
     For float64 the oracle is no more exact than the result. There the error of unfused attention is
     measured one precision lower, in float32 against float64 on the rounded inputs, and scaled by
     the ratio of the machine epsilons. The oracle may be off by as much again, so that the first
-    term is three times that error.
+    term is three times that error. Where q and k hold short numbers, such as 0.5, unfused attention
+    sums them without rounding, and no order that scales q first can. So the larger of two
+    measurements counts, the second with q times a number that is not short.
     """
     dtype = q.dtype
     sums = accum_dtype(dtype)
@@ -152,14 +157,28 @@ def _unfused_errors(
     dtypes: Mapping[str, np.dtype[Any]],
 ) -> dict[str, float]:
     """Measure the allowed multiple of the error of unfused attention for each result."""
-    if dtypes["out"] == np.float64:
-        single = [None if x is None else x.astype(np.float32) for x in arrays]
+    if dtypes["out"] != np.float64:
+        return _measured_errors(exact, arrays, options, dtypes, 2.0)
+    factor = 3 * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
+    dtypes = dict.fromkeys(dtypes, np.dtype(np.float32))
+    largest: dict[str, float] = dict.fromkeys(exact, 0.0)
+    for times in (1.0, _FULL):
+        q, *others = (None if x is None else x.astype(np.float32) for x in arrays)
+        single = (None if q is None else q * np.float32(times), *others)
         exact = _evaluate(single, np.float64, options)
-        dtypes = dict.fromkeys(exact, np.dtype(np.float32))
-        factor = 3 * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
-        arrays = single
-    else:
-        factor = 2.0
+        errors = _measured_errors(exact, single, options, dtypes, factor)
+        largest = {name: max(error, largest[name]) for name, error in errors.items()}
+    return largest
+
+
+def _measured_errors(
+    exact: dict[str, Array],
+    arrays: Sequence[Array | None],
+    options: dict[str, Any],
+    dtypes: Mapping[str, np.dtype[Any]],
+    factor: float,
+) -> dict[str, float]:
+    """Measure a multiple of the error of the unfused formula in float32, rounded to ``dtypes``."""
     unfused = _evaluate(arrays, np.float32, options)
     with np.errstate(all="ignore"):
         rounded = {name: x.astype(dtypes[name]).astype(np.float64) for name, x in unfused.items()}

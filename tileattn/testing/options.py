@@ -137,6 +137,14 @@ def _seed(choices: Choices, _shape: Shape, _dtype: Any) -> int:
     return choices.integer(0, 2**64 - 1)
 
 
+def _origin(choices: Choices, shape: Shape, _dtype: Any) -> Any:
+    # Of the indices of functions none may leave its array by much: heads and queries near 0.
+    high = (3, 3, 70, 70)
+    if choices.coin():
+        return tuple(choices.integer(0, n) for n in high)
+    return choices.rng.integers(0, high, (shape[0], 4))
+
+
 DRAW: dict[str, Draw] = {
     "scale": _one_of(0.125, 1.0, 0.3, -0.2, 0.0),
     "softcap": _one_of(15.0, 2.0, 50.0),
@@ -152,6 +160,7 @@ DRAW: dict[str, Draw] = {
     "dropout_p": _one_of(0.1, 0.5, 0.9, 0.0),
     "seed": _seed,
     "tree_mask": _tree_mask,
+    "origin": _origin,
 }
 """By name of the option: the function that draws it."""
 

@@ -13,7 +13,9 @@ from tileattn.torch.handles import name_of
 from tileattn.torch.operators import INPUTS, TENSORS
 from tileattn.torch.tensors import check_tensor
 
-_INTEGERS = ("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seed")
+_INTEGERS = (
+    *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin", "seed"),
+)
 _NUMBERS = ("scale", "softcap", "dropout_p")
 _HANDLES = ("score_mod", "mask_mod", "block_mask")
 _DEFAULTS = dict.fromkeys(INPUTS) | {"dropout_p": 0.0, "aux": ()}

@@ -48,9 +48,11 @@ class CupyBackend:
         return _unavailable()
 
     def why_not(self, problem: Problem) -> str | None:
-        """Why a problem is not supported: for its sequence lengths."""
+        """Why a problem is not supported: for its sequences and their lengths."""
         if problem.sequences is not None:
             return "cu_seqlens_q: there are no kernels for packed sequences"
+        if "origin" in problem.enabled_options:
+            return "origin: the kernels count from 0"
         if problem.page is not None:
             return "block_table: there are no kernels for paged caches"
         for name in ("Nq", "Nk"):

@@ -41,6 +41,8 @@ def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
         arrays |= {n: given for n, given in x.packing._asdict().items() if given is not None}
     if x.paging is not None:
         arrays["block_table"] = contiguous(x.paging.block_table)
+    if x.origin is not None and P.dropout_p:
+        arrays["origin"] = x.origin
     arrays |= _blocks(P, x)
     if x.aux:
         arrays["aux"] = aux_table(x.aux)

@@ -15,7 +15,7 @@ from tileattn.kernels.llvm.blocks import tile_kind
 from tileattn.kernels.llvm.broadcast import BackwardBroadcast
 from tileattn.kernels.llvm.dot import BackwardDot
 from tileattn.kernels.llvm.dot_prepare import prepare
-from tileattn.kernels.llvm.dropout import keep_pairs
+from tileattn.kernels.llvm.dropout import keep_pairs, rows_before
 from tileattn.kernels.llvm.expressions import TileFunctions
 from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
@@ -33,7 +33,7 @@ from tileattn.kernels.llvm.scores import (
     masks_given,
     may_be_hidden,
 )
-from tileattn.kernels.llvm.target import ROWS, Target
+from tileattn.kernels.llvm.target import KEEP_SPARE, ROWS, Target
 from tileattn.kernels.llvm.tile import Tile, convert_rows, store_columns
 
 _END = (1 << 62) - 1
@@ -84,7 +84,7 @@ class _Block:
         memory = Scratch(c, scratch, self.vectors)
         self.s, self.ds, self.kept, self.bias, self.grad = (memory.tile(ROWS) for _ in range(5))
         self.lanes, self.dbias, self.weights = (memory.tile(1) for _ in range(3))
-        self.visible, self.keep = memory.bits(ROWS), memory.bits(ROWS)
+        self.visible, self.keep = memory.bits(ROWS), memory.bits(ROWS + KEEP_SPARE)
         operands = BackwardDot if kernel.target.dot else BackwardBroadcast
         self.operands = operands(kernel, c, p, memory)
         self.elements = ElementSums(kernel.functions, c, p, memory)
@@ -290,11 +290,11 @@ class _Block:
     def drop(self, h: Any, i0: Any, n: Any) -> None:
         """Multiply dP, and a copy of P, by 0 or ``1 / (1 - p)``."""
         c, b, p = self.c, self.c.b, self.p
-        zero, scale, first = c.const(0.0), c.splat(p.dropout_scale), b.and_(i0, i64(-16))
-        lanes, rows = (self.k0, b.add(self.k0, self.keys)), (first, b.add(i0, n))
-        self.keep.clear(i64(ROWS))
+        zero, scale = c.const(0.0), c.splat(p.dropout_scale)
+        lanes, rows = (self.k0, b.add(self.k0, self.keys)), (i0, b.add(i0, n))
+        self.keep.clear(i64(ROWS + KEEP_SPARE))
         keep_pairs(c, p, self.keep, self.batch, h, lanes, i64(0), rows, queries_across=False)
-        skipped = b.sub(i0, first)
+        skipped = rows_before(c, p, self.batch, i0, queries_across=False)
 
         def body(r: Any, _: Any) -> None:
             z = [b.select(x, scale, zero) for x in self.keep.row(b.add(r, skipped))]

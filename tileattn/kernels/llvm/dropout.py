@@ -16,10 +16,15 @@ def keep_pairs(
 ) -> None:  # fmt: skip
     """Set the bits of the pairs that dropout keeps; either queries or keys lie in lanes.
 
-    ``across`` is the range in lanes, from ``lane`` on, and ``down`` that in rows, from row 0 on,
-    which is a multiple of 16. Bits of some rows beside them may be set too.
+    ``across`` is the range in lanes, from ``lane`` on, and ``down`` that in rows, of which the
+    first is row `rows_before`. Bits of up to 15 rows before and behind them may be set, too.
     """
-    b, (first, end) = c.b, down
+    b = c.b
+    batch0, head0, i, j = origin_of(c, p, batch)
+    batch, head = b.add(batch, batch0), b.add(head, head0)
+    across = _moved(c, across, i if queries_across else j)
+    start, end = _moved(c, down, j if queries_across else i)
+    first = b.and_(start, i64(-16))
     allowed = b.shl(ones(c, b.sub(across[1], across[0])), lane)
 
     def rows(y0: Any, _: Any) -> None:
@@ -39,9 +44,17 @@ def keep_pairs(
     c.loop(first, end, rows, step=16)
 
 
+def rows_before(c: Code, p: Params, batch: Any, start: Any, *, queries_across: bool) -> Any:
+    """Count the rows of bits before that of the first of some keys, or queries."""
+    _, _, i, j = origin_of(c, p, batch)
+    return c.b.and_(c.b.add(start, j if queries_across else i), i64(15))
+
+
 def kept_keys(c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count: Any) -> Any:
     """Bits of the keys from k0 on, up to 64, that dropout keeps of query i."""
     b = c.b
+    start = origin_of(c, p, batch)
+    batch, head, i, k0 = (b.add(*x) for x in zip((batch, head, i, k0), start, strict=True))
     upper = b.icmp_signed("!=", b.and_(i, i64(8)), i64(0))
     y = b.or_(b.shl(b.lshr(i, i64(4)), i64(3)), b.and_(i, i64(7)))
 
@@ -50,6 +63,23 @@ def kept_keys(c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count:
         return [b.or_(bits[0], shifted(c, b.zext(kept, I64), b.sub(x0, k0)))]
 
     return c.loop(b.and_(k0, i64(-16)), b.add(k0, count), square, [i64(0)], step=16)[0]
+
+
+def origin_of(c: Code, p: Params, batch: Any) -> list[Any]:
+    """Give the indices (b, h, i, j) from which a sequence counts."""
+    found = [c.variable(I64, i64(0)) for _ in range(4)]
+
+    def load() -> None:
+        row = c.row(p.origin, i64(32), batch)
+        for n, place in enumerate(found):
+            c.b.store(c.load(c.at(row, 8 * n), I64), place)
+
+    c.when(p.given("origin"), load)
+    return [c.b.load(place, typ=I64) for place in found]
+
+
+def _moved(c: Code, span: tuple[Any, Any], by: Any) -> tuple[Any, Any]:
+    return c.b.add(span[0], by), c.b.add(span[1], by)
 
 
 def _kept(

@@ -16,7 +16,7 @@ from tileattn.kernels.llvm.blocks import tile_kind
 from tileattn.kernels.llvm.broadcast import ForwardBroadcast
 from tileattn.kernels.llvm.dot import ForwardDot
 from tileattn.kernels.llvm.dot_prepare import prepare
-from tileattn.kernels.llvm.dropout import keep_pairs
+from tileattn.kernels.llvm.dropout import keep_pairs, rows_before
 from tileattn.kernels.llvm.expressions import TileFunctions
 from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.instructions import I1, I64, Code, i64, same
@@ -32,7 +32,7 @@ from tileattn.kernels.llvm.scores import (
     may_be_hidden,
 )
 from tileattn.kernels.llvm.softmax import RowState
-from tileattn.kernels.llvm.target import ROW_FACTS, Target
+from tileattn.kernels.llvm.target import KEEP_SPARE, ROW_FACTS, Target
 from tileattn.kernels.llvm.tile import store_columns, transpose_rows
 
 _FAR = 1 << 62
@@ -77,7 +77,7 @@ class _Block:
         self.s, self.bias, rows_of_bias = (memory.tile(keys) for _ in range(3))
         self.bias_rows = rows_of_bias.start
         self.mask_words = memory.tile(8 // c.size)
-        self.visible, self.keep = memory.bits(keys), memory.bits(keys)
+        self.visible, self.keep = memory.bits(keys), memory.bits(keys + KEEP_SPARE)
         operands = ForwardDot if kernel.target.dot else ForwardBroadcast
         self.operands = operands(kernel, c, self.p, memory, batch, head, c.vectors_of(rows))
         self.acc = self.operands.acc
@@ -278,18 +278,17 @@ class _Block:
     def drop(self, k0: Any, n: Any) -> None:
         """Take out the probabilities that dropout drops."""
         c, b, p = self.c, self.c.b, self.p
-        first = b.and_(k0, i64(-16))
 
         def head(g: Any, i0: Any, i1: Any, _: Any) -> tuple[()]:
             h = b.add(b.mul(self.head, p.group), g)
             lane = b.sub(b.add(b.mul(g, self.Nq), i0), self.r0)
-            keys = first, b.add(k0, n)
+            keys = k0, b.add(k0, n)
             keep_pairs(c, p, self.keep, self.batch, h, (i0, i1), lane, keys, queries_across=True)
             return ()
 
-        self.keep.clear(i64(self.kernel.target.keys))
+        self.keep.clear(i64(self.kernel.target.keys + KEEP_SPARE))
         self.each_head(head)
-        skipped = b.sub(k0, first)
+        skipped = rows_before(c, p, self.batch, k0, queries_across=True)
 
         def body(j: Any, _: Any) -> None:
             kept = []

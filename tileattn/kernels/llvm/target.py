@@ -17,6 +17,9 @@ TERMS, PAIR = 32, 4
 DECODE_ROWS, DECODE_KEYS = 16, 128
 """Rows and keys of a tile of the decoding kernel."""
 
+KEEP_SPARE = 32
+"""Rows of bits besides those of a tile: dropout counts whole squares of 16 x 16 pairs."""
+
 SPLIT = 1024
 """Keys of a split of the decoding kernel."""
 
@@ -143,10 +146,10 @@ def scratch_bytes(
         states = state_bytes(target, size, Dv)
         return DECODE_ROWS * (size * sums + words + states) + size * rows
     if name == "forward":
-        words = 8 * 2 * target.keys
+        words = 8 * (2 * target.keys + KEEP_SPARE)
         common = 4 + ROW_FACTS + 3 * target.keys + 8 // size
     else:
-        words, common = 8 * 2 * ROWS, 5 * ROWS + 3 + learned * ROWS * (1 + 8 // size)
+        words, common = 8 * (2 * ROWS + KEEP_SPARE), 5 * ROWS + 3 + learned * ROWS * (1 + 8 // size)
     if target.dot:
         return words + size * common * width + _dot_bytes(name, target, D, Dv)
     if name == "forward":
