@@ -32,6 +32,7 @@ LAZY = {
     "hypothesis",
     "jax",
     "matplotlib",
+    "mpi4py",
     "scipy",
     "torch",
     "transformers",
@@ -158,6 +159,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"algorithm", "api", "backends", "differentiation", "kv_cache", "merging", "reference"}
     | {"rotary", "testing"},
     "jax": FACTS | {""},
+    "distributed": FACTS | {"", "algorithm"},
     "torch": FACTS | {""},
     "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "selfcheck"},
     "__main__": {"cli"},

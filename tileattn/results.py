@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
+"""Names of the inputs that have a gradient."""
 
 
 class Attention(NamedTuple):
@@ -80,9 +81,9 @@ def wanted(wrt: Any, options: Mapping[str, Any]) -> frozenset[str] | None:
         raise TypeError(f"wrt is {wrt!r}; a sequence of names is accepted, as ('q', 'k')")
     names = tuple(wrt)
     for name in names:
-        if name not in _DIFFERENTIABLE:
-            accepted = ", ".join(_DIFFERENTIABLE)
+        if name not in DIFFERENTIABLE:
+            accepted = ", ".join(DIFFERENTIABLE)
             raise ValueError(f"wrt has {name!r}; accepted are {accepted}")
-        if name in _DIFFERENTIABLE[3:] and options.get(name) is None:
+        if name in DIFFERENTIABLE[3:] and options.get(name) is None:
             raise ValueError(f"wrt has {name!r}, and the call has no {name}; leave it out")
     return frozenset(names)

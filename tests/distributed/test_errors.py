@@ -1,0 +1,156 @@
+"""Ranks that disagree, refuse a call, or do not answer; how far keys travel."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+import tileattn.distributed as dist
+from tests.distributed.threads import Rank as Thread
+from tests.distributed.threads import World, on_ranks
+from tileattn.distributed import Layout
+from tileattn.distributed.comm import MPI
+
+X = np.random.default_rng(0).standard_normal((3, 1, 2, 12, 8))
+Q, K, V = X
+
+
+def call(comm: Any, **options: Any) -> tileattn.Attention:
+    return dist.forward(Q, K, V, comm, backend="numpy", **options)
+
+
+def raised(found: list[Any]) -> list[str]:
+    assert all(isinstance(x, Exception) for x in found), found
+    return [f"{type(x).__name__}: {x}" for x in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("scale", (0.5, 0.5, 0.25)),
+        ("seed", (1, 1, 2)),
+        ("sinks", (np.zeros(2), np.zeros(2), np.ones(2))),
+        ("kv_lengths", ([30], [30], [31])),
+        ("backend", ("numpy", "numpy", "auto")),
+    ],
+)
+def test_ranks_that_disagree(name: str, values: tuple[Any, ...]) -> None:
+    def run(comm: Any) -> Any:
+        options = {"backend": "numpy", name: values[comm.rank]}
+        return dist.forward(Q, K, V, comm, **options)
+
+    for message in raised(on_ranks(3, run)):
+        assert re.match(f"ValueError: {name} is .* on rank 2, and .* on rank 0; all ranks", message)
+
+
+def test_a_rank_that_refuses_is_named() -> None:
+    def run(comm: Any) -> Any:
+        q = Q if comm.rank != 1 else Q[..., :4]
+        return dist.forward(q, K, V, comm)
+
+    first, second, third = raised(on_ranks(3, run))
+    assert second == "ValueError: k has head dimension 8; it must be that of q, 4"
+    assert first == third == f"RuntimeError: rank 1 has failed: {second}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_mask": tileattn.BlockMask(np.ones((1, 1), bool))}, "block_mask does not go with"),
+        ({"cu_seqlens_q": [0, 12]}, "cu_seqlens_q does not go with"),
+        ({"layout": 3}, "layout is 3; 'contiguous', 'zigzag' and a tileattn.distributed.Layout"),
+        ({"layout": Layout.contiguous([24])}, "layout is of 1 ranks, and there are 2"),
+        ({"layout": Layout.contiguous([11, 13])}, "layout gives rank 0 11 tokens, and its arrays"),
+        ({"mask": np.ones((12, 23), bool)}, "mask has shape (12, 23); a shape that broadcasts"),
+        ({"unknown": 1}, "unknown option 'unknown'"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    found = raised(on_ranks(2, lambda comm: call(comm, **options)))
+    assert message in found[0]
+
+
+def test_what_is_no_communicator() -> None:
+    with pytest.raises(TypeError, match="comm is int; an mpi4py communicator is accepted"):
+        call(3)
+
+
+def test_gradients_need_what_forward_has_returned() -> None:
+    def run(comm: Any) -> Any:
+        out, lse = call(comm)
+        return dist.backward(out, Q, K, V, out[..., :11, :], lse, comm)
+
+    first, _ = raised(on_ranks(2, run))
+    assert first.startswith("ValueError: out has shape (1, 2, 11, 8); it must be (1, 2, 12, 8)")
+
+
+@pytest.mark.parametrize(
+    "parts", [(((0, 5),), ((6, 9),)), (((0, 5),), ((4, 9),)), (((0, 5), (9, 5)),)]
+)
+def test_a_layout_holds_each_token_once(parts: Any) -> None:
+    with pytest.raises(ValueError, match=r"parts has the range .*: together the ranges hold each"):
+        Layout(parts)
+
+
+def test_parts_are_joined_again() -> None:
+    x = np.random.default_rng(0).random((2, 3, 17, 4))
+    for layout in (Layout.zigzag(17, 3), Layout.contiguous([0, 17, 0]), Layout.zigzag(17, 20)):
+        parts = [layout.take(x, rank) for rank in range(layout.ranks)]
+        assert np.array_equal(layout.join(parts), x)
+        assert layout.length == 17
+
+
+def sent(layout: Layout, ranks: int, **options: Any) -> list[int]:
+    """Bytes that each rank sends forward."""
+    worlds: list[World] = []
+
+    def run(comm: Thread) -> Any:
+        worlds.append(comm.world)
+        q, k, v = (layout.take(x[..., : layout.length, :], comm.rank) for x in X)
+        return dist.forward(q, k, v, comm, layout=layout, backend="numpy", **options)
+
+    for x in on_ranks(ranks, run):
+        assert isinstance(x, tileattn.Attention), x
+    return worlds[0].bytes_sent
+
+
+def test_keys_travel_no_further_than_they_are_needed() -> None:
+    layout, part = Layout.contiguous([3, 3, 3, 3]), 2 * 3 * 8 * 8 * 2  # heads, keys, D, bytes; k, v
+    assert sent(layout, 4) == [3 * part] * 4
+    assert sent(layout, 4, causal=True) == [part, 2 * part, 3 * part, 0]
+    assert sent(layout, 4, causal=True, window=(2, None)) == [part, part, part, 0]
+    assert sent(layout, 4, window=(0, 0)) == [0] * 4
+    assert sent(layout, 4, kv_lengths=[3]) == [part, part, part, 0]
+
+
+def test_results_have_the_same_bits_again() -> None:
+    def run(comm: Any) -> Any:
+        attention, pullback = dist.vjp(Q, K, V, comm, causal=True, backend="numpy")
+        return [x.tobytes() for x in (*attention, *pullback(Q)[:3])]
+
+    assert on_ranks(3, run) == on_ranks(3, run)
+
+
+class Silent:
+    """A request that nobody answers."""
+
+    def Test(self) -> bool:  # noqa: N802 - as mpi4py names it
+        return False
+
+
+def test_who_waits_too_long_says_for_whom() -> None:
+    class Comm:
+        def Get_rank(self) -> int:  # noqa: N802 - as mpi4py names it
+            return 0
+
+        def Get_size(self) -> int:  # noqa: N802 - as above
+            return 2
+
+        def Irecv(self, x: Any, source: int, tag: int) -> Silent:  # noqa: N802, ARG002 - as above
+            return Silent()
+
+    waiting = MPI(Comm(), 0.01).receive(np.zeros(3), 1, 0)
+    with pytest.raises(TimeoutError, match=r"waited 0.01 s for rank 1 to send; it has failed"):
+        waiting.wait()

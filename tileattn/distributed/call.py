@@ -1,0 +1,256 @@
+"""The part of a call that one rank has, agreed on by all ranks before anything else is sent."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.distributed.comm import Communicator
+from tileattn.distributed.layout import Layout, Segment
+from tileattn.errors import UnsupportedError
+from tileattn.problem import Operands, Problem, four_axes, parse
+
+Array = NDArray[Any]
+
+_REFUSED = ("block_mask", "tree_mask", "block_table", "cu_seqlens_q", "cu_seqlens_k")
+_COMMON = ("scale", "softcap", "alibi_slopes", "causal", "window", "dropout_p", "seed")
+_FUNCTIONS = ("score_mod", "mask_mod", "aux")
+_OWN = ("Nq", "ndim", "enabled_options")  # facts of a problem in which ranks may differ
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's part of a call.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks.
+    q_layout, k_layout : Layout
+        Queries and keys of each rank.
+    problem : Problem
+        Of this rank's queries and all keys.
+    operands : Operands
+        This rank's arrays, with four axes; bias and mask have all keys.
+    options : mapping
+        Those of the caller.
+    backend : str
+        Runs the blocks.
+    bias_rows : bool
+        Whether each rank has rows of the bias of its own.
+    sums : numpy.dtype
+        In which blocks are computed and their results summed.
+    """
+
+    comm: Communicator
+    q_layout: Layout
+    k_layout: Layout
+    problem: Problem
+    operands: Operands
+    options: Mapping[str, Any]
+    backend: str
+    bias_rows: bool
+    sums: np.dtype[Any]
+
+    def visible(self, queries: Segment, keys: Segment) -> bool:
+        """Whether some query may attend to some key, by lengths and window."""
+        (left, right), x = self.problem.window, self.operands
+        if queries.start == queries.stop:
+            return False
+        last = np.minimum(keys.stop, x.kv_lengths) - 1  # of each batch entry
+        some = last >= keys.start
+        if left is not None:
+            some &= last >= queries.start + x.q_offset - left
+        if right is not None:
+            some &= keys.start <= queries.stop - 1 + x.q_offset + right
+        return bool(some.any())
+
+    def wide(self, x: Array) -> Array:
+        """Convert to the dtype of sums: partial results of 16 bits would be rounded often."""
+        return x.astype(self.sums, copy=False)
+
+    def checked(self, make: Callable[[], Any]) -> Any:
+        """Make something on every rank, and keep this rank's; raise on all where one raises."""
+        return _checked(self.comm, make)
+
+    def reach(self) -> list[int]:
+        """Count the ranks that the keys of each rank travel to: up to the last that needs them."""
+        size = self.comm.size
+        return [
+            max(t for t in range(size) if t == 0 or self._needs((rank + t) % size, rank))
+            for rank in range(size)
+        ]
+
+    def block(self, queries: Segment, keys: Segment) -> dict[str, Any]:
+        """Give the options of the call of a block, sinks left out: indices are moved there."""
+        x, P = self.operands, self.problem
+        given = {n: self.options[n] for n in (*_COMMON, *_FUNCTIONS) if n in self.options}
+        given["scale"] = P.scale
+        given["backend"] = self.backend
+        given["kv_lengths"] = np.clip(x.kv_lengths - keys.start, 0, keys.stop - keys.start)
+        given["q_offset"] = x.q_offset + queries.start - keys.start
+        if P.dropout_p or P.score_mod is not None or P.mask_mod is not None:
+            start = np.array([0, 0, queries.start, keys.start])
+            given["origin"] = start if x.origin is None else x.origin + start
+        # What has a gradient is wide: the sum over blocks is rounded once.
+        if "aux" in given:
+            given["aux"] = tuple(map(self._wider, given["aux"]))
+        if x.bias is not None:
+            given["bias"] = self._wider(x.bias[(..., *self.cut(x.bias, queries, keys))])
+        if x.mask is not None:
+            given["mask"] = x.mask[(..., *self.cut(x.mask, queries, keys))]
+        return given
+
+    def _wider(self, x: Array) -> Array:
+        narrow = x.dtype.kind not in "biu" and x.dtype.itemsize < self.sums.itemsize
+        return self.wide(x) if narrow else x
+
+    @staticmethod
+    def cut(x: Array, queries: Segment, keys: Segment) -> tuple[slice, slice]:
+        """Give the part of a block in an array that broadcasts to (B, Hq, Nq, Nk)."""
+        rows = queries.rows if x.shape[2] > 1 else slice(None)
+        return rows, slice(keys.start, keys.stop) if x.shape[3] > 1 else slice(None)
+
+    def _needs(self, rank: int, source: int) -> bool:
+        return any(
+            self.visible(queries, keys)
+            for queries in self.q_layout.segments(rank)
+            for keys in self.k_layout.segments(source)
+        )
+
+
+def agreed(
+    q: Any,
+    k: Any,
+    v: Any,
+    comm: Communicator,
+    layout: Any,
+    layout_k: Any,
+    backend: str,
+    options: Mapping[str, Any],
+) -> Call:
+    """Validate a call on all ranks: where one refuses it, all raise."""
+    lengths = _on_all(comm, lambda: _lengths(q, k, v, options))
+    layout_k = layout if layout_k is None else layout_k
+
+    def layouts() -> tuple[Layout, Layout]:
+        queries, keys = map(list, zip(*lengths, strict=True))
+        return (
+            _layout("layout", layout, queries, comm.rank),
+            _layout("layout_k", layout_k, keys, comm.rank),
+        )
+
+    q_layout, k_layout = _checked(comm, layouts)
+    total = q_layout.length, k_layout.length
+    problem, operands = _checked(comm, lambda: _parsed(q, k, v, *total, options))
+    found = comm.gather(_facts(problem, operands, options, q_layout, k_layout, backend))
+    for rank, facts in enumerate(found):
+        for name, mine in found[0].items():
+            if facts[name] != mine:
+                raise ValueError(
+                    f"{name} is {facts[name]} on rank {rank}, and {mine} on rank 0; all ranks give "
+                    "the same"
+                )
+    bias = operands.bias
+    rows = comm.gather(bias is not None and bias.shape[2] > 1)
+    facts = problem, operands, options, backend, any(rows), problem.accum_dtype
+    return Call(comm, q_layout, k_layout, *facts)
+
+
+def _on_all(comm: Communicator, make: Callable[[], Any]) -> list[Any]:
+    """Make something on every rank, and give all of them; raise where one rank has raised."""
+    made, failure = None, None
+    try:
+        made = make()
+    except Exception as error:  # of any kind: the other ranks wait for this one
+        failure = error
+    message = None if failure is None else f"{type(failure).__name__}: {failure}"
+    found = comm.gather((made, message))
+    if failure is not None:
+        raise failure
+    for rank, (_, message) in enumerate(found):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} has failed: {message}")
+    return [x for x, _ in found]
+
+
+def _checked(comm: Communicator, make: Callable[[], Any]) -> Any:
+    """Make something on every rank, and keep this rank's."""
+    kept: list[Any] = []
+    _on_all(comm, lambda: kept.append(make()))
+    return kept[0]
+
+
+def _lengths(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[int, int]:
+    for name in _REFUSED:
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"{name} does not go with ranks that share a sequence; mask_mod= does"
+            )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, np.ndarray):
+            raise TypeError(f"{name} is {type(x).__name__}; a NumPy array is accepted")
+    problem, _ = parse(q, k, v, {})
+    return problem.Nq, problem.Nk
+
+
+def _layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout:
+    """Find out which tokens each rank holds, given how many there are."""
+    if layout is None or layout == "contiguous":
+        return Layout.contiguous(lengths)
+    if layout == "zigzag":
+        layout = Layout.zigzag(sum(lengths), len(lengths))
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"{name} is {layout!r}; 'contiguous', 'zigzag' and a tileattn.distributed.Layout are "
+            "accepted"
+        )
+    if layout.ranks != len(lengths):
+        raise ValueError(f"{name} is of {layout.ranks} ranks, and there are {len(lengths)}")
+    if layout.length_of(rank) != lengths[rank]:
+        raise ValueError(
+            f"{name} gives rank {rank} {layout.length_of(rank)} tokens, and its arrays have "
+            f"{lengths[rank]}"
+        )
+    return layout
+
+
+def _parsed(
+    q: Array, k: Array, v: Array, Nq: int, Nk: int, options: Mapping[str, Any]
+) -> tuple[Problem, Operands]:
+    """Validate this rank's queries with all keys, of which it has some; q_offset is of query 0."""
+    every_k, every_v = (
+        np.broadcast_to(np.zeros((), q.dtype), (*x.shape[:-2], Nk, x.shape[-1])) for x in (k, v)
+    )
+    problem, x = parse(q, every_k, every_v, options)
+    if options.get("q_offset") is None:
+        x = x._replace(q_offset=x.kv_lengths - Nq)
+    return problem, x._replace(k=four_axes(k), v=four_axes(v))
+
+
+def _facts(
+    problem: Problem,
+    x: Operands,
+    options: Mapping[str, Any],
+    q_layout: Layout,
+    k_layout: Layout,
+    backend: str,
+) -> dict[str, str]:
+    """Write down in what all ranks agree."""
+    facts = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in _OWN}
+    for name in ("score_mod", "mask_mod"):
+        facts[name] = None if facts[name] is None else facts[name].digest.hex()
+    facts |= {"layout": q_layout, "layout_k": k_layout, "backend": backend}
+    arrays = {n: getattr(x, n) for n in ("kv_lengths", "q_offset", "alibi_slopes", "sinks")}
+    arrays |= {f"aux[{n}]": array for n, array in enumerate(options.get("aux") or ())}
+    facts |= {name: None if a is None else _digest(a) for name, a in arrays.items()}
+    return {name: str(x) for name, x in facts.items()}
+
+
+def _digest(x: Array) -> str:
+    return (
+        f"{x.dtype} {x.shape} {hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16]}"
+    )

@@ -1,0 +1,230 @@
+"""The calls: as those of one device, with a communicator and layouts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+
+from tileattn.distributed import ring
+from tileattn.distributed.call import Call, agreed
+from tileattn.distributed.comm import communicator
+from tileattn.problem import Options, check_array, four_axes
+from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
+
+TIMEOUT = 600.0
+"""Seconds that a rank waits for another."""
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    comm: Any,
+    *,
+    layout: Any = None,
+    layout_k: Any = None,
+    backend: str = "auto",
+    timeout: float = TIMEOUT,
+    **options: Unpack[Options],
+) -> Attention:
+    """Exact attention over a sequence that several ranks share; all of them call it.
+
+    Parameters
+    ----------
+    q : array, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
+        Queries of this rank: NumPy arrays of float16, bfloat16, float32 or float64.
+    k, v : array, shapes (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv), or without leading axes as q
+        Keys and values of this rank. Ranks may have parts of other lengths, or of none.
+    comm : mpi4py.MPI.Comm
+        The ranks.
+    layout : Layout, str or None
+        Which tokens each rank holds; ``"contiguous"`` (the default): each as many as its arrays
+        have, in the order of the ranks; ``"zigzag"``: `Layout.zigzag` of all tokens, with which a
+        causal mask gives all ranks equal work.
+    layout_k : Layout, str or None
+        That of the keys; None is ``layout``.
+    backend : str
+        As for ``tileattn.forward``; it computes the blocks.
+    timeout : float
+        Seconds after which a rank that waits for another raises TimeoutError.
+    **options
+        Those of ``tileattn.forward``, the same on all ranks. Indices, positions and lengths are
+        those of the whole sequence. ``bias`` and ``mask`` have the rows of this rank's queries, and
+        all keys in their order. ``block_mask``, ``tree_mask``, packed sequences and pages are not
+        supported; ``mask_mod`` is.
+
+    Returns
+    -------
+    Attention
+        ``(out, lse)`` of this rank's queries.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described, or the ranks disagree; nothing has been sent then.
+    RuntimeError
+        If another rank refuses the call; the message says which, and why.
+    TimeoutError
+        If another rank does not answer.
+    UnsupportedError
+        For an option that is not supported.
+
+    Notes
+    -----
+    Keys and values travel from rank to rank (ring attention), as far as the last rank that attends
+    to them, while each rank computes with those that it has. Results over the keys of the ranks are
+    joined as ``tileattn.merge`` does. Of 16-bit arrays partial results are kept in float32, and
+    rounded once. Of the same ranks and layouts results have the same bits on every run.
+
+    References
+    ----------
+    Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, arXiv:2310.01889.
+
+    Examples
+    --------
+    In a program that ``mpiexec -n 4 python program.py`` runs::
+
+        from mpi4py import MPI
+        import tileattn.distributed as dist
+
+        layout = dist.Layout.zigzag(len(tokens), MPI.COMM_WORLD.size)
+        out, lse = dist.forward(q, k, v, MPI.COMM_WORLD, layout=layout, causal=True)
+    """
+    call = agreed(q, k, v, communicator(comm, timeout), layout, layout_k, backend, options)
+    return _of_rank(ring.forward(call), q.ndim)
+
+
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    comm: Any,
+    *,
+    dlse: Any | None = None,
+    wrt: Sequence[str] | None = None,
+    layout: Any = None,
+    layout_k: Any = None,
+    backend: str = "auto",
+    timeout: float = TIMEOUT,
+    **options: Unpack[Options],
+) -> Gradients:
+    """Gradients of ``forward``; all ranks call it.
+
+    Parameters
+    ----------
+    dout : array, shape and dtype of out
+        Upstream gradient of this rank's out.
+    q, k, v : array
+        As given to ``forward``.
+    out, lse : array
+        As ``forward`` has returned them.
+    comm : mpi4py.MPI.Comm
+        The ranks.
+    dlse : array, shape and dtype of lse, or None
+        Upstream gradient of this rank's lse; on all ranks, or on none.
+    wrt : sequence of str or None
+        As for ``tileattn.backward``.
+    layout, layout_k : Layout, str or None
+        As for ``forward``.
+    backend : str
+        As for ``forward``.
+    timeout : float
+        As for ``forward``.
+    **options
+        The same as ``forward`` was given.
+
+    Returns
+    -------
+    Gradients
+        Those of this rank's q, k and v. Those of sinks, aux and a bias without rows of its own for
+        each rank are summed over the ranks, and the same on all.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described, or the ranks disagree; nothing has been sent then.
+    RuntimeError
+        If another rank refuses the call.
+    TimeoutError
+        If another rank does not answer.
+    UnsupportedError
+        For an option that is not supported.
+
+    Notes
+    -----
+    Gradients of keys and values travel behind these and are summed on the way in the accumulation
+    dtype, in one order.
+    """
+    link = communicator(comm, timeout)
+
+    def check() -> frozenset[str]:
+        check_array("out", out, (*q.shape[:-1], v.shape[-1]), q.dtype)
+        check_array("dout", dout, out.shape, out.dtype)
+        for name, x in (("lse", lse), ("dlse", dlse)):
+            if x is not None:
+                check_array(
+                    name, x, q.shape[:-1], np.dtype("f8" if q.dtype.itemsize == 8 else "f4")
+                )
+        names = wanted(wrt, options)
+        return names if names is not None else _all(options)
+
+    call = agreed(q, k, v, link, layout, layout_k, backend, options)
+    names = call.checked(check)
+    saved = Attention(four_axes(out), _rows(call, lse))
+    dlse = None if dlse is None else _rows(call, dlse)
+    grads = ring.backward(call, four_axes(dout), saved, dlse, names)
+    of_rank = {
+        name: None if x is None else x.reshape(like.shape)
+        for name, x, like in zip(("dq", "dk", "dv"), grads[:3], (q, k, v), strict=True)
+    }
+    return grads._replace(**of_rank)
+
+
+def vjp(
+    q: Any, k: Any, v: Any, comm: Any, **options: Any
+) -> tuple[Attention, Callable[..., Gradients]]:
+    """``forward``, and a function for its gradients: the options are given once.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As for ``forward``.
+    comm : mpi4py.MPI.Comm
+        The ranks.
+    **options
+        As for ``forward``, layouts and backend included; they hold for both passes.
+
+    Returns
+    -------
+    attention : Attention
+        As ``forward`` returns it.
+    pullback : callable
+        ``pullback(dout, dlse=None, wrt=None)`` returns ``Gradients``, as ``backward`` does; all
+        ranks call it.
+    """
+    attention = forward(q, k, v, comm, **options)
+
+    def pullback(dout: Any, dlse: Any | None = None, wrt: Sequence[str] | None = None) -> Gradients:
+        """Gradients for the inputs, given those for ``out`` and ``lse``; see ``backward``."""
+        return backward(dout, q, k, v, *attention, comm, dlse=dlse, wrt=wrt, **options)
+
+    return attention, pullback
+
+
+def _all(options: Options) -> frozenset[str]:
+    """Name everything that has a gradient."""
+    return frozenset(n for n in DIFFERENTIABLE if n in "qkv" or options.get(n) is not None)
+
+
+def _rows(call: Call, x: Any) -> Any:
+    P = call.problem
+    return x.reshape(P.B, P.Hq, P.Nq)
+
+
+def _of_rank(result: Attention, ndim: int) -> Attention:
+    """Leave out the leading axes that q lacks."""
+    lead = (0,) * (4 - ndim)
+    return Attention(result.out[lead], result.lse[lead])

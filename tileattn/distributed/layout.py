@@ -1,0 +1,160 @@
+"""Which tokens of a sequence each rank holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a rank.
+
+    Parameters
+    ----------
+    start, stop : int
+        Tokens of the whole sequence, from and to.
+    rows : slice
+        Where they are in the arrays of the rank.
+    """
+
+    start: int
+    stop: int
+    rows: slice
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tokens each rank holds: ranges of them, one behind the other in its arrays.
+
+    Parameters
+    ----------
+    parts : sequence of sequence of (int, int)
+        For each rank its ranges ``(start, stop)``. Together they hold each token once.
+
+    Raises
+    ------
+    ValueError
+        If the ranges leave a token out, or hold one twice.
+
+    Examples
+    --------
+    >>> from tileattn.distributed import Layout
+    >>> Layout.zigzag(16, ranks=2).parts
+    (((0, 4), (12, 16)), ((4, 8), (8, 12)))
+    """
+
+    parts: tuple[tuple[tuple[int, int], ...], ...]
+
+    def __post_init__(self) -> None:
+        parts = tuple(tuple((int(a), int(b)) for a, b in part) for part in self.parts)
+        object.__setattr__(self, "parts", parts)
+        at = 0
+        for start, stop in sorted(x for part in parts for x in part if x[0] != x[1]):
+            if start != at or stop < start:
+                raise ValueError(
+                    f"parts has the range ({start}, {stop}) where one from {at} on is accepted: "
+                    "together the ranges hold each token once"
+                )
+            at = stop
+
+    @classmethod
+    def contiguous(cls, lengths: Sequence[int]) -> "Layout":
+        """Give each rank one range.
+
+        Parameters
+        ----------
+        lengths : sequence of int
+            Tokens of each rank.
+
+        Returns
+        -------
+        Layout
+            The ranges in the order of the ranks.
+        """
+        return cls(tuple((ends,) for ends in pairwise(accumulate(lengths, initial=0))))
+
+    @classmethod
+    def zigzag(cls, length: int, ranks: int) -> "Layout":
+        """Give each rank two ranges: one from the start, one as far from the end.
+
+        With a causal mask the work of all ranks is then equal.
+
+        Parameters
+        ----------
+        length : int
+            Tokens of the sequence.
+        ranks : int
+            How many ranks there are.
+
+        Returns
+        -------
+        Layout
+            Rank r has the ranges r and ``2 * ranks - 1 - r`` of as many as twice the ranks.
+        """
+        chunks = list(pairwise(n * length // (2 * ranks) for n in range(2 * ranks + 1)))
+        return cls(tuple((chunks[r], chunks[-1 - r]) for r in range(ranks)))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.parts)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return sum(self.length_of(rank) for rank in range(self.ranks))
+
+    def length_of(self, rank: int) -> int:
+        """Count the tokens of a rank."""
+        return sum(stop - start for start, stop in self.parts[rank])
+
+    def segments(self, rank: int) -> list[Segment]:
+        """List what a rank holds."""
+        ends = accumulate((stop - start for start, stop in self.parts[rank]), initial=0)
+        rows = (slice(*x) for x in pairwise(ends))
+        return [Segment(*part, own) for part, own in zip(self.parts[rank], rows, strict=True)]
+
+    def take(self, x: Any, rank: int, axis: int = -2) -> Any:
+        """Cut the part of a rank out of an array that holds all tokens.
+
+        Parameters
+        ----------
+        x : array
+            Holds all tokens along an axis.
+        rank : int
+            Whose part.
+        axis : int
+            The axis.
+
+        Returns
+        -------
+        array
+            A copy.
+        """
+        order = [n for start, stop in self.parts[rank] for n in range(start, stop)]
+        return np.take(x, np.array(order, np.int64), axis=axis)
+
+    def join(self, parts: Sequence[Any], axis: int = -2) -> Any:
+        """Put the parts of all ranks together again: what ``take`` has cut.
+
+        Parameters
+        ----------
+        parts : sequence of array
+            Those of all ranks, in their order.
+        axis : int
+            The axis of the tokens.
+
+        Returns
+        -------
+        array
+            All tokens in their order.
+        """
+        pieces = [
+            (segment.start, np.moveaxis(x, axis, 0)[segment.rows])
+            for rank, x in enumerate(parts)
+            for segment in self.segments(rank)
+        ]
+        pieces.sort(key=lambda piece: piece[0])
+        return np.moveaxis(np.concatenate([piece for _, piece in pieces]), 0, axis)
