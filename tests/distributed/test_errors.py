@@ -34,6 +34,7 @@ def raised(found: list[Any]) -> list[str]:
         ("sinks", (np.zeros(2), np.zeros(2), np.ones(2))),
         ("kv_lengths", ([30], [30], [31])),
         ("backend", ("numpy", "numpy", "auto")),
+        ("schedule", ("ring", "ring", "heads")),
     ],
 )
 def test_ranks_that_disagree(name: str, values: tuple[Any, ...]) -> None:
@@ -65,6 +66,7 @@ def test_a_rank_that_refuses_is_named() -> None:
         ({"layout": Layout.contiguous([11, 13])}, "layout gives rank 0 11 tokens, and its arrays"),
         ({"mask": np.ones((12, 23), bool)}, "mask has shape (12, 23); a shape that broadcasts"),
         ({"unknown": 1}, "unknown option 'unknown'"),
+        ({"schedule": "star"}, "schedule is 'star'; 'ring' and 'heads' are accepted"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
@@ -84,6 +86,37 @@ def test_gradients_need_what_forward_has_returned() -> None:
 
     first, _ = raised(on_ranks(2, run))
     assert first.startswith("ValueError: out has shape (1, 2, 11, 8); it must be (1, 2, 12, 8)")
+
+
+def test_gradients_are_asked_for_by_all_ranks_alike() -> None:
+    def run(comm: Any) -> Any:
+        _, pullback = dist.vjp(Q, K, V, comm, backend="numpy")
+        return pullback(Q, wrt=("q",) if comm.rank else None)
+
+    for message in raised(on_ranks(2, run)):
+        assert message.startswith("ValueError: wrt is ['q'] on rank 1, and ['k', 'q', 'v'] on")
+
+
+def test_heads_that_ranks_do_not_divide() -> None:
+    found = raised(on_ranks(3, lambda comm: call(comm, schedule="heads")))
+    assert set(found) == {
+        "ValueError: schedule is 'heads': k has 2 heads, and 3 ranks share them; schedule='ring' "
+        "is accepted"
+    }
+
+
+def test_ranks_that_exchange_heads_have_the_bits_of_one_call() -> None:
+    layout = Layout.zigzag(12, 2)
+
+    def run(comm: Any) -> Any:
+        q, k, v = (layout.take(x, comm.rank) for x in X)
+        given: dict[str, Any] = {"layout": layout, "schedule": "heads", "causal": True}
+        return dist.forward(q, k, v, comm, backend="numpy", **given)
+
+    whole = tileattn.forward(Q, K, V, causal=True, backend="numpy")
+    found = on_ranks(2, run)
+    assert np.array_equal(layout.join([x.out for x in found]), whole.out)
+    assert np.array_equal(layout.join([x.lse for x in found], axis=-1), whole.lse)
 
 
 @pytest.mark.parametrize(

@@ -46,13 +46,13 @@ def cut(case: AttentionCase, queries: Layout, keys: Layout, rank: int) -> Attent
     return AttentionCase(q, k, v, dout, dlse, options)
 
 
-def check(case: AttentionCase, queries: Layout, keys: Layout, backend: str = "numpy") -> None:
+def check(case: AttentionCase, queries: Layout, keys: Layout, **more: str) -> None:
     """Hold what the ranks return, put together, to the oracle."""
     ranks = queries.ranks
 
     def run(comm: Any) -> Any:
         q, k, v, dout, dlse, options = cut(case, queries, keys, comm.rank)
-        given = options | {"layout": queries, "layout_k": keys, "backend": backend}
+        given = options | {"layout": queries, "layout_k": keys, "backend": "numpy"} | more
         attention, pullback = dist.vjp(q, k, v, comm, **given)
         return attention, pullback(dout, dlse)
 
@@ -93,6 +93,16 @@ def test_every_result_is_that_of_the_oracle(case: AttentionCase) -> None:
 
 
 @given(case=problems(options=OPTIONS, max_length=60))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_ranks_that_exchange_heads(case: AttentionCase) -> None:
+    rng = np.random.default_rng(abs(hash((case.q.shape, case.k.shape))) % 2**32)
+    Hkv = case.k.shape[-3] if case.k.ndim > 2 else 1
+    ranks = max(n for n in (1, 2, 3, 4) if Hkv % n == 0)
+    queries, keys = (layouts(rng, x.shape[-2], ranks) for x in (case.q, case.k))
+    check(case, queries, keys, schedule="heads")
+
+
+@given(case=problems(options=OPTIONS, max_length=60))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_blocks_run_on_any_backend(case: AttentionCase) -> None:
     pytest.importorskip("llvmlite")
@@ -120,3 +130,5 @@ def test_functions(score_mod: str | None, mask_mod: str | None, ranks: int) -> N
     own = draw_functions(Choices(rng), score_mod, mask_mod, (2, 4, 37, 53))
     case = AttentionCase(q, k, v, dout, None, own | {"dropout_p": 0.2, "seed": 9, "causal": True})
     check(case, layouts(rng, 37, ranks), layouts(rng, 53, ranks))
+    if ranks == 2:
+        check(case, layouts(rng, 37, 2), layouts(rng, 53, 2), schedule="heads")

@@ -16,8 +16,7 @@ from tileattn.problem import Operands, Problem, four_axes, parse
 Array = NDArray[Any]
 
 _REFUSED = ("block_mask", "tree_mask", "block_table", "cu_seqlens_q", "cu_seqlens_k")
-_COMMON = ("scale", "softcap", "alibi_slopes", "causal", "window", "dropout_p", "seed")
-_FUNCTIONS = ("score_mod", "mask_mod", "aux")
+_COMMON = ("softcap", "causal", "window", "dropout_p", "seed", "score_mod", "mask_mod", "aux")
 _OWN = ("Nq", "ndim", "enabled_options")  # facts of a problem in which ranks may differ
 
 
@@ -39,8 +38,8 @@ class Call:
         Those of the caller.
     backend : str
         Runs the blocks.
-    bias_rows : bool
-        Whether each rank has rows of the bias of its own.
+    bias_rows, mask_rows : bool
+        Whether each rank has rows of the bias, or of the mask, of its own.
     sums : numpy.dtype
         In which blocks are computed and their results summed.
     """
@@ -53,6 +52,7 @@ class Call:
     options: Mapping[str, Any]
     backend: str
     bias_rows: bool
+    mask_rows: bool
     sums: np.dtype[Any]
 
     def visible(self, queries: Segment, keys: Segment) -> bool:
@@ -67,6 +67,17 @@ class Call:
         if right is not None:
             some &= keys.start <= queries.stop - 1 + x.q_offset + right
         return bool(some.any())
+
+    @property
+    def has_indices(self) -> bool:
+        """Whether the indices of batch entry, head, query and key matter themselves."""
+        P = self.problem
+        return bool(P.dropout_p) or P.score_mod is not None or P.mask_mod is not None
+
+    def common(self) -> dict[str, Any]:
+        """Give the options that are the same for all blocks and heads."""
+        given = {name: self.options[name] for name in _COMMON if name in self.options}
+        return given | {"scale": self.problem.scale, "backend": self.backend}
 
     def wide(self, x: Array) -> Array:
         """Convert to the dtype of sums: partial results of 16 bits would be rounded often."""
@@ -86,25 +97,25 @@ class Call:
 
     def block(self, queries: Segment, keys: Segment) -> dict[str, Any]:
         """Give the options of the call of a block, sinks left out: indices are moved there."""
-        x, P = self.operands, self.problem
-        given = {n: self.options[n] for n in (*_COMMON, *_FUNCTIONS) if n in self.options}
-        given["scale"] = P.scale
-        given["backend"] = self.backend
+        x, given = self.operands, self.common()
+        if "alibi_slopes" in self.options:
+            given["alibi_slopes"] = self.options["alibi_slopes"]
         given["kv_lengths"] = np.clip(x.kv_lengths - keys.start, 0, keys.stop - keys.start)
         given["q_offset"] = x.q_offset + queries.start - keys.start
-        if P.dropout_p or P.score_mod is not None or P.mask_mod is not None:
+        if self.has_indices:
             start = np.array([0, 0, queries.start, keys.start])
             given["origin"] = start if x.origin is None else x.origin + start
         # What has a gradient is wide: the sum over blocks is rounded once.
         if "aux" in given:
-            given["aux"] = tuple(map(self._wider, given["aux"]))
+            given["aux"] = tuple(map(self.wider, given["aux"]))
         if x.bias is not None:
-            given["bias"] = self._wider(x.bias[(..., *self.cut(x.bias, queries, keys))])
+            given["bias"] = self.wider(x.bias[(..., *self.cut(x.bias, queries, keys))])
         if x.mask is not None:
             given["mask"] = x.mask[(..., *self.cut(x.mask, queries, keys))]
         return given
 
-    def _wider(self, x: Array) -> Array:
+    def wider(self, x: Array) -> Array:
+        """Convert floats that are narrower than sums to their dtype."""
         narrow = x.dtype.kind not in "biu" and x.dtype.itemsize < self.sums.itemsize
         return self.wide(x) if narrow else x
 
@@ -129,10 +140,13 @@ def agreed(
     comm: Communicator,
     layout: Any,
     layout_k: Any,
-    backend: str,
     options: Mapping[str, Any],
+    **more: str,
 ) -> Call:
-    """Validate a call on all ranks: where one refuses it, all raise."""
+    """Validate a call on all ranks: where one refuses it, all raise.
+
+    ``more`` are facts in which ranks agree, too: the backend and others.
+    """
     lengths = _on_all(comm, lambda: _lengths(q, k, v, options))
     layout_k = layout if layout_k is None else layout_k
 
@@ -146,18 +160,23 @@ def agreed(
     q_layout, k_layout = _checked(comm, layouts)
     total = q_layout.length, k_layout.length
     problem, operands = _checked(comm, lambda: _parsed(q, k, v, *total, options))
-    found = comm.gather(_facts(problem, operands, options, q_layout, k_layout, backend))
-    for rank, facts in enumerate(found):
-        for name, mine in found[0].items():
-            if facts[name] != mine:
-                raise ValueError(
-                    f"{name} is {facts[name]} on rank {rank}, and {mine} on rank 0; all ranks give "
-                    "the same"
-                )
-    bias = operands.bias
-    rows = comm.gather(bias is not None and bias.shape[2] > 1)
-    facts = problem, operands, options, backend, any(rows), problem.accum_dtype
+    same(comm, _facts(problem, operands, options, q_layout, k_layout) | more)
+    rows = comm.gather([x is not None and x.shape[2] > 1 for x in (operands.bias, operands.mask)])
+    of_bias, of_mask = map(any, zip(*rows, strict=True))
+    facts = problem, operands, options, more["backend"], of_bias, of_mask, problem.accum_dtype
     return Call(comm, q_layout, k_layout, *facts)
+
+
+def same(comm: Communicator, facts: Mapping[str, str]) -> None:
+    """Raise ValueError on all ranks if they differ in some fact."""
+    found = comm.gather(dict(facts))
+    for rank, others in enumerate(found):
+        for name, first in found[0].items():
+            if others[name] != first:
+                raise ValueError(
+                    f"{name} is {others[name]} on rank {rank}, and {first} on rank 0; all ranks "
+                    "give the same"
+                )
 
 
 def _on_all(comm: Communicator, make: Callable[[], Any]) -> list[Any]:
@@ -237,13 +256,12 @@ def _facts(
     options: Mapping[str, Any],
     q_layout: Layout,
     k_layout: Layout,
-    backend: str,
 ) -> dict[str, str]:
     """Write down in what all ranks agree."""
     facts = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in _OWN}
     for name in ("score_mod", "mask_mod"):
         facts[name] = None if facts[name] is None else facts[name].digest.hex()
-    facts |= {"layout": q_layout, "layout_k": k_layout, "backend": backend}
+    facts |= {"layout": q_layout, "layout_k": k_layout}
     arrays = {n: getattr(x, n) for n in ("kv_lengths", "q_offset", "alibi_slopes", "sinks")}
     arrays |= {f"aux[{n}]": array for n, array in enumerate(options.get("aux") or ())}
     facts |= {name: None if a is None else _digest(a) for name, a in arrays.items()}

@@ -5,11 +5,13 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.distributed import ring
-from tileattn.distributed.call import Call, agreed
+from tileattn.distributed import heads, ring
+from tileattn.distributed.call import Call, agreed, same
 from tileattn.distributed.comm import communicator
 from tileattn.problem import Options, check_array, four_axes
 from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
+
+_SCHEDULES: dict[str, Any] = {"ring": ring, "heads": heads}
 
 TIMEOUT = 600.0
 """Seconds that a rank waits for another."""
@@ -23,6 +25,7 @@ def forward(
     *,
     layout: Any = None,
     layout_k: Any = None,
+    schedule: str = "ring",
     backend: str = "auto",
     timeout: float = TIMEOUT,
     **options: Unpack[Options],
@@ -43,8 +46,11 @@ def forward(
         causal mask gives all ranks equal work.
     layout_k : Layout, str or None
         That of the keys; None is ``layout``.
+    schedule : str
+        ``"ring"``: keys and values travel from rank to rank; ``"heads"``: ranks exchange tokens for
+        heads, whose number in k they must divide.
     backend : str
-        As for ``tileattn.forward``; it computes the blocks.
+        As for ``tileattn.forward``; it computes the blocks, or heads.
     timeout : float
         Seconds after which a rank that waits for another raises TimeoutError.
     **options
@@ -71,14 +77,15 @@ def forward(
 
     Notes
     -----
-    Keys and values travel from rank to rank (ring attention), as far as the last rank that attends
-    to them, while each rank computes with those that it has. Results over the keys of the ranks are
-    joined as ``tileattn.merge`` does. Of 16-bit arrays partial results are kept in float32, and
-    rounded once. Of the same ranks and layouts results have the same bits on every run.
+    In a ring keys and values travel as far as the last rank that attends to them, while each rank
+    computes with those that it has. Results over the keys of the ranks are joined as
+    ``tileattn.merge`` does. Of 16-bit arrays partial results are kept in float32, and rounded once.
+    Of the same ranks and layouts results have the same bits on every run.
 
     References
     ----------
-    Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, arXiv:2310.01889.
+    Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, arXiv:2310.01889;
+    Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
 
     Examples
     --------
@@ -90,8 +97,10 @@ def forward(
         layout = dist.Layout.zigzag(len(tokens), MPI.COMM_WORLD.size)
         out, lse = dist.forward(q, k, v, MPI.COMM_WORLD, layout=layout, causal=True)
     """
-    call = agreed(q, k, v, communicator(comm, timeout), layout, layout_k, backend, options)
-    return _of_rank(ring.forward(call), q.ndim)
+    link, facts = communicator(comm, timeout), {"backend": backend, "schedule": schedule}
+    call = agreed(q, k, v, link, layout, layout_k, options, **facts)
+    _check_schedule(call, schedule)
+    return _of_rank(_SCHEDULES[schedule].forward(call), q.ndim)
 
 
 def backward(
@@ -107,6 +116,7 @@ def backward(
     wrt: Sequence[str] | None = None,
     layout: Any = None,
     layout_k: Any = None,
+    schedule: str = "ring",
     backend: str = "auto",
     timeout: float = TIMEOUT,
     **options: Unpack[Options],
@@ -128,6 +138,8 @@ def backward(
     wrt : sequence of str or None
         As for ``tileattn.backward``.
     layout, layout_k : Layout, str or None
+        As for ``forward``.
+    schedule : str
         As for ``forward``.
     backend : str
         As for ``forward``.
@@ -171,11 +183,14 @@ def backward(
         names = wanted(wrt, options)
         return names if names is not None else _all(options)
 
-    call = agreed(q, k, v, link, layout, layout_k, backend, options)
+    facts = {"backend": backend, "schedule": schedule}
+    call = agreed(q, k, v, link, layout, layout_k, options, **facts)
+    _check_schedule(call, schedule)
     names = call.checked(check)
+    same(link, {"wrt": str(sorted(names)), "dlse": "given" if dlse is not None else "None"})
     saved = Attention(four_axes(out), _rows(call, lse))
     dlse = None if dlse is None else _rows(call, dlse)
-    grads = ring.backward(call, four_axes(dout), saved, dlse, names)
+    grads: Gradients = _SCHEDULES[schedule].backward(call, four_axes(dout), saved, dlse, names)
     of_rank = {
         name: None if x is None else x.reshape(like.shape)
         for name, x, like in zip(("dq", "dk", "dv"), grads[:3], (q, k, v), strict=True)
@@ -212,6 +227,16 @@ def vjp(
         return backward(dout, q, k, v, *attention, comm, dlse=dlse, wrt=wrt, **options)
 
     return attention, pullback
+
+
+def _check_schedule(call: Call, schedule: str) -> None:
+    """Raise if there is no such schedule, or it does not go with the call; so do all ranks."""
+    if schedule not in _SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}; {' and '.join(map(repr, _SCHEDULES))} are "
+                         "accepted")  # fmt: skip
+    reason = heads.why_not(call.problem, call.comm.size) if schedule == "heads" else None
+    if reason is not None:
+        raise ValueError(f"schedule is 'heads': {reason}")
 
 
 def _all(options: Options) -> frozenset[str]:
