@@ -12,6 +12,7 @@ import tileattn
 from tests.arrays import Array, normal
 from tests.conftest import Runner
 from tests.contract.test_backends import check
+from tests.contract.test_paged import able as has_pages
 from tests.contract.test_paged import cache
 from tileattn import reference
 from tileattn.reference import visibility
@@ -111,6 +112,7 @@ def test_any_booleans_are_the_dense_mask_of_their_meaning(runner: Runner, data: 
 @pytest.mark.parametrize("page", [1, 16, 256])
 def test_trees_over_pages(runner: Runner, page: int, Nq: int) -> None:
     able(runner)
+    has_pages(runner)
     rng = np.random.default_rng(page)
     made = cache(LENGTHS, page, np.float32, rng)
     q = rng.normal(size=(B, HQ, Nq, D)).astype(np.float32)
