@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from tileattn.expressions.nodes import Node
+from tileattn.expressions.nodes import Node, depends_on, ordered
 
 Array = NDArray[Any]
 
@@ -62,3 +62,9 @@ def of_distance(nodes: Sequence[Node]) -> set[Node]:
             elif node.op != "input" or node.value in ("b", "h"):
                 fixed.add(node)
     return found
+
+
+def by_distance(outputs: Sequence[Node]) -> bool:
+    """Whether expressions depend on a pair by its distance alone, and on no score."""
+    found = of_distance(ordered(outputs))
+    return all(x in found or not any(depends_on(x, name) for name in "sij") for x in outputs)

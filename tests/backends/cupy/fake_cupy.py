@@ -14,7 +14,7 @@ import pytest
 import tileattn
 from tileattn.backends.cupy import backend, describe, execute, explain, tensor_maps
 from tileattn.call_cache import CALLS
-from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
+from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.params import PARAMS
@@ -156,7 +156,7 @@ class Machine:
             behind = (ctypes.c_int64 * self.behind).from_address(cells.address + PARAMS.itemsize)
             self.tails.append(list(behind))
             for pointer in maps:
-                names = ("q", "k", "v", "dout")[: 4 if key.kernel in HOPPER_BACKWARDS else 3]
+                names = ("q", "k", "v", "dout")[: 3 if key.kernel == HOPPER else 4]
                 numbers = (ctypes.c_uint64 * (16 * len(names))).from_address(pointer.address)
                 made = tuple(self.encoded[n] for n in numbers[::16])
                 assert [x.address for x in made] == [params[name] for name in names]

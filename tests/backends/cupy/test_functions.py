@@ -111,7 +111,7 @@ def test_gradients_of_arrays(gpu: Machine) -> None:
     assert grads is not None
     assert (grads[0].shape, grads[0].dtype, grads[1]) == (floats.shape, floats.dtype, None)
     last = [key.kernel for key, *_ in gpu.launches[-2:]]
-    assert last == ["backward_daux", "backward_daux_sum"]
+    assert last == ["backward_daux_sm90", "backward_daux_sum"]
     far = BOTH | {"aux": (gpu.array((99, 99), np.float32), number), "score_mod": gathers}
     with pytest.raises(UnsupportedError, match=r"gradient of aux\[0\]: .* wrt=\('q', 'k', 'v'\)"):
         backward(gpu, **far)

@@ -62,6 +62,7 @@ inline u32 __ballot_sync(u32, bool x) { return x; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 template <class T> T __shfl_xor_sync(u32, T x, int) { return x; }
 inline void __syncthreads() {}
+inline void sync_threads() {}
 struct float16;
 struct bfloat16;
 """
@@ -104,18 +105,39 @@ extern "C" void launch(const Params* p, int grid) {{
 _ELEMENT_SUMS = """\
 #include "element_sums.cuh"
 
+// Visit pairs of a tile; where their distance decides, sums of its diagonals.
+template <class Visit>
+void visit_tile(const Params* p, const Accum* ds, int q0, int k0, Visit visit) {
+    const int q1 = min(q0 + BLOCK_Q, int(p->Nq)), k1 = min(k0 + BLOCK_K, int(p->Nk));
+    auto diagonal = [&](int i, int j) {
+        Accum total = 0;
+        for (int n = 0; i + n < q1 && j + n < k1; ++n) total += ds[(i + n) * p->Nk + j + n];
+        visit(total, i, j);
+    };
+    if (!LearnedElement::OF_DISTANCE) {
+        for (int i = q0; i < q1; ++i)
+            for (int j = k0; j < k1; ++j) visit(ds[i * p->Nk + j], i, j);
+        return;
+    }
+    for (int i = q1 - 1; i > q0; --i) diagonal(i, k0);
+    for (int j = k0; j < k1; ++j) diagonal(q0, j);
+}
+
 extern "C" void add_up(const Params* p, const Accum* ds) {
     static Accum memory[WINDOW];
     const i64 shares = LearnedElement::sums(*p).sizes[0];
     for (i64 bh = 0; bh < p->B * p->Hq; ++bh)
         for (int q0 = 0; q0 < p->Nq; q0 += BLOCK_Q) {
             ElementSums<WINDOW> sums(*p, int((bh + q0 / BLOCK_Q) % shares), memory);
-            for (int k0 = 0; k0 < p->Nk; k0 += BLOCK_K)
-                sums.add_tile(bh / p->Hq, bh % p->Hq, q0, k0, [&](auto visit) {
-                    for (int i = q0; i < q0 + BLOCK_Q && i < p->Nq; ++i)
-                        for (int j = k0; j < k0 + BLOCK_K && j < p->Nk; ++j)
-                            visit(ds[(bh * p->Nq + i) * p->Nk + j], i, j);
-                });
+            for (int k0 = 0; k0 < p->Nk; k0 += BLOCK_K) {
+                const i64 b = bh / p->Hq, h = bh % p->Hq;
+                const Accum* const own = ds + bh * p->Nq * p->Nk;
+                auto pairs = [&](auto visit) { visit_tile(p, own, q0, k0, visit); };
+                if (sums.begin_tile(b, h, q0, k0))
+                    sums.add_to_one(pairs);
+                else
+                    sums.add_to_each(b, h, pairs);
+            }
             sums.finish();
         }
 }

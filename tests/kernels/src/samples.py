@@ -9,7 +9,7 @@ from tileattn.dtypes import DTYPES, NAMED
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.kernels.config.context import LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DQ_CONVERT
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DQ_CONVERT, HOPPER_DS
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tile_lists import KERNELS as TILE_LISTS
 from tileattn.kernels.config.tiles import candidates
@@ -40,7 +40,8 @@ _SETS = (
 )
 
 _HOPPERS = (HOPPER, *HOPPER_BACKWARDS)
-_OF_HOPPER = (*_HOPPERS, HOPPER_DQ_CONVERT)
+_OF_HOPPER = (*_HOPPERS, HOPPER_DQ_CONVERT, *HOPPER_DS)
+_OF_AUX = (*TILE_LISTS, "backward_daux", "backward_daux_sm90", "backward_daux_sum")
 
 # For the Hopper kernels: the head dimensions that calls without options leave out, and options.
 _HOPPER_CASES = (
@@ -52,6 +53,8 @@ _HOPPER_CASES = (
     ("bfloat16", 128, {"block_mask", "softcap"}),
     ("float16", 64, {"mask"}),
     ("bfloat16", 256, {"mask", "alibi_slopes"}),
+    ("float16", 128, {"bias", "dropout_p"}),
+    ("bfloat16", 64, {"bias", "mask", "softcap"}),
 )
 
 
@@ -82,7 +85,12 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
     for name, dim, options in _HOPPER_CASES:
         for window in WINDOWS:
             problem = replace(problem_of(name, dim, options), window=window)
-            keys = _keys(problem, context_of(arch))
+            context = context_of(arch)
+            if "bias" in options:
+                context = context._replace(
+                    bias="float32", bias_shape=(1, 1, 1, 2), bias_alignment_bytes=16, dbias=True
+                )
+            keys = _keys(problem, context)
             own = (key for key in keys if key.kernel in _OF_HOPPER or key.head_flags)
             found |= dict.fromkeys(own)
     found |= dict.fromkeys(_function_keys(arch, DTYPES[combination % len(DTYPES)].name))
@@ -99,14 +107,14 @@ def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
     aux = ids, table
     score = score_expression(lambda s, _b, h, i, j, _ids, t: s + t[h, i - j + 4], aux)
     mask = mask_expression(lambda b, _h, i, j, ids, _t: ids[b, i] == ids[b, j], aux)
-    for name in (dtype, "bfloat16"):
+    for name in (dtype, "bfloat16", "float32"):
         plain = problem_of(name, 64, {"score_mod", "mask_mod"})
         problem = replace(plain, score_mod=score, mask_mod=mask)
         arrays = {f"aux[{n}]": contiguous(x.shape, x.dtype.name) for n, x in enumerate(aux)}
         layout = contiguous_inputs(problem).with_arrays(**arrays)
         for plan in plans_of(problem, layout, device_of_arch(arch)):
             for launch in plan.launches:
-                if launch.key.kernel in (*TILE_LISTS, "backward_daux", "backward_daux_sum"):
+                if launch.key.kernel in _OF_AUX:
                     yield launch.key
 
 

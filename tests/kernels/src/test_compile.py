@@ -14,6 +14,7 @@ from tileattn.kernels.config.hopper import (
     HOPPER_BACKWARD,
     HOPPER_BACKWARDS,
     HOPPER_DQ_CONVERT,
+    HOPPER_DS,
     HOPPER_WIDE,
 )
 from tileattn.kernels.config.key import KernelKey
@@ -77,6 +78,7 @@ def test_every_source(arch: str) -> None:
         HOPPER,
         *HOPPER_BACKWARDS,
         HOPPER_DQ_CONVERT,
+        *HOPPER_DS,
         *LISTS["forward"],
         *LISTS["backward"],
     }

@@ -14,6 +14,7 @@ from tileattn.kernels.config.context import (
     padded_rows,
     rows_of_block,
 )
+from tileattn.kernels.config.ds_tiles import daux_launches, dbias_launch
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket
 from tileattn.problem import Problem
@@ -68,8 +69,8 @@ def backward_launches(
         before.append(generic.large_scores_launch(P, context))
     after = []
     if context.dbias and queries * P.Nk and not any(launch.key.write_dbias for launch in own):
-        after.append(generic.dbias_launch(P, context))
-    after += generic.daux_launches(P, context)
+        after.append(dbias_launch(P, context))
+    after += daux_launches(P, context)
     if sinks and P.Hq:
         key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS)
         after.append(KernelLaunch(key, P.Hq))

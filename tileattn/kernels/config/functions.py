@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tileattn.expressions.derivative import derivatives
+from tileattn.expressions.diagonals import by_distance
 from tileattn.expressions.intervals import all_bounds
 from tileattn.expressions.nodes import INDICES, Kind, Node, constant, ordered
 
@@ -72,6 +73,7 @@ _INTERVAL = "Interval<{}>"
 _LEARNED = """\
     static constexpr int AXES = {axes};
     static constexpr bool OWN_B = {b}, OWN_H = {h}, OWN_I = {i};  // whether it is indexed by them
+    static constexpr bool OF_DISTANCE = {of_distance};  // i and j count by their difference alone
     using Value = {dtype};
     __device__ static const LearnedSums& sums(const AuxArrays& aux) {{ return aux.sums{number}; }}
     __device__ static void* gradient(const AuxArrays& aux) {{
@@ -127,7 +129,10 @@ def _learned_structs(learned: Learned, aux: Aux, dtype: np.dtype[Any]) -> list[s
     indices, number = learned.element.inputs, int(learned.element.value or 0)
     ends = [f"index[{n}] = {{{n}}};" for n in range(len(indices))]
     own = {name: str(name in learned.own).lower() for name in "bhi"}
-    more = _LEARNED.format(axes=len(indices), number=number, dtype=aux[number][0], **own)
+    distance = str(by_distance(indices)).lower()
+    more = _LEARNED.format(
+        axes=len(indices), number=number, dtype=aux[number][0], of_distance=distance, **own
+    )
     pair, ranges = (_Printer(indices, "Accum", aux, dtype, number) for number in ("{}", _INTERVAL))
     method = "void place({0} i, {0} j, {1}* index)"
     return [

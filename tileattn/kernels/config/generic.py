@@ -20,7 +20,6 @@ from tileattn.kernels.config.context import (
 )
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.shared_memory import (
-    DAUX_WINDOW_BYTES,
     RESERVED,
     generic_bytes,
     generic_static_bytes,
@@ -37,7 +36,6 @@ NAIVE = {
     "backward_large_scores": "naive_large_scores",
 }
 
-_DAUX_WINDOW_LEAST = 16 * 1024  # bytes that tiles leave to sums
 _REPAIRS = (
     "for heads with large scores or with something not finite; mostly there are none, and it "
     "returns at once"
@@ -109,35 +107,6 @@ def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunc
     key, shared_bytes, _ = configure("backward_large_scores", P, context)
     grid = P.B * P.Hq * -(-P.Nq // key.block_q)
     return repairing(KernelLaunch(replace(key, dropout=False), grid, shared_bytes), context, LARGE)
-
-
-def dbias_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
-    """Launch the kernel that sums dbias over the axes along which the bias is broadcast."""
-    P, (key, shared_bytes, why) = problem, configure("backward_dbias", problem, context)
-    b, h, rows, columns = context.bias_shape
-    if key.kernel != "backward_dbias":
-        return KernelLaunch(key, row_grid(b * h * rows * columns), shared_bytes, why)
-    tiles = 1 if rows == 1 else -(-P.Nq // key.block_q)
-    tiles *= 1 if columns == 1 else -(-P.Nk // key.block_k)
-    return KernelLaunch(key, b * h * tiles, shared_bytes, why)
-
-
-def daux_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-    """Launch what sums the gradients of elements that a ``score_mod`` reads, then the copies."""
-    sums, totals = [], dict[int, KernelLaunch]()
-    for x in context.learned:
-        limit = context.shared_limit - _DAUX_WINDOW_LEAST
-        own = context._replace(functions=x.functions, shared_limit=limit)
-        key, shared_bytes, why = configure("backward_daux", problem, own)
-        threads, number = key.threads, problem.accum_dtype.itemsize
-        room = min(DAUX_WINDOW_BYTES, context.shared_limit - shared_bytes)
-        shared_bytes += room // (threads * number) * threads * number
-        grid = x.heads * x.copies * (-(-problem.Nq // key.block_q) if x.own_rows else 1)
-        sums.append(KernelLaunch(replace(key, smem_bytes=shared_bytes), grid, shared_bytes, why))
-        total = KernelKey("backward_daux_sum", key.dtype, warps_m=ROW_WARPS, functions=x.functions)
-        grid = -(-x.elements // total.threads)
-        totals[x.array] = KernelLaunch(total, grid, why="one thread for each element")
-    return *sums, *totals.values()
 
 
 def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:

@@ -21,6 +21,7 @@ from tileattn.kernels.config.shared_memory import (
     HOPPER_LIMIT,
     HOPPER_STATIC,
     hopper_backward_bytes,
+    hopper_ds_bytes,
     hopper_forward_bytes,
 )
 from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
@@ -31,6 +32,7 @@ HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
 HOPPER_DQ_CONVERT = "backward_dq_convert_sm90"
 HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_WIDE)
+HOPPER_DS = ("backward_dbias_sm90", "backward_daux_sm90")  # which sum dS over pairs
 
 # Head-dimension buckets of the backward kernels: the wide one where either dimension needs it.
 _BACKWARD_BUCKETS = {HOPPER_BACKWARD: (64, 128), HOPPER_WIDE: (128, 192, 256)}
@@ -139,7 +141,7 @@ def backward(
     kernel = next(
         name for name in HOPPER_BACKWARDS if max(P.D, P.Dv) <= _BACKWARD_BUCKETS[name][-1]
     )
-    dim, value = (next(n for n in _BACKWARD_BUCKETS[kernel] if x <= n) for x in (P.D, P.Dv))
+    dim, value = (_bucket(kernel, x) for x in (P.D, P.Dv))
     plain = P.enabled_options.isdisjoint(_SCORE_MODS | {"mask"}) and not P.dropout_p
     tile, shared = next(
         (tile, shared)
@@ -159,9 +161,32 @@ def backward(
     # Nor is there room for a bias in it.
     safe = () if key.softcap or key.score_mod or key.bias else (_nan_safe(own),)
     left = LARGE | FAILED | (0 if safe else NON_FINITE)
+    context = context._replace(dbias=False)  # a kernel of its own computes it for all heads
     others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
     repairs = (generic.repairing(launch, context, left) for launch in others)
     return own, *safe, _dq_convert(P, key), *repairs
+
+
+def _bucket(kernel: str, dim: int) -> int:
+    return next(n for n in _BACKWARD_BUCKETS[kernel] if dim <= n)
+
+
+def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLaunch | None:
+    """Launch the counterpart of a generic kernel that sums dS, where there is one; without grid."""
+    P = problem
+    if max(P.D, P.Dv) > _NARROW_DIM or why_not(P, context, "backward") is not None:
+        return None
+    kernel += "_sm90"
+    dim, value = (
+        next(n for n in _BACKWARD_BUCKETS[HOPPER_BACKWARD] if x <= n) for x in (P.D, P.Dv)
+    )
+    for tile in candidates(kernel, P.dtype.itemsize, max(dim, value)):
+        shared = hopper_ds_bytes(tile, dim, value, _bias_size(context))
+        if shared <= min(HOPPER_LIMIT - HOPPER_STATIC, context.shared_limit):
+            key = _key(kernel, P, context, dim, value, tile, shared)
+            maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
+            return KernelLaunch(key, 0, shared, f"{_SUPPORTED}, {tile.why}", maps)
+    return None
 
 
 def _bias_size(context: LaunchContext) -> int:

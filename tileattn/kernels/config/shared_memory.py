@@ -88,6 +88,17 @@ def hopper_backward_bytes(
     return kv + buffers + 2 * _swizzled(rows, keys) + dq + (rows * keys * 4 if wide else 0) + bias
 
 
+def hopper_ds_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
+    """Count the dynamic shared memory of the Hopper kernels that sum dS.
+
+    They have a tile of each operand and of the bias; and for each warp, a sum of every key.
+    """
+    rows, keys = tile.block_q, tile.block_k
+    tiles = _swizzled(rows, dim) + _swizzled(keys, dim)
+    tiles += _swizzled(rows, value) + _swizzled(keys, value)
+    return tiles + tile.warps_m * (_tiled(16, keys, bias_size) + 4 * keys)
+
+
 def _tiled(rows: int, columns: int, size: int) -> int:
     """Bytes of a tile whose rows have 64, or whole times 128; none where elements have none."""
     used = columns * size

@@ -46,9 +46,13 @@ _SMALL_KEYS = (
     TileSize(16, 32, 2),
     TileSize(16, 16, 1),
 )
+_HOPPER = (
+    *("forward_sm90", "backward_sm90", "backward_wide_sm90"),
+    *("backward_dbias_sm90", "backward_daux_sm90"),
+)
 _SMALLER = {
     "backward_dkdv": _SMALL_KEYS,
-    **dict.fromkeys(("forward_sm90", "backward_sm90", "backward_wide_sm90"), ()),
+    **dict.fromkeys(_HOPPER, ()),
 }
 """What is tried after the rows of the table, where it is not `_SMALL`."""
 
@@ -126,6 +130,9 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         128: (TileSize(64, 128, 2, 2, 2, 2, tuned=True, spills=True), TileSize(64, 64, 4, 1, 2)),
         256: (TileSize(128, 64, 4, 2, 2, tuned=True), TileSize(64, 64, 4, 1, 2)),
     },
+    # The same on Hopper: a warpgroup for each 64 queries.
+    ("backward_dbias_sm90", 2): {128: (TileSize(128, 128, 8),)},
+    ("backward_daux_sm90", 2): {128: (TileSize(128, 128, 8),)},
     ("backward_daux", 2): {
         128: (TileSize(64, 64, 4),),
         256: (TileSize(64, 64, 4), TileSize(64, 32, 4)),

@@ -18,9 +18,9 @@ from tileattn.problem import Problem
 
 MOST_OF_TILE = 1 << 12  # elements that the pairs of a tile may reach
 _TILE = 64  # queries and keys of a tile, for that
+_ROWS = 128  # queries of a tile of the kernels that sum, at most
 _LOOKED_AT = 64  # tiles along each axis
 _COPIES_BYTES = 1 << 28  # of the sums of an array, where there is more than one copy
-_BLOCKS_PER_SM = 2
 
 
 class LearnedArray(NamedTuple):
@@ -66,11 +66,10 @@ def learned_arrays(P: Problem, layout: CallLayout, sm_count: int) -> tuple[Learn
         shape = shapes[n]
         axes = own_axes(node, shape, P)
         own = "".join(name for name in "bhi" if name in axes)
-        counts = {"b": P.B, "h": P.Hq, "i": -(-P.Nq // _TILE)}
+        counts = {"b": P.B, "h": P.Hq, "i": -(-P.Nq // _ROWS)}
         keys = math.prod(counts[name] for name in own)
-        wanted = -(-_BLOCKS_PER_SM * sm_count // keys)
         room = _COPIES_BYTES // (8 * max(1, math.prod(shape)))
-        copies = max(1, min(wanted, room, math.prod(counts.values()) // keys))
+        copies = max(1, min(sm_count // keys, room, math.prod(counts.values()) // keys))
         heads = math.prod(counts[name] for name in own if name != "i")
         found.append(LearnedArray(Learned(node, own, arrays), heads, copies, n, shape))
     # Places that read the same array add to the same copies.

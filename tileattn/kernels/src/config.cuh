@@ -82,6 +82,14 @@ __device__ constexpr int barrier_id(NamedBarrier barrier, int offset = 0) {
 }
 constexpr int CONSUMER_BARRIER = barrier_id(NamedBarrier::CONSUMERS);
 
+// Wait for all threads of the CTA but a producer's.
+__device__ inline void sync_threads() {
+    if constexpr (PRODUCER_WARPS == 0)
+        __syncthreads();
+    else
+        asm volatile("barrier.cta.sync %0, %1;" ::"n"(CONSUMER_BARRIER), "n"(THREADS) : "memory");
+}
+
 static_assert(HEAD_DIM % 16 == 0 && VALUE_DIM % 16 == 0, "a k-step of mma is 16 deep");
 static_assert(BLOCK_Q % 16 == 0 && BLOCK_K % 16 == 0,
               "rows of an mma atom, and dropout in 16 x 16");

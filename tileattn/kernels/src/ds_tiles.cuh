@@ -3,11 +3,8 @@
 // comes from that score alone.
 #pragma once
 
+#include "ds_steps.cuh"
 #include "gradient.cuh"
-
-constexpr int MT = BLOCK_Q / (16 * WARPS_M);
-constexpr int NT = BLOCK_K / (8 * WARPS_N);
-static_assert(NT % 2 == 0, "atoms are loaded in pairs");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
@@ -20,59 +17,7 @@ constexpr int TILE_BYTES = STAGES > 1                  ? SCORE_BYTES + VALUE_BYT
                                                        : VALUE_BYTES;
 
 constexpr int BIAS_AT = TILE_BYTES + 2 * BLOCK_Q * int(sizeof(Accum));
-
-// First row and column of this warp's scores.
-__device__ inline int first_row() { return threadIdx.x / WARP / WARPS_N * MT * 16; }
-__device__ inline int first_column() { return threadIdx.x / WARP % WARPS_N * NT * 8; }
-
-// What a CTA covers of one axis: all of it, or one of its entries.
-struct Axis {
-    int begin, end, at;
-
-    __device__ Axis(bool all, i64 own, i64 size)
-        : begin(all ? 0 : int(own)), end(all ? int(size) : begin + 1), at(begin) {}
-
-    // Advance, or start over behind the last; whether it advanced.
-    __device__ bool next() {
-        if (++at < end) return true;
-        at = begin;
-        return false;
-    }
-};
-
-// The score tiles that a CTA sums over, keys fastest: of every so many rows of tiles, from one of the
-// first on. All threads call.
-struct Steps {
-    const Params& p;
-    Axis b, h, q, k;
-    int shares, key_head, length, kind;
-    bool done;
-
-    __device__ Steps(const Params& p, Axis b, Axis h, Axis q, Axis k, int share = 0, int shares = 1)
-        : p(p), b(b), h(h), q(q), k(k), shares(shares), done(!skip(share)) {
-        --this->k.at;
-        if (!done) next();
-    }
-    // Go on by some rows of tiles; whether there is one.
-    __device__ bool skip(int rows) {
-        for (; rows; --rows)
-            if (!(q.next() || h.next() || b.next())) return false;
-        return true;
-    }
-    __device__ int q0() const { return q.at * BLOCK_Q; }
-    __device__ int k0() const { return k.at * BLOCK_K; }
-
-    __device__ void next() {
-        do {
-            done = !(k.next() || skip(shares));
-            if (done) return;
-            const AttentionMask attn_mask(p, b.at, h.at);
-            kind = attn_mask.kind(q0(), q0() + BLOCK_Q, k0(), k0() + BLOCK_K);
-            length = attn_mask.window.length;
-        } while (kind == EMPTY);
-        key_head = h.at / int(p.group);
-    }
-};
+constexpr int DS_BYTES = BIAS_AT + WarpBias<false, MT, NT>::BYTES;  // of dynamic shared memory
 
 // Call sum(ds, b, h) for the dS of each step. All threads call both; it is 0 past the last query.
 template <class Sum>

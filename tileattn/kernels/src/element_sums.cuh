@@ -69,6 +69,7 @@ struct ElementSums {
     Accum* const window;  // of one number those of all threads are neighbours
     ElementBox box;
     i64 rows = -1;  // number of the row of tiles that was added to
+    int only;       // number of the element that the first pair of the tile reads
 
     __device__ ElementSums(const Params& p, int share, void* memory)
         : p(p),
@@ -78,9 +79,8 @@ struct ElementSums {
         for (int n = 0; n < WINDOW; ++n) window[n * THREADS + threadIdx.x] = 0;
     }
 
-    // Add dS of a tile: for_each(visit) calls visit(x, i, j) for each pair of this thread.
-    template <class ForEach>
-    __device__ void add_tile(i64 b, i64 h, int q0, int k0, ForEach for_each) {
+    // Go to a tile; whether all its pairs read one element.
+    __device__ bool begin_tile(i64 b, i64 h, int q0, int k0) {
         const int Nq = int(p.Nq), Nk = int(p.Nk);
         const i64 row = (b * p.Hq + h) * p.Nq + q0;
         if (row != rows) finish();  // sums in float32 stay short
@@ -90,23 +90,32 @@ struct ElementSums {
         Interval<double> ranges[ElementBox::AXES];
         LearnedRange(p, b, h).place(queries, keys, ranges);
         const ElementBox next(ranges, all.sizes);
-        move(next);
+        // A box of one window is kept while tiles lie in it.
+        if (box.volume > WINDOW || !box.contains(next)) finish(), box = next;
         i64 index[ElementBox::AXES];
-        if (next.volume == 1) {  // of all pairs
-            Accum total = 0;
-            for_each([&](Accum x, int, int) { total += x; });
 #pragma unroll
-            for (int axis = 0; axis < ElementBox::AXES; ++axis) index[axis] = next.begin[axis];
-            add(box.number(index, all.sizes), total);
-            return;
-        }
+        for (int axis = 0; axis < ElementBox::AXES; ++axis) index[axis] = next.begin[axis];
+        only = box.number(index, all.sizes);
+        return next.volume == 1;
+    }
+
+    // Add dS of the tile: for_each(visit) calls visit(x, i, j) for each pair of this thread.
+    template <class ForEach>
+    __device__ void add_to_one(ForEach for_each) {
+        Accum total = 0;
+        for_each([&](Accum x, int, int) { total += x; });
+        add(only, total);
+    }
+    template <class ForEach>
+    __device__ void add_to_each(i64 b, i64 h, ForEach for_each) {
         const LearnedElement element(p, b, h);
+        i64 index[ElementBox::AXES];
         for (int first = 0; first < box.volume; first += WINDOW) {
             int last = -1;  // neighbouring pairs often read one element
             Accum run = 0;
             for_each([&](Accum x, int i, int j) {
                 if (x == 0) return;
-                element.place(min(i, Nq - 1), min(j, Nk - 1), index);
+                element.place(min(i, int(p.Nq) - 1), min(j, int(p.Nk) - 1), index);
                 const int n = box.number(index, all.sizes);
                 if (n != last) add(last - first, run), last = n, run = 0;
                 run += x;
@@ -121,16 +130,9 @@ struct ElementSums {
         if (u32(n) < u32(WINDOW)) window[n * THREADS + threadIdx.x] += x;
     }
 
-    // Go to the elements of a tile; a box of one window is kept while tiles lie in it.
-    __device__ void move(const ElementBox& next) {
-        if (box.volume <= WINDOW && box.contains(next)) return;
-        finish();
-        box = next;
-    }
-
     // Add a window to the copy, and clear it.
     __device__ void flush(int first) {
-        __syncthreads();  // all threads have added to the window
+        sync_threads();  // all threads have added to the window
         const int count = min(WINDOW, box.volume - first), lane = threadIdx.x % WARP;
         for (int base = int(threadIdx.x) - lane; base < count; base += THREADS) {
             Accum own = 0;
@@ -149,7 +151,7 @@ struct ElementSums {
                 *reinterpret_cast<double*>(copy + box.offset(first + base + lane, all.strides)) +=
                     double(own);
         }
-        __syncthreads();  // the window is clear
+        sync_threads();  // the window is clear
     }
 
     // Add what is left in the window of a box that has but one.

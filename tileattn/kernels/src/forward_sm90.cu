@@ -36,7 +36,7 @@ struct ReadState {
 
 // A consumer warpgroup: the work tiles of the first pass, or of the NaN-safe ones.
 template <bool NAN_SAFE>
-__device__ inline void consume(const Params& p, const Smem& smem, int warpgroup, ReadState& read) {
+__device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup, ReadState& read) {
     const RowGroup rows(16);
     const int row0 = rows.row0 % WARPGROUP_ROWS;  // of this warp among those of its warpgroup
     const bool leader = threadIdx.x % WARPGROUP == 0;

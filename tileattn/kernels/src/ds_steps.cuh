@@ -1,0 +1,70 @@
+// Layer 3. The score tiles whose dS a CTA sums, in a fixed order, and each warp's share of a tile.
+#pragma once
+
+#include "head.cuh"
+
+constexpr int MT = BLOCK_Q / (16 * WARPS_M);
+constexpr int NT = BLOCK_K / (8 * WARPS_N);
+static_assert(NT % 2 == 0, "atoms are loaded in pairs");
+
+// First row and column of this warp's scores.
+__device__ inline int first_row() { return threadIdx.x / WARP / WARPS_N * MT * 16; }
+__device__ inline int first_column() { return threadIdx.x / WARP % WARPS_N * NT * 8; }
+
+// What a CTA covers of one axis: all of it, or one of its entries.
+struct Axis {
+    int begin, end, at;
+
+    __device__ Axis(bool all, i64 own, i64 size)
+        : begin(all ? 0 : int(own)), end(all ? int(size) : begin + 1), at(begin) {}
+
+    __device__ bool is_one() const { return end - begin == 1; }
+
+    // Advance, or start over behind the last; whether it advanced.
+    __device__ bool next() {
+        if (++at < end) return true;
+        at = begin;
+        return false;
+    }
+};
+
+// The score tiles that a CTA sums over, keys fastest: of every so many rows of tiles, from one of the
+// first on. All threads call.
+struct Steps {
+    const Params& p;
+    Axis b, h, q, k;
+    int shares, key_head, length, kind;
+    bool done;
+
+    __device__ Steps(const Params& p, Axis b, Axis h, Axis q, Axis k, int share = 0, int shares = 1)
+        : p(p), b(b), h(h), q(q), k(k), shares(shares), done(!skip(share)) {
+        --this->k.at;
+        if (!done) next();
+    }
+    // Go on by some rows of tiles; whether there is one.
+    __device__ bool skip(int rows) {
+        for (; rows; --rows)
+            if (!(q.next() || h.next() || b.next())) return false;
+        return true;
+    }
+    __device__ int q0() const { return q.at * BLOCK_Q; }
+    __device__ int k0() const { return k.at * BLOCK_K; }
+    // Number of the first row of the row of tiles, in delta and lse_log2.
+    __device__ i64 row() const { return (i64(b.at) * p.Hq + h.at) * p.rows + q0(); }
+    // Whether all steps have the same tile of the bias.
+    __device__ bool one_bias() const {
+        return q.is_one() && k.is_one() && (b.is_one() || p.bias_B == 1) &&
+               (h.is_one() || p.bias_H == 1);
+    }
+
+    __device__ void next() {
+        do {
+            done = !(k.next() || skip(shares));
+            if (done) return;
+            const AttentionMask attn_mask(p, b.at, h.at);
+            kind = attn_mask.kind(q0(), q0() + BLOCK_Q, k0(), k0() + BLOCK_K);
+            length = attn_mask.window.length;
+        } while (kind == EMPTY);
+        key_head = h.at / int(p.group);
+    }
+};

@@ -1,0 +1,172 @@
+// Layer 3. The same as ds_tiles.cuh on Hopper, with TMA, wgmma and warp specialisation: a producer
+// thread loads what each step needs, and the softmax of a warpgroup overlaps with the GEMMs of the
+// other.
+#pragma once
+
+#include "ds_steps.cuh"
+#include "gemm_sm90.cuh"
+#include "gradient.cuh"
+
+constexpr int WARPGROUP = 4 * WARP;     // threads
+constexpr int CONSUMERS = WARPS_M / 4;  // consumer warpgroups
+constexpr int WARPGROUP_ROWS = 64;      // queries of each
+static_assert(BLOCK_Q == WARPGROUP_ROWS * CONSUMERS && WARPS_N == 1, "64 queries a warpgroup");
+static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
+
+// Registers of a thread: the producer warpgroup gives its own to the consumers.
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+
+using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
+using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
+using DoutTile = SmemTile<BLOCK_Q, VALUE_DIM>;
+using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
+constexpr int BIAS_AT = QueryTile::BYTES + KeyTile::BYTES + DoutTile::BYTES + ValueTile::BYTES;
+constexpr int DS_BYTES = BIAS_AT + WarpBias<false, MT, NT>::BYTES;  // of dynamic shared memory
+
+struct Maps {
+    TensorMap q, k, v, dout;
+};
+
+// Static shared memory.
+struct SharedStorage {
+    u64 keys_full, keys_empty, values_full, values_empty;
+};
+
+struct Smem {
+    char* memory;
+    SharedStorage& storage;
+
+    __device__ QueryTile q() const { return {shared_address(memory)}; }
+    __device__ KeyTile k() const { return {q().address + QueryTile::BYTES}; }
+    __device__ DoutTile dout() const { return {k().address + KeyTile::BYTES}; }
+    __device__ ValueTile v() const { return {dout().address + DoutTile::BYTES}; }
+    __device__ Barrier keys_full() const { return {shared_address(&storage.keys_full)}; }
+    __device__ Barrier keys_empty() const { return {shared_address(&storage.keys_empty)}; }
+    __device__ Barrier values_full() const { return {shared_address(&storage.values_full)}; }
+    __device__ Barrier values_empty() const { return {shared_address(&storage.values_empty)}; }
+
+    // By one thread, before all others.
+    __device__ void init() const {
+        keys_full().init(2), keys_empty().init(CONSUMERS);
+        values_full().init(2), values_empty().init(CONSUMERS);
+        fence_barrier_init();
+    }
+};
+
+// The producer thread.
+struct DsProducer {
+    const Params& p;
+    const Maps& maps;
+    const Smem smem;
+    PipelineState<1> pipe;
+    i64 row = -1;  // of tiles, which q and dO in shared memory belong to
+
+    // Load what the steps need. Of a row of tiles q and dO stay.
+    __device__ void load(Steps step) {
+#pragma unroll 1
+        for (; !step.done; step.next(), pipe.advance()) {
+            const int b = step.b.at, h = step.h.at, q0 = step.q0(), k0 = step.k0();
+            const bool stays = step.row() == row;
+            row = step.row();
+            smem.keys_empty().wait(pipe.phase ^ 1);
+            smem.k().load(maps.k, k0, step.key_head, b, smem.keys_full());
+            if (stays)
+                smem.keys_full().arrive();
+            else
+                smem.q().load(maps.q, q0, h, b, smem.keys_full());
+            smem.values_empty().wait(pipe.phase ^ 1);
+            smem.v().load(maps.v, k0, step.key_head, b, smem.values_full());
+            if (stays)
+                smem.values_full().arrive();
+            else
+                smem.dout().load(maps.dout, q0, h, b, smem.values_full());
+        }
+    }
+};
+
+// A consumer warpgroup.
+struct DsConsumer {
+    const Params& p;
+    const Smem smem;
+    PipelineState<1> pipe;
+
+    // Call sum(ds, b, h) for the dS of each step; it is 0 past the last query.
+    template <class Sum>
+    __device__ __forceinline__ void for_each_ds(Steps step, Sum sum) {
+        const WarpBias<false, MT, NT> bias(smem.memory + BIAS_AT);
+        const int Nq = int(p.Nq), row0 = first_row(), m0 = row0 / WARPGROUP_ROWS * WARPGROUP_ROWS;
+        const bool leader = threadIdx.x % WARPGROUP == 0;
+        const Lane lane;
+        bool has_bias = false;
+        auto load_bias = [&] {
+            if (step.done || (has_bias && step.one_bias())) return;
+            has_bias = true;
+            bias.load(ScoreMod(p, step.b.at, step.h.at), step.q0() + row0, step.k0());
+        };
+
+        load_bias();
+#pragma unroll 1
+        for (; !step.done; pipe.advance()) {
+            const int b = step.b.at, h = step.h.at, q0 = step.q0();
+            const i64 first = step.row() + row0;
+            auto statistic = [&](const void* all, int e) {
+                return static_cast<const Accum*>(all)[first + lane.row(e)];
+            };
+            const Accum lse_log2[2] = {statistic(p.lse_log2, 0), statistic(p.lse_log2, 2)};
+            const Accum delta[2] = {statistic(p.delta, 0), statistic(p.delta, 2)};
+            const AttentionMask attn_mask(p, b, h);
+            TileGradient<false, MT, NT, true> tile(q0 + row0, step.k0());
+            tile.load_mask(attn_mask);
+
+            smem.keys_full().wait(pipe.phase);
+            gemm_async<Element, HEAD_DIM>(tile.p, smem.q(), m0, smem.k());
+            warpgroup_wait<0>(tile.p);
+            // Only GEMMs read q and k, and the warpgroup's is complete.
+            if (leader) smem.keys_empty().arrive();
+            copy_wait<0>();
+            __syncwarp();  // the bias has landed
+            tile.recompute_p(
+                ScoreMod(p, b, h), bias, attn_mask, Dropout(p, b, h), step.kind,
+                head_flags(p, b, step.key_head) & LARGE,
+                [&](int, int, int e) { return statistic(p.row_max, e); },
+                [&](int, int, int e) { return lse_log2[e / 2]; });
+            step.next();
+            load_bias();
+
+            smem.values_full().wait(pipe.phase);
+            gemm_async<Element, VALUE_DIM>(tile.ds, smem.dout(), m0, smem.v());
+            warpgroup_wait<0>(tile.ds);
+            if (leader) smem.values_empty().arrive();  // the same of dO and v
+            tile.compute_ds(Accum(p.dropout_scale), [&](int, int, int e) { return delta[e / 2]; });
+            // Queries past the end may attend to a key that is masked out for all others, and not
+            // finite.
+            if (q0 + BLOCK_Q > Nq)
+                tile.ds.for_each(
+                    [&](Accum& x, int i, int, int, int, int) { x = i < Nq ? x : Accum(0); });
+            sum(tile.ds, b, h);
+        }
+    }
+};
+
+// Call produce(producer) in one thread, and consume(consumer) in the threads that compute.
+template <class Produce, class Consume>
+__device__ __forceinline__ void run_ds(const Params& p, const Maps& maps, char* memory,
+                                       Produce produce, Consume consume) {
+    __shared__ SharedStorage storage;
+    const Smem smem{memory, storage};
+    // Uniform in a warp, as the shuffle tells the compiler.
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+    if (threadIdx.x == 0) smem.init();
+    __syncthreads();
+    if (warpgroup == CONSUMERS) {
+        reg_dealloc<PRODUCER_REGISTERS>();
+        if (threadIdx.x == THREADS) {
+            DsProducer producer{p, maps, smem};
+            produce(producer);
+        }
+    } else {
+        reg_alloc<CONSUMER_REGISTERS>();
+        DsConsumer consumer{p, smem};
+        consume(consumer);
+    }
+}
