@@ -22,6 +22,7 @@ import tileattn
 from benchmarks import report
 from benchmarks.configurations import DTYPES
 from benchmarks.device import AGREEMENT, Gpu, difference
+from benchmarks.implementations import arrays, to_torch
 from benchmarks.report import Row, one_line
 from examples import score_functions as gallery
 
@@ -144,7 +145,12 @@ def compared(name: str, case: Case | None, D: int, device: Gpu) -> Row:
             grads = backward((*NAMES, "aux")) if case.learned else backward()
             learned = [grads.daux[n] for n in case.learned]
             expected = (attention.out, *grads[:3], *learned)
-            calls += _flex(case, (q, k, v, dout), expected, device)
+            flex = flex_calls(case, (q, k, v, dout))
+            found = [x for call in (flex[0], flex[-1]) for x in arrays(call(), xp)]
+            distance = difference(found, list(expected), xp)
+            if not distance <= AGREEMENT["bf16"]:
+                raise RuntimeError(f"FlexAttention's results differ by {distance:.1e}")
+            calls += flex
         except Exception as error:
             failed = one_line(error)
     times = [1e3 * median(x) for x in device.time_each(calls)]
@@ -154,13 +160,13 @@ def compared(name: str, case: Case | None, D: int, device: Gpu) -> Row:
     return row
 
 
-def _flex(case: Case, given: tuple[Any, ...], expected: tuple[Any, ...], device: Gpu) -> list[Any]:
-    """Prepare both passes of FlexAttention; RuntimeError where its results are others."""
+def flex_calls(case: Case, given: tuple[Any, ...]) -> list[Callable[[], Any]]:
+    """Prepare both passes of FlexAttention, and where a score reads floats a third with theirs."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()
-    q, k, v, dout = (torch.from_dlpack(x) for x in given)
+    q, k, v, dout = map(to_torch, given)
     aux = [torch.as_tensor(x, device="cuda") for x in case.aux]
     learned = [aux[n].requires_grad_() for n in case.learned]
     own = case.theirs(torch, *aux)
@@ -174,12 +180,8 @@ def _flex(case: Case, given: tuple[Any, ...], expected: tuple[Any, ...], device:
     def backward(*more: Any) -> Any:
         return torch.autograd.grad(out, [*leaves, *more], dout, retain_graph=True)
 
-    found = [device.xp.from_dlpack(x.detach()) for x in (out, *backward(*learned))]
-    distance = difference(found, list(expected), device.xp)
-    if not distance <= AGREEMENT["bf16"]:
-        raise RuntimeError(f"FlexAttention's results differ by {distance:.1e}")
     forward = partial(compiled, *leaves, **options)
-    return [forward, backward, *([lambda: backward(*learned)] if learned else [])]
+    return [forward, backward, *([partial(backward, *learned)] if learned else [])]
 
 
 def rows(names: list[str], head_dims: list[int], device: Gpu) -> Iterator[Row]:
@@ -205,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
     device = Gpu.required()
     made = rows(arguments.only, arguments.head_dim, device)
     path = arguments.to / "gpu_functions.json"
-    report.written(made, path, device.machine(), arguments.ran)
+    report.written(made, path, device.machine(), arguments.ran, section="functions")
 
 
 if __name__ == "__main__":

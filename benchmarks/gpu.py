@@ -2,15 +2,13 @@
 
     python -m tileattn bench gpu                     the grid: every size, dtype, pass, baseline
     python -m tileattn bench gpu --shapes            GQA, D = 192 with Dv = 128, windows
-    python -m tileattn bench gpu --options           overhead of each option
     python -m tileattn bench gpu --sparse            windows and block masks against full attention
     python -m tileattn bench gpu --host              CPU launch overhead of a warm call
     python -m tileattn bench gpu --ceilings          matmuls and device copies
     python -m tileattn bench gpu --grid --dtype bf16 --head-dim 128 --length 2048,8192
                                  --no-causal --pass forward --baselines flash,cudnn
 
-The files are gpu.json, gpu_shapes.json, gpu_options.json, gpu_sparse.json, gpu_host.json and
-gpu_ceilings.json.
+The files are gpu.json, gpu_shapes.json, gpu_sparse.json, gpu_host.json and gpu_ceilings.json.
 
 All implementations run in one process on the same data. Times are those of CUDA events, the median
 of the repeats; the inputs take turns, so that they come from HBM and not from the L2 cache. FLOPs
@@ -37,7 +35,6 @@ from benchmarks.configurations import (
     Configuration,
     grid_of,
     normal,
-    option_cases,
     shapes_of,
     sparse_cases,
 )
@@ -45,11 +42,10 @@ from benchmarks.device import AGREEMENT, Gpu, difference, measure, prepare
 from benchmarks.implementations import BASELINES, Implementation, Tileattn, find
 from benchmarks.report import Row, one_line
 
-SECTIONS = ("grid", "shapes", "options", "sparse", "host", "ceilings")
+SECTIONS = ("grid", "shapes", "sparse", "host", "ceilings")
 COMPARISONS = ("grid", "shapes")  # sections with baselines
 OURS = ("tileattn", "deterministic")
 RIVALS = ("cudnn", "fa4")  # the baselines whose kernels are made for this GPU
-DENSE = ("bias", "mask")  # options that are arrays of N x N
 
 
 def compare(
@@ -136,7 +132,7 @@ def compared(
 
 
 def cost(make: Callable[[], dict[str, Any]], configuration: Configuration, device: Gpu) -> Row:
-    """Milliseconds of a call with options, and their dense bytes; or why it failed."""
+    """Milliseconds of a call with options, or why it failed."""
     try:
         given = make()
         seconds = median(measure(Tileattn(**given), configuration, device)[0])
@@ -144,28 +140,7 @@ def cost(make: Callable[[], dict[str, Any]], configuration: Configuration, devic
         return {"failed": one_line(error)}
     finally:
         device.release()
-    return {"ms": 1e3 * seconds, "dense_bytes": sum(given[x].nbytes for x in DENSE if x in given)}
-
-
-def options(configurations: Sequence[Configuration], device: Gpu) -> Iterator[Row]:
-    """Overhead of each option over the call without one, in per cent.
-
-    ``bytes_ms`` is the time that the dense array takes at the bandwidth of a copy: read once, and
-    for a bias, whose gradient is as large, written once backward. ``beyond_bytes_percent`` is the
-    cost without it.
-    """
-    rate = device.copy_rate()
-    for one in configurations:
-        plain: float | None = None
-        for name, make in option_cases(one, device.xp).items():
-            row = {**one.row(), "option": name, **cost(make, one, device)}
-            plain = row.get("ms") if name == "plain" else plain
-            if plain is not None and "ms" in row:
-                passes = 2 if one.kind == "backward" and name.startswith("bias") else 1
-                row["bytes_ms"] = 1e3 * passes * row["dense_bytes"] / rate
-                row["overhead_percent"] = 100 * (row["ms"] / plain - 1)
-                row["beyond_bytes_percent"] = 100 * ((row["ms"] - row["bytes_ms"]) / plain - 1)
-            yield row
+    return {"ms": 1e3 * seconds}
 
 
 def sparse(configurations: Sequence[Configuration], device: Gpu) -> Iterator[Row]:
@@ -237,8 +212,6 @@ def sections(
         windowed = arguments.length or few(WINDOW_LENGTHS)
         named = list(shapes_of(first, lengths, windowed, passes, causals))
         yield "shapes", compared(named, [ours, again, *baselines], device)
-    if "options" in asked:
-        yield "options", options(grid(first, (128,), (2048, 8192)), device)
     if "sparse" in asked:
         dense = grid(first, (128,), (2048,) if arguments.quick else (16384,))
         once = dict.fromkeys(replace(one, causal=False) for one in dense)

@@ -55,6 +55,20 @@ def near(b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:  # noqa: ARG001 - a
     return (abs(i - j) < 30) | (table[h, j] > 1)
 
 
+def packed(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
+    """Yield the same for packed sequences: the tokens of all end where the arrays do."""
+    _, Hq, _, Nq, Nk = SIZES
+    ends = {
+        "cu_seqlens_q": np.array([0, 0, 65, 66, Nq]),
+        "cu_seqlens_k": np.array([0, 9, 9, 140, Nk]),
+    }
+    for dtype in DTYPES:
+        yield dtype, 64, 64, ends
+        yield dtype, 128, 128, {**ends, "causal": True, "sinks": rng.standard_normal(Hq)}
+    yield np.float16, 256, 256, ends
+    yield np.float64, 264, 270, ends
+
+
 def calls(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
     """Yield dtype, D, Dv and options: each of them, not every combination."""
     chosen = list(options(rng))
@@ -69,6 +83,7 @@ def calls(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, A
         yield dtype, 264, 270, chosen[3]
     yield np.float16, 192, 128, {"window": (60, 0)}
     yield ml_dtypes.bfloat16, 96, 96, {"softcap": 2.0, "kv_lengths": [0, 90]}
+    yield from packed(rng)
 
 
 def run(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
@@ -77,6 +92,7 @@ def run(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
 
     rng = np.random.default_rng(1)
     B, Hq, Hkv, Nq, Nk = SIZES
+    B = 1 if "cu_seqlens_q" in given else B
     q, k, v, dout = (
         cupy.asarray(rng.standard_normal(shape).astype(dtype))
         for shape in ((B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (B, Hq, Nq, Dv))

@@ -119,5 +119,6 @@ def test_the_script_for_the_sanitizer_reaches_every_option_and_dtype() -> None:
     calls = list(sanitize.calls(np.random.default_rng(0)))
     assert len(calls) >= 25
     used = set().union(*(options for *_, options in calls))
-    assert used == set(DRAW) - {"scale", "origin"} | {"score_mod", "mask_mod", "aux"}
+    others = {"score_mod", "mask_mod", "aux", "cu_seqlens_q", "cu_seqlens_k"}
+    assert used == set(DRAW) - {"scale", "origin"} | others
     assert {np.dtype(dtype) for dtype, *_ in calls} == set(DTYPES)

@@ -41,12 +41,18 @@ class PreparedCall:
     # The same in all calls of the signature; lengths and offsets on a device are None.
     places = Places(None, None, None, None)
 
+    # Whether each call has its own, for some of those of packed sequences are on a device.
+    has_own_places = False
+
     def __init__(self, backend: Any, problem: Problem) -> None:
         self.backend = backend
         self.problem = problem
 
     def operands(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Operands:
         """View the arrays of a call with all four axes."""
+        if self.has_own_places:
+            P = self.problem
+            return operands_of(q, k, v, places_of(options, k, P.B, P.Nq, P.Nk), options)
         lengths, offset, packing, paging, origin = self.places
         if lengths is None:
             lengths = options["kv_lengths"].astype(np.int64, copy=False)
@@ -62,6 +68,8 @@ class PreparedCall:
         """Keep where sequences are, if it is in the signature."""
         lengths, offset = (x if isinstance(x, np.ndarray) else None for x in places[:2])
         self.places = places._replace(kv_lengths=lengths, q_offset=offset)
+        integers = (*places[:2], *places.packing) if places.packing is not None else ()
+        self.has_own_places = any(not isinstance(x, np.ndarray | None) for x in integers)
 
     def at_other_lengths(
         self, q: Any, k: Any, v: Any, options: Mapping[str, Any]

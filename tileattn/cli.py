@@ -40,6 +40,8 @@ BENCHMARKS = {
     "frameworks": "speed of attention inside PyTorch, beside the library's own calls",
     "functions": "speed of functions of scores and masks on the GPU, beside FlexAttention",
     "gpu": "speed of the CuPy backend beside PyTorch, FlashAttention-4 and plain CuPy",
+    "packed": "speed of packed sequences on the GPU, beside FlashAttention-4",
+    "options": "speed of options on the GPU, beside PyTorch and FlashAttention-4",
     "traffic": "operations and bytes: the model, and a GPU's counters",
     "memory": "peak memory against the number of tokens, beside plain attention",
     "nonfinite": "time of calls that meet NaN and infinity, as multiples of clean ones",

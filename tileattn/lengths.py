@@ -29,16 +29,16 @@ class Packing(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, Any, Any]:
-        """How many sequences there are, and the queries and keys of each."""
-        queries, keys = (None if x is None else x[1:] - x[:-1] for x in self)
+        """How many sequences there are, and the queries and keys of each, where the host knows."""
+        queries, keys = (x[1:] - x[:-1] if isinstance(x, np.ndarray) else None for x in self)
         return len(self.cu_seqlens_q) - 1, queries, keys
 
     def longest(self, Nq: int, Nk: int) -> tuple[int, int]:
         """Give the most queries and keys of a sequence; what the host does not know is all."""
         _, queries, keys = self.sizes
-        if isinstance(queries, np.ndarray):
+        if queries is not None:
             Nq = int(queries.max(initial=0))
-        return Nq, int(keys.max(initial=0)) if isinstance(keys, np.ndarray) else Nk
+        return Nq, Nk if keys is None else int(keys.max(initial=0))
 
 
 class Paging(NamedTuple):
@@ -83,8 +83,9 @@ class Places(NamedTuple):
 
     Parameters
     ----------
-    kv_lengths, q_offset : array of int64, shape (entries,)
-        Keys that exist, and position of query 0, for each sequence.
+    kv_lengths, q_offset : array of int64, shape (entries,), or None
+        Keys that exist, and position of query 0, for each sequence. None of packed sequences where
+        the host does not know: all keys, and the last query is aligned with the last key.
     packing : Packing or None
         Where packed sequences start.
     paging : Paging or None
@@ -106,12 +107,19 @@ def places_of(options: Mapping[str, Any], k: Any, B: int, Nq: int, Nk: int) -> P
     Nk = Nk if paged is None else paged.capacity
     packed = packing(options, B, Nq, Nk)
     entries, queries, keys = (B, Nq, Nk) if packed is None else packed.sizes
-    kv_lengths = kv_lengths_of(options.get("kv_lengths"), entries, Nk if keys is None else keys)
+    keys = keys if paged is None else Nk
+    kv_lengths = kv_lengths_of(options.get("kv_lengths"), entries, keys)
     if paged is not None:
         paged.check(kv_lengths)
     q_offset = integers("q_offset", options.get("q_offset"), entries)
-    q_offset = kv_lengths - queries if q_offset is None else q_offset
+    # Lengths of packed sequences on a device are subtracted there.
+    if q_offset is None and (packed is None or _on_host(kv_lengths, queries)):
+        q_offset = kv_lengths - queries
     return Places(kv_lengths, q_offset, packed, paged, origin_of(options.get("origin"), entries))
+
+
+def _on_host(*given: Any) -> bool:
+    return all(isinstance(x, np.ndarray) for x in given)
 
 
 def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
@@ -192,7 +200,7 @@ def offsets_of(name: str, x: Any) -> Any:
 
 
 def kv_lengths_of(x: Any, count: int, keys: Any) -> Any:
-    """Give the length of each sequence, which has so many keys."""
+    """Give the length of each sequence, which has so many keys; None where a device knows."""
     lengths = integers("kv_lengths", x, count)
     if lengths is None:
         return np.full(count, keys, np.int64) if isinstance(keys, int) else keys

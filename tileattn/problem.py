@@ -128,8 +128,8 @@ class Operands(NamedTuple):
     ----------
     q, k, v : array, shapes (B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv)
         The inputs.
-    kv_lengths, q_offset : array of int64, shape (entries,)
-        Keys that exist, and position of query 0, for each sequence.
+    kv_lengths, q_offset : array of int64, shape (entries,), or None
+        Keys that exist, and position of query 0, for each sequence; None as in `Places`.
     bias, mask : array or None, broadcastable to (B, Hq, Nq, Nk), four axes
         Added to the scores; booleans, True = attended.
     block_mask : BlockMask or None

@@ -29,7 +29,10 @@ from tools.sass import Instruction, disassembled, nvdisasm, parsed
 ARCH = "sm_90a"
 DTYPES = ("float16", "bfloat16")
 PAIRS = tuple(product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS))
-OPTIONS: tuple[tuple[str, ...], ...] = ((), ("softcap",), ("alibi_slopes",), ("block_mask",))
+OPTIONS: tuple[tuple[str, ...], ...] = (
+    *((), ("softcap",), ("alibi_slopes",), ("block_mask",)),
+    ("cu_seqlens_q",),
+)
 
 _BY_STORES = "threads write it, for whom an arrival releases what came before, loads included"
 _NO_STAGE = "the count of unfinished work tiles is in no stage: only threads write it"

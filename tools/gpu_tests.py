@@ -9,6 +9,7 @@ all processes take what one has compiled.
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 
 _COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|xpassed)")
 _SLOW = re.compile(r"\s*[\d.]+s (call|setup|teardown) ")
+_LAST_WORDS = 10.0  # seconds that shards which are interrupted have
 NO_TESTS = 5  # pytest's exit status where a shard has none
 
 
@@ -73,14 +75,19 @@ def _time(line: str) -> float:
 
 
 def _ended(shard: "subprocess.Popen[bytes]", deadline: float) -> bool:
-    """Wait for a shard; end it where it takes too long."""
+    """Wait for a shard; where it takes too long, let it say what it has found, and end it."""
     try:
         shard.wait(max(0, deadline - time.time()))
     except subprocess.TimeoutExpired:
+        shard.send_signal(signal.SIGINT)
+    else:
+        return True
+    try:
+        shard.wait(max(0, deadline + _LAST_WORDS - time.time()))
+    except subprocess.TimeoutExpired:
         shard.kill()
         shard.wait()
-        return False
-    return True
+    return False
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from benchmarks import cpu, gpu, roofline
+from benchmarks import cpu, gpu, options, roofline
 from benchmarks.configurations import PASSES
 from benchmarks.report import RESULTS, Row, load
 from tools import pages
@@ -61,9 +62,14 @@ FRAMEWORK_SECTIONS = {
 
 # Fields whose column has another heading than their name, or a format.
 HEADINGS = {
-    "bytes_ms": "its bytes alone, ms",
-    "overhead_percent": "overhead, %",
-    "beyond_bytes_percent": "overhead beyond its bytes, %",
+    "times_plain": "times the plain call",
+    "peers": "speedup over the fastest of these",
+    "batch": "speed over that of a batch",
+    "fa4, ms": "FlashAttention-4, ms",
+    "fa4": "speedup over FlashAttention-4",
+    "plain": "speed over that of the plain call",
+    "flex": "speedup over FlexAttention",
+    "flex, ms": "FlexAttention, ms",
     "speedup": "speedup over full",
     "launch_overhead_us": "CPU launch overhead, us",
     "tflops": "TFLOP/s",
@@ -76,13 +82,12 @@ HEADINGS = {
     "percent": "% of roofline",
 }
 FORMATS = {
-    **dict.fromkeys(("ms", "bytes_ms", "density", "compute_ms", "exp_ms", "memory_ms"), ".3f"),
+    **dict.fromkeys((f"{name}, ms" for name in options.PEERS), ".3f"),
+    **dict.fromkeys(("ms", "density", "compute_ms", "exp_ms", "memory_ms"), ".3f"),
     **dict.fromkeys(("speedup", "launch_overhead_us"), ".1f"),
-    **dict.fromkeys(("overhead_percent", "beyond_bytes_percent", "percent"), ".0f"),
-    **dict.fromkeys(("tflops", "deterministic", "gbytes_per_second"), ".0f"),
+    **dict.fromkeys(("percent", "tflops", "deterministic", "gbytes_per_second"), ".0f"),
 }
 COLUMNS = {
-    "options": "pass N causal option ms bytes_ms overhead_percent beyond_bytes_percent",
     "sparse": "pass N case density ms speedup",
     "host": "pass N implementation launch_overhead_us",
     "ceilings": "ceiling dtype tflops gbytes_per_second",
@@ -220,18 +225,70 @@ def gpu_lines() -> Iterator[str]:
 
 
 def option_lines() -> Iterator[str]:
-    """Make the tables of options, sparse masks, launch overhead, NaN and the stress test."""
-    titles = {"options": "Options", "sparse": "Sparse masks", "host": "CPU launch overhead"}
-    for name, title in titles.items():
+    """Make the tables of options, functions, sparse masks, launch overhead, NaN and stress."""
+    tables: dict[str, tuple[str, Callable[[list[Row]], Iterator[str]]]] = {
+        "options": ("Options", _options),
+        "functions": ("Functions of scores and masks", _functions),
+        "packed": ("Packed sequences", _packed),
+        "sparse": ("Sparse masks", partial(columns, COLUMNS["sparse"].split())),
+        "host": ("CPU launch overhead", partial(columns, COLUMNS["host"].split())),
+    }
+    for name, (title, lines) in tables.items():
         result = load(RESULTS, f"gpu_{name}")
         row = result["rows"][0]
-        sizes = f"H = {row['H']}, D = {row['D']}, {row['dtype']}"
-        yield from paragraphs(f"## {title}", f"{sizes}. Measured by {_origin(result)}")
-        yield from columns(COLUMNS[name].split(), result["rows"])
+        known = {x: row[x] for x in "BHND" if len({y.get(x) for y in result["rows"]}) == 1}
+        sizes = ", ".join(f"{x} = {size}" for x, size in known.items())
+        origin = f"{sizes}, {row['dtype']}. Measured by {_origin(result)}"
+        yield from paragraphs(f"## {title}", origin)
+        yield from lines(result["rows"])
     yield from paragraphs("## NaN and infinity")
     yield from nonfinite(load(RESULTS, "nonfinite"))
     yield from paragraphs("## Stress test")
     yield from _stress()
+
+
+def _options(rows: list[Row]) -> Iterator[str]:
+    """Set the times of options beside those of libraries that have them."""
+    peers = dict.fromkeys(f"{name}, ms" for row in rows for name in row["peers_ms"])
+    flat = [
+        row | {f"{x}, ms": ms for x, ms in row["peers_ms"].items()} | {"peers": row["speedup"]}
+        for row in rows
+    ]
+    yield from columns(["pass", "option", "ms", "times_plain", *peers, "peers"], flat)
+
+
+def _functions(rows: list[Row]) -> Iterator[str]:
+    """Set the times of functions beside those of FlexAttention and of the call without one."""
+    passes = ("forward", "backward", "backward, with the gradients of its arrays")
+    flat = [
+        {
+            **row,
+            "pass": kind,
+            "ms": ms,
+            "plain": plain,
+            "flex, ms": flex,
+            "flex": flex and flex / ms,
+        }
+        for row in rows
+        for kind, ms, plain, flex in zip(
+            passes,
+            row["tileattn_ms"],
+            [*row["of_plain"], None],
+            row["flex_ms"] or [None] * len(passes),
+            strict=False,
+        )
+    ]
+    yield from columns(["D", "function", "pass", "ms", "plain", "flex, ms", "flex"], flat)
+
+
+def _packed(rows: list[Row]) -> Iterator[str]:
+    """Set the times of packed sequences beside those of FlashAttention-4 and of batches."""
+    flat = [
+        row | {"fa4, ms": row["fa4_ms"], "batch": row["of_batch"], "fa4": row["speedup"]}
+        for row in rows
+    ]
+    names = ["pass", "D", "tokens", "lengths", "causal", "ms", "batch", "fa4, ms", "fa4"]
+    yield from columns(names, flat)
 
 
 def columns(names: Iterable[str], rows: list[Row]) -> Iterator[str]:

@@ -146,19 +146,6 @@ def test_means_are_geometric_and_one_for_each_pass() -> None:
 # --- the other sections ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", PASSES)
-def test_each_option_is_set_against_the_call_without_one(kind: str) -> None:
-    rows = {row["option"]: row for row in gpu.options([replace(ONE, kind=kind)], Fake())}
-    assert len(rows) == 9
-    assert all(row["overhead_percent"] == 0 and "failed" not in row for row in rows.values())
-    scores = 2 * 3 * 20 * 20
-    assert rows["mask"]["bytes_ms"] == pytest.approx(1e3 * scores / 1e12)
-    passes = 2 if kind == "backward" else 1
-    assert rows["bias"]["bytes_ms"] == pytest.approx(passes * 1e3 * 4 * scores / 1e12)
-    assert rows["bias, one for the batch"]["dense_bytes"] == 4 * scores // 2
-    assert rows["bias"]["beyond_bytes_percent"] < 0 == rows["sinks"]["beyond_bytes_percent"]
-
-
 def test_sparse_masks_are_set_against_full_attention() -> None:
     rows = list(gpu.sparse([Configuration("forward", "f32", 1, 1, 1280, 8)], Fake()))
     assert [row["speedup"] for row in rows] == [1.0] * 5

@@ -9,13 +9,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from tileattn.expressions.nodes import Node
+from tileattn.kernels.config.block_order import BLOCK_BYTES, ordered_blocks
 from tileattn.kernels.config.functions import functions_text
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tile_lists import KERNELS
@@ -34,6 +35,7 @@ _TYPES = """\
 #include <algorithm>
 #include <limits>
 #define __device__
+#define __shared__ static
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -144,6 +146,63 @@ extern "C" void add_up(const Params* p, const Accum* ds) {
 """
 
 
+_SEQUENCES = """\
+#include "sequence.cuh"
+
+extern "C" void find(const Params* p, int count, i64* found) {
+    for (int n = 0; n < count; ++n, found += 9) {
+        const HeadBlock<BLOCK_Q> at(*p, p->cu_seqlens_q, int(p->Hq), 0, n);
+        const Sequence s(*p, at.b);
+        const i64 all[] = {at.b, at.block, s.q_start, s.Nq, s.k_start, s.Nk, s.length(*p),
+                           s.offset(*p), s.padded_row(*p, 1)};
+        std::copy(all, all + 9, found);
+    }
+}
+"""
+
+
+class Found(NamedTuple):
+    """What a number stands for: a block of a sequence, and where that is."""
+
+    b: int
+    block: int
+    q_start: int
+    Nq: int
+    k_start: int
+    Nk: int
+    length: int
+    offset: int
+    padded_row: int  # of its first query, of the second head
+
+
+def sequence_blocks(
+    folder: Path, plan: LaunchPlan, key: KernelKey, count: int, **integers: Array
+) -> list[Found]:
+    """Find the blocks of queries of some first numbers; integers are those of the call."""
+    block = np.frombuffer(template(plan.fields), np.uint64).copy()
+    places = slots({})
+    for name, x in integers.items():
+        block[places[name]] = x.ctypes.data
+    texts = _kernel_texts(replace(key, kernel="sequences"), 1, "float32")
+    library = _built(folder, texts | {"sequences.cpp": _SEQUENCES}, "sequences.cpp")
+    found = np.empty((count, len(Found._fields)), np.int64)
+    library.find(ctypes.c_void_p(block.ctypes.data), count, ctypes.c_void_p(found.ctypes.data))
+    return [Found(*row) for row in found.tolist()]
+
+
+def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> list[tuple[int, ...]]:
+    """Put the work tiles of a plan in order: b, block, q_start, k_start, Nq and Nk of each."""
+    key = plan.launches[0].key
+    count = ordered_blocks(plan.problem, key)
+    block = np.frombuffer(template(plan.fields), np.uint64).copy()
+    places, found = slots({}), np.full((count, BLOCK_BYTES // 4), -1, np.int32)
+    for name, x in (*integers.items(), ("block_order", found)):
+        block[places[name]] = x.ctypes.data
+    library = _built(folder, _kernel_texts(key, 1, "float32"), f"{key.kernel}.cpp")
+    library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(count))
+    return [tuple(row[:6]) for row in found.tolist()]
+
+
 def element_sums(
     folder: Path, plan: LaunchPlan, key: KernelKey, aux: Sequence[Array], ds: Array, window: int
 ) -> dict[str, Array]:
@@ -188,7 +247,15 @@ def launched(folder: Path, plan: LaunchPlan, aux: Sequence[Array]) -> dict[str, 
 
 def _kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
     """Give the texts of a kernel whose warps have one lane, and its configuration."""
-    names = ("tile_lists.cuh", "params.cuh", "mask.cuh", "element_sums.cuh", *_HEADERS)
+    own = (
+        "tile_lists.cuh",
+        "block_order.cuh",
+        "params.cuh",
+        "sequence.cuh",
+        "mask.cuh",
+        "element_sums.cuh",
+    )
+    names = (*own, *_HEADERS)
     texts = {name: (SOURCES / name).read_text(encoding="utf-8") for name in names}
     source = SOURCES / f"{key.kernel}.cu"
     if source.exists():
@@ -196,7 +263,7 @@ def _kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
     config = [
         f"using Accum = {accum};",
         "constexpr bool IS_16_BIT = false, HAS_MASK = false, HAS_BLOCK_MASK = false;",
-        f"constexpr bool HAS_MASK_MOD = {int(key.mask_mod)};",
+        f"constexpr bool HAS_MASK_MOD = {int(key.mask_mod)}, PACKED = {int(key.packed)};",
         f"constexpr int BLOCK_Q = {key.block_q}, BLOCK_K = {key.block_k};",
         f"constexpr int THREADS = {threads};",
         f"constexpr int FUNCTIONS = {len(key.functions)};",

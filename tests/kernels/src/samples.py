@@ -7,6 +7,7 @@ import numpy as np
 
 from tileattn.dtypes import DTYPES, NAMED
 from tileattn.expressions.functions import mask_expression, score_expression
+from tileattn.kernels.config.block_order import ORDERS_KEYS, ORDERS_QUERIES
 from tileattn.kernels.config.context import LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DQ_CONVERT, HOPPER_DS
@@ -41,6 +42,7 @@ _SETS = (
 
 _HOPPERS = (HOPPER, *HOPPER_BACKWARDS)
 _OF_HOPPER = (*_HOPPERS, HOPPER_DQ_CONVERT, *HOPPER_DS)
+_ORDERS = ORDERS_QUERIES, ORDERS_KEYS
 _OF_AUX = (*TILE_LISTS, "backward_daux", "backward_daux_sm90", "backward_daux_sum")
 
 # For the Hopper kernels: the head dimensions that calls without options leave out, and options.
@@ -94,6 +96,7 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             own = (key for key in keys if key.kernel in _OF_HOPPER or key.head_flags)
             found |= dict.fromkeys(own)
     found |= dict.fromkeys(_function_keys(arch, DTYPES[combination % len(DTYPES)].name))
+    found |= dict.fromkeys(_packed_keys(arch, combination))
     return [
         key
         for key in found
@@ -118,6 +121,16 @@ def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
                     yield launch.key
 
 
+def _packed_keys(arch: str, combination: int) -> Iterator[KernelKey]:
+    """List kernels of packed sequences: of one dtype, and those of Hopper."""
+    asked = [(DTYPES[combination % len(DTYPES)].name, (64, 512)[combination % 2])]
+    for dtype, dim in [*asked, ("float16", 64), ("bfloat16", 128), ("bfloat16", 256)]:
+        for key in _keys(problem_of(dtype, dim, {"cu_seqlens_q", "sinks"}), context_of(arch)):
+            of_asked = (dtype, dim) == asked[0] and not key.head_flags
+            if of_asked or key.kernel in (*_OF_HOPPER, *_ORDERS):
+                yield key
+
+
 def is_tuned(key: KernelKey, arch: str) -> bool:
     """Whether measurements chose the tiles of a kernel, and its registers suffice for them.
 
@@ -125,7 +138,7 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
     plain call.
     """
     masks = (key.mask, key.block_mask, key.mask_mod)
-    options = (key.bias, key.softcap, key.alibi, key.score_mod, *masks, key.dropout)
+    options = (key.bias, key.softcap, key.alibi, key.score_mod, *masks, key.dropout, key.packed)
     if key.kernel not in {*TILED, *_HOPPERS} or arch != _MEASURED or any(options):
         return False
     rows = candidates(key.kernel, NAMED[key.dtype].itemsize, max(key.head_dim, key.value_dim))

@@ -30,10 +30,14 @@ KEYS = [
     *keys([(192, 128)], ["float16"], [("softcap",)])[1:2],
     *keys([(256, 256)], ["bfloat16"], [()])[1:2],
     *keys([(64, 64)], ["float16"], [("block_mask",)])[:1],
+    *keys([(128, 128)], ["bfloat16"], [("cu_seqlens_q",)])[:2],
+    *keys([(256, 256)], ["float16"], [("cu_seqlens_q",)])[1:2],
 ]
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda k: f"{k.kernel}-{k.head_dim}-{k.block_k}")
+@pytest.mark.parametrize(
+    "key", KEYS, ids=lambda k: f"{k.kernel}-{k.head_dim}-{k.block_k}{'-packed' * k.packed}"
+)
 def test_a_stage_is_given_back_after_it_has_been_read(key: KernelKey, program: str) -> None:
     assert findings(key, program) == []
 

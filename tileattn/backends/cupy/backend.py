@@ -49,8 +49,6 @@ class CupyBackend:
 
     def why_not(self, problem: Problem) -> str | None:
         """Why a problem is not supported: for its sequences and their lengths."""
-        if problem.sequences is not None:
-            return "cu_seqlens_q: there are no kernels for packed sequences"
         if "origin" in problem.enabled_options:
             return "origin: the kernels count from 0"
         if problem.page is not None:

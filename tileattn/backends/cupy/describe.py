@@ -35,10 +35,12 @@ def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     """Name the arrays of a call as the parameter block does; those on the host are left out."""
     x = operands
     arrays = {"q": x.q, "k": x.k, "v": x.v}
-    if type(x.kv_lengths) is not np.ndarray:
-        arrays["kv_lengths"] = x.kv_lengths
-    if type(x.q_offset) is not np.ndarray:
-        arrays["q_offset"] = x.q_offset
+    integers = {"kv_lengths": x.kv_lengths, "q_offset": x.q_offset}
+    if x.packing is not None:
+        integers |= x.packing._asdict()
+    for name, array in integers.items():
+        if array is not None and type(array) is not np.ndarray:
+            arrays[name] = array
     if problem.enabled_options:
         options = {"alibi_slopes": x.alibi_slopes, "sinks": x.sinks, "mask": x.mask, "bias": x.bias}
         arrays |= {name: array for name, array in options.items() if array is not None}
@@ -78,4 +80,8 @@ def layout_of(arrays: Mapping[str, Any], operands: Operands) -> CallLayout:
         for n, x in enumerate(operands.aux)
         if type(x) is np.ndarray
     )
-    return CallLayout(layouts, lengths, offsets, operands.block_mask, host_aux=first)
+    packing = {} if operands.packing is None else operands.packing._asdict()
+    ends = ((name, tuple(x.tolist())) for name, x in packing.items() if type(x) is np.ndarray)
+    return CallLayout(
+        *(layouts, lengths, offsets, operands.block_mask), cu_seqlens=tuple(ends), host_aux=first
+    )

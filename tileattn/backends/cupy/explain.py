@@ -18,6 +18,7 @@ from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import CallLayout
 from tileattn.kernels.launch.plan import launch_context, launch_line, plans_of
 from tileattn.kernels.launch.tile_kinds import without_values
+from tileattn.lengths import Packing
 from tileattn.problem import Operands, Problem
 from tileattn.traffic import explained
 
@@ -143,12 +144,19 @@ def _on_host(P: Problem, x: Operands) -> Operands:
         return np.broadcast_to(np.zeros((), dtype), shape)
 
     def fetched(of: Any) -> Any:
-        return of if isinstance(of, np.ndarray) else of.get()
+        return of if of is None or isinstance(of, np.ndarray) else of.get()
 
+    packing = None if x.packing is None else Packing(*map(fetched, x.packing))
+    lengths, offset = fetched(x.kv_lengths), fetched(x.q_offset)
+    if packing is not None:
+        _, queries, keys = packing.sizes
+        lengths = keys if lengths is None else lengths
+        offset = lengths - queries if offset is None else offset
     rows = (P.B, P.Hq, P.Nq, P.D), (P.B, P.Hkv, P.Nk, P.D), (P.B, P.Hkv, P.Nk, P.Dv)
     q, k, v = (blank(shape, P.dtype) for shape in rows)
     return Operands(
-        *(q, k, v, fetched(x.kv_lengths), fetched(x.q_offset)),
+        *(q, k, v, lengths, offset),
         mask=None if x.mask is None else blank(x.mask.shape, np.bool_),
         block_mask=x.block_mask,
+        packing=packing,
     )

@@ -62,6 +62,7 @@ def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
         "mask": "mask" in uses,
         "block_mask": "block_mask" in uses,
         "dropout": problem.dropout_p > 0,
+        "packed": problem.sequences is not None,
         "fold_scale": not bias and folds_scale(problem),
     }
 
@@ -83,9 +84,19 @@ def folds_scale(problem: Problem) -> bool:
     return problem.enabled_options.isdisjoint(modifiers) and problem.scale > 0
 
 
-def padded_rows(queries: int) -> int:
+def block_count(problem: Problem, rows: int, block: int) -> int:
+    """Count the numbers of the blocks of a head, of its rows: as in ``src/sequence.cuh``.
+
+    Packed sequences leave some without a block: where each ends is known on the device alone.
+    """
+    if problem.sequences is None:
+        return -(-rows // block)
+    return rows // block + problem.sequences
+
+
+def padded_rows(problem: Problem) -> int:
     """Rows of a head in the arrays that kernels of the backward pass exchange."""
-    return -(-queries // _ROW_PAD) * _ROW_PAD
+    return block_count(problem, problem.Nq, _ROW_PAD) * _ROW_PAD
 
 
 def rows_of_block(key: KernelKey, columns: int) -> int:

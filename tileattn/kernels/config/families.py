@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tileattn.kernels.config import generic, hopper
+from tileattn.kernels.config.block_order import order_launches
 from tileattn.kernels.config.context import (
     ROW_WARPS,
     KernelLaunch,
@@ -47,7 +48,8 @@ def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLa
     if not problem.B * problem.Hq * problem.Nq:
         return ()
     family, refusal = _supporting(problem, context, "forward")
-    return _explained(refusal, family.forward(problem, context))
+    own = _explained(refusal, family.forward(problem, context))
+    return (*order_launches(problem, own), *own)
 
 
 def backward_launches(
@@ -62,7 +64,7 @@ def backward_launches(
     queries, keys = P.B * P.Hq * P.Nq, P.B * P.Hkv * P.Nk
     family, refusal = _supporting(P, context, "backward")
     own = _explained(refusal, *family.backward(P, context, deterministic=deterministic))
-    before = []
+    before = list(order_launches(P, own))
     if queries:
         before.append(_rows(P, context))
     if queries and keys:
@@ -72,7 +74,8 @@ def backward_launches(
         after.append(dbias_launch(P, context))
     after += daux_launches(P, context)
     if sinks and P.Hq:
-        key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS)
+        packed = P.sequences is not None
+        key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS, packed=packed)
         after.append(KernelLaunch(key, P.Hq))
     return (*before, *own, *after)
 
@@ -105,6 +108,7 @@ def _rows(P: Problem, context: LaunchContext) -> KernelLaunch:
         value_dim=bucket(min(P.Dv, MAX_HEAD_DIM)),
         warps_m=ROW_WARPS,
         alignment_bytes=context.alignment_bytes,
+        packed=P.sequences is not None,
     )
-    rows = P.B * P.Hq * padded_rows(P.Nq)
+    rows = P.B * P.Hq * padded_rows(P)
     return KernelLaunch(key, -(-rows // rows_of_block(key, key.value_dim)))

@@ -13,6 +13,7 @@ from tileattn.kernels.config.context import (
     ROW_WARPS,
     KernelLaunch,
     LaunchContext,
+    block_count,
     function_fields,
     option_fields,
     row_grid,
@@ -54,9 +55,9 @@ def forward(
     P, (key, shared_bytes, why) = problem, configure("forward", problem, context, tiles)
     heads = P.B * P.Hq
     if key.kernel != "forward":
-        return KernelLaunch(key, row_grid(heads * P.Nq), shared_bytes, why)
+        return KernelLaunch(key, row_grid(heads * block_count(P, P.Nq, 1)), shared_bytes, why)
     columns = max(1, -(-P.Dv // key.value_dim))
-    return KernelLaunch(key, columns * heads * -(-P.Nq // key.block_q), shared_bytes, why)
+    return KernelLaunch(key, columns * heads * block_count(P, P.Nq, key.block_q), shared_bytes, why)
 
 
 def backward(
@@ -83,19 +84,19 @@ def dkdv_launch(problem: Problem, context: LaunchContext, *, add_dq: bool) -> Ke
     """Launch the kernel over keys; ``add_dq`` where it can, and there are queries."""
     P, (key, shared_bytes, why) = problem, configure("backward_dkdv", problem, context)
     if key.kernel != "backward_dkdv":
-        return KernelLaunch(key, row_grid(P.B * P.Hkv * P.Nk), shared_bytes, why)
+        return KernelLaunch(key, row_grid(P.B * P.Hkv * block_count(P, P.Nk, 1)), shared_bytes, why)
     write_dbias = context.dbias and context.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
     add_dq = add_dq and P.B * P.Hq * P.Nq > 0
     key = replace(key, add_dq=add_dq, write_dbias=write_dbias)
-    return KernelLaunch(key, P.B * P.Hkv * -(-P.Nk // key.block_k), shared_bytes, why)
+    return KernelLaunch(key, P.B * P.Hkv * block_count(P, P.Nk, key.block_k), shared_bytes, why)
 
 
 def dq_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel over queries, which computes dq."""
     P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context)
     if key.kernel != "backward_dq":
-        return KernelLaunch(key, row_grid(P.B * P.Hq * P.Nq), shared_bytes, why)
-    return KernelLaunch(key, P.B * P.Hq * -(-P.Nq // key.block_q), shared_bytes, why)
+        return KernelLaunch(key, row_grid(P.B * P.Hq * block_count(P, P.Nq, 1)), shared_bytes, why)
+    return KernelLaunch(key, P.B * P.Hq * block_count(P, P.Nq, key.block_q), shared_bytes, why)
 
 
 def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
@@ -103,9 +104,9 @@ def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunc
     P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context)
     if key.kernel != "backward_dq":
         key = replace(key, kernel=NAIVE["backward_large_scores"], dropout=False)
-        return KernelLaunch(key, row_grid(P.B * P.Hq * P.Nq), why=why)
+        return KernelLaunch(key, row_grid(P.B * P.Hq * block_count(P, P.Nq, 1)), why=why)
     key, shared_bytes, _ = configure("backward_large_scores", P, context)
-    grid = P.B * P.Hq * -(-P.Nq // key.block_q)
+    grid = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
     return repairing(KernelLaunch(replace(key, dropout=False), grid, shared_bytes), context, LARGE)
 
 
@@ -150,7 +151,7 @@ def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
     rows = rows_of_block(key, key.head_dim)
     key = replace(key, add_dq=False, write_dbias=False, score_mod=False, mask_mod=False)
     key = replace(key, functions="")
-    return KernelLaunch(key, -(-P.B * P.Hq * P.Nq // rows))
+    return KernelLaunch(key, -(-P.B * P.Hq * block_count(P, P.Nq, 1) // rows))
 
 
 def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:

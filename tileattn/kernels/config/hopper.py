@@ -12,6 +12,7 @@ from tileattn.kernels.config.context import (
     ROW_WARPS,
     KernelLaunch,
     LaunchContext,
+    block_count,
     function_fields,
     option_fields,
 )
@@ -96,7 +97,7 @@ def forward(
     shared = hopper_forward_bytes(tile, dim, value, _bias_size(context))
     key = _key(HOPPER, P, context, dim, value, tile, shared)
     # The kernel is persistent: a thread block takes one query block after the other.
-    grid = min(context.sm_count, P.B * P.Hq * -(-P.Nq // key.block_q))
+    grid = min(context.sm_count, P.B * P.Hq * block_count(P, P.Nq, key.block_q))
     maps = (("q", HOPPER_GROUP_ROWS), ("k", key.block_k), ("v", key.block_k))
     return KernelLaunch(key, grid, key.smem_bytes, f"{_SUPPORTED}, {tile.why}", maps)
 
@@ -107,12 +108,14 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     If a diagonal cuts few keys, small tiles waste less of what it masks out (measured). Wide
     tiles are faster without a mask and without score modifiers, where keys fill the last one
     (measured); with score modifiers their registers spill. Under a mask tiles have no more queries
-    than blocks of a block mask mostly have.
+    than blocks of a block mask mostly have. Of packed sequences nobody knows the keys: their tiles
+    are the same whatever sequences there are, and so are the bits of each.
     """
     P = problem
     dim, value = bucket(P.D), bucket(P.Dv)
     masked = not P.enabled_options.isdisjoint(_MASKS)
     plain = P.enabled_options.isdisjoint(_SCORE_MODS) and not masked and not P.dropout_p
+    packed = P.sequences is not None
     uncut = P.window == (None, None) and plain
     bias_size = _bias_size(context)
 
@@ -123,10 +126,10 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
         if masked and tile.block_q > _MASKED_ROWS:
             return False
         keys = -(-P.Nk // tile.block_k) * tile.block_k
-        return tile.block_k <= _NARROW_TILE or (uncut and keys <= _PADDED * P.Nk)
+        return tile.block_k <= _NARROW_TILE or (uncut and (packed or keys <= _PADDED * P.Nk))
 
     tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, max(dim, value))))
-    few = not masked and P.Nk <= _FEW_KEYS and P.window[1] is not None
+    few = not masked and not packed and P.Nk <= _FEW_KEYS and P.window[1] is not None
     return tiles[-1:] if few else tiles
 
 
@@ -153,7 +156,7 @@ def backward(
     key = _key(kernel, P, context, dim, value, tile, shared)
     key = replace(key, add_dq=True)
     # The kernel is persistent: a thread block takes one key block after the other.
-    grid = min(context.sm_count, P.B * P.Hkv * -(-P.Nk // key.block_k))
+    grid = min(context.sm_count, P.B * P.Hkv * block_count(P, P.Nk, key.block_k))
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
     why = f"{_SUPPORTED}, {tile.why}"
     own = KernelLaunch(key, grid, key.smem_bytes, why, maps, deterministic)
@@ -209,8 +212,10 @@ def _nan_safe(own: KernelLaunch) -> KernelLaunch:
 def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
     """Launch the kernel that rounds the sums of dq, and undoes the order that they lie in."""
     sizes = key.head_dim, key.value_dim, key.block_q
-    convert = KernelKey(HOPPER_DQ_CONVERT, key.dtype, *sizes, warps_m=ROW_WARPS)
-    return KernelLaunch(convert, P.B * P.Hq * -(-P.Nq // key.block_q), why=_DQ_CONVERT)
+    convert = KernelKey(
+        *(HOPPER_DQ_CONVERT, key.dtype, *sizes), warps_m=ROW_WARPS, packed=key.packed
+    )
+    return KernelLaunch(convert, P.B * P.Hq * block_count(P, P.Nq, key.block_q), why=_DQ_CONVERT)
 
 
 def _key(

@@ -66,7 +66,7 @@ def learned_arrays(P: Problem, layout: CallLayout, sm_count: int) -> tuple[Learn
         shape = shapes[n]
         axes = own_axes(node, shape, P)
         own = "".join(name for name in "bhi" if name in axes)
-        counts = {"b": P.B, "h": P.Hq, "i": -(-P.Nq // _ROWS)}
+        counts = {"b": P.entries, "h": P.Hq, "i": -(-P.Nq // _ROWS)}
         keys = math.prod(counts[name] for name in own)
         room = _COPIES_BYTES // (8 * max(1, math.prod(shape)))
         copies = max(1, min(sm_count // keys, room, math.prod(counts.values()) // keys))
@@ -108,7 +108,7 @@ def why_not_learned(P: Problem, shapes: tuple[tuple[int, ...], ...]) -> str | No
             return f"gradients of aux with head dimensions above {MAX_HEAD_DIM}"
         if depends_on(node, "s"):
             return f"the gradient of {aux_name(n)} at an index that depends on the score"
-        reached = elements_of_tile(node, shapes[n], (P.B, P.Hq, P.Nq, P.Nk), P.accum_dtype)
+        reached = elements_of_tile(node, shapes[n], (P.entries, P.Hq, P.Nq, P.Nk), P.accum_dtype)
         if reached > MOST_OF_TILE:
             return (
                 f"the gradient of {aux_name(n)}: {_TILE} x {_TILE} pairs may reach {reached:,} of "

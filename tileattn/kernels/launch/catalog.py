@@ -32,9 +32,10 @@ def problem_of(dtype: str, dim: int, enabled_options: Iterable[str] = ()) -> Pro
     names = frozenset(enabled_options)
     kind = NAMED[dtype]
     softcap, dropped = (1.0 if "softcap" in names else None), float("dropout_p" in names) / 2
-    return Problem(
-        *(1, 1, 1, 1, 2, dim, dim), kind, 1.0, softcap, (None, None), dropped, 0, 4, names
-    )
+    packed = 1 if "cu_seqlens_q" in names else None
+    sizes = 1, 1, 1, 1, 2, dim, dim
+    window = None, None
+    return Problem(*sizes, kind, 1.0, softcap, window, dropped, 0, 4, names, sequences=packed)
 
 
 def context_of(arch: str, alignment_bytes: int = MAX_ALIGNMENT) -> LaunchContext:

@@ -17,7 +17,7 @@ MIN_ALIGNMENT = 4  # bytes of the narrowest copy that does not go through regist
 # dtype; and in their own.
 ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
 _ACCUMULATED = frozenset({"alibi_slopes", "sinks", "dsinks"})
-_CONTIGUOUS = frozenset({"lse", "kv_lengths", "q_offset"})
+_CONTIGUOUS = frozenset({"lse", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class CallLayout:
     q_offset: tuple[int, ...] | None
     block_mask: BlockMask | None = None
     evaluated_mask: BlockMask | None = None  # a block mask of which kernels read no pairs
+    cu_seqlens: tuple[tuple[str, tuple[int, ...]], ...] = ()  # offsets that are on the host
     host_aux: tuple[tuple[str, tuple[int, ...]], ...] = ()  # values of aux that are on the host
 
     @property

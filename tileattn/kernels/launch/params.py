@@ -8,6 +8,7 @@ import numpy as np
 from tileattn.kernels.config.context import folds_scale, padded_rows
 from tileattn.kernels.launch.layout import ROWS as ROW_ARRAYS
 from tileattn.kernels.launch.layout import ArrayLayout, CallLayout
+from tileattn.lengths import FAR
 from tileattn.problem import Problem
 
 # Strides, in elements: of rows, and of what is broadcast to (B, Hq, Nq, Nk).
@@ -20,8 +21,13 @@ POINTERS = (
     *("bias", "dbias", "mask", "alibi_slopes", "sinks", "dsinks"),
     *("kv_lengths", "q_offset", "block_kinds", "block_bits"),
     *("tile_kinds", "tile_ranks", "tile_list", "schedule"),
+    *("cu_seqlens_q", "cu_seqlens_k", "block_order"),
 )
 """Arrays, in the order of their addresses."""
+
+# Of packed sequences, which the device alone knows the lengths of: all keys, and the last query is
+# aligned with the last one. Addresses of given ones take their place.
+_OF_PACKED = {"length": FAR, "offset": -(1 << 62)}
 
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
@@ -30,7 +36,7 @@ _SIZES = (
     *("head_groups", "in_order"),
     *("bias_B", "bias_H", "bias_Nq", "bias_Nk"),
     *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
-    *("length", "offset", "left", "right"),
+    *("length", "offset", "left", "right", "entries"),
 )
 
 PARAMS = np.dtype(
@@ -92,6 +98,8 @@ def fields(
     for name, each in (("length", layout.kv_lengths), ("offset", layout.q_offset)):
         if each is not None and len(set(each)) <= 1:
             values[name] = each[0] if each else 0
+        elif problem.sequences is not None:
+            values[name] = _OF_PACKED[name]
     if "alibi_slopes" in arrays:
         heads = arrays["alibi_slopes"].shape
         values["alibi_slopes_b"] = heads[1] if heads[0] > 1 else 0
@@ -109,7 +117,8 @@ def _problem_fields(P: Problem) -> dict[str, Any]:
     return {
         **{name: getattr(P, name) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")},
         "group": P.group,
-        "rows": padded_rows(P.Nq),
+        "rows": padded_rows(P),
+        "entries": P.entries,
         "left": left,
         "right": right,
         "scale": P.scale,

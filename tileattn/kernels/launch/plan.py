@@ -231,6 +231,7 @@ def _plan(
         for name, each in (("kv_lengths", layout.kv_lengths), ("q_offset", layout.q_offset))
         if each is not None and len(set(each)) > 1
     }
+    constants |= {name: Constant.of(np.array(x, np.int64)) for name, x in layout.cu_seqlens}
     if functions:
         constants |= {n: Constant.of(np.array(x, np.int64)) for n, x in layout.host_aux}
     if schedule.assignment is not None:

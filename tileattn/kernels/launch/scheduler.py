@@ -61,7 +61,8 @@ def schedule_of(
             return Schedule(-(-P.B * P.Hkv // max(1, size)), in_order=launch.in_order)
     kernels = {launch.key.kernel for launch in launches}
     groups = head_groups(P, 2 * l2_bytes if "forward" in kernels else l2_bytes // 2)
-    if HOPPER not in kernels:
+    # Where packed sequences end the device alone may know, and puts their blocks in order.
+    if HOPPER not in kernels or P.sequences is not None:
         return Schedule(groups)
     (launch,) = launches
     return Schedule(groups, _assignment(P, layout, launch.key, groups, launch.grid))
@@ -70,14 +71,14 @@ def schedule_of(
 def head_groups(problem: Problem, nbytes: int) -> int:
     """Count the groups of heads that a GPU works on one after the other.
 
-    Under a causal mask query blocks differ in length. The long ones of all heads of a group go
-    first, so that the GPU is busy to the end: a group has as many heads as the cache, or ``nbytes``
-    of it, holds keys and values of.
+    Under a causal mask, and of packed sequences, query blocks differ in length. The long ones of
+    all heads of a group go first, so that the GPU is busy to the end: a group has as many heads as
+    the cache, or ``nbytes`` of it, holds keys and values of.
     """
     P = problem
     left, right = P.window
     heads = max(1, P.B * P.Hkv)
-    if left is not None or right is None:
+    if P.sequences is None and (left is not None or right is None):
         return heads
     each = P.Nk * (P.D + P.Dv) * P.dtype.itemsize
     return -(-heads // max(1, nbytes // max(1, each)))

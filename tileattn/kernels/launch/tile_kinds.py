@@ -71,6 +71,8 @@ def tile_kinds_of(P: Problem, mask: BlockMask | None, tile: tuple[int, int]) -> 
     if own is None or (mask is not None and own == mask.expression):
         return TileKinds(tile, shape)
     kinds = TileKinds(tile, shape, own)
+    if P.sequences is not None:
+        return kinds  # tiles begin where sequences do, which the device alone may know
     count = int(np.prod(kinds.device_shape()))
     if elements(own) and mask is None and 0 < count <= _MOST_ON_DEVICE:
         return replace(kinds, decided="device")

@@ -3,7 +3,13 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tileattn.kernels.config.context import KernelLaunch, padded_rows
+from tileattn.kernels.config.block_order import (
+    BLOCK_BYTES,
+    ORDERS_KEYS,
+    ORDERS_QUERIES,
+    ordered_blocks,
+)
+from tileattn.kernels.config.context import KernelLaunch, block_count, padded_rows
 from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.config.shared_memory import DQ_STORE_WARPS
 from tileattn.problem import Problem
@@ -31,24 +37,26 @@ def workspace_of(
 
     It has ``copies``, and ``sums`` that begin at zero, by their bytes. For the backward pass it has
     three numbers of each query, flags of each key head, and the sums of dq where they are in device
-    memory. The Hopper kernels add a tile counter each, and a dq semaphore of each tile of dq and
-    store warp.
+    memory. The Hopper kernels add a tile counter each, a dq semaphore of each tile of dq and store
+    warp, and the order of their work tiles where those are of packed sequences.
     """
     P, keys = problem, [launch.key for launch in launches]
     number, heads = P.accum_dtype.itemsize, P.B * P.Hq
     parts = dict(copies)
     zeros = dict(sums)
-    if any("forward" not in key.kernel for key in keys):
-        rows = heads * padded_rows(P.Nq) * number
+    if keys and not any("forward" in key.kernel for key in keys):
+        rows = heads * padded_rows(P) * number
         parts |= dict.fromkeys(("delta", "lse_log2", "row_max"), rows)
-        zeros["head_flags"] = P.B * P.Hkv * _COUNT
+        zeros["head_flags"] = P.entries * P.Hkv * _COUNT
     for key in keys:
+        if key.kernel in (ORDERS_QUERIES, ORDERS_KEYS):
+            parts["block_order"] = ordered_blocks(P, key) * BLOCK_BYTES
         if not key.add_dq:
             continue
         sums = {"dq_accum": heads * P.Nq * key.head_dim * number}
         if key.kernel in HOPPER_BACKWARDS:
             parts |= sums
-            tiles = heads * -(-P.Nq // key.block_q)
+            tiles = heads * block_count(P, P.Nq, key.block_q)
             counts = {"tile_counter": 2, "dq_semaphore": tiles * DQ_STORE_WARPS}
             zeros |= {name: count * _COUNT for name, count in counts.items()}
         else:

@@ -77,13 +77,16 @@ __device__ inline Accum largest_of(Accum mine, int warp) {
     return largest;
 }
 
-__device__ inline BlockCoord coord_of(const Params& p, int index) {
-    return {int((p.Nk + BLOCK_K - 1) / BLOCK_K), int(p.B * p.Hkv), int(p.head_groups), index};
+using KeyBlock = HeadBlock<BLOCK_K>;
+__device__ inline KeyBlock block_of(const Params& p, int index) {
+    const BlockCoord coord(block_count<BLOCK_K>(p, p.Nk), int(p.B * p.Hkv), int(p.head_groups),
+                           index);
+    return {p, p.cu_seqlens_k, int(p.Hkv), coord.head, coord.block};
 }
 
 // dK and dV of a block of keys; whether they are finite.
 template <bool NAN_SAFE>
-__device__ inline bool backward_block(const Params& p, const BlockCoord& coord) {
+__device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ __align__(16) Accum lse_log2[STAGES][BLOCK_Q], deltas[STAGES][BLOCK_Q];
     const KeyTile k_tile{memory};
@@ -97,20 +100,21 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
     auto dout_tile = [&](int stage) { return DoutTile(q_tile(stage).base + QueryTile::BYTES); };
     const WarpBias<true, MT, QT> bias(q_tile(STAGES).base);
 
-    const int k0 = coord.block * BLOCK_K, b = coord.head / int(p.Hkv), kv = coord.head % int(p.Hkv);
+    const int k0 = at.block * BLOCK_K, b = at.b, kv = at.h;
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
     const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // first of this warp's scores
     const int share = warp_n % SHARES;
     const bool only_dk = APART && warp_n >= SHARES;
     const Lane lane;
 
-    const SlidingWindow window(p, b);
+    const Sequence sequence(p, b);
+    const SlidingWindow window(p, sequence);
     const Range queries = window.query_range(k0, k0 + BLOCK_K);
     k_tile.template load<THREADS, ALIGNMENT_BYTES>(
-        rows_of<Element>(p.k, p.k_at, b, kv) + k0 * p.k_at.n, p.k_at.n, window.length - k0,
+        sequence.keys<Element>(p.k, p.k_at, kv) + k0 * p.k_at.n, p.k_at.n, window.length - k0,
         int(p.D));
     v_tile.template load<THREADS, ALIGNMENT_BYTES>(
-        rows_of<Element>(p.v, p.v_at, b, kv) + k0 * p.v_at.n, p.v_at.n, window.length - k0,
+        sequence.keys<Element>(p.v, p.v_at, kv) + k0 * p.v_at.n, p.v_at.n, window.length - k0,
         int(p.Dv));
     copy_commit();
     Fragment<Accum, MT, VT> dv;  // or dK
@@ -130,7 +134,7 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
             return head.attn_mask.kind(n * BLOCK_Q, n * BLOCK_Q + BLOCK_Q, k0, k0 + BLOCK_K);
         });
         auto load_queries = [&](int q0, int stage) {
-            const int rows = int(p.Nq) - q0;
+            const int rows = int(sequence.Nq) - q0;
             q_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n, p.q_at.n,
                                                                   rows, int(p.D));
             dout_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.dout + q0 * p.dout_at.n,
@@ -161,7 +165,7 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
             multiply<HEAD_DIM, STEPS<NAN_SAFE, HEAD_DIM>, true, NAN_SAFE>(tile.p, k_tile, row0, q,
                                                                           column0);
             // Queries past the end have scores of 0 x NaN.
-            const bool past_end = NAN_SAFE && q0 + BLOCK_Q > p.Nq;
+            const bool past_end = NAN_SAFE && q0 + BLOCK_Q > sequence.Nq;
             tile.recompute_p(
                 head.score_mod, bias, head.attn_mask, head.dropout, past_end ? PARTIAL : kind,
                 NAN_SAFE && head.is_large(),
@@ -227,7 +231,7 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
                 dq.clear();
                 multiply_rows<true, BLOCK_K>(dq, ds_tile, m0, k_tile, n0);
                 Accum* const sums = static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM;
-                add_rows(sums, HEAD_DIM, dq, m0, n0, int(p.Nq) - q0);
+                add_rows(sums, HEAD_DIM, dq, m0, n0, int(sequence.Nq) - q0);
             }
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with q
@@ -250,28 +254,29 @@ __device__ inline bool backward_block(const Params& p, const BlockCoord& coord) 
     }
     __syncthreads();
     k_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        rows_of<Element>(p.dk, p.dk_at, b, kv) + k0 * p.dk_at.n, p.dk_at.n, int(p.Nk) - k0,
+        sequence.keys<Element>(p.dk, p.dk_at, kv) + k0 * p.dk_at.n, p.dk_at.n, int(sequence.Nk) - k0,
         int(p.D));
     v_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        rows_of<Element>(p.dv, p.dv_at, b, kv) + k0 * p.dv_at.n, p.dv_at.n, int(p.Nk) - k0,
+        sequence.keys<Element>(p.dv, p.dv_at, kv) + k0 * p.dv_at.n, p.dv_at.n, int(sequence.Nk) - k0,
         int(p.Dv));
     return true;
 }
 
 // Not inlined: it costs the first pass no registers.
 __device__ __noinline__ void backward_block_nan_safe(const Params& p, int index) {
-    backward_block<true>(p, coord_of(p, index));
+    backward_block<true>(p, block_of(p, index));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dkdv(const __grid_constant__ Params p) {
-    for_blocks(p, (p.Nk + BLOCK_K - 1) / BLOCK_K * p.B * p.Hkv, [&](int index) {
-        const BlockCoord coord = coord_of(p, index);
-        const u32 bits = head_flags(p, coord.head / p.Hkv, coord.head % p.Hkv);
+    for_blocks(p, block_count<BLOCK_K>(p, p.Nk) * p.B * p.Hkv, [&](int index) {
+        const KeyBlock at = block_of(p, index);
+        if (PACKED && at.block * BLOCK_K >= Sequence(p, at.b).Nk) return;
+        const u32 bits = head_flags(p, at.b, at.h);
         if constexpr (ONLY_FLAGGED) {
-            if (bits & FLAGGED_HEADS) backward_block<true>(p, coord);
+            if (bits & FLAGGED_HEADS) backward_block<true>(p, at);
         } else {
-            if (bits || !backward_block<false>(p, coord)) backward_block_nan_safe(p, index);
+            if (bits || !backward_block<false>(p, at)) backward_block_nan_safe(p, index);
         }
     });
 }

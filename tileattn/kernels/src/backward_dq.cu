@@ -30,10 +30,10 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
     const WarpBias<false, MT, NT> bias(k_tile(STAGES).base);
 
     const Head head(p, b, h);
-    const int row0 = threadIdx.x / WARP * MT * 16, rows = int(p.Nq) - q0;
+    const int row0 = threadIdx.x / WARP * MT * 16, rows = int(head.Nq()) - q0;
     const Lane lane;
 
-    const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(head.Nq())));
     auto load_keys = [&](int k0, int stage) {
         k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
                                                               keys.hi - k0, int(p.D));
@@ -116,7 +116,7 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
     store_fragment(q_tile, dq, row0, 0);
     __syncthreads();
     q_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        rows_of<Element>(p.dq, p.dq_at, head.b, head.h) + q0 * p.dq_at.n, p.dq_at.n, rows,
+        head.sequence.queries<Element>(p.dq, p.dq_at, head.h) + q0 * p.dq_at.n, p.dq_at.n, rows,
         int(p.D));
     return true;
 }
@@ -128,11 +128,13 @@ __device__ __noinline__ void backward_dq_block_nan_safe(const Params& p, int q0,
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dq(const __grid_constant__ Params p) {
-    const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q), heads = int(p.B * p.Hq);
+    const int q_blocks = block_count<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
     for_blocks(p, i64(q_blocks) * heads, [&](int index) {
         const BlockCoord coord(q_blocks, heads, int(p.head_groups), index);
-        const int q0 = (p.right < 0 ? coord.block : q_blocks - 1 - coord.block) * BLOCK_Q;
-        const int b = coord.head / int(p.Hq), h = coord.head % int(p.Hq);
+        const int number = p.right < 0 ? coord.block : q_blocks - 1 - coord.block;
+        const HeadBlock<BLOCK_Q> at(p, p.cu_seqlens_q, int(p.Hq), coord.head, number);
+        const int q0 = at.block * BLOCK_Q, b = at.b, h = at.h;
+        if (PACKED && q0 >= Sequence(p, b).Nq) return;
         const u32 bits = head_flags(p, b, h / int(p.group));
         if constexpr (ONLY_FLAGGED) {
             if (bits & FLAGGED_HEADS) backward_dq_block<true>(p, q0, b, h);

@@ -13,11 +13,14 @@ struct alignas(NEIGHBOURS * sizeof(Accum)) Neighbours {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dq_convert(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
-    if (row >= p.B * p.Hq * p.Nq) return;
-    const int bh = int(row / p.Nq), i = int(row % p.Nq);
-    const int b = bh / int(p.Hq), h = bh % int(p.Hq);
-    const Accum* sum = static_cast<const Accum*>(p.dq_accum) + row * HEAD_DIM;
-    Element* dq = rows_of<Element>(p.dq, p.dq_at, b, h) + i * p.dq_at.n;
+    const int count = block_count<1>(p, p.Nq);
+    if (row >= p.B * p.Hq * count) return;
+    const HeadBlock<1> at(p, p.cu_seqlens_q, int(p.Hq), int(row / count), int(row % count));
+    const int b = at.b, h = at.h, i = at.block;
+    const Sequence sequence(p, b);
+    if (PACKED && i >= sequence.Nq) return;
+    const Accum* sum = static_cast<const Accum*>(p.dq_accum) + (sequence.row(p, h) + i) * HEAD_DIM;
+    Element* dq = sequence.queries<Element>(p.dq, p.dq_at, h) + i * p.dq_at.n;
     bool good = true;
     for (int d = threadIdx.x % LANES * VECTOR_SIZE; d < p.D; d += LANES * VECTOR_SIZE) {
         Vector<Element> vector;

@@ -17,14 +17,17 @@ struct alignas(16) Accums {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dq_convert_sm90(const __grid_constant__ Params p) {
     // The last tiles first: the L2 cache may still have them.
-    const int number = int(gridDim.x - 1 - blockIdx.x), tiles = (int(p.Nq) + BLOCK_Q - 1) / BLOCK_Q;
-    const int head = number / tiles, q0 = number % tiles * BLOCK_Q, rows = int(p.Nq) - q0;
-    const int b = head / int(p.Hq), h = head % int(p.Hq), count = min(BLOCK_Q, rows);
+    const int number = int(gridDim.x - 1 - blockIdx.x), tiles = block_count<BLOCK_Q>(p, p.Nq);
+    const HeadBlock<BLOCK_Q> at(p, p.cu_seqlens_q, int(p.Hq), number / tiles, number % tiles);
+    const int b = at.b, h = at.h, q0 = at.block * BLOCK_Q;
+    const Sequence sequence(p, b);
+    const int rows = int(sequence.Nq) - q0, count = min(BLOCK_Q, rows);
+    if (PACKED && rows <= 0) return;
     const bool stored = p.dq_semaphore[number * DQ_STORE_WARPS];  // else no key attends to them
     const float* const sums = static_cast<const float*>(p.dq_accum);
     const Accums* const tile =
-        reinterpret_cast<const Accums*>(sums + (head * p.Nq + q0) * HEAD_DIM);
-    Element* const dq = rows_of<Element>(p.dq, p.dq_at, b, h) + q0 * p.dq_at.n;
+        reinterpret_cast<const Accums*>(sums + (sequence.row(p, h) + q0) * HEAD_DIM);
+    Element* const dq = sequence.queries<Element>(p.dq, p.dq_at, h) + q0 * p.dq_at.n;
     bool good = true;
 #pragma unroll 1
     for (int first = threadIdx.x; first < UNITS; first += TOGETHER * THREADS) {

@@ -8,14 +8,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const i64 h = blockIdx.x;
     const Accum sink = sink_of(p, h);
     Accum total = 0;
-    for (i64 n = threadIdx.x; n < p.B * p.Nq; n += THREADS) {
-        const i64 b = n / p.Nq, row = (b * p.Hq + h) * p.rows + n % p.Nq;
+    for (i64 b = 0; b < p.entries; ++b) {
+        const Sequence sequence(p, b);
+        const i64 first = sequence.padded_row(p, h);
         const bool large = head_flags(p, b, h / p.group) & LARGE;
-        const Accum row_max = large ? static_cast<const Accum*>(p.row_max)[row] : Accum(0);
-        const Accum above =
-            sink_above(sink, row_max, Accum(p.softmax_scale));  // it may be all of the logsumexp
-        total -= exp2_of(difference(above, static_cast<const Accum*>(p.lse_log2)[row])) *
-                 static_cast<const Accum*>(p.delta)[row];
+        for (i64 row = first + threadIdx.x; row < first + sequence.Nq; row += THREADS) {
+            const Accum row_max = large ? static_cast<const Accum*>(p.row_max)[row] : Accum(0);
+            const Accum above = sink_above(sink, row_max,
+                                           Accum(p.softmax_scale));  // it may be all of the logsumexp
+            total -= exp2_of(difference(above, static_cast<const Accum*>(p.lse_log2)[row])) *
+                     static_cast<const Accum*>(p.delta)[row];
+        }
     }
     total = warp_sum(total);
     if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = total;

@@ -19,15 +19,16 @@ __device__ inline void renormalise(const Params& p, int index) {
     };
     const WarpBias<false, MT, NT> bias(k_tile(STAGES).base);
 
-    const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
+    const int q_blocks = block_count<BLOCK_Q>(p, p.Nq);
     const BlockCoord coord(q_blocks, int(p.B * p.Hq), int(p.head_groups), index);
-    const int q0 = coord.block * BLOCK_Q;
-    const Head head(p, coord.head / int(p.Hq), coord.head % int(p.Hq));
-    if (!head.is_large()) return;
+    const HeadBlock<BLOCK_Q> at(p, p.cu_seqlens_q, int(p.Hq), coord.head, coord.block);
+    const int q0 = at.block * BLOCK_Q;
+    const Head head(p, at.b, at.h);
+    if (!head.is_large() || (PACKED && q0 >= head.Nq())) return;
     const RowGroup group(16 * MT);
-    const int row0 = group.row0, rows = int(p.Nq) - q0;
+    const int row0 = group.row0, rows = int(head.Nq()) - q0;
 
-    const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(head.Nq())));
     auto load_keys = [&](int k0, int stage) {
         k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
                                                               keys.hi - k0, int(p.D));
@@ -77,13 +78,13 @@ __device__ inline void renormalise(const Params& p, int index) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int i = q0 + row0 + 16 * m + lane.row(2 * half);
-            if (lane.t == 0 && i < p.Nq)
+            if (lane.t == 0 && i < head.Nq())
                 renormalise_row(head, i, state.m[m][half], state.l[m][half]);
         }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_large_scores(const __grid_constant__ Params p) {
-    for_blocks(p, (p.Nq + BLOCK_Q - 1) / BLOCK_Q * p.B * p.Hq,
+    for_blocks(p, block_count<BLOCK_Q>(p, p.Nq) * p.B * p.Hq,
                [&](int index) { renormalise(p, index); });
 }

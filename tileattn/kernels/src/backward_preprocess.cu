@@ -1,12 +1,11 @@
 // Before the backward pass: delta = rowsum(dO * O) - dlse, and the logsumexp of base 2, 0 in place
-// of -infinity. A few lanes take each query. Mirrors preprocess in spec.py. Rows of a head
+// of -infinity. A few lanes take each query. Mirrors preprocess in spec.py. Rows of a head, or of a packed sequence,
 // are padded to whole blocks of queries, so that those are loaded without bounds checks. Heads are
 // flagged here: the statistics of the others are finite, and exact enough for P.
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(VALUE_DIM);
-static_assert(128 % (THREADS / LANES) == 0,
-              "heads are padded to 128 rows: a CTA has rows of one head");
+static_assert(ROW_PAD % (THREADS / LANES) == 0, "a CTA has rows of one head and sequence");
 
 // The rounding of a larger logsumexp would show in the gradients.
 constexpr Accum MAX_EXACT_LSE = sizeof(Element) == 2 ? 512 : 16;
@@ -15,12 +14,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_preprocess(const __grid_constant__ Params p) {
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
     const i64 last = min(row, p.B * p.Hq * p.rows - 1);  // all lanes stay for the shuffles
-    const int bh = int(last / p.rows), i = int(last % p.rows);
-    const int b = bh / int(p.Hq), h = bh % int(p.Hq);
+    const int bh = int(last / p.rows), padded = int(last % p.rows);
+    const HeadBlock<ROW_PAD> at(p, p.cu_seqlens_q, int(p.Hq), bh, padded / ROW_PAD);
+    const int b = at.b, h = at.h, i = at.block * ROW_PAD + padded % ROW_PAD;
+    const Sequence sequence(p, b);
     Accum delta = 0;
-    if (i < p.Nq) {
-        const Element* out = rows_of<Element>(p.out, p.out_at, b, h) + i * p.out_at.n;
-        const Element* dout = rows_of<Element>(p.dout, p.dout_at, b, h) + i * p.dout_at.n;
+    if (i < sequence.Nq) {
+        const Element* out = sequence.queries<Element>(p.out, p.out_at, h) + i * p.out_at.n;
+        const Element* dout = sequence.queries<Element>(p.dout, p.dout_at, h) + i * p.dout_at.n;
         for (int d = threadIdx.x % LANES * VECTOR_SIZE; d < p.Dv; d += LANES * VECTOR_SIZE) {
             const Vector<Element> x = load_vector(out + d, int(p.Dv) - d);
             const Vector<Element> y = load_vector(dout + d, int(p.Dv) - d);
@@ -34,19 +35,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     // Past the end P is zero.
     Accum lse_log2 = infinity<Accum>();
     u32 found = 0;
-    if (i < p.Nq) {
-        if (p.dlse) delta -= rows_of<Accum>(p.dlse, p.dlse_at, b, h)[i * p.dlse_at.n];
-        const Accum lse = static_cast<const Accum*>(p.lse)[bh * p.Nq + i];
+    if (i < sequence.Nq) {
+        if (p.dlse) delta -= sequence.queries<Accum>(p.dlse, p.dlse_at, h)[i * p.dlse_at.n];
+        const Accum lse = static_cast<const Accum*>(p.lse)[sequence.row(p, h) + i];
         const bool masked_out = lse == -infinity<Accum>();
         if (!is_finite(delta)) delta = infinity<Accum>() - infinity<Accum>(), found |= NON_FINITE;
-        if (masked_out ? !is_finite_row<LANES>(rows_of<Element>(p.q, p.q_at, b, h) + i * p.q_at.n,
-                                               int(p.D))
+        if (masked_out ? !is_finite_row<LANES>(
+                             sequence.queries<Element>(p.q, p.q_at, h) + i * p.q_at.n, int(p.D))
                        : !is_finite(lse))
             found |= NON_FINITE;
         if (is_finite(lse) && fabs(lse) > MAX_EXACT_LSE) found |= LARGE;
         lse_log2 = masked_out ? Accum(0) : is_finite(lse) ? clip_finite(lse * LOG2_E) : lse;
     }
-    // All rows of a CTA are of one head. One thread flags it, and only if no other has: atomics of
+    // All rows of a CTA are of one head and sequence. One thread flags it, and only if no other has: atomics of
     // all rows would contend.
     if (__syncthreads_or(found)) {
         const bool non_finite = __syncthreads_or(found & NON_FINITE);

@@ -32,17 +32,20 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     int dk_stage = 0;  // of q, which the GEMM of dK reads
 
     auto issue_s = [&] {
+        const QueryTile q = smem.q(q_pipe.stage);
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
-        gemm_async<Element, HEAD_DIM>(s, smem.k(), WARPGROUP_ROWS * warpgroup,
-                                      smem.q(q_pipe.stage));
+        zero_past_end<HEAD_DIM>(p, q, work, tile * BLOCK_Q, warpgroup);
+        gemm_async<Element, HEAD_DIM>(s, smem.k(), WARPGROUP_ROWS * warpgroup, q);
     };
     auto softmax = [&](bool partial) {
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        recompute_p(p, work.b, h, partial, smem.storage.lse_log2[q_pipe.stage], inputs, s, probs);
+        recompute_p(p, work.sequence(p), h, partial, smem.storage.lse_log2[q_pipe.stage], inputs, s, probs);
     };
     auto issue_dv = [&] {
+        const DoutTile dout = smem.dout(dout_pipe.stage);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
-        gemm_async<Element>(dv, probs, smem.dout(dout_pipe.stage));
+        zero_past_end<VALUE_DIM>(p, dout, work, tile * BLOCK_Q, warpgroup);
+        gemm_async<Element>(dv, probs, dout);
     };
     auto issue_dp = [&] {
         gemm_async<Element, VALUE_DIM>(dp, smem.v(), WARPGROUP_ROWS * warpgroup,
@@ -147,7 +150,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 
     // One GEMM after the other.
     auto nan_safe_step = [&](bool partial, bool) {
-        const bool masked = has_masked(p, tile, partial);
+        const bool masked = has_masked(p, work, tile, partial);
         const NonFiniteDout table{smem.ds(ds_pipe.next().stage).address};
         load_inputs();
         issue_s();
@@ -157,7 +160,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             masked && clean_q_and_dout(smem, q_pipe.stage, dout_pipe.stage, table);
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         const Attended<1, QT> attended =
-            recompute_p_nan_safe(p, work.b, h, masked, smem.storage.lse_log2[q_pipe.stage],
+            recompute_p_nan_safe(p, work.sequence(p), h, masked, smem.storage.lse_log2[q_pipe.stage],
                                  inputs, s, probs, non_finite, table, dv);
         issue_dv();
         warpgroup_wait<0>(dv);

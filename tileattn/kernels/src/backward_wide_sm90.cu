@@ -26,6 +26,15 @@ __device__ inline void compute_dq(const Smem& smem, const KeyTile& k, int ds_sta
     }
 }
 
+// The first query of the next tile, as far as `zero_past_end` asks: the last tile of all heads comes
+// first.
+__device__ inline int next_q0(const WorkTile& work, int heads, int h, int tile) {
+    return (h + 1 < (work.kv + 1) * heads ? tile : tile - 1) * BLOCK_Q;
+}
+__device__ inline int first_q0(const Params& p, const WorkTile& work) {
+    return PACKED ? QueryTileList(p, work).tile(work.tiles.end - 1) * BLOCK_Q : 0;
+}
+
 // The table of what was not finite in dO.
 __device__ inline NonFiniteDout table_of(const Smem& smem,
                                          const PipelineState<DS_STAGES>& ds_pipe) {
@@ -47,9 +56,11 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     Operands probs;
     TileInputs inputs(smem);
 
-    auto issue_s = [&] {
+    auto issue_s = [&](int q0) {
+        const QueryTile q = smem.q(q_pipe.stage);
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
-        gemm_async<Element, HEAD_DIM>(s, smem.k(), 0, smem.q(q_pipe.stage));
+        zero_past_end<HEAD_DIM>(p, q, work, q0, DV_WARPGROUP);
+        gemm_async<Element, HEAD_DIM>(s, smem.k(), 0, q);
     };
     // From S of tile j to S of tile j + 1, if there is `more`; k is held throughout:
     //
@@ -64,10 +75,10 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     auto step = [&](bool partial, bool more) {
         inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q);
         if constexpr (NAN_SAFE) {
-            issue_s();
+            issue_s(tile * BLOCK_Q);
             warpgroup_wait<0>(s);
         }
-        const bool masked = NAN_SAFE && has_masked(p, tile, partial);
+        const bool masked = NAN_SAFE && has_masked(p, work, tile, partial);
         const float* const lse_log2 = smem.storage.lse_log2[q_pipe.stage];
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         if constexpr (NAN_SAFE) {
@@ -75,11 +86,11 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
             const NonFiniteDout table = table_of(smem, ds_pipe);
             const bool non_finite =
                 masked && clean_q_and_dout(smem, q_pipe.stage, dout_pipe.stage, table);
-            recompute_p_nan_safe(p, work.b, h, masked, lse_log2, inputs, s, probs, non_finite,
+            recompute_p_nan_safe(p, work.sequence(p), h, masked, lse_log2, inputs, s, probs, non_finite,
                                  table, dv)
                 .fill_others(s, MASKED);
         } else {
-            recompute_p(p, work.b, h, partial, lse_log2, inputs, s, probs);
+            recompute_p(p, work.sequence(p), h, partial, lse_log2, inputs, s, probs);
         }
         store_exchange(smem.p(), s);
         fence_async_shared();
@@ -88,10 +99,12 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         // with the proxy fence behind.
         smem.q_empty(q_pipe.stage).arrive();
         q_pipe.advance();
+        const DoutTile dout = smem.dout(dout_pipe.stage);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
-        gemm_async<Element>(dv, probs, smem.dout(dout_pipe.stage));
+        zero_past_end<VALUE_DIM>(p, dout, work, tile * BLOCK_Q, DV_WARPGROUP);
+        gemm_async<Element>(dv, probs, dout);
         if (!NAN_SAFE && more) {
-            issue_s();
+            issue_s(next_q0(work, heads, h, tile));
             warpgroup_wait<1>(dv);
         } else {
             warpgroup_wait<0>(dv);
@@ -117,7 +130,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
             if constexpr (NAN_SAFE) {
                 clean_k(smem);
             } else {
-                issue_s();
+                issue_s(first_q0(p, work));
                 warpgroup_wait<0>(s);
             }
             for_each_tile<false, !NAN_SAFE>(p, work, heads, h, tile, step);
@@ -144,9 +157,11 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     Fragment<Accum, 1, DT> dk;
     Operands ds;
 
-    auto issue_dp = [&] {
+    auto issue_dp = [&](int q0) {
+        const DoutTile dout = smem.dout(dout_pipe.stage);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
-        gemm_async<Element, VALUE_DIM>(dp, smem.v(), 0, smem.dout(dout_pipe.stage));
+        zero_past_end<VALUE_DIM>(p, dout, work, q0, DK_WARPGROUP);
+        gemm_async<Element, VALUE_DIM>(dp, smem.v(), 0, dout);
     };
     // From dP of tile j to dP of tile j + 1, if there is `more`; v is held until the last dP, k
     // throughout:
@@ -160,8 +175,8 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     //
     // The other warpgroup computes the next P meanwhile. NaN-safe, dP is issued here.
     auto step = [&](bool partial, bool more) {
-        const bool masked = NAN_SAFE && has_masked(p, tile, partial);
-        if constexpr (NAN_SAFE) issue_dp();
+        const bool masked = NAN_SAFE && has_masked(p, work, tile, partial);
+        if constexpr (NAN_SAFE) issue_dp(tile * BLOCK_Q);
         warpgroup_wait<0>(dp);
         if (masked) {
             smem.q_full(q_pipe.stage).wait(q_pipe.phase);
@@ -193,15 +208,17 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         // the proxy fence behind.
         smem.dout_empty(dout_pipe.stage).arrive();
         dout_pipe.advance();
+        const QueryTile q = smem.q(q_pipe.stage);
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
-        gemm_async<Element>(dk, ds, smem.q(q_pipe.stage));
+        zero_past_end<HEAD_DIM>(p, q, work, tile * BLOCK_Q, DK_WARPGROUP);
+        gemm_async<Element>(dk, ds, q);
         smem.ds_full(ds_pipe.stage).wait(ds_pipe.phase);
         compute_dq<DK_WARPGROUP>(smem, k_of_dq(smem, masked), ds_pipe.stage, row0, dq_pipe);
         warpgroup_wait<0>(dk);
         smem.q_empty(q_pipe.stage).arrive();  // safe: only dK's GEMM read it here
         q_pipe.advance();
         ds_pipe.advance();
-        if (!NAN_SAFE && more) issue_dp();
+        if (!NAN_SAFE && more) issue_dp(next_q0(work, heads, h, tile));
     };
 
     for (;;) {
@@ -215,7 +232,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             if constexpr (NAN_SAFE) clean_k(smem);
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();
-            if constexpr (!NAN_SAFE) issue_dp();
+            if constexpr (!NAN_SAFE) issue_dp(first_q0(p, work));
             for_each_tile<false, !NAN_SAFE>(p, work, heads, h, tile, step);
             if constexpr (NAN_SAFE)
                 smem.v_empty().arrive();  // safe: the last step waited for all GEMMs

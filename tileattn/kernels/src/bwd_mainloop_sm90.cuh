@@ -11,8 +11,10 @@ struct Maps {
     TensorMap q, k, v, dout;
 };
 
-__device__ inline const float* row_statistics(const Params& p, const void* array, int b, int h) {
-    return static_cast<const float*>(array) + (i64(b) * p.Hq + h) * p.rows;
+__device__ inline const float* row_statistics(const Params& p, const void* array,
+                                              const WorkTile& work, int h) {
+    return static_cast<const float*>(array) + (i64(work.entry()) * p.Hq + h) * p.rows +
+           work.first_statistic();
 }
 
 // The producer thread: claim work tiles, load all that they need in the order of its use, and
@@ -27,17 +29,17 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     auto load_q = [&](int h, int q0) {
         const Barrier full = smem.q_full(q_pipe.stage);
         smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
-        BOTH_LOADS(smem.q(q_pipe.stage).load(maps.q, q0, h, work.b, full),
+        BOTH_LOADS(smem.q(q_pipe.stage).load(maps.q, work.q_start + q0, h, work.entry(), full),
                    bulk_load(shared_address(smem.storage.lse_log2[q_pipe.stage]),
-                             row_statistics(p, p.lse_log2, work.b, h) + q0, BLOCK_Q * 4, full));
+                             row_statistics(p, p.lse_log2, work, h) + q0, BLOCK_Q * 4, full));
         q_pipe.advance();
     };
     auto load_dout = [&](int h, int q0) {
         const Barrier full = smem.dout_full(dout_pipe.stage);
         smem.dout_empty(dout_pipe.stage).wait(dout_pipe.phase ^ 1);
-        BOTH_LOADS(smem.dout(dout_pipe.stage).load(maps.dout, q0, h, work.b, full),
+        BOTH_LOADS(smem.dout(dout_pipe.stage).load(maps.dout, work.q_start + q0, h, work.entry(), full),
                    bulk_load(shared_address(smem.storage.delta[dout_pipe.stage]),
-                             row_statistics(p, p.delta, work.b, h) + q0, BLOCK_Q * 4, full));
+                             row_statistics(p, p.delta, work, h) + q0, BLOCK_Q * 4, full));
         dout_pipe.advance();
     };
     // A work tile is published with its k: all wait for that.
@@ -48,6 +50,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     };
 #pragma unroll 1
     while (get_work(p, claim_work(p), work)) {
+        if (PACKED && work.k0 >= work.Nk(p)) continue;
         // All work tiles of a head are skipped or none: these flags stay while this kernel runs.
         // LARGE heads, alone or with NON_FINITE, go to the generic kernels.
         if ((head_flags(p, work.b, work.kv) & KNOWN) != FLAGGED_HEADS) continue;
@@ -59,8 +62,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         }
         // Shared memory has no room for them before the last work tile is done, but the L2 cache
         // has.
-        KeyTile::prefetch(maps.k, work.k0, work.kv, work.b);
-        ValueTile::prefetch(maps.v, work.k0, work.kv, work.b);
+        KeyTile::prefetch(maps.k, work.k_start + work.k0, work.kv, work.entry());
+        ValueTile::prefetch(maps.v, work.k_start + work.k0, work.kv, work.entry());
         const QueryTileList list(p, work);
         bool first = true;
 #pragma unroll 1
@@ -75,10 +78,12 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 first = false;
                 // v is released before k.
                 smem.v_empty().wait(v_pipe.phase ^ 1);
-                smem.v().load(maps.v, work.k0, work.kv, work.b, smem.v_full());
+                smem.v().load(maps.v, work.k_start + work.k0, work.kv, work.entry(),
+                              smem.v_full());
                 v_pipe.advance();
                 publish_work();
-                smem.k().load(maps.k, work.k0, work.kv, work.b, smem.k_full());
+                smem.k().load(maps.k, work.k_start + work.k0, work.kv, work.entry(),
+                              smem.k_full());
             }
         }
     }
@@ -87,12 +92,32 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     smem.k_full().arrive();
 }
 
+// What dq_semaphore says of a tile that key blocks claim.
+constexpr u32 DQ_CLAIMED = 1, DQ_STORED = 2;
+
+// Whether the first key block to come to a dQ tile stores, or that with the first keys. Lists of tiles
+// may leave that one far more queries than others have, which would wait for it.
+__device__ inline bool claims_dq(const Params& p) { return HAS_TILE_LIST && !p.in_order; }
+
+// Wait for this CTA's turn to add to a dQ tile. How many key blocks have, or any number but 0.
+__device__ inline u32 wait_turn(const Params& p, u32* semaphore, u32 reached, u32 rank) {
+    u32 before = rank;
+    if (claims_dq(p)) {
+        before = claim_semaphore(semaphore, DQ_CLAIMED);
+        for (reached = before; reached == DQ_CLAIMED;) reached = read_semaphore(semaphore);
+    } else {
+        const u32 wanted = p.in_order ? rank : min(rank, 1u);
+        while (reached < wanted) reached = read_semaphore(semaphore);
+    }
+    if (before) fence_async_global();
+    return before;
+}
+
 // The thread of a dQ store warp: add its share of the dQ tiles to device memory. Of the key blocks
-// that a query tile attends to the first stores, so there need be no zeros before. The others add
-// once dq_semaphore says that it has; if deterministic, each once the one before it has.
+// that a query tile attends to the first stores, so there need be no zeros before; the others add.
 __device__ inline void store_dq(const Params& p, const Smem& smem, int store_warp) {
     const DqShare share = dq_share(store_warp);
-    const int heads = int(p.group), rows = int(p.Nq), tiles = (rows + BLOCK_Q - 1) / BLOCK_Q;
+    const int heads = int(p.group), rows = int(p.Nq), tiles = block_count<BLOCK_Q>(p, p.Nq);
     u32* const dq_semaphore = p.dq_semaphore;
     PipelineState<1> k_pipe;
     PipelineState<DQ_STAGES> dq_pipe;
@@ -102,29 +127,30 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
         const WorkTile work = smem.storage.work_tile;
         smem.k_empty().arrive();  // safe: only generic stores overwrite the work tile
         if (work.is_end) break;
-        const u32 first_head = work.b * int(p.Hq) + work.kv * heads;
+        const u32 first_head = work.entry() * int(p.Hq) + work.kv * heads;
+        const int first_tile = work.first_tile();
         const QueryTileList list(p, work);
         u32 reached = 0;
 #pragma unroll 1
         for (int index = work.tiles.end; --index >= work.tiles.begin;) {
             const int tile = list.tile(index);
-            const u32 rank = list.rank(p, work, index), before = p.in_order ? rank : min(rank, 1u);
-            const int row0 = tile * BLOCK_Q + share.row, count = max(0, min(DQ_ROWS, rows - row0));
+            const u32 rank = claims_dq(p) ? 0 : list.rank(p, work, index);
+            const int row0 = tile * BLOCK_Q + share.row;
+            const int count = max(0, min(DQ_ROWS, work.Nq(p) - row0));
 #pragma unroll 1
             for (u32 head = first_head; head < first_head + heads; ++head) {
-                const u32 own = (head * tiles + tile) * DQ_STORE_WARPS + store_warp;
-                while (reached < before) reached = read_semaphore(dq_semaphore + own);
-                if (before) fence_async_global();
+                const u32 own = (head * tiles + first_tile + tile) * DQ_STORE_WARPS + store_warp;
+                const u32 before = wait_turn(p, dq_semaphore + own, reached, rank);
                 reached = 0;
                 float* dq_accum = static_cast<float*>(p.dq_accum) +
-                                  u64(head * rows + row0) * HEAD_DIM + count * share.column;
+                                  u64(head * rows + work.q_start + row0) * HEAD_DIM + count * share.column;
 #pragma unroll 1
                 for (int n = share.columns; n > 0;
                      n -= DQ_COPY_COLUMNS, dq_accum += count * DQ_COPY_COLUMNS) {
                     smem.dq_full(store_warp, dq_pipe.stage).wait(dq_pipe.phase);
                     if (count)
                         bulk_store(dq_accum, smem.dq(store_warp, dq_pipe.stage),
-                                   4 * count * DQ_COPY_COLUMNS, rank > 0);
+                                   4 * count * DQ_COPY_COLUMNS, before > 0);
                     bulk_wait_read();  // so the arrive is safe
                     smem.dq_empty(store_warp, dq_pipe.stage).arrive();
                     dq_pipe.advance();
@@ -132,8 +158,9 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                 // If deterministic, read the next semaphore while this tile is stored.
                 if (!HAS_TILE_LIST && p.in_order && heads == 1 && tile)
                     reached = read_semaphore(dq_semaphore + own - DQ_STORE_WARPS);
-                if (p.in_order || !rank)
-                    bulk_wait(), publish_semaphore(dq_semaphore + own, rank + 1);
+                if (p.in_order || !before)
+                    bulk_wait(),
+                        publish_semaphore(dq_semaphore + own, claims_dq(p) ? DQ_STORED : rank + 1);
             }
         }
     }
@@ -154,14 +181,17 @@ __device__ inline void publish_dq(const Smem& smem, int store_warp,
     }
 }
 
-// Zero keys and values of a work tile that no query attends to: beyond the length, or outside all
-// windows. What is not finite there would make gradients NaN. v has landed when v_full's phase of
+// Zero keys and values of a work tile that no query attends to: beyond the length, outside all
+// windows, or of the next sequence. What is not finite there would make gradients NaN. v has landed when v_full's phase of
 // this parity ends.
 __device__ inline void zero_unattended(const Params& p, const Smem& smem, const WorkTile& work,
                                        u32 parity) {
-    const Range attended = SlidingWindow(p, work.b).key_range(0, int(p.Nq));
+    const SlidingWindow window(p, work.sequence(p));
+    const Range attended = window.key_range(0, window.Nq);
     const int begin = attended.lo - work.k0, end = attended.hi - work.k0;
-    if (!__any_sync(~0u, begin > 0 || (end < BLOCK_K && attended.hi < p.Nk))) return;
+    // Beyond the last key of all, TMA has zeroed them.
+    const bool behind = end < BLOCK_K && attended.hi + work.k_start < p.Nk;
+    if (!__any_sync(~0u, begin > 0 || behind)) return;
     smem.v_full().wait(parity);
     const u32 zeros[4] = {};
     auto zero = [&](const auto& tile, int columns) {
@@ -176,6 +206,25 @@ __device__ inline void zero_unattended(const Params& p, const Smem& smem, const 
     zero(smem.v(), VALUE_DIM);
     fence_async_shared();
     named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
+}
+
+// Zero the rows of a tile of q or dO past the end of a packed sequence, which are of the next one:
+// not even a NaN may come from there. Each warpgroup does so for its own GEMMs, and waits for nobody:
+// another one stores the same zeros. The next TMA load into the stage comes behind the fence.
+template <int COLUMNS, class Tile>
+__device__ inline void zero_past_end(const Params& p, const Tile& tile, const WorkTile& work,
+                                     int q0, int warpgroup) {
+    if constexpr (PACKED && !NAN_SAFE) {
+        const int rows = work.Nq(p) - q0;
+        if (!__any_sync(~0u, rows < BLOCK_Q)) return;
+        constexpr int CHUNKS = COLUMNS / 8;
+        const u32 zeros[4] = {};
+#pragma unroll 1
+        for (int i = rows * CHUNKS + threadIdx.x % WARPGROUP; i < BLOCK_Q * CHUNKS; i += WARPGROUP)
+            store_shared(tile.chunk(i / CHUNKS, i % CHUNKS * 16), zeros);
+        fence_async_shared();
+        named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
+    }
 }
 
 // Call step(partial, more) for the query tiles of a work tile that has some: the last tile of each
@@ -229,13 +278,15 @@ __device__ inline void store_gradient(const Params& p, const Smem& smem, void* t
                                       const PipelineState<DS_STAGES>& ds_pipe) {
     const int row = work.k0 + row0;
     if constexpr (IS_WIDE) {
-        store_rows(rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, acc,
-                   int(p.Nk) - row, columns);
+        store_rows(rows_of<Element>(target, at, work.entry(), work.kv) +
+                       (work.k_start + row) * at.n,
+                   at.n, acc, work.Nk(p) - row, columns);
     } else {
         smem.ds_empty(ds_pipe.stage).wait(ds_pipe.phase ^ 1);
         store_rows_staged(smem.staging(ds_pipe.stage),
-                          rows_of<Element>(target, at, work.b, work.kv) + row * at.n, at.n, acc,
-                          int(p.Nk) - row, columns);
+                          rows_of<Element>(target, at, work.entry(), work.kv) +
+                              (work.k_start + row) * at.n,
+                          at.n, acc, work.Nk(p) - row, columns);
     }
 }
 

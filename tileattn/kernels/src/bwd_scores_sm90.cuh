@@ -76,11 +76,12 @@ struct TileInputs {
 
 // From K Q^T to P, with the logsumexp of the tile's queries, as an operand of dV; and to P times the
 // slopes, which dS takes in its place.
-__device__ inline void recompute_p(const Params& p, int b, int h, bool partial,
-                                   const float* lse_log2, TileInputs& inputs, TileScores& s,
+__device__ inline void recompute_p(const Params& p, const Sequence& sequence, int h,
+                                   bool partial, const float* lse_log2, TileInputs& inputs, TileScores& s,
                                    Operands& probs) {
+    const int b = int(sequence.b);
     const ScoreMod score_mod(p, b, h);
-    const AttentionMask attn_mask(p, b, h);
+    const AttentionMask attn_mask(p, sequence, h);
     const Dropout dropout(p, b, h);
     ScoreSlopes slopes;
     slopes.clear();
@@ -139,8 +140,8 @@ static_assert(NonFiniteDout::BYTES <= ScoreTile::BYTES, "the table takes a stage
 
 // Whether a tile has a pair that is masked out. Queries past the end, which are zero, attend to
 // nothing.
-__device__ inline bool has_masked(const Params& p, int tile, bool partial) {
-    return HAS_MASK || partial || (tile + 1) * BLOCK_Q > p.Nq;
+__device__ inline bool has_masked(const Params& p, const WorkTile& work, int tile, bool partial) {
+    return HAS_MASK || partial || (tile + 1) * BLOCK_Q > work.Nq(p);
 }
 
 // Copy k with zeros in place of what is not finite.
@@ -178,15 +179,16 @@ __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_
 // From K Q^T to P, 0 where it is not attended to, and to operands of dV. If `non_finite`, dV gets
 // what was taken out of dO.
 template <int NT>
-__device__ inline Attended<1, QT> recompute_p_nan_safe(const Params& p, int b, int h, bool masked,
-                                                       const float* lse_log2, TileInputs& inputs,
+__device__ inline Attended<1, QT> recompute_p_nan_safe(const Params& p, const Sequence& sequence,
+                                                       int h, bool masked, const float* lse_log2, TileInputs& inputs,
                                                        TileScores& s, Operands& probs,
                                                        bool non_finite,
                                                        const NonFiniteDout& table,
                                                        Fragment<Accum, 1, NT>& dv) {
+    const int b = int(sequence.b);
     const ScoreMod score_mod(p, b, h);
     s.apply(score_mod, inputs.bias, [](int, int, int, Accum, Accum) {});
-    if (masked) s.masked_fill_positions(AttentionMask(p, b, h));
+    if (masked) s.masked_fill_positions(AttentionMask(p, sequence, h));
     if constexpr (HAS_MASK) inputs.dense.share(), s.masked_fill(inputs.dense);
     Attended<1, QT> attended;
     attended.mark(s);

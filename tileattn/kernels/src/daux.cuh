@@ -28,7 +28,7 @@ __device__ inline Steps daux_steps(const Params& p) {
     };
     const Axis q = axis(LearnedElement::OWN_I, q_blocks);
     const Axis h = axis(LearnedElement::OWN_H, int(p.Hq));
-    const Axis b = axis(LearnedElement::OWN_B, int(p.B));
+    const Axis b = axis(LearnedElement::OWN_B, int(p.entries));
     const Axis k(true, 0, (p.Nk + BLOCK_K - 1) / BLOCK_K);
     return {p, b, h, q, k, daux_share(p), shares};
 }

@@ -13,10 +13,11 @@ __device__ inline int first_column() { return threadIdx.x / WARP % WARPS_N * NT 
 
 // What a CTA covers of one axis: all of it, or one of its entries.
 struct Axis {
+    bool all;
     int begin, end, at;
 
     __device__ Axis(bool all, i64 own, i64 size)
-        : begin(all ? 0 : int(own)), end(all ? int(size) : begin + 1), at(begin) {}
+        : all(all), begin(all ? 0 : int(own)), end(all ? int(size) : begin + 1), at(begin) {}
 
     __device__ bool is_one() const { return end - begin == 1; }
 
@@ -33,24 +34,40 @@ struct Axis {
 struct Steps {
     const Params& p;
     Axis b, h, q, k;
+    Sequence sequence;  // of b
     int shares, key_head, length, kind;
     bool done;
 
     __device__ Steps(const Params& p, Axis b, Axis h, Axis q, Axis k, int share = 0, int shares = 1)
-        : p(p), b(b), h(h), q(q), k(k), shares(shares), done(!skip(share)) {
+        : p(p), b(b), h(h), q(q), k(k), sequence(p, b.at), shares(shares) {
+        fit();
+        done = !skip(share);
         --this->k.at;
         if (!done) next();
     }
     // Go on by some rows of tiles; whether there is one.
     __device__ bool skip(int rows) {
         for (; rows; --rows)
-            if (!(q.next() || h.next() || b.next())) return false;
+            if (!(q.next() || h.next() || next_entry())) return false;
         return true;
+    }
+    __device__ bool next_entry() {
+        if (!b.next()) return false;
+        sequence = Sequence(p, b.at);
+        fit();
+        return true;
+    }
+    // The tiles of a packed sequence are as many as it has, or one that is empty.
+    __device__ void fit() {
+        if constexpr (PACKED) {
+            if (q.all) q.end = max(1, int((sequence.Nq + BLOCK_Q - 1) / BLOCK_Q));
+            if (k.all) k.end = max(1, int((sequence.Nk + BLOCK_K - 1) / BLOCK_K));
+        }
     }
     __device__ int q0() const { return q.at * BLOCK_Q; }
     __device__ int k0() const { return k.at * BLOCK_K; }
     // Number of the first row of the row of tiles, in delta and lse_log2.
-    __device__ i64 row() const { return (i64(b.at) * p.Hq + h.at) * p.rows + q0(); }
+    __device__ i64 row() const { return sequence.padded_row(p, h.at) + q0(); }
     // Whether all steps have the same tile of the bias.
     __device__ bool one_bias() const {
         return q.is_one() && k.is_one() && (b.is_one() || p.bias_B == 1) &&

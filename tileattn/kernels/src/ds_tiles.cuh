@@ -30,31 +30,31 @@ __device__ inline void for_each_ds(const Params& p, Steps step, char* memory, Su
     Row& lse_log2 = reinterpret_cast<Row*>(memory + TILE_BYTES)[0];
     Row& deltas = reinterpret_cast<Row*>(memory + TILE_BYTES)[1];
     const WarpBias<false, MT, NT> bias(memory + BIAS_AT);
-    const int Nq = int(p.Nq);
     const int row0 = first_row(), column0 = first_column();
     const Lane lane;
     auto load_keys = [&] {
         const int b = step.b.at, h = step.h.at, q0 = step.q0(), k0 = step.k0();
-        const i64 row = (b * p.Hq + h) * p.rows + q0;
+        const Sequence& sequence = step.sequence;
         q_tile.template load<THREADS, ALIGNMENT_BYTES>(
-            rows_of<Element>(p.q, p.q_at, b, h) + q0 * p.q_at.n, p.q_at.n, Nq - q0, int(p.D));
+            sequence.queries<Element>(p.q, p.q_at, h) + q0 * p.q_at.n, p.q_at.n, int(sequence.Nq) - q0,
+            int(p.D));
         k_tile.template load<THREADS, ALIGNMENT_BYTES>(
-            rows_of<Element>(p.k, p.k_at, b, step.key_head) + k0 * p.k_at.n, p.k_at.n,
+            sequence.keys<Element>(p.k, p.k_at, step.key_head) + k0 * p.k_at.n, p.k_at.n,
             step.length - k0, int(p.D));
-        copy_row<THREADS>(lse_log2, static_cast<const Accum*>(p.lse_log2) + row);
+        copy_row<THREADS>(lse_log2, static_cast<const Accum*>(p.lse_log2) + step.row());
         copy_commit();
         bias.load(ScoreMod(p, b, h), q0 + row0, k0 + column0);
     };
     auto load_values = [&] {
-        const int b = step.b.at, h = step.h.at, q0 = step.q0(), k0 = step.k0();
-        const i64 row = (b * p.Hq + h) * p.rows + q0;
+        const int h = step.h.at, q0 = step.q0(), k0 = step.k0();
+        const Sequence& sequence = step.sequence;
         dout_tile.template load<THREADS, ALIGNMENT_BYTES>(
-            rows_of<Element>(p.dout, p.dout_at, b, h) + q0 * p.dout_at.n, p.dout_at.n, Nq - q0,
-            int(p.Dv));
+            sequence.queries<Element>(p.dout, p.dout_at, h) + q0 * p.dout_at.n, p.dout_at.n,
+            int(sequence.Nq) - q0, int(p.Dv));
         v_tile.template load<THREADS, ALIGNMENT_BYTES>(
-            rows_of<Element>(p.v, p.v_at, b, step.key_head) + k0 * p.v_at.n, p.v_at.n,
+            sequence.keys<Element>(p.v, p.v_at, step.key_head) + k0 * p.v_at.n, p.v_at.n,
             step.length - k0, int(p.Dv));
-        copy_row<THREADS>(deltas, static_cast<const Accum*>(p.delta) + row);
+        copy_row<THREADS>(deltas, static_cast<const Accum*>(p.delta) + step.row());
         copy_commit();
     };
     auto row = [&](int m, int e) { return row0 + 16 * m + lane.row(e); };
@@ -82,8 +82,7 @@ __device__ inline void for_each_ds(const Params& p, Steps step, char* memory, Su
         }
         Accum statistic[MT][2];
         read_rows(statistic, lse_log2);
-        const Accum* const row_max = static_cast<const Accum*>(p.row_max) +
-                                     (step.b.at * p.Hq + step.h.at) * p.rows + step.q0();
+        const Accum* const row_max = static_cast<const Accum*>(p.row_max) + step.row();
         tile.recompute_p(
             score_mod, bias, attn_mask, dropout, step.kind,
             head_flags(p, step.b.at, step.key_head) & LARGE,
@@ -92,7 +91,7 @@ __device__ inline void for_each_ds(const Params& p, Steps step, char* memory, Su
 
         copy_wait<0>();
         __syncthreads();  // dO and v have landed, and all warps are done with k and the lse
-        const int b = step.b.at, h = step.h.at;
+        const int b = step.b.at, h = step.h.at, Nq = attn_mask.Nq;
         step.next();
         if (STAGES > 1 && !step.done) load_keys();
         multiply<VALUE_DIM, VALUE_DIM / 16, false, true>(tile.ds, dout_tile, row0, v_tile, column0);

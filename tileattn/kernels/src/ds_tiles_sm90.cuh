@@ -65,7 +65,10 @@ struct DsProducer {
     __device__ void load(Steps step) {
 #pragma unroll 1
         for (; !step.done; step.next(), pipe.advance()) {
-            const int b = step.b.at, h = step.h.at, q0 = step.q0(), k0 = step.k0();
+            const Sequence& sequence = step.sequence;
+            const int b = int(sequence.entry()), h = step.h.at;
+            const int q0 = int(sequence.q_start) + step.q0();
+            const int k0 = int(sequence.k_start) + step.k0();
             const bool stays = step.row() == row;
             row = step.row();
             smem.keys_empty().wait(pipe.phase ^ 1);
@@ -94,7 +97,7 @@ struct DsConsumer {
     template <class Sum>
     __device__ __forceinline__ void for_each_ds(Steps step, Sum sum) {
         const WarpBias<false, MT, NT> bias(smem.memory + BIAS_AT);
-        const int Nq = int(p.Nq), row0 = first_row(), m0 = row0 / WARPGROUP_ROWS * WARPGROUP_ROWS;
+        const int row0 = first_row(), m0 = row0 / WARPGROUP_ROWS * WARPGROUP_ROWS;
         const bool leader = threadIdx.x % WARPGROUP == 0;
         const Lane lane;
         bool has_bias = false;
@@ -107,7 +110,7 @@ struct DsConsumer {
         load_bias();
 #pragma unroll 1
         for (; !step.done; pipe.advance()) {
-            const int b = step.b.at, h = step.h.at, q0 = step.q0();
+            const int b = step.b.at, h = step.h.at, q0 = step.q0(), Nq = int(step.sequence.Nq);
             const i64 first = step.row() + row0;
             auto statistic = [&](const void* all, int e) {
                 return static_cast<const Accum*>(all)[first + lane.row(e)];

@@ -3,7 +3,7 @@
 // have a fixed order. LearnedElement and LearnedRange are in the text of the functions.
 #pragma once
 
-#include "params.cuh"
+#include "sequence.cuh"
 
 // The elements that the pairs of a tile reach: a range of indices along each axis.
 struct ElementBox {
@@ -81,7 +81,8 @@ struct ElementSums {
 
     // Go to a tile; whether all its pairs read one element.
     __device__ bool begin_tile(i64 b, i64 h, int q0, int k0) {
-        const int Nq = int(p.Nq), Nk = int(p.Nk);
+        const Sequence sequence(p, b);
+        const int Nq = int(sequence.Nq), Nk = int(sequence.Nk);
         const i64 row = (b * p.Hq + h) * p.Nq + q0;
         if (row != rows) finish();  // sums in float32 stay short
         rows = row;

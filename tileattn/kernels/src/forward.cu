@@ -29,13 +29,14 @@ struct WorkTile {
     int b, h, q0, column, columns;
 
     __device__ explicit WorkTile(const Params& p) {
-        const int q_blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
+        const int q_blocks = block_count<BLOCK_Q>(p, p.Nq);
         const int column_blocks = max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
         const BlockCoord coord(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.head_groups));
-        const int bh = coord.head / column_blocks;
-        b = bh / int(p.Hq), h = bh % int(p.Hq);
         // Under a causal mask the last queries have most keys: they go first.
-        q0 = (p.right < 0 ? coord.block : q_blocks - 1 - coord.block) * BLOCK_Q;
+        const int number = p.right < 0 ? coord.block : q_blocks - 1 - coord.block;
+        const HeadBlock<BLOCK_Q> at(p, p.cu_seqlens_q, int(p.Hq), coord.head / column_blocks,
+                                    number);
+        b = at.b, h = at.h, q0 = at.block * BLOCK_Q;
         column = coord.head % column_blocks * VALUE_DIM;
         columns = min(VALUE_DIM, int(p.Dv) - column);
     }
@@ -54,7 +55,7 @@ constexpr int LANES = lanes_of_row(HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM);
 // out for some, or its score may be -infinity. What all attend to is right after the first pass.
 __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
     const Head head(p, work.b, work.h);
-    const int first = threadIdx.x / LANES, q_end = min(work.q0 + BLOCK_Q, int(p.Nq));
+    const int first = threadIdx.x / LANES, q_end = min(work.q0 + BLOCK_Q, int(head.Nq()));
     bool good = true;
     for (int i = work.q0 + first; i < q_end; i += THREADS / LANES)
         good = good && is_finite_row<LANES>(head.q + i * p.q_at.n, int(p.D));
@@ -125,7 +126,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
     const int row0 = group.row0, column0 = group.warp_n * NT * 8;  // first of this warp's scores
     const int value0 = group.warp_n * VT * 8;                      // and of its columns of out
 
-    const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(p.Nq)));
+    const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(head.Nq())));
     auto load_keys = [&](int k0, int stage) {
         k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
                                                               keys.hi - k0, int(p.D));
@@ -138,8 +139,8 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
     };
     auto load_bias = [&](int k0) { bias.load(head.score_mod, q0 + row0, k0 + column0); };
 
-    q_tile.template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n, p.q_at.n, int(p.Nq) - q0,
-                                                   int(p.D));
+    q_tile.template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n, p.q_at.n,
+                                                   int(head.Nq()) - q0, int(p.D));
     copy_commit();
     RowState<MT> state;
     Fragment<Accum, MT, VT> acc;
@@ -246,14 +247,14 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[m][n][e] *= inverse;
             const int i = q0 + row0 + 16 * m + lane.row(2 * half);
-            if (lane.t == 0 && value0 == 0 && i < p.Nq)
+            if (lane.t == 0 && value0 == 0 && i < head.Nq())
                 static_cast<Accum*>(p.lse)[head.row(i)] = lse;
         }
     store_fragment(out_tile, acc, row0, value0);
     const bool again = __syncthreads_or(!NAN_SAFE && !acc.all_finite());
     out_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        rows_of<Element>(p.out, p.out_at, head.b, head.h) + q0 * p.out_at.n + column, p.out_at.n,
-        int(p.Nq) - q0, columns);
+        head.sequence.queries<Element>(p.out, p.out_at, head.h) + q0 * p.out_at.n + column,
+        p.out_at.n, int(head.Nq()) - q0, columns);
 
     if (NAN_SAFE || !again) return;
     __syncthreads();  // all warps have stored
@@ -262,5 +263,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward(const __grid_constant__ Params p) {
-    forward_block<false>(p, WorkTile(p));
+    const WorkTile work(p);
+    if (PACKED && work.q0 >= Sequence(p, work.b).Nq) return;  // no work tile
+    forward_block<false>(p, work);
 }

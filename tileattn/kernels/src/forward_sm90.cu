@@ -118,7 +118,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     // Start to load the tile's mask and bias, once those of the last tile have been read.
     auto load_mask_and_bias = [&](int column) {
         const int row = work.q0 + row0;
-        if constexpr (HAS_MASK) dense.load(AttentionMask(p, work.b, work.h), row, column);
+        if constexpr (HAS_MASK) dense.load(AttentionMask(p, work.sequence(p), work.h), row, column);
         if constexpr (HAS_BIAS) bias.load(ScoreMod(p, work.b, work.h), row, column);
     };
     auto fetch_work = [&] {
@@ -145,7 +145,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     };
     auto modify_and_mask = [&](bool partial) {
         const ScoreMod score_mod(p, work.b, work.h);
-        const AttentionMask attn_mask(p, work.b, work.h);
+        const AttentionMask attn_mask(p, work.sequence(p), work.h);
         s.row = work.q0 + row0, s.column = (HAS_TILE_LIST ? entry / 2 : tile) * BLOCK_K;
         if constexpr (HAS_BIAS) copy_wait<0>(), __syncwarp();
 #pragma unroll

@@ -47,9 +47,9 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             }
             share.q0 += WARPGROUP_ROWS * warpgroup;
             // In a NaN-safe pass the warpgroups go through the same tiles side by side.
-            if (!work.nan_safe) share.tiles = key_tiles(p, work.b, share.q0, WARPGROUP_ROWS);
+            if (!work.nan_safe) share.tiles = key_tiles(p, work.sequence(p), share.q0, WARPGROUP_ROWS);
             if (HAS_TILE_LIST) share.tiles.begin = work.begin, share.tiles.end = work.end;
-            smem.q(q_pipe.stage).load(maps.q, share.q0, work.h, work.b, full);
+            smem.q(q_pipe.stage).load(maps.q, work.q_start + share.q0, work.h, work.entry(), full);
         }
         work_pipe.advance();
     };
@@ -58,14 +58,16 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         const int tile = tile_at(index);
         const Barrier full = smem.k_full(k_pipe.stage);
         smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
-        smem.k(k_pipe.stage).load(maps.k, tile * BLOCK_K, work.h / int(p.group), work.b, full);
+        smem.k(k_pipe.stage).load(maps.k, work.k_start + tile * BLOCK_K, work.h / int(p.group),
+                                  work.entry(), full);
         k_pipe.advance();
     };
     auto load_v = [&](int index) {
         const int tile = tile_at(index);
         const Barrier full = smem.v_full(v_pipe.stage);
         smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
-        smem.v(v_pipe.stage).load(maps.v, tile * BLOCK_K, work.h / int(p.group), work.b, full);
+        smem.v(v_pipe.stage).load(maps.v, work.k_start + tile * BLOCK_K, work.h / int(p.group),
+                                  work.entry(), full);
         v_pipe.advance();
     };
     // The next work tile is computed while the first tiles of this one load. Where several work
@@ -77,6 +79,12 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         auto find = [&](WorkTile& work) {
 #pragma unroll 1
             while (get_work(p, iteration, work)) {
+                if constexpr (PACKED) {
+                    if (work.q0 >= work.Nq(p)) {
+                        ++iteration;
+                        continue;
+                    }
+                }
                 if (pass == 0 || (pass == 1 && iteration >= begun)) return true;
                 if (smem.unfinished(pass - 1, iteration)) return true;
                 ++iteration;
@@ -95,7 +103,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             if (found && Q_STAGES < 2 * CONSUMERS)
 #pragma unroll 1
                 for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS)
-                    QueryTile::prefetch(maps.q, next.q0 + row, next.h, next.b);
+                    QueryTile::prefetch(maps.q, next.q_start + next.q0 + row, next.h, next.entry());
 #pragma unroll 1
             for (int tile = work.begin; tile < work.end; ++tile) {
                 if (tile + 1 < work.end) load_k(tile + 1);
@@ -127,7 +135,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 }
 
 __device__ inline Accum* lse_of(const Params& p, const WorkTile& work) {
-    return static_cast<Accum*>(p.lse) + (i64(work.b) * p.Hq + work.h) * p.Nq;
+    return static_cast<Accum*>(p.lse) + (i64(work.entry()) * p.Hq + work.h) * p.Nq + work.q_start;
 }
 
 // Normalise and store 16 rows of each warp from row0 on, and their lse. The third pass stores only
@@ -166,9 +174,10 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int i = row0 + lane.row(2 * half);
-        if (lane.t == 0 && i < p.Nq && (!NAN_SAFE || halves >> half & 1))
+        if (lane.t == 0 && i < work.Nq(p) && (!NAN_SAFE || halves >> half & 1))
             lse_of(p, work)[i] = lse[half];
     }
-    store_rows(rows_of<Element>(p.out, p.out_at, work.b, work.h) + row0 * p.out_at.n, p.out_at.n,
-               acc, int(p.Nq) - row0, int(p.Dv), halves);
+    store_rows(rows_of<Element>(p.out, p.out_at, work.entry(), work.h) +
+                   (work.q_start + row0) * p.out_at.n,
+               p.out_at.n, acc, work.Nq(p) - row0, int(p.Dv), halves);
 }

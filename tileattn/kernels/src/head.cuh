@@ -16,22 +16,14 @@ __device__ inline Accum warp_maximum(Accum x) {
     return x;
 }
 
-template <class T>
-__device__ inline const T* rows_of(const void* data, const Rows& at, i64 b, i64 h) {
-    return static_cast<const T*>(data) + b * at.b + h * at.h;
-}
-template <class T>
-__device__ inline T* rows_of(void* data, const Rows& at, i64 b, i64 h) {
-    return static_cast<T*>(data) + b * at.b + h * at.h;
-}
-
 __device__ inline Accum sink_of(const Params& p, i64 h) {
     return p.sinks ? static_cast<const Accum*>(p.sinks)[h] : -infinity<Accum>();
 }
 
-// One query head of one batch entry.
+// One query head of one sequence.
 struct Head {
     const Params& p;
+    Sequence sequence;
     i64 b, h;
     const Element *q, *k, *v, *dout;
     AttentionMask attn_mask;
@@ -40,12 +32,13 @@ struct Head {
 
     __device__ Head(const Params& p, i64 b, i64 h)
         : p(p),
+          sequence(p, b),
           b(b),
           h(h),
-          q(rows_of<Element>(p.q, p.q_at, b, h)),
-          k(rows_of<Element>(p.k, p.k_at, b, int(h) / int(p.group))),
-          v(rows_of<Element>(p.v, p.v_at, b, int(h) / int(p.group))),
-          dout(rows_of<Element>(p.dout, p.dout_at, b, h)),
+          q(sequence.queries<Element>(p.q, p.q_at, h)),
+          k(sequence.keys<Element>(p.k, p.k_at, int(h) / int(p.group))),
+          v(sequence.keys<Element>(p.v, p.v_at, int(h) / int(p.group))),
+          dout(sequence.queries<Element>(p.dout, p.dout_at, h)),
           attn_mask(p, b, h),
           score_mod(p, b, h),
           dropout(p, b, h) {
@@ -53,11 +46,12 @@ struct Head {
         asm volatile("" : "+l"(q), "+l"(k), "+l"(v), "+l"(dout));
     }
 
-    __device__ i64 row(int i) const { return (b * p.Hq + h) * p.Nq + i; }
+    __device__ i64 Nq() const { return sequence.Nq; }
+    __device__ i64 row(int i) const { return sequence.row(p, h) + i; }
 
     // Row statistics, from backward_preprocess; of a LARGE head, from backward_large_scores.
     __device__ Accum* statistics(void* array) const {
-        return static_cast<Accum*>(array) + (b * p.Hq + h) * p.rows;
+        return static_cast<Accum*>(array) + sequence.padded_row(p, h);
     }
     __device__ Accum* lse_log2() const { return statistics(p.lse_log2); }
     __device__ Accum* delta() const { return statistics(p.delta); }

@@ -1,10 +1,9 @@
 // Layer 3. Flags of heads, by which the kernels of the backward pass share the work.
 #pragma once
 
-#include "config.cuh"
-#include "params.cuh"
+#include "sequence.cuh"
 
-// Flags of a key head of one batch entry, which the backward pass sets: something is not finite, or
+// Flags of a key head of one sequence, which the backward pass sets: something is not finite, or
 // scores are so large that the logsumexp is too coarse. Hopper's kernels skip heads whose flags are
 // known, and leave heads that FAILED to others. Counterparts are in context.py.
 constexpr u32 NON_FINITE = 1, LARGE = 2, KNOWN = NON_FINITE | LARGE, FAILED = 4;
@@ -15,7 +14,7 @@ __device__ inline u32& head_flags(const Params& p, i64 b, i64 kv) {
 // Whether any head has a flag that this kernel takes; mostly none has. All threads call.
 __device__ inline bool any_flagged_head(const Params& p) {
     bool any = false;
-    for (i64 i = threadIdx.x; i < p.B * p.Hkv; i += blockDim.x) {
+    for (i64 i = threadIdx.x; i < p.entries * p.Hkv; i += blockDim.x) {
         any = any || p.head_flags[i] & FLAGGED_HEADS;
     }
     return __syncthreads_or(any);

@@ -1,8 +1,7 @@
 // Layer 3. The attention mask, by elements, by ranges and by tiles: as mask.py.
 #pragma once
 
-#include "config.cuh"
-#include "params.cuh"
+#include "sequence.cuh"
 
 constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
 constexpr int FAR = 1 << 30;  // beyond every key and query that the host accepts, by some tiles
@@ -16,12 +15,10 @@ struct Range {
 struct SlidingWindow {
     int Nq, length, begin, end;
 
-    __device__ SlidingWindow(const Params& p, i64 batch) {
-        const i64 given = p.kv_lengths ? p.kv_lengths[batch] : p.length;
-        const i64 known = min(max(given, i64(0)), p.Nk);
-        const i64 offset = p.q_offset ? p.q_offset[batch] : p.offset;
-        Nq = int(p.Nq);
-        length = int(known);
+    __device__ SlidingWindow(const Params& p, const Sequence& sequence) {
+        const i64 offset = sequence.offset(p);
+        Nq = int(sequence.Nq);
+        length = int(sequence.length(p));
         begin = p.left < 0 ? -FAR : clamp(offset - p.left);
         end = p.right < 0 ? FAR : clamp(offset + p.right + 1);
     }
@@ -81,7 +78,11 @@ struct AttentionMask {
     int Nq, Nk, block_q, block_k, tile_q, tile_k;
 
     __device__ AttentionMask(const Params& p, i64 b, i64 h)
-        : window(p, b),
+        : AttentionMask(p, Sequence(p, b), h) {}
+    __device__ AttentionMask(const Params& p, const Sequence& sequence, i64 h)
+        : AttentionMask(p, sequence, sequence.b, h) {}
+    __device__ AttentionMask(const Params& p, const Sequence& sequence, i64 b, i64 h)
+        : window(p, sequence),
           mask(static_cast<const bool*>(p.mask) +
                (HAS_MASK ? b * p.mask_at.b + h * p.mask_at.h : 0)),
           mask_i(p.mask_at.i),
@@ -95,8 +96,8 @@ struct AttentionMask {
                      (HAS_MASK_MOD ? b * p.tile_kinds_at.b + h * p.tile_kinds_at.h : 0)),
           tile_kinds_i(p.tile_kinds_at.i),
           tile_kinds_j(p.tile_kinds_at.j),
-          Nq(int(p.Nq)),
-          Nk(int(p.Nk)),
+          Nq(int(sequence.Nq)),
+          Nk(int(sequence.Nk)),
           block_q(int(p.mask_block_q)),
           block_k(int(p.mask_block_k)),
           tile_q(int(p.kinds_tile_q)),

@@ -4,6 +4,25 @@
 
 #include "gradient.cuh"
 
+// The row of this warp: a query or a key of a head of a sequence; whether there is one.
+struct NaiveRow {
+    int b, h, i;
+    bool is_there;
+
+    __device__ NaiveRow(const Params& p, bool is_query) {
+        const i64 row = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
+        const i64 heads = is_query ? p.Hq : p.Hkv;
+        const int count = block_count<1>(p, is_query ? p.Nq : p.Nk);
+        is_there = row < p.B * heads * count;
+        if (!is_there) return;
+        const HeadBlock<1> at(p, is_query ? p.cu_seqlens_q : p.cu_seqlens_k, int(heads),
+                              int(row / count), int(row % count));
+        const Sequence sequence(p, at.b);
+        b = at.b, h = at.h, i = at.block;
+        is_there = !PACKED || i < (is_query ? sequence.Nq : sequence.Nk);
+    }
+};
+
 // What the backward pass computes of one score.
 struct PairGradient {
     bool attended;
@@ -62,7 +81,7 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
                 softmax_scale = Accum(p.softmax_scale);
     const Denominator all(l, sink, sink_above(sink, m, softmax_scale));
     if (lane == 0) static_cast<Accum*>(p.lse)[head.row(i)] = all.lse(m * softmax_scale);
-    Element* out = rows_of<Element>(p.out, p.out_at, head.b, head.h) + i * p.out_at.n;
+    Element* out = head.sequence.queries<Element>(p.out, p.out_at, head.h) + i * p.out_at.n;
     for (int d0 = 0; d0 < p.Dv; d0 += WARP) {
         const int d = d0 + lane;
         Accum total = 0;
@@ -88,7 +107,7 @@ __device__ inline void query_row(const Params& p, i64 b, i64 h, int i) {
     const Head head(p, b, h);
     const int lane = threadIdx.x % WARP;
     const Range keys = head.attn_mask.window.key_range(i, i + 1);
-    Element* dq = rows_of<Element>(p.dq, p.dq_at, head.b, head.h) + i * p.dq_at.n;
+    Element* dq = head.sequence.queries<Element>(p.dq, p.dq_at, head.h) + i * p.dq_at.n;
     for (int d0 = 0; d0 < p.D; d0 += WARP) {
         const int d = d0 + lane;
         Accum total = 0;
@@ -108,8 +127,9 @@ __device__ inline void query_row(const Params& p, i64 b, i64 h, int i) {
 // dk and dv of key j of key head `kv`.
 __device__ inline void key_row(const Params& p, i64 b, i64 kv, int j) {
     const int lane = threadIdx.x % WARP, group = int(p.group);
-    Element* dk = rows_of<Element>(p.dk, p.dk_at, b, kv) + j * p.dk_at.n;
-    Element* dv = rows_of<Element>(p.dv, p.dv_at, b, kv) + j * p.dv_at.n;
+    const Sequence sequence(p, b);
+    Element* dk = sequence.keys<Element>(p.dk, p.dk_at, kv) + j * p.dk_at.n;
+    Element* dv = sequence.keys<Element>(p.dv, p.dv_at, kv) + j * p.dv_at.n;
     for (int d0 = 0; d0 < p.D || d0 < p.Dv; d0 += WARP) {
         const int d = d0 + lane;
         Accum dk_total = 0, dv_total = 0;

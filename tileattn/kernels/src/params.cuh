@@ -12,6 +12,8 @@ struct Pairs {
     i64 b, h, i, j;
 };
 
+struct PackedBlock;
+
 // Every field has 8 bytes, so that neither side has gaps.
 struct Fields {
     // Arrays; null where a call has none.
@@ -23,7 +25,7 @@ struct Fields {
     void *dq, *dk, *dv, *dq_accum;
     // head_flags: of each key head, as in head_flags.cuh. tile_counter: of Hopper's backward
     // kernels. dq_semaphore: for each store warp's part of each dQ tile, how many key blocks have
-    // added to it, if deterministic; else whether the first has.
+    // added to it, if deterministic; else whether one has claimed it, and has stored.
     u32 *head_flags, *tile_counter, *dq_semaphore;
     const void* bias;
     void* dbias;
@@ -38,6 +40,8 @@ struct Fields {
     int2* tile_ranks;
     int* tile_list;
     const int* schedule;
+    const i64 *cu_seqlens_q, *cu_seqlens_k;
+    PackedBlock* block_order;  // the work tiles of a head, for Hopper's kernels
     // Strides.
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
     Pairs bias_at, dbias_at, mask_at, block_kinds_at, tile_kinds_at, tile_list_at;
@@ -50,6 +54,8 @@ struct Fields {
     i64 mask_block_q, mask_block_k, kinds_tile_q, kinds_tile_k;
     // Options. length and offset hold where their arrays are null.
     i64 length, offset, left, right;
+    // entries: sequences, which are batch entries or packed in one.
+    i64 entries;
     // softmax_scale: what the softmax multiplies scores by: the scale where that is folded into the
     // exponent, else 1, as score modifiers come after the scale.
     double scale, softcap, dropout_scale, softmax_scale;

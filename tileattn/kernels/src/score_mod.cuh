@@ -1,9 +1,8 @@
 // Layer 3. Score modifiers between Q K^T and the softmax, with their slopes: as scores.py.
 #pragma once
 
-#include "config.cuh"
-#include "params.cuh"
 #include "quick.cuh"
+#include "sequence.cuh"
 
 // Of relative error 2 ulp: small scores keep their digits, so no difference from 1 will do. The
 // caller may know that x is below TANH_NEAR.
@@ -30,13 +29,13 @@ struct ScoreMod {
           scale_over_cap(HAS_SOFTCAP ? Accum(p.scale / p.softcap) : Accum(0)),
           slope(HAS_ALIBI ? static_cast<const Accum*>(p.alibi_slopes)[b * p.alibi_slopes_b + h]
                           : Accum(0)),
-          offset(Accum(p.q_offset ? p.q_offset[b] : p.offset)),
+          offset(Accum(Sequence(p, b).offset(p))),
           bias(static_cast<const BiasElement*>(p.bias)),
           bias_i(p.bias_at.i),
           bias_j(p.bias_at.j),
           function(p, b, h),
-          Nq(int(p.Nq)),
-          Nk(int(p.Nk)) {
+          Nq(int(Sequence(p, b).Nq)),
+          Nk(int(Sequence(p, b).Nk)) {
         if constexpr (HAS_BIAS) bias += b * p.bias_at.b + h * p.bias_at.h;
     }
 

@@ -49,22 +49,54 @@ struct TileList {
     }
 };
 
+// The sequence of a work tile, and its rows: of a batch entry all, of packed sequences some, which
+// nobody has to look up again.
+template <bool>
+struct WorkSequence {
+    static constexpr int q_start = 0, k_start = 0;
+    int b;
+
+    // Find a block by its place in the order of work. Gives its number in its sequence.
+    __device__ int find(const Params&, int entry, int place) { return b = entry, place; }
+    __device__ Sequence sequence(const Params& p) const { return {p, b}; }
+    __device__ int entry() const { return b; }  // of the arrays
+    __device__ int Nq(const Params& p) const { return int(p.Nq); }
+    __device__ int Nk(const Params& p) const { return int(p.Nk); }
+};
+template <>
+struct WorkSequence<true> {
+    int b, q_start, k_start, queries, keys;
+
+    __device__ int find(const Params& p, int, int place) {
+        const PackedBlock found = p.block_order[place];
+        b = found.b, q_start = found.q_start, k_start = found.k_start;
+        queries = found.Nq, keys = found.Nk;
+        return found.block;
+    }
+    __device__ Sequence sequence(const Params&) const {
+        return {b, q_start, k_start, queries, keys};
+    }
+    __device__ int entry() const { return 0; }
+    __device__ int Nq(const Params&) const { return queries; }
+    __device__ int Nk(const Params&) const { return keys; }
+};
+
 // --- forward -------------------------------------------------------------------------------------
 
 // A block of queries of one head, or one warpgroup's share of it. Where there is a list of tiles,
 // begin and end index it, and are the same for all warpgroups.
-struct FwdWorkTile {
-    int b, h, q0, iteration;
-    int begin, end;  // of the whole block
-    TileRange tiles;
+struct FwdWorkTile : WorkSequence<PACKED> {
+    int h, q0, iteration;
     bool nan_safe;   // in a NaN-safe pass
     bool all_large;  // in the third pass, where all rows count as large
     bool is_end;     // no work tile: the first pass has ended, or all have
+    int begin, end;  // of the whole block
+    TileRange tiles;
 };
 
-__device__ inline TileRange key_tiles(const Params& p, int b, int q0, int rows) {
-    const SlidingWindow window(p, b);
-    const Range keys = window.key_range(q0, min(q0 + rows, int(p.Nq)));
+__device__ inline TileRange key_tiles(const Params& p, const Sequence& sequence, int q0, int rows) {
+    const SlidingWindow window(p, sequence);
+    const Range keys = window.key_range(q0, min(q0 + rows, window.Nq));
     const Range full = window.full_key_tiles(q0, q0 + rows);
     return {keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
 }
@@ -76,18 +108,23 @@ struct KeyTileList : TileList<int> {
         : TileList(p, work.b, work.h, work.q0 / BLOCK_Q) {}
 };
 
-// The work tile of this CTA's iteration, with its flags as they are; false behind the last. The
-// host's LPT assignment, where there is one, replaces round robin.
+// The work tile of this CTA's iteration, with its flags as they are; false behind the last. It may
+// lie past the end of a packed sequence. The host's LPT assignment, where there is one, replaces
+// round robin.
 __device__ inline bool get_work(const Params& p, int iteration, FwdWorkTile& work) {
-    const int blocks = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q), heads = int(p.B * p.Hq);
-    int index = iteration * int(gridDim.x) + int(blockIdx.x);
+    const int blocks = block_count<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
+    // In the order of work each round of packed blocks is shorter than the last: who had the longest
+    // of one takes the shortest of the next.
+    const bool turned = PACKED && iteration % 2;
+    int index = iteration * int(gridDim.x) + int(turned ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     if (p.schedule) index = p.schedule[index];
     if (index >= blocks * heads) return false;
     const BlockCoord at(blocks, heads, int(p.head_groups), index);
-    work.b = at.head / int(p.Hq), work.h = at.head % int(p.Hq), work.iteration = iteration;
     // Under a causal mask the last queries have most keys: they go first.
-    work.q0 = (p.right < 0 ? at.block : blocks - 1 - at.block) * BLOCK_Q;
-    work.tiles = key_tiles(p, work.b, work.q0, BLOCK_Q);
+    const int place = PACKED || p.right < 0 ? at.block : blocks - 1 - at.block;
+    work.q0 = work.find(p, at.head / int(p.Hq), place) * BLOCK_Q;
+    work.h = at.head % int(p.Hq), work.iteration = iteration;
+    work.tiles = key_tiles(p, work.sequence(p), work.q0, BLOCK_Q);
     work.begin = work.tiles.begin, work.end = work.tiles.end;
     const KeyTileList list(p, work);
     work.begin = list.lower_bound(work.begin), work.end = list.lower_bound(work.end);
@@ -98,10 +135,17 @@ __device__ inline bool get_work(const Params& p, int iteration, FwdWorkTile& wor
 
 // A block of keys of one key head, with the query tiles of each query head that shares it: by their
 // indices from begin to end - 1.
-struct BwdWorkTile {
-    int b, kv, k0;
+struct BwdWorkTile : WorkSequence<PACKED> {
+    int kv, k0;
     bool is_end;  // no work tile: all have been claimed
     TileRange tiles;
+
+    // The number of its first tile of queries among those of a head, and the row of the first query
+    // among their statistics.
+    __device__ int first_tile() const { return PACKED ? q_start / BLOCK_Q + b : 0; }
+    __device__ int first_statistic() const {
+        return PACKED ? (q_start / ROW_PAD + b) * ROW_PAD : 0;
+    }
 };
 
 // The query tiles that a mask leaves to a block of keys, or to one of the heads that share it.
@@ -117,8 +161,8 @@ struct QueryTileList : TileList<QueryTileEntry> {
     __device__ int rank(const Params& p, const BwdWorkTile& work, int index) const {
         if (HAS_TILE_LIST && entries) return entries[index].rank;
         const int row = index * BLOCK_Q;
-        const Range keys =
-            SlidingWindow(p, work.b).key_range(row, min(row + BLOCK_Q, int(p.Nq)));
+        const SlidingWindow window(p, work.sequence(p));
+        const Range keys = window.key_range(row, min(row + BLOCK_Q, window.Nq));
         return work.k0 / BLOCK_K - keys.lo / BLOCK_K;
     }
 };
@@ -131,13 +175,14 @@ __device__ inline u32 claim_work(const Params& p) {
     return __shfl_sync(1, atomicAdd(tile_counter, 1), 0);
 }
 
-// The work tile of an index; false behind the last.
+// The work tile of an index; false behind the last. It may lie past the end of a packed sequence.
 __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile& work) {
-    const int blocks = int((p.Nk + BLOCK_K - 1) / BLOCK_K), heads = int(p.B * p.Hkv);
+    const int blocks = block_count<BLOCK_K>(p, p.Nk), heads = int(p.B * p.Hkv);
     if (index >= u32(blocks * heads)) return false;
     const BlockCoord at(blocks, heads, int(p.head_groups), int(index));
-    work.b = at.head / int(p.Hkv), work.kv = at.head % int(p.Hkv), work.k0 = at.block * BLOCK_K;
-    const SlidingWindow window(p, work.b);
+    work.k0 = work.find(p, at.head / int(p.Hkv), at.block) * BLOCK_K;
+    work.kv = at.head % int(p.Hkv);
+    const SlidingWindow window(p, work.sequence(p));
     const Range queries = window.query_range(work.k0, work.k0 + BLOCK_K);
     const Range full = window.full_query_tiles(work.k0, work.k0 + BLOCK_K);
     const QueryTileList list(p, work);

@@ -154,6 +154,15 @@ __device__ inline u32 read_semaphore(const u32* place) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
     return value;
 }
+// Claim a semaphore of 0; gives its value before.
+__device__ inline u32 claim_semaphore(u32* place, u32 value) {
+    u32 before;
+    asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, %2;"
+                 : "=r"(before)
+                 : "l"(place), "r"(value)
+                 : "memory");
+    return before;
+}
 __device__ inline void fence_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }

@@ -1,0 +1,64 @@
+"""Packed sequences on CuPy arrays: where the offsets are looked for, without a GPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+from tests.backends.cupy.fake_cupy import Machine
+from tests.backends.cupy.test_call import PLANNING, forbid
+from tileattn.lengths import FAR
+
+HQ, HKV, T, D, S = 6, 2, 90, 24, 3
+
+
+def call(gpu: Machine, **options: Any) -> Any:
+    """Call both passes; give the parameters of the last kernel of each."""
+    q, out = (gpu.array((HQ, T, D), np.float16) for _ in range(2))
+    k = gpu.array((HKV, T, D), np.float16)
+    gpu.launches.clear()
+    attention = tileattn.forward(q, k, k, **options)
+    of_forward = gpu.launches[-1][-1]
+    tileattn.backward(out, q, k, k, *attention, **options)
+    return of_forward, gpu.launches[-1][-1]
+
+
+def test_offsets_of_each_call_are_read_where_they_are(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed of them, nor waited for; a second call plans nothing."""
+    for n in range(2):
+        queries, keys = (gpu.array((S + 1,), np.int64) for _ in range(2))
+        for params in call(gpu, cu_seqlens_q=queries, cu_seqlens_k=keys):
+            assert params["cu_seqlens_q"] == queries.data.ptr
+            assert params["cu_seqlens_k"] == keys.data.ptr
+            assert params["kv_lengths"] == params["q_offset"] == 0
+            assert (params["length"], params["offset"]) == (FAR, -(1 << 62))
+        if n == 0:
+            forbid(monkeypatch, *PLANNING)
+    assert gpu.uploads == []
+
+
+def test_offsets_on_the_host_are_uploaded_once(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"cu_seqlens_q": [0, 40, 40, T]}
+    (first, *_), uploads = call(gpu, **options), len(gpu.uploads)
+    assert uploads == 2 * 3  # of each pass: both offsets, and the lengths
+    forbid(monkeypatch, *PLANNING)
+    (second, *_) = call(gpu, **options)
+    assert first["cu_seqlens_q"] == second["cu_seqlens_q"] != 0
+    assert len(gpu.uploads) == uploads
+
+
+def test_lengths_may_be_on_the_device_alone(gpu: Machine) -> None:
+    """Kernels align queries with the last key there; given positions stay as they are."""
+    for more in ({}, {}, {"q_offset": [0, 1, 2]}):
+        lengths = gpu.array((S,), np.int64)
+        options = {"cu_seqlens_q": [0, 40, 40, T], "kv_lengths": lengths, **more}
+        for params in call(gpu, **options):
+            assert params["kv_lengths"] == lengths.data.ptr
+            assert params["cu_seqlens_q"] != 0
+            assert (params["q_offset"] != 0) == bool(more)
+            assert more or params["offset"] == -(1 << 62)

@@ -1,0 +1,125 @@
+"""Where kernels find the blocks of packed sequences, run on the CPU."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.launch.planning import H200, asked, backward, forward
+from tests.kernels.src.on_host import Found, ordered, sequence_blocks
+from tileattn.kernels.config.context import block_count
+from tileattn.kernels.launch.layout import contiguous_inputs
+
+HQ = 3
+
+
+def found(folder: Path, queries: Any, keys: Any, block: int, **more: Any) -> list[Found]:
+    """Find the blocks of queries, given the ends of all sequences."""
+    sizes: dict[str, Any] = {"B": 1, "Hq": HQ, "Hkv": 1, "Nq": queries[-1], "Nk": keys[-1]}
+    problem = asked("float32", {"cu_seqlens_q"}, **sizes, sequences=len(queries) - 1)
+    layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
+    plan = backward(problem, H200, layout)
+    key = replace(plan.launches[0].key, block_q=block, packed=True)
+    integers = {"cu_seqlens_q": queries, "cu_seqlens_k": keys, **more}
+    integers = {name: np.asarray(x, np.int64) for name, x in integers.items()}
+    count = int(block_count(problem, problem.Nq, block))
+    return sequence_blocks(folder, plan, key, count, **integers)
+
+
+@pytest.mark.parametrize("block", [1, 16, 64, 128, 192])
+def test_every_block_has_one_number(block: int, tmp_path: Path) -> None:
+    """Nothing else has any, but for what lies past the end of a sequence."""
+    rng = np.random.default_rng(block)
+    for _ in range(5):
+        lengths = rng.integers(0, 300, (2, rng.integers(1, 9))) * rng.integers(0, 2, 1)
+        lengths[:, -1] += 1
+        queries, keys = (np.cumsum([0, *each]) for each in lengths)
+        blocks = found(tmp_path, queries, keys, block)
+        there = [x for x in blocks if x.block * block < x.Nq]
+        expected = [(b, n) for b, N in enumerate(lengths[0]) for n in range(-(-N // block))]
+        assert [(x.b, x.block) for x in there] == expected
+        for x in blocks:
+            assert (x.q_start, x.Nq) == (queries[x.b], lengths[0][x.b])
+            assert (x.k_start, x.Nk) == (keys[x.b], lengths[1][x.b])
+            assert (x.length, x.offset) == (x.Nk, x.Nk - x.Nq)
+
+
+def test_rows_of_statistics_do_not_overlap(tmp_path: Path) -> None:
+    lengths = np.array([5, 0, 128, 1, 127, 129, 0, 300])
+    ends = np.cumsum([0, *lengths])
+    blocks = {x.b: x for x in found(tmp_path, ends, ends, 1)}
+    rows = (int(ends[-1]) // 128 + len(lengths)) * 128
+    last = rows  # of the second head
+    for x in (blocks[b] for b in sorted(blocks)):
+        assert x.padded_row % 128 == 0
+        assert x.padded_row >= last
+        last = x.padded_row + -(-x.Nq // 128) * 128
+    assert last <= 2 * rows
+
+
+def test_lengths_and_offsets_of_the_call(tmp_path: Path) -> None:
+    ends, lengths = [0, 4, 6, 9], [2, -7, 99]
+    blocks = found(tmp_path, ends, ends, 16, kv_lengths=lengths)
+    assert {(x.b, x.length, x.offset) for x in blocks} == {(0, 2, -2), (1, 0, -2), (2, 3, 0)}
+    blocks = found(tmp_path, ends, ends, 16, q_offset=[5, -3, 0])
+    assert {(x.b, x.length, x.offset) for x in blocks} == {(0, 4, 5), (1, 2, -3), (2, 3, 0)}
+
+
+def test_nothing_beyond_the_arrays_whatever_offsets_say(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        wild = [rng.integers(-(1 << 40), 1 << 40, 6), rng.integers(-50, 150, 6)][_ % 2]
+        wild[-1] = 100
+        for x in found(tmp_path, wild, wild, 16):
+            assert 0 <= x.b < 5
+            assert 0 <= x.block < 100 // 16 + 5
+            assert 0 <= x.q_start <= x.q_start + x.Nq <= 100
+            assert 0 <= x.padded_row - (100 // 128 + 5) * 128 <= (100 // 128 + 5) * 128
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (70, 20)], ids=str)
+@pytest.mark.parametrize("D", [64, 256])
+def test_the_longest_blocks_go_first(
+    D: int, window: tuple[int | None, int | None], tmp_path: Path
+) -> None:
+    """Each is there once; those of keys in the order in which they may wait for each other."""
+    rng = np.random.default_rng(D)
+    lengths = rng.integers(0, 700, (2, 9)) * rng.integers(0, 2, (2, 9))
+    lengths[:, -1] = 400, 3
+    queries, keys = (np.cumsum([0, *each]) for each in lengths)
+    sizes: dict[str, Any] = {"B": 1, "Hq": HQ, "Hkv": 1, "Nq": queries[-1], "Nk": keys[-1]}
+    problem = asked("float16", {"cu_seqlens_q"}, **sizes, D=D, Dv=D, window=window, sequences=9)
+    layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
+    for plan, axis in ((forward(problem, H200, layout), 0), (backward(problem, H200, layout), 1)):
+        key = plan.launches[0].key
+        size = (key.block_q, key.block_k)[axis]
+        found = ordered(tmp_path, plan, cu_seqlens_q=queries, cu_seqlens_k=keys)
+        there = [x for x in found if x[1] * size < lengths[axis, x[0]]]
+        assert there == found[: len(there)]
+        expected = {(b, n) for b in range(9) for n in range(-(-lengths[axis, b] // size))}
+        assert len(there) == len(expected)
+        assert {x[:2] for x in there} == expected
+        for b, _, *place in found:
+            assert place == [queries[b], keys[b], *lengths[:, b]]
+        if axis == 1:
+            costs = [int(lengths[0, x[0]]) for x in there]
+            assert all(p[:1] != q[:1] or p < q for p, q in pairwise(there))
+        else:
+            costs = [_key_tiles(x, window, key.block_q, key.block_k) for x in there]
+        assert costs == sorted(costs, reverse=True)
+
+
+def _key_tiles(
+    place: tuple[int, ...], window: tuple[int | None, int | None], block_q: int, block_k: int
+) -> int:
+    """Count the key tiles that a block of queries sees something of, pair by pair."""
+    _, n, _, _, Nq, Nk = place
+    i = np.arange(n * block_q, min((n + 1) * block_q, Nq))[:, None] + Nk - Nq
+    j = np.arange(Nk)
+    left, right = (Nk + Nq if x is None else x for x in window)
+    seen = ((j >= i - left) & (j <= i + right)).any(axis=0)
+    tiles = np.flatnonzero(seen) // block_k
+    return int(np.ptp(tiles)) + 1 if tiles.size else 0

@@ -1,0 +1,10 @@
+// Before a backward pass over packed sequences: its work tiles, those of the longest sequences first.
+// Blocks of one sequence stay in the order of their keys, in which they may wait for each other.
+#include "block_order.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+    order_key_blocks(const __grid_constant__ Params p) {
+    order_blocks<BLOCK_K>(p, p.cu_seqlens_k, p.Nk, [&](const Sequence& sequence, int k0) {
+        return k0 < sequence.Nk ? 1 + int(sequence.Nq) : 0;
+    });
+}

@@ -1,0 +1,11 @@
+// Before a forward pass over packed sequences: its work tiles, those with most keys first.
+#include "block_order.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+    order_query_blocks(const __grid_constant__ Params p) {
+    order_blocks<BLOCK_Q>(p, p.cu_seqlens_q, p.Nq, [&](const Sequence& sequence, int q0) {
+        const int end = min(q0 + BLOCK_Q, int(sequence.Nq));
+        const Range keys = SlidingWindow(p, sequence).key_range(q0, end);
+        return q0 < end ? 1 + (keys.hi + BLOCK_K - 1) / BLOCK_K - keys.lo / BLOCK_K : 0;
+    });
+}
