@@ -233,7 +233,10 @@ def option_lines() -> Iterator[str]:
         "sparse": ("Sparse masks", partial(columns, COLUMNS["sparse"].split())),
         "host": ("CPU launch overhead", partial(columns, COLUMNS["host"].split())),
     }
+    measured = {path.stem for path in RESULTS.glob("gpu_*.json")}
     for name, (title, lines) in tables.items():
+        if f"gpu_{name}" not in measured:
+            continue
         result = load(RESULTS, f"gpu_{name}")
         row = result["rows"][0]
         known = {x: row[x] for x in "BHND" if len({y.get(x) for y in result["rows"]}) == 1}

@@ -14,7 +14,7 @@ extern "C" __global__ void windows(Params p, const i64* lengths, const i64* offs
                                    const Box* boxes, i64 count, Answer* answers) {
     p.kv_lengths = lengths;
     p.q_offset = offsets;
-    const SlidingWindow window(p, blockIdx.x);
+    const SlidingWindow window(p, Sequence(p, blockIdx.x));
     for (i64 n = threadIdx.x; n < count; n += blockDim.x) {
         const Box& box = boxes[n];
         answers[blockIdx.x * count + n] = {

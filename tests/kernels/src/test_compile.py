@@ -9,6 +9,7 @@ import pytest
 from tests.kernels.src.samples import TILED, is_tuned, representative_keys
 from tileattn.dtypes import DTYPES
 from tileattn.errors import KernelCompileError
+from tileattn.kernels.config.block_order import ORDERS_KEYS, ORDERS_QUERIES
 from tileattn.kernels.config.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
@@ -79,6 +80,8 @@ def test_every_source(arch: str) -> None:
         *HOPPER_BACKWARDS,
         HOPPER_DQ_CONVERT,
         *HOPPER_DS,
+        ORDERS_QUERIES,
+        ORDERS_KEYS,
         *LISTS["forward"],
         *LISTS["backward"],
     }
