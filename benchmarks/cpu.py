@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
         for row in SECTIONS[section](bench)
     )
     path = arguments.to / f"{arguments.name}.json"
-    rows = report.written(made, path, machine, arguments.ran, missing=missing)
+    rows = report.written(made, path, lambda: machine, arguments.ran, missing=missing)
     for row in speedups(rows):
         print(report.line(row))
 

@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
         for row in SECTIONS[section](seconds, arguments.quick)
     )
     path = arguments.to / f"{arguments.name}.json"
-    report.written(made, path, machine, arguments.ran)
+    report.written(made, path, lambda: machine, arguments.ran)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
     device = Gpu.required()
     made = rows(arguments.only, arguments.head_dim, device)
     path = arguments.to / "gpu_functions.json"
-    report.written(made, path, device.machine(), arguments.ran, section="functions")
+    report.written(made, path, device.machine, arguments.ran, section="functions")
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None, device: Gpu | None = None) -> None:
         stem = arguments.name if section == "grid" else f"{arguments.name}_{section}"
         path = arguments.to / f"{stem}.json"
         more = {"section": section, "missing": missing}
-        rows = report.written(made, path, machine, arguments.ran, **more)
+        rows = report.written(made, path, lambda: machine, arguments.ran, **more)
         for line in means(rows) if section in COMPARISONS else ():
             print(line)
 

@@ -259,10 +259,10 @@ def main(argv: list[str] | None = None) -> None:
         for name in NAMES
         for kind in PASSES
     ]
-    free, peak, machine = cpu_free, cpu_peak, report.host()
+    free, peak, machine = cpu_free, cpu_peak, report.host
     if device == "gpu":
         gpu = Gpu()
-        free, peak, machine = partial(gpu_free, gpu), partial(gpu_peak, gpu), gpu.machine()
+        free, peak, machine = partial(gpu_free, gpu), partial(gpu_peak, gpu), gpu.machine
     path = arguments.to / f"memory_{device}.json"
     measured = rows(cases, free, peak, arguments.limit_seconds)
     report.written(measured, path, machine, arguments.ran)

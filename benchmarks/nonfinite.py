@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None, device: Gpu | None = None) -> int:
     jobs = list(product(cases, PASSES))
     made = (row for job in jobs for row in rows(*job, device))
     path = arguments.to / "nonfinite.json"
-    done = report.written(made, path, device.machine(), arguments.ran, limit=LIMIT)
+    done = report.written(made, path, device.machine, arguments.ran, limit=LIMIT)
     slow = [row for row in done if not within(row)]
     for row in slow:
         print(f"above {LIMIT:g}, or failed: {report.line(row)}")

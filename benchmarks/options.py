@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None, device: Gpu | None = None) -> None:
             parser.error(f"--only has {name}, which is none of {', '.join(known)}")
     made = rows(arguments.only or known, arguments.peers, device)
     path = arguments.to / "gpu_options.json"
-    report.written(made, path, device.machine(), arguments.ran, section="options")
+    report.written(made, path, device.machine, arguments.ran, section="options")
 
 
 if __name__ == "__main__":

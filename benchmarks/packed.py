@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None, device: Gpu | None = None) -> None:
     device = device or Gpu.required()
     made = rows(arguments.head_dim, arguments.tokens, device)
     path = arguments.to / "gpu_packed.json"
-    report.written(made, path, device.machine(), arguments.ran, section="packed")
+    report.written(made, path, device.machine, arguments.ran, section="packed")
 
 
 if __name__ == "__main__":

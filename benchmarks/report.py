@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,13 @@ def _llvm() -> Row:
     return {"cpu": binding.get_host_cpu_name(), "features": " ".join(wide), "llvm": version}
 
 
-def written(rows: Iterable[Row], path: Path, machine: Row, ran: str, **more: Any) -> list[Row]:
-    """Show each row as it comes and write all of them, even where the run is broken off."""
+def written(
+    rows: Iterable[Row], path: Path, machine: Callable[[], Row], ran: str, **more: Any
+) -> list[Row]:
+    """Show each row as it comes and write all of them, even where the run is broken off.
+
+    The machine is asked last: what libraries took part it knows then.
+    """
     done: list[Row] = []
     try:
         for row in rows:
@@ -150,7 +155,7 @@ def written(rows: Iterable[Row], path: Path, machine: Row, ran: str, **more: Any
             print(line(row), flush=True)
     finally:
         if done:
-            write(path, machine, done, ran, **more)
+            write(path, machine(), done, ran, **more)
     return done
 
 

@@ -16,7 +16,6 @@ GPU's kernels choose their tiles themselves, except with `--blocks`.
 """
 
 import argparse
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from statistics import median
@@ -238,9 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     absent = missing(arguments)
     device = None if arguments.blocks == "cpu" or "GPU" in absent else Gpu()
-    if device is not None and not arguments.blocks and "pytorch" not in absent:
-        importlib.import_module("torch")  # whose version the machine record has then
-    machine = report.host() if device is None else device.machine()
+    machine = report.host if device is None else device.machine
     stem, made = asked(arguments, device, absent)
     report.show_missing(absent)
     path = arguments.to / f"{stem}.json"

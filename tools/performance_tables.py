@@ -66,9 +66,9 @@ HEADINGS = {
     "peers": "speedup over the fastest of these",
     "batch": "speed over that of a batch",
     "fa4, ms": "FlashAttention-4, ms",
-    "fa4": "speedup over FlashAttention-4",
-    "plain": "speed over that of the plain call",
-    "flex": "speedup over FlexAttention",
+    "over_fa4": "speedup over FlashAttention-4",
+    "of_plain": "speed over that of the plain call",
+    "over_flex": "speedup over FlexAttention",
     "flex, ms": "FlexAttention, ms",
     "speedup": "speedup over full",
     "launch_overhead_us": "CPU launch overhead, us",
@@ -239,7 +239,7 @@ def option_lines() -> Iterator[str]:
             continue
         result = load(RESULTS, f"gpu_{name}")
         row = result["rows"][0]
-        known = {x: row[x] for x in "BHND" if len({y.get(x) for y in result["rows"]}) == 1}
+        known = {x: row[x] for x in "BHND" if x in row and len({y[x] for y in result["rows"]}) == 1}
         sizes = ", ".join(f"{x} = {size}" for x, size in known.items())
         origin = f"{sizes}, {row['dtype']}. Measured by {_origin(result)}"
         yield from paragraphs(f"## {title}", origin)
@@ -268,9 +268,9 @@ def _functions(rows: list[Row]) -> Iterator[str]:
             **row,
             "pass": kind,
             "ms": ms,
-            "plain": plain,
+            "of_plain": plain,
             "flex, ms": flex,
-            "flex": flex and flex / ms,
+            "over_flex": flex and flex / ms,
         }
         for row in rows
         for kind, ms, plain, flex in zip(
@@ -281,16 +281,16 @@ def _functions(rows: list[Row]) -> Iterator[str]:
             strict=False,
         )
     ]
-    yield from columns(["D", "function", "pass", "ms", "plain", "flex, ms", "flex"], flat)
+    yield from columns(["D", "function", "pass", "ms", "of_plain", "flex, ms", "over_flex"], flat)
 
 
 def _packed(rows: list[Row]) -> Iterator[str]:
     """Set the times of packed sequences beside those of FlashAttention-4 and of batches."""
     flat = [
-        row | {"fa4, ms": row["fa4_ms"], "batch": row["of_batch"], "fa4": row["speedup"]}
+        row | {"fa4, ms": row["fa4_ms"], "batch": row["of_batch"], "over_fa4": row["speedup"]}
         for row in rows
     ]
-    names = ["pass", "D", "tokens", "lengths", "causal", "ms", "batch", "fa4, ms", "fa4"]
+    names = ["pass", "D", "tokens", "lengths", "causal", "ms", "batch", "fa4, ms", "over_fa4"]
     yield from columns(names, flat)
 
 
