@@ -89,7 +89,7 @@ def error_bound(
     * half a unit in the last place of every element that is stored (the results, P and dS), and a
       whole one of ``out`` where ``delta`` is computed from it;
     * two units in the last place, in the accumulation dtype, of the modifiers of every score and of
-      ``lse``, which is a relative error of P, and of every product that is summed to ``dout v^T``.
+      ``lse``, which is a relative error of P, and of ``dout v^T`` and every product in it.
 
     It does not grow with the number of terms that are summed, so it stays near one unit in the last
     place of the result unless terms cancel. Norms are absolute, so that a result that is exactly

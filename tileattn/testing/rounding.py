@@ -79,7 +79,8 @@ def backward_floors(
     with np.errstate(all="ignore"):
         P, dS, dout = finite(f.P), finite(b.dS), finite(b.dout)
         of_P = _of_probabilities(f, store, sums)
-        of_dP = (sums.relative * f.kept) ** 2 * (dout**2 @ _transpose(finite(f.v) ** 2))
+        squares_of_dP = f.kept**2 * (dout**2 @ _transpose(finite(f.v) ** 2)) + finite(b.dP) ** 2
+        of_dP = sums.relative**2 * squares_of_dP
         of_out = store.of(finite(f.out)) + (of_P * f.kept**2) @ finite(f.v) ** 2
         # Few deltas may make up a whole gradient (of a sink, of a bias for one row), and then the
         # root of the sum of squares is passed by chance: a whole unit in the last place of out.
