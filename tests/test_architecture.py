@@ -160,8 +160,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"rotary", "testing"},
     "jax": FACTS | {""},
     "distributed": FACTS | {"", "algorithm"},
-    "torch": FACTS | {""},
-    "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "selfcheck"},
+    "torch": FACTS | {"", "distributed"},
+    "progress": set(),
+    "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "progress", "selfcheck"},
     "__main__": {"cli"},
 }
 

@@ -55,7 +55,7 @@ def test_a_backend_that_cannot_run_says_so(capsys: pytest.CaptureFixture[str]) -
 def test_without_a_terminal_lines_tell_of_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tileattn.cli.PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("tileattn.progress.SECONDS", 0.0)
     assert main(["check", "--problems", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["1", "2", "3", "all"]

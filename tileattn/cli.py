@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from importlib import metadata
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import threadpoolctl
@@ -34,6 +34,7 @@ from tileattn.kernels.jit.compile import (
 )
 from tileattn.kernels.jit.load import arch_of
 from tileattn.problem import parse
+from tileattn.progress import Progress
 
 BENCHMARKS = {
     "cpu": "speed of NumPy arrays, on both backends, beside PyTorch and plain NumPy",
@@ -54,9 +55,6 @@ DTYPE_NAMES = [dtype.name for dtype in DTYPES]
 
 ABOUT = """Exact attention, the FlashAttention way: tile by tile, in O(N) memory, forward and
 backward, on NumPy and CuPy arrays."""
-
-PROGRESS_SECONDS = 10.0
-"""Between two lines of progress where there is no terminal."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -173,7 +171,7 @@ def _check(arguments: argparse.Namespace) -> int:
         return _refused(error)
     rng, problems = np.random.default_rng(arguments.seed), arguments.problems
     families = max(1, (problems or 500) // 25)
-    progress = _Progress(sys.stdout)
+    progress = Progress(sys.stdout)
     start, count = time.monotonic(), 0
     for case in selfcheck.cases(rng, backend, families, progress):
         try:
@@ -194,27 +192,6 @@ def _check(arguments: argparse.Namespace) -> int:
         "every gradient"
     )
     return 0
-
-
-class _Progress:
-    """A bar where there is a terminal, and elsewhere a line now and then."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.told = stream, time.monotonic()
-
-    def __call__(self, done: float, text: str) -> None:
-        if self.stream.isatty():
-            bar = "#" * int(24 * min(done, 1.0))
-            room = shutil.get_terminal_size().columns - 1
-            line = f"[{bar:24}] {text}".ljust(room)[:room]
-            print(f"\r{line}", end="", flush=True, file=self.stream)
-        elif time.monotonic() - self.told >= PROGRESS_SECONDS:
-            self.told = time.monotonic()
-            print(text, flush=True, file=self.stream)
-
-    def end(self) -> None:
-        if self.stream.isatty():
-            print(file=self.stream)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -295,7 +272,7 @@ def _compile_all(jobs: list[tuple[KernelKey, str]], workers: int, force: bool) -
         result = compiled(key, arch, force=force)
         return time.perf_counter() - start, result
 
-    pool, progress = ThreadPoolExecutor(workers), _Progress(sys.stderr)
+    pool, progress = ThreadPoolExecutor(workers), Progress(sys.stderr)
     try:
         waiting = {pool.submit(run, *job): job for job in jobs}
         for done, _ in enumerate(as_completed(waiting), 1):
