@@ -1,4 +1,4 @@
-"""Exact attention over a sequence that several ranks share, through MPI.
+"""Exact attention over a sequence that several ranks share, through MPI or PyTorch.
 
 Each rank holds a part of the queries and a part of the keys. The options are those of one device,
 by the indices of the whole sequence.

@@ -147,7 +147,7 @@ def agreed(
 
     ``more`` are facts in which ranks agree, too: the backend and others.
     """
-    lengths = _on_all(comm, lambda: _lengths(q, k, v, options))
+    lengths = on_all(comm, lambda: _lengths(q, k, v, options))
     layout_k = layout if layout_k is None else layout_k
 
     def layouts() -> tuple[Layout, Layout]:
@@ -179,7 +179,7 @@ def same(comm: Communicator, facts: Mapping[str, str]) -> None:
                 )
 
 
-def _on_all(comm: Communicator, make: Callable[[], Any]) -> list[Any]:
+def on_all(comm: Communicator, make: Callable[[], Any]) -> list[Any]:
     """Make something on every rank, and give all of them; raise where one rank has raised."""
     made, failure = None, None
     try:
@@ -199,7 +199,7 @@ def _on_all(comm: Communicator, make: Callable[[], Any]) -> list[Any]:
 def _checked(comm: Communicator, make: Callable[[], Any]) -> Any:
     """Make something on every rank, and keep this rank's."""
     kept: list[Any] = []
-    _on_all(comm, lambda: kept.append(make()))
+    on_all(comm, lambda: kept.append(make()))
     return kept[0]
 
 

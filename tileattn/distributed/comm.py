@@ -1,6 +1,7 @@
 """What travels between ranks: one small protocol, and MPI behind it."""
 
 import pickle
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -10,7 +11,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-_NAP = 20e-6  # seconds between two looks at what is under way
+_NAPS = 20e-6, 1e-3  # seconds between two looks at what is under way, at least and at most
+_SHARE = 0.01  # of the time waited so far: a long wait leaves the core to others
 _EAGER = 1000  # looks before the first nap
 
 
@@ -55,17 +57,17 @@ class MPI:
 
     def send(self, x: Array, to: int, tag: int) -> Transfer:
         """Begin to send."""
-        request = self._comm.Isend(_bytes(x), to, tag)
+        request = self._comm.Isend(as_bytes(x), to, tag)
         return _Request(request, f"rank {to} to receive", self._timeout)
 
     def receive(self, x: Array, source: int, tag: int) -> Transfer:
         """Begin to receive."""
-        request = self._comm.Irecv(_bytes(x), source, tag)
+        request = self._comm.Irecv(as_bytes(x), source, tag)
         return _Request(request, f"rank {source} to send", self._timeout)
 
     def gather(self, x: Any) -> list[Any]:
         """Gather pickled objects."""
-        own = np.frombuffer(bytearray(pickle.dumps(x)), np.uint8)
+        own = pickled(x)
         sizes = np.empty(self.size, np.int64)
         self._wait(self._comm.Iallgather(np.array([own.size]), sizes))
         every = np.empty(sizes.sum(), np.uint8)
@@ -81,16 +83,14 @@ class _Request:
         self._request, self._what, self._timeout = request, what, timeout
 
     def wait(self) -> None:
-        end, looks = time.monotonic() + self._timeout, 0
+        start, looks = time.monotonic(), 0
         while not self._request.Test():
             looks += 1
+            waited = time.monotonic() - start
+            if waited > self._timeout:
+                raise too_long(self._what, self._timeout)
             if looks > _EAGER:
-                time.sleep(_NAP)
-            if time.monotonic() > end:
-                raise TimeoutError(
-                    f"waited {self._timeout:g} s for {self._what}; it has failed, or is slower: "
-                    "timeout= is how long to wait"
-                )
+                time.sleep(min(max(_SHARE * waited, _NAPS[0]), _NAPS[1]))
 
 
 def communicator(comm: Any, timeout: float) -> Communicator:
@@ -99,9 +99,14 @@ def communicator(comm: Any, timeout: float) -> Communicator:
         return comm
     if hasattr(comm, "Isend") and hasattr(comm, "allgather"):
         return MPI(comm, timeout)
+    torch = sys.modules.get("torch.distributed")  # loaded where there is a process group
+    if isinstance(comm, getattr(torch, "ProcessGroup", ())):
+        from tileattn.distributed.process_group import ProcessGroup
+
+        return ProcessGroup(comm, timeout)
     raise TypeError(
         f"comm is {type(comm).__name__}; an mpi4py communicator is accepted, as MPI.COMM_WORLD "
-        "(pip install mpi4py mpich)"
+        "(pip install mpi4py mpich), and a torch.distributed.ProcessGroup, as group.WORLD"
     )
 
 
@@ -120,6 +125,19 @@ def wait(transfers: Sequence[Transfer]) -> None:
         transfer.wait()
 
 
-def _bytes(x: Array) -> Array:
+def as_bytes(x: Array) -> Array:
     """View an array as MPI takes it: it knows no float16."""
     return x.reshape(-1).view(np.uint8)
+
+
+def pickled(x: Any) -> Array:
+    """Write an object as bytes to send."""
+    return np.frombuffer(bytearray(pickle.dumps(x)), np.uint8)
+
+
+def too_long(what: str, timeout: float) -> TimeoutError:
+    """Make the error of a rank that has waited too long."""
+    return TimeoutError(
+        f"waited {timeout:g} s for {what}; it has failed, or is slower: timeout= is how long to "
+        "wait"
+    )

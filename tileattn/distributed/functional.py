@@ -38,7 +38,7 @@ def forward(
         Queries of this rank: NumPy arrays of float16, bfloat16, float32 or float64.
     k, v : array, shapes (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv), or without leading axes as q
         Keys and values of this rank. Ranks may have parts of other lengths, or of none.
-    comm : mpi4py.MPI.Comm
+    comm : mpi4py.MPI.Comm or torch.distributed.ProcessGroup
         The ranks.
     layout : Layout, str or None
         Which tokens each rank holds; ``"contiguous"`` (the default): each as many as its arrays
@@ -131,7 +131,7 @@ def backward(
         As given to ``forward``.
     out, lse : array
         As ``forward`` has returned them.
-    comm : mpi4py.MPI.Comm
+    comm : mpi4py.MPI.Comm or torch.distributed.ProcessGroup
         The ranks.
     dlse : array, shape and dtype of lse, or None
         Upstream gradient of this rank's lse; on all ranks, or on none.
@@ -207,7 +207,7 @@ def vjp(
     ----------
     q, k, v : array
         As for ``forward``.
-    comm : mpi4py.MPI.Comm
+    comm : mpi4py.MPI.Comm or torch.distributed.ProcessGroup
         The ranks.
     **options
         As for ``forward``, layouts and backend included; they hold for both passes.
