@@ -8,7 +8,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("tileattn.torch needs PyTorch: pip install torch") from error
 
+from tileattn.torch.distributed import distributed_attention
 from tileattn.torch.drop_in import scaled_dot_product_attention, sdpa
 from tileattn.torch.functional import attention
 
-__all__ = ["attention", "scaled_dot_product_attention", "sdpa"]
+__all__ = ["attention", "distributed_attention", "scaled_dot_product_attention", "sdpa"]

@@ -11,7 +11,7 @@ from tileattn.results import Attention
 from tileattn.torch import operators
 from tileattn.torch.handles import name_of
 from tileattn.torch.operators import INPUTS, TENSORS
-from tileattn.torch.tensors import check_tensor
+from tileattn.torch.tensors import autocast, check_tensor
 
 _INTEGERS = (
     *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin", "seed"),
@@ -90,7 +90,7 @@ def attention(
     _check(given)
     window, causal = given.pop("window", None), given.pop("causal", False)
     given["left"], given["right"] = window_of(window, causal)
-    given |= dict(zip("qkv", _autocast(q, k, v), strict=True))
+    given |= dict(zip("qkv", autocast(q, k, v), strict=True))
     given["backend"] = backend
     given["deterministic"] = deterministic or torch.are_deterministic_algorithms_enabled()
     result = Attention(*operators.forward(*(_DEFAULTS | given).values()))
@@ -127,13 +127,3 @@ def _check(given: Mapping[str, Any]) -> None:
                 check_tensor(f"aux[{n}]", y, device)
         elif name in TENSORS:
             check_tensor(name, x, None if name in _INTEGERS else device)
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Convert to the dtype of autocast, where it is enabled, as PyTorch's own operators do."""
-    device = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    narrow = (x.is_floating_point() and x.dtype is not torch.float64 for x in tensors)
-    return tuple(x.to(dtype) if n else x for x, n in zip(tensors, narrow, strict=True))

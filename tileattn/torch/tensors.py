@@ -56,6 +56,16 @@ def check_tensor(name: str, x: Any, device: torch.device | None = None) -> None:
         )
 
 
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Convert to the dtype of autocast, where it is enabled, as PyTorch's own operators do."""
+    device = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    narrow = (x.is_floating_point() and x.dtype is not torch.float64 for x in tensors)
+    return tuple(x.to(dtype) if n else x for x, n in zip(tensors, narrow, strict=True))
+
+
 def _is_transformed(x: torch.Tensor) -> bool:
     """Whether derivatives are taken that pass by the operators' own."""
     if torch._C._are_functorch_transforms_active() and torch._C._functorch.is_gradtrackingtensor(x):

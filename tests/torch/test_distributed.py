@@ -1,0 +1,155 @@
+"""Attention on the tensors of ranks that share a sequence; here ranks are threads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.threads import on_ranks
+
+torch = pytest.importorskip("torch")
+
+from tileattn.distributed import Layout  # noqa: E402 - PyTorch may be absent
+from tileattn.errors import UnsupportedError  # noqa: E402 - as above
+from tileattn.torch import attention, distributed_attention  # noqa: E402 - as above
+
+B, HQ, HKV, N, D = 2, 4, 2, 23, 8
+INPUTS = ("q", "k", "v", "bias", "sinks", "table")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def learned(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:  # noqa: ARG001 - its form
+    return s + table[h, abs(i - j)]
+
+
+def drawn(dtype: Any) -> dict[str, Any]:
+    """Draw the tensors of the whole sequence."""
+    generator = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]]
+    shapes = {"q": (B, HQ, N, D), "k": (B, HKV, N, D), "v": (B, HKV, N, D)}
+    shapes |= {"bias": (HQ, N, N), "sinks": (HQ,), "table": (HQ, N), "dout": (B, HQ, N, D)}
+    return {n: torch.randn(shape, generator=generator).to(dtype) for n, shape in shapes.items()}
+
+
+def both(call: Callable[..., Any], given: dict[str, Any], dlse: Any, **more: Any) -> list[Any]:
+    """Give the results of a call and its gradients."""
+    leaves = [given[name].clone().requires_grad_() for name in INPUTS]
+    q, k, v, bias, sinks, table = leaves
+    options = {"bias": bias, "sinks": sinks, "aux": (table,), "score_mod": learned, "causal": True}
+    options |= {"dropout_p": 0.1, "seed": torch.tensor(7), "return_lse": True}
+    out, lse = call(q, k, v, **options, **more)
+    grads = torch.autograd.grad((out, lse), leaves, (given["dout"], dlse.to(lse.dtype)))
+    return [out.detach(), lse.detach(), *grads]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("ranks", "schedule"), [(1, "ring"), (2, "heads"), (3, "ring")])
+def test_results_and_gradients_are_those_of_one_call(dtype: Any, ranks: int, schedule: str) -> None:
+    whole = drawn(dtype)
+    dlse = torch.linspace(-1, 1, B * HQ * N).reshape(B, HQ, N)
+    layout = Layout.zigzag(N, ranks)
+
+    def part(x: Any, rank: int, axis: int = -2) -> Any:
+        rows = [n for start, stop in layout.parts[rank] for n in range(start, stop)]
+        return x.index_select(axis, torch.tensor(rows, dtype=torch.int64))
+
+    def run(comm: Any) -> Any:
+        own = whole | {n: part(whole[n], comm.rank) for n in ("q", "k", "v", "bias", "dout")}
+        given = {"comm": comm, "layout": layout, "schedule": schedule}
+        return both(distributed_attention, own, part(dlse, comm.rank, -1), **given)
+
+    found = on_ranks(ranks, run)
+    for x in found:
+        if isinstance(x, Exception):
+            raise x
+    expected = both(attention, whole, dlse)
+    axes = {**dict.fromkeys((0, 2, 3, 4, 5), -2), 1: -1}  # of tokens; others are on all ranks
+    for n, (x, parts) in enumerate(zip(expected, zip(*found, strict=True), strict=True)):
+        tolerance = TOLERANCE[dtype] * float(x.abs().max())
+        cut = [part(x, rank, axes[n]) if n in axes else x for rank in range(ranks)]
+        for y, z in zip(parts, cut, strict=True):
+            torch.testing.assert_close(y, z, rtol=0, atol=tolerance)
+
+
+def test_only_what_is_needed_is_computed() -> None:
+    given = drawn(torch.float32)
+
+    def run(comm: Any) -> Any:
+        q, k, v = (given[name].clone() for name in "qkv")
+        k.requires_grad_()
+        out = distributed_attention(q, k, v, comm)
+        out.sum().backward()
+        with torch.no_grad():
+            plain = distributed_attention(q, k, v, comm)
+        return out, q.grad, k.grad, plain
+
+    for out, dq, dk, plain in on_ranks(2, run):
+        assert dq is None
+        assert dk.shape == given["k"].shape
+        assert torch.equal(out, plain)
+        assert not plain.requires_grad
+
+
+def test_autocast_and_the_compiler() -> None:
+    given = drawn(torch.float32)
+    compiled = torch.compile(distributed_attention, backend="eager")
+
+    def run(comm: Any) -> Any:
+        q, k, v = (given[name] for name in "qkv")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            narrow = distributed_attention(q, k, v, comm)
+        return narrow, distributed_attention(q, k, v, comm), compiled(q, k, v, comm)
+
+    ((narrow, plain, again),) = on_ranks(1, run)
+    assert narrow.dtype is torch.bfloat16
+    assert torch.equal(plain, again)
+
+
+def messages(run: Callable[[Any], Any]) -> list[str]:
+    return [f"{type(x).__name__}: {x}" for x in on_ranks(2, run)]
+
+
+def test_ranks_need_the_same_gradients() -> None:
+    def run(comm: Any) -> Any:
+        q, k, v = (drawn(torch.float32)[name] for name in "qkv")
+        return distributed_attention(q.requires_grad_(comm.rank == 1), k, v, comm)
+
+    message = "what requires a gradient is q on rank 1, and nothing on rank 0; all ranks give the"
+    assert messages(run) == [f"ValueError: {message} same"] * 2
+
+
+class Elsewhere(torch.Tensor):  # type: ignore[misc,name-defined]  # untyped
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda:0")
+
+
+def test_tensors_elsewhere_are_refused_on_all_ranks() -> None:
+    def run(comm: Any) -> Any:
+        q, k, v = (drawn(torch.float32)[name] for name in "qkv")
+        return distributed_attention(q, k.as_subclass(Elsewhere) if comm.rank else k, v, comm)
+
+    first, second = messages(run)
+    assert second.startswith("UnsupportedError: k is on cuda:0; tensors on the CPU are accepted")
+    assert first == f"RuntimeError: rank 1 has failed: {second}"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bias": np.zeros((N, N))}, "bias is ndarray; a torch.Tensor is accepted"),
+        ({"aux": [3]}, r"aux\[0\] is int; a torch.Tensor is accepted"),
+        ({"maskk": None, "unknown": 1}, "unknown option 'unknown'"),
+        ({"comm": None}, "comm is NoneType; an mpi4py communicator is accepted"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], message: str) -> None:
+    q, k, v = (drawn(torch.float32)[name] for name in "qkv")
+
+    def run(comm: Any) -> Any:
+        return distributed_attention(q, k, v, **({"comm": comm} | given))
+
+    (error,) = on_ranks(1, run)
+    with pytest.raises((TypeError, UnsupportedError), match=message):
+        raise error

@@ -1,0 +1,166 @@
+"""The call of ranks that share a sequence, on tensors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+import tileattn.distributed as ranks
+from tileattn.distributed.call import on_all, same
+from tileattn.distributed.comm import communicator
+from tileattn.distributed.functional import TIMEOUT
+from tileattn.problem import check_names
+from tileattn.results import Attention
+from tileattn.torch.tensors import array_of, autocast, check_tensor, tensor_of
+
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")  # and aux, a sequence of tensors
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch's
+def distributed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    comm: Any,
+    *,
+    return_lse: bool = False,
+    layout: Any = None,
+    layout_k: Any = None,
+    schedule: str = "ring",
+    backend: str = "auto",
+    timeout: float = TIMEOUT,
+    **options: Any,
+) -> Any:
+    """Exact attention over a sequence that several ranks share, on tensors; all ranks call it.
+
+    It is differentiable in q, k, v, bias, sinks and aux.
+
+    Parameters
+    ----------
+    q : torch.Tensor, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
+        Queries of this rank; float16, bfloat16, float32 or float64, on the CPU.
+    k, v : torch.Tensor, shapes (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv), or without leading axes as q
+        Keys and values of this rank.
+    comm : torch.distributed.ProcessGroup or mpi4py.MPI.Comm
+        The ranks; a process group sends by gloo.
+    return_lse : bool
+        Return the logsumexp of each query, too; it is differentiable. The same on all ranks.
+    layout, layout_k : tileattn.distributed.Layout, str or None
+        Which tokens each rank holds, as for ``tileattn.distributed.forward``.
+    schedule : str
+        As for ``tileattn.distributed.forward``.
+    backend : str
+        As for ``tileattn.forward``.
+    timeout : float
+        Seconds after which a rank that waits for another raises TimeoutError.
+    **options
+        Those of ``tileattn.distributed.forward``, with tensors in place of arrays.
+
+    Returns
+    -------
+    torch.Tensor, shape (B, Hq, Nq, Dv), or Attention
+        The output of this rank's queries, or with ``return_lse`` the pair ``(out, lse)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described, or the ranks disagree, also in what requires a gradient.
+    RuntimeError
+        If another rank refuses the call; the message says which, and why.
+    TimeoutError
+        If another rank does not answer.
+    UnsupportedError
+        For an option that is not supported, or a tensor that is on a GPU, sparse or nested.
+
+    Notes
+    -----
+    All ranks take part in the backward pass, in the same order of calls. Only the gradients that
+    are needed are computed. Those of sinks, aux and a bias without rows of its own for each rank
+    are summed over the ranks already. Tensors share their memory with the arrays of the library.
+    ``torch.compile`` leaves the call as it is. Autocast converts q, k and v as it does for
+    ``attention``.
+
+    Examples
+    --------
+    In a program that ``torchrun --nproc-per-node 4 program.py`` runs::
+
+        import torch.distributed as dist
+        from tileattn.torch import distributed_attention
+
+        dist.init_process_group("gloo")
+        out = distributed_attention(q, k, v, dist.group.WORLD, layout="zigzag", causal=True)
+        out.square().mean().backward()
+    """
+    given = {"q": q, "k": k, "v": v}
+    given |= {name: x for name, x in options.items() if x is not None}
+    comm = communicator(comm, timeout)
+    on_all(comm, lambda: _check(given))
+    given |= dict(zip("qkv", autocast(q, k, v), strict=True))
+    aux = given.pop("aux", ())
+    inputs = {name: given.pop(name) for name in _DIFFERENTIABLE if name in given}
+    names, tensors = (*inputs, *("aux" for _ in aux)), (*inputs.values(), *aux)
+    needed = {n for n, x in zip(names, tensors, strict=True) if x.requires_grad}
+    if not torch.is_grad_enabled():
+        needed = set()
+    same(comm, {"what requires a gradient": ", ".join(sorted(needed)) or "nothing"})
+    given = {name: _converted(name, x) for name, x in given.items()}
+    given |= {"layout": layout, "layout_k": layout_k, "schedule": schedule, "backend": backend}
+    given["comm"] = comm
+    result = Attention(*_Shared.apply(given, return_lse, names, *tensors))
+    return result if return_lse else result.out
+
+
+class _Shared(torch.autograd.Function):  # type: ignore[misc]  # untyped
+    """Both passes; the names are those of the tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: Mapping[str, Any], with_lse: bool, names: Sequence[str], *tensors: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.given, ctx.with_lse, ctx.names = given, with_lse, names
+        out, lse = map(tensor_of, ranks.forward(**given, **_arrays(names, tensors)))
+        ctx.save_for_backward(out, lse, *tensors)
+        if not with_lse:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # PyTorch's
+    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        rows = {"dout": dout, "out": out, "lse": lse} | ({"dlse": dlse} if ctx.with_lse else {})
+        given = ctx.given | {name: array_of(x) for name, x in rows.items()}
+        needed = zip(ctx.names, ctx.needs_input_grad[3:], strict=True)
+        wrt = sorted({name for name, needs in needed if needs})
+        grads = ranks.backward(**given, **_arrays(ctx.names, tensors), wrt=wrt)
+        found = {name: [getattr(grads, f"d{name}")] for name in _DIFFERENTIABLE}
+        found["aux"] = list(grads.daux or [None] * len(tensors))
+        each = (found[name].pop(0) for name in ctx.names)
+        return None, None, None, *(None if x is None else tensor_of(x) for x in each)
+
+
+def _arrays(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Give tensors as arguments of the library."""
+    given: dict[str, Any] = {}
+    for name, x in zip(names, map(array_of, tensors), strict=True):
+        given[name] = (*given.get("aux", ()), x) if name == "aux" else x
+    return given
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """Check the tensors; the library checks the rest."""
+    check_names({name: x for name, x in given.items() if name not in ("q", "k", "v")})
+    for name, x in given.items():
+        if name == "aux":
+            for n, y in enumerate(x):
+                check_tensor(f"aux[{n}]", y)
+        elif name in _DIFFERENTIABLE or isinstance(x, torch.Tensor):
+            check_tensor(name, x)
+
+
+def _converted(name: str, x: Any) -> Any:
+    """Give an option as the library takes it."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return int(x) & (1 << 64) - 1 if name == "seed" else array_of(x)
