@@ -1,6 +1,7 @@
 """The same through MPI, with processes."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,17 @@ def test_the_example(ranks: int) -> None:
     assert printed == [
         f"{x} of {ranks} ranks is that of one call" for x in ("out", "dq", "dk", "dv")
     ]
+
+
+@pytest.mark.parametrize("window", [(), ("--window", "40")])
+def test_the_example_of_a_long_sequence(window: tuple[str, ...]) -> None:
+    program = str(ROOT / "examples" / "long_context.py")
+    head, *lines = on_ranks(2, program, "--length", "301", *window).splitlines()
+    assert head == "301 tokens, 4 heads of 64, 2 ranks"
+    pattern = (
+        r"rank \d: forward [\d.]+ s, backward [\d.]+ s, peak memory \d+ MiB, \d+ of them for.*"
+    )
+    assert [bool(re.fullmatch(pattern, line)) for line in lines] == [True] * 2
 
 
 def test_ranks_that_disagree() -> None:
