@@ -38,6 +38,7 @@ from tileattn.progress import Progress
 
 BENCHMARKS = {
     "cpu": "speed of NumPy arrays, on both backends, beside PyTorch and plain NumPy",
+    "distributed": "speed of ranks that share a sequence, beside one rank",
     "frameworks": "speed of attention inside PyTorch, beside the library's own calls",
     "functions": "speed of functions of scores and masks on the GPU, beside FlexAttention",
     "gpu": "speed of the CuPy backend beside PyTorch, FlashAttention-4 and plain CuPy",
@@ -309,7 +310,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.section is None:
         print("python -m tileattn bench SECTION [--help], where SECTION is one of")
         for name, question in BENCHMARKS.items():
-            print(f"  {name:9} {question}")
+            print(f"  {name:11} {question}")
         return 0
     try:
         found = importlib.import_module("benchmarks")

@@ -1,0 +1,174 @@
+"""Speed of ranks that share a sequence, beside one rank, in one run.
+
+    mpiexec -n 4 python -m tileattn bench distributed
+    torchrun --nproc-per-node 4 -m tileattn bench distributed --quick
+
+Both passes are timed, full and causal, by schedule and layout. The same call on one rank is that of
+rank 0 on the whole sequence, with as many threads as each rank has, while the others sleep. The
+fraction of linear is its time over that of the ranks, divided by their number. A rank has its part
+of the cores of its host, or TILEATTN_NUM_THREADS. A time is the shortest of several rounds, each as
+long as its slowest rank takes. The file is distributed_cpu.json.
+"""
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import tileattn
+import tileattn.distributed as dist
+from benchmarks import report
+from benchmarks.configurations import Call, Configuration, draw
+from benchmarks.cpu import rounded
+from benchmarks.report import Row, one_line
+from tileattn.backends import threads
+from tileattn.distributed.comm import Communicator, communicator
+from tileattn.errors import UnsupportedError
+
+SCHEDULES, LAYOUTS, KINDS = ("ring", "heads"), ("contiguous", "zigzag"), ("forward", "both")
+LENGTHS, QUICK_LENGTHS = (4096, 16384), (512,)
+LEAST_ROUNDS, MOST_ROUNDS = 3, 50
+TIMEOUT = 3600.0  # seconds; so long may the call on one rank take
+HOW = (
+    "there is one rank, and nothing to share: start several by `mpiexec -n 2 python -m tileattn "
+    "bench distributed` or `torchrun --nproc-per-node 2 -m tileattn bench distributed`"
+)
+
+Start = Callable[[], Communicator | None]
+
+
+class Bench(NamedTuple):
+    """The ranks, and how long they measure."""
+
+    comm: Communicator
+    seconds: float
+    schedules: list[str]
+
+    def shortest(self, call: Call) -> float:
+        """Shortest seconds of a call that all ranks make; each round is that of its slowest."""
+        taken = [max(self._round(call)) for _ in range(2)][1]  # the first one warms up
+        rounds = min(max(int(self.seconds / taken), LEAST_ROUNDS), MOST_ROUNDS)
+        return min(max(self._round(call)) for _ in range(rounds))
+
+    def _round(self, call: Call) -> list[float]:
+        self.comm.gather(None)  # all begin together
+        start = time.perf_counter()
+        call()
+        return self.comm.gather(time.perf_counter() - start)
+
+
+def started() -> Communicator | None:
+    """Find the ranks: those of torchrun, else of MPI; none where neither has started any."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo")
+        comm: Any = torch.distributed.group.WORLD
+    else:
+        try:
+            from mpi4py import MPI
+        except ImportError:
+            return None
+        comm = MPI.COMM_WORLD
+    return communicator(comm, TIMEOUT)
+
+
+def share_cores(comm: Communicator) -> None:
+    """Give each rank its part of the cores of its host."""
+    hosts = comm.gather(platform.node())
+    cores = threads.worker_count.__wrapped__() // hosts.count(platform.node())
+    os.environ.setdefault("TILEATTN_NUM_THREADS", str(max(1, cores)))
+
+
+def call_of(kind: str, forward: Callable[[], Any], backward: Callable[..., Any], dout: Any) -> Call:
+    """Make a call of a forward pass, or of both."""
+    if kind == "forward":
+        return forward
+    return lambda: backward(dout, *forward())
+
+
+def measured(bench: Bench, one: Configuration) -> Iterator[Row]:
+    """Time a call by schedule and layout, and on one rank."""
+    comm, options = bench.comm, one.mask.options()
+    q, k, v, dout = draw(np, one.shapes, one.dtype)
+
+    def whole() -> Any:
+        return tileattn.forward(q, k, v, **options)
+
+    def gradients(dout: Any, out: Any, lse: Any) -> Any:
+        return tileattn.backward(dout, q, k, v, out, lse, **options)
+
+    alone = call_of(one.kind, whole, gradients, dout)
+    single = bench.shortest(alone if comm.rank == 0 else lambda: None)
+    for schedule, name in product(bench.schedules, LAYOUTS):
+        row = one.row() | {"ranks": comm.size, "threads": threads.worker_count()}
+        row |= {"schedule": schedule, "layout": name}
+        try:
+            seconds = bench.shortest(shared(bench, one, schedule, name, (q, k, v, dout)))
+        except (ValueError, UnsupportedError) as error:  # which all ranks raise
+            yield row | {"failed": one_line(error)}
+            continue
+        fraction = single / seconds / comm.size
+        ms = {"ms": 1e3 * seconds, "one_rank_ms": 1e3 * single}
+        yield row | ms | {"fraction_of_linear": fraction}
+
+
+def shared(
+    bench: Bench, one: Configuration, schedule: str, name: str, arrays: tuple[Any, ...]
+) -> Call:
+    """Make the call of this rank."""
+    comm, N = bench.comm, one.N
+    cuts = np.diff(np.arange(comm.size + 1) * N // comm.size).tolist()
+    zigzag = name == "zigzag"
+    layout = dist.Layout.zigzag(N, comm.size) if zigzag else dist.Layout.contiguous(cuts)
+    q, k, v, dout = (layout.take(x, comm.rank) for x in arrays)
+    options: dict[str, Any] = {"layout": layout, "schedule": schedule, **one.mask.options()}
+
+    def gradients(dout: Any, out: Any, lse: Any) -> Any:
+        return dist.backward(dout, q, k, v, out, lse, comm, **options)
+
+    return call_of(one.kind, partial(dist.forward, q, k, v, comm, **options), gradients, dout)
+
+
+def rows(bench: Bench, lengths: list[int], heads: int) -> Iterator[Row]:
+    for N, causal, kind in product(lengths, (False, True), KINDS):
+        for row in measured(bench, Configuration(kind, "f32", 1, heads, N, 64, causal)):
+            yield rounded(row)
+
+
+def main(argv: list[str] | None = None, start: Start = started) -> None:
+    """Measure on all ranks; rank 0 shows and writes the rows."""
+    parser = report.parser("distributed", __doc__)
+    add = parser.add_argument
+    add("--schedules", type=partial(report.names, SCHEDULES), default=list(SCHEDULES))
+    add("--length", type=int, nargs="+", help="tokens (4096 16384)")
+    add("--heads", type=int, default=8, help="(8)")
+    add("--quick", action="store_true", help="a small size, a tenth of the time")
+    add("--seconds", type=float, default=5.0, help="for each configuration (5)")
+    arguments: argparse.Namespace = report.parsed(parser, argv)
+    comm = start()
+    if comm is None or comm.size == 1:
+        sys.exit(HOW)
+    share_cores(comm)
+    seconds = arguments.seconds / (10 if arguments.quick else 1)
+    lengths = arguments.length or list(QUICK_LENGTHS if arguments.quick else LENGTHS)
+    made = rows(Bench(comm, seconds, arguments.schedules), lengths, arguments.heads)
+    if comm.rank == 0:
+        program = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "mpiexec"
+        machine = report.host() | {"ranks": comm.size, "started_by": program}
+        path = arguments.to / "distributed_cpu.json"
+        report.written(made, path, lambda: machine, arguments.ran)
+    else:
+        for _ in made:
+            pass
+
+
+if __name__ == "__main__":
+    main()
