@@ -3,7 +3,8 @@
 mpiexec -n 2 python examples/long_context.py
 mpiexec -n 8 python examples/long_context.py --length 1048576 --window 4096
 
-Each rank draws and keeps its own tokens only. Heads are computed one after another.
+Each rank draws and keeps its own tokens only. Heads are computed one after another. Set
+TILEATTN_NUM_THREADS to the cores of each rank where a host has several.
 """
 
 import argparse
