@@ -69,7 +69,7 @@ def main() -> None:
         for rank, (forward, backward, first, peak) in enumerate(found):
             print(
                 f"rank {rank}: forward {forward:.2f} s, backward {backward:.2f} s, "
-                f"peak memory {peak:.0f} MiB, {peak - first:.0f} of them for attention"
+                f"peak memory {peak:.0f} MiB, {peak - first:.0f} of them since the imports"
             )
 
 

@@ -58,7 +58,7 @@ def test_the_example_of_a_long_sequence(window: tuple[str, ...]) -> None:
     head, *lines = on_ranks(2, program, "--length", "301", *window).splitlines()
     assert head == "301 tokens, 4 heads of 64, 2 ranks"
     pattern = (
-        r"rank \d: forward [\d.]+ s, backward [\d.]+ s, peak memory \d+ MiB, \d+ of them for.*"
+        r"rank \d: forward [\d.]+ s, backward [\d.]+ s, peak memory \d+ MiB, \d+ of them since.*"
     )
     assert [bool(re.fullmatch(pattern, line)) for line in lines] == [True] * 2
 
