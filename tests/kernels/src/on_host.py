@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tileattn.expressions.nodes import Node
-from tileattn.kernels.config.block_order import BLOCK_BYTES, ordered_blocks
+from tileattn.kernels.config.block_order import BLOCK_BYTES, ORDERS_QUERIES, ordered_blocks
 from tileattn.kernels.config.functions import functions_text
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tile_lists import KERNELS
@@ -191,16 +191,18 @@ def sequence_blocks(
 
 
 def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> list[tuple[int, ...]]:
-    """Put the work tiles of a plan in order: b, block, q_start, k_start, Nq and Nk of each."""
+    """Put the work tiles of a plan in order: b, block, q_start, k_start, Nq, Nk, and how many."""
     key = plan.launches[0].key
     count = ordered_blocks(plan.problem, key)
     block = np.frombuffer(template(plan.fields), np.uint64).copy()
     places, found = slots({}), np.full((count, BLOCK_BYTES // 4), -1, np.int32)
-    for name, x in (*integers.items(), ("block_order", found)):
+    counter = np.ones(1, np.uint32)
+    for name, x in (*integers.items(), ("block_order", found), ("tile_counter", counter)):
         block[places[name]] = x.ctypes.data
     library = _built(folder, _kernel_texts(key, 1, "float32"), f"{key.kernel}.cpp")
     library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(count))
-    return [tuple(row[:6]) for row in found.tolist()]
+    assert counter[0] == (key.kernel != ORDERS_QUERIES)  # a forward pass finds zero
+    return [tuple(row[:7]) for row in found.tolist()]
 
 
 def element_sums(

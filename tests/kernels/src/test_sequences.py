@@ -103,7 +103,7 @@ def test_the_longest_blocks_go_first(
         assert len(there) == len(expected)
         assert {x[:2] for x in there} == expected
         for b, _, *place in found:
-            assert place == [queries[b], keys[b], *lengths[:, b]]
+            assert place == [queries[b], keys[b], *lengths[:, b], len(expected)]
         if axis == 1:
             costs = [int(lengths[0, x[0]]) for x in there]
             assert all(p[:1] != q[:1] or p < q for p, q in pairwise(there))
@@ -116,7 +116,7 @@ def _key_tiles(
     place: tuple[int, ...], window: tuple[int | None, int | None], block_q: int, block_k: int
 ) -> int:
     """Count the key tiles that a block of queries sees something of, pair by pair."""
-    _, n, _, _, Nq, Nk = place
+    _, n, _, _, Nq, Nk, _ = place
     i = np.arange(n * block_q, min((n + 1) * block_q, Nq))[:, None] + Nk - Nq
     j = np.arange(Nk)
     left, right = (Nk + Nq if x is None else x for x in window)

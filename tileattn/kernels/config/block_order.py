@@ -10,7 +10,8 @@ from tileattn.problem import Problem
 ORDERS_QUERIES, ORDERS_KEYS = "order_query_blocks", "order_key_blocks"
 BLOCK_BYTES = 32  # of a `PackedBlock`
 
-_WARPS = 4
+_WARPS = 32
+_TOGETHER = 8  # threads that find the place of one block
 _WHY = "the longest sequences first, whose lengths the device alone may know"
 
 
@@ -29,7 +30,9 @@ def order_launches(problem: Problem, launches: Iterable[KernelLaunch]) -> tuple[
                 warps_m=_WARPS,
                 packed=True,
             )
-            return (KernelLaunch(key, -(-ordered_blocks(P, key) // key.threads), why=_WHY),)
+            return (
+                KernelLaunch(key, -(-ordered_blocks(P, key) * _TOGETHER // key.threads), why=_WHY),
+            )
     return ()
 
 

@@ -21,7 +21,7 @@ POINTERS = (
     *("bias", "dbias", "mask", "alibi_slopes", "sinks", "dsinks"),
     *("kv_lengths", "q_offset", "block_kinds", "block_bits"),
     *("tile_kinds", "tile_ranks", "tile_list", "schedule"),
-    *("cu_seqlens_q", "cu_seqlens_k", "block_order"),
+    *("cu_seqlens_q", "cu_seqlens_k", "block_order", "claims"),
 )
 """Arrays, in the order of their addresses."""
 

@@ -51,6 +51,8 @@ def workspace_of(
     for key in keys:
         if key.kernel in (ORDERS_QUERIES, ORDERS_KEYS):
             parts["block_order"] = ordered_blocks(P, key) * BLOCK_BYTES
+        if key.kernel == ORDERS_QUERIES:
+            parts |= {"tile_counter": _COUNT, "claims": heads * ordered_blocks(P, key) * _COUNT}
         if not key.add_dq:
             continue
         sums = {"dq_accum": heads * P.Nq * key.head_dim * number}

@@ -4,29 +4,40 @@
 
 #include "mask.cuh"
 
-// Write this thread's block to its place in the order. cost(sequence, first row) says how long a block
-// takes, and 0 where there is none; of two that take as long the first goes first.
+// Threads that compare one block with all others; a CTA finds the places of so many blocks.
+constexpr int TOGETHER = THREADS < 8 ? THREADS : 8;
+constexpr int ORDERED = THREADS / TOGETHER;
+
+// Write a block to its place in the order. cost(sequence, first row) says how long a block takes, and
+// 0 where there is none: those come last. Of two that take as long the first goes first.
 template <int BLOCK, class Cost>
 __device__ inline void order_blocks(const Params& p, const i64* cu_seqlens, i64 rows, Cost cost) {
     __shared__ int costs[THREADS];
-    const int count = block_count<BLOCK>(p, rows);
-    const int own = int(blockIdx.x) * THREADS + int(threadIdx.x);
+    const int numbers = block_count<BLOCK>(p, rows), share = int(threadIdx.x) % TOGETHER;
+    const int own = int(blockIdx.x) * ORDERED + int(threadIdx.x) / TOGETHER;
     auto cost_of = [&](int number) {
         const HeadBlock<BLOCK> at(p, cu_seqlens, 1, 0, number);
         return cost(Sequence(p, at.b), at.block * BLOCK);
     };
-    const int mine = own < count ? cost_of(own) : 0;
-    int place = 0;
-    for (int first = 0; first < count; first += THREADS) {
+    const int mine = own < numbers ? cost_of(own) : 0;
+    int place = 0, count = 0;
+    for (int first = 0; first < numbers; first += THREADS) {
         const int number = first + int(threadIdx.x);
         __syncthreads();  // all threads have read the last costs
-        costs[threadIdx.x] = number < count ? cost_of(number) : -1;
+        costs[threadIdx.x] = number < numbers ? cost_of(number) : -1;
         __syncthreads();
 #pragma unroll 4
-        for (int n = 0; n < THREADS; ++n)
+        for (int n = share; n < THREADS; n += TOGETHER) {
             place += costs[n] > mine || (costs[n] == mine && first + n < own);
+            count += costs[n] > 0;
+        }
     }
-    if (own >= count) return;
+#pragma unroll
+    for (int step = TOGETHER / 2; step; step /= 2) {
+        place += __shfl_xor_sync(~0u, place, step);
+        count += __shfl_xor_sync(~0u, count, step);
+    }
+    if (own >= numbers || share > 0) return;
     const HeadBlock<BLOCK> at(p, cu_seqlens, 1, 0, own);
     const Sequence sequence(p, at.b);
     p.block_order[place] = {at.b,
@@ -35,5 +46,6 @@ __device__ inline void order_blocks(const Params& p, const i64* cu_seqlens, i64 
                             int(sequence.k_start),
                             int(sequence.Nq),
                             int(sequence.Nk),
-                            {}};
+                            count,
+                            0};
 }

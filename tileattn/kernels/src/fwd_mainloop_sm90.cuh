@@ -70,24 +70,18 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                                   work.entry(), full);
         v_pipe.advance();
     };
-    // The next work tile is computed while the first tiles of this one load. Where several work
-    // tiles are unfinished, the others hardly will be better: the second pass takes over what is
-    // left.
+    // The next work tile is found once the first tiles of this one are on their way. Where several
+    // work tiles are unfinished, the others hardly will be better: the second pass takes over what
+    // is left.
+    WorkOrder<PACKED> order;
     int begun = 0;  // iterations of the first pass
     auto run_pass = [&](int pass) {
-        int iteration = 0;
+        order.restart();
         auto find = [&](WorkTile& work) {
 #pragma unroll 1
-            while (get_work(p, iteration, work)) {
-                if constexpr (PACKED) {
-                    if (work.q0 >= work.Nq(p)) {
-                        ++iteration;
-                        continue;
-                    }
-                }
-                if (pass == 0 || (pass == 1 && iteration >= begun)) return true;
-                if (smem.unfinished(pass - 1, iteration)) return true;
-                ++iteration;
+            while (get_work(p, order, work)) {
+                if (pass == 0 || (pass == 1 && work.iteration >= begun)) return true;
+                if (smem.unfinished(pass - 1, work.iteration)) return true;
             }
             return false;
         };
@@ -96,19 +90,21 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             if (work.begin < work.end) load_k(work.begin);
             work.nan_safe = pass > 0, work.all_large = pass > 1;
             publish_work();
+            int tile = work.begin;
+            auto load_next = [&] {
+                if (tile + 1 < work.end) load_k(tile + 1);
+                load_v(tile++);
+            };
+            if (tile < work.end) load_next();
             WorkTile next = work;
-            ++iteration;
-            if (pass == 0) begun = iteration;
+            if (pass == 0) begun = work.iteration + 1;
             found = find(next);
             if (found && Q_STAGES < 2 * CONSUMERS)
 #pragma unroll 1
                 for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS)
                     QueryTile::prefetch(maps.q, next.q_start + next.q0 + row, next.h, next.entry());
 #pragma unroll 1
-            for (int tile = work.begin; tile < work.end; ++tile) {
-                if (tile + 1 < work.end) load_k(tile + 1);
-                load_v(tile);
-            }
+            while (tile < work.end) load_next();
             work = next;
         }
     };

@@ -23,8 +23,8 @@ struct Fields {
     const void* dlse;
     void *delta, *lse_log2, *row_max;
     void *dq, *dk, *dv, *dq_accum;
-    // head_flags: of each key head, as in head_flags.cuh. tile_counter: of Hopper's backward
-    // kernels. dq_semaphore: for each store warp's part of each dQ tile, how many key blocks have
+    // head_flags: of each key head, as in head_flags.cuh. tile_counter: work tiles claimed in
+    // Hopper's kernels. dq_semaphore: for each store warp's part of each dQ tile, how many key blocks have
     // added to it, if deterministic; else whether one has claimed it, and has stored.
     u32 *head_flags, *tile_counter, *dq_semaphore;
     const void* bias;
@@ -42,6 +42,7 @@ struct Fields {
     const int* schedule;
     const i64 *cu_seqlens_q, *cu_seqlens_k;
     PackedBlock* block_order;  // the work tiles of a head, for Hopper's kernels
+    int* claims;               // behind each work tile the next that its CTA has claimed
     // Strides.
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
     Pairs bias_at, dbias_at, mask_at, block_kinds_at, tile_kinds_at, tile_list_at;

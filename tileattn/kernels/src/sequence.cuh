@@ -98,7 +98,7 @@ struct HeadBlock {
     }
 };
 
-// The same, as order_query_blocks and order_key_blocks write it.
+// The same, as order_query_blocks and order_key_blocks write it, and how many there are in all.
 struct alignas(16) PackedBlock {
-    int b, block, q_start, k_start, Nq, Nk, unused[2];
+    int b, block, q_start, k_start, Nq, Nk, count, unused;
 };

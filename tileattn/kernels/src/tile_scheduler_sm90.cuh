@@ -58,6 +58,10 @@ struct WorkSequence {
 
     // Find a block by its place in the order of work. Gives its number in its sequence.
     __device__ int find(const Params&, int entry, int place) { return b = entry, place; }
+    template <int BLOCK>
+    __device__ static int blocks(const Params& p, i64 rows) {
+        return block_count<BLOCK>(p, rows);
+    }
     __device__ Sequence sequence(const Params& p) const { return {p, b}; }
     __device__ int entry() const { return b; }  // of the arrays
     __device__ int Nq(const Params& p) const { return int(p.Nq); }
@@ -72,6 +76,10 @@ struct WorkSequence<true> {
         b = found.b, q_start = found.q_start, k_start = found.k_start;
         queries = found.Nq, keys = found.Nk;
         return found.block;
+    }
+    template <int>
+    __device__ static int blocks(const Params& p, i64) {
+        return p.block_order->count;
     }
     __device__ Sequence sequence(const Params&) const {
         return {b, q_start, k_start, queries, keys};
@@ -108,22 +116,49 @@ struct KeyTileList : TileList<int> {
         : TileList(p, work.b, work.h, work.q0 / BLOCK_Q) {}
 };
 
-// The work tile of this CTA's iteration, with its flags as they are; false behind the last. It may
-// lie past the end of a packed sequence. The host's LPT assignment, where there is one, replaces
-// round robin.
-__device__ inline bool get_work(const Params& p, int iteration, FwdWorkTile& work) {
-    const int blocks = block_count<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
-    // In the order of work each round of packed blocks is shorter than the last: who had the longest
-    // of one takes the shortest of the next.
-    const bool turned = PACKED && iteration % 2;
-    int index = iteration * int(gridDim.x) + int(turned ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    if (p.schedule) index = p.schedule[index];
+// The indices of a CTA's work tiles, in each pass the same. They are the host's LPT assignment, or
+// else go round robin.
+template <bool>
+struct WorkOrder {
+    int iteration = -1;
+
+    __device__ int next(const Params& p) {
+        const int index = ++iteration * int(gridDim.x) + int(blockIdx.x);
+        return p.schedule ? p.schedule[index] : index;
+    }
+    __device__ void restart() { iteration = -1; }
+};
+// What packed sequences take the host does not know: a CTA claims the next work tile when it needs
+// one, and writes down which that is. Lane 0 calls; the shuffle tells the compiler that the index is
+// uniform.
+template <>
+struct WorkOrder<true> {
+    int iteration = -1, index = 0, claimed = 0;
+
+    __device__ int next(const Params& p) {
+        if (++iteration == 0) return index = int(blockIdx.x);
+        int successor;
+        if (iteration > claimed) {
+            successor = int(gridDim.x + atomicAdd(p.tile_counter, 1));
+            claimed = iteration, p.claims[index] = successor;
+        } else {
+            successor = p.claims[index];
+        }
+        return index = __shfl_sync(1, successor, 0);
+    }
+    __device__ void restart() { iteration = -1; }
+};
+
+// The next work tile of this CTA, with its flags as they are; false behind the last.
+__device__ inline bool get_work(const Params& p, WorkOrder<PACKED>& order, FwdWorkTile& work) {
+    const int blocks = work.blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
+    const int index = order.next(p);
     if (index >= blocks * heads) return false;
     const BlockCoord at(blocks, heads, int(p.head_groups), index);
     // Under a causal mask the last queries have most keys: they go first.
     const int place = PACKED || p.right < 0 ? at.block : blocks - 1 - at.block;
     work.q0 = work.find(p, at.head / int(p.Hq), place) * BLOCK_Q;
-    work.h = at.head % int(p.Hq), work.iteration = iteration;
+    work.h = at.head % int(p.Hq), work.iteration = order.iteration;
     work.tiles = key_tiles(p, work.sequence(p), work.q0, BLOCK_Q);
     work.begin = work.tiles.begin, work.end = work.tiles.end;
     const KeyTileList list(p, work);
@@ -175,9 +210,9 @@ __device__ inline u32 claim_work(const Params& p) {
     return __shfl_sync(1, atomicAdd(tile_counter, 1), 0);
 }
 
-// The work tile of an index; false behind the last. It may lie past the end of a packed sequence.
+// The work tile of an index; false behind the last.
 __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile& work) {
-    const int blocks = block_count<BLOCK_K>(p, p.Nk), heads = int(p.B * p.Hkv);
+    const int blocks = work.blocks<BLOCK_K>(p, p.Nk), heads = int(p.B * p.Hkv);
     if (index >= u32(blocks * heads)) return false;
     const BlockCoord at(blocks, heads, int(p.head_groups), int(index));
     work.k0 = work.find(p, at.head / int(p.Hkv), at.block) * BLOCK_K;
