@@ -18,7 +18,8 @@ extern "C" __global__ void forward_work_tiles(Params p, const int* schedule, i64
                                               int* out) {
     p.schedule = schedule;
     WorkTile work{};
-    for (int n = 0; n < iterations && get_work(p, n, work); ++n) {
+    WorkOrder<PACKED> order;
+    for (int n = 0; n < iterations && get_work(p, order, work); ++n) {
         int* to = out + (i64(n) * gridDim.x + blockIdx.x) * (6 + 4 * CONSUMERS);
         for (int field : {work.b, work.h, work.q0, work.begin, work.end, work.iteration})
             *to++ = field;
