@@ -69,6 +69,8 @@ class PreparedCall:
         lengths, offset = (x if isinstance(x, np.ndarray) else None for x in places[:2])
         self.places = places._replace(kv_lengths=lengths, q_offset=offset)
         integers = (*places[:2], *places.packing) if places.packing is not None else ()
+        if places.paging is not None:
+            integers += (places.paging.block_table,)
         self.has_own_places = any(not isinstance(x, np.ndarray | None) for x in integers)
 
     def at_other_lengths(

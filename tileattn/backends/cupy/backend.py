@@ -13,6 +13,7 @@ from tileattn.backends.cupy.execute import Executable
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call_cache import PreparedCall
 from tileattn.errors import UnsupportedError
+from tileattn.kernels.config import split
 from tileattn.kernels.launch.aux_gradient import daux_name, why_not_learned
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
 from tileattn.kernels.launch.plan import plan_backward, plan_forward
@@ -52,7 +53,7 @@ class CupyBackend:
         if "origin" in problem.enabled_options:
             return "origin: the kernels count from 0"
         if problem.page is not None:
-            return "block_table: there are no kernels for paged caches"
+            return split.why_not_paged(problem)
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > LONGEST:

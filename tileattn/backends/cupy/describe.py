@@ -41,11 +41,20 @@ def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     for name, array in integers.items():
         if array is not None and type(array) is not np.ndarray:
             arrays[name] = array
+    if x.paging is not None:
+        arrays["block_table"] = on_device(x.paging.block_table)
     if problem.enabled_options:
         options = {"alibi_slopes": x.alibi_slopes, "sinks": x.sinks, "mask": x.mask, "bias": x.bias}
         arrays |= {name: array for name, array in options.items() if array is not None}
         arrays |= {aux_name(n): a for n, a in enumerate(x.aux) if type(a) is not np.ndarray}
     return arrays
+
+
+def on_device(x: Any) -> Any:
+    """Copy an array of the host to the current device; others stay where they are."""
+    import cupy
+
+    return cupy.asarray(x) if type(x) is np.ndarray else x
 
 
 def addresses_of(arrays: Mapping[str, Any], device: int) -> dict[str, int]:

@@ -6,7 +6,8 @@ A family is a module with the members of `KernelFamily`, and a place in `FAMILIE
 from collections.abc import Sequence
 from typing import Protocol
 
-from tileattn.kernels.config import generic, hopper
+from tileattn.errors import UnsupportedError
+from tileattn.kernels.config import generic, hopper, split
 from tileattn.kernels.config.block_order import order_launches
 from tileattn.kernels.config.context import (
     ROW_WARPS,
@@ -47,6 +48,11 @@ def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLa
     """List what the forward pass launches: nothing where there is no query."""
     if not problem.B * problem.Hq * problem.Nq:
         return ()
+    why = split.why_not(problem, context)
+    if why is None:
+        return split.launches(problem, context)
+    if problem.page is not None and problem.Nk:
+        raise UnsupportedError(f"backend 'cupy' does not support block_table here: {why}")
     family, refusal = _supporting(problem, context, "forward")
     own = _explained(refusal, family.forward(problem, context))
     return (*order_launches(problem, own), *own)

@@ -54,6 +54,22 @@ def generic_static_bytes(kernel: str, tile: TileSize, size: int) -> int:
     return -(-used // 1024) * 1024  # where the tiles begin
 
 
+def split_bytes(tile: TileSize, dim: int, value: int, size: int) -> int:
+    """Count the dynamic shared memory of the kernel over pieces of the keys.
+
+    It has the queries, and for each slice of warps its stages; in the end the sums of the slices.
+    """
+    stages = tile.warps_n * tile.stages
+    tiles = _tiled(tile.block_q, dim, size)
+    tiles += stages * (_tiled(tile.block_k, dim, size) + _tiled(tile.block_k, value, size))
+    return max(tiles, tile.warps_n * tile.block_q * (value + 8) * max(size, 4))
+
+
+def split_static_bytes(tile: TileSize, number: int) -> int:
+    """Count its static shared memory, up to where the tiles begin: two numbers of each row."""
+    return -(-tile.warps_n * tile.block_q * 2 * number // 1024) * 1024
+
+
 def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
     """Count the dynamic shared memory of the Hopper forward kernel.
 

@@ -17,7 +17,9 @@ MIN_ALIGNMENT = 4  # bytes of the narrowest copy that does not go through regist
 # dtype; and in their own.
 ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
 _ACCUMULATED = frozenset({"alibi_slopes", "sinks", "dsinks"})
-_CONTIGUOUS = frozenset({"lse", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"})
+_CONTIGUOUS = frozenset(
+    {"lse", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table"}
+)
 
 
 @dataclass(frozen=True, slots=True)

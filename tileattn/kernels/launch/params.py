@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.kernels.config.context import folds_scale, padded_rows
+from tileattn.kernels.config.split import piece_of, pieces_of
 from tileattn.kernels.launch.layout import ROWS as ROW_ARRAYS
 from tileattn.kernels.launch.layout import ArrayLayout, CallLayout
 from tileattn.lengths import FAR
@@ -22,6 +23,7 @@ POINTERS = (
     *("kv_lengths", "q_offset", "block_kinds", "block_bits"),
     *("tile_kinds", "tile_ranks", "tile_list", "schedule"),
     *("cu_seqlens_q", "cu_seqlens_k", "block_order", "claims"),
+    *("block_table", "partial_out", "partial_sums"),
 )
 """Arrays, in the order of their addresses."""
 
@@ -37,6 +39,7 @@ _SIZES = (
     *("bias_B", "bias_H", "bias_Nq", "bias_Nk"),
     *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
     *("length", "offset", "left", "right", "entries"),
+    *("pages_total", "page", "table_width", "piece", "pieces"),
 )
 
 PARAMS = np.dtype(
@@ -109,6 +112,15 @@ def fields(
     if layout.block_mask is not None:
         block_q, block_k = layout.block_mask.block_size
         values |= {"mask_block_q": block_q, "mask_block_k": block_k}
+    return values
+
+
+def split_fields(problem: Problem, arrays: Mapping[str, ArrayLayout]) -> dict[str, int]:
+    """Fill in how keys are cut into pieces, and their pages."""
+    values = {"piece": piece_of(problem), "pieces": pieces_of(problem)}
+    table, k = arrays.get("block_table"), arrays["k"]
+    if problem.page is not None and table is not None:
+        values |= {"pages_total": k.shape[0], "page": problem.page, "table_width": table.shape[1]}
     return values
 
 

@@ -12,6 +12,7 @@ from tileattn.kernels.config.context import KernelLaunch, LaunchContext, Learned
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.functions import Learned, functions_text
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
+from tileattn.kernels.config.split import SPLIT
 from tileattn.kernels.config.tile_lists import classify_launch, list_launches
 from tileattn.kernels.launch import params
 from tileattn.kernels.launch.aux_gradient import learned_arrays, learned_layouts, with_gradients
@@ -126,6 +127,10 @@ def plan_backward(
     sinks = layout.get("dsinks") is not None
     launches = backward_launches(problem, context, deterministic=deterministic, sinks=sinks)
     return _plan(problem, layout, device, launches, results={"dsinks"})
+
+
+def _is_split(launches: Sequence[KernelLaunch]) -> bool:
+    return any(launch.key.kernel == SPLIT for launch in launches)
 
 
 def _evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:
@@ -243,7 +248,7 @@ def _plan(
     sums = {name: x.nbytes for name, x in learned.items() if layout.get(name) is None}
     aux = layout.aux_by_name | learned if functions else {}
     kinds, lists = _tile_kinds(problem, layout, launches)
-    if functions and problem.mask_mod is not None:
+    if functions and problem.mask_mod is not None and not _is_split(launches):
         if kinds.on_device:
             arrays["tile_kinds"] = contiguous(kinds.device_shape(), "int8")
             made["tile_kinds"] = arrays["tile_kinds"].nbytes
@@ -264,6 +269,7 @@ def _plan(
         min(rows),
         tuple(launches),
         params.fields(problem, layout, arrays, schedule.head_groups, schedule.in_order)
+        | (params.split_fields(problem, arrays) if _is_split(launches) else {})
         | dict(zip(("kinds_tile_q", "kinds_tile_k"), kinds.tile, strict=True)),
         {name: x for name, x in copied.items() if name not in results},
         {name: x for name, x in copied.items() if name in results},

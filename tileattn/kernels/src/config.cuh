@@ -41,6 +41,7 @@ constexpr bool HAS_MASK_MOD = KEY_MASK_MOD;
 constexpr u64 FUNCTIONS = KEY_FUNCTIONS;  // digest of functions.cuh; 0 for the file beside this one
 constexpr bool HAS_DROPOUT = KEY_DROPOUT;
 constexpr bool PACKED = KEY_PACKED;  // sequences lie one behind the other in one batch entry
+constexpr bool PAGED = KEY_PAGED;    // keys are in pages, which a block table says
 constexpr bool FOLD = KEY_FOLD_SCALE;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;

@@ -43,6 +43,8 @@ struct Fields {
     const i64 *cu_seqlens_q, *cu_seqlens_k;
     PackedBlock* block_order;  // the work tiles of a head, for Hopper's kernels
     int* claims;               // behind each work tile the next that its CTA has claimed
+    const i64* block_table;
+    void *partial_out, *partial_sums;  // of each row and piece of the keys, as in pieces.cuh
     // Strides.
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
     Pairs bias_at, dbias_at, mask_at, block_kinds_at, tile_kinds_at, tile_list_at;
@@ -57,6 +59,9 @@ struct Fields {
     i64 length, offset, left, right;
     // entries: sequences, which are batch entries or packed in one.
     i64 entries;
+    // pages_total: of all sequences; page: keys of one; table_width: pages that a sequence may have.
+    // piece: keys of a piece; pieces: of the longest sequence that there is room for.
+    i64 pages_total, page, table_width, piece, pieces;
     // softmax_scale: what the softmax multiplies scores by: the scale where that is folded into the
     // exponent, else 1, as score modifiers come after the scale.
     double scale, softcap, dropout_scale, softmax_scale;

@@ -27,7 +27,7 @@ struct Sequence {
     __device__ Sequence(const Params& p, i64 b) : b(b), Nq(p.Nq), Nk(p.Nk) {
         if constexpr (PACKED) {
             place(p.cu_seqlens_q + b, q_start, Nq);
-            place(p.cu_seqlens_k + b, k_start, Nk);
+            if (!PAGED) place(p.cu_seqlens_k + b, k_start, Nk);
         }
     }
     __device__ Sequence(i64 b, i64 q_start, i64 k_start, i64 Nq, i64 Nk)
@@ -82,11 +82,13 @@ template <int BLOCK>
 struct HeadBlock {
     int b, h, block;
 
-    __device__ HeadBlock(const Params& p, const i64* cu_seqlens, int heads, int head, int number)
+    // A token has `rows` rows.
+    __device__ HeadBlock(const Params& p, const i64* cu_seqlens, int heads, int head, int number,
+                         int rows = 1)
         : b(head / heads), h(head % heads), block(number) {
         if constexpr (PACKED) {
             auto first = [&](int s) {
-                return int(min(max(cu_seqlens[s], i64(0)), i64(1) << 30) / BLOCK) + s;
+                return int(min(max(cu_seqlens[s], i64(0)), i64(1) << 30) * rows / BLOCK) + s;
             };
             int end = int(p.entries);
             for (b = 0; end - b > 1;) {

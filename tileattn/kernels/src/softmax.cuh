@@ -4,6 +4,26 @@
 
 #include "config.cuh"
 
+// All-reduce over the four lanes of each row.
+template <int MT, class Combine>
+__device__ inline void reduce_lanes(Accum (&x)[MT][2], Combine combine) {
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int step = 1; step < 4; step *= 2)
+                x[i][half] = combine(x[i][half], __shfl_xor_sync(~0u, x[i][half], step));
+}
+
+// A warp that has all columns of its rows.
+struct LoneWarp {
+    template <int MT, class Combine>
+    __device__ void all_reduce(Accum (&x)[MT][2], Combine combine) const {
+        reduce_lanes(x, combine);
+    }
+};
+
 // The warps that share rows, each with some of the columns. They have a named barrier of their own.
 struct RowGroup {
     int warp_m, warp_n, row0;  // this warp among rows and columns of warps, and its first row
@@ -29,18 +49,14 @@ struct RowGroup {
     // calls.
     template <int MT, class Combine>
     __device__ void all_reduce(Accum (&x)[MT][2], Combine combine) const {
+        reduce_lanes(x, combine);
+        if constexpr (WARPS_N == 1) return;
         const Lane lane;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                Accum& mine = x[i][half];
-                mine = combine(mine, __shfl_xor_sync(~0u, mine, 1));
-                mine = combine(mine, __shfl_xor_sync(~0u, mine, 2));
-                if (WARPS_N > 1 && lane.t == 0)
-                    parts()[warp_n][row0 + 16 * i + lane.row(2 * half)] = mine;
-            }
-        if constexpr (WARPS_N == 1) return;
+            for (int half = 0; half < 2; ++half)
+                if (lane.t == 0) parts()[warp_n][row0 + 16 * i + lane.row(2 * half)] = x[i][half];
         sync();
 #pragma unroll
         for (int i = 0; i < MT; ++i)
@@ -140,9 +156,10 @@ struct RowState {
     // Maxima are rounded up: P of rows wrongly not taken as large is too small, never infinite, and
     // goes away when the maximum rises.
     template <int RESCALE_THRESHOLD = 0,
-              RowMaxMode MODE = ALL_ROWS_LARGE ? RowMaxMode::LARGE : RowMaxMode::DETECT, int NT>
-    __device__ void update(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2,
-                           const RowGroup& group, Accum (&rescale)[MT][2]) {
+              RowMaxMode MODE = ALL_ROWS_LARGE ? RowMaxMode::LARGE : RowMaxMode::DETECT, int NT,
+              class Group>
+    __device__ void update(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2, const Group& group,
+                           Accum (&rescale)[MT][2]) {
         Accum largest[MT][2], shift[MT][2];
 #pragma unroll
         for (int i = 0; i < MT; ++i)
@@ -263,7 +280,8 @@ struct RowState {
     }
 
     // Reduce the sums over all lanes of a row, before `finalize`.
-    __device__ void reduce_sums(const RowGroup& group) {
+    template <class Group>
+    __device__ void reduce_sums(const Group& group) {
         group.all_reduce(l, [](Accum x, Accum y) { return x + y; });
     }
 

@@ -94,22 +94,31 @@ struct Tile {
                     copy_async<SIZE>(to(n), from, row + n * STEP < rows ? inside : 0);
             }
         } else {
+            load_rows<THREADS, ALIGNMENT_BYTES>([=](int row) { return source + row * stride; },
+                                                rows, columns, thread);
+        }
+    }
+
+    // The same, where source(row) is anywhere. Warps call it as a whole.
+    template <int THREADS, int ALIGNMENT_BYTES, class Source>
+    __device__ void load_rows(Source source, int rows, int columns,
+                              u32 thread = threadIdx.x) const {
+        constexpr int SIZE = ALIGNMENT_BYTES < 4 ? 16 : ALIGNMENT_BYTES, CHUNKS = ROW_BYTES / SIZE;
 #pragma unroll 4
-            for (int i = thread; i < ROWS * CHUNKS; i += THREADS) {
-                const int row = i / CHUNKS, byte = i % CHUNKS * SIZE;
-                const int inside = min(max(columns * int(sizeof(T)) - byte, 0), SIZE);
-                const char* from = reinterpret_cast<const char*>(source + row * stride) + byte;
-                const int to = row * PITCH + (byte ^ swizzle(row)), valid = row < rows ? inside : 0;
-                if constexpr (ALIGNMENT_BYTES >= 4) {
-                    copy_async<SIZE>(address + to, from, valid);
-                } else {
-                    alignas(16) T chunk[SIZE / sizeof(T)];
+        for (int i = thread; i < ROWS * CHUNKS; i += THREADS) {
+            const int row = i / CHUNKS, byte = i % CHUNKS * SIZE;
+            const int inside = min(max(columns * int(sizeof(T)) - byte, 0), SIZE);
+            const char* from = reinterpret_cast<const char*>(source(row)) + byte;
+            const int to = row * PITCH + (byte ^ swizzle(row)), valid = row < rows ? inside : 0;
+            if constexpr (ALIGNMENT_BYTES >= 4) {
+                copy_async<SIZE>(address + to, from, valid);
+            } else {
+                alignas(16) T chunk[SIZE / sizeof(T)];
 #pragma unroll
-                    for (int e = 0; e < SIZE / int(sizeof(T)); ++e)
-                        chunk[e] =
-                            e * int(sizeof(T)) < valid ? reinterpret_cast<const T*>(from)[e] : T{};
-                    *reinterpret_cast<uint4*>(base + to) = *reinterpret_cast<uint4*>(chunk);
-                }
+                for (int e = 0; e < SIZE / int(sizeof(T)); ++e)
+                    chunk[e] =
+                        e * int(sizeof(T)) < valid ? reinterpret_cast<const T*>(from)[e] : T{};
+                *reinterpret_cast<uint4*>(base + to) = *reinterpret_cast<uint4*>(chunk);
             }
         }
     }

@@ -1,0 +1,138 @@
+"""The kernels for few queries over many keys, which cut the keys into pieces (Flash-Decoding).
+
+How keys are cut depends on head dimensions and dtype alone, so that a row has the same bits in any
+batch.
+"""
+
+from tileattn.kernels.config.context import (
+    KernelLaunch,
+    LaunchContext,
+    block_count,
+    function_fields,
+    option_fields,
+)
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.shared_memory import split_bytes, split_static_bytes
+from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket
+from tileattn.problem import Problem
+
+SPLIT, COMBINE = "forward_split", "forward_combine"
+
+_FEW_ROWS = 64  # that share keys, at most: queries of all query heads of a key head
+_PIECE_BYTES = 1 << 18  # of keys and values, in a piece
+_LEAST_KEYS = 64
+_ALL = 1 << 30  # keys
+_COMBINE_WARPS = 8
+
+# By the rows that share keys: warps_m take 16 of them each, and warps_n keys of their own.
+_NARROW = (
+    TileSize(16, 16, 1, 4, 3),
+    TileSize(16, 16, 1, 4, 2),
+    TileSize(16, 16, 1, 2, 2),
+    TileSize(16, 16, 1, 1, 2),
+)
+_WIDE = (TileSize(64, 32, 4, 2, 4), TileSize(64, 16, 4, 2, 3), TileSize(64, 16, 4, 1, 2), *_NARROW)
+
+_WHY = "few queries over many keys: one thread block for each piece of the keys"
+_PAGED = "keys are in pages"
+_JOIN = "one thread block for each query, which joins the pieces"
+
+
+def why_not(problem: Problem, context: LaunchContext) -> str | None:
+    """Why these kernels do not run a forward pass, if so."""
+    P, refused = problem, {"block_mask", "dropout_p"} & problem.enabled_options
+    if refused:
+        return f"{min(refused)} is in use"
+    if P.page is None and P.sequences is not None:
+        return "sequences are packed"
+    if max(P.D, P.Dv) > MAX_HEAD_DIM:
+        return f"a head dimension is above {MAX_HEAD_DIM}"
+    if not P.Nk:
+        return "there are no keys"
+    if P.page is None and P.group * P.Nq > _FEW_ROWS:
+        return f"more than {_FEW_ROWS} queries share keys"
+    if P.page is None and "kv_lengths" not in P.enabled_options and P.Nk <= piece_of(P):
+        return "there are few keys"
+    if _tile(P, context) is None:
+        return "no tile fits in shared memory"
+    return None
+
+
+def why_not_paged(problem: Problem) -> str | None:
+    """Why keys in pages do not go with a problem on any GPU: no other kernels read pages."""
+    P, refused = problem, {"block_mask", "dropout_p"} & problem.enabled_options
+    if refused:
+        return f"block_table: with {min(refused)}"
+    if max(P.D, P.Dv) > MAX_HEAD_DIM:
+        return f"block_table: with a head dimension above {MAX_HEAD_DIM}"
+    return None
+
+
+def piece_of(problem: Problem) -> int:
+    """Keys of a piece: a power of two, or all where many rows share them, or may."""
+    P = problem
+    if P.group * P.Nq > _FEW_ROWS or P.sequences is not None:
+        return _ALL
+    row = (bucket(P.D) + bucket(P.Dv)) * P.dtype.itemsize
+    return max(_LEAST_KEYS, 1 << (_PIECE_BYTES // row).bit_length() - 1)
+
+
+def pieces_of(problem: Problem) -> int:
+    """Count the pieces of a sequence as long as the arrays have room for."""
+    return -(-problem.Nk // piece_of(problem))
+
+
+def partial_elements(problem: Problem) -> int:
+    """Count the rows of sums that pieces leave: none where each sequence is one piece."""
+    P, pieces = problem, pieces_of(problem)
+    return P.B * P.Hq * P.Nq * pieces if pieces > 1 else 0
+
+
+def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    """Launch the kernel over pieces, and what joins them where there are several."""
+    P, tile = problem, _tile(problem, context)
+    if tile is None:
+        return ()
+    key = _key(P, context, tile)
+    shared = _bytes(P, tile)
+    pieces = pieces_of(P)
+    grid = pieces * P.B * P.Hkv * block_count(P, P.group * P.Nq, key.block_q)
+    split = KernelLaunch(key, grid, shared, _WHY if P.page is None else _PAGED)
+    if pieces == 1:
+        return (split,)
+    join = KernelKey(
+        *(COMBINE, key.dtype),
+        value_dim=key.value_dim,
+        warps_m=_COMBINE_WARPS,
+        bias=key.bias,
+        score_mod=key.score_mod,
+        fold_scale=key.fold_scale,
+        functions=key.functions if key.score_mod else "",
+    )
+    return split, KernelLaunch(join, P.B * P.Hq * P.Nq, why=_JOIN)
+
+
+def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
+    options = option_fields(P, context.bias) | function_fields(P, context)
+    sizes = bucket(P.D), bucket(P.Dv), *tile[:6]
+    return KernelKey(
+        *(SPLIT, P.dtype.name, *sizes),
+        alignment_bytes=context.alignment_bytes,
+        paged=P.page is not None,
+        **options,
+    )
+
+
+def _tile(P: Problem, context: LaunchContext) -> TileSize | None:
+    tiles = _NARROW if P.group * P.Nq <= _NARROW[0].block_q else _WIDE
+    static = (split_static_bytes(tile, P.accum_dtype.itemsize) for tile in tiles)
+    fits = (
+        tile
+        for tile, fixed in zip(tiles, static, strict=True)
+        if _bytes(P, tile) + fixed <= context.shared_limit
+    )
+    return next(fits, None)
+
+
+def _bytes(P: Problem, tile: TileSize) -> int:
+    return split_bytes(tile, bucket(P.D), bucket(P.Dv), P.dtype.itemsize)

@@ -1,0 +1,321 @@
+// Forward pass of few queries: a CTA for a piece of the keys of a key head, and for a block of the
+// rows that share them. A row is a query of one head. Each slice of warps takes every WARPS_N-th tile
+// of keys, with stages and sums of its own: slices meet in the end. Which keys a slice takes depends
+// on their indices alone, and so do the bits of a row.
+#include "pieces.cuh"
+
+constexpr int MT = BLOCK_Q / (16 * WARPS_M), NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
+constexpr int SLICE_THREADS = WARP * WARPS_M;
+static_assert(STAGES > 1 && BLOCK_K <= WARP, "tiles are loaded ahead; a lane finds one key");
+
+using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
+using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
+using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
+
+// The sums of slices, which overlay the tiles in the end.
+constexpr int SUM_PITCH = VALUE_DIM + 8;
+
+// Call visit(element, m, half, column) for all elements of a lane.
+template <int N, class Visit>
+__device__ inline void for_each(Fragment<Accum, MT, N>& c, Visit visit) {
+    const Lane lane;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e)
+                    visit(c.x[m][n][e], m, half, 8 * n + lane.column(e));
+}
+
+// A bit for each key whose values are not all finite. Each warp looks at all.
+__device__ inline u32 non_finite_rows(const ValueTile& v) {
+    u32 bad = 0;
+    for (int row = 0; row < BLOCK_K; ++row) {
+        bool finite = true;
+        for (int d = threadIdx.x % WARP; d < VALUE_DIM; d += WARP)
+            finite = finite && is_finite(widen(v.element(ValueTile::at(row, d))));
+        if (!__all_sync(~0u, finite)) bad |= 1u << row;
+    }
+    return bad;
+}
+__device__ inline void zero_non_finite(const ValueTile& v, int slice_thread) {
+    for (int i = slice_thread; i < BLOCK_K * VALUE_DIM; i += SLICE_THREADS) {
+        Element& x = v.element(ValueTile::at(i / VALUE_DIM, i % VALUE_DIM));
+        if (!is_finite(widen(x))) x = Element{};
+    }
+}
+
+struct Piece {
+    int b, kv, row0, piece;
+
+    __device__ explicit Piece(const Params& p) {
+        const int blocks = block_count<BLOCK_Q>(p, p.group * p.Nq), heads = int(p.B * p.Hkv);
+        const int head = int(blockIdx.x) / blocks;
+        const HeadBlock<BLOCK_Q> at(p, p.cu_seqlens_q, int(p.Hkv), head % heads,
+                                    int(blockIdx.x) % blocks, int(p.group));
+        b = at.b, kv = at.h, row0 = at.block * BLOCK_Q, piece = head / heads;
+    }
+};
+
+// The sums of one row over keys of a piece, by one warp and without mma: what is masked out is left
+// out, whatever it is. Each lane has a column of 32, and the sums of all columns are stored.
+__device__ __noinline__ RowSum sum_row(const Params& p, int b, int kv, const SharedRow& row,
+                                       Range keys, int length, Accum* sums) {
+    const int lane = threadIdx.x % WARP;
+    const AttentionMask attn_mask(p, b, row.h);
+    const ScoreMod score_mod(p, b, row.h);
+    const Element* const q = q_row(p, Sequence(p, b), row);
+    const Element* const k = static_cast<const Element*>(p.k) + kv * p.k_at.h;
+    const Element* const v = static_cast<const Element*>(p.v) + kv * p.v_at.h;
+    KeyRows rows(p, b, length);
+    auto score = [&](int j) {
+        rows.find(j);
+        const Element* const key = rows.row(k, p.k_at, min(j, length - 1), lane);
+        if (j >= keys.hi || !attn_mask.visible(row.i, j)) return -infinity<Accum>();
+        Accum product = 0, dsoftcap, dfunction;
+        for (int d = 0; d < p.D; ++d)
+            product = fma(Accum(widen(q[d])), Accum(widen(key[d])), product);
+        return score_mod.score(product, row.i, j, score_mod.bias_of(row.i, j), dsoftcap, dfunction);
+    };
+    RowSum sum;
+    sum.large = true;
+    for (int j0 = keys.lo; j0 < keys.hi; j0 += WARP) sum.m = fmax(sum.m, score(j0 + lane));
+    sum.m = clip_finite(warp_maximum(sum.m));
+    const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
+    for (int d0 = 0; d0 < VALUE_DIM; d0 += WARP) {
+        const int d = d0 + lane;
+        Accum total = 0, own_l = 0;
+        for (int j0 = keys.lo; j0 < keys.hi; j0 += WARP) {
+            const Accum s = score(j0 + lane);
+            const Accum own = exp2_of(difference(s, sum.m) * softmax_scale_log2);
+            own_l += own;
+            for (int n = 0; n < WARP; ++n) {
+                const Element* const value = rows.row(v, p.v_at, min(j0 + n, length - 1), n);
+                const Accum weight = __shfl_sync(~0u, own, n);
+                if (__shfl_sync(~0u, s, n) != -infinity<Accum>() && d < p.Dv)
+                    total = fma(weight, Accum(widen(value[d])), total);
+            }
+        }
+        if (d < VALUE_DIM) sums[d] = total;
+        sum.l = warp_sum(own_l);
+    }
+    __syncwarp();
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+    forward_split(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ Accum row_sums[WARPS_N][BLOCK_Q][2];
+    const Piece work(p);
+    const Sequence sequence(p, work.b);
+    const int rows = int(p.group * sequence.Nq), row_end = min(work.row0 + BLOCK_Q, rows);
+    if (PACKED && work.row0 >= rows) return;  // no block
+    const SlidingWindow window(p, sequence);
+    const int first_query = SharedRow(p, work.kv, work.row0).i;
+    const int query_end = SharedRow(p, work.kv, row_end - 1).i + 1;
+    const int piece_start = work.piece * int(p.piece);
+    Range keys = window.key_range(first_query, query_end);
+    keys.lo = max(keys.lo, piece_start), keys.hi = min(keys.hi, piece_start + int(p.piece));
+    if (keys.lo >= keys.hi && p.pieces > 1) return;  // nobody reads these sums
+
+    const int warp = threadIdx.x / WARP, warp_m = warp % WARPS_M, slice = warp / WARPS_M;
+    const Lane lane;
+    const QueryTile q_tile(memory);
+    auto k_tile = [&](int stage) {
+        constexpr int PAIR = KeyTile::BYTES + ValueTile::BYTES;
+        return KeyTile(memory + QueryTile::BYTES + (slice * STAGES + stage) * PAIR);
+    };
+    auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
+    auto sync_slice = [&] {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + slice), "n"(SLICE_THREADS) : "memory");
+    };
+
+    // The rows of this lane, of each atom two.
+    const int row0 = 16 * MT * warp_m;
+    auto row_of = [&](int m, int half) {
+        const int row = work.row0 + row0 + 16 * m + lane.row(2 * half);
+        return SharedRow(p, work.kv, min(row, rows - 1));
+    };
+    Range attended[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = row_of(m, half).i;
+            attended[m][half] = window.key_range(i, i + 1);
+        }
+
+    KeyRows key_rows(p, work.b, window.length);
+    const Element* const k = static_cast<const Element*>(p.k) + work.kv * p.k_at.h;
+    const Element* const v = static_cast<const Element*>(p.v) + work.kv * p.v_at.h;
+    const int slice_thread = threadIdx.x % SLICE_THREADS;
+    auto load_tile = [&](int tile, int stage) {
+        const int k0 = tile * BLOCK_K;
+        if (k0 < keys.hi) {
+            auto from = [&](const Element* first, const Rows& at) {
+                return [&, first](int row) { return key_rows.row(first, at, k0 + row, row); };
+            };
+            k_tile(stage).template load_rows<SLICE_THREADS, ALIGNMENT_BYTES>(
+                from(k, p.k_at), keys.hi - k0, int(p.D), slice_thread);
+            v_tile(stage).template load_rows<SLICE_THREADS, ALIGNMENT_BYTES>(
+                from(v, p.v_at), keys.hi - k0, int(p.Dv), slice_thread);
+        }
+        copy_commit();
+        key_rows.find(k0 + WARPS_N * BLOCK_K + int(threadIdx.x) % WARP);  // of the next tile
+    };
+    // The first tile of this slice, the next WARPS_N tiles on.
+    const int begin = keys.lo / BLOCK_K;
+    const int first_tile = begin + (slice + WARPS_N - begin % WARPS_N) % WARPS_N;
+
+    q_tile.template load_rows<THREADS, ALIGNMENT_BYTES>(
+        [&](int r) {
+            const SharedRow row(p, work.kv, min(work.row0 + r, rows - 1));
+            return q_row(p, sequence, row);
+        },
+        row_end - work.row0, int(p.D));
+    copy_commit();
+
+    // Score modifiers and masks.
+    auto finish_scores = [&](Fragment<Accum, MT, NT>& s, int k0) {
+        const bool full = !HAS_MASK && !HAS_MASK_MOD &&
+                          window.is_full(first_query, query_end, k0, k0 + BLOCK_K) &&
+                          k0 + BLOCK_K <= keys.hi;
+        if (FOLD && full) return;
+        for_each(s, [&](Accum& x, int m, int half, int column) {
+            const SharedRow row = row_of(m, half);
+            const int j = k0 + column, there = min(j, int(p.Nk) - 1);
+            if constexpr (!FOLD) {
+                const ScoreMod score_mod(p, work.b, row.h);
+                Accum dsoftcap, dfunction;
+                x = score_mod.score(x, row.i, there, score_mod.bias_of(row.i, there), dsoftcap,
+                                    dfunction);
+            }
+            const Range range = attended[m][half];
+            bool visible = j >= max(range.lo, keys.lo) && j < min(range.hi, keys.hi);
+            if constexpr (HAS_MASK || HAS_MASK_MOD)
+                visible = visible && AttentionMask(p, work.b, row.h).visible(row.i, there);
+            if (!visible) x = -infinity<Accum>();
+        });
+    };
+    RowState<MT> state;
+    Fragment<Accum, MT, VT> acc;
+    const Accum softmax_scale_log2 = ScoreMod(p, work.b, 0).softmax_scale_log2();
+
+    // Go through the tiles. What is not finite in v spoils rows that do not attend to it: then again,
+    // with zeros in its place. Returns a bit for each row that is as it should be by now.
+    auto attend = [&](bool clean) {
+        state = RowState<MT>(), acc.clear();
+        u32 good = ~0u;
+        int tile = first_tile, stage = 0;
+        key_rows.find(tile * BLOCK_K + int(threadIdx.x) % WARP);
+#pragma unroll 1
+        for (int n = 0; n < STAGES - 1; ++n) load_tile(tile + n * WARPS_N, n);
+        copy_wait<STAGES - 1>();
+        __syncthreads();  // the queries have landed
+#pragma unroll 1
+        for (; tile * BLOCK_K < keys.hi; tile += WARPS_N) {
+            copy_wait<STAGES - 2>();
+            sync_slice();  // the tile has landed, and all are done with the stage that is loaded next
+            load_tile(tile + (STAGES - 1) * WARPS_N, stage == 0 ? STAGES - 1 : stage - 1);
+            const int k0 = tile * BLOCK_K;
+            Fragment<Accum, MT, NT> s;
+            s.clear();
+            multiply<HEAD_DIM>(s, q_tile, row0, k_tile(stage), 0);
+            finish_scores(s, k0);
+            if (clean) {
+                const u32 bad = non_finite_rows(v_tile(stage));
+                sync_slice();  // all have seen them
+                if (bad) zero_non_finite(v_tile(stage), slice_thread);
+                sync_slice();  // zeros are there
+                for_each(s, [&](Accum x, int m, int half, int column) {
+                    if (bad >> column & 1 && x != -infinity<Accum>()) good &= ~(1u << (2 * m + half));
+                });
+            }
+            Accum rescale[MT][2];
+            state.update(s, softmax_scale_log2, LoneWarp(), rescale);
+            acc.scale_rows(rescale);
+            multiply(acc, s, v_tile(stage), 0);
+            stage = stage == STAGES - 1 ? 0 : stage + 1;
+        }
+        copy_wait<0>();
+        __syncthreads();  // all slices are done with their tiles
+        state.reduce_sums(LoneWarp());
+        for_each(acc, [&](Accum x, int m, int half, int) {
+            if (!is_finite(x) || !is_finite(state.l[m][half])) good &= ~(1u << (2 * m + half));
+        });
+        good &= __shfl_xor_sync(~0u, good, 1);
+        return good & __shfl_xor_sync(~0u, good, 2);
+    };
+    constexpr u32 ALL = (1u << (2 * MT)) - 1;
+    u32 good = attend(false);
+    if (__syncthreads_or((good & ALL) != ALL)) good = attend(true);
+
+    // The sums of all slices, row by row. A sum of infinity says that the row attends to something
+    // that is not finite, or has a sum that is not.
+    Accum* const sums = reinterpret_cast<Accum*>(memory);
+    auto sums_of = [&](int n, int row) { return sums + (n * BLOCK_Q + row) * SUM_PITCH; };
+    for_each(acc, [&](Accum x, int m, int half, int column) {
+        sums_of(slice, row0 + 16 * m + lane.row(2 * half))[column] = x;
+    });
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            RowSum own;
+            own.m = state.m[m][half], own.large = state.is_large(m, half);
+            own.l = good >> (2 * m + half) & 1 ? state.l[m][half] : infinity<Accum>();
+            if (lane.t == 0) own.store(row_sums[slice][row0 + 16 * m + lane.row(2 * half)]);
+        }
+    __syncthreads();  // sums are there
+#pragma unroll 1
+    for (int r = warp; r < row_end - work.row0; r += WARPS_M * WARPS_N) {
+        const SharedRow row(p, work.kv, work.row0 + r);
+        RowSum total;
+        bool finite = true;
+        for (int n = 0; n < WARPS_N; ++n) {
+            const RowSum own = RowSum::load(row_sums[n][r]);
+            finite = finite && is_finite(own.l);
+            total.raise(own, softmax_scale_log2);
+        }
+        if (finite) {
+            Accum factors[WARPS_N];
+            const RowSum largest = total;
+            total.l = 0;
+#pragma unroll
+            for (int n = 0; n < WARPS_N; ++n) {
+                const RowSum own = RowSum::load(row_sums[n][r]);
+                factors[n] = own.factor(largest, softmax_scale_log2);
+                total.l = fma(own.l, factors[n], total.l);
+            }
+            for (int d = threadIdx.x % WARP; d < VALUE_DIM; d += WARP) {
+                Accum all = 0;
+#pragma unroll
+                for (int n = 0; n < WARPS_N; ++n) all = fma(sums_of(n, r)[d], factors[n], all);
+                sums_of(0, r)[d] = all;
+            }
+        } else {
+            Range own = window.key_range(row.i, row.i + 1);
+            own.lo = max(own.lo, keys.lo), own.hi = min(own.hi, keys.hi);
+            total = sum_row(p, work.b, work.kv, row, own, window.length, sums_of(0, r));
+        }
+        const bool whole = p.pieces == 1;
+        const i64 index = partial_index(p, work.b, work.kv, work.row0 + r, work.piece);
+        Accum* const partial = static_cast<Accum*>(p.partial_out) + index * VALUE_DIM;
+        Element* const out = out_row(p, sequence, row);
+        const Accum inverse =
+            whole ? total.finish(p, lse_index(p, sequence, row), row.h) : Accum(1);
+        for (int d = threadIdx.x % WARP; d < VALUE_DIM; d += WARP) {
+            const Accum x = sums_of(0, r)[d] * inverse;
+            if (!whole)
+                partial[d] = x;
+            else if (d < p.Dv)
+                out[d] = narrow<Element>(x);
+        }
+        if (!whole && threadIdx.x % WARP == 0)
+            total.store(static_cast<Accum*>(p.partial_sums) + 2 * index);
+    }
+}
