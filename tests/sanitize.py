@@ -86,6 +86,30 @@ def calls(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, A
     yield from packed(rng)
 
 
+def few(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
+    """Yield options of few queries over many keys, some of them in pages."""
+    table = rng.permutation(60)[: 2 * 25].reshape(2, 25)
+    for dtype in DTYPES:
+        yield dtype, 128, 128, {"kv_lengths": np.array([2400, 37]), "causal": True}
+        yield dtype, 17, 33, {"kv_lengths": np.array([0, 2399]), "softcap": 2.0}
+        yield dtype, 64, 64, {"kv_lengths": np.array([2399, 1]), "block_table": table}
+
+
+def run_few(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
+    """Run the forward pass of few queries."""
+    import cupy
+
+    rng = np.random.default_rng(2)
+    lead, keys = (60, 100) if "block_table" in given else (2, 2400)
+    for heads, Nq in ((4, 1), (16, 5)):
+        shapes = (2, heads, Nq, D), (lead, 1, keys, D), (lead, 1, keys, Dv)
+        q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
+        v[0, 0, 20] = np.inf
+        there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+        for x in tileattn.forward(q, k, v, **there):
+            x.get()
+
+
 def run(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     """Run both passes, the backward one in either order of its sums."""
     import cupy
@@ -129,6 +153,7 @@ def main() -> int:
     problems = list(calls(np.random.default_rng(0)))
     with ThreadPoolExecutor(chosen.threads) as pool:
         list(pool.map(lambda problem: run(*problem), problems))
+        list(pool.map(lambda problem: run_few(*problem), few(np.random.default_rng(0))))
     cupy.cuda.Device().synchronize()
     sys.stdout.write(f"ran {len(problems)} problems, forward and backward\n")
     return 0

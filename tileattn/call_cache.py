@@ -58,9 +58,7 @@ class PreparedCall:
             lengths = options["kv_lengths"].astype(np.int64, copy=False)
         if offset is None:
             offset = options.get("q_offset")
-            if offset is None:
-                offset = lengths - self.problem.Nq
-            else:
+            if offset is not None:
                 offset = offset.astype(np.int64, copy=False)
         return operands_of(q, k, v, Places(lengths, offset, packing, paging, origin), options)
 

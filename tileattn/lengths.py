@@ -84,8 +84,8 @@ class Places(NamedTuple):
     Parameters
     ----------
     kv_lengths, q_offset : array of int64, shape (entries,), or None
-        Keys that exist, and position of query 0, for each sequence. None of packed sequences where
-        the host does not know: all keys, and the last query is aligned with the last key.
+        Keys that exist, and position of query 0, for each sequence. None where the host does not
+        know: all keys, and the last query is aligned with the last key.
     packing : Packing or None
         Where packed sequences start.
     paging : Paging or None
@@ -112,8 +112,8 @@ def places_of(options: Mapping[str, Any], k: Any, B: int, Nq: int, Nk: int) -> P
     if paged is not None:
         paged.check(kv_lengths)
     q_offset = integers("q_offset", options.get("q_offset"), entries)
-    # Lengths of packed sequences on a device are subtracted there.
-    if q_offset is None and (packed is None or _on_host(kv_lengths, queries)):
+    # Lengths on a device are subtracted there.
+    if q_offset is None and _on_host(kv_lengths) and (packed is None or _on_host(queries)):
         q_offset = kv_lengths - queries
     return Places(kv_lengths, q_offset, packed, paged, origin_of(options.get("origin"), entries))
 

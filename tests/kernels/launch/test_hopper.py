@@ -31,7 +31,7 @@ from tileattn.kernels.launch.tensor_map import can_map, tensor_map
 from tileattn.problem import Problem
 
 CONTEXT = context_of("sm_90a")._replace(sm_count=132)
-SUPPORTED = replace(problem_of("float16", 64), Nq=65)  # more than split their keys
+SUPPORTED = replace(problem_of("float16", 64), Nq=65)  # more than split the keys
 BEFORE = ["backward_preprocess", "backward_large_scores"]
 AFTER = [HOPPER_DQ_CONVERT, "backward_dkdv", "backward_dq"]
 GENERIC = [*BEFORE, "backward_dkdv", "backward_dq_convert", "backward_dq"]
@@ -163,7 +163,7 @@ def test_tiles_go_by_both_head_dimensions(
     if modified and back_tile == (128, 128):
         back_tile = 64, 128
     D, Dv = dims
-    problem = replace(problem_of(dtype, D, enabled_options), Dv=Dv, window=(7, 0), Nk=4096)
+    problem = replace(problem_of(dtype, D, enabled_options), Dv=Dv, window=(7, 0), Nq=200, Nk=4096)
     (launch,) = forward_launches(problem, CONTEXT)
     own = next(x for x in launches_of(problem) if x.tensor_maps)
     for each in (launch.key, own.key):
@@ -217,7 +217,7 @@ TILES: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
 def test_tiles_of_the_forward_pass(
     dim: int, changed: dict[str, Any], tile: tuple[int, int]
 ) -> None:
-    problem = replace(problem_of("float16", dim), **changed)
+    problem = replace(problem_of("float16", dim), Nq=200, **changed)
     (launch,) = forward_launches(problem, CONTEXT)
     assert (launch.key.kernel, launch.key.tile) == (HOPPER, tile)
     assert launch.key.block_mask == ("block_mask" in problem.enabled_options)

@@ -97,6 +97,7 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             found |= dict.fromkeys(own)
     found |= dict.fromkeys(_function_keys(arch, DTYPES[combination % len(DTYPES)].name))
     found |= dict.fromkeys(_packed_keys(arch, combination))
+    found |= dict.fromkeys(_split_keys(arch, combination))
     return [
         key
         for key in found
@@ -129,6 +130,21 @@ def _packed_keys(arch: str, combination: int) -> Iterator[KernelKey]:
             of_asked = (dtype, dim) == asked[0] and not key.head_flags
             if of_asked or key.kernel in (*_OF_HOPPER, *_ORDERS):
                 yield key
+
+
+def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
+    """List kernels of few queries: of a few rows and of many, with pages and without."""
+    dtype, dim = DTYPES[combination % len(DTYPES)].name, (64, 20, 128)[combination % 3]
+    options = ({"softcap", "mask"}, {"alibi_slopes"}, set[str]())[combination % 3]
+    for rows, page in ((1, None), (40, 16), (128, None)):
+        problem = replace(
+            problem_of(dtype, dim, options | {"kv_lengths", "sinks"}),
+            Hq=rows,
+            Nk=1 << 16,
+            page=page,
+        )
+        context = context_of(arch, MAX_ALIGNMENT if combination % 2 else NAMED[dtype].itemsize)
+        yield from (launch.key for launch in forward_launches(problem, context))
 
 
 def is_tuned(key: KernelKey, arch: str) -> bool:

@@ -152,6 +152,7 @@ def _on_host(P: Problem, x: Operands) -> Operands:
         _, queries, keys = packing.sizes
         lengths = keys if lengths is None else lengths
         offset = lengths - queries if offset is None else offset
+    offset = lengths - P.Nq if offset is None else offset
     rows = (P.B, P.Hq, P.Nq, P.D), (P.B, P.Hkv, P.Nk, P.D), (P.B, P.Hkv, P.Nk, P.Dv)
     q, k, v = (blank(shape, P.dtype) for shape in rows)
     return Operands(

@@ -18,8 +18,9 @@ from tileattn.problem import Problem
 
 SPLIT, COMBINE = "forward_split", "forward_combine"
 
-_FEW_ROWS = 64  # that share keys, at most: queries of all query heads of a key head
-_PIECE_BYTES = 1 << 18  # of keys and values, in a piece
+_FEW_QUERIES = 64
+_FEW_ROWS = 128  # that share keys, at most: queries of all query heads of a key head
+_PIECE_BYTES = 1 << 19  # of keys and values, in a piece (measured)
 _LEAST_KEYS = 64
 _ALL = 1 << 30  # keys
 _COMBINE_WARPS = 8
@@ -32,6 +33,7 @@ _NARROW = (
     TileSize(16, 16, 1, 1, 2),
 )
 _WIDE = (TileSize(64, 32, 4, 2, 4), TileSize(64, 16, 4, 2, 3), TileSize(64, 16, 4, 1, 2), *_NARROW)
+_WIDEST = (TileSize(128, 32, 8, 1, 4), *_WIDE)
 
 _WHY = "few queries over many keys: one thread block for each piece of the keys"
 _PAGED = "keys are in pages"
@@ -49,8 +51,8 @@ def why_not(problem: Problem, context: LaunchContext) -> str | None:
         return f"a head dimension is above {MAX_HEAD_DIM}"
     if not P.Nk:
         return "there are no keys"
-    if P.page is None and P.group * P.Nq > _FEW_ROWS:
-        return f"more than {_FEW_ROWS} queries share keys"
+    if P.page is None and (P.Nq > _FEW_QUERIES or P.group * P.Nq > _FEW_ROWS):
+        return f"there are more than {_FEW_QUERIES} queries, or {_FEW_ROWS} that share keys"
     if P.page is None and "kv_lengths" not in P.enabled_options and P.Nk <= piece_of(P):
         return "there are few keys"
     if _tile(P, context) is None:
@@ -124,7 +126,8 @@ def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
 
 
 def _tile(P: Problem, context: LaunchContext) -> TileSize | None:
-    tiles = _NARROW if P.group * P.Nq <= _NARROW[0].block_q else _WIDE
+    rows = P.group * P.Nq
+    tiles = next((x for x in (_NARROW, _WIDE) if rows <= x[0].block_q), _WIDEST)
     static = (split_static_bytes(tile, P.accum_dtype.itemsize) for tile in tiles)
     fits = (
         tile

@@ -27,9 +27,9 @@ POINTERS = (
 )
 """Arrays, in the order of their addresses."""
 
-# Of packed sequences, which the device alone knows the lengths of: all keys, and the last query is
-# aligned with the last one. Addresses of given ones take their place.
-_OF_PACKED = {"length": FAR, "offset": -(1 << 62)}
+# Where nobody on the host knows the lengths: all keys, and the last query is aligned with the last
+# key.
+_OF_DEVICE = {"length": FAR, "offset": -(1 << 62)}
 
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
@@ -98,11 +98,12 @@ def fields(
             values[f"{name}_at"] = x.elements[:3]
         elif name in _PAIRS:
             values[f"{name}_at"] = x.elements
-    for name, each in (("length", layout.kv_lengths), ("offset", layout.q_offset)):
-        if each is not None and len(set(each)) <= 1:
+    for name, array in (("length", "kv_lengths"), ("offset", "q_offset")):
+        each = getattr(layout, array)
+        if each is None and array not in arrays:
+            values[name] = _OF_DEVICE[name]
+        elif each is not None and len(set(each)) <= 1:
             values[name] = each[0] if each else 0
-        elif problem.sequences is not None:
-            values[name] = _OF_PACKED[name]
     if "alibi_slopes" in arrays:
         heads = arrays["alibi_slopes"].shape
         values["alibi_slopes_b"] = heads[1] if heads[0] > 1 else 0

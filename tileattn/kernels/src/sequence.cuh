@@ -43,8 +43,8 @@ struct Sequence {
         return min(max(given, i64(0)), Nk);
     }
     __device__ i64 offset(const Params& p) const {
-        if (PACKED && !p.q_offset && p.offset == ALIGNED) return length(p) - Nq;
-        return p.q_offset ? p.q_offset[b] : p.offset;
+        if (p.q_offset) return p.q_offset[b];
+        return p.offset == ALIGNED ? length(p) - Nq : p.offset;
     }
 
     // Entry of arrays whose rows are those of the sequence.
