@@ -102,7 +102,7 @@ def test_dtypes_and_head_dimensions(dims: tuple[int, int], dtype: Any) -> None:
 def test_no_lengths_and_one_piece() -> None:
     check(drawn(8, 2, 1, 128, 128, ml_dtypes.bfloat16), {})
     arrays = drawn(8, 2, 3, 128, 128, ml_dtypes.bfloat16, capacity=100)
-    options = {"kv_lengths": np.array([100, 0, 1]), "causal": True}
+    options: dict[str, Any] = {"kv_lengths": np.array([100, 0, 1]), "causal": True}
     assert "forward_split" in kernels(arrays, options)
     assert "forward_combine" not in kernels(arrays, options)
     check(arrays, options)
@@ -111,7 +111,7 @@ def test_no_lengths_and_one_piece() -> None:
 def test_odd_strides() -> None:
     wide = [np.repeat(x, 2, axis=-1) for x in drawn(8, 2, 3, 36, 36, np.float16)]
     there = [sent(x)[..., 1:37] for x in wide]
-    options = {"kv_lengths": LENGTHS, "causal": True}
+    options: dict[str, Any] = {"kv_lengths": LENGTHS, "causal": True}
     found = tileattn.forward(*there, **options)
     arrays = [np.ascontiguousarray(x[..., 1:37]) for x in wide]
     expected = reference.forward(*arrays, **options)
