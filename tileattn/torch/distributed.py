@@ -154,9 +154,9 @@ def _check(given: Mapping[str, Any]) -> None:
     for name, x in given.items():
         if name == "aux":
             for n, y in enumerate(x):
-                check_tensor(f"aux[{n}]", y)
+                check_tensor(f"aux[{n}]", y, kinds=("cpu",))
         elif name in _DIFFERENTIABLE or isinstance(x, torch.Tensor):
-            check_tensor(name, x)
+            check_tensor(name, x, kinds=("cpu",))
 
 
 def _converted(name: str, x: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tileattn.torch.functional import attention
+from tileattn.torch.functional import attention, new_seed
 from tileattn.torch.tensors import check_tensor
 
 
@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
     if is_causal:
         options["q_offset"] = 0
     if dropout_p:
-        options |= {"dropout_p": dropout_p, "seed": torch.randint(1 << 62, ())}
+        options |= {"dropout_p": dropout_p, "seed": new_seed()}
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         check_tensor(name, x)

@@ -7,11 +7,12 @@ import numpy as np
 import torch
 
 import tileattn
+from tileattn.backends.registry import candidates, supporting
 from tileattn.errors import UnsupportedError
 from tileattn.lengths import integers
 from tileattn.problem import parse
-from tileattn.torch.functional import attention
-from tileattn.torch.tensors import array_of, check_tensor, tensor_of
+from tileattn.torch.functional import attention, new_seed
+from tileattn.torch.tensors import array_of, check_integers, check_tensor, on, tensor_of
 
 Window = tuple[int, int]
 
@@ -240,32 +241,41 @@ def flash_attn_with_kvcache(
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     given |= {"k": k, "v": v} if k is not None or v is not None else {}
     _refuse_gradients(given)
-    x = {name: array_of(y).swapaxes(1, 2) for name, y in _checked(given).items()}
-    options = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    if alibi_slopes is not None:
-        options["alibi_slopes"] = array_of(alibi_slopes)
-    pages = _pages(block_table, cache_batch_idx)
-    capacity = x["k_cache"].shape[2] * (1 if pages is None else pages.shape[1])
-    old = _lengths(cache_seqlens, capacity, len(q), appended="k" in x)
-    if rotary_cos is not None or rotary_sin is not None:
-        tables = _checked({"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}).values()
-        cos, sin = map(array_of, tables)
-        in_order = options["causal"] or options["window"] != (None, None)
-        for name in {"q", "k"} & set(x):
-            step = np.arange(x[name].shape[2]) * (in_order or name == "k")
-            positions = old[:, np.newaxis] + step
-            rotated = {"positions": positions, "interleaved": rotary_interleaved}
-            x[name] = tileattn.rope(x[name], cos, sin, **rotated)
-    options |= {"kv_lengths": old, "block_table": pages}
-    caches = x["k_cache"], x["v_cache"]
-    if "k" in x:
-        options["kv_lengths"] = np.minimum(old + x["k"].shape[2], capacity)
-        parse(x["q"], *caches, options)  # what cannot be computed is not appended
-        tileattn.append_kv(*caches, x["k"], x["v"], kv_lengths=old, block_table=pages)
-        torch.autograd.graph.increment_version((k_cache, v_cache))
-    out, lse = tileattn.forward(x["q"], *caches, **options)
-    out = tensor_of(out).transpose(1, 2)
-    return (out, tensor_of(lse)) if return_softmax_lse else out
+    rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    rotary = {} if rotary_cos is None and rotary_sin is None else rotary
+    slopes = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
+    _checked(given | rotary | slopes)
+    places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx}
+    for name, y in (places | {"block_table": block_table}).items():
+        if isinstance(y, torch.Tensor):
+            check_integers(name, y, q.device)
+    with on(q.device):
+        x = {name: array_of(y).swapaxes(1, 2) for name, y in given.items()}
+        tables = [array_of(y) for y in rotary.values()]
+        options = _options(0.0, softmax_scale, causal, window_size, softcap, None)
+        options |= {name: array_of(y) for name, y in slopes.items()}
+        pages = _pages(block_table, cache_batch_idx)
+        capacity = x["k_cache"].shape[2] * (1 if pages is None else pages.shape[1])
+        old = _lengths(cache_seqlens, capacity, len(q), appended="k" in x)
+        if tables:
+            in_order = options["causal"] or options["window"] != (None, None)
+            for name in {"q", "k"} & set(x):
+                step = np.arange(x[name].shape[2], like=old) * (in_order or name == "k")
+                positions = old[:, np.newaxis] + step
+                rotated = {"positions": positions, "interleaved": rotary_interleaved}
+                x[name] = tileattn.rope(x[name], *tables, **rotated)
+        options |= {"kv_lengths": old, "block_table": pages}
+        caches = x["k_cache"], x["v_cache"]
+        if "k" in x:
+            options["kv_lengths"] = np.minimum(old + x["k"].shape[2], capacity)
+            # What cannot be computed is not appended.
+            supporting(candidates("auto", x), parse(x["q"], *caches, options)[0])
+            tileattn.append_kv(*caches, x["k"], x["v"], kv_lengths=old, block_table=pages)
+            torch.autograd.graph.increment_version((k_cache, v_cache))
+        result = tileattn.forward(x["q"], *caches, **options)
+        out, lse = map(tensor_of, result)
+    out = out.transpose(1, 2)
+    return (out, lse) if return_softmax_lse else out
 
 
 def _options(
@@ -286,13 +296,15 @@ def _options(
         "alibi_slopes": alibi_slopes,
     }
     if dropout_p:
-        options |= {"dropout_p": dropout_p, "seed": torch.randint(1 << 62, ())}
+        options |= {"dropout_p": dropout_p, "seed": new_seed()}
     return options
 
 
 def _checked(tensors: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    """Check tensors, all of which must be on the device of the first, q."""
+    device = getattr(tensors["q"], "device", None)
     for name, x in tensors.items():
-        check_tensor(name, x)
+        check_tensor(name, x, device)
     return tensors
 
 

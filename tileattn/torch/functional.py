@@ -11,7 +11,7 @@ from tileattn.results import Attention
 from tileattn.torch import operators
 from tileattn.torch.handles import name_of
 from tileattn.torch.operators import INPUTS, TENSORS
-from tileattn.torch.tensors import autocast, check_tensor
+from tileattn.torch.tensors import autocast, check_integers, check_tensor
 
 _INTEGERS = (
     *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin", "seed"),
@@ -36,7 +36,8 @@ def attention(
     Parameters
     ----------
     q : torch.Tensor, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
-        Queries; float16, bfloat16, float32 or float64. Any strides.
+        Queries; float16, bfloat16, float32 or float64, on the CPU or on a GPU of NVIDIA. Any
+        strides.
     k : torch.Tensor, shape (B, Hkv, Nk, D), (Hkv, Nk, D) or (Nk, D)
         Keys.
     v : torch.Tensor, shape (B, Hkv, Nk, Dv), (Hkv, Nk, Dv) or (Nk, Dv)
@@ -50,7 +51,8 @@ def attention(
         As for ``tileattn.forward``.
     **options
         Those of ``tileattn.forward``: arrays are tensors on the device of q, and integers, such as
-        ``kv_lengths``, are tensors, sequences or numbers. ``seed`` may be a tensor of one integer.
+        ``kv_lengths``, are tensors there or on the CPU, sequences or numbers. ``seed`` may be a
+        tensor of one integer on the CPU.
 
     Returns
     -------
@@ -62,14 +64,19 @@ def attention(
     TypeError, ValueError
         If an argument is not as described; the message names it.
     UnsupportedError
-        If no backend supports the call, or a tensor is on a GPU, sparse or nested. Second
-        derivatives are not supported.
+        If no backend supports the call, or a tensor is sparse, nested or on another kind of device.
+        Second derivatives are not supported.
+    BackendUnavailableError
+        If tensors are on a GPU, and CuPy is not installed.
 
     Notes
     -----
     Under autocast q, k and v are converted to its dtype, float64 excepted. Only the gradients that
     are needed are computed. Tensors share their memory with the arrays of the library: nothing is
     copied.
+
+    On a GPU the call runs on PyTorch's current stream, in memory of PyTorch's allocator. After the
+    first call of a kind nothing waits for the GPU, and calls can be captured in a CUDA graph.
 
     Examples
     --------
@@ -97,15 +104,21 @@ def attention(
     return result if return_lse else result.out
 
 
+def new_seed() -> torch.Tensor:
+    """Draw the seed of a dropout from PyTorch's generator on the CPU; it stays there."""
+    return torch.randint(1 << 62, (), device="cpu")
+
+
 def _integers(name: str, x: Any) -> torch.Tensor:
     """Make a tensor of integers; arguments of operators that change are not compiled again."""
     if isinstance(x, torch.Tensor):
         return x
     if isinstance(x, int) and not isinstance(x, bool):
         # As a seed goes to 2**64 - 1, and a tensor to 2**63 - 1.
-        return torch.full((), x - (1 << 64) if x >= 1 << 63 else x, dtype=torch.int64)
+        x = x - (1 << 64) if x >= 1 << 63 else x
+        return torch.full((), x, dtype=torch.int64, device="cpu")
     try:
-        return torch.as_tensor(x)
+        return torch.as_tensor(x, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} is {x!r}; integers are accepted") from None
 
@@ -126,4 +139,5 @@ def _check(given: Mapping[str, Any]) -> None:
             for n, y in enumerate(x):
                 check_tensor(f"aux[{n}]", y, device)
         elif name in TENSORS:
-            check_tensor(name, x, None if name in _INTEGERS else device)
+            check = check_integers if name in _INTEGERS else check_tensor
+            check(name, x, device)

@@ -8,7 +8,7 @@ import torch
 import tileattn
 from tileattn.errors import UnsupportedError
 from tileattn.torch.handles import named
-from tileattn.torch.tensors import array_of, tensor_of
+from tileattn.torch.tensors import array_of, on, tensor_of
 
 INPUTS = {
     **dict.fromkeys(("q", "k", "v"), "Tensor"),
@@ -40,10 +40,11 @@ _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
 
 def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     given = dict(zip(INPUTS, inputs, strict=True))
-    options = _options(given)
-    del options["deterministic"]
-    result = tileattn.forward(*(array_of(given[name]) for name in _ROWS), **options)
-    return tensor_of(result.out), tensor_of(result.lse)
+    with on(given["q"].device):
+        options = _options(given)
+        del options["deterministic"]
+        result = tileattn.forward(*(array_of(given[name]) for name in _ROWS), **options)
+        return tensor_of(result.out), tensor_of(result.lse)
 
 
 def _backward(
@@ -55,13 +56,14 @@ def _backward(
     *inputs: Any,
 ) -> list[torch.Tensor]:
     given = dict(zip(INPUTS, inputs, strict=True))
-    options = _options(given | {"wrt": wrt})
-    if dlse is not None:
-        options["dlse"] = array_of(dlse)
-    rows = (dout, *(given[name] for name in _ROWS), out, lse)
-    grads = tileattn.backward(*map(array_of, rows), **options)
-    found = [*grads, *(grads.daux or ())]
-    return [tensor_of(x) for x in found if x is not None]
+    with on(dout.device):
+        options = _options(given | {"wrt": wrt})
+        if dlse is not None:
+            options["dlse"] = array_of(dlse)
+        rows = (dout, *(given[name] for name in _ROWS), out, lse)
+        grads = tileattn.backward(*map(array_of, rows), **options)
+        found = [*grads, *(grads.daux or ())]
+        return [tensor_of(x) for x in found if x is not None]
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +198,8 @@ for _name, _run, _fake in (
     ("forward", _forward, _fake_forward),
     ("backward", _backward, _fake_backward),
 ):
-    _LIBRARY.impl(_name, _run, "CPU")
+    for _kind in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _run, _kind)
     torch.library.register_fake(f"tileattn::{_name}", _fake, lib=_LIBRARY)
     _operator = getattr(torch.ops.tileattn, _name)
     torch.library.register_vmap(f"tileattn::{_name}", _each(_operator), lib=_LIBRARY)

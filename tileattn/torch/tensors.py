@@ -1,5 +1,7 @@
 """Tensors as arrays and arrays as tensors, which share their memory."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -8,27 +10,42 @@ import torch
 from torch.autograd import forward_ad
 
 from tileattn.errors import UnsupportedError
+from tileattn.torch import cuda
+
+_ON_CPU = nullcontext()
 
 
-def array_of(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """View a tensor on the CPU as an array."""
+def on(device: torch.device) -> AbstractContextManager[None]:
+    """Have the library compute where PyTorch would: on a GPU on its current stream."""
+    return cuda.on_device(device) if device.type == "cuda" else _ON_CPU
+
+
+def array_of(x: torch.Tensor) -> Any:
+    """View a tensor as an array of NumPy's or, on a GPU, of CuPy's."""
+    if x.is_cuda:
+        return cuda.array_of(x)
     x = x.detach()
     if x.dtype is torch.bfloat16:  # which NumPy does not know
-        viewed: np.ndarray[Any, Any] = x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return viewed
-    array: np.ndarray[Any, Any] = x.numpy()
-    return array
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
 
 
-def tensor_of(x: np.ndarray[Any, Any]) -> torch.Tensor:
-    """View an array as a tensor."""
+def tensor_of(x: Any) -> torch.Tensor:
+    """View an array as a tensor; one of CuPy's comes from a call within `on`."""
+    if not isinstance(x, np.ndarray):
+        return cuda.tensor_of(x)
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)
 
 
-def check_tensor(name: str, x: Any, device: torch.device | None = None) -> None:
-    """Raise an error if an argument is no dense tensor on the CPU, where all of a call must be."""
+def check_tensor(
+    name: str,
+    x: Any,
+    device: torch.device | None = None,
+    kinds: Sequence[str] = ("cpu", "cuda", "meta"),
+) -> None:
+    """Raise an error if an argument is no dense tensor on such a device, or not on the one of q."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(
             f"{name} is {type(x).__name__}; a torch.Tensor is accepted "
@@ -49,11 +66,23 @@ def check_tensor(name: str, x: Any, device: torch.device | None = None) -> None:
         )
     if device is not None and x.device != device:
         raise ValueError(f"{name} is on {x.device}; it must be on the device of q, {device}")
-    if x.device.type not in ("cpu", "meta"):
+    if x.device.type not in kinds:
+        on_gpu = " and on GPUs of NVIDIA" if "cuda" in kinds else ""
         raise UnsupportedError(
-            f"{name} is on {x.device}; tensors on the CPU are accepted ({name}.cpu() is one; "
-            "CuPy arrays run on a GPU)"
+            f"{name} is on {x.device}; tensors on the CPU{on_gpu} are accepted "
+            f"({name}.cpu() is one)"
         )
+
+
+def check_integers(name: str, x: Any, device: torch.device) -> None:
+    """Raise an error if an argument is no dense tensor on the CPU or, a seed apart, where q is."""
+    check_tensor(name, x)
+    if x.device.type == "cpu" or (x.device == device and name != "seed"):
+        return
+    too = "" if name == "seed" or device.type == "cpu" else f" and on the device of q, {device},"
+    raise ValueError(
+        f"{name} is on {x.device}; integers on the CPU{too} are accepted ({name}.cpu() is a copy)"
+    )
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
 
 from tileattn.errors import UnsupportedError
 from tileattn.torch.drop_in import option_of
-from tileattn.torch.functional import attention
+from tileattn.torch.functional import attention, new_seed
 
 NAME = "tileattn"
 
@@ -127,7 +127,7 @@ def attention_forward(
         query = query.expand(key.shape[0], -1, -1, -1)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if dropout:
-        options |= {"dropout_p": dropout, "seed": torch.randint(1 << 62, ())}
+        options |= {"dropout_p": dropout, "seed": new_seed()}
     if attention_mask is not None:
         pairs = (query.shape[0], 1, query.shape[2], key.shape[2])
         options |= _options_of(attention_mask, pairs)

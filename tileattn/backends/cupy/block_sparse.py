@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tileattn.algorithm.block_mask import BlockMask
-from tileattn.backends.cupy.streams import outlive_readers, stream_name
+from tileattn.backends.cupy.streams import outlive_readers, stream_name, uploaded
 from tileattn.kernels.launch.block_sparse import once, partial_blocks
 from tileattn.kernels.launch.tile_lists import TileLists
 
@@ -35,10 +35,9 @@ def _uploaded(mask: BlockMask, key: Any, make: Callable[[], tuple[Any, ...]]) ->
     The copy is complete before any stream may read it, for all read it; and it outlives the mask
     where the current stream may not have read it by then.
     """
-    import cupy
 
     def copied() -> _Uploaded:
-        return _Uploaded(tuple(cupy.asarray(x, blocking=True) for x in make()), stream_name())
+        return _Uploaded(tuple(map(uploaded, make())), stream_name())
 
     there: _Uploaded = once(mask, key, copied)
     outlive_readers(there, there.stream)

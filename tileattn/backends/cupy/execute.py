@@ -12,13 +12,14 @@ from tileattn.backends.cupy.streams import (
     is_capturing,
     outlive_readers,
     stream_name,
+    uploaded,
 )
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.jit.load import Kernel, load_all
 from tileattn.kernels.launch.layout import ArrayLayout
 from tileattn.kernels.launch.params import slots, template
-from tileattn.kernels.launch.plan import Constant, LaunchPlan
+from tileattn.kernels.launch.plan import LaunchPlan
 
 
 class Executable:
@@ -35,7 +36,7 @@ class Executable:
         self.is_complete = "schedule" not in constants or not is_capturing()
         if not self.is_complete:
             del constants["schedule"]
-        self._constants = {name: _uploaded(x) for name, x in constants.items()}
+        self._constants = {name: uploaded(x.array()) for name, x in constants.items()}
         self._stream = stream_name() if constants else (0, 0)
         fixed = {name: x.data.ptr for name, x in self._constants.items()}
         places = slots(plan.aux)
@@ -138,13 +139,6 @@ def _prepared(
     if launch.shared_bytes:
         kernel.allow_shared(launch.shared_bytes)
     return kernel.function, (launch.grid,), (launch.key.threads,), launch.shared_bytes, maps
-
-
-def _uploaded(x: Constant) -> Any:
-    """Copy to the GPU: complete before any stream may read it, for calls on all of them do."""
-    import cupy
-
-    return cupy.asarray(x.array(), blocking=True)
 
 
 def _ensure_fits(workspace: Any, nbytes: int, device: int) -> None:

@@ -3,6 +3,8 @@
 import threading
 from typing import Any
 
+import numpy as np
+
 PER_THREAD = 2  # the handle, in every thread, of the default stream that is the thread's own
 
 _kept: dict[int, object] = {}
@@ -23,6 +25,18 @@ def stream_name() -> tuple[int, int]:
     """Name CuPy's current stream: its handle, and the thread where that decides, too."""
     handle: int = current_stream().ptr
     return handle, threading.get_ident() if handle == PER_THREAD else 0
+
+
+def uploaded(x: np.ndarray[Any, Any]) -> Any:
+    """Copy to the GPU, for later calls, too: complete before any stream may read it.
+
+    The memory is of CuPy's own pool. An allocator that the caller has set is for what ends with the
+    call: ``torch.compile``, for one, refuses what stays in the memory of a CUDA graph.
+    """
+    import cupy
+
+    with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
+        return cupy.asarray(x, blocking=True)
 
 
 def outlive_readers(owner: object, stream: tuple[int, int]) -> None:
