@@ -7,7 +7,7 @@ import pytest
 
 import tileattn
 from tests.on_gpu import needs_gpu
-from tileattn import Attention, BlockMask, Gradients, UnsupportedError, reference
+from tileattn import Attention, BlockMask, Gradients, reference
 from tileattn.testing import assert_attention_close, error_bound
 
 torch = pytest.importorskip("torch")
@@ -227,21 +227,16 @@ def test_flash_attn_with_kvcache() -> None:
     lengths = torch.tensor([128, 5], dtype=torch.int32)
     options: dict[str, Any] = {"k": k, "v": v, "cache_seqlens": lengths.cuda(), "causal": True}
     options |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
-    results = []
-    for to in (torch.Tensor.cuda, torch.Tensor.cpu):
-        caches = [to(x.clone()) for x in (k_cache, v_cache)]
-        there = {name: to(x) if name != "causal" else x for name, x in options.items()}
-        out = flash_attn_with_kvcache(to(q), *caches, **there)
-        results.append([x.cpu() for x in (out, *caches)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-    before = [x.clone() for x in (k_cache, v_cache)]
-    table = torch.arange(2, device="cuda")
-    with pytest.raises(UnsupportedError, match="no kernels for paged caches"):
-        flash_attn_with_kvcache(
-            q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_batch_idx=table
-        )
-    same((k_cache, v_cache), before)
+    for more in ({}, {"cache_batch_idx": torch.tensor([1, 0])}):  # as pages, too
+        results = []
+        for to in (torch.Tensor.cuda, torch.Tensor.cpu):
+            caches = [to(x.clone()) for x in (k_cache, v_cache)]
+            given = options | more
+            there = {name: to(x) if name != "causal" else x for name, x in given.items()}
+            out = flash_attn_with_kvcache(to(q), *caches, **there)
+            results.append([x.cpu() for x in (out, *caches)])
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 # --- streams, memory and graphs -------------------------------------------------------------------

@@ -88,7 +88,7 @@ def check_integers(name: str, x: Any, device: torch.device) -> None:
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Convert to the dtype of autocast, where it is enabled, as PyTorch's own operators do."""
     device = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     narrow = (x.is_floating_point() and x.dtype is not torch.float64 for x in tensors)
