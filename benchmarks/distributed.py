@@ -32,7 +32,11 @@ from tileattn.backends import threads
 from tileattn.distributed.comm import Communicator, communicator
 from tileattn.errors import UnsupportedError
 
-SCHEDULES, LAYOUTS, KINDS = ("ring", "heads"), ("contiguous", "zigzag"), ("forward", "both")
+SCHEDULES, LAYOUTS, KINDS = (
+    ("ring", "heads", "gather"),
+    ("contiguous", "zigzag"),
+    ("forward", "both"),
+)
 LENGTHS, QUICK_LENGTHS = (4096, 16384), (512,)
 LEAST_ROUNDS, MOST_ROUNDS = 3, 50
 TIMEOUT = 3600.0  # seconds; so long may the call on one rank take

@@ -66,7 +66,7 @@ def test_a_rank_that_refuses_is_named() -> None:
         ({"layout": Layout.contiguous([11, 13])}, "layout gives rank 0 11 tokens, and its arrays"),
         ({"mask": np.ones((12, 23), bool)}, "mask has shape (12, 23); a shape that broadcasts"),
         ({"unknown": 1}, "unknown option 'unknown'"),
-        ({"schedule": "star"}, "schedule is 'star'; 'ring' and 'heads' are accepted"),
+        ({"schedule": "star"}, "schedule is 'star'; accepted are 'ring', 'heads', 'gather'"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:

@@ -20,12 +20,14 @@ OPTIONS = tuple(name for name in DRAW if name not in ("block_mask", "tree_mask")
 
 def layouts(rng: np.random.Generator, length: int, ranks: int) -> Layout:
     """One of any kind: contiguous with empty parts, zigzag, or ranges anywhere."""
-    kind = rng.integers(3)
+    kind = rng.integers(4)
     cuts = np.sort(rng.integers(0, length + 1, ranks - 1))
     if kind == 0:
         return Layout.contiguous(np.diff([0, *cuts, length]).tolist())
     if kind == 1:
         return Layout.zigzag(length, ranks)
+    if kind == 2:
+        return Layout.striped(length, ranks, int(rng.integers(1, 20)))
     ends = [0, *np.sort(rng.integers(0, length + 1, 2 * ranks)), length]
     parts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for start, stop in pairwise(ends):
@@ -103,6 +105,15 @@ def test_ranks_that_exchange_heads(case: AttentionCase) -> None:
 
 
 @given(case=problems(options=OPTIONS, max_length=60))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_ranks_that_gather_all_keys(case: AttentionCase) -> None:
+    rng = np.random.default_rng(abs(hash((case.q.shape, case.k.shape))) % 2**32)
+    ranks = int(rng.integers(1, 6))
+    queries, keys = (layouts(rng, x.shape[-2], ranks) for x in (case.q, case.k))
+    check(case, queries, keys, schedule="gather")
+
+
+@given(case=problems(options=OPTIONS, max_length=60))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_blocks_run_on_any_backend(case: AttentionCase) -> None:
     pytest.importorskip("llvmlite")
@@ -117,7 +128,8 @@ def test_gradients_of_large_scores(dtype: Any) -> None:
     k, v = rng.standard_normal((2, 2, 2, 53, 8))
     q, k, v, dout = (x.astype(dtype) for x in (100 * q, 10 * k, v, dout))
     case = AttentionCase(q, k, v, dout, None, {"causal": True, "sinks": np.full(4, 900.0)})
-    check(case, Layout.zigzag(37, 3), Layout.zigzag(53, 3))
+    for schedule in ("ring", "gather"):
+        check(case, Layout.zigzag(37, 3), Layout.zigzag(53, 3), schedule=schedule)
 
 
 @pytest.mark.parametrize("score_mod", [None, *SCORES])

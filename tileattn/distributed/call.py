@@ -91,7 +91,7 @@ class Call:
         """Count the ranks that the keys of each rank travel to: up to the last that needs them."""
         size = self.comm.size
         return [
-            max(t for t in range(size) if t == 0 or self._needs((rank + t) % size, rank))
+            max(t for t in range(size) if t == 0 or self.needs((rank + t) % size, rank))
             for rank in range(size)
         ]
 
@@ -125,7 +125,8 @@ class Call:
         rows = queries.rows if x.shape[2] > 1 else slice(None)
         return rows, slice(keys.start, keys.stop) if x.shape[3] > 1 else slice(None)
 
-    def _needs(self, rank: int, source: int) -> bool:
+    def needs(self, rank: int, source: int) -> bool:
+        """Whether a rank attends to some of the keys of another."""
         return any(
             self.visible(queries, keys)
             for queries in self.q_layout.segments(rank)

@@ -5,13 +5,13 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.distributed import heads, ring
+from tileattn.distributed import gather, heads, ring
 from tileattn.distributed.call import Call, agreed, same
 from tileattn.distributed.comm import communicator
 from tileattn.problem import Options, check_array, four_axes
 from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
 
-_SCHEDULES: dict[str, Any] = {"ring": ring, "heads": heads}
+_SCHEDULES: dict[str, Any] = {"ring": ring, "heads": heads, "gather": gather}
 
 TIMEOUT = 600.0
 """Seconds that a rank waits for another."""
@@ -48,7 +48,8 @@ def forward(
         That of the keys; None is ``layout``.
     schedule : str
         ``"ring"``: keys and values travel from rank to rank; ``"heads"``: ranks exchange tokens for
-        heads, whose number in k they must divide.
+        heads, whose number in k they must divide; ``"gather"``: ranks get all keys and values that
+        they attend to at once, and have room for them.
     backend : str
         As for ``tileattn.forward``; it computes the blocks, or heads.
     timeout : float
@@ -232,8 +233,9 @@ def vjp(
 def _check_schedule(call: Call, schedule: str) -> None:
     """Raise if there is no such schedule, or it does not go with the call; so do all ranks."""
     if schedule not in _SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}; {' and '.join(map(repr, _SCHEDULES))} are "
-                         "accepted")  # fmt: skip
+        raise ValueError(
+            f"schedule is {schedule!r}; accepted are {', '.join(map(repr, _SCHEDULES))}"
+        )
     reason = heads.why_not(call.problem, call.comm.size) if schedule == "heads" else None
     if reason is not None:
         raise ValueError(f"schedule is 'heads': {reason}")

@@ -96,6 +96,38 @@ class Layout:
         chunks = list(pairwise(n * length // (2 * ranks) for n in range(2 * ranks + 1)))
         return cls(tuple((chunks[r], chunks[-1 - r]) for r in range(ranks)))
 
+    @classmethod
+    def striped(cls, length: int, ranks: int, width: int) -> "Layout":
+        """Deal out ranges of a width, one rank after the other.
+
+        Parameters
+        ----------
+        length : int
+            Tokens of the sequence.
+        ranks : int
+            How many ranks there are.
+        width : int
+            Tokens of a range, 1 or more; each is a call of its own, so that wide ones are faster.
+
+        Returns
+        -------
+        Layout
+            Rank r has the ranges r, ``r + ranks``, ``r + 2 * ranks`` and so on.
+
+        Raises
+        ------
+        ValueError
+            If width is less than 1.
+
+        References
+        ----------
+        Brandon et al., Striped Attention, arXiv:2311.09431.
+        """
+        if width < 1:
+            raise ValueError(f"width is {width}; 1 or more is accepted")
+        stripes = [(start, min(start + width, length)) for start in range(0, length, width)]
+        return cls(tuple(tuple(stripes[r::ranks]) for r in range(ranks)))
+
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
@@ -158,4 +190,5 @@ class Layout:
             for segment in self.segments(rank)
         ]
         pieces.sort(key=lambda piece: piece[0])
-        return np.moveaxis(np.concatenate([piece for _, piece in pieces]), 0, axis)
+        none = np.moveaxis(parts[0], axis, 0)[:0]
+        return np.moveaxis(np.concatenate([none, *(piece for _, piece in pieces)]), 0, axis)
