@@ -164,7 +164,10 @@ def test_who_is_free_takes_the_next(times: list[int], grid: int, random: Any) ->
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Problem, Any, Any]:
     b, hkv, group = (draw(st.integers(1, n)) for n in (3, 3, 2))
-    nq, nk = draw(st.integers(1, 1400)), draw(st.integers(1, 1400))
+    nq, nk = (
+        draw(st.integers(65, 1400)),
+        draw(st.integers(1, 1400)),
+    )  # not so few that keys are split
     dim = draw(st.sampled_from([64, 128, 256]))
     sides = st.none() | st.integers(0, 600)
     lengths = st.lists(st.integers(0, nk), min_size=b, max_size=b)
