@@ -60,7 +60,8 @@ struct RowSum {
     // By how many units of log 2 its shift exceeds another.
     __device__ Accum above(const RowSum& other, Accum softmax_scale_log2) const {
         if (large != other.large)
-            return large ? fma(m, softmax_scale_log2, -other.m) : -other.above(*this, softmax_scale_log2);
+            return large ? fma(m, softmax_scale_log2, -other.m)
+                         : -fma(other.m, softmax_scale_log2, -m);
         return large ? difference(m, other.m) * softmax_scale_log2 : difference(m, other.m);
     }
     // The one with the larger shift.
