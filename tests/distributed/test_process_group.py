@@ -12,10 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import tileattn
 import tileattn.distributed as dist
+from tileattn import Attention, Gradients, reference
 from tileattn.distributed import Layout
 from tileattn.distributed.comm import communicator
+from tileattn.testing import assert_attention_close, error_bound
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120
@@ -28,16 +29,19 @@ def drawn() -> Any:
     return np.random.default_rng(0).standard_normal((4, 2, 6, N, 8), np.float32)
 
 
+CASES = ((np.float32, "ring"), (ml_dtypes.bfloat16, "ring"), (np.float32, "heads"))
+
+
 def results(group: Any) -> list[Any]:
     """Both passes of this rank by both schedules, in two dtypes."""
     found = []
-    for dtype, schedule in ((np.float32, "ring"), (ml_dtypes.bfloat16, "ring"), ("f4", "heads")):
+    for dtype, schedule in CASES:
         layout = Layout.zigzag(N, group.size())
         q, k, v, dout = (layout.take(x, group.rank()).astype(dtype) for x in drawn())
         k.flags.writeable = False
         options: dict[str, Any] = {"layout": layout, "schedule": schedule, "causal": True}
         attention, pullback = dist.vjp(q, k, v, group, backend="numpy", **options)
-        found.append([x.astype(np.float32) for x in (attention.out, *pullback(dout)[:3])])
+        found.append([*attention, *pullback(dout)[:3]])
     return found
 
 
@@ -60,16 +64,18 @@ def failures(group: Any) -> list[str]:
     return found
 
 
-def tensors(group: Any) -> Any:
-    """The gradient of this rank's queries, from the tensors of a process group."""
+def tensors(group: Any) -> list[Any]:
+    """The gradients of this rank's rows, from the tensors of a process group."""
     import torch
 
     from tileattn.torch import distributed_attention
 
-    q, k, v = (torch.from_numpy(x).requires_grad_() for x in drawn()[:3])
-    parts = [x.tensor_split(group.size(), 2)[group.rank()] for x in (q, k, v)]
-    distributed_attention(*parts, group, backend="numpy", causal=True).square().sum().backward()
-    return q.grad.numpy()
+    *leaves, dout = map(torch.from_numpy, drawn())
+    for x in leaves:
+        x.requires_grad_()
+    *parts, upstream = (x.tensor_split(group.size(), 2)[group.rank()] for x in (*leaves, dout))
+    distributed_attention(*parts, group, backend="numpy", causal=True).backward(upstream)
+    return [x.grad.numpy() for x in leaves]
 
 
 def work(rank: int, size: int, store: str, run: Callable[[Any], Any]) -> Any:
@@ -90,20 +96,28 @@ def on_ranks(size: int, run: Callable[[Any], Any], store: Path) -> list[Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_results_are_those_of_one_call(ranks: int, tmp_path: Path) -> None:
     found = on_ranks(ranks, results, tmp_path / "store")
-    q, k, v, dout = drawn()
-    whole, pullback = tileattn.vjp(q, k, v, causal=True, backend="numpy")
-    expected = (whole.out, *pullback(dout)[:3])
     layout = Layout.zigzag(N, ranks)
-    for parts, tolerance in zip(zip(*found, strict=True), (1e-5, 5e-2, 1e-5), strict=True):
-        for of_ranks, x in zip(zip(*parts, strict=True), expected, strict=True):
-            np.testing.assert_allclose(layout.join(of_ranks), x, tolerance, tolerance)
+    for (dtype, _), parts in zip(CASES, zip(*found, strict=True), strict=True):
+        out, lse, *grads = zip(*parts, strict=True)
+        attention = Attention(layout.join(out), layout.join(lse, axis=-1))
+        dq, dk, dv = (layout.join(x) for x in grads)
+        hold(dtype, attention, Gradients(dq, dk, dv, None, None, None))
 
 
 def test_tensors(tmp_path: Path) -> None:
-    q, k, v, _ = drawn()
-    whole, pullback = tileattn.vjp(q, k, v, causal=True, backend="numpy")
-    total = sum(on_ranks(2, tensors, tmp_path / "store"))  # each has the rows of its own
-    np.testing.assert_allclose(total, pullback(2 * whole.out).dq, rtol=1e-5, atol=1e-5)
+    ranks = on_ranks(2, tensors, tmp_path / "store")
+    dq, dk, dv = (sum(parts) for parts in zip(*ranks, strict=True))  # each has rows of its own
+    hold(np.float32, None, Gradients(dq, dk, dv, None, None, None))
+
+
+def hold(dtype: Any, attention: Attention | None, grads: Gradients) -> None:
+    """Compare the results of all ranks, put together, with the oracle."""
+    q, k, v, dout = (x.astype(dtype) for x in drawn())
+    bounds = error_bound(q, k, v, dout, causal=True)
+    expected = reference.backward(dout, q, k, v, causal=True)
+    assert_attention_close(grads, expected, bounds)
+    if attention is not None:
+        assert_attention_close(attention, reference.forward(q, k, v, causal=True), bounds)
 
 
 def test_ranks_that_disagree_and_one_that_does_not_answer(tmp_path: Path) -> None:

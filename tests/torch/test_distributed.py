@@ -10,13 +10,16 @@ from tests.distributed.threads import on_ranks
 
 torch = pytest.importorskip("torch")
 
-from tileattn.distributed import Layout  # noqa: E402 - PyTorch may be absent
+from tileattn import Attention, Gradients, reference  # noqa: E402 - PyTorch may be absent
+from tileattn.distributed import Layout  # noqa: E402 - as above
 from tileattn.errors import UnsupportedError  # noqa: E402 - as above
-from tileattn.torch import attention, distributed_attention  # noqa: E402 - as above
+from tileattn.testing import assert_attention_close, error_bound  # noqa: E402 - as above
+from tileattn.torch import distributed_attention  # noqa: E402 - as above
+from tileattn.torch.tensors import array_of  # noqa: E402 - as above
 
 B, HQ, HKV, N, D = 2, 4, 2, 23, 8
 INPUTS = ("q", "k", "v", "bias", "sinks", "table")
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DTYPES = torch.float64, torch.float32, torch.bfloat16
 
 
 def learned(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:  # noqa: ARG001 - its form
@@ -43,9 +46,11 @@ def both(call: Callable[..., Any], given: dict[str, Any], dlse: Any, **more: Any
     return [out.detach(), lse.detach(), *grads]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("ranks", "schedule"), [(1, "ring"), (2, "heads"), (3, "ring")])
-def test_results_and_gradients_are_those_of_one_call(dtype: Any, ranks: int, schedule: str) -> None:
+def test_results_and_gradients_are_those_of_the_oracle(
+    dtype: Any, ranks: int, schedule: str
+) -> None:
     whole = drawn(dtype)
     dlse = torch.linspace(-1, 1, B * HQ * N).reshape(B, HQ, N)
     layout = Layout.zigzag(N, ranks)
@@ -63,13 +68,23 @@ def test_results_and_gradients_are_those_of_one_call(dtype: Any, ranks: int, sch
     for x in found:
         if isinstance(x, Exception):
             raise x
-    expected = both(attention, whole, dlse)
     axes = {**dict.fromkeys((0, 2, 3, 4, 5), -2), 1: -1}  # of tokens; others are on all ranks
-    for n, (x, parts) in enumerate(zip(expected, zip(*found, strict=True), strict=True)):
-        tolerance = TOLERANCE[dtype] * float(x.abs().max())
-        cut = [part(x, rank, axes[n]) if n in axes else x for rank in range(ranks)]
-        for y, z in zip(parts, cut, strict=True):
-            torch.testing.assert_close(y, z, rtol=0, atol=tolerance)
+    joined = []
+    for n, parts in enumerate(zip(*found, strict=True)):
+        arrays = [array_of(x) for x in parts]
+        assert n in axes or all(x.tobytes() == arrays[0].tobytes() for x in arrays)
+        joined.append(layout.join(arrays, axes[n]) if n in axes else arrays[0])
+    out, lse, dq, dk, dv, dbias, dsinks, dtable = joined
+    given = {name: array_of(x) for name, x in whole.items()}
+    q, k, v, dout = (given[name] for name in ("q", "k", "v", "dout"))
+    options = {"bias": given["bias"], "sinks": given["sinks"], "aux": (given["table"],)}
+    options |= {"score_mod": learned, "causal": True, "dropout_p": 0.1, "seed": 7}
+    above = array_of(dlse.to(torch.float64 if dtype is torch.float64 else torch.float32))
+    bounds = error_bound(q, k, v, dout, dlse=above, **options)
+    grads = Gradients(dq, dk, dv, dbias, dsinks, (dtable,))
+    expected = reference.backward(dout, q, k, v, dlse=above, **options)
+    assert_attention_close(Attention(out, lse), reference.forward(q, k, v, **options), bounds)
+    assert_attention_close(grads, expected, bounds)
 
 
 def test_only_what_is_needed_is_computed() -> None:
