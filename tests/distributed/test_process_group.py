@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 120
 N = 29
 
-pytest.importorskip("torch.distributed")
+pytest.importorskip("torch.distributed", reason="PyTorch runs the ranks")
 
 
 def drawn() -> Any:
