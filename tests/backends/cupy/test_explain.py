@@ -67,6 +67,16 @@ def explain_a_million_tokens(D: int, options: dict[str, Any]) -> None:
     assert sum(found.tiles.values()) == 8 * 32 * -(-(1 << 20) // q) * -(-(1 << 20) // k)
 
 
+def test_keys_in_pages_have_no_backward_pass() -> None:
+    q, pages = np.zeros((1, 8, 4, 64), np.float16), np.zeros((16, 2, 16, 64), np.float16)
+    options = {"block_table": np.arange(16).reshape(1, 16), "kv_lengths": [256]}
+    problem, operands = parse(q, pages, pages, options)
+    found = explain_on(H200, problem, contiguous_inputs(problem), operands)
+    assert len(found.kernels) == 1
+    assert found.kernels[0].startswith("forward_split")
+    assert "pages" in " ".join(found.reasons)
+
+
 def test_a_gpu_that_is_there_is_explained_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for registers and occupancy, which a loaded kernel tells."""
     with fake_cupy.machine(monkeypatch) as gpu:

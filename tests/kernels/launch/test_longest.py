@@ -25,6 +25,23 @@ def test_what_is_longer_is_refused(name: str) -> None:
         supporting([CupyBackend()], dataclasses.replace(longest, **longer))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"Nk": LONGEST + 1}, "Nk is 1,073,676,289, and the kernels take up to"),
+        ({"Nq": 1 << 29, "Hq": 4}, "block_table: with more than 1,073,741,824 queries that share"),
+    ],
+    ids=["Nk", "rows"],
+)
+def test_what_is_longer_in_pages_is_refused(sizes: dict[str, Any], reason: str) -> None:
+    q, pages = np.zeros((1, 2, 1, 1), np.float16), np.zeros((3, 1, 16, 1), np.float16)
+    options = {"block_table": np.zeros((1, 1), np.int64), "kv_lengths": [16]}
+    paged = parse(q, pages, pages, options)[0]
+    assert CupyBackend().why_not(dataclasses.replace(paged, Nq=1 << 29)) is None
+    with pytest.raises(tileattn.UnsupportedError, match=reason):
+        supporting([CupyBackend()], dataclasses.replace(paged, **sizes))
+
+
 def test_sums_of_the_kernels_have_room() -> None:
     """A position, what stands for no limit, and two tiles, of which none has 1024 rows."""
     source = (SOURCES / "mask.cuh").read_text(encoding="utf-8")

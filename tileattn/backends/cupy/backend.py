@@ -52,8 +52,8 @@ class CupyBackend:
         """Why a problem is not supported: for its sequences and their lengths."""
         if "origin" in problem.enabled_options:
             return "origin: the kernels count from 0"
-        if problem.page is not None:
-            return split.why_not_paged(problem)
+        if problem.page is not None and (why := split.why_not_paged(problem)):
+            return why
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > LONGEST:

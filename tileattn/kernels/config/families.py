@@ -64,9 +64,11 @@ def backward_launches(
     """List what the backward pass launches; ``deterministic`` sums dq in a fixed order.
 
     ``sinks`` says whether their gradient is wanted. If a key has ``add_dq``, dq is summed in an
-    array of zeros.
+    array of zeros. Keys in pages have no backward pass.
     """
     P = problem
+    if P.page is not None:
+        return ()
     queries, keys = P.B * P.Hq * P.Nq, P.B * P.Hkv * P.Nk
     family, refusal = _supporting(P, context, "backward")
     own = _explained(refusal, *family.backward(P, context, deterministic=deterministic))

@@ -20,6 +20,7 @@ SPLIT, COMBINE = "forward_split", "forward_combine"
 
 _FEW_QUERIES = 64
 _FEW_ROWS = 128  # that share keys, at most: queries of all query heads of a key head
+_MOST_ROWS = 1 << 30  # counted in 32 bits
 _PIECE_BYTES = 1 << 19  # of keys and values, in a piece (measured)
 _LEAST_KEYS = 64
 _ALL = 1 << 30  # keys
@@ -67,6 +68,8 @@ def why_not_paged(problem: Problem) -> str | None:
         return f"block_table: with {min(refused)}"
     if max(P.D, P.Dv) > MAX_HEAD_DIM:
         return f"block_table: with a head dimension above {MAX_HEAD_DIM}"
+    if P.group * P.Nq > _MOST_ROWS:
+        return f"block_table: with more than {_MOST_ROWS:,} queries that share a key head"
     return None
 
 
