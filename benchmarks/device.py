@@ -51,10 +51,33 @@ class Gpu:
 
     @lru_cache(maxsize=1)  # noqa: B019 - one device lives as long as the program
     def inputs(self, shapes: Shapes, dtype: str) -> tuple[Inputs, ...]:
-        """As many sets as it takes for a cycle through them to exceed the L2 several times."""
-        set_bytes = sum(map(math.prod, shapes)) * DTYPES[dtype].itemsize
-        sets = max(1, math.ceil(L2_CYCLE * self._properties["l2CacheSize"] / set_bytes))
+        """Draw as many sets as `sets` counts."""
+        sets = self.sets(sum(map(math.prod, shapes)) * DTYPES[dtype].itemsize)
         return tuple(draw(self.xp, shapes, dtype, n * len(shapes)) for n in range(sets))
+
+    def sets(self, set_bytes: int) -> int:
+        """Count the sets of inputs so that a cycle through them exceeds the L2 several times."""
+        cycle: int = L2_CYCLE * self._properties["l2CacheSize"]
+        return max(1, -(-cycle // set_bytes))
+
+    def replayed(self, call: Call) -> Call:
+        """Capture a call in a CUDA graph, which has memory of its own."""
+        pool = self.xp.cuda.MemoryPool()
+        with (
+            self.xp.cuda.Stream(non_blocking=True) as stream,
+            self.xp.cuda.using_allocator(pool.malloc),
+        ):
+            call()
+            stream.synchronize()
+            stream.begin_capture()
+            out = call()
+            graph = stream.end_capture()
+
+        def replay() -> Any:
+            graph.launch(self.xp.cuda.get_current_stream())
+            return out, pool  # which live as long as the graph
+
+        return replay
 
     def time(self, calls: Sequence[Call]) -> list[float]:
         """Seconds of the device for each call; the calls take turns and are warmed up.

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from benchmarks import cpu, gpu, options, roofline
+from benchmarks import cpu, decode, gpu, options, roofline
 from benchmarks.configurations import PASSES
 from benchmarks.report import RESULTS, Row, load
 from tools import pages
@@ -85,6 +85,7 @@ FORMATS = {
     **dict.fromkeys((f"{name}, ms" for name in options.PEERS), ".3f"),
     **dict.fromkeys(("ms", "density", "compute_ms", "exp_ms", "memory_ms"), ".3f"),
     **dict.fromkeys(("speedup", "launch_overhead_us"), ".1f"),
+    **dict.fromkeys(("us", *(f"{name}, us" for name in decode.PEERS)), ".1f"),
     **dict.fromkeys(("percent", "tflops", "deterministic", "gbytes_per_second"), ".0f"),
 }
 COLUMNS = {
@@ -230,6 +231,7 @@ def option_lines() -> Iterator[str]:
         "options": ("Options", _options),
         "functions": ("Functions of scores and masks", _functions),
         "packed": ("Packed sequences", _packed),
+        "decode": ("Decoding", _decode),
         "sparse": ("Sparse masks", partial(columns, COLUMNS["sparse"].split())),
         "host": ("CPU launch overhead", partial(columns, COLUMNS["host"].split())),
     }
@@ -291,6 +293,17 @@ def _packed(rows: list[Row]) -> Iterator[str]:
         for row in rows
     ]
     names = ["pass", "D", "tokens", "lengths", "causal", "ms", "batch", "fa4, ms", "over_fa4"]
+    yield from columns(names, flat)
+
+
+def _decode(rows: list[Row]) -> Iterator[str]:
+    """Set the rates of decoding beside those of cuDNN and FlashAttention-4."""
+    peers = dict.fromkeys(f"{name}, us" for row in rows for name in row["peers_us"])
+    flat = [
+        row | {f"{x}, us": us for x, us in row["peers_us"].items()} | {"peers": row["speedup"]}
+        for row in rows
+    ]
+    names = ["case", "D", "Hq", "Hkv", "us", "gbytes_per_second", *peers, "peers"]
     yield from columns(names, flat)
 
 

@@ -36,6 +36,9 @@ class Fake(Gpu):
     def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
         return [self.time([call]) for call in calls]
 
+    def replayed(self, call: Call) -> Call:
+        return call
+
     def launch_overhead(self, call: Call, count: int = 100, rounds: int = 9) -> float:
         call()
         return 5e-6 + 0 * count * rounds
