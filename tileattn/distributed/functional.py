@@ -5,13 +5,11 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.distributed import gather, heads, ring
 from tileattn.distributed.call import Call, agreed, same
 from tileattn.distributed.comm import communicator
+from tileattn.distributed.schedules import Passes, Schedule, check, passes_of, why_not
 from tileattn.problem import Options, check_array, four_axes
 from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
-
-_SCHEDULES: dict[str, Any] = {"ring": ring, "heads": heads, "gather": gather}
 
 TIMEOUT = 600.0
 """Seconds that a rank waits for another."""
@@ -25,7 +23,7 @@ def forward(
     *,
     layout: Any = None,
     layout_k: Any = None,
-    schedule: str = "ring",
+    schedule: Schedule = "ring",
     backend: str = "auto",
     timeout: float = TIMEOUT,
     **options: Unpack[Options],
@@ -98,10 +96,10 @@ def forward(
         layout = dist.Layout.zigzag(len(tokens), MPI.COMM_WORLD.size)
         out, lse = dist.forward(q, k, v, MPI.COMM_WORLD, layout=layout, causal=True)
     """
-    link, facts = communicator(comm, timeout), {"backend": backend, "schedule": schedule}
+    link = communicator(comm, timeout)
+    facts = {"backend": backend, "schedule": str(schedule)}
     call = agreed(q, k, v, link, layout, layout_k, options, **facts)
-    _check_schedule(call, schedule)
-    return _of_rank(_SCHEDULES[schedule].forward(call), q.ndim)
+    return _of_rank(_passes(call, schedule).forward(call), q.ndim)
 
 
 def backward(
@@ -117,7 +115,7 @@ def backward(
     wrt: Sequence[str] | None = None,
     layout: Any = None,
     layout_k: Any = None,
-    schedule: str = "ring",
+    schedule: Schedule = "ring",
     backend: str = "auto",
     timeout: float = TIMEOUT,
     **options: Unpack[Options],
@@ -173,7 +171,7 @@ def backward(
     """
     link = communicator(comm, timeout)
 
-    def check() -> frozenset[str]:
+    def validated() -> frozenset[str]:
         check_array("out", out, (*q.shape[:-1], v.shape[-1]), q.dtype)
         check_array("dout", dout, out.shape, out.dtype)
         for name, x in (("lse", lse), ("dlse", dlse)):
@@ -184,14 +182,14 @@ def backward(
         names = wanted(wrt, options)
         return names if names is not None else _all(options)
 
-    facts = {"backend": backend, "schedule": schedule}
+    facts = {"backend": backend, "schedule": str(schedule)}
     call = agreed(q, k, v, link, layout, layout_k, options, **facts)
-    _check_schedule(call, schedule)
-    names = call.checked(check)
+    passes = _passes(call, schedule)
+    names = call.checked(validated)
     same(link, {"wrt": str(sorted(names)), "dlse": "given" if dlse is not None else "None"})
     saved = Attention(four_axes(out), _rows(call, lse))
     dlse = None if dlse is None else _rows(call, dlse)
-    grads: Gradients = _SCHEDULES[schedule].backward(call, four_axes(dout), saved, dlse, names)
+    grads = passes.backward(call, four_axes(dout), saved, dlse, names)
     of_rank = {
         name: None if x is None else x.reshape(like.shape)
         for name, x, like in zip(("dq", "dk", "dv"), grads[:3], (q, k, v), strict=True)
@@ -230,15 +228,14 @@ def vjp(
     return attention, pullback
 
 
-def _check_schedule(call: Call, schedule: str) -> None:
+def _passes(call: Call, schedule: Schedule) -> Passes:
     """Raise if there is no such schedule, or it does not go with the call; so do all ranks."""
-    if schedule not in _SCHEDULES:
-        raise ValueError(
-            f"schedule is {schedule!r}; accepted are {', '.join(map(repr, _SCHEDULES))}"
-        )
-    reason = heads.why_not(call.problem, call.comm.size) if schedule == "heads" else None
+    check(schedule)
+    Hkv, ranks = call.problem.Hkv, call.comm.size
+    reason = why_not(schedule, Hkv, ranks)
     if reason is not None:
-        raise ValueError(f"schedule is 'heads': {reason}")
+        raise ValueError(f"schedule is {schedule!r}: {reason}")
+    return passes_of(schedule, ranks)
 
 
 def _all(options: Options) -> frozenset[str]:

@@ -1,0 +1,75 @@
+"""The ways for ranks to share a call, by name, and which of them go with it."""
+
+from collections.abc import Callable
+from functools import partial
+from math import gcd
+from typing import Any, NamedTuple
+
+from tileattn.distributed import gather, heads, ring
+from tileattn.results import Attention, Gradients
+
+Schedule = str | tuple[str, int]
+
+ACCEPTED = "'ring', 'heads', ('heads', n), 'gather', 'auto'"
+
+
+class Passes(NamedTuple):
+    """Both passes of a schedule; each takes a Call and further arguments."""
+
+    forward: Callable[..., Attention]
+    backward: Callable[..., Gradients]
+
+
+def check(schedule: Any) -> None:
+    """Raise if there is no such schedule."""
+    known = schedule in ("ring", "heads", "gather", "auto")
+    if not known and not (isinstance(schedule, tuple) and _ranks_of_a_group(schedule)):
+        raise ValueError(f"schedule is {schedule!r}; accepted are {ACCEPTED}")
+
+
+def why_not(schedule: Schedule, Hkv: int, ranks: int) -> str | None:
+    """Why a schedule does not go with so many heads of k and ranks."""
+    n = group_size(schedule, ranks)
+    if ranks % n:
+        reason = f"{ranks} ranks do not form groups of {n}"
+    elif Hkv % n:
+        reason = f"k has {Hkv} heads, and {n} ranks share them"
+    else:
+        return None
+    combined = ", ".join(map(repr, combinations(Hkv, ranks)))
+    return f"{reason}; schedule='ring' is accepted" + (f", and {combined}" if combined else "")
+
+
+def group_size(schedule: Schedule, ranks: int) -> int:
+    """Count the ranks that exchange tokens for heads: 1 where none do."""
+    if isinstance(schedule, tuple):
+        return schedule[1]
+    return ranks if schedule == "heads" else 1
+
+
+def combinations(Hkv: int, ranks: int) -> list[Schedule]:
+    """List the schedules between a ring and an exchange of heads among all ranks."""
+    common = gcd(Hkv, ranks)
+    return [("heads", n) for n in range(2, min(common + 1, ranks)) if common % n == 0]
+
+
+def every(Hkv: int, ranks: int) -> list[Schedule]:
+    """List what one can ask for: the schedules that have a name, and those that go with it."""
+    return ["ring", *combinations(Hkv, ranks), "heads", "gather"]
+
+
+def passes_of(schedule: Schedule, ranks: int) -> Passes:
+    """Give both passes of a schedule that goes with the call."""
+    if schedule == "ring":
+        return Passes(ring.forward, ring.backward)
+    if schedule == "gather":
+        return Passes(gather.forward, gather.backward)
+    n = group_size(schedule, ranks)
+    return Passes(partial(heads.forward, n=n), partial(heads.backward, n=n))
+
+
+def _ranks_of_a_group(schedule: tuple[Any, ...]) -> bool:
+    """Whether a tuple is ("heads", n)."""
+    if len(schedule) != 2 or schedule[0] != "heads":
+        return False
+    return type(schedule[1]) is int and schedule[1] >= 1
