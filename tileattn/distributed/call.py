@@ -146,8 +146,8 @@ def agreed(
     def layouts() -> tuple[Layout, Layout]:
         queries, keys = map(list, zip(*lengths, strict=True))
         return (
-            _layout("layout", layout, queries, comm.rank),
-            _layout("layout_k", layout_k, keys, comm.rank),
+            _own_layout("layout", layout, queries, comm.rank),
+            _own_layout("layout_k", layout_k, keys, comm.rank),
         )
 
     q_layout, k_layout = _checked(comm, layouts)
@@ -197,11 +197,7 @@ def _checked(comm: Communicator, make: Callable[[], Any]) -> Any:
 
 
 def _lengths(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[int, int]:
-    for name in _REFUSED:
-        if options.get(name) is not None:
-            raise UnsupportedError(
-                f"{name} does not go with ranks that share a sequence; mask_mod= does"
-            )
+    check_supported(options)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, np.ndarray):
             raise TypeError(f"{name} is {type(x).__name__}; a NumPy array is accepted")
@@ -209,12 +205,21 @@ def _lengths(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[int, i
     return problem.Nq, problem.Nk
 
 
-def _layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout:
+def check_supported(options: Mapping[str, Any]) -> None:
+    """Raise for an option that does not go with ranks."""
+    for name in _REFUSED:
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"{name} does not go with ranks that share a sequence; mask_mod= does"
+            )
+
+
+def layout_of(name: str, layout: Any, lengths: list[int]) -> Layout:
     """Find out which tokens each rank holds, given how many there are."""
     if layout is None or layout == "contiguous":
         return Layout.contiguous(lengths)
     if layout == "zigzag":
-        layout = Layout.zigzag(sum(lengths), len(lengths))
+        return Layout.zigzag(sum(lengths), len(lengths))
     if not isinstance(layout, Layout):
         raise TypeError(
             f"{name} is {layout!r}; 'contiguous', 'zigzag' and a tileattn.distributed.Layout are "
@@ -222,12 +227,18 @@ def _layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout:
         )
     if layout.ranks != len(lengths):
         raise ValueError(f"{name} is of {layout.ranks} ranks, and there are {len(lengths)}")
-    if layout.length_of(rank) != lengths[rank]:
+    return layout
+
+
+def _own_layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout:
+    """Check the tokens of this rank, too."""
+    found = layout_of(name, layout, lengths)
+    if found.length_of(rank) != lengths[rank]:
         raise ValueError(
-            f"{name} gives rank {rank} {layout.length_of(rank)} tokens, and its arrays have "
+            f"{name} gives rank {rank} {found.length_of(rank)} tokens, and its arrays have "
             f"{lengths[rank]}"
         )
-    return layout
+    return found
 
 
 def _parsed(

@@ -6,13 +6,11 @@ from typing import Any, Unpack
 import numpy as np
 
 from tileattn.distributed.call import Call, agreed, same
-from tileattn.distributed.comm import communicator
+from tileattn.distributed.comm import TIMEOUT, communicator
+from tileattn.distributed.explain import choose
 from tileattn.distributed.schedules import Passes, Schedule, check, passes_of, why_not
 from tileattn.problem import Options, check_array, four_axes
 from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
-
-TIMEOUT = 600.0
-"""Seconds that a rank waits for another."""
 
 
 def forward(
@@ -44,10 +42,14 @@ def forward(
         causal mask gives all ranks equal work.
     layout_k : Layout, str or None
         That of the keys; None is ``layout``.
-    schedule : str
-        ``"ring"``: keys and values travel from rank to rank; ``"heads"``: ranks exchange tokens for
-        heads, whose number in k they must divide; ``"gather"``: ranks get all keys and values that
-        they attend to at once, and have room for them.
+    schedule : str or (str, int)
+        ``"ring"`` (the default): keys and values travel from rank to rank; ``"heads"``: ranks
+        exchange tokens for heads, whose number in k they must divide; ``("heads", n)``: groups of n
+        ranks do so, and keys travel from group to group, where n must divide the ranks and the
+        heads of k; ``"gather"``: ranks get all keys and values that they attend to at once, and
+        have room for them; ``"auto"``: what `predict` expects to take the least time for both
+        passes. Its rates are those of ``Rates()``, not measured here: the ring, which goes with
+        every call and needs the least memory, is the default.
     backend : str
         As for ``tileattn.forward``; it computes the blocks, or heads.
     timeout : float
@@ -84,7 +86,8 @@ def forward(
     References
     ----------
     Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, arXiv:2310.01889;
-    Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
+    Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509;
+    Fang and Zhao, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719.
 
     Examples
     --------
@@ -138,7 +141,7 @@ def backward(
         As for ``tileattn.backward``.
     layout, layout_k : Layout, str or None
         As for ``forward``.
-    schedule : str
+    schedule : str or (str, int)
         As for ``forward``.
     backend : str
         As for ``forward``.
@@ -231,6 +234,7 @@ def vjp(
 def _passes(call: Call, schedule: Schedule) -> Passes:
     """Raise if there is no such schedule, or it does not go with the call; so do all ranks."""
     check(schedule)
+    schedule = choose(call) if schedule == "auto" else schedule
     Hkv, ranks = call.problem.Hkv, call.comm.size
     reason = why_not(schedule, Hkv, ranks)
     if reason is not None:
