@@ -196,7 +196,7 @@ def cost_of(work: Workload, schedule: Schedule, rates: Rates) -> Cost:
 
 
 def _cost(sent: _Sent, seconds: float) -> PassCost:
-    return PassCost(int(sent.messages.max()), int(sent.nbytes.max()), seconds)
+    return PassCost(int(sent.messages.max()), int(sent.nbytes.max()), float(seconds))
 
 
 def _flops(work: Workload, n: int) -> Array:

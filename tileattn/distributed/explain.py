@@ -14,7 +14,7 @@ from tileattn.distributed.schedules import Schedule, every, why_not
 from tileattn.distributed.visibility import Visibility
 from tileattn.problem import Operands, Options, Problem, parse
 
-_HEADER = "schedule", "MB", "messages", "ms", "MB", "messages", "ms"
+_COLUMNS = "MB", "messages", "ms"
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,11 @@ class Prediction:
         return min(self.costs, key=lambda cost: cost.seconds).schedule
 
     def __str__(self) -> str:
-        first, *others = (f"{name:>10}" for name in _HEADER)
-        lines = [
-            f"{'':16}{'forward':>30}{'backward':>30}",
-            f"{first.strip():<16}{''.join(others)}",
-        ]
-        for cost in self.costs:
-            cells = (
-                f"{one.nbytes / 1e6:10,.2f}{one.messages:10,}{1e3 * one.seconds:10,.3f}"
-                for one in (cost.forward, cost.backward)
-            )
-            lines.append(f"{_title(cost.schedule):<16}{''.join(cells)}")
-        lines += [f"{_title(name):<16}refused: {why}" for name, why in self.refused.items()]
-        return "\n".join([*lines, f"{'chosen':<16}{_title(self.chosen)}"])
+        columns = "".join(f"{name:>13}" for name in _COLUMNS)
+        lines = [f"{'':14}{'forward':>39}{'backward':>39}", f"{'schedule':14}{2 * columns}"]
+        lines += [_line(cost) for cost in self.costs]
+        lines += [f"{_title(name):14} refused: {why}" for name, why in self.refused.items()]
+        return "\n".join([*lines, f"{'chosen':14} {_title(self.chosen)}"])
 
 
 def predict(
@@ -249,3 +241,11 @@ def _has_rows(x: Any) -> bool:
 
 def _title(schedule: Schedule) -> str:
     return schedule if isinstance(schedule, str) else str(schedule)
+
+
+def _line(cost: Cost) -> str:
+    cells = (
+        f"{one.nbytes / 1e6:13,.2f}{one.messages:13,}{1e3 * one.seconds:13,.2f}"
+        for one in (cost.forward, cost.backward)
+    )
+    return f"{_title(cost.schedule):14}{''.join(cells)}"

@@ -8,7 +8,7 @@ import numpy as np
 from tileattn.distributed.call import Call, agreed, same
 from tileattn.distributed.comm import TIMEOUT, communicator
 from tileattn.distributed.explain import choose
-from tileattn.distributed.schedules import Passes, Schedule, check, passes_of, why_not
+from tileattn.distributed.schedules import Passes, Schedule, check, passes_of
 from tileattn.problem import Options, check_array, four_axes
 from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
 
@@ -233,13 +233,8 @@ def vjp(
 
 def _passes(call: Call, schedule: Schedule) -> Passes:
     """Raise if there is no such schedule, or it does not go with the call; so do all ranks."""
-    check(schedule)
-    schedule = choose(call) if schedule == "auto" else schedule
-    Hkv, ranks = call.problem.Hkv, call.comm.size
-    reason = why_not(schedule, Hkv, ranks)
-    if reason is not None:
-        raise ValueError(f"schedule is {schedule!r}: {reason}")
-    return passes_of(schedule, ranks)
+    check(schedule, call.problem.Hkv, call.comm.size)
+    return passes_of(choose(call) if schedule == "auto" else schedule, call.comm.size)
 
 
 def _all(options: Options) -> frozenset[str]:

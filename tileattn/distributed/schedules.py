@@ -20,24 +20,25 @@ class Passes(NamedTuple):
     backward: Callable[..., Gradients]
 
 
-def check(schedule: Any) -> None:
-    """Raise if there is no such schedule."""
+def check(schedule: Any, Hkv: int, ranks: int) -> None:
+    """Raise if there is no such schedule, or it does not go with so many heads and ranks."""
     known = schedule in ("ring", "heads", "gather", "auto")
     if not known and not (isinstance(schedule, tuple) and _ranks_of_a_group(schedule)):
         raise ValueError(f"schedule is {schedule!r}; accepted are {ACCEPTED}")
+    reason = why_not(schedule, Hkv, ranks)
+    if reason is not None:
+        others = "".join(f", and {other}" for other in combinations(Hkv, ranks))
+        raise ValueError(f"schedule is {schedule!r}: {reason}; schedule='ring' is accepted{others}")
 
 
 def why_not(schedule: Schedule, Hkv: int, ranks: int) -> str | None:
     """Why a schedule does not go with so many heads of k and ranks."""
     n = group_size(schedule, ranks)
     if ranks % n:
-        reason = f"{ranks} ranks do not form groups of {n}"
-    elif Hkv % n:
-        reason = f"k has {Hkv} heads, and {n} ranks share them"
-    else:
-        return None
-    combined = ", ".join(map(repr, combinations(Hkv, ranks)))
-    return f"{reason}; schedule='ring' is accepted" + (f", and {combined}" if combined else "")
+        return f"{ranks} ranks do not form groups of {n}"
+    if Hkv % n:
+        return f"k has {Hkv} heads, and {n} ranks share them"
+    return None
 
 
 def group_size(schedule: Schedule, ranks: int) -> int:
