@@ -89,6 +89,11 @@ def test_what_is_refused_on_paper(error: Any, options: dict[str, Any], message: 
         on_paper(**options)
 
 
+def test_there_is_a_rank() -> None:
+    with pytest.raises(ValueError, match="ranks is 0; 1 or more is accepted"):
+        predict(*SHAPES, 0)
+
+
 def test_ranks_that_disagree_on_rates() -> None:
     def run(comm: Any) -> Any:
         return dist.explain(X[0], X[1], X[2], comm, rates=Rates(1e9 + comm.rank))

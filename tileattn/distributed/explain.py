@@ -115,6 +115,8 @@ def predict(
     'ring'
     """
     check_supported(options)
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; 1 or more is accepted")
     empty = np.zeros((), dtype)
     arrays = [np.broadcast_to(empty, tuple(shape)) for shape in (q, k, v)]
     problem, x = parse(arrays[0], arrays[1], arrays[2], options)
