@@ -8,9 +8,10 @@ import numpy as np
 
 from tileattn.distributed.call import Call, agreed, check_supported, layout_of
 from tileattn.distributed.comm import TIMEOUT, communicator
-from tileattn.distributed.cost import Cost, Rates, Rows, Workload, cost_of
+from tileattn.distributed.cost import Cost, Rates, cost_of
 from tileattn.distributed.layout import Layout
 from tileattn.distributed.schedules import Schedule, every, why_not
+from tileattn.distributed.sent import Rows, Workload
 from tileattn.distributed.visibility import Visibility
 from tileattn.problem import Operands, Options, Problem, parse
 
@@ -106,6 +107,8 @@ def predict(
         matmuls            FLOPs of the visible pairs / FLOPs in a second
 
     Causal masks, windows and lengths leave pairs out; ``mask`` and ``mask_mod`` are not looked at.
+    Messages and bytes are exact. They leave out what all ranks gather, which is little, and the
+    second forward pass that ``backward`` runs where scores are large.
 
     Examples
     --------

@@ -22,8 +22,7 @@ class Passes(NamedTuple):
 
 def check(schedule: Any, Hkv: int, ranks: int) -> None:
     """Raise if there is no such schedule, or it does not go with so many heads and ranks."""
-    known = schedule in ("ring", "heads", "gather", "auto")
-    if not known and not (isinstance(schedule, tuple) and _ranks_of_a_group(schedule)):
+    if not _known(schedule):
         raise ValueError(f"schedule is {schedule!r}; accepted are {ACCEPTED}")
     reason = why_not(schedule, Hkv, ranks)
     if reason is not None:
@@ -43,9 +42,9 @@ def why_not(schedule: Schedule, Hkv: int, ranks: int) -> str | None:
 
 def group_size(schedule: Schedule, ranks: int) -> int:
     """Count the ranks that exchange tokens for heads: 1 where none do."""
-    if isinstance(schedule, tuple):
-        return schedule[1]
-    return ranks if schedule == "heads" else 1
+    if isinstance(schedule, str):
+        return ranks if schedule == "heads" else 1
+    return schedule[1]
 
 
 def combinations(Hkv: int, ranks: int) -> list[Schedule]:
@@ -55,7 +54,7 @@ def combinations(Hkv: int, ranks: int) -> list[Schedule]:
 
 
 def every(Hkv: int, ranks: int) -> list[Schedule]:
-    """List what one can ask for: the schedules that have a name, and those that go with it."""
+    """List the schedules that have a name of their own, and the combinations that go with both."""
     return ["ring", *combinations(Hkv, ranks), "heads", "gather"]
 
 
@@ -69,8 +68,10 @@ def passes_of(schedule: Schedule, ranks: int) -> Passes:
     return Passes(partial(heads.forward, n=n), partial(heads.backward, n=n))
 
 
-def _ranks_of_a_group(schedule: tuple[Any, ...]) -> bool:
-    """Whether a tuple is ("heads", n)."""
-    if len(schedule) != 2 or schedule[0] != "heads":
-        return False
-    return type(schedule[1]) is int and schedule[1] >= 1
+def _known(schedule: Any) -> bool:
+    match schedule:
+        case "ring" | "heads" | "gather" | "auto":
+            return True
+        case ("heads", int(n)):
+            return n >= 1
+    return False
