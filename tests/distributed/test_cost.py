@@ -104,6 +104,8 @@ def test_groups_on_one_host_exchange_by_its_link() -> None:
     assert found["heads", 2] == pytest.approx(2 * 0.5 + part / 1e3)
     for schedule in ("ring", "heads", "gather"):  # they leave the host
         assert found[schedule] == without[schedule]
+    on_one = seconds(Rates(float("inf"), SLOW, host_link=FREE, ranks_per_host=6))
+    assert set(on_one.values()) == {0.0}
 
 
 def test_ten_thousand_ranks_take_no_step_for_each_pair_of_them() -> None:

@@ -49,8 +49,8 @@ class Prediction:
         columns = "".join(f"{name:>13}" for name in _COLUMNS)
         lines = [f"{'':14}{'forward':>39}{'backward':>39}", f"{'schedule':14}{2 * columns}"]
         lines += [_line(cost) for cost in self.costs]
-        lines += [f"{_title(name):14} refused: {why}" for name, why in self.refused.items()]
-        return "\n".join([*lines, f"{'chosen':14} {_title(self.chosen)}"])
+        lines += [f"{name!s:14} refused: {why}" for name, why in self.refused.items()]
+        return "\n".join([*lines, f"{'chosen':14} {self.chosen}"])
 
 
 def predict(
@@ -244,13 +244,9 @@ def _has_rows(x: Any) -> bool:
     return x is not None and x.shape[2] > 1
 
 
-def _title(schedule: Schedule) -> str:
-    return schedule if isinstance(schedule, str) else str(schedule)
-
-
 def _line(cost: Cost) -> str:
     cells = (
         f"{one.nbytes / 1e6:13,.2f}{one.messages:13,}{1e3 * one.seconds:13,.2f}"
         for one in (cost.forward, cost.backward)
     )
-    return f"{_title(cost.schedule):14}{''.join(cells)}"
+    return f"{cost.schedule!s:14}{''.join(cells)}"
