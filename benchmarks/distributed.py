@@ -3,11 +3,12 @@
     mpiexec -n 4 python -m tileattn bench distributed
     torchrun --nproc-per-node 4 -m tileattn bench distributed --quick
 
-Both passes are timed, full and causal, by schedule and layout. The same call on one rank is that of
-rank 0 on the whole sequence, with as many threads as each rank has, while the others sleep. The
-fraction of linear is its time over that of the ranks, divided by their number. A rank has its part
-of the cores of its host, or TILEATTN_NUM_THREADS. A time is the shortest of several rounds, each as
-long as its slowest rank takes. The file is distributed_cpu.json.
+Both passes are timed, full and causal, by schedule and layout; heads-2 is ("heads", 2). The same
+call on one rank is that of rank 0 on the whole sequence, with as many threads as each rank has,
+while the others sleep. The fraction of linear is its time over that of the ranks, divided by their
+number. A rank has its part of the cores of its host, or TILEATTN_NUM_THREADS. A time is the
+shortest of several rounds, each as long as its slowest rank takes. The file is
+distributed_cpu.json.
 """
 
 import argparse
@@ -32,11 +33,9 @@ from tileattn.backends import threads
 from tileattn.distributed.comm import Communicator, communicator
 from tileattn.errors import UnsupportedError
 
-SCHEDULES, LAYOUTS, KINDS = (
-    ("ring", "heads", "gather"),
-    ("contiguous", "zigzag"),
-    ("forward", "both"),
-)
+SCHEDULES: dict[str, Any] = {name: name for name in ("ring", "heads", "gather", "auto")}
+SCHEDULES |= {f"heads-{n}": ("heads", n) for n in (2, 4)}
+LAYOUTS, KINDS = ("contiguous", "zigzag"), ("forward", "both")
 LENGTHS, QUICK_LENGTHS = (4096, 16384), (512,)
 LEAST_ROUNDS, MOST_ROUNDS = 3, 50
 TIMEOUT = 3600.0  # seconds; so long may the call on one rank take
@@ -133,7 +132,8 @@ def shared(
     zigzag = name == "zigzag"
     layout = dist.Layout.zigzag(N, comm.size) if zigzag else dist.Layout.contiguous(cuts)
     q, k, v, dout = (layout.take(x, comm.rank) for x in arrays)
-    options: dict[str, Any] = {"layout": layout, "schedule": schedule, **one.mask.options()}
+    options: dict[str, Any] = {"layout": layout, "schedule": SCHEDULES[schedule]}
+    options |= one.mask.options()
 
     def gradients(dout: Any, out: Any, lse: Any) -> Any:
         return dist.backward(dout, q, k, v, out, lse, comm, **options)
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None, start: Start = started) -> None:
     """Measure on all ranks; rank 0 shows and writes the rows."""
     parser = report.parser("distributed", __doc__)
     add = parser.add_argument
-    add("--schedules", type=partial(report.names, SCHEDULES), default=list(SCHEDULES))
+    add("--schedules", type=partial(report.names, tuple(SCHEDULES)), default=list(SCHEDULES))
     add("--length", type=int, nargs="+", help="tokens (4096 16384)")
     add("--heads", type=int, default=8, help="(8)")
     add("--quick", action="store_true", help="a small size, a tenth of the time")

@@ -24,10 +24,12 @@ def test_rank_0_writes_each_schedule_and_layout(
     result = json.loads((tmp_path / "distributed_cpu.json").read_text(encoding="utf-8"))
     assert result["machine"]["ranks"] == 2
     rows = {(x["pass"], x["causal"], x["schedule"], x["layout"]): x for x in result["rows"]}
-    assert len(rows) == 2 * 2 * 3 * 2
+    assert len(rows) == 2 * 2 * 6 * 2
     row = rows["both", True, "ring", "zigzag"]
     expected = row["one_rank_ms"] / row["ms"] / 2
     assert row["fraction_of_linear"] == pytest.approx(expected, rel=1e-2)
+    assert rows["both", False, "auto", "contiguous"]["ms"] > 0
+    assert "2 ranks do not form" in rows["forward", False, "heads-4", "zigzag"]["failed"]
     assert "k has 3 heads, and 2 ranks share" in rows["forward", False, "heads", "zigzag"]["failed"]
 
 

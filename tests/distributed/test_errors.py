@@ -66,7 +66,12 @@ def test_a_rank_that_refuses_is_named() -> None:
         ({"layout": Layout.contiguous([11, 13])}, "layout gives rank 0 11 tokens, and its arrays"),
         ({"mask": np.ones((12, 23), bool)}, "mask has shape (12, 23); a shape that broadcasts"),
         ({"unknown": 1}, "unknown option 'unknown'"),
-        ({"schedule": "star"}, "schedule is 'star'; accepted are 'ring', 'heads', 'gather'"),
+        (
+            {"schedule": "star"},
+            "schedule is 'star'; accepted are 'ring', 'heads', ('heads', n), 'g",
+        ),
+        ({"schedule": ("heads", 0)}, "schedule is ('heads', 0); accepted are 'ring', 'heads', ("),
+        ({"schedule": ("ring", 2)}, "schedule is ('ring', 2); accepted are 'ring', 'heads', ("),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
@@ -103,6 +108,19 @@ def test_heads_that_ranks_do_not_divide() -> None:
         "ValueError: schedule is 'heads': k has 2 heads, and 3 ranks share them; schedule='ring' "
         "is accepted"
     }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "n", "reason"),
+    [
+        (6, 4, "6 ranks do not form groups of 4"),
+        (6, 3, "k has 2 heads, and 3 ranks share them"),
+    ],
+)
+def test_groups_that_ranks_do_not_form(ranks: int, n: int, reason: str) -> None:
+    found = raised(on_ranks(ranks, lambda comm: call(comm, schedule=("heads", n))))
+    start = f"ValueError: schedule is ('heads', {n}): {reason}; "
+    assert set(found) == {f"{start}schedule='ring' is accepted, and ('heads', 2)"}
 
 
 def test_ranks_that_exchange_heads_have_the_bits_of_one_call() -> None:
@@ -158,12 +176,27 @@ def test_keys_travel_no_further_than_they_are_needed() -> None:
     assert sent(layout, 4, kv_lengths=[3]) == [part, part, part, 0]
 
 
-def test_results_have_the_same_bits_again() -> None:
+@pytest.mark.parametrize("schedule", ["ring", "gather", ("heads", 2)])
+def test_results_have_the_same_bits_again(schedule: Any) -> None:
     def run(comm: Any) -> Any:
-        attention, pullback = dist.vjp(Q, K, V, comm, causal=True, backend="numpy")
-        return [x.tobytes() for x in (*attention, *pullback(Q)[:3])]
+        options: dict[str, Any] = {"causal": True, "sinks": np.ones(2), "schedule": schedule}
+        attention, pullback = dist.vjp(Q, K, V, comm, backend="numpy", **options)
+        grads = pullback(Q)
+        return [x.tobytes() for x in (*attention, *grads[:3], grads.dsinks)]
 
-    assert on_ranks(3, run) == on_ranks(3, run)
+    found = on_ranks(4, run)
+    assert found == on_ranks(4, run)
+    assert len({dsinks for *_, dsinks in found}) == 1
+
+
+def test_groups_of_one_rank_are_a_ring() -> None:
+    def run(comm: Any) -> Any:
+        return [
+            call(comm, causal=True, schedule=schedule).out.tobytes()
+            for schedule in ("ring", ("heads", 1))
+        ]
+
+    assert all(ring == groups for ring, groups in on_ranks(3, run))
 
 
 class Silent:

@@ -26,19 +26,26 @@ pytest.importorskip("torch.distributed", reason="PyTorch runs the ranks")
 
 
 def drawn() -> Any:
-    return np.random.default_rng(0).standard_normal((4, 2, 6, N, 8), np.float32)
+    return np.random.default_rng(0).standard_normal((4, 2, 12, N, 8), np.float32)
 
 
-CASES = ((np.float32, "ring"), (ml_dtypes.bfloat16, "ring"), (np.float32, "heads"))
+CASES: tuple[tuple[Any, Any], ...] = (
+    (np.float32, "ring"),
+    (ml_dtypes.bfloat16, "ring"),
+    (np.float32, "heads"),
+    (np.float32, "pairs"),
+    (np.float32, "auto"),
+)
 
 
 def results(group: Any) -> list[Any]:
-    """Both passes of this rank by both schedules, in two dtypes."""
+    """Both passes of this rank by several schedules, in two dtypes."""
     found = []
-    for dtype, schedule in CASES:
+    for dtype, name in CASES:
         layout = Layout.zigzag(N, group.size())
         q, k, v, dout = (layout.take(x, group.rank()).astype(dtype) for x in drawn())
         k.flags.writeable = False
+        schedule = ("heads", 1 + (group.size() % 2 == 0)) if name == "pairs" else name
         options: dict[str, Any] = {"layout": layout, "schedule": schedule, "causal": True}
         attention, pullback = dist.vjp(q, k, v, group, backend="numpy", **options)
         found.append([*attention, *pullback(dout)[:3]])
@@ -93,7 +100,7 @@ def on_ranks(size: int, run: Callable[[Any], Any], store: Path) -> list[Any]:
         return pool.starmap_async(work, given, chunksize=1).get(SECONDS)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_results_are_those_of_one_call(ranks: int, tmp_path: Path) -> None:
     found = on_ranks(ranks, results, tmp_path / "store")
     layout = Layout.zigzag(N, ranks)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 
 import tileattn.distributed as dist
 from tests.distributed.threads import on_ranks
@@ -48,7 +48,7 @@ def cut(case: AttentionCase, queries: Layout, keys: Layout, rank: int) -> Attent
     return AttentionCase(q, k, v, dout, dlse, options)
 
 
-def check(case: AttentionCase, queries: Layout, keys: Layout, **more: str) -> None:
+def check(case: AttentionCase, queries: Layout, keys: Layout, **more: Any) -> None:
     """Hold what the ranks return, put together, to the oracle."""
     ranks = queries.ranks
 
@@ -98,10 +98,24 @@ def test_every_result_is_that_of_the_oracle(case: AttentionCase) -> None:
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_ranks_that_exchange_heads(case: AttentionCase) -> None:
     rng = np.random.default_rng(abs(hash((case.q.shape, case.k.shape))) % 2**32)
-    Hkv = case.k.shape[-3] if case.k.ndim > 2 else 1
-    ranks = max(n for n in (1, 2, 3, 4) if Hkv % n == 0)
+    ranks = max(n for n in (1, 2, 3, 4) if heads_of_keys(case) % n == 0)
     queries, keys = (layouts(rng, x.shape[-2], ranks) for x in (case.q, case.k))
     check(case, queries, keys, schedule="heads")
+
+
+@given(case=problems(options=OPTIONS, max_length=60))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_groups_of_ranks_that_exchange_heads(case: AttentionCase) -> None:
+    rng = np.random.default_rng(abs(hash((case.q.shape, case.k.shape))) % 2**32)
+    n = max(n for n in (1, 2, 3) if heads_of_keys(case) % n == 0)
+    assume(n > 1)
+    ranks = n * int(rng.integers(2, 6 // n + 1))
+    queries, keys = (layouts(rng, x.shape[-2], ranks) for x in (case.q, case.k))
+    check(case, queries, keys, schedule=("heads", n))
+
+
+def heads_of_keys(case: AttentionCase) -> int:
+    return case.k.shape[-3] if case.k.ndim > 2 else 1
 
 
 @given(case=problems(options=OPTIONS, max_length=60))
@@ -128,8 +142,8 @@ def test_gradients_of_large_scores(dtype: Any) -> None:
     k, v = rng.standard_normal((2, 2, 2, 53, 8))
     q, k, v, dout = (x.astype(dtype) for x in (100 * q, 10 * k, v, dout))
     case = AttentionCase(q, k, v, dout, None, {"causal": True, "sinks": np.full(4, 900.0)})
-    for schedule in ("ring", "gather"):
-        check(case, Layout.zigzag(37, 3), Layout.zigzag(53, 3), schedule=schedule)
+    for schedule in ("ring", "gather", ("heads", 2)):
+        check(case, Layout.zigzag(37, 4), Layout.zigzag(53, 4), schedule=schedule)
 
 
 @pytest.mark.parametrize("score_mod", [None, *SCORES])
@@ -142,5 +156,7 @@ def test_functions(score_mod: str | None, mask_mod: str | None, ranks: int) -> N
     own = draw_functions(Choices(rng), score_mod, mask_mod, (2, 4, 37, 53))
     case = AttentionCase(q, k, v, dout, None, own | {"dropout_p": 0.2, "seed": 9, "causal": True})
     check(case, layouts(rng, 37, ranks), layouts(rng, 53, ranks))
+    queries, keys = layouts(rng, 37, 2 * ranks), layouts(rng, 53, 2 * ranks)
+    check(case, queries, keys, schedule=("heads", 2))
     if ranks == 2:
         check(case, layouts(rng, 37, 2), layouts(rng, 53, 2), schedule="heads")

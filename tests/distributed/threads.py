@@ -21,6 +21,7 @@ class World:
         self.barrier = threading.Barrier(size)
         self.gathered: list[Any] = [None] * size
         self.bytes_sent = [0] * size
+        self.messages_sent = [0] * size
 
     def box(self, key: Any) -> "Queue[Any]":
         with self.lock:
@@ -37,6 +38,7 @@ class Rank:
         assert x.flags.c_contiguous
         assert to != self.rank
         self.world.bytes_sent[self.rank] += x.nbytes
+        self.world.messages_sent[self.rank] += 1
         self.world.box((self.rank, to, tag)).put(x)  # not a copy: it may not change under way
         return Sent()
 

@@ -4,7 +4,21 @@ Each rank holds a part of the queries and a part of the keys. The options are th
 by the indices of the whole sequence.
 """
 
+from tileattn.distributed.cost import Cost, Link, PassCost, Rates
+from tileattn.distributed.explain import Prediction, explain, predict
 from tileattn.distributed.functional import backward, forward, vjp
 from tileattn.distributed.layout import Layout
 
-__all__ = ["Layout", "backward", "forward", "vjp"]
+__all__ = [
+    "Cost",
+    "Layout",
+    "Link",
+    "PassCost",
+    "Prediction",
+    "Rates",
+    "backward",
+    "explain",
+    "forward",
+    "predict",
+    "vjp",
+]

@@ -27,7 +27,7 @@ def attend(call: Call, arriving: Iterable[tuple[int, Pair]]) -> Attention:
         for source, (k, v) in arriving:
             for state, a in zip(states, segments, strict=True):
                 for c in call.k_layout.segments(source):
-                    if call.visible(a, c):
+                    if call.visibility.block(a, c):
                         q = call.wide(x.q[..., a.rows, :])
                         keys = call.wide(k[..., c.rows, :]), call.wide(v[..., c.rows, :])
                         part = tileattn.forward(q, *keys, **call.block(a, c))
@@ -69,7 +69,7 @@ class Sums:
         dk, dv = (np.zeros(a.shape, call.sums) for a in (k, v))
         for a in call.q_layout.segments(call.comm.rank):
             for c in call.k_layout.segments(source):
-                if not call.visible(a, c):
+                if not call.visibility.block(a, c):
                     continue
                 keys = call.wide(k[..., c.rows, :]), call.wide(v[..., c.rows, :])
                 grads = self._of_block(a.rows, *keys, call.block(a, c), self._wrt - {"sinks"})

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from tileattn.distributed.comm import Communicator
 from tileattn.distributed.layout import Layout, Segment
+from tileattn.distributed.visibility import Visibility, reach
 from tileattn.errors import UnsupportedError
 from tileattn.problem import Operands, Problem, four_axes, parse
 
@@ -55,18 +57,16 @@ class Call:
     mask_rows: bool
     sums: np.dtype[Any]
 
-    def visible(self, queries: Segment, keys: Segment) -> bool:
-        """Whether some query may attend to some key, by lengths and window."""
-        (left, right), x = self.problem.window, self.operands
-        if queries.start == queries.stop:
-            return False
-        last = np.minimum(keys.stop, x.kv_lengths) - 1  # of each batch entry
-        some = last >= keys.start
-        if left is not None:
-            some &= last >= queries.start + x.q_offset - left
-        if right is not None:
-            some &= keys.start <= queries.stop - 1 + x.q_offset + right
-        return bool(some.any())
+    @cached_property
+    def visibility(self) -> Visibility:
+        """Where keys are visible."""
+        x = self.operands
+        return Visibility(self.problem.window, x.kv_lengths, x.q_offset)
+
+    @cached_property
+    def attending(self) -> list[int]:
+        """Ranks that attend to the keys of each rank: bit r stands for rank r."""
+        return self.visibility.attending(self.q_layout, self.k_layout)
 
     @property
     def has_indices(self) -> bool:
@@ -89,11 +89,7 @@ class Call:
 
     def reach(self) -> list[int]:
         """Count the ranks that the keys of each rank travel to: up to the last that needs them."""
-        size = self.comm.size
-        return [
-            max(t for t in range(size) if t == 0 or self.needs((rank + t) % size, rank))
-            for rank in range(size)
-        ]
+        return reach(self.attending)
 
     def block(self, queries: Segment, keys: Segment) -> dict[str, Any]:
         """Give the options of the call of a block, sinks left out: indices are moved there."""
@@ -127,11 +123,7 @@ class Call:
 
     def needs(self, rank: int, source: int) -> bool:
         """Whether a rank attends to some of the keys of another."""
-        return any(
-            self.visible(queries, keys)
-            for queries in self.q_layout.segments(rank)
-            for keys in self.k_layout.segments(source)
-        )
+        return bool(self.attending[source] >> rank & 1)
 
 
 def agreed(
@@ -154,8 +146,8 @@ def agreed(
     def layouts() -> tuple[Layout, Layout]:
         queries, keys = map(list, zip(*lengths, strict=True))
         return (
-            _layout("layout", layout, queries, comm.rank),
-            _layout("layout_k", layout_k, keys, comm.rank),
+            _own_layout("layout", layout, queries, comm.rank),
+            _own_layout("layout_k", layout_k, keys, comm.rank),
         )
 
     q_layout, k_layout = _checked(comm, layouts)
@@ -205,11 +197,7 @@ def _checked(comm: Communicator, make: Callable[[], Any]) -> Any:
 
 
 def _lengths(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[int, int]:
-    for name in _REFUSED:
-        if options.get(name) is not None:
-            raise UnsupportedError(
-                f"{name} does not go with ranks that share a sequence; mask_mod= does"
-            )
+    check_supported(options)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, np.ndarray):
             raise TypeError(f"{name} is {type(x).__name__}; a NumPy array is accepted")
@@ -217,12 +205,21 @@ def _lengths(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[int, i
     return problem.Nq, problem.Nk
 
 
-def _layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout:
+def check_supported(options: Mapping[str, Any]) -> None:
+    """Raise for an option that does not go with ranks."""
+    for name in _REFUSED:
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"{name} does not go with ranks that share a sequence; mask_mod= does"
+            )
+
+
+def layout_of(name: str, layout: Any, lengths: list[int]) -> Layout:
     """Find out which tokens each rank holds, given how many there are."""
     if layout is None or layout == "contiguous":
         return Layout.contiguous(lengths)
     if layout == "zigzag":
-        layout = Layout.zigzag(sum(lengths), len(lengths))
+        return Layout.zigzag(sum(lengths), len(lengths))
     if not isinstance(layout, Layout):
         raise TypeError(
             f"{name} is {layout!r}; 'contiguous', 'zigzag' and a tileattn.distributed.Layout are "
@@ -230,12 +227,18 @@ def _layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout:
         )
     if layout.ranks != len(lengths):
         raise ValueError(f"{name} is of {layout.ranks} ranks, and there are {len(lengths)}")
-    if layout.length_of(rank) != lengths[rank]:
+    return layout
+
+
+def _own_layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout:
+    """Check the tokens of this rank, too."""
+    found = layout_of(name, layout, lengths)
+    if found.length_of(rank) != lengths[rank]:
         raise ValueError(
-            f"{name} gives rank {rank} {layout.length_of(rank)} tokens, and its arrays have "
+            f"{name} gives rank {rank} {found.length_of(rank)} tokens, and its arrays have "
             f"{lengths[rank]}"
         )
-    return layout
+    return found
 
 
 def _parsed(

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+TIMEOUT = 600.0
+"""Seconds that a rank waits for another."""
+
 _NAPS = 20e-6, 1e-3  # seconds between two looks at what is under way, at least and at most
 _SHARE = 0.01  # of the time waited so far: a long wait leaves the core to others
 _EAGER = 1000  # looks before the first nap

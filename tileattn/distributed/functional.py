@@ -5,16 +5,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.distributed import gather, heads, ring
 from tileattn.distributed.call import Call, agreed, same
-from tileattn.distributed.comm import communicator
+from tileattn.distributed.comm import TIMEOUT, communicator
+from tileattn.distributed.explain import choose
+from tileattn.distributed.schedules import Passes, Schedule, check, passes_of
 from tileattn.problem import Options, check_array, four_axes
 from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
-
-_SCHEDULES: dict[str, Any] = {"ring": ring, "heads": heads, "gather": gather}
-
-TIMEOUT = 600.0
-"""Seconds that a rank waits for another."""
 
 
 def forward(
@@ -25,7 +21,7 @@ def forward(
     *,
     layout: Any = None,
     layout_k: Any = None,
-    schedule: str = "ring",
+    schedule: Schedule = "ring",
     backend: str = "auto",
     timeout: float = TIMEOUT,
     **options: Unpack[Options],
@@ -46,10 +42,14 @@ def forward(
         causal mask gives all ranks equal work.
     layout_k : Layout, str or None
         That of the keys; None is ``layout``.
-    schedule : str
-        ``"ring"``: keys and values travel from rank to rank; ``"heads"``: ranks exchange tokens for
-        heads, whose number in k they must divide; ``"gather"``: ranks get all keys and values that
-        they attend to at once, and have room for them.
+    schedule : str or (str, int)
+        ``"ring"`` (the default): keys and values travel from rank to rank; ``"heads"``: ranks
+        exchange tokens for heads, whose number in k they must divide; ``("heads", n)``: groups of n
+        ranks do so, and keys travel from group to group, where n must divide the ranks and the
+        heads of k; ``"gather"``: ranks get all keys and values that they attend to at once, and
+        have room for them; ``"auto"``: what `predict` expects to take the least time for both
+        passes, at the rates of ``Rates()``. A ring is the default: it goes with every call, and its
+        bits do not depend on a model.
     backend : str
         As for ``tileattn.forward``; it computes the blocks, or heads.
     timeout : float
@@ -86,7 +86,8 @@ def forward(
     References
     ----------
     Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, arXiv:2310.01889;
-    Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
+    Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509;
+    Fang and Zhao, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719.
 
     Examples
     --------
@@ -98,10 +99,10 @@ def forward(
         layout = dist.Layout.zigzag(len(tokens), MPI.COMM_WORLD.size)
         out, lse = dist.forward(q, k, v, MPI.COMM_WORLD, layout=layout, causal=True)
     """
-    link, facts = communicator(comm, timeout), {"backend": backend, "schedule": schedule}
+    link = communicator(comm, timeout)
+    facts = {"backend": backend, "schedule": str(schedule)}
     call = agreed(q, k, v, link, layout, layout_k, options, **facts)
-    _check_schedule(call, schedule)
-    return _of_rank(_SCHEDULES[schedule].forward(call), q.ndim)
+    return _of_rank(_passes(call, schedule).forward(call), q.ndim)
 
 
 def backward(
@@ -117,7 +118,7 @@ def backward(
     wrt: Sequence[str] | None = None,
     layout: Any = None,
     layout_k: Any = None,
-    schedule: str = "ring",
+    schedule: Schedule = "ring",
     backend: str = "auto",
     timeout: float = TIMEOUT,
     **options: Unpack[Options],
@@ -140,7 +141,7 @@ def backward(
         As for ``tileattn.backward``.
     layout, layout_k : Layout, str or None
         As for ``forward``.
-    schedule : str
+    schedule : str or (str, int)
         As for ``forward``.
     backend : str
         As for ``forward``.
@@ -173,7 +174,7 @@ def backward(
     """
     link = communicator(comm, timeout)
 
-    def check() -> frozenset[str]:
+    def validated() -> frozenset[str]:
         check_array("out", out, (*q.shape[:-1], v.shape[-1]), q.dtype)
         check_array("dout", dout, out.shape, out.dtype)
         for name, x in (("lse", lse), ("dlse", dlse)):
@@ -184,14 +185,14 @@ def backward(
         names = wanted(wrt, options)
         return names if names is not None else _all(options)
 
-    facts = {"backend": backend, "schedule": schedule}
+    facts = {"backend": backend, "schedule": str(schedule)}
     call = agreed(q, k, v, link, layout, layout_k, options, **facts)
-    _check_schedule(call, schedule)
-    names = call.checked(check)
+    passes = _passes(call, schedule)
+    names = call.checked(validated)
     same(link, {"wrt": str(sorted(names)), "dlse": "given" if dlse is not None else "None"})
     saved = Attention(four_axes(out), _rows(call, lse))
     dlse = None if dlse is None else _rows(call, dlse)
-    grads: Gradients = _SCHEDULES[schedule].backward(call, four_axes(dout), saved, dlse, names)
+    grads = passes.backward(call, four_axes(dout), saved, dlse, names)
     of_rank = {
         name: None if x is None else x.reshape(like.shape)
         for name, x, like in zip(("dq", "dk", "dv"), grads[:3], (q, k, v), strict=True)
@@ -230,15 +231,10 @@ def vjp(
     return attention, pullback
 
 
-def _check_schedule(call: Call, schedule: str) -> None:
+def _passes(call: Call, schedule: Schedule) -> Passes:
     """Raise if there is no such schedule, or it does not go with the call; so do all ranks."""
-    if schedule not in _SCHEDULES:
-        raise ValueError(
-            f"schedule is {schedule!r}; accepted are {', '.join(map(repr, _SCHEDULES))}"
-        )
-    reason = heads.why_not(call.problem, call.comm.size) if schedule == "heads" else None
-    if reason is not None:
-        raise ValueError(f"schedule is 'heads': {reason}")
+    check(schedule, call.problem.Hkv, call.comm.size)
+    return passes_of(choose(call) if schedule == "auto" else schedule, call.comm.size)
 
 
 def _all(options: Options) -> frozenset[str]:

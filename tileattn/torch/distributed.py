@@ -8,8 +8,8 @@ from torch.autograd.function import once_differentiable
 
 import tileattn.distributed as ranks
 from tileattn.distributed.call import on_all, same
-from tileattn.distributed.comm import communicator
-from tileattn.distributed.functional import TIMEOUT
+from tileattn.distributed.comm import TIMEOUT, communicator
+from tileattn.distributed.schedules import Schedule
 from tileattn.problem import check_names
 from tileattn.results import Attention
 from tileattn.torch.tensors import array_of, autocast, check_tensor, tensor_of
@@ -27,7 +27,7 @@ def distributed_attention(
     return_lse: bool = False,
     layout: Any = None,
     layout_k: Any = None,
-    schedule: str = "ring",
+    schedule: Schedule = "ring",
     backend: str = "auto",
     timeout: float = TIMEOUT,
     **options: Any,
@@ -48,7 +48,7 @@ def distributed_attention(
         Return the logsumexp of each query, too; it is differentiable. The same on all ranks.
     layout, layout_k : tileattn.distributed.Layout, str or None
         Which tokens each rank holds, as for ``tileattn.distributed.forward``.
-    schedule : str
+    schedule : str or (str, int)
         As for ``tileattn.distributed.forward``.
     backend : str
         As for ``tileattn.forward``.

@@ -1,0 +1,128 @@
+"""What the model says is sent against what is sent; its times where they can be told by hand."""
+
+import time
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import tileattn.distributed as dist
+from tests.distributed.test_ring import OPTIONS, cut, layouts
+from tests.distributed.threads import Rank, on_ranks
+from tileattn.distributed import Link, Rates, predict
+from tileattn.distributed.schedules import every
+from tileattn.testing import AttentionCase, problems
+
+SHAPES = (2, 8, 96, 16), (2, 4, 96, 16), (2, 4, 96, 8)
+SLOW = Link(latency=0.5, bandwidth=1e3)
+FREE = Link(latency=0.0, bandwidth=float("inf"))
+
+
+@given(case=problems(options=OPTIONS, max_length=60))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_messages_and_bytes_are_those_that_are_sent(case: AttentionCase) -> None:
+    rng = np.random.default_rng(abs(hash((case.q.shape, case.k.shape))) % 2**32)
+    ranks = int(rng.choice([1, 2, 3, 4, 6]))
+    queries, keys = (layouts(rng, x.shape[-2], ranks) for x in (case.q, case.k))
+
+    def run(comm: Rank) -> Any:
+        q, k, v, dout, _, options = cut(case, queries, keys, comm.rank)
+        given = options | {"layout": queries, "layout_k": keys, "backend": "numpy"}
+        report, sent = dist.explain(q, k, v, comm, **given), {}
+        for cost in report.costs:
+            counts = [counted(comm)]
+            _, pullback = dist.vjp(q, k, v, comm, schedule=cost.schedule, **given)
+            counts.append(counted(comm))
+            pullback(dout)
+            counts.append(counted(comm))
+            sent[cost.schedule] = np.diff(counts, axis=0)
+        return report, sent
+
+    # Where it is large a second forward pass runs, which sizes do not tell.
+    with patch("tileattn.distributed.blocks.has_large_lse", lambda *_: np.False_):
+        found = on_ranks(ranks, run)
+    for x in found:
+        if isinstance(x, Exception):
+            raise x
+    report, _ = found[0]
+    assert {*(c.schedule for c in report.costs), *report.refused} == {
+        *every(case.k.shape[-3] if case.k.ndim > 2 else 1, ranks)
+    }
+    for cost in report.costs:
+        most = np.max([sent[cost.schedule] for _, sent in found], axis=0).tolist()
+        assert most == [[*cost.forward[:2]], [*cost.backward[:2]]], cost.schedule
+    assert {str(x) for x, _ in found} == {str(report)}
+
+
+def counted(comm: Rank) -> list[int]:
+    """What a rank has sent so far."""
+    return [comm.world.messages_sent[comm.rank], comm.world.bytes_sent[comm.rank]]
+
+
+def seconds(rates: Rates, ranks: int = 4, **options: Any) -> dict[Any, float]:
+    """Forward times by schedule."""
+    costs = predict(*SHAPES, ranks, rates=rates, **options).costs
+    return {cost.schedule: cost.forward.seconds for cost in costs}
+
+
+def test_times_of_ranks_that_wait_for_messages() -> None:
+    part = 2 * 4 * 24 * (16 + 8) * 4  # batch, heads, tokens, columns, bytes; of k and v
+    travel = 2 * 3 * 0.5 + 3 * part / 1e3
+    found = seconds(Rates(float("inf"), SLOW))
+    assert found["ring"] == found["gather"] == pytest.approx(travel)
+    of_tokens = 2 * 24 * (8 * (16 + 8) + 4 * (16 + 8) + 8) * 4  # q, out, k, v, lse
+    assert found["heads"] == pytest.approx(5 * 3 * 0.5 + 3 / 4 * of_tokens / 1e3)
+    # Half of the heads travel half as far, after an exchange with one other rank.
+    passed_on = 2 * 0.5 + part / 1e3
+    assert found["heads", 2] == pytest.approx(5 * 0.5 + of_tokens / 2 / 1e3 + passed_on)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_times_of_ranks_that_compute(causal: bool) -> None:
+    found = seconds(Rates(1e6, FREE), causal=causal)
+    pairs = 2 * 8 * (sum(range(73, 97)) if causal else 24 * 96)  # of the last rank
+    assert found["ring"] == found["gather"] == pytest.approx(2 * pairs * (16 + 8) / 1e6)
+    all_pairs = 2 * 8 * (96 * 97 / 2 if causal else 96 * 96)
+    assert found["heads"] == pytest.approx(2 * all_pairs / 4 * (16 + 8) / 1e6)
+
+
+def test_keys_travel_while_a_ring_computes() -> None:
+    moves, computes, both = (
+        seconds(rates) for rates in (Rates(float("inf"), SLOW), Rates(1e6, FREE), Rates(1e6, SLOW))
+    )
+    assert both["ring"] == max(moves["ring"], computes["ring"])
+    for schedule in ("gather", "heads"):
+        assert both[schedule] == pytest.approx(moves[schedule] + computes[schedule])
+
+
+def test_groups_on_one_host_exchange_by_its_link() -> None:
+    hosts = Rates(float("inf"), SLOW, host_link=FREE, ranks_per_host=2)
+    found, without = seconds(hosts), seconds(Rates(float("inf"), SLOW))
+    part = 2 * 2 * 48 * (16 + 8) * 4
+    assert found["heads", 2] == pytest.approx(2 * 0.5 + part / 1e3)
+    for schedule in ("ring", "heads", "gather"):  # they leave the host
+        assert found[schedule] == without[schedule]
+    on_one = seconds(Rates(float("inf"), SLOW, host_link=FREE, ranks_per_host=6))
+    assert set(on_one.values()) == {0.0}
+
+
+def test_ten_thousand_ranks_take_no_step_for_each_pair_of_them() -> None:
+    shape, start = (1, 8, 1 << 22, 64), time.process_time()
+    report = predict(shape, shape, shape, 10_000, layout="zigzag", causal=True)
+    assert time.process_time() - start < 10  # a second; pair by pair they would be 1e8 steps
+    assert [cost.schedule for cost in report.costs] == [*every(8, 10_000)[:-2], "gather"]
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("flops is 0", {"flops": 0}),
+        ("bandwidth is -1", {"link": Link(0.0, -1)}),
+        ("ranks_per_host is 0", {"ranks_per_host": 0}),
+    ],
+)
+def test_rates_that_are_none(name: str, given: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}; "):
+        Rates(**given)

@@ -1,0 +1,252 @@
+"""Which schedule a call takes, and why: the costs of all of them side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import numpy as np
+
+from tileattn.distributed.call import Call, agreed, check_supported, layout_of
+from tileattn.distributed.comm import TIMEOUT, communicator
+from tileattn.distributed.cost import Cost, Rates, cost_of
+from tileattn.distributed.layout import Layout
+from tileattn.distributed.schedules import Schedule, every, why_not
+from tileattn.distributed.sent import Rows, Workload
+from tileattn.distributed.visibility import Visibility
+from tileattn.problem import Operands, Options, Problem, parse
+
+_COLUMNS = "MB", "messages", "ms"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The costs of the schedules of a call; ``str()`` of it is a table.
+
+    Parameters
+    ----------
+    ranks : int
+        How many ranks there are.
+    rates : Rates
+        How fast they compute and send.
+    costs : tuple of Cost
+        Of each schedule that goes with the call: messages and bytes that a rank sends at most, and
+        predicted seconds, of both passes.
+    refused : mapping of schedule to str
+        Why others do not go with it.
+    """
+
+    ranks: int
+    rates: Rates
+    costs: tuple[Cost, ...]
+    refused: Mapping[Schedule, str]
+
+    @property
+    def chosen(self) -> Schedule:
+        """Schedule that takes the least time for both passes: the first of those that take it."""
+        return min(self.costs, key=lambda cost: cost.seconds).schedule
+
+    def __str__(self) -> str:
+        columns = "".join(f"{name:>13}" for name in _COLUMNS)
+        lines = [f"{'':14}{'forward':>39}{'backward':>39}", f"{'schedule':14}{2 * columns}"]
+        lines += [_line(cost) for cost in self.costs]
+        lines += [f"{name!s:14} refused: {why}" for name, why in self.refused.items()]
+        return "\n".join([*lines, f"{'chosen':14} {self.chosen}"])
+
+
+def predict(
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    ranks: int,
+    *,
+    dtype: Any = np.float32,
+    layout: Any = None,
+    layout_k: Any = None,
+    rates: Rates | None = None,
+    **options: Unpack[Options],
+) -> Prediction:
+    """Predict what the schedules of a call send and how long they take, for any number of ranks.
+
+    Nothing is sent or computed, and no ranks are needed.
+
+    Parameters
+    ----------
+    q, k, v : sequence of int
+        Shapes of the whole sequence: (B, Hq, Nq, D), (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv).
+    ranks : int
+        How many ranks share it.
+    dtype : dtype
+        That of q, k and v.
+    layout, layout_k : Layout, str or None
+        As for ``forward``; ``"contiguous"`` (the default) gives all ranks as many tokens, or one
+        more.
+    rates : Rates or None
+        How fast ranks compute and send; None is ``Rates()``.
+    **options
+        As for ``forward``, with all rows of bias and mask.
+
+    Returns
+    -------
+    Prediction
+        The costs of each schedule, and which is chosen.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+    UnsupportedError
+        For an option that ``forward`` does not support.
+
+    Notes
+    -----
+    A pass takes as long as the slowest rank::
+
+        ring, heads, both  exchange + max(travel, matmuls)
+        gather             travel + matmuls
+        exchange, travel   messages * latency + bytes / bandwidth
+        matmuls            FLOPs of the visible pairs / FLOPs in a second
+
+    Causal masks, windows and lengths leave pairs out; ``mask`` and ``mask_mod`` are not looked at.
+    Messages and bytes are exact. They leave out what all ranks gather, which is little, and the
+    second forward pass that ``backward`` runs where scores are large.
+
+    Examples
+    --------
+    >>> from tileattn.distributed import predict
+    >>> shape = (1, 8, 65536, 64)
+    >>> predict(shape, shape, shape, 16, layout="zigzag", causal=True).chosen
+    'ring'
+    """
+    check_supported(options)
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; 1 or more is accepted")
+    empty = np.zeros((), dtype)
+    arrays = [np.broadcast_to(empty, tuple(shape)) for shape in (q, k, v)]
+    problem, x = parse(arrays[0], arrays[1], arrays[2], options)
+    layout_k = layout if layout_k is None else layout_k
+    layouts = (
+        _on_paper("layout", layout, problem.Nq, ranks),
+        _on_paper("layout_k", layout_k, problem.Nk, ranks),
+    )
+    shared = [name for name in ("bias", "mask") if _has_rows(getattr(x, name))]
+    return _predicted(_workload(problem, x, *layouts, shared), rates)
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    comm: Any,
+    *,
+    layout: Any = None,
+    layout_k: Any = None,
+    rates: Rates | None = None,
+    backend: str = "auto",
+    timeout: float = TIMEOUT,
+    **options: Unpack[Options],
+) -> Prediction:
+    """Say what each schedule of a call would cost, without running it; all ranks call it.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As for ``forward``.
+    comm : mpi4py.MPI.Comm or torch.distributed.ProcessGroup
+        The ranks.
+    layout, layout_k : Layout, str or None
+        As for ``forward``.
+    rates : Rates or None
+        How fast ranks compute and send, the same on all; None is ``Rates()``, by which
+        ``schedule="auto"`` chooses.
+    backend : str
+        As for ``forward``.
+    timeout : float
+        As for ``forward``.
+    **options
+        As for ``forward``.
+
+    Returns
+    -------
+    Prediction
+        As `predict` returns it, the same on all ranks. ``schedule=`` takes its ``chosen``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described, or the ranks disagree.
+    RuntimeError
+        If another rank refuses the call.
+    TimeoutError
+        If another rank does not answer.
+    UnsupportedError
+        For an option that is not supported.
+
+    Examples
+    --------
+    In a program that ``mpiexec -n 4 python program.py`` runs::
+
+        from mpi4py import MPI
+        import tileattn.distributed as dist
+
+        report = dist.explain(q, k, v, MPI.COMM_WORLD, layout="zigzag", causal=True)
+        print(report)
+    """
+    link, facts = communicator(comm, timeout), {"backend": backend, "rates": str(rates)}
+    call = agreed(q, k, v, link, layout, layout_k, options, **facts)
+    return _of_call(call, rates)
+
+
+def choose(call: Call) -> Schedule:
+    """Choose the schedule of a call; all ranks take the choice of rank 0."""
+    chosen: Schedule = call.comm.gather(_of_call(call, None).chosen)[0]
+    return chosen
+
+
+def _of_call(call: Call, rates: Rates | None) -> Prediction:
+    of_ranks = {"bias": call.bias_rows, "mask": call.mask_rows}
+    shared = [name for name, rows in of_ranks.items() if rows]
+    layouts = call.q_layout, call.k_layout
+    return _predicted(_workload(call.problem, call.operands, *layouts, shared), rates)
+
+
+def _workload(
+    problem: Problem, x: Operands, q_layout: Layout, k_layout: Layout, shared: Sequence[str]
+) -> Workload:
+    """Leave out the arrays; of those named, each rank has rows of its own."""
+    rows = []
+    for name in shared:
+        B, heads, _, keys = getattr(x, name).shape
+        bias, itemsize = name == "bias", getattr(x, name).dtype.itemsize
+        if bias:  # it travels in the accumulation dtype
+            itemsize = max(itemsize, problem.accum_dtype.itemsize)
+        rows.append(Rows(B, heads, keys, itemsize, gradient=bias))
+    visibility = Visibility(problem.window, x.kv_lengths, x.q_offset)
+    return Workload(problem, visibility, q_layout, k_layout, tuple(rows))
+
+
+def _predicted(work: Workload, rates: Rates | None) -> Prediction:
+    rates, Hkv, ranks = Rates() if rates is None else rates, work.problem.Hkv, work.ranks
+    reasons = {schedule: why_not(schedule, Hkv, ranks) for schedule in every(Hkv, ranks)}
+    costs = (cost_of(work, schedule, rates) for schedule, why in reasons.items() if why is None)
+    refused = {schedule: why for schedule, why in reasons.items() if why is not None}
+    return Prediction(ranks, rates, tuple(costs), refused)
+
+
+def _on_paper(name: str, layout: Any, length: int, ranks: int) -> Layout:
+    equal = np.diff(np.arange(ranks + 1) * length // ranks).tolist()
+    found = layout_of(name, layout, equal)
+    if found.length != length:
+        raise ValueError(f"{name} has {found.length} tokens; it must have {length}")
+    return found
+
+
+def _has_rows(x: Any) -> bool:
+    return x is not None and x.shape[2] > 1
+
+
+def _line(cost: Cost) -> str:
+    cells = (
+        f"{one.nbytes / 1e6:13,.2f}{one.messages:13,}{1e3 * one.seconds:13,.2f}"
+        for one in (cost.forward, cost.backward)
+    )
+    return f"{cost.schedule!s:14}{''.join(cells)}"

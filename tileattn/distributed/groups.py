@@ -1,0 +1,78 @@
+"""Ranks in groups: the messages and the tokens of a group, and of those with one place in each.
+
+The first n ranks are a group, the next n another, and so on: neighbours are most often on one host,
+and the exchange inside a group is what nothing overlaps.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tileattn.distributed.comm import Array, Communicator, Transfer
+from tileattn.distributed.layout import Layout
+
+
+class Subset:
+    """Some ranks of a communicator, which have numbers from 0 among themselves.
+
+    Each rank is in one subset, and all ranks gather at the same points of the program. Two subsets
+    that one rank is in at a time have no other rank in common, so that tags need not differ.
+
+    Parameters
+    ----------
+    parent : Communicator
+        All ranks.
+    ranks : sequence of int
+        Those of this rank's subset, in their order.
+    """
+
+    def __init__(self, parent: Communicator, ranks: Sequence[int]) -> None:
+        self._parent, self._ranks = parent, ranks
+        self.rank, self.size = ranks.index(parent.rank), len(ranks)
+
+    def send(self, x: Array, to: int, tag: int) -> Transfer:
+        """Begin to send."""
+        return self._parent.send(x, self._ranks[to], tag)
+
+    def receive(self, x: Array, source: int, tag: int) -> Transfer:
+        """Begin to receive."""
+        return self._parent.receive(x, self._ranks[source], tag)
+
+    def gather(self, x: Any) -> list[Any]:
+        """Gather on all ranks; keep what those of the subset have given."""
+        found = self._parent.gather(x)
+        return [found[rank] for rank in self._ranks]
+
+
+def inside(comm: Communicator, n: int) -> Subset:
+    """Give the group of this rank."""
+    first = comm.rank // n * n
+    return Subset(comm, range(first, first + n))
+
+
+def across(comm: Communicator, n: int) -> Subset:
+    """Give the ranks that have this one's place in their groups, in the order of the groups."""
+    return Subset(comm, range(comm.rank % n, comm.size, n))
+
+
+def layout_inside(layout: Layout, group: int, n: int) -> Layout:
+    """Give the tokens of each rank of a group, by their indices among those of the group."""
+    parts = layout.parts[group * n : group * n + n]
+    ranges = sorted(x for part in parts for x in part)
+    found, at = dict[tuple[int, int], tuple[int, int]](), 0
+    for start, stop in ranges:
+        found[start, stop] = at, at + stop - start
+        at += stop - start
+    return Layout(tuple(tuple(found[x] for x in part) for part in parts))
+
+
+def layout_across(layout: Layout, n: int) -> Layout:
+    """Give the tokens of each group in their order; ranges that touch are one."""
+    groups = []
+    for first in range(0, layout.ranks, n):
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(x for part in layout.parts[first : first + n] for x in part):
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]  # noqa: PLW2901 - of both
+            joined.append((start, stop))
+        groups.append(tuple(joined))
+    return Layout(tuple(groups))

@@ -1,0 +1,77 @@
+"""The ways for ranks to share a call, by name, and which of them go with it."""
+
+from collections.abc import Callable
+from functools import partial
+from math import gcd
+from typing import Any, NamedTuple
+
+from tileattn.distributed import gather, heads, ring
+from tileattn.results import Attention, Gradients
+
+Schedule = str | tuple[str, int]
+
+ACCEPTED = "'ring', 'heads', ('heads', n), 'gather', 'auto'"
+
+
+class Passes(NamedTuple):
+    """Both passes of a schedule; each takes a Call and further arguments."""
+
+    forward: Callable[..., Attention]
+    backward: Callable[..., Gradients]
+
+
+def check(schedule: Any, Hkv: int, ranks: int) -> None:
+    """Raise if there is no such schedule, or it does not go with so many heads and ranks."""
+    if not _known(schedule):
+        raise ValueError(f"schedule is {schedule!r}; accepted are {ACCEPTED}")
+    reason = why_not(schedule, Hkv, ranks)
+    if reason is not None:
+        others = "".join(f", and {other}" for other in combinations(Hkv, ranks))
+        raise ValueError(f"schedule is {schedule!r}: {reason}; schedule='ring' is accepted{others}")
+
+
+def why_not(schedule: Schedule, Hkv: int, ranks: int) -> str | None:
+    """Why a schedule does not go with so many heads of k and ranks."""
+    n = group_size(schedule, ranks)
+    if ranks % n:
+        return f"{ranks} ranks do not form groups of {n}"
+    if Hkv % n:
+        return f"k has {Hkv} heads, and {n} ranks share them"
+    return None
+
+
+def group_size(schedule: Schedule, ranks: int) -> int:
+    """Count the ranks that exchange tokens for heads: 1 where none do."""
+    if isinstance(schedule, str):
+        return ranks if schedule == "heads" else 1
+    return schedule[1]
+
+
+def combinations(Hkv: int, ranks: int) -> list[Schedule]:
+    """List the schedules between a ring and an exchange of heads among all ranks."""
+    common = gcd(Hkv, ranks)
+    return [("heads", n) for n in range(2, min(common + 1, ranks)) if common % n == 0]
+
+
+def every(Hkv: int, ranks: int) -> list[Schedule]:
+    """List the schedules that have a name of their own, and the combinations that go with both."""
+    return ["ring", *combinations(Hkv, ranks), "heads", "gather"]
+
+
+def passes_of(schedule: Schedule, ranks: int) -> Passes:
+    """Give both passes of a schedule that goes with the call."""
+    if schedule == "ring":
+        return Passes(ring.forward, ring.backward)
+    if schedule == "gather":
+        return Passes(gather.forward, gather.backward)
+    n = group_size(schedule, ranks)
+    return Passes(partial(heads.forward, n=n), partial(heads.backward, n=n))
+
+
+def _known(schedule: Any) -> bool:
+    match schedule:
+        case "ring" | "heads" | "gather" | "auto":
+            return True
+        case ("heads", int(n)):
+            return n >= 1
+    return False

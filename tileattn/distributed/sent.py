@@ -1,0 +1,156 @@
+"""What ranks send one another by each schedule: messages and bytes, counted without sending them.
+
+Of P ranks it takes O(P * P / 64) steps at most. What all ranks gather is not counted: their
+arguments, and the sums of gradients that they share; nor is the second forward pass that
+``backward`` runs where scores are large.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.distributed.groups import layout_across
+from tileattn.distributed.layout import Layout
+from tileattn.distributed.visibility import Visibility, reach
+from tileattn.problem import Problem
+
+Array = NDArray[Any]
+
+
+class Rows(NamedTuple):
+    """A bias or a mask of which each rank has the rows of its queries.
+
+    Parameters
+    ----------
+    batch, heads, keys : int
+        Its other axes; 1 where it is broadcast.
+    itemsize : int
+        Bytes of an element on the way.
+    gradient : bool
+        Whether its gradient travels back.
+    """
+
+    batch: int
+    heads: int
+    keys: int
+    itemsize: int
+    gradient: bool
+
+
+class Workload(NamedTuple):
+    """A call on ranks, without arrays.
+
+    Parameters
+    ----------
+    problem : Problem
+        Of which the number of queries is not looked at.
+    visibility : Visibility
+        Where keys are visible; functions and masks hide others, which is not looked at.
+    q_layout, k_layout : Layout
+        Queries and keys of each rank.
+    rows : tuple of Rows
+        Bias and mask.
+    """
+
+    problem: Problem
+    visibility: Visibility
+    q_layout: Layout
+    k_layout: Layout
+    rows: tuple[Rows, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.q_layout.ranks
+
+
+class Sent(NamedTuple):
+    """What each rank sends in a pass.
+
+    Parameters
+    ----------
+    messages, nbytes : array, shape (P,)
+        Of each of P ranks.
+    """
+
+    messages: Array
+    nbytes: Array
+
+    def plus(self, other: "Sent") -> "Sent":
+        """Send something else, too."""
+        return Sent(self.messages + other.messages, self.nbytes + other.nbytes)
+
+
+def exchanged(work: Workload, n: int) -> list[Sent]:
+    """Count what ranks exchange inside groups of n, in both passes: tokens for heads, and back."""
+    P, item, wide = work.problem, work.problem.dtype.itemsize, work.problem.accum_dtype.itemsize
+    # Bytes of one token that one rank sends another.
+    q, out = (P.B * P.Hq // n * columns * item for columns in (P.D, P.Dv))
+    k, v = (P.B * P.Hkv // n * columns * item for columns in (P.D, P.Dv))
+    lse, of_rows = P.B * P.Hq // n * wide, []
+    for x in work.rows:
+        heads = x.heads if x.heads == 1 else x.heads // n
+        of_rows.append(x.batch * heads * x.keys * x.itemsize)
+    dbias = [size for size, x in zip(of_rows, work.rows, strict=True) if x.gradient]
+    passes: tuple[tuple[list[int], ...], ...] = (
+        ([q, *of_rows], [k, v], [out, lse], []),
+        ([q, out, out, lse, *of_rows], [k, v], [q, *dbias], [k, v]),
+    )
+    own = [_lengths(x) for x in (work.q_layout, work.k_layout)]
+    others = [np.repeat(x.reshape(-1, n).sum(axis=1), n) - x for x in own]
+    tokens = (*((n - 1) * x for x in own), *others)  # to heads, of each; and back to tokens
+    return [
+        Sent(
+            np.full(work.ranks, (n - 1) * sum(map(len, sizes))),
+            sum((x * sum(y) for x, y in zip(tokens, sizes, strict=True)), np.zeros(work.ranks)),
+        )
+        for sizes in passes
+    ]
+
+
+def passed_on(work: Workload, n: int) -> list[Sent]:
+    """Count what ranks of a ring over groups of n pass on, in both passes."""
+    queries, keys = (layout_across(x, n) for x in (work.q_layout, work.k_layout))
+    P, size = work.problem, keys.ranks
+    steps = np.array(reach(work.visibility.attending(queries, keys)))
+    elements = _lengths(keys) * (P.B * P.Hkv // n * (P.D + P.Dv))
+    some = steps > 0
+    last = (np.arange(size) + steps)[some] % size  # it returns the gradients
+    parts, sums = _sums_on_the_way(steps, np.ones(size)), _sums_on_the_way(steps, elements)
+    returned, gradients = (np.bincount(last, x[some], size) for x in (np.ones(size), elements))
+    item, wide = P.dtype.itemsize, P.accum_dtype.itemsize
+    forward = Sent(2 * parts, sums * item)
+    backward = Sent(4 * parts + 2 * returned, sums * (item + wide) + gradients * wide)
+    return [Sent(*(np.repeat(x, n) for x in sent)) for sent in (forward, backward)]
+
+
+def _sums_on_the_way(steps: Array, sizes: Array) -> Array:
+    """Sum the sizes of the parts that each rank of a ring sends on, its own first."""
+    ranks = np.arange(len(steps))
+    changes = np.zeros(2 * len(steps))
+    np.add.at(changes, ranks, sizes)
+    np.add.at(changes, ranks + steps, -sizes)
+    under_way: Array = changes.cumsum().reshape(2, -1).sum(axis=0)  # behind the last comes rank 0
+    return under_way
+
+
+def gathered(work: Workload) -> list[Sent]:
+    """Count what ranks send to those that attend to their keys, and gradients back."""
+    P, size = work.problem, work.ranks
+    elements = _lengths(work.k_layout) * (P.B * P.Hkv * (P.D + P.Dv))
+    sent, back = (Sent(np.zeros(size), np.zeros(size)) for _ in range(2))
+    for rank, ranks in enumerate(work.visibility.attending(work.q_layout, work.k_layout)):
+        bits = np.frombuffer(ranks.to_bytes(size // 8 + 1, "little"), np.uint8)
+        others = np.unpackbits(bits, count=size, bitorder="little").astype(bool)
+        others[rank] = False
+        sent.messages[rank] = 2 * others.sum()
+        back.messages[others] += 2
+        back.nbytes[others] += elements[rank]
+    sent = sent._replace(nbytes=sent.messages / 2 * elements * P.dtype.itemsize)
+    back = back._replace(nbytes=back.nbytes * P.accum_dtype.itemsize)
+    return [sent, sent.plus(back)]
+
+
+def _lengths(layout: Layout) -> Array:
+    return np.array([layout.length_of(rank) for rank in range(layout.ranks)], np.float64)

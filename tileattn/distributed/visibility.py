@@ -1,0 +1,132 @@
+"""Which ranks attend to the keys of which: by positions, lengths and window, other masks aside."""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.distributed.layout import Layout, Segment
+
+Array = NDArray[Any]
+
+
+class Visibility(NamedTuple):
+    """Where keys are visible.
+
+    Parameters
+    ----------
+    window : (int or None, int or None)
+        Keys to the left and right of the position of a query; None is all.
+    kv_lengths, q_offset : array of int64, shape (B,)
+        Keys that exist, and position of query 0, for each batch entry.
+    """
+
+    window: tuple[int | None, int | None]
+    kv_lengths: Array
+    q_offset: Array
+
+    def block(self, queries: Segment, keys: Segment) -> bool:
+        """Whether some query may attend to some key."""
+        left, right = self.window
+        if queries.start == queries.stop:
+            return False
+        last = np.minimum(keys.stop, self.kv_lengths) - 1  # of each batch entry
+        some = last >= keys.start
+        if left is not None:
+            some &= last >= queries.start + self.q_offset - left
+        if right is not None:
+            some &= keys.start <= queries.stop - 1 + self.q_offset + right
+        return bool(some.any())
+
+    def attending(self, q_layout: Layout, k_layout: Layout) -> list[int]:
+        """Give for each rank the set of ranks that attend to some of its keys: bit r is rank r.
+
+        For P ranks it takes O(P log P) unions of sets of P bits, where comparing all ranks with all
+        takes P * P steps.
+        """
+        parts = sorted((*x, rank) for rank, part in enumerate(q_layout.parts) for x in part)
+        parts = [x for x in parts if x[0] != x[1]]
+        starts, stops = [x[0] for x in parts], [x[1] for x in parts]
+        unions = _Unions([1 << rank for _, _, rank in parts])
+        (left, right), found = self.window, [0] * k_layout.ranks
+        for length, offset in self._entries():
+            for rank, part in enumerate(k_layout.parts):
+                for start, stop in part:
+                    last = min(stop, length) - 1
+                    if last < start:
+                        continue
+                    # Parts of queries in order: those that attend are neighbours.
+                    first = 0 if right is None else bisect_left(stops, start - offset - right + 1)
+                    end = len(parts)
+                    if left is not None:
+                        end = bisect_right(starts, last - offset + left)
+                    found[rank] |= unions.of(first, end)
+        return found
+
+    def pairs(self, layout: Layout) -> Array:
+        """Count the visible pairs of query and key of each rank, in all batch entries; shape (P,).
+
+        The time does not grow with the sequence length.
+        """
+        left, right = self.window
+        ranks = np.repeat(np.arange(layout.ranks), [len(part) for part in layout.parts])
+        ends = np.array([x for part in layout.parts for x in part], np.int64).reshape(-1, 2)
+        found = np.zeros(layout.ranks)
+        for (length, offset), entries in self._entries().items():
+            # Query i attends to the keys from clip(i + offset - left) to clip(i + offset + right).
+            keys = float(length) * (ends[:, 1] - ends[:, 0])
+            if right is not None:
+                keys = _clipped(ends + offset + right + 1, length)
+            if left is not None:
+                keys = keys - _clipped(ends + offset - left, length)
+            np.add.at(found, ranks, entries * keys)
+        return found
+
+    def _entries(self) -> Counter[tuple[int, int]]:
+        """Count the batch entries of each length and offset."""
+        return Counter(zip(self.kv_lengths.tolist(), self.q_offset.tolist(), strict=True))
+
+
+def reach(attending: Sequence[int]) -> list[int]:
+    """Count the ranks that the keys of each rank travel to: up to the last that needs them.
+
+    Keys of rank s pass ``s + 1``, ``s + 2`` and so on; behind the last rank comes rank 0.
+    """
+    size, found = len(attending), []
+    for rank, ranks in enumerate(attending):
+        before = ranks & (1 << rank) - 1  # they come last
+        last = before.bit_length() - 1 + size if before else ranks.bit_length() - 1
+        found.append(max(0, last - rank))
+    return found
+
+
+class _Unions:
+    """Unions of neighbours in a list of sets: a segment tree."""
+
+    def __init__(self, sets: Sequence[int]) -> None:
+        self._size = len(sets)
+        self._tree = [*(0 for _ in sets), *sets]
+        for n in reversed(range(1, self._size)):
+            self._tree[n] = self._tree[2 * n] | self._tree[2 * n + 1]
+
+    def of(self, start: int, stop: int) -> int:
+        """Give the union of the sets from start to stop."""
+        found, start, stop = 0, start + self._size, stop + self._size
+        while start < stop:
+            if start % 2:
+                found |= self._tree[start]
+            if stop % 2:
+                found |= self._tree[stop - 1]
+            start, stop = (start + 1) // 2, stop // 2
+        return found
+
+
+def _clipped(ends: Array, length: int) -> Array:
+    """Sum min(max(j, 0), length) over the j of each range; ``ends`` has starts and stops."""
+    inside = np.clip(ends, 0, length).astype(np.float64)
+    sums = inside * (inside - 1) / 2 + length * np.maximum(ends - length, 0.0)
+    difference: Array = sums[:, 1] - sums[:, 0]
+    return difference
