@@ -180,6 +180,15 @@ def same(comm: Communicator, facts: Mapping[str, str]) -> None:
                 )
 
 
+def check_supported(options: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for an option that does not go with parts of a sequence."""
+    for name in _REFUSED:
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"{name} does not go with a sequence that ranks or devices share; mask_mod= does"
+            )
+
+
 def on_all(comm: Communicator, make: Callable[[], Any]) -> list[Any]:
     """Make something on every rank, and give all of them; raise where one rank has raised."""
     made, failure = None, None
@@ -205,11 +214,7 @@ def _checked(comm: Communicator, make: Callable[[], Any]) -> Any:
 
 
 def _lengths(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[int, int]:
-    for name in _REFUSED:
-        if options.get(name) is not None:
-            raise UnsupportedError(
-                f"{name} does not go with ranks that share a sequence; mask_mod= does"
-            )
+    check_supported(options)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, np.ndarray):
             raise TypeError(f"{name} is {type(x).__name__}; a NumPy array is accepted")
