@@ -64,7 +64,7 @@ class Ring:
             pair, state = carry
             return self._passed_on(pair), self._attended(t, arrays | pair, state)
 
-        pair, state = jax.lax.fori_loop(0, self.steps - 1, step, (pair, state))
+        pair, state = self._before_last(step, (pair, state))
         out, lse = self._attended(self.steps - 1, arrays | pair, state)
         if "sinks" in arrays:
             sinks = jnp.broadcast_to(arrays["sinks"][:, None], lse.shape)
@@ -91,7 +91,7 @@ class Ring:
             return self._passed_on(pair), follow(self._summed(t, arrays | pair, rows, sums))
 
         if sums:
-            pair, sums = jax.lax.fori_loop(0, self.steps - 1, step, (pair, sums))
+            pair, sums = self._before_last(step, (pair, sums))
             sums = self._summed(self.steps - 1, arrays | pair, rows, sums)
             sums = follow(sums, self.size - self.steps + 1)
         if "sinks" in wanted:
@@ -126,6 +126,10 @@ class Ring:
         """Give the dtype in which what belongs to an array is summed."""
         floating = jnp.issubdtype(x.dtype, jnp.floating)
         return jnp.promote_types(x.dtype, self.call.lse[1]) if floating else x.dtype
+
+    def _before_last(self, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """Run all steps but the last, after which keys do not travel on."""
+        return jax.lax.fori_loop(0, self.steps - 1, step, carry) if self.steps > 1 else carry
 
     def _passed_on(self, tree: Any, shift: int = 1) -> Any:
         """Send arrays to a device further on, and get those of one further back."""
