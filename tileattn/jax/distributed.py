@@ -80,7 +80,8 @@ def ring_attention(
     Keys and values travel in their dtype, by ``jax.lax.ppermute``, and no further than windows
     reach. Blocks that a causal mask, window or length leaves empty are not computed. Partial
     results and gradients are kept in the accumulation dtype, and rounded once. All axes of the mesh
-    must be manual, as for any callback. Traced lengths beyond the sequence count as its length.
+    must be manual, as for any callback, and JAX wants the mapped function under ``jax.jit``. Traced
+    lengths beyond the sequence count as its length.
 
     References
     ----------

@@ -6,10 +6,10 @@ is left to copy. Here the function gets the program's own memory, and no thread 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -38,29 +38,22 @@ def _shapes(*_: Any, shapes: Any, **__: Any) -> Any:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes]
 
 
-def _eager(*arrays: Any, on_arrays: Callable[..., Any], **_: Any) -> Any:
-    devices = {device for x in arrays if hasattr(x, "devices") for device in x.devices()}
-    _check(device.platform for device in devices)
-    found = on_arrays(*map(np.asarray, arrays))
-    return [jax.device_put(x, min(devices, key=lambda device: device.id)) for x in found]
+def _eager(*arrays: Any, **more: Any) -> Any:
+    return jax.jit(partial(host_call.bind, **more))(*arrays)
 
 
 def _lowered(context: Any, *arrays: Any, on_arrays: Callable[..., Any], **_: Any) -> Any:
-    _check(context.platforms or context.module_context.platforms)
-    avals = context.avals_in, context.avals_out
-    found, *_ = mlir.emit_python_callback(
-        *(context, on_arrays, None, arrays, *avals), has_side_effect=False, returns_token=False
-    )
-    return found
-
-
-def _check(platforms: Any) -> None:
-    for platform in platforms:
+    for platform in context.platforms or context.module_context.platforms:
         if platform != "cpu":
             raise UnsupportedError(
                 f"an array is on {platform!r}, and tileattn.jax runs on the CPU; nothing is copied "
                 "there by itself: jax.device_put(x, jax.devices('cpu')[0]) does it"
             )
+    avals = context.avals_in, context.avals_out
+    found, *_ = mlir.emit_python_callback(
+        *(context, on_arrays, None, arrays, *avals), has_side_effect=False, returns_token=False
+    )
+    return found
 
 
 def _batched(arrays: Any, axes: Any, **more: Any) -> Any:
