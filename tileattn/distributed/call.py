@@ -172,6 +172,15 @@ def same(comm: Communicator, facts: Mapping[str, str]) -> None:
                 )
 
 
+def check_supported(options: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for an option that does not go with parts of a sequence."""
+    for name in _REFUSED:
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"{name} does not go with a sequence that ranks or devices share; mask_mod= does"
+            )
+
+
 def on_all(comm: Communicator, make: Callable[[], Any]) -> list[Any]:
     """Make something on every rank, and give all of them; raise where one rank has raised."""
     made, failure = None, None

@@ -1,4 +1,4 @@
-"""Exact attention on JAX arrays, differentiable, under ``jit``, ``grad``, ``vmap`` and ``scan``.
+"""Exact attention on JAX arrays, differentiable, under ``jit``, ``grad``, ``vmap``, ``shard_map``.
 
 ``pip install 'tileattn[jax]'`` brings it. ``import tileattn`` does not load JAX.
 """
@@ -8,6 +8,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("tileattn.jax needs JAX: pip install jax") from error
 
+from tileattn.jax.distributed import ring_attention
 from tileattn.jax.functional import attention
 
-__all__ = ["attention"]
+__all__ = ["attention", "ring_attention"]

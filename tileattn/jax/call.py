@@ -35,6 +35,15 @@ class Call:
     lse: tuple[tuple[int, ...], np.dtype[Any]]
 
 
+def arrays_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Arrays:
+    """Give the arrays of a call by their names, as JAX's."""
+    arrays: Arrays = {"q": q, "k": k, "v": v}
+    arrays |= {name: options[name] for name in ARRAYS & options.keys() if options[name] is not None}
+    for name, x in arrays.items():
+        arrays[name] = tuple(map(jax.numpy.asarray, x)) if name == "aux" else jax.numpy.asarray(x)
+    return arrays
+
+
 def call_of(arrays: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> Call:
     """Check a call by what is known of its arrays: shapes and dtypes."""
     check_names(options)

@@ -1,16 +1,13 @@
-"""The call on JAX arrays, and its rule of differentiation."""
+"""The call on JAX arrays."""
 
-from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
-from tileattn.errors import UnsupportedError
-from tileattn.jax import callbacks
-from tileattn.jax.call import ARRAYS, GRADIENTS, Arrays, Call, call_of
+from tileattn.jax.call import ARRAYS, arrays_of, call_of
+from tileattn.jax.callbacks import Callbacks
+from tileattn.jax.differentiation import differentiable
+from tileattn.jax.manual_axes import axes_of, varying
 from tileattn.results import Attention
 
 
@@ -69,77 +66,8 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     (2, 4, 100, 32)
     """
-    arrays: Arrays = {"q": q, "k": k, "v": v}
-    arrays |= {name: options[name] for name in ARRAYS & options.keys() if options[name] is not None}
-    for name, x in arrays.items():
-        arrays[name] = tuple(map(jax.numpy.asarray, x)) if name == "aux" else jax.numpy.asarray(x)
+    arrays = arrays_of(q, k, v, options)
+    arrays = varying(arrays, axes_of(arrays))
     call = call_of(arrays, backend, {n: x for n, x in options.items() if n not in ARRAYS})
-    result = Attention(*_attention(call, arrays))
+    result = Attention(*differentiable(Callbacks(call), arrays))
     return result if return_lse else result.out
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    return callbacks.forward(call, arrays)
-
-
-def _forward(call: Call, primals: Any) -> Any:
-    """Compute both passes' common part; primals say which of them are differentiated."""
-    if primals.get("alibi_slopes") is not None and primals["alibi_slopes"].perturbed:
-        raise UnsupportedError(
-            "the gradient of alibi_slopes is asked for, and there is none; "
-            "jax.lax.stop_gradient(alibi_slopes) leaves it out"
-        )
-    arrays = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-    wanted = {
-        name
-        for name in GRADIENTS & primals.keys()
-        if any(x.perturbed for x in jax.tree.leaves(primals[name], is_leaf=_is_primal))
-    }
-    out, lse = callbacks.forward(call, arrays)
-    return (out, lse), (arrays, out, lse, _Static(frozenset(wanted)))
-
-
-def _is_primal(x: Any) -> bool:
-    return hasattr(x, "perturbed")
-
-
-def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Mapping[str, Any]]:
-    arrays, out, lse, static = residuals
-    dout, dlse = cotangents
-    if isinstance(dout, SymbolicZero):
-        dout = jax.numpy.zeros_like(out)
-    dlse = None if isinstance(dlse, SymbolicZero) else dlse
-    found = callbacks.backward(call, arrays, out, lse, dout, dlse, static.names)
-    return (
-        {
-            name: tuple(map(_gradient, x, found.get(name, (None,) * len(x))))
-            if name == "aux"
-            else _gradient(x, found.get(name))
-            for name, x in arrays.items()
-        },
-    )
-
-
-def _gradient(x: jax.Array, found: Any) -> Any:
-    """Give what JAX takes for a gradient: zeros where there is none, of no size for integers."""
-    if not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
-        return np.zeros(x.shape, jax.dtypes.float0)
-    return jax.numpy.zeros_like(x) if found is None else found
-
-
-@jax.tree_util.register_static
-class _Static:
-    """Names that go with residuals."""
-
-    def __init__(self, names: frozenset[str]) -> None:
-        self.names = names
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.names == other.names
-
-    def __hash__(self) -> int:
-        return hash(self.names)
-
-
-_attention.defvjp(_forward, _backward, symbolic_zeros=True)

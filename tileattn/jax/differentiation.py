@@ -1,0 +1,92 @@
+"""The rule of differentiation: what any way of computing attention has as a function of JAX."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from tileattn.errors import UnsupportedError
+from tileattn.jax.call import GRADIENTS, Arrays
+
+
+class Passes(Protocol):
+    """Both passes of a call; hashable, and equal where the compiled programs are."""
+
+    def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+        """Compute the output and the logsumexp."""
+
+    def backward(
+        self, arrays: Arrays, out: Any, lse: Any, dout: Any, dlse: Any, wanted: frozenset[str]
+    ) -> Mapping[str, Any]:
+        """Compute the gradients that are wanted, by the names of their arrays."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def differentiable(passes: Passes, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Compute the output and the logsumexp; both have gradients."""
+    return passes.forward(arrays)
+
+
+def _forward(passes: Passes, primals: Any) -> Any:
+    """Compute both passes' common part; primals say which of them are differentiated."""
+    if primals.get("alibi_slopes") is not None and primals["alibi_slopes"].perturbed:
+        raise UnsupportedError(
+            "the gradient of alibi_slopes is asked for, and there is none; "
+            "jax.lax.stop_gradient(alibi_slopes) leaves it out"
+        )
+    arrays = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
+    wanted = {
+        name
+        for name in GRADIENTS & primals.keys()
+        if any(x.perturbed for x in jax.tree.leaves(primals[name], is_leaf=_is_primal))
+    }
+    out, lse = passes.forward(arrays)
+    return (out, lse), (arrays, out, lse, _Static(frozenset(wanted)))
+
+
+def _is_primal(x: Any) -> bool:
+    return hasattr(x, "perturbed")
+
+
+def _backward(passes: Passes, residuals: Any, cotangents: Any) -> tuple[Mapping[str, Any]]:
+    arrays, out, lse, static = residuals
+    dout, dlse = cotangents
+    if isinstance(dout, SymbolicZero):
+        dout = jax.numpy.zeros_like(out)
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse
+    found = passes.backward(arrays, out, lse, dout, dlse, static.names)
+    return (
+        {
+            name: tuple(map(_gradient, x, found.get(name, (None,) * len(x))))
+            if name == "aux"
+            else _gradient(x, found.get(name))
+            for name, x in arrays.items()
+        },
+    )
+
+
+def _gradient(x: jax.Array, found: Any) -> Any:
+    """Give what JAX takes for a gradient: zeros where there is none, of no size for integers."""
+    if not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
+        return np.zeros(x.shape, jax.dtypes.float0)
+    return jax.numpy.zeros_like(x) if found is None else found
+
+
+@jax.tree_util.register_static
+class _Static:
+    """Names that go with residuals."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self.names == other.names
+
+    def __hash__(self) -> int:
+        return hash(self.names)
+
+
+differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
