@@ -214,15 +214,6 @@ def _lengths(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[int, i
     return problem.Nq, problem.Nk
 
 
-def check_supported(options: Mapping[str, Any]) -> None:
-    """Raise for an option that does not go with ranks."""
-    for name in _REFUSED:
-        if options.get(name) is not None:
-            raise UnsupportedError(
-                f"{name} does not go with ranks that share a sequence; mask_mod= does"
-            )
-
-
 def layout_of(name: str, layout: Any, lengths: list[int]) -> Layout:
     """Find out which tokens each rank holds, given how many there are."""
     if layout is None or layout == "contiguous":

@@ -20,44 +20,52 @@ class Callbacks:
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         """Compute the output and the logsumexp."""
-        call = self.call
-
-        def on_host(given: Any) -> Any:
-            q, k, v, others = _numpy(given)
-            return tuple(
-                tileattn.forward(q, k, v, backend=call.backend, **dict(call.options), **others)
-            )
-
-        shapes = tuple(jax.ShapeDtypeStruct(*x) for x in (call.out, call.lse))
-        return called(on_host, shapes, arrays)  # type: ignore[no-any-return,unused-ignore]  # JAX is untyped here
+        shapes = tuple(jax.ShapeDtypeStruct(*x) for x in (self.call.out, self.call.lse))
+        out, lse = called(_Forward(self.call), shapes, arrays)
+        return out, lse
 
     def backward(
         self, arrays: Arrays, out: Any, lse: Any, dout: Any, dlse: Any, wanted: frozenset[str]
     ) -> Mapping[str, Any]:
         """Compute the gradients that are wanted, by the names of their arrays."""
-        call, names = self.call, sorted(wanted)
+        names = tuple(sorted(wanted))
         if not names:
             return {}
-
-        def on_host(given: Any, *rest: Any) -> Any:
-            q, k, v, others = _numpy(given)
-            out, lse, dout, *dlse = map(np.asarray, rest)
-            more: dict[str, Any] = {
-                "dlse": dlse[0] if dlse else None,
-                "wrt": tuple(names),
-                "backend": call.backend,
-            }
-            options = more | dict(call.options) | others
-            grads = tileattn.backward(dout, q, k, v, out, lse, **options)
-            return {name: _whole(given[name], getattr(grads, f"d{name}")) for name in names}
-
         shapes = {
             name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays[name])
             for name in names
         }
         rest = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
-        result: Mapping[str, Any] = called(on_host, shapes, arrays, *rest)
+        result: Mapping[str, Any] = called(_Backward(self.call, names), shapes, arrays, *rest)
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    call: Call
+
+    def __call__(self, given: Any) -> Any:
+        q, k, v, others = _numpy(given)
+        options = dict(self.call.options) | others
+        return tuple(tileattn.forward(q, k, v, backend=self.call.backend, **options))
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    call: Call
+    names: tuple[str, ...]
+
+    def __call__(self, given: Any, *rest: Any) -> Any:
+        q, k, v, others = _numpy(given)
+        out, lse, dout, *dlse = map(np.asarray, rest)
+        more: dict[str, Any] = {
+            "dlse": dlse[0] if dlse else None,
+            "wrt": self.names,
+            "backend": self.call.backend,
+        }
+        options = more | dict(self.call.options) | others
+        grads = tileattn.backward(dout, q, k, v, out, lse, **options)
+        return {name: _whole(given[name], getattr(grads, f"d{name}")) for name in self.names}
 
 
 def _numpy(given: Arrays) -> tuple[Any, Any, Any, dict[str, Any]]:

@@ -6,7 +6,8 @@ is left to copy. Here the function gets the program's own memory, and no thread 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -18,16 +19,28 @@ from tileattn.jax.manual_axes import axes_of, varying
 
 
 def called(on_host: Callable[..., Any], shapes: Any, *given: Any) -> Any:
-    """Call a function on trees of arrays; ``shapes`` is the tree of its results."""
+    """Call a function on trees of arrays; ``shapes`` is the tree of its results.
+
+    Outside of ``jax.jit`` calls of equal functions share a compiled program.
+    """
     arrays, tree = jax.tree.flatten(given)
     results, tree_of_results = jax.tree.flatten(shapes)
-
-    def on_arrays(*arrays: Any) -> Sequence[Any]:
-        leaves: Sequence[Any] = jax.tree.leaves(on_host(*jax.tree.unflatten(tree, arrays)))
-        return leaves
-
-    found = host_call.bind(*arrays, on_arrays=on_arrays, shapes=tuple(results))
+    found = host_call.bind(*arrays, on_arrays=_OnArrays(on_host, tree), shapes=tuple(results))
     return varying(jax.tree.unflatten(tree_of_results, found), axes_of(arrays))
+
+
+@dataclass(frozen=True)
+class _OnArrays:
+    """A function of trees, as one of their leaves that gives leaves."""
+
+    on_host: Callable[..., Any]
+    tree: Any
+
+    def __call__(self, *arrays: Any) -> Sequence[Any]:
+        leaves: Sequence[Any] = jax.tree.leaves(
+            self.on_host(*jax.tree.unflatten(self.tree, arrays))
+        )
+        return leaves
 
 
 host_call = Primitive("tileattn_host_call")
@@ -39,7 +52,12 @@ def _shapes(*_: Any, shapes: Any, **__: Any) -> Any:
 
 
 def _eager(*arrays: Any, **more: Any) -> Any:
-    return jax.jit(partial(host_call.bind, **more))(*arrays)
+    return _compiled(**more)(*arrays)
+
+
+@lru_cache(maxsize=256)
+def _compiled(**more: Any) -> Any:
+    return jax.jit(partial(host_call.bind, **more))
 
 
 def _lowered(context: Any, *arrays: Any, on_arrays: Callable[..., Any], **_: Any) -> Any:
