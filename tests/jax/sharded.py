@@ -112,7 +112,7 @@ def check(
         found, pullback = jax.vjp(lambda x: mapped(x | fixed), learned)
         return found, pullback(upstream)[0]
 
-    (out, lse), grads = both(learned, Attention(dout[..., queries, :], dlse[..., queries]))
+    (out, lse), grads = jax.jit(both)(learned, Attention(dout[..., queries, :], dlse[..., queries]))
     q_rows, k_rows = np.argsort(queries), np.argsort(keys)
     out, lse = np.asarray(out)[..., q_rows, :], np.asarray(lse)[..., q_rows]
     found = {f"d{name}": jax.tree.map(np.asarray, x) for name, x in grads.items()}
