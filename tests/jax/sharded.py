@@ -171,53 +171,53 @@ def test_traced_lengths_and_offsets() -> None:
 
     def call(lengths: Any, offset: Any) -> Any:
         given = {"axis_name": "x", "causal": True, "kv_lengths": lengths, "q_offset": offset}
-        return sharded(partial(ring_attention, **given))(q, k, v)
+        return sharded(partial(ring_attention, return_lse=True, **given))(q, k, v)
 
     for lengths, offset in (([48, 7], 3), ([0, 30], 20)):
-        expected = tileattn.forward(
-            *map(np.asarray, (q, k, v)), causal=True, kv_lengths=lengths, q_offset=offset
-        )
-        found = jax.jit(call)(jnp.array(lengths), jnp.array(offset))
-        np.testing.assert_allclose(found, expected.out, atol=1e-5)
+        options: dict[str, Any] = {"causal": True, "kv_lengths": lengths, "q_offset": offset}
+        arrays = [np.asarray(x) for x in (q, k, v)]
+        expected, bounds = reference.forward(*arrays, **options), error_bound(*arrays, **options)
+        found = Attention(*map(np.asarray, jax.jit(call)(jnp.array(lengths), jnp.array(offset))))
+        assert_attention_close(found, expected, bounds)
 
 
 def test_a_mesh_of_two_axes() -> None:
     """Batch entries are sharded, too, and the loss is computed on the devices."""
-    q, k, v = map(jnp.asarray, normal(SIZES)[:3])
+    q, k, v, dout = normal(SIZES)
     mesh = jax.make_mesh((2, 2), ("batch", "x"), (AxisType.Auto,) * 2)
     spec = PartitionSpec("batch", None, "x")
 
-    def loss(bias: Any, q: Any, k: Any, v: Any) -> Any:
+    def loss(bias: Any, q: Any, k: Any, v: Any, dout: Any) -> Any:
         out = ring_attention(q, k, v, axis_name="x", bias=bias)
-        return jax.lax.psum(jnp.cos(out).sum(), ("batch", "x"))
+        return jax.lax.psum((out * dout).sum(), ("batch", "x"))
 
-    def whole(bias: Any) -> Any:
-        return jnp.cos(attention(q, k, v, bias=bias)).sum()
-
-    bias = jnp.asarray(RNG.normal(size=(4, 1, 48)).astype(np.float32))
-    specs = PartitionSpec(), spec, spec, spec
+    bias = drawn(4, 1, 48)
+    specs = PartitionSpec(), spec, spec, spec, spec
     mapped = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
-    found = jax.jit(jax.grad(mapped))(bias, q, k, v)
-    np.testing.assert_allclose(found, jax.grad(whole)(bias), atol=1e-4)
+    found = jax.jit(jax.grad(mapped))(bias, q, k, v, dout)
+    expected = reference.backward(dout, q, k, v, bias=bias)
+    grads = expected._replace(dbias=np.asarray(found))
+    bounds = error_bound(q, k, v, dout, bias=bias)
+    assert_attention_close(grads, expected, bounds, names=("dbias",))
 
 
 def test_one_call_for_each_device() -> None:
     """A bias that all have in common gets the sum of their gradients."""
-    q, k, v = (jnp.asarray(np.concatenate([x, -x])) for x in normal(SIZES)[:3])
-    bias = jnp.asarray(OPTIONS["bias"]["bias"])
-    spec = PartitionSpec("x")
+    q, k, v, dout = (np.concatenate([x, -x]) for x in normal(SIZES))
+    spec, bias = PartitionSpec("x"), OPTIONS["bias"]["bias"]
 
     def call(q: Any, k: Any, v: Any, bias: Any) -> Any:
         return attention(q, k, v, bias=bias)
 
     specs = spec, spec, spec, PartitionSpec()
     mapped = jax.shard_map(call, mesh=mesh_of(4), in_specs=specs, out_specs=spec)
-    of_devices, of_one = (
-        jax.jit(jax.grad(lambda q, bias, f=f: jnp.cos(f(q, k, v, bias)).sum(), (0, 1)))(q, bias)
-        for f in (mapped, call)
+    dq, dbias = jax.jit(jax.grad(lambda q, bias: (mapped(q, k, v, bias) * dout).sum(), (0, 1)))(
+        q, bias
     )
-    for x, y in zip(of_devices, of_one, strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5)
+    expected = reference.backward(dout, q, k, v, bias=bias)
+    grads = expected._replace(dq=np.asarray(dq), dbias=np.asarray(dbias))
+    bounds = error_bound(q, k, v, dout, bias=bias)
+    assert_attention_close(grads, expected, bounds, names=("dq", "dbias"))
 
 
 def test_long_sequences_do_not_wait_for_one_another() -> None:
