@@ -27,7 +27,8 @@ class Explanation:
     scratch_bytes : int
         Fast memory of one worker: shared memory on a GPU, tile buffers on a CPU.
     tiles : dict of str to int
-        Tiles of the forward pass that are empty (``"skipped"``), partial and full, over all heads.
+        Tiles of the forward pass that are empty (``"skipped"``), partial and full, of all heads.
+        The query heads that share a key head share tiles where queries are few.
     bytes_moved : dict of str to int
         Model of the bytes that the forward pass moves between slow and fast memory.
     reasons : tuple of str

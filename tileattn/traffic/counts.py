@@ -73,17 +73,19 @@ class ScheduledTiles:
     def tiles(self) -> dict[str, int]:
         """Empty tiles (``"skipped"``), and parts of the others, ``"partial"`` or ``"full"``.
 
-        Query blocks are outside. A block mask of smaller blocks cuts a tile into parts.
+        Query blocks are outside. A block mask of smaller blocks cuts a tile into parts. Heads that
+        load together share their tiles.
         """
         block_q, block_k = self.tile
         total = Counter(skipped=0, partial=0, full=0)
-        for key, heads in self._heads.items():
-            window, Nk, *_ = key
-            tiles = -(-window.Nq // block_q) * -(-Nk // block_k)
-            x = self._counts[key]
-            total["skipped"] += heads * (tiles - x.visited)
-            total["partial"] += heads * (x.parts - x.full)
-            total["full"] += heads * x.full
+        for keys, sets in self._sets.items():
+            for key in keys:
+                window, Nk, *_ = key
+                tiles = -(-window.Nq // block_q) * -(-Nk // block_k)
+                x = self._counts[key]
+                total["skipped"] += sets * (tiles - x.visited)
+                total["partial"] += sets * (x.parts - x.full)
+                total["full"] += sets * x.full
         return dict(total)
 
     @property

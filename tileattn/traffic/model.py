@@ -204,6 +204,7 @@ def explained(
     operands: Operands,
     forward_tile: tuple[int, int],
     backward_tile: tuple[int, int],
+    heads_per_tile: int = 1,
 ) -> tuple[dict[str, int], dict[str, int], dict[str, tuple[int, int]]]:
     """Count the tiles of the forward pass, and the bytes of both passes of every algorithm.
 
@@ -215,23 +216,25 @@ def explained(
         The arrays; only masks and sizes are looked at.
     forward_tile, backward_tile : (int, int)
         Queries and keys of a tile of each pass.
+    heads_per_tile : int
+        Query heads of a group whose queries share a tile of the forward pass, and a load of k and
+        v.
 
     Returns
     -------
     tiles : dict of str to int
-        Tiles that are ``"skipped"``, ``"partial"`` and ``"full"``, summed over heads.
+        Tiles that are ``"skipped"``, ``"partial"`` and ``"full"``, of all heads.
     moved : dict of str to int
         Bytes that a FlashAttention-2 forward pass reads of ``q``, ``k`` and ``v`` and writes of
         ``out`` and ``lse``, as ``counted`` has them.
     traffic : dict of str to (int, int)
         Bytes of the forward and of the backward pass, by algorithm.
     """
-    forward, backward = (
-        ScheduledTiles(problem, operands, tile) for tile in (forward_tile, backward_tile)
-    )
+    forward = ScheduledTiles(problem, operands, forward_tile, heads_per_tile)
+    backward = ScheduledTiles(problem, operands, backward_tile)
     passes = {
         name: (
-            _traffic(problem, forward, 1, name, "forward"),
+            _traffic(problem, forward, heads_per_tile, name, "forward"),
             _traffic(problem, backward, 1, name, "backward"),
         )
         for name in ALGORITHMS

@@ -67,6 +67,23 @@ def explain_a_million_tokens(D: int, options: dict[str, Any]) -> None:
     assert sum(found.tiles.values()) == 8 * 32 * -(-(1 << 20) // q) * -(-(1 << 20) // k)
 
 
+def test_few_queries_share_tiles_and_are_cut_into_pieces() -> None:
+    problem, operands = asked((16, 32, 8, 1, 8192, 128))
+    found = explain_on(H200, problem, contiguous_inputs(problem), operands)
+    rows, keys = found.forward_tile
+    assert rows >= 4
+    assert found.tiles == {"skipped": 0, "partial": 0, "full": 16 * 8 * 8192 // keys}
+    assert found.bytes_moved["k"] == found.bytes_moved["v"] == 16 * 8 * 8192 * 128 * 2
+    sums = 16 * 32 * 8 * (128 + 2) * 4
+    assert found.bytes_moved["sums"] == 2 * sums
+    for line in (
+        "forward_split: few queries over many keys: one thread block for each piece of 1,024 keys",
+        "forward_combine: one thread block for each query, which joins up to 8 pieces",
+        f"the sums of the pieces take {sums / 1e6:.2f} MB besides the results",
+    ):
+        assert line in found.reasons
+
+
 def test_keys_in_pages_have_no_backward_pass() -> None:
     q, pages = np.zeros((1, 8, 4, 64), np.float16), np.zeros((16, 2, 16, 64), np.float16)
     options = {"block_table": np.arange(16).reshape(1, 16), "kv_lengths": [256]}

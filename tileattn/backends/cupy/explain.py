@@ -12,6 +12,7 @@ from tileattn.backends.protocol import Explanation
 from tileattn.expressions.nodes import elements
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.split import SPLIT, partial_bytes
 from tileattn.kernels.config.tile_lists import KERNELS as BEFORE
 from tileattn.kernels.jit.load import Kernel, load_all
 from tileattn.kernels.launch.device import Device
@@ -25,6 +26,7 @@ from tileattn.traffic import explained
 _BLIND = "mask_mod: tiles are counted whatever aux holds; the GPU, which reads it, skips more"
 _UNCOUNTED = "mask_mod: its tiles are too many to count here"
 _COUNTED = 1 << 28  # pairs of a mask_mod up to which tiles are listed, which takes a second
+_SUMS = "the sums of the pieces take {:,.2f} MB besides the results"
 _ASSIGNED = "query blocks differ in length: they are assigned in advance, the longest first"
 
 
@@ -96,7 +98,12 @@ def explain_on(
     counted = problem.Nq * problem.Nk <= _COUNTED
     own = problem.mask_mod
     listed = replace(problem, mask_mod=None if own is None or not counted else without_values(own))
-    tiles, moved, traffic = explained(listed, operands, first.tile, last.tile)
+    is_split = first.kernel == SPLIT
+    rows, keys_of_tile = first.tile
+    heads = min(problem.group, rows) if is_split else 1
+    queries = rows // heads, keys_of_tile
+    tiles, moved, traffic = explained(listed, operands, queries, last.tile, heads)
+    sums = sum(partial_bytes(problem).values()) if is_split else 0
     outputs = inputs.with_contiguous_results(problem, "forward")
     alignment = launch_context(problem, outputs, device).alignment_bytes
     loaded = [None] * len(keys) if load is None else load(keys)
@@ -108,7 +115,7 @@ def explain_on(
         workers=device.sm_count,
         scratch_bytes=attention[0].shared_bytes if attention else 0,
         tiles=tiles,
-        bytes_moved=moved,
+        bytes_moved=moved | ({"sums": 2 * sums} if sums else {}),
         traffic=traffic,
         kernels=tuple(map(_described, launches, loaded)),
         workspace_bytes=max(plan.workspace.nbytes for plan in (backward, deterministic)),
@@ -116,6 +123,7 @@ def explain_on(
             f"q, k and v are CuPy arrays on {device.name}",
             f"rows are aligned to {alignment} bytes, which one copy moves",
             *dict.fromkeys(f"{launch.key.kernel}: {launch.why}" for launch in launches),
+            *([_SUMS.format(sums / 1e6)] if sums else []),
             *([_UNCOUNTED] if own is not None and not counted else []),
             *([_BLIND] if own is not None and counted and elements(own) else []),
             *([_ASSIGNED] if "schedule" in forward.constants else []),

@@ -118,10 +118,12 @@ class LlvmBackend:
         P, target, batch = problem, self.targets_of(problem)[0], as_batch(problem, operands)
         kernel = "decode" if batch.Nq <= self.few_queries(P) else "forward"
         width = target.width(P.accum_dtype.itemsize)
-        forward, backward = (width, target.keys), (ROWS, width)
+        forward, backward, heads = (width, target.keys), (ROWS, width), 1
         if kernel == "decode":
             forward = min(DECODE_ROWS, max(1, P.group * batch.Nq)), DECODE_KEYS
-        tiles, moved, traffic = explained(P, operands, forward, backward)
+            heads = min(P.group, forward[0])
+        queries = forward[0] // heads, forward[1]
+        tiles, moved, traffic = explained(P, operands, queries, backward, heads)
         parallel = is_parallel(forward_work(batch, kernel))
         more: dict[str, Any] = {
             "learned": len(layouts(batch, operands)),

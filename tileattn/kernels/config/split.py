@@ -36,9 +36,10 @@ _NARROW = (
 _WIDE = (TileSize(64, 32, 4, 2, 4), TileSize(64, 16, 4, 2, 3), TileSize(64, 16, 4, 1, 2), *_NARROW)
 _WIDEST = (TileSize(128, 32, 8, 1, 4), *_WIDE)
 
-_WHY = "few queries over many keys: one thread block for each piece of the keys"
+_FEW = "few queries over many keys"
 _PAGED = "keys are in pages"
-_JOIN = "one thread block for each query, which joins the pieces"
+_CUT = "one thread block for each piece of {:,} keys"
+_JOIN = "one thread block for each query, which joins up to {:,} pieces"
 
 
 def why_not(problem: Problem, context: LaunchContext) -> str | None:
@@ -87,10 +88,12 @@ def pieces_of(problem: Problem) -> int:
     return -(-problem.Nk // piece_of(problem))
 
 
-def partial_elements(problem: Problem) -> int:
-    """Count the rows of sums that pieces leave: none where each sequence is one piece."""
+def partial_bytes(problem: Problem) -> dict[str, int]:
+    """Count the bytes of the sums that pieces leave: none where each sequence is one piece."""
     P, pieces = problem, pieces_of(problem)
-    return P.B * P.Hq * P.Nq * pieces if pieces > 1 else 0
+    rows = P.B * P.Hq * P.Nq * pieces if pieces > 1 else 0
+    numbers = {"partial_out": bucket(P.Dv), "partial_sums": 2}
+    return {name: rows * n * P.accum_dtype.itemsize for name, n in numbers.items()}
 
 
 def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
@@ -102,9 +105,10 @@ def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     shared = _bytes(P, tile)
     pieces = pieces_of(P)
     grid = pieces * P.B * P.Hkv * block_count(P, P.group * P.Nq, key.block_q)
-    split = KernelLaunch(key, grid, shared, _WHY if P.page is None else _PAGED)
+    split = KernelLaunch(key, grid, shared, _FEW if P.page is None else _PAGED)
     if pieces == 1:
         return (split,)
+    split = split._replace(why=f"{split.why}: {_CUT.format(piece_of(P))}")
     join = KernelKey(
         *(COMBINE, key.dtype),
         value_dim=key.value_dim,
@@ -114,7 +118,7 @@ def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
         fold_scale=key.fold_scale,
         functions=key.functions if key.score_mod else "",
     )
-    return split, KernelLaunch(join, P.B * P.Hq * P.Nq, why=_JOIN)
+    return split, KernelLaunch(join, P.B * P.Hq * P.Nq, why=_JOIN.format(pieces))
 
 
 def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:

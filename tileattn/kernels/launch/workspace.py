@@ -12,7 +12,7 @@ from tileattn.kernels.config.block_order import (
 from tileattn.kernels.config.context import KernelLaunch, block_count, padded_rows
 from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.config.shared_memory import DQ_STORE_WARPS
-from tileattn.kernels.config.split import COMBINE, partial_elements
+from tileattn.kernels.config.split import COMBINE, partial_bytes
 from tileattn.problem import Problem
 
 ALIGNED = 256  # bytes that every part is aligned to, and so the whole
@@ -55,8 +55,7 @@ def workspace_of(
         if key.kernel == ORDERS_QUERIES:
             parts |= {"tile_counter": _COUNT, "claims": heads * ordered_blocks(P, key) * _COUNT}
         if key.kernel == COMBINE:
-            rows = partial_elements(P) * number
-            parts |= {"partial_out": rows * key.value_dim, "partial_sums": 2 * rows}
+            parts |= partial_bytes(P)
         if not key.add_dq:
             continue
         sums = {"dq_accum": heads * P.Nq * key.head_dim * number}
