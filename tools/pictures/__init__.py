@@ -14,11 +14,20 @@ from benchmarks.report import RESULTS
 from tools import pages
 from tools.drawing import THEMES, Picture, digest_of, svg
 from tools.pages import ROOT
-from tools.pictures import blocks, density, memory, roofline, schedules, speed, traffic
+from tools.pictures import (
+    blocks,
+    density,
+    memory,
+    ranks,
+    roofline,
+    schedules,
+    speed,
+    traffic,
+)
 
 MAKERS: dict[str, Callable[[Path], Picture]] = {
     module.__name__.rpartition(".")[2]: module.picture
-    for module in (speed, memory, traffic, blocks, density, roofline, schedules)
+    for module in (speed, memory, traffic, blocks, density, roofline, schedules, ranks)
 }
 PLACE = re.compile(r"(<!-- picture: (\w+) -->\n).*?(<!-- end of picture -->)", re.DOTALL)
 
