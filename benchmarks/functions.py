@@ -163,25 +163,28 @@ def compared(name: str, case: Case | None, D: int, device: Gpu) -> Row:
 def flex_calls(case: Case, given: tuple[Any, ...]) -> list[Callable[[], Any]]:
     """Prepare both passes of FlexAttention, and where a score reads floats a third with theirs."""
     import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()
+    calls = _flex_graph(case, given, learned=False)
+    return calls + (_flex_graph(case, given, learned=True)[1:] if case.learned else [])
+
+
+def _flex_graph(case: Case, given: tuple[Any, ...], *, learned: bool) -> list[Callable[[], Any]]:
+    """Compile both passes; gradients of the arrays that a function reads cost what they cost."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
     q, k, v, dout = map(to_torch, given)
     aux = [torch.as_tensor(x, device="cuda") for x in case.aux]
-    learned = [aux[n].requires_grad_() for n in case.learned]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    leaves += [aux[n].requires_grad_() for n in case.learned if learned]
     own = case.theirs(torch, *aux)
     options: dict[str, Any] = {"score_mod": own}
     if case.option == "mask_mod":
         options = {"block_mask": create_block_mask(own, B, None, N, N, device="cuda")}
-    compiled = torch.compile(flex_attention, dynamic=False)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = compiled(*leaves, **options)
-
-    def backward(*more: Any) -> Any:
-        return torch.autograd.grad(out, [*leaves, *more], dout, retain_graph=True)
-
-    forward = partial(compiled, *leaves, **options)
-    return [forward, backward, *([partial(backward, *learned)] if learned else [])]
+    forward = partial(torch.compile(flex_attention, dynamic=False), *leaves[:3], **options)
+    out = forward()
+    return [forward, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)]
 
 
 def rows(names: list[str], head_dims: list[int], device: Gpu) -> Iterator[Row]:

@@ -43,6 +43,7 @@ NAMES = {
     "flash": "FlashAttention-2",
 }
 
+RANKS = "distributed_cpu"
 SPEEDUPS = "Geometric means of the speedups in the grid:"
 CPU_SECTIONS = {
     "grid": "GFLOP/s, B = 1, H = 8:",
@@ -71,6 +72,8 @@ HEADINGS = {
     "over_flex": "speedup over FlexAttention",
     "flex, ms": "FlexAttention, ms",
     "speedup": "speedup over full",
+    "one_rank_ms": "one rank, ms",
+    "fraction_of_linear": "fraction of linear",
     "launch_overhead_us": "CPU launch overhead, us",
     "tflops": "TFLOP/s",
     "gflops": "GFLOP/s",
@@ -162,6 +165,11 @@ def cpu_lines() -> Iterator[str]:
         result = load(RESULTS, path.stem)
         yield from paragraphs("## Inside PyTorch", _cpu_origin(result))
         yield from _sections(_by_section(result), FRAMEWORK_SECTIONS)
+    if (RESULTS / f"{RANKS}.json").exists():
+        result = load(RESULTS, RANKS)
+        known = f"{result['machine']['ranks']} ranks, started by {result['machine']['started_by']}"
+        yield from paragraphs("## Ranks that share a sequence", f"{_cpu_origin(result)} {known}.")
+        yield from _measured(result["rows"])
     yield from paragraphs("## Peak memory on the CPU")
     yield from _memory(load(RESULTS, "memory_cpu"))
 
