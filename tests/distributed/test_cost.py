@@ -120,6 +120,7 @@ def test_ten_thousand_ranks_take_no_step_for_each_pair_of_them() -> None:
     [
         ("flops is 0", {"flops": 0}),
         ("bandwidth is -1", {"link": Link(0.0, -1)}),
+        ("latency is nan", {"host_link": Link(float("nan"), 1.0)}),
         ("ranks_per_host is 0", {"ranks_per_host": 0}),
     ],
 )

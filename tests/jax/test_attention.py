@@ -12,8 +12,8 @@ import jax.numpy as jnp  # noqa: E402 - JAX may be absent
 
 import tileattn  # noqa: E402 - as above
 from tests.arrays import normal  # noqa: E402 - as above
-from tileattn import BlockMask, UnsupportedError, reference  # noqa: E402 - as above
-from tileattn.jax import attention  # noqa: E402 - as above
+from tileattn import Attention, BlockMask, UnsupportedError, reference  # noqa: E402 - as above
+from tileattn.jax import attention, host_call  # noqa: E402 - as above
 from tileattn.testing import assert_attention_close, error_bound  # noqa: E402 - as above
 
 SIZES = (2, 4, 2, 37, 53, 16, 24)
@@ -104,6 +104,19 @@ def test_beside_jax_s_own() -> None:
             strict=True,
         ):
             np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
+
+
+def test_equal_calls_outside_of_jit_share_a_program() -> None:
+    q, k, v, _ = normal(SIZES)
+    for scale in (0.37, 0.73):  # which no other test has
+        options: dict[str, Any] = {"causal": True, "scale": scale}
+        bounds, programs = error_bound(q, k, v, **options), []
+        for sign in (1, -1):
+            found = attention(sign * q, k, v, return_lse=True, **options)
+            expected = reference.forward(sign * q, k, v, **options)
+            assert_attention_close(Attention(*map(np.asarray, found)), expected, bounds)
+            programs.append(host_call._compiled.cache_info().misses)
+        assert programs[0] == programs[1]
 
 
 def test_the_logsumexp_has_a_gradient() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-jax = pytest.importorskip("jax")
+jax = pytest.importorskip("jax", reason="its devices run the ring: pip install jax")
 
 from tileattn.jax import ring_attention  # noqa: E402 - JAX may be absent
 

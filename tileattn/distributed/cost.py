@@ -66,6 +66,9 @@ class Rates:
         for name, x in (("flops", self.flops), *(("bandwidth", x.bandwidth) for x in links)):
             if not x > 0:
                 raise ValueError(f"{name} is {x}; more than 0 is accepted")
+        for link in links:
+            if not link.latency >= 0:
+                raise ValueError(f"latency is {link.latency}; 0 or more is accepted")
         if self.ranks_per_host < 1:
             raise ValueError(f"ranks_per_host is {self.ranks_per_host}; 1 or more is accepted")
 

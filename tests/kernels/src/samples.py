@@ -84,8 +84,9 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
         for dim in (_HEAD_DIMS[combination % len(_HEAD_DIMS)], 512):
             keys = _keys(problem_of(dtype.name, dim, enabled_options), context)
             found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
-    # Elsewhere what follows are the generic kernels of such calls that take over some heads.
-    cases = _HOPPER_CASES if arch == _MEASURED else _HOPPER_CASES[combination :: len(_SETS)]
+    # Elsewhere what follows are the generic kernels of such calls that take over some heads: four
+    # combinations in a row have all of them.
+    cases = _HOPPER_CASES if arch == _MEASURED else _HOPPER_CASES[combination % 4 :: 4]
     for name, dim, options in cases:
         for window in WINDOWS:
             problem = replace(problem_of(name, dim, options), window=window)
