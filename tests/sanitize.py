@@ -110,6 +110,22 @@ def run_few(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
             x.get()
 
 
+def append(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
+    """Append to caches, and rotate: what the device says is beyond the caches in part."""
+    import cupy
+
+    rng = np.random.default_rng(3)
+    lead, keys = (60, 100) if "block_table" in given else (2, 2400)
+    shapes = *((lead, 3, keys, n) for n in (D, Dv)), *((2, 3, 9, n) for n in (D, Dv))
+    arrays = [cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
+    tables = tuple(cupy.asarray(rng.standard_normal((2, 2405, D // 3)).astype(np.float32)))
+    places = {n: cupy.asarray(x) for n, x in given.items() if isinstance(x, np.ndarray)}
+    tileattn.append_kv(*arrays, **places, rotary=tables).get()
+    positions = cupy.asarray(rng.integers(-9, 2500, (2, 9)))
+    for interleaved in (False, True):
+        tileattn.rope(arrays[2], *tables, positions=positions, interleaved=interleaved).get()
+
+
 def run(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     """Run both passes, the backward one in either order of its sums."""
     import cupy
@@ -153,7 +169,8 @@ def main() -> int:
     problems = list(calls(np.random.default_rng(0)))
     with ThreadPoolExecutor(chosen.threads) as pool:
         list(pool.map(lambda problem: run(*problem), problems))
-        list(pool.map(lambda problem: run_few(*problem), few(np.random.default_rng(0))))
+        for each in (run_few, append):
+            list(pool.map(lambda problem, f=each: f(*problem), few(np.random.default_rng(0))))
     cupy.cuda.Device().synchronize()
     sys.stdout.write(f"ran {len(problems)} problems, forward and backward\n")
     return 0

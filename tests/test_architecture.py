@@ -151,7 +151,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": FACTS | {"algorithm", "backends", "call_cache"},
     "differentiation": FACTS | {"api"},
     "merging": FACTS | {"algorithm"},
-    "kv_cache": FACTS | {"backends"},
+    "kv_cache": FACTS | {"backends", "rotary"},
     "rotary": FACTS | {"backends"},
     "testing": FACTS | {"packed_reference", "reference"},
     "selfcheck": FACTS | KERNELS | {"backends", "reference", "testing"},

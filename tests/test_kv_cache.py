@@ -86,6 +86,31 @@ def test_what_was_appended_is_attended_to() -> None:
     assert_attention_close(found, expected, error_bound(q, k, v))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_keys_are_rotated_at_their_positions(paged: bool, packed: bool, interleaved: bool) -> None:
+    rng = np.random.default_rng(0)
+    k_cache, v_cache = caches(6, 3) if paged else caches(2, 9)
+    k, v = rng.normal(size=(2, HKV, 4, D)), rng.normal(size=(2, HKV, 4, DV))
+    rotary = rng.normal(size=(9, 2)), rng.normal(size=(9, 2))
+    old = [1, 5]
+    positions = np.add.outer(old, np.arange(4))
+    expected = k_cache.copy(), v_cache.copy()
+    options: dict[str, Any] = {"kv_lengths": old}
+    if paged:
+        options["block_table"] = np.array([[0, 4, 2], [3, 1, 5]])
+    rotated = tileattn.rope(k, *rotary, positions=positions, interleaved=interleaved)
+    tileattn.append_kv(*expected, rotated, v, **options)
+    if packed:
+        k, v = (x.swapaxes(0, 1).reshape(HKV, 8, x.shape[-1]) for x in (k, v))
+        options["cu_seqlens"] = [0, 4, 8]
+    options |= {"rotary": rotary, "interleaved": interleaved}
+    tileattn.append_kv(k_cache, v_cache, k, v, **options)
+    np.testing.assert_array_equal(k_cache, expected[0])
+    np.testing.assert_array_equal(v_cache, expected[1])
+
+
 K, V = np.ones((2, HKV, 4, D)), np.ones((2, HKV, 4, DV))
 TABLE = [[0, 1, 2], [3, 4, 5]]
 
@@ -105,6 +130,15 @@ TABLE = [[0, 1, 2], [3, 4, 5]]
         ({"k": K.astype(np.float32)}, TypeError, "k has dtype float32; it must be that of k_cache"),
         ({"k": K[0]}, ValueError, "k has shape (2, 4, 5); (B, Hkv, N, D) is accepted"),
         ({"k": K[:1], "v": V[:1]}, ValueError, "k has batch size 1; it must be that of k_cache, 2"),
+        (
+            {"rotary": (np.ones((5, 2)), np.ones((5, 2)))},
+            ValueError,
+            "kv_lengths holds 2 for sequence 1, which would have 6 keys; cos has 5 rows, one for",
+        ),
+        ({"rotary": np.ones((2, 9, 2))}, TypeError, "rotary is ndarray; a tuple (cos, sin) is"),
+        ({"rotary": (None, K)}, TypeError, "cos is NoneType; a NumPy or CuPy array is accepted"),
+        ({"rotary": (K[0, 0], K[0, 0])}, ValueError, "cos has shape (4, 5); (M, R / 2) is"),
+        ({"interleaved": 1}, TypeError, "interleaved is int; True or False is accepted"),
         ({"v": V[:, :, :3]}, ValueError, "v has shape (2, 2, 3, 3); but for the last axis it must"),
         ({"k": K[:, :, :, :4]}, ValueError, "k has 2 heads of dimension 4; those of k_cache are 2"),
         ({"cu_seqlens": [0, 4, 8]}, ValueError, "k has shape (2, 2, 4, 5); (Hkv, T, D) is"),
@@ -244,7 +278,7 @@ def test_nothing_waits_for_a_device(
     if paged:
         options["block_table"] = np.array([[0, 4, 2], [3, 1, 5]])
     sent = [DeviceArray(x.copy()) for x in (k_cache, v_cache, k, v)]
-    mixed = {
+    mixed: dict[str, Any] = {
         name: DeviceArray(x) if there >> n & 1 else x for n, (name, x) in enumerate(options.items())
     }
     lengths = tileattn.append_kv(k_cache, v_cache, k, v, **options)

@@ -1,5 +1,6 @@
 """Caches of keys and values that grow in place."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from tileattn.backends.buffers import ensure_writable
 from tileattn.backends.registry import ensure_one_owner
 from tileattn.lengths import Paging, integers, offsets_of, paging
 from tileattn.problem import check_dtype
+from tileattn.rotary import check_flags, check_tables, rope
 
 
 def append_kv(
@@ -19,6 +21,8 @@ def append_kv(
     kv_lengths: Any,
     block_table: Any = None,
     cu_seqlens: Any = None,
+    rotary: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
 ) -> Any:
     """Write new keys and values behind those of a cache, in place.
 
@@ -38,6 +42,10 @@ def append_kv(
         Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``.
     cu_seqlens : array or sequence of int, shape (B + 1,), or None
         Where the new tokens of each sequence start, if they are packed.
+    rotary : (array, array) or None
+        ``cos`` and ``sin`` of `rope`: each new key is rotated at its position in its sequence.
+    interleaved : bool
+        Which columns are a pair, as in `rope`.
 
     Returns
     -------
@@ -48,12 +56,16 @@ def append_kv(
     ------
     TypeError, ValueError
         If an argument is not as described, or a sequence would pass its capacity; the message names
-        it, and nothing is written. Integers on a device are not looked at.
+        it, and nothing is written. Integers on a device are not looked at: there a row that is past
+        the capacity, or in a page that does not exist, is not written, and a position that the
+        tables do not have takes their nearest row.
 
     Notes
     -----
     A page gets new keys from one sequence only. A page that sequences share, such as that of a
     common prefix, is full, or is copied before one of them grows.
+
+    On a GPU one kernel does all of it.
 
     Examples
     --------
@@ -66,31 +78,102 @@ def append_kv(
     >>> k_cache[1, 0, 38:45, 0]
     array([0., 0., 1., 1., 1., 0., 0.])
     """
-    _check_arrays(k_cache, v_cache, k, v, packed=cu_seqlens is not None)
+    packed = cu_seqlens is not None
+    _check_arrays(k_cache, v_cache, k, v, packed=packed)
     options = {"block_table": block_table, "kv_lengths": kv_lengths}
-    arrays = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    ensure_one_owner(arrays, options | {"cu_seqlens": cu_seqlens})
-    pages = paging(options, k_cache)
+    tables = _tables(k, rotary, interleaved)
+    given = {"k": k, "v": v} | tables
+    owner = ensure_one_owner(
+        {"k_cache": k_cache, "v_cache": v_cache} | given, options | {"cu_seqlens": cu_seqlens}
+    )
+    kernel = getattr(owner, "append_kv", None)
+    convert = kernel is None
+    pages = paging(options, k_cache, convert=convert)
     B = len(k_cache) if pages is None else len(pages.block_table)
-    starts = _starts(k, cu_seqlens, B, "k_cache" if pages is None else "block_table")
-    old = integers("kv_lengths", kv_lengths, B)
+    whose = "k_cache" if pages is None else "block_table"
+    starts = _starts(k, cu_seqlens, B, whose, convert=convert)
+    old = integers("kv_lengths", kv_lengths, B, convert=convert)
     if old is None:
         raise TypeError(f"kv_lengths is None; integers of shape ({B},) are accepted")
-    old, starts = _together(old, starts)
-    new = old + (starts[1:] - starts[:-1])
-    _check_room(old, new, k_cache.shape[2] if pages is None else pages.capacity)
-    if pages is not None:
-        pages.check(new)
-        _check_writers(old, new, pages)
-    given = {"k": k, "v": v}
+    new = _checked_lengths(old, starts, k_cache, pages, tables)
     ensure_writable("k_cache", k_cache, {"v_cache": v_cache, **given})
     ensure_writable("v_cache", v_cache, given)
-    T = k.shape[-2] * (B if cu_seqlens is None else 1)
-    entry, row = (np.asarray(n, like=k_cache) for n in _places(old, starts, T, pages))
+    if kernel is None:
+        return _append(k_cache, v_cache, k, v, old, starts, pages, rotary, bool(interleaved))
+    there = kernel(
+        *(k_cache, v_cache, k, v),
+        kv_lengths=old,
+        cu_seqlens=starts if packed else None,
+        paging=pages,
+        rotary=rotary,
+        interleaved=bool(interleaved),
+    )
+    return new if there is None else there
+
+
+def _append(
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    old: Any,
+    starts: Any,
+    pages: Paging | None,
+    rotary: tuple[Any, Any] | None,
+    interleaved: bool,
+) -> Any:
+    """Append by array expressions."""
+    old, starts = _together(old, starts)
+    T = k.shape[-2] * (len(k) if k.ndim == 4 else 1)
+    sequence, positions = _positions(old, starts, T)
+    if rotary is not None:
+        N = positions.reshape(len(k), -1) if k.ndim == 4 else positions
+        k = rope(k, *rotary, positions=N, interleaved=interleaved)
+    entry, row = (np.asarray(n, like=k_cache) for n in _places(sequence, positions, pages))
     # All that may fail for want of memory, and then the writing.
     rows = [x.swapaxes(-3, -2).reshape(T, x.shape[-3], x.shape[-1]) for x in (k, v)]
     for cache, x in zip((k_cache, v_cache), rows, strict=True):
         cache.swapaxes(1, 2)[entry, row] = x
+    return old + (starts[1:] - starts[:-1])
+
+
+def _tables(k: Any, rotary: Any, interleaved: Any) -> dict[str, Any]:
+    """Check the tables by which keys are rotated; none where they are not."""
+    check_flags(interleaved=interleaved)
+    if rotary is None:
+        return {}
+    if not isinstance(rotary, tuple) or len(rotary) != 2:
+        raise TypeError(f"rotary is {type(rotary).__name__}; a tuple (cos, sin) is accepted")
+    tables = dict(zip(("cos", "sin"), rotary, strict=True))
+    for name, x in tables.items():
+        check_dtype(name, x)
+    check_tables(k, *rotary)
+    return tables
+
+
+def _checked_lengths(
+    old: Any, starts: Any, k_cache: Any, pages: Paging | None, tables: Mapping[str, Any]
+) -> Any:
+    """Check what the host knows; give the new lengths, None where it does not know them."""
+    if pages is not None:
+        pages.check(old)
+    if not isinstance(old, np.ndarray) or not isinstance(starts, np.ndarray):
+        return None
+    new = old + (starts[1:] - starts[:-1])
+    capacity = k_cache.shape[2] if pages is None else pages.capacity
+    for b in np.flatnonzero((old < 0) | (new > capacity)):
+        raise ValueError(
+            f"kv_lengths holds {old[b]} for sequence {b}, which would have {new[b]} keys; "
+            f"lengths from 0 on are accepted, up to {capacity} keys"
+        )
+    for b in np.flatnonzero((new > old) & (new > len(tables.get("cos", new)))) if tables else ():
+        raise ValueError(
+            f"kv_lengths holds {old[b]} for sequence {b}, which would have {new[b]} keys; cos has "
+            f"{len(tables['cos'])} rows, one for each position"
+        )
+    if pages is not None:
+        pages.check(new)
+        _check_writers(old, new, pages)
     return new
 
 
@@ -125,16 +208,6 @@ def _check_arrays(k_cache: Any, v_cache: Any, k: Any, v: Any, *, packed: bool) -
             )
 
 
-def _check_room(old: Any, new: Any, capacity: int) -> None:
-    """Raise ValueError if lengths are negative or pass the capacity; the host looks at its own."""
-    if isinstance(new, np.ndarray):
-        for b in np.flatnonzero((old < 0) | (new > capacity)):
-            raise ValueError(
-                f"kv_lengths holds {old[b]} for sequence {b}, which would have {new[b]} keys; "
-                f"lengths from 0 on are accepted, up to {capacity} keys"
-            )
-
-
 def _check_writers(old: Any, new: Any, pages: Paging) -> None:
     """Raise ValueError if a page is written to at two places; the host looks at its own."""
     table = pages.block_table
@@ -152,13 +225,13 @@ def _check_writers(old: Any, new: Any, pages: Paging) -> None:
         )
 
 
-def _starts(k: Any, cu_seqlens: Any, B: int, whose: str) -> Any:
+def _starts(k: Any, cu_seqlens: Any, B: int, whose: str, *, convert: bool) -> Any:
     """Say how many new tokens lie before each sequence, and how many there are."""
     if cu_seqlens is None:
         if len(k) != B:
             raise ValueError(f"k has batch size {len(k)}; it must be that of {whose}, {B}")
         return np.arange(B + 1) * k.shape[2]
-    starts = offsets_of("cu_seqlens", cu_seqlens)
+    starts = offsets_of("cu_seqlens", cu_seqlens, convert=convert)
     if len(starts) != B + 1:
         raise ValueError(
             f"cu_seqlens has {len(starts)} entries; it must have one more than {whose}, {B + 1}"
@@ -178,11 +251,15 @@ def _together(*integers: Any) -> list[Any]:
     return [np.asarray(x, like=like) for x in integers]
 
 
-def _places(old: Any, starts: Any, T: int, pages: Paging | None) -> tuple[Any, Any]:
-    """Say where each new token goes: batch entry or page, and row."""
+def _positions(old: Any, starts: Any, T: int) -> tuple[Any, Any]:
+    """Say of each new token which sequence it is of, and its position there."""
     token = np.arange(T, like=starts)
     sequence = np.searchsorted(starts[1:], token, side="right")
-    j = old[sequence] + token - starts[:-1][sequence]
+    return sequence, old[sequence] + token - starts[:-1][sequence]
+
+
+def _places(sequence: Any, j: Any, pages: Paging | None) -> tuple[Any, Any]:
+    """Say where each new token goes: batch entry or page, and row."""
     if pages is None:
         return sequence, j
     table, sequence, j = _together(pages.block_table, sequence, j)

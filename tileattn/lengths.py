@@ -122,7 +122,7 @@ def _on_host(*given: Any) -> bool:
     return all(isinstance(x, np.ndarray) for x in given)
 
 
-def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
+def paging(options: Mapping[str, Any], k: Any, *, convert: bool = True) -> Paging | None:
     """Find out whether keys are in pages, as a block table says."""
     table = options.get("block_table")
     if table is None:
@@ -136,7 +136,7 @@ def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
         raise ValueError(
             f"block_table has shape {table.shape}; (B, pages of a sequence) is accepted"
         )
-    return Paging(table.astype(np.int64, copy=False), *(k.shape[n] for n in (0, 2)))
+    return Paging(_as_int64(table, convert), *(k.shape[n] for n in (0, 2)))
 
 
 def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing | None:
@@ -181,13 +181,13 @@ def _ending(
     return packed
 
 
-def offsets_of(name: str, x: Any) -> Any:
+def offsets_of(name: str, x: Any, *, convert: bool = True) -> Any:
     """Give the tokens before each sequence, and those of all."""
     x = as_integers(name, x, "(S + 1,)")
     if x.ndim != 1 or not len(x):
         raise ValueError(f"{name} has shape {x.shape}; (S + 1,) is accepted, for S sequences")
     if not isinstance(x, np.ndarray):
-        return x.astype(np.int64, copy=False)
+        return _as_int64(x, convert)
     offsets = x.astype(np.int64)
     if offsets[0]:
         raise ValueError(f"{name} starts with {offsets[0]}; 0 is accepted")
@@ -229,15 +229,24 @@ def origin_of(x: Any, entries: int) -> Any:
     return np.array(np.broadcast_to(x, (entries, 4)), np.int64, order="C")
 
 
-def integers(name: str, x: Any, count: int) -> Any:
-    """One integer for each sequence, from an integer, a sequence or an array."""
+def integers(name: str, x: Any, count: int, *, convert: bool = True) -> Any:
+    """One integer for each sequence, from an integer, a sequence or an array.
+
+    Those on a device keep their dtype where they need not be converted, which takes a kernel.
+    """
     if x is None:
         return None
     x = as_integers(name, x, f"({count},)")
     if x.shape not in ((), (count,)):
         raise ValueError(f"{name} has shape {x.shape}; one integer or shape ({count},) is accepted")
-    copy = isinstance(x, np.ndarray)  # what is on the host may be remembered
-    return x.astype(np.int64, copy=copy) if x.shape else np.full(count, int(x), np.int64)
+    if not x.shape:
+        return np.full(count, int(x), np.int64)
+    # What is on the host may be remembered.
+    return x.astype(np.int64) if isinstance(x, np.ndarray) else _as_int64(x, convert)
+
+
+def _as_int64(x: Any, convert: bool) -> Any:
+    return x.astype(np.int64, copy=False) if convert or isinstance(x, np.ndarray) else x
 
 
 def as_integers(name: str, x: Any, shape: str) -> Any:

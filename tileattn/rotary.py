@@ -46,7 +46,7 @@ def rope(
     ------
     TypeError, ValueError
         If an argument is not as described; the message names it. Positions on a device are not
-        looked at.
+        looked at: those that the tables do not have take the nearest row.
 
     References
     ----------
@@ -64,15 +64,17 @@ def rope(
     """
     for name, array in (("x", x), ("cos", cos), ("sin", sin)):
         check_dtype(name, array)
-    ensure_one_owner({"x": x, "cos": cos, "sin": sin}, {"positions": positions})
+    owner = ensure_one_owner({"x": x, "cos": cos, "sin": sin}, {"positions": positions})
     if not 2 <= x.ndim <= 4:
         raise ValueError(f"x has shape {x.shape}; accepted are (N, D), (H, N, D) and (B, H, N, D)")
-    _check_tables(x, cos, sin)
-    for name, flag in (("interleaved", interleaved), ("inverse", inverse)):
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"{name} is {type(flag).__name__}; True or False is accepted")
+    check_tables(x, cos, sin)
+    check_flags(interleaved=interleaved, inverse=inverse)
+    p = _positions(x, positions, len(cos))
+    kernel = getattr(owner, "rope", None)
+    if kernel is not None:
+        return kernel(x, cos, sin, p, bool(interleaved), bool(inverse))
     sums = accum_dtype(x.dtype)
-    rows = _rows(x, positions, len(cos))
+    rows = _rows(x, p)
     c, s = (table[rows].astype(sums, copy=False) for table in (cos, sin))
     if c.ndim == 3:  # of each batch entry, for all of its heads
         c, s = c[:, np.newaxis], s[:, np.newaxis]
@@ -90,7 +92,15 @@ def rope(
     return rotated
 
 
-def _check_tables(x: Any, cos: Any, sin: Any) -> None:
+def check_flags(**flags: Any) -> None:
+    """Raise TypeError if a flag is no truth value."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name} is {type(flag).__name__}; True or False is accepted")
+
+
+def check_tables(x: Any, cos: Any, sin: Any) -> None:
+    """Raise ValueError if tables do not have the shape that rows of an array need."""
     if cos.ndim != 2 or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"cos has shape {cos.shape}; (M, R / 2) is accepted, with R up to the head dimension, "
@@ -100,8 +110,8 @@ def _check_tables(x: Any, cos: Any, sin: Any) -> None:
         raise ValueError(f"sin has shape {sin.shape}; it must be that of cos, {cos.shape}")
 
 
-def _rows(x: Any, positions: Any, M: int) -> Any:
-    """Say which rows of the tables the rows of x have."""
+def _positions(x: Any, positions: Any, M: int) -> Any:
+    """Validate positions: one integer, that of the first row, or one for each row."""
     N = x.shape[-2]
     shape = f"({N},)" if x.ndim < 4 else f"({N},) or {(x.shape[0], N)}"
     p = as_integers("positions", 0 if positions is None else positions, shape)
@@ -111,7 +121,7 @@ def _rows(x: Any, positions: Any, M: int) -> Any:
             raise ValueError(
                 f"positions are {first} to {last}; 0 to {M - 1}, the rows of cos, are accepted"
             )
-        return slice(first, first + N)
+        return p
     if p.shape not in ((), (N,)) and (x.ndim < 4 or p.shape != (x.shape[0], N)):
         raise ValueError(f"positions has shape {p.shape}; an integer or {shape} is accepted")
     if isinstance(p, np.ndarray):
@@ -119,5 +129,13 @@ def _rows(x: Any, positions: Any, M: int) -> Any:
             raise ValueError(
                 f"positions holds {wrong}; 0 to {M - 1}, the rows of cos, are accepted"
             )
+    return p
+
+
+def _rows(x: Any, p: Any) -> Any:
+    """Say which rows of the tables the rows of x have."""
+    N = x.shape[-2]
+    if p.shape == () and isinstance(p, np.ndarray):
+        return slice(int(p), int(p) + N)
     p = np.asarray(p, like=x)
     return p if p.shape else p + np.arange(N, like=p)

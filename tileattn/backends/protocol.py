@@ -105,6 +105,9 @@ class Backend(Protocol):
 
     A method ``prepare(problem)`` may return a new `tileattn.call_cache.PreparedCall`, which then
     runs all calls of one signature.
+
+    Methods ``append_kv`` and ``rope`` may run these two, validated; without them array expressions
+    do. They are those of ``tileattn.backends.cupy.token_rows``.
     """
 
     name: str

@@ -144,8 +144,8 @@ def ensure_owned(backend: Backend, key: str, x: Any) -> None:
         )
 
 
-def ensure_one_owner(arrays: dict[str, Any], integers: dict[str, Any]) -> None:
-    """Raise TypeError if arguments of a call that needs no backend are arrays of two libraries.
+def ensure_one_owner(arrays: dict[str, Any], integers: dict[str, Any]) -> Backend:
+    """Find who owns all arrays of a call; raise TypeError if they are of two libraries.
 
     Integers may also be on the host, whoever owns the arrays.
     """
@@ -155,6 +155,7 @@ def ensure_one_owner(arrays: dict[str, Any], integers: dict[str, Any]) -> None:
     for key, x in integers.items():
         if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic):
             ensure_owned(backend, key, x)
+    return backend
 
 
 def _asked_for(name: str) -> str:

@@ -251,26 +251,27 @@ def flash_attn_with_kvcache(
             check_integers(name, y, q.device)
     with on(q.device):
         x = {name: array_of(y).swapaxes(1, 2) for name, y in given.items()}
-        tables = [array_of(y) for y in rotary.values()]
+        tables = tuple(array_of(y) for y in rotary.values())
         options = _options(0.0, softmax_scale, causal, window_size, softcap, None)
         options |= {name: array_of(y) for name, y in slopes.items()}
         pages = _pages(block_table, cache_batch_idx)
         capacity = x["k_cache"].shape[2] * (1 if pages is None else pages.shape[1])
         old = _lengths(cache_seqlens, capacity, len(q), appended="k" in x)
+        turn: dict[str, Any] = {"rotary": tables or None, "interleaved": rotary_interleaved}
         if tables:
             in_order = options["causal"] or options["window"] != (None, None)
-            for name in {"q", "k"} & set(x):
-                step = np.arange(x[name].shape[2], like=old) * (in_order or name == "k")
-                positions = old[:, np.newaxis] + step
-                rotated = {"positions": positions, "interleaved": rotary_interleaved}
-                x[name] = tileattn.rope(x[name], *tables, **rotated)
+            positions = _query_positions(old, q.shape[1], in_order=in_order)
+            x["q"] = tileattn.rope(
+                x["q"], *tables, positions=positions, interleaved=rotary_interleaved
+            )
         options |= {"kv_lengths": old, "block_table": pages}
         caches = x["k_cache"], x["v_cache"]
         if "k" in x:
-            options["kv_lengths"] = np.minimum(old + x["k"].shape[2], capacity)
             # What cannot be computed is not appended.
             supporting(candidates("auto", x), parse(x["q"], *caches, options)[0])
-            tileattn.append_kv(*caches, x["k"], x["v"], kv_lengths=old, block_table=pages)
+            options["kv_lengths"] = tileattn.append_kv(
+                *caches, x["k"], x["v"], kv_lengths=old, block_table=pages, **turn
+            )
             torch.autograd.graph.increment_version((k_cache, v_cache))
         result = tileattn.forward(x["q"], *caches, **options)
         out, lse = map(tensor_of, result)
@@ -350,3 +351,11 @@ def _lengths(cache_seqlens: Any, capacity: int, B: int, *, appended: bool) -> An
     if isinstance(cache_seqlens, torch.Tensor):
         cache_seqlens = array_of(cache_seqlens)
     return integers("cache_seqlens", cache_seqlens, B)
+
+
+def _query_positions(old: Any, N: int, *, in_order: bool) -> Any:
+    """Say where the queries of each sequence stand: behind its keys, one by one or all together."""
+    first = old[:, np.newaxis]
+    if in_order and N > 1:
+        return first + np.arange(N, like=old)
+    return np.broadcast_to(first, (len(old), N))

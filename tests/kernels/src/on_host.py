@@ -184,7 +184,7 @@ def sequence_blocks(
     for name, x in integers.items():
         block[places[name]] = x.ctypes.data
     texts = _kernel_texts(replace(key, kernel="sequences"), 1, "float32")
-    library = _built(folder, texts | {"sequences.cpp": _SEQUENCES}, "sequences.cpp")
+    library = built(folder, texts | {"sequences.cpp": _SEQUENCES}, "sequences.cpp")
     found = np.empty((count, len(Found._fields)), np.int64)
     library.find(ctypes.c_void_p(block.ctypes.data), count, ctypes.c_void_p(found.ctypes.data))
     return [Found(*row) for row in found.tolist()]
@@ -199,7 +199,7 @@ def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> list[tuple[int
     counter = np.ones(1, np.uint32)
     for name, x in (*integers.items(), ("block_order", found), ("tile_counter", counter)):
         block[places[name]] = x.ctypes.data
-    library = _built(folder, _kernel_texts(key, 1, "float32"), f"{key.kernel}.cpp")
+    library = built(folder, _kernel_texts(key, 1, "float32"), f"{key.kernel}.cpp")
     library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(count))
     assert counter[0] == (key.kernel != ORDERS_QUERIES)  # a forward pass finds zero
     return [tuple(row[:7]) for row in found.tolist()]
@@ -219,7 +219,7 @@ def element_sums(
     accum = plan.problem.accum_dtype.name
     texts = _kernel_texts(replace(key, kernel="element_sums"), 1, accum)
     texts["config.cuh"] += f"\nconstexpr int WINDOW = {window};\n"
-    library = _built(folder, texts | {"element_sums.cpp": _ELEMENT_SUMS}, "element_sums.cpp")
+    library = built(folder, texts | {"element_sums.cpp": _ELEMENT_SUMS}, "element_sums.cpp")
     given = np.ascontiguousarray(ds, accum)
     library.add_up(ctypes.c_void_p(block.ctypes.data), ctypes.c_void_p(given.ctypes.data))
     return sums
@@ -242,7 +242,7 @@ def launched(folder: Path, plan: LaunchPlan, aux: Sequence[Array]) -> dict[str, 
         if launch.key.kernel not in KERNELS:
             continue
         texts = _kernel_texts(launch.key, launch.key.threads // 32, "float32")
-        library = _built(folder, texts, f"{launch.key.kernel}.cpp")
+        library = built(folder, texts, f"{launch.key.kernel}.cpp")
         library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(launch.grid))
     return parts
 
@@ -287,14 +287,14 @@ def quick(folder: Path, x: Array, y: Array) -> tuple[Array, Array]:
         "quick.cuh": (SOURCES / "quick.cuh").read_text(encoding="utf-8"),
         "quick.cpp": _QUICK,
     }
-    library = _built(folder, texts, "quick.cpp")
+    library = built(folder, texts, "quick.cpp")
     found = np.empty_like(x), np.empty_like(x)
     pointers = (ctypes.c_void_p(each.ctypes.data) for each in (x, y, *found))
     library.quick(ctypes.c_longlong(x.size), *pointers)
     return found
 
 
-def _built(folder: Path, texts: Mapping[str, str], name: str) -> ctypes.CDLL:
+def built(folder: Path, texts: Mapping[str, str], name: str) -> ctypes.CDLL:
     """Compile one of some texts for the CPU, and load it."""
     compiler = shutil.which("c++")
     if compiler is None:
@@ -327,7 +327,7 @@ def run(
         "functions.cuh": functions_text(score_mod, mask_mod, kinds, s.dtype),
         "pairs.cpp": _PAIRS,
     }
-    library = _built(folder, texts, "pairs.cpp")
+    library = built(folder, texts, "pairs.cpp")
     whole = np.broadcast_arrays(s, *places)
     given = np.ascontiguousarray(whole[0])
     at = np.ascontiguousarray(np.stack(whole[1:])).astype(np.int64)

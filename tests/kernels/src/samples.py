@@ -18,6 +18,7 @@ from tileattn.kernels.launch.catalog import WINDOWS, context_of, problem_of
 from tileattn.kernels.launch.device import device_of_arch
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, contiguous, contiguous_inputs
 from tileattn.kernels.launch.plan import plans_of
+from tileattn.kernels.launch.token_rows import plan_append, plan_rope
 from tileattn.problem import Problem
 
 # Options that a kernel is compiled for; all others are parameters of every kernel, though a right
@@ -101,6 +102,7 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
     found |= dict.fromkeys(_function_keys(arch, DTYPES[combination % len(DTYPES)].name))
     found |= dict.fromkeys(_packed_keys(arch, combination))
     found |= dict.fromkeys(_split_keys(arch, combination))
+    found |= dict.fromkeys(_row_keys(combination))
     return [
         key
         for key in found
@@ -148,6 +150,18 @@ def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
         )
         context = context_of(arch, MAX_ALIGNMENT if combination % 2 else NAMED[dtype].itemsize)
         yield from (launch.key for launch in forward_launches(problem, context))
+
+
+def _row_keys(combination: int) -> Iterator[KernelKey]:
+    """List the kernels that write rows of tokens, of one dtype."""
+    dtype = DTYPES[combination % len(DTYPES)].name
+    columns = (128, 15)[combination % 2]  # in vectors of 16 bytes, and one by one
+    x = contiguous((2, 3, 4, columns), dtype)
+    table = contiguous((9, columns // 4), "float32")
+    arrays = {"k": x, "v": x, "k_cache": x, "v_cache": x, "cos": table, "sin": table}
+    layouts = tuple(arrays.items())
+    yield plan_append(layouts, 2, None, interleaved=False).key
+    yield plan_rope(layouts, interleaved=True, inverse=False).key
 
 
 def is_tuned(key: KernelKey, arch: str) -> bool:

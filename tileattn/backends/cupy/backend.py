@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tileattn.backends.addresses import Overlap
-from tileattn.backends.cupy import describe
+from tileattn.backends.cupy import describe, token_rows
 from tileattn.backends.cupy.block_sparse import mask_addresses
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
@@ -39,6 +39,8 @@ class CupyBackend:
     """
 
     name = "cupy"
+    append_kv = staticmethod(token_rows.append_kv)
+    rope = staticmethod(token_rows.rope)
 
     def owns(self, x: Any) -> bool:
         """Whether ``x`` is a CuPy array, found without importing CuPy."""

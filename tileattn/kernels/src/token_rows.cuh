@@ -1,0 +1,153 @@
+// Layer 3. Rows of tokens, written to their places by a few threads each; some of their columns are
+// rotated. As kv_cache.py and rotary.py.
+#pragma once
+
+#include "config.cuh"
+
+constexpr int VECTOR_SIZE = ALIGNMENT_BYTES / int(sizeof(Element));
+struct alignas(ALIGNMENT_BYTES) Vector {
+    Element x[VECTOR_SIZE];
+};
+
+// Strides in elements of entries, heads, rows and columns.
+struct Strides {
+    i64 b, h, n, d;
+};
+// An array of rows. pairs: of columns that are rotated. row_threads: of a row.
+struct RowArray {
+    Strides from, to;
+    i64 columns, pairs, row_threads;
+};
+// Integers, whose strides are in elements.
+struct Integers {
+    i64 bytes, i, j;
+
+    __device__ i64 of(const void* data, i64 n, i64 m = 0) const {
+        const i64 at = n * i + m * j;
+        return bytes == 4 ? i64(static_cast<const int*>(data)[at])
+                          : static_cast<const i64*>(data)[at];
+    }
+};
+// Cosines or sines of positions and pairs. bytes: of an element, 0 for bfloat16.
+struct Table {
+    i64 bytes, n, c;
+};
+
+// Every field has 8 bytes: token_rows.py has the same. Integers that are null are none, but for
+// positions: then all sequences begin at `position`.
+struct TokenParams {
+    const void *k, *v;
+    void *k_cache, *v_cache;
+    const void *cos, *sin, *positions, *cu_seqlens, *block_table;
+    i64* new_lengths;
+    i64 position;
+    RowArray k_rows, v_rows;
+    Table cos_at, sin_at;
+    Integers positions_at, cu_seqlens_at, block_table_at;
+    // N: tokens of each sequence, where they are not packed. page: rows of a page, 0 where there are
+    // none; pages: of all sequences. capacity: of a sequence.
+    i64 B, heads, tokens, N, capacity, page, pages, table_rows, interleaved, inverse;
+};
+
+// Where a token is, where its row goes, and which row of the tables it takes.
+struct Token {
+    i64 from_b, from_n, to_b, to_n, position;
+};
+
+// Turn a pair of columns. Each step is rounded, as NumPy does it.
+__device__ inline void rotate(Accum& a, Accum& b, Accum cos, Accum sin) {
+    const Accum x = a;
+    a = difference(rounded_product(a, cos), rounded_product(b, sin));
+    b = difference(rounded_product(b, cos), rounded_product(x, -sin));
+}
+
+template <class T>
+__device__ inline void load_entries(Accum (&x)[VECTOR_SIZE], const void* data, i64 at, i64 step) {
+#pragma unroll
+    for (int e = 0; e < VECTOR_SIZE; ++e)
+        x[e] = narrow<Accum>(widen(static_cast<const T*>(data)[at + e * step]));
+}
+__device__ inline void load_entries(Accum (&x)[VECTOR_SIZE], const void* data, const Table& table,
+                                    i64 row, i64 pair) {
+    const i64 at = row * table.n + pair * table.c;
+    switch (table.bytes) {
+        case 0: return load_entries<bfloat16>(x, data, at, table.c);
+        case 2: return load_entries<float16>(x, data, at, table.c);
+        case 4: return load_entries<float32>(x, data, at, table.c);
+        default: return load_entries<float64>(x, data, at, table.c);
+    }
+}
+
+// Nobody writes what is read here. Vectors of more than one element have columns that are neighbours.
+__device__ inline Vector load_vector(const Element* __restrict__ row, i64 column, i64 step) {
+    return *reinterpret_cast<const Vector*>(row + column * step);
+}
+__device__ inline void store_vector(Element* row, i64 column, i64 step, const Vector& vector) {
+    *reinterpret_cast<Vector*>(row + column * step) = vector;
+}
+
+// Copy the rows of a token, of all heads of this thread block, without rotation.
+__device__ inline void copy_columns(const TokenParams& p, const RowArray& rows, const Element* from,
+                                    Element* to, i64 column) {
+#pragma unroll 4
+    for (i64 h = blockIdx.y; h < p.heads; h += gridDim.y)
+        store_vector(to + h * rows.to.h, column, rows.to.d,
+                     load_vector(from + h * rows.from.h, column, rows.from.d));
+}
+
+// Two vectors: pairs of neighbours, or of an element of either.
+__device__ inline void rotate_columns(const TokenParams& p, const RowArray& rows, const Element* from,
+                                      Element* to, i64 position, i64 pair) {
+    const i64 row = min(max(position, i64(0)), p.table_rows - 1);
+    Accum cos[VECTOR_SIZE], sin[VECTOR_SIZE];
+    load_entries(cos, p.cos, p.cos_at, row, pair);
+    load_entries(sin, p.sin, p.sin_at, row, pair);
+    const i64 first = p.interleaved ? 2 * pair : pair;
+    const i64 second = p.interleaved ? first + VECTOR_SIZE : first + rows.pairs;
+    for (i64 h = blockIdx.y; h < p.heads; h += gridDim.y) {
+        Vector vectors[2] = {load_vector(from + h * rows.from.h, first, rows.from.d),
+                             load_vector(from + h * rows.from.h, second, rows.from.d)};
+        Element x[2 * VECTOR_SIZE];
+#pragma unroll
+        for (int e = 0; e < 2 * VECTOR_SIZE; ++e)
+            x[e] = vectors[e / VECTOR_SIZE].x[e % VECTOR_SIZE];
+        auto turn = [&](Element& one, Element& other, int e) {
+            Accum a = widen(one), b = widen(other);
+            rotate(a, b, cos[e], p.inverse ? -sin[e] : sin[e]);
+            one = narrow<Element>(a), other = narrow<Element>(b);
+        };
+        if (p.interleaved) {
+#pragma unroll
+            for (int e = 0; e < VECTOR_SIZE; ++e) turn(x[2 * e], x[2 * e + 1], e);
+        } else {
+#pragma unroll
+            for (int e = 0; e < VECTOR_SIZE; ++e) turn(x[e], x[VECTOR_SIZE + e], e);
+        }
+#pragma unroll
+        for (int e = 0; e < 2 * VECTOR_SIZE; ++e)
+            vectors[e / VECTOR_SIZE].x[e % VECTOR_SIZE] = x[e];
+        store_vector(to + h * rows.to.h, first, rows.to.d, vectors[0]);
+        store_vector(to + h * rows.to.h, second, rows.to.d, vectors[1]);
+    }
+}
+
+// Write the rows of one array. find(t, token) says where a token goes, or that it goes nowhere.
+template <class Find>
+__device__ inline void write_rows(const TokenParams& p, const RowArray& rows, const void* from, void* to,
+                                  Find find) {
+    const int row_threads = int(rows.row_threads), own = int(threadIdx.x) / row_threads;
+    const i64 t = blockIdx.x * i64(THREADS / row_threads) + own;
+    Token token;
+    if (own >= THREADS / row_threads || t >= p.tokens || !find(t, token)) return;
+    const Element* const source = static_cast<const Element*>(from) + token.from_b * rows.from.b +
+                                  token.from_n * rows.from.n;
+    Element* const target =
+        static_cast<Element*>(to) + token.to_b * rows.to.b + token.to_n * rows.to.n;
+    // A thread takes vectors of columns: of pairs first, then of those that are not rotated.
+    const i64 step = row_threads * VECTOR_SIZE;
+    for (i64 n = int(threadIdx.x) % row_threads * VECTOR_SIZE; n < rows.columns - rows.pairs; n += step)
+        if (n < rows.pairs)
+            rotate_columns(p, rows, source, target, token.position, n);
+        else
+            copy_columns(p, rows, source, target, n + rows.pairs);
+}
