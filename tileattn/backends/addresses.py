@@ -3,6 +3,7 @@
 import ctypes
 import sys
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,13 @@ import numpy as np
 
 def byte_bounds(x: Any) -> tuple[int, int]:
     """Give the bytes between which an array's elements lie, from its address on."""
-    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
-    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
+    return _bounds(x.shape, x.strides, x.itemsize)
+
+
+@lru_cache(maxsize=1024)
+def _bounds(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    steps = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + itemsize
 
 
 class Overlap:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tileattn.backends.cupy.describe import addresses_of
 from tileattn.kernels.jit.load import load
-from tileattn.kernels.launch.layout import array_layout
+from tileattn.kernels.launch.layout import ArrayLayout, alignment_of
 from tileattn.kernels.launch.token_rows import (
     CELLS,
     POINTERS,
@@ -87,7 +87,10 @@ def _run(
 
     device = runtime.getDevice()
     addresses = addresses_of(arrays, device)
-    layouts = tuple((name, array_layout(x, addresses[name])) for name, x in arrays.items())
+    layouts = tuple(
+        (name, x.shape, x.strides, x.dtype, alignment_of(addresses[name]))
+        for name, x in arrays.items()
+    )
     function, grid, threads, cells = _prepared(device, plan, layouts, *options)
     pointers = (addresses.get(name, 0) for name in POINTERS)
     # The launch copies the block.
@@ -100,7 +103,11 @@ def _prepared(
     device: int, plan: Callable[..., RowsPlan], layouts: Any, *options: Any
 ) -> tuple[Any, tuple[int, int, int], int, tuple[int, ...]]:
     """Plan a launch, and load its kernel."""
-    made = plan(layouts, *options)
+    described = tuple(
+        (name, ArrayLayout(shape, strides, dtype.name, alignment))
+        for name, shape, strides, dtype, alignment in layouts
+    )
+    made = plan(described, *options)
     return load(made.key, device).function, made.grid, made.key.threads, made.cells
 
 
