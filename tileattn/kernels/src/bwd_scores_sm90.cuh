@@ -37,10 +37,17 @@ __device__ inline void exponentiate(const ScoreMod& score_mod, const float* lse_
 // Slopes of the softcap and of the caller's own function at the scores.
 using ScoreSlopes = Fragment<Accum, 1, HAS_SCORE_GRAD ? QT : 1>;
 
-// What is dropped is marked by the lowest bit of P, for dS.
-__device__ inline Accum marked(Accum p) { return __uint_as_float(__float_as_uint(p) | 1); }
-__device__ inline Accum unmarked(Accum p) { return __uint_as_float(__float_as_uint(p) & ~1u); }
-__device__ inline bool is_marked(Accum p) { return __float_as_uint(p) & 1; }
+// What is dropped is marked for dS: by the sign of P, which costs least; or by its lowest bit, where
+// P has the sign of a slope.
+__device__ inline Accum marked(Accum p) {
+    return HAS_SCORE_GRAD ? __uint_as_float(__float_as_uint(p) | 1) : -p;
+}
+__device__ inline Accum unmarked(Accum p) {
+    return HAS_SCORE_GRAD ? __uint_as_float(__float_as_uint(p) & ~1u) : p;
+}
+__device__ inline bool is_marked(Accum p) {
+    return HAS_SCORE_GRAD ? __float_as_uint(p) & 1 : p < 0;
+}
 
 // Zero the dropped ones of some columns of atoms of `kept`, which stay NaN, mark those of s, and call
 // record(m, n, e) for each.
@@ -135,7 +142,8 @@ __device__ inline void compute_ds(const float* deltas, Accum dropout_scale,
             const Accum own = p.x[0][n][e];
             Accum& x = dp.x[0][n][e];
             if constexpr (HAS_DROPOUT) x = is_marked(own) ? Accum(0) : x * dropout_scale;
-            x = score_gradient(own, x, e % 2 ? delta.y : delta.x);
+            const Accum size = HAS_DROPOUT && !HAS_SCORE_GRAD ? fabs(own) : own;
+            x = score_gradient(size, x, e % 2 ? delta.y : delta.x);
         }
     }
 }
