@@ -216,11 +216,39 @@ def test_masks_biases_and_dropout(name: str, D: int, Nq: int, Nk: int) -> None:
 
 
 @pytest.mark.usefixtures("few_sms")
+@pytest.mark.parametrize("name", ["bias", "float bias", "bias of keys", "all"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_biases_of_aligned_rows(D: int, name: str) -> None:
+    """A warp of its own loads them, of work tiles one after the other."""
+    given = arrays(DTYPES[1], D, D, 452, 904)
+    check_functions(given, dense(name, 452, 904))
+
+
+@pytest.mark.usefixtures("few_sms")
 @pytest.mark.parametrize("name", ["dropout", "mask", "bias", "all"])
 @pytest.mark.parametrize("D", [64, 128])
 def test_many_work_tiles(D: int, name: str) -> None:
     given = arrays(DTYPES[1], D, D, 700, 900)
     check_functions(given, dense(name, 700, 900), deterministic=True)
+
+
+@pytest.mark.parametrize("shape", [(B, HQ, 140, 264), (1, HQ, 140, 264), (1, 1, 1, 264)])
+@pytest.mark.parametrize(("dtype", "D"), [(DTYPES[0], 64), (DTYPES[1], 128), (np.float32, 64)])
+def test_dbias_and_dsinks_alone(dtype: Any, D: int, shape: tuple[int, ...]) -> None:
+    """Without the gradients of q, k and v their kernels do not run, and the others are the same."""
+    given = arrays(np.dtype(dtype), D, D, 140, 264)
+    rng = np.random.default_rng(5)
+    options: dict[str, Any] = {"bias": rng.normal(size=shape), "sinks": rng.normal(size=HQ)}
+    options = {name: x.astype(np.float32) for name, x in options.items()}
+    q, k, v, dout = map(sent, given)
+    there = {name: sent(x) for name, x in options.items()}
+    attention = tileattn.forward(q, k, v, **there)
+    with poisoned():
+        grads = tileattn.backward(dout, q, k, v, *attention, wrt=("bias", "sinks"), **there)
+    assert grads.dq is grads.dk is grads.dv is None
+    bounds = error_bound(*given, **options)
+    expected = reference.backward(given[3], *given[:3], **options)
+    assert_attention_close(host(grads), expected._replace(dq=None, dk=None, dv=None), bounds)
 
 
 @pytest.mark.parametrize("name", ["dropout", "mask", "padding", "bias"])

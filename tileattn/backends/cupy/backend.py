@@ -140,13 +140,15 @@ class CupyCall(PreparedCall):
 
         P = self.problem
         daux = _aux_gradients(P, operands)
-        dq = cupy.ndarray((P.B, P.Hq, P.Nq, P.D), P.dtype)
-        dk = cupy.ndarray((P.B, P.Hkv, P.Nk, P.D), P.dtype)
-        dv = cupy.ndarray((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
+        dq = dk = dv = None
         bias, dbias, sinks, dsinks = operands.bias, None, operands.sinks, None
         arrays = inputs_of(P, operands)
-        arrays |= {"out": attention.out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-        arrays["lse"] = attention.lse
+        arrays |= {"out": attention.out, "dout": dout, "lse": attention.lse}
+        if any(map(operands.wants, "qkv")):  # one kernel computes all three
+            dq = cupy.ndarray((P.B, P.Hq, P.Nq, P.D), P.dtype)
+            dk = cupy.ndarray((P.B, P.Hkv, P.Nk, P.D), P.dtype)
+            dv = cupy.ndarray((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
+            arrays |= {"dq": dq, "dk": dk, "dv": dv}
         if dlse is not None:
             arrays["dlse"] = dlse
         if bias is not None and operands.wants("bias"):
@@ -172,7 +174,7 @@ class CupyCall(PreparedCall):
 
         device: int = cupy.cuda.runtime.getDevice()
         addresses = addresses_of(arrays, device)
-        wanted = "dbias" in arrays, "dsinks" in arrays, operands.wants("aux")
+        wanted = (*(x in arrays for x in ("dq", "dbias", "dsinks")), operands.wants("aux"))
         key = deterministic, device, wanted, *_alignments(addresses)
         executable = self._executables.get(key)
         if executable is None:

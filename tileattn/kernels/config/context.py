@@ -20,6 +20,7 @@ class LaunchContext(NamedTuple):
     bias: str = ""  # its element type; empty where there is none
     bias_shape: tuple[int, ...] = ()  # its four axes
     dbias: bool = False  # whether its gradient is wanted
+    dqkv: bool = True  # whether that of q, k or v is
     mask_vector_width: int = 1  # neighbouring keys of the mask that can be read at once: 1, 2 or 16
     bias_alignment_bytes: int = 0  # of every row, at both ends; 0 where none can be copied
     arch: str = ""  # what kernels are compiled for, as in "sm_90a"

@@ -64,14 +64,17 @@ def backward_launches(
     """List what the backward pass launches; ``deterministic`` sums dq in a fixed order.
 
     ``sinks`` says whether their gradient is wanted. If a key has ``add_dq``, dq is summed in an
-    array of zeros. Keys in pages have no backward pass.
+    array of zeros. Without the gradients of q, k and v the kernels that sum dS run alone. Keys in
+    pages have no backward pass.
     """
     P = problem
     if P.page is not None:
         return ()
     queries, keys = P.B * P.Hq * P.Nq, P.B * P.Hkv * P.Nk
     family, refusal = _supporting(P, context, "backward")
-    own = _explained(refusal, *family.backward(P, context, deterministic=deterministic))
+    own: tuple[KernelLaunch, ...] = ()
+    if context.dqkv:
+        own = _explained(refusal, *family.backward(P, context, deterministic=deterministic))
     before = list(order_launches(P, own))
     if queries:
         before.append(_rows(P, context))

@@ -90,8 +90,8 @@ def hopper_backward_bytes(
     """Count the dynamic shared memory of the Hopper backward kernels.
 
     They have k and v; stages of dout, and one more of q; two tiles of dS; three dQ tiles for each
-    store warp; and of the bias what each warp reads, 16 keys. Wide heads have two stages of q, two
-    such dQ tiles, and a tile of P. A kernel that repairs has k twice, and for wide heads one stage
+    store warp, or two with a bias, and a tile of that. Wide heads have two stages of q, two such
+    dQ tiles, and a tile of P. A kernel that repairs has k twice, and for wide heads one stage
     of q.
     """
     rows, keys, stages = tile.block_q, tile.block_k, tile.stages
@@ -99,8 +99,8 @@ def hopper_backward_bytes(
     kv = (2 if repairs else 1) * _swizzled(keys, dim) + _swizzled(keys, value)
     q_stages = stages + 1 if not wide else 1 if repairs else 2
     buffers = q_stages * _swizzled(rows, dim) + stages * _swizzled(rows, value)
-    dq = (2 if wide else 3) * DQ_STORE_WARPS * _DQ_STORE_BYTES
-    bias = tile.warps_m * _tiled(rows, 16, bias_size)
+    dq = (2 if wide or bias_size else 3) * DQ_STORE_WARPS * _DQ_STORE_BYTES
+    bias = _tiled(rows, keys, bias_size)
     return kv + buffers + 2 * _swizzled(rows, keys) + dq + (rows * keys * 4 if wide else 0) + bias
 
 

@@ -33,6 +33,7 @@ from tileattn.kernels.launch.workspace import Workspace, workspace_of
 from tileattn.problem import Problem
 
 _MAPPED = ("q", "k", "v", "dout")
+_DQKV = ("dq", "dk", "dv")
 _GENERIC_TILE = (
     128,
     128,
@@ -159,6 +160,7 @@ def launch_context(problem: Problem, layout: CallLayout, device: Device) -> Laun
         alignment,
         device.shared_limit,
         arch=device.arch,
+        dqkv=not arrays.keys().isdisjoint(_DQKV),
         tensor_maps=all(can_map(arrays[name]) for name in _MAPPED if name in arrays),
         sm_count=device.sm_count,
         mask_block_k=layout.block_mask.block_size[1] if layout.block_mask is not None else 0,

@@ -1,6 +1,7 @@
 // Layer 3. The bias of a warp's scores. Where its rows are contiguous and aligned, the warp copies
-// its share asynchronously to its own shared memory, and reads it back as an accumulator fragment.
-// Else each lane reads its elements one by one.
+// its share asynchronously to its own shared memory, and reads it back as an accumulator fragment;
+// in Hopper's backward kernel, one warp copies the shares of all, side by side in one tile. Else
+// each lane reads its elements one by one.
 #pragma once
 
 #include "score_mod.cuh"
@@ -8,18 +9,22 @@
 // Of MT x NT atoms. Rows in memory are queries, which are columns of transposed scores.
 template <bool TRANSPOSED, int MT, int NT>
 struct WarpBias {
-    using Share = Tile<BiasElement, TRANSPOSED ? 8 * NT : 16 * MT, TRANSPOSED ? 16 * MT : 8 * NT>;
     static constexpr bool STAGED = BIAS_ALIGNMENT_BYTES > 0;
-    static constexpr int BYTES = STAGED ? WARPS_M * WARPS_N * Share::BYTES : 0;  // of a CTA
+    static constexpr bool ONE_TILE = TRANSPOSED && PRODUCER_WARPS > 0;  // of all warps
+    using Share = Tile<BiasElement, TRANSPOSED ? 8 * NT : 16 * MT,
+                       (TRANSPOSED ? 16 * MT : 8 * NT) * (ONE_TILE ? WARPS_M : 1)>;
+    static constexpr int BYTES =
+        STAGED ? Share::BYTES * (ONE_TILE ? 1 : WARPS_M * WARPS_N) : 0;  // of a CTA
 
     Share share;
 
     __device__ explicit WarpBias(char* memory)
-        : share(memory + (STAGED ? threadIdx.x / WARP * Share::BYTES : 0)) {}
+        : share(memory + (STAGED && !ONE_TILE ? threadIdx.x / WARP * Share::BYTES : 0)) {}
 
     // Start to copy the bias of scores from query i and key j on. It has landed once each thread
     // has waited for its copies and the warp has converged.
     __device__ void load(const ScoreMod& score_mod, int i, int j) const {
+        static_assert(!ONE_TILE);
         if constexpr (STAGED) {
             __syncwarp();  // all lanes have read the last share
             share.template load<WARP, BIAS_ALIGNMENT_BYTES>(
@@ -29,12 +34,22 @@ struct WarpBias {
         }
     }
 
+    // The same of the one tile, by one warp with few registers. It has landed once each thread's
+    // copies have.
+    __device__ void load_tile(const ScoreMod& score_mod, int i, int j) const {
+        static_assert(ONE_TILE);
+        share.template load<WARP, BIAS_ALIGNMENT_BYTES, 2>(
+            score_mod.bias + i * score_mod.bias_i + j, score_mod.bias_i, score_mod.Nq - i,
+            score_mod.Nk - j, threadIdx.x % WARP);
+    }
+
     // Atoms n and n + 1 of row m of atoms, of scores that begin at (row, column).
     __device__ void read(Accum (&x)[2][4], const ScoreMod& score_mod, int row, int column, int m,
                          int n) const {
         const Lane lane;
         BiasElement own[2][4];
-        if constexpr (STAGED) share.template read<TRANSPOSED, 16 * MT>(own, 0, 16 * m, 8 * n);
+        const int first = ONE_TILE ? threadIdx.x / WARP * 16 * MT : 0;  // column of the share
+        if constexpr (STAGED) share.template read<TRANSPOSED, 16 * MT>(own, first, 16 * m, 8 * n);
 #pragma unroll
         for (int a = 0; a < 2; ++a)
 #pragma unroll

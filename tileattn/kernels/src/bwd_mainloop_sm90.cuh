@@ -92,6 +92,30 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     smem.k_full().arrive();
 }
 
+// The warp that loads the bias of each tile, as soon as all have read the last one.
+__device__ inline void load_bias(const Params& p, const Smem& smem) {
+    const TileBias bias(smem.bias());
+    const WorkTile& work = smem.storage.work_tile;  // read anew for each tile: registers are few
+    PipelineState<1> k_pipe, bias_pipe;
+#pragma unroll 1
+    for (;; k_pipe.advance()) {
+        smem.k_full().wait(k_pipe.phase);
+        if (work.is_end) break;
+#pragma unroll 1
+        for (int index = work.tiles.end; --index >= work.tiles.begin;) {
+#pragma unroll 1
+            for (int g = 0; g < int(p.group); ++g, bias_pipe.advance()) {
+                smem.bias_empty().wait(bias_pipe.phase ^ 1);
+                const int h = work.kv * int(p.group) + g;
+                bias.load_tile(ScoreMod(p, work.b, h), QueryTileList(p, work).tile(index) * BLOCK_Q,
+                               work.k0);
+                smem.bias_full().arrive_after_copies();
+            }
+        }
+        smem.k_empty().arrive();  // safe: only generic stores overwrite the work tile
+    }
+}
+
 // What dq_semaphore says of a tile that key blocks claim.
 constexpr u32 DQ_CLAIMED = 1, DQ_STORED = 2;
 
@@ -310,6 +334,8 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
         reg_dealloc<PRODUCER_REGISTERS>();
         // Warp by warp: thread by thread, they would need more registers than they have.
         const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
+        if constexpr (BIAS_IS_LOADED)
+            if (warp > WARPS_M + DQ_STORE_WARPS) return load_bias(p, smem);
         if (threadIdx.x % WARP) return;
         if (warp == WARPS_M)
             produce(p, maps, smem);

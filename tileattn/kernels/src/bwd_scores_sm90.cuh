@@ -37,10 +37,17 @@ __device__ inline void exponentiate(const ScoreMod& score_mod, const float* lse_
 // Slopes of the softcap and of the caller's own function at the scores.
 using ScoreSlopes = Fragment<Accum, 1, HAS_SCORE_GRAD ? QT : 1>;
 
-// What is dropped is marked by the lowest bit of P, for dS.
-__device__ inline Accum marked(Accum p) { return __uint_as_float(__float_as_uint(p) | 1); }
-__device__ inline Accum unmarked(Accum p) { return __uint_as_float(__float_as_uint(p) & ~1u); }
-__device__ inline bool is_marked(Accum p) { return __float_as_uint(p) & 1; }
+// What is dropped is marked for dS: by the sign of P, which costs least; or by its lowest bit, where
+// P has the sign of a slope.
+__device__ inline Accum marked(Accum p) {
+    return HAS_SCORE_GRAD ? __uint_as_float(__float_as_uint(p) | 1) : -p;
+}
+__device__ inline Accum unmarked(Accum p) {
+    return HAS_SCORE_GRAD ? __uint_as_float(__float_as_uint(p) & ~1u) : p;
+}
+__device__ inline bool is_marked(Accum p) {
+    return HAS_SCORE_GRAD ? __float_as_uint(p) & 1 : p < 0;
+}
 
 // Zero the dropped ones of some columns of atoms of `kept`, which stay NaN, mark those of s, and call
 // record(m, n, e) for each.
@@ -62,15 +69,24 @@ __device__ inline void drop(const Dropout& dropout, TileScores& s, Fragment<Accu
 
 // What the scores of a tile need besides: its dense mask in registers, its bias in shared memory.
 struct TileInputs {
+    const Smem& smem;
     DenseMask<true, 1, QT> dense;
-    WarpBias<true, 1, QT> bias;
+    TileBias bias;
+    PipelineState<1> bias_pipe;
 
-    __device__ explicit TileInputs(const Smem& smem) : bias(smem.bias()) {}
+    __device__ explicit TileInputs(const Smem& smem) : smem(smem), bias(smem.bias()) {}
 
-    // Start to load those of keys from k0 and queries from q0 on, once the last ones have been read.
+    // Start to load the mask of keys from k0 and queries from q0 on.
     __device__ void load(const Params& p, int b, int h, int k0, int q0) {
         if constexpr (HAS_MASK) dense.load(AttentionMask(p, b, h), k0, q0);
-        if constexpr (HAS_BIAS) bias.load(ScoreMod(p, b, h), q0, k0);
+    }
+    __device__ void wait_for_bias() const {
+        if constexpr (BIAS_IS_LOADED) smem.bias_full().wait(bias_pipe.phase);
+    }
+    // Safe once the scores have it: what was read is consumed, and the copies that overwrite it are
+    // generic stores, which an arrival holds back behind the reads before it.
+    __device__ void release_bias() {
+        if constexpr (BIAS_IS_LOADED) smem.bias_empty().arrive(), bias_pipe.advance();
     }
 };
 
@@ -94,7 +110,7 @@ __device__ inline void recompute_p(const Params& p, const Sequence& sequence, in
         drop(dropout, s, kept, begin, end, [](int, int, int) {});
         convert(probs, kept, begin, end);
     };
-    if constexpr (HAS_BIAS) copy_wait<0>(), __syncwarp();
+    inputs.wait_for_bias();
 #pragma unroll
     for (int n = 0; n < QT; n += CHUNK) {
         if constexpr (CHUNK < QT) hide(s.row), hide(s.column);
@@ -106,6 +122,7 @@ __device__ inline void recompute_p(const Params& p, const Sequence& sequence, in
         if constexpr (!HAS_MASK) finish(n, n + CHUNK);
         if constexpr (CHUNK < QT) order_after(s.x[0][n + CHUNK - 1][3] == -infinity<Accum>());
     }
+    inputs.release_bias();
     if constexpr (HAS_MASK) {
         inputs.dense.share();
         s.masked_fill(inputs.dense);
@@ -125,7 +142,8 @@ __device__ inline void compute_ds(const float* deltas, Accum dropout_scale,
             const Accum own = p.x[0][n][e];
             Accum& x = dp.x[0][n][e];
             if constexpr (HAS_DROPOUT) x = is_marked(own) ? Accum(0) : x * dropout_scale;
-            x = score_gradient(own, x, e % 2 ? delta.y : delta.x);
+            const Accum size = HAS_DROPOUT && !HAS_SCORE_GRAD ? fabs(own) : own;
+            x = score_gradient(size, x, e % 2 ? delta.y : delta.x);
         }
     }
 }

@@ -17,11 +17,15 @@ static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
 constexpr bool NAN_SAFE = ONLY_FLAGGED;  // of the heads that the first launch has skipped
 
+// Whether a warp of its own loads the bias, one tile ahead.
+using TileBias = WarpBias<true, 1, BLOCK_Q / 8>;
+constexpr bool BIAS_IS_LOADED = HAS_BIAS && TileBias::STAGED;
+
 // q stays until dK has read it, while the next P is computed: it needs one stage more than dO, and
 // is the last to need two.
 constexpr int DOUT_STAGES = STAGES, Q_STAGES = !IS_WIDE ? STAGES + 1 : NAN_SAFE ? 1 : 2;
 constexpr int DS_STAGES = 2;                // so that no warpgroup waits for the GEMMs of the other
-constexpr int DQ_STAGES = IS_WIDE ? 2 : 3;  // of each dQ store warp
+constexpr int DQ_STAGES = IS_WIDE || BIAS_IS_LOADED ? 2 : 3;  // of each dQ store warp
 
 // A warpgroup's share of a dQ tile, which its dQ store warp adds to memory: 64 queries and some
 // columns. Of wide heads these are whole slices, and the first warpgroup, which also computes P,
@@ -62,8 +66,7 @@ struct Tensors {
 constexpr int P_BYTES = IS_WIDE ? BLOCK_Q * BLOCK_K * 4 : 0;
 // NaN-safe: a copy of k with zeros in place of what is not finite.
 constexpr int CLEAN_K_BYTES = NAN_SAFE ? KeyTile::BYTES : 0;
-// Each warp's share of the bias.
-constexpr int BIAS_BYTES = WarpBias<true, 1, BLOCK_Q / 8>::BYTES;
+constexpr int BIAS_BYTES = TileBias::BYTES;
 static_assert(!(HAS_BIAS && (IS_WIDE || NAN_SAFE)), "there is no room for the bias");
 static_assert(int(sizeof(Tensors)) + P_BYTES + CLEAN_K_BYTES + BIAS_BYTES == SHARED_BYTES,
               "what a launch brings");
@@ -71,6 +74,7 @@ static_assert(int(sizeof(Tensors)) + P_BYTES + CLEAN_K_BYTES + BIAS_BYTES == SHA
 // Static shared memory.
 struct SharedStorage {
     u64 k_full, k_empty, v_full, v_empty;
+    u64 bias_full, bias_empty;
     u64 p_full, ds_full[DS_STAGES], ds_empty[DS_STAGES];
     u64 dq_full[DQ_STORE_WARPS][DQ_STAGES], dq_empty[DQ_STORE_WARPS][DQ_STAGES];
     u64 q_full[Q_STAGES], q_empty[Q_STAGES], dout_full[DOUT_STAGES], dout_empty[DOUT_STAGES];
@@ -123,6 +127,8 @@ struct Smem {
     __device__ Barrier k_empty() const { return {shared_address(&storage.k_empty)}; }
     __device__ Barrier v_full() const { return {shared_address(&storage.v_full)}; }
     __device__ Barrier v_empty() const { return {shared_address(&storage.v_empty)}; }
+    __device__ Barrier bias_full() const { return {shared_address(&storage.bias_full)}; }
+    __device__ Barrier bias_empty() const { return {shared_address(&storage.bias_empty)}; }
     __device__ Barrier p_full() const { return {shared_address(&storage.p_full)}; }
     __device__ Barrier ds_full(int stage) const {
         return {shared_address(storage.ds_full + stage)};
@@ -151,7 +157,9 @@ struct Smem {
     // of q and dO expect twice: the tile, and a number for each row.
     __device__ void init() const {
         constexpr int ALL = CONSUMER_THREADS, ONE_OR_ALL = IS_WIDE ? WARPGROUP : ALL;
-        k_full().init(1), k_empty().init(ALL + DQ_STORE_WARPS);  // these read the work tile, too
+        // These read the work tile, too: dQ store warps, and that which loads the bias.
+        k_full().init(1), k_empty().init(ALL + DQ_STORE_WARPS + BIAS_IS_LOADED * WARP);
+        bias_full().init(WARP), bias_empty().init(ALL);
         v_full().init(1), v_empty().init(ONE_OR_ALL);
         for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(ALL);
         for (int s = 0; s < DOUT_STAGES; ++s) dout_full(s).init(2), dout_empty(s).init(ALL);

@@ -67,14 +67,15 @@ struct Tile {
     __device__ T& element(int offset) const { return *reinterpret_cast<T*>(base + offset); }
 
     // Start asynchronous copies of `rows` rows of `columns` elements. The rest of the tile becomes
-    // zero.
-    template <int THREADS, int ALIGNMENT_BYTES>
+    // zero. Few steps at a time, UNROLL, need few registers.
+    template <int THREADS, int ALIGNMENT_BYTES, int UNROLL = 32>
     __device__ void load(const T* source, i64 stride, int rows, int columns,
                          u32 thread = threadIdx.x) const {
         constexpr int SIZE = ALIGNMENT_BYTES < 4 ? 16 : ALIGNMENT_BYTES, CHUNKS = ROW_BYTES / SIZE;
         constexpr int LANES = power_of_two_from(CHUNKS);  // threads of a row
         constexpr int STEP = THREADS / LANES;  // rows that all threads together fill at a time
-        if constexpr (ALIGNMENT_BYTES >= 4 && STEP > 0 && ROWS % STEP == 0 && ROWS / STEP <= 32) {
+        if constexpr (ALIGNMENT_BYTES >= 4 && STEP > 0 && ROWS % STEP == 0 &&
+                      (ROWS / STEP <= UNROLL || UNROLL < 32)) {
             // A thread stays in one column, and reuses the address of its first row.
             const int row = thread / LANES, byte = thread % LANES * SIZE;
             if (byte >= ROW_BYTES) return;
@@ -86,25 +87,25 @@ struct Tile {
                        n * STEP * PITCH;
             };
             if (rows >= ROWS && inside == SIZE) {
-#pragma unroll
+#pragma unroll UNROLL
                 for (int n = 0; n < ROWS / STEP; ++n, from += step) copy_async<SIZE>(to(n), from);
             } else {
-#pragma unroll
+#pragma unroll UNROLL
                 for (int n = 0; n < ROWS / STEP; ++n, from += step)
                     copy_async<SIZE>(to(n), from, row + n * STEP < rows ? inside : 0);
             }
         } else {
-            load_rows<THREADS, ALIGNMENT_BYTES>([=](int row) { return source + row * stride; },
+            load_rows<THREADS, ALIGNMENT_BYTES, UNROLL < 4 ? 1 : 4>([=](int row) { return source + row * stride; },
                                                 rows, columns, thread);
         }
     }
 
     // The same, where source(row) is anywhere. Warps call it as a whole.
-    template <int THREADS, int ALIGNMENT_BYTES, class Source>
+    template <int THREADS, int ALIGNMENT_BYTES, int UNROLL = 4, class Source>
     __device__ void load_rows(Source source, int rows, int columns,
                               u32 thread = threadIdx.x) const {
         constexpr int SIZE = ALIGNMENT_BYTES < 4 ? 16 : ALIGNMENT_BYTES, CHUNKS = ROW_BYTES / SIZE;
-#pragma unroll 4
+#pragma unroll UNROLL
         for (int i = thread; i < ROWS * CHUNKS; i += THREADS) {
             const int row = i / CHUNKS, byte = i % CHUNKS * SIZE;
             const int inside = min(max(columns * int(sizeof(T)) - byte, 0), SIZE);

@@ -50,6 +50,11 @@ struct Barrier {
         stall();
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
     }
+    // Arrive once all copies that this thread has started have landed (copy_async).
+    __device__ void arrive_after_copies() const {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address)
+                     : "memory");
+    }
     // Arrive, and add bytes of loads that the phase waits for.
     __device__ void arrive_and_expect_tx(int bytes) const {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address),
