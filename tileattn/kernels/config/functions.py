@@ -35,7 +35,7 @@ _SCORE = Node("input", Kind.FLOAT, (), "s")
 _PLACES = {"b": "batch", "h": "head"}  # the other inputs have their own names
 _OF_PAIRS = ("s", "i", "j")
 
-_NAME = re.compile(r"\bx\d+\b")  # of a value
+_NAME = re.compile(r"(?<!\.)\bx\d+\b")  # of a value, not of an array
 
 # What jumps where its input passes a number: it tells a quotient from one that is nearly the same.
 _JUMPS = frozenset(
