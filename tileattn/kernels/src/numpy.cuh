@@ -98,6 +98,10 @@ __device__ inline T sign(T x) {
     return x > 0 ? T(1) : x < 0 ? T(-1) : x == 0 ? T(0) : x;
 }
 
+// Of numbers that are not negative, by one above 0: nothing has to be mended.
+__device__ inline u32 floor_divide(u32 x, u32 y) { return x / y; }
+__device__ inline u32 remainder(u32 x, u32 y) { return x % y; }
+
 // Rounded down; 0 for a divisor of 0.
 template <class T>
 __device__ inline T floor_divide(T x, T y) {
