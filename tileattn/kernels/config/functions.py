@@ -1,11 +1,13 @@
 """The caller's own functions as CUDA: the text that takes the place of ``src/functions.cuh``.
 
 Each node of an expression is one statement, a call of the function of its name in ``numpy.cuh``.
-What depends on batch entry and head alone is computed once for a head; the rest for each pair. A
-mask is written twice: for a pair, and for ranges of queries and keys, whose numbers are intervals.
+What depends on batch entry and head alone is computed once for a head; the rest for each pair. What
+is added to the score is rounded with the product that the score is (``Product``). A mask is written
+twice: for a pair, and for ranges of queries and keys, whose numbers are intervals.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,6 +34,13 @@ class Learned(NamedTuple):
 _SCORE = Node("input", Kind.FLOAT, (), "s")
 _PLACES = {"b": "batch", "h": "head"}  # the other inputs have their own names
 _OF_PAIRS = ("s", "i", "j")
+
+_NAME = re.compile(r"(?<!\.)\bx\d+\b")  # of a value, not of an array
+
+# What jumps where its input passes a number: it tells a quotient from one that is nearly the same.
+_JUMPS = frozenset(
+    {"floor", "floor_divide", "remainder", "sign", "less", "less_equal", "equal", "not_equal"}
+)
 
 # Indices are below these, so that differences of two of them have 32 bits.
 _RANGES = dict(zip(INDICES, (2.0**31, 2.0**31, 2.0**30, 2.0**30), strict=True))
@@ -63,7 +72,7 @@ struct {name} {{
         : aux(aux), batch(batch), head(head) {{
 {of_head}    }}
 
-    __device__ {method} const {{
+    {of_type}__device__ {method} const {{
 {of_pair}    }}
 }};
 """
@@ -108,7 +117,7 @@ def functions_text(
         _Printer([visible], "double", aux, np.dtype(np.float64), number)
         for number in ("{}", _INTERVAL)
     )
-    method = "Accum score(Accum s, int i, int j, Accum& grad)"
+    method = "Accum score(Score s, int i, int j, Accum& grad)"
     structs = [
         score.struct("ScoreFunction", method, ("grad = {1};", "return {0};")),
         mask.struct("MaskFunction", "bool visible(int i, int j)"),
@@ -160,6 +169,8 @@ class _Printer:
         self._nodes = [node for node in ordered(outputs) if node.op != "constant"]
         self._names = {node: f"x{n}" for n, node in enumerate(self._nodes)}
         ranges = {name: (0.0, most - 1) for name, most in _RANGES.items()}
+        self._plain = number == "{}"
+        self._jumps = any(node.op in _JUMPS or _truncates(node) for node in self._nodes)
         self._bounds = all_bounds(outputs, ranges, [None] * len(aux), dtype)
         self._of_pairs: set[Node] = set()
         for node in self._nodes:
@@ -171,16 +182,18 @@ class _Printer:
     ) -> str:
         """Write the struct of one function: ``ends`` are what its method does with the outputs."""
         of_head = [node for node in self._nodes if node not in self._of_pairs]
-        lines = [
-            f"const {self._type(node)} {self._names[node]} = {self._value(node)};"
-            for node in self._nodes
-            if node in self._of_pairs
-        ]
         outputs = list(map(self._text, self._outputs))
-        lines += [end.format(*outputs) for end in ends]
+        lines = [end.format(*outputs) for end in ends]
+        names = set(_NAME.findall(" ".join(lines)))
+        for node in reversed(self._nodes):
+            if node in self._of_pairs and self._names[node] in names:
+                value = self._value(node)
+                names |= set(_NAME.findall(value))
+                lines.insert(0, f"const {self._type(node)} {self._names[node]} = {value};")
         return _STRUCT.format(
             name=name,
             method=method,
+            of_type="template <class Score>\n    " if "Score s" in method else "",
             members="".join(f"    {self._type(x)} {self._names[x]};\n" for x in of_head),
             of_head="".join(f"        {self._names[x]} = {self._value(x)};\n" for x in of_head),
             of_pair="".join(f"        {line}\n" for line in lines),
@@ -193,6 +206,9 @@ class _Printer:
     def _type_of_number(self, node: Node) -> str:
         if node.kind == Kind.INTEGER:
             low, high = self._bounds[node]
+            if self._plain and node.op == "aux":
+                dtype = np.dtype(self._aux[int(node.value or 0)][0])
+                return "int" if np.can_cast(dtype, np.int32) else "i64"
             return "int" if low >= -_INT - 1 and high <= _INT else "i64"
         return "bool" if node.kind == Kind.BOOLEAN else self._floats
 
@@ -228,9 +244,28 @@ class _Printer:
             return f"{self._type(node)}(numpy::element<{_ELEMENTS.get(dtype, dtype)}>({array}))"
         if node.op == "cast":
             (x,) = node.inputs
-            truncated = node.kind == Kind.INTEGER and x.kind == Kind.FLOAT
-            return f"{'numpy::truncate' if truncated else self._type(node)}({self._text(x)})"
-        return f"numpy::{node.op}({', '.join(self._widened(node))})"
+            if self._plain and node.kind == Kind.FLOAT and x.op == "absolute":
+                (y,) = x.inputs
+                if self._type(x) == self._type(y) == "int":  # the sign of a float costs nothing
+                    return f"numpy::absolute({self._type(node)}({self._text(y)}))"
+            name = "numpy::truncate" if _truncates(node) else self._type(node)
+            return f"{name}({self._text(x)})"
+        inputs = self._widened(node)
+        if self._plain and node.op in ("remainder", "floor_divide") and self._is_unsigned(node):
+            return f"int(numpy::{node.op}({', '.join(f'u32({x})' for x in inputs)}))"
+        if self._plain and node.kind == Kind.FLOAT:
+            if node.op in ("add", "subtract"):  # of the score before it is scaled
+                pairs = zip(node.inputs, inputs, strict=True)
+                inputs = ["s" if x == _SCORE else y for x, y in pairs]
+            if node.op == "divide" and node.inputs[1] not in self._of_pairs and not self._jumps:
+                inputs[1] = f"numpy::Divisor({inputs[1]})"
+        return f"numpy::{node.op}({', '.join(inputs)})"
+
+    def _is_unsigned(self, node: Node) -> bool:
+        """Whether the operation and its inputs are integers of 32 bits, the divisor above 0."""
+        of_int = all(self._type(x) == "int" for x in (node, *node.inputs))
+        dividend, divisor = (self._bounds[x][0] for x in node.inputs)
+        return of_int and bool(dividend >= 0 and divisor > 0)
 
     def _widened(self, node: Node) -> list[str]:
         """Write the inputs of an operation: its integers have one type."""
@@ -242,3 +277,8 @@ class _Printer:
             else self._text(x)
             for x in node.inputs
         ]
+
+
+def _truncates(node: Node) -> bool:
+    """Whether a node makes an integer of a float."""
+    return node.op == "cast" and node.kind == Kind.INTEGER and node.inputs[0].kind == Kind.FLOAT

@@ -11,7 +11,8 @@ struct AuxArrays {};
 
 struct ScoreFunction {
     __device__ ScoreFunction(const AuxArrays&, i64, i64) {}
-    __device__ Accum score(Accum s, int, int, Accum& grad) const { return grad = 1, s; }
+    template <class Score>
+    __device__ Accum score(Score s, int, int, Accum& grad) const { return grad = 1, s; }
 };
 
 struct MaskFunction {

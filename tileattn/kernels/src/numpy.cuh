@@ -59,6 +59,27 @@ __device__ inline float divide(float x, float y) {
 }
 __device__ inline double divide(double x, double y) { return x / y; }
 
+// A score before it is scaled: what is added to it is rounded together with the product.
+struct Product {
+    Accum factor, x;
+    __device__ operator Accum() const { return rounded_product(factor, x); }
+};
+__device__ inline Accum add(Product s, Accum y) { return fma(s.factor, s.x, y); }
+__device__ inline Accum add(Accum x, Product s) { return add(s, x); }
+__device__ inline Accum add(Product s, Product t) { return add(s, Accum(t)); }
+__device__ inline Accum subtract(Product s, Accum y) { return add(s, -y); }
+__device__ inline Accum subtract(Accum x, Product s) { return fma(-s.factor, s.x, x); }
+__device__ inline Accum subtract(Product s, Product t) { return subtract(s, Accum(t)); }
+
+// By a divisor of all pairs, whose reciprocal is computed once.
+struct Divisor {
+    Accum y, inverse;
+    __device__ explicit Divisor(Accum y) : y(y), inverse(divide(Accum(1), y)) {}
+};
+__device__ inline Accum divide(Accum x, Divisor y) {
+    return IS_16_BIT ? rounded_product(x, y.inverse) : divide(x, y.y);
+}
+
 __device__ inline i64 negative(i64 x) { return subtract(i64(0), x); }
 template <class T>
 __device__ inline T negative(T x) {
@@ -76,6 +97,10 @@ template <class T>
 __device__ inline T sign(T x) {
     return x > 0 ? T(1) : x < 0 ? T(-1) : x == 0 ? T(0) : x;
 }
+
+// Of numbers that are not negative, by one above 0: nothing has to be mended.
+__device__ inline u32 floor_divide(u32 x, u32 y) { return x / y; }
+__device__ inline u32 remainder(u32 x, u32 y) { return x % y; }
 
 // Rounded down; 0 for a divisor of 0.
 template <class T>

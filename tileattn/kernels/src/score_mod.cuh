@@ -62,10 +62,18 @@ struct ScoreMod {
         }
         if constexpr (HAS_ALIBI) {
             const Accum distance = fabs(difference(Accum(i) + offset, Accum(j)));
-            x = fma(-slope, distance, rounded_product(factor, x)), factor = 1;
+            x = fma(factor, x, rounded_product(-slope, distance)), factor = 1;
         }
-        x = HAS_BIAS ? fma(factor, x, added) : rounded_product(factor, x);
-        // Pairs past an end have scores that do not matter, of elements that are there.
-        return HAS_SCORE_MOD ? function.score(x, min(i, Nq - 1), min(j, Nk - 1), dfunction) : x;
+        if constexpr (HAS_BIAS) x = fma(factor, x, added);
+        auto finish = [&](auto s) -> Accum {
+            // Pairs past an end have scores that do not matter, of elements that are there.
+            if constexpr (HAS_SCORE_MOD)
+                return function.score(s, min(i, Nq - 1), min(j, Nk - 1), dfunction);
+            return s;
+        };
+        if constexpr (HAS_ALIBI || HAS_BIAS)
+            return finish(x);
+        else
+            return finish(numpy::Product{factor, x});
     }
 };

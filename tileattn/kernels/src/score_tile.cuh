@@ -34,21 +34,16 @@ struct Scores : Fragment<Accum, MT, NT> {
     template <class Record>
     __device__ void apply(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
                           Record record, int begin = 0, int end = NT) {
-        if constexpr (!FOLD) {
-#pragma unroll
-            for (int n = begin; n < end; n += 2) {
-                if (HAS_SOFTCAP && IS_16_BIT && all_near(score_mod, n))
-                    modify<true>(score_mod, bias, record, n);
-                else
-                    modify<false>(score_mod, bias, record, n);
-            }
-        }
+        if constexpr (FOLD) return;
+        if (HAS_SOFTCAP && IS_16_BIT && all_near(score_mod, begin, end))
+            modify<true>(score_mod, bias, record, begin, end);
+        else
+            modify<false>(score_mod, bias, record, begin, end);
     }
 
-    // The same for the atoms n and n + 1.
     template <bool IS_NEAR, class Record>
     __device__ void modify(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
-                           Record record, int n) {
+                           Record record, int begin, int end) {
         Accum added[2][4];
         auto visit = [&](Accum& s, int i, int j, int m, int n, int e) {
             if (HAS_BIAS && n % 2 == 0 && e == 0) bias.read(added, score_mod, row, column, m, n);
@@ -56,15 +51,20 @@ struct Scores : Fragment<Accum, MT, NT> {
             s = score_mod.template score<IS_NEAR>(s, i, j, added[n % 2][e], dsoftcap, dfunction);
             record(m, n, e, dsoftcap, dfunction);
         };
-        for_each(visit, n, n + 2);
+#pragma unroll
+        for (int n = begin; n < end; n += 2) for_each(visit, n, n + 2);
     }
 
-    // Whether the polynomial does for the tanh of all of a warp's atoms n and n + 1.
-    __device__ bool all_near(const ScoreMod& score_mod, int n) {
-        Accum farthest = 0;
-        auto visit = [&](Accum& s, int, int, int, int, int) { farthest = fmax(farthest, fabs(s)); };
-        for_each(visit, n, n + 2);
-        const bool near = farthest * fabs(score_mod.scale_over_cap) < TANH_NEAR;
+    // Whether the polynomial does for the tanh of all of a warp's elements: one vote, since each
+    // waits for its own. Several partial maxima: one alone would be a long dependency chain.
+    __device__ bool all_near(const ScoreMod& score_mod, int begin, int end) {
+        Accum farthest[4] = {};
+        auto visit = [&](Accum& s, int, int, int, int, int e) {
+            farthest[e] = fmax(farthest[e], fabs(s));
+        };
+        for_each(visit, begin, end);
+        const Accum all = fmax(fmax(farthest[0], farthest[1]), fmax(farthest[2], farthest[3]));
+        const bool near = all * fabs(score_mod.scale_over_cap) < TANH_NEAR;
         return __all_sync(~0u, near);
     }
 
