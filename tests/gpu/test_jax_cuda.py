@@ -140,8 +140,8 @@ def test_beside_jax_s_own(dtype: Any) -> None:
         return jax.jit(jax.grad(lambda *x: f(*x).astype(jnp.float32).sum(), (0, 1, 2)))
 
     # Theirs has the error of float32 in both cases, which is far within the bounds.
-    there = map(np.asarray, (q, k, v))
-    bounds = error_bound(*there, dout=np.ones(q.shape, dtype), causal=True)
+    there = (np.asarray(x) for x in (q, k, v, jnp.ones_like(q)))
+    bounds = error_bound(*there, causal=True)
     with jax.default_matmul_precision("highest"):
         wide = [x.astype(jnp.float32) for x in (q, k, v)]
         expected = jax.jit(theirs)(*wide), *grads(theirs)(*wide)
