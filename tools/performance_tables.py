@@ -54,14 +54,6 @@ CPU_SECTIONS = {
     "ceilings": "Ceilings:",
 }
 
-FRAMEWORKS_GPU = "frameworks_gpu"
-GPU_FRAMEWORK_SECTIONS = {
-    "host": "Microseconds of the host for a call of 16 tokens, B = 1, H = 8, D = 64, bfloat16:",
-    "passes": "Milliseconds of both passes of attention, B = 1, H = 16, D = 128:",
-    "block": "Milliseconds of both passes of a block of width 4096 with 8 key heads of D = 128, "
-    "compiled by PyTorch:",
-    "training": "Milliseconds of a step of training, width 768, B = 4, D = 64, float32:",
-}
 FRAMEWORK_SECTIONS = {
     "host": "Microseconds of a call of 16 tokens, B = 1, H = 8, D = 64, float32:",
     "passes": "Milliseconds of both passes of attention, B = 1, H = 8, D = 64, float32:",
@@ -169,9 +161,7 @@ def cpu_lines() -> Iterator[str]:
             yield from paragraphs(SPEEDUPS)
             yield from _measured(list(cpu.speedups(sections["grid"])))
         yield from _sections(sections, CPU_SECTIONS)
-    for path in sorted(RESULTS.glob("frameworks*.json")):
-        if path.stem == FRAMEWORKS_GPU:
-            continue
+    for path in sorted({*RESULTS.glob("frameworks*.json")} - {RESULTS / "frameworks_gpu.json"}):
         result = load(RESULTS, path.stem)
         yield from paragraphs("## Inside PyTorch", _cpu_origin(result))
         yield from _sections(_by_section(result), FRAMEWORK_SECTIONS)
@@ -235,10 +225,6 @@ def gpu_lines() -> Iterator[str]:
         origin = _origin(results[name])
         yield from paragraphs(f"## {COMPARISONS.get(name, name)}", f"Measured by {origin}")
         yield from _comparison(results[name], ceilings)
-    if (RESULTS / f"{FRAMEWORKS_GPU}.json").exists():
-        result = load(RESULTS, FRAMEWORKS_GPU)
-        yield from paragraphs("## Inside PyTorch", f"Measured by {_origin(result)}")
-        yield from _sections(_by_section(result), GPU_FRAMEWORK_SECTIONS)
     yield from paragraphs("## Lower bounds")
     yield from bounds(results, ceilings)
     yield from paragraphs(f"The rates of the bounds were measured by {_origin(ceilings)}")
