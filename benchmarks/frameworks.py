@@ -2,14 +2,16 @@
 
     python -m tileattn bench frameworks            everything: about five minutes
     python -m tileattn bench frameworks --quick    small sizes: about half a minute
+    python -m tileattn bench frameworks --gpu      on a GPU: about a minute
 
 host: microseconds that a call takes besides its arithmetic, at 16 tokens
 passes: both passes of attention, from tensors and from arrays
 block: a block as Llama has it, both passes, compiled by PyTorch
 training: a step of training of a GPT in float32
 
-The file is frameworks.json, or NAME.json. Implementations take turns, as in `bench cpu`. It runs on
-the CPU, with as many threads of PyTorch as tileattn has.
+The file is frameworks.json, with --gpu frameworks_gpu.json, or NAME.json. Implementations take
+turns, as in `bench cpu` and `bench gpu`. On the CPU PyTorch has as many threads as tileattn; on a
+GPU the block is timed with each backend of PyTorch that runs it.
 """
 
 import argparse
@@ -79,8 +81,8 @@ def step_of(model: Any, x: Any) -> Call:
 
 
 def drawn(*shapes: tuple[int, ...], grad: bool = True) -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).requires_grad_(grad) for shape in shapes]
+    """Draw tensors on the default device, of the default dtype."""
+    return [torch.randn(shape).requires_grad_(grad) for shape in shapes]
 
 
 def both_passes(attention: Attention, rows: list[Any]) -> Call:
@@ -172,20 +174,34 @@ def main(argv: list[str] | None = None) -> None:
     names = partial(report.names, tuple(SECTIONS))
     parser.add_argument("--only", type=names, default=list(SECTIONS), help=",".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="small sizes, a tenth of the time")
-    parser.add_argument("--name", default="frameworks", help="stem of the file (frameworks)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each row (5)")
+    parser.add_argument("--gpu", action="store_true", help="time on a GPU")
+    parser.add_argument("--name", help="stem of the file (frameworks, or frameworks_gpu)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each row of the CPU (5)")
     arguments: argparse.Namespace = report.parsed(parser, argv)
-    torch.set_num_threads(threads.worker_count())
-    machine = report.host() | {"torch": torch.__version__}
+    stem = arguments.name or ("frameworks_gpu" if arguments.gpu else "frameworks")
+    made, machine = (_on_gpu if arguments.gpu else _on_cpu)(arguments)
     print(report.line(machine))
+    path = arguments.to / f"{stem}.json"
+    report.written(map(rounded, made), path, lambda: machine, arguments.ran)
+
+
+def _on_cpu(arguments: argparse.Namespace) -> tuple[Iterator[Row], Row]:
+    torch.set_num_threads(threads.worker_count())
     seconds = arguments.seconds / (10 if arguments.quick else 1)
     made = (
-        {"section": section} | rounded(row)
+        {"section": section} | row
         for section in arguments.only
         for row in SECTIONS[section](seconds, arguments.quick)
     )
-    path = arguments.to / f"{arguments.name}.json"
-    report.written(made, path, lambda: machine, arguments.ran)
+    return made, report.host() | {"torch": torch.__version__}
+
+
+def _on_gpu(arguments: argparse.Namespace) -> tuple[Iterator[Row], Row]:
+    from benchmarks import frameworks_gpu
+    from benchmarks.device import Gpu
+
+    gpu = Gpu.required()
+    return frameworks_gpu.rows(arguments.only, arguments.quick, gpu), gpu.machine()
 
 
 if __name__ == "__main__":

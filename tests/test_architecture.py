@@ -158,7 +158,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": FACTS
     | {"algorithm", "api", "backends", "differentiation", "kv_cache", "merging", "reference"}
     | {"rotary", "testing"},
-    "jax": FACTS | {"", "distributed"},
+    "jax": FACTS | {"", "backends", "distributed"},
     "distributed": FACTS | {"", "algorithm"},
     "torch": FACTS | {"", "backends", "distributed"},
     "progress": set(),

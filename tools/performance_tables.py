@@ -161,7 +161,7 @@ def cpu_lines() -> Iterator[str]:
             yield from paragraphs(SPEEDUPS)
             yield from _measured(list(cpu.speedups(sections["grid"])))
         yield from _sections(sections, CPU_SECTIONS)
-    for path in sorted(RESULTS.glob("frameworks*.json")):
+    for path in sorted({*RESULTS.glob("frameworks*.json")} - {RESULTS / "frameworks_gpu.json"}):
         result = load(RESULTS, path.stem)
         yield from paragraphs("## Inside PyTorch", _cpu_origin(result))
         yield from _sections(_by_section(result), FRAMEWORK_SECTIONS)

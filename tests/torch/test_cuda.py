@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tileattn
-
 torch = pytest.importorskip("torch")
 
+from tileattn.backends.cupy import foreign  # noqa: E402 - as above
+from tileattn.backends.cupy.backend import CupyBackend  # noqa: E402 - as above
 from tileattn.errors import BackendUnavailableError, UnsupportedError  # noqa: E402 - as above
 from tileattn.torch import attention, cuda  # noqa: E402 - as above
 from tileattn.torch.flash_attn import flash_attn_with_kvcache  # noqa: E402 - as above
@@ -59,8 +59,8 @@ def test_layouts_of_tensors_and_arrays_are_the_same(dtype: Any) -> None:
 
 def test_what_cupy_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "CuPy is not installed: pip install 'cupy-cuda13x[ctk]'"
-    monkeypatch.setattr(tileattn, "available_backends", lambda: {"cupy": reason})
-    cuda._cupy.cache_clear()
+    monkeypatch.setattr(CupyBackend, "unavailable", lambda _: reason)
+    foreign.cupy_for.cache_clear()
     message = r"tensors on a GPU need CuPy, .*: CuPy is not installed: pip install 'cupy-cuda13x"
     with pytest.raises(BackendUnavailableError, match=message):
         cuda.on_device(torch.device("cuda:0")).__enter__()

@@ -1,4 +1,4 @@
-"""Calls of the library from a compiled program of the CPU."""
+"""Calls of the library from a compiled program."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +10,9 @@ import numpy as np
 import tileattn
 from tileattn.jax.call import Arrays, Call
 from tileattn.jax.host_call import called
+
+_AS_MADE = ("aux", "q", "k", "v", "bias", "sinks")
+"""Gradients in the order in which a GPU's memory is taken for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +31,14 @@ class Callbacks:
         self, arrays: Arrays, out: Any, lse: Any, dout: Any, dlse: Any, wanted: frozenset[str]
     ) -> Mapping[str, Any]:
         """Compute the gradients that are wanted, by the names of their arrays."""
-        names = tuple(sorted(wanted))
+        names = tuple(name for name in _AS_MADE if name in wanted)
         if not names:
             return {}
-        shapes = {
-            name: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays[name])
-            for name in names
-        }
+        like = [arrays[name] for name in names]
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         rest = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
-        result: Mapping[str, Any] = called(_Backward(self.call, names), shapes, arrays, *rest)
-        return result
+        found = called(_Backward(self.call, names), shapes, arrays, *rest)
+        return dict(zip(names, found, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class _Forward:
     call: Call
 
     def __call__(self, given: Any) -> Any:
-        q, k, v, others = _numpy(given)
+        q, k, v, others = _rows(given)
         options = dict(self.call.options) | others
         return tuple(tileattn.forward(q, k, v, backend=self.call.backend, **options))
 
@@ -56,8 +57,8 @@ class _Backward:
     names: tuple[str, ...]
 
     def __call__(self, given: Any, *rest: Any) -> Any:
-        q, k, v, others = _numpy(given)
-        out, lse, dout, *dlse = map(np.asarray, rest)
+        q, k, v, others = _rows(given)
+        out, lse, dout, *dlse = rest
         more: dict[str, Any] = {
             "dlse": dlse[0] if dlse else None,
             "wrt": self.names,
@@ -65,14 +66,14 @@ class _Backward:
         }
         options = more | dict(self.call.options) | others
         grads = tileattn.backward(dout, q, k, v, out, lse, **options)
-        return {name: _whole(given[name], getattr(grads, f"d{name}")) for name in self.names}
+        return [_whole(given[name], getattr(grads, f"d{name}")) for name in self.names]
 
 
-def _numpy(given: Arrays) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """View the arrays of a call as NumPy's: q, k, v and the options."""
-    arrays = jax.tree.map(np.asarray, given)
-    q, k, v = (arrays.pop(name) for name in "qkv")
-    return q, k, v, arrays
+def _rows(given: Arrays) -> tuple[Any, Any, Any, Arrays]:
+    """Give q, k, v and the options."""
+    others = dict(given)
+    q, k, v = (others.pop(name) for name in "qkv")
+    return q, k, v, others
 
 
 def _whole(x: Any, found: Any) -> Any:

@@ -41,7 +41,7 @@ def ring_attention(
     Parameters
     ----------
     q : jax.Array, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
-        Queries of this device; float16, bfloat16, float32 or float64, on the CPU.
+        Queries of this device; float16, bfloat16, float32 or float64.
     k, v : jax.Array, shapes (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv), or without leading axes as q
         Keys and values of this device.
     axis_name : str
@@ -72,8 +72,8 @@ def ring_attention(
         If an argument is not as described, or no axis of this name is mapped where the call is
         written; the message names it.
     UnsupportedError
-        For an option that is not supported, an array on another device than a CPU, or the gradient
-        of ``alibi_slopes``.
+        For an option that is not supported, an array on a device that is neither a CPU nor a GPU of
+        NVIDIA, or the gradient of ``alibi_slopes``.
 
     Notes
     -----

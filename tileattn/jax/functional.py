@@ -25,7 +25,7 @@ def attention(
     Parameters
     ----------
     q : jax.Array, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
-        Queries; float16, bfloat16, float32 or float64, on the CPU.
+        Queries; float16, bfloat16, float32 or float64, on the CPU or a GPU of NVIDIA.
     k : jax.Array, shape (B, Hkv, Nk, D), (Hkv, Nk, D) or (Nk, D)
         Keys.
     v : jax.Array, shape (B, Hkv, Nk, Dv), (Hkv, Nk, Dv) or (Nk, Dv)
@@ -49,14 +49,14 @@ def attention(
         If an argument is not as described; the message names it. Where it depends on values that
         are traced, the compiled program raises it.
     UnsupportedError
-        If no backend supports the call, an array is on another device than a CPU, or the gradient
-        of ``alibi_slopes`` is asked for.
+        If no backend supports the call, an array is on another device, or the gradient of
+        ``alibi_slopes`` is asked for.
 
     Notes
     -----
-    The CPU's program calls back to the library, which reads and writes NumPy arrays. Only the
-    gradients that are needed are computed. Under ``vmap`` there is a call for each element, all
-    with the same seed.
+    The program calls the library, which reads its memory as NumPy or CuPy arrays; on a GPU it
+    computes on XLA's stream, without copies. Only the gradients that are needed are computed. Under
+    ``vmap`` there is a call for each element, all with the same seed.
 
     Examples
     --------

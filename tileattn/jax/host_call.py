@@ -1,8 +1,8 @@
-"""A primitive that calls a function of NumPy arrays from a compiled program of the CPU.
+"""A primitive that calls a function of arrays from a compiled program.
 
-``jax.pure_callback`` first makes JAX arrays of what it hands over, and large ones are copied by the
-threads that run the devices. With several devices each of these may wait in a callback, and none
-is left to copy. Here the function gets the program's own memory, and no thread waits.
+The function gets the program's own memory: NumPy arrays on the CPU, CuPy arrays on a GPU. With
+``jax.pure_callback`` it would get copies, which the threads that run the devices make; and where
+each of these waits in a callback, none is left to copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +11,15 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from tileattn.errors import UnsupportedError
+from tileattn.jax.handler import PLATFORMS, Call, number_of, target
 from tileattn.jax.manual_axes import axes_of, varying
+
+_KNOWN = " and ".join(map(repr, PLATFORMS))
 
 
 def called(on_host: Callable[..., Any], shapes: Any, *given: Any) -> Any:
@@ -62,16 +66,20 @@ def _compiled(**more: Any) -> Any:
 
 def _lowered(context: Any, *arrays: Any, on_arrays: Callable[..., Any], **_: Any) -> Any:
     for platform in context.platforms or context.module_context.platforms:
-        if platform != "cpu":
+        if platform not in PLATFORMS:
             raise UnsupportedError(
-                f"an array is on {platform!r}, and tileattn.jax runs on the CPU; nothing is copied "
-                "there by itself: jax.device_put(x, jax.devices('cpu')[0]) does it"
+                f"an array is on {platform!r}, and tileattn.jax runs on {_KNOWN}; nothing is "
+                "copied there by itself: jax.device_put(x, jax.devices('cpu')[0]) does it"
             )
-    avals = context.avals_in, context.avals_out
-    found, *_ = mlir.emit_python_callback(
-        *(context, on_arrays, None, arrays, *avals), has_side_effect=False, returns_token=False
-    )
-    return found
+        name = target(platform)
+    given, made = (tuple(map(_spec, x)) for x in (context.avals_in, context.avals_out))
+    call = Call(on_arrays, given, made)
+    context.module_context.add_keepalive(call)
+    return jax.ffi.ffi_lowering(name)(context, *arrays, number=np.int64(number_of(call)))
+
+
+def _spec(aval: Any) -> Any:
+    return aval.shape, np.dtype(aval.dtype)
 
 
 def _batched(arrays: Any, axes: Any, **more: Any) -> Any:

@@ -7,20 +7,19 @@ during a capture it comes from the pool of the graph.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-import tileattn
-from tileattn.errors import BackendUnavailableError
+from tileattn.backends.cupy.foreign import cupy_for, memory_at, stream_at
 
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
     """Have CuPy compute on a device of PyTorch's, on its current stream, in memory of PyTorch's."""
     cupy, index = _cupy(), device.index
-    stream = _stream(torch._C._cuda_getCurrentRawStream(index))  # the handle alone, in 0.1 us
+    stream = stream_at(torch._C._cuda_getCurrentRawStream(index))  # the handle alone, in 0.1 us
     allocator = cupy.cuda.using_allocator(_allocator(device))
     with torch.cuda.device(index), cupy.cuda.Device(index), stream, allocator:
         yield
@@ -31,8 +30,8 @@ def array_of(x: torch.Tensor) -> Any:
     cupy, itemsize = _cupy(), x.element_size()
     strides = [n * itemsize for n in x.stride()]
     nbytes = extent(x.shape, x.stride()) * itemsize
-    memory = cupy.cuda.UnownedMemory(x.data_ptr(), nbytes, x, x.device.index)
-    return cupy.ndarray(x.shape, _array_dtype(x.dtype), _at(memory), strides)
+    memory = memory_at(x.data_ptr(), nbytes, x, x.device.index)
+    return cupy.ndarray(x.shape, _array_dtype(x.dtype), memory, strides)
 
 
 def tensor_of(x: Any) -> torch.Tensor:
@@ -53,49 +52,20 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
-class _Handle(NamedTuple):
-    """A stream of PyTorch's, as CuPy asks for it."""
-
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
-
-
-@functools.cache
 def _cupy() -> Any:
-    """Import CuPy; raise BackendUnavailableError where it cannot run."""
-    reason = tileattn.available_backends()["cupy"]
-    if reason is not None:
-        raise BackendUnavailableError(
-            f"tensors on a GPU need CuPy, which cannot run here: {reason}"
-        )
-    import cupy
-
-    return cupy
-
-
-@functools.cache
-def _stream(handle: int) -> Any:
-    """Give a stream as one of CuPy's; PyTorch has few of them, and keeps them."""
-    return _cupy().cuda.Stream.from_external(_Handle(handle))
+    return cupy_for("tensors on a GPU")
 
 
 @functools.cache
 def _allocator(device: torch.device) -> Callable[[int], Any]:
     """Make an allocator of CuPy's that takes memory from PyTorch's."""
     new = functools.partial(torch.empty, dtype=torch.uint8, device=device)
-    memory = _cupy().cuda.UnownedMemory
 
     def allocate(nbytes: int) -> Any:
         owner = new(nbytes)
-        return _at(memory(owner.data_ptr(), nbytes, owner, device.index))
+        return memory_at(owner.data_ptr(), nbytes, owner, device.index)
 
     return allocate
-
-
-def _at(memory: Any) -> Any:
-    return _cupy().cuda.MemoryPointer(memory, 0)
 
 
 @functools.cache

@@ -1,0 +1,105 @@
+"""The function that compiled programs call: it runs one of Python on their arrays."""
+
+import ctypes
+import math
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+import numpy as np
+
+from tileattn.jax import cuda
+from tileattn.jax.xla_ffi import HANDLER, Frame
+
+PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+"""Where programs can call, by JAX's names; and XLA's."""
+
+Spec = tuple[tuple[int, ...], np.dtype[Any]]
+"""Shape and dtype."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A function of arrays, and the shapes and dtypes of what it takes and gives."""
+
+    function: Callable[..., Sequence[Any]]
+    arguments: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+
+
+# Compiled programs know calls by numbers. JAX may keep programs for other processes, in which these
+# numbers must mean nothing.
+_numbers = count(secrets.randbits(62))
+_calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
+# A program may still run when nobody has it any more.
+_latest: deque[Call] = deque(maxlen=1024)
+
+
+def number_of(call: Call) -> int:
+    """Give a call a number, for as long as the call lives."""
+    number = next(_numbers)
+    _calls[number] = call
+    _latest.append(call)
+    return number
+
+
+@cache
+def target(platform: str) -> str:
+    """Register the handler for a platform; return its name."""
+    name, run = "tileattn_call", _HANDLERS[platform]
+    jax.ffi.register_ffi_target(
+        name, jax.ffi.pycapsule(run), platform=PLATFORMS[platform], api_version=1
+    )
+    return name
+
+
+def _on_host(call: Call, frame: Frame) -> None:
+    """Run a call on NumPy arrays."""
+    arguments = map(_host_array, frame.arguments, call.arguments)
+    results = map(_host_array, frame.results, call.results)
+    for result, found in zip(results, call.function(*arguments), strict=True):
+        np.copyto(result, found)
+
+
+def _host_array(address: int, spec: Spec) -> Any:
+    """View memory of the host as an array."""
+    shape, dtype = spec
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory: Any = (ctypes.c_byte * nbytes).from_address(address)
+    return np.ndarray(shape, dtype, memory)
+
+
+def _on_cuda(call: Call, frame: Frame) -> None:
+    """Run a call on CuPy arrays."""
+    with cuda.Memory(frame) as memory:
+        arguments = map(memory.array, frame.arguments, call.arguments)
+        results = [*map(memory.array, frame.results, call.results)]
+        memory.offer(results)
+        found = call.function(*arguments)
+        memory.place(found, results)
+
+
+def _handler(run: Callable[[Call, Frame], None]) -> Any:
+    """Make a handler; nothing may leave it but an error of XLA's."""
+
+    def handle(pointer: Any) -> int | None:
+        frame = Frame(pointer.contents)
+        try:
+            if not frame.answers_metadata():
+                run(_calls[frame.handle], frame)
+        except BaseException as error:
+            return frame.error(error)
+        return None
+
+    return HANDLER(handle)
+
+
+_HANDLERS = {"cpu": _handler(_on_host), "cuda": _handler(_on_cuda)}
