@@ -84,7 +84,7 @@ class Sums:
                     add_narrow(self.dbias[(..., *call.cut(self.dbias, a, c))], grads.dbias)
                 for total, part in zip(self.daux, grads.daux or (), strict=False):
                     if total is not None and part is not None:
-                        total += part
+                        add_narrow(total, part)
         return dk, dv
 
     def gradients(self, dk: Array, dv: Array) -> Gradients:

@@ -243,8 +243,8 @@ def vjp(
     attention : Attention
         As ``forward`` returns it.
     pullback : callable
-        ``pullback(dout, dlse=None, wrt=None, *, deterministic=False)`` returns ``Gradients``, as ``backward`` does; all
-        ranks call it.
+        ``pullback(dout, dlse=None, wrt=None, *, deterministic=False)`` returns ``Gradients``, as
+        ``backward`` does; all ranks call it.
     """
     attention = forward(q, k, v, comm, **options)
 

@@ -1,9 +1,9 @@
 """Ring attention: keys and values travel from rank to rank, and every rank keeps its queries.
 
 At step t rank r has the keys of rank ``r - t``; while it computes with them, they travel on to rank
-``r + 1``. What a rank sends and receives in a step begins together. Keys go as far as the last rank that attends to them, and no further. In the backward
-pass the gradients of keys and values follow them and are summed on the way, in one order, and
-return to the rank that holds the keys.
+``r + 1``. What a rank sends and receives in a step begins together. Keys go as far as the last rank
+that attends to them, and no further. In the backward pass the gradients of keys and values follow
+them and are summed on the way, in one order, and return to the rank that holds the keys.
 
 References
 ----------
