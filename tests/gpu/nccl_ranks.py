@@ -6,6 +6,7 @@ It names each case before it begins, so that one that hangs is the last, and end
 where one has failed.
 """
 
+import os
 import sys
 import time
 import traceback
@@ -190,4 +191,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    os._exit(status)  # a communicator that waits for a rank that has failed would hold up the end
