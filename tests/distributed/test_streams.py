@@ -122,3 +122,31 @@ def test_ranges_that_touch_are_one_segment() -> None:
     segments = Layout.zigzag(16, 2).segments(1)
     assert segments == [(4, 12, slice(0, 8))]
     assert len(Layout.zigzag(16, 2).segments(0)) == 2
+
+
+def test_calls_of_a_known_kind_are_not_compared_again() -> None:
+    rng = np.random.default_rng(2)
+    q, k, v = rng.standard_normal((3, 2, 10, 6), np.float32)
+    options: dict[str, Any] = {"causal": True, "alibi_slopes": np.array([0.1, 0.2])}
+
+    def run(comm: Any) -> Any:
+        comm.agreed = {}
+        counts, gather = [0], comm.gather
+
+        def counted(x: Any) -> Any:
+            counts[-1] += 1
+            return gather(x)
+
+        comm.gather = counted
+        for more in ({}, {}, {"window": (3, 0)}):
+            dist.forward(q, k, v, comm, backend="numpy", **options, **more)
+            counts.append(0)
+        again = dist.forward(2 * q, k, v, comm, backend="numpy", **options)
+        comm.agreed, known = {}, counts[:]
+        fresh = dist.forward(2 * q, k, v, comm, backend="numpy", **options)
+        return known, again.out.tobytes() == fresh.out.tobytes()
+
+    for counts, same in streamed(2, run):
+        assert counts[0] == counts[2] > 0
+        assert counts[1] == counts[3] == 0
+        assert same
