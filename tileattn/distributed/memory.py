@@ -38,11 +38,12 @@ class Known(NamedTuple):
 
 
 def kind_of(arrays: Sequence[Any], others: Any, options: Mapping[str, Any]) -> Any:
-    """Name the kind of a call: shapes and dtypes on the GPU, and values on the host.
+    """Name the kind of a call: shapes of arrays, and values of options that are on the host.
 
     None where there is no name.
     """
-    kind = _frozen((tuple(arrays), others, tuple(sorted(options.items()))))
+    shapes = [(getattr(x, "shape", x), str(getattr(x, "dtype", type(x)))) for x in arrays]
+    kind = _frozen((shapes, others, tuple(sorted(options.items()))))
     try:
         hash(kind)
     except TypeError:
