@@ -40,6 +40,7 @@ BENCHMARKS = {
     "cpu": "speed of NumPy arrays, on both backends, beside PyTorch and plain NumPy",
     "decode": "speed of few queries over caches on the GPU, beside cuDNN and FlashAttention-4",
     "distributed": "speed of ranks that share a sequence, beside one rank",
+    "distributed_gpu": "speed of GPUs that share a sequence, beside one GPU",
     "frameworks": "speed of attention inside PyTorch, beside the library's own calls",
     "functions": "speed of functions of scores and masks on the GPU, beside FlexAttention",
     "gpu": "speed of the CuPy backend beside PyTorch, FlashAttention-4 and plain CuPy",

@@ -146,7 +146,7 @@ def test_tensors_elsewhere_are_refused_on_all_ranks() -> None:
         return distributed_attention(q, k.as_subclass(Elsewhere) if comm.rank else k, v, comm)
 
     first, second = messages(run)
-    assert second.startswith("UnsupportedError: k is on cuda:0; tensors on the CPU are accepted")
+    assert second.startswith("ValueError: k is on cuda:0; it must be on the device of q, cpu")
     assert first == f"RuntimeError: rank 1 has failed: {second}"
 
 

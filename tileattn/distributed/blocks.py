@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 import tileattn
 from tileattn.algorithm.residuals import has_large_lse
-from tileattn.algorithm.softmax import RowState
+from tileattn.distributed.arrays import add, add_narrow, library
 from tileattn.distributed.call import Call
 from tileattn.distributed.comm import sum_in_order
+from tileattn.distributed.rows import rows_of
 from tileattn.results import Attention, Gradients
 
 Array = NDArray[Any]
@@ -20,29 +21,27 @@ Pair = tuple[Array, Array]
 
 def attend(call: Call, arriving: Iterable[tuple[int, Pair]]) -> Attention:
     """Compute the rows of this rank's queries, over the keys and values of ranks as they come."""
-    P, x, segments = call.problem, call.operands, call.q_layout.segments(call.comm.rank)
-    out, lse = np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), call.sums)
-    states = [RowState.empty((P.B, P.Hq, a.stop - a.start), P.Dv, call.sums) for a in segments]
+    x, segments, rows = call.operands, call.q_layout.segments(call.comm.rank), rows_of(call)
     with np.errstate(all="ignore"):
         for source, (k, v) in arriving:
-            for state, a in zip(states, segments, strict=True):
+            for a in segments:
                 for c in call.k_layout.segments(source):
                     if call.visibility.block(a, c):
                         q = call.wide(x.q[..., a.rows, :])
                         keys = call.wide(k[..., c.rows, :]), call.wide(v[..., c.rows, :])
-                        part = tileattn.forward(q, *keys, **call.block(a, c))
-                        state.merge(RowState.of_result(*part, call.sums))
-        for state, a in zip(states, segments, strict=True):
-            if x.sinks is not None:
-                state.sink(x.sinks[:, np.newaxis])
-            out[..., a.rows, :], lse[..., a.rows] = state.finalize()
-    return Attention(out, lse)
+                        rows.join(a, tileattn.forward(q, *keys, **call.block(a, c)))
+        return rows.finish()
 
 
 def precise(
     call: Call, attention: Attention, forward: Callable[[Call], Attention]
 ) -> tuple[Call, Attention]:
-    """Have sums of float64 where the rounding of lse would show in gradients: blocks lack keys."""
+    """Have sums of float64 where the rounding of lse would show in gradients: blocks lack keys.
+
+    On a GPU they keep their dtype: to look at lse there, the host would have to wait for it.
+    """
+    if call.on_gpu:
+        return call, attention
     if any(call.comm.gather(has_large_lse(attention.lse, call.problem.dtype).any())):
         call = replace(call, sums=np.dtype(np.float64))
         attention = Attention(attention.out, forward(call).lse)
@@ -59,27 +58,33 @@ class Sums:
         self._call, self._wrt = call, wrt
         self._dlse = None if dlse is None else call.wide(dlse)
         self._dout, self._out, self._lse = map(call.wide, (dout, *attention))
-        self.dq = np.zeros(x.q.shape, call.sums)
-        self.dbias = None if "bias" not in wrt else np.zeros(x.bias.shape, call.sums)
-        self.daux = [None if a.dtype.kind in "biu" else np.zeros(a.shape, np.float64) for a in aux]
+        self._xp = xp = library(x.q)
+        self.dq = xp.zeros(x.q.shape, call.sums)
+        self.dbias = None if "bias" not in wrt else xp.zeros(x.bias.shape, call.sums)
+        self.daux = [None if a.dtype.kind in "biu" else xp.zeros(a.shape, np.float64) for a in aux]
 
     def of_keys(self, source: int, k: Array, v: Array) -> Pair:
         """Add the blocks of the keys of a rank; return the gradients of k and v."""
         call = self._call
-        dk, dv = (np.zeros(a.shape, call.sums) for a in (k, v))
+        dk, dv = (self._xp.zeros(a.shape, call.sums) for a in (k, v))
         for a in call.q_layout.segments(call.comm.rank):
             for c in call.k_layout.segments(source):
                 if not call.visibility.block(a, c):
                     continue
                 keys = call.wide(k[..., c.rows, :]), call.wide(v[..., c.rows, :])
                 grads = self._of_block(a.rows, *keys, call.block(a, c), self._wrt - {"sinks"})
-                _add(self.dq[..., a.rows, :], grads.dq)
-                _add(dk[..., c.rows, :], grads.dk)
-                _add(dv[..., c.rows, :], grads.dv)
+                for total, part, rows in (
+                    (self.dq, grads.dq, a.rows),
+                    (dk, grads.dk, c.rows),
+                    (dv, grads.dv, c.rows),
+                ):
+                    if part is not None:
+                        add(total, part, rows)
                 if self.dbias is not None:
-                    _add(self.dbias[(..., *call.cut(self.dbias, a, c))], grads.dbias)
+                    add_narrow(self.dbias[(..., *call.cut(self.dbias, a, c))], grads.dbias)
                 for total, part in zip(self.daux, grads.daux or (), strict=False):
-                    _add(total, part)
+                    if total is not None and part is not None:
+                        add_narrow(total, part)
         return dk, dv
 
     def gradients(self, dk: Array, dv: Array) -> Gradients:
@@ -113,7 +118,7 @@ class Sums:
         if "sinks" not in self._wrt:
             return None
         k, v = (call.wide(a[..., :0, :]) for a in (x.k, x.v))
-        sinks = x.sinks.astype(np.float64)
+        sinks = x.sinks.astype(np.float64)  # the sum over the queries is rounded once
         options = {"sinks": sinks, "backend": call.backend}
         part = self._of_block(slice(None), k, v, options, frozenset({"sinks"})).dsinks
         total = sum_in_order(call.comm, part)
@@ -127,10 +132,9 @@ class Sums:
         saved = self._out[..., rows, :], self._lse[..., rows]
         dout = self._dout[..., rows, :]
         return tileattn.backward(
-            dout, q, k, v, *saved, dlse=dlse, wrt=tuple(sorted(wrt)), **options
+            *(dout, q, k, v, *saved),
+            dlse=dlse,
+            wrt=tuple(sorted(wrt)),
+            deterministic=self._call.deterministic,
+            **options,
         )
-
-
-def _add(total: Array | None, part: Array | None) -> None:
-    if total is not None and part is not None:
-        total += part

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.distributed.arrays import is_on_gpu, library
 from tileattn.distributed.comm import Communicator
 from tileattn.distributed.layout import Layout, Segment
 from tileattn.distributed.visibility import Visibility, reach
@@ -43,7 +44,9 @@ class Call:
     bias_rows, mask_rows : bool
         Whether each rank has rows of the bias, or of the mask, of its own.
     sums : numpy.dtype
-        In which blocks are computed and their results summed.
+        In which results of blocks are summed, and on the CPU blocks are computed.
+    deterministic : bool
+        Whether the gradients of a block have the same bits on every run; on the CPU they do.
     """
 
     comm: Communicator
@@ -56,6 +59,12 @@ class Call:
     bias_rows: bool
     mask_rows: bool
     sums: np.dtype[Any]
+    deterministic: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the arrays are on a GPU."""
+        return is_on_gpu(self.operands.q)
 
     @cached_property
     def visibility(self) -> Visibility:
@@ -80,8 +89,11 @@ class Call:
         return given | {"scale": self.problem.scale, "backend": self.backend}
 
     def wide(self, x: Array) -> Array:
-        """Convert to the dtype of sums: partial results of 16 bits would be rounded often."""
-        return x.astype(self.sums, copy=False)
+        """Convert to the dtype of sums: partial results of 16 bits would be rounded often.
+
+        On a GPU blocks keep their dtype, in which Tensor Cores multiply.
+        """
+        return x if self.on_gpu else x.astype(self.sums, copy=False)
 
     def checked(self, make: Callable[[], Any]) -> Any:
         """Make something on every rank, and keep this rank's; raise on all where one raises."""
@@ -96,8 +108,17 @@ class Call:
         x, given = self.operands, self.common()
         if "alibi_slopes" in self.options:
             given["alibi_slopes"] = self.options["alibi_slopes"]
-        given["kv_lengths"] = np.clip(x.kv_lengths - keys.start, 0, keys.stop - keys.start)
-        given["q_offset"] = x.q_offset + queries.start - keys.start
+        full = self.visibility.is_full(queries, keys)
+        if full:
+            given["causal"], given["window"] = False, None
+        Nk = keys.stop - keys.start
+        lengths = np.clip(x.kv_lengths - keys.start, 0, Nk)
+        offset = x.q_offset + queries.start - keys.start
+        if (lengths != Nk).any():
+            given["kv_lengths"] = lengths
+        moved = (offset != lengths - (queries.stop - queries.start)).any()
+        if moved and (not full or x.alibi_slopes is not None):
+            given["q_offset"] = offset
         if self.has_indices:
             start = np.array([0, 0, queries.start, keys.start])
             given["origin"] = start if x.origin is None else x.origin + start
@@ -152,7 +173,7 @@ def agreed(
 
     q_layout, k_layout = _checked(comm, layouts)
     total = q_layout.length, k_layout.length
-    problem, operands = _checked(comm, lambda: _parsed(q, k, v, *total, options))
+    problem, operands = _checked(comm, lambda: _parsed(q, k, v, *total, options, comm.size))
     same(comm, _facts(problem, operands, options, q_layout, k_layout) | more)
     rows = comm.gather([x is not None and x.shape[2] > 1 for x in (operands.bias, operands.mask)])
     of_bias, of_mask = map(any, zip(*rows, strict=True))
@@ -208,8 +229,10 @@ def _checked(comm: Communicator, make: Callable[[], Any]) -> Any:
 def _lengths(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[int, int]:
     check_supported(options)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, np.ndarray):
-            raise TypeError(f"{name} is {type(x).__name__}; a NumPy array is accepted")
+        if not isinstance(x, np.ndarray) and not is_on_gpu(x):
+            raise TypeError(f"{name} is {type(x).__name__}; NumPy and CuPy arrays are accepted")
+        if is_on_gpu(x) != is_on_gpu(q):
+            raise TypeError(f"{name} is {type(x).__name__}; it must be of the library of q")
     problem, _ = parse(q, k, v, {})
     return problem.Nq, problem.Nk
 
@@ -242,16 +265,35 @@ def _own_layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout
 
 
 def _parsed(
-    q: Array, k: Array, v: Array, Nq: int, Nk: int, options: Mapping[str, Any]
+    q: Array, k: Array, v: Array, Nq: int, Nk: int, options: Mapping[str, Any], ranks: int
 ) -> tuple[Problem, Operands]:
     """Validate this rank's queries with all keys, of which it has some; q_offset is of query 0."""
+    xp = library(q)
     every_k, every_v = (
-        np.broadcast_to(np.zeros((), q.dtype), (*x.shape[:-2], Nk, x.shape[-1])) for x in (k, v)
+        xp.broadcast_to(xp.zeros((), q.dtype), (*x.shape[:-2], Nk, x.shape[-1])) for x in (k, v)
     )
     problem, x = parse(q, every_k, every_v, options)
+    if is_on_gpu(q):
+        _check_on_gpu(problem, x, ranks)
     if options.get("q_offset") is None:
         x = x._replace(q_offset=x.kv_lengths - Nq)
     return problem, x._replace(k=four_axes(k), v=four_axes(v))
+
+
+def _check_on_gpu(problem: Problem, x: Operands, ranks: int) -> None:
+    """Raise for what the kernels do not do for a part of a sequence."""
+    own = {name: getattr(problem, name) for name in ("dropout_p", "score_mod", "mask_mod")}
+    for name, option in own.items():
+        if option and ranks > 1:
+            raise UnsupportedError(
+                f"{name} does not go with CuPy arrays of a sequence that ranks share, for the "
+                "kernels count from 0; NumPy arrays are accepted"
+            )
+    for name, integers in (("kv_lengths", x.kv_lengths), ("q_offset", x.q_offset)):
+        if is_on_gpu(integers):
+            raise TypeError(
+                f"{name} is a CuPy array; integers of the host are accepted, by which keys travel"
+            )
 
 
 def _facts(
@@ -272,7 +314,9 @@ def _facts(
     return {name: str(x) for name, x in facts.items()}
 
 
-def _digest(x: Array) -> str:
+def _digest(x: Any) -> str:
+    if is_on_gpu(x):
+        x = x.get()
     return (
         f"{x.dtype} {x.shape} {hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16]}"
     )

@@ -4,10 +4,13 @@ import pickle
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tileattn.distributed.arrays import is_on_gpu, library
 
 Array = NDArray[Any]
 
@@ -23,7 +26,10 @@ class Transfer(Protocol):
     """A message under way."""
 
     def wait(self) -> None:
-        """Wait until its buffer may be used again; raise TimeoutError where it takes too long."""
+        """Wait until its buffer may be used again; raise TimeoutError where it takes too long.
+
+        On a GPU what follows on the current stream waits, and not the host.
+        """
 
 
 @runtime_checkable
@@ -38,6 +44,13 @@ class Communicator(Protocol):
 
     def receive(self, x: Array, source: int, tag: int) -> Transfer:
         """Begin to receive a contiguous array of known shape."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Begin messages at once: none of the context waits for another of them.
+
+        All ranks pass the same contexts in the same order. What one rank sends another there, that
+        one receives in its own.
+        """
 
     def gather(self, x: Any) -> list[Any]:
         """Give every rank the objects of all ranks, in their order."""
@@ -68,6 +81,10 @@ class MPI:
         request = self._comm.Irecv(as_bytes(x), source, tag)
         return _Request(request, f"rank {source} to send", self._timeout)
 
+    def together(self) -> AbstractContextManager[None]:
+        """Begin messages one by one: none waits for another."""
+        return nullcontext()
+
     def gather(self, x: Any) -> list[Any]:
         """Gather pickled objects."""
         own = pickled(x)
@@ -96,14 +113,17 @@ class _Request:
                 time.sleep(min(max(_SHARE * waited, _NAPS[0]), _NAPS[1]))
 
 
-def communicator(comm: Any, timeout: float) -> Communicator:
-    """Find out what to send messages with."""
+def communicator(comm: Any, timeout: float, like: Any = None) -> Communicator:
+    """Find out what to send messages with, which are arrays of one kind."""
     if isinstance(comm, Communicator):
         return comm
+    torch = sys.modules.get("torch.distributed")  # loaded where there is a process group
+    of_torch = isinstance(comm, getattr(torch, "ProcessGroup", ()))
+    if is_on_gpu(like):
+        return _between_gpus(comm, timeout, of_torch=of_torch)
     if hasattr(comm, "Isend") and hasattr(comm, "allgather"):
         return MPI(comm, timeout)
-    torch = sys.modules.get("torch.distributed")  # loaded where there is a process group
-    if isinstance(comm, getattr(torch, "ProcessGroup", ())):
+    if of_torch:
         from tileattn.distributed.process_group import ProcessGroup
 
         return ProcessGroup(comm, timeout)
@@ -113,13 +133,42 @@ def communicator(comm: Any, timeout: float) -> Communicator:
     )
 
 
+def _between_gpus(comm: Any, timeout: float, *, of_torch: bool) -> Communicator:
+    if of_torch:
+        from tileattn.distributed import nccl
+
+        return nccl.of_torch(comm, timeout)
+    if all(hasattr(comm, name) for name in ("rank_id", "recv", "allGather")):
+        from tileattn.distributed import nccl
+
+        return nccl.of_cupy(comm, timeout)
+    raise TypeError(
+        f"comm is {type(comm).__name__}; CuPy arrays need a cupy.cuda.nccl.NcclCommunicator, or a "
+        "torch.distributed.ProcessGroup of NCCL"
+    )
+
+
 def sum_in_order(comm: Communicator, x: Array) -> Array:
     """Sum an array over the ranks, in their order: every rank has the same bits."""
-    first, *others = comm.gather(x)
-    total = np.array(first)
+    first, *others = gathered(comm, x)
+    total = first.copy()
     for other in others:
         total += other
     return total
+
+
+def gathered(comm: Communicator, x: Array) -> list[Array]:
+    """Give every rank the arrays of all ranks, which have one shape, in their order."""
+    if not is_on_gpu(x):
+        return comm.gather(x)
+    x = library(x).ascontiguousarray(x)
+    every = [x if n == comm.rank else library(x).empty_like(x) for n in range(comm.size)]
+    others = [n for n in range(comm.size) if n != comm.rank]
+    with comm.together():
+        under_way = [comm.receive(every[n], n, 0) for n in others]
+        under_way += [comm.send(x, n, 0) for n in others]
+    wait(under_way)
+    return every
 
 
 def wait(transfers: Sequence[Transfer]) -> None:

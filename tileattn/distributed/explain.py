@@ -151,7 +151,7 @@ def explain(
     ----------
     q, k, v : array
         As for ``forward``.
-    comm : mpi4py.MPI.Comm or torch.distributed.ProcessGroup
+    comm : mpi4py.MPI.Comm, torch.distributed.ProcessGroup or cupy.cuda.nccl.NcclCommunicator
         The ranks.
     layout, layout_k : Layout, str or None
         As for ``forward``.
@@ -191,7 +191,7 @@ def explain(
         report = dist.explain(q, k, v, MPI.COMM_WORLD, layout="zigzag", causal=True)
         print(report)
     """
-    link, facts = communicator(comm, timeout), {"backend": backend, "rates": str(rates)}
+    link, facts = communicator(comm, timeout, q), {"backend": backend, "rates": str(rates)}
     call = agreed(q, k, v, link, layout, layout_k, options, **facts)
     return _of_call(call, rates)
 

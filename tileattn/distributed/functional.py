@@ -1,6 +1,7 @@
 """The calls: as those of one device, with a communicator and layouts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from tileattn.distributed.call import Call, agreed, same
 from tileattn.distributed.comm import TIMEOUT, communicator
 from tileattn.distributed.explain import choose
+from tileattn.distributed.memory import Known, kind_of, recall, remember, with_arrays
 from tileattn.distributed.schedules import Passes, Schedule, check, passes_of
 from tileattn.problem import Options, check_array, four_axes
 from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
@@ -31,11 +33,13 @@ def forward(
     Parameters
     ----------
     q : array, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
-        Queries of this rank: NumPy arrays of float16, bfloat16, float32 or float64.
+        Queries of this rank: NumPy arrays, or CuPy arrays on its GPU, of float16, bfloat16,
+        float32 or float64.
     k, v : array, shapes (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv), or without leading axes as q
         Keys and values of this rank. Ranks may have parts of other lengths, or of none.
-    comm : mpi4py.MPI.Comm or torch.distributed.ProcessGroup
-        The ranks.
+    comm : mpi4py.MPI.Comm, torch.distributed.ProcessGroup or cupy.cuda.nccl.NcclCommunicator
+        The ranks. NumPy arrays travel by MPI or by a process group of gloo, CuPy arrays by an
+        NcclCommunicator or by a process group of NCCL.
     layout : Layout, str or None
         Which tokens each rank holds; ``"contiguous"`` (the default): each as many as its arrays
         have, in the order of the ranks; ``"zigzag"``: `Layout.zigzag` of all tokens, with which a
@@ -53,7 +57,8 @@ def forward(
     backend : str
         As for ``tileattn.forward``; it computes the blocks, or heads.
     timeout : float
-        Seconds after which a rank that waits for another raises TimeoutError.
+        Seconds after which a rank that waits for another raises TimeoutError. With CuPy arrays
+        only the first call of a kind waits, to compare arguments.
     **options
         Those of ``tileattn.forward``, the same on all ranks. Indices, positions and lengths are
         those of the whole sequence. ``bias`` and ``mask`` have the rows of this rank's queries, and
@@ -99,10 +104,17 @@ def forward(
         layout = dist.Layout.zigzag(len(tokens), MPI.COMM_WORLD.size)
         out, lse = dist.forward(q, k, v, MPI.COMM_WORLD, layout=layout, causal=True)
     """
-    link = communicator(comm, timeout)
+    link = communicator(comm, timeout, q)
     facts = {"backend": backend, "schedule": str(schedule)}
-    call = agreed(q, k, v, link, layout, layout_k, options, **facts)
-    return _of_rank(_passes(call, schedule).forward(call), q.ndim)
+    kind = kind_of((q, k, v), ("forward", layout, layout_k, *facts.values()), options)
+    known = recall(link, kind)
+    if known is None:
+        call = agreed(q, k, v, link, layout, layout_k, options, **facts)
+        known = Known(call, _passes(call, schedule))
+        remember(link, kind, known)
+    else:
+        call = with_arrays(known.call, q, k, v, options)
+    return _of_rank(known.passes.forward(call), q.ndim)
 
 
 def backward(
@@ -120,6 +132,7 @@ def backward(
     layout_k: Any = None,
     schedule: Schedule = "ring",
     backend: str = "auto",
+    deterministic: bool = False,
     timeout: float = TIMEOUT,
     **options: Unpack[Options],
 ) -> Gradients:
@@ -133,7 +146,7 @@ def backward(
         As given to ``forward``.
     out, lse : array
         As ``forward`` has returned them.
-    comm : mpi4py.MPI.Comm or torch.distributed.ProcessGroup
+    comm : mpi4py.MPI.Comm, torch.distributed.ProcessGroup or cupy.cuda.nccl.NcclCommunicator
         The ranks.
     dlse : array, shape and dtype of lse, or None
         Upstream gradient of this rank's lse; on all ranks, or on none.
@@ -145,6 +158,8 @@ def backward(
         As for ``forward``.
     backend : str
         As for ``forward``.
+    deterministic : bool
+        As for ``tileattn.backward``: the same bits on every run. On the CPU they always are.
     timeout : float
         As for ``forward``.
     **options
@@ -172,7 +187,7 @@ def backward(
     Gradients of keys and values travel behind these and are summed on the way in the accumulation
     dtype, in one order.
     """
-    link = communicator(comm, timeout)
+    link = communicator(comm, timeout, q)
 
     def validated() -> frozenset[str]:
         check_array("out", out, (*q.shape[:-1], v.shape[-1]), q.dtype)
@@ -185,14 +200,23 @@ def backward(
         names = wanted(wrt, options)
         return names if names is not None else _all(options)
 
-    facts = {"backend": backend, "schedule": str(schedule)}
-    call = agreed(q, k, v, link, layout, layout_k, options, **facts)
-    passes = _passes(call, schedule)
-    names = call.checked(validated)
-    same(link, {"wrt": str(sorted(names)), "dlse": "given" if dlse is not None else "None"})
+    facts = {"backend": backend, "schedule": str(schedule), "deterministic": str(deterministic)}
+    others = layout, layout_k, *facts.values(), wrt
+    kind = kind_of((dout, q, k, v, out, lse, dlse), ("backward", *others), options)
+    known = recall(link, kind)
+    if known is None:
+        call = agreed(q, k, v, link, layout, layout_k, options, **facts)
+        call = replace(call, deterministic=deterministic)
+        passes = _passes(call, schedule)
+        names = call.checked(validated)
+        same(link, {"wrt": str(sorted(names)), "dlse": "given" if dlse is not None else "None"})
+        known = Known(call, passes, names)
+        remember(link, kind, known)
+    else:
+        call = with_arrays(known.call, q, k, v, options)
     saved = Attention(four_axes(out), _rows(call, lse))
     dlse = None if dlse is None else _rows(call, dlse)
-    grads = passes.backward(call, four_axes(dout), saved, dlse, names)
+    grads = known.passes.backward(call, four_axes(dout), saved, dlse, known.names)
     of_rank = {
         name: None if x is None else x.reshape(like.shape)
         for name, x, like in zip(("dq", "dk", "dv"), grads[:3], (q, k, v), strict=True)
@@ -209,7 +233,7 @@ def vjp(
     ----------
     q, k, v : array
         As for ``forward``.
-    comm : mpi4py.MPI.Comm or torch.distributed.ProcessGroup
+    comm : mpi4py.MPI.Comm, torch.distributed.ProcessGroup or cupy.cuda.nccl.NcclCommunicator
         The ranks.
     **options
         As for ``forward``, layouts and backend included; they hold for both passes.
@@ -219,14 +243,21 @@ def vjp(
     attention : Attention
         As ``forward`` returns it.
     pullback : callable
-        ``pullback(dout, dlse=None, wrt=None)`` returns ``Gradients``, as ``backward`` does; all
-        ranks call it.
+        ``pullback(dout, dlse=None, wrt=None, *, deterministic=False)`` returns ``Gradients``, as
+        ``backward`` does; all ranks call it.
     """
     attention = forward(q, k, v, comm, **options)
 
-    def pullback(dout: Any, dlse: Any | None = None, wrt: Sequence[str] | None = None) -> Gradients:
+    def pullback(
+        dout: Any,
+        dlse: Any | None = None,
+        wrt: Sequence[str] | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> Gradients:
         """Gradients for the inputs, given those for ``out`` and ``lse``; see ``backward``."""
-        return backward(dout, q, k, v, *attention, comm, dlse=dlse, wrt=wrt, **options)
+        given = options | {"dlse": dlse, "wrt": wrt, "deterministic": deterministic}
+        return backward(dout, q, k, v, *attention, comm, **given)
 
     return attention, pullback
 

@@ -8,9 +8,9 @@ gradients back to the ranks that hold the keys, which sum them in the order of t
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.distributed.arrays import library
 from tileattn.distributed.blocks import Pair, Sums, attend, precise
 from tileattn.distributed.call import Call
 from tileattn.distributed.comm import Transfer, wait
@@ -39,23 +39,25 @@ def backward(
 def gathered(call: Call) -> Pair:
     """Give all keys and values; of those that no query of this rank attends to, zeros."""
     P, comm, x = call.problem, call.comm, call.operands
-    own: Pair = (np.ascontiguousarray(x.k), np.ascontiguousarray(x.v))
+    xp = library(x.k)
+    own: Pair = (xp.ascontiguousarray(x.k), xp.ascontiguousarray(x.v))
     lengths = [call.k_layout.length_of(n) for n in range(comm.size)]
     every = [
         own
         if n == comm.rank
         else (
-            np.zeros((P.B, P.Hkv, rows, P.D), P.dtype),
-            np.zeros((P.B, P.Hkv, rows, P.Dv), P.dtype),
+            xp.zeros((P.B, P.Hkv, rows, P.D), P.dtype),
+            xp.zeros((P.B, P.Hkv, rows, P.Dv), P.dtype),
         )
         for n, rows in enumerate(lengths)
     ]
     under_way: list[Transfer] = []
-    for n in _others(call):
-        if call.needs(comm.rank, n):
-            under_way += [comm.receive(x, n, _KEYS + m) for m, x in enumerate(every[n])]
-        if call.needs(n, comm.rank):
-            under_way += [comm.send(x, n, _KEYS + m) for m, x in enumerate(own)]
+    with comm.together():
+        for n in _others(call):
+            if call.needs(comm.rank, n):
+                under_way += [comm.receive(x, n, _KEYS + m) for m, x in enumerate(every[n])]
+            if call.needs(n, comm.rank):
+                under_way += [comm.send(x, n, _KEYS + m) for m, x in enumerate(own)]
     wait(under_way)
     k, v = (call.k_layout.join(parts, axis=2) for parts in zip(*every, strict=True))
     return k, v
@@ -65,17 +67,19 @@ def scattered(call: Call, found: Pair) -> Pair:
     """Sum the gradients of this rank's keys and values over the ranks, in their order."""
     comm, layout = call.comm, call.k_layout
     parts: list[Pair | None] = [None] * comm.size
-    parts[comm.rank] = _of_rank(layout, found, comm.rank)
     under_way: list[Transfer] = []
     sent = []
-    for n in _others(call):
-        if call.needs(n, comm.rank):
-            dk, dv = (np.empty_like(x) for x in _of_rank(layout, found, comm.rank))
-            parts[n] = dk, dv
-            under_way += [comm.receive(x, n, _GRADIENTS + m) for m, x in enumerate((dk, dv))]
-        if call.needs(comm.rank, n):
-            sent.append(_of_rank(layout, found, n))
-            under_way += [comm.send(x, n, _GRADIENTS + m) for m, x in enumerate(sent[-1])]
+    own, xp = _of_rank(layout, found, comm.rank), library(found[0])
+    parts[comm.rank] = own
+    with comm.together():
+        for n in _others(call):
+            if call.needs(n, comm.rank):
+                dk, dv = map(xp.empty_like, own)
+                parts[n] = dk, dv
+                under_way += [comm.receive(x, n, _GRADIENTS + m) for m, x in enumerate((dk, dv))]
+            if call.needs(comm.rank, n):
+                sent.append(_of_rank(layout, found, n))
+                under_way += [comm.send(x, n, _GRADIENTS + m) for m, x in enumerate(sent[-1])]
     wait(under_way)
     first, *others = (part for part in parts if part is not None)
     dk, dv = first
@@ -90,7 +94,7 @@ def _whole(call: Call) -> Call:
 
 
 def _of_rank(layout: Layout, pair: Pair, rank: int) -> Pair:
-    k, v = (np.ascontiguousarray(layout.take(x, rank, axis=2)) for x in pair)
+    k, v = (layout.take(x, rank, axis=2) for x in pair)
     return k, v
 
 

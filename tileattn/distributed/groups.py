@@ -5,6 +5,7 @@ and the exchange inside a group is what nothing overlaps.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tileattn.distributed.comm import Array, Communicator, Transfer
@@ -36,6 +37,10 @@ class Subset:
     def receive(self, x: Array, source: int, tag: int) -> Transfer:
         """Begin to receive."""
         return self._parent.receive(x, self._ranks[source], tag)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Begin messages at once."""
+        return self._parent.together()
 
     def gather(self, x: Any) -> list[Any]:
         """Gather on all ranks; keep what those of the subset have given."""

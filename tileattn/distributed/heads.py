@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.distributed import ring, single
+from tileattn.distributed.arrays import library
 from tileattn.distributed.call import Call
-from tileattn.distributed.comm import sum_in_order, wait
+from tileattn.distributed.comm import gathered, sum_in_order, wait
 from tileattn.distributed.groups import across, inside, layout_across, layout_inside
 from tileattn.distributed.layout import Layout
 from tileattn.results import Attention, Gradients
@@ -55,7 +56,7 @@ def backward(
         bias = given["bias"]
         dbias = exchange.of_bias(dbias).reshape(bias.shape).astype(bias.dtype, copy=False)
     if dsinks is not None:
-        dsinks = np.concatenate(exchange.group.gather(dsinks))
+        dsinks = _joined(gathered(exchange.group, dsinks), axis=0)
     if daux is not None:
         daux = tuple(
             None if g is None else sum_in_order(exchange.group, g).astype(x.dtype, copy=False)
@@ -128,7 +129,7 @@ class Exchange:
         """Give this rank's tokens of all heads, of all tokens of some heads."""
         outgoing = [layout.take(x, rank, axis=2) for rank in range(self.group.size)]
         shape = *x.shape[:2], layout.length_of(self.group.rank), *x.shape[3:]
-        return np.concatenate(self._exchanged(outgoing, [shape] * self.group.size), axis=1)
+        return _joined(self._exchanged(outgoing, [shape] * self.group.size), axis=1)
 
     def of_bias(self, dbias: Array) -> Array:
         """Give the gradient of this rank's bias, of that of some heads."""
@@ -141,7 +142,7 @@ class Exchange:
             return parts.sum(axis=2, keepdims=True) if bias.shape[2] == 1 else parts
         if bias.shape[1] == 1:
             return sum_in_order(self.group, dbias)
-        return np.concatenate(self.group.gather(dbias), axis=1)
+        return _joined(gathered(self.group, dbias), axis=1)
 
     def _with_all_rows(self, x: Array, rows: bool) -> Array:
         """Give some heads, or the one for all, of a bias or mask for all queries."""
@@ -149,7 +150,7 @@ class Exchange:
         if not rows:
             return x if shared else x[:, self._heads]
         own = self.queries.length_of(self.group.rank)
-        x = np.broadcast_to(x, (*x.shape[:2], own, x.shape[3]))
+        x = library(x).broadcast_to(x, (*x.shape[:2], own, x.shape[3]))
         return (
             self._joined([x] * self.group.size, self.queries)
             if shared
@@ -164,11 +165,18 @@ class Exchange:
 
     def _exchanged(self, outgoing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
         """Send an array to each rank; return those of all ranks, in their order."""
-        rank, comm = self.group.rank, self.group
-        incoming = [np.empty(shape, outgoing[0].dtype) for shape in shapes]
+        rank, comm, xp = self.group.rank, self.group, library(outgoing[0])
+        incoming = [xp.empty(shape, outgoing[0].dtype) for shape in shapes]
+        outgoing = [xp.ascontiguousarray(x) for x in outgoing]
         others = [n for n in range(comm.size) if n != rank]
-        under_way = [comm.receive(incoming[n], n, 0) for n in others]
-        under_way += [comm.send(np.ascontiguousarray(outgoing[n]), n, 0) for n in others]
-        incoming[rank] = np.ascontiguousarray(outgoing[rank])
+        with comm.together():
+            under_way = [comm.receive(incoming[n], n, 0) for n in others]
+            under_way += [comm.send(outgoing[n], n, 0) for n in others]
+        incoming[rank] = outgoing[rank]
         wait(under_way)
         return incoming
+
+
+def _joined(parts: list[Array], axis: int) -> Array:
+    joined: Array = library(parts[0]).concatenate(parts, axis=axis)
+    return joined

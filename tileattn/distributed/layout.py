@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
+from tileattn.distributed.arrays import library
 
 
 class Segment(NamedTuple):
@@ -143,10 +143,14 @@ class Layout:
         return sum(stop - start for start, stop in self.parts[rank])
 
     def segments(self, rank: int) -> list[Segment]:
-        """List what a rank holds."""
-        ends = accumulate((stop - start for start, stop in self.parts[rank]), initial=0)
-        rows = (slice(*x) for x in pairwise(ends))
-        return [Segment(*part, own) for part, own in zip(self.parts[rank], rows, strict=True)]
+        """List what a rank holds; ranges that follow one another are one."""
+        found, at = list[Segment](), 0
+        for start, stop in self.parts[rank]:
+            rows = slice(at, at := at + stop - start)
+            if found and found[-1].stop == start:
+                start, rows = found[-1].start, slice(found.pop().rows.start, at)  # noqa: PLW2901 - of both
+            found.append(Segment(start, stop, rows))
+        return found
 
     def take(self, x: Any, rank: int, axis: int = -2) -> Any:
         """Cut the part of a rank out of an array that holds all tokens.
@@ -165,9 +169,10 @@ class Layout:
         array
             A copy.
         """
-        along = np.moveaxis(x, axis, 0)
-        pieces = [along[start:stop] for start, stop in self.parts[rank]]
-        return np.moveaxis(np.concatenate([along[:0], *pieces]), 0, axis)
+        found = _empty_like(x, axis, self.length_of(rank))
+        for start, stop, rows in self.segments(rank):
+            found[_along(x, axis, rows)] = x[_along(x, axis, slice(start, stop))]
+        return found
 
     def join(self, parts: Sequence[Any], axis: int = -2) -> Any:
         """Put the parts of all ranks together again: what ``take`` has cut.
@@ -184,11 +189,21 @@ class Layout:
         array
             All tokens in their order.
         """
-        pieces = [
-            (segment.start, np.moveaxis(x, axis, 0)[segment.rows])
-            for rank, x in enumerate(parts)
-            for segment in self.segments(rank)
-        ]
-        pieces.sort(key=lambda piece: piece[0])
-        none = np.moveaxis(parts[0], axis, 0)[:0]
-        return np.moveaxis(np.concatenate([none, *(piece for _, piece in pieces)]), 0, axis)
+        found = _empty_like(parts[0], axis, self.length)
+        for rank, x in enumerate(parts):
+            for start, stop, rows in self.segments(rank):
+                found[_along(x, axis, slice(start, stop))] = x[_along(x, axis, rows)]
+        return found
+
+
+def _empty_like(x: Any, axis: int, length: int) -> Any:
+    shape = list(x.shape)
+    shape[axis] = length
+    return library(x).empty(shape, x.dtype)
+
+
+def _along(x: Any, axis: int, which: slice) -> tuple[slice, ...]:
+    """Index some places along an axis."""
+    index = [slice(None)] * x.ndim
+    index[axis] = which
+    return tuple(index)

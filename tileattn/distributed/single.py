@@ -20,7 +20,15 @@ def backward(
     """Compute all gradients."""
     x, names = call.operands, tuple(sorted(wrt))
     return tileattn.backward(
-        dout, x.q, x.k, x.v, *attention, dlse=dlse, wrt=names, **_options(call)
+        dout,
+        x.q,
+        x.k,
+        x.v,
+        *attention,
+        dlse=dlse,
+        wrt=names,
+        deterministic=call.deterministic,
+        **_options(call),
     )
 
 

@@ -41,6 +41,17 @@ class Visibility(NamedTuple):
             some &= keys.start <= queries.stop - 1 + self.q_offset + right
         return bool(some.any())
 
+    def is_full(self, queries: Segment, keys: Segment) -> bool:
+        """Whether all queries may attend to all keys that exist."""
+        left, right = self.window
+        first, last = queries.start + self.q_offset, queries.stop - 1 + self.q_offset
+        full = np.full(len(self.q_offset), fill_value=True)
+        if left is not None:
+            full &= keys.start >= last - left
+        if right is not None:
+            full &= np.minimum(keys.stop, self.kv_lengths) - 1 <= first + right
+        return bool(full.all())
+
     def attending(self, q_layout: Layout, k_layout: Layout) -> list[int]:
         """Give for each rank the set of ranks that attend to some of its keys: bit r is rank r.
 

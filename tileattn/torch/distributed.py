@@ -12,7 +12,7 @@ from tileattn.distributed.comm import TIMEOUT, communicator
 from tileattn.distributed.schedules import Schedule
 from tileattn.problem import check_names
 from tileattn.results import Attention
-from tileattn.torch.tensors import array_of, autocast, check_tensor, tensor_of
+from tileattn.torch.tensors import array_of, autocast, check_tensor, on, tensor_of
 
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")  # and aux, a sequence of tensors
 
@@ -39,11 +39,12 @@ def distributed_attention(
     Parameters
     ----------
     q : torch.Tensor, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
-        Queries of this rank; float16, bfloat16, float32 or float64, on the CPU.
+        Queries of this rank; float16, bfloat16, float32 or float64, on the CPU or on this
+        rank's GPU.
     k, v : torch.Tensor, shapes (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv), or without leading axes as q
         Keys and values of this rank.
     comm : torch.distributed.ProcessGroup or mpi4py.MPI.Comm
-        The ranks; a process group sends by gloo.
+        The ranks; a process group sends tensors on the CPU by gloo, and on GPUs by NCCL.
     return_lse : bool
         Return the logsumexp of each query, too; it is differentiable. The same on all ranks.
     layout, layout_k : tileattn.distributed.Layout, str or None
@@ -71,7 +72,7 @@ def distributed_attention(
     TimeoutError
         If another rank does not answer.
     UnsupportedError
-        For an option that is not supported, or a tensor that is on a GPU, sparse or nested.
+        For an option that is not supported, or a tensor that is sparse or nested.
 
     Notes
     -----
@@ -94,19 +95,18 @@ def distributed_attention(
     """
     given = {"q": q, "k": k, "v": v}
     given |= {name: x for name, x in options.items() if x is not None}
-    comm = communicator(comm, timeout)
-    on_all(comm, lambda: _check(given))
+    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    with on(device):
+        comm = communicator(comm, timeout, array_of(q) if device.type == "cuda" else None)
+        _agree(comm, given, return_lse)
     given |= dict(zip("qkv", autocast(q, k, v), strict=True))
     aux = given.pop("aux", ())
     inputs = {name: given.pop(name) for name in _DIFFERENTIABLE if name in given}
     names, tensors = (*inputs, *("aux" for _ in aux)), (*inputs.values(), *aux)
-    needed = {n for n, x in zip(names, tensors, strict=True) if x.requires_grad}
-    if not torch.is_grad_enabled():
-        needed = set()
-    same(comm, {"what requires a gradient": ", ".join(sorted(needed)) or "nothing"})
     given = {name: _converted(name, x) for name, x in given.items()}
     given |= {"layout": layout, "layout_k": layout_k, "schedule": schedule, "backend": backend}
     given["comm"] = comm
+    given["device"] = device
     result = Attention(*_Shared.apply(given, return_lse, names, *tensors))
     return result if return_lse else result.out
 
@@ -118,8 +118,11 @@ class _Shared(torch.autograd.Function):  # type: ignore[misc]  # untyped
     def forward(
         ctx: Any, given: Mapping[str, Any], with_lse: bool, names: Sequence[str], *tensors: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.given, ctx.with_lse, ctx.names = given, with_lse, names
-        out, lse = map(tensor_of, ranks.forward(**given, **_arrays(names, tensors)))
+        ctx.given, ctx.with_lse, ctx.names = dict(given), with_lse, names
+        ctx.device = ctx.given.pop("device")
+        with on(ctx.device):
+            found = ranks.forward(**ctx.given, **_arrays(names, tensors))
+            out, lse = map(tensor_of, found)
         ctx.save_for_backward(out, lse, *tensors)
         if not with_lse:
             ctx.mark_non_differentiable(lse)
@@ -130,14 +133,34 @@ class _Shared(torch.autograd.Function):  # type: ignore[misc]  # untyped
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
         rows = {"dout": dout, "out": out, "lse": lse} | ({"dlse": dlse} if ctx.with_lse else {})
-        given = ctx.given | {name: array_of(x) for name, x in rows.items()}
         needed = zip(ctx.names, ctx.needs_input_grad[3:], strict=True)
         wrt = sorted({name for name, needs in needed if needs})
-        grads = ranks.backward(**given, **_arrays(ctx.names, tensors), wrt=wrt)
-        found = {name: [getattr(grads, f"d{name}")] for name in _DIFFERENTIABLE}
-        found["aux"] = list(grads.daux or [None] * len(tensors))
-        each = (found[name].pop(0) for name in ctx.names)
-        return None, None, None, *(None if x is None else tensor_of(x) for x in each)
+        more = {"wrt": wrt, "deterministic": torch.are_deterministic_algorithms_enabled()}
+        with on(ctx.device):
+            given = ctx.given | {name: array_of(x) for name, x in rows.items()}
+            grads = ranks.backward(**given, **_arrays(ctx.names, tensors), **more)
+            found = {name: [getattr(grads, f"d{name}")] for name in _DIFFERENTIABLE}
+            found["aux"] = list(grads.daux or [None] * len(tensors))
+            each = (found[name].pop(0) for name in ctx.names)
+            tensors = [None if x is None else tensor_of(x) for x in each]
+        return None, None, None, *tensors
+
+
+def _agree(comm: Any, given: Mapping[str, Any], return_lse: bool) -> None:
+    """Check the tensors on all ranks, and what requires a gradient; on GPUs once of each kind."""
+    tensors = [(n, x) for n, x in given.items() if n in _DIFFERENTIABLE]
+    tensors += [("aux", x) for x in given.get("aux", ())]
+    needed = {n for n, x in tensors if getattr(x, "requires_grad", False)}
+    needed = needed if torch.is_grad_enabled() else set()
+    known = getattr(comm, "agreed", {})
+    facts = [(n, getattr(x, "shape", None), getattr(x, "dtype", None)) for n, x in tensors]
+    kind = "tensors", tuple(facts), tuple(given), tuple(sorted(needed)), return_lse
+    if kind in known:
+        _check(given)
+        return
+    on_all(comm, lambda: _check(given))
+    same(comm, {"what requires a gradient": ", ".join(sorted(needed)) or "nothing"})
+    known[kind] = None
 
 
 def _arrays(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -151,12 +174,13 @@ def _arrays(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, 
 def _check(given: Mapping[str, Any]) -> None:
     """Check the tensors; the library checks the rest."""
     check_names({name: x for name, x in given.items() if name not in ("q", "k", "v")})
+    device = getattr(given["q"], "device", None)
     for name, x in given.items():
         if name == "aux":
             for n, y in enumerate(x):
-                check_tensor(f"aux[{n}]", y, kinds=("cpu",))
+                check_tensor(f"aux[{n}]", y, device, kinds=("cpu", "cuda"))
         elif name in _DIFFERENTIABLE or isinstance(x, torch.Tensor):
-            check_tensor(name, x, kinds=("cpu",))
+            check_tensor(name, x, device if name in _DIFFERENTIABLE else None, ("cpu", "cuda"))
 
 
 def _converted(name: str, x: Any) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tileattn.backends.cupy import partial_rows
 from tileattn.dtypes import DTYPES, NAMED
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.kernels.config.block_order import ORDERS_KEYS, ORDERS_QUERIES
@@ -101,6 +102,7 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             found |= dict.fromkeys(own)
     found |= dict.fromkeys(_function_keys(arch, DTYPES[combination % len(DTYPES)].name))
     found |= dict.fromkeys(_packed_keys(arch, combination))
+    found |= dict.fromkeys(partial_rows.keys(DTYPES[combination % len(DTYPES)].name))
     found |= dict.fromkeys(_split_keys(arch, combination))
     found |= dict.fromkeys(_row_keys(combination))
     return [

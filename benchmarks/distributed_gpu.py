@@ -1,0 +1,167 @@
+"""Speed of ranks with a GPU each that share a sequence, beside one GPU, in one run.
+
+    torchrun --nproc-per-node 2 -m tileattn bench distributed_gpu
+
+Both passes are timed, full and causal, by schedule, of bfloat16 with D = 128: 16 heads of 131,072
+tokens, and 16 heads with 2 of k of 32,768. The same call on one GPU is that of rank 0, while the
+others wait. The fraction of linear is its time over that of the ranks, divided by their number. A
+time is the median of rounds, each by events on the GPU of its slowest rank. The file is
+distributed_gpu.json.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import tileattn
+import tileattn.distributed as dist
+from benchmarks import report
+from benchmarks.configurations import Configuration, draw
+from benchmarks.cpu import rounded
+from benchmarks.report import Row, one_line
+from tileattn.distributed.comm import Communicator, communicator
+
+SCHEDULES = "ring", "heads", "gather", "auto"
+SIZES = (131_072, None), (32_768, 2)  # tokens, and heads of k
+TIMEOUT = 120.0
+HOW = "start it on several GPUs: torchrun --nproc-per-node 2 -m tileattn bench distributed_gpu"
+
+
+class Bench(NamedTuple):
+    """The ranks, and how long they measure."""
+
+    link: Communicator
+    comm: Any
+    rounds: int
+    least_ms: float
+
+    def median(self, call: Callable[[], Any]) -> float:
+        """Milliseconds of a call: the median of rounds, of the slowest rank each."""
+        import cupy
+
+        call()
+        call()
+        once = max(self.link.gather(_milliseconds(call, 1)))
+        count = max(1, min(20, int(self.least_ms / max(once, 1e-3))))
+        found = []
+        for _ in range(self.rounds):
+            cupy.cuda.get_current_stream().synchronize()
+            self.link.gather(None)  # all begin together
+            found.append(max(self.link.gather(_milliseconds(call, count))))
+        return float(np.median(found))
+
+
+def _milliseconds(call: Callable[[], Any], count: int) -> float:
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    start, end = (cupy.cuda.Event() for _ in range(2))
+    start.record(stream)
+    for _ in range(count):
+        call()
+    end.record(stream)
+    end.synchronize()
+    return float(cupy.cuda.get_elapsed_time(start, end)) / count
+
+
+def _call(
+    kind: str, forward: Callable[[], Any], backward: Callable[..., Any], dout: Any
+) -> Callable[[], Any]:
+    return forward if kind == "forward" else lambda: backward(dout, *forward())
+
+
+def _alone(bench: Bench, one: Configuration, arrays: Any) -> float:
+    """Time the call on the GPU of rank 0."""
+    (q, k, v, dout), options = arrays, one.mask.options()
+
+    def gradients(dout: Any, out: Any, lse: Any) -> Any:
+        return tileattn.backward(dout, q, k, v, out, lse, **options)
+
+    whole = _call(one.kind, lambda: tileattn.forward(q, k, v, **options), gradients, dout)
+    return bench.median(whole if bench.link.rank == 0 else lambda: None)
+
+
+def measured(bench: Bench, one: Configuration, schedules: list[str]) -> Iterator[Row]:
+    """Time a call by schedule, and on one GPU."""
+    import cupy
+
+    link, options, pool = bench.link, one.mask.options(), cupy.get_default_memory_pool()
+    ranks, arrays = link.size, draw(cupy, one.shapes, one.dtype)
+    single = _alone(bench, one, arrays)
+    layout = dist.Layout.zigzag(one.N, ranks)
+    own = [layout.take(x, link.rank) for x in arrays]
+    del arrays
+    pool.free_all_blocks()
+    for schedule in schedules:
+        row = one.row() | {"ranks": ranks, "schedule": schedule, "layout": "zigzag"}
+        given: dict[str, Any] = {"layout": layout, "schedule": schedule, "timeout": TIMEOUT}
+        call = _shared(bench.comm, one.kind, own, given | options)
+        try:
+            milliseconds = bench.median(call)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            yield row | {"failed": one_line(error)}
+            continue
+        peak = max(link.gather(pool.total_bytes())) / 2**20
+        pool.free_all_blocks()
+        fraction = single / milliseconds / ranks
+        row |= {"ms": milliseconds, "one_gpu_ms": single, "peak_mib": peak}
+        yield row | {"fraction_of_linear": fraction}
+
+
+def _shared(comm: Any, kind: str, own: list[Any], given: dict[str, Any]) -> Callable[[], Any]:
+    q, k, v, dout = own
+
+    def gradients(dout: Any, out: Any, lse: Any) -> Any:
+        return dist.backward(dout, q, k, v, out, lse, comm, **given)
+
+    return _call(kind, lambda: dist.forward(q, k, v, comm, **given), gradients, dout)
+
+
+def rows(bench: Bench, sizes: Any, schedules: list[str]) -> Iterator[Row]:
+    for (N, heads), causal, kind in product(sizes, (False, True), ("forward", "both")):
+        one = Configuration(kind, "bf16", 1, 16, N, 128, causal, Hkv=heads)
+        for row in measured(bench, one, schedules):
+            yield rounded(row)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure on all ranks; rank 0 shows and writes the rows."""
+    parser = report.parser("distributed_gpu", __doc__)
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, help="(5)")
+    add("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
+    add("--length", type=int, help="tokens of both sizes")
+    arguments = report.parsed(parser, argv)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        sys.exit(HOW)
+    import cupy
+    import torch
+
+    rank = int(os.environ["LOCAL_RANK"])
+    cupy.cuda.Device(rank).use()
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl")
+    comm = torch.distributed.group.WORLD
+    with cupy.cuda.Stream(non_blocking=True):
+        link = communicator(comm, TIMEOUT, cupy.empty(0))
+        bench = Bench(link, comm, arguments.rounds, 100.0)
+        sizes = [(arguments.length or N, heads) for N, heads in SIZES]
+        made = rows(bench, sizes, arguments.schedules)
+        if rank == 0:
+            machine = report.host() | {"ranks": link.size, "nccl": str(torch.cuda.nccl.version())}
+            name = cupy.cuda.runtime.getDeviceProperties(rank)["name"]
+            machine |= {"gpu": name.decode() if isinstance(name, bytes) else name}
+            path = arguments.to / "distributed_gpu.json"
+            report.written(made, path, lambda: machine, arguments.ran)
+        else:
+            for _ in made:
+                pass
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""One rank of tests/gpu/test_nccl.py: a process with a GPU of its own.
+
+    python -m tests.gpu.nccl_ranks cupy|torch RANK SIZE FOLDER
+
+It names each case before it begins, so that one that hangs is the last, and ends with status 1
+where one has failed.
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import tileattn.distributed as dist
+from tileattn import Attention, Gradients, reference
+from tileattn.distributed import Layout
+from tileattn.distributed.comm import communicator
+from tileattn.testing import assert_attention_close, error_bound
+
+SECONDS = 60.0
+B, HQ, HKV, N, D = 2, 4, 2, 300, 64
+BF16 = np.dtype(ml_dtypes.bfloat16)
+_ROWS = np.random.default_rng(9)
+BIAS = _ROWS.standard_normal((HQ, N, N)).astype(np.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (90, 20)},
+    "lengths": {"kv_lengths": [170, 61], "causal": True},
+    "sinks": {"sinks": np.linspace(-1, 2, HQ, dtype=np.float32), "causal": True},
+    "alibi": {"alibi_slopes": np.linspace(0.1, 0.5, HQ, dtype=np.float32)},
+    "bias": {"bias": BIAS},
+    "shared bias": {"bias": BIAS[:, :1]},
+}
+CASES = [
+    *((np.dtype(np.float32), name, "ring") for name in OPTIONS),
+    *((BF16, name, s) for s in ("ring", "gather", "heads") for name in ("full", "causal")),
+    (BF16, "window", "ring"),
+    (BF16, "lengths", "gather"),
+    *((np.dtype(np.float32), name, "gather") for name in ("sinks", "bias")),
+    *((np.dtype(np.float32), name, "heads") for name in ("sinks", "bias", "shared bias")),
+    (BF16, "causal", "auto"),
+]
+
+
+def started(kind: str, rank: int, size: int, folder: Path) -> Any:
+    """Make the communicator, on this rank's GPU."""
+    import cupy
+
+    cupy.cuda.Device(rank).use()
+    if kind == "torch":
+        import torch
+
+        torch.cuda.set_device(rank)
+        store = f"file://{folder / 'store'}"
+        torch.distributed.init_process_group("nccl", store, rank=rank, world_size=size)
+        return torch.distributed.group.WORLD
+    from cupy.cuda import nccl
+
+    name = folder / "id"
+    if rank == 0:
+        import pickle
+
+        (folder / "id.new").write_bytes(pickle.dumps(nccl.get_unique_id()))
+        (folder / "id.new").rename(name)
+    deadline = time.monotonic() + SECONDS
+    while not name.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("rank 0 has not written the id")
+        time.sleep(0.01)
+    import pickle
+
+    return nccl.NcclCommunicator(size, pickle.loads(name.read_bytes()), rank)
+
+
+def layouts(size: int) -> Iterator[Layout]:
+    yield Layout.zigzag(N, size)
+    yield Layout.contiguous([17, *(0 for _ in range(size - 2)), N - 17])
+
+
+def drawn(dtype: Any) -> tuple[list[Any], Any]:
+    rng = np.random.default_rng(0)
+    shapes = ((B, HQ, N, D), (B, HKV, N, D), (B, HKV, N, D), (B, HQ, N, D), (B, HQ, N))
+    *rows, dlse = (rng.standard_normal(shape) for shape in shapes)
+    return [x.astype(dtype) for x in rows], dlse.astype(np.float32)
+
+
+def check(comm: Any, dtype: Any, name: str, schedule: Any, layout: Layout) -> None:
+    """Hold both passes to the oracle, and a second run to the bits of the first."""
+    import cupy
+
+    (q, k, v, dout), dlse = drawn(dtype)
+    options, link = OPTIONS[name], communicator(comm, SECONDS, cupy.empty(0))
+    rank, own = link.rank, dict(OPTIONS[name])
+    if "bias" in own and own["bias"].shape[-2] > 1:
+        own["bias"] = layout.take(own["bias"], rank)
+    own = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in own.items()}
+    *parts, upstream = (cupy.asarray(layout.take(x, rank)) for x in (q, k, v, dout))
+    of_lse = cupy.asarray(layout.take(dlse, rank, axis=-1))
+    runs = []
+    for _ in range(2):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            given = own | {"layout": layout, "schedule": schedule, "timeout": SECONDS}
+            attention, pullback = dist.vjp(parts[0], parts[1], parts[2], comm, **given)
+            grads = pullback(upstream, of_lse, deterministic=True)
+            runs.append([None if x is None else x.get() for x in (*attention, *grads)])
+    for first, second in zip(*runs, strict=True):
+        assert first is None or first.tobytes() == second.tobytes(), "the bits differ"
+    found = [list(x) for x in zip(*link.gather(runs[0]), strict=True)]
+    out, lse, *of_inputs = found
+    attention = Attention(layout.join(out), layout.join(lse, axis=-1))
+    dq, dk, dv = (layout.join(x) for x in of_inputs[:3])
+    dbias, dsinks = of_inputs[3][0], of_inputs[4][0]
+    if "bias" in options and options["bias"].shape[-2] > 1:
+        dbias = layout.join(of_inputs[3])
+    bounds = error_bound(q, k, v, dout, dlse=dlse, **options)
+    expected = reference.forward(q, k, v, **options)
+    assert_attention_close(attention, expected, bounds)
+    grads = Gradients(dq, dk, dv, dbias, dsinks)
+    assert_attention_close(grads, reference.backward(dout, q, k, v, dlse=dlse, **options), bounds)
+
+
+def check_tensors(comm: Any, layout: Layout) -> None:
+    """Hold tensors and their gradients to the oracle."""
+    import torch
+
+    from tileattn.torch import distributed_attention
+
+    (q, k, v, dout), _ = drawn(np.float32)
+    link = communicator(comm, SECONDS, sys.modules["cupy"].empty(0))
+    *leaves, upstream = (
+        torch.from_numpy(layout.take(x, link.rank)).cuda() for x in (q, k, v, dout)
+    )
+    for x in leaves:
+        x.requires_grad_()
+    for _ in range(2):
+        for x in leaves:
+            x.grad = None
+        out = distributed_attention(*leaves, comm, layout=layout, causal=True, timeout=SECONDS)
+        out.backward(upstream)
+    own = [x.detach().cpu().numpy() for x in (out, *(x.grad for x in leaves))]
+    out, dq, dk, dv = (layout.join(x) for x in zip(*link.gather(own), strict=True))
+    bounds = error_bound(q, k, v, dout, causal=True)
+    expected = reference.forward(q, k, v, causal=True)
+    assert_attention_close(Attention(out, expected.lse.astype(np.float32)), expected, bounds)
+    grads = Gradients(dq, dk, dv, None, None)
+    assert_attention_close(grads, reference.backward(dout, q, k, v, causal=True), bounds)
+
+
+def check_errors(comm: Any) -> None:
+    """All ranks raise where they disagree, and go on."""
+    import cupy
+
+    link = communicator(comm, SECONDS, cupy.empty(0))
+    x = cupy.zeros((2, 8, 32), np.float32 if link.rank == 0 else np.float16)
+    try:
+        dist.forward(x, x, x, comm, timeout=SECONDS)
+    except ValueError as error:
+        assert "dtype is" in str(error), error  # noqa: PT017 - each rank is a process
+    else:
+        raise AssertionError("nothing was raised")
+
+
+def main() -> int:
+    kind, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    comm, failed = started(kind, rank, size, folder), 0
+    calls: list[tuple[str, Any]] = [("errors", lambda: check_errors(comm))]
+    for layout in layouts(size):
+        for case in CASES:
+            calls.append((f"{case} {layout}", partial(check, comm, *case, layout)))
+        if kind == "torch":
+            calls.append((f"tensors {layout}", partial(check_tensors, comm, layout)))
+    for name, call in calls:
+        print(name, flush=True)  # noqa: T201 - a program
+        try:
+            call()
+        except Exception:  # of any kind: the next case is tried, too
+            failed += 1
+            traceback.print_exc(limit=-6)
+            sys.stderr.flush()
+    print(f"{len(calls)} cases, {failed} failed", flush=True)  # noqa: T201 - as above
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    status = main()
+    os._exit(status)  # a communicator that waits for a rank that has failed would hold up the end
