@@ -92,9 +92,10 @@ def test_several_key_heads() -> None:
     check(q, c, kv_lengths=np.array([700, 0, 65]), causal=True)
 
 
-def test_what_is_not_finite() -> None:
+@pytest.mark.parametrize("Hq", [5, 40], ids=["several pieces", "one piece"])
+def test_what_is_not_finite(Hq: int) -> None:
     """Masked out it changes nothing; attended to it propagates, in its rows alone."""
-    q, c = drawn(40, 3)
+    q, c = drawn(Hq, 3)
     c[0, 0, 1290:], c[1], c[2, 0, 333:] = np.nan, np.inf, np.nan
     check(q, c, kv_lengths=LENGTHS, causal=True)
     c[0, 0, 1289, 7], c[0, 0, 1288, 300] = np.nan, np.inf  # of the last queries alone
@@ -136,8 +137,9 @@ def test_pages_that_it_does_not_read() -> None:
     q, c = (sent(x) for x in drawn(16, 1))
     pages = c[:, :, :1280].reshape(-1, 1, 64, D)
     table = np.arange(60).reshape(3, 20)
+    options: dict[str, Any] = {"kv_lengths": np.minimum(LENGTHS, 1280), "block_table": table}
     with pytest.raises(UnsupportedError, match="no view"):
-        tileattn.forward(q, pages, pages[..., :DV].copy(), kv_lengths=LENGTHS, block_table=table)
+        tileattn.forward(q, pages, pages[..., :DV].copy(), **options)
 
 
 def test_values_of_their_own_after_a_view() -> None:

@@ -264,53 +264,77 @@ __device__ __forceinline__ void multiply_values(const Smem& smem, const Piece& w
     }
 }
 
-// The statistics of all rows, by all consumer warps, and what O is multiplied by.
-__device__ inline void store_sum(const Params& p, const Smem& smem, const Piece& work, int r,
-                                 const SharedRow& row, const RowSum& sum) {
-    if (p.pieces == 1) {
-        smem.storage.inverse[r] = sum.finish(p, lse_index(p, work.sequence, row), row.h);
-    } else if (threadIdx.x % WARP == 0) {
-        const i64 index = partial_index(p, work.b, work.kv, work.row0 + r, work.piece);
-        sum.store(static_cast<Accum*>(p.partial_sums) + 2 * index);
+// Where the sums of a row go: where there are other pieces, to partial_out as they are; else, what
+// normalises them applied, to out.
+struct RowTarget {
+    Accum* partial = nullptr;
+    Element* out = nullptr;
+    Accum inverse = 1;
+    int columns;
+
+    // One thread of a row `writes` its statistics.
+    __device__ RowTarget(const Params& p, const Piece& work, int r, const RowSum& sum, bool writes)
+        : columns(int(p.Dv)) {
+        const SharedRow row(p, work.kv, work.row0 + r);
+        if (p.pieces > 1) {
+            const i64 index = partial_index(p, work.b, work.kv, work.row0 + r, work.piece);
+            partial = static_cast<Accum*>(p.partial_out) + index * VALUE_DIM;
+            if (writes) sum.store(static_cast<Accum*>(p.partial_sums) + 2 * index);
+        } else {
+            out = out_row(p, work.sequence, row);
+            inverse = sum.finish(p, lse_index(p, work.sequence, row), row.h, writes);
+        }
     }
-}
-template <class Visit>
-__device__ inline void for_each_row(const Params& p, const Piece& work, Visit visit) {
-#pragma unroll 1
-    for (int r = threadIdx.x / WARP; r < work.row_end - work.row0; r += THREADS / WARP)
-        visit(r, SharedRow(p, work.kv, work.row0 + r));
+
+    // N pairs of neighbouring columns, the first of each in steps of STEP.
+    template <int STEP, int N, class Pair>
+    __device__ void store(int column, Pair pair) const {
+        if (partial) {
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+                *reinterpret_cast<float2*>(partial + column + STEP * n) = pair(n);
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float2 x = pair(n);
+            const int d = column + STEP * n;
+            if (d + 1 < columns)
+                *reinterpret_cast<u32*>(out + d) = pack<Element>(x.x * inverse, x.y * inverse);
+        }
+        if (columns % 2 == 0) return;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+            if (column + STEP * n + 1 == columns)
+                out[columns - 1] = narrow<Element>(pair(n).x * inverse);
+    }
+};
+
+// Whether a row is summed anew: sums are not finite, though the denominator is. It attends to an
+// infinity of weight 0, or is in a tile with what is not finite and others attend to.
+__device__ inline bool needs_repair(const Smem& smem, int r) {
+    return smem.storage.bad[r] && is_finite(smem.storage.row_sums[r][1]);
 }
 
-// Two neighbouring columns of O, in float where there are other pieces.
-__device__ inline void store_pair(const Params& p, const Smem& smem, const Piece& work, int r,
-                                  int column, Accum x, Accum y) {
-    if (p.pieces > 1) {
-        const i64 index = partial_index(p, work.b, work.kv, work.row0 + r, work.piece);
-        Accum* const to = static_cast<Accum*>(p.partial_out) + index * VALUE_DIM + column;
-        *reinterpret_cast<float2*>(to) = {x, y};
-        return;
-    }
-    const SharedRow row(p, work.kv, work.row0 + r);
-    Element* const to = out_row(p, work.sequence, row) + column;
-    const Accum inverse = smem.storage.inverse[r];
-    if (column < p.Dv) to[0] = narrow<Element>(x * inverse);
-    if (column + 1 < p.Dv) to[1] = narrow<Element>(y * inverse);
-}
+// This warpgroup's columns of all rows but those. One address for each row of a thread: one for
+// each pair would be more code than the instruction cache holds.
 __device__ inline void store_columns(const Params& p, const Smem& smem, const Piece& work,
                                      int column0, const Fragment<Accum, 1, VT>& acc) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int r = row_of(half);
-        if (work.row0 + r < work.row_end)
-#pragma unroll
-            for (int n = 0; n < VT; ++n)
-                store_pair(p, smem, work, r, column0 + 8 * n + Lane().column(0),
-                           acc.x[0][n][2 * half], acc.x[0][n][2 * half + 1]);
+        if (work.row0 + r >= work.row_end || needs_repair(smem, r)) continue;
+        const RowTarget target(p, work, r, RowSum::load(smem.storage.row_sums[r]),
+                               column0 == 0 && Lane().t == 0);
+        target.store<8, VT>(column0 + Lane().column(0), [&](int n) {
+            return float2{acc.x[0][n][2 * half], acc.x[0][n][2 * half + 1]};
+        });
     }
 }
 
 // The sums of one row over some keys, by one warp and without wgmma: what is masked out is left
-// out, whatever it is. Sum n is of columns 64 n + 2 lane and the next.
+// out, whatever it is, and what has a score of -infinity, as it counts as masked out. Sum n is of
+// columns 64 n + 2 lane and the next.
 __device__ inline RowSum sum_row(const Params& p, const Piece& work, const SharedRow& row,
                                  Accum (&sums)[VALUE_DIM / (2 * WARP)][2]) {
     const int lane = threadIdx.x % WARP;
@@ -341,8 +365,9 @@ __device__ inline RowSum sum_row(const Params& p, const Piece& work, const Share
 #pragma unroll 1
     for (int j = keys.lo; j < keys.hi; ++j) {
         const Element* const key = key_row(j);
-        const Accum weight =
-            exp2_of(difference(score(key, j), sum.m) * score_mod.softmax_scale_log2());
+        const Accum s = score(key, j);
+        if (s == -infinity<Accum>()) continue;
+        const Accum weight = exp2_of(difference(s, sum.m) * score_mod.softmax_scale_log2());
         sum.l += weight;
 #pragma unroll
         for (int n = 0; n < VALUE_DIM / (2 * WARP); ++n)
@@ -355,26 +380,45 @@ __device__ inline RowSum sum_row(const Params& p, const Piece& work, const Share
     return sum;
 }
 
-// A row with sums that are not finite, though its denominator is, attends to an infinity of weight
-// 0, or is in a tile with one that others attend to: it is summed anew.
 __device__ inline void repair_rows(const Params& p, const Smem& smem, const Piece& work) {
-    for_each_row(p, work, [&](int r, const SharedRow& row) {
-        if (!smem.storage.bad[r] || !is_finite(RowSum::load(smem.storage.row_sums[r]).l)) return;
-        Accum sums[VALUE_DIM / (2 * WARP)][2];
-        store_sum(p, smem, work, r, row, sum_row(p, work, row, sums));
-        __syncwarp();
+    const int lane = threadIdx.x % WARP;
+#pragma unroll 1
+    for (int r = threadIdx.x / WARP; r < work.row_end - work.row0; r += THREADS / WARP) {
+        if (!needs_repair(smem, r)) continue;
+        constexpr int N = VALUE_DIM / (2 * WARP);
+        Accum sums[N][2];
+        const RowSum sum = sum_row(p, work, SharedRow(p, work.kv, work.row0 + r), sums);
+        const RowTarget target(p, work, r, sum, lane == 0);
+        target.store<2 * WARP, N>(2 * lane, [&](int n) { return float2{sums[n][0], sums[n][1]}; });
+    }
+}
+
+// The queries, and zeros for rows and columns that there are none of: a warp takes a row.
+__device__ inline void load_queries(const Params& p, const Smem& smem, const Piece& work) {
+    const int rows = work.row_end - work.row0, bytes = int(p.D) * int(sizeof(Element));
+#pragma unroll 1
+    for (int r = threadIdx.x / WARP; r < BLOCK_Q; r += THREADS / WARP) {
+        const SharedRow row(p, work.kv, work.row0 + min(r, rows - 1));
+        const char* const from = reinterpret_cast<const char*>(q_row(p, work.sequence, row));
 #pragma unroll
-        for (int n = 0; n < VALUE_DIM / (2 * WARP); ++n)
-            store_pair(p, smem, work, r, 2 * (WARP * n + int(threadIdx.x) % WARP), sums[n][0],
-                       sums[n][1]);
-    });
+        for (int n = 0; n < (HEAD_DIM / 8 + WARP - 1) / WARP; ++n) {
+            const int byte = (n * WARP + threadIdx.x % WARP) * 16;
+            const int valid = r < rows ? min(max(bytes - byte, 0), 16) : 0;
+            if (byte < HEAD_DIM * int(sizeof(Element)))
+                copy_async<16>(smem.q().chunk(r, byte), valid ? from + byte : from, valid);
+        }
+    }
+    copy_commit();
+    copy_wait<0>();
+    fence_async_shared();
+    named_barrier_sync<THREADS>(BOTH_BARRIER);
 }
 
 extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     forward_latent_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
-    const Smem smem{tensors, shared_address(tensors), storage};
+    const Smem smem{shared_address(tensors), storage};
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     const Piece work(p);
@@ -392,18 +436,7 @@ extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1)
         return;
     }
     reg_alloc<CONSUMER_REGISTERS>();
-#pragma unroll 1
-    for (int n = 0; n < QueryTile::SLICES; ++n)
-        smem.q_slice(n).load_rows<THREADS, ALIGNMENT_BYTES>(
-            [&](int r) {
-                const SharedRow row(p, work.kv, min(work.row0 + r, work.row_end - 1));
-                return q_row(p, work.sequence, row) + n * QueryTile::WIDTH;
-            },
-            work.row_end - work.row0, int(p.D) - n * QueryTile::WIDTH);
-    copy_commit();
-    copy_wait<0>();
-    fence_async_shared();
-    named_barrier_sync<THREADS>(BOTH_BARRIER);
+    load_queries(p, smem, work);
     Fragment<Accum, 1, VT> acc;
     acc.clear();
     if (!work.is_empty()) {
@@ -413,12 +446,7 @@ extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1)
             multiply_values(smem, work, acc);
         mark_bad(smem, acc);
     }
-    named_barrier_sync<THREADS>(BOTH_BARRIER);  // row sums are there
-    for_each_row(p, work, [&](int r, const SharedRow& row) {
-        store_sum(p, smem, work, r, row, RowSum::load(storage.row_sums[r]));
-    });
-    named_barrier_sync<THREADS>(BOTH_BARRIER);  // what normalises them is there
+    named_barrier_sync<THREADS>(BOTH_BARRIER);  // row sums are there, and which rows are bad
     store_columns(p, smem, work, warpgroup * HALF, acc);
-    named_barrier_sync<THREADS>(BOTH_BARRIER);  // in global memory, what is repaired comes last
     repair_rows(p, smem, work);
 }

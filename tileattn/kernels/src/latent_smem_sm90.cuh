@@ -11,7 +11,6 @@ static_assert(BLOCK_Q == 64 && BLOCK_K == 64 && WARPS_M == 4 && WARPS_N == 2 && 
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
 using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
-using QuerySlice = Tile<Element, BLOCK_Q, 64>;
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
 using ProbTile = SmemTile<BLOCK_Q, BLOCK_K>;
 
@@ -38,20 +37,15 @@ struct SharedStorage {
     u64 full[STAGES][2], empty[STAGES][2], p_full, p_empty;
     Accum rescale[BLOCK_Q];      // of O, by the tile whose P is published
     Accum row_sums[BLOCK_Q][2];  // a RowSum each
-    Accum inverse[BLOCK_Q];      // what O is multiplied by
     int bad[BLOCK_Q];            // whether a sum of the row is not finite
 };
 static_assert(sizeof(SharedStorage) <= 2048, "what the tensors leave");
 
 struct Smem {
-    char* memory;
-    u32 tensors;  // its address
+    u32 tensors;  // address of the dynamic part
     SharedStorage& storage;
 
     __device__ QueryTile q() const { return {tensors}; }
-    __device__ QuerySlice q_slice(int n) const {
-        return QuerySlice(memory + n * QueryTile::SLICE);
-    }
     __device__ KeyTile k(int stage) const {
         return {tensors + QueryTile::BYTES + stage * KeyTile::BYTES};
     }
