@@ -93,6 +93,9 @@ def few(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, Any
         yield dtype, 128, 128, {"kv_lengths": np.array([2400, 37]), "causal": True}
         yield dtype, 17, 33, {"kv_lengths": np.array([0, 2399]), "softcap": 2.0}
         yield dtype, 64, 64, {"kv_lengths": np.array([2399, 1]), "block_table": table}
+    for dtype in (np.float16, ml_dtypes.bfloat16):  # latent attention
+        yield dtype, 576, 512, {"kv_lengths": np.array([2399, 65]), "causal": True}
+        yield dtype, 576, 512, {"kv_lengths": np.array([1599, 1]), "block_table": table}
 
 
 def run_few(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
@@ -100,10 +103,13 @@ def run_few(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     import cupy
 
     rng = np.random.default_rng(2)
-    lead, keys = (60, 100) if "block_table" in given else (2, 2400)
+    page = 100 if D < 576 else 64
+    lead, keys = (60, page) if "block_table" in given else (2, 2400)
     for heads, Nq in ((4, 1), (16, 5)):
         shapes = (2, heads, Nq, D), (lead, 1, keys, D), (lead, 1, keys, Dv)
         q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
+        if D == 576:
+            v = k[..., :Dv]
         v[0, 0, 20] = np.inf
         there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
         for x in tileattn.forward(q, k, v, **there):

@@ -13,6 +13,7 @@ from tileattn.kernels.config.context import LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DQ_CONVERT, HOPPER_DS
 from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.config.latent import why_not as why_not_latent
 from tileattn.kernels.config.tile_lists import KERNELS as TILE_LISTS
 from tileattn.kernels.config.tiles import candidates
 from tileattn.kernels.launch.catalog import WINDOWS, context_of, problem_of
@@ -105,6 +106,7 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
     found |= dict.fromkeys(partial_rows.keys(DTYPES[combination % len(DTYPES)].name))
     found |= dict.fromkeys(_split_keys(arch, combination))
     found |= dict.fromkeys(_row_keys(combination))
+    found |= dict.fromkeys(_latent_keys(arch))
     return [
         key
         for key in found
@@ -188,3 +190,18 @@ def _keys(problem: Problem, context: LaunchContext) -> Iterator[KernelKey]:
     for deterministic in (False, True):
         for launch in backward_launches(problem, context, deterministic=deterministic, sinks=sinks):
             yield launch.key
+
+
+def _latent_keys(arch: str) -> Iterator[KernelKey]:
+    """List the kernels of latent attention: in pages and without, in one piece and in several."""
+    context = context_of(arch)._replace(v_is_k=True)
+    for dtype, options, page, Nk in (
+        ("bfloat16", set[str](), None, 1 << 16),
+        ("bfloat16", {"sinks"}, 64, 256),
+        ("float16", {"softcap", "alibi_slopes"}, 64, 1 << 16),
+    ):
+        problem = replace(
+            problem_of(dtype, 576, options | {"kv_lengths"}), Hq=16, Dv=512, Nk=Nk, page=page
+        )
+        if why_not_latent(problem, context) is None:
+            yield from (launch.key for launch in forward_launches(problem, context))

@@ -13,7 +13,7 @@ from tileattn.backends.cupy.execute import Executable
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call_cache import PreparedCall
 from tileattn.errors import UnsupportedError
-from tileattn.kernels.config import split
+from tileattn.kernels.config import latent
 from tileattn.kernels.launch.aux_gradient import daux_name, why_not_learned
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
 from tileattn.kernels.launch.plan import plan_backward, plan_forward
@@ -54,7 +54,7 @@ class CupyBackend:
         """Why a problem is not supported: for its sequences and their lengths."""
         if "origin" in problem.enabled_options:
             return "origin: the kernels count from 0"
-        if problem.page is not None and (why := split.why_not_paged(problem)):
+        if problem.page is not None and (why := latent.why_not_paged(problem)):
             return why
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
@@ -175,7 +175,9 @@ class CupyCall(PreparedCall):
         device: int = cupy.cuda.runtime.getDevice()
         addresses = addresses_of(arrays, device)
         wanted = (*(x in arrays for x in ("dq", "dbias", "dsinks")), operands.wants("aux"))
-        key = deterministic, device, wanted, *_alignments(addresses)
+        # Addresses decide about the alignment of rows, and whether v may be a view of k.
+        joint = addresses["k"] == addresses["v"]
+        key = deterministic, device, wanted, joint, *_alignments(addresses)
         executable = self._executables.get(key)
         if executable is None:
             layout = layout_of(arrays, operands)
@@ -214,6 +216,7 @@ class CachedForward:
         self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
         self._lse = (P.B, P.Hq, P.Nq), P.accum_dtype
         *inputs, out = arrays
+        self._joint = inputs[1].data.ptr == inputs[2].data.ptr
         self._overlaps = Overlap(out, inputs)
 
     def __call__(self, q: Any, k: Any, v: Any, out: Any | None) -> Attention | None:
@@ -229,7 +232,7 @@ class CachedForward:
             return None
         at_out = out.data.ptr
         bits = at_q | at_k | at_v | at_out | MAX_ALIGNMENT
-        if bits & -bits != self._alignment:
+        if bits & -bits != self._alignment or (at_k == at_v) != self._joint:
             return None
         lse = self._array(*self._lse)
         self._start((at_q, at_k, at_v, at_out, lse.data.ptr))

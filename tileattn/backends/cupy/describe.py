@@ -92,5 +92,18 @@ def layout_of(arrays: Mapping[str, Any], operands: Operands) -> CallLayout:
     packing = {} if operands.packing is None else operands.packing._asdict()
     ends = ((name, tuple(x.tolist())) for name, x in packing.items() if type(x) is np.ndarray)
     return CallLayout(
-        *(layouts, lengths, offsets, operands.block_mask), cu_seqlens=tuple(ends), host_aux=first
+        *(layouts, lengths, offsets, operands.block_mask),
+        cu_seqlens=tuple(ends),
+        host_aux=first,
+        v_is_k=is_view(arrays["k"], arrays["v"]),
+    )
+
+
+def is_view(k: Any, v: Any) -> bool:
+    """Whether v is the first columns of k: latent attention loads those once."""
+    return bool(
+        v.data.ptr == k.data.ptr
+        and v.shape[:-1] == k.shape[:-1]
+        and v.shape[-1] <= k.shape[-1]
+        and v.strides == k.strides
     )

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -28,7 +28,11 @@ class EncodedMaps(dict[tuple[int, ...], tuple[Any, Any]]):
 
     def __init__(self, maps: Sequence[TensorMap]) -> None:
         self._encoders = tuple(map(_Encoder, maps))
-        self.pick = itemgetter(*(POINTERS.index(one.name) for one in maps))
+        first, *others = (POINTERS.index(one.name) for one in maps)
+        # Of one index, an itemgetter gives no tuple.
+        self.pick: Callable[[Sequence[int]], tuple[int, ...]] = (
+            itemgetter(first, *others) if others else lambda cells: (cells[first],)
+        )
 
     def __missing__(self, addresses: tuple[int, ...]) -> tuple[Any, Any]:
         from cupy.cuda import runtime

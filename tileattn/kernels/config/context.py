@@ -28,6 +28,7 @@ class LaunchContext(NamedTuple):
     sm_count: int = 1
     mask_block_k: int = 0  # keys of a block of the block mask; 0 where there is none
     functions: str = ""  # of the caller's own, in CUDA
+    v_is_k: bool = False  # whether v is a view of the first columns of k
     learned: tuple["LearnedLaunch", ...] = ()  # elements whose gradients are wanted
 
 

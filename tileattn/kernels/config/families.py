@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tileattn.errors import UnsupportedError
-from tileattn.kernels.config import generic, hopper, split
+from tileattn.kernels.config import generic, hopper, latent, split
 from tileattn.kernels.config.block_order import order_launches
 from tileattn.kernels.config.context import (
     ROW_WARPS,
@@ -48,12 +48,15 @@ def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLa
     """List what the forward pass launches: nothing where there is no query."""
     if not problem.B * problem.Hq * problem.Nq:
         return ()
-    why = split.why_not(problem, context)
+    is_wide = max(problem.D, problem.Dv) > MAX_HEAD_DIM
+    why = (latent if is_wide else split).why_not(problem, context)
     if why is None:
-        return split.launches(problem, context)
+        return latent.launches(problem, context) if is_wide else split.launches(problem, context)
     if problem.page is not None and problem.Nk:
         raise UnsupportedError(f"backend 'cupy' does not support block_table here: {why}")
     family, refusal = _supporting(problem, context, "forward")
+    if is_wide:
+        refusal = f"{refusal}; not latent attention: {why}"
     own = _explained(refusal, family.forward(problem, context))
     return (*order_launches(problem, own), *own)
 

@@ -70,6 +70,15 @@ def split_static_bytes(tile: TileSize, number: int) -> int:
     return -(-tile.warps_n * tile.block_q * 2 * number // 1024) * 1024
 
 
+def latent_bytes(tile: TileSize, dim: int) -> int:
+    """Count the dynamic shared memory of the kernel for latent attention.
+
+    It has the queries, the stages of keys, and P.
+    """
+    keys = tile.stages * _swizzled(tile.block_k, dim)
+    return _swizzled(tile.block_q, dim) + keys + _swizzled(tile.block_q, tile.block_k)
+
+
 def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
     """Count the dynamic shared memory of the Hopper forward kernel.
 

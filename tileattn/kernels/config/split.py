@@ -17,14 +17,17 @@ from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket
 from tileattn.problem import Problem
 
 SPLIT, COMBINE = "forward_split", "forward_combine"
+LATENT = "forward_latent_sm90"  # for wider heads
+LATENT_VALUE_DIM = 512
 
 _FEW_QUERIES = 64
 _FEW_ROWS = 128  # that share keys, at most: queries of all query heads of a key head
-_MOST_ROWS = 1 << 30  # counted in 32 bits
+MOST_ROWS = 1 << 30  # counted in 32 bits
 _PIECE_BYTES = 1 << 19  # of keys and values, in a piece (measured)
 _LEAST_KEYS = 64
 _ALL = 1 << 30  # keys
 _COMBINE_WARPS = 8
+_LATENT_KEYS_OF_A_ROW = 32  # of a piece, so that its sums have a small share of the bytes
 
 # By the rows that share keys: warps_m take 16 of them each, and warps_n keys of their own.
 _NARROW = (
@@ -69,15 +72,20 @@ def why_not_paged(problem: Problem) -> str | None:
         return f"block_table: with {min(refused)}"
     if max(P.D, P.Dv) > MAX_HEAD_DIM:
         return f"block_table: with a head dimension above {MAX_HEAD_DIM}"
-    if P.group * P.Nq > _MOST_ROWS:
-        return f"block_table: with more than {_MOST_ROWS:,} queries that share a key head"
+    if P.group * P.Nq > MOST_ROWS:
+        return f"block_table: with more than {MOST_ROWS:,} queries that share a key head"
     return None
 
 
 def piece_of(problem: Problem) -> int:
-    """Keys of a piece: a power of two, or all where many rows share them, or may."""
-    P = problem
-    if P.group * P.Nq > _FEW_ROWS or P.sequences is not None:
+    """Keys of a piece: a power of two, or all where many rows share them, or may.
+
+    Those of wide heads are for latent attention.
+    """
+    P, shared = problem, problem.group * problem.Nq
+    if max(P.D, P.Dv) > MAX_HEAD_DIM:
+        return _LATENT_KEYS_OF_A_ROW << (min(max(shared, 16), _FEW_ROWS) - 1).bit_length()
+    if shared > _FEW_ROWS or P.sequences is not None:
         return _ALL
     row = (bucket(P.D) + bucket(P.Dv)) * P.dtype.itemsize
     return max(_LEAST_KEYS, 1 << (_PIECE_BYTES // row).bit_length() - 1)
@@ -92,7 +100,8 @@ def partial_bytes(problem: Problem) -> dict[str, int]:
     """Count the bytes of the sums that pieces leave: none where each sequence is one piece."""
     P, pieces = problem, pieces_of(problem)
     rows = P.B * P.Hq * P.Nq * pieces if pieces > 1 else 0
-    numbers = {"partial_out": bucket(P.Dv), "partial_sums": 2}
+    value_dim = bucket(P.Dv) if max(P.D, P.Dv) <= MAX_HEAD_DIM else LATENT_VALUE_DIM
+    numbers = {"partial_out": value_dim, "partial_sums": 2}
     return {name: rows * n * P.accum_dtype.itemsize for name, n in numbers.items()}
 
 
@@ -105,7 +114,12 @@ def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     shared = _bytes(P, tile)
     pieces = pieces_of(P)
     grid = pieces * P.B * P.Hkv * block_count(P, P.group * P.Nq, key.block_q)
-    split = KernelLaunch(key, grid, shared, _FEW if P.page is None else _PAGED)
+    return joined(P, KernelLaunch(key, grid, shared, _FEW if P.page is None else _PAGED))
+
+
+def joined(problem: Problem, split: KernelLaunch) -> tuple[KernelLaunch, ...]:
+    """Launch a kernel over pieces, and what joins them where there are several."""
+    P, key, pieces = problem, split.key, pieces_of(problem)
     if pieces == 1:
         return (split,)
     split = split._replace(why=f"{split.why}: {_CUT.format(piece_of(P))}")

@@ -79,6 +79,7 @@ class CallLayout:
     evaluated_mask: BlockMask | None = None  # a block mask of which kernels read no pairs
     cu_seqlens: tuple[tuple[str, tuple[int, ...]], ...] = ()  # offsets that are on the host
     host_aux: tuple[tuple[str, tuple[int, ...]], ...] = ()  # values of aux that are on the host
+    v_is_k: bool = False  # whether v is a view of the first columns of k
 
     @property
     def listed_mask(self) -> BlockMask | None:

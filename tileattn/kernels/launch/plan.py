@@ -12,7 +12,7 @@ from tileattn.kernels.config.context import KernelLaunch, LaunchContext, Learned
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.functions import Learned, functions_text
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
-from tileattn.kernels.config.split import SPLIT
+from tileattn.kernels.config.split import LATENT, SPLIT
 from tileattn.kernels.config.tile_lists import classify_launch, list_launches
 from tileattn.kernels.launch import params
 from tileattn.kernels.launch.aux_gradient import learned_arrays, learned_layouts, with_gradients
@@ -131,7 +131,7 @@ def plan_backward(
 
 
 def _is_split(launches: Sequence[KernelLaunch]) -> bool:
-    return any(launch.key.kernel == SPLIT for launch in launches)
+    return any(launch.key.kernel in (SPLIT, LATENT) for launch in launches)
 
 
 def _evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:
@@ -165,6 +165,7 @@ def launch_context(problem: Problem, layout: CallLayout, device: Device) -> Laun
         sm_count=device.sm_count,
         mask_block_k=layout.block_mask.block_size[1] if layout.block_mask is not None else 0,
         functions=_functions_text(problem, layout),
+        v_is_k=layout.v_is_k,
         learned=tuple(
             LearnedLaunch(
                 *(_functions_text(problem, layout, x.element), x.heads, x.own_rows),

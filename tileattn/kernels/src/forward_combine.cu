@@ -53,10 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     __syncthreads();
     total.l = 0;
     for (int n = 0; n < WARPS_M; ++n) total.l += totals[n];
-    if (warp > 0) return;
-    const Accum inverse = total.finish(p, lse_index(p, sequence, row), row.h);
+    const Accum inverse =
+        total.finish(p, lse_index(p, sequence, row), row.h, threadIdx.x == 0);
     Element* const out = out_row(p, sequence, row);
-    for (int d = lane; d < p.Dv; d += WARP) {
+    for (int d = threadIdx.x; d < p.Dv; d += THREADS) {
         Accum all = 0;
         for (int n = 0; n < WARPS_M; ++n) all += sums[n][d];
         out[d] = narrow<Element>(all * inverse);

@@ -82,14 +82,15 @@ struct RowSum {
         return sum;
     }
 
-    // What normalises the row, with its sink; writes lse in lane 0.
-    __device__ Accum finish(const Params& p, i64 lse_index, i64 h) const {
+    // What normalises the row, with its sink; one thread of the row writes lse.
+    __device__ Accum finish(const Params& p, i64 lse_index, i64 h,
+                            bool writes = threadIdx.x % WARP == 0) const {
         RowState<1> state;
         state.m[0][0] = m, state.l[0][0] = l, state.large = large;
         Accum lse;
         const Accum inverse =
             state.finalize(0, 0, sink_of(p, h), Accum(1), Accum(p.softmax_scale), lse);
-        if (threadIdx.x % WARP == 0) static_cast<Accum*>(p.lse)[lse_index] = lse;
+        if (writes) static_cast<Accum*>(p.lse)[lse_index] = lse;
         return inverse;
     }
 };

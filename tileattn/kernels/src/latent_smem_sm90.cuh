@@ -1,0 +1,71 @@
+// Layer 3. Shared memory of Hopper's latent-attention kernel: queries, two stages of keys, P, and
+// their barriers. Values are the first columns of the keys.
+#pragma once
+
+#include "gemm_sm90.cuh"
+#include "nonfinite.cuh"
+#include "pieces.cuh"
+
+constexpr int WARPGROUP = 4 * WARP;  // threads
+static_assert(BLOCK_Q == 64 && BLOCK_K == 64 && WARPS_M == 4 && WARPS_N == 2 && STAGES == 2);
+static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
+
+using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
+using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
+using ProbTile = SmemTile<BLOCK_Q, BLOCK_K>;
+
+// Each consumer warpgroup has half of the columns of O, and releases that half of a stage. The
+// score warpgroup has the first half, and multiplies by it last; so the second half is loaded and
+// multiplied first. It has the columns past the values, too.
+constexpr int HALF = VALUE_DIM / 2, HALF_SLICES = HALF / KeyTile::WIDTH;
+enum Part { FIRST = 0, SECOND = 1 };
+__device__ constexpr int slices_begin(int part) { return part == FIRST ? 0 : HALF_SLICES; }
+__device__ constexpr int slices_end(int part) {
+    return part == FIRST ? HALF_SLICES : KeyTile::SLICES;
+}
+
+// Dynamic shared memory, as it lies.
+struct Tensors {
+    QueryTile::Storage q;
+    KeyTile::Storage k[STAGES];
+    ProbTile::Storage p;
+};
+static_assert(int(sizeof(Tensors)) == SHARED_BYTES, "what a launch brings");
+
+// Static shared memory.
+struct SharedStorage {
+    u64 full[STAGES][2], empty[STAGES][2], p_full, p_empty;
+    Accum rescale[BLOCK_Q];      // of O, by the tile whose P is published
+    Accum row_sums[BLOCK_Q][2];  // a RowSum each
+    int bad[BLOCK_Q];            // whether a sum of the row is not finite
+};
+static_assert(sizeof(SharedStorage) <= 2048, "what the tensors leave");
+
+struct Smem {
+    u32 tensors;  // address of the dynamic part
+    SharedStorage& storage;
+
+    __device__ QueryTile q() const { return {tensors}; }
+    __device__ KeyTile k(int stage) const {
+        return {tensors + QueryTile::BYTES + stage * KeyTile::BYTES};
+    }
+    __device__ ProbTile p() const {
+        return {tensors + QueryTile::BYTES + STAGES * KeyTile::BYTES};
+    }
+    __device__ Barrier full(int stage, int part) const {
+        return {shared_address(storage.full[stage] + part)};
+    }
+    __device__ Barrier empty(int stage, int part) const {
+        return {shared_address(storage.empty[stage] + part)};
+    }
+    __device__ Barrier p_full() const { return {shared_address(&storage.p_full)}; }
+    __device__ Barrier p_empty() const { return {shared_address(&storage.p_empty)}; }
+
+    // By one thread, before all others.
+    __device__ void init() const {
+        for (int s = 0; s < STAGES; ++s)
+            for (int part = 0; part < 2; ++part) full(s, part).init(1), empty(s, part).init(4);
+        p_full().init(WARPGROUP), p_empty().init(4);
+        fence_barrier_init();
+    }
+};
