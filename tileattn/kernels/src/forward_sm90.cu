@@ -20,12 +20,13 @@
 #include "fwd_mainloop_sm90.cuh"
 
 // Whether PV overlaps the softmax of its own warpgroup. At a value head dimension of 128 the GEMMs
-// of the other warpgroup fill that time as well or better (measured).
-constexpr bool INTRA_WARPGROUP_OVERLAP = VALUE_DIM != 128;
+// of the other warpgroup fill that time as well or better, but not that of these score modifiers
+// (measured).
+constexpr bool INTRA_WARPGROUP_OVERLAP = VALUE_DIM != 128 || HAS_SOFTCAP || HAS_ALIBI;
 
 // Columns of atoms whose scores are modified and masked at a time: the caller's own functions need
 // registers.
-constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 4 : NT;
+constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 8 : NT;
 
 // Where a consumer warpgroup is in the circular buffers.
 struct ReadState {

@@ -131,7 +131,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     };
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
     auto sync_slice = [&] {
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + slice), "n"(SLICE_THREADS) : "memory");
+        if constexpr (WARPS_M == 1)
+            __syncwarp();
+        else
+            asm volatile("bar.sync %0, %1;" ::"r"(1 + slice), "n"(SLICE_THREADS) : "memory");
     };
 
     // The rows of this lane, of each atom two.
