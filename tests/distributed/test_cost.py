@@ -126,7 +126,7 @@ def test_blocks_are_those_that_are_computed(window: Any, lengths: tuple[int, int
             if visibility.block(a, c)
         ]
         expected = len(pairs), sum(length(a) for a, _ in pairs), sum(length(c) for _, c in pairs)
-        assert (found.count[rank], found.queries[rank], found.keys[rank]) == expected
+        assert (found.number[rank], found.queries[rank], found.keys[rank]) == expected
 
 
 def length(x: Segment) -> int:

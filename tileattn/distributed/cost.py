@@ -169,5 +169,6 @@ def _computing(work: Workload, schedule: Schedule, rates: Rates) -> Array:
     out = blocks.queries * (queries * P.Dv)
     gradients = blocks.queries * (queries * P.D) + blocks.keys * (of_keys * (P.D + P.Dv))
     sums = np.stack([out, gradients]) / rates.block.bandwidth
-    seconds: Array = flops / rates.flops + blocks.count * rates.block.latency + sums
-    return seconds.max(axis=1)
+    starts = blocks.number * rates.block.latency
+    slowest: Array = (flops / rates.flops + starts + sums).max(axis=1)
+    return slowest

@@ -18,12 +18,12 @@ class Blocks(NamedTuple):
 
     Parameters
     ----------
-    count, queries, keys : array, shape (P,)
+    number, queries, keys : array, shape (P,)
         Blocks of each of P ranks, and the queries and keys of all of them: a query counts as often
         as there are blocks with it.
     """
 
-    count: Array
+    number: Array
     queries: Array
     keys: Array
 
