@@ -218,8 +218,9 @@ def _gpus(result: Row) -> Iterator[str]:
     machine, calls = result["machine"], dict[tuple[Any, ...], Row]()
     for row in result["rows"]:
         one = {"N": row["N"], "heads of k": row.get("Hkv", row["H"]), "pass": row["pass"]}
-        one |= {"causal": row["causal"], "one GPU, ms": row.get("one_gpu_ms")}
-        call = calls.setdefault(tuple(one.values()), one | {"fraction": {}})
+        one |= {"causal": row["causal"]}
+        call = calls.setdefault(tuple(one.values()), one | {"one GPU, ms": None, "fraction": {}})
+        call["one GPU, ms"] = row.get("one_gpu_ms", call["one GPU, ms"])
         call["fraction"][row["schedule"]] = row.get("fraction_of_linear")
     nccl = machine["nccl"].strip("()").replace(", ", ".")
     known = f"{machine['ranks']} GPUs, NCCL {nccl}."
