@@ -2,17 +2,18 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from benchmarks import cpu, decode, gpu, options, roofline
+from benchmarks import cpu, gpu, roofline
 from benchmarks.configurations import PASSES
 from benchmarks.report import RESULTS, Row, load
 from tools import pages
 from tools.pages import DOCS, paragraphs, shown, table
+from tools.tables import HEADINGS, by_section, columns, origin_of, sections, table_of
 
 BEGIN = "<!-- tables: python -m tools.performance_tables --write -->"
 END = "<!-- end of tables -->"
@@ -44,6 +45,7 @@ NAMES = {
 }
 
 RANKS = "distributed_cpu"
+GPUS = "distributed_gpu"
 SPEEDUPS = "Geometric means of the speedups in the grid:"
 CPU_SECTIONS = {
     "grid": "GFLOP/s, B = 1, H = 8:",
@@ -54,6 +56,12 @@ CPU_SECTIONS = {
     "ceilings": "Ceilings:",
 }
 
+GPU_FRAMEWORK_SECTIONS = {
+    "host": "Microseconds on the CPU of a call of 16 tokens, B = 1, H = 8, D = 64, bf16:",
+    "passes": "Milliseconds of both passes of attention, B = 1, H = 16, D = 128, bf16:",
+    "block": "Milliseconds of both passes of a block of width 4096, compiled by PyTorch:",
+    "training": "Milliseconds of a step of training, width 768, B = 4, float32:",
+}
 FRAMEWORK_SECTIONS = {
     "host": "Microseconds of a call of 16 tokens, B = 1, H = 8, D = 64, float32:",
     "passes": "Milliseconds of both passes of attention, B = 1, H = 8, D = 64, float32:",
@@ -61,36 +69,6 @@ FRAMEWORK_SECTIONS = {
     "training": "Milliseconds of a step of training, width 384, B = 2, float32:",
 }
 
-# Fields whose column has another heading than their name, or a format.
-HEADINGS = {
-    "times_plain": "times the plain call",
-    "peers": "speedup over the fastest of these",
-    "batch": "speed over that of a batch",
-    "fa4, ms": "FlashAttention-4, ms",
-    "over_fa4": "speedup over FlashAttention-4",
-    "of_plain": "speed over that of the plain call",
-    "over_flex": "speedup over FlexAttention",
-    "flex, ms": "FlexAttention, ms",
-    "speedup": "speedup over full",
-    "one_rank_ms": "one rank, ms",
-    "fraction_of_linear": "fraction of linear",
-    "launch_overhead_us": "CPU launch overhead, us",
-    "tflops": "TFLOP/s",
-    "gflops": "GFLOP/s",
-    **cpu.TITLES,
-    "gbytes_per_second": "GB/s",
-    "compute_ms": "compute, ms",
-    "exp_ms": "exp, ms",
-    "memory_ms": "memory, ms",
-    "percent": "% of roofline",
-}
-FORMATS = {
-    **dict.fromkeys((f"{name}, ms" for name in options.PEERS), ".3f"),
-    **dict.fromkeys(("ms", "density", "compute_ms", "exp_ms", "memory_ms"), ".3f"),
-    **dict.fromkeys(("speedup", "launch_overhead_us"), ".1f"),
-    **dict.fromkeys(("us", *(f"{name}, us" for name in decode.PEERS)), ".1f"),
-    **dict.fromkeys(("percent", "tflops", "deterministic", "gbytes_per_second"), ".0f"),
-}
 COLUMNS = {
     "sparse": "pass N case density ms speedup",
     "host": "pass N implementation launch_overhead_us",
@@ -156,35 +134,22 @@ def cpu_lines() -> Iterator[str]:
         machine = result["machine"]
         title = f"## {machine['processor']}, {machine['threads']} threads"
         yield from paragraphs(title, _cpu_origin(result))
-        sections = _by_section(result)
-        if "grid" in sections:
+        found = by_section(result)
+        if "grid" in found:
             yield from paragraphs(SPEEDUPS)
-            yield from _measured(list(cpu.speedups(sections["grid"])))
-        yield from _sections(sections, CPU_SECTIONS)
+            yield from table_of(list(cpu.speedups(found["grid"])))
+        yield from sections(found, CPU_SECTIONS)
     for path in sorted({*RESULTS.glob("frameworks*.json")} - {RESULTS / "frameworks_gpu.json"}):
         result = load(RESULTS, path.stem)
         yield from paragraphs("## Inside PyTorch", _cpu_origin(result))
-        yield from _sections(_by_section(result), FRAMEWORK_SECTIONS)
+        yield from sections(by_section(result), FRAMEWORK_SECTIONS)
     if (RESULTS / f"{RANKS}.json").exists():
         result = load(RESULTS, RANKS)
         known = f"{result['machine']['ranks']} ranks, started by {result['machine']['started_by']}"
         yield from paragraphs("## Ranks that share a sequence", f"{_cpu_origin(result)} {known}.")
-        yield from _measured(result["rows"])
+        yield from table_of(result["rows"])
     yield from paragraphs("## Peak memory on the CPU")
     yield from _memory(load(RESULTS, "memory_cpu"))
-
-
-def _by_section(result: Row) -> dict[str, list[Row]]:
-    sections: dict[str, list[Row]] = {}
-    for row in result["rows"]:
-        sections.setdefault(row["section"], []).append(row)
-    return sections
-
-
-def _sections(sections: Mapping[str, list[Row]], captions: Mapping[str, str]) -> Iterator[str]:
-    for name, rows in sections.items():
-        yield from paragraphs(captions[name])
-        yield from _measured(rows)
 
 
 def _cpu_results() -> list[Row]:
@@ -196,25 +161,7 @@ def _cpu_origin(result: Row) -> str:
     """Name the run, and the instructions that the processor has."""
     machine = result["machine"]
     known = f"LLVM calls it {machine['cpu']}: {machine['features']}." if "cpu" in machine else ""
-    return f"Measured by {_origin(result)} {known}"
-
-
-def _measured(rows: list[Row]) -> Iterator[str]:
-    """Give each measured number a column of its own; leave out what all rows have in common."""
-    flat: list[Row] = []
-    for row in rows:
-        ratios = {f"{name}, ratio": value for name, value in row.get("over_plain", {}).items()}
-        numbers = (x for name, x in row.items() if isinstance(x, dict) and name != "over_plain")
-        flat.append(dict(itertools.chain(row.items(), *(x.items() for x in numbers))) | ratios)
-    every = dict.fromkeys(n for row in flat for n, x in row.items() if not isinstance(x, dict))
-    names = [n for n in every if len({row.get(n) for row in flat}) > 1 or len(flat) == 1]
-    head = [HEADINGS.get(name, name) for name in names]
-    yield from table(head, ([_digits(row.get(name)) for name in names] for row in flat))
-
-
-def _digits(value: Any) -> str:
-    """Show three digits of a measured number, or its whole part where that has more."""
-    return shown(value, (".0f" if value >= 100 else ".3g") if isinstance(value, float) else "")
+    return f"Measured by {origin_of(result)} {known}"
 
 
 def gpu_lines() -> Iterator[str]:
@@ -222,12 +169,12 @@ def gpu_lines() -> Iterator[str]:
     ceilings = results["gpu_ceilings"]
     compared = [name for name, x in results.items() if x["section"] in gpu.COMPARISONS]
     for name in [*COMPARISONS, *(name for name in compared if name not in COMPARISONS)]:
-        origin = _origin(results[name])
+        origin = origin_of(results[name])
         yield from paragraphs(f"## {COMPARISONS.get(name, name)}", f"Measured by {origin}")
         yield from _comparison(results[name], ceilings)
     yield from paragraphs("## Lower bounds")
     yield from bounds(results, ceilings)
-    yield from paragraphs(f"The rates of the bounds were measured by {_origin(ceilings)}")
+    yield from paragraphs(f"The rates of the bounds were measured by {origin_of(ceilings)}")
     yield from columns(COLUMNS["ceilings"].split(), ceilings["rows"])
     yield from paragraphs("## Peak memory on the GPU")
     yield from _memory(load(RESULTS, "memory_gpu"))
@@ -251,13 +198,38 @@ def option_lines() -> Iterator[str]:
         row = result["rows"][0]
         known = {x: row[x] for x in "BHND" if x in row and len({y[x] for y in result["rows"]}) == 1}
         sizes = ", ".join(f"{x} = {size}" for x, size in known.items())
-        origin = f"{sizes}, {row['dtype']}. Measured by {_origin(result)}"
+        origin = f"{sizes}, {row['dtype']}. Measured by {origin_of(result)}"
         yield from paragraphs(f"## {title}", origin)
         yield from lines(result["rows"])
+    if (RESULTS / "frameworks_gpu.json").exists():
+        result = load(RESULTS, "frameworks_gpu")
+        yield from paragraphs("## Inside PyTorch", f"Measured by {origin_of(result)}")
+        yield from sections(by_section(result), GPU_FRAMEWORK_SECTIONS)
+    if (RESULTS / f"{GPUS}.json").exists():
+        yield from _gpus(load(RESULTS, GPUS))
     yield from paragraphs("## NaN and infinity")
     yield from nonfinite(load(RESULTS, "nonfinite"))
     yield from paragraphs("## Stress test")
     yield from _stress()
+
+
+def _gpus(result: Row) -> Iterator[str]:
+    """Set the schedules of GPUs that share a sequence side by side, a line for each call."""
+    machine, calls = result["machine"], dict[tuple[Any, ...], Row]()
+    for row in result["rows"]:
+        one = {"N": row["N"], "heads of k": row.get("Hkv", row["H"]), "pass": row["pass"]}
+        one |= {"causal": row["causal"]}
+        call = calls.setdefault(tuple(one.values()), one | {"one GPU, ms": None, "fraction": {}})
+        call["one GPU, ms"] = row.get("one_gpu_ms", call["one GPU, ms"])
+        call["fraction"][row["schedule"]] = row.get("fraction_of_linear")
+    nccl = machine["nccl"].strip("()").replace(", ", ".")
+    known = f"{machine['ranks']} GPUs, NCCL {nccl}."
+    first = result["rows"][0]
+    sizes = f"B = {first['B']}, H = {first['H']}, D = {first['D']}, {first['dtype']}"
+    what = f"Milliseconds on one GPU, and the fraction of linear scaling by schedule, {sizes}:"
+    title = "## GPUs that share a sequence"
+    yield from paragraphs(title, f"Measured by {origin_of(result)} {known}", what)
+    yield from table_of(list(calls.values()))
 
 
 def _options(rows: list[Row]) -> Iterator[str]:
@@ -315,24 +287,12 @@ def _decode(rows: list[Row]) -> Iterator[str]:
     yield from columns(names, flat)
 
 
-def columns(names: Iterable[str], rows: list[Row]) -> Iterator[str]:
-    """Make a table of some fields; numbers without a format, as speedups, get two decimals."""
-    names = list(names)
-
-    def cell(row: Row, name: str) -> str:
-        value = row.get(name)
-        return shown(value, FORMATS.get(name, ".2f" if isinstance(value, float) else ""))
-
-    head = [HEADINGS.get(name, name) for name in names]
-    yield from table(head, ([cell(row, name) for name in names] for row in rows))
-
-
 def _memory(result: Row) -> Iterator[str]:
     """Peak memory beyond the inputs, a line for each sequence length."""
     first = result["rows"][0]
     heads = "one head" if first["H"] == 1 else f"{first['H']} heads"
     sizes = f"{heads} of {first['D']}, {first['dtype']}"
-    yield from paragraphs(f"Measured by {_origin(result)}", f"Peak memory in MB, {sizes}:")
+    yield from paragraphs(f"Measured by {origin_of(result)}", f"Peak memory in MB, {sizes}:")
     peaks: dict[int, dict[str, str]] = {}
     for row in result["rows"]:
         peaks.setdefault(row["N"], {})[f"{row['implementation']}, {row['pass']}"] = _peak(row)
@@ -367,7 +327,7 @@ def nonfinite(result: Row) -> Iterator[str]:
     """Set the times of calls that meet NaN and infinity beside those of clean ones."""
     faults = list(dict.fromkeys(row["values"] for row in result["rows"] if "values" in row))[1:]
     what = "Slowdown over the same call with finite values"
-    yield from paragraphs(f"{what}. Measured by {_origin(result)}")
+    yield from paragraphs(f"{what}. Measured by {origin_of(result)}")
     calls: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in result["rows"]:
         call = f"{row['case']}, {row['dtype']}, N = {row['N']}, D = {row['D']}", row["pass"]
@@ -388,7 +348,7 @@ def _stress() -> Iterator[str]:
     head = ["variant", "pairs of D, Dv", "processes", "calls", "differ", "failures"]
     found = [load(RESULTS, path.stem) for path in sorted(RESULTS.glob("stress_gpu*"))]
     yield from table(head, map(stress_row, found))
-    origins = (f"- {result['rows'][0]['variant']}: {_origin(result)}" for result in found)
+    origins = (f"- {result['rows'][0]['variant']}: {origin_of(result)}" for result in found)
     yield from paragraphs("\n".join(origins))
 
 
@@ -417,18 +377,6 @@ def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
         yield from columns(names, [row for row in rows if row["pass"] == kind])
     for line in gpu.means(result["rows"]):
         yield from paragraphs(f"{line[0].upper()}{line[1:]}.")
-
-
-def _origin(result: Row) -> str:
-    """Name the command, the machine, the versions, the commit and the day."""
-    machine = result["machine"]
-    versions = {"driver": "driver", "CUDA": "cuda", "CuPy": "cupy"}
-    if "gpu" not in machine:
-        versions = {"NumPy": "numpy", "LLVM": "llvm"}
-    versions |= {"PyTorch": "torch", "cuDNN": "cudnn", "Python": "python", "commit": "commit"}
-    known = [f"{label} {machine[name]}" for label, name in versions.items() if machine.get(name)]
-    what = machine.get("gpu") or f"{machine['processor']}, {machine['threads']} threads"
-    return f"`{machine['command'].strip()}`: {what}, {', '.join(known)}, {machine['date']}."
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {

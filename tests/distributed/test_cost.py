@@ -11,8 +11,10 @@ from hypothesis import given, settings
 import tileattn.distributed as dist
 from tests.distributed.test_ring import OPTIONS, cut, layouts
 from tests.distributed.threads import Rank, on_ranks
-from tileattn.distributed import Link, Rates, predict
+from tileattn.distributed import CPU_RATES, GPU_RATES, Layout, Link, Rates, predict
+from tileattn.distributed.layout import Segment
 from tileattn.distributed.schedules import every
+from tileattn.distributed.visibility import Visibility
 from tileattn.testing import AttentionCase, problems
 
 SHAPES = (2, 8, 96, 16), (2, 4, 96, 16), (2, 4, 96, 8)
@@ -108,6 +110,60 @@ def test_groups_on_one_host_exchange_by_its_link() -> None:
     assert set(on_one.values()) == {0.0}
 
 
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (20, 0), (0, 30), (5, -3)])
+@pytest.mark.parametrize("lengths", [(96, 96), (70, 12)])
+def test_blocks_are_those_that_are_computed(window: Any, lengths: tuple[int, int]) -> None:
+    visibility = Visibility(window, np.array(lengths), np.array([0, 8]))
+    rng = np.random.default_rng(3)
+    queries, keys = layouts(rng, 96, 4), Layout.striped(96, 3, 10)
+    found = visibility.blocks(queries, keys)
+    for rank in range(4):
+        pairs = [
+            (a, c)
+            for a in queries.segments(rank)
+            for source in range(3)
+            for c in keys.segments(source)
+            if visibility.block(a, c)
+        ]
+        expected = len(pairs), sum(length(a) for a, _ in pairs), sum(length(c) for _, c in pairs)
+        assert (found.number[rank], found.queries[rank], found.keys[rank]) == expected
+
+
+def length(x: Segment) -> int:
+    return x.stop - x.start
+
+
+def test_times_of_ranks_that_sum_blocks() -> None:
+    # A rank of a ring adds four parts of 24 rows, in each of two batch entries and eight heads.
+    found = seconds(Rates(float("inf"), FREE, block=Link(0.5, 1e3)))
+    out = 2 * 8 * 24 * 8 * 4  # batch, heads, rows, columns, bytes
+    assert found["ring"] == pytest.approx(4 * (0.5 + out / 1e3))
+    assert found["gather"] == found["heads"] == pytest.approx(0.5 + out / 1e3)
+    halves = 2 * 4 * 48 * 8 * 4  # half of the heads, of two ranks
+    assert found["heads", 2] == pytest.approx(2 * (0.5 + halves / 1e3))
+    costs = predict(*SHAPES, 4, rates=Rates(float("inf"), FREE, block=Link(0.0, 1e3))).costs
+    gradients = 4 * (2 * 8 * 24 * 16 + 2 * 4 * 24 * (16 + 8)) * 4
+    assert costs[0].backward.seconds == pytest.approx(gradients / 1e3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("Hkv", "tokens", "fastest"), [(16, 131_072, "heads"), (2, 32_768, "gather")]
+)
+def test_two_gpus_choose_what_was_measured_to_be_fastest(
+    Hkv: int, tokens: int, fastest: str, causal: bool
+) -> None:
+    q, k = (1, 16, tokens, 128), (1, Hkv, tokens, 128)
+    given: Any = {"dtype": "float16", "layout": "zigzag", "causal": causal}
+    assert predict(q, k, k, 2, rates=GPU_RATES, **given).chosen == fastest
+
+
+def test_cpus_count_the_blocks_of_a_zigzag() -> None:
+    shape = (1, 8, 4096, 64)
+    report = predict(shape, shape, shape, 2, layout="zigzag", causal=True)
+    assert (report.rates, report.chosen) == (CPU_RATES, "heads")
+
+
 def test_ten_thousand_ranks_take_no_step_for_each_pair_of_them() -> None:
     shape, start = (1, 8, 1 << 22, 64), time.process_time()
     report = predict(shape, shape, shape, 10_000, layout="zigzag", causal=True)
@@ -121,6 +177,7 @@ def test_ten_thousand_ranks_take_no_step_for_each_pair_of_them() -> None:
         ("flops is 0", {"flops": 0}),
         ("bandwidth is -1", {"link": Link(0.0, -1)}),
         ("latency is nan", {"host_link": Link(float("nan"), 1.0)}),
+        ("bandwidth is 0", {"block": Link(0.0, 0)}),
         ("ranks_per_host is 0", {"ranks_per_host": 0}),
     ],
 )

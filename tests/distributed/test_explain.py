@@ -1,13 +1,14 @@
 """The choice of a schedule, and what is said about it."""
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 import tileattn.distributed as dist
 from tests.distributed.threads import on_ranks
-from tileattn.distributed import Layout, Link, Prediction, Rates, predict
+from tileattn.distributed import CPU_RATES, GPU_RATES, Layout, Link, Prediction, Rates, predict
 from tileattn.errors import UnsupportedError
 
 RANKS, SHAPES = 4, ((2, 4, 48, 8), (2, 4, 48, 8), (2, 4, 48, 8))
@@ -31,6 +32,16 @@ def test_ranks_say_what_is_said_on_paper() -> None:
 
     expected = on_paper(rates=rates, bias=bias, **options)
     assert [x.costs for x in on_ranks(RANKS, run)] == [expected.costs] * RANKS
+
+
+@pytest.mark.parametrize(("on_gpu", "rates"), [(True, GPU_RATES), (False, CPU_RATES)])
+def test_rates_are_those_of_the_device(on_gpu: bool, rates: Rates) -> None:
+    def run(comm: Any) -> Prediction:
+        q, k, v = (np.array_split(x, RANKS, axis=2)[comm.rank] for x in X)
+        return dist.explain(q, k, v, comm)
+
+    with patch("tileattn.distributed.call.Call.on_gpu", on_gpu):
+        assert [x.rates for x in on_ranks(RANKS, run)] == [rates] * RANKS
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (2, 2)}, {}])

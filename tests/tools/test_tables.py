@@ -91,6 +91,34 @@ def test_the_summary_has_mean_and_extremes_of_the_speedups(
     assert numbers[:5] == [2, "1.00", "0.50", "2.00", "30"]
 
 
+def test_several_gpus_and_frameworks_have_tables_where_they_were_measured(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(performance_tables, "RESULTS", results)
+    frameworks, gpus = (results / f"{name}.json" for name in ("frameworks_gpu", "distributed_gpu"))
+    for path in (frameworks, gpus):
+        path.unlink(missing_ok=True)
+    lines = list(performance_tables.option_lines())
+    assert not {"## Inside PyTorch", "## GPUs that share a sequence"} & {*lines}
+    rows: list[Any] = [
+        {"section": "passes", "N": 512, "ms": {"tileattn": 1.5, "PyTorch": 2.5}},
+        {"section": "passes", "N": 1024, "ms": {"tileattn": 6.0, "PyTorch": 9.0}},
+    ]
+    frameworks.write_text(json.dumps({"machine": MACHINE, "rows": rows}), encoding="utf-8")
+    call = {"pass": "both", "dtype": "bf16", "B": 1, "H": 16, "N": 64, "D": 128, "causal": True}
+    rows = [
+        call | {"schedule": "ring", "one_gpu_ms": 8.25, "fraction_of_linear": 0.75},
+        call | {"schedule": "heads", "failed": "a reason"},
+        call | {"Hkv": 2, "schedule": "heads", "one_gpu_ms": 4.5, "fraction_of_linear": 0.5},
+    ]
+    machine = MACHINE | {"ranks": 2, "nccl": "(2, 28, 9)"}
+    gpus.write_text(json.dumps({"machine": machine, "rows": rows}), encoding="utf-8")
+    text = "\n".join(performance_tables.option_lines())
+    assert "| N | tileattn | PyTorch |\n| --- | --- | --- |\n| 512 | 1.5 | 2.5 |\n" in text
+    assert "today. 2 GPUs, NCCL 2.28.9." in text
+    assert "| 16 | 8.25 | 0.75 |  |\n| 2 | 4.5 |  | 0.5 |" in text
+
+
 def test_each_kernel_stands_beside_its_lower_bounds() -> None:
     row: dict[str, Any] = {"pass": "forward", "dtype": "bf16", "B": 2, "H": 4, "N": 8192, "D": 64}
     row |= {"causal": False, "tflops": {"tileattn": 250.0}}

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.distributed.groups import layout_across
+from tileattn.distributed.layout import Layout
 from tileattn.distributed.schedules import Schedule, group_size
 from tileattn.distributed.sent import Sent, Workload, exchanged, gathered, passed_on
 
@@ -37,6 +39,8 @@ class Link:
 class Rates:
     """How fast ranks compute and send; the defaults are ranks with eight cores of one server.
 
+    ``CPU_RATES`` and ``GPU_RATES`` have the cost of a block, too; ``schedule="auto"`` goes by them.
+
     Parameters
     ----------
     flops : float
@@ -47,6 +51,9 @@ class Rates:
         Of a rank to those of its host, where that is faster.
     ranks_per_host : int
         Consecutive ranks of one host, which ``host_link`` joins.
+    block : Link
+        Seconds that a block takes beside its FLOPs, and bytes in a second at which its results are
+        added to those of others; free by default.
 
     Examples
     --------
@@ -60,9 +67,10 @@ class Rates:
     link: Link = Link(2e-5, 5e9)
     host_link: Link | None = None
     ranks_per_host: int = 1
+    block: Link = Link(0.0, float("inf"))
 
     def __post_init__(self) -> None:
-        links = [x for x in (self.link, self.host_link) if x is not None]
+        links = [x for x in (self.link, self.host_link, self.block) if x is not None]
         for name, x in (("flops", self.flops), *(("bandwidth", x.bandwidth) for x in links)):
             if not x > 0:
                 raise ValueError(f"{name} is {x}; more than 0 is accepted")
@@ -75,6 +83,11 @@ class Rates:
     def between(self, *, on_host: bool) -> Link:
         """Give the link of ranks that are, or are not, all on one host."""
         return self.host_link if on_host and self.host_link is not None else self.link
+
+
+# Ranks with eight cores of one server, and with a Hopper GPU of a host with NVLink.
+CPU_RATES = Rates(block=Link(5e-5, 4e9))
+GPU_RATES = Rates(6e14, Link(2e-5, 5e10), Link(1e-5, 3e11), 8, block=Link(5e-5, 4e11))
 
 
 class PassCost(NamedTuple):
@@ -117,7 +130,7 @@ class Cost(NamedTuple):
 def cost_of(work: Workload, schedule: Schedule, rates: Rates) -> Cost:
     """Predict both passes of a schedule that goes with the call."""
     n = group_size(schedule, work.ranks)
-    matmuls = _flops(work, n) / rates.flops
+    matmuls = _computing(work, schedule, rates)
     whole = rates.between(on_host=work.ranks <= rates.ranks_per_host)
     if schedule == "gather":
         gathers = zip(gathered(work), matmuls, strict=True)
@@ -142,10 +155,20 @@ def _cost(sent: Sent, seconds: float) -> PassCost:
     return PassCost(int(sent.messages.max()), int(sent.nbytes.max()), float(seconds))
 
 
-def _flops(work: Workload, n: int) -> Array:
-    """Count the FLOPs of both passes on the rank that has most, in groups of n ranks."""
-    P = work.problem
-    pairs = work.visibility.pairs(work.q_layout).reshape(-1, n).sum(axis=1).max()
-    matmuls = np.array([P.D + P.Dv, 3 * P.D + 2 * P.Dv])
-    flops: Array = 2 * pairs * (P.Hq // n) * matmuls
-    return flops
+def _computing(work: Workload, schedule: Schedule, rates: Rates) -> Array:
+    """Give the time of both passes on the rank that computes for longest."""
+    P, n = work.problem, group_size(schedule, work.ranks)
+    pairs = work.visibility.pairs(work.q_layout).reshape(-1, n).sum(axis=1)
+    matmuls = np.array([[P.D + P.Dv], [3 * P.D + 2 * P.Dv]])
+    flops = 2 * pairs * (P.Hq // n) * matmuls
+    keys = work.k_layout
+    whole = Layout.contiguous([keys.length]) if schedule == "gather" else layout_across(keys, n)
+    blocks = work.visibility.blocks(layout_across(work.q_layout, n), whole)
+    # What is summed over blocks: out; gradients of queries, keys and values.
+    queries, of_keys = (P.B * heads // n * P.accum_dtype.itemsize for heads in (P.Hq, P.Hkv))
+    out = blocks.queries * (queries * P.Dv)
+    gradients = blocks.queries * (queries * P.D) + blocks.keys * (of_keys * (P.D + P.Dv))
+    sums = np.stack([out, gradients]) / rates.block.bandwidth
+    starts = blocks.number * rates.block.latency
+    slowest: Array = (flops / rates.flops + starts + sums).max(axis=1)
+    return slowest

@@ -8,7 +8,7 @@ import numpy as np
 
 from tileattn.distributed.call import Call, agreed, check_supported, layout_of
 from tileattn.distributed.comm import TIMEOUT, communicator
-from tileattn.distributed.cost import Cost, Rates, cost_of
+from tileattn.distributed.cost import CPU_RATES, GPU_RATES, Cost, Rates, cost_of
 from tileattn.distributed.layout import Layout
 from tileattn.distributed.schedules import Schedule, every, why_not
 from tileattn.distributed.sent import Rows, Workload
@@ -81,7 +81,7 @@ def predict(
         As for ``forward``; ``"contiguous"`` (the default) gives all ranks as many tokens, or one
         more.
     rates : Rates or None
-        How fast ranks compute and send; None is ``Rates()``.
+        How fast ranks compute and send; None is ``CPU_RATES``.
     **options
         As for ``forward``, with all rows of bias and mask.
 
@@ -104,7 +104,8 @@ def predict(
         ring, heads, both  exchange + max(travel, matmuls)
         gather             travel + matmuls
         exchange, travel   messages * latency + bytes / bandwidth
-        matmuls            FLOPs of the visible pairs / FLOPs in a second
+        matmuls            FLOPs of the visible pairs / FLOPs in a second, and those of blocks
+        blocks             blocks * latency + bytes of their results / bandwidth
 
     Causal masks, windows and lengths leave pairs out; ``mask`` and ``mask_mod`` are not looked at.
     Messages and bytes are exact. They leave out what all ranks gather, which is little, and the
@@ -129,7 +130,7 @@ def predict(
         _on_paper("layout_k", layout_k, problem.Nk, ranks),
     )
     shared = [name for name in ("bias", "mask") if _has_rows(getattr(x, name))]
-    return _predicted(_workload(problem, x, *layouts, shared), rates)
+    return _predicted(_workload(problem, x, *layouts, shared), rates or CPU_RATES)
 
 
 def explain(
@@ -156,8 +157,8 @@ def explain(
     layout, layout_k : Layout, str or None
         As for ``forward``.
     rates : Rates or None
-        How fast ranks compute and send, the same on all; None is ``Rates()``, by which
-        ``schedule="auto"`` chooses.
+        How fast ranks compute and send, the same on all; None is ``GPU_RATES`` of arrays on GPUs,
+        and else ``CPU_RATES``, by which ``schedule="auto"`` chooses.
     backend : str
         As for ``forward``.
     timeout : float
@@ -206,6 +207,8 @@ def _of_call(call: Call, rates: Rates | None) -> Prediction:
     of_ranks = {"bias": call.bias_rows, "mask": call.mask_rows}
     shared = [name for name, rows in of_ranks.items() if rows]
     layouts = call.q_layout, call.k_layout
+    if rates is None:
+        rates = GPU_RATES if call.on_gpu else CPU_RATES
     return _predicted(_workload(call.problem, call.operands, *layouts, shared), rates)
 
 
@@ -224,8 +227,8 @@ def _workload(
     return Workload(problem, visibility, q_layout, k_layout, tuple(rows))
 
 
-def _predicted(work: Workload, rates: Rates | None) -> Prediction:
-    rates, Hkv, ranks = Rates() if rates is None else rates, work.problem.Hkv, work.ranks
+def _predicted(work: Workload, rates: Rates) -> Prediction:
+    Hkv, ranks = work.problem.Hkv, work.ranks
     reasons = {schedule: why_not(schedule, Hkv, ranks) for schedule in every(Hkv, ranks)}
     costs = (cost_of(work, schedule, rates) for schedule, why in reasons.items() if why is None)
     refused = {schedule: why for schedule, why in reasons.items() if why is not None}

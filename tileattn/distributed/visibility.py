@@ -13,6 +13,21 @@ from tileattn.distributed.layout import Layout, Segment
 Array = NDArray[Any]
 
 
+class Blocks(NamedTuple):
+    """The blocks that each rank computes.
+
+    Parameters
+    ----------
+    number, queries, keys : array, shape (P,)
+        Blocks of each of P ranks, and the queries and keys of all of them: a query counts as often
+        as there are blocks with it.
+    """
+
+    number: Array
+    queries: Array
+    keys: Array
+
+
 class Visibility(NamedTuple):
     """Where keys are visible.
 
@@ -96,6 +111,39 @@ class Visibility(NamedTuple):
             np.add.at(found, ranks, entries * keys)
         return found
 
+    def blocks(self, q_layout: Layout, k_layout: Layout) -> "Blocks":
+        """Count the blocks of each rank that computes with all keys, a segment of each at a time.
+
+        Batch entries are taken to see neighbouring segments, so that their union is a range.
+        """
+        (left, right), (starts, stops, ranks) = self.window, _segments(q_layout)
+        k_starts, k_stops, _ = _segments(k_layout)
+        first, end = np.full(len(k_starts), len(starts)), np.zeros(len(k_starts), np.int64)
+        for length, offset in self._entries():
+            last = np.minimum(k_stops, length) - 1
+            of = np.zeros_like(end)
+            if right is not None:
+                of = np.searchsorted(stops, k_starts - offset - right + 1)
+            to = np.full_like(end, len(starts))
+            if left is not None:
+                to = np.searchsorted(starts, last - offset + left, side="right")
+            some = (last >= k_starts) & (of < to)
+            first, end = (
+                np.where(some, np.minimum(first, of), first),
+                np.where(some, np.maximum(end, to), end),
+            )
+        first = np.minimum(first, end)
+        found = []
+        for weight in (np.ones(len(k_starts)), k_stops - k_starts):
+            changes = np.zeros(len(starts) + 1)
+            np.add.at(changes, first, weight)
+            np.add.at(changes, end, -weight)
+            found.append(changes.cumsum()[:-1])
+        count, keys = found
+        size = q_layout.ranks
+        counts = (count, count * (stops - starts), keys)
+        return Blocks(*(np.bincount(ranks, x, size) for x in counts))
+
     def _entries(self) -> Counter[tuple[int, int]]:
         """Count the batch entries of each length and offset."""
         return Counter(zip(self.kv_lengths.tolist(), self.q_offset.tolist(), strict=True))
@@ -133,6 +181,13 @@ class _Unions:
                 found |= self._tree[stop - 1]
             start, stop = (start + 1) // 2, stop // 2
         return found
+
+
+def _segments(layout: Layout) -> tuple[Array, Array, Array]:
+    """Give starts, stops and ranks of all segments, in their order."""
+    ends = [(*x[:2], rank) for rank in range(layout.ranks) for x in layout.segments(rank)]
+    found = np.array(sorted(x for x in ends if x[0] != x[1]), np.int64).reshape(-1, 3)
+    return found[:, 0], found[:, 1], found[:, 2]
 
 
 def _clipped(ends: Array, length: int) -> Array:
