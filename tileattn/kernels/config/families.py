@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tileattn.errors import UnsupportedError
-from tileattn.kernels.config import generic, hopper, split
+from tileattn.kernels.config import generic, hopper, split, split_sm90
 from tileattn.kernels.config.block_order import order_launches
 from tileattn.kernels.config.context import (
     ROW_WARPS,
@@ -50,7 +50,7 @@ def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLa
         return ()
     why = split.why_not(problem, context)
     if why is None:
-        return split.launches(problem, context)
+        return split_sm90.launches(problem, context)
     if problem.page is not None and problem.Nk:
         raise UnsupportedError(f"backend 'cupy' does not support block_table here: {why}")
     family, refusal = _supporting(problem, context, "forward")

@@ -121,6 +121,11 @@ def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     return split, KernelLaunch(join, P.B * P.Hq * P.Nq, why=_JOIN.format(pieces))
 
 
+def cuts_keys(key: KernelKey) -> bool:
+    """Whether a kernel takes the rows that share keys together, over pieces of the keys."""
+    return key.kernel == SPLIT or key.in_pieces
+
+
 def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
     options = option_fields(P, context.bias) | function_fields(P, context)
     sizes = bucket(P.D), bucket(P.Dv), *tile[:6]

@@ -138,6 +138,10 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             list = KeyTileList(p, work);
             next_entry = list.entry(tile);
         }
+        if constexpr (IN_PIECES) {
+            if (!work.is_end) load_shared_rows(p, work, smem.q(q_pipe.stage));
+            named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
+        }
         if (tile < work.tiles.end) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
         issue_qk();
         if (tile < work.tiles.end)
@@ -292,7 +296,8 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     __syncthreads();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();
-        if (threadIdx.x % WARPGROUP == 0) produce(p, maps, smem);
+        const WorkOrder<> order(p);
+        if (threadIdx.x % WARPGROUP == 0) produce(p, maps, smem, order);
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
         ReadState read{{warpgroup}};
