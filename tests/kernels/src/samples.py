@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -141,7 +142,7 @@ def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
     options = ({"softcap", "mask"}, {"alibi_slopes"}, set[str]())[combination % 3]
 
     def keys(
-        dtype: str, dim: int, options: set[str], alignment: int, **sizes: int | None
+        dtype: str, dim: int, options: set[str], alignment: int, **sizes: Any
     ) -> Iterator[KernelKey]:
         asked = problem_of(dtype, dim, options | {"kv_lengths", "sinks"})
         problem = replace(asked, Nk=1 << 16, **sizes)
@@ -152,7 +153,8 @@ def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
         yield from keys(dtype, dim, options, alignment, Hq=rows, page=page)
     if arch == _MEASURED:
         for n, dim in enumerate(HEAD_DIM_BUCKETS):
-            softcap, name = {"softcap"} if n % 3 == 2 else set[str](), ("float16", "bfloat16")[n % 2]
+            softcap = {"softcap"} if n % 3 == 2 else set[str]()
+            name = ("float16", "bfloat16")[n % 2]
             for value in {dim, max(64, dim // 2)}:
                 yield from keys(name, dim, softcap, MAX_ALIGNMENT, Hq=128, Dv=value)
 
