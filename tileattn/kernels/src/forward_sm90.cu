@@ -3,6 +3,9 @@
 // each. CTAs are persistent. Mirrors forward_block in spec.py. Shah et al., FlashAttention-3,
 // arXiv:2407.08608.
 //
+// With IN_PIECES the rows are queries of all heads that share a key head, a work tile has a piece of
+// the keys, and the results are sums, which forward_combine joins: as in forward_split.
+//
 // Each CTA goes through its work tiles up to three times:
 //
 //     pass  work tiles                  rows taken as large         stores         marks work tiles
