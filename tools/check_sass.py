@@ -31,7 +31,7 @@ DTYPES = ("float16", "bfloat16")
 PAIRS = tuple(product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS))
 OPTIONS: tuple[tuple[str, ...], ...] = (
     *((), ("softcap",), ("alibi_slopes",), ("block_mask",)),
-    ("cu_seqlens_q",),
+    *(("cu_seqlens_q",), ("kv_lengths",)),  # the latter of many rows, over pieces of the keys
 )
 
 _BY_STORES = "threads write it, for whom an arrival releases what came before, loads included"
@@ -62,6 +62,8 @@ def keys(
     found: dict[KernelKey, None] = {}
     for (dim, value), dtype, uses, window in product(pairs, dtypes, list(options), catalog.WINDOWS):
         problem = replace(catalog.problem_of(dtype, dim, uses), Dv=value, window=window)
+        if "kv_lengths" in uses:
+            problem = replace(problem, Hq=128, Nk=1 << 16)
         launches = (
             *forward_launches(problem, context),
             *backward_launches(problem, context, deterministic=True, sinks=False),

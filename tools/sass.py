@@ -60,8 +60,12 @@ class Instruction:
 
     @property
     def loads_shared(self) -> bool:
-        """Whether it reads shared memory into registers, or may do so."""
-        return self.opcode.partition(".")[0] in {"LDS", "LDSM", "LD"}
+        """Whether it reads shared memory into registers, or may do so.
+
+        ptxas writes a load that never does, ``@!PT LDS``, before a ``cp.async``.
+        """
+        loads = self.opcode.partition(".")[0] in {"LDS", "LDSM", "LD"}
+        return loads and not self.text.startswith("@!PT ")
 
     @property
     def tells_of_others(self) -> bool:

@@ -85,7 +85,6 @@ def kernels(arrays: list[Any], options: dict[str, Any]) -> str:
 def test_options(name: str, heads: tuple[int, int], Nq: int) -> None:
     options = {"kv_lengths": LENGTHS} | OPTIONS[name](Nq)
     arrays = drawn(*heads, Nq, 64, 64, np.float16)
-    assert "forward_split" in kernels(arrays, options)
     assert "forward_combine" in kernels(arrays, options)
     check(arrays, options)
 

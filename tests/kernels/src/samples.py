@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DQ_C
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.latent import why_not as why_not_latent
 from tileattn.kernels.config.tile_lists import KERNELS as TILE_LISTS
-from tileattn.kernels.config.tiles import candidates
+from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS, candidates
 from tileattn.kernels.launch.catalog import WINDOWS, context_of, problem_of
 from tileattn.kernels.launch.device import device_of_arch
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, contiguous, contiguous_inputs
@@ -145,15 +146,23 @@ def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
     """List kernels of few queries: of a few rows and of many, with pages and without."""
     dtype, dim = DTYPES[combination % len(DTYPES)].name, (64, 20, 128)[combination % 3]
     options = ({"softcap", "mask"}, {"alibi_slopes"}, set[str]())[combination % 3]
+
+    def keys(
+        dtype: str, dim: int, options: set[str], alignment: int, **sizes: Any
+    ) -> Iterator[KernelKey]:
+        asked = problem_of(dtype, dim, options | {"kv_lengths", "sinks"})
+        problem = replace(asked, Nk=1 << 16, **sizes)
+        yield from (x.key for x in forward_launches(problem, context_of(arch, alignment)))
+
+    alignment = MAX_ALIGNMENT if combination % 2 else NAMED[dtype].itemsize
     for rows, page in ((1, None), (40, 16), (128, None)):
-        problem = replace(
-            problem_of(dtype, dim, options | {"kv_lengths", "sinks"}),
-            Hq=rows,
-            Nk=1 << 16,
-            page=page,
-        )
-        context = context_of(arch, MAX_ALIGNMENT if combination % 2 else NAMED[dtype].itemsize)
-        yield from (launch.key for launch in forward_launches(problem, context))
+        yield from keys(dtype, dim, options, alignment, Hq=rows, page=page)
+    if arch == _MEASURED:
+        for n, dim in enumerate(HEAD_DIM_BUCKETS):
+            softcap = {"softcap"} if n % 3 == 2 else set[str]()
+            name = ("float16", "bfloat16")[n % 2]
+            for value in {dim, max(64, dim // 2)}:
+                yield from keys(name, dim, softcap, MAX_ALIGNMENT, Hq=128, Dv=value)
 
 
 def _row_keys(combination: int) -> Iterator[KernelKey]:

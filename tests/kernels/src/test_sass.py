@@ -32,12 +32,16 @@ KEYS = [
     *keys([(64, 64)], ["float16"], [("block_mask",)])[:1],
     *keys([(128, 128)], ["bfloat16"], [("cu_seqlens_q",)])[:2],
     *keys([(256, 256)], ["float16"], [("cu_seqlens_q",)])[1:2],
+    *keys([(128, 128)], ["bfloat16"], [("kv_lengths",)])[:1],
 ]
 
 
-@pytest.mark.parametrize(
-    "key", KEYS, ids=lambda k: f"{k.kernel}-{k.head_dim}-{k.block_k}{'-packed' * k.packed}"
-)
+def name_of(key: KernelKey) -> str:
+    kind = "-packed" * key.packed + "-pieces" * key.in_pieces
+    return f"{key.kernel}-{key.head_dim}-{key.block_k}{kind}"
+
+
+@pytest.mark.parametrize("key", KEYS, ids=name_of)
 def test_a_stage_is_given_back_after_it_has_been_read(key: KernelKey, program: str) -> None:
     assert findings(key, program) == []
 

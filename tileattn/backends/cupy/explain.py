@@ -12,7 +12,7 @@ from tileattn.backends.protocol import Explanation
 from tileattn.expressions.nodes import elements
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.config.split import LATENT, SPLIT, partial_bytes
+from tileattn.kernels.config.split import LATENT, cuts_keys, partial_bytes
 from tileattn.kernels.config.tile_lists import KERNELS as BEFORE
 from tileattn.kernels.jit.load import Kernel, load_all
 from tileattn.kernels.launch.device import Device
@@ -98,7 +98,7 @@ def explain_on(
     counted = problem.Nq * problem.Nk <= _COUNTED
     own = problem.mask_mod
     listed = replace(problem, mask_mod=None if own is None or not counted else without_values(own))
-    is_split = first.kernel in (SPLIT, LATENT)
+    is_split = cuts_keys(first)
     rows, keys_of_tile = first.tile
     heads = min(problem.group, rows) if is_split else 1
     queries = rows // heads, keys_of_tile

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tileattn.errors import UnsupportedError
-from tileattn.kernels.config import generic, hopper, latent, split
+from tileattn.kernels.config import generic, hopper, latent, split, split_sm90
 from tileattn.kernels.config.block_order import order_launches
 from tileattn.kernels.config.context import (
     ROW_WARPS,
@@ -51,7 +51,7 @@ def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLa
     is_wide = max(problem.D, problem.Dv) > MAX_HEAD_DIM
     why = (latent if is_wide else split).why_not(problem, context)
     if why is None:
-        return latent.launches(problem, context) if is_wide else split.launches(problem, context)
+        return (latent if is_wide else split_sm90).launches(problem, context)
     if problem.page is not None and problem.Nk:
         raise UnsupportedError(f"backend 'cupy' does not support block_table here: {why}")
     family, refusal = _supporting(problem, context, "forward")

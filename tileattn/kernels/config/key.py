@@ -29,6 +29,7 @@ class KernelKey:
     dropout: bool = False
     packed: bool = False  # sequences lie one behind the other in one batch entry
     paged: bool = False  # keys are in pages, which a block table says
+    in_pieces: bool = False  # of Hopper's forward kernel: as `forward_split`, of many rows
     fold_scale: bool = False  # the exponential applies the scale, which no modifier follows
     add_dq: bool = False  # the kernel over key blocks also adds its part of dq
     write_dbias: bool = False  # and writes dbias, where the bias is not broadcast

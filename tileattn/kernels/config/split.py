@@ -27,7 +27,7 @@ _PIECE_BYTES = 1 << 19  # of keys and values, in a piece (measured)
 _LEAST_KEYS = 64
 _ALL = 1 << 30  # keys
 _COMBINE_WARPS = 8
-_LATENT_KEYS_OF_A_ROW = 32  # of a piece, so that its sums have a small share of the bytes
+_LATENT_KEYS_OF_A_ROW = 64  # of a piece, so that its sums have a small share of the bytes
 
 # By the rows that share keys: warps_m take 16 of them each, and warps_n keys of their own.
 _NARROW = (
@@ -133,6 +133,11 @@ def joined(problem: Problem, split: KernelLaunch) -> tuple[KernelLaunch, ...]:
         functions=key.functions if key.score_mod else "",
     )
     return split, KernelLaunch(join, P.B * P.Hq * P.Nq, why=_JOIN.format(pieces))
+
+
+def cuts_keys(key: KernelKey) -> bool:
+    """Whether a kernel takes the rows that share keys together, over pieces of the keys."""
+    return key.kernel in (SPLIT, LATENT) or key.in_pieces
 
 
 def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:

@@ -12,7 +12,7 @@ from tileattn.kernels.config.context import KernelLaunch, LaunchContext, Learned
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.functions import Learned, functions_text
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
-from tileattn.kernels.config.split import LATENT, SPLIT
+from tileattn.kernels.config.split import cuts_keys
 from tileattn.kernels.config.tile_lists import classify_launch, list_launches
 from tileattn.kernels.launch import params
 from tileattn.kernels.launch.aux_gradient import learned_arrays, learned_layouts, with_gradients
@@ -131,7 +131,7 @@ def plan_backward(
 
 
 def _is_split(launches: Sequence[KernelLaunch]) -> bool:
-    return any(launch.key.kernel in (SPLIT, LATENT) for launch in launches)
+    return any(cuts_keys(launch.key) for launch in launches)
 
 
 def _evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:

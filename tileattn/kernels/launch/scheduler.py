@@ -61,8 +61,9 @@ def schedule_of(
             return Schedule(-(-P.B * P.Hkv // max(1, size)), in_order=launch.in_order)
     kernels = {launch.key.kernel for launch in launches}
     groups = head_groups(P, 2 * l2_bytes if "forward" in kernels else l2_bytes // 2)
-    # Where packed sequences end the device alone may know, and puts their blocks in order.
-    if HOPPER not in kernels or P.sequences is not None:
+    # Where packed sequences end the device alone may know, and puts their blocks in order. Pieces
+    # of keys are as long as each other.
+    if HOPPER not in kernels or P.sequences is not None or launches[0].key.in_pieces:
         return Schedule(groups)
     (launch,) = launches
     return Schedule(groups, _assignment(P, layout, launch.key, groups, launch.grid))

@@ -42,6 +42,7 @@ constexpr u64 FUNCTIONS = KEY_FUNCTIONS;  // digest of functions.cuh; 0 for the 
 constexpr bool HAS_DROPOUT = KEY_DROPOUT;
 constexpr bool PACKED = KEY_PACKED;  // sequences lie one behind the other in one batch entry
 constexpr bool PAGED = KEY_PAGED;    // keys are in pages, which a block table says
+constexpr bool IN_PIECES = KEY_IN_PIECES;  // keys are cut, and all rows that share them are one tile
 constexpr bool FOLD = KEY_FOLD_SCALE;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;

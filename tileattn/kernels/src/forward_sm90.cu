@@ -3,6 +3,9 @@
 // each. CTAs are persistent. Mirrors forward_block in spec.py. Shah et al., FlashAttention-3,
 // arXiv:2407.08608.
 //
+// With IN_PIECES the rows are queries of all heads that share a key head, a work tile has a piece of
+// the keys, and the results are sums, which forward_combine joins: as in forward_split.
+//
 // Each CTA goes through its work tiles up to three times:
 //
 //     pass  work tiles                  rows taken as large         stores         marks work tiles
@@ -138,6 +141,10 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if constexpr (HAS_TILE_LIST) {
             list = KeyTileList(p, work);
             next_entry = list.entry(tile);
+        }
+        if constexpr (IN_PIECES) {
+            if (!work.is_end) load_shared_rows(p, work, smem.q(q_pipe.stage));
+            named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
         }
         if (tile < work.tiles.end) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
         issue_qk();
@@ -293,7 +300,8 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     __syncthreads();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();
-        if (threadIdx.x % WARPGROUP == 0) produce(p, maps, smem);
+        const WorkOrder<> order(p);
+        if (threadIdx.x % WARPGROUP == 0) produce(p, maps, smem, order);
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
         ReadState read{{warpgroup}};

@@ -3,15 +3,16 @@
 #pragma once
 
 #include "fwd_smem_sm90.cuh"
-#include "head.cuh"
 #include "nonfinite.cuh"
+#include "pieces.cuh"
 #include "softmax.cuh"
 
 constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 
-// Registers of a thread: the producer warpgroup gives its own to the consumers.
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
+// Registers of a thread: the producer warpgroup gives its own to the consumers. One that counts
+// pieces needs more.
+constexpr int PRODUCER_REGISTERS = IN_PIECES ? 40 : CONSUMERS == 2 ? 24 : 32;
+constexpr int CONSUMER_REGISTERS = IN_PIECES ? 232 : CONSUMERS == 2 ? 240 : 160;
 
 // Lazy rescaling: row maxima may lag by so many powers of two before O is rescaled. P in 16 bits
 // has room for it, and the result depends on it by rounding alone.
@@ -28,7 +29,8 @@ struct Maps {
 
 // The producer thread: load all that the work tiles need, in the order of its use, and publish
 // them.
-__device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem) {
+__device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem,
+                               WorkOrder<> order) {
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<2> work_pipe;
     PipelineState<STAGES> k_pipe, v_pipe;
@@ -47,9 +49,12 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             }
             share.q0 += WARPGROUP_ROWS * warpgroup;
             // In a NaN-safe pass the warpgroups go through the same tiles side by side.
-            if (!work.nan_safe) share.tiles = key_tiles(p, work.sequence(p), share.q0, WARPGROUP_ROWS);
+            if (!work.nan_safe) share.tiles = key_tiles(p, work, share.q0, WARPGROUP_ROWS);
             if (HAS_TILE_LIST) share.tiles.begin = work.begin, share.tiles.end = work.end;
-            smem.q(q_pipe.stage).load(maps.q, work.q_start + share.q0, work.h, work.entry(), full);
+            if (IN_PIECES)
+                full.arrive();  // the warpgroup loads its rows
+            else
+                smem.q(q_pipe.stage).load(maps.q, work.q_start + share.q0, work.h, work.entry(), full);
         }
         work_pipe.advance();
     };
@@ -73,7 +78,6 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     // The next work tile is found once the first tiles of this one are on their way. Where several
     // work tiles are unfinished, the others hardly will be better: the second pass takes over what
     // is left.
-    WorkOrder<PACKED> order;
     int begun = 0;  // iterations of the first pass
     auto run_pass = [&](int pass) {
         order.restart();
@@ -99,7 +103,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             WorkTile next = work;
             if (pass == 0) begun = work.iteration + 1;
             found = find(next);
-            if (found && Q_STAGES < 2 * CONSUMERS)
+            if (found && !IN_PIECES && Q_STAGES < 2 * CONSUMERS)
 #pragma unroll 1
                 for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS)
                     QueryTile::prefetch(maps.q, next.q_start + next.q0 + row, next.h, next.entry());
@@ -130,6 +134,45 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     publish_end();
 }
 
+// The rows of a warpgroup that share keys, which are of several heads: by its own threads.
+__device__ inline void load_shared_rows(const Params& p, const WorkTile& work,
+                                        const QueryTile& tile) {
+    constexpr int CHUNKS = HEAD_DIM * int(sizeof(Element)) / 16;
+    const int kv = work.h / int(p.group), rows = int(p.group * p.Nq);
+#pragma unroll 4
+    for (int n = threadIdx.x % WARPGROUP; n < WARPGROUP_ROWS * CHUNKS; n += WARPGROUP) {
+        const int r = n / CHUNKS, byte = n % CHUNKS * 16;
+        const SharedRow row(p, kv, min(work.q0 + r, rows - 1));
+        const Element* const from = q_row(p, work.sequence(p), row);
+        const int valid = min(max(int(p.D * sizeof(Element)) - byte, 0), 16);
+        copy_async<16>(tile.chunk(r, byte), reinterpret_cast<const char*>(from) + byte, valid);
+    }
+    copy_commit();
+    copy_wait<0>();
+    fence_async_shared();
+}
+
+// Store the sums of 16 rows of each warp over a piece, from row0 on: as epilogue, without dividing.
+__device__ inline void store_sums(const Params& p, const WorkTile& work, int row0, u32 halves,
+                                  const RowState<1>& state, const Fragment<Accum, 1, VT>& acc) {
+    const Lane lane;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = row0 + lane.row(2 * half);
+        if (row >= int(p.group * p.Nq) || !(halves >> half & 1)) continue;
+        const i64 index = partial_index(p, work.b, work.h / int(p.group), row, work.piece);
+        RowSum sum;
+        sum.m = state.m[0][half], sum.l = state.l[0][half], sum.large = state.is_large(0, half);
+        if (lane.t == 0) sum.store(static_cast<Accum*>(p.partial_sums) + 2 * index);
+        Accum* const to =
+            static_cast<Accum*>(p.partial_out) + index * VALUE_DIM + lane.column(0);
+#pragma unroll
+        for (int n = 0; n < VT; ++n)
+            *reinterpret_cast<float2*>(to + 8 * n) = {acc.x[0][n][2 * half],
+                                                      acc.x[0][n][2 * half + 1]};
+    }
+}
+
 __device__ inline Accum* lse_of(const Params& p, const WorkTile& work) {
     return static_cast<Accum*>(p.lse) + (i64(work.entry()) * p.Hq + work.h) * p.Nq + work.q_start;
 }
@@ -153,8 +196,12 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
             all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) && state.all_bounded();
         if (!__all_sync(~0u, good)) smem.mark_unfinished(0, work.iteration);
     }
-    const Accum sink = sink_of(p, work.h);
     state.reduce_sums(RowGroup(16));
+    if constexpr (IN_PIECES) {
+        if constexpr (NAN_SAFE) acc.scale(P_DIVISOR);
+        return store_sums(p, work, row0, halves, state, acc);
+    }
+    const Accum sink = sink_of(p, work.h);
     Accum lse[2], inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

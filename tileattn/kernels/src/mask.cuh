@@ -75,7 +75,7 @@ struct AttentionMask {
     MaskFunction function;
     const signed char* tile_kinds;
     i64 tile_kinds_i, tile_kinds_j;
-    int Nq, Nk, block_q, block_k, tile_q, tile_k;
+    int Nq, Nk, block_q, block_k, tile_q, tile_k, group;
 
     __device__ AttentionMask(const Params& p, i64 b, i64 h)
         : AttentionMask(p, Sequence(p, b), h) {}
@@ -101,7 +101,11 @@ struct AttentionMask {
           block_q(int(p.mask_block_q)),
           block_k(int(p.mask_block_k)),
           tile_q(int(p.kinds_tile_q)),
-          tile_k(int(p.kinds_tile_k)) {}
+          tile_k(int(p.kinds_tile_k)),
+          group(int(p.group)) {}
+
+    // The query of a row of a tile.
+    __device__ int query(int row) const { return IN_PIECES ? row / group : row; }
 
     // Whether query i < Nq attends to key j.
     __device__ bool visible(int i, int j) const {

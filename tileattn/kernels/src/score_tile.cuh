@@ -93,7 +93,8 @@ struct Scores : Fragment<Accum, MT, NT> {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 // The window of a row is one range of columns.
-                const int r = row + 16 * m + lane.row(2 * half), c0 = column + lane.column(0);
+                const int c0 = column + lane.column(0);
+                const int r = attn_mask.query(row + 16 * m + lane.row(2 * half));
                 const Range attended = TRANSPOSED ? attn_mask.window.query_range(r, r + 1)
                                                   : attn_mask.window.key_range(r, r + 1);
                 const int lo = attended.lo - c0, hi = attended.hi - c0;

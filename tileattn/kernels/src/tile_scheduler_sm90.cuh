@@ -2,6 +2,7 @@
 // scheduler is static, the backward one dynamic.
 #pragma once
 
+#include "pieces.cuh"
 #include "tile_scheduler.cuh"
 
 // Tiles along the other axis that a block attends to, or is attended by: from begin to end - 1.
@@ -95,6 +96,7 @@ struct WorkSequence<true> {
 // begin and end index it, and are the same for all warpgroups.
 struct FwdWorkTile : WorkSequence<PACKED> {
     int h, q0, iteration;
+    int piece;       // of the keys, where h is the first query head of a key head
     bool nan_safe;   // in a NaN-safe pass
     bool all_large;  // in the third pass, where all rows count as large
     bool is_end;     // no work tile: the first pass has ended, or all have
@@ -102,11 +104,21 @@ struct FwdWorkTile : WorkSequence<PACKED> {
     TileRange tiles;
 };
 
-__device__ inline TileRange key_tiles(const Params& p, const Sequence& sequence, int q0, int rows) {
-    const SlidingWindow window(p, sequence);
-    const Range keys = window.key_range(q0, min(q0 + rows, window.Nq));
-    const Range full = window.full_key_tiles(q0, q0 + rows);
-    return {keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
+// The key tiles of some rows of a work tile, from `row` on.
+__device__ inline TileRange key_tiles(const Params& p, const FwdWorkTile& work, int row, int rows) {
+    const SlidingWindow window(p, work.sequence(p));
+    const int group = IN_PIECES ? int(p.group) : 1;
+    const int q0 = row / group, q1 = (row + rows + group - 1) / group;
+    const Range keys = window.key_range(q0, min(q1, window.Nq));
+    const Range full = window.full_key_tiles(q0, q1);
+    TileRange tiles{keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
+    if constexpr (IN_PIECES) {
+        const int each = int(p.piece) / BLOCK_K, first = work.piece * each;
+        tiles.begin = max(tiles.begin, first), tiles.end = min(tiles.end, first + each);
+        // Consumers go through full tiles up to full_end without looking at the end.
+        tiles.full_end = min(tiles.full_end, tiles.end);
+    }
+    return tiles;
 }
 
 // The key tiles that a mask leaves to a block of queries.
@@ -118,10 +130,11 @@ struct KeyTileList : TileList<int> {
 
 // The indices of a CTA's work tiles, in each pass the same. They are the host's LPT assignment, or
 // else go round robin.
-template <bool>
+template <bool CLAIMED = PACKED, bool SHARED = IN_PIECES>
 struct WorkOrder {
     int iteration = -1;
 
+    __device__ explicit WorkOrder(const Params&) {}
     __device__ int next(const Params& p) {
         const int index = ++iteration * int(gridDim.x) + int(blockIdx.x);
         return p.schedule ? p.schedule[index] : index;
@@ -132,9 +145,10 @@ struct WorkOrder {
 // one, and writes down which that is. Lane 0 calls; the shuffle tells the compiler that the index is
 // uniform.
 template <>
-struct WorkOrder<true> {
+struct WorkOrder<true, false> {
     int iteration = -1, index = 0, claimed = 0;
 
+    __device__ explicit WorkOrder(const Params&) {}
     __device__ int next(const Params& p) {
         if (++iteration == 0) return index = int(blockIdx.x);
         int successor;
@@ -148,9 +162,66 @@ struct WorkOrder<true> {
     }
     __device__ void restart() { iteration = -1; }
 };
+// Pieces of the keys: lengths are on the device, so each CTA counts those of all sequences that have
+// a key, and takes an equal share of them, one behind the other. All lanes of a warp construct it.
+template <>
+struct WorkOrder<false, true> {
+    int iteration = -1, share, first_b = 0, first_place = 0;  // place: among those of a sequence
+    int b = 0, place = 0, kv = 0, piece = 0;
+
+    __device__ explicit WorkOrder(const Params& p) {
+        const int lane = threadIdx.x % WARP, B = int(p.B);
+        auto count = [&](int b) { return b < B ? pieces_of(p, b).count * int(p.Hkv) : 0; };
+        int total = 0;
+        for (int n = lane; n < B; n += WARP) total += count(n);
+        total = __reduce_add_sync(~0u, total);
+        auto start_of = [&](i64 cta) { return int(cta * total / gridDim.x); };
+        int before = start_of(blockIdx.x);  // pieces from sequence n on that are not this CTA's
+        share = start_of(blockIdx.x + 1) - before;
+        for (int n = 0; n < B && share > 0; n += WARP) {
+            const int own = count(n + lane);
+            int end = own;
+#pragma unroll
+            for (int step = 1; step < WARP; step *= 2) {
+                const int lower = __shfl_up_sync(~0u, end, step);
+                if (lane >= step) end += lower;
+            }
+            const u32 beyond = __ballot_sync(~0u, end > before);
+            if (beyond) {
+                const int found = __ffs(beyond) - 1;
+                first_b = n + found, first_place = before - __shfl_sync(~0u, end - own, found);
+                return;
+            }
+            before -= __shfl_sync(~0u, end, WARP - 1);
+        }
+    }
+
+    // The pieces of a sequence that some query attends to: those of each key head.
+    struct Pieces {
+        int first, count;
+    };
+    __device__ static Pieces pieces_of(const Params& p, int b) {
+        const SlidingWindow window(p, Sequence(p, b));
+        const Range keys = window.key_range(0, window.Nq);
+        const int piece = int(p.piece), first = keys.lo / piece;
+        return {first, (keys.hi + piece - 1) / piece - first};
+    }
+    __device__ bool next(const Params& p) {
+        if (++iteration >= share) return false;
+        b = iteration ? b : first_b, place = iteration ? place + 1 : first_place;
+        Pieces pieces = pieces_of(p, b);
+        while (place >= pieces.count * int(p.Hkv))
+            place -= pieces.count * int(p.Hkv), pieces = pieces_of(p, ++b);
+        kv = place / pieces.count, piece = pieces.first + place % pieces.count;
+        return true;
+    }
+    __device__ void restart() { iteration = -1; }
+};
 
 // The next work tile of this CTA, with its flags as they are; false behind the last.
-__device__ inline bool get_work(const Params& p, WorkOrder<PACKED>& order, FwdWorkTile& work) {
+template <bool CLAIMED>
+__device__ inline bool get_work(const Params& p, WorkOrder<CLAIMED, false>& order,
+                                FwdWorkTile& work) {
     const int blocks = work.blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
     const int index = order.next(p);
     if (index >= blocks * heads) return false;
@@ -159,10 +230,18 @@ __device__ inline bool get_work(const Params& p, WorkOrder<PACKED>& order, FwdWo
     const int place = PACKED || p.right < 0 ? at.block : blocks - 1 - at.block;
     work.q0 = work.find(p, at.head / int(p.Hq), place) * BLOCK_Q;
     work.h = at.head % int(p.Hq), work.iteration = order.iteration;
-    work.tiles = key_tiles(p, work.sequence(p), work.q0, BLOCK_Q);
+    work.tiles = key_tiles(p, work, work.q0, BLOCK_Q);
     work.begin = work.tiles.begin, work.end = work.tiles.end;
     const KeyTileList list(p, work);
     work.begin = list.lower_bound(work.begin), work.end = list.lower_bound(work.end);
+    return true;
+}
+__device__ inline bool get_work(const Params& p, WorkOrder<false, true>& order, FwdWorkTile& work) {
+    if (!order.next(p)) return false;
+    work.b = order.b, work.h = order.kv * int(p.group), work.q0 = 0;
+    work.piece = order.piece, work.iteration = order.iteration;
+    work.tiles = key_tiles(p, work, 0, BLOCK_Q);
+    work.begin = work.tiles.begin, work.end = work.tiles.end;
     return true;
 }
 

@@ -1,0 +1,67 @@
+"""Which rows that share keys the Hopper kernel takes, and how it is launched over pieces."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.kernels.launch.planning import A100, H200, forward, kernels
+from tileattn.kernels.config import split
+from tileattn.kernels.config.hopper import HOPPER
+from tileattn.kernels.config.split_sm90 import tile_of
+from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
+from tileattn.kernels.launch.catalog import problem_of
+from tileattn.problem import Problem
+
+
+def wide(options: Any = (), **changed: Any) -> Problem:
+    sizes = {"B": 3, "Hq": 128, "Hkv": 2, "Nq": 2, "Nk": 10_000, "D": 128, "Dv": 128}
+    return replace(problem_of("bfloat16", 128, {"kv_lengths", *options}), **sizes | changed)
+
+
+def test_it_is_launched_over_pieces() -> None:
+    plan = forward(wide(), H200)
+    assert kernels(plan) == [HOPPER, split.COMBINE]
+    first, join = plan.launches
+    assert first.key.in_pieces
+    assert first.key.tile == (128, 128)
+    assert first.grid == 3 * 2 * 10  # heads, and pieces of 1,024 keys
+    assert forward(wide(B=30), H200).launches[0].grid == H200.sm_count
+    assert join.grid == 3 * 128 * 2
+    assert (plan.fields["piece"], plan.fields["pieces"]) == (1024, 10)
+    assert plan.workspace.nbytes >= sum(split.partial_bytes(wide()).values())
+    assert "schedule" not in plan.constants
+    assert [x.name for x in plan.tensor_maps[first.tensor_maps]] == ["q", "k", "v"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (wide(["alibi_slopes"]), "alibi_slopes is in use"),
+        (wide(["mask"]), "mask is in use"),
+        (wide(["tree_mask"]), "tree_mask is in use"),
+        (wide(Nk=1024), "there is one piece"),
+        (wide(Dv=124), "the head dimension of v is no multiple of 8"),
+    ],
+)
+def test_what_it_leaves_to_the_generic_kernel(problem: Problem, why: str) -> None:
+    first = forward(problem, H200).launches[0]
+    assert first.key.kernel == split.SPLIT
+    assert first.why.startswith(f"the Hopper kernel, because {why}; few queries")
+
+
+def test_few_rows_and_other_gpus() -> None:
+    few = forward(wide(Hq=32), H200).launches[0]  # 32 rows
+    assert few.key.kernel == split.SPLIT
+    assert few.why.startswith("few queries")
+    assert forward(wide(Hq=34), H200).launches[0].key.kernel == HOPPER
+    assert forward(wide(), A100).launches[0].key.kernel == split.SPLIT
+
+
+@pytest.mark.parametrize("dim", HEAD_DIM_BUCKETS)
+@pytest.mark.parametrize("value", HEAD_DIM_BUCKETS)
+def test_a_tile_divides_a_piece_and_fits(dim: int, value: int) -> None:
+    problem = wide(D=dim, Dv=value)
+    assert split.piece_of(problem) % tile_of(problem).block_k == 0
+    assert tile_of(problem) == tile_of(replace(problem, B=1, Nk=1 << 20, Nq=1))
+    assert forward(problem, H200).launches[0].shared_bytes <= H200.shared_limit - 2048
