@@ -70,7 +70,13 @@ def keys(
         )
         own = (x.key for x in launches if x.key.kernel in (HOPPER, *HOPPER_BACKWARDS))
         found |= dict.fromkeys(own)
-    return list(found)
+    return [*found, *(_latent_key(dtype) for dtype in dtypes)]
+
+
+def _latent_key(dtype: str) -> KernelKey:
+    """Give the kernel of latent attention, which has head dimensions of its own."""
+    problem = replace(catalog.problem_of(dtype, 128, ("kv_lengths",)), Hkv=1, D=576, Dv=512)
+    return forward_launches(problem, catalog.context_of(ARCH)._replace(v_is_k=True))[0].key
 
 
 def findings(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,)) -> list[str]:

@@ -33,6 +33,7 @@ KEYS = [
     *keys([(128, 128)], ["bfloat16"], [("cu_seqlens_q",)])[:2],
     *keys([(256, 256)], ["float16"], [("cu_seqlens_q",)])[1:2],
     *keys([(128, 128)], ["bfloat16"], [("kv_lengths",)])[:1],
+    *keys([], ["bfloat16"]),  # latent attention
 ]
 
 

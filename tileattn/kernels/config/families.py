@@ -51,7 +51,8 @@ def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLa
     is_wide = max(problem.D, problem.Dv) > MAX_HEAD_DIM
     why = (latent if is_wide else split).why_not(problem, context)
     if why is None:
-        return (latent if is_wide else split_sm90).launches(problem, context)
+        cut = latent.launches if is_wide else split_sm90.launches
+        return cut(problem, context)
     if problem.page is not None and problem.Nk:
         raise UnsupportedError(f"backend 'cupy' does not support block_table here: {why}")
     family, refusal = _supporting(problem, context, "forward")

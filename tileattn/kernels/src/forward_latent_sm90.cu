@@ -81,12 +81,6 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     }
 }
 
-// A warp releases what it has read: its part of the GEMMs that read it is complete.
-__device__ inline void release(const Barrier& empty) {
-    __syncwarp();
-    if (threadIdx.x % WARP == 0) empty.arrive();
-}
-
 // Zero the keys of a tile that no row attends to: what is not finite there would spoil all rows,
 // though P is 0. By the score warpgroup; its named barrier comes before the GEMM.
 __device__ inline void zero_outside(const KeyTile& tile, int k0, Range keys) {

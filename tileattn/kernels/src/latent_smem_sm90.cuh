@@ -69,3 +69,9 @@ struct Smem {
         fence_barrier_init();
     }
 };
+
+// A warp releases what it has read: its part of the GEMMs that read it is complete.
+__device__ inline void release(const Barrier& empty) {
+    __syncwarp();
+    if (threadIdx.x % WARP == 0) empty.arrive();
+}
