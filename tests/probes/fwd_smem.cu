@@ -18,14 +18,13 @@ extern "C" __global__ void forward_work_tiles(Params p, const int* schedule, i64
                                               int* out) {
     p.schedule = schedule;
     WorkTile work{};
-    WorkOrder<PACKED> order;
+    WorkOrder<> order(p);
     for (int n = 0; n < iterations && get_work(p, order, work); ++n) {
         int* to = out + (i64(n) * gridDim.x + blockIdx.x) * (6 + 4 * CONSUMERS);
         for (int field : {work.b, work.h, work.q0, work.begin, work.end, work.iteration})
             *to++ = field;
         for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS) {
-            const TileRange tiles =
-                    key_tiles(p, work.sequence(p), work.q0 + row, WARPGROUP_ROWS);
+            const TileRange tiles = key_tiles(p, work, work.q0 + row, WARPGROUP_ROWS);
             for (int field : {tiles.begin, tiles.end, tiles.full_begin, tiles.full_end})
                 *to++ = field;
         }

@@ -116,7 +116,7 @@ def predict(
     >>> from tileattn.distributed import predict
     >>> shape = (1, 8, 65536, 64)
     >>> predict(shape, shape, shape, 16, layout="zigzag", causal=True).chosen
-    'ring'
+    ('heads', 8)
     """
     check_supported(options)
     if ranks < 1:

@@ -174,7 +174,8 @@ struct WorkOrder<false, true> {
         auto count = [&](int b) { return b < B ? pieces_of(p, b).count * int(p.Hkv) : 0; };
         int total = 0;
         for (int n = lane; n < B; n += WARP) total += count(n);
-        total = __reduce_add_sync(~0u, total);
+#pragma unroll
+        for (int step = 1; step < WARP; step *= 2) total += __shfl_xor_sync(~0u, total, step);
         auto start_of = [&](i64 cta) { return int(cta * total / gridDim.x); };
         int before = start_of(blockIdx.x);  // pieces from sequence n on that are not this CTA's
         share = start_of(blockIdx.x + 1) - before;
