@@ -162,6 +162,17 @@ struct WorkOrder<true, false> {
     }
     __device__ void restart() { iteration = -1; }
 };
+// The sum over the lanes of a warp. The compiler knows the instruction's result to be uniform; other
+// GPUs compile this for probes alone.
+__device__ inline int sum_of_warp(int x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(~0u, x);
+#else
+    for (int step = 1; step < WARP; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+#endif
+}
+
 // Pieces of the keys: lengths are on the device, so each CTA counts those of all sequences that have
 // a key, and takes an equal share of them, one behind the other. All lanes of a warp construct it.
 template <>
@@ -174,8 +185,7 @@ struct WorkOrder<false, true> {
         auto count = [&](int b) { return b < B ? pieces_of(p, b).count * int(p.Hkv) : 0; };
         int total = 0;
         for (int n = lane; n < B; n += WARP) total += count(n);
-#pragma unroll
-        for (int step = 1; step < WARP; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+        total = sum_of_warp(total);
         auto start_of = [&](i64 cta) { return int(cta * total / gridDim.x); };
         int before = start_of(blockIdx.x);  // pieces from sequence n on that are not this CTA's
         share = start_of(blockIdx.x + 1) - before;
