@@ -82,7 +82,7 @@ def expected_lists(plan: LaunchPlan, kinds: Any) -> Any:
     least, most = grouped.min(axis=2), grouped.max(axis=2)
     one = np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, 1))
     lists = query_tile_lists(one)
-    lists[..., 1::2][lists[..., ::2] == END] = 0  # where nobody reads
+    lists[..., 1::2][lists[..., ::2] >= END - lists.shape[-1]] = 0  # where nobody reads
     return lists
 
 

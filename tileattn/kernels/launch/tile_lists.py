@@ -14,7 +14,7 @@ from tileattn.kernels.launch.block_sparse import once
 from tileattn.kernels.launch.tile_kinds import TileKinds, tile_kinds_of
 from tileattn.problem import Problem
 
-END = np.iinfo(np.int32).max  # behind the last entry of a list
+END = np.iinfo(np.int32).max  # less the number of entries, it stands behind the last of a list
 
 _Make = Callable[["TileLists", BlockMask | None], NDArray[Any]]
 
@@ -56,8 +56,8 @@ class TileLists:
         """List the key tiles of each query tile, or backward the query tiles of each key tile.
 
         An array of int32, shape (B or 1, heads or 1, blocks, entries): of each tile twice its
-        number, plus one where it is partial; `END` behind the last. Backward each is followed by
-        how many blocks of keys before this one the tile is left to.
+        number, plus one where it is partial; behind the last `END` less how many they are. Backward
+        each is followed by how many blocks of keys before this one the tile is left to.
         """
         lists: NDArray[np.int32] = self._once(mask, TileLists.make_lists)
         return lists
@@ -121,10 +121,10 @@ def tile_lists(
 
 def key_tile_lists(kinds: NDArray[Any]) -> NDArray[np.int32]:
     """List the key tiles of each query tile."""
-    entries = 2 * np.arange(kinds.shape[-1], dtype=np.int32) + (kinds != FULL)
-    lists = np.full((*kinds.shape[:-1], kinds.shape[-1] + 1), END, np.int32)
-    lists[..., :-1] = np.sort(np.where(kinds == EMPTY, END, entries), axis=-1)
-    return lists
+    listed, entries = kinds != EMPTY, 2 * np.arange(kinds.shape[-1], dtype=np.int32)
+    end = END - np.count_nonzero(listed, axis=-1, keepdims=True).astype(np.int32)
+    entries = np.sort(np.where(listed, entries + (kinds != FULL), end), axis=-1)
+    return np.concatenate([entries, end], axis=-1)
 
 
 def query_tile_lists(kinds: NDArray[Any]) -> NDArray[np.int32]:

@@ -92,13 +92,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         store_gradient(p, smem, p.dk, p.dk_at, int(p.D), work, row0, dk, ds_pipe);
     };
     auto load_inputs = [&] { inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q); };
-    auto prologue = [&] {
+    auto prologue = [&](bool partial) {
         load_inputs();
         issue_s();
         smem.v_full().wait(v_pipe.phase);
         v_pipe.advance();
         warpgroup_wait<0>(s);
-        softmax(true);
+        softmax(partial);
         issue_dv();
         warpgroup_wait<0>(dv);  // dP needs the registers of the operands of dV
         issue_dp();
@@ -194,8 +194,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             smem.k_empty().arrive();
             store_dv(ds_pipe);
         } else if (attended) {
-            h = work.kv * heads, tile = QueryTileList(p, work).tile(work.tiles.end - 1);
-            prologue();
+            const QueryTileList list(p, work);
+            h = work.kv * heads, tile = list.tile(work.tiles.end - 1);
+            prologue(is_partial(work, list, work.tiles.end - 1));
             for_each_tile<true, false>(p, work, heads, h, tile, step);
             last_step();
         } else {

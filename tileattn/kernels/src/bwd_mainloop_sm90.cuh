@@ -123,11 +123,12 @@ constexpr u32 DQ_CLAIMED = 1, DQ_STORED = 2;
 // may leave that one far more queries than others have, which would wait for it.
 __device__ inline bool claims_dq(const Params& p) { return HAS_TILE_LIST && !p.in_order; }
 
-// Wait for this CTA's turn to add to a dQ tile. How many key blocks have, or any number but 0.
+// Wait for this CTA's turn to add to a dQ tile. How many key blocks have, or any number but 0. `reached`
+// is what the semaphore has said.
 __device__ inline u32 wait_turn(const Params& p, u32* semaphore, u32 reached, u32 rank) {
     u32 before = rank;
     if (claims_dq(p)) {
-        before = claim_semaphore(semaphore, DQ_CLAIMED);
+        before = reached ? reached : claim_semaphore(semaphore, DQ_CLAIMED);
         for (reached = before; reached == DQ_CLAIMED;) reached = read_semaphore(semaphore);
     } else {
         const u32 wanted = p.in_order ? rank : min(rank, 1u);
@@ -164,6 +165,11 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
 #pragma unroll 1
             for (u32 head = first_head; head < first_head + heads; ++head) {
                 const u32 own = (head * tiles + first_tile + tile) * DQ_STORE_WARPS + store_warp;
+                // Who claims a tile stores it at once: others may be waiting for it.
+                if (claims_dq(p)) {
+                    reached = read_semaphore(dq_semaphore + own);
+                    smem.dq_full(store_warp, dq_pipe.stage).wait(dq_pipe.phase);
+                }
                 const u32 before = wait_turn(p, dq_semaphore + own, reached, rank);
                 reached = 0;
                 float* dq_accum = static_cast<float*>(p.dq_accum) +
@@ -251,6 +257,11 @@ __device__ inline void zero_past_end(const Params& p, const Tile& tile, const Wo
     }
 }
 
+// Whether a mask leaves out some pair of a query tile, by its index.
+__device__ inline bool is_partial(const WorkTile& work, const QueryTileList& list, int index) {
+    return list.is_partial(index) || work.tiles.is_partial(list.tile(index));
+}
+
 // Call step(partial, more) for the query tiles of a work tile that has some: the last tile of each
 // head, then the one before it, so that all key blocks come to a tile at about the same time. The
 // caller may do the first step of all itself. `more` is false for the last one, if that is peeled
@@ -266,12 +277,12 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& w
     for (int index = tiles.end - 1; index >= tiles.begin; --index, begin = first_head) {
         const int end = end_head - (PEEL_LAST && index == tiles.begin);
         tile = list.tile(index);
-        const bool is_partial = list.is_partial(index) || tiles.is_partial(tile);
+        const bool partial = is_partial(work, list, index);
         if constexpr (NAN_SAFE) {  // one copy compiles sooner
-            const bool partial = __any_sync(~0u, is_partial);
+            const bool any = __any_sync(~0u, partial);
 #pragma unroll 1
-            for (h = begin; h < end; ++h) step(partial, true);
-        } else if (is_partial) {
+            for (h = begin; h < end; ++h) step(any, true);
+        } else if (partial) {
 #pragma unroll 1
             for (h = begin; h < end; ++h) step(true, true);
         } else {
@@ -281,7 +292,7 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& w
     }
     if constexpr (PEEL_LAST) {
         h = end_head - 1, tile = list.tile(tiles.begin);
-        step(true, false);
+        step(is_partial(work, list, tiles.begin), false);
     }
 }
 

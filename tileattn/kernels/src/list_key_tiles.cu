@@ -17,5 +17,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const int n = listed.before(kind != EMPTY);
         if (kind != EMPTY) entries[n] = 2 * column + (kind != FULL);
     }
-    for (int n = listed.count + lane; n <= columns; n += WARP) entries[n] = END_OF_LIST;
+    for (int n = listed.count + lane; n <= columns; n += WARP) entries[n] = END_OF_LIST - listed.count;
 }

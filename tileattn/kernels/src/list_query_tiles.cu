@@ -18,5 +18,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const int n = listed.before(tile.x != EMPTY);
         if (tile.x != EMPTY) entries[n] = {2 * row + (tile.x != FULL), tile.y};
     }
-    for (int n = listed.count + lane; n <= rows; n += WARP) entries[n] = {END_OF_LIST, 0};
+    for (int n = listed.count + lane; n <= rows; n += WARP) entries[n] = {END_OF_LIST - listed.count, 0};
 }

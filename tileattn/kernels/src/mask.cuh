@@ -4,6 +4,10 @@
 #include "sequence.cuh"
 
 constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
+
+// Less the number of entries, it stands behind the last of a list of tiles.
+constexpr int END_OF_LIST = 0x7fffffff;
+
 constexpr int FAR = 1 << 30;  // beyond every key and query that the host accepts, by some tiles
 
 struct Range {

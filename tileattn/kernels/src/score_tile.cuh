@@ -98,6 +98,16 @@ struct Scores : Fragment<Accum, MT, NT> {
                 const Range attended = TRANSPOSED ? attn_mask.window.query_range(r, r + 1)
                                                   : attn_mask.window.key_range(r, r + 1);
                 const int lo = attended.lo - c0, hi = attended.hi - c0;
+                u64 in_blocks = 0;  // a bit for each column, found a few at a time: registers are few
+                if constexpr (HAS_BLOCK_MASK) {
+#pragma unroll 4
+                    for (int bit = 0; bit < 2 * (end - begin); ++bit) {
+                        const int c = c0 + 8 * (begin + bit / 2) + bit % 2;
+                        const bool inside = TRANSPOSED ? attn_mask.in_blocks(c, r)
+                                                       : attn_mask.in_blocks(r, c);
+                        in_blocks |= u64(inside) << bit;
+                    }
+                }
 #pragma unroll
                 for (int n = begin; n < end; ++n)
 #pragma unroll
@@ -105,8 +115,7 @@ struct Scores : Fragment<Accum, MT, NT> {
                         const int c = 8 * n + e;
                         bool visible = c >= lo && c < hi;
                         if constexpr (HAS_BLOCK_MASK)
-                            visible = visible && (TRANSPOSED ? attn_mask.in_blocks(c0 + c, r)
-                                                             : attn_mask.in_blocks(r, c0 + c));
+                            visible = visible && in_blocks >> (2 * (n - begin) + e) & 1;
                         // Without a branch: what elements share is computed once.
                         if constexpr (HAS_MASK_MOD)
                             visible = visible & (TRANSPOSED ? attn_mask.by_function(c0 + c, r)

@@ -4,8 +4,6 @@
 
 #include "mask.cuh"
 
-constexpr int END_OF_LIST = 0x7fffffff;
-
 // The line of this warp: of a batch entry and a head, where they differ. The last CTA may have warps
 // without one.
 struct TileLine {

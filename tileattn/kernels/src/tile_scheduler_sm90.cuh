@@ -14,8 +14,9 @@ struct TileRange {
 };
 
 // The tiles that a mask leaves to a block, ascending. An entry begins with twice the tile, plus one
-// if it is partial; a larger one than all of them ends the list. Without a list there are all tiles,
-// partial where the kernel evaluates a mask: their indices are their numbers.
+// if it is partial. There is room for all tiles and one entry more; what is unused holds END_OF_LIST
+// less the number of those in use. Without a list there are all tiles, partial where the kernel
+// evaluates a mask: their indices are their numbers.
 template <class Entry>
 struct TileList {
     const Entry* entries = nullptr;
@@ -35,11 +36,12 @@ struct TileList {
     __device__ int tile(int index) const { return entry(index) / 2; }
     __device__ bool is_partial(int index) const { return entry(index) % 2; }
 
-    // Index of the first entry from a tile on.
-    __device__ int lower_bound(int tile) const {
+    // Index of the first entry from a tile on; `tiles` are all. Only windows have to search.
+    __device__ int lower_bound(int tile, int tiles) const {
         if (!HAS_TILE_LIST || !entries) return tile;
-        int lo = 0;
-        for (int hi = tile; lo < hi;) {
+        int lo = 0, hi = tile;
+        if (tile == tiles) lo = hi = END_OF_LIST - entry(tiles);
+        while (lo < hi) {
             const int middle = (lo + hi) / 2;
             if (entry(middle) < 2 * tile)
                 lo = middle + 1;
@@ -244,7 +246,8 @@ __device__ inline bool get_work(const Params& p, WorkOrder<CLAIMED, false>& orde
     work.tiles = key_tiles(p, work, work.q0, BLOCK_Q);
     work.begin = work.tiles.begin, work.end = work.tiles.end;
     const KeyTileList list(p, work);
-    work.begin = list.lower_bound(work.begin), work.end = list.lower_bound(work.end);
+    const int tiles = block_count<BLOCK_K>(p, p.Nk);
+    work.begin = list.lower_bound(work.begin, tiles), work.end = list.lower_bound(work.end, tiles);
     return true;
 }
 __device__ inline bool get_work(const Params& p, WorkOrder<false, true>& order, FwdWorkTile& work) {
@@ -311,7 +314,8 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     const Range queries = window.query_range(work.k0, work.k0 + BLOCK_K);
     const Range full = window.full_query_tiles(work.k0, work.k0 + BLOCK_K);
     const QueryTileList list(p, work);
-    work.tiles = {list.lower_bound(queries.lo / BLOCK_Q),
-                  list.lower_bound((queries.hi + BLOCK_Q - 1) / BLOCK_Q), full.lo, full.hi};
+    const int tiles = block_count<BLOCK_Q>(p, p.Nq);
+    work.tiles = {list.lower_bound(queries.lo / BLOCK_Q, tiles),
+                  list.lower_bound((queries.hi + BLOCK_Q - 1) / BLOCK_Q, tiles), full.lo, full.hi};
     return true;
 }
