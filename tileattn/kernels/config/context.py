@@ -9,7 +9,7 @@ from tileattn.problem import Problem
 WARP = 32
 ROW_WARPS = 4  # of a thread block, in kernels in which each warp takes rows
 NON_FINITE, LARGE, FAILED = 1, 2, 4  # flags of heads, as in src/head_flags.cuh
-ROW_PAD = 128  # no query block is longer, and all divide it
+_ROW_PAD = 128  # no query block is longer, and all divide it
 
 
 class LaunchContext(NamedTuple):
@@ -98,7 +98,7 @@ def block_count(problem: Problem, rows: int, block: int) -> int:
 
 def padded_rows(problem: Problem) -> int:
     """Rows of a head in the arrays that kernels of the backward pass exchange."""
-    return block_count(problem, problem.Nq, ROW_PAD) * ROW_PAD
+    return block_count(problem, problem.Nq, _ROW_PAD) * _ROW_PAD
 
 
 def rows_of_block(key: KernelKey, columns: int) -> int:

@@ -10,7 +10,6 @@ from tileattn.errors import UnsupportedError
 from tileattn.kernels.config import generic, hopper, latent, split, split_sm90
 from tileattn.kernels.config.block_order import order_launches
 from tileattn.kernels.config.context import (
-    ROW_PAD,
     ROW_WARPS,
     KernelLaunch,
     LaunchContext,
@@ -21,9 +20,6 @@ from tileattn.kernels.config.ds_tiles import daux_launches, dbias_launch
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket
 from tileattn.problem import Problem
-
-
-_ROWS_TOGETHER = 4  # that a few lanes take: as in ``src/backward_preprocess.cu``
 
 
 class KernelFamily(Protocol):
@@ -121,7 +117,7 @@ def _explained(refusal: str | None, *launches: KernelLaunch) -> tuple[KernelLaun
 
 
 def _rows(P: Problem, context: LaunchContext) -> KernelLaunch:
-    """Launch the kernel that computes delta, some rows of a few lanes at a time."""
+    """Launch the kernel that computes delta, row by row."""
     key = KernelKey(
         *("backward_preprocess", P.dtype.name),
         value_dim=bucket(min(P.Dv, MAX_HEAD_DIM)),
@@ -129,7 +125,5 @@ def _rows(P: Problem, context: LaunchContext) -> KernelLaunch:
         alignment_bytes=context.alignment_bytes,
         packed=P.sequences is not None,
     )
-    rows = rows_of_block(key, key.value_dim)
-    rows *= min(_ROWS_TOGETHER, ROW_PAD // rows)
-    grid = P.B * P.Hq * padded_rows(P) // rows
-    return KernelLaunch(key, grid, why=f"a thread block takes {rows} rows")
+    rows = P.B * P.Hq * padded_rows(P)
+    return KernelLaunch(key, -(-rows // rows_of_block(key, key.value_dim)))
