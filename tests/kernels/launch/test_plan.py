@@ -332,13 +332,13 @@ def test_what_the_backward_pass_launches(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "finish"), [("float16", 96, 14), ("float32", 192, 28), ("float64", 384, 56)]
+    ("dtype", "rows", "finish"), [("float16", 24, 14), ("float32", 48, 28), ("float64", 96, 56)]
 )
 def test_every_row_has_its_lanes(dtype: str, rows: int, finish: int) -> None:
     """Blocks of 128 threads, as many lanes for a row as it has pieces of 16 bytes.
 
-    Heads are padded to 128 rows of 64 columns before the pass over keys; what follows takes 32
-    columns of 444 rows.
+    Heads are padded to 128 rows of 64 columns before the pass over keys, where a lane takes four
+    pieces; what follows takes 32 columns of 444 rows.
     """
     plan = backward(asked(dtype))
     grids = {launch.key.kernel: (launch.key.threads, launch.grid) for launch in plan.launches}
@@ -354,18 +354,18 @@ TILED: Fields = {"Nq": 300, "Nk": 530, "D": 64, "Dv": 64}
 NARROW = replace(contiguous((B, HQ, 300, 64), "float16"), alignment=4)
 GRIDS: list[tuple[Fields, Fields, dict[str, int]]] = [
     (TILED, {}, {"forward": 36, "backward_large_scores": 36, "backward_dkdv": 36}),
-    (TILED, {}, {"backward_preprocess": 288, "backward_dq_convert": 225, "backward_dq": 36}),
+    (TILED, {}, {"backward_preprocess": 72, "backward_dq_convert": 225, "backward_dq": 36}),
     # As many as run at a time, of what computes flagged heads again.
     (TILED | {"B": 40}, {}, {"forward": 720, "backward_dq": 108, "backward_large_scores": 108}),
     (TILED | {"Dv": 0}, {}, {"forward": 36}),
-    (TILED | {"D": 192, "Dv": 40}, {}, {"backward_preprocess": 288, "backward_dq_convert": 900}),
-    (TILED, {"q": NARROW}, {"backward_preprocess": 1152, "backward_dq_convert": 900}),
+    (TILED | {"D": 192, "Dv": 40}, {}, {"backward_preprocess": 72, "backward_dq_convert": 900}),
+    (TILED, {"q": NARROW}, {"backward_preprocess": 288, "backward_dq_convert": 900}),
     (TILED, bias_of(1, HQ, 300, 530), {"backward_dbias": 6 * 5 * 5}),
     (TILED, bias_of(1, HQ, 1, 530), {"backward_dbias": 6 * 5}),
     (TILED, bias_of(B, 1, 300, 1), {"backward_dbias": 2 * 5}),
     (TILED, bias_of(1, 1, 1, 1), {"backward_dbias": 1}),
     (TILED | {"D": 300}, {}, {"naive_forward": 900, "naive_dkdv": 530, "naive_dq": 900}),
-    (TILED | {"Dv": 300}, {}, {"naive_large_scores": 900, "backward_preprocess": 1152}),
+    (TILED | {"Dv": 300}, {}, {"naive_large_scores": 900, "backward_preprocess": 288}),
     (TILED | {"D": 300}, bias_of(1, HQ, 300, 1), {"naive_dbias": 450}),
 ]
 

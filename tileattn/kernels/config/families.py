@@ -22,6 +22,9 @@ from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket
 from tileattn.problem import Problem
 
 
+_VECTORS = 4  # of a lane, at most: as in ``src/backward_preprocess.cu``
+
+
 class KernelFamily(Protocol):
     """Kernels for one generation of GPUs, or for all."""
 
@@ -125,5 +128,6 @@ def _rows(P: Problem, context: LaunchContext) -> KernelLaunch:
         alignment_bytes=context.alignment_bytes,
         packed=P.sequences is not None,
     )
-    rows = P.B * P.Hq * padded_rows(P)
-    return KernelLaunch(key, -(-rows // rows_of_block(key, key.value_dim)))
+    lanes = key.threads // rows_of_block(key, key.value_dim)
+    rows = key.threads // max(1, lanes // _VECTORS)
+    return KernelLaunch(key, P.B * P.Hq * padded_rows(P) // rows, why="a few lanes for each row")

@@ -7,7 +7,7 @@ CLASSIFY = "classify_tiles"
 LISTS = {"forward": ("list_key_tiles",), "backward": ("rank_key_tiles", "list_query_tiles")}
 KERNELS = (CLASSIFY, *LISTS["forward"], *LISTS["backward"])
 
-_CLASSIFY_WARPS = 8
+_CLASSIFY_WARPS = 16
 _WHY = "mask_mod reads arrays, whose values decide which tiles are computed"
 _LIST_WHY = "one warp for each line of tiles"
 
