@@ -136,6 +136,16 @@ def test_other_tensors_than_the_saved_ones_may_come_back() -> None:
         same(both(q, k, v, dout), expected)
 
 
+def test_a_default_device_is_no_mode_that_looks_at_operators() -> None:
+    q, k, v, dout = drawn()
+    expected = both(q, k, v, dout)
+    with torch.device("meta"):
+        assert eager.is_eager()
+        same(both(q, k, v, dout), expected)
+        with Seen():
+            assert not eager.is_eager()
+
+
 # --- what is shared -------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ during a capture it comes from the pool of the graph.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,17 @@ from tileattn.backends.cupy.foreign import cupy_for, memory_at, stream_at
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
     """Have CuPy compute on a device of PyTorch's, on its current stream, in memory of PyTorch's."""
-    cupy, index = _cupy(), device.index
-    allocator = cupy.cuda.using_allocator(_allocator(device))
-    with torch.cuda.device(index), cupy.cuda.Device(index), _current_stream(index), allocator:
+    index = device.index
+    there = _device(index) if _cupy().cuda.runtime.getDevice() != index else nullcontext()
+    allocator = _cupy().cuda.using_allocator(_allocator(device))
+    with there, _current_stream(index), allocator:
+        yield
+
+
+@contextmanager
+def _device(index: int) -> Iterator[None]:
+    """Make a device the current one of both libraries."""
+    with torch.cuda.device(index), _cupy().cuda.Device(index):
         yield
 
 
@@ -73,7 +81,7 @@ class Pass:
         """Run it on the current stream; None where the call is not like one that has run."""
         device = self._device
         if self._current_device() != device:
-            with torch.cuda.device(device), _cupy().cuda.Device(device):
+            with _device(device):
                 return self(*inputs)
         addresses = [x.data_ptr() for x in inputs]
         executable = self._known(self._deterministic, addresses, device)
@@ -94,6 +102,7 @@ def _current_stream(device: int) -> Any:
     return stream_at(torch._C._cuda_getCurrentRawStream(device))
 
 
+@functools.lru_cache(maxsize=1024)
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Count the elements from the first of a tensor to its last, those between them included."""
     if 0 in shape:

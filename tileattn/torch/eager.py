@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from tileattn.backends.cupy.backend import CupyCall
 from tileattn.call_cache import CALLS, default_backend, values_of
@@ -27,10 +28,16 @@ def is_eager() -> bool:
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        or (torch._C._len_torch_function_stack() and _is_intercepted())
         or torch._C._get_tracing_state()
         or forward_ad._current_level >= 0
     )
+
+
+def _is_intercepted() -> bool:
+    """Whether a mode sees functions that is more than a default device."""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...] | None:
