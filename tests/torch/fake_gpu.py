@@ -31,8 +31,7 @@ def _made(*size: Any, device: Any = None, **given: Any) -> torch.Tensor:
     if device != OnGpu.device:
         return _empty(*size, device=device, **given)
     # As the allocator of a GPU does, at a multiple of 512 bytes.
-    (shape,) = size
-    shape = (shape,) if isinstance(shape, int) else shape
+    shape = size if isinstance(size[0], int) else size[0]
     n = torch.Size(shape).numel() * given.get("dtype", torch.float32).itemsize
     memory = _empty(n + 512, dtype=torch.uint8).fill_(0xFF)
     first = -memory.data_ptr() % 512

@@ -297,6 +297,22 @@ def test_calls_by_addresses_are_those_on_arrays(
     assert names == ["forward", "backward"]
 
 
+@pytest.mark.parametrize(
+    ("ndim", "options"),
+    [(2, {}), (3, {"causal": True}), (3, {"cu_seqlens_q": (0, 2, 5), "cu_seqlens_k": (0, 3, 9)})],
+)
+def test_fewer_axes_and_packed_sequences(
+    gpu: Machine, ndim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    given = [on_gpu(x[(0,) * (4 - ndim)]).requires_grad_(n < 3) for n, x in enumerate(tensors())]
+    expected, results = launched(gpu, given, **options)
+    found, others = launched(gpu, given, **options)
+    assert names == ["forward", "backward"]
+    assert found == expected
+    assert [x.shape for x in others] == [x.shape for x in results]
+
+
 def test_other_layouts_are_other_calls(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     names = on_arrays(monkeypatch)
     q, k, v, dout = tensors()

@@ -178,7 +178,7 @@ class CupyCall(PreparedCall):
         wanted = (deterministic is not None, False, False, False)
         key = deterministic, device, wanted, addresses[1] == addresses[2], bits & -bits
         executable = self._executables.get(key)
-        return executable if executable is not None and executable.copies_nothing else None
+        return executable if executable is not None and executable.brings_rows_alone else None
 
     def _executable(
         self, arrays: Mapping[str, Any], operands: Operands, deterministic: bool | None = None

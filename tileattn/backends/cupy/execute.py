@@ -17,9 +17,12 @@ from tileattn.backends.cupy.streams import (
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.jit.load import Kernel, load_all
-from tileattn.kernels.launch.layout import ArrayLayout
+from tileattn.kernels.launch.layout import ROWS, ArrayLayout
 from tileattn.kernels.launch.params import slots, template
 from tileattn.kernels.launch.plan import LaunchPlan
+
+# What a pass reads and writes that has no options which are arrays.
+ROW_ARRAYS = ROWS | {"lse", "dlse"}
 
 
 class Executable:
@@ -57,7 +60,8 @@ class Executable:
             _prepared(launch, kernel, maps.get(launch.tensor_maps))
             for launch, kernel in zip(plan.launches, kernels, strict=True)
         )
-        self.copies_nothing = not (plan.copies_in or plan.copies_out)
+        copied = plan.copies_in or plan.copies_out
+        self.brings_rows_alone = not copied and ROW_ARRAYS.issuperset(names)
         self._spare: list[tuple[Any, Any]] = []
 
     def run(
