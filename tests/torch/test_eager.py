@@ -165,7 +165,7 @@ def test_calls_are_checked_once_for_each_layout(monkeypatch: pytest.MonkeyPatch)
 
     checked: list[int] = []
     check = functional._check
-    monkeypatch.setattr(functional, "_check", lambda given: checked.append(check(given) or 1))
+    monkeypatch.setattr(functional, "_check", lambda *given: checked.append(check(*given) or 1))
     CALLS.clear()
     q, k, v, _ = drawn()
     others = [torch.nn.Parameter(k.detach()), k.detach()[:, :, :-1], k.detach().double()]
@@ -238,7 +238,7 @@ def on_arrays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 PARTS = (
     *("lse", "delta", "lse_log2", "row_max", "dq_accum", "head_flags"),
-    *("tile_counter", "dq_semaphore", "block_order"),
+    *("tile_counter", "dq_semaphore", "block_order", "claims"),
 )
 
 

@@ -88,13 +88,25 @@ def attention(
     >>> out.shape
     torch.Size([2, 4, 100, 32])
     """
+    return attend((q, k, v), options, return_lse, deterministic, backend)
+
+
+def attend(
+    rows: Sequence[torch.Tensor],
+    options: Mapping[str, Any],
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    names: Sequence[str] = "qkv",
+) -> Any:
+    """Do what `attention` does; errors have the caller's names for q, k and v."""
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    q, k, v = autocast(q, k, v)
+    q, k, v = autocast(*rows)
     key = eager.signature((q, k, v), backend, deterministic, options)
     call = None if key is None else CALLS.get(key)  # compilers do not see the cache
     if call is None:
         given = {"q": q, "k": k, "v": v, "backend": backend, "deterministic": deterministic}
-        out, lse = eager.forward(_inputs(given, options), key)
+        out, lse = eager.forward(_inputs(given, options, names), key)
     else:
         out, lse = call(q, k, v)
     return Attention(out, lse) if return_lse else out
@@ -105,7 +117,9 @@ def new_seed() -> torch.Tensor:
     return torch.randint(1 << 62, (), device="cpu")
 
 
-def _inputs(rows: Mapping[str, Any], options: Mapping[str, Any]) -> Sequence[Any]:
+def _inputs(
+    rows: Mapping[str, Any], options: Mapping[str, Any], names: Sequence[str]
+) -> Sequence[Any]:
     """Check a call, and make it one of an operator."""
     check_names(options)
     if not isinstance(rows["deterministic"], bool):
@@ -116,7 +130,7 @@ def _inputs(rows: Mapping[str, Any], options: Mapping[str, Any]) -> Sequence[Any
     given |= {name: _number(name, given[name]) for name in _NUMBERS if name in given}
     given |= {name: name_of(given[name]) for name in _HANDLES if name in given}
     given["aux"] = list(given.get("aux", ()))
-    _check(given)
+    _check(given, names)
     window, causal = given.pop("window", None), given.pop("causal", False)
     given["left"], given["right"] = window_of(window, causal)
     return [*(_DEFAULTS | given).values()]
@@ -143,9 +157,10 @@ def _number(name: str, x: Any) -> float:
     return x if isinstance(x, torch.SymFloat) else float(x)
 
 
-def _check(given: Mapping[str, Any]) -> None:
+def _check(given: Mapping[str, Any], names: Sequence[str]) -> None:
     """Check what all tensors have in common; the library checks the rest."""
-    check_tensor("q", given["q"])
+    callers = dict(zip("qkv", names, strict=True))
+    check_tensor(callers["q"], given["q"])
     device = given["q"].device
     for name, x in given.items():
         if name == "aux":
@@ -153,4 +168,4 @@ def _check(given: Mapping[str, Any]) -> None:
                 check_tensor(f"aux[{n}]", y, device)
         elif name in TENSORS:
             check = check_integers if name in _INTEGERS else check_tensor
-            check(name, x, device)
+            check(callers.get(name, name), x, device)
