@@ -313,6 +313,25 @@ def test_fewer_axes_and_packed_sequences(
     assert [x.shape for x in others] == [x.shape for x in results]
 
 
+def test_memory_of_the_forward_pass_is_pytorchs(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where keys are cut into pieces, which are merged."""
+    names = on_arrays(monkeypatch)
+    q = on_gpu(torch.zeros(1, 8, 1, 64, dtype=torch.float16))
+    k = on_gpu(torch.zeros(1, 2, 8192, 64, dtype=torch.float16))
+    for _ in range(2):
+        gpu.launches.clear()
+        attention(q, k, k)
+        gpu.allocated.clear()
+    assert names == ["forward"]
+    assert not gpu.allocated
+    partial = {int(params["partial_out"]) for *_, params in gpu.launches}
+    assert len(gpu.launches) == 2
+    assert len(partial) == 1
+    assert 0 not in partial
+
+
 def test_other_layouts_are_other_calls(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     names = on_arrays(monkeypatch)
     q, k, v, dout = tensors()
