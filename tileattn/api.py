@@ -167,7 +167,7 @@ def forward(
     True
     """
     arrays = (q, k, v) if out is None else (q, k, v, out)
-    valid = CALLS.get(signature(arrays, backend, options))
+    valid: PreparedCall | None = CALLS.get(signature(arrays, backend, options))
     # A call like an earlier one: straight to the launch.
     if valid is not None and valid.cached_launch is not None:
         cached = valid.cached_launch(q, k, v, out)

@@ -101,10 +101,10 @@ class PreparedCall:
         return result
 
 
-class CallCache(dict[Any, PreparedCall]):
+class CallCache(dict[Any, Any]):
     """Valid calls by signature, emptied when it is full; single steps are safe among threads."""
 
-    def keep(self, key: Any, call: PreparedCall) -> None:
+    def keep(self, key: Any, call: Any) -> None:
         """Keep a call, unless it has no signature."""
         if key is None:
             return
@@ -126,7 +126,7 @@ def prepared_call(backend: Any, problem: Problem, operands: Operands) -> Prepare
     return call
 
 
-def _default() -> Any:
+def default_backend() -> Any:
     """Look up ``TILEATTN_BACKEND``.
 
     If it is absent ``os.environ.get`` takes a microsecond, a seventh of a repeated call.
@@ -135,6 +135,22 @@ def _default() -> Any:
         return os.environ._data.get(_VARIABLE)  # type: ignore[attr-defined]  # CPython's own
     except AttributeError:
         return os.environ.get("TILEATTN_BACKEND")
+
+
+def values_of(options: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Write down options that are plain values, and tuples of them; None if there are others."""
+    key: list[Any] = []
+    for name, x in options.items():
+        kind = type(x)
+        if kind is tuple:
+            kinds = tuple(map(type, x))
+            if not _PLAIN.issuperset(kinds):
+                return None
+            key.append(kinds)
+        elif kind not in _PLAIN:
+            return None
+        key += (name, kind, x)
+    return tuple(key)
 
 
 def signature(
@@ -147,7 +163,7 @@ def signature(
     """
     if type(backend) is not str:
         return None
-    key: list[Any] = [backend, _default() if backend == "auto" else None]
+    key: list[Any] = [backend, default_backend() if backend == "auto" else None]
     try:
         for x in arrays:
             if x is None:

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tileattn.errors import UnsupportedError  # noqa: E402 - as above
 from tileattn.torch import scaled_dot_product_attention, sdpa  # noqa: E402 - PyTorch may be absent
 
 functional = torch.nn.functional
@@ -151,9 +152,11 @@ Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8)
         ((Q, Q, Q), {"attn_mask": torch.ones(5, 5).long()}, "attn_mask has dtype torch.int64"),
         ((Q[0, 0, 0], Q, Q), {}, r"query has shape \(8,\)"),
         ((Q, [1], Q), {}, "key is list"),
+        ((Q, Q.to("meta"), Q), {}, "key is on meta"),
+        ((Q, Q, Q.to_sparse()), {}, "value has layout torch.sparse_coo"),
         ((Q, Q, Q), {"dropout_p": 1.5}, "dropout_p is 1.5"),
     ],
 )
 def test_what_is_not_accepted_is_named(given: Any, options: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError, UnsupportedError), match=message):
         scaled_dot_product_attention(*given, **options)

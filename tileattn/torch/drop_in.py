@@ -1,13 +1,15 @@
 """PyTorch's own call, computed here."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from tileattn.torch.functional import attention, new_seed
+from tileattn.torch.functional import attend, new_seed
 from tileattn.torch.tensors import check_tensor
+
+NAMES = ("query", "key", "value")
 
 
 def scaled_dot_product_attention(
@@ -70,34 +72,37 @@ def scaled_dot_product_attention(
         options["q_offset"] = 0
     if dropout_p:
         options |= {"dropout_p": dropout_p, "seed": new_seed()}
-    tensors = {"query": query, "key": key, "value": value}
-    for name, x in tensors.items():
-        check_tensor(name, x)
+    rows = query, key, value
+    for name, x in zip(NAMES, rows, strict=True):
+        # What else there is to check is checked once for all calls like this one.
+        if not isinstance(x, torch.Tensor) or x.is_nested:
+            check_tensor(name, x)
         if x.ndim < 2:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; (..., N, D) is accepted")
-    q, k, v = _broadcast(tensors, 3 if enable_gqa else 2)
+    q, k, v = _broadcast(rows, 3 if enable_gqa else 2)
     if attn_mask is not None:
         check_tensor("attn_mask", attn_mask)
         of_pairs = _expanded(attn_mask, q.shape[:-2]) if q.ndim > 4 else attn_mask
         options[option_of(attn_mask)] = of_pairs if q.ndim <= 4 else of_pairs.flatten(0, -4)
     if q.ndim <= 4:
-        return attention(q, k, v, **options)
-    folded = (x.flatten(0, -4) for x in (q, k, v))
-    return attention(*folded, **options).reshape(*q.shape[:-1], v.shape[-1])
+        return attend((q, k, v), options, names=NAMES)
+    folded = [x.flatten(0, -4) for x in (q, k, v)]
+    return attend(folded, options, names=NAMES).reshape(*q.shape[:-1], v.shape[-1])
 
 
-def _broadcast(tensors: Mapping[str, torch.Tensor], own: int) -> list[torch.Tensor]:
+def _broadcast(tensors: Sequence[torch.Tensor], own: int) -> Sequence[torch.Tensor]:
     """Broadcast tensors against each other, but for their last axes."""
-    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
-    if len({shape[:-own] for shape in shapes.values()}) == 1:
-        return list(tensors.values())
+    leads = [x.shape[:-own] for x in tensors]
+    if leads[0] == leads[1] == leads[2]:
+        return tensors
     try:
-        batch = torch.broadcast_shapes(*(shape[:-own] for shape in shapes.values()))
+        batch = torch.broadcast_shapes(*leads)
     except RuntimeError:
-        of_each = ", ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
+        pairs = zip(NAMES, tensors, strict=True)
+        of_each = ", ".join(f"{name} has shape {tuple(x.shape)}" for name, x in pairs)
         hint = "" if own == 3 else " (enable_gqa=True lets query heads share a head of keys)"
         raise ValueError(f"{of_each}; axes that broadcast are accepted{hint}") from None
-    return [x.expand(*batch, *x.shape[-own:]) for x in tensors.values()]
+    return [x.expand(*batch, *x.shape[-own:]) for x in tensors]
 
 
 def _expanded(mask: torch.Tensor, batch: Sequence[int]) -> torch.Tensor:

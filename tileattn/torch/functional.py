@@ -1,14 +1,15 @@
 """The call on tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 
+from tileattn.call_cache import CALLS
 from tileattn.problem import check_names, window_of
 from tileattn.results import Attention
-from tileattn.torch import operators
+from tileattn.torch import eager
 from tileattn.torch.handles import name_of
 from tileattn.torch.operators import INPUTS, TENSORS
 from tileattn.torch.tensors import autocast, check_integers, check_tensor
@@ -87,26 +88,52 @@ def attention(
     >>> out.shape
     torch.Size([2, 4, 100, 32])
     """
-    check_names(options)
-    given = {"q": q, "k": k, "v": v}
-    given |= {name: x for name, x in options.items() if x is not None}
-    given |= {name: _integers(name, given[name]) for name in _INTEGERS if name in given}
-    given |= {name: _number(name, given[name]) for name in _NUMBERS if name in given}
-    given |= {name: name_of(given[name]) for name in _HANDLES if name in given}
-    given["aux"] = list(given.get("aux", ()))
-    _check(given)
-    window, causal = given.pop("window", None), given.pop("causal", False)
-    given["left"], given["right"] = window_of(window, causal)
-    given |= dict(zip("qkv", autocast(q, k, v), strict=True))
-    given["backend"] = backend
-    given["deterministic"] = deterministic or torch.are_deterministic_algorithms_enabled()
-    result = Attention(*operators.forward(*(_DEFAULTS | given).values()))
-    return result if return_lse else result.out
+    return attend((q, k, v), options, return_lse, deterministic, backend)
+
+
+def attend(
+    rows: Sequence[torch.Tensor],
+    options: Mapping[str, Any],
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    names: Sequence[str] = "qkv",
+) -> Any:
+    """Do what `attention` does; errors have the caller's names for q, k and v."""
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    q, k, v = autocast(*rows)
+    key = eager.signature((q, k, v), backend, deterministic, options)
+    call = None if key is None else CALLS.get(key)  # compilers do not see the cache
+    if call is None:
+        given = {"q": q, "k": k, "v": v, "backend": backend, "deterministic": deterministic}
+        out, lse = eager.forward(_inputs(given, options, names), key)
+    else:
+        out, lse = call(q, k, v)
+    return Attention(out, lse) if return_lse else out
 
 
 def new_seed() -> torch.Tensor:
     """Draw the seed of a dropout from PyTorch's generator on the CPU; it stays there."""
     return torch.randint(1 << 62, (), device="cpu")
+
+
+def _inputs(
+    rows: Mapping[str, Any], options: Mapping[str, Any], names: Sequence[str]
+) -> Sequence[Any]:
+    """Check a call, and make it one of an operator."""
+    check_names(options)
+    if not isinstance(rows["deterministic"], bool):
+        kind = type(rows["deterministic"]).__name__
+        raise TypeError(f"deterministic is {kind}; True or False is accepted")
+    given = {**rows, **{name: x for name, x in options.items() if x is not None}}
+    given |= {name: _integers(name, given[name]) for name in _INTEGERS if name in given}
+    given |= {name: _number(name, given[name]) for name in _NUMBERS if name in given}
+    given |= {name: name_of(given[name]) for name in _HANDLES if name in given}
+    given["aux"] = list(given.get("aux", ()))
+    _check(given, names)
+    window, causal = given.pop("window", None), given.pop("causal", False)
+    given["left"], given["right"] = window_of(window, causal)
+    return [*(_DEFAULTS | given).values()]
 
 
 def _integers(name: str, x: Any) -> torch.Tensor:
@@ -130,9 +157,10 @@ def _number(name: str, x: Any) -> float:
     return x if isinstance(x, torch.SymFloat) else float(x)
 
 
-def _check(given: Mapping[str, Any]) -> None:
+def _check(given: Mapping[str, Any], names: Sequence[str]) -> None:
     """Check what all tensors have in common; the library checks the rest."""
-    check_tensor("q", given["q"])
+    callers = dict(zip("qkv", names, strict=True))
+    check_tensor(callers["q"], given["q"])
     device = given["q"].device
     for name, x in given.items():
         if name == "aux":
@@ -140,4 +168,4 @@ def _check(given: Mapping[str, Any]) -> None:
                 check_tensor(f"aux[{n}]", y, device)
         elif name in TENSORS:
             check = check_integers if name in _INTEGERS else check_tensor
-            check(name, x, device)
+            check(callers.get(name, name), x, device)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 import tileattn
+from tileattn.call_cache import CALLS, PreparedCall, signature
 from tileattn.errors import UnsupportedError
 from tileattn.torch.handles import named
 from tileattn.torch.tensors import array_of, on, tensor_of
@@ -38,7 +39,8 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
 
 
-def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the forward operator, which takes `INPUTS`, past PyTorch's dispatcher."""
     given = dict(zip(INPUTS, inputs, strict=True))
     with on(given["q"].device):
         options = _options(given)
@@ -47,7 +49,7 @@ def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return tensor_of(result.out), tensor_of(result.lse)
 
 
-def _backward(
+def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     out: torch.Tensor,
@@ -55,6 +57,7 @@ def _backward(
     wrt: Sequence[str],
     *inputs: Any,
 ) -> list[torch.Tensor]:
+    """Run the backward operator past PyTorch's dispatcher."""
     given = dict(zip(INPUTS, inputs, strict=True))
     with on(dout.device):
         options = _options(given | {"wrt": wrt})
@@ -64,6 +67,18 @@ def _backward(
         grads = tileattn.backward(*map(array_of, rows), **options)
         found = [*grads, *(grads.daux or ())]
         return [tensor_of(x) for x in found if x is not None]
+
+
+def prepared(inputs: Sequence[Any], others: Sequence[Any] = ()) -> PreparedCall | None:
+    """Look up what the library keeps of a call, and of others than q, k and v: those of a pass."""
+    given = dict(zip(INPUTS, inputs, strict=True))
+    with on(given["q"].device):
+        options = _options(given)
+        del options["deterministic"]
+        backend = options.pop("backend")
+        rows = [given[name] for name in _ROWS] + [*others]
+        arrays = [None if x is None else array_of(x) for x in rows]
+        return CALLS.get(signature(arrays, backend, options))
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,60 +139,39 @@ def _save(ctx: Any, inputs: Sequence[Any], output: tuple[torch.Tensor, torch.Ten
 
 
 def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-    return _gradients(ctx, ctx.needs_input_grad, dout, dlse)
-
-
-def _gradients(ctx: Any, needs: Sequence[Any], dout: Any, dlse: Any) -> tuple[Any, ...]:
-    """Compute the gradients that are needed; autograd gives None where there is none upstream."""
     out, lse, *tensors = ctx.saved_tensors
     given = ctx.values | dict(zip(TENSORS, tensors, strict=False))
     given["aux"] = tensors[len(TENSORS) :]
+    inputs = [given[name] for name in INPUTS]
+    run = torch.ops.tileattn.backward
+    dout = upstream(dout, out)
+    return gradients(run, ctx.needs_input_grad, dout, dlse, out, lse, inputs)
+
+
+def upstream(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Give the upstream gradient: autograd gives None where only that of lse is there."""
+    return torch.zeros_like(out) if dout is None else dout
+
+
+def gradients(
+    run: Callable[..., Any],
+    needs: Sequence[Any],
+    dout: Any,
+    dlse: Any,
+    out: Any,
+    lse: Any,
+    inputs: Sequence[Any],
+) -> tuple[Any, ...]:
+    """Compute the gradients that are needed, None for the others."""
+    given = dict(zip(INPUTS, inputs, strict=True))
     needed = dict(zip(INPUTS, needs, strict=True))
     needed["aux"] = any(needed["aux"]) if given["aux"] else False
     wrt = [name for name in _DIFFERENTIABLE if needed[name]]
-    dout = torch.zeros_like(out) if dout is None else dout
-    inputs = (given[name] for name in INPUTS)
-    found = iter(torch.ops.tileattn.backward(dout, dlse, out, lse, wrt, *inputs))
+    found = iter(run(dout, dlse, out, lse, wrt, *inputs))
     grads = dict.fromkeys(INPUTS)
     grads |= {name: next(found) for name in wrt if name != "aux"}
     floating = [needed["aux"] and x.is_floating_point() for x in given["aux"]]
     return tuple((grads | {"aux": [next(found) if x else None for x in floating]}).values())
-
-
-class _Eager(torch.autograd.Function):  # type: ignore[misc]  # untyped
-    """The operator with its gradients, at a fifth of what PyTorch takes to do the same."""
-
-    @staticmethod
-    def forward(ctx: Any, *flat: Any) -> Any:
-        inputs = _nested(flat)
-        output = torch.ops.tileattn.forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        *grads, daux = _gradients(ctx, _nested(ctx.needs_input_grad), dout, dlse)
-        return *grads, *daux
-
-
-def _nested(flat: Sequence[Any]) -> tuple[Any, ...]:
-    """Put the arrays of ``aux``, which come last, into a list."""
-    first = len(INPUTS) - 1
-    return *flat[:first], list(flat[first:])
-
-
-def _needs_gradient(x: torch.Tensor | None) -> bool:
-    return x is not None and bool(x.requires_grad)
-
-
-def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the forward operator, which takes `INPUTS`."""
-    *others, aux = inputs
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if not traced and torch.is_grad_enabled() and any(map(_needs_gradient, (*others[:5], *aux))):
-        output: tuple[torch.Tensor, torch.Tensor] = _Eager.apply(*others, *aux)
-        return output
-    return torch.ops.tileattn.forward(*inputs)  # type: ignore[no-any-return]  # as above
 
 
 def _refuse(_ctx: Any, *_grads: Any) -> None:
@@ -195,8 +189,8 @@ _LIBRARY.define(
     " -> Tensor[]"
 )
 for _name, _run, _fake in (
-    ("forward", _forward, _fake_forward),
-    ("backward", _backward, _fake_backward),
+    ("forward", forward, _fake_forward),
+    ("backward", backward, _fake_backward),
 ):
     for _kind in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _run, _kind)

@@ -86,7 +86,13 @@ def check_integers(name: str, x: Any, device: torch.device) -> None:
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Convert to the dtype of autocast, where it is enabled, as PyTorch's own operators do."""
+    """Convert to the dtype of autocast, where it is enabled, as PyTorch's own operators do.
+
+    What is no tensor stays as it is: who checks it names it.
+    """
+    enabled = torch._C._is_any_autocast_enabled()
+    if not enabled or not all(isinstance(x, torch.Tensor) for x in tensors):
+        return tensors
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors

@@ -62,6 +62,8 @@ class Machine:
         Bytes of each piece of memory that was taken.
     stream : int
         Handle of the current stream.
+    streams : list of int
+        Handle of the stream of each launch, and of each memory that is set to zero.
     bound : list of int
         Devices that have been made those of the thread.
     capturing : bool
@@ -81,6 +83,7 @@ class Machine:
         self.maps: list[tuple[Encoded, ...]] = []
         self.uploads: list[Any] = []
         self.allocated: list[int] = []
+        self.streams: list[int] = []
         self.capturing = False
         self.stream = 0
         self.bound: list[int] = []
@@ -142,14 +145,15 @@ class Machine:
 
     def clear(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Stand in for ``cudaMemsetAsync``."""
-        assert stream == self.stream
+        self.streams.append(stream)
         ctypes.memset(address, value, nbytes)
 
     def load(self, key: KernelKey) -> Any:
         """Stand in for ``kernels.load.load_all``, for each key."""
 
-        def start(grid: Any, threads: Any, arguments: Any, shared: int) -> None:
+        def start(grid: Any, threads: Any, arguments: Any, shared: int, stream: Any) -> None:
             assert threads == (key.threads,)
+            self.streams.append(self.stream if stream is None else stream.ptr)
             cells, *maps = arguments
             block = ctypes.string_at(cells.address, PARAMS.itemsize)
             params = np.frombuffer(block, PARAMS)[0]

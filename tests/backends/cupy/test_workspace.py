@@ -129,6 +129,7 @@ def test_with_a_workspace_nothing_but_results_is_taken(
     options: dict[str, Any] = {"sinks": sinks, "deterministic": deterministic}
     tileattn.backward(**given, **options)
     expected = [launch[:3] for launch in gpu.launches]
+    assert {*gpu.streams} == {7}
     gpu.launches.clear()
 
     nbytes = explained(given, {"sinks": sinks})

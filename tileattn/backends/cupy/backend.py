@@ -144,13 +144,13 @@ class CupyCall(PreparedCall):
         bias, dbias, sinks, dsinks = operands.bias, None, operands.sinks, None
         arrays = inputs_of(P, operands)
         arrays |= {"out": attention.out, "dout": dout, "lse": attention.lse}
+        if dlse is not None:
+            arrays["dlse"] = dlse
         if any(map(operands.wants, "qkv")):  # one kernel computes all three
             dq = cupy.ndarray((P.B, P.Hq, P.Nq, P.D), P.dtype)
             dk = cupy.ndarray((P.B, P.Hkv, P.Nk, P.D), P.dtype)
             dv = cupy.ndarray((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
             arrays |= {"dq": dq, "dk": dk, "dv": dv}
-        if dlse is not None:
-            arrays["dlse"] = dlse
         if bias is not None and operands.wants("bias"):
             # Empty tiles are not written.
             arrays["dbias"] = dbias = cupy.zeros(bias.shape, bias.dtype)
@@ -163,6 +163,23 @@ class CupyCall(PreparedCall):
         executable.run(addresses, arrays, device, workspace)
         return Gradients(dq, dk, dv, dbias, dsinks, daux)
 
+    def known(
+        self, deterministic: bool | None, addresses: Sequence[int], device: int
+    ) -> Executable | None:
+        """Find what an earlier call has made for a pass that brings q, k, v and their like alone.
+
+        The pass is backward, or forward if ``deterministic`` is None. The addresses are those of
+        the arrays that it reads, q, k and v first; what it writes is aligned as kernels wish. None
+        where no call has been like this one, or arrays are copied for it.
+        """
+        bits = MAX_ALIGNMENT
+        for address in addresses:
+            bits |= address
+        wanted = (deterministic is not None, False, False, False)
+        key = deterministic, device, wanted, addresses[1] == addresses[2], bits & -bits
+        executable = self._executables.get(key)
+        return executable if executable is not None and executable.brings_rows_alone else None
+
     def _executable(
         self, arrays: Mapping[str, Any], operands: Operands, deterministic: bool | None = None
     ) -> tuple[Executable, dict[str, int], int]:
@@ -174,7 +191,8 @@ class CupyCall(PreparedCall):
 
         device: int = cupy.cuda.runtime.getDevice()
         addresses = addresses_of(arrays, device)
-        wanted = (*(x in arrays for x in ("dq", "dbias", "dsinks")), operands.wants("aux"))
+        learned = bool(operands.aux) and operands.wants("aux")
+        wanted = (*(x in arrays for x in ("dq", "dbias", "dsinks")), learned)
         # Addresses decide about the alignment of rows, and whether v may be a view of k.
         joint = addresses["k"] == addresses["v"]
         key = deterministic, device, wanted, joint, *_alignments(addresses)

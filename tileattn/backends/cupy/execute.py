@@ -17,9 +17,12 @@ from tileattn.backends.cupy.streams import (
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.jit.load import Kernel, load_all
-from tileattn.kernels.launch.layout import ArrayLayout
+from tileattn.kernels.launch.layout import ROWS, ArrayLayout
 from tileattn.kernels.launch.params import slots, template
 from tileattn.kernels.launch.plan import LaunchPlan
+
+# What a pass reads and writes that has no options which are arrays.
+ROW_ARRAYS = ROWS | {"lse", "dlse"}
 
 
 class Executable:
@@ -32,6 +35,7 @@ class Executable:
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
         self.plan = plan
+        self._names = tuple(names)
         constants = dict(plan.constants)
         self.is_complete = "schedule" not in constants or not is_capturing()
         if not self.is_complete:
@@ -44,9 +48,11 @@ class Executable:
         for name, address in fixed.items():
             cells[places[name]] = address
         self._template = cells.tobytes()
-        brought = dict.fromkeys((*names, *plan.workspace.starts))
-        self._slots = tuple((name, places[name]) for name in brought if name in places)
-        last = max(slot for _, slot in self._slots)
+        # A copy in the workspace takes the place of the array that it is of.
+        starts = plan.workspace.starts
+        self._slots = tuple((n, places[x]) for n, x in enumerate(names) if x in places)
+        self._parts = tuple((start, places[x]) for x, start in starts.items() if x in places)
+        last = max(slot for _, slot in (*self._slots, *self._parts))
         self._pointers = cells[: last + 1].tolist()
         kernels = load_all([launch.key for launch in plan.launches])
         maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
@@ -54,6 +60,8 @@ class Executable:
             _prepared(launch, kernel, maps.get(launch.tensor_maps))
             for launch, kernel in zip(plan.launches, kernels, strict=True)
         )
+        copied = plan.copies_in or plan.copies_out
+        self.brings_rows_alone = not copied and ROW_ARRAYS.issuperset(names)
         self._spare: list[tuple[Any, Any]] = []
 
     def run(
@@ -69,10 +77,8 @@ class Executable:
         may have to be copied. A workspace takes the place of CuPy's pool; ValueError where it is
         too small, or on another device.
         """
-        needed, copies_out = self.plan.workspace, []
-        if workspace is None and not needed.nbytes:
-            places = {**addresses, **dict.fromkeys(needed.starts, 0)}
-        else:
+        needed, copies_out, at = self.plan.workspace, [], 0
+        if workspace is not None or needed.nbytes:
             import cupy
 
             memory = cupy.cuda.alloc(needed.nbytes) if workspace is None else workspace.data
@@ -90,24 +96,37 @@ class Executable:
             copies_in, copies_out = copies(self.plan.copies_in), copies(self.plan.copies_out)
             for copy, x in copies_in:
                 cupy.copyto(copy, x, casting="unsafe")
-            if needed.zeros < needed.nbytes:
-                nbytes, stream = needed.nbytes - needed.zeros, current_stream().ptr
-                cupy.cuda.runtime.memsetAsync(at + needed.zeros, 0, nbytes, stream)
-            places = {**addresses, **{name: at + start for name, start in starts.items()}}
-        pointers = self._pointers.copy()
-        for name, slot in self._slots:
-            pointers[slot] = places[name]
-        self.start(pointers)
+        self.launch([addresses[name] for name in self._names], at)
         for copy, x in copies_out:
             cupy.copyto(x, copy, casting="unsafe")
 
-    def start(self, pointers: Sequence[int]) -> None:
+    def launch(self, addresses: Sequence[int], workspace: int, stream: Any = None) -> None:
+        """Start the kernels on arrays that need no copies, given all addresses.
+
+        Those of the arrays are in the order of the names that the constructor was given. By default
+        the stream is CuPy's current one.
+        """
+        needed = self.plan.workspace
+        if needed.zeros < needed.nbytes:
+            from cupy.cuda import runtime
+
+            handle = (stream or current_stream()).ptr
+            nbytes = needed.nbytes - needed.zeros
+            runtime.memsetAsync(workspace + needed.zeros, 0, nbytes, handle)
+        pointers = self._pointers.copy()
+        for n, slot in self._slots:
+            pointers[slot] = addresses[n]
+        for start, slot in self._parts:
+            pointers[slot] = workspace + start
+        self.start(pointers, stream)
+
+    def start(self, pointers: Sequence[int], stream: Any = None) -> None:
         """Start the kernels alone, given the cells that the parameter block begins with.
 
         Those are addresses, and with ``aux`` all others too.
         """
         if self._constants:
-            outlive_readers(self, self._stream)
+            outlive_readers(self, self._stream, stream)
         # A launch copies the block, so it is free for the next call afterwards. Threads that run
         # the same plan at the same time each take a block of their own: pop and append are atomic.
         try:
@@ -119,10 +138,10 @@ class Executable:
         arguments = (argument,)
         for function, grid, threads, shared_bytes, maps in self._launches:
             if maps is None:
-                function(grid, threads, arguments, shared_bytes)
+                function(grid, threads, arguments, shared_bytes, stream)
             else:
                 _held, encoded = maps[maps.pick(pointers)]
-                function(grid, threads, (argument, encoded), shared_bytes)
+                function(grid, threads, (argument, encoded), shared_bytes, stream)
         self._spare.append(block)
 
     def _block(self) -> tuple[Any, Any]:

@@ -16,14 +16,14 @@ def current_stream() -> Any:
     return cupy.cuda.get_current_stream()
 
 
-def is_capturing() -> bool:
-    """Whether CuPy's current stream takes down a graph instead of running what it is given."""
-    return bool(current_stream().is_capturing())
+def is_capturing(stream: Any = None) -> bool:
+    """Whether a stream, CuPy's current one by default, takes down a graph instead of running it."""
+    return bool((stream or current_stream()).is_capturing())
 
 
-def stream_name() -> tuple[int, int]:
-    """Name CuPy's current stream: its handle, and the thread where that decides, too."""
-    handle: int = current_stream().ptr
+def stream_name(stream: Any = None) -> tuple[int, int]:
+    """Name a stream: its handle, and the thread where that decides, too."""
+    handle: int = (stream or current_stream()).ptr
     return handle, threading.get_ident() if handle == PER_THREAD else 0
 
 
@@ -39,11 +39,11 @@ def uploaded(x: np.ndarray[Any, Any]) -> Any:
         return cupy.asarray(x, blocking=True)
 
 
-def outlive_readers(owner: object, stream: tuple[int, int]) -> None:
-    """Keep memory for good where what the current stream is given may read it after it is dropped.
+def outlive_readers(owner: object, name: tuple[int, int], stream: Any = None) -> None:
+    """Keep memory for good where what a stream is given may read it after it is dropped.
 
-    Freed memory is for the stream that it was taken on, which does not wait for others; and a graph
-    reads it whenever it is replayed.
+    Freed memory is for the stream of this name, on which it was taken, and which does not wait for
+    others; and a graph reads it whenever it is replayed.
     """
-    if stream_name() != stream or is_capturing():
+    if stream_name(stream) != name or is_capturing(stream):
         _kept[id(owner)] = owner

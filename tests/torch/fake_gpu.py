@@ -1,0 +1,74 @@
+"""Tensors that say they are on a GPU, whose memory is the host's: for no GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends.cupy.fake_cupy import Machine, machine
+from tileattn.torch import cuda, eager
+
+STREAM = 11  # handle of PyTorch's current stream
+
+_empty = torch.empty
+
+
+class OnGpu(torch.Tensor):  # type: ignore[misc]  # PyTorch is untyped here
+    """A tensor of the host that is taken for one of the first GPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = torch.device("cuda:0")
+    is_cuda = True
+
+
+def on_gpu(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().as_subclass(OnGpu)
+
+
+def _made(*size: Any, device: Any = None, **given: Any) -> torch.Tensor:
+    if device != OnGpu.device:
+        return _empty(*size, device=device, **given)
+    # As the allocator of a GPU does, at a multiple of 512 bytes.
+    shape = size if isinstance(size[0], int) else size[0]
+    n = torch.Size(shape).numel() * given.get("dtype", torch.float32).itemsize
+    memory = _empty(n + 512, dtype=torch.uint8).fill_(0xFF)
+    first = -memory.data_ptr() % 512
+    return on_gpu(memory[first : first + n].view(given.get("dtype", torch.float32)).view(shape))
+
+
+@contextmanager
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """Let PyTorch and CuPy find a GPU, on which kernels only take note of being started."""
+    with machine(monkeypatch) as made:
+        import cupy
+
+        @contextmanager
+        def on_device(device: torch.device) -> Iterator[None]:
+            stream, made.stream = made.stream, STREAM
+            with cupy.cuda.using_allocator(cuda._allocator(device)):
+                yield
+            made.stream = stream
+
+        tensor_of = cuda.tensor_of
+        monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+        monkeypatch.setattr(cuda, "on_device", on_device)
+        monkeypatch.setattr(cuda, "tensor_of", lambda x: on_gpu(tensor_of(x)))
+        stream = type("Stream", (), {"ptr": STREAM, "is_capturing": lambda _: made.capturing})
+        monkeypatch.setattr(cuda, "_current_stream", lambda _: stream())
+        monkeypatch.setattr(eager, "_KINDS", {OnGpu})
+        monkeypatch.setattr(torch, "empty", _made)
+        zeros_like = torch.zeros_like
+        monkeypatch.setattr(torch, "zeros_like", lambda x: on_gpu(zeros_like(x)))
+        backward = eager.Call.backward
+
+        def from_autograd(call: Any, needs: Any, *tensors: Any) -> Any:
+            """Say again where tensors are: autograd gives other objects than those it has saved."""
+            return backward(call, needs, *(None if x is None else on_gpu(x) for x in tensors))
+
+        monkeypatch.setattr(eager.Call, "backward", from_autograd)
+        cuda._allocator.cache_clear()
+        made.arch = "sm_90a"
+        yield made
+        cuda._allocator.cache_clear()
