@@ -164,7 +164,7 @@ def test_what_cannot_be_summed_is_refused() -> None:
         assert (why is not None) == far
         assert problem.score_mod is not None
         (node,) = learned_elements(problem.score_mod)
-        reached = elements_of_tile(node, table.shape, sizes, problem.accum_dtype)
+        reached = elements_of_tile(node, table.shape, sizes, problem.accum_dtype, 2)
         assert reached == n * n
         assert (reached > MOST_OF_TILE) == far
     assert why is not None
