@@ -106,6 +106,7 @@ def test_an_origin_is_an_array_of_functions_and_of_dropout(gpu: Machine) -> None
             assert both[place].dtype.itemsize == size
         assert of_array == [2, 4, 4 * both[address].itemsize, both[address].itemsize]
     assert len(gpu.uploads) == 2 * 2
+    assert tileattn.explain(q, k, k, **options).kernel == "forward_sm90"
 
 
 def test_arrays_on_another_device_are_refused(gpu: Machine) -> None:
