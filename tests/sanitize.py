@@ -42,7 +42,9 @@ def options(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
     yield {"mask": rng.random((1, Nk)) < 0.5, "bias": rng.standard_normal(())}
     yield {"tree_mask": rng.random((1, Nq, Nq)) < 0.5, "kv_lengths": [Nk, 60]}
     table = rng.standard_normal((Hq, 9)).astype(np.float32)
-    yield {"score_mod": past_the_ends, "mask_mod": near, "aux": (table,), "causal": True}
+    own = {"score_mod": past_the_ends, "mask_mod": near, "aux": (table,)}
+    yield own | {"causal": True}
+    yield own | {"origin": [[0, 1, 5, 9], [2, 0, 16, 32]], "dropout_p": 0.2}
 
 
 def past_the_ends(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:

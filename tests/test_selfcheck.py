@@ -86,7 +86,7 @@ def test_the_kernels_that_are_compiled_are_those_that_problems_launch(
     with fake_cupy.machine(monkeypatch) as gpu:
         gpu.arch = arch
         for n in range(60):
-            family = Family.draw(choices, 130, leave_out=("origin",))
+            family = Family.draw(choices, 130)
             if n % 2:  # with any of these, a Hopper kernel never runs
                 options = [x for x in family.options if x not in {"bias", "mask", "dropout_p"}]
                 family = family._replace(options=tuple(options))
@@ -120,5 +120,5 @@ def test_the_script_for_the_sanitizer_reaches_every_option_and_dtype() -> None:
     assert len(calls) >= 25
     used = set().union(*(options for *_, options in calls))
     others = {"score_mod", "mask_mod", "aux", "cu_seqlens_q", "cu_seqlens_k"}
-    assert used == set(DRAW) - {"scale", "origin"} | others
+    assert used == set(DRAW) - {"scale"} | others
     assert {np.dtype(dtype) for dtype, *_ in calls} == set(DTYPES)

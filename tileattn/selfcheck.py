@@ -15,8 +15,8 @@ from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import compiled
 from tileattn.kernels.jit.load import arch_of
 from tileattn.kernels.launch.device import Device
+from tileattn.kernels.launch.host_arrays import host_arrays
 from tileattn.kernels.launch.layout import CallLayout, array_layout
-from tileattn.kernels.launch.params import aux_name
 from tileattn.kernels.launch.plan import plans_of
 from tileattn.problem import parse
 from tileattn.results import Attention, Gradients
@@ -39,14 +39,12 @@ class Family(NamedTuple):
     mask_mod: str | None = None
 
     @classmethod
-    def draw(cls, choices: Choices, widest: int, leave_out: tuple[str, ...] = ()) -> "Family":
+    def draw(cls, choices: Choices, widest: int) -> "Family":
         """Draw a family; each option is in about a third of all."""
         D, Dv = choices.integer(1, widest), choices.integer(1, widest)
         if choices.coin():
             D, Dv = -(-D // 8) * 8, -(-Dv // 8) * 8
-        options = tuple(
-            name for name in DRAW if choices.one_of(True, False, False) and name not in leave_out
-        )
+        options = tuple(name for name in DRAW if choices.one_of(True, False, False))
         score_mod = choices.one_of(None, None, None, *SCORES)
         mask_mod = choices.one_of(None, None, None, *MASKS)
         return cls(choices.one_of(*DTYPES), D, Dv, options, score_mod, mask_mod)
@@ -89,7 +87,7 @@ def cases(
     if backend != "cupy":
         while True:
             yield Case.draw(choices, Family.draw(choices, 40), max_length=100)
-    drawn = [Family.draw(choices, 130, leave_out=("origin",)) for _ in range(families)]
+    drawn = [Family.draw(choices, 130) for _ in range(families)]
 
     def on_gpu(seed: int) -> Case:
         """Draw contiguous arrays, which CuPy copies as they lie, with no other D and Dv."""
@@ -122,11 +120,10 @@ def kernels(case: Case, device: Device) -> list[KernelKey]:
     names = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks")
     given = ((name, getattr(x, name)) for name in names)
     there = [(name, a) for name, a in given if a is not None]
-    there += [(aux_name(n), a) for n, a in enumerate(x.aux)]
     arrays = tuple((name, array_layout(a, 0)) for name, a in there)
     lengths, offsets = tuple(x.kv_lengths.tolist()), tuple(x.q_offset.tolist())
     forward, *backward = plans_of(
-        problem, CallLayout(arrays, lengths, offsets, x.block_mask), device
+        problem, CallLayout(arrays, lengths, offsets, x.block_mask, **host_arrays(x)), device
     )
     plans = forward, backward[case.deterministic]
     return [launch.key for plan in plans for launch in plan.launches]

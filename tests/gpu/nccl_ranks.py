@@ -29,6 +29,17 @@ B, HQ, HKV, N, D = 2, 4, 2, 300, 64
 BF16 = np.dtype(ml_dtypes.bfloat16)
 _ROWS = np.random.default_rng(9)
 BIAS = _ROWS.standard_normal((HQ, N, N)).astype(np.float32)
+TABLE = _ROWS.standard_normal((HQ, 2 * N)).astype(np.float32)
+
+
+def relative(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+    return s + table[h, i - j + N] * (b + 1)
+
+
+def stripes(b: Any, h: Any, i: Any, j: Any, _: Any) -> Any:
+    return (i + 3 * j + h + b) % 5 != 0
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -38,6 +49,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": np.linspace(0.1, 0.5, HQ, dtype=np.float32)},
     "bias": {"bias": BIAS},
     "shared bias": {"bias": BIAS[:, :1]},
+    "dropout": {"dropout_p": 0.3, "seed": 5},
+    "functions": {"score_mod": relative, "mask_mod": stripes, "aux": (TABLE,)},
 }
 CASES = [
     *((np.dtype(np.float32), name, "ring") for name in OPTIONS),
@@ -46,6 +59,7 @@ CASES = [
     (BF16, "lengths", "gather"),
     *((np.dtype(np.float32), name, "gather") for name in ("sinks", "bias")),
     *((np.dtype(np.float32), name, "heads") for name in ("sinks", "bias", "shared bias")),
+    *((BF16, name, s) for s in ("ring", "heads") for name in ("dropout", "functions")),
     (BF16, "causal", "auto"),
 ]
 
@@ -102,6 +116,8 @@ def check(comm: Any, dtype: Any, name: str, schedule: Any, layout: Layout) -> No
     if "bias" in own and own["bias"].shape[-2] > 1:
         own["bias"] = layout.take(own["bias"], rank)
     own = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in own.items()}
+    if "aux" in own:
+        own["aux"] = tuple(map(cupy.asarray, own["aux"]))
     *parts, upstream = (cupy.asarray(layout.take(x, rank)) for x in (q, k, v, dout))
     of_lse = cupy.asarray(layout.take(dlse, rank, axis=-1))
     runs = []
@@ -111,11 +127,11 @@ def check(comm: Any, dtype: Any, name: str, schedule: Any, layout: Layout) -> No
             given = own | {"layout": layout, "schedule": schedule, "timeout": SECONDS}
             attention, pullback = dist.vjp(parts[0], parts[1], parts[2], comm, **given)
             grads = pullback(upstream, of_lse, deterministic=True)
-            runs.append([None if x is None else x.get() for x in (*attention, *grads)])
+            found = (*attention, *grads, *(grads.daux or ()))
+            runs.append([None if x is None else x.get() for x in found])
     for first, second in zip(*runs, strict=True):
         assert first is None or first.tobytes() == second.tobytes(), "the bits differ"
-    found = [list(x) for x in zip(*link.gather(runs[0]), strict=True)]
-    out, lse, *of_inputs = found
+    out, lse, *of_inputs = (list(x) for x in zip(*link.gather(runs[0]), strict=True))
     attention = Attention(layout.join(out), layout.join(lse, axis=-1))
     dq, dk, dv = (layout.join(x) for x in of_inputs[:3])
     dbias, dsinks = of_inputs[3][0], of_inputs[4][0]
@@ -124,7 +140,8 @@ def check(comm: Any, dtype: Any, name: str, schedule: Any, layout: Layout) -> No
     bounds = error_bound(q, k, v, dout, dlse=dlse, **options)
     expected = reference.forward(q, k, v, **options)
     assert_attention_close(attention, expected, bounds)
-    grads = Gradients(dq, dk, dv, dbias, dsinks)
+    daux = tuple(x[0] for x in of_inputs[5:]) or None
+    grads = Gradients(dq, dk, dv, dbias, dsinks, daux)
     assert_attention_close(grads, reference.backward(dout, q, k, v, dlse=dlse, **options), bounds)
 
 

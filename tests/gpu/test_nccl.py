@@ -10,7 +10,7 @@ import pytest
 from tests.on_gpu import needs_gpu
 
 ROOT = Path(__file__).parents[2]
-RANKS, SECONDS = 2, 170
+RANKS, SECONDS = 2, 300
 
 
 def reason() -> str | None:

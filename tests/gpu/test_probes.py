@@ -79,6 +79,23 @@ def test_dropout_of_accumulators_keeps_the_same_pairs(transposed: bool) -> None:
     assert np.array_equal(kept, want.T if transposed else want)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("origin", [(2, 5, 48, 160), (1, 0, 24, 16), (3, 70_000, 2**31 - 1, 1007)])
+def test_dropout_counts_from_an_origin(origin: tuple[int, ...], transposed: bool) -> None:
+    import cupy
+
+    rows, columns, row, column, b, h, p = 48, 32, 16, 96, 1, 2, 0.4
+    kept = np.full((rows, columns), 7, np.uint8)
+    there = cupy.asarray([(0, 0, 0, 0), origin])
+    block = params(**dropout(SEEDS[1], p), origin=there.data.ptr)
+    Probe(keys.PHILOX[1])("kept_in_fragment", block, b, h, row, column, int(transposed), kept)
+    i, j = (column, row) if transposed else (row, column)
+    b0, h0, i, j = origin[0], origin[1], i + origin[2], j + origin[3]
+    m, n = (columns, rows) if transposed else (rows, columns)
+    want = philox.keep_tile(SEEDS[1], p, b + b0, np.array([h + h0]), i, i + m, j, j + n)[0]
+    assert np.array_equal(kept, want.T if transposed else want)
+
+
 # --- mask.cuh, tile_scheduler.cuh ----------------------------------------------------------------
 
 FAR = 2**40  # farther than the 32-bit integers of the kernels reach

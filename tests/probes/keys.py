@@ -58,7 +58,8 @@ NONFINITE = (
 )
 
 PARAMS = (KernelKey("params", "float32"),)
-PHILOX = (KernelKey("philox", "float32", warps_m=1, dropout=True),)
+_PHILOX = KernelKey("philox", "float32", warps_m=1, dropout=True)
+PHILOX = (_PHILOX, replace(_PHILOX, origin=True))
 
 _SCORE_MOD = KernelKey("score_mod", "float32")
 SCORE_MOD = (

@@ -173,7 +173,7 @@ def agreed(
 
     q_layout, k_layout = _checked(comm, layouts)
     total = q_layout.length, k_layout.length
-    problem, operands = _checked(comm, lambda: _parsed(q, k, v, *total, options, comm.size))
+    problem, operands = _checked(comm, lambda: _parsed(q, k, v, *total, options))
     same(comm, _facts(problem, operands, options, q_layout, k_layout) | more)
     rows = comm.gather([x is not None and x.shape[2] > 1 for x in (operands.bias, operands.mask)])
     of_bias, of_mask = map(any, zip(*rows, strict=True))
@@ -265,7 +265,7 @@ def _own_layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout
 
 
 def _parsed(
-    q: Array, k: Array, v: Array, Nq: int, Nk: int, options: Mapping[str, Any], ranks: int
+    q: Array, k: Array, v: Array, Nq: int, Nk: int, options: Mapping[str, Any]
 ) -> tuple[Problem, Operands]:
     """Validate this rank's queries with all keys, of which it has some; q_offset is of query 0."""
     xp = library(q)
@@ -274,21 +274,14 @@ def _parsed(
     )
     problem, x = parse(q, every_k, every_v, options)
     if is_on_gpu(q):
-        _check_on_gpu(problem, x, ranks)
+        _check_on_gpu(x)
     if options.get("q_offset") is None:
         x = x._replace(q_offset=x.kv_lengths - Nq)
     return problem, x._replace(k=four_axes(k), v=four_axes(v))
 
 
-def _check_on_gpu(problem: Problem, x: Operands, ranks: int) -> None:
-    """Raise for what the kernels do not do for a part of a sequence."""
-    own = {name: getattr(problem, name) for name in ("dropout_p", "score_mod", "mask_mod")}
-    for name, option in own.items():
-        if option and ranks > 1:
-            raise UnsupportedError(
-                f"{name} does not go with CuPy arrays of a sequence that ranks share, for the "
-                "kernels count from 0; NumPy arrays are accepted"
-            )
+def _check_on_gpu(x: Operands) -> None:
+    """Raise for what the host has to know."""
     for name, integers in (("kv_lengths", x.kv_lengths), ("q_offset", x.q_offset)):
         if is_on_gpu(integers):
             raise TypeError(

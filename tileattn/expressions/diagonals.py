@@ -48,12 +48,15 @@ def is_distance(node: Node) -> bool:
     return node.op in _OF_DISTANCE and {x.value for x in node.inputs if x.op == "input"} == {*"ij"}
 
 
-def of_distance(nodes: Sequence[Node]) -> set[Node]:
-    """Gather the nodes, each after its inputs, that depend on a pair by its distance alone."""
+def of_distance(nodes: Sequence[Node], *, moved: bool = False) -> set[Node]:
+    """Gather the nodes, each after its inputs, that depend on a pair by its distance alone.
+
+    ``moved`` counts distances of indices that are moved, each by what is the same for a head.
+    """
     found: set[Node] = set()
     fixed: set[Node] = set()  # the same for all pairs of a head
     for node in nodes:
-        if is_distance(node):
+        if is_distance(node) or (moved and _is_moved_distance(node, fixed)):
             found.add(node)
         elif all(x in found or x in fixed for x in node.inputs):
             varies = any(x in found for x in node.inputs)
@@ -64,7 +67,16 @@ def of_distance(nodes: Sequence[Node]) -> set[Node]:
     return found
 
 
+def _is_moved_distance(node: Node, fixed: set[Node]) -> bool:
+    """Whether a node compares or subtracts the indices of a query and a key, moved or not."""
+    places = set()
+    for x in node.inputs:
+        name, *others = sorted(x.inputs, key=fixed.__contains__) if x.op == "add" else [x]
+        places.add(name.value if name.op == "input" and fixed.issuperset(others) else None)
+    return node.op in _OF_DISTANCE and places == {*"ij"}
+
+
 def by_distance(outputs: Sequence[Node]) -> bool:
     """Whether expressions depend on a pair by its distance alone, and on no score."""
-    found = of_distance(ordered(outputs))
+    found = of_distance(ordered(outputs), moved=True)
     return all(x in found or not any(depends_on(x, name) for name in "sij") for x in outputs)

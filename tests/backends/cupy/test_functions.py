@@ -89,6 +89,26 @@ def test_a_tree_is_a_function_of_its_mask_and_of_lengths(gpu: Machine) -> None:
         tileattn.forward(q, k, k, tree_mask=np.ones((1, 150, 150), bool))
 
 
+def test_an_origin_is_an_array_of_functions_and_of_dropout(gpu: Machine) -> None:
+    """It is copied once for each set of values: of functions in 32 bits, where it is near."""
+    q, k = arrays(gpu)
+    gpu.behind = (1 + 2 * 2) + (1 + 2 * 1) + (1 + 2 * 2)
+    table, number = gpu.array((9, 8), np.float32), gpu.array((1,), np.int32)
+    for origin in ((1, 2, 16, 5), (1, 2, 16, 5), (1, 2, 0, 2**30)):
+        options = BOTH | {"aux": (table, number), "dropout_p": 0.5, "origin": origin}
+        tileattn.forward(q, k, k, **options)
+        key, *_, params = gpu.launches[-1]
+        assert key.origin
+        address, *of_array = gpu.tails[-1][8:]
+        both = {x.data.ptr: at_host(x) for x in gpu.uploads}
+        for place, size in ((address, 8 if origin[3] > 5 else 4), (int(params["origin"]), 8)):
+            assert both[place].tolist() == [[*origin]] * 2
+            assert both[place].dtype.itemsize == size
+        assert of_array == [2, 4, 4 * both[address].itemsize, both[address].itemsize]
+    assert len(gpu.uploads) == 2 * 2
+    assert tileattn.explain(q, k, k, **options).kernel == "forward_sm90"
+
+
 def test_arrays_on_another_device_are_refused(gpu: Machine) -> None:
     q, k = arrays(gpu)
     table, number = gpu.array((4, 9), np.float32, device=1), gpu.array((1,), np.int32)

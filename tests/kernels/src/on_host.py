@@ -161,6 +161,75 @@ extern "C" void find(const Params* p, int count, i64* found) {
 """
 
 
+_DROPOUT = """\
+#include "philox.cuh"
+
+template <bool TRANSPOSED>
+void visit(const Dropout& dropout, int row, int column, bool* kept) {
+    for (threadIdx.x = 0; threadIdx.x < 32; ++threadIdx.x) {
+        const Lane lane;
+        dropout.for_each<TRANSPOSED, MT, NT>(row, column, [&](int m, int n, int e, bool keeps) {
+            kept[(16 * m + lane.row(e)) * 8 * NT + 8 * n + lane.column(e)] = keeps;
+        });
+    }
+}
+
+extern "C" void drop(const Params* p, i64 b, i64 h, int row, int column, bool* pairs, bool* rows,
+                     bool* transposed) {
+    const Dropout dropout(*p, b, h);
+    for (int n = 0; n < 16 * MT * 8 * NT; ++n)
+        pairs[n] = dropout.keeps(row + n / (8 * NT), column + n % (8 * NT));
+    visit<false>(dropout, row, column, rows);
+    visit<true>(dropout, row, column, transposed);
+}
+"""
+
+_DROPOUT_CONFIG = """\
+#pragma once
+#include "types.cuh"
+using Accum = float;
+constexpr int FUNCTIONS = 0, MT = {m}, NT = {n};
+constexpr bool IS_16_BIT = false, HAS_ORIGIN = {origin};
+struct Lane {{
+    int g = threadIdx.x / 4, t = threadIdx.x % 4;
+    int row(int e) const {{ return g + e / 2 * 8; }}
+    int column(int e) const {{ return 2 * t + e % 2; }}
+}};
+inline void hide(u32&) {{}}
+inline u32 __umulhi(u32 x, u32 y) {{ return u32(u64(x) * y >> 32); }}
+"""
+
+
+def dropped(
+    folder: Path,
+    fields: Mapping[str, Any],
+    origin: Array | None,
+    head: tuple[int, int],
+    place: tuple[int, int],
+    atoms: tuple[int, int],
+) -> list[Array]:
+    """Find what dropout keeps of a head, from a place on: pair by pair, and in fragments.
+
+    Of so many atoms along rows and columns; the last has keys as rows.
+    """
+    block = np.frombuffer(template(fields), np.uint64).copy()
+    if origin is not None:
+        block[slots({})["origin"]] = origin.ctypes.data
+    names = "philox.cuh", "params.cuh", "functions.cuh", "numpy.cuh", "quick.cuh"
+    texts = {name: (SOURCES / name).read_text(encoding="utf-8") for name in names}
+    config = _DROPOUT_CONFIG.format(m=atoms[0], n=atoms[1], origin=int(origin is not None))
+    texts |= {"types.cuh": _TYPES, "config.cuh": config, "dropout.cpp": _DROPOUT}
+    library = built(folder, texts, "dropout.cpp")
+    found = [np.empty((16 * atoms[0], 8 * atoms[1]), bool) for _ in range(3)]
+    library.drop(
+        ctypes.c_void_p(block.ctypes.data),
+        *map(ctypes.c_longlong, head),
+        *map(ctypes.c_int, place),
+        *(ctypes.c_void_p(x.ctypes.data) for x in found),
+    )
+    return found
+
+
 class Found(NamedTuple):
     """What a number stands for: a block of a sequence, and where that is."""
 
@@ -316,15 +385,19 @@ def run(
     aux: Sequence[Array],
     s: Array,
     places: Sequence[Array],
+    near: int | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Give scores, their derivatives by s, and what is visible, for pairs b, h, i, j."""
+    """Give scores, their derivatives by s, and what is visible, for pairs b, h, i, j.
+
+    ``near`` is the number of the array that has a near origin.
+    """
     kinds = tuple((x.dtype.name, x.ndim) for x in aux)
     texts = {
         "types.cuh": _TYPES,
         "config.cuh": f'#pragma once\n#include "types.cuh"\nusing Accum = {s.dtype.name};\n'
         "constexpr bool IS_16_BIT = false;\n",
         **{name: (SOURCES / name).read_text(encoding="utf-8") for name in _HEADERS},
-        "functions.cuh": functions_text(score_mod, mask_mod, kinds, s.dtype),
+        "functions.cuh": functions_text(score_mod, mask_mod, kinds, s.dtype, near=near),
         "pairs.cpp": _PAIRS,
     }
     library = built(folder, texts, "pairs.cpp")

@@ -60,6 +60,7 @@ _HOPPER_CASES = (
     ("float16", 64, {"mask"}),
     ("bfloat16", 256, {"mask", "alibi_slopes"}),
     ("float16", 128, {"bias", "dropout_p"}),
+    ("bfloat16", 192, {"dropout_p", "origin"}),
     ("bfloat16", 64, {"bias", "mask", "softcap"}),
 )
 
@@ -71,6 +72,8 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
     for n, kernels in enumerate(_SETS, combination):
         dtype, bias = DTYPES[n % len(DTYPES)], DTYPES[n % len(DTYPES) - 1]
         enabled_options = _OPTIONS[n % len(_OPTIONS)] | {"sinks"}
+        if combination % 2:
+            enabled_options |= {"origin"}
         shape = (1, 1, 1, 2)  # as the scores: its gradient comes with that of the keys
         if "backward_dbias" in kernels:
             enabled_options, shape = enabled_options | {"bias"}, (1, 1, 1, 1)

@@ -97,7 +97,7 @@ def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
     assert {key.dtype for key in keys} == {dtype.name for dtype in DTYPES}
     assert {key.head_dim for key in keys} == {32, 64, 128, 256}
     assert {key.alignment_bytes for key in keys} >= {2, 16}
-    for option in ("softcap", "alibi", "mask", "block_mask", "dropout"):
+    for option in ("softcap", "alibi", "mask", "block_mask", "dropout", "origin"):
         assert {getattr(key, option) for key in keys} == {False, True}, option
     assert {key.mask_vector_width for _, key in MIXED} == {1, 2, 16}
     assert all(key.bias for key in keys) == (kernel == "backward_dbias")

@@ -92,6 +92,15 @@ def test_the_gallery(name: str, dtype: Any, window: int, tmp_path: Path) -> None
     hold(tmp_path, plan, options["aux"], 0, window)
 
 
+@pytest.mark.parametrize("origin", [(0, 0, 64, 200), [(1, 0, 5, 9), (0, 2, 300, 0)]], ids=str)
+@pytest.mark.parametrize("name", ["relative_bias", "temperature", "transformer_xl"])
+def test_elements_of_moved_indices(name: str, origin: Any, tmp_path: Path) -> None:
+    sizes = 2, 4, 270, 150
+    options = GALLERY[name] | {"origin": origin}
+    _, x = parsed(options, np.float16, sizes)
+    hold(tmp_path, planned(options, np.float16, sizes), x.aux, 0, 128)
+
+
 @settings(
     max_examples=12,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -164,7 +173,7 @@ def test_what_cannot_be_summed_is_refused() -> None:
         assert (why is not None) == far
         assert problem.score_mod is not None
         (node,) = learned_elements(problem.score_mod)
-        reached = elements_of_tile(node, table.shape, sizes, problem.accum_dtype)
+        reached = elements_of_tile(node, table.shape, sizes, problem.accum_dtype, 2)
         assert reached == n * n
         assert (reached > MOST_OF_TILE) == far
     assert why is not None

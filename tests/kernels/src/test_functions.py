@@ -21,13 +21,14 @@ from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.nodes import Kind, Node, constant
-from tileattn.kernels.config.functions import functions_text
+from tileattn.kernels.config.functions import NEAR, functions_text
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES, compiled
 from tileattn.kernels.launch.device import device_of_arch
 from tileattn.kernels.launch.layout import CallLayout, array_layout
 from tileattn.kernels.launch.params import aux_name, slots, template
 from tileattn.kernels.launch.plan import LaunchPlan, plans_of
+from tileattn.origin import from_origin
 from tileattn.problem import parse
 
 SCORE = Node("input", Kind.FLOAT, (), "s")
@@ -87,6 +88,34 @@ def test_random_functions_are_those_of_the_evaluator(tmp_path: Path, dtype: Any,
     mask = as_function(drawn(data.draw, "b", data.draw(st.integers(1, 6)), False), False)
     s = np.random.default_rng(data.draw(st.integers(0, 9))).normal(size=SHAPE)
     compare(tmp_path, score, mask, AUX, dtype, s)
+
+
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_random_functions_count_from_an_origin(tmp_path: Path, data: Any) -> None:
+    """In 32 bits from a near one, in 64 from any: as the evaluator does at the moved indices."""
+    score = as_function(drawn(data.draw, "f", data.draw(st.integers(1, 6))))
+    mask = as_function(drawn(data.draw, "b", data.draw(st.integers(1, 6)), False), False)
+    near = data.draw(st.booleans())
+    most = NEAR - 1 if near else 2**31 - 1
+    place = st.sampled_from([0, 1, 5, most])
+    rows = data.draw(st.lists(st.tuples(*[place] * 4), min_size=B, max_size=B))
+    origin = np.array(rows, np.int32 if near else np.int64)
+    nodes = score_expression(score, AUX), mask_expression(mask, AUX)
+    new, visible = (from_origin(node, len(AUX)) for node in nodes)
+    s = np.random.default_rng(0).normal(size=SHAPE)
+    number = len(AUX) if near else None
+    found = run(tmp_path, new, visible, (*AUX, origin), s, PLACES, number)
+    starts = origin.astype(np.int64).T[:, :, None, None, None]
+    inputs = {"s": s} | {n: x + y for n, x, y in zip("bhij", PLACES, starts, strict=True)}
+    grad = derivatives(nodes[0]).get(SCORE, constant(0.0))
+    with functions_of_the_c_library(), np.errstate(all="ignore"):
+        expected = evaluate([nodes[0], grad, nodes[1]], inputs, AUX, FLOAT64)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, np.broadcast_to(other, SHAPE))
 
 
 @pytest.mark.parametrize("name", sorted(GALLERY))

@@ -13,7 +13,7 @@ from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, 
 from tests.gallery import calls
 from tests.kernels.launch.planning import asked, backward, forward
 from tests.kernels.src.on_host import launched
-from tileattn.algorithm.block_mask import EMPTY, FULL
+from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.algorithm.function_mask import extrema
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression
@@ -24,6 +24,7 @@ from tileattn.kernels.launch.layout import CallLayout, array_layout, contiguous_
 from tileattn.kernels.launch.params import aux_name
 from tileattn.kernels.launch.plan import LaunchPlan
 from tileattn.kernels.launch.tile_lists import END, key_tile_lists, query_tile_lists
+from tileattn.origin import from_origin
 from tileattn.problem import Problem
 
 SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "Nq": 470, "Nk": 917}
@@ -105,6 +106,36 @@ def test_kinds_and_lists_of_the_gallery(name: str, group: int, device: Any, tmp_
         assert lists.shape(None) == expected.shape
         found = as_numbers(made["tile_list"], np.int32, expected.shape)
         np.testing.assert_array_equal(found, expected)
+
+
+def banded(b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Attend to some keys before a query, fewer in later heads."""
+    return (i >= j) & (i - j < 400 - 60 * h + b)
+
+
+@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+def test_kinds_from_an_origin(device: Any, near: bool, tmp_path: Path) -> None:
+    """Each sequence has its own; bounds of such a mask are exact."""
+    origin = np.array([(0, 1, 500, 0), (3, 0, 37, 128)], np.int32 if near else np.int64)
+    node = from_origin(mask_expression(banded, ()), 0)
+    P = replace(asked("float16", enabled_options={"mask_mod"}, D=64, Dv=64, **SIZES), mask_mod=node)
+    arrays = {aux_name(0): array_layout(origin, origin.ctypes.data)}
+    layout = contiguous_inputs(P).with_arrays(**arrays)
+    layout = replace(layout, near_origin=0 if near else None)
+    starts = origin.astype(np.int64).T[:, :, None, None, None]
+    places = np.ogrid[: P.B, : P.Hq, : P.Nq, : P.Nk]
+    pairs = banded(*(x + y for x, y in zip(places, starts, strict=True)))
+    for plan in (forward(P, device, layout), backward(P, device, layout)):
+        made = launched(tmp_path, plan, (origin,))
+        q, k = tile_of(plan)
+        rows, columns = np.arange(0, P.Nq, q), np.arange(0, P.Nk, k)
+        seen = np.add.reduceat(np.add.reduceat(pairs.astype(int), rows, axis=2), columns, axis=3)
+        sizes = np.diff([*rows, P.Nq])[:, None] * np.diff([*columns, P.Nk])
+        kinds = np.where(seen == 0, EMPTY, np.where(seen == sizes, FULL, PARTIAL))
+        assert {*kinds.ravel().tolist()} == {EMPTY, PARTIAL, FULL}
+        found = as_numbers(made["tile_kinds"], np.int8, kinds.shape)
+        np.testing.assert_array_equal(found, kinds)
 
 
 @settings(

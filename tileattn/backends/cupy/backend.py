@@ -15,7 +15,7 @@ from tileattn.call_cache import PreparedCall
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.config import latent
 from tileattn.kernels.launch.aux_gradient import daux_name, why_not_learned
-from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
+from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, Constant, alignment_of
 from tileattn.kernels.launch.plan import plan_backward, plan_forward
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
@@ -52,8 +52,6 @@ class CupyBackend:
 
     def why_not(self, problem: Problem) -> str | None:
         """Why a problem is not supported: for its sequences and their lengths."""
-        if "origin" in problem.enabled_options:
-            return "origin: the kernels count from 0"
         if problem.page is not None and (why := latent.why_not_paged(problem)):
             return why
         for name in ("Nq", "Nk"):
@@ -261,7 +259,8 @@ def _aux_gradients(P: Problem, x: Operands) -> tuple[Any, ...] | None:
     """Make the gradients of the caller's arrays: zeros, where no score depends on an element."""
     if not x.aux or not x.wants("aux"):
         return None
-    refusal = why_not_learned(P, tuple(y.shape for y in x.aux))
+    origin = None if x.origin is None else Constant.of(x.origin)
+    refusal = why_not_learned(P, tuple(y.shape for y in x.aux), origin)
     if refusal is not None:
         raise UnsupportedError(
             f"backend 'cupy' does not support this: {refusal}; the other gradients are computed "

@@ -8,6 +8,7 @@ import numpy as np
 
 from tileattn.kernels.jit.load import arch_of
 from tileattn.kernels.launch.device import Device
+from tileattn.kernels.launch.host_arrays import host_arrays
 from tileattn.kernels.launch.layout import CallLayout, array_layout
 from tileattn.kernels.launch.params import aux_name
 from tileattn.problem import Operands, Problem
@@ -83,19 +84,13 @@ def layout_of(arrays: Mapping[str, Any], operands: Operands) -> CallLayout:
         for x in (operands.kv_lengths, operands.q_offset)
     )
     layouts = tuple((name, array_layout(x, x.data.ptr)) for name, x in arrays.items())
-    # Of the arrays that functions read, only the first keys of trees may be on the host.
-    first = tuple(
-        (aux_name(n), tuple(x.tolist()))
-        for n, x in enumerate(operands.aux)
-        if type(x) is np.ndarray
-    )
     packing = {} if operands.packing is None else operands.packing._asdict()
     ends = ((name, tuple(x.tolist())) for name, x in packing.items() if type(x) is np.ndarray)
     return CallLayout(
         *(layouts, lengths, offsets, operands.block_mask),
         cu_seqlens=tuple(ends),
-        host_aux=first,
         v_is_k=is_view(arrays["k"], arrays["v"]),
+        **host_arrays(operands),
     )
 
 

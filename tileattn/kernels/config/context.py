@@ -64,6 +64,7 @@ def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
         "mask": "mask" in uses,
         "block_mask": "block_mask" in uses,
         "dropout": problem.dropout_p > 0,
+        "origin": problem.dropout_p > 0 and "origin" in uses,
         "packed": problem.sequences is not None,
         "fold_scale": not bias and folds_scale(problem),
     }

@@ -16,11 +16,15 @@ import numpy as np
 
 from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.diagonals import by_distance
+from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.intervals import all_bounds
 from tileattn.expressions.nodes import INDICES, Kind, Node, constant, ordered
 
 Aux = tuple[tuple[str, int], ...]
 """Name of the dtype and number of axes of each array."""
+
+Known = Sequence[RangeExtrema | None]
+"""Smallest and largest elements of each array of which something is known."""
 
 
 class Learned(NamedTuple):
@@ -44,7 +48,10 @@ _JUMPS = frozenset(
 
 # Indices are below these, so that differences of two of them have 32 bits.
 _RANGES = dict(zip(INDICES, (2.0**31, 2.0**31, 2.0**30, 2.0**30), strict=True))
+# So have differences of those that count from a near origin: its query and key are below this.
+NEAR = 1 << 29
 _INT = np.iinfo(np.int32).max
+_NEAR_ORIGINS = RangeExtrema(np.array([[0] * 4, [_INT, _INT, NEAR - 1, NEAR - 1]]))
 
 _ELEMENTS = {
     **{"bool": "bool", "int8": "signed char", "int16": "short", "int32": "int", "int64": "i64"},
@@ -99,11 +106,13 @@ def functions_text(
     aux: Aux,
     accum_dtype: np.dtype[Any],
     learned: Learned | None = None,
+    near: int | None = None,
 ) -> str:
     """Write the text for the functions of a call; empty where it has none.
 
     No length is part of it, nor are addresses and strides. For a kernel of the gradient of
-    ``learned`` the derivative by it takes the place of that by the score.
+    ``learned`` the derivative by it takes the place of that by the score. ``near`` is the number of
+    the array that has a near origin.
     """
     if score_mod is None and mask_mod is None:
         return ""
@@ -111,10 +120,11 @@ def functions_text(
     new = _SCORE if score_mod is None else score_mod
     of = _SCORE if learned is None else learned.element
     grad = derivatives(new).get(of, constant(0.0))
-    score = _Printer([new, grad], "Accum", aux, accum_dtype)
+    known = [_NEAR_ORIGINS if n == near else None for n in range(len(aux))]
+    score = _Printer([new, grad], "Accum", aux, known, accum_dtype)
     visible = constant(True) if mask_mod is None else mask_mod
     mask, masks = (
-        _Printer([visible], "double", aux, np.dtype(np.float64), number)
+        _Printer([visible], "double", aux, known, np.dtype(np.float64), number)
         for number in ("{}", _INTERVAL)
     )
     method = "Accum score(Score s, int i, int j, Accum& grad)"
@@ -129,11 +139,11 @@ def functions_text(
                 f"    AuxArray<{aux[n][1]}> dx{n};\n",
                 f"    AuxArray<{aux[n][1] + 1}> sums{n};\n",
             ]
-        structs += _learned_structs(learned, aux, accum_dtype)
+        structs += _learned_structs(learned, aux, known, accum_dtype)
     return _TEXT.format(arrays="".join(fields), structs="\n".join(structs))
 
 
-def _learned_structs(learned: Learned, aux: Aux, dtype: np.dtype[Any]) -> list[str]:
+def _learned_structs(learned: Learned, aux: Aux, known: Known, dtype: np.dtype[Any]) -> list[str]:
     """Write where an element lies, for a pair and for ranges of queries and keys."""
     indices, number = learned.element.inputs, int(learned.element.value or 0)
     ends = [f"index[{n}] = {{{n}}};" for n in range(len(indices))]
@@ -142,7 +152,9 @@ def _learned_structs(learned: Learned, aux: Aux, dtype: np.dtype[Any]) -> list[s
     more = _LEARNED.format(
         axes=len(indices), number=number, dtype=aux[number][0], of_distance=distance, **own
     )
-    pair, ranges = (_Printer(indices, "Accum", aux, dtype, number) for number in ("{}", _INTERVAL))
+    pair, ranges = (
+        _Printer(indices, "Accum", aux, known, dtype, number) for number in ("{}", _INTERVAL)
+    )
     method = "void place({0} i, {0} j, {1}* index)"
     return [
         f"using LearnedSums = AuxArray<{len(indices) + 1}>;\n",
@@ -162,6 +174,7 @@ class _Printer:
         outputs: Sequence[Node],
         floats: str,
         aux: Aux,
+        known: Known,
         dtype: np.dtype[Any],
         number: str = "{}",
     ) -> None:
@@ -171,7 +184,7 @@ class _Printer:
         ranges = {name: (0.0, most - 1) for name, most in _RANGES.items()}
         self._plain = number == "{}"
         self._jumps = any(node.op in _JUMPS or _truncates(node) for node in self._nodes)
-        self._bounds = all_bounds(outputs, ranges, [None] * len(aux), dtype)
+        self._bounds = all_bounds(outputs, ranges, known, dtype)
         self._of_pairs: set[Node] = set()
         for node in self._nodes:
             if node.value in _OF_PAIRS or not self._of_pairs.isdisjoint(node.inputs):

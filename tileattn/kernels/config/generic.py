@@ -103,11 +103,12 @@ def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunc
     """Launch the kernel that recomputes lse from the scores, bit for bit, that dq is made from."""
     P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context)
     if key.kernel != "backward_dq":
-        key = replace(key, kernel=NAIVE["backward_large_scores"], dropout=False)
+        key = replace(key, kernel=NAIVE["backward_large_scores"], dropout=False, origin=False)
         return KernelLaunch(key, row_grid(P.B * P.Hq * block_count(P, P.Nq, 1)), why=why)
     key, shared_bytes, _ = configure("backward_large_scores", P, context)
     grid = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
-    return repairing(KernelLaunch(replace(key, dropout=False), grid, shared_bytes), context, LARGE)
+    key = replace(key, dropout=False, origin=False)
+    return repairing(KernelLaunch(key, grid, shared_bytes), context, LARGE)
 
 
 def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:

@@ -27,6 +27,7 @@ class KernelKey:
     score_mod: bool = False
     mask_mod: bool = False
     dropout: bool = False
+    origin: bool = False  # from which dropout counts
     packed: bool = False  # sequences lie one behind the other in one batch entry
     paged: bool = False  # keys are in pages, which a block table says
     in_pieces: bool = False  # of Hopper's forward kernel: as `forward_split`, of many rows

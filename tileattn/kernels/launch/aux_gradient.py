@@ -8,11 +8,12 @@ import numpy as np
 
 from tileattn.algorithm.parameter_gradient import own_axes
 from tileattn.algorithm.scores import aux_number, learned_elements
+from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.intervals import all_bounds, index_range
-from tileattn.expressions.nodes import Node, depends_on, elements
+from tileattn.expressions.nodes import Node, depends_on
 from tileattn.kernels.config.functions import Learned
 from tileattn.kernels.config.tiles import MAX_HEAD_DIM
-from tileattn.kernels.launch.layout import ArrayLayout, CallLayout, contiguous
+from tileattn.kernels.launch.layout import ArrayLayout, CallLayout, Constant, contiguous
 from tileattn.kernels.launch.params import aux_name
 from tileattn.problem import Problem
 
@@ -91,14 +92,17 @@ def learned_layouts(
 def with_gradients(P: Problem, layout: CallLayout) -> CallLayout:
     """Add the gradients of the arrays that a ``score_mod`` reads, where they can be computed."""
     arrays = layout.aux
-    if P.score_mod is None or why_not_learned(P, tuple(x.shape for x in arrays)) is not None:
+    shapes = tuple(x.shape for x in arrays)
+    if P.score_mod is None or why_not_learned(P, shapes, layout.origin) is not None:
         return layout
     learned = {aux_number(node) for node in learned_elements(P.score_mod)}
     made = {daux_name(n): contiguous(arrays[n].shape, arrays[n].dtype) for n in sorted(learned)}
     return layout.with_arrays(**made)
 
 
-def why_not_learned(P: Problem, shapes: tuple[tuple[int, ...], ...]) -> str | None:
+def why_not_learned(
+    P: Problem, shapes: tuple[tuple[int, ...], ...], origin: Constant | None = None
+) -> str | None:
     """Say why the gradient of an array cannot be computed, if so; ``shapes`` are those of all."""
     if P.score_mod is None or not P.B * P.Hq * P.Nq * P.Nk:
         return None
@@ -108,7 +112,8 @@ def why_not_learned(P: Problem, shapes: tuple[tuple[int, ...], ...]) -> str | No
             return f"gradients of aux with head dimensions above {MAX_HEAD_DIM}"
         if depends_on(node, "s"):
             return f"the gradient of {aux_name(n)} at an index that depends on the score"
-        reached = elements_of_tile(node, shapes[n], (P.entries, P.Hq, P.Nq, P.Nk), P.accum_dtype)
+        sizes = P.entries, P.Hq, P.Nq, P.Nk
+        reached = elements_of_tile(node, shapes[n], sizes, P.accum_dtype, len(shapes), origin)
         if reached > MOST_OF_TILE:
             return (
                 f"the gradient of {aux_name(n)}: {_TILE} x {_TILE} pairs may reach {reached:,} of "
@@ -119,19 +124,29 @@ def why_not_learned(P: Problem, shapes: tuple[tuple[int, ...], ...]) -> str | No
 
 @lru_cache(maxsize=64)
 def elements_of_tile(
-    node: Node, shape: tuple[int, ...], sizes: tuple[int, int, int, int], dtype: np.dtype[Any]
+    node: Node,
+    shape: tuple[int, ...],
+    sizes: tuple[int, int, int, int],
+    dtype: np.dtype[Any],
+    arrays: int,
+    origin: Constant | None = None,
 ) -> int:
-    """Bound how many elements the pairs of a tile read, of tiles all over the pairs."""
+    """Bound how many elements the pairs of a tile read, of tiles all over the pairs.
+
+    Of so many arrays the last is the origin, if there is one.
+    """
     inputs: dict[str, Any] = {}
     for axis, (name, n, step) in enumerate(zip("bhij", sizes, (1, 1, _TILE, _TILE), strict=True)):
         tiles = -(-n // step)
         some = np.unique(np.linspace(0, tiles - 1, min(tiles, _LOOKED_AT if step > 1 else 2)))
         first = some.astype(np.int64).reshape(-1, *(1,) * (3 - axis)) * step
         inputs[name] = first, np.minimum(first + step, n) - 1
-    arrays = 1 + max(aux_number(x) for x in elements(node))
-    known = all_bounds(node.inputs, inputs, [None] * arrays, dtype)
+    aux: list[RangeExtrema | None] = [None] * arrays
+    if origin is not None:
+        aux[-1] = RangeExtrema(origin.array())
+    found = all_bounds(node.inputs, inputs, aux, dtype)
     counts: Any = 1
     for index, n in zip(node.inputs, shape, strict=True):
-        low, high = index_range(known[index], n)
+        low, high = index_range(found[index], n)
         counts = counts * (high - low + 1)
     return int(np.max(counts))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.problem import Problem
@@ -69,6 +70,22 @@ class ArrayLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Constant:
+    """An array that a plan brings to the device, in C order: equal ones are equal values."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, x: NDArray[Any]) -> "Constant":
+        return cls(x.dtype.name, x.shape, x.tobytes())
+
+    def array(self) -> NDArray[Any]:
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class CallLayout:
     """The arrays of one pass that are on the device, by their names in the parameter block."""
 
@@ -78,7 +95,9 @@ class CallLayout:
     block_mask: BlockMask | None = None
     evaluated_mask: BlockMask | None = None  # a block mask of which kernels read no pairs
     cu_seqlens: tuple[tuple[str, tuple[int, ...]], ...] = ()  # offsets that are on the host
-    host_aux: tuple[tuple[str, tuple[int, ...]], ...] = ()  # values of aux that are on the host
+    host_aux: tuple[tuple[str, Constant], ...] = ()  # values of aux that are on the host
+    origin: Constant | None = None  # from which dropout counts
+    near_origin: int | None = None  # number in aux of one that is near, from which functions count
     v_is_k: bool = False  # whether v is a view of the first columns of k
 
     @property
@@ -99,7 +118,7 @@ class CallLayout:
     def aux_by_name(self) -> dict[str, ArrayLayout]:
         """The same by their names."""
         known = {name: x for name, x in self.arrays if name.startswith("aux[")}
-        known |= {name: contiguous((len(each),), "int64") for name, each in self.host_aux}
+        known |= {name: contiguous(x.shape, x.dtype) for name, x in self.host_aux}
         return dict(sorted(known.items(), key=lambda item: int(item[0][len("aux[") : -1])))
 
     def with_arrays(self, **more: ArrayLayout) -> "CallLayout":

@@ -23,7 +23,7 @@ POINTERS = (
     *("kv_lengths", "q_offset", "block_kinds", "block_bits"),
     *("tile_kinds", "tile_ranks", "tile_list", "schedule"),
     *("cu_seqlens_q", "cu_seqlens_k", "block_order", "claims"),
-    *("block_table", "partial_out", "partial_sums"),
+    *("block_table", "partial_out", "partial_sums", "origin"),
 )
 """Arrays, in the order of their addresses."""
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tileattn.kernels.config.context import KernelLaunch, LaunchContext, LearnedLaunch
 from tileattn.kernels.config.families import backward_launches, forward_launches
@@ -22,6 +21,7 @@ from tileattn.kernels.launch.layout import (
     ROWS,
     ArrayLayout,
     CallLayout,
+    Constant,
     contiguous,
     copies,
 )
@@ -38,22 +38,6 @@ _GENERIC_TILE = (
     128,
     128,
 )  # by which generic kernels, whatever their tiles, skip those of a mask_mod
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """An array that a plan brings to the device, in C order: equal ones are equal values."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-    @classmethod
-    def of(cls, x: NDArray[Any]) -> "Constant":
-        return cls(x.dtype.name, x.shape, x.tobytes())
-
-    def array(self) -> NDArray[Any]:
-        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +178,7 @@ def _functions_text(P: Problem, layout: CallLayout, learned: Learned | None = No
     if not P.B * P.Hq * P.Nq * P.Nk:
         return ""
     aux = tuple((x.dtype, len(x.shape)) for x in layout.aux)
-    return functions_text(P.score_mod, P.mask_mod, aux, P.accum_dtype, learned)
+    return functions_text(P.score_mod, P.mask_mod, aux, P.accum_dtype, learned, layout.near_origin)
 
 
 def _tile_kinds(
@@ -241,7 +225,9 @@ def _plan(
     }
     constants |= {name: Constant.of(np.array(x, np.int64)) for name, x in layout.cu_seqlens}
     if functions:
-        constants |= {n: Constant.of(np.array(x, np.int64)) for n, x in layout.host_aux}
+        constants |= dict(layout.host_aux)
+    if layout.origin is not None and problem.dropout_p:
+        constants["origin"] = layout.origin
     if schedule.assignment is not None:
         constants["schedule"] = Constant.of(schedule.assignment)
     if layout.block_mask is not None:

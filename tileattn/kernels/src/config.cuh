@@ -40,6 +40,7 @@ constexpr bool HAS_SCORE_MOD = KEY_SCORE_MOD;
 constexpr bool HAS_MASK_MOD = KEY_MASK_MOD;
 constexpr u64 FUNCTIONS = KEY_FUNCTIONS;  // digest of functions.cuh; 0 for the file beside this one
 constexpr bool HAS_DROPOUT = KEY_DROPOUT;
+constexpr bool HAS_ORIGIN = KEY_ORIGIN;  // from which dropout counts
 constexpr bool PACKED = KEY_PACKED;  // sequences lie one behind the other in one batch entry
 constexpr bool PAGED = KEY_PAGED;    // keys are in pages, which a block table says
 constexpr bool IN_PIECES = KEY_IN_PIECES;  // keys are cut, and all rows that share them are one tile

@@ -45,6 +45,7 @@ struct Fields {
     int* claims;               // behind each work tile the next that its CTA has claimed
     const i64* block_table;
     void *partial_out, *partial_sums;  // of each row and piece of the keys, as in pieces.cuh
+    const i64* origin;                 // of each sequence: b, h, i and j, from which dropout counts
     // Strides.
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
     Pairs bias_at, dbias_at, mask_at, block_kinds_at, tile_kinds_at, tile_list_at;

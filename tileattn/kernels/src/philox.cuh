@@ -25,24 +25,68 @@ __device__ inline Words philox4x32(Words c, u32 key0, u32 key1) {
     return c;
 }
 
+// Where indices count from, and their type: sums of them need all 32 bits.
+template <bool>
+struct Origin {
+    using Index = int;
+    static constexpr u32 b0 = 0, h0 = 0;
+    static constexpr Index i0 = 0, j0 = 0;
+
+    __device__ Origin(const Params&, i64) {}
+};
+template <>
+struct Origin<true> {
+    using Index = u32;
+    u32 b0, h0;
+    Index i0, j0;
+
+    __device__ Origin(const Params& p, i64 b)
+        : b0(u32(p.origin[4 * b])),
+          h0(u32(p.origin[4 * b + 1])),
+          i0(u32(p.origin[4 * b + 2])),
+          j0(u32(p.origin[4 * b + 3])) {}
+};
+
 // Dropout of one head.
-struct Dropout {
+struct Dropout : Origin<HAS_ORIGIN> {
     u32 key0, key1, threshold, head, batch;
 
     __device__ Dropout(const Params& p, i64 b, i64 h)
-        : key0(u32(p.seed)),
+        : Origin(p, b),
+          key0(u32(p.seed)),
           key1(u32(p.seed >> 32)),
           threshold(u32(p.threshold)),
-          head(u32(h)),
-          batch(u32(b)) {}
+          head(h0 + u32(h)),
+          batch(b0 + u32(b)) {}
 
     // The words of {i, i + 8} x {j, j + 8} where bit 3 of i and j is 0: the second pair is i + 8's.
-    __device__ Words words(int i, int j) const {
+    __device__ Words words(Index i, Index j) const {
         return philox4x32({u32(j / 16 * 8 + j % 8), u32(i / 16 * 8 + i % 8), head, batch}, key0,
                           key1);
     }
     __device__ bool keeps(int i, int j) const {
-        return words(i, j).x[i / 8 % 2 * 2 + j / 8 % 2] >= threshold;
+        const Index y = i0 + i, x = j0 + j;
+        return words(y, x).x[y / 8 % 2 * 2 + x / 8 % 2] >= threshold;
+    }
+
+    // The word of each of {i, i + 8} x {j, j + 8}, in the same order, from the origin on.
+    __device__ Words own_words(int i, int j) const {
+        if constexpr (!HAS_ORIGIN) return words(i, j);
+        // From multiples of 16 one call has them all. Else each may be of another, and they come one
+        // by one: four copies of the generator would be long.
+        const bool together = (i0 | j0) % 16 == 0;
+        Words own = {};
+#pragma unroll 1
+        for (u32 n = 0; n < 4; ++n) {
+            const Index y = i0 + i + n / 2 * 8, x = j0 + j + n % 2 * 8;
+            const Words w = words(y, x);
+            if (together) return w;
+            const u32 one = y / 8 % 2 ? x / 8 % 2 ? w.x[3] : w.x[2] : x / 8 % 2 ? w.x[1] : w.x[0];
+#pragma unroll
+            for (u32 each = 0; each < 4; ++each)
+                if (each == n) own.x[each] = one;
+        }
+        return own;
     }
 
     // Call visit(m, n, e, kept) for every element of a fragment from (row, column) on, both
@@ -61,7 +105,7 @@ struct Dropout {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int r = row + 16 * m + lane.g, c = column + 8 * n + lane.column(e);
-                const Words w = TRANSPOSED ? words(c, r) : words(r, c);
+                const Words w = TRANSPOSED ? own_words(c, r) : own_words(r, c);
                 visit(m, n, e, w.x[0] >= threshold);
                 visit(m, n, e + 2, w.x[TRANSPOSED ? 1 : 2] >= threshold);
                 visit(m, n + 1, e, w.x[TRANSPOSED ? 2 : 1] >= threshold);
