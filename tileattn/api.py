@@ -170,7 +170,7 @@ def forward(
     valid = CALLS.get(signature(arrays, backend, options))
     # A call like an earlier one: straight to the launch.
     if valid is not None and valid.cached_launch is not None:
-        cached = valid.cached_launch(q, k, v, out)
+        cached = valid.cached_launch(q, k, v, out, options)
         if cached is not None:
             return cached
     extra = {} if out is None else {"out": out}

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tileattn.backends.addresses import Overlap
@@ -16,8 +16,9 @@ from tileattn.errors import UnsupportedError
 from tileattn.kernels.config import latent
 from tileattn.kernels.launch.aux_gradient import daux_name, why_not_learned
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
-from tileattn.kernels.launch.plan import plan_backward, plan_forward
-from tileattn.problem import Operands, Problem
+from tileattn.kernels.launch.plan import LaunchPlan, plan_backward, plan_forward
+from tileattn.lengths import given_for
+from tileattn.problem import Operands, Options, Problem
 from tileattn.results import Attention, Gradients
 
 _REMEDY = (
@@ -121,11 +122,14 @@ class CupyCall(PreparedCall):
         # All memory is there and all kernels are loaded before the first byte of out is written.
         executable, addresses, device = self._executable(arrays, operands)
         executable.run(addresses, arrays, device)
-        plain = len(arrays) == 5 and P.ndim == 4 and operands.block_mask is None
-        if plain and executable.is_complete and not executable.plan.workspace.nbytes:
-            rows = operands.q, operands.k, operands.v, result
-            self.cached_launch = CachedForward(executable, P, device, rows)
+        if executable.is_complete and self._is_plain(arrays, operands, executable.plan):
+            self.cached_launch = CachedForward(executable, P, device, arrays)
         return Attention(result, lse)
+
+    def _is_plain(self, arrays: Mapping[str, Any], x: Operands, plan: LaunchPlan) -> bool:
+        """Whether of the arrays of a call nothing but their addresses need be looked at."""
+        plain = _PLAIN.union(self.on_device).issuperset(arrays)
+        return plain and x.block_mask is None and not (plan.copies_in or plan.copies_out)
 
     def backward(
         self,
@@ -197,45 +201,57 @@ class CupyCall(PreparedCall):
         return executable, addresses, device
 
 
+# What a call may bring, besides integers, to be launched without more ado.
+_PLAIN = frozenset({"q", "k", "v", "alibi_slopes", "sinks", "out", "lse"})
+
+
 class CachedForward:
-    """The forward pass of calls of one signature that bring q, k, v and out alone.
+    """The forward pass of calls of one signature of whose arrays the addresses are enough.
 
     Nearly all that a short call costs the host is Python; this is the least of it. Only the layout
-    of the arrays of an earlier call is kept.
+    of the arrays of an earlier call is kept: q, k, v, others that options bring, out and lse.
     """
 
     def __init__(
-        self, executable: Executable, problem: Problem, device: int, arrays: Sequence[Any]
+        self, executable: Executable, problem: Problem, device: int, arrays: Mapping[str, Any]
     ) -> None:
         import cupy
 
         P = problem
-        self._start, self._alignment = executable.start, executable.plan.alignment
-        self._device = device
+        self._launch, self._allocate = executable.launch, executable.allocate
+        self._alignment, self._device = executable.plan.alignment, device
         self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
-        self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
-        self._lse = (P.B, P.Hq, P.Nq), P.accum_dtype
-        *inputs, out = arrays
+        self._out, self._lse = (P.out_shape, P.dtype), (P.out_shape[:-1], P.accum_dtype)
+        *inputs, out, _ = arrays.values()
+        self._others = tuple(arrays)[3:-2]
         self._joint = inputs[1].data.ptr == inputs[2].data.ptr
         self._overlaps = Overlap(out, inputs)
 
-    def __call__(self, q: Any, k: Any, v: Any, out: Any | None) -> Attention | None:
+    def __call__(
+        self, q: Any, k: Any, v: Any, out: Any | None, options: Options
+    ) -> Attention | None:
         """Run it; None where an array, or the current device, is not where the plan needs it."""
         device, of_q, of_k, of_v = self._device, q.data, k.data, v.data
         there = of_q.device_id == of_k.device_id == of_v.device_id == device
         if not there or self._current_device() != device:
             return None
-        at_q, at_k, at_v = of_q.ptr, of_k.ptr, of_v.ptr
+        at_q, at_k, at_v = addresses = [of_q.ptr, of_k.ptr, of_v.ptr]
+        for name in self._others:
+            memory = given_for(name, options).data
+            if memory.device_id != device:
+                return None
+            addresses.append(memory.ptr)
         if out is None:
             out = self._array(*self._out)
-        elif out.data.device_id != device or self._overlaps(out.data.ptr, (at_q, at_k, at_v)):
+        elif out.data.device_id != device or self._overlaps(out.data.ptr, addresses):
             return None
         at_out = out.data.ptr
         bits = at_q | at_k | at_v | at_out | MAX_ALIGNMENT
         if bits & -bits != self._alignment or (at_k == at_v) != self._joint:
             return None
         lse = self._array(*self._lse)
-        self._start((at_q, at_k, at_v, at_out, lse.data.ptr))
+        addresses += at_out, lse.data.ptr
+        self._launch(addresses, self._allocate())
         return Attention(out, lse)
 
 

@@ -31,7 +31,10 @@ class Executable:
     """
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
+        from cupy.cuda import alloc, runtime
+
         self.plan = plan
+        self._alloc, self._memset = alloc, runtime.memsetAsync
         constants = dict(plan.constants)
         self.is_complete = "schedule" not in constants or not is_capturing()
         if not self.is_complete:
@@ -44,9 +47,11 @@ class Executable:
         for name, address in fixed.items():
             cells[places[name]] = address
         self._template = cells.tobytes()
-        brought = dict.fromkeys((*names, *plan.workspace.starts))
-        self._slots = tuple((name, places[name]) for name in brought if name in places)
-        last = max(slot for _, slot in self._slots)
+        self._names = tuple(name for name in names if name in places)
+        self._slots = tuple(places[name] for name in self._names)
+        starts = plan.workspace.starts
+        self._parts = tuple((places[name], x) for name, x in starts.items() if name in places)
+        last = max(*self._slots, *(slot for slot, _ in self._parts))
         self._pointers = cells[: last + 1].tolist()
         kernels = load_all([launch.key for launch in plan.launches])
         maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
@@ -69,37 +74,47 @@ class Executable:
         may have to be copied. A workspace takes the place of CuPy's pool; ValueError where it is
         too small, or on another device.
         """
-        needed, copies_out = self.plan.workspace, []
-        if workspace is None and not needed.nbytes:
-            places = {**addresses, **dict.fromkeys(needed.starts, 0)}
+        import cupy
+
+        starts, nbytes = self.plan.workspace.starts, self.plan.workspace.nbytes
+        if workspace is not None:
+            _ensure_fits(workspace, nbytes, device)
+            memory = workspace.data
         else:
-            import cupy
+            memory = self.allocate()
 
-            memory = cupy.cuda.alloc(needed.nbytes) if workspace is None else workspace.data
-            if workspace is not None:
-                _ensure_fits(workspace, needed.nbytes, device)
-            starts, at = needed.starts, memory.ptr
+        def copies(of: Mapping[str, ArrayLayout]) -> list[tuple[Any, Any]]:
+            """Pair each contiguous copy with the caller's array."""
+            return [
+                (cupy.ndarray(x.shape, np.dtype(x.dtype), memory + starts[name]), arrays[name])
+                for name, x in of.items()
+            ]
 
-            def copies(of: Mapping[str, ArrayLayout]) -> list[tuple[Any, Any]]:
-                """Pair each contiguous copy with the caller's array."""
-                return [
-                    (cupy.ndarray(x.shape, np.dtype(x.dtype), memory + starts[name]), arrays[name])
-                    for name, x in of.items()
-                ]
-
-            copies_in, copies_out = copies(self.plan.copies_in), copies(self.plan.copies_out)
-            for copy, x in copies_in:
-                cupy.copyto(copy, x, casting="unsafe")
-            if needed.zeros < needed.nbytes:
-                nbytes, stream = needed.nbytes - needed.zeros, current_stream().ptr
-                cupy.cuda.runtime.memsetAsync(at + needed.zeros, 0, nbytes, stream)
-            places = {**addresses, **{name: at + start for name, start in starts.items()}}
-        pointers = self._pointers.copy()
-        for name, slot in self._slots:
-            pointers[slot] = places[name]
-        self.start(pointers)
+        copies_in, copies_out = copies(self.plan.copies_in), copies(self.plan.copies_out)
+        for copy, x in copies_in:
+            cupy.copyto(copy, x, casting="unsafe")
+        self.launch([addresses[name] for name in self._names], memory)
         for copy, x in copies_out:
             cupy.copyto(x, copy, casting="unsafe")
+
+    def allocate(self) -> Any:
+        """Take the workspace from CuPy's pool; None where none is needed."""
+        nbytes = self.plan.workspace.nbytes
+        return self._alloc(nbytes) if nbytes else None
+
+    def launch(self, addresses: Sequence[int], memory: Any) -> None:
+        """Start the kernels, given addresses in the order of the names, and the workspace."""
+        pointers = self._pointers.copy()
+        for slot, address in zip(self._slots, addresses, strict=True):
+            pointers[slot] = address
+        if memory is not None:
+            needed, at = self.plan.workspace, memory.ptr
+            if needed.zeros < needed.nbytes:
+                nbytes = needed.nbytes - needed.zeros
+                self._memset(at + needed.zeros, 0, nbytes, current_stream().ptr)
+            for slot, start in self._parts:
+                pointers[slot] = at + start
+        self.start(pointers)
 
     def start(self, pointers: Sequence[int]) -> None:
         """Start the kernels alone, given the cells that the parameter block begins with.

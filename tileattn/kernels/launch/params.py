@@ -7,8 +7,8 @@ import numpy as np
 
 from tileattn.kernels.config.context import folds_scale, padded_rows
 from tileattn.kernels.config.split import piece_of, pieces_of
+from tileattn.kernels.launch.layout import INTEGERS, ArrayLayout, CallLayout
 from tileattn.kernels.launch.layout import ROWS as ROW_ARRAYS
-from tileattn.kernels.launch.layout import ArrayLayout, CallLayout
 from tileattn.lengths import FAR
 from tileattn.problem import Problem
 
@@ -40,6 +40,7 @@ _SIZES = (
     *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
     *("length", "offset", "left", "right", "entries"),
     *("pages_total", "page", "table_width", "piece", "pieces"),
+    *(f"{name}_bytes" for name in INTEGERS),
 )
 
 PARAMS = np.dtype(
@@ -98,6 +99,8 @@ def fields(
             values[f"{name}_at"] = x.elements[:3]
         elif name in _PAIRS:
             values[f"{name}_at"] = x.elements
+        elif name in INTEGERS:
+            values[f"{name}_bytes"] = x.itemsize
     for name, array in (("length", "kv_lengths"), ("offset", "q_offset")):
         each = getattr(layout, array)
         if each is None and array not in arrays:

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
     const i64 last = min(row, p.B * p.Hq * p.rows - 1);  // all lanes stay for the shuffles
     const int bh = int(last / p.rows), padded = int(last % p.rows);
-    const HeadBlock<ROW_PAD> at(p, p.cu_seqlens_q, int(p.Hq), bh, padded / ROW_PAD);
+    const HeadBlock<ROW_PAD> at(p, p.query_ends(), int(p.Hq), bh, padded / ROW_PAD);
     const int b = at.b, h = at.h, i = at.block * ROW_PAD + padded % ROW_PAD;
     const Sequence sequence(p, b);
     Accum delta = 0;
