@@ -218,7 +218,8 @@ class CachedForward:
         import cupy
 
         P = problem
-        self._launch, self._allocate = executable.launch, executable.allocate
+        self._launch, self._nbytes = executable.launch, executable.plan.workspace.nbytes
+        self._alloc = cupy.cuda.alloc
         self._alignment, self._device = executable.plan.alignment, device
         self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
         self._out, self._lse = (P.out_shape, P.dtype), (P.out_shape[:-1], P.accum_dtype)
@@ -251,7 +252,7 @@ class CachedForward:
             return None
         lse = self._array(*self._lse)
         addresses += at_out, lse.data.ptr
-        self._launch(addresses, self._allocate())
+        self._launch(addresses, self._alloc(self._nbytes) if self._nbytes else None)
         return Attention(out, lse)
 
 

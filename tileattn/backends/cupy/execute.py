@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,9 @@ class Executable:
     """
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
-        from cupy.cuda import alloc, runtime
+        from cupy.cuda import runtime
 
         self.plan = plan
-        self._alloc, self._memset = alloc, runtime.memsetAsync
         constants = dict(plan.constants)
         self.is_complete = "schedule" not in constants or not is_capturing()
         if not self.is_complete:
@@ -48,11 +48,19 @@ class Executable:
             cells[places[name]] = address
         self._template = cells.tobytes()
         self._names = tuple(name for name in names if name in places)
-        self._slots = tuple(places[name] for name in self._names)
-        starts = plan.workspace.starts
-        self._parts = tuple((places[name], x) for name, x in starts.items() if name in places)
-        last = max(*self._slots, *(slot for slot, _ in self._parts))
-        self._pointers = cells[: last + 1].tolist()
+        needed = plan.workspace
+        starts = needed.starts.items() if needed.nbytes else ()
+        parts = {name: start for name, start in starts if name in places}
+        self._starts = tuple(parts.values())
+        # A launch writes the first cells up to the last address: between those there are others.
+        brought = [places[name] for name in (*self._names, *parts)]
+        between = [slot for slot in range(max(brought)) if slot not in brought]
+        self._between = tuple(cells[between].tolist())
+        # Of an array and its copy, which is a part, the last counts.
+        sources = {slot: n for n, slot in enumerate((*brought, *between))}
+        self._in_order = itemgetter(*(sources[slot] for slot in sorted(sources)))
+        self._zeros = needed.nbytes - needed.zeros
+        self._memset = runtime.memsetAsync
         kernels = load_all([launch.key for launch in plan.launches])
         maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
         self._launches = tuple(
@@ -81,7 +89,7 @@ class Executable:
             _ensure_fits(workspace, nbytes, device)
             memory = workspace.data
         else:
-            memory = self.allocate()
+            memory = cupy.cuda.alloc(nbytes) if nbytes else None
 
         def copies(of: Mapping[str, ArrayLayout]) -> list[tuple[Any, Any]]:
             """Pair each contiguous copy with the caller's array."""
@@ -97,30 +105,16 @@ class Executable:
         for copy, x in copies_out:
             cupy.copyto(x, copy, casting="unsafe")
 
-    def allocate(self) -> Any:
-        """Take the workspace from CuPy's pool; None where none is needed."""
-        nbytes = self.plan.workspace.nbytes
-        return self._alloc(nbytes) if nbytes else None
-
     def launch(self, addresses: Sequence[int], memory: Any) -> None:
         """Start the kernels, given addresses in the order of the names, and the workspace."""
-        pointers = self._pointers.copy()
-        for slot, address in zip(self._slots, addresses, strict=True):
-            pointers[slot] = address
-        if memory is not None:
-            needed, at = self.plan.workspace, memory.ptr
-            if needed.zeros < needed.nbytes:
-                nbytes = needed.nbytes - needed.zeros
-                self._memset(at + needed.zeros, 0, nbytes, current_stream().ptr)
-            for slot, start in self._parts:
-                pointers[slot] = at + start
-        self.start(pointers)
-
-    def start(self, pointers: Sequence[int]) -> None:
-        """Start the kernels alone, given the cells that the parameter block begins with.
-
-        Those are addresses, and with ``aux`` all others too.
-        """
+        parts = []
+        if self._starts:
+            at = memory.ptr
+            parts = [at + start for start in self._starts]
+            if self._zeros:
+                first = at + self.plan.workspace.zeros
+                self._memset(first, 0, self._zeros, current_stream().ptr)
+        pointers = self._in_order((*addresses, *parts, *self._between))
         if self._constants:
             outlive_readers(self, self._stream)
         # A launch copies the block, so it is free for the next call afterwards. Threads that run

@@ -17,15 +17,16 @@ ROWS = np.dtype([(axis, np.int64) for axis in ("b", "h", "n")])
 PAIRS = np.dtype([(axis, np.int64) for axis in ("b", "h", "i", "j")])
 
 POINTERS = (
-    *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "lse_log2", "row_max"),
-    *("dq", "dk", "dv", "dq_accum", "head_flags", "tile_counter", "dq_semaphore"),
-    *("bias", "dbias", "mask", "alibi_slopes", "sinks", "dsinks"),
-    *("kv_lengths", "q_offset", "block_kinds", "block_bits"),
+    *("q", "k", "v", "out", "lse"),
+    *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table"),
+    *("alibi_slopes", "sinks"),
+    *("tile_counter", "block_order", "claims", "partial_out", "partial_sums"),
+    *("dout", "dlse", "delta", "lse_log2", "row_max"),
+    *("dq", "dk", "dv", "dq_accum", "head_flags", "dq_semaphore"),
+    *("bias", "dbias", "mask", "dsinks", "block_kinds", "block_bits"),
     *("tile_kinds", "tile_ranks", "tile_list", "schedule"),
-    *("cu_seqlens_q", "cu_seqlens_k", "block_order", "claims"),
-    *("block_table", "partial_out", "partial_sums"),
 )
-"""Arrays, in the order of their addresses."""
+"""Arrays, in the order of their addresses: a short call writes no more than it must."""
 
 # Where nobody on the host knows the lengths: all keys, and the last query is aligned with the last
 # key.
