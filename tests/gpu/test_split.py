@@ -149,7 +149,8 @@ def test_pages_have_the_bits_of_a_contiguous_cache(dtype: Any, page: int, there:
     q, k, v = arrays
     k_pages, v_pages = (in_pages(x, page, table, B * width + 2) for x in (k, v))
     for b in range(B):
-        table[b, -(-int(LENGTHS[b]) // page) :] = rng.choice([-1, 2**30 if there is np.int32 else 2**40])
+        far = 2**30 if there is np.int32 else 2**40
+        table[b, -(-int(LENGTHS[b]) // page) :] = rng.choice([-1, far])
     options: dict[str, Any] = {"kv_lengths": LENGTHS, "causal": True}
     if there:
         options["kv_lengths"] = sent(LENGTHS.astype(there))
@@ -164,6 +165,24 @@ def test_pages_have_the_bits_of_a_contiguous_cache(dtype: Any, page: int, there:
         options |= {"kv_lengths": sent(LENGTHS[::-1].astype(there)), "block_table": other}
         found = tileattn.forward(*map(sent, (q[::-1].copy(), k_pages, v_pages)), **options)
         assert bits(found) == bits([x[::-1] for x in expected])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (9000, 0)}], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
+def test_the_room_of_a_cache_does_not_matter(dtype: Any, options: dict[str, Any]) -> None:
+    """Nor whether a warp or a thread block joins the pieces of a query: 16, or some more."""
+    size, lengths = np.dtype(dtype).itemsize, np.array([16000, 0, 5000])
+    room = 16 * 2048 // size
+    q, k, v = drawn(8, 2, 2, 128, 128, dtype, capacity=room + 1000)
+    found = []
+    for capacity in (room, room + 1000):
+        arrays = [q, k[:, :, :capacity], v[:, :, :capacity]]
+        given = {"kv_lengths": np.minimum(lengths, room - 300), **options}
+        found.append(bits(tileattn.forward(*map(sent, arrays), **given)))
+        explained = tileattn.explain(*map(sent, arrays), **given)
+        joins = "one warp" if capacity == room else "one thread block"
+        assert any(f"forward_combine: {joins} for each" in x for x in explained.reasons)
+    assert found[0] == found[1]
 
 
 def test_the_same_bits_in_any_batch() -> None:
