@@ -30,7 +30,8 @@ class PreparedCall:
     A backend that has a method ``prepare(problem)`` returns a new one of a subclass, and may keep
     there what it has worked out. If it sets ``cached_launch``, that takes q, k, v, out and the
     options as ``tileattn.forward`` does, and runs the whole call without looking at anything again,
-    or returns None where it cannot.
+    or returns None where it cannot. So do those of ``cached_backward``, one each for calls that are
+    deterministic and others, of q, k, v, out, dout, lse and the options, for all gradients.
     """
 
     cached_launch: Callable[[Any, Any, Any, Any, Options], Attention | None] | None = None
@@ -46,6 +47,7 @@ class PreparedCall:
     def __init__(self, backend: Any, problem: Problem) -> None:
         self.backend = backend
         self.problem = problem
+        self.cached_backward: dict[bool, Callable[..., Gradients | None]] = {}
 
     def operands(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Operands:
         """View the arrays of a call with all four axes."""
@@ -67,7 +69,7 @@ class PreparedCall:
         """Validate nothing but the integers of a call: the rest of its signature is the same."""
         P, call = self.problem, copy(self)
         places = places_of(options, k, P.B, P.Nq, P.Nk)
-        call.cached_launch = None
+        call.cached_launch, call.cached_backward = None, {}
         call.remember(places)
         return call, operands_of(q, k, v, places, options)
 

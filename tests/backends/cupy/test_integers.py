@@ -114,6 +114,85 @@ def test_a_second_call_is_launched_at_once(
         assert 0 not in moved
 
 
+def backward(gpu: Machine, arrays: Any, options: Any, **more: Any) -> tuple[dict[str, Any], Any]:
+    """Give the arrays and the gradients of a call."""
+    q, k, v = arrays
+    out, dout = (gpu.array(q.shape, q.dtype) for _ in range(2))
+    given = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
+    given["lse"] = gpu.array(q.shape[:-1], np.float32)
+    return given, tileattn.backward(**given, **(options | more))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["packed", "one of the two", "and lengths", "no integers"])
+def test_so_is_a_second_backward_pass(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch, name: str, deterministic: bool
+) -> None:
+    def call(deterministic: bool) -> tuple[dict[str, Any], Any]:
+        gpu.launches.clear()
+        arrays, options = CASES[name](gpu)
+        given, grads = backward(gpu, arrays, options, deterministic=deterministic)
+        return given | options, grads
+
+    call(not deterministic)
+    call(deterministic)
+    known = [x[:3] for x in gpu.launches]
+    in_order = gpu.launches[1][-1]["in_order"]
+    forbid(monkeypatch, (CupyCall, "backward"), *PLANNING)
+    for order in (deterministic, not deterministic, deterministic):
+        given, grads = call(order)
+    assert [x[:3] for x in gpu.launches] == known
+    given |= {f"d{x}": getattr(grads, f"d{x}") for x in "qkv"}
+    assert all(given[f"d{x}"].shape == given[x].shape for x in "qkv")
+    assert grads[3:] == (None, None)
+    assert grads.daux is None
+    for *_, params in gpu.launches:
+        assert params["in_order"] == in_order
+        assert all(params[x] == y.data.ptr for x, y in given.items())
+        assert 0 not in {int(params[x]) for x in ("delta", "head_flags")}
+
+
+def test_what_else_backward_may_be_asked_for(gpu: Machine) -> None:
+    """Nothing of it is answered by the pass that is remembered."""
+    arrays, options = packed(gpu, "cu_seqlens_q")
+    for _ in range(2):
+        backward(gpu, arrays, options)
+    assert backward(gpu, arrays, options, wrt=["q"])[1].dk is None
+    workspace = gpu.array((1 << 20,), np.uint8)
+    backward(gpu, arrays, options, workspace=workspace)
+    assert 0 <= int(gpu.launches[-1][-1]["delta"]) - workspace.data.ptr < 1 << 20
+    with pytest.raises(TypeError, match=r"^deterministic is int"):
+        backward(gpu, arrays, options, deterministic=0)
+    sinks = {**options, "sinks": gpu.array((HQ,))}
+    backward(gpu, arrays, sinks, wrt=("q", "k", "v"))
+    assert backward(gpu, arrays, sinks)[1].dsinks is not None
+    dlse = gpu.array(arrays[0].shape[:-1])
+    for _ in range(2):
+        backward(gpu, arrays, options, dlse=dlse)
+        assert gpu.launches[-1][-1]["dlse"] == dlse.data.ptr
+
+
+def test_places_of_arrays_are_looked_at_in_every_backward_pass(gpu: Machine) -> None:
+    whole = gpu.array((6 * HQ * T * D,), np.float16)
+
+    def at(first: int) -> Any:
+        return whole[first : first + HQ * T * D].reshape(HQ, T, D)
+
+    options = {"cu_seqlens_q": gpu.array((B + 1,), np.int32)}
+    for first, vector in ((0, 16), (4, 8), (1, 2), (0, 16)):
+        backward(gpu, (at(first), at(0), at(0)), options)
+        main = ("backward_sm90" if vector == 16 else "backward_dkdv", vector)
+        assert main in {(x[0].kernel, x[0].alignment_bytes) for x in gpu.launches}
+        gpu.launches[:-1] = []
+        assert gpu.launches[-1][-1]["q"] == whole.data.ptr + 2 * first
+    there = gpu.array((HQ, T, D), np.float16, device=3)
+    with pytest.raises(ValueError, match=r"^k is on device 3"):
+        backward(gpu, (at(0), there, there), options)
+    options["cu_seqlens_q"] = gpu.array((B + 1,), np.int32, device=3)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q is on device 3"):
+        backward(gpu, (at(0), at(0), at(0)), options)
+
+
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
 def test_integers_are_read_as_they_are(gpu: Machine, kind: Any) -> None:
     """In both passes, of four or eight bytes each; nothing is computed of them."""

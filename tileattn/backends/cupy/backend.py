@@ -5,9 +5,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tileattn.backends.addresses import Overlap
 from tileattn.backends.cupy import describe, token_rows
 from tileattn.backends.cupy.block_sparse import mask_addresses
+from tileattn.backends.cupy.cached import CachedBackward, CachedForward
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
 from tileattn.backends.protocol import Explanation, takes_workspace
@@ -15,10 +15,9 @@ from tileattn.call_cache import PreparedCall
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.config import latent
 from tileattn.kernels.launch.aux_gradient import daux_name, why_not_learned
-from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
-from tileattn.kernels.launch.plan import LaunchPlan, plan_backward, plan_forward
-from tileattn.lengths import given_for
-from tileattn.problem import Operands, Options, Problem
+from tileattn.kernels.launch.layout import ROWS, alignment_of
+from tileattn.kernels.launch.plan import plan_backward, plan_forward
+from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 
 _REMEDY = (
@@ -122,14 +121,9 @@ class CupyCall(PreparedCall):
         # All memory is there and all kernels are loaded before the first byte of out is written.
         executable, addresses, device = self._executable(arrays, operands)
         executable.run(addresses, arrays, device)
-        if executable.is_complete and self._is_plain(arrays, operands, executable.plan):
+        if CachedForward.serves(executable, operands, arrays, self.on_device):
             self.cached_launch = CachedForward(executable, P, device, arrays)
         return Attention(result, lse)
-
-    def _is_plain(self, arrays: Mapping[str, Any], x: Operands, plan: LaunchPlan) -> bool:
-        """Whether of the arrays of a call nothing but their addresses need be looked at."""
-        plain = _PLAIN.union(self.on_device).issuperset(arrays)
-        return plain and x.block_mask is None and not (plan.copies_in or plan.copies_out)
 
     def backward(
         self,
@@ -165,6 +159,8 @@ class CupyCall(PreparedCall):
             arrays["dsinks"] = dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
         executable, addresses, device = self._executable(arrays, operands, deterministic)
         executable.run(addresses, arrays, device, workspace)
+        if CachedBackward.serves(executable, operands, arrays, self.on_device):
+            self.cached_backward[deterministic] = CachedBackward(executable, device, arrays)
         return Gradients(dq, dk, dv, dbias, dsinks, daux)
 
     def _executable(
@@ -199,61 +195,6 @@ class CupyCall(PreparedCall):
             if executable.is_complete:
                 self._executables[key] = executable
         return executable, addresses, device
-
-
-# What a call may bring, besides integers, to be launched without more ado.
-_PLAIN = frozenset({"q", "k", "v", "alibi_slopes", "sinks", "out", "lse"})
-
-
-class CachedForward:
-    """The forward pass of calls of one signature of whose arrays the addresses are enough.
-
-    Nearly all that a short call costs the host is Python; this is the least of it. Only the layout
-    of the arrays of an earlier call is kept: q, k, v, others that options bring, out and lse.
-    """
-
-    def __init__(
-        self, executable: Executable, problem: Problem, device: int, arrays: Mapping[str, Any]
-    ) -> None:
-        import cupy
-
-        P = problem
-        self._launch, self._nbytes = executable.launch, executable.plan.workspace.nbytes
-        self._alloc = cupy.cuda.alloc
-        self._alignment, self._device = executable.plan.alignment, device
-        self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
-        self._out, self._lse = (P.out_shape, P.dtype), (P.out_shape[:-1], P.accum_dtype)
-        *inputs, out, _ = arrays.values()
-        self._others = tuple(arrays)[3:-2]
-        self._joint = inputs[1].data.ptr == inputs[2].data.ptr
-        self._overlaps = Overlap(out, inputs)
-
-    def __call__(
-        self, q: Any, k: Any, v: Any, out: Any | None, options: Options
-    ) -> Attention | None:
-        """Run it; None where an array, or the current device, is not where the plan needs it."""
-        device, of_q, of_k, of_v = self._device, q.data, k.data, v.data
-        there = of_q.device_id == of_k.device_id == of_v.device_id == device
-        if not there or self._current_device() != device:
-            return None
-        at_q, at_k, at_v = addresses = [of_q.ptr, of_k.ptr, of_v.ptr]
-        for name in self._others:
-            memory = given_for(name, options).data
-            if memory.device_id != device:
-                return None
-            addresses.append(memory.ptr)
-        if out is None:
-            out = self._array(*self._out)
-        elif out.data.device_id != device or self._overlaps(out.data.ptr, addresses):
-            return None
-        at_out = out.data.ptr
-        bits = at_q | at_k | at_v | at_out | MAX_ALIGNMENT
-        if bits & -bits != self._alignment or (at_k == at_v) != self._joint:
-            return None
-        lse = self._array(*self._lse)
-        addresses += at_out, lse.data.ptr
-        self._launch(addresses, self._alloc(self._nbytes) if self._nbytes else None)
-        return Attention(out, lse)
 
 
 def _aux_gradients(P: Problem, x: Operands) -> tuple[Any, ...] | None:
