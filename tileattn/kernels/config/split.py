@@ -27,7 +27,7 @@ _PIECE_BYTES = 1 << 19  # of keys and values, in a piece (measured)
 _LEAST_KEYS = 64
 _ALL = 1 << 30  # keys
 _SHARES = 8  # of the pieces of a row, by their index, each of which one warp takes, or one warp all
-_WARP_PIECES = 16  # that one warp joins as fast as many
+_WARP_PIECES = 16  # that one warp loads in two rounds; of more, a warp each share
 _WARP_BYTES = 512  # of a row of sums, so that a warp's registers hold those of all shares
 _LATENT_KEYS_OF_A_ROW = 64  # of a piece, so that its sums have a small share of the bytes
 
