@@ -170,7 +170,7 @@ def forward(
     valid: PreparedCall | None = CALLS.get(signature(arrays, backend, options))
     # A call like an earlier one: straight to the launch.
     if valid is not None and valid.cached_launch is not None:
-        cached = valid.cached_launch(q, k, v, out)
+        cached = valid.cached_launch(q, k, v, out, options)
         if cached is not None:
             return cached
     extra = {} if out is None else {"out": out}
@@ -286,6 +286,11 @@ def backward(
         )
     extra = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
     valid = CALLS.get(signature((q, k, v, *extra.values()), backend, options))
+    if valid is not None and wrt is None and workspace is None and type(deterministic) is bool:
+        launch = valid.cached_backward.get(deterministic)
+        grads: Gradients | None = launch and launch(q, k, v, out, dout, lse, options)
+        if grads is not None:
+            return grads
     call, operands = _validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
     operands = operands._replace(wrt=wanted(wrt, options))
@@ -306,12 +311,12 @@ def backward(
     # Behind the caller's arrays there are those of a tree mask.
     daux = (result.daux or ())[: len(aux_arrays(options))] or None
     found = result._asdict() | {"daux": daux}
-    grads = {name: x if operands.wants(name[1:]) else None for name, x in found.items()}
-    if grads["dbias"] is not None:
-        grads["dbias"] = grads["dbias"].reshape(options["bias"].shape)
+    kept = {name: x if operands.wants(name[1:]) else None for name, x in found.items()}
+    if kept["dbias"] is not None:
+        kept["dbias"] = kept["dbias"].reshape(options["bias"].shape)
     for name in ("dq", "dk", "dv"):
-        grads[name] = None if grads[name] is None else _without_lead(grads[name], problem)
-    return Gradients(**grads)
+        kept[name] = None if kept[name] is None else _without_lead(kept[name], problem)
+    return Gradients(**kept)
 
 
 def explain(

@@ -12,8 +12,8 @@ import numpy as np
 
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.expressions.state import state_of
-from tileattn.lengths import Places, places_of
-from tileattn.problem import Operands, Problem, operands_of
+from tileattn.lengths import Places, given_for, places_of
+from tileattn.problem import Operands, Options, Problem, operands_of
 from tileattn.results import Attention, Gradients
 
 MOST = 1024  # entries; a program has few shapes, or so many that none comes back
@@ -28,48 +28,40 @@ class PreparedCall:
     """The calls of one signature: one problem, and arrays of one layout.
 
     A backend that has a method ``prepare(problem)`` returns a new one of a subclass, and may keep
-    there what it has worked out. If it sets ``cached_launch``, that takes q, k, v and out as
-    ``tileattn.forward`` does, and runs the whole call without looking at anything again, or returns
-    None where it cannot.
+    there what it has worked out. If it sets ``cached_launch``, that takes q, k, v, out and the
+    options as ``tileattn.forward`` does, and runs the whole call without looking at anything again,
+    or returns None where it cannot. So do those of ``cached_backward``, one each for calls that are
+    deterministic and others, of q, k, v, out, dout, lse and the options, for all gradients.
     """
 
-    cached_launch: Callable[[Any, Any, Any, Any], Attention | None] | None = None
+    cached_launch: Callable[[Any, Any, Any, Any, Options], Attention | None] | None = None
 
     # Whether what has been worked out, but for cached_launch, holds at other lengths, too.
     of_any_lengths = False
 
-    # The same in all calls of the signature; lengths and offsets on a device are None.
+    # The same in all calls of the signature, but for the integers that are on a device: these are
+    # None, and each call brings its own.
     places = Places(None, None, None, None)
-
-    # Whether each call has its own, for some of those of packed sequences are on a device.
-    has_own_places = False
+    on_device: tuple[str, ...] = ()
 
     def __init__(self, backend: Any, problem: Problem) -> None:
         self.backend = backend
         self.problem = problem
+        self.cached_backward: dict[bool, Callable[..., Gradients | None]] = {}
 
     def operands(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Operands:
         """View the arrays of a call with all four axes."""
-        if self.has_own_places:
-            P = self.problem
-            return operands_of(q, k, v, places_of(options, k, P.B, P.Nq, P.Nk), options)
-        lengths, offset, packing, paging, origin = self.places
-        if lengths is None:
-            lengths = options["kv_lengths"].astype(np.int64, copy=False)
-        if offset is None:
-            offset = options.get("q_offset")
-            if offset is not None:
-                offset = offset.astype(np.int64, copy=False)
-        return operands_of(q, k, v, Places(lengths, offset, packing, paging, origin), options)
+        places = self.places
+        if self.on_device:
+            brought = {name: given_for(name, options) for name in self.on_device}
+            places = places.with_integers(**brought)
+        return operands_of(q, k, v, places, options)
 
     def remember(self, places: Places) -> None:
         """Keep where sequences are, if it is in the signature."""
-        lengths, offset = (x if isinstance(x, np.ndarray) else None for x in places[:2])
-        self.places = places._replace(kv_lengths=lengths, q_offset=offset)
-        integers = (*places[:2], *places.packing) if places.packing is not None else ()
-        if places.paging is not None:
-            integers += (places.paging.block_table,)
-        self.has_own_places = any(not isinstance(x, np.ndarray | None) for x in integers)
+        integers = places.integers.items()
+        self.on_device = tuple(name for name, x in integers if not isinstance(x, np.ndarray))
+        self.places = places.with_integers(**dict.fromkeys(self.on_device))
 
     def at_other_lengths(
         self, q: Any, k: Any, v: Any, options: Mapping[str, Any]
@@ -77,7 +69,7 @@ class PreparedCall:
         """Validate nothing but the integers of a call: the rest of its signature is the same."""
         P, call = self.problem, copy(self)
         places = places_of(options, k, P.B, P.Nq, P.Nk)
-        call.cached_launch = None
+        call.cached_launch, call.cached_backward = None, {}
         call.remember(places)
         return call, operands_of(q, k, v, places, options)
 
@@ -121,8 +113,7 @@ def prepared_call(backend: Any, problem: Problem, operands: Operands) -> Prepare
     """Make the entry of a call that was found valid."""
     prepare = getattr(backend, "prepare", None)
     call: PreparedCall = PreparedCall(backend, problem) if prepare is None else prepare(problem)
-    x = operands
-    call.remember(Places(x.kv_lengths, x.q_offset, x.packing, x.paging, x.origin))
+    call.remember(Places.of(operands))
     return call
 
 

@@ -87,12 +87,11 @@ def append_kv(
         {"k_cache": k_cache, "v_cache": v_cache} | given, options | {"cu_seqlens": cu_seqlens}
     )
     kernel = getattr(owner, "append_kv", None)
-    convert = kernel is None
-    pages = paging(options, k_cache, convert=convert)
+    pages = paging(options, k_cache)
     B = len(k_cache) if pages is None else len(pages.block_table)
     whose = "k_cache" if pages is None else "block_table"
-    starts = _starts(k, cu_seqlens, B, whose, convert=convert)
-    old = integers("kv_lengths", kv_lengths, B, convert=convert)
+    starts = _starts(k, cu_seqlens, B, whose)
+    old = integers("kv_lengths", kv_lengths, B)
     if old is None:
         raise TypeError(f"kv_lengths is None; integers of shape ({B},) are accepted")
     new = _checked_lengths(old, starts, k_cache, pages, tables)
@@ -123,7 +122,7 @@ def _append(
     interleaved: bool,
 ) -> Any:
     """Append by array expressions."""
-    old, starts = _together(old, starts)
+    old, starts = (x.astype(np.int64, copy=False) for x in _together(old, starts))
     T = k.shape[-2] * (len(k) if k.ndim == 4 else 1)
     sequence, positions = _positions(old, starts, T)
     if rotary is not None:
@@ -225,13 +224,13 @@ def _check_writers(old: Any, new: Any, pages: Paging) -> None:
         )
 
 
-def _starts(k: Any, cu_seqlens: Any, B: int, whose: str, *, convert: bool) -> Any:
+def _starts(k: Any, cu_seqlens: Any, B: int, whose: str) -> Any:
     """Say how many new tokens lie before each sequence, and how many there are."""
     if cu_seqlens is None:
         if len(k) != B:
             raise ValueError(f"k has batch size {len(k)}; it must be that of {whose}, {B}")
         return np.arange(B + 1) * k.shape[2]
-    starts = offsets_of("cu_seqlens", cu_seqlens, convert=convert)
+    starts = offsets_of("cu_seqlens", cu_seqlens)
     if len(starts) != B + 1:
         raise ValueError(
             f"cu_seqlens has {len(starts)} entries; it must have one more than {whose}, {B + 1}"

@@ -20,7 +20,7 @@ class Packing(NamedTuple):
 
     Parameters
     ----------
-    cu_seqlens_q, cu_seqlens_k : array of int64, shape (S + 1,)
+    cu_seqlens_q, cu_seqlens_k : array of int64, or on a device of integers, shape (S + 1,)
         Tokens of q, and of k and v, before each sequence; None where keys are in pages.
     """
 
@@ -46,7 +46,7 @@ class Paging(NamedTuple):
 
     Parameters
     ----------
-    block_table : array of int64, shape (B, n)
+    block_table : array of int64, or on a device of integers, shape (B, n)
         The pages of each sequence, in the order of its keys.
     pages, page : int
         How many pages there are, and the keys of one.
@@ -83,7 +83,7 @@ class Places(NamedTuple):
 
     Parameters
     ----------
-    kv_lengths, q_offset : array of int64, shape (entries,), or None
+    kv_lengths, q_offset : array of int64, or on a device of integers, shape (entries,), or None
         Keys that exist, and position of query 0, for each sequence. None where the host does not
         know: all keys, and the last query is aligned with the last key.
     packing : Packing or None
@@ -99,6 +99,41 @@ class Places(NamedTuple):
     packing: Packing | None
     paging: Paging | None
     origin: Any = None
+
+    @classmethod
+    def of(cls, operands: Any) -> "Places":
+        """Take those of the arrays of a call."""
+        return cls(*(getattr(operands, name) for name in cls._fields))
+
+    @property
+    def integers(self) -> dict[str, Any]:
+        """What there is of lengths, offsets and pages, by the names of the options."""
+        found = {"kv_lengths": self.kv_lengths, "q_offset": self.q_offset}
+        if self.packing is not None:
+            found |= self.packing._asdict()
+        if self.paging is not None:
+            found["block_table"] = self.paging.block_table
+        return {name: x for name, x in found.items() if x is not None}
+
+    def with_integers(self, **others: Any) -> "Places":
+        """Put other arrays in the place of some of these."""
+        x, packing, paging = self.integers | others, self.packing, self.paging
+        return Places(
+            x.get("kv_lengths"),
+            x.get("q_offset"),
+            packing and Packing(x.get("cu_seqlens_q"), x.get("cu_seqlens_k")),
+            paging and paging._replace(block_table=x["block_table"]),
+            self.origin,
+        )
+
+
+_BOTH = {"cu_seqlens_q": "cu_seqlens_k", "cu_seqlens_k": "cu_seqlens_q"}
+
+
+def given_for(name: str, options: Mapping[str, Any]) -> Any:
+    """Look up an array of a valid call; of the offsets of packed sequences one means both."""
+    x = options.get(name)
+    return options[_BOTH[name]] if x is None else x
 
 
 def places_of(options: Mapping[str, Any], k: Any, B: int, Nq: int, Nk: int) -> Places:
@@ -122,7 +157,7 @@ def _on_host(*given: Any) -> bool:
     return all(isinstance(x, np.ndarray) for x in given)
 
 
-def paging(options: Mapping[str, Any], k: Any, *, convert: bool = True) -> Paging | None:
+def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
     """Find out whether keys are in pages, as a block table says."""
     table = options.get("block_table")
     if table is None:
@@ -136,7 +171,7 @@ def paging(options: Mapping[str, Any], k: Any, *, convert: bool = True) -> Pagin
         raise ValueError(
             f"block_table has shape {table.shape}; (B, pages of a sequence) is accepted"
         )
-    return Paging(_as_int64(table, convert), *(k.shape[n] for n in (0, 2)))
+    return Paging(_remembered(table), *(k.shape[n] for n in (0, 2)))
 
 
 def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing | None:
@@ -181,14 +216,14 @@ def _ending(
     return packed
 
 
-def offsets_of(name: str, x: Any, *, convert: bool = True) -> Any:
+def offsets_of(name: str, x: Any) -> Any:
     """Give the tokens before each sequence, and those of all."""
     x = as_integers(name, x, "(S + 1,)")
     if x.ndim != 1 or not len(x):
         raise ValueError(f"{name} has shape {x.shape}; (S + 1,) is accepted, for S sequences")
+    offsets = _remembered(x)
     if not isinstance(x, np.ndarray):
-        return _as_int64(x, convert)
-    offsets = x.astype(np.int64)
+        return offsets
     if offsets[0]:
         raise ValueError(f"{name} starts with {offsets[0]}; 0 is accepted")
     for n in np.flatnonzero(offsets[1:] < offsets[:-1]):
@@ -229,11 +264,8 @@ def origin_of(x: Any, entries: int) -> Any:
     return np.array(np.broadcast_to(x, (entries, 4)), np.int64, order="C")
 
 
-def integers(name: str, x: Any, count: int, *, convert: bool = True) -> Any:
-    """One integer for each sequence, from an integer, a sequence or an array.
-
-    Those on a device keep their dtype where they need not be converted, which takes a kernel.
-    """
+def integers(name: str, x: Any, count: int) -> Any:
+    """One integer for each sequence, from an integer, a sequence or an array."""
     if x is None:
         return None
     x = as_integers(name, x, f"({count},)")
@@ -241,12 +273,12 @@ def integers(name: str, x: Any, count: int, *, convert: bool = True) -> Any:
         raise ValueError(f"{name} has shape {x.shape}; one integer or shape ({count},) is accepted")
     if not x.shape:
         return np.full(count, int(x), np.int64)
-    # What is on the host may be remembered.
-    return x.astype(np.int64) if isinstance(x, np.ndarray) else _as_int64(x, convert)
+    return _remembered(x)
 
 
-def _as_int64(x: Any, convert: bool) -> Any:
-    return x.astype(np.int64, copy=False) if convert or isinstance(x, np.ndarray) else x
+def _remembered(x: Any) -> Any:
+    """Copy what is on the host, for it may be remembered; on a device a copy takes a kernel."""
+    return x.astype(np.int64) if isinstance(x, np.ndarray) else x
 
 
 def as_integers(name: str, x: Any, shape: str) -> Any:

@@ -128,7 +128,7 @@ class Operands(NamedTuple):
     ----------
     q, k, v : array, shapes (B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv)
         The inputs.
-    kv_lengths, q_offset : array of int64, shape (entries,), or None
+    kv_lengths, q_offset : array of int64, or on a device of integers, shape (entries,), or None
         Keys that exist, and position of query 0, for each sequence; None as in `Places`.
     bias, mask : array or None, broadcastable to (B, Hq, Nq, Nk), four axes
         Added to the scores; booleans, True = attended.

@@ -9,6 +9,8 @@ of these keys, query i attends to key j where::
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from tileattn.expressions.build import apply, element
 from tileattn.expressions.nodes import INDICES, Kind, Node
 
@@ -30,4 +32,4 @@ def with_tree(mask: Node | None, options: Mapping[str, Any], count: int) -> Node
 def tree_arrays(options: Mapping[str, Any], kv_lengths: Any, Nq: int) -> tuple[Any, ...]:
     """Give the arrays that the mask of a tree reads."""
     tree = options.get("tree_mask")
-    return () if tree is None else (tree, kv_lengths - Nq)
+    return () if tree is None else (tree, kv_lengths.astype(np.int64, copy=False) - Nq)

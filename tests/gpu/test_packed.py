@@ -174,6 +174,49 @@ def test_offsets_that_change_on_the_device(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "kinds", [("i4", "i4"), ("i4", "i8"), ("i8", "i4"), ("i2", "u4"), ("i8", "i8")], ids=str
+)
+def test_integers_of_any_size(kinds: tuple[str, str], dtype: Any) -> None:
+    """Each array has its own; calls of one signature read them anew."""
+    given = arrays(QUERIES, KEYS, dtype, 64, 64)
+    for turn in (1, -1, 1):
+        queries, keys = QUERIES[::turn], KEYS[::turn]
+        ends = offsets(queries, keys)
+        ends |= {"kv_lengths": np.array(keys) // 2, "q_offset": np.arange(len(keys)) * 9 - 20}
+        expected = both(given, {"causal": True, **ends})
+        kind_of = dict(zip(ends, kinds * 2, strict=True))
+        kind_of["q_offset"] = kinds[0]  # which is signed
+        sent_ends = {name: sent(x.astype(kind_of[name])) for name, x in ends.items()}
+        assert bits(both(given, {"causal": True, **sent_ends})) == bits(expected)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64], ids=lambda x: x.__name__)
+def test_a_graph_replays_other_offsets(kind: Any) -> None:
+    """Of a repeated call, which looks at nothing but addresses."""
+    import cupy
+
+    total = sum(MANY)
+    q, k, v, _ = arrays([total], [total], np.float16, 64, 64)
+    ends, out = sent(np.cumsum([0, *MANY]).astype(kind)), cupy.empty(q.shape, q.dtype)
+    options: dict[str, Any] = {"causal": True, "cu_seqlens_q": ends, "out": out}
+    pool = cupy.cuda.MemoryPool()  # nobody else gets what a replay writes to
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        with cupy.cuda.using_allocator(pool.malloc):
+            tileattn.forward(q, k, v, **options)
+            stream.begin_capture()
+            tileattn.forward(q, k, v, **options)
+            graph = stream.end_capture()
+        for lengths in (MANY[::-1], [total, *[0] * (len(MANY) - 1)]):
+            given = np.cumsum([0, *lengths])
+            ends.set(given.astype(kind))
+            graph.launch(stream)
+            stream.synchronize()
+            found = tileattn.forward(q, k, v, causal=True, cu_seqlens_q=given)
+            assert bits([out]) == bits([found.out])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
 def test_lengths_on_the_device_alone(dtype: Any) -> None:
     """The device aligns the last query with the last key that exists."""
     given = arrays(QUERIES, KEYS, dtype, 64, 64)

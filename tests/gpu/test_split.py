@@ -138,10 +138,10 @@ def in_pages(x: Any, page: int, table: Any, pages: int) -> Any:
     return made
 
 
-@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("there", [None, np.int64, np.int32], ids=str)
 @pytest.mark.parametrize("page", [1, 8, 16, 50, 120, 2400])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=lambda x: x.__name__)
-def test_pages_have_the_bits_of_a_contiguous_cache(dtype: Any, page: int, there: bool) -> None:
+def test_pages_have_the_bits_of_a_contiguous_cache(dtype: Any, page: int, there: Any) -> None:
     arrays = drawn(8, 2, 2, 128, 64, dtype)
     width = CAPACITY // page
     rng = np.random.default_rng(page)
@@ -149,21 +149,40 @@ def test_pages_have_the_bits_of_a_contiguous_cache(dtype: Any, page: int, there:
     q, k, v = arrays
     k_pages, v_pages = (in_pages(x, page, table, B * width + 2) for x in (k, v))
     for b in range(B):
-        table[b, -(-int(LENGTHS[b]) // page) :] = rng.choice([-1, 2**40])
+        far = 2**30 if there is np.int32 else 2**40
+        table[b, -(-int(LENGTHS[b]) // page) :] = rng.choice([-1, far])
     options: dict[str, Any] = {"kv_lengths": LENGTHS, "causal": True}
     if there:
-        options["kv_lengths"] = sent(LENGTHS)
+        options["kv_lengths"] = sent(LENGTHS.astype(there))
     expected = tileattn.forward(*map(sent, arrays), **options)
-    options["block_table"] = sent(table) if there else table
+    options["block_table"] = sent(table.astype(there)) if there else table
     for _ in range(2):
         with poisoned():
             found = tileattn.forward(*map(sent, (q, k_pages, v_pages)), **options)
         assert bits(found) == bits(expected)
     if there:  # another table, of the same signature
-        other = sent(table[::-1].copy())
-        options |= {"kv_lengths": sent(LENGTHS[::-1].copy()), "block_table": other}
+        other = sent(table[::-1].astype(there))
+        options |= {"kv_lengths": sent(LENGTHS[::-1].astype(there)), "block_table": other}
         found = tileattn.forward(*map(sent, (q[::-1].copy(), k_pages, v_pages)), **options)
         assert bits(found) == bits([x[::-1] for x in expected])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (9000, 0)}], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
+def test_the_room_of_a_cache_does_not_matter(dtype: Any, options: dict[str, Any]) -> None:
+    """Nor whether a warp or a thread block joins the pieces of a query: 16, or some more."""
+    size, lengths = np.dtype(dtype).itemsize, np.array([16000, 0, 5000])
+    room = 16 * 2048 // size
+    q, k, v = drawn(8, 2, 2, 128, 128, dtype, capacity=room + 1000)
+    found = []
+    for capacity in (room, room + 1000):
+        arrays = [q, k[:, :, :capacity], v[:, :, :capacity]]
+        given = {"kv_lengths": np.minimum(lengths, room - 300), **options}
+        found.append(bits(tileattn.forward(*map(sent, arrays), **given)))
+        explained = tileattn.explain(*map(sent, arrays), **given)
+        joins = "one warp" if capacity == room else "one thread block"
+        assert any(f"forward_combine: {joins} for each" in x for x in explained.reasons)
+    assert found[0] == found[1]
 
 
 def test_the_same_bits_in_any_batch() -> None:
@@ -181,12 +200,13 @@ def test_the_same_bits_in_any_batch() -> None:
         assert bits([x[1:2] for x in among]) == bits(alone)
 
 
-def test_a_graph_replays_other_lengths() -> None:
+@pytest.mark.parametrize("kind", [np.int32, np.int64], ids=lambda x: x.__name__)
+def test_a_graph_replays_other_lengths(kind: Any) -> None:
     import cupy
 
     arrays = drawn(8, 2, 1, 128, 128, ml_dtypes.bfloat16)
     q, k, v = map(sent, arrays)
-    lengths, out = sent(LENGTHS), cupy.empty(q.shape, q.dtype)
+    lengths, out = sent(LENGTHS.astype(kind)), cupy.empty(q.shape, q.dtype)
     pool = cupy.cuda.MemoryPool()  # nobody else gets what a replay writes to
     with cupy.cuda.Stream(non_blocking=True) as stream:
         with cupy.cuda.using_allocator(pool.malloc):
@@ -195,7 +215,7 @@ def test_a_graph_replays_other_lengths() -> None:
             tileattn.forward(q, k, v, kv_lengths=lengths, out=out)
             graph = stream.end_capture()
         for given in ([7, 2400, 0], [2400, 1025, 1024]):
-            lengths.set(np.array(given))
+            lengths.set(np.array(given, kind))
             graph.launch(stream)
             stream.synchronize()
             bound = error_bound(*arrays, kv_lengths=given)

@@ -14,6 +14,7 @@ from tests.backends.cupy.fake_cupy import Machine, launch_together
 from tileattn.backends.cupy import tensor_maps
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
 from tileattn.kernels.launch.layout import array_layout, contiguous
+from tileattn.kernels.launch.params import POINTERS
 from tileattn.kernels.launch.tensor_map import tensor_map
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
@@ -79,9 +80,10 @@ def test_maps_are_made_again_for_another_dout_alone(h200: Machine) -> None:
 def test_maps_that_are_kept_are_bounded(h200: Machine) -> None:
     x = contiguous((2, 2, 64, 64), "float16")
     maps = EncodedMaps([tensor_map(name, x, 64) for name in ("q", "k", "dout")])
+    others = [16 * n for n in range(1, len(POINTERS))]
     for n in range(1, 3 * tensor_maps.MAX_ENTRIES + 1):
-        addresses = maps.pick([16 * n, 16, 32, 48, 64, 80])
-        assert addresses == (16 * n, 16, 80)
+        addresses = maps.pick([16 * n, *others])
+        assert addresses == (16 * n, 16, 16 * POINTERS.index("dout"))
         memory, argument = maps[addresses]
         start = ctypes.addressof(memory)
         assert start <= argument.address <= start + len(memory) - 3 * tensor_maps.MAP_BYTES

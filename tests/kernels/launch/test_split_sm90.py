@@ -27,11 +27,30 @@ def test_it_is_launched_over_pieces() -> None:
     assert first.key.tile == (128, 128)
     assert first.grid == 3 * 2 * 10  # heads, and pieces of 1,024 keys
     assert forward(wide(B=30), H200).launches[0].grid == H200.sm_count
-    assert join.grid == 3 * 128 * 2
+    assert join.grid == 3 * 128 * 2 // 8  # a warp for each query
     assert (plan.fields["piece"], plan.fields["pieces"]) == (1024, 10)
     assert plan.workspace.nbytes >= sum(split.partial_bytes(wide()).values())
     assert "schedule" not in plan.constants
     assert [x.name for x in plan.tensor_maps[first.tensor_maps]] == ["q", "k", "v"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "warps"),
+    [
+        (wide(), (8, 1)),
+        (wide(Nk=16 << 10), (8, 1)),
+        (wide(Nk=17 << 10), (1, 8)),
+        (wide(Dv=200), (1, 8)),  # more columns than a warp's registers hold sums of
+        (wide(Hq=2, Nq=1), (8, 1)),
+    ],
+)
+def test_a_warp_or_a_thread_block_joins_the_pieces_of_a_query(
+    problem: Problem, warps: tuple[int, int]
+) -> None:
+    join = forward(problem, H200).launches[-1]
+    assert (join.key.kernel, join.key.warps_m, join.key.warps_n) == (split.COMBINE, *warps)
+    queries = problem.B * problem.Hq * problem.Nq
+    assert (join.grid - 1) * warps[0] < queries <= join.grid * warps[0]
 
 
 @pytest.mark.parametrize(

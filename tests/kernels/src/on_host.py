@@ -151,7 +151,7 @@ _SEQUENCES = """\
 
 extern "C" void find(const Params* p, int count, i64* found) {
     for (int n = 0; n < count; ++n, found += 9) {
-        const HeadBlock<BLOCK_Q> at(*p, p->cu_seqlens_q, int(p->Hq), 0, n);
+        const HeadBlock<BLOCK_Q> at(*p, p->query_ends(), int(p->Hq), 0, n);
         const Sequence s(*p, at.b);
         const i64 all[] = {at.b, at.block, s.q_start, s.Nq, s.k_start, s.Nk, s.length(*p),
                            s.offset(*p), s.padded_row(*p, 1)};
@@ -248,10 +248,7 @@ def sequence_blocks(
     folder: Path, plan: LaunchPlan, key: KernelKey, count: int, **integers: Array
 ) -> list[Found]:
     """Find the blocks of queries of some first numbers; integers are those of the call."""
-    block = np.frombuffer(template(plan.fields), np.uint64).copy()
-    places = slots({})
-    for name, x in integers.items():
-        block[places[name]] = x.ctypes.data
+    block = _block_with(plan, integers)
     texts = _kernel_texts(replace(key, kernel="sequences"), 1, "float32")
     library = built(folder, texts | {"sequences.cpp": _SEQUENCES}, "sequences.cpp")
     found = np.empty((count, len(Found._fields)), np.int64)
@@ -263,15 +260,24 @@ def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> list[tuple[int
     """Put the work tiles of a plan in order: b, block, q_start, k_start, Nq, Nk, and how many."""
     key = plan.launches[0].key
     count = ordered_blocks(plan.problem, key)
-    block = np.frombuffer(template(plan.fields), np.uint64).copy()
-    places, found = slots({}), np.full((count, BLOCK_BYTES // 4), -1, np.int32)
+    found = np.full((count, BLOCK_BYTES // 4), -1, np.int32)
     counter = np.ones(1, np.uint32)
-    for name, x in (*integers.items(), ("block_order", found), ("tile_counter", counter)):
+    block, places = _block_with(plan, integers), slots({})
+    for name, x in (("block_order", found), ("tile_counter", counter)):
         block[places[name]] = x.ctypes.data
     library = built(folder, _kernel_texts(key, 1, "float32"), f"{key.kernel}.cpp")
     library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(count))
     assert counter[0] == (key.kernel != ORDERS_QUERIES)  # a forward pass finds zero
     return [tuple(row[:7]) for row in found.tolist()]
+
+
+def _block_with(plan: LaunchPlan, integers: Mapping[str, Array]) -> Array:
+    """Fill the parameter block of a plan with the integers of a call, of 4 or 8 bytes each."""
+    sizes = {f"{name}_bytes": x.itemsize for name, x in integers.items()}
+    block = np.frombuffer(template(plan.fields | sizes), np.uint64).copy()
+    for name, x in integers.items():
+        block[slots({})[name]] = x.ctypes.data
+    return block
 
 
 def element_sums(
@@ -322,6 +328,7 @@ def _kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
         "tile_lists.cuh",
         "block_order.cuh",
         "params.cuh",
+        "integers.cuh",
         "sequence.cuh",
         "mask.cuh",
         "element_sums.cuh",

@@ -15,29 +15,34 @@ from tileattn.kernels.launch.layout import contiguous_inputs
 
 HQ = 3
 
+KINDS = [(np.int64, np.int64), (np.int32, np.int32), (np.int32, np.int64), (np.int64, np.int32)]
 
-def found(folder: Path, queries: Any, keys: Any, block: int, **more: Any) -> list[Found]:
-    """Find the blocks of queries, given the ends of all sequences."""
+
+def found(
+    folder: Path, queries: Any, keys: Any, block: int, kinds: Any = KINDS[0], **more: Any
+) -> list[Found]:
+    """Find the blocks of queries, given the ends of all sequences; integers have two dtypes."""
     sizes: dict[str, Any] = {"B": 1, "Hq": HQ, "Hkv": 1, "Nq": queries[-1], "Nk": keys[-1]}
     problem = asked("float32", {"cu_seqlens_q"}, **sizes, sequences=len(queries) - 1)
     layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
     plan = backward(problem, H200, layout)
     key = replace(plan.launches[0].key, block_q=block, packed=True)
-    integers = {"cu_seqlens_q": queries, "cu_seqlens_k": keys, **more}
-    integers = {name: np.asarray(x, np.int64) for name, x in integers.items()}
+    given = {"cu_seqlens_q": queries, "cu_seqlens_k": keys, **more}
+    integers = {name: np.asarray(x, kinds[n % 2]) for n, (name, x) in enumerate(given.items())}
     count = int(block_count(problem, problem.Nq, block))
     return sequence_blocks(folder, plan, key, count, **integers)
 
 
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
 @pytest.mark.parametrize("block", [1, 16, 64, 128, 192])
-def test_every_block_has_one_number(block: int, tmp_path: Path) -> None:
+def test_every_block_has_one_number(block: int, kinds: Any, tmp_path: Path) -> None:
     """Nothing else has any, but for what lies past the end of a sequence."""
     rng = np.random.default_rng(block)
     for _ in range(5):
         lengths = rng.integers(0, 300, (2, rng.integers(1, 9))) * rng.integers(0, 2, 1)
         lengths[:, -1] += 1
         queries, keys = (np.cumsum([0, *each]) for each in lengths)
-        blocks = found(tmp_path, queries, keys, block)
+        blocks = found(tmp_path, queries, keys, block, kinds)
         there = [x for x in blocks if x.block * block < x.Nq]
         expected = [(b, n) for b, N in enumerate(lengths[0]) for n in range(-(-N // block))]
         assert [(x.b, x.block) for x in there] == expected
@@ -60,12 +65,17 @@ def test_rows_of_statistics_do_not_overlap(tmp_path: Path) -> None:
     assert last <= 2 * rows
 
 
-def test_lengths_and_offsets_of_the_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_lengths_and_offsets_of_the_call(kinds: Any, tmp_path: Path) -> None:
+    """Each array has 4 or 8 bytes for an integer, whatever the others have."""
     ends, lengths = [0, 4, 6, 9], [2, -7, 99]
-    blocks = found(tmp_path, ends, ends, 16, kv_lengths=lengths)
+    blocks = found(tmp_path, ends, ends, 16, kinds, kv_lengths=lengths)
     assert {(x.b, x.length, x.offset) for x in blocks} == {(0, 2, -2), (1, 0, -2), (2, 3, 0)}
-    blocks = found(tmp_path, ends, ends, 16, q_offset=[5, -3, 0])
+    blocks = found(tmp_path, ends, ends, 16, kinds, q_offset=[5, -3, 0])
     assert {(x.b, x.length, x.offset) for x in blocks} == {(0, 4, 5), (1, 2, -3), (2, 3, 0)}
+    more = {"kv_lengths": lengths, "q_offset": [-5, -3, 1]}
+    blocks = found(tmp_path, ends, ends, 16, kinds, **more)
+    assert {(x.b, x.length, x.offset) for x in blocks} == {(0, 2, -5), (1, 0, -3), (2, 3, 1)}
 
 
 def test_nothing_beyond_the_arrays_whatever_offsets_say(tmp_path: Path) -> None:
@@ -93,10 +103,11 @@ def test_the_longest_blocks_go_first(
     sizes: dict[str, Any] = {"B": 1, "Hq": HQ, "Hkv": 1, "Nq": queries[-1], "Nk": keys[-1]}
     problem = asked("float16", {"cu_seqlens_q"}, **sizes, D=D, Dv=D, window=window, sequences=9)
     layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
+    ends = {"cu_seqlens_q": queries.astype(np.int32), "cu_seqlens_k": keys}
     for plan, axis in ((forward(problem, H200, layout), 0), (backward(problem, H200, layout), 1)):
         key = plan.launches[0].key
         size = (key.block_q, key.block_k)[axis]
-        found = ordered(tmp_path, plan, cu_seqlens_q=queries, cu_seqlens_k=keys)
+        found = ordered(tmp_path, plan, **ends)
         there = [x for x in found if x[1] * size < lengths[axis, x[0]]]
         assert there == found[: len(there)]
         expected = {(b, n) for b in range(9) for n in range(-(-lengths[axis, b] // size))}

@@ -78,7 +78,7 @@ def kernel_on_host(folder: Path, key: KernelKey) -> Callable[[int, tuple[int, in
     ]
     texts: dict[str, Any] = {
         name: (SOURCES / name).read_text(encoding="utf-8")
-        for name in ("token_rows.cuh", f"{key.kernel}.cu")
+        for name in ("integers.cuh", "token_rows.cuh", f"{key.kernel}.cu")
     }
     texts |= {
         "config.cuh": _CONFIG + "\n".join(own),

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tileattn.backends.addresses import Overlap
 from tileattn.backends.cupy import describe, token_rows
 from tileattn.backends.cupy.block_sparse import mask_addresses
+from tileattn.backends.cupy.cached import CachedBackward, CachedForward
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
 from tileattn.backends.protocol import Explanation, takes_workspace
@@ -119,10 +119,8 @@ class CupyCall(PreparedCall):
         # All memory is there and all kernels are loaded before the first byte of out is written.
         executable, addresses, device = self._executable(arrays, operands)
         executable.run(addresses, arrays, device)
-        plain = len(arrays) == 5 and P.ndim == 4 and operands.block_mask is None
-        if plain and executable.is_complete and not executable.plan.workspace.nbytes:
-            rows = operands.q, operands.k, operands.v, result
-            self.cached_launch = CachedForward(executable, P, device, rows)
+        if CachedForward.serves(executable, operands, arrays, self.on_device):
+            self.cached_launch = CachedForward(executable, P, device, arrays)
         return Attention(result, lse)
 
     def backward(
@@ -159,6 +157,8 @@ class CupyCall(PreparedCall):
             arrays["dsinks"] = dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
         executable, addresses, device = self._executable(arrays, operands, deterministic)
         executable.run(addresses, arrays, device, workspace)
+        if CachedBackward.serves(executable, operands, arrays, self.on_device):
+            self.cached_backward[deterministic] = CachedBackward(executable, device, arrays)
         return Gradients(dq, dk, dv, dbias, dsinks, daux)
 
     def known(
@@ -211,48 +211,6 @@ class CupyCall(PreparedCall):
             if executable.is_complete:
                 self._executables[key] = executable
         return executable, addresses, device
-
-
-class CachedForward:
-    """The forward pass of calls of one signature that bring q, k, v and out alone.
-
-    Nearly all that a short call costs the host is Python; this is the least of it. Only the layout
-    of the arrays of an earlier call is kept.
-    """
-
-    def __init__(
-        self, executable: Executable, problem: Problem, device: int, arrays: Sequence[Any]
-    ) -> None:
-        import cupy
-
-        P = problem
-        self._start, self._alignment = executable.start, executable.plan.alignment
-        self._device = device
-        self._array, self._current_device = cupy.ndarray, cupy.cuda.runtime.getDevice
-        self._out = (P.B, P.Hq, P.Nq, P.Dv), P.dtype
-        self._lse = (P.B, P.Hq, P.Nq), P.accum_dtype
-        *inputs, out = arrays
-        self._joint = inputs[1].data.ptr == inputs[2].data.ptr
-        self._overlaps = Overlap(out, inputs)
-
-    def __call__(self, q: Any, k: Any, v: Any, out: Any | None) -> Attention | None:
-        """Run it; None where an array, or the current device, is not where the plan needs it."""
-        device, of_q, of_k, of_v = self._device, q.data, k.data, v.data
-        there = of_q.device_id == of_k.device_id == of_v.device_id == device
-        if not there or self._current_device() != device:
-            return None
-        at_q, at_k, at_v = of_q.ptr, of_k.ptr, of_v.ptr
-        if out is None:
-            out = self._array(*self._out)
-        elif out.data.device_id != device or self._overlaps(out.data.ptr, (at_q, at_k, at_v)):
-            return None
-        at_out = out.data.ptr
-        bits = at_q | at_k | at_v | at_out | MAX_ALIGNMENT
-        if bits & -bits != self._alignment or (at_k == at_v) != self._joint:
-            return None
-        lse = self._array(*self._lse)
-        self._start((at_q, at_k, at_v, at_out, lse.data.ptr))
-        return Attention(out, lse)
 
 
 def _aux_gradients(P: Problem, x: Operands) -> tuple[Any, ...] | None:

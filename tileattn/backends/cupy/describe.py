@@ -11,6 +11,7 @@ from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.host_arrays import host_arrays
 from tileattn.kernels.launch.layout import CallLayout, array_layout
 from tileattn.kernels.launch.params import aux_name
+from tileattn.lengths import Places
 from tileattn.problem import Operands, Problem
 
 
@@ -36,14 +37,11 @@ def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     """Name the arrays of a call as the parameter block does; those on the host are left out."""
     x = operands
     arrays = {"q": x.q, "k": x.k, "v": x.v}
-    integers = {"kv_lengths": x.kv_lengths, "q_offset": x.q_offset}
-    if x.packing is not None:
-        integers |= x.packing._asdict()
-    for name, array in integers.items():
-        if array is not None and type(array) is not np.ndarray:
+    for name, array in Places.of(x).integers.items():
+        if name == "block_table":
+            arrays[name] = on_device(array)
+        elif type(array) is not np.ndarray:
             arrays[name] = array
-    if x.paging is not None:
-        arrays["block_table"] = on_device(x.paging.block_table)
     if problem.enabled_options:
         options = {"alibi_slopes": x.alibi_slopes, "sinks": x.sinks, "mask": x.mask, "bias": x.bias}
         arrays |= {name: array for name, array in options.items() if array is not None}

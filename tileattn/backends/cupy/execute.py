@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,7 @@ from tileattn.kernels.launch.layout import ROWS, ArrayLayout
 from tileattn.kernels.launch.params import slots, template
 from tileattn.kernels.launch.plan import LaunchPlan
 
-# What a pass reads and writes that has no options which are arrays.
-ROW_ARRAYS = ROWS | {"lse", "dlse"}
+_ROW_ARRAYS = ROWS | {"lse", "dlse"}
 
 
 class Executable:
@@ -34,8 +34,9 @@ class Executable:
     """
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
+        from cupy.cuda import runtime
+
         self.plan = plan
-        self._names = tuple(names)
         constants = dict(plan.constants)
         self.is_complete = "schedule" not in constants or not is_capturing()
         if not self.is_complete:
@@ -48,12 +49,20 @@ class Executable:
         for name, address in fixed.items():
             cells[places[name]] = address
         self._template = cells.tobytes()
-        # A copy in the workspace takes the place of the array that it is of.
-        starts = plan.workspace.starts
-        self._slots = tuple((n, places[x]) for n, x in enumerate(names) if x in places)
-        self._parts = tuple((start, places[x]) for x, start in starts.items() if x in places)
-        last = max(slot for _, slot in (*self._slots, *self._parts))
-        self._pointers = cells[: last + 1].tolist()
+        self._names = tuple(name for name in names if name in places)
+        needed = plan.workspace
+        starts = needed.starts.items() if needed.nbytes else ()
+        parts = {name: start for name, start in starts if name in places}
+        self._starts = tuple(parts.values())
+        # A launch writes the first cells up to the last address: between those there are others.
+        brought = [places[name] for name in (*self._names, *parts)]
+        between = [slot for slot in range(max(brought)) if slot not in brought]
+        self._between = tuple(cells[between].tolist())
+        # Of an array and its copy, which is a part, the last counts.
+        sources = {slot: n for n, slot in enumerate((*brought, *between))}
+        self._in_order = itemgetter(*(sources[slot] for slot in sorted(sources)))
+        self._zeros = needed.nbytes - needed.zeros
+        self._memset = runtime.memsetAsync
         kernels = load_all([launch.key for launch in plan.launches])
         maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
         self._launches = tuple(
@@ -61,7 +70,7 @@ class Executable:
             for launch, kernel in zip(plan.launches, kernels, strict=True)
         )
         copied = plan.copies_in or plan.copies_out
-        self.brings_rows_alone = not copied and ROW_ARRAYS.issuperset(names)
+        self.brings_rows_alone = not copied and _ROW_ARRAYS.issuperset(names)
         self._spare: list[tuple[Any, Any]] = []
 
     def run(
@@ -77,25 +86,26 @@ class Executable:
         may have to be copied. A workspace takes the place of CuPy's pool; ValueError where it is
         too small, or on another device.
         """
-        needed, copies_out, at = self.plan.workspace, [], 0
-        if workspace is not None or needed.nbytes:
-            import cupy
+        import cupy
 
-            memory = cupy.cuda.alloc(needed.nbytes) if workspace is None else workspace.data
-            if workspace is not None:
-                _ensure_fits(workspace, needed.nbytes, device)
-            starts, at = needed.starts, memory.ptr
+        starts, nbytes = self.plan.workspace.starts, self.plan.workspace.nbytes
+        if workspace is not None:
+            _ensure_fits(workspace, nbytes, device)
+            memory = workspace.data
+        else:
+            memory = cupy.cuda.alloc(nbytes) if nbytes else None
 
-            def copies(of: Mapping[str, ArrayLayout]) -> list[tuple[Any, Any]]:
-                """Pair each contiguous copy with the caller's array."""
-                return [
-                    (cupy.ndarray(x.shape, np.dtype(x.dtype), memory + starts[name]), arrays[name])
-                    for name, x in of.items()
-                ]
+        def copies(of: Mapping[str, ArrayLayout]) -> list[tuple[Any, Any]]:
+            """Pair each contiguous copy with the caller's array."""
+            return [
+                (cupy.ndarray(x.shape, np.dtype(x.dtype), memory + starts[name]), arrays[name])
+                for name, x in of.items()
+            ]
 
-            copies_in, copies_out = copies(self.plan.copies_in), copies(self.plan.copies_out)
-            for copy, x in copies_in:
-                cupy.copyto(copy, x, casting="unsafe")
+        copies_in, copies_out = copies(self.plan.copies_in), copies(self.plan.copies_out)
+        for copy, x in copies_in:
+            cupy.copyto(copy, x, casting="unsafe")
+        at = memory.ptr if memory is not None else 0
         self.launch([addresses[name] for name in self._names], at)
         for copy, x in copies_out:
             cupy.copyto(x, copy, casting="unsafe")
@@ -106,25 +116,11 @@ class Executable:
         Those of the arrays are in the order of the names that the constructor was given. By default
         the stream is CuPy's current one.
         """
-        needed = self.plan.workspace
-        if needed.zeros < needed.nbytes:
-            from cupy.cuda import runtime
-
-            handle = (stream or current_stream()).ptr
-            nbytes = needed.nbytes - needed.zeros
-            runtime.memsetAsync(workspace + needed.zeros, 0, nbytes, handle)
-        pointers = self._pointers.copy()
-        for n, slot in self._slots:
-            pointers[slot] = addresses[n]
-        for start, slot in self._parts:
-            pointers[slot] = workspace + start
-        self.start(pointers, stream)
-
-    def start(self, pointers: Sequence[int], stream: Any = None) -> None:
-        """Start the kernels alone, given the cells that the parameter block begins with.
-
-        Those are addresses, and with ``aux`` all others too.
-        """
+        parts = [workspace + start for start in self._starts]
+        if self._zeros:
+            first = workspace + self.plan.workspace.zeros
+            self._memset(first, 0, self._zeros, (stream or current_stream()).ptr)
+        pointers = self._in_order((*addresses, *parts, *self._between))
         if self._constants:
             outlive_readers(self, self._stream, stream)
         # A launch copies the block, so it is free for the next call afterwards. Threads that run

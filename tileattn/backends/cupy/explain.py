@@ -156,7 +156,8 @@ def _on_host(P: Problem, x: Operands) -> Operands:
         return np.broadcast_to(np.zeros((), dtype), shape)
 
     def fetched(of: Any) -> Any:
-        return of if of is None or isinstance(of, np.ndarray) else of.get()
+        is_there = of is not None and not isinstance(of, np.ndarray)
+        return of.get().astype(np.int64) if is_there else of
 
     packing = None if x.packing is None else Packing(*map(fetched, x.packing))
     lengths, offset = fetched(x.kv_lengths), fetched(x.q_offset)

@@ -24,7 +24,7 @@ from tileattn.backends.llvm.parameter_gradient import (
 from tileattn.call_cache import PreparedCall
 from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.target import Target, padded
-from tileattn.problem import Operands, Problem
+from tileattn.problem import Operands, Options, Problem
 from tileattn.results import Attention, Gradients
 
 _PLAIN = ("q", "k", "v", "out", "lse", "kv_lengths", "q_offset")
@@ -218,7 +218,14 @@ class CachedForward:
         self._lengths = arrays["kv_lengths"], arrays["q_offset"]  # the same in all calls
         self._at_lengths = tuple(map(address_of, self._lengths))
 
-    def __call__(self, q: Array, k: Array, v: Array, out: Array | None) -> Attention | None:
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array | None,
+        options: Options,  # noqa: ARG002 - without arrays, and so the same in all calls
+    ) -> Attention | None:
         """Run it; None where an array is not aligned, or out may be none to write to."""
         inputs = at_q, at_k, at_v = address_of(q), address_of(k), address_of(v)
         if (at_q | at_k | at_v) & self._beyond:

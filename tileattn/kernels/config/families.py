@@ -21,7 +21,6 @@ from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket
 from tileattn.problem import Problem
 
-
 _VECTORS = 4  # of a lane, at most: as in ``src/backward_preprocess.cu``
 
 

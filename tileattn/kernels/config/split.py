@@ -26,7 +26,9 @@ MOST_ROWS = 1 << 30  # counted in 32 bits
 _PIECE_BYTES = 1 << 19  # of keys and values, in a piece (measured)
 _LEAST_KEYS = 64
 _ALL = 1 << 30  # keys
-_COMBINE_WARPS = 8
+_SHARES = 8  # of the pieces of a row, by their index, each of which one warp takes, or one warp all
+_WARP_PIECES = 16  # that one warp loads in two rounds; of more, a warp each share
+_WARP_BYTES = 512  # of a row of sums, so that a warp's registers hold those of all shares
 _LATENT_KEYS_OF_A_ROW = 64  # of a piece, so that its sums have a small share of the bytes
 
 # By the rows that share keys: warps_m take 16 of them each, and warps_n keys of their own.
@@ -42,7 +44,7 @@ _WIDEST = (TileSize(128, 32, 8, 1, 4), *_WIDE)
 _FEW = "few queries over many keys"
 _PAGED = "keys are in pages"
 _CUT = "one thread block for each piece of {:,} keys"
-_JOIN = "one thread block for each query, which joins up to {:,} pieces"
+_JOIN = "one {} for each query, which joins up to {:,} pieces"
 
 
 def why_not(problem: Problem, context: LaunchContext) -> str | None:
@@ -123,16 +125,21 @@ def joined(problem: Problem, split: KernelLaunch) -> tuple[KernelLaunch, ...]:
     if pieces == 1:
         return (split,)
     split = split._replace(why=f"{split.why}: {_CUT.format(piece_of(P))}")
+    row_bytes = key.value_dim * P.accum_dtype.itemsize
+    by_warp = pieces <= _WARP_PIECES and row_bytes <= _WARP_BYTES
+    rows, warps = (_SHARES, 1) if by_warp else (1, _SHARES)
+    why = _JOIN.format("warp" if by_warp else "thread block", pieces)
     join = KernelKey(
         *(COMBINE, key.dtype),
         value_dim=key.value_dim,
-        warps_m=_COMBINE_WARPS,
+        warps_m=rows,
+        warps_n=warps,
         bias=key.bias,
         score_mod=key.score_mod,
         fold_scale=key.fold_scale,
         functions=key.functions if key.score_mod else "",
     )
-    return split, KernelLaunch(join, P.B * P.Hq * P.Nq, why=_JOIN.format(pieces))
+    return split, KernelLaunch(join, -(-P.B * P.Hq * P.Nq // rows), why=why)
 
 
 def cuts_keys(key: KernelKey) -> bool:

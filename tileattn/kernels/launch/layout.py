@@ -14,13 +14,14 @@ from tileattn.problem import Problem
 MAX_ALIGNMENT = 16  # bytes of the widest copy: kernels know of no stricter alignment
 MIN_ALIGNMENT = 4  # bytes of the narrowest copy that does not go through registers
 
+# Integers that kernels read with 4 or 8 bytes each, in the order of these sizes in the parameters.
+INTEGERS = ("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table")
+
 # Arrays of any strides in which a row is contiguous; those that are contiguous, in the accumulation
-# dtype; and in their own.
+# dtype; and in another.
 ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
 _ACCUMULATED = frozenset({"alibi_slopes", "sinks", "dsinks"})
-_CONTIGUOUS = frozenset(
-    {"lse", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table"}
-)
+_CONTIGUOUS = frozenset({"lse", *INTEGERS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def contiguous_inputs(problem: Problem) -> CallLayout:
 def copies(problem: Problem, layout: CallLayout) -> Iterator[tuple[str, ArrayLayout]]:
     """Yield the contiguous arrays that kernels use in place of those that they cannot address."""
     for name, x in layout.arrays:
-        dtype = problem.accum_dtype.name if name in _ACCUMULATED else x.dtype
+        dtype = _read_as(problem, name, x.dtype)
         if name in ROWS:
             needed = x.strides[-1] != x.itemsize and x.shape[-1] > 1
         else:
@@ -175,6 +176,13 @@ def copies(problem: Problem, layout: CallLayout) -> Iterator[tuple[str, ArrayLay
             )
         if needed and 0 not in x.shape:
             yield name, contiguous(x.shape, dtype)
+
+
+def _read_as(problem: Problem, name: str, dtype: str) -> str:
+    """Say in which dtype kernels read an array."""
+    if name in INTEGERS:
+        return "int32" if dtype == "int32" else "int64"
+    return problem.accum_dtype.name if name in _ACCUMULATED else dtype
 
 
 def alignment_of(address: int) -> int:

@@ -7,8 +7,8 @@ import numpy as np
 
 from tileattn.kernels.config.context import folds_scale, padded_rows
 from tileattn.kernels.config.split import piece_of, pieces_of
+from tileattn.kernels.launch.layout import INTEGERS, ArrayLayout, CallLayout
 from tileattn.kernels.launch.layout import ROWS as ROW_ARRAYS
-from tileattn.kernels.launch.layout import ArrayLayout, CallLayout
 from tileattn.lengths import FAR
 from tileattn.problem import Problem
 
@@ -17,15 +17,16 @@ ROWS = np.dtype([(axis, np.int64) for axis in ("b", "h", "n")])
 PAIRS = np.dtype([(axis, np.int64) for axis in ("b", "h", "i", "j")])
 
 POINTERS = (
-    *("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "lse_log2", "row_max"),
-    *("dq", "dk", "dv", "dq_accum", "head_flags", "tile_counter", "dq_semaphore"),
-    *("bias", "dbias", "mask", "alibi_slopes", "sinks", "dsinks"),
-    *("kv_lengths", "q_offset", "block_kinds", "block_bits"),
-    *("tile_kinds", "tile_ranks", "tile_list", "schedule"),
-    *("cu_seqlens_q", "cu_seqlens_k", "block_order", "claims"),
-    *("block_table", "partial_out", "partial_sums", "origin"),
+    *("q", "k", "v", "out", "lse"),
+    *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table"),
+    *("alibi_slopes", "sinks"),
+    *("tile_counter", "block_order", "claims", "partial_out", "partial_sums"),
+    *("dout", "dlse", "delta", "lse_log2", "row_max"),
+    *("dq", "dk", "dv", "dq_accum", "head_flags", "dq_semaphore"),
+    *("bias", "dbias", "mask", "dsinks", "block_kinds", "block_bits"),
+    *("tile_kinds", "tile_ranks", "tile_list", "schedule", "origin"),
 )
-"""Arrays, in the order of their addresses."""
+"""Arrays, in the order of their addresses: a short call writes no more than it must."""
 
 # Where nobody on the host knows the lengths: all keys, and the last query is aligned with the last
 # key.
@@ -40,6 +41,7 @@ _SIZES = (
     *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
     *("length", "offset", "left", "right", "entries"),
     *("pages_total", "page", "table_width", "piece", "pieces"),
+    *(f"{name}_bytes" for name in INTEGERS),
 )
 
 PARAMS = np.dtype(
@@ -98,6 +100,8 @@ def fields(
             values[f"{name}_at"] = x.elements[:3]
         elif name in _PAIRS:
             values[f"{name}_at"] = x.elements
+        elif name in INTEGERS:
+            values[f"{name}_bytes"] = x.itemsize
     for name, array in (("length", "kv_lengths"), ("offset", "q_offset")):
         each = getattr(layout, array)
         if each is None and array not in arrays:

@@ -81,7 +81,7 @@ using KeyBlock = HeadBlock<BLOCK_K>;
 __device__ inline KeyBlock block_of(const Params& p, int index) {
     const BlockCoord coord(block_count<BLOCK_K>(p, p.Nk), int(p.B * p.Hkv), int(p.head_groups),
                            index);
-    return {p, p.cu_seqlens_k, int(p.Hkv), coord.head, coord.block};
+    return {p, p.key_ends(), int(p.Hkv), coord.head, coord.block};
 }
 
 // dK and dV of a block of keys; whether they are finite.

@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     for_blocks(p, i64(q_blocks) * heads, [&](int index) {
         const BlockCoord coord(q_blocks, heads, int(p.head_groups), index);
         const int number = p.right < 0 ? coord.block : q_blocks - 1 - coord.block;
-        const HeadBlock<BLOCK_Q> at(p, p.cu_seqlens_q, int(p.Hq), coord.head, number);
+        const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), coord.head, number);
         const int q0 = at.block * BLOCK_Q, b = at.b, h = at.h;
         if (PACKED && q0 >= Sequence(p, b).Nq) return;
         const u32 bits = head_flags(p, b, h / int(p.group));

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
     const int count = block_count<1>(p, p.Nq);
     if (row >= p.B * p.Hq * count) return;
-    const HeadBlock<1> at(p, p.cu_seqlens_q, int(p.Hq), int(row / count), int(row % count));
+    const HeadBlock<1> at(p, p.query_ends(), int(p.Hq), int(row / count), int(row % count));
     const int b = at.b, h = at.h, i = at.block;
     const Sequence sequence(p, b);
     if (PACKED && i >= sequence.Nq) return;

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dq_convert_sm90(const __grid_constant__ Params p) {
     // The last tiles first: the L2 cache may still have them.
     const int number = int(gridDim.x - 1 - blockIdx.x), tiles = block_count<BLOCK_Q>(p, p.Nq);
-    const HeadBlock<BLOCK_Q> at(p, p.cu_seqlens_q, int(p.Hq), number / tiles, number % tiles);
+    const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), number / tiles, number % tiles);
     const int b = at.b, h = at.h, q0 = at.block * BLOCK_Q;
     const Sequence sequence(p, b);
     const int rows = int(sequence.Nq) - q0, count = min(BLOCK_Q, rows);

@@ -21,7 +21,7 @@ __device__ inline void renormalise(const Params& p, int index) {
 
     const int q_blocks = block_count<BLOCK_Q>(p, p.Nq);
     const BlockCoord coord(q_blocks, int(p.B * p.Hq), int(p.head_groups), index);
-    const HeadBlock<BLOCK_Q> at(p, p.cu_seqlens_q, int(p.Hq), coord.head, coord.block);
+    const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), coord.head, coord.block);
     const int q0 = at.block * BLOCK_Q;
     const Head head(p, at.b, at.h);
     if (!head.is_large() || (PACKED && q0 >= head.Nq())) return;

@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_preprocess(const __grid_constant__ Params p) {
     const int blocks = int(p.rows / ROWS), bh = int(blockIdx.x) / blocks;
     const int padded = int(blockIdx.x) % blocks * ROWS + int(threadIdx.x) / LANES;
-    const HeadBlock<ROW_PAD> at(p, p.cu_seqlens_q, int(p.Hq), bh, padded / ROW_PAD);
+    const HeadBlock<ROW_PAD> at(p, p.query_ends(), int(p.Hq), bh, padded / ROW_PAD);
     const int b = at.b, h = at.h, i = at.block * ROW_PAD + padded % ROW_PAD;
     const Sequence sequence(p, b);
     Accum delta = 0, lse = 0;

@@ -11,23 +11,26 @@ constexpr int ORDERED = THREADS / TOGETHER;
 // Write a block to its place in the order. cost(sequence, first row) says how long a block takes, and
 // 0 where there is none: those come last. Of two that take as long the first goes first.
 template <int BLOCK, class Cost>
-__device__ inline void order_blocks(const Params& p, const i64* cu_seqlens, i64 rows, Cost cost) {
+__device__ inline void order_blocks(const Params& p, const Integers& ends, i64 rows, Cost cost) {
     __shared__ int costs[THREADS];
     const int numbers = block_count<BLOCK>(p, rows), share = int(threadIdx.x) % TOGETHER;
     const int own = int(blockIdx.x) * ORDERED + int(threadIdx.x) / TOGETHER;
-    auto cost_of = [&](int number) {
-        const HeadBlock<BLOCK> at(p, cu_seqlens, 1, 0, number);
-        return cost(Sequence(p, at.b), at.block * BLOCK);
-    };
-    const int mine = own < numbers ? cost_of(own) : 0;
+    if (numbers == 0) return;
+    const HeadBlock<BLOCK> at(p, ends, 1, 0, own);
+    const Sequence sequence(p, at.b);
+    const int mine = cost(sequence, at.block * BLOCK);
     int place = 0, count = 0;
     for (int first = 0; first < numbers; first += THREADS) {
         const int number = first + int(threadIdx.x);
         __syncthreads();  // all threads have read the last costs
-        costs[threadIdx.x] = number < numbers ? cost_of(number) : -1;
+        if (number < numbers) {
+            const HeadBlock<BLOCK> other(p, ends, 1, 0, number);
+            costs[threadIdx.x] = cost(Sequence(p, other.b), other.block * BLOCK);
+        }
         __syncthreads();
+        const int compared = min(THREADS, numbers - first);
 #pragma unroll 4
-        for (int n = share; n < THREADS; n += TOGETHER) {
+        for (int n = share; n < compared; n += TOGETHER) {
             place += costs[n] > mine || (costs[n] == mine && first + n < own);
             count += costs[n] > 0;
         }
@@ -38,8 +41,6 @@ __device__ inline void order_blocks(const Params& p, const i64* cu_seqlens, i64 
         count += __shfl_xor_sync(~0u, count, step);
     }
     if (own >= numbers || share > 0) return;
-    const HeadBlock<BLOCK> at(p, cu_seqlens, 1, 0, own);
-    const Sequence sequence(p, at.b);
     p.block_order[place] = {at.b,
                             at.block,
                             int(sequence.q_start),

@@ -34,7 +34,7 @@ struct WorkTile {
         const BlockCoord coord(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.head_groups));
         // Under a causal mask the last queries have most keys: they go first.
         const int number = p.right < 0 ? coord.block : q_blocks - 1 - coord.block;
-        const HeadBlock<BLOCK_Q> at(p, p.cu_seqlens_q, int(p.Hq), coord.head / column_blocks,
+        const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), coord.head / column_blocks,
                                     number);
         b = at.b, h = at.h, q0 = at.block * BLOCK_Q;
         column = coord.head % column_blocks * VALUE_DIM;

@@ -1,27 +1,59 @@
-// Join the sums that forward_split left of the pieces of each row: a CTA for each row. Each warp
-// takes every WARPS_M-th piece, by its index, so that the order of the sums depends on nothing else.
+// Join the sums that forward_split left of the pieces of each row. Of the pieces, by their index, a
+// share takes every eighth: the order of the sums depends on nothing else. A row has WARPS_N warps:
+// one that takes all shares, or one for each.
 #include "pieces.cuh"
+
+constexpr int SHARES = 8, OWN = SHARES / WARPS_N;  // shares of a warp
+constexpr int COLUMNS = VALUE_DIM / WARP;          // of a lane, some of which are neighbours
+constexpr int VECTOR = COLUMNS % 4 == 0 && sizeof(Accum) == 4 ? 4 : COLUMNS % 2 == 0 ? 2 : 1;
+static_assert(WARPS_N == 1 || (WARPS_N == SHARES && WARPS_M == 1), "warps of one row meet");
+
+struct alignas(VECTOR * sizeof(Accum)) Neighbours {
+    Accum values[VECTOR];
+};
+
+__device__ inline RowSum sum_of(const Params& p, i64 index) {
+    struct alignas(2 * sizeof(Accum)) Pair {
+        Accum values[2];
+    };
+    const Pair pair = static_cast<const Pair*>(p.partial_sums)[index];
+    return RowSum::load(pair.values);
+}
+__device__ inline int column_of(int n, int lane) {
+    return (n / VECTOR * WARP + lane) * VECTOR + n % VECTOR;
+}
+
+// Columns of one piece, and what its shift and its denominator are.
+struct Part {
+    RowSum sum;
+    Neighbours columns[COLUMNS / VECTOR];
+
+    __device__ void load(const Params& p, i64 index, int lane) {
+        sum = sum_of(p, index);
+        const auto from = reinterpret_cast<const Neighbours*>(
+            static_cast<const Accum*>(p.partial_out) + index * VALUE_DIM);
+#pragma unroll
+        for (int n = 0; n < COLUMNS / VECTOR; ++n) columns[n] = from[n * WARP + lane];
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward_combine(const __grid_constant__ Params p) {
-    constexpr int COLUMNS = VALUE_DIM / WARP;  // of a lane
-    __shared__ Accum sums[WARPS_M][VALUE_DIM], totals[WARPS_M];
-    const int rows = int(p.group * p.Nq), r = int(blockIdx.x) % rows;
-    const int kv = int(blockIdx.x) / rows % int(p.Hkv), b = int(blockIdx.x) / rows / int(p.Hkv);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, share = warp % WARPS_N;
+    const int number = int(blockIdx.x) * WARPS_M + warp / WARPS_N;
+    if (number >= p.B * p.Hq * p.Nq) return;
+    const int rows = int(p.group * p.Nq), r = number % rows;
+    const int kv = number / rows % int(p.Hkv), b = number / rows / int(p.Hkv);
     const SharedRow row(p, kv, r);
     const Sequence sequence(p, b);
     const Range keys = SlidingWindow(p, sequence).key_range(row.i, row.i + 1);
     const int begin = keys.lo / int(p.piece), end = (keys.hi + int(p.piece) - 1) / int(p.piece);
     const i64 first = partial_index(p, b, kv, r, 0);
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const Accum softmax_scale_log2 = ScoreMod(p, b, row.h).softmax_scale_log2();
-    auto sum_of = [&](int piece) {
-        return RowSum::load(static_cast<const Accum*>(p.partial_sums) + 2 * (first + piece));
-    };
 
     RowSum total;
     for (int piece = begin + lane; piece < end; piece += WARP)
-        total.raise(sum_of(piece), softmax_scale_log2);
+        total.raise(sum_of(p, first + piece), softmax_scale_log2);
 #pragma unroll
     for (int step = 1; step < WARP; step *= 2) {
         RowSum other;
@@ -35,30 +67,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         total.raise(other, softmax_scale_log2);
     }
 
-    Accum acc[COLUMNS] = {}, l = 0;
-#pragma unroll 4
-    for (int piece = begin + (warp + WARPS_M - begin % WARPS_M) % WARPS_M; piece < end;
-         piece += WARPS_M) {
-        const RowSum own = sum_of(piece);
-        const Accum factor = own.factor(total, softmax_scale_log2);
-        const Accum* const from =
-            static_cast<const Accum*>(p.partial_out) + (first + piece) * VALUE_DIM;
-        l = fma(own.l, factor, l);
+    Accum acc[OWN][COLUMNS] = {}, l[OWN] = {};
+#pragma unroll(OWN == 1 ? 4 : 1)
+    for (int next = begin / SHARES * SHARES + share; next < end; next += SHARES) {
+        // All are loaded before the first is waited for.
+        Part parts[OWN];
+        auto is_there = [&](int s) { return next + s >= begin && next + s < end; };
 #pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) acc[n] = fma(from[n * WARP + lane], factor, acc[n]);
+        for (int s = 0; s < OWN; ++s)
+            if (is_there(s)) parts[s].load(p, first + next + s, lane);
+#pragma unroll
+        for (int s = 0; s < OWN; ++s) {
+            if (!is_there(s)) continue;
+            const RowSum& own = parts[s].sum;
+            const Accum factor = own.factor(total, softmax_scale_log2);
+            l[s] = fma(own.l, factor, l[s]);
+#pragma unroll
+            for (int n = 0; n < COLUMNS; ++n)
+                acc[s][n] = fma(parts[s].columns[n / VECTOR].values[n % VECTOR], factor, acc[s][n]);
+        }
     }
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n) sums[warp][n * WARP + lane] = acc[n];
-    if (lane == 0) totals[warp] = l;
-    __syncthreads();
+
     total.l = 0;
-    for (int n = 0; n < WARPS_M; ++n) total.l += totals[n];
-    const Accum inverse =
-        total.finish(p, lse_index(p, sequence, row), row.h, threadIdx.x == 0);
     Element* const out = out_row(p, sequence, row);
-    for (int d = threadIdx.x; d < p.Dv; d += THREADS) {
-        Accum all = 0;
-        for (int n = 0; n < WARPS_M; ++n) all += sums[n][d];
-        out[d] = narrow<Element>(all * inverse);
+    auto finish = [&](bool writes) {
+        return total.finish(p, lse_index(p, sequence, row), row.h, writes);
+    };
+    if constexpr (WARPS_N == 1) {
+#pragma unroll
+        for (int s = 0; s < SHARES; ++s) total.l += l[s];
+        const Accum inverse = finish(lane == 0);
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) {
+            Accum all = 0;
+#pragma unroll
+            for (int s = 0; s < SHARES; ++s) all += acc[s][n];
+            const int d = column_of(n, lane);
+            if (d < p.Dv) out[d] = narrow<Element>(all * inverse);
+        }
+    } else {
+        __shared__ Accum sums[SHARES][VALUE_DIM], totals[SHARES];
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) sums[share][column_of(n, lane)] = acc[0][n];
+        if (lane == 0) totals[share] = l[0];
+        __syncthreads();
+        for (int s = 0; s < SHARES; ++s) total.l += totals[s];
+        const Accum inverse = finish(threadIdx.x == 0);
+        for (int d = threadIdx.x; d < p.Dv; d += THREADS) {
+            Accum all = 0;
+            for (int s = 0; s < SHARES; ++s) all += sums[s][d];
+            out[d] = narrow<Element>(all * inverse);
+        }
     }
 }

@@ -54,7 +54,7 @@ struct Piece {
     __device__ explicit Piece(const Params& p) {
         const int blocks = block_count<BLOCK_Q>(p, p.group * p.Nq), heads = int(p.B * p.Hkv);
         const int head = int(blockIdx.x) / blocks;
-        const HeadBlock<BLOCK_Q> at(p, p.cu_seqlens_q, int(p.Hkv), head % heads,
+        const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hkv), head % heads,
                                     int(blockIdx.x) % blocks, int(p.group));
         b = at.b, kv = at.h, row0 = at.block * BLOCK_Q, piece = head / heads;
     }

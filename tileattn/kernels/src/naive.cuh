@@ -15,7 +15,7 @@ struct NaiveRow {
         const int count = block_count<1>(p, is_query ? p.Nq : p.Nk);
         is_there = row < p.B * heads * count;
         if (!is_there) return;
-        const HeadBlock<1> at(p, is_query ? p.cu_seqlens_q : p.cu_seqlens_k, int(heads),
+        const HeadBlock<1> at(p, is_query ? p.query_ends() : p.key_ends(), int(heads),
                               int(row / count), int(row % count));
         const Sequence sequence(p, at.b);
         b = at.b, h = at.h, i = at.block;

@@ -4,7 +4,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     order_key_blocks(const __grid_constant__ Params p) {
-    order_blocks<BLOCK_K>(p, p.cu_seqlens_k, p.Nk, [&](const Sequence& sequence, int k0) {
+    order_blocks<BLOCK_K>(p, p.key_ends(), p.Nk, [&](const Sequence& sequence, int k0) {
         return k0 < sequence.Nk ? 1 + int(sequence.Nq) : 0;
     });
 }

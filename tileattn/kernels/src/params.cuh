@@ -2,6 +2,7 @@
 #pragma once
 
 #include "functions.cuh"
+#include "integers.cuh"
 
 // Strides in elements of batch entries, heads and rows. A row is contiguous.
 struct Rows {
@@ -19,20 +20,24 @@ struct Fields {
     // Arrays; null where a call has none.
     const void *q, *k, *v;
     void *out, *lse;
+    const void *kv_lengths, *q_offset, *cu_seqlens_q, *cu_seqlens_k, *block_table;
+    const void *alibi_slopes, *sinks;
+    u32* tile_counter;         // work tiles claimed in Hopper's kernels
+    PackedBlock* block_order;  // the work tiles of a head, for Hopper's kernels
+    int* claims;               // behind each work tile the next that its CTA has claimed
+    void *partial_out, *partial_sums;  // of each row and piece of the keys, as in pieces.cuh
     const void* dout;
     const void* dlse;
     void *delta, *lse_log2, *row_max;
     void *dq, *dk, *dv, *dq_accum;
-    // head_flags: of each key head, as in head_flags.cuh. tile_counter: work tiles claimed in
-    // Hopper's kernels. dq_semaphore: for each store warp's part of each dQ tile, how many key blocks have
-    // added to it, if deterministic; else whether one has claimed it, and has stored.
-    u32 *head_flags, *tile_counter, *dq_semaphore;
+    // head_flags: of each key head, as in head_flags.cuh. dq_semaphore: for each store warp's part of
+    // each dQ tile, how many key blocks have added to it, if deterministic; else whether one has
+    // claimed it, and has stored.
+    u32 *head_flags, *dq_semaphore;
     const void* bias;
     void* dbias;
     const void* mask;
-    const void *alibi_slopes, *sinks;
     void* dsinks;
-    const i64 *kv_lengths, *q_offset;
     const int* block_kinds;
     const bool* block_bits;
     // tile_kinds: of a mask_mod, by tiles of one kernel of the pass. tile_ranks: with their kinds.
@@ -40,12 +45,7 @@ struct Fields {
     int2* tile_ranks;
     int* tile_list;
     const int* schedule;
-    const i64 *cu_seqlens_q, *cu_seqlens_k;
-    PackedBlock* block_order;  // the work tiles of a head, for Hopper's kernels
-    int* claims;               // behind each work tile the next that its CTA has claimed
-    const i64* block_table;
-    void *partial_out, *partial_sums;  // of each row and piece of the keys, as in pieces.cuh
-    const i64* origin;                 // of each sequence: b, h, i and j, from which dropout counts
+    const i64* origin;  // of each sequence: b, h, i and j, from which dropout counts
     // Strides.
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
     Pairs bias_at, dbias_at, mask_at, block_kinds_at, tile_kinds_at, tile_list_at;
@@ -63,10 +63,15 @@ struct Fields {
     // pages_total: of all sequences; page: keys of one; table_width: pages that a sequence may have.
     // piece: keys of a piece; pieces: of the longest sequence that there is room for.
     i64 pages_total, page, table_width, piece, pieces;
+    // Of the elements of the arrays of integers.
+    i64 kv_lengths_bytes, q_offset_bytes, cu_seqlens_q_bytes, cu_seqlens_k_bytes, block_table_bytes;
     // softmax_scale: what the softmax multiplies scores by: the scale where that is folded into the
     // exponent, else 1, as score modifiers come after the scale.
     double scale, softcap, dropout_scale, softmax_scale;
     u64 seed, threshold;
+
+    __device__ Integers query_ends() const { return {cu_seqlens_q, cu_seqlens_q_bytes}; }
+    __device__ Integers key_ends() const { return {cu_seqlens_k, cu_seqlens_k_bytes}; }
 };
 
 // With the arrays that the caller's own functions read.

@@ -21,12 +21,14 @@ __device__ inline i64 partial_index(const Params& p, i64 b, i64 kv, int row, int
 // Keys of a sequence: in the pages that its table has, or in one batch entry. Of the next keys each
 // lane finds one.
 struct KeyRows {
-    const i64* table;  // its pages
+    Integers table;  // of the pages of all
+    i64 first;       // of its own
     int b, last, page, pages;
     int found_page = 0, found_row = 0;
 
     __device__ KeyRows(const Params& p, int b, int length)
-        : table(PAGED ? p.block_table + b * p.table_width : nullptr),
+        : table{p.block_table, p.block_table_bytes},
+          first(b * p.table_width),
           b(b),
           last(max(length - 1, 0)),
           page(int(p.page)),
@@ -37,7 +39,7 @@ struct KeyRows {
     __device__ void find(int j) {
         if constexpr (PAGED) {
             const int key = min(j, last);
-            found_page = int(min(max(table[key / page], i64(0)), i64(pages - 1)));
+            found_page = int(min(max(table[first + key / page], i64(0)), i64(pages - 1)));
             found_row = key % page;
         }
     }

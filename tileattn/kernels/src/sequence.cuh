@@ -26,24 +26,25 @@ struct Sequence {
 
     __device__ Sequence(const Params& p, i64 b) : b(b), Nq(p.Nq), Nk(p.Nk) {
         if constexpr (PACKED) {
-            place(p.cu_seqlens_q + b, q_start, Nq);
-            if (!PAGED) place(p.cu_seqlens_k + b, k_start, Nk);
+            place(p.query_ends(), b, q_start, Nq);
+            if (!PAGED) place(p.key_ends(), b, k_start, Nk);
         }
     }
     __device__ Sequence(i64 b, i64 q_start, i64 k_start, i64 Nq, i64 Nk)
         : b(b), q_start(q_start), k_start(k_start), Nq(Nq), Nk(Nk) {}
-    __device__ static void place(const i64* ends, i64& start, i64& rows) {
-        start = min(max(ends[0], i64(0)), rows);
-        rows = min(max(ends[1], start), rows) - start;
+    __device__ static void place(const Integers& ends, i64 b, i64& start, i64& rows) {
+        start = min(max(ends[b], i64(0)), rows);
+        rows = min(max(ends[b + 1], start), rows) - start;
     }
 
     // Keys that exist, and the position of query 0.
     __device__ i64 length(const Params& p) const {
-        const i64 given = p.kv_lengths ? p.kv_lengths[b] : p.length;
+        const i64 given =
+            p.kv_lengths ? integer_at(p.kv_lengths, p.kv_lengths_bytes, b) : p.length;
         return min(max(given, i64(0)), Nk);
     }
     __device__ i64 offset(const Params& p) const {
-        if (p.q_offset) return p.q_offset[b];
+        if (p.q_offset) return integer_at(p.q_offset, p.q_offset_bytes, b);
         return p.offset == ALIGNED ? length(p) - Nq : p.offset;
     }
 
@@ -83,12 +84,12 @@ struct HeadBlock {
     int b, h, block;
 
     // A token has `rows` rows.
-    __device__ HeadBlock(const Params& p, const i64* cu_seqlens, int heads, int head, int number,
+    __device__ HeadBlock(const Params& p, const Integers& ends, int heads, int head, int number,
                          int rows = 1)
         : b(head / heads), h(head % heads), block(number) {
         if constexpr (PACKED) {
             auto first = [&](int s) {
-                return int(min(max(cu_seqlens[s], i64(0)), i64(1) << 30) * rows / BLOCK) + s;
+                return int(min(max(ends[s], i64(0)), i64(1) << 30) * rows / BLOCK) + s;
             };
             int end = int(p.entries);
             for (b = 0; end - b > 1;) {

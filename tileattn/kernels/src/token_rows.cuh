@@ -2,7 +2,7 @@
 // rotated. As kv_cache.py and rotary.py.
 #pragma once
 
-#include "config.cuh"
+#include "integers.cuh"
 
 constexpr int VECTOR_SIZE = ALIGNMENT_BYTES / int(sizeof(Element));
 struct alignas(ALIGNMENT_BYTES) Vector {
@@ -19,13 +19,11 @@ struct RowArray {
     i64 columns, pairs, row_threads;
 };
 // Integers, whose strides are in elements.
-struct Integers {
+struct IntegerStrides {
     i64 bytes, i, j;
 
     __device__ i64 of(const void* data, i64 n, i64 m = 0) const {
-        const i64 at = n * i + m * j;
-        return bytes == 4 ? i64(static_cast<const int*>(data)[at])
-                          : static_cast<const i64*>(data)[at];
+        return integer_at(data, bytes, n * i + m * j);
     }
 };
 // Cosines or sines of positions and pairs. bytes: of an element, 0 for bfloat16.
@@ -43,7 +41,7 @@ struct TokenParams {
     i64 position;
     RowArray k_rows, v_rows;
     Table cos_at, sin_at;
-    Integers positions_at, cu_seqlens_at, block_table_at;
+    IntegerStrides positions_at, cu_seqlens_at, block_table_at;
     // N: tokens of each sequence, where they are not packed. page: rows of a page, 0 where there are
     // none; pages: of all sequences. capacity: of a sequence.
     i64 B, heads, tokens, N, capacity, page, pages, table_rows, interleaved, inverse;
