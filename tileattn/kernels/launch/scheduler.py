@@ -22,6 +22,9 @@ from tileattn.problem import Problem
 
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
+DRIFT = (
+    4  # L2 caches that queries of one key head may fill before key blocks drift apart (measured)
+)
 MAX_WAVES = 64  # of a thread block, on average: more even out by themselves
 
 Array = NDArray[Any]
@@ -46,6 +49,11 @@ def schedule_of(
     those of many query heads may, it has as many as fill two waves. If dq is summed in order each
     key block waits for the one before; that keeps heads together, and the fewer of their key blocks
     are in flight, the shorter each waits.
+
+    Where many query heads share keys, their queries do not fit the L2, and key blocks that do not
+    wait for each other drift apart: each loads them from memory for itself. Then dq is summed in
+    order though nobody asks for it. Under a causal mask key blocks differ in length, and drift
+    sooner.
     """
     P = problem
     for launch in launches:
@@ -54,11 +62,13 @@ def schedule_of(
             blocks, size = -(-P.Nk // launch.key.block_k), l2_bytes // 2 // each
             if size * blocks < launch.grid:
                 size = -(-2 * launch.grid // blocks)
-            if launch.in_order:
+            is_causal = P.window[1] is not None
+            in_order = launch.in_order or _drifts(P, each / l2_bytes)
+            if in_order:
                 in_flight = launch.grid * launch.key.block_k // KEYS_IN_FLIGHT
-                size = min(size, in_flight) if P.window[1] is None else in_flight
+                size = in_flight if is_causal else min(size, in_flight)
             size = min(size, launch.grid)
-            return Schedule(-(-P.B * P.Hkv // max(1, size)), in_order=launch.in_order)
+            return Schedule(-(-P.B * P.Hkv // max(1, size)), in_order=in_order)
     kernels = {launch.key.kernel for launch in launches}
     groups = head_groups(P, 2 * l2_bytes if "forward" in kernels else l2_bytes // 2)
     # Where packed sequences end the device alone may know, and puts their blocks in order. Pieces
@@ -67,6 +77,12 @@ def schedule_of(
         return Schedule(groups)
     (launch,) = launches
     return Schedule(groups, _assignment(P, layout, launch.key, groups, launch.grid))
+
+
+def _drifts(P: Problem, share: float) -> bool:
+    """Whether key blocks would load queries anew; those of a key head fill a share of the L2."""
+    sparse = P.window[0] is not None or {"block_mask", "mask_mod"} & P.enabled_options
+    return P.group > 1 and not sparse and share > (DRIFT if P.window[1] is None else 1)
 
 
 def head_groups(problem: Problem, nbytes: int) -> int:
