@@ -12,13 +12,14 @@ constexpr int ORDERED = THREADS / TOGETHER;
 // 0 where there is none: those come last. Of two that take as long the first goes first.
 template <int BLOCK, class Cost>
 __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 rows, Cost cost) {
-    __shared__ int costs[THREADS];
+    using Number = decltype(cost(Sequence(p, 0), 0));
+    __shared__ Number costs[THREADS];
     const int numbers = block_count<BLOCK>(p, rows), share = int(threadIdx.x) % TOGETHER;
     const int own = int(blockIdx.x) * ORDERED + int(threadIdx.x) / TOGETHER;
     if (numbers == 0) return;
     const HeadBlock<BLOCK> at(p, ends, 1, 0, own);
     const Sequence sequence(p, at.b);
-    const int mine = cost(sequence, at.block * BLOCK);
+    const Number mine = cost(sequence, at.block * BLOCK);
     int place = 0, count = 0;
     for (int first = 0; first < numbers; first += THREADS) {
         const int number = first + int(threadIdx.x);
