@@ -5,8 +5,9 @@
 Both passes are timed, full and causal, by schedule, of bfloat16 with D = 128: 16 heads of 131,072
 tokens, and 16 heads with 2 of k of 32,768. The same call on one GPU is that of rank 0, while the
 others wait. The fraction of linear is its time over that of the ranks, divided by their number. A
-time is the median of rounds, each by events on the GPU of its slowest rank. The file is
-distributed_gpu.json.
+time is the median of rounds, each by events on the GPU of its slowest rank. The share of memory is
+the most that a rank has held, inputs and results included, times their number, over what one GPU
+has held for the whole call. The file is distributed_gpu.json.
 """
 
 import os
@@ -91,7 +92,9 @@ def measured(bench: Bench, one: Configuration, schedules: list[str]) -> Iterator
 
     link, options, pool = bench.link, one.mask.options(), cupy.get_default_memory_pool()
     ranks, arrays = link.size, draw(cupy, one.shapes, one.dtype)
+    pool.free_all_blocks()  # of the drawing
     single = _alone(bench, one, arrays)
+    whole = _held(bench)
     layout = dist.Layout.zigzag(one.N, ranks)
     own = [layout.take(x, link.rank) for x in arrays]
     del arrays
@@ -105,11 +108,18 @@ def measured(bench: Bench, one: Configuration, schedules: list[str]) -> Iterator
         except (ValueError, RuntimeError, NotImplementedError) as error:
             yield row | {"failed": one_line(error)}
             continue
-        peak = max(link.gather(pool.total_bytes())) / 2**20
+        peak = _held(bench)
         pool.free_all_blocks()
-        fraction = single / milliseconds / ranks
         row |= {"ms": milliseconds, "one_gpu_ms": single, "peak_mib": peak}
-        yield row | {"fraction_of_linear": fraction}
+        row |= {"fraction_of_linear": single / milliseconds / ranks}
+        yield row | {"share_of_memory": ranks * peak / whole}
+
+
+def _held(bench: Bench) -> float:
+    """Give the MiB that a rank has held at most since its pool was empty."""
+    import cupy
+
+    return float(max(bench.link.gather(cupy.get_default_memory_pool().total_bytes())) / 2**20)
 
 
 def _shared(comm: Any, kind: str, own: list[Any], given: dict[str, Any]) -> Callable[[], Any]:

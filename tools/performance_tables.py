@@ -215,21 +215,31 @@ def option_lines() -> Iterator[str]:
 
 def _gpus(result: Row) -> Iterator[str]:
     """Set the schedules of GPUs that share a sequence side by side, a line for each call."""
-    machine, calls = result["machine"], dict[tuple[Any, ...], Row]()
-    for row in result["rows"]:
-        one = {"N": row["N"], "heads of k": row.get("Hkv", row["H"]), "pass": row["pass"]}
-        one |= {"causal": row["causal"]}
-        call = calls.setdefault(tuple(one.values()), one | {"one GPU, ms": None, "fraction": {}})
-        call["one GPU, ms"] = row.get("one_gpu_ms", call["one GPU, ms"])
-        call["fraction"][row["schedule"]] = row.get("fraction_of_linear")
+    machine, rows = result["machine"], result["rows"]
     nccl = machine["nccl"].strip("()").replace(", ", ".")
     known = f"{machine['ranks']} GPUs, NCCL {nccl}."
-    first = result["rows"][0]
+    first = rows[0]
     sizes = f"B = {first['B']}, H = {first['H']}, D = {first['D']}, {first['dtype']}"
     what = f"Milliseconds on one GPU, and the fraction of linear scaling by schedule, {sizes}:"
     title = "## GPUs that share a sequence"
     yield from paragraphs(title, f"Measured by {origin_of(result)} {known}", what)
-    yield from table_of(list(calls.values()))
+    yield from table_of(_by_schedule(rows, "fraction_of_linear"))
+    if any("share_of_memory" in row for row in rows):
+        yield from paragraphs(
+            "What a GPU holds at most, times their number, over what one GPU holds:"
+        )
+        yield from table_of(_by_schedule(rows, "share_of_memory"))
+
+
+def _by_schedule(rows: list[Row], name: str) -> list[Row]:
+    calls = dict[tuple[Any, ...], Row]()
+    for row in rows:
+        one = {"N": row["N"], "heads of k": row.get("Hkv", row["H"]), "pass": row["pass"]}
+        one |= {"causal": row["causal"]}
+        call = calls.setdefault(tuple(one.values()), one | {"one GPU, ms": None, name: {}})
+        call["one GPU, ms"] = row.get("one_gpu_ms", call["one GPU, ms"])
+        call[name][row["schedule"]] = row.get(name)
+    return list(calls.values())
 
 
 def _options(rows: list[Row]) -> Iterator[str]:
