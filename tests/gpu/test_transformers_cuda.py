@@ -9,7 +9,7 @@ import pytest
 from tests.on_gpu import needs_gpu
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", "5.23")
+transformers = pytest.importorskip("transformers", "5.4")
 
 from transformers import masking_utils  # noqa: E402 - it may be absent
 
@@ -28,7 +28,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "GptOss": WIDTH | {"head_dim": 64},
     "T5": {"d_model": 128, "d_kv": 64},
 }
-LENGTH = 70
+LENGTH = 71  # odd: biases and masks of all layers have the same alignment, so the same kernels
 
 
 @pytest.fixture(autouse=True)
@@ -58,27 +58,37 @@ def inputs_of(name: str, side: str) -> dict[str, Any]:
     labels = tokens.masked_fill(after_padding == 0, -100)
     return {
         **{"input_ids": tokens} | ({} if side == "none" else {"attention_mask": mask}),
-        "labels": tokens[:, :7].contiguous() if name == "T5" else labels,
+        "labels": tokens[:, :35].contiguous() if name == "T5" else labels,
     }
 
 
 def results_of(made: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Give the loss, logits where there are labels, and the gradients of all parameters."""
+    """Give logits where there are labels, and the gradients of all parameters.
+
+    The error of the loss says less: that of one number may be 0 by chance.
+    """
     made.zero_grad()
     result = made(**inputs)
     result.loss.backward()
     found = {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
-    found |= {"loss": result.loss, "logits": result.logits[inputs["labels"] >= 0]}
+    found |= {"logits": result.logits[inputs["labels"] >= 0]}
     return {name: x.detach().double() for name, x in found.items()}
 
 
-CASES = [(name, torch.float32) for name in CHANGES]
-# With experts, rounding to 16 bits may choose another one.
-CASES += [(name, torch.bfloat16) for name in ("Llama", "Gemma2", "T5")]
+# Few, for each that differs has a dozen kernels of its own to compile. The decoder of T5 is without
+# padding beside its encoder with it, and Gemma2 differs from Llama by the soft cap.
+CASES = [("Llama", "none"), ("Llama", "left"), ("Gemma2", "left"), ("T5", "left")]
+CASES_OF = {
+    torch.float32: [*CASES, ("GptOss", "none"), ("GptOss", "left")],
+    torch.bfloat16: CASES,  # with experts, rounding to 16 bits may choose another one
+}
 
 
-@pytest.mark.parametrize("side", ["none", "left"])
-@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "name", "side"),
+    [(dtype, *case) for dtype, cases in CASES_OF.items() for case in cases],
+    ids=str,
+)
 def test_errors_are_those_of_eager_attention(name: str, dtype: Any, side: str) -> None:
     inputs = inputs_of(name, side)
     ours, theirs, exact = (
@@ -101,5 +111,16 @@ def test_models_generate_the_same_tokens(name: str, cached: str) -> None:
     del given["labels"]
     expected = model(name, "eager").generate(**given)
     assert expected.shape[1] >= 8
-    given |= {"cache_implementation": cached} if cached == "static" else {}
+    if cached == "static":
+        given |= {"cache_implementation": cached, "disable_compile": True}
     assert torch.equal(model(name, "tileattn").generate(**given), expected)
+
+
+def test_steps_that_transformers_compiles_generate_the_same_tokens() -> None:
+    """As it does with a static cache on a GPU, with CUDA graphs."""
+    given = inputs_of("Llama", "left") | {"max_new_tokens": 8, "do_sample": False}
+    del given["labels"]
+    expected = model("Llama", "eager").generate(**given)
+    ours = model("Llama", "tileattn")
+    assert torch.equal(ours.generate(**given, cache_implementation="static"), expected)
+    assert hasattr(ours, "_compiled_call")

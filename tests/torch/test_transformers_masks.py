@@ -1,5 +1,6 @@
 """Masks that become options, beside the booleans of transformers."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", "5.23")
+transformers = pytest.importorskip("transformers", "5.4")
 
 from transformers import masking_utils  # noqa: E402 - it may be absent
 
@@ -19,6 +20,7 @@ FUNCTIONS = {
     "window": masking_utils.sliding_window_causal_mask_function,
     "around": masking_utils.sliding_window_bidirectional_mask_function,
 }
+CREATE = {"causal": "create_causal_mask", "window": "create_sliding_window_causal_mask"}
 
 
 def attended(mask: Any) -> Any:
@@ -55,36 +57,53 @@ def test_structured_masks_are_those_of_sdpa(
     assert torch.equal(mask & True, expected)
 
 
+def test_causal_masks_hide_what_a_cache_has_not_taken_yet() -> None:
+    """No lengths are needed, though padding is said of fewer positions than the cache has."""
+    options: dict[str, Any] = {"batch_size": 2, "q_length": 3, "kv_length": 9, "q_offset": 4}
+    mask = bridge.make_mask(**options, attention_mask=torch.ones(2, 7, dtype=torch.bool))
+    assert mask.options == {"window": (None, 0), "q_offset": 4}
+    mask = bridge.make_mask(**options, attention_mask=torch.ones(2, 6, dtype=torch.bool))
+    assert mask.options["kv_lengths"].tolist() == [6, 6]
+
+
 @given(
     name=st.sampled_from(["causal", "window"]),
     window=st.integers(1, 9),
     starts=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12),
 )
-def test_packed_masks_are_those_of_sdpa(
+def test_packed_masks_separate_sequences(
     name: str, window: int, starts: list[tuple[bool, bool]]
 ) -> None:
-    count = len(starts)
-    positions = torch.zeros(2, count, dtype=torch.long)
-    for i in range(1, count):
-        restart = torch.tensor(starts[i])
-        positions[:, i] = torch.where(restart, 0, positions[:, i - 1] + 1)
-    sequences = (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-    function = masking_utils.packed_sequence_compatibility_function(
-        FUNCTIONS[name](window), positions, sequences
-    )
-    options = {"batch_size": 2, "q_length": count, "kv_length": count, "mask_function": function}
-    expected = masking_utils.sdpa_mask(**options, allow_is_causal_skip=False)
-    mask = bridge.make_mask(**options)
+    first, rows = torch.tensor(starts).T, torch.arange(len(starts))
+    positions = rows - torch.where(first, rows, 0).cummax(1).values
+    sequences = first.cumsum(1)
+    apart = rows[:, None] - rows
+    expected = (apart >= 0) & (sequences[:, :, None] == sequences[:, None])
+    if name == "window":
+        expected &= apart < window
+    bridge.register()
+    config = transformers.MistralConfig(sliding_window=window)
+    config._attn_implementation = bridge.NAME
+    embeddings = torch.zeros(2, len(starts), 1)
+    create = getattr(masking_utils, CREATE[name])
+    cache = "cache" if "cache" in inspect.signature(create).parameters else "past_key_values"
+    mask = create(config, embeddings, None, position_ids=positions, **{cache: None})
     assert isinstance(mask, bridge.StructuredMask)
-    assert torch.equal(attended(mask), expected)
+    assert torch.equal(attended(mask), expected[:, None])
+    assert torch.equal(mask & True, expected[:, None])
 
 
 def test_other_masks_are_booleans() -> None:
     chunks = masking_utils.chunked_causal_mask_function(3, torch.tensor([0, 2]))
-    blocks = masking_utils.blockwise_overlay(torch.tensor([[0, 0, -1, 1, 1], [0, 1, 1, -1, -1]]))
-    either = masking_utils.or_masks(masking_utils.causal_mask_function, blocks)
-    for function in (chunks, either):
-        options = {"batch_size": 2, "q_length": 5, "kv_length": 5, "mask_function": function}
+    blocks = torch.tensor([[0, 0, 1, 2, 2], [0, 1, 1, 2, 2]])
+
+    def same_block(b: Any, _h: Any, i: Any, j: Any) -> Any:
+        return blocks[b, i] == blocks[b, j]
+
+    either = masking_utils.or_masks(masking_utils.causal_mask_function, same_block)
+    for function in (chunks, same_block, either):
+        options: dict[str, Any] = {"batch_size": 2, "q_length": 5, "kv_length": 5}
+        options["mask_function"] = function
         mask = bridge.make_mask(**options)
         expected = masking_utils.sdpa_mask(**options, allow_is_causal_skip=False)
         assert type(mask) is torch.Tensor

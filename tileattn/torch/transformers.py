@@ -9,11 +9,15 @@ from typing import Any
 import torch
 
 try:
+    from transformers.utils.versions import require_version
+
+    require_version("transformers>=5.4")  # which asks for masks with the arguments of make_mask
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.utils.import_utils import is_tracing
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "tileattn.torch.transformers needs transformers: pip install 'tileattn[transformers]'"
+except ImportError as error:
+    raise ImportError(
+        "tileattn.torch.transformers needs transformers 5.4 or later: "
+        "pip install 'tileattn[transformers]'"
     ) from error
 
 from tileattn.errors import UnsupportedError
@@ -267,10 +271,14 @@ def make_mask(
     if options is None:
         mask: torch.Tensor = dense()
         return mask
+    seen = kv_length
     if "window" in options:
         options["q_offset"] = q_offset - kv_offset
+        right = options["window"][1]
+        if right is not None:  # what lies right of all windows needs no length to hide it
+            seen = min(seen, options["q_offset"] + q_length + right)
     if attention_mask is not None:
-        options |= _padding(attention_mask, kv_offset, kv_length)
+        options |= _padding(attention_mask, kv_offset, kv_length, seen)
     return StructuredMask(options, dense, shape, device)
 
 
@@ -286,14 +294,17 @@ def _check_model(config: Any) -> None:
         )
 
 
-def _padding(mask: torch.Tensor, first: int, count: int) -> dict[str, Any]:
-    """Express padding by lengths where it is on the right, else by a mask of the keys."""
+def _padding(mask: torch.Tensor, first: int, count: int, seen: int) -> dict[str, Any]:
+    """Express padding by lengths where it is on the right, else by a mask of the keys.
+
+    Nothing need be said of keys from `seen` on.
+    """
     missing = max(first + count - mask.shape[1], 0)
     attended = torch.nn.functional.pad(mask, (0, missing))[:, first : first + count]
     lengths = attended.sum(1)
     if not torch.equal(attended, torch.arange(count, device=mask.device) < lengths[:, None]):
         return {"mask": attended[:, None, None, :]}
-    return {} if bool((lengths == count).all()) else {"kv_lengths": lengths}
+    return {} if bool((lengths >= seen).all()) else {"kv_lengths": lengths}
 
 
 def _structure(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
