@@ -253,6 +253,7 @@ def launched(gpu: Machine, given: list[Any], **options: Any) -> tuple[list[Any],
     assert {*gpu.streams} == {STREAM}
     names = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
     tensors = dict(zip(names, (*given, *results), strict=True))
+    tensors |= {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
     found = []
     for key, blocks, shared, params in gpu.launches:
         fields = {name: params[name].tolist() for name in params.dtype.names}
@@ -311,6 +312,139 @@ def test_fewer_axes_and_packed_sequences(
     assert names == ["forward", "backward"]
     assert found == expected
     assert [x.shape for x in others] == [x.shape for x in results]
+
+
+def integers(*values: int, dtype: Any = torch.int32) -> Any:
+    return on_gpu(torch.tensor(values, dtype=dtype))
+
+
+BROUGHT: dict[str, Any] = {
+    "lengths": lambda: {
+        "kv_lengths": integers(9, 4),
+        "q_offset": integers(3, 0, dtype=torch.int64),
+    },
+    "slopes": lambda: {"alibi_slopes": on_gpu(torch.rand(2, 4)), "causal": True},
+    "sinks": lambda: {"sinks": on_gpu(torch.rand(4)), "kv_lengths": (9, 4)},
+    "mask": lambda: {"mask": on_gpu((torch.rand(9, 5) > 0.5).mT), "sinks": on_gpu(torch.rand(4))},
+    "bias": lambda: {"bias": on_gpu(torch.rand(4, 1, 9, dtype=torch.bfloat16))},
+}
+
+
+@pytest.mark.parametrize("name", BROUGHT)
+def test_tensors_among_the_options_are_brought_by_address(
+    gpu: Machine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    expected, _ = launched(gpu, tensors(), **BROUGHT[name]())
+    for _ in range(2):
+        options = BROUGHT[name]()
+        found, _ = launched(gpu, tensors(), **options)
+        assert found == expected
+        # That what is compared is their place, and not that they have none.
+        brought = {n: x.data_ptr() for n, x in options.items() if isinstance(x, torch.Tensor)}
+        for *_, params in gpu.launches:
+            assert {n: int(params[n]) for n in brought} == brought
+    assert names == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("both_given", [False, True])
+def test_offsets_of_packed_sequences_are_brought_by_address(
+    gpu: Machine, both_given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    for _ in range(3):
+        given = [on_gpu(x[0]).requires_grad_(n < 3) for n, x in enumerate(tensors())]
+        options = {"cu_seqlens_k": integers(0, 3, 9)}
+        options |= {"cu_seqlens_q": integers(0, 2, 5)} if both_given else {}
+        both(*given, **options)
+        for *_, params in gpu.launches:
+            for name in ("cu_seqlens_q", "cu_seqlens_k"):
+                x = options.get(name, options["cu_seqlens_k"])
+                assert params[name] == x.data_ptr()
+        gpu.launches.clear()
+    assert names == ["forward", "backward"]
+
+
+def test_pages_are_brought_by_address(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = on_arrays(monkeypatch)
+    pool = on_gpu(torch.zeros(7, 2, 16, 64, dtype=torch.float16))
+    q = on_gpu(torch.zeros(3, 4, 1, 64, dtype=torch.float16))
+    for _ in range(3):
+        gpu.launches.clear()
+        options = {"block_table": on_gpu(torch.zeros(3, 2).int()), "kv_lengths": integers(9, 4, 30)}
+        attention(q, pool, pool, **options)
+        for *_, params in gpu.launches:
+            assert all(params[name] == x.data_ptr() for name, x in options.items())
+    assert names == ["forward"]
+
+
+def test_integers_on_the_host_are_read_in_every_call(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    for lengths in ((9, 9), (4, 4), (4, 4)):
+        attention(*tensors()[:3], kv_lengths=torch.tensor(lengths))
+        assert gpu.launches[-1][-1]["length"] == lengths[0]
+    assert names == ["forward"] * 3
+
+
+def test_values_beside_tensors_are_those_of_the_call(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    lengths = integers(9, 4)
+    for _ in range(2):
+        for causal, softcap in ((True, 2.0), (False, 2.0), (True, 3.0)):
+            attention(*tensors()[:3], kv_lengths=lengths, causal=causal, softcap=softcap)
+            params = gpu.launches[-1][-1]
+            assert (params["right"] == 0, params["softcap"]) == (causal, softcap)
+            assert params["kv_lengths"] == lengths.data_ptr()
+    assert names == ["forward"] * 3
+
+
+def test_gradients_of_options_are_where_they_belong(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order of the options, and whichever are needed."""
+    names = on_arrays(monkeypatch)
+    kinds = {"sinks": (4,), "bias": (2, 1, 5, 9)}
+    needs = [("sinks", "bias"), ("bias",), ("sinks",), ("sinks", "bias")]
+    for needed in (*needs, *needs):
+        q, k, v, dout = tensors()
+        options = {n: on_gpu(torch.rand(*shape)) for n, shape in kinds.items()}
+        asked = [options[n].requires_grad_() for n in needed]
+        gpu.launches.clear()
+        out = attention(q, k, v, **options)
+        *grads, dv = torch.autograd.grad(out, (*asked, v), dout)
+        assert [x.shape for x in (*grads, dv)] == [x.shape for x in (*asked, v)]
+        fields: dict[str, int] = {}
+        for *_, params in gpu.launches:
+            fields |= {n: int(params[n]) for n in ("dv", "dsinks", "dbias") if params[n]}
+        there = {f"d{n}": x.data_ptr() for n, x in zip(needed, grads, strict=True)}
+        assert fields == there | {"dv": dv.data_ptr()}
+        for n, x in zip(needed, grads, strict=True):
+            assert n != "bias" or not x.any()  # empty tiles are not written
+    assert names.count("backward") == 3
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_the_alignment_of_what_is_for_pairs_is_looked_at(
+    gpu: Machine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = on_gpu(torch.zeros(1, 1, 56, 32, dtype=torch.float16))
+    whole = torch.zeros(56, 128, dtype=torch.bool if name == "mask" else torch.float16)
+    size = 16 // whole.element_size()
+    expected = {}
+    for first in (0, 1, size // 2):
+        attention(x, x, x, **{name: on_gpu(whole[:, first : first + 56])})
+        expected[first] = gpu.launches[-1][:3]
+    assert len({x[0] for x in expected.values()}) > 1
+    names = on_arrays(monkeypatch)
+    for first in (0, 1, size // 2, 1, 0):
+        attention(x, x, x, **{name: on_gpu(whole[:, first : first + 56])})
+        assert gpu.launches[-1][:3] == expected[first]
+        assert gpu.launches[-1][-1][name] == whole.data_ptr() + first * whole.element_size()
+    assert not names
 
 
 def test_memory_of_the_forward_pass_is_pytorchs(
