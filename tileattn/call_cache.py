@@ -28,10 +28,10 @@ class PreparedCall:
     """The calls of one signature: one problem, and arrays of one layout.
 
     A backend that has a method ``prepare(problem)`` returns a new one of a subclass, and may keep
-    there what it has worked out. What it puts into ``cached`` runs a whole pass of a call without
-    looking at anything again, or returns None where it cannot: it takes the rows, which are q, k, v
-    and of a backward pass dout, out, lse and dlse, the options and ``out``. That of the forward
-    pass is under None, those of backward passes for all gradients are under ``deterministic``.
+    there what it has worked out. Functions that it puts into ``cached`` run repeated calls without
+    looking at anything again: the forward pass under None, backward passes for all gradients under
+    ``deterministic``. They take the rows (q, k, v, and backward dout, out, lse, and dlse if given),
+    the options and ``out``, and return None where they cannot run the call.
     """
 
     # Whether what has been worked out, but for cached, holds at other lengths, too.

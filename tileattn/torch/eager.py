@@ -155,6 +155,7 @@ class Call:
             others |= {} if dlse is None else {"dlse": dlse}
             likes = {f"d{name}": x for name, x in zip(self._names, tensors, strict=True)}
             returned = [name if need else None for name, need in zip(likes, needs, strict=True)]
+            # One kernel computes the gradients of q, k and v.
             computed = {*returned, *(("dq", "dk", "dv") if any(needs[:3]) else ())}
             results = {name: x for name, x in likes.items() if name in computed}
             self._backward[key] = self._pass(self._deterministic, inputs, others, results, returned)
@@ -176,7 +177,7 @@ class Call:
         results: Mapping[str, torch.Tensor],
         returned: Sequence[str | None],
     ) -> _Pass:
-        """Make what runs passes like one that has run, which brings others than the inputs."""
+        """Make what repeats a pass that has just run, which reads ``others`` besides inputs."""
         call = operators.prepared(inputs, tuple(others.values()))
         known = call.passes.get((deterministic, *results)) if isinstance(call, CupyCall) else None
         if known is None or not known.is_direct:

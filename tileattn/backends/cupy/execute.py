@@ -26,10 +26,10 @@ from tileattn.kernels.launch.plan import LaunchPlan
 class Executable:
     """A plan whose kernels are loaded and whose constants are on CuPy's current device.
 
-    ``names`` are the arrays whose addresses each call brings, ``nbytes`` what it has to bring of
-    memory besides. Made during a capture, in which
-    nobody can wait for a copy, it is not complete: without the schedule results are the same, only
-    later. Calls after the capture must make another.
+    ``names`` are the arrays whose addresses each call brings, and ``nbytes`` are the bytes of its
+    workspace. Made during a capture, in which nobody can wait for a copy, it is not complete:
+    without the schedule results are the same, only later. Calls after the capture must make
+    another.
     """
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:

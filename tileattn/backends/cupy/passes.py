@@ -22,7 +22,7 @@ class Pass:
 
     Parameters
     ----------
-    inputs, results : iterable of str
+    inputs, results : sequence of str
         The arrays that it reads, q, k and v first, and those that it writes. Their addresses are
         given in this order.
     """
@@ -31,7 +31,7 @@ class Pass:
     is_direct = False
 
     def __init__(self, inputs: Sequence[str], results: Sequence[str]) -> None:
-        self.inputs, self.results = inputs, results
+        self.inputs = inputs
         names = list(enumerate((*inputs, *results)))
         self._rows = itemgetter(*(n for n, name in names if name in ROWS))
         self._pairs = [n for n, name in names if name in _PAIRS]
@@ -106,7 +106,8 @@ class ArrayPass:
         executable = self._known(self._key(addresses, device))
         if executable is None:
             return None
-        nbytes = executable.nbytes
-        memory = self._alloc(nbytes) if nbytes else None  # freed in stream order
+        memory = (
+            self._alloc(executable.nbytes) if executable.nbytes else None
+        )  # freed in stream order
         executable.launch(addresses, memory.ptr if memory is not None else 0)
         return self._returned(*results)
