@@ -169,10 +169,10 @@ def forward(
     arrays = (q, k, v) if out is None else (q, k, v, out)
     valid: PreparedCall | None = CALLS.get(signature(arrays, backend, options))
     # A call like an earlier one: straight to the launch.
-    if valid is not None and valid.cached_launch is not None:
-        cached = valid.cached_launch(q, k, v, out, options)
-        if cached is not None:
-            return cached
+    launch = None if valid is None else valid.cached.get(None)
+    cached: Attention | None = launch and launch((q, k, v), options, out)
+    if cached is not None:
+        return cached
     extra = {} if out is None else {"out": out}
     call, operands = _validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
@@ -284,13 +284,16 @@ def backward(
         raise UnsupportedError(
             "backward takes no block_table; gather the pages, and give it k and v of each sequence"
         )
-    extra = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    valid = CALLS.get(signature((q, k, v, *extra.values()), backend, options))
+    extra = {"dout": dout, "out": out, "lse": lse}
+    if dlse is not None:
+        extra["dlse"] = dlse
+    rows = q, k, v, *extra.values()
+    valid: PreparedCall | None = CALLS.get(signature(rows, backend, options))
     if valid is not None and wrt is None and workspace is None and type(deterministic) is bool:
-        launch = valid.cached_backward.get(deterministic)
-        grads: Gradients | None = launch and launch(q, k, v, out, dout, lse, options)
-        if grads is not None:
-            return grads
+        launch = valid.cached.get(deterministic)
+        cached: Gradients | None = launch and launch(rows, options, None)
+        if cached is not None:
+            return cached
     call, operands = _validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
     operands = operands._replace(wrt=wanted(wrt, options))
@@ -302,9 +305,9 @@ def backward(
         inputs = {"q": q, "k": k, "v": v, **extra, **options, **aux_arrays(options)}
         ensure_workspace(call.backend, workspace, inputs)
     if problem.ndim < 4:
-        rows = (problem.B, problem.Hq, problem.Nq)
-        out, dout, lse = four_axes(out), four_axes(dout), lse.reshape(rows)
-        dlse = None if dlse is None else dlse.reshape(rows)
+        sums = (problem.B, problem.Hq, problem.Nq)
+        out, dout, lse = four_axes(out), four_axes(dout), lse.reshape(sums)
+        dlse = None if dlse is None else dlse.reshape(sums)
     result = call.backward(
         operands, dout, Attention(out, lse), dlse, bool(deterministic), workspace
     )
@@ -390,10 +393,9 @@ def _validated(
     problem, operands = parse(q, k, v, options)
     chosen = registry.supporting(able, problem)
     for name, x in extra.items():
-        if x is not None or name != "dlse":
-            of_rows = name in {"lse", "dlse"}
-            shape = problem.out_shape[:-1] if of_rows else problem.out_shape
-            check_array(name, x, shape, problem.accum_dtype if of_rows else problem.dtype)
+        of_rows = name in {"lse", "dlse"}
+        shape = problem.out_shape[:-1] if of_rows else problem.out_shape
+        check_array(name, x, shape, problem.accum_dtype if of_rows else problem.dtype)
     call = prepared_call(chosen, problem, operands)
     CALLS.keep(key, call)
     if call.of_any_lengths:

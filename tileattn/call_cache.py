@@ -1,7 +1,7 @@
 """The cache of validated calls: a call like an earlier one is one look-up."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from types import FunctionType
@@ -28,15 +28,13 @@ class PreparedCall:
     """The calls of one signature: one problem, and arrays of one layout.
 
     A backend that has a method ``prepare(problem)`` returns a new one of a subclass, and may keep
-    there what it has worked out. If it sets ``cached_launch``, that takes q, k, v, out and the
-    options as ``tileattn.forward`` does, and runs the whole call without looking at anything again,
-    or returns None where it cannot. So do those of ``cached_backward``, one each for calls that are
-    deterministic and others, of q, k, v, out, dout, lse and the options, for all gradients.
+    there what it has worked out. Functions that it puts into ``cached`` run repeated calls without
+    looking at anything again: the forward pass under None, backward passes for all gradients under
+    ``deterministic``. They take the rows (q, k, v, and backward dout, out, lse, and dlse if given),
+    the options and ``out``, and return None where they cannot run the call.
     """
 
-    cached_launch: Callable[[Any, Any, Any, Any, Options], Attention | None] | None = None
-
-    # Whether what has been worked out, but for cached_launch, holds at other lengths, too.
+    # Whether what has been worked out, but for cached, holds at other lengths, too.
     of_any_lengths = False
 
     # The same in all calls of the signature, but for the integers that are on a device: these are
@@ -47,7 +45,7 @@ class PreparedCall:
     def __init__(self, backend: Any, problem: Problem) -> None:
         self.backend = backend
         self.problem = problem
-        self.cached_backward: dict[bool, Callable[..., Gradients | None]] = {}
+        self.cached: dict[bool | None, Callable[[Sequence[Any], Options, Any], Any]] = {}
 
     def operands(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Operands:
         """View the arrays of a call with all four axes."""
@@ -69,7 +67,7 @@ class PreparedCall:
         """Validate nothing but the integers of a call: the rest of its signature is the same."""
         P, call = self.problem, copy(self)
         places = places_of(options, k, P.B, P.Nq, P.Nk)
-        call.cached_launch, call.cached_backward = None, {}
+        call.cached = {}
         call.remember(places)
         return call, operands_of(q, k, v, places, options)
 

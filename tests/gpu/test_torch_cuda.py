@@ -12,7 +12,7 @@ from tileattn.testing import assert_attention_close, error_bound
 
 torch = pytest.importorskip("torch")
 
-from tileattn.torch import attention, eager, operators, sdpa  # noqa: E402 - PyTorch may be absent
+from tileattn.torch import attention, sdpa  # noqa: E402 - PyTorch may be absent
 from tileattn.torch.flash_attn import (  # noqa: E402 - as above
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -237,59 +237,6 @@ def test_flash_attn_with_kvcache() -> None:
             results.append([x.cpu() for x in (out, *caches)])
         for found, expected in zip(*results, strict=True):
             torch.testing.assert_close(found, expected)
-
-
-# --- calls that are repeated ----------------------------------------------------------------------
-
-PLAIN: list[dict[str, Any]] = [
-    *({}, {"causal": True}, {"window": (30, 5), "softcap": 5.0}, {"scale": 0.2, "q_offset": 9}),
-    *({"dropout_p": 0.3, "seed": 7}, {"kv_lengths": (131, 40)}),
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", PLAIN, ids=str)
-def test_repeated_calls_make_no_arrays(
-    dtype: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have the bits of the first one, with strides and alignments of any kind."""
-    given = drawn(dtype)
-    apart = [_strided(x.detach()).requires_grad_(x.requires_grad) for x in given]
-    for each in (given, apart):
-        expected = both(each, deterministic=True, **options)
-        with monkeypatch.context() as patch:
-            for name in ("forward", "backward"):
-                patch.setattr(operators, name, None)
-            for _ in range(3):
-                same(both(each, deterministic=True, **options), expected)
-    check(given, **options)
-    check(apart, **options)
-
-
-def test_addresses_decide_for_each_call() -> None:
-    given = q, k, v, dout = drawn()
-    for _ in range(2):
-        both(given)
-    whole = torch.zeros(q.numel() + 1, dtype=q.dtype, device="cuda")
-    odd = whole[1:].view(q.shape).copy_(q.detach()).requires_grad_()
-    for _ in range(3):
-        check([odd, k, v, dout])
-        check([q, k, k.detach().requires_grad_(), dout])
-        check([q, k, v, dout])
-
-
-def test_few_queries_over_many_keys_take_memory_of_pytorchs() -> None:
-    q, k, v, _ = (x.detach() for x in drawn(sizes=(1, 8, 2, 1, 8192, 64)))
-    expected = attention(q, k, v)
-    for _ in range(3):
-        same([attention(q, k, v)], [expected])
-
-
-def test_the_keys_of_dense_tensors_are_learned_from_them() -> None:
-    q, k, v, _ = (x.detach() for x in drawn())
-    assert eager.layouts([q, torch.nn.Parameter(k)]) is not None
-    assert eager.layouts([torch._neg_view(q)]) is None
-    same([attention(torch._neg_view(-q), k, v)], [attention(q, k, v)])
 
 
 # --- streams, memory and graphs -------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tileattn.torch import cuda, eager
 
 STREAM = 11  # handle of PyTorch's current stream
 
-_empty = torch.empty
+_empty, _host_zeros = torch.empty, torch.zeros
 
 
 class OnGpu(torch.Tensor):  # type: ignore[misc]  # PyTorch is untyped here
@@ -38,6 +38,12 @@ def _made(*size: Any, device: Any = None, **given: Any) -> torch.Tensor:
     return on_gpu(memory[first : first + n].view(given.get("dtype", torch.float32)).view(shape))
 
 
+def _zeros(*size: Any, device: Any = None, **given: Any) -> torch.Tensor:
+    if device != OnGpu.device:
+        return _host_zeros(*size, device=device, **given)
+    return _made(*size, device=device, **given).zero_()
+
+
 @contextmanager
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Let PyTorch and CuPy find a GPU, on which kernels only take note of being started."""
@@ -57,8 +63,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(cuda, "tensor_of", lambda x: on_gpu(tensor_of(x)))
         stream = type("Stream", (), {"ptr": STREAM, "is_capturing": lambda _: made.capturing})
         monkeypatch.setattr(cuda, "_current_stream", lambda _: stream())
-        monkeypatch.setattr(eager, "_KINDS", {OnGpu})
+        monkeypatch.setattr(eager, "_KINDS", {OnGpu, torch.Tensor})
         monkeypatch.setattr(torch, "empty", _made)
+        monkeypatch.setattr(torch, "zeros", _zeros)
         zeros_like = torch.zeros_like
         monkeypatch.setattr(torch, "zeros_like", lambda x: on_gpu(zeros_like(x)))
         backward = eager.Call.backward

@@ -1,6 +1,5 @@
 """Calls past the dispatcher: what they may not pass by, and what they share with those before."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,8 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - PyTorch may be absent
 
 import tileattn  # noqa: E402 - as above
-from tests.backends.cupy.fake_cupy import Machine  # noqa: E402 - as above
-from tests.torch import fake_gpu  # noqa: E402 - as above
-from tests.torch.fake_gpu import STREAM, on_gpu  # noqa: E402 - as above
 from tileattn.call_cache import CALLS  # noqa: E402 - as above
-from tileattn.torch import attention, eager, operators  # noqa: E402 - as above
+from tileattn.torch import attention, eager  # noqa: E402 - as above
 
 SHAPES = (2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8)
 
@@ -211,194 +207,6 @@ def test_deterministic_algorithms_count(monkeypatch: pytest.MonkeyPatch) -> None
         finally:
             torch.use_deterministic_algorithms(mode=False)
     assert asked == [False, True, False]
-
-
-# --- addresses ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with fake_gpu.gpu(monkeypatch) as made:
-        yield made
-
-
-def on_arrays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Take down which passes run on arrays of CuPy's."""
-    names: list[str] = []
-    for name in ("forward", "backward"):
-        run = getattr(operators, name)
-
-        def watched(*given: Any, name: str = name, run: Any = run) -> Any:
-            names.append(name)
-            return run(*given)
-
-        monkeypatch.setattr(operators, name, watched)
-    return names
-
-
-PARTS = (
-    *("lse", "delta", "lse_log2", "row_max", "dq_accum", "head_flags"),
-    *("tile_counter", "dq_semaphore", "block_order", "claims"),
-)
-
-
-def launched(gpu: Machine, given: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
-    """Run both passes; give the launches, addresses as offsets into what they are of, and results.
-
-    Where the workspace is is left out.
-    """
-    gpu.launches.clear()
-    gpu.streams.clear()
-    results = both(*given, **options)
-    assert {*gpu.streams} == {STREAM}
-    names = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
-    tensors = dict(zip(names, (*given, *results), strict=True))
-    found = []
-    for key, blocks, shared, params in gpu.launches:
-        fields = {name: params[name].tolist() for name in params.dtype.names}
-        for name, x in tensors.items():
-            if fields[name]:
-                fields[name] -= x.data_ptr()
-        fields |= {name: bool(fields[name]) for name in PARTS}
-        found.append((key, blocks, shared, fields))
-    return found, [*results]
-
-
-def tensors(dtype: Any = torch.bfloat16, transposed: bool = False) -> list[Any]:
-    given = [x.detach() for x in drawn(dtype=dtype)]
-    if transposed:
-        given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
-    return [on_gpu(x).requires_grad_(n < 3) for n, x in enumerate(given)]
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"causal": True}, {"window": (3, 1), "softcap": 2.0}, {"kv_lengths": (9, 4)}],
-    ids=str,
-)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_calls_by_addresses_are_those_on_arrays(
-    gpu: Machine,
-    options: dict[str, Any],
-    deterministic: bool,
-    transposed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = on_arrays(monkeypatch)
-    options = options | {"deterministic": deterministic}
-    expected, results = launched(gpu, tensors(transposed=transposed), **options)
-    assert names == ["forward", "backward"]
-    for _ in range(2):
-        found, others = launched(gpu, tensors(transposed=transposed), **options)
-        assert found == expected
-        for x, y in zip(others, results, strict=True):
-            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
-    assert names == ["forward", "backward"]
-
-
-@pytest.mark.parametrize(
-    ("ndim", "options"),
-    [(2, {}), (3, {"causal": True}), (3, {"cu_seqlens_q": (0, 2, 5), "cu_seqlens_k": (0, 3, 9)})],
-)
-def test_fewer_axes_and_packed_sequences(
-    gpu: Machine, ndim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = on_arrays(monkeypatch)
-    given = [on_gpu(x[(0,) * (4 - ndim)]).requires_grad_(n < 3) for n, x in enumerate(tensors())]
-    expected, results = launched(gpu, given, **options)
-    found, others = launched(gpu, given, **options)
-    assert names == ["forward", "backward"]
-    assert found == expected
-    assert [x.shape for x in others] == [x.shape for x in results]
-
-
-def test_memory_of_the_forward_pass_is_pytorchs(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where keys are cut into pieces, which are merged."""
-    names = on_arrays(monkeypatch)
-    q = on_gpu(torch.zeros(1, 8, 1, 64, dtype=torch.float16))
-    k = on_gpu(torch.zeros(1, 2, 8192, 64, dtype=torch.float16))
-    for _ in range(2):
-        gpu.launches.clear()
-        attention(q, k, k)
-        gpu.allocated.clear()
-    assert names == ["forward"]
-    assert not gpu.allocated
-    partial = {int(params["partial_out"]) for *_, params in gpu.launches}
-    assert len(gpu.launches) == 2
-    assert len(partial) == 1
-    assert 0 not in partial
-
-
-def test_other_layouts_are_other_calls(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = on_arrays(monkeypatch)
-    q, k, v, dout = tensors()
-    for _ in range(3):
-        launched(gpu, [q, k, v, dout])
-    names.clear()
-    wide = on_gpu(torch.zeros(*dout.shape[:-1], 16, dtype=dout.dtype)[..., :8])
-    (_, (*_, fields), *_), _ = launched(gpu, [q, k, v, wide])
-    assert names == ["backward"]
-    assert fields["dout_at"][2] == 16
-
-
-@pytest.mark.parametrize("case", ["alignment", "one array", "rows apart"])
-def test_what_addresses_decide_is_looked_at(
-    gpu: Machine, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = on_arrays(monkeypatch)
-    q, k, v, dout = tensors()
-    for _ in range(2):
-        launched(gpu, [q, k, v, dout])
-    assert names == ["forward", "backward"]
-    if case == "alignment":  # the layout is the same, and no row is aligned
-        whole = torch.zeros(q.numel() + 1, dtype=q.dtype)
-        q = on_gpu(whole[1:].view(q.shape)).requires_grad_()
-    elif case == "one array":
-        v = on_gpu(k).requires_grad_()
-    else:
-        q = on_gpu(torch.zeros(2, 4, 8, 5, dtype=q.dtype).mT).requires_grad_()
-    names.clear()
-    expected, _ = launched(gpu, [q, k, v, dout])
-    assert names == ["forward", "backward"]
-    found, _ = launched(gpu, [q, k, v, dout])
-    # Copies are made of arrays.
-    assert names == ["forward", "backward"] * (2 if case == "rows apart" else 1)
-    assert case == "rows apart" or found == expected
-
-
-def test_gradients_that_are_not_needed_are_not_given(gpu: Machine) -> None:
-    for _ in range(3):
-        q, k, v, dout = tensors()
-        q.requires_grad_(False)
-        lse = attention(q, k, v, return_lse=True)[1]
-        out = attention(q, k, v)
-        dk, dv = torch.autograd.grad(out, (k, v), dout)
-        assert (dk.shape, dv.shape) == (k.shape, v.shape)
-        # Of lse alone, too, which is another call.
-        gpu.launches.clear()
-        torch.autograd.grad(lse.sum(), k)
-        assert any(params["dlse"] for *_, params in gpu.launches)
-
-
-def test_a_first_call_in_a_capture_is_not_kept(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does without its schedule, which nobody could copy then; later calls have it."""
-    names = on_arrays(monkeypatch)
-    q = on_gpu(torch.zeros(1, 12, 2200, 8, dtype=torch.float16))
-    k = on_gpu(torch.zeros(1, 2, 2200, 8, dtype=torch.float16))
-    gpu.capturing = True
-    for _ in range(2):
-        attention(q, k, k, causal=True)
-    gpu.capturing = False
-    for _ in range(3):
-        attention(q, k, k, causal=True)
-    assert names == ["forward"] * 3
-    schedules = [int(params["schedule"]) for *_, params in gpu.launches]
-    assert schedules == [0, 0, *[gpu.uploads[0].data.ptr] * 3]
 
 
 def test_the_keys_of_dense_tensors_are_learned_from_them() -> None:

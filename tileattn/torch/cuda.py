@@ -5,15 +5,18 @@ during a capture it comes from the pool of the graph.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 
-from tileattn.backends.cupy.backend import CupyCall
 from tileattn.backends.cupy.foreign import cupy_for, memory_at, stream_at
+from tileattn.backends.cupy.passes import Pass
+from tileattn.lengths import given_for
 
 
 @contextmanager
@@ -53,49 +56,64 @@ def tensor_of(x: Any) -> torch.Tensor:
     return result.set_(storage, first, x.shape, [n // itemsize for n in x.strides])
 
 
-class Pass:
-    """One pass of calls like an earlier one, from addresses alone: no array is made.
+class TensorPass:
+    """A pass on tensors, in memory of PyTorch's allocator: no array is made.
 
     Parameters
     ----------
-    call : CupyCall
-        The calls of this signature, q, k, v and their like alone.
-    deterministic : bool or None
-        As the backward pass was asked for; None is the forward pass.
-    results : sequence of torch.Tensor
+    known : Pass
+        What runs it; it is direct.
+    names : sequence of str
+        Of the tensors that each call brings.
+    results : mapping of str to torch.Tensor
         Have the shapes and dtypes of what the pass writes.
+    returned : sequence of (str or None)
+        Which of them a call returns, None for none.
     """
 
     def __init__(
-        self, call: CupyCall, deterministic: bool | None, results: Sequence[torch.Tensor]
+        self,
+        known: Pass,
+        names: Sequence[str],
+        results: Mapping[str, torch.Tensor],
+        returned: Sequence[str | None],
     ) -> None:
-        device = results[0].device
-        self._known, self._deterministic, self._device = call.known, deterministic, device.index
-        self._current_device = _cupy().cuda.runtime.getDevice
-        # PyTorch takes half a microsecond less for numbers than for a shape.
+        places = {name: n for n, name in enumerate(names)}
+        self._known, self._key = known.executables.get, known.key
+        self._inputs = itemgetter(*(given_for(name, places) for name in known.inputs))
+        self._returned = itemgetter(*map([*results, None].index, returned))
+        # PyTorch takes half a microsecond less for numbers than for a shape. Of the gradient of a
+        # bias, empty tiles are not written.
         self._results = [
-            functools.partial(torch.empty, *x.shape, dtype=x.dtype, device=device) for x in results
+            partial(torch.zeros if name == "dbias" else torch.empty, *x.shape, **_like(x))
+            for name, x in results.items()
         ]
-        self._bytes = functools.partial(torch.empty, dtype=torch.uint8, device=device)
+        device = next(iter(results.values())).device
+        self._device, self._current_device = device.index, _cupy().cuda.runtime.getDevice
+        self._bytes = partial(torch.empty, dtype=torch.uint8, device=device)
 
-    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor] | None:
-        """Run it on the current stream; None where the call is not like one that has run."""
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...] | None:
+        """Run it on the current stream; None where no earlier call was like it."""
         device = self._device
         if self._current_device() != device:
             with _device(device):
-                return self(*inputs)
-        addresses = [x.data_ptr() for x in inputs]
-        executable = self._known(self._deterministic, addresses, device)
+                return self(tensors)
+        results = [new() for new in self._results]
+        addresses = [x.data_ptr() for x in (*self._inputs(tensors), *results)]
+        executable = self._known(self._key(addresses, device))
         if executable is None:
             return None
-        results = [new() for new in self._results]
-        addresses += [x.data_ptr() for x in results]
-        nbytes, at = executable.plan.workspace.nbytes, 0
+        nbytes, at = executable.nbytes, 0
         if nbytes:
             workspace = self._bytes(nbytes)  # freed in the order of the stream
             at = workspace.data_ptr()
         executable.launch(addresses, at, _current_stream(device))
-        return results
+        found: tuple[torch.Tensor | None, ...] = self._returned((*results, None))
+        return found
+
+
+def _like(x: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": x.dtype, "device": x.device}
 
 
 def _current_stream(device: int) -> Any:
@@ -118,7 +136,7 @@ def _cupy() -> Any:
 @functools.cache
 def _allocator(device: torch.device) -> Callable[[int], Any]:
     """Make an allocator of CuPy's that takes memory from PyTorch's."""
-    new = functools.partial(torch.empty, dtype=torch.uint8, device=device)
+    new = partial(torch.empty, dtype=torch.uint8, device=device)
 
     def allocate(nbytes: int) -> Any:
         owner = new(nbytes)

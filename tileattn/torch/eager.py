@@ -1,9 +1,9 @@
 """Calls past PyTorch's dispatcher, where nobody listens there: the same calls at a fraction of it.
 
-A call of plain values is validated once for each layout of q, k and v.
+A call of tensors and plain values is validated once for each layout of its tensors.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,16 @@ from torch.utils._device import DeviceContext
 from tileattn.backends.cupy.backend import CupyCall
 from tileattn.call_cache import CALLS, default_backend, values_of
 from tileattn.torch import operators
-from tileattn.torch.cuda import Pass
+from tileattn.torch.cuda import TensorPass
 from tileattn.torch.handles import named
-from tileattn.torch.operators import INPUTS, TENSORS
+from tileattn.torch.operators import INPUTS, ROWS, TENSORS
 
 _KINDS = frozenset({torch.Tensor, torch.nn.Parameter})  # subclasses may want to see operators
 _HANDLES = [n for n, kind in enumerate(INPUTS.values()) if kind == "str?"]
-_DETERMINISTIC = [*INPUTS].index("deterministic")
+_PLACES = {name: n for n, name in enumerate(INPUTS)}
 _DENSE: set[int] = set()  # the dispatch keys of dense tensors, as they are met
 _keys_of = torch._C._dispatch_keys
+_Pass = Callable[[Sequence[Any]], Any]
 
 
 def is_eager() -> bool:
@@ -65,20 +66,25 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 
 def signature(
-    tensors: Sequence[Any], backend: Any, deterministic: Any, options: Mapping[str, Any]
+    rows: Sequence[Any], backend: Any, deterministic: Any, options: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Write down a call of plain values; None for others, and where operators are looked at.
+    """Write down a call of tensors and plain values, the names of the tensors first.
 
-    Calls of equal signatures are all valid or all invalid.
+    Calls of equal signatures are all valid or all invalid. None for other calls, and where
+    operators are looked at.
     """
     if type(backend) is not str or type(deterministic) is not bool or not is_eager():
         return None
-    values = values_of(options)
+    names, tensors, values = ROWS, rows, values_of(options)
+    if values is None:
+        brought = tuple(name for name in TENSORS if type(options.get(name)) in _KINDS)
+        names, tensors = names + brought, (*rows, *map(options.get, brought))
+        values = values_of({name: x for name, x in options.items() if name not in brought})
     of_tensors = None if values is None else layouts(tensors)
     if of_tensors is None:
         return None
     default = default_backend() if backend == "auto" else None
-    return of_tensors, backend, default, deterministic, values
+    return names, of_tensors, backend, default, deterministic, values
 
 
 class Call:
@@ -88,43 +94,44 @@ class Call:
     ----------
     inputs : sequence
         Those of an operator, `INPUTS`.
-    count : int
-        How many of them, from the first on, are such tensors; all of ``aux`` are, too.
+    names : tuple of str
+        Which of them are such tensors, q, k and v first; all of ``aux`` are, too.
+    repeats : bool
+        Whether it is kept for other calls.
     """
 
-    def __init__(self, inputs: Sequence[Any], count: int) -> None:
-        self._fixed = tuple(inputs[count:-1])
-        self._count = count
-        self._deterministic = inputs[_DETERMINISTIC]
+    def __init__(self, inputs: Sequence[Any], names: tuple[str, ...], repeats: bool) -> None:
+        self._fixed = [None if name in names else x for name, x in zip(INPUTS, inputs, strict=True)]
+        self._names, self._places = names, [_PLACES[name] for name in names]
+        self.options = names[len(ROWS) :]
+        self._deterministic = inputs[_PLACES["deterministic"]]
         # Functions and masks must not be dropped before the backward pass.
         self._alive = [named(inputs[n]) for n in _HANDLES if inputs[n] is not None]
-        self._of_rows = count == 3
-        self._forward: Pass | None = None
-        self._backward: dict[Any, Pass] = {}
+        # What the host reads of tensors may differ from call to call.
+        self._by_addresses = repeats and all(inputs[n].is_cuda for n in self._places)
+        self._forward: _Pass | None = None
+        self._backward: dict[Any, _Pass] = {}
 
-    def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward pass, and let autograd know of it."""
         if torch.is_grad_enabled():
             for x in tensors:
-                if x is not None and x.requires_grad:
+                if x.requires_grad:
                     output: tuple[torch.Tensor, torch.Tensor] = _apply(self, *tensors)
                     return output
         return self.forward(*tensors)
 
     def forward(self, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward pass."""
-        if self._forward is not None:
-            results = self._forward(*tensors)
-            if results is not None:
-                out, lse = results
-                return out, lse
-        inputs = self._complete(tensors)
-        output = operators.forward(*inputs)
-        if self._forward is None and self._of_rows and output[0].is_cuda:
-            call = operators.prepared(inputs)
-            if isinstance(call, CupyCall):
-                self._forward = Pass(call, None, output)
-        return output
+        found = self._forward and self._forward(tensors)
+        if found is None:
+            inputs = self._complete(tensors)
+            found = operators.forward(*inputs)
+            if self._by_addresses and self._forward is None:
+                results = dict(zip(("out", "lse"), found, strict=True))
+                self._forward = self._pass(None, inputs, {}, results, [*results])
+        out, lse = found
+        return out, lse
 
     def backward(
         self, needs: Sequence[bool], dout: Any, dlse: Any, out: Any, lse: Any, *tensors: Any
@@ -133,26 +140,53 @@ class Call:
         dout = operators.upstream(dout, out)
         # With gradients enabled, those of gradients are asked for: operators refuse them.
         eager = not torch.is_grad_enabled() and is_eager()
-        rows = (*tensors, out, dout, lse, dlse)
-        key = layouts(rows) if eager else None
+        rows = (*tensors, dout, out, lse, dlse)
+        of_rows = layouts(rows) if eager else None
+        key = of_rows, *needs
         known = self._backward.get(key)
-        if known is not None:
-            grads = known(*(rows if dlse is not None else rows[:-1]))
-            if grads is not None:
-                return tuple(x if need else None for x, need in zip(grads, needs, strict=True))
-        run = torch.ops.tileattn.backward if key is None else operators.backward
-        inputs, others = self._complete(tensors), [False] * len(self._fixed)
-        needed = (*needs[: self._count], *others, list(needs[self._count :]))
+        grads: tuple[Any, ...] | None = known and known(rows)
+        if grads is not None:
+            return grads
+        run = torch.ops.tileattn.backward if of_rows is None else operators.backward
+        inputs, needed = self._complete(tensors), self._complete(needs)
         found = operators.gradients(run, needed, dout, dlse, out, lse, inputs)
-        if known is None and key is not None and self._of_rows and out.is_cuda:
-            call = operators.prepared(inputs, (dout, out, lse, dlse))
-            if isinstance(call, CupyCall):
-                self._backward[key] = Pass(call, self._deterministic, tensors)
-        return *found[: self._count], *found[-1]
+        if self._by_addresses and known is None and of_rows is not None:
+            others = {"dout": dout, "out": out, "lse": lse}
+            others |= {} if dlse is None else {"dlse": dlse}
+            likes = {f"d{name}": x for name, x in zip(self._names, tensors, strict=True)}
+            returned = [name if need else None for name, need in zip(likes, needs, strict=True)]
+            # One kernel computes the gradients of q, k and v.
+            computed = {*returned, *(("dq", "dk", "dv") if any(needs[:3]) else ())}
+            results = {name: x for name, x in likes.items() if name in computed}
+            self._backward[key] = self._pass(self._deterministic, inputs, others, results, returned)
+        return *(found[n] for n in self._places), *found[-1]
 
-    def _complete(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        n = self._count
-        return *tensors[:n], *self._fixed, list(tensors[n:])
+    def _complete(self, tensors: Sequence[Any]) -> list[Any]:
+        """Put tensors, or what there is of each, in their places among the inputs."""
+        inputs = [*self._fixed]
+        for n, x in zip(self._places, tensors, strict=False):
+            inputs[n] = x
+        inputs[-1] = list(tensors[len(self._places) :])
+        return inputs
+
+    def _pass(
+        self,
+        deterministic: bool | None,
+        inputs: Sequence[Any],
+        others: Mapping[str, Any],
+        results: Mapping[str, torch.Tensor],
+        returned: Sequence[str | None],
+    ) -> _Pass:
+        """Make what repeats a pass that has just run, which reads ``others`` besides inputs."""
+        call = operators.prepared(inputs, tuple(others.values()))
+        known = call.passes.get((deterministic, *results)) if isinstance(call, CupyCall) else None
+        if known is None or not known.is_direct:
+            return _on_arrays
+        return TensorPass(known, (*self._names, *others), results, returned)
+
+
+def _on_arrays(_tensors: Sequence[Any]) -> None:
+    """Run no pass: addresses are not enough for it."""
 
 
 class _Function(torch.autograd.Function):  # type: ignore[misc]  # untyped
@@ -181,12 +215,12 @@ def forward(inputs: Sequence[Any], key: Any) -> tuple[torch.Tensor, torch.Tensor
 
     ``key`` is its signature; under it the call is kept when it has succeeded.
     """
-    *others, aux = inputs
-    tensors = (*others[: len(TENSORS)], *aux)
+    given, aux = dict(zip(TENSORS, inputs, strict=False)), inputs[-1]
+    names = tuple(n for n, x in given.items() if x is not None) if key is None else key[0]
+    tensors = (*(given[name] for name in names), *aux)
     if key is None and (not is_eager() or layouts(tensors) is None):
         return torch.ops.tileattn.forward(*inputs)  # type: ignore[no-any-return]  # untyped
-    count = len(TENSORS) if key is None else 3
-    call = Call(inputs, count)
-    output = call(*(tensors if key is None else tensors[:3]))
+    call = Call(inputs, names, key is not None)
+    output = call(*tensors)
     CALLS.keep(key, call)
     return output

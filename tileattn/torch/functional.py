@@ -108,7 +108,7 @@ def attend(
         given = {"q": q, "k": k, "v": v, "backend": backend, "deterministic": deterministic}
         out, lse = eager.forward(_inputs(given, options, names), key)
     else:
-        out, lse = call(q, k, v)
+        out, lse = call(q, k, v, *map(options.get, call.options))
     return Attention(out, lse) if return_lse else out
 
 

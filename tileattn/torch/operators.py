@@ -29,7 +29,7 @@ INPUTS = {
 TENSORS = tuple(name for name, kind in INPUTS.items() if kind in ("Tensor", "Tensor?"))
 """The arguments that are one tensor."""
 
-_ROWS = ("q", "k", "v")
+ROWS: tuple[str, ...] = ("q", "k", "v")
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(TENSORS[3:], array_of),
     **dict.fromkeys(("score_mod", "mask_mod", "block_mask"), named),
@@ -45,7 +45,7 @@ def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     with on(given["q"].device):
         options = _options(given)
         del options["deterministic"]
-        result = tileattn.forward(*(array_of(given[name]) for name in _ROWS), **options)
+        result = tileattn.forward(*(array_of(given[name]) for name in ROWS), **options)
         return tensor_of(result.out), tensor_of(result.lse)
 
 
@@ -63,7 +63,7 @@ def backward(
         options = _options(given | {"wrt": wrt})
         if dlse is not None:
             options["dlse"] = array_of(dlse)
-        rows = (dout, *(given[name] for name in _ROWS), out, lse)
+        rows = (dout, *(given[name] for name in ROWS), out, lse)
         grads = tileattn.backward(*map(array_of, rows), **options)
         found = [*grads, *(grads.daux or ())]
         return [tensor_of(x) for x in found if x is not None]
@@ -76,14 +76,13 @@ def prepared(inputs: Sequence[Any], others: Sequence[Any] = ()) -> PreparedCall 
         options = _options(given)
         del options["deterministic"]
         backend = options.pop("backend")
-        rows = [given[name] for name in _ROWS] + [*others]
-        arrays = [None if x is None else array_of(x) for x in rows]
-        return CALLS.get(signature(arrays, backend, options))
+        rows = (*(given[name] for name in ROWS), *others)
+        return CALLS.get(signature(map(array_of, rows), backend, options))
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Give the options of a call of the library, those that are absent left out."""
-    options = {name: x for name, x in given.items() if x is not None and name not in _ROWS}
+    options = {name: x for name, x in given.items() if x is not None and name not in ROWS}
     for name, x in options.items():
         if name in _CONVERSIONS:
             options[name] = _CONVERSIONS[name](x)

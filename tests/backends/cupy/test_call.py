@@ -254,7 +254,7 @@ def test_alignment_and_device_are_looked_at_each_time(gpu: Machine) -> None:
         tileattn.forward(at(0), at(0), at(0), out=at(first, other))
         assert gpu.launches[-1][0].alignment_bytes == vector
     x, bias = gpu.array((1, 1, 56, 32), np.float16), gpu.array((56, 72), np.float16)
-    for first, vector in ((0, 16), (4, 8)):
+    for first, vector in ((0, 16), (4, 8), (0, 16), (4, 8)):
         tileattn.forward(x, x, x, bias=bias[:, first : first + 56])
         assert gpu.launches[-1][0].bias_alignment_bytes == vector
     gpu.device = 1

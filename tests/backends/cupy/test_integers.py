@@ -66,6 +66,9 @@ CASES: dict[str, Callable[[Machine], Made]] = {
     "other arrays": lambda gpu: decoded(
         gpu, sinks=gpu.array((HQ,)), alibi_slopes=gpu.array((HQ,)), q_offset=gpu.array((B,), "i8")
     ),
+    "of pairs": lambda gpu: decoded(
+        gpu, mask=gpu.array((1, NK), bool), bias=gpu.array((B, HQ, 1, NK), "f2")[..., ::-1]
+    ),
 }
 
 
@@ -124,13 +127,26 @@ def backward(gpu: Machine, arrays: Any, options: Any, **more: Any) -> tuple[dict
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", ["packed", "one of the two", "and lengths", "no integers"])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *((name, ()) for name in ("packed", "one of the two", "and lengths", "no integers")),
+        *(("packed", ("dlse",)), ("no integers", ("dlse", "mask"))),
+    ],
+)
 def test_so_is_a_second_backward_pass(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch, name: str, deterministic: bool
+    gpu: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    more: tuple[str, ...],
+    deterministic: bool,
 ) -> None:
     def call(deterministic: bool) -> tuple[dict[str, Any], Any]:
         gpu.launches.clear()
         arrays, options = CASES[name](gpu)
+        shapes = {"dlse": arrays[0].shape[:-1], "mask": (1, NK)}
+        others = {x: gpu.array(shapes[x], bool if x == "mask" else np.float32) for x in more}
+        options = options | others
         given, grads = backward(gpu, arrays, options, deterministic=deterministic)
         return given | options, grads
 

@@ -2,20 +2,20 @@
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tileattn.backends.cupy import describe, token_rows
 from tileattn.backends.cupy.block_sparse import mask_addresses
-from tileattn.backends.cupy.cached import CachedBackward, CachedForward
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
+from tileattn.backends.cupy.passes import ArrayPass, Pass
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call_cache import PreparedCall
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.config import latent
 from tileattn.kernels.launch.aux_gradient import daux_name, why_not_learned
-from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, Constant, alignment_of
+from tileattn.kernels.launch.layout import ROWS, Constant
 from tileattn.kernels.launch.plan import plan_backward, plan_forward
 from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
@@ -24,6 +24,9 @@ _REMEDY = (
     "where there is one, it needs a driver from 580 on, or for older ones "
     "pip install 'cupy-cuda12x[ctk]'; backend='numpy' needs none"
 )
+
+# What a caller brings, besides integers on the device.
+_BROUGHT = ROWS | {"lse", "dlse", "alibi_slopes", "sinks", "mask", "bias"}
 
 # Kernels add positions, FAR of src/mask.cuh and the sides of a tile in 32 bits.
 LONGEST = (1 << 30) - (1 << 16)
@@ -106,21 +109,18 @@ class CupyCall(PreparedCall):
 
     def __init__(self, backend: CupyBackend, problem: Problem) -> None:
         super().__init__(backend, problem)
-        self._executables: dict[Any, Executable] = {}
+        self.passes: dict[Any, Pass] = {}  # by ``deterministic``, None forward, and the results
 
     def forward(self, operands: Operands, out: Any | None) -> Attention:
         import cupy
 
         P = self.problem
-        # cupy.empty makes the same array, in a microsecond more.
         result = out if out is not None else cupy.ndarray((P.B, P.Hq, P.Nq, P.Dv), P.dtype)
         lse = cupy.ndarray((P.B, P.Hq, P.Nq), P.accum_dtype)
-        arrays = inputs_of(P, operands) | {"out": result, "lse": lse}
-        # All memory is there and all kernels are loaded before the first byte of out is written.
-        executable, addresses, device = self._executable(arrays, operands)
-        executable.run(addresses, arrays, device)
-        if CachedForward.serves(executable, operands, arrays, self.on_device):
-            self.cached_launch = CachedForward(executable, P, device, arrays)
+        inputs, results = inputs_of(P, operands), {"out": result, "lse": lse}
+        known = self._run(None, operands, inputs, results)
+        if known.is_direct and None not in self.cached:
+            self.cached[None] = ArrayPass(known, inputs, results, P.ndim, Attention)
         return Attention(result, lse)
 
     def backward(
@@ -134,67 +134,50 @@ class CupyCall(PreparedCall):
     ) -> Gradients:
         import cupy
 
-        P = self.problem
-        daux = _aux_gradients(P, operands)
-        dq = dk = dv = None
-        bias, dbias, sinks, dsinks = operands.bias, None, operands.sinks, None
-        arrays = inputs_of(P, operands)
-        arrays |= {"out": attention.out, "dout": dout, "lse": attention.lse}
+        P, x = self.problem, operands
+        daux = _aux_gradients(P, x)
+        inputs = {"q": x.q, "k": x.k, "v": x.v}
+        inputs |= {"dout": dout, "out": attention.out, "lse": attention.lse}
         if dlse is not None:
-            arrays["dlse"] = dlse
-        if any(map(operands.wants, "qkv")):  # one kernel computes all three
-            dq = cupy.ndarray((P.B, P.Hq, P.Nq, P.D), P.dtype)
-            dk = cupy.ndarray((P.B, P.Hkv, P.Nk, P.D), P.dtype)
-            dv = cupy.ndarray((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
-            arrays |= {"dq": dq, "dk": dk, "dv": dv}
-        if bias is not None and operands.wants("bias"):
+            inputs["dlse"] = dlse
+        inputs |= inputs_of(P, x)
+        results: dict[str, Any] = {}
+        if any(map(x.wants, "qkv")):  # one kernel computes all three
+            results["dq"] = cupy.ndarray((P.B, P.Hq, P.Nq, P.D), P.dtype)
+            results["dk"] = cupy.ndarray((P.B, P.Hkv, P.Nk, P.D), P.dtype)
+            results["dv"] = cupy.ndarray((P.B, P.Hkv, P.Nk, P.Dv), P.dtype)
+        if x.bias is not None and x.wants("bias"):
             # Empty tiles are not written.
-            arrays["dbias"] = dbias = cupy.zeros(bias.shape, bias.dtype)
-        for n, grad in enumerate(daux or ()):
-            if grad is not None:
-                arrays[daux_name(n)] = grad
-        if sinks is not None and operands.wants("sinks"):
-            arrays["dsinks"] = dsinks = cupy.ndarray((P.Hq,), sinks.dtype)
-        executable, addresses, device = self._executable(arrays, operands, deterministic)
-        executable.run(addresses, arrays, device, workspace)
-        if CachedBackward.serves(executable, operands, arrays, self.on_device):
-            self.cached_backward[deterministic] = CachedBackward(executable, device, arrays)
-        return Gradients(dq, dk, dv, dbias, dsinks, daux)
+            results["dbias"] = cupy.zeros(x.bias.shape, x.bias.dtype)
+        if x.sinks is not None and x.wants("sinks"):
+            results["dsinks"] = cupy.ndarray((P.Hq,), x.sinks.dtype)
+        own = {daux_name(n): grad for n, grad in enumerate(daux or ()) if grad is not None}
+        known = self._run(deterministic, x, inputs, results | own, workspace)
+        of_rows = x.wrt is None and [*results] == ["dq", "dk", "dv"]
+        if known.is_direct and of_rows and deterministic not in self.cached:
+            self.cached[deterministic] = ArrayPass(known, inputs, results, P.ndim, _of_rows)
+        return Gradients(**{name: results.get(name) for name in Gradients._fields}, daux=daux)
 
-    def known(
-        self, deterministic: bool | None, addresses: Sequence[int], device: int
-    ) -> Executable | None:
-        """Find what an earlier call has made for a pass that brings q, k, v and their like alone.
-
-        The pass is backward, or forward if ``deterministic`` is None. The addresses are those of
-        the arrays that it reads, q, k and v first; what it writes is aligned as kernels wish. None
-        where no call has been like this one, or arrays are copied for it.
-        """
-        bits = MAX_ALIGNMENT
-        for address in addresses:
-            bits |= address
-        wanted = (deterministic is not None, False, False, False)
-        key = deterministic, device, wanted, addresses[1] == addresses[2], bits & -bits
-        executable = self._executables.get(key)
-        return executable if executable is not None and executable.brings_rows_alone else None
-
-    def _executable(
-        self, arrays: Mapping[str, Any], operands: Operands, deterministic: bool | None = None
-    ) -> tuple[Executable, dict[str, int], int]:
-        """Find or make what runs a pass: backward, or forward if ``deterministic`` is None.
-
-        Returns it with the addresses of the arrays and the device.
-        """
+    def _run(
+        self,
+        deterministic: bool | None,
+        operands: Operands,
+        inputs: Mapping[str, Any],
+        results: Mapping[str, Any],
+        workspace: Any | None = None,
+    ) -> Pass:
+        """Run a pass: backward, or forward if ``deterministic`` is None."""
         import cupy
 
         device: int = cupy.cuda.runtime.getDevice()
+        arrays = {**inputs, **results}
         addresses = addresses_of(arrays, device)
-        learned = bool(operands.aux) and operands.wants("aux")
-        wanted = (*(x in arrays for x in ("dq", "dbias", "dsinks")), learned)
-        # Addresses decide about the alignment of rows, and whether v may be a view of k.
-        joint = addresses["k"] == addresses["v"]
-        key = deterministic, device, wanted, joint, *_alignments(addresses)
-        executable = self._executables.get(key)
+        name = deterministic, *results
+        known = self.passes.get(name)
+        if known is None:
+            known = self.passes.setdefault(name, Pass([*inputs], [*results]))
+        key = known.key(tuple(addresses.values()), device)
+        executable = known.executables.get(key)
         if executable is None:
             layout = layout_of(arrays, operands)
             gpu = describe.device_of(device)
@@ -208,9 +191,17 @@ class CupyCall(PreparedCall):
             addresses |= mask_addresses(operands.block_mask, device, plan.tile_lists)
         if executable is None:
             executable = Executable(plan, tuple(addresses))
+            copied = plan.copies_in or plan.copies_out or operands.block_mask is not None
+            known.is_direct = not copied and _BROUGHT.union(self.on_device).issuperset(inputs)
             if executable.is_complete:
-                self._executables[key] = executable
-        return executable, addresses, device
+                known.executables[key] = executable
+        # All memory is there and all kernels are loaded before the first byte of out is written.
+        executable.run(addresses, arrays, device, workspace)
+        return known
+
+
+def _of_rows(dq: Any, dk: Any, dv: Any) -> Gradients:
+    return Gradients(dq, dk, dv, None, None)
 
 
 def _aux_gradients(P: Problem, x: Operands) -> tuple[Any, ...] | None:
@@ -227,16 +218,6 @@ def _aux_gradients(P: Problem, x: Operands) -> tuple[Any, ...] | None:
     import cupy
 
     return tuple(None if y.dtype.kind in "biu" else cupy.zeros(y.shape, y.dtype) for y in x.aux)
-
-
-def _alignments(addresses: Mapping[str, int]) -> tuple[int, ...]:
-    """Give what a plan depends on of the addresses: the alignment of rows, mask and bias."""
-    rows = 0
-    for name, address in addresses.items():
-        if name in ROWS:
-            rows |= address
-    others = (addresses[name] for name in ("mask", "bias") if name in addresses)
-    return alignment_of(rows), *map(alignment_of, others)
 
 
 @functools.cache

@@ -18,19 +18,18 @@ from tileattn.backends.cupy.streams import (
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.jit.load import Kernel, load_all
-from tileattn.kernels.launch.layout import ROWS, ArrayLayout
+from tileattn.kernels.launch.layout import ArrayLayout
 from tileattn.kernels.launch.params import slots, template
 from tileattn.kernels.launch.plan import LaunchPlan
-
-_ROW_ARRAYS = ROWS | {"lse", "dlse"}
 
 
 class Executable:
     """A plan whose kernels are loaded and whose constants are on CuPy's current device.
 
-    ``names`` are the arrays whose addresses each call brings. Made during a capture, in which
-    nobody can wait for a copy, it is not complete: without the schedule results are the same, only
-    later. Calls after the capture must make another.
+    ``names`` are the arrays whose addresses each call brings, and ``nbytes`` are the bytes of its
+    workspace. Made during a capture, in which nobody can wait for a copy, it is not complete:
+    without the schedule results are the same, only later. Calls after the capture must make
+    another.
     """
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
@@ -51,6 +50,7 @@ class Executable:
         self._template = cells.tobytes()
         self._names = tuple(name for name in names if name in places)
         needed = plan.workspace
+        self.nbytes = needed.nbytes
         starts = needed.starts.items() if needed.nbytes else ()
         parts = {name: start for name, start in starts if name in places}
         self._starts = tuple(parts.values())
@@ -69,8 +69,6 @@ class Executable:
             _prepared(launch, kernel, maps.get(launch.tensor_maps))
             for launch, kernel in zip(plan.launches, kernels, strict=True)
         )
-        copied = plan.copies_in or plan.copies_out
-        self.brings_rows_alone = not copied and _ROW_ARRAYS.issuperset(names)
         self._spare: list[tuple[Any, Any]] = []
 
     def run(
@@ -88,7 +86,7 @@ class Executable:
         """
         import cupy
 
-        starts, nbytes = self.plan.workspace.starts, self.plan.workspace.nbytes
+        starts, nbytes = self.plan.workspace.starts, self.nbytes
         if workspace is not None:
             _ensure_fits(workspace, nbytes, device)
             memory = workspace.data
@@ -116,7 +114,7 @@ class Executable:
         Those of the arrays are in the order of the names that the constructor was given. By default
         the stream is CuPy's current one.
         """
-        parts = [workspace + start for start in self._starts]
+        parts = [workspace + start for start in self._starts] if workspace else ()
         if self._zeros:
             first = workspace + self.plan.workspace.zeros
             self._memset(first, 0, self._zeros, (stream or current_stream()).ptr)

@@ -1,6 +1,6 @@
 """The calls of one signature: what the layout of their arrays decides is worked out once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +61,7 @@ class LlvmCall(PreparedCall):
         for kernel, targets in self._kernels(operands):
             executable = self._run(kernel, operands, arrays, targets, self._few)
             if len(targets) == 1 and self._is_plain(operands, arrays, out):
-                self.cached_launch = CachedForward(executable, P, arrays, out)
+                self.cached[None] = CachedForward(executable, P, arrays, out)
         return placed(result, out)
 
     def backward(
@@ -220,13 +220,12 @@ class CachedForward:
 
     def __call__(
         self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array | None,
+        rows: Sequence[Array],
         options: Options,  # noqa: ARG002 - without arrays, and so the same in all calls
+        out: Array | None,
     ) -> Attention | None:
         """Run it; None where an array is not aligned, or out may be none to write to."""
+        q, k, v = rows
         inputs = at_q, at_k, at_v = address_of(q), address_of(k), address_of(v)
         if (at_q | at_k | at_v) & self._beyond:
             return None

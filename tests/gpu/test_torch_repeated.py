@@ -1,0 +1,100 @@
+"""Repeated calls on PyTorch's tensors on a GPU: launched from addresses, with the same results."""
+
+from typing import Any
+
+import pytest
+
+from tests.on_gpu import needs_gpu
+
+torch = pytest.importorskip("torch")
+
+from tests.gpu.test_torch_cuda import (  # noqa: E402 - PyTorch may be absent
+    DTYPES,
+    _options,
+    _strided,
+    both,
+    check,
+    drawn,
+    same,
+)
+from tileattn.torch import attention, eager, operators  # noqa: E402 - as above
+
+pytestmark = [
+    *needs_gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU"),
+    pytest.mark.usefixtures("one_blas_thread"),
+]
+
+PLAIN: list[dict[str, Any]] = [
+    *({}, {"causal": True}, {"window": (30, 5), "softcap": 5.0}, {"scale": 0.2, "q_offset": 9}),
+    *({"dropout_p": 0.3, "seed": 7}, {"kv_lengths": (131, 40)}),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", PLAIN, ids=str)
+def test_repeated_calls_make_no_arrays(
+    dtype: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the bits of the first one, with strides and alignments of any kind."""
+    given = drawn(dtype)
+    apart = [_strided(x.detach()).requires_grad_(x.requires_grad) for x in given]
+    for each in (given, apart):
+        expected = both(each, deterministic=True, **options)
+        with monkeypatch.context() as patch:
+            for name in ("forward", "backward"):
+                patch.setattr(operators, name, None)
+            for _ in range(3):
+                same(both(each, deterministic=True, **options), expected)
+    check(given, **options)
+    check(apart, **options)
+
+
+@pytest.mark.parametrize("name", ["bias", "mask", "slopes", "lengths"])
+def test_repeated_calls_with_tensors_make_no_arrays(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their gradients have the bits of the first call, too; tiles without any are zero."""
+    given, options = drawn(torch.float32), _options()[name] | {"window": (30, 5)}
+    learned = [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+
+    def results() -> tuple[Any, ...]:
+        out = attention(*given[:3], deterministic=True, **options)
+        return out, *torch.autograd.grad(out, (*given[:3], *learned), given[3])
+
+    expected = results()
+    with monkeypatch.context() as patch:
+        for each in ("forward", "backward"):
+            patch.setattr(operators, each, None)
+        for _ in range(3):
+            # Memory that is reused is not zero.
+            for x in [torch.full_like(x, torch.nan) for x in expected]:
+                del x
+            same(results(), expected)
+    check(given, **options)
+
+
+def test_addresses_decide_for_each_call() -> None:
+    given = q, k, v, dout = drawn()
+    for _ in range(2):
+        both(given)
+    whole = torch.zeros(q.numel() + 1, dtype=q.dtype, device="cuda")
+    odd = whole[1:].view(q.shape).copy_(q.detach()).requires_grad_()
+    for _ in range(3):
+        check([odd, k, v, dout])
+        check([q, k, k.detach().requires_grad_(), dout])
+        check([q, k, v, dout])
+
+
+def test_few_queries_over_many_keys_take_memory_of_pytorchs() -> None:
+    q, k, v, _ = (x.detach() for x in drawn(sizes=(1, 8, 2, 1, 8192, 64)))
+    expected = attention(q, k, v)
+    for _ in range(3):
+        same([attention(q, k, v)], [expected])
+
+
+def test_the_keys_of_dense_tensors_are_learned_from_them() -> None:
+    q, k, v, _ = (x.detach() for x in drawn())
+    assert eager.layouts([q, torch.nn.Parameter(k)]) is not None
+    assert eager.layouts([torch._neg_view(q)]) is None
+    same([attention(torch._neg_view(-q), k, v)], [attention(q, k, v)])

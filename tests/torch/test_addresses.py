@@ -1,0 +1,333 @@
+"""Repeated calls on tensors on a GPU: launched from addresses, as those on arrays; no GPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.backends.cupy.fake_cupy import Machine  # noqa: E402 - PyTorch may be absent
+from tests.torch import fake_gpu  # noqa: E402 - as above
+from tests.torch.fake_gpu import STREAM, on_gpu  # noqa: E402 - as above
+from tests.torch.test_eager import both, drawn  # noqa: E402 - as above
+from tileattn.torch import attention, operators  # noqa: E402 - as above
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with fake_gpu.gpu(monkeypatch) as made:
+        yield made
+
+
+def on_arrays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Take down which passes run on arrays of CuPy's."""
+    names: list[str] = []
+    for name in ("forward", "backward"):
+        run = getattr(operators, name)
+
+        def watched(*given: Any, name: str = name, run: Any = run) -> Any:
+            names.append(name)
+            return run(*given)
+
+        monkeypatch.setattr(operators, name, watched)
+    return names
+
+
+PARTS = (
+    *("lse", "delta", "lse_log2", "row_max", "dq_accum", "head_flags"),
+    *("tile_counter", "dq_semaphore", "block_order", "claims"),
+)
+
+
+def launched(gpu: Machine, given: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+    """Run both passes; give the launches, addresses as offsets into what they are of, and results.
+
+    Where the workspace is is left out.
+    """
+    gpu.launches.clear()
+    gpu.streams.clear()
+    results = both(*given, **options)
+    assert {*gpu.streams} == {STREAM}
+    names = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
+    tensors = dict(zip(names, (*given, *results), strict=True))
+    tensors |= {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+    found = []
+    for key, blocks, shared, params in gpu.launches:
+        fields = {name: params[name].tolist() for name in params.dtype.names}
+        for name, x in tensors.items():
+            if fields[name]:
+                fields[name] -= x.data_ptr()
+        fields |= {name: bool(fields[name]) for name in PARTS}
+        found.append((key, blocks, shared, fields))
+    return found, [*results]
+
+
+def tensors(dtype: Any = torch.bfloat16, transposed: bool = False) -> list[Any]:
+    given = [x.detach() for x in drawn(dtype=dtype)]
+    if transposed:
+        given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    return [on_gpu(x).requires_grad_(n < 3) for n, x in enumerate(given)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (3, 1), "softcap": 2.0}, {"kv_lengths": (9, 4)}],
+    ids=str,
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_calls_by_addresses_are_those_on_arrays(
+    gpu: Machine,
+    options: dict[str, Any],
+    deterministic: bool,
+    transposed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = on_arrays(monkeypatch)
+    options = options | {"deterministic": deterministic}
+    expected, results = launched(gpu, tensors(transposed=transposed), **options)
+    assert names == ["forward", "backward"]
+    for _ in range(2):
+        found, others = launched(gpu, tensors(transposed=transposed), **options)
+        assert found == expected
+        for x, y in zip(others, results, strict=True):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+    assert names == ["forward", "backward"]
+
+
+@pytest.mark.parametrize(
+    ("ndim", "options"),
+    [(2, {}), (3, {"causal": True}), (3, {"cu_seqlens_q": (0, 2, 5), "cu_seqlens_k": (0, 3, 9)})],
+)
+def test_fewer_axes_and_packed_sequences(
+    gpu: Machine, ndim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    given = [on_gpu(x[(0,) * (4 - ndim)]).requires_grad_(n < 3) for n, x in enumerate(tensors())]
+    expected, results = launched(gpu, given, **options)
+    found, others = launched(gpu, given, **options)
+    assert names == ["forward", "backward"]
+    assert found == expected
+    assert [x.shape for x in others] == [x.shape for x in results]
+
+
+def integers(*values: int, dtype: Any = torch.int32) -> Any:
+    return on_gpu(torch.tensor(values, dtype=dtype))
+
+
+BROUGHT: dict[str, Any] = {
+    "lengths": lambda: {
+        "kv_lengths": integers(9, 4),
+        "q_offset": integers(3, 0, dtype=torch.int64),
+    },
+    "slopes": lambda: {"alibi_slopes": on_gpu(torch.rand(2, 4)), "causal": True},
+    "sinks": lambda: {"sinks": on_gpu(torch.rand(4)), "kv_lengths": (9, 4)},
+    "mask": lambda: {"mask": on_gpu((torch.rand(9, 5) > 0.5).mT), "sinks": on_gpu(torch.rand(4))},
+    "bias": lambda: {"bias": on_gpu(torch.rand(4, 1, 9, dtype=torch.bfloat16))},
+}
+
+
+@pytest.mark.parametrize("name", BROUGHT)
+def test_tensors_among_the_options_are_brought_by_address(
+    gpu: Machine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    expected, _ = launched(gpu, tensors(), **BROUGHT[name]())
+    for _ in range(2):
+        options = BROUGHT[name]()
+        found, _ = launched(gpu, tensors(), **options)
+        assert found == expected
+        # That what is compared is their place, and not that they have none.
+        brought = {n: x.data_ptr() for n, x in options.items() if isinstance(x, torch.Tensor)}
+        for *_, params in gpu.launches:
+            assert {n: int(params[n]) for n in brought} == brought
+    assert names == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("both_given", [False, True])
+def test_offsets_of_packed_sequences_are_brought_by_address(
+    gpu: Machine, both_given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    for _ in range(3):
+        given = [on_gpu(x[0]).requires_grad_(n < 3) for n, x in enumerate(tensors())]
+        options = {"cu_seqlens_k": integers(0, 3, 9)}
+        options |= {"cu_seqlens_q": integers(0, 2, 5)} if both_given else {}
+        both(*given, **options)
+        for *_, params in gpu.launches:
+            for name in ("cu_seqlens_q", "cu_seqlens_k"):
+                x = options.get(name, options["cu_seqlens_k"])
+                assert params[name] == x.data_ptr()
+        gpu.launches.clear()
+    assert names == ["forward", "backward"]
+
+
+def test_pages_are_brought_by_address(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = on_arrays(monkeypatch)
+    pool = on_gpu(torch.zeros(7, 2, 16, 64, dtype=torch.float16))
+    q = on_gpu(torch.zeros(3, 4, 1, 64, dtype=torch.float16))
+    for _ in range(3):
+        gpu.launches.clear()
+        options = {"block_table": on_gpu(torch.zeros(3, 2).int()), "kv_lengths": integers(9, 4, 30)}
+        attention(q, pool, pool, **options)
+        for *_, params in gpu.launches:
+            assert all(params[name] == x.data_ptr() for name, x in options.items())
+    assert names == ["forward"]
+
+
+def test_integers_on_the_host_are_read_in_every_call(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    for lengths in ((9, 9), (4, 4), (4, 4)):
+        attention(*tensors()[:3], kv_lengths=torch.tensor(lengths))
+        assert gpu.launches[-1][-1]["length"] == lengths[0]
+    assert names == ["forward"] * 3
+
+
+def test_values_beside_tensors_are_those_of_the_call(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    lengths = integers(9, 4)
+    for _ in range(2):
+        for causal, softcap in ((True, 2.0), (False, 2.0), (True, 3.0)):
+            attention(*tensors()[:3], kv_lengths=lengths, causal=causal, softcap=softcap)
+            params = gpu.launches[-1][-1]
+            assert (params["right"] == 0, params["softcap"]) == (causal, softcap)
+            assert params["kv_lengths"] == lengths.data_ptr()
+    assert names == ["forward"] * 3
+
+
+def test_gradients_of_options_are_where_they_belong(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order of the options, and whichever are needed."""
+    names = on_arrays(monkeypatch)
+    kinds = {"sinks": (4,), "bias": (2, 1, 5, 9)}
+    needs = [("sinks", "bias"), ("bias",), ("sinks",), ("sinks", "bias")]
+    for needed in (*needs, *needs):
+        q, k, v, dout = tensors()
+        options = {n: on_gpu(torch.rand(*shape)) for n, shape in kinds.items()}
+        asked = [options[n].requires_grad_() for n in needed]
+        gpu.launches.clear()
+        out = attention(q, k, v, **options)
+        *grads, dv = torch.autograd.grad(out, (*asked, v), dout)
+        assert [x.shape for x in (*grads, dv)] == [x.shape for x in (*asked, v)]
+        fields: dict[str, int] = {}
+        for *_, params in gpu.launches:
+            fields |= {n: int(params[n]) for n in ("dv", "dsinks", "dbias") if params[n]}
+        there = {f"d{n}": x.data_ptr() for n, x in zip(needed, grads, strict=True)}
+        assert fields == there | {"dv": dv.data_ptr()}
+        for n, x in zip(needed, grads, strict=True):
+            assert n != "bias" or not x.any()  # empty tiles are not written
+    assert names.count("backward") == 3
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_the_alignment_of_what_is_for_pairs_is_looked_at(
+    gpu: Machine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = on_gpu(torch.zeros(1, 1, 56, 32, dtype=torch.float16))
+    whole = torch.zeros(56, 128, dtype=torch.bool if name == "mask" else torch.float16)
+    size = 16 // whole.element_size()
+    expected = {}
+    for first in (0, 1, size // 2):
+        attention(x, x, x, **{name: on_gpu(whole[:, first : first + 56])})
+        expected[first] = gpu.launches[-1][:3]
+    assert len({x[0] for x in expected.values()}) > 1
+    names = on_arrays(monkeypatch)
+    for first in (0, 1, size // 2, 1, 0):
+        attention(x, x, x, **{name: on_gpu(whole[:, first : first + 56])})
+        assert gpu.launches[-1][:3] == expected[first]
+        assert gpu.launches[-1][-1][name] == whole.data_ptr() + first * whole.element_size()
+    assert not names
+
+
+def test_memory_of_the_forward_pass_is_pytorchs(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where keys are cut into pieces, which are merged."""
+    names = on_arrays(monkeypatch)
+    q = on_gpu(torch.zeros(1, 8, 1, 64, dtype=torch.float16))
+    k = on_gpu(torch.zeros(1, 2, 8192, 64, dtype=torch.float16))
+    for _ in range(2):
+        gpu.launches.clear()
+        attention(q, k, k)
+        gpu.allocated.clear()
+    assert names == ["forward"]
+    assert not gpu.allocated
+    partial = {int(params["partial_out"]) for *_, params in gpu.launches}
+    assert len(gpu.launches) == 2
+    assert len(partial) == 1
+    assert 0 not in partial
+
+
+def test_other_layouts_are_other_calls(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = on_arrays(monkeypatch)
+    q, k, v, dout = tensors()
+    for _ in range(3):
+        launched(gpu, [q, k, v, dout])
+    names.clear()
+    wide = on_gpu(torch.zeros(*dout.shape[:-1], 16, dtype=dout.dtype)[..., :8])
+    (_, (*_, fields), *_), _ = launched(gpu, [q, k, v, wide])
+    assert names == ["backward"]
+    assert fields["dout_at"][2] == 16
+
+
+@pytest.mark.parametrize("case", ["alignment", "one array", "rows apart"])
+def test_what_addresses_decide_is_looked_at(
+    gpu: Machine, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    q, k, v, dout = tensors()
+    for _ in range(2):
+        launched(gpu, [q, k, v, dout])
+    assert names == ["forward", "backward"]
+    if case == "alignment":  # the layout is the same, and no row is aligned
+        whole = torch.zeros(q.numel() + 1, dtype=q.dtype)
+        q = on_gpu(whole[1:].view(q.shape)).requires_grad_()
+    elif case == "one array":
+        v = on_gpu(k).requires_grad_()
+    else:
+        q = on_gpu(torch.zeros(2, 4, 8, 5, dtype=q.dtype).mT).requires_grad_()
+    names.clear()
+    expected, _ = launched(gpu, [q, k, v, dout])
+    assert names == ["forward", "backward"]
+    found, _ = launched(gpu, [q, k, v, dout])
+    # Copies are made of arrays.
+    assert names == ["forward", "backward"] * (2 if case == "rows apart" else 1)
+    assert case == "rows apart" or found == expected
+
+
+def test_gradients_that_are_not_needed_are_not_given(gpu: Machine) -> None:
+    for _ in range(3):
+        q, k, v, dout = tensors()
+        q.requires_grad_(False)
+        lse = attention(q, k, v, return_lse=True)[1]
+        out = attention(q, k, v)
+        dk, dv = torch.autograd.grad(out, (k, v), dout)
+        assert (dk.shape, dv.shape) == (k.shape, v.shape)
+        # Of lse alone, too, which is another call.
+        gpu.launches.clear()
+        torch.autograd.grad(lse.sum(), k)
+        assert any(params["dlse"] for *_, params in gpu.launches)
+
+
+def test_a_first_call_in_a_capture_is_not_kept(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does without its schedule, which nobody could copy then; later calls have it."""
+    names = on_arrays(monkeypatch)
+    q = on_gpu(torch.zeros(1, 12, 2200, 8, dtype=torch.float16))
+    k = on_gpu(torch.zeros(1, 2, 2200, 8, dtype=torch.float16))
+    gpu.capturing = True
+    for _ in range(2):
+        attention(q, k, k, causal=True)
+    gpu.capturing = False
+    for _ in range(3):
+        attention(q, k, k, causal=True)
+    assert names == ["forward"] * 3
+    schedules = [int(params["schedule"]) for *_, params in gpu.launches]
+    assert schedules == [0, 0, *[gpu.uploads[0].data.ptr] * 3]

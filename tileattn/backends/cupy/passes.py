@@ -1,0 +1,113 @@
+"""Passes of calls like earlier ones, launched from the addresses of their arrays.
+
+Nearly all that a short call costs the host is Python; this is the least of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+from tileattn.backends.addresses import Overlap
+from tileattn.backends.cupy.execute import Executable
+from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
+from tileattn.lengths import given_for
+from tileattn.problem import Options
+
+_PAIRS = ("mask", "bias")
+
+
+class Pass:
+    """One pass of the calls of one signature: its executables, by all that may yet differ.
+
+    Parameters
+    ----------
+    inputs, results : sequence of str
+        The arrays that it reads, q, k and v first, and those that it writes. Their addresses are
+        given in this order.
+    """
+
+    # Whether addresses are enough: the caller brings all arrays, and none is copied.
+    is_direct = False
+
+    def __init__(self, inputs: Sequence[str], results: Sequence[str]) -> None:
+        self.inputs = inputs
+        names = list(enumerate((*inputs, *results)))
+        self._rows = itemgetter(*(n for n, name in names if name in ROWS))
+        self._pairs = [n for n, name in names if name in _PAIRS]
+        self.executables: dict[Any, Executable] = {}  # by `key`
+
+    def key(self, addresses: Sequence[int], device: int) -> tuple[int, ...]:
+        """Give what a plan depends on: alignments, and whether v may be a view of k."""
+        bits = MAX_ALIGNMENT
+        for address in self._rows(addresses):
+            bits |= address
+        key = device, addresses[1] == addresses[2], bits & -bits
+        if self._pairs:
+            return *key, *(alignment_of(addresses[n]) for n in self._pairs)
+        return key
+
+
+class ArrayPass:
+    """A pass on CuPy's arrays, in memory of CuPy's allocator.
+
+    Parameters
+    ----------
+    known : Pass
+        What runs it; it is direct.
+    inputs, results : mapping of str to array
+        Those of an earlier call.
+    ndim : int
+        How many axes the caller's q has.
+    returned : callable
+        Makes what the call returns of the results.
+    """
+
+    def __init__(
+        self,
+        known: Pass,
+        inputs: Mapping[str, Any],
+        results: Mapping[str, Any],
+        ndim: int,
+        returned: Callable[..., Any],
+    ) -> None:
+        import cupy
+
+        self._known, self._key, self._returned = known.executables.get, known.key, returned
+        self._others = [n for n in inputs if n not in ROWS and n not in ("lse", "dlse")]
+        # cupy.empty makes the same arrays, in a microsecond more.
+        self._new = [partial(cupy.ndarray, x.shape[4 - ndim :], x.dtype) for x in results.values()]
+        self._overlaps = Overlap(next(iter(results.values())), inputs.values())
+        self._device, self._alloc = cupy.cuda.runtime.getDevice, cupy.cuda.alloc
+
+    def __call__(self, rows: Sequence[Any], options: Options, out: Any | None = None) -> Any:
+        """Run it on CuPy's current stream; None where no earlier call was like it.
+
+        ``out`` takes the place of the first result.
+        """
+        if self._others:
+            rows = [*rows, *(given_for(name, options) for name in self._others)]
+        device, addresses = self._device(), []
+        for x in rows:
+            memory = x.data
+            if memory.device_id != device:
+                return None
+            addresses.append(memory.ptr)
+        results = [] if out is None else [out]
+        if out is not None:
+            memory = out.data
+            if memory.device_id != device or self._overlaps(memory.ptr, addresses):
+                return None
+            addresses.append(memory.ptr)
+        for new in self._new[len(results) :]:
+            x = new()
+            results.append(x)
+            addresses.append(x.data.ptr)
+        executable = self._known(self._key(addresses, device))
+        if executable is None:
+            return None
+        memory = (
+            self._alloc(executable.nbytes) if executable.nbytes else None
+        )  # freed in stream order
+        executable.launch(addresses, memory.ptr if memory is not None else 0)
+        return self._returned(*results)
