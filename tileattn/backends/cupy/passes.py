@@ -106,8 +106,7 @@ class ArrayPass:
         executable = self._known(self._key(addresses, device))
         if executable is None:
             return None
-        memory = (
-            self._alloc(executable.nbytes) if executable.nbytes else None
-        )  # freed in stream order
+        # Freed in the order of the stream.
+        memory = self._alloc(executable.nbytes) if executable.nbytes else None
         executable.launch(addresses, memory.ptr if memory is not None else 0)
         return self._returned(*results)
