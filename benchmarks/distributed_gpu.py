@@ -6,8 +6,8 @@ Both passes are timed, full and causal, by schedule, of bfloat16 with D = 128: 1
 tokens, and 16 heads with 2 of k of 32,768. The same call on one GPU is that of rank 0, while the
 others wait. The fraction of linear is its time over that of the ranks, divided by their number. A
 time is the median of rounds, each by events on the GPU of its slowest rank. The share of memory is
-the most that a rank has held, inputs and results included, times their number, over what one GPU
-has held for the whole call. The file is distributed_gpu.json.
+the most that a rank holds in a call, inputs and results included, times their number, over what one
+GPU holds for the whole. The file is distributed_gpu.json.
 """
 
 import os
@@ -75,15 +75,26 @@ def _call(
     return forward if kind == "forward" else lambda: backward(dout, *forward())
 
 
-def _alone(bench: Bench, one: Configuration, arrays: Any) -> float:
-    """Time the call on the GPU of rank 0."""
+def _alone(one: Configuration, arrays: list[Any]) -> Callable[[], Any]:
+    """Make the call of one GPU."""
     (q, k, v, dout), options = arrays, one.mask.options()
 
     def gradients(dout: Any, out: Any, lse: Any) -> Any:
         return tileattn.backward(dout, q, k, v, out, lse, **options)
 
-    whole = _call(one.kind, lambda: tileattn.forward(q, k, v, **options), gradients, dout)
-    return bench.median(whole if bench.link.rank == 0 else lambda: None)
+    return _call(one.kind, lambda: tileattn.forward(q, k, v, **options), gradients, dout)
+
+
+def _held(bench: Bench, call: Callable[[], Any], inputs: list[Any]) -> float:
+    """Give the MiB that a rank holds at most in a call, its inputs included."""
+    import cupy
+
+    pool = cupy.cuda.MemoryPool()  # which keeps all that it was ever asked for at a time
+    with cupy.cuda.using_allocator(pool.malloc):
+        call()
+        cupy.cuda.get_current_stream().synchronize()
+    nbytes = pool.total_bytes() + sum(x.nbytes for x in inputs)
+    return float(max(bench.link.gather(nbytes)) / 2**20)
 
 
 def measured(bench: Bench, one: Configuration, schedules: list[str]) -> Iterator[Row]:
@@ -91,35 +102,26 @@ def measured(bench: Bench, one: Configuration, schedules: list[str]) -> Iterator
     import cupy
 
     link, options, pool = bench.link, one.mask.options(), cupy.get_default_memory_pool()
-    ranks, arrays = link.size, draw(cupy, one.shapes, one.dtype)
-    pool.free_all_blocks()  # of the drawing
-    single = _alone(bench, one, arrays)
-    whole = _held(bench)
+    ranks, arrays = link.size, list(draw(cupy, one.shapes, one.dtype))
+    alone = _alone(one, arrays) if link.rank == 0 else lambda: None
+    single, whole = bench.median(alone), _held(bench, alone, arrays)
     layout = dist.Layout.zigzag(one.N, ranks)
     own = [layout.take(x, link.rank) for x in arrays]
-    del arrays
+    del arrays, alone
     pool.free_all_blocks()
     for schedule in schedules:
         row = one.row() | {"ranks": ranks, "schedule": schedule, "layout": "zigzag"}
         given: dict[str, Any] = {"layout": layout, "schedule": schedule, "timeout": TIMEOUT}
         call = _shared(bench.comm, one.kind, own, given | options)
         try:
-            milliseconds = bench.median(call)
+            milliseconds, held = bench.median(call), _held(bench, call, own)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             yield row | {"failed": one_line(error)}
             continue
-        peak = _held(bench)
         pool.free_all_blocks()
-        row |= {"ms": milliseconds, "one_gpu_ms": single, "peak_mib": peak}
+        row |= {"ms": milliseconds, "one_gpu_ms": single, "held_mib": held}
         row |= {"fraction_of_linear": single / milliseconds / ranks}
-        yield row | {"share_of_memory": ranks * peak / whole}
-
-
-def _held(bench: Bench) -> float:
-    """Give the MiB that a rank has held at most since its pool was empty."""
-    import cupy
-
-    return float(max(bench.link.gather(cupy.get_default_memory_pool().total_bytes())) / 2**20)
+        yield row | {"share_of_memory": ranks * held / whole}
 
 
 def _shared(comm: Any, kind: str, own: list[Any], given: dict[str, Any]) -> Callable[[], Any]:
