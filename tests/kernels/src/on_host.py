@@ -215,7 +215,7 @@ def dropped(
     block = np.frombuffer(template(fields), np.uint64).copy()
     if origin is not None:
         block[slots({})["origin"]] = origin.ctypes.data
-    names = "philox.cuh", "params.cuh", "functions.cuh", "numpy.cuh", "quick.cuh"
+    names = "philox.cuh", "params.cuh", "integers.cuh", "functions.cuh", "numpy.cuh", "quick.cuh"
     texts = {name: (SOURCES / name).read_text(encoding="utf-8") for name in names}
     config = _DROPOUT_CONFIG.format(m=atoms[0], n=atoms[1], origin=int(origin is not None))
     texts |= {"types.cuh": _TYPES, "config.cuh": config, "dropout.cpp": _DROPOUT}
