@@ -103,17 +103,23 @@ def of_arrays(rows: list[Any]) -> Call:
     return call
 
 
-def host(seconds: float, _quick: bool) -> Iterator[Row]:
-    """Time calls that have hardly anything to compute."""
+def small_calls(drawn: Callable[..., list[Any]]) -> Iterator[tuple[str, dict[str, Call]]]:
+    """Make calls that have hardly anything to compute, by pass, of rows as they are drawn."""
     rows = drawn(*((1, 8, 16, 64),) * 3, grad=False)
     q, k, v = map(array_of, rows)
     calls: dict[str, Call] = {"arrays": lambda: tileattn.forward(q, k, v) and None}
     calls |= {name: partial(attention, *rows) for name, attention in ATTENTIONS.items()}
-    yield {"pass": "forward", "us": micro(calls, seconds)}
+    yield "forward", calls
     rows = drawn(*((1, 8, 16, 64),) * 3)
     calls = {"arrays": of_arrays(rows)}
     calls |= {name: both_passes(attention, rows) for name, attention in ATTENTIONS.items()}
-    yield {"pass": "forward and backward", "us": micro(calls, seconds)}
+    yield "forward and backward", calls
+
+
+def host(seconds: float, _quick: bool) -> Iterator[Row]:
+    """Time calls that have hardly anything to compute."""
+    for kind, calls in small_calls(drawn):
+        yield {"pass": kind, "us": micro(calls, seconds)}
 
 
 def micro(calls: dict[str, Call], seconds: float) -> dict[str, float]:

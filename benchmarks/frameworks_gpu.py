@@ -1,7 +1,6 @@
 """`bench frameworks --gpu`: the sections of `benchmarks.frameworks` on a GPU."""
 
 from collections.abc import Iterator
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import tileattn
 from benchmarks.configurations import Call
 from benchmarks.device import Gpu
 from benchmarks.frameworks import (
@@ -19,10 +17,10 @@ from benchmarks.frameworks import (
     both_passes,
     drawn,
     of_arrays,
+    small_calls,
     step_of,
 )
 from benchmarks.report import Row
-from tileattn.torch.tensors import array_of
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
@@ -62,15 +60,8 @@ def with_backend(backend: Any) -> Attention:
 
 def host(gpu: Gpu, quick: bool) -> Iterator[Row]:
     """Time calls that have hardly anything to compute."""
-    rows = bf16(*((1, 8, 16, 64),) * 3, grad=False)
-    q, k, v = map(array_of, rows)
-    calls: dict[str, Call] = {"arrays": lambda: tileattn.forward(q, k, v) and None}
-    calls |= {name: partial(attention, *rows) for name, attention in ATTENTIONS.items()}
-    yield {"pass": "forward", "us": overheads(gpu, calls, quick)}
-    rows = bf16(*((1, 8, 16, 64),) * 3)
-    calls = {"arrays": of_arrays(rows)}
-    calls |= {name: both_passes(attention, rows) for name, attention in ATTENTIONS.items()}
-    yield {"pass": "forward and backward", "us": overheads(gpu, calls, quick)}
+    for kind, calls in small_calls(bf16):
+        yield {"pass": kind, "us": overheads(gpu, calls, quick)}
 
 
 def overheads(gpu: Gpu, calls: dict[str, Call], quick: bool) -> dict[str, float]:

@@ -117,13 +117,18 @@ def test_odd_strides() -> None:
     assert_attention_close(host(found), expected, error_bound(*arrays, **options))
 
 
+def spoil(k: Any, v: Any) -> None:
+    """Put what is not finite among the keys and values, and past all lengths."""
+    k[0, 0, 2298], v[0, 0, 2299], v[2, 1, 332] = np.nan, np.inf, np.nan
+    k[0, 1, 700], v[0, 1, 20] = np.inf, -np.inf
+    k[:, :, 2350:], v[:, :, 2350:] = np.nan, np.inf
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
 def test_what_is_not_finite(dtype: Any) -> None:
     """Masked out it changes nothing; attended to it propagates, in its rows alone."""
     q, k, v = drawn(8, 2, 4, 64, 64, dtype)
-    k[0, 0, 2298], v[0, 0, 2299], v[2, 1, 332] = np.nan, np.inf, np.nan
-    k[0, 1, 700], v[0, 1, 20] = np.inf, -np.inf
-    k[:, :, 2350:], v[:, :, 2350:] = np.nan, np.inf
+    spoil(k, v)
     for options in ({"causal": True}, {"window": (600, 0)}):
         check([q, k, v], {"kv_lengths": LENGTHS} | options)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.gpu.test_split import LENGTHS, B, check, drawn, kernels
+from tests.gpu.test_split import LENGTHS, B, check, drawn, kernels, spoil
 from tests.on_gpu import bits, host, needs_gpu, sent
 from tileattn import reference
 from tileattn.testing import assert_attention_close, error_bound
@@ -80,9 +80,7 @@ def test_strided_arrays_and_no_lengths() -> None:
 def test_what_is_not_finite(dtype: Any) -> None:
     """Masked out it changes nothing; attended to it propagates, in its rows alone."""
     q, k, v = drawn(24, 2, 4, 64, 64, dtype)
-    k[0, 0, 2298], v[0, 0, 2299], v[2, 1, 332] = np.nan, np.inf, np.nan
-    k[0, 1, 700], v[0, 1, 20] = np.inf, -np.inf
-    k[:, :, 2350:], v[:, :, 2350:] = np.nan, np.inf
+    spoil(k, v)
     for given in ({"causal": True}, {"window": (600, 0)}):
         taken([q, k, v], {"kv_lengths": LENGTHS} | given)
 

@@ -391,6 +391,7 @@ def test_how_many_heads_are_worked_on_together(
         (1, 1 << 20, CAUSAL, set(), False),
         (8, 32768, (1024, 0), set(), False),
         (8, 32768, CAUSAL, {"mask_mod"}, False),
+        (8, 32768, CAUSAL, {"cu_seqlens_q"}, False),
     ],
 )
 def test_key_blocks_that_would_drift_apart_wait_for_each_other(
@@ -398,7 +399,8 @@ def test_key_blocks_that_would_drift_apart_wait_for_each_other(
 ) -> None:
     """Queries, gradients and sums of a key head fill the L2, without a mask four of it."""
     P = shaped("float16", 128, B=1, Hkv=2, Hq=2 * group, Nq=Nq, Nk=Nq)
-    P = replace(P, window=window, enabled_options=frozenset(uses))
+    packed = 64 if "cu_seqlens_q" in uses else None
+    P = replace(P, window=window, enabled_options=frozenset(uses), sequences=packed)
     launches = backward_launches(P, CONTEXT, deterministic=False, sinks=False)
     assert schedule_of(P, layout_of(P), launches, CACHE).in_order is expected
 

@@ -50,7 +50,7 @@ def schedule_of(
     key block waits for the one before; that keeps heads together, and the fewer of their key blocks
     are in flight, the shorter each waits.
 
-    Where many query heads share keys, their queries do not fit the L2, and key blocks that do not
+    Where many query heads share keys, their queries may not fit the L2, and key blocks that do not
     wait for each other drift apart: each loads them from memory for itself. Then dq is summed in
     order though nobody asks for it. Under a causal mask key blocks differ in length, and drift
     sooner.
@@ -81,8 +81,11 @@ def schedule_of(
 
 def _drifts(P: Problem, share: float) -> bool:
     """Whether key blocks would load queries anew; those of a key head fill a share of the L2."""
-    sparse = P.window[0] is not None or {"block_mask", "mask_mod"} & P.enabled_options
-    return P.group > 1 and not sparse and share > (DRIFT if P.window[1] is None else 1)
+    # A key block of these attends to few of the queries, and the device alone may know which.
+    few = P.window[0] is not None or {"block_mask", "mask_mod"} & P.enabled_options
+    if P.group == 1 or few or P.sequences is not None:
+        return False
+    return share > (DRIFT if P.window[1] is None else 1)
 
 
 def head_groups(problem: Problem, nbytes: int) -> int:

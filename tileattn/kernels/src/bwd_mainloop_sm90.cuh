@@ -185,7 +185,7 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                     smem.dq_empty(store_warp, dq_pipe.stage).arrive();
                     dq_pipe.advance();
                 }
-                // If deterministic, read the next semaphore while this tile is stored.
+                // In order, read the next semaphore while this tile is stored.
                 if (!HAS_TILE_LIST && p.in_order && heads == 1 && tile)
                     reached = read_semaphore(dq_semaphore + own - DQ_STORE_WARPS);
                 if (p.in_order || !before)
