@@ -29,6 +29,7 @@ def order_launches(problem: Problem, launches: Iterable[KernelLaunch]) -> tuple[
                 block_k=launch.key.block_k,
                 warps_m=_WARPS,
                 packed=True,
+                paged=P.page is not None,
             )
             return (
                 KernelLaunch(key, -(-ordered_blocks(P, key) * _TOGETHER // key.threads), why=_WHY),

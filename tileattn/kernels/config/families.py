@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tileattn.errors import UnsupportedError
-from tileattn.kernels.config import generic, hopper, latent, split, split_sm90
+from tileattn.kernels.config import generic, hopper, latent, pages, split, split_sm90
 from tileattn.kernels.config.block_order import order_launches
 from tileattn.kernels.config.context import (
     ROW_WARPS,
@@ -53,8 +53,8 @@ def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLa
     is_wide = max(problem.D, problem.Dv) > MAX_HEAD_DIM
     why = (latent if is_wide else split).why_not(problem, context)
     if why is None:
-        cut = latent.launches if is_wide else split_sm90.launches
-        return cut(problem, context)
+        cut = latent if is_wide else pages if problem.page is not None else split_sm90
+        return cut.launches(problem, context)
     if problem.page is not None and problem.Nk:
         raise UnsupportedError(f"backend 'cupy' does not support block_table here: {why}")
     family, refusal = _supporting(problem, context, "forward")

@@ -65,6 +65,7 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
         lambda P, _: P.B * max(P.Hq * P.Nq, P.Hkv * P.Nk) >= (1 << 31) - (1 << 16),
     ),
     ("the head dimension of v is no multiple of 8", lambda P, _: P.Dv % 8 > 0),
+    ("pages are no multiple of 8 keys", lambda P, _: P.page is not None and P.page % 8 > 0),
     ("a row is not aligned to 16 bytes", lambda _, context: context.alignment_bytes < 16),
     (
         "an array has an axis that is broadcast, reversed or of too long strides",
@@ -98,7 +99,10 @@ def forward(
     key = _key(HOPPER, P, context, dim, value, tile, shared)
     # The kernel is persistent: a thread block takes one query block after the other.
     grid = min(context.sm_count, P.B * P.Hq * block_count(P, P.Nq, key.block_q))
-    maps = (("q", HOPPER_GROUP_ROWS), ("k", key.block_k), ("v", key.block_k))
+    # Of keys in pages a box has as many as divide a page and a tile: a power of two.
+    either = key.block_k | (P.page or 0)
+    box = key.block_k if P.page is None else either & -either
+    maps = (("q", HOPPER_GROUP_ROWS), ("k", box), ("v", box))
     return KernelLaunch(key, grid, key.smem_bytes, f"{_SUPPORTED}, {tile.why}", maps)
 
 
@@ -234,5 +238,9 @@ def _key(
         "bias_alignment_bytes": context.bias_alignment_bytes,
     }
     return KernelKey(
-        kernel, P.dtype.name, *sizes, producer_warps=_PRODUCER_WARPS, smem_bytes=shared, **options
+        *(kernel, P.dtype.name, *sizes),
+        producer_warps=_PRODUCER_WARPS,
+        smem_bytes=shared,
+        paged=P.page is not None,
+        **options,
     )

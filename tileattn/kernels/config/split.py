@@ -21,7 +21,7 @@ LATENT = "forward_latent_sm90"  # for wider heads
 LATENT_VALUE_DIM = 512
 
 _FEW_QUERIES = 64
-_FEW_ROWS = 128  # that share keys, at most: queries of all query heads of a key head
+FEW_ROWS = 128  # that share keys, at most: queries of all query heads of a key head
 MOST_ROWS = 1 << 30  # counted in 32 bits
 _PIECE_BYTES = 1 << 19  # of keys and values, in a piece (measured)
 _LEAST_KEYS = 64
@@ -58,8 +58,8 @@ def why_not(problem: Problem, context: LaunchContext) -> str | None:
         return f"a head dimension is above {MAX_HEAD_DIM}"
     if not P.Nk:
         return "there are no keys"
-    if P.page is None and (P.Nq > _FEW_QUERIES or P.group * P.Nq > _FEW_ROWS):
-        return f"there are more than {_FEW_QUERIES} queries, or {_FEW_ROWS} that share keys"
+    if P.page is None and (P.Nq > _FEW_QUERIES or P.group * P.Nq > FEW_ROWS):
+        return f"there are more than {_FEW_QUERIES} queries, or {FEW_ROWS} that share keys"
     if P.page is None and "kv_lengths" not in P.enabled_options and P.Nk <= piece_of(P):
         return "there are few keys"
     if _tile(P, context) is None:
@@ -86,8 +86,8 @@ def piece_of(problem: Problem) -> int:
     """
     P, shared = problem, problem.group * problem.Nq
     if max(P.D, P.Dv) > MAX_HEAD_DIM:
-        return _LATENT_KEYS_OF_A_ROW << (min(max(shared, 16), _FEW_ROWS) - 1).bit_length()
-    if shared > _FEW_ROWS or P.sequences is not None:
+        return _LATENT_KEYS_OF_A_ROW << (min(max(shared, 16), FEW_ROWS) - 1).bit_length()
+    if shared > FEW_ROWS or P.sequences is not None:
         return _ALL
     row = (bucket(P.D) + bucket(P.Dv)) * P.dtype.itemsize
     return max(_LEAST_KEYS, 1 << (_PIECE_BYTES // row).bit_length() - 1)

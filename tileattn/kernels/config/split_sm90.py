@@ -40,8 +40,6 @@ def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
 def why_not(problem: Problem, context: LaunchContext) -> str | None:
     """Why the Hopper kernel does not take the rows of a problem that is cut into pieces."""
     P = problem
-    if P.page is not None:
-        return "keys are in pages"
     if P.group * P.Nq > tile_of(P).block_q:
         return f"more than {tile_of(P).block_q} rows share keys"
     used = next((name for name in _PER_HEAD if name in P.enabled_options), None)

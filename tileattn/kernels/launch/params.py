@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.kernels.config.context import folds_scale, padded_rows
-from tileattn.kernels.config.split import piece_of, pieces_of
+from tileattn.kernels.config.split import FEW_ROWS, MOST_ROWS, piece_of, pieces_of
 from tileattn.kernels.launch.layout import INTEGERS, ArrayLayout, CallLayout
 from tileattn.kernels.launch.layout import ROWS as ROW_ARRAYS
 from tileattn.lengths import FAR
@@ -40,7 +40,7 @@ _SIZES = (
     *("bias_B", "bias_H", "bias_Nq", "bias_Nk"),
     *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
     *("length", "offset", "left", "right", "entries"),
-    *("pages_total", "page", "table_width", "piece", "pieces"),
+    *("pages_total", "page", "table_width", "piece", "pieces", "few_rows"),
     *(f"{name}_bytes" for name in INTEGERS),
 )
 
@@ -120,9 +120,18 @@ def fields(
     return values
 
 
-def split_fields(problem: Problem, arrays: Mapping[str, ArrayLayout]) -> dict[str, int]:
-    """Fill in how keys are cut into pieces, and their pages."""
-    values = {"piece": piece_of(problem), "pieces": pieces_of(problem)}
+def piece_fields(
+    problem: Problem, arrays: Mapping[str, ArrayLayout], *, takes_all: bool
+) -> dict[str, int]:
+    """Fill in how keys are cut into pieces, and their pages.
+
+    ``takes_all`` says whether packed sequences of many rows are cut, too.
+    """
+    values = {
+        "piece": piece_of(problem),
+        "pieces": pieces_of(problem),
+        "few_rows": MOST_ROWS if takes_all else FEW_ROWS,
+    }
     table, k = arrays.get("block_table"), arrays["k"]
     if problem.page is not None and table is not None:
         values |= {"pages_total": k.shape[0], "page": problem.page, "table_width": table.shape[1]}

@@ -1,7 +1,7 @@
 """The plan of a pass: what is launched, with what, decided without a GPU."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,6 +112,15 @@ def plan_backward(
     sinks = layout.get("dsinks") is not None
     launches = backward_launches(problem, context, deterministic=deterministic, sinks=sinks)
     return _plan(problem, layout, device, launches, results={"dsinks"})
+
+
+def _piece_fields(
+    P: Problem, arrays: Mapping[str, ArrayLayout], launches: Sequence[KernelLaunch]
+) -> dict[str, int]:
+    if P.page is None and not _is_split(launches):
+        return {}
+    takes_all = all(launch.key.kernel != HOPPER for launch in launches)
+    return params.piece_fields(P, arrays, takes_all=takes_all)
 
 
 def _is_split(launches: Sequence[KernelLaunch]) -> bool:
@@ -258,7 +267,7 @@ def _plan(
         min(rows),
         tuple(launches),
         params.fields(problem, layout, arrays, schedule.head_groups, schedule.in_order)
-        | (params.split_fields(problem, arrays) if _is_split(launches) else {})
+        | _piece_fields(problem, arrays, launches)
         | dict(zip(("kinds_tile_q", "kinds_tile_k"), kinds.tile, strict=True)),
         {name: x for name, x in copied.items() if name not in results},
         {name: x for name, x in copied.items() if name in results},

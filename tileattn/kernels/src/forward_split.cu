@@ -113,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const Piece work(p);
     const Sequence sequence(p, work.b);
     const int rows = int(p.group * sequence.Nq), row_end = min(work.row0 + BLOCK_Q, rows);
-    if (PACKED && work.row0 >= rows) return;  // no block
+    // No block, or another kernel's.
+    if (PACKED && (work.row0 >= rows || rows > int(p.few_rows))) return;
     const SlidingWindow window(p, sequence);
     const int first_query = SharedRow(p, work.kv, work.row0).i;
     const int query_end = SharedRow(p, work.kv, row_end - 1).i + 1;

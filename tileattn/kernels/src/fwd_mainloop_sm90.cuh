@@ -27,6 +27,26 @@ struct Maps {
     TensorMap q, k, v;
 };
 
+// Start TMA loads of a tile of keys, or of their values, from key k0 on. Of keys in pages a box has as
+// many as divide a page and a tile.
+template <class Tile>
+__device__ inline void load_keys(const Params& p, const WorkTile& work, const Tile& tile,
+                                 const TensorMap& map, int k0, const Barrier& full) {
+    const int kv = work.h / int(p.group);
+    if constexpr (!PAGED) {
+        tile.load(map, work.k_start + k0, kv, work.entry(), full);
+    } else {
+        full.arrive_and_expect_tx(Tile::BYTES);
+        KeyRows rows(p, work.b, int(work.sequence(p).length(p)));
+        const int either = int(p.page) | BLOCK_K, box = either & -either;
+#pragma unroll 1
+        for (int at = 0; at < BLOCK_K; at += box) {
+            rows.find(k0 + at);
+            tile.load_box(map, at, rows.found_row, kv, rows.found_page, full);
+        }
+    }
+}
+
 // The producer thread: load all that the work tiles need, in the order of its use, and publish
 // them.
 __device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem,
@@ -60,19 +80,17 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     };
     auto tile_at = [&](int index) { return KeyTileList(p, work).tile(index); };
     auto load_k = [&](int index) {
-        const int tile = tile_at(index);
+        const int k0 = tile_at(index) * BLOCK_K;
         const Barrier full = smem.k_full(k_pipe.stage);
         smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
-        smem.k(k_pipe.stage).load(maps.k, work.k_start + tile * BLOCK_K, work.h / int(p.group),
-                                  work.entry(), full);
+        load_keys(p, work, smem.k(k_pipe.stage), maps.k, k0, full);
         k_pipe.advance();
     };
     auto load_v = [&](int index) {
-        const int tile = tile_at(index);
+        const int k0 = tile_at(index) * BLOCK_K;
         const Barrier full = smem.v_full(v_pipe.stage);
         smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
-        smem.v(v_pipe.stage).load(maps.v, work.k_start + tile * BLOCK_K, work.h / int(p.group),
-                                  work.entry(), full);
+        load_keys(p, work, smem.v(v_pipe.stage), maps.v, k0, full);
         v_pipe.advance();
     };
     // The next work tile is found once the first tiles of this one are on their way. Where several

@@ -62,7 +62,8 @@ struct Fields {
     i64 entries;
     // pages_total: of all sequences; page: keys of one; table_width: pages that a sequence may have.
     // piece: keys of a piece; pieces: of the longest sequence that there is room for.
-    i64 pages_total, page, table_width, piece, pieces;
+    // few_rows: that share keys, at most, of packed sequences that forward_split takes.
+    i64 pages_total, page, table_width, piece, pieces, few_rows;
     // Of the elements of the arrays of integers.
     i64 kv_lengths_bytes, q_offset_bytes, cu_seqlens_q_bytes, cu_seqlens_k_bytes, block_table_bytes;
     // softmax_scale: what the softmax multiplies scores by: the scale where that is folded into the

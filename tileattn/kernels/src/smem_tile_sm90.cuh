@@ -25,9 +25,15 @@ struct SmemTile {
     __device__ void load(const TensorMap& map, int row, int head, int batch,
                          const Barrier& full) const {
         full.arrive_and_expect_tx(BYTES);
+        load_box(map, 0, row, head, batch, full);
+    }
+
+    // Start TMA loads of the rows from `at` on, as many as a box of the map has.
+    __device__ void load_box(const TensorMap& map, int at, int row, int head, int batch,
+                             const Barrier& full) const {
 #pragma unroll
         for (int n = 0; n < SLICES; ++n)
-            tma_load(address + n * SLICE, map, n * WIDTH, row, head, batch, full);
+            tma_load(address + n * SLICE + at * PITCH, map, n * WIDTH, row, head, batch, full);
     }
 
     // Prefetch into the L2 cache what `load` will read.

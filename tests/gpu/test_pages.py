@@ -1,0 +1,107 @@
+"""Many queries over keys in pages: the Hopper kernel, beside the one that cuts keys into pieces."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tileattn
+from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
+from tileattn import reference
+from tileattn.testing import assert_attention_close, error_bound
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
+
+HQ, HKV = 8, 2
+LENGTHS = np.array([700, 0, 333, 1008])
+CAPACITY = 1008
+FAR = 1 << 40  # beyond all pages
+PACKED = np.array([0, 300, 303, 320, 749])  # of queries; 32 and fewer have few rows
+
+
+def paged(x: Any, lengths: Any, page: int, spare: Any = np.nan, seed: int = 0) -> tuple[Any, Any]:
+    """Lay out keys (B, H, N, D) in pages; unused rows are spare, unused entries out of range."""
+    rng = np.random.default_rng(seed)
+    width = CAPACITY // page
+    table = rng.permutation(len(x) * width + 2)[: len(x) * width].reshape(len(x), width)
+    made = np.full((len(x) * width + 2, x.shape[1], page, x.shape[3]), spare, x.dtype)
+    for b, n in np.ndindex(table.shape):
+        kept = max(0, min(page, int(lengths[b]) - n * page))
+        made[table[b, n], :, :kept] = x[b, :, n * page : n * page + kept]
+    table = table.astype(np.int64)
+    for b, n in enumerate(lengths):
+        table[b, -(-int(n) // page) :] = rng.choice([-1, FAR])
+    return made, table
+
+
+def drawn(B: int, Nq: int, D: int, Dv: int, dtype: Any) -> list[Any]:
+    rng = np.random.default_rng(Nq)
+    sizes = (B, HQ, Nq, D), (len(LENGTHS), HKV, CAPACITY, D), (len(LENGTHS), HKV, CAPACITY, Dv)
+    return [rng.normal(size=size).astype(dtype) for size in sizes]
+
+
+def called(arrays: list[Any], page: int, spare: Any, **options: Any) -> tileattn.Attention:
+    """Attend to keys in pages, with integers on the GPU."""
+    q, k, v = arrays
+    (k, table), (v, _) = (paged(x, LENGTHS, page, spare) for x in (k, v))
+    given = {"kv_lengths": LENGTHS, "block_table": table} | options
+    with poisoned():
+        return tileattn.forward(*map(sent, (q, k, v)), **{n: sent(x) for n, x in given.items()})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "sinks": np.linspace(-1, 1, HQ)},
+    "window": {"window": (200, 2), "softcap": 3.0, "alibi_slopes": np.linspace(0.1, 1, HQ)},
+}
+
+
+@pytest.mark.parametrize("spare", [0, np.nan], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("page", [1, 8, 16, 24, 56, 144, 1008])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_batches(dims: tuple[int, int], page: int, name: str, spare: float) -> None:
+    """A row has the bits that it has with a contiguous cache, where one kernel serves both."""
+    arrays = drawn(len(LENGTHS), 301, *dims, ml_dtypes.bfloat16)
+    options = OPTIONS[name]
+    found = called(arrays, page, spare, **options)
+    given = {"kv_lengths": LENGTHS} | options
+    expected = reference.forward(*arrays, **given)
+    assert_attention_close(host(found), expected, error_bound(*arrays, **given))
+    if page % 8 == 0:
+        contiguous = tileattn.forward(*map(sent, arrays), **{n: sent(x) for n, x in given.items()})
+        assert bits(found) == bits(contiguous)
+
+
+@pytest.mark.parametrize("page", [1, 16, 144])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("D", [64, 128])
+def test_packed_queries(D: int, name: str, page: int) -> None:
+    """Each sequence has the bits that it has alone, whichever kernel takes it."""
+    q, k, v = drawn(1, int(PACKED[-1]), D, D, np.float16)
+    options = OPTIONS[name]
+    found = called([q, k, v], page, np.nan, cu_seqlens_q=PACKED, **options)
+    for b, (start, end) in enumerate(zip(PACKED, PACKED[1:], strict=False)):
+        one = q[:, :, start:end], k[b : b + 1], v[b : b + 1]
+        given = {"kv_lengths": LENGTHS[b : b + 1]} | options
+        expected = reference.forward(*one, **given)
+        own = type(found)(found.out[:, :, start:end], found.lse[:, :, start:end])
+        assert_attention_close(host(own), expected, error_bound(*one, **given))
+
+
+@pytest.mark.parametrize("page", [16, 24])
+def test_packed_queries_have_the_same_bits_alone(page: int) -> None:
+    q, k, v = drawn(1, int(PACKED[-1]), 128, 128, np.float16)
+    found = called([q, k, v], page, 0, cu_seqlens_q=PACKED, causal=True)
+    (k, table), (v, _) = (paged(x, LENGTHS, page) for x in (k, v))
+    for b, (start, end) in enumerate(zip(PACKED, PACKED[1:], strict=False)):
+        alone = tileattn.forward(
+            *map(sent, (q[:, :, start:end], k, v)),
+            cu_seqlens_q=sent(np.array([0, end - start])),
+            kv_lengths=sent(LENGTHS[b : b + 1]),
+            block_table=sent(table[b : b + 1]),
+            causal=True,
+        )
+        own = found.out[:, :, start:end], found.lse[:, :, start:end]
+        assert bits(own) == bits(alone[:2])
