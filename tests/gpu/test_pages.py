@@ -1,5 +1,6 @@
 """Many queries over keys in pages: the Hopper kernel, beside the one that cuts keys into pieces."""
 
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +17,7 @@ pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 HQ, HKV = 8, 2
 LENGTHS = np.array([700, 0, 333, 1008])
 CAPACITY = 1008
-FAR = 1 << 40  # beyond all pages
+FAR = (1 << 40) + (1 << 30)  # beyond all pages, also of its lower 32 bits
 PACKED = np.array([0, 300, 303, 320, 749])  # of queries; 32 and fewer have few rows
 
 
@@ -41,13 +42,20 @@ def drawn(B: int, Nq: int, D: int, Dv: int, dtype: Any) -> list[Any]:
     return [rng.normal(size=size).astype(dtype) for size in sizes]
 
 
-def called(arrays: list[Any], page: int, spare: Any, **options: Any) -> tileattn.Attention:
-    """Attend to keys in pages, with integers on the GPU."""
+def called(
+    arrays: list[Any], page: int, spare: Any, *, there: bool = True, **options: Any
+) -> tileattn.Attention:
+    """Attend to keys in pages, with integers on the GPU or on the host."""
     q, k, v = arrays
     (k, table), (v, _) = (paged(x, LENGTHS, page, spare) for x in (k, v))
-    given = {"kv_lengths": LENGTHS, "block_table": table} | options
+    kind = np.int32 if page % 16 else np.int64
+    integers = {"kv_lengths": LENGTHS, "block_table": table.astype(kind)}
+    if there:
+        integers = {name: sent(x) for name, x in integers.items()}
     with poisoned():
-        return tileattn.forward(*map(sent, (q, k, v)), **{n: sent(x) for n, x in given.items()})
+        return tileattn.forward(
+            *map(sent, (q, k, v)), **integers, **{name: sent(x) for name, x in options.items()}
+        )
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,7 +73,7 @@ def test_batches(dims: tuple[int, int], page: int, name: str, spare: float) -> N
     """A row has the bits that it has with a contiguous cache, where one kernel serves both."""
     arrays = drawn(len(LENGTHS), 301, *dims, ml_dtypes.bfloat16)
     options = OPTIONS[name]
-    found = called(arrays, page, spare, **options)
+    found = called(arrays, page, spare, there=page != 144, **options)
     given = {"kv_lengths": LENGTHS} | options
     expected = reference.forward(*arrays, **given)
     assert_attention_close(host(found), expected, error_bound(*arrays, **given))
@@ -82,7 +90,7 @@ def test_packed_queries(D: int, name: str, page: int) -> None:
     q, k, v = drawn(1, int(PACKED[-1]), D, D, np.float16)
     options = OPTIONS[name]
     found = called([q, k, v], page, np.nan, cu_seqlens_q=PACKED, **options)
-    for b, (start, end) in enumerate(zip(PACKED, PACKED[1:], strict=False)):
+    for b, (start, end) in enumerate(pairwise(PACKED)):
         one = q[:, :, start:end], k[b : b + 1], v[b : b + 1]
         given = {"kv_lengths": LENGTHS[b : b + 1]} | options
         expected = reference.forward(*one, **given)
@@ -95,7 +103,7 @@ def test_packed_queries_have_the_same_bits_alone(page: int) -> None:
     q, k, v = drawn(1, int(PACKED[-1]), 128, 128, np.float16)
     found = called([q, k, v], page, 0, cu_seqlens_q=PACKED, causal=True)
     (k, table), (v, _) = (paged(x, LENGTHS, page) for x in (k, v))
-    for b, (start, end) in enumerate(zip(PACKED, PACKED[1:], strict=False)):
+    for b, (start, end) in enumerate(pairwise(PACKED)):
         alone = tileattn.forward(
             *map(sent, (q[:, :, start:end], k, v)),
             cu_seqlens_q=sent(np.array([0, end - start])),

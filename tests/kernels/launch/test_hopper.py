@@ -97,6 +97,8 @@ def test_every_clause_of_the_rule_is_tried() -> None:
     tried = tuple(reason for reason, *_ in REFUSED)
     assert [why for why, _ in hopper._UNSUPPORTED_BACKWARD if not why.startswith(tried)] == []
     assert set(hopper._UNSUPPORTED) < set(hopper._UNSUPPORTED_BACKWARD)
+    forward_alone = set(hopper._UNSUPPORTED_FORWARD) - set(hopper._UNSUPPORTED)
+    assert [why for why, _ in forward_alone] == ["pages are no multiple of 8 keys"]  # test_pages.py
     assert hopper.why_not(replace(SUPPORTED, Nk=MANY - 1), CONTEXT, "backward") is None
 
 

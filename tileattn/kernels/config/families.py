@@ -53,8 +53,11 @@ def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLa
     is_wide = max(problem.D, problem.Dv) > MAX_HEAD_DIM
     why = (latent if is_wide else split).why_not(problem, context)
     if why is None:
-        cut = latent if is_wide else pages if problem.page is not None else split_sm90
-        return cut.launches(problem, context)
+        if is_wide:
+            return latent.launches(problem, context)
+        if problem.page is not None:
+            return pages.launches(problem, context)
+        return split_sm90.launches(problem, context)
     if problem.page is not None and problem.Nk:
         raise UnsupportedError(f"backend 'cupy' does not support block_table here: {why}")
     family, refusal = _supporting(problem, context, "forward")

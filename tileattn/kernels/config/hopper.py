@@ -65,13 +65,17 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
         lambda P, _: P.B * max(P.Hq * P.Nq, P.Hkv * P.Nk) >= (1 << 31) - (1 << 16),
     ),
     ("the head dimension of v is no multiple of 8", lambda P, _: P.Dv % 8 > 0),
-    ("pages are no multiple of 8 keys", lambda P, _: P.page is not None and P.page % 8 > 0),
     ("a row is not aligned to 16 bytes", lambda _, context: context.alignment_bytes < 16),
     (
         "an array has an axis that is broadcast, reversed or of too long strides",
         lambda _, context: not context.tensor_maps,
     ),
     ("no tile has room for the bias", lambda P, context: not _forward_tiles(P, context)),
+)
+_UNSUPPORTED_FORWARD: tuple[_Clause, ...] = (
+    *_UNSUPPORTED,
+    # A swizzle atom has eight rows.
+    ("pages are no multiple of 8 keys", lambda P, _: P.page is not None and P.page % 8 > 0),
 )
 _UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
     *_UNSUPPORTED,
@@ -85,7 +89,7 @@ _UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
 
 def why_not(problem: Problem, context: LaunchContext, direction: str) -> str | None:
     """Why the family does not support a pass, ``"forward"`` or ``"backward"``; None if it does."""
-    clauses = _UNSUPPORTED if direction == "forward" else _UNSUPPORTED_BACKWARD
+    clauses = _UNSUPPORTED_FORWARD if direction == "forward" else _UNSUPPORTED_BACKWARD
     return next((why for why, holds in clauses if holds(problem, context)), None)
 
 

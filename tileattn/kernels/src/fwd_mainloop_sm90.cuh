@@ -37,12 +37,21 @@ __device__ inline void load_keys(const Params& p, const WorkTile& work, const Ti
         tile.load(map, work.k_start + k0, kv, work.entry(), full);
     } else {
         full.arrive_and_expect_tx(Tile::BYTES);
-        KeyRows rows(p, work.b, int(work.sequence(p).length(p)));
-        const int either = int(p.page) | BLOCK_K, box = either & -either;
-#pragma unroll 1
+        const int page = int(p.page), either = page | BLOCK_K, box = either & -either;
+        const u32 last_entry = u32(p.table_width) - 1, last_page = u32(p.pages_total) - 1;
+        const int step = p.block_table_bytes == 4 ? 1 : 2;
+        const u32* const table =
+            static_cast<const u32*>(p.block_table) + work.b * p.table_width * step;
+        u32 entry = u32(k0 / page);
+        int row = k0 % page;
+        // Nobody has seen entries that are on the device: whatever they say, the page is one of those
+        // that there are. Of 64 bits the lower 32 are enough.
+#pragma unroll 4
         for (int at = 0; at < BLOCK_K; at += box) {
-            rows.find(k0 + at);
-            tile.load_box(map, at, rows.found_row, kv, rows.found_page, full);
+            const u32 found = table[i64(min(entry, last_entry)) * step];
+            tile.load_box(map, at, row, kv, int(min(found, last_page)), full);
+            row += box;
+            if (row == page) row = 0, ++entry;
         }
     }
 }
