@@ -64,6 +64,10 @@ def cases() -> list[Decoding]:
         Decoding("16 of 100 to 16,000", 32, 8, drawn),
         Decoding("16 of 8,192, pages of 16", 32, 8, [8192] * 16, page=16),
         Decoding("16 of 8,192, pages of 1", 32, 8, [8192] * 16, page=1),
+        *(
+            Decoding(f"4 of 8,192, 2,048 queries each{where}", 32, 8, [8192] * 4, 2048, page)
+            for where, page in (("", None), (", pages of 64", 64), (", pages of 16", 16))
+        ),
     ]
 
 
