@@ -31,20 +31,20 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     TileInputs inputs(smem);
     int dk_stage = 0;  // of q, which the GEMM of dK reads
 
-    auto issue_s = [&] {
+    auto issue_s = [&](bool partial) {
         const QueryTile q = smem.q(q_pipe.stage);
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
-        zero_past_end<HEAD_DIM>(p, q, work, tile * BLOCK_Q, warpgroup);
+        if (partial) zero_past_end<HEAD_DIM>(p, q, work, tile * BLOCK_Q, warpgroup);
         gemm_async<Element, HEAD_DIM>(s, smem.k(), WARPGROUP_ROWS * warpgroup, q);
     };
     auto softmax = [&](bool partial) {
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         recompute_p(p, work.sequence(p), h, partial, smem.storage.lse_log2[q_pipe.stage], inputs, s, probs);
     };
-    auto issue_dv = [&] {
+    auto issue_dv = [&](bool partial) {
         const DoutTile dout = smem.dout(dout_pipe.stage);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
-        zero_past_end<VALUE_DIM>(p, dout, work, tile * BLOCK_Q, warpgroup);
+        if (partial) zero_past_end<VALUE_DIM>(p, dout, work, tile * BLOCK_Q, warpgroup);
         gemm_async<Element>(dv, probs, dout);
     };
     auto issue_dp = [&] {
@@ -94,12 +94,12 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     auto load_inputs = [&] { inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q); };
     auto prologue = [&](bool partial) {
         load_inputs();
-        issue_s();
+        issue_s(partial);
         smem.v_full().wait(v_pipe.phase);
         v_pipe.advance();
         warpgroup_wait<0>(s);
         softmax(partial);
-        issue_dv();
+        issue_dv(partial);
         warpgroup_wait<0>(dv);  // dP needs the registers of the operands of dV
         issue_dp();
     };
@@ -117,11 +117,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         Fragment<Accum, 1, DQT> dq;
         publish_ds([] {});
         load_inputs();
-        issue_s();
+        issue_s(partial);
         issue_dk();
         warpgroup_wait<1>(s);
         softmax(partial);
-        issue_dv();
+        issue_dv(partial);
         warpgroup_wait<1>(dk);
         // Safe: the GEMMs that read this q are complete; its lse was consumed by P, which is behind
         // the dS that `publish_ds` has stored and fenced.
@@ -153,7 +153,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const bool masked = has_masked(p, work, tile, partial);
         const NonFiniteDout table{smem.ds(ds_pipe.next().stage).address};
         load_inputs();
-        issue_s();
+        issue_s(masked);
         warpgroup_wait<0>(s);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
         const bool non_finite =
@@ -162,7 +162,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const Attended<1, QT> attended =
             recompute_p_nan_safe(p, work.sequence(p), h, masked, smem.storage.lse_log2[q_pipe.stage],
                                  inputs, s, probs, non_finite, table, dv);
-        issue_dv();
+        issue_dv(masked);
         warpgroup_wait<0>(dv);
         issue_dp();  // delta is NaN where dO was not finite
         Fragment<Accum, 1, DQT> dq;

@@ -312,7 +312,9 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     work.kv = at.head % int(p.Hkv);
     const SlidingWindow window(p, work.sequence(p));
     const Range queries = window.query_range(work.k0, work.k0 + BLOCK_K);
-    const Range full = window.full_query_tiles(work.k0, work.k0 + BLOCK_K);
+    Range full = window.full_query_tiles(work.k0, work.k0 + BLOCK_K);
+    // The rows past the end of a packed sequence are of the next one.
+    if (PACKED) full.hi = min(full.hi, work.Nq(p) / BLOCK_Q);
     const QueryTileList list(p, work);
     const int tiles = block_count<BLOCK_Q>(p, p.Nq);
     work.tiles = {list.lower_bound(queries.lo / BLOCK_Q, tiles),
