@@ -257,7 +257,7 @@ def sequence_blocks(
 
 
 def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> list[tuple[int, ...]]:
-    """Put the work tiles of a plan in order: b, block, q_start, k_start, Nq, Nk, and how many."""
+    """Put the work tiles of a plan in order: what a `PackedBlock` holds of each."""
     key = plan.launches[0].key
     count = ordered_blocks(plan.problem, key)
     found = np.full((count, BLOCK_BYTES // 4), -1, np.int32)
@@ -268,7 +268,7 @@ def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> list[tuple[int
     library = built(folder, _kernel_texts(key, 1, "float32"), f"{key.kernel}.cpp")
     library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(count))
     assert counter[0] == (key.kernel != ORDERS_QUERIES)  # a forward pass finds zero
-    return [tuple(row[:7]) for row in found.tolist()]
+    return [tuple(row[:10]) for row in found.tolist()]
 
 
 def _block_with(plan: LaunchPlan, integers: Mapping[str, Array]) -> Array:

@@ -90,43 +90,69 @@ def test_nothing_beyond_the_arrays_whatever_offsets_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (70, 20)], ids=str)
-@pytest.mark.parametrize("D", [64, 256])
-def test_the_longest_blocks_go_first(
-    D: int, window: tuple[int | None, int | None], tmp_path: Path
+@pytest.mark.parametrize(("D", "l2_bytes"), [(64, 1 << 30), (64, 1 << 21), (256, 1 << 21), (256, 1)])
+def test_the_longest_sequences_go_first(
+    D: int, l2_bytes: int, window: tuple[int | None, int | None], tmp_path: Path
 ) -> None:
-    """Each is there once; those of keys in the order in which they may wait for each other."""
+    """Each block is there once; those that share the L2 cache take turns."""
     rng = np.random.default_rng(D)
-    lengths = rng.integers(0, 700, (2, 9)) * rng.integers(0, 2, (2, 9))
+    lengths = rng.integers(0, 700, (2, 17)) * rng.integers(0, 2, (2, 17))
+    lengths[:, -7:] = 300
     lengths[:, -1] = 400, 3
     queries, keys = (np.cumsum([0, *each]) for each in lengths)
     sizes: dict[str, Any] = {"B": 1, "Hq": HQ, "Hkv": 1, "Nq": queries[-1], "Nk": keys[-1]}
-    problem = asked("float16", {"cu_seqlens_q"}, **sizes, D=D, Dv=D, window=window, sequences=9)
+    problem = asked("float16", {"cu_seqlens_q"}, **sizes, D=D, Dv=D, window=window, sequences=17)
     layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
     ends = {"cu_seqlens_q": queries.astype(np.int32), "cu_seqlens_k": keys}
-    for plan, axis in ((forward(problem, H200, layout), 0), (backward(problem, H200, layout), 1)):
+    device = replace(H200, l2_bytes=l2_bytes)
+    for plan, axis in ((forward(problem, device, layout), 0), (backward(problem, device, layout), 1)):
         key = plan.launches[0].key
-        size = (key.block_q, key.block_k)[axis]
+        block_q, block_k = key.tile
+
+        def key_tiles(b: int, n: int) -> int:
+            return _key_tiles(n, window, block_q, block_k, *lengths[:, b])
+
+        expected = []
+        for b, N in enumerate(lengths[axis]):
+            size, blocks = key.tile[axis], range(-(-N // key.tile[axis]))
+            if axis == 0:
+                rows = max((key_tiles(b, n) for n in (*blocks[:1], *blocks[-1:])), default=0) * block_k
+                row_bytes, ranks = 4 * D, [-key_tiles(b, n) for n in blocks]
+            else:
+                rows = -(-lengths[0, b] // 128) * 128
+                row_bytes, ranks = HQ * 8 * D, [n * size for n in blocks]
+            fit = l2_bytes // 2 // row_bytes // max(rows, 1)
+            turn = -rows, b // min(max(1, fit), plan.launches[1].grid)
+            expected += [(turn, rank, (b, n)) for n, rank in zip(blocks, ranks, strict=True)]
+        expected.sort()
         found = ordered(tmp_path, plan, **ends)
-        there = [x for x in found if x[1] * size < lengths[axis, x[0]]]
-        assert there == found[: len(there)]
-        expected = {(b, n) for b in range(9) for n in range(-(-lengths[axis, b] // size))}
-        assert len(there) == len(expected)
-        assert {x[:2] for x in there} == expected
-        for b, _, *place in found:
-            assert place == [queries[b], keys[b], *lengths[:, b], len(expected)]
-        if axis == 1:
-            # Sequences about as long take turns; each has its blocks in the order of their keys.
-            costs = [(-(-lengths[0, b] // 128), -n) for b, n, *_ in there]
-        else:
-            costs = [(_key_tiles(x, window, key.block_q, key.block_k), 0) for x in there]
-        assert costs == sorted(costs, reverse=True)
+        turns = [turn for turn, *_ in expected]
+        for (turn, _, block), (b, n, *place) in zip(expected, found, strict=False):
+            assert (b, n) == block
+            alike = turns.index(turn), turns.count(turn), 1
+            assert place == [queries[b], keys[b], *lengths[:, b], len(expected), *alike]
+        for b, n, _, _, Nq, Nk, count, *_ in found[len(expected) :]:
+            assert n * key.tile[axis] >= (Nq, Nk)[axis] == lengths[axis, b]
+            assert count == len(expected)
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(255, 4), (256, 4), (2 * 256, 2), (4 * 256, 1)])
+def test_heads_that_take_turns(rows: int, groups: int, tmp_path: Path) -> None:
+    """As many as half of the L2 cache holds; sequences do where it holds all heads."""
+    ends = np.arange(0, 7 * 256, 256)
+    sizes: dict[str, Any] = {"B": 1, "Hq": 4, "Hkv": 4, "Nq": ends[-1], "Nk": ends[-1]}
+    problem = asked("float16", {"cu_seqlens_q"}, **sizes, D=64, Dv=64, sequences=6)
+    layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
+    plan = backward(problem, replace(H200, l2_bytes=2 * rows * 512), layout)
+    found = ordered(tmp_path, plan, cu_seqlens_q=ends, cu_seqlens_k=ends)[:12]
+    assert [(b, n) for b, n, *_ in found] == [(b, n) for b in range(6) for n in range(2)]
+    assert {x[-1] for x in found} == {groups}
 
 
 def _key_tiles(
-    place: tuple[int, ...], window: tuple[int | None, int | None], block_q: int, block_k: int
+    n: int, window: tuple[int | None, int | None], block_q: int, block_k: int, Nq: int, Nk: int
 ) -> int:
     """Count the key tiles that a block of queries sees something of, pair by pair."""
-    _, n, _, _, Nq, Nk, _ = place
     i = np.arange(n * block_q, min((n + 1) * block_q, Nq))[:, None] + Nk - Nq
     j = np.arange(Nk)
     left, right = (Nk + Nq if x is None else x for x in window)

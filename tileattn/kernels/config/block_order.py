@@ -8,7 +8,7 @@ from tileattn.kernels.config.key import KernelKey
 from tileattn.problem import Problem
 
 ORDERS_QUERIES, ORDERS_KEYS = "order_query_blocks", "order_key_blocks"
-BLOCK_BYTES = 32  # of a `PackedBlock`
+BLOCK_BYTES = 48  # of a `PackedBlock`
 
 _WARPS = 8  # so that the blocks of short calls have several SMs, which find places side by side
 _TOGETHER = 8  # threads that find the place of one block

@@ -36,7 +36,7 @@ _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
 _SIZES = (
     *("alibi_slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows"),
-    *("head_groups", "in_order"),
+    *("head_groups", "turn_rows", "turn_heads", "in_order"),
     *("bias_B", "bias_H", "bias_Nq", "bias_Nk"),
     *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
     *("length", "offset", "left", "right", "entries"),
@@ -87,14 +87,14 @@ def fields(
     problem: Problem,
     layout: CallLayout,
     arrays: Mapping[str, ArrayLayout],
-    head_groups: int,
-    in_order: bool,
+    schedule: Mapping[str, int],
 ) -> dict[str, Any]:
     """Fill in the fields that are not zero by nature, but for the addresses.
 
-    ``layout`` is of the caller's arrays, ``arrays`` of what kernels read and write.
+    ``layout`` is of the caller's arrays, ``arrays`` of what kernels read and write, ``schedule`` says
+    in what order.
     """
-    values = _problem_fields(problem) | {"head_groups": head_groups, "in_order": in_order}
+    values = _problem_fields(problem) | dict(schedule)
     for name, x in arrays.items():
         if name in ROW_ARRAYS or name == "dlse":
             values[f"{name}_at"] = x.elements[:3]

@@ -266,7 +266,7 @@ def _plan(
         device,
         min(rows),
         tuple(launches),
-        params.fields(problem, layout, arrays, schedule.head_groups, schedule.in_order)
+        params.fields(problem, layout, arrays, schedule.fields)
         | _piece_fields(problem, arrays, launches)
         | dict(zip(("kinds_tile_q", "kinds_tile_k"), kinds.tile, strict=True)),
         {name: x for name, x in copied.items() if name not in results},

@@ -18,6 +18,7 @@ from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.layout import CallLayout
 from tileattn.kernels.launch.tile_lists import tile_lists
+from tileattn.lengths import FAR
 from tileattn.problem import Problem
 
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
@@ -36,6 +37,14 @@ class Schedule(NamedTuple):
     head_groups: int  # worked on one after the other: at least 1, at most B Hkv
     assignment: Array | None = None  # from `assign`; None where numbers in order are as good
     in_order: bool = False  # whether key blocks add to dq one after the other
+    # Of packed sequences, key heads whose blocks take turns: rows that they may have, and how many.
+    turn_rows: int = 0
+    turn_heads: int = 1
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Those of the parameter block."""
+        return {name: x for name, x in self._asdict().items() if name != "assignment"}
 
 
 def schedule_of(
@@ -50,6 +59,9 @@ def schedule_of(
     key block waits for the one before; that keeps heads together, and the fewer of their key blocks
     are in flight, the shorter each waits.
 
+    Where packed sequences end the device alone may know. It lets heads, and sequences, take turns
+    (`order_blocks`): as many as fit the same half of the L2, and one wave at most.
+
     Where many query heads share keys, their queries may not fit the L2, and key blocks that do not
     wait for each other drift apart: each loads them from memory for itself. Then dq is summed in
     order though nobody asks for it. Under a causal mask key blocks differ in length, and drift
@@ -58,22 +70,30 @@ def schedule_of(
     P = problem
     for launch in launches:
         if launch.key.kernel in HOPPER_BACKWARDS:
-            each = P.group * P.Nq * ((P.D + P.Dv) * P.dtype.itemsize + P.D * P.accum_dtype.itemsize)
-            blocks, size = -(-P.Nk // launch.key.block_k), l2_bytes // 2 // each
+            row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + P.D * P.accum_dtype.itemsize)
+            is_causal = P.window[1] is not None
+            in_order = launch.in_order or _drifts(P, P.Nq * row / l2_bytes)
+            in_flight = launch.grid * launch.key.block_k // KEYS_IN_FLIGHT
+            if P.sequences is not None:
+                rows = FAR if in_order and is_causal else l2_bytes // 2 // row
+                heads = in_flight if in_order else launch.grid
+                return Schedule(1, None, in_order, rows, max(1, heads))
+            blocks, size = -(-P.Nk // launch.key.block_k), l2_bytes // 2 // (P.Nq * row)
             if size * blocks < launch.grid:
                 size = -(-2 * launch.grid // blocks)
-            is_causal = P.window[1] is not None
-            in_order = launch.in_order or _drifts(P, each / l2_bytes)
             if in_order:
-                in_flight = launch.grid * launch.key.block_k // KEYS_IN_FLIGHT
                 size = in_flight if is_causal else min(size, in_flight)
             size = min(size, launch.grid)
             return Schedule(-(-P.B * P.Hkv // max(1, size)), in_order=in_order)
     kernels = {launch.key.kernel for launch in launches}
     groups = head_groups(P, 2 * l2_bytes if "forward" in kernels else l2_bytes // 2)
-    # Where packed sequences end the device alone may know, and puts their blocks in order. Pieces
-    # of keys are as long as each other.
-    if HOPPER not in kernels or P.sequences is not None or launches[0].key.in_pieces:
+    if HOPPER not in kernels:
+        return Schedule(groups)
+    if P.sequences is not None:
+        row = (P.D + P.Dv) * P.dtype.itemsize
+        return Schedule(1, turn_rows=l2_bytes // 2 // row, turn_heads=launches[-1].grid)
+    # Pieces of keys are as long as each other.
+    if launches[0].key.in_pieces:
         return Schedule(groups)
     (launch,) = launches
     return Schedule(groups, _assignment(P, layout, launch.key, groups, launch.grid))

@@ -101,7 +101,11 @@ struct HeadBlock {
     }
 };
 
-// The same, as order_query_blocks and order_key_blocks write it, and how many there are in all.
+// The same in the order of work, as order_query_blocks and order_key_blocks write it.
 struct alignas(16) PackedBlock {
-    int b, block, q_start, k_start, Nq, Nk, count, unused;
+    int b, block, q_start, k_start, Nq, Nk;
+    int count;  // of all blocks of a head
+    // Of those that take turns: where they begin, how many they are, in how many groups of heads.
+    int first, together, head_groups;
+    int unused[2];
 };

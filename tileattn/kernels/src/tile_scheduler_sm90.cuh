@@ -65,6 +65,9 @@ struct WorkSequence {
     __device__ static int blocks(const Params& p, i64 rows) {
         return block_count<BLOCK>(p, rows);
     }
+    __device__ static BlockCoord coord(const Params& p, int blocks, int heads, int index) {
+        return {blocks, heads, int(p.head_groups), index};
+    }
     __device__ Sequence sequence(const Params& p) const { return {p, b}; }
     __device__ int entry() const { return b; }  // of the arrays
     __device__ int Nq(const Params& p) const { return int(p.Nq); }
@@ -83,6 +86,13 @@ struct WorkSequence<true> {
     template <int>
     __device__ static int blocks(const Params& p, i64) {
         return p.block_order->count;
+    }
+    // For all heads, the blocks that take turns come before the next ones.
+    __device__ static BlockCoord coord(const Params& p, int, int heads, int index) {
+        const PackedBlock& any = p.block_order[index / heads];
+        BlockCoord at(any.together, heads, any.head_groups, index - any.first * heads);
+        at.block += any.first;
+        return at;
     }
     __device__ Sequence sequence(const Params&) const {
         return {b, q_start, k_start, queries, keys};
@@ -238,7 +248,7 @@ __device__ inline bool get_work(const Params& p, WorkOrder<CLAIMED, false>& orde
     const int blocks = work.blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
     const int index = order.next(p);
     if (index >= blocks * heads) return false;
-    const BlockCoord at(blocks, heads, int(p.head_groups), index);
+    const BlockCoord at = work.coord(p, blocks, heads, index);
     // Under a causal mask the last queries have most keys: they go first.
     const int place = PACKED || p.right < 0 ? at.block : blocks - 1 - at.block;
     work.q0 = work.find(p, at.head / int(p.Hq), place) * BLOCK_Q;
@@ -307,7 +317,7 @@ __device__ inline u32 claim_work(const Params& p) {
 __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile& work) {
     const int blocks = work.blocks<BLOCK_K>(p, p.Nk), heads = int(p.B * p.Hkv);
     if (index >= u32(blocks * heads)) return false;
-    const BlockCoord at(blocks, heads, int(p.head_groups), int(index));
+    const BlockCoord at = work.coord(p, blocks, heads, int(index));
     work.k0 = work.find(p, at.head / int(p.Hkv), at.block) * BLOCK_K;
     work.kv = at.head % int(p.Hkv);
     const SlidingWindow window(p, work.sequence(p));
