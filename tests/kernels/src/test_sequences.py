@@ -14,6 +14,8 @@ from tileattn.kernels.launch.layout import contiguous_inputs
 
 HQ = 3
 
+Window = tuple[int | None, int | None]
+
 KINDS = [(np.int64, np.int64), (np.int32, np.int32), (np.int32, np.int64), (np.int64, np.int32)]
 
 
@@ -90,9 +92,11 @@ def test_nothing_beyond_the_arrays_whatever_offsets_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (70, 20)], ids=str)
-@pytest.mark.parametrize(("D", "l2_bytes"), [(64, 1 << 30), (64, 1 << 21), (256, 1 << 21), (256, 1)])
+@pytest.mark.parametrize(
+    ("D", "l2_bytes"), [(64, 1 << 30), (64, 1 << 21), (256, 1 << 21), (256, 1)]
+)
 def test_the_longest_sequences_go_first(
-    D: int, l2_bytes: int, window: tuple[int | None, int | None], tmp_path: Path
+    D: int, l2_bytes: int, window: Window, tmp_path: Path
 ) -> None:
     """Each block is there once; those that share the L2 cache take turns."""
     rng = np.random.default_rng(D)
@@ -105,35 +109,26 @@ def test_the_longest_sequences_go_first(
     layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
     ends = {"cu_seqlens_q": queries.astype(np.int32), "cu_seqlens_k": keys}
     device = replace(H200, l2_bytes=l2_bytes)
-    for plan, axis in ((forward(problem, device, layout), 0), (backward(problem, device, layout), 1)):
-        key = plan.launches[0].key
-        block_q, block_k = key.tile
-
-        def key_tiles(b: int, n: int) -> int:
-            return _key_tiles(n, window, block_q, block_k, *lengths[:, b])
-
-        expected = []
-        for b, N in enumerate(lengths[axis]):
-            size, blocks = key.tile[axis], range(-(-N // key.tile[axis]))
-            if axis == 0:
-                rows = max((key_tiles(b, n) for n in (*blocks[:1], *blocks[-1:])), default=0) * block_k
-                row_bytes, ranks = 4 * D, [-key_tiles(b, n) for n in blocks]
-            else:
-                rows = -(-lengths[0, b] // 128) * 128
-                row_bytes, ranks = HQ * 8 * D, [n * size for n in blocks]
+    plans = forward(problem, device, layout), backward(problem, device, layout)
+    for axis, plan in enumerate(plans):
+        tile, grid = plan.launches[0].key.tile, plan.launches[1].grid
+        row_bytes = (4 * D, HQ * 8 * D)[axis]
+        blocks = []  # the turn, the rank and the block
+        for b, (Nq, Nk) in enumerate(lengths.T):
+            rows, ranks = (_of_queries, _of_keys)[axis](Nq, Nk, window, *tile)
             fit = l2_bytes // 2 // row_bytes // max(rows, 1)
-            turn = -rows, b // min(max(1, fit), plan.launches[1].grid)
-            expected += [(turn, rank, (b, n)) for n, rank in zip(blocks, ranks, strict=True)]
-        expected.sort()
+            turn = -rows, b // min(max(1, fit), grid)
+            blocks += [(turn, rank, (b, n)) for n, rank in enumerate(ranks)]
+        blocks.sort()
+        turns = [turn for turn, *_ in blocks]
         found = ordered(tmp_path, plan, **ends)
-        turns = [turn for turn, *_ in expected]
-        for (turn, _, block), (b, n, *place) in zip(expected, found, strict=False):
+        for (turn, _, block), (b, n, *place) in zip(blocks, found, strict=False):
             assert (b, n) == block
             alike = turns.index(turn), turns.count(turn), 1
-            assert place == [queries[b], keys[b], *lengths[:, b], len(expected), *alike]
-        for b, n, _, _, Nq, Nk, count, *_ in found[len(expected) :]:
-            assert n * key.tile[axis] >= (Nq, Nk)[axis] == lengths[axis, b]
-            assert count == len(expected)
+            assert place == [queries[b], keys[b], *lengths[:, b], len(blocks), *alike]
+        for b, n, *place in found[len(blocks) :]:
+            assert n * tile[axis] >= lengths[axis, b]
+            assert place[4] == len(blocks)
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(255, 4), (256, 4), (2 * 256, 2), (4 * 256, 1)])
@@ -149,11 +144,23 @@ def test_heads_that_take_turns(rows: int, groups: int, tmp_path: Path) -> None:
     assert {x[-1] for x in found} == {groups}
 
 
-def _key_tiles(
-    n: int, window: tuple[int | None, int | None], block_q: int, block_k: int, Nq: int, Nk: int
-) -> int:
+def _of_queries(
+    Nq: int, Nk: int, window: Window, block_q: int, block_k: int
+) -> tuple[int, list[int]]:
+    """Rows that the longest block of queries goes through, and ranks: most keys first."""
+    starts = range(0, Nq, block_q)
+    tiles = [_key_tiles(q0, min(q0 + block_q, Nq), Nq, Nk, window, block_k) for q0 in starts]
+    return max([*tiles[:1], *tiles[-1:]], default=0) * block_k, [-x for x in tiles]
+
+
+def _of_keys(Nq: int, Nk: int, _: Window, _q: int, block_k: int) -> tuple[int, list[int]]:
+    """Rows that blocks of keys go through, and ranks: the first keys first."""
+    return -(-Nq // 128) * 128, list(range(0, Nk, block_k))
+
+
+def _key_tiles(q0: int, q1: int, Nq: int, Nk: int, window: Window, block_k: int) -> int:
     """Count the key tiles that a block of queries sees something of, pair by pair."""
-    i = np.arange(n * block_q, min((n + 1) * block_q, Nq))[:, None] + Nk - Nq
+    i = np.arange(q0, q1)[:, None] + Nk - Nq
     j = np.arange(Nk)
     left, right = (Nk + Nq if x is None else x for x in window)
     seen = ((j >= i - left) & (j <= i + right)).any(axis=0)

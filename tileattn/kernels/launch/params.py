@@ -91,8 +91,8 @@ def fields(
 ) -> dict[str, Any]:
     """Fill in the fields that are not zero by nature, but for the addresses.
 
-    ``layout`` is of the caller's arrays, ``arrays`` of what kernels read and write, ``schedule`` says
-    in what order.
+    ``layout`` is of the caller's arrays, ``arrays`` of what kernels read and write; ``schedule`` is
+    one's fields.
     """
     values = _problem_fields(problem) | dict(schedule)
     for name, x in arrays.items():

@@ -91,7 +91,8 @@ def schedule_of(
         return Schedule(groups)
     if P.sequences is not None:
         row = (P.D + P.Dv) * P.dtype.itemsize
-        return Schedule(1, turn_rows=l2_bytes // 2 // row, turn_heads=launches[-1].grid)
+        grid = next(launch.grid for launch in launches if launch.key.kernel == HOPPER)
+        return Schedule(1, turn_rows=l2_bytes // 2 // row, turn_heads=grid)
     # Pieces of keys are as long as each other.
     if launches[0].key.in_pieces:
         return Schedule(groups)
