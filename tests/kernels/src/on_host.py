@@ -65,6 +65,7 @@ inline int __popc(u32 x) { return __builtin_popcount(x); }
 template <class T> T __shfl_xor_sync(u32, T x, int) { return x; }
 inline void __syncthreads() {}
 inline void sync_threads() {}
+inline void overlap_launches() {}
 struct float16;
 struct bfloat16;
 """

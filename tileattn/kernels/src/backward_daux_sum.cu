@@ -4,6 +4,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_daux_sum(const __grid_constant__ Params p) {
+    overlap_launches();
     using Value = LearnedElement::Value;
     const LearnedSums& all = LearnedElement::sums(p);
     const i64 n = i64(blockIdx.x) * THREADS + threadIdx.x;

@@ -269,6 +269,7 @@ __device__ __noinline__ void backward_block_nan_safe(const Params& p, int index)
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dkdv(const __grid_constant__ Params p) {
+    overlap_launches();
     for_blocks(p, block_count<BLOCK_K>(p, p.Nk) * p.B * p.Hkv, [&](int index) {
         const KeyBlock at = block_of(p, index);
         if (PACKED && at.block * BLOCK_K >= Sequence(p, at.b).Nk) return;

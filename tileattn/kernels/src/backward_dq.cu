@@ -128,6 +128,7 @@ __device__ __noinline__ void backward_dq_block_nan_safe(const Params& p, int q0,
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dq(const __grid_constant__ Params p) {
+    overlap_launches();
     const int q_blocks = block_count<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
     for_blocks(p, i64(q_blocks) * heads, [&](int index) {
         const BlockCoord coord(q_blocks, heads, int(p.head_groups), index);

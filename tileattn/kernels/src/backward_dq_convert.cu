@@ -12,6 +12,7 @@ struct alignas(NEIGHBOURS * sizeof(Accum)) Neighbours {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dq_convert(const __grid_constant__ Params p) {
+    overlap_launches();
     const i64 row = i64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
     const int count = block_count<1>(p, p.Nq);
     if (row >= p.B * p.Hq * count) return;

@@ -16,6 +16,7 @@ struct alignas(16) Accums {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dq_convert_sm90(const __grid_constant__ Params p) {
+    overlap_launches();
     // The last tiles first: the L2 cache may still have them.
     const int number = int(gridDim.x - 1 - blockIdx.x), tiles = block_count<BLOCK_Q>(p, p.Nq);
     const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), number / tiles, number % tiles);

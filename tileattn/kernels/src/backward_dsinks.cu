@@ -4,6 +4,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dsinks(const __grid_constant__ Params p) {
+    overlap_launches();
     __shared__ Accum sums[THREADS / WARP];
     const i64 h = blockIdx.x;
     const Accum sink = sink_of(p, h);

@@ -85,6 +85,7 @@ __device__ inline void renormalise(const Params& p, int index) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_large_scores(const __grid_constant__ Params p) {
+    overlap_launches();
     for_blocks(p, block_count<BLOCK_Q>(p, p.Nq) * p.B * p.Hq,
                [&](int index) { renormalise(p, index); });
 }

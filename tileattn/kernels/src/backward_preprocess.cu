@@ -14,6 +14,7 @@ constexpr Accum MAX_EXACT_LSE = sizeof(Element) == 2 ? 512 : 16;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_preprocess(const __grid_constant__ Params p) {
+    overlap_launches();
     const int blocks = int(p.rows / ROWS), bh = int(blockIdx.x) / blocks;
     const int padded = int(blockIdx.x) % blocks * ROWS + int(threadIdx.x) / LANES;
     const HeadBlock<ROW_PAD> at(p, p.query_ends(), int(p.Hq), bh, padded / ROW_PAD);

@@ -333,13 +333,14 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
     const Smem smem{tensors, shared_address(tensors), storage};
-    if (NAN_SAFE && !any_flagged_head(p)) return;
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) smem.init();
     if (threadIdx.x == WARP)
         prefetch_tensormap(maps.k), prefetch_tensormap(maps.q), prefetch_tensormap(maps.v),
             prefetch_tensormap(maps.dout);
+    overlap_launches();
+    if (NAN_SAFE && !any_flagged_head(p)) return;
     __syncthreads();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();

@@ -5,6 +5,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     classify_tiles(const __grid_constant__ Params p) {
+    overlap_launches();
     const int rows = int((p.Nq + BLOCK_Q - 1) / BLOCK_Q);
     const int columns = int((p.Nk + BLOCK_K - 1) / BLOCK_K);
     const int heads = p.tile_kinds_at.h ? int(p.Hq) : 1;

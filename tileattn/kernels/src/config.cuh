@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fragment.cuh"
+#include "griddep.cuh"
 
 using Element = KEY_DTYPE;
 using Accum = AccumOf<Element>::type;

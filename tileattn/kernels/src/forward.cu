@@ -263,6 +263,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward(const __grid_constant__ Params p) {
+    overlap_launches();
     const WorkTile work(p);
     if (PACKED && work.q0 >= Sequence(p, work.b).Nq) return;  // no work tile
     forward_block<false>(p, work);

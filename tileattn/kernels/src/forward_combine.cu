@@ -39,6 +39,7 @@ struct Part {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward_combine(const __grid_constant__ Params p) {
+    overlap_launches();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, share = warp % WARPS_N;
     const int number = int(blockIdx.x) * WARPS_M + warp / WARPS_N;
     if (number >= p.B * p.Hq * p.Nq) return;

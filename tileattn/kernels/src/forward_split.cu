@@ -108,6 +108,7 @@ __device__ __noinline__ RowSum sum_row(const Params& p, int b, int kv, const Sha
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward_split(const __grid_constant__ Params p) {
+    overlap_launches();
     extern __shared__ __align__(1024) char memory[];
     __shared__ Accum row_sums[WARPS_N][BLOCK_Q][2];
     const Piece work(p);

@@ -3,6 +3,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     list_key_tiles(const __grid_constant__ Params p) {
+    overlap_launches();
     const int columns = column_count(p), lane = threadIdx.x % WARP;
     const TileLine at(p, int(p.Hq), row_count(p));
     if (!at.is_there) return;

@@ -3,6 +3,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     list_query_tiles(const __grid_constant__ Params p) {
+    overlap_launches();
     const int columns = column_count(p), rows = row_count(p), lane = threadIdx.x % WARP;
     const TileLine at(p, int(p.Hkv), columns);
     if (!at.is_there) return;

@@ -4,6 +4,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     naive_dbias(const __grid_constant__ Params p) {
+    overlap_launches();
     const i64 element = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
     if (element >= p.bias_B * p.bias_H * p.bias_Nq * p.bias_Nk) return;
     const i64 j = element % p.bias_Nk, i = element / p.bias_Nk % p.bias_Nq;

@@ -3,6 +3,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     naive_dq(const __grid_constant__ Params p) {
+    overlap_launches();
     const NaiveRow row(p, true);
     if (row.is_there) query_row(p, row.b, row.h, row.i);
 }

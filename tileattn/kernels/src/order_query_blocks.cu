@@ -4,6 +4,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     order_query_blocks(const __grid_constant__ Params p) {
+    overlap_launches();
     if (blockIdx.x == 0 && threadIdx.x == 0) *p.tile_counter = 0;
     order_blocks<BLOCK_Q>(p, p.query_ends(), p.Nq, [&](const Sequence& sequence, int q0) {
         const SlidingWindow window(p, sequence);

@@ -4,6 +4,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     rank_key_tiles(const __grid_constant__ Params p) {
+    overlap_launches();
     const int columns = column_count(p), rows = row_count(p);
     const TileLine at(p, int(p.Hkv), rows);
     if (!at.is_there) return;

@@ -1,0 +1,92 @@
+"""Kernels that may start early wait before they touch memory: their machine code shows it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.src.samples import representative_keys
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.jit.compile import SOURCES, compiled
+from tools.check_sass import ARCH
+from tools.sass import Instruction, Section, disassembled, nvdisasm, parsed
+
+# Launched alone, and so as ever.
+ALONE = {"append_kv", "rope", "join_rows", "finish_rows", "add_rows"}
+
+OF_PLANS = {
+    key.kernel: key
+    for key in reversed([key for n in range(4) for key in representative_keys(ARCH, n)])
+    if key.kernel not in ALONE
+}
+
+# Instructions that read or write global memory, or may do so.
+_GLOBAL = {
+    *("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG"),
+    *("UBLKCP", "UBLKPF", "UBLKRED", "UTMALDG", "UTMAPF", "UTMASTG", "UTMAREDG"),
+}
+
+
+def too_early(section: Section) -> list[Instruction]:
+    """List accesses to global memory, and ends, that some thread comes to without having waited."""
+    following = section.successors()
+    found, seen, waiting = [], {0}, [0]
+    while waiting:
+        instruction = section.code[n := waiting.pop()]
+        kind = instruction.opcode.partition(".")[0]
+        if kind == "ACQBULK" and not instruction.guarded:
+            continue
+        if kind in _GLOBAL or kind == "EXIT":
+            found.append(instruction)
+        new = set(following[n]) - seen
+        seen |= new
+        waiting += new
+    return found
+
+
+@pytest.fixture
+def program(nvrtc: Path) -> str:  # noqa: ARG001 - without a compiler there is nothing to read
+    """Path of the disassembler; without it, skip."""
+    found = nvdisasm()
+    if found is None:
+        pytest.skip("nvdisasm is missing: pip install 'tileattn[nvrtc]' brings it")
+    return found
+
+
+def section_of(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,)) -> Section:
+    (section,) = parsed(disassembled(compiled(key, ARCH, folders).image, program))
+    return section
+
+
+@pytest.mark.parametrize("kernel", sorted(OF_PLANS))
+def test_a_kernel_waits_first(kernel: str, program: str) -> None:
+    section = section_of(OF_PLANS[kernel], program)
+    assert too_early(section) == []
+    assert any(x.opcode == "PREEXIT" and not x.guarded for x in section.code)
+
+
+def test_every_kernel_of_a_plan_is_looked_at() -> None:
+    assert set(OF_PLANS) | ALONE == {path.stem for path in SOURCES.glob("*.cu")}
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "found"),
+    [
+        ("overlap_launches();", "", []),
+        ("wait_for_prerequisites();", "if (*p) return;", []),
+        ("if (n > 3) return; overlap_launches();", "", ["EXIT"]),
+        ("if (n > 3) overlap_launches();", "", ["LDG", "STG", "EXIT"]),
+        ("const int x = *p; overlap_launches();", "p[1] = x;", ["LDG"]),
+        ("launch_dependents();", "", ["LDG", "STG", "EXIT"]),
+    ],
+)
+def test_what_comes_too_early_is_found(
+    tmp_path: Path, program: str, before: str, behind: str, found: list[str]
+) -> None:
+    (tmp_path / "tiny.cu").write_text(
+        f"""#include "griddep.cuh"
+        extern "C" __global__ void tiny(volatile int* p, int n) {{ {before} {behind} ++*p; }}""",
+        encoding="utf-8",
+    )
+    key = KernelKey("tiny", "float32")
+    told = too_early(section_of(key, program, (SOURCES, tmp_path)))
+    assert {x.opcode.partition(".")[0] for x in told} == set(found), told

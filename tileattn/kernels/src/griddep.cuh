@@ -1,0 +1,36 @@
+// Layer 1. Programmatic dependent launch: a kernel of a call starts while the one before it ends.
+//
+// The host launches every kernel of a plan but the first so (launches.py). All threads of every kernel
+// call overlap_launches() before they touch global memory, and before they return. Then nothing is
+// seen too early:
+//
+// - A kernel completes when all its CTAs have ended. Each of them has waited until the kernel before
+//   was complete. So by induction all kernels of the plan before it are complete, too. The first one is
+//   launched as ever: all earlier work of the stream comes before it.
+// - So behind the wait all that earlier kernels write is there, and what they read may be overwritten.
+//   Before the wait a kernel touches shared memory and its parameters alone, tensor maps included: no
+//   kernel writes those.
+// - What is launched behind the plan as ever waits for the last kernel to complete, and so for all.
+//
+// Nor does anything wait for ever: the next kernel gets its first CTA when all CTAs of this one have
+// started. It takes only room that nobody else needs.
+#pragma once
+
+// Let the next kernel start, once all CTAs have called this or ended. It promises nothing of memory.
+__device__ inline void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Wait for the kernel before to complete, and for all that it has written.
+__device__ inline void wait_for_prerequisites() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline void overlap_launches() {
+    launch_dependents();
+    wait_for_prerequisites();
+}
