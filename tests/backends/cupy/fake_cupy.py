@@ -1,6 +1,7 @@
 """CuPy arrays in host memory, and kernels that only take note of being started: for no GPU."""
 
 import ctypes
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 
 import tileattn
-from tileattn.backends.cupy import backend, describe, execute, explain, tensor_maps
+from tileattn.backends.cupy import backend, describe, execute, explain, launches, tensor_maps
 from tileattn.call_cache import CALLS
-from tileattn.kernels.config.hopper import HOPPER
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DS
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.params import PARAMS
@@ -46,6 +47,10 @@ class Machine:
     ----------
     launches : list of (KernelKey, int, int, numpy.void)
         Kernel, blocks, dynamic shared memory and parameter block of each launch.
+    attributes : list of list of (int, int)
+        Id and value of the attributes of each launch.
+    refusals : list of int
+        What the driver answers the next launches instead of starting them.
     allowed : list of (KernelKey, int)
         Kernels that were let have dynamic shared memory.
     encoded : list of Encoded
@@ -72,10 +77,14 @@ class Machine:
         CuPy's current device.
     arch : str
         What kernels are compiled for.
+    driver : int
+        Version of CUDA of the driver, as in 12030.
     """
 
     def __init__(self) -> None:
         self.launches: list[tuple[KernelKey, int, int, Any]] = []
+        self.attributes: list[list[tuple[int, int]]] = []
+        self.refusals: list[int] = []
         self.allowed: list[tuple[KernelKey, int]] = []
         self.encoded: list[Encoded] = []
         self.behind = 0
@@ -89,6 +98,8 @@ class Machine:
         self.bound: list[int] = []
         self.device = 0
         self.arch = "sm_100"
+        self.driver = 13000
+        self._keys: list[KernelKey] = []  # of loaded kernels, by their handles
         self._memory = np.zeros(BYTES, np.uint8)
         self._start = -self._memory.ctypes.data % 512
         self._used = self._start
@@ -153,35 +164,49 @@ class Machine:
     def load(self, key: KernelKey) -> Any:
         """Stand in for ``kernels.load.load_all``, for each key."""
 
-        def start(grid: Any, threads: Any, arguments: Any, shared: int, stream: Any) -> None:
-            assert threads == (key.threads,)
-            self.streams.append(self.stream if stream is None else stream.ptr)
-            cells, *maps = arguments
-            block = ctypes.string_at(cells.address, PARAMS.itemsize)
-            params = np.frombuffer(block, PARAMS)[0]
-            behind = (ctypes.c_int64 * self.behind).from_address(cells.address + PARAMS.itemsize)
-            self.tails.append(list(behind))
-            for pointer in maps:
-                names = ("q", "k", "v", "dout")[: 3 if key.kernel == HOPPER else 4]
-                numbers = (ctypes.c_uint64 * (16 * len(names))).from_address(pointer.address)
-                made = tuple(self.encoded[n] for n in numbers[::16])
-                assert [x.address for x in made] == [params[name] for name in names]
-                self.maps.append(made)
-            self.launches.append((key, *grid, shared, params))
-
         def allow(nbytes: int) -> None:
             self.allowed.append((key, nbytes))
 
+        self._keys.append(key)
         return SimpleNamespace(
             key=key,
             arch=self.arch,
-            function=start,
+            function=SimpleNamespace(ptr=len(self._keys)),
             allow_shared=allow,
             registers=100,
             local_bytes=0,
             shared_bytes=64,
             occupancy=lambda threads, shared: 2,  # noqa: ARG005 - the driver's names
         )
+
+    def start(self, config: int, function: int, parameters: int, extra: int | None) -> int:
+        """Stand in for ``cuLaunchKernelEx``."""
+        if self.refusals:
+            return self.refusals.pop(0)
+        key = self._keys[function - 1]
+        words = struct.unpack("7I4xQQI", ctypes.string_at(config, 52))
+        *sizes, shared, stream, attributes, count = words
+        assert sizes[1:] == [1, 1, key.threads, 1, 1]
+        assert sizes[0] > 0
+        assert extra is None
+        told = [
+            struct.unpack("i4xi", ctypes.string_at(attributes + 72 * n, 12)) for n in range(count)
+        ]
+        has_maps = key.kernel == HOPPER or key.kernel in (*HOPPER_BACKWARDS, *HOPPER_DS)
+        cells, *maps = (ctypes.c_uint64 * (1 + has_maps)).from_address(parameters)
+        params = np.frombuffer(ctypes.string_at(cells, PARAMS.itemsize), PARAMS)[0]
+        behind = (ctypes.c_int64 * self.behind).from_address(cells + PARAMS.itemsize)
+        self.tails.append(list(behind))
+        for start in maps:
+            names = ("q", "k", "v", "dout")[: 3 if key.kernel == HOPPER else 4]
+            numbers = (ctypes.c_uint64 * (16 * len(names))).from_address(start)
+            made = tuple(self.encoded[n] for n in numbers[::16])
+            assert [x.address for x in made] == [params[name] for name in names]
+            self.maps.append(made)
+        self.streams.append(stream)
+        self.attributes.append(told)
+        self.launches.append((key, sizes[0], shared, params))
+        return 0
 
     def encode(self, *given: int) -> int:
         """Stand in for ``cuTensorMapEncodeTiled``: number the maps, and refuse what it refuses."""
@@ -238,6 +263,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(cupy, "copyto", made.copy)
     monkeypatch.setattr(cupy.cuda.runtime, "memsetAsync", made.clear)
     monkeypatch.setattr(cupy.cuda.runtime, "setDevice", made.bound.append)
+    monkeypatch.setattr(cupy.cuda.runtime, "driverGetVersion", lambda: made.driver)
     monkeypatch.setattr(
         cupy.cuda,
         "get_current_stream",
@@ -249,8 +275,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(describe, "device_of", made.device_of)
     pointer, number = ctypes.c_void_p, ctypes.c_int
     arguments = (pointer, number, ctypes.c_uint32, *5 * [pointer], *4 * [number])
-    driver_function = ctypes.CFUNCTYPE(number, *arguments)(made.encode)
-    monkeypatch.setattr(tensor_maps, "_driver_function", lambda: driver_function)
+    encode = ctypes.CFUNCTYPE(number, *arguments)(made.encode)
+    start = ctypes.CFUNCTYPE(number, *4 * [pointer])(made.start)
+    monkeypatch.setattr(tensor_maps, "_driver_function", lambda: encode)
+    monkeypatch.setattr(launches, "_driver_function", lambda: start)
     monkeypatch.setattr(backend, "_unavailable", lambda: None)
     CALLS.clear()
     cupy.cuda.set_allocator(made.allocate)

@@ -1,6 +1,5 @@
 """Runs plans on CuPy's current stream."""
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.cupy.describe import refuse_device
+from tileattn.backends.cupy.launches import LaunchBlock, PlannedLaunch, can_overlap
 from tileattn.backends.cupy.streams import (
     current_stream,
     is_capturing,
@@ -16,8 +16,7 @@ from tileattn.backends.cupy.streams import (
     uploaded,
 )
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
-from tileattn.kernels.config.context import KernelLaunch
-from tileattn.kernels.jit.load import Kernel, load_all
+from tileattn.kernels.jit.load import load_all
 from tileattn.kernels.launch.layout import ArrayLayout
 from tileattn.kernels.launch.params import slots, template
 from tileattn.kernels.launch.plan import LaunchPlan
@@ -65,11 +64,14 @@ class Executable:
         self._memset = runtime.memsetAsync
         kernels = load_all([launch.key for launch in plan.launches])
         maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
-        self._launches = tuple(
-            _prepared(launch, kernel, maps.get(launch.tensor_maps))
-            for launch, kernel in zip(plan.launches, kernels, strict=True)
-        )
-        self._spare: list[tuple[Any, Any]] = []
+        self._launches = [
+            PlannedLaunch(x, kernel, maps.get(x.tensor_maps), n > 0 and can_overlap(kernel))
+            for n, (x, kernel) in enumerate(zip(plan.launches, kernels, strict=True))
+        ]
+        for launch, kernel, *_ in self._launches:
+            if launch.shared_bytes:
+                kernel.allow_shared(launch.shared_bytes)
+        self._spare: list[LaunchBlock] = []
 
     def run(
         self,
@@ -114,44 +116,22 @@ class Executable:
         Those of the arrays are in the order of the names that the constructor was given. By default
         the stream is CuPy's current one.
         """
+        stream = stream or current_stream()
         parts = [workspace + start for start in self._starts] if workspace else ()
         if self._zeros:
             first = workspace + self.plan.workspace.zeros
-            self._memset(first, 0, self._zeros, (stream or current_stream()).ptr)
+            self._memset(first, 0, self._zeros, stream.ptr)
         pointers = self._in_order((*addresses, *parts, *self._between))
         if self._constants:
             outlive_readers(self, self._stream, stream)
-        # A launch copies the block, so it is free for the next call afterwards. Threads that run
-        # the same plan at the same time each take a block of their own: pop and append are atomic.
+        # Threads that run the same plan at the same time each take a block of their own: pop and
+        # append are atomic.
         try:
             block = self._spare.pop()
         except IndexError:
-            block = self._block()
-        cells, argument = block
-        cells[: len(pointers)] = pointers
-        arguments = (argument,)
-        for function, grid, threads, shared_bytes, maps in self._launches:
-            if maps is None:
-                function(grid, threads, arguments, shared_bytes, stream)
-            else:
-                _held, encoded = maps[maps.pick(pointers)]
-                function(grid, threads, (argument, encoded), shared_bytes, stream)
+            block = LaunchBlock(self._template, self._launches)
+        block.run(pointers, stream.ptr)
         self._spare.append(block)
-
-    def _block(self) -> tuple[Any, Any]:
-        """Copy the parameter block, as 64-bit cells and as the argument that CuPy launches with."""
-        from cupy.cuda.function import CPointer
-
-        cells = (ctypes.c_uint64 * (len(self._template) // 8)).from_buffer_copy(self._template)
-        return cells, CPointer(ctypes.addressof(cells))
-
-
-def _prepared(
-    launch: KernelLaunch, kernel: Kernel, maps: EncodedMaps | None
-) -> tuple[Any, tuple[int], tuple[int], int, EncodedMaps | None]:
-    if launch.shared_bytes:
-        kernel.allow_shared(launch.shared_bytes)
-    return kernel.function, (launch.grid,), (launch.key.threads,), launch.shared_bytes, maps
 
 
 def _ensure_fits(workspace: Any, nbytes: int, device: int) -> None:

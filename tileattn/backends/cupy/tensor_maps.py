@@ -2,11 +2,11 @@
 
 import ctypes
 import functools
-import os
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
+from tileattn.backends.cupy.driver import driver_by
 from tileattn.dtypes import tensor_map_type
 from tileattn.kernels.launch.params import POINTERS
 from tileattn.kernels.launch.tensor_map import TensorMap
@@ -17,13 +17,13 @@ MAX_ENTRIES = 64  # sets of maps that a launch remembers
 _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 3, 0
 
 
-class EncodedMaps(dict[tuple[int, ...], tuple[Any, Any]]):
+class EncodedMaps(dict[tuple[int, ...], tuple[Any, int]]):
     """The tensor maps of a launch by the addresses of its arrays, encoded at the first look-up.
 
-    An entry is the memory that holds the maps, which nobody writes to any more, and the argument
-    that points there, which a launch passes by value. Who launches holds both. When there are many
-    entries all are dropped; single steps are safe among threads. ``pick`` takes the addresses from
-    those of all arrays, in the order of the parameter block.
+    An entry is the memory that holds the maps, which nobody writes to any more, and the address
+    where they begin: a launch passes them by value. Who launches holds the memory. When there are
+    many entries all are dropped; single steps are safe among threads. ``pick`` takes the addresses
+    from those of all arrays, in the order of the parameter block.
     """
 
     def __init__(self, maps: Sequence[TensorMap]) -> None:
@@ -34,9 +34,8 @@ class EncodedMaps(dict[tuple[int, ...], tuple[Any, Any]]):
             itemgetter(first, *others) if others else lambda cells: (cells[first],)
         )
 
-    def __missing__(self, addresses: tuple[int, ...]) -> tuple[Any, Any]:
+    def __missing__(self, addresses: tuple[int, ...]) -> tuple[Any, int]:
         from cupy.cuda import runtime
-        from cupy.cuda.function import CPointer
 
         runtime.setDevice(runtime.getDevice())  # the driver wants a context in this thread
         # One map more, so that they can begin at a multiple of their size.
@@ -46,7 +45,7 @@ class EncodedMaps(dict[tuple[int, ...], tuple[Any, Any]]):
             encoder.encode(start + n * MAP_BYTES, address)
         if len(self) >= MAX_ENTRIES:
             self.clear()
-        self[addresses] = made = memory, CPointer(start)
+        self[addresses] = made = memory, start
         return made
 
 
@@ -82,5 +81,4 @@ class _Encoder:
 def _driver_function() -> Any:
     # It keeps the interpreter's lock: a call takes a microsecond, and to get the lock back from
     # another thread would take thousands.
-    driver = ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    return driver.cuTensorMapEncodeTiled
+    return driver_by(ctypes.PyDLL).cuTensorMapEncodeTiled

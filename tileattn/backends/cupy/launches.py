@@ -1,0 +1,133 @@
+"""Kernels of a plan, launched one behind the other by the driver's ``cuLaunchKernelEx``.
+
+CuPy launches without attributes. One of them lets a kernel start while the one before it ends:
+programmatic dependent launch. Every kernel but the first of a plan has it; ``src/griddep.cuh`` says
+why that is safe. The first waits for all earlier work of the stream, as launches do.
+"""
+
+import ctypes
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tileattn.backends.cupy.driver import driver_by
+from tileattn.backends.cupy.tensor_maps import EncodedMaps
+from tileattn.kernels.config.context import KernelLaunch
+from tileattn.kernels.jit.load import Kernel
+
+# Values of the enumerations in cuda.h.
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_INVALID_CONTEXT = 201
+
+_WAITING = 90  # from this compute capability on, times ten, the code of a kernel waits for others
+_CAPTURED = 12_030  # the first CUDA whose driver takes such launches into graphs
+
+
+class _Attribute(ctypes.Structure):
+    """``CUlaunchAttribute``: an id, then a union of 64 bytes."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("gap", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_int * 15),
+    )
+
+
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_OVERLAPPING = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+
+
+class PlannedLaunch(NamedTuple):
+    """A launch of a plan, its kernel, and what that is given besides the parameter block."""
+
+    launch: KernelLaunch
+    kernel: Kernel
+    maps: EncodedMaps | None
+    overlaps: bool  # whether it may start while the kernel before it runs
+
+
+class LaunchBlock:
+    """The arguments of a plan's launches, for one thread at a time.
+
+    A launch copies them, so they are free for the next one afterwards. From call to call only the
+    pointers differ, with the tensor maps, and at times the stream.
+
+    Parameters
+    ----------
+    template : bytes
+        The parameter block.
+    launches : sequence of PlannedLaunch
+        Who runs the block holds them.
+    """
+
+    def __init__(self, template: bytes, launches: Sequence[PlannedLaunch]) -> None:
+        self._start = _driver_function()
+        self._cells: Any = (ctypes.c_uint64 * (len(template) // 8)).from_buffer_copy(template)
+        self._stream = 0
+        self._configs: list[_Config] = []
+        self._launches: list[tuple[tuple[Any, ...], Any, EncodedMaps | None]] = []
+        for launch, kernel, maps, overlaps in launches:
+            grid, threads = max(launch.grid, 1), launch.key.threads  # the driver wants a block
+            config = _Config((grid, 1, 1), (threads, 1, 1), launch.shared_bytes)
+            if overlaps:
+                config.attributes, config.attribute_count = ctypes.pointer(_OVERLAPPING), 1
+            parameters = (ctypes.c_void_p * 2)(ctypes.addressof(self._cells))
+            # Without a list of types at the function, ctypes takes less time.
+            function = ctypes.c_void_p(kernel.function.ptr)
+            arguments = ctypes.byref(config), function, parameters, None
+            self._configs.append(config)
+            self._launches.append((arguments, parameters, maps))
+
+    def run(self, pointers: Sequence[int], stream: int) -> None:
+        """Launch all kernels with the first cells of the parameter block, on a stream's handle."""
+        self._cells[: len(pointers)] = pointers
+        if stream != self._stream:
+            for config in self._configs:
+                config.stream = stream
+            self._stream = stream
+        for arguments, parameters, maps in self._launches:
+            if maps is not None:
+                _held, parameters[1] = maps[maps.pick(pointers)]
+            status = self._start(*arguments)
+            if status:
+                self._handle(status, arguments)
+
+    def _handle(self, status: int, arguments: tuple[Any, ...]) -> None:
+        """Launch again where the thread had no context; raise CuPy's error for the rest."""
+        from cupy.cuda import runtime
+        from cupy_backends.cuda.api import driver
+
+        if status == _INVALID_CONTEXT:
+            runtime.setDevice(runtime.getDevice())
+            status = self._start(*arguments)
+        driver.check_status(status)
+
+
+def can_overlap(kernel: Kernel) -> bool:
+    """Whether a kernel may start while the one before it runs."""
+    from cupy.cuda import runtime
+
+    number = re.search(r"\d+", kernel.arch)
+    waits = number is not None and int(number[0]) >= _WAITING
+    return waits and bool(runtime.driverGetVersion() >= _CAPTURED)
+
+
+@functools.cache
+def _driver_function() -> Any:
+    # It lets go of the interpreter's lock: a launch waits where the GPU's queue is full, and the
+    # queue may wait for a function of the caller's.
+    return driver_by(ctypes.CDLL).cuLaunchKernelEx
