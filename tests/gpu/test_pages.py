@@ -49,13 +49,12 @@ def called(
     q, k, v = arrays
     (k, table), (v, _) = (paged(x, LENGTHS, page, spare) for x in (k, v))
     kind = np.int32 if page % 16 else np.int64
-    integers = {"kv_lengths": LENGTHS, "block_table": table.astype(kind)}
+    given: dict[str, Any] = {"kv_lengths": LENGTHS, "block_table": table.astype(kind)}
     if there:
-        integers = {name: sent(x) for name, x in integers.items()}
+        given = {name: sent(x) for name, x in given.items()}
+    given |= {name: sent(x) for name, x in options.items()}
     with poisoned():
-        return tileattn.forward(
-            *map(sent, (q, k, v)), **integers, **{name: sent(x) for name, x in options.items()}
-        )
+        return tileattn.forward(*map(sent, (q, k, v)), **given)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

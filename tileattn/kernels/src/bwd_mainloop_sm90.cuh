@@ -339,7 +339,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
     if (threadIdx.x == WARP)
         prefetch_tensormap(maps.k), prefetch_tensormap(maps.q), prefetch_tensormap(maps.v),
             prefetch_tensormap(maps.dout);
-    overlap_launches();
+    wait_for_prerequisites();
     if (NAN_SAFE && !any_flagged_head(p)) return;
     __syncthreads();
     if (warpgroup == CONSUMERS) {

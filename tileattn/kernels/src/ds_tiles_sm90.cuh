@@ -160,7 +160,7 @@ __device__ __forceinline__ void run_ds(const Params& p, const Maps& maps, char* 
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) smem.init();
-    overlap_launches();
+    wait_for_prerequisites();
     __syncthreads();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();

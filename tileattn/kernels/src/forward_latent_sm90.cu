@@ -415,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     const Smem smem{shared_address(tensors), storage};
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
-    overlap_launches();
+    wait_for_prerequisites();
     const Piece work(p);
     if (work.is_empty() && p.pieces > 1) return;  // nobody reads these sums
     if (threadIdx.x == 0) smem.init();

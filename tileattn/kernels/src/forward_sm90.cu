@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     if (threadIdx.x == 0) smem.init();
     if (threadIdx.x == WARP)
         prefetch_tensormap(maps.k), prefetch_tensormap(maps.q), prefetch_tensormap(maps.v);
-    overlap_launches();
+    wait_for_prerequisites();
     __syncthreads();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();

@@ -1,7 +1,7 @@
 // Layer 1. Programmatic dependent launch: a kernel of a call starts while the one before it ends.
 //
 // The host launches every kernel of a plan but the first so (launches.py). All threads of every kernel
-// call overlap_launches() before they touch global memory, and before they return. Then nothing is
+// wait_for_prerequisites() before they touch global memory, and before they return. Then nothing is
 // seen too early:
 //
 // - A kernel completes when all its CTAs have ended. Each of them has waited until the kernel before
@@ -30,6 +30,8 @@ __device__ inline void wait_for_prerequisites() {
 #endif
 }
 
+// Both. Persistent kernels only wait: the next one gets its first CTA when theirs end, and none that
+// waits stands beside them (measured).
 __device__ inline void overlap_launches() {
     launch_dependents();
     wait_for_prerequisites();
