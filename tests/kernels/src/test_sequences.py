@@ -10,6 +10,7 @@ import pytest
 from tests.kernels.launch.planning import H200, asked, backward, forward
 from tests.kernels.src.on_host import Found, ordered, sequence_blocks
 from tileattn.kernels.config.context import block_count
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.launch.layout import contiguous_inputs
 
 HQ = 3
@@ -93,25 +94,28 @@ def test_nothing_beyond_the_arrays_whatever_offsets_say(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (70, 20)], ids=str)
 @pytest.mark.parametrize(
-    ("D", "l2_bytes"), [(64, 1 << 30), (64, 1 << 21), (256, 1 << 21), (256, 1)]
+    ("D", "l2_bytes", "count"),
+    [(64, 1 << 30, 17), (64, 1 << 21, 17), (256, 1 << 21, 1023), (256, 1, 1024)],
 )
 def test_the_longest_sequences_go_first(
-    D: int, l2_bytes: int, window: Window, tmp_path: Path
+    D: int, l2_bytes: int, count: int, window: Window, tmp_path: Path
 ) -> None:
     """Each block is there once; those that share the L2 cache take turns."""
     rng = np.random.default_rng(D)
-    lengths = rng.integers(0, 700, (2, 17)) * rng.integers(0, 2, (2, 17))
+    lengths = rng.integers(0, 700, (2, count)) * rng.integers(0, 2, (2, count))
+    lengths[:, 17:] //= 20
     lengths[:, -7:] = 300
     lengths[:, -1] = 400, 3
     queries, keys = (np.cumsum([0, *each]) for each in lengths)
     sizes: dict[str, Any] = {"B": 1, "Hq": HQ, "Hkv": 1, "Nq": queries[-1], "Nk": keys[-1]}
-    problem = asked("float16", {"cu_seqlens_q"}, **sizes, D=D, Dv=D, window=window, sequences=17)
+    problem = asked("float16", {"cu_seqlens_q"}, **sizes, D=D, Dv=D, window=window, sequences=count)
     layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
     ends = {"cu_seqlens_q": queries.astype(np.int32), "cu_seqlens_k": keys}
     device = replace(H200, l2_bytes=l2_bytes)
     plans = forward(problem, device, layout), backward(problem, device, layout)
     for axis, plan in enumerate(plans):
-        tile, grid = plan.launches[0].key.tile, plan.launches[1].grid
+        tile = plan.launches[0].key.tile
+        grid = next(x.grid for x in plan.launches if x.key.kernel in (HOPPER, *HOPPER_BACKWARDS))
         row_bytes = (4 * D, HQ * 8 * D)[axis]
         blocks = []  # the turn, the rank and the block
         for b, (Nq, Nk) in enumerate(lengths.T):
@@ -131,8 +135,8 @@ def test_the_longest_sequences_go_first(
             assert place[4] == len(blocks)
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(255, 4), (256, 4), (2 * 256, 2), (4 * 256, 1)])
-def test_heads_that_take_turns(rows: int, groups: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rows", "heads"), [(255, 1), (256, 1), (3 * 256, 3), (7 * 256, 4)])
+def test_heads_that_take_turns(rows: int, heads: int, tmp_path: Path) -> None:
     """As many as half of the L2 cache holds; sequences do where it holds all heads."""
     ends = np.arange(0, 7 * 256, 256)
     sizes: dict[str, Any] = {"B": 1, "Hq": 4, "Hkv": 4, "Nq": ends[-1], "Nk": ends[-1]}
@@ -141,7 +145,7 @@ def test_heads_that_take_turns(rows: int, groups: int, tmp_path: Path) -> None:
     plan = backward(problem, replace(H200, l2_bytes=2 * rows * 512), layout)
     found = ordered(tmp_path, plan, cu_seqlens_q=ends, cu_seqlens_k=ends)[:12]
     assert [(b, n) for b, n, *_ in found] == [(b, n) for b in range(6) for n in range(2)]
-    assert {x[-1] for x in found} == {groups}
+    assert {x[-1] for x in found} == {heads}
 
 
 def _of_queries(

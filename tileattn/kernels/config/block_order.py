@@ -11,7 +11,7 @@ ORDERS_QUERIES, ORDERS_KEYS = "order_query_blocks", "order_key_blocks"
 BLOCK_BYTES = 48  # of a `PackedBlock`
 
 _WARPS = 8  # so that the blocks of short calls have several SMs, which find places side by side
-_TOGETHER = 8  # threads that find the place of one block
+_TOGETHER = 32  # threads that find the place of one block
 _WHY = "the longest sequences first, whose lengths the device alone may know"
 
 

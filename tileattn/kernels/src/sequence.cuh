@@ -105,7 +105,7 @@ struct HeadBlock {
 struct alignas(16) PackedBlock {
     int b, block, q_start, k_start, Nq, Nk;
     int count;  // of all blocks of a head
-    // Of those that take turns: where they begin, how many they are, in how many groups of heads.
-    int first, together, head_groups;
+    // Of those that take turns: where they begin, how many they are, and of how many key heads.
+    int first, together, heads;
     int unused[2];
 };

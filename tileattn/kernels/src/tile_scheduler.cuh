@@ -10,6 +10,7 @@
 struct BlockCoord {
     int block, head;
 
+    __device__ BlockCoord(int block, int head) : block(block), head(head) {}
     __device__ BlockCoord(int blocks, int heads, int groups)
         : BlockCoord(blocks, heads, groups, int(blockIdx.x)) {}
     __device__ BlockCoord(int blocks, int heads, int groups, int index) {

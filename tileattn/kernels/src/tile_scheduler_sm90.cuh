@@ -87,12 +87,15 @@ struct WorkSequence<true> {
     __device__ static int blocks(const Params& p, i64) {
         return p.block_order->count;
     }
-    // For all heads, the blocks that take turns come before the next ones.
+    // For all heads, the blocks that take turns come before the next ones. It is short: the next work
+    // tile waits for it.
     __device__ static BlockCoord coord(const Params& p, int, int heads, int index) {
+        const int share = heads / int(p.Hkv);
         const PackedBlock& any = p.block_order[index / heads];
-        BlockCoord at(any.together, heads, any.head_groups, index - any.first * heads);
-        at.block += any.first;
-        return at;
+        const int most = any.heads * share, blocks = any.together, within = index - any.first * heads;
+        const int group = within / (blocks * most), first = group * most;
+        const int members = min(most, heads - first), rest = within - blocks * first;
+        return {any.first + rest / members, first + rest % members};
     }
     __device__ Sequence sequence(const Params&) const {
         return {b, q_start, k_start, queries, keys};
