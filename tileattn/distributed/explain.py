@@ -206,7 +206,7 @@ def choose(call: Call) -> Schedule:
 def _of_call(call: Call, rates: Rates | None) -> Prediction:
     of_ranks = {"bias": call.bias_rows, "mask": call.mask_rows}
     shared = [name for name, rows in of_ranks.items() if rows]
-    layouts = call.q_layout, call.k_layout
+    layouts = call.blocks.q_layout, call.blocks.k_layout
     if rates is None:
         rates = GPU_RATES if call.on_gpu else CPU_RATES
     return _predicted(_workload(call.problem, call.operands, *layouts, shared), rates)
