@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import tileattn
 from tileattn.algorithm.softmax import RowState
+from tileattn.distributed.arrays import library
 from tileattn.distributed.call import Call
 from tileattn.distributed.layout import Segment
 from tileattn.results import Attention
@@ -109,10 +110,8 @@ class _OnGpu:
 
     def _lower(self) -> Any:
         """Give the lower halves: nothing where sums are no wider than results."""
-        import cupy
-
         if self._to.dtype.itemsize == 2 and self._low is None:
-            self._low = cupy.empty(self._to.shape, np.uint16)
+            self._low = library(self._to).empty(self._to.shape, np.uint16)
         return self._low
 
 
