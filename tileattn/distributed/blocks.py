@@ -26,6 +26,8 @@ def attend(call: Call, arriving: Iterable[tuple[int, Pair]], to: Attention) -> N
                 keys = call.wide(k[..., c.rows, :]), call.wide(v[..., c.rows, :])
                 for a in pieces:
                     rows.attend(a, *keys, call.block(a, c))
+                del keys
+            del k, v  # before the next ones arrive
         rows.finish()
 
 
@@ -92,6 +94,7 @@ class Sums:
                     found = sums() if found is None else found
                     self._add(a, c, grads, found)
                     del grads  # before the next block is computed
+                del keys
         return sums() if found is None else found
 
     def finish(self) -> None:

@@ -43,6 +43,11 @@ class Exchange:
         self.keys = layout_inside(k_layout, group, n)
         self._others = [rank for rank in range(n) if rank != self.group.rank]
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether a group has one rank: its heads are views, and so is the room for results."""
+        return self._n == 1
+
     def heads(self, own: slice, of: int, rank: int | None = None) -> slice:
         """Give the place of a rank's heads, by default this one's, among all ``of``."""
         first = (self.group.rank if rank is None else rank) * (of // self._n)
@@ -50,7 +55,7 @@ class Exchange:
 
     def to_heads(self, x: Array, own: slice, layout: Layout) -> Array:
         """Give some heads of all tokens, of this rank's tokens of all heads."""
-        if self._n == 1:
+        if self.is_alone:
             return x[:, own]
         joined, xp = self.room(x, own, layout), library(x)
         outgoing = {n: x[:, self.heads(own, x.shape[1], n)] for n in self._others}
@@ -63,17 +68,25 @@ class Exchange:
         return joined
 
     def room(self, x: Array, own: slice, layout: Layout) -> Array:
-        """Give room for some heads of all tokens, of which ``to_tokens`` fills ``x``."""
-        if self._n == 1:
+        """Give room for some heads of all tokens, of which ``to_tokens`` fills ``x``.
+
+        In a group of one rank it is their place in ``x``, and there is nothing to fill.
+        """
+        if self.is_alone:
             return x[:, own]
         shape = x.shape[0], own.stop - own.start, layout.length, *x.shape[3:]
         found: Array = library(x).empty(shape, x.dtype)
         return found
 
     def to_tokens(self, joined: Array, x: Array, own: slice, layout: Layout) -> None:
-        """Fill the heads of all ranks in this rank's tokens ``x``, of all tokens of its heads."""
-        if self._n == 1:
+        """Fill the heads of all ranks in this rank's tokens ``x``, of all tokens of its heads.
+
+        They are rounded to the dtype of ``x``.
+        """
+        if self.is_alone:
+            x[:, own] = joined
             return
+        joined = joined.astype(x.dtype, copy=False)
         places = {n: x[:, self.heads(own, x.shape[1], n)] for n in range(self._n)}
         outgoing = {n: layout.take(joined, n, axis=2) for n in self._others}
         incoming = {n: self._contiguous(places[n]) for n in self._others}

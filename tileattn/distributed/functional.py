@@ -8,7 +8,7 @@ import numpy as np
 
 from tileattn.distributed.call import Call, agreed, same
 from tileattn.distributed.comm import TIMEOUT, communicator
-from tileattn.distributed.explain import choose
+from tileattn.distributed.explain import choose, plans_of
 from tileattn.distributed.memory import Known, kind_of, recall, remember, with_arrays
 from tileattn.distributed.passes import Passes
 from tileattn.distributed.schedules import Schedule, check
@@ -266,9 +266,9 @@ def vjp(
 def _passes(call: Call, schedule: Schedule) -> Passes:
     """Raise if there is no such schedule, or it does not go with the call; so do all ranks."""
     check(schedule, call.problem.Hkv, call.comm.size)
-    chosen = choose(call) if schedule == "auto" else schedule
-    from tileattn.distributed.held import plans_of
-    return Passes(call, chosen, plans_of())
+    if schedule == "auto":
+        schedule = choose(call)
+    return Passes(call, schedule, plans_of(call, schedule))
 
 
 def _all(options: Options) -> frozenset[str]:

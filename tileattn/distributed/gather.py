@@ -28,6 +28,7 @@ def forward(parts: Iterable[RowPart], *, ahead: bool) -> None:
         to = part.room()
         attend(_whole(part.call), keys.arrived(), to)
         part.finish(to)
+        del to
 
 
 def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
@@ -43,6 +44,7 @@ def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
         del sums, call, found
         part.finish_rows(dq)
         part.finish_keys(*own)
+        del dq, own
 
 
 def _whole(call: Call) -> Call:

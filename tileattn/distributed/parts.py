@@ -42,6 +42,8 @@ class RowPart:
     def finish(self, found: Attention) -> None:
         """Bring results to the ranks of their tokens; the operands are free."""
         del self.call
+        if self._exchange.is_alone:
+            return
         for part, whole in zip(found, self._result, strict=True):
             self._exchange.to_tokens(part, whole, self._own, self._exchange.queries)
 
@@ -58,16 +60,29 @@ class Totals:
         }
         learned = [a if "aux" in wrt and a.dtype.kind not in "biu" else None for a in aux]
         self.parameters = Parameters(
-            xp.zeros(x.bias.shape, call.sums) if "bias" in wrt else None,
+            xp.zeros(x.bias.shape, self.bias_dtype) if "bias" in wrt else None,
             xp.zeros(x.sinks.shape, np.float64) if "sinks" in wrt else None,
             [None if a is None else xp.zeros(a.shape, np.float64) for a in learned],
         )
         self.of_keys: Pair | None = None  # of the groups so far that read the same keys
+        self.exchanges_bias = "bias" in wrt and call.bias_rows and not exchange.is_alone
+        self.shared_rows: Array | None = None  # of all tokens, of a bias that heads share
+        if self.exchanges_bias and x.bias.shape[1] == 1:
+            shape = x.bias.shape[0], 1, exchange.queries.length, x.bias.shape[3]
+            self.shared_rows = xp.zeros(shape, self.bias_dtype)
+
+    @property
+    def bias_dtype(self) -> np.dtype[Any]:
+        """In which the gradient of the bias is summed, and exchanged: no narrower than the bias."""
+        own, sums = self.call.operands.bias.dtype, self.call.sums
+        return sums if own.itemsize < sums.itemsize else own
 
     def gradients(self) -> Gradients:
         """Give all gradients; those of what ranks have in common are summed over them."""
         call, (dbias, dsinks, daux) = self.call, self.parameters
         given = call.options
+        if self.shared_rows is not None:  # each rank has a part of the sum
+            self.return_rows(self.shared_rows, slice(0, 1), self.exchange.group.size)
         with np.errstate(all="ignore"):
             if dbias is not None:
                 bias = given["bias"]
@@ -83,6 +98,20 @@ class Totals:
                     for g, a in zip(daux, given["aux"], strict=True)
                 )
         return Gradients(self.of["q"], self.of["k"], self.of["v"], dbias, dsinks, of_aux)
+
+
+    def return_rows(self, dbias: Array, own: slice, heads: int) -> None:
+        """Add the gradients of rows of the bias to those of the ranks that have these rows."""
+        total, exchange = self.parameters.dbias, self.exchange
+        if total is None:
+            return
+        tokens = exchange.queries.length_of(exchange.group.rank)
+        shape = total.shape[0], heads, tokens, total.shape[3]
+        found = library(dbias).zeros(shape, dbias.dtype)
+        exchange.to_tokens(dbias, found, own, exchange.queries)
+        for axis in (1, 2):
+            found = found.sum(axis=axis, keepdims=True) if total.shape[axis] == 1 else found
+        total += found
 
 
 class GradientPart:
@@ -118,11 +147,12 @@ class GradientPart:
     def finish_rows(self, dq: Array | None) -> None:
         """Bring gradients of queries to the ranks of their tokens; the operands are free."""
         del self.call, self.upstream
-        exchange, whole = self._totals.exchange, self._totals.of["q"]
-        if dq is not None and whole is not None:
+        totals, exchange, whole = self._totals, self._totals.exchange, self._totals.of["q"]
+        if dq is not None and whole is not None and not exchange.is_alone:
             exchange.to_tokens(dq, whole, self._heads.queries, exchange.queries)
-        if self._own_bias_rows():
-            self._return_bias_rows()
+        dbias = self.parameters.dbias
+        if totals.exchanges_bias and totals.shared_rows is None and dbias is not None:
+            totals.return_rows(dbias, self._heads.queries, totals.call.problem.Hq)
 
     def finish_keys(self, dk: Array, dv: Array) -> None:
         """Bring gradients of keys to their ranks, summed over the groups that read them."""
@@ -138,45 +168,19 @@ class GradientPart:
             return
         for name, part in zip("kv", found, strict=True):
             whole = totals.of[name]
-            if whole is None:
-                continue
-            room = exchange.room(whole, self._heads.keys, exchange.keys)
             with np.errstate(all="ignore"):  # a cast to 16 bits may overflow
-                room[...] = part
-            exchange.to_tokens(room, whole, self._heads.keys, exchange.keys)
+                if whole is not None:
+                    exchange.to_tokens(part, whole, self._heads.keys, exchange.keys)
 
     def _parameters(self) -> Parameters:
         """Give the sums of these heads: views of those of all, or room for other ranks' rows."""
         totals, x = self._totals, self.call.operands
         dbias, dsinks, daux = totals.parameters
         own = totals.exchange.heads(self._heads.queries, totals.call.problem.Hq)
-        if self._own_bias_rows():
-            dbias = library(x.q).zeros(x.bias.shape, totals.call.sums)
+        if totals.shared_rows is not None:
+            dbias = totals.shared_rows
+        elif totals.exchanges_bias:
+            dbias = library(x.q).zeros(x.bias.shape, totals.bias_dtype)
         elif dbias is not None and dbias.shape[1] > 1:
             dbias = dbias[:, own]
         return Parameters(dbias, None if dsinks is None else dsinks[own], daux)
-
-    def _own_bias_rows(self) -> bool:
-        """Whether the rows of the bias are exchanged."""
-        totals = self._totals
-        is_alone = totals.exchange.group.size == 1
-        return totals.parameters.dbias is not None and totals.call.bias_rows and not is_alone
-
-    def _return_bias_rows(self) -> None:
-        """Add the gradients of rows of the bias, of which each rank has its own."""
-        exchange, total = self._totals.exchange, self._totals.parameters.dbias
-        part, own = self.parameters.dbias, self._heads.queries
-        if total is None or part is None:
-            return
-        B, H, Nk = *total.shape[:2], part.shape[3]
-        rows = exchange.queries.length_of(exchange.group.rank)
-        if H > 1 and total.shape[2] == rows:
-            exchange.to_tokens(part, total, own, exchange.queries)
-            return
-        # Of a head that all share, each rank has a part of the sum.
-        shared = H == 1
-        ranks = exchange.group.size if shared else H
-        found = library(part).zeros((B, ranks, rows, Nk), part.dtype)
-        exchange.to_tokens(part, found, slice(0, 1) if shared else own, exchange.queries)
-        found = found.sum(axis=1, keepdims=True) if shared else found
-        total += found if total.shape[2] == rows else found.sum(axis=2, keepdims=True)

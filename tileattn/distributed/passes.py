@@ -46,7 +46,7 @@ class Passes:
         rows = dict.fromkeys(plan.rows for plan in plans)
         of_rank = partial(RankBlocks, blocks.visibility, *layouts, self._comm.rank)
         self._blocks = {number: of_rank(number) for number in rows}
-        forward, backward = ring.forward, ring.backward
+        forward, backward = ring.forward, partial(ring.backward, ahead=plans[1].ahead)
         if schedule == "gather":
             forward = partial(gather.forward, ahead=plans[0].ahead)
             backward = partial(gather.backward, ahead=plans[1].ahead)

@@ -3,8 +3,7 @@
 At step t rank r has the keys of rank ``r - t``; while it computes with them, they travel on to rank
 ``r + 1``. What a rank sends and receives in a step begins together. Keys go as far as the last rank
 that attends to them, and no further. In the backward pass the gradients of keys and values follow
-them and are summed on the way, in one order, and return to the rank that holds the keys: while that
-one computes the first step of the next group of heads.
+them and are summed on the way, in one order, and return to the rank that holds the keys.
 
 References
 ----------
@@ -32,11 +31,17 @@ def forward(parts: Iterable[RowPart]) -> None:
         del to
 
 
-def backward(parts: Iterable[GradientPart]) -> None:
-    """Compute the gradients of this rank's arrays, and its part of those that all ranks share."""
+def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
+    """Compute the gradients of this rank's arrays, and its part of those that all ranks share.
+
+    Those of its keys return while the next group is computed, or before.
+    """
     returned: Callable[[], None] | None = None
     for part in parts:
         returned = _backward(part, returned)
+        if not ahead:
+            returned()
+            returned = None
     if returned is not None:
         returned()
 

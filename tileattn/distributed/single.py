@@ -15,8 +15,9 @@ def forward(parts: Iterable[RowPart]) -> None:
     for part in parts:
         x = part.call.operands
         found = tileattn.forward(x.q, x.k, x.v, **_options(part.call))
-        del x
+        del x  # nothing outlives what uses it: the next group takes its place
         part.finish(found)
+        del found
 
 
 def backward(parts: Iterable[GradientPart]) -> None:
@@ -40,6 +41,7 @@ def backward(parts: Iterable[GradientPart]) -> None:
         part.finish_rows(dq)
         del dq
         part.finish_keys(dk, dv)
+        del dk, dv
 
 
 def _options(call: Call) -> dict[str, Any]:
