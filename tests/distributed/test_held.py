@@ -23,7 +23,7 @@ N, D = 1024, 128
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let tiles be so small that they hardly count."""
-    backend = NumpyBackend((128, 64), (128, 64))
+    backend = NumpyBackend((64, 64), (64, 64))
     backend.name = "small"
     tileattn.register_backend(backend)
     monkeypatch.setenv("TILEATTN_NUM_THREADS", "1")
@@ -54,8 +54,8 @@ def on_all(ranks: int, run: Callable[[Any], Any]) -> list[Any]:
     return found
 
 
-# What a rank holds at most over its share, in either pass: by schedule, heads of keys, and ranks. Of
-# one head for each rank, or of all keys of one head, there is nothing less.
+# What a rank holds at most over its share, in either pass: by schedule, heads of keys, and ranks.
+# Where there are few heads, one of each rank is much.
 BOUNDS: dict[tuple[Any, int, int], float] = {
     ("ring", 16, 2): 1.15,
     ("ring", 16, 4): 1.15,
@@ -89,17 +89,17 @@ def test_ranks_hold_little_more_than_their_share(schedule: Any, Hkv: int, ranks:
 
     def backward(comm: Any) -> Any:
         q, k, v, dout = own[comm.rank]
-        return dist.backward(dout, q, k, v, *rows[comm.rank], comm, **given)
+        out, lse = rows[comm.rank]
+        return dist.backward(dout, q, k, v, out, lse, comm, **given)
 
     with in_groups(_BUDGET):
         rows, forward_peak = peak(lambda: on_all(ranks, forward))
         _, backward_peak = peak(lambda: on_all(ranks, backward))
-        shapes = (x.shape for x in (q, k, v))
-        costs = predict(*shapes, ranks, layout="zigzag", causal=True).costs
+        costs = predict(q.shape, k.shape, v.shape, ranks, layout="zigzag", causal=True).costs
     cost = next(x for x in costs if x.schedule == schedule)
     peaks = (forward_peak, whole), (backward_peak, both)
-    for (measured, one), given_to_all, counted in zip(peaks, inputs, cost[1:], strict=True):
-        measured += given_to_all
+    for (of_ranks, one), given_to_all, counted in zip(peaks, inputs, cost[1:], strict=True):
+        measured = given_to_all + of_ranks
         assert measured < BOUNDS[schedule, Hkv, ranks] * (given_to_all + one)
         assert 0.97 < measured / ranks / counted.held < 1.06
         assert counted.share < BOUNDS[schedule, Hkv, ranks]

@@ -78,12 +78,13 @@ def value(x: Any, low: Any, wide: np.dtype[Any], is_split: bool) -> Any:
 @pytest.mark.parametrize("name", ["full", "causal", "sinks", "window"])
 def test_ranks_with_a_gpu_each(dtype: Any, schedule: Any, name: str) -> None:
     """The window leaves queries without keys."""
-    options: dict[str, Any] = {
+    given: dict[str, dict[str, Any]] = {
         "full": {},
         "causal": {"causal": True},
         "sinks": {"sinks": np.linspace(-1, 2, 4).astype(np.float32), "causal": True},
         "window": {"window": (20, 3), "kv_lengths": [90, 150]},
-    }[name]
+    }
+    options = given[name]
     rng = np.random.default_rng(0)
     q, k, v, dout = (
         rng.standard_normal((2, heads, 330, 24)).astype(dtype) for heads in (4, 2, 2, 4)
@@ -92,8 +93,8 @@ def test_ranks_with_a_gpu_each(dtype: Any, schedule: Any, name: str) -> None:
 
     def run(comm: Any) -> Any:
         *own, upstream = (layout.take(x, comm.rank) for x in (q, k, v, dout))
-        given = options | {"layout": layout, "schedule": schedule, "backend": "numpy"}
-        attention, pullback = dist.vjp(own[0], own[1], own[2], comm, **given)
+        more: dict[str, Any] = {"layout": layout, "schedule": schedule, "backend": "numpy"}
+        attention, pullback = dist.vjp(own[0], own[1], own[2], comm, **more, **options)
         return [*attention, *pullback(upstream)[:5]]
 
     found = on_ranks(4, run)
@@ -104,5 +105,6 @@ def test_ranks_with_a_gpu_each(dtype: Any, schedule: Any, name: str) -> None:
     bounds = error_bound(q, k, v, dout, **options)
     attention = Attention(layout.join(out), layout.join(lse, axis=-1))
     assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
-    grads = Gradients(*map(layout.join, (dq, dk, dv)), None, dsinks[0])
+    dq, dk, dv = (layout.join(x) for x in (dq, dk, dv))
+    grads = Gradients(dq, dk, dv, None, dsinks[0])
     assert_attention_close(grads, reference.backward(dout, q, k, v, **options), bounds)

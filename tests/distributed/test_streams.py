@@ -97,9 +97,7 @@ def streamed(ranks: int, run: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"window": (9, 3)}, {"kv_lengths": [30, 7]}], ids=str
 )
-def test_no_step_waits_for_another(
-    schedule: Any, options: dict[str, Any], budget: float
-) -> None:
+def test_no_step_waits_for_another(schedule: Any, options: dict[str, Any], budget: float) -> None:
     rng = np.random.default_rng(5)
     q, dout = rng.standard_normal((2, 2, 8, 37, 6), np.float32)
     k, v = rng.standard_normal((2, 2, 4, 37, 6), np.float32)

@@ -124,7 +124,7 @@ class Sums:
         k, v = (call.wide(a[..., :0, :]) for a in (x.k, x.v))
         sinks = x.sinks.astype(np.float64)  # the sum over the queries is rounded once
         options = {"sinks": sinks, "backend": call.backend}
-        total = library(x.q).zeros(sinks.shape, np.float64)
+        total: Array = library(x.q).zeros(sinks.shape, np.float64)
         for a in call.blocks.pieces:
             total += self._of_block(a.rows, k, v, options, frozenset({"sinks"})).dsinks
         return total

@@ -152,8 +152,8 @@ def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -
         keys, gradients = gathered(work)
         returned = Sent(*map(np.zeros_like, gradients)), gradients
         sent, seconds = [], []
-        for plan, back, own in zip(plans, returned, matmuls, strict=True):
-            there, back = keys.in_groups(plan.groups), back.in_groups(plan.groups)
+        for plan, whole_back, own in zip(plans, returned, matmuls, strict=True):
+            there, back = keys.in_groups(plan.groups), whole_back.in_groups(plan.groups)
             sent.append(there.plus(back))
             travel = _seconds(there, whole)
             first = travel / plan.groups if plan.ahead else travel

@@ -100,7 +100,9 @@ class Exchange:
     @staticmethod
     def _contiguous(place: Array) -> Array:
         """Give a place to receive in."""
-        found: Array = place if place.flags.c_contiguous else library(place).empty(place.shape, place.dtype)
+        if place.flags.c_contiguous:
+            return place
+        found: Array = library(place).empty(place.shape, place.dtype)
         return found
 
     def _exchange(self, outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:

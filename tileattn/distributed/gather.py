@@ -62,11 +62,12 @@ class _Keys:
         self._parts = [{comm.rank: a} for a in own]
         with comm.together():
             for n in _others(call):
+                rows = self._layout.length_of(n)
                 if blocks.needs(comm.rank, n):
-                    for m, (parts, columns) in enumerate(zip(self._parts, (P.D, P.Dv), strict=True)):
-                        shape = P.B, P.Hkv, self._layout.length_of(n), columns
-                        parts[n] = xp.empty(shape, P.dtype)
-                        self._under_way.append(comm.receive(parts[n], n, _KEYS + m))
+                    for m, columns in enumerate((P.D, P.Dv)):
+                        part = xp.empty((P.B, P.Hkv, rows, columns), P.dtype)
+                        self._under_way.append(comm.receive(part, n, _KEYS + m))
+                        self._parts[m][n] = part
                 if blocks.needs(n, comm.rank):
                     self._under_way += [comm.send(a, n, _KEYS + m) for m, a in enumerate(own)]
 

@@ -43,7 +43,7 @@ class Device(NamedTuple):
 
 
 # Some cores; and nearly two waves of the 132 SMs of a Hopper GPU.
-CPU = Device(on_gpu=False, tile=512, tiles=4, message=1 << 16)
+CPU = Device(on_gpu=False, tile=512, tiles=4, message=1 << 18)
 GPU = Device(on_gpu=True, tile=128, tiles=256, message=1 << 20)
 
 
@@ -162,7 +162,7 @@ class Held:
         return self._own + exchanged + buffers
 
     def _of_ring(self, hq: int, hk: int, plan: Plan) -> int:
-        """Two pairs of keys and values on their way, backward of gradients; sums, and a block."""
+        """Count two pairs of keys and values on their way, backward of gradients; sums, a block."""
         P = self._P
         keys = self._pair(hk, self._keys)
         is_copied = self._n == 1 and P.B > 1 and hk < P.Hkv
@@ -174,7 +174,7 @@ class Held:
         return found + self._sums(hq) + self._block(hq, hk, plan)
 
     def _of_gather(self, hq: int, hk: int, plan: Plan) -> int:
-        """All keys, joined or on their way, and backward gradients of them; sums, and a block."""
+        """Count all keys, joined or on their way, and backward their gradients; sums, a block."""
         P, ranks, others = self._P, self._ring, self._all_keys - self._keys
         keys, arriving = self._pair(hk, self._all_keys), self._pair(hk, others)
         k, of_v = self._bytes(hk, self._all_keys, P.D), self._bytes(hk, others, P.Dv)
@@ -191,7 +191,7 @@ class Held:
         return upcoming + max(joining, computing, returning)
 
     def _exchanged(self, hq: int, hk: int) -> int:
-        """Some heads of all tokens of a group: inputs and results."""
+        """Count some heads of all tokens of a group: inputs and results."""
         P, passes = self._P, 1 + self._backward
         rows = self._bytes(hq, self._queries, passes * (P.D + P.Dv))
         numbers = P.B * hq * self._queries * self._wide
@@ -199,7 +199,7 @@ class Held:
         return rows + numbers + (1 + (self._backward and self._ring == 1)) * keys
 
     def _sums(self, hq: int) -> int:
-        """Sums of the results of queries: lower halves, or all where they are wider."""
+        """Count sums of the results of queries: lower halves, or all where they are wider."""
         P = self._P
         columns = P.D if self._backward else P.Dv
         half = 2 if self._device.on_gpu else self._wide
@@ -209,7 +209,7 @@ class Held:
         return found
 
     def _block(self, hq: int, hk: int, plan: Plan) -> int:
-        """Operands of a block where they are widened, and its results."""
+        """Count the operands of a block where they are widened, and its results."""
         P, rows = self._P, min(plan.rows or self._segment, self._segment)
         on_gpu, keys = self._device.on_gpu, self._block_keys
         item = self._item if on_gpu else self._wide

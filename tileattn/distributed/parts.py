@@ -99,7 +99,6 @@ class Totals:
                 )
         return Gradients(self.of["q"], self.of["k"], self.of["v"], dbias, dsinks, of_aux)
 
-
     def return_rows(self, dbias: Array, own: slice, heads: int) -> None:
         """Add the gradients of rows of the bias to those of the ranks that have these rows."""
         total, exchange = self.parameters.dbias, self.exchange

@@ -1,6 +1,6 @@
 """Both passes of a schedule: groups of heads one after the other, each exchanged and computed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from tileattn.distributed import gather, ring, single
 from tileattn.distributed.arrays import library
 from tileattn.distributed.blocks import Pair, Upstream
 from tileattn.distributed.call import Array, Call
+from tileattn.distributed.comm import Communicator
 from tileattn.distributed.exchange import Exchange
 from tileattn.distributed.groups import across, layout_across
 from tileattn.distributed.head_groups import Heads, head_groups
@@ -37,23 +38,26 @@ class Passes:
 
     def __init__(self, call: Call, schedule: Schedule, plans: tuple[Plan, Plan]) -> None:
         comm, blocks, n = call.comm, call.blocks, group_size(schedule, call.comm.size)
-        layouts = [blocks.q_layout, blocks.k_layout]
+        queries, keys = blocks.q_layout, blocks.k_layout
         self._n, self._plans = n, plans
-        self._exchange = Exchange(comm, *layouts, n)
-        self._comm = comm if n == 1 else across(comm, n)
+        self._exchange = Exchange(comm, queries, keys, n)
+        self._comm: Communicator = comm
         if n > 1:
-            layouts = [layout_across(x, n) for x in layouts]
-        rows = dict.fromkeys(plan.rows for plan in plans)
-        of_rank = partial(RankBlocks, blocks.visibility, *layouts, self._comm.rank)
-        self._blocks = {number: of_rank(number) for number in rows}
-        forward, backward = ring.forward, partial(ring.backward, ahead=plans[1].ahead)
-        if schedule == "gather":
-            forward = partial(gather.forward, ahead=plans[0].ahead)
-            backward = partial(gather.backward, ahead=plans[1].ahead)
+            self._comm = across(comm, n)
+            queries, keys = layout_across(queries, n), layout_across(keys, n)
+        self._blocks = {
+            plan.rows: RankBlocks(blocks.visibility, queries, keys, self._comm.rank, plan.rows)
+            for plan in plans
+        }
         self._is_single = n > 1 and self._comm.size == 1
+        self._forward: Callable[[Iterator[RowPart]], None] = ring.forward
+        self._backward: Callable[[Iterator[GradientPart]], None]
+        self._backward = partial(ring.backward, ahead=plans[1].ahead)
         if self._is_single:
-            forward, backward = single.forward, single.backward
-        self._forward, self._backward = forward, backward
+            self._forward, self._backward = single.forward, single.backward
+        elif schedule == "gather":
+            self._forward = partial(gather.forward, ahead=plans[0].ahead)
+            self._backward = partial(gather.backward, ahead=plans[1].ahead)
 
     def forward(self, call: Call) -> Attention:
         """Compute the rows of this rank's queries."""
@@ -99,8 +103,11 @@ class Passes:
 
     def _gradient_parts(self, totals: Totals, upstream: Upstream) -> Iterator[GradientPart]:
         for one, heads, is_last in self._calls(totals.call, self._plans[1]):
-            given = (None if x is None else self._rows(x, heads.queries) for x in upstream)
-            part = GradientPart(totals, one, heads, Upstream(*given), is_last=is_last)
+            dout, out, lse = (self._rows(x, heads.queries) for x in upstream[:3])
+            dlse = None if upstream.dlse is None else self._rows(upstream.dlse, heads.queries)
+            given = Upstream(dout, out, lse, dlse)
+            part = GradientPart(totals, one, heads, given, is_last=is_last)
+            del dout, out, lse, dlse, given
             del one
             yield part
 
@@ -108,7 +115,9 @@ class Passes:
         """Yield the call of each group, its heads, and whether it is the last with its keys."""
         P, x, exchange = call.problem, call.operands, self._exchange
         groups = head_groups(P.Hq // self._n, P.Hkv // self._n, plan.groups)
-        shared = {name: self._rows(y, slice(0, 1)) for name, y in self._exchanged(call, shared=True)}
+        shared = {
+            name: self._rows(y, slice(0, 1)) for name, y in self._exchanged(call, shared=True)
+        }
         keys: Pair | None = None
         for n, heads in enumerate(groups):
             if keys is None:

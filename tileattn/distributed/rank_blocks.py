@@ -1,6 +1,7 @@
 """The blocks that a rank computes: pieces of its queries, and segments of keys that they see."""
 
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from tileattn.distributed.layout import Layout, Segment
@@ -97,7 +98,5 @@ def _cut(segment: Segment, rows: int | None) -> list[Segment]:
     step = -(-length // (count * _ALIGNED)) * _ALIGNED
     ends = [min(n, length) for n in range(0, length + step, step)]
     return [
-        Segment(start + a, start + b, slice(at + a, at + b))
-        for a, b in zip(ends, ends[1:], strict=False)
-        if a < b
+        Segment(start + a, start + b, slice(at + a, at + b)) for a, b in pairwise(ends) if a < b
     ]

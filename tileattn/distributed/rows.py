@@ -148,7 +148,7 @@ class RowsOnGpu(_OnGpu):
         self._split.add(queries.start)
 
     def finish(self) -> None:
-        """Queries without keys have a sink at most."""
+        """Fill rows without keys, which have a sink at most."""
         for a in self._call.blocks.pieces:
             if a.start not in self._begun:
                 sinks = -np.inf if self._sinks is None else self._sinks[:, np.newaxis]
@@ -178,7 +178,7 @@ class SumsOnGpu(_OnGpu):
         self._split.add(number)
 
     def finish(self) -> None:
-        """Gradients of queries without keys are 0."""
+        """Fill rows without keys: with 0."""
         for a in self._pieces:
             if not self._number[a.start]:
                 self._to[..., a.rows, :] = 0

@@ -1,4 +1,4 @@
-"""Heads of all tokens, which a rank has for itself: a call for each group of them, with its bits."""
+"""Heads of all tokens, which a rank has for itself: a call for each group, with its bits."""
 
 from collections.abc import Iterable
 from typing import Any

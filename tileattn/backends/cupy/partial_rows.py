@@ -39,11 +39,9 @@ def join_rows(
     ``is_split`` says whether the sums are in two halves before, and ``splits`` whether they are
     then; ``low`` has the lower ones. Sinks (H,) of the dtype of sums join the denominator.
     """
-    n = at.stop - at.start
-    place = _place(to.out, n, at)
     parts = (None, None) if part is None else (part.out, part.lse)
-    numbers = *place, int(is_split), int(splits)
-    rows = to.out.shape[0] * to.out.shape[1] * n
+    numbers = *_place(to.out, at), int(is_split), int(splits)
+    rows = to.out.shape[0] * to.out.shape[1] * (at.stop - at.start)
     blocks = min(-(-rows // _WARPS), _MOST_BLOCKS)
     _launch("join_rows", to.out, (blocks,), (to.out, low, to.lse, *parts, sinks), numbers, rows)
 
@@ -52,8 +50,7 @@ def add_halves(
     to: Any, low: Any | None, part: Any, at: slice, *, is_split: bool, splits: bool
 ) -> None:
     """Add a part (B, H, n, D) to the rows ``at`` of sums (B, H, N, D), as `join_rows` has them."""
-    n, D = part.shape[2:]
-    numbers = *_place(to, n, at), int(is_split), int(splits)
+    numbers = *_place(to, at), int(is_split), int(splits)
     _launch("add_halves", to, _grid(part.shape), (to, low, part), numbers, part.size)
 
 
@@ -64,11 +61,11 @@ def add_rows(sums: Any, part: Any, at: slice) -> None:
     _launch("add_rows", part, _grid(part.shape), (sums, part), numbers, part.size)
 
 
-def _place(to: Any, n: int, at: slice) -> tuple[int, ...]:
-    """Say where n rows are among those of some heads of a contiguous array."""
+def _place(to: Any, at: slice) -> tuple[int, ...]:
+    """Say where some rows are among those of some heads of a contiguous array."""
     B, H, N, D = to.shape
     between = to.strides[0] // (D * to.itemsize) if B > 1 else 0
-    return B, H, n, N, at.start, between, D
+    return B, H, at.stop - at.start, N, at.start, between, D
 
 
 def _grid(shape: tuple[int, ...]) -> tuple[int, int]:
