@@ -224,7 +224,7 @@ def test_only_what_runs_or_loads_kernels_imports_a_library_of_the_gpu(path: Path
     heads = {target.split(".")[0] for node in nodes for target in targets(node, path)}
     found = heads & {"cuda", "cupy", "cupy_backends", "cupyx"}
     name = module_of(path)
-    others = {"selfcheck", "torch.cuda", "distributed.nccl", "distributed.rows"}
+    others = {"selfcheck", "torch.cuda", "distributed.nccl"}
     assert not found or name.startswith(("backends.cupy", "kernels.jit")) or name in others
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import tileattn
 import tileattn.distributed as dist
+from tests.distributed.in_groups import in_groups
 from tests.distributed.threads import Rank as Thread
 from tests.distributed.threads import World, on_ranks
 from tileattn.distributed import Layout
@@ -123,7 +124,8 @@ def test_groups_that_ranks_do_not_form(ranks: int, n: int, reason: str) -> None:
     assert set(found) == {f"{start}schedule='ring' is accepted, and ('heads', 2)"}
 
 
-def test_ranks_that_exchange_heads_have_the_bits_of_one_call() -> None:
+@pytest.mark.parametrize("budget", [0.0, 100.0])
+def test_ranks_that_exchange_heads_have_the_bits_of_one_call(budget: float) -> None:
     layout = Layout.zigzag(12, 2)
 
     def run(comm: Any) -> Any:
@@ -132,7 +134,8 @@ def test_ranks_that_exchange_heads_have_the_bits_of_one_call() -> None:
         return dist.forward(q, k, v, comm, backend="numpy", **given)
 
     whole = tileattn.forward(Q, K, V, causal=True, backend="numpy")
-    found = on_ranks(2, run)
+    with in_groups(budget):
+        found = on_ranks(2, run)
     assert np.array_equal(layout.join([x.out for x in found]), whole.out)
     assert np.array_equal(layout.join([x.lse for x in found], axis=-1), whole.lse)
 
@@ -176,16 +179,18 @@ def test_keys_travel_no_further_than_they_are_needed() -> None:
     assert sent(layout, 4, kv_lengths=[3]) == [part, part, part, 0]
 
 
+@pytest.mark.parametrize("budget", [0.0, 100.0])
 @pytest.mark.parametrize("schedule", ["ring", "gather", ("heads", 2)])
-def test_results_have_the_same_bits_again(schedule: Any) -> None:
+def test_results_have_the_same_bits_again(schedule: Any, budget: float) -> None:
     def run(comm: Any) -> Any:
         options: dict[str, Any] = {"causal": True, "sinks": np.ones(2), "schedule": schedule}
         attention, pullback = dist.vjp(Q, K, V, comm, backend="numpy", **options)
         grads = pullback(Q)
         return [x.tobytes() for x in (*attention, *grads[:3], grads.dsinks)]
 
-    found = on_ranks(4, run)
-    assert found == on_ranks(4, run)
+    with in_groups(budget):
+        found = on_ranks(4, run)
+        assert found == on_ranks(4, run)
     assert len({dsinks for *_, dsinks in found}) == 1
 
 

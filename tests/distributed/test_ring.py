@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 import tileattn.distributed as dist
+from tests.distributed.in_groups import in_groups
 from tests.distributed.threads import on_ranks
 from tileattn import Gradients, reference
 from tileattn.distributed import Layout
@@ -49,7 +50,13 @@ def cut(case: AttentionCase, queries: Layout, keys: Layout, rank: int) -> Attent
 
 
 def check(case: AttentionCase, queries: Layout, keys: Layout, **more: Any) -> None:
-    """Hold what the ranks return, put together, to the oracle."""
+    """Hold what the ranks return, put together, to the oracle: heads at once, and in groups."""
+    check_once(case, queries, keys, **more)
+    with in_groups():
+        check_once(case, queries, keys, **more)
+
+
+def check_once(case: AttentionCase, queries: Layout, keys: Layout, **more: Any) -> None:
     ranks = queries.ranks
 
     def run(comm: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tileattn.distributed as dist
+from tests.distributed.in_groups import in_groups
 from tests.distributed.test_ring import layouts
 from tests.distributed.threads import PATIENCE, Rank, on_ranks
 from tileattn import reference
@@ -91,11 +92,12 @@ def streamed(ranks: int, run: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("budget", [0.0, 1.5, 100.0])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"window": (9, 3)}, {"kv_lengths": [30, 7]}], ids=str
 )
-def test_no_step_waits_for_another(schedule: Any, options: dict[str, Any]) -> None:
+def test_no_step_waits_for_another(schedule: Any, options: dict[str, Any], budget: float) -> None:
     rng = np.random.default_rng(5)
     q, dout = rng.standard_normal((2, 2, 8, 37, 6), np.float32)
     k, v = rng.standard_normal((2, 2, 4, 37, 6), np.float32)
@@ -108,7 +110,8 @@ def test_no_step_waits_for_another(schedule: Any, options: dict[str, Any]) -> No
             attention, pullback = dist.vjp(own[0], own[1], own[2], comm, **given, **options)
             return [*attention, *pullback(upstream)[:3]]
 
-        out, lse, *grads = zip(*streamed(4, run), strict=True)
+        with in_groups(budget):
+            out, lse, *grads = zip(*streamed(4, run), strict=True)
         attention = type(reference.forward(q, k, v))(layout.join(out), layout.join(lse, axis=-1))
         assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
         found = reference.backward(dout, q, k, v, **options)

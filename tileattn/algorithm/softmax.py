@@ -46,7 +46,7 @@ class RowState:
     def of_result(cls, out: Array, lse: Array, dtype: np.dtype[Any]) -> "RowState":
         """State whose ``finalize`` gives this output and logsumexp: m = lse and l = 1."""
         l = np.where(np.isneginf(lse), 0, 1).astype(dtype)  # noqa: E741 - as above
-        weighted = np.where(l[..., None] > 0, out.astype(dtype), l.dtype.type(0))
+        weighted = np.where(l[..., None] > 0, out.astype(dtype, copy=False), l.dtype.type(0))
         return cls(lse.astype(dtype), l, weighted)
 
     def rows(self, which: slice) -> "RowState":

@@ -21,7 +21,7 @@ def library(x: Any) -> Any:
 
 
 def add(total: Any, part: Any, rows: slice) -> None:
-    """Add a part to some rows of a sum with four axes, in the dtype of the sum."""
+    """Add a part to some rows of a sum with four axes, contiguous and in the dtype of the sum."""
     if is_on_gpu(total):
         from tileattn.backends.cupy.partial_rows import add_rows
 

@@ -1,140 +1,148 @@
 """A rank's queries over keys that come in parts, block by block: results and gradients."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import tileattn
-from tileattn.algorithm.residuals import has_large_lse
 from tileattn.distributed.arrays import add, add_narrow, library
 from tileattn.distributed.call import Call
-from tileattn.distributed.comm import sum_in_order
-from tileattn.distributed.rows import rows_of
+from tileattn.distributed.layout import Segment
+from tileattn.distributed.rows import rows_of, sums_of
 from tileattn.results import Attention, Gradients
 
 Array = NDArray[Any]
 Pair = tuple[Array, Array]
 
 
-def attend(call: Call, arriving: Iterable[tuple[int, Pair]]) -> Attention:
+def attend(call: Call, arriving: Iterable[tuple[int, Pair]], to: Attention) -> None:
     """Compute the rows of this rank's queries, over the keys and values of ranks as they come."""
-    x, segments, rows = call.operands, call.q_layout.segments(call.comm.rank), rows_of(call)
+    rows = rows_of(call, to)
     with np.errstate(all="ignore"):
         for source, (k, v) in arriving:
-            for a in segments:
-                for c in call.k_layout.segments(source):
-                    if call.visibility.block(a, c):
-                        q = call.wide(x.q[..., a.rows, :])
-                        keys = call.wide(k[..., c.rows, :]), call.wide(v[..., c.rows, :])
-                        rows.join(a, tileattn.forward(q, *keys, **call.block(a, c)))
-        return rows.finish()
+            for c, pieces in call.blocks.of(source):
+                keys = call.wide(k[..., c.rows, :]), call.wide(v[..., c.rows, :])
+                for a in pieces:
+                    rows.attend(a, *keys, call.block(a, c))
+                del keys
+            del k, v  # before the next ones arrive
+        rows.finish()
 
 
-def precise(
-    call: Call, attention: Attention, forward: Callable[[Call], Attention]
-) -> tuple[Call, Attention]:
-    """Have sums of float64 where the rounding of lse would show in gradients: blocks lack keys.
+class Upstream(NamedTuple):
+    """What the backward pass is given for some heads of this rank's queries."""
 
-    On a GPU they keep their dtype: to look at lse there, the host would have to wait for it.
+    dout: Array
+    out: Array
+    lse: Array
+    dlse: Array | None
+
+
+class Parameters(NamedTuple):
+    """Sums of the gradients of what heads share, over blocks of this rank; wide.
+
+    None stands for what is not asked for, or has none.
     """
-    if call.on_gpu:
-        return call, attention
-    if any(call.comm.gather(has_large_lse(attention.lse, call.problem.dtype).any())):
-        call = replace(call, sums=np.dtype(np.float64))
-        attention = Attention(attention.out, forward(call).lse)
-    return call, attention
+
+    dbias: Array | None
+    dsinks: Array | None
+    daux: list[Array | None]
 
 
 class Sums:
-    """Gradients of this rank's queries and of parameters, summed block by block."""
+    """Gradients of some heads of this rank's queries, and of parameters, summed block by block.
+
+    Parameters
+    ----------
+    call : Call
+        Of these heads.
+    upstream : Upstream
+        What is given for them.
+    wrt : frozenset of str
+        Which gradients are asked for.
+    dq : array or None
+        Where those of the queries go.
+    parameters : Parameters
+        What those of parameters are added to.
+    """
 
     def __init__(
-        self, call: Call, dout: Array, attention: Attention, dlse: Array | None, wrt: frozenset[str]
+        self,
+        call: Call,
+        upstream: Upstream,
+        wrt: frozenset[str],
+        dq: Array | None,
+        parameters: Parameters,
     ) -> None:
-        x, aux = call.operands, call.options.get("aux") or ()
-        self._call, self._wrt = call, wrt
-        self._dlse = None if dlse is None else call.wide(dlse)
-        self._dout, self._out, self._lse = map(call.wide, (dout, *attention))
-        self._xp = xp = library(x.q)
-        self.dq = xp.zeros(x.q.shape, call.sums)
-        self.dbias = None if "bias" not in wrt else xp.zeros(x.bias.shape, call.sums)
-        self.daux = [None if a.dtype.kind in "biu" else xp.zeros(a.shape, np.float64) for a in aux]
+        self._call, self._upstream, self._wrt = call, upstream, wrt
+        self._dq = None if dq is None else sums_of(call, dq)
+        self._parameters = parameters
 
-    def of_keys(self, source: int, k: Array, v: Array) -> Pair:
-        """Add the blocks of the keys of a rank; return the gradients of k and v."""
-        call = self._call
-        dk, dv = (self._xp.zeros(a.shape, call.sums) for a in (k, v))
-        for a in call.q_layout.segments(call.comm.rank):
-            for c in call.k_layout.segments(source):
-                if not call.visibility.block(a, c):
-                    continue
-                keys = call.wide(k[..., c.rows, :]), call.wide(v[..., c.rows, :])
-                grads = self._of_block(a.rows, *keys, call.block(a, c), self._wrt - {"sinks"})
-                for total, part, rows in (
-                    (self.dq, grads.dq, a.rows),
-                    (dk, grads.dk, c.rows),
-                    (dv, grads.dv, c.rows),
-                ):
-                    if part is not None:
-                        add(total, part, rows)
-                if self.dbias is not None:
-                    add_narrow(self.dbias[(..., *call.cut(self.dbias, a, c))], grads.dbias)
-                for total, part in zip(self.daux, grads.daux or (), strict=False):
-                    if total is not None and part is not None:
-                        add_narrow(total, part)
-        return dk, dv
+    def of_keys(self, source: int, k: Array, v: Array, sums: Callable[[], Pair]) -> Pair:
+        """Add the blocks of the keys of a rank, whose gradients are added to ``sums()``.
 
-    def gradients(self, dk: Array, dv: Array) -> Gradients:
-        """Give all gradients, given those of this rank's keys and values."""
-        call, wrt = self._call, self._wrt
+        These are asked for when the first block is under way: they may be still to arrive.
+        """
+        call, found = self._call, None
         with np.errstate(all="ignore"):
-            dq, own_dk, own_dv = (
-                g.astype(call.problem.dtype, copy=False) if name in wrt else None
-                for name, g in zip("qkv", (self.dq, dk, dv), strict=True)
-            )
-            daux = None
-            if "aux" in wrt:
-                daux = tuple(
-                    None if g is None else sum_in_order(call.comm, g).astype(a.dtype, copy=False)
-                    for g, a in zip(self.daux, call.options["aux"], strict=True)
-                )
-            return Gradients(dq, own_dk, own_dv, self.of_bias(), self.of_sinks(), daux)
+            for c, pieces in call.blocks.of(source):
+                keys = call.wide(k[..., c.rows, :]), call.wide(v[..., c.rows, :])
+                for a in pieces:
+                    grads = self._of_block(a.rows, *keys, call.block(a, c), self._wrt - {"sinks"})
+                    found = sums() if found is None else found
+                    self._add(a, c, grads, found)
+                    del grads  # before the next block is computed
+                del keys
+        return sums() if found is None else found
 
-    def of_bias(self) -> Array | None:
-        """Give the gradient of the bias, over all ranks where they have it in common."""
-        call = self._call
-        if self.dbias is None:
-            return None
-        total = self.dbias if call.bias_rows else sum_in_order(call.comm, self.dbias)
-        bias = call.options["bias"]
-        return total.reshape(bias.shape).astype(bias.dtype, copy=False)
+    def finish(self) -> None:
+        """Round the gradients of queries, and add those of sinks."""
+        with np.errstate(all="ignore"):
+            if self._dq is not None:
+                self._dq.finish()
+            if self._parameters.dsinks is not None:
+                add_narrow(self._parameters.dsinks, self._of_sinks())
 
-    def of_sinks(self) -> Array | None:
-        """Give the gradient of the sinks, over all ranks: that of queries without keys."""
+    def _add(self, a: Segment, c: Segment, grads: Gradients, sums: Pair) -> None:
+        if self._dq is not None:
+            self._dq.add(a, grads.dq)
+        for total, part in zip(sums, (grads.dk, grads.dv), strict=True):
+            if part is not None:
+                add(total, part, c.rows)
+        dbias = self._parameters.dbias
+        if dbias is not None:
+            add_narrow(dbias[(..., *self._call.cut(dbias, a, c))], grads.dbias)
+        for whole, part in zip(self._parameters.daux, grads.daux or (), strict=False):
+            if whole is not None and part is not None:
+                add_narrow(whole, part)
+
+    def _of_sinks(self) -> Array:
+        """Give the gradients of the sinks: those of queries without keys."""
         call, x = self._call, self._call.operands
-        if "sinks" not in self._wrt:
-            return None
         k, v = (call.wide(a[..., :0, :]) for a in (x.k, x.v))
         sinks = x.sinks.astype(np.float64)  # the sum over the queries is rounded once
         options = {"sinks": sinks, "backend": call.backend}
-        part = self._of_block(slice(None), k, v, options, frozenset({"sinks"})).dsinks
-        total = sum_in_order(call.comm, part)
-        return total.astype(x.sinks.dtype, copy=False)
+        total: Array = library(x.q).zeros(sinks.shape, np.float64)
+        for a in call.blocks.pieces:
+            total += self._of_block(a.rows, k, v, options, frozenset({"sinks"})).dsinks
+        return total
 
     def _of_block(
         self, rows: slice, k: Array, v: Array, options: dict[str, Any], wrt: frozenset[str]
     ) -> Gradients:
-        q = self._call.wide(self._call.operands.q[..., rows, :])
-        dlse = None if self._dlse is None else self._dlse[..., rows]
-        saved = self._out[..., rows, :], self._lse[..., rows]
-        dout = self._dout[..., rows, :]
+        call, given = self._call, self._upstream
+        q, dout, out = (
+            call.wide(x[..., rows, :]) for x in (call.operands.q, given.dout, given.out)
+        )
+        lse, dlse = (
+            None if x is None else call.wide(x[..., rows]) for x in (given.lse, given.dlse)
+        )
         return tileattn.backward(
-            *(dout, q, k, v, *saved),
+            *(dout, q, k, v, out, lse),
             dlse=dlse,
             wrt=tuple(sorted(wrt)),
-            deterministic=self._call.deterministic,
+            deterministic=call.deterministic,
             **options,
         )

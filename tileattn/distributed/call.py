@@ -2,8 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,10 @@ from numpy.typing import NDArray
 
 from tileattn.distributed.arrays import is_on_gpu, library
 from tileattn.distributed.comm import Communicator
+from tileattn.distributed.head_groups import Heads
 from tileattn.distributed.layout import Layout, Segment
-from tileattn.distributed.visibility import Visibility, reach
+from tileattn.distributed.rank_blocks import RankBlocks
+from tileattn.distributed.visibility import Visibility
 from tileattn.errors import UnsupportedError
 from tileattn.problem import Operands, Problem, four_axes, parse
 
@@ -31,8 +32,8 @@ class Call:
     ----------
     comm : Communicator
         The ranks.
-    q_layout, k_layout : Layout
-        Queries and keys of each rank.
+    blocks : RankBlocks
+        What this rank computes; it has the layouts.
     problem : Problem
         Of this rank's queries and all keys.
     operands : Operands
@@ -50,8 +51,7 @@ class Call:
     """
 
     comm: Communicator
-    q_layout: Layout
-    k_layout: Layout
+    blocks: RankBlocks
     problem: Problem
     operands: Operands
     options: Mapping[str, Any]
@@ -65,17 +65,6 @@ class Call:
     def on_gpu(self) -> bool:
         """Whether the arrays are on a GPU."""
         return is_on_gpu(self.operands.q)
-
-    @cached_property
-    def visibility(self) -> Visibility:
-        """Where keys are visible."""
-        x = self.operands
-        return Visibility(self.problem.window, x.kv_lengths, x.q_offset)
-
-    @cached_property
-    def attending(self) -> list[int]:
-        """Ranks that attend to the keys of each rank: bit r stands for rank r."""
-        return self.visibility.attending(self.q_layout, self.k_layout)
 
     @property
     def has_indices(self) -> bool:
@@ -99,26 +88,43 @@ class Call:
         """Make something on every rank, and keep this rank's; raise on all where one raises."""
         return _checked(self.comm, make)
 
-    def reach(self) -> list[int]:
-        """Count the ranks that the keys of each rank travel to: up to the last that needs them."""
-        return reach(self.attending)
+    def of_heads(self, heads: Heads, **arrays: Any) -> "Call":
+        """Give the call of some of its heads; ``arrays`` are in the place of those that it has.
+
+        Indices of heads are moved.
+        """
+        x, P = self.operands, self.problem
+        own = heads.queries
+        found: dict[str, Any] = {"q": x.q[:, own], "k": x.k[:, heads.keys], "v": x.v[:, heads.keys]}
+        for name in ("bias", "mask"):
+            array = getattr(x, name)
+            if array is not None and array.shape[1] > 1:
+                found[name] = array[:, own]
+        if x.alibi_slopes is not None:
+            found["alibi_slopes"] = x.alibi_slopes[:, own]
+        if x.sinks is not None:
+            found["sinks"] = x.sinks[own]
+        if self.has_indices:
+            start = np.array([0, own.start, 0, 0])
+            found["origin"] = start if x.origin is None else x.origin + start
+        found |= arrays
+        _, Hq, Nq, _ = found["q"].shape
+        return replace(
+            self,
+            problem=replace(P, Hq=Hq, Hkv=found["k"].shape[1], Nq=Nq),
+            operands=x._replace(**found),
+        )
 
     def block(self, queries: Segment, keys: Segment) -> dict[str, Any]:
         """Give the options of the call of a block, sinks left out: indices are moved there."""
-        x, given = self.operands, self.common()
-        if "alibi_slopes" in self.options:
-            given["alibi_slopes"] = self.options["alibi_slopes"]
-        full = self.visibility.is_full(queries, keys)
-        if full:
-            given["causal"], given["window"] = False, None
-        Nk = keys.stop - keys.start
-        lengths = np.clip(x.kv_lengths - keys.start, 0, Nk)
-        offset = x.q_offset + queries.start - keys.start
-        if (lengths != Nk).any():
-            given["kv_lengths"] = lengths
-        moved = (offset != lengths - (queries.stop - queries.start)).any()
-        if moved and (not full or x.alibi_slopes is not None):
-            given["q_offset"] = offset
+        x, name = self.operands, (queries.start, queries.stop, keys.start)
+        known = self.blocks.options.get(name)
+        if known is None:
+            known = self.blocks.options[name] = self._placed(queries, keys)
+        given = self.common() | known
+        if x.alibi_slopes is not None:
+            slopes = x.alibi_slopes
+            given["alibi_slopes"] = slopes[0] if len(slopes) == 1 else slopes
         if self.has_indices:
             start = np.array([0, 0, queries.start, keys.start])
             given["origin"] = start if x.origin is None else x.origin + start
@@ -131,6 +137,22 @@ class Call:
             given["mask"] = x.mask[(..., *self.cut(x.mask, queries, keys))]
         return given
 
+    def _placed(self, queries: Segment, keys: Segment) -> dict[str, Any]:
+        """Give what of these options is the same for all heads."""
+        x, given = self.operands, dict[str, Any]()
+        full = self.blocks.visibility.is_full(queries, keys)
+        if full:
+            given["causal"], given["window"] = False, None
+        Nk = keys.stop - keys.start
+        lengths = np.clip(x.kv_lengths - keys.start, 0, Nk)
+        offset = x.q_offset + queries.start - keys.start
+        if (lengths != Nk).any():
+            given["kv_lengths"] = lengths
+        moved = (offset != lengths - (queries.stop - queries.start)).any()
+        if moved and (not full or x.alibi_slopes is not None):
+            given["q_offset"] = offset
+        return given
+
     def wider(self, x: Array) -> Array:
         """Convert floats that are narrower than sums to their dtype."""
         narrow = x.dtype.kind not in "biu" and x.dtype.itemsize < self.sums.itemsize
@@ -141,10 +163,6 @@ class Call:
         """Give the part of a block in an array that broadcasts to (B, Hq, Nq, Nk)."""
         rows = queries.rows if x.shape[2] > 1 else slice(None)
         return rows, slice(keys.start, keys.stop) if x.shape[3] > 1 else slice(None)
-
-    def needs(self, rank: int, source: int) -> bool:
-        """Whether a rank attends to some of the keys of another."""
-        return bool(self.attending[source] >> rank & 1)
 
 
 def agreed(
@@ -177,8 +195,10 @@ def agreed(
     same(comm, _facts(problem, operands, options, q_layout, k_layout) | more)
     rows = comm.gather([x is not None and x.shape[2] > 1 for x in (operands.bias, operands.mask)])
     of_bias, of_mask = map(any, zip(*rows, strict=True))
+    visibility = Visibility(problem.window, operands.kv_lengths, operands.q_offset)
+    blocks = RankBlocks(visibility, q_layout, k_layout, comm.rank)
     facts = problem, operands, options, more["backend"], of_bias, of_mask, problem.accum_dtype
-    return Call(comm, q_layout, k_layout, *facts)
+    return Call(comm, blocks, *facts)
 
 
 def same(comm: Communicator, facts: Mapping[str, str]) -> None:

@@ -5,6 +5,7 @@ References
 Hockney, The communication challenge for MPP, Parallel Computing 20, 1994.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.distributed.groups import layout_across
+from tileattn.distributed.held import held_by
 from tileattn.distributed.layout import Layout
 from tileattn.distributed.schedules import Schedule, group_size
 from tileattn.distributed.sent import Sent, Workload, exchanged, gathered, passed_on
@@ -52,8 +54,10 @@ class Rates:
     ranks_per_host : int
         Consecutive ranks of one host, which ``host_link`` joins.
     block : Link
-        Seconds that a block takes beside its FLOPs, and bytes in a second at which its results are
-        added to those of others; free by default.
+        Seconds that a call of a block takes beside its FLOPs, and bytes in a second at which its
+        results are added to those of others; free by default.
+    on_gpu : bool
+        Whether ranks have a GPU each: then heads are grouped so that a group fills it.
 
     Examples
     --------
@@ -68,6 +72,7 @@ class Rates:
     host_link: Link | None = None
     ranks_per_host: int = 1
     block: Link = Link(0.0, float("inf"))
+    on_gpu: bool = False
 
     def __post_init__(self) -> None:
         links = [x for x in (self.link, self.host_link, self.block) if x is not None]
@@ -87,7 +92,7 @@ class Rates:
 
 # Ranks with eight cores of one server, and with a Hopper GPU of a host with NVLink.
 CPU_RATES = Rates(block=Link(5e-5, 4e9))
-GPU_RATES = Rates(6e14, Link(2e-5, 5e10), Link(1e-5, 3e11), 8, block=Link(5e-5, 4e11))
+GPU_RATES = Rates(6e14, Link(2e-5, 5e10), Link(1e-5, 3e11), 8, block=Link(5e-5, 4e11), on_gpu=True)
 
 
 class PassCost(NamedTuple):
@@ -99,11 +104,20 @@ class PassCost(NamedTuple):
         What a rank sends at most.
     seconds : float
         Predicted time of the slowest rank.
+    groups : int
+        Groups of heads that a rank computes one after the other.
+    held : int
+        Bytes of the inputs, results and buffers of a rank at most, ``bias`` and ``mask`` aside.
+    share : float
+        The same over what one call holds, divided by the number of ranks.
     """
 
     messages: int
     nbytes: int
     seconds: float
+    groups: int
+    held: int
+    share: float
 
 
 class Cost(NamedTuple):
@@ -127,22 +141,42 @@ class Cost(NamedTuple):
         return self.forward.seconds + self.backward.seconds
 
 
-def cost_of(work: Workload, schedule: Schedule, rates: Rates) -> Cost:
+def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -> Cost:
     """Predict both passes of a schedule that goes with the call."""
-    n = group_size(schedule, work.ranks)
-    matmuls = _computing(work, schedule, rates)
+    n, held = group_size(schedule, work.ranks), held_by(work, schedule, on_gpu=on_gpu)
+    plans = [x.plan() for x in held]
+    calls = [x.calls(plan) for x, plan in zip(held, plans, strict=True)]
+    matmuls = _computing(work, schedule, rates, calls)
     whole = rates.between(on_host=work.ranks <= rates.ranks_per_host)
     if schedule == "gather":
-        gathers = zip(gathered(work), matmuls, strict=True)
-        return Cost(schedule, *(_cost(sent, _seconds(sent, whole) + own) for sent, own in gathers))
-    inside = rates.between(
-        on_host=work.ranks <= rates.ranks_per_host or rates.ranks_per_host % n == 0
-    )
-    costs = []
-    for heads, ring, own in zip(exchanged(work, n), passed_on(work, n), matmuls, strict=True):
+        keys, gradients = gathered(work)
+        returned = Sent(*map(np.zeros_like, gradients)), gradients
+        sent, seconds = [], []
+        for plan, whole_back, own in zip(plans, returned, matmuls, strict=True):
+            there, back = keys.in_groups(plan.groups), whole_back.in_groups(plan.groups)
+            sent.append(there.plus(back))
+            travel = _seconds(there, whole)
+            first = travel / plan.groups if plan.ahead else travel
+            seconds.append(first + max(own, travel - first) + _seconds(back, whole))
+    else:
+        inside = rates.between(
+            on_host=work.ranks <= rates.ranks_per_host or rates.ranks_per_host % n == 0
+        )
+        groups = [plan.groups for plan in plans]
+        heads, ring = exchanged(work, n, groups), passed_on(work, n, groups)
+        sent = [x.plus(y) for x, y in zip(heads, ring, strict=True)]
         # Keys travel while a rank computes; exchanges do not.
-        seconds = _seconds(heads, inside) + max(_seconds(ring, whole), own)
-        costs.append(_cost(heads.plus(ring), seconds))
+        seconds = [
+            _seconds(x, inside) + max(_seconds(y, whole), own)
+            for x, y, own in zip(heads, ring, matmuls, strict=True)
+        ]
+    costs = (
+        PassCost(
+            *(int(x.messages.max()), int(x.nbytes.max()), float(time), plan.groups),
+            *((nbytes := one.of(plan)), nbytes / one.share if one.share else 1.0),
+        )
+        for x, time, plan, one in zip(sent, seconds, plans, held, strict=True)
+    )
     return Cost(schedule, *costs)
 
 
@@ -151,12 +185,11 @@ def _seconds(sent: Sent, link: Link) -> float:
     return float(np.max(sent.messages * link.latency + sent.nbytes / link.bandwidth))
 
 
-def _cost(sent: Sent, seconds: float) -> PassCost:
-    return PassCost(int(sent.messages.max()), int(sent.nbytes.max()), float(seconds))
+def _computing(work: Workload, schedule: Schedule, rates: Rates, calls: Sequence[int]) -> Array:
+    """Give the time of both passes on the rank that computes for longest.
 
-
-def _computing(work: Workload, schedule: Schedule, rates: Rates) -> Array:
-    """Give the time of both passes on the rank that computes for longest."""
+    Each block is as many ``calls`` as a pass has groups of heads, and pieces of queries.
+    """
     P, n = work.problem, group_size(schedule, work.ranks)
     pairs = work.visibility.pairs(work.q_layout).reshape(-1, n).sum(axis=1)
     matmuls = np.array([[P.D + P.Dv], [3 * P.D + 2 * P.Dv]])
@@ -169,6 +202,6 @@ def _computing(work: Workload, schedule: Schedule, rates: Rates) -> Array:
     out = blocks.queries * (queries * P.Dv)
     gradients = blocks.queries * (queries * P.D) + blocks.keys * (of_keys * (P.D + P.Dv))
     sums = np.stack([out, gradients]) / rates.block.bandwidth
-    starts = blocks.number * rates.block.latency
+    starts = np.stack([blocks.number * number for number in calls]) * rates.block.latency
     slowest: Array = (flops / rates.flops + starts + sums).max(axis=1)
     return slowest

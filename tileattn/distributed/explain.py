@@ -9,13 +9,14 @@ import numpy as np
 from tileattn.distributed.call import Call, agreed, check_supported, layout_of
 from tileattn.distributed.comm import TIMEOUT, communicator
 from tileattn.distributed.cost import CPU_RATES, GPU_RATES, Cost, Rates, cost_of
+from tileattn.distributed.held import Plan, held_by
 from tileattn.distributed.layout import Layout
 from tileattn.distributed.schedules import Schedule, every, why_not
 from tileattn.distributed.sent import Rows, Workload
 from tileattn.distributed.visibility import Visibility
 from tileattn.problem import Operands, Options, Problem, parse
 
-_COLUMNS = "MB", "messages", "ms"
+_COLUMNS = ("MB", 13), ("messages", 10), ("ms", 10), ("groups", 8), ("memory", 8)
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,10 @@ class Prediction:
         return min(self.costs, key=lambda cost: cost.seconds).schedule
 
     def __str__(self) -> str:
-        columns = "".join(f"{name:>13}" for name in _COLUMNS)
-        lines = [f"{'':14}{'forward':>39}{'backward':>39}", f"{'schedule':14}{2 * columns}"]
+        columns = "".join(f"{name:>{width}}" for name, width in _COLUMNS)
+        width = len(columns)
+        lines = [f"{'':14}{'forward':>{width}}{'backward':>{width}}"]
+        lines.append(f"{'schedule':14}{2 * columns}")
         lines += [_line(cost) for cost in self.costs]
         lines += [f"{name!s:14} refused: {why}" for name, why in self.refused.items()]
         return "\n".join([*lines, f"{'chosen':14} {self.chosen}"])
@@ -130,7 +133,9 @@ def predict(
         _on_paper("layout_k", layout_k, problem.Nk, ranks),
     )
     shared = [name for name in ("bias", "mask") if _has_rows(getattr(x, name))]
-    return _predicted(_workload(problem, x, *layouts, shared), rates or CPU_RATES)
+    rates = rates or CPU_RATES
+    work = _workload(problem, x, *layouts, shared)
+    return _predicted(work, rates, on_gpu=rates.on_gpu)
 
 
 def explain(
@@ -203,13 +208,23 @@ def choose(call: Call) -> Schedule:
     return chosen
 
 
+def plans_of(call: Call, schedule: Schedule) -> tuple[Plan, Plan]:
+    """Say how both passes of a schedule are divided, the same on all ranks."""
+    forward, backward = held_by(_workload_of(call), schedule, on_gpu=call.on_gpu)
+    return forward.plan(), backward.plan()
+
+
 def _of_call(call: Call, rates: Rates | None) -> Prediction:
-    of_ranks = {"bias": call.bias_rows, "mask": call.mask_rows}
-    shared = [name for name, rows in of_ranks.items() if rows]
-    layouts = call.q_layout, call.k_layout
     if rates is None:
         rates = GPU_RATES if call.on_gpu else CPU_RATES
-    return _predicted(_workload(call.problem, call.operands, *layouts, shared), rates)
+    return _predicted(_workload_of(call), rates, on_gpu=call.on_gpu)
+
+
+def _workload_of(call: Call) -> Workload:
+    of_ranks = {"bias": call.bias_rows, "mask": call.mask_rows}
+    shared = [name for name, rows in of_ranks.items() if rows]
+    layouts = call.blocks.q_layout, call.blocks.k_layout
+    return _workload(call.problem, call.operands, *layouts, shared)
 
 
 def _workload(
@@ -227,10 +242,14 @@ def _workload(
     return Workload(problem, visibility, q_layout, k_layout, tuple(rows))
 
 
-def _predicted(work: Workload, rates: Rates) -> Prediction:
+def _predicted(work: Workload, rates: Rates, *, on_gpu: bool) -> Prediction:
     Hkv, ranks = work.problem.Hkv, work.ranks
     reasons = {schedule: why_not(schedule, Hkv, ranks) for schedule in every(Hkv, ranks)}
-    costs = (cost_of(work, schedule, rates) for schedule, why in reasons.items() if why is None)
+    costs = (
+        cost_of(work, schedule, rates, on_gpu=on_gpu)
+        for schedule, why in reasons.items()
+        if why is None
+    )
     refused = {schedule: why for schedule, why in reasons.items() if why is not None}
     return Prediction(ranks, rates, tuple(costs), refused)
 
@@ -249,7 +268,8 @@ def _has_rows(x: Any) -> bool:
 
 def _line(cost: Cost) -> str:
     cells = (
-        f"{one.nbytes / 1e6:13,.2f}{one.messages:13,}{1e3 * one.seconds:13,.2f}"
+        f"{one.nbytes / 1e6:13,.2f}{one.messages:10,}{1e3 * one.seconds:10,.2f}"
+        f"{one.groups:8}{one.share:8.2f}"
         for one in (cost.forward, cost.backward)
     )
     return f"{cost.schedule!s:14}{''.join(cells)}"

@@ -8,9 +8,10 @@ import numpy as np
 
 from tileattn.distributed.call import Call, agreed, same
 from tileattn.distributed.comm import TIMEOUT, communicator
-from tileattn.distributed.explain import choose
+from tileattn.distributed.explain import choose, plans_of
 from tileattn.distributed.memory import Known, kind_of, recall, remember, with_arrays
-from tileattn.distributed.schedules import Passes, Schedule, check, passes_of
+from tileattn.distributed.passes import Passes
+from tileattn.distributed.schedules import Schedule, check
 from tileattn.problem import Options, check_array, four_axes
 from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
 
@@ -265,7 +266,9 @@ def vjp(
 def _passes(call: Call, schedule: Schedule) -> Passes:
     """Raise if there is no such schedule, or it does not go with the call; so do all ranks."""
     check(schedule, call.problem.Hkv, call.comm.size)
-    return passes_of(choose(call) if schedule == "auto" else schedule, call.comm.size)
+    if schedule == "auto":
+        schedule = choose(call)
+    return Passes(call, schedule, plans_of(call, schedule))
 
 
 def _all(options: Options) -> frozenset[str]:

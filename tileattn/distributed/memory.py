@@ -13,7 +13,7 @@ import numpy as np
 from tileattn.distributed.arrays import is_on_gpu
 from tileattn.distributed.call import Call
 from tileattn.distributed.comm import Communicator
-from tileattn.distributed.schedules import Passes
+from tileattn.distributed.passes import Passes
 from tileattn.problem import four_axes
 
 _MOST = 256  # kinds of calls

@@ -10,71 +10,128 @@ References
 Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, arXiv:2310.01889.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable, Iterator
 
 from tileattn.distributed.arrays import library
-from tileattn.distributed.blocks import Pair, Sums, attend, precise
+from tileattn.distributed.blocks import Pair, Sums, attend
 from tileattn.distributed.call import Call
 from tileattn.distributed.comm import Transfer, wait
-from tileattn.results import Attention, Gradients
-
-Array = NDArray[Any]
+from tileattn.distributed.parts import GradientPart, RowPart
 
 _KEYS, _GRADIENTS, _RETURNED = 0, 2, 4  # kinds of messages: of k and v each, their gradients
 _KINDS = 6
 
 
-def forward(call: Call) -> Attention:
+def forward(parts: Iterable[RowPart]) -> None:
     """Compute the rows of this rank's queries."""
-    return attend(call, forward_pairs(call))
+    for part in parts:
+        to = part.room()
+        attend(part.call, _arriving(part.call), to)
+        part.finish(to)
+        del to
 
 
-def backward(
-    call: Call, dout: Array, attention: Attention, dlse: Array | None, wrt: frozenset[str]
-) -> Gradients:
-    """Compute the gradients of this rank's arrays, and those of what all ranks share."""
-    rank, size = call.comm.rank, call.comm.size
-    call, attention = precise(call, attention, forward)
-    sums = Sums(call, dout, attention, dlse, wrt)
-    own: Pair | None = None
-    earlier: Pair | None = None
-    reach, under_way = call.reach(), list[Transfer]()
+def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
+    """Compute the gradients of this rank's arrays, and its part of those that all ranks share.
+
+    Those of its keys return while the next group is computed, or before.
+    """
+    returned: Callable[[], None] | None = None
+    for part in parts:
+        returned = _backward(part, returned)
+        if not ahead:
+            returned()
+            returned = None
+    if returned is not None:
+        returned()
+
+
+def _backward(part: GradientPart, earlier: Callable[[], None] | None) -> Callable[[], None]:
+    """Sum the gradients of some heads; return what waits for those of this rank's keys.
+
+    ``earlier`` is that of the heads before, called when the first step has been computed.
+    """
+    call, dq = part.call, part.room()
+    sums = Sums(call, part.upstream, part.wrt, dq, part.parameters)
+    gradients = _Gradients(call)
     for step, source, pair in _steps(call):
-        found = None if pair is None else sums.of_keys(source, *pair)
-        wait(under_way)
-        if found is not None and earlier is not None:
-            for total, before in zip(found, earlier, strict=True):
-                np.add(total, before, out=total)
-        earlier, under_way = None, []
-        with call.comm.together():
-            if found is not None and step < reach[source]:
-                under_way += _send(call, found, source, (rank + 1) % size, _GRADIENTS)
-            elif found is not None and step:
-                under_way += _send(call, found, source, source, _RETURNED)
-            elif found is not None:
-                own = found
-            upcoming = (source - 1) % size  # in the next step
-            if step < reach[upcoming]:
-                earlier, arriving = _receive(call, upcoming, (rank - 1) % size, _GRADIENTS)
-                under_way += arriving
-            if step and step == reach[rank]:
-                own, arriving = _receive(call, rank, (rank + step) % size, _RETURNED)
-                under_way += arriving
-    wait(under_way)
+        found = None if pair is None else sums.of_keys(source, *pair, gradients.arrived)
+        del pair
+        if step == 0 and earlier is not None:
+            earlier()
+        gradients.pass_on(step, source, found)
+        del found
+    sums.finish()
+    own, under_way = gradients.own, gradients.under_way
     if own is None:
-        raise RuntimeError("gradients of this rank's keys have not returned")
-    return sums.gradients(*own)
+        raise RuntimeError("gradients of this rank's keys do not return")
+    del call, sums, gradients
+    part.finish_rows(dq)
+
+    def returned() -> None:
+        wait(under_way)
+        part.finish_keys(*own)
+
+    return returned
 
 
-def forward_pairs(call: Call) -> Iterator[tuple[int, Pair]]:
+class _Gradients:
+    """Gradients of keys and values, which follow these and are summed on the way."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._earlier: Pair | None = None  # of the ranks before, for the keys of a step
+        self.own: Pair | None = None  # of all ranks, for this rank's keys
+        self.under_way: list[Transfer] = []
+
+    def arrived(self) -> Pair:
+        """Give the sums of the ranks before, when they have arrived; for its own keys zeros."""
+        self._wait()
+        found, self._earlier = self._earlier, None
+        if found is None:
+            x, sums = self._call.operands, self._call.sums
+            dk, dv = (library(a).zeros(a.shape, sums) for a in (x.k, x.v))
+            found = dk, dv
+        return found
+
+    def pass_on(self, step: int, source: int, found: Pair | None) -> None:
+        """Send what a step has summed, and begin to receive the sums for the next one."""
+        self._wait()
+        comm, reach = self._call.comm, self._call.blocks.reach
+        rank, size = comm.rank, comm.size
+        upcoming = (source - 1) % size
+        with comm.together():
+            if found is not None and step < reach[source]:
+                self._send(found, source, (rank + 1) % size, _GRADIENTS)
+            elif found is not None and step:
+                self._send(found, source, source, _RETURNED)
+            elif found is not None:
+                self.own = found
+            if step < reach[upcoming]:
+                self._earlier = self._receive(upcoming, (rank - 1) % size, _GRADIENTS)
+            if step and step == reach[rank]:
+                self.own = self._receive(rank, (rank + step) % size, _RETURNED)
+
+    def _wait(self) -> None:
+        """Wait for what is under way: what has been sent is free."""
+        wait(self.under_way)
+        self.under_way = []
+
+    def _send(self, pair: Pair, source: int, to: int, kind: int) -> None:
+        self.under_way += _send(self._call, pair, source, to, kind)
+
+    def _receive(self, source: int, sender: int, kind: int) -> Pair:
+        found, arriving = _receive(self._call, source, sender, kind)
+        self.under_way += arriving
+        return found
+
+
+def _arriving(call: Call) -> Iterator[tuple[int, Pair]]:
     """Yield the keys and values of each rank that come by, this one's first."""
     for _, source, pair in _steps(call):
         if pair is not None:
             yield source, pair
+        del pair
 
 
 def _steps(call: Call) -> Iterator[tuple[int, int, Pair | None]]:
@@ -82,7 +139,7 @@ def _steps(call: Call) -> Iterator[tuple[int, int, Pair | None]]:
 
     While a rank computes with them, they are sent on, and the next ones are received: two buffers.
     """
-    rank, size, reach = call.comm.rank, call.comm.size, call.reach()
+    rank, size, reach = call.comm.rank, call.comm.size, call.blocks.reach
     xp, x = library(call.operands.k), call.operands
     pair: Pair | None = (xp.ascontiguousarray(x.k), xp.ascontiguousarray(x.v))
     under_way: list[Transfer] = []
@@ -108,7 +165,7 @@ def _send(call: Call, pair: Pair, source: int, to: int, kind: int) -> list[Trans
 
 def _receive(call: Call, source: int, sender: int, kind: int) -> tuple[Pair, list[Transfer]]:
     """Begin to receive what belongs to the keys of a rank."""
-    P, n = call.problem, call.k_layout.length_of(source)
+    P, n = call.problem, call.blocks.k_layout.length_of(source)
     dtype = P.dtype if kind == _KEYS else call.sums
     xp = library(call.operands.k)
     k, v = (xp.empty((P.B, P.Hkv, n, columns), dtype) for columns in (P.D, P.Dv))

@@ -1,23 +1,11 @@
 """The ways for ranks to share a call, by name, and which of them go with it."""
 
-from collections.abc import Callable
-from functools import partial
 from math import gcd
-from typing import Any, NamedTuple
-
-from tileattn.distributed import gather, heads, ring
-from tileattn.results import Attention, Gradients
+from typing import Any
 
 Schedule = str | tuple[str, int]
 
 ACCEPTED = "'ring', 'heads', ('heads', n), 'gather', 'auto'"
-
-
-class Passes(NamedTuple):
-    """Both passes of a schedule; each takes a Call and further arguments."""
-
-    forward: Callable[..., Attention]
-    backward: Callable[..., Gradients]
 
 
 def check(schedule: Any, Hkv: int, ranks: int) -> None:
@@ -56,16 +44,6 @@ def combinations(Hkv: int, ranks: int) -> list[Schedule]:
 def every(Hkv: int, ranks: int) -> list[Schedule]:
     """List the schedules that have a name of their own, and the combinations that go with both."""
     return ["ring", *combinations(Hkv, ranks), "heads", "gather"]
-
-
-def passes_of(schedule: Schedule, ranks: int) -> Passes:
-    """Give both passes of a schedule that goes with the call."""
-    if schedule == "ring":
-        return Passes(ring.forward, ring.backward)
-    if schedule == "gather":
-        return Passes(gather.forward, gather.backward)
-    n = group_size(schedule, ranks)
-    return Passes(partial(heads.forward, n=n), partial(heads.backward, n=n))
 
 
 def _known(schedule: Any) -> bool:

@@ -5,6 +5,7 @@ arguments, and the sums of gradients that they share; nor is the second forward 
 ``backward`` runs where scores are large.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,36 +82,53 @@ class Sent(NamedTuple):
         """Send something else, too."""
         return Sent(self.messages + other.messages, self.nbytes + other.nbytes)
 
+    def in_groups(self, count: int) -> "Sent":
+        """Send it in as many messages of a part of the heads each."""
+        return self._replace(messages=count * self.messages)
 
-def exchanged(work: Workload, n: int) -> list[Sent]:
-    """Count what ranks exchange inside groups of n, in both passes: tokens for heads, and back."""
+
+def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
+    """Count what ranks exchange inside groups of n, in both passes: tokens for heads, and back.
+
+    A pass is divided into ``groups`` of heads.
+    """
     P, item, wide = work.problem, work.problem.dtype.itemsize, work.problem.accum_dtype.itemsize
     # Bytes of one token that one rank sends another.
     q, out = (P.B * P.Hq // n * columns * item for columns in (P.D, P.Dv))
     k, v = (P.B * P.Hkv // n * columns * item for columns in (P.D, P.Dv))
-    lse, of_rows = P.B * P.Hq // n * wide, []
+    lse = P.B * P.Hq // n * wide
+    of_heads, shared = list[tuple[int, bool]](), list[tuple[int, bool]]()
     for x in work.rows:
-        heads = x.heads if x.heads == 1 else x.heads // n
-        of_rows.append(x.batch * heads * x.keys * x.itemsize)
-    dbias = [size for size, x in zip(of_rows, work.rows, strict=True) if x.gradient]
+        each = x.batch * x.keys * x.itemsize
+        if x.heads == 1:
+            shared.append((each, x.gradient))
+        else:
+            of_heads.append((x.heads // n * each, x.gradient))
+    rows, once = [size for size, _ in of_heads], [size for size, _ in shared]
+    dbias, dshared = ([size for size, x in sizes if x] for sizes in (of_heads, shared))
+    # Of queries in each group, of keys, and of what heads share: to heads, and back.
     passes: tuple[tuple[list[int], ...], ...] = (
-        ([q, *of_rows], [k, v], [out, lse], []),
-        ([q, out, out, lse, *of_rows], [k, v], [q, *dbias], [k, v]),
+        ([q, *rows], [k, v], once, [out, lse], [], []),
+        ([q, out, out, lse, *rows], [k, v], once, [q, *dbias], [k, v], dshared),
     )
     own = [_lengths(x) for x in (work.q_layout, work.k_layout)]
     others = [np.repeat(x.reshape(-1, n).sum(axis=1), n) - x for x in own]
-    tokens = (*((n - 1) * x for x in own), *others)  # to heads, of each; and back to tokens
-    return [
-        Sent(
-            np.full(work.ranks, (n - 1) * sum(map(len, sizes))),
-            sum((x * sum(y) for x, y in zip(tokens, sizes, strict=True)), np.zeros(work.ranks)),
-        )
-        for sizes in passes
-    ]
+    (q_own, k_own), (q_others, k_others) = [(n - 1) * x for x in own], others
+    tokens = q_own, k_own, q_own, q_others, k_others, q_others
+    found = []
+    for count, sizes in zip(groups, passes, strict=True):
+        times = count, min(count, P.Hkv // n), 1
+        messages = sum(m * len(x) for m, x in zip((*times, *times), sizes, strict=True))
+        nbytes = sum((x * sum(y) for x, y in zip(tokens, sizes, strict=True)), np.zeros(work.ranks))
+        found.append(Sent(np.full(work.ranks, (n - 1) * messages), nbytes))
+    return found
 
 
-def passed_on(work: Workload, n: int) -> list[Sent]:
-    """Count what ranks of a ring over groups of n pass on, in both passes."""
+def passed_on(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
+    """Count what ranks of a ring over groups of n pass on, in both passes.
+
+    Groups of heads that read the same keys have them travel for each.
+    """
     queries, keys = (layout_across(x, n) for x in (work.q_layout, work.k_layout))
     P, size = work.problem, keys.ranks
     steps = np.array(reach(work.visibility.attending(queries, keys)))
@@ -120,8 +138,10 @@ def passed_on(work: Workload, n: int) -> list[Sent]:
     parts, sums = _sums_on_the_way(steps, np.ones(size)), _sums_on_the_way(steps, elements)
     returned, gradients = (np.bincount(last, x[some], size) for x in (np.ones(size), elements))
     item, wide = P.dtype.itemsize, P.accum_dtype.itemsize
-    forward = Sent(2 * parts, sums * item)
-    backward = Sent(4 * parts + 2 * returned, sums * (item + wide) + gradients * wide)
+    again = [max(1, count * n // max(1, P.Hkv)) for count in groups]
+    forward = Sent(2 * parts * groups[0], sums * item * again[0])
+    messages = (4 * parts + 2 * returned) * groups[1]
+    backward = Sent(messages, (sums * (item + wide) + gradients * wide) * again[1])
     return [Sent(*(np.repeat(x, n) for x in sent)) for sent in (forward, backward)]
 
 
@@ -135,8 +155,8 @@ def _sums_on_the_way(steps: Array, sizes: Array) -> Array:
     return under_way
 
 
-def gathered(work: Workload) -> list[Sent]:
-    """Count what ranks send to those that attend to their keys, and gradients back."""
+def gathered(work: Workload) -> tuple[Sent, Sent]:
+    """Count what ranks send to those that attend to their keys, and gradients back; one group."""
     P, size = work.problem, work.ranks
     elements = _lengths(work.k_layout) * (P.B * P.Hkv * (P.D + P.Dv))
     sent, back = (Sent(np.zeros(size), np.zeros(size)) for _ in range(2))
@@ -148,8 +168,7 @@ def gathered(work: Workload) -> list[Sent]:
         back.messages[others] += 2
         back.nbytes[others] += elements[rank]
     sent = sent._replace(nbytes=sent.messages / 2 * elements * P.dtype.itemsize)
-    back = back._replace(nbytes=back.nbytes * P.accum_dtype.itemsize)
-    return [sent, sent.plus(back)]
+    return sent, back._replace(nbytes=back.nbytes * P.accum_dtype.itemsize)
 
 
 def _lengths(layout: Layout) -> Array:

@@ -1,38 +1,50 @@
-"""The schedule of one rank, which holds all tokens: one call, with its bits."""
+"""Heads of all tokens, which a rank has for itself: a call for each group, with its bits."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import tileattn
-from tileattn.distributed.call import Array, Call
+from tileattn.distributed.arrays import add_narrow
+from tileattn.distributed.call import Call
 from tileattn.distributed.layout import Segment
-from tileattn.results import Attention, Gradients
+from tileattn.distributed.parts import GradientPart, RowPart
 
 
-def forward(call: Call) -> Attention:
+def forward(parts: Iterable[RowPart]) -> None:
     """Compute all rows."""
-    x = call.operands
-    return tileattn.forward(x.q, x.k, x.v, **_options(call))
+    for part in parts:
+        x = part.call.operands
+        found = tileattn.forward(x.q, x.k, x.v, **_options(part.call))
+        del x  # nothing outlives what uses it: the next group takes its place
+        part.finish(found)
+        del found
 
 
-def backward(
-    call: Call, dout: Array, attention: Attention, dlse: Array | None, wrt: frozenset[str]
-) -> Gradients:
+def backward(parts: Iterable[GradientPart]) -> None:
     """Compute all gradients."""
-    x, names = call.operands, tuple(sorted(wrt))
-    return tileattn.backward(
-        dout,
-        x.q,
-        x.k,
-        x.v,
-        *attention,
-        dlse=dlse,
-        wrt=names,
-        deterministic=call.deterministic,
-        **_options(call),
-    )
+    for part in parts:
+        x, given, (dbias, dsinks, daux) = part.call.operands, part.upstream, part.parameters
+        grads = tileattn.backward(
+            *(given.dout, x.q, x.k, x.v, given.out, given.lse),
+            dlse=given.dlse,
+            wrt=tuple(sorted(part.wrt)),
+            deterministic=part.call.deterministic,
+            **_options(part.call),
+        )
+        del x, given
+        of_parameters = (dbias, grads.dbias), (dsinks, grads.dsinks)
+        for total, found in (*of_parameters, *zip(daux, grads.daux or (), strict=False)):
+            if total is not None and found is not None:
+                add_narrow(total, found)
+        dq, dk, dv = grads[:3]
+        del grads
+        part.finish_rows(dq)
+        del dq
+        part.finish_keys(dk, dv)
+        del dk, dv
 
 
 def _options(call: Call) -> dict[str, Any]:
-    lengths = call.q_layout.length, call.k_layout.length
-    options = call.block(*(Segment(0, n, slice(0, n)) for n in lengths))
-    return options | {"sinks": call.operands.sinks}
+    lengths = call.blocks.q_layout.length, call.blocks.k_layout.length
+    whole = (Segment(0, n, slice(0, n)) for n in lengths)
+    return call.block(*whole) | {"sinks": call.operands.sinks}

@@ -10,7 +10,7 @@ from tools.drawing import Picture, Theme, label_ends, plot
 TOKENS, RANKS = 1 << 20, (8, 64, 256, 512, 1000, 2000, 4000, 10_000)
 HQ, HKV, D = 64, 8, 128
 SCHEDULES = {"ring": "ring", "groups of 8": ("heads", 8), "gather": "gather"}
-RATES = Rates(5e14, Link(1e-5, 4e10), host_link=Link(5e-6, 3e11), ranks_per_host=8)
+RATES = Rates(5e14, Link(1e-5, 4e10), host_link=Link(5e-6, 3e11), ranks_per_host=8, on_gpu=True)
 
 
 def costs(ranks: int) -> dict[Any, Cost]:

@@ -11,7 +11,7 @@ from tools.check_sass import ARCH
 from tools.sass import Instruction, Section, disassembled, nvdisasm, parsed
 
 # Launched alone, and so as ever.
-ALONE = {"append_kv", "rope", "join_rows", "finish_rows", "add_rows"}
+ALONE = {"append_kv", "rope", "join_rows", "add_halves", "add_rows"}
 
 OF_PLANS = {
     key.kernel: key

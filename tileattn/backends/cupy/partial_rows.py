@@ -1,4 +1,8 @@
-"""Results over some of the keys on a GPU: joined, rounded and summed by a kernel each."""
+"""Results over some of the keys on a GPU: joined and summed in their place, by a kernel each.
+
+Sums are of the accumulation dtype. Between the second part and the last, one of float32 has its
+upper half in the place of a result of 16 bits, and its lower half in an array of its own.
+"""
 
 from typing import Any
 
@@ -6,6 +10,7 @@ import numpy as np
 
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.load import load
+from tileattn.results import Attention
 
 _WARPS, _MOST_BLOCKS, _MOST_HEADS = 8, 132 * 64, 65535
 _UNROLLED = 4  # elements of each thread
@@ -16,54 +21,76 @@ def keys(dtype: str) -> tuple[KernelKey, ...]:
     return tuple(KernelKey(x, dtype, warps_m=_WARPS) for x in _KERNELS)
 
 
-_KERNELS = ("join_rows", "finish_rows", "add_rows")
+_KERNELS = ("join_rows", "add_halves", "add_rows")
 
 
-def join_rows(sums: Any, lse: Any, part: Any, part_lse: Any, at: slice, *, is_first: bool) -> None:
-    """Join a part (B, H, n, D) with the rows ``at`` of sums (B, H, N, D) and their logsumexp.
+def join_rows(
+    to: Attention,
+    low: Any | None,
+    part: Attention | None,
+    sinks: Any | None,
+    at: slice,
+    *,
+    is_split: bool,
+    splits: bool,
+) -> None:
+    """Join a part (B, H, n, D) with the rows ``at`` of ``to``, (B, H, N, D): heads of a result.
 
-    The first part of a row is copied.
+    ``is_split`` says whether the sums are in two halves before, and ``splits`` whether they are
+    then; ``low`` has the lower ones. Sinks (H,) of the dtype of sums join the denominator.
     """
-    B, H, n, D = part.shape
-    rows = B * H * n
-    numbers = B * H, n, sums.shape[2], at.start, D, int(is_first)
-    _launch("join_rows", part.dtype, (_blocks(rows),), (sums, lse, part, part_lse), numbers, rows)
+    parts = (None, None) if part is None else (part.out, part.lse)
+    numbers = *_place(to.out, at), int(is_split), int(splits)
+    rows = to.out.shape[0] * to.out.shape[1] * (at.stop - at.start)
+    blocks = min(-(-rows // _WARPS), _MOST_BLOCKS)
+    _launch("join_rows", to.out, (blocks,), (to.out, low, to.lse, *parts, sinks), numbers, rows)
 
 
-def finish_rows(out: Any, lse: Any, sums: Any, sinks: Any | None) -> None:
-    """Round sums to ``out``; sinks (H,) of the dtype of sums join the denominator."""
-    B, H, N, D = out.shape
-    rows = B * H * N
-    _launch(
-        "finish_rows", out.dtype, (_blocks(rows),), (out, lse, sums, sinks), (rows, N, H, D), rows
-    )
+def add_halves(
+    to: Any, low: Any | None, part: Any, at: slice, *, is_split: bool, splits: bool
+) -> None:
+    """Add a part (B, H, n, D) to the rows ``at`` of sums (B, H, N, D), as `join_rows` has them."""
+    numbers = *_place(to, at), int(is_split), int(splits)
+    _launch("add_halves", to, _grid(part.shape), (to, low, part), numbers, part.size)
 
 
 def add_rows(sums: Any, part: Any, at: slice) -> None:
-    """Add a part (B, H, n, D) to the rows ``at`` of sums (B, H, N, D)."""
+    """Add a part (B, H, n, D) to the rows ``at`` of sums (B, H, N, D), contiguous."""
     B, H, n, D = part.shape
-    blocks = -(-n * D // (32 * _WARPS * _UNROLLED))
-    grid = min(max(1, blocks), _MOST_BLOCKS), min(max(1, B * H), _MOST_HEADS)
     numbers = B * H, n, sums.shape[2], at.start, D
-    _launch("add_rows", part.dtype, grid, (sums, part), numbers, part.size)
+    _launch("add_rows", part, _grid(part.shape), (sums, part), numbers, part.size)
 
 
-def _blocks(rows: int) -> int:
-    return min(-(-rows // _WARPS), _MOST_BLOCKS)
+def _place(to: Any, at: slice) -> tuple[int, ...]:
+    """Say where some rows are among those of some heads of a contiguous array."""
+    B, H, N, D = to.shape
+    between = to.strides[0] // (D * to.itemsize) if B > 1 else 0
+    return B, H, at.stop - at.start, N, at.start, between, D
+
+
+def _grid(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Give thread blocks for the elements of each head."""
+    B, H, n, D = shape
+    blocks = -(-n * D // (32 * _WARPS * _UNROLLED))
+    return min(max(1, blocks), _MOST_BLOCKS), min(max(1, B * H), _MOST_HEADS)
 
 
 def _launch(
     name: str,
-    dtype: np.dtype[Any],
+    like: Any,
     grid: tuple[int, ...],
     arrays: tuple[Any, ...],
     numbers: tuple[int, ...],
     work: int,
 ) -> None:
-    """Run a kernel on the current stream, if there is something to do; arrays are contiguous."""
+    """Run a kernel on the current stream, if there is something to do."""
     if not work:
         return
-    kernel = load(KernelKey(name, dtype.name, warps_m=_WARPS))
-    pointers = (np.uint64(0 if x is None else x.data.ptr) for x in arrays)
+    kernel = load(KernelKey(name, like.dtype.name, warps_m=_WARPS))
+    pointers = (np.uint64(0 if x is None else _address(x)) for x in arrays)
     arguments = (*pointers, *map(np.int64, numbers))
     kernel.function(grid, (32 * _WARPS,), arguments)
+
+
+def _address(x: Any) -> int:
+    return int(x.data.ptr)

@@ -1,30 +1,42 @@
-// Join the results of some queries over some keys with those over the keys before: a warp for each
-// row. Sums have the accumulator type, contiguous, with `rows` of each head; a part has
-// `part_rows` of them, from `row0` on. The first part of a row is copied.
+// Join the results of some queries over some keys with those over the keys before, in their place: a
+// warp for each row. Sums are split in two halves between the second part and the last; with that
+// a sink of each head joins the denominator, if there is one. There may be no part, but a sink.
 #include "partial_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    join_rows(Accum* out, Accum* lse, const Element* part, const Accum* part_lse, i64 heads,
-              i64 part_rows, i64 rows, i64 row0, i64 columns, i64 is_first) {
+    join_rows(Element* out, unsigned short* low, Accum* lse, const Element* part,
+              const Accum* part_lse, const Accum* sinks, i64 entries, i64 heads, i64 part_rows,
+              i64 rows, i64 row0, i64 entry_rows, i64 columns, i64 is_split, i64 splits) {
+    const PartRows place = {heads, part_rows, rows, row0, entry_rows};
+    const Sums<Element> sums = {out, low};
     const int lane = threadIdx.x % WARP;
-    const i64 warps = i64(gridDim.x) * (THREADS / WARP), count = heads * part_rows;
+    const i64 warps = i64(gridDim.x) * (THREADS / WARP), count = entries * heads * part_rows;
     i64 from = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
     for (; from < count; from += warps) {
-        const i64 head = from / part_rows, to = head * rows + row0 + from % part_rows;
-        const Accum theirs = part_lse[from], mine = is_first ? theirs : lse[to];
+        const i64 head = from / part_rows, row = from % part_rows;
+        const i64 to = place.in_result(head, row), half = place.in_halves(head, row);
+        const Accum mine = lse[to], theirs = part ? part_lse[from] : -infinity<Accum>();
         const Joined both(mine, theirs);
-        const Element* const x = part + from * columns;
-        Accum* const y = out + to * columns;
-        if (is_first) {
-#pragma unroll 4
-            for (i64 c = lane; c < columns; c += WARP) y[c] = widen(x[c]);
-        } else {
-#pragma unroll 4
-            for (i64 c = lane; c < columns; c += WARP)
-                y[c] = weighted(both.first, y[c], mine) +
-                       weighted(both.second, widen(x[c]), theirs);
+        const Joined all(both.lse, sinks ? sinks[head % heads] : -infinity<Accum>());
+        const Accum first = both.first * all.first, second = both.second * all.first;
+        for (i64 c0 = lane; c0 < columns; c0 += TOGETHER * WARP) {
+            Accum x[TOGETHER];
+#pragma unroll
+            for (int n = 0; n < TOGETHER; ++n) {
+                const i64 c = c0 + n * WARP;
+                if (c >= columns) break;
+                const Accum own = sums.load(to * columns + c, half * columns + c, is_split);
+                x[n] = weighted(first, own, mine);
+                if (part) x[n] += weighted(second, widen(part[from * columns + c]), theirs);
+            }
+#pragma unroll
+            for (int n = 0; n < TOGETHER; ++n) {
+                const i64 c = c0 + n * WARP;
+                if (c >= columns) break;
+                sums.store(to * columns + c, half * columns + c, x[n], splits);
+            }
         }
         __syncwarp();  // all lanes have read the logsumexp
-        if (lane == 0) lse[to] = is_first ? theirs : both.lse;
+        if (lane == 0) lse[to] = all.lse;
     }
 }

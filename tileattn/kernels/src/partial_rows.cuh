@@ -1,5 +1,5 @@
 // Layer 3. Rows of results over some of the keys, joined with those over others: `RowState.merge` of
-// states whose denominators are 1.
+// states whose denominators are 1. And sums of 32 bits in two halves.
 #pragma once
 
 #include "config.cuh"
@@ -23,3 +23,41 @@ struct Joined {
 __device__ inline Accum weighted(Accum weight, Accum x, Accum lse) {
     return has_keys(lse) ? weight * x : Accum(0);
 }
+
+// Some rows of all heads of B entries: of a part, which is contiguous, and where these are in a
+// result of `rows` for each head, whose entries begin `entry_rows` rows apart.
+struct PartRows {
+    i64 heads, part_rows, rows, row0, entry_rows;
+
+    __device__ i64 in_result(i64 head, i64 row) const {
+        return head / heads * entry_rows + head % heads * rows + row0 + row;
+    }
+    __device__ i64 in_halves(i64 head, i64 row) const { return head * rows + row0 + row; }
+};
+
+constexpr int TOGETHER = 4;  // elements of a thread that are loaded before the first is stored
+
+// Sums in the accumulator type where the result will be. Of a result of 16 bits that has the upper
+// half of a sum, and `low` has the lower one; a sum that is not split is a number of the result.
+template <class T>
+struct Sums {
+    T* result;
+    unsigned short* low;
+
+    __device__ Accum load(i64 i, i64 at, bool is_split) const {
+        if constexpr (sizeof(T) == 2) {
+            if (is_split) return __uint_as_float(u32(result[i].bits) << 16 | low[at]);
+        }
+        return widen(result[i]);
+    }
+    __device__ void store(i64 i, i64 at, Accum x, bool splits) const {
+        if constexpr (sizeof(T) == 2) {
+            if (splits) {
+                const u32 bits = __float_as_uint(x);
+                result[i].bits = bits >> 16, low[at] = bits & 0xffff;
+                return;
+            }
+        }
+        result[i] = narrow<T>(x);
+    }
+};

@@ -1,0 +1,105 @@
+"""What ranks hold, beside what one call holds: measured on threads, and counted."""
+
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+import tileattn.distributed as dist
+from tests.distributed.in_groups import in_groups
+from tests.distributed.threads import on_ranks
+from tileattn.backends import registry
+from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.distributed import Layout, predict
+from tileattn.distributed.held import _BUDGET
+
+N, D = 1024, 128
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let tiles be so small that they hardly count."""
+    backend = NumpyBackend((64, 64), (64, 64))
+    backend.name = "small"
+    tileattn.register_backend(backend)
+    monkeypatch.setenv("TILEATTN_NUM_THREADS", "1")
+    yield
+    registry._loaded.pop("small")
+
+
+def peak(call: Callable[[], Any]) -> tuple[Any, int]:
+    """Run something, and give the most that it has held, results included."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        found = call()
+        return found, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def nbytes(*arrays: Any) -> int:
+    return sum(x.nbytes for x in arrays)
+
+
+def on_all(ranks: int, run: Callable[[Any], Any]) -> list[Any]:
+    found = on_ranks(ranks, run)
+    for x in found:
+        if isinstance(x, Exception):
+            raise x
+    return found
+
+
+# What a rank holds at most over its share, in either pass: by schedule, heads of keys, and ranks.
+# Where there are few heads, one of each rank is much.
+BOUNDS: dict[tuple[Any, int, int], float] = {
+    ("ring", 16, 2): 1.15,
+    ("ring", 16, 4): 1.15,
+    ("gather", 16, 2): 1.15,
+    ("gather", 16, 4): 1.22,
+    ("heads", 16, 2): 1.15,
+    ("heads", 16, 4): 1.28,
+    (("heads", 2), 16, 4): 1.24,
+    ("ring", 2, 2): 1.17,
+    ("gather", 2, 2): 1.2,
+    ("heads", 2, 2): 1.3,
+}
+
+
+@pytest.mark.parametrize(("schedule", "Hkv", "ranks"), BOUNDS, ids=str)
+def test_ranks_hold_little_more_than_their_share(schedule: Any, Hkv: int, ranks: int) -> None:
+    rng, layout = np.random.default_rng(0), Layout.zigzag(N, ranks)
+    q, dout = rng.standard_normal((2, 1, 16, N, D), np.float32)
+    k, v = rng.standard_normal((2, 1, Hkv, N, D), np.float32)
+    options: dict[str, Any] = {"causal": True, "backend": "small"}
+    attention, whole = peak(lambda: tileattn.forward(q, k, v, **options))
+    saved = dout, q, k, v, *attention
+    _, both = peak(lambda: tileattn.backward(*saved, **options))
+    inputs = nbytes(q, k, v), nbytes(*saved)
+    own = [[layout.take(x, rank) for x in (q, k, v, dout)] for rank in range(ranks)]
+    given = options | {"layout": layout, "schedule": schedule}
+
+    def forward(comm: Any) -> Any:
+        q, k, v, _ = own[comm.rank]
+        return dist.forward(q, k, v, comm, **given)
+
+    def backward(comm: Any) -> Any:
+        q, k, v, dout = own[comm.rank]
+        out, lse = rows[comm.rank]
+        return dist.backward(dout, q, k, v, out, lse, comm, **given)
+
+    with in_groups(_BUDGET):
+        rows, forward_peak = peak(lambda: on_all(ranks, forward))
+        _, backward_peak = peak(lambda: on_all(ranks, backward))
+        costs = predict(q.shape, k.shape, v.shape, ranks, layout="zigzag", causal=True).costs
+    cost = next(x for x in costs if x.schedule == schedule)
+    peaks = (forward_peak, whole), (backward_peak, both)
+    for (of_ranks, one), given_to_all, counted in zip(peaks, inputs, cost[1:], strict=True):
+        measured = given_to_all + of_ranks
+        assert measured < BOUNDS[schedule, Hkv, ranks] * (given_to_all + one)
+        assert 0.97 < measured / ranks / counted.held < 1.06
+        assert counted.share < BOUNDS[schedule, Hkv, ranks]

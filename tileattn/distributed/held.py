@@ -1,0 +1,280 @@
+"""What a rank holds, and into how many groups of heads a pass is divided for it.
+
+Bytes are those of inputs, results and buffers, where all parts are as long as the longest and
+travel all the way. Tiles of a CPU come on top, and bias and mask.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from math import ceil
+from typing import NamedTuple
+
+from tileattn.distributed.groups import layout_across
+from tileattn.distributed.head_groups import counts
+from tileattn.distributed.layout import Layout
+from tileattn.distributed.schedules import Schedule, group_size
+from tileattn.distributed.sent import Workload
+
+_BUDGET = 1.125  # of the share of a rank in what one call holds
+_MOST_PIECES, _LEAST_ROWS = 8, 1024  # into which queries are cut, and their rows
+_ROWS = 4  # numbers of each query that a backward pass computes with
+
+
+class Device(NamedTuple):
+    """What calls and messages are worth their start.
+
+    Parameters
+    ----------
+    on_gpu : bool
+        Whether blocks keep their dtype, and sums are in two halves.
+    tile : int
+        Queries, backward keys, of a work tile.
+    tiles : int
+        Work tiles of a call, at least; half as many where all keys are visible and all cost the
+        same.
+    message : int
+        Bytes of a message, at least.
+    """
+
+    on_gpu: bool
+    tile: int
+    tiles: int
+    message: int
+
+
+# Some cores; and nearly two waves of the 132 SMs of a Hopper GPU.
+CPU = Device(on_gpu=False, tile=512, tiles=4, message=1 << 18)
+GPU = Device(on_gpu=True, tile=128, tiles=256, message=1 << 20)
+
+
+class Plan(NamedTuple):
+    """How a pass is divided.
+
+    Parameters
+    ----------
+    groups : int
+        Groups of the heads of a rank, one after the other.
+    rows : int or None
+        Queries of a call, at most; None is all that are neighbours.
+    ahead : bool
+        Whether messages of one group are under way while another is computed.
+    """
+
+    groups: int = 1
+    rows: int | None = None
+    ahead: bool = False
+
+
+class Held:
+    """What a pass of a schedule holds.
+
+    Parameters
+    ----------
+    work : Workload
+        The call.
+    schedule : str or (str, int)
+        It goes with the call.
+    device : Device
+        What runs it.
+    backward : bool
+        Which pass.
+    """
+
+    def __init__(
+        self, work: Workload, schedule: Schedule, device: Device, *, backward: bool
+    ) -> None:
+        P, n = work.problem, group_size(schedule, work.ranks)
+        self._P, self._n, self._device, self._backward = P, n, device, backward
+        self._ring, self._gathers = work.ranks // n, schedule == "gather"
+        self._all_keys = work.k_layout.length
+        layouts = [work.q_layout, work.k_layout]
+        self._own = self._operands(*map(_longest_part, layouts))
+        whole = self._operands(*(x.length for x in layouts))
+        whole += self._of_rows(P.Hq, work.q_layout.length)
+        self.share = whole / work.ranks
+        if n > 1:
+            layouts = [layout_across(x, n) for x in layouts]
+        self._queries, self._keys = map(_longest_part, layouts)
+        longest = [_longest_segments(x) for x in layouts]
+        self._segment, self._block_keys = (max(x, default=0) for x in longest)
+        self._filled = [min(filter(None, x), default=0) for x in longest]
+        if self._gathers:
+            self._block_keys = self._filled[1] = self._all_keys
+
+    def plan(self) -> Plan:
+        """Divide the pass: the fewest calls that hold no more than the budget; else the least."""
+        plans = list(self._plans())
+        fitting = (x for x in plans if self.of(x) <= _BUDGET * self.share)
+        return next(fitting, None) or min(plans, key=self.of)
+
+    def _plans(self) -> Iterator[Plan]:
+        """Yield what is worth its start: first with messages ahead, then with the fewest calls."""
+        P, n, is_single = self._P, self._n, self._n > 1 and self._ring == 1
+        divisors = counts(P.Hq // n, P.Hkv // n)
+        if self._gathers or (self._backward and not is_single):  # keys would travel again
+            divisors = [count for count in divisors if count <= max(1, P.Hkv // n)]
+        cuts = (1,) if is_single else range(1, _MOST_PIECES + 1)
+        calls = sorted(product(divisors, cuts), key=lambda x: (x[0] * x[1], x[1]))
+        plans = [
+            Plan(count, None if cut == 1 else -(-self._segment // cut))
+            for count, cut in calls
+            if (count, cut) == (1, 1) or self._is_worth(count, cut)
+        ]
+        if self._gathers or (self._backward and self._ring > 1):
+            yield from (plan._replace(ahead=plan.groups > 1) for plan in plans)
+            plans = [plan for plan in plans if plan.groups > 1]
+        yield from plans
+
+    def _is_worth(self, count: int, cut: int) -> bool:
+        """Whether calls fill a rank, and messages are worth their start."""
+        P, device, (hq, hk) = self._P, self._device, self._heads(count)
+        limit = -(-self._segment // cut)
+        if cut > 1 and limit < _LEAST_ROWS:
+            return False
+        message = self._bytes(hk, self._keys, P.Dv)
+        if self._n > 1:
+            message = self._bytes(hq, self._queries // self._n, P.Dv)
+        if count > 1 and message < device.message:
+            return False
+        if self._backward and count == 1:  # work tiles are those of keys
+            return True
+        rows, keys = self._filled
+        heads, tokens = (hk, keys) if self._backward else (hq, min(rows, limit))
+        is_even = P.window == (None, None)
+        return P.B * heads * ceil(tokens / device.tile) >= device.tiles // (1 + is_even)
+
+    def calls(self, plan: Plan) -> int:
+        """Count the calls of a block, at most."""
+        return plan.groups * (-(-self._segment // plan.rows) if plan.rows else 1)
+
+    def of(self, plan: Plan) -> int:
+        """Count the bytes that a rank holds at most."""
+        P, (hq, hk) = self._P, self._heads(plan.groups)
+        exchanged = self._exchanged(hq, hk) if self._n > 1 else 0
+        if self._gathers:
+            buffers = self._of_gather(hq, hk, plan)
+        elif self._n > 1 and self._ring == 1:
+            buffers = self._of_rows(hq, self._queries)
+            if self._backward and hq < P.Hq // P.Hkv:  # sums of groups that read the same keys
+                buffers += self._pair(hk, self._keys, self._wide)
+        else:
+            buffers = self._of_ring(hq, hk, plan)
+        return self._own + exchanged + buffers
+
+    def _of_ring(self, hq: int, hk: int, plan: Plan) -> int:
+        """Count two pairs of keys and values on their way, backward of gradients; sums, a block."""
+        P = self._P
+        keys = self._pair(hk, self._keys)
+        is_copied = self._n == 1 and P.B > 1 and hk < P.Hkv
+        steps = min(self._ring, 3) - 1  # in which other keys are there, or arrive
+        found = max(keys * (is_copied + min(steps, 1)), keys * steps)
+        if self._backward:
+            pairs = min(self._ring, 2) + (plan.ahead and plan.groups > 1)
+            found += pairs * self._pair(hk, self._keys, self._wide)
+        return found + self._sums(hq) + self._block(hq, hk, plan)
+
+    def _of_gather(self, hq: int, hk: int, plan: Plan) -> int:
+        """Count all keys, joined or on their way, and backward their gradients; sums, a block."""
+        P, ranks, others = self._P, self._ring, self._all_keys - self._keys
+        keys, arriving = self._pair(hk, self._all_keys), self._pair(hk, others)
+        k, of_v = self._bytes(hk, self._all_keys, P.D), self._bytes(hk, others, P.Dv)
+        upcoming = arriving if plan.ahead and plan.groups > 1 else 0
+        joining = max(arriving + k, of_v + keys)
+        if not self._backward:
+            sums = self._sums(hq) if not self._device.on_gpu else 0
+            return upcoming + max(joining, keys + sums + self._block(hq, hk, plan))
+        dkv = self._pair(hk, self._all_keys, self._wide)
+        sums = self._sums(hq) if not self._device.on_gpu else 0
+        computing = keys + dkv + sums + self._block(hq, hk, plan)
+        sent = self._pair(hk, others, self._wide)
+        returning = dkv + sent + ranks * self._pair(hk, self._keys, self._wide)
+        return upcoming + max(joining, computing, returning)
+
+    def _exchanged(self, hq: int, hk: int) -> int:
+        """Count some heads of all tokens of a group: inputs and results."""
+        P, passes = self._P, 1 + self._backward
+        rows = self._bytes(hq, self._queries, passes * (P.D + P.Dv))
+        numbers = P.B * hq * self._queries * self._wide
+        keys = self._pair(hk, self._keys)
+        return rows + numbers + (1 + (self._backward and self._ring == 1)) * keys
+
+    def _sums(self, hq: int) -> int:
+        """Count sums of the results of queries: lower halves, or all where they are wider."""
+        P = self._P
+        columns = P.D if self._backward else P.Dv
+        half = 2 if self._device.on_gpu else self._wide
+        found = self._bytes(hq, self._queries, columns, half) if self._is_narrow else 0
+        if not self._device.on_gpu and not self._backward:  # denominators
+            found += self._bytes(hq, self._queries, 1, self._wide)
+        return found
+
+    def _block(self, hq: int, hk: int, plan: Plan) -> int:
+        """Count the operands of a block where they are widened, and its results."""
+        P, rows = self._P, min(plan.rows or self._segment, self._segment)
+        on_gpu, keys = self._device.on_gpu, self._block_keys
+        item = self._item if on_gpu else self._wide
+        widened = self._is_narrow and not on_gpu
+        found = self._pair(hk, keys, self._wide) if widened else 0
+        if self._backward:
+            found += self._bytes(hq, rows, P.D + 2 * P.Dv, self._wide) if widened else 0
+            found += self._bytes(hq, rows, P.D, item) + self._pair(hk, keys, item)
+            sums = 0 if widened else self._of_rows(hq, rows)
+            return found + (sums or self._bytes(hq, rows, _ROWS, self._wide))
+        found += self._bytes(hq, rows, P.D, self._wide) if widened else 0
+        if on_gpu and self._gathers:
+            return self._bytes(hq, rows, 1, self._wide)
+        results = 1 if on_gpu else 2  # of which one is weighed
+        return found + results * self._bytes(hq, rows, P.Dv, item)
+
+    def _heads(self, count: int) -> tuple[int, int]:
+        """Count the heads of queries and of keys of a group."""
+        P, n = self._P, self._n
+        return P.Hq // n // count, max(1, P.Hkv // n // count)
+
+    def _bytes(self, heads: int, rows: int, columns: int, itemsize: int | None = None) -> int:
+        return self._P.B * heads * rows * columns * (itemsize or self._item)
+
+    def _pair(self, heads: int, keys: int, itemsize: int | None = None) -> int:
+        """Count keys and values, or their gradients."""
+        return self._bytes(heads, keys, self._P.D + self._P.Dv, itemsize)
+
+    def _operands(self, queries: int, keys: int) -> int:
+        """Count inputs and results of the pass."""
+        P = self._P
+        of_heads = self._bytes(P.Hq, queries, P.D + P.Dv) + self._pair(P.Hkv, keys)
+        return (1 + self._backward) * of_heads + self._bytes(P.Hq, queries, 1, self._wide)
+
+    def _of_rows(self, heads: int, queries: int) -> int:
+        """Count what a backward pass computes with: sums of dq, and numbers of each query."""
+        columns = _ROWS + self._P.D * self._is_narrow
+        return self._bytes(heads, queries, columns, self._wide) if self._backward else 0
+
+    @property
+    def _is_narrow(self) -> bool:
+        """Whether sums are wider than results."""
+        return self._item < self._wide
+
+    @property
+    def _item(self) -> int:
+        return self._P.dtype.itemsize
+
+    @property
+    def _wide(self) -> int:
+        return self._P.accum_dtype.itemsize
+
+
+def held_by(work: Workload, schedule: Schedule, *, on_gpu: bool) -> tuple[Held, Held]:
+    """Give what both passes of a schedule hold."""
+    device = GPU if on_gpu else CPU
+    forward, backward = (Held(work, schedule, device, backward=x) for x in (False, True))
+    return forward, backward
+
+
+def _longest_part(layout: Layout) -> int:
+    return max(map(layout.length_of, range(layout.ranks)), default=0)
+
+
+def _longest_segments(layout: Layout) -> list[int]:
+    """Give the longest segment of each rank."""
+    parts = (layout.segments(rank) for rank in range(layout.ranks))
+    return [max((x.stop - x.start for x in part), default=0) for part in parts]

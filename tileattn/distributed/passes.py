@@ -1,0 +1,153 @@
+"""Both passes of a schedule: groups of heads one after the other, each exchanged and computed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tileattn.algorithm.residuals import has_large_lse
+from tileattn.distributed import gather, ring, single
+from tileattn.distributed.arrays import library
+from tileattn.distributed.blocks import Pair, Upstream
+from tileattn.distributed.call import Array, Call
+from tileattn.distributed.comm import Communicator
+from tileattn.distributed.exchange import Exchange
+from tileattn.distributed.groups import across, layout_across
+from tileattn.distributed.head_groups import Heads, head_groups
+from tileattn.distributed.held import Plan
+from tileattn.distributed.parts import GradientPart, RowPart, Totals
+from tileattn.distributed.rank_blocks import RankBlocks
+from tileattn.distributed.schedules import Schedule, group_size
+from tileattn.results import Attention, Gradients
+
+
+class Passes:
+    """Both passes of a schedule, for the calls of one kind: it keeps none of their arrays.
+
+    Parameters
+    ----------
+    call : Call
+        One of them.
+    schedule : str or (str, int)
+        It goes with the call.
+    plans : (Plan, Plan)
+        Of each pass.
+    """
+
+    def __init__(self, call: Call, schedule: Schedule, plans: tuple[Plan, Plan]) -> None:
+        comm, blocks, n = call.comm, call.blocks, group_size(schedule, call.comm.size)
+        queries, keys = blocks.q_layout, blocks.k_layout
+        self._n, self._plans = n, plans
+        self._exchange = Exchange(comm, queries, keys, n)
+        self._comm: Communicator = comm
+        if n > 1:
+            self._comm = across(comm, n)
+            queries, keys = layout_across(queries, n), layout_across(keys, n)
+        self._blocks = {
+            plan.rows: RankBlocks(blocks.visibility, queries, keys, self._comm.rank, plan.rows)
+            for plan in plans
+        }
+        self._is_single = n > 1 and self._comm.size == 1
+        self._forward: Callable[[Iterator[RowPart]], None] = ring.forward
+        self._backward: Callable[[Iterator[GradientPart]], None]
+        self._backward = partial(ring.backward, ahead=plans[1].ahead)
+        if self._is_single:
+            self._forward, self._backward = single.forward, single.backward
+        elif schedule == "gather":
+            self._forward = partial(gather.forward, ahead=plans[0].ahead)
+            self._backward = partial(gather.backward, ahead=plans[1].ahead)
+
+    def forward(self, call: Call) -> Attention:
+        """Compute the rows of this rank's queries."""
+        P, xp = call.problem, library(call.operands.q)
+        rows = P.B, P.Hq, P.Nq
+        result = Attention(xp.empty((*rows, P.Dv), P.dtype), xp.empty(rows, call.sums))
+        self._forward(self._row_parts(call, result))
+        return result
+
+    def backward(
+        self,
+        call: Call,
+        dout: Array,
+        attention: Attention,
+        dlse: Array | None,
+        wrt: frozenset[str],
+    ) -> Gradients:
+        """Compute the gradients of this rank's arrays, and those of what all ranks share."""
+        if not self._is_single:
+            call, attention = self._precise(call, attention)
+        totals = Totals(call, self._exchange, wrt)
+        self._backward(self._gradient_parts(totals, Upstream(dout, *attention, dlse)))
+        return totals.gradients()
+
+    def _precise(self, call: Call, attention: Attention) -> tuple[Call, Attention]:
+        """Have sums of float64 where the rounding of lse would show in gradients.
+
+        For a block lacks keys. On a GPU they keep their dtype: to look at lse there, the host would
+        have to wait for it.
+        """
+        if call.on_gpu:
+            return call, attention
+        if any(call.comm.gather(has_large_lse(attention.lse, call.problem.dtype).any())):
+            call = replace(call, sums=np.dtype(np.float64))
+            attention = Attention(attention.out, self.forward(call).lse)
+        return call, attention
+
+    def _row_parts(self, call: Call, result: Attention) -> Iterator[RowPart]:
+        for one, heads, _ in self._calls(call, self._plans[0]):
+            part = RowPart(self._exchange, one, heads, result)
+            del one
+            yield part
+
+    def _gradient_parts(self, totals: Totals, upstream: Upstream) -> Iterator[GradientPart]:
+        for one, heads, is_last in self._calls(totals.call, self._plans[1]):
+            dout, out, lse = (self._rows(x, heads.queries) for x in upstream[:3])
+            dlse = None if upstream.dlse is None else self._rows(upstream.dlse, heads.queries)
+            given = Upstream(dout, out, lse, dlse)
+            part = GradientPart(totals, one, heads, given, is_last=is_last)
+            del dout, out, lse, dlse, given
+            del one
+            yield part
+
+    def _calls(self, call: Call, plan: Plan) -> Iterator[tuple[Call, Heads, bool]]:
+        """Yield the call of each group, its heads, and whether it is the last with its keys."""
+        P, x, exchange = call.problem, call.operands, self._exchange
+        groups = head_groups(P.Hq // self._n, P.Hkv // self._n, plan.groups)
+        shared = {
+            name: self._rows(y, slice(0, 1)) for name, y in self._exchanged(call, shared=True)
+        }
+        keys: Pair | None = None
+        for n, heads in enumerate(groups):
+            if keys is None:
+                keys = (
+                    exchange.to_heads(x.k, heads.keys, exchange.keys),
+                    exchange.to_heads(x.v, heads.keys, exchange.keys),
+                )
+            arrays = dict(zip("kv", keys, strict=True)) | shared
+            arrays["q"] = self._rows(x.q, heads.queries)
+            for name, y in self._exchanged(call, shared=False):
+                arrays[name] = self._rows(y, heads.queries)
+            of_all = Heads(exchange.heads(heads.queries, P.Hq), exchange.heads(heads.keys, P.Hkv))
+            is_last = n + 1 == len(groups) or groups[n + 1].keys != heads.keys
+            ones = [call.of_heads(of_all, **arrays)]
+            keys = None if is_last else keys
+            del arrays
+            yield self._placed(ones.pop(), plan), heads, is_last
+
+    def _placed(self, call: Call, plan: Plan) -> Call:
+        return replace(call, comm=self._comm, blocks=self._blocks[plan.rows])
+
+    def _rows(self, x: Array, own: slice) -> Array:
+        return self._exchange.to_heads(x, own, self._exchange.queries)
+
+    def _exchanged(self, call: Call, *, shared: bool) -> Iterator[tuple[str, Any]]:
+        """Yield the bias and mask of which ranks exchange rows, of one head or of all."""
+        if self._n == 1:
+            return
+        for name, has_rows in (("bias", call.bias_rows), ("mask", call.mask_rows)):
+            x = getattr(call.operands, name)
+            if x is not None and has_rows and (x.shape[1] == 1) == shared:
+                shape = *x.shape[:2], call.problem.Nq, x.shape[3]
+                yield name, library(x).broadcast_to(call.wider(x), shape)
