@@ -46,6 +46,7 @@ class Ranks(NamedTuple):
     array: Callable[[Any], Any]
     now: Callable[[], float]
     peak_mib: Callable[[], float]
+    end: Callable[[], None]
 
 
 def on_cpus() -> Ranks:
@@ -56,8 +57,9 @@ def on_cpus() -> Ranks:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MIB
 
     comm = MPI.COMM_WORLD
+    now = time.perf_counter
     return Ranks(
-        comm, comm.rank, comm.size, comm.allgather, np.asarray, time.perf_counter, peak_mib
+        *(comm, comm.rank, comm.size, comm.allgather, np.asarray, now, peak_mib, lambda: None)
     )
 
 
@@ -88,7 +90,8 @@ def on_gpus() -> Ranks:
     def array(x: Any) -> Any:
         return cupy.asarray(x, np.float16)
 
-    return Ranks(comm, comm.rank(), comm.size(), gather, array, now, peak_mib)
+    end = distributed.destroy_process_group
+    return Ranks(comm, comm.rank(), comm.size(), gather, array, now, peak_mib, end)
 
 
 def main() -> None:
@@ -124,6 +127,7 @@ def main() -> None:
                 f"rank {rank}: forward {forward:.2f} s, backward {backward:.2f} s, "
                 f"peak memory {peak:.0f} MiB, {peak - first:.0f} of them since the imports"
             )
+    ranks.end()
 
 
 if __name__ == "__main__":

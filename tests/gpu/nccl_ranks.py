@@ -1,19 +1,22 @@
 """One rank of tests/gpu/test_nccl.py: a process with a GPU of its own.
 
-    python -m tests.gpu.nccl_ranks cupy|torch RANK SIZE FOLDER
+    python -m tests.gpu.nccl_ranks cupy|torch cases|killed RANK SIZE FOLDER
 
 It names each case before it begins, so that one that hangs is the last, and ends with status 1
-where one has failed.
+where one has failed. Kernels that a case compiles first are on disk for the other ranks, and for
+later runs: those of one dtype and option are the same whatever the schedule.
 """
 
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -22,10 +25,13 @@ import tileattn.distributed as dist
 from tileattn import Attention, Gradients, reference
 from tileattn.distributed import Layout
 from tileattn.distributed.comm import communicator
+from tileattn.distributed.held import GPU
 from tileattn.testing import assert_attention_close, error_bound
 
 SECONDS = 60.0
-B, HQ, HKV, N, D = 2, 4, 2, 300, 64
+PATIENCE = 5.0  # seconds that a rank waits for one that has ended
+B, HQ, HKV, N, D = 2, 4, 2, 200, 64
+F32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 _ROWS = np.random.default_rng(9)
 BIAS = _ROWS.standard_normal((HQ, N, N)).astype(np.float32)
@@ -43,25 +49,39 @@ def stripes(b: Any, h: Any, i: Any, j: Any, _: Any) -> Any:
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
-    "window": {"window": (90, 20)},
-    "lengths": {"kv_lengths": [170, 61], "causal": True},
+    "window": {"window": (60, 20)},
+    "lengths": {"kv_lengths": [110, 41], "causal": True},
     "sinks": {"sinks": np.linspace(-1, 2, HQ, dtype=np.float32), "causal": True},
-    "alibi": {"alibi_slopes": np.linspace(0.1, 0.5, HQ, dtype=np.float32)},
     "bias": {"bias": BIAS},
     "shared bias": {"bias": BIAS[:, :1]},
     "dropout": {"dropout_p": 0.3, "seed": 5},
     "functions": {"score_mod": relative, "mask_mod": stripes, "aux": (TABLE,)},
 }
-CASES = [
-    *((np.dtype(np.float32), name, "ring") for name in OPTIONS),
-    *((BF16, name, s) for s in ("ring", "gather", "heads") for name in ("full", "causal")),
-    (BF16, "window", "ring"),
-    (BF16, "lengths", "gather"),
-    *((np.dtype(np.float32), name, "gather") for name in ("sinks", "bias")),
-    *((np.dtype(np.float32), name, "heads") for name in ("sinks", "bias", "shared bias")),
-    *((BF16, name, s) for s in ("ring", "heads") for name in ("dropout", "functions")),
-    (BF16, "causal", "auto"),
-]
+
+# What the CPU's ranks test is tested there. Here each schedule sends, joins and sums on a stream;
+# each kind of array that travels, is cut or summed is there once.
+_PLAIN = [(BF16, "causal", schedule) for schedule in ("ring", "gather", "heads")]
+CASES: dict[str, list[tuple[np.dtype[Any], str, Any]]] = {
+    "torch": [(F32, "causal", "ring"), *_PLAIN, (BF16, "causal", "auto")],
+    "cupy": [
+        (F32, "causal", "ring"),
+        (F32, "sinks", "gather"),
+        *_PLAIN,
+        (BF16, "full", "ring"),
+        (BF16, "window", "ring"),
+        (BF16, "lengths", "gather"),
+        (BF16, "sinks", "ring"),
+        (BF16, "sinks", "heads"),
+        (BF16, "bias", "ring"),
+        (BF16, "bias", "heads"),
+        (BF16, "shared bias", "heads"),
+        (BF16, "dropout", "ring"),
+        (BF16, "dropout", "heads"),
+        (BF16, "functions", "ring"),
+        (BF16, "functions", "heads"),
+        (BF16, "causal", "auto"),
+    ],
+}
 
 
 def started(kind: str, rank: int, size: int, folder: Path) -> Any:
@@ -94,9 +114,21 @@ def started(kind: str, rank: int, size: int, folder: Path) -> Any:
     return nccl.NcclCommunicator(size, pickle.loads(name.read_bytes()), rank)
 
 
-def layouts(size: int) -> Iterator[Layout]:
-    yield Layout.zigzag(N, size)
-    yield Layout.contiguous([17, *(0 for _ in range(size - 2)), N - 17])
+def layouts(size: int) -> list[tuple[str, Layout]]:
+    """Zigzag parts, of whose heads one group is made; and uneven ones, in as many as there are."""
+    uneven = Layout.contiguous([17, *(0 for _ in range(size - 2)), N - 17])
+    return [("zigzag, one group", Layout.zigzag(N, size)), ("uneven, in groups", uneven)]
+
+
+def divided(layout_name: str) -> ExitStack:
+    """Divide passes as much as they can be, where a layout's name says so."""
+    stack = ExitStack()
+    if layout_name.endswith("in groups"):
+        held = "tileattn.distributed.held"
+        stack.enter_context(patch(f"{held}.GPU", GPU._replace(tile=1, tiles=0, message=0)))
+        stack.enter_context(patch(f"{held}._BUDGET", 0.0))
+        stack.enter_context(patch(f"{held}._LEAST_ROWS", 1))
+    return stack
 
 
 def drawn(dtype: Any) -> tuple[list[Any], Any]:
@@ -106,7 +138,9 @@ def drawn(dtype: Any) -> tuple[list[Any], Any]:
     return [x.astype(dtype) for x in rows], dlse.astype(np.float32)
 
 
-def check(comm: Any, dtype: Any, name: str, schedule: Any, layout: Layout) -> None:
+def check(
+    comm: Any, dtype: Any, name: str, schedule: Any, layout: Layout, layout_name: str
+) -> None:
     """Hold both passes to the oracle, and a second run to the bits of the first."""
     import cupy
 
@@ -123,7 +157,7 @@ def check(comm: Any, dtype: Any, name: str, schedule: Any, layout: Layout) -> No
     runs = []
     for _ in range(2):
         stream = cupy.cuda.Stream(non_blocking=True)
-        with stream:
+        with stream, divided(layout_name):
             given = own | {"layout": layout, "schedule": schedule, "timeout": SECONDS}
             attention, pullback = dist.vjp(parts[0], parts[1], parts[2], comm, **given)
             grads = pullback(upstream, of_lse, deterministic=True)
@@ -186,24 +220,54 @@ def check_errors(comm: Any) -> None:
         raise AssertionError("nothing was raised")
 
 
-def main() -> int:
-    kind, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    comm, failed = started(kind, rank, size, folder), 0
-    calls: list[tuple[str, Any]] = [("errors", lambda: check_errors(comm))]
-    for layout in layouts(size):
-        for case in CASES:
-            calls.append((f"{case} {layout}", partial(check, comm, *case, layout)))
+def check_killed(comm: Any) -> None:
+    """A rank whose neighbour has ended says so, and does not wait for good."""
+    import cupy
+
+    rank = communicator(comm, SECONDS, cupy.empty(0)).rank
+    x = cupy.zeros((HQ, 64, D), np.float32)
+    dist.forward(x, x, x, comm, timeout=SECONDS)
+    cupy.cuda.get_current_stream().synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    start = time.monotonic()
+    try:
+        dist.forward(x, x, x, comm, causal=True, timeout=PATIENCE)
+    except TimeoutError as error:
+        assert "the other ranks to take part" in str(error), error  # noqa: PT017 - a process
+    else:
+        raise AssertionError("nothing was raised")
+    assert time.monotonic() - start < 4 * PATIENCE
+
+
+def cases(kind: str, comm: Any, size: int) -> list[tuple[str, Any]]:
+    """Name what is checked, and how."""
+    found: list[tuple[str, Any]] = [("errors", lambda: check_errors(comm))]
+    for name, layout in layouts(size):
+        for case in CASES[kind]:
+            found.append((f"{case}, {name}", partial(check, comm, *case, layout, name)))
         if kind == "torch":
-            calls.append((f"tensors {layout}", partial(check_tensors, comm, layout)))
-    for name, call in calls:
-        print(name, flush=True)  # noqa: T201 - a program
+            found.append((f"tensors, {name}", partial(check_tensors, comm, layout)))
+    return found
+
+
+def main() -> int:
+    kind, what, rank, size, folder = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5]), sys.argv[5]
+    start, failed = time.monotonic(), 0
+    comm = started(kind, rank, size, Path(folder))
+    calls = cases(kind, comm, size) if what == "cases" else [(what, partial(check_killed, comm))]
+    for number, (name, call) in enumerate(calls, 1):
+        seconds = time.monotonic() - start
+        print(f"{seconds:6.1f} s  {number} of {len(calls)}: {name}", flush=True)  # noqa: T201
         try:
             call()
         except Exception:  # of any kind: the next case is tried, too
             failed += 1
             traceback.print_exc(limit=-6)
             sys.stderr.flush()
-    print(f"{len(calls)} cases, {failed} failed", flush=True)  # noqa: T201 - as above
+    seconds = time.monotonic() - start
+    print(f"{seconds:6.1f} s  {len(calls)} cases, {failed} failed", flush=True)  # noqa: T201
     return int(failed > 0)
 
 
