@@ -252,6 +252,12 @@ def cases(kind: str, comm: Any, size: int) -> list[tuple[str, Any]]:
     return found
 
 
+def told(line: str) -> None:
+    """Say how far the rank is, so that a slow one can be told from one that hangs."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     kind, what, rank, size, folder = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5]), sys.argv[5]
     start, failed = time.monotonic(), 0
@@ -259,7 +265,7 @@ def main() -> int:
     calls = cases(kind, comm, size) if what == "cases" else [(what, partial(check_killed, comm))]
     for number, (name, call) in enumerate(calls, 1):
         seconds = time.monotonic() - start
-        print(f"{seconds:6.1f} s  {number} of {len(calls)}: {name}", flush=True)  # noqa: T201
+        told(f"{seconds:6.1f} s  {number} of {len(calls)}: {name}")
         try:
             call()
         except Exception:  # of any kind: the next case is tried, too
@@ -267,7 +273,7 @@ def main() -> int:
             traceback.print_exc(limit=-6)
             sys.stderr.flush()
     seconds = time.monotonic() - start
-    print(f"{seconds:6.1f} s  {len(calls)} cases, {failed} failed", flush=True)  # noqa: T201
+    told(f"{seconds:6.1f} s  {len(calls)} cases, {failed} failed")
     return int(failed > 0)
 
 
