@@ -30,8 +30,8 @@ class Prediction:
     rates : Rates
         How fast they compute and send.
     costs : tuple of Cost
-        Of each schedule that goes with the call: messages and bytes that a rank sends at most, and
-        predicted seconds, of both passes.
+        Of each schedule that goes with the call: messages and bytes that a rank sends at most,
+        predicted seconds, groups of heads and what a rank holds, of both passes.
     refused : mapping of schedule to str
         Why others do not go with it.
     """
@@ -105,14 +105,17 @@ def predict(
     A pass takes as long as the slowest rank::
 
         ring, heads, both  exchange + max(travel, matmuls)
-        gather             travel + matmuls
+        gather             first travel + max(other travel, matmuls) + gradients back
         exchange, travel   messages * latency + bytes / bandwidth
         matmuls            FLOPs of the visible pairs / FLOPs in a second, and those of blocks
         blocks             blocks * latency + bytes of their results / bandwidth
 
     Causal masks, windows and lengths leave pairs out; ``mask`` and ``mask_mod`` are not looked at.
     Messages and bytes are exact. They leave out what all ranks gather, which is little, and the
-    second forward pass that ``backward`` runs where scores are large.
+    second forward pass that ``backward`` runs where scores are large. Heads are computed in groups,
+    one after the other, so many that a rank holds little more than its share and each call is
+    worth its start; all keys of one group may travel while another is computed. What is held is
+    exact where parts are equal and travel all the way, and less elsewhere.
 
     Examples
     --------

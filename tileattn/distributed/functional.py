@@ -89,6 +89,9 @@ def forward(
     ``tileattn.merge`` does. Of 16-bit arrays partial results are kept in float32, and rounded once.
     Of the same ranks and layouts results have the same bits on every run.
 
+    Heads are computed in groups, one after the other, and buffers are those of one group. So a rank
+    holds little more than its part of what one call holds; ``predict`` says how much.
+
     References
     ----------
     Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, arXiv:2310.01889;
