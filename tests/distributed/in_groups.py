@@ -10,11 +10,9 @@ from tileattn.distributed.held import CPU
 @contextmanager
 def in_groups(budget: float = 0.0) -> Iterator[None]:
     """Divide passes until they hold no more than a budget, in units of a share."""
-    device = CPU._replace(tile=1, tiles=0, message=0)
+    device = CPU._replace(tile=1, tiles=0, message=0, rows=1, budget=budget)
     with (
         patch("tileattn.distributed.held.CPU", device),
-        patch("tileattn.distributed.held._LEAST_ROWS", 1),
-        patch("tileattn.distributed.held._BUDGET", budget),
         patch("tileattn.distributed.rank_blocks._ALIGNED", 4),
     ):
         yield

@@ -14,8 +14,8 @@ from tests.distributed.in_groups import in_groups
 from tests.distributed.threads import on_ranks
 from tileattn.backends import registry
 from tileattn.backends.numpy.backend import NumpyBackend
-from tileattn.distributed import Layout, predict
-from tileattn.distributed.held import _BUDGET
+from tileattn.distributed import GPU_RATES, Layout, predict
+from tileattn.distributed.held import CPU, GPU
 
 N, D = 1024, 128
 
@@ -92,7 +92,7 @@ def test_ranks_hold_little_more_than_their_share(schedule: Any, Hkv: int, ranks:
         out, lse = rows[comm.rank]
         return dist.backward(dout, q, k, v, out, lse, comm, **given)
 
-    with in_groups(_BUDGET):
+    with in_groups(CPU.budget):
         rows, forward_peak = peak(lambda: on_all(ranks, forward))
         _, backward_peak = peak(lambda: on_all(ranks, backward))
         costs = predict(q.shape, k.shape, v.shape, ranks, layout="zigzag", causal=True).costs
@@ -103,3 +103,23 @@ def test_ranks_hold_little_more_than_their_share(schedule: Any, Hkv: int, ranks:
         assert measured < BOUNDS[schedule, Hkv, ranks] * (given_to_all + one)
         assert 0.97 < measured / ranks / counted.held < 1.06
         assert counted.share < BOUNDS[schedule, Hkv, ranks]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_ring_of_gpus_holds_little_more_than_its_share(ranks: int, causal: bool) -> None:
+    """Where parts are long, and heads not few; each call fills a GPU."""
+    for Hq, Hkv in ((16, 16), (64, 8)):
+        q, k = (1, Hq, 65_536 * ranks, 128), (1, Hkv, 65_536 * ranks, 128)
+        given: dict[str, Any] = {"layout": "zigzag", "causal": causal, "rates": GPU_RATES}
+        ring = predict(q, k, k, ranks, dtype="float16", **given).costs[0]
+        assert ring.schedule == "ring"
+        for cost in ring[1:]:
+            assert cost.share <= GPU.budget
+            assert cost.groups > 1
+
+
+def test_short_parts_are_not_divided() -> None:
+    shape = (1, 8, 512, 64)
+    for cost in predict(shape, shape, shape, 4, rates=GPU_RATES).costs:
+        assert cost.forward.groups == cost.backward.groups == 1

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,15 +120,12 @@ def layouts(size: int) -> list[tuple[str, Layout]]:
     return [("zigzag, one group", Layout.zigzag(N, size)), ("uneven, in groups", uneven)]
 
 
-def divided(layout_name: str) -> ExitStack:
+def divided(layout_name: str) -> AbstractContextManager[Any]:
     """Divide passes as much as they can be, where a layout's name says so."""
-    stack = ExitStack()
-    if layout_name.endswith("in groups"):
-        held = "tileattn.distributed.held"
-        stack.enter_context(patch(f"{held}.GPU", GPU._replace(tile=1, tiles=0, message=0)))
-        stack.enter_context(patch(f"{held}._BUDGET", 0.0))
-        stack.enter_context(patch(f"{held}._LEAST_ROWS", 1))
-    return stack
+    if not layout_name.endswith("in groups"):
+        return nullcontext()
+    device = GPU._replace(tile=1, tiles=0, message=0, rows=1, budget=0.0)
+    return patch("tileattn.distributed.held.GPU", device)
 
 
 def drawn(dtype: Any) -> tuple[list[Any], Any]:

@@ -144,7 +144,7 @@ class Cost(NamedTuple):
 def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -> Cost:
     """Predict both passes of a schedule that goes with the call."""
     n, held = group_size(schedule, work.ranks), held_by(work, schedule, on_gpu=on_gpu)
-    plans = [x.plan() for x in held]
+    plans = [x.plan for x in held]
     calls = [x.calls(plan) for x, plan in zip(held, plans, strict=True)]
     matmuls = _computing(work, schedule, rates, calls)
     whole = rates.between(on_host=work.ranks <= rates.ranks_per_host)

@@ -214,7 +214,7 @@ def choose(call: Call) -> Schedule:
 def plans_of(call: Call, schedule: Schedule) -> tuple[Plan, Plan]:
     """Say how both passes of a schedule are divided, the same on all ranks."""
     forward, backward = held_by(_workload_of(call), schedule, on_gpu=call.on_gpu)
-    return forward.plan(), backward.plan()
+    return forward.plan, backward.plan
 
 
 def _of_call(call: Call, rates: Rates | None) -> Prediction:

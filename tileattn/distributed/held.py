@@ -5,6 +5,7 @@ travel all the way. Tiles of a CPU come on top, and bias and mask.
 """
 
 from collections.abc import Iterator
+from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil
 from typing import NamedTuple
@@ -14,9 +15,9 @@ from tileattn.distributed.head_groups import counts
 from tileattn.distributed.layout import Layout
 from tileattn.distributed.schedules import Schedule, group_size
 from tileattn.distributed.sent import Workload
+from tileattn.problem import Problem
 
-_BUDGET = 1.125  # of the share of a rank in what one call holds
-_MOST_PIECES, _LEAST_ROWS = 8, 1024  # into which queries are cut, and their rows
+_MOST_PIECES = 8  # into which queries are cut
 _ROWS = 4  # numbers of each query that a backward pass computes with
 
 
@@ -34,12 +35,18 @@ class Device(NamedTuple):
         same.
     message : int
         Bytes of a message, at least.
+    rows : int
+        Queries of a call where they are cut, at least.
+    budget : float
+        What a rank may hold, over its share in what one call holds.
     """
 
     on_gpu: bool
     tile: int
     tiles: int
     message: int
+    rows: int = 1024
+    budget: float = 1.125
 
 
 # Some cores; and nearly two waves of the 132 SMs of a Hopper GPU.
@@ -70,8 +77,10 @@ class Held:
 
     Parameters
     ----------
-    work : Workload
-        The call.
+    problem : Problem
+        The call, of which the number of queries is not looked at.
+    layouts : (Layout, Layout)
+        Queries and keys of each rank.
     schedule : str or (str, int)
         It goes with the call.
     device : Device
@@ -81,30 +90,33 @@ class Held:
     """
 
     def __init__(
-        self, work: Workload, schedule: Schedule, device: Device, *, backward: bool
+        self,
+        problem: Problem,
+        layouts: tuple[Layout, Layout],
+        schedule: Schedule,
+        device: Device,
+        *,
+        backward: bool,
     ) -> None:
-        P, n = work.problem, group_size(schedule, work.ranks)
+        ranks, (queries, keys) = layouts[0].ranks, (x.length for x in layouts)
+        P, n = problem, group_size(schedule, ranks)
         self._P, self._n, self._device, self._backward = P, n, device, backward
-        self._ring, self._gathers = work.ranks // n, schedule == "gather"
-        self._all_keys = work.k_layout.length
-        layouts = [work.q_layout, work.k_layout]
+        self._ring, self._gathers, self._all_keys = ranks // n, schedule == "gather", keys
         self._own = self._operands(*map(_longest_part, layouts))
-        whole = self._operands(*(x.length for x in layouts))
-        whole += self._of_rows(P.Hq, work.q_layout.length)
-        self.share = whole / work.ranks
-        if n > 1:
-            layouts = [layout_across(x, n) for x in layouts]
-        self._queries, self._keys = map(_longest_part, layouts)
-        longest = [_longest_segments(x) for x in layouts]
+        self.share = (self._operands(queries, keys) + self._of_rows(P.Hq, queries)) / ranks
+        joined = [layout_across(x, n) if n > 1 else x for x in layouts]
+        self._queries, self._keys = map(_longest_part, joined)
+        longest = [_longest_segments(x) for x in joined]
         self._segment, self._block_keys = (max(x, default=0) for x in longest)
         self._filled = [min(filter(None, x), default=0) for x in longest]
         if self._gathers:
             self._block_keys = self._filled[1] = self._all_keys
 
+    @cached_property
     def plan(self) -> Plan:
         """Divide the pass: the fewest calls that hold no more than the budget; else the least."""
         plans = list(self._plans())
-        fitting = (x for x in plans if self.of(x) <= _BUDGET * self.share)
+        fitting = (x for x in plans if self.of(x) <= self._device.budget * self.share)
         return next(fitting, None) or min(plans, key=self.of)
 
     def _plans(self) -> Iterator[Plan]:
@@ -129,7 +141,7 @@ class Held:
         """Whether calls fill a rank, and messages are worth their start."""
         P, device, (hq, hk) = self._P, self._device, self._heads(count)
         limit = -(-self._segment // cut)
-        if cut > 1 and limit < _LEAST_ROWS:
+        if cut > 1 and limit < device.rows:
             return False
         message = self._bytes(hk, self._keys, P.Dv)
         if self._n > 1:
@@ -265,8 +277,17 @@ class Held:
 
 def held_by(work: Workload, schedule: Schedule, *, on_gpu: bool) -> tuple[Held, Held]:
     """Give what both passes of a schedule hold."""
-    device = GPU if on_gpu else CPU
-    forward, backward = (Held(work, schedule, device, backward=x) for x in (False, True))
+    layouts = work.q_layout, work.k_layout
+    return _held_by(work.problem, layouts, schedule, GPU if on_gpu else CPU)
+
+
+@lru_cache(maxsize=256)
+def _held_by(
+    problem: Problem, layouts: tuple[Layout, Layout], schedule: Schedule, device: Device
+) -> tuple[Held, Held]:
+    forward, backward = (
+        Held(problem, layouts, schedule, device, backward=x) for x in (False, True)
+    )
     return forward, backward
 
 
