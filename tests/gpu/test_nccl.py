@@ -34,6 +34,14 @@ def reason() -> str | None:
 pytestmark = [*needs_gpu, pytest.mark.skipif(bool(reason()), reason=f"{reason()}")]
 
 
+def show(log: Path, shown: int) -> int:
+    """Show what a log has beyond so many characters; give how many there are."""
+    text = log.read_text()
+    sys.stdout.write(text[shown:])
+    sys.stdout.flush()
+    return len(text)
+
+
 def ended(kind: str, what: str, folder: Path) -> tuple[list[int | None], str]:
     """Run all ranks; give their statuses, None of those that did not end, and what they said."""
     logs = [folder / f"{rank}.log" for rank in range(RANKS)]
@@ -49,10 +57,8 @@ def ended(kind: str, what: str, folder: Path) -> tuple[list[int | None], str]:
             if any(x.poll() for x in ranks):  # one has failed: give the others a moment
                 deadline = min(deadline, time.monotonic() + 15)
             time.sleep(0.1)
-            text = logs[0].read_text()
-            print(text[shown:], end="", flush=True)  # noqa: T201 - progress
-            shown = len(text)
-        print(logs[0].read_text()[shown:], end="", flush=True)  # noqa: T201 - as above
+            shown = show(logs[0], shown)
+        show(logs[0], shown)
     finally:
         statuses = [x.poll() for x in ranks]
         for x in ranks:

@@ -15,10 +15,10 @@ from tileattn.testing import assert_attention_close, error_bound
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 
 HQ, HKV = 8, 2
-LENGTHS = np.array([700, 0, 333, 1008])
+LENGTHS = np.array([700, 0, 333, 1008, 500])
 CAPACITY = 1008
 FAR = (1 << 40) + (1 << 30)  # beyond all pages, also of its lower 32 bits
-PACKED = np.array([0, 300, 303, 320, 749])  # of queries; 32 and fewer have few rows
+PACKED = np.array([0, 300, 303, 320, 749, 752])  # of queries; 32 and fewer have few rows
 
 
 def paged(x: Any, lengths: Any, page: int, spare: Any = np.nan, seed: int = 0) -> tuple[Any, Any]:

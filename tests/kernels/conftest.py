@@ -6,6 +6,7 @@ import pytest
 
 from tests.kernels.jit import tiny_kernel
 from tileattn.kernels.jit import cache
+from tools.sass import nvdisasm
 
 
 @pytest.fixture
@@ -21,6 +22,15 @@ def nvrtc(place: Path) -> Path:
     """Skip without a compiler; compile anew, not into the user's cache."""
     tiny_kernel.need_compiler()
     return place
+
+
+@pytest.fixture
+def program(nvrtc: Path) -> str:  # noqa: ARG001 - without a compiler there is nothing to read
+    """Path of the disassembler; without it, skip."""
+    found = nvdisasm()
+    if found is None:
+        pytest.skip("nvdisasm is missing: pip install 'tileattn[nvrtc]' brings it")
+    return found
 
 
 @pytest.fixture

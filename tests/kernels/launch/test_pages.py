@@ -55,6 +55,17 @@ def test_packed_sequences_of_few_queries_have_a_kernel_of_their_own() -> None:
     assert made.fields["pieces"] == 1
 
 
+@pytest.mark.parametrize("page", [16, 50])
+def test_tiles_of_packed_sequences_do_not_depend_on_how_many_there_are(page: int) -> None:
+    tiles = {
+        launch.key.tile
+        for Nq in (1, 5, 20, 500)
+        for launch in plan(page, {"cu_seqlens_q"}, B=1, Nq=Nq).launches
+        if launch.key.kernel == SPLIT
+    }
+    assert len(tiles) == 1
+
+
 @pytest.mark.parametrize(
     ("page", "changed", "why"),
     [

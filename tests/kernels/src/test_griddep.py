@@ -8,7 +8,7 @@ from tests.kernels.src.samples import representative_keys
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES, compiled
 from tools.check_sass import ARCH
-from tools.sass import Instruction, Section, disassembled, nvdisasm, parsed
+from tools.sass import Instruction, Section, disassembled, parsed
 
 # Launched alone, and so as ever.
 ALONE = {"append_kv", "rope", "join_rows", "add_halves", "add_rows"}
@@ -52,15 +52,6 @@ _ONE_AN_SM = (
     "forward_sm90",
     "latent_sm90",
 )
-
-
-@pytest.fixture
-def program(nvrtc: Path) -> str:  # noqa: ARG001 - without a compiler there is nothing to read
-    """Path of the disassembler; without it, skip."""
-    found = nvdisasm()
-    if found is None:
-        pytest.skip("nvdisasm is missing: pip install 'tileattn[nvrtc]' brings it")
-    return found
 
 
 def section_of(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,)) -> Section:

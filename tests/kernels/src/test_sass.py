@@ -8,18 +8,9 @@ from tileattn.kernels.config.hopper import HOPPER_DS
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES, compiled
 from tools.check_sass import ARCH, findings, keys
-from tools.sass import Instruction, Section, disassembled, nvdisasm, parsed
+from tools.sass import Instruction, Section, disassembled, parsed
 
 ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ"
-
-
-@pytest.fixture
-def program(nvrtc: Path) -> str:  # noqa: ARG001 - without a compiler there is nothing to read
-    """Path of the disassembler; without it, skip."""
-    found = nvdisasm()
-    if found is None:
-        pytest.skip("nvdisasm is missing: pip install 'tileattn[nvrtc]' brings it")
-    return found
 
 
 # --- the Hopper kernels ---------------------------------------------------------------------------

@@ -159,7 +159,9 @@ def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
 
 
 def _tile(P: Problem, context: LaunchContext) -> TileSize | None:
-    rows = P.group * P.Nq
+    # The rows of packed sequences the device alone may know: their tiles are the same whatever
+    # sequences there are, and so are the bits of each.
+    rows = P.group * P.Nq if P.sequences is None else FEW_ROWS
     tiles = next((x for x in (_NARROW, _WIDE) if rows <= x[0].block_q), _WIDEST)
     static = (split_static_bytes(tile, P.accum_dtype.itemsize) for tile in tiles)
     fits = (
