@@ -157,7 +157,8 @@ def backward(
     plain = P.enabled_options.isdisjoint(_SCORE_MODS | {"mask"}) and not P.dropout_p
     # All that is not plain needs registers.
     suited = (name for name in HOPPER_BACKWARDS if plain or name != HOPPER_HALVES)
-    kernel, dim, value = next((name, *dims) for name in suited if (dims := _buckets(name, P)))
+    kernel = next(name for name in suited if 0 not in _buckets(name, P))
+    dim, value = _buckets(kernel, P)
     tile, shared = next(
         (tile, shared)
         for tile in candidates(kernel, P.dtype.itemsize, max(dim, value))
@@ -182,11 +183,10 @@ def backward(
     return own, *safe, _dq_convert(P, key), *repairs
 
 
-def _buckets(kernel: str, P: Problem) -> tuple[int, ...]:
-    """Give the head-dimension buckets of q and of v; none where the kernel has not both."""
-    dims = zip((P.D, P.Dv), _BACKWARD_BUCKETS[kernel], strict=True)
-    found = tuple(next((n for n in buckets if dim <= n), 0) for dim, buckets in dims)
-    return found if all(found) else ()
+def _buckets(kernel: str, P: Problem) -> tuple[int, int]:
+    """Give the head-dimension buckets of q and of v, 0 for one that the kernel does not have."""
+    of_q, of_v = _BACKWARD_BUCKETS[kernel]
+    return next((n for n in of_q if n >= P.D), 0), next((n for n in of_v if n >= P.Dv), 0)
 
 
 def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLaunch | None:
