@@ -64,6 +64,7 @@ _HOPPER_CASES = (
     ("float16", (128, 128), {"bias", "dropout_p"}),
     ("bfloat16", (192, 192), {"dropout_p", "origin"}),
     ("bfloat16", (64, 64), {"bias", "mask", "softcap"}),
+    ("bfloat16", (192, 128), {"negative scale"}),
 )
 
 
@@ -99,6 +100,8 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
     for name, (dim, value), options in cases:
         for window in WINDOWS:
             problem = replace(problem_of(name, dim, options), Dv=value, window=window)
+            if "negative scale" in options:
+                problem = replace(problem, scale=-1.0)
             context = context_of(arch)
             if "bias" in options:
                 context = context._replace(

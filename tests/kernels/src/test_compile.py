@@ -141,7 +141,7 @@ def test_the_kernels_for_hopper(kernel: str, dims: set[int], rows: set[int]) -> 
     assert {key.head_dim for key in keys} == dims
     assert {key.block_q for key in keys} == rows
     for option in ("softcap", "alibi", "fold_scale"):
-        used = {False, True} if kernel != HOPPER_HALVES else {option == "fold_scale"}
+        used = {False} if kernel == HOPPER_HALVES and option != "fold_scale" else {False, True}
         assert {getattr(key, option) for key in keys} == used, option
 
 

@@ -5,7 +5,8 @@
 #include "bwd_mainloop_sm90.cuh"
 
 static_assert(IN_HALVES && BLOCK_Q == WARPGROUP_ROWS);
-static_assert(FOLD && !HAS_MASK && !HAS_DROPOUT, "these need registers");
+static_assert(!HAS_SCORE_GRAD && !HAS_ALIBI && !HAS_BIAS && !HAS_MASK && !HAS_DROPOUT,
+              "these need registers");
 
 constexpr int HALF = QT / 2;  // of a tile, in atoms: half of its queries
 
@@ -26,6 +27,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     Fragment<Accum, 1, VT> dv;
     Fragment<Accum, 1, DQ_COLUMNS / 8> dq;
     Operands probs, ds;
+    TileInputs inputs(smem);  // none, but the scores ask for a bias
 
     auto issue_s = [&](bool partial) {
         const QueryTile q = smem.q(pipe.stage);
@@ -101,6 +103,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             zero_past_end<VALUE_DIM>(p, smem.dout(pipe.stage), work, tile * BLOCK_Q, warpgroup);
         issue_dp(0);
         warpgroup_wait<1>(s);
+        s.apply(ScoreMod(p, work.b, h), inputs.bias, [](int, int, int, Accum, Accum) {});
         if (partial) mask();
         softmax(0);
         softmax(HALF);
@@ -140,7 +143,6 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         smem.dout_full(pipe.stage).wait(pipe.phase);
         const bool non_finite = masked && clean_q_and_dout(smem, pipe.stage, pipe.stage, table);
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        TileInputs inputs(smem);
         const Attended<1, QT> attended =
             recompute_p_nan_safe(p, work.sequence(p), h, masked, smem.storage.lse_log2[pipe.stage],
                                  inputs, s, probs, non_finite, table, dv);
