@@ -15,7 +15,7 @@ import pytest
 
 import tileattn
 from tests.on_gpu import busy, needs_gpu, poisoned, random_arrays, sent
-from tileattn.backends.cupy import execute
+from tileattn.backends.cupy import execute, graphs
 from tileattn.backends.cupy.launches import can_overlap
 from tileattn.call_cache import CALLS
 from tileattn.kernels.config.key import KernelKey
@@ -259,6 +259,20 @@ def test_calls_in_a_graph(case: Case) -> None:
             graph.launch(stream)
         stream.synchronize()
     assert not repeated.wrong.any()
+
+
+def test_a_call_on_addresses_that_come_back_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the bits of single launches."""
+    made, captured = [], graphs._captured
+    monkeypatch.setattr(graphs, "_captured", lambda start: made.append(start) or captured(start))
+    for name in ("middle", "flagged heads"):
+        case = CASES[name]()
+        repeated = Repeated(case, expected_of(case))
+        made.clear()
+        for _ in range(8):
+            repeated.once()
+        assert not repeated.wrong.any()
+        assert 1 <= len(made) < 8
 
 
 @pytest.mark.parametrize("Nk", [64, 700])

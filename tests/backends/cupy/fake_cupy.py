@@ -3,7 +3,7 @@
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -69,6 +69,8 @@ class Machine:
         Handle of the current stream.
     streams : list of int
         Handle of the stream of each launch, and of each memory that is set to zero.
+    graphs : list of Graph
+        Graphs that were taken down on streams of their own.
     bound : list of int
         Devices that have been made those of the thread.
     capturing : bool
@@ -95,14 +97,26 @@ class Machine:
         self.streams: list[int] = []
         self.capturing = False
         self.stream = 0
+        self.graphs: list[Graph] = []
         self.bound: list[int] = []
         self.device = 0
         self.arch = "sm_100"
         self.driver = 13000
         self._keys: list[KernelKey] = []  # of loaded kernels, by their handles
+        self._captures: dict[int, list[Callable[[], Any]]] = {}  # by the handle of a stream
         self._memory = np.zeros(BYTES, np.uint8)
         self._start = -self._memory.ctypes.data % 512
         self._used = self._start
+
+    def reusing(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Let each call take the memory that the one before it has taken."""
+        first = self._used
+
+        def again() -> Any:
+            self._used = first
+            return call()
+
+        return again
 
     def allocate(self, nbytes: int, device: int | None = None) -> Any:
         """Give memory as CuPy's allocators do, at a multiple of 512 bytes; it is never taken back.
@@ -158,8 +172,29 @@ class Machine:
 
     def clear(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Stand in for ``cudaMemsetAsync``."""
-        self.streams.append(stream)
-        ctypes.memset(address, value, nbytes)
+        self._run(stream, lambda: ctypes.memset(address, value, nbytes))
+
+    def _run(self, stream: int, work: Callable[[], Any]) -> None:
+        """Do something on a stream, or take it down."""
+        if stream in self._captures:
+            self._captures[stream].append(work)
+        else:
+            self.streams.append(stream)
+            work()
+
+    def capturable(self, *, non_blocking: bool) -> Any:
+        """Stand in for ``cupy.cuda.Stream``, on which nothing but captures takes place."""
+        assert non_blocking
+        handle = 1000 + len(self.graphs)
+
+        def begin() -> None:
+            self._captures[handle] = []
+
+        def end() -> Graph:
+            self.graphs.append(Graph(self, self._captures.pop(handle)))
+            return self.graphs[-1]
+
+        return SimpleNamespace(ptr=handle, begin_capture=begin, end_capture=end)
 
     def load(self, key: KernelKey) -> Any:
         """Stand in for ``kernels.load.load_all``, for each key."""
@@ -196,16 +231,22 @@ class Machine:
         cells, *maps = (ctypes.c_uint64 * (1 + has_maps)).from_address(parameters)
         params = np.frombuffer(ctypes.string_at(cells, PARAMS.itemsize), PARAMS)[0]
         behind = (ctypes.c_int64 * self.behind).from_address(cells + PARAMS.itemsize)
-        self.tails.append(list(behind))
+        tail = list(behind)
+        given = []
         for start in maps:
             names = ("q", "k", "v", "dout")[: 3 if key.kernel == HOPPER else 4]
             numbers = (ctypes.c_uint64 * (16 * len(names))).from_address(start)
             made = tuple(self.encoded[n] for n in numbers[::16])
             assert [x.address for x in made] == [params[name] for name in names]
-            self.maps.append(made)
-        self.streams.append(stream)
-        self.attributes.append(told)
-        self.launches.append((key, sizes[0], shared, params))
+            given.append(made)
+
+        def launch() -> None:
+            self.tails.append(tail)
+            self.maps.extend(given)
+            self.attributes.append(told)
+            self.launches.append((key, sizes[0], shared, params))
+
+        self._run(stream, launch)
         return 0
 
     def encode(self, *given: int) -> int:
@@ -230,6 +271,18 @@ def at_host(x: Any) -> Any:
     reach = before + sum(max(step, 0) for step in steps) + x.itemsize
     memory = (ctypes.c_uint8 * reach).from_address(x.data.ptr - before)
     return np.ndarray(x.shape, x.dtype, memory, before, x.strides)
+
+
+class Graph(NamedTuple):
+    """Stand in for ``cupy.cuda.Graph``."""
+
+    gpu: Machine
+    works: list[Callable[[], Any]]
+
+    def launch(self, stream: Any) -> None:
+        for work in self.works:
+            self.gpu.streams.append(stream.ptr)
+            work()
 
 
 class Pointer:
@@ -269,6 +322,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         "get_current_stream",
         lambda: SimpleNamespace(is_capturing=lambda: made.capturing, ptr=made.stream),
     )
+    monkeypatch.setattr(cupy.cuda, "Stream", made.capturable)
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
     for user in (execute, explain):
         monkeypatch.setattr(user, "load_all", lambda keys: [made.load(key) for key in keys])

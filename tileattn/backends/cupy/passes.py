@@ -4,8 +4,8 @@ Nearly all that a short call costs the host is Python; this is the least of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from operator import itemgetter
+from functools import partial, reduce
+from operator import itemgetter, or_
 from typing import Any
 
 from tileattn.backends.addresses import Overlap
@@ -39,9 +39,7 @@ class Pass:
 
     def key(self, addresses: Sequence[int], device: int) -> tuple[int, ...]:
         """Give what a plan depends on: alignments, and whether v may be a view of k."""
-        bits = MAX_ALIGNMENT
-        for address in self._rows(addresses):
-            bits |= address
+        bits = reduce(or_, self._rows(addresses), MAX_ALIGNMENT)
         key = device, addresses[1] == addresses[2], bits & -bits
         if self._pairs:
             return *key, *(alignment_of(addresses[n]) for n in self._pairs)
@@ -86,19 +84,19 @@ class ArrayPass:
         ``out`` takes the place of the first result.
         """
         if self._others:
-            rows = [*rows, *(given_for(name, options) for name in self._others)]
+            rows = (*rows, *(given_for(name, options) for name in self._others))
         device, addresses = self._device(), []
-        for x in rows:
+        for x in rows if out is None else (*rows, out):
             memory = x.data
             if memory.device_id != device:
                 return None
             addresses.append(memory.ptr)
-        results = [] if out is None else [out]
+        results = []
         if out is not None:
-            memory = out.data
-            if memory.device_id != device or self._overlaps(memory.ptr, addresses):
+            *others, at = addresses
+            if self._overlaps(at, others):
                 return None
-            addresses.append(memory.ptr)
+            results.append(out)
         for new in self._new[len(results) :]:
             x = new()
             results.append(x)
