@@ -263,8 +263,14 @@ def test_calls_in_a_graph(case: Case) -> None:
 
 def test_a_call_on_addresses_that_come_back_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the bits of single launches."""
-    made, captured = [], graphs._captured
-    monkeypatch.setattr(graphs, "_captured", lambda start: made.append(start) or captured(start))
+    made: list[Any] = []
+    captured = graphs._captured
+
+    def counted(start: Callable[[int], None]) -> Any:
+        made.append(captured(start))
+        return made[-1]
+
+    monkeypatch.setattr(graphs, "_captured", counted)
     for name in ("middle", "flagged heads"):
         case = CASES[name]()
         repeated = Repeated(case, expected_of(case))

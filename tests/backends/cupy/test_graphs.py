@@ -15,7 +15,7 @@ from tileattn.backends.cupy import graphs
 
 def started(gpu: Machine, call: Callable[[], Any]) -> tuple[Any, ...]:
     """Give all that a call asks of the GPU."""
-    told = gpu.launches, gpu.maps, gpu.attributes, gpu.streams
+    told: tuple[list[Any], ...] = (gpu.launches, gpu.maps, gpu.attributes, gpu.streams)
     for each in told:
         each.clear()
     call()
