@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 import tileattn
-from tileattn.backends.cupy import backend, describe, execute, explain, launches, tensor_maps
+from tests.backends.cupy.fake_graphs import Graphs, Node, Work
+from tileattn.backends.cupy import (
+    backend,
+    describe,
+    execute,
+    explain,
+    launches,
+    tensor_maps,
+)
 from tileattn.call_cache import CALLS
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DS
 from tileattn.kernels.config.key import KernelKey
@@ -69,8 +77,14 @@ class Machine:
         Handle of the current stream.
     streams : list of int
         Handle of the stream of each launch, and of each memory that is set to zero.
-    graphs : list of Graph
-        Graphs that were taken down on streams of their own.
+    graphs : list of list of Node
+        The nodes of graphs that can be launched.
+    destroyed : list of int
+        Handles of such graphs that were destroyed.
+    no_memory : set of str
+        Functions by which a graph is made that find no memory.
+    mode : int
+        How far the thread minds captures of others: 0 is those of all threads, 2 none.
     bound : list of int
         Devices that have been made those of the thread.
     capturing : bool
@@ -97,13 +111,15 @@ class Machine:
         self.streams: list[int] = []
         self.capturing = False
         self.stream = 0
-        self.graphs: list[Graph] = []
+        self.graphs: list[list[Node]] = []
+        self.destroyed: list[int] = []
+        self.no_memory: set[str] = set()
+        self.mode = 0
         self.bound: list[int] = []
         self.device = 0
         self.arch = "sm_100"
         self.driver = 13000
         self._keys: list[KernelKey] = []  # of loaded kernels, by their handles
-        self._captures: dict[int, list[Callable[[], Any]]] = {}  # by the handle of a stream
         self._memory = np.zeros(BYTES, np.uint8)
         self._start = -self._memory.ctypes.data % 512
         self._used = self._start
@@ -172,29 +188,8 @@ class Machine:
 
     def clear(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Stand in for ``cudaMemsetAsync``."""
-        self._run(stream, lambda: ctypes.memset(address, value, nbytes))
-
-    def _run(self, stream: int, work: Callable[[], Any]) -> None:
-        """Do something on a stream, or take it down."""
-        if stream in self._captures:
-            self._captures[stream].append(work)
-        else:
-            self.streams.append(stream)
-            work()
-
-    def capturable(self, *, non_blocking: bool) -> Any:
-        """Stand in for ``cupy.cuda.Stream``, on which nothing but captures takes place."""
-        assert non_blocking
-        handle = 1000 + len(self.graphs)
-
-        def begin() -> None:
-            self._captures[handle] = []
-
-        def end() -> Graph:
-            self.graphs.append(Graph(self, self._captures.pop(handle)))
-            return self.graphs[-1]
-
-        return SimpleNamespace(ptr=handle, begin_capture=begin, end_capture=end)
+        self.streams.append(stream)
+        ctypes.memset(address, value, nbytes)
 
     def load(self, key: KernelKey) -> Any:
         """Stand in for ``kernels.load.load_all``, for each key."""
@@ -218,20 +213,24 @@ class Machine:
         """Stand in for ``cuLaunchKernelEx``."""
         if self.refusals:
             return self.refusals.pop(0)
-        key = self._keys[function - 1]
         words = struct.unpack("7I4xQQI", ctypes.string_at(config, 52))
         *sizes, shared, stream, attributes, count = words
-        assert sizes[1:] == [1, 1, key.threads, 1, 1]
-        assert sizes[0] > 0
         assert extra is None
         told = [
             struct.unpack("i4xi", ctypes.string_at(attributes + 72 * n, 12)) for n in range(count)
         ]
+        self.launch_of(function, sizes, shared, parameters)(stream, told)
+        return 0
+
+    def launch_of(self, function: int, sizes: Sequence[int], shared: int, parameters: int) -> Work:
+        """Copy all that a launch is given, and return what starts it."""
+        key = self._keys[function - 1]
+        assert tuple(sizes[1:]) == (1, 1, key.threads, 1, 1)
+        assert sizes[0] > 0
         has_maps = key.kernel == HOPPER or key.kernel in (*HOPPER_BACKWARDS, *HOPPER_DS)
         cells, *maps = (ctypes.c_uint64 * (1 + has_maps)).from_address(parameters)
         params = np.frombuffer(ctypes.string_at(cells, PARAMS.itemsize), PARAMS)[0]
-        behind = (ctypes.c_int64 * self.behind).from_address(cells + PARAMS.itemsize)
-        tail = list(behind)
+        behind = [*(ctypes.c_int64 * self.behind).from_address(cells + PARAMS.itemsize)]
         given = []
         for start in maps:
             names = ("q", "k", "v", "dout")[: 3 if key.kernel == HOPPER else 4]
@@ -240,14 +239,14 @@ class Machine:
             assert [x.address for x in made] == [params[name] for name in names]
             given.append(made)
 
-        def launch() -> None:
-            self.tails.append(tail)
+        def launch(stream: int, told: list[tuple[int, int]]) -> None:
+            self.tails.append(behind)
             self.maps.extend(given)
+            self.streams.append(stream)
             self.attributes.append(told)
             self.launches.append((key, sizes[0], shared, params))
 
-        self._run(stream, launch)
-        return 0
+        return launch
 
     def encode(self, *given: int) -> int:
         """Stand in for ``cuTensorMapEncodeTiled``: number the maps, and refuse what it refuses."""
@@ -271,18 +270,6 @@ def at_host(x: Any) -> Any:
     reach = before + sum(max(step, 0) for step in steps) + x.itemsize
     memory = (ctypes.c_uint8 * reach).from_address(x.data.ptr - before)
     return np.ndarray(x.shape, x.dtype, memory, before, x.strides)
-
-
-class Graph(NamedTuple):
-    """Stand in for ``cupy.cuda.Graph``."""
-
-    gpu: Machine
-    works: list[Callable[[], Any]]
-
-    def launch(self, stream: Any) -> None:
-        for work in self.works:
-            self.gpu.streams.append(stream.ptr)
-            work()
 
 
 class Pointer:
@@ -322,7 +309,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         "get_current_stream",
         lambda: SimpleNamespace(is_capturing=lambda: made.capturing, ptr=made.stream),
     )
-    monkeypatch.setattr(cupy.cuda, "Stream", made.capturable)
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
     for user in (execute, explain):
         monkeypatch.setattr(user, "load_all", lambda keys: [made.load(key) for key in keys])
@@ -333,6 +319,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     start = ctypes.CFUNCTYPE(number, *4 * [pointer])(made.start)
     monkeypatch.setattr(tensor_maps, "_driver_function", lambda: encode)
     monkeypatch.setattr(launches, "_driver_function", lambda: start)
+    Graphs(made).patch(monkeypatch)
     monkeypatch.setattr(backend, "_unavailable", lambda: None)
     CALLS.clear()
     cupy.cuda.set_allocator(made.allocate)

@@ -1,7 +1,9 @@
 """Graphs of launches on addresses that come back: what they start, and where none is; no GPU."""
 
 import ctypes
+import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import tileattn
 from tests.backends.cupy.fake_cupy import Machine
 from tests.backends.cupy.test_workspace import inputs
 from tileattn.backends.cupy import graphs
+from tileattn.call_cache import CALLS
 
 
 def started(gpu: Machine, call: Callable[[], Any]) -> tuple[Any, ...]:
@@ -70,6 +73,34 @@ def test_another_address_is_not_that_of_a_graph(h200: Machine, changed: str) -> 
     assert len(h200.graphs) == 1
 
 
+def test_other_values_are_those_of_another_graph(h200: Machine) -> None:
+    """On the same addresses: what a signature holds belongs to a plan of its own."""
+    given = inputs(h200)
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        *(("scale", x, {"scale": x}) for x in (0.5, 0.25)),
+        *(("seed", x, {"seed": x, "dropout_p": 0.5}) for x in (1, 2)),
+        *(("length", x, {"kv_lengths": x}) for x in (7, 9)),
+    ]
+    calls = [h200.reusing(partial(tileattn.backward, **given, **options)) for *_, options in cases]
+    for _ in range(3):
+        for call, (name, value, _options) in zip(calls, cases, strict=True):
+            call()
+            assert h200.launches[-1][-1][name] == value
+    assert len({int(params["dq"]) for *_, params in h200.launches}) == 1
+    assert len(h200.graphs) == len(cases)
+
+
+def test_another_workspace_is_that_of_another_graph(h200: Machine) -> None:
+    given = inputs(h200)
+    spaces = [h200.array((1 << 22,), np.uint8) for _ in range(2)]
+    calls = [h200.reusing(partial(tileattn.backward, **given, workspace=x)) for x in spaces]
+    for _ in range(3):
+        for call, x in zip(calls, spaces, strict=True):
+            call()
+            assert 0 <= h200.launches[-1][-1]["delta"] - x.data.ptr < x.nbytes
+    assert len(h200.graphs) == 2
+
+
 def test_a_capture_takes_down_single_launches(h200: Machine) -> None:
     given = inputs(h200)
     call = h200.reusing(lambda: tileattn.backward(**given))
@@ -79,7 +110,7 @@ def test_a_capture_takes_down_single_launches(h200: Machine) -> None:
     assert h200.graphs == []
 
 
-def test_few_launches_are_no_graph(h200: Machine) -> None:
+def test_one_launch_is_no_graph(h200: Machine) -> None:
     given = inputs(h200)
     call = h200.reusing(lambda: tileattn.forward(*(given[name] for name in "qkv")))
     for _ in range(3):
@@ -87,9 +118,40 @@ def test_few_launches_are_no_graph(h200: Machine) -> None:
     assert h200.graphs == []
 
 
-def test_graphs_are_few(h200: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as others come between, more addresses than are remembered have none."""
-    monkeypatch.setattr(graphs, "MAX_ENTRIES", 3)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cuGraphCreate", "cuGraphAddMemsetNode", "cuGraphAddKernelNode"),
+        *("cuGraphAddDependencies_v2", "graphInstantiate", "graphUpload"),
+    ],
+)
+def test_without_memory_for_a_graph_there_are_single_launches(h200: Machine, name: str) -> None:
+    given = inputs(h200)
+    call = h200.reusing(lambda: tileattn.backward(**given))
+    expected = started(h200, call)
+    h200.no_memory.add(name)
+    assert started(h200, call) == expected
+    assert h200.mode == 0
+    assert len(h200.destroyed) == len(h200.graphs)
+    h200.no_memory.clear()
+    made = len(h200.graphs)
+    for _ in range(2):  # it is not tried again
+        assert started(h200, call) == expected
+        assert len(h200.graphs) == made
+
+
+def test_an_older_driver_gets_single_launches(h200: Machine) -> None:
+    h200.driver = 12020
+    given = inputs(h200)
+    call = h200.reusing(lambda: tileattn.backward(**given))
+    for _ in range(3):
+        call()
+    assert h200.graphs == []
+
+
+def test_graphs_are_those_of_the_last_calls(h200: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More addresses in turn than are remembered have none."""
+    monkeypatch.setattr(graphs, "MOST", 3)
     given = inputs(h200, Nq=3, Nk=5)
     calls = []
     for _ in range(4):
@@ -101,3 +163,43 @@ def test_graphs_are_few(h200: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in calls[:2] * 3:
         call()
     assert len(h200.graphs) == 2
+    calls[2]()
+    calls[3]()  # drops the first
+    calls[1]()
+    assert len(h200.graphs) == 2
+    assert len(graphs._met) == 3
+
+
+def test_graphs_are_dropped_with_their_plan(h200: Machine) -> None:
+    before = len(graphs._met)
+    given = inputs(h200)
+    call = h200.reusing(lambda: tileattn.backward(**given))
+    for _ in range(3):
+        call()
+    assert len(graphs._met) == before + 1
+    assert h200.destroyed == []
+    CALLS.clear()
+    gc.collect()
+    assert len(graphs._met) == before
+    assert h200.destroyed == [1]
+
+
+def test_two_threads_do_not_launch_one_graph_at_a_time(h200: Machine) -> None:
+    """What comes while a graph is launched starts its kernels one by one."""
+    given = inputs(h200)
+    call = h200.reusing(lambda: tileattn.backward(**given))
+    for _ in range(2):
+        call()
+    expected = started(h200, call)
+    [graph] = [x for x in graphs._met.values() if not isinstance(x, bool)]
+    launch, inner = graph.launch, []
+
+    def meanwhile(stream: int) -> None:
+        graph.launch = lambda _: pytest.fail("launched twice at a time")
+        inner.append(started(h200, call))
+        started(h200, lambda: launch(stream))
+
+    graph.launch = meanwhile
+    call()
+    assert inner == [expected]
+    assert len(h200.graphs) == 1

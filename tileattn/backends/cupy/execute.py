@@ -1,13 +1,13 @@
 """Runs plans on CuPy's current stream."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from tileattn.backends.cupy.describe import refuse_device
+from tileattn.backends.cupy.graph import SINCE, Graph
 from tileattn.backends.cupy.graphs import FEWEST, LaunchGraphs
 from tileattn.backends.cupy.launches import LaunchBlock, PlannedLaunch, can_overlap
 from tileattn.backends.cupy.streams import (
@@ -73,7 +73,8 @@ class Executable:
             if launch.shared_bytes:
                 kernel.allow_shared(launch.shared_bytes)
         self._spare: list[LaunchBlock] = []
-        self._graphs = LaunchGraphs()
+        several = len(self._launches) >= FEWEST and runtime.driverGetVersion() >= SINCE
+        self._graphs = LaunchGraphs() if several else None
 
     def run(
         self,
@@ -119,17 +120,17 @@ class Executable:
         the stream is CuPy's current one.
         """
         stream = stream or self._current_stream()
-        parts = [workspace + start for start in self._starts] if workspace else ()
-        pointers = self._in_order((*addresses, *parts, *self._between))
         if self._constants:
             outlive_readers(self, self._stream, stream)
-        if len(self._launches) < FEWEST or is_capturing(stream):
-            self._start(pointers, workspace, stream.ptr)
+        # Nothing else differs from call to call: tensor maps are those of the addresses.
+        given = addresses, workspace, stream.ptr
+        if self._graphs is None or is_capturing(stream):
+            self._start(*given)
         else:
-            self._graphs.launch(pointers, partial(self._start, pointers, workspace), stream)
+            self._graphs.launch(*given, self._start, self._graph)
 
-    def _start(self, pointers: Sequence[int], workspace: int, stream: int) -> None:
-        """Start the kernels one by one on the stream of a handle."""
+    def _start(self, addresses: Sequence[int], workspace: int, stream: int) -> None:
+        """Start the kernels one by one, on the stream of a handle."""
         if self._zeros:
             self._memset(workspace + self.plan.workspace.zeros, 0, self._zeros, stream)
         # Threads that run the same plan at the same time each take a block of their own: pop and
@@ -138,8 +139,20 @@ class Executable:
             block = self._spare.pop()
         except IndexError:
             block = LaunchBlock(self._template, self._launches)
-        block.run(pointers, stream)
+        block.run(self._pointers(addresses, workspace), stream)
         self._spare.append(block)
+
+    def _graph(self, addresses: Sequence[int], workspace: int, stream: int) -> Graph:
+        """Make a graph that does the same, to be launched there first."""
+        block = LaunchBlock(self._template, self._launches)
+        zeros = workspace + self.plan.workspace.zeros, self._zeros
+        return Graph(block, self._pointers(addresses, workspace), zeros, stream)
+
+    def _pointers(self, addresses: Sequence[int], workspace: int) -> tuple[int, ...]:
+        """Give the first cells of the parameter block."""
+        parts = [workspace + start for start in self._starts] if workspace else ()
+        pointers: tuple[int, ...] = self._in_order((*addresses, *parts, *self._between))
+        return pointers
 
 
 def _ensure_fits(workspace: Any, nbytes: int, device: int) -> None:

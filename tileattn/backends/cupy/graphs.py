@@ -1,46 +1,65 @@
-"""The launches of a plan as one: a CUDA graph for addresses that come back.
+"""The launches of a call as one: a CUDA graph for addresses that come back.
 
 Each launch costs the host microseconds, and a graph of many hardly more than one of them. Pools of
 memory give the same addresses again and again, so a loop soon finds all of its graphs.
 """
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
+from weakref import finalize
 
-FEWEST = 3  # kernels that are worth one
-MAX_ENTRIES = 128  # sets of addresses that a plan remembers
+from tileattn.backends.cupy.graph import Graph
+
+FEWEST = 2  # kernels that are worth one
+MOST = 256  # sets of addresses, of all plans together: a graph takes 100 KiB of the GPU
+
+# By the number of a plan and addresses, in the order of the last launches: the graph, True if these
+# have been met once, and False if no graph could be made.
+_met: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+_numbers = count()
 
 
-class LaunchGraphs(dict[tuple[int, ...], Any]):
-    """The graphs of a plan's launches by all addresses that they are given.
+class LaunchGraphs:
+    """The graphs of a plan, by all that differs among its calls; they are dropped with it.
 
-    The first time nothing is kept but the addresses, None in place of a graph. When there are many
-    entries all are dropped; the driver frees a graph that still runs when it has ended. Single
-    steps are safe among threads, and no two launch the same graph: each has results of its own.
+    The first time nothing is kept but the addresses. Single steps are safe among threads: who
+    launches a graph takes it out meanwhile.
     """
 
-    def launch(self, addresses: tuple[int, ...], start: Callable[[int], None], stream: Any) -> None:
-        """Start kernels on a stream that is not captured; ``start`` takes the handle of one."""
-        if addresses not in self:
-            if len(self) >= MAX_ENTRIES:
-                self.clear()
-            self[addresses] = None
-            start(stream.ptr)
-            return
-        graph = self.get(addresses)
-        if graph is None:
-            self[addresses] = graph = _captured(start)
-        graph.launch(stream)
+    def __init__(self) -> None:
+        self._number = next(_numbers)
+        finalize(self, _forget, self._number)
+
+    def launch(
+        self,
+        addresses: Sequence[int],
+        workspace: int,
+        stream: int,
+        start: Callable[[Sequence[int], int, int], None],
+        make: Callable[[Sequence[int], int, int], Graph],
+    ) -> None:
+        """Start kernels on the stream of a handle, which is not captured.
+
+        Of the rest, ``start`` starts them one by one, and ``make`` makes a graph of them.
+        """
+        key = self._number, workspace, *addresses
+        graph = _met.pop(key, None)
+        if graph is True:
+            try:
+                graph = make(addresses, workspace, stream)
+            except RuntimeError:  # without memory, for one
+                graph = False
+        if graph:
+            graph.launch(stream)
+        else:
+            start(addresses, workspace, stream)
+        _met[key] = True if graph is None else graph
+        if len(_met) > MOST:
+            _met.popitem(last=False)
 
 
-def _captured(start: Callable[[int], None]) -> Any:
-    """Take down a graph on a stream of its own: the default one cannot be captured."""
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    stream.begin_capture()
-    try:
-        start(stream.ptr)
-    finally:
-        graph = stream.end_capture()
-    return graph
+def _forget(number: int) -> None:
+    for key in [key for key in list(_met) if key[0] == number]:
+        _met.pop(key, None)
