@@ -32,7 +32,8 @@ def generic_bytes(
         P = tiled(tile.block_q, tile.block_k) if tile.warps_n > 1 else 0
         return max(q, out) + tile.stages * (k + v) + P + bias
     if kernel == "backward_dkdv":
-        return k + v + 2 * tiled(tile.block_k, tile.block_q) + tile.stages * (q + out) + bias
+        scores = tiled(tile.block_k, tile.block_q)  # of dS, and of P where warps share it
+        return k + v + scores * (1 + (tile.warps_n > 1)) + tile.stages * (q + out) + bias
     if kernel == "backward_dq":
         return q + out + tile.stages * (k + v) + bias
     if kernel == "backward_large_scores":

@@ -97,8 +97,9 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(64, 32, 2, 4), TileSize(32, 32, 2, 2)),
     },
     ("backward_dkdv", 8): {
-        64: (TileSize(64, 64, 4, 2, tuned=True),),
-        128: (TileSize(64, 32, 2, 4, tuned=True),),
+        64: (TileSize(32, 64, 4, 1, 1, 2), TileSize(32, 64, 4, 2, 2)),
+        96: (TileSize(32, 64, 4, 2, 2),),
+        128: (TileSize(32, 64, 4, 2),),
         256: (TileSize(32, 16, 1, 2),),
     },
     # Hopper: a warpgroup for each 64 keys; those of at most 64 queries are for score modifiers and
