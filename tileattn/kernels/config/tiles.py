@@ -22,6 +22,7 @@ class TileSize(NamedTuple):
     min_blocks_per_sm: int = 1
     tuned: bool = False
     spills: bool = False
+    pair: bool = False  # of thread blocks that have half of the columns each
 
     @property
     def why(self) -> str:
@@ -100,7 +101,7 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         64: (TileSize(32, 64, 4, 1, 1, 2), TileSize(32, 64, 4, 2, 2)),
         96: (TileSize(32, 64, 4, 2, 2),),
         128: (TileSize(32, 64, 4, 2),),
-        256: (TileSize(32, 16, 1, 2),),
+        256: (TileSize(32, 64, 4, 2, pair=True), TileSize(32, 16, 1, 2)),
     },
     # Hopper: a warpgroup for each 64 keys; those of at most 64 queries are for score modifiers and
     # dropout, which need registers. With a bias there is room for one stage.

@@ -6,6 +6,7 @@
 // Flagged heads, and key blocks whose gradients are not finite in the end, take another pass, for
 // large scores and NaN-safe: see nonfinite.cuh. That leaves dQ to backward_dq.
 #include "gradient.cuh"
+#include "pair.cuh"
 #include "tile_scheduler.cuh"
 
 constexpr int WARPS = WARPS_M * WARPS_N;
@@ -49,18 +50,18 @@ using KeyShare = Share<BLOCK_K, COLUMNS,
                        : WARPS_N == 1 ? 1
                                       : across<BLOCK_K, COLUMNS>(),
                        APART ? WARPS / 2 : WARPS>;
-using DkShare = KeyShare<HEAD_DIM>;
-using DvShare = KeyShare<VALUE_DIM>;
-using DqShare = Share<BLOCK_Q, HEAD_DIM, across<BLOCK_Q, HEAD_DIM>()>;
+using DkShare = KeyShare<HEAD_COLUMNS>;
+using DvShare = KeyShare<VALUE_COLUMNS>;
+using DqShare = Share<BLOCK_Q, HEAD_COLUMNS, across<BLOCK_Q, HEAD_COLUMNS>()>;
 static_assert(QT % 2 == 0, "atoms are loaded in pairs");
 
-using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
-using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
-using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
-using DoutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
+using KeyTile = Tile<Element, BLOCK_K, HEAD_COLUMNS>;
+using ValueTile = Tile<Element, BLOCK_K, VALUE_COLUMNS>;
+using QueryTile = Tile<Element, BLOCK_Q, HEAD_COLUMNS>;
+using DoutTile = Tile<Element, BLOCK_Q, VALUE_COLUMNS>;
 using ScoreTile = Tile<Element, BLOCK_K, BLOCK_Q>;
-using NonFiniteQ = NonFinite<Element, BLOCK_Q, HEAD_DIM>;
-using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
+using NonFiniteQ = NonFinite<Element, BLOCK_Q, HEAD_COLUMNS>;
+using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_COLUMNS>;
 static_assert(NonFiniteQ::BYTES <= ScoreTile::BYTES && NonFiniteDout::BYTES <= ScoreTile::BYTES,
               "tables take the P tile");
 
@@ -112,7 +113,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     const KeyTile k_tile{memory};
     const ValueTile v_tile{k_tile.base + KeyTile::BYTES};
     const ScoreTile p_tile{v_tile.base + ValueTile::BYTES};
-    const ScoreTile ds_tile{p_tile.base + (WARPS_N > 1 ? ScoreTile::BYTES : 0)};
+    const ScoreTile ds_tile{p_tile.base + (PAIR || WARPS_N > 1 ? ScoreTile::BYTES : 0)};
     char* const stages = ds_tile.base + ScoreTile::BYTES;
     auto q_tile = [&](int stage) {
         return QueryTile(stages + stage * (QueryTile::BYTES + DoutTile::BYTES));
@@ -128,17 +129,18 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     const DkShare of_dk(sharer);
     const DvShare of_dv(sharer);
     const DqShare of_dq(warp);
+    const int d0 = own_half() * HEAD_COLUMNS, dv0 = own_half() * VALUE_COLUMNS;
     const Lane lane;
 
     const Sequence sequence(p, b);
     const SlidingWindow window(p, sequence);
     const Range queries = window.query_range(k0, k0 + BLOCK_K);
     k_tile.template load<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.k, p.k_at, kv) + k0 * p.k_at.n, p.k_at.n, window.length - k0,
-        int(p.D));
+        sequence.keys<Element>(p.k, p.k_at, kv) + k0 * p.k_at.n + d0, p.k_at.n, window.length - k0,
+        int(p.D) - d0);
     v_tile.template load<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.v, p.v_at, kv) + k0 * p.v_at.n, p.v_at.n, window.length - k0,
-        int(p.Dv));
+        sequence.keys<Element>(p.v, p.v_at, kv) + k0 * p.v_at.n + dv0, p.v_at.n, window.length - k0,
+        int(p.Dv) - dv0);
     copy_commit();
     Fragment<Accum, DvShare::MT, DvShare::NT> dv;  // or dK
     Fragment<Accum, DkShare::MT, APART ? 1 : DkShare::NT> dk;
@@ -151,6 +153,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             dv.scale(factor);
         }
     };
+    if constexpr (PAIR) arrive_at_peer();
     for (int g = 0; g < p.group; ++g) {
         const Head head(p, b, kv * int(p.group) + g);
         TileIterator tiles(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
@@ -158,13 +161,14 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
         });
         auto load_q = [&](int q0, int stage) {
             q_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(
-                head.q + q0 * p.q_at.n, p.q_at.n, int(sequence.Nq) - q0, int(p.D));
+                head.q + q0 * p.q_at.n + d0, p.q_at.n, int(sequence.Nq) - q0, int(p.D) - d0);
             copy_row<THREADS>(lse_log2[stage], head.lse_log2() + q0);
             copy_commit();
         };
         auto load_dout = [&](int q0, int stage) {
             dout_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(
-                head.dout + q0 * p.dout_at.n, p.dout_at.n, int(sequence.Nq) - q0, int(p.Dv));
+                head.dout + q0 * p.dout_at.n + dv0, p.dout_at.n, int(sequence.Nq) - q0,
+                int(p.Dv) - dv0);
             copy_row<THREADS>(deltas[stage], head.delta() + q0);
             copy_commit();
         };
@@ -198,26 +202,45 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
             TileGradient<true, MT, QT, NAN_SAFE> tile(k0 + row0, q0 + column0);
             tile.load_mask(head.attn_mask);
-            multiply<HEAD_DIM, STEPS<NAN_SAFE, HEAD_DIM>, true, NAN_SAFE>(tile.p, k_tile, row0, q,
-                                                                          column0);
+            multiply<HEAD_COLUMNS, STEPS<NAN_SAFE, HEAD_COLUMNS>, true, NAN_SAFE>(
+                tile.p, k_tile, row0, q, column0);
             // Queries past the end have scores of 0 x NaN.
             const bool past_end = NAN_SAFE && q0 + BLOCK_Q > sequence.Nq;
-            tile.recompute_p(
-                head.score_mod, bias, head.attn_mask, head.dropout, past_end ? PARTIAL : kind,
-                NAN_SAFE && head.is_large(),
-                [&](int, int n, int e) { return head.row_max()[q0 + query(n, e)]; },
-                [&](int, int n, int e) { return lse_log2[now][query(n, e)]; });
+            auto recompute_p = [&] {
+                tile.recompute_p(
+                    head.score_mod, bias, head.attn_mask, head.dropout, past_end ? PARTIAL : kind,
+                    NAN_SAFE && head.is_large(),
+                    [&](int, int n, int e) { return head.row_max()[q0 + query(n, e)]; },
+                    [&](int, int n, int e) { return lse_log2[now][query(n, e)]; });
+            };
+            if constexpr (PAIR) {
+                wait_for_peer();  // it is done with the last P and dS
+                send_fragment(p_tile, tile.p, row0, column0);
+                arrive_at_peer();
+            } else {
+                recompute_p();
+            }
             if (STAGES == 1) {
                 copy_wait<0>();
                 __syncthreads();  // dO has landed
             }
-            multiply<VALUE_DIM, STEPS<NAN_SAFE, VALUE_DIM>, false, NAN_SAFE>(tile.ds, v_tile, row0,
-                                                                             dout, column0);
+            multiply<VALUE_COLUMNS, STEPS<NAN_SAFE, VALUE_COLUMNS>, false, NAN_SAFE>(
+                tile.ds, v_tile, row0, dout, column0);
+            if constexpr (PAIR) {
+                wait_for_peer();  // its part of S is here
+                add_fragment(tile.p, p_tile, row0, column0);
+                send_fragment(ds_tile, tile.ds, row0, column0);
+                arrive_at_peer();
+                recompute_p();
+                wait_for_peer();  // its part of dP is here, and all warps have read S
+                add_fragment(tile.ds, ds_tile, row0, column0);
+            }
             tile.compute_ds(Accum(p.dropout_scale),
                             [&](int, int n, int e) { return deltas[now][query(n, e)]; });
             if constexpr (WRITE_DBIAS)
-                bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk, head.score_mod,
-                           q0 + column0, k0 + row0, tile.ds);
+                if (own_half() == 0)
+                    bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk,
+                               head.score_mod, q0 + column0, k0 + row0, tile.ds);
             if (!tiles.done()) load_bias(tiles.tile * BLOCK_Q);
             tile.apply_dsoftcap();
             // Where all is attended to, what is not finite propagates by itself. Behind this
@@ -275,12 +298,14 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 Fragment<Accum, DqShare::MT, DqShare::NT> dq;
                 dq.clear();
                 multiply_rows<true, BLOCK_K>(dq, ds_tile, of_dq.row, k_tile, of_dq.column);
-                Accum* const sums = static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM;
+                Accum* const sums = static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM + d0;
                 add_rows(sums, HEAD_DIM, dq, of_dq.row, of_dq.column, int(sequence.Nq) - q0);
             }
+            if constexpr (PAIR) arrive_at_peer();
         }
         copy_wait<0>();
     }
+    if constexpr (PAIR) wait_for_peer();
     // By now all warps are done with k and v.
     if (__syncthreads_or(!NAN_SAFE && (!dk.all_finite() || !dv.all_finite()))) return false;
 
@@ -295,11 +320,11 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     }
     __syncthreads();
     k_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.dk, p.dk_at, kv) + k0 * p.dk_at.n, p.dk_at.n, int(sequence.Nk) - k0,
-        int(p.D));
+        sequence.keys<Element>(p.dk, p.dk_at, kv) + k0 * p.dk_at.n + d0, p.dk_at.n,
+        int(sequence.Nk) - k0, int(p.D) - d0);
     v_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.dv, p.dv_at, kv) + k0 * p.dv_at.n, p.dv_at.n, int(sequence.Nk) - k0,
-        int(p.Dv));
+        sequence.keys<Element>(p.dv, p.dv_at, kv) + k0 * p.dv_at.n + dv0, p.dv_at.n,
+        int(sequence.Nk) - k0, int(p.Dv) - dv0);
     return true;
 }
 
@@ -308,14 +333,18 @@ __device__ __noinline__ void backward_block_nan_safe(const Params& p, int index)
     backward_block<true>(p, block_of(p, index));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dkdv(const __grid_constant__ Params p) {
     overlap_launches();
     for_blocks(p, block_count<BLOCK_K>(p, p.Nk) * p.B * p.Hkv, [&](int index) {
         const KeyBlock at = block_of(p, index);
         if (PACKED && at.block * BLOCK_K >= Sequence(p, at.b).Nk) return;
-        const u32 bits = head_flags(p, at.b, at.h);
-        if constexpr (ONLY_FLAGGED) {
+        u32& flags = head_flags(p, at.b, at.h);
+        const u32 bits = flags;
+        if constexpr (PAIR) {
+            if (!(bits & KNOWN) && !backward_block<false>(p, at) && threadIdx.x == 0)
+                atomicOr(&flags, FAILED);
+        } else if constexpr (ONLY_FLAGGED) {
             if (bits & FLAGGED_HEADS) backward_block<true>(p, at);
         } else {
             if (bits || !backward_block<false>(p, at)) backward_block_nan_safe(p, index);
