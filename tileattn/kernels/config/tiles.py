@@ -85,7 +85,11 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("forward", 8): {
         64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
         128: (TileSize(128, 32, 8, tuned=True, spills=True),),
-        256: (TileSize(32, 32, 2, 2, tuned=True, spills=True), TileSize(64, 16, 4)),
+        256: (
+            TileSize(128, 32, 8, pair=True),
+            TileSize(32, 32, 2, 2, tuned=True, spills=True),
+            TileSize(64, 16, 4),
+        ),
     },
     ("backward_dkdv", 2): {
         64: (TileSize(128, 128, 4, 2, 2, 1, tuned=True, spills=True), TileSize(64, 64, 2, 2, 2)),

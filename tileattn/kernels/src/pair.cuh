@@ -9,6 +9,19 @@
 // Which half of the columns this CTA has.
 __device__ inline int own_half() { return PAIR ? int(cluster_rank()) : 0; }
 
+// Whether x holds for any thread of a work tile.
+__device__ inline bool any_of_work_tile(bool x) {
+    bool any = __syncthreads_or(x);
+    if constexpr (PAIR) {
+        __shared__ __align__(16) Accum peer_has[2];
+        if (threadIdx.x == 0) store_peer(peer_address(shared_address(peer_has)), Accum(any), 0);
+        arrive_at_peer();
+        wait_for_peer();
+        any = any || peer_has[0] != 0;
+    }
+    return any;
+}
+
 // Store a fragment to a tile of the other CTA, as store_fragment does to one of this.
 template <class T, int R, int C, class S, int MT, int NT>
 __device__ inline void send_fragment(const Tile<T, R, C>& tile, const Fragment<S, MT, NT>& c, int m0,
