@@ -78,14 +78,11 @@ def backward(
     dkdv = dkdv_launch(P, context, add_dq=not deterministic, pair=True)
     if not P.B * P.Hq * P.Nq:
         return (dkdv,)
-    own = [dkdv]
-    if dkdv.key.pair:
-        others = dkdv_launch(P, context, add_dq=False)
-        own.append(repairing(others, context, NON_FINITE | LARGE | FAILED))
-    dq = dq_launch(P, context)
+    own = _with_repairs(dkdv, dkdv_launch(P, context, add_dq=False), context)
+    others = dq_launch(P, context)
     if not dkdv.key.add_dq:
-        return *own, dq
-    return *own, _dq_convert(P, dkdv.key), repairing(dq, context, NON_FINITE | LARGE)
+        return *own, *_with_repairs(dq_launch(P, context, pair=True), others, context)
+    return *own, _dq_convert(P, dkdv.key), repairing(others, context, NON_FINITE | LARGE)
 
 
 def dkdv_launch(
@@ -106,12 +103,13 @@ def dkdv_launch(
     return KernelLaunch(key, grid, shared_bytes, why)
 
 
-def dq_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
-    """Launch the kernel over queries, which computes dq."""
-    P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context)
+def dq_launch(problem: Problem, context: LaunchContext, *, pair: bool = False) -> KernelLaunch:
+    """Launch the kernel over queries, which computes dq; ``pair`` is as in `dkdv_launch`."""
+    P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context, pair=pair)
     if key.kernel != "backward_dq":
         return KernelLaunch(key, row_grid(P.B * P.Hq * block_count(P, P.Nq, 1)), shared_bytes, why)
-    return KernelLaunch(key, P.B * P.Hq * block_count(P, P.Nq, key.block_q), shared_bytes, why)
+    grid = _grid(key, P.B * P.Hq * block_count(P, P.Nq, key.block_q))
+    return KernelLaunch(key, grid, shared_bytes, why)
 
 
 def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
@@ -124,6 +122,15 @@ def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunc
     grid = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
     key = replace(key, dropout=False, origin=False)
     return repairing(KernelLaunch(key, grid, shared_bytes), context, LARGE)
+
+
+def _with_repairs(
+    launch: KernelLaunch, others: KernelLaunch, context: LaunchContext
+) -> tuple[KernelLaunch, ...]:
+    """Let ``others`` compute the heads that pairs of thread blocks leave to them."""
+    if not launch.key.pair:
+        return (launch,)
+    return launch, repairing(others, context, NON_FINITE | LARGE | FAILED)
 
 
 def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:

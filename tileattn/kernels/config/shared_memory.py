@@ -38,7 +38,8 @@ def generic_bytes(
         scores = (1 + shares_scores) * tiled(tile.block_k, tile.block_q)  # dS, and P if shared
         return k + v + scores + tile.stages * (q + out) + bias
     if kernel == "backward_dq":
-        return q + out + tile.stages * (k + v) + bias
+        exchanged = 2 * tiled(tile.block_q, tile.block_k) if tile.pair else 0
+        return q + out + tile.stages * (k + v) + exchanged + bias
     if kernel == "backward_large_scores":
         return q + tile.stages * k + bias
     statistics = 2 * tile.block_q * max(size, 4)  # in the accumulation dtype

@@ -129,8 +129,9 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(32, 16, 2),),
     },
     ("backward_dq", 8): {
-        128: (TileSize(32, 16, 2),),
-        256: (TileSize(16, 16, 1),),
+        64: (TileSize(128, 32, 8, 1, 2),),
+        128: (TileSize(64, 16, 4, 1, 2), TileSize(32, 16, 2)),
+        256: (TileSize(64, 16, 4, 1, 2, pair=True), TileSize(16, 16, 1)),
     },
     ("backward_dbias", 2): {
         128: (TileSize(64, 128, 2, 2, 2, 2, tuned=True, spills=True), TileSize(64, 64, 4, 1, 2)),
