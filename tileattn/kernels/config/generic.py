@@ -161,10 +161,12 @@ def configure(
     options |= function_fields(problem, context)
     bias_size = NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
     if max(problem.D, problem.Dv) <= MAX_HEAD_DIM:
-        dim, value = bucket(problem.D), bucket(problem.Dv)
-        for tile in tiles or candidates(kernel, size, max(dim, value), context.mask_block_k):
+        widest = bucket(max(problem.D, problem.Dv))
+        for tile in tiles or candidates(kernel, size, widest, context.mask_block_k):
             if tile.pair and not pair:
                 continue
+            unit = 32 * tile.warps_n if tile.pair else 1
+            dim, value = bucket(problem.D, unit), bucket(problem.Dv, unit)
             shared_bytes = generic_bytes(kernel, tile, dim, value, size, bias_size)
             # A bias must not lower the occupancy that the tile asks for.
             blocks = tile.min_blocks_per_sm if bias_size else 1
@@ -205,5 +207,4 @@ def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
         "backward_dbias": (tile.block_k,),
         "backward_daux": (tile.block_k,),
     }.get(kernel, ())
-    whole = dim % 16 == 0 and value % 16 == 0
-    return whole and all(columns % (16 * tile.warps_n) == 0 for columns in shared)
+    return all(columns % (16 * tile.warps_n) == 0 for columns in shared)

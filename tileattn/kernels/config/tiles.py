@@ -87,6 +87,7 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         128: (TileSize(128, 32, 8, tuned=True, spills=True),),
         256: (
             TileSize(128, 32, 8, pair=True),
+            TileSize(64, 32, 4, pair=True),
             TileSize(32, 32, 2, 2, tuned=True, spills=True),
             TileSize(64, 16, 4),
         ),
@@ -105,7 +106,11 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         64: (TileSize(32, 64, 4, 1, 1, 2), TileSize(32, 64, 4, 2, 2)),
         96: (TileSize(32, 64, 4, 2, 2),),
         128: (TileSize(32, 64, 4, 2),),
-        256: (TileSize(32, 64, 4, 2, pair=True), TileSize(32, 16, 1, 2)),
+        256: (
+            TileSize(32, 64, 4, 2, pair=True),
+            TileSize(32, 32, 2, 2, pair=True),
+            TileSize(32, 16, 1, 2),
+        ),
     },
     # Hopper: a warpgroup for each 64 keys; those of at most 64 queries are for score modifiers and
     # dropout, which need registers. With a bias there is room for one stage.
@@ -163,9 +168,9 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
 }
 
 
-def bucket(dim: int) -> int:
-    """Pad a head dimension to the one that kernels are compiled for."""
-    return next(size for size in HEAD_DIM_BUCKETS if dim <= size)
+def bucket(dim: int, unit: int = 1) -> int:
+    """Pad a head dimension to the one that kernels are compiled for, a multiple of some columns."""
+    return next(size for size in HEAD_DIM_BUCKETS if dim <= size and size % unit == 0)
 
 
 def candidates(kernel: str, itemsize: int, dim: int, mask_block_k: int = 0) -> tuple[TileSize, ...]:
