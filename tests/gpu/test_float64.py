@@ -1,4 +1,4 @@
-"""float64 on the GPU: warps in grids of their own for each GEMM, and pairs of thread blocks for wide heads."""
+"""float64 on the GPU: tiles of all head dimensions, and pairs of thread blocks for wide heads."""
 
 from typing import Any
 
