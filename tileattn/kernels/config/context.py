@@ -115,7 +115,7 @@ def rows_of_block(key: KernelKey, columns: int) -> int:
 
 
 def has_clusters(arch: str) -> bool:
-    """Whether thread blocks of a GPU reach each other's shared memory: compute capability 9.0."""
+    """Whether a GPU has clusters, whose thread blocks reach each other's shared memory."""
     found = re.search(r"\d+", arch)
     return found is not None and int(found[0]) >= _CLUSTERS
 

@@ -86,7 +86,7 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
         128: (TileSize(128, 32, 8, tuned=True, spills=True),),
         256: (
-            TileSize(128, 32, 8, pair=True),
+            TileSize(128, 32, 8, tuned=True, spills=True, pair=True),
             TileSize(64, 32, 4, pair=True),
             TileSize(32, 32, 2, 2, tuned=True, spills=True),
             TileSize(64, 16, 4),
@@ -103,11 +103,11 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(64, 32, 2, 4), TileSize(32, 32, 2, 2)),
     },
     ("backward_dkdv", 8): {
-        64: (TileSize(32, 64, 4, 1, 1, 2), TileSize(32, 64, 4, 2, 2)),
+        64: (TileSize(32, 64, 4, 1, 1, 2, tuned=True, spills=True), TileSize(32, 64, 4, 2, 2)),
         96: (TileSize(32, 64, 4, 2, 2),),
-        128: (TileSize(32, 64, 4, 2),),
+        128: (TileSize(32, 64, 4, 2, tuned=True, spills=True),),
         256: (
-            TileSize(32, 64, 4, 2, pair=True),
+            TileSize(32, 64, 4, 2, tuned=True, spills=True, pair=True),
             TileSize(32, 32, 2, 2, pair=True),
             TileSize(32, 16, 1, 2),
         ),

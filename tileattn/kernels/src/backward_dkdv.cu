@@ -23,36 +23,37 @@ template <int ROWS, int COLUMNS>
 constexpr int across() {
     int best = 1, least = ROWS * COLUMNS;
     for (int n = 1; n <= WARPS && COLUMNS % (16 * n) == 0; n *= 2) {
-        const int m = WARPS / n, rows = (ROWS + 16 * m - 1) / (16 * m), columns = COLUMNS / (16 * n);
+        const int m = WARPS / n;
+        const int rows = (ROWS + 16 * m - 1) / (16 * m), columns = COLUMNS / (16 * n);
         const int cost = 64 * rows * columns + rows + columns;
         if (ROWS % (16 * rows) == 0 && cost <= least) best = n, least = cost;
     }
     return best;
 }
 
-// A warp's share of it, from (row, column) on.
-template <int ROWS, int COLUMNS, int ACROSS, int SHARERS = WARPS>
-struct Share {
-    static constexpr int MT = (ROWS * ACROSS + 16 * SHARERS - 1) / (16 * SHARERS);
+// A warp's part of such a GEMM, from (row, column) on; where there are many warps, some have none.
+template <int ROWS, int COLUMNS, int ACROSS, int SHARED_BY = WARPS>
+struct WarpTile {
+    static constexpr int MT = (ROWS * ACROSS + 16 * SHARED_BY - 1) / (16 * SHARED_BY);
     static constexpr int NT = COLUMNS / (8 * ACROSS);
     static_assert(ROWS % (16 * MT) == 0 && NT % 2 == 0, "whole pairs of atoms, or none");
     int row, column;
 
-    __device__ explicit Share(int warp)
+    __device__ explicit WarpTile(int warp)
         : row(warp / ACROSS * MT * 16), column(warp % ACROSS * NT * 8) {}
     __device__ bool any() const { return row < ROWS; }
 };
 
 // Of dK and dV a warp that has all queries has its own keys, with P and dS in registers.
 template <int COLUMNS>
-using KeyShare = Share<BLOCK_K, COLUMNS,
-                       APART          ? WARPS_N / 2
-                       : WARPS_N == 1 ? 1
-                                      : across<BLOCK_K, COLUMNS>(),
-                       APART ? WARPS / 2 : WARPS>;
-using DkShare = KeyShare<HEAD_COLUMNS>;
-using DvShare = KeyShare<VALUE_COLUMNS>;
-using DqShare = Share<BLOCK_Q, HEAD_COLUMNS, across<BLOCK_Q, HEAD_COLUMNS>()>;
+using KeyWarpTile = WarpTile<BLOCK_K, COLUMNS,
+                             APART          ? WARPS_N / 2
+                             : WARPS_N == 1 ? 1
+                                            : across<BLOCK_K, COLUMNS>(),
+                             APART ? WARPS / 2 : WARPS>;
+using DkWarpTile = KeyWarpTile<HEAD_COLUMNS>;
+using DvWarpTile = KeyWarpTile<VALUE_COLUMNS>;
+using DqWarpTile = WarpTile<BLOCK_Q, HEAD_COLUMNS, across<BLOCK_Q, HEAD_COLUMNS>()>;
 static_assert(QT % 2 == 0, "atoms are loaded in pairs");
 
 using KeyTile = Tile<Element, BLOCK_K, HEAD_COLUMNS>;
@@ -125,10 +126,10 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
     const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // first of this warp's scores
     const bool only_dk = APART && warp_n >= WARPS_N / 2;
-    const int sharer = APART ? warp_m * (WARPS_N / 2) + warp_n % (WARPS_N / 2) : warp;
-    const DkShare of_dk(sharer);
-    const DvShare of_dv(sharer);
-    const DqShare of_dq(warp);
+    const int tile_index = APART ? warp_m * (WARPS_N / 2) + warp_n % (WARPS_N / 2) : warp;
+    const DkWarpTile of_dk(tile_index);
+    const DvWarpTile of_dv(tile_index);
+    const DqWarpTile of_dq(warp);
     const int d0 = own_half() * HEAD_COLUMNS, dv0 = own_half() * VALUE_COLUMNS;
     const Lane lane;
 
@@ -142,8 +143,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
         sequence.keys<Element>(p.v, p.v_at, kv) + k0 * p.v_at.n + dv0, p.v_at.n, window.length - k0,
         int(p.Dv) - dv0);
     copy_commit();
-    Fragment<Accum, DvShare::MT, DvShare::NT> dv;  // or dK
-    Fragment<Accum, DkShare::MT, APART ? 1 : DkShare::NT> dk;
+    Fragment<Accum, DvWarpTile::MT, DvWarpTile::NT> dv;  // or dK
+    Fragment<Accum, DkWarpTile::MT, APART ? 1 : DkWarpTile::NT> dk;
     dk.clear();
     dv.clear();
     auto scale_dk = [&](Accum factor) {
@@ -173,11 +174,11 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             copy_commit();
         };
         auto load_bias = [&](int q0) { bias.load(head.score_mod, q0 + column0, k0 + row0); };
-        // One stage: q goes back once dK has it, dO once dV has it. The next q is loaded during dV
-        // and dQ, the next dO during dQ and S. Two stages: both are loaded a tile ahead.
+        // One stage: the next q is loaded during dV and dQ, the next dO during dQ. Two stages: both
+        // are loaded a tile ahead.
         auto hand_back = [&](auto load) {
             if (STAGES > 1) return;
-            __syncthreads();  // all warps are done with it
+            __syncthreads();  // all warps are done with q, or with dO
             if (!tiles.done()) load(tiles.tile * BLOCK_Q, 0);
         };
         int stage = 0;
@@ -191,8 +192,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             const int q0 = tiles.tile * BLOCK_Q, kind = tiles.kind, now = stage;
             const QueryTile q = q_tile(stage);
             const DoutTile dout = dout_tile(stage);
-            copy_wait<STAGES == 1>();
-            __syncthreads();  // q has landed, and all warps are done with the last tile
+            copy_wait<0>();
+            __syncthreads();  // q and dO have landed, and all warps are done with the last tile
             tiles.next();
             if (STAGES > 1 && !tiles.done()) {
                 load_q(tiles.tile * BLOCK_Q, stage ^= 1);
@@ -220,10 +221,6 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             } else {
                 recompute_p();
             }
-            if (STAGES == 1) {
-                copy_wait<0>();
-                __syncthreads();  // dO has landed
-            }
             multiply<VALUE_COLUMNS, STEPS<NAN_SAFE, VALUE_COLUMNS>, false, NAN_SAFE>(
                 tile.ds, v_tile, row0, dout, column0);
             if constexpr (PAIR) {
@@ -232,7 +229,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 send_fragment(ds_tile, tile.ds, row0, column0);
                 arrive_at_peer();
                 recompute_p();
-                wait_for_peer();  // its part of dP is here, and all warps have read S
+                wait_for_peer();  // its part of dP is here
                 add_fragment(tile.ds, ds_tile, row0, column0);
             }
             tile.compute_ds(Accum(p.dropout_scale),
@@ -283,7 +280,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 }
                 hand_back(load_q);
                 if constexpr (!APART)
-                    multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, of_dv.row, dout, of_dv.column);
+                    multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, of_dv.row, dout,
+                                                          of_dv.column);
                 hand_back(load_dout);
             } else {
                 multiply(dk, tile.ds, q, 0);
@@ -293,9 +291,9 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 if constexpr (ADD_DQ && STAGES > 1) __syncthreads();  // dS of all keys is stored
             }
             if (excess > 1) scale_dk(excess);
-            // If a share is not finite, dQ stays so: backward_dq_convert flags the head.
+            // If a sum is not finite, dQ stays so: backward_dq_convert flags the head.
             if (ADD_DQ && !NAN_SAFE && of_dq.any()) {
-                Fragment<Accum, DqShare::MT, DqShare::NT> dq;
+                Fragment<Accum, DqWarpTile::MT, DqWarpTile::NT> dq;
                 dq.clear();
                 multiply_rows<true, BLOCK_K>(dq, ds_tile, of_dq.row, k_tile, of_dq.column);
                 Accum* const sums = static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM + d0;

@@ -142,8 +142,8 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
     store_fragment(q_tile, dq, row0, 0);
     __syncthreads();
     q_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        head.sequence.queries<Element>(p.dq, p.dq_at, head.h) + q0 * p.dq_at.n + d0, p.dq_at.n, rows,
-        int(p.D) - d0);
+        head.sequence.queries<Element>(p.dq, p.dq_at, head.h) + q0 * p.dq_at.n + d0, p.dq_at.n,
+        rows, int(p.D) - d0);
     return true;
 }
 

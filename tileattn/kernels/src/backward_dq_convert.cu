@@ -27,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         Vector<Element> vector;
 #pragma unroll
         for (int e0 = 0; e0 < VECTOR_SIZE; e0 += NEIGHBOURS) {
-            const auto found = *reinterpret_cast<const Neighbours*>(sum + accum_column<Accum>(d + e0));
+            const Accum* const from = sum + accum_column<Accum>(d + e0);
+            const auto found = *reinterpret_cast<const Neighbours*>(from);
 #pragma unroll
             for (int e = 0; e < NEIGHBOURS; ++e) {
                 const Accum x = found.sums[e] * Accum(p.scale);

@@ -177,8 +177,9 @@ __device__ inline void store_transposed(const Tile<T, R, C>& tile, const Fragmen
         }
 }
 
-// Where add_rows puts a column. Of numbers of 4 bytes, what a lane holds of two neighbouring atoms is
-// contiguous; of 8 bytes, what the four lanes of a row add at a time: L2 adds by 32 bytes.
+// Where add_rows puts a column. Of numbers of 4 bytes, what a lane holds of two neighbouring atoms
+// is contiguous; of 8 bytes, what the four lanes of a row add at a time: L2 adds by sectors of 32
+// bytes.
 template <class S>
 __device__ inline int accum_column(int column) {
     const int lane = column % 8 / 2, e = column % 2;

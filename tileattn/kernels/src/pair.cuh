@@ -24,8 +24,8 @@ __device__ inline bool any_of_work_tile(bool x) {
 
 // Store a fragment to a tile of the other CTA, as store_fragment does to one of this.
 template <class T, int R, int C, class S, int MT, int NT>
-__device__ inline void send_fragment(const Tile<T, R, C>& tile, const Fragment<S, MT, NT>& c, int m0,
-                                     int n0) {
+__device__ inline void send_fragment(const Tile<T, R, C>& tile, const Fragment<S, MT, NT>& c,
+                                     int m0, int n0) {
     const u32 peer = peer_address(tile.address);
     const Lane lane;
 #pragma unroll
