@@ -61,9 +61,8 @@ constexpr int VALUE_COLUMNS = VALUE_DIM / (PAIR ? 2 : 1);
 // Which work tile is that of this CTA, where they take one each.
 __device__ inline int work_index() { return int(blockIdx.x) / (PAIR ? 2 : 1); }
 
-// Hopper's backward kernels: which of the two has such heads, and the rows and columns of a dQ tile
-// that one bulk copy adds. These are contiguous; the next columns of the same rows follow.
-constexpr bool IS_WIDE = HEAD_DIM > 128 || VALUE_DIM > 128;
+// The rows and columns of a dQ tile that one bulk copy of Hopper's backward kernels adds. These are
+// contiguous; the next columns of the same rows follow.
 constexpr int DQ_ROWS = 64, DQ_COPY_COLUMNS = 32;
 constexpr int DQ_STORE_WARPS = 2;
 
