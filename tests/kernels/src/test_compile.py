@@ -40,7 +40,14 @@ PLAIN = [
     for key in common_keys(arch, ("bfloat16", "float32", "float64"), (64, 128))
     if key.kernel in {"forward", HOPPER} or key.add_dq or is_tuned(key, arch)
 ]
-CASES = list(dict.fromkeys(MIXED + PLAIN))
+# Pairs of thread blocks: float64 of wide heads, where there are clusters and the tiles fit.
+PAIRS = [
+    (arch, key)
+    for arch in ("sm_90a", "sm_100")
+    for key in common_keys(arch, ("float64",), (192, 256))
+    if key.pair
+]
+CASES = list(dict.fromkeys(MIXED + PLAIN + PAIRS))
 
 # ptxas says "info" of what costs a kernel its speed, too: wgmma that it had to run one by one, and
 # registers that it could not hand over. Those notes have numbers of 7500 and above.
@@ -105,6 +112,12 @@ def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
     assert any(key.bias not in {"", key.dtype} for key in keys)
     assert {key.bias_alignment_bytes for key in keys} >= {0, 16}
     assert any(key.fold_scale for key in keys) == (kernel != "backward_dbias")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100"])
+def test_pairs_of_thread_blocks(arch: str) -> None:
+    found = {(key.kernel, key.head_dim) for a, key in PAIRS if a == arch}
+    assert found == set(product(("forward", "backward_dkdv", "backward_dq"), (192, 256)))
 
 
 def test_every_dtype_and_gradient_of_the_other_kernels() -> None:
