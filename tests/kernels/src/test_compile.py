@@ -61,14 +61,14 @@ PLAIN = [
     for key in common_keys(arch, (dtype,), (dim,))
     if key.kernel in {"forward", HOPPER} or key.add_dq or is_tuned(key, arch)
 ]
-# Pairs of thread blocks: float64 of wide heads, where there are clusters and the tiles fit.
-PAIRS = [
+# Clusters of two thread blocks: float64 of wide heads, where there are clusters and the tiles fit.
+CLUSTERS = [
     (arch, key)
     for arch in ("sm_90a", "sm_100")
     for key in common_keys(arch, ("float64",), (192, 256))
     if key.pair
 ]
-CASES = list(dict.fromkeys(MIXED + PLAIN + PAIRS))
+CASES = list(dict.fromkeys(MIXED + PLAIN + CLUSTERS))
 
 # ptxas says "info" of what costs a kernel its speed, too: wgmma that it had to run one by one, and
 # registers that it could not hand over. Those notes have numbers of 7500 and above.
@@ -136,7 +136,7 @@ def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100"])
 def test_pairs_of_thread_blocks(arch: str) -> None:
-    found = {(key.kernel, key.head_dim) for a, key in PAIRS if a == arch}
+    found = {(key.kernel, key.head_dim) for a, key in CLUSTERS if a == arch}
     assert found == set(product(("forward", "backward_dkdv", "backward_dq"), (192, 256)))
 
 
