@@ -151,20 +151,25 @@ def test_times_of_ranks_that_sum_blocks() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("Hkv", "tokens", "fastest"), [(16, 131_072, "heads"), (2, 32_768, "gather")]
+    ("Hkv", "tokens", "fastest"),
+    [(16, 131_072, ("ring", "heads")), (2, 32_768, ("gather", "ring"))],
 )
 def test_two_gpus_choose_what_was_measured_to_be_fastest(
-    Hkv: int, tokens: int, fastest: str, causal: bool
+    Hkv: int, tokens: int, fastest: tuple[str, str], causal: bool
 ) -> None:
     q, k = (1, 16, tokens, 128), (1, Hkv, tokens, 128)
     given: Any = {"dtype": "float16", "layout": "zigzag", "causal": causal}
-    assert predict(q, k, k, 2, rates=GPU_RATES, **given).chosen == fastest
+    assert predict(q, k, k, 2, rates=GPU_RATES, **given).fastest == fastest
 
 
-def test_cpus_count_the_blocks_of_a_zigzag() -> None:
+@pytest.mark.parametrize(
+    ("options", "chosen"), [({}, "ring"), ({"alibi_slopes": np.ones(8)}, "heads")], ids=str
+)
+def test_cpus_count_the_blocks_of_a_zigzag(options: dict[str, Any], chosen: str) -> None:
+    """Of a causal mask one for each rank; with positions one for each pair of segments."""
     shape = (1, 8, 4096, 64)
-    report = predict(shape, shape, shape, 2, layout="zigzag", causal=True)
-    assert (report.rates, report.chosen) == (CPU_RATES, "heads")
+    report = predict(shape, shape, shape, 2, layout="zigzag", causal=True, **options)
+    assert (report.rates, report.chosen) == (CPU_RATES, chosen)
 
 
 def test_ten_thousand_ranks_take_no_step_for_each_pair_of_them() -> None:

@@ -114,7 +114,7 @@ def forward(
     known = recall(link, kind)
     if known is None:
         call = agreed(q, k, v, link, layout, layout_k, options, **facts)
-        known = Known(call, _passes(call, schedule))
+        known = Known(call, _passes(call, schedule, backward=False))
         remember(link, kind, known)
     else:
         call = with_arrays(known.call, q, k, v, options)
@@ -211,7 +211,7 @@ def backward(
     if known is None:
         call = agreed(q, k, v, link, layout, layout_k, options, **facts)
         call = replace(call, deterministic=deterministic)
-        passes = _passes(call, schedule)
+        passes = _passes(call, schedule, backward=True)
         names = call.checked(validated)
         same(link, {"wrt": str(sorted(names)), "dlse": "given" if dlse is not None else "None"})
         known = Known(call, passes, names)
@@ -266,11 +266,11 @@ def vjp(
     return attention, pullback
 
 
-def _passes(call: Call, schedule: Schedule) -> Passes:
+def _passes(call: Call, schedule: Schedule, *, backward: bool) -> Passes:
     """Raise if there is no such schedule, or it does not go with the call; so do all ranks."""
     check(schedule, call.problem.Hkv, call.comm.size)
     if schedule == "auto":
-        schedule = choose(call)
+        schedule = choose(call, backward=backward)
     return Passes(call, schedule, plans_of(call, schedule))
 
 
