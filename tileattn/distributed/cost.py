@@ -62,7 +62,7 @@ class Rates:
         Consecutive ranks of one host, which ``host_link`` joins.
     block : Link
         Seconds that a call of a block takes beside its FLOPs, and bytes in a second at which its
-        results are added to those of others, and keys and heads are copied; free by default.
+        results are added to those of others; free by default.
     on_gpu : bool
         Whether ranks have a GPU each: then heads are grouped so that a group fills it.
 
@@ -206,12 +206,14 @@ def _computing(work: Workload, schedule: Schedule, rates: Rates, held: tuple[Hel
     gathers, lengths = schedule == "gather", _lengths(work, n)
     blocks = _blocks(work, n, lengths, gathers=gathers)
     # What is summed over blocks: out; gradients of queries, keys and values. On a GPU the first
-    # results of a query are in their place.
+    # results of a query are in their place, and copies take as long.
     queries, of_keys = (P.B * heads // n * P.accum_dtype.itemsize for heads in (P.Hq, P.Hkv))
     added = blocks.queries - rates.on_gpu * lengths[0]
     out = added * (queries * P.Dv)
     gradients = added * (queries * P.D) + blocks.keys * (of_keys * (P.D + P.Dv))
-    moved = np.stack([out, gradients]) + _copied(work, n, lengths, gathers=gathers)
+    moved = np.stack([out, gradients])
+    if rates.on_gpu:
+        moved = moved + _copied(work, n, lengths, gathers=gathers)
     calls = [x.calls(plan) for x, plan in zip(held, plans, strict=True)]
     starts = np.stack([blocks.number * number for number in calls]) * rates.block.latency
     slowest: Array = (flops / rates.flops + starts + moved / rates.block.bandwidth).max(axis=1)

@@ -120,6 +120,7 @@ def predict(
         blocks             blocks * latency + bytes of their results / bandwidth
 
     Causal masks, windows and lengths leave pairs out; ``mask`` and ``mask_mod`` are not looked at.
+    On a GPU FLOPs take longer by the share of the time in which work tiles leave SMs idle.
     Messages and bytes are exact. They leave out what all ranks gather, which is little, and the
     second forward pass that ``backward`` runs where scores are large. Heads are computed in groups,
     one after the other, so many that a rank holds little more than its share and each call is

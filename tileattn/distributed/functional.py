@@ -52,8 +52,8 @@ def forward(
         exchange tokens for heads, whose number in k they must divide; ``("heads", n)``: groups of n
         ranks do so, and keys travel from group to group, where n must divide the ranks and the
         heads of k; ``"gather"``: ranks get all keys and values that they attend to at once, and
-        have room for them; ``"auto"``: what `predict` expects to take the least time for both
-        passes, at the rates of ``GPU_RATES`` or ``CPU_RATES``. A ring is the default: it goes with
+        have room for them; ``"auto"``: what `predict` expects to take the least time for the
+        pass, at the rates of ``GPU_RATES`` or ``CPU_RATES``. A ring is the default: it goes with
         every call, and its bits do not depend on a model.
     backend : str
         As for ``tileattn.forward``; it computes the blocks, or heads.

@@ -179,16 +179,13 @@ class Held:
 
     def _is_worth(self, count: int, split: int, cut: int) -> bool:
         """Whether calls take some time and fill a rank, and messages are worth their start."""
-        device, steps = self._device, self._ring
-        if self._gathers:
-            steps = 1 + self._backward
-        elif self._n > 1:  # to heads, and back
-            steps += 1
+        device, blocks = self._device, 1 if self._gathers else self._ring
+        steps = (self._ring - 1) * (1 + self._backward) + 2 * (self._n - 1)
         rows = None if cut == 1 else -(-self._segment // cut)
         if (rows is not None and rows < device.rows) or not self._may_split(count, split):
             return False
-        least = max(split * cut * device.call, device.step if count > 1 else 0.0)
-        if self._seconds < steps * count * least:
+        starts = blocks * count * split * cut * device.call
+        if self._seconds < max(starts, steps * count * device.step if count > 1 else 0.0):
             return False
         return self._fills(count, split, rows) >= _WELL_FILLED * self._fills(1, 1, None)
 

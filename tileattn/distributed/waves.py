@@ -20,7 +20,7 @@ _SOURCES = 4  # ranks whose keys are looked at
 
 
 class Waves:
-    """The work tiles of a pass, of the first rank and the last, with the keys of some ranks.
+    """The work tiles of a pass: of the first rank and the last, with the keys of some others.
 
     Parameters
     ----------
@@ -57,25 +57,31 @@ class Waves:
         """
         if self._units == 1:
             return 1.0
-        size, found = self._layouts[0].ranks, []
-        for rank in {0, size - 1}:
-            taken = [self._taken(x, heads) for x in self._costs(rank, group, rows)]
+        found = []
+        for rank in {0, self._layouts[0].ranks - 1}:
+            taken = [
+                (number * ideal, number * real)
+                for number, costs in self._costs(rank, group, rows)
+                for ideal, real in [self._taken(costs, heads)]
+            ]
             ideal, real = (sum(x) for x in zip(*taken, strict=True)) if taken else (1.0, 1.0)
             found.append(ideal / real if real else 1.0)
         return min(found)
 
-    def _costs(self, rank: int, group: int, rows: int | None) -> Iterator[Array]:
-        """Yield what the work tiles of one head cost, the longest first, of each block."""
-        given = self._visibility, *self._layouts, rank, rows
+    def _costs(self, rank: int, group: int, rows: int | None) -> Iterator[tuple[float, Array]]:
+        """Yield what the work tiles of one head cost, the longest first, and of how many blocks."""
+        given, size = (self._visibility, *self._layouts, rank, rows), self._layouts[0].ranks
         blocks = RankBlocks(*given, only_order=self._only_order)
-        size = self._layouts[0].ranks
-        sources = {(rank + n * size // _SOURCES) % size for n in range(_SOURCES)}
+        others = {(rank + n * size // _SOURCES) % size for n in range(_SOURCES)} - {rank}
+        number = dict.fromkeys(others, (size - 1) / len(others)) if others else {}
+        number[rank] = 1.0
         if self._gathers:
-            blocks, sources = blocks.of_all_keys, {0}
-        for c, queries in (x for source in sorted(sources) for x in blocks.of(source)):
-            for a in queries:
-                cost = self._of_block(a, c, group)
-                yield np.sort(cost[cost > 0])[::-1]
+            blocks, number = blocks.of_all_keys, {0: 1.0}
+        for source in sorted(number):
+            for c, queries in blocks.of(source):
+                for a in queries:
+                    cost = self._of_block(a, c, group)
+                    yield number[source], np.sort(cost[cost > 0])[::-1]
 
     def _of_block(self, a: Segment, c: Segment, group: int) -> Array:
         """Count the tiles of pairs of each tile of queries, backward of keys."""
