@@ -100,7 +100,7 @@ class Rates:
 # Ranks with eight cores of one server, and with a Hopper GPU of a host with NVLink.
 CPU_RATES = Rates(block=Link(5e-5, 4e9))
 GPU_RATES = Rates(
-    *(6.3e14, Link(5e-5, 4e10), Link(2e-5, 2e11), 8), block=Link(2e-5, 7e11), on_gpu=True
+    *(6.3e14, Link(5e-5, 4e10), Link(2e-5, 2.3e11), 8), block=Link(2e-5, 7e11), on_gpu=True
 )
 
 

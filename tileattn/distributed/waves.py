@@ -15,6 +15,7 @@ from tileattn.distributed.visibility import Visibility
 Array = NDArray[Any]
 
 _START = 1.2  # of a work tile, in tiles of pairs (measured forward)
+_APART = 0.12  # of a work tile: how far apart units end that have as much to do (measured)
 _MOST = 64  # waves: more even out by themselves
 _SOURCES = 4  # ranks whose keys are looked at
 
@@ -107,10 +108,13 @@ class Waves:
         number = heads * len(costs)
         if number > _MOST * units:
             return ideal, ideal
-        if not number or costs[0] == costs[-1]:
-            return ideal, -(-number // units) * float(costs[0]) if number else 0.0
+        if not number:
+            return 0.0, 0.0
+        apart = _APART * float(costs.mean())
+        if costs[0] == costs[-1]:
+            return ideal, -(-number // units) * float(costs[0]) + apart
         tiles, busy = np.repeat(costs, heads), np.zeros(units)
         for start, stop in pairwise([*range(0, number, units), number]):
             busy.sort()
             busy[: stop - start] += tiles[start:stop]
-        return ideal, float(busy.max())
+        return ideal, float(busy.max()) + apart
