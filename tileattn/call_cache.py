@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 from weakref import ref
@@ -22,6 +23,7 @@ _MOST_VALUES = 1 << 12  # of lengths or offsets in a signature: they are kept
 _VARIABLE = os.environ.encodekey("TILEATTN_BACKEND")
 _LENGTHS = ("kv_lengths", "q_offset", "block_table", "origin")
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+_layout_of = attrgetter("__class__", "dtype", "shape", "strides")
 
 
 class PreparedCall:
@@ -154,11 +156,7 @@ def signature(
         return None
     key: list[Any] = [backend, default_backend() if backend == "auto" else None]
     try:
-        for x in arrays:
-            if x is None:
-                key.append(None)
-            else:
-                key += (type(x), x.dtype, x.shape, x.strides)
+        key += [None if x is None else _layout_of(x) for x in arrays]
         for name, x in options.items():
             key += (name, type(x))
             if not _append(key, x):

@@ -54,7 +54,7 @@ class Gradients(_Gradients):
         no ``aux``. An attribute, and not one of the five that unpacking gives.
     """
 
-    daux: tuple[Any, ...] | None
+    daux: tuple[Any, ...] | None = None
 
     def __new__(
         cls,

@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 
 from tileattn.kernels.config.families import backward_launches, forward_launches
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, HOPPER_WIDE
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_WIDE
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.jit.compile import SOURCES, compiled, sources_in
@@ -43,8 +43,7 @@ ALLOWED = {
     (HOPPER, "q_empty", "work_tiles"): _BY_STORES + "; q is read by GEMMs alone",
     (HOPPER, "pass_done", "work_tiles"): _BY_STORES,
     **{(HOPPER, f"{x}_empty", "any_unfinished"): _NO_STAGE for x in "qkv"},
-    (HOPPER_BACKWARD, "k_empty", "work_tile"): _BY_STORES,
-    (HOPPER_WIDE, "k_empty", "work_tile"): _BY_STORES,
+    **{(x, "k_empty", "work_tile"): _BY_STORES for x in HOPPER_BACKWARDS},
     (HOPPER_WIDE, "dout_empty", "p"): "frees dout and delta; " + _BY_STORES,
 }
 

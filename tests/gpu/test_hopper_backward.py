@@ -38,7 +38,7 @@ def check_repeats(given: Given, times: int, **options: Any) -> None:
 
 
 @pytest.mark.usefixtures("few_sms")
-@pytest.mark.parametrize("dims", [*SQUARE, (128, 64), (64, 128), (72, 24)])
+@pytest.mark.parametrize("dims", [*SQUARE, (128, 64), (64, 128), (72, 24), (192, 128)])
 @pytest.mark.parametrize("window", [(None, None), (1, 0), (30, 200), (None, 0)])
 def test_work_tiles_of_one_tile_and_of_none(
     dims: tuple[int, int], window: tuple[int | None, int | None]
@@ -59,10 +59,10 @@ def test_heads_that_share_keys(D: int, Dv: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("options", ["causal", "lengths", "left"])
-@pytest.mark.parametrize("D", [128, 192, 256])
-def test_every_byte_is_written_and_the_same_on_every_run(D: int, options: str) -> None:
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (192, 128), (192, 192), (256, 256)])
+def test_every_byte_is_written_and_the_same_on_every_run(D: int, Dv: int, options: str) -> None:
     """Except dq, which is summed in any order; unattended keys have gradients of zero."""
-    check_repeats(arrays(DTYPES[1], D, D, 500, 1000), 10, **filled(OPTIONS[options], 1000))
+    check_repeats(arrays(DTYPES[1], D, Dv, 500, 1000), 10, **filled(OPTIONS[options], 1000))
 
 
 @pytest.mark.parametrize(("shape", "own"), [((), True), ((1, 1, 1, 64), False)])
@@ -115,7 +115,7 @@ def test_captured_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (128, 64)])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (128, 64), (192, 128)])
 def test_a_fixed_order_gives_the_same_bits_on_any_number_of_sms(
     D: int, Dv: int, options: str, request: Any
 ) -> None:
@@ -128,13 +128,16 @@ def test_a_fixed_order_gives_the_same_bits_on_any_number_of_sms(
     assert bits(few[:3]) == bits(many[:3])
 
 
-def test_a_fixed_order_gives_the_same_bits_under_any_load() -> None:
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (192, 128)])
+def test_a_fixed_order_gives_the_same_bits_under_any_load(D: int, Dv: int) -> None:
     """Two calls at a time, which do not wait for each other's thread blocks, beside a matmul."""
     import cupy
 
     rng = cupy.random.default_rng(0)
-    shape = (2, 12, 2500, 128)
-    q, k, v, dout = (rng.standard_normal(shape, np.float32).astype(np.float16) for _ in range(4))
+    q, k, v, dout = (
+        rng.standard_normal((2, 12, 2500, dim), np.float32).astype(np.float16)
+        for dim in (D, D, Dv, Dv)
+    )
     assert runs_backward(q, k, v, dout, causal=True)
     attention = tileattn.forward(q, k, v, causal=True)
     first = tileattn.backward(dout, q, k, v, *attention, causal=True, deterministic=True)
@@ -158,10 +161,10 @@ def test_a_fixed_order_gives_the_same_bits_under_any_load() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_gradients_at_scores_beyond_float16(D: int, deterministic: bool) -> None:
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_gradients_at_scores_beyond_float16(D: int, Dv: int, deterministic: bool) -> None:
     """The Hopper kernels make infinity of some of them; the repair kernels do not."""
-    q, k, v, dout = arrays(np.float16, D, D, 300, 300)
+    q, k, v, dout = arrays(np.float16, D, Dv, 300, 300)
     given = 0.01 * q, 0.01 * k, 2000 * v, 2000 * dout
     q, k, v, dout = (x.astype(np.float16) for x in given)
     grads = check((q, k, v, dout), deterministic=deterministic)

@@ -59,7 +59,7 @@ def check_functions(given: Any, options: dict[str, Any], *, deterministic: bool 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("options", ["plain", "window", "all"])
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (256, 192)])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128), (256, 192)])
 def test_block_masks(D: int, Dv: int, options: str, mask: str) -> None:
     Nq, Nk = 420, 700
     there = filled(OPTIONS[options], Nk)
@@ -69,11 +69,11 @@ def test_block_masks(D: int, Dv: int, options: str, mask: str) -> None:
 @pytest.mark.usefixtures("few_sms")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("options", ["plain", "causal"])
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_block_masks_over_many_work_tiles(D: int, options: str, mask: str) -> None:
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128), (256, 256)])
+def test_block_masks_over_many_work_tiles(D: int, Dv: int, options: str, mask: str) -> None:
     """Each dq tile is begun by the first block of keys that it is left to."""
     Nq, Nk = 500, 1100
-    given = arrays(DTYPES[0], D, D, Nq, Nk)
+    given = arrays(DTYPES[0], D, Dv, Nq, Nk)
     there = filled(OPTIONS[options], Nk) | {"block_mask": MASKS[mask](Nq, Nk)}
     first = check(given, deterministic=True, **there)
     bounds = error_bound(*given, **there)
@@ -90,10 +90,10 @@ def test_block_masks_at_lengths_that_no_tile_divides(mask: str, Nq: int, Nk: int
 
 @pytest.mark.usefixtures("few_sms")
 @pytest.mark.parametrize("mask", ["few", "dense", "documents"])
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_masked_out_values_do_not_matter(D: int, mask: str) -> None:
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128), (256, 256)])
+def test_masked_out_values_do_not_matter(D: int, Dv: int, mask: str) -> None:
     Nq, Nk = 400, 600
-    given = arrays(DTYPES[1], D, D, Nq, Nk)
+    given = arrays(DTYPES[1], D, Dv, Nq, Nk)
     for n, x in enumerate(given):
         x[0, 1, 5 + 40 * n, 3] = (np.nan, np.inf)[n % 2]
     check(given, block_mask=MASKS[mask](Nq, Nk))
@@ -102,12 +102,14 @@ def test_masked_out_values_do_not_matter(D: int, mask: str) -> None:
 # --- functions ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("D", "dtype"), [(64, 1), (128, 0), (256, 1)])
+@pytest.mark.parametrize(
+    ("D", "Dv", "dtype"), [(64, 64, 1), (128, 128, 0), (192, 128, 0), (256, 256, 1)]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_gallery(name: str, D: int, dtype: int) -> None:
+def test_the_gallery(name: str, D: int, Dv: int, dtype: int) -> None:
     Nq, Nk = 270, 517
     own = calls(B, HQ, Nq, Nk, np.float32)[name]
-    check_functions(arrays(DTYPES[dtype], D, D, Nq, Nk), own, deterministic=D > 64)
+    check_functions(arrays(DTYPES[dtype], D, Dv, Nq, Nk), own, deterministic=D > 64)
 
 
 @pytest.mark.usefixtures("few_sms")

@@ -3,6 +3,7 @@
 Whatever comes before the call, or behind it.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.on_gpu import busy, needs_gpu, poisoned, random_arrays, sent
-from tileattn.backends.cupy import execute
+from tests.on_gpu import bits, busy, needs_gpu, poisoned, random_arrays, sent
+from tileattn.backends.cupy import execute, graphs
+from tileattn.backends.cupy.graph import Graph
 from tileattn.backends.cupy.launches import can_overlap
 from tileattn.call_cache import CALLS
 from tileattn.kernels.config.key import KernelKey
@@ -259,6 +261,106 @@ def test_calls_in_a_graph(case: Case) -> None:
             graph.launch(stream)
         stream.synchronize()
     assert not repeated.wrong.any()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """Take down which graphs are made, and hold them."""
+    found: list[Graph] = []
+
+    def counted(*given: Any) -> Graph:
+        found.append(Graph(*given))
+        return found[-1]
+
+    monkeypatch.setattr(execute, "Graph", counted)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["middle", "flagged heads", "float32", "decode", "packed forward, 64"]
+)
+def test_a_call_on_addresses_that_come_back_is_a_graph(name: str, made: list[Graph]) -> None:
+    """It has the bits of single launches."""
+    case = CASES[name]()
+    repeated = Repeated(case, expected_of(case))
+    launched = 0
+    made.clear()
+    for _ in range(8):
+        repeated.once()
+        for graph in made:
+            launch = graph.launch
+
+            def counted(stream: int, launch: Callable[[int], None] = launch) -> None:
+                nonlocal launched
+                launched += 1
+                launch(stream)
+
+            graph.launch = counted
+    assert not repeated.wrong.any()
+    assert 1 <= len(made) < 8
+    assert launched > 0
+
+
+def test_other_threads_may_wait_for_the_device_while_graphs_are_made(made: list[Graph]) -> None:
+    import cupy
+
+    case = CASES["short"]()
+    repeated = Repeated(case, expected_of(case))
+    done = threading.Event()
+
+    def waiting() -> int:
+        waits = 0
+        while not done.is_set():
+            cupy.cuda.runtime.deviceSynchronize()
+            waits += 1
+        return waits
+
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(waiting)
+        try:
+            for _ in range(20):
+                graphs._met.clear()
+                for _ in range(4):
+                    repeated.once()
+        finally:
+            done.set()
+        assert waits.result() > 1
+    assert not repeated.wrong.any()
+    assert len(made) >= 20
+
+
+def test_graphs_are_made_beside_a_capture_of_another_thread(made: list[Graph]) -> None:
+    import cupy
+
+    case = CASES["short"]()
+    expected = expected_of(case)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+
+    def calls() -> Any:
+        with streams[1]:
+            for _ in range(6):
+                found = case.call(case.given)
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(calls).result()  # takes memory, which nobody may while another captures
+        made.clear()
+        graphs._met.clear()
+        with streams[0]:
+            x = cupy.zeros(10)
+            x += 1  # loads the kernel
+            streams[0].begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+            x += 1
+            try:
+                found = pool.submit(calls).result()
+            finally:
+                graph = streams[0].end_capture()
+            graph.launch()
+    cupy.cuda.Device().synchronize()
+    assert made
+    assert (x == 2).all()
+    assert bits(found) == bits(expected)
 
 
 @pytest.mark.parametrize("Nk", [64, 700])

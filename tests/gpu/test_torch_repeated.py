@@ -93,7 +93,7 @@ def test_few_queries_over_many_keys_take_memory_of_pytorchs() -> None:
         same([attention(q, k, v)], [expected])
 
 
-def test_the_keys_of_dense_tensors_are_learned_from_them() -> None:
+def test_layouts_are_those_of_dense_tensors() -> None:
     q, k, v, _ = (x.detach() for x in drawn())
     assert eager.layouts([q, torch.nn.Parameter(k)]) is not None
     assert eager.layouts([torch._neg_view(q)]) is None

@@ -100,11 +100,12 @@ TILE_SCHEDULER = tuple(replace(key, kernel="tile_scheduler") for key in MASK)
 TYPES = tuple(KernelKey("types", dtype) for dtype in DTYPES)
 
 
-def _laid_out(kernel: str, tile: TileSize, dim: int) -> KernelKey:
+def _laid_out(kernel: str, tile: TileSize, dim: int, value: int = 0) -> KernelKey:
     """Make a key with the shared memory that the Hopper kernels have with such tiles."""
     count = hopper_forward_bytes if kernel == "fwd_smem" else hopper_backward_bytes
-    shared = count(tile, dim, dim)
-    return KernelKey(kernel, "float16", dim, dim, *tile[:6], producer_warps=4, smem_bytes=shared)
+    sizes = dim, value or dim
+    shared = count(tile, *sizes)
+    return KernelKey(kernel, "float16", *sizes, *tile[:6], producer_warps=4, smem_bytes=shared)
 
 
 FORWARD_SMEM = (
@@ -114,6 +115,7 @@ FORWARD_SMEM = (
 BACKWARD_SMEM = (
     _laid_out("bwd_smem", TileSize(128, 128, 8, stages=2), 64),
     _laid_out("bwd_smem", TileSize(64, 128, 8, stages=2), 128),
+    _laid_out("bwd_smem", TileSize(64, 128, 8, stages=2), 192, 128),
     _laid_out("bwd_smem", TileSize(64, 64, 8, stages=1), 256),
 )
 

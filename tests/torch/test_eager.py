@@ -209,11 +209,12 @@ def test_deterministic_algorithms_count(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [False, True, False]
 
 
-def test_the_keys_of_dense_tensors_are_learned_from_them() -> None:
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_layouts_are_those_of_dense_tensors() -> None:
     x = torch.zeros(2, 3)
     assert eager.layouts([x, None]) == (x.dtype, x.shape, x.stride(), x.device, None)
     with torch.inference_mode():
         assert eager.layouts([torch.zeros(2)]) is not None
     others = (x.to_sparse(), x.to_mkldnn(), torch._neg_view(x), torch._efficientzerotensor((2,)))
-    for y in (*others, x.to("meta"), np.zeros(2), 3.0):
+    for y in (*others, torch.nested.nested_tensor([x, x]), np.zeros(2), 3.0):
         assert eager.layouts([x, y]) is None

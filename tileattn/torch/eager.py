@@ -20,8 +20,7 @@ from tileattn.torch.operators import INPUTS, ROWS, TENSORS
 _KINDS = frozenset({torch.Tensor, torch.nn.Parameter})  # subclasses may want to see operators
 _HANDLES = [n for n, kind in enumerate(INPUTS.values()) if kind == "str?"]
 _PLACES = {name: n for n, name in enumerate(INPUTS)}
-_DENSE: set[int] = set()  # the dispatch keys of dense tensors, as they are met
-_keys_of = torch._C._dispatch_keys
+_DENSE = torch.strided
 _Pass = Callable[[Sequence[Any]], Any]
 
 
@@ -46,23 +45,19 @@ def _is_intercepted() -> bool:
 def layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...] | None:
     """Write down how tensors lie in memory; None if what is there are not simply their elements."""
     key: list[Any] = []
-    for x in tensors:
-        if x is None:
-            key.append(None)
-        elif type(x) in _KINDS and (_keys_of(x).raw_repr() in _DENSE or _is_dense(x)):
-            key += (x.dtype, x.shape, x.stride(), x.device)
-        else:
-            return None
+    try:
+        for x in tensors:
+            if x is None:
+                key.append(None)
+            elif (
+                type(x) in _KINDS and x.layout is _DENSE and not (x.is_neg() or x._is_zerotensor())
+            ):
+                key += (x.dtype, x.shape, x.stride(), x.device)
+            else:
+                return None
+    except RuntimeError:
+        return None  # of nested tensors, which have no shape
     return tuple(key)
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    """Whether PyTorch calls kernels on a tensor as it is: no negation is left to do, for one."""
-    if x.device.type in ("cpu", "cuda"):
-        for mode in (False, True):
-            with torch.inference_mode(mode):
-                _DENSE.add(_keys_of(torch.empty(0, device=x.device)).raw_repr())
-    return _keys_of(x).raw_repr() in _DENSE
 
 
 def signature(
@@ -218,7 +213,7 @@ def forward(inputs: Sequence[Any], key: Any) -> tuple[torch.Tensor, torch.Tensor
     given, aux = dict(zip(TENSORS, inputs, strict=False)), inputs[-1]
     names = tuple(n for n, x in given.items() if x is not None) if key is None else key[0]
     tensors = (*(given[name] for name in names), *aux)
-    if key is None and (not is_eager() or layouts(tensors) is None):
+    if inputs[0].is_meta or (key is None and (not is_eager() or layouts(tensors) is None)):
         return torch.ops.tileattn.forward(*inputs)  # type: ignore[no-any-return]  # untyped
     call = Call(inputs, names, key is not None)
     output = call(*tensors)

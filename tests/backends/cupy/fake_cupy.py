@@ -3,7 +3,7 @@
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 import tileattn
-from tileattn.backends.cupy import backend, describe, execute, explain, launches, tensor_maps
+from tests.backends.cupy.fake_graphs import Graphs, Node, Work
+from tileattn.backends.cupy import (
+    backend,
+    describe,
+    execute,
+    explain,
+    launches,
+    tensor_maps,
+)
 from tileattn.call_cache import CALLS
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DS
 from tileattn.kernels.config.key import KernelKey
@@ -69,6 +77,14 @@ class Machine:
         Handle of the current stream.
     streams : list of int
         Handle of the stream of each launch, and of each memory that is set to zero.
+    graphs : list of list of Node
+        The nodes of graphs that can be launched.
+    destroyed : list of int
+        Handles of such graphs that were destroyed.
+    no_memory : set of str
+        Functions by which a graph is made that find no memory.
+    mode : int
+        How far the thread minds captures of others: 0 is those of all threads, 2 none.
     bound : list of int
         Devices that have been made those of the thread.
     capturing : bool
@@ -95,6 +111,10 @@ class Machine:
         self.streams: list[int] = []
         self.capturing = False
         self.stream = 0
+        self.graphs: list[list[Node]] = []
+        self.destroyed: list[int] = []
+        self.no_memory: set[str] = set()
+        self.mode = 0
         self.bound: list[int] = []
         self.device = 0
         self.arch = "sm_100"
@@ -103,6 +123,16 @@ class Machine:
         self._memory = np.zeros(BYTES, np.uint8)
         self._start = -self._memory.ctypes.data % 512
         self._used = self._start
+
+    def reusing(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Let each call take the memory that the one before it has taken."""
+        first = self._used
+
+        def again() -> Any:
+            self._used = first
+            return call()
+
+        return again
 
     def allocate(self, nbytes: int, device: int | None = None) -> Any:
         """Give memory as CuPy's allocators do, at a multiple of 512 bytes; it is never taken back.
@@ -183,30 +213,40 @@ class Machine:
         """Stand in for ``cuLaunchKernelEx``."""
         if self.refusals:
             return self.refusals.pop(0)
-        key = self._keys[function - 1]
         words = struct.unpack("7I4xQQI", ctypes.string_at(config, 52))
         *sizes, shared, stream, attributes, count = words
-        assert sizes[1:] == [1, 1, key.threads, 1, 1]
-        assert sizes[0] > 0
         assert extra is None
         told = [
             struct.unpack("i4xi", ctypes.string_at(attributes + 72 * n, 12)) for n in range(count)
         ]
+        self.launch_of(function, sizes, shared, parameters)(stream, told)
+        return 0
+
+    def launch_of(self, function: int, sizes: Sequence[int], shared: int, parameters: int) -> Work:
+        """Copy all that a launch is given, and return what starts it."""
+        key = self._keys[function - 1]
+        assert tuple(sizes[1:]) == (1, 1, key.threads, 1, 1)
+        assert sizes[0] > 0
         has_maps = key.kernel == HOPPER or key.kernel in (*HOPPER_BACKWARDS, *HOPPER_DS)
         cells, *maps = (ctypes.c_uint64 * (1 + has_maps)).from_address(parameters)
         params = np.frombuffer(ctypes.string_at(cells, PARAMS.itemsize), PARAMS)[0]
-        behind = (ctypes.c_int64 * self.behind).from_address(cells + PARAMS.itemsize)
-        self.tails.append(list(behind))
+        behind = [*(ctypes.c_int64 * self.behind).from_address(cells + PARAMS.itemsize)]
+        given = []
         for start in maps:
             names = ("q", "k", "v", "dout")[: 3 if key.kernel == HOPPER else 4]
             numbers = (ctypes.c_uint64 * (16 * len(names))).from_address(start)
             made = tuple(self.encoded[n] for n in numbers[::16])
             assert [x.address for x in made] == [params[name] for name in names]
-            self.maps.append(made)
-        self.streams.append(stream)
-        self.attributes.append(told)
-        self.launches.append((key, sizes[0], shared, params))
-        return 0
+            given.append(made)
+
+        def launch(stream: int, told: list[tuple[int, int]]) -> None:
+            self.tails.append(behind)
+            self.maps.extend(given)
+            self.streams.append(stream)
+            self.attributes.append(told)
+            self.launches.append((key, sizes[0], shared, params))
+
+        return launch
 
     def encode(self, *given: int) -> int:
         """Stand in for ``cuTensorMapEncodeTiled``: number the maps, and refuse what it refuses."""
@@ -279,6 +319,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     start = ctypes.CFUNCTYPE(number, *4 * [pointer])(made.start)
     monkeypatch.setattr(tensor_maps, "_driver_function", lambda: encode)
     monkeypatch.setattr(launches, "_driver_function", lambda: start)
+    Graphs(made).patch(monkeypatch)
     monkeypatch.setattr(backend, "_unavailable", lambda: None)
     CALLS.clear()
     cupy.cuda.set_allocator(made.allocate)

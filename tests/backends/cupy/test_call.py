@@ -12,7 +12,7 @@ from tests.backends.cupy.fake_cupy import Machine, at_host, launch_together
 from tileattn import api
 from tileattn.backends import registry
 from tileattn.backends.cupy import backend as cupy_backend
-from tileattn.backends.cupy import describe
+from tileattn.backends.cupy import describe, passes
 from tileattn.backends.cupy.backend import CupyBackend, CupyCall
 from tileattn.kernels.launch.device import device_of_arch
 from tileattn.kernels.launch.params import POINTERS
@@ -182,6 +182,30 @@ def test_the_shortest_way_of_a_second_call(
     for name, x in {"q": q, "k": k, "v": v, **attention._asdict()}.items():
         assert params[name] == x.data.ptr
     assert params["out_at"] == first["out_at"]
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(), (3, 0, 2), (2, 3, 5)])
+def test_results_are_arrays_as_cupy_makes_them(
+    gpu: Machine, shape: tuple[int, ...], dtype: Any, private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a CuPy whose constructor has other parts."""
+    import cupy
+
+    expected = cupy.ndarray(shape, dtype)
+    if not private:
+        monkeypatch.setattr(passes, "_PART", "_none")
+    make = passes.maker(shape, dtype)
+    found, other = make(), make()
+    assert type(found) is cupy.ndarray
+    assert found.base is None
+    for name in ("shape", "strides", "dtype", "nbytes"):
+        assert getattr(found, name) == getattr(expected, name)
+    assert gpu.allocated == [expected.nbytes] * 3
+    assert found.data.ptr != other.data.ptr
+    for flag in ("c_contiguous", "f_contiguous", "owndata"):
+        assert getattr(found.flags, flag) == getattr(expected.flags, flag)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

@@ -17,6 +17,7 @@ from tileattn.kernels.config.hopper import (
     HOPPER_BACKWARD,
     HOPPER_BACKWARDS,
     HOPPER_DQ_CONVERT,
+    HOPPER_HALVES,
     HOPPER_WIDE,
 )
 from tileattn.kernels.config.shared_memory import (
@@ -141,8 +142,8 @@ BUCKETS: dict[tuple[int, int], Any] = {
     (72, 40): ((96, 64), (128, 128), (128, 64), (64, 128), 2),
     (40, 96): ((64, 96), (128, 128), (64, 128), (64, 128), 2),
     (128, 128): ((128, 128), (128, 128), (128, 128), (64, 128), 2),
-    (136, 8): ((192, 32), (128, 128), (192, 128), (64, 64), 2),
-    (192, 128): ((192, 128), (128, 128), (192, 128), (64, 64), 2),
+    (136, 8): ((192, 32), (128, 128), (192, 128), (64, 128), 2),
+    (192, 128): ((192, 128), (128, 128), (192, 128), (64, 128), 2),
     (192, 192): ((192, 192), (128, 96), (192, 192), (64, 64), 2),
     (64, 192): ((64, 192), (128, 128), (128, 192), (64, 64), 2),
     (200, 64): ((256, 64), (128, 64), (256, 128), (64, 64), 1),
@@ -162,7 +163,10 @@ def test_tiles_go_by_both_head_dimensions(
     """A score modifier needs registers, which short query blocks of the backward pass leave."""
     bucket, tile, back_bucket, back_tile, stages = BUCKETS[dims]
     modified = "softcap" in enabled_options or "alibi_slopes" in enabled_options
-    if modified and back_tile == (128, 128):
+    kernel = HOPPER_WIDE if back_tile == (64, 64) else HOPPER_BACKWARD
+    if back_bucket == (192, 128):
+        kernel, back_tile = (HOPPER_WIDE, (64, 64)) if modified else (HOPPER_HALVES, back_tile)
+    elif modified and back_tile == (128, 128):
         back_tile = 64, 128
     D, Dv = dims
     problem = replace(problem_of(dtype, D, enabled_options), Dv=Dv, window=(7, 0), Nq=200, Nk=4096)
@@ -179,9 +183,9 @@ def test_tiles_go_by_both_head_dimensions(
     assert (key.kernel, key.head_dim, key.value_dim, key.tile) == (HOPPER, *bucket, tile)
     assert (key.warps_m, key.threads) == (key.block_q // 16, 2 * key.block_q + 128)
     assert launch.why.startswith("wgmma and tensor maps, tiles")
-    key, wide = own.key, max(back_bucket) > 128
-    assert key.kernel == (HOPPER_WIDE if wide else HOPPER_BACKWARD)
-    assert (key.head_dim, key.value_dim, key.tile) == (*back_bucket, back_tile)
+    key = own.key
+    assert (key.kernel, key.head_dim, key.value_dim) == (kernel, *back_bucket)
+    assert key.tile == back_tile
     assert (key.stages, key.warps_m, key.threads) == (stages, 8, 384)
     assert own.why.startswith("wgmma and tensor maps, tiles")
 
@@ -248,6 +252,8 @@ SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 64, 128, 48 + 24 + 32 + 32 + 48),
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 128, 64, 48 + 48 + 16 + 32 + 48),
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 1), 128, 128, 64 + 32 + 16 + 32 + 48),
+    # Halves of a tile: as many stages of q, and one of dS.
+    (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 192, 128, 80 + 48 + 32 + 16 + 48),
     # Wide heads: two stages of q, two dQ tiles of each store warp, and a tile of P.
     (hopper_backward_bytes, TileSize(64, 64, 8, 1, 1), 256, 256, 64 + 64 + 32 + 16 + 32 + 16),
     (hopper_backward_bytes, TileSize(64, 64, 8, 1, 2), 192, 192, 48 + 48 + 48 + 16 + 32 + 16),
@@ -257,6 +263,8 @@ SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]
     # To repair: k once more, and of wide heads one stage of q.
     (repairing_bytes, TileSize(64, 128, 8), 128, 64, 48 + 32 + 8 + 32 + 48 + 32),
     (repairing_bytes, TileSize(64, 64, 8), 256, 128, 48 + 32 + 16 + 16 + 32 + 16 + 32),
+    # Of halves, two tiles of dS and one dQ tile.
+    (repairing_bytes, TileSize(64, 128, 8), 192, 128, 80 + 24 + 16 + 32 + 16 + 48),
 ]
 
 

@@ -51,17 +51,20 @@ _OF_AUX = (*TILE_LISTS, "backward_daux", "backward_daux_sm90", "backward_daux_su
 
 # For the Hopper kernels: the head dimensions that calls without options leave out, and options.
 _HOPPER_CASES = (
-    ("float16", 32, {"softcap"}),
-    ("bfloat16", 96, {"alibi_slopes"}),
-    ("float16", 192, {"softcap", "alibi_slopes"}),
-    ("bfloat16", 256, {"sinks"}),
-    ("float16", 64, {"block_mask"}),
-    ("bfloat16", 128, {"block_mask", "softcap"}),
-    ("float16", 64, {"mask"}),
-    ("bfloat16", 256, {"mask", "alibi_slopes"}),
-    ("float16", 128, {"bias", "dropout_p"}),
-    ("bfloat16", 192, {"dropout_p", "origin"}),
-    ("bfloat16", 64, {"bias", "mask", "softcap"}),
+    ("float16", (32, 32), {"softcap"}),
+    ("bfloat16", (96, 96), {"alibi_slopes"}),
+    ("float16", (192, 192), {"softcap", "alibi_slopes"}),
+    ("bfloat16", (192, 128), {"sinks"}),
+    ("float16", (192, 128), {"block_mask"}),
+    ("bfloat16", (256, 256), {"sinks"}),
+    ("float16", (64, 64), {"block_mask"}),
+    ("bfloat16", (128, 128), {"block_mask", "softcap"}),
+    ("float16", (64, 64), {"mask"}),
+    ("bfloat16", (256, 256), {"mask", "alibi_slopes"}),
+    ("float16", (128, 128), {"bias", "dropout_p"}),
+    ("bfloat16", (192, 192), {"dropout_p", "origin"}),
+    ("bfloat16", (64, 64), {"bias", "mask", "softcap"}),
+    ("bfloat16", (192, 128), {"negative scale"}),
 )
 
 
@@ -94,9 +97,11 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
     # Elsewhere what follows are the generic kernels of such calls that take over some heads: four
     # combinations in a row have all of them.
     cases = _HOPPER_CASES if arch == _MEASURED else _HOPPER_CASES[combination % 4 :: 4]
-    for name, dim, options in cases:
+    for name, (dim, value), options in cases:
         for window in WINDOWS:
-            problem = replace(problem_of(name, dim, options), window=window)
+            problem = replace(problem_of(name, dim, options), Dv=value, window=window)
+            if "negative scale" in options:
+                problem = replace(problem, scale=-1.0)
             context = context_of(arch)
             if "bias" in options:
                 context = context._replace(

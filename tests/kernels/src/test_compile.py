@@ -16,6 +16,7 @@ from tileattn.kernels.config.hopper import (
     HOPPER_BACKWARDS,
     HOPPER_DQ_CONVERT,
     HOPPER_DS,
+    HOPPER_HALVES,
     HOPPER_WIDE,
 )
 from tileattn.kernels.config.key import KernelKey
@@ -63,7 +64,7 @@ def test_a_kernel_compiles(case: Case) -> None:
         assert made.spill_bytes in range(129 if key.kernel == HOPPER else 1), made.log
 
 
-@pytest.mark.parametrize("kernel", [HOPPER, HOPPER_BACKWARD, HOPPER_WIDE, LATENT])
+@pytest.mark.parametrize("kernel", [HOPPER, *HOPPER_BACKWARDS, LATENT])
 def test_shared_memory_that_differs_from_the_launch(kernel: str) -> None:
     key = next(key for _, key in CASES if key.kernel == kernel)
     with pytest.raises(KernelCompileError, match="what a launch brings"):
@@ -129,6 +130,7 @@ def test_calls_without_options(arch: str, kernel: str) -> None:
     [
         (HOPPER, set(HEAD_DIM_BUCKETS), {128, 192}),
         (HOPPER_BACKWARD, {64, 128}, {64, 128}),
+        (HOPPER_HALVES, {192}, {64}),
         (HOPPER_WIDE, {192, 256}, {64}),
     ],
 )
@@ -139,7 +141,8 @@ def test_the_kernels_for_hopper(kernel: str, dims: set[int], rows: set[int]) -> 
     assert {key.head_dim for key in keys} == dims
     assert {key.block_q for key in keys} == rows
     for option in ("softcap", "alibi", "fold_scale"):
-        assert {getattr(key, option) for key in keys} == {False, True}, option
+        used = {False} if kernel == HOPPER_HALVES and option != "fold_scale" else {False, True}
+        assert {getattr(key, option) for key in keys} == used, option
 
 
 def test_what_other_kernels_do_on_hopper() -> None:

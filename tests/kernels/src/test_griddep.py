@@ -48,6 +48,7 @@ _ONE_AN_SM = (
     "daux_sm90",
     "dbias_sm90",
     "backward_sm90",
+    "halves_sm90",
     "wide_sm90",
     "forward_sm90",
     "latent_sm90",

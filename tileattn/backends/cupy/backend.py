@@ -201,7 +201,7 @@ class CupyCall(PreparedCall):
 
 
 def _of_rows(dq: Any, dk: Any, dv: Any) -> Gradients:
-    return Gradients(dq, dk, dv, None, None)
+    return Gradients._make((dq, dk, dv, None, None))  # a fraction of the constructor's time
 
 
 def _aux_gradients(P: Problem, x: Operands) -> tuple[Any, ...] | None:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.cupy.describe import refuse_device
+from tileattn.backends.cupy.graph import SINCE, Graph
+from tileattn.backends.cupy.graphs import FEWEST, LaunchGraphs
 from tileattn.backends.cupy.launches import LaunchBlock, PlannedLaunch, can_overlap
 from tileattn.backends.cupy.streams import (
-    current_stream,
     is_capturing,
     outlive_readers,
     stream_name,
@@ -32,7 +33,7 @@ class Executable:
     """
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
-        from cupy.cuda import runtime
+        from cupy.cuda import get_current_stream, runtime
 
         self.plan = plan
         constants = dict(plan.constants)
@@ -61,7 +62,7 @@ class Executable:
         sources = {slot: n for n, slot in enumerate((*brought, *between))}
         self._in_order = itemgetter(*(sources[slot] for slot in sorted(sources)))
         self._zeros = needed.nbytes - needed.zeros
-        self._memset = runtime.memsetAsync
+        self._memset, self._current_stream = runtime.memsetAsync, get_current_stream
         kernels = load_all([launch.key for launch in plan.launches])
         maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
         self._launches = [
@@ -72,6 +73,8 @@ class Executable:
             if launch.shared_bytes:
                 kernel.allow_shared(launch.shared_bytes)
         self._spare: list[LaunchBlock] = []
+        several = len(self._launches) >= FEWEST and runtime.driverGetVersion() >= SINCE
+        self._graphs = LaunchGraphs() if several else None
 
     def run(
         self,
@@ -116,22 +119,40 @@ class Executable:
         Those of the arrays are in the order of the names that the constructor was given. By default
         the stream is CuPy's current one.
         """
-        stream = stream or current_stream()
-        parts = [workspace + start for start in self._starts] if workspace else ()
-        if self._zeros:
-            first = workspace + self.plan.workspace.zeros
-            self._memset(first, 0, self._zeros, stream.ptr)
-        pointers = self._in_order((*addresses, *parts, *self._between))
+        stream = stream or self._current_stream()
         if self._constants:
             outlive_readers(self, self._stream, stream)
+        # Nothing else differs from call to call: tensor maps are those of the addresses.
+        given = addresses, workspace, stream.ptr
+        if self._graphs is None or is_capturing(stream):
+            self._start(*given)
+        else:
+            self._graphs.launch(*given, self._start, self._graph)
+
+    def _start(self, addresses: Sequence[int], workspace: int, stream: int) -> None:
+        """Start the kernels one by one, on the stream of a handle."""
+        if self._zeros:
+            self._memset(workspace + self.plan.workspace.zeros, 0, self._zeros, stream)
         # Threads that run the same plan at the same time each take a block of their own: pop and
         # append are atomic.
         try:
             block = self._spare.pop()
         except IndexError:
             block = LaunchBlock(self._template, self._launches)
-        block.run(pointers, stream.ptr)
+        block.run(self._pointers(addresses, workspace), stream)
         self._spare.append(block)
+
+    def _graph(self, addresses: Sequence[int], workspace: int, stream: int) -> Graph:
+        """Make a graph that does the same, to be launched there first."""
+        block = LaunchBlock(self._template, self._launches)
+        zeros = workspace + self.plan.workspace.zeros, self._zeros
+        return Graph(block, self._pointers(addresses, workspace), zeros, stream)
+
+    def _pointers(self, addresses: Sequence[int], workspace: int) -> tuple[int, ...]:
+        """Give the first cells of the parameter block."""
+        parts = [workspace + start for start in self._starts] if workspace else ()
+        pointers: tuple[int, ...] = self._in_order((*addresses, *parts, *self._between))
+        return pointers
 
 
 def _ensure_fits(workspace: Any, nbytes: int, device: int) -> None:

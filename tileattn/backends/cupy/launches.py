@@ -8,7 +8,7 @@ why that is safe. The first waits for all earlier work of the stream, as launche
 import ctypes
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tileattn.backends.cupy.driver import driver_by
@@ -105,6 +105,16 @@ class LaunchBlock:
             status = self._start(*arguments)
             if status:
                 self._handle(status, arguments)
+
+    def each(self, pointers: Sequence[int]) -> Iterator[tuple[Any, Any, Any]]:
+        """Give what each launch is given in `run`: its configuration, function and parameters."""
+        self._cells[: len(pointers)] = pointers
+        for config, (arguments, parameters, maps) in zip(
+            self._configs, self._launches, strict=True
+        ):
+            if maps is not None:
+                _held, parameters[1] = maps[maps.pick(pointers)]
+            yield config, arguments[1], parameters
 
     def _handle(self, status: int, arguments: tuple[Any, ...]) -> None:
         """Launch again where the thread had no context; raise CuPy's error for the rest."""

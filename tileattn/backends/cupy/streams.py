@@ -1,11 +1,17 @@
 """Streams of CuPy's, and what kernels on them may still read."""
 
+import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from tileattn.backends.cupy.driver import driver_by
+
 PER_THREAD = 2  # the handle, in every thread, of the default stream that is the thread's own
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 _kept: dict[int, object] = {}
 
@@ -19,6 +25,18 @@ def current_stream() -> Any:
 def is_capturing(stream: Any = None) -> bool:
     """Whether a stream, CuPy's current one by default, takes down a graph instead of running it."""
     return bool((stream or current_stream()).is_capturing())
+
+
+@contextmanager
+def unrestricted() -> Iterator[None]:
+    """Let this thread call what would break captures of others, as far as CUDA knows."""
+    exchange = driver_by(ctypes.PyDLL).cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def stream_name(stream: Any = None) -> tuple[int, int]:

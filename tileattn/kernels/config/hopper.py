@@ -31,12 +31,17 @@ from tileattn.problem import Problem
 NAME = "Hopper"
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
+HOPPER_HALVES = "backward_halves_sm90"
 HOPPER_DQ_CONVERT = "backward_dq_convert_sm90"
-HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_WIDE)
+HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_WIDE)
 HOPPER_DS = ("backward_dbias_sm90", "backward_daux_sm90")  # which sum dS over pairs
 
-# Head-dimension buckets of the backward kernels: the wide one where either dimension needs it.
-_BACKWARD_BUCKETS = {HOPPER_BACKWARD: (64, 128), HOPPER_WIDE: (128, 192, 256)}
+# Head-dimension buckets of the backward kernels, of q and of v: the first that has both.
+_BACKWARD_BUCKETS = {
+    HOPPER_BACKWARD: ((64, 128), (64, 128)),
+    HOPPER_HALVES: ((192,), (128,)),
+    HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
+}
 _PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to another
 _FEW_KEYS = 512
 _NARROW_TILE = 128  # keys
@@ -45,7 +50,7 @@ _MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers 
 _MASKED_ROWS = 128  # at most, queries of a tile where a mask leaves blocks empty
 _MASKS = frozenset({"mask", "block_mask", "mask_mod"})
 _SCORE_MODS = frozenset({"softcap", "alibi_slopes", "score_mod", "bias"})
-_NARROW_DIM = _BACKWARD_BUCKETS[HOPPER_BACKWARD][-1]
+_NARROW_DIM = _BACKWARD_BUCKETS[HOPPER_BACKWARD][0][-1]
 
 _SUPPORTED = "wgmma and tensor maps"
 _DQ_CONVERT = "one thread block for each tile of dq"
@@ -149,11 +154,11 @@ def backward(
     Its thread blocks add dq to device memory, one after the other where the order must be fixed.
     """
     P = problem
-    kernel = next(
-        name for name in HOPPER_BACKWARDS if max(P.D, P.Dv) <= _BACKWARD_BUCKETS[name][-1]
-    )
-    dim, value = (_bucket(kernel, x) for x in (P.D, P.Dv))
     plain = P.enabled_options.isdisjoint(_SCORE_MODS | {"mask"}) and not P.dropout_p
+    # All that is not plain needs registers.
+    suited = (name for name in HOPPER_BACKWARDS if plain or name != HOPPER_HALVES)
+    kernel = next(name for name in suited if 0 not in _buckets(name, P))
+    dim, value = _buckets(kernel, P)
     tile, shared = next(
         (tile, shared)
         for tile in candidates(kernel, P.dtype.itemsize, max(dim, value))
@@ -178,8 +183,10 @@ def backward(
     return own, *safe, _dq_convert(P, key), *repairs
 
 
-def _bucket(kernel: str, dim: int) -> int:
-    return next(n for n in _BACKWARD_BUCKETS[kernel] if dim <= n)
+def _buckets(kernel: str, P: Problem) -> tuple[int, int]:
+    """Give the head-dimension buckets of q and of v, 0 for one that the kernel does not have."""
+    of_q, of_v = _BACKWARD_BUCKETS[kernel]
+    return next((n for n in of_q if n >= P.D), 0), next((n for n in of_v if n >= P.Dv), 0)
 
 
 def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLaunch | None:
@@ -188,9 +195,7 @@ def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLa
     if max(P.D, P.Dv) > _NARROW_DIM or why_not(P, context, "backward") is not None:
         return None
     kernel += "_sm90"
-    dim, value = (
-        next(n for n in _BACKWARD_BUCKETS[HOPPER_BACKWARD] if x <= n) for x in (P.D, P.Dv)
-    )
+    dim, value = _buckets(HOPPER_BACKWARD, P)
     for tile in candidates(kernel, P.dtype.itemsize, max(dim, value)):
         shared = hopper_ds_bytes(tile, dim, value, _bias_size(context))
         if shared <= min(HOPPER_LIMIT - HOPPER_STATIC, context.shared_limit):

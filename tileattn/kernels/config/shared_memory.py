@@ -9,7 +9,7 @@ HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
 DQ_STORE_WARPS = 2  # which add dQ tiles to device memory
 _DQ_STORE_BYTES = 64 * 32 * 4  # what each of them adds with one bulk copy
 DAUX_WINDOW_BYTES = 64 * 1024  # of sums that threads have for themselves, at most
-_NARROW_DIM = 128  # wider heads have the other backward kernel
+_NARROW_DIM = 128  # of a tile with all that the Hopper backward kernels have
 
 
 def generic_bytes(
@@ -99,18 +99,21 @@ def hopper_backward_bytes(
     """Count the dynamic shared memory of the Hopper backward kernels.
 
     They have k and v; stages of dout, and one more of q; two tiles of dS; three dQ tiles for each
-    store warp, or two with a bias, and a tile of that. Wide heads have two stages of q, two such
-    dQ tiles, and a tile of P. A kernel that repairs has k twice, and for wide heads one stage
-    of q.
+    store warp, or two with a bias, and a tile of that. Where halves of a tile take turns there are
+    as many stages of q as of dout, and one tile of dS. Wide heads, of 64 keys, have two stages of
+    q, two such dQ tiles, and a tile of P. A kernel that repairs has k twice, for wide heads one
+    stage of q, and for halves two tiles of dS and one dQ tile.
     """
     rows, keys, stages = tile.block_q, tile.block_k, tile.stages
-    wide = max(dim, value) > _NARROW_DIM
+    wide = keys == HOPPER_GROUP_ROWS
+    halves = not wide and dim > _NARROW_DIM
     kv = (2 if repairs else 1) * _swizzled(keys, dim) + _swizzled(keys, value)
-    q_stages = stages + 1 if not wide else 1 if repairs else 2
+    q_stages = (1 if repairs else 2) if wide else stages if halves else stages + 1
     buffers = q_stages * _swizzled(rows, dim) + stages * _swizzled(rows, value)
-    dq = (2 if wide or bias_size else 3) * DQ_STORE_WARPS * _DQ_STORE_BYTES
-    bias = _tiled(rows, keys, bias_size)
-    return kv + buffers + 2 * _swizzled(rows, keys) + dq + (rows * keys * 4 if wide else 0) + bias
+    ds = (1 if halves and not repairs else 2) * _swizzled(rows, keys)
+    dq_tiles = 1 if halves and repairs else 2 if wide or bias_size else 3
+    dq = dq_tiles * DQ_STORE_WARPS * _DQ_STORE_BYTES
+    return kv + buffers + ds + dq + (rows * keys * 4 if wide else 0) + _tiled(rows, keys, bias_size)
 
 
 def hopper_ds_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:

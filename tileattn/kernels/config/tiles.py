@@ -47,7 +47,7 @@ _SMALL_KEYS = (
     TileSize(16, 16, 1),
 )
 _HOPPER = (
-    *("forward_sm90", "backward_sm90", "backward_wide_sm90"),
+    *("forward_sm90", "backward_sm90", "backward_halves_sm90", "backward_wide_sm90"),
     *("backward_dbias_sm90", "backward_daux_sm90"),
 )
 _SMALLER = {
@@ -107,6 +107,8 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         64: (TileSize(128, 128, 8, 1, 2), TileSize(64, 128, 8, 1, 2)),
         128: (TileSize(64, 128, 8, 1, 2), TileSize(64, 128, 8, 1, 1)),
     },
+    # The same where dK and dV leave registers for half of a tile.
+    ("backward_halves_sm90", 2): {192: (TileSize(64, 128, 8, 1, 2),)},
     # The same for wide heads: two warpgroups for the same 64 keys.
     ("backward_wide_sm90", 2): {
         192: (TileSize(64, 64, 8, 1, 2),),

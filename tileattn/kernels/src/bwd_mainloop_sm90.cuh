@@ -172,14 +172,14 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                 }
                 const u32 before = wait_turn(p, dq_semaphore + own, reached, rank);
                 reached = 0;
-                float* dq_accum = static_cast<float*>(p.dq_accum) +
-                                  u64(head * rows + work.q_start + row0) * HEAD_DIM + count * share.column;
+                float* const dq_accum = static_cast<float*>(p.dq_accum) +
+                                        u64(head * rows + work.q_start + row0) * HEAD_DIM;
 #pragma unroll 1
-                for (int n = share.columns; n > 0;
-                     n -= DQ_COPY_COLUMNS, dq_accum += count * DQ_COPY_COLUMNS) {
+                for (int n = 0; n < share.columns; n += DQ_COPY_COLUMNS) {
                     smem.dq_full(store_warp, dq_pipe.stage).wait(dq_pipe.phase);
                     if (count)
-                        bulk_store(dq_accum, smem.dq(store_warp, dq_pipe.stage),
+                        bulk_store(dq_accum + count * share.at(n),
+                                   smem.dq(store_warp, dq_pipe.stage),
                                    4 * count * DQ_COPY_COLUMNS, before > 0);
                     bulk_wait_read();  // so the arrive is safe
                     smem.dq_empty(store_warp, dq_pipe.stage).arrive();
@@ -269,7 +269,7 @@ __device__ inline bool is_partial(const WorkTile& work, const QueryTileList& lis
 template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
 __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int heads,
                                               int& h, int& tile, Step step) {
-    const TileRange tiles = work.tiles;
+    const TileRange& tiles = work.tiles;
     const QueryTileList list(p, work);
     const int first_head = work.kv * heads, end_head = first_head + heads;
     int begin = first_head + SKIP_FIRST;
@@ -305,14 +305,14 @@ __device__ inline void flag_non_finite(const Params& p, const WorkTile& work,
 }
 
 // Store 16 rows of each warp to dK or dV. Narrow heads go through a stage of dS that nobody reads
-// any more.
+// any more; others have none.
 template <int NT>
 __device__ inline void store_gradient(const Params& p, const Smem& smem, void* target,
                                       const Rows& at, int columns, const WorkTile& work, int row0,
                                       const Fragment<Accum, 1, NT>& acc,
                                       const PipelineState<DS_STAGES>& ds_pipe) {
     const int row = work.k0 + row0;
-    if constexpr (IS_WIDE) {
+    if constexpr (IS_WIDE || IN_HALVES) {
         store_rows(rows_of<Element>(target, at, work.entry(), work.kv) +
                        (work.k_start + row) * at.n,
                    at.n, acc, work.Nk(p) - row, columns);

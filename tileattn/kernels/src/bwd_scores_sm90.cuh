@@ -130,12 +130,13 @@ __device__ inline void recompute_p(const Params& p, const Sequence& sequence, in
     }
 }
 
-// From dP to dS, with P and delta of the tile's queries.
+// From dP to dS, with P and delta of the tile's queries. Of all columns of atoms or of some.
 __device__ inline void compute_ds(const float* deltas, Accum dropout_scale,
-                                  Fragment<Accum, 1, QT>& dp, const Fragment<Accum, 1, QT>& p) {
+                                  Fragment<Accum, 1, QT>& dp, const Fragment<Accum, 1, QT>& p,
+                                  int begin = 0, int end = QT) {
     const Lane lane;
 #pragma unroll
-    for (int n = 0; n < QT; ++n) {
+    for (int n = begin; n < end; ++n) {
         const float2 delta = *reinterpret_cast<const float2*>(deltas + lane.column(0) + 8 * n);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {

@@ -9,7 +9,9 @@
 constexpr int WARPGROUP = 4 * WARP;     // threads
 constexpr int CONSUMERS = WARPS_M / 4;  // consumer warpgroups
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
-constexpr int WARPGROUP_ROWS = 64;  // keys of each; of wide heads, the same keys for all
+constexpr int WARPGROUP_ROWS = 64;  // keys of each
+// Wide heads: all warpgroups have the same keys.
+constexpr bool IS_WIDE = BLOCK_K == WARPGROUP_ROWS;
 static_assert(DQ_ROWS == WARPGROUP_ROWS, "one thread stores a warpgroup's share of dQ");
 static_assert(BLOCK_K == WARPGROUP_ROWS * (IS_WIDE ? 1 : CONSUMERS) && WARPS_N == 1,
               "64 keys a warpgroup");
@@ -21,29 +23,42 @@ constexpr bool NAN_SAFE = ONLY_FLAGGED;  // of the heads that the first launch h
 using TileBias = WarpBias<true, 1, BLOCK_Q / 8>;
 constexpr bool BIAS_IS_LOADED = HAS_BIAS && TileBias::STAGED;
 
+// Whether dK and dV leave registers for half of a tile's dP only, and for no tile ahead.
+constexpr bool IN_HALVES = !IS_WIDE && HEAD_DIM > 128;
+
 // q stays until dK has read it, while the next P is computed: it needs one stage more than dO, and
 // is the last to need two.
-constexpr int DOUT_STAGES = STAGES, Q_STAGES = !IS_WIDE ? STAGES + 1 : NAN_SAFE ? 1 : 2;
-constexpr int DS_STAGES = 2;                // so that no warpgroup waits for the GEMMs of the other
-constexpr int DQ_STAGES = IS_WIDE || BIAS_IS_LOADED ? 2 : 3;  // of each dQ store warp
+constexpr int DOUT_STAGES = STAGES,
+              Q_STAGES = IN_HALVES ? STAGES : !IS_WIDE ? STAGES + 1 : NAN_SAFE ? 1 : 2;
+// With two stages no warpgroup waits for the GEMMs of the other. NaN-safe, one has a table.
+constexpr int DS_STAGES = IN_HALVES && !NAN_SAFE ? 1 : 2;
+// Of each dQ store warp.
+constexpr int DQ_STAGES = IN_HALVES && NAN_SAFE ? 1 : IS_WIDE || BIAS_IS_LOADED ? 2 : 3;
 
 // A warpgroup's share of a dQ tile, which its dQ store warp adds to memory: 64 queries and some
 // columns. Of wide heads these are whole slices, and the first warpgroup, which also computes P,
 // never has more.
 struct DqShare {
-    int row, column, columns;
+    int row, column, columns, second;  // columns behind the first 64 begin at the second
+
+    __device__ constexpr int at(int n) const { return n < 64 ? column + n : second + n - 64; }
 };
 constexpr int DQ_SLICE = 64;  // columns of a GEMM for wide heads
 constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (WARPGROUP_ROWS * CONSUMERS);  // for the others
-static_assert(IS_WIDE || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32, "shares keep to slices");
+static_assert(IS_WIDE || IN_HALVES || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32,
+              "shares keep to slices");
 
 __device__ constexpr DqShare dq_share(int warpgroup) {
     if constexpr (IS_WIDE) {
         constexpr int MIDDLE = HEAD_DIM / DQ_SLICE / 2 * DQ_SLICE;
-        return warpgroup == 0 ? DqShare{0, 0, MIDDLE} : DqShare{0, MIDDLE, HEAD_DIM - MIDDLE};
+        return warpgroup == 0 ? DqShare{0, 0, MIDDLE, 64}
+                              : DqShare{0, MIDDLE, HEAD_DIM - MIDDLE, MIDDLE + 64};
     }
+    if constexpr (IN_HALVES)  // a slice each, and half of the last one
+        return {0, 64 * warpgroup, DQ_COLUMNS, 128 + 32 * warpgroup};
     constexpr int SHARES = HEAD_DIM / DQ_COLUMNS;
-    return {warpgroup / SHARES * DQ_ROWS, warpgroup % SHARES * DQ_COLUMNS, DQ_COLUMNS};
+    const int column = warpgroup % SHARES * DQ_COLUMNS;
+    return {warpgroup / SHARES * DQ_ROWS, column, DQ_COLUMNS, column + 64};
 }
 
 using WorkTile = BwdWorkTile;

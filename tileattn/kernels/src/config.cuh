@@ -53,9 +53,8 @@ constexpr bool ONLY_FLAGGED = FLAGGED_HEADS != 0;
 constexpr int MASK_VECTOR_WIDTH = KEY_MASK_VECTOR_WIDTH;
 constexpr int SHARED_BYTES = KEY_SMEM_BYTES;
 
-// Hopper's backward kernels: which of the two has such heads, and the rows and columns of a dQ tile
-// that one bulk copy adds. These are contiguous; the next columns of the same rows follow.
-constexpr bool IS_WIDE = HEAD_DIM > 128 || VALUE_DIM > 128;
+// The rows and columns of a dQ tile that one bulk copy of Hopper's backward kernels adds. These are
+// contiguous; the next columns of the same rows follow.
 constexpr int DQ_ROWS = 64, DQ_COPY_COLUMNS = 32;
 constexpr int DQ_STORE_WARPS = 2;
 

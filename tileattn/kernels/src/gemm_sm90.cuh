@@ -11,41 +11,44 @@ __device__ inline float (&accum_registers(Fragment<float, 1, NT>& c))[4 * NT] {
     return reinterpret_cast<float (&)[4 * NT]>(c.x);
 }
 
-// Issue C = X Y^T for 64 rows of x from row m0 on and DEPTH columns: both operands are K-major.
+// Issue C = X Y^T for 64 rows of x from row m0 on, rows of y from n0 on and DEPTH columns: both
+// operands are K-major.
 template <class T, int DEPTH, int R, int C, int R2, int C2, int NT>
 __device__ inline void gemm_async(Fragment<float, 1, NT>& c, const SmemTile<R, C>& x, int m0,
-                                  const SmemTile<R2, C2>& y) {
+                                  const SmemTile<R2, C2>& y, int n0 = 0) {
     auto& d = accum_registers(c);
     discard_operand(d);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < DEPTH; k += 16) wgmma(T{}, d, x.k_major(m0, k), y.k_major(0, k), k > 0);
+    for (int k = 0; k < DEPTH; k += 16) wgmma(T{}, d, x.k_major(m0, k), y.k_major(n0, k), k > 0);
     wgmma_commit();
 }
 
-// Issue C += A Y for all rows of y: A is in registers, Y is MN-major.
+// Issue C += A Y for all rows of y, or for those of some steps of 16: A is in registers, Y is
+// MN-major.
 template <class T, int K, int R, int C, int NT>
 __device__ inline void gemm_async(Fragment<float, 1, NT>& c, const typename Atom<T>::A (&a)[K],
-                                  const SmemTile<R, C>& y) {
+                                  const SmemTile<R, C>& y, int begin = 0, int end = K) {
     static_assert(16 * K == R);
     auto& d = accum_registers(c);
     fence_operand(d);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < K; ++k) wgmma(T{}, d, a[k].r, y.mn_major(16 * k), true);
+    for (int k = begin; k < end; ++k) wgmma(T{}, d, a[k].r, y.mn_major(16 * k), true);
     wgmma_commit();
 }
 
 // Issue C = X Y for 64 rows of x from row m0 on, all rows of y, and columns of y from n0 on: X is
-// K-major, Y is MN-major.
-template <class T, int R, int C, int C2, int NT>
+// K-major, Y is MN-major. `second` is where columns go on behind the first 64, if not there.
+template <class T, int R, int C, int C2, int NT, class... Second>
 __device__ inline void gemm_async_mn(Fragment<float, 1, NT>& c, const SmemTile<R, C>& x, int m0,
-                                     const SmemTile<C, C2>& y, int n0) {
+                                     const SmemTile<C, C2>& y, int n0, Second... second) {
     auto& d = accum_registers(c);
     discard_operand(d);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < C; k += 16) wgmma(T{}, d, x.k_major(m0, k), y.mn_major(k, n0), k > 0);
+    for (int k = 0; k < C; k += 16)
+        wgmma(T{}, d, x.k_major(m0, k), y.mn_major(k, n0, second...), k > 0);
     wgmma_commit();
 }
 
@@ -54,6 +57,12 @@ template <int PENDING, int NT>
 __device__ inline void warpgroup_wait(Fragment<float, 1, NT>& c) {
     wgmma_wait<PENDING>();
     fence_operand(accum_registers(c));
+}
+
+// Some atoms of a fragment, from number `first` on.
+template <int COUNT, int NT>
+__device__ inline Fragment<float, 1, COUNT>& atoms(Fragment<float, 1, NT>& c, int first) {
+    return reinterpret_cast<Fragment<float, 1, COUNT>&>(c.x[0][first]);
 }
 
 // Keep what follows behind the computation of a condition that never holds: ptxas moves nothing
@@ -134,10 +143,12 @@ __device__ inline void store_rows_staged(u32 staged, T* target, i64 stride,
     }
 }
 
-// Store 16 rows of each warp, from `row` on, transposed: to columns of the tile.
+// Store 16 rows of each warp, from `row` on, transposed: to columns of the tile. All of its rows or
+// those of some steps of 16.
 template <class T, int R, int C, int K>
 __device__ inline void store_transposed(const SmemTile<R, C>& tile,
-                                        const typename Atom<T>::A (&a)[K], int row) {
+                                        const typename Atom<T>::A (&a)[K], int row, int begin = 0,
+                                        int end = K) {
     static_assert(R == 16 * K);
     using Box = SmemTile<R, C>;
     const int lane = threadIdx.x % WARP;
@@ -145,7 +156,8 @@ __device__ inline void store_transposed(const SmemTile<R, C>& tile,
     const u32 first =
         tile.address + row / Box::WIDTH * Box::SLICE + to * Box::PITCH + (chunk ^ to % 8) * 16;
 #pragma unroll
-    for (int i = 0; i < K; ++i) store_matrices_transposed(first + 16 * i * Box::PITCH, a[i].r);
+    for (int i = begin; i < end; ++i)
+        store_matrices_transposed(first + 16 * i * Box::PITCH, a[i].r);
 }
 
 // Store COLUMNS columns from `first` on, of 16 rows of each warp, to rows of floats in shared

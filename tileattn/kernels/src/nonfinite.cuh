@@ -127,12 +127,13 @@ struct Attended {
         return all;
     }
 
-    // Set the elements that are not attended to.
-    __device__ void fill_others(Fragment<Accum, MT, NT>& x, Accum number) const {
+    // Set the elements that are not attended to, of all columns of atoms or of some.
+    __device__ void fill_others(Fragment<Accum, MT, NT>& x, Accum number, int begin = 0,
+                                int end = NT) const {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
+            for (int n = begin; n < end; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     if (!(kept[m][e / 2][n / 16] & bit(n, e))) x.x[m][n][e] = number;

@@ -57,12 +57,21 @@ struct SmemTile {
     // MN-major B[k, n]: k are rows of the tile, and n = 0 is column `column`. Unless that is the
     // first of a slice, all n lie in its slice.
     __device__ Descriptor<true> mn_major(int k, int column = 0) const {
-        return {describe(column / WIDTH * SLICE + column % WIDTH * 2, k * PITCH)};
+        return {describe(column_offset(column), k * PITCH)};
+    }
+    // The same with n from 64 on at another column, behind which the same holds.
+    __device__ Descriptor<true> mn_major(int k, int column, int second) const {
+        const int offset = column_offset(column);
+        return {describe(offset, k * PITCH, column_offset(second) - offset)};
     }
 
     // The offset known at compile time is added last: all descriptors of a GEMM share the rest.
-    __device__ u64 describe(int offset, int known) const {
-        constexpr u64 CONSTANT = u64(SLICE >> 4) << 16 | u64(ATOM >> 4) << 32 | u64(1) << 62;
-        return (CONSTANT | (address + offset) >> 4) + (known >> 4);
+    __device__ u64 describe(int offset, int known, int between_slices = SLICE) const {
+        constexpr u64 CONSTANT = u64(ATOM >> 4) << 32 | u64(1) << 62;
+        return (CONSTANT | u64(between_slices >> 4) << 16 | (address + offset) >> 4) + (known >> 4);
+    }
+
+    __device__ static int column_offset(int column) {
+        return column / WIDTH * SLICE + column % WIDTH * 2;
     }
 };
