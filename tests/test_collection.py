@@ -25,6 +25,7 @@ def collected(seed: int) -> list[str]:
 
 
 def test_names_do_not_depend_on_the_order_of_sets() -> None:
-    first, *others = (collected(seed) for seed in (1, 2, 3))
+    # Workers have seeds of their own besides, and pytest-xdist compares what they find.
+    first, second = (collected(seed) for seed in (1, 2))
     assert len(first) > 1000
-    assert all(names == first for names in others)
+    assert first == second

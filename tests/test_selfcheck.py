@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
 
 def test_right_results_pass(cpu_backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--problems", "20", "--seed", "7"]) == 0
-    assert f"all 20 problems on backend {cpu_backend!r} agree" in capsys.readouterr().out
+    assert main(["check", "--problems", "12", "--seed", "7"]) == 0
+    assert f"all 12 problems on backend {cpu_backend!r} agree" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
@@ -56,7 +56,7 @@ def test_without_a_terminal_lines_tell_of_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tileattn.progress.SECONDS", 0.0)
-    assert main(["check", "--problems", "3"]) == 0
+    assert main(["check", "--problems", "3", "--backend", "numpy"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["1", "2", "3", "all"]
 

@@ -94,7 +94,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @given(case=problems(options=OPTIONS, max_length=60))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_every_result_is_that_of_the_oracle(case: AttentionCase) -> None:
     rng = np.random.default_rng(abs(hash((case.q.shape, case.k.shape))) % 2**32)
     ranks = int(rng.integers(1, 6))
@@ -102,7 +102,7 @@ def test_every_result_is_that_of_the_oracle(case: AttentionCase) -> None:
 
 
 @given(case=problems(options=OPTIONS, max_length=60))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 def test_ranks_that_exchange_heads(case: AttentionCase) -> None:
     rng = np.random.default_rng(abs(hash((case.q.shape, case.k.shape))) % 2**32)
     ranks = max(n for n in (1, 2, 3, 4) if heads_of_keys(case) % n == 0)
@@ -111,7 +111,7 @@ def test_ranks_that_exchange_heads(case: AttentionCase) -> None:
 
 
 @given(case=problems(options=OPTIONS, max_length=60))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 def test_groups_of_ranks_that_exchange_heads(case: AttentionCase) -> None:
     rng = np.random.default_rng(abs(hash((case.q.shape, case.k.shape))) % 2**32)
     n = max(n for n in (1, 2, 3) if heads_of_keys(case) % n == 0)
@@ -126,7 +126,7 @@ def heads_of_keys(case: AttentionCase) -> int:
 
 
 @given(case=problems(options=OPTIONS, max_length=60))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 def test_ranks_that_gather_all_keys(case: AttentionCase) -> None:
     rng = np.random.default_rng(abs(hash((case.q.shape, case.k.shape))) % 2**32)
     ranks = int(rng.integers(1, 6))
@@ -155,8 +155,9 @@ def test_gradients_of_large_scores(dtype: Any) -> None:
 
 @pytest.mark.parametrize("score_mod", [None, *SCORES])
 @pytest.mark.parametrize("mask_mod", [None, *MASKS])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_functions(score_mod: str | None, mask_mod: str | None, ranks: int) -> None:
+def test_functions(score_mod: str | None, mask_mod: str | None) -> None:
+    # Each function is shared by two ranks and by three.
+    ranks = 2 + ([None, *SCORES].index(score_mod) + [None, *MASKS].index(mask_mod)) % 2
     rng = np.random.default_rng(ranks)
     q, dout = rng.standard_normal((2, 2, 4, 37, 8))
     k, v = rng.standard_normal((2, 2, 2, 53, 8))

@@ -101,9 +101,9 @@ def check(B: int, dtype: Any, schedule: Any, name: str) -> None:
     options = given[name]
     rng = np.random.default_rng(0)
     q, k, v, dout = (
-        rng.standard_normal((B, heads, 330, 24)).astype(dtype) for heads in (4, 2, 2, 4)
+        rng.standard_normal((B, heads, 170, 24)).astype(dtype) for heads in (4, 2, 2, 4)
     )
-    layout = Layout.zigzag(330, 4)
+    layout = Layout.zigzag(170, 4)
 
     def run(comm: Any) -> Any:
         *own, upstream = (layout.take(x, comm.rank) for x in (q, k, v, dout))

@@ -57,6 +57,7 @@ KERNELS = (
     Kernels(np.float32, (128, 128), deterministic=False),
     Kernels(np.float32, (192, 128), deterministic=True),
     Kernels(np.float64, (64, 64), deterministic=False),
+    Kernels(np.float64, (256, 192)),
     Kernels(np.float16, (64, 64), MASKS, deterministic=False),
     Kernels(np.float32, (64, 64), MASKS, deterministic=True),
     Kernels(BF16, (128, 128), BLOCKS, (333, 270), deterministic=False),

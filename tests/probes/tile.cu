@@ -43,7 +43,7 @@ extern "C" __global__ void added(const Accum* numbers, i64 rows, Accum* sums, Ac
     add_rows(sums, HEAD_DIM, c, M0, N0, int(rows));
     __syncthreads();
     for (int n = threadIdx.x; n < BLOCK_Q * HEAD_DIM; n += blockDim.x)
-        in_order[n] = __ldcg(sums + n / HEAD_DIM * HEAD_DIM + accum_column(n % HEAD_DIM));
+        in_order[n] = __ldcg(sums + n / HEAD_DIM * HEAD_DIM + accum_column<Accum>(n % HEAD_DIM));
 }
 
 // Load both matrices, add a product to ones, and write it out.

@@ -23,6 +23,10 @@ on_targets = pytest.mark.parametrize(
 )
 
 
+_engines: dict[tuple[str, Target], Any] = {}
+"""What is compiled: the same code once."""
+
+
 def call(target: Target, dtype: str, body: Callable[..., None], *arguments: Any) -> None:
     """Compile ``body(code, *values)`` and call it with arrays, by address, and integers."""
     integers = [isinstance(x, int) for x in arguments]
@@ -31,8 +35,12 @@ def call(target: Target, dtype: str, body: Callable[..., None], *arguments: Any)
     c = Code(ir.Function(module, kind, "test"), target, dtype)
     body(c, *c.function.args)
     c.b.ret_void()
-    engine = binding.create_mcjit_compiler(optimized(module, target), machine(target))
-    engine.finalize_object()
+    made_from = str(module), target
+    if made_from not in _engines:
+        _engines[made_from] = binding.create_mcjit_compiler(
+            optimized(module, target), machine(target)
+        )
+        _engines[made_from].finalize_object()
     types = [ctypes.c_int64 if n else ctypes.c_void_p for n in integers]
-    function = ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("test"))
+    function = ctypes.CFUNCTYPE(None, *types)(_engines[made_from].get_function_address("test"))
     function(*(x if isinstance(x, int) else x.ctypes.data for x in arguments))

@@ -12,7 +12,7 @@ from tests.kernels.llvm.emitted import call, on_targets
 from tileattn.dtypes import DTYPES, accum_dtype
 from tileattn.kernels.llvm.bits import Bits
 from tileattn.kernels.llvm.gemv import dots_of_rows, sums_of_rows
-from tileattn.kernels.llvm.instructions import Code, i64
+from tileattn.kernels.llvm.instructions import Code
 from tileattn.kernels.llvm.kernel import Kernel
 from tileattn.kernels.llvm.target import Target
 
@@ -38,13 +38,14 @@ def computed(
 ) -> None:
     """Run a product on arrays; of the last arguments, one more may be an array of bits."""
 
-    def body(c: Code, a_at: Any, b_at: Any, to_at: Any, *more: Any) -> None:
+    def body(c: Code, *given: Any) -> None:
         kernel = Kernel("test", target, str(dtype), c.dtype)
         kernel.module = c.module
-        given = ((at, i64(x.strides[0])) for at, x in ((a_at, a), (b_at, b), (to_at, to)))
-        function(kernel, c, *more[:3], *given, *(Bits(c, words, 1) for words in more[3:]))
+        arrays = zip(given[:3], given[3:6], strict=True)
+        function(kernel, c, *given[6:9], *arrays, *(Bits(c, words, 1) for words in given[9:]))
 
-    call(target, to.dtype.name, body, a, b, to, *sizes)
+    strides = (x.strides[0] for x in (a, b, to))
+    call(target, to.dtype.name, body, a, b, to, *strides, *sizes)
 
 
 def whole(target: Target, n: int, sums: np.dtype[Any]) -> int:

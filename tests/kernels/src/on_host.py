@@ -371,8 +371,18 @@ def quick(folder: Path, x: Array, y: Array) -> tuple[Array, Array]:
     return found
 
 
+_libraries: dict[tuple[object, ...], ctypes.CDLL] = {}
+
+
 def built(folder: Path, texts: Mapping[str, str], name: str) -> ctypes.CDLL:
-    """Compile one of some texts for the CPU, and load it."""
+    """Compile one of some texts for the CPU, and load it; the same texts once."""
+    made_from = name, *sorted(texts.items())
+    if made_from not in _libraries:
+        _libraries[made_from] = _built(folder, texts, name)
+    return _libraries[made_from]
+
+
+def _built(folder: Path, texts: Mapping[str, str], name: str) -> ctypes.CDLL:
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("a C++ compiler runs what a GPU would: apt-get install g++")

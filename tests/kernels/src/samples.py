@@ -94,11 +94,11 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
         for dim in (_HEAD_DIMS[combination % len(_HEAD_DIMS)], 512):
             keys = _keys(problem_of(dtype.name, dim, enabled_options), context)
             found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
-    # Elsewhere what follows are the generic kernels of such calls that take over some heads: four
-    # combinations in a row have all of them.
-    cases = _HOPPER_CASES if arch == _MEASURED else _HOPPER_CASES[combination % 4 :: 4]
-    for name, (dim, value), options in cases:
-        for window in WINDOWS:
+    # What takes over some heads of such calls: of a few of them on each GPU, and of all in four
+    # combinations in a row.
+    for n, (name, (dim, value), options) in enumerate(_HOPPER_CASES):
+        takes_over = n % 3 == 1 if arch == _MEASURED else n % 4 == combination % 4
+        for window in WINDOWS if takes_over or arch == _MEASURED else ():
             problem = replace(problem_of(name, dim, options), Dv=value, window=window)
             if "negative scale" in options:
                 problem = replace(problem, scale=-1.0)
@@ -108,7 +108,7 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
                     bias="float32", bias_shape=(1, 1, 1, 2), bias_alignment_bytes=16, dbias=True
                 )
             keys = _keys(problem, context)
-            own = (key for key in keys if key.kernel in _OF_HOPPER or key.head_flags)
+            own = (x for x in keys if (takes_over if x.head_flags else x.kernel in _OF_HOPPER))
             found |= dict.fromkeys(own)
     found |= dict.fromkeys(_function_keys(arch, DTYPES[combination % len(DTYPES)].name))
     found |= dict.fromkeys(_packed_keys(arch, combination))
@@ -129,7 +129,7 @@ def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
     aux = ids, table
     score = score_expression(lambda s, _b, h, i, j, _ids, t: s + t[h, i - j + 4], aux)
     mask = mask_expression(lambda b, _h, i, j, ids, _t: ids[b, i] == ids[b, j], aux)
-    for name in (dtype, "bfloat16", "float32"):
+    for name in (dtype, "bfloat16", "float32") if arch == _MEASURED else (dtype,):
         plain = problem_of(name, 64, {"score_mod", "mask_mod"})
         problem = replace(plain, score_mod=score, mask_mod=mask)
         arrays = {f"aux[{n}]": contiguous(x.shape, x.dtype.name) for n, x in enumerate(aux)}
@@ -163,14 +163,14 @@ def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
         yield from (x.key for x in forward_launches(problem, context_of(arch, alignment)))
 
     alignment = MAX_ALIGNMENT if combination % 2 else NAMED[dtype].itemsize
-    for rows, page in ((1, None), (40, 16), (128, None)):
+    for rows, page in ((1, None), (40, 16), (128, None))[combination % 3 :: 2]:
         yield from keys(dtype, dim, options, alignment, Hq=rows, page=page)
     if arch == _MEASURED:
         for n, dim in enumerate(HEAD_DIM_BUCKETS):
             softcap = {"softcap"} if n % 3 == 2 else set[str]()
             name = ("float16", "bfloat16")[n % 2]
-            for value in {dim, max(64, dim // 2)}:
-                yield from keys(name, dim, softcap, MAX_ALIGNMENT, Hq=128, Dv=value)
+            value = dim if n % 2 else max(64, dim // 2)
+            yield from keys(name, dim, softcap, MAX_ALIGNMENT, Hq=128, Dv=value)
 
 
 def _row_keys(combination: int) -> Iterator[KernelKey]:

@@ -30,17 +30,45 @@ pytestmark = pytest.mark.usefixtures("nvrtc")
 
 Case = tuple[str, KernelKey]
 
-ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
-MIXED = [(arch, key) for n, arch in enumerate(ARCHS) for key in representative_keys(arch, n)]
-# What calls without options need, where tiles were measured and on the oldest GPU with the same
-# instructions.
+ARCHS = ("sm_89", "sm_86", "sm_75", "sm_80", "sm_90a", "sm_120", "sm_100")
+# The preprocessor makes the same text for both GPUs of a pair: they take turns.
+PAIRS = (("sm_86", "sm_89"), ("sm_100", "sm_120"))
+NAMES = sorted(source.stem for source in SOURCES.glob("*.cu"))
+
+
+def has_turn(arch: str, key: KernelKey) -> bool:
+    pair = next((pair for pair in PAIRS if arch in pair), (arch, arch))
+    is_tiled = key.kernel in TILED and not key.head_flags
+    return is_tiled or pair[NAMES.index(key.kernel) % 2] == arch
+
+
+MIXED = [
+    (arch, key)
+    for n, arch in enumerate(ARCHS)
+    for key in representative_keys(arch, n)
+    if has_turn(arch, key)
+]
+# What calls without options need, where tiles were measured, and some of it on the oldest GPU with
+# the same instructions.
+WITHOUT_OPTIONS = {
+    "sm_80": [("bfloat16", 128), ("float32", 64), ("float64", 128)],
+    "sm_90a": list(product(("bfloat16", "float32", "float64"), (64, 128))),
+}
 PLAIN = [
     (arch, key)
-    for arch in ("sm_80", "sm_90a")
-    for key in common_keys(arch, ("bfloat16", "float32", "float64"), (64, 128))
+    for arch, calls in WITHOUT_OPTIONS.items()
+    for dtype, dim in calls
+    for key in common_keys(arch, (dtype,), (dim,))
     if key.kernel in {"forward", HOPPER} or key.add_dq or is_tuned(key, arch)
 ]
-CASES = list(dict.fromkeys(MIXED + PLAIN))
+# Pairs of thread blocks: float64 of wide heads, where there are clusters and the tiles fit.
+PAIRS = [
+    (arch, key)
+    for arch in ("sm_90a", "sm_100")
+    for key in common_keys(arch, ("float64",), (192, 256))
+    if key.pair
+]
+CASES = list(dict.fromkeys(MIXED + PLAIN + PAIRS))
 
 # ptxas says "info" of what costs a kernel its speed, too: wgmma that it had to run one by one, and
 # registers that it could not hand over. Those notes have numbers of 7500 and above.
@@ -74,9 +102,8 @@ def test_shared_memory_that_differs_from_the_launch(kernel: str) -> None:
 # --- what is among them -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_source(arch: str) -> None:
-    sources = {source.stem for source in SOURCES.glob("*.cu")}
+@pytest.mark.parametrize("archs", [("sm_75",), ("sm_80",), ("sm_90a",), *PAIRS], ids="-".join)
+def test_every_source(archs: tuple[str, ...]) -> None:
     of_hopper = {
         HOPPER,
         *HOPPER_BACKWARDS,
@@ -88,8 +115,8 @@ def test_every_source(arch: str) -> None:
         *LISTS["forward"],
         *LISTS["backward"],
     }
-    others = set() if arch == "sm_90a" else of_hopper
-    assert {key.kernel for a, key in CASES if a == arch} == sources - others
+    others = set() if "sm_90a" in archs else of_hopper
+    assert {key.kernel for arch, key in CASES if arch in archs} == set(NAMES) - others
 
 
 @pytest.mark.parametrize("kernel", TILED)
@@ -107,6 +134,12 @@ def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
     assert any(key.fold_scale for key in keys) == (kernel != "backward_dbias")
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100"])
+def test_pairs_of_thread_blocks(arch: str) -> None:
+    found = {(key.kernel, key.head_dim) for a, key in PAIRS if a == arch}
+    assert found == set(product(("forward", "backward_dkdv", "backward_dq"), (192, 256)))
+
+
 def test_every_dtype_and_gradient_of_the_other_kernels() -> None:
     for kernel in ("backward_preprocess", "backward_dq_convert", "backward_dsinks"):
         assert {key.dtype for _, key in MIXED if key.kernel == kernel} == {d.name for d in DTYPES}
@@ -115,14 +148,12 @@ def test_every_dtype_and_gradient_of_the_other_kernels() -> None:
         assert {getattr(key, gradient) for key in keys} == {False, True}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", WITHOUT_OPTIONS)
 @pytest.mark.parametrize("kernel", ["forward", "backward_dkdv"])
 def test_calls_without_options(arch: str, kernel: str) -> None:
     kernels = {kernel, HOPPER if kernel == "forward" else HOPPER_BACKWARD}
     keys = [key for a, key in PLAIN if a == arch and key.kernel in kernels and not key.head_flags]
-    assert {(key.dtype, key.head_dim) for key in keys} == set(
-        product(("bfloat16", "float32", "float64"), (64, 128))
-    )
+    assert {(key.dtype, key.head_dim) for key in keys} == set(WITHOUT_OPTIONS[arch])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.src.samples import representative_keys
+from tests.kernels.src.test_compile import CASES
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES, compiled
 from tools.check_sass import ARCH
@@ -13,11 +13,8 @@ from tools.sass import Instruction, Section, disassembled, parsed
 # Launched alone, and so as ever.
 ALONE = {"append_kv", "rope", "join_rows", "add_halves", "add_rows"}
 
-OF_PLANS = {
-    key.kernel: key
-    for key in reversed([key for n in range(4) for key in representative_keys(ARCH, n)])
-    if key.kernel not in ALONE
-}
+# Those that another test compiles, too.
+OF_PLANS = {key.kernel: key for arch, key in CASES if arch == ARCH and key.kernel not in ALONE}
 
 # Instructions that read or write global memory, or may do so.
 _GLOBAL = {

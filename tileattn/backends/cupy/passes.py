@@ -139,10 +139,13 @@ def _own_part() -> Callable[..., None] | None:
     import cupy
 
     kind, init = cupy.ndarray, getattr(cupy.ndarray, _PART, None)
+    if init is None:
+        return None
     try:
         x = kind.__base__.__new__(kind)
         init(x, (2, 3), np.dtype(np.float32))
         found = x.shape, x.strides, x.dtype
     except (TypeError, AttributeError):
         return None
-    return init if found == ((2, 3), (12, 4), np.float32) else None
+    made: Callable[..., None] = init
+    return made if found == ((2, 3), (12, 4), np.float32) else None

@@ -1,5 +1,6 @@
 """What decides about kernels, and what is decided."""
 
+import re
 from typing import Any, NamedTuple
 
 from tileattn.dtypes import NAMED
@@ -9,6 +10,7 @@ from tileattn.problem import Problem
 WARP = 32
 ROW_WARPS = 4  # of a thread block, in kernels in which each warp takes rows
 NON_FINITE, LARGE, FAILED = 1, 2, 4  # flags of heads, as in src/head_flags.cuh
+_CLUSTERS = 90  # from this compute capability on, times ten
 _ROW_PAD = 128  # no query block is longer, and all divide it
 
 
@@ -110,6 +112,12 @@ def rows_of_block(key: KernelKey, columns: int) -> int:
     while lanes < WARP and lanes * elements < columns:
         lanes *= 2
     return key.threads // lanes
+
+
+def has_clusters(arch: str) -> bool:
+    """Whether a GPU has clusters, whose thread blocks reach each other's shared memory."""
+    found = re.search(r"\d+", arch)
+    return found is not None and int(found[0]) >= _CLUSTERS
 
 
 def row_grid(rows: int) -> int:

@@ -39,6 +39,7 @@ class KernelKey:
     producer_warps: int = 0  # of a thread block, which only copy
     head_flags: int = 0  # of the heads that the kernel computes again; 0 where it computes all
     smem_bytes: int = 0  # dynamic, of Hopper kernels: they compile with no other number
+    pair: bool = False  # two thread blocks, a cluster, have half of the columns each
     functions: str = field(default="", repr=False)  # text in place of src/functions.cuh
 
     @property

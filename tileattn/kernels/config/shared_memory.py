@@ -24,17 +24,22 @@ def generic_bytes(
     def tiled(rows: int, columns: int, size: int = size) -> int:
         return _tiled(rows, columns, size)
 
+    if tile.pair:
+        dim, value = dim // 2, value // 2
+    shares_scores = tile.warps_n > 1 or tile.pair
     warps = {"backward_dkdv": tile.warps_m}.get(kernel, tile.warps_n)  # side by side along keys
     bias = warps * tiled(tile.block_q, tile.block_k // warps, bias_size) if bias_size else 0
     q, out = tiled(tile.block_q, dim), tiled(tile.block_q, value)
     k, v = tiled(tile.block_k, dim), tiled(tile.block_k, value)
     if kernel == "forward":
-        P = tiled(tile.block_q, tile.block_k) if tile.warps_n > 1 else 0
+        P = tiled(tile.block_q, tile.block_k) if shares_scores else 0
         return max(q, out) + tile.stages * (k + v) + P + bias
     if kernel == "backward_dkdv":
-        return k + v + 2 * tiled(tile.block_k, tile.block_q) + tile.stages * (q + out) + bias
+        scores = (1 + shares_scores) * tiled(tile.block_k, tile.block_q)  # dS, and P if shared
+        return k + v + scores + tile.stages * (q + out) + bias
     if kernel == "backward_dq":
-        return q + out + tile.stages * (k + v) + bias
+        exchanged = 2 * tiled(tile.block_q, tile.block_k) if tile.pair else 0
+        return q + out + tile.stages * (k + v) + exchanged + bias
     if kernel == "backward_large_scores":
         return q + tile.stages * k + bias
     statistics = 2 * tile.block_q * max(size, 4)  # in the accumulation dtype

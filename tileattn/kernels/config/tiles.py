@@ -22,6 +22,7 @@ class TileSize(NamedTuple):
     min_blocks_per_sm: int = 1
     tuned: bool = False
     spills: bool = False
+    pair: bool = False  # of thread blocks that have half of the columns each
 
     @property
     def why(self) -> str:
@@ -84,7 +85,12 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("forward", 8): {
         64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
         128: (TileSize(128, 32, 8, tuned=True, spills=True),),
-        256: (TileSize(32, 32, 2, 2, tuned=True, spills=True), TileSize(64, 16, 4)),
+        256: (
+            TileSize(128, 32, 8, tuned=True, spills=True, pair=True),
+            TileSize(64, 32, 4, pair=True),
+            TileSize(32, 32, 2, 2, tuned=True, spills=True),
+            TileSize(64, 16, 4),
+        ),
     },
     ("backward_dkdv", 2): {
         64: (TileSize(128, 128, 4, 2, 2, 1, tuned=True, spills=True), TileSize(64, 64, 2, 2, 2)),
@@ -97,9 +103,14 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(64, 32, 2, 4), TileSize(32, 32, 2, 2)),
     },
     ("backward_dkdv", 8): {
-        64: (TileSize(64, 64, 4, 2, tuned=True),),
-        128: (TileSize(64, 32, 2, 4, tuned=True),),
-        256: (TileSize(32, 16, 1, 2),),
+        64: (TileSize(32, 64, 4, 1, 1, 2, tuned=True, spills=True), TileSize(32, 64, 4, 2, 2)),
+        96: (TileSize(32, 64, 4, 2, 2),),
+        128: (TileSize(32, 64, 4, 2, tuned=True, spills=True),),
+        256: (
+            TileSize(32, 64, 4, 2, tuned=True, spills=True, pair=True),
+            TileSize(32, 32, 2, 2, pair=True),
+            TileSize(32, 16, 1, 2),
+        ),
     },
     # Hopper: a warpgroup for each 64 keys; those of at most 64 queries are for score modifiers and
     # dropout, which need registers. With a bias there is room for one stage.
@@ -125,8 +136,9 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(32, 16, 2),),
     },
     ("backward_dq", 8): {
-        128: (TileSize(32, 16, 2),),
-        256: (TileSize(16, 16, 1),),
+        64: (TileSize(128, 32, 8, 1, 2),),
+        128: (TileSize(64, 16, 4, 1, 2), TileSize(32, 16, 2)),
+        256: (TileSize(64, 16, 4, 1, 2, pair=True), TileSize(16, 16, 1)),
     },
     ("backward_dbias", 2): {
         128: (TileSize(64, 128, 2, 2, 2, 2, tuned=True, spills=True), TileSize(64, 64, 4, 1, 2)),
@@ -158,9 +170,9 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
 }
 
 
-def bucket(dim: int) -> int:
-    """Pad a head dimension to the one that kernels are compiled for."""
-    return next(size for size in HEAD_DIM_BUCKETS if dim <= size)
+def bucket(dim: int, unit: int = 1) -> int:
+    """Pad a head dimension to the one that kernels are compiled for, a multiple of some columns."""
+    return next(size for size in HEAD_DIM_BUCKETS if dim <= size and size % unit == 0)
 
 
 def candidates(kernel: str, itemsize: int, dim: int, mask_block_k: int = 0) -> tuple[TileSize, ...]:

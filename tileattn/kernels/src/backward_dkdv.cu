@@ -6,6 +6,7 @@
 // Flagged heads, and key blocks whose gradients are not finite in the end, take another pass, for
 // large scores and NaN-safe: see nonfinite.cuh. That leaves dQ to backward_dq.
 #include "gradient.cuh"
+#include "pair.cuh"
 #include "tile_scheduler.cuh"
 
 constexpr int WARPS = WARPS_M * WARPS_N;
@@ -15,52 +16,73 @@ constexpr int QT = BLOCK_Q / (8 * WARPS_N);   // queries of a warp's scores, in 
 // Where possible, half of the warps that share keys have dV and half dK, each with twice as many
 // columns as if all had both: fewer operands to load. Wider elements lack the registers.
 constexpr bool APART = WARPS_N % 2 == 0 && HEAD_DIM == VALUE_DIM && sizeof(Element) == 2;
-constexpr int SHARES = APART ? WARPS_N / 2 : WARPS_N;  // of the columns of dv and of dk
-constexpr int DT = HEAD_DIM / (8 * SHARES);            // columns of a warp
-constexpr int VT = VALUE_DIM / (8 * SHARES);
-static_assert(QT % 2 == 0 && DT % 2 == 0 && VT % 2 == 0, "atoms are loaded in pairs");
 
-using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
-using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
-using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
-using DoutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
-using ScoreTile = Tile<Element, BLOCK_K, BLOCK_Q>;
-using NonFiniteQ = NonFinite<Element, BLOCK_Q, HEAD_DIM>;
-using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
-static_assert(NonFiniteQ::BYTES <= ScoreTile::BYTES && NonFiniteDout::BYTES <= ScoreTile::BYTES,
-              "tables take the P tile");
-
-// How the warps share dQ: with as few operands to load as possible.
-constexpr int dq_warps_n() {
-    int best = 1, fewest = BLOCK_Q + HEAD_DIM;
-    for (int n = 1; n <= WARPS && HEAD_DIM % (16 * n) == 0; n *= 2) {
-        const int m = WARPS / n, rows = (BLOCK_Q + 16 * m - 1) / (16 * m);
-        const int operands = rows + HEAD_DIM / (16 * n);
-        if (BLOCK_Q % (16 * rows) == 0 && operands <= fewest) best = n, fewest = operands;
+// How many of the warps that share a GEMM of ROWS x COLUMNS stand side by side: as few atoms for
+// each as can be, then as few operands to load.
+template <int ROWS, int COLUMNS>
+constexpr int across() {
+    int best = 1, least = ROWS * COLUMNS;
+    for (int n = 1; n <= WARPS && COLUMNS % (16 * n) == 0; n *= 2) {
+        const int m = WARPS / n;
+        const int rows = (ROWS + 16 * m - 1) / (16 * m), columns = COLUMNS / (16 * n);
+        const int cost = 64 * rows * columns + rows + columns;
+        if (ROWS % (16 * rows) == 0 && cost <= least) best = n, least = cost;
     }
     return best;
 }
-constexpr int DQ_N = dq_warps_n(), DQ_M = WARPS / DQ_N;
-constexpr int DQ_MT = (BLOCK_Q + 16 * DQ_M - 1) / (16 * DQ_M), DQ_NT = HEAD_DIM / (8 * DQ_N);
-static_assert(BLOCK_Q % (16 * DQ_MT) == 0, "a warp has a share of dq or none");
+
+// A warp's part of such a GEMM, from (row, column) on; where there are many warps, some have none.
+template <int ROWS, int COLUMNS, int ACROSS, int SHARED_BY = WARPS>
+struct WarpTile {
+    static constexpr int MT = (ROWS * ACROSS + 16 * SHARED_BY - 1) / (16 * SHARED_BY);
+    static constexpr int NT = COLUMNS / (8 * ACROSS);
+    static_assert(ROWS % (16 * MT) == 0 && NT % 2 == 0, "whole pairs of atoms, or none");
+    int row, column;
+
+    __device__ explicit WarpTile(int warp)
+        : row(warp / ACROSS * MT * 16), column(warp % ACROSS * NT * 8) {}
+    __device__ bool any() const { return row < ROWS; }
+};
+
+// Of dK and dV a warp that has all queries has its own keys, with P and dS in registers.
+template <int COLUMNS>
+using KeyWarpTile = WarpTile<BLOCK_K, COLUMNS,
+                             APART          ? WARPS_N / 2
+                             : WARPS_N == 1 ? 1
+                                            : across<BLOCK_K, COLUMNS>(),
+                             APART ? WARPS / 2 : WARPS>;
+using DkWarpTile = KeyWarpTile<HEAD_COLUMNS>;
+using DvWarpTile = KeyWarpTile<VALUE_COLUMNS>;
+using DqWarpTile = WarpTile<BLOCK_Q, HEAD_COLUMNS, across<BLOCK_Q, HEAD_COLUMNS>()>;
+static_assert(QT % 2 == 0, "atoms are loaded in pairs");
+
+using KeyTile = Tile<Element, BLOCK_K, HEAD_COLUMNS>;
+using ValueTile = Tile<Element, BLOCK_K, VALUE_COLUMNS>;
+using QueryTile = Tile<Element, BLOCK_Q, HEAD_COLUMNS>;
+using DoutTile = Tile<Element, BLOCK_Q, VALUE_COLUMNS>;
+using ScoreTile = Tile<Element, BLOCK_K, BLOCK_Q>;
+using NonFiniteQ = NonFinite<Element, BLOCK_Q, HEAD_COLUMNS>;
+using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_COLUMNS>;
+static_assert(NonFiniteQ::BYTES <= ScoreTile::BYTES && NonFiniteDout::BYTES <= ScoreTile::BYTES,
+              "tables take the P tile");
 
 // Add back what was not finite in q or dO to the keys that are attended to. Warps that share keys
 // exchange what is attended to through a score tile. All threads call, but only some may have the
 // accumulators.
-template <class Table, int NT>
-__device__ inline void restore_non_finite(Fragment<Accum, MT, NT>& sums, const Table& table,
+template <class Table, class Sums, class Own>
+__device__ inline void restore_non_finite(Sums& sums, const Table& table,
                                           const Attended<MT, QT>& attended, const ScoreTile& free,
-                                          int row0, int column0, int first, bool mine) {
+                                          int row0, int column0, const Own& own, bool mine) {
     if constexpr (WARPS_N > 1) {
         const AttendedRows<ScoreTile::PITCH> rows{free.address};
         rows.store(attended, row0, column0);
         __syncthreads();
         if (mine)
-            add_non_finite(sums, table, first, [&](int m, int half, int w) {
-                return load_shared(rows.at(row0 + 16 * m + Lane().row(2 * half), w));
+            add_non_finite(sums, table, own.column, [&](int m, int half, int w) {
+                return load_shared(rows.at(own.row + 16 * m + Lane().row(2 * half), w));
             });
     } else {
-        add_non_finite(sums, table, first,
+        add_non_finite(sums, table, 0,
                        [&](int m, int half, int w) { return attended.word(m, half, w); });
     }
     __syncthreads();  // all warps have read
@@ -92,7 +114,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     const KeyTile k_tile{memory};
     const ValueTile v_tile{k_tile.base + KeyTile::BYTES};
     const ScoreTile p_tile{v_tile.base + ValueTile::BYTES};
-    const ScoreTile ds_tile{p_tile.base + ScoreTile::BYTES};
+    const ScoreTile ds_tile{p_tile.base + (PAIR || WARPS_N > 1 ? ScoreTile::BYTES : 0)};
     char* const stages = ds_tile.base + ScoreTile::BYTES;
     auto q_tile = [&](int stage) {
         return QueryTile(stages + stage * (QueryTile::BYTES + DoutTile::BYTES));
@@ -103,22 +125,26 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     const int k0 = at.block * BLOCK_K, b = at.b, kv = at.h;
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
     const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // first of this warp's scores
-    const int share = warp_n % SHARES;
-    const bool only_dk = APART && warp_n >= SHARES;
+    const bool only_dk = APART && warp_n >= WARPS_N / 2;
+    const int tile_index = APART ? warp_m * (WARPS_N / 2) + warp_n % (WARPS_N / 2) : warp;
+    const DkWarpTile of_dk(tile_index);
+    const DvWarpTile of_dv(tile_index);
+    const DqWarpTile of_dq(warp);
+    const int d0 = own_half() * HEAD_COLUMNS, dv0 = own_half() * VALUE_COLUMNS;
     const Lane lane;
 
     const Sequence sequence(p, b);
     const SlidingWindow window(p, sequence);
     const Range queries = window.query_range(k0, k0 + BLOCK_K);
     k_tile.template load<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.k, p.k_at, kv) + k0 * p.k_at.n, p.k_at.n, window.length - k0,
-        int(p.D));
+        sequence.keys<Element>(p.k, p.k_at, kv) + k0 * p.k_at.n + d0, p.k_at.n, window.length - k0,
+        int(p.D) - d0);
     v_tile.template load<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.v, p.v_at, kv) + k0 * p.v_at.n, p.v_at.n, window.length - k0,
-        int(p.Dv));
+        sequence.keys<Element>(p.v, p.v_at, kv) + k0 * p.v_at.n + dv0, p.v_at.n, window.length - k0,
+        int(p.Dv) - dv0);
     copy_commit();
-    Fragment<Accum, MT, VT> dv;  // or dK
-    Fragment<Accum, MT, APART ? 1 : DT> dk;
+    Fragment<Accum, DvWarpTile::MT, DvWarpTile::NT> dv;  // or dK
+    Fragment<Accum, DkWarpTile::MT, APART ? 1 : DkWarpTile::NT> dk;
     dk.clear();
     dv.clear();
     auto scale_dk = [&](Accum factor) {
@@ -128,27 +154,39 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             dv.scale(factor);
         }
     };
+    if constexpr (PAIR) arrive_at_peer();
     for (int g = 0; g < p.group; ++g) {
         const Head head(p, b, kv * int(p.group) + g);
         TileIterator tiles(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
             return head.attn_mask.kind(n * BLOCK_Q, n * BLOCK_Q + BLOCK_Q, k0, k0 + BLOCK_K);
         });
-        auto load_queries = [&](int q0, int stage) {
-            const int rows = int(sequence.Nq) - q0;
-            q_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n, p.q_at.n,
-                                                                  rows, int(p.D));
-            dout_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.dout + q0 * p.dout_at.n,
-                                                                     p.dout_at.n, rows, int(p.Dv));
+        auto load_q = [&](int q0, int stage) {
+            q_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(
+                head.q + q0 * p.q_at.n + d0, p.q_at.n, int(sequence.Nq) - q0, int(p.D) - d0);
             copy_row<THREADS>(lse_log2[stage], head.lse_log2() + q0);
+            copy_commit();
+        };
+        auto load_dout = [&](int q0, int stage) {
+            dout_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(
+                head.dout + q0 * p.dout_at.n + dv0, p.dout_at.n, int(sequence.Nq) - q0,
+                int(p.Dv) - dv0);
             copy_row<THREADS>(deltas[stage], head.delta() + q0);
             copy_commit();
         };
         auto load_bias = [&](int q0) { bias.load(head.score_mod, q0 + column0, k0 + row0); };
+        // One stage: the next q is loaded during dV and dQ, the next dO during dQ. Two stages: both
+        // are loaded a tile ahead.
+        auto hand_back = [&](auto load) {
+            if (STAGES > 1) return;
+            __syncthreads();  // all warps are done with q, or with dO
+            if (!tiles.done()) load(tiles.tile * BLOCK_Q, 0);
+        };
         int stage = 0;
         __syncthreads();  // all warps are done with the last head
         if (!tiles.done()) {
-            load_queries(tiles.tile * BLOCK_Q, 0);
             load_bias(tiles.tile * BLOCK_Q);
+            load_q(tiles.tile * BLOCK_Q, 0);
+            load_dout(tiles.tile * BLOCK_Q, 0);
         }
         while (!tiles.done()) {
             const int q0 = tiles.tile * BLOCK_Q, kind = tiles.kind, now = stage;
@@ -157,27 +195,49 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             copy_wait<0>();
             __syncthreads();  // q and dO have landed, and all warps are done with the last tile
             tiles.next();
-            if (STAGES > 1 && !tiles.done()) load_queries(tiles.tile * BLOCK_Q, stage ^= 1);
+            if (STAGES > 1 && !tiles.done()) {
+                load_q(tiles.tile * BLOCK_Q, stage ^= 1);
+                load_dout(tiles.tile * BLOCK_Q, stage);
+            }
 
             auto query = [&](int n, int e) { return column0 + 8 * n + lane.column(e); };
             TileGradient<true, MT, QT, NAN_SAFE> tile(k0 + row0, q0 + column0);
             tile.load_mask(head.attn_mask);
-            multiply<HEAD_DIM, STEPS<NAN_SAFE, HEAD_DIM>, true, NAN_SAFE>(tile.p, k_tile, row0, q,
-                                                                          column0);
+            multiply<HEAD_COLUMNS, STEPS<NAN_SAFE, HEAD_COLUMNS>, true, NAN_SAFE>(
+                tile.p, k_tile, row0, q, column0);
             // Queries past the end have scores of 0 x NaN.
             const bool past_end = NAN_SAFE && q0 + BLOCK_Q > sequence.Nq;
-            tile.recompute_p(
-                head.score_mod, bias, head.attn_mask, head.dropout, past_end ? PARTIAL : kind,
-                NAN_SAFE && head.is_large(),
-                [&](int, int n, int e) { return head.row_max()[q0 + query(n, e)]; },
-                [&](int, int n, int e) { return lse_log2[now][query(n, e)]; });
-            multiply<VALUE_DIM, STEPS<NAN_SAFE, VALUE_DIM>, false, NAN_SAFE>(tile.ds, v_tile, row0,
-                                                                             dout, column0);
+            auto recompute_p = [&] {
+                tile.recompute_p(
+                    head.score_mod, bias, head.attn_mask, head.dropout, past_end ? PARTIAL : kind,
+                    NAN_SAFE && head.is_large(),
+                    [&](int, int n, int e) { return head.row_max()[q0 + query(n, e)]; },
+                    [&](int, int n, int e) { return lse_log2[now][query(n, e)]; });
+            };
+            if constexpr (PAIR) {
+                wait_for_peer();  // it is done with the last P and dS
+                send_fragment(p_tile, tile.p, row0, column0);
+                arrive_at_peer();
+            } else {
+                recompute_p();
+            }
+            multiply<VALUE_COLUMNS, STEPS<NAN_SAFE, VALUE_COLUMNS>, false, NAN_SAFE>(
+                tile.ds, v_tile, row0, dout, column0);
+            if constexpr (PAIR) {
+                wait_for_peer();  // its part of S is here
+                add_fragment(tile.p, p_tile, row0, column0);
+                send_fragment(ds_tile, tile.ds, row0, column0);
+                arrive_at_peer();
+                recompute_p();
+                wait_for_peer();  // its part of dP is here
+                add_fragment(tile.ds, ds_tile, row0, column0);
+            }
             tile.compute_ds(Accum(p.dropout_scale),
                             [&](int, int n, int e) { return deltas[now][query(n, e)]; });
             if constexpr (WRITE_DBIAS)
-                bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk, head.score_mod,
-                           q0 + column0, k0 + row0, tile.ds);
+                if (own_half() == 0)
+                    bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk,
+                               head.score_mod, q0 + column0, k0 + row0, tile.ds);
             if (!tiles.done()) load_bias(tiles.tile * BLOCK_Q);
             tile.apply_dsoftcap();
             // Where all is attended to, what is not finite propagates by itself. Behind this
@@ -192,14 +252,14 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 if (HAS_SCORE_GRAD && bad_q) {
                     if constexpr (APART)
                         restore_non_finite(dv, of_q, tile.attended(), ds_tile, row0, column0,
-                                           share * VT * 8, only_dk);
+                                           of_dv, only_dk);
                     else
                         restore_non_finite(dk, of_q, tile.attended(), ds_tile, row0, column0,
-                                           share * DT * 8, true);
+                                           of_dk, true);
                 }
                 if (__syncthreads_or(of_dout.clean<WARPS>(dout, warp)))
-                    restore_non_finite(dv, of_dout, tile.attended(), ds_tile, row0, column0,
-                                       share * VT * 8, !only_dk);
+                    restore_non_finite(dv, of_dout, tile.attended(), ds_tile, row0, column0, of_dv,
+                                       !only_dk);
             }
             tile.zero_dropped();
             const Accum excess = NAN_SAFE ? largest_of(tile.excess(), warp) : Accum(1);
@@ -213,33 +273,37 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 if constexpr (APART) {
                     const ScoreTile operand(p_tile.base + only_dk * ScoreTile::BYTES);
                     const DoutTile rows(q.base + !only_dk * QueryTile::BYTES);
-                    multiply_rows<false, BLOCK_Q, UNROLL>(dv, operand, row0, rows, share * VT * 8);
+                    multiply_rows<false, BLOCK_Q, UNROLL>(dv, operand, of_dv.row, rows,
+                                                          of_dv.column);
                 } else {
-                    multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, row0, dout, share * VT * 8);
-                    multiply_rows<false, BLOCK_Q, UNROLL>(dk, ds_tile, row0, q, share * DT * 8);
+                    multiply_rows<false, BLOCK_Q, UNROLL>(dk, ds_tile, of_dk.row, q, of_dk.column);
                 }
+                hand_back(load_q);
+                if constexpr (!APART)
+                    multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, of_dv.row, dout,
+                                                          of_dv.column);
+                hand_back(load_dout);
             } else {
-                multiply(dv, tile.p, dout, 0);
                 multiply(dk, tile.ds, q, 0);
-                if constexpr (ADD_DQ) __syncthreads();  // dS of all keys is stored
+                hand_back(load_q);
+                multiply(dv, tile.p, dout, 0);
+                hand_back(load_dout);
+                if constexpr (ADD_DQ && STAGES > 1) __syncthreads();  // dS of all keys is stored
             }
             if (excess > 1) scale_dk(excess);
-            // If a share is not finite, dQ stays so: backward_dq_convert flags the head.
-            if (ADD_DQ && !NAN_SAFE && warp / DQ_N * DQ_MT * 16 < BLOCK_Q) {
-                const int m0 = warp / DQ_N * DQ_MT * 16, n0 = warp % DQ_N * DQ_NT * 8;
-                Fragment<Accum, DQ_MT, DQ_NT> dq;
+            // If a sum is not finite, dQ stays so: backward_dq_convert flags the head.
+            if (ADD_DQ && !NAN_SAFE && of_dq.any()) {
+                Fragment<Accum, DqWarpTile::MT, DqWarpTile::NT> dq;
                 dq.clear();
-                multiply_rows<true, BLOCK_K>(dq, ds_tile, m0, k_tile, n0);
-                Accum* const sums = static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM;
-                add_rows(sums, HEAD_DIM, dq, m0, n0, int(sequence.Nq) - q0);
+                multiply_rows<true, BLOCK_K>(dq, ds_tile, of_dq.row, k_tile, of_dq.column);
+                Accum* const sums = static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM + d0;
+                add_rows(sums, HEAD_DIM, dq, of_dq.row, of_dq.column, int(sequence.Nq) - q0);
             }
-            if (STAGES == 1) {
-                __syncthreads();  // all warps are done with q
-                if (!tiles.done()) load_queries(tiles.tile * BLOCK_Q, 0);
-            }
+            if constexpr (PAIR) arrive_at_peer();
         }
         copy_wait<0>();
     }
+    if constexpr (PAIR) wait_for_peer();
     // By now all warps are done with k and v.
     if (__syncthreads_or(!NAN_SAFE && (!dk.all_finite() || !dv.all_finite()))) return false;
 
@@ -247,18 +311,18 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     dk.scale(Accum(p.scale));
     if constexpr (APART) {
         const ValueTile mine(k_tile.base + !only_dk * KeyTile::BYTES);
-        store_fragment(mine, dv, row0, share * VT * 8);
+        store_fragment(mine, dv, of_dv.row, of_dv.column);
     } else {
-        store_fragment(v_tile, dv, row0, share * VT * 8);
-        store_fragment(k_tile, dk, row0, share * DT * 8);
+        store_fragment(v_tile, dv, of_dv.row, of_dv.column);
+        store_fragment(k_tile, dk, of_dk.row, of_dk.column);
     }
     __syncthreads();
     k_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.dk, p.dk_at, kv) + k0 * p.dk_at.n, p.dk_at.n, int(sequence.Nk) - k0,
-        int(p.D));
+        sequence.keys<Element>(p.dk, p.dk_at, kv) + k0 * p.dk_at.n + d0, p.dk_at.n,
+        int(sequence.Nk) - k0, int(p.D) - d0);
     v_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.dv, p.dv_at, kv) + k0 * p.dv_at.n, p.dv_at.n, int(sequence.Nk) - k0,
-        int(p.Dv));
+        sequence.keys<Element>(p.dv, p.dv_at, kv) + k0 * p.dv_at.n + dv0, p.dv_at.n,
+        int(sequence.Nk) - k0, int(p.Dv) - dv0);
     return true;
 }
 
@@ -267,14 +331,18 @@ __device__ __noinline__ void backward_block_nan_safe(const Params& p, int index)
     backward_block<true>(p, block_of(p, index));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dkdv(const __grid_constant__ Params p) {
     overlap_launches();
     for_blocks(p, block_count<BLOCK_K>(p, p.Nk) * p.B * p.Hkv, [&](int index) {
         const KeyBlock at = block_of(p, index);
         if (PACKED && at.block * BLOCK_K >= Sequence(p, at.b).Nk) return;
-        const u32 bits = head_flags(p, at.b, at.h);
-        if constexpr (ONLY_FLAGGED) {
+        u32& flags = head_flags(p, at.b, at.h);
+        const u32 bits = flags;
+        if constexpr (PAIR) {
+            if (!(bits & KNOWN) && !backward_block<false>(p, at) && threadIdx.x == 0)
+                atomicOr(&flags, FAILED);
+        } else if constexpr (ONLY_FLAGGED) {
             if (bits & FLAGGED_HEADS) backward_block<true>(p, at);
         } else {
             if (bits || !backward_block<false>(p, at)) backward_block_nan_safe(p, index);

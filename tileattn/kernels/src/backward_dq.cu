@@ -2,18 +2,20 @@
 // registers, so it is bitwise reproducible. Where other kernels add dQ in memory, this one computes
 // flagged heads alone. What is not finite is handled as in backward_dkdv.cu.
 #include "gradient.cuh"
+#include "pair.cuh"
 #include "tile_scheduler.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);
 constexpr int NT = BLOCK_K / 8;
-constexpr int DT = HEAD_DIM / 8;
+constexpr int DT = HEAD_COLUMNS / 8;
 static_assert(WARPS_N == 1, "a warp holds whole rows of scores");
 
-using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
-using DoutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
-using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
-using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
-using NonFiniteTable = NonFinite<Element, BLOCK_K, HEAD_DIM>;
+using QueryTile = Tile<Element, BLOCK_Q, HEAD_COLUMNS>;
+using DoutTile = Tile<Element, BLOCK_Q, VALUE_COLUMNS>;
+using KeyTile = Tile<Element, BLOCK_K, HEAD_COLUMNS>;
+using ValueTile = Tile<Element, BLOCK_K, VALUE_COLUMNS>;
+using ScoreTile = Tile<Element, BLOCK_Q, BLOCK_K>;
+using NonFiniteTable = NonFinite<Element, BLOCK_K, HEAD_COLUMNS>;
 static_assert(NonFiniteTable::BYTES <= ValueTile::BYTES, "the table takes the v tile");
 
 // dQ of a block of queries; whether it is finite.
@@ -27,26 +29,30 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
         return KeyTile(stages + stage * (KeyTile::BYTES + ValueTile::BYTES));
     };
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
-    const WarpBias<false, MT, NT> bias(k_tile(STAGES).base);
+    // What the other CTA sends: of S and of dP.
+    const ScoreTile peer_s(k_tile(STAGES).base), peer_dp(peer_s.base + PAIR * ScoreTile::BYTES);
+    const WarpBias<false, MT, NT> bias(peer_dp.base + PAIR * ScoreTile::BYTES);
 
     const Head head(p, b, h);
     const int row0 = threadIdx.x / WARP * MT * 16, rows = int(head.Nq()) - q0;
+    const int d0 = own_half() * HEAD_COLUMNS, dv0 = own_half() * VALUE_COLUMNS;
     const Lane lane;
 
     const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(head.Nq())));
     auto load_keys = [&](int k0, int stage) {
-        k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
-                                                              keys.hi - k0, int(p.D));
-        v_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.v + k0 * p.v_at.n, p.v_at.n,
-                                                              keys.hi - k0, int(p.Dv));
+        k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n + d0, p.k_at.n,
+                                                              keys.hi - k0, int(p.D) - d0);
+        v_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(
+            head.v + k0 * p.v_at.n + dv0, p.v_at.n, keys.hi - k0, int(p.Dv) - dv0);
         copy_commit();
     };
     auto load_bias = [&](int k0) { bias.load(head.score_mod, q0 + row0, k0); };
-    q_tile.template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n, p.q_at.n, rows,
-                                                   int(p.D));
-    dout_tile.template load<THREADS, ALIGNMENT_BYTES>(head.dout + q0 * p.dout_at.n, p.dout_at.n,
-                                                      rows, int(p.Dv));
+    q_tile.template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n + d0, p.q_at.n, rows,
+                                                   int(p.D) - d0);
+    dout_tile.template load<THREADS, ALIGNMENT_BYTES>(head.dout + q0 * p.dout_at.n + dv0,
+                                                      p.dout_at.n, rows, int(p.Dv) - dv0);
     copy_commit();
+    if constexpr (PAIR) arrive_at_peer();
     Accum lse_log2[MT][2], delta[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -77,14 +83,33 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
 
         TileGradient<false, MT, NT, NAN_SAFE> tile(q0 + row0, k0);
         tile.load_mask(head.attn_mask);
-        multiply<HEAD_DIM, STEPS<NAN_SAFE, HEAD_DIM>, false, NAN_SAFE>(tile.p, q_tile, row0, k, 0);
-        tile.recompute_p(
-            head.score_mod, bias, head.attn_mask, head.dropout, kind, NAN_SAFE && head.is_large(),
-            [&](int m, int, int e) { return head.row_max()[q0 + row0 + 16 * m + lane.row(e)]; },
-            [&](int m, int, int e) { return lse_log2[m][e / 2]; });
+        multiply<HEAD_COLUMNS, STEPS<NAN_SAFE, HEAD_COLUMNS>, false, NAN_SAFE>(tile.p, q_tile, row0,
+                                                                               k, 0);
+        auto recompute_p = [&] {
+            tile.recompute_p(
+                head.score_mod, bias, head.attn_mask, head.dropout, kind,
+                NAN_SAFE && head.is_large(),
+                [&](int m, int, int e) { return head.row_max()[q0 + row0 + 16 * m + lane.row(e)]; },
+                [&](int m, int, int e) { return lse_log2[m][e / 2]; });
+        };
+        if constexpr (PAIR) {
+            wait_for_peer();  // it is done with the last parts
+            send_fragment(peer_s, tile.p, row0, 0);
+        } else {
+            recompute_p();
+        }
+        multiply<VALUE_COLUMNS, STEPS<NAN_SAFE, VALUE_COLUMNS>, false, NAN_SAFE>(tile.ds, dout_tile,
+                                                                                 row0, v, 0);
+        if constexpr (PAIR) {
+            send_fragment(peer_dp, tile.ds, row0, 0);
+            arrive_at_peer();
+            wait_for_peer();  // its parts are here
+            add_fragment(tile.p, peer_s, row0, 0);
+            add_fragment(tile.ds, peer_dp, row0, 0);
+            arrive_at_peer();
+            recompute_p();
+        }
         if (!tiles.done()) load_bias(tiles.tile * BLOCK_K);
-        multiply<VALUE_DIM, STEPS<NAN_SAFE, VALUE_DIM>, false, NAN_SAFE>(tile.ds, dout_tile, row0,
-                                                                         v, 0);
         tile.compute_ds(Accum(p.dropout_scale), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.apply_dsoftcap();
         // As in backward_dkdv.cu. Behind this barrier all warps are done with k and v as they were.
@@ -109,6 +134,7 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
         }
     }
     copy_wait<0>();
+    if constexpr (PAIR) wait_for_peer();
     // By now all warps are done with q.
     if (__syncthreads_or(!NAN_SAFE && !dq.all_finite())) return false;
 
@@ -116,8 +142,8 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
     store_fragment(q_tile, dq, row0, 0);
     __syncthreads();
     q_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        head.sequence.queries<Element>(p.dq, p.dq_at, head.h) + q0 * p.dq_at.n, p.dq_at.n, rows,
-        int(p.D));
+        head.sequence.queries<Element>(p.dq, p.dq_at, head.h) + q0 * p.dq_at.n + d0, p.dq_at.n,
+        rows, int(p.D) - d0);
     return true;
 }
 
@@ -126,7 +152,7 @@ __device__ __noinline__ void backward_dq_block_nan_safe(const Params& p, int q0,
     backward_dq_block<true>(p, q0, b, h);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dq(const __grid_constant__ Params p) {
     overlap_launches();
     const int q_blocks = block_count<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
@@ -136,8 +162,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), coord.head, number);
         const int q0 = at.block * BLOCK_Q, b = at.b, h = at.h;
         if (PACKED && q0 >= Sequence(p, b).Nq) return;
-        const u32 bits = head_flags(p, b, h / int(p.group));
-        if constexpr (ONLY_FLAGGED) {
+        u32& flags = head_flags(p, b, h / int(p.group));
+        const u32 bits = flags;
+        if constexpr (PAIR) {
+            if (!(bits & KNOWN) && !backward_dq_block<false>(p, q0, b, h) && threadIdx.x == 0)
+                atomicOr(&flags, FAILED);
+        } else if constexpr (ONLY_FLAGGED) {
             if (bits & FLAGGED_HEADS) backward_dq_block<true>(p, q0, b, h);
         } else {
             if (bits || !backward_dq_block<false>(p, q0, b, h))

@@ -4,8 +4,8 @@
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);
 
-// Two columns, the first of them even, are neighbours in dQ_accum.
-constexpr int NEIGHBOURS = VECTOR_SIZE < 2 ? 1 : 2;
+// Two columns, the first of them even, are neighbours in dQ_accum, if they have 4 bytes.
+constexpr int NEIGHBOURS = VECTOR_SIZE < 2 || sizeof(Accum) == 8 ? 1 : 2;
 struct alignas(NEIGHBOURS * sizeof(Accum)) Neighbours {
     Accum sums[NEIGHBOURS];
 };
@@ -27,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         Vector<Element> vector;
 #pragma unroll
         for (int e0 = 0; e0 < VECTOR_SIZE; e0 += NEIGHBOURS) {
-            const auto found = *reinterpret_cast<const Neighbours*>(sum + accum_column(d + e0));
+            const Accum* const from = sum + accum_column<Accum>(d + e0);
+            const auto found = *reinterpret_cast<const Neighbours*>(from);
 #pragma unroll
             for (int e = 0; e < NEIGHBOURS; ++e) {
                 const Accum x = found.sums[e] * Accum(p.scale);

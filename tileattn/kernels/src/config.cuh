@@ -53,6 +53,14 @@ constexpr bool ONLY_FLAGGED = FLAGGED_HEADS != 0;
 constexpr int MASK_VECTOR_WIDTH = KEY_MASK_VECTOR_WIDTH;
 constexpr int SHARED_BYTES = KEY_SMEM_BYTES;
 
+// Columns of a CTA: of two that share a work tile, each has half of all.
+constexpr bool PAIR = KEY_PAIR;
+constexpr int HEAD_COLUMNS = HEAD_DIM / (PAIR ? 2 : 1);
+constexpr int VALUE_COLUMNS = VALUE_DIM / (PAIR ? 2 : 1);
+
+// Which work tile is that of this CTA, where they take one each.
+__device__ inline int work_index() { return int(blockIdx.x) / (PAIR ? 2 : 1); }
+
 // The rows and columns of a dQ tile that one bulk copy of Hopper's backward kernels adds. These are
 // contiguous; the next columns of the same rows follow.
 constexpr int DQ_ROWS = 64, DQ_COPY_COLUMNS = 32;
@@ -94,7 +102,7 @@ __device__ inline void sync_threads() {
         asm volatile("barrier.cta.sync %0, %1;" ::"n"(CONSUMER_BARRIER), "n"(THREADS) : "memory");
 }
 
-static_assert(HEAD_DIM % 16 == 0 && VALUE_DIM % 16 == 0, "a k-step of mma is 16 deep");
+static_assert(HEAD_COLUMNS % 16 == 0 && VALUE_COLUMNS % 16 == 0, "a k-step of mma is 16 deep");
 static_assert(BLOCK_Q % 16 == 0 && BLOCK_K % 16 == 0,
               "rows of an mma atom, and dropout in 16 x 16");
 static_assert(BIAS_ALIGNMENT_BYTES == 0 ||

@@ -127,9 +127,3 @@ __device__ inline void add_global(float* target, float x, float y, float z, floa
     atomicAdd(target + 3, w);
 #endif
 }
-__device__ inline void add_global(double* target, double x, double y, double z, double w) {
-    atomicAdd(target, x);
-    atomicAdd(target + 1, y);
-    atomicAdd(target + 2, z);
-    atomicAdd(target + 3, w);
-}

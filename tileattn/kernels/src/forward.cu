@@ -5,23 +5,25 @@
 // pass goes over the same tiles: see nonfinite.cuh. Rows that attend to finite values alone have
 // the same bits after either pass, whatever is masked out.
 #include "nonfinite.cuh"
+#include "pair.cuh"
 #include "rows.cuh"
 #include "softmax.cuh"
 #include "tile_scheduler.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);  // 16-row tiles of a warp
 constexpr int NT = BLOCK_K / (8 * WARPS_N);   // 8-column tiles of its scores
-constexpr int VT = VALUE_DIM / (8 * WARPS_N);
+constexpr int VT = VALUE_COLUMNS / (8 * WARPS_N);
 static_assert(NT % 2 == 0 && VT % 2 == 0, "atoms are loaded in pairs");
+static_assert(!PAIR || WARPS_N == 1, "the P tile takes the other CTA's part of the scores");
 
-using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
-using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
-using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
-using OutTile = Tile<Element, BLOCK_Q, VALUE_DIM>;
+using QueryTile = Tile<Element, BLOCK_Q, HEAD_COLUMNS>;
+using KeyTile = Tile<Element, BLOCK_K, HEAD_COLUMNS>;
+using ValueTile = Tile<Element, BLOCK_K, VALUE_COLUMNS>;
+using OutTile = Tile<Element, BLOCK_Q, VALUE_COLUMNS>;
 using ScoreTile = Tile<Element, BLOCK_Q, BLOCK_K>;
 constexpr int FIRST_BYTES = QueryTile::BYTES > OutTile::BYTES ? QueryTile::BYTES : OutTile::BYTES;
 
-using NonFiniteTable = NonFinite<Element, BLOCK_K, VALUE_DIM>;
+using NonFiniteTable = NonFinite<Element, BLOCK_K, VALUE_COLUMNS>;
 static_assert(NonFiniteTable::BYTES <= KeyTile::BYTES, "the table takes the k tile");
 
 // The work tile of a CTA: BLOCK_Q queries of a head, and some columns of v.
@@ -37,8 +39,8 @@ struct WorkTile {
         const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), coord.head / column_blocks,
                                     number);
         b = at.b, h = at.h, q0 = at.block * BLOCK_Q;
-        column = coord.head % column_blocks * VALUE_DIM;
-        columns = min(VALUE_DIM, int(p.Dv) - column);
+        column = coord.head % column_blocks * VALUE_DIM + own_half() * VALUE_COLUMNS;
+        columns = min(VALUE_COLUMNS, int(p.Dv) - column);
     }
 };
 
@@ -60,6 +62,8 @@ __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
     for (int i = work.q0 + first; i < q_end; i += THREADS / LANES)
         good = good && is_finite_row<LANES>(head.q + i * p.q_at.n, int(p.D));
     const bool all_pairs = HAS_ANY_SCORES || __syncthreads_or(!good);
+    // Both CTAs of a pair come to the same result.
+    const int column = PAIR ? 0 : work.column, columns = PAIR ? int(p.Dv) : work.columns;
     const Range keys = head.attn_mask.window.key_range(work.q0, q_end);
     bool non_finite = false;
     for (auto tiles = key_tiles_of(head.attn_mask, work.q0, keys); !tiles.done(); tiles.next()) {
@@ -68,7 +72,7 @@ __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
         for (int j0 = k0; j0 < k_end; j0 += THREADS / LANES) {
             const int j = min(j0 + first, k_end - 1);
             const u32 bad = __ballot_sync(
-                ~0u, !is_finite_row<LANES>(head.v + j * p.v_at.n + work.column, work.columns));
+                ~0u, !is_finite_row<LANES>(head.v + j * p.v_at.n + column, columns));
             if (!bad) continue;
             constexpr u32 ROW = LANES == WARP ? ~0u : (1u << LANES) - 1;
             if (bad >> threadIdx.x % WARP / LANES * LANES & ROW)
@@ -117,10 +121,11 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         return KeyTile(memory + FIRST_BYTES + stage * (KeyTile::BYTES + ValueTile::BYTES));
     };
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
-    const ScoreTile p_tile(k_tile(STAGES).base);  // where warps share rows
-    const WarpBias<false, MT, NT> bias(p_tile.base + (WARPS_N > 1 ? ScoreTile::BYTES : 0));
+    const ScoreTile p_tile(k_tile(STAGES).base);  // where warps share rows, or CTAs scores
+    const WarpBias<false, MT, NT> bias(p_tile.base + (PAIR || WARPS_N > 1 ? ScoreTile::BYTES : 0));
 
     const int q0 = work.q0, column = work.column, columns = work.columns;
+    const int d0 = own_half() * HEAD_COLUMNS;
     const Head head(p, work.b, work.h);
     const RowGroup group(16 * MT);
     const int row0 = group.row0, column0 = group.warp_n * NT * 8;  // first of this warp's scores
@@ -128,8 +133,8 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
 
     const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(head.Nq())));
     auto load_keys = [&](int k0, int stage) {
-        k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n, p.k_at.n,
-                                                              keys.hi - k0, int(p.D));
+        k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n + d0, p.k_at.n,
+                                                              keys.hi - k0, int(p.D) - d0);
         copy_commit();
     };
     auto load_values = [&](int k0, int stage) {
@@ -139,9 +144,10 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
     };
     auto load_bias = [&](int k0) { bias.load(head.score_mod, q0 + row0, k0 + column0); };
 
-    q_tile.template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n, p.q_at.n,
-                                                   int(head.Nq()) - q0, int(p.D));
+    q_tile.template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n + d0, p.q_at.n,
+                                                   int(head.Nq()) - q0, int(p.D) - d0);
     copy_commit();
+    if constexpr (PAIR) arrive_at_peer();
     RowState<MT> state;
     Fragment<Accum, MT, VT> acc;
     auto tiles = key_tiles_of(head.attn_mask, q0, keys);
@@ -182,7 +188,16 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         }
         if constexpr (HAS_MASK) dense.share();
         Scores<false, MT, NT> s(q0 + row0, k0 + column0);
-        multiply<HEAD_DIM, STEPS<NAN_SAFE, HEAD_DIM>, false, NAN_SAFE>(s, q_tile, row0, k, column0);
+        multiply<HEAD_COLUMNS, STEPS<NAN_SAFE, HEAD_COLUMNS>, false, NAN_SAFE>(s, q_tile, row0, k,
+                                                                               column0);
+        if constexpr (PAIR) {
+            wait_for_peer();  // it is done with the last part
+            send_fragment(p_tile, s, row0, column0);
+            arrive_at_peer();
+            wait_for_peer();  // its own part is here
+            add_fragment(s, p_tile, row0, column0);
+            arrive_at_peer();
+        }
         s.apply(head.score_mod, bias, [](int, int, int, Accum, Accum) {});
         if (HAS_MASK || kind == PARTIAL) s.masked_fill(head.attn_mask, dense);
         if (STAGES == 1) {
@@ -231,6 +246,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         }
     }
     copy_wait<0>();
+    if constexpr (PAIR) wait_for_peer();
     __syncthreads();  // all warps are done with q
     state.reduce_sums(group);
     const Lane lane;
@@ -247,11 +263,11 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[m][n][e] *= inverse;
             const int i = q0 + row0 + 16 * m + lane.row(2 * half);
-            if (lane.t == 0 && value0 == 0 && i < head.Nq())
+            if (lane.t == 0 && value0 == 0 && own_half() == 0 && i < head.Nq())
                 static_cast<Accum*>(p.lse)[head.row(i)] = lse;
         }
     store_fragment(out_tile, acc, row0, value0);
-    const bool again = __syncthreads_or(!NAN_SAFE && !acc.all_finite());
+    const bool again = any_of_work_tile(!NAN_SAFE && !acc.all_finite());
     out_tile.template store<THREADS, ALIGNMENT_BYTES>(
         head.sequence.queries<Element>(p.out, p.out_at, head.h) + q0 * p.out_at.n + column,
         p.out_at.n, int(head.Nq()) - q0, columns);
@@ -261,7 +277,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
     forward_block_nan_safe(p);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward(const __grid_constant__ Params p) {
     overlap_launches();
     const WorkTile work(p);

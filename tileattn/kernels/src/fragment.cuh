@@ -95,7 +95,7 @@ __device__ inline void multiply(Fragment<S, MT, NT>& c, const Fragment<S, MT, KT
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
             typename Atom<T>::B b[2];
-            y.template b_transposed<8 * NT>(b, n0, 8 * n, k);
+            y.template b_transposed<8 * NT, true>(b, n0, 8 * n, k);
 #pragma unroll
             for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -177,9 +177,14 @@ __device__ inline void store_transposed(const Tile<T, R, C>& tile, const Fragmen
         }
 }
 
-// Where add_rows puts a column: what a lane holds of two neighbouring atoms is contiguous.
+// Where add_rows puts a column. Of numbers of 4 bytes, what a lane holds of two neighbouring atoms
+// is contiguous; of 8 bytes, what the four lanes of a row add at a time: L2 adds by sectors of 32
+// bytes.
+template <class S>
 __device__ inline int accum_column(int column) {
-    return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
+    const int lane = column % 8 / 2, e = column % 2;
+    if (sizeof(S) == 8) return column / 8 * 8 + 4 * e + lane;
+    return column / 16 * 16 + lane * 4 + column % 16 / 8 * 2 + e;
 }
 
 // Where stage_dq of gemm_sm90.cuh puts a column of this row: neighbouring rows have the same
@@ -196,11 +201,18 @@ __device__ inline void add_rows(S* target, int stride, const Fragment<S, MT, NT>
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
             const int row = m0 + 16 * m + lane.row(e);
-            S* const to = target + row * stride + n0 + 4 * lane.t;
+            S* const to = target + row * stride + n0 + accum_column<S>(lane.column(0));
             if (row < rows)
 #pragma unroll
-                for (int n = 0; n < NT; n += 2)
-                    add_global(to + 8 * n, c.x[m][n][e], c.x[m][n][e + 1], c.x[m][n + 1][e],
-                               c.x[m][n + 1][e + 1]);
+                for (int n = 0; n < NT; n += 2) {
+                    const S(&x)[4] = c.x[m][n], (&y)[4] = c.x[m][n + 1];
+                    if constexpr (sizeof(S) == 4)
+                        add_global(to + 8 * n, x[e], x[e + 1], y[e], y[e + 1]);
+                    else
+#pragma unroll
+                        for (int i = 0; i < 2; ++i)
+                            atomicAdd(to + 8 * n + 4 * i, x[e + i]),
+                                atomicAdd(to + 8 * n + 8 + 4 * i, y[e + i]);
+                }
         }
 }

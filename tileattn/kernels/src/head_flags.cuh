@@ -24,8 +24,9 @@ __device__ inline bool any_flagged_head(const Params& p) {
 // CTAs.
 template <class Run>
 __device__ inline void for_blocks(const Params& p, i64 blocks, Run run) {
+    static_assert(!(PAIR && ONLY_FLAGGED), "pairs leave flagged heads to others");
     if constexpr (!ONLY_FLAGGED) {
-        run(int(blockIdx.x));
+        run(work_index());
     } else {
         if (!any_flagged_head(p)) return;
 #pragma unroll 1

@@ -153,7 +153,15 @@ struct Tile {
         return address + row * PITCH + (byte ^ swizzle(row));
     }
 
-    // Operands of atoms: from where a warp's share begins, and constant steps from there.
+    // Operands of atoms: from where a warp's share begins, and constant steps from there. Of eight
+    // neighbours along k a lane has two: AS_C those of C, which can be the other operand; else t
+    // and t + 4. Numbers of 8 bytes are loaded so, one by one, right to where an instruction takes
+    // them, without bank conflicts: half of those loaded in pairs would have to move.
+    static constexpr bool IN_PAIRS = sizeof(T) < 8;
+    template <bool AS_C>
+    __device__ static int depth(int n) {
+        return AS_C ? Lane().column(n) : Lane().t + 4 * n;
+    }
 
     // A[m, k]: rows of the tile are m, its columns k.
     __device__ typename Atom<T>::A a(int m0, int m, int k) const {
@@ -164,7 +172,7 @@ struct Tile {
             return fragment;
         } else {
             T c[2][4];
-            read<false, 128>(c, m0, m, k);
+            read<false, 128, IN_PAIRS>(c, m0, m, k);
             return Atom<T>::a_of(c);
         }
     }
@@ -180,13 +188,13 @@ struct Tile {
             return fragment;
         } else {
             T c[2][4];
-            read<true, SPAN>(c, m0, m, k);
+            read<true, SPAN, IN_PAIRS>(c, m0, m, k);
             return Atom<T>::a_of(c);
         }
     }
 
     // The same elements as C holds them, of the two atoms of columns k and k + 8.
-    template <bool TRANSPOSED, int SPAN>
+    template <bool TRANSPOSED, int SPAN, bool AS_C = true>
     __device__ void read(T (&c)[2][4], int m0, int m, int k) const {
         if constexpr (sizeof(T) == 2) {
             const auto fragment = TRANSPOSED ? a_transposed<SPAN>(m0, m, k) : a(m0, m, k);
@@ -203,10 +211,12 @@ struct Tile {
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int e = 0; e < 4; e += 2) {
-                    if constexpr (TRANSPOSED) {
-                        auto x = [&](int down) {
+                    if constexpr (TRANSPOSED || !AS_C) {
+                        auto x = [&](int n) {
                             return element(
-                                at<SPAN>(2 * lane.t + down, m0 + lane.g, k + 8 * i, m + 4 * e));
+                                TRANSPOSED
+                                    ? at<SPAN>(depth<AS_C>(n), m0 + lane.g, k + 8 * i, m + 4 * e)
+                                    : at<128>(m0 + lane.g, depth<AS_C>(n), m + 4 * e, k + 8 * i));
                         };
                         c[i][e] = x(0), c[i][e + 1] = x(1);
                     } else {
@@ -230,15 +240,23 @@ struct Tile {
             const Lane lane;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const Pair x = pair(at<128>(n0 + lane.g, 2 * lane.t, n + 8 * i, k));
-                const Pair y = pair(at<128>(n0 + lane.g, 2 * lane.t, n + 8 * i, k + 8));
-                fragments[i] = Atom<T>::b_of(x.x, x.y, y.x, y.y);
+                if constexpr (IN_PAIRS) {
+                    const Pair x = pair(at<128>(n0 + lane.g, 2 * lane.t, n + 8 * i, k));
+                    const Pair y = pair(at<128>(n0 + lane.g, 2 * lane.t, n + 8 * i, k + 8));
+                    fragments[i] = Atom<T>::b_of(x.x, x.y, y.x, y.y);
+                } else {
+                    auto x = [&](int j) {
+                        return element(at<128>(n0 + lane.g, depth<false>(j % 2), n + 8 * i,
+                                               k + j / 2 * 8));
+                    };
+                    fragments[i] = Atom<T>::b_of(x(0), x(1), x(2), x(3));
+                }
             }
         }
     }
 
     // B[k, n] for n and n + 8: rows of the tile are k, its columns n, of which a warp has SPAN.
-    template <int SPAN>
+    template <int SPAN, bool AS_C = IN_PAIRS>
     __device__ void b_transposed(typename Atom<T>::B (&fragments)[2], int n0, int n, int k) const {
         if constexpr (sizeof(T) == 2) {
             const int lane = threadIdx.x % WARP;
@@ -249,7 +267,8 @@ struct Tile {
         } else {
             const Lane lane;
             auto x = [&](int i, int j) {
-                return element(at<SPAN>(2 * lane.t + j % 2, n0 + lane.g, k + j / 2 * 8, n + 8 * i));
+                return element(
+                    at<SPAN>(depth<AS_C>(j % 2), n0 + lane.g, k + j / 2 * 8, n + 8 * i));
             };
 #pragma unroll
             for (int i = 0; i < 2; ++i)

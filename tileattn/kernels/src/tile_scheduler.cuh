@@ -12,7 +12,7 @@ struct BlockCoord {
 
     __device__ BlockCoord(int block, int head) : block(block), head(head) {}
     __device__ BlockCoord(int blocks, int heads, int groups)
-        : BlockCoord(blocks, heads, groups, int(blockIdx.x)) {}
+        : BlockCoord(blocks, heads, groups, work_index()) {}
     __device__ BlockCoord(int blocks, int heads, int groups, int index) {
         const int size = heads / groups, longer = heads % groups * (size + 1);
         const int straight = index / blocks;  // the head, if each came by itself

@@ -1,0 +1,16 @@
+"""One disk cache for all tests of the sources: what several look at is compiled once."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have the tests of one run share a cache, those in other processes included."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    monkeypatch.setenv("TILEATTN_CACHE_DIR", str(folder / "cache"))
+    return folder / "cache"
