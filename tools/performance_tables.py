@@ -224,6 +224,11 @@ def _gpus(result: Row) -> Iterator[str]:
     title = "## GPUs that share a sequence"
     yield from paragraphs(title, f"Measured by {origin_of(result)} {known}", what)
     yield from table_of(_by_schedule(rows, "fraction_of_linear"))
+    if any("fraction_of_each_gpu" in row for row in rows):
+        yield from paragraphs(
+            "The same beside the slowest GPU, where each runs the call of one GPU at the same time:"
+        )
+        yield from table_of(_by_schedule(rows, "fraction_of_each_gpu", "each"))
     if any("share_of_memory" in row for row in rows):
         yield from paragraphs(
             "What a GPU holds at most, times their number, over what one GPU holds:"
@@ -231,13 +236,14 @@ def _gpus(result: Row) -> Iterator[str]:
         yield from table_of(_by_schedule(rows, "share_of_memory"))
 
 
-def _by_schedule(rows: list[Row], name: str) -> list[Row]:
+def _by_schedule(rows: list[Row], name: str, gpus: str = "one") -> list[Row]:
+    """Set a figure of each schedule beside the time of one GPU, or of each at once."""
     calls = dict[tuple[Any, ...], Row]()
     for row in rows:
         one = {"N": row["N"], "heads of k": row.get("Hkv", row["H"]), "pass": row["pass"]}
         one |= {"causal": row["causal"]}
-        call = calls.setdefault(tuple(one.values()), one | {"one GPU, ms": None, name: {}})
-        call["one GPU, ms"] = row.get("one_gpu_ms", call["one GPU, ms"])
+        call = calls.setdefault(tuple(one.values()), one | {f"{gpus} GPU, ms": None, name: {}})
+        call[f"{gpus} GPU, ms"] = row.get(f"{gpus}_gpu_ms", call[f"{gpus} GPU, ms"])
         call[name][row["schedule"]] = row.get(name)
     return list(calls.values())
 

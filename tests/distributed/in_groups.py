@@ -4,15 +4,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from tileattn.distributed.held import CPU
+from tileattn.distributed.held import CPU, GPU, Device
+
+
+def tireless(device: Device, budget: float = 0.0) -> Device:
+    """A device to which no call or message is too small."""
+    return device._replace(tile=1, units=1, call=0.0, step=0.0, rows=1, budget=budget)
 
 
 @contextmanager
 def in_groups(budget: float = 0.0) -> Iterator[None]:
     """Divide passes until they hold no more than a budget, in units of a share."""
-    device = CPU._replace(tile=1, tiles=0, message=0, rows=1, budget=budget)
     with (
-        patch("tileattn.distributed.held.CPU", device),
+        patch("tileattn.distributed.held.CPU", tireless(CPU, budget)),
+        patch("tileattn.distributed.held.GPU", tireless(GPU, budget)),
         patch("tileattn.distributed.rank_blocks._ALIGNED", 4),
     ):
         yield

@@ -1,6 +1,8 @@
 """What the model says is sent against what is sent; its times where they can be told by hand."""
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +20,7 @@ from tileattn.distributed.schedules import every
 from tileattn.distributed.visibility import Visibility
 from tileattn.testing import AttentionCase, problems
 
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "distributed_gpu.json"
 SHAPES = (2, 8, 96, 16), (2, 4, 96, 16), (2, 4, 96, 8)
 SLOW = Link(latency=0.5, bandwidth=1e3)
 FREE = Link(latency=0.0, bandwidth=float("inf"))
@@ -150,21 +153,31 @@ def test_times_of_ranks_that_sum_blocks() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("Hkv", "tokens", "fastest"), [(16, 131_072, "heads"), (2, 32_768, "gather")]
-)
-def test_two_gpus_choose_what_was_measured_to_be_fastest(
-    Hkv: int, tokens: int, fastest: str, causal: bool
-) -> None:
-    q, k = (1, 16, tokens, 128), (1, Hkv, tokens, 128)
+@pytest.mark.parametrize("tokens", [131_072, 32_768])
+def test_two_gpus_choose_what_was_measured_to_be_fastest(tokens: int, causal: bool) -> None:
+    """Forward, and both passes; what is less than 3 % slower is as fast."""
+    rows = json.loads(MEASURED.read_text())["rows"]
+    rows = [x for x in rows if (x["N"], x["causal"]) == (tokens, causal)]
+    ms = {(x["pass"], x["schedule"]): x["ms"] for x in rows if x["schedule"] != "auto"}
+    assert len(ms) == 2 * len(("ring", "heads", "gather"))
+    forward = {name: x for (kind, name), x in ms.items() if kind == "forward"}
+    backward = {name: ms["both", name] - x for name, x in forward.items()}
+    q, k = ((1, rows[0].get(heads, 16), tokens, 128) for heads in ("H", "Hkv"))
     given: Any = {"dtype": "float16", "layout": "zigzag", "causal": causal}
-    assert predict(q, k, k, 2, rates=GPU_RATES, **given).chosen == fastest
+    first, then = predict(q, k, k, 2, rates=GPU_RATES, **given).fastest
+    assert forward[first] < 1.03 * min(forward.values())
+    fastest = min(forward.values()) + min(backward.values())
+    assert forward[first] + backward[then] < 1.03 * fastest
 
 
-def test_cpus_count_the_blocks_of_a_zigzag() -> None:
+@pytest.mark.parametrize(
+    ("options", "chosen"), [({}, "ring"), ({"alibi_slopes": np.ones(8)}, "heads")], ids=str
+)
+def test_cpus_count_the_blocks_of_a_zigzag(options: dict[str, Any], chosen: str) -> None:
+    """Of a causal mask one for each rank; with positions one for each pair of segments."""
     shape = (1, 8, 4096, 64)
-    report = predict(shape, shape, shape, 2, layout="zigzag", causal=True)
-    assert (report.rates, report.chosen) == (CPU_RATES, "heads")
+    report = predict(shape, shape, shape, 2, layout="zigzag", causal=True, **options)
+    assert (report.rates, report.chosen) == (CPU_RATES, chosen)
 
 
 def test_ten_thousand_ranks_take_no_step_for_each_pair_of_them() -> None:

@@ -48,17 +48,16 @@ def test_rates_are_those_of_the_device(on_gpu: bool, rates: Rates) -> None:
 def test_auto_is_what_is_chosen(options: dict[str, Any]) -> None:
     def run(comm: Any) -> Any:
         q, k, v = (np.array_split(x, RANKS, axis=2)[comm.rank] for x in X)
-        chosen = dist.explain(q, k, v, comm, **options).chosen
-        found = []
-        for schedule in ("auto", chosen):
-            attention, pullback = dist.vjp(
-                q, k, v, comm, schedule=schedule, backend="numpy", **options
-            )
-            found.append([x.tobytes() for x in (*attention, *pullback(q)[:3])])
-        return chosen, found
+        given = options | {"backend": "numpy"}
+        fastest, found = dist.explain(q, k, v, comm, **options).fastest, []
+        for forward, backward in (("auto", "auto"), fastest):
+            attention = dist.forward(q, k, v, comm, schedule=forward, **given)
+            grads = dist.backward(q, q, k, v, *attention, comm, schedule=backward, **given)
+            found.append([x.tobytes() for x in (*attention, *grads[:3])])
+        return fastest, found
 
-    for chosen, (auto, named) in on_ranks(RANKS, run):
-        assert chosen == on_paper(**options).chosen
+    for fastest, (auto, named) in on_ranks(RANKS, run):
+        assert fastest == on_paper(**options).fastest
         assert auto == named
 
 
@@ -69,8 +68,12 @@ def test_auto_is_what_is_chosen(options: dict[str, Any]) -> None:
         (Rates(1e3, Link(0.0, 1e12)), {"causal": True}, "heads"),
         # Keys travel while a ring computes.
         (Rates(1e6, Link(0.0, 1e8)), {"causal": True, "layout": "zigzag"}, "ring"),
-        # Gradients need not travel along a ring to one neighbour.
-        (Rates(1e15, Link(0.0, 1e3)), {"causal": True, "window": (1, None)}, "gather"),
+        # Keys of one neighbour and a rank's own are one block.
+        (
+            Rates(1e15, Link(0.0, 1e6), block=Link(1.0, 1e15)),
+            {"causal": True, "window": (1, None)},
+            "gather",
+        ),
         # Heads are exchanged on a host, and few keys leave it.
         (Rates(1e15, Link(0.0, 1e3), Link(0.0, 1e9), 2), {}, ("heads", 2)),
     ],
@@ -82,9 +85,9 @@ def test_each_schedule_is_chosen_where_it_is_best(rates: Rates, options: Any, ch
 def test_the_report() -> None:
     lines = str(predict((1, 6, 48, 8), (1, 6, 48, 8), (1, 6, 48, 8), RANKS)).splitlines()
     assert [line[:14].strip() for line in lines] == [
-        *("", "schedule", "ring", "('heads', 2)", "gather", "heads", "chosen")
+        *("", "schedule", "ring", "('heads', 2)", "gather", "heads", "chosen", "auto")
     ]
-    assert lines[-2].endswith("refused: k has 6 heads, and 4 ranks share them")
+    assert lines[-3].endswith("refused: k has 6 heads, and 4 ranks share them")
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ BOUNDS: dict[tuple[Any, int, int], float] = {
     ("gather", 16, 4): 1.22,
     ("heads", 16, 2): 1.15,
     ("heads", 16, 4): 1.28,
-    (("heads", 2), 16, 4): 1.24,
+    (("heads", 2), 16, 4): 1.25,
     ("ring", 2, 2): 1.17,
     ("gather", 2, 2): 1.2,
     ("heads", 2, 2): 1.3,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tileattn.distributed as dist
+from tests.distributed.in_groups import in_groups
 from tests.distributed.threads import on_ranks
 from tests.kernels.src.partial_rows_on_host import KernelOnHost
 from tileattn import Attention, Gradients, reference
@@ -77,17 +78,30 @@ def value(x: Any, low: Any, wide: np.dtype[Any], is_split: bool) -> Any:
 @pytest.mark.parametrize("schedule", ["ring", "gather", ("heads", 2)], ids=str)
 @pytest.mark.parametrize("name", ["full", "causal", "sinks", "window"])
 def test_ranks_with_a_gpu_each(dtype: Any, schedule: Any, name: str) -> None:
-    """The window leaves queries without keys."""
+    check(2, dtype, schedule, name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:1], ids=str)
+@pytest.mark.parametrize("schedule", ["ring", "gather", ("heads", 2)], ids=str)
+@pytest.mark.parametrize("name", ["full", "causal", "sinks", "window"])
+@pytest.mark.parametrize("B", [1, 2])
+def test_ranks_with_a_gpu_each_in_groups(B: int, dtype: Any, schedule: Any, name: str) -> None:
+    with in_groups():
+        check(B, dtype, schedule, name)
+
+
+def check(B: int, dtype: Any, schedule: Any, name: str) -> None:
+    """Hold both passes of four ranks to the oracle; the window leaves queries without keys."""
     given: dict[str, dict[str, Any]] = {
         "full": {},
         "causal": {"causal": True},
         "sinks": {"sinks": np.linspace(-1, 2, 4).astype(np.float32), "causal": True},
-        "window": {"window": (20, 3), "kv_lengths": [90, 150]},
+        "window": {"window": (20, 3), "kv_lengths": [90, 150][:B]},
     }
     options = given[name]
     rng = np.random.default_rng(0)
     q, k, v, dout = (
-        rng.standard_normal((2, heads, 170, 24)).astype(dtype) for heads in (4, 2, 2, 4)
+        rng.standard_normal((B, heads, 170, 24)).astype(dtype) for heads in (4, 2, 2, 4)
     )
     layout = Layout.zigzag(170, 4)
 

@@ -16,17 +16,16 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import tileattn.distributed as dist
+from tests.distributed.in_groups import in_groups
 from tileattn import Attention, Gradients, reference
 from tileattn.distributed import Layout
 from tileattn.distributed.comm import communicator
-from tileattn.distributed.held import GPU
 from tileattn.testing import assert_attention_close, error_bound
 
 SECONDS = 60.0
@@ -125,8 +124,7 @@ def divided(layout_name: str) -> AbstractContextManager[Any]:
     """Divide passes as much as they can be, where a layout's name says so."""
     if not layout_name.endswith("in groups"):
         return nullcontext()
-    device = GPU._replace(tile=1, tiles=0, message=0, rows=1, budget=0.0)
-    return patch("tileattn.distributed.held.GPU", device)
+    return in_groups()
 
 
 def drawn(dtype: Any) -> tuple[list[Any], Any]:

@@ -117,10 +117,11 @@ def test_several_gpus_and_frameworks_have_tables_where_they_were_measured(
     assert "| N | tileattn | PyTorch |\n| --- | --- | --- |\n| 512 | 1.5 | 2.5 |\n" in text
     assert "today. 2 GPUs, NCCL 2.28.9." in text
     assert "| 16 | 8.25 | 0.75 |  |\n| 2 | 4.5 |  | 0.5 |" in text
-    rows[0]["share_of_memory"] = 1.125
+    rows[0] |= {"share_of_memory": 1.125, "each_gpu_ms": 9.5, "fraction_of_each_gpu": 0.875}
     gpus.write_text(json.dumps({"machine": machine, "rows": rows}), encoding="utf-8")
     text = "\n".join(performance_tables.option_lines())
     assert "| 16 | 8.25 | 1.12 |\n| 2 | 4.5 |  |" in text
+    assert "| 16 | 9.5 | 0.875 |\n| 2 |  |  |" in text
 
 
 def test_each_kernel_stands_beside_its_lower_bounds() -> None:

@@ -1,6 +1,7 @@
 """A rank's queries over keys that come in parts, block by block: results and gradients."""
 
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,9 +9,10 @@ from numpy.typing import NDArray
 
 import tileattn
 from tileattn.distributed.arrays import add, add_narrow, library
-from tileattn.distributed.call import Call
+from tileattn.distributed.call import Call, asked
 from tileattn.distributed.layout import Segment
-from tileattn.distributed.rows import rows_of, sums_of
+from tileattn.distributed.query_heads import calls_of, keys_of, queries_of
+from tileattn.distributed.rows import RowSums, rows_of, sums_of
 from tileattn.results import Attention, Gradients
 
 Array = NDArray[Any]
@@ -19,16 +21,21 @@ Pair = tuple[Array, Array]
 
 def attend(call: Call, arriving: Iterable[tuple[int, Pair]], to: Attention) -> None:
     """Compute the rows of this rank's queries, over the keys and values of ranks as they come."""
-    rows = rows_of(call, to)
+    Hkv = call.problem.Hkv
+    parts = [
+        (one, rows_of(one, Attention(*(queries_of(x, Hkv, some) for x in to))))
+        for one, some in calls_of(call)
+    ]
     with np.errstate(all="ignore"):
         for source, (k, v) in arriving:
-            for c, pieces in call.blocks.of(source):
-                keys = call.wide(k[..., c.rows, :]), call.wide(v[..., c.rows, :])
-                for a in pieces:
-                    rows.attend(a, *keys, call.block(a, c))
+            for c, queries in call.blocks.of(source):
+                keys = _rows_of_keys(call, k, v, c)
+                for a, (one, rows) in product(queries, parts):
+                    rows.attend(a, *keys, one.block(a, c))
                 del keys
             del k, v  # before the next ones arrive
-        rows.finish()
+        for _, rows in parts:
+            rows.finish()
 
 
 class Upstream(NamedTuple):
@@ -38,6 +45,12 @@ class Upstream(NamedTuple):
     out: Array
     lse: Array
     dlse: Array | None
+
+    def some(self, Hkv: int, heads: slice) -> "Upstream":
+        """Give what is of some query heads of each key head."""
+        dout, out, lse = (queries_of(x, Hkv, heads) for x in self[:3])
+        dlse = None if self.dlse is None else queries_of(self.dlse, Hkv, heads)
+        return Upstream(dout, out, lse, dlse)
 
 
 class Parameters(NamedTuple):
@@ -77,8 +90,11 @@ class Sums:
         parameters: Parameters,
     ) -> None:
         self._call, self._upstream, self._wrt = call, upstream, wrt
-        self._dq = None if dq is None else sums_of(call, dq)
-        self._parameters = parameters
+        self._parameters, Hkv = parameters, call.problem.Hkv
+        self._parts: list[tuple[Call, Upstream, RowSums | None]] = []
+        for one, heads in calls_of(call):
+            sums = None if dq is None else sums_of(one, queries_of(dq, Hkv, heads))
+            self._parts.append((one, upstream.some(Hkv, heads), sums))
 
     def of_keys(self, source: int, k: Array, v: Array, sums: Callable[[], Pair]) -> Pair:
         """Add the blocks of the keys of a rank, whose gradients are added to ``sums()``.
@@ -87,11 +103,15 @@ class Sums:
         """
         call, found = self._call, None
         with np.errstate(all="ignore"):
-            for c, pieces in call.blocks.of(source):
-                keys = call.wide(k[..., c.rows, :]), call.wide(v[..., c.rows, :])
-                for a in pieces:
-                    grads = self._of_block(a.rows, *keys, call.block(a, c), self._wrt - {"sinks"})
+            for c, queries in call.blocks.of(source):
+                keys = _rows_of_keys(call, k, v, c)
+                for a, (one, upstream, dq) in product(queries, self._parts):
+                    options = one.block(a, c)
+                    wrt = self._wrt - {"sinks"}
+                    grads = _gradients(one, upstream, a.rows, *keys, options, wrt)
                     found = sums() if found is None else found
+                    if dq is not None:
+                        dq.add(a, grads.dq)
                     self._add(a, c, grads, found)
                     del grads  # before the next block is computed
                 del keys
@@ -100,17 +120,16 @@ class Sums:
     def finish(self) -> None:
         """Round the gradients of queries, and add those of sinks."""
         with np.errstate(all="ignore"):
-            if self._dq is not None:
-                self._dq.finish()
+            for *_, dq in self._parts:
+                if dq is not None:
+                    dq.finish()
             if self._parameters.dsinks is not None:
                 add_narrow(self._parameters.dsinks, self._of_sinks())
 
     def _add(self, a: Segment, c: Segment, grads: Gradients, sums: Pair) -> None:
-        if self._dq is not None:
-            self._dq.add(a, grads.dq)
         for total, part in zip(sums, (grads.dk, grads.dv), strict=True):
             if part is not None:
-                add(total, part, c.rows)
+                add(total, keys_of(part, self._call), c.rows)
         dbias = self._parameters.dbias
         if dbias is not None:
             add_narrow(dbias[(..., *self._call.cut(dbias, a, c))], grads.dbias)
@@ -125,24 +144,36 @@ class Sums:
         sinks = x.sinks.astype(np.float64)  # the sum over the queries is rounded once
         options = {"sinks": sinks, "backend": call.backend}
         total: Array = library(x.q).zeros(sinks.shape, np.float64)
-        for a in call.blocks.pieces:
-            total += self._of_block(a.rows, k, v, options, frozenset({"sinks"})).dsinks
+        for rows in call.blocks.pieces:
+            wrt = frozenset({"sinks"})
+            total += _gradients(call, self._upstream, rows, k, v, options, wrt).dsinks
         return total
 
-    def _of_block(
-        self, rows: slice, k: Array, v: Array, options: dict[str, Any], wrt: frozenset[str]
-    ) -> Gradients:
-        call, given = self._call, self._upstream
-        q, dout, out = (
-            call.wide(x[..., rows, :]) for x in (call.operands.q, given.dout, given.out)
-        )
-        lse, dlse = (
-            None if x is None else call.wide(x[..., rows]) for x in (given.lse, given.dlse)
-        )
-        return tileattn.backward(
-            *(dout, q, k, v, out, lse),
-            dlse=dlse,
-            wrt=tuple(sorted(wrt)),
-            deterministic=call.deterministic,
-            **options,
-        )
+
+def _rows_of_keys(call: Call, k: Array, v: Array, c: Segment) -> Pair:
+    """Give keys and values of a block to its calls."""
+    some_k, some_v = (keys_of(call.wide(x[..., c.rows, :]), call) for x in (k, v))
+    return some_k, some_v
+
+
+def _gradients(
+    call: Call,
+    upstream: Upstream,
+    rows: slice,
+    k: Array,
+    v: Array,
+    options: dict[str, Any],
+    wrt: frozenset[str],
+) -> Gradients:
+    """Compute those of some queries with some keys."""
+    q, dout, out = (
+        call.wide(x[..., rows, :]) for x in (call.operands.q, upstream.dout, upstream.out)
+    )
+    lse, dlse = (None if x is None else call.wide(x[..., rows]) for x in upstream[2:])
+    return tileattn.backward(
+        *(dout, q, k, v, out, lse),
+        dlse=dlse,
+        wrt=asked(wrt, options),
+        deterministic=call.deterministic,
+        **options,
+    )

@@ -16,6 +16,7 @@ from tileattn.distributed.rank_blocks import RankBlocks
 from tileattn.distributed.visibility import Visibility
 from tileattn.errors import UnsupportedError
 from tileattn.problem import Operands, Problem, four_axes, parse
+from tileattn.results import DIFFERENTIABLE
 
 Array = NDArray[Any]
 
@@ -48,6 +49,8 @@ class Call:
         In which results of blocks are summed, and on the CPU blocks are computed.
     deterministic : bool
         Whether the gradients of a block have the same bits on every run; on the CPU they do.
+    splits : int
+        Calls of a block, each of some of the query heads of all key heads.
     """
 
     comm: Communicator
@@ -60,6 +63,7 @@ class Call:
     mask_rows: bool
     sums: np.dtype[Any]
     deterministic: bool = False
+    splits: int = 1
 
     @property
     def on_gpu(self) -> bool:
@@ -117,7 +121,7 @@ class Call:
 
     def block(self, queries: Segment, keys: Segment) -> dict[str, Any]:
         """Give the options of the call of a block, sinks left out: indices are moved there."""
-        x, name = self.operands, (queries.start, queries.stop, keys.start)
+        x, name = self.operands, (queries.start, queries.stop, keys.start, keys.stop)
         known = self.blocks.options.get(name)
         if known is None:
             known = self.blocks.options[name] = self._placed(queries, keys)
@@ -163,6 +167,12 @@ class Call:
         """Give the part of a block in an array that broadcasts to (B, Hq, Nq, Nk)."""
         rows = queries.rows if x.shape[2] > 1 else slice(None)
         return rows, slice(keys.start, keys.stop) if x.shape[3] > 1 else slice(None)
+
+
+def asked(wrt: frozenset[str], options: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Name the gradients of a call; None if it has no others, for then it is launched sooner."""
+    found = {name for name in DIFFERENTIABLE if name in "qkv" or options.get(name) is not None}
+    return None if wrt == found else tuple(sorted(wrt))
 
 
 def agreed(

@@ -5,7 +5,6 @@ References
 Hockney, The communication challenge for MPP, Parallel Computing 20, 1994.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,10 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.distributed.groups import layout_across
-from tileattn.distributed.held import held_by
+from tileattn.distributed.held import Held, flops_of, held_by
 from tileattn.distributed.layout import Layout
 from tileattn.distributed.schedules import Schedule, group_size
-from tileattn.distributed.sent import Sent, Workload, exchanged, gathered, passed_on
+from tileattn.distributed.sent import (
+    Sent,
+    Workload,
+    attending_ranks,
+    exchanged,
+    gathered,
+    passed_on,
+)
+from tileattn.distributed.visibility import Blocks
 
 Array = NDArray[Any]
 
@@ -92,7 +99,9 @@ class Rates:
 
 # Ranks with eight cores of one server, and with a Hopper GPU of a host with NVLink.
 CPU_RATES = Rates(block=Link(5e-5, 4e9))
-GPU_RATES = Rates(6e14, Link(2e-5, 5e10), Link(1e-5, 3e11), 8, block=Link(5e-5, 4e11), on_gpu=True)
+GPU_RATES = Rates(
+    *(6.3e14, Link(5e-5, 4e10), Link(2e-5, 2.3e11), 8), block=Link(2e-5, 7e11), on_gpu=True
+)
 
 
 class PassCost(NamedTuple):
@@ -145,8 +154,7 @@ def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -
     """Predict both passes of a schedule that goes with the call."""
     n, held = group_size(schedule, work.ranks), held_by(work, schedule, on_gpu=on_gpu)
     plans = [x.plan for x in held]
-    calls = [x.calls(plan) for x, plan in zip(held, plans, strict=True)]
-    matmuls = _computing(work, schedule, rates, calls)
+    matmuls = _computing(work, schedule, rates, held)
     whole = rates.between(on_host=work.ranks <= rates.ranks_per_host)
     if schedule == "gather":
         keys, gradients = gathered(work)
@@ -185,23 +193,62 @@ def _seconds(sent: Sent, link: Link) -> float:
     return float(np.max(sent.messages * link.latency + sent.nbytes / link.bandwidth))
 
 
-def _computing(work: Workload, schedule: Schedule, rates: Rates, calls: Sequence[int]) -> Array:
+def _computing(work: Workload, schedule: Schedule, rates: Rates, held: tuple[Held, Held]) -> Array:
     """Give the time of both passes on the rank that computes for longest.
 
-    Each block is as many ``calls`` as a pass has groups of heads, and pieces of queries.
+    Each block is as many calls as a pass has groups of heads, and pieces of these and of queries.
     """
-    P, n = work.problem, group_size(schedule, work.ranks)
+    P, n, plans = work.problem, group_size(schedule, work.ranks), [x.plan for x in held]
     pairs = work.visibility.pairs(work.q_layout).reshape(-1, n).sum(axis=1)
-    matmuls = np.array([[P.D + P.Dv], [3 * P.D + 2 * P.Dv]])
-    flops = 2 * pairs * (P.Hq // n) * matmuls
-    keys = work.k_layout
-    whole = Layout.contiguous([keys.length]) if schedule == "gather" else layout_across(keys, n)
-    blocks = work.visibility.blocks(layout_across(work.q_layout, n), whole)
-    # What is summed over blocks: out; gradients of queries, keys and values.
+    filled = [x.filled(plan) if rates.on_gpu else 1.0 for x, plan in zip(held, plans, strict=True)]
+    matmuls = np.array([[flops_of(P, backward=x > 0) / y] for x, y in enumerate(filled)])
+    flops = pairs * (P.Hq // n) * matmuls
+    gathers, lengths = schedule == "gather", _lengths(work, n)
+    blocks = _blocks(work, n, lengths, gathers=gathers)
+    # What is summed over blocks: out; gradients of queries, keys and values. On a GPU the first
+    # results of a query are in their place, and copies take as long.
     queries, of_keys = (P.B * heads // n * P.accum_dtype.itemsize for heads in (P.Hq, P.Hkv))
-    out = blocks.queries * (queries * P.Dv)
-    gradients = blocks.queries * (queries * P.D) + blocks.keys * (of_keys * (P.D + P.Dv))
-    sums = np.stack([out, gradients]) / rates.block.bandwidth
+    added = blocks.queries - rates.on_gpu * lengths[0]
+    out = added * (queries * P.Dv)
+    gradients = added * (queries * P.D) + blocks.keys * (of_keys * (P.D + P.Dv))
+    moved = np.stack([out, gradients])
+    if rates.on_gpu:
+        moved = moved + _copied(work, n, lengths, gathers=gathers)
+    calls = [x.calls(plan) for x, plan in zip(held, plans, strict=True)]
     starts = np.stack([blocks.number * number for number in calls]) * rates.block.latency
-    slowest: Array = (flops / rates.flops + starts + sums).max(axis=1)
+    slowest: Array = (flops / rates.flops + starts + moved / rates.block.bandwidth).max(axis=1)
     return slowest
+
+
+def _copied(work: Workload, n: int, lengths: tuple[Array, Array], *, gathers: bool) -> Array:
+    """Count the bytes that a rank copies where they belong: all keys; heads of all tokens."""
+    P, (queries, keys) = work.problem, lengths
+    each = P.B * (P.D + P.Dv) * P.dtype.itemsize
+    if gathers:
+        return np.full(2, keys.sum() * P.Hkv * each)[:, np.newaxis]
+    if n == 1:
+        return np.zeros((2, 1))
+    of_heads = (queries * (P.Hq // n) + keys * (P.Hkv // n)) * each
+    return np.stack([of_heads, 2 * of_heads])
+
+
+def _blocks(work: Workload, n: int, lengths: tuple[Array, Array], *, gathers: bool) -> Blocks:
+    """Count the blocks of each rank: one for each rank whose keys come by, or for each segment."""
+    queries, keys = layout_across(work.q_layout, n), layout_across(work.k_layout, n)
+    if gathers or not work.only_order:
+        whole = Layout.contiguous([keys.length]) if gathers else keys
+        return work.visibility.blocks(queries, whole)
+    number, attended = np.zeros((2, queries.ranks))
+    for ranks, length in zip(attending_ranks(work, queries, keys), lengths[1], strict=True):
+        number += ranks
+        attended += ranks * length
+    return Blocks(number, number * lengths[0], attended)
+
+
+def _lengths(work: Workload, n: int) -> tuple[Array, Array]:
+    """Count the queries and the keys of each group of n ranks."""
+    queries, keys = (
+        np.array([x.length_of(rank) for rank in range(x.ranks)], np.float64).reshape(-1, n)
+        for x in (work.q_layout, work.k_layout)
+    )
+    return queries.sum(axis=1), keys.sum(axis=1)

@@ -8,7 +8,7 @@ References
 Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -53,19 +53,23 @@ class Exchange:
         first = (self.group.rank if rank is None else rank) * (of // self._n)
         return slice(first + own.start, first + own.stop)
 
-    def to_heads(self, x: Array, own: slice, layout: Layout) -> Array:
+    def to_heads(self, arrays: Sequence[Array], own: slice, layout: Layout) -> list[Array]:
         """Give some heads of all tokens, of this rank's tokens of all heads."""
         if self.is_alone:
-            return x[:, own]
-        joined, xp = self.room(x, own, layout), library(x)
-        outgoing = {n: x[:, self.heads(own, x.shape[1], n)] for n in self._others}
-        incoming = {n: xp.empty(_with_length(joined, layout, n), x.dtype) for n in self._others}
+            return [x[:, own] for x in arrays]
+        outgoing = [{n: x[:, self.heads(own, x.shape[1], n)] for n in self._others} for x in arrays]
+        found = [self.room(x, own, layout) for x in arrays]
+        incoming = [
+            {n: library(x).empty(_with_length(x, layout, n), x.dtype) for n in self._others}
+            for x in found
+        ]
         self._exchange(outgoing, incoming)
-        incoming[self.group.rank] = x[:, self.heads(own, x.shape[1])]
-        for n, part in incoming.items():
-            for tokens, rows in _tokens(layout, n):
-                joined[:, :, tokens] = part[:, :, rows]
-        return joined
+        for x, joined, parts in zip(arrays, found, incoming, strict=True):
+            parts[self.group.rank] = x[:, self.heads(own, x.shape[1])]
+            for n, part in parts.items():
+                for tokens, rows in _tokens(layout, n):
+                    joined[:, :, tokens] = part[:, :, rows]
+        return found
 
     def room(self, x: Array, own: slice, layout: Layout) -> Array:
         """Give room for some heads of all tokens, of which ``to_tokens`` fills ``x``.
@@ -78,24 +82,28 @@ class Exchange:
         found: Array = library(x).empty(shape, x.dtype)
         return found
 
-    def to_tokens(self, joined: Array, x: Array, own: slice, layout: Layout) -> None:
-        """Fill the heads of all ranks in this rank's tokens ``x``, of all tokens of its heads.
+    def to_tokens(self, pairs: Iterable[tuple[Array, Array]], own: slice, layout: Layout) -> None:
+        """Fill the heads of all ranks in this rank's tokens, of all tokens of its heads.
 
-        They are rounded to the dtype of ``x``.
+        Of each pair the second is filled with the first, which is rounded to its dtype.
         """
         if self.is_alone:
-            x[:, own] = joined
+            for y, x in pairs:
+                x[:, own] = y
             return
-        joined = joined.astype(x.dtype, copy=False)
-        places = {n: x[:, self.heads(own, x.shape[1], n)] for n in range(self._n)}
-        outgoing = {n: layout.take(joined, n, axis=2) for n in self._others}
-        incoming = {n: self._contiguous(places[n]) for n in self._others}
+        joined = [(y.astype(x.dtype, copy=False), x) for y, x in pairs]
+        places = [
+            {n: x[:, self.heads(own, x.shape[1], n)] for n in range(self._n)} for _, x in joined
+        ]
+        outgoing = [{n: layout.take(y, n, axis=2) for n in self._others} for y, _ in joined]
+        incoming = [{n: self._contiguous(place[n]) for n in self._others} for place in places]
         self._exchange(outgoing, incoming)
-        for n, part in incoming.items():
-            if part is not places[n]:
-                places[n][...] = part
-        for tokens, rows in _tokens(layout, self.group.rank):
-            places[self.group.rank][:, :, rows] = joined[:, :, tokens]
+        for (y, _), place, parts in zip(joined, places, incoming, strict=True):
+            for n, part in parts.items():
+                if part is not place[n]:
+                    place[n][...] = part
+            for tokens, rows in _tokens(layout, self.group.rank):
+                place[self.group.rank][:, :, rows] = y[:, :, tokens]
 
     @staticmethod
     def _contiguous(place: Array) -> Array:
@@ -105,12 +113,20 @@ class Exchange:
         found: Array = library(place).empty(place.shape, place.dtype)
         return found
 
-    def _exchange(self, outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:
-        """Send an array to each rank, and receive one of each."""
-        sent = {n: library(x).ascontiguousarray(x) for n, x in outgoing.items()}
+    def _exchange(
+        self, outgoing: Sequence[Mapping[int, Array]], incoming: Sequence[Mapping[int, Array]]
+    ) -> None:
+        """Send arrays to each rank, and receive as many of each, all at once."""
+        sent = [{n: library(x).ascontiguousarray(x) for n, x in each.items()} for each in outgoing]
         with self.group.together():
-            under_way = [self.group.receive(x, n, 0) for n, x in incoming.items()]
-            under_way += [self.group.send(x, n, 0) for n, x in sent.items()]
+            under_way = [
+                self.group.receive(x, n, tag)
+                for tag, each in enumerate(incoming)
+                for n, x in each.items()
+            ]
+            under_way += [
+                self.group.send(x, n, tag) for tag, each in enumerate(sent) for n, x in each.items()
+            ]
         wait(under_way)
 
 

@@ -46,6 +46,13 @@ class Prediction:
         """Schedule that takes the least time for both passes: the first of those that take it."""
         return min(self.costs, key=lambda cost: cost.seconds).schedule
 
+    @property
+    def fastest(self) -> tuple[Schedule, Schedule]:
+        """Schedules that take the least time forward, and backward: those of ``"auto"``."""
+        forward = min(self.costs, key=lambda cost: cost.forward.seconds)
+        backward = min(self.costs, key=lambda cost: cost.backward.seconds)
+        return forward.schedule, backward.schedule
+
     def __str__(self) -> str:
         columns = "".join(f"{name:>{width}}" for name, width in _COLUMNS)
         width = len(columns)
@@ -53,7 +60,9 @@ class Prediction:
         lines.append(f"{'schedule':14}{2 * columns}")
         lines += [_line(cost) for cost in self.costs]
         lines += [f"{name!s:14} refused: {why}" for name, why in self.refused.items()]
-        return "\n".join([*lines, f"{'chosen':14} {self.chosen}"])
+        forward, backward = self.fastest
+        auto = f"forward {forward}, backward {backward}"
+        return "\n".join([*lines, f"{'chosen':14} {self.chosen}", f"{'auto':14} {auto}"])
 
 
 def predict(
@@ -111,6 +120,7 @@ def predict(
         blocks             blocks * latency + bytes of their results / bandwidth
 
     Causal masks, windows and lengths leave pairs out; ``mask`` and ``mask_mod`` are not looked at.
+    On a GPU FLOPs take longer by the share of the time in which work tiles leave SMs idle.
     Messages and bytes are exact. They leave out what all ranks gather, which is little, and the
     second forward pass that ``backward`` runs where scores are large. Heads are computed in groups,
     one after the other, so many that a rank holds little more than its share and each call is
@@ -205,9 +215,9 @@ def explain(
     return _of_call(call, rates)
 
 
-def choose(call: Call) -> Schedule:
-    """Choose the schedule of a call; all ranks take the choice of rank 0."""
-    chosen: Schedule = call.comm.gather(_of_call(call, None).chosen)[0]
+def choose(call: Call, *, backward: bool) -> Schedule:
+    """Choose the schedule of a pass; all ranks take the choice of rank 0."""
+    chosen: Schedule = call.comm.gather(_of_call(call, None).fastest[backward])[0]
     return chosen
 
 

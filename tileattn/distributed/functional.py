@@ -52,8 +52,8 @@ def forward(
         exchange tokens for heads, whose number in k they must divide; ``("heads", n)``: groups of n
         ranks do so, and keys travel from group to group, where n must divide the ranks and the
         heads of k; ``"gather"``: ranks get all keys and values that they attend to at once, and
-        have room for them; ``"auto"``: what `predict` expects to take the least time for both
-        passes, at the rates of ``GPU_RATES`` or ``CPU_RATES``. A ring is the default: it goes with
+        have room for them; ``"auto"``: what `predict` expects to take the least time for the
+        pass, at the rates of ``GPU_RATES`` or ``CPU_RATES``. A ring is the default: it goes with
         every call, and its bits do not depend on a model.
     backend : str
         As for ``tileattn.forward``; it computes the blocks, or heads.
@@ -114,7 +114,7 @@ def forward(
     known = recall(link, kind)
     if known is None:
         call = agreed(q, k, v, link, layout, layout_k, options, **facts)
-        known = Known(call, _passes(call, schedule))
+        known = Known(call, _passes(call, schedule, backward=False))
         remember(link, kind, known)
     else:
         call = with_arrays(known.call, q, k, v, options)
@@ -211,7 +211,7 @@ def backward(
     if known is None:
         call = agreed(q, k, v, link, layout, layout_k, options, **facts)
         call = replace(call, deterministic=deterministic)
-        passes = _passes(call, schedule)
+        passes = _passes(call, schedule, backward=True)
         names = call.checked(validated)
         same(link, {"wrt": str(sorted(names)), "dlse": "given" if dlse is not None else "None"})
         known = Known(call, passes, names)
@@ -266,11 +266,11 @@ def vjp(
     return attention, pullback
 
 
-def _passes(call: Call, schedule: Schedule) -> Passes:
+def _passes(call: Call, schedule: Schedule, *, backward: bool) -> Passes:
     """Raise if there is no such schedule, or it does not go with the call; so do all ranks."""
     check(schedule, call.problem.Hkv, call.comm.size)
     if schedule == "auto":
-        schedule = choose(call)
+        schedule = choose(call, backward=backward)
     return Passes(call, schedule, plans_of(call, schedule))
 
 

@@ -71,10 +71,14 @@ class _Keys:
                 if blocks.needs(n, comm.rank):
                     self._under_way += [comm.send(a, n, _KEYS + m) for m, a in enumerate(own)]
 
-    def arrived(self) -> Iterator[tuple[int, Pair]]:
-        """Yield them as the one part that there is; zeros where no query attends to them."""
+    def wait(self) -> None:
+        """Wait until they have arrived."""
         wait(self._under_way)
         self._under_way = []
+
+    def arrived(self) -> Iterator[tuple[int, Pair]]:
+        """Yield them as the one part that there is; zeros where no query attends to them."""
+        self.wait()
         k, v = (self._joined(parts) for parts in self._parts)
         pair = k, v
         del k, v
@@ -96,6 +100,8 @@ def _arriving(parts: Iterable[Part], *, ahead: bool) -> Iterator[tuple[Part, _Ke
     """Yield each group with its keys: these arrive while the group before is computed, or not."""
     before = None
     for part in parts:
+        if before is not None:
+            before[1].wait()  # with no messages under way others begin before a kernel
         following = part, _Keys(part.call)
         if not ahead:
             yield following

@@ -4,17 +4,21 @@ Bytes are those of inputs, results and buffers, where all parts are as long as t
 travel all the way. Tiles of a CPU come on top, and bias and mask.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
-from math import ceil
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tileattn.distributed.groups import layout_across
 from tileattn.distributed.head_groups import counts
 from tileattn.distributed.layout import Layout
 from tileattn.distributed.schedules import Schedule, group_size
 from tileattn.distributed.sent import Workload
+from tileattn.distributed.visibility import Visibility
+from tileattn.distributed.waves import Waves
 from tileattn.problem import Problem
 
 _MOST_PIECES = 8  # into which queries are cut
@@ -30,11 +34,12 @@ class Device(NamedTuple):
         Whether blocks keep their dtype, and sums are in two halves.
     tile : int
         Queries, backward keys, of a work tile.
-    tiles : int
-        Work tiles of a call, at least; half as many where all keys are visible and all cost the
-        same.
-    message : int
-        Bytes of a message, at least.
+    units : int
+        Work tiles that run at a time.
+    flops : float
+        FLOPs in a second.
+    call, step : float
+        Seconds of computing that are worth a call, and a step in which messages begin.
     rows : int
         Queries of a call where they are cut, at least.
     budget : float
@@ -43,15 +48,19 @@ class Device(NamedTuple):
 
     on_gpu: bool
     tile: int
-    tiles: int
-    message: int
+    units: int
+    flops: float
+    call: float
+    step: float
     rows: int = 1024
-    budget: float = 1.125
+    budget: float = 1.15
 
 
-# Some cores; and nearly two waves of the 132 SMs of a Hopper GPU.
-CPU = Device(on_gpu=False, tile=512, tiles=4, message=1 << 18)
-GPU = Device(on_gpu=True, tile=128, tiles=256, message=1 << 20)
+# Some cores; and a Hopper GPU with its 132 SMs.
+CPU = Device(on_gpu=False, tile=512, units=4, flops=2e11, call=5e-4, step=5e-4)
+GPU = Device(on_gpu=True, tile=128, units=132, flops=6e14, call=1e-4, step=5e-4)
+
+_WELL_FILLED = 0.9  # of what one call for all heads fills
 
 
 class Plan(NamedTuple):
@@ -61,15 +70,21 @@ class Plan(NamedTuple):
     ----------
     groups : int
         Groups of the heads of a rank, one after the other.
+    splits : int
+        Calls of a block, each of some of the query heads of all its key heads.
     rows : int or None
-        Queries of a call, at most; None is all that are neighbours.
+        Queries of a call, at most; None is all that there are.
     ahead : bool
         Whether messages of one group are under way while another is computed.
+    only_order : bool
+        Whether of the positions of tokens nothing but their order counts.
     """
 
     groups: int = 1
+    splits: int = 1
     rows: int | None = None
     ahead: bool = False
+    only_order: bool = False
 
 
 class Held:
@@ -85,8 +100,12 @@ class Held:
         It goes with the call.
     device : Device
         What runs it.
+    visibility : Visibility
+        Where keys are visible.
     backward : bool
         Which pass.
+    only_order : bool
+        As a plan has it.
     """
 
     def __init__(
@@ -95,22 +114,36 @@ class Held:
         layouts: tuple[Layout, Layout],
         schedule: Schedule,
         device: Device,
+        visibility: Visibility,
         *,
         backward: bool,
+        only_order: bool,
     ) -> None:
         ranks, (queries, keys) = layouts[0].ranks, (x.length for x in layouts)
         P, n = problem, group_size(schedule, ranks)
         self._P, self._n, self._device, self._backward = P, n, device, backward
         self._ring, self._gathers, self._all_keys = ranks // n, schedule == "gather", keys
+        self._only_order = only_order
+        flops = visibility.pairs(layouts[0]).sum() * P.Hq * flops_of(P, backward=backward)
+        self._seconds = float(flops) / ranks / device.flops
         self._own = self._operands(*map(_longest_part, layouts))
         self.share = (self._operands(queries, keys) + self._of_rows(P.Hq, queries)) / ranks
         joined = [layout_across(x, n) if n > 1 else x for x in layouts]
         self._queries, self._keys = map(_longest_part, joined)
         longest = [_longest_segments(x) for x in joined]
         self._segment, self._block_keys = (max(x, default=0) for x in longest)
-        self._filled = [min(filter(None, x), default=0) for x in longest]
+        self._waves = Waves(
+            *(visibility, (joined[0], joined[1]), device.tile, device.units),
+            gathers=self._gathers,
+            backward=backward,
+            only_order=only_order,
+        )
+        if only_order:  # blocks have segments that are no neighbours
+            if not self._gathers or P.window[1] is None:
+                self._segment = self._queries
+            self._block_keys = self._keys
         if self._gathers:
-            self._block_keys = self._filled[1] = self._all_keys
+            self._block_keys = self._all_keys
 
     @cached_property
     def plan(self) -> Plan:
@@ -122,42 +155,60 @@ class Held:
     def _plans(self) -> Iterator[Plan]:
         """Yield what is worth its start: first with messages ahead, then with the fewest calls."""
         P, n, is_single = self._P, self._n, self._n > 1 and self._ring == 1
-        divisors = counts(P.Hq // n, P.Hkv // n)
-        if self._gathers or (self._backward and not is_single):  # keys would travel again
-            divisors = [count for count in divisors if count <= max(1, P.Hkv // n)]
-        cuts = (1,) if is_single else range(1, _MOST_PIECES + 1)
-        calls = sorted(product(divisors, cuts), key=lambda x: (x[0] * x[1], x[1]))
+        keys, splits = max(1, P.Hkv // n), [1]
+        groups = counts(P.Hq // n, P.Hkv // n)
+        cuts: Sequence[int] = (1,)
+        if not is_single:  # else keys would travel again
+            groups = [count for count in groups if count <= keys]
+            splits = [count for count in range(1, P.group + 1) if P.group % count == 0] or [1]
+            cuts = range(1, _MOST_PIECES + 1)
+        # Heads are divided first: of fewer queries keys are loaded as often.
+        divided = sorted(product(cuts, groups, splits), key=lambda x: (x[0], prod(x), x[1]))
         plans = [
-            Plan(count, None if cut == 1 else -(-self._segment // cut))
-            for count, cut in calls
-            if (count, cut) == (1, 1) or self._is_worth(count, cut)
+            Plan(
+                *(count, split, None if cut == 1 else -(-self._segment // cut)),
+                only_order=self._only_order,
+            )
+            for cut, count, split in divided
+            if cut * count * split == 1 or self._is_worth(count, split, cut)
         ]
         if self._gathers or (self._backward and self._ring > 1):
             yield from (plan._replace(ahead=plan.groups > 1) for plan in plans)
             plans = [plan for plan in plans if plan.groups > 1]
         yield from plans
 
-    def _is_worth(self, count: int, cut: int) -> bool:
-        """Whether calls fill a rank, and messages are worth their start."""
-        P, device, (hq, hk) = self._P, self._device, self._heads(count)
-        limit = -(-self._segment // cut)
-        if cut > 1 and limit < device.rows:
+    def _is_worth(self, count: int, split: int, cut: int) -> bool:
+        """Whether calls take some time and fill a rank, and messages are worth their start."""
+        device, blocks = self._device, 1 if self._gathers else self._ring
+        steps = (self._ring - 1) * (1 + self._backward) + 2 * (self._n - 1)
+        rows = None if cut == 1 else -(-self._segment // cut)
+        if (rows is not None and rows < device.rows) or not self._may_split(count, split):
             return False
-        message = self._bytes(hk, self._keys, P.Dv)
-        if self._n > 1:
-            message = self._bytes(hq, self._queries // self._n, P.Dv)
-        if count > 1 and message < device.message:
+        starts = blocks * count * split * cut * device.call
+        if self._seconds < max(starts, steps * count * device.step if count > 1 else 0.0):
             return False
-        if self._backward and count == 1:  # work tiles are those of keys
-            return True
-        rows, keys = self._filled
-        heads, tokens = (hk, keys) if self._backward else (hq, min(rows, limit))
-        is_even = P.window == (None, None)
-        return P.B * heads * ceil(tokens / device.tile) >= device.tiles // (1 + is_even)
+        return self._fills(count, split, rows) >= _WELL_FILLED * self._fills(1, 1, None)
+
+    def _may_split(self, count: int, split: int) -> bool:
+        """Whether key heads can be a batch: there is one of each, or one of them."""
+        P = self._P
+        is_plain = self._only_order and "sinks" not in P.enabled_options
+        return split == 1 or (is_plain and (P.B == 1 or count == P.Hkv // self._n))
+
+    def filled(self, plan: Plan) -> float:
+        """Give the share of the time in which the work tiles of calls fill a rank."""
+        return self._fills(plan.groups, plan.splits, plan.rows)
+
+    def _fills(self, count: int, split: int, rows: int | None) -> float:
+        hq, hk = self._heads(count)
+        hq //= split
+        heads = hk if self._backward else hq
+        return self._waves.filled(self._P.B * heads, hq // hk, rows)
 
     def calls(self, plan: Plan) -> int:
         """Count the calls of a block, at most."""
-        return plan.groups * (-(-self._segment // plan.rows) if plan.rows else 1)
+        cuts = -(-self._segment // plan.rows) if plan.rows else 1
+        return plan.groups * plan.splits * cuts
 
     def of(self, plan: Plan) -> int:
         """Count the bytes that a rank holds at most."""
@@ -180,10 +231,11 @@ class Held:
         is_copied = self._n == 1 and P.B > 1 and hk < P.Hkv
         steps = min(self._ring, 3) - 1  # in which other keys are there, or arrive
         found = max(keys * (is_copied + min(steps, 1)), keys * steps)
-        if self._backward:
-            pairs = min(self._ring, 2) + (plan.ahead and plan.groups > 1)
+        if self._backward:  # own ones, those that travel, and those that arrive
+            pairs = 1 if self._ring == 1 else 3 + (plan.ahead and plan.groups > 1)
             found += pairs * self._pair(hk, self._keys, self._wide)
-        return found + self._sums(hq) + self._block(hq, hk, plan)
+        parts = self._ring if plan.only_order else 3  # over which results are summed, at least
+        return found + self._sums(hq, parts) + self._block(hq, hk, plan)
 
     def _of_gather(self, hq: int, hk: int, plan: Plan) -> int:
         """Count all keys, joined or on their way, and backward their gradients; sums, a block."""
@@ -192,11 +244,10 @@ class Held:
         k, of_v = self._bytes(hk, self._all_keys, P.D), self._bytes(hk, others, P.Dv)
         upcoming = arriving if plan.ahead and plan.groups > 1 else 0
         joining = max(arriving + k, of_v + keys)
+        sums = self._sums(hq, 1)
         if not self._backward:
-            sums = self._sums(hq) if not self._device.on_gpu else 0
             return upcoming + max(joining, keys + sums + self._block(hq, hk, plan))
         dkv = self._pair(hk, self._all_keys, self._wide)
-        sums = self._sums(hq) if not self._device.on_gpu else 0
         computing = keys + dkv + sums + self._block(hq, hk, plan)
         sent = self._pair(hk, others, self._wide)
         returning = dkv + sent + ranks * self._pair(hk, self._keys, self._wide)
@@ -210,19 +261,25 @@ class Held:
         keys = self._pair(hk, self._keys)
         return rows + numbers + (1 + (self._backward and self._ring == 1)) * keys
 
-    def _sums(self, hq: int) -> int:
-        """Count sums of the results of queries: lower halves, or all where they are wider."""
-        P = self._P
+    def _sums(self, hq: int, parts: int) -> int:
+        """Count sums of the results of queries: lower halves, or all where they are wider.
+
+        A GPU has lower halves from the third part on.
+        """
+        P, on_gpu = self._P, self._device.on_gpu
+        if on_gpu and parts < 3:
+            return 0
         columns = P.D if self._backward else P.Dv
-        half = 2 if self._device.on_gpu else self._wide
+        half = 2 if on_gpu else self._wide
         found = self._bytes(hq, self._queries, columns, half) if self._is_narrow else 0
-        if not self._device.on_gpu and not self._backward:  # denominators
+        if not on_gpu and not self._backward:  # denominators
             found += self._bytes(hq, self._queries, 1, self._wide)
         return found
 
     def _block(self, hq: int, hk: int, plan: Plan) -> int:
-        """Count the operands of a block where they are widened, and its results."""
+        """Count the operands of a call where they are widened, and its results."""
         P, rows = self._P, min(plan.rows or self._segment, self._segment)
+        hq //= plan.splits
         on_gpu, keys = self._device.on_gpu, self._block_keys
         item = self._item if on_gpu else self._wide
         widened = self._is_narrow and not on_gpu
@@ -277,18 +334,33 @@ class Held:
 
 def held_by(work: Workload, schedule: Schedule, *, on_gpu: bool) -> tuple[Held, Held]:
     """Give what both passes of a schedule hold."""
-    layouts = work.q_layout, work.k_layout
-    return _held_by(work.problem, layouts, schedule, GPU if on_gpu else CPU)
+    layouts, (window, *entries) = (work.q_layout, work.k_layout), work.visibility
+    visibility = window, *(tuple(x.tolist()) for x in entries)
+    device = GPU if on_gpu else CPU
+    return _held_by(work.problem, layouts, schedule, device, visibility, work.only_order)
 
 
 @lru_cache(maxsize=256)
 def _held_by(
-    problem: Problem, layouts: tuple[Layout, Layout], schedule: Schedule, device: Device
+    problem: Problem,
+    layouts: tuple[Layout, Layout],
+    schedule: Schedule,
+    device: Device,
+    visibility: tuple[Any, ...],
+    only_order: bool,
 ) -> tuple[Held, Held]:
+    window, *entries = visibility
+    places = Visibility(window, *(np.array(x, np.int64) for x in entries))
     forward, backward = (
-        Held(problem, layouts, schedule, device, backward=x) for x in (False, True)
+        Held(problem, layouts, schedule, device, places, backward=x, only_order=only_order)
+        for x in (False, True)
     )
     return forward, backward
+
+
+def flops_of(P: Problem, *, backward: bool) -> int:
+    """Count the FLOPs of a pair."""
+    return 2 * (3 * P.D + 2 * P.Dv if backward else P.D + P.Dv)
 
 
 def _longest_part(layout: Layout) -> int:

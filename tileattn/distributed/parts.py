@@ -44,8 +44,8 @@ class RowPart:
         del self.call
         if self._exchange.is_alone:
             return
-        for part, whole in zip(found, self._result, strict=True):
-            self._exchange.to_tokens(part, whole, self._own, self._exchange.queries)
+        pairs = zip(found, self._result, strict=True)
+        self._exchange.to_tokens(pairs, self._own, self._exchange.queries)
 
 
 class Totals:
@@ -107,7 +107,7 @@ class Totals:
         tokens = exchange.queries.length_of(exchange.group.rank)
         shape = total.shape[0], heads, tokens, total.shape[3]
         found = library(dbias).zeros(shape, dbias.dtype)
-        exchange.to_tokens(dbias, found, own, exchange.queries)
+        exchange.to_tokens([(dbias, found)], own, exchange.queries)
         for axis in (1, 2):
             found = found.sum(axis=axis, keepdims=True) if total.shape[axis] == 1 else found
         total += found
@@ -148,7 +148,7 @@ class GradientPart:
         del self.call, self.upstream
         totals, exchange, whole = self._totals, self._totals.exchange, self._totals.of["q"]
         if dq is not None and whole is not None and not exchange.is_alone:
-            exchange.to_tokens(dq, whole, self._heads.queries, exchange.queries)
+            exchange.to_tokens([(dq, whole)], self._heads.queries, exchange.queries)
         dbias = self.parameters.dbias
         if totals.exchanges_bias and totals.shared_rows is None and dbias is not None:
             totals.return_rows(dbias, self._heads.queries, totals.call.problem.Hq)
@@ -165,11 +165,10 @@ class GradientPart:
             sums = totals.call.sums
             totals.of_keys = found[0].astype(sums, copy=False), found[1].astype(sums, copy=False)
             return
-        for name, part in zip("kv", found, strict=True):
-            whole = totals.of[name]
-            with np.errstate(all="ignore"):  # a cast to 16 bits may overflow
-                if whole is not None:
-                    exchange.to_tokens(part, whole, self._heads.keys, exchange.keys)
+        wholes = totals.of["k"], totals.of["v"]
+        pairs = [(x, y) for x, y in zip(found, wholes, strict=True) if y is not None]
+        with np.errstate(all="ignore"):  # a cast to 16 bits may overflow
+            exchange.to_tokens(pairs, self._heads.keys, exchange.keys)
 
     def _parameters(self) -> Parameters:
         """Give the sums of these heads: views of those of all, or room for other ranks' rows."""

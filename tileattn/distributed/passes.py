@@ -1,6 +1,6 @@
 """Both passes of a schedule: groups of heads one after the other, each exchanged and computed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 from tileattn.algorithm.residuals import has_large_lse
 from tileattn.distributed import gather, ring, single
 from tileattn.distributed.arrays import library
-from tileattn.distributed.blocks import Pair, Upstream
+from tileattn.distributed.blocks import Upstream
 from tileattn.distributed.call import Array, Call
 from tileattn.distributed.comm import Communicator
 from tileattn.distributed.exchange import Exchange
@@ -46,7 +46,10 @@ class Passes:
             self._comm = across(comm, n)
             queries, keys = layout_across(queries, n), layout_across(keys, n)
         self._blocks = {
-            plan.rows: RankBlocks(blocks.visibility, queries, keys, self._comm.rank, plan.rows)
+            plan.rows: RankBlocks(
+                *(blocks.visibility, queries, keys, self._comm.rank, plan.rows),
+                only_order=plan.only_order,
+            )
             for plan in plans
         }
         self._is_single = n > 1 and self._comm.size == 1
@@ -96,51 +99,47 @@ class Passes:
         return call, attention
 
     def _row_parts(self, call: Call, result: Attention) -> Iterator[RowPart]:
-        for one, heads, _ in self._calls(call, self._plans[0]):
+        for one, _, heads, _ in self._calls(call, self._plans[0]):
             part = RowPart(self._exchange, one, heads, result)
             del one
             yield part
 
     def _gradient_parts(self, totals: Totals, upstream: Upstream) -> Iterator[GradientPart]:
-        for one, heads, is_last in self._calls(totals.call, self._plans[1]):
-            dout, out, lse = (self._rows(x, heads.queries) for x in upstream[:3])
-            dlse = None if upstream.dlse is None else self._rows(upstream.dlse, heads.queries)
-            given = Upstream(dout, out, lse, dlse)
+        rows = [x for x in upstream if x is not None]
+        for one, found, heads, is_last in self._calls(totals.call, self._plans[1], rows):
+            given = Upstream(*found, *[None] * (4 - len(found)))
             part = GradientPart(totals, one, heads, given, is_last=is_last)
-            del dout, out, lse, dlse, given
-            del one
+            del one, found, given
             yield part
 
-    def _calls(self, call: Call, plan: Plan) -> Iterator[tuple[Call, Heads, bool]]:
-        """Yield the call of each group, its heads, and whether it is the last with its keys."""
+    def _calls(
+        self, call: Call, plan: Plan, rows: Sequence[Array] = ()
+    ) -> Iterator[tuple[Call, list[Array], Heads, bool]]:
+        """Yield the call of each group with its ``rows``, its heads, and whether its keys end."""
         P, x, exchange = call.problem, call.operands, self._exchange
         groups = head_groups(P.Hq // self._n, P.Hkv // self._n, plan.groups)
         shared = {
-            name: self._rows(y, slice(0, 1)) for name, y in self._exchanged(call, shared=True)
+            name: exchange.to_heads([y], slice(0, 1), exchange.queries)[0]
+            for name, y in self._exchanged(call, shared=True)
         }
-        keys: Pair | None = None
+        keys: list[Array] = []
         for n, heads in enumerate(groups):
-            if keys is None:
-                keys = (
-                    exchange.to_heads(x.k, heads.keys, exchange.keys),
-                    exchange.to_heads(x.v, heads.keys, exchange.keys),
-                )
-            arrays = dict(zip("kv", keys, strict=True)) | shared
-            arrays["q"] = self._rows(x.q, heads.queries)
-            for name, y in self._exchanged(call, shared=False):
-                arrays[name] = self._rows(y, heads.queries)
+            keys = keys or exchange.to_heads((x.k, x.v), heads.keys, exchange.keys)
+            more = dict(self._exchanged(call, shared=False))
+            q, *found = exchange.to_heads(
+                (x.q, *rows, *more.values()), heads.queries, exchange.queries
+            )
+            given, others = [found[: len(rows)]], zip(more, found[len(rows) :], strict=True)
+            arrays = {"q": q, "k": keys[0], "v": keys[1], **shared, **dict(others)}
             of_all = Heads(exchange.heads(heads.queries, P.Hq), exchange.heads(heads.keys, P.Hkv))
+            one = [self._placed(call.of_heads(of_all, **arrays), plan)]
             is_last = n + 1 == len(groups) or groups[n + 1].keys != heads.keys
-            ones = [call.of_heads(of_all, **arrays)]
-            keys = None if is_last else keys
-            del arrays
-            yield self._placed(ones.pop(), plan), heads, is_last
+            keys = [] if is_last else keys
+            del q, more, found, others, arrays  # nothing outlives what uses it
+            yield one.pop(), given.pop(), heads, is_last
 
     def _placed(self, call: Call, plan: Plan) -> Call:
-        return replace(call, comm=self._comm, blocks=self._blocks[plan.rows])
-
-    def _rows(self, x: Array, own: slice) -> Array:
-        return self._exchange.to_heads(x, own, self._exchange.queries)
+        return replace(call, comm=self._comm, blocks=self._blocks[plan.rows], splits=plan.splits)
 
     def _exchanged(self, call: Call, *, shared: bool) -> Iterator[tuple[str, Any]]:
         """Yield the bias and mask of which ranks exchange rows, of one head or of all."""

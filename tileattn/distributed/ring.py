@@ -3,7 +3,8 @@
 At step t rank r has the keys of rank ``r - t``; while it computes with them, they travel on to rank
 ``r + 1``. What a rank sends and receives in a step begins together. Keys go as far as the last rank
 that attends to them, and no further. In the backward pass the gradients of keys and values follow
-them and are summed on the way, in one order, and return to the rank that holds the keys.
+them, from the second rank on, and are summed on the way, in one order. They return to the rank that
+holds the keys, which adds its own.
 
 References
 ----------
@@ -11,8 +12,9 @@ Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, arXiv:2310.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
-from tileattn.distributed.arrays import library
+from tileattn.distributed.arrays import add_narrow, library
 from tileattn.distributed.blocks import Pair, Sums, attend
 from tileattn.distributed.call import Call
 from tileattn.distributed.comm import Transfer, wait
@@ -55,21 +57,25 @@ def _backward(part: GradientPart, earlier: Callable[[], None] | None) -> Callabl
     sums = Sums(call, part.upstream, part.wrt, dq, part.parameters)
     gradients = _Gradients(call)
     for step, source, pair in _steps(call):
-        found = None if pair is None else sums.of_keys(source, *pair, gradients.arrived)
+        arrived = partial(gradients.arrived, source)
+        found = None if pair is None else sums.of_keys(source, *pair, arrived)
         del pair
         if step == 0 and earlier is not None:
             earlier()
         gradients.pass_on(step, source, found)
         del found
     sums.finish()
-    own, under_way = gradients.own, gradients.under_way
+    own, others, under_way = gradients.own, gradients.others, gradients.under_way
     if own is None:
-        raise RuntimeError("gradients of this rank's keys do not return")
-    del call, sums, gradients
+        raise RuntimeError("a rank has no gradients of its own keys")
+    del call, sums, gradients, arrived
     part.finish_rows(dq)
 
     def returned() -> None:
         wait(under_way)
+        under_way.clear()  # what has been sent is free
+        for total, x in zip(own, others or (), strict=False):
+            add_narrow(total, x)
         part.finish_keys(*own)
 
     return returned
@@ -81,21 +87,27 @@ class _Gradients:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._earlier: Pair | None = None  # of the ranks before, for the keys of a step
-        self.own: Pair | None = None  # of all ranks, for this rank's keys
+        self.own: Pair | None = None  # of this rank, for its keys
+        self.others: Pair | None = None  # of all others, for this rank's keys
         self.under_way: list[Transfer] = []
 
-    def arrived(self) -> Pair:
-        """Give the sums of the ranks before, when they have arrived; for its own keys zeros."""
+    def arrived(self, source: int) -> Pair:
+        """Give the sums of the ranks before, when they have arrived; else zeros."""
         self._wait()
         found, self._earlier = self._earlier, None
         if found is None:
-            x, sums = self._call.operands, self._call.sums
-            dk, dv = (library(a).zeros(a.shape, sums) for a in (x.k, x.v))
+            x, n = self._call.operands, self._call.blocks.k_layout.length_of(source)
+            dk, dv = (
+                library(a).zeros((*a.shape[:2], n, a.shape[3]), self._call.sums) for a in (x.k, x.v)
+            )
             found = dk, dv
         return found
 
     def pass_on(self, step: int, source: int, found: Pair | None) -> None:
         """Send what a step has summed, and begin to receive the sums for the next one."""
+        if step == 0:
+            self.own = found
+            return
         self._wait()
         comm, reach = self._call.comm, self._call.blocks.reach
         rank, size = comm.rank, comm.size
@@ -103,14 +115,12 @@ class _Gradients:
         with comm.together():
             if found is not None and step < reach[source]:
                 self._send(found, source, (rank + 1) % size, _GRADIENTS)
-            elif found is not None and step:
-                self._send(found, source, source, _RETURNED)
             elif found is not None:
-                self.own = found
+                self._send(found, source, source, _RETURNED)
             if step < reach[upcoming]:
                 self._earlier = self._receive(upcoming, (rank - 1) % size, _GRADIENTS)
-            if step and step == reach[rank]:
-                self.own = self._receive(rank, (rank + step) % size, _RETURNED)
+            if step == reach[rank]:
+                self.others = self._receive(rank, (rank + step) % size, _RETURNED)
 
     def _wait(self) -> None:
         """Wait for what is under way: what has been sent is free."""

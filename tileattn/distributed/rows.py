@@ -99,20 +99,30 @@ class _OnGpu:
     """Sums of which the results have the upper halves, and how many parts of each piece come."""
 
     def __init__(self, call: Call, to: Any) -> None:
-        self._left = dict(call.blocks.number)
+        self._blocks, self._left = call.blocks, dict(call.blocks.number)
         self._split = set[int]()  # pieces whose sums are in two halves
         self._to, self._low = to, None
 
-    def _next(self, queries: Segment) -> bool:
-        """Count a part; return whether it is the last."""
-        self._left[queries.start] -= 1
-        return not self._left[queries.start]
+    def _is_first(self, piece: slice) -> bool:
+        return self._left[piece.start] == self._blocks.number[piece.start]
 
-    def _lower(self) -> Any:
-        """Give the lower halves: nothing where sums are no wider than results."""
-        if self._to.dtype.itemsize == 2 and self._low is None:
-            self._low = library(self._to).empty(self._to.shape, np.uint16)
-        return self._low
+    def _next(self, piece: slice) -> bool:
+        """Count a part; return whether it is the last."""
+        self._left[piece.start] -= 1
+        return not self._left[piece.start]
+
+    def _halves(self, piece: slice, *, is_last: bool) -> tuple[Any, dict[str, bool]]:
+        """Give the lower halves, and whether sums are in two halves before, and then.
+
+        There are none where sums are no wider than results, or have two parts.
+        """
+        is_split = piece.start in self._split
+        if not is_last:
+            self._split.add(piece.start)
+            if self._to.dtype.itemsize == 2 and self._low is None:
+                self._low = library(self._to).empty(self._to.shape, np.uint16)
+        low = self._low if is_split or not is_last else None
+        return low, {"is_split": is_split, "splits": not is_last}
 
 
 class RowsOnGpu(_OnGpu):
@@ -120,66 +130,75 @@ class RowsOnGpu(_OnGpu):
 
     def __init__(self, call: Call, to: Attention) -> None:
         super().__init__(call, to.out)
-        self._call, self._lse, self._begun = call, to.lse, set[int]()
+        self._call, self._lse = call, to.lse
         sinks = call.operands.sinks
         self._sinks = None if sinks is None else sinks.astype(call.sums, order="C")
 
     def attend(self, queries: Segment, k: Any, v: Any, options: dict[str, Any]) -> None:
         """Compute the first part in its place; weigh and add others."""
-        rows, number = queries.rows, queries.start
-        q, is_last = self._call.operands.q[..., rows, :], self._next(queries)
-        if number not in self._begun:
-            self._begun.add(number)
-            to = self._to[..., rows, :]
+        rows, pieces = queries.rows, self._blocks.within(queries.rows)
+        q, to, part = self._call.operands.q[..., rows, :], self._to[..., rows, :], None
+        if all(map(self._is_first, pieces)):
             self._lse[..., rows] = tileattn.forward(q, k, v, out=to, **options).lse
-            if is_last and self._sinks is not None:
-                self._join(queries, None, is_last=True)
         else:
-            self._join(queries, tileattn.forward(q, k, v, **options), is_last=is_last)
+            part = tileattn.forward(q, k, v, **options)
+        for piece in pieces:
+            own = _within(piece, rows)
+            self._add(piece, part and Attention(part.out[..., own, :], part.lse[..., own]))
 
-    def _join(self, queries: Segment, part: Attention | None, *, is_last: bool) -> None:
+    def _add(self, piece: slice, part: Attention | None) -> None:
+        """Add a part of a piece; None is the first, which is in its place."""
+        is_first, is_last = self._is_first(piece), self._next(piece)
+        if is_first and part is not None:
+            self._to[..., piece, :], self._lse[..., piece] = part
+            part = None
+        if part is not None or (is_last and self._sinks is not None):
+            self._join(piece, part, is_last=is_last)
+
+    def _join(self, piece: slice, part: Attention | None, *, is_last: bool) -> None:
         from tileattn.backends.cupy.partial_rows import join_rows
 
-        is_split = queries.start in self._split
-        low = None if is_last and not is_split else self._lower()
+        low, halves = self._halves(piece, is_last=is_last)
         sinks = self._sinks if is_last else None
-        halves = {"is_split": is_split, "splits": not is_last}
-        join_rows(Attention(self._to, self._lse), low, part, sinks, queries.rows, **halves)
-        self._split.add(queries.start)
+        join_rows(Attention(self._to, self._lse), low, part, sinks, piece, **halves)
 
     def finish(self) -> None:
         """Fill rows without keys, which have a sink at most."""
-        for a in self._call.blocks.pieces:
-            if a.start not in self._begun:
+        for rows in self._blocks.pieces:
+            if not self._blocks.number[rows.start]:
                 sinks = -np.inf if self._sinks is None else self._sinks[:, np.newaxis]
-                self._to[..., a.rows, :], self._lse[..., a.rows] = 0, sinks
+                self._to[..., rows, :], self._lse[..., rows] = 0, sinks
         self._low = None
 
 
 class SumsOnGpu(_OnGpu):
     """CuPy arrays: the first part is copied, and others are added by a kernel."""
 
-    def __init__(self, call: Call, to: Any) -> None:
-        super().__init__(call, to)
-        self._pieces, self._number = call.blocks.pieces, call.blocks.number
-
     def add(self, queries: Segment, part: Any) -> None:
         """Add, and round with the last part."""
         from tileattn.backends.cupy.partial_rows import add_halves
 
-        number = queries.start
-        is_first, is_last = self._left[number] == self._number[number], self._next(queries)
-        if is_first:
-            self._to[..., queries.rows, :] = part
-            return
-        is_split = number in self._split
-        low = None if is_last and not is_split else self._lower()
-        add_halves(self._to, low, part, queries.rows, is_split=is_split, splits=not is_last)
-        self._split.add(number)
+        rows, pieces = queries.rows, self._blocks.within(queries.rows)
+        in_place = all(map(self._is_first, pieces))
+        if in_place:
+            self._to[..., rows, :] = part
+        for piece in pieces:
+            own = part[..., _within(piece, rows), :]
+            is_first, is_last = self._is_first(piece), self._next(piece)
+            if not is_first:
+                low, halves = self._halves(piece, is_last=is_last)
+                add_halves(self._to, low, own, piece, **halves)
+            elif not in_place:
+                self._to[..., piece, :] = own
 
     def finish(self) -> None:
         """Fill rows without keys: with 0."""
-        for a in self._pieces:
-            if not self._number[a.start]:
-                self._to[..., a.rows, :] = 0
+        for rows in self._blocks.pieces:
+            if not self._blocks.number[rows.start]:
+                self._to[..., rows, :] = 0
         self._low = None
+
+
+def _within(piece: slice, rows: slice) -> slice:
+    """Say where a piece is among the rows of a block."""
+    return slice(piece.start - rows.start, piece.stop - rows.start)

@@ -5,7 +5,7 @@ arguments, and the sums of gradients that they share; nor is the second forward 
 ``backward`` runs where scores are large.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,9 @@ from tileattn.distributed.visibility import Visibility, reach
 from tileattn.problem import Problem
 
 Array = NDArray[Any]
+
+# Options that look at which query, or which key, it is.
+_BY_POSITION = frozenset({"alibi_slopes", "bias", "mask", "dropout_p", "score_mod", "mask_mod"})
 
 
 class Rows(NamedTuple):
@@ -64,6 +67,14 @@ class Workload(NamedTuple):
     def ranks(self) -> int:
         """How many ranks there are."""
         return self.q_layout.ranks
+
+    @property
+    def only_order(self) -> bool:
+        """Whether of the positions of tokens nothing but their order counts, for all alike."""
+        P, (_, lengths, offsets) = self.problem, self.visibility
+        if P.window[0] is not None or not _BY_POSITION.isdisjoint(P.enabled_options):
+            return False
+        return len({*offsets.tolist()}) == 1 and {*lengths.tolist()} == {self.k_layout.length}
 
 
 class Sent(NamedTuple):
@@ -125,23 +136,22 @@ def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
 
 
 def passed_on(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
-    """Count what ranks of a ring over groups of n pass on, in both passes.
-
-    Groups of heads that read the same keys have them travel for each.
-    """
+    """Count what ranks of a ring over groups of n pass on, in both passes."""
     queries, keys = (layout_across(x, n) for x in (work.q_layout, work.k_layout))
     P, size = work.problem, keys.ranks
     steps = np.array(reach(work.visibility.attending(queries, keys)))
+    some = (steps > 0).astype(np.float64)
     elements = _lengths(keys) * (P.B * P.Hkv // n * (P.D + P.Dv))
-    some = steps > 0
-    last = (np.arange(size) + steps)[some] % size  # it returns the gradients
-    parts, sums = _sums_on_the_way(steps, np.ones(size)), _sums_on_the_way(steps, elements)
-    returned, gradients = (np.bincount(last, x[some], size) for x in (np.ones(size), elements))
+    last = (np.arange(size) + steps) % size  # it returns the gradients
     item, wide = P.dtype.itemsize, P.accum_dtype.itemsize
-    again = [max(1, count * n // max(1, P.Hkv)) for count in groups]
-    forward = Sent(2 * parts * groups[0], sums * item * again[0])
-    messages = (4 * parts + 2 * returned) * groups[1]
-    backward = Sent(messages, (sums * (item + wide) + gradients * wide) * again[1])
+    found = []
+    for sizes in (np.ones(size), elements):
+        of_keys = _sums_on_the_way(steps, sizes)
+        returned = np.bincount(last, some * sizes, size)
+        found.append((of_keys, of_keys - some * sizes + returned))
+    (parts, back), (of_keys, gradients) = found
+    forward = Sent(2 * parts * groups[0], of_keys * item)
+    backward = Sent(2 * (parts + back) * groups[1], of_keys * item + gradients * wide)
     return [Sent(*(np.repeat(x, n) for x in sent)) for sent in (forward, backward)]
 
 
@@ -160,15 +170,21 @@ def gathered(work: Workload) -> tuple[Sent, Sent]:
     P, size = work.problem, work.ranks
     elements = _lengths(work.k_layout) * (P.B * P.Hkv * (P.D + P.Dv))
     sent, back = (Sent(np.zeros(size), np.zeros(size)) for _ in range(2))
-    for rank, ranks in enumerate(work.visibility.attending(work.q_layout, work.k_layout)):
-        bits = np.frombuffer(ranks.to_bytes(size // 8 + 1, "little"), np.uint8)
-        others = np.unpackbits(bits, count=size, bitorder="little").astype(bool)
+    for rank, others in enumerate(attending_ranks(work, work.q_layout, work.k_layout)):
         others[rank] = False
         sent.messages[rank] = 2 * others.sum()
         back.messages[others] += 2
         back.nbytes[others] += elements[rank]
     sent = sent._replace(nbytes=sent.messages / 2 * elements * P.dtype.itemsize)
     return sent, back._replace(nbytes=back.nbytes * P.accum_dtype.itemsize)
+
+
+def attending_ranks(work: Workload, queries: Layout, keys: Layout) -> Iterator[Array]:
+    """Yield for each rank which ones attend to some of its keys."""
+    size = queries.ranks
+    for ranks in work.visibility.attending(queries, keys):
+        bits = np.frombuffer(ranks.to_bytes(size // 8 + 1, "little"), np.uint8)
+        yield np.unpackbits(bits, count=size, bitorder="little").astype(bool)
 
 
 def _lengths(layout: Layout) -> Array:

@@ -5,7 +5,7 @@ from typing import Any
 
 import tileattn
 from tileattn.distributed.arrays import add_narrow
-from tileattn.distributed.call import Call
+from tileattn.distributed.call import Call, asked
 from tileattn.distributed.layout import Segment
 from tileattn.distributed.parts import GradientPart, RowPart
 
@@ -24,14 +24,15 @@ def backward(parts: Iterable[GradientPart]) -> None:
     """Compute all gradients."""
     for part in parts:
         x, given, (dbias, dsinks, daux) = part.call.operands, part.upstream, part.parameters
+        options = _options(part.call)
         grads = tileattn.backward(
             *(given.dout, x.q, x.k, x.v, given.out, given.lse),
             dlse=given.dlse,
-            wrt=tuple(sorted(part.wrt)),
+            wrt=asked(part.wrt, options),
             deterministic=part.call.deterministic,
-            **_options(part.call),
+            **options,
         )
-        del x, given
+        del x, given, options
         of_parameters = (dbias, grads.dbias), (dsinks, grads.dsinks)
         for total, found in (*of_parameters, *zip(daux, grads.daux or (), strict=False)):
             if total is not None and found is not None:

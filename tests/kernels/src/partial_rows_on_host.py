@@ -68,8 +68,8 @@ extern "C" void launch(int x, int y, void** arrays, const i64* n) {
 """
 
 _ARGUMENTS = {  # types of the arrays, and how many numbers follow
-    "join_rows": (("Element", "u16", "Accum", "Element", "Accum", "Accum"), 9),
-    "add_halves": (("Element", "u16", "Element"), 9),
+    "join_rows": (("Element", "u16", "Accum", "Element", "Accum", "Accum"), 10),
+    "add_halves": (("Element", "u16", "Element"), 10),
     "add_rows": (("Accum", "Element"), 5),
 }
 

@@ -36,11 +36,12 @@ def join_rows(
 ) -> None:
     """Join a part (B, H, n, D) with the rows ``at`` of ``to``, (B, H, N, D): heads of a result.
 
-    ``is_split`` says whether the sums are in two halves before, and ``splits`` whether they are
-    then; ``low`` has the lower ones. Sinks (H,) of the dtype of sums join the denominator.
+    A part is rows of a contiguous array, and so are its lse of theirs. ``is_split`` says whether
+    the sums are in two halves before, and ``splits`` whether they are then; ``low`` has the lower
+    ones. Sinks (H,) of the dtype of sums join the denominator.
     """
     parts = (None, None) if part is None else (part.out, part.lse)
-    numbers = *_place(to.out, at), int(is_split), int(splits)
+    numbers = *_place(to.out, at, parts[0]), int(is_split), int(splits)
     rows = to.out.shape[0] * to.out.shape[1] * (at.stop - at.start)
     blocks = min(-(-rows // _WARPS), _MOST_BLOCKS)
     _launch("join_rows", to.out, (blocks,), (to.out, low, to.lse, *parts, sinks), numbers, rows)
@@ -50,7 +51,7 @@ def add_halves(
     to: Any, low: Any | None, part: Any, at: slice, *, is_split: bool, splits: bool
 ) -> None:
     """Add a part (B, H, n, D) to the rows ``at`` of sums (B, H, N, D), as `join_rows` has them."""
-    numbers = *_place(to, at), int(is_split), int(splits)
+    numbers = *_place(to, at, part), int(is_split), int(splits)
     _launch("add_halves", to, _grid(part.shape), (to, low, part), numbers, part.size)
 
 
@@ -61,11 +62,15 @@ def add_rows(sums: Any, part: Any, at: slice) -> None:
     _launch("add_rows", part, _grid(part.shape), (sums, part), numbers, part.size)
 
 
-def _place(to: Any, at: slice) -> tuple[int, ...]:
-    """Say where some rows are among those of some heads of a contiguous array."""
+def _place(to: Any, at: slice, part: Any | None) -> tuple[int, ...]:
+    """Say where some rows are among those of some heads of a contiguous array, and in the part."""
     B, H, N, D = to.shape
-    between = to.strides[0] // (D * to.itemsize) if B > 1 else 0
-    return B, H, at.stop - at.start, N, at.start, between, D
+    row, n = D * to.itemsize, at.stop - at.start
+    between = to.strides[0] // row if B > 1 else 0
+    apart = n
+    if part is not None and B * H > 1:
+        apart = (part.strides[0] // H if B > 1 else part.strides[1]) // row
+    return B, H, n, apart, N, at.start, between, D
 
 
 def _grid(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -4,14 +4,14 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     add_halves(Element* result, unsigned short* low, const Element* part, i64 entries, i64 heads,
-               i64 part_rows, i64 rows, i64 row0, i64 entry_rows, i64 columns, i64 is_split,
-               i64 splits) {
-    const PartRows place = {heads, part_rows, rows, row0, entry_rows};
+               i64 part_rows, i64 apart, i64 rows, i64 row0, i64 entry_rows, i64 columns,
+               i64 is_split, i64 splits) {
+    const PartRows place = {heads, apart, rows, row0, entry_rows};
     const Sums<Element> sums = {result, low};
     const i64 size = part_rows * columns, step = i64(gridDim.x) * THREADS;
     for (i64 head = blockIdx.y; head < entries * heads; head += gridDim.y) {
         const i64 to = place.in_result(head, 0) * columns, half = place.in_halves(head, 0) * columns;
-        const Element* const from = part + head * size;
+        const Element* const from = part + place.in_part(head, 0) * columns;
         i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
         for (; i < size; i += TOGETHER * step) {
             Accum x[TOGETHER];

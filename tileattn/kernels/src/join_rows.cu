@@ -6,14 +6,14 @@
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     join_rows(Element* out, unsigned short* low, Accum* lse, const Element* part,
               const Accum* part_lse, const Accum* sinks, i64 entries, i64 heads, i64 part_rows,
-              i64 rows, i64 row0, i64 entry_rows, i64 columns, i64 is_split, i64 splits) {
-    const PartRows place = {heads, part_rows, rows, row0, entry_rows};
+              i64 apart, i64 rows, i64 row0, i64 entry_rows, i64 columns, i64 is_split, i64 splits) {
+    const PartRows place = {heads, apart, rows, row0, entry_rows};
     const Sums<Element> sums = {out, low};
     const int lane = threadIdx.x % WARP;
     const i64 warps = i64(gridDim.x) * (THREADS / WARP), count = entries * heads * part_rows;
-    i64 from = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
-    for (; from < count; from += warps) {
-        const i64 head = from / part_rows, row = from % part_rows;
+    i64 i = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
+    for (; i < count; i += warps) {
+        const i64 head = i / part_rows, row = i % part_rows, from = place.in_part(head, row);
         const i64 to = place.in_result(head, row), half = place.in_halves(head, row);
         const Accum mine = lse[to], theirs = part ? part_lse[from] : -infinity<Accum>();
         const Joined both(mine, theirs);

@@ -24,11 +24,12 @@ __device__ inline Accum weighted(Accum weight, Accum x, Accum lse) {
     return has_keys(lse) ? weight * x : Accum(0);
 }
 
-// Some rows of all heads of B entries: of a part, which is contiguous, and where these are in a
-// result of `rows` for each head, whose entries begin `entry_rows` rows apart.
+// Some rows of all heads of B entries: of a part, whose heads begin `apart` rows apart, and where
+// these are in a result of `rows` for each head, whose entries begin `entry_rows` rows apart.
 struct PartRows {
-    i64 heads, part_rows, rows, row0, entry_rows;
+    i64 heads, apart, rows, row0, entry_rows;
 
+    __device__ i64 in_part(i64 head, i64 row) const { return head * apart + row; }
     __device__ i64 in_result(i64 head, i64 row) const {
         return head / heads * entry_rows + head % heads * rows + row0 + row;
     }
