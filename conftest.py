@@ -1,6 +1,7 @@
-"""Every test, doctests included, leaves the registry of backends as it found it."""
+"""Every test, doctests included, leaves the process as it found it."""
 
 import hashlib
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,13 @@ def restored_registry() -> Iterator[None]:
     yield
     registry._loaded.clear()
     registry._loaded.update(before)
+
+
+@pytest.fixture(autouse=True)
+def untraced_memory() -> Iterator[None]:
+    """Fail a test that leaves tracemalloc on: those behind it would take ten times as long."""
+    yield
+    assert not tracemalloc.is_tracing()
 
 
 # --- shares of the tests, for tools/gpu_tests.py --------------------------------------------------

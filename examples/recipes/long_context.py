@@ -15,5 +15,6 @@ options = {"causal": True, "window": (2000, 0)}
 attention = tileattn.forward(q, k, v, **options)
 tileattn.backward(dout, q, k, v, *attention, **options)
 peak = tracemalloc.get_traced_memory()[1]
+tracemalloc.stop()
 print(f"{peak / 2**20:.0f} MiB at most; the scores alone would be {4 * N * N / 2**20:,.0f} MiB")
 assert peak < 4 * N * N / 20
