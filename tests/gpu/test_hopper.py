@@ -73,7 +73,10 @@ def test_lengths_and_offsets_on_the_gpu(lengths: list[int]) -> None:
 @pytest.mark.parametrize("options", ["plain", "causal", "offset", "all"])
 @pytest.mark.parametrize(("D", "Dv"), [*SQUARE, *WIDE[:3]])
 def test_lengths_that_no_tile_divides(D: int, Dv: int, options: str, Nq: int, Nk: int) -> None:
-    check(arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
+    there = filled(OPTIONS[options], Nk)
+    if Nq == 1:
+        there.pop("kv_lengths", None)  # forward_split has a query with lengths
+    check(arrays(DTYPES[1], D, Dv, Nq, Nk), **there)
 
 
 @pytest.mark.parametrize(("Nq", "Nk"), [(0, 300), (300, 0), (0, 0)])
