@@ -83,7 +83,10 @@ def summary_lines() -> Iterator[str]:
     ceilings = load(RESULTS, "gpu_ceilings")
     head = ["", "baseline", "cases", "speedup, mean", "least", "most", "TFLOP/s", "% of roofline"]
     yield from table(head, (line for name in COMPARISONS for line in _summary(name, ceilings)))
-    yield from paragraphs(f"Measured on an {ceilings['machine']['gpu']}.")
+    gpus = {title: load(RESULTS, name)["machine"]["gpu"] for name, title in COMPARISONS.items()}
+    one = ceilings["machine"]["gpu"]
+    others = (f"; {title} on an {gpu}" for title, gpu in gpus.items() if gpu != one)
+    yield from paragraphs(f"Measured on an {one}{''.join(others)}.")
     if results := _cpu_results():
         head = ["", "baseline", "cases", "speedup, mean", "least", "most", "GFLOP/s"]
         yield from table(head, (line for result in results for line in _cpu_summary(result)))
@@ -107,7 +110,7 @@ def _summary(name: str, ceilings: Row) -> Iterator[list[Any]]:
         speed = max(row["tflops"]["tileattn"] for _, row, _ in found)
         known = [percent for *_, percent in found if percent is not None]
         speedups = [speedup for speedup, *_ in found if speedup is not None]
-        yield [title, rivals, *_spread(speedups), f"{speed:.0f}", shown(max(known), ".0f")]
+        yield [title, rivals, *_spread(speedups), f"{speed:.0f}", shown(max(known, default=None), ".0f")]
 
 
 def _cpu_summary(result: Row) -> Iterator[list[Any]]:
