@@ -5,24 +5,26 @@ import subprocess
 import sys
 import tempfile
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
 def checked(archive: Path, folder: Path) -> int:
     """Install an archive in a folder; the exit status is that of the first step that fails."""
-    venv.create(folder, with_pip=True)
-    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    venv.create(folder)
+    python = str(folder / ("Scripts" if os.name == "nt" else "bin") / "python")
     # Neither the checkout nor another environment may stand in for what was installed.
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTHON")}
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
     steps = (
-        ["pip", "install", "--quiet", "--disable-pip-version-check", str(archive.resolve())],
-        ["tileattn", "info"],
-        ["tileattn", "check", "--problems", "20"],
+        [*pip, "install", "--quiet", str(archive.resolve())],
+        [python, "-m", "tileattn", "info"],
+        [python, "-m", "tileattn", "check", "--problems", "20"],
     )
     for step in steps:
-        status = subprocess.run([python, "-m", *step], cwd=folder, env=environment, check=False)
+        status = subprocess.run(step, cwd=folder, env=environment, check=False)
         if status.returncode:
-            print(f"{archive}: `python -m {' '.join(step)}` ended with status {status.returncode}")
+            print(f"{archive}: `{' '.join(step)}` ended with status {status.returncode}")
             return status.returncode
     print(f"{archive}: installs, and agrees with the oracle")
     return 0
@@ -33,11 +35,9 @@ def main(paths: list[str]) -> int:
     if not paths:
         print("usage: check_install.py ARCHIVE...")
         return 2
-    failed = False
-    for path in paths:
-        with tempfile.TemporaryDirectory() as folder:
-            failed |= bool(checked(Path(path), Path(folder, "environment")))
-    return int(failed)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        folders = (Path(folder, str(n)) for n in range(len(paths)))
+        return int(any(list(pool.map(checked, map(Path, paths), folders))))
 
 
 if __name__ == "__main__":
