@@ -110,7 +110,13 @@ def _summary(name: str, ceilings: Row) -> Iterator[list[Any]]:
         speed = max(row["tflops"]["tileattn"] for _, row, _ in found)
         known = [percent for *_, percent in found if percent is not None]
         speedups = [speedup for speedup, *_ in found if speedup is not None]
-        yield [title, rivals, *_spread(speedups), f"{speed:.0f}", shown(max(known, default=None), ".0f")]
+        yield [
+            title,
+            rivals,
+            *_spread(speedups),
+            f"{speed:.0f}",
+            shown(max(known, default=None), ".0f"),
+        ]
 
 
 def _cpu_summary(result: Row) -> Iterator[list[Any]]:
