@@ -72,7 +72,7 @@ def ended(kind: str, what: str, folder: Path) -> tuple[list[int | None], str]:
 def kind(request: pytest.FixtureRequest) -> str:
     """Whose communicator sends."""
     if request.param == "torch":
-        pytest.importorskip("torch.distributed")
+        pytest.importorskip("torch.distributed", reason="PyTorch is optional")
     return str(request.param)
 
 

@@ -5,7 +5,7 @@ no tags. Messages between two ranks arrive in their order, and those of one step
 for one that waits for another would hold up all behind it.
 
 Ranks of a process group of PyTorch have a communicator of CuPy's between them, where CuPy finds
-NCCL: a message costs the host a tenth of the time, and it is known when it begins.
+NCCL: a message costs the host a fraction of the time, and it is known when it begins.
 """
 
 import functools
