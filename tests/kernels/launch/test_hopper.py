@@ -234,16 +234,16 @@ def repairing_bytes(tile: TileSize, dim: int, value: int) -> int:
 
 
 SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]] = [
-    # The next queries where there is space, and stages of keys and values.
-    (hopper_forward_bytes, TileSize(192, 128, 12, stages=2), 64, 64, 6 * 8 + 2 * 32),
-    (hopper_forward_bytes, TileSize(192, 128, 12, stages=2), 32, 64, 6 * 8 + 2 * 32),
-    (hopper_forward_bytes, TileSize(128, 128, 8, stages=2), 128, 128, 4 * 16 + 2 * 64),
-    (hopper_forward_bytes, TileSize(128, 176, 8, stages=2), 128, 128, 3 * 16 + 2 * 88),
-    (hopper_forward_bytes, TileSize(128, 96, 8, stages=2), 192, 128, 4 * 24 + 2 * 60),
-    (hopper_forward_bytes, TileSize(128, 128, 8, stages=2), 192, 128, 2 * 24 + 2 * 80),
-    (hopper_forward_bytes, TileSize(128, 96, 8, stages=2), 192, 192, 3 * 24 + 2 * 72),
+    # Queries, and the next ones where there is space; staging memory; stages of keys and values.
+    (hopper_forward_bytes, TileSize(192, 128, 12, stages=2), 64, 64, 6 * 8 + 24 + 2 * 32),
+    (hopper_forward_bytes, TileSize(192, 128, 12, stages=2), 32, 64, 6 * 8 + 24 + 2 * 32),
+    (hopper_forward_bytes, TileSize(128, 128, 8, stages=2), 128, 128, 4 * 16 + 16 + 2 * 64),
+    (hopper_forward_bytes, TileSize(128, 176, 8, stages=2), 128, 128, 2 * 16 + 16 + 2 * 88),
+    (hopper_forward_bytes, TileSize(128, 96, 8, stages=2), 192, 128, 3 * 24 + 16 + 2 * 60),
+    (hopper_forward_bytes, TileSize(128, 128, 8, stages=2), 192, 128, 2 * 24 + 16 + 2 * 80),
+    (hopper_forward_bytes, TileSize(128, 96, 8, stages=2), 192, 192, 2 * 24 + 16 + 2 * 72),
     (hopper_forward_bytes, TileSize(128, 80, 8, stages=2), 256, 256, 2 * 32 + 2 * 80),
-    (hopper_forward_bytes, TileSize(128, 64, 8, stages=2), 256, 256, 3 * 32 + 2 * 64),
+    (hopper_forward_bytes, TileSize(128, 64, 8, stages=2), 256, 256, 2 * 32 + 16 + 2 * 64),
     (hopper_forward_bytes, TileSize(192, 248, 12, stages=2), 64, 128, 4 * 8 + 2 * 93),
     # k and v, stages of q and dout, dS, and three dQ tiles of each store warp.
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 128, 128, 64 + 48 + 32 + 32 + 48),

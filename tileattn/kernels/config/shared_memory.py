@@ -87,15 +87,20 @@ def latent_bytes(tile: TileSize, dim: int) -> int:
 def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
     """Count the dynamic shared memory of the Hopper forward kernel.
 
-    It has the stages of keys and values, the queries, a tile of the bias, and the next queries of
-    as many warpgroups as fit. ``bias_size`` is as in `generic_bytes`.
+    It has the stages of keys and values, the queries, and a tile of the bias; as far as they fit,
+    also 64 columns of the output, and the next queries of some warpgroups. ``bias_size`` is as in
+    `generic_bytes`.
     """
     queries = _swizzled(HOPPER_GROUP_ROWS, dim)
     stages = tile.stages * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
     bias = _tiled(tile.block_q, tile.block_k, bias_size)
     left = HOPPER_LIMIT - HOPPER_STATIC - stages - bias
     groups = tile.block_q // HOPPER_GROUP_ROWS
-    return stages + max(groups, min(2 * groups, left // queries)) * queries + bias
+    out = _swizzled(tile.block_q, 64)
+    if out > left - groups * queries:
+        out = 0
+    groups = max(groups, min(2 * groups, (left - out) // queries))
+    return stages + groups * queries + out + bias
 
 
 def hopper_backward_bytes(

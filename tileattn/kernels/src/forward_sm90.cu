@@ -27,6 +27,10 @@
 // (measured).
 constexpr bool INTRA_WARPGROUP_OVERLAP = VALUE_DIM != 128 || HAS_SOFTCAP || HAS_ALIBI;
 
+// Whether q is released behind the last QK, not behind the last softmax: the next queries wait for
+// its stage.
+constexpr bool RELEASES_Q_EARLY = Q_STAGES < 2 * CONSUMERS;
+
 // Columns of atoms whose scores are modified and masked at a time: the caller's own functions need
 // registers.
 constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 8 : NT;
@@ -63,10 +67,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     // By all threads: each has read the work tile for itself, and generic stores overwrite it. Only
     // GEMMs read q, and all of them are complete. In a NaN-safe pass each has marked what it leaves
     // to the third.
-    auto release_q = [&] {
-        smem.q_empty(q_pipe.stage).arrive();
-        q_pipe.advance(CONSUMERS);
-    };
+    auto release_q = [&] { smem.q_empty(q_pipe.stage).arrive(); };
     // By one thread: the GEMM that reads the stage is the warpgroup's as a whole, and it is
     // complete. What the NaN-safe path reads and writes of v is fenced there.
     auto release_k = [&] {
@@ -88,6 +89,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         warpgroup_wait<0>(acc);
         release_v();
     };
+    // The last PV holds its stage until the next work tile has started, or tiles are skipped, which
+    // may need it.
+    int held_v = -1;
+    auto release_held_v = [&] {
+        if (leader && held_v >= 0) smem.v_empty(held_v).arrive();
+        held_v = -1;
+    };
     auto convert_p = [&] {
         const Dropout dropout(p, work.b, work.h);
 #pragma unroll
@@ -103,6 +111,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 
     // Tiles that only other warpgroups attend to.
     auto skip_tiles = [&](int count) {
+        if (!NAN_SAFE && count > 0) wgmma_wait<0>(), release_held_v();
 #pragma unroll 1
         for (; count > 0; --count) {
             smem.k_full(k_pipe.stage).wait(k_pipe.phase);
@@ -136,8 +145,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         work = next;
         tile = work.tiles.begin;
         if (!work.is_end) skip_tiles(tile - work.begin);
-        // QK is issued even where there is no tile, on whatever the stage holds: under a condition,
-        // ptxas would serialise all GEMMs.
+        // QK is issued even where there is no tile, on whatever the stage holds, as is the last PV:
+        // under a condition, ptxas would serialise all GEMMs.
         if constexpr (HAS_TILE_LIST) {
             list = KeyTileList(p, work);
             next_entry = list.entry(tile);
@@ -175,6 +184,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     };
     auto softmax = [&](bool partial) {
         release_k();
+        if (RELEASES_Q_EARLY && tile + 1 == work.tiles.end) release_q();
         modify_and_mask(partial);
         online_softmax();
     };
@@ -242,25 +252,21 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
     };
 
-    // A work tile: its first QK is in flight when it begins, and that of the next one during its
-    // epilogue.
+    // A work tile: its first QK is in flight when it begins, and that of the next one beside its
+    // last PV and its epilogue.
     fetch_work();
     start_work();
     while (!work.is_end) {
         state = RowState<1>(NAN_SAFE && work.all_large);
         acc.clear();
         warpgroup_wait<0>(s);
-        if (tile == work.tiles.end) {
-            release_q();
-            fetch_work();
-        } else if constexpr (NAN_SAFE) {
-            nan_safe_loop();
+        const bool empty = tile == work.tiles.end;
+        if constexpr (NAN_SAFE) {
+            if (!empty) nan_safe_loop();
             // Before the arrive on q_empty, which publishes it to the producer.
             if (__any_sync(~0u, !work.all_large && state.below(-LARGE_ROW_MAX)))
                 smem.mark_unfinished(1, work.iteration);
-            release_q();
-            fetch_work();
-        } else {
+        } else if (!empty) {
             softmax(is_partial());
             convert_p();
             for (++tile; tile < work.tiles.end;) {
@@ -272,18 +278,34 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
                     for (; tile < end; ++tile) step(false);
                 }
             }
-            release_q();
-            issue_pv();
-            fetch_work();
-            finish_pv();
+            smem.v_full(v_pipe.stage).wait(v_pipe.phase);
+            held_v = v_pipe.stage;
+        } else {
+            // Operands of a PV that counts for nothing: else they would be live from tile to tile.
+            for (auto& a : probs)
+                for (u32& r : a.r) r = 0, hide(r);
         }
+        if (NAN_SAFE || !RELEASES_Q_EARLY || empty) release_q();
+        q_pipe.advance(CONSUMERS);
+        if constexpr (!NAN_SAFE) gemm_async<Element>(acc, probs, smem.v(v_pipe.stage));
+        if (held_v >= 0) v_pipe.advance();
+        fetch_work();
         const WorkTile done = work;
         skip_tiles(done.end - done.tiles.end);
         start_work();
+        if constexpr (!NAN_SAFE) {
+            warpgroup_wait<1>(acc);
+            release_held_v();
+            if (empty) {
+                acc.clear();
+                fence_operand(accum_registers(acc));  // a branch, not a selection of each number
+            }
+        }
         epilogue<NAN_SAFE>(p, smem, done, done.q0 + row0, state, acc);
     }
     warpgroup_wait<0>(s);
     release_q();
+    q_pipe.advance(CONSUMERS);
     read = {q_pipe, work_pipe, k_pipe, v_pipe};
 }
 

@@ -40,13 +40,15 @@ struct Fragment {
     // Scale each row by its factor. Skipped where all factors of the warp are 1.
     __device__ void scale_rows(const S (&factors)[MT][2]) {
 #pragma unroll
-        for (int m = 0; m < MT; ++m) {
-            if (__all_sync(~0u, factors[m][0] == 1 && factors[m][1] == 1)) continue;
+        for (int m = 0; m < MT; ++m)
+            if (!__all_sync(~0u, factors[m][0] == 1 && factors[m][1] == 1))
+                scale_rows(m, factors[m]);
+    }
+    __device__ void scale_rows(int m, const S (&factors)[2]) {
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
+        for (int n = 0; n < NT; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) x[m][n][e] *= factors[m][e / 2];
-        }
+            for (int e = 0; e < 4; ++e) x[m][n][e] *= factors[e / 2];
     }
 };
 

@@ -204,14 +204,42 @@ __device__ inline Accum* lse_of(const Params& p, const WorkTile& work) {
     return static_cast<Accum*>(p.lse) + (i64(work.entry()) * p.Hq + work.h) * p.Nq + work.q_start;
 }
 
-// Normalise and store 16 rows of each warp from row0 on, and their lse. The third pass stores only
-// rows far below zero. Others keep their bits, also in work tiles that are done for sharing a bit
-// with a marked one. Its maxima differ by up to the threshold from those of the second: with twice
-// that as a margin, each row that is stored would have had its work tile marked.
+// Normalise and store 16 rows of each warp from row0 on, and their lse: of a lane's two rows those
+// whose bit is set in `halves`. Two lanes share two rows, and each divides for one.
+template <bool NAN_SAFE>
+__device__ inline void store_normalised(const Params& p, const Smem& smem, const WorkTile& work,
+                                        int row0, u32 halves, const RowState<1>& state,
+                                        Fragment<Accum, 1, VT>& acc) {
+    const Lane lane;
+    const bool second = lane.t & 1;
+    RowState<1> own = state.own_row(second);
+    const Accum dropout_scale = HAS_DROPOUT ? Accum(p.dropout_scale) : Accum(1);
+    Accum lse;
+    const Accum weight = own.template finalize<true>(
+        0, 0, sink_of(p, work.h), dropout_scale * (NAN_SAFE ? P_DIVISOR : Accum(1)),
+        Accum(p.softmax_scale), lse);
+    const Accum other = __shfl_xor_sync(~0u, weight, 1);
+    acc.scale_rows(0, {second ? other : weight, second ? weight : other});
+    const int i = row0 + lane.row(2 * second), rows = work.Nq(p) - row0;
+    Accum* const lse_to = lse_of(p, work) + i;
+    if (lane.t < 2 && i < work.Nq(p) && (!NAN_SAFE || halves >> second & 1)) *lse_to = lse;
+    Element* const to = rows_of<Element>(p.out, p.out_at, work.entry(), work.h) +
+                        (work.q_start + row0) * p.out_at.n;
+    if constexpr (STAGED_OUT && !NAN_SAFE)
+        store_rows_staged(smem.staging(threadIdx.x / WARP), to, p.out_at.n, acc, rows, int(p.Dv));
+    else
+        store_rows(to, p.out_at.n, acc, rows, int(p.Dv), halves);
+}
+
+// Store what a work tile found, and mark it if that is not to last. The third pass stores only rows
+// far below zero. Others keep their bits, also in work tiles that are done for sharing a bit with a
+// marked one. Its maxima differ by up to the threshold from those of the second: with twice that as
+// a margin, each row that is stored would have had its work tile marked.
 template <bool NAN_SAFE>
 __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTile& work, int row0,
                                 RowState<1>& state, Fragment<Accum, 1, VT>& acc) {
     u32 halves = 3;
+    bool good = true;
     if constexpr (NAN_SAFE) {
         if (work.all_large)
             halves = state.below(-LARGE_ROW_MAX - 2 * RESCALE_THRESHOLD,
@@ -219,35 +247,15 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
     } else {
         // A value that is not finite spoils its column in all rows: half of them are enough. A sum
         // that overflows is one row's.
-        const bool good =
-            all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) && state.all_bounded();
-        if (!__all_sync(~0u, good)) smem.mark_unfinished(0, work.iteration);
+        good = all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) & state.all_bounded();
     }
-    state.reduce_sums(RowGroup(16));
     if constexpr (IN_PIECES) {
+        state.reduce_sums(RowGroup(16));
         if constexpr (NAN_SAFE) acc.scale(P_DIVISOR);
-        return store_sums(p, work, row0, halves, state, acc);
+        store_sums(p, work, row0, halves, state, acc);
+    } else {
+        store_normalised<NAN_SAFE>(p, smem, work, row0, halves, state, acc);
     }
-    const Accum sink = sink_of(p, work.h);
-    Accum lse[2], inverse[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        inverse[half] = state.template finalize<true>(
-            0, half, sink, Accum(p.dropout_scale) * (NAN_SAFE ? P_DIVISOR : Accum(1)),
-            Accum(p.softmax_scale), lse[half]);
-#pragma unroll
-        for (int n = 0; n < VT; ++n)
-#pragma unroll
-            for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[0][n][e] *= inverse[half];
-    }
-    const Lane lane;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int i = row0 + lane.row(2 * half);
-        if (lane.t == 0 && i < work.Nq(p) && (!NAN_SAFE || halves >> half & 1))
-            lse_of(p, work)[i] = lse[half];
-    }
-    store_rows(rows_of<Element>(p.out, p.out_at, work.entry(), work.h) +
-                   (work.q_start + row0) * p.out_at.n,
-               p.out_at.n, acc, work.Nq(p) - row0, int(p.Dv), halves);
+    // Last, so that nothing waits for the check.
+    if (!NAN_SAFE && !__all_sync(~0u, good)) smem.mark_unfinished(0, work.iteration);
 }

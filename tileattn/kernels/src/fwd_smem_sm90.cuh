@@ -23,11 +23,13 @@ struct KeyValueStage {
     ValueTile::Storage v;
 };
 
-// Stages of q hold one warpgroup's queries each: also those of the next work tile, as far as they
-// fit.
+// Each warp has staging memory for its output, unless a bias leaves no room. Stages of q hold one
+// warpgroup's queries each: also those of the next work tile, as far as they fit.
 constexpr int BIAS_BYTES = WarpBias<false, 1, BLOCK_K / 8>::BYTES;
-constexpr int TENSOR_BYTES = 225 * 1024 - BIAS_BYTES;  // at most
-constexpr int Q_FIT = (TENSOR_BYTES - STAGES * int(sizeof(KeyValueStage))) / QueryTile::BYTES;
+constexpr int Q_ROOM = 225 * 1024 - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
+constexpr bool STAGED_OUT = Q_ROOM >= CONSUMERS * QueryTile::BYTES + WARPS_M * STAGING_BYTES;
+constexpr int OUT_BYTES = STAGED_OUT ? WARPS_M * STAGING_BYTES : 0;
+constexpr int Q_FIT = (Q_ROOM - OUT_BYTES) / QueryTile::BYTES;
 constexpr int Q_STAGES = Q_FIT < 2 * CONSUMERS ? Q_FIT : 2 * CONSUMERS;
 static_assert(Q_STAGES >= CONSUMERS, "a stage for every warpgroup");
 static_assert((BLOCK_Q - WARPGROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
@@ -35,12 +37,13 @@ static_assert((BLOCK_Q - WARPGROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
 
 constexpr int TRACKED = 1024;  // iterations, modulo which unfinished ones are recorded
 
-// Dynamic shared memory, as it lies; behind it each warp's share of the bias.
+// Dynamic shared memory, as it lies; behind it each warp's staging memory and share of the bias.
 struct Tensors {
     QueryTile::Storage q[Q_STAGES];
     KeyValueStage kv[STAGES];
 };
-static_assert(int(sizeof(Tensors)) + BIAS_BYTES == SHARED_BYTES, "what a launch brings");
+static_assert(int(sizeof(Tensors)) + OUT_BYTES + BIAS_BYTES == SHARED_BYTES,
+              "what a launch brings");
 
 // Static shared memory.
 struct SharedStorage {
@@ -70,7 +73,10 @@ struct Smem {
     }
     __device__ ValueTile v(int stage) const { return {k(stage).address + KeyTile::BYTES}; }
 
-    __device__ char* bias() const { return memory + sizeof(Tensors); }
+    __device__ u32 staging(int warp) const {
+        return tensors + int(sizeof(Tensors)) + warp * STAGING_BYTES;
+    }
+    __device__ char* bias() const { return memory + sizeof(Tensors) + OUT_BYTES; }
 
     __device__ Barrier q_full(int warpgroup, int parity) const {
         return {shared_address(storage.q_full + 2 * warpgroup + parity)};

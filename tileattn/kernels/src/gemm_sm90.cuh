@@ -122,24 +122,27 @@ constexpr int STAGING_BYTES = 16 * 128;
 template <class T, int NT>
 __device__ inline void store_rows_staged(u32 staged, T* target, i64 stride,
                                          const Fragment<float, 1, NT>& c, int rows, int columns) {
-    static_assert(NT % 8 == 0);
-    int lane;  // read anew here, so that what depends on it is not kept in registers until now
+    u32 lane;  // read anew here, so that what depends on it is not kept in registers until now
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    const int row0 = lane / 8, column0 = lane % 8 * 8;
-    T* const to = target + row0 * stride + column0;
+    // Of the memory's address the lower bits are zero: addresses of other chunks differ from these by
+    // bits.
+    const u32 write = staged + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
+    const u32 row0 = lane / 8, read = staged + row0 * 128 + (row0 ^ lane % 8) * 16;
+    const int column0 = lane % 8 * 8;
+    T* to[4] = {target + row0 * stride + column0};
+#pragma unroll
+    for (int i = 1; i < 4; ++i) to[i] = to[i - 1] + 4 * stride;
 #pragma unroll
     for (int n0 = 0; n0 < NT; n0 += 8) {
         __syncwarp();  // the columns before have been read
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            store_matrices(staged + lane % 16 * 128 + ((2 * i + lane / 16) ^ lane % 8) * 16,
-                           Atom<T>::a_of(c.x[0] + n0 + 2 * i).r);
+        for (int i = 0; i < 4 && n0 + 2 * i < NT; ++i)
+            store_matrices(write ^ 32 * i, Atom<T>::a_of(c.x[0] + n0 + 2 * i).r);
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < 16; i += 4)
-            store_chunk(to + i * stride + 8 * n0,
-                        staged + (row0 + i) * 128 + (lane ^ (row0 + i)) % 8 * 16,
-                        row0 + i < rows && 8 * n0 + column0 < columns);
+        for (int i = 0; i < 4; ++i)
+            store_chunk(to[i] + 8 * n0, (read ^ i % 2 * 64) + i * 512,
+                        int(row0) + 4 * i < rows && 8 * n0 + column0 < columns);
     }
 }
 

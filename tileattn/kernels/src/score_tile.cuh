@@ -84,7 +84,17 @@ struct Scores : Fragment<Accum, MT, NT> {
         });
     }
 
-    // By the window, the block mask and the caller's own function.
+    // A lane has two neighbouring columns of each atom: a bit for each of 16 atoms' that is below a
+    // limit, counted from the lane's first column.
+    __device__ static u32 columns_below(int limit) {
+        const int count = max(2 * (limit >> 3) + min(limit & 7, 2), 0);
+        u32 beyond;
+        asm("shl.b32 %0, -1, %1;" : "=r"(beyond) : "r"(count));  // by 32 or more it gives 0
+        return ~beyond;
+    }
+
+    // By the window, the block mask and the caller's own function. Bits of 16 atoms become
+    // predicates, seven with an instruction: comparing each column takes twice as many.
     __device__ void masked_fill_positions(const AttentionMask& attn_mask, int begin = 0,
                                           int end = NT) {
         const Lane lane;
@@ -97,31 +107,35 @@ struct Scores : Fragment<Accum, MT, NT> {
                 const int r = attn_mask.query(row + 16 * m + lane.row(2 * half));
                 const Range attended = TRANSPOSED ? attn_mask.window.query_range(r, r + 1)
                                                   : attn_mask.window.key_range(r, r + 1);
-                const int lo = attended.lo - c0, hi = attended.hi - c0;
-                u64 in_blocks = 0;  // a bit for each column, found a few at a time: registers are few
-                if constexpr (HAS_BLOCK_MASK) {
+#pragma unroll
+                for (int first = begin; first < end; first += 16) {
+                    const int c1 = c0 + 8 * first;
+                    u32 visible =
+                        columns_below(attended.hi - c1) & ~columns_below(attended.lo - c1);
+                    if constexpr (HAS_BLOCK_MASK) {
+                        u32 in_blocks = 0;
 #pragma unroll 4
-                    for (int bit = 0; bit < 2 * (end - begin); ++bit) {
-                        const int c = c0 + 8 * (begin + bit / 2) + bit % 2;
-                        const bool inside = TRANSPOSED ? attn_mask.in_blocks(c, r)
-                                                       : attn_mask.in_blocks(r, c);
-                        in_blocks |= u64(inside) << bit;
+                        for (int bit = 0; bit < min(32, 2 * (end - first)); ++bit) {
+                            const int c = c1 + 8 * (bit / 2) + bit % 2;
+                            const bool inside = TRANSPOSED ? attn_mask.in_blocks(c, r)
+                                                           : attn_mask.in_blocks(r, c);
+                            in_blocks |= u32(inside) << bit;
+                        }
+                        visible &= in_blocks;
                     }
-                }
 #pragma unroll
-                for (int n = begin; n < end; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int c = 8 * n + e;
-                        bool visible = c >= lo && c < hi;
-                        if constexpr (HAS_BLOCK_MASK)
-                            visible = visible && in_blocks >> (2 * (n - begin) + e) & 1;
+                    for (int bit = 0; bit < 32; ++bit) {
+                        if (first + bit / 2 >= end) break;
+                        const int c = c1 + 8 * (bit / 2) + bit % 2;
+                        bool attends = visible >> bit & 1;
                         // Without a branch: what elements share is computed once.
                         if constexpr (HAS_MASK_MOD)
-                            visible = visible & (TRANSPOSED ? attn_mask.by_function(c0 + c, r)
-                                                            : attn_mask.by_function(r, c0 + c));
-                        if (!visible) this->x[m][n][2 * half + e] = -infinity<Accum>();
+                            attends = attends & (TRANSPOSED ? attn_mask.by_function(c, r)
+                                                            : attn_mask.by_function(r, c));
+                        if (!attends)
+                            this->x[m][first + bit / 2][2 * half + bit % 2] = -infinity<Accum>();
                     }
+                }
             }
     }
 

@@ -285,6 +285,19 @@ struct RowState {
         group.all_reduce(l, [](Accum x, Accum y) { return x + y; });
     }
 
+    // The first of a lane's two rows, or the second, with its whole sum. Neighbouring lanes ask for
+    // different ones.
+    __device__ RowState own_row(bool second) const {
+        static_assert(MT == 1);
+        RowState own = *this;
+        const Accum other = second ? l[0][0] : l[0][1];
+        Accum& sum = own.l[0][0];
+        sum = second ? l[0][1] : l[0][0], sum += __shfl_xor_sync(~0u, other, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (second) own.m[0][0] = m[0][1], own.large >>= 1;
+        return own;
+    }
+
     // With the sink in the denominator: the factor that normalises O, dropout scale included, and
     // the logsumexp. Scores lack softmax_scale as yet. 2 ulp are enough where O is rounded to 16
     // bits.
@@ -297,11 +310,11 @@ struct RowState {
             l[i][half], sink,
             in_scores ? sink_above(sink, shift, softmax_scale) : fma(sink, LOG2_E, -shift));
         lse = all.lse(shift * (in_scores ? softmax_scale : LN_2));
-        if (all.total == 0) return 0;
-        // In a row with a score of infinity what is dropped is NaN, too.
-        if (all.total == infinity<Accum>()) return infinity<Accum>() - infinity<Accum>();
-        return (TO_2_ULP ? quotient_to_2_ulp(dropout_scale, all.total)
-                         : dropout_scale / all.total) *
-               all.rescale;
+        const Accum quotient = TO_2_ULP ? quotient_to_2_ulp(dropout_scale, all.total)
+                                        : dropout_scale / all.total;
+        // In a row with a score of infinity what is dropped is NaN, too. Without a branch: what
+        // does not depend on the quotient goes on beside it.
+        const Accum weight = fma(quotient, all.rescale, difference(all.total, all.total));
+        return all.total == 0 ? Accum(0) : weight;
     }
 };
