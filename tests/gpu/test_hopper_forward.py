@@ -99,6 +99,31 @@ def test_large_scores_rescale() -> None:
     check_forward(q, k[:, :, ::-1].copy(), v, scale=1.0)
 
 
+@pytest.mark.usefixtures("few_sms")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": (500, 40)}, {"causal": True}], ids=str)
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128), (256, 256)])
+def test_scores_that_rise_too_fast_in_some_rows(
+    D: int, Dv: int, options: dict[str, Any], dtype: Any
+) -> None:
+    """Exponentials overflow there: other rows, whose maxima rise by less, keep their bits."""
+    q, k, v = arrays(dtype, D, Dv, 700, 900)[:3]
+    there = {"scale": 1 / math.sqrt(D), **options}
+    k *= np.linspace(0.1, 12, 900, dtype=dtype)[:, None]
+    before = forward(q, k, v, **there)
+    assert_attention_close(
+        before, reference.forward(q, k, v, **there), error_bound(q, k, v, **there)
+    )
+    fast: NDArray[np.bool_] = np.zeros((B, HQ, 700), bool)
+    fast[0, 1, 333] = fast[1, 4, 600] = fast[1, 4, 2] = True
+    q[fast] *= 32
+    after = forward(q, k, v, **there)
+    assert_attention_close(
+        after, reference.forward(q, k, v, **there), error_bound(q, k, v, **there)
+    )
+    assert bits(x[~fast] for x in after) == bits(x[~fast] for x in before)
+
+
 @pytest.mark.parametrize("low", [False, True])
 def test_sums_that_overflow_in_some_rows(low: bool) -> None:
     """Large finite values: with exponentials above 1 sums overflow that the formula's do not."""

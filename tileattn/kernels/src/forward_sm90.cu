@@ -10,11 +10,11 @@
 //
 //     pass  work tiles                  rows taken as large         stores         marks work tiles
 //     1     all, or stops early         none                        all rows       see below
-//     2     marked by 1, or not begun   those that exceed 2**12     all rows       with rows <
-//     -2**12 3     marked by 2                 all                         rows < -2**12  -
+//     2     marked by 1, or not begun   those that exceed 2**12     all rows       rows < -2**12
+//     3     marked by 2                 all                         rows < -2**12  -
 //
 // Pass 1 marks work tiles whose output is not finite, or with maxima beyond 2**12, which are too
-// large for its exponents. Once several are marked it stops. Passes 2 and 3 are NaN-safe: values
+// large for its exponents, or that rise in one tile by so much that exponentials overflow. Once several are marked it stops. Passes 2 and 3 are NaN-safe: values
 // that are not finite are taken out of partial tiles, and added back where they are attended to.
 //
 // When pass 1 stops is a matter of timing, and the bits of a row must not be. So the arithmetic of
@@ -22,10 +22,9 @@
 // maximum above 2**12 never falls, but one below -2**12 may rise: only pass 3 takes it as large.
 #include "fwd_mainloop_sm90.cuh"
 
-// Whether PV overlaps the softmax of its own warpgroup. At a value head dimension of 128 the GEMMs
-// of the other warpgroup fill that time as well or better, but not that of these score modifiers
-// (measured).
-constexpr bool INTRA_WARPGROUP_OVERLAP = VALUE_DIM != 128 || HAS_SOFTCAP || HAS_ALIBI;
+// Whether shifts follow sums of exponentials, not maxima, which take a fifth of the instructions of
+// a tile. With ALiBi scores rise from tile to tile, and with a bias by any amount.
+constexpr bool BY_SUMS = FOLD;
 
 // Whether q is released behind the last QK, not behind the last softmax: the next queries wait for
 // its stage.
@@ -63,6 +62,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     Fragment<Accum, 1, VT> acc;
     RowState<1> state;
     Accum rescale[1][2];
+    Accum sums[1][2];
+    bool rises = false;  // whether a shift is to rise, by these sums
 
     // By all threads: each has read the work tile for itself, and generic stores overwrite it. Only
     // GEMMs read q, and all of them are complete. In a NaN-safe pass each has marked what it leaves
@@ -180,7 +181,12 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     auto online_softmax = [&] {
         const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
         constexpr RowMaxMode MODE = NAN_SAFE ? RowMaxMode::DETECT_LATE : RowMaxMode::BOUNDED;
-        state.template update<RESCALE_THRESHOLD, MODE>(s, softmax_scale_log2, rows, rescale);
+        if constexpr (BY_SUMS && !NAN_SAFE)
+            rises = state.template update_by_sums<RESCALE_THRESHOLD>(s, softmax_scale_log2, rows,
+                                                                     sums);
+        else
+            state.template update<RESCALE_THRESHOLD, MODE, BY_SUMS>(s, softmax_scale_log2, rows,
+                                                                    rescale);
     };
     auto softmax = [&](bool partial) {
         release_k();
@@ -196,17 +202,24 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     //     wait QK, release k         PV                   v(j - 1)
     //     mask, softmax              PV                   v(j - 1)
     //     wait PV, release v         -                    -
-    //     convert P, rescale O       -                    -
+    //     rescale O, convert P       -                    -
     auto step = [&](bool partial) {
         smem.k_full(k_pipe.stage).wait(k_pipe.phase);
         issue_qk();
         issue_pv();
         warpgroup_wait<1>(s);
         softmax(partial);
-        if constexpr (INTRA_WARPGROUP_OVERLAP) order_after(state.l[0][0] + state.l[0][1] < 0);
+        order_after(BY_SUMS ? rises : state.l[0][0] + state.l[0][1] < 0);
         finish_pv();
+        if constexpr (!BY_SUMS) {
+            acc.scale_rows(rescale);
+        } else if (rises) {
+            state.template raise_shifts<RESCALE_THRESHOLD>(s, rows, sums, rescale);
+            acc.scale_rows(0, rescale[0]);
+        } else {
+            state.add_sums(sums);
+        }
         convert_p();
-        acc.scale_rows(rescale);
     };
     // Tile by tile, the warpgroups side by side: they clean the values of partial tiles together.
     // The table of what was not finite takes the k stage, once all have their scores.
@@ -268,6 +281,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
                 smem.mark_unfinished(1, work.iteration);
         } else if (!empty) {
             softmax(is_partial());
+            if constexpr (BY_SUMS) state.add_sums(sums);  // of a first tile: they are small
             convert_p();
             for (++tile; tile < work.tiles.end;) {
                 if (is_partial()) {

@@ -97,6 +97,16 @@ __device__ inline Accum running_max(Accum m, Accum candidate, Accum softmax_scal
                                                                       : m;
 }
 
+// The shift of a row behind a tile, one of whose lanes has `most` as its sum of exponentials with the
+// shift before: it rises by the exponent of the sum. Where that is huge, or not finite, only scores
+// can tell by how much; a factor of 2**-126 would be lost.
+template <int RESCALE_THRESHOLD>
+__device__ inline Accum raised(Accum shift, Accum most) {
+    if (most <= Accum(1 << RESCALE_THRESHOLD)) return shift;
+    const int exponent = int(__float_as_uint(float(most)) >> 23) - 127;
+    return exponent < 120 ? shift + Accum(exponent) : largest<Accum>();
+}
+
 // By how much a sink exceeds a score, held as `m`, in units of log 2: finite where the sink is.
 __device__ inline Accum sink_above(Accum sink, Accum m, Accum softmax_scale) {
     const Accum above = rounded_product(fma(-m, softmax_scale, sink), LOG2_E);
@@ -149,24 +159,29 @@ struct RowState {
         return ALL_ROWS_LARGE || (large >> (2 * i + half) & 1);
     }
 
-    // Online softmax of a tile: turn scores, as yet without softmax_scale_log2, into unnormalised
-    // P, and return by what O and the sums so far are rescaled. A maximum that exceeds the shift by
-    // no more than RESCALE_THRESHOLD leaves it as it is.
-    //
-    // Maxima are rounded up: P of rows wrongly not taken as large is too small, never infinite, and
-    // goes away when the maximum rises.
-    template <int RESCALE_THRESHOLD = 0,
-              RowMaxMode MODE = ALL_ROWS_LARGE ? RowMaxMode::LARGE : RowMaxMode::DETECT, int NT,
-              class Group>
-    __device__ void update(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2, const Group& group,
-                           Accum (&rescale)[MT][2]) {
-        Accum largest[MT][2], shift[MT][2];
+    // Turn the scores of a row into exponentials, and return this lane's share of their sum.
+    template <int NT>
+    __device__ static Accum exponentiate(Fragment<Accum, MT, NT>& s, int i, int half,
+                                         Accum softmax_scale_log2, Accum shift) {
+        Accum total = 0;
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                s.x[i][n][e] = exp2_of(exponent(s.x[i][n][e], softmax_scale_log2, shift));
+                total += s.x[i][n][e];
+            }
+        return total;
+    }
+
+    // The maximum of each row. Several partial maxima: one alone would be a long dependency chain.
+    template <int PARTS, int NT, class Group>
+    __device__ static void row_maxima(const Fragment<Accum, MT, NT>& s, const Group& group,
+                                      Accum (&largest)[MT][2]) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                // Several partial maxima: one alone would be a long dependency chain.
-                constexpr int PARTS = RESCALE_THRESHOLD == 0 ? 1 : 4;
                 Accum part[PARTS];
 #pragma unroll
                 for (int n = 0; n < PARTS; ++n) part[n] = s.x[i][n][2 * half];
@@ -180,18 +195,94 @@ struct RowState {
                 for (int n = 1; n < PARTS; ++n) largest[i][half] = fmax(largest[i][half], part[n]);
             }
         group.all_reduce(largest, [](Accum x, Accum y) { return fmax(x, y); });
-        auto exponentiate = [&](int i, int half) {
-            Accum total = 0;
+    }
+
+    // Online softmax of a tile without maxima in most tiles, where no row is taken as large: the
+    // shift of a row is the maximum of the first tile to which it attends, and from then on follows
+    // sums, which are needed anyway. Returns whether one is to rise: then `raise_shifts` comes next,
+    // else `add_sums`.
+    template <int RESCALE_THRESHOLD, int NT, class Group>
+    __device__ bool update_by_sums(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2,
+                                   const Group& group, Accum (&sums)[MT][2]) {
+        bool begun = true, below = true;
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
+        for (int i = 0; i < MT; ++i)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                    s.x[i][n][e] =
-                        exp2_of(exponent(s.x[i][n][e], softmax_scale_log2, shift[i][half]));
-                    total += s.x[i][n][e];
+            for (int half = 0; half < 2; ++half) begun = begun && m[i][half] != -infinity<Accum>();
+        if (!__all_sync(~0u, begun)) {
+            Accum maxima[MT][2];
+            row_maxima<4>(s, group, maxima);
+#pragma unroll
+            for (int i = 0; i < MT; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    if (m[i][half] == -infinity<Accum>())
+                        m[i][half] = fmin(product_up(maxima[i][half], softmax_scale_log2),
+                                          ::largest<Accum>());
+        }
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                sums[i][half] =
+                    exponentiate(s, i, half, softmax_scale_log2, shift_of(m[i][half]));
+                below = below && sums[i][half] <= Accum(1 << RESCALE_THRESHOLD);
+            }
+        return !__all_sync(~0u, below);
+    }
+    __device__ void add_sums(const Accum (&sums)[MT][2]) {
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) l[i][half] += sums[i][half];
+    }
+    // Rescale P, too, and return by what. Rows whose sums are huge get a shift that `all_bounded`
+    // refuses.
+    template <int RESCALE_THRESHOLD, int NT, class Group>
+    __device__ void raise_shifts(Fragment<Accum, MT, NT>& p, const Group& group,
+                                 Accum (&sums)[MT][2], Accum (&rescale)[MT][2]) {
+        Accum most[MT][2];
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) most[i][half] = sums[i][half];
+        group.all_reduce(most, [](Accum x, Accum y) { return fmax(x, y); });
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Accum old = m[i][half];
+                m[i][half] = raised<RESCALE_THRESHOLD>(old, most[i][half]);
+                rescale[i][half] = exp2_of(old - shift_of(m[i][half]));
+                l[i][half] = fma(l[i][half], rescale[i][half], sums[i][half] * rescale[i][half]);
+            }
+        p.scale_rows(rescale);
+    }
+
+    // Online softmax of a tile: turn scores, as yet without softmax_scale_log2, into unnormalised
+    // P, and return by what O and the sums so far are rescaled. A maximum that exceeds the shift by
+    // no more than RESCALE_THRESHOLD leaves it as it is. BY_SUMS: rows that are not large have the
+    // bits of `update_by_sums`.
+    //
+    // Maxima are rounded up: P of rows wrongly not taken as large is too small, never infinite, and
+    // goes away when the maximum rises.
+    template <int RESCALE_THRESHOLD = 0,
+              RowMaxMode MODE = ALL_ROWS_LARGE ? RowMaxMode::LARGE : RowMaxMode::DETECT,
+              bool BY_SUMS = false, int NT, class Group>
+    __device__ void update(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2, const Group& group,
+                           Accum (&rescale)[MT][2]) {
+        Accum largest[MT][2], most[MT][2], shift[MT][2], factor[MT][2];
+        row_maxima<RESCALE_THRESHOLD == 0 ? 1 : 4>(s, group, largest);
+        if constexpr (BY_SUMS) {
+#pragma unroll
+            for (int i = 0; i < MT; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    Fragment<Accum, MT, NT> copy = s;
+                    most[i][half] = exponentiate(copy, i, half, softmax_scale_log2, m[i][half]);
                 }
-            l[i][half] = fma(l[i][half], rescale[i][half], total);
-        };
+            group.all_reduce(most, [](Accum x, Accum y) { return fmax(x, y); });
+        }
         Accum old[MT][2], farthest = 0;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
@@ -205,15 +296,21 @@ struct RowState {
                     candidate = fmax(candidate, -::largest<Accum>());
                 m[i][half] =
                     fmin(running_max<RESCALE_THRESHOLD>(m[i][half], candidate), ::largest<Accum>());
+                bool by_sum = false;
+                if constexpr (BY_SUMS) {
+                    const Accum to = raised<RESCALE_THRESHOLD>(old[i][half], most[i][half]);
+                    by_sum = old[i][half] != -infinity<Accum>() && to != ::largest<Accum>();
+                    if (by_sum) m[i][half] = to;
+                }
                 shift[i][half] = shift_of(m[i][half]);
                 rescale[i][half] = exp2_of(old[i][half] - shift[i][half]);
+                factor[i][half] = by_sum ? rescale[i][half] : Accum(1);
+                if (by_sum) shift[i][half] = old[i][half];
                 if constexpr (MODE == RowMaxMode::DETECT)
                     farthest = fmax(farthest, fabs(candidate));
                 if constexpr (MODE == RowMaxMode::DETECT_LATE)
                     farthest = fmax(farthest, m[i][half]);
-                if constexpr (MODE == RowMaxMode::BOUNDED) exponentiate(i, half);
             }
-        if constexpr (MODE == RowMaxMode::BOUNDED) return;
         // Large rows start over. What was summed before a row became large is shifted by its old
         // maximum.
         auto subtract_max = [&](int i, int half, bool was) {
@@ -222,7 +319,7 @@ struct RowState {
             const Accum maximum = clip_finite(
                 running_max<RESCALE_THRESHOLD>(from, largest[i][half], softmax_scale_log2));
             m[i][half] = maximum;
-            shift[i][half] = 0;
+            shift[i][half] = 0, factor[i][half] = 1;
             rescale[i][half] = exp2_of(was ? difference(from, maximum) * softmax_scale_log2
                                            : fma(-maximum, softmax_scale_log2, old[i][half]));
 #pragma unroll
@@ -231,7 +328,8 @@ struct RowState {
                 for (int e = 2 * half; e < 2 * half + 2; ++e)
                     s.x[i][n][e] = difference(s.x[i][n][e], maximum);
         };
-        if (MODE == RowMaxMode::LARGE || __any_sync(~0u, farthest > LARGE_ROW_MAX || large)) {
+        if (MODE != RowMaxMode::BOUNDED &&
+            (MODE == RowMaxMode::LARGE || __any_sync(~0u, farthest > LARGE_ROW_MAX || large))) {
             // By now m of a row that was not large is updated as of one that stays so.
 #pragma unroll
             for (int i = 0; i < MT; ++i)
@@ -251,7 +349,12 @@ struct RowState {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) exponentiate(i, half);
+            for (int half = 0; half < 2; ++half) {
+                Accum total = exponentiate(s, i, half, softmax_scale_log2, shift[i][half]);
+                if constexpr (BY_SUMS) total *= factor[i][half];
+                l[i][half] = fma(l[i][half], rescale[i][half], total);
+            }
+        if constexpr (BY_SUMS) s.scale_rows(factor);
     }
 
     // Whether no row is large, of those that are not taken as large.
