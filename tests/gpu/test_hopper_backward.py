@@ -18,11 +18,15 @@ from tests.gpu.hopper import (
     arrays,
     both,
     check,
+    described,
     filled,
     runs_backward,
 )
 from tests.on_gpu import bits, host, needs_gpu, sent
 from tileattn import reference
+from tileattn.backends.cupy import describe
+from tileattn.kernels.config.hopper import HOPPER_BACKWARD
+from tileattn.kernels.launch.plan import plan_backward
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
@@ -53,6 +57,26 @@ def test_work_tiles_of_one_tile_and_of_none(
 @pytest.mark.parametrize(("D", "Dv"), [*SQUARE, *WIDE[:3]])
 def test_heads_that_share_keys(D: int, Dv: int, group: int) -> None:
     check(normal((1, 6, 6 // group, 257, 301, D, Dv), DTYPES[1]), window=(100, 20))
+
+
+@pytest.mark.usefixtures("few_sms")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("Dv", [128, 64])
+@pytest.mark.parametrize(("Nq", "Nk"), [(78, 300), (80, 128), (240, 515), (637, 130), (2048, 300)])
+def test_tiles_of_80_queries(Nq: int, Nk: int, Dv: int, dtype: Any) -> None:
+    """As calls without a mask have them, where these fill them, and long causal ones."""
+    made = arrays(dtype, 128, Dv, Nq, Nk)
+    # Of the first sequence most queries see nothing, of the second most see all.
+    cut = {"causal": True, "q_offset": [Nk // 2 - Nq, 0]}
+    options: dict[str, Any] = cut if Nq >= 2048 else {}
+    problem, layout = described("backward", *map(sent, made[:3]), dout=sent(made[3]), **options)
+    launches = plan_backward(problem, layout, describe.device_of(0)).launches
+    assert {x.key.block_q for x in launches if x.key.kernel == HOPPER_BACKWARD} == {80}
+    check_repeats(made, 5, kv_lengths=[Nk, Nk // 3], **options)
+    first, *others = (both(made, deterministic=True, **options)[1] for _ in range(3))
+    assert all(bits(again[:3]) == bits(first[:3]) for again in others)
+    made[1][1, 1, Nk // 2, 5] = math.nan
+    check(made, **options)
 
 
 # --- memory -------------------------------------------------------------------------------------

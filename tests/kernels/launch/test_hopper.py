@@ -10,7 +10,14 @@ import pytest
 from tests.kernels.launch.planning import H200, asked, backward, forward, kernels
 from tileattn.dtypes import NAMED
 from tileattn.kernels.config import hopper
-from tileattn.kernels.config.context import FAILED, LARGE, NON_FINITE, KernelLaunch
+from tileattn.kernels.config.context import (
+    FAILED,
+    LARGE,
+    NON_FINITE,
+    KernelLaunch,
+    block_count,
+    padded_rows,
+)
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.hopper import (
     HOPPER,
@@ -230,6 +237,41 @@ def test_tiles_of_the_forward_pass(
     assert launch.key.block_mask == ("block_mask" in problem.enabled_options)
 
 
+BACKWARD_TILES: list[tuple[dict[str, Any], int]] = [
+    ({"Nq": 1024}, 80),
+    ({"Nq": 80}, 80),
+    ({"Nq": 78}, 80),
+    ({"Nq": 77}, 64),  # more would be empty
+    ({"Nq": 512}, 64),
+    ({"Nq": 1024, "Dv": 64}, 80),
+    ({"Nq": 1024, "D": 64}, 64),  # dQ has 64 columns for each of two warpgroups
+    ({"Nq": 2048, "window": CAUSAL}, 80),
+    ({"Nq": 2000, "window": CAUSAL}, 64),  # a tile on the diagonal is half masked out
+    ({"Nq": 2048, "window": (100, None)}, 64),
+    ({"Nq": 2048, "window": (None, 1)}, 64),
+    ({"Nq": 1024, "Nk": 16384}, 80),
+    ({"Nq": 1024, "Nk": 16385}, 64),  # P would be subnormal
+    ({"Nq": 1024, "Nk": 16385, "dtype": NAMED["bfloat16"]}, 80),
+    ({"Nq": 1024, "sequences": 2}, 64),
+    ({"Nq": 1024, "dropout_p": 0.5}, 64),
+    *(
+        ({"Nq": 1024, "enabled_options": {name}}, 64)
+        for name in ("softcap", "alibi_slopes", "mask", "block_mask")
+    ),
+    ({"Nq": 2048, "window": CAUSAL, "enabled_options": {"block_mask"}}, 64),
+    ({"Nq": 1024, "enabled_options": {"kv_lengths", "sinks"}}, 80),
+]
+
+
+@pytest.mark.parametrize(("changed", "queries"), BACKWARD_TILES, ids=str)
+def test_tiles_of_the_backward_pass(changed: dict[str, Any], queries: int) -> None:
+    problem = replace(problem_of("float16", 128), **changed)
+    keys = [launch.key for launch in launches_of(problem)]
+    assert {key.tile for key in keys if key.kernel == HOPPER_BACKWARD} == {(queries, 128)}
+    assert [key.block_q for key in keys if key.kernel == HOPPER_DQ_CONVERT] == [queries]
+    assert padded_rows(problem) >= block_count(problem, problem.Nq, queries) * queries
+
+
 def repairing_bytes(tile: TileSize, dim: int, value: int) -> int:
     return hopper_backward_bytes(tile, dim, value, repairs=True)
 
@@ -253,6 +295,9 @@ SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 64, 128, 48 + 24 + 32 + 32 + 48),
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 128, 64, 48 + 48 + 16 + 32 + 48),
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 1), 128, 128, 64 + 32 + 16 + 32 + 48),
+    # dQ transposed: one tile of dS, and one whole dQ tile.
+    (hopper_backward_bytes, TileSize(80, 128, 8, 1, 2), 128, 128, 64 + 60 + 40 + 20 + 40),
+    (hopper_backward_bytes, TileSize(80, 128, 8, 1, 2), 128, 64, 48 + 60 + 20 + 20 + 40),
     # Halves of a tile: as many stages of q, and one of dS.
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 192, 128, 80 + 48 + 32 + 16 + 48),
     # Wide heads: two stages of q, two dQ tiles of each store warp, and a tile of P.
@@ -264,6 +309,7 @@ SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]
     # To repair: k once more, and of wide heads one stage of q.
     (repairing_bytes, TileSize(64, 128, 8), 128, 64, 48 + 32 + 8 + 32 + 48 + 32),
     (repairing_bytes, TileSize(64, 64, 8), 256, 128, 48 + 32 + 16 + 16 + 32 + 16 + 32),
+    (repairing_bytes, TileSize(80, 128, 8), 128, 128, 64 + 20 + 20 + 40 + 40 + 32),
     # Of halves, two tiles of dS and one dQ tile.
     (repairing_bytes, TileSize(64, 128, 8), 192, 128, 80 + 24 + 16 + 32 + 16 + 48),
 ]

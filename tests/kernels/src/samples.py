@@ -65,6 +65,8 @@ _HOPPER_CASES = (
     ("bfloat16", (192, 192), {"dropout_p", "origin"}),
     ("bfloat16", (64, 64), {"bias", "mask", "softcap"}),
     ("bfloat16", (192, 128), {"negative scale"}),
+    ("float16", (128, 128), {"80 queries"}),
+    ("bfloat16", (128, 64), {"80 queries"}),
 )
 
 
@@ -102,6 +104,8 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             problem = replace(problem_of(name, dim, options), Dv=value, window=window)
             if "negative scale" in options:
                 problem = replace(problem, scale=-1.0)
+            if "80 queries" in options:
+                problem = replace(problem, Nq=80)
             context = context_of(arch)
             if "bias" in options:
                 context = context._replace(

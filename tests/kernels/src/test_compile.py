@@ -160,7 +160,7 @@ def test_calls_without_options(arch: str, kernel: str) -> None:
     ("kernel", "dims", "rows"),
     [
         (HOPPER, set(HEAD_DIM_BUCKETS), {128, 192}),
-        (HOPPER_BACKWARD, {64, 128}, {64, 128}),
+        (HOPPER_BACKWARD, {64, 128}, {64, 80, 128}),
         (HOPPER_HALVES, {192}, {64}),
         (HOPPER_WIDE, {192, 256}, {64}),
     ],

@@ -11,7 +11,8 @@ WARP = 32
 ROW_WARPS = 4  # of a thread block, in kernels in which each warp takes rows
 NON_FINITE, LARGE, FAILED = 1, 2, 4  # flags of heads, as in src/head_flags.cuh
 _CLUSTERS = 90  # from this compute capability on, times ten
-_ROW_PAD = 128  # no query block is longer, and all divide it
+_ROW_PAD = 128  # no query block is longer, and all but one divide it
+_TALL = 80  # queries of that one, which packed sequences do not use
 
 
 class LaunchContext(NamedTuple):
@@ -101,7 +102,9 @@ def block_count(problem: Problem, rows: int, block: int) -> int:
 
 def padded_rows(problem: Problem) -> int:
     """Rows of a head in the arrays that kernels of the backward pass exchange."""
-    return block_count(problem, problem.Nq, _ROW_PAD) * _ROW_PAD
+    P = problem
+    rows = P.Nq if P.sequences is not None else block_count(P, P.Nq, _TALL) * _TALL
+    return block_count(P, rows, _ROW_PAD) * _ROW_PAD
 
 
 def rows_of_block(key: KernelKey, columns: int) -> int:

@@ -45,7 +45,9 @@ _BACKWARD_BUCKETS = {
 _PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to another
 _FEW_KEYS = 512
 _NARROW_TILE = 128  # keys
-_PADDED = 1.035  # at most, keys of all wide tiles over keys
+_PADDED = 1.035  # at most, keys of all wide tiles over keys, and queries of all tall ones
+_LONG = 2048  # at least, queries of a causal call of tall tiles
+_NORMAL = 1 << 14  # at most, keys: of more, the mean probability is subnormal in float16
 _MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
 _MASKED_ROWS = 128  # at most, queries of a tile where a mask leaves blocks empty
 _MASKS = frozenset({"mask", "block_mask", "mask_mod"})
@@ -159,12 +161,18 @@ def backward(
     suited = (name for name in HOPPER_BACKWARDS if plain or name != HOPPER_HALVES)
     kernel = next(name for name in suited if 0 not in _buckets(name, P))
     dim, value = _buckets(kernel, P)
+
+    def suits(tile: TileSize) -> bool:
+        if tile.block_q % HOPPER_GROUP_ROWS > 0:
+            # dq is computed transposed, 64 columns by each warpgroup.
+            return plain and dim == tile.warps_m // 4 * 64 and _suits_tall(P, tile.block_q)
+        return plain or tile.block_q <= _MODIFIED_ROWS
+
     tile, shared = next(
         (tile, shared)
-        for tile in candidates(kernel, P.dtype.itemsize, max(dim, value))
+        for tile in filter(suits, candidates(kernel, P.dtype.itemsize, max(dim, value)))
         if (shared := hopper_backward_bytes(tile, dim, value, _bias_size(context)))
         <= HOPPER_LIMIT - HOPPER_STATIC
-        and (plain or tile.block_q <= _MODIFIED_ROWS)
     )
     key = _key(kernel, P, context, dim, value, tile, shared)
     key = replace(key, add_dq=True)
@@ -181,6 +189,21 @@ def backward(
     others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
     repairs = (generic.repairing(launch, context, left) for launch in others)
     return own, *safe, _dq_convert(P, key), *repairs
+
+
+def _suits_tall(problem: Problem, rows: int) -> bool:
+    """Whether tiles of so many queries, more than 64, suit a call without score modifiers.
+
+    They are faster where queries fill the last one, without a mask, and under a causal one at long
+    lengths: at short ones more lies beyond the diagonal (measured). Of packed sequences nobody
+    knows the queries. For dS they round P to the dtype, so in float16 P must not be subnormal.
+    """
+    P = problem
+    full = P.sequences is None and -(-P.Nq // rows) * rows <= _PADDED * P.Nq
+    masked = not P.enabled_options.isdisjoint(_MASKS)
+    uncut = P.window == (None, None) or (P.window == (None, 0) and P.Nq >= _LONG)
+    normal = P.dtype.name != "float16" or P.Nk <= _NORMAL
+    return full and uncut and normal and not masked
 
 
 def _buckets(kernel: str, P: Problem) -> tuple[int, int]:

@@ -109,20 +109,24 @@ def hopper_backward_bytes(
     """Count the dynamic shared memory of the Hopper backward kernels.
 
     They have k and v; stages of dout, and one more of q; two tiles of dS; three dQ tiles for each
-    store warp, or two with a bias, and a tile of that. Where halves of a tile take turns there are
+    store warp, or two with a bias, and a tile of that. Where queries are no multiple of 64, dQ is
+    transposed: there is one tile of dS, and one of dQ. Where halves of a tile take turns there are
     as many stages of q as of dout, and one tile of dS. Wide heads, of 64 keys, have two stages of
-    q, two such dQ tiles, and a tile of P. A kernel that repairs has k twice, for wide heads one
-    stage of q, and for halves two tiles of dS and one dQ tile.
+    q, two such dQ tiles, and a tile of P. A kernel that repairs has k twice and two tiles of dS;
+    one stage of q for wide heads and where dQ is transposed, and one dQ tile for halves.
     """
     rows, keys, stages = tile.block_q, tile.block_k, tile.stages
     wide = keys == HOPPER_GROUP_ROWS
     halves = not wide and dim > _NARROW_DIM
+    transposed = rows % HOPPER_GROUP_ROWS > 0
     kv = (2 if repairs else 1) * _swizzled(keys, dim) + _swizzled(keys, value)
-    q_stages = (1 if repairs else 2) if wide else stages if halves else stages + 1
+    q_stages = stages if halves or (transposed and repairs) else stages + 1
+    if wide:
+        q_stages = 1 if repairs else 2
     buffers = q_stages * _swizzled(rows, dim) + stages * _swizzled(rows, value)
-    ds = (1 if halves and not repairs else 2) * _swizzled(rows, keys)
+    ds = (1 if (halves or transposed) and not repairs else 2) * _swizzled(rows, keys)
     dq_tiles = 1 if halves and repairs else 2 if wide or bias_size else 3
-    dq = dq_tiles * DQ_STORE_WARPS * _DQ_STORE_BYTES
+    dq = rows * dim * 4 if transposed else dq_tiles * DQ_STORE_WARPS * _DQ_STORE_BYTES
     return kv + buffers + ds + dq + (rows * keys * 4 if wide else 0) + _tiled(rows, keys, bias_size)
 
 

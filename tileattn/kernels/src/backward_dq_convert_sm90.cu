@@ -7,9 +7,9 @@ static_assert(VECTOR_SIZE == 8, "rows are 16-byte aligned");
 constexpr int COLUMNS = 16, SLAB_UNITS = DQ_COPY_COLUMNS / COLUMNS, ROW_UNITS = HEAD_DIM / COLUMNS;
 constexpr int UNITS = BLOCK_Q * ROW_UNITS;
 constexpr int TOGETHER = 2;  // units that are loaded before one is stored
-static_assert(UNITS % (TOGETHER * THREADS) == 0, "the same work for all threads");
 
-// dQ_accum of a query, as stage_dq stores it: two columns of one atom and two of the next.
+// dQ_accum of a query, as stage_dq stores it: two columns of one atom and two of the next. As
+// stage_transposed_dq does: one of each, then the next one of each.
 struct alignas(16) Accums {
     float x[4];
 };
@@ -39,13 +39,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             const int unit = first + n * THREADS, slab = unit % ROW_UNITS / SLAB_UNITS;
             row[n] = unit / ROW_UNITS;
             const int part = row[n] / DQ_ROWS * DQ_ROWS, above = row[n] % DQ_ROWS;
-            column[n] = dq_column(above, unit % ROW_UNITS * COLUMNS);
+            const int at = unit % ROW_UNITS * COLUMNS;
+            column[n] = DQ_IS_TRANSPOSED ? at ^ above / 4 % 2 * 16 : dq_column(above, at);
+            const int swap = DQ_IS_TRANSPOSED ? above / 2 % 2 * 2 : 0;
             const int place = part * ROW_UNITS +
                               (slab * min(DQ_ROWS, count - part) + above) * SLAB_UNITS +
                               unit % SLAB_UNITS;
             if (stored && row[n] < count)
 #pragma unroll
-                for (int t = 0; t < 4; ++t) found[n][t] = tile[4 * place + t];
+                for (int t = 0; t < 4; ++t) found[n][t] = tile[4 * place + (t ^ swap)];
         }
 #pragma unroll
         for (int n = 0; n < TOGETHER; ++n)
@@ -54,7 +56,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
                 Vector<Element> vector;
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
-                    const float x = found[n][e / 2].x[2 * atom + e % 2] * float(p.scale);
+                    const int at = DQ_IS_TRANSPOSED ? e % 2 * 2 + atom : 2 * atom + e % 2;
+                    const float x = found[n][e / 2].x[at] * float(p.scale);
                     good = good && is_finite(x);
                     vector.values[e] = narrow<Element>(x);
                 }

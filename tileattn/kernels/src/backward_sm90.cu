@@ -54,7 +54,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     // Finish dP of the current tile, and publish dS. finish_ds() changes dS before that.
     auto publish_ds = [&](auto finish_ds) {
         warpgroup_wait<0>(dp);
-        compute_ds(smem.storage.delta[dout_pipe.stage], Accum(p.dropout_scale), dp, s);
+        const float* const delta = smem.storage.delta[dout_pipe.stage];
+        if constexpr (P_IS_ROUNDED)
+            compute_ds(delta, Accum(p.dropout_scale), dp, probs);
+        else
+            compute_ds(delta, Accum(p.dropout_scale), dp, s);
         finish_ds();
         convert(ds, dp);
         smem.ds_empty(ds_pipe.stage).wait(ds_pipe.phase ^ 1);
@@ -72,8 +76,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     auto issue_dq = [&](Fragment<Accum, 1, DQT>& dq, bool masked) {
         const DqShare share = dq_share(warpgroup);
         smem.ds_full(ds_pipe.stage).wait(ds_pipe.phase);  // dS of all keys
-        gemm_async_mn<Element>(dq, smem.ds(ds_pipe.stage), share.row, k_of_dq(smem, masked),
-                               share.column);
+        const KeyTile k = k_of_dq(smem, masked);
+        if constexpr (DQ_IS_TRANSPOSED)
+            gemm_async_transposed<Element>(dq, k, share.column, smem.ds(ds_pipe.stage));
+        else
+            gemm_async_mn<Element>(dq, smem.ds(ds_pipe.stage), share.row, k, share.column);
     };
     auto finish_dq = [&](const Fragment<Accum, 1, DQT>& dq) {
         // Safe: only dQ's GEMM reads the stage, and it is complete.
@@ -137,7 +144,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         publish_ds([] {});
         smem.v_empty().arrive();  // safe: only GEMMs read it, and the last dP is complete
         issue_dk();
-        store_dv(ds_pipe.next());  // overlaps with dK
+        if constexpr (DS_STAGES > 1) store_dv(ds_pipe.next());  // overlaps with dK
         issue_dq(dq, false);
         warpgroup_wait<0>(dk);
         warpgroup_wait<0>(dq);
@@ -146,6 +153,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         // consumed. The producer overwrites it by generic stores, which need no proxy fence.
         smem.k_empty().arrive();
         finish_dq(dq);
+        if constexpr (DS_STAGES == 1) store_dv(ds_pipe);
     };
 
     // One GEMM after the other.

@@ -203,9 +203,14 @@ __device__ inline void publish_dq(const Smem& smem, int store_warp,
                                   const Fragment<Accum, 1, NT>& dq, int row0,
                                   PipelineState<DQ_STAGES>& dq_pipe) {
 #pragma unroll
-    for (int column = 0; column < 8 * NT; column += DQ_COPY_COLUMNS, dq_pipe.advance()) {
+    for (int column = 0; column < (DQ_IS_TRANSPOSED ? 1 : 8 * NT);
+         column += DQ_COPY_COLUMNS, dq_pipe.advance()) {
         smem.dq_empty(store_warp, dq_pipe.stage).wait(dq_pipe.phase ^ 1);
-        stage_dq<DQ_COPY_COLUMNS>(smem.dq(store_warp, dq_pipe.stage), dq, column, row0);
+        const u32 target = smem.dq(store_warp, dq_pipe.stage);
+        if constexpr (DQ_IS_TRANSPOSED)
+            stage_transposed_dq(target, dq, row0);
+        else
+            stage_dq<DQ_COPY_COLUMNS>(target, dq, column, row0);
         fence_async_shared();
         smem.dq_full(store_warp, dq_pipe.stage).arrive();
     }

@@ -13,6 +13,16 @@ using TileScores = Scores<true, 1, QT>;
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT || HAS_BIAS ? 2 : QT;
 using Operands = Atom<Element>::A[BLOCK_Q / 16];            // P or dS as an operand of dV or dK
 
+// Whether dS takes P as dV does, rounded: registers are few.
+constexpr bool P_IS_ROUNDED = DQ_IS_TRANSPOSED;
+
+// P of an element, in float or from an operand.
+__device__ inline Accum element(const Fragment<Accum, 1, QT>& p, int n, int e) { return p.x[0][n][e]; }
+__device__ inline Accum element(const Operands& p, int n, int e) {
+    const u32 two = p[n / 2].r[n % 2 * 2 + e / 2];
+    return widen(Element{static_cast<unsigned short>(e % 2 ? two >> 16 : two)});
+}
+
 __device__ inline void convert(Operands& operands, const Fragment<Accum, 1, QT>& c, int begin = 0,
                                int end = QT) {
 #pragma unroll
@@ -131,8 +141,9 @@ __device__ inline void recompute_p(const Params& p, const Sequence& sequence, in
 }
 
 // From dP to dS, with P and delta of the tile's queries. Of all columns of atoms or of some.
+template <class Probs>
 __device__ inline void compute_ds(const float* deltas, Accum dropout_scale,
-                                  Fragment<Accum, 1, QT>& dp, const Fragment<Accum, 1, QT>& p,
+                                  Fragment<Accum, 1, QT>& dp, const Probs& p,
                                   int begin = 0, int end = QT) {
     const Lane lane;
 #pragma unroll
@@ -140,7 +151,7 @@ __device__ inline void compute_ds(const float* deltas, Accum dropout_scale,
         const float2 delta = *reinterpret_cast<const float2*>(deltas + lane.column(0) + 8 * n);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const Accum own = p.x[0][n][e];
+            const Accum own = element(p, n, e);
             Accum& x = dp.x[0][n][e];
             if constexpr (HAS_DROPOUT) x = is_marked(own) ? Accum(0) : x * dropout_scale;
             const Accum size = HAS_DROPOUT && !HAS_SCORE_GRAD ? fabs(own) : own;

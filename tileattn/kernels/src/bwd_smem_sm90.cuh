@@ -12,7 +12,7 @@ constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int WARPGROUP_ROWS = 64;  // keys of each
 // Wide heads: all warpgroups have the same keys.
 constexpr bool IS_WIDE = BLOCK_K == WARPGROUP_ROWS;
-static_assert(DQ_ROWS == WARPGROUP_ROWS, "one thread stores a warpgroup's share of dQ");
+static_assert(DQ_IS_TRANSPOSED || DQ_ROWS == WARPGROUP_ROWS, "one thread stores a warpgroup's share of dQ");
 static_assert(BLOCK_K == WARPGROUP_ROWS * (IS_WIDE ? 1 : CONSUMERS) && WARPS_N == 1,
               "64 keys a warpgroup");
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
@@ -29,11 +29,16 @@ constexpr bool IN_HALVES = !IS_WIDE && HEAD_DIM > 128;
 // q stays until dK has read it, while the next P is computed: it needs one stage more than dO, and
 // is the last to need two.
 constexpr int DOUT_STAGES = STAGES,
-              Q_STAGES = IN_HALVES ? STAGES : !IS_WIDE ? STAGES + 1 : NAN_SAFE ? 1 : 2;
+              Q_STAGES = IN_HALVES || (DQ_IS_TRANSPOSED && NAN_SAFE) ? STAGES
+                         : !IS_WIDE                                  ? STAGES + 1
+                         : NAN_SAFE                                  ? 1
+                                                                     : 2;
 // With two stages no warpgroup waits for the GEMMs of the other. NaN-safe, one has a table.
-constexpr int DS_STAGES = IN_HALVES && !NAN_SAFE ? 1 : 2;
-// Of each dQ store warp.
-constexpr int DQ_STAGES = IN_HALVES && NAN_SAFE ? 1 : IS_WIDE || BIAS_IS_LOADED ? 2 : 3;
+constexpr int DS_STAGES = (IN_HALVES || DQ_IS_TRANSPOSED) && !NAN_SAFE ? 1 : 2;
+// Of each dQ store warp. Transposed, one has a whole tile.
+constexpr int DQ_STAGES = DQ_IS_TRANSPOSED || (IN_HALVES && NAN_SAFE) ? 1
+                          : IS_WIDE || BIAS_IS_LOADED                 ? 2
+                                                                      : 3;
 
 // A warpgroup's share of a dQ tile, which its dQ store warp adds to memory: 64 queries and some
 // columns. Of wide heads these are whole slices, and the first warpgroup, which also computes P,
@@ -45,7 +50,8 @@ struct DqShare {
 };
 constexpr int DQ_SLICE = 64;  // columns of a GEMM for wide heads
 constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (WARPGROUP_ROWS * CONSUMERS);  // for the others
-static_assert(IS_WIDE || IN_HALVES || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32,
+static_assert(!DQ_IS_TRANSPOSED || HEAD_DIM == WARPGROUP_ROWS * CONSUMERS, "64 columns a warpgroup");
+static_assert(IS_WIDE || IN_HALVES || DQ_IS_TRANSPOSED || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32,
               "shares keep to slices");
 
 __device__ constexpr DqShare dq_share(int warpgroup) {
@@ -54,6 +60,8 @@ __device__ constexpr DqShare dq_share(int warpgroup) {
         return warpgroup == 0 ? DqShare{0, 0, MIDDLE, 64}
                               : DqShare{0, MIDDLE, HEAD_DIM - MIDDLE, MIDDLE + 64};
     }
+    if constexpr (DQ_IS_TRANSPOSED)
+        return {0, DQ_COPY_COLUMNS * warpgroup, DQ_COPY_COLUMNS, 0};
     if constexpr (IN_HALVES)  // a slice each, and half of the last one
         return {0, 64 * warpgroup, DQ_COLUMNS, 128 + 32 * warpgroup};
     constexpr int SHARES = HEAD_DIM / DQ_COLUMNS;

@@ -193,6 +193,11 @@ __device__ inline int accum_column(int column) {
 // columns in other banks.
 __device__ inline int dq_column(int row, int column) { return column ^ row % 2 * 16; }
 
+// Where stage_transposed_dq puts a column: columns c and c + 8 of 16 are neighbours.
+__device__ inline int transposed_dq_column(int row, int column) {
+    return (column / 16 * 16 + column % 8 * 2 + column / 8 % 2) ^ row / 2 % 4 * 8;
+}
+
 // Add a fragment to rows in global memory, the first `rows` of them.
 template <class S, int MT, int NT>
 __device__ inline void add_rows(S* target, int stride, const Fragment<S, MT, NT>& c, int m0, int n0,

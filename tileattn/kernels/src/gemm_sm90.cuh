@@ -52,6 +52,19 @@ __device__ inline void gemm_async_mn(Fragment<float, 1, NT>& c, const SmemTile<R
     wgmma_commit();
 }
 
+// Issue C = X^T Y^T for 64 columns of x from column m0 on and all rows of y: X^T is MN-major, Y^T is
+// K-major.
+template <class T, int K, int C, int R2, int NT>
+__device__ inline void gemm_async_transposed(Fragment<float, 1, NT>& c, const SmemTile<K, C>& x,
+                                             int m0, const SmemTile<R2, K>& y) {
+    auto& d = accum_registers(c);
+    discard_operand(d);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < K; k += 16) wgmma(T{}, d, x.mn_major(k, m0), y.k_major(0, k), k > 0);
+    wgmma_commit();
+}
+
 // Wait until at most PENDING GEMMs are in flight. c is the result of one that is complete then.
 template <int PENDING, int NT>
 __device__ inline void warpgroup_wait(Fragment<float, 1, NT>& c) {
@@ -181,6 +194,22 @@ __device__ inline void stage_dq(u32 target, const Fragment<float, 1, NT>& c, int
                          : "memory");
         }
     }
+}
+
+// Store 16 rows of each warp, from `column` on, to columns of rows of 64 floats in shared memory.
+template <int NT>
+__device__ inline void stage_transposed_dq(u32 target, const Fragment<float, 1, NT>& c,
+                                           int column) {
+    const Lane lane;
+    const int row = 2 * lane.t;
+    const u32 to = target + (row * 64 + transposed_dq_column(row, column + lane.g)) * 4;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + (8 * n + e) * 256),
+                         "f"(c.x[0][n][e]), "f"(c.x[0][n][e + 2])
+                         : "memory");
 }
 
 // Pass a fragment through shared memory to the same thread of another warpgroup.
