@@ -405,6 +405,35 @@ def test_key_blocks_that_would_drift_apart_wait_for_each_other(
     assert schedule_of(P, layout_of(P), launches, CACHE).in_order is expected
 
 
+@pytest.mark.parametrize(
+    ("changed", "together", "last_first"),
+    [
+        ({"window": CAUSAL}, 66, True),
+        ({"window": CAUSAL, "Nq": 7000, "Nk": 4000}, 8, True),
+        ({"window": CAUSAL, "Nk": 8192}, 16, False),
+        ({}, 66, False),
+        ({"Nk": 8192}, 4, False),
+        ({"window": CAUSAL, "Hq": 64}, 16, False),
+        ({"window": (70, 0)}, 16, False),
+        ({"window": CAUSAL, "D": 128, "Dv": 128}, 16, False),
+        ({"window": CAUSAL, "enabled_options": frozenset({"alibi_slopes"})}, 16, False),
+        ({"window": CAUSAL, "enabled_options": frozenset({"block_mask"})}, 16, False),
+    ],
+    ids=str,
+)
+def test_narrow_heads_whose_key_blocks_go_in_step(
+    changed: dict[str, Any], together: int, last_first: bool
+) -> None:
+    """Two waves of their blocks, under a causal mask the last ones first; never by default."""
+    P = shaped("float16", 64, **{"B": 32, "Hq": 32, "Hkv": 32, "Nq": 512, "Nk": 512} | changed)
+    for deterministic in (True, False):
+        launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
+        found = schedule_of(P, layout_of(P), launches, CACHE)
+        assert found.last_keys_first is (last_first and deterministic)
+    launches = backward_launches(P, CONTEXT, deterministic=True, sinks=False)
+    assert schedule_of(P, layout_of(P), launches, CACHE).head_groups == -(-1024 // together)
+
+
 def test_nothing_to_start_has_an_order() -> None:
     problem = replace(LONG, Nq=0)
     assert schedule_of(problem, layout_of(problem), (), CACHE) == Schedule(8)

@@ -249,8 +249,8 @@ def sequence_blocks(
     folder: Path, plan: LaunchPlan, key: KernelKey, count: int, **integers: Array
 ) -> list[Found]:
     """Find the blocks of queries of some first numbers; integers are those of the call."""
-    block = _block_with(plan, integers)
-    texts = _kernel_texts(replace(key, kernel="sequences"), 1, "float32")
+    block = block_with(plan, integers)
+    texts = kernel_texts(replace(key, kernel="sequences"), 1, "float32")
     library = built(folder, texts | {"sequences.cpp": _SEQUENCES}, "sequences.cpp")
     found = np.empty((count, len(Found._fields)), np.int64)
     library.find(ctypes.c_void_p(block.ctypes.data), count, ctypes.c_void_p(found.ctypes.data))
@@ -263,16 +263,16 @@ def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> list[tuple[int
     count = ordered_blocks(plan.problem, key)
     found = np.full((count, BLOCK_BYTES // 4), -1, np.int32)
     counter = np.ones(1, np.uint32)
-    block, places = _block_with(plan, integers), slots({})
+    block, places = block_with(plan, integers), slots({})
     for name, x in (("block_order", found), ("tile_counter", counter)):
         block[places[name]] = x.ctypes.data
-    library = built(folder, _kernel_texts(key, 1, "float32"), f"{key.kernel}.cpp")
+    library = built(folder, kernel_texts(key, 1, "float32"), f"{key.kernel}.cpp")
     library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(count))
     assert counter[0] == (key.kernel != ORDERS_QUERIES)  # a forward pass finds zero
     return [tuple(row[:10]) for row in found.tolist()]
 
 
-def _block_with(plan: LaunchPlan, integers: Mapping[str, Array]) -> Array:
+def block_with(plan: LaunchPlan, integers: Mapping[str, Array]) -> Array:
     """Fill the parameter block of a plan with the integers of a call, of 4 or 8 bytes each."""
     sizes = {f"{name}_bytes": x.itemsize for name, x in integers.items()}
     block = np.frombuffer(template(plan.fields | sizes), np.uint64).copy()
@@ -293,7 +293,7 @@ def element_sums(
     for name, x in (*sums.items(), *((aux_name(n), x) for n, x in enumerate(aux))):
         block[places[name]] = x.ctypes.data
     accum = plan.problem.accum_dtype.name
-    texts = _kernel_texts(replace(key, kernel="element_sums"), 1, accum)
+    texts = kernel_texts(replace(key, kernel="element_sums"), 1, accum)
     texts["config.cuh"] += f"\nconstexpr int WINDOW = {window};\n"
     library = built(folder, texts | {"element_sums.cpp": _ELEMENT_SUMS}, "element_sums.cpp")
     given = np.ascontiguousarray(ds, accum)
@@ -317,13 +317,13 @@ def launched(folder: Path, plan: LaunchPlan, aux: Sequence[Array]) -> dict[str, 
     for launch in plan.launches:
         if launch.key.kernel not in KERNELS:
             continue
-        texts = _kernel_texts(launch.key, launch.key.threads // 32, "float32")
+        texts = kernel_texts(launch.key, launch.key.threads // 32, "float32")
         library = built(folder, texts, f"{launch.key.kernel}.cpp")
         library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(launch.grid))
     return parts
 
 
-def _kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
+def kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
     """Give the texts of a kernel whose warps have one lane, and its configuration."""
     own = (
         "tile_lists.cuh",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tileattn.algorithm.mask import SlidingWindow
 from tileattn.algorithm.tiles import cut
 from tileattn.kernels.config.context import KernelLaunch
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.layout import CallLayout
 from tileattn.kernels.launch.tile_lists import tile_lists
@@ -23,6 +23,7 @@ from tileattn.problem import Problem
 
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
+LONG_CAUSAL = 8192  # keys from which the first ones go first under a causal mask (measured)
 DRIFT = (
     4  # L2 caches that queries of one key head may fill before key blocks drift apart (measured)
 )
@@ -37,6 +38,7 @@ class Schedule(NamedTuple):
     head_groups: int  # worked on one after the other: at least 1, at most B Hkv
     assignment: Array | None = None  # from `assign`; None where numbers in order are as good
     in_order: bool = False  # whether key blocks add to dq one after the other
+    last_keys_first: bool = False  # in which order those of a head do: as in `BwdWorkTile` in CUDA
     # Of packed sequences, key heads whose blocks take turns: rows that they may have, and how many.
     turn_rows: int = 0
     turn_heads: int = 1
@@ -57,7 +59,8 @@ def schedule_of(
     a group has as many heads as half of the L2 holds of those. If they fill less than one wave, as
     those of many query heads may, it has as many as fill two waves. If dq is summed in order each
     key block waits for the one before; that keeps heads together, and the fewer of their key blocks
-    are in flight, the shorter each waits.
+    are in flight, the shorter each waits. Groups change which heads run together, and never the
+    order within a dq tile.
 
     Where packed sequences end the device alone may know. It lets heads, and sequences, take turns
     (`order_blocks`): as many as fit the same half of the L2, and one wave at most.
@@ -77,14 +80,18 @@ def schedule_of(
             if P.sequences is not None:
                 rows = FAR if in_order and is_causal else l2_bytes // 2 // row
                 heads = in_flight if in_order else launch.grid
-                return Schedule(1, None, in_order, rows, max(1, heads))
+                return Schedule(1, None, in_order, False, rows, max(1, heads))
             blocks, size = -(-P.Nk // launch.key.block_k), l2_bytes // 2 // (P.Nq * row)
             if size * blocks < launch.grid:
                 size = -(-2 * launch.grid // blocks)
-            if in_order:
+            last_keys_first = False
+            if in_order and _goes_in_step(P, launch):
+                last_keys_first = is_causal
+                size = 2 * launch.grid // blocks
+            elif in_order:
                 size = in_flight if is_causal else min(size, in_flight)
-            size = min(size, launch.grid)
-            return Schedule(-(-P.B * P.Hkv // max(1, size)), in_order=in_order)
+            groups = -(-P.B * P.Hkv // max(1, min(size, launch.grid)))
+            return Schedule(groups, None, in_order, last_keys_first)
     kernels = {launch.key.kernel for launch in launches}
     groups = head_groups(P, 2 * l2_bytes if "forward" in kernels else l2_bytes // 2)
     if HOPPER not in kernels:
@@ -98,6 +105,21 @@ def schedule_of(
         return Schedule(groups)
     (launch,) = launches
     return Schedule(groups, _assignment(P, layout, launch.key, groups, launch.grid))
+
+
+def _goes_in_step(P: Problem, launch: KernelLaunch) -> bool:
+    """Whether key blocks that begin together add to dq one query tile behind the other.
+
+    Of those that wait for each other in narrow heads, whose query tiles are as long as key blocks,
+    two waves then run best (measured). Under a causal mask that takes the last keys first. Then the
+    longest key blocks come last, which costs more than it saves where keys are many (measured).
+    The bits of dq follow from the order of keys, which depends on lengths and options alone.
+    """
+    key = launch.key
+    narrow = key.kernel == HOPPER_BACKWARD and key.block_q == key.block_k
+    listed = key.packed or key.block_mask or key.mask_mod
+    long = P.window[1] is not None and P.Nk >= LONG_CAUSAL
+    return narrow and P.group == 1 and P.window[0] is None and not listed and not long
 
 
 def _drifts(P: Problem, share: float) -> bool:

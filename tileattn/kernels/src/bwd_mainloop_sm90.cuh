@@ -144,8 +144,13 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
     const DqShare share = dq_share(store_warp);
     const int heads = int(p.group), rows = int(p.Nq), tiles = block_count<BLOCK_Q>(p, p.Nq);
     u32* const dq_semaphore = p.dq_semaphore;
+    // A copy is read while the next one begins. The wait before makes the arrive safe.
+    constexpr int UNREAD = DQ_STAGES > 1 ? 1 : 0;
     PipelineState<1> k_pipe;
     PipelineState<DQ_STAGES> dq_pipe;
+    auto release = [&](int behind) {
+        smem.dq_empty(store_warp, (dq_pipe.stage + DQ_STAGES - behind) % DQ_STAGES).arrive();
+    };
 #pragma unroll 1
     for (;; k_pipe.advance()) {
         smem.k_full().wait(k_pipe.phase);
@@ -181,13 +186,18 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                         bulk_store(dq_accum + count * share.at(n),
                                    smem.dq(store_warp, dq_pipe.stage),
                                    4 * count * DQ_COPY_COLUMNS, before > 0);
-                    bulk_wait_read();  // so the arrive is safe
-                    smem.dq_empty(store_warp, dq_pipe.stage).arrive();
                     dq_pipe.advance();
+                    bulk_wait_read<UNREAD>();
+                    if (n >= UNREAD * DQ_COPY_COLUMNS) release(UNREAD + 1);
                 }
+                if (UNREAD) bulk_wait_read<0>(), release(1);
                 // In order, read the next semaphore while this tile is stored.
-                if (!HAS_TILE_LIST && p.in_order && heads == 1 && tile)
-                    reached = read_semaphore(dq_semaphore + own - DQ_STORE_WARPS);
+                if (!HAS_TILE_LIST && p.in_order) {
+                    const bool more = head + 1 < first_head + heads;
+                    const int next = more ? tiles : (index < 0 ? 1 : -1) - (heads - 1) * tiles;
+                    if (more || index > work.tiles.begin)
+                        reached = read_semaphore(dq_semaphore + int(own) + next * DQ_STORE_WARPS);
+                }
                 if (p.in_order || !before)
                     bulk_wait(),
                         publish_semaphore(dq_semaphore + own, claims_dq(p) ? DQ_STORED : rank + 1);
@@ -267,10 +277,9 @@ __device__ inline bool is_partial(const WorkTile& work, const QueryTileList& lis
     return list.is_partial(index) || work.tiles.is_partial(list.tile(index));
 }
 
-// Call step(partial, more) for the query tiles of a work tile that has some: the last tile of each
-// head, then the one before it, so that all key blocks come to a tile at about the same time. The
-// caller may do the first step of all itself. `more` is false for the last one, if that is peeled
-// off.
+// Call step(partial, more) for the query tiles of a work tile that has some: the tile of the last index
+// of each head, then that of the one before it. The caller may do the first step of all itself. `more` is
+// false for the last one, if that is peeled off.
 template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
 __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int heads,
                                               int& h, int& tile, Step step) {

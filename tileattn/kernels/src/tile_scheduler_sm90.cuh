@@ -274,8 +274,16 @@ __device__ inline bool get_work(const Params& p, WorkOrder<false, true>& order, 
 
 // --- backward ------------------------------------------------------------------------------------
 
+// Whether calls may have the last keys first.
+constexpr bool MAY_BEGIN_LAST = BLOCK_Q == BLOCK_K && !PACKED && !HAS_TILE_LIST;
+
 // A block of keys of one key head, with the query tiles of each query head that shares it: by their
-// indices from begin to end - 1.
+// indices from begin to end - 1. Those of the last indices come first.
+//
+// The blocks of a head begin with the first keys, and each with its last query tile: under a causal
+// mask, too, all come to a tile at about the same time. With `last_keys_first` they begin with the last
+// keys, and each with its first tile, the diagonal: blocks that begin together come to a tile one behind
+// the other, in the order in which they add to its dQ.
 struct BwdWorkTile : WorkSequence<PACKED> {
     int kv, k0;
     bool is_end;  // no work tile: all have been claimed
@@ -298,19 +306,29 @@ struct QueryTileList : TileList<QueryTileEntry> {
     __device__ QueryTileList(const Params& p, const BwdWorkTile& work)
         : TileList(p, work.b, work.kv, work.k0 / BLOCK_K) {}
 
-    // How many blocks of keys before this one attend to a tile. Without a list those of its window.
+    // The last indices are of the first tiles where they are negative: ~tile.
+    __device__ int tile(int index) const {
+        return MAY_BEGIN_LAST ? max(index, ~index) : TileList::tile(index);
+    }
+    __device__ static TileRange reversed(const TileRange& tiles) {
+        return {-tiles.end, -tiles.begin, tiles.full_begin, tiles.full_end};
+    }
+
+    // How many blocks of keys that were claimed before this one attend to a tile. Without a list those of
+    // its window.
     __device__ int rank(const Params& p, const BwdWorkTile& work, int index) const {
         if (HAS_TILE_LIST && entries) return entries[index].rank;
-        const int row = index * BLOCK_Q;
+        const int row = tile(index) * BLOCK_Q, block = work.k0 / BLOCK_K;
         const SlidingWindow window(p, work.sequence(p));
         const Range keys = window.key_range(row, min(row + BLOCK_Q, window.Nq));
-        return work.k0 / BLOCK_K - keys.lo / BLOCK_K;
+        if (MAY_BEGIN_LAST && index < 0) return (keys.hi - 1) / BLOCK_K - block;
+        return block - keys.lo / BLOCK_K;
     }
 };
 
-// Claim the next work tile: long ones first, those of a head in the order of their keys. So whoever
-// claimed first among the running CTAs waits for none of them. Lane 0 calls; the shuffle tells the
-// compiler that the index is uniform.
+// Claim the next work tile. Those of a head are claimed in the order in which they add to each dQ tile, by
+// rising ranks; so of the work tiles that are not done the first claimed waits for none, and all get done,
+// however few CTAs run. Lane 0 calls; the shuffle tells the compiler that the index is uniform.
 __device__ inline u32 claim_work(const Params& p) {
     u32* const tile_counter = p.tile_counter + (ONLY_FLAGGED ? 1 : 0);
     return __shfl_sync(1, atomicAdd(tile_counter, 1), 0);
@@ -321,7 +339,9 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     const int blocks = work.blocks<BLOCK_K>(p, p.Nk), heads = int(p.B * p.Hkv);
     if (index >= u32(blocks * heads)) return false;
     const BlockCoord at = work.coord(p, blocks, heads, int(index));
-    work.k0 = work.find(p, at.head / int(p.Hkv), at.block) * BLOCK_K;
+    const bool last_first = MAY_BEGIN_LAST && p.last_keys_first;
+    const int place = last_first ? blocks - 1 - at.block : at.block;
+    work.k0 = work.find(p, at.head / int(p.Hkv), place) * BLOCK_K;
     work.kv = at.head % int(p.Hkv);
     const SlidingWindow window(p, work.sequence(p));
     const Range queries = window.query_range(work.k0, work.k0 + BLOCK_K);
@@ -332,5 +352,6 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     const int tiles = block_count<BLOCK_Q>(p, p.Nq);
     work.tiles = {list.lower_bound(queries.lo / BLOCK_Q, tiles),
                   list.lower_bound((queries.hi + BLOCK_Q - 1) / BLOCK_Q, tiles), full.lo, full.hi};
+    if (last_first) work.tiles = QueryTileList::reversed(work.tiles);
     return true;
 }

@@ -140,8 +140,10 @@ __device__ inline void bulk_store(float* target, u32 source, int bytes, bool add
                      : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+// Wait until shared memory has been read of all copies but the last `UNREAD`.
+template <int UNREAD>
 __device__ inline void bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(UNREAD) : "memory");
 }
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

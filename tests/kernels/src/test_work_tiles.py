@@ -1,0 +1,155 @@
+"""In what order key blocks of the Hopper backward pass add to dq, run on the CPU."""
+
+import ctypes
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.kernels.launch.planning import H200, asked, backward
+from tests.kernels.src.on_host import Array, block_with, built, kernel_texts
+from tileattn.algorithm.block_mask import EMPTY
+from tileattn.algorithm.mask import SlidingWindow
+from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
+from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.jit.compile import SOURCES
+from tileattn.kernels.launch.plan import LaunchPlan
+
+CAUSAL = (None, 0)
+
+_WORK_TILES = """\
+#include "tile_scheduler_sm90.cuh"
+
+extern "C" int claim_all(const Params* p, int* found) {
+    const int* const begin = found;
+    BwdWorkTile work{};
+    for (int n = 0; get_work(*p, u32(n), work); ++n) {
+        const QueryTileList list(*p, work);
+        for (int index = work.tiles.end; --index >= work.tiles.begin; found += 6) {
+            const int row[] = {n, work.b, work.kv, work.k0 / BLOCK_K, list.tile(index),
+                               list.rank(*p, work, index)};
+            std::copy(row, row + 6, found);
+        }
+    }
+    return int(found - begin) / 6;
+}
+"""
+
+# What else the scheduler names, of which backward work tiles need nothing.
+_SCHEDULER = """
+#define __forceinline__ inline
+constexpr int WARPS_M = 1, WARPS_N = 1;
+constexpr bool HAS_TILE_LIST = HAS_MASK_MOD, ONLY_FLAGGED = false;
+inline struct { int x; } gridDim;
+inline int work_index() { return blockIdx.x; }
+inline int __ffs(u32 x) { return __builtin_ffs(int(x)); }
+template <class T> T __shfl_sync(u32, T x, int) { return x; }
+template <class T> T __shfl_up_sync(u32, T x, int) { return x; }
+template <class T> T atomicAdd(T* x, int n) { return (*x += n) - n; }
+"""
+
+
+class Attending(NamedTuple):
+    """A query tile of a work tile of the backward pass, in the order of claims."""
+
+    claim: int
+    b: int
+    kv: int
+    block: int
+    tile: int
+    rank: int
+
+
+def backward_work_tiles(
+    folder: Path, plan: LaunchPlan, key: KernelKey, **integers: Array
+) -> list[Attending]:
+    """Find the query tiles of all work tiles of the backward pass, each in the order of its use."""
+    P = plan.problem
+    block = block_with(plan, integers)
+    texts = kernel_texts(replace(key, kernel="work_tiles"), 1, "float32")
+    texts["config.cuh"] += _SCHEDULER
+    texts["pieces.cuh"] = "#pragma once\n"
+    for name in ("tile_scheduler.cuh", "tile_scheduler_sm90.cuh"):
+        texts[name] = (SOURCES / name).read_text(encoding="utf-8")
+    library = built(folder, texts | {"work_tiles.cpp": _WORK_TILES}, "work_tiles.cpp")
+    most = P.B * P.Hkv * (P.Nq // key.block_q + 1) * (P.Nk // key.block_k + 1)
+    found = np.empty((most, len(Attending._fields)), np.int32)
+    count = library.claim_all(
+        ctypes.c_void_p(block.ctypes.data), ctypes.c_void_p(found.ctypes.data)
+    )
+    return [Attending(*row) for row in found[:count].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("D", "Hq", "window", "last_first"),
+    [
+        (64, 3, CAUSAL, True),
+        (64, 3, (None, 7), True),
+        (64, 3, (None, 300), True),
+        (64, 3, (None, None), False),
+        (64, 6, CAUSAL, False),
+        (64, 3, (90, 20), False),
+        (128, 3, CAUSAL, False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("Nq", "Nk", "lengths", "offsets"),
+    [
+        (500, 500, (500, 500), (0, 0)),
+        (333, 1025, (1025, 130), (692, -203)),
+        (1030, 300, (300, 257), (-730, 400)),
+        (129, 128, (0, 1), (0, 0)),
+    ],
+)
+@pytest.mark.parametrize("sm_count", [5, 132])
+def test_a_key_block_waits_for_those_that_were_claimed_before(
+    D: int,
+    Hq: int,
+    window: Any,
+    last_first: bool,
+    Nq: int,
+    Nk: int,
+    lengths: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sm_count: int,
+    tmp_path: Path,
+) -> None:
+    """For all of them at each dq tile, and for no other: so none waits for a later claim.
+
+    Of the work tiles that are not done the first claimed runs then, and all get done, however few
+    thread blocks there are. The order of keys, and so that of the sums, is the same for each
+    number of SMs.
+    """
+    problem = asked(D=D, Dv=D, Hq=Hq, Hkv=3, Nq=Nq, Nk=Nk, window=window)
+    plan = backward(problem, replace(H200, sm_count=sm_count), deterministic=True)
+    key = next(x.key for x in plan.launches if x.key.kernel in HOPPER_BACKWARDS)
+    integers = {"kv_lengths": np.array(lengths), "q_offset": np.array(offsets)}
+    found = backward_work_tiles(tmp_path, plan, key, **integers)
+    adds: Counter[tuple[int, int, int]] = Counter()
+    blocks = defaultdict(list)
+    for x in found:
+        dq_tile = x.b, x.kv, x.tile
+        assert x.rank == adds[dq_tile]
+        adds[dq_tile] += 1
+        blocks[dq_tile].append(x.block)
+    assert all(own == sorted(own, reverse=last_first) for own in blocks.values())
+    expected = {
+        (b, kv, q0 // key.block_q, k0 // key.block_k)
+        for b in range(problem.B)
+        for kv in range(problem.Hkv)
+        for q0 in range(0, Nq, key.block_q)
+        for k0 in range(0, Nk, key.block_k)
+        if SlidingWindow(Nq, lengths[b], offsets[b], *window).kind(
+            q0, min(q0 + key.block_q, Nq), k0, k0 + key.block_k
+        )
+        != EMPTY
+    }
+    assert len(found) == len(expected)
+    assert {(x.b, x.kv, x.tile, x.block) for x in found} == expected
+    # Those of a work tile begin at the last query, or else at the first.
+    for x, y in pairwise(found):
+        assert x.claim < y.claim or (x.claim == y.claim and (x.tile < y.tile) == last_first)
