@@ -24,6 +24,7 @@ from tileattn.kernels.config.shared_memory import (
     hopper_backward_bytes,
     hopper_ds_bytes,
     hopper_forward_bytes,
+    hopper_wide_dq_bytes,
 )
 from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
 from tileattn.problem import Problem
@@ -32,6 +33,7 @@ NAME = "Hopper"
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
 HOPPER_HALVES = "backward_halves_sm90"
+HOPPER_WIDE_DQ = "backward_wide_dq_sm90"
 HOPPER_DQ_CONVERT = "backward_dq_convert_sm90"
 HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_WIDE)
 HOPPER_DS = ("backward_dbias_sm90", "backward_daux_sm90")  # which sum dS over pairs
@@ -153,7 +155,8 @@ def backward(
 ) -> tuple[KernelLaunch, ...]:
     """Launch the backward kernel, then what computes flagged heads again, mostly none.
 
-    Its thread blocks add dq to device memory, one after the other where the order must be fixed.
+    Its thread blocks add dq to device memory, one after the other where the order must be fixed. For
+    wide heads a kernel of its own computes dq.
     """
     P = problem
     plain = P.enabled_options.isdisjoint(_SCORE_MODS | {"mask"}) and not P.dropout_p
@@ -175,7 +178,8 @@ def backward(
         <= HOPPER_LIMIT - HOPPER_STATIC
     )
     key = _key(kernel, P, context, dim, value, tile, shared)
-    key = replace(key, add_dq=True)
+    is_wide = kernel == HOPPER_WIDE
+    key = replace(key, add_dq=not is_wide)
     # The kernel is persistent: a thread block takes one key block after the other.
     grid = min(context.sm_count, P.B * P.Hkv * block_count(P, P.Nk, key.block_k))
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
@@ -183,12 +187,13 @@ def backward(
     own = KernelLaunch(key, grid, key.smem_bytes, why, maps, deterministic)
     # Scores, where they are flat, mask a gradient of NaN: the NaN-safe kernel does not know of it.
     # Nor is there room for a bias in it.
-    safe = () if key.softcap or key.score_mod or key.bias else (_nan_safe(own),)
+    safe = () if is_wide or key.softcap or key.score_mod or key.bias else (_nan_safe(own),)
     left = LARGE | FAILED | (0 if safe else NON_FINITE)
+    dq = _wide_dq(P, context, dim, value) if is_wide else _dq_convert(P, key)
     context = context._replace(dbias=False)  # a kernel of its own computes it for all heads
     others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
     repairs = (generic.repairing(launch, context, left) for launch in others)
-    return own, *safe, _dq_convert(P, key), *repairs
+    return own, *safe, dq, *repairs
 
 
 def _suits_tall(problem: Problem, rows: int) -> bool:
@@ -243,6 +248,20 @@ def _nan_safe(own: KernelLaunch) -> KernelLaunch:
     shared = hopper_backward_bytes(tile, key.head_dim, key.value_dim, repairs=True)
     key = replace(key, stages=1, smem_bytes=shared, head_flags=NON_FINITE)
     return own._replace(key=key, shared_bytes=shared, why=_NAN_SAFE)
+
+
+def _wide_dq(P: Problem, context: LaunchContext, dim: int, value: int) -> KernelLaunch:
+    """Launch the kernel that computes dq of wide heads."""
+    tile, shared = next(
+        (tile, shared)
+        for tile in candidates(HOPPER_WIDE_DQ, P.dtype.itemsize, max(dim, value))
+        if (shared := hopper_wide_dq_bytes(tile, dim, value)) <= HOPPER_LIMIT - HOPPER_STATIC
+    )
+    key = _key(HOPPER_WIDE_DQ, P, context, dim, value, tile, shared)
+    grid = min(context.sm_count, P.B * P.Hq * block_count(P, P.Nq, key.block_q))
+    rows = HOPPER_GROUP_ROWS
+    maps = ("q", rows), ("k", key.block_k), ("v", key.block_k), ("dout", rows)
+    return KernelLaunch(key, grid, shared, f"{_SUPPORTED}, {tile.why}", maps)
 
 
 def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:

@@ -111,23 +111,33 @@ def hopper_backward_bytes(
     They have k and v; stages of dout, and one more of q; two tiles of dS; three dQ tiles for each
     store warp, or two with a bias, and a tile of that. Where queries are no multiple of 64, dQ is
     transposed: there is one tile of dS, and one of dQ. Where halves of a tile take turns there are
-    as many stages of q as of dout, and one tile of dS. Wide heads, of 64 keys, have two stages of
-    q, two such dQ tiles, and a tile of P. A kernel that repairs has k twice and two tiles of dS;
-    one stage of q for wide heads and where dQ is transposed, and one dQ tile for halves.
+    as many stages of q as of dout, and one tile of dS. Wide heads, of 64 keys, have as many stages
+    of q, too, and two tiles of P in place of dS and dQ. A kernel that repairs has k twice and two
+    tiles of dS; as many stages of q as of dout where dQ is transposed, and one dQ tile for halves.
     """
     rows, keys, stages = tile.block_q, tile.block_k, tile.stages
     wide = keys == HOPPER_GROUP_ROWS
     halves = not wide and dim > _NARROW_DIM
     transposed = rows % HOPPER_GROUP_ROWS > 0
     kv = (2 if repairs else 1) * _swizzled(keys, dim) + _swizzled(keys, value)
-    q_stages = stages if halves or (transposed and repairs) else stages + 1
+    equal = wide or halves or (transposed and repairs)
+    buffers = (stages if equal else stages + 1) * _swizzled(rows, dim)
+    buffers += stages * _swizzled(rows, value)
     if wide:
-        q_stages = 1 if repairs else 2
-    buffers = q_stages * _swizzled(rows, dim) + stages * _swizzled(rows, value)
+        return kv + buffers + 2 * rows * keys * 4
     ds = (1 if (halves or transposed) and not repairs else 2) * _swizzled(rows, keys)
-    dq_tiles = 1 if halves and repairs else 2 if wide or bias_size else 3
+    dq_tiles = 1 if halves and repairs else 2 if bias_size else 3
     dq = rows * dim * 4 if transposed else dq_tiles * DQ_STORE_WARPS * _DQ_STORE_BYTES
-    return kv + buffers + ds + dq + (rows * keys * 4 if wide else 0) + _tiled(rows, keys, bias_size)
+    return kv + buffers + ds + dq + _tiled(rows, keys, bias_size)
+
+
+def hopper_wide_dq_bytes(tile: TileSize, dim: int, value: int) -> int:
+    """Count the dynamic shared memory of the Hopper kernel for dq of wide heads.
+
+    It has its queries and dout, and stages that take keys and values in turn.
+    """
+    rows = _swizzled(tile.block_q, dim) + _swizzled(tile.block_q, value)
+    return rows + tile.stages * _swizzled(tile.block_k, max(dim, value))
 
 
 def hopper_ds_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:

@@ -49,6 +49,7 @@ _SMALL_KEYS = (
 )
 _HOPPER = (
     *("forward_sm90", "backward_sm90", "backward_halves_sm90", "backward_wide_sm90"),
+    *("backward_wide_dq_sm90",),
     *("backward_dbias_sm90", "backward_daux_sm90"),
 )
 _SMALLER = {
@@ -125,11 +126,10 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     },
     # The same where dK and dV leave registers for half of a tile.
     ("backward_halves_sm90", 2): {192: (TileSize(64, 128, 8, 1, 2),)},
-    # The same for wide heads: two warpgroups for the same 64 keys.
-    ("backward_wide_sm90", 2): {
-        192: (TileSize(64, 64, 8, 1, 2),),
-        256: (TileSize(64, 64, 8, 1, 1),),
-    },
+    # The same for wide heads: two warpgroups for the same 64 keys. Then a warpgroup for each 64
+    # queries, and as many stages as there is room for.
+    ("backward_wide_sm90", 2): {256: (TileSize(64, 64, 8, 1, 3), TileSize(64, 64, 8, 1, 2))},
+    ("backward_wide_dq_sm90", 2): {256: (TileSize(128, 64, 8, 1, 4), TileSize(128, 64, 8, 1, 3))},
     ("backward_dq", 2): {
         64: (TileSize(128, 64, 4, 1, 2, tuned=True, spills=True),),
         128: (TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),),

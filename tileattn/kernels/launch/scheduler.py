@@ -73,9 +73,10 @@ def schedule_of(
     P = problem
     for launch in launches:
         if launch.key.kernel in HOPPER_BACKWARDS:
-            row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + P.D * P.accum_dtype.itemsize)
-            is_causal = P.window[1] is not None
-            in_order = launch.in_order or _drifts(P, P.Nq * row / l2_bytes)
+            adds, is_causal = launch.key.add_dq, P.window[1] is not None
+            sums = P.D * P.accum_dtype.itemsize if adds else 0
+            row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
+            in_order = adds and (launch.in_order or _drifts(P, P.Nq * row / l2_bytes))
             in_flight = launch.grid * launch.key.block_k // KEYS_IN_FLIGHT
             if P.sequences is not None:
                 rows = FAR if in_order and is_causal else l2_bytes // 2 // row

@@ -10,7 +10,7 @@ from tileattn.kernels.config.block_order import (
     ordered_blocks,
 )
 from tileattn.kernels.config.context import KernelLaunch, block_count, padded_rows
-from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
+from tileattn.kernels.config.hopper import HOPPER_BACKWARDS, HOPPER_WIDE
 from tileattn.kernels.config.shared_memory import DQ_STORE_WARPS
 from tileattn.kernels.config.split import COMBINE, partial_bytes
 from tileattn.problem import Problem
@@ -56,6 +56,8 @@ def workspace_of(
             parts |= {"tile_counter": _COUNT, "claims": heads * ordered_blocks(P, key) * _COUNT}
         if key.kernel == COMBINE:
             parts |= partial_bytes(P)
+        if key.kernel == HOPPER_WIDE:
+            zeros["tile_counter"] = 2 * _COUNT
         if not key.add_dq:
             continue
         sums = {"dq_accum": heads * P.Nq * key.head_dim * number}

@@ -5,7 +5,7 @@
 #include "bwd_scores_sm90.cuh"
 
 // Registers of a thread: the producer warpgroup gives its own to the consumers.
-constexpr int PRODUCER_REGISTERS = IS_WIDE ? 40 : 24, CONSUMER_REGISTERS = IS_WIDE ? 232 : 240;
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
 struct Maps {
     TensorMap q, k, v, dout;
@@ -365,7 +365,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
         if (threadIdx.x % WARP) return;
         if (warp == WARPS_M)
             produce(p, maps, smem);
-        else if (warp <= WARPS_M + DQ_STORE_WARPS)
+        else if (!IS_WIDE && warp <= WARPS_M + DQ_STORE_WARPS)
             store_dq(p, smem, warp - WARPS_M - 1);
     } else {
         reg_alloc<CONSUMER_REGISTERS>();

@@ -26,40 +26,30 @@ constexpr bool BIAS_IS_LOADED = HAS_BIAS && TileBias::STAGED;
 // Whether dK and dV leave registers for half of a tile's dP only, and for no tile ahead.
 constexpr bool IN_HALVES = !IS_WIDE && HEAD_DIM > 128;
 
-// q stays until dK has read it, while the next P is computed: it needs one stage more than dO, and
-// is the last to need two.
+// q stays until dK has read it, while the next P is computed: where there is room it has one stage
+// more than dO.
 constexpr int DOUT_STAGES = STAGES,
-              Q_STAGES = IN_HALVES || (DQ_IS_TRANSPOSED && NAN_SAFE) ? STAGES
-                         : !IS_WIDE                                  ? STAGES + 1
-                         : NAN_SAFE                                  ? 1
-                                                                     : 2;
+              Q_STAGES = IS_WIDE || IN_HALVES || (DQ_IS_TRANSPOSED && NAN_SAFE) ? STAGES : STAGES + 1;
 // With two stages no warpgroup waits for the GEMMs of the other. NaN-safe, one has a table.
 constexpr int DS_STAGES = (IN_HALVES || DQ_IS_TRANSPOSED) && !NAN_SAFE ? 1 : 2;
 // Of each dQ store warp. Transposed, one has a whole tile.
-constexpr int DQ_STAGES = DQ_IS_TRANSPOSED || (IN_HALVES && NAN_SAFE) ? 1
-                          : IS_WIDE || BIAS_IS_LOADED                 ? 2
-                                                                      : 3;
+constexpr int DQ_STAGES = DQ_IS_TRANSPOSED || (IN_HALVES && NAN_SAFE) ? 1 : BIAS_IS_LOADED ? 2 : 3;
+// Wide heads: of P, which one warpgroup passes to the other, and may be so many tiles ahead.
+constexpr int P_STAGES = 2;
 
 // A warpgroup's share of a dQ tile, which its dQ store warp adds to memory: 64 queries and some
-// columns. Of wide heads these are whole slices, and the first warpgroup, which also computes P,
-// never has more.
+// columns.
 struct DqShare {
     int row, column, columns, second;  // columns behind the first 64 begin at the second
 
     __device__ constexpr int at(int n) const { return n < 64 ? column + n : second + n - 64; }
 };
-constexpr int DQ_SLICE = 64;  // columns of a GEMM for wide heads
-constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (WARPGROUP_ROWS * CONSUMERS);  // for the others
+constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (WARPGROUP_ROWS * CONSUMERS);
 static_assert(!DQ_IS_TRANSPOSED || HEAD_DIM == WARPGROUP_ROWS * CONSUMERS, "64 columns a warpgroup");
 static_assert(IS_WIDE || IN_HALVES || DQ_IS_TRANSPOSED || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32,
               "shares keep to slices");
 
 __device__ constexpr DqShare dq_share(int warpgroup) {
-    if constexpr (IS_WIDE) {
-        constexpr int MIDDLE = HEAD_DIM / DQ_SLICE / 2 * DQ_SLICE;
-        return warpgroup == 0 ? DqShare{0, 0, MIDDLE, 64}
-                              : DqShare{0, MIDDLE, HEAD_DIM - MIDDLE, MIDDLE + 64};
-    }
     if constexpr (DQ_IS_TRANSPOSED)
         return {0, DQ_COPY_COLUMNS * warpgroup, DQ_COPY_COLUMNS, 0};
     if constexpr (IN_HALVES)  // a slice each, and half of the last one
@@ -76,29 +66,32 @@ using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
 using DoutTile = SmemTile<BLOCK_Q, VALUE_DIM>;
 using ScoreTile = SmemTile<BLOCK_Q, BLOCK_K>;  // dS, queries in rows
 
-// Dynamic shared memory, as it lies; behind it what only some kernels have.
+// Dynamic shared memory, as it lies: where each part begins. Behind it what only some kernels have.
+// Wide heads have P in place of dS and dQ.
 struct Tensors {
-    KeyTile::Storage k;
-    ValueTile::Storage v;
-    QueryTile::Storage q[Q_STAGES];
-    DoutTile::Storage dout[DOUT_STAGES];
-    ScoreTile::Storage ds[DS_STAGES];
-    float dq[DQ_STORE_WARPS][DQ_STAGES][DQ_ROWS * DQ_COPY_COLUMNS];
+    static constexpr int DS_BYTES = IS_WIDE ? 0 : DS_STAGES * ScoreTile::BYTES;
+    static constexpr int DQ_TILE = DQ_ROWS * DQ_COPY_COLUMNS * 4;
+    static constexpr int DQ_BYTES = IS_WIDE ? 0 : DQ_STORE_WARPS * DQ_STAGES * DQ_TILE;
+    static constexpr int P_TILE = BLOCK_Q * BLOCK_K * 4, P_BYTES = IS_WIDE ? P_STAGES * P_TILE : 0;
+
+    static constexpr int V = KeyTile::BYTES, Q = V + ValueTile::BYTES;
+    static constexpr int DOUT = Q + Q_STAGES * QueryTile::BYTES;
+    static constexpr int DS = DOUT + DOUT_STAGES * DoutTile::BYTES, DQ = DS + DS_BYTES;
+    static constexpr int P = DQ + DQ_BYTES, BYTES = P + P_BYTES;
 };
-// Wide heads: P, which one warpgroup passes to the other.
-constexpr int P_BYTES = IS_WIDE ? BLOCK_Q * BLOCK_K * 4 : 0;
 // NaN-safe: a copy of k with zeros in place of what is not finite.
 constexpr int CLEAN_K_BYTES = NAN_SAFE ? KeyTile::BYTES : 0;
 constexpr int BIAS_BYTES = TileBias::BYTES;
 static_assert(!(HAS_BIAS && (IS_WIDE || NAN_SAFE)), "there is no room for the bias");
-static_assert(int(sizeof(Tensors)) + P_BYTES + CLEAN_K_BYTES + BIAS_BYTES == SHARED_BYTES,
-              "what a launch brings");
+static_assert(!(IS_WIDE && NAN_SAFE), "generic kernels are for those heads");
+static_assert(Tensors::BYTES + CLEAN_K_BYTES + BIAS_BYTES == SHARED_BYTES, "what a launch brings");
 
 // Static shared memory.
 struct SharedStorage {
     u64 k_full, k_empty, v_full, v_empty;
     u64 bias_full, bias_empty;
-    u64 p_full, ds_full[DS_STAGES], ds_empty[DS_STAGES];
+    u64 p_full[P_STAGES], p_empty[P_STAGES];
+    u64 ds_full[DS_STAGES], ds_empty[DS_STAGES];
     u64 dq_full[DQ_STORE_WARPS][DQ_STAGES], dq_empty[DQ_STORE_WARPS][DQ_STAGES];
     u64 q_full[Q_STAGES], q_empty[Q_STAGES], dout_full[DOUT_STAGES], dout_empty[DOUT_STAGES];
     alignas(16) float lse_log2[Q_STAGES][BLOCK_Q];
@@ -113,14 +106,6 @@ struct Smem {
     u32 tensors;  // its address
     SharedStorage& storage;
 
-    static constexpr int V = int(sizeof(Tensors::k));
-    static constexpr int Q = V + int(sizeof(Tensors::v));
-    static constexpr int DOUT = Q + int(sizeof(Tensors::q));
-    static constexpr int DS = DOUT + int(sizeof(Tensors::dout));
-    static constexpr int DQ = DS + int(sizeof(Tensors::ds));
-    static_assert(DQ + sizeof(Tensors::dq) == sizeof(Tensors), "no padding");
-    static constexpr int P = int(sizeof(Tensors)), CLEAN_K = P + P_BYTES;
-
     // Hides from the compiler that the address is the same each time. Else it would keep dozens of
     // descriptors of k and v in registers, and have none left for accumulators.
     __device__ u32 opaque_tensors() const {
@@ -130,16 +115,16 @@ struct Smem {
     }
 
     __device__ KeyTile k() const { return {opaque_tensors()}; }
-    __device__ ValueTile v() const { return {opaque_tensors() + V}; }
-    __device__ QueryTile q(int stage) const { return {tensors + Q + stage * QueryTile::BYTES}; }
-    __device__ DoutTile dout(int stage) const { return {tensors + DOUT + stage * DoutTile::BYTES}; }
-    __device__ ScoreTile ds(int stage) const { return {tensors + DS + stage * ScoreTile::BYTES}; }
+    __device__ ValueTile v() const { return {opaque_tensors() + Tensors::V}; }
+    __device__ QueryTile q(int stage) const { return {tensors + Tensors::Q + stage * QueryTile::BYTES}; }
+    __device__ DoutTile dout(int stage) const { return {tensors + Tensors::DOUT + stage * DoutTile::BYTES}; }
+    __device__ ScoreTile ds(int stage) const { return {tensors + Tensors::DS + stage * ScoreTile::BYTES}; }
     __device__ u32 dq(int store_warp, int stage) const {
-        return tensors + DQ + (store_warp * DQ_STAGES + stage) * int(sizeof(Tensors::dq[0][0]));
+        return tensors + Tensors::DQ + (store_warp * DQ_STAGES + stage) * Tensors::DQ_TILE;
     }
-    __device__ u32 p() const { return tensors + P; }
-    __device__ KeyTile clean_k() const { return {tensors + CLEAN_K}; }
-    __device__ char* bias() const { return memory + sizeof(Tensors); }
+    __device__ u32 p(int stage) const { return tensors + Tensors::P + stage * Tensors::P_TILE; }
+    __device__ KeyTile clean_k() const { return {tensors + Tensors::BYTES}; }
+    __device__ char* bias() const { return memory + Tensors::BYTES; }
     // Staging memory of each warp, within the slice of dS that its warpgroup writes.
     __device__ u32 staging(int stage) const {
         return ds(stage).address + threadIdx.x / WARPGROUP * ScoreTile::SLICE +
@@ -152,7 +137,10 @@ struct Smem {
     __device__ Barrier v_empty() const { return {shared_address(&storage.v_empty)}; }
     __device__ Barrier bias_full() const { return {shared_address(&storage.bias_full)}; }
     __device__ Barrier bias_empty() const { return {shared_address(&storage.bias_empty)}; }
-    __device__ Barrier p_full() const { return {shared_address(&storage.p_full)}; }
+    __device__ Barrier p_full(int stage) const { return {shared_address(storage.p_full + stage)}; }
+    __device__ Barrier p_empty(int stage) const {
+        return {shared_address(storage.p_empty + stage)};
+    }
     __device__ Barrier ds_full(int stage) const {
         return {shared_address(storage.ds_full + stage)};
     }
@@ -181,13 +169,14 @@ struct Smem {
     __device__ void init() const {
         constexpr int ALL = CONSUMER_THREADS, ONE_OR_ALL = IS_WIDE ? WARPGROUP : ALL;
         // These read the work tile, too: dQ store warps, and that which loads the bias.
-        k_full().init(1), k_empty().init(ALL + DQ_STORE_WARPS + BIAS_IS_LOADED * WARP);
+        constexpr int OTHERS = IS_WIDE ? 0 : DQ_STORE_WARPS + BIAS_IS_LOADED * WARP;
+        k_full().init(1), k_empty().init(ALL + OTHERS);
         bias_full().init(WARP), bias_empty().init(ALL);
         v_full().init(1), v_empty().init(ONE_OR_ALL);
         for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(ALL);
         for (int s = 0; s < DOUT_STAGES; ++s) dout_full(s).init(2), dout_empty(s).init(ALL);
-        p_full().init(WARPGROUP);
-        for (int s = 0; s < DS_STAGES; ++s) ds_full(s).init(ONE_OR_ALL), ds_empty(s).init(ALL);
+        for (int s = 0; s < P_STAGES; ++s) p_full(s).init(WARPGROUP), p_empty(s).init(WARPGROUP);
+        for (int s = 0; s < DS_STAGES; ++s) ds_full(s).init(ALL), ds_empty(s).init(ALL);
         for (int n = 0; n < DQ_STORE_WARPS; ++n)
             for (int s = 0; s < DQ_STAGES; ++s)
                 dq_full(n, s).init(WARPGROUP), dq_empty(n, s).init(1);

@@ -245,9 +245,8 @@ struct WorkOrder<false, true> {
 };
 
 // The next work tile of this CTA, with its flags as they are; false behind the last.
-template <bool CLAIMED>
-__device__ inline bool get_work(const Params& p, WorkOrder<CLAIMED, false>& order,
-                                FwdWorkTile& work) {
+template <class Order>
+__device__ inline bool get_work(const Params& p, Order& order, FwdWorkTile& work) {
     const int blocks = work.blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
     const int index = order.next(p);
     if (index >= blocks * heads) return false;

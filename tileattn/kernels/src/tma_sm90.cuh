@@ -204,6 +204,13 @@ __device__ inline void named_barrier_sync(int id) {
     asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
+// Arrive at a named barrier, and wait for nobody.
+template <int THREADS>
+__device__ inline void named_barrier_arrive(int id) {
+    __syncwarp();
+    asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
 // The same, and whether the condition holds for any thread. All arrive from one place in the code.
 template <int THREADS>
 __device__ inline bool named_barrier_or(int id, bool holds) {
