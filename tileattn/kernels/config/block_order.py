@@ -1,9 +1,9 @@
 """What is launched before a pass over packed sequences: its work tiles are put in order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tileattn.kernels.config.context import KernelLaunch, block_count
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_WIDE_DQ
 from tileattn.kernels.config.key import KernelKey
 from tileattn.problem import Problem
 
@@ -12,29 +12,32 @@ BLOCK_BYTES = 48  # of a `PackedBlock`
 
 _WARPS = 8  # so that the blocks of short calls have several SMs, which find places side by side
 _TOGETHER = 32  # threads that find the place of one block
+_ORDERS = dict.fromkeys((HOPPER, HOPPER_WIDE_DQ), ORDERS_QUERIES) | dict.fromkeys(
+    HOPPER_BACKWARDS, ORDERS_KEYS
+)
 _WHY = "the longest sequences first, whose lengths the device alone may know"
 
 
-def order_launches(problem: Problem, launches: Iterable[KernelLaunch]) -> tuple[KernelLaunch, ...]:
-    """Launch what puts the work tiles of persistent kernels in order, where there are some."""
+def with_orders(problem: Problem, launches: Iterable[KernelLaunch]) -> Iterator[KernelLaunch]:
+    """Launch before each persistent kernel what puts its work tiles in order, where there are some.
+
+    A kernel that computes flagged heads again has those of the launch before.
+    """
     P = problem
-    if P.sequences is None:
-        return ()
     for launch in launches:
-        kernel = {HOPPER: ORDERS_QUERIES} | dict.fromkeys(HOPPER_BACKWARDS, ORDERS_KEYS)
-        if launch.key.kernel in kernel:
+        orders = _ORDERS.get(launch.key.kernel) if not launch.key.head_flags else None
+        if P.sequences is not None and orders is not None:
             key = KernelKey(
-                *(kernel[launch.key.kernel], P.dtype.name),
+                *(orders, P.dtype.name),
                 block_q=launch.key.block_q,
                 block_k=launch.key.block_k,
                 warps_m=_WARPS,
                 packed=True,
                 paged=P.page is not None,
             )
-            return (
-                KernelLaunch(key, -(-ordered_blocks(P, key) * _TOGETHER // key.threads), why=_WHY),
-            )
-    return ()
+            grid = -(-ordered_blocks(P, key) * _TOGETHER // key.threads)
+            yield KernelLaunch(key, grid, why=_WHY)
+        yield launch
 
 
 def ordered_blocks(problem: Problem, key: KernelKey) -> int:

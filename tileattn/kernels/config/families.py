@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.config import generic, hopper, latent, pages, split, split_sm90
-from tileattn.kernels.config.block_order import order_launches
+from tileattn.kernels.config.block_order import with_orders
 from tileattn.kernels.config.context import (
     ROW_WARPS,
     KernelLaunch,
@@ -64,7 +64,7 @@ def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLa
     if is_wide:
         refusal = f"{refusal}; not latent attention: {why}"
     own = _explained(refusal, family.forward(problem, context))
-    return (*order_launches(problem, own), *own)
+    return tuple(with_orders(problem, own))
 
 
 def backward_launches(
@@ -84,7 +84,7 @@ def backward_launches(
     own: tuple[KernelLaunch, ...] = ()
     if context.dqkv:
         own = _explained(refusal, *family.backward(P, context, deterministic=deterministic))
-    before = list(order_launches(P, own))
+    before = []
     if queries:
         before.append(_rows(P, context))
     if queries and keys:
@@ -97,7 +97,7 @@ def backward_launches(
         packed = P.sequences is not None
         key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS, packed=packed)
         after.append(KernelLaunch(key, P.Hq))
-    return (*before, *own, *after)
+    return (*before, *with_orders(P, own), *after)
 
 
 def _supporting(

@@ -1,7 +1,7 @@
 """Keys in pages: the Hopper kernel takes sequences of many queries, others are cut into pieces."""
 
 from tileattn.kernels.config import hopper, split, split_sm90
-from tileattn.kernels.config.block_order import order_launches
+from tileattn.kernels.config.block_order import with_orders
 from tileattn.kernels.config.context import KernelLaunch, LaunchContext
 from tileattn.problem import Problem
 
@@ -23,7 +23,7 @@ def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     many = (hopper.forward(P, context),)
     if P.sequences is None:
         return many
-    return (*order_launches(P, many), *many, few._replace(why=_FEW.format(split.FEW_ROWS)))
+    return (*with_orders(P, many), few._replace(why=_FEW.format(split.FEW_ROWS)))
 
 
 def why_not(problem: Problem, context: LaunchContext) -> str | None:

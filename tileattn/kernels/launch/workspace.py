@@ -45,14 +45,16 @@ def workspace_of(
     number, heads = P.accum_dtype.itemsize, P.B * P.Hq
     parts = dict(copies)
     zeros = dict(sums)
-    if keys and not any("forward" in key.kernel for key in keys):
+    is_forward = any("forward" in key.kernel for key in keys)
+    if keys and not is_forward:
         rows = heads * padded_rows(P) * number
         parts |= dict.fromkeys(("delta", "lse_log2", "row_max"), rows)
         zeros["head_flags"] = P.entries * P.Hkv * _COUNT
     for key in keys:
         if key.kernel in (ORDERS_QUERIES, ORDERS_KEYS):
-            parts["block_order"] = ordered_blocks(P, key) * BLOCK_BYTES
-        if key.kernel == ORDERS_QUERIES:
+            order = ordered_blocks(P, key) * BLOCK_BYTES
+            parts["block_order"] = max(order, parts.get("block_order", 0))
+        if key.kernel == ORDERS_QUERIES and is_forward:
             parts |= {"tile_counter": _COUNT, "claims": heads * ordered_blocks(P, key) * _COUNT}
         if key.kernel == COMBINE:
             parts |= partial_bytes(P)

@@ -16,6 +16,10 @@ static_assert(STAGES >= 3, "the next k is read before this one is released");
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int TURN_BARRIER = CONSUMER_BARRIER + 1;  // one for each warpgroup
 constexpr int NT = BLOCK_K / 8, DT = HEAD_DIM / 8;
+// Columns of atoms whose scores are recomputed at a time: the caller's own functions, slopes and
+// dropout need registers.
+constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
+static_assert(!HAS_BIAS, "there is no room for the bias");
 
 using WorkTile = FwdWorkTile;
 using QueryTile = SmemTile<WARPGROUP_ROWS, HEAD_DIM>;  // of one warpgroup
@@ -36,6 +40,7 @@ struct Maps {
 struct SharedStorage {
     u64 q_full[CONSUMERS], q_empty[CONSUMERS], full[STAGES], empty[STAGES];
     WorkTile work_tiles[CONSUMERS];
+    int entries[STAGES];  // beside a tile of v, where masks leave some: that of `KeyTiles`
 };
 
 struct Smem {
@@ -69,23 +74,46 @@ struct Smem {
     }
 };
 
-// Claims work tiles, the longest first.
-struct ClaimOrder {
-    static constexpr int iteration = 0;
+// The key tiles that masks leave to a block of queries, ascending. An entry is four times the tile,
+// plus two for the last, plus one where it is partial. All lanes of the producer warp call.
+struct KeyTiles {
+    const AttentionMask attn_mask;
+    const int q0, end;
+    int base;
+    u32 listed = 0, partial = 0;
 
-    __device__ int next(const Params& p) {
-        return int(__shfl_sync(1, atomicAdd(p.tile_counter + 1, 1), 0));
+    __device__ KeyTiles(const Params& p, const WorkTile& work)
+        : attn_mask(p, work.sequence(p), work.h), q0(work.q0), end(work.end), base(work.begin - WARP) {}
+
+    // The next tile, twice its number, plus one where it is partial; -1 behind the last.
+    __device__ int find() {
+        while (!listed) {
+            base += WARP;
+            if (base >= end) return -1;
+            const int own = base + int(threadIdx.x) % WARP, k0 = own * BLOCK_K;
+            const int kind = own < end ? attn_mask.kind(q0, q0 + BLOCK_Q, k0, k0 + BLOCK_K) : EMPTY;
+            listed = __ballot_sync(~0u, kind != EMPTY), partial = __ballot_sync(~0u, kind == PARTIAL);
+        }
+        const int bit = __ffs(int(listed)) - 1;
+        listed &= listed - 1;
+        return 2 * (base + bit) + int(partial >> bit & 1);
     }
 };
 
-// The producer thread.
+// The producer warp, of which one thread loads.
 __device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem) {
+    const bool leads = threadIdx.x % WARP == 0;
     PipelineState<1> work_pipe;
     PipelineState<STAGES> pipe;
-    ClaimOrder order;
     WorkTile work{};
+    // Claim the next work tile: long ones first.
+    auto claim = [&] {
+        const u32 index = leads ? atomicAdd(p.tile_counter + 1, 1) : 0;
+        return int(__shfl_sync(~0u, index, 0));
+    };
     auto find = [&](WorkTile& work) {
-        while (get_work(p, order, work)) {
+#pragma unroll 1
+        while (get_work(p, claim(), work)) {
             if (PACKED && work.q0 >= work.Nq(p)) continue;
             // Generic kernels are for flagged heads.
             if (!(head_flags(p, work.b, work.h / int(p.group)) & KNOWN)) return true;
@@ -96,6 +124,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 #pragma unroll 1
         for (int g = 0; g < CONSUMERS; ++g) {
             smem.q_empty(g).wait(work_pipe.phase ^ 1);
+            if (!leads) continue;
             WorkTile& share = smem.storage.work_tiles[g];
             const Barrier full = smem.q_full(g);
             share = work;
@@ -104,32 +133,41 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 continue;
             }
             share.q0 += WARPGROUP_ROWS * g;
-            share.tiles = key_tiles(p, work, share.q0, WARPGROUP_ROWS);
+            if (!HAS_TILE_LIST) share.tiles = key_tiles(p, work, share.q0, WARPGROUP_ROWS);
             const int row = work.q_start + share.q0;
             BOTH_LOADS(smem.q(g).load(maps.q, row, work.h, work.entry(), full),
                        smem.dout(g).load(maps.dout, row, work.h, work.entry(), full));
         }
         work_pipe.advance();
+        __syncwarp();
     };
 #pragma unroll 1
     for (bool found = find(work); found;) {
+        const WorkTile own = work;
+        const int kv = own.h / int(p.group);
+        KeyTiles tiles(p, own);
+        int entry = HAS_TILE_LIST ? tiles.find() : own.begin < own.end ? 2 * own.begin : -1;
+        if (entry < 0) work.tiles.end = work.tiles.begin = work.begin = work.end = 0;
         publish_work();
-        const int kv = work.h / int(p.group), k_start = work.k_start, entry = work.entry();
-        int tile = work.begin;
         auto load_next = [&] {
-            const int row = k_start + tile++ * BLOCK_K;
+            const int tile = entry / 2, row = own.k_start + tile * BLOCK_K;
+            const int next = HAS_TILE_LIST ? tiles.find() : tile + 1 < own.end ? entry + 2 : -1;
             smem.empty(pipe.stage).wait(pipe.phase ^ 1);
-            smem.v(pipe.stage).load(maps.v, row, kv, entry, smem.full(pipe.stage));
+            if (leads) {
+                smem.storage.entries[pipe.stage] = 4 * tile + 2 * (next < 0) + entry % 2;
+                smem.v(pipe.stage).load(maps.v, row, kv, own.entry(), smem.full(pipe.stage));
+            }
             pipe.advance();
             smem.empty(pipe.stage).wait(pipe.phase ^ 1);
-            smem.k(pipe.stage).load(maps.k, row, kv, entry, smem.full(pipe.stage));
+            if (leads) smem.k(pipe.stage).load(maps.k, row, kv, own.entry(), smem.full(pipe.stage));
             pipe.advance();
+            entry = next;
+            __syncwarp();  // no lane misses a phase that it waits for
         };
-        const int end = work.end;
-        if (tile < end) load_next();
+        if (entry >= 0) load_next();
         found = find(work);
         // Shared memory has no room for the next queries yet, but the L2 cache has.
-        if (found)
+        if (found && leads)
 #pragma unroll 1
             for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS) {
                 const int first = work.q_start + work.q0 + row;
@@ -137,7 +175,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 DoutTile::prefetch(maps.dout, first, work.h, work.entry());
             }
 #pragma unroll 1
-        while (tile < end) load_next();
+        while (entry >= 0) load_next();
     }
     work.is_end = true;
     publish_work();
@@ -146,7 +184,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 // A consumer warpgroup.
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
     const int row0 = threadIdx.x / WARP % 4 * 16;
-    const bool leader = threadIdx.x % WARPGROUP == 0;
+    const bool leads = threadIdx.x % WARPGROUP == 0;
     const Lane lane;
     PipelineState<1> work_pipe;
     PipelineState<STAGES> pipe;
@@ -154,7 +192,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     WorkTile work;
     int tile = 0;
     Range attended;  // keys that some query attends to
-    TileGradient<false, 1, NT> grad(0, 0);
+    int entry = 0;   // as in `KeyTiles`
+    Scores<false, 1, NT> s(0, 0);
+    Fragment<Accum, 1, NT> dp;
     Fragment<Accum, 1, DT> dq;
     Atom<Element>::A ds[BLOCK_K / 16];
     Accum lse_log2[2], delta[2];
@@ -162,7 +202,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 
     // By one thread: the GEMM that reads the stage is the warpgroup's as a whole, and it is complete.
     auto release = [&](int stage) {
-        if (leader) smem.empty(stage).arrive();
+        if (leads) smem.empty(stage).arrive();
     };
     // Zero keys and values that no query attends to: what is not finite there would make dQ NaN. Each
     // warpgroup does so for its own GEMMs: another one stores the same zeros.
@@ -183,24 +223,64 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         v_stage = pipe.stage;
         smem.full(v_stage).wait(pipe.phase);
         pipe.advance();
+        if constexpr (HAS_TILE_LIST) entry = smem.storage.entries[v_stage], tile = entry / 4;
         zero_unattended(smem.v(v_stage), VALUE_DIM);
-        gemm_async<Element, VALUE_DIM>(grad.ds, smem.dout(warpgroup), 0, smem.v(v_stage));
+        gemm_async<Element, VALUE_DIM>(dp, smem.dout(warpgroup), 0, smem.v(v_stage));
         k_stage = pipe.stage;
         smem.full(k_stage).wait(pipe.phase);
         pipe.advance();
         zero_unattended(smem.k(k_stage), HEAD_DIM);
-        gemm_async<Element, HEAD_DIM>(grad.p, smem.q(warpgroup), 0, smem.k(k_stage));
+        gemm_async<Element, HEAD_DIM>(s, smem.q(warpgroup), 0, smem.k(k_stage));
     };
+    auto more = [&] { return HAS_TILE_LIST ? !(entry & 2) : tile + 1 < work.tiles.end; };
+    // From S and dP to dS, as an operand of dQ.
     auto compute_ds = [&] {
-        grad.p.row = grad.ds.row = work.q0 + row0, grad.p.column = grad.ds.column = tile * BLOCK_K;
-        grad.recompute_p(
-            ScoreMod(p, work.b, work.h), bias, AttentionMask(p, work.sequence(p), work.h),
-            Dropout(p, work.b, work.h), work.tiles.is_partial(tile) ? PARTIAL : FULL, false,
-            [&](int, int, int) { return Accum(0); }, [&](int, int, int e) { return lse_log2[e / 2]; });
-        grad.compute_ds(Accum(p.dropout_scale), [&](int, int, int e) { return delta[e / 2]; });
-        grad.apply_dsoftcap();
+        const ScoreMod score_mod(p, work.b, work.h);
+        const AttentionMask attn_mask(p, work.sequence(p), work.h);
+        const Dropout dropout(p, work.b, work.h);
+        const bool partial = HAS_TILE_LIST ? entry & 1 : work.tiles.is_partial(tile);
+        const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
+        Fragment<Accum, 1, HAS_SCORE_GRAD ? NT : 1> slopes;
+        s.row = work.q0 + row0, s.column = tile * BLOCK_K;
+        DenseMask<false, 1, NT> dense;
+        if constexpr (HAS_MASK) dense.load(attn_mask, s.row, s.column);
+        auto finish = [&](int begin, int end) {
 #pragma unroll
-        for (int i = 0; i < BLOCK_K / 16; ++i) ds[i] = Atom<Element>::a_of(grad.ds.x[0] + 2 * i);
+            for (int n = begin; n < end; ++n) {
+                if constexpr (HAS_DROPOUT)
+                    if (n % 2 == 0)
+                        dropout.for_columns<false, 1>(
+                            s.row, s.column, n, [&](int, int n, int e, bool kept) {
+                                Accum& x = dp.x[0][n][e];
+                                x = kept ? x * Accum(p.dropout_scale) : Accum(0);
+                            });
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    Accum& x = dp.x[0][n][e];
+                    const Accum P =
+                        exp2_of(exponent(s.x[0][n][e], softmax_scale_log2, lse_log2[e / 2]));
+                    x = score_gradient(P, x, delta[e / 2]);
+                    if constexpr (HAS_SCORE_GRAD) x *= slopes.x[0][n][e];
+                }
+                if (n % 2) ds[n / 2] = Atom<Element>::a_of(dp.x[0] + n - 1);
+            }
+        };
+        auto record = [&](int, int n, int e, Accum dsoftcap, Accum dfunction) {
+            if constexpr (HAS_SCORE_GRAD) slopes.x[0][n][e] = dsoftcap * dfunction;
+        };
+#pragma unroll
+        for (int n = 0; n < NT; n += CHUNK) {
+            if constexpr (CHUNK < NT) hide(s.row), hide(s.column);
+            s.apply(score_mod, bias, record, n, n + CHUNK);
+            if (partial) s.masked_fill_positions(attn_mask, n, n + CHUNK);
+            if constexpr (!HAS_MASK) finish(n, n + CHUNK);
+            if constexpr (CHUNK < NT) order_after(s.x[0][n + CHUNK - 1][3] == -infinity<Accum>());
+        }
+        if constexpr (HAS_MASK) {
+            dense.share();
+            s.masked_fill(dense);
+            finish(0, NT);
+        }
     };
     // The warpgroups issue their GEMMs in turn, one tile each, so that dS of one is computed beside the
     // GEMMs of the other.
@@ -254,9 +334,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             wait_turn();
             issue_dp_and_s();
             pass_turn();
-            warpgroup_wait<1>(grad.ds);
+            warpgroup_wait<1>(dp);
             release(v_stage);
-            warpgroup_wait<0>(grad.p);
+            warpgroup_wait<0>(s);
             // From dP and S of tile j to those of tile j + 1; q and dO are held throughout:
             //
             //     step                         GEMMs in flight      stages held
@@ -265,7 +345,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             //     issue dP, S of j + 1         dQ, dP, S            k(j), v(j + 1), k(j + 1)
             //     wait dQ, dP, S in turn       -                    k(j + 1)
 #pragma unroll 1
-            while (tile < work.tiles.end - 1) {
+            while (more()) {
                 const int held = k_stage;
                 compute_ds();
                 wait_turn();
@@ -275,9 +355,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
                 pass_turn();
                 warpgroup_wait<2>(dq);
                 release(held);
-                warpgroup_wait<1>(grad.ds);
+                warpgroup_wait<1>(dp);
                 release(v_stage);
-                warpgroup_wait<0>(grad.p);
+                warpgroup_wait<0>(s);
             }
             smem.q_empty(warpgroup).arrive();  // safe: only GEMMs read q and dO, and all are complete
             compute_ds();
@@ -288,6 +368,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             release(k_stage);
             skip_tiles(work.end - work.tiles.end);
         }
+        // What is past the end of a packed sequence is the next one's.
+        if constexpr (PACKED)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (work.q0 + row0 + lane.row(2 * half) >= work.Nq(p))
+#pragma unroll
+                    for (int n = 0; n < DT; ++n) dq.x[0][n][2 * half] = dq.x[0][n][2 * half + 1] = 0;
         if (!all_finite_by_fma(dq)) head_flags(p, work.b, work.h / int(p.group)) |= FAILED;
         dq.scale(Accum(p.scale));
         const int row = work.q0 + row0;
@@ -312,7 +399,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     __syncthreads();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();
-        if (threadIdx.x % WARPGROUP == 0) produce(p, maps, smem);
+        if (threadIdx.x / WARP == WARPS_M) produce(p, maps, smem);
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
         consume(p, smem, warpgroup);

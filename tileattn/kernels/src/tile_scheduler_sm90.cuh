@@ -244,19 +244,26 @@ struct WorkOrder<false, true> {
     __device__ void restart() { iteration = -1; }
 };
 
-// The next work tile of this CTA, with its flags as they are; false behind the last.
-template <class Order>
-__device__ inline bool get_work(const Params& p, Order& order, FwdWorkTile& work) {
+// The work tile of an index, with its flags as they are and all key tiles of its window; false behind
+// the last.
+__device__ inline bool get_work(const Params& p, int index, FwdWorkTile& work) {
     const int blocks = work.blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
-    const int index = order.next(p);
     if (index >= blocks * heads) return false;
     const BlockCoord at = work.coord(p, blocks, heads, index);
     // Under a causal mask the last queries have most keys: they go first.
     const int place = PACKED || p.right < 0 ? at.block : blocks - 1 - at.block;
     work.q0 = work.find(p, at.head / int(p.Hq), place) * BLOCK_Q;
-    work.h = at.head % int(p.Hq), work.iteration = order.iteration;
+    work.h = at.head % int(p.Hq);
     work.tiles = key_tiles(p, work, work.q0, BLOCK_Q);
     work.begin = work.tiles.begin, work.end = work.tiles.end;
+    return true;
+}
+// The next one of this CTA.
+template <bool CLAIMED>
+__device__ inline bool get_work(const Params& p, WorkOrder<CLAIMED, false>& order,
+                                FwdWorkTile& work) {
+    if (!get_work(p, order.next(p), work)) return false;
+    work.iteration = order.iteration;
     const KeyTileList list(p, work);
     const int tiles = block_count<BLOCK_K>(p, p.Nk);
     work.begin = list.lower_bound(work.begin, tiles), work.end = list.lower_bound(work.end, tiles);
