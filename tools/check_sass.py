@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 
 from tileattn.kernels.config.families import backward_launches, forward_launches
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_WIDE
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_WIDE, HOPPER_WIDE_DQ
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.jit.compile import SOURCES, compiled, sources_in
@@ -44,7 +44,7 @@ ALLOWED = {
     (HOPPER, "pass_done", "work_tiles"): _BY_STORES,
     **{(HOPPER, f"{x}_empty", "any_unfinished"): _NO_STAGE for x in "qkv"},
     **{(x, "k_empty", "work_tile"): _BY_STORES for x in HOPPER_BACKWARDS},
-    (HOPPER_WIDE, "dout_empty", "p"): "frees dout and delta; " + _BY_STORES,
+    (HOPPER_WIDE, "p_empty", "p"): _BY_STORES,
 }
 
 _BUFFER = re.compile(r"\bsmem\.(?:storage\.)?(\w+)")
@@ -67,7 +67,9 @@ def keys(
             *forward_launches(problem, context),
             *backward_launches(problem, context, deterministic=True, sinks=False),
         )
-        own = (x.key for x in launches if x.key.kernel in (HOPPER, *HOPPER_BACKWARDS))
+        own = (
+            x.key for x in launches if x.key.kernel in (HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
+        )
         found |= dict.fromkeys(own)
     return [*found, *(_latent_key(dtype) for dtype in dtypes)]
 

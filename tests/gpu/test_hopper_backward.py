@@ -33,16 +33,19 @@ pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper"
 
 
 def check_repeats(given: Given, times: int, **options: Any) -> None:
-    """Compare with the oracle, and dk and dv of more calls with the first's bits."""
+    """Compare with the oracle, and more calls with the first's bits: dq too where nothing adds to it."""
     first = check(given, **options)
+    same = slice(0 if given[2].shape[-1] > 128 else 1, 3)
     for _ in range(times):
         again = both(given, **options)[1]
-        assert bits((again.dk, again.dv)) == bits((first.dk, first.dv))
+        assert bits(again[same]) == bits(first[same])
         assert np.isfinite(again.dq.astype(np.float32)).all()
 
 
 @pytest.mark.usefixtures("few_sms")
-@pytest.mark.parametrize("dims", [*SQUARE, (128, 64), (64, 128), (72, 24), (192, 128)])
+@pytest.mark.parametrize(
+    "dims", [*SQUARE, (128, 64), (64, 128), (72, 24), (192, 128), (192, 192), (256, 256)]
+)
 @pytest.mark.parametrize("window", [(None, None), (1, 0), (30, 200), (None, 0)])
 def test_work_tiles_of_one_tile_and_of_none(
     dims: tuple[int, int], window: tuple[int | None, int | None]
@@ -85,7 +88,7 @@ def test_tiles_of_80_queries(Nq: int, Nk: int, Dv: int, dtype: Any) -> None:
 @pytest.mark.parametrize("options", ["causal", "lengths", "left"])
 @pytest.mark.parametrize(("D", "Dv"), [(128, 128), (192, 128), (192, 192), (256, 256)])
 def test_every_byte_is_written_and_the_same_on_every_run(D: int, Dv: int, options: str) -> None:
-    """Except dq, which is summed in any order; unattended keys have gradients of zero."""
+    """Except dq where it is summed in any order; unattended keys have gradients of zero."""
     check_repeats(arrays(DTYPES[1], D, Dv, 500, 1000), 10, **filled(OPTIONS[options], 1000))
 
 
@@ -139,7 +142,7 @@ def test_captured_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (128, 64), (192, 128)])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (128, 64), (192, 128), (256, 256)])
 def test_a_fixed_order_gives_the_same_bits_on_any_number_of_sms(
     D: int, Dv: int, options: str, request: Any
 ) -> None:

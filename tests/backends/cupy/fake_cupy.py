@@ -23,7 +23,7 @@ from tileattn.backends.cupy import (
     tensor_maps,
 )
 from tileattn.call_cache import CALLS
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DS
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DS, HOPPER_WIDE_DQ
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.params import PARAMS
@@ -227,7 +227,10 @@ class Machine:
         key = self._keys[function - 1]
         assert tuple(sizes[1:]) == (1, 1, key.threads, 1, 1)
         assert sizes[0] > 0
-        has_maps = key.kernel == HOPPER or key.kernel in (*HOPPER_BACKWARDS, *HOPPER_DS)
+        has_maps = key.kernel == HOPPER or key.kernel in (
+            *(*HOPPER_BACKWARDS, HOPPER_WIDE_DQ),
+            *HOPPER_DS,
+        )
         cells, *maps = (ctypes.c_uint64 * (1 + has_maps)).from_address(parameters)
         params = np.frombuffer(ctypes.string_at(cells, PARAMS.itemsize), PARAMS)[0]
         behind = [*(ctypes.c_int64 * self.behind).from_address(cells + PARAMS.itemsize)]

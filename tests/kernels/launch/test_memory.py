@@ -89,7 +89,7 @@ PARTS: list[tuple[Device, Fields, bool | None, dict[str, int], dict[str, int]]] 
     (H200, {}, False, ROWS | {"dq_accum": SUMS * 128}, FLAGS | counters(5)),
     (H200, {}, True, ROWS | {"dq_accum": SUMS * 128}, FLAGS | counters(5)),
     (H200, {"D": 64}, True, ROWS | {"dq_accum": SUMS * 64}, FLAGS | counters(3)),
-    (H200, {"D": 200}, False, ROWS | {"dq_accum": SUMS * 256}, FLAGS | counters(5)),
+    (H200, {"D": 200}, False, ROWS, FLAGS | {"tile_counter": 2 * 4}),
     (A100, {"D": 300}, False, ROWS, FLAGS),
     (A100, {"Nk": 0}, False, ROWS, FLAGS),
     (A100, {"B": 0}, False, {}, {}),

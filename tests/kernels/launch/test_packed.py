@@ -1,13 +1,14 @@
 """Plans of packed sequences, whose offsets nobody has looked at; no GPU."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from tests.kernels.launch.planning import A100, H200, asked, backward, forward, kernels
 from tileattn.kernels.config.block_order import ORDERS_KEYS, ORDERS_QUERIES
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_WIDE
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_WIDE, HOPPER_WIDE_DQ
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import CallLayout, contiguous, contiguous_inputs
 from tileattn.lengths import FAR
@@ -32,7 +33,7 @@ def on_device(problem: Problem) -> CallLayout:
     ("device", "dtype", "D", "names"),
     [
         (H200, "float16", 64, [HOPPER, HOPPER_BACKWARD, "backward_dq_convert_sm90"]),
-        (H200, "bfloat16", 200, [HOPPER, HOPPER_WIDE, "backward_dq_convert_sm90"]),
+        (H200, "bfloat16", 200, [HOPPER, HOPPER_WIDE, HOPPER_WIDE_DQ]),
         (H200, "float32", 64, ["forward", "backward_dkdv", "backward_dq_convert"]),
         (A100, "float16", 64, ["forward", "backward_dkdv", "backward_dq_convert"]),
         (A100, "float64", 300, ["naive_forward", "naive_dkdv", "naive_dq"]),
@@ -87,7 +88,7 @@ def test_a_kernel_puts_the_work_tiles_of_hopper_in_order(window: tuple[None, int
     layout = on_device(problem)
     plans = forward(problem, H200, layout), backward(problem, H200, layout, deterministic=True)
     for plan, kernel, rows in zip(plans, (ORDERS_QUERIES, ORDERS_KEYS), (TQ, TK), strict=True):
-        order, main = plan.launches[0], next(x for x in plan.launches if "sm90" in x.key.kernel)
+        order, main = next(x for x in pairwise(plan.launches) if "sm90" in x[1].key.kernel)
         assert (order.key.kernel, order.key.packed) == (kernel, True)
         block = main.key.block_q if kernel == ORDERS_QUERIES else main.key.block_k
         assert order.key.tile[:2] == main.key.tile[:2]
@@ -99,6 +100,21 @@ def test_a_kernel_puts_the_work_tiles_of_hopper_in_order(window: tuple[None, int
         assert end - starts["block_order"] >= count * 48
     names = {name for n in (forward, backward) for name in kernels(n(problem, A100, layout))}
     assert names.isdisjoint({ORDERS_QUERIES, ORDERS_KEYS})
+
+
+def test_both_kernels_of_wide_heads_have_an_order() -> None:
+    """The second one is written over the first."""
+    plan = backward(packed(D=256), H200, on_device(packed(D=256)))
+    pairs = [x for x in pairwise(plan.launches) if x[0].key.kernel in (ORDERS_KEYS, ORDERS_QUERIES)]
+    assert [(order.key.kernel, main.key.kernel) for order, main in pairs] == [
+        (ORDERS_KEYS, HOPPER_WIDE),
+        (ORDERS_QUERIES, HOPPER_WIDE_DQ),
+    ]
+    assert all(order.key.tile == main.key.tile for order, main in pairs)
+    starts = plan.workspace.starts
+    end = min(x for x in starts.values() if x > starts["block_order"])
+    assert end - starts["block_order"] >= (TK // 64 + S) * 48
+    assert "claims" not in starts
 
 
 def test_offsets_on_the_host_are_uploaded() -> None:

@@ -355,7 +355,6 @@ def test_the_room_for_a_part() -> None:
         (128, 128, 512, 50, 25, 16),
         (128, 128, 4096, 6, 9, 6),
         (128, 128, 1 << 20, 9, 9, 9),
-        (256, 256, 512, 25, 12, 8),
         (64, 128, 2048, 20, 10, 16),
         (128, 64, 2048, 14, 7, 14),
     ],
@@ -378,7 +377,19 @@ def test_how_many_heads_are_worked_on_together(
     assert groups(P, deterministic=True) == -(-150 // in_order)
     # Where blocks of keys differ in length, of each head there are 1,024 keys at work.
     causal = replace(P, window=CAUSAL)
-    assert groups(causal, deterministic=True) == -(-150 // (16 if D < 256 else 8))
+    assert groups(causal, deterministic=True) == -(-150 // 16)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("window", [(None, None), CAUSAL])
+def test_wide_heads_add_nothing_that_has_an_order(window: Any, deterministic: bool) -> None:
+    """Their queries and gradients fill 25 MiB."""
+    P = shaped("float16", 256, B=3, Hkv=50, Hq=50, Nq=512, Nk=4096)
+    launches = backward_launches(
+        replace(P, window=window), CONTEXT, deterministic=deterministic, sinks=False
+    )
+    found = schedule_of(P, layout_of(P), launches, CACHE)
+    assert (found.head_groups, found.in_order) == (-(-150 // 50), False)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,12 @@ import pytest
 from numpy.typing import NDArray
 
 from tileattn.expressions.nodes import Node
-from tileattn.kernels.config.block_order import BLOCK_BYTES, ORDERS_QUERIES, ordered_blocks
+from tileattn.kernels.config.block_order import (
+    BLOCK_BYTES,
+    ORDERS_KEYS,
+    ORDERS_QUERIES,
+    ordered_blocks,
+)
 from tileattn.kernels.config.functions import functions_text
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tile_lists import KERNELS
@@ -259,7 +264,7 @@ def sequence_blocks(
 
 def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> list[tuple[int, ...]]:
     """Put the work tiles of a plan in order: what a `PackedBlock` holds of each."""
-    key = plan.launches[0].key
+    key = next(x.key for x in plan.launches if x.key.kernel in (ORDERS_QUERIES, ORDERS_KEYS))
     count = ordered_blocks(plan.problem, key)
     found = np.full((count, BLOCK_BYTES // 4), -1, np.int32)
     counter = np.ones(1, np.uint32)

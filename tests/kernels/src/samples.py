@@ -12,7 +12,13 @@ from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.kernels.config.block_order import ORDERS_KEYS, ORDERS_QUERIES
 from tileattn.kernels.config.context import LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DQ_CONVERT, HOPPER_DS
+from tileattn.kernels.config.hopper import (
+    HOPPER,
+    HOPPER_BACKWARDS,
+    HOPPER_DQ_CONVERT,
+    HOPPER_DS,
+    HOPPER_WIDE_DQ,
+)
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.latent import why_not as why_not_latent
 from tileattn.kernels.config.tile_lists import KERNELS as TILE_LISTS
@@ -44,7 +50,7 @@ _SETS = (
     {"backward_dbias", "backward_dsinks", "naive_dbias"},
 )
 
-_HOPPERS = (HOPPER, *HOPPER_BACKWARDS)
+_HOPPERS = (HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
 _OF_HOPPER = (*_HOPPERS, HOPPER_DQ_CONVERT, *HOPPER_DS)
 _ORDERS = ORDERS_QUERIES, ORDERS_KEYS
 _OF_AUX = (*TILE_LISTS, "backward_daux", "backward_daux_sm90", "backward_daux_sum")

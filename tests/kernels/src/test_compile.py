@@ -18,6 +18,7 @@ from tileattn.kernels.config.hopper import (
     HOPPER_DS,
     HOPPER_HALVES,
     HOPPER_WIDE,
+    HOPPER_WIDE_DQ,
 )
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.split import LATENT
@@ -92,7 +93,7 @@ def test_a_kernel_compiles(case: Case) -> None:
         assert made.spill_bytes in range(129 if key.kernel == HOPPER else 1), made.log
 
 
-@pytest.mark.parametrize("kernel", [HOPPER, *HOPPER_BACKWARDS, LATENT])
+@pytest.mark.parametrize("kernel", [HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ, LATENT])
 def test_shared_memory_that_differs_from_the_launch(kernel: str) -> None:
     key = next(key for _, key in CASES if key.kernel == kernel)
     with pytest.raises(KernelCompileError, match="what a launch brings"):
@@ -107,6 +108,7 @@ def test_every_source(archs: tuple[str, ...]) -> None:
     of_hopper = {
         HOPPER,
         *HOPPER_BACKWARDS,
+        HOPPER_WIDE_DQ,
         HOPPER_DQ_CONVERT,
         *HOPPER_DS,
         LATENT,
@@ -163,6 +165,7 @@ def test_calls_without_options(arch: str, kernel: str) -> None:
         (HOPPER_BACKWARD, {64, 128}, {64, 80, 128}),
         (HOPPER_HALVES, {192}, {64}),
         (HOPPER_WIDE, {192, 256}, {64}),
+        (HOPPER_WIDE_DQ, {192, 256}, {128}),
     ],
 )
 def test_the_kernels_for_hopper(kernel: str, dims: set[int], rows: set[int]) -> None:
@@ -181,7 +184,7 @@ def test_what_other_kernels_do_on_hopper() -> None:
     assert "bfloat16" not in {key.dtype for key in forward}
     repairs = {key.kernel for arch, key in CASES if key.head_flags and arch == "sm_90a"}
     generic = {"backward_large_scores", "backward_dkdv", "backward_dq"}
-    assert repairs == generic | set(HOPPER_BACKWARDS)
+    assert repairs == generic | {HOPPER_BACKWARD, HOPPER_HALVES}
 
 
 def test_what_is_tuned_is_the_plain_call_on_one_gpu() -> None:

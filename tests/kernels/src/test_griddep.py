@@ -47,6 +47,7 @@ _ONE_AN_SM = (
     "backward_sm90",
     "halves_sm90",
     "wide_sm90",
+    "wide_dq_sm90",
     "forward_sm90",
     "latent_sm90",
 )
