@@ -33,7 +33,7 @@ pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper"
 
 
 def check_repeats(given: Given, times: int, **options: Any) -> None:
-    """Compare with the oracle, and more calls with the first's bits: dq too where nothing adds to it."""
+    """Compare with the oracle, and more calls with the first: dk and dv, and dq without adds."""
     first = check(given, **options)
     same = slice(0 if given[2].shape[-1] > 128 else 1, 3)
     for _ in range(times):

@@ -155,8 +155,8 @@ def backward(
 ) -> tuple[KernelLaunch, ...]:
     """Launch the backward kernel, then what computes flagged heads again, mostly none.
 
-    Its thread blocks add dq to device memory, one after the other where the order must be fixed. For
-    wide heads a kernel of its own computes dq.
+    Its thread blocks add dq to device memory, one after the other where the order must be fixed.
+    For wide heads a kernel of its own computes dq.
     """
     P = problem
     plain = P.enabled_options.isdisjoint(_SCORE_MODS | {"mask"}) and not P.dropout_p
@@ -184,7 +184,7 @@ def backward(
     grid = min(context.sm_count, P.B * P.Hkv * block_count(P, P.Nk, key.block_k))
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
     why = f"{_SUPPORTED}, {tile.why}"
-    own = KernelLaunch(key, grid, key.smem_bytes, why, maps, deterministic)
+    own = KernelLaunch(key, grid, key.smem_bytes, why, maps, deterministic and key.add_dq)
     # Scores, where they are flat, mask a gradient of NaN: the NaN-safe kernel does not know of it.
     # Nor is there room for a bias in it.
     safe = () if is_wide or key.softcap or key.score_mod or key.bias else (_nan_safe(own),)

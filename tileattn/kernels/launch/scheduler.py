@@ -76,7 +76,7 @@ def schedule_of(
             adds, is_causal = launch.key.add_dq, P.window[1] is not None
             sums = P.D * P.accum_dtype.itemsize if adds else 0
             row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
-            in_order = adds and (launch.in_order or _drifts(P, P.Nq * row / l2_bytes))
+            in_order = launch.in_order or (adds and _drifts(P, P.Nq * row / l2_bytes))
             in_flight = launch.grid * launch.key.block_k // KEYS_IN_FLIGHT
             if P.sequences is not None:
                 rows = FAR if in_order and is_causal else l2_bytes // 2 // row

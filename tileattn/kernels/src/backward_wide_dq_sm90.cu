@@ -200,7 +200,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     Accum lse_log2[2], delta[2];
     const WarpBias<false, 1, NT> bias(nullptr);
 
-    // By one thread: the GEMM that reads the stage is the warpgroup's as a whole, and it is complete.
+    // By one thread, where it is safe: the GEMM that reads the stage is the warpgroup's as a whole, and
+    // is complete. Before it each thread had used the entry beside the stage.
     auto release = [&](int stage) {
         if (leads) smem.empty(stage).arrive();
     };
@@ -317,12 +318,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         // Beyond the last key of all, TMA has zeroed them.
         if (attended.hi + work.k_start >= p.Nk) attended.hi = FAR;
         if (work.tiles.begin >= work.tiles.end) {
-            smem.q_empty(warpgroup).arrive();
+            smem.q_empty(warpgroup).arrive();  // safe: the work tile is in registers, no GEMM reads q
             skip_tiles(work.end - work.begin);
             wait_turn(), pass_turn();
         } else {
-            const i64 first = (i64(work.entry()) * p.Hq + work.h) * p.rows +
-                              (PACKED ? (work.q_start / ROW_PAD + work.b) * ROW_PAD : 0) + work.q0 + row0;
+            const i64 own = PACKED ? (work.q_start / ROW_PAD + work.b) * ROW_PAD : 0;
+            const i64 first =
+                (i64(work.entry()) * p.Hq + work.h) * p.rows + own + work.q0 + row0;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const i64 row = first + lane.row(2 * half);
@@ -359,7 +361,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
                 release(v_stage);
                 warpgroup_wait<0>(s);
             }
-            smem.q_empty(warpgroup).arrive();  // safe: only GEMMs read q and dO, and all are complete
+            smem.q_empty(warpgroup).arrive();  // safe: the GEMMs that read q and dO are complete
             compute_ds();
             wait_turn();
             gemm_async<Element>(dq, ds, smem.k(k_stage));

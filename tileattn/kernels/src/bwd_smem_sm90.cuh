@@ -116,9 +116,15 @@ struct Smem {
 
     __device__ KeyTile k() const { return {opaque_tensors()}; }
     __device__ ValueTile v() const { return {opaque_tensors() + Tensors::V}; }
-    __device__ QueryTile q(int stage) const { return {tensors + Tensors::Q + stage * QueryTile::BYTES}; }
-    __device__ DoutTile dout(int stage) const { return {tensors + Tensors::DOUT + stage * DoutTile::BYTES}; }
-    __device__ ScoreTile ds(int stage) const { return {tensors + Tensors::DS + stage * ScoreTile::BYTES}; }
+    __device__ QueryTile q(int stage) const {
+        return {tensors + Tensors::Q + stage * QueryTile::BYTES};
+    }
+    __device__ DoutTile dout(int stage) const {
+        return {tensors + Tensors::DOUT + stage * DoutTile::BYTES};
+    }
+    __device__ ScoreTile ds(int stage) const {
+        return {tensors + Tensors::DS + stage * ScoreTile::BYTES};
+    }
     __device__ u32 dq(int store_warp, int stage) const {
         return tensors + Tensors::DQ + (store_warp * DQ_STAGES + stage) * Tensors::DQ_TILE;
     }
