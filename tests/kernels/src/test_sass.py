@@ -15,15 +15,17 @@ ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ"
 
 # --- the Hopper kernels ---------------------------------------------------------------------------
 
-# Of each kernel, and of the wide one with either number of stages; sources that options choose.
+# Of each kernel, and of the wide ones with either number of stages; sources that options choose.
 KEYS = [
     *keys([(128, 128)], ["bfloat16"], [()])[:2],
     *keys([(192, 128)], ["bfloat16"], [()])[1:2],
-    *keys([(192, 128)], ["float16"], [("softcap",)])[1:2],
-    *keys([(256, 256)], ["bfloat16"], [()])[1:2],
+    *keys([(192, 128)], ["float16"], [("softcap",)])[1:3],
+    *keys([(256, 256)], ["bfloat16"], [()])[1:3],
+    *keys([(256, 256)], ["float16"], [("block_mask",)])[2:3],
     *keys([(64, 64)], ["float16"], [("block_mask",)])[:1],
     *keys([(128, 128)], ["bfloat16"], [("cu_seqlens_q",)])[:2],
-    *keys([(192, 128), (256, 256)], ["float16"], [("cu_seqlens_q",)])[1::3],
+    *keys([(192, 128)], ["float16"], [("cu_seqlens_q",)])[1:2],
+    *keys([(256, 256)], ["float16"], [("cu_seqlens_q",)])[1:3],
     *keys([(128, 128)], ["bfloat16"], [("kv_lengths",)])[:1],
     *keys([], ["bfloat16"]),  # latent attention
 ]
