@@ -44,6 +44,7 @@ ALLOWED = {
     (HOPPER, "pass_done", "work_tiles"): _BY_STORES,
     **{(HOPPER, f"{x}_empty", "any_unfinished"): _NO_STAGE for x in "qkv"},
     **{(x, "k_empty", "work_tile"): _BY_STORES for x in HOPPER_BACKWARDS},
+    (HOPPER_WIDE, "dout_empty", "p"): "frees dout and delta; " + _BY_STORES,
     (HOPPER_WIDE, "p_empty", "p"): _BY_STORES,
 }
 

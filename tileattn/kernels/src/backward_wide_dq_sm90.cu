@@ -189,9 +189,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     PipelineState<1> work_pipe;
     PipelineState<STAGES> pipe;
     int v_stage = 0, k_stage = 0;
-    WorkTile work;
+    WorkTile work{};
     int tile = 0;
-    Range attended;  // keys that some query attends to
+    Range attended{};  // keys that some query attends to
     int entry = 0;   // as in `KeyTiles`
     Scores<false, 1, NT> s(0, 0);
     Fragment<Accum, 1, NT> dp;
