@@ -227,10 +227,7 @@ class Machine:
         key = self._keys[function - 1]
         assert tuple(sizes[1:]) == (1, 1, key.threads, 1, 1)
         assert sizes[0] > 0
-        has_maps = key.kernel == HOPPER or key.kernel in (
-            *(*HOPPER_BACKWARDS, HOPPER_WIDE_DQ),
-            *HOPPER_DS,
-        )
+        has_maps = key.kernel in (HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ, *HOPPER_DS)
         cells, *maps = (ctypes.c_uint64 * (1 + has_maps)).from_address(parameters)
         params = np.frombuffer(ctypes.string_at(cells, PARAMS.itemsize), PARAMS)[0]
         behind = [*(ctypes.c_int64 * self.behind).from_address(cells + PARAMS.itemsize)]
