@@ -11,10 +11,13 @@ extern "C" __global__ void addresses(u32* out) {
     *out++ = start, *out++ = smem.k().address, *out++ = smem.v().address;
     for (int s = 0; s < Q_STAGES; ++s) *out++ = smem.q(s).address;
     for (int s = 0; s < DOUT_STAGES; ++s) *out++ = smem.dout(s).address;
-    for (int s = 0; s < DS_STAGES; ++s) *out++ = smem.ds(s).address;
-    for (int n = 0; n < DQ_STORE_WARPS; ++n)
-        for (int s = 0; s < DQ_STAGES; ++s) *out++ = smem.dq(n, s);
-    if (IS_WIDE) *out++ = smem.p();
+    if constexpr (IS_WIDE) {
+        for (int s = 0; s < P_STAGES; ++s) *out++ = smem.p(s);
+    } else {
+        for (int s = 0; s < DS_STAGES; ++s) *out++ = smem.ds(s).address;
+        for (int n = 0; n < DQ_STORE_WARPS; ++n)
+            for (int s = 0; s < DQ_STAGES; ++s) *out++ = smem.dq(n, s);
+    }
 }
 
 // out: (work tiles, 7), by index. One lane of each CTA claims.
