@@ -146,8 +146,8 @@ def test_results_whose_rows_are_not_aligned() -> None:
 
 # D and Dv: of each pass the head-dimension buckets and the tile; the stages of the backward one.
 BUCKETS: dict[tuple[int, int], Any] = {
-    (8, 64): ((32, 64), (192, 128), (64, 64), (128, 128), 2),
-    (64, 32): ((64, 32), (192, 128), (64, 64), (128, 128), 2),
+    (8, 64): ((32, 64), (192, 128), (64, 64), (128, 128), 3),
+    (64, 32): ((64, 32), (192, 128), (64, 64), (128, 128), 3),
     (72, 40): ((96, 64), (128, 128), (128, 64), (64, 128), 2),
     (40, 96): ((64, 96), (128, 128), (64, 128), (64, 128), 2),
     (128, 128): ((128, 128), (128, 128), (128, 128), (64, 128), 2),
@@ -177,7 +177,7 @@ def test_tiles_go_by_both_head_dimensions(
         kernel = HOPPER_WIDE if modified else HOPPER_HALVES
         back_tile, stages = ((64, 64), 3) if modified else (back_tile, stages)
     elif modified and back_tile == (128, 128):
-        back_tile = 64, 128
+        back_tile, stages = (64, 128), 2
     D, Dv = dims
     problem = replace(problem_of(dtype, D, enabled_options), Dv=Dv, window=(7, 0), Nq=200, Nk=4096)
     (launch,) = forward_launches(problem, CONTEXT)
@@ -275,6 +275,27 @@ def test_tiles_of_the_backward_pass(changed: dict[str, Any], queries: int) -> No
     assert padded_rows(problem) >= block_count(problem, problem.Nq, queries) * queries
 
 
+@pytest.mark.parametrize(
+    ("dtype", "changed", "tile"),
+    [
+        ("float16", {"Nk": 16384}, (128, 3)),
+        ("float16", {"Nk": 16385}, (128, 2)),
+        ("float16", {"sequences": 2}, (128, 2)),
+        ("bfloat16", {"Nk": 16385}, (128, 3)),
+        ("bfloat16", {"sequences": 2, "window": CAUSAL}, (128, 3)),
+        ("bfloat16", {"enabled_options": {"block_mask"}}, (128, 3)),
+        ("bfloat16", {"enabled_options": {"softcap"}}, (64, 2)),
+    ],
+    ids=str,
+)
+def test_narrow_heads_round_p_where_it_is_normal(
+    dtype: str, changed: dict[str, Any], tile: tuple[int, int]
+) -> None:
+    launches = launches_of(replace(problem_of(dtype, 64), **changed))
+    own = next(launch.key for launch in launches if launch.key.kernel == HOPPER_BACKWARD)
+    assert (own.block_q, own.stages) == tile
+
+
 def repairing_bytes(tile: TileSize, dim: int, value: int) -> int:
     return hopper_backward_bytes(tile, dim, value, repairs=True)
 
@@ -295,6 +316,8 @@ SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 128, 128, 64 + 48 + 32 + 32 + 48),
     (hopper_backward_bytes, TileSize(128, 128, 8, 1, 2), 64, 64, 32 + 48 + 32 + 64 + 48),
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 64, 64, 32 + 24 + 16 + 32 + 48),
+    # dQ beside dP: two stages more of q than of dout, and one tile of dS.
+    (hopper_backward_bytes, TileSize(128, 128, 8, 1, 3), 64, 64, 32 + 64 + 32 + 32 + 48),
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 64, 128, 48 + 24 + 32 + 32 + 48),
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 128, 64, 48 + 48 + 16 + 32 + 48),
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 1), 128, 128, 64 + 32 + 16 + 32 + 48),

@@ -73,6 +73,7 @@ _HOPPER_CASES = (
     ("bfloat16", (192, 128), {"negative scale"}),
     ("float16", (128, 128), {"80 queries"}),
     ("bfloat16", (128, 64), {"80 queries"}),
+    ("float16", (64, 64), {"many keys"}),
 )
 
 
@@ -112,6 +113,8 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
                 problem = replace(problem, scale=-1.0)
             if "80 queries" in options:
                 problem = replace(problem, Nq=80)
+            if "many keys" in options:
+                problem = replace(problem, Nk=1 << 15)
             context = context_of(arch)
             if "bias" in options:
                 context = context._replace(
@@ -206,7 +209,9 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
     if key.kernel not in {*TILED, *_HOPPERS} or arch != _MEASURED or any(options):
         return False
     rows = candidates(key.kernel, NAMED[key.dtype].itemsize, max(key.head_dim, key.value_dim))
-    return any(row.tuned and not row.spills and row[:2] == key.tile for row in rows)
+    # To repair a kernel has other stages than its row.
+    own = (x for x in rows if x[:2] == key.tile and (key.head_flags or x.stages == key.stages))
+    return any(row.tuned and not row.spills for row in own)
 
 
 def _keys(problem: Problem, context: LaunchContext) -> Iterator[KernelKey]:

@@ -23,6 +23,7 @@ KEYS = [
     *keys([(256, 256)], ["bfloat16"], [()])[1:3],
     *keys([(256, 256)], ["float16"], [("block_mask",)])[2:3],
     *keys([(64, 64)], ["float16"], [("block_mask",)])[:1],
+    *keys([(64, 64)], ["bfloat16"], [()])[1:2],
     *keys([(128, 128)], ["bfloat16"], [("cu_seqlens_q",)])[:2],
     *keys([(192, 128)], ["float16"], [("cu_seqlens_q",)])[1:2],
     *keys([(256, 256)], ["float16"], [("cu_seqlens_q",)])[1:3],

@@ -164,11 +164,14 @@ def backward(
     suited = (name for name in HOPPER_BACKWARDS if plain or name != HOPPER_HALVES)
     kernel = next(name for name in suited if 0 not in _buckets(name, P))
     dim, value = _buckets(kernel, P)
+    is_wide = kernel == HOPPER_WIDE
 
     def suits(tile: TileSize) -> bool:
         if tile.block_q % HOPPER_GROUP_ROWS > 0:
             # dq is computed transposed, 64 columns by each warpgroup.
             return plain and dim == tile.warps_m // 4 * 64 and _suits_tall(P, tile.block_q)
+        if tile.stages > 2 and not is_wide and not _is_normal(P):
+            return False
         return plain or tile.block_q <= _MODIFIED_ROWS
 
     tile, shared = next(
@@ -178,7 +181,6 @@ def backward(
         <= HOPPER_LIMIT - HOPPER_STATIC
     )
     key = _key(kernel, P, context, dim, value, tile, shared)
-    is_wide = kernel == HOPPER_WIDE
     key = replace(key, add_dq=not is_wide)
     # The kernel is persistent: a thread block takes one key block after the other.
     grid = min(context.sm_count, P.B * P.Hkv * block_count(P, P.Nk, key.block_k))
@@ -201,14 +203,22 @@ def _suits_tall(problem: Problem, rows: int) -> bool:
 
     They are faster where queries fill the last one, without a mask, and under a causal one at long
     lengths: at short ones more lies beyond the diagonal (measured). Of packed sequences nobody
-    knows the queries. For dS they round P to the dtype, so in float16 P must not be subnormal.
+    knows the queries.
     """
     P = problem
     full = P.sequences is None and -(-P.Nq // rows) * rows <= _PADDED * P.Nq
     masked = not P.enabled_options.isdisjoint(_MASKS)
     uncut = P.window == (None, None) or (P.window == (None, 0) and P.Nq >= _LONG)
-    normal = P.dtype.name != "float16" or P.Nk <= _NORMAL
-    return full and uncut and normal and not masked
+    return full and uncut and _is_normal(P) and not masked
+
+
+def _is_normal(problem: Problem) -> bool:
+    """Whether P, which some tiles round to the dtype for dS, is not subnormal.
+
+    Of packed sequences nobody knows the keys.
+    """
+    P = problem
+    return P.dtype.name != "float16" or (P.sequences is None and P.Nk <= _NORMAL)
 
 
 def _buckets(kernel: str, P: Problem) -> tuple[int, int]:

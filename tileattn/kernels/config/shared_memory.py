@@ -110,7 +110,8 @@ def hopper_backward_bytes(
 
     They have k and v; stages of dout, and one more of q; two tiles of dS; three dQ tiles for each
     store warp, or two with a bias, and a tile of that. Where queries are no multiple of 64, dQ is
-    transposed: there is one tile of dS, and one of dQ. Where halves of a tile take turns there are
+    transposed: there is one tile of dS, and one of dQ. With three stages dQ is staged beside
+    dP: dout has one less, and there is one tile of dS. Where halves of a tile take turns there are
     as many stages of q as of dout, and one tile of dS. Wide heads, of 64 keys, have as many stages
     of q, too, and two tiles of P in place of dS and dQ. A kernel that repairs has k twice and two
     tiles of dS; as many stages of q as of dout where dQ is transposed, and one dQ tile for halves.
@@ -119,13 +120,14 @@ def hopper_backward_bytes(
     wide = keys == HOPPER_GROUP_ROWS
     halves = not wide and dim > _NARROW_DIM
     transposed = rows % HOPPER_GROUP_ROWS > 0
+    beside = not wide and stages > 2
     kv = (2 if repairs else 1) * _swizzled(keys, dim) + _swizzled(keys, value)
     equal = wide or halves or (transposed and repairs)
     buffers = (stages if equal else stages + 1) * _swizzled(rows, dim)
-    buffers += stages * _swizzled(rows, value)
+    buffers += (stages - beside) * _swizzled(rows, value)
     if wide:
         return kv + buffers + 2 * rows * keys * 4
-    ds = (1 if (halves or transposed) and not repairs else 2) * _swizzled(rows, keys)
+    ds = (1 if (halves or transposed or beside) and not repairs else 2) * _swizzled(rows, keys)
     dq_tiles = 1 if halves and repairs else 2 if bias_size else 3
     dq = rows * dim * 4 if transposed else dq_tiles * DQ_STORE_WARPS * _DQ_STORE_BYTES
     return kv + buffers + ds + dq + _tiled(rows, keys, bias_size)

@@ -114,10 +114,14 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         ),
     },
     # Hopper: a warpgroup for each 64 keys; those of at most 64 queries are for score modifiers and
-    # dropout, which need registers, those of 80 mostly for calls without a mask. With a bias there
-    # is room for one stage.
+    # dropout, which need registers, those of 80 mostly for calls without a mask. Those of
+    # three stages round P for dS. With a bias there is room for one stage.
     ("backward_sm90", 2): {
-        64: (TileSize(128, 128, 8, 1, 2), TileSize(64, 128, 8, 1, 2)),
+        64: (
+            TileSize(128, 128, 8, 1, 3, tuned=True),
+            TileSize(128, 128, 8, 1, 2),
+            TileSize(64, 128, 8, 1, 2),
+        ),
         128: (
             TileSize(80, 128, 8, 1, 2, tuned=True),
             TileSize(64, 128, 8, 1, 2),

@@ -28,6 +28,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     Fragment<Accum, 1, DT> dk;
     Fragment<Accum, 1, VT> dv;
     Operands probs, ds;
+    Atom<Element>::A v[VALUE_DIM / 16];  // if dQ is staged beside dP
     TileInputs inputs(smem);
     int dk_stage = 0;  // of q, which the GEMM of dK reads
 
@@ -48,12 +49,16 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         gemm_async<Element>(dv, probs, dout);
     };
     auto issue_dp = [&] {
-        gemm_async<Element, VALUE_DIM>(dp, smem.v(), WARPGROUP_ROWS * warpgroup,
-                                       smem.dout(dout_pipe.stage));
+        const DoutTile dout = smem.dout(dout_pipe.stage);
+        if constexpr (DQ_BESIDE_DP)
+            gemm_async_k<Element>(dp, v, dout);
+        else
+            gemm_async<Element, VALUE_DIM>(dp, smem.v(), WARPGROUP_ROWS * warpgroup, dout);
     };
     // Finish dP of the current tile, and publish dS. finish_ds() changes dS before that.
     auto publish_ds = [&](auto finish_ds) {
         warpgroup_wait<0>(dp);
+        if constexpr (DQ_BESIDE_DP) warpgroup_wait<0>(dv);
         const float* const delta = smem.storage.delta[dout_pipe.stage];
         if constexpr (P_IS_ROUNDED)
             compute_ds(delta, Accum(p.dropout_scale), dp, probs);
@@ -104,6 +109,12 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         issue_s(partial);
         smem.v_full().wait(v_pipe.phase);
         v_pipe.advance();
+        if constexpr (DQ_BESIDE_DP) {
+            const int lane = threadIdx.x % WARP;
+#pragma unroll
+            for (int k = 0; k < VALUE_DIM / 16; ++k)
+                load_matrices(v[k].r, smem.v().chunk(row0 + lane % 16, 32 * k + lane / 16 * 16));
+        }
         warpgroup_wait<0>(s);
         softmax(partial);
         issue_dv(partial);
@@ -120,29 +131,51 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     //     issue dQ of j              dV, dQ               q(j + 1), dS(j), dO(j + 1)
     //     wait all, publish dQ       -                    q(j + 1), dO(j + 1)
     //     issue dP of j + 1          dP                   q(j + 1), dO(j + 1)
+    //
+    // Where dQ is staged beside dP:
+    //
+    //     wait dP, publish dS of j   -                    q(j), dO(j); then q(j), dS(j)
+    //     issue S of j + 1, dK of j  S, dK                q(j), q(j + 1), dS(j)
+    //     wait all, softmax of j + 1 -                    q(j + 1), dS(j)
+    //     issue dQ, dV, dP           dQ, dV, dP           q(j + 1), dS(j), dO(j + 1)
+    //     wait dQ, publish dQ        dV, dP               q(j + 1), dO(j + 1)
     auto step = [&](bool partial, bool) {
         Fragment<Accum, 1, DQT> dq;
         publish_ds([] {});
         load_inputs();
         issue_s(partial);
         issue_dk();
-        warpgroup_wait<1>(s);
-        softmax(partial);
-        issue_dv(partial);
-        warpgroup_wait<1>(dk);
-        // Safe: the GEMMs that read this q are complete; its lse was consumed by P, which is behind
-        // the dS that `publish_ds` has stored and fenced.
-        smem.q_empty(dk_stage).arrive();
-        issue_dq(dq, false);
-        warpgroup_wait<0>(dv);
-        warpgroup_wait<0>(dq);
-        finish_dq(dq);
-        issue_dp();
+        if constexpr (DQ_BESIDE_DP) {
+            warpgroup_wait<0>(s);
+            warpgroup_wait<0>(dk);
+            smem.q_empty(dk_stage).arrive();  // safe as below
+            softmax(partial);
+            issue_dq(dq, false);
+            issue_dv(partial);
+            issue_dp();
+            warpgroup_wait<2>(dq);
+            finish_dq(dq);
+        } else {
+            warpgroup_wait<1>(s);
+            softmax(partial);
+            issue_dv(partial);
+            warpgroup_wait<1>(dk);
+            // Safe: the GEMMs that read this q are complete; its lse was consumed by P, which is
+            // behind the dS that `publish_ds` has stored and fenced.
+            smem.q_empty(dk_stage).arrive();
+            issue_dq(dq, false);
+            warpgroup_wait<0>(dv);
+            warpgroup_wait<0>(dq);
+            finish_dq(dq);
+            issue_dp();
+        }
     };
     auto last_step = [&] {
         Fragment<Accum, 1, DQT> dq;
         publish_ds([] {});
-        smem.v_empty().arrive();  // safe: only GEMMs read it, and the last dP is complete
+        // Safe: GEMMs read it, and the last dP is complete; or it was loaded to registers before
+        // the fence of `publish_ds`.
+        smem.v_empty().arrive();
         issue_dk();
         if constexpr (DS_STAGES > 1) store_dv(ds_pipe.next());  // overlaps with dK
         issue_dq(dq, false);

@@ -14,7 +14,7 @@ constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT || HAS_BIAS 
 using Operands = Atom<Element>::A[BLOCK_Q / 16];            // P or dS as an operand of dV or dK
 
 // Whether dS takes P as dV does, rounded: registers are few.
-constexpr bool P_IS_ROUNDED = DQ_IS_TRANSPOSED;
+constexpr bool P_IS_ROUNDED = DQ_IS_TRANSPOSED || DQ_BESIDE_DP;
 
 // P of an element, in float or from an operand.
 __device__ inline Accum element(const Fragment<Accum, 1, QT>& p, int n, int e) { return p.x[0][n][e]; }

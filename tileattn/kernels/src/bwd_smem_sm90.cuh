@@ -26,12 +26,16 @@ constexpr bool BIAS_IS_LOADED = HAS_BIAS && TileBias::STAGED;
 // Whether dK and dV leave registers for half of a tile's dP only, and for no tile ahead.
 constexpr bool IN_HALVES = !IS_WIDE && HEAD_DIM > 128;
 
+// Whether dQ, dV and dP are issued at once, and dQ is staged beside the others. They leave no
+// registers for P but in the operand of dV, and dK has to be complete before.
+constexpr bool DQ_BESIDE_DP = !IS_WIDE && STAGES > 2;
+
 // q stays until dK has read it, while the next P is computed: where there is room it has one stage
-// more than dO.
-constexpr int DOUT_STAGES = STAGES,
+// more than dO, or two.
+constexpr int DOUT_STAGES = DQ_BESIDE_DP ? STAGES - 1 : STAGES,
               Q_STAGES = IS_WIDE || IN_HALVES || (DQ_IS_TRANSPOSED && NAN_SAFE) ? STAGES : STAGES + 1;
 // With two stages no warpgroup waits for the GEMMs of the other. NaN-safe, one has a table.
-constexpr int DS_STAGES = (IN_HALVES || DQ_IS_TRANSPOSED) && !NAN_SAFE ? 1 : 2;
+constexpr int DS_STAGES = DQ_BESIDE_DP || ((IN_HALVES || DQ_IS_TRANSPOSED) && !NAN_SAFE) ? 1 : 2;
 // Of each dQ store warp. Transposed, one has a whole tile.
 constexpr int DQ_STAGES = DQ_IS_TRANSPOSED || (IN_HALVES && NAN_SAFE) ? 1 : BIAS_IS_LOADED ? 2 : 3;
 // Wide heads: of P, which one warpgroup passes to the other, and may be so many tiles ahead.
