@@ -8,7 +8,7 @@ from benchmarks import roofline
 from benchmarks.report import Row, load
 from tools.drawing import Picture, Theme, drawn_from, short
 
-GRIDS = ("gpu_forward_bf16", "gpu_backward_bf16")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 MARKERS = {"forward": "o", "backward": "s"}
 
 
@@ -27,23 +27,42 @@ def standard_intensity(D: int) -> float:
     return D / 2
 
 
+def grids_of(dtype: str) -> tuple[str, ...]:
+    """Name the files of both passes in a dtype."""
+    return tuple(f"gpu_{name}_{dtype}" for name in MARKERS)
+
+
+def measured_on(results: Path, gpu: str) -> str:
+    """Choose the first dtype whose files are of this GPU."""
+    for dtype in DTYPES:
+        if all(load(results, x)["machine"]["gpu"] == gpu for x in grids_of(dtype)):
+            return dtype
+    raise ValueError(
+        f"gpu_ceilings.json is of an {gpu}, and no grid of both passes is; "
+        "run `bench gpu --ceilings` on the GPU of the grids"
+    )
+
+
 def picture(results: Path) -> Picture:
-    """Make the picture of tileattn in bfloat16 under the ceilings of the same GPU."""
+    """Make the picture of tileattn in 16 bits under the ceilings of the same GPU."""
     result = load(results, "gpu_ceilings")
+    gpu = result["machine"]["gpu"]
+    dtype = measured_on(results, gpu)
+    grids = grids_of(dtype)
     ceilings = roofline.ceilings_of(result)
     points = [
         [row["pass"], row["causal"], row["D"], row["N"], intensity(row), row["tflops"]["tileattn"]]
-        for name in GRIDS
+        for name in grids
         for row in load(results, name)["rows"]
         if "tileattn" in row["tflops"]
     ]
-    ridge = ceilings.flops["bf16"] / ceilings.nbytes
+    ridge = ceilings.flops[dtype] / ceilings.nbytes
     compute_bound = sum(point[4] > ridge for point in points)
     standard = [[D, standard_intensity(D)] for D in sorted({point[2] for point in points})]
     memory_bound = sum(x < ridge for _, x in standard)
     return Picture(
         values={
-            "tflops": ceilings.flops["bf16"] / 1e12,
+            "tflops": ceilings.flops[dtype] / 1e12,
             "gbytes_per_second": ceilings.nbytes / 1e9,
             "points": points,
             "standard": standard,
@@ -53,10 +72,10 @@ def picture(results: Path) -> Picture:
         alt="A roofline: TFLOP/s against arithmetic intensity, both axes logarithmic. "
         f"{compute_bound} of the {len(points)} points of tileattn are compute-bound. Standard "
         f"attention is memory-bound for {memory_bound} of {len(standard)} head dimensions.",
-        caption=f"tileattn in bfloat16 on an {result['machine']['gpu']}, each input read once and "
+        caption=f"tileattn in {DTYPES[dtype]} on an {gpu}, each input read once and "
         "each result written once; the dotted lines are where standard attention ends. The roof is "
         "a matmul that was timed, which is not a limit of the hardware. "
-        f"{drawn_from('gpu_ceilings', *GRIDS)}",
+        f"{drawn_from('gpu_ceilings', *grids)}",
     )
 
 
