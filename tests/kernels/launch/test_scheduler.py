@@ -421,7 +421,7 @@ def test_key_blocks_that_would_drift_apart_wait_for_each_other(
     [
         ({"window": CAUSAL}, 66, True),
         ({"window": CAUSAL, "Nq": 7000, "Nk": 4000}, 8, True),
-        ({"window": CAUSAL, "Nk": 8192}, 16, False),
+        ({"window": CAUSAL, "Nk": 8192}, 4, True),
         ({}, 66, False),
         ({"Nk": 8192}, 4, False),
         ({"window": CAUSAL, "Hq": 64}, 16, False),

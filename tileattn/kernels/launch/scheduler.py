@@ -23,7 +23,6 @@ from tileattn.problem import Problem
 
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
-LONG_CAUSAL = 8192  # keys from which the first ones go first under a causal mask (measured)
 DRIFT = (
     4  # L2 caches that queries of one key head may fill before key blocks drift apart (measured)
 )
@@ -112,15 +111,13 @@ def _goes_in_step(P: Problem, launch: KernelLaunch) -> bool:
     """Whether key blocks that begin together add to dq one query tile behind the other.
 
     Of those that wait for each other in narrow heads, whose query tiles are as long as key blocks,
-    two waves then run best (measured). Under a causal mask that takes the last keys first. Then the
-    longest key blocks come last, which costs more than it saves where keys are many (measured).
-    The bits of dq follow from the order of keys, which depends on lengths and options alone.
+    two waves then run best (measured). Under a causal mask that takes the last keys first. The bits
+    of dq follow from the order of keys, which depends on options alone.
     """
     key = launch.key
     narrow = key.kernel == HOPPER_BACKWARD and key.block_q == key.block_k
     listed = key.packed or key.block_mask or key.mask_mod
-    long = P.window[1] is not None and P.Nk >= LONG_CAUSAL
-    return narrow and P.group == 1 and P.window[0] is None and not listed and not long
+    return narrow and P.group == 1 and P.window[0] is None and not listed
 
 
 def _drifts(P: Problem, share: float) -> bool:
