@@ -3,7 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from tileattn.kernels.launch.catalog import problem_of
+from tileattn.kernels.config.context import KernelLaunch
+from tileattn.kernels.config.families import backward_launches
+from tileattn.kernels.launch.catalog import context_of, problem_of
 from tileattn.kernels.launch.device import Device, device_of_arch
 from tileattn.kernels.launch.layout import ArrayLayout, CallLayout, contiguous_inputs
 from tileattn.kernels.launch.plan import LaunchPlan, plan_backward, plan_forward
@@ -11,6 +13,7 @@ from tileattn.problem import Problem
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 37, 53, 24, 40
 H200, A100, B200 = map(device_of_arch, ("sm_90a", "sm_80", "sm_100"))
+ON_HOPPER = context_of("sm_90a")._replace(sm_count=132)
 
 
 def asked(dtype: str = "float16", enabled_options: Any = (), **changed: Any) -> Problem:
@@ -39,6 +42,12 @@ def backward(
     inputs = (layout or contiguous_inputs(problem)).with_arrays(**more)
     layout = inputs.with_contiguous_results(problem, "backward").with_arrays(**more)
     return plan_backward(problem, layout, device, deterministic=deterministic)
+
+
+def hopper_launches(problem: Problem, **changed: Any) -> tuple[KernelLaunch, ...]:
+    """List what the backward pass launches on Hopper, by default in any order."""
+    options = {"deterministic": False, "sinks": False} | changed
+    return backward_launches(problem, ON_HOPPER, **options)
 
 
 def kernels(plan: LaunchPlan) -> list[str]:
