@@ -14,7 +14,7 @@ from benchmarks.report import RESULTS, load
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.algorithm.tiles import Tile
 from tools import drawing, pages, pictures
-from tools.pictures import schedules, speed
+from tools.pictures import roofline, schedules, speed
 
 
 @pytest.fixture
@@ -133,3 +133,18 @@ def test_labels_and_units() -> None:
     sizes = (12, 1500, 2.5e6, 999e9, 3e12)
     assert [drawing.amount(x) for x in sizes] == ["12 B", "1.5 kB", "2.5 MB", "999 GB", "3 TB"]
     assert [drawing.short(n) for n in (512, 65536, 1536)] == ["512", "64k", "1536"]
+
+
+def test_the_roofline_is_of_one_gpu(results: Path) -> None:
+    """That of the ceilings: in another dtype if need be, and not at all if no grid is of it."""
+    gpu = load(results, "gpu_ceilings")["machine"]["gpu"]
+    for dtype, name in reversed(roofline.DTYPES.items()):
+        for grid in roofline.grids_of(dtype):
+            result = load(results, grid)
+            result["machine"]["gpu"] = gpu
+            (results / f"{grid}.json").write_text(json.dumps(result), encoding="utf-8")
+        picture = roofline.picture(results)
+        assert f"tileattn in {name} on an {gpu}" in picture.caption
+        assert all(f"{grid}.json" in picture.caption for grid in roofline.grids_of(dtype))
+    with pytest.raises(ValueError, match="no grid of both passes is"):
+        roofline.measured_on(results, "another GPU")

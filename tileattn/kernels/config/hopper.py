@@ -171,7 +171,7 @@ def backward(
             # dq is computed transposed, 64 columns by each warpgroup.
             return plain and dim == tile.warps_m // 4 * 64 and _suits_tall(P, tile.block_q)
         if tile.stages > 2 and not is_wide and not _is_normal(P):
-            return False
+            return False  # with three stages narrow heads, too, round P
         return plain or tile.block_q <= _MODIFIED_ROWS
 
     tile, shared = next(

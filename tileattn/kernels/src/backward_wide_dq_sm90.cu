@@ -200,8 +200,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     Accum lse_log2[2], delta[2];
     const WarpBias<false, 1, NT> bias(nullptr);
 
-    // By one thread, where it is safe: the GEMM that reads the stage is the warpgroup's as a whole, and
-    // is complete. Before it each thread had used the entry beside the stage.
+    // By one thread, where it is safe: the GEMM that reads the stage is the warpgroup's as a whole,
+    // and is complete. Before it each thread had used the entry beside the stage.
     auto release = [&](int stage) {
         if (leads) smem.empty(stage).arrive();
     };
@@ -283,8 +283,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             finish(0, NT);
         }
     };
-    // The warpgroups issue their GEMMs in turn, one tile each, so that dS of one is computed beside the
-    // GEMMs of the other.
+    // The warpgroups issue their GEMMs in turn, one tile each, so that dS of one is computed beside
+    // the GEMMs of the other.
     auto wait_turn = [&] { named_barrier_sync<CONSUMERS * WARPGROUP>(TURN_BARRIER + warpgroup); };
     auto pass_turn = [&] {
         named_barrier_arrive<CONSUMERS * WARPGROUP>(TURN_BARRIER + 1 - warpgroup);
@@ -318,7 +318,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         // Beyond the last key of all, TMA has zeroed them.
         if (attended.hi + work.k_start >= p.Nk) attended.hi = FAR;
         if (work.tiles.begin >= work.tiles.end) {
-            smem.q_empty(warpgroup).arrive();  // safe: the work tile is in registers, no GEMM reads q
+            // Safe: the work tile is in registers, and no GEMM reads q.
+            smem.q_empty(warpgroup).arrive();
             skip_tiles(work.end - work.begin);
             wait_turn(), pass_turn();
         } else {

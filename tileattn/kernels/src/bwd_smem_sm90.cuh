@@ -12,7 +12,8 @@ constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int WARPGROUP_ROWS = 64;  // keys of each
 // Wide heads: all warpgroups have the same keys.
 constexpr bool IS_WIDE = BLOCK_K == WARPGROUP_ROWS;
-static_assert(DQ_IS_TRANSPOSED || DQ_ROWS == WARPGROUP_ROWS, "one thread stores a warpgroup's share of dQ");
+static_assert(DQ_IS_TRANSPOSED || DQ_ROWS == WARPGROUP_ROWS,
+              "one thread stores a warpgroup's share of dQ");
 static_assert(BLOCK_K == WARPGROUP_ROWS * (IS_WIDE ? 1 : CONSUMERS) && WARPS_N == 1,
               "64 keys a warpgroup");
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");

@@ -63,7 +63,8 @@ __device__ inline int work_index() { return int(blockIdx.x) / (PAIR ? 2 : 1); }
 
 // The rows and columns of a dQ tile that one bulk copy of Hopper's backward kernels adds. These are
 // contiguous; the next columns of the same rows follow.
-// Where its queries do not fill 64 rows of a GEMM dQ is computed transposed, and 64 columns are rows.
+// Where its queries do not fill 64 rows of a GEMM dQ is computed transposed: 64 columns are its
+// rows.
 constexpr bool DQ_IS_TRANSPOSED = BLOCK_Q % 64 > 0;
 constexpr int DQ_ROWS = DQ_IS_TRANSPOSED ? BLOCK_Q : 64;
 constexpr int DQ_COPY_COLUMNS = DQ_IS_TRANSPOSED ? 64 : 32;

@@ -14,8 +14,9 @@
 //     3     marked by 2                 all                         rows < -2**12  -
 //
 // Pass 1 marks work tiles whose output is not finite, or with maxima beyond 2**12, which are too
-// large for its exponents, or that rise in one tile by so much that exponentials overflow. Once several are marked it stops. Passes 2 and 3 are NaN-safe: values
-// that are not finite are taken out of partial tiles, and added back where they are attended to.
+// large for its exponents, or that rise in one tile by so much that exponentials overflow. Once
+// several are marked it stops. Passes 2 and 3 are NaN-safe: values that are not finite are taken out
+// of partial tiles, and added back where they are attended to.
 //
 // When pass 1 stops is a matter of timing, and the bits of a row must not be. So the arithmetic of
 // a row depends on its own scores alone: a row is large if its maximum over all keys is. A running

@@ -97,9 +97,9 @@ __device__ inline Accum running_max(Accum m, Accum candidate, Accum softmax_scal
                                                                       : m;
 }
 
-// The shift of a row behind a tile, one of whose lanes has `most` as its sum of exponentials with the
-// shift before: it rises by the exponent of the sum. Where that is huge, or not finite, only scores
-// can tell by how much; a factor of 2**-126 would be lost.
+// The shift of a row behind a tile, one of whose lanes has `most` as its sum of exponentials with
+// the shift before: it rises by the exponent of the sum. Where that is huge, or not finite, only
+// scores can tell by how much; a factor below 2**-126 would be lost.
 template <int RESCALE_THRESHOLD>
 __device__ inline Accum raised(Accum shift, Accum most) {
     if (most <= Accum(1 << RESCALE_THRESHOLD)) return shift;

@@ -244,8 +244,8 @@ struct WorkOrder<false, true> {
     __device__ void restart() { iteration = -1; }
 };
 
-// The work tile of an index, with its flags as they are and all key tiles of its window; false behind
-// the last.
+// The work tile of an index, with its flags as they are and all key tiles of its window; false
+// behind the last.
 __device__ inline bool get_work(const Params& p, int index, FwdWorkTile& work) {
     const int blocks = work.blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
     if (index >= blocks * heads) return false;
@@ -287,9 +287,9 @@ constexpr bool MAY_BEGIN_LAST = BLOCK_Q == BLOCK_K && !PACKED && !HAS_TILE_LIST;
 // indices from begin to end - 1. Those of the last indices come first.
 //
 // The blocks of a head begin with the first keys, and each with its last query tile: under a causal
-// mask, too, all come to a tile at about the same time. With `last_keys_first` they begin with the last
-// keys, and each with its first tile, the diagonal: blocks that begin together come to a tile one behind
-// the other, in the order in which they add to its dQ.
+// mask, too, all come to a tile at about the same time. With `last_keys_first` they begin with the
+// last keys, and each with its first tile, the diagonal: blocks that begin together come to a tile
+// one behind the other, in the order in which they add to its dQ.
 struct BwdWorkTile : WorkSequence<PACKED> {
     int kv, k0;
     bool is_end;  // no work tile: all have been claimed
@@ -320,8 +320,8 @@ struct QueryTileList : TileList<QueryTileEntry> {
         return {-tiles.end, -tiles.begin, tiles.full_begin, tiles.full_end};
     }
 
-    // How many blocks of keys that were claimed before this one attend to a tile. Without a list those of
-    // its window.
+    // How many blocks of keys that were claimed before this one attend to a tile. Without a list
+    // those of its window.
     __device__ int rank(const Params& p, const BwdWorkTile& work, int index) const {
         if (HAS_TILE_LIST && entries) return entries[index].rank;
         const int row = tile(index) * BLOCK_Q, block = work.k0 / BLOCK_K;
@@ -332,9 +332,9 @@ struct QueryTileList : TileList<QueryTileEntry> {
     }
 };
 
-// Claim the next work tile. Those of a head are claimed in the order in which they add to each dQ tile, by
-// rising ranks; so of the work tiles that are not done the first claimed waits for none, and all get done,
-// however few CTAs run. Lane 0 calls; the shuffle tells the compiler that the index is uniform.
+// Claim the next work tile. Those of a head are claimed in the order in which they add to each dQ
+// tile, by rising ranks; so of the work tiles that are not done the first claimed waits for none,
+// and all get done, however few CTAs run. Lane 0 calls; the shuffle tells the compiler that the index is uniform.
 __device__ inline u32 claim_work(const Params& p) {
     u32* const tile_counter = p.tile_counter + (ONLY_FLAGGED ? 1 : 0);
     return __shfl_sync(1, atomicAdd(tile_counter, 1), 0);
