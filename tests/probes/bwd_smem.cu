@@ -15,7 +15,7 @@ extern "C" __global__ void addresses(u32* out) {
         for (int s = 0; s < P_STAGES; ++s) *out++ = smem.p(s);
     } else {
         for (int s = 0; s < DS_STAGES; ++s) *out++ = smem.ds(s).address;
-        for (int n = 0; n < DQ_STORE_WARPS; ++n)
+        for (int n = 0; n < CONSUMERS; ++n)
             for (int s = 0; s < DQ_STAGES; ++s) *out++ = smem.dq(n, s);
     }
 }

@@ -138,18 +138,27 @@ __device__ inline u32 wait_turn(const Params& p, u32* semaphore, u32 reached, u3
     return before;
 }
 
-// The thread of a dQ store warp: add its share of the dQ tiles to device memory. Of the key blocks
-// that a query tile attends to the first stores, so there need be no zeros before; the others add.
+// The thread of a dQ store warp: add shares of dQ tiles to device memory. Of the key blocks that a query
+// tile attends to the first stores, so there need be no zeros before; the others add.
 __device__ inline void store_dq(const Params& p, const Smem& smem, int store_warp) {
-    const DqShare share = dq_share(store_warp);
+    constexpr int SHARES = DQ_IN_TURNS ? CONSUMERS : 1, COLUMNS = dq_share(0).columns;
+    const int first_share = DQ_IN_TURNS ? 0 : store_warp, end_share = first_share + SHARES;
     const int heads = int(p.group), rows = int(p.Nq), tiles = block_count<BLOCK_Q>(p, p.Nq);
     u32* const dq_semaphore = p.dq_semaphore;
     // A copy is read while the next one begins. The wait before makes the arrive safe.
     constexpr int UNREAD = DQ_STAGES > 1 ? 1 : 0;
     PipelineState<1> k_pipe;
     PipelineState<DQ_STAGES> dq_pipe;
+    bool own_turn = !DQ_IN_TURNS || store_warp == 0;
+    auto wait_full = [&](int share) {
+        // The parity of a full barrier tells two phases apart, and the last one may be the other warp's:
+        // that has released the stage then.
+        if (DQ_IN_TURNS) smem.dq_empty(share, dq_pipe.stage).wait(dq_pipe.phase ^ 1);
+        smem.dq_full(share, dq_pipe.stage).wait(dq_pipe.phase);
+    };
     auto release = [&](int behind) {
-        smem.dq_empty(store_warp, (dq_pipe.stage + DQ_STAGES - behind) % DQ_STAGES).arrive();
+        for (int share = first_share; share < end_share; ++share)
+            smem.dq_empty(share, (dq_pipe.stage + DQ_STAGES - behind) % DQ_STAGES).arrive();
     };
 #pragma unroll 1
     for (;; k_pipe.advance()) {
@@ -165,34 +174,42 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
         for (int index = work.tiles.end; --index >= work.tiles.begin;) {
             const int tile = list.tile(index);
             const u32 rank = claims_dq(p) ? 0 : list.rank(p, work, index);
-            const int row0 = tile * BLOCK_Q + share.row;
-            const int count = max(0, min(DQ_ROWS, work.Nq(p) - row0));
 #pragma unroll 1
             for (u32 head = first_head; head < first_head + heads; ++head) {
-                const u32 own = (head * tiles + first_tile + tile) * DQ_STORE_WARPS + store_warp;
+                if (!own_turn) {
+                    dq_pipe.advance(COLUMNS / DQ_COPY_COLUMNS);
+                    own_turn = true;
+                    continue;
+                }
+                own_turn = !DQ_IN_TURNS;
+                const u32 own = (head * tiles + first_tile + tile) * DQ_STORE_WARPS + first_share;
                 // Who claims a tile stores it at once: others may be waiting for it.
                 if (claims_dq(p)) {
                     reached = read_semaphore(dq_semaphore + own);
-                    smem.dq_full(store_warp, dq_pipe.stage).wait(dq_pipe.phase);
+                    for (int share = first_share; share < end_share; ++share) wait_full(share);
                 }
                 const u32 before = wait_turn(p, dq_semaphore + own, reached, rank);
                 reached = 0;
-                float* const dq_accum = static_cast<float*>(p.dq_accum) +
-                                        u64(head * rows + work.q_start + row0) * HEAD_DIM;
 #pragma unroll 1
-                for (int n = 0; n < share.columns; n += DQ_COPY_COLUMNS) {
-                    smem.dq_full(store_warp, dq_pipe.stage).wait(dq_pipe.phase);
-                    if (count)
-                        bulk_store(dq_accum + count * share.at(n),
-                                   smem.dq(store_warp, dq_pipe.stage),
-                                   4 * count * DQ_COPY_COLUMNS, before > 0);
+                for (int n = 0; n < COLUMNS; n += DQ_COPY_COLUMNS) {
+                    for (int w = first_share; w < end_share; ++w) {
+                        const DqShare share = dq_share(w);
+                        const int row0 = tile * BLOCK_Q + share.row;
+                        const int count = max(0, min(DQ_ROWS, work.Nq(p) - row0));
+                        float* const dq_accum = static_cast<float*>(p.dq_accum) +
+                                                u64(head * rows + work.q_start + row0) * HEAD_DIM;
+                        wait_full(w);
+                        if (count)
+                            bulk_store(dq_accum + count * share.at(n), smem.dq(w, dq_pipe.stage),
+                                       4 * count * DQ_COPY_COLUMNS, before > 0);
+                    }
                     dq_pipe.advance();
-                    bulk_wait_read<UNREAD>();
+                    bulk_wait_read<UNREAD * SHARES>();
                     if (n >= UNREAD * DQ_COPY_COLUMNS) release(UNREAD + 1);
                 }
                 if (UNREAD) bulk_wait_read<0>(), release(1);
                 // In order, read the next semaphore while this tile is stored.
-                if (!HAS_TILE_LIST && p.in_order) {
+                if (!DQ_IN_TURNS && !HAS_TILE_LIST && p.in_order) {
                     const bool more = head + 1 < first_head + heads;
                     const int next = more ? tiles : (index < 0 ? 1 : -1) - (heads - 1) * tiles;
                     if (more || index > work.tiles.begin)
@@ -207,22 +224,22 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
     bulk_wait();
 }
 
-// Pass 64 rows of dQ to the store warp, some columns at a time.
+// Pass a warpgroup's share of dQ to a store warp, some columns at a time.
 template <int NT>
-__device__ inline void publish_dq(const Smem& smem, int store_warp,
+__device__ inline void publish_dq(const Smem& smem, int warpgroup,
                                   const Fragment<Accum, 1, NT>& dq, int row0,
                                   PipelineState<DQ_STAGES>& dq_pipe) {
 #pragma unroll
     for (int column = 0; column < (DQ_IS_TRANSPOSED ? 1 : 8 * NT);
          column += DQ_COPY_COLUMNS, dq_pipe.advance()) {
-        smem.dq_empty(store_warp, dq_pipe.stage).wait(dq_pipe.phase ^ 1);
-        const u32 target = smem.dq(store_warp, dq_pipe.stage);
+        smem.dq_empty(warpgroup, dq_pipe.stage).wait(dq_pipe.phase ^ 1);
+        const u32 target = smem.dq(warpgroup, dq_pipe.stage);
         if constexpr (DQ_IS_TRANSPOSED)
             stage_transposed_dq(target, dq, row0);
         else
             stage_dq<DQ_COPY_COLUMNS>(target, dq, column, row0);
         fence_async_shared();
-        smem.dq_full(store_warp, dq_pipe.stage).arrive();
+        smem.dq_full(warpgroup, dq_pipe.stage).arrive();
     }
 }
 

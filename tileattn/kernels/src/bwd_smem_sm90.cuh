@@ -37,13 +37,15 @@ constexpr int DOUT_STAGES = DQ_BESIDE_DP ? STAGES - 1 : STAGES,
               Q_STAGES = IS_WIDE || IN_HALVES || (DQ_IS_TRANSPOSED && NAN_SAFE) ? STAGES : STAGES + 1;
 // With two stages no warpgroup waits for the GEMMs of the other. NaN-safe, one has a table.
 constexpr int DS_STAGES = DQ_BESIDE_DP || ((IN_HALVES || DQ_IS_TRANSPOSED) && !NAN_SAFE) ? 1 : 2;
-// Of each dQ store warp. Transposed, one has a whole tile.
+// Of each warpgroup. Transposed, one has its share of a whole tile.
 constexpr int DQ_STAGES = DQ_IS_TRANSPOSED || (IN_HALVES && NAN_SAFE) ? 1 : BIAS_IS_LOADED ? 2 : 3;
+// Whether dQ store warps take turns at tiles, so that one adds a tile while the other waits until its own is
+// complete. Else each adds the share of a warpgroup.
+constexpr bool DQ_IN_TURNS = DQ_IS_TRANSPOSED;
 // Wide heads: of P, which one warpgroup passes to the other, and may be so many tiles ahead.
 constexpr int P_STAGES = 2;
 
-// A warpgroup's share of a dQ tile, which its dQ store warp adds to memory: 64 queries and some
-// columns.
+// A warpgroup's share of a dQ tile: 64 queries, or all, and some columns.
 struct DqShare {
     int row, column, columns, second;  // columns behind the first 64 begin at the second
 
@@ -76,7 +78,7 @@ using ScoreTile = SmemTile<BLOCK_Q, BLOCK_K>;  // dS, queries in rows
 struct Tensors {
     static constexpr int DS_BYTES = IS_WIDE ? 0 : DS_STAGES * ScoreTile::BYTES;
     static constexpr int DQ_TILE = DQ_ROWS * DQ_COPY_COLUMNS * 4;
-    static constexpr int DQ_BYTES = IS_WIDE ? 0 : DQ_STORE_WARPS * DQ_STAGES * DQ_TILE;
+    static constexpr int DQ_BYTES = IS_WIDE ? 0 : CONSUMERS * DQ_STAGES * DQ_TILE;
     static constexpr int P_TILE = BLOCK_Q * BLOCK_K * 4, P_BYTES = IS_WIDE ? P_STAGES * P_TILE : 0;
 
     static constexpr int V = KeyTile::BYTES, Q = V + ValueTile::BYTES;
@@ -97,7 +99,7 @@ struct SharedStorage {
     u64 bias_full, bias_empty;
     u64 p_full[P_STAGES], p_empty[P_STAGES];
     u64 ds_full[DS_STAGES], ds_empty[DS_STAGES];
-    u64 dq_full[DQ_STORE_WARPS][DQ_STAGES], dq_empty[DQ_STORE_WARPS][DQ_STAGES];
+    u64 dq_full[CONSUMERS][DQ_STAGES], dq_empty[CONSUMERS][DQ_STAGES];
     u64 q_full[Q_STAGES], q_empty[Q_STAGES], dout_full[DOUT_STAGES], dout_empty[DOUT_STAGES];
     alignas(16) float lse_log2[Q_STAGES][BLOCK_Q];
     alignas(16) float delta[DOUT_STAGES][BLOCK_Q];
@@ -130,8 +132,8 @@ struct Smem {
     __device__ ScoreTile ds(int stage) const {
         return {tensors + Tensors::DS + stage * ScoreTile::BYTES};
     }
-    __device__ u32 dq(int store_warp, int stage) const {
-        return tensors + Tensors::DQ + (store_warp * DQ_STAGES + stage) * Tensors::DQ_TILE;
+    __device__ u32 dq(int warpgroup, int stage) const {
+        return tensors + Tensors::DQ + (warpgroup * DQ_STAGES + stage) * Tensors::DQ_TILE;
     }
     __device__ u32 p(int stage) const { return tensors + Tensors::P + stage * Tensors::P_TILE; }
     __device__ KeyTile clean_k() const { return {tensors + Tensors::BYTES}; }
@@ -158,11 +160,11 @@ struct Smem {
     __device__ Barrier ds_empty(int stage) const {
         return {shared_address(storage.ds_empty + stage)};
     }
-    __device__ Barrier dq_full(int store_warp, int stage) const {
-        return {shared_address(storage.dq_full[store_warp] + stage)};
+    __device__ Barrier dq_full(int warpgroup, int stage) const {
+        return {shared_address(storage.dq_full[warpgroup] + stage)};
     }
-    __device__ Barrier dq_empty(int store_warp, int stage) const {
-        return {shared_address(storage.dq_empty[store_warp] + stage)};
+    __device__ Barrier dq_empty(int warpgroup, int stage) const {
+        return {shared_address(storage.dq_empty[warpgroup] + stage)};
     }
     __device__ Barrier q_full(int stage) const { return {shared_address(storage.q_full + stage)}; }
     __device__ Barrier q_empty(int stage) const {
@@ -188,7 +190,7 @@ struct Smem {
         for (int s = 0; s < DOUT_STAGES; ++s) dout_full(s).init(2), dout_empty(s).init(ALL);
         for (int s = 0; s < P_STAGES; ++s) p_full(s).init(WARPGROUP), p_empty(s).init(WARPGROUP);
         for (int s = 0; s < DS_STAGES; ++s) ds_full(s).init(ALL), ds_empty(s).init(ALL);
-        for (int n = 0; n < DQ_STORE_WARPS; ++n)
+        for (int n = 0; n < CONSUMERS; ++n)
             for (int s = 0; s < DQ_STAGES; ++s)
                 dq_full(n, s).init(WARPGROUP), dq_empty(n, s).init(1);
         fence_barrier_init();
