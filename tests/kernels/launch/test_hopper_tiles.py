@@ -204,7 +204,7 @@ SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]
     (hopper_forward_bytes, TileSize(128, 80, 8, stages=2), 256, 256, 2 * 32 + 2 * 80),
     (hopper_forward_bytes, TileSize(128, 64, 8, stages=2), 256, 256, 2 * 32 + 16 + 2 * 64),
     (hopper_forward_bytes, TileSize(192, 248, 12, stages=2), 64, 128, 4 * 8 + 2 * 93),
-    # k and v, stages of q and dout, dS, and three dQ tiles of each store warp.
+    # k and v, stages of q and dout, dS, and three dQ tiles of each warpgroup.
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 128, 128, 64 + 48 + 32 + 32 + 48),
     (hopper_backward_bytes, TileSize(128, 128, 8, 1, 2), 64, 64, 32 + 48 + 32 + 64 + 48),
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 64, 64, 32 + 24 + 16 + 32 + 48),

@@ -67,7 +67,7 @@ def test_grids_and_memory() -> None:
     on_hopper = backward(packed(), H200, on_device(packed()))
     block_q = next(x.key.block_q for x in on_hopper.launches if x.key.kernel == HOPPER_BACKWARD)
     semaphores = on_hopper.workspace.nbytes - on_hopper.workspace.starts["dq_semaphore"]
-    assert semaphores == HQ * (TQ // block_q + S) * 2 * 4
+    assert semaphores == HQ * (TQ // block_q + S) * 4
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0)])

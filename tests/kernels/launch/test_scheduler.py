@@ -350,19 +350,22 @@ def test_the_room_for_a_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("D", "Dv", "Nq", "together", "grouped", "in_order"),
+    ("D", "Dv", "Nq", "together", "causal", "grouped", "in_order"),
     [
-        (128, 128, 512, 50, 25, 16),
-        (128, 128, 4096, 6, 9, 6),
-        (128, 128, 1 << 20, 9, 9, 9),
-        (64, 128, 2048, 20, 10, 16),
-        (128, 64, 2048, 14, 7, 14),
+        (128, 128, 512, 50, 49, 25, 16),
+        (128, 128, 4096, 6, 4, 9, 6),
+        (128, 128, 1 << 20, 9, 9, 9, 9),
+        (64, 128, 2048, 20, 20, 10, 16),
+        (128, 64, 2048, 14, 12, 7, 14),
     ],
 )
 def test_how_many_heads_are_worked_on_together(
-    D: int, Dv: int, Nq: int, together: int, grouped: int, in_order: int
+    D: int, Dv: int, Nq: int, together: int, causal: int, grouped: int, in_order: int
 ) -> None:
-    """Their queries, gradients and sums fill 25 MiB, unless that is less than a turn of the GPU."""
+    """Their queries, gradients and sums fill 25 MiB, unless that is less than a turn of the GPU.
+
+    Under a causal mask their blocks of keys fill whole waves.
+    """
     P = shaped("float16", D, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, Dv=Dv)
 
     def groups(P: Problem, deterministic: bool = False) -> int:
@@ -375,9 +378,12 @@ def test_how_many_heads_are_worked_on_together(
     assert groups(P) == -(-150 // together)
     assert groups(replace(P, Hq=100)) == -(-150 // grouped)  # twice as much of each head of keys
     assert groups(P, deterministic=True) == -(-150 // in_order)
-    # Where blocks of keys differ in length, of each head there are 1,024 keys at work.
-    causal = replace(P, window=CAUSAL)
-    assert groups(causal, deterministic=True) == -(-150 // 16)
+    masked = replace(P, window=CAUSAL)
+    assert groups(masked) == -(-150 // causal)
+    # Where blocks of keys differ in length, of each head there are 1,024 keys at work; in a window,
+    # two waves of them.
+    assert groups(masked, deterministic=True) == -(-150 // 16)
+    assert groups(replace(P, window=(70, 0)), deterministic=True) == -(-150 // 8)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -398,7 +404,7 @@ def test_wide_heads_add_nothing_that_has_an_order(window: Any, deterministic: bo
         (8, 32768, (None, None), set(), True),
         (8, 16384, (None, None), set(), False),
         (8, 16384, CAUSAL, set(), True),
-        (4, 8192, CAUSAL, set(), False),
+        (8, 8192, CAUSAL, set(), False),
         (1, 1 << 20, CAUSAL, set(), False),
         (8, 32768, (1024, 0), set(), False),
         (8, 32768, CAUSAL, {"mask_mod"}, False),
@@ -408,7 +414,7 @@ def test_wide_heads_add_nothing_that_has_an_order(window: Any, deterministic: bo
 def test_key_blocks_that_would_drift_apart_wait_for_each_other(
     group: int, Nq: int, window: Any, uses: set[str], expected: bool
 ) -> None:
-    """Queries, gradients and sums of a key head fill the L2, without a mask four of it."""
+    """Queries, gradients and sums of a key head fill four times the L2, twice under a causal mask."""
     P = shaped("float16", 128, B=1, Hkv=2, Hq=2 * group, Nq=Nq, Nk=Nq)
     packed = 64 if "cu_seqlens_q" in uses else None
     P = replace(P, window=window, enabled_options=frozenset(uses), sequences=packed)

@@ -6,8 +6,7 @@ RESERVED = 1024  # bytes that the system takes from an SM for each thread block
 HOPPER_LIMIT = 227 * 1024  # bytes that a thread block may have on compute capability 9.0
 HOPPER_STATIC = 2048  # bytes of static shared memory of a Hopper kernel, at most
 HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
-DQ_STORE_WARPS = 2  # which add dQ tiles to device memory
-_DQ_STORE_BYTES = 64 * 32 * 4  # what each of them adds with one bulk copy
+_DQ_COPY_BYTES = 64 * 32 * 4  # what one bulk copy adds to dQ in device memory
 DAUX_WINDOW_BYTES = 64 * 1024  # of sums that threads have for themselves, at most
 _NARROW_DIM = 128  # of a tile with all that the Hopper backward kernels have
 
@@ -109,7 +108,7 @@ def hopper_backward_bytes(
     """Count the dynamic shared memory of the Hopper backward kernels.
 
     They have k and v; stages of dout, and one more of q; two tiles of dS; three dQ tiles for each
-    store warp, or two with a bias, and a tile of that. Where queries are no multiple of 64, dQ is
+    warpgroup, or two with a bias, and a tile of that. Where queries are no multiple of 64, dQ is
     transposed: there is one tile of dS, and one of dQ. With three stages dQ is staged beside
     dP: dout has one less, and there is one tile of dS. Where halves of a tile take turns there are
     as many stages of q as of dout, and one tile of dS. Wide heads, of 64 keys, have as many stages
@@ -129,7 +128,7 @@ def hopper_backward_bytes(
         return kv + buffers + 2 * rows * keys * 4
     ds = (1 if (halves or transposed or beside) and not repairs else 2) * _swizzled(rows, keys)
     dq_tiles = 1 if halves and repairs else 2 if bias_size else 3
-    dq = rows * dim * 4 if transposed else dq_tiles * DQ_STORE_WARPS * _DQ_STORE_BYTES
+    dq = rows * dim * 4 if transposed else dq_tiles * (keys // HOPPER_GROUP_ROWS) * _DQ_COPY_BYTES
     return kv + buffers + ds + dq + _tiled(rows, keys, bias_size)
 
 

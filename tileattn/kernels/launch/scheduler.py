@@ -23,9 +23,8 @@ from tileattn.problem import Problem
 
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
-DRIFT = (
-    4  # L2 caches that queries of one key head may fill before key blocks drift apart (measured)
-)
+# L2 caches that queries of one key head may fill before key blocks drift apart (measured)
+DRIFT, CAUSAL_DRIFT = 4, 2
 MAX_WAVES = 64  # of a thread block, on average: more even out by themselves
 
 Array = NDArray[Any]
@@ -55,10 +54,11 @@ def schedule_of(
 
     The backward pass comes back to four times the bytes of keys and values (their gradients, and
     the sums of dq). The Hopper kernels come back to q, dout and the sums of dq for each key block:
-    a group has as many heads as half of the L2 holds of those. If they fill less than one wave, as
-    those of many query heads may, it has as many as fill two waves. If dq is summed in order each
-    key block waits for the one before; that keeps heads together, and the fewer of their key blocks
-    are in flight, the shorter each waits. Groups change which heads run together, and never the
+    a group has as many heads as half of the L2 holds of those, in whole waves under a causal mask.
+    If they fill less than one wave, as those of many query heads may, it has as many as fill two
+    waves. If dq is summed in order each key block waits for the one before; that keeps heads
+    together, and the fewer of their key blocks are in flight, the shorter each waits. In a window
+    they wait for few, and two waves of heads are enough. Groups change which heads run together, and never the
     order within a dq tile.
 
     Where packed sequences end the device alone may know. It lets heads, and sequences, take turns
@@ -82,12 +82,16 @@ def schedule_of(
                 heads = in_flight if in_order else launch.grid
                 return Schedule(1, None, in_order, False, rows, max(1, heads))
             blocks, size = -(-P.Nk // launch.key.block_k), l2_bytes // 2 // (P.Nq * row)
-            if size * blocks < launch.grid:
+            waves, two_waves = size * blocks / launch.grid, 2 * launch.grid // blocks
+            if waves < 1:
                 size = -(-2 * launch.grid // blocks)
+            elif is_causal:
+                size = round(waves) * launch.grid // blocks
             last_keys_first = False
             if in_order and _goes_in_step(P, launch):
-                last_keys_first = is_causal
-                size = 2 * launch.grid // blocks
+                last_keys_first, size = is_causal, two_waves
+            elif in_order and P.window[0] is not None:
+                size = min(two_waves, in_flight)
             elif in_order:
                 size = in_flight if is_causal else min(size, in_flight)
             groups = -(-P.B * P.Hkv // max(1, min(size, launch.grid)))
@@ -126,7 +130,7 @@ def _drifts(P: Problem, share: float) -> bool:
     few = P.window[0] is not None or {"block_mask", "mask_mod"} & P.enabled_options
     if P.group == 1 or few or P.sequences is not None:
         return False
-    return share > (DRIFT if P.window[1] is None else 1)
+    return share > (DRIFT if P.window[1] is None else CAUSAL_DRIFT)
 
 
 def head_groups(problem: Problem, nbytes: int) -> int:

@@ -11,7 +11,6 @@ from tileattn.kernels.config.block_order import (
 )
 from tileattn.kernels.config.context import KernelLaunch, block_count, padded_rows
 from tileattn.kernels.config.hopper import HOPPER_BACKWARDS, HOPPER_WIDE
-from tileattn.kernels.config.shared_memory import DQ_STORE_WARPS
 from tileattn.kernels.config.split import COMBINE, partial_bytes
 from tileattn.problem import Problem
 
@@ -38,8 +37,8 @@ def workspace_of(
 
     It has ``copies``, and ``sums`` that begin at zero, by their bytes. For the backward pass it has
     three numbers of each query, flags of each key head, and the sums of dq where they are in device
-    memory. The Hopper kernels add a tile counter each, a dq semaphore of each tile of dq and store
-    warp, and the order of their work tiles where those are of packed sequences.
+    memory. The Hopper kernels add a tile counter each, a semaphore of each tile of dq, and
+    the order of their work tiles where those are of packed sequences.
     """
     P, keys = problem, [launch.key for launch in launches]
     number, heads = P.accum_dtype.itemsize, P.B * P.Hq
@@ -66,7 +65,7 @@ def workspace_of(
         if key.kernel in HOPPER_BACKWARDS:
             parts |= sums
             tiles = heads * block_count(P, P.Nq, key.block_q)
-            counts = {"tile_counter": 2, "dq_semaphore": tiles * DQ_STORE_WARPS}
+            counts = {"tile_counter": 2, "dq_semaphore": tiles}
             zeros |= {name: count * _COUNT for name, count in counts.items()}
         else:
             zeros |= sums

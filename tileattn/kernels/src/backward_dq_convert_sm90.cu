@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const Sequence sequence(p, b);
     const int rows = int(sequence.Nq) - q0, count = min(BLOCK_Q, rows);
     if (PACKED && rows <= 0) return;
-    const bool stored = p.dq_semaphore[number * DQ_STORE_WARPS];  // else no key attends to them
+    const bool stored = p.dq_semaphore[number];  // else no key attends to them
     const float* const sums = static_cast<const float*>(p.dq_accum);
     const Accums* const tile =
         reinterpret_cast<const Accums*>(sums + (sequence.row(p, h) + q0) * HEAD_DIM);

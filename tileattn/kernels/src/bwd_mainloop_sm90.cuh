@@ -138,27 +138,24 @@ __device__ inline u32 wait_turn(const Params& p, u32* semaphore, u32 reached, u3
     return before;
 }
 
-// The thread of a dQ store warp: add shares of dQ tiles to device memory. Of the key blocks that a query
-// tile attends to the first stores, so there need be no zeros before; the others add.
+// The thread of a dQ store warp: add dQ tiles to device memory, in turn with the other warp's. Of the key
+// blocks that a query tile attends to the first stores, so there need be no zeros before; the others add.
 __device__ inline void store_dq(const Params& p, const Smem& smem, int store_warp) {
-    constexpr int SHARES = DQ_IN_TURNS ? CONSUMERS : 1, COLUMNS = dq_share(0).columns;
-    const int first_share = DQ_IN_TURNS ? 0 : store_warp, end_share = first_share + SHARES;
     const int heads = int(p.group), rows = int(p.Nq), tiles = block_count<BLOCK_Q>(p, p.Nq);
-    u32* const dq_semaphore = p.dq_semaphore;
     // A copy is read while the next one begins. The wait before makes the arrive safe.
     constexpr int UNREAD = DQ_STAGES > 1 ? 1 : 0;
     PipelineState<1> k_pipe;
     PipelineState<DQ_STAGES> dq_pipe;
-    bool own_turn = !DQ_IN_TURNS || store_warp == 0;
-    auto wait_full = [&](int share) {
+    int others = store_warp;  // tiles of the other warp before the next one of this
+    auto wait_full = [&](int warpgroup, const PipelineState<DQ_STAGES>& at) {
         // The parity of a full barrier tells two phases apart, and the last one may be the other warp's:
         // that has released the stage then.
-        if (DQ_IN_TURNS) smem.dq_empty(share, dq_pipe.stage).wait(dq_pipe.phase ^ 1);
-        smem.dq_full(share, dq_pipe.stage).wait(dq_pipe.phase);
+        smem.dq_empty(warpgroup, at.stage).wait(at.phase ^ 1);
+        smem.dq_full(warpgroup, at.stage).wait(at.phase);
     };
     auto release = [&](int behind) {
-        for (int share = first_share; share < end_share; ++share)
-            smem.dq_empty(share, (dq_pipe.stage + DQ_STAGES - behind) % DQ_STAGES).arrive();
+        for (int w = 0; w < CONSUMERS; ++w)
+            smem.dq_empty(w, (dq_pipe.stage + DQ_STAGES - behind) % DQ_STAGES).arrive();
     };
 #pragma unroll 1
     for (;; k_pipe.advance()) {
@@ -167,57 +164,53 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
         smem.k_empty().arrive();  // safe: only generic stores overwrite the work tile
         if (work.is_end) break;
         const u32 first_head = work.entry() * int(p.Hq) + work.kv * heads;
-        const int first_tile = work.first_tile();
         const QueryTileList list(p, work);
-        u32 reached = 0;
 #pragma unroll 1
         for (int index = work.tiles.end; --index >= work.tiles.begin;) {
             const int tile = list.tile(index);
             const u32 rank = claims_dq(p) ? 0 : list.rank(p, work, index);
 #pragma unroll 1
             for (u32 head = first_head; head < first_head + heads; ++head) {
-                if (!own_turn) {
-                    dq_pipe.advance(COLUMNS / DQ_COPY_COLUMNS);
-                    own_turn = true;
+                if (others) {
+                    --others, dq_pipe.advance(DQ_COPIES);
                     continue;
                 }
-                own_turn = !DQ_IN_TURNS;
-                const u32 own = (head * tiles + first_tile + tile) * DQ_STORE_WARPS + first_share;
-                // Who claims a tile stores it at once: others may be waiting for it.
+                others = DQ_STORE_WARPS - 1;
+                u32* const semaphore = p.dq_semaphore + (head * tiles + work.first_tile() + tile);
+                u32 reached = 0;
+                // Who claims a tile stores it at once: others may be waiting for it. So it has come as a
+                // whole: the other warp may wait, too, and has a stage of the rest until then.
                 if (claims_dq(p)) {
-                    reached = read_semaphore(dq_semaphore + own);
-                    for (int share = first_share; share < end_share; ++share) wait_full(share);
-                }
-                const u32 before = wait_turn(p, dq_semaphore + own, reached, rank);
-                reached = 0;
+                    reached = read_semaphore(semaphore);
+                    PipelineState<DQ_STAGES> copy = dq_pipe;
 #pragma unroll 1
-                for (int n = 0; n < COLUMNS; n += DQ_COPY_COLUMNS) {
-                    for (int w = first_share; w < end_share; ++w) {
+                    for (int n = 0; n < min(DQ_COPIES, DQ_STAGES); ++n, copy.advance())
+                        for (int w = 0; w < CONSUMERS; ++w) wait_full(w, copy);
+                }
+                const u32 before = wait_turn(p, semaphore, reached, rank);
+#pragma unroll 1
+                for (int n = 0; n < DQ_COPIES; ++n) {
+#pragma unroll(HAS_TILE_LIST ? 1 : CONSUMERS)
+                    for (int w = 0; w < CONSUMERS; ++w) {
                         const DqShare share = dq_share(w);
                         const int row0 = tile * BLOCK_Q + share.row;
                         const int count = max(0, min(DQ_ROWS, work.Nq(p) - row0));
                         float* const dq_accum = static_cast<float*>(p.dq_accum) +
                                                 u64(head * rows + work.q_start + row0) * HEAD_DIM;
-                        wait_full(w);
+                        wait_full(w, dq_pipe);
                         if (count)
-                            bulk_store(dq_accum + count * share.at(n), smem.dq(w, dq_pipe.stage),
-                                       4 * count * DQ_COPY_COLUMNS, before > 0);
+                            bulk_store(dq_accum + count * share.at(n * DQ_COPY_COLUMNS),
+                                       smem.dq(w, dq_pipe.stage), 4 * count * DQ_COPY_COLUMNS,
+                                       before > 0);
                     }
+                    bulk_commit();
                     dq_pipe.advance();
-                    bulk_wait_read<UNREAD * SHARES>();
-                    if (n >= UNREAD * DQ_COPY_COLUMNS) release(UNREAD + 1);
+                    bulk_wait_read<UNREAD>();
+                    if (n >= UNREAD) release(UNREAD + 1);
                 }
                 if (UNREAD) bulk_wait_read<0>(), release(1);
-                // In order, read the next semaphore while this tile is stored.
-                if (!DQ_IN_TURNS && !HAS_TILE_LIST && p.in_order) {
-                    const bool more = head + 1 < first_head + heads;
-                    const int next = more ? tiles : (index < 0 ? 1 : -1) - (heads - 1) * tiles;
-                    if (more || index > work.tiles.begin)
-                        reached = read_semaphore(dq_semaphore + int(own) + next * DQ_STORE_WARPS);
-                }
                 if (p.in_order || !before)
-                    bulk_wait(),
-                        publish_semaphore(dq_semaphore + own, claims_dq(p) ? DQ_STORED : rank + 1);
+                    bulk_wait(), publish_semaphore(semaphore, claims_dq(p) ? DQ_STORED : rank + 1);
             }
         }
     }

@@ -12,8 +12,6 @@ constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int WARPGROUP_ROWS = 64;  // keys of each
 // Wide heads: all warpgroups have the same keys.
 constexpr bool IS_WIDE = BLOCK_K == WARPGROUP_ROWS;
-static_assert(DQ_IS_TRANSPOSED || DQ_ROWS == WARPGROUP_ROWS,
-              "one thread stores a warpgroup's share of dQ");
 static_assert(BLOCK_K == WARPGROUP_ROWS * (IS_WIDE ? 1 : CONSUMERS) && WARPS_N == 1,
               "64 keys a warpgroup");
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
@@ -39,31 +37,33 @@ constexpr int DOUT_STAGES = DQ_BESIDE_DP ? STAGES - 1 : STAGES,
 constexpr int DS_STAGES = DQ_BESIDE_DP || ((IN_HALVES || DQ_IS_TRANSPOSED) && !NAN_SAFE) ? 1 : 2;
 // Of each warpgroup. Transposed, one has its share of a whole tile.
 constexpr int DQ_STAGES = DQ_IS_TRANSPOSED || (IN_HALVES && NAN_SAFE) ? 1 : BIAS_IS_LOADED ? 2 : 3;
-// Whether dQ store warps take turns at tiles, so that one adds a tile while the other waits until its own is
-// complete. Else each adds the share of a warpgroup.
-constexpr bool DQ_IN_TURNS = DQ_IS_TRANSPOSED;
 // Wide heads: of P, which one warpgroup passes to the other, and may be so many tiles ahead.
 constexpr int P_STAGES = 2;
 
 // A warpgroup's share of a dQ tile: 64 queries, or all, and some columns.
 struct DqShare {
-    int row, column, columns, second;  // columns behind the first 64 begin at the second
+    int row, column, second;  // columns behind the first 64 begin at the second
 
     __device__ constexpr int at(int n) const { return n < 64 ? column + n : second + n - 64; }
 };
 constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (WARPGROUP_ROWS * CONSUMERS);
+// Bulk copies of a share, each from a stage.
+constexpr int DQ_COPIES = DQ_IS_TRANSPOSED ? 1 : DQ_COLUMNS / DQ_COPY_COLUMNS;
+// They take turns at tiles, so that one adds a tile while the other waits until its own is complete. Where a
+// tile has more copies than there are stages, parities would not tell whose a stage is.
+constexpr int DQ_STORE_WARPS = DQ_COPIES > DQ_STAGES ? 1 : 2;
 static_assert(!DQ_IS_TRANSPOSED || HEAD_DIM == WARPGROUP_ROWS * CONSUMERS, "64 columns a warpgroup");
 static_assert(IS_WIDE || IN_HALVES || DQ_IS_TRANSPOSED || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32,
               "shares keep to slices");
 
 __device__ constexpr DqShare dq_share(int warpgroup) {
     if constexpr (DQ_IS_TRANSPOSED)
-        return {0, DQ_COPY_COLUMNS * warpgroup, DQ_COPY_COLUMNS, 0};
+        return {0, DQ_COPY_COLUMNS * warpgroup, 0};
     if constexpr (IN_HALVES)  // a slice each, and half of the last one
-        return {0, 64 * warpgroup, DQ_COLUMNS, 128 + 32 * warpgroup};
+        return {0, 64 * warpgroup, 128 + 32 * warpgroup};
     constexpr int SHARES = HEAD_DIM / DQ_COLUMNS;
     const int column = warpgroup % SHARES * DQ_COLUMNS;
-    return {warpgroup / SHARES * DQ_ROWS, column, DQ_COLUMNS, column + 64};
+    return {warpgroup / SHARES * DQ_ROWS, column, column + 64};
 }
 
 using WorkTile = BwdWorkTile;

@@ -68,7 +68,6 @@ __device__ inline int work_index() { return int(blockIdx.x) / (PAIR ? 2 : 1); }
 constexpr bool DQ_IS_TRANSPOSED = BLOCK_Q % 64 > 0;
 constexpr int DQ_ROWS = DQ_IS_TRANSPOSED ? BLOCK_Q : 64;
 constexpr int DQ_COPY_COLUMNS = DQ_IS_TRANSPOSED ? 64 : 32;
-constexpr int DQ_STORE_WARPS = 2;
 
 // Scores of any size, -infinity among them; and score modifiers whose derivative is not 1.
 constexpr bool HAS_ANY_SCORES = HAS_BIAS || HAS_SCORE_MOD;

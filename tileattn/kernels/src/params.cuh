@@ -30,9 +30,8 @@ struct Fields {
     const void* dlse;
     void *delta, *lse_log2, *row_max;
     void *dq, *dk, *dv, *dq_accum;
-    // head_flags: of each key head, as in head_flags.cuh. dq_semaphore: for each store warp's part of
-    // each dQ tile (where they take turns, the first for all of it) how many key blocks have added to
-    // it, if in_order; else whether one has claimed it, and has stored.
+    // head_flags: of each key head, as in head_flags.cuh. dq_semaphore: of each dQ tile, how
+    // many key blocks have added to it, if in_order; else whether one has claimed it, and has stored.
     u32 *head_flags, *dq_semaphore;
     const void* bias;
     void* dbias;

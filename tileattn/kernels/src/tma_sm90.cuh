@@ -138,9 +138,10 @@ __device__ inline void bulk_store(float* target, u32 source, int bytes, bool add
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
                      "r"(source), "r"(bytes)
                      : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Wait until shared memory has been read of all copies but the last `UNREAD`.
+// What the thread has started since the last call is one group of copies, if it is nothing, too.
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Wait until shared memory has been read of all groups but the last `UNREAD`.
 template <int UNREAD>
 __device__ inline void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(UNREAD) : "memory");
