@@ -12,6 +12,7 @@ from tests.gpu.hopper import (
     DTYPES,
     HKV,
     HQ,
+    MASKS,
     OPTIONS,
     SQUARE,
     WIDE,
@@ -80,6 +81,14 @@ def test_tiles_of_80_queries(Nq: int, Nk: int, Dv: int, dtype: Any) -> None:
     assert all(bits(again[:3]) == bits(first[:3]) for again in others)
     made[1][1, 1, Nk // 2, 5] = math.nan
     check(made, **options)
+
+
+@pytest.mark.usefixtures("few_sms")
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128)])
+@pytest.mark.parametrize("mask", ["few", "half"])
+def test_tiles_that_the_first_to_come_claims(D: int, Dv: int, mask: str) -> None:
+    """Key blocks of few tiles may come to two of them in either order: none waits for ever."""
+    check_repeats(arrays(DTYPES[1], D, Dv, 1409, 1500), 30, block_mask=MASKS[mask](1409, 1500))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -414,7 +414,7 @@ def test_wide_heads_add_nothing_that_has_an_order(window: Any, deterministic: bo
 def test_key_blocks_that_would_drift_apart_wait_for_each_other(
     group: int, Nq: int, window: Any, uses: set[str], expected: bool
 ) -> None:
-    """Queries, gradients and sums of a key head fill four times the L2, twice under a causal mask."""
+    """What comes back of a key head fills the L2 four times, under a causal mask twice."""
     P = shaped("float16", 128, B=1, Hkv=2, Hq=2 * group, Nq=Nq, Nk=Nq)
     packed = 64 if "cu_seqlens_q" in uses else None
     P = replace(P, window=window, enabled_options=frozenset(uses), sequences=packed)

@@ -58,8 +58,8 @@ def schedule_of(
     If they fill less than one wave, as those of many query heads may, it has as many as fill two
     waves. If dq is summed in order each key block waits for the one before; that keeps heads
     together, and the fewer of their key blocks are in flight, the shorter each waits. In a window
-    they wait for few, and two waves of heads are enough. Groups change which heads run together, and never the
-    order within a dq tile.
+    they wait for few, and two waves of heads are enough. Groups change which heads run together,
+    and never the order within a dq tile.
 
     Where packed sequences end the device alone may know. It lets heads, and sequences, take turns
     (`order_blocks`): as many as fit the same half of the L2, and one wave at most.
