@@ -148,8 +148,8 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
     PipelineState<DQ_STAGES> dq_pipe;
     int others = store_warp;  // tiles of the other warp before the next one of this
     auto wait_full = [&](int warpgroup, const PipelineState<DQ_STAGES>& at) {
-        // The parity of a full barrier tells two phases apart, and the last one may be the other warp's:
-        // that has released the stage then.
+        // The parity of a full barrier tells two phases apart. The last one may be the other warp's, which
+        // then has released the stage.
         smem.dq_empty(warpgroup, at.stage).wait(at.phase ^ 1);
         smem.dq_full(warpgroup, at.stage).wait(at.phase);
     };
@@ -178,8 +178,8 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                 others = DQ_STORE_WARPS - 1;
                 u32* const semaphore = p.dq_semaphore + (head * tiles + work.first_tile() + tile);
                 u32 reached = 0;
-                // Who claims a tile stores it at once: others may be waiting for it. So it has come as a
-                // whole: the other warp may wait, too, and has a stage of the rest until then.
+                // Who claims a tile stores it at once: others may be waiting for it. So all of it has come
+                // before: the other warp may wait for one of those, with a stage that this tile needs.
                 if (claims_dq(p)) {
                     reached = read_semaphore(semaphore);
                     PipelineState<DQ_STAGES> copy = dq_pipe;

@@ -35,7 +35,7 @@ constexpr int DOUT_STAGES = DQ_BESIDE_DP ? STAGES - 1 : STAGES,
               Q_STAGES = IS_WIDE || IN_HALVES || (DQ_IS_TRANSPOSED && NAN_SAFE) ? STAGES : STAGES + 1;
 // With two stages no warpgroup waits for the GEMMs of the other. NaN-safe, one has a table.
 constexpr int DS_STAGES = DQ_BESIDE_DP || ((IN_HALVES || DQ_IS_TRANSPOSED) && !NAN_SAFE) ? 1 : 2;
-// Of each warpgroup. Transposed, one has its share of a whole tile.
+// Of each warpgroup's share of dQ. Transposed, one has all of it.
 constexpr int DQ_STAGES = DQ_IS_TRANSPOSED || (IN_HALVES && NAN_SAFE) ? 1 : BIAS_IS_LOADED ? 2 : 3;
 // Wide heads: of P, which one warpgroup passes to the other, and may be so many tiles ahead.
 constexpr int P_STAGES = 2;
@@ -49,8 +49,8 @@ struct DqShare {
 constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (WARPGROUP_ROWS * CONSUMERS);
 // Bulk copies of a share, each from a stage.
 constexpr int DQ_COPIES = DQ_IS_TRANSPOSED ? 1 : DQ_COLUMNS / DQ_COPY_COLUMNS;
-// They take turns at tiles, so that one adds a tile while the other waits until its own is complete. Where a
-// tile has more copies than there are stages, parities would not tell whose a stage is.
+// They take turns at whole tiles, so that one adds while the other waits. Where a share has more copies than
+// there are stages, parities would not tell whose a stage is: one warp has all tiles.
 constexpr int DQ_STORE_WARPS = DQ_COPIES > DQ_STAGES ? 1 : 2;
 static_assert(!DQ_IS_TRANSPOSED || HEAD_DIM == WARPGROUP_ROWS * CONSUMERS, "64 columns a warpgroup");
 static_assert(IS_WIDE || IN_HALVES || DQ_IS_TRANSPOSED || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32,
