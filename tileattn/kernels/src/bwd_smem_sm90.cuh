@@ -49,8 +49,8 @@ struct DqShare {
 constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (WARPGROUP_ROWS * CONSUMERS);
 // Bulk copies of a share, each from a stage.
 constexpr int DQ_COPIES = DQ_IS_TRANSPOSED ? 1 : DQ_COLUMNS / DQ_COPY_COLUMNS;
-// They take turns at whole tiles, so that one adds while the other waits. Where a share has more copies than
-// there are stages, parities would not tell whose a stage is: one warp has all tiles.
+// Warps that store dQ take turns at whole tiles, so that one adds while the other waits. Where a share has
+// more copies than there are stages, parities would not tell whose a stage is: one warp has all tiles.
 constexpr int DQ_STORE_WARPS = DQ_COPIES > DQ_STAGES ? 1 : 2;
 static_assert(!DQ_IS_TRANSPOSED || HEAD_DIM == WARPGROUP_ROWS * CONSUMERS, "64 columns a warpgroup");
 static_assert(IS_WIDE || IN_HALVES || DQ_IS_TRANSPOSED || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32,
