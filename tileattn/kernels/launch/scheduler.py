@@ -26,7 +26,11 @@ KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
 DRIFT = (
     4  # L2 caches that queries of one key head may fill before key blocks drift apart (measured)
 )
+PACE_TILES = 32  # key tiles of a step: as in CUDA
+PACE_SHARE = 0  # of the L2 that keys and values of a head may fill before thread blocks keep pace (measured)
 MAX_WAVES = 64  # of a thread block, on average: more even out by themselves
+
+_MASKS = frozenset({"mask", "block_mask", "mask_mod"})
 
 Array = NDArray[Any]
 
@@ -41,6 +45,7 @@ class Schedule(NamedTuple):
     # Of packed sequences, key heads whose blocks take turns: rows that they may have, and how many.
     turn_rows: int = 0
     turn_heads: int = 1
+    pace_steps: int = 0  # counters by which thread blocks keep pace: `Pace` in CUDA; 0 if they do not
 
     @property
     def fields(self) -> dict[str, int]:
@@ -104,7 +109,21 @@ def schedule_of(
     if launches[0].key.in_pieces:
         return Schedule(groups)
     (launch,) = launches
-    return Schedule(groups, _assignment(P, layout, launch.key, groups, launch.grid))
+    assignment = _assignment(P, layout, launch.key, groups, launch.grid)
+    return Schedule(groups, assignment, pace_steps=_pace_steps(P, launch, l2_bytes))
+
+
+def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
+    """Count the steps of the thread block that has most key tiles; 0 if the L2 holds a head's keys.
+
+    Under a mask, or in a window, they are at different keys in any case.
+    """
+    local = P.window[0] is not None or not P.enabled_options.isdisjoint(_MASKS)
+    if local or P.Nk * (P.D + P.Dv) * P.dtype.itemsize <= l2_bytes * PACE_SHARE:
+        return 0
+    q, k = launch.key.tile
+    waves = -(-P.B * P.Hq * -(-P.Nq // q) // launch.grid)
+    return (waves + 1) * -(-P.Nk // k) // PACE_TILES + 1
 
 
 def _goes_in_step(P: Problem, launch: KernelLaunch) -> bool:

@@ -106,6 +106,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     // work tiles are unfinished, the others hardly will be better: the second pass takes over what
     // is left.
     int begun = 0;  // iterations of the first pass
+    Pace pace;
     auto run_pass = [&](int pass) {
         order.restart();
         auto find = [&](WorkTile& work) {
@@ -135,7 +136,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS)
                     QueryTile::prefetch(maps.q, next.q_start + next.q0 + row, next.h, next.entry());
 #pragma unroll 1
-            while (tile < work.end) load_next();
+            while (tile < work.end) load_next(), pace.advance(p);
             work = next;
         }
     };
