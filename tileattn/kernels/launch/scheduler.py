@@ -27,7 +27,7 @@ DRIFT = (
     4  # L2 caches that queries of one key head may fill before key blocks drift apart (measured)
 )
 PACE_TILES = 32  # key tiles of a step: as in CUDA
-PACE_SHARE = 0  # of the L2 that keys and values of a head may fill before thread blocks keep pace (measured)
+PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
 MAX_WAVES = 64  # of a thread block, on average: more even out by themselves
 
 _MASKS = frozenset({"mask", "block_mask", "mask_mod"})
@@ -45,7 +45,9 @@ class Schedule(NamedTuple):
     # Of packed sequences, key heads whose blocks take turns: rows that they may have, and how many.
     turn_rows: int = 0
     turn_heads: int = 1
-    pace_steps: int = 0  # counters by which thread blocks keep pace: `Pace` in CUDA; 0 if they do not
+    pace_steps: int = (
+        0  # counters by which thread blocks keep pace: `Pace` in CUDA; 0 if they do not
+    )
 
     @property
     def fields(self) -> dict[str, int]:
@@ -118,8 +120,10 @@ def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
 
     Under a mask, or in a window, they are at different keys in any case.
     """
-    local = P.window[0] is not None or not P.enabled_options.isdisjoint(_MASKS)
-    if local or P.Nk * (P.D + P.Dv) * P.dtype.itemsize <= l2_bytes * PACE_SHARE:
+    local = (
+        P.window[0] is not None or P.window[1] is None or not P.enabled_options.isdisjoint(_MASKS)
+    )
+    if local or P.Nk * (P.D + P.Dv) * P.dtype.itemsize <= PACED * l2_bytes:
         return 0
     q, k = launch.key.tile
     waves = -(-P.B * P.Hq * -(-P.Nq // q) // launch.grid)
