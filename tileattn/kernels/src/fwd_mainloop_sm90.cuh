@@ -4,6 +4,7 @@
 
 #include "fwd_smem_sm90.cuh"
 #include "nonfinite.cuh"
+#include "pace.cuh"
 #include "pieces.cuh"
 #include "softmax.cuh"
 

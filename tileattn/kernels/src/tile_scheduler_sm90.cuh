@@ -179,31 +179,6 @@ struct WorkOrder<true, false> {
     }
     __device__ void restart() { iteration = -1; }
 };
-// CTAs read keys from the L2 cache, and not from memory, while all are at about the same ones. Where
-// those of a head exceed the cache each counts itself every PACE_TILES key tiles, and waits for those
-// that are more than PACE_LAG steps behind. Not all CTAs need be running: one that has waited long
-// waits no more.
-constexpr int PACE_TILES = 32, PACE_LAG = 12, PATIENCE = 1000;  // the last in polls
-struct Pace {
-    int tiles = 0;
-    bool waits = true;
-
-    __device__ void advance(const Params& p) {
-        const int step = ++tiles / PACE_TILES;
-        if (tiles % PACE_TILES || step >= p.pace_steps) return;
-        atomicAdd(p.paces + step, 1);
-        if (!waits || step <= PACE_LAG) return;
-        const volatile u32* const behind = p.paces + step - PACE_LAG;
-        for (int n = 0; *behind < gridDim.x; ++n) {
-            if (n == PATIENCE) {
-                waits = false;
-                return;
-            }
-            __nanosleep(200);
-        }
-    }
-};
-
 // The sum over the lanes of a warp. The compiler knows the instruction's result to be uniform; other
 // GPUs compile this for probes alone.
 __device__ inline int sum_of_warp(int x) {
