@@ -172,7 +172,7 @@ def test_forward_work_tiles(key: KernelKey, left: int | None, right: int | None)
     blocks = -(-Nq // key.block_q)
     count = blocks * B * Hq
     order = np.random.default_rng(4).permutation(count)
-    size = 6 + 4 * (key.block_q // 64)
+    size = 6 + 5 * (key.block_q // 64)
     sizes = {"B": B, "Hq": Hq, "Nq": Nq, "Nk": Nk, "head_groups": groups}
     p = params(**sizes, length=Nk, offset=Nk - Nq, **reach(left, right))
     table = np.full((-(-count // grid) + 1, grid), count, np.int32)
@@ -195,7 +195,11 @@ def test_forward_work_tiles(key: KernelKey, left: int | None, right: int | None)
             tiles = lo // key.block_k, -(-hi // key.block_k)
             assert found[:6] == [b, h, q0, *tiles, iteration]
             for g, first in enumerate(range(q0, q0 + key.block_q, 64)):
-                assert_tiles(window, first, key.block_k, found[6 + 4 * g : 10 + 4 * g])
+                *tiles, ends_in_half = found[6 + 5 * g : 11 + 5 * g]
+                assert_tiles(window, first, key.block_k, tiles)
+                lo, hi = window.key_range(first, min(first + 64, Nq))
+                if lo < hi:
+                    assert ends_in_half == (0 < hi % key.block_k <= key.block_k // 2)
 
 
 @pytest.mark.parametrize("key", [*keys.FORWARD_SMEM, *keys.BACKWARD_SMEM], ids=keys.name_of)

@@ -77,7 +77,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 full.arrive();
                 continue;
             }
-            share.q0 += WARPGROUP_ROWS * warpgroup;
+            // They take turns: under a causal mask the last rows have most tiles.
+            share.q0 += WARPGROUP_ROWS * ((warpgroup + work.iteration) % CONSUMERS);
             // In a NaN-safe pass the warpgroups go through the same tiles side by side.
             if (!work.nan_safe) share.tiles = key_tiles(p, work, share.q0, WARPGROUP_ROWS);
             if (HAS_TILE_LIST) share.tiles.begin = work.begin, share.tiles.end = work.end;
@@ -147,6 +148,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         work.is_end = false;
     };
     run_pass(0);
+    pace.end(p);
     publish_end();
     smem.pass_done().wait(0);
     if (!smem.any_unfinished(0)) return;

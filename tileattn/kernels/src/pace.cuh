@@ -3,11 +3,11 @@
 
 #include "params.cuh"
 
-// Under a causal mask work tiles begin at any time, and CTAs drift apart. They read keys from the L2
-// cache, and not from memory, while all are at about the same ones. So where the keys of a head exceed
-// the cache, each counts itself every PACE_TILES key tiles, and waits for those that are more than
-// PACE_LAG steps behind. Not all CTAs need be running: one that has waited for long waits no more.
-constexpr int PACE_TILES = 32, PACE_LAG = 12, PATIENCE = 1000;  // the last in polls
+// CTAs that are at about the same keys read them from memory once, and SMs that ask for a line at the
+// same time have it from the L2 cache once. On their own CTAs drift apart. So each counts itself every
+// PACE_TILES key tiles, and waits for those that are more than PACE_LAG steps behind. Counter 0 has
+// those that have ended. Not all CTAs need be running: one that has waited for long waits no more.
+constexpr int PACE_TILES = 8, PACE_LAG = 1, PATIENCE = 100;  // the last in polls
 
 struct Pace {
     int tiles = 0;
@@ -18,13 +18,16 @@ struct Pace {
         if (tiles % PACE_TILES || step >= p.pace_steps) return;
         atomicAdd(p.paces + step, 1);
         if (!waits || step <= PACE_LAG) return;
-        const volatile u32* const behind = p.paces + step - PACE_LAG;
-        for (int n = 0; *behind < gridDim.x; ++n) {
+        const volatile u32 *const ended = p.paces, *const behind = ended + step - PACE_LAG;
+        for (int n = 0; *behind + *ended < gridDim.x; ++n) {
             if (n == PATIENCE) {
                 waits = false;
                 return;
             }
-            __nanosleep(200);
+            __nanosleep(100);
         }
+    }
+    __device__ void end(const Params& p) const {
+        if (p.pace_steps) atomicAdd(p.paces, 1);
     }
 };

@@ -9,6 +9,7 @@
 // Those from full_begin to full_end - 1 need no mask.
 struct TileRange {
     int begin, end, full_begin, full_end;
+    bool ends_in_half;  // of key tiles: the second half of the last one is masked out
 
     __device__ bool is_partial(int tile) const { return tile < full_begin || tile >= full_end; }
 };
@@ -127,11 +128,13 @@ __device__ inline TileRange key_tiles(const Params& p, const FwdWorkTile& work, 
     const Range keys = window.key_range(q0, min(q1, window.Nq));
     const Range full = window.full_key_tiles(q0, q1);
     TileRange tiles{keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
+    tiles.ends_in_half = keys.hi <= tiles.end * BLOCK_K - BLOCK_K / 2;
     if constexpr (IN_PIECES) {
         const int each = int(p.piece) / BLOCK_K, first = work.piece * each;
         tiles.begin = max(tiles.begin, first), tiles.end = min(tiles.end, first + each);
         // Consumers go through full tiles up to full_end without looking at the end.
         tiles.full_end = min(tiles.full_end, tiles.end);
+        tiles.ends_in_half = false;
     }
     return tiles;
 }
