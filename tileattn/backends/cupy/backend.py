@@ -194,9 +194,9 @@ class CupyCall(PreparedCall):
             copied = plan.copies_in or plan.copies_out or operands.block_mask is not None
             known.is_direct = not copied and _BROUGHT.union(self.on_device).issuperset(inputs)
             if executable.is_complete:
-                known.executables[key] = executable
+                known.keep(key, executable)
         # All memory is there and all kernels are loaded before the first byte of out is written.
-        executable.run(addresses, arrays, device, workspace)
+        known.run(executable, addresses, arrays, device, workspace)
         return known
 
 
