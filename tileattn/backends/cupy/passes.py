@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, reduce
 from itertools import count
-from operator import itemgetter, or_
+from operator import attrgetter, itemgetter, or_
 from typing import Any
 from weakref import finalize
 
@@ -19,18 +19,25 @@ from tileattn.backends.cupy.describe import refuse_device
 from tileattn.backends.cupy.execute import Bound, Executable
 from tileattn.backends.cupy.streams import is_capturing
 from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, ArrayLayout, alignment_of
+from tileattn.kernels.launch.workspace import ALIGNED
 from tileattn.lengths import given_for
 from tileattn.problem import Options
+from tileattn.results import Attention, Gradients
 
 _PAIRS = ("mask", "bias")
 _PART = "_init"  # of the constructor of a CuPy array
+_address = attrgetter("data.ptr")
 
-MOST = 256  # sets of addresses, of all passes together: a graph takes 100 KiB of the GPU
+MOST = 512  # sets of addresses, of all passes together: a graph takes 100 KiB of the GPU
 
 # By the number of a pass and addresses, in the order of the last launches: what is bound to these,
 # or what ran once on them.
 _met: OrderedDict[tuple[int, ...], Bound | Executable] = OrderedDict()
 _numbers = count()
+
+# Results of up to so many bytes together lie in one piece of memory, which is kept as long as any
+# of them; longer passes keep the GPU busy for longer than it takes the host to get several.
+ONE_PIECE = 1 << 20
 
 
 class Pass:
@@ -173,8 +180,8 @@ class ArrayPass:
         Those of an earlier call.
     ndim : int
         How many axes the caller's q has.
-    returned : callable
-        Makes what the call returns of the results.
+    kind : type
+        What the call returns: a tuple that begins with the results, of ``None`` behind them.
     """
 
     def __init__(
@@ -183,14 +190,21 @@ class ArrayPass:
         inputs: Mapping[str, Any],
         results: Mapping[str, Any],
         ndim: int,
-        returned: Callable[..., Any],
+        kind: type[Attention] | type[Gradients],
     ) -> None:
         import cupy
 
-        self._known, self._returned = known, returned
+        self._known = known
         self._others = [n for n in inputs if n not in ROWS and n not in ("lse", "dlse")]
-        self._new = [maker(x.shape[4 - ndim :], x.dtype) for x in results.values()]
+        parts, end = [], 0
+        for x in results.values():
+            parts.append((x.shape[4 - ndim :], x.dtype, end))
+            end += -(-x.nbytes // ALIGNED) * ALIGNED
+        self._bytes, self._is_one_piece = end, end <= ONE_PIECE
+        self._make, self._make_others = maker(parts), maker(parts[1:])
         self._overlaps = Overlap(next(iter(results.values())), inputs.values())
+        self._returned = partial(tuple.__new__, kind)
+        self._absent = [None] * (len(kind._fields) - len(results))
         self._device, self._alloc = cupy.cuda.runtime.getDevice, cupy.cuda.alloc
         self._stream = cupy.cuda.get_current_stream
 
@@ -207,27 +221,34 @@ class ArrayPass:
             if memory.device_id != device:
                 return None
             addresses.append(memory.ptr)
-        results = []
+        nbytes, at = self._known.nbytes, 0  # of the workspace, which the stream's order frees
         if out is not None:
-            *others, at = addresses
-            if self._overlaps(at, others):
+            *others, place = addresses
+            if self._overlaps(place, others):
                 return None
-            results.append(out)
-        for new in self._new[len(results) :]:
-            x = new()
-            results.append(x)
-            addresses.append(x.data.ptr)
-        nbytes = self._known.nbytes
-        memory = self._alloc(nbytes) if nbytes else None  # freed in the order of the stream
-        at = memory.ptr if memory is not None else 0
+            made = self._make_others(None)
+            results = [out, *made]
+        elif not self._is_one_piece:
+            made = results = self._make(None)
+        elif nbytes <= self._bytes:
+            piece = self._alloc(self._bytes + nbytes)
+            at, nbytes = piece.ptr + self._bytes, 0
+            made = results = self._make(piece)
+        else:
+            made = results = self._make(self._alloc(self._bytes))
+        addresses.extend(map(_address, made))
+        if nbytes:
+            memory = self._alloc(nbytes)
+            at = memory.ptr
         if not self._known.launch(addresses, at, device, self._stream()):
             return None
-        return self._returned(*results)
+        return self._returned(results + self._absent)
 
 
-def maker(shape: Sequence[int], dtype: Any) -> Callable[[], Any]:
-    """Give what makes contiguous arrays, whatever they hold.
+def maker(parts: Sequence[tuple[Any, np.dtype[Any], int]]) -> Callable[[Any], list[Any]]:
+    """Give what makes contiguous arrays of some shapes and dtypes, whatever they hold.
 
+    It takes the memory in which they begin behind so many bytes, or None: they have each their own.
     It is the constructor of CuPy's class without what that does in Python, a third of its time; of
     a CuPy without such a part, all of it. ``cupy.empty`` takes longer.
     """
@@ -235,13 +256,18 @@ def maker(shape: Sequence[int], dtype: Any) -> Callable[[], Any]:
 
     kind, init = cupy.ndarray, _own_part()
     if init is None:
-        return partial(kind, shape, dtype)
+        return lambda memory: [kind(x, dtype, memory and memory + n) for x, dtype, n in parts]
     new = kind.__base__.__new__
+    # CuPy finds the types of NumPy's own dtypes at once.
+    found = [(x, dtype.type if dtype.isbuiltin == 1 else dtype, n) for x, dtype, n in parts]
 
-    def make() -> Any:
-        x = new(kind)
-        init(x, shape, dtype)
-        return x
+    def make(memory: Any) -> list[Any]:
+        made = []
+        for shape, dtype, start in found:
+            x = new(kind)
+            init(x, shape, dtype, memory and memory + start)
+            made.append(x)
+        return made
 
     return make
 
@@ -256,7 +282,7 @@ def _own_part() -> Callable[..., None] | None:
         return None
     try:
         x = kind.__base__.__new__(kind)
-        init(x, (2, 3), np.dtype(np.float32))
+        init(x, (2, 3), np.float32, None)
         found = x.shape, x.strides, x.dtype
     except (TypeError, AttributeError):
         return None
