@@ -26,6 +26,7 @@ KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
 DRIFT = (
     4  # L2 caches that queries of one key head may fill before key blocks drift apart (measured)
 )
+SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
 PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
 MAX_WAVES = 64  # of a thread block, on average: more even out by themselves
@@ -100,7 +101,11 @@ def schedule_of(
             groups = -(-P.B * P.Hkv // max(1, min(size, launch.grid)))
             return Schedule(groups, None, in_order, last_keys_first)
     kernels = {launch.key.kernel for launch in launches}
-    groups = head_groups(P, 2 * l2_bytes if "forward" in kernels else l2_bytes // 2)
+    nbytes = 2 * l2_bytes if "forward" in kernels else l2_bytes // 2
+    if HOPPER in kernels and P.Nk <= SHORT:
+        # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them.
+        nbytes = l2_bytes // 8
+    groups = head_groups(P, nbytes)
     if HOPPER not in kernels:
         return Schedule(groups)
     if P.sequences is not None:
@@ -116,14 +121,14 @@ def schedule_of(
 
 
 def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
-    """Count the steps of the thread block that has most key tiles; 0 if the L2 holds a head's keys.
+    """Count the steps of the thread block that has most key tiles; 0 where none keep pace.
 
-    Under a mask, or in a window, they are at different keys in any case.
+    They drift apart under a causal mask, where work tiles differ in length. Of other masks and of
+    windows they have different keys in any case.
     """
-    local = (
-        P.window[0] is not None or P.window[1] is None or not P.enabled_options.isdisjoint(_MASKS)
-    )
-    if local or P.Nk * (P.D + P.Dv) * P.dtype.itemsize <= PACED * l2_bytes:
+    left, right = P.window
+    drifts = left is None and right is not None and P.enabled_options.isdisjoint(_MASKS)
+    if not drifts or P.Nk * (P.D + P.Dv) * P.dtype.itemsize <= PACED * l2_bytes:
         return 0
     q, k = launch.key.tile
     waves = -(-P.B * P.Hq * -(-P.Nq // q) // launch.grid)
@@ -186,6 +191,9 @@ def _assignment(
     longest = np.zeros(heads, np.int64)
     np.maximum.at(longest, group, cost)
     order = np.lexsort((-cost, group, -longest[group]))
+    # Of the last ones the long go first whatever their group, so that SMs end together.
+    last = order[tiles - tiles // 6 :]
+    last[:] = last[np.argsort(-cost[last], stable=True)]
     return assign(order, cost[order], grid)
 
 

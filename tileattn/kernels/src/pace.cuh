@@ -3,11 +3,11 @@
 
 #include "params.cuh"
 
-// CTAs that are at about the same keys read them from memory once, and SMs that ask for a line at the
-// same time have it from the L2 cache once. On their own CTAs drift apart. So each counts itself every
-// PACE_TILES key tiles, and waits for those that are more than PACE_LAG steps behind. Counter 0 has
-// those that have ended. Not all CTAs need be running: one that has waited for long waits no more.
-constexpr int PACE_TILES = 8, PACE_LAG = 1, PATIENCE = 100;  // the last in polls
+// CTAs that are at about the same keys read them from memory once. Under a causal mask they drift
+// apart. So each counts itself every PACE_TILES key tiles, and waits for those that are more than
+// PACE_LAG steps behind. Counter 0 has those that have ended. Not all CTAs need be running: one that
+// has waited for long waits no more.
+constexpr int PACE_TILES = 32, PACE_LAG = 12, PATIENCE = 1000;  // the last in polls
 
 struct Pace {
     int tiles = 0;
@@ -24,7 +24,7 @@ struct Pace {
                 waits = false;
                 return;
             }
-            __nanosleep(100);
+            __nanosleep(200);
         }
     }
     __device__ void end(const Params& p) const {
