@@ -20,8 +20,6 @@ from tileattn.kernels.jit.load import load_all
 from tileattn.kernels.launch.params import slots, template
 from tileattn.kernels.launch.plan import LaunchPlan
 
-FEWEST = 2  # kernels that are worth a graph
-
 
 class Executable:
     """A plan whose kernels are loaded and whose constants are on CuPy's current device.
@@ -72,8 +70,7 @@ class Executable:
             if launch.shared_bytes:
                 kernel.allow_shared(launch.shared_bytes)
         self._spare: list[LaunchBlock] = []
-        several = len(self._launches) >= FEWEST
-        self._is_worth_a_graph = several and runtime.driverGetVersion() >= SINCE
+        self._has_graphs = runtime.driverGetVersion() >= SINCE
 
     def start(self, addresses: Sequence[int], workspace: int, stream: Any) -> None:
         """Start the kernels on a stream of CuPy's, given the address of each of ``names``.
@@ -96,7 +93,7 @@ class Executable:
         block = LaunchBlock(self._template, self._launches)
         block.fill(*self._given(addresses, workspace))
         graph = None
-        if self._is_worth_a_graph:
+        if self._has_graphs:
             with suppress(RuntimeError):  # without memory, for one
                 graph = Graph(block, stream.ptr)
         return Bound(self, block, graph)
@@ -116,7 +113,7 @@ class Executable:
 class Bound:
     """The launches of an executable on some addresses, for one thread at a time.
 
-    Of several kernels it is a graph, which costs the host hardly more than one launch.
+    A graph costs the host less than the launch of one kernel.
     """
 
     def __init__(self, executable: Executable, block: LaunchBlock, graph: Graph | None) -> None:
