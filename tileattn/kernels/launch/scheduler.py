@@ -26,6 +26,7 @@ KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
 DRIFT = (
     4  # L2 caches that queries of one key head may fill before key blocks drift apart (measured)
 )
+LAST = 6  # one in so many work tiles goes by its length alone (measured)
 SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
 PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
@@ -192,7 +193,7 @@ def _assignment(
     np.maximum.at(longest, group, cost)
     order = np.lexsort((-cost, group, -longest[group]))
     # Of the last ones the long go first whatever their group, so that SMs end together.
-    last = order[tiles - tiles // 6 :]
+    last = order[tiles - tiles // LAST :]
     last[:] = last[np.argsort(-cost[last], stable=True)]
     return assign(order, cost[order], grid)
 
