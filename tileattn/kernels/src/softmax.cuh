@@ -274,17 +274,6 @@ struct RowState {
         Accum largest[MT][2], most[MT][2], shift[MT][2], factor[MT][2];
         row_maxima<RESCALE_THRESHOLD == 0 ? 1 : 4>(s, group, largest);
         if constexpr (BY_SUMS) {
-            // Mostly the sums will do, without a copy of the scores.
-            if (__all_sync(~0u, stays_bounded(largest, softmax_scale_log2))) {
-                if (update_by_sums<RESCALE_THRESHOLD>(s, softmax_scale_log2, group, most)) {
-                    raise_shifts<RESCALE_THRESHOLD>(s, group, most, rescale);
-                } else {
-                    add_sums(most);
-#pragma unroll
-                    for (int i = 0; i < MT; ++i) rescale[i][0] = rescale[i][1] = 1;
-                }
-                return;
-            }
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -366,19 +355,6 @@ struct RowState {
                 l[i][half] = fma(l[i][half], rescale[i][half], total);
             }
         if constexpr (BY_SUMS) s.scale_rows(factor);
-    }
-
-    // Whether all rows have begun, none is large or becomes it, and exponentials of these maxima are far
-    // from overflow.
-    __device__ bool stays_bounded(const Accum (&largest)[MT][2], Accum softmax_scale_log2) const {
-        bool bounded = !large;
-#pragma unroll
-        for (int i = 0; i < MT; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                bounded = bounded && product_up(largest[i][half], softmax_scale_log2) <=
-                                         fmin(m[i][half] + 64, LARGE_ROW_MAX - 16);
-        return bounded;
     }
 
     // Whether no row is large, of those that are not taken as large.
