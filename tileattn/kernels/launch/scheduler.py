@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tileattn.algorithm.mask import SlidingWindow
 from tileattn.algorithm.tiles import cut
 from tileattn.kernels.config.context import KernelLaunch
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, MASKS
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.layout import CallLayout
 from tileattn.kernels.launch.tile_lists import tile_lists
@@ -31,8 +31,6 @@ SHORT = 1024  # at most, keys where each head is read once, and never again (mea
 PACE_TILES = 32  # key tiles of a step: as in CUDA
 PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
 MAX_WAVES = 64  # of a thread block, on average: more even out by themselves
-
-_MASKS = frozenset({"mask", "block_mask", "mask_mod"})
 
 Array = NDArray[Any]
 
@@ -128,7 +126,7 @@ def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
     windows they have different keys in any case.
     """
     left, right = P.window
-    drifts = left is None and right is not None and P.enabled_options.isdisjoint(_MASKS)
+    drifts = left is None and right is not None and P.enabled_options.isdisjoint(MASKS)
     if not drifts or P.Nk * (P.D + P.Dv) * P.dtype.itemsize <= PACED * l2_bytes:
         return 0
     q, k = launch.key.tile
