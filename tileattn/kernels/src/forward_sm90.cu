@@ -93,7 +93,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         v_pipe.advance();
     };
     auto issue_qk = [&](auto columns) {
-        gemm_async<Element, HEAD_DIM>(atoms<columns.COUNT>(s, 0), smem.q(q_pipe.stage), 0, smem.k(k_pipe.stage));
+        gemm_async<Element, HEAD_DIM>(atoms<columns.COUNT>(s, 0), smem.q(q_pipe.stage), 0,
+                                      smem.k(k_pipe.stage));
     };
     auto issue_pv = [&] {
         smem.v_full(v_pipe.stage).wait(v_pipe.phase);
