@@ -46,6 +46,7 @@ def prepared(kernel: str, tile: TileSize, x: Inputs) -> Call:
 
     from tileattn.backends.cupy import describe
     from tileattn.backends.cupy.execute import Executable
+    from tileattn.backends.cupy.passes import Pass
     from tileattn.kernels.launch.plan import launch_context, plan_forward
 
     problem, operands = parse(x.q, x.k, x.v, {})
@@ -58,9 +59,10 @@ def prepared(kernel: str, tile: TileSize, x: Inputs) -> Call:
     device = describe.device_of(ordinal)
     launch = launch_with(kernel, tile, problem, launch_context(problem, layout, device))
     executable = Executable(plan_forward(problem, layout, device, (launch,)), tuple(addresses))
+    runs = Pass([*arrays], [])
 
     def run() -> Any:
-        executable.run(addresses, arrays, ordinal)
+        runs.run(executable, addresses, arrays, ordinal)
         return out, lse
 
     return run

@@ -23,8 +23,8 @@ def random_arrays(*shapes: tuple[int, ...], dtype: Any = np.float32, seed: int =
     return [sent(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
 
 
-def busy(milliseconds: float) -> Callable[[], None]:
-    """Compile a kernel that keeps one thread of the GPU busy, and return what starts it."""
+def busy(milliseconds: float, sms: int = 1) -> Callable[[], None]:
+    """Compile a kernel that keeps some SMs of the GPU busy, and return what starts it."""
     import cupy
 
     code = r"""
@@ -38,8 +38,10 @@ def busy(milliseconds: float) -> Callable[[], None]:
         while (nanoseconds() - start < time) {}
     }"""
     kernel = cupy.RawKernel(code, "wait")
-    kernel((1,), (1,), (np.uint64(0),))
-    return lambda: kernel((1,), (1,), (np.uint64(milliseconds * 1e6),))
+    shared = 0 if sms == 1 else 120 << 10  # more than half of what there is: one block an SM
+    kernel.max_dynamic_shared_size_bytes = shared
+    kernel((1,), (1,), (np.uint64(0),), shared_mem=shared)
+    return lambda: kernel((sms,), (1,), (np.uint64(milliseconds * 1e6),), shared_mem=shared)
 
 
 def sent(x: Any) -> Any:

@@ -20,10 +20,19 @@ from tileattn.results import Attention, Gradients
 MOST = 1024  # entries; a program has few shapes, or so many that none comes back
 
 _MOST_VALUES = 1 << 12  # of lengths or offsets in a signature: they are kept
-_VARIABLE = os.environ.encodekey("TILEATTN_BACKEND")
 _LENGTHS = ("kv_lengths", "q_offset", "block_table", "origin")
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _layout_of = attrgetter("__class__", "dtype", "shape", "strides")
+
+# If it is absent ``os.environ.get`` takes a microsecond, a seventh of a repeated call: CPython's
+# dictionary behind it has it in a tenth of that.
+_environment = getattr(os.environ, "_data", None)
+default_backend: Callable[[], Any] = (
+    partial(os.environ.get, "TILEATTN_BACKEND")
+    if _environment is None
+    else partial(_environment.get, os.environ.encodekey("TILEATTN_BACKEND"))
+)
+"""Look up ``TILEATTN_BACKEND``."""
 
 
 class PreparedCall:
@@ -117,17 +126,6 @@ def prepared_call(backend: Any, problem: Problem, operands: Operands) -> Prepare
     return call
 
 
-def default_backend() -> Any:
-    """Look up ``TILEATTN_BACKEND``.
-
-    If it is absent ``os.environ.get`` takes a microsecond, a seventh of a repeated call.
-    """
-    try:
-        return os.environ._data.get(_VARIABLE)  # type: ignore[attr-defined]  # CPython's own
-    except AttributeError:
-        return os.environ.get("TILEATTN_BACKEND")
-
-
 def values_of(options: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Write down options that are plain values, and tuples of them; None if there are others."""
     key: list[Any] = []
@@ -150,13 +148,13 @@ def signature(
     """Write down all that the validation of a call looks at, and the layout of its arrays.
 
     Calls of equal signatures are all valid or all invalid, with arrays of the same layout. None for
-    unusual arguments. Each pass gives as many arrays as it takes, absent ones as None.
+    unusual arguments.
     """
     if type(backend) is not str:
         return None
-    key: list[Any] = [backend, default_backend() if backend == "auto" else None]
+    default = default_backend() if backend == "auto" else None
     try:
-        key += [None if x is None else _layout_of(x) for x in arrays]
+        key: list[Any] = [backend, default, *map(_layout_of, arrays)]
         for name, x in options.items():
             key += (name, type(x))
             if not _append(key, x):

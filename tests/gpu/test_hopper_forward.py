@@ -91,6 +91,29 @@ def test_wide_tiles(D: int, Dv: int, options: str) -> None:
     check_forward(*arrays(DTYPES[1], D, Dv, Nq, Nk)[:3], **filled(OPTIONS[options], Nk))
 
 
+@pytest.mark.usefixtures("few_sms")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"causal": True, "q_offset": offset} for offset in (0, 64, 101, -30)),
+        *({"window": (None, 40)}, {"window": (200, 64)}, {"kv_lengths": [833, 700]}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("D", "Dv"), SQUARE)
+def test_half_tiles(D: int, Dv: int, options: dict[str, Any], dtype: Any) -> None:
+    """Where the last tile is masked out by half: from a list, it is taken whole."""
+    Nq, Nk = 700, 900
+    q, k, v = arrays(dtype, D, Dv, Nq, Nk)[:3]
+    check_forward(q, k, v, **options)
+    whole = forward(q, k, v, **options, block_mask=MASKS["everything"](Nq, Nk))
+    assert bits(forward(q, k, v, **options)) == bits(whole)
+    v[:, :, 600, 3] = math.inf  # in the half that is masked out for some
+    whole = forward(q, k, v, **options, block_mask=MASKS["everything"](Nq, Nk))
+    assert bits(forward(q, k, v, **options)) == bits(whole)
+
+
 def test_large_scores_rescale() -> None:
     """Maxima that rise by more and by less than the slack, from tile to tile."""
     q, k, v = arrays(DTYPES[0], 64, 64, 200, 1000)[:3]

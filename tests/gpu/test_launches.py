@@ -16,7 +16,7 @@ import pytest
 
 import tileattn
 from tests.on_gpu import bits, busy, needs_gpu, poisoned, random_arrays, sent
-from tileattn.backends.cupy import execute, graphs
+from tileattn.backends.cupy import execute, passes
 from tileattn.backends.cupy.graph import Graph
 from tileattn.backends.cupy.launches import can_overlap
 from tileattn.call_cache import CALLS
@@ -319,7 +319,7 @@ def test_other_threads_may_wait_for_the_device_while_graphs_are_made(made: list[
         waits = pool.submit(waiting)
         try:
             for _ in range(20):
-                graphs._met.clear()
+                passes._met.clear()
                 for _ in range(4):
                     repeated.once()
         finally:
@@ -346,7 +346,7 @@ def test_graphs_are_made_beside_a_capture_of_another_thread(made: list[Graph]) -
     with ThreadPoolExecutor(1) as pool:
         pool.submit(calls).result()  # takes memory, which nobody may while another captures
         made.clear()
-        graphs._met.clear()
+        passes._met.clear()
         with streams[0]:
             x = cupy.zeros(10)
             x += 1  # loads the kernel
@@ -412,8 +412,13 @@ def test_a_thread_of_its_own_gets_a_context(monkeypatch: pytest.MonkeyPatch) -> 
     case = forward((2, 4, 70, 64), *2 * [(2, 2, 90, 64)], dtype=np.float32)
     expected = [x.get() for x in case.call(case.given)]
     launched: list[tuple[Any, ...]] = []
-    launch = execute.Executable.launch
-    monkeypatch.setattr(execute.Executable, "launch", lambda *given: launched.append(given))
+    launch = passes.Pass.launch
+
+    def put_off(*given: Any) -> bool:
+        launched.append(given)
+        return True
+
+    monkeypatch.setattr(passes.Pass, "launch", put_off)
     found = case.call(case.given)
     for x in found:
         x.fill(np.nan)

@@ -172,27 +172,34 @@ def test_forward_work_tiles(key: KernelKey, left: int | None, right: int | None)
     blocks = -(-Nq // key.block_q)
     count = blocks * B * Hq
     order = np.random.default_rng(4).permutation(count)
-    size = 6 + 4 * (key.block_q // 64)
+    size = 6 + 5 * (key.block_q // 64)
     sizes = {"B": B, "Hq": Hq, "Nq": Nq, "Nk": Nk, "head_groups": groups}
     p = params(**sizes, length=Nk, offset=Nk - Nq, **reach(left, right))
     table = np.full((-(-count // grid) + 1, grid), count, np.int32)
     table.flat[:count] = order
-    for schedule_, numbers in ((None, np.arange(count)), (table, order)):
+    there_and_back = np.arange(table.size).reshape(table.shape)
+    there_and_back[1::2] = there_and_back[1::2, ::-1]
+    for schedule_, numbers in ((None, there_and_back), (table, table)):
         got = np.full((len(table), grid, size), -7, np.int32)
         Probe(key)("forward_work_tiles", p, schedule_, len(table), got, grid=(grid,))
         block, head, _ = work_tiles(blocks, B * Hq, groups)
-        for n, number in enumerate(numbers.tolist()):
+        for (iteration, cta), number in np.ndenumerate(numbers):
+            if number >= count:
+                assert (got[iteration, cta] == -7).all()
+                continue
             place = int(block[number]) if right is None else blocks - 1 - int(block[number])
             q0, (b, h) = place * key.block_q, divmod(int(head[number]), Hq)
-            iteration, cta = divmod(n, grid)
             found = got[iteration, cta].tolist()
             window = SlidingWindow(Nq, Nk, Nk - Nq, left, right)
             lo, hi = window.key_range(q0, min(q0 + key.block_q, Nq))
             tiles = lo // key.block_k, -(-hi // key.block_k)
             assert found[:6] == [b, h, q0, *tiles, iteration]
             for g, first in enumerate(range(q0, q0 + key.block_q, 64)):
-                assert_tiles(window, first, key.block_k, found[6 + 4 * g : 10 + 4 * g])
-        assert (got.reshape(-1, size)[count:] == -7).all()
+                *tiles, ends_in_half = found[6 + 5 * g : 11 + 5 * g]
+                assert_tiles(window, first, key.block_k, tiles)
+                lo, hi = window.key_range(first, min(first + 64, Nq))
+                if lo < hi:
+                    assert ends_in_half == (0 < hi % key.block_k <= key.block_k // 2)
 
 
 @pytest.mark.parametrize("key", [*keys.FORWARD_SMEM, *keys.BACKWARD_SMEM], ids=keys.name_of)

@@ -11,6 +11,7 @@ from tests.kernels.src.test_tile_lists import as_numbers, expected_lists, kinds_
 from tests.on_gpu import bits, needs_gpu, sent
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.execute import Executable
+from tileattn.backends.cupy.passes import Pass
 from tileattn.kernels.launch.plan import plan_backward, plan_forward
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("on_hopper")]
@@ -54,7 +55,8 @@ def test_kinds_and_lists(name: str, Nq: int, Nk: int, D: int, Hkv: int, dtype: A
             }
         workspace = cupy.full(plan.workspace.nbytes, 0xAB, np.uint8)
         addresses = {name: x.data.ptr for name, x in arrays.items()}
-        Executable(plan, tuple(addresses)).run(addresses, arrays, 0, workspace)
+        executable = Executable(plan, tuple(addresses))
+        Pass([*arrays], []).run(executable, addresses, arrays, 0, workspace)
         if kind == "forward":
             assert bits((arrays["out"], arrays["lse"])) == bits((out, lse))
         else:

@@ -13,19 +13,20 @@ extern "C" __global__ void addresses(u32* out) {
     for (int s = 0; s < STAGES; ++s) *out++ = smem.k(s).address, *out++ = smem.v(s).address;
 }
 
-// out: (iterations, CTAs, 6 + 4 CONSUMERS), left as it is behind the last work tile of a CTA.
+// out: (iterations, CTAs, 6 + 5 CONSUMERS), left as it is behind the last work tile of a CTA.
 extern "C" __global__ void forward_work_tiles(Params p, const int* schedule, i64 iterations,
                                               int* out) {
     p.schedule = schedule;
     WorkTile work{};
     WorkOrder<> order(p);
     for (int n = 0; n < iterations && get_work(p, order, work); ++n) {
-        int* to = out + (i64(n) * gridDim.x + blockIdx.x) * (6 + 4 * CONSUMERS);
+        int* to = out + (i64(n) * gridDim.x + blockIdx.x) * (6 + 5 * CONSUMERS);
         for (int field : {work.b, work.h, work.q0, work.begin, work.end, work.iteration})
             *to++ = field;
         for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS) {
             const TileRange tiles = key_tiles(p, work, work.q0 + row, WARPGROUP_ROWS);
-            for (int field : {tiles.begin, tiles.end, tiles.full_begin, tiles.full_end})
+            for (int field : {tiles.begin, tiles.end, tiles.full_begin, tiles.full_end,
+                              int(tiles.ends_in_half)})
                 *to++ = field;
         }
     }

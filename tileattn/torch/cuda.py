@@ -79,7 +79,7 @@ class TensorPass:
         returned: Sequence[str | None],
     ) -> None:
         places = {name: n for n, name in enumerate(names)}
-        self._known, self._key = known.executables.get, known.key
+        self._known = known
         self._inputs = itemgetter(*(given_for(name, places) for name in known.inputs))
         self._returned = itemgetter(*map([*results, None].index, returned))
         # PyTorch takes half a microsecond less for numbers than for a shape. Of the gradient of a
@@ -100,14 +100,12 @@ class TensorPass:
                 return self(tensors)
         results = [new() for new in self._results]
         addresses = [x.data_ptr() for x in (*self._inputs(tensors), *results)]
-        executable = self._known(self._key(addresses, device))
-        if executable is None:
-            return None
-        nbytes, at = executable.nbytes, 0
+        nbytes, at = self._known.nbytes, 0
         if nbytes:
             workspace = self._bytes(nbytes)  # freed in the order of the stream
             at = workspace.data_ptr()
-        executable.launch(addresses, at, _current_stream(device))
+        if not self._known.launch(addresses, at, device, _current_stream(device)):
+            return None
         found: tuple[torch.Tensor | None, ...] = self._returned((*results, None))
         return found
 

@@ -34,6 +34,7 @@ class Graphs:
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
         self._nodes: list[Node] = []
+        self._uploaded: dict[int, int] = {}  # graph: stream
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import cupy
@@ -121,8 +122,10 @@ class Graphs:
         return len(self._gpu.graphs)
 
     def _upload(self, handle: int, stream: int) -> None:
-        assert (handle, stream) == (len(self._gpu.graphs), self._gpu.stream)
+        assert handle == len(self._gpu.graphs)
+        self._uploaded[handle] = stream
 
     def _launch(self, handle: int, stream: int) -> None:
+        assert self._uploaded.pop(handle, stream) == stream  # that of the first launch
         for node in self._gpu.graphs[handle - 1]:
             node.work(stream, node.told)

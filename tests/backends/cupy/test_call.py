@@ -196,16 +196,24 @@ def test_results_are_arrays_as_cupy_makes_them(
     expected = cupy.ndarray(shape, dtype)
     if not private:
         monkeypatch.setattr(passes, "_PART", "_none")
-    make = passes.maker(shape, dtype)
-    found, other = make(), make()
-    assert type(found) is cupy.ndarray
-    assert found.base is None
-    for name in ("shape", "strides", "dtype", "nbytes"):
-        assert getattr(found, name) == getattr(expected, name)
-    assert gpu.allocated == [expected.nbytes] * 3
+        passes._own_part.cache_clear()
+    make = passes.maker([(shape, np.dtype(dtype), 256), (shape, np.dtype(dtype), 1024)])
+    passes._own_part.cache_clear()
+    piece = gpu.allocate(2048)
+    gpu.allocated.clear()
+    places = [x.data.ptr - piece.ptr for x in make(piece)]
+    assert places == [256, 1024]
+    assert gpu.allocated == []
+    found, other = make(None)
+    assert gpu.allocated == [expected.nbytes] * 2
     assert found.data.ptr != other.data.ptr
-    for flag in ("c_contiguous", "f_contiguous", "owndata"):
-        assert getattr(found.flags, flag) == getattr(expected.flags, flag)
+    for x in (found, *make(piece)):
+        assert type(x) is cupy.ndarray
+        assert x.base is None
+        for name in ("shape", "strides", "dtype", "nbytes"):
+            assert getattr(x, name) == getattr(expected, name)
+        for flag in ("c_contiguous", "f_contiguous", "owndata"):
+            assert getattr(x.flags, flag) == getattr(expected.flags, flag)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

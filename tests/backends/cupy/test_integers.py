@@ -108,7 +108,7 @@ def test_a_second_call_is_launched_at_once(
     for there in addresses(gpu, rest):
         assert there == {x: own[x].data.ptr if x in own else 0 for x in rest}
     parts = addresses(gpu, WORKSPACE)
-    assert len(gpu.allocated) - allocated == 2 - given + any(parts[0].values())
+    assert len(gpu.allocated) - allocated <= 1 + any(parts[0].values())
     for one, other in zip(before, parts, strict=True):
         moved = {other[x] - one[x] for x in WORKSPACE if one[x]}
         assert one.keys() == other.keys()

@@ -86,7 +86,9 @@ def test_a_stream_is_that_of_the_call(h200: Machine) -> None:
 def test_an_empty_grid_has_a_block(gpu: Machine) -> None:
     key = KernelKey("backward_preprocess", "float16")
     planned = PlannedLaunch(KernelLaunch(key, 0), gpu.load(key), None, overlaps=False)
-    LaunchBlock(template({}), [planned]).run([256], 0)
+    block = LaunchBlock(template({}), [planned])
+    block.fill([256], (0, 0))
+    block.launch(0)
     (launched,) = gpu.launches
     assert launched[:3] == (key, 1, 0)
     assert launched[3]["q"] == 256

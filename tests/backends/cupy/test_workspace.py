@@ -11,6 +11,8 @@ import pytest
 import tileattn
 from tests.backends.cupy.fake_cupy import Machine, at_host
 from tests.backends.cupy.test_call import PLANNING, forbid
+from tileattn.backends.cupy import passes
+from tileattn.call_cache import CALLS
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 TEMPORARY = ("delta", "lse_log2", "row_max", "dq_accum", "head_flags")
@@ -18,7 +20,9 @@ COUNTERS = ("tile_counter", "dq_semaphore")
 
 
 @pytest.fixture
-def gpu(h200: Machine) -> Machine:
+def gpu(h200: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Let each result have its own memory, so that what is taken besides is the rest."""
+    monkeypatch.setattr(passes, "ONE_PIECE", 0)
     return h200
 
 
@@ -198,6 +202,40 @@ def test_a_call_that_needs_nothing_takes_an_empty_one(gpu: Machine) -> None:
     assert explained(given) == 0
     grads = tileattn.backward(**given, workspace=gpu.array((0,), np.uint8))
     assert grads.dq.shape == given["q"].shape
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+def test_small_results_of_a_second_call_lie_in_one_piece(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]
+) -> None:
+    """The workspace, too, unless it is the larger part; and large ones each in their own."""
+    monkeypatch.setattr(passes, "ONE_PIECE", 1 << 18)
+    given = inputs(gpu, Hq=heads[0], Hkv=heads[1], Nq=30, Nk=50, D=64, Dv=64)
+
+    def taken() -> list[int]:
+        gpu.allocated.clear()
+        grads = tileattn.backward(**given)
+        params = gpu.launches[-1][-1]
+        places = [int(params[f"d{name}"]) for name in "qkv"]
+        assert places == [x.data.ptr for x in grads[:3]]
+        ends = [at + x.nbytes for at, x in zip(places, grads[:3], strict=True)]
+        assert all(end <= at for end, at in zip(ends, places[1:], strict=False))
+        assert not any(x.data.ptr % 256 for x in grads[:3])
+        assert int(params["delta"]) not in range(places[0], ends[-1])
+        return [*gpu.allocated]
+
+    first = taken()
+    *results, workspace = first
+    rounded = sum(-(-n // 256) * 256 for n in results)
+    together = [rounded + workspace] if workspace <= rounded else [rounded, workspace]
+    assert len(results) == 3
+    assert len(together) == 1 + (heads[0] > heads[1])
+    for _ in range(3):
+        assert taken() == together
+    monkeypatch.setattr(passes, "ONE_PIECE", rounded - 1)
+    CALLS.clear()
+    for _ in range(3):
+        assert sorted(taken()) == sorted(first)
 
 
 # --- what is refused ----------------------------------------------------------------------------

@@ -362,10 +362,7 @@ def test_the_room_for_a_part() -> None:
 def test_how_many_heads_are_worked_on_together(
     D: int, Dv: int, Nq: int, together: int, causal: int, grouped: int, in_order: int
 ) -> None:
-    """Their queries, gradients and sums fill 25 MiB, unless that is less than a turn of the GPU.
-
-    Under a causal mask their blocks of keys fill whole waves.
-    """
+    """What comes back of them fills 25 MiB, at least a wave; whole waves under a causal mask."""
     P = shaped("float16", D, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, Dv=Dv)
 
     def groups(P: Problem, deterministic: bool = False) -> int:
@@ -380,22 +377,19 @@ def test_how_many_heads_are_worked_on_together(
     assert groups(P, deterministic=True) == -(-150 // in_order)
     masked = replace(P, window=CAUSAL)
     assert groups(masked) == -(-150 // causal)
-    # Where blocks of keys differ in length, of each head there are 1,024 keys at work; in a window,
-    # two waves of them.
+    # Under a causal mask 1,024 keys of each head are at work; in a window, two waves.
     assert groups(masked, deterministic=True) == -(-150 // 16)
     assert groups(replace(P, window=(70, 0)), deterministic=True) == -(-150 // 8)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("window", [(None, None), CAUSAL])
-def test_wide_heads_add_nothing_that_has_an_order(window: Any, deterministic: bool) -> None:
-    """Their queries and gradients fill 25 MiB."""
-    P = shaped("float16", 256, B=3, Hkv=50, Hq=50, Nq=512, Nk=4096)
-    launches = backward_launches(
-        replace(P, window=window), CONTEXT, deterministic=deterministic, sinks=False
-    )
+@pytest.mark.parametrize(("window", "together"), [((None, None), 50), (CAUSAL, 49)])
+def test_wide_heads_have_no_order(window: Any, together: int, deterministic: bool) -> None:
+    """They add nothing. Their queries and gradients fill 25 MiB, or whole waves."""
+    P = shaped("float16", 256, B=3, Hkv=50, Hq=50, Nq=512, Nk=4096, window=window)
+    launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
     found = schedule_of(P, layout_of(P), launches, CACHE)
-    assert (found.head_groups, found.in_order) == (-(-150 // 50), False)
+    assert (found.head_groups, found.in_order) == (-(-150 // together), False)
 
 
 @pytest.mark.parametrize(

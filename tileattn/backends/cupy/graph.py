@@ -5,7 +5,7 @@ gets an error.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -55,11 +55,7 @@ class Graph:
     Parameters
     ----------
     block : LaunchBlock
-        The kernels.
-    pointers : sequence of int
-        What ``block`` is run with.
-    zeros : (int, int)
-        Memory that is set to zero before them: address and bytes, which may be none.
+        What it does; nobody fills it meanwhile.
     stream : int
         Handle of the stream of the first launch. Memory for the graph is taken here.
 
@@ -69,9 +65,7 @@ class Graph:
         If there is no memory, or the driver refuses something.
     """
 
-    def __init__(
-        self, block: LaunchBlock, pointers: Sequence[int], zeros: tuple[int, int], stream: int
-    ) -> None:
+    def __init__(self, block: LaunchBlock, stream: int) -> None:
         from cupy.cuda import runtime
 
         library, graph = driver_by(ctypes.PyDLL), ctypes.c_void_p()
@@ -81,7 +75,7 @@ class Graph:
             _check(library.cuGraphCreate(ctypes.byref(graph), 0))
             try:
                 last: Any = None
-                for add, arguments, edge in _nodes(library, block, pointers, zeros):
+                for add, arguments, edge in _nodes(library, block):
                     node = ctypes.c_void_p()
                     _check(add(ctypes.byref(node), graph, *_NONE, *arguments))
                     if last is not None:
@@ -99,17 +93,15 @@ class Graph:
             self._destroy(self._handle)
 
 
-def _nodes(
-    library: Any, block: LaunchBlock, pointers: Sequence[int], zeros: tuple[int, int]
-) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
+def _nodes(library: Any, block: LaunchBlock) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
     """Give for each node the function that adds it, with its arguments, and the edge before it."""
-    address, nbytes = zeros
+    address, nbytes = block.zeros
     if nbytes:
         context = ctypes.c_void_p()
         _check(library.cuCtxGetCurrent(ctypes.byref(context)))
         memset = _Memset(address, 0, 0, 1, nbytes, 1)
         yield library.cuGraphAddMemsetNode, (ctypes.byref(memset), context), _COMPLETE
-    for config, function, parameters in block.each(pointers):
+    for config, function, parameters in block.each():
         there = ctypes.addressof(parameters)
         kernel = _Kernel(function, config.grid, config.block, config.shared_bytes, there)
         edge = _PROGRAMMATIC if config.attribute_count else _COMPLETE

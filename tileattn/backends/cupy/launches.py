@@ -63,8 +63,7 @@ class PlannedLaunch(NamedTuple):
 class LaunchBlock:
     """The arguments of a plan's launches, for one thread at a time.
 
-    A launch copies them, so they are free for the next one afterwards. From call to call only the
-    pointers differ, with the tensor maps, and at times the stream.
+    A launch copies them, so they are free for others afterwards.
 
     Parameters
     ----------
@@ -75,11 +74,15 @@ class LaunchBlock:
     """
 
     def __init__(self, template: bytes, launches: Sequence[PlannedLaunch]) -> None:
-        self._start = _driver_function()
+        from cupy.cuda import runtime
+
+        self._start, self._memset = _driver_function(), runtime.memsetAsync
         self._cells: Any = (ctypes.c_uint64 * (len(template) // 8)).from_buffer_copy(template)
         self._stream = 0
+        self.zeros = 0, 0
         self._configs: list[_Config] = []
-        self._launches: list[tuple[tuple[Any, ...], Any, EncodedMaps | None]] = []
+        self._given: list[tuple[Any, ...]] = []
+        self._maps: list[tuple[Any, EncodedMaps]] = []
         for launch, kernel, maps, overlaps in launches:
             grid, threads = max(launch.grid, 1), launch.key.threads  # the driver wants a block
             config = _Config((grid, 1, 1), (threads, 1, 1), launch.shared_bytes)
@@ -88,33 +91,42 @@ class LaunchBlock:
             parameters = (ctypes.c_void_p * 2)(ctypes.addressof(self._cells))
             # Without a list of types at the function, ctypes takes less time.
             function = ctypes.c_void_p(kernel.function.ptr)
-            arguments = ctypes.byref(config), function, parameters, None
             self._configs.append(config)
-            self._launches.append((arguments, parameters, maps))
+            self._given.append((ctypes.byref(config), function, parameters, None))
+            if maps is not None:
+                self._maps.append((parameters, maps))
 
-    def run(self, pointers: Sequence[int], stream: int) -> None:
-        """Launch all kernels with the first cells of the parameter block, on a stream's handle."""
+    def fill(self, pointers: Sequence[int], zeros: tuple[int, int]) -> None:
+        """Take the first cells of the parameter block, and the tensor maps of these addresses.
+
+        ``zeros`` is memory that is set to zero before the kernels: address and bytes, which may be
+        none.
+        """
         self._cells[: len(pointers)] = pointers
+        self.zeros = zeros
+        self._held = []
+        for parameters, maps in self._maps:
+            held, parameters[1] = maps[maps.pick(pointers)]
+            self._held.append(held)
+
+    def launch(self, stream: int) -> None:
+        """Launch all kernels on the stream of a handle."""
         if stream != self._stream:
             for config in self._configs:
                 config.stream = stream
             self._stream = stream
-        for arguments, parameters, maps in self._launches:
-            if maps is not None:
-                _held, parameters[1] = maps[maps.pick(pointers)]
-            status = self._start(*arguments)
+        address, nbytes = self.zeros
+        if nbytes:
+            self._memset(address, 0, nbytes, stream)
+        for given in self._given:
+            status = self._start(*given)
             if status:
-                self._handle(status, arguments)
+                self._handle(status, given)
 
-    def each(self, pointers: Sequence[int]) -> Iterator[tuple[Any, Any, Any]]:
-        """Give what each launch is given in `run`: its configuration, function and parameters."""
-        self._cells[: len(pointers)] = pointers
-        for config, (arguments, parameters, maps) in zip(
-            self._configs, self._launches, strict=True
-        ):
-            if maps is not None:
-                _held, parameters[1] = maps[maps.pick(pointers)]
-            yield config, arguments[1], parameters
+    def each(self) -> Iterator[tuple[_Config, Any, Any]]:
+        """Give of each launch its configuration, function and parameters."""
+        for config, (_, function, parameters, _) in zip(self._configs, self._given, strict=True):
+            yield config, function, parameters
 
     def _handle(self, status: int, arguments: tuple[Any, ...]) -> None:
         """Launch again where the thread had no context; raise CuPy's error for the rest."""

@@ -1,23 +1,43 @@
 """Passes of calls like earlier ones, launched from the addresses of their arrays.
 
-Nearly all that a short call costs the host is Python; this is the least of it.
+Nearly all that a short call costs the host is Python; this is the least of it. Pools of memory give
+the same addresses again and again, so a loop soon finds all of its launches bound to them.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, reduce
-from operator import itemgetter, or_
+from itertools import count
+from operator import attrgetter, itemgetter, or_
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
 from tileattn.backends.addresses import Overlap
-from tileattn.backends.cupy.execute import Executable
-from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, alignment_of
+from tileattn.backends.cupy.describe import refuse_device
+from tileattn.backends.cupy.execute import Bound, Executable
+from tileattn.backends.cupy.streams import is_capturing
+from tileattn.kernels.launch.layout import MAX_ALIGNMENT, ROWS, ArrayLayout, alignment_of
+from tileattn.kernels.launch.workspace import ALIGNED
 from tileattn.lengths import given_for
 from tileattn.problem import Options
+from tileattn.results import Attention, Gradients
 
 _PAIRS = ("mask", "bias")
 _PART = "_init"  # of the constructor of a CuPy array
+_address = attrgetter("data.ptr")
+
+MOST = 512  # sets of addresses, of all passes together: a graph takes 100 KiB of the GPU
+
+# By the number of a pass and addresses, in the order of the last launches: what is bound to these,
+# or what ran once on them.
+_met: OrderedDict[tuple[int, ...], Bound | Executable] = OrderedDict()
+_numbers = count()
+
+# Results of up to so many bytes together lie in one piece of memory, which is kept as long as any
+# of them; longer passes keep the GPU busy for longer than it takes the host to get several.
+ONE_PIECE = 1 << 20
 
 
 class Pass:
@@ -39,6 +59,9 @@ class Pass:
         self._rows = itemgetter(*(n for n, name in names if name in ROWS))
         self._pairs = [n for n, name in names if name in _PAIRS]
         self.executables: dict[Any, Executable] = {}  # by `key`
+        self.nbytes = 0  # of a workspace that is enough for all of these
+        self._number = next(_numbers)
+        finalize(self, _forget, self._number)
 
     def key(self, addresses: Sequence[int], device: int) -> tuple[int, ...]:
         """Give what a plan depends on: alignments, and whether v may be a view of k."""
@@ -47,6 +70,103 @@ class Pass:
         if self._pairs:
             return *key, *(alignment_of(addresses[n]) for n in self._pairs)
         return key
+
+    def keep(self, key: Any, executable: Executable) -> None:
+        """Keep what runs calls of a key."""
+        self.executables[key] = executable
+        self.nbytes = max(self.nbytes, executable.nbytes)
+
+    def launch(
+        self,
+        addresses: Sequence[int],
+        workspace: int,
+        device: int,
+        stream: Any,
+        executable: Executable | None = None,
+    ) -> bool:
+        """Start the kernels on a stream of CuPy's; False where no earlier call was like this one.
+
+        ``executable`` is what to do where that is so. Nothing else differs from call to call:
+        tensor maps are those of the addresses. Single steps are safe among threads: who launches
+        what is bound takes it out meanwhile.
+        """
+        key = self._number, device, workspace, *addresses
+        found = _met.pop(key, None)
+        if found is None:
+            executable = executable or self.executables.get(self.key(addresses, device))
+            if executable is None:
+                return False
+            executable.start(addresses, workspace, stream)
+            if executable.is_complete:
+                if len(_met) >= MOST:
+                    _met.popitem(last=False)
+                _met[key] = executable
+            return True
+        if isinstance(found, Executable):
+            if is_capturing(stream):
+                found.start(addresses, workspace, stream)
+                return True
+            found = found.bind(addresses, workspace, stream)
+        found.launch(stream)
+        _met[key] = found
+        return True
+
+    def run(
+        self,
+        executable: Executable,
+        addresses: Mapping[str, int],
+        arrays: Mapping[str, Any],
+        device: int,
+        workspace: Any = None,
+    ) -> None:
+        """Run it on CuPy's current stream and device, with all that it needs.
+
+        ``addresses`` are those of the arrays that the executable names; some of the caller's arrays
+        may have to be copied. A workspace takes the place of CuPy's pool; ValueError where it is
+        too small, or on another device.
+        """
+        import cupy
+
+        plan, nbytes = executable.plan, executable.nbytes
+        if workspace is not None:
+            _ensure_fits(workspace, nbytes, device)
+            memory = workspace.data
+        else:
+            memory = cupy.cuda.alloc(nbytes) if nbytes else None
+
+        def copies(of: Mapping[str, ArrayLayout]) -> list[tuple[Any, Any]]:
+            """Pair each contiguous copy with the caller's array."""
+            starts = plan.workspace.starts
+            return [
+                (cupy.ndarray(x.shape, np.dtype(x.dtype), memory + starts[name]), arrays[name])
+                for name, x in of.items()
+            ]
+
+        copies_in, copies_out = copies(plan.copies_in), copies(plan.copies_out)
+        for copy, x in copies_in:
+            cupy.copyto(copy, x, casting="unsafe")
+        at = memory.ptr if memory is not None else 0
+        given = [addresses[name] for name in executable.names]
+        self.launch(given, at, device, cupy.cuda.get_current_stream(), executable)
+        for copy, x in copies_out:
+            cupy.copyto(x, copy, casting="unsafe")
+
+
+def _forget(number: int) -> None:
+    for key in [key for key in list(_met) if key[0] == number]:
+        _met.pop(key, None)
+
+
+def _ensure_fits(workspace: Any, nbytes: int, device: int) -> None:
+    """Raise ValueError if a workspace is on another device, or too small."""
+    if workspace.data.device_id != device:
+        refuse_device("workspace", workspace.data.device_id, device)
+    if workspace.nbytes < nbytes:
+        raise ValueError(
+            f"workspace has {workspace.nbytes:,} bytes; this call needs {nbytes:,} or more "
+            "(explain(q, k, v, **options).workspace_bytes are enough where lse, and the rows "
+            "of dout and out, are contiguous)"
+        )
 
 
 class ArrayPass:
@@ -60,8 +180,8 @@ class ArrayPass:
         Those of an earlier call.
     ndim : int
         How many axes the caller's q has.
-    returned : callable
-        Makes what the call returns of the results.
+    kind : type
+        What the call returns: a tuple that begins with the results, of ``None`` behind them.
     """
 
     def __init__(
@@ -70,15 +190,23 @@ class ArrayPass:
         inputs: Mapping[str, Any],
         results: Mapping[str, Any],
         ndim: int,
-        returned: Callable[..., Any],
+        kind: type[Attention] | type[Gradients],
     ) -> None:
         import cupy
 
-        self._known, self._key, self._returned = known.executables.get, known.key, returned
+        self._known = known
         self._others = [n for n in inputs if n not in ROWS and n not in ("lse", "dlse")]
-        self._new = [maker(x.shape[4 - ndim :], x.dtype) for x in results.values()]
+        parts, end = [], 0
+        for x in results.values():
+            parts.append((x.shape[4 - ndim :], x.dtype, end))
+            end += -(-x.nbytes // ALIGNED) * ALIGNED
+        self._bytes, self._is_one_piece = end, end <= ONE_PIECE
+        self._make, self._make_others = maker(parts), maker(parts[1:])
         self._overlaps = Overlap(next(iter(results.values())), inputs.values())
+        self._returned = partial(tuple.__new__, kind)
+        self._absent = [None] * (len(kind._fields) - len(results))
         self._device, self._alloc = cupy.cuda.runtime.getDevice, cupy.cuda.alloc
+        self._stream = cupy.cuda.get_current_stream
 
     def __call__(self, rows: Sequence[Any], options: Options, out: Any | None = None) -> Any:
         """Run it on CuPy's current stream; None where no earlier call was like it.
@@ -93,28 +221,34 @@ class ArrayPass:
             if memory.device_id != device:
                 return None
             addresses.append(memory.ptr)
-        results = []
+        nbytes, at = self._known.nbytes, 0  # of the workspace, which the stream's order frees
         if out is not None:
-            *others, at = addresses
-            if self._overlaps(at, others):
+            *others, place = addresses
+            if self._overlaps(place, others):
                 return None
-            results.append(out)
-        for new in self._new[len(results) :]:
-            x = new()
-            results.append(x)
-            addresses.append(x.data.ptr)
-        executable = self._known(self._key(addresses, device))
-        if executable is None:
+            made = self._make_others(None)
+            results = [out, *made]
+        elif not self._is_one_piece:
+            made = results = self._make(None)
+        elif nbytes <= self._bytes:
+            piece = self._alloc(self._bytes + nbytes)
+            at, nbytes = piece.ptr + self._bytes, 0
+            made = results = self._make(piece)
+        else:
+            made = results = self._make(self._alloc(self._bytes))
+        addresses.extend(map(_address, made))
+        if nbytes:
+            memory = self._alloc(nbytes)
+            at = memory.ptr
+        if not self._known.launch(addresses, at, device, self._stream()):
             return None
-        # Freed in the order of the stream.
-        memory = self._alloc(executable.nbytes) if executable.nbytes else None
-        executable.launch(addresses, memory.ptr if memory is not None else 0)
-        return self._returned(*results)
+        return self._returned(results + self._absent)
 
 
-def maker(shape: Sequence[int], dtype: Any) -> Callable[[], Any]:
-    """Give what makes contiguous arrays, whatever they hold.
+def maker(parts: Sequence[tuple[Any, np.dtype[Any], int]]) -> Callable[[Any], list[Any]]:
+    """Give what makes contiguous arrays of some shapes and dtypes, whatever they hold.
 
+    It takes the memory in which they begin behind so many bytes, or None: they have each their own.
     It is the constructor of CuPy's class without what that does in Python, a third of its time; of
     a CuPy without such a part, all of it. ``cupy.empty`` takes longer.
     """
@@ -122,13 +256,18 @@ def maker(shape: Sequence[int], dtype: Any) -> Callable[[], Any]:
 
     kind, init = cupy.ndarray, _own_part()
     if init is None:
-        return partial(kind, shape, dtype)
+        return lambda memory: [kind(x, dtype, memory and memory + n) for x, dtype, n in parts]
     new = kind.__base__.__new__
+    # CuPy finds the types of NumPy's own dtypes at once.
+    found = [(x, dtype.type if dtype.isbuiltin == 1 else dtype, n) for x, dtype, n in parts]
 
-    def make() -> Any:
-        x = new(kind)
-        init(x, shape, dtype)
-        return x
+    def make(memory: Any) -> list[Any]:
+        made = []
+        for shape, dtype, start in found:
+            x = new(kind)
+            init(x, shape, dtype, memory and memory + start)
+            made.append(x)
+        return made
 
     return make
 
@@ -143,7 +282,7 @@ def _own_part() -> Callable[..., None] | None:
         return None
     try:
         x = kind.__base__.__new__(kind)
-        init(x, (2, 3), np.dtype(np.float32))
+        init(x, (2, 3), np.float32, None)
         found = x.shape, x.strides, x.dtype
     except (TypeError, AttributeError):
         return None

@@ -52,7 +52,7 @@ _LONG = 2048  # at least, queries of a causal call of tall tiles
 _NORMAL = 1 << 14  # at most, keys: of more, the mean probability is subnormal in float16
 _MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
 _MASKED_ROWS = 128  # at most, queries of a tile where a mask leaves blocks empty
-_MASKS = frozenset({"mask", "block_mask", "mask_mod"})
+MASKS = frozenset({"mask", "block_mask", "mask_mod"})
 _SCORE_MODS = frozenset({"softcap", "alibi_slopes", "score_mod", "bias"})
 _NARROW_DIM = _BACKWARD_BUCKETS[HOPPER_BACKWARD][0][-1]
 
@@ -130,7 +130,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     """
     P = problem
     dim, value = bucket(P.D), bucket(P.Dv)
-    masked = not P.enabled_options.isdisjoint(_MASKS)
+    masked = not P.enabled_options.isdisjoint(MASKS)
     plain = P.enabled_options.isdisjoint(_SCORE_MODS) and not masked and not P.dropout_p
     packed = P.sequences is not None
     uncut = P.window == (None, None) and plain
@@ -207,7 +207,7 @@ def _suits_tall(problem: Problem, rows: int) -> bool:
     """
     P = problem
     full = P.sequences is None and -(-P.Nq // rows) * rows <= _PADDED * P.Nq
-    masked = not P.enabled_options.isdisjoint(_MASKS)
+    masked = not P.enabled_options.isdisjoint(MASKS)
     uncut = P.window == (None, None) or (P.window == (None, 0) and P.Nq >= _LONG)
     return full and uncut and _is_normal(P) and not masked
 

@@ -20,7 +20,7 @@ POINTERS = (
     *("q", "k", "v", "out", "lse"),
     *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table"),
     *("alibi_slopes", "sinks"),
-    *("tile_counter", "block_order", "claims", "partial_out", "partial_sums"),
+    *("tile_counter", "block_order", "claims", "paces", "partial_out", "partial_sums"),
     *("dout", "dlse", "delta", "lse_log2", "row_max"),
     *("dq", "dk", "dv", "dq_accum", "head_flags", "dq_semaphore"),
     *("bias", "dbias", "mask", "dsinks", "block_kinds", "block_bits"),
@@ -36,7 +36,7 @@ _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
 _SIZES = (
     *("alibi_slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows"),
-    *("head_groups", "turn_rows", "turn_heads", "in_order", "last_keys_first"),
+    *("head_groups", "turn_rows", "turn_heads", "in_order", "last_keys_first", "pace_steps"),
     *("bias_B", "bias_H", "bias_Nq", "bias_Nk"),
     *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
     *("length", "offset", "left", "right", "entries"),

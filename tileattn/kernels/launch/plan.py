@@ -244,6 +244,8 @@ def _plan(
     made = {name: x.nbytes for name, x in copied.items()}
     learned = learned_layouts(layout, learned_arrays(problem, layout, device.sm_count))
     sums = {name: x.nbytes for name, x in learned.items() if layout.get(name) is None}
+    if schedule.pace_steps:
+        sums["paces"] = 4 * schedule.pace_steps
     aux = layout.aux_by_name | learned if functions else {}
     kinds, lists = _tile_kinds(problem, layout, launches)
     if functions and problem.mask_mod is not None and not _is_split(launches):

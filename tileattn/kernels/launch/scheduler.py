@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tileattn.algorithm.mask import SlidingWindow
 from tileattn.algorithm.tiles import cut
 from tileattn.kernels.config.context import KernelLaunch
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS
+from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, MASKS
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.launch.layout import CallLayout
 from tileattn.kernels.launch.tile_lists import tile_lists
@@ -25,6 +25,10 @@ TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (mea
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
 # L2 caches that queries of one key head may fill before key blocks drift apart (measured)
 DRIFT, CAUSAL_DRIFT = 4, 2
+LAST = 6  # one in so many work tiles goes by its length alone (measured)
+SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
+PACE_TILES = 32  # key tiles of a step: as in CUDA
+PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
 MAX_WAVES = 64  # of a thread block, on average: more even out by themselves
 
 Array = NDArray[Any]
@@ -40,6 +44,9 @@ class Schedule(NamedTuple):
     # Of packed sequences, key heads whose blocks take turns: rows that they may have, and how many.
     turn_rows: int = 0
     turn_heads: int = 1
+    pace_steps: int = (
+        0  # counters by which thread blocks keep pace: `Pace` in CUDA; 0 if they do not
+    )
 
     @property
     def fields(self) -> dict[str, int]:
@@ -97,7 +104,11 @@ def schedule_of(
             groups = -(-P.B * P.Hkv // max(1, min(size, launch.grid)))
             return Schedule(groups, None, in_order, last_keys_first)
     kernels = {launch.key.kernel for launch in launches}
-    groups = head_groups(P, 2 * l2_bytes if "forward" in kernels else l2_bytes // 2)
+    nbytes = 2 * l2_bytes if "forward" in kernels else l2_bytes // 2
+    if HOPPER in kernels and P.Nk <= SHORT:
+        # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them.
+        nbytes = l2_bytes // 8
+    groups = head_groups(P, nbytes)
     if HOPPER not in kernels:
         return Schedule(groups)
     if P.sequences is not None:
@@ -108,7 +119,23 @@ def schedule_of(
     if launches[0].key.in_pieces:
         return Schedule(groups)
     (launch,) = launches
-    return Schedule(groups, _assignment(P, layout, launch.key, groups, launch.grid))
+    assignment = _assignment(P, layout, launch.key, groups, launch.grid)
+    return Schedule(groups, assignment, pace_steps=_pace_steps(P, launch, l2_bytes))
+
+
+def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
+    """Count the steps of the thread block that has most key tiles; 0 where none keep pace.
+
+    They drift apart under a causal mask, where work tiles differ in length. Of other masks and of
+    windows they have different keys in any case.
+    """
+    left, right = P.window
+    drifts = left is None and right is not None and P.enabled_options.isdisjoint(MASKS)
+    if not drifts or P.Nk * (P.D + P.Dv) * P.dtype.itemsize <= PACED * l2_bytes:
+        return 0
+    q, k = launch.key.tile
+    waves = -(-P.B * P.Hq * -(-P.Nq // q) // launch.grid)
+    return (waves + 1) * -(-P.Nk // k) // PACE_TILES + 1
 
 
 def _goes_in_step(P: Problem, launch: KernelLaunch) -> bool:
@@ -167,6 +194,9 @@ def _assignment(
     longest = np.zeros(heads, np.int64)
     np.maximum.at(longest, group, cost)
     order = np.lexsort((-cost, group, -longest[group]))
+    # Of the last ones the long go first whatever their group, so that SMs end together.
+    last = order[tiles - tiles // LAST :]
+    last[:] = last[np.argsort(-cost[last], stable=True)]
     return assign(order, cost[order], grid)
 
 

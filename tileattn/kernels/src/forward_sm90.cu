@@ -35,6 +35,18 @@ constexpr bool RELEASES_Q_EARLY = Q_STAGES < 2 * CONSUMERS;
 // registers.
 constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 8 : NT;
 
+// Columns of atoms of a tile: all, or those of its first half. A warpgroup has half as many rows as
+// most tiles have keys, so under a causal mask every second one has its last tile masked out by
+// half: there QK, softmax and PV are those of a half. What is masked out has a P of 0, so the bits
+// are those of the whole tile.
+template <int N>
+struct Atoms {
+    static constexpr int COUNT = N;
+};
+constexpr bool HAS_HALVES = BY_SUMS && !HAS_TILE_LIST && BLOCK_K == 2 * WARPGROUP_ROWS;
+constexpr Atoms<NT> WHOLE;
+constexpr Atoms<HAS_HALVES ? NT / 2 : NT> HALF;
+
 // Where a consumer warpgroup is in the circular buffers.
 struct ReadState {
     PipelineState<Q_STAGES> q;
@@ -80,8 +92,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if (leader) smem.v_empty(v_pipe.stage).arrive();
         v_pipe.advance();
     };
-    auto issue_qk = [&] {
-        gemm_async<Element, HEAD_DIM>(s, smem.q(q_pipe.stage), 0, smem.k(k_pipe.stage));
+    auto issue_qk = [&](auto columns) {
+        gemm_async<Element, HEAD_DIM>(atoms<columns.COUNT>(s, 0), smem.q(q_pipe.stage), 0,
+                                      smem.k(k_pipe.stage));
     };
     auto issue_pv = [&] {
         smem.v_full(v_pipe.stage).wait(v_pipe.phase);
@@ -98,10 +111,10 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if (leader && held_v >= 0) smem.v_empty(held_v).arrive();
         held_v = -1;
     };
-    auto convert_p = [&] {
+    auto convert_p = [&](auto columns) {
         const Dropout dropout(p, work.b, work.h);
 #pragma unroll
-        for (int i = 0; i < BLOCK_K / 16; ++i) {
+        for (int i = 0; i < columns.COUNT / 2; ++i) {
             if constexpr (HAS_DROPOUT && !NAN_SAFE) {
                 hide(s.row), hide(s.column);
                 s.drop(dropout, 2 * i);
@@ -158,18 +171,19 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
         }
         if (tile < work.tiles.end) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
-        issue_qk();
+        issue_qk(WHOLE);
         if (tile < work.tiles.end)
             load_mask_and_bias((HAS_TILE_LIST ? next_entry / 2 : tile) * BLOCK_K);
     };
-    auto modify_and_mask = [&](bool partial) {
+    auto modify_and_mask = [&](auto columns, bool partial) {
+        constexpr int COUNT = columns.COUNT;
         const ScoreMod score_mod(p, work.b, work.h);
         const AttentionMask attn_mask(p, work.sequence(p), work.h);
         s.row = work.q0 + row0, s.column = (HAS_TILE_LIST ? entry / 2 : tile) * BLOCK_K;
         if constexpr (HAS_BIAS) copy_wait<0>(), __syncwarp();
 #pragma unroll
-        for (int n = 0; n < NT; n += CHUNK) {
-            const int end = n + CHUNK < NT ? n + CHUNK : NT;
+        for (int n = 0; n < COUNT; n += CHUNK) {
+            const int end = n + CHUNK < COUNT ? n + CHUNK : COUNT;
             if (CHUNK < NT) hide(s.row), hide(s.column);
             s.apply(score_mod, bias, [](int, int, int, Accum, Accum) {}, n, end);
             if (partial) s.masked_fill_positions(attn_mask, n, end);
@@ -179,21 +193,22 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const int ahead = HAS_TILE_LIST ? next_entry / 2 : tile + 1;
         if (tile + 1 < work.tiles.end) load_mask_and_bias(ahead * BLOCK_K);
     };
-    auto online_softmax = [&] {
+    auto online_softmax = [&](auto columns) {
         const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
-        constexpr RowMaxMode MODE = NAN_SAFE ? RowMaxMode::DETECT_LATE : RowMaxMode::BOUNDED;
-        if constexpr (BY_SUMS && !NAN_SAFE)
-            rises = state.template update_by_sums<RESCALE_THRESHOLD>(s, softmax_scale_log2, rows,
-                                                                     sums);
-        else
+        if constexpr (BY_SUMS && !NAN_SAFE) {
+            rises = state.template update_by_sums<RESCALE_THRESHOLD>(
+                atoms<columns.COUNT>(s, 0), softmax_scale_log2, rows, sums);
+        } else {
+            constexpr RowMaxMode MODE = NAN_SAFE ? RowMaxMode::DETECT_LATE : RowMaxMode::BOUNDED;
             state.template update<RESCALE_THRESHOLD, MODE, BY_SUMS>(s, softmax_scale_log2, rows,
                                                                     rescale);
+        }
     };
-    auto softmax = [&](bool partial) {
+    auto softmax = [&](auto columns, bool partial) {
         release_k();
         if (RELEASES_Q_EARLY && tile + 1 == work.tiles.end) release_q();
-        modify_and_mask(partial);
-        online_softmax();
+        modify_and_mask(columns, partial);
+        online_softmax(columns);
     };
     // Softmax of tile j overlaps PV of tile j - 1:
     //
@@ -204,23 +219,24 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     //     mask, softmax              PV                   v(j - 1)
     //     wait PV, release v         -                    -
     //     rescale O, convert P       -                    -
-    auto step = [&](bool partial) {
+    auto step = [&](auto columns, bool partial) {
+        auto& scores = atoms<columns.COUNT>(s, 0);
         smem.k_full(k_pipe.stage).wait(k_pipe.phase);
-        issue_qk();
+        issue_qk(columns);
         issue_pv();
-        warpgroup_wait<1>(s);
-        softmax(partial);
+        warpgroup_wait<1>(scores);
+        softmax(columns, partial);
         order_after(BY_SUMS ? rises : state.l[0][0] + state.l[0][1] < 0);
         finish_pv();
         if constexpr (!BY_SUMS) {
             acc.scale_rows(rescale);
         } else if (rises) {
-            state.template raise_shifts<RESCALE_THRESHOLD>(s, rows, sums, rescale);
+            state.template raise_shifts<RESCALE_THRESHOLD>(scores, rows, sums, rescale);
             acc.scale_rows(0, rescale[0]);
         } else {
             state.add_sums(sums);
         }
-        convert_p();
+        convert_p(columns);
     };
     // Tile by tile, the warpgroups side by side: they clean the values of partial tiles together.
     // The table of what was not finite takes the k stage, once all have their scores.
@@ -228,7 +244,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
         for (;;) {
             const bool partial = __any_sync(~0u, is_partial() || HAS_ANY_SCORES || HAS_MASK);
-            modify_and_mask(partial);
+            modify_and_mask(WHOLE, partial);
             const NonFinite<Element, BLOCK_K, VALUE_DIM> table{smem.k(k_pipe.stage).address};
             Attended<1, NT> attended;
             bool any = false;
@@ -240,13 +256,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
                 fence_async_shared();
                 any = named_barrier_or<CONSUMER_THREADS>(CONSUMER_BARRIER, any);
             }
-            online_softmax();
+            online_softmax(WHOLE);
             s.scale(1 / P_DIVISOR);
             const Dropout dropout(p, work.b, work.h);
 #pragma unroll
             for (int n = 0; n < NT; n += 2)
                 s.drop(dropout, n, [&](int m, int n, int e) { attended.drop(m, n, e); });
-            convert_p();
+            convert_p(WHOLE);
             acc.scale_rows(rescale);
             gemm_async<Element>(acc, probs, smem.v(v_pipe.stage));
             warpgroup_wait<0>(acc);
@@ -261,7 +277,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             release_v();
             if (++tile == work.tiles.end) return;
             smem.k_full(k_pipe.stage).wait(k_pipe.phase);
-            issue_qk();
+            issue_qk(WHOLE);
             warpgroup_wait<0>(s);
         }
     };
@@ -281,16 +297,20 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             if (__any_sync(~0u, !work.all_large && state.below(-LARGE_ROW_MAX)))
                 smem.mark_unfinished(1, work.iteration);
         } else if (!empty) {
-            softmax(is_partial());
+            softmax(WHOLE, is_partial());
             if constexpr (BY_SUMS) state.add_sums(sums);  // of a first tile: they are small
-            convert_p();
+            convert_p(WHOLE);
             for (++tile; tile < work.tiles.end;) {
                 if (is_partial()) {
-                    step(true), ++tile;
+                    if (HAS_HALVES && work.tiles.ends_in_half && tile + 1 == work.tiles.end)
+                        step(HALF, true);
+                    else
+                        step(WHOLE, true);
+                    ++tile;
                 } else {
                     const int end = HAS_TILE_LIST ? tile + 1 : work.tiles.full_end;
 #pragma unroll 1
-                    for (; tile < end; ++tile) step(false);
+                    for (; tile < end; ++tile) step(WHOLE, false);
                 }
             }
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
@@ -302,7 +322,12 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
         if (NAN_SAFE || !RELEASES_Q_EARLY || empty) release_q();
         q_pipe.advance(CONSUMERS);
-        if constexpr (!NAN_SAFE) gemm_async<Element>(acc, probs, smem.v(v_pipe.stage));
+        if constexpr (!NAN_SAFE) {
+            if (HAS_HALVES && work.tiles.ends_in_half)
+                gemm_async<Element>(acc, probs, smem.v(v_pipe.stage), 0, BLOCK_K / 32);
+            else
+                gemm_async<Element>(acc, probs, smem.v(v_pipe.stage));
+        }
         if (held_v >= 0) v_pipe.advance();
         fetch_work();
         const WorkTile done = work;

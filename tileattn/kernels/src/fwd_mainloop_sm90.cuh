@@ -4,6 +4,7 @@
 
 #include "fwd_smem_sm90.cuh"
 #include "nonfinite.cuh"
+#include "pace.cuh"
 #include "pieces.cuh"
 #include "softmax.cuh"
 
@@ -76,7 +77,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 full.arrive();
                 continue;
             }
-            share.q0 += WARPGROUP_ROWS * warpgroup;
+            // They take turns: under a causal mask the last rows have most tiles.
+            share.q0 += WARPGROUP_ROWS * ((warpgroup + work.iteration) % CONSUMERS);
             // In a NaN-safe pass the warpgroups go through the same tiles side by side.
             if (!work.nan_safe) share.tiles = key_tiles(p, work, share.q0, WARPGROUP_ROWS);
             if (HAS_TILE_LIST) share.tiles.begin = work.begin, share.tiles.end = work.end;
@@ -106,6 +108,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     // work tiles are unfinished, the others hardly will be better: the second pass takes over what
     // is left.
     int begun = 0;  // iterations of the first pass
+    Pace pace;
     auto run_pass = [&](int pass) {
         order.restart();
         auto find = [&](WorkTile& work) {
@@ -135,7 +138,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS)
                     QueryTile::prefetch(maps.q, next.q_start + next.q0 + row, next.h, next.entry());
 #pragma unroll 1
-            while (tile < work.end) load_next();
+            while (tile < work.end) load_next(), pace.advance(p);
             work = next;
         }
     };
@@ -145,6 +148,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         work.is_end = false;
     };
     run_pass(0);
+    pace.end(p);
     publish_end();
     smem.pass_done().wait(0);
     if (!smem.any_unfinished(0)) return;

@@ -25,6 +25,7 @@ struct Fields {
     u32* tile_counter;         // work tiles claimed in Hopper's kernels
     PackedBlock* block_order;  // the work tiles of a head, for Hopper's kernels
     int* claims;               // behind each work tile the next that its CTA has claimed
+    u32* paces;                // how many CTAs have come so far, by steps
     void *partial_out, *partial_sums;  // of each row and piece of the keys, as in pieces.cuh
     const void* dout;
     const void* dlse;
@@ -53,9 +54,10 @@ struct Fields {
     // head_groups: how many groups of heads are scheduled one after the other. in_order: whether
     // key blocks add to dQ in a fixed order. last_keys_first: the order of a head's key blocks, as in
     // `BwdWorkTile`. Of packed sequences, key heads whose blocks take turns go
-    // through turn_rows at most, and are turn_heads at most.
+    // through turn_rows at most, and are turn_heads at most. pace_steps: of `Pace`; 0 where CTAs do
+    // not wait for each other.
     i64 B, Hq, Hkv, Nq, Nk, D, Dv, group, rows, head_groups, turn_rows, turn_heads, in_order,
-        last_keys_first;
+        last_keys_first, pace_steps;
     i64 bias_B, bias_H, bias_Nq, bias_Nk;
     i64 mask_block_q, mask_block_k, kinds_tile_q, kinds_tile_k;
     // Options. length and offset hold where their arrays are null.

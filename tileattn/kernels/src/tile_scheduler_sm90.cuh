@@ -9,6 +9,7 @@
 // Those from full_begin to full_end - 1 need no mask.
 struct TileRange {
     int begin, end, full_begin, full_end;
+    bool ends_in_half;  // of key tiles: the second half of the last one is masked out
 
     __device__ bool is_partial(int tile) const { return tile < full_begin || tile >= full_end; }
 };
@@ -127,11 +128,13 @@ __device__ inline TileRange key_tiles(const Params& p, const FwdWorkTile& work, 
     const Range keys = window.key_range(q0, min(q1, window.Nq));
     const Range full = window.full_key_tiles(q0, q1);
     TileRange tiles{keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
+    tiles.ends_in_half = keys.hi <= tiles.end * BLOCK_K - BLOCK_K / 2;
     if constexpr (IN_PIECES) {
         const int each = int(p.piece) / BLOCK_K, first = work.piece * each;
         tiles.begin = max(tiles.begin, first), tiles.end = min(tiles.end, first + each);
         // Consumers go through full tiles up to full_end without looking at the end.
         tiles.full_end = min(tiles.full_end, tiles.end);
+        tiles.ends_in_half = false;
     }
     return tiles;
 }
@@ -144,15 +147,17 @@ struct KeyTileList : TileList<int> {
 };
 
 // The indices of a CTA's work tiles, in each pass the same. They are the host's LPT assignment, or
-// else go round robin.
+// else go round robin, there and back: under a causal mask each is a little shorter than the one
+// before, and CTAs that drift apart would share no keys in the L2 cache.
 template <bool CLAIMED = PACKED, bool SHARED = IN_PIECES>
 struct WorkOrder {
     int iteration = -1;
 
     __device__ explicit WorkOrder(const Params&) {}
     __device__ int next(const Params& p) {
-        const int index = ++iteration * int(gridDim.x) + int(blockIdx.x);
-        return p.schedule ? p.schedule[index] : index;
+        const int first = ++iteration * int(gridDim.x), cta = int(blockIdx.x);
+        if (p.schedule) return p.schedule[first + cta];
+        return first + (iteration % 2 ? int(gridDim.x) - 1 - cta : cta);
     }
     __device__ void restart() { iteration = -1; }
 };

@@ -1,0 +1,68 @@
+"""Keys of a head that exceed the L2 cache: CTAs of the Hopper forward kernel keep pace."""
+
+import time
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tileattn
+from tests.on_gpu import bits, busy, host, needs_gpu, random_arrays
+from tileattn import Attention, reference
+from tileattn.testing import assert_attention_close, error_bound
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
+
+N = 1 << 18  # 64 MiB of keys and values
+
+
+@pytest.fixture(scope="module")
+def given() -> list[Any]:
+    return random_arrays(*[(1, 1, N, 64)] * 3, dtype=ml_dtypes.bfloat16)
+
+
+def seconds(call: Any) -> float:
+    """Time a call, with what waits on its stream before it."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+    start = time.perf_counter()
+    call()
+    cupy.cuda.Device().synchronize()
+    return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_of_a_long_call(given: list[Any], causal: bool) -> None:
+    """Some rows against the oracle, and all of them against the same call again."""
+    found = tileattn.forward(*given, causal=causal)
+    assert bits(tileattn.forward(*given, causal=causal)) == bits(found)
+    attention = host(found)
+    q, k, v = (x.get() for x in given)
+    for row in (0, 1, *np.random.default_rng(1).integers(0, N, 9).tolist(), N - 1):
+        keys = row + 1 if causal else N
+        one = q[:, :, row : row + 1], k[:, :, :keys], v[:, :, :keys]
+        some = Attention(*(x[:, :, row : row + 1] for x in attention))
+        assert_attention_close(some, reference.forward(*one), error_bound(*one))
+
+
+def test_ctas_that_do_not_run_are_not_waited_for(given: list[Any]) -> None:
+    """Half of the SMs are taken: the others wait once, then go on alone."""
+    import cupy
+
+    expected = bits(tileattn.forward(*given, causal=True))
+    alone = seconds(lambda: tileattn.forward(*given, causal=True))
+    taken = 4 * alone
+    wait = busy(1e3 * taken, sms=66)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    found: list[Any] = []
+
+    def both() -> None:
+        with streams[0]:
+            wait()
+        with streams[1]:
+            found.append(tileattn.forward(*given, causal=True))
+
+    assert seconds(both) < taken + 3 * alone
+    assert bits(found[0]) == expected

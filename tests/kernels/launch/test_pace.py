@@ -1,0 +1,53 @@
+"""Where thread blocks of the Hopper forward kernel keep pace; no GPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.launch.planning import H200, asked, forward
+from tileattn.kernels.launch.plan import LaunchPlan
+from tileattn.kernels.launch.scheduler import PACE_TILES, work_tiles
+
+CAUSAL = (None, 0)
+
+
+def planned(*, n: int = 1 << 18, **changed: Any) -> LaunchPlan:
+    sizes = {"B": 1, "Hq": 2, "Hkv": 1, "Nq": n, "Nk": n, "D": 128, "Dv": 128, "window": CAUSAL}
+    return forward(asked("bfloat16", **sizes | changed), H200)
+
+
+@pytest.mark.parametrize("changed", [{}, {"n": 1 << 20}, {"B": 3}, {"D": 64, "Dv": 64}], ids=str)
+def test_there_is_a_counter_for_every_step(changed: dict[str, Any]) -> None:
+    """By a table or without one: no thread block takes more steps than there are counters."""
+    plan = planned(**changed)
+    P, (launch,) = plan.problem, plan.launches
+    (q, k), grid = launch.key.tile, launch.grid
+    blocks, heads = -(-P.Nq // q), P.B * P.Hq
+    if "schedule" in plan.constants:
+        order = plan.constants["schedule"].array()
+    else:
+        rows = -(-blocks * heads // grid)
+        order = np.arange(rows * grid).reshape(rows, grid)
+        order[1::2] = order[1::2, ::-1]
+    block, _, _ = work_tiles(blocks, heads, plan.fields["head_groups"])
+    tiles = np.append(-(-(blocks - block) * q // k), 0)[np.minimum(order, blocks * heads)]
+    steps = plan.fields["pace_steps"]
+    assert tiles.sum(0).max() // PACE_TILES < steps
+    assert plan.workspace.nbytes >= plan.workspace.starts["paces"] + 4 * steps
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"n": 1 << 14},  # the keys fit
+        {"window": (1024, 0)},
+        {"window": (None, None)},
+        {"enabled_options": ("mask",)},
+    ],
+    ids=str,
+)
+def test_calls_that_need_not_keep_pace(changed: dict[str, Any]) -> None:
+    plan = planned(**changed)
+    assert plan.fields["pace_steps"] == 0
+    assert "paces" not in plan.workspace.starts
