@@ -65,8 +65,8 @@ def schedule_of(
     If they fill less than one wave, as those of many query heads may, it has as many as fill two
     waves. If dq is summed in order each key block waits for the one before; that keeps heads
     together, and the fewer of their key blocks are in flight, the shorter each waits. In a window
-    they wait for few, and two waves of heads are enough. Groups change which heads run together,
-    and never the order within a dq tile.
+    they wait for few, and where query tiles are short two waves of heads are enough (measured).
+    Groups change which heads run together, and never the order within a dq tile.
 
     Where packed sequences end the device alone may know. It lets heads, and sequences, take turns
     (`order_blocks`): as many as fit the same half of the L2, and one wave at most.
@@ -78,17 +78,18 @@ def schedule_of(
     """
     P = problem
     for launch in launches:
-        if launch.key.kernel in HOPPER_BACKWARDS:
-            adds, is_causal = launch.key.add_dq, P.window[1] is not None
+        key = launch.key
+        if key.kernel in HOPPER_BACKWARDS:
+            adds, is_causal = key.add_dq, P.window[1] is not None
             sums = P.D * P.accum_dtype.itemsize if adds else 0
             row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
             in_order = launch.in_order or (adds and _drifts(P, P.Nq * row / l2_bytes))
-            in_flight = launch.grid * launch.key.block_k // KEYS_IN_FLIGHT
+            in_flight = launch.grid * key.block_k // KEYS_IN_FLIGHT
             if P.sequences is not None:
                 rows = FAR if in_order and is_causal else l2_bytes // 2 // row
                 heads = in_flight if in_order else launch.grid
                 return Schedule(1, None, in_order, False, rows, max(1, heads))
-            blocks, size = -(-P.Nk // launch.key.block_k), l2_bytes // 2 // (P.Nq * row)
+            blocks, size = -(-P.Nk // key.block_k), l2_bytes // 2 // (P.Nq * row)
             waves, two_waves = size * blocks / launch.grid, 2 * launch.grid // blocks
             if waves < 1:
                 size = -(-2 * launch.grid // blocks)
@@ -97,7 +98,7 @@ def schedule_of(
             last_keys_first = False
             if in_order and _goes_in_step(P, launch):
                 last_keys_first, size = is_causal, two_waves
-            elif in_order and P.window[0] is not None:
+            elif in_order and P.window[0] is not None and key.block_q < key.block_k:
                 size = min(two_waves, in_flight)
             elif in_order:
                 size = in_flight if is_causal else min(size, in_flight)
