@@ -25,6 +25,7 @@ TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (mea
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
 # L2 caches that queries of one key head may fill before key blocks drift apart (measured)
 DRIFT, CAUSAL_DRIFT = 4, 2
+WHOLE_WAVES = 4096  # at least, keys of a causal call whose heads go in whole waves (measured)
 LAST = 6  # one in so many work tiles goes by its length alone (measured)
 SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
@@ -61,9 +62,9 @@ def schedule_of(
 
     The backward pass comes back to four times the bytes of keys and values (their gradients, and
     the sums of dq). The Hopper kernels come back to q, dout and the sums of dq for each key block:
-    a group has as many heads as half of the L2 holds of those, in whole waves under a causal mask.
-    If they fill less than one wave, as those of many query heads may, it has as many as fill two
-    waves. If dq is summed in order each key block waits for the one before; that keeps heads
+    a group has as many heads as half of the L2 holds of those, in whole waves under a long causal
+    mask. If they fill less than one wave, as those of many query heads may, it has as many as fill
+    two waves. If dq is summed in order each key block waits for the one before; that keeps heads
     together, and the fewer of their key blocks are in flight, the shorter each waits. In a window
     they wait for few, and where query tiles are short two waves of heads are enough (measured).
     Groups change which heads run together, and never the order within a dq tile.
@@ -93,7 +94,7 @@ def schedule_of(
             waves, two_waves = size * blocks / launch.grid, 2 * launch.grid // blocks
             if waves < 1:
                 size = -(-2 * launch.grid // blocks)
-            elif is_causal:
+            elif is_causal and adds and P.Nk >= WHOLE_WAVES:
                 size = round(waves) * launch.grid // blocks
             last_keys_first = False
             if in_order and _goes_in_step(P, launch):
