@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 
 from tests.kernels.launch.planning import H200, asked, forward
+from tileattn.kernels.jit.compile import SOURCES
 from tileattn.kernels.launch.plan import LaunchPlan
 from tileattn.kernels.launch.scheduler import PACE_TILES, work_tiles
 
 CAUSAL = (None, 0)
+
+
+def test_both_sides_have_steps_of_the_same_length() -> None:
+    assert f"PACE_TILES = {PACE_TILES}," in (SOURCES / "pace.cuh").read_text(encoding="utf-8")
 
 
 def planned(*, n: int = 1 << 18, **changed: Any) -> LaunchPlan:

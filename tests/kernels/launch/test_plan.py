@@ -198,6 +198,14 @@ def test_the_order_of_the_work_tiles_is_told() -> None:
     assert backward(little, H200, deterministic=True).fields["head_groups"] == 2
 
 
+@pytest.mark.parametrize(("length", "groups"), [(512, (8, 8)), (2048, (34, 34)), (4096, (67, 100))])
+def test_long_causal_calls_have_whole_waves(length: int, groups: tuple[int, int]) -> None:
+    """As many heads go together as fit 25 MiB: 50, 12 or 6, of 1.5 waves; or 4, of one."""
+    problem = asked(D=128, Dv=128, B=8, Hkv=50, Hq=50, Nq=length, Nk=length)
+    plans = (backward(replace(problem, window=x), H200) for x in ((None, None), (None, 0)))
+    assert tuple(plan.fields["head_groups"] for plan in plans) == groups
+
+
 @pytest.mark.parametrize(
     ("changed", "arrays", "natural"),
     [

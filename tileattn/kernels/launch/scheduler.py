@@ -45,9 +45,8 @@ class Schedule(NamedTuple):
     # Of packed sequences, key heads whose blocks take turns: rows that they may have, and how many.
     turn_rows: int = 0
     turn_heads: int = 1
-    pace_steps: int = (
-        0  # counters by which thread blocks keep pace: `Pace` in CUDA; 0 if they do not
-    )
+    # Counters by which thread blocks keep pace, as in `Pace` in CUDA; none where they do not.
+    pace_steps: int = 0
 
     @property
     def fields(self) -> dict[str, int]:
@@ -60,51 +59,16 @@ def schedule_of(
 ) -> Schedule:
     """Decide in what order a pass takes its work tiles.
 
-    The backward pass comes back to four times the bytes of keys and values (their gradients, and
-    the sums of dq). The Hopper kernels come back to q, dout and the sums of dq for each key block:
-    a group has as many heads as half of the L2 holds of those, in whole waves under a long causal
-    mask. If they fill less than one wave, as those of many query heads may, it has as many as fill
-    two waves. If dq is summed in order each key block waits for the one before; that keeps heads
-    together, and the fewer of their key blocks are in flight, the shorter each waits. In a window
-    they wait for few, and where query tiles are short two waves of heads are enough (measured).
-    Groups change which heads run together, and never the order within a dq tile.
+    The generic backward pass comes back to four times the bytes of keys and values: their
+    gradients, and the sums of dq.
 
     Where packed sequences end the device alone may know. It lets heads, and sequences, take turns
-    (`order_blocks`): as many as fit the same half of the L2, and one wave at most.
-
-    Where many query heads share keys, their queries may not fit the L2, and key blocks that do not
-    wait for each other drift apart: each loads them from memory for itself. Then dq is summed in
-    order though nobody asks for it. Under a causal mask key blocks differ in length, and drift
-    sooner.
+    (`order_blocks`): as many as fit half of the L2, and one wave at most.
     """
     P = problem
     for launch in launches:
-        key = launch.key
-        if key.kernel in HOPPER_BACKWARDS:
-            adds, is_causal = key.add_dq, P.window[1] is not None
-            sums = P.D * P.accum_dtype.itemsize if adds else 0
-            row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
-            in_order = launch.in_order or (adds and _drifts(P, P.Nq * row / l2_bytes))
-            in_flight = launch.grid * key.block_k // KEYS_IN_FLIGHT
-            if P.sequences is not None:
-                rows = FAR if in_order and is_causal else l2_bytes // 2 // row
-                heads = in_flight if in_order else launch.grid
-                return Schedule(1, None, in_order, False, rows, max(1, heads))
-            blocks, size = -(-P.Nk // key.block_k), l2_bytes // 2 // (P.Nq * row)
-            waves, two_waves = size * blocks / launch.grid, 2 * launch.grid // blocks
-            if waves < 1:
-                size = -(-2 * launch.grid // blocks)
-            elif is_causal and adds and P.Nk >= WHOLE_WAVES:
-                size = round(waves) * launch.grid // blocks
-            last_keys_first = False
-            if in_order and _goes_in_step(P, launch):
-                last_keys_first, size = is_causal, two_waves
-            elif in_order and P.window[0] is not None and key.block_q < key.block_k:
-                size = min(two_waves, in_flight)
-            elif in_order:
-                size = in_flight if is_causal else min(size, in_flight)
-            groups = -(-P.B * P.Hkv // max(1, min(size, launch.grid)))
-            return Schedule(groups, None, in_order, last_keys_first)
+        if launch.key.kernel in HOPPER_BACKWARDS:
+            return _backward_schedule(P, launch, l2_bytes)
     kernels = {launch.key.kernel for launch in launches}
     nbytes = 2 * l2_bytes if "forward" in kernels else l2_bytes // 2
     if HOPPER in kernels and P.Nk <= SHORT:
@@ -125,6 +89,48 @@ def schedule_of(
     return Schedule(groups, assignment, pace_steps=_pace_steps(P, launch, l2_bytes))
 
 
+def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Schedule:
+    """Decide in what order a Hopper backward kernel takes its work tiles.
+
+    It comes back to q, dout and the sums of dq for each key block: a group has as many heads as
+    half of the L2 holds of those, in whole waves under a long causal mask. If they fill less than
+    one wave, as those of many query heads may, it has as many as fill two waves. If dq is summed in
+    order each key block waits for the one before; that keeps heads together, and the fewer of their
+    key blocks are in flight, the shorter each waits. In a window they wait for few, and where query
+    tiles are short two waves of heads are enough (measured). Groups change which heads run
+    together, and never the order within a dq tile.
+
+    Where many query heads share keys, their queries may fill the L2 several times, and key blocks
+    that do not wait for each other drift apart: each loads them from memory for itself. Then dq is
+    summed in order though nobody asks for it. Under a causal mask key blocks differ in length, and
+    drift sooner.
+    """
+    key, grid, is_causal = launch.key, launch.grid, P.window[1] is not None
+    sums = P.D * P.accum_dtype.itemsize if key.add_dq else 0
+    row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
+    in_order = launch.in_order or (key.add_dq and _drifts(P, P.Nq * row / l2_bytes))
+    in_flight = grid * key.block_k // KEYS_IN_FLIGHT
+    if P.sequences is not None:
+        rows = FAR if in_order and is_causal else l2_bytes // 2 // row
+        heads = in_flight if in_order else grid
+        return Schedule(1, None, in_order, turn_rows=rows, turn_heads=max(1, heads))
+    blocks, size = -(-P.Nk // key.block_k), l2_bytes // 2 // (P.Nq * row)
+    waves, two_waves = size * blocks / grid, 2 * grid // blocks
+    if waves < 1:
+        size = -(-2 * grid // blocks)
+    elif is_causal and key.add_dq and P.Nk >= WHOLE_WAVES:
+        size = round(waves) * grid // blocks
+    in_step = in_order and _goes_in_step(P, key)
+    if in_step:
+        size = two_waves
+    elif in_order and P.window[0] is not None and key.block_q < key.block_k:
+        size = min(two_waves, in_flight)
+    elif in_order:
+        size = in_flight if is_causal else min(size, in_flight)
+    groups = -(-P.B * P.Hkv // max(1, min(size, grid)))
+    return Schedule(groups, None, in_order, last_keys_first=in_step and is_causal)
+
+
 def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
     """Count the steps of the thread block that has most key tiles; 0 where none keep pace.
 
@@ -140,14 +146,13 @@ def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
     return (waves + 1) * -(-P.Nk // k) // PACE_TILES + 1
 
 
-def _goes_in_step(P: Problem, launch: KernelLaunch) -> bool:
+def _goes_in_step(P: Problem, key: KernelKey) -> bool:
     """Whether key blocks that begin together add to dq one query tile behind the other.
 
     Of those that wait for each other in narrow heads, whose query tiles are as long as key blocks,
     two waves then run best (measured). Under a causal mask that takes the last keys first. The bits
     of dq follow from the order of keys, which depends on options alone.
     """
-    key = launch.key
     narrow = key.kernel == HOPPER_BACKWARD and key.block_q == key.block_k
     listed = key.packed or key.block_mask or key.mask_mod
     return narrow and P.group == 1 and P.window[0] is None and not listed

@@ -39,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             const int unit = first + n * THREADS, slab = unit % ROW_UNITS / SLAB_UNITS;
             row[n] = unit / ROW_UNITS;
             const int part = row[n] / DQ_ROWS * DQ_ROWS, above = row[n] % DQ_ROWS;
-            const int at = unit % ROW_UNITS * COLUMNS;
-            column[n] = DQ_IS_TRANSPOSED ? at ^ above / 4 % 2 * 16 : dq_column(above, at);
+            const int column0 = unit % ROW_UNITS * COLUMNS;
+            column[n] = DQ_IS_TRANSPOSED ? column0 ^ above / 4 % 2 * 16 : dq_column(above, column0);
             const int swap = DQ_IS_TRANSPOSED ? above / 2 % 2 * 2 : 0;
             const int place = part * ROW_UNITS +
                               (slab * min(DQ_ROWS, count - part) + above) * SLAB_UNITS +
@@ -56,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
                 Vector<Element> vector;
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
-                    const int at = DQ_IS_TRANSPOSED ? e % 2 * 2 + atom : 2 * atom + e % 2;
-                    const float x = found[n][e / 2].x[at] * float(p.scale);
+                    const int from = DQ_IS_TRANSPOSED ? e % 2 * 2 + atom : 2 * atom + e % 2;
+                    const float x = found[n][e / 2].x[from] * float(p.scale);
                     good = good && is_finite(x);
                     vector.values[e] = narrow<Element>(x);
                 }

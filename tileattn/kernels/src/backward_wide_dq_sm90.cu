@@ -394,10 +394,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     const Smem smem{shared_address(tensors), storage};
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
-    if (threadIdx.x == 0) smem.init();
-    if (threadIdx.x == WARP)
-        prefetch_tensormap(maps.k), prefetch_tensormap(maps.q), prefetch_tensormap(maps.v),
-            prefetch_tensormap(maps.dout);
+    set_up(smem, maps.k, maps.q, maps.v, maps.dout);
     wait_for_prerequisites();
     __syncthreads();
     if (warpgroup == CONSUMERS) {

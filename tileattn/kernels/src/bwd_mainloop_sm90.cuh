@@ -359,10 +359,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
     const Smem smem{tensors, shared_address(tensors), storage};
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
-    if (threadIdx.x == 0) smem.init();
-    if (threadIdx.x == WARP)
-        prefetch_tensormap(maps.k), prefetch_tensormap(maps.q), prefetch_tensormap(maps.v),
-            prefetch_tensormap(maps.dout);
+    set_up(smem, maps.k, maps.q, maps.v, maps.dout);
     wait_for_prerequisites();
     if (NAN_SAFE && !any_flagged_head(p)) return;
     __syncthreads();

@@ -14,6 +14,13 @@ __device__ inline void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Begin a CTA: one thread sets up the barriers in shared memory, another fetches the maps.
+template <class Smem, class... Maps>
+__device__ inline void set_up(const Smem& smem, const Maps&... maps) {
+    if (threadIdx.x == 0) smem.init();
+    if (threadIdx.x == WARP) (prefetch_tensormap(maps), ...);
+}
+
 // Fault injection for tools/stress_gpu.py: random stalls at arrives and waits, and pairs of loads
 // issued in the opposite order. Off in kernels that serve calls.
 #if defined(TROUBLE_STALLS)
