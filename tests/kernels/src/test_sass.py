@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.hopper import HOPPER_DS
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES, compiled
+from tileattn.kernels.launch import catalog
 from tools.check_sass import ARCH, findings, keys
 from tools.sass import Instruction, Section, disassembled, parsed
 
@@ -47,6 +49,30 @@ def test_every_kernel_of_hopper_is_looked_at() -> None:
     others = {"backward_dq_convert_sm90", *HOPPER_DS}
     own = {path.stem for path in SOURCES.glob("*_sm90.cu")} - others
     assert {key.kernel for key in KEYS} == own
+
+
+# --- pairs of thread blocks -----------------------------------------------------------------------
+
+
+def pair_keys() -> list[KernelKey]:
+    """List the kernels of wide heads in float64, with and without the sums of dq."""
+    problem, context = catalog.problem_of("float64", 256), catalog.context_of(ARCH)
+    launches = [
+        *forward_launches(problem, context),
+        *backward_launches(problem, context, deterministic=False, sinks=False),
+        *backward_launches(problem, context, deterministic=True, sinks=False),
+    ]
+    return [*dict.fromkeys(x.key for x in launches if x.key.pair)]
+
+
+@pytest.mark.parametrize("key", pair_keys(), ids=lambda key: f"{key.kernel}-{key.add_dq}")
+def test_a_place_is_released_after_it_has_been_read(key: KernelKey, program: str) -> None:
+    """At arrivals on a barrier of the other thread block, which then stores to the place."""
+    remote = "SYNCS.ARRIVE.TRANS64.RED"
+    sections = parsed(disassembled(compiled(key, ARCH).image, program))
+    assert any(x.opcode.startswith(remote) for section in sections for x in section.code)
+    lasting = [pair for section in sections for pair in section.lasting()]
+    assert not [load for arrival, load in lasting if arrival.opcode.startswith(remote)]
 
 
 # --- a kernel that does, and one that does not ----------------------------------------------------

@@ -154,7 +154,9 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             dv.scale(factor);
         }
     };
-    if constexpr (PAIR) arrive_at_peer();
+    __shared__ Mail::Barriers barriers[PAIR ? 2 : 1];
+    Mail s_mail(barriers[0]), dp_mail(barriers[PAIR]);
+    if constexpr (PAIR) arrive_at_peer(), wait_for_peer();
     for (int g = 0; g < p.group; ++g) {
         const Head head(p, b, kv * int(p.group) + g);
         TileIterator tiles(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
@@ -194,6 +196,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             const DoutTile dout = dout_tile(stage);
             copy_wait<0>();
             __syncthreads();  // q and dO have landed, and all warps are done with the last tile
+            if constexpr (PAIR) s_mail.release(), dp_mail.release();
             tiles.next();
             if (STAGES > 1 && !tiles.done()) {
                 load_q(tiles.tile * BLOCK_Q, stage ^= 1);
@@ -215,22 +218,17 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                     [&](int, int n, int e) { return lse_log2[now][query(n, e)]; });
             };
             if constexpr (PAIR) {
-                wait_for_peer();  // it is done with the last P and dS
-                send_fragment(p_tile, tile.p, row0, column0);
-                arrive_at_peer();
+                s_mail.send(p_tile, tile.p, row0, column0);
             } else {
                 recompute_p();
             }
             multiply<VALUE_COLUMNS, STEPS<NAN_SAFE, VALUE_COLUMNS>, false, NAN_SAFE>(
                 tile.ds, v_tile, row0, dout, column0);
             if constexpr (PAIR) {
-                wait_for_peer();  // its part of S is here
-                add_fragment(tile.p, p_tile, row0, column0);
-                send_fragment(ds_tile, tile.ds, row0, column0);
-                arrive_at_peer();
+                dp_mail.send(ds_tile, tile.ds, row0, column0);
+                s_mail.add(p_tile, tile.p, row0, column0);
                 recompute_p();
-                wait_for_peer();  // its part of dP is here
-                add_fragment(tile.ds, ds_tile, row0, column0);
+                dp_mail.add(ds_tile, tile.ds, row0, column0);
             }
             tile.compute_ds(Accum(p.dropout_scale),
                             [&](int, int n, int e) { return deltas[now][query(n, e)]; });
@@ -295,15 +293,15 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             if (ADD_DQ && !NAN_SAFE && of_dq.any()) {
                 Fragment<Accum, DqWarpTile::MT, DqWarpTile::NT> dq;
                 dq.clear();
-                multiply_rows<true, BLOCK_K>(dq, ds_tile, of_dq.row, k_tile, of_dq.column);
+                multiply_rows<true, BLOCK_K, STEPS<NAN_SAFE, BLOCK_K>>(dq, ds_tile, of_dq.row,
+                                                                       k_tile, of_dq.column);
                 Accum* const sums = static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM + d0;
                 add_rows(sums, HEAD_DIM, dq, of_dq.row, of_dq.column, int(sequence.Nq) - q0);
             }
-            if constexpr (PAIR) arrive_at_peer();
         }
         copy_wait<0>();
     }
-    if constexpr (PAIR) wait_for_peer();
+    if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // nothing is under way
     // By now all warps are done with k and v.
     if (__syncthreads_or(!NAN_SAFE && (!dk.all_finite() || !dv.all_finite()))) return false;
 

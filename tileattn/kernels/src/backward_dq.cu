@@ -52,7 +52,9 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
     dout_tile.template load<THREADS, ALIGNMENT_BYTES>(head.dout + q0 * p.dout_at.n + dv0,
                                                       p.dout_at.n, rows, int(p.Dv) - dv0);
     copy_commit();
-    if constexpr (PAIR) arrive_at_peer();
+    __shared__ Mail::Barriers barriers[PAIR ? 2 : 1];
+    Mail s_mail(barriers[0]), dp_mail(barriers[PAIR]);
+    if constexpr (PAIR) arrive_at_peer(), wait_for_peer(), s_mail.release(), dp_mail.release();
     Accum lse_log2[MT][2], delta[MT][2];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -93,21 +95,19 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
                 [&](int m, int, int e) { return lse_log2[m][e / 2]; });
         };
         if constexpr (PAIR) {
-            wait_for_peer();  // it is done with the last parts
-            send_fragment(peer_s, tile.p, row0, 0);
+            s_mail.send(peer_s, tile.p, row0, 0);
         } else {
             recompute_p();
         }
         multiply<VALUE_COLUMNS, STEPS<NAN_SAFE, VALUE_COLUMNS>, false, NAN_SAFE>(tile.ds, dout_tile,
                                                                                  row0, v, 0);
         if constexpr (PAIR) {
-            send_fragment(peer_dp, tile.ds, row0, 0);
-            arrive_at_peer();
-            wait_for_peer();  // its parts are here
-            add_fragment(tile.p, peer_s, row0, 0);
-            add_fragment(tile.ds, peer_dp, row0, 0);
-            arrive_at_peer();
+            dp_mail.send(peer_dp, tile.ds, row0, 0);
+            s_mail.add(peer_s, tile.p, row0, 0);
+            s_mail.release();
             recompute_p();
+            dp_mail.add(peer_dp, tile.ds, row0, 0);
+            dp_mail.release();
         }
         if (!tiles.done()) load_bias(tiles.tile * BLOCK_K);
         tile.compute_ds(Accum(p.dropout_scale), [&](int m, int, int e) { return delta[m][e / 2]; });
@@ -134,7 +134,7 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
         }
     }
     copy_wait<0>();
-    if constexpr (PAIR) wait_for_peer();
+    if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // nothing is under way
     // By now all warps are done with q.
     if (__syncthreads_or(!NAN_SAFE && !dq.all_finite())) return false;
 

@@ -25,17 +25,26 @@ __device__ inline u32 peer_address(u32 address) {
     return peer;
 }
 
-__device__ inline void store_peer(u32 address, float x, float y) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y)
-                 : "memory");
+// Start to store 16 bytes to the other CTA. Its mbarrier counts what has landed.
+__device__ inline void send_peer(u32 address, u32 barrier, double x, double y) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::
+            "r"(address),
+        "d"(x), "d"(y), "r"(barrier)
+        : "memory");
 }
-__device__ inline void store_peer(u32 address, double x, double y) {
-    asm volatile("st.shared::cluster.v2.f64 [%0], {%1, %2};" ::"r"(address), "d"(x), "d"(y)
-                 : "memory");
+// Arrive at an mbarrier of the other CTA. With `.release.cluster` the thread would first wait for
+// its adds in device memory.
+__device__ inline void arrive_at_peer(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void store_peer(u32 address, u32 x) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
 // All threads of both CTAs arrive, and wait for all others to have arrived, in turn. What they have
-// stored before they arrive is there after the wait.
+// stored before they arrive is there after the wait. So they wait for their adds in device memory.
 __device__ inline void arrive_at_peer() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }

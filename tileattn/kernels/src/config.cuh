@@ -80,9 +80,9 @@ constexpr bool ALL_ROWS_LARGE = HAS_ANY_SCORES && PRODUCER_WARPS == 0;
 constexpr bool HAS_TILE_LIST = HAS_BLOCK_MASK || HAS_MASK_MOD;
 
 // How far GEMM loops are unrolled. The NaN-safe path rarely runs, and compiles sooner with few
-// steps.
+// steps. Pairs spill fewer registers.
 template <bool NAN_SAFE, int DEPTH>
-constexpr int STEPS = NAN_SAFE ? (sizeof(Element) == 2 ? 4 : 2) : DEPTH / 16;
+constexpr int STEPS = NAN_SAFE ? (sizeof(Element) == 2 ? 4 : 2) : PAIR ? 2 : DEPTH / 16;
 
 constexpr int THREADS = WARP * WARPS_M * WARPS_N;
 

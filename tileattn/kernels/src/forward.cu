@@ -147,7 +147,9 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
     q_tile.template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n + d0, p.q_at.n,
                                                    int(head.Nq()) - q0, int(p.D) - d0);
     copy_commit();
-    if constexpr (PAIR) arrive_at_peer();
+    __shared__ Mail::Barriers barriers;
+    Mail mail(barriers);
+    if constexpr (PAIR) arrive_at_peer(), wait_for_peer(), mail.release();
     RowState<MT> state;
     Fragment<Accum, MT, VT> acc;
     auto tiles = key_tiles_of(head.attn_mask, q0, keys);
@@ -191,12 +193,9 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         multiply<HEAD_COLUMNS, STEPS<NAN_SAFE, HEAD_COLUMNS>, false, NAN_SAFE>(s, q_tile, row0, k,
                                                                                column0);
         if constexpr (PAIR) {
-            wait_for_peer();  // it is done with the last part
-            send_fragment(p_tile, s, row0, column0);
-            arrive_at_peer();
-            wait_for_peer();  // its own part is here
-            add_fragment(s, p_tile, row0, column0);
-            arrive_at_peer();
+            mail.send(p_tile, s, row0, column0);
+            mail.add(p_tile, s, row0, column0);
+            mail.release();
         }
         s.apply(head.score_mod, bias, [](int, int, int, Accum, Accum) {});
         if (HAS_MASK || kind == PARTIAL) s.masked_fill(head.attn_mask, dense);
@@ -246,7 +245,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         }
     }
     copy_wait<0>();
-    if constexpr (PAIR) wait_for_peer();
+    if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // nothing is under way
     __syncthreads();  // all warps are done with q
     state.reduce_sums(group);
     const Lane lane;
