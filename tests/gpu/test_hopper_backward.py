@@ -23,7 +23,7 @@ from tests.gpu.hopper import (
     filled,
     runs_backward,
 )
-from tests.on_gpu import bits, host, needs_gpu, sent
+from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
 from tileattn import reference
 from tileattn.backends.cupy import describe
 from tileattn.kernels.config.hopper import HOPPER_BACKWARD
@@ -229,6 +229,35 @@ def test_a_fixed_order_gives_the_same_bits_under_any_load(D: int, Dv: int) -> No
                 )
         cupy.cuda.Device().synchronize()
         assert all(bits(each) == bits(first) for each in found)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "q_offset": [40, -2000]}], ids=str)
+@pytest.mark.parametrize(("group", "Nq"), [(1, 960), (3, 330)])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128), (256, 256)])
+def test_what_follows_begins_while_the_last_heads_run(
+    D: int, Dv: int, group: int, Nq: int, options: dict[str, Any]
+) -> None:
+    """A wave of key heads and a few more: idle SMs go on with dq of those that are complete.
+
+    Of a head with one key block dq has the same bits in any call.
+    """
+    import cupy
+
+    heads = describe.device_of(0).sm_count // 2 + 3
+    made = normal((2, group * heads, heads, Nq, 120, D, Dv), DTYPES[1])
+    first = bits(check(made, **options)[:3])
+    q, k, v, dout = map(sent, made)
+    attention = tileattn.forward(q, k, v, **options)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    for turn in range(30):
+        found = []
+        for stream in streams[: 1 + turn % 2]:
+            with stream, poisoned():
+                grads = tileattn.backward(dout, q, k, v, *attention, **options)
+                found.append(grads[:3])
+        cupy.cuda.Device().synchronize()
+        assert all(bits(each) == first for each in found)
 
 
 # --- NaN and infinity ---------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def on_arrays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 PARTS = (
     *("lse", "delta", "lse_log2", "row_max", "dq_accum", "head_flags"),
-    *("tile_counter", "dq_semaphore", "block_order", "claims"),
+    *("tile_counter", "dq_semaphore", "dq_counter", "block_order", "claims"),
 )
 
 

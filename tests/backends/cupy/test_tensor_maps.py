@@ -71,8 +71,8 @@ def test_maps_are_made_again_for_another_dout_alone(h200: Machine) -> None:
     assert len(h200.encoded) == 4
     given["dout"] = h200.array(given["dout"].shape, np.float16)
     tileattn.backward(**given)
-    *_, before, own, safe = (made[3].address for made in h200.maps)
-    assert own == safe == given["dout"].data.ptr != before
+    *_, before, safe, own = (made[3].address for made in h200.maps)
+    assert safe == own == given["dout"].data.ptr != before
     assert len(h200.encoded) == 8
 
 

@@ -16,7 +16,7 @@ from tileattn.call_cache import CALLS
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 TEMPORARY = ("delta", "lse_log2", "row_max", "dq_accum", "head_flags")
-COUNTERS = ("tile_counter", "dq_semaphore")
+COUNTERS = ("tile_counter", "dq_semaphore", "dq_counter")
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_what_the_forward_pass_launches(queries: int, blocks: int) -> None:
 def test_what_the_backward_pass_launches(keys: int, blocks: int) -> None:
     problem = replace(SUPPORTED, B=2, Hq=6, Hkv=3, Nq=300, Nk=keys, D=72, Dv=40)
     launches = hopper_launches(problem)
-    _, maxima, own, safe, *after = launches
+    _, maxima, safe, own, *after = launches
     assert [launch.key.kernel for launch in launches] == [*BEFORE, *[HOPPER_BACKWARD] * 2, *AFTER]
     assert (maxima.key.head_flags, maxima.grid) == (LARGE, 2 * 6 * 3)
     assert (own.key.add_dq, own.key.head_flags, own.grid) == (True, 0, blocks)
@@ -162,7 +162,7 @@ def test_what_the_backward_pass_launches(keys: int, blocks: int) -> None:
     assert own.shared_bytes == hopper_backward_bytes(TileSize(64, 128, 8, 1, 2), 128, 64)
     assert own.tensor_maps == (("q", 64), ("k", 128), ("v", 128), ("dout", 64))
     finish = after[0]
-    assert (finish.grid, finish.key.threads, finish.key.tile) == (2 * 6 * 5, 128, (64, 64))
+    assert (finish.grid, finish.key.threads, finish.key.tile) == (2 * 6 * 5, 128, own.key.tile)
     assert (finish.key.head_dim, finish.key.value_dim) == (128, 64)
     for launch in after:
         assert (launch.key.producer_warps, launch.tensor_maps) == (0, ())

@@ -78,7 +78,7 @@ SUMS = 12 * 300 * 4
 
 
 def counters(tiles: int) -> dict[str, int]:
-    return {"tile_counter": 2 * 4, "dq_semaphore": 12 * tiles * 4}
+    return {"tile_counter": 2 * 4, "dq_semaphore": 12 * tiles * 4, "dq_counter": 4 * 4}
 
 
 PARTS: list[tuple[Device, Fields, bool | None, dict[str, int], dict[str, int]]] = [

@@ -14,10 +14,12 @@ from tests.kernels.launch.planning import H200, asked, backward
 from tests.kernels.src.on_host import Array, block_with, built, kernel_texts
 from tileattn.algorithm.block_mask import EMPTY
 from tileattn.algorithm.mask import SlidingWindow
-from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
+from tileattn.kernels.config.hopper import HOPPER_BACKWARDS, HOPPER_DQ_CONVERT
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES
+from tileattn.kernels.launch.params import slots
 from tileattn.kernels.launch.plan import LaunchPlan
+from tileattn.kernels.launch.scheduler import work_tiles
 
 CAUSAL = (None, 0)
 
@@ -37,6 +39,29 @@ extern "C" int claim_all(const Params* p, int* found) {
     }
     return int(found - begin) / 6;
 }
+"""
+
+_COUNTED = """\
+#include "dq_counter.cuh"
+#include "tile_scheduler_sm90.cuh"
+
+extern "C" void convert(const Params* p, int done, int grid, int* found) {
+    BwdWorkTile work{};
+    for (int n = 0; n < done && get_work(*p, u32(n), work); ++n)
+        for (u32 thread = 0; thread < DQ_COUNT; ++thread)
+            count_dq(*p, i64(work.b) * p->Hkv + work.kv, 1);
+    const int tiles = block_count<BLOCK_Q>(*p, p->Nq);
+    for (int n = 0; n < grid; ++n) {
+        const int tile = dq_tile(*p, tiles, n);
+        *found++ = tile, *found++ = dq_is_complete(*p, tile / tiles / p->group);
+    }
+}
+"""
+
+_SEMAPHORES = """\
+#pragma once
+inline void add_to_semaphore(u32* place, u32 value) { *place += value; }
+inline u32 read_semaphore(const u32* place) { return *place; }
 """
 
 # What else the scheduler names, of which backward work tiles need nothing.
@@ -64,18 +89,23 @@ class Attending(NamedTuple):
     rank: int
 
 
+def scheduler(folder: Path, key: KernelKey, text: str) -> ctypes.CDLL:
+    """Compile a text that names the scheduler of a kernel, for the CPU."""
+    texts = kernel_texts(replace(key, kernel="work_tiles"), 1, "float32")
+    texts["config.cuh"] += _SCHEDULER
+    texts |= {"pieces.cuh": "#pragma once\n", "tma_sm90.cuh": _SEMAPHORES}
+    for name in ("tile_scheduler.cuh", "tile_scheduler_sm90.cuh", "dq_counter.cuh"):
+        texts[name] = (SOURCES / name).read_text(encoding="utf-8")
+    return built(folder, texts | {"work_tiles.cpp": text}, "work_tiles.cpp")
+
+
 def backward_work_tiles(
     folder: Path, plan: LaunchPlan, key: KernelKey, **integers: Array
 ) -> list[Attending]:
     """Find the query tiles of all work tiles of the backward pass, each in the order of its use."""
     P = plan.problem
     block = block_with(plan, integers)
-    texts = kernel_texts(replace(key, kernel="work_tiles"), 1, "float32")
-    texts["config.cuh"] += _SCHEDULER
-    texts["pieces.cuh"] = "#pragma once\n"
-    for name in ("tile_scheduler.cuh", "tile_scheduler_sm90.cuh"):
-        texts[name] = (SOURCES / name).read_text(encoding="utf-8")
-    library = built(folder, texts | {"work_tiles.cpp": _WORK_TILES}, "work_tiles.cpp")
+    library = scheduler(folder, key, _WORK_TILES)
     most = P.B * P.Hkv * (P.Nq // key.block_q + 1) * (P.Nk // key.block_k + 1)
     found = np.empty((most, len(Attending._fields)), np.int32)
     count = library.claim_all(
@@ -153,3 +183,35 @@ def test_a_key_block_waits_for_those_that_were_claimed_before(
     # Those of a work tile begin at the last query, or else at the first.
     for x, y in pairwise(found):
         assert x.claim < y.claim or (x.claim == y.claim and (x.tile < y.tile) == last_first)
+
+
+@pytest.mark.parametrize(("D", "Hq", "window"), [(64, 3, CAUSAL), (128, 6, (None, None))])
+@pytest.mark.parametrize(("B", "Nq", "Nk"), [(9, 1000, 2000), (2, 300, 100), (70, 4096, 1030)])
+def test_heads_whose_dq_is_complete_are_converted_first(
+    B: int, D: int, Hq: int, window: Any, Nq: int, Nk: int, tmp_path: Path
+) -> None:
+    """Each tile once, those of the last group of heads behind the others.
+
+    A head is complete when all its key blocks have counted, also those without queries.
+    """
+    plan = backward(asked(B=B, D=D, Dv=D, Hq=Hq, Hkv=3, Nq=Nq, Nk=Nk, window=window), H200)
+    convert = next(x for x in plan.launches if x.key.kernel == HOPPER_DQ_CONVERT)
+    heads, blocks = 3 * B, -(-Nk // convert.key.block_k)
+    of_head = convert.grid // heads  # tiles
+    _, head, first = work_tiles(blocks, heads, plan.fields["head_groups"])
+    library = scheduler(tmp_path, convert.key, _COUNTED)
+    for left in (0, 1, 5, 132, heads * blocks):
+        counter, found = np.zeros(heads, np.uint32), np.empty((convert.grid, 2), np.int32)
+        block, done = block_with(plan, {}), max(0, heads * blocks - left)
+        block[slots({})["dq_counter"]] = counter.ctypes.data
+        addresses = (ctypes.c_void_p(x.ctypes.data) for x in (block, found))
+        library.convert(next(addresses), done, convert.grid, next(addresses))
+        tiles, complete = found.T
+        assert sorted(tiles) == list(range(convert.grid))
+        unfinished = set(head[done:].tolist())
+        assert [x // of_head not in unfinished for x in tiles.tolist()] == complete.tolist()
+        last = [x // of_head in head[first == first.max()] for x in tiles.tolist()]
+        assert last == sorted(last)
+        if left <= 132 and plan.fields["head_groups"] > 1:
+            assert not complete.all() or not left
+            assert complete[: last.index(True)].all()

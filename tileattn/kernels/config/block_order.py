@@ -21,12 +21,13 @@ _WHY = "the longest sequences first, whose lengths the device alone may know"
 def with_orders(problem: Problem, launches: Iterable[KernelLaunch]) -> Iterator[KernelLaunch]:
     """Launch before each persistent kernel what puts its work tiles in order, where there are some.
 
-    A kernel that computes flagged heads again has those of the launch before.
+    Those of a pass that take the same blocks follow each other, and share an order.
     """
-    P = problem
+    P, last = problem, None
     for launch in launches:
-        orders = _ORDERS.get(launch.key.kernel) if not launch.key.head_flags else None
-        if P.sequences is not None and orders is not None:
+        orders = _ORDERS.get(launch.key.kernel)
+        if P.sequences is not None and orders not in (None, last):
+            last = orders
             key = KernelKey(
                 *(orders, P.dtype.name),
                 block_q=launch.key.block_q,

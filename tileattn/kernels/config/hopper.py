@@ -195,7 +195,7 @@ def backward(
     context = context._replace(dbias=False)  # a kernel of its own computes it for all heads
     others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
     repairs = (generic.repairing(launch, context, left) for launch in others)
-    return own, *safe, dq, *repairs
+    return *safe, own, dq, *repairs
 
 
 def _suits_tall(problem: Problem, rows: int) -> bool:
@@ -278,7 +278,10 @@ def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
     """Launch the kernel that rounds the sums of dq, and undoes the order that they lie in."""
     sizes = key.head_dim, key.value_dim, key.block_q
     convert = KernelKey(
-        *(HOPPER_DQ_CONVERT, key.dtype, *sizes), warps_m=ROW_WARPS, packed=key.packed
+        *(HOPPER_DQ_CONVERT, key.dtype, *sizes),
+        block_k=key.block_k,
+        warps_m=ROW_WARPS,
+        packed=key.packed,
     )
     return KernelLaunch(convert, P.B * P.Hq * block_count(P, P.Nq, key.block_q), why=_DQ_CONVERT)
 

@@ -37,8 +37,8 @@ def workspace_of(
 
     It has ``copies``, and ``sums`` that begin at zero, by their bytes. For the backward pass it has
     three numbers of each query, flags of each key head, and the sums of dq where they are in device
-    memory. The Hopper kernels add a tile counter each, a semaphore of each tile of dq, and
-    the order of their work tiles where those are of packed sequences.
+    memory. The Hopper kernels add a tile counter each, a semaphore of each tile of dq, a
+    counter of each key head, and the order of their work tiles where those are of packed sequences.
     """
     P, keys = problem, [launch.key for launch in launches]
     number, heads = P.accum_dtype.itemsize, P.B * P.Hq
@@ -66,6 +66,8 @@ def workspace_of(
             parts |= sums
             tiles = heads * block_count(P, P.Nq, key.block_q)
             counts = {"tile_counter": 2, "dq_semaphore": tiles}
+            if P.sequences is None:
+                counts["dq_counter"] = P.B * P.Hkv
             zeros |= {name: count * _COUNT for name, count in counts.items()}
         else:
             zeros |= sums

@@ -1,5 +1,6 @@
 // After Hopper's backward kernels: dQ in its own dtype and scaled. A CTA takes a tile of queries,
 // and a thread 16 columns of some.
+#include "dq_counter.cuh"
 #include "rows.cuh"
 
 static_assert(VECTOR_SIZE == 8, "rows are 16-byte aligned");
@@ -16,9 +17,12 @@ struct alignas(16) Accums {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dq_convert_sm90(const __grid_constant__ Params p) {
-    overlap_launches();
-    // The last tiles first: the L2 cache may still have them.
-    const int number = int(gridDim.x - 1 - blockIdx.x), tiles = block_count<BLOCK_Q>(p, p.Nq);
+    launch_dependents();
+    const int tiles = block_count<BLOCK_Q>(p, p.Nq), number = dq_tile(p, tiles, int(blockIdx.x));
+    // The kernel before leaves SMs idle in the end: they begin with heads that are complete. The last
+    // CTA always waits: so this kernel completes behind that one.
+    const bool waits = blockIdx.x == gridDim.x - 1;
+    if (waits || !dq_is_complete(p, number / tiles / int(p.group))) wait_for_prerequisites();
     const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), number / tiles, number % tiles);
     const int b = at.b, h = at.h, q0 = at.block * BLOCK_Q;
     const Sequence sequence(p, b);

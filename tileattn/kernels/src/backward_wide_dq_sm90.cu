@@ -395,11 +395,15 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     set_up(smem, maps.k, maps.q, maps.v, maps.dout);
-    wait_for_prerequisites();
+    // Nothing here comes from the kernel of dK and dV. Of packed sequences another one is between them.
+    if constexpr (PACKED)
+        wait_for_prerequisites();
+    else
+        pass_kernel_before();
     __syncthreads();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();
-        if (threadIdx.x / WARP == WARPS_M) produce(p, maps, smem);
+        if (threadIdx.x / WARP == WARPS_M) produce(p, maps, smem), wait_for_prerequisites();
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
         consume(p, smem, warpgroup);

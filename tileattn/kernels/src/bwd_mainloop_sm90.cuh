@@ -3,6 +3,7 @@
 #pragma once
 
 #include "bwd_scores_sm90.cuh"
+#include "dq_counter.cuh"
 
 // Registers of a thread: the producer warpgroup gives its own to the consumers.
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
@@ -213,8 +214,9 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                     bulk_wait(), publish_semaphore(semaphore, claims_dq(p) ? DQ_STORED : rank + 1);
             }
         }
+        bulk_wait();
+        count_dq(p, i64(work.b) * p.Hkv + work.kv, DQ_COUNT / DQ_STORE_WARPS);
     }
-    bulk_wait();
 }
 
 // Pass a warpgroup's share of dQ to a store warp, some columns at a time.
@@ -361,6 +363,8 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     set_up(smem, maps.k, maps.q, maps.v, maps.dout);
     wait_for_prerequisites();
+    // What follows begins on SMs that have no work tile left.
+    if constexpr (!NAN_SAFE) launch_dependents();
     if (NAN_SAFE && !any_flagged_head(p)) return;
     __syncthreads();
     if (warpgroup == CONSUMERS) {

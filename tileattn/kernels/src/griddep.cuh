@@ -1,8 +1,8 @@
 // Layer 1. Programmatic dependent launch: a kernel of a call starts while the one before it ends.
 //
 // The host launches every kernel of a plan but the first so (launches.py). All threads of every kernel
-// wait_for_prerequisites() before they touch global memory, and before they return. Then nothing is
-// seen too early:
+// wait_for_prerequisites() before they touch global memory, and before they return. (Two begin
+// earlier, see below.) Then nothing is seen too early:
 //
 // - A kernel completes when all its CTAs have ended. Each of them has waited until the kernel before
 //   was complete. So by induction all kernels of the plan before it are complete, too. The first one is
@@ -14,6 +14,15 @@
 //
 // Nor does anything wait for ever: the next kernel gets its first CTA when all CTAs of this one have
 // started. It takes only room that nobody else needs.
+//
+// Two kernels begin while the one before runs. That one lets them start behind its own wait, so all
+// kernels before it are complete.
+//
+// - backward_dq_convert_sm90: a CTA whose head is complete does not wait (dq_counter.cuh). No kernel
+//   before reads the dQ that it writes. The last CTA always waits, so this kernel, too, completes behind
+//   the one before.
+// - backward_wide_dq_sm90 and the one before share inputs alone, and FAILED in head_flags, which both
+//   may set and neither reads. A warp of each CTA waits in the end.
 #pragma once
 
 // Let the next kernel start, once all CTAs have called this or ended. It promises nothing of memory.
@@ -30,8 +39,17 @@ __device__ inline void wait_for_prerequisites() {
 #endif
 }
 
-// Both. Persistent kernels only wait: the next one gets its first CTA when theirs end, and none that
-// waits stands beside them (measured).
+// In place of the wait: begin beside the kernel before. What was complete before that one began is
+// there; what the L1 cache still has may be older, and is dropped.
+__device__ inline void pass_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+
+// Both of the first two. Persistent kernels only wait: the next one gets its first CTA when theirs
+// end, and none that waits stands beside them (measured). Those of the backward pass let it start
+// where it has something to do on the SMs that theirs leave.
 __device__ inline void overlap_launches() {
     launch_dependents();
     wait_for_prerequisites();

@@ -178,6 +178,12 @@ __device__ inline u32 claim_semaphore(u32* place, u32 value) {
                  : "memory");
     return before;
 }
+// Add to a semaphore. Who reads the sum of several threads sees what bulk stores that they have waited
+// for have written. To see it by generic loads takes no proxy fence: the completion of a bulk store
+// comes with one.
+__device__ inline void add_to_semaphore(u32* place, u32 value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+}
 __device__ inline void fence_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
