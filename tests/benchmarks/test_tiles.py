@@ -31,7 +31,8 @@ def test_the_kernel_has_the_tiles_that_it_is_held_to(kernel: str, tile: TileSize
 def test_the_chosen_tiles_are_started_as_they_always_are() -> None:
     (chosen,) = forward_launches(PROBLEM, CONTEXT)
     key, why = chosen.key, chosen.why
-    tile = TileSize(key.block_q, key.block_k, key.warps_m, key.warps_n, key.stages, tuned=True)
+    sizes = key.block_q, key.block_k, key.warps_m, key.warps_n, key.stages
+    tile = TileSize(*sizes, groups=key.groups, tuned=True)
     assert gpu_tiles.launch_with(key.kernel, tile, PROBLEM, CONTEXT) == chosen._replace(why=why)
 
 

@@ -175,21 +175,22 @@ def test_forward_work_tiles(key: KernelKey, left: int | None, right: int | None)
     size = 6 + 5 * (key.block_q // 64)
     sizes = {"B": B, "Hq": Hq, "Nq": Nq, "Nk": Nk, "head_groups": groups}
     p = params(**sizes, length=Nk, offset=Nk - Nq, **reach(left, right))
-    table = np.full((-(-count // grid) + 1, grid), count, np.int32)
+    workers = grid * key.groups
+    table = np.full((-(-count // workers) + 1, workers), count, np.int32)
     table.flat[:count] = order
     there_and_back = np.arange(table.size).reshape(table.shape)
     there_and_back[1::2] = there_and_back[1::2, ::-1]
     for schedule_, numbers in ((None, there_and_back), (table, table)):
-        got = np.full((len(table), grid, size), -7, np.int32)
+        got = np.full((len(table), workers, size), -7, np.int32)
         Probe(key)("forward_work_tiles", p, schedule_, len(table), got, grid=(grid,))
         block, head, _ = work_tiles(blocks, B * Hq, groups)
-        for (iteration, cta), number in np.ndenumerate(numbers):
+        for (iteration, worker), number in np.ndenumerate(numbers):
             if number >= count:
-                assert (got[iteration, cta] == -7).all()
+                assert (got[iteration, worker] == -7).all()
                 continue
             place = int(block[number]) if right is None else blocks - 1 - int(block[number])
             q0, (b, h) = place * key.block_q, divmod(int(head[number]), Hq)
-            found = got[iteration, cta].tolist()
+            found = got[iteration, worker].tolist()
             window = SlidingWindow(Nq, Nk, Nk - Nq, left, right)
             lo, hi = window.key_range(q0, min(q0 + key.block_q, Nq))
             tiles = lo // key.block_k, -(-hi // key.block_k)
@@ -205,7 +206,7 @@ def test_forward_work_tiles(key: KernelKey, left: int | None, right: int | None)
 @pytest.mark.parametrize("key", [*keys.FORWARD_SMEM, *keys.BACKWARD_SMEM], ids=keys.name_of)
 def test_addresses_of_tiles(key: KernelKey) -> None:
     """All are aligned as swizzled tiles must be, and lie within the shared memory of the launch."""
-    got = np.zeros(32, np.uint32)
+    got = np.zeros(64, np.uint32)
     Probe(key)("addresses", got)
     start, *others = got[got > 0].tolist()
     assert start % 1024 == 0

@@ -105,12 +105,13 @@ def _laid_out(kernel: str, tile: TileSize, dim: int, value: int = 0) -> KernelKe
     count = hopper_forward_bytes if kernel == "fwd_smem" else hopper_backward_bytes
     sizes = dim, value or dim
     shared = count(tile, *sizes)
-    return KernelKey(kernel, "float16", *sizes, *tile[:6], producer_warps=4, smem_bytes=shared)
+    return KernelKey(kernel, "float16", *sizes, *tile[:7], producer_warps=4, smem_bytes=shared)
 
 
 FORWARD_SMEM = (
     _laid_out("fwd_smem", TileSize(128, 64, 8, stages=2), 64),
     _laid_out("fwd_smem", TileSize(192, 128, 12, stages=2), 64),
+    _laid_out("fwd_smem", TileSize(128, 64, 8, stages=4, groups=2), 64, 32),
 )
 BACKWARD_SMEM = (
     _laid_out("bwd_smem", TileSize(128, 128, 8, stages=2), 64),

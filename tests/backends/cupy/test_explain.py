@@ -109,14 +109,14 @@ def test_a_gpu_that_is_there_is_explained_alike(monkeypatch: pytest.MonkeyPatch)
         assert line.split(" threads,")[0] == like.split(" threads,")[0]
 
 
-@pytest.mark.parametrize(("dim", "rows", "threads"), [(64, 192, 512), (128, 128, 384)])
-def test_the_kernels_and_their_memory(dim: int, rows: int, threads: int) -> None:
+@pytest.mark.parametrize(("dim", "keys", "threads"), [(64, 64, 640), (128, 128, 384)])
+def test_the_kernels_and_their_memory(dim: int, keys: int, threads: int) -> None:
     problem, operands = asked((2, 4, 4, 2000, 2000, dim), causal=True)
     found = explain_on(H200, problem, contiguous_inputs(problem), operands)
-    assert (found.kernel, found.forward_tile) == (HOPPER, (rows, 128))
-    grid = min(132, 8 * -(-2000 // rows))
-    assert f"{HOPPER} {rows} x 128, {dim}/{dim} columns" in found.kernels[0]
-    assert f"stages: {grid} blocks of {threads} threads" in found.kernels[0]
+    assert (found.kernel, found.forward_tile) == (HOPPER, (128, keys))
+    grid = min(132, 8 * -(-2000 // 128))
+    assert f"{HOPPER} 128 x {keys}, {dim}/{dim} columns" in found.kernels[0]
+    assert f": {grid} blocks of {threads} threads" in found.kernels[0]
     assert f"{found.scratch_bytes / 1024:.1f} KiB" in found.kernels[0]
     lines = [line.split()[0] for line in found.kernels]
     assert lines[3:] == [*2 * [HOPPER_BACKWARD], HOPPER_DQ_CONVERT, "backward_dkdv", "backward_dq"]

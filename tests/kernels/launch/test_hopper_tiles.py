@@ -38,8 +38,8 @@ CAUSAL = (None, 0)
 
 # D and Dv: of each pass the head-dimension buckets and the tile; the stages of the backward one.
 BUCKETS: dict[tuple[int, int], Any] = {
-    (8, 64): ((32, 64), (192, 128), (64, 64), (128, 128), 3),
-    (64, 32): ((64, 32), (192, 128), (64, 64), (128, 128), 3),
+    (8, 64): ((32, 64), (128, 64), (64, 64), (128, 128), 3),
+    (64, 32): ((64, 32), (128, 64), (64, 64), (128, 128), 3),
     (72, 40): ((96, 64), (128, 128), (128, 64), (64, 128), 2),
     (40, 96): ((64, 96), (128, 128), (64, 128), (64, 128), 2),
     (128, 128): ((128, 128), (128, 128), (128, 128), (64, 128), 2),
@@ -82,8 +82,11 @@ def test_tiles_go_by_both_head_dimensions(
         )
         assert each.fold_scale is not modified
     key = launch.key
+    groups = 2 if max(bucket) <= 64 and not modified else 1
+    tile = (192, 128) if max(bucket) <= 64 and modified else tile
     assert (key.kernel, key.head_dim, key.value_dim, key.tile) == (HOPPER, *bucket, tile)
-    assert (key.warps_m, key.threads) == (key.block_q // 16, 2 * key.block_q + 128)
+    assert (key.warps_m, key.groups) == (key.block_q // 16, groups)
+    assert key.threads == groups * 2 * key.block_q + 128
     assert launch.why.startswith("wgmma and tensor maps, tiles")
     key = own.key
     assert (key.kernel, key.head_dim, key.value_dim) == (kernel, *back_bucket)
@@ -101,23 +104,32 @@ def test_shared_memory_of_every_head_dimension_fits(dim: int) -> None:
 
 
 TILES: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
-    (128, {"Nk": 16384}, (128, 176)),
-    (128, {"Nk": 176}, (128, 176)),
-    (128, {"Nk": 2048}, (128, 176)),
-    (128, {"Nk": 1000}, (128, 128)),  # the last of six would be a third empty
-    (128, {"Nk": 16384, "window": CAUSAL}, (128, 128)),
-    (128, {"Nk": 16384, "window": (1024, None)}, (128, 128)),
+    (128, {"Nk": 16384}, (128, 128)),
     (128, {"Nk": 16384, "enabled_options": {"softcap"}}, (128, 128)),
-    (128, {"Nk": 16384, "enabled_options": {"alibi_slopes"}}, (128, 128)),
-    (64, {"Nk": 512, "window": CAUSAL}, (192, 64)),
-    (64, {"Nk": 513, "window": CAUSAL}, (192, 128)),
-    (64, {"Nk": 512, "window": (9, None)}, (192, 128)),
+    # Two groups where the middle query of 200 attends to at most 4,096 keys.
+    (64, {"Nk": 512}, (128, 64)),
+    (64, {"Nk": 4096}, (128, 64)),
+    (64, {"Nk": 4097}, (192, 128)),
+    (64, {"Nk": 4196, "window": CAUSAL}, (128, 64)),
+    (64, {"Nk": 4197, "window": CAUSAL}, (192, 128)),
+    (64, {"Nq": 8192, "Nk": 8192, "window": CAUSAL}, (128, 64)),
+    (64, {"Nq": 8193, "Nk": 8193, "window": CAUSAL}, (192, 128)),
+    (64, {"Nk": 1 << 20, "window": (4095, 0)}, (128, 64)),
+    (64, {"Nk": 1 << 20, "window": (4095, 1)}, (192, 128)),
+    (64, {"Nk": 1 << 20, "sequences": 2}, (128, 64)),
+    (64, {"Nk": 512, "dropout_p": 0.5}, (192, 128)),
+    *((32, {"Nk": 512, "enabled_options": {name}}, (128, 64)) for name in ("kv_lengths", "sinks")),
+    *(
+        (64, {"Nk": Nk, "window": CAUSAL, "enabled_options": {name}}, (192, keys))
+        for name in ("softcap", "alibi_slopes", "bias")
+        for Nk, keys in ((512, 64), (513, 128))
+    ),
     # Under a block mask tiles are low, whatever the keys and the diagonal.
-    (192, {"Dv": 128, "Nk": 176, "window": CAUSAL, "enabled_options": {"block_mask"}}, (128, 128)),
+    (192, {"Dv": 128, "Nk": 300, "window": CAUSAL, "enabled_options": {"block_mask"}}, (128, 128)),
     *(
         (dim, {"Nk": Nk, "window": window, "enabled_options": {"block_mask"}}, (128, keys))
         for dim, keys in ((32, 128), (64, 128), (96, 128), (128, 128), (192, 96), (256, 64))
-        for window, Nk in product([(None, None), CAUSAL], [2, 176, 4096])
+        for window, Nk in product([(None, None), CAUSAL], [2, 300, 4096])
     ),
 ]
 
@@ -126,8 +138,8 @@ TILES: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
 def test_tiles_of_the_forward_pass(
     dim: int, changed: dict[str, Any], tile: tuple[int, int]
 ) -> None:
-    problem = replace(problem_of("float16", dim), Nq=200, **changed)
-    (launch,) = forward_launches(problem, ON_HOPPER)
+    problem = replace(problem_of("float16", dim), **({"Nq": 200} | changed))
+    *_, launch = forward_launches(problem, ON_HOPPER)
     assert (launch.key.kernel, launch.key.tile) == (HOPPER, tile)
     assert launch.key.block_mask == ("block_mask" in problem.enabled_options)
 
@@ -198,13 +210,15 @@ SHARED: list[tuple[Callable[[TileSize, int, int], int], TileSize, int, int, int]
     (hopper_forward_bytes, TileSize(192, 128, 12, stages=2), 64, 64, 6 * 8 + 24 + 2 * 32),
     (hopper_forward_bytes, TileSize(192, 128, 12, stages=2), 32, 64, 6 * 8 + 24 + 2 * 32),
     (hopper_forward_bytes, TileSize(128, 128, 8, stages=2), 128, 128, 4 * 16 + 16 + 2 * 64),
-    (hopper_forward_bytes, TileSize(128, 176, 8, stages=2), 128, 128, 2 * 16 + 16 + 2 * 88),
     (hopper_forward_bytes, TileSize(128, 96, 8, stages=2), 192, 128, 3 * 24 + 16 + 2 * 60),
     (hopper_forward_bytes, TileSize(128, 128, 8, stages=2), 192, 128, 2 * 24 + 16 + 2 * 80),
     (hopper_forward_bytes, TileSize(128, 96, 8, stages=2), 192, 192, 2 * 24 + 16 + 2 * 72),
     (hopper_forward_bytes, TileSize(128, 80, 8, stages=2), 256, 256, 2 * 32 + 2 * 80),
     (hopper_forward_bytes, TileSize(128, 64, 8, stages=2), 256, 256, 2 * 32 + 16 + 2 * 64),
     (hopper_forward_bytes, TileSize(192, 248, 12, stages=2), 64, 128, 4 * 8 + 2 * 93),
+    # The same for each of two groups.
+    (hopper_forward_bytes, TileSize(128, 64, 8, stages=4, groups=2), 64, 64, 2 * (32 + 16 + 64)),
+    (hopper_forward_bytes, TileSize(128, 64, 8, stages=5, groups=2), 64, 32, 2 * (16 + 16 + 80)),
     # k and v, stages of q and dout, dS, and three dQ tiles of each warpgroup.
     (hopper_backward_bytes, TileSize(64, 128, 8, 1, 2), 128, 128, 64 + 48 + 32 + 32 + 48),
     (hopper_backward_bytes, TileSize(128, 128, 8, 1, 2), 64, 64, 32 + 48 + 32 + 64 + 48),

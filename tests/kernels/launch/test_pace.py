@@ -11,6 +11,8 @@ from tileattn.kernels.launch.plan import LaunchPlan
 from tileattn.kernels.launch.scheduler import PACE_TILES, work_tiles
 
 CAUSAL = (None, 0)
+FEW: dict[str, Any] = {"n": 1 << 20, "window": (None, 4000 - (1 << 19)), "D": 64, "Dv": 64}
+"""Half of the queries attend to nothing: two groups of each thread block."""
 
 
 def test_both_sides_have_steps_of_the_same_length() -> None:
@@ -22,18 +24,20 @@ def planned(*, n: int = 1 << 18, **changed: Any) -> LaunchPlan:
     return forward(asked("bfloat16", **sizes | changed), H200)
 
 
-@pytest.mark.parametrize("changed", [{}, {"n": 1 << 20}, {"B": 3}, {"D": 64, "Dv": 64}], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{}, {"n": 1 << 20}, {"B": 3}, {"D": 64, "Dv": 64}, FEW], ids=str
+)
 def test_there_is_a_counter_for_every_step(changed: dict[str, Any]) -> None:
-    """By a table or without one: no thread block takes more steps than there are counters."""
+    """By a table or without one: no worker takes more steps than there are counters."""
     plan = planned(**changed)
     P, (launch,) = plan.problem, plan.launches
-    (q, k), grid = launch.key.tile, launch.grid
+    (q, k), workers = launch.key.tile, launch.workers
     blocks, heads = -(-P.Nq // q), P.B * P.Hq
     if "schedule" in plan.constants:
         order = plan.constants["schedule"].array()
     else:
-        rows = -(-blocks * heads // grid)
-        order = np.arange(rows * grid).reshape(rows, grid)
+        rows = -(-blocks * heads // workers)
+        order = np.arange(rows * workers).reshape(rows, workers)
         order[1::2] = order[1::2, ::-1]
     block, _, _ = work_tiles(blocks, heads, plan.fields["head_groups"])
     tiles = np.append(-(-(blocks - block) * q // k), 0)[np.minimum(order, blocks * heads)]

@@ -40,13 +40,6 @@ def test_the_hopper_kernel_loads_boxes_that_divide_pages_and_tiles(page: int, bo
     assert made.fields["table_width"] == WIDTH
 
 
-def test_pages_that_divide_no_tile_of_the_contiguous_call() -> None:
-    """Its tiles have 176 keys where there is no mask, and so have those in pages."""
-    made = plan(64, Nk=WIDTH * 64 * 11)
-    assert made.launches[0].key.block_k == 176
-    assert made.launches[0].tensor_maps[1] == ("k", 16)
-
-
 def test_packed_sequences_of_few_queries_have_a_kernel_of_their_own() -> None:
     made = plan(16, {"cu_seqlens_q"}, B=1)
     assert kernels(made) == [ORDERS_QUERIES, HOPPER, SPLIT]

@@ -53,9 +53,10 @@ def test_a_plan_can_be_printed() -> None:
     for line in (
         "problem    float16, B 2, Hq 6, Hkv 2, Nq 3000, Nk 3000, D 64, Dv 64",
         "device     H200, sm_90a, 132 SMs",
-        "launch     forward_sm90 192 x 128, 64/64 columns, 4 stages: 132 blocks of 512 threads",
+        "launch     forward_sm90 128 x 64, 64/64 columns, 4 stages, 2 groups: 132 blocks of "
+        "640 threads",
         "           because wgmma and tensor maps, tiles from measurements",
-        "upload     schedule int32 (3, 132)",
+        "upload     schedule int32 (3, 264)",
         "TMA        q of shape (2, 6, 3000, 64), strides (2304000, 384000, 128) bytes, in boxes of "
         "64 rows",
     ):
@@ -429,7 +430,7 @@ def test_sizes_of_zero_and_beyond_the_tiles(sizes: Any, expected: list[str]) -> 
 
 @pytest.mark.parametrize("device", [H200, A100])
 def test_who_has_an_assignment(device: Device) -> None:
-    sizes: Fields = {"B": 1, "Hq": 12, "Hkv": 2, "Nq": 2200, "Nk": 2200, "D": 8, "Dv": 8}
+    sizes: Fields = {"B": 1, "Hq": 12, "Hkv": 2, "Nq": 3000, "Nk": 3000, "D": 8, "Dv": 8}
     causal = asked(window=(None, 0), **sizes)
     assert ("schedule" in forward(causal, device).constants) == (device is H200)
     assert forward(asked(**sizes), device).constants == {}

@@ -195,14 +195,14 @@ def test_the_table_of_any_problem(drawn: tuple[Problem, Any, Any], sm_count: int
     found = schedule(problem, lengths, offsets, launch=launch)
     assert 1 <= found.head_groups <= problem.B * problem.Hkv
     costs = costs_of(problem, layout_of(problem, lengths, offsets), launch, found.head_groups)
-    differ = bool(costs.min() < costs.max())
     several = problem.Nq > launch.key.block_q  # blocks of each head
-    wanted = differ and several and sm_count < len(costs) <= 64 * sm_count
+    workers = sm_count * launch.key.groups
+    wanted = several and bool(costs.min() < costs.max()) and workers < len(costs) <= 64 * workers
     assert (found.assignment is not None) == wanted
     if found.assignment is not None:
         loads = loads_of(found.assignment, costs)
-        assert len(loads) == launch.grid == sm_count
-        assert loads.max() * sm_count <= loads.sum() + (sm_count - 1) * costs.max()
+        assert len(loads) == launch.workers == workers
+        assert loads.max() * workers <= loads.sum() + (workers - 1) * costs.max()
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

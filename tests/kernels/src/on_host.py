@@ -262,8 +262,8 @@ def sequence_blocks(
     return [Found(*row) for row in found.tolist()]
 
 
-def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> list[tuple[int, ...]]:
-    """Put the work tiles of a plan in order: what a `PackedBlock` holds of each."""
+def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> Array:
+    """Put the work tiles of a plan in order: a row of integers for each `PackedBlock`."""
     key = next(x.key for x in plan.launches if x.key.kernel in (ORDERS_QUERIES, ORDERS_KEYS))
     count = ordered_blocks(plan.problem, key)
     found = np.full((count, BLOCK_BYTES // 4), -1, np.int32)
@@ -274,7 +274,7 @@ def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> list[tuple[int
     library = built(folder, kernel_texts(key, 1, "float32"), f"{key.kernel}.cpp")
     library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(count))
     assert counter[0] == (key.kernel != ORDERS_QUERIES)  # a forward pass finds zero
-    return [tuple(row[:10]) for row in found.tolist()]
+    return found
 
 
 def block_with(plan: LaunchPlan, integers: Mapping[str, Array]) -> Array:

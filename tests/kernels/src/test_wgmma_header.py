@@ -10,7 +10,7 @@ from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES, compiled
 from tools import wgmma_header
 
-COLUMNS = (32, 64, 80, 96, 112, 128, 160, 176, 192, 256)
+COLUMNS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
 IN_SHARED = ("Descriptor<false>{1}", "Descriptor<true>{1}")
 
 

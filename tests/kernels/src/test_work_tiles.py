@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.launch.planning import H200, asked, backward
-from tests.kernels.src.on_host import Array, block_with, built, kernel_texts
+from tests.kernels.src.on_host import Array, block_with, built
+from tests.kernels.src.scheduler_on_host import scheduler_texts
 from tileattn.algorithm.block_mask import EMPTY
 from tileattn.algorithm.mask import SlidingWindow
 from tileattn.kernels.config.hopper import HOPPER_BACKWARDS, HOPPER_DQ_CONVERT
@@ -64,19 +65,6 @@ inline void add_to_semaphore(u32* place, u32 value) { *place += value; }
 inline u32 read_semaphore(const u32* place) { return *place; }
 """
 
-# What else the scheduler names, of which backward work tiles need nothing.
-_SCHEDULER = """
-#define __forceinline__ inline
-constexpr int WARPS_M = 1, WARPS_N = 1;
-constexpr bool HAS_TILE_LIST = HAS_MASK_MOD, ONLY_FLAGGED = false;
-inline struct { int x; } gridDim;
-inline int work_index() { return blockIdx.x; }
-inline int __ffs(u32 x) { return __builtin_ffs(int(x)); }
-template <class T> T __shfl_sync(u32, T x, int) { return x; }
-template <class T> T __shfl_up_sync(u32, T x, int) { return x; }
-template <class T> T atomicAdd(T* x, int n) { return (*x += n) - n; }
-"""
-
 
 class Attending(NamedTuple):
     """A query tile of a work tile of the backward pass, in the order of claims."""
@@ -91,11 +79,8 @@ class Attending(NamedTuple):
 
 def scheduler(folder: Path, key: KernelKey, text: str) -> ctypes.CDLL:
     """Compile a text that names the scheduler of a kernel, for the CPU."""
-    texts = kernel_texts(replace(key, kernel="work_tiles"), 1, "float32")
-    texts["config.cuh"] += _SCHEDULER
-    texts |= {"pieces.cuh": "#pragma once\n", "tma_sm90.cuh": _SEMAPHORES}
-    for name in ("tile_scheduler.cuh", "tile_scheduler_sm90.cuh", "dq_counter.cuh"):
-        texts[name] = (SOURCES / name).read_text(encoding="utf-8")
+    texts = scheduler_texts(key) | {"tma_sm90.cuh": _SEMAPHORES}
+    texts["dq_counter.cuh"] = (SOURCES / "dq_counter.cuh").read_text(encoding="utf-8")
     return built(folder, texts | {"work_tiles.cpp": text}, "work_tiles.cpp")
 
 

@@ -56,6 +56,11 @@ class KernelLaunch(NamedTuple):
     tensor_maps: tuple[tuple[str, int], ...] = ()  # arrays, each with the rows of a box
     in_order: bool = False  # whether its blocks add to dq in a fixed order
 
+    @property
+    def workers(self) -> int:
+        """Groups of warps, each with work tiles of its own."""
+        return self.grid * self.key.groups
+
 
 def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
     """Fields of a key that say which options are enabled; ``bias`` is its element type."""

@@ -45,9 +45,9 @@ _BACKWARD_BUCKETS = {
     HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
 }
 _PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to another
-_FEW_KEYS = 512
-_NARROW_TILE = 128  # keys
-_PADDED = 1.035  # at most, keys of all wide tiles over keys, and queries of all tall ones
+_FEW_KEYS = 4096  # at most, keys that a query attends to
+_SHORT = 512  # at most, keys of small tiles
+_PADDED = 1.035  # at most, queries of all tall tiles over queries
 _LONG = 2048  # at least, queries of a causal call of tall tiles
 _NORMAL = 1 << 14  # at most, keys: of more, the mean probability is subnormal in float16
 _MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
@@ -122,18 +122,20 @@ def forward(
 def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSize]:
     """List the forward tiles that fit and suit, the best first.
 
-    If a diagonal cuts few keys, small tiles waste less of what it masks out (measured). Wide
-    tiles are faster without a mask and without score modifiers, where keys fill the last one
-    (measured); with score modifiers their registers spill. Under a mask tiles have no more queries
-    than blocks of a block mask mostly have. Of packed sequences nobody knows the keys: their tiles
-    are the same whatever sequences there are, and so are the bits of each.
+    Two groups fill the time between work tiles, and read keys more often: they are faster where
+    queries attend to few keys (measured); with score modifiers and dropout their registers spill.
+    There, if a diagonal cuts few keys, small tiles waste less of what it masks out (measured).
+    Under a mask tiles have no more queries than blocks of a block mask mostly have. Of packed
+    sequences nobody knows the keys: their tiles are the same whatever sequences there are, and so
+    are the bits of each.
     """
     P = problem
     dim, value = bucket(P.D), bucket(P.Dv)
     masked = not P.enabled_options.isdisjoint(MASKS)
     plain = P.enabled_options.isdisjoint(_SCORE_MODS) and not masked and not P.dropout_p
     packed = P.sequences is not None
-    uncut = P.window == (None, None) and plain
+    few = packed or _keys_of_the_middle_query(P) <= _FEW_KEYS
+    cut = not masked and not packed and P.Nk <= _SHORT and P.window[1] is not None
     bias_size = _bias_size(context)
 
     def suits(tile: TileSize) -> bool:
@@ -142,12 +144,20 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
             return False
         if masked and tile.block_q > _MASKED_ROWS:
             return False
-        keys = -(-P.Nk // tile.block_k) * tile.block_k
-        return tile.block_k <= _NARROW_TILE or (uncut and (packed or keys <= _PADDED * P.Nk))
+        return tile.groups == 1 or (plain and few)
 
     tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, max(dim, value))))
-    few = not masked and not packed and P.Nk <= _FEW_KEYS and P.window[1] is not None
-    return tiles[-1:] if few else tiles
+    has_groups = any(tile.groups > 1 for tile in tiles)
+    return tiles[-1:] if cut and not has_groups else tiles
+
+
+def _keys_of_the_middle_query(problem: Problem) -> int:
+    """Count the keys that the middle query attends to: about the mean, by the window alone."""
+    P, (left, right) = problem, problem.window
+    key = (P.Nq - 1) // 2 + P.Nk - P.Nq  # on its diagonal
+    first = 0 if left is None else max(key - left, 0)
+    end = P.Nk if right is None else min(key + right + 1, P.Nk)
+    return end - first
 
 
 def backward(
@@ -295,7 +305,7 @@ def _key(
     tile: TileSize,
     shared: int,
 ) -> KernelKey:
-    sizes = dim, value, *tile[:6]
+    sizes = dim, value, *tile[:7]
     options = option_fields(P, context.bias) | function_fields(P, context)
     options |= {
         "mask_vector_width": context.mask_vector_width,

@@ -18,6 +18,7 @@ class KernelKey:
     warps_n: int = 1  # and along their columns
     stages: int = 1  # for the tiles of the inner loop: with 2, one is loaded ahead
     min_blocks_per_sm: int = 1  # which bounds the registers of a thread
+    groups: int = 1  # of warps in a thread block, each with tiles of its own
     alignment_bytes: int = 16  # of one copy to shared memory: every row is aligned to them
     bias: str = ""  # its element type; empty where there is none
     softcap: bool = False
@@ -44,7 +45,7 @@ class KernelKey:
 
     @property
     def threads(self) -> int:
-        return 32 * (self.warps_m * self.warps_n + self.producer_warps)
+        return 32 * (self.groups * self.warps_m * self.warps_n + self.producer_warps)
 
     @property
     def tile(self) -> tuple[int, int]:

@@ -87,19 +87,19 @@ def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 
     """Count the dynamic shared memory of the Hopper forward kernel.
 
     It has the stages of keys and values, the queries, and a tile of the bias; as far as they fit,
-    also 64 columns of the output, and the next queries of some warpgroups. ``bias_size`` is as in
-    `generic_bytes`.
+    also 64 columns of the output, and the next queries of some warpgroups. Each group has them for
+    itself. ``bias_size`` is as in `generic_bytes`.
     """
     queries = _swizzled(HOPPER_GROUP_ROWS, dim)
     stages = tile.stages * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
     bias = _tiled(tile.block_q, tile.block_k, bias_size)
-    left = HOPPER_LIMIT - HOPPER_STATIC - stages - bias
-    groups = tile.block_q // HOPPER_GROUP_ROWS
+    left = (HOPPER_LIMIT - HOPPER_STATIC) // tile.groups - stages - bias
+    warpgroups = tile.block_q // HOPPER_GROUP_ROWS
     out = _swizzled(tile.block_q, 64)
-    if out > left - groups * queries:
+    if out > left - warpgroups * queries:
         out = 0
-    groups = max(groups, min(2 * groups, (left - out) // queries))
-    return stages + groups * queries + out + bias
+    buffers = max(warpgroups, min(2 * warpgroups, (left - out) // queries))
+    return tile.groups * (stages + buffers * queries + out + bias)
 
 
 def hopper_backward_bytes(

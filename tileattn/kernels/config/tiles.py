@@ -20,6 +20,7 @@ class TileSize(NamedTuple):
     warps_n: int = 1
     stages: int = 1
     min_blocks_per_sm: int = 1
+    groups: int = 1  # of warps in a thread block, each with tiles of its own
     tuned: bool = False
     spills: bool = False
     pair: bool = False  # of thread blocks that have half of the columns each
@@ -65,16 +66,16 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         128: (TileSize(128, 64, 4, 1, 2, 2, tuned=True, spills=True), TileSize(128, 32, 4)),
         256: (TileSize(128, 64, 8, tuned=True), TileSize(128, 32, 8)),
     },
-    # Hopper: a warpgroup for each 64 queries. The last row is for few keys and a right limit, those
-    # of more than 128 keys are for calls without a mask, and block masks use those of at most 128
-    # queries.
+    # Hopper: a warpgroup for each 64 queries. Two groups are for few keys, and block masks use
+    # tiles of at most 128 queries.
     ("forward_sm90", 2): {
         64: (
+            TileSize(128, 64, 8, 1, 4, groups=2, tuned=True),
             TileSize(192, 128, 12, 1, 4, tuned=True),
             TileSize(128, 128, 8, 1, 4, tuned=True),
             TileSize(192, 64, 12, 1, 4, tuned=True),
         ),
-        128: (TileSize(128, 176, 8, 1, 2, tuned=True), TileSize(128, 128, 8, 1, 2, tuned=True)),
+        128: (TileSize(128, 128, 8, 1, 2, tuned=True),),
         192: (TileSize(128, 128, 8, 1, 2, tuned=True), TileSize(128, 96, 8, 1, 2)),
         256: (TileSize(128, 64, 8, 1, 2, tuned=True),),
     },

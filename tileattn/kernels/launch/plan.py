@@ -84,9 +84,10 @@ def launch_line(launch: KernelLaunch) -> str:
     """Describe a launch in a few words."""
     key = launch.key
     q, k = key.tile
+    groups = f", {key.groups} groups" if key.groups > 1 else ""
     return (
-        f"{key.kernel} {q} x {k}, {key.head_dim}/{key.value_dim} columns, {key.stages} stages: "
-        f"{launch.grid:,} blocks of {key.threads} threads"
+        f"{key.kernel} {q} x {k}, {key.head_dim}/{key.value_dim} columns, {key.stages} stages"
+        f"{groups}: {launch.grid:,} blocks of {key.threads} threads"
     )
 
 

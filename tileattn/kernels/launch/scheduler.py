@@ -2,6 +2,7 @@
 
 A persistent kernel takes work tiles by their numbers. If they differ in length, some SMs then
 get up to a fifth more than the mean; an LPT assignment, the longest tile first, evens that out.
+A worker is a thread block, or a group of one that has work tiles of its own.
 """
 
 import heapq
@@ -30,7 +31,7 @@ LAST = 6  # one in so many work tiles goes by its length alone (measured)
 SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
 PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
-MAX_WAVES = 64  # of a thread block, on average: more even out by themselves
+MAX_WAVES = 64  # of a worker, on average: more even out by themselves
 
 Array = NDArray[Any]
 
@@ -79,13 +80,13 @@ def schedule_of(
         return Schedule(groups)
     if P.sequences is not None:
         row = (P.D + P.Dv) * P.dtype.itemsize
-        grid = next(launch.grid for launch in launches if launch.key.kernel == HOPPER)
-        return Schedule(1, turn_rows=l2_bytes // 2 // row, turn_heads=grid)
+        workers = next(launch.workers for launch in launches if launch.key.kernel == HOPPER)
+        return Schedule(1, turn_rows=l2_bytes // 2 // row, turn_heads=workers)
     # Pieces of keys are as long as each other.
     if launches[0].key.in_pieces:
         return Schedule(groups)
     (launch,) = launches
-    assignment = _assignment(P, layout, launch.key, groups, launch.grid)
+    assignment = _assignment(P, layout, launch.key, groups, launch.workers)
     return Schedule(groups, assignment, pace_steps=_pace_steps(P, launch, l2_bytes))
 
 
@@ -132,7 +133,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
 
 
 def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
-    """Count the steps of the thread block that has most key tiles; 0 where none keep pace.
+    """Count the steps of the worker that has most key tiles; 0 where none keep pace.
 
     They drift apart under a causal mask, where work tiles differ in length. Of other masks and of
     windows they have different keys in any case.
@@ -142,7 +143,7 @@ def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
     if not drifts or P.Nk * (P.D + P.Dv) * P.dtype.itemsize <= PACED * l2_bytes:
         return 0
     q, k = launch.key.tile
-    waves = -(-P.B * P.Hq * -(-P.Nq // q) // launch.grid)
+    waves = -(-P.B * P.Hq * -(-P.Nq // q) // launch.workers)
     return (waves + 1) * -(-P.Nk // k) // PACE_TILES + 1
 
 
@@ -184,12 +185,12 @@ def head_groups(problem: Problem, nbytes: int) -> int:
 
 
 def _assignment(
-    P: Problem, layout: CallLayout, key: KernelKey, groups: int, grid: int
+    P: Problem, layout: CallLayout, key: KernelKey, groups: int, workers: int
 ) -> Array | None:
     blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
     tiles = blocks * heads
     # One block a head, as in decoding, is little work, and lengths may differ on every call.
-    if blocks == 1 or not grid < tiles <= MAX_WAVES * grid:
+    if blocks == 1 or not workers < tiles <= MAX_WAVES * workers:
         return None
     costs = _costs(P, layout, key)
     if costs.min() == costs.max():
@@ -204,7 +205,7 @@ def _assignment(
     # Of the last ones the long go first whatever their group, so that SMs end together.
     last = order[tiles - tiles // LAST :]
     last[:] = last[np.argsort(-cost[last], stable=True)]
-    return assign(order, cost[order], grid)
+    return assign(order, cost[order], workers)
 
 
 def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Array]:
@@ -252,21 +253,21 @@ def _attended(P: Problem, layout: CallLayout, key: KernelKey, begin: Array, end:
     return up_to(end) - up_to(begin)
 
 
-def assign(order: Array, cost: Array, grid: int) -> Array:
-    """Assign work tiles as if each thread block took the next one when it is free.
+def assign(order: Array, cost: Array, workers: int) -> Array:
+    """Assign work tiles as if each worker took the next one when it is free.
 
     ``order`` has their numbers as they begin, ``cost`` how long each takes. The table of int32 has
-    a column for each thread block, filled up with the number of all tiles, which ends it. Graham,
+    a column for each worker, filled up with the number of all tiles, which ends it. Graham,
     Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969).
     """
-    columns: list[list[int]] = [[] for _ in range(grid)]
-    # Time and thread block in one integer, which a heap compares faster than a pair.
-    free = list(range(grid))
-    for tile, time in zip(order.tolist(), (grid * cost).tolist(), strict=True):
+    columns: list[list[int]] = [[] for _ in range(workers)]
+    # Time and worker in one integer, which a heap compares faster than a pair.
+    free = list(range(workers))
+    for tile, time in zip(order.tolist(), (workers * cost).tolist(), strict=True):
         soonest = free[0]
-        columns[soonest % grid].append(tile)
+        columns[soonest % workers].append(tile)
         heapq.heapreplace(free, soonest + time)
-    table = np.full((max(map(len, columns)) + 1, grid), len(order), np.int32)
+    table = np.full((max(map(len, columns)) + 1, workers), len(order), np.int32)
     for n, column in enumerate(columns):
         table[: len(column), n] = column
     return table

@@ -14,12 +14,12 @@ struct WarpBias {
     using Share = Tile<BiasElement, TRANSPOSED ? 8 * NT : 16 * MT,
                        (TRANSPOSED ? 16 * MT : 8 * NT) * (ONE_TILE ? WARPS_M : 1)>;
     static constexpr int BYTES =
-        STAGED ? Share::BYTES * (ONE_TILE ? 1 : WARPS_M * WARPS_N) : 0;  // of a CTA
+        STAGED ? Share::BYTES * (ONE_TILE ? 1 : WARPS_M * WARPS_N) : 0;  // of a group
 
     Share share;
 
     __device__ explicit WarpBias(char* memory)
-        : share(memory + (STAGED && !ONE_TILE ? threadIdx.x / WARP * Share::BYTES : 0)) {}
+        : share(memory + (STAGED && !ONE_TILE ? warp_of_group() * Share::BYTES : 0)) {}
 
     // Start to copy the bias of scores from query i and key j on. It has landed once each thread
     // has waited for its copies and the warp has converged.

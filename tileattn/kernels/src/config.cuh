@@ -30,6 +30,7 @@ constexpr int WARPS_N = KEY_WARPS_N;
 constexpr int STAGES = KEY_STAGES;
 constexpr int PRODUCER_WARPS = KEY_PRODUCER_WARPS;
 constexpr int MIN_BLOCKS_PER_SM = KEY_MIN_BLOCKS_PER_SM;
+constexpr int GROUPS = KEY_GROUPS;  // of a CTA, each with WARPS_M x WARPS_N warps
 constexpr int ALIGNMENT_BYTES = KEY_ALIGNMENT_BYTES;
 constexpr int BIAS_ALIGNMENT_BYTES = KEY_BIAS_ALIGNMENT_BYTES;
 constexpr bool HAS_BIAS = Present<KEY_BIAS>::value;
@@ -79,18 +80,24 @@ constexpr bool ALL_ROWS_LARGE = HAS_ANY_SCORES && PRODUCER_WARPS == 0;
 // Hopper's kernels: whether the tiles of a block may come from a list.
 constexpr bool HAS_TILE_LIST = HAS_BLOCK_MASK || HAS_MASK_MOD;
 
+// The warp of a thread among those of its group.
+__device__ inline u32 warp_of_group() {
+    const u32 warp = threadIdx.x / WARP;
+    return GROUPS == 1 ? warp : warp % (WARPS_M * WARPS_N);
+}
+
 // How far GEMM loops are unrolled. The NaN-safe path rarely runs, and compiles sooner with few
 // steps. Pairs spill fewer registers.
 template <bool NAN_SAFE, int DEPTH>
 constexpr int STEPS = NAN_SAFE ? (sizeof(Element) == 2 ? 4 : 2) : PAIR ? 2 : DEPTH / 16;
 
-constexpr int THREADS = WARP * WARPS_M * WARPS_N;
+constexpr int THREADS = WARP * WARPS_M * WARPS_N;  // of a group
 
 // Hardware barriers, each a first number. 0 is __syncthreads.
 enum class NamedBarrier {
-    ROW_GROUP = 1,                       // warps that share rows: one for each group
-    WARPGROUP = 1,                       // in Hopper's kernels: one for each consumer warpgroup
-    CONSUMERS = WARPGROUP + WARPS_M / 4  // all of these
+    ROW_GROUP = 1,  // warps that share rows: one for each group
+    WARPGROUP = 1,  // in Hopper's kernels: one for each consumer warpgroup
+    CONSUMERS = WARPGROUP + GROUPS * WARPS_M / 4  // all of these, for each group
 };
 __device__ constexpr int barrier_id(NamedBarrier barrier, int offset = 0) {
     return int(barrier) + offset;

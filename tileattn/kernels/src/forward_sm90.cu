@@ -1,12 +1,13 @@
 // Forward pass on Hopper: FlashAttention-3, with TMA, wgmma and warp specialisation. A producer
 // warp loads q, k and v into circular buffers; two or three consumer warpgroups compute 64 queries
-// each. CTAs are persistent. Mirrors forward_block in spec.py. Shah et al., FlashAttention-3,
+// each. These are a group; a CTA has one or several, which share nothing but the SM. CTAs are
+// persistent. Mirrors forward_block in spec.py. Shah et al., FlashAttention-3,
 // arXiv:2407.08608.
 //
 // With IN_PIECES the rows are queries of all heads that share a key head, a work tile has a piece of
 // the keys, and the results are sums, which forward_combine joins: as in forward_split.
 //
-// Each CTA goes through its work tiles up to three times:
+// Each group goes through its work tiles up to three times:
 //
 //     pass  work tiles                  rows taken as large         stores         marks work tiles
 //     1     all, or stops early         none                        all rows       see below
@@ -132,7 +133,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             smem.k_full(k_pipe.stage).wait(k_pipe.phase);
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
             // No GEMM has kept the warps together.
-            named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
+            named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
             release_k();
             release_v();
         }
@@ -168,7 +169,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
         if constexpr (IN_PIECES) {
             if (!work.is_end) load_shared_rows(p, work, smem.q(q_pipe.stage));
-            named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
+            named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
         }
         if (tile < work.tiles.end) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
         issue_qk(WHOLE);
@@ -251,10 +252,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
             if (partial) {
                 attended.mark(s);
-                named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
-                any = table.clean<CONSUMER_THREADS / WARP>(smem.v(v_pipe.stage), rows.warp_m);
+                named_barrier_sync<CONSUMER_THREADS>(smem.consumer_barrier());
+                const int warp = rows.warp_m - smem.group * WARPS_M;
+                any = table.clean<CONSUMER_THREADS / WARP>(smem.v(v_pipe.stage), warp);
                 fence_async_shared();
-                any = named_barrier_or<CONSUMER_THREADS>(CONSUMER_BARRIER, any);
+                any = named_barrier_or<CONSUMER_THREADS>(smem.consumer_barrier(), any);
             }
             online_softmax(WHOLE);
             s.scale(1 / P_DIVISOR);
@@ -271,7 +273,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
                                [&](int m, int half, int w) { return attended.word(m, half, w); });
                 // All reads and writes of both stages are done and fenced before they are refilled.
                 fence_async_shared();
-                named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
+                named_barrier_sync<CONSUMER_THREADS>(smem.consumer_barrier());
             }
             release_k();
             release_v();
@@ -349,26 +351,31 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     read = {q_pipe, work_pipe, k_pipe, v_pipe};
 }
 
-extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, 1)
     forward_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
     extern __shared__ __align__(1024) char tensors[];
-    __shared__ SharedStorage storage;
-    const Smem smem{tensors, shared_address(tensors), storage};
-    // Uniform in a warp, as the shuffle tells the compiler.
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+    __shared__ SharedStorage storage[GROUPS];
+    // Each group has a share of the producer warpgroup: whole warps. Uniform in a warp, as the shuffle
+    // tells the compiler.
+    constexpr int SHARE = WARPGROUP / GROUPS;
+    const int share = __shfl_sync(~0u, threadIdx.x / SHARE, 0), index = share / GROUPS;
+    const bool produces = index == WARPGROUPS;
+    const int group = GROUPS == 1 ? 0 : produces ? share % GROUPS : index / CONSUMERS;
+    const Smem smem(tensors, storage, group);
     set_up(smem, maps.k, maps.q, maps.v);
     wait_for_prerequisites();
     __syncthreads();
-    if (warpgroup == CONSUMERS) {
+    if (produces) {
         reg_dealloc<PRODUCER_REGISTERS>();
-        const WorkOrder<> order(p);
-        if (threadIdx.x % WARPGROUP == 0) produce(p, maps, smem, order);
+        const WorkOrder<> order(p, group);
+        if (threadIdx.x % SHARE == 0) produce(p, maps, smem, order);
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
+        const int warpgroup = index - group * CONSUMERS;
         ReadState read{{warpgroup}};
         consume<false>(p, smem, warpgroup, read);
         // Unfinished work tiles have been marked.
-        named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
+        named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
         if (threadIdx.x % WARPGROUP == 0) smem.pass_done().arrive();
         smem.pass_done().wait(0);
         if (__any_sync(~0u, smem.any_unfinished(0))) consume<true>(p, smem, warpgroup, read);

@@ -10,10 +10,13 @@
 
 constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 
-// Registers of a thread: the producer warpgroup gives its own to the consumers. One that counts
-// pieces needs more.
-constexpr int PRODUCER_REGISTERS = IN_PIECES ? 40 : CONSUMERS == 2 ? 24 : 32;
-constexpr int CONSUMER_REGISTERS = IN_PIECES ? 232 : CONSUMERS == 2 ? 240 : 160;
+// Registers of a thread, in units of 8: the producer warpgroup gives its own to the consumers, all
+// but those that it needs. One that counts pieces needs more.
+constexpr int WARPGROUPS = GROUPS * CONSUMERS;  // of consumers
+constexpr int ALL_REGISTERS = 65536 / WARPGROUP / (WARPGROUPS + 1) / 8 * 8 * (WARPGROUPS + 1);
+constexpr int NEEDED_REGISTERS = IN_PIECES ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - NEEDED_REGISTERS) / WARPGROUPS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = ALL_REGISTERS - WARPGROUPS * CONSUMER_REGISTERS;
 
 // Lazy rescaling: row maxima may lag by so many powers of two before O is rescaled. P in 16 bits
 // has room for it, and the result depends on it by rounding alone.
@@ -230,7 +233,7 @@ __device__ inline void store_normalised(const Params& p, const Smem& smem, const
     Element* const to = rows_of<Element>(p.out, p.out_at, work.entry(), work.h) +
                         (work.q_start + row0) * p.out_at.n;
     if constexpr (STAGED_OUT && !NAN_SAFE)
-        store_rows_staged(smem.staging(threadIdx.x / WARP), to, p.out_at.n, acc, rows, int(p.Dv));
+        store_rows_staged(smem.staging(warp_of_group()), to, p.out_at.n, acc, rows, int(p.Dv));
     else
         store_rows(to, p.out_at.n, acc, rows, int(p.Dv), halves);
 }

@@ -1,5 +1,5 @@
 // Layer 3. Shared memory of Hopper's forward kernel: circular buffers of q, k and v, and their
-// barriers.
+// barriers. Each group of a CTA has them for itself.
 #pragma once
 
 #include "bias.cuh"
@@ -7,7 +7,7 @@
 #include "tile_scheduler_sm90.cuh"
 
 constexpr int WARPGROUP = 4 * WARP;     // threads
-constexpr int CONSUMERS = WARPS_M / 4;  // consumer warpgroups
+constexpr int CONSUMERS = WARPS_M / 4;  // consumer warpgroups of a group
 constexpr int WARPGROUP_ROWS = 64;      // queries of each
 static_assert(BLOCK_Q == WARPGROUP_ROWS * CONSUMERS && WARPS_N == 1, "64 queries a warpgroup");
 static_assert(STAGES >= 2, "the next k stage is read before the v stage is released");
@@ -26,7 +26,7 @@ struct KeyValueStage {
 // Each warp has staging memory for its output, unless a bias leaves no room. Stages of q hold one
 // warpgroup's queries each: also those of the next work tile, as far as they fit.
 constexpr int BIAS_BYTES = WarpBias<false, 1, BLOCK_K / 8>::BYTES;
-constexpr int Q_ROOM = 225 * 1024 - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
+constexpr int Q_ROOM = 225 * 1024 / GROUPS - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
 constexpr bool STAGED_OUT = Q_ROOM >= CONSUMERS * QueryTile::BYTES + WARPS_M * STAGING_BYTES;
 constexpr int OUT_BYTES = STAGED_OUT ? WARPS_M * STAGING_BYTES : 0;
 constexpr int Q_FIT = (Q_ROOM - OUT_BYTES) / QueryTile::BYTES;
@@ -42,8 +42,9 @@ struct Tensors {
     QueryTile::Storage q[Q_STAGES];
     KeyValueStage kv[STAGES];
 };
-static_assert(int(sizeof(Tensors)) + OUT_BYTES + BIAS_BYTES == SHARED_BYTES,
-              "what a launch brings");
+constexpr int GROUP_BYTES = int(sizeof(Tensors)) + OUT_BYTES + BIAS_BYTES;
+static_assert(GROUPS * GROUP_BYTES == SHARED_BYTES, "what a launch brings");
+static_assert(GROUPS == 1 || GROUP_BYTES % 1024 == 0, "where swizzled tiles may lie");
 
 // Static shared memory.
 struct SharedStorage {
@@ -57,12 +58,19 @@ struct SharedStorage {
         u32 count, iterations[TRACKED / 32];
     } unfinished[2];  // after the first pass, after the second
 };
-static_assert(sizeof(SharedStorage) <= 2048, "what the tensors leave");
+static_assert(GROUPS * sizeof(SharedStorage) <= 2048, "what the tensors leave");
 
 struct Smem {
     char* memory;
     u32 tensors;  // its address
     SharedStorage& storage;
+    int group;
+
+    __device__ Smem(char* tensors, SharedStorage* storages, int group)
+        : memory(tensors + group * GROUP_BYTES),
+          tensors(shared_address(memory)),
+          storage(storages[group]),
+          group(group) {}
 
     static constexpr int KV = int(sizeof(Tensors::q));
     static_assert(KV + sizeof(Tensors::kv) == sizeof(Tensors), "no padding");
@@ -94,6 +102,12 @@ struct Smem {
     }
     __device__ Barrier pass_done() const { return {shared_address(&storage.pass_done)}; }
 
+    // Named barriers: of one warpgroup, and of all consumers of the group.
+    __device__ int warpgroup_barrier(int warpgroup) const {
+        return barrier_id(NamedBarrier::WARPGROUP, group * CONSUMERS + warpgroup);
+    }
+    __device__ int consumer_barrier() const { return barrier_id(NamedBarrier::CONSUMERS, group); }
+
     // Whether a pass left this iteration unfinished, or one that shares its bit; whether any, or
     // many.
     __device__ bool unfinished(int pass, int iteration) const {
@@ -111,8 +125,12 @@ struct Smem {
             atomicAdd(&left.count, 1);
     }
 
-    // By one thread, before all others.
+    // By one thread of the first group, before all others: of all groups.
     __device__ void init() const {
+        for (int n = 0; n < GROUPS; ++n) Smem(memory, &storage, n).init_group();
+        fence_barrier_init();
+    }
+    __device__ void init_group() const {
         for (int g = 0; g < CONSUMERS; ++g) q_full(g, 0).init(1), q_full(g, 1).init(1);
         for (int s = 0; s < Q_STAGES; ++s) q_empty(s).init(WARPGROUP);
         for (int s = 0; s < STAGES; ++s) {
@@ -124,6 +142,5 @@ struct Smem {
             left.count = 0;
             for (u32& bits : left.iterations) bits = 0;
         }
-        fence_barrier_init();
     }
 };

@@ -146,34 +146,40 @@ struct KeyTileList : TileList<int> {
         : TileList(p, work.b, work.h, work.q0 / BLOCK_Q) {}
 };
 
-// The indices of a CTA's work tiles, in each pass the same. They are the host's LPT assignment, or
-// else go round robin, there and back: under a causal mask each is a little shorter than the one
-// before, and CTAs that drift apart would share no keys in the L2 cache.
+// A group of a CTA goes through work tiles of its own: it is a worker, as if it were a CTA. First
+// groups come before second ones: of few work tiles each SM gets one before any gets two.
+__device__ inline u32 worker_count() { return gridDim.x * GROUPS; }
+__device__ inline u32 worker_of(int group) { return blockIdx.x + gridDim.x * group; }
+
+// The indices of a worker's work tiles, in each pass the same. They are the host's LPT assignment,
+// or else go round robin, there and back: under a causal mask each is a little shorter than the one
+// before, and workers that drift apart would share no keys in the L2 cache.
 template <bool CLAIMED = PACKED, bool SHARED = IN_PIECES>
 struct WorkOrder {
-    int iteration = -1;
+    int group, iteration = -1;
 
-    __device__ explicit WorkOrder(const Params&) {}
+    __device__ explicit WorkOrder(const Params&, int group = 0) : group(group) {}
     __device__ int next(const Params& p) {
-        const int first = ++iteration * int(gridDim.x), cta = int(blockIdx.x);
-        if (p.schedule) return p.schedule[first + cta];
-        return first + (iteration % 2 ? int(gridDim.x) - 1 - cta : cta);
+        const int workers = int(worker_count()), worker = int(worker_of(group));
+        const int first = ++iteration * workers;
+        if (p.schedule) return p.schedule[first + worker];
+        return first + (iteration % 2 ? workers - 1 - worker : worker);
     }
     __device__ void restart() { iteration = -1; }
 };
-// What packed sequences take the host does not know: a CTA claims the next work tile when it needs
+// What packed sequences take the host does not know: a worker claims the next work tile when it needs
 // one, and writes down which that is. Lane 0 calls; the shuffle tells the compiler that the index is
 // uniform.
 template <>
 struct WorkOrder<true, false> {
-    int iteration = -1, index = 0, claimed = 0;
+    int group, iteration = -1, index = 0, claimed = 0;
 
-    __device__ explicit WorkOrder(const Params&) {}
+    __device__ explicit WorkOrder(const Params&, int group = 0) : group(group) {}
     __device__ int next(const Params& p) {
-        if (++iteration == 0) return index = int(blockIdx.x);
+        if (++iteration == 0) return index = int(worker_of(group));
         int successor;
         if (iteration > claimed) {
-            successor = int(gridDim.x + atomicAdd(p.tile_counter, 1));
+            successor = int(worker_count() + atomicAdd(p.tile_counter, 1));
             claimed = iteration, p.claims[index] = successor;
         } else {
             successor = p.claims[index];
@@ -193,22 +199,22 @@ __device__ inline int sum_of_warp(int x) {
 #endif
 }
 
-// Pieces of the keys: lengths are on the device, so each CTA counts those of all sequences that have
+// Pieces of the keys: lengths are on the device, so each worker counts those of all sequences that have
 // a key, and takes an equal share of them, one behind the other. All lanes of a warp construct it.
 template <>
 struct WorkOrder<false, true> {
     int iteration = -1, share, first_b = 0, first_place = 0;  // place: among those of a sequence
     int b = 0, place = 0, kv = 0, piece = 0;
 
-    __device__ explicit WorkOrder(const Params& p) {
+    __device__ explicit WorkOrder(const Params& p, int group = 0) {
         const int lane = threadIdx.x % WARP, B = int(p.B);
         auto count = [&](int b) { return b < B ? pieces_of(p, b).count * int(p.Hkv) : 0; };
         int total = 0;
         for (int n = lane; n < B; n += WARP) total += count(n);
         total = sum_of_warp(total);
-        auto start_of = [&](i64 cta) { return int(cta * total / gridDim.x); };
-        int before = start_of(blockIdx.x);  // pieces from sequence n on that are not this CTA's
-        share = start_of(blockIdx.x + 1) - before;
+        auto start_of = [&](i64 worker) { return int(worker * total / worker_count()); };
+        int before = start_of(worker_of(group));  // pieces from sequence n on that are not its own
+        share = start_of(worker_of(group) + 1) - before;
         for (int n = 0; n < B && share > 0; n += WARP) {
             const int own = count(n + lane);
             int end = own;
@@ -263,7 +269,7 @@ __device__ inline bool get_work(const Params& p, int index, FwdWorkTile& work) {
     work.begin = work.tiles.begin, work.end = work.tiles.end;
     return true;
 }
-// The next one of this CTA.
+// The next one of a worker.
 template <bool CLAIMED>
 __device__ inline bool get_work(const Params& p, WorkOrder<CLAIMED, false>& order,
                                 FwdWorkTile& work) {
