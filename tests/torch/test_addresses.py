@@ -36,7 +36,7 @@ def on_arrays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 PARTS = (
     *("lse", "delta", "lse_log2", "row_max", "dq_accum", "head_flags"),
-    *("tile_counter", "dq_semaphore", "dq_counter", "block_order", "claims"),
+    *("row_counter", "tile_counter", "dq_semaphore", "dq_counter", "block_order", "claims"),
 )
 
 
@@ -320,8 +320,8 @@ def test_a_first_call_in_a_capture_is_not_kept(
 ) -> None:
     """It does without its schedule, which nobody could copy then; later calls have it."""
     names = on_arrays(monkeypatch)
-    q = on_gpu(torch.zeros(1, 12, 2200, 8, dtype=torch.float16))
-    k = on_gpu(torch.zeros(1, 2, 2200, 8, dtype=torch.float16))
+    q = on_gpu(torch.zeros(1, 12, 3000, 8, dtype=torch.float16))
+    k = on_gpu(torch.zeros(1, 2, 3000, 8, dtype=torch.float16))
     gpu.capturing = True
     for _ in range(2):
         attention(q, k, k, causal=True)

@@ -40,9 +40,9 @@ from tileattn.kernels.launch.layout import ArrayLayout, contiguous_inputs
 from tileattn.kernels.launch.tensor_map import can_map, tensor_map
 
 SUPPORTED = replace(problem_of("float16", 64), Nq=65)  # more than split the keys
-BEFORE = ["backward_preprocess", "backward_large_scores"]
-AFTER = [HOPPER_DQ_CONVERT, "backward_dkdv", "backward_dq"]
-GENERIC = [*BEFORE, "backward_dkdv", "backward_dq_convert", "backward_dq"]
+ROWS, MAXIMA = "backward_preprocess", "backward_large_scores"
+REPAIRS = ["backward_dkdv", "backward_dq"]
+GENERIC = [ROWS, MAXIMA, "backward_dkdv", "backward_dq_convert", "backward_dq"]
 CAUSAL = (None, 0)
 
 
@@ -150,8 +150,9 @@ def test_what_the_forward_pass_launches(queries: int, blocks: int) -> None:
 def test_what_the_backward_pass_launches(keys: int, blocks: int) -> None:
     problem = replace(SUPPORTED, B=2, Hq=6, Hkv=3, Nq=300, Nk=keys, D=72, Dv=40)
     launches = hopper_launches(problem)
-    _, maxima, safe, own, *after = launches
-    assert [launch.key.kernel for launch in launches] == [*BEFORE, *[HOPPER_BACKWARD] * 2, *AFTER]
+    _, own, finish, maxima, safe, finish_safe, *repairs = launches
+    twice = [HOPPER_BACKWARD, HOPPER_DQ_CONVERT]
+    assert [x.key.kernel for x in launches] == [ROWS, *twice, MAXIMA, *twice, *REPAIRS]
     assert (maxima.key.head_flags, maxima.grid) == (LARGE, 2 * 6 * 3)
     assert (own.key.add_dq, own.key.head_flags, own.grid) == (True, 0, blocks)
     # Where something is not finite the same kernel, but for stages, does it.
@@ -161,24 +162,26 @@ def test_what_the_backward_pass_launches(keys: int, blocks: int) -> None:
     assert own.shared_bytes == own.key.smem_bytes
     assert own.shared_bytes == hopper_backward_bytes(TileSize(64, 128, 8, 1, 2), 128, 64)
     assert own.tensor_maps == (("q", 64), ("k", 128), ("v", 128), ("dout", 64))
-    finish = after[0]
     assert (finish.grid, finish.key.threads, finish.key.tile) == (2 * 6 * 5, 128, own.key.tile)
     assert (finish.key.head_dim, finish.key.value_dim) == (128, 64)
-    for launch in after:
+    assert finish_safe.key == replace(finish.key, head_flags=NON_FINITE)
+    assert finish_safe.grid == 2 * 6 * 5
+    for launch in (finish, finish_safe, *repairs):
         assert (launch.key.producer_warps, launch.tensor_maps) == (0, ())
-        assert (launch.key.head_flags, launch.key.add_dq) == (6 * (launch != finish), False)
+        assert not launch.key.add_dq
+    assert {launch.key.head_flags for launch in repairs} == {LARGE | FAILED}
     # The generic kernels compute the other heads again, as many at a time as the GPU runs.
     context = ON_HOPPER._replace(tensor_maps=False)
     same, *generic = backward_launches(problem, context, deterministic=True, sinks=False)[1:]
     assert same == maxima
-    for launch, like in zip(after[1:], generic, strict=True):
+    for launch, like in zip(repairs, generic, strict=True):
         assert launch.why.startswith("for heads with large scores or with something not finite")
         few = min(like.grid, 132 * like.key.min_blocks_per_sm)
         key = replace(like.key, head_flags=LARGE | FAILED)
         assert launch == like._replace(key=key, grid=few, why=launch.why)
     # A fixed order of the sums is the same kernel in another order.
     fixed = hopper_launches(problem, deterministic=True)
-    assert [launch for launch in fixed if launch.in_order] == list(fixed[2:4])
+    assert [launch for launch in fixed if launch.in_order] == [fixed[1], fixed[4]]
     assert tuple(launch._replace(in_order=False) for launch in fixed) == launches
 
 
@@ -186,8 +189,8 @@ def test_what_the_backward_pass_launches_for_wide_heads() -> None:
     """Nothing is added to dq, so its order is fixed; generic kernels compute all flagged heads."""
     problem = replace(SUPPORTED, B=2, Hq=6, Hkv=3, Nq=300, Nk=100, D=200, Dv=40)
     launches = hopper_launches(problem)
-    own, dq, *repairs = launches[2:]
-    names = [*BEFORE, HOPPER_WIDE, HOPPER_WIDE_DQ, *AFTER[1:]]
+    _, own, dq, _, *repairs = launches
+    names = [ROWS, HOPPER_WIDE, HOPPER_WIDE_DQ, MAXIMA, *REPAIRS]
     assert [launch.key.kernel for launch in launches] == names
     assert (own.grid, dq.grid) == (2 * 3 * 2, 2 * 6 * 3)
     assert own.tensor_maps == (("q", 64), ("k", 64), ("v", 64), ("dout", 64))

@@ -176,7 +176,7 @@ def test_tiles_of_the_backward_pass(changed: dict[str, Any], queries: int) -> No
     problem = replace(problem_of("float16", 128), **changed)
     keys = [launch.key for launch in hopper_launches(problem)]
     assert {key.tile for key in keys if key.kernel == HOPPER_BACKWARD} == {(queries, 128)}
-    assert [key.block_q for key in keys if key.kernel == HOPPER_DQ_CONVERT] == [queries]
+    assert {key.block_q for key in keys if key.kernel == HOPPER_DQ_CONVERT} == {queries}
     assert padded_rows(problem) >= block_count(problem, problem.Nq, queries) * queries
 
 

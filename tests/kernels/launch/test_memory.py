@@ -78,7 +78,8 @@ SUMS = 12 * 300 * 4
 
 
 def counters(tiles: int) -> dict[str, int]:
-    return {"tile_counter": 2 * 4, "dq_semaphore": 12 * tiles * 4, "dq_counter": 4 * 4}
+    counts = {"row_counter": 4, "tile_counter": 2, "dq_semaphore": 12 * tiles, "dq_counter": 4}
+    return {name: count * 4 for name, count in counts.items()}
 
 
 PARTS: list[tuple[Device, Fields, bool | None, dict[str, int], dict[str, int]]] = [
@@ -89,7 +90,7 @@ PARTS: list[tuple[Device, Fields, bool | None, dict[str, int], dict[str, int]]] 
     (H200, {}, False, ROWS | {"dq_accum": SUMS * 128}, FLAGS | counters(5)),
     (H200, {}, True, ROWS | {"dq_accum": SUMS * 128}, FLAGS | counters(5)),
     (H200, {"D": 64}, True, ROWS | {"dq_accum": SUMS * 64}, FLAGS | counters(3)),
-    (H200, {"D": 200}, False, ROWS, FLAGS | {"tile_counter": 2 * 4}),
+    (H200, {"D": 200}, False, ROWS, FLAGS | {"tile_counter": 2 * 4, "row_counter": 4 * 4}),
     (A100, {"D": 300}, False, ROWS, FLAGS),
     (A100, {"Nk": 0}, False, ROWS, FLAGS),
     (A100, {"B": 0}, False, {}, {}),

@@ -184,7 +184,7 @@ def test_what_other_kernels_do_on_hopper() -> None:
     assert "bfloat16" not in {key.dtype for key in forward}
     repairs = {key.kernel for arch, key in CASES if key.head_flags and arch == "sm_90a"}
     generic = {"backward_large_scores", "backward_dkdv", "backward_dq"}
-    assert repairs == generic | {HOPPER_BACKWARD, HOPPER_HALVES}
+    assert repairs == generic | {HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_DQ_CONVERT}
 
 
 def test_what_is_tuned_is_the_plain_call_on_one_gpu() -> None:

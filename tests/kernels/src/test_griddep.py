@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.src.test_compile import CASES
+from tileattn.kernels.config.hopper import HOPPER_BACKWARDS, HOPPER_WIDE_DQ
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES, compiled
 from tools.check_sass import ARCH
@@ -15,8 +16,10 @@ from tools.sass import Instruction, Section, disassembled, parsed
 # Launched alone, and so as ever.
 ALONE = {"append_kv", "rope", "join_rows", "add_halves", "add_rows"}
 
-# Those that another test compiles, too.
-OF_PLANS = {key.kernel: key for arch, key in CASES if arch == ARCH and key.kernel not in ALONE}
+# Those that another test compiles, too; of flagged heads as well.
+_KEYS = [key for arch, key in CASES if arch == ARCH and key.kernel not in ALONE]
+OF_FLAGGED = {key.kernel: key for key in _KEYS if key.head_flags}
+OF_PLANS = OF_FLAGGED | {key.kernel: key for key in _KEYS if not key.head_flags}
 
 # Instructions that read or write global memory, or may do so.
 _GLOBAL = {
@@ -54,7 +57,9 @@ _ONE_AN_SM = ("daux_sm90", "dbias_sm90", "wide_dq_sm90", "forward_sm90", "latent
 
 # Kernels that begin while the one before runs, and what stands before all other accesses: a load by
 # which they know what is complete, or a fence that drops what the L1 cache has.
-_BEGIN = {"backward_dq_convert_sm90": "LDG.E.STRONG.GPU", "backward_wide_dq_sm90": "CCTL.IVALL"}
+_BEGIN = {"backward_dq_convert_sm90": "LDG.E.STRONG.GPU"} | dict.fromkeys(
+    (*HOPPER_BACKWARDS, HOPPER_WIDE_DQ), "CCTL.IVALL"
+)
 
 
 def section_of(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,)) -> Section:
@@ -69,6 +74,11 @@ def test_a_kernel_waits_first(kernel: str, program: str) -> None:
         assert too_early(section) == []
     lets = any(x.opcode == "PREEXIT" and not x.guarded for x in section.code)
     assert lets != kernel.endswith(_ONE_AN_SM)
+
+
+@pytest.mark.parametrize("kernel", sorted(OF_FLAGGED))
+def test_a_kernel_of_flagged_heads_waits_first(kernel: str, program: str) -> None:
+    assert too_early(section_of(OF_FLAGGED[kernel], program)) == []
 
 
 @pytest.mark.parametrize("packed", [False, True])

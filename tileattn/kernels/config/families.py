@@ -4,6 +4,7 @@ A family is a module with the members of `KernelFamily`, and a place in `FAMILIE
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from tileattn.errors import UnsupportedError
@@ -13,6 +14,7 @@ from tileattn.kernels.config.context import (
     ROW_WARPS,
     KernelLaunch,
     LaunchContext,
+    block_count,
     padded_rows,
     rows_of_block,
 )
@@ -22,6 +24,10 @@ from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket
 from tileattn.problem import Problem
 
 _VECTORS = 4  # of a lane, at most: as in ``src/backward_preprocess.cu``
+# Where the next kernel begins beside the first one of a backward pass, that has some of the SMs.
+_BESIDE_PART, _BESIDE_WARPS = 4, 32
+_BESIDE_QUERIES = 4096  # at most: of more, it is a small part of the call
+_BESIDE_WAVES = 8  # at least, of work tiles: with few, those that begin late end late
 
 
 class KernelFamily(Protocol):
@@ -84,9 +90,12 @@ def backward_launches(
     own: tuple[KernelLaunch, ...] = ()
     if context.dqkv:
         own = _explained(refusal, *family.backward(P, context, deterministic=deterministic))
+    own = tuple(with_orders(P, own))
+    begins = tuple(takewhile(_begins_beside_rows, own))
     before = []
     if queries:
-        before.append(_rows(P, context))
+        before.append(_rows(P, context, begins))
+    before += begins
     if queries and keys:
         before.append(generic.large_scores_launch(P, context))
     after = []
@@ -97,7 +106,7 @@ def backward_launches(
         packed = P.sequences is not None
         key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS, packed=packed)
         after.append(KernelLaunch(key, P.Hq))
-    return (*before, *with_orders(P, own), *after)
+    return (*before, *own[len(begins) :], *after)
 
 
 def _supporting(
@@ -121,15 +130,24 @@ def _explained(refusal: str | None, *launches: KernelLaunch) -> tuple[KernelLaun
     return first._replace(why=f"{refusal}; {first.why}"), *others
 
 
-def _rows(P: Problem, context: LaunchContext) -> KernelLaunch:
-    """Launch the kernel that computes delta, row by row."""
+def _begins_beside_rows(launch: KernelLaunch) -> bool:
+    return launch.key.kernel in hopper.HOPPER_BESIDE_ROWS and not launch.key.head_flags
+
+
+def _rows(P: Problem, context: LaunchContext, begins: Sequence[KernelLaunch]) -> KernelLaunch:
+    """Launch the kernel that computes delta, row by row, on all SMs or beside what ``begins``."""
+    tiles = sum(P.B * P.Hkv * block_count(P, P.Nk, x.key.block_k) for x in begins[:1])
+    beside = P.Nq <= _BESIDE_QUERIES and tiles >= _BESIDE_WAVES * context.sm_count
     key = KernelKey(
         *("backward_preprocess", P.dtype.name),
         value_dim=bucket(min(P.Dv, MAX_HEAD_DIM)),
-        warps_m=ROW_WARPS,
+        warps_m=_BESIDE_WARPS if beside else ROW_WARPS,
         alignment_bytes=context.alignment_bytes,
         packed=P.sequences is not None,
     )
     lanes = key.threads // rows_of_block(key, key.value_dim)
     rows = key.threads // max(1, lanes // _VECTORS)
-    return KernelLaunch(key, P.B * P.Hq * padded_rows(P) // rows, why="a few lanes for each row")
+    grid = -(-P.B * P.Hq * padded_rows(P) // rows)
+    if beside:
+        grid = min(grid, -(-context.sm_count // _BESIDE_PART))
+    return KernelLaunch(key, grid, why="a few lanes for each row")

@@ -36,6 +36,8 @@ HOPPER_HALVES = "backward_halves_sm90"
 HOPPER_WIDE_DQ = "backward_wide_dq_sm90"
 HOPPER_DQ_CONVERT = "backward_dq_convert_sm90"
 HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_WIDE)
+# Backward kernels that begin with the heads whose rows are complete, and leave flagged ones.
+HOPPER_BESIDE_ROWS = (*HOPPER_BACKWARDS, HOPPER_WIDE_DQ, HOPPER_DQ_CONVERT)
 HOPPER_DS = ("backward_dbias_sm90", "backward_daux_sm90")  # which sum dS over pairs
 
 # Head-dimension buckets of the backward kernels, of q and of v: the first that has both.
@@ -199,13 +201,14 @@ def backward(
     own = KernelLaunch(key, grid, key.smem_bytes, why, maps, deterministic and key.add_dq)
     # Scores, where they are flat, mask a gradient of NaN: the NaN-safe kernel does not know of it.
     # Nor is there room for a bias in it.
-    safe = () if is_wide or key.softcap or key.score_mod or key.bias else (_nan_safe(own),)
-    left = LARGE | FAILED | (0 if safe else NON_FINITE)
+    has_safe = not (is_wide or key.softcap or key.score_mod or key.bias)
+    left = LARGE | FAILED | (0 if has_safe else NON_FINITE)
     dq = _wide_dq(P, context, dim, value) if is_wide else _dq_convert(P, key)
+    safe = (_nan_safe(own), generic.repairing(dq, context, NON_FINITE)) if has_safe else ()
     context = context._replace(dbias=False)  # a kernel of its own computes it for all heads
     others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
     repairs = (generic.repairing(launch, context, left) for launch in others)
-    return *safe, own, dq, *repairs
+    return own, dq, *safe, *repairs
 
 
 def _suits_tall(problem: Problem, rows: int) -> bool:

@@ -22,7 +22,7 @@ POINTERS = (
     *("alibi_slopes", "sinks"),
     *("tile_counter", "block_order", "claims", "paces", "partial_out", "partial_sums"),
     *("dout", "dlse", "delta", "lse_log2", "row_max"),
-    *("dq", "dk", "dv", "dq_accum", "head_flags", "dq_semaphore", "dq_counter"),
+    *("dq", "dk", "dv", "dq_accum", "head_flags", "row_counter", "dq_semaphore", "dq_counter"),
     *("bias", "dbias", "mask", "dsinks", "block_kinds", "block_bits"),
     *("tile_kinds", "tile_ranks", "tile_list", "schedule", "origin"),
 )

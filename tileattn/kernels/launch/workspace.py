@@ -37,8 +37,8 @@ def workspace_of(
 
     It has ``copies``, and ``sums`` that begin at zero, by their bytes. For the backward pass it has
     three numbers of each query, flags of each key head, and the sums of dq where they are in device
-    memory. The Hopper kernels add a tile counter each, a semaphore of each tile of dq, a
-    counter of each key head, and the order of their work tiles where those are of packed sequences.
+    memory. The Hopper kernels add a tile counter each, a semaphore of each tile of dq, two
+    counters of each key head, and the order of work tiles where those are of packed sequences.
     """
     P, keys = problem, [launch.key for launch in launches]
     number, heads = P.accum_dtype.itemsize, P.B * P.Hq
@@ -59,6 +59,8 @@ def workspace_of(
             parts |= partial_bytes(P)
         if key.kernel == HOPPER_WIDE:
             zeros["tile_counter"] = 2 * _COUNT
+        if key.kernel in HOPPER_BACKWARDS and P.sequences is None:
+            zeros["row_counter"] = P.B * P.Hkv * _COUNT
         if not key.add_dq:
             continue
         sums = {"dq_accum": heads * P.Nq * key.head_dim * number}

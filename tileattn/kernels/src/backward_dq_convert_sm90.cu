@@ -15,16 +15,12 @@ struct alignas(16) Accums {
     float x[4];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    backward_dq_convert_sm90(const __grid_constant__ Params p) {
-    launch_dependents();
-    const int tiles = block_count<BLOCK_Q>(p, p.Nq), number = dq_tile(p, tiles, int(blockIdx.x));
-    // The kernel before leaves SMs idle in the end: they begin with heads that are complete. The last
-    // CTA always waits: so this kernel completes behind that one.
-    const bool waits = blockIdx.x == gridDim.x - 1;
-    if (waits || !dq_is_complete(p, number / tiles / int(p.group))) wait_for_prerequisites();
+// Tile `number` of those of all query heads, `tiles` of each.
+__device__ inline void convert(const Params& p, int tiles, int number) {
     const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), number / tiles, number % tiles);
     const int b = at.b, h = at.h, q0 = at.block * BLOCK_Q;
+    u32& known = head_flags(p, b, h / int(p.group));
+    if ((known & KNOWN) != FLAGGED_HEADS) return;
     const Sequence sequence(p, b);
     const int rows = int(sequence.Nq) - q0, count = min(BLOCK_Q, rows);
     if (PACKED && rows <= 0) return;
@@ -69,6 +65,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
                 if (row[n] < count && to < p.D) store_whole(dq + row[n] * p.dq_at.n + to, vector);
             }
     }
-    u32& known = head_flags(p, b, h / int(p.group));
-    if (!good && !(known & KNOWN)) known |= FAILED;
+    if (!good && !ONLY_FLAGGED) known |= FAILED;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+    backward_dq_convert_sm90(const __grid_constant__ Params p) {
+    launch_dependents();
+    const int tiles = block_count<BLOCK_Q>(p, p.Nq);
+    if constexpr (ONLY_FLAGGED) {
+        wait_for_prerequisites();
+        for_blocks(p, p.B * p.Hq * tiles, [&](int n) { convert(p, tiles, n); });
+    } else {
+        const int number = dq_tile(p, tiles, int(blockIdx.x));
+        // The kernel before leaves SMs idle in the end: they begin with heads that are complete. The
+        // last CTA always waits: so this kernel completes behind that one.
+        const bool waits = blockIdx.x == gridDim.x - 1;
+        if (waits || !dq_is_complete(p, number / tiles / int(p.group))) wait_for_prerequisites();
+        convert(p, tiles, number);
+    }
 }

@@ -2,22 +2,24 @@
 // of -infinity. A few lanes take each query. Mirrors preprocess in spec.py. Rows of a head, or of a
 // packed sequence, are padded to whole blocks of queries, so that those are loaded without bounds
 // checks. Heads are flagged here: the statistics of the others are finite, and exact enough for P.
+// Head after head: Hopper's kernels begin with those that are complete (row_counter.cuh).
+#include "row_counter.cuh"
+#include "rows.cuh"
 #include "rows.cuh"
 
 // More lanes would repeat what is done once a row.
 constexpr int VECTORS = lanes_of_row(VALUE_DIM) < 4 ? lanes_of_row(VALUE_DIM) : 4;  // of a lane
-constexpr int LANES = lanes_of_row(VALUE_DIM) / VECTORS, ROWS = THREADS / LANES;
-static_assert(ROW_PAD % ROWS == 0, "a CTA has rows of one head and sequence");
+constexpr int LANES = lanes_of_row(VALUE_DIM) / VECTORS, ROWS = WARP / LANES;
+constexpr int TOGETHER = 4;  // at most, blocks of rows
+static_assert(ROW_PAD % (TOGETHER * ROWS) == 0, "a warp has rows of one head and sequence");
 
 // The rounding of a larger logsumexp would show in the gradients.
 constexpr Accum MAX_EXACT_LSE = sizeof(Element) == 2 ? 512 : 16;
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    backward_preprocess(const __grid_constant__ Params p) {
-    overlap_launches();
-    const int blocks = int(p.rows / ROWS), bh = int(blockIdx.x) / blocks;
-    const int padded = int(blockIdx.x) % blocks * ROWS + int(threadIdx.x) / LANES;
-    const HeadBlock<ROW_PAD> at(p, p.query_ends(), int(p.Hq), bh, padded / ROW_PAD);
+// The rows of a warp, of a query head of a batch entry, from row0 of its statistics on.
+__device__ inline void preprocess(const Params& p, i64 bh, i64 row0) {
+    const int lane = threadIdx.x % WARP, padded = int(row0) + lane / LANES;
+    const HeadBlock<ROW_PAD> at(p, p.query_ends(), int(p.Hq), int(bh), padded / ROW_PAD);
     const int b = at.b, h = at.h, i = at.block * ROW_PAD + padded % ROW_PAD;
     const Sequence sequence(p, b);
     Accum delta = 0, lse = 0;
@@ -26,28 +28,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const Element* out = sequence.queries<Element>(p.out, p.out_at, h) + i * p.out_at.n;
         const Element* dout = sequence.queries<Element>(p.dout, p.dout_at, h) + i * p.dout_at.n;
         const int columns = int(p.Dv), d0 = threadIdx.x % LANES * VECTOR_SIZE;
-        auto add = [&](auto load) {
-            for (int first = d0; first < columns; first += VECTORS * LANES * VECTOR_SIZE) {
+        constexpr int STEP = LANES * VECTOR_SIZE;
+        auto add = [&](const Vector<Element>& x, const Vector<Element>& y) {
+#pragma unroll
+            for (int e = 0; e < VECTOR_SIZE; ++e)
+                delta = fma(Accum(widen(x.values[e])), Accum(widen(y.values[e])), delta);
+        };
+        if (columns % VECTOR_SIZE) {
+#pragma unroll 1
+            for (int d = d0; d < columns; d += STEP)
+                add(load_vector(out + d, columns - d), load_vector(dout + d, columns - d));
+        } else {
+            // Without branches all loads are under way at once.
+            auto load = [&](const Element* row, int d) {
+                return d < columns ? *reinterpret_cast<const Vector<Element>*>(row + d) : Vector<Element>{};
+            };
+            for (int first = d0; first < columns; first += VECTORS * STEP) {
                 Vector<Element> x[VECTORS], y[VECTORS];
 #pragma unroll
-                for (int n = 0; n < VECTORS; ++n) {
-                    const int d = first + n * LANES * VECTOR_SIZE;
-                    x[n] = load(out + d, columns - d), y[n] = load(dout + d, columns - d);
-                }
-#pragma unroll
                 for (int n = 0; n < VECTORS; ++n)
+                    x[n] = load(out, first + n * STEP), y[n] = load(dout, first + n * STEP);
 #pragma unroll
-                    for (int e = 0; e < VECTOR_SIZE; ++e)
-                        delta = fma(Accum(widen(x[n].values[e])), Accum(widen(y[n].values[e])), delta);
+                for (int n = 0; n < VECTORS; ++n) add(x[n], y[n]);
             }
-        };
-        // Without branches all loads are under way at once.
-        if (columns % VECTOR_SIZE)
-            add([](const Element* x, int count) { return load_vector(x, count); });
-        else
-            add([](const Element* x, int count) {
-                return count > 0 ? *reinterpret_cast<const Vector<Element>*>(x) : Vector<Element>{};
-            });
+        }
     }
 #pragma unroll
     for (int step = LANES / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
@@ -65,20 +69,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         if (is_finite(lse) && fabs(lse) > MAX_EXACT_LSE) found |= LARGE;
         lse_log2 = masked_out ? Accum(0) : is_finite(lse) ? clip_finite(lse * LOG2_E) : lse;
     }
-    // All rows of a CTA are of one head and sequence. One thread flags it, and only if no other has: atomics of
-    // all rows would contend.
-    if (__syncthreads_or(found)) {
-        const bool non_finite = __syncthreads_or(found & NON_FINITE);
-        const bool large = __syncthreads_or(found & LARGE);
+    // One lane flags the head, and only if nobody has: atomics of all rows would contend.
+    if (__any_sync(~0u, found)) {
+        const bool non_finite = __any_sync(~0u, found & NON_FINITE);
+        const bool large = __any_sync(~0u, found & LARGE);
         const u32 marks = (non_finite ? NON_FINITE : 0) | (large ? LARGE : 0);
         u32& known = head_flags(p, b, h / int(p.group));
-        if (threadIdx.x == 0 && marks & ~*static_cast<volatile u32*>(&known))
-            atomicOr(&known, marks);
+        if (lane == 0 && marks & ~*static_cast<volatile u32*>(&known)) atomicOr(&known, marks);
     }
-    if (threadIdx.x % LANES) return;
-    const i64 row = bh * p.rows + padded;
-    static_cast<Accum*>(p.delta)[row] = delta;
-    static_cast<Accum*>(p.lse_log2)[row] = lse_log2;
-    // backward_large_scores replaces it, if there are keys at all.
-    static_cast<Accum*>(p.row_max)[row] = 0;
+    if (lane % LANES == 0) {
+        const i64 row = bh * p.rows + padded;
+        static_cast<Accum*>(p.delta)[row] = delta;
+        static_cast<Accum*>(p.lse_log2)[row] = lse_log2;
+        // backward_large_scores replaces it, if there are keys at all.
+        static_cast<Accum*>(p.row_max)[row] = 0;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+    backward_preprocess(const __grid_constant__ Params p) {
+    // In this order: what begins beside this kernel is behind all before it.
+    wait_for_prerequisites();
+    launch_dependents();
+    // As many blocks of rows at a time as leave something for all warps: each time a warp waits until
+    // its stores are done.
+    const i64 warps = i64(gridDim.x) * (THREADS / WARP), blocks = p.rows / ROWS;
+    const i64 total = p.B * p.Hq * blocks, each = total < TOGETHER * warps ? 1 : TOGETHER;
+    i64 n = (i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP) * each;
+#pragma unroll 1
+    for (; n < total; n += warps * each) {
+        const i64 bh = n / blocks;
+#pragma unroll 1
+        for (int m = 0; m < each; ++m) preprocess(p, bh, (n % blocks + m) * ROWS);
+        count_rows(p, bh / p.group, int(each) * ROWS);
+    }
 }

@@ -3,6 +3,7 @@
 // registers. So nothing is added in device memory, and the order of the sums is fixed.
 #include "gemm_sm90.cuh"
 #include "gradient.cuh"
+#include "row_counter.cuh"
 #include "tile_scheduler_sm90.cuh"
 
 constexpr int WARPGROUP = 4 * WARP;     // threads
@@ -115,6 +116,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 #pragma unroll 1
         while (get_work(p, claim(), work)) {
             if (PACKED && work.q0 >= work.Nq(p)) continue;
+            wait_for_rows(p, i64(work.b) * p.Hkv + work.h / int(p.group));
             // Generic kernels are for flagged heads.
             if (!(head_flags(p, work.b, work.h / int(p.group)) & KNOWN)) return true;
         }

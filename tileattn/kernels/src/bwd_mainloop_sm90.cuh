@@ -4,6 +4,7 @@
 
 #include "bwd_scores_sm90.cuh"
 #include "dq_counter.cuh"
+#include "row_counter.cuh"
 
 // Registers of a thread: the producer warpgroup gives its own to the consumers.
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
@@ -52,6 +53,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 #pragma unroll 1
     while (get_work(p, claim_work(p), work)) {
         if (PACKED && work.k0 >= work.Nk(p)) continue;
+        wait_for_rows(p, i64(work.b) * p.Hkv + work.kv);
         // All work tiles of a head are skipped or none: these flags stay while this kernel runs.
         // LARGE heads, alone or with NON_FINITE, go to the generic kernels.
         if ((head_flags(p, work.b, work.kv) & KNOWN) != FLAGGED_HEADS) continue;
@@ -362,7 +364,10 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
     // Uniform in a warp, as the shuffle tells the compiler.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     set_up(smem, maps.k, maps.q, maps.v, maps.dout);
-    wait_for_prerequisites();
+    if constexpr (PACKED || NAN_SAFE)
+        wait_for_prerequisites();
+    else
+        pass_kernel_before();
     // What follows begins on SMs that have no work tile left.
     if constexpr (!NAN_SAFE) launch_dependents();
     if (NAN_SAFE && !any_flagged_head(p)) return;
@@ -375,7 +380,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
             if (warp > WARPS_M + DQ_STORE_WARPS) return load_bias(p, smem);
         if (threadIdx.x % WARP) return;
         if (warp == WARPS_M)
-            produce(p, maps, smem);
+            produce(p, maps, smem), wait_for_prerequisites();
         else if (!IS_WIDE && warp <= WARPS_M + DQ_STORE_WARPS)
             store_dq(p, smem, warp - WARPS_M - 1);
     } else {

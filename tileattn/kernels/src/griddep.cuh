@@ -1,7 +1,7 @@
 // Layer 1. Programmatic dependent launch: a kernel of a call starts while the one before it ends.
 //
 // The host launches every kernel of a plan but the first so (launches.py). All threads of every kernel
-// wait_for_prerequisites() before they touch global memory, and before they return. (Two begin
+// wait_for_prerequisites() before they touch global memory, and before they return. (Some begin
 // earlier, see below.) Then nothing is seen too early:
 //
 // - A kernel completes when all its CTAs have ended. Each of them has waited until the kernel before
@@ -15,14 +15,17 @@
 // Nor does anything wait for ever: the next kernel gets its first CTA when all CTAs of this one have
 // started. It takes only room that nobody else needs.
 //
-// Two kernels begin while the one before runs. That one lets them start behind its own wait, so all
-// kernels before it are complete.
+// In Hopper's backward pass three kernels overlap, of which the second and the third begin while the
+// one before runs. The first one, backward_preprocess, lets them start behind its own wait, so all
+// before it is complete. Of packed sequences each waits first.
 //
+// - backward_sm90 and its like wait for the rows of a head before they take it (row_counter.cuh). A
+//   warp of each CTA waits in the end: so they complete behind the first one.
 // - backward_dq_convert_sm90: a CTA whose head is complete does not wait (dq_counter.cuh). No kernel
 //   before reads the dQ that it writes. The last CTA always waits, so this kernel, too, completes behind
 //   the one before.
-// - backward_wide_dq_sm90 and the one before share inputs alone, and FAILED in head_flags, which both
-//   may set and neither reads. A warp of each CTA waits in the end.
+// - backward_wide_dq_sm90 waits for rows, too. With the one before it shares inputs alone, and FAILED in
+//   head_flags, which both may set and neither reads. A warp of each CTA waits in the end.
 #pragma once
 
 // Let the next kernel start, once all CTAs have called this or ended. It promises nothing of memory.

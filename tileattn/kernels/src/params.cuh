@@ -33,8 +33,8 @@ struct Fields {
     void *dq, *dk, *dv, *dq_accum;
     // head_flags: of each key head, as in head_flags.cuh. dq_semaphore: of each dQ tile, how
     // many key blocks have added to it, if in_order; else whether one has claimed it, and has stored.
-    // dq_counter: of each key head, as in dq_counter.cuh.
-    u32 *head_flags, *dq_semaphore, *dq_counter;
+    // row_counter, dq_counter: of each key head, as in their headers.
+    u32 *head_flags, *row_counter, *dq_semaphore, *dq_counter;
     const void* bias;
     void* dbias;
     const void* mask;
