@@ -47,7 +47,7 @@ _BACKWARD_BUCKETS = {
     HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
 }
 _PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to another
-_FEW_KEYS = 4096  # at most, keys that a query attends to
+_FEW_KEYS = 3072  # at most, keys that a query attends to
 _SHORT = 512  # at most, keys of small tiles
 _PADDED = 1.035  # at most, queries of all tall tiles over queries
 _LONG = 2048  # at least, queries of a causal call of tall tiles

@@ -99,7 +99,8 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     order each key block waits for the one before; that keeps heads together, and the fewer of their
     key blocks are in flight, the shorter each waits. In a window they wait for few, and where query
     tiles are short two waves of heads are enough (measured). Groups change which heads run
-    together, and never the order within a dq tile.
+    together, and never the order within a dq tile. Key blocks that go in step without a mask have
+    two waves in any order (measured).
 
     Where many query heads share keys, their queries may fill the L2 several times, and key blocks
     that do not wait for each other drift apart: each loads them from memory for itself. Then dq is
@@ -121,7 +122,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
         size = -(-2 * grid // blocks)
     elif is_causal and key.add_dq and P.Nk >= WHOLE_WAVES:
         size = round(waves) * grid // blocks
-    in_step = in_order and _goes_in_step(P, key)
+    in_step = _goes_in_step(P, key) and (in_order or not is_causal)
     if in_step:
         size = two_waves
     elif in_order and P.window[0] is not None and key.block_q < key.block_k:
