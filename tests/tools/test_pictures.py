@@ -137,12 +137,14 @@ def test_labels_and_units() -> None:
 
 def test_the_roofline_is_of_one_gpu(results: Path) -> None:
     """That of the ceilings: in another dtype if need be, and not at all if no grid is of it."""
-    gpu = load(results, "gpu_ceilings")["machine"]["gpu"]
+    gpu = "accelerator"
+    ours = ["gpu_ceilings"]
     for dtype, name in reversed(roofline.DTYPES.items()):
-        for grid in roofline.grids_of(dtype):
-            result = load(results, grid)
+        ours += roofline.grids_of(dtype)
+        for measured in ours:
+            result = load(results, measured)
             result["machine"]["gpu"] = gpu
-            (results / f"{grid}.json").write_text(json.dumps(result), encoding="utf-8")
+            (results / f"{measured}.json").write_text(json.dumps(result), encoding="utf-8")
         picture = roofline.picture(results)
         assert f"tileattn in {name} on an {gpu}" in picture.caption
         assert all(f"{grid}.json" in picture.caption for grid in roofline.grids_of(dtype))
