@@ -201,6 +201,29 @@ def test_what_the_backward_pass_launches_for_wide_heads() -> None:
     assert hopper_launches(problem, deterministic=True) == launches
 
 
+@pytest.mark.parametrize(("D", "block_k"), [(64, 128), (128, 128), (192, 128), (256, 64)])
+@pytest.mark.parametrize(
+    ("changed", "beside"),
+    [
+        ({"Nq": 4096}, True),
+        ({"Nq": 4097}, False),
+        ({"heads": 263}, False),  # less than eight waves of four key blocks each
+        ({"sequences": 2}, False),
+    ],
+    ids=str,
+)
+def test_delta_is_computed_beside_the_backward_kernel(
+    D: int, block_k: int, changed: dict[str, Any], beside: bool
+) -> None:
+    """On a quarter of 132 SMs, where work tiles are many and queries few; else on all."""
+    there = {"Nq": 1024, "heads": 264} | changed
+    heads = there.pop("heads")
+    problem = replace(problem_of("bfloat16", D), Hq=heads, Hkv=heads, Nk=4 * block_k, Dv=128)
+    rows, *_ = hopper_launches(replace(problem, **there))
+    assert rows.key.kernel == ROWS
+    assert ((rows.grid, rows.key.threads) == (33, 1024)) is beside
+
+
 def test_short_query_blocks_of_narrow_heads_are_finished_alike() -> None:
     """As long as those of the backward kernel: without a score modifier they have 128 queries."""
     for enabled_options, queries in (((), 128), (("alibi_slopes",), 64)):

@@ -435,14 +435,14 @@ def test_key_blocks_that_would_drift_apart_wait_for_each_other(
 def test_narrow_heads_whose_key_blocks_go_in_step(
     changed: dict[str, Any], together: int, last_first: bool
 ) -> None:
-    """Two waves of their blocks, under a causal mask the last ones first; never by default."""
+    """Two waves of their blocks, under a causal mask the last ones first, but not by default."""
     P = shaped("float16", 64, **{"B": 32, "Hq": 32, "Hkv": 32, "Nq": 512, "Nk": 512} | changed)
     for deterministic in (True, False):
         launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
         found = schedule_of(P, layout_of(P), launches, CACHE)
         assert found.last_keys_first is (last_first and deterministic)
-    launches = backward_launches(P, CONTEXT, deterministic=True, sinks=False)
-    assert schedule_of(P, layout_of(P), launches, CACHE).head_groups == -(-1024 // together)
+        if deterministic or "window" not in changed:
+            assert found.head_groups == -(-1024 // together)
 
 
 def test_nothing_to_start_has_an_order() -> None:

@@ -136,7 +136,7 @@ def _begins_beside_rows(launch: KernelLaunch) -> bool:
 
 def _rows(P: Problem, context: LaunchContext, begins: Sequence[KernelLaunch]) -> KernelLaunch:
     """Launch the kernel that computes delta, row by row, on all SMs or beside what ``begins``."""
-    tiles = sum(P.B * P.Hkv * block_count(P, P.Nk, x.key.block_k) for x in begins[:1])
+    tiles = P.B * P.Hkv * block_count(P, P.Nk, begins[0].key.block_k) if begins else 0
     beside = P.Nq <= _BESIDE_QUERIES and tiles >= _BESIDE_WAVES * context.sm_count
     key = KernelKey(
         *("backward_preprocess", P.dtype.name),
