@@ -186,6 +186,19 @@ def measure(
         return device.time(calls), arrays(calls[0](), device.xp)
 
 
+def in_turns(implementation: Implementation, configuration: Configuration, device: Gpu) -> Call:
+    """Make a call that takes the sets of inputs in turn, first the first."""
+    inputs = device.inputs(configuration.shapes, configuration.dtype)
+    with implementation.context():
+        calls = itertools.cycle(prepare(implementation, configuration, inputs))
+
+    def call() -> Any:
+        with implementation.context():
+            return next(calls)()
+
+    return call
+
+
 def difference(found: list[Any], expected: list[Any], xp: Any) -> float:
     """Largest relative Frobenius distance of two lists of arrays; NaN where there is one."""
     errors = []

@@ -10,7 +10,7 @@
 
 The files are gpu.json, gpu_shapes.json, gpu_sparse.json, gpu_host.json and gpu_ceilings.json.
 
-All implementations run in one process on the same data. Times are those of CUDA events, the median
+All implementations run in one process on the same data, in turns. Times are those of CUDA events, the median
 of the repeats; the inputs take turns, so that they come from HBM and not from the L2 cache. FLOPs
 are 4 B H N N D forward, half of it for causal, and 2.5 times that backward, whatever an
 implementation computes; under a window, only those inside it count. Results are compared with
@@ -32,14 +32,15 @@ from benchmarks.configurations import (
     PASSES,
     SHAPE_LENGTHS,
     WINDOW_LENGTHS,
+    Call,
     Configuration,
     grid_of,
     normal,
     shapes_of,
     sparse_cases,
 )
-from benchmarks.device import AGREEMENT, Gpu, difference, measure, prepare
-from benchmarks.implementations import BASELINES, Implementation, Tileattn, find
+from benchmarks.device import AGREEMENT, Gpu, difference, in_turns, measure, prepare
+from benchmarks.implementations import BASELINES, Implementation, Tileattn, arrays, find
 from benchmarks.report import Row, one_line
 
 SECTIONS = ("grid", "shapes", "sparse", "host", "ceilings")
@@ -51,8 +52,8 @@ RIVALS = ("cudnn", "fa4")  # the baselines whose kernels are made for this GPU
 def compare(
     configuration: Configuration, implementations: Iterable[Implementation], device: Gpu
 ) -> Row:
-    """Time all that support the configuration, tileattn first; a failure is recorded."""
-    times: dict[str, list[float]] = {}
+    """Time all that support the configuration, in turns; a failure is recorded."""
+    calls: dict[str, Call] = {}
     failed: dict[str, str] = {}
     mismatch: dict[str, str] = {}
     expected: list[Any] | None = None
@@ -61,17 +62,21 @@ def compare(
             continue
         name = one.name
         try:
-            measured, results = measure(one, configuration, device)
+            call = in_turns(one, configuration, device)
+            results = arrays(call(), device.xp)
             expected = results if name == OURS[0] else expected
             distance = 0.0 if expected is None else difference(results, expected, device.xp)
         except Exception as error:
             failed[name] = one_line(error)
         else:
-            times[name] = measured
+            calls[name] = call
             if not distance <= AGREEMENT[configuration.dtype]:
                 mismatch[name] = f"{distance:.1e}"
         results = []
         device.release()
+    times = dict(zip(calls, device.time_each([*calls.values()]), strict=True)) if calls else {}
+    del calls
+    device.release()
     tflops = {name: configuration.flops / median(s) / 1e12 for name, s in times.items()}
     right = tflops.keys() - mismatch.keys()
     baselines = right - set(OURS) if OURS[0] in right else set()
