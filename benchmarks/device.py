@@ -23,7 +23,7 @@ AGREEMENT = {"bf16": 2e-2, "fp16": 3e-3, "f32": 1e-5, "f64": 1e-12}
 LEAST_SECONDS, MOST_SECONDS = 0.05, 0.25  # of one measurement
 SETTLE_SECONDS = 0.3  # until a busy GPU has the clocks that its power limit leaves
 LEAST_CALLS, MOST_CALLS = 10, 1000
-LEAST_ROUNDS, MOST_ROUNDS = 3, 15  # of calls that are timed apart
+LEAST_ROUNDS, MOST_ROUNDS = 3, 30  # of calls that are timed apart
 L2_CYCLE = 4  # a cycle through the input sets reads this many times the L2
 COPY_BYTES = 1 << 30
 

@@ -10,11 +10,11 @@
 
 The files are gpu.json, gpu_shapes.json, gpu_sparse.json, gpu_host.json and gpu_ceilings.json.
 
-All implementations run in one process on the same data, in turns. Times are those of CUDA events, the median
-of the repeats; the inputs take turns, so that they come from HBM and not from the L2 cache. FLOPs
-are 4 B H N N D forward, half of it for causal, and 2.5 times that backward, whatever an
-implementation computes; under a window, only those inside it count. Results are compared with
-those of tileattn: where they differ there is no speedup.
+All implementations run in one process on the same data, in turns. Times are those of CUDA events,
+the median of the repeats; the sets of inputs alternate, so that they come from HBM and not from
+the L2 cache. FLOPs are 4 B H N N D forward, half of it for causal, and 2.5 times that backward,
+whatever an implementation computes; under a window, only those inside it count. Results are
+compared with those of tileattn: where they differ there is no speedup.
 """
 
 import argparse
