@@ -38,9 +38,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if (partial) zero_past_end<HEAD_DIM>(p, q, work, tile * BLOCK_Q, warpgroup);
         gemm_async<Element, HEAD_DIM>(s, smem.k(), WARPGROUP_ROWS * warpgroup, q);
     };
-    auto softmax = [&](bool partial) {
+    auto softmax = [&](bool partial, const TileLse& lse_log2) {
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        recompute_p(p, work.sequence(p), h, partial, smem.storage.lse_log2[q_pipe.stage], inputs, s, probs);
+        recompute_p(p, work.sequence(p), h, partial, lse_log2, inputs, s, probs);
     };
     auto issue_dv = [&](bool partial) {
         const DoutTile dout = smem.dout(dout_pipe.stage);
@@ -115,8 +115,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             for (int k = 0; k < VALUE_DIM / 16; ++k)
                 load_matrices(v[k].r, smem.v().chunk(row0 + lane % 16, 32 * k + lane / 16 * 16));
         }
+        const TileLse lse_log2 = smem.storage.lse_log2[q_pipe.stage];
         warpgroup_wait<0>(s);
-        softmax(partial);
+        softmax(partial, lse_log2);
         issue_dv(partial);
         warpgroup_wait<0>(dv);  // dP needs the registers of the operands of dV
         issue_dp();
@@ -145,11 +146,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         load_inputs();
         issue_s(partial);
         issue_dk();
+        const TileLse lse_log2 = smem.storage.lse_log2[q_pipe.stage];
         if constexpr (DQ_BESIDE_DP) {
             warpgroup_wait<0>(s);
             warpgroup_wait<0>(dk);
             smem.q_empty(dk_stage).arrive();  // safe as below
-            softmax(partial);
+            softmax(partial, lse_log2);
+            order_after(probs);
             issue_dq(dq, false);
             issue_dv(partial);
             issue_dp();
@@ -157,7 +160,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             finish_dq(dq);
         } else {
             warpgroup_wait<1>(s);
-            softmax(partial);
+            softmax(partial, lse_log2);
             issue_dv(partial);
             warpgroup_wait<1>(dk);
             // Safe: the GEMMs that read this q are complete; its lse was consumed by P, which is

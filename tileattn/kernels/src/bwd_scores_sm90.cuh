@@ -29,14 +29,31 @@ __device__ inline void convert(Operands& operands, const Fragment<Accum, 1, QT>&
     for (int i = begin / 2; i < end / 2; ++i) operands[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
 }
 
+// The logsumexp of a lane's queries. Where dK is complete before the softmax registers hold it: it is
+// read while S is computed.
+struct TileLse {
+    static constexpr bool IS_HELD = DQ_BESIDE_DP;
+    const float* row;
+    float2 held[IS_HELD ? QT : 1];
+
+    __device__ TileLse(const float* lse_log2) : row(lse_log2) {
+        if constexpr (IS_HELD)
+#pragma unroll
+            for (int n = 0; n < QT; ++n) held[n] = load(n);
+    }
+    __device__ float2 load(int n) const {
+        return *reinterpret_cast<const float2*>(row + Lane().column(0) + 8 * n);
+    }
+    __device__ float2 operator[](int n) const { return IS_HELD ? held[n] : load(n); }
+};
+
 // From S to P, with the logsumexp of the tile's queries.
-__device__ inline void exponentiate(const ScoreMod& score_mod, const float* lse_log2, TileScores& s,
+__device__ inline void exponentiate(const ScoreMod& score_mod, const TileLse& lse_log2, TileScores& s,
                                     int begin, int end) {
-    const Lane lane;
     const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
 #pragma unroll
     for (int n = begin; n < end; ++n) {
-        const float2 lse = *reinterpret_cast<const float2*>(lse_log2 + lane.column(0) + 8 * n);
+        const float2 lse = lse_log2[n];
 #pragma unroll
         for (int e = 0; e < 4; ++e)
             s.x[0][n][e] =
@@ -100,10 +117,19 @@ struct TileInputs {
     }
 };
 
+// Keep what follows behind all of P, an operand of dV. ptxas would move the wait for the other
+// warpgroup's dS ahead of the exponentials, and nothing would run meanwhile.
+__device__ inline void order_after(const Operands& probs) {
+    u32 all = ~0u;
+#pragma unroll
+    for (const auto& step : probs) all &= step.r[0] & step.r[1] & step.r[2] & step.r[3];
+    order_after(all == ~0u);
+}
+
 // From K Q^T to P, with the logsumexp of the tile's queries, as an operand of dV; and to P times the
 // slopes, which dS takes in its place.
 __device__ inline void recompute_p(const Params& p, const Sequence& sequence, int h,
-                                   bool partial, const float* lse_log2, TileInputs& inputs, TileScores& s,
+                                   bool partial, const TileLse& lse_log2, TileInputs& inputs, TileScores& s,
                                    Operands& probs) {
     const int b = int(sequence.b);
     const ScoreMod score_mod(p, b, h);
@@ -210,7 +236,7 @@ __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_
 // what was taken out of dO.
 template <int NT>
 __device__ inline Attended<1, QT> recompute_p_nan_safe(const Params& p, const Sequence& sequence,
-                                                       int h, bool masked, const float* lse_log2, TileInputs& inputs,
+                                                       int h, bool masked, const TileLse& lse_log2, TileInputs& inputs,
                                                        TileScores& s, Operands& probs,
                                                        bool non_finite,
                                                        const NonFiniteDout& table,
