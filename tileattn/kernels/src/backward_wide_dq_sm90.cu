@@ -284,6 +284,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             s.masked_fill(dense);
             finish(0, NT);
         }
+        order_after(ds);
     };
     // The warpgroups issue their GEMMs in turn, one tile each, so that dS of one is computed beside
     // the GEMMs of the other.

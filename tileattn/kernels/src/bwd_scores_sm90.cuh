@@ -117,15 +117,6 @@ struct TileInputs {
     }
 };
 
-// Keep what follows behind all of P, an operand of dV. ptxas would move the wait for the other
-// warpgroup's dS ahead of the exponentials, and nothing would run meanwhile.
-__device__ inline void order_after(const Operands& probs) {
-    u32 all = ~0u;
-#pragma unroll
-    for (const auto& step : probs) all &= step.r[0] & step.r[1] & step.r[2] & step.r[3];
-    order_after(all == ~0u);
-}
-
 // From K Q^T to P, with the logsumexp of the tile's queries, as an operand of dV; and to P times the
 // slopes, which dS takes in its place.
 __device__ inline void recompute_p(const Params& p, const Sequence& sequence, int h,

@@ -98,6 +98,17 @@ __device__ inline void order_after(bool never) {
     if (__any_sync(~0u, never)) asm volatile("nanosleep.u32 1;");
 }
 
+// Keep what follows behind the computation of an operand, whose bits are not all set. ptxas would move
+// a wait for another warpgroup ahead of it, and nothing would run meanwhile.
+template <class A, int K>
+__device__ inline void order_after(const A (&operand)[K]) {
+    u32 all = ~0u;
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+        all &= operand[k].r[0] & operand[k].r[1] & operand[k].r[2] & operand[k].r[3];
+    order_after(all == ~0u);
+}
+
 // Whether the first ELEMENTS of each atom are finite: zero times what is not finite is not zero. In
 // several sums: one alone would be a long dependency chain.
 template <int ELEMENTS = 4, int CHAINS = 4, int NT>
