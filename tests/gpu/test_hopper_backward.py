@@ -171,6 +171,7 @@ def test_a_fixed_order_gives_the_same_bits_on_any_number_of_sms(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("D", "Dv", "group"), [(64, 40, 1), (128, 72, 1)])
 @pytest.mark.parametrize(
     ("Nq", "Nk", "options"),
     [
@@ -183,18 +184,19 @@ def test_a_fixed_order_gives_the_same_bits_on_any_number_of_sms(
     ],
     ids=str,
 )
-def test_narrow_heads_whose_key_blocks_go_in_step(
-    Nq: int, Nk: int, options: dict[str, Any], dtype: Any, request: Any
+def test_a_fixed_order_of_heads_that_begin_together_or_apart(
+    Nq: int, Nk: int, options: dict[str, Any], D: int, Dv: int, group: int, dtype: Any, request: Any
 ) -> None:
     """The same bits on every run, on five SMs, and beside other heads; with NaN in one of them."""
-    made = normal((2, 7, 7, Nq, Nk, 64, 40), dtype)
+    made = normal((2, 7 * group, 7, Nq, Nk, D, Dv), dtype)
     many = check(made, deterministic=True, **options)
     for _ in range(5):
         assert bits(both(made, deterministic=True, **options)[1][:3]) == bits(many[:3])
-    q, k, v, dout = (x[1:, 2:4] for x in made)
+    q, k, v, dout = (x[1:, n : 2 * n] for x in made if (n := 2 * x.shape[1] // 7))
     own: dict[str, Any] = {n: x[1:] if isinstance(x, list) else x for n, x in options.items()}
     few_heads = both((q, k, v, dout), deterministic=True, **own)[1]
-    assert bits(few_heads[:3]) == bits([x[1:, 2:4] for x in many[:3]])
+    those = [x[1:, n : 2 * n] for x in many[:3] if (n := 2 * x.shape[1] // 7)]
+    assert bits(few_heads[:3]) == bits(those)
     request.getfixturevalue("few_sms")
     few = both(made, deterministic=True, **options)[1]
     assert bits(few[:3]) == bits(many[:3])

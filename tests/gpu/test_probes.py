@@ -235,12 +235,12 @@ def test_backward_work_tiles(
     Probe(key)("backward_work_tiles", p, claimed, got, grid=(grid,))
     assert claimed == count + grid  # each thread block finds once that there is nothing left
     block, head, _ = work_tiles(blocks, B * Hkv, groups)
-    for n, (b, kv, k0, begin, end, full_begin, full_end) in enumerate(got.tolist()):
+    for n, (b, kv, k0, first, stop, full_begin, full_end) in enumerate(got.tolist()):
         assert (b, kv) == divmod(int(head[n]), Hkv)
         assert k0 == int(block[n]) * key.block_k
         kinds = [window.kind(q0, q1, k0, k0 + key.block_k) for q0, q1 in tiles]
         attended = [tile for tile, kind in enumerate(kinds) if kind != EMPTY]
-        assert list(range(begin, end)) == attended
+        assert list(range(first, stop, -1)) == attended[::-1]
         found = [tile for tile in attended if full_begin <= tile < full_end]
         assert found == [tile for tile in attended if kinds[tile] == FULL]
 

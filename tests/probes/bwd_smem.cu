@@ -27,9 +27,9 @@ extern "C" __global__ void backward_work_tiles(Params p, u32* tile_counter, int*
     WorkTile work{};
     for (u32 index; index = claim_work(p), get_work(p, index, work);) {
         int* to = out + i64(index) * 7;
-        const TileRange& tiles = work.tiles;
+        const QueryTiles& tiles = work.tiles;
         for (int field :
-             {work.b, work.kv, work.k0, tiles.begin, tiles.end, tiles.full_begin, tiles.full_end})
+             {work.b, work.kv, work.k0, tiles.first, tiles.stop, tiles.full.lo, tiles.full.hi})
             *to++ = field;
     }
 }

@@ -377,8 +377,10 @@ def test_how_many_heads_are_worked_on_together(
     assert groups(P, deterministic=True) == -(-150 // in_order)
     masked = replace(P, window=CAUSAL)
     assert groups(masked) == -(-150 // causal)
-    # Under a causal mask 1,024 keys of each head are at work; in a window, two waves.
-    assert groups(masked, deterministic=True) == -(-150 // 16)
+    # Under a causal mask two waves of heads begin apart, or 1,024 keys of each are at work; in a
+    # window two waves are.
+    assert groups(masked, deterministic=True) == -(-150 // (9 if D == 128 else 16))
+    assert groups(replace(masked, Hq=100), deterministic=True) == -(-150 // 16)
     assert groups(replace(P, window=(70, 0)), deterministic=True) == -(-150 // 8)
 
 
@@ -426,7 +428,7 @@ def test_key_blocks_that_would_drift_apart_wait_for_each_other(
         ({"Nk": 8192}, 4, False),
         ({"window": CAUSAL, "Hq": 64}, 16, False),
         ({"window": (70, 0)}, 16, False),
-        ({"window": CAUSAL, "D": 128, "Dv": 128}, 16, False),
+        ({"window": CAUSAL, "D": 128, "Dv": 128}, 67, False),
         ({"window": CAUSAL, "enabled_options": frozenset({"alibi_slopes"})}, 16, False),
         ({"window": CAUSAL, "enabled_options": frozenset({"block_mask"})}, 16, False),
     ],
@@ -443,6 +445,44 @@ def test_narrow_heads_whose_key_blocks_go_in_step(
         assert found.last_keys_first is (last_first and deterministic)
         if deterministic or "window" not in changed:
             assert found.head_groups == -(-1024 // together)
+
+
+@pytest.mark.parametrize(
+    ("changed", "apart"),
+    [
+        ({"Nk": 512}, 67),
+        ({"Nk": 1024}, 33),
+        ({"Nk": 2048}, 17),
+        ({"Nk": 2049}, 15),
+        ({"Nk": 4096}, 9),
+        ({"Nk": 8192}, 9),
+        ({"Nk": 16384}, 5),
+        ({"Nk": 1 << 20}, 1),
+        ({"Nk": 512, "B": 1, "Hq": 6, "Hkv": 6}, 7),
+        ({"Nk": 512, "window": (None, 7)}, 67),
+        ({"window": (None, None)}, 0),
+        ({"window": (70, 0)}, 0),
+        ({"D": 64, "Dv": 64}, 0),
+        ({"D": 192}, 0),
+        ({"Hq": 64}, 0),
+        ({"enabled_options": frozenset({"block_mask"})}, 0),
+    ],
+    ids=str,
+)
+def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
+    """Two waves of key blocks, or four, but no more heads than there are; and not by default.
+
+    Each index is one key block: there is an inverse.
+    """
+    P = shaped("float16", 128, **{"B": 32, "Hq": 32, "Hkv": 32, "Nq": 512, "Nk": 512} | changed)
+    P = replace(P, **{"window": CAUSAL} | changed)
+    for deterministic in (True, False):
+        launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
+        found = schedule_of(P, layout_of(P), launches, CACHE)
+        assert found.claims_apart == (apart if deterministic else 0)
+        if found.claims_apart:
+            assert found.head_groups == -(-P.B * P.Hkv // apart)
+            assert found.inverse_apart * apart % -(-P.Nk // 128) == (P.Nk > 128)
 
 
 def test_nothing_to_start_has_an_order() -> None:

@@ -31,8 +31,10 @@ extern "C" int claim_all(const Params* p, int* found) {
     const int* const begin = found;
     BwdWorkTile work{};
     for (int n = 0; get_work(*p, u32(n), work); ++n) {
+        if (work.k0 >= work.Nk(*p)) continue;
         const QueryTileList list(*p, work);
-        for (int index = work.tiles.end; --index >= work.tiles.begin; found += 6) {
+        const QueryTiles& tiles = work.tiles;
+        for (int index = tiles.first; index != tiles.stop; index = tiles.next(index), found += 6) {
             const int row[] = {n, work.b, work.kv, work.k0 / BLOCK_K, list.tile(index),
                                list.rank(*p, work, index)};
             std::copy(row, row + 6, found);
@@ -137,7 +139,7 @@ def test_a_key_block_waits_for_those_that_were_claimed_before(
 
     Of the work tiles that are not done the first claimed runs then, and all get done, however few
     thread blocks there are. The order of keys, and so that of the sums, is the same for each
-    number of SMs.
+    number of SMs. Where heads begin apart, so do the claims of their blocks.
     """
     problem = asked(D=D, Dv=D, Hq=Hq, Hkv=3, Nq=Nq, Nk=Nk, window=window)
     plan = backward(problem, replace(H200, sm_count=sm_count), deterministic=True)
@@ -167,7 +169,12 @@ def test_a_key_block_waits_for_those_that_were_claimed_before(
     assert {(x.b, x.kv, x.tile, x.block) for x in found} == expected
     # Those of a work tile begin at the last query, or else at the first.
     for x, y in pairwise(found):
-        assert x.claim < y.claim or (x.claim == y.claim and (x.tile < y.tile) == last_first)
+        own = lengths[x.b]
+        rises = own - x.block * key.block_k <= plan.fields["rising_halves"] * -(-own // 2)
+        assert x.claim < y.claim or (x.claim == y.claim and (x.tile < y.tile) == rises)
+    if apart := plan.fields["claims_apart"]:
+        heads_before = {x: (x.b * problem.Hkv + x.kv) * -(-Nk // key.block_k) for x in found}
+        assert all(x.claim == before + x.block * apart for x, before in heads_before.items())
 
 
 @pytest.mark.parametrize(("D", "Hq", "window"), [(64, 3, CAUSAL), (128, 6, (None, None))])

@@ -6,6 +6,7 @@ A worker is a thread block, or a group of one that has work tiles of its own.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
 # L2 caches that queries of one key head may fill before key blocks drift apart (measured)
 DRIFT, CAUSAL_DRIFT = 4, 2
 WHOLE_WAVES = 4096  # at least, keys of a causal call whose heads go in whole waves (measured)
+APART_DIM = 128  # of heads that begin apart, in order (measured)
+TWO_WAVES = 4096  # at most, keys if two waves of those are enough; of more it is four (measured)
 LAST = 6  # one in so many work tiles goes by its length alone (measured)
 SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
@@ -42,7 +45,12 @@ class Schedule(NamedTuple):
     head_groups: int  # worked on one after the other: at least 1, at most B Hkv
     assignment: Array | None = None  # from `assign`; None where numbers in order are as good
     in_order: bool = False  # whether key blocks add to dq one after the other
-    last_keys_first: bool = False  # in which order those of a head do: as in `BwdWorkTile` in CUDA
+    # In which order those of a head do, and their query tiles: as in `BwdWorkTile` in CUDA.
+    last_keys_first: bool = False
+    rising_halves: int = 0
+    # Of successive key blocks of a head, if heads begin apart; and modulo the blocks of a head.
+    claims_apart: int = 0
+    inverse_apart: int = 0
     # Of packed sequences, key heads whose blocks take turns: rows that they may have, and how many.
     turn_rows: int = 0
     turn_heads: int = 1
@@ -114,23 +122,28 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     in_flight = grid * key.block_k // KEYS_IN_FLIGHT
     if P.sequences is not None:
         rows = FAR if in_order and is_causal else l2_bytes // 2 // row
-        heads = in_flight if in_order else grid
-        return Schedule(1, None, in_order, turn_rows=rows, turn_heads=max(1, heads))
-    blocks, size = -(-P.Nk // key.block_k), l2_bytes // 2 // (P.Nq * row)
+        turn = max(1, in_flight if in_order else grid)
+        return Schedule(1, None, in_order, turn_rows=rows, turn_heads=turn)
+    heads, blocks, size = P.B * P.Hkv, -(-P.Nk // key.block_k), l2_bytes // 2 // (P.Nq * row)
     waves, two_waves = size * blocks / grid, 2 * grid // blocks
     if waves < 1:
         size = -(-2 * grid // blocks)
     elif is_causal and key.add_dq and P.Nk >= WHOLE_WAVES:
         size = round(waves) * grid // blocks
     in_step = _goes_in_step(P, key) and (in_order or not is_causal)
+    apart = 0
     if in_step:
         size = two_waves
+    elif in_order and _begin_apart(P, key):
+        size = apart = _claims_apart(P.Nk, grid, blocks, heads)
     elif in_order and P.window[0] is not None and key.block_q < key.block_k:
         size = min(two_waves, in_flight)
     elif in_order:
         size = in_flight if is_causal else min(size, in_flight)
-    groups = -(-P.B * P.Hkv // max(1, min(size, grid)))
-    return Schedule(groups, None, in_order, last_keys_first=in_step and is_causal)
+    groups = -(-heads // max(1, min(size, grid)))
+    last_first = in_step and is_causal
+    inverse = pow(apart, -1, blocks) if apart else 0
+    return Schedule(groups, None, in_order, last_first, 2 * last_first, apart, inverse)
 
 
 def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
@@ -156,8 +169,38 @@ def _goes_in_step(P: Problem, key: KernelKey) -> bool:
     of dq follow from the order of keys, which depends on options alone.
     """
     narrow = key.kernel == HOPPER_BACKWARD and key.block_q == key.block_k
-    listed = key.packed or key.block_mask or key.mask_mod
-    return narrow and P.group == 1 and P.window[0] is None and not listed
+    return narrow and P.group == 1 and P.window[0] is None and not (key.packed or _is_listed(key))
+
+
+def _begin_apart(P: Problem, key: KernelKey) -> bool:
+    """Whether heads begin evenly apart if dq is summed in order.
+
+    Key blocks of a head that begin together wait for each other at each query tile, the longer the
+    later they add. Apart, each begins so long behind the one before that it never waits.
+    """
+    applies = key.kernel == HOPPER_BACKWARD and key.head_dim == APART_DIM
+    return applies and P.group == 1 and _is_triangle(P) and not _is_listed(key)
+
+
+def _claims_apart(Nk: int, grid: int, blocks: int, heads: int) -> int:
+    """Count the claims from one key block of a head to the next: the heads that run together.
+
+    If they have no factor in common with the blocks, each claim is of one block of one head.
+    """
+    waves = 2 if Nk <= TWO_WAVES else 4
+    apart = max(1, min(waves * grid // blocks, heads))
+    while math.gcd(apart, blocks) > 1:
+        apart += 1
+    return apart
+
+
+def _is_triangle(P: Problem) -> bool:
+    """Whether queries attend to all keys before them, and to none far behind."""
+    return P.window[0] is None and P.window[1] is not None
+
+
+def _is_listed(key: KernelKey) -> bool:
+    return key.block_mask or key.mask_mod
 
 
 def _drifts(P: Problem, share: float) -> bool:

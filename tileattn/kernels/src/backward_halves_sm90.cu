@@ -173,7 +173,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         smem.k_full().wait(k_pipe.phase);
         k_pipe.advance();
         if (work.is_end) break;
-        const bool attended = work.tiles.begin < work.tiles.end;
+        const bool attended = !work.tiles.is_empty();
         if (attended) {
             zero_unattended(p, smem, work, v_pipe.phase);
             if constexpr (NAN_SAFE) clean_k(smem);

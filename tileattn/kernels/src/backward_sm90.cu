@@ -226,7 +226,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         k_pipe.advance();
         work = smem.storage.work_tile;
         if (work.is_end) break;
-        const bool attended = work.tiles.begin < work.tiles.end;
+        const bool attended = !work.tiles.is_empty();
         if (attended) zero_unattended(p, smem, work, v_pipe.phase);
         if (attended && NAN_SAFE) {
             clean_k(smem);
@@ -239,8 +239,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             store_dv(ds_pipe);
         } else if (attended) {
             const QueryTileList list(p, work);
-            h = work.kv * heads, tile = list.tile(work.tiles.end - 1);
-            prologue(is_partial(work, list, work.tiles.end - 1));
+            h = work.kv * heads, tile = list.tile(work.tiles.first);
+            prologue(is_partial(work, list, work.tiles.first));
             for_each_tile<true, false>(p, work, heads, h, tile, step);
             last_step();
         } else {

@@ -8,13 +8,13 @@ static_assert(IS_WIDE && CONSUMERS == 2 && BLOCK_Q == WARPGROUP_ROWS);
 
 constexpr int DV_WARPGROUP = 0, DK_WARPGROUP = 1;
 
-// The first query of the next tile, as far as `zero_past_end` asks: the last tile of all heads comes
-// first.
+// The first query of the next tile, as far as `zero_past_end` asks: a tile of all heads comes before
+// the next one.
 __device__ inline int next_q0(const WorkTile& work, int heads, int h, int tile) {
-    return (h + 1 < (work.kv + 1) * heads ? tile : tile - 1) * BLOCK_Q;
+    return (h + 1 < (work.kv + 1) * heads ? tile : work.tiles.next(tile)) * BLOCK_Q;
 }
 __device__ inline int first_q0(const Params& p, const WorkTile& work) {
-    return PACKED ? QueryTileList(p, work).tile(work.tiles.end - 1) * BLOCK_Q : 0;
+    return PACKED ? QueryTileList(p, work).tile(work.tiles.first) * BLOCK_Q : 0;
 }
 
 // The warpgroup of dV.
@@ -78,7 +78,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         work = smem.storage.work_tile;
         if (work.is_end) break;
         dv.clear();
-        if (work.tiles.begin < work.tiles.end) {
+        if (!work.tiles.is_empty()) {
             zero_unattended(p, smem, work, v_pipe.phase);
             v_pipe.advance();
             issue_s(first_q0(p, work));
@@ -158,7 +158,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         work = smem.storage.work_tile;
         if (work.is_end) break;
         dk.clear();
-        if (work.tiles.begin < work.tiles.end) {
+        if (!work.tiles.is_empty()) {
             zero_unattended(p, smem, work, v_pipe.phase);
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();

@@ -52,13 +52,13 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     };
 #pragma unroll 1
     while (get_work(p, claim_work(p), work)) {
-        if (PACKED && work.k0 >= work.Nk(p)) continue;
+        if (work.k0 >= work.Nk(p)) continue;
         wait_for_rows(p, i64(work.b) * p.Hkv + work.kv);
         // All work tiles of a head are skipped or none: these flags stay while this kernel runs.
         // LARGE heads, alone or with NON_FINITE, go to the generic kernels.
         if ((head_flags(p, work.b, work.kv) & KNOWN) != FLAGGED_HEADS) continue;
-        const TileRange tiles = work.tiles;
-        if (tiles.begin >= tiles.end) {
+        const QueryTiles tiles = work.tiles;
+        if (tiles.is_empty()) {
             publish_work();
             smem.k_full().arrive();
             continue;
@@ -70,7 +70,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         const QueryTileList list(p, work);
         bool first = true;
 #pragma unroll 1
-        for (int index = tiles.end; --index >= tiles.begin;) {
+        for (int index = tiles.first; index != tiles.stop; index = tiles.next(index)) {
             const int q0 = list.tile(index) * BLOCK_Q;
 #pragma unroll 1
             for (int g = 0; g < group; ++g) {
@@ -105,7 +105,8 @@ __device__ inline void load_bias(const Params& p, const Smem& smem) {
         smem.k_full().wait(k_pipe.phase);
         if (work.is_end) break;
 #pragma unroll 1
-        for (int index = work.tiles.end; --index >= work.tiles.begin;) {
+        for (int index = work.tiles.first; index != work.tiles.stop;
+             index = work.tiles.next(index)) {
 #pragma unroll 1
             for (int g = 0; g < int(p.group); ++g, bias_pipe.advance()) {
                 smem.bias_empty().wait(bias_pipe.phase ^ 1);
@@ -169,7 +170,8 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
         const u32 first_head = work.entry() * int(p.Hq) + work.kv * heads;
         const QueryTileList list(p, work);
 #pragma unroll 1
-        for (int index = work.tiles.end; --index >= work.tiles.begin;) {
+        for (int index = work.tiles.first; index != work.tiles.stop;
+             index = work.tiles.next(index)) {
             const int tile = list.tile(index);
             const u32 rank = claims_dq(p) ? 0 : list.rank(p, work, index);
 #pragma unroll 1
@@ -291,21 +293,23 @@ __device__ inline bool is_partial(const WorkTile& work, const QueryTileList& lis
     return list.is_partial(index) || work.tiles.is_partial(list.tile(index));
 }
 
-// Call step(partial, more) for the query tiles of a work tile that has some: the tile of the last index
-// of each head, then that of the one before it. The caller may do the first step of all itself. `more` is
+// Call step(partial, more) for the query tiles of a work tile that has some: the first tile of each
+// head, then the next of each. The caller may do the first step of all itself. `more` is
 // false for the last one, if that is peeled off.
 template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
 __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int heads,
                                               int& h, int& tile, Step step) {
-    const TileRange& tiles = work.tiles;
+    const QueryTiles& tiles = work.tiles;
     const QueryTileList list(p, work);
     const int first_head = work.kv * heads, end_head = first_head + heads;
     int begin = first_head + SKIP_FIRST;
+    bool partial = false;
 #pragma unroll 1
-    for (int index = tiles.end - 1; index >= tiles.begin; --index, begin = first_head) {
-        const int end = end_head - (PEEL_LAST && index == tiles.begin);
+    for (int index = tiles.first; index != tiles.stop;
+         index = tiles.next(index), begin = first_head) {
         tile = list.tile(index);
-        const bool partial = is_partial(work, list, index);
+        partial = is_partial(work, list, index);
+        const int end = end_head - (PEEL_LAST && tiles.next(index) == tiles.stop);
         if constexpr (NAN_SAFE) {  // one copy compiles sooner
             const bool any = __any_sync(~0u, partial);
 #pragma unroll 1
@@ -319,8 +323,8 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& w
         }
     }
     if constexpr (PEEL_LAST) {
-        h = end_head - 1, tile = list.tile(tiles.begin);
-        step(is_partial(work, list, tiles.begin), false);
+        h = end_head - 1;
+        step(partial, false);
     }
 }
 

@@ -294,17 +294,27 @@ __device__ inline bool get_work(const Params& p, WorkOrder<false, true>& order, 
 // Whether calls may have the last keys first.
 constexpr bool MAY_BEGIN_LAST = BLOCK_Q == BLOCK_K && !PACKED && !HAS_TILE_LIST;
 
-// A block of keys of one key head, with the query tiles of each query head that shares it: by their
-// indices from begin to end - 1. Those of the last indices come first.
+// Query tiles of a block of keys, by their indices: up or down from first, as far as before stop.
+struct QueryTiles {
+    int first, stop;
+    Range full;  // tiles that need no mask
+
+    __device__ bool is_empty() const { return first == stop; }
+    __device__ int next(int index) const { return index < stop ? index + 1 : index - 1; }
+    __device__ bool is_partial(int tile) const { return tile < full.lo || tile >= full.hi; }
+};
+
+// A block of keys of one key head, with the query tiles of each query head that shares it.
 //
 // The blocks of a head begin with the first keys, and each with its last query tile: under a causal
-// mask, too, all come to a tile at about the same time. With `last_keys_first` they begin with the
-// last keys, and each with its first tile, the diagonal: blocks that begin together come to a tile
-// one behind the other, in the order in which they add to its dQ.
+// mask, too, all come to a tile at about the same time. With `rising_halves` those of so many halves of
+// the keys, the last ones, begin with their first tile, the diagonal. With `last_keys_first` the last
+// keys come first, too: blocks that begin together come to a tile one behind the other, in the order
+// in which they add to its dQ.
 struct BwdWorkTile : WorkSequence<PACKED> {
     int kv, k0;
     bool is_end;  // no work tile: all have been claimed
-    TileRange tiles;
+    QueryTiles tiles;
 
     // The number of its first tile of queries among those of a head, and the row of the first query
     // among their statistics.
@@ -323,14 +333,6 @@ struct QueryTileList : TileList<QueryTileEntry> {
     __device__ QueryTileList(const Params& p, const BwdWorkTile& work)
         : TileList(p, work.b, work.kv, work.k0 / BLOCK_K) {}
 
-    // The last indices are of the first tiles where they are negative: ~tile.
-    __device__ int tile(int index) const {
-        return MAY_BEGIN_LAST ? max(index, ~index) : TileList::tile(index);
-    }
-    __device__ static TileRange reversed(const TileRange& tiles) {
-        return {-tiles.end, -tiles.begin, tiles.full_begin, tiles.full_end};
-    }
-
     // How many blocks of keys that were claimed before this one attend to a tile. Without a list
     // those of its window.
     __device__ int rank(const Params& p, const BwdWorkTile& work, int index) const {
@@ -338,7 +340,7 @@ struct QueryTileList : TileList<QueryTileEntry> {
         const int row = tile(index) * BLOCK_Q, block = work.k0 / BLOCK_K;
         const SlidingWindow window(p, work.sequence(p));
         const Range keys = window.key_range(row, min(row + BLOCK_Q, window.Nq));
-        if (MAY_BEGIN_LAST && index < 0) return (keys.hi - 1) / BLOCK_K - block;
+        if (MAY_BEGIN_LAST && p.last_keys_first) return (keys.hi - 1) / BLOCK_K - block;
         return block - keys.lo / BLOCK_K;
     }
 };
@@ -351,11 +353,20 @@ __device__ inline u32 claim_work(const Params& p) {
     return __shfl_sync(1, atomicAdd(tile_counter, 1), 0);
 }
 
+// Heads begin evenly apart, so that long blocks run beside short ones: block b of head h has the
+// index h blocks + b apart. Where that is no head, at both ends, there is a block behind the last.
+__device__ inline BlockCoord coord_apart(const Params& p, int blocks, int heads, int index) {
+    const int block = index % blocks * int(p.inverse_apart) % blocks;
+    const int head = (index - block * int(p.claims_apart)) / blocks;
+    return u32(head) < u32(heads) ? BlockCoord(block, head) : BlockCoord(blocks, 0);
+}
+
 // The work tile of an index; false behind the last.
 __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile& work) {
     const int blocks = work.blocks<BLOCK_K>(p, p.Nk), heads = int(p.B * p.Hkv);
-    if (index >= u32(blocks * heads)) return false;
-    const BlockCoord at = work.coord(p, blocks, heads, int(index));
+    if (index >= u32(blocks * heads + (blocks - 1) * int(p.claims_apart))) return false;
+    const BlockCoord at = !PACKED && p.claims_apart ? coord_apart(p, blocks, heads, int(index))
+                                                    : work.coord(p, blocks, heads, int(index));
     const bool last_first = MAY_BEGIN_LAST && p.last_keys_first;
     const int place = last_first ? blocks - 1 - at.block : at.block;
     work.k0 = work.find(p, at.head / int(p.Hkv), place) * BLOCK_K;
@@ -367,8 +378,11 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     if (PACKED) full.hi = min(full.hi, work.Nq(p) / BLOCK_Q);
     const QueryTileList list(p, work);
     const int tiles = block_count<BLOCK_Q>(p, p.Nq);
-    work.tiles = {list.lower_bound(queries.lo / BLOCK_Q, tiles),
-                  list.lower_bound((queries.hi + BLOCK_Q - 1) / BLOCK_Q, tiles), full.lo, full.hi};
-    if (last_first) work.tiles = QueryTileList::reversed(work.tiles);
+    const int begin = list.lower_bound(queries.lo / BLOCK_Q, tiles);
+    const int end = max(begin, list.lower_bound((queries.hi + BLOCK_Q - 1) / BLOCK_Q, tiles));
+    // Not half of what there is room for: that may depend on other sequences.
+    const int half = (window.length + 1) / 2;
+    const bool rises = window.length - work.k0 <= int(p.rising_halves) * half;
+    work.tiles = {rises ? begin : end - 1, rises ? end : begin - 1, full};
     return true;
 }
