@@ -171,7 +171,7 @@ def test_a_fixed_order_gives_the_same_bits_on_any_number_of_sms(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("D", "Dv", "group"), [(64, 40, 1), (128, 72, 1)])
+@pytest.mark.parametrize(("D", "Dv", "group"), [(64, 40, 1), (128, 72, 1), (128, 128, 3)])
 @pytest.mark.parametrize(
     ("Nq", "Nk", "options"),
     [

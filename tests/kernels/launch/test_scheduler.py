@@ -485,6 +485,31 @@ def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
             assert found.inverse_apart * apart % -(-P.Nk // 128) == (P.Nk > 128)
 
 
+@pytest.mark.parametrize(
+    ("changed", "rising"),
+    [
+        ({}, 1),
+        ({"D": 64, "Dv": 64}, 1),
+        ({"D": 256, "Dv": 256}, 1),
+        ({"window": (None, 7), "sequences": 9}, 1),
+        ({"window": (None, None)}, 0),
+        ({"window": (70, 0)}, 0),
+        ({"Hq": 4}, 0),
+        ({"enabled_options": frozenset({"block_mask"})}, 0),
+    ],
+    ids=str,
+)
+def test_the_last_key_blocks_of_grouped_heads_rise(changed: dict[str, Any], rising: int) -> None:
+    """Under a causal mask, in any order too: the bits of dk and dv follow from it."""
+    for B, sm_count in ((1, 132), (50, 132), (1, 7)):
+        P = shaped("float16", 128, B=B, Hq=32, Hkv=4, Nq=512, Nk=512, window=CAUSAL)
+        P = replace(P, **changed)
+        context = CONTEXT._replace(sm_count=sm_count)
+        for deterministic in (True, False):
+            launches = backward_launches(P, context, deterministic=deterministic, sinks=False)
+            assert schedule_of(P, layout_of(P), launches, CACHE).rising_halves == rising
+
+
 def test_nothing_to_start_has_an_order() -> None:
     problem = replace(LONG, Nq=0)
     assert schedule_of(problem, layout_of(problem), (), CACHE) == Schedule(8)

@@ -108,9 +108,10 @@ def backward_work_tiles(
         (64, 3, (None, 7), True),
         (64, 3, (None, 300), True),
         (64, 3, (None, None), False),
-        (64, 6, CAUSAL, False),
+        (64, 24, CAUSAL, False),
         (64, 3, (90, 20), False),
         (128, 3, CAUSAL, False),
+        (128, 24, CAUSAL, False),
     ],
 )
 @pytest.mark.parametrize(

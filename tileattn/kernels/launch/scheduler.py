@@ -30,6 +30,7 @@ DRIFT, CAUSAL_DRIFT = 4, 2
 WHOLE_WAVES = 4096  # at least, keys of a causal call whose heads go in whole waves (measured)
 APART_DIM = 128  # of heads that begin apart, in order (measured)
 TWO_WAVES = 4096  # at most, keys if two waves of those are enough; of more it is four (measured)
+RISING_GROUP = 2  # at least, query heads of a key head whose last key blocks rise (measured)
 LAST = 6  # one in so many work tiles goes by its length alone (measured)
 SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
@@ -120,10 +121,11 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
     in_order = launch.in_order or (key.add_dq and _drifts(P, P.Nq * row / l2_bytes))
     in_flight = grid * key.block_k // KEYS_IN_FLIGHT
+    rising = _rising_halves(P, key)
     if P.sequences is not None:
         rows = FAR if in_order and is_causal else l2_bytes // 2 // row
         turn = max(1, in_flight if in_order else grid)
-        return Schedule(1, None, in_order, turn_rows=rows, turn_heads=turn)
+        return Schedule(1, None, in_order, False, rising, turn_rows=rows, turn_heads=turn)
     heads, blocks, size = P.B * P.Hkv, -(-P.Nk // key.block_k), l2_bytes // 2 // (P.Nq * row)
     waves, two_waves = size * blocks / grid, 2 * grid // blocks
     if waves < 1:
@@ -143,7 +145,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     groups = -(-heads // max(1, min(size, grid)))
     last_first = in_step and is_causal
     inverse = pow(apart, -1, blocks) if apart else 0
-    return Schedule(groups, None, in_order, last_first, 2 * last_first, apart, inverse)
+    return Schedule(groups, None, in_order, last_first, 2 if last_first else rising, apart, inverse)
 
 
 def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
@@ -192,6 +194,17 @@ def _claims_apart(Nk: int, grid: int, blocks: int, heads: int) -> int:
     while math.gcd(apart, blocks) > 1:
         apart += 1
     return apart
+
+
+def _rising_halves(P: Problem, key: KernelKey) -> int:
+    """Count the halves of the keys whose key blocks begin at the diagonal, the last ones.
+
+    Under a causal mask the first key blocks of a head begin together, with the last query tile, and
+    share what they load. Later ones begin one after the other, as SMs get free. With the last tile
+    each would load queries for itself; at their diagonals they meet those that began before
+    (measured). The bits of dk and dv follow from it, so lengths and heads alone decide.
+    """
+    return int(P.group >= RISING_GROUP and _is_triangle(P) and not _is_listed(key))
 
 
 def _is_triangle(P: Problem) -> bool:
