@@ -1,0 +1,181 @@
+"""In what order Hopper's backward kernels take their work tiles; no GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tileattn.kernels.config.families import backward_launches
+from tileattn.kernels.launch.catalog import context_of, problem_of
+from tileattn.kernels.launch.layout import contiguous_inputs
+from tileattn.kernels.launch.scheduler import schedule_of
+from tileattn.problem import Problem
+
+CONTEXT = context_of("sm_90a")._replace(sm_count=132)
+CACHE = 50 << 20
+CAUSAL = (None, 0)
+
+
+def shaped(dtype: str, dim: int, **sizes: Any) -> Problem:
+    return replace(problem_of(dtype, dim), **sizes)
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv", "Nq", "together", "causal", "grouped", "in_order"),
+    [
+        (128, 128, 512, 50, 49, 25, 16),
+        (128, 128, 4096, 6, 4, 9, 6),
+        (128, 128, 1 << 20, 9, 9, 9, 9),
+        (64, 128, 2048, 20, 20, 10, 16),
+        (128, 64, 2048, 14, 12, 7, 14),
+    ],
+)
+def test_how_many_heads_are_worked_on_together(
+    D: int, Dv: int, Nq: int, together: int, causal: int, grouped: int, in_order: int
+) -> None:
+    """What comes back of them fills 25 MiB, at least a wave; whole waves under a causal mask."""
+    P = shaped("float16", D, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, Dv=Dv)
+
+    def groups(P: Problem, deterministic: bool = False) -> int:
+        launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
+        found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
+        drifts = P.Hq > P.Hkv and Nq > 1 << 19
+        assert (found.assignment, found.in_order) == (None, deterministic or drifts)
+        return found.head_groups
+
+    assert groups(P) == -(-150 // together)
+    assert groups(replace(P, Hq=100)) == -(-150 // grouped)  # twice as much of each head of keys
+    assert groups(P, deterministic=True) == -(-150 // in_order)
+    masked = replace(P, window=CAUSAL)
+    assert groups(masked) == -(-150 // causal)
+    # Under a causal mask two waves of heads begin apart, or 1,024 keys of each are at work; in a
+    # window two waves are.
+    assert groups(masked, deterministic=True) == -(-150 // (9 if D == 128 else 16))
+    assert groups(replace(masked, Hq=100), deterministic=True) == -(-150 // 16)
+    assert groups(replace(P, window=(70, 0)), deterministic=True) == -(-150 // 8)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("window", [(None, None), CAUSAL])
+def test_wide_heads_have_no_order(window: Any, deterministic: bool) -> None:
+    """They add nothing. Their queries and gradients fill 25 MiB."""
+    P = shaped("float16", 256, B=3, Hkv=50, Hq=50, Nq=512, Nk=4096, window=window)
+    launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
+    found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
+    assert (found.head_groups, found.in_order) == (-(-150 // 50), False)
+
+
+@pytest.mark.parametrize(
+    ("group", "Nq", "window", "uses", "expected"),
+    [
+        (8, 32768, (None, None), set(), True),
+        (8, 16384, (None, None), set(), False),
+        (8, 16384, CAUSAL, set(), True),
+        (8, 8192, CAUSAL, set(), False),
+        (1, 1 << 20, CAUSAL, set(), False),
+        (8, 32768, (1024, 0), set(), False),
+        (8, 32768, CAUSAL, {"mask_mod"}, False),
+        (8, 32768, CAUSAL, {"cu_seqlens_q"}, False),
+    ],
+)
+def test_key_blocks_that_would_drift_apart_wait_for_each_other(
+    group: int, Nq: int, window: Any, uses: set[str], expected: bool
+) -> None:
+    """What comes back of a key head fills the L2 four times, under a causal mask twice."""
+    P = shaped("float16", 128, B=1, Hkv=2, Hq=2 * group, Nq=Nq, Nk=Nq)
+    packed = 64 if "cu_seqlens_q" in uses else None
+    P = replace(P, window=window, enabled_options=frozenset(uses), sequences=packed)
+    launches = backward_launches(P, CONTEXT, deterministic=False, sinks=False)
+    assert schedule_of(P, contiguous_inputs(P), launches, CACHE).in_order is expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "together", "last_first"),
+    [
+        ({"window": CAUSAL}, 66, True),
+        ({"window": CAUSAL, "Nq": 7000, "Nk": 4000}, 8, True),
+        ({"window": CAUSAL, "Nk": 8192}, 4, True),
+        ({}, 66, False),
+        ({"Nk": 8192}, 4, False),
+        ({"window": CAUSAL, "Hq": 64}, 16, False),
+        ({"window": (70, 0)}, 16, False),
+        ({"window": CAUSAL, "D": 128, "Dv": 128}, 67, False),
+        ({"window": CAUSAL, "enabled_options": frozenset({"alibi_slopes"})}, 16, False),
+        ({"window": CAUSAL, "enabled_options": frozenset({"block_mask"})}, 16, False),
+    ],
+    ids=str,
+)
+def test_narrow_heads_whose_key_blocks_go_in_step(
+    changed: dict[str, Any], together: int, last_first: bool
+) -> None:
+    """Two waves of their blocks, under a causal mask the last ones first, but not by default."""
+    P = shaped("float16", 64, **{"B": 32, "Hq": 32, "Hkv": 32, "Nq": 512, "Nk": 512} | changed)
+    for deterministic in (True, False):
+        launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
+        found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
+        assert found.last_keys_first is (last_first and deterministic)
+        if deterministic or "window" not in changed:
+            assert found.head_groups == -(-1024 // together)
+
+
+@pytest.mark.parametrize(
+    ("changed", "apart"),
+    [
+        ({"Nk": 512}, 67),
+        ({"Nk": 1024}, 33),
+        ({"Nk": 2048}, 17),
+        ({"Nk": 2049}, 15),
+        ({"Nk": 4096}, 9),
+        ({"Nk": 8192}, 9),
+        ({"Nk": 16384}, 5),
+        ({"Nk": 1 << 20}, 1),
+        ({"Nk": 512, "B": 1, "Hq": 6, "Hkv": 6}, 7),
+        ({"Nk": 512, "window": (None, 7)}, 67),
+        ({"window": (None, None)}, 0),
+        ({"window": (70, 0)}, 0),
+        ({"D": 64, "Dv": 64}, 0),
+        ({"D": 192}, 0),
+        ({"Hq": 64}, 0),
+        ({"enabled_options": frozenset({"block_mask"})}, 0),
+    ],
+    ids=str,
+)
+def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
+    """Two waves of key blocks, or four, but no more heads than there are; and not by default.
+
+    Each index is one key block: there is an inverse.
+    """
+    P = shaped("float16", 128, **{"B": 32, "Hq": 32, "Hkv": 32, "Nq": 512, "Nk": 512} | changed)
+    P = replace(P, **{"window": CAUSAL} | changed)
+    for deterministic in (True, False):
+        launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
+        found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
+        assert found.claims_apart == (apart if deterministic else 0)
+        if found.claims_apart:
+            assert found.head_groups == -(-P.B * P.Hkv // apart)
+            assert found.inverse_apart * apart % -(-P.Nk // 128) == (P.Nk > 128)
+
+
+@pytest.mark.parametrize(
+    ("changed", "rising"),
+    [
+        ({}, 1),
+        ({"D": 64, "Dv": 64}, 1),
+        ({"D": 256, "Dv": 256}, 1),
+        ({"window": (None, 7), "sequences": 9}, 1),
+        ({"window": (None, None)}, 0),
+        ({"window": (70, 0)}, 0),
+        ({"Hq": 4}, 0),
+        ({"enabled_options": frozenset({"block_mask"})}, 0),
+    ],
+    ids=str,
+)
+def test_the_last_key_blocks_of_grouped_heads_rise(changed: dict[str, Any], rising: int) -> None:
+    """Under a causal mask, in any order too: the bits of dk and dv follow from it."""
+    for B, sm_count in ((1, 132), (50, 132), (1, 7)):
+        P = shaped("float16", 128, B=B, Hq=32, Hkv=4, Nq=512, Nk=512, window=CAUSAL)
+        P = replace(P, **changed)
+        context = CONTEXT._replace(sm_count=sm_count)
+        for deterministic in (True, False):
+            launches = backward_launches(P, context, deterministic=deterministic, sinks=False)
+            assert schedule_of(P, contiguous_inputs(P), launches, CACHE).rising_halves == rising
