@@ -19,7 +19,13 @@ from itertools import product
 from pathlib import Path
 
 from tileattn.kernels.config.families import backward_launches, forward_launches
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_WIDE, HOPPER_WIDE_DQ
+from tileattn.kernels.config.hopper import (
+    HOPPER,
+    HOPPER_BACKWARD,
+    HOPPER_BACKWARDS,
+    HOPPER_WIDE,
+    HOPPER_WIDE_DQ,
+)
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.jit.compile import SOURCES, compiled, sources_in
@@ -44,6 +50,7 @@ ALLOWED = {
     (HOPPER, "pass_done", "work_tiles"): _BY_STORES,
     **{(HOPPER, f"{x}_empty", "any_unfinished"): _NO_STAGE for x in "qkv"},
     **{(x, "k_empty", "work_tile"): _BY_STORES for x in HOPPER_BACKWARDS},
+    (HOPPER_BACKWARD, "q_empty", "lse_log2"): "of the next tile; q_empty frees the stage of dK",
     (HOPPER_WIDE, "dout_empty", "p"): "frees dout and delta; " + _BY_STORES,
     (HOPPER_WIDE, "p_empty", "p"): _BY_STORES,
 }

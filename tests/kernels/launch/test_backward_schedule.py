@@ -70,8 +70,7 @@ def test_wide_heads_have_no_order(window: Any, deterministic: bool) -> None:
     [
         (8, 32768, (None, None), set(), True),
         (8, 16384, (None, None), set(), False),
-        (8, 16384, CAUSAL, set(), True),
-        (8, 8192, CAUSAL, set(), False),
+        (8, 32768, CAUSAL, set(), False),
         (1, 1 << 20, CAUSAL, set(), False),
         (8, 32768, (1024, 0), set(), False),
         (8, 32768, CAUSAL, {"mask_mod"}, False),
@@ -81,7 +80,7 @@ def test_wide_heads_have_no_order(window: Any, deterministic: bool) -> None:
 def test_key_blocks_that_would_drift_apart_wait_for_each_other(
     group: int, Nq: int, window: Any, uses: set[str], expected: bool
 ) -> None:
-    """What comes back of a key head fills the L2 four times, under a causal mask twice."""
+    """What comes back of a key head fills the L2 four times."""
     P = shaped("float16", 128, B=1, Hkv=2, Hq=2 * group, Nq=Nq, Nk=Nq)
     packed = 64 if "cu_seqlens_q" in uses else None
     P = replace(P, window=window, enabled_options=frozenset(uses), sequences=packed)
@@ -126,9 +125,8 @@ def test_narrow_heads_whose_key_blocks_go_in_step(
         ({"Nk": 2048}, 17),
         ({"Nk": 2049}, 15),
         ({"Nk": 4096}, 9),
-        ({"Nk": 8192}, 9),
-        ({"Nk": 16384}, 5),
-        ({"Nk": 1 << 20}, 1),
+        ({"Nk": 8192}, 7),
+        ({"Nk": 16384}, 0),
         ({"Nk": 512, "B": 1, "Hq": 6, "Hkv": 6}, 7),
         ({"Nk": 512, "window": (None, 7)}, 67),
         ({"window": (None, None)}, 0),
@@ -141,7 +139,7 @@ def test_narrow_heads_whose_key_blocks_go_in_step(
     ids=str,
 )
 def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
-    """Two waves of key blocks, or four, but no more heads than there are; and not by default.
+    """Two waves of key blocks, or three, but no more heads than there are; and not by default.
 
     Each index is one key block: there is an inverse.
     """
@@ -165,17 +163,18 @@ def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
         ({"window": (None, 7), "sequences": 9}, 1),
         ({"window": (None, None)}, 0),
         ({"window": (70, 0)}, 0),
-        ({"Hq": 4}, 0),
+        ({"Hq": 12}, 0),
         ({"enabled_options": frozenset({"block_mask"})}, 0),
     ],
     ids=str,
 )
 def test_the_last_key_blocks_of_grouped_heads_rise(changed: dict[str, Any], rising: int) -> None:
-    """Under a causal mask, in any order too: the bits of dk and dv follow from it."""
+    """Under a causal mask, unless dq is summed in order: the bits of dk and dv follow from it."""
     for B, sm_count in ((1, 132), (50, 132), (1, 7)):
         P = shaped("float16", 128, B=B, Hq=32, Hkv=4, Nq=512, Nk=512, window=CAUSAL)
         P = replace(P, **changed)
         context = CONTEXT._replace(sm_count=sm_count)
         for deterministic in (True, False):
             launches = backward_launches(P, context, deterministic=deterministic, sinks=False)
-            assert schedule_of(P, contiguous_inputs(P), launches, CACHE).rising_halves == rising
+            found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
+            assert found.rising_halves == (0 if found.in_order else rising)

@@ -25,12 +25,11 @@ from tileattn.problem import Problem
 
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
-# L2 caches that queries of one key head may fill before key blocks drift apart (measured)
-DRIFT, CAUSAL_DRIFT = 4, 2
+DRIFT = 4  # L2 caches that queries of a key head fill before key blocks drift apart (measured)
 WHOLE_WAVES = 4096  # at least, keys of a causal call whose heads go in whole waves (measured)
-APART_DIM = 128  # of heads that begin apart, in order (measured)
-TWO_WAVES = 4096  # at most, keys if two waves of those are enough; of more it is four (measured)
-RISING_GROUP = 2  # at least, query heads of a key head whose last key blocks rise (measured)
+APART_DIM, APART_KEYS = 128, 8192  # of heads that begin apart, in order; keys at most (measured)
+TWO_WAVES = 4096  # at most, keys if two waves of those are enough; of more it is three (measured)
+RISING_GROUP = 4  # at least, query heads of a key head whose last key blocks rise (measured)
 LAST = 6  # one in so many work tiles goes by its length alone (measured)
 SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
@@ -121,7 +120,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
     in_order = launch.in_order or (key.add_dq and _drifts(P, P.Nq * row / l2_bytes))
     in_flight = grid * key.block_k // KEYS_IN_FLIGHT
-    rising = _rising_halves(P, key)
+    rising = 0 if in_order else _rising_halves(P, key)
     if P.sequences is not None:
         rows = FAR if in_order and is_causal else l2_bytes // 2 // row
         turn = max(1, in_flight if in_order else grid)
@@ -180,7 +179,7 @@ def _begin_apart(P: Problem, key: KernelKey) -> bool:
     Key blocks of a head that begin together wait for each other at each query tile, the longer the
     later they add. Apart, each begins so long behind the one before that it never waits.
     """
-    applies = key.kernel == HOPPER_BACKWARD and key.head_dim == APART_DIM
+    applies = key.kernel == HOPPER_BACKWARD and key.head_dim == APART_DIM and P.Nk <= APART_KEYS
     return applies and P.group == 1 and _is_triangle(P) and not _is_listed(key)
 
 
@@ -189,7 +188,7 @@ def _claims_apart(Nk: int, grid: int, blocks: int, heads: int) -> int:
 
     If they have no factor in common with the blocks, each claim is of one block of one head.
     """
-    waves = 2 if Nk <= TWO_WAVES else 4
+    waves = 2 if Nk <= TWO_WAVES else 3
     apart = max(1, min(waves * grid // blocks, heads))
     while math.gcd(apart, blocks) > 1:
         apart += 1
@@ -218,11 +217,10 @@ def _is_listed(key: KernelKey) -> bool:
 
 def _drifts(P: Problem, share: float) -> bool:
     """Whether key blocks would load queries anew; those of a key head fill a share of the L2."""
-    # A key block of these attends to few of the queries, and the device alone may know which.
-    few = P.window[0] is not None or {"block_mask", "mask_mod"} & P.enabled_options
-    if P.group == 1 or few or P.sequences is not None:
-        return False
-    return share > (DRIFT if P.window[1] is None else CAUSAL_DRIFT)
+    # A key block of these attends to few of the queries, and the device alone may know which. Under
+    # a causal mask the last key blocks begin together with others.
+    few = P.window != (None, None) or {"block_mask", "mask_mod"} & P.enabled_options
+    return P.group > 1 and not few and P.sequences is None and share > DRIFT
 
 
 def head_groups(problem: Problem, nbytes: int) -> int:

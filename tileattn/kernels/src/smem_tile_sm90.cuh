@@ -65,10 +65,17 @@ struct SmemTile {
         return {describe(offset, k * PITCH, column_offset(second) - offset)};
     }
 
-    // The offset known at compile time is added last: all descriptors of a GEMM share the rest.
+    // The offset known at compile time is added last: all descriptors of a GEMM share the rest. Of many
+    // slices it is added to the lower half alone: ptxas would keep descriptors in vector registers.
     __device__ u64 describe(int offset, int known, int between_slices = SLICE) const {
         constexpr u64 CONSTANT = u64(ATOM >> 4) << 32 | u64(1) << 62;
-        return (CONSTANT | u64(between_slices >> 4) << 16 | (address + offset) >> 4) + (known >> 4);
+        const u32 low = u32(between_slices >> 4) << 16 | (address + offset) >> 4;
+        if constexpr (SLICES <= 3) return (CONSTANT | low) + (known >> 4);
+        u64 descriptor;
+        asm("mov.b64 %0, {%1, %2};"
+            : "=l"(descriptor)
+            : "r"(low + (known >> 4)), "r"(u32(CONSTANT >> 32)));
+        return descriptor;
     }
 
     __device__ static int column_offset(int column) {
