@@ -87,9 +87,11 @@ __device__ inline u32 warp_of_group() {
 }
 
 // How far GEMM loops are unrolled. The NaN-safe path rarely runs, and compiles sooner with few
-// steps. Pairs spill fewer registers.
+// steps. In float64 few steps need fewer registers: half of them at a time, and two in pairs.
 template <bool NAN_SAFE, int DEPTH>
-constexpr int STEPS = NAN_SAFE ? (sizeof(Element) == 2 ? 4 : 2) : PAIR ? 2 : DEPTH / 16;
+constexpr int STEPS = NAN_SAFE                 ? (sizeof(Element) == 2 ? 4 : 2)
+                      : sizeof(Element) == 8   ? (PAIR || DEPTH <= 64 ? 2 : DEPTH / 32)
+                                               : DEPTH / 16;
 
 constexpr int THREADS = WARP * WARPS_M * WARPS_N;  // of a group
 

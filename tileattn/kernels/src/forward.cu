@@ -190,8 +190,10 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         }
         if constexpr (HAS_MASK) dense.share();
         Scores<false, MT, NT> s(q0 + row0, k0 + column0);
-        multiply<HEAD_COLUMNS, STEPS<NAN_SAFE, HEAD_COLUMNS>, false, NAN_SAFE>(s, q_tile, row0, k,
-                                                                               column0);
+        // Of many columns all steps at a time: here there are registers for their operands.
+        constexpr bool FEW = NAN_SAFE || PAIR || HEAD_COLUMNS <= 64;
+        constexpr int UNROLL = FEW ? STEPS<NAN_SAFE, HEAD_COLUMNS> : HEAD_COLUMNS / 16;
+        multiply<HEAD_COLUMNS, UNROLL, false, NAN_SAFE>(s, q_tile, row0, k, column0);
         if constexpr (PAIR) {
             mail.send(p_tile, s, row0, column0);
             mail.add(p_tile, s, row0, column0);
