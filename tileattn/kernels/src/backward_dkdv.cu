@@ -17,6 +17,10 @@ constexpr int QT = BLOCK_Q / (8 * WARPS_N);   // queries of a warp's scores, in 
 // columns as if all had both: fewer operands to load. Wider elements lack the registers.
 constexpr bool APART = WARPS_N % 2 == 0 && HEAD_DIM == VALUE_DIM && sizeof(Element) == 2;
 
+// One stage: dO is loaded during S, not during dQ of the tile before: dQ can come before dV then.
+// Not where warps have all queries: they have P and dS in registers, and no barrier behind S.
+constexpr bool DOUT_DURING_S = STAGES == 1 && WARPS_N > 1;
+
 // How many of the warps that share a GEMM of ROWS x COLUMNS stand side by side: as few atoms for
 // each as can be, then as few operands to load.
 template <int ROWS, int COLUMNS>
@@ -176,8 +180,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             copy_commit();
         };
         auto load_bias = [&](int q0) { bias.load(head.score_mod, q0 + column0, k0 + row0); };
-        // One stage: the next q is loaded during dV and dQ, the next dO during dQ. Two stages: both
-        // are loaded a tile ahead.
+        // One stage: the next q is loaded behind dK. Two stages: both are loaded a tile ahead.
         auto hand_back = [&](auto load) {
             if (STAGES > 1) return;
             __syncthreads();  // all warps are done with q, or with dO
@@ -188,15 +191,16 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
         if (!tiles.done()) {
             load_bias(tiles.tile * BLOCK_Q);
             load_q(tiles.tile * BLOCK_Q, 0);
-            load_dout(tiles.tile * BLOCK_Q, 0);
+            if (!DOUT_DURING_S) load_dout(tiles.tile * BLOCK_Q, 0);
         }
         while (!tiles.done()) {
             const int q0 = tiles.tile * BLOCK_Q, kind = tiles.kind, now = stage;
             const QueryTile q = q_tile(stage);
             const DoutTile dout = dout_tile(stage);
             copy_wait<0>();
-            __syncthreads();  // q and dO have landed, and all warps are done with the last tile
+            __syncthreads();  // q, or both, have landed, and all warps are done with the last tile
             if constexpr (PAIR) s_mail.release(), dp_mail.release();
+            if (DOUT_DURING_S) load_dout(q0, 0);
             tiles.next();
             if (STAGES > 1 && !tiles.done()) {
                 load_q(tiles.tile * BLOCK_Q, stage ^= 1);
@@ -221,6 +225,10 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 s_mail.send(p_tile, tile.p, row0, column0);
             } else {
                 recompute_p();
+            }
+            if constexpr (DOUT_DURING_S) {
+                copy_wait<0>();
+                __syncthreads();  // dO has landed
             }
             multiply<VALUE_COLUMNS, STEPS<NAN_SAFE, VALUE_COLUMNS>, false, NAN_SAFE>(
                 tile.ds, v_tile, row0, dout, column0);
@@ -263,6 +271,16 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             const Accum excess = NAN_SAFE ? largest_of(tile.excess(), warp) : Accum(1);
             if (excess > 1) tile.ds.scale(1 / excess), scale_dk(1 / excess);
 
+            // If a sum is not finite, dQ stays so: backward_dq_convert flags the head.
+            auto compute_dq = [&] {
+                if (!ADD_DQ || NAN_SAFE || !of_dq.any()) return;
+                Fragment<Accum, DqWarpTile::MT, DqWarpTile::NT> dq;
+                dq.clear();
+                multiply_rows<true, BLOCK_K, STEPS<NAN_SAFE, BLOCK_K>>(dq, ds_tile, of_dq.row,
+                                                                       k_tile, of_dq.column);
+                Accum* const sums = static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM + d0;
+                add_rows(sums, HEAD_DIM, dq, of_dq.row, of_dq.column, int(sequence.Nq) - q0);
+            };
             if constexpr (ADD_DQ || WARPS_N > 1) store_fragment(ds_tile, tile.ds, row0, column0);
             if constexpr (WARPS_N > 1) {
                 store_fragment(p_tile, tile.p, row0, column0);
@@ -273,31 +291,25 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                     const DoutTile rows(q.base + !only_dk * QueryTile::BYTES);
                     multiply_rows<false, BLOCK_Q, UNROLL>(dv, operand, of_dv.row, rows,
                                                           of_dv.column);
+                    hand_back(load_q);
+                    compute_dq();
                 } else {
+                    // The adds to dQ are under way during dV, which loads few operands.
                     multiply_rows<false, BLOCK_Q, UNROLL>(dk, ds_tile, of_dk.row, q, of_dk.column);
-                }
-                hand_back(load_q);
-                if constexpr (!APART)
+                    hand_back(load_q);
+                    compute_dq();
                     multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, of_dv.row, dout,
                                                           of_dv.column);
-                hand_back(load_dout);
+                }
             } else {
                 multiply(dk, tile.ds, q, 0);
                 hand_back(load_q);
                 multiply(dv, tile.p, dout, 0);
                 hand_back(load_dout);
                 if constexpr (ADD_DQ && STAGES > 1) __syncthreads();  // dS of all keys is stored
+                compute_dq();
             }
             if (excess > 1) scale_dk(excess);
-            // If a sum is not finite, dQ stays so: backward_dq_convert flags the head.
-            if (ADD_DQ && !NAN_SAFE && of_dq.any()) {
-                Fragment<Accum, DqWarpTile::MT, DqWarpTile::NT> dq;
-                dq.clear();
-                multiply_rows<true, BLOCK_K, STEPS<NAN_SAFE, BLOCK_K>>(dq, ds_tile, of_dq.row,
-                                                                       k_tile, of_dq.column);
-                Accum* const sums = static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM + d0;
-                add_rows(sums, HEAD_DIM, dq, of_dq.row, of_dq.column, int(sequence.Nq) - q0);
-            }
         }
         copy_wait<0>();
     }
