@@ -186,19 +186,22 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             __syncthreads();  // all warps are done with q, or with dO
             if (!tiles.done()) load(tiles.tile * BLOCK_Q, 0);
         };
+        // At the end of a tile, so that what is computed of the next comes behind the barrier.
+        auto land = [] {
+            copy_wait<0>();
+            __syncthreads();  // q, or both, have landed, and all warps are done with the last tile
+        };
         int stage = 0;
-        __syncthreads();  // all warps are done with the last head
         if (!tiles.done()) {
             load_bias(tiles.tile * BLOCK_Q);
             load_q(tiles.tile * BLOCK_Q, 0);
             if (!DOUT_DURING_S) load_dout(tiles.tile * BLOCK_Q, 0);
         }
+        land();
         while (!tiles.done()) {
             const int q0 = tiles.tile * BLOCK_Q, kind = tiles.kind, now = stage;
             const QueryTile q = q_tile(stage);
             const DoutTile dout = dout_tile(stage);
-            copy_wait<0>();
-            __syncthreads();  // q, or both, have landed, and all warps are done with the last tile
             if constexpr (PAIR) s_mail.release(), dp_mail.release();
             if (DOUT_DURING_S) load_dout(q0, 0);
             tiles.next();
@@ -310,8 +313,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 compute_dq();
             }
             if (excess > 1) scale_dk(excess);
+            land();
         }
-        copy_wait<0>();
     }
     if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // nothing is under way
     // By now all warps are done with k and v.
