@@ -41,6 +41,8 @@ struct WarpTile {
     static constexpr int MT = (ROWS * ACROSS + 16 * SHARED_BY - 1) / (16 * SHARED_BY);
     static constexpr int NT = COLUMNS / (8 * ACROSS);
     static_assert(ROWS % (16 * MT) == 0 && NT % 2 == 0, "whole pairs of atoms, or none");
+    // Whether all warps have a part.
+    static constexpr bool ALL = ROWS * ACROSS == 16 * MT * SHARED_BY;
     int row, column;
 
     __device__ explicit WarpTile(int warp)
@@ -275,14 +277,21 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             if (excess > 1) tile.ds.scale(1 / excess), scale_dk(1 / excess);
 
             // If a sum is not finite, dQ stays so: backward_dq_convert flags the head.
+            const bool has_dq = ADD_DQ && !NAN_SAFE && of_dq.any();
+            using DqFragment = Fragment<Accum, DqWarpTile::MT, DqWarpTile::NT>;
             auto compute_dq = [&] {
-                if (!ADD_DQ || NAN_SAFE || !of_dq.any()) return;
-                Fragment<Accum, DqWarpTile::MT, DqWarpTile::NT> dq;
+                DqFragment dq;
                 dq.clear();
                 multiply_rows<true, BLOCK_K, STEPS<NAN_SAFE, BLOCK_K>>(dq, ds_tile, of_dq.row,
                                                                        k_tile, of_dq.column);
-                Accum* const sums = static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM + d0;
-                add_rows(sums, HEAD_DIM, dq, of_dq.row, of_dq.column, int(sequence.Nq) - q0);
+                return dq;
+            };
+            auto dq_sums = [&] {
+                return static_cast<Accum*>(p.dq_accum) + head.row(q0) * HEAD_DIM + d0;
+            };
+            auto add_dq = [&](Accum* sums, const DqFragment& dq, int part = 0, int parts = 1) {
+                add_rows(sums, HEAD_DIM, dq, of_dq.row, of_dq.column, int(sequence.Nq) - q0, part,
+                         parts);
             };
             if constexpr (ADD_DQ || WARPS_N > 1) store_fragment(ds_tile, tile.ds, row0, column0);
             if constexpr (WARPS_N > 1) {
@@ -295,14 +304,26 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                     multiply_rows<false, BLOCK_Q, UNROLL>(dv, operand, of_dv.row, rows,
                                                           of_dv.column);
                     hand_back(load_q);
-                    compute_dq();
+                    if (has_dq) add_dq(dq_sums(), compute_dq());
                 } else {
-                    // The adds to dQ are under way during dV, which loads few operands.
                     multiply_rows<false, BLOCK_Q, UNROLL>(dk, ds_tile, of_dk.row, q, of_dk.column);
                     hand_back(load_q);
-                    compute_dq();
-                    multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, of_dv.row, dout,
-                                                          of_dv.column);
+                    // The adds to dQ are under way during dV, which loads few operands. In float64
+                    // there are most: in one burst they would hold back the loads of the next
+                    // tile; between the steps of dV they run beside the tensor cores.
+                    constexpr bool SPREAD =
+                        ADD_DQ && !NAN_SAFE && sizeof(Element) == 8 && DqWarpTile::ALL;
+                    if constexpr (SPREAD) {
+                        Accum* const sums = dq_sums();
+                        const DqFragment dq = compute_dq();
+                        multiply_rows<false, BLOCK_Q, UNROLL>(
+                            dv, p_tile, of_dv.row, dout, of_dv.column,
+                            [&](int step, int steps) { add_dq(sums, dq, step, steps); });
+                    } else {
+                        if (has_dq) add_dq(dq_sums(), compute_dq());
+                        multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, of_dv.row, dout,
+                                                              of_dv.column);
+                    }
                 }
             } else {
                 multiply(dk, tile.ds, q, 0);
@@ -310,7 +331,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 multiply(dv, tile.p, dout, 0);
                 hand_back(load_dout);
                 if constexpr (ADD_DQ && STAGES > 1) __syncthreads();  // dS of all keys is stored
-                compute_dq();
+                if (has_dq) add_dq(dq_sums(), compute_dq());
             }
             if (excess > 1) scale_dk(excess);
             land();

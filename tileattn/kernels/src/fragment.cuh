@@ -80,7 +80,8 @@ __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, 
 }
 
 struct Nothing {
-    __device__ void operator()(int) const {}
+    template <class... Steps>
+    __device__ void operator()(Steps...) const {}
 };
 
 // C += X Y: X is a fragment, Y a tile from column n0 on. prepare(k) comes before atoms k and k + 1
@@ -106,11 +107,12 @@ __device__ inline void multiply(Fragment<S, MT, NT>& c, const Fragment<S, MT, KT
     }
 }
 
-// C += X^T Y (TRANSPOSED) or X Y, for DEPTH rows of Y.
+// C += X^T Y (TRANSPOSED) or X Y, for DEPTH rows of Y. beside(step, steps) is issued with
+// each step.
 template <bool TRANSPOSED, int DEPTH, int UNROLL = DEPTH / 16, class T, int R, int C, int R2,
-          int C2, class S, int MT, int NT>
+          int C2, class S, int MT, int NT, class Beside = Nothing>
 __device__ inline void multiply_rows(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
-                                     const Tile<T, R2, C2>& y, int n0) {
+                                     const Tile<T, R2, C2>& y, int n0, Beside beside = {}) {
 #pragma unroll UNROLL
     for (int k = 0; k < DEPTH; k += 16) {
         typename Atom<T>::A a[MT];
@@ -122,6 +124,7 @@ __device__ inline void multiply_rows(Fragment<S, MT, NT>& c, const Tile<T, R, C>
         for (int n = 0; n < NT; n += 2) {
             typename Atom<T>::B b[2];
             y.template b_transposed<8 * NT>(b, n0, 8 * n, k);
+            beside((k / 16 * NT + n) / 2, DEPTH / 16 * NT / 2);
 #pragma unroll
             for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -198,15 +201,16 @@ __device__ inline int transposed_dq_column(int row, int column) {
     return (column / 16 * 16 + column % 8 * 2 + column / 8 % 2) ^ row / 2 % 4 * 8;
 }
 
-// Add a fragment to rows in global memory, the first `rows` of them.
+// Add a fragment to rows in global memory, the first `rows` of them; or one of `parts` of it.
 template <class S, int MT, int NT>
 __device__ inline void add_rows(S* target, int stride, const Fragment<S, MT, NT>& c, int m0, int n0,
-                                int rows) {
+                                int rows, int part = 0, int parts = 1) {
     const Lane lane;
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
+            if ((2 * m + e / 2) * parts / (2 * MT) != part) continue;
             const int row = m0 + 16 * m + lane.row(e);
             S* const to = target + row * stride + n0 + accum_column<S>(lane.column(0));
             if (row < rows)
