@@ -124,7 +124,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     if P.sequences is not None:
         rows = FAR if in_order and is_causal else l2_bytes // 2 // row
         turn = max(1, in_flight if in_order else grid)
-        return Schedule(1, None, in_order, False, rising, turn_rows=rows, turn_heads=turn)
+        return Schedule(1, None, in_order, turn_rows=rows, turn_heads=turn)
     heads, blocks, size = P.B * P.Hkv, -(-P.Nk // key.block_k), l2_bytes // 2 // (P.Nq * row)
     waves, two_waves = size * blocks / grid, 2 * grid // blocks
     if waves < 1:
@@ -203,7 +203,8 @@ def _rising_halves(P: Problem, key: KernelKey) -> int:
     each would load queries for itself; at their diagonals they meet those that began before
     (measured). The bits of dk and dv follow from it, so lengths and heads alone decide.
     """
-    return int(P.group >= RISING_GROUP and _is_triangle(P) and not _is_listed(key))
+    listed = key.packed or _is_listed(key)
+    return int(P.group >= RISING_GROUP and _is_triangle(P) and not listed)
 
 
 def _is_triangle(P: Problem) -> bool:

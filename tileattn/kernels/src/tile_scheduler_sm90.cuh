@@ -294,13 +294,16 @@ __device__ inline bool get_work(const Params& p, WorkOrder<false, true>& order, 
 // Whether calls may have the last keys first.
 constexpr bool MAY_BEGIN_LAST = BLOCK_Q == BLOCK_K && !PACKED && !HAS_TILE_LIST;
 
-// Query tiles of a block of keys, by their indices: up or down from first, as far as before stop.
+// Query tiles of a block of keys, by their indices: up or down from first, as far as before stop; of
+// packed sequences down.
 struct QueryTiles {
     int first, stop;
     Range full;  // tiles that need no mask
 
     __device__ bool is_empty() const { return first == stop; }
-    __device__ int next(int index) const { return index < stop ? index + 1 : index - 1; }
+    __device__ int next(int index) const {
+        return !PACKED && index < stop ? index + 1 : index - 1;
+    }
     __device__ bool is_partial(int tile) const { return tile < full.lo || tile >= full.hi; }
 };
 
@@ -380,9 +383,8 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     const int tiles = block_count<BLOCK_Q>(p, p.Nq);
     const int begin = list.lower_bound(queries.lo / BLOCK_Q, tiles);
     const int end = max(begin, list.lower_bound((queries.hi + BLOCK_Q - 1) / BLOCK_Q, tiles));
-    // Not half of what there is room for: that may depend on other sequences.
     const int half = (window.length + 1) / 2;
-    const bool rises = window.length - work.k0 <= int(p.rising_halves) * half;
+    const bool rises = !PACKED && window.length - work.k0 <= int(p.rising_halves) * half;
     work.tiles = {rises ? begin : end - 1, rises ? end : begin - 1, full};
     return true;
 }
