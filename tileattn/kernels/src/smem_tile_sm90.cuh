@@ -70,7 +70,7 @@ struct SmemTile {
     __device__ u64 describe(int offset, int known, int between_slices = SLICE) const {
         constexpr u64 CONSTANT = u64(ATOM >> 4) << 32 | u64(1) << 62;
         const u32 low = u32(between_slices >> 4) << 16 | (address + offset) >> 4;
-        if constexpr (SLICES <= 3) return (CONSTANT | low) + (known >> 4);
+        if constexpr (SLICES <= 2) return (CONSTANT | low) + (known >> 4);
         u64 descriptor;
         asm("mov.b64 %0, {%1, %2};"
             : "=l"(descriptor)
