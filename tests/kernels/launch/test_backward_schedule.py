@@ -165,6 +165,7 @@ def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
         ({"window": (None, None)}, 0),
         ({"window": (70, 0)}, 0),
         ({"Hq": 12}, 0),
+        ({"Nk": 1023}, 0),
         ({"enabled_options": frozenset({"block_mask"})}, 0),
     ],
     ids=str,
@@ -172,7 +173,7 @@ def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
 def test_the_last_key_blocks_of_grouped_heads_rise(changed: dict[str, Any], rising: int) -> None:
     """Under a causal mask, unless dq is summed in order: the bits of dk and dv follow from it."""
     for B, sm_count in ((1, 132), (50, 132), (1, 7)):
-        P = shaped("float16", 128, B=B, Hq=32, Hkv=4, Nq=512, Nk=512, window=CAUSAL)
+        P = shaped("float16", 128, B=B, Hq=32, Hkv=4, Nq=1024, Nk=1024, window=CAUSAL)
         P = replace(P, **changed)
         context = CONTEXT._replace(sm_count=sm_count)
         for deterministic in (True, False):

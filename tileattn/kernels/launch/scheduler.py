@@ -29,7 +29,8 @@ DRIFT = 4  # L2 caches that queries of a key head fill before key blocks drift a
 WHOLE_WAVES = 4096  # at least, keys of a causal call whose heads go in whole waves (measured)
 APART_DIM, APART_KEYS = 128, 8192  # of heads that begin apart, in order; keys at most (measured)
 TWO_WAVES = 4096  # at most, keys if two waves of those are enough; of more it is three (measured)
-RISING_GROUP = 4  # at least, query heads of a key head whose last key blocks rise (measured)
+# At least, query heads of a key head whose last key blocks rise, and keys (measured)
+RISING_GROUP, RISING_KEYS = 4, 1024
 LAST = 6  # one in so many work tiles goes by its length alone (measured)
 SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
@@ -203,8 +204,8 @@ def _rising_halves(P: Problem, key: KernelKey) -> int:
     each would load queries for itself; at their diagonals they meet those that began before
     (measured). The bits of dk and dv follow from it, so lengths and heads alone decide.
     """
-    listed = key.packed or _is_listed(key)
-    return int(P.group >= RISING_GROUP and _is_triangle(P) and not listed)
+    many = P.group >= RISING_GROUP and P.Nk >= RISING_KEYS
+    return int(many and _is_triangle(P) and not (key.packed or _is_listed(key)))
 
 
 def _is_triangle(P: Problem) -> bool:
