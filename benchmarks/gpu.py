@@ -74,7 +74,7 @@ def compare(
                 mismatch[name] = f"{distance:.1e}"
         results = []
         device.release()
-    times = dict(zip(calls, device.time_each([*calls.values()]), strict=True)) if calls else {}
+    times = time_in_turns(calls, device, failed)
     del calls
     device.release()
     tflops = {name: configuration.flops / median(s) / 1e12 for name, s in times.items()}
@@ -89,6 +89,23 @@ def compare(
         "mismatch": mismatch,
         "failed": failed,
     }
+
+
+def time_in_turns(
+    calls: dict[str, Call], device: Gpu, failed: dict[str, str]
+) -> dict[str, list[float]]:
+    """Seconds of each repeat; where all at once fail, as for lack of memory, of each alone."""
+    try:
+        return dict(zip(calls, device.time_each([*calls.values()]), strict=True)) if calls else {}
+    except Exception as error:
+        device.release()
+        if len(calls) == 1:
+            failed |= dict.fromkeys(calls, one_line(error))
+            return {}
+    times: dict[str, list[float]] = {}
+    for name, call in calls.items():
+        times |= time_in_turns({name: call}, device, failed)
+    return times
 
 
 def spread(seconds: list[float]) -> float:

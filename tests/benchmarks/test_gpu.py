@@ -132,6 +132,25 @@ def test_a_failure_is_recorded_and_the_comparison_goes_on() -> None:
     assert set(row["speedup_over"]) == {"numpy"}
 
 
+class Small(Fake):
+    """A device that has no memory for two calls at once, nor for the second one alone."""
+
+    def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
+        if len(calls) > 1:
+            raise MemoryError("no room for all")
+        self.alone = getattr(self, "alone", 0) + 1
+        if self.alone == 2:
+            raise MemoryError("no room")
+        return super().time_each(calls)
+
+
+def test_what_fails_in_turns_is_timed_alone() -> None:
+    row = gpu.compare(ONE, [Tileattn(), Bent("big", lambda x: x), Naive(np)], Small())
+    assert row["failed"] == {"big": "MemoryError: no room"}
+    assert set(row["tflops"]) == {"tileattn", "numpy"}
+    assert set(row["speedup_over"]) == {"numpy"}
+
+
 def test_means_are_geometric_and_one_for_each_pass() -> None:
     speedups = [("forward", 0.5), ("backward", 3.0), ("forward", 2.0), ("backward", 3.0)]
     rows = [{"pass": name, "speedup_over": {"cudnn": x, "fa4": 9.0}} for name, x in speedups]

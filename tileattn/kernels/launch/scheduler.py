@@ -121,7 +121,6 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
     in_order = launch.in_order or (key.add_dq and _drifts(P, P.Nq * row / l2_bytes))
     in_flight = grid * key.block_k // KEYS_IN_FLIGHT
-    rising = 0 if in_order else _rising_halves(P, key)
     if P.sequences is not None:
         rows = FAR if in_order and is_causal else l2_bytes // 2 // row
         turn = max(1, in_flight if in_order else grid)
@@ -144,8 +143,9 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
         size = in_flight if is_causal else min(size, in_flight)
     groups = -(-heads // max(1, min(size, grid)))
     last_first = in_step and is_causal
+    rising = 2 if last_first else int(not in_order and _last_keys_rise(P, key))
     inverse = pow(apart, -1, blocks) if apart else 0
-    return Schedule(groups, None, in_order, last_first, 2 if last_first else rising, apart, inverse)
+    return Schedule(groups, None, in_order, last_first, rising, apart, inverse)
 
 
 def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
@@ -196,16 +196,16 @@ def _claims_apart(Nk: int, grid: int, blocks: int, heads: int) -> int:
     return apart
 
 
-def _rising_halves(P: Problem, key: KernelKey) -> int:
-    """Count the halves of the keys whose key blocks begin at the diagonal, the last ones.
+def _last_keys_rise(P: Problem, key: KernelKey) -> bool:
+    """Whether key blocks of the second half of the keys begin at the diagonal, in any order.
 
     Under a causal mask the first key blocks of a head begin together, with the last query tile, and
     share what they load. Later ones begin one after the other, as SMs get free. With the last tile
     each would load queries for itself; at their diagonals they meet those that began before
-    (measured). The bits of dk and dv follow from it, so lengths and heads alone decide.
+    (measured). The bits of dk and dv follow from it, so options, lengths and heads alone decide.
     """
     many = P.group >= RISING_GROUP and P.Nk >= RISING_KEYS
-    return int(many and _is_triangle(P) and not (key.packed or _is_listed(key)))
+    return many and _is_triangle(P) and not _is_listed(key)
 
 
 def _is_triangle(P: Problem) -> bool:

@@ -5,7 +5,6 @@
 // Head after head: Hopper's kernels begin with those that are complete (row_counter.cuh).
 #include "row_counter.cuh"
 #include "rows.cuh"
-#include "rows.cuh"
 
 // More lanes would repeat what is done once a row.
 constexpr int VECTORS = lanes_of_row(VALUE_DIM) < 4 ? lanes_of_row(VALUE_DIM) : 4;  // of a lane

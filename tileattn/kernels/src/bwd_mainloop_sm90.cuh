@@ -52,6 +52,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     };
 #pragma unroll 1
     while (get_work(p, claim_work(p), work)) {
+        // Of a shorter sequence, or where heads begin apart an index of no head.
         if (work.k0 >= work.Nk(p)) continue;
         wait_for_rows(p, i64(work.b) * p.Hkv + work.kv);
         // All work tiles of a head are skipped or none: these flags stay while this kernel runs.
