@@ -26,7 +26,6 @@ from tileattn.problem import Problem
 _VECTORS = 4  # of a lane, at most: as in ``src/backward_preprocess.cu``
 # Where the next kernel begins beside the first one of a backward pass, that has some of the SMs.
 _BESIDE_PART, _BESIDE_WARPS = 4, 32
-_BESIDE_QUERIES = 4096  # at most: of more, it is a small part of the call
 _BESIDE_WAVES = 8  # at least, of work tiles: with few, those that begin late end late
 
 
@@ -137,7 +136,7 @@ def _begins_beside_rows(launch: KernelLaunch) -> bool:
 def _rows(P: Problem, context: LaunchContext, begins: Sequence[KernelLaunch]) -> KernelLaunch:
     """Launch the kernel that computes delta, row by row, on all SMs or beside what ``begins``."""
     tiles = P.B * P.Hkv * block_count(P, P.Nk, begins[0].key.block_k) if begins else 0
-    beside = P.Nq <= _BESIDE_QUERIES and tiles >= _BESIDE_WAVES * context.sm_count
+    beside = tiles >= _BESIDE_WAVES * context.sm_count
     key = KernelKey(
         *("backward_preprocess", P.dtype.name),
         value_dim=bucket(min(P.Dv, MAX_HEAD_DIM)),

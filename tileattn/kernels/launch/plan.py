@@ -240,6 +240,9 @@ def _plan(
         constants["origin"] = layout.origin
     if schedule.assignment is not None:
         constants["schedule"] = Constant.of(schedule.assignment)
+        # A column for each worker, also for those that begin late.
+        workers = schedule.assignment.shape[1]
+        launches = [x._replace(grid=workers // x.key.groups) for x in launches]
     if layout.block_mask is not None:
         arrays["block_kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
     made = {name: x.nbytes for name, x in copied.items()}

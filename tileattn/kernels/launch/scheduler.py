@@ -5,7 +5,6 @@ get up to a fifth more than the mean; an LPT assignment, the longest tile first,
 A worker is a thread block, or a group of one that has work tiles of its own.
 """
 
-import heapq
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from tileattn.algorithm.tiles import cut
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, MASKS
 from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.launch.assignment import assign
 from tileattn.kernels.launch.layout import CallLayout
 from tileattn.kernels.launch.tile_lists import tile_lists
 from tileattn.lengths import FAR
@@ -31,7 +31,10 @@ APART_DIM, APART_KEYS = 128, 8192  # of heads that begin apart, in order; keys a
 TWO_WAVES = 4096  # at most, keys if two waves of those are enough; of more it is three (measured)
 # At least, query heads of a key head whose last key blocks rise, and keys (measured)
 RISING_GROUP, RISING_KEYS = 4, 1024
-LAST = 6  # one in so many work tiles goes by its length alone (measured)
+TPC = 2  # SMs that share an instruction cache
+NARROW = 192  # at most, dimensions of a head for which two of a TPC work in step (measured)
+TALL = 192  # at least, queries of tiles whose thread blocks end apart (measured)
+LATE = 1 / 16  # of all work, what thread blocks take that begin as others end (measured)
 SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
 PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
@@ -82,8 +85,9 @@ def schedule_of(
     kernels = {launch.key.kernel for launch in launches}
     nbytes = 2 * l2_bytes if "forward" in kernels else l2_bytes // 2
     if HOPPER in kernels and P.Nk <= SHORT:
-        # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them.
-        nbytes = l2_bytes // 8
+        # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them, of
+        # one head where work tiles are few.
+        nbytes = 0 if _is_wide(P) else l2_bytes // 8
     groups = head_groups(P, nbytes)
     if HOPPER not in kernels:
         return Schedule(groups)
@@ -95,8 +99,10 @@ def schedule_of(
     if launches[0].key.in_pieces:
         return Schedule(groups)
     (launch,) = launches
-    assignment = _assignment(P, layout, launch.key, groups, launch.workers)
-    return Schedule(groups, assignment, pace_steps=_pace_steps(P, launch, l2_bytes))
+    pace_steps = _pace_steps(P, launch, l2_bytes)
+    share = 0 if launch.key.block_q < TALL or pace_steps else LATE
+    assignment = _assignment(P, layout, launch.key, groups, launch.workers, share)
+    return Schedule(groups, assignment, pace_steps=pace_steps)
 
 
 def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Schedule:
@@ -225,6 +231,10 @@ def _drifts(P: Problem, share: float) -> bool:
     return P.group > 1 and not few and P.sequences is None and share > DRIFT
 
 
+def _is_wide(P: Problem) -> bool:
+    return max(P.D, P.Dv) > NARROW
+
+
 def head_groups(problem: Problem, nbytes: int) -> int:
     """Count the groups of heads that a GPU works on one after the other.
 
@@ -242,15 +252,21 @@ def head_groups(problem: Problem, nbytes: int) -> int:
 
 
 def _assignment(
-    P: Problem, layout: CallLayout, key: KernelKey, groups: int, workers: int
+    P: Problem, layout: CallLayout, key: KernelKey, groups: int, workers: int, late: float
 ) -> Array | None:
+    """Assign the work tiles of a forward pass; the last ones, a share of all, go to late workers.
+
+    The two SMs of a TPC go through tiles of the same lengths: in step they fetch the same
+    instructions, of which a work tile has more than their caches. Of wide heads there are too few
+    tiles for that (measured).
+    """
     blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
     tiles = blocks * heads
     # One block a head, as in decoding, is little work, and lengths may differ on every call.
     if blocks == 1 or not workers < tiles <= MAX_WAVES * workers:
         return None
     costs = _costs(P, layout, key)
-    if costs.min() == costs.max():
+    if costs.min() == costs.max() and not late:
         return None
     block, head, group = work_tiles(blocks, heads, groups)
     alike = head % P.Hq if costs.shape[1] > 1 else 0
@@ -259,10 +275,10 @@ def _assignment(
     longest = np.zeros(heads, np.int64)
     np.maximum.at(longest, group, cost)
     order = np.lexsort((-cost, group, -longest[group]))
-    # Of the last ones the long go first whatever their group, so that SMs end together.
-    last = order[tiles - tiles // LAST :]
-    last[:] = last[np.argsort(-cost[last], stable=True)]
-    return assign(order, cost[order], workers)
+    cost = cost[order]
+    in_step = not _is_wide(P) and workers % TPC == 0 and (costs == costs[:1, :1]).all()
+    behind = int((cost[::-1].cumsum() <= late * cost.sum()).sum())
+    return assign(order, cost, workers, TPC if in_step else 1, behind)
 
 
 def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Array]:
@@ -308,23 +324,3 @@ def _attended(P: Problem, layout: CallLayout, key: KernelKey, begin: Array, end:
         return np.take_along_axis(before, places, axis=-1)[..., 0]
 
     return up_to(end) - up_to(begin)
-
-
-def assign(order: Array, cost: Array, workers: int) -> Array:
-    """Assign work tiles as if each worker took the next one when it is free.
-
-    ``order`` has their numbers as they begin, ``cost`` how long each takes. The table of int32 has
-    a column for each worker, filled up with the number of all tiles, which ends it. Graham,
-    Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969).
-    """
-    columns: list[list[int]] = [[] for _ in range(workers)]
-    # Time and worker in one integer, which a heap compares faster than a pair.
-    free = list(range(workers))
-    for tile, time in zip(order.tolist(), (workers * cost).tolist(), strict=True):
-        soonest = free[0]
-        columns[soonest % workers].append(tile)
-        heapq.heapreplace(free, soonest + time)
-    table = np.full((max(map(len, columns)) + 1, workers), len(order), np.int32)
-    for n, column in enumerate(columns):
-        table[: len(column), n] = column
-    return table
