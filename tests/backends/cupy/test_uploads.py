@@ -74,7 +74,7 @@ def test_an_assignment_is_copied_once_for_each_set_of_lengths(gpu: Machine) -> N
 
 def test_explain_says_so(gpu: Machine) -> None:
     given = arrays(gpu)
-    clause = "query blocks differ in length: they are assigned in advance, the longest first"
+    clause = "query blocks are assigned in advance, the longest first"
     assert clause in tileattn.explain(*given, causal=True).reasons
     assert not any("assigned" in reason for reason in tileattn.explain(*given).reasons)
     assert gpu.uploads == []
@@ -91,6 +91,16 @@ def test_a_first_call_in_a_capture_does_without(gpu: Machine) -> None:
         tileattn.forward(*given, **CAUSAL)
     (table,) = gpu.uploads
     assert schedules(gpu) == [0, 0, table.data.ptr, table.data.ptr]
+
+
+def test_without_an_assignment_no_thread_block_begins_late(gpu: Machine) -> None:
+    q, k, v = (gpu.array((1, 16, 6000, 64), np.float16) for _ in range(3))
+    for capturing in (True, False):
+        gpu.capturing = capturing
+        tileattn.forward(q, k, v)
+    first, second = (blocks for _, blocks, *_ in gpu.launches)
+    assert first == 132 < second
+    assert schedules(gpu) == [0, gpu.uploads[0].data.ptr]
 
 
 def test_equal_blocks_are_remembered_from_a_capture(gpu: Machine) -> None:

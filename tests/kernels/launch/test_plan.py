@@ -436,3 +436,24 @@ def test_who_has_an_assignment(device: Device) -> None:
     assert forward(asked(**sizes), device).constants == {}
     assert backward(causal, device).constants == {}
     assert (kernels(forward(causal, device)) == [HOPPER]) == (device is H200)
+
+
+def test_late_thread_blocks_are_launched_for_an_assignment_alone() -> None:
+    sizes: Fields = {"B": 1, "Hq": 16, "Hkv": 16, "Nq": 6000, "Nk": 6000, "D": 64, "Dv": 64}
+    plan = forward(asked(**sizes), H200)
+    (launch,) = plan.launches
+    workers = plan.constants["schedule"].shape[1]
+    assert launch.grid * launch.key.groups == workers > H200.sm_count
+    plain = plan.without_assignment()
+    assert plain.constants == {}
+    assert plain.launches == (launch._replace(grid=H200.sm_count),)
+    assert plain == replace(plan, launches=plain.launches, constants={})
+
+
+@pytest.mark.parametrize("Nq", [300, 3000])
+def test_groups_of_a_thread_block_have_columns_of_their_own(Nq: int) -> None:
+    problem = asked(B=1, Hq=24, Hkv=2, Nq=Nq, Nk=3000, D=64, Dv=64, window=(None, 0))
+    plan = forward(problem, replace(H200, sm_count=5))
+    (launch,) = plan.launches
+    assert (launch.grid, launch.key.groups) == (5, 2)
+    assert plan.constants["schedule"].shape[1] == 10

@@ -26,20 +26,19 @@ class Executable:
 
     ``names`` are the arrays whose addresses each call brings, and ``nbytes`` are the bytes of its
     workspace. Made during a capture, in which nobody can wait for a copy, it is not complete:
-    without the schedule results are the same, only later. Calls after the capture must make
+    without the assignment results are the same, only later. Calls after the capture must make
     another.
     """
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
         from cupy.cuda import runtime
 
-        self.plan = plan
-        constants = dict(plan.constants)
-        self.is_complete = "schedule" not in constants or not is_capturing()
+        self.is_complete = "schedule" not in plan.constants or not is_capturing()
         if not self.is_complete:
-            del constants["schedule"]
-        self.constants = {name: uploaded(x.array()) for name, x in constants.items()}
-        self._stream = stream_name() if constants else (0, 0)
+            plan = plan.without_assignment()
+        self.plan = plan
+        self.constants = {name: uploaded(x.array()) for name, x in plan.constants.items()}
+        self._stream = stream_name() if self.constants else (0, 0)
         fixed = {name: x.data.ptr for name, x in self.constants.items()}
         places = slots(plan.aux)
         cells = np.frombuffer(template(plan.fields, plan.aux), np.uint64).copy()

@@ -58,6 +58,13 @@ class LaunchPlan:
     block_mask: bool = False  # whether they read the call's
     aux: dict[str, ArrayLayout] = field(default_factory=dict)  # of the caller's own functions
 
+    def without_assignment(self) -> "LaunchPlan":
+        """Let work tiles go round robin, to no more thread blocks than run together."""
+        constants = {name: x for name, x in self.constants.items() if name != "schedule"}
+        *before, last = self.launches
+        last = last._replace(grid=min(last.grid, self.device.sm_count))
+        return replace(self, launches=(*before, last), constants=constants)
+
     def __str__(self) -> str:
         P, gpu = self.problem, self.device
         lines = [
@@ -240,9 +247,9 @@ def _plan(
         constants["origin"] = layout.origin
     if schedule.assignment is not None:
         constants["schedule"] = Constant.of(schedule.assignment)
-        # A column for each worker, also for those that begin late.
-        workers = schedule.assignment.shape[1]
-        launches = [x._replace(grid=workers // x.key.groups) for x in launches]
+        # It has a column for each worker, late ones, too.
+        (launch,) = launches
+        launches = (launch._replace(grid=schedule.assignment.shape[1] // launch.key.groups),)
     if layout.block_mask is not None:
         arrays["block_kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
     made = {name: x.nbytes for name, x in copied.items()}
