@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.kernels.launch.assigned import ends_of, loads_of
 from tileattn import BlockMask
 from tileattn.algorithm.block_mask import EMPTY, FULL
 from tileattn.algorithm.mask import SlidingWindow
@@ -17,6 +18,7 @@ from tileattn.algorithm.tiles import cut
 from tileattn.kernels.config.context import KernelLaunch
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.hopper import HOPPER
+from tileattn.kernels.launch import assignment, scheduler
 from tileattn.kernels.launch.block_sparse import tile_kinds
 from tileattn.kernels.launch.catalog import context_of, problem_of
 from tileattn.kernels.launch.layout import CallLayout, contiguous_inputs
@@ -24,7 +26,6 @@ from tileattn.kernels.launch.scheduler import (
     START_COST,
     TILE_COST,
     Schedule,
-    assign,
     head_groups,
     schedule_of,
     work_tiles,
@@ -114,22 +115,6 @@ def costs_of(problem: Problem, layout: CallLayout, launch: KernelLaunch, groups:
     return np.array([cost(*divmod(head, P.Hq), block) for block, head in works])
 
 
-def loads_of(table: Array, costs: Array) -> Array:
-    """Check that a table is one, and add up the costs of each column."""
-    works = len(costs)
-    dealt = table[table < works]
-    assert np.array_equal(np.sort(dealt), np.arange(works))  # each of them once
-    # Behind its works a column has the end only, and at least once.
-    assert ((table >= 0) & (table <= works)).all()
-    assert (np.diff((table == works).astype(int), axis=0) >= 0).all()
-    assert (table[-1] == works).all()
-    assert table.dtype == np.int32
-    assert table.flags.c_contiguous
-    padded = np.append(costs, 0)
-    loads: Array = padded[table].sum(0)
-    return loads
-
-
 # --- the table ----------------------------------------------------------------------------------
 
 
@@ -142,23 +127,6 @@ def test_numbers_are_those_of_the_kernels(blocks: int, heads: int, data: st.Data
     firsts = [int(members[0]) for members in np.array_split(np.arange(heads), parts)]
     assert sorted(set(part.tolist())) == firsts
     assert all(max(f for f in firsts if f <= h) == p for h, p in zip(head, part, strict=True))
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 9), st.randoms())
-def test_who_is_free_takes_the_next(times: list[int], grid: int, random: Any) -> None:
-    numbers = list(range(len(times)))
-    random.shuffle(numbers)
-    costs = np.array(times)
-    table = assign(np.array(numbers), costs[numbers], grid)
-    assert table.shape[1] == grid
-    loads = loads_of(table, costs)
-    assert loads.max() * grid <= loads.sum() + (grid - 1) * costs.max()
-    begins = np.cumsum(np.vstack([np.zeros(grid, int), np.append(costs, 0)[table]]), axis=0)[:-1]
-    when = {int(work): int(t) for work, t in zip(table.flat, begins.flat, strict=True)}
-    starts = [when[n] for n in numbers]
-    assert starts == sorted(starts)
-    # Nobody begins while another could have begun before.
-    assert max(starts) <= loads.min()
 
 
 @st.composite
@@ -213,10 +181,92 @@ def test_sms_end_together(dim: int, length: int) -> None:
     problem = shaped("float16", dim, **sizes, window=CAUSAL)
     found, launch = schedule(problem), launch_of(problem)
     assert found.assignment is not None
-    loads = loads_of(
-        found.assignment, costs_of(problem, layout_of(problem), launch, found.head_groups)
-    )
-    assert loads.max() <= 1.06 * loads.mean()
+    costs = costs_of(problem, layout_of(problem), launch, found.head_groups)
+    ends = ends_of(loads_of(found.assignment, costs), launch.workers)
+    assert ends.max() <= ends.mean() + min(3 * TILE_COST, 0.025 * ends.mean())
+
+
+TALL = replace(problem_of("float16", 64), Hq=16, Hkv=16, Nq=6145, Nk=6145)  # 33 blocks of 192
+
+
+@pytest.mark.parametrize("window", [(None, None), CAUSAL])
+@pytest.mark.parametrize("lengths", [None, np.array([6000])])
+def test_the_last_tall_tiles_go_to_late_thread_blocks(window: Any, lengths: Any) -> None:
+    """A sixteenth of the work at most, and nearly that; each is among the shortest of its group."""
+    problem, launch = replace(TALL, window=window), launch_of(TALL)
+    found = schedule(problem, lengths, launch=launch)
+    assert found.assignment is not None
+    costs = costs_of(problem, layout_of(problem, lengths), launch, found.head_groups)
+    loads = loads_of(found.assignment, costs)
+    late = found.assignment[0, launch.workers :]
+    share = costs.sum() / 16
+    assert share - costs.max() < costs[late].sum() <= share
+    assert costs[late].tolist() == loads[launch.workers :].tolist()
+    assert costs[late].max() <= np.median(costs)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        LONG,  # tiles of 128 queries
+        replace(TALL, Nq=3000, Nk=3000),  # two groups in a thread block
+        replace(TALL, Hq=1, Hkv=1, Nq=1 << 18, Nk=1 << 18),  # thread blocks keep pace
+        replace(TALL, Hq=4, Hkv=4, Nq=192 * 33, Nk=192 * 33),  # one tile for each worker
+    ],
+    ids=lambda P: f"{P.D}-{P.Nq}",
+)
+def test_elsewhere_all_thread_blocks_begin_together(problem: Problem) -> None:
+    causal = replace(problem, window=CAUSAL)
+    found, workers = schedule(causal), launch_of(causal).workers
+    assert found.assignment is None or found.assignment.shape[1] == workers
+
+
+def test_every_thread_block_has_a_tile() -> None:
+    """Of four more tiles than SMs four are late, though a sixteenth would be eight."""
+    problem = replace(TALL, Hq=4, Hkv=4, Nq=192 * 34, Nk=192 * 34)
+    table = schedule(problem).assignment
+    assert table is not None
+    assert table.shape == (2, 136)
+    assert (table[0] < 136).all()
+
+
+@pytest.mark.parametrize(
+    ("dim", "sizes", "lengths", "sm_count", "in_step"),
+    [
+        (64, {}, None, 132, True),
+        (128, {}, None, 132, True),
+        (192, {"Dv": 128}, None, 132, True),
+        (256, {}, None, 132, False),  # few tiles
+        (192, {"Dv": 256}, None, 132, False),
+        (128, {}, np.array([2100, 1700]), 132, False),  # heads differ
+        (128, {}, np.array([1700, 1700]), 132, True),
+        (128, {}, None, 131, False),
+    ],
+    ids=str,
+)
+def test_when_two_sms_go_in_step(
+    dim: int,
+    sizes: dict[str, Any],
+    lengths: Any,
+    sm_count: int,
+    in_step: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    teams = []
+
+    def assign(order: Array, cost: Array, workers: int, team: int, late: int) -> Array:
+        teams.append(team)
+        return assignment.assign(order, cost, workers, team, late)
+
+    monkeypatch.setattr(scheduler, "assign", assign)
+    problem = shaped("float16", dim, B=2, Hq=12, Hkv=4, Nq=2100, Nk=2100, window=CAUSAL)
+    problem = replace(problem, **sizes)
+    launch = launch_of(problem, sm_count)
+    found = schedule(problem, lengths, launch=launch)
+    assert found.assignment is not None
+    costs = costs_of(problem, layout_of(problem, lengths), launch, found.head_groups)
+    assert loads_of(found.assignment, costs).shape == (launch.workers,)
+    assert teams == [2 if in_step else 1]
 
 
 @pytest.mark.parametrize(
@@ -347,6 +397,20 @@ def test_the_room_for_a_part() -> None:
         found = schedule_of(problem, layout_of(problem), launches, cache)
         assert found.head_groups == expected
         assert (found.assignment is not None) == (launches[0].key.kernel == HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "length", "heads"),
+    [(256, 256, 1024, 1), (192, 256, 512, 1), (192, 192, 1024, 2), (256, 256, 1025, 6)],
+)
+def test_short_calls_of_wide_heads_go_head_by_head(
+    dim: int, value_dim: int, length: int, heads: int
+) -> None:
+    """Of narrow ones an eighth of the cache holds a group, and of long ones half."""
+    sizes = {"B": 2, "Hq": 6, "Hkv": 6, "Nq": length, "Nk": length, "Dv": value_dim}
+    problem = shaped("float16", dim, **sizes, window=CAUSAL)
+    found = schedule_of(problem, layout_of(problem), (launch_of(problem),), 13 << 20)
+    assert found.head_groups == 12 // heads
 
 
 def test_nothing_to_start_has_an_order() -> None:

@@ -101,6 +101,26 @@ def test_every_work_tile_goes_to_one_worker(
     assert_each_once(taken(tmp_path, plan), plan, wanted)
 
 
+@pytest.mark.parametrize("window", [(None, None), CAUSAL], ids=str)
+@pytest.mark.parametrize("assigned", [True, False])
+def test_late_thread_blocks_take_the_last_work_tiles(
+    window: Any, assigned: bool, tmp_path: Path
+) -> None:
+    """Without an assignment, as in a call that is first made in a capture, there are none."""
+    problem = asked(D=64, Dv=64, Hq=6, Hkv=3, Nq=7000, Nk=7000, window=window)
+    plan = forward(problem, replace(H200, sm_count=20))
+    if not assigned:
+        plan = plan.without_assignment()
+    (launch,) = plan.launches
+    assert (launch.key.groups, launch.grid > 20) == (1, assigned)
+    wanted = {(b, h, q0) for b in range(2) for h in range(6) for q0 in range(0, 7000, 192)}
+    found = taken(tmp_path, plan)
+    assert_each_once(found, plan, wanted)
+    of_worker = np.bincount(found[found[:, 0] == 0, 1])
+    assert of_worker[:20].min() > 1
+    assert (of_worker[20:] == 1).all()
+
+
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("lengths", [(700, 0, 1, 300, 129), (5, 3, 2, 1, 0)])
 @pytest.mark.parametrize("sm_count", [1, 5, 132])

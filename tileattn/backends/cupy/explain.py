@@ -27,7 +27,7 @@ _BLIND = "mask_mod: tiles are counted whatever aux holds; the GPU, which reads i
 _UNCOUNTED = "mask_mod: its tiles are too many to count here"
 _COUNTED = 1 << 28  # pairs of a mask_mod up to which tiles are listed, which takes a second
 _SUMS = "the sums of the pieces take {:,.2f} MB besides the results"
-_ASSIGNED = "query blocks differ in length: they are assigned in advance, the longest first"
+_ASSIGNED = "query blocks are assigned in advance, the longest first"
 
 
 def explain(problem: Problem, operands: Operands) -> Explanation:

@@ -1,4 +1,4 @@
-"""Which worker of a persistent kernel goes through which work tiles, decided on the host."""
+"""Which worker of a persistent kernel takes which work tiles, decided on the host."""
 
 import heapq
 from typing import Any
@@ -10,28 +10,21 @@ Array = NDArray[Any]
 
 
 def assign(order: Array, cost: Array, workers: int, team: int = 1, late: int = 0) -> Array:
-    """Assign work tiles as if each worker took the next one when it is free, then even that out.
+    """Assign work tiles as if each worker took the next one when it is free, then even loads out.
 
-    ``order`` has their numbers as they begin, ``cost`` how long each takes. The workers of a team
-    take successive tiles, in step. The last ``late`` tiles go one by one to workers that begin as
-    others end. The table of int32 has a column for each worker, filled up with the number of all
-    tiles, which ends it. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17
-    (1969).
+    ``order`` has their numbers as they begin, ``cost`` how long each takes. The workers of a team,
+    of which there is a whole number, go in step: they take as many successive tiles at once. The
+    last ``late`` tiles, never all, have a worker each, which begins when another has ended.
+
+    The table of int32 has a column for each worker, teams side by side and late workers last. Each
+    is filled up with the number of all tiles, which ends it.
     """
-    tiles = len(order)
-    early = tiles - late
-    starts = np.arange(0, early, team)
-    units = np.full((len(starts), team), tiles, np.int32)
+    tiles, early = len(order), len(order) - late
+    units = np.full((-(-early // team), team), tiles, np.int32)  # what a team takes at once
     units.flat[:early] = order[:early]
-    costs = np.maximum.reduceat(cost[:early], starts)
-    columns: list[list[int]] = [[] for _ in range(workers // team)]
-    # Time and team in one integer, which a heap compares faster than a pair.
-    free = list(range(len(columns)))
-    for unit, time in enumerate((len(columns) * costs).tolist()):
-        soonest = free[0]
-        columns[soonest % len(columns)].append(unit)
-        heapq.heapreplace(free, soonest + time)
-    _even_out(columns, costs)
+    times = np.maximum.reduceat(cost[:early], np.arange(0, early, team))
+    columns = _in_turn(times, workers // team)
+    _even_out(columns, times)
     table = np.full((max(map(len, columns)) + 1, len(columns), team), tiles, np.int32)
     for n, column in enumerate(columns):
         table[: len(column), n] = units[sorted(column)]
@@ -40,25 +33,47 @@ def assign(order: Array, cost: Array, workers: int, team: int = 1, late: int = 0
     return np.hstack([table.reshape(len(table), -1), ends])
 
 
-def _even_out(columns: list[list[int]], cost: Array) -> None:
-    """Exchange two tiles, of the longest column and of a shorter one, while that makes it shorter.
+def _in_turn(times: Array, count: int) -> list[list[int]]:
+    """Give each unit to the column that is free first.
 
-    Of equal exchanges the last ones in the columns are best: the order of the others is kept.
+    Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969).
     """
-    load = np.array([cost[column].sum() for column in columns])
+    columns: list[list[int]] = [[] for _ in range(count)]
+    # Time and column in one integer, which a heap compares faster than a pair.
+    free = list(range(count))
+    for unit, time in enumerate((count * times).tolist()):
+        soonest = free[0]
+        columns[soonest % count].append(unit)
+        heapq.heapreplace(free, soonest + time)
+    return columns
+
+
+def _even_out(columns: list[list[int]], times: Array) -> None:
+    """Exchange units of the longest column with shorter ones, the shortest first, while that helps.
+
+    The number of exchanges is bounded, so that planning is fast; mostly far fewer are enough.
+    """
+    loads = np.array([times[column].sum() for column in columns])
     for _ in range(4 * len(columns)):
-        longest = load.argmax()
-        for other in load.argsort(kind="stable"):
-            saved = cost[columns[longest]][:, None] - cost[columns[other]]
-            after = np.maximum(load[longest] - saved, load[other] + saved)
-            if not after.size or after.min() >= load[longest]:
-                continue
-            last = after.size - 1 - int(after[::-1, ::-1].argmin())
-            i, j = divmod(last, after.shape[1])
-            one, two = columns[longest], columns[other]
-            one[i], two[j] = two[j], one[i]
-            load[longest] -= saved[i, j]
-            load[other] += saved[i, j]
-            break
-        else:
+        longest = loads.argmax()
+        others = loads.argsort(kind="stable")
+        if not any(_exchange(columns, times, loads, longest, other) for other in others):
             return
+
+
+def _exchange(columns: list[list[int]], times: Array, loads: Array, long: int, short: int) -> bool:
+    """Exchange those two units of two columns that make the longer one shortest, if any do.
+
+    Of equal exchanges it is that of the last ones, which leaves the first ones in their order.
+    """
+    gap = loads[long] - loads[short]
+    moved = times[columns[long]][:, None] - times[columns[short]]
+    gaps = np.abs(gap - 2 * moved)  # behind each exchange
+    least = gaps.min(initial=gap)
+    if least == gap:
+        return False
+    i, j = np.argwhere(gaps == least)[-1]
+    columns[long][i], columns[short][j] = columns[short][j], columns[long][i]
+    loads[long] -= moved[i, j]
+    loads[short] += moved[i, j]
+    return True

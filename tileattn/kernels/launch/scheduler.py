@@ -2,7 +2,8 @@
 
 A persistent kernel takes work tiles by their numbers. If they differ in length, some SMs then
 get up to a fifth more than the mean; an LPT assignment, the longest tile first, evens that out.
-A worker is a thread block, or a group of one that has work tiles of its own.
+A worker is a thread block, or a group of one that has work tiles of its own. Mostly there is a
+thread block for each SM; late ones begin as others end.
 """
 
 import math
@@ -32,9 +33,9 @@ TWO_WAVES = 4096  # at most, keys if two waves of those are enough; of more it i
 # At least, query heads of a key head whose last key blocks rise, and keys (measured)
 RISING_GROUP, RISING_KEYS = 4, 1024
 TPC = 2  # SMs that share an instruction cache
-NARROW = 192  # at most, dimensions of a head for which two of a TPC work in step (measured)
-TALL = 192  # at least, queries of tiles whose thread blocks end apart (measured)
-LATE = 1 / 16  # of all work, what thread blocks take that begin as others end (measured)
+NARROW = 192  # at most, dimensions of a head if those go in step (measured)
+TALL = 192  # at least, queries of a work tile if the last ones go to late thread blocks (measured)
+LATE = 1 / 16  # of all work, what those take (measured)
 SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
 PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
@@ -85,8 +86,8 @@ def schedule_of(
     kernels = {launch.key.kernel for launch in launches}
     nbytes = 2 * l2_bytes if "forward" in kernels else l2_bytes // 2
     if HOPPER in kernels and P.Nk <= SHORT:
-        # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them, of
-        # one head where work tiles are few.
+        # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them.
+        # Wide heads have few work tiles: there a group is one head (measured).
         nbytes = 0 if _is_wide(P) else l2_bytes // 8
     groups = head_groups(P, nbytes)
     if HOPPER not in kernels:
@@ -100,8 +101,10 @@ def schedule_of(
         return Schedule(groups)
     (launch,) = launches
     pace_steps = _pace_steps(P, launch, l2_bytes)
-    share = 0 if launch.key.block_q < TALL or pace_steps else LATE
-    assignment = _assignment(P, layout, launch.key, groups, launch.workers, share)
+    # Groups of a thread block begin together; those that keep pace wait for all others.
+    is_apart = launch.key.groups == 1 and not pace_steps
+    late_share = LATE if is_apart and launch.key.block_q >= TALL else 0
+    assignment = _assignment(P, layout, launch, groups, late_share)
     return Schedule(groups, assignment, pace_steps=pace_steps)
 
 
@@ -252,21 +255,22 @@ def head_groups(problem: Problem, nbytes: int) -> int:
 
 
 def _assignment(
-    P: Problem, layout: CallLayout, key: KernelKey, groups: int, workers: int, late: float
+    P: Problem, layout: CallLayout, launch: KernelLaunch, groups: int, late_share: float
 ) -> Array | None:
-    """Assign the work tiles of a forward pass; the last ones, a share of all, go to late workers.
+    """Assign the work tiles of a forward pass; late workers take a share of all work.
 
-    The two SMs of a TPC go through tiles of the same lengths: in step they fetch the same
-    instructions, of which a work tile has more than their caches. Of wide heads there are too few
-    tiles for that (measured).
+    A work tile has more instructions than the caches of a TPC hold. Where its two SMs take tiles of
+    the same length, in step, one fetches them for both. Of wide heads there are too few tiles for
+    that (measured).
     """
+    key, workers = launch.key, launch.workers
     blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
     tiles = blocks * heads
     # One block a head, as in decoding, is little work, and lengths may differ on every call.
     if blocks == 1 or not workers < tiles <= MAX_WAVES * workers:
         return None
     costs = _costs(P, layout, key)
-    if costs.min() == costs.max() and not late:
+    if costs.min() == costs.max() and not late_share:
         return None
     block, head, group = work_tiles(blocks, heads, groups)
     alike = head % P.Hq if costs.shape[1] > 1 else 0
@@ -276,9 +280,11 @@ def _assignment(
     np.maximum.at(longest, group, cost)
     order = np.lexsort((-cost, group, -longest[group]))
     cost = cost[order]
-    in_step = not _is_wide(P) and workers % TPC == 0 and (costs == costs[:1, :1]).all()
-    behind = int((cost[::-1].cumsum() <= late * cost.sum()).sum())
-    return assign(order, cost, workers, TPC if in_step else 1, behind)
+    heads_alike = (costs == costs[:1, :1]).all()
+    team = TPC if heads_alike and not _is_wide(P) and workers % TPC == 0 else 1
+    late = np.searchsorted(cost[::-1].cumsum(), late_share * cost.sum(), side="right")
+    # All other workers have a tile.
+    return assign(order, cost, workers, team, min(int(late), tiles - workers))
 
 
 def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Array]:
