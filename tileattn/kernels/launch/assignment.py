@@ -55,7 +55,7 @@ def _even_out(columns: list[list[int]], times: Array) -> None:
     """
     loads = np.array([times[column].sum() for column in columns])
     for _ in range(4 * len(columns)):
-        longest = loads.argmax()
+        longest = int(loads.argmax())
         others = loads.argsort(kind="stable")
         if not any(_exchange(columns, times, loads, longest, other) for other in others):
             return
