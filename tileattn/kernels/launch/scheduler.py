@@ -101,9 +101,9 @@ def schedule_of(
         return Schedule(groups)
     (launch,) = launches
     pace_steps = _pace_steps(P, launch, l2_bytes)
-    # Groups of a thread block begin together; those that keep pace wait for all others.
-    is_apart = launch.key.groups == 1 and not pace_steps
-    late_share = LATE if is_apart and launch.key.block_q >= TALL else 0
+    # A late thread block has one group, and none waits for it to keep pace.
+    is_tall = launch.key.block_q >= TALL and launch.key.groups == 1
+    late_share = LATE if is_tall and not pace_steps else 0
     assignment = _assignment(P, layout, launch, groups, late_share)
     return Schedule(groups, assignment, pace_steps=pace_steps)
 
@@ -259,9 +259,9 @@ def _assignment(
 ) -> Array | None:
     """Assign the work tiles of a forward pass; late workers take a share of all work.
 
-    A work tile has more instructions than the caches of a TPC hold. Where its two SMs take tiles of
-    the same length, in step, one fetches them for both. Of wide heads there are too few tiles for
-    that (measured).
+    A work tile has more instructions than the caches of an SM hold. Where the two SMs of a TPC take
+    tiles of one length, in step, they share what they fetch. Of wide heads there are too few tiles
+    for that (measured).
     """
     key, workers = launch.key, launch.workers
     blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
