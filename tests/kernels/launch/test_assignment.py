@@ -1,6 +1,7 @@
 """The table that assigns work tiles to workers; no GPU."""
 
 import heapq
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.launch.assigned import Array, ends_of, loads_of
+from tests.kernels.launch.planning import A100, H200, asked, backward, forward, kernels
+from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.launch.assignment import assign
+from tileattn.kernels.launch.device import Device
 
 COSTS = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
@@ -92,3 +96,37 @@ def test_late_workers_end_with_the_others(
     ends = ends_of(loads, workers)
     assert ends.sum() == costs.sum()
     assert ends.max() * workers <= ends.sum() + (workers - 1) * costs.max()
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [H200, A100])
+def test_who_has_an_assignment(device: Device) -> None:
+    sizes: dict[str, Any] = {"B": 1, "Hq": 12, "Hkv": 2, "Nq": 3000, "Nk": 3000, "D": 8, "Dv": 8}
+    causal = asked(window=(None, 0), **sizes)
+    assert ("schedule" in forward(causal, device).constants) == (device is H200)
+    assert forward(asked(**sizes), device).constants == {}
+    assert backward(causal, device).constants == {}
+    assert (kernels(forward(causal, device)) == [HOPPER]) == (device is H200)
+
+
+def test_late_thread_blocks_are_launched_for_an_assignment_alone() -> None:
+    sizes: dict[str, Any] = {"B": 1, "Hq": 16, "Hkv": 16, "Nq": 6000, "Nk": 6000, "D": 64, "Dv": 64}
+    plan = forward(asked(**sizes), H200)
+    (launch,) = plan.launches
+    workers = plan.constants["schedule"].shape[1]
+    assert launch.grid * launch.key.groups == workers > H200.sm_count
+    plain = plan.without_assignment()
+    assert plain.constants == {}
+    assert plain.launches == (launch._replace(grid=H200.sm_count),)
+    assert plain == replace(plan, launches=plain.launches, constants={})
+
+
+@pytest.mark.parametrize("Nq", [300, 3000])
+def test_groups_of_a_thread_block_have_columns_of_their_own(Nq: int) -> None:
+    problem = asked(B=1, Hq=24, Hkv=2, Nq=Nq, Nk=3000, D=64, Dv=64, window=(None, 0))
+    plan = forward(problem, replace(H200, sm_count=5))
+    (launch,) = plan.launches
+    assert (launch.grid, launch.key.groups) == (5, 2)
+    assert plan.constants["schedule"].shape[1] == 10

@@ -22,7 +22,6 @@ from tests.kernels.launch.planning import (
     kernels,
 )
 from tileattn import BlockMask
-from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.launch.device import Device
 from tileattn.kernels.launch.layout import ArrayLayout, alignment_of, contiguous, contiguous_inputs
 from tileattn.kernels.launch.params import PAIRS, PARAMS, template
@@ -426,34 +425,3 @@ def test_sizes_of_zero_and_beyond_the_tiles(sizes: Any, expected: list[str]) -> 
     assert {x.key.add_dq for x in plan.launches if "dkdv" in x.key.kernel} <= {
         SUMMED[1] in expected
     }
-
-
-@pytest.mark.parametrize("device", [H200, A100])
-def test_who_has_an_assignment(device: Device) -> None:
-    sizes: Fields = {"B": 1, "Hq": 12, "Hkv": 2, "Nq": 3000, "Nk": 3000, "D": 8, "Dv": 8}
-    causal = asked(window=(None, 0), **sizes)
-    assert ("schedule" in forward(causal, device).constants) == (device is H200)
-    assert forward(asked(**sizes), device).constants == {}
-    assert backward(causal, device).constants == {}
-    assert (kernels(forward(causal, device)) == [HOPPER]) == (device is H200)
-
-
-def test_late_thread_blocks_are_launched_for_an_assignment_alone() -> None:
-    sizes: Fields = {"B": 1, "Hq": 16, "Hkv": 16, "Nq": 6000, "Nk": 6000, "D": 64, "Dv": 64}
-    plan = forward(asked(**sizes), H200)
-    (launch,) = plan.launches
-    workers = plan.constants["schedule"].shape[1]
-    assert launch.grid * launch.key.groups == workers > H200.sm_count
-    plain = plan.without_assignment()
-    assert plain.constants == {}
-    assert plain.launches == (launch._replace(grid=H200.sm_count),)
-    assert plain == replace(plan, launches=plain.launches, constants={})
-
-
-@pytest.mark.parametrize("Nq", [300, 3000])
-def test_groups_of_a_thread_block_have_columns_of_their_own(Nq: int) -> None:
-    problem = asked(B=1, Hq=24, Hkv=2, Nq=Nq, Nk=3000, D=64, Dv=64, window=(None, 0))
-    plan = forward(problem, replace(H200, sm_count=5))
-    (launch,) = plan.launches
-    assert (launch.grid, launch.key.groups) == (5, 2)
-    assert plan.constants["schedule"].shape[1] == 10

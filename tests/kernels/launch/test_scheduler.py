@@ -221,6 +221,14 @@ def test_elsewhere_all_thread_blocks_begin_together(problem: Problem) -> None:
     assert found.assignment is None or found.assignment.shape[1] == workers
 
 
+def test_groups_begin_together() -> None:
+    launch = launch_of(TALL)
+    launch = launch._replace(key=replace(launch.key, groups=2))
+    table = schedule(replace(TALL, window=CAUSAL), launch=launch).assignment
+    assert table is not None
+    assert table.shape[1] == 264
+
+
 def test_every_thread_block_has_a_tile() -> None:
     """Of four more tiles than SMs four are late, though a sixteenth would be eight."""
     problem = replace(TALL, Hq=4, Hkv=4, Nq=192 * 34, Nk=192 * 34)

@@ -223,6 +223,11 @@ def _classifying(
     return first, *list_launches(P.dtype.name, kinds.tile, heads, (rows, columns), direction)
 
 
+def _with_late_workers(launches: Sequence[KernelLaunch], workers: int) -> Sequence[KernelLaunch]:
+    (launch,) = launches
+    return (launch._replace(grid=workers // launch.key.groups),)
+
+
 def _plan(
     problem: Problem,
     layout: CallLayout,
@@ -247,9 +252,7 @@ def _plan(
         constants["origin"] = layout.origin
     if schedule.assignment is not None:
         constants["schedule"] = Constant.of(schedule.assignment)
-        # It has a column for each worker, late ones, too.
-        (launch,) = launches
-        launches = (launch._replace(grid=schedule.assignment.shape[1] // launch.key.groups),)
+        launches = _with_late_workers(launches, schedule.assignment.shape[1])
     if layout.block_mask is not None:
         arrays["block_kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
     made = {name: x.nbytes for name, x in copied.items()}
