@@ -316,8 +316,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         work = smem.storage.work_tiles[warpgroup];
         if (work.is_end) break;
         dq.clear();
-        const SlidingWindow window(p, work.sequence(p));
-        attended = window.key_range(0, window.Nq);
+        attended = work.window.key_range(0, work.window.Nq);
         // Beyond the last key of all, TMA has zeroed them.
         if (attended.hi + work.k_start >= p.Nk) attended.hi = FAR;
         if (work.tiles.begin >= work.tiles.end) {

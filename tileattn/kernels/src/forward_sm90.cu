@@ -97,14 +97,6 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         gemm_async<Element, HEAD_DIM>(atoms<columns.COUNT>(s, 0), smem.q(q_pipe.stage), 0,
                                       smem.k(k_pipe.stage));
     };
-    auto issue_pv = [&] {
-        smem.v_full(v_pipe.stage).wait(v_pipe.phase);
-        gemm_async<Element>(acc, probs, smem.v(v_pipe.stage));
-    };
-    auto finish_pv = [&] {
-        warpgroup_wait<0>(acc);
-        release_v();
-    };
     // The last PV holds its stage until the next work tile has started, or tiles are skipped, which
     // may need it.
     int held_v = -1;
@@ -179,7 +171,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     auto modify_and_mask = [&](auto columns, bool partial) {
         constexpr int COUNT = columns.COUNT;
         const ScoreMod score_mod(p, work.b, work.h);
-        const AttentionMask attn_mask(p, work.sequence(p), work.h);
+        const AttentionMask attn_mask(p, work.sequence(p), work.window, work.h);
         s.row = work.q0 + row0, s.column = (HAS_TILE_LIST ? entry / 2 : tile) * BLOCK_K;
         if constexpr (HAS_BIAS) copy_wait<0>(), __syncwarp();
 #pragma unroll
@@ -211,24 +203,23 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         modify_and_mask(columns, partial);
         online_softmax(columns);
     };
-    // Softmax of tile j overlaps PV of tile j - 1:
+    // Softmax of tile j overlaps PV of tile j - 1. Before the first tile there is no PV, and the waits
+    // for it do nothing.
     //
-    //     step                       GEMMs in flight      stages held
-    //     issue QK of j              QK                   k(j), v(j - 1)
-    //     issue PV of j - 1          QK, PV               k(j), v(j - 1)
+    //     finish_tile, issue_gemms   GEMMs in flight      stages held
     //     wait QK, release k         PV                   v(j - 1)
     //     mask, softmax              PV                   v(j - 1)
     //     wait PV, release v         -                    -
     //     rescale O, convert P       -                    -
-    auto step = [&](auto columns, bool partial) {
+    //     issue QK of j + 1          QK                   k(j + 1)
+    //     issue PV of j              QK, PV               k(j + 1), v(j)
+    auto finish_tile = [&](auto columns, bool partial) {
         auto& scores = atoms<columns.COUNT>(s, 0);
-        smem.k_full(k_pipe.stage).wait(k_pipe.phase);
-        issue_qk(columns);
-        issue_pv();
         warpgroup_wait<1>(scores);
         softmax(columns, partial);
         order_after(BY_SUMS ? rises : state.l[0][0] + state.l[0][1] < 0);
-        finish_pv();
+        warpgroup_wait<0>(acc);
+        if (tile > work.tiles.begin) release_v();
         if constexpr (!BY_SUMS) {
             acc.scale_rows(rescale);
         } else if (rises) {
@@ -238,6 +229,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             state.add_sums(sums);
         }
         convert_p(columns);
+        ++tile;
+    };
+    auto issue_gemms = [&](auto columns) {
+        smem.k_full(k_pipe.stage).wait(k_pipe.phase);
+        issue_qk(columns);
+        smem.v_full(v_pipe.stage).wait(v_pipe.phase);
+        gemm_async<Element>(acc, probs, smem.v(v_pipe.stage));
     };
     // Tile by tile, the warpgroups side by side: they clean the values of partial tiles together.
     // The table of what was not finite takes the k stage, once all have their scores.
@@ -299,21 +297,17 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             if (__any_sync(~0u, !work.all_large && state.below(-LARGE_ROW_MAX)))
                 smem.mark_unfinished(1, work.iteration);
         } else if (!empty) {
-            softmax(WHOLE, is_partial());
-            if constexpr (BY_SUMS) state.add_sums(sums);  // of a first tile: they are small
-            convert_p(WHOLE);
-            for (++tile; tile < work.tiles.end;) {
-                if (is_partial()) {
-                    if (HAS_HALVES && work.tiles.ends_in_half && tile + 1 == work.tiles.end)
-                        step(HALF, true);
-                    else
-                        step(WHOLE, true);
-                    ++tile;
-                } else {
-                    const int end = HAS_TILE_LIST ? tile + 1 : work.tiles.full_end;
+            const int end = work.tiles.end - (HAS_HALVES && work.tiles.ends_in_half);
 #pragma unroll 1
-                    for (; tile < end; ++tile) step(WHOLE, false);
-                }
+            for (;;) {
+                finish_tile(WHOLE, is_partial());
+                if (tile >= end) break;
+                issue_gemms(WHOLE);
+            }
+            if (HAS_HALVES && tile < work.tiles.end) {
+                issue_gemms(HALF);
+                wgmma_wait<0>();  // with PV beside softmax ptxas would serialise all GEMMs
+                finish_tile(HALF, true);
             }
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
             held_v = v_pipe.stage;

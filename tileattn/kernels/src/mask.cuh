@@ -19,6 +19,7 @@ struct Range {
 struct SlidingWindow {
     int Nq, length, begin, end;
 
+    SlidingWindow() = default;
     __device__ SlidingWindow(const Params& p, const Sequence& sequence) {
         const i64 offset = sequence.offset(p);
         Nq = int(sequence.Nq);
@@ -84,9 +85,13 @@ struct AttentionMask {
     __device__ AttentionMask(const Params& p, i64 b, i64 h)
         : AttentionMask(p, Sequence(p, b), h) {}
     __device__ AttentionMask(const Params& p, const Sequence& sequence, i64 h)
-        : AttentionMask(p, sequence, sequence.b, h) {}
-    __device__ AttentionMask(const Params& p, const Sequence& sequence, i64 b, i64 h)
-        : window(p, sequence),
+        : AttentionMask(p, sequence, SlidingWindow(p, sequence), h) {}
+    __device__ AttentionMask(const Params& p, const Sequence& sequence, const SlidingWindow& window,
+                             i64 h)
+        : AttentionMask(p, sequence, window, sequence.b, h) {}
+    __device__ AttentionMask(const Params& p, const Sequence& sequence, const SlidingWindow& window,
+                             i64 b, i64 h)
+        : window(window),
           mask(static_cast<const bool*>(p.mask) +
                (HAS_MASK ? b * p.mask_at.b + h * p.mask_at.h : 0)),
           mask_i(p.mask_at.i),

@@ -110,7 +110,7 @@ struct WorkSequence<true> {
 
 // A block of queries of one head, or one warpgroup's share of it. Where there is a list of tiles,
 // begin and end index it, and are the same for all warpgroups.
-struct FwdWorkTile : WorkSequence<PACKED> {
+struct alignas(16) FwdWorkTile : WorkSequence<PACKED> {
     int h, q0, iteration;
     int piece;       // of the keys, where h is the first query head of a key head
     bool nan_safe;   // in a NaN-safe pass
@@ -118,11 +118,12 @@ struct FwdWorkTile : WorkSequence<PACKED> {
     bool is_end;     // no work tile: the first pass has ended, or all have
     int begin, end;  // of the whole block
     TileRange tiles;
+    SlidingWindow window;
 };
 
 // The key tiles of some rows of a work tile, from `row` on.
 __device__ inline TileRange key_tiles(const Params& p, const FwdWorkTile& work, int row, int rows) {
-    const SlidingWindow window(p, work.sequence(p));
+    const SlidingWindow& window = work.window;
     const int group = IN_PIECES ? int(p.group) : 1;
     const int q0 = row / group, q1 = (row + rows + group - 1) / group;
     const Range keys = window.key_range(q0, min(q1, window.Nq));
@@ -265,6 +266,7 @@ __device__ inline bool get_work(const Params& p, int index, FwdWorkTile& work) {
     const int place = PACKED || p.right < 0 ? at.block : blocks - 1 - at.block;
     work.q0 = work.find(p, at.head / int(p.Hq), place) * BLOCK_Q;
     work.h = at.head % int(p.Hq);
+    work.window = SlidingWindow(p, work.sequence(p));
     work.tiles = key_tiles(p, work, work.q0, BLOCK_Q);
     work.begin = work.tiles.begin, work.end = work.tiles.end;
     return true;
@@ -284,6 +286,7 @@ __device__ inline bool get_work(const Params& p, WorkOrder<false, true>& order, 
     if (!order.next(p)) return false;
     work.b = order.b, work.h = order.kv * int(p.group), work.q0 = 0;
     work.piece = order.piece, work.iteration = order.iteration;
+    work.window = SlidingWindow(p, work.sequence(p));
     work.tiles = key_tiles(p, work, 0, BLOCK_Q);
     work.begin = work.tiles.begin, work.end = work.tiles.end;
     return true;
