@@ -27,7 +27,7 @@ extern "C" __global__ void forward_work_tiles(Params p, const int* schedule, i64
             for (int field : {work.b, work.h, work.q0, work.begin, work.end, work.iteration})
                 *to++ = field;
             for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS) {
-                const TileRange tiles = key_tiles(p, work, work.q0 + row, WARPGROUP_ROWS);
+                const TileRange tiles = key_tiles(p, work, work.window, work.q0 + row, WARPGROUP_ROWS);
                 for (int field : {tiles.begin, tiles.end, tiles.full_begin, tiles.full_end,
                                   int(tiles.ends_in_half)})
                     *to++ = field;

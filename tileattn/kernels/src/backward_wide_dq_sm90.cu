@@ -135,7 +135,10 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 continue;
             }
             share.q0 += WARPGROUP_ROWS * g;
-            if (!HAS_TILE_LIST) share.tiles = key_tiles(p, work, share.q0, WARPGROUP_ROWS);
+            if (!HAS_TILE_LIST) {
+                const SlidingWindow window(p, work.sequence(p));
+                share.tiles = key_tiles(p, work, window, share.q0, WARPGROUP_ROWS);
+            }
             const int row = work.q_start + share.q0;
             BOTH_LOADS(smem.q(g).load(maps.q, row, work.h, work.entry(), full),
                        smem.dout(g).load(maps.dout, row, work.h, work.entry(), full));
@@ -316,7 +319,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         work = smem.storage.work_tiles[warpgroup];
         if (work.is_end) break;
         dq.clear();
-        attended = work.window.key_range(0, work.window.Nq);
+        const SlidingWindow window(p, work.sequence(p));
+        attended = window.key_range(0, window.Nq);
         // Beyond the last key of all, TMA has zeroed them.
         if (attended.hi + work.k_start >= p.Nk) attended.hi = FAR;
         if (work.tiles.begin >= work.tiles.end) {

@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, 1)
     if (produces) {
         reg_dealloc<PRODUCER_REGISTERS>();
         const WorkOrder<> order(p, group);
-        if (threadIdx.x % SHARE == 0) produce(p, maps, smem, order);
+        if (threadIdx.x % SHARE < WARP && is_first_lane()) produce(p, maps, smem, order);
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
         const int warpgroup = index - group * CONSUMERS;

@@ -31,21 +31,21 @@ struct Maps {
     TensorMap q, k, v;
 };
 
-// Start TMA loads of a tile of keys, or of their values, from key k0 on. Of keys in pages a box has as
-// many as divide a page and a tile.
+// Start TMA loads of a tile of keys, or of their values, of a key head from key k0 on. Of keys in pages
+// a box has as many as divide a page and a tile.
 template <class Tile>
-__device__ inline void load_keys(const Params& p, const WorkTile& work, const Tile& tile,
-                                 const TensorMap& map, int k0, const Barrier& full) {
-    const int kv = work.h / int(p.group);
+__device__ inline void load_keys(const Params& p, const WorkSequence<PACKED>& sequence, int kv,
+                                 const Tile& tile, const TensorMap& map, int k0,
+                                 const Barrier& full) {
     if constexpr (!PAGED) {
-        tile.load(map, work.k_start + k0, kv, work.entry(), full);
+        tile.template load<2>(map, sequence.k_start + k0, kv, sequence.entry(), full);
     } else {
         full.arrive_and_expect_tx(Tile::BYTES);
         const int page = int(p.page), either = page | BLOCK_K, box = either & -either;
         const u32 last_entry = u32(p.table_width) - 1, last_page = u32(p.pages_total) - 1;
         const int step = p.block_table_bytes == 4 ? 1 : 2;
         const u32* const table =
-            static_cast<const u32*>(p.block_table) + work.b * p.table_width * step;
+            static_cast<const u32*>(p.block_table) + sequence.b * p.table_width * step;
         u32 entry = u32(k0 / page);
         int row = k0 % page;
         // Nobody has seen entries that are on the device: whatever they say, the page is one of those
@@ -59,6 +59,12 @@ __device__ inline void load_keys(const Params& p, const WorkTile& work, const Ti
         }
     }
 }
+
+// Whether queries are loaded beside the tiles of the work tile before, if these are few, and more than
+// there are stages: behind them they come late. Else it is slower (measured). Another group would
+// compute meanwhile.
+constexpr bool LOADS_Q_EARLY = GROUPS == 1 && Q_STAGES == 2 * CONSUMERS;
+constexpr int FEW_TILES = 4;
 
 // The producer thread: load all that the work tiles need, in the order of its use, and publish
 // them.
@@ -83,66 +89,74 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             // They take turns: under a causal mask the last rows have most tiles.
             share.q0 += WARPGROUP_ROWS * ((warpgroup + work.iteration) % CONSUMERS);
             // In a NaN-safe pass the warpgroups go through the same tiles side by side.
-            if (!work.nan_safe) share.tiles = key_tiles(p, work, share.q0, WARPGROUP_ROWS);
+            if (!work.nan_safe) share.tiles = key_tiles(p, work, work.window, share.q0, WARPGROUP_ROWS);
             if (HAS_TILE_LIST) share.tiles.begin = work.begin, share.tiles.end = work.end;
             if (IN_PIECES)
                 full.arrive();  // the warpgroup loads its rows
             else
-                smem.q(q_pipe.stage).load(maps.q, work.q_start + share.q0, work.h, work.entry(), full);
+                smem.q(q_pipe.stage).load<2>(maps.q, work.q_start + share.q0, work.h, work.entry(), full);
         }
         work_pipe.advance();
     };
-    auto tile_at = [&](int index) { return KeyTileList(p, work).tile(index); };
-    auto load_k = [&](int index) {
-        const int k0 = tile_at(index) * BLOCK_K;
-        const Barrier full = smem.k_full(k_pipe.stage);
-        smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
-        load_keys(p, work, smem.k(k_pipe.stage), maps.k, k0, full);
-        k_pipe.advance();
-    };
-    auto load_v = [&](int index) {
-        const int k0 = tile_at(index) * BLOCK_K;
-        const Barrier full = smem.v_full(v_pipe.stage);
-        smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
-        load_keys(p, work, smem.v(v_pipe.stage), maps.v, k0, full);
-        v_pipe.advance();
-    };
-    // The next work tile is found once the first tiles of this one are on their way. Where several
-    // work tiles are unfinished, the others hardly will be better: the second pass takes over what
-    // is left.
     int begun = 0;  // iterations of the first pass
     Pace pace;
     auto run_pass = [&](int pass) {
         order.restart();
-        auto find = [&](WorkTile& work) {
+        work.nan_safe = pass > 0, work.all_large = pass > 1;
+        auto find = [&] {
 #pragma unroll 1
             while (get_work(p, order, work)) {
-                if (pass == 0 || (pass == 1 && work.iteration >= begun)) return true;
-                if (smem.unfinished(pass - 1, work.iteration)) return true;
+                const bool is_new = pass == 0 || (pass == 1 && work.iteration >= begun);
+                if (is_new || smem.unfinished(pass - 1, work.iteration)) return true;
             }
             return false;
         };
-        for (bool found = find(work); found;) {
-            if (pass == 0 && smem.many_unfinished(0)) break;
-            if (work.begin < work.end) load_k(work.begin);
-            work.nan_safe = pass > 0, work.all_large = pass > 1;
-            publish_work();
-            int tile = work.begin;
-            auto load_next = [&] {
-                if (tile + 1 < work.end) load_k(tile + 1);
-                load_v(tile++);
-            };
-            if (tile < work.end) load_next();
-            WorkTile next = work;
+        bool published = false;  // the work tile that was found last
+        for (bool found = find(); found;) {
+            // Where several work tiles are unfinished, the others hardly will be better: the second
+            // pass takes over what is left.
+            if (pass == 0 && !published && smem.many_unfinished(0)) break;
             if (pass == 0) begun = work.iteration + 1;
-            found = find(next);
-            if (found && !IN_PIECES && Q_STAGES < 2 * CONSUMERS)
+            // What is left of the work tile when the next one has been found. A load waits for its
+            // stage, and for no division.
+            const WorkSequence<PACKED> sequence = work;
+            const KeyTileList list(p, work);
+            const int begin = work.begin, end = max(begin, work.end), kv = work.h / int(p.group);
+            // Keys are a tile ahead of values. There is one copy of each load: instruction caches hold
+            // hardly more than what a work tile executes.
 #pragma unroll 1
-                for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS)
-                    QueryTile::prefetch(maps.q, next.q_start + next.q0 + row, next.h, next.entry());
+            for (int tile = begin - 1; tile < end; ++tile) {
+                if (tile + 1 < end) {
+                    const Barrier full = smem.k_full(k_pipe.stage);
+                    smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
+                    load_keys(p, sequence, kv, smem.k(k_pipe.stage), maps.k,
+                              list.tile(tile + 1) * BLOCK_K, full);
+                    k_pipe.advance();
+                }
+                if (tile >= begin) {
+                    const Barrier full = smem.v_full(v_pipe.stage);
+                    smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
+                    load_keys(p, sequence, kv, smem.v(v_pipe.stage), maps.v,
+                              list.tile(tile) * BLOCK_K, full);
+                    v_pipe.advance();
+                    pace.advance(p);
+                } else if (!published) {
+                    publish_work();
+                }
+                if (tile != min(begin, end - 1)) continue;
+                // The next work tile is found once the first tiles of this one are on their way.
+                found = find(), published = false;
+                if (!found) continue;
+                if constexpr (LOADS_Q_EARLY) {
+                    if (end - begin > STAGES && end - begin <= FEW_TILES)
+                        publish_work(), published = true;
+                } else if constexpr (!IN_PIECES && Q_STAGES < 2 * CONSUMERS) {
 #pragma unroll 1
-            while (tile < work.end) load_next(), pace.advance(p);
-            work = next;
+                    for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS)
+                        QueryTile::prefetch(maps.q, work.q_start + work.q0 + row, work.h,
+                                            work.entry());
+                }
+            }
         }
     };
     auto publish_end = [&] {

@@ -13,7 +13,7 @@ static_assert(BLOCK_Q == WARPGROUP_ROWS * CONSUMERS && WARPS_N == 1, "64 queries
 static_assert(STAGES >= 2, "the next k stage is read before the v stage is released");
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
-using WorkTile = FwdWorkTile;
+using WorkTile = WindowedWorkTile;
 using QueryTile = SmemTile<WARPGROUP_ROWS, HEAD_DIM>;  // of one warpgroup
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
 using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;

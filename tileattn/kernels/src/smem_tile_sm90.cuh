@@ -21,17 +21,20 @@ struct SmemTile {
 
     u32 address;  // of a Storage
 
-    // Start TMA loads of the whole tile from row `row` on. Elements outside the tensor become zero.
+    // Start TMA loads of the whole tile from row `row` on. Elements outside the tensor become zero. The
+    // loop over slices has UNROLL copies of a load.
+    template <int UNROLL = SLICES>
     __device__ void load(const TensorMap& map, int row, int head, int batch,
                          const Barrier& full) const {
         full.arrive_and_expect_tx(BYTES);
-        load_box(map, 0, row, head, batch, full);
+        load_box<UNROLL>(map, 0, row, head, batch, full);
     }
 
     // Start TMA loads of the rows from `at` on, as many as a box of the map has.
+    template <int UNROLL = SLICES>
     __device__ void load_box(const TensorMap& map, int at, int row, int head, int batch,
                              const Barrier& full) const {
-#pragma unroll
+#pragma unroll UNROLL
         for (int n = 0; n < SLICES; ++n)
             tma_load(address + n * SLICE + at * PITCH, map, n * WIDTH, row, head, batch, full);
     }

@@ -110,7 +110,7 @@ struct WorkSequence<true> {
 
 // A block of queries of one head, or one warpgroup's share of it. Where there is a list of tiles,
 // begin and end index it, and are the same for all warpgroups.
-struct alignas(16) FwdWorkTile : WorkSequence<PACKED> {
+struct FwdWorkTile : WorkSequence<PACKED> {
     int h, q0, iteration;
     int piece;       // of the keys, where h is the first query head of a key head
     bool nan_safe;   // in a NaN-safe pass
@@ -118,12 +118,19 @@ struct alignas(16) FwdWorkTile : WorkSequence<PACKED> {
     bool is_end;     // no work tile: the first pass has ended, or all have
     int begin, end;  // of the whole block
     TileRange tiles;
+
+    __device__ void keep(const SlidingWindow&) {}
+};
+// One that consumers read whole, and need not find the window again: the forward kernel's.
+struct alignas(16) WindowedWorkTile : FwdWorkTile {
     SlidingWindow window;
+
+    __device__ void keep(const SlidingWindow& found) { window = found; }
 };
 
 // The key tiles of some rows of a work tile, from `row` on.
-__device__ inline TileRange key_tiles(const Params& p, const FwdWorkTile& work, int row, int rows) {
-    const SlidingWindow& window = work.window;
+__device__ inline TileRange key_tiles(const Params& p, const FwdWorkTile& work,
+                                      const SlidingWindow& window, int row, int rows) {
     const int group = IN_PIECES ? int(p.group) : 1;
     const int q0 = row / group, q1 = (row + rows + group - 1) / group;
     const Range keys = window.key_range(q0, min(q1, window.Nq));
@@ -258,7 +265,8 @@ struct WorkOrder<false, true> {
 
 // The work tile of an index, with its flags as they are and all key tiles of its window; false
 // behind the last.
-__device__ inline bool get_work(const Params& p, int index, FwdWorkTile& work) {
+template <class Work>
+__device__ inline bool get_work(const Params& p, int index, Work& work) {
     const int blocks = work.blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
     if (index >= blocks * heads) return false;
     const BlockCoord at = work.coord(p, blocks, heads, index);
@@ -266,15 +274,15 @@ __device__ inline bool get_work(const Params& p, int index, FwdWorkTile& work) {
     const int place = PACKED || p.right < 0 ? at.block : blocks - 1 - at.block;
     work.q0 = work.find(p, at.head / int(p.Hq), place) * BLOCK_Q;
     work.h = at.head % int(p.Hq);
-    work.window = SlidingWindow(p, work.sequence(p));
-    work.tiles = key_tiles(p, work, work.q0, BLOCK_Q);
+    const SlidingWindow window(p, work.sequence(p));
+    work.keep(window);
+    work.tiles = key_tiles(p, work, window, work.q0, BLOCK_Q);
     work.begin = work.tiles.begin, work.end = work.tiles.end;
     return true;
 }
 // The next one of a worker.
-template <bool CLAIMED>
-__device__ inline bool get_work(const Params& p, WorkOrder<CLAIMED, false>& order,
-                                FwdWorkTile& work) {
+template <bool CLAIMED, class Work>
+__device__ inline bool get_work(const Params& p, WorkOrder<CLAIMED, false>& order, Work& work) {
     if (!get_work(p, order.next(p), work)) return false;
     work.iteration = order.iteration;
     const KeyTileList list(p, work);
@@ -282,12 +290,14 @@ __device__ inline bool get_work(const Params& p, WorkOrder<CLAIMED, false>& orde
     work.begin = list.lower_bound(work.begin, tiles), work.end = list.lower_bound(work.end, tiles);
     return true;
 }
-__device__ inline bool get_work(const Params& p, WorkOrder<false, true>& order, FwdWorkTile& work) {
+template <class Work>
+__device__ inline bool get_work(const Params& p, WorkOrder<false, true>& order, Work& work) {
     if (!order.next(p)) return false;
     work.b = order.b, work.h = order.kv * int(p.group), work.q0 = 0;
     work.piece = order.piece, work.iteration = order.iteration;
-    work.window = SlidingWindow(p, work.sequence(p));
-    work.tiles = key_tiles(p, work, 0, BLOCK_Q);
+    const SlidingWindow window(p, work.sequence(p));
+    work.keep(window);
+    work.tiles = key_tiles(p, work, window, 0, BLOCK_Q);
     work.begin = work.tiles.begin, work.end = work.tiles.end;
     return true;
 }

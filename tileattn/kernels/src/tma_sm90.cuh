@@ -45,6 +45,15 @@ __device__ inline void stall() {
     }
 }
 
+// Whether this is the first thread of its warp. The compiler knows that no other runs what depends on
+// it, by the election: else it would repeat each TMA load for all threads that may be there.
+__device__ inline bool is_first_lane() {
+    u32 elected = 0;
+    if (threadIdx.x % WARP == 0)
+        asm volatile("{.reg .pred p; elect.sync _|p, 1; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+    return elected;
+}
+
 // An mbarrier: a phase ends when all expected threads have arrived and all expected bytes have
 // landed.
 struct Barrier {
