@@ -267,7 +267,7 @@ struct WorkOrder<false, true> {
 // behind the last.
 template <class Work>
 __device__ inline bool get_work(const Params& p, int index, Work& work) {
-    const int blocks = work.blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
+    const int blocks = work.template blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
     if (index >= blocks * heads) return false;
     const BlockCoord at = work.coord(p, blocks, heads, index);
     // Under a causal mask the last queries have most keys: they go first.
