@@ -36,6 +36,7 @@ TPC = 2  # SMs that share an instruction cache
 NARROW = 192  # at most, dimensions of a head if those go in step (measured)
 TALL = 192  # at least, queries of a work tile if the last ones go to late thread blocks (measured)
 LATE = 1 / 16  # of all work, what those take (measured)
+LATE_KEYS = 4096  # at least, keys of those that end so far apart (measured from here on)
 SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
 PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
@@ -102,7 +103,7 @@ def schedule_of(
     (launch,) = launches
     pace_steps = _pace_steps(P, launch, l2_bytes)
     # A late thread block has one group, and none waits for it to keep pace.
-    is_tall = launch.key.block_q >= TALL and launch.key.groups == 1
+    is_tall = launch.key.block_q >= TALL and launch.key.groups == 1 and P.Nk >= LATE_KEYS
     late_share = LATE if is_tall and not pace_steps else 0
     assignment = _assignment(P, layout, launch, groups, late_share)
     return Schedule(groups, assignment, pace_steps=pace_steps)
