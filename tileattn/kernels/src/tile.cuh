@@ -4,8 +4,6 @@
 #include "copy.cuh"
 #include "mma.cuh"
 
-constexpr int WARP = 32;
-
 // The layout of an Atom's C: element e of lane (g, t).
 struct Lane {
     int g, t;

@@ -5,6 +5,8 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+constexpr int WARP = 32;  // threads
+
 struct float16 {
     unsigned short bits;
 };
