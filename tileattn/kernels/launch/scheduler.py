@@ -260,9 +260,9 @@ def _assignment(
 ) -> Array | None:
     """Assign the work tiles of a forward pass; late workers take a share of all work.
 
-    A work tile has more instructions than the caches of an SM hold. Where the two SMs of a TPC take
-    tiles of one length, in step, they share what they fetch. Of wide heads there are too few tiles
-    for that (measured).
+    A work tile has about as many instructions as the caches of an SM hold, or more. Where the two
+    SMs of a TPC take tiles of one length, in step, they share what they fetch. Of wide heads there
+    are too few tiles for that (measured).
     """
     key, workers = launch.key, launch.workers
     blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq

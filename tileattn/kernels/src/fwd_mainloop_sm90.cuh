@@ -31,6 +31,10 @@ struct Maps {
     TensorMap q, k, v;
 };
 
+// Copies of a TMA load in the loop over the slices of a tile: for all four of a wide head at once the
+// producer has no registers.
+constexpr int LOAD_UNROLL = 2;
+
 // Start TMA loads of a tile of keys, or of their values, of a key head from key k0 on. Of keys in pages
 // a box has as many as divide a page and a tile.
 template <class Tile>
@@ -38,7 +42,7 @@ __device__ inline void load_keys(const Params& p, const WorkSequence<PACKED>& se
                                  const Tile& tile, const TensorMap& map, int k0,
                                  const Barrier& full) {
     if constexpr (!PAGED) {
-        tile.template load<2>(map, sequence.k_start + k0, kv, sequence.entry(), full);
+        tile.template load<LOAD_UNROLL>(map, sequence.k_start + k0, kv, sequence.entry(), full);
     } else {
         full.arrive_and_expect_tx(Tile::BYTES);
         const int page = int(p.page), either = page | BLOCK_K, box = either & -either;
@@ -95,7 +99,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             if (IN_PIECES)
                 full.arrive();  // the warpgroup loads its rows
             else
-                smem.q(q_pipe.stage).load<2>(maps.q, work.q_start + share.q0, work.h, work.entry(), full);
+                smem.q(q_pipe.stage).load<LOAD_UNROLL>(maps.q, work.q_start + share.q0, work.h,
+                                                       work.entry(), full);
         }
         work_pipe.advance();
     };
@@ -123,8 +128,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             const WorkSequence<PACKED> sequence = work;
             const KeyTileList list(p, work);
             const int begin = work.begin, end = max(begin, work.end), kv = work.h / int(p.group);
-            // Keys are a tile ahead of values. There is one copy of each load: instruction caches hold
-            // hardly more than what a work tile executes.
+            // Keys are a tile ahead of values. There is one copy of each load: a work tile executes
+            // about as many instructions as the caches of an SM hold.
 #pragma unroll 1
             for (int tile = begin - 1; tile < end; ++tile) {
                 if (tile + 1 < end) {

@@ -140,8 +140,6 @@ __device__ inline TileRange key_tiles(const Params& p, const FwdWorkTile& work,
     if constexpr (IN_PIECES) {
         const int each = int(p.piece) / BLOCK_K, first = work.piece * each;
         tiles.begin = max(tiles.begin, first), tiles.end = min(tiles.end, first + each);
-        // Consumers go through full tiles up to full_end without looking at the end.
-        tiles.full_end = min(tiles.full_end, tiles.end);
         tiles.ends_in_half = false;
     }
     return tiles;
