@@ -100,10 +100,9 @@ class Runner:
         return tuple(cupy.asarray(x) for x in arrays)
 
     def _sent_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        sent = {
-            name: self._sent((x,))[0] if isinstance(x, np.ndarray) else x
-            for name, x in options.items()
-        }
+        arrays = {name for name, x in options.items() if isinstance(x, np.ndarray)}
+        arrays -= {"origin"}  # is read on the host
+        sent = options | {name: self._sent((options[name],))[0] for name in arrays}
         return sent | {"aux": self._sent(options["aux"])} if "aux" in options else sent
 
     def _fetched(self, x: Any) -> Any:
