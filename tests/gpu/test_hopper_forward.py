@@ -21,13 +21,16 @@ from tests.gpu.hopper import (
     B,
     arrays,
     check_forward,
+    described,
     filled,
     forward,
     runs_forward,
 )
 from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
 from tileattn import reference
+from tileattn.backends.cupy import describe
 from tileattn.call_cache import CALLS
+from tileattn.kernels.launch.plan import plan_forward
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
@@ -110,6 +113,19 @@ def test_half_tiles(
     v[:, :, 200, 3] = math.inf  # in the half that is masked out for some
     whole = forward(q, k, v, **options, block_mask=MASKS["everything"](Nq, Nk))
     assert bits(forward(q, k, v, **options)) == bits(whole)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_late_thread_blocks(causal: bool) -> None:
+    """More of them than SMs: bits are those of one for each SM, which takes tiles from a list."""
+    q, k, v = arrays(DTYPES[1], 64, 64, 6200, 6200)[:3]
+    gpu = describe.device_of(0)
+    plan = plan_forward(*described("forward", sent(q), sent(k), sent(v), causal=causal), gpu)
+    assert plan.launches[-1].grid > gpu.sm_count
+    for value in (0, math.inf):  # the latter is computed in a NaN-safe pass
+        v[0, 1, 77, 3] = value
+        listed = forward(q, k, v, causal=causal, block_mask=MASKS["everything"](6200, 6200))
+        assert bits(forward(q, k, v, causal=causal)) == bits(listed)
 
 
 def test_large_scores_rescale() -> None:

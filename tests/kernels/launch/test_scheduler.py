@@ -250,6 +250,7 @@ def test_every_thread_block_has_a_tile() -> None:
         (128, {}, np.array([2100, 1700]), 132, False),  # heads differ
         (128, {}, np.array([1700, 1700]), 132, True),
         (128, {}, None, 131, False),
+        (64, {}, None, 131, False),  # two groups each
     ],
     ids=str,
 )

@@ -36,7 +36,7 @@ TPC = 2  # SMs that share an instruction cache
 NARROW = 192  # at most, dimensions of a head if those go in step (measured)
 TALL = 192  # at least, queries of a work tile if the last ones go to late thread blocks (measured)
 LATE = 1 / 16  # of all work, what those take (measured)
-LATE_KEYS = 4096  # at least, keys of those that end so far apart (measured from here on)
+LATE_KEYS = 4096  # at least, keys of a call with late thread blocks (measured from here on)
 SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
 PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
@@ -282,9 +282,9 @@ def _assignment(
     order = np.lexsort((-cost, group, -longest[group]))
     cost = cost[order]
     heads_alike = (costs == costs[:1, :1]).all()
-    team = TPC if heads_alike and not _is_wide(P) and workers % TPC == 0 else 1
+    team = TPC if heads_alike and not _is_wide(P) and launch.grid % TPC == 0 else 1
     late = np.searchsorted(cost[::-1].cumsum(), late_share * cost.sum(), side="right")
-    # All other workers have a tile.
+    # Each worker that is not late has a tile.
     return assign(order, cost, workers, team, min(int(late), tiles - workers))
 
 

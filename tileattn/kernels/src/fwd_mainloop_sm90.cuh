@@ -64,10 +64,11 @@ __device__ inline void load_keys(const Params& p, const WorkSequence<PACKED>& se
     }
 }
 
-// Whether the queries of the next work tile are loaded beside one of few key tiles, not behind it, where
-// they would come late. If it has no more tiles than there are stages, the next keys would wait for
-// these queries, and if it has many it is slower (measured). Of two groups the other one computes
-// meanwhile.
+// Whether the queries of the next work tile are loaded beside one of few key tiles, not behind it,
+// where they would come late. They wait for their stages until the work tile before has ended, whose
+// keys are all on their way. If this one has no more tiles than there are stages, the next keys would
+// wait for these queries, and if it has many it is slower (measured). Of two groups the other one
+// computes meanwhile.
 constexpr bool LOADS_Q_EARLY = GROUPS == 1 && Q_STAGES == 2 * CONSUMERS;
 constexpr int FEW_TILES = 4;
 
