@@ -5,7 +5,7 @@ during a capture it comes from the pool of the graph.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tileattn.backends.cupy.foreign import cupy_for, memory_at, stream_at
-from tileattn.backends.cupy.passes import Pass
+from tileattn.backends.cupy.passes import OwnPieces, Pass
 from tileattn.lengths import given_for
 
 
@@ -132,15 +132,18 @@ def _cupy() -> Any:
 
 
 @functools.cache
-def _allocator(device: torch.device) -> Callable[[int], Any]:
-    """Make an allocator of CuPy's that takes memory from PyTorch's."""
+def _allocator(device: torch.device) -> OwnPieces:
+    """Make an allocator of CuPy's that takes memory from PyTorch's.
+
+    An operator's results must not be views of each other.
+    """
     new = partial(torch.empty, dtype=torch.uint8, device=device)
 
     def allocate(nbytes: int) -> Any:
         owner = new(nbytes)
         return memory_at(owner.data_ptr(), nbytes, owner, device.index)
 
-    return allocate
+    return OwnPieces(allocate)
 
 
 @functools.cache

@@ -208,7 +208,12 @@ def test_a_call_that_needs_nothing_takes_an_empty_one(gpu: Machine) -> None:
 def test_small_results_of_a_second_call_lie_in_one_piece(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]
 ) -> None:
-    """The workspace, too, unless it is the larger part; and large ones each in their own."""
+    """The workspace, too, unless it is the larger part; and large ones each in their own.
+
+    So do those of another library.
+    """
+    import cupy
+
     monkeypatch.setattr(passes, "ONE_PIECE", 1 << 18)
     given = inputs(gpu, Hq=heads[0], Hkv=heads[1], Nq=30, Nk=50, D=64, Dv=64)
 
@@ -232,6 +237,9 @@ def test_small_results_of_a_second_call_lie_in_one_piece(
     assert len(together) == 1 + (heads[0] > heads[1])
     for _ in range(3):
         assert taken() == together
+    with cupy.cuda.using_allocator(passes.OwnPieces(gpu.allocate)):
+        assert sorted(taken()) == sorted(first)
+    assert taken() == together
     monkeypatch.setattr(passes, "ONE_PIECE", rounded - 1)
     CALLS.clear()
     for _ in range(3):

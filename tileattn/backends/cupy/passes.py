@@ -40,6 +40,13 @@ _numbers = count()
 ONE_PIECE = 1 << 20
 
 
+class OwnPieces(partial[Any]):
+    """An allocator of a library to which arrays in one piece of memory are views of each other.
+
+    So each result has a piece of its own.
+    """
+
+
 class Pass:
     """One pass of the calls of one signature: its executables, by all that may yet differ.
 
@@ -205,7 +212,7 @@ class ArrayPass:
         self._overlaps = Overlap(next(iter(results.values())), inputs.values())
         self._returned = partial(tuple.__new__, kind)
         self._absent = [None] * (len(kind._fields) - len(results))
-        self._device, self._alloc = cupy.cuda.runtime.getDevice, cupy.cuda.alloc
+        self._device, self._allocator = cupy.cuda.runtime.getDevice, cupy.cuda.get_allocator
         self._stream = cupy.cuda.get_current_stream
 
     def __call__(self, rows: Sequence[Any], options: Options, out: Any | None = None) -> Any:
@@ -221,6 +228,7 @@ class ArrayPass:
             if memory.device_id != device:
                 return None
             addresses.append(memory.ptr)
+        alloc = self._allocator()
         nbytes, at = self._known.nbytes, 0  # of the workspace, which the stream's order frees
         if out is not None:
             *others, place = addresses
@@ -228,17 +236,17 @@ class ArrayPass:
                 return None
             made = self._make_others(None)
             results = [out, *made]
-        elif not self._is_one_piece:
+        elif not self._is_one_piece or type(alloc) is OwnPieces:
             made = results = self._make(None)
         elif nbytes <= self._bytes:
-            piece = self._alloc(self._bytes + nbytes)
+            piece = alloc(self._bytes + nbytes)
             at, nbytes = piece.ptr + self._bytes, 0
             made = results = self._make(piece)
         else:
-            made = results = self._make(self._alloc(self._bytes))
+            made = results = self._make(alloc(self._bytes))
         addresses.extend(map(_address, made))
         if nbytes:
-            memory = self._alloc(nbytes)
+            memory = alloc(nbytes)
             at = memory.ptr
         if not self._known.launch(addresses, at, device, self._stream()):
             return None
