@@ -248,8 +248,7 @@ __device__ inline void publish_dq(const Smem& smem, int warpgroup,
 // this parity ends.
 __device__ inline void zero_unattended(const Params& p, const Smem& smem, const WorkTile& work,
                                        u32 parity) {
-    const SlidingWindow window(p, work.sequence(p));
-    const Range attended = window.key_range(0, window.Nq);
+    const Range attended = work.window.key_range(0, work.window.Nq);
     const int begin = attended.lo - work.k0, end = attended.hi - work.k0;
     // Beyond the last key of all, TMA has zeroed them.
     const bool behind = end < BLOCK_K && attended.hi + work.k_start < p.Nk;
