@@ -67,9 +67,9 @@ struct Smem {
     __device__ Barrier full(int stage) const { return {shared_address(storage.full + stage)}; }
     __device__ Barrier empty(int stage) const { return {shared_address(storage.empty + stage)}; }
 
-    // By one thread, before all others. A q_full expects q and dO.
+    // By one thread, before all others. A q_full expects q, dO and the work tile.
     __device__ void init() const {
-        for (int g = 0; g < CONSUMERS; ++g) q_full(g).init(2), q_empty(g).init(WARPGROUP);
+        for (int g = 0; g < CONSUMERS; ++g) q_full(g).init(3), q_empty(g).init(WARPGROUP);
         for (int s = 0; s < STAGES; ++s) full(s).init(1), empty(s).init(CONSUMERS);
         fence_barrier_init();
     }
@@ -133,19 +133,18 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             if (!leads()) continue;
             WorkTile& share = smem.storage.work_tiles[g];
             const Barrier full = smem.q_full(g);
-            share = work;
-            if (work.is_end) {
+            const int q0 = work.q0 + WARPGROUP_ROWS * g, row = work.q_start + q0;
+            if (work.is_end)
                 full.arrive(), full.arrive();
-                continue;
-            }
-            share.q0 += WARPGROUP_ROWS * g;
+            else
+                BOTH_LOADS(smem.q(g).load<2>(maps.q, row, work.h, work.entry(), full),
+                           smem.dout(g).load<2>(maps.dout, row, work.h, work.entry(), full));
+            share = work, share.q0 = q0;
             if (!HAS_TILE_LIST) {
                 const SlidingWindow window(p, work.sequence(p));
-                share.tiles = key_tiles(p, work, window, share.q0, WARPGROUP_ROWS);
+                share.tiles = key_tiles(p, work, window, q0, WARPGROUP_ROWS);
             }
-            const int row = work.q_start + share.q0;
-            BOTH_LOADS(smem.q(g).load(maps.q, row, work.h, work.entry(), full),
-                       smem.dout(g).load(maps.dout, row, work.h, work.entry(), full));
+            full.arrive();
         }
         work_pipe.advance();
         __syncwarp(PRODUCER_LANES);
@@ -162,13 +161,14 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             const int next = HAS_TILE_LIST ? tiles.find() : tile + 1 < own.end ? entry + 2 : -1;
             smem.empty(pipe.stage).wait(pipe.phase ^ 1);
             if (leads()) {
-                smem.storage.entries[pipe.stage] = 4 * tile + 2 * (next < 0) + entry % 2;
-                smem.v(pipe.stage).load(maps.v, row, kv, own.entry(), smem.full(pipe.stage));
+                if (HAS_TILE_LIST)
+                    smem.storage.entries[pipe.stage] = 4 * tile + 2 * (next < 0) + entry % 2;
+                smem.v(pipe.stage).load<2>(maps.v, row, kv, own.entry(), smem.full(pipe.stage));
             }
             pipe.advance();
             smem.empty(pipe.stage).wait(pipe.phase ^ 1);
             if (leads())
-                smem.k(pipe.stage).load(maps.k, row, kv, own.entry(), smem.full(pipe.stage));
+                smem.k(pipe.stage).load<2>(maps.k, row, kv, own.entry(), smem.full(pipe.stage));
             pipe.advance();
             entry = next;
             __syncwarp(PRODUCER_LANES);  // no lane misses a phase that it waits for
