@@ -382,10 +382,12 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
         const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
         if constexpr (BIAS_IS_LOADED)
             if (warp > WARPS_M + DQ_STORE_WARPS) return load_bias(p, smem);
+        if (warp == WARPS_M) {
+            if (is_first_lane()) produce(p, maps, smem), wait_for_prerequisites();
+            return;
+        }
         if (threadIdx.x % WARP) return;
-        if (warp == WARPS_M)
-            produce(p, maps, smem), wait_for_prerequisites();
-        else if (!IS_WIDE && warp <= WARPS_M + DQ_STORE_WARPS)
+        if (!IS_WIDE && warp <= WARPS_M + DQ_STORE_WARPS)
             store_dq(p, smem, warp - WARPS_M - 1);
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
