@@ -13,10 +13,9 @@ struct Maps {
     TensorMap q, k, v, dout;
 };
 
-__device__ inline const float* row_statistics(const Params& p, const void* array,
-                                              const WorkTile& work, int h) {
-    return static_cast<const float*>(array) + (i64(work.entry()) * p.Hq + h) * p.rows +
-           work.first_statistic();
+// Where a query's lse and delta are.
+__device__ inline i64 statistic_index(const Params& p, const WorkTile& work, int h, int q) {
+    return (i64(work.entry()) * p.Hq + h) * p.rows + work.first_statistic() + q;
 }
 
 // The producer thread: claim work tiles, load all that they need in the order of its use, and
@@ -28,20 +27,20 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<DOUT_STAGES> dout_pipe;
     WorkTile work{};
-    auto load_q = [&](int h, int q0) {
+    auto load_q = [&](int h, int q0, const float* lse_log2) {
         const Barrier full = smem.q_full(q_pipe.stage);
         smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
         BOTH_LOADS(smem.q(q_pipe.stage).load(maps.q, work.q_start + q0, h, work.entry(), full),
-                   bulk_load(shared_address(smem.storage.lse_log2[q_pipe.stage]),
-                             row_statistics(p, p.lse_log2, work, h) + q0, BLOCK_Q * 4, full));
+                   bulk_load(shared_address(smem.storage.lse_log2[q_pipe.stage]), lse_log2,
+                             BLOCK_Q * 4, full));
         q_pipe.advance();
     };
-    auto load_dout = [&](int h, int q0) {
+    auto load_dout = [&](int h, int q0, const float* delta) {
         const Barrier full = smem.dout_full(dout_pipe.stage);
         smem.dout_empty(dout_pipe.stage).wait(dout_pipe.phase ^ 1);
         BOTH_LOADS(smem.dout(dout_pipe.stage).load(maps.dout, work.q_start + q0, h, work.entry(), full),
-                   bulk_load(shared_address(smem.storage.delta[dout_pipe.stage]),
-                             row_statistics(p, p.delta, work, h) + q0, BLOCK_Q * 4, full));
+                   bulk_load(shared_address(smem.storage.delta[dout_pipe.stage]), delta, BLOCK_Q * 4,
+                             full));
         dout_pipe.advance();
     };
     // A work tile is published with its k: all wait for that.
@@ -73,11 +72,14 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 #pragma unroll 1
         for (int index = tiles.first; index != tiles.stop; index = tiles.next(index)) {
             const int q0 = list.tile(index) * BLOCK_Q;
+            const i64 row = statistic_index(p, work, work.kv * group, q0);
+            const float* lse_log2 = static_cast<const float*>(p.lse_log2) + row;
+            const float* delta = static_cast<const float*>(p.delta) + row;
 #pragma unroll 1
-            for (int g = 0; g < group; ++g) {
+            for (int g = 0; g < group; ++g, lse_log2 += p.rows, delta += p.rows) {
                 const int h = work.kv * group + g;
-                load_q(h, q0);
-                load_dout(h, q0);
+                load_q(h, q0, lse_log2);
+                load_dout(h, q0, delta);
                 if (!first) continue;
                 first = false;
                 // v is released before k.
