@@ -43,10 +43,15 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                              full));
         dout_pipe.advance();
     };
-    // A work tile is published with its k: all wait for that.
-    auto publish_work = [&] {
+    // A work tile is published with its k: all wait for that. If there is one to load, that begins first.
+    auto publish_work = [&](bool with_k) {
         smem.k_empty().wait(k_pipe.phase ^ 1);
+        if (with_k)
+            smem.k().load(maps.k, work.k_start + work.k0, work.kv, work.entry(), smem.k_full());
+        else
+            smem.k_full().arrive();
         smem.storage.work_tile = work;
+        smem.k_full().arrive();
         k_pipe.advance();
     };
 #pragma unroll 1
@@ -59,8 +64,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         if ((head_flags(p, work.b, work.kv) & KNOWN) != FLAGGED_HEADS) continue;
         const QueryTiles tiles = work.tiles;
         if (tiles.is_empty()) {
-            publish_work();
-            smem.k_full().arrive();
+            publish_work(false);
             continue;
         }
         // Shared memory has no room for them before the last work tile is done, but the L2 cache
@@ -87,15 +91,12 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 smem.v().load(maps.v, work.k_start + work.k0, work.kv, work.entry(),
                               smem.v_full());
                 v_pipe.advance();
-                publish_work();
-                smem.k().load(maps.k, work.k_start + work.k0, work.kv, work.entry(),
-                              smem.k_full());
+                publish_work(true);
             }
         }
     }
     work.is_end = true;
-    publish_work();
-    smem.k_full().arrive();
+    publish_work(false);
 }
 
 // The warp that loads the bias of each tile, as soon as all have read the last one.
