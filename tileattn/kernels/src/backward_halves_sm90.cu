@@ -37,7 +37,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     };
     auto mask = [&] {
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        const AttentionMask attn_mask(p, work.sequence(p), h);
+        const AttentionMask attn_mask(p, work.sequence(p), work.window, h);
 #pragma unroll
         for (int n = 0; n < QT; n += CHUNK) {
             if constexpr (CHUNK < QT) hide(s.row), hide(s.column);

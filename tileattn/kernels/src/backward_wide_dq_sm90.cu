@@ -67,9 +67,9 @@ struct Smem {
     __device__ Barrier full(int stage) const { return {shared_address(storage.full + stage)}; }
     __device__ Barrier empty(int stage) const { return {shared_address(storage.empty + stage)}; }
 
-    // By one thread, before all others. A q_full expects q and dO.
+    // By one thread, before all others. A q_full expects q, dO and the work tile.
     __device__ void init() const {
-        for (int g = 0; g < CONSUMERS; ++g) q_full(g).init(2), q_empty(g).init(WARPGROUP);
+        for (int g = 0; g < CONSUMERS; ++g) q_full(g).init(3), q_empty(g).init(WARPGROUP);
         for (int s = 0; s < STAGES; ++s) full(s).init(1), empty(s).init(CONSUMERS);
         fence_barrier_init();
     }
@@ -78,9 +78,8 @@ struct Smem {
 // The key tiles that masks leave to a block of queries, ascending. An entry is four times the tile,
 // plus two for the last, plus one where it is partial. All lanes of the producer warp call.
 struct KeyTiles {
-    const AttentionMask attn_mask;
-    const int q0, end;
-    int base;
+    AttentionMask attn_mask;
+    int q0, end, base;
     u32 listed = 0, partial = 0;
 
     __device__ KeyTiles(const Params& p, const WorkTile& work)
@@ -101,88 +100,99 @@ struct KeyTiles {
     }
 };
 
-// The producer warp, of which one thread loads.
+// The producer is one thread, which loads. Where masks leave some tiles its warp is, and finds them: then
+// an election of that thread, for each load, would take registers that are not there.
+constexpr bool PRODUCES_ALONE = !HAS_TILE_LIST;
+constexpr u32 PRODUCER_LANES = PRODUCES_ALONE ? 1 : ~0u;
+__device__ inline bool leads() { return PRODUCES_ALONE || threadIdx.x % WARP == 0; }
+
 __device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem) {
-    const bool leads = threadIdx.x % WARP == 0;
     PipelineState<1> work_pipe;
     PipelineState<STAGES> pipe;
     WorkTile work{};
     // Claim the next work tile: long ones first.
     auto claim = [&] {
-        const u32 index = leads ? atomicAdd(p.tile_counter + 1, 1) : 0;
-        return int(__shfl_sync(~0u, index, 0));
+        const u32 index = leads() ? atomicAdd(p.tile_counter + 1, 1) : 0;
+        return int(__shfl_sync(PRODUCER_LANES, index, 0));
     };
-    auto find = [&](WorkTile& work) {
+    auto find = [&] {
 #pragma unroll 1
         while (get_work(p, claim(), work)) {
             if (PACKED && work.q0 >= work.Nq(p)) continue;
-            wait_for_rows(p, i64(work.b) * p.Hkv + work.h / int(p.group));
+            const u32 kv = u32(work.h) / u32(p.group);
+            wait_for_rows(p, i64(work.b) * p.Hkv + kv);
             // Generic kernels are for flagged heads.
-            if (!(head_flags(p, work.b, work.h / int(p.group)) & KNOWN)) return true;
+            if (!(head_flags(p, work.b, kv) & KNOWN)) return;
         }
-        return false;
+        work.is_end = true;
     };
     auto publish_work = [&] {
 #pragma unroll 1
         for (int g = 0; g < CONSUMERS; ++g) {
             smem.q_empty(g).wait(work_pipe.phase ^ 1);
-            if (!leads) continue;
+            if (!leads()) continue;
             WorkTile& share = smem.storage.work_tiles[g];
             const Barrier full = smem.q_full(g);
-            share = work;
-            if (work.is_end) {
+            const int q0 = work.q0 + WARPGROUP_ROWS * g, row = work.q_start + q0;
+            if (work.is_end)
                 full.arrive(), full.arrive();
-                continue;
-            }
-            share.q0 += WARPGROUP_ROWS * g;
+            else
+                BOTH_LOADS(smem.q(g).load<2>(maps.q, row, work.h, work.entry(), full),
+                           smem.dout(g).load<2>(maps.dout, row, work.h, work.entry(), full));
+            share = work, share.q0 = q0;
             if (!HAS_TILE_LIST) {
                 const SlidingWindow window(p, work.sequence(p));
-                share.tiles = key_tiles(p, work, window, share.q0, WARPGROUP_ROWS);
+                share.tiles = key_tiles(p, work, window, q0, WARPGROUP_ROWS);
             }
-            const int row = work.q_start + share.q0;
-            BOTH_LOADS(smem.q(g).load(maps.q, row, work.h, work.entry(), full),
-                       smem.dout(g).load(maps.dout, row, work.h, work.entry(), full));
+            full.arrive();
         }
         work_pipe.advance();
-        __syncwarp();
+        __syncwarp(PRODUCER_LANES);
     };
+    WorkTile own = work;
+    KeyTiles tiles(p, own);
+    int kv = 0, entry = -1;  // the next tile of keys that is loaded, or none
+    bool looks = true;        // for the next work tile
+    // All code is there once: instructions, too, have to be fetched.
 #pragma unroll 1
-    for (bool found = find(work); found;) {
-        const WorkTile own = work;
-        const int kv = own.h / int(p.group);
-        KeyTiles tiles(p, own);
-        int entry = HAS_TILE_LIST ? tiles.find() : own.begin < own.end ? 2 * own.begin : -1;
-        if (entry < 0) work.tiles.end = work.tiles.begin = work.begin = work.end = 0;
-        publish_work();
-        auto load_next = [&] {
+    for (;;) {
+        if (entry >= 0) {
             const int tile = entry / 2, row = own.k_start + tile * BLOCK_K;
             const int next = HAS_TILE_LIST ? tiles.find() : tile + 1 < own.end ? entry + 2 : -1;
             smem.empty(pipe.stage).wait(pipe.phase ^ 1);
-            if (leads) {
-                smem.storage.entries[pipe.stage] = 4 * tile + 2 * (next < 0) + entry % 2;
-                smem.v(pipe.stage).load(maps.v, row, kv, own.entry(), smem.full(pipe.stage));
+            if (leads()) {
+                if (HAS_TILE_LIST)
+                    smem.storage.entries[pipe.stage] = 4 * tile + 2 * (next < 0) + entry % 2;
+                smem.v(pipe.stage).load<2>(maps.v, row, kv, own.entry(), smem.full(pipe.stage));
             }
             pipe.advance();
             smem.empty(pipe.stage).wait(pipe.phase ^ 1);
-            if (leads) smem.k(pipe.stage).load(maps.k, row, kv, own.entry(), smem.full(pipe.stage));
+            if (leads())
+                smem.k(pipe.stage).load<2>(maps.k, row, kv, own.entry(), smem.full(pipe.stage));
             pipe.advance();
             entry = next;
-            __syncwarp();  // no lane misses a phase that it waits for
-        };
-        if (entry >= 0) load_next();
-        found = find(work);
-        // Shared memory has no room for the next queries yet, but the L2 cache has.
-        if (found && leads)
+            __syncwarp(PRODUCER_LANES);  // no lane misses a phase that it waits for
+        }
+        if (looks) {
+            find(), looks = false;
+            // Shared memory has no room for the next queries yet, but the L2 cache has.
+            if (!work.is_end && leads())
 #pragma unroll 1
-            for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS) {
-                const int first = work.q_start + work.q0 + row;
-                QueryTile::prefetch(maps.q, first, work.h, work.entry());
-                DoutTile::prefetch(maps.dout, first, work.h, work.entry());
-            }
-#pragma unroll 1
-        while (entry >= 0) load_next();
+                for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS) {
+                    const int first = work.q_start + work.q0 + row;
+                    QueryTile::prefetch(maps.q, first, work.h, work.entry());
+                    DoutTile::prefetch(maps.dout, first, work.h, work.entry());
+                }
+        }
+        if (entry < 0) {
+            if (work.is_end) break;
+            own = work, tiles = KeyTiles(p, own), kv = u32(own.h) / u32(p.group);
+            entry = HAS_TILE_LIST ? tiles.find() : own.begin < own.end ? 2 * own.begin : -1;
+            if (entry < 0) work.tiles.end = work.tiles.begin = work.begin = work.end = 0;
+            publish_work();
+            looks = true;
+        }
     }
-    work.is_end = true;
     publish_work();
 }
 
@@ -409,7 +419,9 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     __syncthreads();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();
-        if (threadIdx.x / WARP == WARPS_M) produce(p, maps, smem), wait_for_prerequisites();
+        const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
+        if (warp == WARPS_M && (!PRODUCES_ALONE || is_first_lane()))
+            produce(p, maps, smem), wait_for_prerequisites();
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
         consume(p, smem, warpgroup);

@@ -49,14 +49,14 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         recompute_p(p, work.sequence(p), h, partial, smem.storage.lse_log2[q_pipe.stage], inputs, s,
                     probs);
-        // Safe: the GEMM of S is complete; and the lse is consumed, with the proxy fence behind.
-        fence_async_shared();
-        smem.q_empty(q_pipe.stage).arrive();
-        q_pipe.advance();
+        fence_async_shared();  // of lse; behind P it would wait for the stores
         smem.p_empty(p_pipe.stage).wait(p_pipe.phase ^ 1);
         store_exchange(smem.p(p_pipe.stage), s);
         smem.p_full(p_pipe.stage).arrive();
         p_pipe.advance();
+        // Safe: the GEMM of S is complete; and the lse is consumed, for the P made of it is stored.
+        smem.q_empty(q_pipe.stage).arrive();
+        q_pipe.advance();
         const DoutTile dout = smem.dout(dout_pipe.stage);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
         zero_past_end<VALUE_DIM>(p, dout, work, tile * BLOCK_Q, DV_WARPGROUP);

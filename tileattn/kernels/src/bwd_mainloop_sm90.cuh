@@ -13,10 +13,9 @@ struct Maps {
     TensorMap q, k, v, dout;
 };
 
-__device__ inline const float* row_statistics(const Params& p, const void* array,
-                                              const WorkTile& work, int h) {
-    return static_cast<const float*>(array) + (i64(work.entry()) * p.Hq + h) * p.rows +
-           work.first_statistic();
+// Where a query's lse and delta are.
+__device__ inline i64 statistic_index(const Params& p, const WorkTile& work, int h, int q) {
+    return (i64(work.entry()) * p.Hq + h) * p.rows + work.first_statistic() + q;
 }
 
 // The producer thread: claim work tiles, load all that they need in the order of its use, and
@@ -28,26 +27,31 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<DOUT_STAGES> dout_pipe;
     WorkTile work{};
-    auto load_q = [&](int h, int q0) {
+    auto load_q = [&](int h, int q0, const float* lse_log2) {
         const Barrier full = smem.q_full(q_pipe.stage);
         smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
-        BOTH_LOADS(smem.q(q_pipe.stage).load(maps.q, work.q_start + q0, h, work.entry(), full),
-                   bulk_load(shared_address(smem.storage.lse_log2[q_pipe.stage]),
-                             row_statistics(p, p.lse_log2, work, h) + q0, BLOCK_Q * 4, full));
+        BOTH_LOADS(smem.q(q_pipe.stage).load<2>(maps.q, work.q_start + q0, h, work.entry(), full),
+                   bulk_load(shared_address(smem.storage.lse_log2[q_pipe.stage]), lse_log2,
+                             BLOCK_Q * 4, full));
         q_pipe.advance();
     };
-    auto load_dout = [&](int h, int q0) {
+    auto load_dout = [&](int h, int q0, const float* delta) {
         const Barrier full = smem.dout_full(dout_pipe.stage);
         smem.dout_empty(dout_pipe.stage).wait(dout_pipe.phase ^ 1);
-        BOTH_LOADS(smem.dout(dout_pipe.stage).load(maps.dout, work.q_start + q0, h, work.entry(), full),
-                   bulk_load(shared_address(smem.storage.delta[dout_pipe.stage]),
-                             row_statistics(p, p.delta, work, h) + q0, BLOCK_Q * 4, full));
+        BOTH_LOADS(smem.dout(dout_pipe.stage).load<2>(maps.dout, work.q_start + q0, h, work.entry(), full),
+                   bulk_load(shared_address(smem.storage.delta[dout_pipe.stage]), delta, BLOCK_Q * 4,
+                             full));
         dout_pipe.advance();
     };
-    // A work tile is published with its k: all wait for that.
-    auto publish_work = [&] {
+    // A work tile is published with its k: all wait for that. If there is one to load, that begins first.
+    auto publish_work = [&](bool with_k) {
         smem.k_empty().wait(k_pipe.phase ^ 1);
+        if (with_k)
+            smem.k().load<2>(maps.k, work.k_start + work.k0, work.kv, work.entry(), smem.k_full());
+        else
+            smem.k_full().arrive();
         smem.storage.work_tile = work;
+        smem.k_full().arrive();
         k_pipe.advance();
     };
 #pragma unroll 1
@@ -60,8 +64,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         if ((head_flags(p, work.b, work.kv) & KNOWN) != FLAGGED_HEADS) continue;
         const QueryTiles tiles = work.tiles;
         if (tiles.is_empty()) {
-            publish_work();
-            smem.k_full().arrive();
+            publish_work(false);
             continue;
         }
         // Shared memory has no room for them before the last work tile is done, but the L2 cache
@@ -73,27 +76,27 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 #pragma unroll 1
         for (int index = tiles.first; index != tiles.stop; index = tiles.next(index)) {
             const int q0 = list.tile(index) * BLOCK_Q;
+            const i64 row = statistic_index(p, work, work.kv * group, q0);
+            const float* lse_log2 = static_cast<const float*>(p.lse_log2) + row;
+            const float* delta = static_cast<const float*>(p.delta) + row;
 #pragma unroll 1
-            for (int g = 0; g < group; ++g) {
+            for (int g = 0; g < group; ++g, lse_log2 += p.rows, delta += p.rows) {
                 const int h = work.kv * group + g;
-                load_q(h, q0);
-                load_dout(h, q0);
+                load_q(h, q0, lse_log2);
+                load_dout(h, q0, delta);
                 if (!first) continue;
                 first = false;
                 // v is released before k.
                 smem.v_empty().wait(v_pipe.phase ^ 1);
-                smem.v().load(maps.v, work.k_start + work.k0, work.kv, work.entry(),
+                smem.v().load<2>(maps.v, work.k_start + work.k0, work.kv, work.entry(),
                               smem.v_full());
                 v_pipe.advance();
-                publish_work();
-                smem.k().load(maps.k, work.k_start + work.k0, work.kv, work.entry(),
-                              smem.k_full());
+                publish_work(true);
             }
         }
     }
     work.is_end = true;
-    publish_work();
-    smem.k_full().arrive();
+    publish_work(false);
 }
 
 // The warp that loads the bias of each tile, as soon as all have read the last one.
@@ -248,8 +251,7 @@ __device__ inline void publish_dq(const Smem& smem, int warpgroup,
 // this parity ends.
 __device__ inline void zero_unattended(const Params& p, const Smem& smem, const WorkTile& work,
                                        u32 parity) {
-    const SlidingWindow window(p, work.sequence(p));
-    const Range attended = window.key_range(0, window.Nq);
+    const Range attended = work.window.key_range(0, work.window.Nq);
     const int begin = attended.lo - work.k0, end = attended.hi - work.k0;
     // Beyond the last key of all, TMA has zeroed them.
     const bool behind = end < BLOCK_K && attended.hi + work.k_start < p.Nk;
@@ -383,10 +385,12 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
         const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
         if constexpr (BIAS_IS_LOADED)
             if (warp > WARPS_M + DQ_STORE_WARPS) return load_bias(p, smem);
+        if (warp == WARPS_M) {
+            if (is_first_lane()) produce(p, maps, smem), wait_for_prerequisites();
+            return;
+        }
         if (threadIdx.x % WARP) return;
-        if (warp == WARPS_M)
-            produce(p, maps, smem), wait_for_prerequisites();
-        else if (!IS_WIDE && warp <= WARPS_M + DQ_STORE_WARPS)
+        if (!IS_WIDE && warp <= WARPS_M + DQ_STORE_WARPS)
             store_dq(p, smem, warp - WARPS_M - 1);
     } else {
         reg_alloc<CONSUMER_REGISTERS>();

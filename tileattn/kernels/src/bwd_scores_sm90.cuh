@@ -124,7 +124,7 @@ __device__ inline void recompute_p(const Params& p, const Sequence& sequence, in
                                    Operands& probs) {
     const int b = int(sequence.b);
     const ScoreMod score_mod(p, b, h);
-    const AttentionMask attn_mask(p, sequence, h);
+    const SlidingWindow& window = inputs.smem.storage.work_tile.window;
     const Dropout dropout(p, b, h);
     ScoreSlopes slopes;
     slopes.clear();
@@ -145,7 +145,8 @@ __device__ inline void recompute_p(const Params& p, const Sequence& sequence, in
             if constexpr (HAS_SCORE_GRAD) slopes.x[0][n][e] = dsoftcap * dfunction;
         };
         s.apply(score_mod, inputs.bias, record, n, n + CHUNK);
-        if (partial) s.masked_fill_positions(attn_mask, n, n + CHUNK);
+        if (partial)
+            s.masked_fill_positions(AttentionMask(p, sequence, window, h), n, n + CHUNK);
         if constexpr (!HAS_MASK) finish(n, n + CHUNK);
         if constexpr (CHUNK < QT) order_after(s.x[0][n + CHUNK - 1][3] == -infinity<Accum>());
     }

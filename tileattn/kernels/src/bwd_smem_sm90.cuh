@@ -178,12 +178,12 @@ struct Smem {
     }
 
     // By one thread, before all others. All threads of a consumer warpgroup arrive. Full barriers
-    // of q and dO expect twice: the tile, and a number for each row.
+    // of q and dO expect twice: the tile, and a number for each row. That of k: k, and the work tile.
     __device__ void init() const {
         constexpr int ALL = CONSUMER_THREADS, ONE_OR_ALL = IS_WIDE ? WARPGROUP : ALL;
         // These read the work tile, too: dQ store warps, and that which loads the bias.
         constexpr int OTHERS = IS_WIDE ? 0 : DQ_STORE_WARPS + BIAS_IS_LOADED * WARP;
-        k_full().init(1), k_empty().init(ALL + OTHERS);
+        k_full().init(2), k_empty().init(ALL + OTHERS);
         bias_full().init(WARP), bias_empty().init(ALL);
         v_full().init(1), v_empty().init(ONE_OR_ALL);
         for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(ALL);

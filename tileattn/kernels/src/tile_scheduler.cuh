@@ -13,13 +13,14 @@ struct BlockCoord {
     __device__ BlockCoord(int block, int head) : block(block), head(head) {}
     __device__ BlockCoord(int blocks, int heads, int groups)
         : BlockCoord(blocks, heads, groups, work_index()) {}
-    __device__ BlockCoord(int blocks, int heads, int groups, int index) {
-        const int size = heads / groups, longer = heads % groups * (size + 1);
-        const int straight = index / blocks;  // the head, if each came by itself
-        const int members = straight < longer ? size + 1 : size;
-        const int start = straight < longer ? 0 : longer;
-        const int first = start + (straight - start) / members * members;
-        const int within = index - first * blocks;
+    template <class Int>
+    __device__ BlockCoord(Int blocks, Int heads, Int groups, Int index) {
+        const Int size = heads / groups, longer = heads % groups * (size + 1);
+        const Int straight = index / blocks;  // the head, if each came by itself
+        const Int members = straight < longer ? size + 1 : size;
+        const Int start = straight < longer ? 0 : longer;
+        const Int first = start + (straight - start) / members * members;
+        const Int within = index - first * blocks;
         block = within / members;
         head = first + within % members;
     }

@@ -66,8 +66,9 @@ struct WorkSequence {
     __device__ static int blocks(const Params& p, i64 rows) {
         return block_count<BLOCK>(p, rows);
     }
-    __device__ static BlockCoord coord(const Params& p, int blocks, int heads, int index) {
-        return {blocks, heads, int(p.head_groups), index};
+    template <class Int>
+    __device__ static BlockCoord coord(const Params& p, Int blocks, Int heads, Int index) {
+        return {blocks, heads, Int(p.head_groups), index};
     }
     __device__ Sequence sequence(const Params& p) const { return {p, b}; }
     __device__ int entry() const { return b; }  // of the arrays
@@ -329,6 +330,7 @@ struct BwdWorkTile : WorkSequence<PACKED> {
     int kv, k0;
     bool is_end;  // no work tile: all have been claimed
     QueryTiles tiles;
+    SlidingWindow window;
 
     // The number of its first tile of queries among those of a head, and the row of the first query
     // among their statistics.
@@ -352,8 +354,7 @@ struct QueryTileList : TileList<QueryTileEntry> {
     __device__ int rank(const Params& p, const BwdWorkTile& work, int index) const {
         if (HAS_TILE_LIST && entries) return entries[index].rank;
         const int row = tile(index) * BLOCK_Q, block = work.k0 / BLOCK_K;
-        const SlidingWindow window(p, work.sequence(p));
-        const Range keys = window.key_range(row, min(row + BLOCK_Q, window.Nq));
+        const Range keys = work.window.key_range(row, min(row + BLOCK_Q, work.window.Nq));
         if (MAY_BEGIN_LAST && p.last_keys_first) return (keys.hi - 1) / BLOCK_K - block;
         return block - keys.lo / BLOCK_K;
     }
@@ -380,12 +381,12 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     const int blocks = work.blocks<BLOCK_K>(p, p.Nk), heads = int(p.B * p.Hkv);
     if (index >= u32(blocks * heads + (blocks - 1) * int(p.claims_apart))) return false;
     const BlockCoord at = !PACKED && p.claims_apart ? coord_apart(p, blocks, heads, int(index))
-                                                    : work.coord(p, blocks, heads, int(index));
+                                                    : work.coord(p, u32(blocks), u32(heads), index);
     const bool last_first = MAY_BEGIN_LAST && p.last_keys_first;
     const int place = last_first ? blocks - 1 - at.block : at.block;
-    work.k0 = work.find(p, at.head / int(p.Hkv), place) * BLOCK_K;
-    work.kv = at.head % int(p.Hkv);
-    const SlidingWindow window(p, work.sequence(p));
+    work.k0 = work.find(p, u32(at.head) / u32(p.Hkv), place) * BLOCK_K;
+    work.kv = u32(at.head) % u32(p.Hkv);
+    const SlidingWindow window = work.window = SlidingWindow(p, work.sequence(p));
     const Range queries = window.query_range(work.k0, work.k0 + BLOCK_K);
     Range full = window.full_query_tiles(work.k0, work.k0 + BLOCK_K);
     // The rows past the end of a packed sequence are of the next one.
