@@ -137,19 +137,23 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
 
 
 def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
-    """List what is launched for arrays alone: that a mask reads, and that have gradients."""
+    """List what is launched for arrays alone, and the kernels that hold functions of wide heads.
+
+    A mask reads one of the arrays, and the other has a gradient.
+    """
     ids, table = np.zeros((1, 4), np.int32), np.ones((1, 9), np.float32)
     aux = ids, table
     score = score_expression(lambda s, _b, h, i, j, _ids, t: s + t[h, i - j + 4], aux)
     mask = mask_expression(lambda b, _h, i, j, ids, _t: ids[b, i] == ids[b, j], aux)
-    for name in (dtype, "bfloat16", "float32") if arch == _MEASURED else (dtype,):
-        plain = problem_of(name, 64, {"score_mod", "mask_mod"})
+    of_measured = (("bfloat16", 64), ("float32", 64), ("bfloat16", 256))
+    for name, dim in ((dtype, 64), *(of_measured if arch == _MEASURED else ())):
+        plain = problem_of(name, dim, {"score_mod", "mask_mod"})
         problem = replace(plain, score_mod=score, mask_mod=mask)
         arrays = {f"aux[{n}]": contiguous(x.shape, x.dtype.name) for n, x in enumerate(aux)}
         layout = contiguous_inputs(problem).with_arrays(**arrays)
         for plan in plans_of(problem, layout, device_of_arch(arch)):
             for launch in plan.launches:
-                if launch.key.kernel in _OF_AUX:
+                if launch.key.kernel in (_OF_AUX if dim == 64 else _HOPPERS):
                     yield launch.key
 
 

@@ -78,20 +78,20 @@ struct Smem {
 // The key tiles that masks leave to a block of queries, ascending. An entry is four times the tile,
 // plus two for the last, plus one where it is partial. All lanes of the producer warp call.
 struct KeyTiles {
-    AttentionMask attn_mask;
-    int q0, end, base;
+    int base;
     u32 listed = 0, partial = 0;
 
-    __device__ KeyTiles(const Params& p, const WorkTile& work)
-        : attn_mask(p, work.sequence(p), work.h), q0(work.q0), end(work.end), base(work.begin - WARP) {}
+    __device__ explicit KeyTiles(const WorkTile& work) : base(work.begin - WARP) {}
 
     // The next tile, twice its number, plus one where it is partial; -1 behind the last.
-    __device__ int find() {
+    __device__ int find(const Params& p, const WorkTile& work) {
         while (!listed) {
             base += WARP;
-            if (base >= end) return -1;
-            const int own = base + int(threadIdx.x) % WARP, k0 = own * BLOCK_K;
-            const int kind = own < end ? attn_mask.kind(q0, q0 + BLOCK_Q, k0, k0 + BLOCK_K) : EMPTY;
+            if (base >= work.end) return -1;
+            const AttentionMask attn_mask(p, work.sequence(p), work.h);
+            const int q0 = work.q0, own = base + int(threadIdx.x) % WARP, k0 = own * BLOCK_K;
+            const int kind =
+                own < work.end ? attn_mask.kind(q0, q0 + BLOCK_Q, k0, k0 + BLOCK_K) : EMPTY;
             listed = __ballot_sync(~0u, kind != EMPTY), partial = __ballot_sync(~0u, kind == PARTIAL);
         }
         const int bit = __ffs(int(listed)) - 1;
@@ -150,7 +150,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         __syncwarp(PRODUCER_LANES);
     };
     WorkTile own = work;
-    KeyTiles tiles(p, own);
+    KeyTiles tiles(own);
     int kv = 0, entry = -1;  // the next tile of keys that is loaded, or none
     bool looks = true;        // for the next work tile
     // All code is there once: instructions, too, have to be fetched.
@@ -158,7 +158,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     for (;;) {
         if (entry >= 0) {
             const int tile = entry / 2, row = own.k_start + tile * BLOCK_K;
-            const int next = HAS_TILE_LIST ? tiles.find() : tile + 1 < own.end ? entry + 2 : -1;
+            const int next = HAS_TILE_LIST ? tiles.find(p, own) : tile + 1 < own.end ? entry + 2 : -1;
             smem.empty(pipe.stage).wait(pipe.phase ^ 1);
             if (leads()) {
                 if (HAS_TILE_LIST)
@@ -186,8 +186,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         }
         if (entry < 0) {
             if (work.is_end) break;
-            own = work, tiles = KeyTiles(p, own), kv = u32(own.h) / u32(p.group);
-            entry = HAS_TILE_LIST ? tiles.find() : own.begin < own.end ? 2 * own.begin : -1;
+            own = work, tiles = KeyTiles(own), kv = u32(own.h) / u32(p.group);
+            entry = HAS_TILE_LIST ? tiles.find(p, own) : own.begin < own.end ? 2 * own.begin : -1;
             if (entry < 0) work.tiles.end = work.tiles.begin = work.begin = work.end = 0;
             publish_work();
             looks = true;
