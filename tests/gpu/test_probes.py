@@ -180,9 +180,9 @@ def test_forward_work_tiles(key: KernelKey, left: int | None, right: int | None)
     table.flat[:count] = order
     there_and_back = np.arange(table.size).reshape(table.shape)
     there_and_back[1::2] = there_and_back[1::2, ::-1]
-    for schedule_, numbers in ((None, there_and_back), (table, table)):
+    for assignment, numbers in ((None, there_and_back), (table, table)):
         got = np.full((len(table), workers, size), -7, np.int32)
-        Probe(key)("forward_work_tiles", p, schedule_, len(table), got, grid=(grid,))
+        Probe(key)("forward_work_tiles", p, assignment, len(table), got, grid=(grid,))
         block, head, _ = work_tiles(blocks, B * Hq, groups)
         for (iteration, worker), number in np.ndenumerate(numbers):
             if number >= count:

@@ -16,9 +16,9 @@ extern "C" __global__ void addresses(u32* out) {
 }
 
 // out: (iterations, workers, 6 + 5 CONSUMERS), left as it is behind the last work tile of a worker.
-extern "C" __global__ void forward_work_tiles(Params p, const int* schedule, i64 iterations,
+extern "C" __global__ void forward_work_tiles(Params p, const int* assignment, i64 iterations,
                                               int* out) {
-    p.schedule = schedule;
+    p.assignment = assignment;
     for (int group = 0; group < GROUPS; ++group) {
         WorkTile work{};
         WorkOrder<> order(p, group);

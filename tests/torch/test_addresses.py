@@ -318,7 +318,7 @@ def test_gradients_that_are_not_needed_are_not_given(gpu: Machine) -> None:
 def test_a_first_call_in_a_capture_is_not_kept(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does without its schedule, which nobody could copy then; later calls have it."""
+    """It does without its assignment, which nobody could copy then; later calls have it."""
     names = on_arrays(monkeypatch)
     q = on_gpu(torch.zeros(1, 12, 3000, 8, dtype=torch.float16))
     k = on_gpu(torch.zeros(1, 2, 3000, 8, dtype=torch.float16))
@@ -329,5 +329,5 @@ def test_a_first_call_in_a_capture_is_not_kept(
     for _ in range(3):
         attention(q, k, k, causal=True)
     assert names == ["forward"] * 3
-    schedules = [int(params["schedule"]) for *_, params in gpu.launches]
-    assert schedules == [0, 0, *[gpu.uploads[0].data.ptr] * 3]
+    assignments = [int(params["assignment"]) for *_, params in gpu.launches]
+    assert assignments == [0, 0, *[gpu.uploads[0].data.ptr] * 3]

@@ -233,14 +233,14 @@ def test_one_launch_is_bound_to_addresses_that_come_back(
 
 
 def test_what_is_captured_first_is_not_bound(h200: Machine) -> None:
-    """The schedule is not there, and the next call makes it."""
+    """The assignment is not there, and the next call makes it."""
     q, k, v = (h200.array((1, heads, 3000, 8), np.float16) for heads in (12, 2, 2))
     call = h200.reusing(partial(tileattn.forward, q, k, v, causal=True))
     h200.capturing = True
     for _ in range(3):
         call()
-        assert h200.launches[-1][-1]["schedule"] == 0
+        assert h200.launches[-1][-1]["assignment"] == 0
     h200.capturing = False
     for _ in range(3):
         call()
-        assert h200.launches[-1][-1]["schedule"] != 0
+        assert h200.launches[-1][-1]["assignment"] != 0

@@ -31,8 +31,8 @@ def arrays(gpu: Machine) -> tuple[Any, Any, Any]:
     return q, k, v  # 288 blocks of 128 queries, for 264 groups
 
 
-def schedules(gpu: Machine) -> list[int]:
-    return [int(params["schedule"]) for *_, params in gpu.launches]
+def assignments(gpu: Machine) -> list[int]:
+    return [int(params["assignment"]) for *_, params in gpu.launches]
 
 
 # --- lengths and assignments --------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_an_assignment_is_copied_once_for_each_set_of_lengths(gpu: Machine) -> N
     for length in (3000, 1500, 1500, 3000):
         tileattn.forward(*given, **CAUSAL, kv_lengths=[length])
     assert len(gpu.uploads) == 2
-    assert schedules(gpu) == [gpu.uploads[n].data.ptr for n in (0, 1, 1, 0)]
+    assert assignments(gpu) == [gpu.uploads[n].data.ptr for n in (0, 1, 1, 0)]
     table = at_host(gpu.uploads[0])
     assert table[0].tolist() == list(range(264))
     assert sorted(table[table < 144]) == list(range(144))
@@ -90,7 +90,7 @@ def test_a_first_call_in_a_capture_does_without(gpu: Machine) -> None:
     for _ in range(2):
         tileattn.forward(*given, **CAUSAL)
     (table,) = gpu.uploads
-    assert schedules(gpu) == [0, 0, table.data.ptr, table.data.ptr]
+    assert assignments(gpu) == [0, 0, table.data.ptr, table.data.ptr]
 
 
 def test_without_an_assignment_no_thread_block_begins_late(gpu: Machine) -> None:
@@ -100,7 +100,7 @@ def test_without_an_assignment_no_thread_block_begins_late(gpu: Machine) -> None
         tileattn.forward(q, k, v)
     first, second = (blocks for _, blocks, *_ in gpu.launches)
     assert first == 132 < second
-    assert schedules(gpu) == [0, gpu.uploads[0].data.ptr]
+    assert assignments(gpu) == [0, gpu.uploads[0].data.ptr]
 
 
 def test_equal_blocks_are_remembered_from_a_capture(gpu: Machine) -> None:

@@ -105,7 +105,7 @@ def test_late_workers_end_with_the_others(
 def test_who_has_an_assignment(device: Device) -> None:
     sizes: dict[str, Any] = {"B": 1, "Hq": 12, "Hkv": 2, "Nq": 3000, "Nk": 3000, "D": 8, "Dv": 8}
     causal = asked(window=(None, 0), **sizes)
-    assert ("schedule" in forward(causal, device).constants) == (device is H200)
+    assert ("assignment" in forward(causal, device).constants) == (device is H200)
     assert forward(asked(**sizes), device).constants == {}
     assert backward(causal, device).constants == {}
     assert (kernels(forward(causal, device)) == [HOPPER]) == (device is H200)
@@ -115,7 +115,7 @@ def test_late_thread_blocks_are_launched_for_an_assignment_alone() -> None:
     sizes: dict[str, Any] = {"B": 1, "Hq": 16, "Hkv": 16, "Nq": 6000, "Nk": 6000, "D": 64, "Dv": 64}
     plan = forward(asked(**sizes), H200)
     (launch,) = plan.launches
-    workers = plan.constants["schedule"].shape[1]
+    workers = plan.constants["assignment"].shape[1]
     assert launch.grid * launch.key.groups == workers > H200.sm_count
     plain = plan.without_assignment()
     assert plain.constants == {}
@@ -129,4 +129,4 @@ def test_groups_of_a_thread_block_have_columns_of_their_own(Nq: int) -> None:
     plan = forward(problem, replace(H200, sm_count=5))
     (launch,) = plan.launches
     assert (launch.grid, launch.key.groups) == (5, 2)
-    assert plan.constants["schedule"].shape[1] == 10
+    assert plan.constants["assignment"].shape[1] == 10

@@ -33,8 +33,8 @@ def test_there_is_a_counter_for_every_step(changed: dict[str, Any]) -> None:
     P, (launch,) = plan.problem, plan.launches
     (q, k), workers = launch.key.tile, launch.workers
     blocks, heads = -(-P.Nq // q), P.B * P.Hq
-    if "schedule" in plan.constants:
-        order = plan.constants["schedule"].array()
+    if "assignment" in plan.constants:
+        order = plan.constants["assignment"].array()
     else:
         rows = -(-blocks * heads // workers)
         order = np.arange(rows * workers).reshape(rows, workers)

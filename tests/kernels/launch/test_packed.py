@@ -46,7 +46,7 @@ def test_their_kernels(device: Device, dtype: str, D: int, names: list[str]) -> 
     assert {name for plan in plans for name in kernels(plan)} >= set(names)
     for plan in plans:
         assert all(launch.key.packed for launch in plan.launches)
-        assert "schedule" not in plan.constants
+        assert "assignment" not in plan.constants
         assert (plan.fields["length"], plan.fields["offset"]) == (FAR, -(1 << 62))
         assert (plan.fields["B"], plan.fields["entries"]) == (1, S)
 

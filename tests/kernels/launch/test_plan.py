@@ -55,7 +55,7 @@ def test_a_plan_can_be_printed() -> None:
         "launch     forward_sm90 128 x 64, 64/64 columns, 4 stages, 2 groups: 132 blocks of "
         "640 threads",
         "           because wgmma and tensor maps, tiles from measurements",
-        "upload     schedule int32 (3, 264)",
+        "upload     assignment int32 (3, 264)",
         "TMA        q of shape (2, 6, 3000, 64), strides (2304000, 384000, 128) bytes, in boxes of "
         "64 rows",
     ):

@@ -30,7 +30,7 @@ def test_it_is_launched_over_pieces() -> None:
     assert join.grid == 3 * 128 * 2 // 8  # a warp for each query
     assert (plan.fields["piece"], plan.fields["pieces"]) == (1024, 10)
     assert plan.workspace.nbytes >= sum(split.partial_bytes(wide()).values())
-    assert "schedule" not in plan.constants
+    assert "assignment" not in plan.constants
     assert [x.name for x in plan.tensor_maps[first.tensor_maps]] == ["q", "k", "v"]
 
 

@@ -112,9 +112,9 @@ def test_many_work_tiles_are_scheduled_as_if_none_were_empty() -> None:
     sizes: dict[str, Any] = SIZES | {"Nq": 5000, "Nk": 5000}
     P = replace(asked("float16", enabled_options={"mask_mod"}), mask_mod=node, **sizes)
     layout = contiguous_inputs(P).with_arrays(**{aux_name(0): contiguous(aux.shape, "int32")})
-    assert "schedule" not in forward(P, H200, layout).constants
+    assert "assignment" not in forward(P, H200, layout).constants
     causal = replace(P, window=(None, 0))
-    assert "schedule" in forward(causal, H200, layout).constants
+    assert "assignment" in forward(causal, H200, layout).constants
 
 
 @pytest.mark.parametrize("device", [A100, H200])

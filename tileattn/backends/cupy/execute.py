@@ -33,7 +33,7 @@ class Executable:
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
         from cupy.cuda import runtime
 
-        self.is_complete = "schedule" not in plan.constants or not is_capturing()
+        self.is_complete = "assignment" not in plan.constants or not is_capturing()
         if not self.is_complete:
             plan = plan.without_assignment()
         self.plan = plan

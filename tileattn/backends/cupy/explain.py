@@ -130,7 +130,7 @@ def explain_on(
             *([_SUMS.format(sums / 1e6)] if sums else []),
             *([_UNCOUNTED] if own is not None and not counted else []),
             *([_BLIND] if own is not None and counted and elements(own) else []),
-            *([_ASSIGNED] if "schedule" in forward.constants else []),
+            *([_ASSIGNED] if "assignment" in forward.constants else []),
         ),
     )
 

@@ -24,7 +24,7 @@ POINTERS = (
     *("dout", "dlse", "delta", "lse_log2", "row_max"),
     *("dq", "dk", "dv", "dq_accum", "head_flags", "row_counter", "dq_semaphore", "dq_counter"),
     *("bias", "dbias", "mask", "dsinks", "block_kinds", "block_bits"),
-    *("tile_kinds", "tile_ranks", "tile_list", "schedule", "origin"),
+    *("tile_kinds", "tile_ranks", "tile_list", "assignment", "origin"),
 )
 """Arrays, in the order of their addresses: a short call writes no more than it must."""
 

@@ -60,7 +60,7 @@ class LaunchPlan:
 
     def without_assignment(self) -> "LaunchPlan":
         """Let work tiles go round robin, to no more thread blocks than run together."""
-        constants = {name: x for name, x in self.constants.items() if name != "schedule"}
+        constants = {name: x for name, x in self.constants.items() if name != "assignment"}
         *before, last = self.launches
         last = last._replace(grid=min(last.grid, self.device.sm_count))
         return replace(self, launches=(*before, last), constants=constants)
@@ -251,7 +251,7 @@ def _plan(
     if layout.origin is not None and problem.dropout_p:
         constants["origin"] = layout.origin
     if schedule.assignment is not None:
-        constants["schedule"] = Constant.of(schedule.assignment)
+        constants["assignment"] = Constant.of(schedule.assignment)
         launches = _with_late_workers(launches, schedule.assignment.shape[1])
     if layout.block_mask is not None:
         arrays["block_kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")

@@ -33,7 +33,7 @@ TWO_WAVES = 4096  # at most, keys if two waves of those are enough; of more it i
 # At least, query heads of a key head whose last key blocks rise, and keys (measured)
 RISING_GROUP, RISING_KEYS = 4, 1024
 TPC = 2  # SMs that share an instruction cache
-NARROW = 192  # at most, dimensions of a head if those go in step (measured)
+MANY_TILES_DIM = 192  # at most, of heads with so many work tiles that SMs go in step (measured)
 TALL = 192  # at least, queries of a work tile if the last ones go to late thread blocks (measured)
 LATE = 1 / 16  # of all work, what those take (measured)
 LATE_KEYS = 4096  # at least, keys of a call with late thread blocks (measured from here on)
@@ -89,7 +89,7 @@ def schedule_of(
     if HOPPER in kernels and P.Nk <= SHORT:
         # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them.
         # Wide heads have few work tiles: there a group is one head (measured).
-        nbytes = 0 if _is_wide(P) else l2_bytes // 8
+        nbytes = 0 if _has_few_tiles(P) else l2_bytes // 8
     groups = head_groups(P, nbytes)
     if HOPPER not in kernels:
         return Schedule(groups)
@@ -235,8 +235,8 @@ def _drifts(P: Problem, share: float) -> bool:
     return P.group > 1 and not few and P.sequences is None and share > DRIFT
 
 
-def _is_wide(P: Problem) -> bool:
-    return max(P.D, P.Dv) > NARROW
+def _has_few_tiles(P: Problem) -> bool:
+    return max(P.D, P.Dv) > MANY_TILES_DIM
 
 
 def head_groups(problem: Problem, nbytes: int) -> int:
@@ -282,7 +282,7 @@ def _assignment(
     order = np.lexsort((-cost, group, -longest[group]))
     cost = cost[order]
     heads_alike = (costs == costs[:1, :1]).all()
-    team = TPC if heads_alike and not _is_wide(P) and launch.grid % TPC == 0 else 1
+    team = TPC if heads_alike and not _has_few_tiles(P) and launch.grid % TPC == 0 else 1
     late = np.searchsorted(cost[::-1].cumsum(), late_share * cost.sum(), side="right")
     # Each worker that is not late has a tile.
     return assign(order, cost, workers, team, min(int(late), tiles - workers))

@@ -45,7 +45,7 @@ struct Fields {
     signed char* tile_kinds;
     int2* tile_ranks;
     int* tile_list;
-    const int* schedule;
+    const int* assignment;
     const i64* origin;  // of each sequence: b, h, i and j, from which dropout counts
     // Strides.
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;

@@ -169,7 +169,7 @@ struct WorkOrder {
     __device__ int next(const Params& p) {
         const int workers = int(worker_count()), worker = int(worker_of(group));
         const int first = ++iteration * workers;
-        if (p.schedule) return p.schedule[first + worker];
+        if (p.assignment) return p.assignment[first + worker];
         return first + (iteration % 2 ? workers - 1 - worker : worker);
     }
     __device__ void restart() { iteration = -1; }
