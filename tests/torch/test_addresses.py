@@ -331,3 +331,17 @@ def test_a_first_call_in_a_capture_is_not_kept(
     assert names == ["forward"] * 3
     assignments = [int(params["assignment"]) for *_, params in gpu.launches]
     assert assignments == [0, 0, *[gpu.uploads[0].data.ptr] * 3]
+
+
+def test_results_of_operators_are_no_views_of_each_other(gpu: Machine) -> None:
+    """Nor of repeated calls, which run on arrays of CuPy's: PyTorch forbids it."""
+    q, k, v, dout = map(on_gpu, tensors())
+    given = dict.fromkeys(operators.INPUTS) | {"q": q, "k": k, "v": v, "aux": []}
+    given |= {"dropout_p": 0.0, "backend": "auto", "deterministic": True}
+    inputs = tuple(given.values())
+    for _ in range(3):
+        out, lse = operators.forward(*inputs)
+        grads = operators.backward(dout, None, out, lse, ["q", "k", "v"], *inputs)
+        storages = {x.untyped_storage().data_ptr() for x in (out, lse, *grads)}
+        assert len(storages) == 5
+    assert len(gpu.launches) > 3  # on the GPU

@@ -100,8 +100,8 @@ struct KeyTiles {
     }
 };
 
-// The producer is one thread, which loads. Where masks leave some tiles its warp is, and finds them: then
-// an election of that thread, for each load, would take registers that are not there.
+// One thread produces. Where tiles are listed its whole warp does, to find them; electing the thread that
+// loads, for each load, would then take registers that are not there.
 constexpr bool PRODUCES_ALONE = !HAS_TILE_LIST;
 constexpr u32 PRODUCER_LANES = PRODUCES_ALONE ? 1 : ~0u;
 __device__ inline bool leads() { return PRODUCES_ALONE || threadIdx.x % WARP == 0; }
@@ -137,8 +137,9 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             if (work.is_end)
                 full.arrive(), full.arrive();
             else
-                BOTH_LOADS(smem.q(g).load<2>(maps.q, row, work.h, work.entry(), full),
-                           smem.dout(g).load<2>(maps.dout, row, work.h, work.entry(), full));
+                BOTH_LOADS(
+                    smem.q(g).load<LOAD_UNROLL>(maps.q, row, work.h, work.entry(), full),
+                    smem.dout(g).load<LOAD_UNROLL>(maps.dout, row, work.h, work.entry(), full));
             share = work, share.q0 = q0;
             if (!HAS_TILE_LIST) {
                 const SlidingWindow window(p, work.sequence(p));
@@ -152,7 +153,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     WorkTile own = work;
     KeyTiles tiles(own);
     int kv = 0, entry = -1;  // the next tile of keys that is loaded, or none
-    bool looks = true;        // for the next work tile
+    bool looks = true;  // for the next work tile
     // All code is there once: instructions, too, have to be fetched.
 #pragma unroll 1
     for (;;) {
@@ -163,12 +164,14 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             if (leads()) {
                 if (HAS_TILE_LIST)
                     smem.storage.entries[pipe.stage] = 4 * tile + 2 * (next < 0) + entry % 2;
-                smem.v(pipe.stage).load<2>(maps.v, row, kv, own.entry(), smem.full(pipe.stage));
+                smem.v(pipe.stage).load<LOAD_UNROLL>(maps.v, row, kv, own.entry(),
+                                                     smem.full(pipe.stage));
             }
             pipe.advance();
             smem.empty(pipe.stage).wait(pipe.phase ^ 1);
             if (leads())
-                smem.k(pipe.stage).load<2>(maps.k, row, kv, own.entry(), smem.full(pipe.stage));
+                smem.k(pipe.stage).load<LOAD_UNROLL>(maps.k, row, kv, own.entry(),
+                                                     smem.full(pipe.stage));
             pipe.advance();
             entry = next;
             __syncwarp(PRODUCER_LANES);  // no lane misses a phase that it waits for

@@ -30,7 +30,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     auto load_q = [&](int h, int q0, const float* lse_log2) {
         const Barrier full = smem.q_full(q_pipe.stage);
         smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
-        BOTH_LOADS(smem.q(q_pipe.stage).load<2>(maps.q, work.q_start + q0, h, work.entry(), full),
+        const QueryTile tile = smem.q(q_pipe.stage);
+        BOTH_LOADS(tile.load<LOAD_UNROLL>(maps.q, work.q_start + q0, h, work.entry(), full),
                    bulk_load(shared_address(smem.storage.lse_log2[q_pipe.stage]), lse_log2,
                              BLOCK_Q * 4, full));
         q_pipe.advance();
@@ -38,7 +39,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     auto load_dout = [&](int h, int q0, const float* delta) {
         const Barrier full = smem.dout_full(dout_pipe.stage);
         smem.dout_empty(dout_pipe.stage).wait(dout_pipe.phase ^ 1);
-        BOTH_LOADS(smem.dout(dout_pipe.stage).load<2>(maps.dout, work.q_start + q0, h, work.entry(), full),
+        const DoutTile tile = smem.dout(dout_pipe.stage);
+        BOTH_LOADS(tile.load<LOAD_UNROLL>(maps.dout, work.q_start + q0, h, work.entry(), full),
                    bulk_load(shared_address(smem.storage.delta[dout_pipe.stage]), delta, BLOCK_Q * 4,
                              full));
         dout_pipe.advance();
@@ -47,7 +49,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     auto publish_work = [&](bool with_k) {
         smem.k_empty().wait(k_pipe.phase ^ 1);
         if (with_k)
-            smem.k().load<2>(maps.k, work.k_start + work.k0, work.kv, work.entry(), smem.k_full());
+            smem.k().load<LOAD_UNROLL>(maps.k, work.k_start + work.k0, work.kv, work.entry(),
+                                       smem.k_full());
         else
             smem.k_full().arrive();
         smem.storage.work_tile = work;
@@ -88,8 +91,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 first = false;
                 // v is released before k.
                 smem.v_empty().wait(v_pipe.phase ^ 1);
-                smem.v().load<2>(maps.v, work.k_start + work.k0, work.kv, work.entry(),
-                              smem.v_full());
+                smem.v().load<LOAD_UNROLL>(maps.v, work.k_start + work.k0, work.kv, work.entry(),
+                                           smem.v_full());
                 v_pipe.advance();
                 publish_work(true);
             }

@@ -31,10 +31,6 @@ struct Maps {
     TensorMap q, k, v;
 };
 
-// Copies of a TMA load in the loop over the slices of a tile: for all four of a wide head at once the
-// producer has no registers.
-constexpr int LOAD_UNROLL = 2;
-
 // Start TMA loads of a tile of keys, or of their values, of a key head from key k0 on. Of keys in pages
 // a box has as many as divide a page and a tile.
 template <class Tile>

@@ -4,6 +4,10 @@
 #include "tma_sm90.cuh"
 #include "wgmma_sm90.cuh"
 
+// Copies of a TMA load in a producer's loop over the slices of a tile: for all four of a wide head at
+// once it has no registers.
+constexpr int LOAD_UNROLL = 2;
+
 // ROWS x COLUMNS elements of 16 bits with the 128-byte swizzle, in slices of 64 columns: a row of a
 // slice takes 128 bytes, and its 16-byte chunks are permuted by the row modulo 8. A Tile of this
 // pitch has the same swizzle.
