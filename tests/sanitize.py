@@ -118,6 +118,19 @@ def run_few(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
             x.get()
 
 
+def run_claimed(D: int) -> None:
+    """Run a short causal forward pass of more work tiles than SMs, which claim them."""
+    import cupy
+
+    rng = np.random.default_rng(4)
+    q, k, v = (
+        cupy.asarray(rng.standard_normal((1, 140, 129, D)).astype(np.float16)) for _ in "qkv"
+    )
+    v[0, 70:, 100] = np.inf
+    for x in tileattn.forward(q, k, v, causal=True):
+        x.get()
+
+
 def append(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     """Append to caches, and rotate: what the device says is beyond the caches in part."""
     import cupy
@@ -179,6 +192,7 @@ def main() -> int:
         list(pool.map(lambda problem: run(*problem), problems))
         for each in (run_few, append):
             list(pool.map(lambda problem, f=each: f(*problem), few(np.random.default_rng(0))))
+        list(pool.map(run_claimed, (64, 128, 256)))
     cupy.cuda.Device().synchronize()
     sys.stdout.write(f"ran {len(problems)} problems, forward and backward\n")
     return 0

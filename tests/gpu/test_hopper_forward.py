@@ -128,6 +128,24 @@ def test_late_thread_blocks(causal: bool) -> None:
         assert bits(forward(q, k, v, causal=causal)) == bits(listed)
 
 
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128), (256, 256)])
+def test_claimed_work_tiles(D: int, Dv: int, request: pytest.FixtureRequest) -> None:
+    """Bits are those of a call in which each thread block has one, or none, in every pass."""
+    q, k, v = arrays(DTYPES[1], D, Dv, 700, 700)[:3]
+    problem, layout = described("forward", sent(q), sent(k), sent(v), causal=True)
+    plan = plan_forward(problem, layout, describe.device_of(0))
+    alone = []
+    for value in (0, math.inf, math.nan):  # the others are computed in NaN-safe passes
+        v[0, 1, [77, 500], 3] = value
+        alone.append(bits(forward(q, k, v, causal=True)))
+    request.getfixturevalue("few_sms")
+    few = plan_forward(problem, layout, describe.device_of(0))
+    assert ["claims" in x.workspace.starts for x in (plan, few)] == [False, True]
+    for value, expected in zip((0, math.inf, math.nan), alone, strict=True):
+        v[0, 1, [77, 500], 3] = value
+        assert bits(forward(q, k, v, causal=True)) == expected
+
+
 def test_large_scores_rescale() -> None:
     """Maxima that rise by more and by less than the slack, from tile to tile."""
     q, k, v = arrays(DTYPES[0], 64, 64, 200, 1000)[:3]

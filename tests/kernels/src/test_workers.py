@@ -59,6 +59,7 @@ def taken(folder: Path, plan: LaunchPlan, **integers: Array) -> Array:
     most = P.B * P.Hq * (P.Nq // launch.key.block_q + 1 + (P.sequences or 0))
     if P.sequences is not None:
         arrays["block_order"] = ordered(folder, plan, **integers)
+    if "claims" in plan.workspace.starts:
         arrays |= {"claims": np.empty(most, np.int32), "tile_counter": np.zeros(1, np.uint32)}
     for name, x in arrays.items():
         block[places[name]] = x.ctypes.data
@@ -119,6 +120,20 @@ def test_late_thread_blocks_take_the_last_work_tiles(
     of_worker = np.bincount(found[found[:, 0] == 0, 1])
     assert of_worker[:20].min() > 1
     assert (of_worker[20:] == 1).all()
+
+
+@pytest.mark.parametrize(("heads", "single"), [(6, 5), (1, 0)])
+def test_claims_are_of_one_head_after_the_other(heads: int, single: int, tmp_path: Path) -> None:
+    """The last ones take turns, the longest blocks first."""
+    problem = asked(B=1, D=128, Dv=128, Hq=heads, Hkv=heads, Nq=640, Nk=640, window=CAUSAL)
+    plan = forward(problem, replace(H200, sm_count=4))
+    assert plan.fields["single_heads"] == single
+    found = taken(tmp_path, plan)
+    found = found[found[:, 0] == 0, 2:]  # as all take one in turn, they come in order
+    blocks = [512, 384, 256, 128, 0]
+    expected = [(h, q0) for h in range(single) for q0 in blocks]
+    expected += [(h, q0) for q0 in blocks for h in range(single, heads)]
+    assert [(h, q0) for _, _, h, q0 in found.tolist()] == expected
 
 
 @pytest.mark.parametrize("D", [64, 128])

@@ -260,6 +260,8 @@ def _plan(
     sums = {name: x.nbytes for name, x in learned.items() if layout.get(name) is None}
     if schedule.pace_steps:
         sums["paces"] = 4 * schedule.pace_steps
+    if schedule.claims:
+        made["claims"], sums["tile_counter"] = 4 * schedule.claims, 4
     aux = layout.aux_by_name | learned if functions else {}
     kinds, lists = _tile_kinds(problem, layout, launches)
     if functions and problem.mask_mod is not None and not _is_split(launches):

@@ -2,6 +2,7 @@
 
 A persistent kernel takes work tiles by their numbers. If they differ in length, some SMs then
 get up to a fifth more than the mean; an LPT assignment, the longest tile first, evens that out.
+Of few keys how long a tile takes depends on memory as well: workers claim those one by one.
 A worker is a thread block, or a group of one that has work tiles of its own. Mostly there is a
 thread block for each SM; late ones begin as others end.
 """
@@ -28,8 +29,9 @@ TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (mea
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
 DRIFT = 4  # L2 caches that queries of a key head fill before key blocks drift apart (measured)
 WHOLE_WAVES = 4096  # at least, keys of a causal call whose heads go in whole waves (measured)
-APART_DIM, APART_KEYS = 128, 8192  # of heads that begin apart, in order; keys at most (measured)
-TWO_WAVES = 4096  # at most, keys if two waves of those are enough; of more it is three (measured)
+APART_DIM, APART_KEYS = 128, 16384  # of heads that begin apart, in order; keys at most (measured)
+# At most, keys if one wave of those is enough, and if two are; of more it is three (measured).
+ONE_WAVE, TWO_WAVES = 512, 4096
 # At least, query heads of a key head whose last key blocks rise, and keys (measured)
 RISING_GROUP, RISING_KEYS = 4, 1024
 TPC = 2  # SMs that share an instruction cache
@@ -37,7 +39,7 @@ MANY_TILES_DIM = 192  # at most, of heads with so many work tiles that SMs go in
 TALL = 192  # at least, queries of a work tile if the last ones go to late thread blocks (measured)
 LATE = 1 / 16  # of all work, what those take (measured)
 LATE_KEYS = 4096  # at least, keys of a call with late thread blocks (measured from here on)
-SHORT = 1024  # at most, keys where each head is read once, and never again (measured)
+SHORT = 2048  # at most, keys where work tiles wait for memory (measured)
 PACE_TILES = 32  # key tiles of a step: as in CUDA
 PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
 MAX_WAVES = 64  # of a worker, on average: more even out by themselves
@@ -62,11 +64,15 @@ class Schedule(NamedTuple):
     turn_heads: int = 1
     # Counters by which thread blocks keep pace, as in `Pace` in CUDA; none where they do not.
     pace_steps: int = 0
+    # Work tiles that workers claim, if they do; heads that come one by one, before all groups.
+    claims: int = 0
+    single_heads: int = 0
 
     @property
     def fields(self) -> dict[str, int]:
         """Those of the parameter block."""
-        return {name: x for name, x in self._asdict().items() if name != "assignment"}
+        of_host = {"assignment", "claims"}
+        return {name: x for name, x in self._asdict().items() if name not in of_host}
 
 
 def schedule_of(
@@ -88,8 +94,7 @@ def schedule_of(
     nbytes = 2 * l2_bytes if "forward" in kernels else l2_bytes // 2
     if HOPPER in kernels and P.Nk <= SHORT:
         # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them.
-        # Wide heads have few work tiles: there a group is one head (measured).
-        nbytes = 0 if _has_few_tiles(P) else l2_bytes // 8
+        nbytes = l2_bytes // 8
     groups = head_groups(P, nbytes)
     if HOPPER not in kernels:
         return Schedule(groups)
@@ -101,6 +106,8 @@ def schedule_of(
     if launches[0].key.in_pieces:
         return Schedule(groups)
     (launch,) = launches
+    if _are_claimed(P, layout, launch):
+        return _claimed(P, launch)
     pace_steps = _pace_steps(P, launch, l2_bytes)
     # A late thread block has one group, and none waits for it to keep pace.
     is_tall = launch.key.block_q >= TALL and launch.key.groups == 1 and P.Nk >= LATE_KEYS
@@ -158,6 +165,30 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     return Schedule(groups, None, in_order, last_first, rising, apart, inverse)
 
 
+def _are_claimed(P: Problem, layout: CallLayout, launch: KernelLaunch) -> bool:
+    """Whether workers claim their work tiles.
+
+    Those of a triangle differ in length. Over few keys they wait for memory; how long, nobody
+    knows. One assigned head by head would begin earlier or later than others of its head, and find
+    their keys no longer in the L2 cache, whose two halves keep copies of what both read.
+    """
+    blocks = -(-P.Nq // launch.key.block_q)
+    alike = all(len(set(x or ())) <= 1 for x in (layout.kv_lengths, layout.q_offset))
+    few_keys = P.Nk <= SHORT and _is_triangle(P) and P.enabled_options.isdisjoint(MASKS)
+    return few_keys and alike and blocks > 1 and blocks * P.B * P.Hq > launch.workers
+
+
+def _claimed(P: Problem, launch: KernelLaunch) -> Schedule:
+    """Let heads come one by one, and the last ones together, the longest work tiles first.
+
+    The last ones have a work tile for each worker: with fewer SMs would end apart, and of more the
+    L2 cache does not hold all keys (measured).
+    """
+    blocks, heads = -(-P.Nq // launch.key.block_q), P.B * P.Hq
+    last = -(-launch.workers // blocks)
+    return Schedule(1, claims=blocks * heads, single_heads=max(0, heads - last))
+
+
 def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
     """Count the steps of the worker that has most key tiles; 0 where none keep pace.
 
@@ -199,7 +230,7 @@ def _claims_apart(Nk: int, grid: int, blocks: int, heads: int) -> int:
 
     If they have no factor in common with the blocks, each claim is of one block of one head.
     """
-    waves = 2 if Nk <= TWO_WAVES else 3
+    waves = 1 if Nk <= ONE_WAVE else 2 if Nk <= TWO_WAVES else 3
     apart = max(1, min(waves * grid // blocks, heads))
     while math.gcd(apart, blocks) > 1:
         apart += 1
@@ -233,10 +264,6 @@ def _drifts(P: Problem, share: float) -> bool:
     # a causal mask the last key blocks begin together with others.
     few = P.window != (None, None) or {"block_mask", "mask_mod"} & P.enabled_options
     return P.group > 1 and not few and P.sequences is None and share > DRIFT
-
-
-def _has_few_tiles(P: Problem) -> bool:
-    return max(P.D, P.Dv) > MANY_TILES_DIM
 
 
 def head_groups(problem: Problem, nbytes: int) -> int:
@@ -282,7 +309,8 @@ def _assignment(
     order = np.lexsort((-cost, group, -longest[group]))
     cost = cost[order]
     heads_alike = (costs == costs[:1, :1]).all()
-    team = TPC if heads_alike and not _has_few_tiles(P) and launch.grid % TPC == 0 else 1
+    many_tiles = max(P.D, P.Dv) <= MANY_TILES_DIM
+    team = TPC if heads_alike and many_tiles and launch.grid % TPC == 0 else 1
     late = np.searchsorted(cost[::-1].cumsum(), late_share * cost.sum(), side="right")
     # Each worker that is not late has a tile.
     return assign(order, cost, workers, team, min(int(late), tiles - workers))

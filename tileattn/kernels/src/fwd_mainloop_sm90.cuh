@@ -60,13 +60,14 @@ __device__ inline void load_keys(const Params& p, const WorkSequence<PACKED>& se
     }
 }
 
-// Whether the queries of the next work tile are loaded beside one of few key tiles, not behind it,
-// where they would come late. They wait for their stages until the work tile before has ended, whose
-// keys are all on their way. If this one has no more tiles than there are stages, the next keys would
-// wait for these queries, and if it has many it is slower (measured). Of two groups the other one
-// computes meanwhile.
+// Whether there is room for the queries of the next work tile beside those of this one. Of two groups
+// the other one computes while they are loaded.
 constexpr bool LOADS_Q_EARLY = GROUPS == 1 && Q_STAGES == 2 * CONSUMERS;
-constexpr int FEW_TILES = 4;
+// Whether they are loaded beside one of so many key tiles, not behind it, where they would come late.
+// They wait for their stages until the work tile before has ended, whose keys are all on their way. If
+// this one has no more tiles than there are stages, the next keys would wait for these queries, and if
+// it has many it is slower (measured).
+__device__ constexpr bool is_short(int tiles) { return tiles > STAGES && tiles <= 4; }
 
 // The producer thread: load all that the work tiles need, in the order of its use, and publish
 // them.
@@ -125,6 +126,12 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             const WorkSequence<PACKED> sequence = work;
             const KeyTileList list(p, work);
             const int begin = work.begin, end = max(begin, work.end), kv = work.h / int(p.group);
+            // The next work tile is found once the first tiles of this one are on their way. One that is
+            // claimed is found as late as loads allow: blocks of a head that are claimed one after the
+            // other then begin together, and the L2 cache holds their keys. Where a packed sequence is
+            // takes too long to find for that.
+            const bool late = !PACKED && p.claims;
+            const int find_at = min(late ? max(begin - 1, end - 2) : begin, end - 1);
             // Keys are a tile ahead of values. There is one copy of each load: a work tile executes
             // about as many instructions as the caches of an SM hold.
 #pragma unroll 1
@@ -146,19 +153,10 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 } else if (!published) {
                     publish_work();
                 }
-                if (tile != min(begin, end - 1)) continue;
-                // The next work tile is found once the first tiles of this one are on their way.
-                found = find(), published = false;
-                if (!found) continue;
-                if constexpr (LOADS_Q_EARLY) {
-                    if (end - begin > STAGES && end - begin <= FEW_TILES)
-                        publish_work(), published = true;
-                } else if constexpr (!IN_PIECES && Q_STAGES < 2 * CONSUMERS) {
-#pragma unroll 1
-                    for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS)
-                        QueryTile::prefetch(maps.q, work.q_start + work.q0 + row, work.h,
-                                            work.entry());
-                }
+                if (tile != find_at) continue;
+                found = find();
+                published = LOADS_Q_EARLY && found && (late || is_short(end - begin));
+                if (published) publish_work();
             }
         }
     };

@@ -158,32 +158,22 @@ struct KeyTileList : TileList<int> {
 __device__ inline u32 worker_count() { return gridDim.x * GROUPS; }
 __device__ inline u32 worker_of(int group) { return blockIdx.x + gridDim.x * group; }
 
-// The indices of a worker's work tiles, in each pass the same. They are the host's LPT assignment,
-// or else go round robin, there and back: under a causal mask each is a little shorter than the one
-// before, and workers that drift apart would share no keys in the L2 cache.
-template <bool CLAIMED = PACKED, bool SHARED = IN_PIECES>
+// The indices of a worker's work tiles, in each pass the same: claimed or assigned.
+template <bool SHARED = IN_PIECES>
 struct WorkOrder {
-    int group, iteration = -1;
-
-    __device__ explicit WorkOrder(const Params&, int group = 0) : group(group) {}
-    __device__ int next(const Params& p) {
-        const int workers = int(worker_count()), worker = int(worker_of(group));
-        const int first = ++iteration * workers;
-        if (p.assignment) return p.assignment[first + worker];
-        return first + (iteration % 2 ? workers - 1 - worker : worker);
-    }
-    __device__ void restart() { iteration = -1; }
-};
-// What packed sequences take the host does not know: a worker claims the next work tile when it needs
-// one, and writes down which that is. Lane 0 calls; the shuffle tells the compiler that the index is
-// uniform.
-template <>
-struct WorkOrder<true, false> {
     int group, iteration = -1, index = 0, claimed = 0;
 
     __device__ explicit WorkOrder(const Params&, int group = 0) : group(group) {}
     __device__ int next(const Params& p) {
-        if (++iteration == 0) return index = int(worker_of(group));
+        ++iteration;
+        return PACKED || p.claims ? next_claimed(p) : next_assigned(p);
+    }
+    __device__ void restart() { iteration = -1; }
+
+    // A worker claims the next work tile when it needs one, and writes down which that is. Lane 0
+    // calls; the shuffle tells the compiler that the index is uniform.
+    __device__ int next_claimed(const Params& p) {
+        if (iteration == 0) return index = int(worker_of(group));
         int successor;
         if (iteration > claimed) {
             successor = int(worker_count() + atomicAdd(p.tile_counter, 1));
@@ -193,7 +183,15 @@ struct WorkOrder<true, false> {
         }
         return index = __shfl_sync(1, successor, 0);
     }
-    __device__ void restart() { iteration = -1; }
+    // The host's LPT assignment, or else round robin, there and back: under a causal mask each is a
+    // little shorter than the one before, and workers that drift apart would share no keys in the L2
+    // cache.
+    __device__ int next_assigned(const Params& p) const {
+        const int workers = int(worker_count()), worker = int(worker_of(group));
+        const int first = iteration * workers;
+        if (p.assignment) return p.assignment[first + worker];
+        return first + (iteration % 2 ? workers - 1 - worker : worker);
+    }
 };
 // The sum over the lanes of a warp. The compiler knows the instruction's result to be uniform; other
 // GPUs compile this for probes alone.
@@ -209,7 +207,7 @@ __device__ inline int sum_of_warp(int x) {
 // Pieces of the keys: lengths are on the device, so each worker counts those of all sequences that have
 // a key, and takes an equal share of them, one behind the other. All lanes of a warp construct it.
 template <>
-struct WorkOrder<false, true> {
+struct WorkOrder<true> {
     int iteration = -1, share, first_b = 0, first_place = 0;  // place: among those of a sequence
     int b = 0, place = 0, kv = 0, piece = 0;
 
@@ -262,13 +260,23 @@ struct WorkOrder<false, true> {
     __device__ void restart() { iteration = -1; }
 };
 
+// The first heads come one by one, and those behind them in groups.
+__device__ inline BlockCoord forward_coord(const Params& p, const WorkSequence<PACKED>& sequence,
+                                           int blocks, int heads, int index) {
+    const int single = PACKED ? 0 : int(p.single_heads), behind = index - single * blocks;
+    if (behind < 0) return {index % blocks, index / blocks};
+    BlockCoord at = sequence.coord(p, blocks, heads - single, behind);
+    at.head += single;
+    return at;
+}
+
 // The work tile of an index, with its flags as they are and all key tiles of its window; false
 // behind the last.
 template <class Work>
 __device__ inline bool get_work(const Params& p, int index, Work& work) {
     const int blocks = work.template blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
     if (index >= blocks * heads) return false;
-    const BlockCoord at = work.coord(p, blocks, heads, index);
+    const BlockCoord at = forward_coord(p, work, blocks, heads, index);
     // Under a causal mask the last queries have most keys: they go first.
     const int place = PACKED || p.right < 0 ? at.block : blocks - 1 - at.block;
     work.q0 = work.find(p, at.head / int(p.Hq), place) * BLOCK_Q;
@@ -280,8 +288,8 @@ __device__ inline bool get_work(const Params& p, int index, Work& work) {
     return true;
 }
 // The next one of a worker.
-template <bool CLAIMED, class Work>
-__device__ inline bool get_work(const Params& p, WorkOrder<CLAIMED, false>& order, Work& work) {
+template <class Work>
+__device__ inline bool get_work(const Params& p, WorkOrder<false>& order, Work& work) {
     if (!get_work(p, order.next(p), work)) return false;
     work.iteration = order.iteration;
     const KeyTileList list(p, work);
@@ -290,7 +298,7 @@ __device__ inline bool get_work(const Params& p, WorkOrder<CLAIMED, false>& orde
     return true;
 }
 template <class Work>
-__device__ inline bool get_work(const Params& p, WorkOrder<false, true>& order, Work& work) {
+__device__ inline bool get_work(const Params& p, WorkOrder<true>& order, Work& work) {
     if (!order.next(p)) return false;
     work.b = order.b, work.h = order.kv * int(p.group), work.q0 = 0;
     work.piece = order.piece, work.iteration = order.iteration;
