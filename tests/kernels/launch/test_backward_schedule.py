@@ -23,17 +23,20 @@ def shaped(dtype: str, dim: int, **sizes: Any) -> Problem:
 @pytest.mark.parametrize(
     ("D", "Dv", "Nq", "together", "causal", "grouped", "in_order"),
     [
-        (128, 128, 512, 50, 49, 25, 16),
-        (128, 128, 4096, 6, 4, 9, 6),
-        (128, 128, 1 << 20, 9, 9, 9, 9),
-        (64, 128, 2048, 20, 20, 10, 16),
-        (128, 64, 2048, 14, 12, 7, 14),
+        (128, 128, 512, 25, 24, 12, 16),
+        (128, 128, 4096, 5, 4, 5, 6),
+        (128, 128, 1 << 20, 5, 4, 9, 9),
+        (64, 128, 2048, 10, 8, 5, 16),
+        (128, 64, 2048, 7, 8, 5, 14),
     ],
 )
 def test_how_many_heads_are_worked_on_together(
     D: int, Dv: int, Nq: int, together: int, causal: int, grouped: int, in_order: int
 ) -> None:
-    """What comes back of them fills 25 MiB, at least a wave; whole waves under a causal mask."""
+    """What comes back of them fills 12.5 MiB, at least a wave; whole waves under a causal mask.
+
+    In order it fills 25 MiB, or two waves.
+    """
     P = shaped("float16", D, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, Dv=Dv)
 
     def groups(P: Problem, deterministic: bool = False) -> int:
@@ -58,11 +61,11 @@ def test_how_many_heads_are_worked_on_together(
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [(None, None), CAUSAL])
 def test_wide_heads_have_no_order(window: Any, deterministic: bool) -> None:
-    """They add nothing. Their queries and gradients fill 25 MiB."""
+    """They add nothing. Their queries and gradients fill 12.5 MiB."""
     P = shaped("float16", 256, B=3, Hkv=50, Hq=50, Nq=512, Nk=4096, window=window)
     launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
     found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
-    assert (found.head_groups, found.in_order) == (-(-150 // 50), False)
+    assert (found.head_groups, found.in_order) == (-(-150 // 25), False)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,14 @@ def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
         if found.claims_apart:
             assert found.head_groups == -(-P.B * P.Hkv // apart)
             assert found.inverse_apart * apart % -(-P.Nk // 128) == (P.Nk > 128)
+
+
+@pytest.mark.parametrize(("Nk", "together"), [(1023, 17), (1024, 33), (2048, 17), (4096, 8)])
+def test_key_blocks_that_rise_have_two_waves(Nk: int, together: int) -> None:
+    """There they meet those of the first wave; others have one, if the cache holds no more."""
+    P = shaped("float16", 128, B=50, Hq=32, Hkv=4, Nq=8192, Nk=Nk, window=CAUSAL)
+    launches = backward_launches(P, CONTEXT, deterministic=False, sinks=False)
+    assert schedule_of(P, contiguous_inputs(P), launches, CACHE).head_groups == -(-200 // together)
 
 
 @pytest.mark.parametrize(
