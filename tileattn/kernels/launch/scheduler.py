@@ -120,14 +120,14 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     """Decide in what order a Hopper backward kernel takes its work tiles.
 
     It comes back to q, dout and the sums of dq for each key block: a group has as many heads as a
-    quarter of the L2 holds of those, as its halves keep copies of what both read, in whole waves
-    under a long causal mask. It fills a wave at least, or two waves where last key blocks begin at
-    the diagonal, where they meet those of the first wave. If dq is summed in order
-    each key block waits for the one before; that keeps heads together, so that half of the L2 is
-    the limit, and the fewer of their key blocks are in flight, the shorter each waits. In a window
-    they wait for few, and where query tiles are short two waves of heads are enough (measured).
-    Groups change which heads run together, and never the order within a dq tile. Key blocks that
-    go in step without a mask have two waves in any order (measured).
+    quarter of the L2 holds of those, as its halves keep copies of what both read. It fills a wave
+    at least, or two where last key blocks begin at the diagonal, where they meet those of the first
+    wave. Under a long causal mask, and if dq is summed in order, half of the L2 or two waves are
+    better (measured), there in whole waves. In order each key block waits for the one before; that
+    keeps heads together, and the fewer of their key blocks are in flight, the shorter each waits. In
+    a window they wait for few, and where query tiles are short two waves of heads are enough
+    (measured). Groups change which heads run together, and never the order within a dq tile. Key
+    blocks that go in step without a mask have two waves in any order (measured).
 
     Where many query heads share keys, their queries may fill the L2 several times, and key blocks
     that do not wait for each other drift apart: each loads them from memory for itself. Then dq is
@@ -144,12 +144,13 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
         turn = max(1, in_flight if in_order else grid)
         return Schedule(1, None, in_order, turn_rows=rows, turn_heads=turn)
     rises = not in_order and _last_keys_rise(P, key)
-    share, least = (2, 2) if in_order else (4, 2 if rises else 1)
+    is_long = is_causal and P.Nk >= WHOLE_WAVES
+    share, least = (2, 2) if in_order or is_long else (4, 2 if rises else 1)
     heads, blocks, size = P.B * P.Hkv, -(-P.Nk // key.block_k), l2_bytes // share // (P.Nq * row)
     two_waves = 2 * grid // blocks
     if size * blocks < grid:
         size = -(-least * grid // blocks)
-    if is_causal and key.add_dq and P.Nk >= WHOLE_WAVES:
+    elif is_long and key.add_dq:
         size = round(size * blocks / grid) * grid // blocks
     in_step = _goes_in_step(P, key) and (in_order or not is_causal)
     apart = 0
