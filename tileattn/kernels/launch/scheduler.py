@@ -124,8 +124,8 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     at least, or two where last key blocks begin at the diagonal, where they meet those of the first
     wave. Under a long causal mask, and if dq is summed in order, half of the L2 or two waves are
     better (measured), there in whole waves. In order each key block waits for the one before; that
-    keeps heads together, and the fewer of their key blocks are in flight, the shorter each waits. In
-    a window they wait for few, and where query tiles are short two waves of heads are enough
+    keeps heads together, and the fewer of their key blocks are in flight, the shorter each waits.
+    In a window they wait for few, and where query tiles are short two waves of heads are enough
     (measured). Groups change which heads run together, and never the order within a dq tile. Key
     blocks that go in step without a mask have two waves in any order (measured).
 
