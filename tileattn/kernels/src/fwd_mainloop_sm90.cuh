@@ -115,11 +115,12 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             }
             return false;
         };
+        // Where several work tiles are unfinished, the others hardly will be better: the second pass
+        // takes over what is left.
+        auto gives_up = [&] { return pass == 0 && smem.many_unfinished(0); };
         bool published = false;  // the work tile that was found last
         for (bool found = find(); found;) {
-            // Where several work tiles are unfinished, the others hardly will be better: the second
-            // pass takes over what is left.
-            if (pass == 0 && !published && smem.many_unfinished(0)) break;
+            if (!published && gives_up()) break;
             if (pass == 0) begun = work.iteration + 1;
             // What is left of the work tile when the next one has been found. A load waits for its
             // stage, and for no division.
@@ -131,7 +132,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             // other then begin together, and the L2 cache holds their keys. Where a packed sequence is
             // takes too long to find for that.
             const bool late = !PACKED && p.claims;
-            const int find_at = min(late ? max(begin - 1, end - 2) : begin, end - 1);
+            const int find_at = late ? max(begin - 1, end - 2) : min(begin, end - 1);
             // Keys are a tile ahead of values. There is one copy of each load: a work tile executes
             // about as many instructions as the caches of an SM hold.
 #pragma unroll 1
@@ -155,7 +156,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 }
                 if (tile != find_at) continue;
                 found = find();
-                published = LOADS_Q_EARLY && found && (late || is_short(end - begin));
+                const bool early = LOADS_Q_EARLY && (late || is_short(end - begin));
+                published = early && found && !gives_up();
                 if (published) publish_work();
             }
         }
