@@ -23,10 +23,10 @@ def shaped(dtype: str, dim: int, **sizes: Any) -> Problem:
 @pytest.mark.parametrize(
     ("D", "Dv", "Nq", "together", "causal", "grouped", "in_order"),
     [
-        (128, 128, 512, 25, 49, 12, 16),
+        (128, 128, 512, 25, 49, 12, 32),
         (128, 128, 4096, 5, 4, 5, 6),
         (128, 128, 1 << 20, 5, 9, 9, 9),
-        (64, 128, 2048, 10, 20, 5, 16),
+        (64, 128, 2048, 10, 20, 5, 20),
         (128, 64, 2048, 7, 12, 5, 14),
     ],
 )
@@ -52,9 +52,9 @@ def test_how_many_heads_are_worked_on_together(
     masked = replace(P, window=CAUSAL)
     assert groups(masked) == -(-150 // causal)
     # Under a causal mask two waves of heads begin apart, or 1,024 keys of each are at work; in a
-    # window two waves are.
+    # window, and of heads that share keys, two waves are.
     assert groups(masked, deterministic=True) == -(-150 // (9 if D == 128 else 16))
-    assert groups(replace(masked, Hq=100), deterministic=True) == -(-150 // 16)
+    assert groups(replace(masked, Hq=100), deterministic=True) == -(-150 // 8)
     assert groups(replace(P, window=(70, 0)), deterministic=True) == -(-150 // 8)
 
 

@@ -125,9 +125,10 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     wave. Under a long causal mask, and if dq is summed in order, half of the L2 or two waves are
     better (measured), there in whole waves. In order each key block waits for the one before; that
     keeps heads together, and the fewer of their key blocks are in flight, the shorter each waits.
-    In a window they wait for few, and where query tiles are short two waves of heads are enough
-    (measured). Groups change which heads run together, and never the order within a dq tile. Key
-    blocks that go in step without a mask have two waves in any order (measured).
+    In a window they wait for few; there, and under a causal mask of heads that share keys, two
+    waves are enough where query tiles are short (measured). Groups change which heads run together,
+    and never the order within a dq tile. Key blocks that go in step without a mask have two waves
+    in any order (measured).
 
     Where many query heads share keys, their queries may fill the L2 several times, and key blocks
     that do not wait for each other drift apart: each loads them from memory for itself. Then dq is
@@ -153,15 +154,16 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     elif is_long and key.add_dq:
         size = round(size * blocks / grid) * grid // blocks
     in_step = _goes_in_step(P, key) and (in_order or not is_causal)
+    shares = is_causal and P.group > 1
     apart = 0
     if in_step:
         size = two_waves
     elif in_order and _begin_apart(P, key):
         size = apart = _claims_apart(P.Nk, grid, blocks, heads)
-    elif in_order and P.window[0] is not None and key.block_q < key.block_k:
+    elif in_order and key.block_q < key.block_k and (P.window[0] is not None or shares):
         size = min(two_waves, in_flight)
     elif in_order:
-        size = in_flight if is_causal else min(size, in_flight)
+        size = in_flight if is_causal else min(size, 2 * in_flight)
     groups = -(-heads // max(1, min(size, grid)))
     last_first = in_step and is_causal
     rising = 2 if last_first else int(rises)
