@@ -255,13 +255,10 @@ def _plan(
         launches = _with_late_workers(launches, schedule.assignment.shape[1])
     if layout.block_mask is not None:
         arrays["block_kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
-    made = {name: x.nbytes for name, x in copied.items()}
+    made = {name: x.nbytes for name, x in copied.items()} | schedule.parts
     learned = learned_layouts(layout, learned_arrays(problem, layout, device.sm_count))
     sums = {name: x.nbytes for name, x in learned.items() if layout.get(name) is None}
-    if schedule.pace_steps:
-        sums["paces"] = 4 * schedule.pace_steps
-    if schedule.claims:
-        made["claims"], sums["tile_counter"] = 4 * schedule.claims, 4
+    sums |= schedule.zeros
     aux = layout.aux_by_name | learned if functions else {}
     kinds, lists = _tile_kinds(problem, layout, launches)
     if functions and problem.mask_mod is not None and not _is_split(launches):

@@ -74,6 +74,17 @@ class Schedule(NamedTuple):
         of_host = {"assignment", "claims"}
         return {name: x for name, x in self._asdict().items() if name not in of_host}
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of a workspace that thread blocks write for each other."""
+        return {"claims": 4 * self.claims} if self.claims else {}
+
+    @property
+    def zeros(self) -> dict[str, int]:
+        """Bytes of the counters that they find at zero."""
+        counts = {"tile_counter": int(self.claims > 0), "paces": self.pace_steps}
+        return {name: 4 * count for name, count in counts.items() if count}
+
 
 def schedule_of(
     problem: Problem, layout: CallLayout, launches: Sequence[KernelLaunch], l2_bytes: int
