@@ -77,6 +77,10 @@ def test_explain_says_so(gpu: Machine) -> None:
     clause = "query blocks are assigned in advance, the longest first"
     assert clause in tileattn.explain(*given, causal=True).reasons
     assert not any("assigned" in reason for reason in tileattn.explain(*given).reasons)
+    short = [gpu.array((1, 40, 1000, 64), np.float16) for _ in "qkv"]
+    clause = "query blocks are claimed one by one, head by head"
+    assert clause in tileattn.explain(*short, causal=True).reasons
+    assert not any("claimed" in reason for reason in tileattn.explain(*short).reasons)
     assert gpu.uploads == []
 
 

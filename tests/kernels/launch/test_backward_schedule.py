@@ -5,19 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.kernels.launch.planning import ON_HOPPER
+from tests.kernels.launch.schedules import CACHE, CAUSAL, shaped
 from tileattn.kernels.config.families import backward_launches
-from tileattn.kernels.launch.catalog import context_of, problem_of
 from tileattn.kernels.launch.layout import contiguous_inputs
 from tileattn.kernels.launch.scheduler import schedule_of
 from tileattn.problem import Problem
-
-CONTEXT = context_of("sm_90a")._replace(sm_count=132)
-CACHE = 50 << 20
-CAUSAL = (None, 0)
-
-
-def shaped(dtype: str, dim: int, **sizes: Any) -> Problem:
-    return replace(problem_of(dtype, dim), **sizes)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +33,7 @@ def test_how_many_heads_are_worked_on_together(
     P = shaped("float16", D, B=3, Hkv=50, Hq=50, Nq=Nq, Nk=4096, Dv=Dv)
 
     def groups(P: Problem, deterministic: bool = False) -> int:
-        launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
+        launches = backward_launches(P, ON_HOPPER, deterministic=deterministic, sinks=False)
         found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
         drifts = P.Hq > P.Hkv and Nq > 1 << 19
         assert (found.assignment, found.in_order) == (None, deterministic or drifts)
@@ -63,7 +56,7 @@ def test_how_many_heads_are_worked_on_together(
 def test_wide_heads_have_no_order(window: Any, deterministic: bool) -> None:
     """They add nothing. Their queries and gradients fill 12.5 MiB, or 25 under a causal mask."""
     P = shaped("float16", 256, B=3, Hkv=50, Hq=50, Nq=512, Nk=4096, window=window)
-    launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
+    launches = backward_launches(P, ON_HOPPER, deterministic=deterministic, sinks=False)
     found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
     together = 25 if window[1] is None else 50
     assert (found.head_groups, found.in_order) == (-(-150 // together), False)
@@ -88,7 +81,7 @@ def test_key_blocks_that_would_drift_apart_wait_for_each_other(
     P = shaped("float16", 128, B=1, Hkv=2, Hq=2 * group, Nq=Nq, Nk=Nq)
     packed = 64 if "cu_seqlens_q" in uses else None
     P = replace(P, window=window, enabled_options=frozenset(uses), sequences=packed)
-    launches = backward_launches(P, CONTEXT, deterministic=False, sinks=False)
+    launches = backward_launches(P, ON_HOPPER, deterministic=False, sinks=False)
     assert schedule_of(P, contiguous_inputs(P), launches, CACHE).in_order is expected
 
 
@@ -114,7 +107,7 @@ def test_narrow_heads_whose_key_blocks_go_in_step(
     """Two waves of their blocks, under a causal mask the last ones first, but not by default."""
     P = shaped("float16", 64, **{"B": 32, "Hq": 32, "Hkv": 32, "Nq": 512, "Nk": 512} | changed)
     for deterministic in (True, False):
-        launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
+        launches = backward_launches(P, ON_HOPPER, deterministic=deterministic, sinks=False)
         found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
         assert found.last_keys_first is (last_first and deterministic)
         if deterministic or "window" not in changed:
@@ -152,7 +145,7 @@ def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
     P = shaped("float16", 128, **{"B": 32, "Hq": 32, "Hkv": 32, "Nq": 512, "Nk": 512} | changed)
     P = replace(P, **{"window": CAUSAL} | changed)
     for deterministic in (True, False):
-        launches = backward_launches(P, CONTEXT, deterministic=deterministic, sinks=False)
+        launches = backward_launches(P, ON_HOPPER, deterministic=deterministic, sinks=False)
         found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
         assert found.claims_apart == (apart if deterministic else 0)
         if found.claims_apart:
@@ -164,7 +157,7 @@ def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
 def test_key_blocks_that_rise_have_two_waves(Nk: int, together: int) -> None:
     """There they meet those of the first wave; others have one, if the cache holds no more."""
     P = shaped("float16", 128, B=50, Hq=32, Hkv=4, Nq=8192, Nk=Nk, window=CAUSAL)
-    launches = backward_launches(P, CONTEXT, deterministic=False, sinks=False)
+    launches = backward_launches(P, ON_HOPPER, deterministic=False, sinks=False)
     assert schedule_of(P, contiguous_inputs(P), launches, CACHE).head_groups == -(-200 // together)
 
 
@@ -189,7 +182,7 @@ def test_the_last_key_blocks_of_grouped_heads_rise(changed: dict[str, Any], risi
     for B, sm_count in ((1, 132), (50, 132), (1, 7)):
         P = shaped("float16", 128, B=B, Hq=32, Hkv=4, Nq=1024, Nk=1024, window=CAUSAL)
         P = replace(P, **changed)
-        context = CONTEXT._replace(sm_count=sm_count)
+        context = ON_HOPPER._replace(sm_count=sm_count)
         for deterministic in (True, False):
             launches = backward_launches(P, context, deterministic=deterministic, sinks=False)
             found = schedule_of(P, contiguous_inputs(P), launches, CACHE)

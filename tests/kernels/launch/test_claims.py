@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.launch.planning import H200, forward
-from tests.kernels.launch.test_scheduler import CAUSAL, ON_GPU, launch_of, schedule, shaped
+from tests.kernels.launch.schedules import CAUSAL, ON_GPU, launch_of, schedule, shaped
 
 # Six blocks a head.
 SMALL = shaped("float16", 128, B=5, Hq=24, Hkv=12, Nq=700, Nk=700, window=CAUSAL)

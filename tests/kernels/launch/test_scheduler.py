@@ -11,6 +11,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.kernels.launch.assigned import ends_of, loads_of
+from tests.kernels.launch.planning import ON_HOPPER
+from tests.kernels.launch.schedules import (
+    CACHE,
+    CAUSAL,
+    ON_GPU,
+    launch_of,
+    layout_of,
+    schedule,
+    shaped,
+)
 from tileattn import BlockMask
 from tileattn.algorithm.block_mask import EMPTY, FULL
 from tileattn.algorithm.mask import SlidingWindow
@@ -20,8 +30,8 @@ from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.launch import assignment, scheduler
 from tileattn.kernels.launch.block_sparse import tile_kinds
-from tileattn.kernels.launch.catalog import context_of, problem_of
-from tileattn.kernels.launch.layout import CallLayout, contiguous_inputs
+from tileattn.kernels.launch.catalog import problem_of
+from tileattn.kernels.launch.layout import CallLayout
 from tileattn.kernels.launch.scheduler import (
     START_COST,
     TILE_COST,
@@ -32,46 +42,9 @@ from tileattn.kernels.launch.scheduler import (
 )
 from tileattn.problem import Problem
 
-CONTEXT = context_of("sm_90a")._replace(sm_count=132)
-CACHE = 50 << 20
-CAUSAL = (None, 0)
-ON_GPU = object()
 LONG = replace(problem_of("float16", 128), B=2, Hq=12, Hkv=4, Nq=2100, Nk=2100)  # 408 blocks
 
 Array = NDArray[Any]
-
-
-def shaped(dtype: str, dim: int, **sizes: Any) -> Problem:
-    return replace(problem_of(dtype, dim), **sizes)
-
-
-def launch_of(problem: Problem, sm_count: int = 132) -> KernelLaunch:
-    (launch,) = forward_launches(problem, CONTEXT._replace(sm_count=sm_count))
-    assert launch.key.kernel == HOPPER
-    return launch
-
-
-def layout_of(problem: Problem, lengths: Any = None, offsets: Any = None) -> CallLayout:
-    """Lengths and offsets on the host; ``"gpu"`` stands for those that are not."""
-    layout = contiguous_inputs(problem)
-    if lengths is not None:
-        there = None if lengths is ON_GPU else tuple(lengths.tolist())
-        behind = None if there is None else tuple(n - problem.Nq for n in there)
-        layout = replace(layout, kv_lengths=there, q_offset=behind)
-    if offsets is not None:
-        layout = replace(layout, q_offset=None if offsets is ON_GPU else tuple(offsets.tolist()))
-    return layout
-
-
-def schedule(
-    problem: Problem,
-    lengths: Any = None,
-    offsets: Any = None,
-    *,
-    launch: KernelLaunch | None = None,
-) -> Schedule:
-    layout = layout_of(problem, lengths, offsets)
-    return schedule_of(problem, layout, (launch or launch_of(problem),), CACHE)
 
 
 def works_of(blocks: int, heads: int, parts: int) -> list[tuple[int, int]]:
@@ -403,10 +376,10 @@ def test_the_room_for_a_part() -> None:
     """Half of the cache for the persistent kernel; for the backward pass, a quarter of twice it."""
     cache = 16 << 20  # and two MiB a head
     problem = shaped("float16", 128, B=3, Hq=16, Hkv=16, Nq=4096, Nk=4096, window=CAUSAL)
-    generic = CONTEXT._replace(arch="sm_80")
+    generic = ON_HOPPER._replace(arch="sm_80")
     both = {"deterministic": False, "sinks": False}
     for launches, expected in (
-        (forward_launches(problem, CONTEXT), 12),
+        (forward_launches(problem, ON_HOPPER), 12),
         (forward_launches(problem, generic), 3),
         (backward_launches(problem, generic, **both), 12),
     ):

@@ -28,6 +28,7 @@ _UNCOUNTED = "mask_mod: its tiles are too many to count here"
 _COUNTED = 1 << 28  # pairs of a mask_mod up to which tiles are listed, which takes a second
 _SUMS = "the sums of the pieces take {:,.2f} MB besides the results"
 _ASSIGNED = "query blocks are assigned in advance, the longest first"
+_CLAIMED = "query blocks are claimed one by one, head by head"
 
 
 def explain(problem: Problem, operands: Operands) -> Explanation:
@@ -131,6 +132,7 @@ def explain_on(
             *([_UNCOUNTED] if own is not None and not counted else []),
             *([_BLIND] if own is not None and counted and elements(own) else []),
             *([_ASSIGNED] if "assignment" in forward.constants else []),
+            *([_CLAIMED] if forward.fields.get("single_heads") else []),
         ),
     )
 

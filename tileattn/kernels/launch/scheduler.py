@@ -165,13 +165,13 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     elif is_long and key.add_dq:
         size = round(size * blocks / grid) * grid // blocks
     in_step = _goes_in_step(P, key) and (in_order or not is_causal)
-    shares = is_causal and P.group > 1
+    few_suffice = P.window[0] is not None or (is_causal and P.group > 1)
     apart = 0
     if in_step:
         size = two_waves
     elif in_order and _begin_apart(P, key):
         size = apart = _claims_apart(P.Nk, grid, blocks, heads)
-    elif in_order and key.block_q < key.block_k and (P.window[0] is not None or shares):
+    elif in_order and key.block_q < key.block_k and few_suffice:
         size = min(two_waves, in_flight)
     elif in_order:
         size = in_flight if is_causal else min(size, 2 * in_flight)

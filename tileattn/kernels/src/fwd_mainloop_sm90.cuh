@@ -66,7 +66,8 @@ constexpr bool LOADS_Q_EARLY = GROUPS == 1 && Q_STAGES == 2 * CONSUMERS;
 // Whether they are loaded beside one of so many key tiles, not behind it, where they would come late.
 // They wait for their stages until the work tile before has ended, whose keys are all on their way. If
 // this one has no more tiles than there are stages, the next keys would wait for these queries, and if
-// it has many it is slower (measured).
+// it has many it is slower (measured). Those of a claimed one always are: it is found when the last
+// keys of this one are on their way.
 __device__ constexpr bool is_short(int tiles) { return tiles > STAGES && tiles <= 4; }
 
 // The producer thread: load all that the work tiles need, in the order of its use, and publish

@@ -53,7 +53,7 @@ struct Fields {
     i64 alibi_slopes_b;
     // Sizes. group: query heads of a key head. rows: rows of a head in delta and lse_log2, padded.
     // single_heads: heads whose work tiles are scheduled one head after the other, before all others;
-    // head_groups: how many groups of those are, one group after the other. in_order: whether
+    // head_groups: in how many groups these are, one group after the other. in_order: whether
     // key blocks add to dQ in a fixed order. last_keys_first, rising_halves: the order of a head's
     // key blocks and of their query tiles, as in `BwdWorkTile`. claims_apart: of successive blocks of
     // a head, where heads begin apart; inverse_apart: modulo the blocks of a head. Of packed
