@@ -1,4 +1,4 @@
-"""Keys of a head that exceed the L2 cache: CTAs of the Hopper forward kernel keep pace."""
+"""Heads that exceed the L2 cache: CTAs of the Hopper kernels keep pace."""
 
 import time
 from typing import Any
@@ -33,6 +33,12 @@ def seconds(call: Any) -> float:
     return time.perf_counter() - start
 
 
+@pytest.fixture(scope="module")
+def attended(given: list[Any]) -> tuple[Any, ...]:
+    """What the backward pass takes, of a causal call."""
+    return given[0], *given, *tileattn.forward(*given, causal=True)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_of_a_long_call(given: list[Any], causal: bool) -> None:
     """Some rows against the oracle, and all of them against the same call again."""
@@ -47,12 +53,51 @@ def test_rows_of_a_long_call(given: list[Any], causal: bool) -> None:
         assert_attention_close(some, reference.forward(*one), error_bound(*one))
 
 
-def test_ctas_that_do_not_run_are_not_waited_for(given: list[Any]) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_a_long_call(given: list[Any], causal: bool) -> None:
+    """Those of some keys against the oracle's formulas, and bits against the same call again."""
+    found = tileattn.forward(*given, causal=causal)
+
+    def backward(deterministic: bool = False) -> Any:
+        q, k, v = given
+        return tileattn.backward(
+            *(q, q, k, v), found.out, found.lse, causal=causal, deterministic=deterministic
+        )
+
+    grads = backward()
+    assert bits(backward())[1:3] == bits(grads)[1:3]
+    assert_close(grads.dq.get(), backward(deterministic=True).dq.get(), 2**-8)
+    q, k, v, out, lse = (x.get()[0, 0].astype(np.float64) for x in (*given, *found))
+    dout, scale = q, 1 / 8
+    delta = (out * dout).sum(1)
+    for key in (0, 1, *np.random.default_rng(1).integers(0, N, 5).tolist(), N - 1):
+        rows = slice(key if causal else 0, N)
+        p = np.exp(scale * q[rows] @ k[key] - lse[rows])
+        ds = p * (dout[rows] @ v[key] - delta[rows])
+        assert_close(grads.dv.get()[0, 0, key], p @ dout[rows], 0.02)
+        assert_close(grads.dk.get()[0, 0, key], scale * ds @ q[rows], 0.02)
+
+
+def assert_close(found: Any, expected: Any, bound: float) -> None:
+    """Compare by the norm of the difference."""
+    found, expected = (np.asarray(x).astype(np.float64) for x in (found, expected))
+    assert np.linalg.norm(found - expected) <= bound * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_ctas_that_do_not_run_are_not_waited_for(
+    given: list[Any], attended: tuple[Any, ...], direction: str
+) -> None:
     """Half of the SMs are taken: the others wait once, then go on alone."""
     import cupy
 
-    expected = bits(tileattn.forward(*given, causal=True))
-    alone = seconds(lambda: tileattn.forward(*given, causal=True))
+    def call() -> Any:
+        if direction == "forward":
+            return tileattn.forward(*given, causal=True)
+        return tileattn.backward(*attended, causal=True)[1:3]
+
+    expected = bits(call())
+    alone = seconds(call)
     taken = 4 * alone
     wait = busy(1e3 * taken, sms=66)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -62,7 +107,7 @@ def test_ctas_that_do_not_run_are_not_waited_for(given: list[Any]) -> None:
         with streams[0]:
             wait()
         with streams[1]:
-            found.append(tileattn.forward(*given, causal=True))
+            found.append(call())
 
     assert seconds(both) < taken + 3 * alone
     assert bits(found[0]) == expected

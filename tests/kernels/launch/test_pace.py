@@ -1,14 +1,16 @@
-"""Where thread blocks of the Hopper forward kernel keep pace; no GPU."""
+"""Where thread blocks of the Hopper kernels keep pace; no GPU."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.kernels.launch.planning import H200, asked, forward
+from tests.kernels.launch.planning import H200, asked, backward, forward
+from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.jit.compile import SOURCES
 from tileattn.kernels.launch.plan import LaunchPlan
 from tileattn.kernels.launch.scheduler import PACE_TILES, work_tiles
+from tileattn.problem import Problem
 
 CAUSAL = (None, 0)
 FEW: dict[str, Any] = {"n": 1 << 20, "window": (None, 4000 - (1 << 19)), "D": 64, "Dv": 64}
@@ -19,9 +21,13 @@ def test_both_sides_have_steps_of_the_same_length() -> None:
     assert f"PACE_TILES = {PACE_TILES}," in (SOURCES / "pace.cuh").read_text(encoding="utf-8")
 
 
-def planned(*, n: int = 1 << 18, **changed: Any) -> LaunchPlan:
+def problem_of(*, n: int = 1 << 18, **changed: Any) -> Problem:
     sizes = {"B": 1, "Hq": 2, "Hkv": 1, "Nq": n, "Nk": n, "D": 128, "Dv": 128, "window": CAUSAL}
-    return forward(asked("bfloat16", **sizes | changed), H200)
+    return asked("bfloat16", **sizes | changed)
+
+
+def planned(**changed: Any) -> LaunchPlan:
+    return forward(problem_of(**changed), H200)
 
 
 @pytest.mark.parametrize(
@@ -58,5 +64,42 @@ def test_there_is_a_counter_for_every_step(changed: dict[str, Any]) -> None:
 )
 def test_calls_that_need_not_keep_pace(changed: dict[str, Any]) -> None:
     plan = planned(**changed)
+    assert plan.fields["pace_steps"] == 0
+    assert "paces" not in plan.workspace.starts
+
+
+@pytest.mark.parametrize("window", [CAUSAL, (None, None)])
+@pytest.mark.parametrize(
+    "changed", [{}, {"n": 1 << 20}, {"B": 3}, {"D": 192}, {"D": 256, "Dv": 256}], ids=str
+)
+def test_key_blocks_have_a_counter_for_every_step(changed: dict[str, Any], window: Any) -> None:
+    """However work tiles are claimed, as long as all workers are equally fast."""
+    plan = backward(problem_of(**{"window": window} | changed), H200)
+    P, launch = plan.problem, next(x for x in plan.launches if x.key.kernel in HOPPER_BACKWARDS)
+    q, k = launch.key.tile
+    blocks = -(-P.Nk // k)
+    tiles = P.Hq // P.Hkv * -(-P.Nq // q)
+    mean = P.B * P.Hkv * blocks * tiles / launch.workers
+    assert (mean + tiles) // PACE_TILES < plan.fields["pace_steps"]
+    starts = plan.workspace.starts
+    assert plan.workspace.nbytes >= starts["paces"] + 4 * plan.fields["pace_steps"]
+    assert starts["paces"] >= plan.workspace.zeros
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"n": 1 << 14},  # queries, gradients and sums fit
+        {"window": (1024, 0)},
+        {"enabled_options": ("mask",)},
+        {"Hq": 4},  # they rise
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+def test_key_blocks_that_need_not_keep_pace(changed: dict[str, Any]) -> None:
+    changed = dict(changed)
+    deterministic = changed.pop("deterministic", False)
+    plan = backward(problem_of(**changed), H200, deterministic=deterministic)
     assert plan.fields["pace_steps"] == 0
     assert "paces" not in plan.workspace.starts

@@ -170,12 +170,26 @@ def test_a_key_block_waits_for_those_that_were_claimed_before(
     assert {(x.b, x.kv, x.tile, x.block) for x in found} == expected
     # Those of a work tile begin at the last query, or else at the first.
     for x, y in pairwise(found):
-        own = lengths[x.b]
-        rises = own - x.block * key.block_k <= plan.fields["rising_halves"] * -(-own // 2)
-        assert x.claim < y.claim or (x.claim == y.claim and (x.tile < y.tile) == rises)
+        assert x.claim < y.claim or (x.claim == y.claim and (x.tile < y.tile) == last_first)
     if apart := plan.fields["claims_apart"]:
         heads_before = {x: (x.b * problem.Hkv + x.kv) * -(-Nk // key.block_k) for x in found}
         assert all(x.claim == before + x.block * apart for x, before in heads_before.items())
+
+
+@pytest.mark.parametrize("D", [64, 128, 192, 256])
+def test_key_blocks_take_turns_to_begin_at_the_diagonal(D: int, tmp_path: Path) -> None:
+    """Every second run of `turn_keys`; all others begin at the last query."""
+    problem = asked(D=D, Dv=D, Hq=12, Hkv=3, Nq=3000, Nk=5000, window=CAUSAL)
+    plan = backward(problem, H200)
+    key = next(x.key for x in plan.launches if x.key.kernel in HOPPER_BACKWARDS)
+    turn = plan.fields["turn_keys"]
+    found = backward_work_tiles(
+        tmp_path, plan, key, kv_lengths=np.array([5000, 4000]), q_offset=np.array([2000, 1000])
+    )
+    rising = {(x.b, x.block): x.tile < y.tile for x, y in pairwise(found) if x.claim == y.claim}
+    assert {*rising.values()} == {False, True}
+    for (_, block), rises in rising.items():
+        assert rises == block * key.block_k // turn % 2
 
 
 @pytest.mark.parametrize(("D", "Hq", "window"), [(64, 3, CAUSAL), (128, 6, (None, None))])

@@ -27,21 +27,21 @@ from tileattn.problem import Problem
 
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
-DRIFT = 4  # L2 caches that queries of a key head fill before key blocks drift apart (measured)
 WHOLE_WAVES = 4096  # at least, keys of a causal call whose heads go in whole waves (measured)
 APART_DIM, APART_KEYS = 128, 16384  # of heads that begin apart, in order; keys at most (measured)
 # At most, keys if one wave of those is enough, and if two are; of more it is three (measured).
 ONE_WAVE, TWO_WAVES = 512, 4096
-# At least, query heads of a key head whose last key blocks rise, and keys (measured)
+# At least, query heads of a key head whose key blocks take turns to rise, and keys (measured)
 RISING_GROUP, RISING_KEYS = 4, 1024
+WAVE_KEYS = 16384  # about those that a GPU works on at a time
 TPC = 2  # SMs that share an instruction cache
 MANY_TILES_DIM = 192  # at most, of heads with so many work tiles that SMs go in step (measured)
 TALL = 192  # at least, queries of a work tile if the last ones go to late thread blocks (measured)
 LATE = 1 / 16  # of all work, what those take (measured)
 LATE_KEYS = 4096  # at least, keys of a call with late thread blocks (measured from here on)
 SHORT = 2048  # at most, keys where work tiles wait for memory (measured)
-PACE_TILES = 32  # key tiles of a step: as in CUDA
-PACED = 1  # L2 caches that keys and values of a head fill before thread blocks keep pace (measured)
+PACE_TILES = 32  # tiles of a step: as in CUDA
+PACED = 1  # L2 caches that a head fills before thread blocks keep pace (measured)
 MAX_WAVES = 64  # of a worker, on average: more even out by themselves
 
 Array = NDArray[Any]
@@ -55,7 +55,7 @@ class Schedule(NamedTuple):
     in_order: bool = False  # whether key blocks add to dq one after the other
     # In which order those of a head do, and their query tiles: as in `BwdWorkTile` in CUDA.
     last_keys_first: bool = False
-    rising_halves: int = 0
+    turn_keys: int = 0
     # Of successive key blocks of a head, if heads begin apart; and modulo the blocks of a head.
     claims_apart: int = 0
     inverse_apart: int = 0
@@ -119,7 +119,10 @@ def schedule_of(
     (launch,) = launches
     if _are_claimed(P, layout, launch):
         return _claimed(P, launch)
-    pace_steps = _pace_steps(P, launch, l2_bytes)
+    blocks, tiles = -(-P.Nq // launch.key.block_q), -(-P.Nk // launch.key.block_k)
+    # Without a mask all work tiles are as long as each other, and begin together.
+    drifts = _is_triangle(P) and P.Nk * (P.D + P.Dv) * P.dtype.itemsize > PACED * l2_bytes
+    pace_steps = _pace_steps(P, P.B * P.Hq * blocks, tiles, launch.workers) if drifts else 0
     # A late thread block has one group, and none waits for it to keep pace.
     is_tall = launch.key.block_q >= TALL and launch.key.groups == 1 and P.Nk >= LATE_KEYS
     late_share = LATE if is_tall and not pace_steps else 0
@@ -132,32 +135,27 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
 
     It comes back to q, dout and the sums of dq for each key block: a group has as many heads as a
     quarter of the L2 holds of those, as its halves keep copies of what both read. It fills a wave
-    at least, or two where last key blocks begin at the diagonal, where they meet those of the first
-    wave. Under a long causal mask, and if dq is summed in order, half of the L2 or two waves are
-    better (measured), there in whole waves. In order each key block waits for the one before; that
-    keeps heads together, and the fewer of their key blocks are in flight, the shorter each waits.
-    In a window they wait for few; there, and under a causal mask of heads that share keys, two
-    waves are enough where query tiles are short (measured). Groups change which heads run together,
-    and never the order within a dq tile. Key blocks that go in step without a mask have two waves
-    in any order (measured).
-
-    Where many query heads share keys, their queries may fill the L2 several times, and key blocks
-    that do not wait for each other drift apart: each loads them from memory for itself. Then dq is
-    summed in order though nobody asks for it. Under a causal mask key blocks differ in length, and
-    drift sooner.
+    at least, or about two where key blocks take turns to rise: those of the second wave meet those
+    of the first. Under a long causal mask, and if dq is summed in order, half of the L2 or two
+    waves are better (measured), there in whole waves. In order each key block waits for the one
+    before; that keeps heads together, and the fewer of their key blocks are in flight, the shorter
+    each waits. In a window they wait for few; there, and under a causal mask of heads that share
+    keys, two waves are enough where query tiles are short (measured). Groups change which heads run
+    together, and never the order within a dq tile. Key blocks that go in step without a mask have
+    two waves in any order (measured).
     """
-    key, grid, is_causal = launch.key, launch.grid, P.window[1] is not None
+    key, grid, in_order = launch.key, launch.grid, launch.in_order
+    is_causal = P.window[1] is not None
     sums = P.D * P.accum_dtype.itemsize if key.add_dq else 0
     row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
-    in_order = launch.in_order or (key.add_dq and _drifts(P, P.Nq * row / l2_bytes))
     in_flight = grid * key.block_k // KEYS_IN_FLIGHT
     if P.sequences is not None:
         rows = FAR if in_order and is_causal else l2_bytes // 2 // row
         turn = max(1, in_flight if in_order else grid)
         return Schedule(1, None, in_order, turn_rows=rows, turn_heads=turn)
-    rises = not in_order and _last_keys_rise(P, key)
+    rises = not in_order and _take_turns(P, key)
     is_long = is_causal and P.Nk >= WHOLE_WAVES
-    share, least = (2, 2) if in_order or is_long else (4, 2 if rises else 1)
+    share, least = (2, 2) if in_order or is_long else (4, 1)
     heads, blocks, size = P.B * P.Hkv, -(-P.Nk // key.block_k), l2_bytes // share // (P.Nq * row)
     two_waves = 2 * grid // blocks
     if size * blocks < grid:
@@ -169,6 +167,8 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     apart = 0
     if in_step:
         size = two_waves
+    elif rises:
+        size = round(2 * grid / blocks)
     elif in_order and _begin_apart(P, key):
         size = apart = _claims_apart(P.Nk, grid, blocks, heads)
     elif in_order and key.block_q < key.block_k and few_suffice:
@@ -176,10 +176,19 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     elif in_order:
         size = in_flight if is_causal else min(size, 2 * in_flight)
     groups = -(-heads // max(1, min(size, grid)))
-    last_first = in_step and is_causal
-    rising = 2 if last_first else int(rises)
     inverse = pow(apart, -1, blocks) if apart else 0
-    return Schedule(groups, None, in_order, last_first, rising, apart, inverse)
+    # Key blocks that rise, or add in order, stay together by themselves.
+    drifts = not (rises or in_order) and P.Nq * row > PACED * l2_bytes
+    tiles = P.group * -(-P.Nq // key.block_q)
+    return Schedule(
+        groups,
+        in_order=in_order,
+        last_keys_first=in_step and is_causal,
+        turn_keys=_turn_keys(P.Nk) if rises else 0,
+        claims_apart=apart,
+        inverse_apart=inverse,
+        pace_steps=_pace_steps(P, heads * blocks, tiles, launch.workers) if drifts else 0,
+    )
 
 
 def _are_claimed(P: Problem, layout: CallLayout, launch: KernelLaunch) -> bool:
@@ -206,19 +215,16 @@ def _claimed(P: Problem, launch: KernelLaunch) -> Schedule:
     return Schedule(1, claims=blocks * heads, single_heads=max(0, heads - last))
 
 
-def _pace_steps(P: Problem, launch: KernelLaunch, l2_bytes: int) -> int:
-    """Count the steps of the worker that has most key tiles; 0 where none keep pace.
+def _pace_steps(P: Problem, count: int, tiles: int, workers: int) -> int:
+    """Count the steps of the worker that has most, of work tiles of so many tiles at most.
 
-    They drift apart under a causal mask, where work tiles differ in length. Of other masks and of
-    windows they have different keys in any case.
+    It is 0 where workers do not keep pace: in windows, and under other masks, their work tiles have
+    different keys in any case.
     """
-    left, right = P.window
-    drifts = left is None and right is not None and P.enabled_options.isdisjoint(MASKS)
-    if not drifts or P.Nk * (P.D + P.Dv) * P.dtype.itemsize <= PACED * l2_bytes:
+    if P.window[0] is not None or not P.enabled_options.isdisjoint(MASKS):
         return 0
-    q, k = launch.key.tile
-    waves = -(-P.B * P.Hq * -(-P.Nq // q) // launch.workers)
-    return (waves + 1) * -(-P.Nk // k) // PACE_TILES + 1
+    waves = -(-count // workers)
+    return (waves + 1) * tiles // PACE_TILES + 1
 
 
 def _goes_in_step(P: Problem, key: KernelKey) -> bool:
@@ -254,16 +260,22 @@ def _claims_apart(Nk: int, grid: int, blocks: int, heads: int) -> int:
     return apart
 
 
-def _last_keys_rise(P: Problem, key: KernelKey) -> bool:
-    """Whether key blocks of the second half of the keys begin at the diagonal, in any order.
+def _take_turns(P: Problem, key: KernelKey) -> bool:
+    """Whether key blocks take turns to rise, that is to begin at the diagonal, in any order.
 
     Under a causal mask the first key blocks of a head begin together, with the last query tile, and
     share what they load. Later ones begin one after the other, as SMs get free. With the last tile
     each would load queries for itself; at their diagonals they meet those that began before
-    (measured). The bits of dk and dv follow from it, so options, lengths and heads alone decide.
+    (measured). Those that rise end at the last tile, where the next wave begins. The bits of dk and
+    dv follow from it, so options, lengths and heads alone decide.
     """
     many = P.group >= RISING_GROUP and P.Nk >= RISING_KEYS
     return many and _is_triangle(P) and not _is_listed(key)
+
+
+def _turn_keys(Nk: int) -> int:
+    """Count the keys of a head that run together: a wave has those of one head, or of more."""
+    return WAVE_KEYS // max(1, round(2 * WAVE_KEYS / Nk))
 
 
 def _is_triangle(P: Problem) -> bool:
@@ -273,14 +285,6 @@ def _is_triangle(P: Problem) -> bool:
 
 def _is_listed(key: KernelKey) -> bool:
     return key.block_mask or key.mask_mod
-
-
-def _drifts(P: Problem, share: float) -> bool:
-    """Whether key blocks would load queries anew; those of a key head fill a share of the L2."""
-    # A key block of these attends to few of the queries, and the device alone may know which. Under
-    # a causal mask the last key blocks begin together with others.
-    few = P.window != (None, None) or {"block_mask", "mask_mod"} & P.enabled_options
-    return P.group > 1 and not few and P.sequences is None and share > DRIFT
 
 
 def head_groups(problem: Problem, nbytes: int) -> int:

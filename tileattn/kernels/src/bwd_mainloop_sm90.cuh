@@ -4,6 +4,7 @@
 
 #include "bwd_scores_sm90.cuh"
 #include "dq_counter.cuh"
+#include "pace.cuh"
 #include "row_counter.cuh"
 
 // Registers of a thread: the producer warpgroup gives its own to the consumers.
@@ -27,6 +28,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<DOUT_STAGES> dout_pipe;
     WorkTile work{};
+    Pace pace;
     auto load_q = [&](int h, int q0, const float* lse_log2) {
         const Barrier full = smem.q_full(q_pipe.stage);
         smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
@@ -87,17 +89,20 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 const int h = work.kv * group + g;
                 load_q(h, q0, lse_log2);
                 load_dout(h, q0, delta);
-                if (!first) continue;
-                first = false;
-                // v is released before k.
-                smem.v_empty().wait(v_pipe.phase ^ 1);
-                smem.v().load<LOAD_UNROLL>(maps.v, work.k_start + work.k0, work.kv, work.entry(),
-                                           smem.v_full());
-                v_pipe.advance();
-                publish_work(true);
+                if (first) {
+                    first = false;
+                    // v is released before k.
+                    smem.v_empty().wait(v_pipe.phase ^ 1);
+                    smem.v().load<LOAD_UNROLL>(maps.v, work.k_start + work.k0, work.kv,
+                                               work.entry(), smem.v_full());
+                    v_pipe.advance();
+                    publish_work(true);
+                }
+                if (!PACKED) pace.advance(p);
             }
         }
     }
+    pace.end(p);
     work.is_end = true;
     publish_work(false);
 }
