@@ -133,7 +133,7 @@ def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
     ("Nk", "together"),
     [(1023, 17), (1024, 33), (2048, 16), (4096, 8), (12288, 3), (24576, 1), (1 << 17, 1)],
 )
-def test_key_blocks_that_take_turns_have_about_two_waves(Nk: int, together: int) -> None:
+def test_runs_that_alternate_have_about_two_waves(Nk: int, together: int) -> None:
     """There they meet those of the first wave; others have one, if the cache holds no more."""
     P = shaped("float16", 128, B=50, Hq=32, Hkv=4, Nq=8192, Nk=Nk, window=CAUSAL)
     launches = backward_launches(P, ON_HOPPER, deterministic=False, sinks=False)
@@ -141,7 +141,7 @@ def test_key_blocks_that_take_turns_have_about_two_waves(Nk: int, together: int)
 
 
 @pytest.mark.parametrize(
-    ("changed", "turn"),
+    ("changed", "run"),
     [
         ({}, 512),
         ({"D": 64, "Dv": 64}, 512),
@@ -160,7 +160,7 @@ def test_key_blocks_that_take_turns_have_about_two_waves(Nk: int, together: int)
     ],
     ids=str,
 )
-def test_key_blocks_of_grouped_heads_take_turns_to_rise(changed: dict[str, Any], turn: int) -> None:
+def test_runs_of_grouped_heads_alternate(changed: dict[str, Any], run: int) -> None:
     """Under a causal mask, unless dq is summed in order: the bits of dk and dv follow from it."""
     for B, sm_count in ((1, 132), (50, 132), (1, 7)):
         P = shaped("float16", 128, B=B, Hq=32, Hkv=4, Nq=1024, Nk=1024, window=CAUSAL)
@@ -169,4 +169,4 @@ def test_key_blocks_of_grouped_heads_take_turns_to_rise(changed: dict[str, Any],
         for deterministic in (True, False):
             launches = backward_launches(P, context, deterministic=deterministic, sinks=False)
             found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
-            assert found.turn_keys == (0 if found.in_order else turn)
+            assert found.run_keys == (0 if found.in_order else run)

@@ -177,19 +177,19 @@ def test_a_key_block_waits_for_those_that_were_claimed_before(
 
 
 @pytest.mark.parametrize("D", [64, 128, 192, 256])
-def test_key_blocks_take_turns_to_begin_at_the_diagonal(D: int, tmp_path: Path) -> None:
-    """Every second run of `turn_keys`; all others begin at the last query."""
+def test_every_second_run_of_key_blocks_begins_at_the_diagonal(D: int, tmp_path: Path) -> None:
+    """All others begin at the last query."""
     problem = asked(D=D, Dv=D, Hq=12, Hkv=3, Nq=3000, Nk=5000, window=CAUSAL)
     plan = backward(problem, H200)
     key = next(x.key for x in plan.launches if x.key.kernel in HOPPER_BACKWARDS)
-    turn = plan.fields["turn_keys"]
+    run = plan.fields["run_keys"]
     found = backward_work_tiles(
         tmp_path, plan, key, kv_lengths=np.array([5000, 4000]), q_offset=np.array([2000, 1000])
     )
     rising = {(x.b, x.block): x.tile < y.tile for x, y in pairwise(found) if x.claim == y.claim}
     assert {*rising.values()} == {False, True}
     for (_, block), rises in rising.items():
-        assert rises == block * key.block_k // turn % 2
+        assert rises == block * key.block_k // run % 2
 
 
 @pytest.mark.parametrize(("D", "Hq", "window"), [(64, 3, CAUSAL), (128, 6, (None, None))])

@@ -37,7 +37,7 @@ _PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
 _SIZES = (
     *("alibi_slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows"),
     *("single_heads", "head_groups", "turn_rows", "turn_heads", "in_order"),
-    *("last_keys_first", "turn_keys", "claims_apart", "inverse_apart", "pace_steps"),
+    *("last_keys_first", "run_keys", "claims_apart", "inverse_apart", "pace_steps"),
     *("bias_B", "bias_H", "bias_Nq", "bias_Nk"),
     *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
     *("length", "offset", "left", "right", "entries"),

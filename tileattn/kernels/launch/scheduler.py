@@ -31,7 +31,7 @@ WHOLE_WAVES = 4096  # at least, keys of a causal call whose heads go in whole wa
 APART_DIM, APART_KEYS = 128, 16384  # of heads that begin apart, in order; keys at most (measured)
 # At most, keys if one wave of those is enough, and if two are; of more it is three (measured).
 ONE_WAVE, TWO_WAVES = 512, 4096
-# At least, query heads of a key head whose key blocks take turns to rise, and keys (measured)
+# At least, query heads of a key head whose runs of key blocks alternate, and keys (measured)
 RISING_GROUP, RISING_KEYS = 4, 1024
 WAVE_KEYS = 16384  # about those that a GPU works on at a time
 TPC = 2  # SMs that share an instruction cache
@@ -55,7 +55,7 @@ class Schedule(NamedTuple):
     in_order: bool = False  # whether key blocks add to dq one after the other
     # In which order those of a head do, and their query tiles: as in `BwdWorkTile` in CUDA.
     last_keys_first: bool = False
-    turn_keys: int = 0
+    run_keys: int = 0
     # Of successive key blocks of a head, if heads begin apart; and modulo the blocks of a head.
     claims_apart: int = 0
     inverse_apart: int = 0
@@ -135,7 +135,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
 
     It comes back to q, dout and the sums of dq for each key block: a group has as many heads as a
     quarter of the L2 holds of those, as its halves keep copies of what both read. It fills a wave
-    at least, or about two where key blocks take turns to rise: those of the second wave meet those
+    at least, or about two where runs of key blocks alternate: those of the second wave meet those
     of the first. Under a long causal mask, and if dq is summed in order, half of the L2 or two
     waves are better (measured), there in whole waves. In order each key block waits for the one
     before; that keeps heads together, and the fewer of their key blocks are in flight, the shorter
@@ -153,7 +153,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
         rows = FAR if in_order and is_causal else l2_bytes // 2 // row
         turn = max(1, in_flight if in_order else grid)
         return Schedule(1, None, in_order, turn_rows=rows, turn_heads=turn)
-    rises = not in_order and _take_turns(P, key)
+    alternate = not in_order and _alternate(P, key)
     is_long = is_causal and P.Nk >= WHOLE_WAVES
     share, least = (2, 2) if in_order or is_long else (4, 1)
     heads, blocks, size = P.B * P.Hkv, -(-P.Nk // key.block_k), l2_bytes // share // (P.Nq * row)
@@ -167,7 +167,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     apart = 0
     if in_step:
         size = two_waves
-    elif rises:
+    elif alternate:
         size = round(2 * grid / blocks)
     elif in_order and _begin_apart(P, key):
         size = apart = _claims_apart(P.Nk, grid, blocks, heads)
@@ -177,14 +177,14 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
         size = in_flight if is_causal else min(size, 2 * in_flight)
     groups = -(-heads // max(1, min(size, grid)))
     inverse = pow(apart, -1, blocks) if apart else 0
-    # Key blocks that rise, or add in order, stay together by themselves.
-    drifts = not (rises or in_order) and P.Nq * row > PACED * l2_bytes
+    # Runs that alternate, and key blocks that add in order, stay together by themselves.
+    drifts = not (alternate or in_order) and P.Nq * row > PACED * l2_bytes
     tiles = P.group * -(-P.Nq // key.block_q)
     return Schedule(
         groups,
         in_order=in_order,
         last_keys_first=in_step and is_causal,
-        turn_keys=_turn_keys(P.Nk) if rises else 0,
+        run_keys=_run_keys(P.Nk) if alternate else 0,
         claims_apart=apart,
         inverse_apart=inverse,
         pace_steps=_pace_steps(P, heads * blocks, tiles, launch.workers) if drifts else 0,
@@ -260,8 +260,8 @@ def _claims_apart(Nk: int, grid: int, blocks: int, heads: int) -> int:
     return apart
 
 
-def _take_turns(P: Problem, key: KernelKey) -> bool:
-    """Whether key blocks take turns to rise, that is to begin at the diagonal, in any order.
+def _alternate(P: Problem, key: KernelKey) -> bool:
+    """Whether every second run of key blocks rises: its blocks begin at the diagonal.
 
     Under a causal mask the first key blocks of a head begin together, with the last query tile, and
     share what they load. Later ones begin one after the other, as SMs get free. With the last tile
@@ -273,7 +273,7 @@ def _take_turns(P: Problem, key: KernelKey) -> bool:
     return many and _is_triangle(P) and not _is_listed(key)
 
 
-def _turn_keys(Nk: int) -> int:
+def _run_keys(Nk: int) -> int:
     """Count the keys of a head that run together: a wave has those of one head, or of more."""
     return WAVE_KEYS // max(1, round(2 * WAVE_KEYS / Nk))
 

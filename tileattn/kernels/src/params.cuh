@@ -54,13 +54,13 @@ struct Fields {
     // Sizes. group: query heads of a key head. rows: rows of a head in delta and lse_log2, padded.
     // single_heads: heads whose work tiles are scheduled one head after the other, before all others;
     // head_groups: in how many groups these are, one group after the other. in_order: whether
-    // key blocks add to dQ in a fixed order. last_keys_first, turn_keys: the order of a head's
+    // key blocks add to dQ in a fixed order. last_keys_first, run_keys: the order of a head's
     // key blocks and of their query tiles, as in `BwdWorkTile`. claims_apart: of successive blocks of
     // a head, where heads begin apart; inverse_apart: modulo the blocks of a head. Of packed
     // sequences, key heads whose blocks take turns go through turn_rows at most, and are turn_heads
     // at most. pace_steps: of `Pace`; 0 where CTAs do not wait for each other.
     i64 B, Hq, Hkv, Nq, Nk, D, Dv, group, rows, single_heads, head_groups, turn_rows, turn_heads,
-        in_order, last_keys_first, turn_keys, claims_apart, inverse_apart, pace_steps;
+        in_order, last_keys_first, run_keys, claims_apart, inverse_apart, pace_steps;
     i64 bias_B, bias_H, bias_Nq, bias_Nk;
     i64 mask_block_q, mask_block_k, kinds_tile_q, kinds_tile_k;
     // Options. length and offset hold where their arrays are null.

@@ -330,7 +330,7 @@ struct QueryTiles {
 // A block of keys of one key head, with the query tiles of each query head that shares it.
 //
 // The blocks of a head begin with the first keys, and each with its last query tile: under a causal
-// mask, too, all come to a tile at about the same time. With `turn_keys` those of every second run of so
+// mask, too, all come to a tile at about the same time. With `run_keys` those of every second run of so
 // many keys begin with their first tile, the diagonal. With `last_keys_first` all do, and the last keys
 // come first: blocks that begin together come to a tile one behind the other, in the order in which
 // they add to its dQ.
@@ -403,8 +403,8 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     const int tiles = block_count<BLOCK_Q>(p, p.Nq);
     const int begin = list.lower_bound(queries.lo / BLOCK_Q, tiles);
     const int end = max(begin, list.lower_bound((queries.hi + BLOCK_Q - 1) / BLOCK_Q, tiles));
-    const u32 turn = p.turn_keys;
-    const bool rises = last_first || (!PACKED && turn && u32(work.k0) / turn % 2);
+    const u32 run = p.run_keys;
+    const bool rises = last_first || (!PACKED && run && u32(work.k0) / run % 2);
     work.tiles = {rises ? begin : end - 1, rises ? end : begin - 1, full};
     return true;
 }
