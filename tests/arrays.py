@@ -19,3 +19,8 @@ def normal(sizes: Sizes, dtype: Any = np.float32, seed: int = 0) -> Given:
     shapes = ((B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (B, Hq, Nq, Dv))
     q, k, v, dout = (rng.normal(size=shape).astype(dtype) for shape in shapes)
     return q, k, v, dout
+
+
+def relative_error(actual: Array, expected: Array) -> float:
+    """Give the norm of the difference over that of what is expected."""
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))

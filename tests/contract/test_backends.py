@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from numpy.typing import NDArray
 
 import tileattn
-from tests.arrays import Array, Sizes, normal
+from tests.arrays import Array, Sizes, normal, relative_error
 from tests.conftest import Runner
 from tileattn import Attention, BlockMask, Gradients, reference
 from tileattn.dtypes import DTYPES
@@ -38,10 +38,6 @@ def make(sizes: Sizes, dtype: Any = np.float32) -> tuple[Array, Array, Array, Ar
     sums = np.float64 if dtype == np.float64 else np.float32
     dlse = np.random.default_rng(1).normal(size=(*sizes[:2], sizes[3]))
     return *normal(sizes, dtype), dlse.astype(sums)
-
-
-def relative_error(actual: Array, expected: Array) -> float:
-    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 # --- whole problems -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from tests.kernels.launch.planning import H200, asked, backward, forward
 from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.jit.compile import SOURCES
 from tileattn.kernels.launch.plan import LaunchPlan
-from tileattn.kernels.launch.scheduler import PACE_TILES, work_tiles
+from tileattn.kernels.launch.scheduler import PACE_STEPS, PACE_TILES, work_tiles
 from tileattn.problem import Problem
 
 CAUSAL = (None, 0)
@@ -103,3 +103,9 @@ def test_key_blocks_that_need_not_keep_pace(changed: dict[str, Any]) -> None:
     plan = backward(problem_of(**changed), H200, deterministic=deterministic)
     assert plan.fields["pace_steps"] == 0
     assert "paces" not in plan.workspace.starts
+
+
+@pytest.mark.parametrize("pass_of", [forward, backward])
+def test_counters_do_not_grow_with_the_square_of_a_length(pass_of: Any) -> None:
+    steps = [pass_of(problem_of(n=1 << n), H200).fields["pace_steps"] for n in (20, 24, 26)]
+    assert steps[0] < steps[1] == steps[2] == PACE_STEPS

@@ -32,8 +32,8 @@ APART_DIM, APART_KEYS = 128, 16384  # of heads that begin apart, in order; keys 
 # At most, keys if one wave of those is enough, and if two are; of more it is three (measured).
 ONE_WAVE, TWO_WAVES = 512, 4096
 # At least, query heads of a key head whose runs of key blocks alternate, and keys (measured)
-RISING_GROUP, RISING_KEYS = 4, 1024
-WAVE_KEYS = 16384  # about those that a GPU works on at a time
+ALTERNATE_GROUP, ALTERNATE_KEYS = 4, 1024
+WAVE_KEYS = 16384  # about those of a wave of key blocks
 TPC = 2  # SMs that share an instruction cache
 MANY_TILES_DIM = 192  # at most, of heads with so many work tiles that SMs go in step (measured)
 TALL = 192  # at least, queries of a work tile if the last ones go to late thread blocks (measured)
@@ -41,6 +41,7 @@ LATE = 1 / 16  # of all work, what those take (measured)
 LATE_KEYS = 4096  # at least, keys of a call with late thread blocks (measured from here on)
 SHORT = 2048  # at most, keys where work tiles wait for memory (measured)
 PACE_TILES = 32  # tiles of a step: as in CUDA
+PACE_STEPS = 1 << 20  # at most, of a worker: memory must not grow with the square of a length
 PACED = 1  # L2 caches that a head fills before thread blocks keep pace (measured)
 MAX_WAVES = 64  # of a worker, on average: more even out by themselves
 
@@ -219,12 +220,12 @@ def _pace_steps(P: Problem, count: int, tiles: int, workers: int) -> int:
     """Count the steps of the worker that has most, of work tiles of so many tiles at most.
 
     It is 0 where workers do not keep pace: in windows, and under other masks, their work tiles have
-    different keys in any case.
+    different keys in any case. Behind the last step they go on alone.
     """
     if P.window[0] is not None or not P.enabled_options.isdisjoint(MASKS):
         return 0
     waves = -(-count // workers)
-    return (waves + 1) * tiles // PACE_TILES + 1
+    return min((waves + 1) * tiles // PACE_TILES + 1, PACE_STEPS)
 
 
 def _goes_in_step(P: Problem, key: KernelKey) -> bool:
@@ -269,13 +270,17 @@ def _alternate(P: Problem, key: KernelKey) -> bool:
     (measured). Those that rise end at the last tile, where the next wave begins. The bits of dk and
     dv follow from it, so options, lengths and heads alone decide.
     """
-    many = P.group >= RISING_GROUP and P.Nk >= RISING_KEYS
+    many = P.group >= ALTERNATE_GROUP and P.Nk >= ALTERNATE_KEYS
     return many and _is_triangle(P) and not _is_listed(key)
 
 
 def _run_keys(Nk: int) -> int:
-    """Count the keys of a head that run together: a wave has those of one head, or of more."""
-    return WAVE_KEYS // max(1, round(2 * WAVE_KEYS / Nk))
+    """Count the keys of a run: of the heads that fill two waves together, each has so many in one.
+
+    The number of SMs does not count, so that dk and dv have the same bits on any.
+    """
+    heads = max(1, round(2 * WAVE_KEYS / Nk))
+    return WAVE_KEYS // heads
 
 
 def _is_triangle(P: Problem) -> bool:
