@@ -64,6 +64,24 @@ def test_heads_that_share_keys(D: int, Dv: int, group: int) -> None:
 
 
 @pytest.mark.usefixtures("few_sms")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("added", ["alibi_slopes", "bias", "dropout_p"])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, *WIDE[:3]])
+def test_heads_that_share_keys_come_one_after_the_other(
+    D: int, Dv: int, added: str, deterministic: bool
+) -> None:
+    """In a window: what belongs to a head is taken with its tiles."""
+    made, rng = normal((2, 6, 2, 515, 700, D, Dv), DTYPES[1]), np.random.default_rng(0)
+    more = {
+        "alibi_slopes": rng.random(6),
+        "bias": rng.standard_normal((6, 515, 700)),
+        "dropout_p": 0.2,
+    }[added]
+    options = {"window": (150, 0), "kv_lengths": [700, 310], added: more}
+    check(made, **options, deterministic=deterministic)
+
+
+@pytest.mark.usefixtures("few_sms")
 @pytest.mark.parametrize(("D", "Dv"), [*SQUARE, *WIDE[:3]])
 def test_key_blocks_that_begin_at_the_diagonal(D: int, Dv: int) -> None:
     """Those of every second run; some queries see nothing."""

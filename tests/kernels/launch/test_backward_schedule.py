@@ -8,6 +8,7 @@ import pytest
 from tests.kernels.launch.planning import ON_HOPPER
 from tests.kernels.launch.schedules import CACHE, CAUSAL, shaped
 from tileattn.kernels.config.families import backward_launches
+from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.launch.layout import contiguous_inputs
 from tileattn.kernels.launch.scheduler import schedule_of
 from tileattn.problem import Problem
@@ -170,3 +171,20 @@ def test_runs_of_grouped_heads_alternate(changed: dict[str, Any], run: int) -> N
             launches = backward_launches(P, context, deterministic=deterministic, sinks=False)
             found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
             assert found.run_keys == (0 if found.in_order else run)
+
+
+@pytest.mark.parametrize("D", [64, 128, 192, 256])
+def test_heads_that_share_keys_come_one_after_the_other_in_a_window(D: int) -> None:
+    """Also where dq is summed in order; the bits of dk and dv follow from it."""
+
+    def apart(**changed: Any) -> set[bool]:
+        P = replace(shaped("float16", D, B=2, Hq=32, Hkv=4, Nq=2048, Nk=2048), **changed)
+        made = (
+            backward_launches(P, ON_HOPPER, deterministic=x, sinks=False) for x in (False, True)
+        )
+        kernels = HOPPER_BACKWARDS
+        return {x.key.heads_apart for made in made for x in made if x.key.kernel in kernels}
+
+    assert apart(window=(70, 0)) == apart(window=(70, None)) == {True}
+    assert apart(window=CAUSAL) == apart(window=(70, 0), Hq=4) == {False}
+    assert apart(window=(70, 0), sequences=9) == {False}

@@ -44,6 +44,20 @@ extern "C" int claim_all(const Params* p, int* found) {
 }
 """
 
+_HEADS = """\
+#include "tile_scheduler_sm90.cuh"
+
+extern "C" int visit_all(const Params* p, int* found) {
+    const int* const begin = found;
+    BwdWorkTile work{};
+    for (int n = 0; get_work(*p, u32(n), work); ++n)
+        for_each_index(*p, work, [&](int index, int first, int end) {
+            for (int h = first; h < end; ++h) *found++ = n, *found++ = h, *found++ = index;
+        });
+    return int(found - begin) / 3;
+}
+"""
+
 _COUNTED = """\
 #include "dq_counter.cuh"
 #include "tile_scheduler_sm90.cuh"
@@ -190,6 +204,37 @@ def test_every_second_run_of_key_blocks_begins_at_the_diagonal(D: int, tmp_path:
     assert {*rising.values()} == {False, True}
     for (_, block), rises in rising.items():
         assert rises == block * key.block_k // run % 2
+
+
+@pytest.mark.parametrize(
+    ("window", "apart"), [(CAUSAL, False), ((300, 0), True), ((70, None), True)]
+)
+@pytest.mark.parametrize("D", [64, 128, 192, 256])
+def test_query_heads_of_a_key_block(D: int, window: Any, apart: bool, tmp_path: Path) -> None:
+    """In a window one after the other, else all at each tile; each tile of each once."""
+    problem = asked(D=D, Dv=D, Hq=12, Hkv=3, Nq=900, Nk=1000, window=window)
+    plan = backward(problem, H200)
+    key = next(x.key for x in plan.launches if x.key.kernel in HOPPER_BACKWARDS)
+    found = np.empty((9999, 3), np.int32)
+    block = block_with(plan, {})
+    library = scheduler(tmp_path, key, _HEADS)
+    count = library.visit_all(*(ctypes.c_void_p(x.ctypes.data) for x in (block, found)))
+    kept = backward_work_tiles(tmp_path, plan, key)
+    assert count == 4 * len(kept)
+    visits = found[:count].tolist()
+    assert len({*map(tuple, visits)}) == count
+    of_claim = defaultdict(list)
+    for claim, h, tile in visits:
+        of_claim[claim].append((h, tile))
+    for own in of_claim.values():
+        heads, tiles = [*dict.fromkeys(h for h, _ in own)], [*dict.fromkeys(i for _, i in own)]
+        assert heads == [*range(heads[0] // 4 * 4, heads[0] // 4 * 4 + 4)]
+        pairs = (
+            [(h, i) for h in heads for i in tiles]
+            if apart
+            else [(h, i) for i in tiles for h in heads]
+        )
+        assert own == pairs
 
 
 @pytest.mark.parametrize(("D", "Hq", "window"), [(64, 3, CAUSAL), (128, 6, (None, None))])

@@ -193,7 +193,7 @@ def backward(
         <= HOPPER_LIMIT - HOPPER_STATIC
     )
     key = _key(kernel, P, context, dim, value, tile, shared)
-    key = replace(key, add_dq=not is_wide)
+    key = replace(key, add_dq=not is_wide, heads_apart=_takes_heads_apart(P))
     # The kernel is persistent: a thread block takes one key block after the other.
     grid = min(context.sm_count, P.B * P.Hkv * block_count(P, P.Nk, key.block_k))
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
@@ -209,6 +209,17 @@ def backward(
     others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
     repairs = (generic.repairing(launch, context, left) for launch in others)
     return own, dq, *safe, *repairs
+
+
+def _takes_heads_apart(problem: Problem) -> bool:
+    """Whether a key block takes query heads that share its keys one after the other.
+
+    In a window key blocks that run together are at a query tile each, and one comes to a tile a
+    step after its neighbour. The L2 cache holds what all load in a step of one head, but not in a
+    step of all heads.
+    """
+    P = problem
+    return P.window[0] is not None and P.group > 1 and P.sequences is None
 
 
 def _suits_tall(problem: Problem, rows: int) -> bool:

@@ -22,7 +22,6 @@ __device__ inline i64 statistic_index(const Params& p, const WorkTile& work, int
 // The producer thread: claim work tiles, load all that they need in the order of its use, and
 // publish them.
 __device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem) {
-    const int group = int(p.group);
     PipelineState<1> k_pipe;
     PipelineState<1> v_pipe;
     PipelineState<Q_STAGES> q_pipe;
@@ -67,8 +66,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         // All work tiles of a head are skipped or none: these flags stay while this kernel runs.
         // LARGE heads, alone or with NON_FINITE, go to the generic kernels.
         if ((head_flags(p, work.b, work.kv) & KNOWN) != FLAGGED_HEADS) continue;
-        const QueryTiles tiles = work.tiles;
-        if (tiles.is_empty()) {
+        if (work.tiles.is_empty()) {
             publish_work(false);
             continue;
         }
@@ -78,15 +76,13 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         ValueTile::prefetch(maps.v, work.k_start + work.k0, work.kv, work.entry());
         const QueryTileList list(p, work);
         bool first = true;
-#pragma unroll 1
-        for (int index = tiles.first; index != tiles.stop; index = tiles.next(index)) {
+        for_each_index(p, work, [&](int index, int begin, int end) {
             const int q0 = list.tile(index) * BLOCK_Q;
-            const i64 row = statistic_index(p, work, work.kv * group, q0);
+            const i64 row = statistic_index(p, work, begin, q0);
             const float* lse_log2 = static_cast<const float*>(p.lse_log2) + row;
             const float* delta = static_cast<const float*>(p.delta) + row;
 #pragma unroll 1
-            for (int g = 0; g < group; ++g, lse_log2 += p.rows, delta += p.rows) {
-                const int h = work.kv * group + g;
+            for (int h = begin; h < end; ++h, lse_log2 += p.rows, delta += p.rows) {
                 load_q(h, q0, lse_log2);
                 load_dout(h, q0, delta);
                 if (first) {
@@ -100,7 +96,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 }
                 if (!PACKED) pace.advance(p);
             }
-        }
+        });
     }
     pace.end(p);
     work.is_end = true;
@@ -116,18 +112,15 @@ __device__ inline void load_bias(const Params& p, const Smem& smem) {
     for (;; k_pipe.advance()) {
         smem.k_full().wait(k_pipe.phase);
         if (work.is_end) break;
+        for_each_index(p, work, [&](int index, int begin, int end) {
 #pragma unroll 1
-        for (int index = work.tiles.first; index != work.tiles.stop;
-             index = work.tiles.next(index)) {
-#pragma unroll 1
-            for (int g = 0; g < int(p.group); ++g, bias_pipe.advance()) {
+            for (int h = begin; h < end; ++h, bias_pipe.advance()) {
                 smem.bias_empty().wait(bias_pipe.phase ^ 1);
-                const int h = work.kv * int(p.group) + g;
                 bias.load_tile(ScoreMod(p, work.b, h), QueryTileList(p, work).tile(index) * BLOCK_Q,
                                work.k0);
                 smem.bias_full().arrive_after_copies();
             }
-        }
+        });
         smem.k_empty().arrive();  // safe: only generic stores overwrite the work tile
     }
 }
@@ -157,7 +150,7 @@ __device__ inline u32 wait_turn(const Params& p, u32* semaphore, u32 reached, u3
 // The thread of a dQ store warp: add dQ tiles to device memory, in turn with the other warp's. Of the key
 // blocks that a query tile attends to the first stores, so there need be no zeros before; the others add.
 __device__ inline void store_dq(const Params& p, const Smem& smem, int store_warp) {
-    const int heads = int(p.group), rows = int(p.Nq), tiles = block_count<BLOCK_Q>(p, p.Nq);
+    const int rows = int(p.Nq), tiles = block_count<BLOCK_Q>(p, p.Nq);
     // A copy is read while the next one begins. The wait before makes the arrive safe.
     constexpr int UNREAD = DQ_STAGES > 1 ? 1 : 0;
     PipelineState<1> k_pipe;
@@ -179,15 +172,13 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
         const WorkTile work = smem.storage.work_tile;
         smem.k_empty().arrive();  // safe: only generic stores overwrite the work tile
         if (work.is_end) break;
-        const u32 first_head = work.entry() * int(p.Hq) + work.kv * heads;
+        const u32 first_head = work.entry() * int(p.Hq);
         const QueryTileList list(p, work);
-#pragma unroll 1
-        for (int index = work.tiles.first; index != work.tiles.stop;
-             index = work.tiles.next(index)) {
+        for_each_index(p, work, [&](int index, int begin, int end) {
             const int tile = list.tile(index);
             const u32 rank = claims_dq(p) ? 0 : list.rank(p, work, index);
 #pragma unroll 1
-            for (u32 head = first_head; head < first_head + heads; ++head) {
+            for (u32 head = first_head + begin; head < first_head + end; ++head) {
                 if (others) {
                     --others, dq_pipe.advance(DQ_COPIES);
                     continue;
@@ -229,7 +220,7 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                 if (p.in_order || !before)
                     bulk_wait(), publish_semaphore(semaphore, claims_dq(p) ? DQ_STORED : rank + 1);
             }
-        }
+        });
         bulk_wait();
         count_dq(p, i64(work.b) * p.Hkv + work.kv, DQ_COUNT / DQ_STORE_WARPS);
     }
@@ -304,23 +295,22 @@ __device__ inline bool is_partial(const WorkTile& work, const QueryTileList& lis
     return list.is_partial(index) || work.tiles.is_partial(list.tile(index));
 }
 
-// Call step(partial, more) for the query tiles of a work tile that has some: the first tile of each
-// head, then the next of each. The caller may do the first step of all itself. `more` is
-// false for the last one, if that is peeled off.
+// Call step(partial, more) for the query tiles of a work tile that has some, in the order above. The
+// caller may do the first step of all itself. `more` is false for the last one, if that is peeled off.
 template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
 __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int heads,
                                               int& h, int& tile, Step step) {
     const QueryTiles& tiles = work.tiles;
     const QueryTileList list(p, work);
     const int first_head = work.kv * heads, end_head = first_head + heads;
-    int begin = first_head + SKIP_FIRST;
+    int skipped = first_head + SKIP_FIRST;
     bool partial = false;
-#pragma unroll 1
-    for (int index = tiles.first; index != tiles.stop;
-         index = tiles.next(index), begin = first_head) {
+    for_each_index(p, work, [&](int index, int begin, int end) {
         tile = list.tile(index);
         partial = is_partial(work, list, index);
-        const int end = end_head - (PEEL_LAST && tiles.next(index) == tiles.stop);
+        begin = max(begin, skipped);
+        skipped = 0;
+        end -= PEEL_LAST && end == end_head && tiles.next(index) == tiles.stop;
         if constexpr (NAN_SAFE) {  // one copy compiles sooner
             const bool any = __any_sync(~0u, partial);
 #pragma unroll 1
@@ -332,7 +322,7 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& w
 #pragma unroll 1
             for (h = begin; h < end; ++h) step(false, true);
         }
-    }
+    });
     if constexpr (PEEL_LAST) {
         h = end_head - 1;
         step(partial, false);

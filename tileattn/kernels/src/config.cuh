@@ -48,6 +48,7 @@ constexpr bool PAGED = KEY_PAGED;    // keys are in pages, which a block table s
 constexpr bool IN_PIECES = KEY_IN_PIECES;  // keys are cut, and all rows that share them are one tile
 constexpr bool FOLD = KEY_FOLD_SCALE;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
+constexpr bool HEADS_APART = KEY_HEADS_APART;  // query heads that share keys come one after the other
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
 constexpr u32 FLAGGED_HEADS = KEY_HEAD_FLAGS;  // heads with one of these flags; 0 for all
 constexpr bool ONLY_FLAGGED = FLAGGED_HEADS != 0;

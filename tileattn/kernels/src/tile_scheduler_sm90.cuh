@@ -408,3 +408,22 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     work.tiles = {rises ? begin : end - 1, rises ? end : begin - 1, full};
     return true;
 }
+
+// Call visit(index, begin, end) for each query tile of a work tile, and the query heads, begin to
+// end - 1, that are taken with it before the next tile: all that share keys, or one after the other.
+template <class Visit>
+__device__ __forceinline__ void for_each_index(const Params& p, const BwdWorkTile& work, Visit visit) {
+    const QueryTiles& tiles = work.tiles;
+    const int first_head = work.kv * int(p.group), end_head = first_head + int(p.group);
+    auto go = [&](int begin, int end) {
+#pragma unroll 1
+        for (int index = tiles.first; index != tiles.stop; index = tiles.next(index))
+            visit(index, begin, end);
+    };
+    if constexpr (HEADS_APART) {
+#pragma unroll 1
+        for (int h = first_head; h < end_head; ++h) go(h, h + 1);
+    } else {
+        go(first_head, end_head);
+    }
+}
