@@ -258,10 +258,26 @@ def test_defaults_given_by_hand_are_the_defaults() -> None:
         ({"window": [np.int64(2), None]}, (2, None)),
         ({"window": (2, 3), "causal": True}, (2, 0)),
         ({"window": (None, None), "causal": np.True_}, (None, 0)),
-        ({"window": (1 << 70, 1 << 63)}, (1 << 61, 1 << 61)),
+        ({"window": (1 << 70, 1 << 63), "q_offset": 0}, (1 << 61, 1 << 61)),
     ],
 )
 def test_causal_is_a_window(options: dict[str, Any], window: tuple[int | None, int | None]) -> None:
+    assert parse(Q, K, V, options)[0].window == window
+
+
+@pytest.mark.parametrize(
+    ("options", "window"),
+    [
+        ({"window": (NK - 2, NQ - 2)}, (NK - 2, NQ - 2)),
+        ({"window": (NK - 1, NQ - 1)}, (None, None)),
+        ({"window": (NK - 1, 0), "kv_lengths": [4, 0]}, (None, 0)),
+        ({"window": (0, NQ - 1)}, (0, None)),
+        ({"window": (NK - 1, NQ - 1), "q_offset": NK - NQ}, (NK - 1, NQ - 1)),
+    ],
+)
+def test_a_side_that_hides_no_key_is_open(
+    options: dict[str, Any], window: tuple[int | None, int | None]
+) -> None:
     assert parse(Q, K, V, options)[0].window == window
 
 

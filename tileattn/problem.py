@@ -62,7 +62,7 @@ class Problem:
     softcap : float or None
         Bound of the scaled products.
     window : (int or None, int or None)
-        Keys to the left and right; causal is a right side of 0.
+        Keys to the left and right; causal is a right side of 0, a side that hides no key is open.
     dropout_p : float
         Probability of dropping an entry.
     seed : int
@@ -197,12 +197,15 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
             )
         block_mask.check(*shape)
     score_mod, mask_mod = _functions(options, shape)
+    window = window_of(options.get("window"), options.get("causal", False))
+    if options.get("q_offset") is None:
+        window = _without_far_sides(window, Nq, Nk)
     problem = Problem(
         *(B, Hq, Hkv, Nq, Nk, D, Dv),
         dtype=q.dtype,
         scale=_scale(options.get("scale"), D),
         softcap=_softcap(options.get("softcap")),
-        window=window_of(options.get("window"), options.get("causal", False)),
+        window=window,
         dropout_p=_dropout(options.get("dropout_p", 0.0)),
         seed=_seed(options.get("seed", 0)),
         ndim=ndim,
@@ -417,6 +420,17 @@ def window_of(window: Any, causal: Any) -> tuple[int | None, int | None]:
     if causal:
         right = 0
     return left, right
+
+
+def _without_far_sides(
+    window: tuple[int | None, int | None], Nq: int, Nk: int
+) -> tuple[int | None, int | None]:
+    """Open each side that hides no key, where the last query is at the last key."""
+    left, right = window
+    return (
+        None if left is None or left >= Nk - 1 else left,
+        None if right is None or right >= Nq - 1 else right,
+    )
 
 
 def _side(side: Any, window: Any) -> int | None:

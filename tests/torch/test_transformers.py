@@ -272,8 +272,8 @@ def names_of(call: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "sides"),
     [
-        ("Llama", {"none": set(), "left": {"mask"}, "right": {"kv_lengths"}}),
-        ("Gemma2", {"none": set(), "left": {"mask"}, "right": {"kv_lengths"}}),
+        ("Llama", {"none": set(), "left": {"mask"}, "right": {"kv_lengths", "q_offset"}}),
+        ("Gemma2", {"none": set(), "left": {"mask"}, "right": {"kv_lengths", "q_offset"}}),
     ],
 )
 def test_padding_and_windows_are_options(
@@ -282,7 +282,7 @@ def test_padding_and_windows_are_options(
     for side, more in sides.items():
         calls.clear()
         model(name, "tileattn")(**inputs_of(name, side))
-        assert [names_of(call) for call in calls] == [{"window", "q_offset"} | more] * 2
+        assert [names_of(call) for call in calls] == [{"window"} | more] * 2
         windows = [call["window"] for call in calls]
         assert windows == [(4 if name == "Gemma2" else None, 0), (None, 0)]
         assert all(call["mask"].shape == (2, 1, 1, LENGTH) for call in calls if "mask" in call)
@@ -290,7 +290,7 @@ def test_padding_and_windows_are_options(
 
 def test_encoders_need_no_mask(calls: list[dict[str, Any]]) -> None:
     model("ModernBert", "tileattn")(**inputs_of("ModernBert", "none"))
-    assert [names_of(call) for call in calls] == [set(), {"window", "q_offset"}]
+    assert [names_of(call) for call in calls] == [set(), {"window"}]
     assert calls[1]["window"] == (2, 2)
 
 

@@ -15,7 +15,7 @@ from tileattn.distributed.layout import Layout, Segment
 from tileattn.distributed.rank_blocks import RankBlocks
 from tileattn.distributed.visibility import Visibility
 from tileattn.errors import UnsupportedError
-from tileattn.problem import Operands, Problem, four_axes, parse
+from tileattn.problem import Operands, Problem, four_axes, parse, window_of
 from tileattn.results import DIFFERENTIABLE
 
 Array = NDArray[Any]
@@ -303,6 +303,9 @@ def _parsed(
         xp.broadcast_to(xp.zeros((), q.dtype), (*x.shape[:-2], Nk, x.shape[-1])) for x in (k, v)
     )
     problem, x = parse(q, every_k, every_v, options)
+    # These queries are not all: a side that hides no key from them may hide some from others.
+    window = window_of(options.get("window"), options.get("causal", False))
+    problem = replace(problem, window=window)
     if is_on_gpu(q):
         _check_on_gpu(x)
     if options.get("q_offset") is None:

@@ -279,6 +279,8 @@ def make_mask(
             seen = min(seen, options["q_offset"] + q_length + right)
     if attention_mask is not None:
         options |= _padding(attention_mask, kv_offset, kv_length, seen)
+    if "kv_lengths" not in options and options.get("q_offset") == kv_length - q_length:
+        del options["q_offset"]  # the default, with which a window over all keys is no window
     return StructuredMask(options, dense, shape, device)
 
 
