@@ -62,7 +62,7 @@ class Problem:
     softcap : float or None
         Bound of the scaled products.
     window : (int or None, int or None)
-        Keys to the left and right; causal is a right side of 0, a side that hides no key is open.
+        Keys to the left and right; causal is a right side of 0. Sides that hide no key are open.
     dropout_p : float
         Probability of dropping an entry.
     seed : int
@@ -425,12 +425,14 @@ def window_of(window: Any, causal: Any) -> tuple[int | None, int | None]:
 def _without_far_sides(
     window: tuple[int | None, int | None], Nq: int, Nk: int
 ) -> tuple[int | None, int | None]:
-    """Open each side that hides no key, where the last query is at the last key."""
+    """Open a left side that hides no key, where the last query is at the last key, then the right.
+
+    A window with a left side keeps both: its width is how many keys a query attends to.
+    """
     left, right = window
-    return (
-        None if left is None or left >= Nk - 1 else left,
-        None if right is None or right >= Nq - 1 else right,
-    )
+    if left is None or left >= Nk - 1:
+        return None, None if right is None or right >= Nq - 1 else right
+    return left, right
 
 
 def _side(side: Any, window: Any) -> int | None:

@@ -32,7 +32,8 @@ from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
 
-DIMENSIONS = [*SQUARE, (128, 64), (64, 128), (96, 96), (40, 40), *WIDE]
+DIMENSIONS = [*SQUARE, (128, 64), (64, 128), (96, 96), (40, 40), (80, 80), (32, 32), (112, 48)]
+DIMENSIONS += WIDE
 ODD_DIMENSIONS = [(8, 8), (40, 24), (72, 120), (128, 8), (24, 96), (16, 128), (72, 200)]
 ODD_DIMENSIONS += [(136, 8), (200, 136), (8, 256), (248, 184), (256, 32)]
 PARTS = 6  # of a property's examples, for processes that work side by side
@@ -55,7 +56,7 @@ def test_every_option_at_every_head_dimension(D: int, Dv: int, options: str, dty
 
 @pytest.mark.usefixtures("few_sms")
 @every_option
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (64, 128), *WIDE])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (64, 128), (80, 80), (32, 32), *WIDE])
 def test_many_work_tiles(D: int, Dv: int, options: str) -> None:
     Nq, Nk = 400, 660
     check(arrays(DTYPES[1], D, Dv, Nq, Nk), **filled(OPTIONS[options], Nk))
@@ -161,7 +162,7 @@ def test_no_result_depends_on_masked_out_entries(
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("where", NAMES)
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("D", [80, 128, 256])
 def test_non_finite_values_propagate_as_in_the_formula(
     D: int, where: str, wrong: float, options: dict[str, Any]
 ) -> None:

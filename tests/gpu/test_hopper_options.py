@@ -59,7 +59,7 @@ def check_functions(given: Any, options: dict[str, Any], *, deterministic: bool 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("options", ["plain", "window", "all"])
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128), (256, 192)])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (80, 80), (192, 128), (256, 192)])
 def test_block_masks(D: int, Dv: int, options: str, mask: str) -> None:
     Nq, Nk = 420, 700
     there = filled(OPTIONS[options], Nk)

@@ -186,5 +186,6 @@ def test_heads_that_share_keys_come_one_after_the_other_in_a_window(D: int) -> N
         return {x.key.heads_apart for made in made for x in made if x.key.kernel in kernels}
 
     assert apart(window=(70, 0)) == apart(window=(70, None)) == {True}
-    assert apart(window=CAUSAL) == apart(window=(70, 0), Hq=4) == {False}
-    assert apart(window=(70, 0), sequences=9) == {False}
+    assert apart(window=(700, 665)) == {True}
+    assert apart(window=(700, 666)) == apart(window=CAUSAL) == {False}
+    assert apart(window=(70, 0), Hq=4) == apart(window=(70, 0), sequences=9) == {False}

@@ -158,12 +158,12 @@ def test_what_the_backward_pass_launches(keys: int, blocks: int) -> None:
     # Where something is not finite the same kernel, but for stages, does it.
     key = replace(own.key, head_flags=NON_FINITE, stages=1, smem_bytes=safe.shared_bytes)
     assert safe == own._replace(key=key, shared_bytes=safe.shared_bytes, why=safe.why)
-    assert safe.shared_bytes == hopper_backward_bytes(TileSize(64, 128, 8), 128, 64, repairs=True)
+    assert safe.shared_bytes == hopper_backward_bytes(TileSize(64, 128, 8), 80, 48, repairs=True)
     assert own.shared_bytes == own.key.smem_bytes
-    assert own.shared_bytes == hopper_backward_bytes(TileSize(64, 128, 8, 1, 2), 128, 64)
+    assert own.shared_bytes == hopper_backward_bytes(TileSize(64, 128, 8, 1, 2), 80, 48)
     assert own.tensor_maps == (("q", 64), ("k", 128), ("v", 128), ("dout", 64))
     assert (finish.grid, finish.key.threads, finish.key.tile) == (2 * 6 * 5, 128, own.key.tile)
-    assert (finish.key.head_dim, finish.key.value_dim) == (128, 64)
+    assert (finish.key.head_dim, finish.key.value_dim) == (80, 48)
     assert finish_safe.key == replace(finish.key, head_flags=NON_FINITE)
     assert finish_safe.grid == 2 * 6 * 5
     for launch in (finish, finish_safe, *repairs):
@@ -249,7 +249,7 @@ def test_what_repairs_elsewhere() -> None:
 
 def test_maps_say_where_the_arrays_lie() -> None:
     """From the innermost axis on: k has its heads beside the columns, v is half of wider rows."""
-    B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
+    B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 104, 40
     problem = asked(B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK, D=D, Dv=DV, window=CAUSAL)
     steps = (2 * NK * HKV * D, 2 * D, 2 * HKV * D, 2)
     k = ArrayLayout((B, HKV, NK, D), steps, "float16")

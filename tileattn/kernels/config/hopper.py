@@ -26,7 +26,7 @@ from tileattn.kernels.config.shared_memory import (
     hopper_forward_bytes,
     hopper_wide_dq_bytes,
 )
-from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
+from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, candidates
 from tileattn.problem import Problem
 
 NAME = "Hopper"
@@ -40,9 +40,11 @@ HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_WIDE)
 HOPPER_BESIDE_ROWS = (*HOPPER_BACKWARDS, HOPPER_WIDE_DQ, HOPPER_DQ_CONVERT)
 HOPPER_DS = ("backward_dbias_sm90", "backward_daux_sm90")  # which sum dS over pairs
 
-# Head-dimension buckets of the backward kernels, of q and of v: the first that has both.
+# Head-dimension buckets. Of the backward kernels, of q and of v: the first that has both.
+_NARROW = tuple(range(32, 129, 16))  # steps of a GEMM
+_FORWARD_BUCKETS = (*_NARROW, 192, 256)
 _BACKWARD_BUCKETS = {
-    HOPPER_BACKWARD: ((64, 128), (64, 128)),
+    HOPPER_BACKWARD: (_NARROW, _NARROW),
     HOPPER_HALVES: ((192,), (128,)),
     HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
 }
@@ -50,13 +52,13 @@ _PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to a
 _FEW_KEYS = 3072  # at most, keys that a query attends to
 _SHORT = 512  # at most, keys of small tiles
 _PADDED = 1.035  # at most, queries of all tall tiles over queries
-_LONG = 2048  # at least, queries of a causal call of tall tiles
+_LONG = 2048  # at least, queries of a causal call, or keys of a window, of tall tiles
 _NORMAL = 1 << 14  # at most, keys: of more, the mean probability is subnormal in float16
 _MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
 _MASKED_ROWS = 128  # at most, queries of a tile where a mask leaves blocks empty
 MASKS = frozenset({"mask", "block_mask", "mask_mod"})
 _SCORE_MODS = frozenset({"softcap", "alibi_slopes", "score_mod", "bias"})
-_NARROW_DIM = _BACKWARD_BUCKETS[HOPPER_BACKWARD][0][-1]
+_NARROW_DIM = _NARROW[-1]
 
 _SUPPORTED = "wgmma and tensor maps"
 _DQ_CONVERT = "one thread block for each tile of dq"
@@ -109,7 +111,7 @@ def forward(
 ) -> KernelLaunch:
     """Launch the forward pass, with the first of some tiles or with those that suit the problem."""
     P, tile = problem, (tiles or _forward_tiles(problem, context))[0]
-    dim, value = bucket(P.D), bucket(P.Dv)
+    dim, value = _forward_bucket(P.D), _forward_bucket(P.Dv)
     shared = hopper_forward_bytes(tile, dim, value, _bias_size(context))
     key = _key(HOPPER, P, context, dim, value, tile, shared)
     # The kernel is persistent: a thread block takes one query block after the other.
@@ -132,7 +134,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     are the bits of each.
     """
     P = problem
-    dim, value = bucket(P.D), bucket(P.Dv)
+    dim, value = _forward_bucket(P.D), _forward_bucket(P.Dv)
     masked = not P.enabled_options.isdisjoint(MASKS)
     plain = P.enabled_options.isdisjoint(_SCORE_MODS) and not masked and not P.dropout_p
     packed = P.sequences is not None
@@ -181,7 +183,7 @@ def backward(
     def suits(tile: TileSize) -> bool:
         if tile.block_q % HOPPER_GROUP_ROWS > 0:
             # dq is computed transposed, 64 columns by each warpgroup.
-            return plain and dim == tile.warps_m // 4 * 64 and _suits_tall(P, tile.block_q)
+            return plain and dim > 64 and _suits_tall(P, tile.block_q)
         if tile.stages > 2 and not is_wide and not _is_normal(P):
             return False  # with three stages narrow heads, too, round P
         return plain or tile.block_q <= _MODIFIED_ROWS
@@ -216,23 +218,26 @@ def _takes_heads_apart(problem: Problem) -> bool:
 
     In a window key blocks that run together are at a query tile each, and one comes to a tile a
     step after its neighbour. The L2 cache holds what all load in a step of one head, but not in a
-    step of all heads.
+    step of all heads. In a window over most keys there are more at the same tile (measured).
     """
-    P = problem
-    return P.window[0] is not None and P.group > 1 and P.sequences is None
+    P, (left, right) = problem, problem.window
+    if left is None or P.group == 1 or P.sequences is not None:
+        return False
+    return 3 * (left + (right or 0)) <= 2 * P.Nk
 
 
 def _suits_tall(problem: Problem, rows: int) -> bool:
     """Whether tiles of so many queries, more than 64, suit a call without score modifiers.
 
-    They are faster where queries fill the last one, without a mask, and under a causal one at long
-    lengths: at short ones more lies beyond the diagonal (measured). Of packed sequences nobody
-    knows the queries.
+    They are faster where queries fill the last one, without a mask, and if a mask leaves queries
+    many keys: of few, more lies beyond the diagonals (measured). Of packed sequences nobody knows
+    the queries.
     """
-    P = problem
+    P, (left, right) = problem, problem.window
     full = P.sequences is None and -(-P.Nq // rows) * rows <= _PADDED * P.Nq
     masked = not P.enabled_options.isdisjoint(MASKS)
-    uncut = P.window == (None, None) or (P.window == (None, 0) and P.Nq >= _LONG)
+    many = right is not None and (P.Nq if left is None else left + right + 1) >= _LONG
+    uncut = P.window == (None, None) or many
     return full and uncut and _is_normal(P) and not masked
 
 
@@ -243,6 +248,10 @@ def _is_normal(problem: Problem) -> bool:
     """
     P = problem
     return P.dtype.name != "float16" or (P.sequences is None and P.Nk <= _NORMAL)
+
+
+def _forward_bucket(dim: int) -> int:
+    return next(n for n in _FORWARD_BUCKETS if n >= dim)
 
 
 def _buckets(kernel: str, P: Problem) -> tuple[int, int]:
@@ -296,6 +305,11 @@ def _wide_dq(P: Problem, context: LaunchContext, dim: int, value: int) -> Kernel
     rows = HOPPER_GROUP_ROWS
     maps = ("q", rows), ("k", key.block_k), ("v", key.block_k), ("dout", rows)
     return KernelLaunch(key, grid, shared, f"{_SUPPORTED}, {tile.why}", maps)
+
+
+def dq_columns(dim: int) -> int:
+    """Count the columns of dq_accum of a backward kernel: those of whole bulk copies."""
+    return -(-dim // 32) * 32
 
 
 def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:

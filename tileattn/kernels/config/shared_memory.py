@@ -128,7 +128,8 @@ def hopper_backward_bytes(
         return kv + buffers + 2 * rows * keys * 4
     ds = (1 if (halves or transposed or beside) and not repairs else 2) * _swizzled(rows, keys)
     dq_tiles = 1 if halves and repairs else 2 if bias_size else 3
-    dq = rows * dim * 4 if transposed else dq_tiles * (keys // HOPPER_GROUP_ROWS) * _DQ_COPY_BYTES
+    dq = rows * 64 * 4 if transposed else dq_tiles * _DQ_COPY_BYTES
+    dq *= keys // HOPPER_GROUP_ROWS
     return kv + buffers + ds + dq + _tiled(rows, keys, bias_size)
 
 

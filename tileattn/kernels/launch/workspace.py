@@ -10,7 +10,7 @@ from tileattn.kernels.config.block_order import (
     ordered_blocks,
 )
 from tileattn.kernels.config.context import KernelLaunch, block_count, padded_rows
-from tileattn.kernels.config.hopper import HOPPER_BACKWARDS, HOPPER_WIDE
+from tileattn.kernels.config.hopper import HOPPER_BACKWARDS, HOPPER_WIDE, dq_columns
 from tileattn.kernels.config.split import COMBINE, partial_bytes
 from tileattn.problem import Problem
 
@@ -63,8 +63,10 @@ def workspace_of(
             zeros["row_counter"] = P.B * P.Hkv * _COUNT
         if not key.add_dq:
             continue
-        sums = {"dq_accum": heads * P.Nq * key.head_dim * number}
-        if key.kernel in HOPPER_BACKWARDS:
+        of_hopper = key.kernel in HOPPER_BACKWARDS
+        columns = dq_columns(key.head_dim) if of_hopper else key.head_dim
+        sums = {"dq_accum": heads * P.Nq * columns * number}
+        if of_hopper:
             parts |= sums
             tiles = heads * block_count(P, P.Nq, key.block_q)
             counts = {"tile_counter": 2, "dq_semaphore": tiles}

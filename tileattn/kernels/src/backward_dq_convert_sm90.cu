@@ -5,7 +5,7 @@
 
 static_assert(VECTOR_SIZE == 8, "rows are 16-byte aligned");
 
-constexpr int COLUMNS = 16, SLAB_UNITS = DQ_COPY_COLUMNS / COLUMNS, ROW_UNITS = HEAD_DIM / COLUMNS;
+constexpr int COLUMNS = 16, SLAB_UNITS = DQ_COPY_COLUMNS / COLUMNS, ROW_UNITS = DQ_DIM / COLUMNS;
 constexpr int UNITS = BLOCK_Q * ROW_UNITS;
 constexpr int TOGETHER = 2;  // units that are loaded before one is stored
 
@@ -27,7 +27,7 @@ __device__ inline void convert(const Params& p, int tiles, int number) {
     const bool stored = p.dq_semaphore[number];  // else no key attends to them
     const float* const sums = static_cast<const float*>(p.dq_accum);
     const Accums* const tile =
-        reinterpret_cast<const Accums*>(sums + (sequence.row(p, h) + q0) * HEAD_DIM);
+        reinterpret_cast<const Accums*>(sums + (sequence.row(p, h) + q0) * DQ_DIM);
     Element* const dq = sequence.queries<Element>(p.dq, p.dq_at, h) + q0 * p.dq_at.n;
     bool good = true;
 #pragma unroll 1
@@ -36,15 +36,15 @@ __device__ inline void convert(const Params& p, int tiles, int number) {
         int row[TOGETHER], column[TOGETHER];
 #pragma unroll
         for (int n = 0; n < TOGETHER; ++n) {
-            const int unit = first + n * THREADS, slab = unit % ROW_UNITS / SLAB_UNITS;
-            row[n] = unit / ROW_UNITS;
+            const int unit = (first + n * THREADS) % ROW_UNITS, slab = unit / SLAB_UNITS;
+            row[n] = (first + n * THREADS) / ROW_UNITS;
             const int part = row[n] / DQ_ROWS * DQ_ROWS, above = row[n] % DQ_ROWS;
-            const int column0 = unit % ROW_UNITS * COLUMNS;
+            const int column0 = unit * COLUMNS;
             column[n] = DQ_IS_TRANSPOSED ? column0 ^ above / 4 % 2 * 16 : dq_column(above, column0);
             const int swap = DQ_IS_TRANSPOSED ? above / 2 % 2 * 2 : 0;
-            const int place = part * ROW_UNITS +
-                              (slab * min(DQ_ROWS, count - part) + above) * SLAB_UNITS +
-                              unit % SLAB_UNITS;
+            const int width = dq_copy_columns(slab * DQ_COPY_COLUMNS) / COLUMNS;
+            const int place = part * ROW_UNITS + slab * SLAB_UNITS * min(DQ_ROWS, count - part) +
+                              above * width + unit % SLAB_UNITS;
             if (stored && row[n] < count)
 #pragma unroll
                 for (int t = 0; t < 4; ++t) found[n][t] = tile[4 * place + (t ^ swap)];

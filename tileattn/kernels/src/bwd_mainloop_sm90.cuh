@@ -204,12 +204,12 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                         const int row0 = tile * BLOCK_Q + share.row;
                         const int count = max(0, min(DQ_ROWS, work.Nq(p) - row0));
                         float* const dq_accum = static_cast<float*>(p.dq_accum) +
-                                                u64(head * rows + work.q_start + row0) * HEAD_DIM;
+                                                u64(head * rows + work.q_start + row0) * DQ_DIM;
+                        const int column = share.at(n * DQ_COPY_COLUMNS);
                         wait_full(w, dq_pipe);
-                        if (count)
-                            bulk_store(dq_accum + count * share.at(n * DQ_COPY_COLUMNS),
-                                       smem.dq(w, dq_pipe.stage), 4 * count * DQ_COPY_COLUMNS,
-                                       before > 0);
+                        if (const int columns = count ? dq_copy_columns(column) : 0)
+                            bulk_store(dq_accum + count * column, smem.dq(w, dq_pipe.stage),
+                                       4 * count * columns, before > 0);
                     }
                     bulk_commit();
                     dq_pipe.advance();
@@ -237,7 +237,7 @@ __device__ inline void publish_dq(const Smem& smem, int warpgroup,
         smem.dq_empty(warpgroup, dq_pipe.stage).wait(dq_pipe.phase ^ 1);
         const u32 target = smem.dq(warpgroup, dq_pipe.stage);
         if constexpr (DQ_IS_TRANSPOSED)
-            stage_transposed_dq(target, dq, row0);
+            stage_transposed_dq(target, dq, row0, dq_copy_columns(DQ_COPY_COLUMNS * warpgroup));
         else
             stage_dq<DQ_COPY_COLUMNS>(target, dq, column, row0);
         fence_async_shared();
@@ -302,14 +302,11 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& w
                                               int& h, int& tile, Step step) {
     const QueryTiles& tiles = work.tiles;
     const QueryTileList list(p, work);
-    const int first_head = work.kv * heads, end_head = first_head + heads;
-    int skipped = first_head + SKIP_FIRST;
+    const int end_head = work.kv * heads + heads;
     bool partial = false;
     for_each_index(p, work, [&](int index, int begin, int end) {
         tile = list.tile(index);
         partial = is_partial(work, list, index);
-        begin = max(begin, skipped);
-        skipped = 0;
         end -= PEEL_LAST && end == end_head && tiles.next(index) == tiles.stop;
         if constexpr (NAN_SAFE) {  // one copy compiles sooner
             const bool any = __any_sync(~0u, partial);
@@ -322,7 +319,7 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& w
 #pragma unroll 1
             for (h = begin; h < end; ++h) step(false, true);
         }
-    });
+    }, SKIP_FIRST);
     if constexpr (PEEL_LAST) {
         h = end_head - 1;
         step(partial, false);

@@ -195,8 +195,10 @@ __device__ inline bool has_masked(const Params& p, const WorkTile& work, int til
 // Copy k with zeros in place of what is not finite.
 __device__ inline void clean_k(const Smem& smem) {
     named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);  // no GEMM still reads the last copy
-    zero_non_finite<Element, BLOCK_K, HEAD_DIM, WARPS_M, false>(smem.clean_k(), smem.k(),
-                                                                threadIdx.x / WARP);
+    // Also the zeros behind the last column: the GEMM of dQ takes whole slices.
+    constexpr int COLUMNS = KeyTile::SLICES * KeyTile::WIDTH;
+    zero_non_finite<Element, BLOCK_K, COLUMNS, WARPS_M, false>(smem.clean_k(), smem.k(),
+                                                               threadIdx.x / WARP);
     fence_async_shared();
     named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
 }

@@ -46,13 +46,14 @@ struct DqShare {
 
     __device__ constexpr int at(int n) const { return n < 64 ? column + n : second + n - 64; }
 };
-constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / (WARPGROUP_ROWS * CONSUMERS);
+constexpr int DQ_SHARES = WARPGROUP_ROWS * CONSUMERS / BLOCK_Q;  // of the same queries
+constexpr int DQ_COLUMNS = DQ_IS_TRANSPOSED ? BLOCK_Q : (DQ_DIM / DQ_SHARES + 31) / 32 * 32;
 // Bulk copies of a share, each from a stage.
 constexpr int DQ_COPIES = DQ_IS_TRANSPOSED ? 1 : DQ_COLUMNS / DQ_COPY_COLUMNS;
 // Warps that store dQ take turns at whole tiles, so that one adds while the other waits. Where a share has
 // more copies than there are stages, parities would not tell whose a stage is: one warp has all tiles.
 constexpr int DQ_STORE_WARPS = DQ_COPIES > DQ_STAGES ? 1 : 2;
-static_assert(!DQ_IS_TRANSPOSED || HEAD_DIM == WARPGROUP_ROWS * CONSUMERS, "64 columns a warpgroup");
+static_assert(!DQ_IS_TRANSPOSED || (DQ_DIM > WARPGROUP_ROWS && CONSUMERS == 2), "64 columns a warpgroup");
 static_assert(IS_WIDE || IN_HALVES || DQ_IS_TRANSPOSED || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32,
               "shares keep to slices");
 
@@ -61,9 +62,8 @@ __device__ constexpr DqShare dq_share(int warpgroup) {
         return {0, DQ_COPY_COLUMNS * warpgroup, 0};
     if constexpr (IN_HALVES)  // a slice each, and half of the last one
         return {0, 64 * warpgroup, 128 + 32 * warpgroup};
-    constexpr int SHARES = HEAD_DIM / DQ_COLUMNS;
-    const int column = warpgroup % SHARES * DQ_COLUMNS;
-    return {warpgroup / SHARES * DQ_ROWS, column, column + 64};
+    const int column = warpgroup % DQ_SHARES * DQ_COLUMNS;
+    return {warpgroup / DQ_SHARES * DQ_ROWS, column, column + 64};
 }
 
 using WorkTile = BwdWorkTile;

@@ -63,6 +63,9 @@ constexpr int VALUE_COLUMNS = VALUE_DIM / (PAIR ? 2 : 1);
 // Which work tile is that of this CTA, where they take one each.
 __device__ inline int work_index() { return int(blockIdx.x) / (PAIR ? 2 : 1); }
 
+// Columns of Hopper's dQ_accum.
+constexpr int DQ_DIM = (HEAD_DIM + 31) / 32 * 32;
+
 // The rows and columns of a dQ tile that one bulk copy of Hopper's backward kernels adds. These are
 // contiguous; the next columns of the same rows follow.
 // Where its queries do not fill 64 rows of a GEMM dQ is computed transposed: 64 columns are its
@@ -70,6 +73,11 @@ __device__ inline int work_index() { return int(blockIdx.x) / (PAIR ? 2 : 1); }
 constexpr bool DQ_IS_TRANSPOSED = BLOCK_Q % 64 > 0;
 constexpr int DQ_ROWS = DQ_IS_TRANSPOSED ? BLOCK_Q : 64;
 constexpr int DQ_COPY_COLUMNS = DQ_IS_TRANSPOSED ? 64 : 32;
+
+// Columns that a copy from this one on has: the last may have fewer, or none.
+__device__ constexpr int dq_copy_columns(int column) {
+    return DQ_DIM % 64 == 0 ? DQ_COPY_COLUMNS : max(0, min(DQ_COPY_COLUMNS, DQ_DIM - column));
+}
 
 // Scores of any size, -infinity among them; and score modifiers whose derivative is not 1.
 constexpr bool HAS_ANY_SCORES = HAS_BIAS || HAS_SCORE_MOD;

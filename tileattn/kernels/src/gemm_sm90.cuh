@@ -220,18 +220,20 @@ __device__ inline void stage_dq(u32 target, const Fragment<float, 1, NT>& c, int
     }
 }
 
-// Store 16 rows of each warp, from `column` on, to columns of rows of 64 floats in shared memory.
+// Store 16 rows of each warp, from `column` on, to columns of rows of 64 floats in shared memory, or
+// of 32 if there are no more.
 template <int NT>
-__device__ inline void stage_transposed_dq(u32 target, const Fragment<float, 1, NT>& c,
-                                           int column) {
+__device__ inline void stage_transposed_dq(u32 target, const Fragment<float, 1, NT>& c, int column,
+                                           int columns) {
+    if (columns < 64 && column >= columns) return;
     const Lane lane;
     const int row = 2 * lane.t;
-    const u32 to = target + (row * 64 + transposed_dq_column(row, column + lane.g)) * 4;
+    const u32 to = target + (row * columns + transposed_dq_column(row, column + lane.g)) * 4;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + (8 * n + e) * 256),
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + (8 * n + e) * columns * 4),
                          "f"(c.x[0][n][e]), "f"(c.x[0][n][e + 2])
                          : "memory");
 }

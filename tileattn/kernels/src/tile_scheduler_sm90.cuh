@@ -410,15 +410,19 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
 }
 
 // Call visit(index, begin, end) for each query tile of a work tile, and the query heads, begin to
-// end - 1, that are taken with it before the next tile: all that share keys, or one after the other.
+// end - 1, that are taken with it before the next tile: all that share keys, or one after the other. So
+// many heads of the first tile are left out.
 template <class Visit>
-__device__ __forceinline__ void for_each_index(const Params& p, const BwdWorkTile& work, Visit visit) {
+__device__ __forceinline__ void for_each_index(const Params& p, const BwdWorkTile& work, Visit visit,
+                                               int left_out = 0) {
     const QueryTiles& tiles = work.tiles;
     const int first_head = work.kv * int(p.group), end_head = first_head + int(p.group);
-    auto go = [&](int begin, int end) {
+    auto go = [&](int first, int end) {
+        int begin = first + left_out;
 #pragma unroll 1
-        for (int index = tiles.first; index != tiles.stop; index = tiles.next(index))
+        for (int index = tiles.first; index != tiles.stop; index = tiles.next(index), begin = first)
             visit(index, begin, end);
+        left_out = 0;
     };
     if constexpr (HEADS_APART) {
 #pragma unroll 1

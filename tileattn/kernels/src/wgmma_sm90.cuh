@@ -43,8 +43,10 @@ struct Descriptor {
     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define NAMES_16 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES_32 NAMES_16 ", " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_24 NAMES_16 ", " \
+    "%16, %17, %18, %19, %20, %21, %22, %23"
+#define NAMES_32 NAMES_24 ", " \
+    "%24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_40 NAMES_32 ", " \
     "%32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES_48 NAMES_40 ", " \
@@ -75,6 +77,23 @@ __device__ inline void wgmma(float16, float (&d)[16], const u32 (&a)[4],
     asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16."
                  "f32.f16.f16 {" NAMES_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22;}"
         : SUMS(0), SUMS(8)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
+          "n"(int(B_MN)));
+}
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[24], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %26, 0; wgmma.mma_async.sync.aligned.m64n48k16."
+                 "f32.f16.f16 {" NAMES_24 "}, %24, %25, p, 1, 1, %27, %28;}"
+        : SUMS(0), SUMS(8), SUMS(16)
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
+}
+template <bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[24], const u32 (&a)[4],
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %29, 0; wgmma.mma_async.sync.aligned.m64n48k16."
+                 "f32.f16.f16 {" NAMES_24 "}, {%24, %25, %26, %27}, %28, p, 1, 1, %30;}"
+        : SUMS(0), SUMS(8), SUMS(16)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
           "n"(int(B_MN)));
 }
@@ -238,6 +257,23 @@ __device__ inline void wgmma(bfloat16, float (&d)[16], const u32 (&a)[4],
           "n"(int(B_MN)));
 }
 template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[24], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %26, 0; wgmma.mma_async.sync.aligned.m64n48k16."
+                 "f32.bf16.bf16 {" NAMES_24 "}, %24, %25, p, 1, 1, %27, %28;}"
+        : SUMS(0), SUMS(8), SUMS(16)
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
+}
+template <bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[24], const u32 (&a)[4],
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %29, 0; wgmma.mma_async.sync.aligned.m64n48k16."
+                 "f32.bf16.bf16 {" NAMES_24 "}, {%24, %25, %26, %27}, %28, p, 1, 1, %30;}"
+        : SUMS(0), SUMS(8), SUMS(16)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
+          "n"(int(B_MN)));
+}
+template <bool A_MN, bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[32], Descriptor<A_MN> a,
                              Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16."
@@ -381,6 +417,7 @@ __device__ inline void wgmma(bfloat16, float (&d)[128], const u32 (&a)[4],
 }
 #undef SUMS
 #undef NAMES_16
+#undef NAMES_24
 #undef NAMES_32
 #undef NAMES_40
 #undef NAMES_48
