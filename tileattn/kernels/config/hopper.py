@@ -52,6 +52,7 @@ _PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to a
 _FEW_KEYS = 3072  # at most, keys that a query attends to
 _SHORT = 512  # at most, keys of small tiles
 _PADDED = 1.035  # at most, queries of all tall tiles over queries
+_TALL = 4096  # at least, queries of tall tiles forward, up to 96 columns; of wider heads twice as many
 _LONG = 2048  # at least, queries of a causal call, or keys of a window, of tall tiles
 _NORMAL = 1 << 14  # at most, keys: of more, the mean probability is subnormal in float16
 _MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
@@ -129,7 +130,9 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     Two groups fill the time between work tiles, and read keys more often: they are faster where
     queries attend to few keys (measured); with score modifiers and dropout their registers spill.
     There, if a diagonal cuts few keys, small tiles waste less of what it masks out (measured).
-    Under a mask tiles have no more queries than blocks of a block mask mostly have. Of packed
+    Tiles of 192 queries read keys less often. Above 64 columns they are faster where there are many
+    queries; of few, SMs would have too few work tiles (measured). The number of heads does not
+    count, so that the bits of a row are the same in any batch. Under a mask tiles have no more queries than blocks of a block mask mostly have. Of packed
     sequences nobody knows the keys: their tiles are the same whatever sequences there are, and so
     are the bits of each.
     """
@@ -138,6 +141,9 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     masked = not P.enabled_options.isdisjoint(MASKS)
     plain = P.enabled_options.isdisjoint(_SCORE_MODS) and not masked and not P.dropout_p
     packed = P.sequences is not None
+    widest = max(dim, value)
+    least = 0 if widest <= 64 else _TALL if widest <= 96 else 2 * _TALL
+    tall = not least or (P.Nq >= least and P.Nk > _SHORT and not packed)
     few = packed or _keys_of_the_middle_query(P) <= _FEW_KEYS
     cut = not masked and not packed and P.Nk <= _SHORT and P.window[1] is not None
     bias_size = _bias_size(context)
@@ -146,11 +152,11 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
         shared = hopper_forward_bytes(tile, dim, value, bias_size)
         if shared + HOPPER_STATIC > HOPPER_LIMIT:
             return False
-        if masked and tile.block_q > _MASKED_ROWS:
+        if tile.block_q > _MASKED_ROWS and (masked or not tall):
             return False
         return tile.groups == 1 or (plain and few)
 
-    tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, max(dim, value))))
+    tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, widest)))
     has_groups = any(tile.groups > 1 for tile in tiles)
     return tiles[-1:] if cut and not has_groups else tiles
 

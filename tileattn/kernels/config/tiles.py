@@ -76,7 +76,7 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
             TileSize(192, 64, 12, 1, 4, tuned=True),
         ),
         96: (TileSize(192, 96, 12, 1, 3, tuned=True), TileSize(128, 128, 8, 1, 2, tuned=True)),
-        128: (TileSize(128, 128, 8, 1, 2, tuned=True),),
+        128: (TileSize(192, 64, 12, 1, 3, tuned=True), TileSize(128, 128, 8, 1, 2, tuned=True)),
         192: (TileSize(128, 128, 8, 1, 2, tuned=True), TileSize(128, 96, 8, 1, 2)),
         256: (TileSize(128, 64, 8, 1, 2, tuned=True),),
     },

@@ -170,6 +170,8 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
         size = two_waves
     elif alternate:
         size = round(2 * grid / blocks)
+    elif key.heads_apart and _spans_much(P) and not in_order:
+        size = 4 * grid // blocks
     elif in_order and _begin_apart(P, key):
         size = apart = _claims_apart(P.Nk, grid, blocks, heads)
     elif in_order and key.block_q < key.block_k and few_suffice:
@@ -190,6 +192,15 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
         inverse_apart=inverse,
         pace_steps=_pace_steps(P, heads * blocks, tiles, launch.workers) if drifts else 0,
     )
+
+
+def _spans_much(P: Problem) -> bool:
+    """Whether a window spans so many keys that key blocks at its end come to few queries.
+
+    If heads come one after the other, these come to the next head before those that store its
+    queries' dq. Behind a wave of key blocks of more heads they need not wait (measured).
+    """
+    return 4 * sum(side or 0 for side in P.window) >= P.Nk
 
 
 def _are_claimed(P: Problem, layout: CallLayout, launch: KernelLaunch) -> bool:
