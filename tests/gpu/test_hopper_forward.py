@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import tileattn
+from tests.arrays import normal
 from tests.gpu.hopper import (
     DTYPES,
     HKV,
@@ -144,6 +145,42 @@ def test_claimed_work_tiles(D: int, Dv: int, request: pytest.FixtureRequest) -> 
     for value, expected in zip((0, math.inf, math.nan), alone, strict=True):
         v[0, 1, [77, 500], 3] = value
         assert bits(forward(q, k, v, causal=True)) == expected
+
+
+TALL: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "lengths": {"kv_lengths": [530]},
+    "window": {"window": (300, 40), "q_offset": -2000},
+    "softcap": {"softcap": 2.0, "causal": True, "q_offset": 0},
+    "dropout": {"dropout_p": 0.3},
+    "bias": {"bias": np.random.default_rng(1).standard_normal((2, 1, 710), np.float32)},
+}
+
+
+@pytest.mark.parametrize("options", TALL)
+@pytest.mark.parametrize(("D", "Dv", "Nq"), [(128, 128, 8250), (96, 64, 4200), (72, 72, 4200)])
+def test_tall_tiles(D: int, Dv: int, Nq: int, options: str) -> None:
+    q, k, v = normal((1, 2, 1, Nq, 710, D, Dv), DTYPES[1])[:3]
+    there = {name: sent(x) for name, x in TALL[options].items()}
+    call = described("forward", sent(q), sent(k), sent(v), **there)
+    assert plan_forward(*call, describe.device_of(0)).launches[-1].key.block_q == 192
+    check_forward(q, k, v, **TALL[options])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (80, 80)])
+def test_non_finite_values_in_tall_tiles(D: int, Dv: int, causal: bool) -> None:
+    """Bits are those of a call of few heads, and what is masked out does not matter."""
+    q, k, v = normal((2, 4, 2, 8200, 1100, D, Dv), DTYPES[0])[:3]
+    v[0, 1, [77, 500], 3] = math.inf, math.nan
+    both = forward(q, k, v, causal=causal, q_offset=-7000)
+    alone = forward(q[:1, 2:], k[:1, 1:], v[:1, 1:], causal=causal, q_offset=-7000)
+    assert bits(alone) == bits((both.out[:1, 2:], both.lse[:1, 2:]))
+    expected = reference.forward(q[:1, 2:3], k[:1, 1:], v[:1, 1:], causal=causal, q_offset=-7000)
+    seen = np.isfinite(both.out[:1, 2:3].astype(np.float32))
+    assert (seen == np.isfinite(expected.out.astype(np.float32))).all()
+    assert np.isfinite(both.out[1].astype(np.float32)).all()
 
 
 def test_large_scores_rescale() -> None:

@@ -249,7 +249,7 @@ def test_what_repairs_elsewhere() -> None:
 
 def test_maps_say_where_the_arrays_lie() -> None:
     """From the innermost axis on: k has its heads beside the columns, v is half of wider rows."""
-    B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 104, 40
+    B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
     problem = asked(B=B, Hq=HQ, Hkv=HKV, Nq=NQ, Nk=NK, D=D, Dv=DV, window=CAUSAL)
     steps = (2 * NK * HKV * D, 2 * D, 2 * HKV * D, 2)
     k = ArrayLayout((B, HKV, NK, D), steps, "float16")

@@ -40,8 +40,8 @@ CAUSAL = (None, 0)
 BUCKETS: dict[tuple[int, int], Any] = {
     (8, 64): ((32, 64), (128, 64), (32, 64), (128, 128), 3),
     (64, 32): ((64, 32), (128, 64), (64, 32), (128, 128), 3),
-    (72, 40): ((80, 48), (192, 96), (80, 48), (64, 128), 2),
-    (40, 96): ((48, 96), (192, 96), (48, 96), (64, 128), 2),
+    (72, 40): ((80, 48), (128, 128), (80, 48), (64, 128), 2),
+    (40, 96): ((48, 96), (128, 128), (48, 96), (64, 128), 2),
     (112, 104): ((112, 112), (128, 128), (112, 112), (64, 128), 2),
     (128, 128): ((128, 128), (128, 128), (128, 128), (64, 128), 2),
     (136, 8): ((192, 32), (128, 128), (192, 128), (64, 128), 2),
@@ -125,6 +125,14 @@ TILES: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
         for name in ("softcap", "alibi_slopes", "bias")
         for Nk, keys in ((512, 64), (513, 128))
     ),
+    # Wider heads: tall where there are many queries, never by the number of heads.
+    (128, {"Nq": 8192, "Nk": 513}, (192, 64)),
+    (128, {"Nq": 8192, "Nk": 513, "B": 1, "Hq": 1, "Hkv": 1, "window": CAUSAL}, (192, 64)),
+    (128, {"Nq": 8191, "Nk": 8192}, (128, 128)),
+    (128, {"Nq": 8192, "Nk": 512}, (128, 128)),
+    (128, {"Nq": 8192, "Nk": 8192, "sequences": 2}, (128, 128)),
+    (96, {"Nq": 4096, "Nk": 513, "dropout_p": 0.5}, (192, 96)),
+    (72, {"Nq": 4095, "Nk": 4096}, (128, 128)),
     # Under a block mask tiles are low, whatever the keys and the diagonal.
     (192, {"Dv": 128, "Nk": 300, "window": CAUSAL, "enabled_options": {"block_mask"}}, (128, 128)),
     *(
@@ -132,6 +140,7 @@ TILES: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
         for dim, keys in ((32, 128), (64, 128), (96, 128), (128, 128), (192, 96), (256, 64))
         for window, Nk in product([(None, None), CAUSAL], [2, 300, 4096])
     ),
+    (96, {"Nq": 9000, "Nk": 9000, "enabled_options": {"block_mask"}}, (128, 128)),
 ]
 
 

@@ -161,7 +161,8 @@ def test_sms_end_together(dim: int, length: int) -> None:
     assert found.assignment is not None
     costs = costs_of(problem, layout_of(problem), launch, found.head_groups)
     ends = ends_of(loads_of(found.assignment, costs), launch.workers)
-    assert ends.max() <= ends.mean() + min(3 * TILE_COST, 0.025 * ends.mean())
+    tiles = 6 if launch.key.tile == (192, 64) else 3  # of half as many keys
+    assert ends.max() <= ends.mean() + min(tiles * TILE_COST, 0.025 * ends.mean())
 
 
 TALL = replace(problem_of("float16", 64), Hq=16, Hkv=16, Nq=6145, Nk=6145)  # 33 blocks of 192
@@ -263,8 +264,8 @@ def test_when_two_sms_go_in_step(
         ({"window": (None, None)}, False),  # equal
         ({"Nq": 128, "Hq": 80, "Hkv": 80}, False),  # one block a head
         ({"Nq": 640}, False),  # one turn
-        ({"B": 1, "Hq": 132, "Hkv": 132, "Nq": 64 * 128, "Nk": 64 * 128}, True),
-        ({"B": 1, "Hq": 132, "Hkv": 132, "Nq": 65 * 128, "Nk": 65 * 128}, False),  # too many
+        ({"B": 1, "Hq": 132, "Hkv": 132, "Nq": 64 * 192, "Nk": 64 * 192}, True),
+        ({"B": 1, "Hq": 132, "Hkv": 132, "Nq": 65 * 192, "Nk": 65 * 192}, False),  # too many
     ],
     ids=str,
 )

@@ -52,7 +52,7 @@ _PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to a
 _FEW_KEYS = 3072  # at most, keys that a query attends to
 _SHORT = 512  # at most, keys of small tiles
 _PADDED = 1.035  # at most, queries of all tall tiles over queries
-_TALL = 4096  # at least, queries of tall tiles forward, up to 96 columns; of wider heads twice as many
+_TALL = 4096  # at least, queries of tall tiles forward up to 96 columns; of more, twice as many
 _LONG = 2048  # at least, queries of a causal call, or keys of a window, of tall tiles
 _NORMAL = 1 << 14  # at most, keys: of more, the mean probability is subnormal in float16
 _MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
@@ -132,9 +132,9 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     There, if a diagonal cuts few keys, small tiles waste less of what it masks out (measured).
     Tiles of 192 queries read keys less often. Above 64 columns they are faster where there are many
     queries; of few, SMs would have too few work tiles (measured). The number of heads does not
-    count, so that the bits of a row are the same in any batch. Under a mask tiles have no more queries than blocks of a block mask mostly have. Of packed
-    sequences nobody knows the keys: their tiles are the same whatever sequences there are, and so
-    are the bits of each.
+    count, so that a row has the same bits in any batch. Under a mask tiles have no more queries
+    than blocks of a block mask mostly have. Of packed sequences nobody knows the keys: their tiles
+    are the same whatever sequences there are, and so are the bits of each.
     """
     P = problem
     dim, value = _forward_bucket(P.D), _forward_bucket(P.Dv)

@@ -33,12 +33,15 @@ APART_DIM, APART_KEYS = 128, 16384  # of heads that begin apart, in order; keys 
 ONE_WAVE, TWO_WAVES = 512, 4096
 # At least, query heads of a key head whose runs of key blocks alternate, and keys (measured)
 ALTERNATE_GROUP, ALTERNATE_KEYS = 4, 1024
+# At least, query heads of a key head of which half a wave is enough in order, and keys at most
+HALF_WAVE_GROUP, HALF_WAVE_KEYS = 4, 1024
 WAVE_KEYS = 16384  # about those of a wave of key blocks
 TPC = 2  # SMs that share an instruction cache
 MANY_TILES_DIM = 192  # at most, of heads with so many work tiles that SMs go in step (measured)
 TALL = 192  # at least, queries of a work tile if the last ones go to late thread blocks (measured)
 LATE = 1 / 16  # of all work, what those take (measured)
 LATE_KEYS = 4096  # at least, keys of a call with late thread blocks (measured from here on)
+LATE_DIM = 64  # at most, of such a call: work tiles of wider heads are too few (measured)
 SHORT = 2048  # at most, keys where work tiles wait for memory (measured)
 PACE_TILES = 32  # tiles of a step: as in CUDA
 PACE_STEPS = 1 << 20  # at most, of a worker: memory must not grow with the square of a length
@@ -125,8 +128,9 @@ def schedule_of(
     drifts = _is_triangle(P) and P.Nk * (P.D + P.Dv) * P.dtype.itemsize > PACED * l2_bytes
     pace_steps = _pace_steps(P, P.B * P.Hq * blocks, tiles, launch.workers) if drifts else 0
     # A late thread block has one group, and none waits for it to keep pace.
-    is_tall = launch.key.block_q >= TALL and launch.key.groups == 1 and P.Nk >= LATE_KEYS
-    late_share = LATE if is_tall and not pace_steps else 0
+    key = launch.key
+    is_tall = key.block_q >= TALL and key.groups == 1 and max(P.D, P.Dv) <= LATE_DIM
+    late_share = LATE if is_tall and P.Nk >= LATE_KEYS and not pace_steps else 0
     assignment = _assignment(P, layout, launch, groups, late_share)
     return Schedule(groups, assignment, pace_steps=pace_steps)
 
@@ -134,50 +138,32 @@ def schedule_of(
 def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Schedule:
     """Decide in what order a Hopper backward kernel takes its work tiles.
 
-    It comes back to q, dout and the sums of dq for each key block: a group has as many heads as a
-    quarter of the L2 holds of those, as its halves keep copies of what both read. It fills a wave
-    at least, or about two where runs of key blocks alternate: those of the second wave meet those
-    of the first. Under a long causal mask, and if dq is summed in order, half of the L2 or two
-    waves are better (measured), there in whole waves. In order each key block waits for the one
-    before; that keeps heads together, and the fewer of their key blocks are in flight, the shorter
-    each waits. In a window they wait for few; there, and under a causal mask of heads that share
-    keys, two waves are enough where query tiles are short (measured). Groups change which heads run
-    together, and never the order within a dq tile. Key blocks that go in step without a mask have
-    two waves in any order (measured).
+    Groups change which heads run together, and never the order within a dq tile.
     """
     key, grid, in_order = launch.key, launch.grid, launch.in_order
     is_causal = P.window[1] is not None
     sums = P.D * P.accum_dtype.itemsize if key.add_dq else 0
     row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
-    in_flight = grid * key.block_k // KEYS_IN_FLIGHT
     if P.sequences is not None:
         rows = FAR if in_order and is_causal else l2_bytes // 2 // row
-        turn = max(1, in_flight if in_order else grid)
+        turn = max(1, _in_flight(launch) if in_order else grid)
         return Schedule(1, None, in_order, turn_rows=rows, turn_heads=turn)
     alternate = not in_order and _alternate(P, key)
-    is_long = is_causal and P.Nk >= WHOLE_WAVES
-    share, least = (2, 2) if in_order or is_long else (4, 1)
-    heads, blocks, size = P.B * P.Hkv, -(-P.Nk // key.block_k), l2_bytes // share // (P.Nq * row)
-    two_waves = 2 * grid // blocks
-    if size * blocks < grid:
-        size = -(-least * grid // blocks)
-    elif is_long and key.add_dq:
-        size = round(size * blocks / grid) * grid // blocks
     in_step = _goes_in_step(P, key) and (in_order or not is_causal)
-    few_suffice = P.window[0] is not None or (is_causal and P.group > 1)
+    heads, blocks = P.B * P.Hkv, -(-P.Nk // key.block_k)
     apart = 0
     if in_step:
-        size = two_waves
+        size = 2 * grid // blocks
     elif alternate:
         size = round(2 * grid / blocks)
-    elif key.heads_apart and _spans_much(P) and not in_order:
+    elif key.heads_apart and _spans_much(P):
         size = 4 * grid // blocks
-    elif in_order and _begin_apart(P, key):
+    elif not in_order:
+        size = _heads_in_cache(P, launch, row, l2_bytes)
+    elif _begin_apart(P, key):
         size = apart = _claims_apart(P.Nk, grid, blocks, heads)
-    elif in_order and key.block_q < key.block_k and few_suffice:
-        size = min(two_waves, in_flight)
-    elif in_order:
-        size = in_flight if is_causal else min(size, 2 * in_flight)
+    else:
+        size = _heads_in_order(P, launch, row, l2_bytes)
     groups = -(-heads // max(1, min(size, grid)))
     inverse = pow(apart, -1, blocks) if apart else 0
     # Runs that alternate, and key blocks that add in order, stay together by themselves.
@@ -192,6 +178,49 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
         inverse_apart=inverse,
         pace_steps=_pace_steps(P, heads * blocks, tiles, launch.workers) if drifts else 0,
     )
+
+
+def _heads_in_cache(P: Problem, launch: KernelLaunch, row: int, l2_bytes: int) -> int:
+    """Count the heads that run together if dq is summed in any order; a query takes ``row`` bytes.
+
+    Each key block comes back to q, dout and the sums of dq: as many heads as a quarter of the L2
+    holds of those, as its halves keep copies of what both read, and at least a wave of key blocks.
+    Under a long causal mask half of the L2 or two waves are better (measured), in whole waves. If
+    dq is summed in order, too.
+    """
+    grid, blocks = launch.grid, -(-P.Nk // launch.key.block_k)
+    is_long = P.window[1] is not None and P.Nk >= WHOLE_WAVES
+    share, waves = (2, 2) if is_long or launch.in_order else (4, 1)
+    size = l2_bytes // share // (P.Nq * row)
+    if size * blocks < grid:
+        return -(-waves * grid // blocks)
+    if is_long and launch.key.add_dq:
+        return round(size * blocks / grid) * grid // blocks
+    return size
+
+
+def _heads_in_order(P: Problem, launch: KernelLaunch, row: int, l2_bytes: int) -> int:
+    """Count the heads that run together if dq is summed in order.
+
+    Each key block waits for the one before; that keeps heads together, and the fewer of their key
+    blocks are in flight, the shorter each waits. In a window they wait for few; there, and under a
+    causal mask of heads that share keys, two waves are enough where query tiles are short, half a
+    one if there are few keys (measured).
+    """
+    key, in_flight = launch.key, _in_flight(launch)
+    blocks = -(-P.Nk // key.block_k)
+    if key.block_q < key.block_k:
+        if _is_triangle(P) and P.group >= HALF_WAVE_GROUP and P.Nk <= HALF_WAVE_KEYS:
+            return launch.grid // (2 * blocks)
+        if P.window[0] is not None or (_is_triangle(P) and P.group > 1):
+            return min(2 * launch.grid // blocks, in_flight)
+    if P.window[1] is not None:
+        return in_flight
+    return min(_heads_in_cache(P, launch, row, l2_bytes), 2 * in_flight)
+
+
+def _in_flight(launch: KernelLaunch) -> int:
+    return launch.grid * launch.key.block_k // KEYS_IN_FLIGHT
 
 
 def _spans_much(P: Problem) -> bool:
