@@ -87,6 +87,8 @@ def calls(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, A
         yield dtype, 256, 256, {}
         yield dtype, 264, 270, chosen[3]
     yield np.float16, 192, 128, {"window": (60, 0)}
+    yield np.float16, 128, 128, {"window": (60, 0)}
+    yield ml_dtypes.bfloat16, 80, 48, {"causal": True}
     yield ml_dtypes.bfloat16, 96, 96, {"softcap": 2.0, "kv_lengths": [0, 90]}
     yield from packed(rng)
 
@@ -131,6 +133,21 @@ def run_claimed(D: int) -> None:
     )
     v[0, 70:, 100] = np.inf
     for x in tileattn.forward(q, k, v, causal=True):
+        x.get()
+
+
+def run_tall(D: int, Nq: int) -> None:
+    """Run both passes with tall tiles, which take many queries."""
+    import cupy
+
+    rng = np.random.default_rng(5)
+    q, k, v, dout = (
+        cupy.asarray(rng.standard_normal((1, heads, n, D)).astype(np.float16))
+        for heads, n in ((2, Nq), (1, 530), (1, 530), (2, Nq))
+    )
+    k[0, 0, 100] = np.inf
+    out, lse = tileattn.forward(q, k, v)
+    for x in (out, lse, *tileattn.backward(dout, q, k, v, out, lse)[:3]):
         x.get()
 
 
@@ -196,6 +213,7 @@ def main() -> int:
         for each in (run_few, append):
             list(pool.map(lambda problem, f=each: f(*problem), few(np.random.default_rng(0))))
         list(pool.map(run_claimed, (64, 128, 256)))
+        list(pool.map(run_tall, (80, 128), (4160, 8240)))
     cupy.cuda.Device().synchronize()
     sys.stdout.write(f"ran {len(problems)} problems, forward and backward\n")
     return 0

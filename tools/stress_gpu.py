@@ -47,7 +47,12 @@ VARIANTS = {
 }
 DTYPES = {dtype.name: dtype for dtype in dtypes.DTYPES}
 SIZES = (2, 8, 4)  # B, Hq, Hkv
-LENGTHS = ((512, 512), (257, 129), (1030, 2070), (1, 700), (2070, 1030), (640, 96))
+LENGTHS = ((512, 512), (257, 129), (1030, 2070), (1, 700), (2070, 1030), (640, 96), (8200, 600))
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"causal": True},
+    "window": {"window": (200, 0)},
+}
 HELD = 1 << 16  # scores of a head, at most, where results are held to the oracle: it is slow
 OTHERS = (("float32", 64, 64), ("bfloat16", 20, 20), ("float16", 72, 40))  # generic kernels
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -59,7 +64,7 @@ class Case(NamedTuple):
     Dv: int
     Nq: int
     Nk: int
-    causal: bool
+    mask: str
     spoiled: bool = False  # a query of one head, and a key and a value of another, are NaN
 
 
@@ -73,15 +78,15 @@ class Report(NamedTuple):
 
 
 def cases(pairs: Sequence[tuple[int, int]], turn: int) -> list[Case]:
-    """List the calls of one turn: each pair with and without a causal mask, lengths in rotation.
+    """List the calls of one turn: each pair with each mask, lengths in rotation.
 
-    With NaN are those that have the mask, or in another round of lengths those that have none.
+    Every second one has NaN, and in another round of lengths the others.
     """
     kinds = [(dtype, D, Dv) for dtype in ("float16", "bfloat16") for D, Dv in pairs]
     found = []
-    for n, ((dtype, D, Dv), causal) in enumerate(product((*kinds, *OTHERS), (False, True))):
+    for n, ((dtype, D, Dv), mask) in enumerate(product((*kinds, *OTHERS), MASKS)):
         place, spoiled = (n + turn) % len(LENGTHS), (n + turn // len(LENGTHS)) % 2 > 0
-        found.append(Case(dtype, D, Dv, *LENGTHS[place], causal, spoiled))
+        found.append(Case(dtype, D, Dv, *LENGTHS[place], mask, spoiled))
     return found
 
 
@@ -93,7 +98,7 @@ def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
 
 def kernels(case: Case, arch: str) -> list[KernelKey]:
     q, k, v, _ = (np.empty(shape, DTYPES[case.dtype]) for shape in shapes(case))
-    problem, context = parse(q, k, v, {"causal": case.causal})[0], catalog.context_of(arch)
+    problem, context = parse(q, k, v, MASKS[case.mask])[0], catalog.context_of(arch)
     backward = backward_launches(problem, context, deterministic=True, sinks=False)
     return [launch.key for launch in (*forward_launches(problem, context), *backward)]
 
@@ -123,7 +128,7 @@ class Worker:
         first = self._call(case, given)
         on_host = [x.get() for x in first]
         if checks:
-            hold([x.get() for x in given], case.causal, on_host)
+            hold([x.get() for x in given], case.mask, on_host)
         differ = self.xp.zeros((len(NAMES), self.repeats), np.uint8)
         rows, expected = list(differ), [_integers(x) for x in first]
         for place in range(self.repeats):
@@ -135,18 +140,20 @@ class Worker:
     @staticmethod
     def _call(case: Case, given: Sequence[Any]) -> tuple[Any, ...]:
         q, k, v, dout = given
-        attention = tileattn.forward(q, k, v, causal=case.causal)
-        grads = tileattn.backward(dout, q, k, v, *attention, causal=case.causal, deterministic=True)
+        options = MASKS[case.mask]
+        attention = tileattn.forward(q, k, v, **options)
+        grads = tileattn.backward(dout, q, k, v, *attention, **options, deterministic=True)
         return (*attention, grads.dq, grads.dk, grads.dv)
 
 
-def hold(given: Sequence[Any], causal: bool, results: Sequence[Any]) -> None:
+def hold(given: Sequence[Any], mask: str, results: Sequence[Any]) -> None:
     """Hold results to the oracle, or raise AssertionError."""
     q, k, v, dout = given
-    bounds = error_bound(q, k, v, dout, causal=causal)
+    options = MASKS[mask]
+    bounds = error_bound(q, k, v, dout, **options)
     attention = tileattn.Attention(*results[:2])
-    assert_attention_close(attention, reference.forward(q, k, v, causal=causal), bounds)
-    wanted = reference.backward(dout, q, k, v, causal=causal)
+    assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
+    wanted = reference.backward(dout, q, k, v, **options)
     grads = wanted._replace(**dict(zip(NAMES[2:], results[2:], strict=True)))
     assert_attention_close(grads, wanted, bounds, names=NAMES[2:])
 

@@ -16,20 +16,20 @@ from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.jit import compile as compiler
 from tools import stress_gpu
 from tools.check_sass import keys
-from tools.stress_gpu import LENGTHS, NAMES, VARIANTS, Case, Report, Tally, cases, run
+from tools.stress_gpu import LENGTHS, MASKS, NAMES, VARIANTS, Case, Report, Tally, cases, run
 
 PAIRS = list(product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS))
-CASE = Case("float16", 64, 64, 257, 129, True)
+CASE = Case("float16", 64, 64, 257, 129, "causal")
 
 
 def test_all_pairs_dtypes_masks_and_lengths_are_met() -> None:
     met = {case for turn in range(2 * len(LENGTHS)) for case in cases(PAIRS, turn)}
     assert met >= {
-        Case(dtype, *pair, *lengths, causal, spoiled)
+        Case(dtype, *pair, *lengths, mask, spoiled)
         for dtype in ("float16", "bfloat16")
         for pair in PAIRS
         for lengths in LENGTHS
-        for causal in (False, True)
+        for mask in MASKS
         for spoiled in (False, True)
     }
 
