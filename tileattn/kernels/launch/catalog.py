@@ -15,13 +15,16 @@ from tileattn.problem import Problem
 WINDOWS: tuple[tuple[None, int | None], ...] = ((None, None), (None, 0))
 """Without and with a right limit, which decides about the tiles of the Hopper kernels."""
 
+LENGTHS = ((1, 2), (1024, 1024), (8192, 8192))
+"""Queries and keys, which decide about them, too."""
+
 
 def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> list[KernelKey]:
     """List the kernels that calls without options need, for both passes, of contiguous arrays."""
     device = device_of_arch(arch)
     found: dict[KernelKey, None] = {}
-    for dtype, dim, window in product(dtypes, list(head_dims), WINDOWS):
-        problem = replace(problem_of(dtype, dim), window=window)
+    for dtype, dim, window, (Nq, Nk) in product(dtypes, list(head_dims), WINDOWS, LENGTHS):
+        problem = replace(problem_of(dtype, dim), window=window, Nq=Nq, Nk=Nk)
         plans = plans_of(problem, contiguous_inputs(problem), device)
         found |= {launch.key: None for plan in plans for launch in plan.launches}
     return list(found)
