@@ -189,3 +189,32 @@ def test_heads_that_share_keys_come_one_after_the_other_in_a_window(D: int) -> N
     assert apart(window=(700, 665)) == {True}
     assert apart(window=(700, 666)) == apart(window=CAUSAL) == {False}
     assert apart(window=(70, 0), Hq=4) == apart(window=(70, 0), sequences=9) == {False}
+
+
+@pytest.mark.parametrize(
+    ("changed", "in_order", "together"),
+    [
+        # Of a wide window four waves of key blocks; of a narrow one as of other masks.
+        ({"window": (1024, 0)}, (False, True), 16),
+        ({"window": (600, 424)}, (False, True), 16),
+        ({"window": (1024, None)}, (False, True), 16),
+        ({"window": (1023, 0)}, (False,), 9),
+        ({"window": (1023, 0)}, (True,), 8),
+        ({"window": (1024, 0), "Hq": 32}, (False,), 4),
+        # In order, half a wave where keys are few and many heads share them.
+        ({"window": CAUSAL, "Nq": 1024, "Nk": 1024}, (True,), 8),
+        ({"window": CAUSAL, "Nq": 1025, "Nk": 1025}, (True,), 16),
+        ({"window": CAUSAL, "Nq": 1024, "Nk": 1024, "Hq": 96}, (True,), 16),
+        ({"window": CAUSAL, "Nq": 1024, "Nk": 1024, "D": 64, "Dv": 64}, (True,), 16),
+    ],
+    ids=str,
+)
+def test_how_many_heads_that_share_keys_run_together(
+    changed: dict[str, Any], in_order: tuple[bool, ...], together: int
+) -> None:
+    sizes = {"B": 4, "Hq": 128, "Hkv": 32, "Nq": 4096, "Nk": 4096}
+    P = replace(shaped("float16", 128, **sizes), **changed)
+    for deterministic in in_order:
+        launches = backward_launches(P, ON_HOPPER, deterministic=deterministic, sinks=False)
+        found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
+        assert (found.head_groups, found.in_order) == (-(-128 // together), deterministic)

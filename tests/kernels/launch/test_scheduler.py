@@ -188,12 +188,13 @@ def test_the_last_tall_tiles_go_to_late_thread_blocks(window: Any, lengths: Any)
     "problem",
     [
         LONG,  # tiles of 128 queries
+        replace(TALL, D=96, Dv=96),  # wide heads
         replace(TALL, Nq=3000, Nk=3000),  # two groups in a thread block
         replace(TALL, Nq=3000, Nk=3000, enabled_options=frozenset({"softcap"})),  # few keys
         replace(TALL, Hq=1, Hkv=1, Nq=1 << 18, Nk=1 << 18),  # thread blocks keep pace
         replace(TALL, Hq=4, Hkv=4, Nq=192 * 33, Nk=192 * 33),  # one tile for each worker
     ],
-    ids=lambda P: f"{P.D}-{P.Nq}",
+    ids=lambda P: f"{P.D}-{P.Nq}-{P.Hq}",
 )
 def test_elsewhere_all_thread_blocks_begin_together(problem: Problem) -> None:
     causal = replace(problem, window=CAUSAL)
