@@ -13,10 +13,11 @@ from tileattn.algorithm.block_mask import BlockMask
 from tileattn.dtypes import BFLOAT16, DTYPES, accum_dtype
 from tileattn.expressions.functions import check_indices, kind_of, mask_expression, score_expression
 from tileattn.expressions.nodes import Node
-from tileattn.lengths import FAR, Packing, Paging, Places, places_of
+from tileattn.lengths import Packing, Paging, Places, places_of
 from tileattn.origin import from_origin, origin_arrays
 from tileattn.tree_mask import tree_arrays, with_tree
 from tileattn.validation import require_array
+from tileattn.window import window_of, without_far_sides
 
 _BOOLEAN = (np.dtype(np.bool_),)
 
@@ -199,7 +200,7 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
     score_mod, mask_mod = _functions(options, shape)
     window = window_of(options.get("window"), options.get("causal", False))
     if options.get("q_offset") is None:
-        window = _without_far_sides(window, Nq, Nk)
+        window = without_far_sides(window, Nq, Nk)
     problem = Problem(
         *(B, Hq, Hkv, Nq, Nk, D, Dv),
         dtype=q.dtype,
@@ -405,47 +406,6 @@ def _seed(seed: Any) -> int:
     if not 0 <= int(seed) < 1 << 64:
         raise ValueError(f"seed is {seed}; an integer from 0 to 2**64 - 1 is accepted")
     return int(seed)
-
-
-def window_of(window: Any, causal: Any) -> tuple[int | None, int | None]:
-    """Both sides of the window, causal folded into the right one."""
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"causal is {type(causal).__name__}; True or False is accepted")
-    left: int | None = None
-    right: int | None = None
-    if window is not None:
-        if not isinstance(window, tuple | list) or len(window) != 2:
-            raise TypeError(f"window is {window!r}; a pair (left, right) or None is accepted")
-        left, right = (_side(side, window) for side in window)
-    if causal:
-        right = 0
-    return left, right
-
-
-def _without_far_sides(
-    window: tuple[int | None, int | None], Nq: int, Nk: int
-) -> tuple[int | None, int | None]:
-    """Open a left side that hides no key, where the last query is at the last key, then the right.
-
-    A window with a left side keeps both: its width is how many keys a query attends to.
-    """
-    left, right = window
-    if left is None or left >= Nk - 1:
-        return None, None if right is None or right >= Nq - 1 else right
-    return left, right
-
-
-def _side(side: Any, window: Any) -> int | None:
-    if side is None:
-        return None
-    if isinstance(side, bool) or not isinstance(side, int | np.integer):
-        raise TypeError(f"window is {window!r}; each side must be an integer or None")
-    if side < 0:
-        raise ValueError(
-            f"window is {window!r}; each side must be 0 or more, or None to leave it open"
-            + (" (as FlashAttention's -1 does)" if side == -1 else "")
-        )
-    return min(int(side), 2 * FAR)  # further than any key is from any position
 
 
 def _real(name: str, x: Any, accepted: str) -> float:

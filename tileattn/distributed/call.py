@@ -15,8 +15,9 @@ from tileattn.distributed.layout import Layout, Segment
 from tileattn.distributed.rank_blocks import RankBlocks
 from tileattn.distributed.visibility import Visibility
 from tileattn.errors import UnsupportedError
-from tileattn.problem import Operands, Problem, four_axes, parse, window_of
+from tileattn.problem import Operands, Problem, four_axes, parse
 from tileattn.results import DIFFERENTIABLE
+from tileattn.window import window_of
 
 Array = NDArray[Any]
 

@@ -15,8 +15,9 @@ from tileattn.jax.differentiation import differentiable
 from tileattn.jax.manual_axes import axes_of, varying
 from tileattn.jax.ring import LAYOUTS, Ring
 from tileattn.lengths import integers, kv_lengths_of
-from tileattn.problem import four_axes, window_of
+from tileattn.problem import four_axes
 from tileattn.results import Attention
+from tileattn.window import window_of
 
 _OF_INDICES = ("dropout_p", "score_mod", "mask_mod")  # options to which indices matter themselves
 _PLACES = ("kv_lengths", "q_offset")

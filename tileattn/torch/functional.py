@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from tileattn.call_cache import CALLS
-from tileattn.problem import check_names, window_of
+from tileattn.problem import check_names
 from tileattn.results import Attention
 from tileattn.torch import eager
 from tileattn.torch.handles import name_of
 from tileattn.torch.operators import INPUTS, TENSORS
 from tileattn.torch.tensors import autocast, check_integers, check_tensor
+from tileattn.window import window_of
 
 _INTEGERS = (
     *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin", "seed"),
