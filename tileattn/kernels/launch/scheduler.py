@@ -28,7 +28,8 @@ from tileattn.problem import Problem
 TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
 KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
 WHOLE_WAVES = 4096  # at least, keys of a causal call whose heads go in whole waves (measured)
-APART_DIM, APART_KEYS = 128, 16384  # of heads that begin apart, in order; keys at most (measured)
+# Of heads that begin apart, in order: more columns than these, and keys at most (measured)
+APART_DIM, APART_KEYS = 64, 16384
 # At most, keys if one wave of those is enough, and if two are; of more it is three (measured).
 ONE_WAVE, TWO_WAVES = 512, 4096
 # At least, query heads of a key head whose runs of key blocks alternate, and keys (measured)
@@ -229,7 +230,8 @@ def _spans_much(P: Problem) -> bool:
     If heads come one after the other, these come to the next head before those that store its
     queries' dq. Behind a wave of key blocks of more heads they need not wait (measured).
     """
-    return 4 * sum(side or 0 for side in P.window) >= P.Nk
+    left, right = P.window
+    return left is not None and right is not None and 4 * (left + right) >= P.Nk
 
 
 def _are_claimed(P: Problem, layout: CallLayout, launch: KernelLaunch) -> bool:
@@ -285,7 +287,7 @@ def _begin_apart(P: Problem, key: KernelKey) -> bool:
     Key blocks of a head that begin together wait for each other at each query tile, the longer the
     later they add. Apart, each begins so long behind the one before that it never waits.
     """
-    applies = key.kernel == HOPPER_BACKWARD and key.head_dim == APART_DIM and P.Nk <= APART_KEYS
+    applies = key.kernel == HOPPER_BACKWARD and key.head_dim > APART_DIM and P.Nk <= APART_KEYS
     return applies and P.group == 1 and _is_triangle(P) and not _is_listed(key)
 
 
