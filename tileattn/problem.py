@@ -20,6 +20,8 @@ from tileattn.validation import require_array
 from tileattn.window import window_of, without_far_sides
 
 _BOOLEAN = (np.dtype(np.bool_),)
+# Where keys and queries are. With none of these each sequence has all keys, and ends with them.
+_PLACES = ("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table")
 
 
 class Options(TypedDict, total=False):
@@ -199,7 +201,7 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         block_mask.check(*shape)
     score_mod, mask_mod = _functions(options, shape)
     window = window_of(options.get("window"), options.get("causal", False))
-    if options.get("q_offset") is None:
+    if all(options.get(name) is None for name in _PLACES):
         window = without_far_sides(window, Nq, Nk)
     problem = Problem(
         *(B, Hq, Hkv, Nq, Nk, D, Dv),

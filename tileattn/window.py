@@ -25,9 +25,9 @@ def window_of(window: Any, causal: Any) -> Window:
 
 
 def without_far_sides(window: Window, Nq: int, Nk: int) -> Window:
-    """Open a left side that hides no key, where the last query is at the last key, then the right.
+    """Open the sides that hide no key from Nq queries, of which the last is at the last of Nk keys.
 
-    A window with a left side keeps both: its width is how many keys a query attends to.
+    A window whose left side hides some keeps both: its width is how many keys a query attends to.
     """
     left, right = window
     if left is None or left >= Nk - 1:

@@ -34,7 +34,7 @@ from tools.sass import Instruction, disassembled, nvdisasm, parsed
 
 ARCH = "sm_90a"
 DTYPES = ("float16", "bfloat16")
-PAIRS = tuple(product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS))
+PAIRS = (*product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS), (48, 112), (80, 80), (112, 48))
 OPTIONS: tuple[tuple[str, ...], ...] = (
     *((), ("softcap",), ("alibi_slopes",), ("block_mask",)),
     *(("cu_seqlens_q",), ("kv_lengths",)),  # the latter of many rows, over pieces of the keys

@@ -54,7 +54,8 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"window": (200, 0)},
 }
 HELD = 1 << 16  # scores of a head, at most, where results are held to the oracle: it is slow
-OTHERS = (("float32", 64, 64), ("bfloat16", 20, 20), ("float16", 72, 40))  # generic kernels
+# Generic kernels, and head dimensions below their bucket.
+OTHERS = (("float32", 64, 64), ("bfloat16", 20, 20), ("float16", 72, 40))
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 

@@ -157,3 +157,20 @@ def test_inputs_are_never_written(backend: Runner, Nq: int) -> None:
     for result in (*again, *grads):
         assert result.flags.writeable
         assert not any(np.shares_memory(result, x) for x in inputs.values())
+
+
+@pytest.mark.parametrize("window", [(700, 700), (None, 700), (700, 0)])
+def test_a_packed_sequence_has_the_same_bits_beside_another(
+    backend: Runner, window: tuple[int | None, int | None]
+) -> None:
+    """Also where a window spans all keys of one sequence, and not as many as both have."""
+    q, k, v, _ = normal((1, 2, 2, 900, 900, 40, 24))
+    both = backend.forward(q, k, v, window=window, **packed_at(0, 600, 900))
+    q, k, v = (x[:, :, :600] for x in (q, k, v))
+    alone = backend.forward(q, k, v, window=window, **packed_at(0, 600))
+    for ours, theirs in zip(alone, both, strict=True):
+        np.testing.assert_array_equal(ours, theirs[:, :, :600])
+
+
+def packed_at(*places: int) -> dict[str, Any]:
+    return {name: np.array(places) for name in ("cu_seqlens_q", "cu_seqlens_k")}

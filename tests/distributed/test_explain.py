@@ -19,10 +19,12 @@ def on_paper(**options: Any) -> Prediction:
     return predict(*SHAPES, RANKS, dtype=np.float64, **options)
 
 
-def test_ranks_say_what_is_said_on_paper() -> None:
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window": (47, 0)}, {"window": (None, 47)}])
+def test_ranks_say_what_is_said_on_paper(mask: dict[str, Any]) -> None:
+    """Also of windows that hide no key."""
     rates = Rates(1e9, Link(1e-6, 1e8))
     bias = np.zeros((4, 48, 48))
-    options: dict[str, Any] = {"causal": True, "layout": Layout.striped(48, RANKS, 5)}
+    options: dict[str, Any] = mask | {"layout": Layout.striped(48, RANKS, 5)}
 
     def run(comm: Any) -> Prediction:
         layout: Layout = options["layout"]

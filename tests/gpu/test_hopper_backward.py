@@ -79,7 +79,7 @@ def test_heads_that_share_keys_come_one_after_the_other(
         "bias": rng.standard_normal((6, 515, 700), dtype=np.float32),
         "dropout_p": 0.2,
     }[added]
-    options = {"window": (150, 0), "kv_lengths": [700, 310], added: more}
+    options: dict[str, Any] = {"window": (150, 0), "kv_lengths": [700, 310], added: more}
     check(made, **options, deterministic=deterministic)
 
 

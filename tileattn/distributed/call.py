@@ -295,6 +295,15 @@ def _own_layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout
     return found
 
 
+def with_whole_window(
+    q: Array, k: Array, v: Array, options: Mapping[str, Any]
+) -> tuple[Problem, Operands]:
+    """Validate a call of some queries: a side that hides no key from them may do from others."""
+    problem, x = parse(q, k, v, options)
+    window = window_of(options.get("window"), options.get("causal", False))
+    return replace(problem, window=window), x
+
+
 def _parsed(
     q: Array, k: Array, v: Array, Nq: int, Nk: int, options: Mapping[str, Any]
 ) -> tuple[Problem, Operands]:
@@ -303,10 +312,7 @@ def _parsed(
     every_k, every_v = (
         xp.broadcast_to(xp.zeros((), q.dtype), (*x.shape[:-2], Nk, x.shape[-1])) for x in (k, v)
     )
-    problem, x = parse(q, every_k, every_v, options)
-    # These queries are not all: a side that hides no key from them may hide some from others.
-    window = window_of(options.get("window"), options.get("causal", False))
-    problem = replace(problem, window=window)
+    problem, x = with_whole_window(q, every_k, every_v, options)
     if is_on_gpu(q):
         _check_on_gpu(x)
     if options.get("q_offset") is None:

@@ -6,7 +6,13 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.distributed.call import Call, agreed, check_supported, layout_of
+from tileattn.distributed.call import (
+    Call,
+    agreed,
+    check_supported,
+    layout_of,
+    with_whole_window,
+)
 from tileattn.distributed.comm import TIMEOUT, communicator
 from tileattn.distributed.cost import CPU_RATES, GPU_RATES, Cost, Rates, cost_of
 from tileattn.distributed.held import Plan, held_by
@@ -14,7 +20,7 @@ from tileattn.distributed.layout import Layout
 from tileattn.distributed.schedules import Schedule, every, why_not
 from tileattn.distributed.sent import Rows, Workload
 from tileattn.distributed.visibility import Visibility
-from tileattn.problem import Operands, Options, Problem, parse
+from tileattn.problem import Operands, Options, Problem
 
 _COLUMNS = ("MB", 13), ("messages", 10), ("ms", 10), ("groups", 8), ("memory", 8)
 
@@ -139,7 +145,7 @@ def predict(
         raise ValueError(f"ranks is {ranks}; 1 or more is accepted")
     empty = np.zeros((), dtype)
     arrays = [np.broadcast_to(empty, tuple(shape)) for shape in (q, k, v)]
-    problem, x = parse(arrays[0], arrays[1], arrays[2], options)
+    problem, x = with_whole_window(arrays[0], arrays[1], arrays[2], options)
     layout_k = layout if layout_k is None else layout_k
     layouts = (
         _on_paper("layout", layout, problem.Nq, ranks),

@@ -166,8 +166,9 @@ BACKWARD_TILES: list[tuple[dict[str, Any], int]] = [
     ({"Nq": 2000, "window": CAUSAL}, 64),  # a tile on the diagonal is half masked out
     ({"Nq": 2048, "window": (100, None)}, 64),
     ({"Nq": 2048, "window": (None, 1)}, 80),
-    ({"Nq": 2048, "window": (2046, 0)}, 64),
-    ({"Nq": 2048, "window": (1024, 1023)}, 80),
+    ({"Nq": 2048, "Nk": 4096, "window": (2046, 0)}, 64),
+    ({"Nq": 2048, "Nk": 4096, "window": (1024, 1023)}, 80),
+    ({"Nq": 2048, "Nk": 1024, "window": (1000, 1048)}, 64),
     ({"Nq": 1024, "Nk": 16384}, 80),
     ({"Nq": 1024, "Nk": 16385}, 64),  # P would be subnormal
     ({"Nq": 1024, "Nk": 16385, "dtype": NAMED["bfloat16"]}, 80),

@@ -84,3 +84,13 @@ def test_a_tile_divides_a_piece_and_fits(dim: int, value: int) -> None:
     assert split.piece_of(problem) % tile_of(problem).block_k == 0
     assert tile_of(problem) == tile_of(replace(problem, B=1, Nk=1 << 20, Nq=1))
     assert forward(problem, H200).launches[0].shared_bytes <= H200.shared_limit - 2048
+
+
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_pieces_are_joined_as_they_lie(dim: int) -> None:
+    for problem in (wide(D=dim, Dv=dim), wide(D=64, Dv=dim), wide(D=dim, Dv=64)):
+        pieces, join = forward(problem, H200).launches
+        assert pieces.key.in_pieces
+        assert pieces.key.value_dim == join.key.value_dim
+        rows = problem.B * problem.Hq * problem.Nq * split.pieces_of(problem)
+        assert split.partial_bytes(problem)["partial_out"] == rows * join.key.value_dim * 4

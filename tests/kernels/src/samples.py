@@ -74,6 +74,13 @@ _HOPPER_CASES = (
     ("float16", (128, 128), {"80 queries"}),
     ("bfloat16", (128, 64), {"80 queries"}),
     ("float16", (64, 64), {"many keys"}),
+    ("bfloat16", (80, 80), {"80 queries"}),
+    ("float16", (48, 112), {"dropout_p"}),
+    ("float16", (128, 128), {"shared keys"}),
+    ("bfloat16", (192, 128), {"shared keys"}),
+    ("float16", (256, 256), {"shared keys"}),
+    ("bfloat16", (128, 128), {"many queries"}),
+    ("float16", (96, 96), {"many queries"}),
 )
 
 
@@ -115,6 +122,10 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
                 problem = replace(problem, Nq=80)
             if "many keys" in options:
                 problem = replace(problem, Nk=1 << 15)
+            if "many queries" in options:
+                problem = replace(problem, Nq=1 << 13, Nk=1 << 13)
+            if "shared keys" in options:
+                problem = replace(problem, Hq=2, window=(1, 0))
             context = context_of(arch)
             if "bias" in options:
                 context = context._replace(

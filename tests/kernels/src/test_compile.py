@@ -161,8 +161,8 @@ def test_calls_without_options(arch: str, kernel: str) -> None:
 @pytest.mark.parametrize(
     ("kernel", "dims", "rows"),
     [
-        (HOPPER, set(HEAD_DIM_BUCKETS), {128, 192}),
-        (HOPPER_BACKWARD, {64, 128}, {64, 80, 128}),
+        (HOPPER, {*HEAD_DIM_BUCKETS, 48, 80}, {128, 192}),
+        (HOPPER_BACKWARD, {32, 48, 64, 80, 96, 128}, {64, 80, 128}),
         (HOPPER_HALVES, {192}, {64}),
         (HOPPER_WIDE, {192, 256}, {64}),
         (HOPPER_WIDE_DQ, {192, 256}, {128}),
@@ -174,6 +174,8 @@ def test_the_kernels_for_hopper(kernel: str, dims: set[int], rows: set[int]) -> 
     assert {key.dtype for key in keys} == {"float16", "bfloat16"}
     assert {key.head_dim for key in keys} == dims
     assert {key.block_q for key in keys} == rows
+    apart = kernel in HOPPER_BACKWARDS
+    assert {key.heads_apart for key in keys} == ({False, True} if apart else {False})
     for option in ("softcap", "alibi", "fold_scale"):
         used = {False} if kernel == HOPPER_HALVES and option != "fold_scale" else {False, True}
         assert {getattr(key, option) for key in keys} == used, option

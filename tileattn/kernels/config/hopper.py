@@ -26,7 +26,7 @@ from tileattn.kernels.config.shared_memory import (
     hopper_forward_bytes,
     hopper_wide_dq_bytes,
 )
-from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, candidates
+from tileattn.kernels.config.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
 from tileattn.problem import Problem
 
 NAME = "Hopper"
@@ -110,9 +110,12 @@ def why_not(problem: Problem, context: LaunchContext, direction: str) -> str | N
 def forward(
     problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
 ) -> KernelLaunch:
-    """Launch the forward pass, with the first of some tiles or with those that suit the problem."""
+    """Launch the forward pass, with the first of some tiles or with those that suit the problem.
+
+    Some tiles are for pieces of keys, which a generic kernel joins: it has that family's buckets.
+    """
     P, tile = problem, (tiles or _forward_tiles(problem, context))[0]
-    dim, value = _forward_bucket(P.D), _forward_bucket(P.Dv)
+    dim, value = (bucket(n) if tiles else _forward_bucket(n) for n in (P.D, P.Dv))
     shared = hopper_forward_bytes(tile, dim, value, _bias_size(context))
     key = _key(HOPPER, P, context, dim, value, tile, shared)
     # The kernel is persistent: a thread block takes one query block after the other.
@@ -224,7 +227,8 @@ def _takes_heads_apart(problem: Problem) -> bool:
 
     In a window key blocks that run together are at a query tile each, and one comes to a tile a
     step after its neighbour. The L2 cache holds what all load in a step of one head, but not in a
-    step of all heads. In a window over most keys there are more at the same tile (measured).
+    step of all heads. In a window over most keys there are more at the same tile (measured); of one
+    that is open on the right the left side counts.
     """
     P, (left, right) = problem, problem.window
     if left is None or P.group == 1 or P.sequences is not None:
@@ -242,7 +246,7 @@ def _suits_tall(problem: Problem, rows: int) -> bool:
     P, (left, right) = problem, problem.window
     full = P.sequences is None and -(-P.Nq // rows) * rows <= _PADDED * P.Nq
     masked = not P.enabled_options.isdisjoint(MASKS)
-    many = right is not None and (P.Nq if left is None else left + right + 1) >= _LONG
+    many = right is not None and (P.Nq if left is None else min(left + right + 1, P.Nk)) >= _LONG
     uncut = P.window == (None, None) or many
     return full and uncut and _is_normal(P) and not masked
 

@@ -31,7 +31,7 @@ class TileSize(NamedTuple):
         return "tiles from measurements" if self.tuned else "tiles that fit in shared memory"
 
 
-HEAD_DIM_BUCKETS = (32, 64, 96, 128, 192, 256)  # others are padded to the next one
+HEAD_DIM_BUCKETS = (32, 64, 96, 128, 192, 256)  # others are padded; Hopper kernels have more
 MAX_HEAD_DIM = HEAD_DIM_BUCKETS[-1]
 
 _LIKE = {"backward_large_scores": "backward_dq"}  # with the loop of another, and its tiles

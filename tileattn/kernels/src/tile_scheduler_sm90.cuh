@@ -410,8 +410,8 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
 }
 
 // Call visit(index, begin, end) for each query tile of a work tile, and the query heads, begin to
-// end - 1, that are taken with it before the next tile: all that share keys, or one after the other. So
-// many heads of the first tile are left out.
+// end - 1, that are taken with it before the next tile: all that share keys, or one after the other. The
+// first `left_out` heads are not visited at the first tile.
 template <class Visit>
 __device__ __forceinline__ void for_each_index(const Params& p, const BwdWorkTile& work, Visit visit,
                                                int left_out = 0) {
