@@ -295,10 +295,13 @@ def _own_layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout
     return found
 
 
-def with_whole_window(
+def parse_with_given_window(
     q: Array, k: Array, v: Array, options: Mapping[str, Any]
 ) -> tuple[Problem, Operands]:
-    """Validate a call of some queries: a side that hides no key from them may do from others."""
+    """Validate a call, and keep sides of the window that hide no key.
+
+    The queries of a rank are not all: what hides none from them may hide some from others.
+    """
     problem, x = parse(q, k, v, options)
     window = window_of(options.get("window"), options.get("causal", False))
     return replace(problem, window=window), x
@@ -312,7 +315,7 @@ def _parsed(
     every_k, every_v = (
         xp.broadcast_to(xp.zeros((), q.dtype), (*x.shape[:-2], Nk, x.shape[-1])) for x in (k, v)
     )
-    problem, x = with_whole_window(q, every_k, every_v, options)
+    problem, x = parse_with_given_window(q, every_k, every_v, options)
     if is_on_gpu(q):
         _check_on_gpu(x)
     if options.get("q_offset") is None:

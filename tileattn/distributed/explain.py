@@ -11,7 +11,7 @@ from tileattn.distributed.call import (
     agreed,
     check_supported,
     layout_of,
-    with_whole_window,
+    parse_with_given_window,
 )
 from tileattn.distributed.comm import TIMEOUT, communicator
 from tileattn.distributed.cost import CPU_RATES, GPU_RATES, Cost, Rates, cost_of
@@ -145,7 +145,7 @@ def predict(
         raise ValueError(f"ranks is {ranks}; 1 or more is accepted")
     empty = np.zeros((), dtype)
     arrays = [np.broadcast_to(empty, tuple(shape)) for shape in (q, k, v)]
-    problem, x = with_whole_window(arrays[0], arrays[1], arrays[2], options)
+    problem, x = parse_with_given_window(arrays[0], arrays[1], arrays[2], options)
     layout_k = layout if layout_k is None else layout_k
     layouts = (
         _on_paper("layout", layout, problem.Nq, ranks),

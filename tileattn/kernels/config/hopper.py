@@ -42,6 +42,7 @@ HOPPER_DS = ("backward_dbias_sm90", "backward_daux_sm90")  # which sum dS over p
 
 # Head-dimension buckets. Of the backward kernels, of q and of v: the first that has both.
 _NARROW = tuple(range(32, 129, 16))  # steps of a GEMM
+_NARROW_DIM = _NARROW[-1]
 _FORWARD_BUCKETS = (*_NARROW, 192, 256)
 _BACKWARD_BUCKETS = {
     HOPPER_BACKWARD: (_NARROW, _NARROW),
@@ -52,14 +53,14 @@ _PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to a
 _FEW_KEYS = 3072  # at most, keys that a query attends to
 _SHORT = 512  # at most, keys of small tiles
 _PADDED = 1.035  # at most, queries of all tall tiles over queries
-_TALL = 4096  # at least, queries of tall tiles forward up to 96 columns; of more, twice as many
+# At least, queries of tall tiles forward; the first number is the columns of a head, at most.
+_TALL_QUERIES = ((64, 0), (96, 4096), (128, 8192))
 _LONG = 2048  # at least, queries of a causal call, or keys of a window, of tall tiles
 _NORMAL = 1 << 14  # at most, keys: of more, the mean probability is subnormal in float16
 _MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
 _MASKED_ROWS = 128  # at most, queries of a tile where a mask leaves blocks empty
 MASKS = frozenset({"mask", "block_mask", "mask_mod"})
 _SCORE_MODS = frozenset({"softcap", "alibi_slopes", "score_mod", "bias"})
-_NARROW_DIM = _NARROW[-1]
 
 _SUPPORTED = "wgmma and tensor maps"
 _DQ_CONVERT = "one thread block for each tile of dq"
@@ -145,7 +146,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     plain = P.enabled_options.isdisjoint(_SCORE_MODS) and not masked and not P.dropout_p
     packed = P.sequences is not None
     widest = max(dim, value)
-    least = 0 if widest <= 64 else _TALL if widest <= 96 else 2 * _TALL
+    least = next((queries for columns, queries in _TALL_QUERIES if widest <= columns), 0)
     tall = not least or (P.Nq >= least and P.Nk > _SHORT and not packed)
     few = packed or _keys_of_the_middle_query(P) <= _FEW_KEYS
     cut = not masked and not packed and P.Nk <= _SHORT and P.window[1] is not None

@@ -124,12 +124,12 @@ def schedule_of(
     (launch,) = launches
     if _are_claimed(P, layout, launch):
         return _claimed(P, launch)
-    blocks, tiles = -(-P.Nq // launch.key.block_q), -(-P.Nk // launch.key.block_k)
+    key = launch.key
+    blocks, tiles = -(-P.Nq // key.block_q), -(-P.Nk // key.block_k)
     # Without a mask all work tiles are as long as each other, and begin together.
     drifts = _is_triangle(P) and P.Nk * (P.D + P.Dv) * P.dtype.itemsize > PACED * l2_bytes
     pace_steps = _pace_steps(P, P.B * P.Hq * blocks, tiles, launch.workers) if drifts else 0
     # A late thread block has one group, and none waits for it to keep pace.
-    key = launch.key
     is_tall = key.block_q >= TALL and key.groups == 1 and max(P.D, P.Dv) <= LATE_DIM
     late_share = LATE if is_tall and P.Nk >= LATE_KEYS and not pace_steps else 0
     assignment = _assignment(P, layout, launch, groups, late_share)
@@ -186,8 +186,8 @@ def _heads_in_cache(P: Problem, launch: KernelLaunch, row: int, l2_bytes: int) -
 
     Each key block comes back to q, dout and the sums of dq: as many heads as a quarter of the L2
     holds of those, as its halves keep copies of what both read, and at least a wave of key blocks.
-    Under a long causal mask half of the L2 or two waves are better (measured), in whole waves. If
-    dq is summed in order, too.
+    Under a long causal mask half of the L2 or two waves are better (measured), there in whole
+    waves; half or two also if dq is summed in order.
     """
     grid, blocks = launch.grid, -(-P.Nk // launch.key.block_k)
     is_long = P.window[1] is not None and P.Nk >= WHOLE_WAVES
