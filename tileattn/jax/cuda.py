@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from tileattn.backends.cupy.foreign import cupy_for, memory_at, stream_at
+from tileattn.backends.cupy.passes import OwnPieces
 from tileattn.jax.xla_ffi import Frame
 
 
@@ -33,7 +34,7 @@ class Memory(ExitStack):
         cuda = self._cupy.cuda
         self.enter_context(cuda.Device(self._device))
         self.enter_context(stream_at(self._frame.stream))
-        self.enter_context(cuda.using_allocator(self._allocate))
+        self.enter_context(cuda.using_allocator(OwnPieces(self._allocate)))
         return self
 
     def array(self, address: int, spec: tuple[tuple[int, ...], np.dtype[Any]]) -> Any:

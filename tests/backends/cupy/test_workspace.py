@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,7 @@ from tests.backends.cupy.fake_cupy import Machine, at_host
 from tests.backends.cupy.test_call import PLANNING, forbid
 from tileattn.backends.cupy import passes
 from tileattn.call_cache import CALLS
+from tileattn.jax.cuda import Memory
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 TEMPORARY = ("delta", "lse_log2", "row_max", "dq_accum", "head_flags")
@@ -244,6 +246,33 @@ def test_small_results_of_a_second_call_lie_in_one_piece(
     CALLS.clear()
     for _ in range(3):
         assert sorted(taken()) == sorted(first)
+
+
+def test_small_results_of_a_second_call_are_in_the_places_that_xla_gives(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy
+
+    monkeypatch.setattr(passes, "ONE_PIECE", 1 << 18)
+    monkeypatch.setattr(cupy.cuda, "Device", nullcontext)
+    monkeypatch.setattr("tileattn.jax.cuda.stream_at", nullcontext)
+    x = inputs(gpu, Hq=2, Hkv=2, Nq=30, Nk=50, D=64, Dv=64)
+
+    class Frame:
+        device = stream = 0
+
+        def allocate(self, nbytes: int) -> Any:
+            return gpu.allocate(nbytes).ptr, (0, nbytes)
+
+        def free(self, address: int, nbytes: int) -> None:
+            """Do nothing: the memory of this machine is not used again."""
+
+    for _ in range(3):
+        places = x["out"], x["lse"]
+        with Memory(Frame()) as memory:  # type: ignore[arg-type]  # as much as it needs here
+            memory.offer(places)
+            found = tileattn.forward(x["q"], x["k"], x["v"])
+        assert [y.data.ptr for y in found] == [y.data.ptr for y in places]
 
 
 # --- what is refused ----------------------------------------------------------------------------

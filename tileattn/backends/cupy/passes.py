@@ -41,9 +41,9 @@ ONE_PIECE = 1 << 20
 
 
 class OwnPieces(partial[Any]):
-    """An allocator of a library to which arrays in one piece of memory are views of each other.
+    """An allocator of another library, which wants each result in a piece of its own.
 
-    So each result has a piece of its own.
+    PyTorch takes arrays in one piece for views of each other, and XLA has a place for each.
     """
 
 
