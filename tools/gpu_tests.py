@@ -22,6 +22,8 @@ _COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|xpassed)")
 _SLOW = re.compile(r"\s*[\d.]+s (call|setup|teardown) ")
 _LAST_WORDS = 10.0  # seconds that shards which are interrupted have
 NO_TESTS = 5  # pytest's exit status where a shard has none
+# One thread of BLAS, and no more of the GPU's memory than JAX needs: others run beside.
+_SHARED = {"OPENBLAS_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
                         [*command, f"--shard={n}/{count}"],
                         stdout=file,
                         stderr=subprocess.STDOUT,
-                        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                        env=os.environ | _SHARED,
                     )
                 )
         late = [n for n, shard in enumerate(shards) if not _ended(shard, start + chosen.seconds)]
