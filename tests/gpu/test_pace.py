@@ -56,7 +56,10 @@ def test_rows_of_a_long_call(given: list[Any], causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_of_a_long_call(given: list[Any], causal: bool) -> None:
-    """Those of some keys against the oracle's formulas, and bits against the same call again."""
+    """Those of some keys against the oracle's formulas, and bits against the same call again.
+
+    P, dS, what delta is made of and the results are rounded to bfloat16, by up to 2^-9 each.
+    """
     found = tileattn.forward(*given, causal=causal)
 
     def backward(deterministic: bool = False) -> Any:

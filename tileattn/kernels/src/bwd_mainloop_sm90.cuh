@@ -296,7 +296,8 @@ __device__ inline bool is_partial(const WorkTile& work, const QueryTileList& lis
 }
 
 // Call step(partial, more) for the query tiles of a work tile that has some, in the order of
-// for_each_index. The caller may do the first step of all itself. `more` is false for the last one, if that is peeled off.
+// for_each_index. The caller may do the first step of all itself. `more` is false for the last one, if
+// that is peeled off.
 template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
 __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int heads,
                                               int& h, int& tile, Step step) {

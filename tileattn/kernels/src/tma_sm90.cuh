@@ -167,7 +167,7 @@ __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" 
 // A semaphore in global memory orders the bulk stores of different CTAs. Those go through the async
 // proxy, so both sides need a proxy fence. Publish: bulk stores that this thread has waited for are
 // visible before the value is. Without the release they need not be (measured): a wait makes them
-// visible to the thread that waits.
+// visible to the thread that waits alone.
 __device__ inline void publish_semaphore(u32* place, u32 value) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
