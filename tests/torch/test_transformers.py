@@ -301,6 +301,7 @@ def test_a_static_cache_is_read_to_its_length(calls: list[dict[str, Any]]) -> No
     first, last = calls[:6], calls[-2:]
     assert all(names_of(call) == {"window", "q_offset"} for call in first)
     assert [call["q_offset"] for call in first] == [0, 0, LENGTH, LENGTH, LENGTH + 1, LENGTH + 1]
+    assert all({"window"} <= names_of(call) <= {"window", "q_offset"} for call in calls)
     assert all(call.get("q_offset", LENGTH + 6) == LENGTH + 6 for call in last)
 
 
