@@ -16,7 +16,6 @@ from tileattn.call_cache import (
     signature,
     signature_at_any_lengths,
 )
-from tileattn.errors import UnsupportedError
 from tileattn.problem import (
     Operands,
     Options,
@@ -25,6 +24,7 @@ from tileattn.problem import (
     check_array,
     four_axes,
     parse,
+    refuse_pages,
 )
 from tileattn.results import Attention, Gradients, wanted
 
@@ -280,10 +280,7 @@ def backward(
     >>> dq.shape, dbias is None
     ((5, 8), True)
     """
-    if options.get("block_table") is not None:
-        raise UnsupportedError(
-            "backward takes no block_table; gather the pages, and give it k and v of each sequence"
-        )
+    refuse_pages("backward", options)
     extra = {"dout": dout, "out": out, "lse": lse}
     if dlse is not None:
         extra["dlse"] = dlse

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from tileattn.api import backward, forward
-from tileattn.problem import Options
+from tileattn.problem import Options, refuse_pages
 from tileattn.results import Attention, Gradients
 
 
@@ -37,7 +37,7 @@ def vjp(
     BackendUnavailableError
         If the backend cannot run here.
     UnsupportedError
-        If the backend does not support this problem.
+        If the backend does not support this problem; for a ``block_table``.
 
     Notes
     -----
@@ -56,6 +56,7 @@ def vjp(
     >>> dq.shape, dbias is None
     ((5, 8), True)
     """
+    refuse_pages("vjp", options)
     attention = forward(q, k, v, backend=backend, **options)
 
     def pullback(

@@ -11,6 +11,7 @@ import numpy as np
 from tileattn import hints
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.dtypes import BFLOAT16, DTYPES, accum_dtype
+from tileattn.errors import UnsupportedError
 from tileattn.expressions.functions import check_indices, kind_of, mask_expression, score_expression
 from tileattn.expressions.nodes import Node
 from tileattn.lengths import Packing, Paging, Places, places_of
@@ -275,6 +276,15 @@ def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -
 def four_axes(x: Any) -> Any:
     """View an array of two to four axes as ``(B, H, N, D)``."""
     return x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
+
+
+def refuse_pages(call: str, options: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError if keys are in pages, which have no gradients."""
+    if options.get("block_table") is not None:
+        raise UnsupportedError(
+            f"{call} does not support block_table: pages have no gradients; gather them, and pass "
+            "k and v of each sequence"
+        )
 
 
 def check_names(options: Mapping[str, Any]) -> None:

@@ -152,5 +152,8 @@ def test_gradients_are_not_of_pages() -> None:
     made = cache([5], 4, np.float32, np.random.default_rng(4))
     q = np.ones((1, HQ, 2, D), np.float32)
     attention = tileattn.forward(q, made.k_pages, made.v_pages, **made.paged)
-    with pytest.raises(tileattn.UnsupportedError, match="backward takes no block_table; gather"):
+    message = "^{} does not support block_table: pages have no gradients; gather them"
+    with pytest.raises(tileattn.UnsupportedError, match=message.format("backward")):
         tileattn.backward(attention.out, q, made.k_pages, made.v_pages, *attention, **made.paged)
+    with pytest.raises(tileattn.UnsupportedError, match=message.format("vjp")):
+        tileattn.vjp(q, made.k_pages, made.v_pages, **made.paged)
