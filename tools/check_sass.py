@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     program = nvdisasm()
     if program is None:
-        print("nvdisasm is missing: pip install 'tileattn[nvrtc]' brings it")
+        print("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
         return 2
     looked_at = keys(chosen.pairs or PAIRS)
     count = 0

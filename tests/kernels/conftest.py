@@ -29,7 +29,7 @@ def program(nvrtc: Path) -> str:  # noqa: ARG001 - without a compiler there is n
     """Path of the disassembler; without it, skip."""
     found = nvdisasm()
     if found is None:
-        pytest.skip("nvdisasm is missing: pip install 'tileattn[nvrtc]' brings it")
+        pytest.skip("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
     return found
 
 

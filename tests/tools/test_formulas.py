@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("latex2mathml", reason="only the docs need it: pip install tileattn[docs]")
+pytest.importorskip("latex2mathml", reason="only the docs need it: pip install latex2mathml")
 
 from tools.formulas import mathml, on_page_content
 

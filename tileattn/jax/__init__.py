@@ -1,6 +1,6 @@
 """Exact attention on JAX arrays, differentiable, under ``jit``, ``grad``, ``vmap``, ``shard_map``.
 
-``pip install 'tileattn[jax]'`` brings it. ``import tileattn`` does not load JAX.
+The extra ``jax`` installs what it needs. ``import tileattn`` does not load JAX.
 """
 
 try:

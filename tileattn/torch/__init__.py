@@ -1,6 +1,6 @@
 """Exact attention on PyTorch tensors, differentiable, under autograd and ``torch.compile``.
 
-``pip install 'tileattn[torch]'`` brings it. ``import tileattn`` does not load PyTorch.
+The extra ``torch`` installs what it needs. ``import tileattn`` does not load PyTorch.
 """
 
 try:

@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "tileattn.torch.transformers needs transformers 5.4 or later: "
-        "pip install 'tileattn[transformers]'"
+        "pip install 'transformers>=5.4'"
     ) from error
 
 from tileattn.errors import UnsupportedError
