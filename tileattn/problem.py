@@ -105,6 +105,17 @@ class Problem:
     page: int | None = None
 
     @property
+    def features(self) -> frozenset[str]:
+        """Return what a kernel must honour: the options in use, as this record carries them.
+
+        A tree mask is a mask function here, whatever option it came from. Kernels are chosen by
+        these names, never by `enabled_options`, which are the caller's.
+        """
+        functions = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
+        traced = {name for name, expression in functions.items() if expression is not None}
+        return self.enabled_options - functions.keys() - {"tree_mask"} | traced
+
+    @property
     def entries(self) -> int:
         """Sequences: entries of what has a batch axis."""
         return self.B if self.sequences is None else self.sequences

@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 
 from tests.kernels.launch.planning import A100, H200, forward, kernels
+from tileattn.expressions.functions import mask_expression
 from tileattn.kernels.config import split
 from tileattn.kernels.config.hopper import HOPPER
 from tileattn.kernels.config.split_sm90 import tile_of
 from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.launch.catalog import problem_of
 from tileattn.problem import Problem
+
+TREE = mask_expression(lambda _b, _h, i, j: i >= j, (), "mask_mod")
 
 
 def wide(options: Any = (), **changed: Any) -> Problem:
@@ -58,7 +61,8 @@ def test_a_warp_or_a_thread_block_joins_the_pieces_of_a_query(
     [
         (wide(["alibi_slopes"]), "alibi_slopes is in use"),
         (wide(["mask"]), "mask is in use"),
-        (wide(["tree_mask"]), "tree_mask is in use"),
+        (wide(["tree_mask"], mask_mod=TREE), "tree_mask is in use"),
+        (wide(["mask_mod"], mask_mod=TREE), "mask_mod is in use"),
         (wide(Nk=1024), "there is one piece"),
         (wide(Dv=124), "the head dimension of v is no multiple of 8"),
     ],

@@ -64,7 +64,7 @@ class KernelLaunch(NamedTuple):
 
 def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
     """Fields of a key that say which options are enabled; ``bias`` is its element type."""
-    uses = problem.enabled_options
+    uses = problem.features
     return {
         "bias": bias,
         "softcap": "softcap" in uses,
@@ -76,6 +76,14 @@ def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
         "packed": problem.sequences is not None,
         "fold_scale": not bias and folds_scale(problem),
     }
+
+
+def refused(problem: Problem, features: frozenset[str]) -> str | None:
+    """Name an option in use that brings one of some features; None if there is none."""
+    used = features & problem.features
+    if "mask_mod" in used and "mask_mod" not in problem.enabled_options:
+        used = used - {"mask_mod"} | {"tree_mask"}
+    return min(used, default=None)
 
 
 def function_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:
@@ -92,7 +100,7 @@ def function_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:
 def folds_scale(problem: Problem) -> bool:
     """Whether kernels hold ``q @ k.T`` for scores, and scale in the exponent."""
     modifiers = {"softcap", "alibi_slopes", "bias", "score_mod"}
-    return problem.enabled_options.isdisjoint(modifiers) and problem.scale > 0
+    return problem.features.isdisjoint(modifiers) and problem.scale > 0
 
 
 def block_count(problem: Problem, rows: int, block: int) -> int:

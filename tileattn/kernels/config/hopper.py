@@ -97,7 +97,7 @@ _UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
     ("the head dimension of q and k is no multiple of 8", lambda P, _: P.D % 8 > 0),
     (
         "bias is in use, and a head dimension is above 128",
-        lambda P, _: "bias" in P.enabled_options and max(P.D, P.Dv) > _NARROW_DIM,
+        lambda P, _: "bias" in P.features and max(P.D, P.Dv) > _NARROW_DIM,
     ),
 )
 
@@ -142,8 +142,8 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     """
     P = problem
     dim, value = _forward_bucket(P.D), _forward_bucket(P.Dv)
-    masked = not P.enabled_options.isdisjoint(MASKS)
-    plain = P.enabled_options.isdisjoint(_SCORE_MODS) and not masked and not P.dropout_p
+    masked = not P.features.isdisjoint(MASKS)
+    plain = P.features.isdisjoint(_SCORE_MODS) and not masked and not P.dropout_p
     packed = P.sequences is not None
     widest = max(dim, value)
     least = next((queries for columns, queries in _TALL_QUERIES if widest <= columns), 0)
@@ -183,7 +183,7 @@ def backward(
     For wide heads a kernel of its own computes dq.
     """
     P = problem
-    plain = P.enabled_options.isdisjoint(_SCORE_MODS | {"mask"}) and not P.dropout_p
+    plain = P.features.isdisjoint(_SCORE_MODS | {"mask"}) and not P.dropout_p
     # All that is not plain needs registers.
     suited = (name for name in HOPPER_BACKWARDS if plain or name != HOPPER_HALVES)
     kernel = next(name for name in suited if 0 not in _buckets(name, P))
@@ -246,7 +246,7 @@ def _suits_tall(problem: Problem, rows: int) -> bool:
     """
     P, (left, right) = problem, problem.window
     full = P.sequences is None and -(-P.Nq // rows) * rows <= _PADDED * P.Nq
-    masked = not P.enabled_options.isdisjoint(MASKS)
+    masked = not P.features.isdisjoint(MASKS)
     many = right is not None and (P.Nq if left is None else min(left + right + 1, P.Nk)) >= _LONG
     uncut = P.window == (None, None) or many
     return full and uncut and _is_normal(P) and not masked

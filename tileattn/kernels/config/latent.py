@@ -10,6 +10,7 @@ from tileattn.kernels.config.context import (
     KernelLaunch,
     LaunchContext,
     option_fields,
+    refused,
 )
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.shared_memory import latent_bytes
@@ -75,9 +76,9 @@ def why_not_paged(problem: Problem) -> str | None:
 
 
 def _why_not_problem(problem: Problem) -> str | None:
-    refused = _REFUSED & problem.enabled_options
-    if refused:
-        return f"{min(refused)} is in use"
+    option = refused(problem, _REFUSED)
+    if option is not None:
+        return f"{option} is in use"
     return next((why for why, holds in _UNSUPPORTED if holds(problem)), None)
 
 

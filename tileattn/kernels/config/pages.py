@@ -2,9 +2,10 @@
 
 from tileattn.kernels.config import hopper, split, split_sm90
 from tileattn.kernels.config.block_order import with_orders
-from tileattn.kernels.config.context import KernelLaunch, LaunchContext
+from tileattn.kernels.config.context import KernelLaunch, LaunchContext, refused
 from tileattn.problem import Problem
 
+_REFUSED = frozenset({"mask_mod"})
 _FEW = "sequences of which {} rows or fewer share keys"
 
 
@@ -28,6 +29,7 @@ def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
 
 def why_not(problem: Problem, context: LaunchContext) -> str | None:
     """Why the Hopper kernel does not take the sequences of many queries."""
-    if problem.mask_mod is not None:
-        return "mask_mod is in use"
+    option = refused(problem, _REFUSED)
+    if option is not None:
+        return f"{option} is in use"
     return hopper.why_not(problem, context, "forward")

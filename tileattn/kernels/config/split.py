@@ -10,6 +10,7 @@ from tileattn.kernels.config.context import (
     block_count,
     function_fields,
     option_fields,
+    refused,
 )
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.shared_memory import split_bytes, split_static_bytes
@@ -20,6 +21,7 @@ SPLIT, COMBINE = "forward_split", "forward_combine"
 LATENT = "forward_latent_sm90"  # for wider heads
 LATENT_VALUE_DIM = 512
 
+_REFUSED = frozenset({"block_mask", "dropout_p"})
 _FEW_QUERIES = 64
 FEW_ROWS = 128  # that share keys, at most: queries of all query heads of a key head
 MOST_ROWS = 1 << 30  # counted in 32 bits
@@ -49,9 +51,9 @@ _JOIN = "one {} for each query, which joins up to {:,} pieces"
 
 def why_not(problem: Problem, context: LaunchContext) -> str | None:
     """Why these kernels do not run a forward pass, if so."""
-    P, refused = problem, {"block_mask", "dropout_p"} & problem.enabled_options
-    if refused:
-        return f"{min(refused)} is in use"
+    P, option = problem, refused(problem, _REFUSED)
+    if option is not None:
+        return f"{option} is in use"
     if P.page is None and P.sequences is not None:
         return "sequences are packed"
     if max(P.D, P.Dv) > MAX_HEAD_DIM:
@@ -60,7 +62,7 @@ def why_not(problem: Problem, context: LaunchContext) -> str | None:
         return "there are no keys"
     if P.page is None and (P.Nq > _FEW_QUERIES or P.group * P.Nq > FEW_ROWS):
         return f"there are more than {_FEW_QUERIES} queries, or {FEW_ROWS} that share keys"
-    if P.page is None and "kv_lengths" not in P.enabled_options and P.Nk <= piece_of(P):
+    if P.page is None and "kv_lengths" not in P.features and P.Nk <= piece_of(P):
         return "there are few keys"
     if _tile(P, context) is None:
         return "no tile fits in shared memory"
@@ -69,9 +71,9 @@ def why_not(problem: Problem, context: LaunchContext) -> str | None:
 
 def why_not_paged(problem: Problem) -> str | None:
     """Why keys in pages do not go with a problem on any GPU: no other kernels read pages."""
-    P, refused = problem, {"block_mask", "dropout_p"} & problem.enabled_options
-    if refused:
-        return f"block_table: with {min(refused)}"
+    P, option = problem, refused(problem, _REFUSED)
+    if option is not None:
+        return f"block_table: with {option}"
     if max(P.D, P.Dv) > MAX_HEAD_DIM:
         return f"block_table: with a head dimension above {MAX_HEAD_DIM}"
     if P.group * P.Nq > MOST_ROWS:

@@ -7,7 +7,7 @@ reading the keys takes longer.
 from dataclasses import replace
 
 from tileattn.kernels.config import hopper, split
-from tileattn.kernels.config.context import KernelLaunch, LaunchContext
+from tileattn.kernels.config.context import KernelLaunch, LaunchContext, refused
 from tileattn.kernels.config.tiles import TileSize, bucket
 from tileattn.problem import Problem
 
@@ -21,7 +21,7 @@ _TILES = {
     192: TileSize(128, 64, 8, 1, 3),
     256: TileSize(128, 64, 8, 1, 2),
 }
-_PER_HEAD = ("alibi_slopes", "bias", "mask", "mask_mod", "score_mod", "tree_mask")
+_PER_HEAD = frozenset({"alibi_slopes", "bias", "mask", "mask_mod", "score_mod"})
 
 
 def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
@@ -42,9 +42,9 @@ def why_not(problem: Problem, context: LaunchContext) -> str | None:
     P = problem
     if P.group * P.Nq > tile_of(P).block_q:
         return f"more than {tile_of(P).block_q} rows share keys"
-    used = next((name for name in _PER_HEAD if name in P.enabled_options), None)
-    if used is not None:
-        return f"{used} is in use"
+    option = refused(P, _PER_HEAD)
+    if option is not None:
+        return f"{option} is in use"
     if split.pieces_of(P) == 1:
         return "there is one piece"
     return hopper.why_not(P, context, "forward")

@@ -243,7 +243,7 @@ def _are_claimed(P: Problem, layout: CallLayout, launch: KernelLaunch) -> bool:
     """
     blocks = -(-P.Nq // launch.key.block_q)
     alike = all(len(set(x or ())) <= 1 for x in (layout.kv_lengths, layout.q_offset))
-    few_keys = P.Nk <= SHORT and _is_triangle(P) and P.enabled_options.isdisjoint(MASKS)
+    few_keys = P.Nk <= SHORT and _is_triangle(P) and P.features.isdisjoint(MASKS)
     return few_keys and alike and blocks > 1 and blocks * P.B * P.Hq > launch.workers
 
 
@@ -264,7 +264,7 @@ def _pace_steps(P: Problem, count: int, tiles: int, workers: int) -> int:
     It is 0 where workers do not keep pace: in windows, and under other masks, their work tiles have
     different keys in any case. Behind the last step they go on alone.
     """
-    if P.window[0] is not None or not P.enabled_options.isdisjoint(MASKS):
+    if P.window[0] is not None or not P.features.isdisjoint(MASKS):
         return 0
     waves = -(-count // workers)
     return min((waves + 1) * tiles // PACE_TILES + 1, PACE_STEPS)
