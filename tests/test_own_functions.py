@@ -71,12 +71,14 @@ def both(**options: Any) -> tuple[tileattn.Attention, Gradients]:
         (
             {"score_mod": lambda s, b, h, i, j, t, d: s + t[h + HQ, i]},
             ValueError,
-            "score_mod indexes axis 0 of aux[0], of shape (4, 90), with 4 to 7; 0 to 3",
+            "score_mod indexes axis 0 of aux[0], of shape (4, 90), with 4 to 7; indices must be "
+            "within -4 to 3",
         ),
         (
-            {"mask_mod": lambda b, h, i, j, t, d: d[-1] > d[i]},
+            {"mask_mod": lambda b, h, i, j, t, d: d[-54] > d[i]},
             ValueError,
-            "mask_mod indexes axis 0 of aux[1], of shape (53,), with -1; 0 to 52 are accepted",
+            "mask_mod indexes axis 0 of aux[1], of shape (53,), with -54; indices must be "
+            "within -53 to 52",
         ),
         (
             {"aux": (TABLE, DOCUMENT[:0])},
@@ -106,7 +108,7 @@ def test_indices_past_an_end_are_moved_to_it() -> None:
     def reads(index: Any) -> tuple[tileattn.Attention, Gradients]:
         return both(score_mod=lambda s, b, h, i, j, t: s + t[index(i, j)], aux=(TABLE[0, :9],))
 
-    one, other = reads(lambda i, j: i - j), reads(lambda i, j: np.clip(i - j, 0, 8))
+    one, other = reads(lambda i, j: i - j), reads(lambda i, j: np.clip(i - j, -9, 8))
     np.testing.assert_array_equal(one[0].out, other[0].out)
     np.testing.assert_array_equal(one[1].daux, other[1].daux)
 

@@ -124,8 +124,8 @@ def forward(
         ``mask_mod(b, h, i, j, *aux)`` returns whether query i attends to key j; tiles without such
         a pair are not computed.
     aux : tuple of array
-        Arrays that these two index, each from 0 to its length - 1; other indices are moved to the
-        nearest. Floating ones that ``score_mod`` reads have gradients.
+        Arrays that these two index. Negative indices count from the end, as in NumPy; an index past
+        an end is moved to it. Floating arrays that ``score_mod`` reads have gradients.
 
     Raises
     ------

@@ -111,7 +111,7 @@ _FACTORS: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 class Clamped:
-    """An array whose indices are moved to its ends where they are past them.
+    """An array whose indices are moved to its ends where they are past them; -1 is the last.
 
     Every read of an element gives a dual number with a direction of its own: the number of the
     array and the indices, which are kept as arrays in ``reads``.
@@ -134,7 +134,7 @@ class Clamped:
         if len(keys) < self._array.ndim:
             return _Part(self, keys)
         place = tuple(
-            np.clip(value_of(index), 0, n - 1)
+            np.clip(value_of(index), -n, n - 1)
             for index, n in zip(keys, self._array.shape, strict=True)
         )
         value = self._array[place]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.expressions.build import apply, element
-from tileattn.expressions.nodes import INDICES, Kind, Node
+from tileattn.expressions.nodes import INDICES, Kind, Node, constant
 
 _B, _, _I, _J = (Node("input", Kind.INTEGER, (), name) for name in INDICES)
 
@@ -22,8 +22,8 @@ def with_tree(mask: Node | None, options: Mapping[str, Any], count: int) -> Node
     if options.get("tree_mask") is None:
         return mask
     first = element(count + 1, Kind.INTEGER, (_B,))
-    node = apply("subtract", _J, first)
-    # Indices are moved to the nearest: b to 0 where all sequences have one tree.
+    node = apply("maximum", apply("subtract", _J, first), constant(0))
+    # Indices past the end are moved to it: b to 0 where all sequences share one tree.
     in_tree = element(count, Kind.BOOLEAN, (_B, _I, node))
     visible = apply("bitwise_or", apply("less", _J, first), in_tree)
     return visible if mask is None else apply("bitwise_and", mask, visible)

@@ -11,6 +11,7 @@ from tests.arrays import normal
 from tests.conftest import Runner
 from tests.contract.test_backends import check
 from tests.gallery import calls
+from tileattn import reference
 from tileattn.algorithm.scores import learned_elements
 from tileattn.dtypes import DTYPES
 from tileattn.problem import parse
@@ -61,6 +62,46 @@ def test_the_gallery_in_less_precision(backend: Runner, name: str) -> None:
     able(backend, options)
     q, k, v, dout = normal(SIZES, dtype)
     check(backend, AttentionCase(q, k, v, dout, None, options))
+
+
+FROM_THE_END: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "distance": (lambda b, h, i, j: (h, i - j), (HQ, NQ + NK)),
+    "negative": (lambda b, h, i, j: (-1 - h, j - NK), (HQ, NK)),
+    "mixed": (lambda b, h, i, j: (h - 2, (i + j) % 5 - 3), (HQ, 7)),
+    "loaded": (None, (10,)),
+}
+"""Indices of which some are negative, or None for those in another array; the array's shape."""
+
+
+@pytest.mark.parametrize("name", FROM_THE_END)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+def test_negative_indices_count_from_the_end(runner: Runner, name: str, dtype: Any) -> None:
+    """As NumPy's own do: what it reads is a bias and a mask, and gradients land where it reads."""
+    indices, shape = FROM_THE_END[name]
+    rng = np.random.default_rng(0)
+    table, seen = rng.normal(size=shape).astype(dtype), rng.random(shape) < 0.7
+    steps = np.arange(-9, 3)
+
+    def place(b: Any, h: Any, i: Any, j: Any, loaded: Any) -> Any:
+        return (loaded[(i + j) % 12],) if indices is None else indices(b, h, i, j)
+
+    options: dict[str, Any] = {
+        "score_mod": lambda s, b, h, i, j, t, _, n: s + t[place(b, h, i, j, n)],
+        "mask_mod": lambda b, h, i, j, _, m, n: m[place(b, h, i, j, n)],
+        "aux": (table, seen, steps),
+    }
+    able(runner, options)
+    q, k, v, dout = normal(SIZES, dtype)
+    b, h, i, j = np.ogrid[:1, :HQ, :NQ, :NK]
+    read = np.broadcast_arrays(*place(b, h, i, j, steps))
+    plain = {"bias": table[tuple(read)], "mask": seen[tuple(read)]}
+    expected = reference.backward(dout, q, k, v, **plain)
+    assert expected.dbias is not None
+    by_element = np.zeros(shape)
+    np.add.at(by_element, tuple(read), expected.dbias)
+    of_table = (reference.backward(dout, q, k, v, **options).daux or ())[0]
+    np.testing.assert_allclose(of_table, by_element, rtol=1e-9, atol=1e-12)
+    check(runner, AttentionCase(q, k, v, dout, None, options))
 
 
 @pytest.mark.parametrize("turn", range(len(SCORES)), ids=SCORES)

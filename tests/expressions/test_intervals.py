@@ -12,9 +12,10 @@ from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.functions import mask_expression, score_expression
-from tileattn.expressions.intervals import bounds
-from tileattn.expressions.nodes import Node
+from tileattn.expressions.intervals import bounds, may_be_negative
+from tileattn.expressions.nodes import Node, elements
 from tileattn.expressions.quadtree import find_blocks
+from tileattn.kernels.config.functions import functions_text
 
 SIZES = {"b": B, "h": HQ, "i": NQ, "j": NK}
 EXTREMA = [RangeExtrema(x) for x in AUX]
@@ -74,6 +75,10 @@ def test_bounds_of_what_masks_are_made_of_are_exact() -> None:
     assert exact(lambda _b, _h, i, j, *_: np.floor(i / 2) >= 2, *inside) == (1, 1)
     assert exact(lambda _b, _h, i, j, *a: a[2][j] <= AUX[2][2:4].max(), *inside) == (1, 1)
     assert exact(lambda _b, _h, i, j, *a: a[2][j] < AUX[2][2:4].min(), *inside) == (0, 0)
+    assert exact(lambda _b, _h, i, j, *a: a[2][j - NK] <= AUX[2][2:4].max(), *inside) == (1, 1)
+    assert exact(lambda _b, _h, i, j, *a: a[2][j - NK] < AUX[2][2:4].min(), *inside) == (0, 0)
+    assert exact(lambda _b, _h, i, j, *a: a[2][j - 3] <= AUX[2].max(), *inside) == (1, 1)
+    assert exact(lambda _b, _h, i, j, *a: a[2][j - 3] < AUX[2][[-1, 0]].max(), *inside) == (0, 1)
     assert exact(lambda _b, _h, i, j, *_: (i ^ j) < 8, *inside) == (1, 1)
     assert exact(lambda _b, _h, i, j, *_: i << 70 == 0, *inside) == (0, 1)
 
@@ -84,6 +89,28 @@ def test_every_operation_has_bounds() -> None:
 
     monotone = {"add", "subtract", "multiply", "negative", "sign", "minimum", "maximum", "floor"}
     assert FUNCTIONS.keys() - intervals._RULES.keys() == monotone | {"sqrt"}
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (lambda b, h, i, j, *_: i + 2 * j + h + b, False),
+        (lambda b, h, i, j, *_: abs(i - j), False),
+        (lambda b, h, i, j, *_: np.clip(i - j, -16, 16) + 16, False),
+        (lambda b, h, i, j, *_: (i - j) % 7, False),
+        (lambda b, h, i, j, *_: np.sqrt(1.0 * i).astype(int), False),
+        (lambda b, h, i, j, *_: i - j, True),
+        (lambda b, h, i, j, *_: i - 1, True),
+        (lambda b, h, i, j, *aux: aux[2][j], True),
+        (lambda b, h, i, j, *_: (2 * np.sin(1.0 * i)).astype(int), True),
+    ],
+)
+def test_only_indices_that_may_be_negative_count_from_the_end(index: Any, expected: bool) -> None:
+    node = score_expression(lambda s, b, h, i, j, *aux: s + aux[2][index(b, h, i, j, *aux)], AUX)
+    read = elements(node)[-1]
+    assert may_be_negative(read.inputs[0], FLOAT64) is expected
+    text = functions_text(node, None, tuple((x.dtype.name, x.ndim) for x in AUX), FLOAT64)
+    assert ("numpy::from_start(" in text) is expected
 
 
 @given(data=st.data())

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tileattn.algorithm.tiles import Tile, tile_of
 from tileattn.expressions.derivative import derivatives
-from tileattn.expressions.evaluate import clamped, evaluate
+from tileattn.expressions.evaluate import evaluate, places
 from tileattn.expressions.nodes import Kind, Node, constant
 
 Array = NDArray[Any]
@@ -133,7 +133,7 @@ class ScoreFunction(ScoreMod):
         partials = []
         for node in reads:
             array = self._aux[aux_number(node)]
-            own = clamped(array, [next(place) for _ in node.inputs])
+            own = places(node, array, [next(place) for _ in node.inputs], s.dtype)
             value = None if by[node] == constant(1.0) else np.array(found[node], ndmin=s.ndim)
             partials.append(Partial(node, value, [np.array(x, ndmin=s.ndim) for x in own]))
         grad = np.array(np.broadcast_to(found.get(_SCORE, s.dtype.type(0)), s.shape))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.diagonals import Diagonals, is_distance, of_distance
+from tileattn.expressions.intervals import may_be_negative
 from tileattn.expressions.nodes import Kind, Node, ordered
 
 Array = NDArray[Any]
@@ -54,8 +55,8 @@ def evaluate(
 ) -> list[Array]:
     """Evaluate some outputs together.
 
-    ``inputs`` broadcast against one another. Indices into ``aux`` past an end are taken for the
-    nearest that there is. An output may be one of the inputs.
+    ``inputs`` broadcast against one another. Negative indices into ``aux`` count from the end;
+    indices past an end are moved to it. An output may be one of the inputs.
     """
     types = {Kind.BOOLEAN: np.dtype(np.bool_), Kind.INTEGER: np.dtype(np.int64), Kind.FLOAT: dtype}
     steps, kept = program(tuple(outputs))
@@ -82,10 +83,16 @@ def evaluate(
 
 
 def clamped(x: Array, indices: Sequence[Any]) -> tuple[Any, ...]:
-    """Move indices past an end of an array to the nearest element."""
+    """Move indices past an end of an array to it; of n elements, -n is the first."""
     return tuple(
-        np.minimum(np.maximum(index, 0), n - 1) for index, n in zip(indices, x.shape, strict=True)
+        np.minimum(np.maximum(index, -n), n - 1) for index, n in zip(indices, x.shape, strict=True)
     )
+
+
+def places(element: Node, x: Array, indices: Sequence[Any], dtype: np.dtype[Any]) -> list[Any]:
+    """Return the indices of the elements that are read, counted from the start of each axis."""
+    found = zip(element.inputs, clamped(x, indices), x.shape, strict=True)
+    return [np.where(at < 0, at + n, at) if may_be_negative(i, dtype) else at for i, at, n in found]
 
 
 def _value(

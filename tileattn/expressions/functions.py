@@ -60,7 +60,7 @@ def check_indices(
 ) -> None:
     """Raise ValueError if an index of a call of ``sizes`` (B, Hq, Nq, Nk) is never within its axis.
 
-    Others are clamped where they are not.
+    Negative ones count from the end. Others are clamped where they are not within it.
     """
     if not all(sizes):
         return
@@ -73,11 +73,12 @@ def check_indices(
         number = int(read.value or 0)
         for axis, (x, n) in enumerate(zip(read.inputs, shapes[number], strict=True)):
             low, high = (float(end) for end in found[x])
-            if n == 0 or low > n - 1 or high < 0:
+            if n == 0 or low > n - 1 or high < -n:
                 given = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+                accepted = f"indices must be within {-n} to {n - 1}" if n else "it has no elements"
                 raise ValueError(
                     f"{name} indexes axis {axis} of aux[{number}], of shape {shapes[number]}, with "
-                    f"{given}; " + (f"0 to {n - 1} are accepted" if n else "it has no elements")
+                    f"{given}; {accepted}"
                 )
 
 

@@ -7,6 +7,7 @@ rounds correctly is monotone, and so its bounds hold for the rounded values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,14 @@ from numpy.typing import NDArray
 
 from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.extrema import RangeExtrema
-from tileattn.expressions.nodes import Kind, Node, ordered
+from tileattn.expressions.nodes import INDICES, Kind, Node, elements, ordered
 
 Array = NDArray[Any]
 Interval = tuple[Any, Any]
+
+_ENDS = (2.0**31, 2.0**31, 2.0**30, 2.0**30)
+INDEX_RANGES = {name: (0.0, end - 1) for name, end in zip(INDICES, _ENDS, strict=True)}
+"""First and last index of any call; differences of two have 32 bits."""
 
 _EXACT = float(1 << 53)  # up to which float64 holds every integer
 _BITS = 52
@@ -88,12 +93,23 @@ def _known(node: Node, low: Any, high: Any) -> Interval:
     return np.where(known, low, nan), np.where(known, high, nan)
 
 
+@lru_cache(maxsize=1024)
+def may_be_negative(index: Node, dtype: np.dtype[Any]) -> bool:
+    """Return whether an index into an array may be negative in some call."""
+    count = 1 + max((int(x.value or 0) for x in elements(index)), default=-1)
+    return not bounds(index, INDEX_RANGES, [None] * count, dtype)[0] >= 0
+
+
 def index_range(interval: Interval, n: int) -> tuple[Array, Array]:
-    """Give the first and last index of an axis that an interval reaches, once it is clamped."""
+    """Give the first and last element of an axis that the indices of an interval reach.
+
+    Negative indices count from the end. Those on both sides of 0 may reach every element.
+    """
     low, high = interval
-    unknown = np.isnan(low) | np.isnan(high)
-    first = np.clip(np.where(unknown, 0, low), 0, n - 1)
-    last = np.clip(np.where(unknown, n - 1, high), 0, n - 1)
+    moved = np.where(high < 0, n, 0)
+    known = (high < 0) | (low >= 0)
+    first = np.clip(np.where(known, low + moved, 0), 0, n - 1)
+    last = np.clip(np.where(known, high + moved, n - 1), 0, n - 1)
     return first.astype(np.int64), last.astype(np.int64)
 
 

@@ -75,7 +75,7 @@ def hold(folder: Path, plan: LaunchPlan, aux: Any, seed: int, window: int) -> No
         with functions_of_the_c_library(), np.errstate(all="ignore"):
             index = evaluate(node.inputs, places, aux, P.accum_dtype)
         ends = zip(index, aux[n].shape, strict=True)
-        near = [np.broadcast_to(np.clip(x, 0, end - 1), sizes) for x, end in ends]
+        near = [np.broadcast_to(np.clip(x, -end, end - 1), sizes) for x, end in ends]
         expected = np.zeros(aux[n].shape)
         np.add.at(expected, tuple(near), ds)
         np.testing.assert_array_equal(found.pop(sums_name(n)).sum(axis=0), expected)
@@ -99,6 +99,17 @@ def test_elements_of_moved_indices(name: str, origin: Any, tmp_path: Path) -> No
     options = GALLERY[name] | {"origin": origin}
     _, x = parsed(options, np.float16, sizes)
     hold(tmp_path, planned(options, np.float16, sizes), x.aux, 0, 128)
+
+
+@pytest.mark.parametrize("window", [5, 99])
+def test_negative_indices_count_from_the_end(window: int, tmp_path: Path) -> None:
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any, y: Any) -> Any:
+        return s + x[h - 5, i - j] * y[-1 - b, j - 150]
+
+    rng = np.random.default_rng(0)
+    aux = rng.normal(size=(5, 420)), rng.normal(size=(2, 150))
+    options = {"score_mod": score_mod, "aux": aux}
+    hold(tmp_path, planned(options, np.float32, (2, 4, 270, 150)), aux, 0, window)
 
 
 @settings(

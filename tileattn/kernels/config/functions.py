@@ -17,8 +17,8 @@ import numpy as np
 from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.diagonals import by_distance
 from tileattn.expressions.extrema import RangeExtrema
-from tileattn.expressions.intervals import all_bounds
-from tileattn.expressions.nodes import INDICES, Kind, Node, constant, ordered
+from tileattn.expressions.intervals import INDEX_RANGES, all_bounds
+from tileattn.expressions.nodes import Kind, Node, constant, ordered
 
 Aux = tuple[tuple[str, int], ...]
 """Name of the dtype and number of axes of each array."""
@@ -46,9 +46,7 @@ _JUMPS = frozenset(
     {"floor", "floor_divide", "remainder", "sign", "less", "less_equal", "equal", "not_equal"}
 )
 
-# Indices are below these, so that differences of two of them have 32 bits.
-_RANGES = dict(zip(INDICES, (2.0**31, 2.0**31, 2.0**30, 2.0**30), strict=True))
-# So have differences of those that count from a near origin: its query and key are below this.
+# Differences of indices from a near origin have 32 bits: its query and key are below this.
 NEAR = 1 << 29
 _INT = np.iinfo(np.int32).max
 _NEAR_ORIGINS = RangeExtrema(np.array([[0] * 4, [_INT, _INT, NEAR - 1, NEAR - 1]]))
@@ -146,7 +144,6 @@ def functions_text(
 def _learned_structs(learned: Learned, aux: Aux, known: Known, dtype: np.dtype[Any]) -> list[str]:
     """Write where an element lies, for a pair and for ranges of queries and keys."""
     indices, number = learned.element.inputs, int(learned.element.value or 0)
-    ends = [f"index[{n}] = {{{n}}};" for n in range(len(indices))]
     own = {name: str(name in learned.own).lower() for name in "bhi"}
     distance = str(by_distance(indices)).lower()
     more = _LEARNED.format(
@@ -156,10 +153,17 @@ def _learned_structs(learned: Learned, aux: Aux, known: Known, dtype: np.dtype[A
         _Printer(indices, "Accum", aux, known, dtype, number) for number in ("{}", _INTERVAL)
     )
     method = "void place({0} i, {0} j, {1}* index)"
+
+    def ends(printer: _Printer) -> list[str]:
+        texts = printer.indices(learned.element)
+        return [f"index[{n}] = {text};" for n, text in enumerate(texts)]
+
     return [
         f"using LearnedSums = AuxArray<{len(indices) + 1}>;\n",
-        pair.struct("LearnedElement", method.format("int", "i64"), ends, more),
-        ranges.struct("LearnedRange", method.format("Interval<int>", "Interval<double>"), ends),
+        pair.struct("LearnedElement", method.format("int", "i64"), ends(pair), more),
+        ranges.struct(
+            "LearnedRange", method.format("Interval<int>", "Interval<double>"), ends(ranges)
+        ),
     ]
 
 
@@ -181,10 +185,9 @@ class _Printer:
         self._outputs, self._floats, self._aux, self._number = outputs, floats, aux, number
         self._nodes = [node for node in ordered(outputs) if node.op != "constant"]
         self._names = {node: f"x{n}" for n, node in enumerate(self._nodes)}
-        ranges = {name: (0.0, most - 1) for name, most in _RANGES.items()}
         self._plain = number == "{}"
         self._jumps = any(node.op in _JUMPS or _truncates(node) for node in self._nodes)
-        self._bounds = all_bounds(outputs, ranges, known, dtype)
+        self._bounds = all_bounds(outputs, INDEX_RANGES, known, dtype)
         self._of_pairs: set[Node] = set()
         for node in self._nodes:
             if node.value in _OF_PAIRS or not self._of_pairs.isdisjoint(node.inputs):
@@ -212,6 +215,15 @@ class _Printer:
             of_pair="".join(f"        {line}\n" for line in lines),
             more=more,
         )
+
+    def indices(self, element: Node) -> list[str]:
+        """Write the indices of an element; those that may be negative count from the end."""
+        texts = list(map(self._text, element.inputs))
+        for axis, index in enumerate(element.inputs):
+            if not self._bounds[index][0] >= 0:
+                size = f"aux.x{int(element.value or 0)}.sizes[{axis}]"
+                texts[axis] = f"numpy::from_start({texts[axis]}, {size})"
+        return texts
 
     def _type(self, node: Node) -> str:
         return self._number.format(self._type_of_number(node))
@@ -253,7 +265,7 @@ class _Printer:
         if node.op == "aux":
             number = int(node.value or 0)
             dtype = self._aux[number][0]
-            array = ", ".join([f"aux.x{number}", *map(self._text, node.inputs)])
+            array = ", ".join([f"aux.x{number}", *self.indices(node)])
             return f"{self._type(node)}(numpy::element<{_ELEMENTS.get(dtype, dtype)}>({array}))"
         if node.op == "cast":
             (x,) = node.inputs

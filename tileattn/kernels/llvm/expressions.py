@@ -7,8 +7,10 @@ floats of a score those of its sums, and floats of a mask are float64.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
+from tileattn.expressions.intervals import may_be_negative
 from tileattn.expressions.nodes import Kind, Node, ordered
 from tileattn.kernels.llvm import numerics
 from tileattn.kernels.llvm.functions import Functions, slots
@@ -16,6 +18,7 @@ from tileattn.kernels.llvm.instructions import I1, I8, I64, POINTER, Code, i64, 
 
 _SMALLEST = -(1 << 63)
 _INTEGERS = {f"{u}int{n}": ir.IntType(n) for u in ("", "u") for n in (8, 16, 32, 64)}
+_DTYPES = {"float": "float32", "double": "float64"}
 _FLOATS = {"float16": ir.HalfType(), "float32": ir.FloatType(), "float64": ir.DoubleType()}
 
 
@@ -105,10 +108,12 @@ class TileFunctions:
                 values[node] = _apply(c, node, given)
         return [values[x] for x in wanted]
 
-    def _axes(self, node: Node, indices: list[Any]) -> tuple[Any, list[tuple[Any, Any, Any]]]:
+    def _axes(
+        self, node: Node, indices: list[Any], real: Any
+    ) -> tuple[Any, list[tuple[Any, Any, Any]]]:
         """Give an array's address, and for each axis index, length and stride.
 
-        Indices past an end are the nearest.
+        Negative indices count from the end; indices past an end are moved to it.
         """
         c, b = self._c, self._c.b
         first = slots(self._functions.aux[: int(node.value or 0)])
@@ -116,8 +121,12 @@ class TileFunctions:
             c.load(c.at(self._p.aux, 8 * (first + n)), I64) for n in range(1 + 2 * len(indices))
         )
         axes = []
-        for given, length, stride in zip(indices, facts[::2], facts[1::2], strict=True):
-            index, zero, last = _alike(c, given, i64(0), b.sub(length, i64(1)))
+        dtype = np.dtype(_DTYPES[str(real)])
+        each = zip(node.inputs, indices, facts[::2], facts[1::2], strict=True)
+        for source, given, length, stride in each:
+            index, end, zero, last = _alike(c, given, length, i64(0), b.sub(length, i64(1)))
+            if may_be_negative(source, dtype):
+                index = b.select(b.icmp_signed("<", index, zero), b.add(index, end), index)
             index = b.select(b.icmp_signed(">", index, zero), index, zero)
             index = b.select(b.icmp_signed("<", index, last), index, last)
             axes.append((index, length, stride))
@@ -127,7 +136,7 @@ class TileFunctions:
         """Give the number of an element in its array."""
         c, b = self._c, self._c.b
         number: Any = i64(0)
-        for index, length, _ in self._axes(node, indices)[1]:
+        for index, length, _ in self._axes(node, indices, c.scalar)[1]:
             number = b.mul(*_alike(c, number, length))
             number = b.add(*_alike(c, number, index))
         return number
@@ -135,7 +144,7 @@ class TileFunctions:
     def _element(self, node: Node, indices: list[Any], real: Any) -> Any:
         """Load an element of an array for each lane."""
         c, b = self._c, self._c.b
-        place, axes = self._axes(node, indices)
+        place, axes = self._axes(node, indices, real)
         for index, _, stride in axes:
             place = b.add(*_alike(c, place, b.mul(*_alike(c, index, stride))))
         dtype = self._functions.aux[int(node.value or 0)][0]

@@ -259,6 +259,14 @@ __device__ inline Interval<T> right_shift(Interval<T> x, Interval<T> y) {
 
 // --- arrays -------------------------------------------------------------------------------------
 
+// Negative indices count from the end; those on both sides of 0 may reach every element.
+template <class T>
+__device__ inline Interval<double> from_start(Interval<T> index, i64 size) {
+    if (index.low >= 0) return index;
+    if (index.high < 0) return {index.low + double(size), index.high + double(size)};
+    return Interval<double>::unknown();
+}
+
 // The smallest and the largest element over ranges of indices, among which the lanes of a warp
 // divide them; unknown where there are too many.
 template <class T, int AXES, class First, class... Others>

@@ -11,7 +11,7 @@ struct AuxArray {
     const char* data;
     i64 sizes[AXES > 0 ? AXES : 1], strides[AXES > 0 ? AXES : 1];
 
-    // Indices past an end are taken for the nearest that there is.
+    // An index past an end is moved to it.
     __device__ static i64 nearest(i64 index, i64 last) { return max(min(index, last), i64(0)); }
     __device__ static i64 nearest(int index, i64 last) {
         return max(min(index, int(min(last, i64(0x7fffffff)))), 0);
@@ -28,6 +28,9 @@ __device__ inline i64 widen(unsigned short x) { return x; }
 __device__ inline i64 widen(u32 x) { return x; }
 
 namespace numpy {
+
+// Negative indices count from the end.
+__device__ inline i64 from_start(i64 index, i64 size) { return index < 0 ? index + size : index; }
 
 template <class T, int AXES, class... Index>
 __device__ inline auto element(const AuxArray<AXES>& x, Index... index) {
