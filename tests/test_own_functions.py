@@ -18,6 +18,7 @@ from tileattn.backends.numpy import backend as numpy_backend
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.backends.protocol import Backend
 from tileattn.call_cache import signature
+from tileattn.expressions.functions import read_functions
 from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
 
@@ -66,8 +67,8 @@ def both(**options: Any) -> tuple[tileattn.Attention, Gradients]:
         ({"aux": (np.ma.array(TABLE), DOCUMENT)}, TypeError, "aux[0] is numpy.ma.MaskedArray"),
         ({"aux": (TABLE,)}, TypeError, "score_mod has the parameters (s: Any, b: Any,"),
         ({"score_mod": None, "mask_mod": None}, ValueError, "aux has 2 arrays, and there is no"),
-        ({"score_mod": 3}, TypeError, "score_mod is int; a function is accepted"),
-        ({"mask_mod": "causal"}, TypeError, "mask_mod is str; a function is accepted"),
+        ({"score_mod": 3}, TypeError, "`score_mod` must be a function; got int"),
+        ({"mask_mod": "causal"}, TypeError, "`mask_mod` must be a function; got str"),
         (
             {"score_mod": lambda s, b, h, i, j, t, d: s + t[h + HQ, i]},
             ValueError,
@@ -315,15 +316,16 @@ def test_functions_and_aux_are_part_of_a_signature() -> None:
     x = OnDevice((2, 3, 4, 8))
 
     def key(function: Any, *aux: Any) -> Any:
-        return signature((x, x, x), "cupy", {"score_mod": function, "aux": aux})
+        options = read_functions({"score_mod": function}, aux)
+        return signature((x, x, x), "cupy", {**options, "aux": aux})
 
     base = key(scaled(2), OnDevice((3,)))
     assert base is not None
-    assert base == key(scaled(2), OnDevice((3,)))
+    assert base == key(scaled(2), OnDevice((3,))) == key(scaled(2.0), OnDevice((3,)))
     assert hash(base) == hash(key(scaled(2), OnDevice((3,))))
     for other in (
-        key(scaled(2.0), OnDevice((3,))),
-        key(lambda s, *_: s * 2, OnDevice((3,))),
+        key(scaled(3.0), OnDevice((3,))),
+        key(lambda s, *_: s + 2, OnDevice((3,))),
         key(scaled(2), OnDevice((4,))),
         key(scaled(2), OnDevice((3,), np.float16)),
         key(scaled(2), OnDevice((3,)), OnDevice((3,))),
@@ -331,5 +333,4 @@ def test_functions_and_aux_are_part_of_a_signature() -> None:
     ):
         assert other is not None
         assert other != base
-    assert key(scaled([2]), OnDevice((3,))) is None
     assert key(scaled(2), np.zeros(3)) is None

@@ -16,6 +16,7 @@ from tileattn.call_cache import (
     signature,
     signature_at_any_lengths,
 )
+from tileattn.expressions.functions import read_functions
 from tileattn.problem import (
     Operands,
     Options,
@@ -167,6 +168,7 @@ def forward(
     True
     """
     arrays = (q, k, v) if out is None else (q, k, v, out)
+    options = read_functions(options)
     valid: PreparedCall | None = CALLS.get(signature(arrays, backend, options))
     # A call like an earlier one: straight to the launch.
     launch = None if valid is None else valid.cached.get(None)
@@ -285,6 +287,7 @@ def backward(
     if dlse is not None:
         extra["dlse"] = dlse
     rows = q, k, v, *extra.values()
+    options = read_functions(options)
     valid: PreparedCall | None = CALLS.get(signature(rows, backend, options))
     if valid is not None and wrt is None and workspace is None and type(deterministic) is bool:
         launch = valid.cached.get(deterministic)
@@ -358,6 +361,7 @@ def explain(
     >>> report.kernel, report.reasons[0]
     ('tileattn.algorithm.spec', "backend='numpy' asks for it")
     """
+    options = read_functions(options)
     call, operands = _validated(None, q, k, v, backend, options, {})
     explanation: Explanation = call.backend.explain(call.problem, operands)
     reasons = registry.why(backend, call.backend, call.problem, q)

@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from operator import attrgetter
-from types import FunctionType
 from typing import Any
 from weakref import ref
 
 import numpy as np
 
 from tileattn.algorithm.block_mask import BlockMask
-from tileattn.expressions.state import state_of
+from tileattn.expressions.nodes import Node
 from tileattn.lengths import Places, given_for, places_of
 from tileattn.problem import Operands, Options, Problem, operands_of
 from tileattn.results import Attention, Gradients
@@ -22,6 +21,7 @@ MOST = 1024  # entries; a program has few shapes, or so many that none comes bac
 _MOST_VALUES = 1 << 12  # of lengths or offsets in a signature: they are kept
 _LENGTHS = ("kv_lengths", "q_offset", "block_table", "origin")
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+_VALUES = _PLAIN | {Node}
 _layout_of = attrgetter("__class__", "dtype", "shape", "strides")
 
 # If it is absent ``os.environ.get`` takes a microsecond, a seventh of a repeated call: CPython's
@@ -190,12 +190,8 @@ def _integers(x: Any) -> tuple[Any, ...] | None:
 def _append(key: list[Any], x: Any) -> bool:
     """Add an option to a signature; False where it has too many values, or unusual ones."""
     kind = type(x)
-    if kind in _PLAIN or (isinstance(x, np.generic) and not isinstance(x, np.void)):
+    if kind in _VALUES or (isinstance(x, np.generic) and not isinstance(x, np.void)):
         key.append(x)
-    elif kind is FunctionType or kind is partial:
-        state = state_of(x)
-        key.append(state)
-        return state is not None
     elif kind is tuple or kind is list:
         kinds = tuple(map(type, x))
         key.append(kinds)

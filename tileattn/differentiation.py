@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from tileattn.api import backward, forward
+from tileattn.expressions.functions import read_functions
 from tileattn.problem import Options, refuse_pages
 from tileattn.results import Attention, Gradients
 
@@ -43,7 +44,8 @@ def vjp(
     -----
     ``pullback`` maps the upstream gradients dout and dlse to their products with the Jacobian of
     ``(out, lse)``. It keeps the inputs, the options and the results, and copies none of them: write
-    to no array among them before its last call.
+    to no array among them before its last call. ``score_mod`` and ``mask_mod`` are read once, by
+    ``vjp``: ``pullback`` differentiates what they were then.
 
     Examples
     --------
@@ -57,6 +59,7 @@ def vjp(
     ((5, 8), True)
     """
     refuse_pages("vjp", options)
+    options = read_functions(options)
     attention = forward(q, k, v, backend=backend, **options)
 
     def pullback(

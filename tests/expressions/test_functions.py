@@ -65,11 +65,17 @@ def refused(function: Any, message: str, aux: Any = (), name: str = "score_mod")
         (lambda s, b, h, i, j: (s, s), "returns tuple; one value computed from its parameters"),
         (lambda s, b, h, i, j: s > 0, "returns booleans; the new score is accepted (mask_mod="),
         (lambda s, b, h, i: s, "has the parameters (s, b, h, i); it is called with (s, b, h, i, j"),
-        (3, "is int; a function is accepted"),
     ],
 )
 def test_what_a_score_mod_may_not_do(function: Any, message: str) -> None:
     refused(function, message)
+
+
+@pytest.mark.parametrize("value", [3, 0.5, "causal", Kind.FLOAT, [], object()])
+def test_what_is_no_function_is_named(value: Any) -> None:
+    message = f"^`score_mod` must be a function; got {type(value).__name__}$"
+    with pytest.raises(TypeError, match=message):
+        score_expression(value, ())
 
 
 @pytest.mark.parametrize(
@@ -216,7 +222,7 @@ def test_what_a_function_reads_makes_it_another(monkeypatch: pytest.MonkeyPatch)
 def test_states_of_other_callables() -> None:
     assert state_of(functools.partial(with_global, 1)) is not None
     assert state_of(functools.partial(with_global, [1])) is None
-    assert state_of([].append) is not None
+    assert state_of([].append) is None
 
     class Object:
         def score_mod(self, s: Any, *_: Any) -> Any:

@@ -1,5 +1,7 @@
 """Attention on JAX arrays: the library's bits, gradients beside JAX's own, transformations."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -217,6 +219,81 @@ def test_long_calls_do_not_wait_for_themselves() -> None:
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2, 3000, 64))
     step = jax.jit(jax.grad(lambda q: attention(q, k, v).sum()))
     assert all(jnp.isfinite(step(q + n)).all() for n in range(3))
+
+
+# --- functions are read once, by the call -------------------------------------------------------
+
+
+def in_a_loop(q: Any) -> Any:
+    x = q
+    for slope in (0.5, 2.0):
+        x = attention(x, q, q, score_mod=lambda s, b, h, i, j: s - slope * abs(i - j))  # noqa: B023 - on purpose
+    return x
+
+
+def one_by_one(q: Any) -> Any:
+    def decaying(slope: float) -> Any:
+        return lambda s, b, h, i, j: s - slope * abs(i - j)
+
+    return attention(attention(q, q, q, score_mod=decaying(0.5)), q, q, score_mod=decaying(2.0))
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: jax.grad(lambda q: jnp.vdot(f(q), q)),
+        lambda f: jax.jit(jax.grad(lambda q: jnp.vdot(f(q), q))),
+        lambda f: lambda q: jax.vmap(f)(q[None])[0],
+        lambda f: lambda q: jax.lax.scan(lambda x, _: (f(x), None), q, None, 2)[0],
+    ],
+    ids=["eager", "jit", "checkpoint", "grad", "jit of grad", "vmap", "scan"],
+)
+def test_the_functions_of_a_loop_differ(transformed: Any) -> None:
+    q = jnp.asarray(given()[0])
+    found, expected = (transformed(f)(q) for f in (in_a_loop, one_by_one))
+    assert np.array_equal(found, expected)
+
+
+def test_a_pullback_differentiates_what_forward_has_read() -> None:
+    class Layer:
+        width = 5
+
+    q = jnp.asarray(given()[0])
+
+    def call(q: Any) -> Any:
+        return attention(q, q, q, mask_mod=lambda b, h, i, j: abs(i - j) < Layer.width)
+
+    expected = jax.vjp(call, q)[1](q)
+    _, pullback = jax.vjp(call, q)
+    program = jax.jit(call)
+    first = program(q)
+    Layer.width = 20
+    assert np.array_equal(pullback(q)[0], expected[0])
+    assert np.array_equal(program(q), first)
+    assert not np.array_equal(call(q), first)
+
+
+def test_equal_functions_share_a_program_and_keep_nothing_alive() -> None:
+    class Layer:
+        def __init__(self) -> None:
+            self.width = 4
+
+    q, gone = jnp.asarray(given()[0]), []
+    programs = set()
+    for _ in range(3):
+        layer = Layer()
+        gone.append(weakref.ref(layer))
+        attention(
+            q, q, q, mask_mod=lambda b, h, i, j, layer=layer: i - j < layer.width
+        ).block_until_ready()
+        programs.add(host_call._compiled.cache_info().misses)
+    del layer
+    gc.collect()
+    assert len(programs) == 1
+    assert [x() for x in gone] == [None] * 3
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from tileattn.distributed.explain import choose, plans_of
 from tileattn.distributed.memory import Known, kind_of, recall, remember, with_arrays
 from tileattn.distributed.passes import Passes
 from tileattn.distributed.schedules import Schedule, check
+from tileattn.expressions.functions import read_valid_functions
 from tileattn.problem import Options, check_array, four_axes
 from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
 
@@ -108,6 +109,7 @@ def forward(
         layout = dist.Layout.zigzag(len(tokens), MPI.COMM_WORLD.size)
         out, lse = dist.forward(q, k, v, MPI.COMM_WORLD, layout=layout, causal=True)
     """
+    options = read_valid_functions(options)
     link = communicator(comm, timeout, q)
     facts = {"backend": backend, "schedule": str(schedule)}
     kind = kind_of((q, k, v), ("forward", layout, layout_k, *facts.values()), options)
@@ -191,6 +193,7 @@ def backward(
     Gradients of keys and values travel behind these and are summed on the way in the accumulation
     dtype, in one order.
     """
+    options = read_valid_functions(options)
     link = communicator(comm, timeout, q)
 
     def validated() -> frozenset[str]:
@@ -250,6 +253,7 @@ def vjp(
         ``pullback(dout, dlse=None, wrt=None, *, deterministic=False)`` returns ``Gradients``, as
         ``backward`` does; all ranks call it.
     """
+    options = read_valid_functions(options)
     attention = forward(q, k, v, comm, **options)
 
     def pullback(

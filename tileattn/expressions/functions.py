@@ -1,8 +1,13 @@
-"""A user's own functions: what they may be, and the expression of each, traced once."""
+"""The caller's own functions: what they may be, and the expression of each.
+
+A function is read once, at the door of a call: `read_functions` puts its expression in its place.
+An expression is a value, which holds nothing of the caller's. It is accepted wherever a function
+is.
+"""
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -31,8 +36,42 @@ def kind_of(x: Any) -> Kind | None:
     return Kind.INTEGER if fits and x.dtype.isnative else None
 
 
+def read_functions(options: Mapping[str, Any], aux: Aux | None = None) -> Any:
+    """Return options with the expressions of functions in the place of the functions.
+
+    ``aux`` stands in for the arrays of the options: dtypes and shapes are enough. Options whose
+    arrays are not valid are returned as they are: ``parse`` names what is wrong.
+    """
+    score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
+    if score_mod is None and mask_mod is None:
+        return options
+    given = options.get("aux") if aux is None else aux
+    arrays = () if given is None else given
+    if not isinstance(arrays, tuple | list) or any(not _is_valid(x) for x in arrays):
+        return options
+    found = dict(options)
+    if score_mod is not None:
+        found["score_mod"] = score_expression(score_mod, arrays)
+    if mask_mod is not None:
+        found["mask_mod"] = mask_expression(mask_mod, arrays)
+    return found
+
+
+def read_valid_functions(options: Mapping[str, Any], aux: Aux | None = None) -> Any:
+    """Do what `read_functions` does, but leave functions that cannot be traced as they are.
+
+    A rank that raised here would keep the others waiting: ``parse`` raises, on all of them.
+    """
+    try:
+        return read_functions(options, aux)
+    except Exception:  # whatever a function raises
+        return options
+
+
 def score_expression(function: Any, aux: Aux) -> Node:
     """Trace ``score_mod(s, b, h, i, j, *aux)``; raise TypeError if it is none."""
+    if type(function) is Node:
+        return function
     node = _traced(function, "score_mod", ("s", *INDICES), aux)
     if node.kind == Kind.BOOLEAN:
         raise TypeError(
@@ -44,6 +83,8 @@ def score_expression(function: Any, aux: Aux) -> Node:
 
 def mask_expression(function: Any, aux: Aux, name: str = "mask_mod") -> Node:
     """Trace ``mask_mod(b, h, i, j, *aux)``; raise TypeError if it is none."""
+    if type(function) is Node:
+        return function
     node = _traced(function, name, INDICES, aux)
     if node.kind != Kind.BOOLEAN:
         kinds = {Kind.INTEGER: "integers", Kind.FLOAT: "floats"}
@@ -85,19 +126,30 @@ def check_indices(
 def _traced(function: Any, name: str, inputs: tuple[str, ...], aux: Aux) -> Node:
     """Look up the expression of a function, or trace it."""
     if not callable(function):
-        raise TypeError(f"{name} is {type(function).__name__}; a function is accepted")
+        raise TypeError(f"`{name}` must be a function; got {type(function).__name__}")
     facts = [(kind, len(x.shape)) for x in aux if (kind := kind_of(x)) is not None]
     state = state_of(function)
     key = None if state is None else (state, name, tuple(facts))
     node = _CACHE.get(key)
     if node is None:
-        _check_parameters(function, name, inputs, len(aux))
-        node = _result(trace(function, name, inputs, facts), name)
+        try:
+            value = trace(function, name, inputs, facts)
+        except TypeError:
+            _check_parameters(function, name, inputs, len(aux))
+            raise
+        node = _result(value, name)
         _CACHE.keep(key, node)
     return node
 
 
+def _is_valid(x: Any) -> bool:
+    """Return True if an argument looks like an array that functions may index."""
+    is_array = isinstance(getattr(x, "dtype", None), np.dtype) and hasattr(x, "shape")
+    return is_array and kind_of(x) is not None
+
+
 def _check_parameters(function: Any, name: str, inputs: tuple[str, ...], count: int) -> None:
+    """Raise TypeError if a function cannot be called with so many arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a callable that does not tell

@@ -7,8 +7,11 @@ subexpression once. A visitor is a table from operations to what it makes of the
 
 import enum
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 
 class Kind(enum.IntEnum):
@@ -46,6 +49,9 @@ class Node:
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_text, (to_text(self),)  # without recursion: expressions may be deep
+
 
 def constant(value: bool | float) -> Node:
     """Make a constant; its kind is that of the value."""
@@ -68,6 +74,23 @@ def ordered(outputs: Iterable[Node]) -> list[Node]:
                 found[node] = None
                 stack.pop()
     return list(found)
+
+
+@lru_cache(maxsize=256)
+def to_text(output: Node) -> str:
+    """Write an expression down, in the JSON of a list of its nodes, each after its inputs."""
+    nodes = {node: n for n, node in enumerate(ordered([output]))}
+    rows = [(x.op, int(x.kind), x.value, *(nodes[y] for y in x.inputs)) for x in nodes]
+    return json.dumps(rows, separators=(",", ":"))
+
+
+@lru_cache(maxsize=256)
+def from_text(text: str) -> Node:
+    """Read what `to_text` has written."""
+    made: list[Node] = []
+    for op, kind, value, *inputs in json.loads(text):
+        made.append(Node(op, Kind(kind), tuple(made[n] for n in inputs), value))
+    return made[-1]
 
 
 def depends_on(output: Node, name: str) -> bool:

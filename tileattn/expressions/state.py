@@ -1,45 +1,51 @@
-"""What a function reads besides its parameters: where that changes, it is traced again."""
+"""What a function reads besides its parameters, where all of it can be told.
 
-from collections.abc import Callable, Hashable
-from functools import partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
-from typing import Any
-from weakref import ref
+A function whose state is known is traced once for each state. Any other function is traced at each
+call: what it reads may have changed unseen.
+"""
+
+import builtins
+import dis
+import math
+import operator
+from collections.abc import Hashable
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-_PLAIN = (bool, int, str, bytes, type(None))
-_FIXED = (ModuleType, BuiltinFunctionType, np.ufunc, type, np.ndarray)  # arrays are refused
+_PLAIN = frozenset({bool, int, str, bytes, type(None)})
+_MODULES = (np, math, operator)  # their functions are pure, and nobody sets their attributes
+_ARRAY_FUNCTION = type(np.where)
+_HEAP_TYPE = 1 << 9  # CPython's flag of a class whose attributes can be set
+_PURE = """
+abs all any bool divmod enumerate float int isinstance len list map max min pow range reversed
+round sorted sum tuple zip
+"""
+_BUILTINS = {name: getattr(builtins, name) for name in _PURE.split()}
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME")
+_WRITES_CELLS = ("STORE_DEREF", "DELETE_DEREF")
 
 
 class _UnknownStateError(Exception):
     """A function reads an object that may change unseen."""
 
 
-class _Same:
-    """An object, by its identity; it is not kept alive where it can be helped."""
+class _Reads(NamedTuple):
+    """The global names and the attributes that code looks up; True if it does more than that."""
 
-    def __init__(self, x: Any) -> None:
-        self._hash = id(x)
-        try:
-            self._get: Callable[[], Any] = ref(x)
-        except TypeError:
-            self._get = lambda: x
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        mine = self._get()
-        return isinstance(other, _Same) and mine is not None and mine is other._get()
+    names: tuple[str, ...]
+    attributes: frozenset[str]
+    is_opaque: bool
 
 
 def state_of(function: Any) -> Hashable:
-    """Give all that a function reads besides its parameters; None where that cannot be told.
+    """Return everything that a function reads besides its parameters; None if that is unknown.
 
-    A function is its code, its default arguments, and the values of the variables around it and of
-    the globals that it names: one of them that changes makes another function. Of a module nothing
-    is thought to change, of other objects everything.
+    It is known of functions, and of partial functions, whose closure, globals and defaults hold
+    numbers, strings, tuples of them, NumPy's functions, and functions of known state.
     """
     try:
         return _state(function, ())
@@ -48,37 +54,87 @@ def state_of(function: Any) -> Hashable:
 
 
 def _state(x: Any, around: tuple[Any, ...]) -> Hashable:
-    if isinstance(x, float):  # also NumPy's
-        return float, x.hex()
-    if isinstance(x, _PLAIN):
-        return type(x), x
-    if isinstance(x, np.generic):
-        return x.dtype, x.tobytes()
-    if isinstance(x, tuple):
+    kind = type(x)
+    if kind is float:
+        return kind, x.hex()
+    if kind in _PLAIN:
+        return kind, x
+    if kind is FunctionType:
+        return _state_of_function(x, around)
+    if kind is tuple:
         return tuple(_state(y, around) for y in x)
-    if isinstance(x, partial):
-        return tuple(_state(y, around) for y in (x.func, x.args, *sorted(x.keywords.items())))
-    if isinstance(x, _FIXED):
-        return _Same(x)
-    if not isinstance(x, FunctionType):
+    if kind is partial and not x.__dict__:
+        return kind, *(_state(y, around) for y in (x.func, x.args, *sorted(x.keywords.items())))
+    if isinstance(x, np.generic) and x.dtype.type is kind and kind is not np.void:
+        return x.dtype, x.tobytes()
+    if _is_fixed(x):
+        return kind, x
+    raise _UnknownStateError
+
+
+def _state_of_function(x: FunctionType, around: tuple[Any, ...]) -> Hashable:
+    for n, outer in enumerate(around):
+        if x is outer:
+            return "around", n
+    reads = _reads(x.__code__)
+    if reads.is_opaque or x.__dict__:
         raise _UnknownStateError
-    if any(x is y for y in around):
-        return "itself"
-    names = [n for n in _names(x.__code__) if n in x.__globals__]
-    cells = [_content(cell) for cell in x.__closure__ or ()]
-    keywords = sorted((x.__kwdefaults__ or {}).items())
-    parts = (*(x.__defaults__ or ()), *keywords, *cells, *(x.__globals__[n] for n in names))
-    return (x.__code__, tuple(names), *(_state(y, (*around, x)) for y in parts))
+    around = (*around, x)
+    parts: list[Any] = [x.__code__]
+    for name in reads.names:
+        if name in x.__globals__:
+            parts += (name, _state_of_variable(x.__globals__[name], around, reads.attributes))
+        elif name not in _BUILTINS or vars(builtins).get(name) is not _BUILTINS[name]:
+            raise _UnknownStateError
+    for cell in x.__closure__ or ():
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # not assigned yet
+            raise _UnknownStateError from None
+        parts.append(_state_of_variable(contents, around, reads.attributes))
+    keywords = tuple(sorted((x.__kwdefaults__ or {}).items()))
+    return *parts, _state(x.__defaults__, around), _state(keywords, around)
 
 
-def _names(code: CodeType) -> list[str]:
-    """List the names that code looks up, that of the functions inside it too."""
-    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
-    return sorted({*code.co_names, *(name for x in inner for name in _names(x))})
+def _state_of_variable(x: Any, around: tuple[Any, ...], attributes: frozenset[str]) -> Hashable:
+    """Return the state of a variable of a function, which may be a module."""
+    if type(x) is ModuleType and _has_fixed(x, attributes):
+        return x
+    return _state(x, around)
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
+def _is_fixed(x: Any) -> bool:
+    """Return True if an object is always the same: a function of NumPy, a built-in one or type.
+
+    Others may read something that changes, as a generator of random numbers does.
+    """
+    if isinstance(x, np.ufunc):
+        return getattr(np, x.__name__, None) is x
+    if isinstance(x, BuiltinFunctionType):
+        return x.__self__ in (math, operator) or _BUILTINS.get(x.__name__) is x
+    return type(x) is _ARRAY_FUNCTION or (type(x) is type and not x.__flags__ & _HEAP_TYPE)
+
+
+@lru_cache(maxsize=1024)
+def _has_fixed(module: ModuleType, attributes: frozenset[str]) -> bool:
+    """Return True if a module is known, and has no such attribute that may change."""
+    found = [getattr(module, name, None) for name in attributes]
+    plain = {*_PLAIN, float}
+    return module in _MODULES and all(type(x) in plain or _is_fixed(x) for x in found)
+
+
+@lru_cache(maxsize=1024)
+def _reads(code: CodeType) -> _Reads:
+    """List what code looks up, that of the functions inside it too."""
+    inner = [_reads(x) for x in code.co_consts if isinstance(x, CodeType)]
+    found = [(x.opname, x.argval) for x in dis.get_instructions(code)]
+    names = {x for op, x in found if op in _LOADS}.union(*(x.names for x in inner))
+    attributes = {x for op, x in found if op.endswith(("_ATTR", "_METHOD"))}
+    is_opaque = (
+        any(x.is_opaque for x in inner)
+        or any(name.startswith("__") for name in attributes)
+        or any(op in _WRITES for op, _ in found)
+        or any(op in _WRITES_CELLS and x in code.co_freevars for op, x in found)
+    )
+    attributes = attributes.union(*(x.attributes for x in inner))
+    return _Reads(tuple(sorted(names)), frozenset(attributes), is_opaque)

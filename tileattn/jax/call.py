@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.expressions.functions import read_functions
 from tileattn.problem import Problem, check_names, parse
 
 Arrays = dict[str, Any]
@@ -27,7 +28,10 @@ GRADIENTS = frozenset(("q", "k", "v", "bias", "sinks", "aux"))
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The options that are not arrays: equal ones share a compiled program."""
+    """The options that are not arrays: equal ones share a compiled program.
+
+    Functions among them are expressions, so that nothing of the caller's lives on in a program.
+    """
 
     backend: str
     options: tuple[tuple[str, Any], ...]
@@ -57,6 +61,7 @@ def call_of(arrays: Mapping[str, Any], backend: str, options: Mapping[str, Any])
     known = dict(arrays)
     known["aux"] = tuple(map(_stand_in, known.get("aux", ())))
     known = {name: x if name == "aux" else _array(name, x, arrays) for name, x in known.items()}
+    fixed = read_functions(fixed, known["aux"])
     q, k, v = (known.pop(name) for name in "qkv")
     problem: Problem = parse(q, k, v, fixed | known)[0]
     rows = arrays["q"].shape[:-1]
