@@ -25,12 +25,23 @@ def untraced_memory() -> Iterator[None]:
     assert not tracemalloc.is_tracing()
 
 
-# --- shares of the tests, for tools/gpu_tests.py --------------------------------------------------
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--shard``."""
+    """Add ``--shard``, which ``tools/gpu_tests.py`` gives, and ``--poison``."""
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N shares, from 0 on")
+    parser.addoption(
+        "--poison", action="store_true", help="fill memory that is allocated with NaN (tests/poison.py)"
+    )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fill memory from the first test on: all modules that allocate some are loaded by now."""
+    if session.config.getoption("poison"):
+        from tests import poison
+
+        poison.install(pytest.MonkeyPatch())
+
+
+# --- shares of the tests --------------------------------------------------------------------------
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
 import tileattn
+from tests.poison import on_host
 from tileattn.backends import registry
 from tileattn.backends.cupy import describe
 from tileattn.backends.llvm.backend import LlvmBackend
@@ -152,6 +153,12 @@ def cpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def no_call_is_known() -> None:
     """Have each test validate its calls anew, for it may change what is valid."""
     CALLS.clear()
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill memory on the host that nobody has written with NaN."""
+    on_host(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
 """What tests on a GPU share."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tileattn
+from tests.poison import cupy_pool
 from tileattn import Attention, Gradients, reference
 from tileattn.testing import assert_attention_close, error_bound
 
@@ -79,21 +79,5 @@ def hold(
     assert_attention_close(host(grads), reference.backward(dout, q, k, v, **there), bounds)
 
 
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill memory that is allocated meanwhile with bytes that are NaN in every dtype.
-
-    Otherwise an array may hold the right results of an earlier call.
-    """
-    import cupy
-
-    pool = cupy.get_default_memory_pool()
-
-    def filled(nbytes: int) -> Any:
-        memory = pool.malloc(nbytes)
-        if nbytes:
-            memory.memset_async(0xFF, nbytes)  # on the current stream, as all that uses it
-        return memory
-
-    with cupy.cuda.using_allocator(filled):
-        yield
+poisoned = cupy_pool
+"""Otherwise an array may hold the right results of an earlier call."""

@@ -4,7 +4,7 @@ import numpy as np
 
 from tileattn.backends.llvm.arrays import Array
 from tileattn.kernels.llvm.params import DOT_ARRAYS, DOT_TRANSPOSES
-from tileattn.kernels.llvm.target import BLOCK, TERMS
+from tileattn.kernels.llvm.target import BLOCK, TERMS, Target, padded
 from tileattn.problem import Problem
 
 _FEW_ROWS = 16  # of which a call is faster in float32
@@ -23,14 +23,14 @@ def blocks(P: Problem, name: str) -> int:
     return int(P.B * getattr(P, heads) * -(-getattr(P, length) // BLOCK))
 
 
-def workspace(P: Problem, name: str) -> dict[str, Array]:
+def workspace(P: Problem, name: str, target: Target) -> dict[str, Array]:
     """Make room for the transposes that a pass reads, and a flag for unusual numbers.
 
-    A transpose is cut into blocks of rows. Products may read a few columns behind the last one.
+    A transpose is cut into blocks of rows. Products may read up to TERMS numbers past the last one.
     """
     arrays = {"unusual": np.zeros(1, np.int64)}
     for operand in DOT_TRANSPOSES[name]:
-        columns = -(-getattr(P, DOT_ARRAYS[operand][2]) // TERMS) * TERMS
+        columns = padded(target, P.accum_dtype.itemsize, getattr(P, DOT_ARRAYS[operand][2]))
         size = blocks(P, operand) * columns * BLOCK
         arrays[f"{operand}_t"] = x = np.empty(size + TERMS, np.uint16)
         x[size:] = 0

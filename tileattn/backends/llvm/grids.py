@@ -83,7 +83,9 @@ def divide(
     values, grids, workspace, _ = division
     blocks = sum(dot.blocks(P, operand) for operand in DOT_ARRAYS if operand in arrays)
     prepare = _grid(blocks, forward_work(P))
-    return Division(values, [prepare, *grids], lambda: workspace() | dot.workspace(P, kernel))
+    return Division(
+        values, [prepare, *grids], lambda: workspace() | dot.workspace(P, kernel, target)
+    )
 
 
 def _forward(P: Problem, target: Target, _: Operands) -> Division:

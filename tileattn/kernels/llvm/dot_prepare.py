@@ -23,12 +23,16 @@ _SMALLEST, _END = (127 - 63) << 7, (127 + 63) << 7
 
 
 def transposed_block(c: Code, p: Params, name: str, batch: Any, head: Any, row: Any) -> Any:
-    """Address of a row of an array in its transpose, where it is a column of its block."""
+    """Address of a row of an array in its transpose, where it is a column of its block.
+
+    A block has a row for each column, up to whole vectors. Products that end within a pair read
+    past the end of a row: the next row, or the next block, is written too, by `prepare`.
+    """
     b, shape = c.b, DOT_ARRAYS[name]
     heads, length, columns = (getattr(p, x) for x in shape)
     blocks = b.sdiv(c.rounded_up(length, BLOCK), i64(BLOCK))
     block = b.add(b.mul(b.add(b.mul(batch, heads), head), blocks), b.sdiv(row, i64(BLOCK)))
-    offset = b.mul(block, b.mul(c.rounded_up(columns, TERMS), i64(2 * BLOCK)))
+    offset = b.mul(block, b.mul(c.rounded_up(columns, c.lanes), i64(2 * BLOCK)))
     return c.at(getattr(p, f"{name}_t"), offset, b.mul(b.srem(row, i64(BLOCK)), i64(2)))
 
 
@@ -61,11 +65,10 @@ def _block(
     c.when(unusual, lambda: b.atomic_rmw("xchg", p.unusual, i64(1), "monotonic") and None)
 
     def transpose() -> None:
-        to_step = b.mul(c.rounded_up(columns, TERMS), i64(PAIR))
+        whole, pairs = c.rounded_up(columns, c.lanes), i64(BLOCK // 2)
+        to_step = b.mul(whole, i64(PAIR))
         pair_rows(c, source, step, n, columns, scratch, to_step, BLOCK)
         to = Tile(c, transposed_block(c, p, name, batch, head, row), BLOCK // (2 * c.lanes))
-        pairs = i64(BLOCK // 2)
-        whole = c.rounded_up(columns, c.lanes)
         transpose_rows(c, "float32", partial(c.row, scratch, to_step), pairs, whole, to)
 
     if f"{name}_t" in ARRAYS:

@@ -1,0 +1,141 @@
+"""Fill memory that nobody has written with NaN, so that a result shows who has read it.
+
+``pytest --poison`` does it for every test, the fixture ``poison`` for one. Bytes 0xFF are NaN in
+every floating dtype, and -1 in integers. A buffer that is used again is filled each time it is lent.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tileattn.backends.llvm import execute, grids
+from tileattn.backends.numpy.memory import Scratch
+
+BYTE = 0xFF
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Fill what is allocated from now on, by those of our modules that are loaded."""
+    on_host(patch)
+    for name, install_in in _LOADED.items():
+        if name in sys.modules:
+            install_in(patch, sys.modules[name])
+
+
+def on_host(patch: pytest.MonkeyPatch) -> None:
+    """Fill what NumPy allocates, and the buffers of both backends for NumPy arrays."""
+    for name in ("empty", "empty_like"):
+        patch.setattr(np, name, filling(getattr(np, name)))
+    patch.setattr(Scratch, "take", filling(Scratch.take))
+    patch.setattr(execute, "_Scratch", LlvmScratch)
+    patch.setattr(execute, "_idle", execute._Idle())  # without what is kept from earlier calls
+    patch.setattr(grids, "_QUOTA", 0)  # a thread returns, and gives its memory back, after each task
+
+
+def filling(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what returns a NumPy array whose elements are neighbours in some order."""
+
+    def allocated(*arguments: Any, **options: Any) -> Any:
+        x = allocate(*arguments, **options)
+        if not x.dtype.hasobject and x.size:
+            x.reshape(-1, order="A").view(np.uint8).fill(BYTE)
+        return x
+
+    return allocated
+
+
+class LlvmScratch(execute._Scratch):
+    """Scratch memory of a worker, filled each time that a kernel gets its address."""
+
+    @property
+    def address(self) -> int:
+        """Where it starts."""
+        self._memory.fill(BYTE)
+        return self._address
+
+    @address.setter
+    def address(self, address: int) -> None:
+        self._address = address
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def cupy_pool() -> Iterator[None]:
+    """Fill what CuPy's pool gives meanwhile."""
+    import cupy
+
+    with cupy.cuda.using_allocator(filling_pool(cupy)):
+        yield
+
+
+def filling_pool(cupy: Any) -> Callable[[int], Any]:
+    """Return an allocator of CuPy's that fills memory of its pool on the current stream."""
+
+    def filled(nbytes: int) -> Any:
+        return _on_stream(cupy.get_default_memory_pool().malloc(nbytes), nbytes)
+
+    return filled
+
+
+def _on_stream(memory: Any, nbytes: int) -> Any:
+    if nbytes:
+        memory.memset_async(BYTE, nbytes)
+    return memory
+
+
+def _in_cupy(patch: pytest.MonkeyPatch, passes: ModuleType) -> None:
+    """Fill memory of CuPy's pool, and the workspace of a caller."""
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+    except (ImportError, RuntimeError):
+        return
+    cupy.cuda.set_allocator(filling_pool(cupy))
+    ensure_fits = passes._ensure_fits
+
+    def fitting(workspace: Any, nbytes: int, device: int) -> None:
+        ensure_fits(workspace, nbytes, device)
+        _on_stream(workspace.data, workspace.nbytes)
+
+    patch.setattr(passes, "_ensure_fits", fitting)
+
+
+class _Torch:
+    """The module ``torch`` as one of our modules sees it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules["torch"], name)
+
+    def empty(self, *size: Any, **options: Any) -> Any:
+        x = sys.modules["torch"].empty(*size, **options)
+        x.untyped_storage().fill_(BYTE)
+        return x
+
+
+def _in_torch(patch: pytest.MonkeyPatch, cuda: ModuleType) -> None:
+    """Fill memory of PyTorch's allocator that the bridge takes."""
+    patch.setattr(cuda, "torch", _Torch())
+    cuda._allocator.cache_clear()
+
+
+def _in_jax(patch: pytest.MonkeyPatch, cuda: ModuleType) -> None:
+    """Fill memory of XLA's that the bridge takes, that of results included."""
+    allocate = cuda.Memory._allocate
+    patch.setattr(
+        cuda.Memory, "_allocate", lambda self, nbytes: _on_stream(allocate(self, nbytes), nbytes)
+    )
+
+
+_LOADED: dict[str, Callable[[pytest.MonkeyPatch, ModuleType], None]] = {
+    "tileattn.backends.cupy.passes": _in_cupy,
+    "tileattn.torch.cuda": _in_torch,
+    "tileattn.jax.cuda": _in_jax,
+}
