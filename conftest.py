@@ -29,7 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--shard``, which ``tools/gpu_tests.py`` gives, and ``--poison``."""
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N shares, from 0 on")
     parser.addoption(
-        "--poison", action="store_true", help="fill memory that is allocated with NaN (tests/poison.py)"
+        "--poison",
+        action="store_true",
+        help="fill memory that is allocated with NaN (tests/poison.py)",
     )
 
 

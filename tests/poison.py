@@ -1,7 +1,7 @@
 """Fill memory that nobody has written with NaN, so that a result shows who has read it.
 
 ``pytest --poison`` does it for every test, the fixture ``poison`` for one. Bytes 0xFF are NaN in
-every floating dtype, and -1 in integers. A buffer that is used again is filled each time it is lent.
+every floating dtype, and -1 in integers. Buffers that are used again are filled each time.
 """
 
 import sys
@@ -34,7 +34,7 @@ def on_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scratch, "take", filling(Scratch.take))
     patch.setattr(execute, "_Scratch", LlvmScratch)
     patch.setattr(execute, "_idle", execute._Idle())  # without what is kept from earlier calls
-    patch.setattr(grids, "_QUOTA", 0)  # a thread returns, and gives its memory back, after each task
+    patch.setattr(grids, "_QUOTA", 0)  # a kernel returns after each task
 
 
 def filling(allocate: Callable[..., Any]) -> Callable[..., Any]:

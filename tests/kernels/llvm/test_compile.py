@@ -10,6 +10,7 @@ pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llv
 
 from llvmlite import binding
 
+from tests.test_architecture import MODULES, module_of, own_imports
 from tileattn.dtypes import DTYPES, accum_dtype
 from tileattn.kernels.jit import cache
 from tileattn.kernels.llvm import compile as compiling
@@ -109,6 +110,35 @@ def test_code_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.Monk
     compiling.functions.cache_clear()
     assert len(compiling.functions(given)) == len(first) == 1
     compiling.functions.cache_clear()
+
+
+def test_every_source_that_shapes_code_is_in_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = compiling.Module("backward", AVX2, "float32", "float32")
+    rooms = [shutil.copytree(room, tmp_path / room.name) for room in compiling.ROOMS]
+    monkeypatch.setattr(compiling, "ROOMS", rooms)
+    monkeypatch.setattr(compiling, "_sources", compiling._sources.__wrapped__)
+    keys = {compiling.key_of(given)}
+    sources = sorted(path for room in rooms for path in room.glob("*.py"))
+    for n, path in enumerate(sources, 2):
+        path.write_text(path.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
+        keys.add(compiling.key_of(given))
+        assert len(keys) == n, path
+
+
+def test_no_module_that_kernels_are_built_with_is_outside_of_the_rooms() -> None:
+    """Follow the imports of what emits IR to the last of them."""
+    found: set[str] = set()
+    left = {f"kernels.llvm.{name}" for name in compiling.MODULES}
+    while left:
+        found |= left
+        paths = {path for path in MODULES if module_of(path) in left}
+        left = set().union(*map(own_imports, paths)) - found
+    assert {"kernels.llvm.target", "expressions.derivative", "expressions.build"} <= found
+    paths = {path for path in MODULES if module_of(path) in found}
+    outside = {path for path in paths if path.parent not in compiling.ROOMS}
+    assert outside == set()
 
 
 def test_llvm_verifies_what_is_emitted() -> None:

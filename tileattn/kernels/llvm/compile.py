@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tileattn.expressions import nodes
 from tileattn.kernels.jit import cache
 from tileattn.kernels.llvm.functions import LIBRARY, NO_FUNCTIONS, Functions
 from tileattn.kernels.llvm.params import BATCHED, Layout
@@ -25,6 +26,9 @@ MODULES = {
     "backward": ("backward_preprocess", "backward", "backward_dq_convert"),
 }
 """The modules, and the functions of each; what multiplies bfloat16 has one more, the first."""
+
+ROOMS = (Path(__file__).parent, Path(nodes.__file__).parent)
+"""The folders whose sources shape IR: what emits it, and the caller's functions as expressions."""
 
 Function = Callable[[int, int, int], None]
 """Takes the addresses of the parameters, of the counter of tasks and of scratch memory."""
@@ -115,8 +119,7 @@ def functions(module: Module) -> tuple[Function, ...]:
     """Return the functions of a module in their order, compiled or from the disk."""
     from llvmlite import binding as llvm
 
-    made_from = _sources(), llvm.llvm_version_info, *module[:4], module.own.key, module.layout
-    inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
+    inputs = key_of(module)
     with _lock:
         body = cache.read(inputs)
         if body is None:
@@ -129,6 +132,16 @@ def functions(module: Module) -> tuple[Function, ...]:
         _engines.append(engine)
         names = names_of(module.name, module.target)
         return tuple(_FUNCTION(engine.get_function_address(f)) for f in names)
+
+
+def key_of(module: Module) -> str:
+    """Name a module's code in the disk cache: a digest of all that the code follows from."""
+    import llvmlite
+    from llvmlite import binding as llvm
+
+    versions = llvmlite.__version__, llvm.llvm_version_info
+    made_from = _sources(), versions, *module[:4], module.own.key, module.layout
+    return hashlib.sha256(repr(made_from).encode()).hexdigest()
 
 
 def names_of(name: str, target: Target) -> tuple[str, ...]:
@@ -199,6 +212,7 @@ def _initialize() -> None:
 
 @functools.cache
 def _sources() -> str:
-    """Digest of the modules that emit IR."""
-    texts = [p.read_text(encoding="utf-8") for p in sorted(Path(__file__).parent.glob("*.py"))]
+    """Digest of the sources that shape IR; read once, when the first module is looked for."""
+    paths = [path for room in ROOMS for path in sorted(room.glob("*.py"))]
+    texts = [path.read_text(encoding="utf-8") for path in paths]
     return hashlib.sha256(repr(texts).encode()).hexdigest()
