@@ -76,8 +76,9 @@ def test_no_bit_of_decoding_packed_or_paged_calls_does(
         cache = [rng.standard_normal((40, 2, 16, n), np.float32).astype(dtype) for n in (D, Dv)]
         q = rng.standard_normal((2, 4, Nq, D), np.float32).astype(dtype)
         table = rng.permutation(40)[:36].reshape(2, 18)
-        paged = {"block_table": table, "kv_lengths": [277, 61], "causal": True}
-        packed = {"cu_seqlens_q": [0, Nq, 2 * Nq], "cu_seqlens_k": [0, 101, 133], "causal": True}
+        paged: dict[str, Any] = {"block_table": table, "kv_lengths": [277, 61], "causal": True}
+        ends = {"cu_seqlens_q": [0, Nq, 2 * Nq], "cu_seqlens_k": [0, 101, 133]}
+        packed: dict[str, Any] = {**ends, "causal": True}
         rows = [x.transpose(1, 0, 2, 3).reshape(1, 2, 640, -1)[:, :, :133] for x in cache]
         flat = q.transpose(1, 0, 2, 3).reshape(1, 4, 2 * Nq, D)
         found = []
@@ -85,7 +86,8 @@ def test_no_bit_of_decoding_packed_or_paged_calls_does(
             monkeypatch.setattr(poison, "BYTE", byte)
             of_pages = tileattn.forward(q, *cache, **paged)
             of_tokens = tileattn.forward(flat, *rows, **packed)
-            grads = tileattn.backward(of_tokens.out, flat, *rows, *of_tokens, **packed)
+            given = of_tokens.out, flat, *rows, *of_tokens
+            grads = tileattn.backward(*given, **packed)
             found.append([*of_pages, *of_tokens, *grads[:3]])
         for zeroed, filled in zip(*found, strict=True):
             assert not np.isnan(filled.astype(np.float32)).any(), (D, Dv)

@@ -28,7 +28,7 @@ def workspace(P: Problem, name: str, target: Target) -> dict[str, Array]:
 
     A transpose is cut into blocks of rows. Products may read up to TERMS numbers past the last one.
     """
-    arrays = {"unusual": np.zeros(1, np.int64)}
+    arrays: dict[str, Array] = {"unusual": np.zeros(1, np.int64)}
     for operand in DOT_TRANSPOSES[name]:
         columns = padded(target, P.accum_dtype.itemsize, getattr(P, DOT_ARRAYS[operand][2]))
         size = blocks(P, operand) * columns * BLOCK
