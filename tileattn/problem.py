@@ -1,7 +1,5 @@
 """The validated call: sizes, dtypes and options, with every message in one place."""
 
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
@@ -10,12 +8,13 @@ import numpy as np
 
 from tileattn import hints
 from tileattn.algorithm.block_mask import BlockMask
-from tileattn.dtypes import BFLOAT16, DTYPES, accum_dtype
+from tileattn.dtypes import DTYPES, accum_dtype
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.functions import check_indices, kind_of, mask_expression, score_expression
 from tileattn.expressions.nodes import Node
 from tileattn.lengths import Packing, Paging, Places, places_of
 from tileattn.origin import from_origin, origin_arrays
+from tileattn.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.tree_mask import tree_arrays, with_tree
 from tileattn.validation import require_array
 from tileattn.window import window_of, without_far_sides
@@ -218,11 +217,11 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
     problem = Problem(
         *(B, Hq, Hkv, Nq, Nk, D, Dv),
         dtype=q.dtype,
-        scale=_scale(options.get("scale"), D),
-        softcap=_softcap(options.get("softcap")),
+        scale=scale_of(options.get("scale"), D),
+        softcap=softcap_of(options.get("softcap")),
         window=window,
-        dropout_p=_dropout(options.get("dropout_p", 0.0)),
-        seed=_seed(options.get("seed", 0)),
+        dropout_p=dropout_of(options.get("dropout_p", 0.0)),
+        seed=seed_of(options.get("seed", 0)),
         ndim=ndim,
         enabled_options=frozenset(name for name, value in options.items() if _in_use(value)),
         score_mod=score_mod,
@@ -397,50 +396,6 @@ def _functions(
     if options.get("origin") is not None:
         score, mask = (None if node is None else from_origin(node, count) for node in (score, mask))
     return score, with_tree(mask, options, len(arrays))
-
-
-def _scale(scale: Any, D: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(D) if D else 1.0
-    return _real("scale", scale, "a finite number is")
-
-
-def _softcap(softcap: Any) -> float | None:
-    if softcap is None:
-        return None
-    value = _real("softcap", softcap, "a positive number, or None for no cap, is")
-    if value <= 0.0:
-        raise ValueError(
-            f"softcap is {softcap}; a positive number, or None for no cap, is accepted"
-        )
-    return value
-
-
-def _dropout(dropout_p: Any) -> float:
-    value = _real("dropout_p", dropout_p, "a probability in [0, 1) is")
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"dropout_p is {dropout_p}; a probability in [0, 1) is accepted")
-    return value
-
-
-def _seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise TypeError(f"seed is {type(seed).__name__}; an integer is accepted")
-    if not 0 <= int(seed) < 1 << 64:
-        raise ValueError(f"seed is {seed}; an integer from 0 to 2**64 - 1 is accepted")
-    return int(seed)
-
-
-def _real(name: str, x: Any, accepted: str) -> float:
-    if isinstance(x, bool) or not isinstance(x, numbers.Real | BFLOAT16.type):
-        raise TypeError(f"{name} is {type(x).__name__}; {accepted} accepted")
-    try:
-        value = float(x)
-    except OverflowError:
-        value = math.inf
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {x}; {accepted} accepted")
-    return value + 0.0  # not -0.0: calls that compare equal have the same bits
 
 
 def _in_use(value: Any) -> bool:

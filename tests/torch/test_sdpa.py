@@ -1,13 +1,15 @@
 """PyTorch's own call, computed here, beside PyTorch's."""
 
+import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from tileattn.errors import UnsupportedError  # noqa: E402 - as above
-from tileattn.torch import scaled_dot_product_attention, sdpa  # noqa: E402 - PyTorch may be absent
+from tileattn.torch import drop_in, scaled_dot_product_attention, sdpa  # noqa: E402 - as above
 
 functional = torch.nn.functional
 LEADS = ((), (3,), (2, 3), (2, 2, 3), (1, 2, 2, 3))
@@ -141,6 +143,214 @@ def test_samples_of_pytorchs_own_tests() -> None:
     assert count > 10
 
 
+# --- tensors that are more than their memory ---------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(5, 7), (7, 5), (6, 6)])
+@pytest.mark.parametrize("kind", ["causal_upper_left", "causal_lower_right"])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_causal_biases(kind: str, sizes: tuple[int, int]) -> None:
+    from torch.nn.attention import bias as biases
+
+    bias = getattr(biases, kind)(*sizes)
+    tensors = drawn((2, 4, sizes[0], 8), (2, 2, sizes[1], 8), (2, 2, sizes[1], 6))
+    expected = functional.scaled_dot_product_attention(
+        *tensors, attn_mask=bias._materialize(), enable_gqa=True
+    )
+    with sdpa() as taken:
+        found = functional.scaled_dot_product_attention(*tensors, attn_mask=bias, enable_gqa=True)
+    assert type(found) is torch.Tensor
+    assert taken.calls == 1
+    grads = (torch.autograd.grad(x.cos().sum(), tensors) for x in (found, expected))
+    for x, y in zip((found, *next(grads)), (expected, *next(grads)), strict=True):
+        torch.testing.assert_close(x, y)
+    for wrong in ({"attn_mask": getattr(biases, kind)(5, 9)}, {"is_causal": True}):
+        with pytest.raises(ValueError, match=r"attn_mask (is a CausalBias of shape|and is_causal)"):
+            scaled_dot_product_attention(
+                *tensors, **({"attn_mask": bias, "enable_gqa": True} | wrong)
+            )
+
+
+def test_a_compiled_call_takes_a_causal_bias() -> None:
+    from torch.nn.attention.bias import causal_lower_right
+
+    q, k, v = drawn((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8))
+    compiled = torch.compile(scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    expected = scaled_dot_product_attention(q, k, v, causal_lower_right(5, 7))
+    torch.testing.assert_close(compiled(q, k, v, causal_lower_right(5, 7)), expected)
+
+
+class Told(torch.Tensor):  # type: ignore[misc,name-defined]  # PyTorch is untyped here
+    """Writes down the functions that it meets; answers the one here if it is told to."""
+
+    seen: list[Any] = []  # noqa: RUF012 - of all instances
+    answer: Any = None
+
+    @classmethod
+    def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if f is functional.scaled_dot_product_attention:
+            cls.seen.append(f)
+            if cls.answer is not None:
+                return cls.answer
+        return super().__torch_function__(f, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_subclass_sees_the_call_and_may_answer_it(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [x.detach() for x in drawn((2, 5, 8), (2, 7, 8), (2, 7, 6), (5, 7))]
+    expected = scaled_dot_product_attention(*tensors)
+    tensors[place] = tensors[place].as_subclass(Told)
+    monkeypatch.setattr(Told, "seen", [])
+    with sdpa() as taken:
+        found = functional.scaled_dot_product_attention(*tensors)
+    assert len(Told.seen) == taken.calls == 1
+    assert type(found) is Told
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected, rtol=0, atol=0)
+    monkeypatch.setattr(Told, "answer", "mine")
+    for block in (sdpa(), contextlib.nullcontext()):
+        with block:
+            assert scaled_dot_product_attention(*tensors) == "mine"
+
+
+def test_a_mode_sees_the_call_and_its_result_is_computed_here() -> None:
+    from torch.overrides import TorchFunctionMode
+
+    class Seen(TorchFunctionMode):  # type: ignore[misc]  # as above
+        names: list[Any] = []  # noqa: RUF012 - of one instance
+
+        def __torch_function__(self, f: Any, _t: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(f)
+            return f(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 5, 8)
+    with Seen() as seen:
+        scaled_dot_product_attention(x, x, x)
+    assert seen.names == [scaled_dot_product_attention]
+
+
+def test_parameters_are_plain_tensors() -> None:
+    x = torch.nn.Parameter(torch.randn(2, 5, 8, dtype=torch.float64))
+    bias = torch.nn.Buffer(torch.randn(5, 5, dtype=torch.float64))
+    with sdpa():
+        found = functional.scaled_dot_product_attention(x, x, x, bias)
+    torch.testing.assert_close(found, functional.scaled_dot_product_attention(x, x, x, bias))
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+SHAPES_OF_BIAS = ((5, 7), (1, 1, 4, 5, 7), (1, 3, 4, 5, 7), (2, 1, 1, 5, 7))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES_OF_BIAS, (2, 3, 1, 5, 1), (2, 3, 4, 5, 7)])
+def test_a_bias_that_broadcasts_over_many_axes_is_not_written_out(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = drawn((2, 3, 4, 5, 8), (2, 3, 2, 7, 8), (2, 3, 2, 7, 6))
+    (bias,) = drawn(shape)
+    given = []
+    theirs = drop_in.attend
+
+    def attend(rows: Any, options: Any, **more: Any) -> Any:
+        given.append(options["bias"])
+        return theirs(rows, options, **more)
+
+    monkeypatch.setattr(drop_in, "attend", attend)
+    check(tensors, attn_mask=bias, enable_gqa=True)
+    assert given[0].numel() == bias.numel()
+    assert given[0].data_ptr() == bias.data_ptr()
+
+
+def test_a_bias_that_broadcasts_between_other_axes() -> None:
+    tensors = drawn((2, 3, 4, 5, 8), (2, 3, 4, 7, 8), (2, 3, 4, 7, 6))
+    for shape in ((2, 1, 4, 5, 7), (1, 3, 1, 1, 7)):
+        check(tensors, attn_mask=drawn(shape)[0])
+
+
+# --- arguments as PyTorch takes them -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 4), (4, 1), (2, 3)])
+def test_keys_and_values_of_other_numbers_of_heads(heads: tuple[int, int]) -> None:
+    of_k, of_v = heads
+    check(drawn((2, 12, 5, 8), (2, of_k, 7, 8), (2, of_v, 7, 6)), enable_gqa=True)
+
+
+def test_all_entries_may_be_dropped() -> None:
+    tensors = drawn((2, 5, 8), (2, 7, 8), (2, 7, 6))
+    for mask in (None, *drawn((5, 7)), torch.ones(5, 7, dtype=torch.bool)):
+        check(tensors, attn_mask=mask, dropout_p=1.0)
+
+
+def test_numbers_may_be_arrays_without_axes() -> None:
+    q, k, v = (x.detach() for x in drawn((2, 5, 8), (2, 7, 8), (2, 7, 6)))
+    expected = scaled_dot_product_attention(q, k, v, scale=0.25)
+    for scale in (torch.tensor(0.25), np.array(0.25), np.float32(0.25)):
+        found = scaled_dot_product_attention(q, k, v, scale=scale, dropout_p=torch.tensor(0.0))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.manual_seed(1)
+    expected = scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(1)
+    found = scaled_dot_product_attention(q, k, v, dropout_p=torch.tensor(0.5))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# --- modules, threads and TorchScript ------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_calls_it() -> None:
+    class Layer(torch.nn.Module):  # type: ignore[misc,name-defined]  # as above
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(x, x, x, mask, is_causal=mask is None)
+
+    (x,) = drawn((2, 6, 8))
+    mask = torch.rand(6, 6) > 0.3
+    with sdpa() as taken:
+        scripted = torch.jit.script(Layer())
+        traced = torch.jit.trace(Layer(), (x.detach(),), strict=False)
+        before = taken.calls
+        found = scripted(x), scripted(x, mask)
+        assert taken.calls == before + 2
+    expected = Layer()(x), Layer()(x, mask)
+    longer = torch.cat([x, x], 1)
+    torch.testing.assert_close(traced(longer), Layer()(longer))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+        grads = [torch.autograd.grad(y.cos().sum(), x)[0] for y in (a, b)]
+        torch.testing.assert_close(*grads)
+
+
+def test_a_block_takes_layers_that_would_have_a_fast_path() -> None:
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).double().eval()
+    encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+    (x,) = (y.detach() for y in drawn((2, 6, 16)))
+    padding = torch.arange(6) >= torch.tensor([[6], [4]])
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        with sdpa() as taken:
+            found = encoder(x, src_key_padding_mask=padding)
+    assert taken.calls == 2
+    torch.testing.assert_close(found[~padding], expected[~padding])
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_blocks_of_threads_may_overlap() -> None:
+    theirs = functional.scaled_dot_product_attention
+    first, second = sdpa(), sdpa()
+    x = torch.randn(2, 5, 8)
+    with first as a:
+        functional.scaled_dot_product_attention(x, x, x)
+        b = second.__enter__()
+        functional.scaled_dot_product_attention(x, x, x)
+    assert functional.scaled_dot_product_attention is scaled_dot_product_attention
+    functional.scaled_dot_product_attention(x, x, x)
+    second.__exit__(None, None, None)
+    assert functional.scaled_dot_product_attention is theirs
+    assert (a.calls, b.calls) == (2, 2)
+
+
 Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8)
 
 
@@ -155,6 +365,12 @@ Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8)
         ((Q, Q.to("meta"), Q), {}, "key is on meta"),
         ((Q, Q, Q.to_sparse()), {}, "value has layout torch.sparse_coo"),
         ((Q, Q, Q), {"dropout_p": 1.5}, "dropout_p is 1.5"),
+        ((Q, Q, Q), {"dropout_p": None}, "dropout_p is None"),
+        ((Q, Q, Q), {"is_causal": 1}, "is_causal must be True or False; got 1"),
+        ((Q, Q, Q), {"scale": torch.ones(1)}, "scale is Tensor"),
+        ((Q, Q, Q), {"scale": torch.tensor(1.0, requires_grad=True)}, "scale requires a gradient"),
+        ((Q.to(torch.float8_e5m2), Q, Q), {}, "query must have dtype float16, .*float8_e5m2"),
+        ((Q, Q, Q), {"attn_mask": Q.to(torch.float8_e5m2)}, "attn_mask must have dtype bool, "),
     ],
 )
 def test_what_is_not_accepted_is_named(given: Any, options: Any, message: str) -> None:

@@ -10,9 +10,10 @@ import tileattn.distributed as ranks
 from tileattn.distributed.call import on_all, same
 from tileattn.distributed.comm import TIMEOUT, communicator
 from tileattn.distributed.schedules import Schedule
-from tileattn.problem import check_names
+from tileattn.problem import aux_arrays, check_names
 from tileattn.results import Attention
-from tileattn.torch.tensors import array_of, autocast, check_tensor, on, tensor_of
+from tileattn.torch.functional import refuse_gradients
+from tileattn.torch.tensors import array_of, autocast, check_memory, check_tensor, on, tensor_of
 
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")  # and aux, a sequence of tensors
 
@@ -100,7 +101,8 @@ def distributed_attention(
         comm = communicator(comm, timeout, array_of(q) if device.type == "cuda" else None)
         _agree(comm, given, return_lse)
     given |= dict(zip("qkv", autocast(q, k, v), strict=True))
-    aux = given.pop("aux", ())
+    aux = aux_arrays(given).values()
+    given.pop("aux", None)
     inputs = {name: given.pop(name) for name in _DIFFERENTIABLE if name in given}
     names, tensors = (*inputs, *("aux" for _ in aux)), (*inputs.values(), *aux)
     given = {name: _converted(name, x) for name, x in given.items()}
@@ -149,7 +151,7 @@ class _Shared(torch.autograd.Function):  # type: ignore[misc]  # untyped
 def _agree(comm: Any, given: Mapping[str, Any], return_lse: bool) -> None:
     """Check the tensors on all ranks, and what requires a gradient; on GPUs once of each kind."""
     tensors = [(n, x) for n, x in given.items() if n in _DIFFERENTIABLE]
-    tensors += [("aux", x) for x in given.get("aux", ())]
+    tensors += [("aux", x) for x in aux_arrays(given).values()]
     needed = {n for n, x in tensors if getattr(x, "requires_grad", False)}
     needed = needed if torch.is_grad_enabled() else set()
     known = getattr(comm, "agreed", {})
@@ -175,16 +177,17 @@ def _check(given: Mapping[str, Any]) -> None:
     """Check the tensors; the library checks the rest."""
     check_names({name: x for name, x in given.items() if name not in ("q", "k", "v")})
     device = getattr(given["q"], "device", None)
-    for name, x in given.items():
-        if name == "aux":
-            for n, y in enumerate(x):
-                check_tensor(f"aux[{n}]", y, device, kinds=("cpu", "cuda"))
-        elif name in _DIFFERENTIABLE or isinstance(x, torch.Tensor):
-            check_tensor(name, x, device if name in _DIFFERENTIABLE else None, ("cpu", "cuda"))
+    for name, x in (given | aux_arrays(given)).items():
+        differentiable = name in _DIFFERENTIABLE or name.startswith("aux[")
+        if differentiable or isinstance(x, torch.Tensor):
+            check_tensor(name, x, device if differentiable else None, kinds=("cpu", "cuda"))
+            check_memory(name, x)
+        if isinstance(x, torch.Tensor) and not differentiable:
+            refuse_gradients({name: x})
 
 
 def _converted(name: str, x: Any) -> Any:
     """Give an option as the library takes it."""
     if not isinstance(x, torch.Tensor):
         return x
-    return int(x) & (1 << 64) - 1 if name == "seed" else array_of(x)
+    return x.item() if name == "seed" else array_of(x)

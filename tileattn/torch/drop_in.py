@@ -1,13 +1,20 @@
 """PyTorch's own call, computed here."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
+from torch.backends import mha
+from torch.jit._builtins import _register_builtin
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from tileattn.torch.functional import attend, new_seed
-from tileattn.torch.tensors import check_tensor
+from tileattn.torch.tensors import PLAIN, check_tensor, is_kind
 
 NAMES = ("query", "key", "value")
 
@@ -65,29 +72,109 @@ def scaled_dot_product_attention(
     >>> torch.allclose(ours, theirs, atol=1e-6)
     True
     """
+    rows = query, key, value
+    options: dict[str, Any]
+    variant = is_kind(attn_mask, "torch.nn.attention.bias", "CausalBias")
+    tensors = rows if variant else (*rows, attn_mask)
+    if has_torch_function(tensors):
+        plain = all(x is None or type(x) in PLAIN for x in tensors)  # a mode sees the call
+        return handle_torch_function(
+            scaled_dot_product_attention if plain else functional.scaled_dot_product_attention,
+            tensors,
+            *(*rows, attn_mask, dropout_p, is_causal),
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    if torch.jit.is_tracing():  # which takes down shapes as they are, unless it sees one operator
+        operator = torch.ops.tileattn.scaled_dot_product_attention
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return operator(*rows, attn_mask, dropout_p, is_causal, **options)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal are given; one of them is accepted")
-    options: dict[str, Any] = {"scale": scale, "causal": is_causal}
-    if is_causal:
-        options["q_offset"] = 0
-    if dropout_p:
-        options |= {"dropout_p": dropout_p, "seed": new_seed()}
-    rows = query, key, value
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False; got {flag!r}")
     for name, x in zip(NAMES, rows, strict=True):
         # What else there is to check is checked once for all calls like this one.
         if not isinstance(x, torch.Tensor) or x.is_nested:
             check_tensor(name, x)
         if x.ndim < 2:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; (..., N, D) is accepted")
+    options = {"scale": scale}
+    if is_causal:
+        options |= {"causal": True, "q_offset": 0}
+    elif variant:
+        options |= _causal_variant(attn_mask, query, key)
     q, k, v = _broadcast(rows, 3 if enable_gqa else 2)
-    if attn_mask is not None:
+    if enable_gqa:
+        k, v = _of_as_many_heads(k, v)
+    if attn_mask is not None and not variant:
         check_tensor("attn_mask", attn_mask)
-        of_pairs = _expanded(attn_mask, q.shape[:-2]) if q.ndim > 4 else attn_mask
-        options[option_of(attn_mask)] = of_pairs if q.ndim <= 4 else of_pairs.flatten(0, -4)
+        options[option_of(attn_mask)] = attn_mask
+    options |= _dropout(dropout_p, q)
+    _count()
+    return _attend(q, k, v, options)
+
+
+def _causal_variant(bias: Any, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
+    """Translate a ``torch.nn.attention.bias.CausalBias``."""
+    shape, own = (query.shape[-2], key.shape[-2]), (bias.seq_len_q, bias.seq_len_kv)
+    if own != shape:
+        raise ValueError(f"attn_mask is a CausalBias of shape {own}; it must be of {shape}")
+    lower = bias.variant.name == "LOWER_RIGHT"
+    return {"causal": True, "q_offset": own[1] - own[0] if lower else 0}
+
+
+def _dropout(dropout_p: Any, q: torch.Tensor) -> dict[str, Any]:
+    """Translate the probability of dropping an entry."""
+    if isinstance(dropout_p, int | float) and dropout_p == 1:
+        # All are dropped: queries that attend to nothing have output 0 and zero gradients.
+        return {"mask": torch.zeros(1, 1, dtype=torch.bool, device=q.device)}
+    if dropout_p is None:
+        raise TypeError("dropout_p is None; a probability is accepted")
+    seed = new_seed() if isinstance(dropout_p, torch.Tensor) or dropout_p else None
+    return {"dropout_p": dropout_p, "seed": seed}
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor:
+    """Attend with any number of leading axes: they are folded to a batch and heads."""
     if q.ndim <= 4:
-        return attend((q, k, v), options, names=NAMES)
-    folded = [x.flatten(0, -4) for x in (q, k, v)]
-    return attend(folded, options, names=NAMES).reshape(*q.shape[:-1], v.shape[-1])
+        result: torch.Tensor = attend((q, k, v), options, names=NAMES)
+        return result
+    masks = {name: options[name] for name in ("mask", "bias") if name in options}
+    at = q.ndim - 3
+    for name, x in masks.items():
+        if x.ndim > q.ndim:
+            raise ValueError(f"attn_mask has shape {tuple(x.shape)}; query has {q.ndim} axes")
+        masks[name] = x[(None,) * (q.ndim - x.ndim)]
+        at = _batch_axes(masks[name].shape[:-2], q.shape[:-2])
+    folded = (_folded(x, at) for x in (q, k, v))
+    options |= {name: _folded(x, at, q.shape) for name, x in masks.items()}
+    out = attend([*folded], options, names=NAMES)
+    return out.reshape(*q.shape[:-1], v.shape[-1])  # type: ignore[no-any-return]  # of attend
+
+
+def _batch_axes(lead: Sequence[int], whole: Sequence[int]) -> int:
+    """Choose which leading axes are the batch, so that a mask broadcasts and is not written out."""
+    sides = ((n, lead[:n], lead[n:], whole[:n], whole[n:]) for n in range(len(whole) - 1, -1, -1))
+    for n, batch, heads, all_batch, all_heads in sides:
+        if all(a in ((1,) * len(a), b) for a, b in ((batch, all_batch), (heads, all_heads))):
+            return n
+    return len(whole) - 1
+
+
+def _folded(x: torch.Tensor, at: int, whole: Sequence[int] | None = None) -> torch.Tensor:
+    """Make one axis of the first leading axes, and one of the others; of a mask, also of ones."""
+    for last, first in ((x.ndim - 3, at), (at - 1, 0)):
+        if last < first:
+            x = x.unsqueeze(first)
+        else:
+            if whole is not None and {*x.shape[first : last + 1]} != {1}:
+                x = x.expand(*x.shape[:first], *whole[first : last + 1], *x.shape[last + 1 :])
+            x = x.flatten(first, last)
+    return x
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], own: int) -> Sequence[torch.Tensor]:
@@ -105,9 +192,12 @@ def _broadcast(tensors: Sequence[torch.Tensor], own: int) -> Sequence[torch.Tens
     return [x.expand(*batch, *x.shape[-own:]) for x in tensors]
 
 
-def _expanded(mask: torch.Tensor, batch: Sequence[int]) -> torch.Tensor:
-    """Give a mask the leading axes of a batch."""
-    return mask.expand(*batch, *(1, 1, *mask.shape)[-2:])
+def _of_as_many_heads(k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Repeat heads of keys or values where they are not as many: each divides those of q."""
+    if k.ndim < 3 or v.ndim < 3 or k.shape[-3] == v.shape[-3] or not (k.shape[-3] and v.shape[-3]):
+        return k, v
+    heads = math.lcm(k.shape[-3], v.shape[-3])
+    return [x.repeat_interleave(heads // x.shape[-3], -3) for x in (k, v)]
 
 
 def option_of(mask: torch.Tensor) -> str:
@@ -119,24 +209,88 @@ def option_of(mask: torch.Tensor) -> str:
     raise TypeError(f"attn_mask has dtype {mask.dtype}; torch.bool and floating ones are accepted")
 
 
+@dataclass
+class Taken:
+    """What a block of `sdpa` has taken.
+
+    Parameters
+    ----------
+    calls : int
+        Calls that were computed here; one in a compiled function counts when it is compiled.
+    """
+
+    calls: int = 0
+
+
+_lock = Lock()
+_blocks: list[Taken] = []  # those that are open, of all threads
+_theirs: list[Any] = []  # what the first one replaced
+
+# What TorchScript calls in place of a Python function.
+_LIBRARY = torch.library.Library("tileattn", "FRAGMENT")
+_LIBRARY.define(
+    "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+    "float dropout_p=0.0, bool is_causal=False, *, float? scale=None, bool enable_gqa=False) "
+    "-> Tensor"
+)
+_LIBRARY.impl(
+    "scaled_dot_product_attention", scaled_dot_product_attention, "CompositeImplicitAutograd"
+)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # PyTorch's
+def _count() -> None:
+    if _blocks:
+        with _lock:
+            for taken in _blocks:
+                taken.calls += 1
+
+
 @contextmanager
-def sdpa() -> Iterator[None]:
+def sdpa() -> Iterator[Taken]:
     """Let ``torch.nn.functional.scaled_dot_product_attention`` be the one here, inside a block.
 
     Yields
     ------
-    None
-        Nothing.
+    Taken
+        Its attribute ``calls`` counts the calls that were computed here.
 
     Notes
     -----
-    It holds for all threads. What has taken PyTorch's function before, as by ``from ... import``,
-    keeps it, and so does ``torch.nn.TransformerEncoder``'s fast path.
+    It holds for all threads. Modules of ``torch.nn`` do not take their fast path in a block, which
+    does not call the function; nor does ``torch.nn.MultiheadAttention`` with ``need_weights=True``,
+    its default, which stays PyTorch's. What has taken PyTorch's function before, as by
+    ``from ... import``, keeps it. TorchScript made in a block calls the function here for good.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tileattn.torch import sdpa
+    >>> layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
+    >>> with sdpa() as taken:
+    ...     out = layer(torch.randn(1, 5, 16))
+    >>> taken.calls
+    1
     """
-    functional = torch.nn.functional
-    theirs = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = scaled_dot_product_attention
+    taken = Taken()
+    with _lock:
+        if not _blocks:
+            _theirs[:] = _put(scaled_dot_product_attention, fastpath=False)
+        _blocks.append(taken)
     try:
-        yield
+        yield taken
     finally:
-        functional.scaled_dot_product_attention = theirs
+        with _lock:
+            _blocks[:] = [x for x in _blocks if x is not taken]
+            if not _blocks:
+                _put(*_theirs)
+
+
+def _put(function: Any, fastpath: bool) -> tuple[Any, bool]:
+    """Put a function in the place of PyTorch's; give what was there before."""
+    before = functional.scaled_dot_product_attention, mha.get_fastpath_enabled()
+    functional.scaled_dot_product_attention = function
+    mha.set_fastpath_enabled(fastpath)
+    if function is scaled_dot_product_attention:
+        _register_builtin(function, "tileattn::scaled_dot_product_attention")
+    return before

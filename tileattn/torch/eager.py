@@ -13,11 +13,12 @@ from torch.utils._device import DeviceContext
 from tileattn.backends.cupy.backend import CupyCall
 from tileattn.call_cache import CALLS, default_backend, values_of
 from tileattn.torch import operators
+from tileattn.torch.batches import are_gradients_batched
 from tileattn.torch.cuda import TensorPass
 from tileattn.torch.handles import named
 from tileattn.torch.operators import INPUTS, ROWS, TENSORS
+from tileattn.torch.tensors import PLAIN
 
-_KINDS = frozenset({torch.Tensor, torch.nn.Parameter})  # subclasses may want to see operators
 _HANDLES = [n for n, kind in enumerate(INPUTS.values()) if kind == "str?"]
 _PLACES = {name: n for n, name in enumerate(INPUTS)}
 _DENSE = torch.strided
@@ -49,9 +50,7 @@ def layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...] | None:
         for x in tensors:
             if x is None:
                 key.append(None)
-            elif (
-                type(x) in _KINDS and x.layout is _DENSE and not (x.is_neg() or x._is_zerotensor())
-            ):
+            elif type(x) in PLAIN and x.layout is _DENSE and not (x.is_neg() or x._is_zerotensor()):
                 key += (x.dtype, x.shape, x.stride(), x.device)
             else:
                 return None
@@ -72,7 +71,7 @@ def signature(
         return None
     names, tensors, values = ROWS, rows, values_of(options)
     if values is None:
-        brought = tuple(name for name in TENSORS if type(options.get(name)) in _KINDS)
+        brought = tuple(name for name in TENSORS if type(options.get(name)) in PLAIN)
         names, tensors = names + brought, (*rows, *map(options.get, brought))
         values = values_of({name: x for name, x in options.items() if name not in brought})
     of_tensors = None if values is None else layouts(tensors)
@@ -134,7 +133,7 @@ class Call:
         """Compute the gradients that are needed, None for the others."""
         dout = operators.upstream(dout, out)
         # With gradients enabled, those of gradients are asked for: operators refuse them.
-        eager = not torch.is_grad_enabled() and is_eager()
+        eager = not torch.is_grad_enabled() and is_eager() and not are_gradients_batched()
         rows = (*tensors, dout, out, lse, dlse)
         of_rows = layouts(rows) if eager else None
         key = of_rows, *needs

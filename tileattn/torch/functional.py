@@ -1,24 +1,36 @@
 """The call on tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from tileattn.call_cache import CALLS
-from tileattn.problem import check_names
+from tileattn.errors import UnsupportedError
+from tileattn.problem import aux_arrays, check_names
 from tileattn.results import Attention
+from tileattn.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.torch import eager
 from tileattn.torch.handles import name_of
-from tileattn.torch.operators import INPUTS, TENSORS
+from tileattn.torch.operators import DIFFERENTIABLE, INPUTS, TENSORS
 from tileattn.torch.tensors import autocast, check_integers, check_tensor
 from tileattn.window import window_of
 
 _INTEGERS = (
     *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin", "seed"),
 )
-_NUMBERS = ("scale", "softcap", "dropout_p")
+_NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "scale": lambda x: scale_of(x, 1),
+    "softcap": softcap_of,
+    "dropout_p": dropout_of,
+}
+_REMEDIES = {  # for tensors that require a gradient which no call computes
+    "alibi_slopes": "score_mod= with aux=(slopes,) has it: "
+    "lambda s, b, h, i, j, slopes: s - slopes[h] * abs(i - j)",
+    "scale": "attention(q * scale, ..., scale=1.0) has it",
+}
 _HANDLES = ("score_mod", "mask_mod", "block_mask")
 _DEFAULTS = dict.fromkeys(INPUTS) | {"dropout_p": 0.0, "aux": ()}
 
@@ -123,15 +135,16 @@ def _inputs(
 ) -> Sequence[Any]:
     """Check a call, and make it one of an operator."""
     check_names(options)
-    if not isinstance(rows["deterministic"], bool):
+    if not isinstance(rows["deterministic"], bool | np.bool_):
         kind = type(rows["deterministic"]).__name__
         raise TypeError(f"deterministic is {kind}; True or False is accepted")
     given = {**rows, **{name: x for name, x in options.items() if x is not None}}
     given |= {name: _integers(name, given[name]) for name in _INTEGERS if name in given}
     given |= {name: _number(name, given[name]) for name in _NUMBERS if name in given}
     given |= {name: name_of(given[name]) for name in _HANDLES if name in given}
-    given["aux"] = list(given.get("aux", ()))
+    given["aux"] = [*aux_arrays(given).values()]
     _check(given, names)
+    refuse_gradients({x: given[x] for x in TENSORS if x in given and x not in DIFFERENTIABLE})
     window, causal = given.pop("window", None), given.pop("causal", False)
     given["left"], given["right"] = window_of(window, causal)
     return [*(_DEFAULTS | given).values()]
@@ -140,22 +153,39 @@ def _inputs(
 def _integers(name: str, x: Any) -> torch.Tensor:
     """Make a tensor of integers; arguments of operators that change are not compiled again."""
     if isinstance(x, torch.Tensor):
+        if name == "seed" and x.numel() != 1:
+            raise ValueError(f"seed must be one integer; got shape {tuple(x.shape)}")
         return x
-    if isinstance(x, int) and not isinstance(x, bool):
-        # As a seed goes to 2**64 - 1, and a tensor to 2**63 - 1.
-        x = x - (1 << 64) if x >= 1 << 63 else x
-        return torch.full((), x, dtype=torch.int64, device="cpu")
+    if name == "seed":
+        x = seed_of(x)
+        return torch.full((), x, dtype=torch.int64 if x < 1 << 63 else torch.uint64, device="cpu")
     try:
+        if isinstance(x, int) and not isinstance(x, bool):
+            return torch.full((), x, dtype=torch.int64, device="cpu")
         return torch.as_tensor(x, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"{name} is {x!r}; integers are accepted") from None
 
 
 def _number(name: str, x: Any) -> float:
-    """Make a float of a number, as an operator takes it."""
-    if not isinstance(x, Real | torch.SymFloat):
-        raise TypeError(f"{name} is {type(x).__name__}; a number is accepted")
-    return x if isinstance(x, torch.SymFloat) else float(x)
+    """Make a float of a number, as an operator takes it; compiled calls are checked as they run."""
+    if isinstance(x, torch.Tensor):
+        refuse_gradients({name: x})
+    if isinstance(x, torch.Tensor | np.ndarray) and x.ndim == 0:
+        x = x.item()
+    if torch.compiler.is_compiling() and isinstance(x, Real | torch.SymFloat):
+        return x if isinstance(x, torch.SymFloat) else float(x)
+    return float(_NUMBERS[name](x))
+
+
+def refuse_gradients(tensors: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError if a tensor requires a gradient: it would be None, without a word."""
+    for name, x in tensors.items():
+        if torch.is_grad_enabled() and x.requires_grad:
+            remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
+            raise UnsupportedError(
+                f"{name} requires a gradient, which no call computes; pass {name}.detach(){remedy}"
+            )
 
 
 def _check(given: Mapping[str, Any], names: Sequence[str]) -> None:

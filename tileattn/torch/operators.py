@@ -8,6 +8,8 @@ import torch
 import tileattn
 from tileattn.call_cache import CALLS, PreparedCall, signature
 from tileattn.errors import UnsupportedError
+from tileattn.scalars import seed_of
+from tileattn.torch.batches import of_gradients, one_by_one
 from tileattn.torch.handles import named
 from tileattn.torch.tensors import array_of, on, tensor_of
 
@@ -34,9 +36,9 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(TENSORS[3:], array_of),
     **dict.fromkeys(("score_mod", "mask_mod", "block_mask"), named),
     "aux": lambda tensors: tuple(map(array_of, tensors)),
-    "seed": lambda x: int(x) & (1 << 64) - 1,
+    "seed": lambda x: seed_of(x.item()),
 }
-_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
 
 
 def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,26 +94,6 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _each(operator: Any) -> Callable[..., Any]:
-    """Make the rule of an operator for ``torch.vmap``: a call for each element of the batch."""
-
-    def rule(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
-        def element(n: int, x: Any, dim: Any) -> Any:
-            if isinstance(x, list):
-                return [element(n, y, d) for y, d in zip(x, dim or [None] * len(x), strict=True)]
-            return x if dim is None else x.select(dim, n)
-
-        calls = [
-            operator(*(element(n, x, dim) for x, dim in zip(inputs, in_dims, strict=True)))
-            for n in range(info.batch_size)
-        ]
-        stacked = [torch.stack(results) for results in zip(*calls, strict=True)]
-        whole = type(calls[0])(stacked)
-        return whole, type(whole)([0] * len(stacked))
-
-    return rule
-
-
 def _fake_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, _, v = inputs[:3]
     sums = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -123,7 +105,7 @@ def _fake_backward(
     _dout: Any, _dlse: Any, _out: Any, _lse: Any, wrt: Sequence[str], *inputs: Any
 ) -> list[torch.Tensor]:
     given = dict(zip(INPUTS, inputs, strict=True))
-    found = [given[name] for name in _DIFFERENTIABLE[:-1] if name in wrt]
+    found = [given[name] for name in DIFFERENTIABLE[:-1] if name in wrt]
     if "aux" in wrt:
         found += filter(torch.is_floating_point, given["aux"])
     return [x.new_empty(x.shape) for x in found]
@@ -165,7 +147,7 @@ def gradients(
     given = dict(zip(INPUTS, inputs, strict=True))
     needed = dict(zip(INPUTS, needs, strict=True))
     needed["aux"] = any(needed["aux"]) if given["aux"] else False
-    wrt = [name for name in _DIFFERENTIABLE if needed[name]]
+    wrt = [name for name in DIFFERENTIABLE if needed[name]]
     found = iter(run(dout, dlse, out, lse, wrt, *inputs))
     grads = dict.fromkeys(INPUTS)
     grads |= {name: next(found) for name in wrt if name != "aux"}
@@ -195,7 +177,9 @@ for _name, _run, _fake in (
         _LIBRARY.impl(_name, _run, _kind)
     torch.library.register_fake(f"tileattn::{_name}", _fake, lib=_LIBRARY)
     _operator = getattr(torch.ops.tileattn, _name)
-    torch.library.register_vmap(f"tileattn::{_name}", _each(_operator), lib=_LIBRARY)
+    _rule = one_by_one(_operator)
+    torch.library.register_vmap(f"tileattn::{_name}", _rule, lib=_LIBRARY)
+    _LIBRARY.impl(_name, of_gradients(_rule), "Batched")
 torch.library.register_autograd(
     "tileattn::forward", _differentiate, setup_context=_save, lib=_LIBRARY
 )

@@ -1,5 +1,6 @@
 """Tensors as arrays and arrays as tensors, which share their memory."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,7 +13,38 @@ from torch.autograd import forward_ad
 from tileattn.errors import UnsupportedError
 from tileattn.torch import cuda
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types of tensors whose elements are their memory, unless a bit of theirs says otherwise."""
+
 _ON_CPU = nullcontext()
+_FLOATS = "float16, bfloat16, float32 or float64"
+_DTYPES = frozenset(  # those that arrays have, too
+    {torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64}
+    | {torch.complex128, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+)
+_EXPECTED = {
+    **dict.fromkeys(("mask", "tree_mask"), "bool"),
+    **dict.fromkeys(("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"), "int32 or int64"),
+    **dict.fromkeys(("block_table", "origin", "seed"), "int32 or int64"),
+    **dict.fromkeys(("attn_mask", "aux"), f"bool, {_FLOATS}"),
+}
+# Where it is defined, and what to do: subclasses that are no tensors for the operators here.
+_NO_MEMORY = (
+    (
+        *("torch.nn.attention.bias", "CausalBias"),
+        "scaled_dot_product_attention takes one as attn_mask, and causal=True is the same "
+        "(q_offset=0 aligns it at the upper left)",
+    ),
+    (
+        *("torch.distributed.tensor", "DTensor"),
+        "to_local() is the part of this rank, and distributed_attention takes the parts",
+    ),
+    (
+        *("torch.nn.parameter", "UninitializedTensorMixin"),
+        "materialize() or a first call of its module gives it memory",
+    ),
+)
 
 
 def on(device: torch.device) -> AbstractContextManager[None]:
@@ -51,6 +83,8 @@ def check_tensor(
             f"{name} is {type(x).__name__}; a torch.Tensor is accepted "
             f"(torch.as_tensor({name}) makes one)"
         )
+    if type(x) not in PLAIN:
+        _check_subclass(name, x)
     if not torch.compiler.is_compiling() and _is_transformed(x):
         raise UnsupportedError(
             f"{name} is a tensor of torch.func or of forward-mode differentiation; gradients by "
@@ -64,13 +98,34 @@ def check_tensor(
         raise UnsupportedError(
             f"{name} has layout {x.layout}; dense tensors are accepted ({name}.to_dense() is one)"
         )
+    if x.dtype not in _DTYPES:
+        expected = _EXPECTED.get(name.partition("[")[0], _FLOATS)
+        raise TypeError(f"{name} must have dtype {expected}; got {x.dtype}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} is on {x.device}; it must be on the device of q, {device}")
     if x.device.type not in kinds:
-        on_gpu = " and on GPUs of NVIDIA" if "cuda" in kinds else ""
+        on_gpu = " and on NVIDIA GPUs" if "cuda" in kinds else ""
         raise UnsupportedError(
             f"{name} is on {x.device}; tensors on the CPU{on_gpu} are accepted "
             f"({name}.cpu() is one)"
+        )
+
+
+def check_memory(name: str, x: torch.Tensor) -> None:
+    """Raise UnsupportedError if a tensor is more than its memory, which alone will be read.
+
+    PyTorch's operators see to what else there is.
+    """
+    if type(x) not in PLAIN:
+        plain = f"{name}.as_subclass(torch.Tensor)"
+        raise UnsupportedError(
+            f"{name} must be a plain torch.Tensor; got {type(x).__name__} ({plain} is one, if "
+            "its memory holds its elements)"
+        )
+    if x.is_neg() or x._is_zerotensor():
+        raise UnsupportedError(
+            f"{name} must hold its elements in memory; got a view that negates or leaves out zeros "
+            f"({name} + 0 holds them)"
         )
 
 
@@ -99,6 +154,17 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     dtype = torch.get_autocast_dtype(device)
     narrow = (x.is_floating_point() and x.dtype is not torch.float64 for x in tensors)
     return tuple(x.to(dtype) if n else x for x, n in zip(tensors, narrow, strict=True))
+
+
+def is_kind(x: Any, module: str, name: str) -> bool:
+    """Say whether an object is of a class of PyTorch's; without its module nothing is."""
+    return isinstance(x, getattr(sys.modules.get(module), name, ()))
+
+
+def _check_subclass(name: str, x: Any) -> None:
+    for module, kind, remedy in _NO_MEMORY:
+        if is_kind(x, module, kind):
+            raise UnsupportedError(f"{name} must be a plain torch.Tensor; got {kind} ({remedy})")
 
 
 def _is_transformed(x: torch.Tensor) -> bool:

@@ -1,0 +1,74 @@
+"""Operators on batches of tensors, as ``torch.vmap`` and batched gradients make them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tileattn.errors import UnsupportedError
+
+_BATCHED = torch._C._dispatch_key_parse("Batched")
+_BATCHES = torch._C._dispatch_key_parse("VmapMode")
+
+
+def are_gradients_batched() -> bool:
+    """Say whether ``torch.autograd.grad(is_grads_batched=True)`` runs."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_BATCHES))
+
+
+def one_by_one(operator: Any) -> Callable[..., Any]:
+    """Make the rule of an operator for ``torch.vmap``: a call for each element of the batch."""
+
+    def rule(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
+        calls = [
+            operator(*(_element(n, x, dim) for x, dim in zip(inputs, in_dims, strict=True)))
+            for n in range(max(info.batch_size, 1))  # one says which shapes there would be
+        ]
+        stacked = [torch.stack(parts)[: info.batch_size] for parts in zip(*calls, strict=True)]
+        whole = type(calls[0])(stacked)
+        return whole, type(whole)([0] * len(stacked))
+
+    return rule
+
+
+def _element(n: int, x: Any, dim: Any) -> Any:
+    """Give an element of an input; where there is none, zeros in its place."""
+    if isinstance(x, list):
+        return [_element(n, y, d) for y, d in zip(x, dim or [None] * len(x), strict=True)]
+    if dim is None or n < x.shape[dim]:
+        return x if dim is None else x.select(dim, n)
+    return x.sum(dim, dtype=x.dtype)  # of nothing, with a place in autograd's graph
+
+
+def of_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the same of the batches that ``torch.autograd.grad(is_grads_batched=True)`` makes."""
+
+    def kernel(*inputs: Any) -> Any:
+        tensors = [x for x in tree_leaves(inputs) if _is_batched(x)]
+        levels = (n for n in range(1, 64) if not _is_batched(_whole(tensors[0], n)))
+        level = next(levels, None)
+        if level is None or any(_is_batched(_whole(x, level)) for x in tensors):
+            raise UnsupportedError(
+                "gradients are batched more than once; one batch of gradients is accepted"
+            )
+        in_dims = tree_map(lambda x: 0 if _is_batched(x) else None, inputs)
+        whole = tree_map(lambda x: _whole(x, level) if _is_batched(x) else x, inputs)
+        found, _ = rule(_Batch(len(_whole(tensors[0], level))), in_dims, *whole)
+        return type(found)(torch._add_batch_dim(x, 0, level) for x in found)
+
+    return kernel
+
+
+def _is_batched(x: Any) -> bool:
+    """Say whether a tensor is such a batch."""
+    return isinstance(x, torch.Tensor) and torch._C._dispatch_keys(x).has(_BATCHED)
+
+
+def _whole(x: torch.Tensor, level: int) -> torch.Tensor:
+    """Give all elements of a batch of this level; one element of another tensor."""
+    return torch._remove_batch_dim(x, level, 1, 0)
+
+
+class _Batch(NamedTuple):
+    batch_size: int
