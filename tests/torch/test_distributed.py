@@ -140,6 +140,10 @@ class Elsewhere(torch.Tensor):  # type: ignore[misc,name-defined]  # untyped
     device = torch.device("cuda:0")
 
 
+class Mine(torch.Tensor):  # type: ignore[misc,name-defined]  # as above
+    """A subclass whose elements might be more than its memory."""
+
+
 def test_tensors_elsewhere_are_refused_on_all_ranks() -> None:
     def run(comm: Any) -> Any:
         q, k, v = (drawn(torch.float32)[name] for name in "qkv")
@@ -155,6 +159,15 @@ def test_tensors_elsewhere_are_refused_on_all_ranks() -> None:
     [
         ({"bias": np.zeros((N, N))}, "bias is ndarray; a torch.Tensor is accepted"),
         ({"aux": [3]}, r"aux\[0\] is int; a torch.Tensor is accepted"),
+        ({"aux": torch.zeros(3)}, r"aux is Tensor; .*aux=\(array,\)"),
+        ({"seed": torch.tensor(-1), "dropout_p": 0.5}, "seed is -1; an integer from 0 to 2"),
+        ({"seed": 1 << 64, "dropout_p": 0.5}, "seed is 18446744073709551616"),
+        ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "alibi_slopes requires a gradient"),
+        ({"bias": torch._neg_view(torch.zeros(N, N))}, "bias must hold its elements in memory"),
+        (
+            {"bias": torch.zeros(N, N).as_subclass(Elsewhere)},
+            "bias is on cuda|bias must be a plain",
+        ),
         ({"maskk": None, "unknown": 1}, "unknown option 'unknown'"),
         ({"comm": None}, "comm is NoneType; an mpi4py communicator is accepted"),
     ],
@@ -166,5 +179,5 @@ def test_what_is_refused(given: dict[str, Any], message: str) -> None:
         return distributed_attention(q, k, v, **({"comm": comm} | given))
 
     (error,) = on_ranks(1, run)
-    with pytest.raises((TypeError, UnsupportedError), match=message):
+    with pytest.raises((TypeError, ValueError, UnsupportedError), match=message):
         raise error

@@ -10,8 +10,10 @@ torch = pytest.importorskip("torch")
 
 from tileattn.errors import UnsupportedError  # noqa: E402 - as above
 from tileattn.torch import drop_in, scaled_dot_product_attention, sdpa  # noqa: E402 - as above
+from tileattn.torch.functional import attend  # noqa: E402 - as above
 
 functional = torch.nn.functional
+Tensor: Any = torch.Tensor
 LEADS = ((), (3,), (2, 3), (2, 2, 3), (1, 2, 2, 3))
 
 
@@ -250,13 +252,12 @@ def test_a_bias_that_broadcasts_over_many_axes_is_not_written_out(
     tensors = drawn((2, 3, 4, 5, 8), (2, 3, 2, 7, 8), (2, 3, 2, 7, 6))
     (bias,) = drawn(shape)
     given = []
-    theirs = drop_in.attend
 
-    def attend(rows: Any, options: Any, **more: Any) -> Any:
+    def recorded(rows: Any, options: Any, **more: Any) -> Any:
         given.append(options["bias"])
-        return theirs(rows, options, **more)
+        return attend(rows, options, **more)
 
-    monkeypatch.setattr(drop_in, "attend", attend)
+    monkeypatch.setattr(drop_in, "attend", recorded)
     check(tensors, attn_mask=bias, enable_gqa=True)
     assert given[0].numel() == bias.numel()
     assert given[0].data_ptr() == bias.data_ptr()
@@ -286,7 +287,8 @@ def test_all_entries_may_be_dropped() -> None:
 def test_numbers_may_be_arrays_without_axes() -> None:
     q, k, v = (x.detach() for x in drawn((2, 5, 8), (2, 7, 8), (2, 7, 6)))
     expected = scaled_dot_product_attention(q, k, v, scale=0.25)
-    for scale in (torch.tensor(0.25), np.array(0.25), np.float32(0.25)):
+    scales: list[Any] = [torch.tensor(0.25), np.array(0.25), np.float32(0.25)]
+    for scale in scales:
         found = scaled_dot_product_attention(q, k, v, scale=scale, dropout_p=torch.tensor(0.0))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.manual_seed(1)
@@ -302,7 +304,7 @@ def test_numbers_may_be_arrays_without_axes() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_calls_it() -> None:
     class Layer(torch.nn.Module):  # type: ignore[misc,name-defined]  # as above
-        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return functional.scaled_dot_product_attention(x, x, x, mask, is_causal=mask is None)
 
     (x,) = drawn((2, 6, 8))

@@ -177,7 +177,7 @@ def _check(given: Mapping[str, Any]) -> None:
     """Check the tensors; the library checks the rest."""
     check_names({name: x for name, x in given.items() if name not in ("q", "k", "v")})
     device = getattr(given["q"], "device", None)
-    for name, x in (given | aux_arrays(given)).items():
+    for name, x in {**given, **aux_arrays(given)}.items():
         differentiable = name in _DIFFERENTIABLE or name.startswith("aux[")
         if differentiable or isinstance(x, torch.Tensor):
             check_tensor(name, x, device if differentiable else None, kinds=("cpu", "cuda"))

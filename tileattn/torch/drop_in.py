@@ -153,7 +153,7 @@ def _attend(
     folded = (_folded(x, at) for x in (q, k, v))
     options |= {name: _folded(x, at, q.shape) for name, x in masks.items()}
     out = attend([*folded], options, names=NAMES)
-    return out.reshape(*q.shape[:-1], v.shape[-1])  # type: ignore[no-any-return]  # of attend
+    return out.reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _batch_axes(lead: Sequence[int], whole: Sequence[int]) -> int:

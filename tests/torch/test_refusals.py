@@ -1,0 +1,150 @@
+"""What calls on tensors refuse, and whose names they say."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tileattn.errors import UnsupportedError  # noqa: E402 - PyTorch may be absent
+from tileattn.torch import attention  # noqa: E402 - as above
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    options = {"generator": generator, "dtype": torch.float64}
+    return [torch.randn(shape, **options).requires_grad_() for shape in shapes]
+
+
+def refused(**changed: Any) -> Callable[[], Any]:
+    q, k, v = drawn((2, 5, 8), (2, 5, 8), (2, 5, 8))
+    return lambda: attention(**({"q": q, "k": k, "v": v} | changed))
+
+
+def scored(s: Any, _b: Any, h: Any, _i: Any, j: Any, table: Any) -> Any:
+    return s + table[h, j]
+
+
+X = torch.zeros(2, 5, 8, dtype=torch.float64)
+F8 = X.to(torch.float8_e4m3fn)
+NEEDED = torch.zeros(2, requires_grad=True)
+
+
+def with_seed(seed: Any) -> Callable[[], Any]:
+    return refused(dropout_p=0.5, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (refused(q=np.zeros((5, 8))), TypeError, r"q is ndarray; a torch.Tensor is accepted"),
+        (refused(k=X.to_sparse()), UnsupportedError, r"k has layout torch.sparse_coo.*to_dense"),
+        (refused(v=X.to("meta")), ValueError, r"v is on meta; it must be on .* q, cpu"),
+        (refused(v=X[:, :3]), ValueError, "v has length 3"),
+        (refused(k=X.float()), TypeError, "k has dtype float32"),
+        (refused(q=X.long()), TypeError, "q has dtype int64"),
+        (refused(mask=torch.ones(5, 5)), TypeError, "mask has dtype float32.*bias="),
+        (refused(bias=[1.0]), TypeError, "bias is list"),
+        (refused(is_causal=True), TypeError, "did you mean 'causal'"),
+        (refused(kv_lengths="a"), TypeError, "kv_lengths is 'a'; integers are accepted"),
+        (refused(kv_lengths=9), ValueError, "kv_lengths holds 9"),
+        (refused(window=3), TypeError, "window is 3"),
+        (refused(scale="a"), TypeError, "scale is str; a finite number is accepted"),
+        (refused(aux=(np.zeros(2),), score_mod=scored), TypeError, r"aux\[0\] is ndarray"),
+        (refused(backend="cupy"), (TypeError, RuntimeError), "cupy"),
+        (refused(backend=3), TypeError, "backend is int"),
+        (refused(deterministic=1), TypeError, "deterministic is int"),
+        (refused(causal=1), TypeError, "causal is int"),
+        (refused(window=torch.tensor([1, 2])), TypeError, "window is tensor"),
+        (refused(scale=True), TypeError, "scale is bool"),
+        (refused(scale=float("nan")), ValueError, "scale is nan"),
+        (refused(softcap=0.0), ValueError, r"softcap is 0\.0"),
+        (refused(dropout_p=1.0), ValueError, r"dropout_p is 1\.0"),
+        (refused(dropout_p="a"), TypeError, "dropout_p is str"),
+        (refused(aux=X, score_mod=scored), TypeError, r"aux is Tensor; .*aux=\(array,\)"),
+        (refused(aux=3, score_mod=scored), TypeError, "aux is int"),
+        (with_seed(-1), ValueError, "seed is -1; an integer from 0 to 2"),
+        (with_seed(1 << 64), ValueError, "seed is 18446744073709551616"),
+        (with_seed(1 << 65), ValueError, "seed is 36893488147419103232"),
+        (with_seed(1.9), TypeError, "seed is float"),
+        (with_seed(True), TypeError, "seed is bool"),
+        (with_seed([1]), TypeError, "seed is list"),
+        (with_seed("1"), TypeError, "seed is str"),
+        (with_seed(torch.tensor(-1)), ValueError, "seed is -1"),
+        (with_seed(torch.tensor(1.9)), TypeError, "seed is float"),
+        (with_seed(torch.tensor(True)), TypeError, "seed is bool"),
+        (with_seed(torch.tensor([1, 2])), ValueError, r"seed must be one integer; .*\(2,\)"),
+        (refused(q_offset=1 << 63), TypeError, "q_offset is 9223372036854775808"),
+        (refused(q_offset=(1 << 64) - 1), TypeError, "q_offset is 18446744073709551615"),
+        (refused(q_offset=True), TypeError, "q_offset has dtype bool"),
+        (refused(kv_lengths=[1.5]), TypeError, "kv_lengths has dtype float32"),
+        (refused(alibi_slopes=NEEDED), UnsupportedError, r"alibi_slopes requires.*aux=\(slopes"),
+        (refused(scale=NEEDED.sum()), UnsupportedError, "scale requires a gradient.*q \\* scale"),
+        (refused(softcap=NEEDED.sum()), UnsupportedError, "softcap requires a gradient"),
+        (refused(q=F8, k=F8, v=F8), TypeError, "q must have dtype float16, .*float8_e4m3fn"),
+        (refused(bias=F8), TypeError, "bias must have dtype float16"),
+        (refused(mask=F8), TypeError, "mask must have dtype bool"),
+        (refused(kv_lengths=F8), TypeError, "kv_lengths must have dtype int32 or int64"),
+        (refused(aux=(F8,), score_mod=scored), TypeError, r"aux\[0\] must have dtype bool, "),
+        (refused(q=torch.nn.UninitializedParameter()), UnsupportedError, "q must be .*materialize"),
+    ],
+)
+def test_what_is_not_accepted_is_named(call: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_slopes_as_aux_have_a_gradient() -> None:
+    """The remedy in the message of a call whose slopes require one."""
+    q, k, v, slopes = drawn((2, 3, 4), (2, 5, 4), (2, 5, 4), (2,))
+
+    def remedy(s: Any, _b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
+        return s - slopes[h] * abs(i - j)
+
+    out = attention(q, k, v, score_mod=remedy, aux=(slopes,), q_offset=0)
+    torch.testing.assert_close(out, attention(q, k, v, alibi_slopes=slopes.detach(), q_offset=0))
+    assert torch.autograd.grad(out.cos().sum(), slopes)[0].abs().min() > 0
+    with torch.no_grad():
+        torch.testing.assert_close(out, attention(q, k, v, alibi_slopes=slopes, q_offset=0))
+
+
+def test_compiled_calls_refuse_what_others_do() -> None:
+    q, k, v = (x.detach() for x in drawn((2, 5, 8), (2, 5, 8), (2, 5, 8)))
+    torch._dynamo.reset()
+    fast = torch.compile(
+        lambda **options: attention(q, k, v, **options), backend="aot_eager", fullgraph=True
+    )
+    cases: list[tuple[Any, str]] = [
+        ({"dropout_p": 0.5, "seed": -1}, "seed is -1"),
+        ({"dropout_p": 0.5, "seed": torch.tensor(-1)}, "seed is -1"),
+        ({"dropout_p": 1.5}, "dropout_p is 1.5"),
+        ({"softcap": -1.0}, "softcap is -1.0"),
+        ({"alibi_slopes": NEEDED}, "alibi_slopes requires a gradient"),
+    ]
+    for options, message in cases:
+        with pytest.raises(Exception, match=message):
+            fast(**options)
+
+
+@pytest.mark.parametrize("name", ["q", "bias", "mask"])
+def test_a_causal_bias_is_named(name: str) -> None:
+    from torch.nn.attention.bias import causal_upper_left
+
+    with pytest.raises(UnsupportedError, match=f"{name} must be a plain .*CausalBias.*causal=True"):
+        refused(**{name: causal_upper_left(5, 5)})()
+
+
+def test_a_distributed_tensor_is_named() -> None:
+    """Its local part is not the whole: the operators would be asked how to share it."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = distribute_tensor(X, DeviceMesh("cpu", [0]), [Replicate()])
+        with pytest.raises(UnsupportedError, match=r"k must be a plain .*DTensor.*to_local"):
+            attention(X, x, X)
+    finally:
+        dist.destroy_process_group()
