@@ -81,7 +81,7 @@ def wanted(wrt: Any, options: Mapping[str, Any]) -> frozenset[str] | None:
         raise TypeError(f"wrt is {wrt!r}; a sequence of names is accepted, as ('q', 'k')")
     names = tuple(wrt)
     for name in names:
-        if name not in DIFFERENTIABLE:
+        if not isinstance(name, str) or name not in DIFFERENTIABLE:
             accepted = ", ".join(DIFFERENTIABLE)
             raise ValueError(f"wrt has {name!r}; accepted are {accepted}")
         if name in DIFFERENTIABLE[3:] and options.get(name) is None:

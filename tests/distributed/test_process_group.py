@@ -67,7 +67,7 @@ def failures(group: Any) -> list[str]:
     differ = [x.astype(own) for x in (q, k, v)]
     found = [message_of(lambda: dist.forward(differ[0], differ[1], differ[2], group))]
     if group.rank() == 0:
-        found.append(message_of(lambda: dist.forward(q, k, v, group, timeout=0.2)))
+        found += [message_of(lambda: dist.forward(q, k, v, group, timeout=0.2)) for _ in range(2)]
     return found
 
 
@@ -132,6 +132,7 @@ def test_ranks_that_disagree_and_one_that_does_not_answer(tmp_path: Path) -> Non
     message = "dtype is float16 on rank 1, and float32 on rank 0; all ranks give the same"
     assert [first[0], *second] == [f"ValueError: {message}"] * 2
     assert first[1].startswith("TimeoutError: waited 0.2 s for rank 1 to send; it has failed, or")
+    assert first[2].startswith("RuntimeError: comm must be a new communicator: an earlier call on ")
 
 
 def test_a_group_of_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

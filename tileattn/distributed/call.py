@@ -1,29 +1,35 @@
 """The part of a call that one rank has, agreed on by all ranks before anything else is sent."""
 
-import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.backends import registry
+from tileattn.distributed.agreement import (
+    Terms,
+    check_supported,
+    compare,
+    on_all,
+    shown,
+    terms_of,
+)
 from tileattn.distributed.arrays import is_on_gpu, library
-from tileattn.distributed.comm import Communicator
 from tileattn.distributed.head_groups import Heads
 from tileattn.distributed.layout import Layout, Segment
 from tileattn.distributed.rank_blocks import RankBlocks
+from tileattn.distributed.ranks import Communicator, Ranks
 from tileattn.distributed.visibility import Visibility
-from tileattn.errors import UnsupportedError
-from tileattn.problem import Operands, Problem, four_axes, parse
+from tileattn.problem import Operands, Problem, aux_arrays, four_axes, parse
 from tileattn.results import DIFFERENTIABLE
 from tileattn.window import window_of
 
 Array = NDArray[Any]
 
-_REFUSED = ("block_mask", "tree_mask", "block_table", "cu_seqlens_q", "cu_seqlens_k")
 _COMMON = ("softcap", "causal", "window", "dropout_p", "seed", "score_mod", "mask_mod", "aux")
-_OWN = ("Nq", "ndim", "enabled_options")  # facts of a problem in which ranks may differ
+_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Call:
     Parameters
     ----------
     comm : Communicator
-        The ranks.
+        The ranks: all of them, or those of a group.
     blocks : RankBlocks
         What this rank computes; it has the layouts.
     problem : Problem
@@ -88,10 +94,6 @@ class Call:
         On a GPU blocks keep their dtype, in which Tensor Cores multiply.
         """
         return x if self.on_gpu else x.astype(self.sums, copy=False)
-
-    def checked(self, make: Callable[[], Any]) -> Any:
-        """Make something on every rank, and keep this rank's; raise on all where one raises."""
-        return _checked(self.comm, make)
 
     def of_heads(self, heads: Heads, **arrays: Any) -> "Call":
         """Give the call of some of its heads; ``arrays`` are in the place of those that it has.
@@ -180,108 +182,84 @@ def agreed(
     q: Any,
     k: Any,
     v: Any,
-    comm: Communicator,
+    comm: Ranks,
     layout: Any,
     layout_k: Any,
     options: Mapping[str, Any],
-    **more: str,
+    *,
+    step: str,
+    backend: str,
+    check: Callable[[], Mapping[str, Any]],
 ) -> Call:
-    """Validate a call on all ranks: where one refuses it, all raise.
+    """Validate a call on all ranks: where one refuses it, or they differ, all raise.
 
-    ``more`` are facts in which ranks agree, too: the backend and others.
+    ``check`` validates other arguments, and returns what of them must be the same.
     """
-    lengths = on_all(comm, lambda: _lengths(q, k, v, options))
-    layout_k = layout if layout_k is None else layout_k
+    lengths = on_all(comm, step, lambda: _lengths(q, k, v, comm, options))
+    kept: list[tuple[Layout, Layout, Problem, Operands]] = []
 
-    def layouts() -> tuple[Layout, Layout]:
+    def terms() -> Terms:
+        """Validate this rank's arguments."""
         queries, keys = map(list, zip(*lengths, strict=True))
-        return (
-            _own_layout("layout", layout, queries, comm.rank),
-            _own_layout("layout_k", layout_k, keys, comm.rank),
-        )
+        q_layout = _own_layout("layout", layout, queries, comm.rank)
+        of_keys = ("layout", layout) if layout_k is None else ("layout_k", layout_k)
+        k_layout = _own_layout(*of_keys, keys, comm.rank)
+        problem, operands = _parsed(q, k, v, q_layout.length, k_layout.length, options)
+        _check_backend(backend, problem, q, k, v, options)
+        kept.append((q_layout, k_layout, problem, operands))
+        more = {"layout": q_layout, "layout_k": k_layout, "backend": backend, **check()}
+        found = terms_of(problem, operands, options)
+        return found._replace(facts=found.facts | {name: shown(x) for name, x in more.items()})
 
-    q_layout, k_layout = _checked(comm, layouts)
-    total = q_layout.length, k_layout.length
-    problem, operands = _checked(comm, lambda: _parsed(q, k, v, *total, options))
-    same(comm, _facts(problem, operands, options, q_layout, k_layout) | more)
-    rows = comm.gather([x is not None and x.shape[2] > 1 for x in (operands.bias, operands.mask)])
-    of_bias, of_mask = map(any, zip(*rows, strict=True))
+    of_bias, of_mask = compare(on_all(comm, step, terms))
+    q_layout, k_layout, problem, operands = kept[0]
     visibility = Visibility(problem.window, operands.kv_lengths, operands.q_offset)
     blocks = RankBlocks(visibility, q_layout, k_layout, comm.rank)
-    facts = problem, operands, options, more["backend"], of_bias, of_mask, problem.accum_dtype
+    facts = problem, operands, options, backend, of_bias, of_mask, problem.accum_dtype
     return Call(comm, blocks, *facts)
 
 
-def same(comm: Communicator, facts: Mapping[str, str]) -> None:
-    """Raise ValueError on all ranks if they differ in some fact."""
-    found = comm.gather(dict(facts))
-    for rank, others in enumerate(found):
-        for name, first in found[0].items():
-            if others[name] != first:
-                raise ValueError(
-                    f"{name} is {others[name]} on rank {rank}, and {first} on rank 0; all ranks "
-                    "give the same"
-                )
-
-
-def check_supported(options: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for an option that does not go with parts of a sequence."""
-    for name in _REFUSED:
-        if options.get(name) is not None:
-            raise UnsupportedError(
-                f"{name} does not go with a sequence that ranks or devices share; mask_mod= does"
-            )
-
-
-def on_all(comm: Communicator, make: Callable[[], Any]) -> list[Any]:
-    """Make something on every rank, and give all of them; raise where one rank has raised."""
-    made, failure = None, None
-    try:
-        made = make()
-    except Exception as error:  # of any kind: the other ranks wait for this one
-        failure = error
-    message = None if failure is None else f"{type(failure).__name__}: {failure}"
-    found = comm.gather((made, message))
-    if failure is not None:
-        raise failure
-    for rank, (_, message) in enumerate(found):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} has failed: {message}")
-    return [x for x, _ in found]
-
-
-def _checked(comm: Communicator, make: Callable[[], Any]) -> Any:
-    """Make something on every rank, and keep this rank's."""
-    kept: list[Any] = []
-    on_all(comm, lambda: kept.append(make()))
-    return kept[0]
-
-
-def _lengths(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[int, int]:
+def _lengths(q: Any, k: Any, v: Any, comm: Ranks, options: Mapping[str, Any]) -> tuple[int, int]:
     check_supported(options)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, np.ndarray) and not is_on_gpu(x):
             raise TypeError(f"{name} is {type(x).__name__}; NumPy and CuPy arrays are accepted")
         if is_on_gpu(x) != is_on_gpu(q):
             raise TypeError(f"{name} is {type(x).__name__}; it must be of the library of q")
+    if comm.on_gpu is not None and comm.on_gpu != is_on_gpu(q):
+        takes = "CuPy arrays" if comm.on_gpu else "NumPy arrays"
+        raise TypeError(
+            f"q must be of the kind that comm sends, {takes}; got {type(q).__name__} (CuPy arrays "
+            "need a cupy.cuda.nccl.NcclCommunicator, or a torch.distributed.ProcessGroup of NCCL)"
+        )
     problem, _ = parse(q, k, v, {})
     return problem.Nq, problem.Nk
 
 
+def _check_backend(
+    backend: str, problem: Problem, q: Any, k: Any, v: Any, options: Mapping[str, Any]
+) -> None:
+    """Raise if there is no backend for the blocks of this rank: other ranks would wait for it."""
+    arrays = {"q": q, "k": k, "v": v} | {name: options.get(name) for name in _ARRAYS}
+    able = registry.candidates(backend, arrays | aux_arrays(options))
+    dtype = problem.dtype if is_on_gpu(q) else problem.accum_dtype
+    registry.supporting(able, replace(problem, dtype=dtype))
+
+
 def layout_of(name: str, layout: Any, lengths: list[int]) -> Layout:
     """Find out which tokens each rank holds, given how many there are."""
-    if layout is None or layout == "contiguous":
+    if isinstance(layout, Layout):
+        if layout.ranks != len(lengths):
+            raise ValueError(f"{name} is of {layout.ranks} ranks, and there are {len(lengths)}")
+        return layout
+    if layout is None or (isinstance(layout, str) and layout == "contiguous"):
         return Layout.contiguous(lengths)
-    if layout == "zigzag":
+    if isinstance(layout, str) and layout == "zigzag":
         return Layout.zigzag(sum(lengths), len(lengths))
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"{name} is {layout!r}; 'contiguous', 'zigzag' and a tileattn.distributed.Layout are "
-            "accepted"
-        )
-    if layout.ranks != len(lengths):
-        raise ValueError(f"{name} is of {layout.ranks} ranks, and there are {len(lengths)}")
-    return layout
+    raise (ValueError if isinstance(layout, str) else TypeError)(
+        f"{name} is {layout!r}; 'contiguous', 'zigzag' and a tileattn.distributed.Layout are "
+        "accepted"
+    )
 
 
 def _own_layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout:
@@ -330,29 +308,3 @@ def _check_on_gpu(x: Operands) -> None:
             raise TypeError(
                 f"{name} is a CuPy array; integers of the host are accepted, by which keys travel"
             )
-
-
-def _facts(
-    problem: Problem,
-    x: Operands,
-    options: Mapping[str, Any],
-    q_layout: Layout,
-    k_layout: Layout,
-) -> dict[str, str]:
-    """Write down in what all ranks agree."""
-    facts = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in _OWN}
-    for name in ("score_mod", "mask_mod"):
-        facts[name] = None if facts[name] is None else facts[name].digest.hex()
-    facts |= {"layout": q_layout, "layout_k": k_layout}
-    arrays = {n: getattr(x, n) for n in ("kv_lengths", "q_offset", "alibi_slopes", "sinks")}
-    arrays |= {f"aux[{n}]": array for n, array in enumerate(options.get("aux") or ())}
-    facts |= {name: None if a is None else _digest(a) for name, a in arrays.items()}
-    return {name: str(x) for name, x in facts.items()}
-
-
-def _digest(x: Any) -> str:
-    if is_on_gpu(x):
-        x = x.get()
-    return (
-        f"{x.dtype} {x.shape} {hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16]}"
-    )

@@ -1,18 +1,17 @@
-"""What travels between ranks: one small protocol, and MPI behind it."""
+"""What travels between ranks: MPI behind the protocol of communicators, and what uses it."""
 
+import math
+import numbers
 import pickle
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tileattn.distributed.arrays import is_on_gpu, library
-
-Array = NDArray[Any]
+from tileattn.distributed.ranks import Array, Communicator, Ranks, Transfer, state_of, wait
 
 TIMEOUT = 600.0
 """Seconds that a rank waits for another."""
@@ -20,40 +19,6 @@ TIMEOUT = 600.0
 _NAPS = 20e-6, 1e-3  # seconds between two looks at what is under way, at least and at most
 _SHARE = 0.01  # of the time waited so far: a long wait leaves the core to others
 _EAGER = 1000  # looks before the first nap
-
-
-class Transfer(Protocol):
-    """A message under way."""
-
-    def wait(self) -> None:
-        """Wait until its buffer may be used again; raise TimeoutError where it takes too long.
-
-        On a GPU what follows on the current stream waits, and not the host.
-        """
-
-
-@runtime_checkable
-class Communicator(Protocol):
-    """The ranks, and messages between them; ``rank`` is this one's number among ``size``."""
-
-    rank: int
-    size: int
-
-    def send(self, x: Array, to: int, tag: int) -> Transfer:
-        """Begin to send a contiguous array, which is not written to until it has arrived."""
-
-    def receive(self, x: Array, source: int, tag: int) -> Transfer:
-        """Begin to receive a contiguous array of known shape."""
-
-    def together(self) -> AbstractContextManager[None]:
-        """Begin messages at once: none of the context waits for another of them.
-
-        All ranks pass the same contexts in the same order. What one rank sends another there, that
-        one receives in its own.
-        """
-
-    def gather(self, x: Any) -> list[Any]:
-        """Give every rank the objects of all ranks, in their order."""
 
 
 class MPI:
@@ -67,6 +32,8 @@ class MPI:
         Seconds after which a rank that waits for another gives up.
     """
 
+    on_gpu = False
+
     def __init__(self, comm: Any, timeout: float) -> None:
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self._comm, self._timeout = comm, timeout
@@ -79,7 +46,7 @@ class MPI:
     def receive(self, x: Array, source: int, tag: int) -> Transfer:
         """Begin to receive."""
         request = self._comm.Irecv(as_bytes(x), source, tag)
-        return _Request(request, f"rank {source} to send", self._timeout)
+        return _Request(request, f"rank {source} to send", self._timeout, receives=True)
 
     def together(self) -> AbstractContextManager[None]:
         """Begin messages one by one: none waits for another."""
@@ -95,12 +62,15 @@ class MPI:
         return [pickle.loads(part.tobytes()) for part in np.split(every, np.cumsum(sizes)[:-1])]
 
     def _wait(self, request: Any) -> None:
-        _Request(request, "the other ranks to take part", self._timeout).wait()
+        wait([_Request(request, "the other ranks to take part", self._timeout)])
 
 
 class _Request:
-    def __init__(self, request: Any, what: str, timeout: float) -> None:
+    """A request of MPI, which holds its buffers."""
+
+    def __init__(self, request: Any, what: str, timeout: float, *, receives: bool = False) -> None:
         self._request, self._what, self._timeout = request, what, timeout
+        self._to_cancel = receives  # MPI cancels no collectives, and sends are not worth it
 
     def wait(self) -> None:
         start, looks = time.monotonic(), 0
@@ -112,39 +82,58 @@ class _Request:
             if looks > _EAGER:
                 time.sleep(min(max(_SHARE * waited, _NAPS[0]), _NAPS[1]))
 
+    def cancel(self) -> bool:
+        """Cancel a receive; a message that has been matched still arrives."""
+        if self._to_cancel:
+            self._request.Cancel()
+            self._to_cancel = False
+        return bool(self._request.Test())
 
-def communicator(comm: Any, timeout: float, like: Any = None) -> Communicator:
-    """Find out what to send messages with, which are arrays of one kind."""
+
+def communicator(comm: Any, timeout: float = TIMEOUT, like: Any = None) -> Ranks:
+    """Find out what to send messages with, which are arrays of one kind.
+
+    Raise RuntimeError if an earlier call has failed between its messages. A timeout that
+    `check_timeout` refuses counts as the default, so that this rank can tell the others.
+    """
+    link = comm if isinstance(comm, Ranks) else _linked(comm, timeout, like)
+    link.ensure_usable()
+    return link
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raise if a timeout is no positive number of seconds."""
+    must = "must be a positive, finite number of seconds"
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout {must}; got {timeout!r}")
+    if not 0.0 < float(timeout) < math.inf:
+        raise ValueError(f"timeout {must}; got {timeout!r}")
+
+
+def _linked(comm: Any, timeout: Any, like: Any) -> Ranks:
+    try:
+        check_timeout(timeout)
+    except (TypeError, ValueError):
+        timeout = TIMEOUT
     if isinstance(comm, Communicator):
-        return comm
+        return Ranks(comm, state_of(comm))
     torch = sys.modules.get("torch.distributed")  # loaded where there is a process group
     of_torch = isinstance(comm, getattr(torch, "ProcessGroup", ()))
-    if is_on_gpu(like):
-        return _between_gpus(comm, timeout, of_torch=of_torch)
     if hasattr(comm, "Isend") and hasattr(comm, "allgather"):
-        return MPI(comm, timeout)
-    if of_torch:
+        return Ranks(MPI(comm, timeout), state_of(comm))
+    if of_torch and not is_on_gpu(like):
         from tileattn.distributed.process_group import ProcessGroup
 
-        return ProcessGroup(comm, timeout)
+        return Ranks(ProcessGroup(comm, timeout), state_of(comm))
+    if of_torch or all(hasattr(comm, name) for name in ("rank_id", "recv", "allGather")):
+        from tileattn.distributed import nccl
+
+        ranks = nccl.of_torch(comm, timeout) if of_torch else nccl.of_cupy(comm, timeout)
+        return Ranks(ranks, state_of(ranks))
     raise TypeError(
         f"comm is {type(comm).__name__}; an mpi4py communicator is accepted, as MPI.COMM_WORLD "
-        "(pip install mpi4py mpich), and a torch.distributed.ProcessGroup, as group.WORLD"
-    )
-
-
-def _between_gpus(comm: Any, timeout: float, *, of_torch: bool) -> Communicator:
-    if of_torch:
-        from tileattn.distributed import nccl
-
-        return nccl.of_torch(comm, timeout)
-    if all(hasattr(comm, name) for name in ("rank_id", "recv", "allGather")):
-        from tileattn.distributed import nccl
-
-        return nccl.of_cupy(comm, timeout)
-    raise TypeError(
-        f"comm is {type(comm).__name__}; CuPy arrays need a cupy.cuda.nccl.NcclCommunicator, or a "
-        "torch.distributed.ProcessGroup of NCCL"
+        "(pip install mpi4py mpich), a torch.distributed.ProcessGroup, as group.WORLD, and for "
+        "CuPy arrays a cupy.cuda.nccl.NcclCommunicator"
     )
 
 
@@ -169,12 +158,6 @@ def gathered(comm: Communicator, x: Array) -> list[Array]:
         under_way += [comm.send(x, n, 0) for n in others]
     wait(under_way)
     return every
-
-
-def wait(transfers: Sequence[Transfer]) -> None:
-    """Wait for all of them."""
-    for transfer in transfers:
-        transfer.wait()
 
 
 def as_bytes(x: Array) -> Array:

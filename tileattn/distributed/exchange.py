@@ -14,9 +14,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from tileattn.distributed.arrays import library
-from tileattn.distributed.comm import Communicator, wait
 from tileattn.distributed.groups import inside, layout_inside
 from tileattn.distributed.layout import Layout
+from tileattn.distributed.ranks import Communicator, wait
 
 Array = NDArray[Any]
 

@@ -6,17 +6,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.distributed.call import (
-    Call,
-    agreed,
-    check_supported,
-    layout_of,
-    parse_with_given_window,
-)
-from tileattn.distributed.comm import TIMEOUT, communicator
+from tileattn.distributed.agreement import check_supported
+from tileattn.distributed.call import Call, agreed, layout_of, parse_with_given_window
+from tileattn.distributed.comm import TIMEOUT, check_timeout, communicator
 from tileattn.distributed.cost import CPU_RATES, GPU_RATES, Cost, Rates, cost_of
 from tileattn.distributed.held import Plan, held_by
-from tileattn.distributed.layout import Layout
+from tileattn.distributed.layout import Layout, count
 from tileattn.distributed.schedules import Schedule, every, why_not
 from tileattn.distributed.sent import Rows, Workload
 from tileattn.distributed.visibility import Visibility
@@ -141,10 +136,8 @@ def predict(
     ('heads', 8)
     """
     check_supported(options)
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}; 1 or more is accepted")
-    empty = np.zeros((), dtype)
-    arrays = [np.broadcast_to(empty, tuple(shape)) for shape in (q, k, v)]
+    ranks = count("ranks", ranks, 1)
+    arrays = [_empty(name, shape, dtype) for name, shape in (("q", q), ("k", k), ("v", v))]
     problem, x = parse_with_given_window(arrays[0], arrays[1], arrays[2], options)
     layout_k = layout if layout_k is None else layout_k
     layouts = (
@@ -152,6 +145,7 @@ def predict(
         _on_paper("layout_k", layout_k, problem.Nk, ranks),
     )
     shared = [name for name in ("bias", "mask") if _has_rows(getattr(x, name))]
+    _check_rates(rates)
     rates = rates or CPU_RATES
     work = _workload(problem, x, *layouts, shared)
     return _predicted(work, rates, on_gpu=rates.on_gpu)
@@ -216,9 +210,15 @@ def explain(
         report = dist.explain(q, k, v, MPI.COMM_WORLD, layout="zigzag", causal=True)
         print(report)
     """
-    link, facts = communicator(comm, timeout, q), {"backend": backend, "rates": str(rates)}
-    call = agreed(q, k, v, link, layout, layout_k, options, **facts)
-    return _of_call(call, rates)
+    ranks = communicator(comm, timeout, q)
+
+    def check() -> Mapping[str, Any]:
+        check_timeout(timeout)
+        _check_rates(rates)
+        return {"rates": rates}
+
+    given: dict[str, Any] = {"step": "explain", "backend": backend, "check": check}
+    return _of_call(agreed(q, k, v, ranks, layout, layout_k, options, **given), rates)
 
 
 def choose(call: Call, *, backward: bool) -> Schedule:
@@ -279,6 +279,24 @@ def _on_paper(name: str, layout: Any, length: int, ranks: int) -> Layout:
     if found.length != length:
         raise ValueError(f"{name} has {found.length} tokens; it must have {length}")
     return found
+
+
+def _empty(name: str, shape: Any, dtype: Any) -> Any:
+    """Stand in for an array."""
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype is {dtype!r}; a NumPy dtype or its name is accepted") from None
+    if not isinstance(shape, tuple | list):
+        raise TypeError(f"{name} is {type(shape).__name__}; its shape is accepted, as a tuple")
+    return np.broadcast_to(np.zeros((), kind), [count(name, n, 0) for n in shape])
+
+
+def _check_rates(rates: Any) -> None:
+    if rates is not None and not isinstance(rates, Rates):
+        raise TypeError(
+            f"rates must be tileattn.distributed.Rates or None; got {type(rates).__name__}"
+        )
 
 
 def _has_rows(x: Any) -> bool:

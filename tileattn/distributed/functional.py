@@ -1,17 +1,17 @@
 """The calls: as those of one device, with a communicator and layouts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.distributed.call import Call, agreed, same
-from tileattn.distributed.comm import TIMEOUT, communicator
+from tileattn.distributed.call import Call, agreed
+from tileattn.distributed.comm import TIMEOUT, check_timeout, communicator
 from tileattn.distributed.explain import choose, plans_of
 from tileattn.distributed.memory import Known, kind_of, recall, remember, with_arrays
 from tileattn.distributed.passes import Passes
-from tileattn.distributed.schedules import Schedule, check
+from tileattn.distributed.schedules import Schedule, check, check_known
 from tileattn.expressions.functions import read_valid_functions
 from tileattn.problem import Options, check_array, four_axes
 from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
@@ -59,8 +59,8 @@ def forward(
     backend : str
         As for ``tileattn.forward``; it computes the blocks, or heads.
     timeout : float
-        Seconds after which a rank that waits for another raises TimeoutError. With CuPy arrays
-        only the first call of a kind waits, to compare arguments.
+        Seconds after which a rank that waits for another raises TimeoutError: positive, finite.
+        With CuPy arrays only the first call of a kind waits, to compare arguments.
     **options
         Those of ``tileattn.forward``, the same on all ranks. Indices, positions and lengths are
         those of the whole sequence. ``bias`` and ``mask`` have the rows of this rank's queries, and
@@ -77,9 +77,11 @@ def forward(
     TypeError, ValueError
         If an argument is not as described, or the ranks disagree; nothing has been sent then.
     RuntimeError
-        If another rank refuses the call; the message says which, and why.
+        If another rank refuses the call; the message says which, and why. Also if an earlier call
+        on the communicator failed between its messages: all ranks must make a new one then.
     TimeoutError
-        If another rank does not answer.
+        If another rank does not answer. Arrays of messages that have begun are kept until these are
+        over, and the communicator must not be used again.
     UnsupportedError
         For an option that is not supported.
 
@@ -110,17 +112,27 @@ def forward(
         out, lse = dist.forward(q, k, v, MPI.COMM_WORLD, layout=layout, causal=True)
     """
     options = read_valid_functions(options)
-    link = communicator(comm, timeout, q)
-    facts = {"backend": backend, "schedule": str(schedule)}
-    kind = kind_of((q, k, v), ("forward", layout, layout_k, *facts.values()), options)
-    known = recall(link, kind)
+    ranks = communicator(comm, timeout, q)
+    others = "forward", layout, layout_k, backend, schedule
+    kind = kind_of(ranks, (q, k, v), others, options)
+    known = recall(ranks, kind)
     if known is None:
-        call = agreed(q, k, v, link, layout, layout_k, options, **facts)
+
+        def check() -> Mapping[str, Any]:
+            check_timeout(timeout)
+            check_known(schedule)
+            return {"schedule": schedule}
+
+        given: dict[str, Any] = {"step": "forward", "backend": backend, "check": check}
+        call = agreed(q, k, v, ranks, layout, layout_k, options, **given)
         known = Known(call, _passes(call, schedule, backward=False))
-        remember(link, kind, known)
+        remember(ranks, kind, known)
     else:
+        check_timeout(timeout)
         call = with_arrays(known.call, q, k, v, options)
-    return _of_rank(known.passes.forward(call), q.ndim)
+    with ranks.in_step():
+        found = known.passes.forward(call)
+    return _of_rank(found, q.ndim)
 
 
 def backward(
@@ -194,9 +206,15 @@ def backward(
     dtype, in one order.
     """
     options = read_valid_functions(options)
-    link = communicator(comm, timeout, q)
+    ranks = communicator(comm, timeout, q)
+    names = frozenset[str]()
 
-    def validated() -> frozenset[str]:
+    def check() -> Mapping[str, Any]:
+        nonlocal names
+        check_timeout(timeout)
+        check_known(schedule)
+        if not isinstance(deterministic, bool | np.bool_):
+            raise TypeError(f"deterministic must be True or False; got {deterministic!r}")
         check_array("out", out, (*q.shape[:-1], v.shape[-1]), q.dtype)
         check_array("dout", dout, out.shape, out.dtype)
         for name, x in (("lse", lse), ("dlse", dlse)):
@@ -204,26 +222,31 @@ def backward(
                 check_array(
                     name, x, q.shape[:-1], np.dtype("f8" if q.dtype.itemsize == 8 else "f4")
                 )
-        names = wanted(wrt, options)
-        return names if names is not None else _all(options)
+        asked = wanted(wrt, options)
+        names = asked if asked is not None else _all(options)
+        return {
+            "schedule": schedule,
+            "deterministic": bool(deterministic),
+            "wrt": sorted(names),
+            "dlse": None if dlse is None else "given",
+        }
 
-    facts = {"backend": backend, "schedule": str(schedule), "deterministic": str(deterministic)}
-    others = layout, layout_k, *facts.values(), wrt
-    kind = kind_of((dout, q, k, v, out, lse, dlse), ("backward", *others), options)
-    known = recall(link, kind)
+    others = "backward", layout, layout_k, backend, schedule, deterministic, wrt
+    kind = kind_of(ranks, (dout, q, k, v, out, lse, dlse), others, options)
+    known = recall(ranks, kind)
     if known is None:
-        call = agreed(q, k, v, link, layout, layout_k, options, **facts)
-        call = replace(call, deterministic=deterministic)
-        passes = _passes(call, schedule, backward=True)
-        names = call.checked(validated)
-        same(link, {"wrt": str(sorted(names)), "dlse": "given" if dlse is not None else "None"})
-        known = Known(call, passes, names)
-        remember(link, kind, known)
+        given: dict[str, Any] = {"step": "backward", "backend": backend, "check": check}
+        call = agreed(q, k, v, ranks, layout, layout_k, options, **given)
+        call = replace(call, deterministic=bool(deterministic))
+        known = Known(call, _passes(call, schedule, backward=True), names)
+        remember(ranks, kind, known)
     else:
+        check_timeout(timeout)
         call = with_arrays(known.call, q, k, v, options)
     saved = Attention(four_axes(out), _rows(call, lse))
     dlse = None if dlse is None else _rows(call, dlse)
-    grads = known.passes.backward(call, four_axes(dout), saved, dlse, known.names)
+    with ranks.in_step():
+        grads = known.passes.backward(call, four_axes(dout), saved, dlse, known.names)
     of_rank = {
         name: None if x is None else x.reshape(like.shape)
         for name, x, like in zip(("dq", "dk", "dv"), grads[:3], (q, k, v), strict=True)
@@ -271,7 +294,7 @@ def vjp(
 
 
 def _passes(call: Call, schedule: Schedule, *, backward: bool) -> Passes:
-    """Raise if there is no such schedule, or it does not go with the call; so do all ranks."""
+    """Raise if the schedule does not go with the call; so do all ranks."""
     check(schedule, call.problem.Hkv, call.comm.size)
     if schedule == "auto":
         schedule = choose(call, backward=backward)

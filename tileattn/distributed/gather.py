@@ -14,8 +14,8 @@ from typing import TypeVar
 from tileattn.distributed.arrays import library
 from tileattn.distributed.blocks import Pair, Sums, attend
 from tileattn.distributed.call import Array, Call
-from tileattn.distributed.comm import Transfer, wait
 from tileattn.distributed.parts import GradientPart, RowPart
+from tileattn.distributed.ranks import Transfer, wait
 
 _KEYS, _GRADIENTS = 0, 2  # kinds of messages, of k and of v each
 

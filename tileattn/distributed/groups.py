@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tileattn.distributed.comm import Array, Communicator, Transfer
 from tileattn.distributed.layout import Layout
+from tileattn.distributed.ranks import Array, Communicator, Transfer
 
 
 class Subset:

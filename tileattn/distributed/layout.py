@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import index
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from tileattn.distributed.arrays import library
 
@@ -48,7 +51,13 @@ class Layout:
     parts: tuple[tuple[tuple[int, int], ...], ...]
 
     def __post_init__(self) -> None:
-        parts = tuple(tuple((int(a), int(b)) for a, b in part) for part in self.parts)
+        try:
+            parts = tuple(tuple((index(a), index(b)) for a, b in part) for part in self.parts)
+        except (TypeError, ValueError):
+            raise TypeError(
+                "parts must have, for each rank, a sequence of ranges (start, stop) of integers; "
+                f"got {self.parts!r}"
+            ) from None
         object.__setattr__(self, "parts", parts)
         at = 0
         for start, stop in sorted(x for part in parts for x in part if x[0] != x[1]):
@@ -73,7 +82,10 @@ class Layout:
         Layout
             The ranges in the order of the ranks.
         """
-        return cls(tuple((ends,) for ends in pairwise(accumulate(lengths, initial=0))))
+        if not isinstance(lengths, Sequence | np.ndarray):
+            raise TypeError(f"lengths is {lengths!r}; a sequence of integers is accepted")
+        counts = [count("lengths", n, 0) for n in lengths]
+        return cls(tuple((ends,) for ends in pairwise(accumulate(counts, initial=0))))
 
     @classmethod
     def zigzag(cls, length: int, ranks: int) -> "Layout":
@@ -93,6 +105,7 @@ class Layout:
         Layout
             Rank r has the ranges r and ``2 * ranks - 1 - r`` of as many as twice the ranks.
         """
+        length, ranks = count("length", length, 0), count("ranks", ranks, 1)
         chunks = list(pairwise(n * length // (2 * ranks) for n in range(2 * ranks + 1)))
         return cls(tuple((chunks[r], chunks[-1 - r]) for r in range(ranks)))
 
@@ -117,14 +130,14 @@ class Layout:
         Raises
         ------
         ValueError
-            If width is less than 1.
+            If length is negative, or ranks or width is less than 1.
 
         References
         ----------
         Brandon et al., Striped Attention, arXiv:2311.09431.
         """
-        if width < 1:
-            raise ValueError(f"width is {width}; 1 or more is accepted")
+        length, ranks = count("length", length, 0), count("ranks", ranks, 1)
+        width = count("width", width, 1)
         stripes = [(start, min(start + width, length)) for start in range(0, length, width)]
         return cls(tuple(tuple(stripes[r::ranks]) for r in range(ranks)))
 
@@ -194,6 +207,15 @@ class Layout:
             for start, stop, rows in self.segments(rank):
                 found[_along(x, axis, slice(start, stop))] = x[_along(x, axis, rows)]
         return found
+
+
+def count(name: str, x: Any, least: int) -> int:
+    """Check a number of things."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{name} is {x!r}; an integer is accepted")
+    if x < least:
+        raise ValueError(f"{name} is {x}; {least} or more is accepted")
+    return int(x)
 
 
 def _empty_like(x: Any, axis: int, length: int) -> Any:

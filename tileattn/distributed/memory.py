@@ -12,8 +12,8 @@ import numpy as np
 
 from tileattn.distributed.arrays import is_on_gpu
 from tileattn.distributed.call import Call
-from tileattn.distributed.comm import Communicator
 from tileattn.distributed.passes import Passes
+from tileattn.distributed.ranks import Ranks
 from tileattn.problem import four_axes
 
 _MOST = 256  # kinds of calls
@@ -37,11 +37,13 @@ class Known(NamedTuple):
     names: frozenset[str] = frozenset()
 
 
-def kind_of(arrays: Sequence[Any], others: Any, options: Mapping[str, Any]) -> Any:
+def kind_of(comm: Ranks, arrays: Sequence[Any], others: Any, options: Mapping[str, Any]) -> Any:
     """Name the kind of a call: shapes of arrays, and values of options that are on the host.
 
-    None where there is no name.
+    None where there is no name, or each call is compared.
     """
+    if comm.agreed is None:
+        return None
     shapes = [(getattr(x, "shape", x), str(getattr(x, "dtype", type(x)))) for x in arrays]
     kind = _frozen((shapes, others, tuple(sorted(options.items()))))
     try:
@@ -51,15 +53,15 @@ def kind_of(arrays: Sequence[Any], others: Any, options: Mapping[str, Any]) -> A
     return kind
 
 
-def recall(comm: Communicator, kind: Any) -> Known | None:
+def recall(comm: Ranks, kind: Any) -> Known | None:
     """Find a call of this kind that the ranks have compared."""
-    found: Known | None = getattr(comm, "agreed", {}).get(kind)
+    found: Known | None = (comm.agreed or {}).get(kind)
     return found
 
 
-def remember(comm: Communicator, kind: Any, known: Known) -> None:
+def remember(comm: Ranks, kind: Any, known: Known) -> None:
     """Remember a call, without its arrays; where there are many, forget the oldest."""
-    agreed = getattr(comm, "agreed", None)
+    agreed = comm.agreed
     if agreed is None or kind is None:
         return
     x = known.call.operands

@@ -11,14 +11,15 @@ NCCL: a message costs the host a fraction of the time, and it is known when it b
 import functools
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from tileattn.distributed.comm import Array, Transfer, pickled, too_long
+from tileattn.distributed.comm import TIMEOUT, pickled, too_long
+from tileattn.distributed.ranks import Array, Transfer
 
 _HEAD, _LENGTH = 4096, 8  # bytes of every rank at first, and those of them that give the size
 _NAP = 20e-6  # seconds between two looks at the GPU
@@ -29,9 +30,10 @@ class _Nccl:
 
     rank: int
     size: int
+    on_gpu = True
 
     def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
+        self.timeout = timeout
         self._step: _Step | None = None
         self.agreed: dict[Any, Any] = {}  # calls that the ranks have compared
 
@@ -77,9 +79,8 @@ class _Nccl:
         """Wait until ``done()``."""
         start = time.monotonic()
         while not done():
-            if time.monotonic() - start > self._timeout:
-                self._give_up()
-                raise too_long("the other ranks to take part", self._timeout)
+            if time.monotonic() - start > self.timeout:
+                raise too_long("the other ranks to take part", self.timeout)
             time.sleep(_NAP)
 
     def _begin(self, step: "_Step") -> None:
@@ -89,8 +90,8 @@ class _Nccl:
         """Give the bytes of all ranks, each as many as this one's."""
         raise NotImplementedError
 
-    def _give_up(self) -> None:
-        """End what would wait for good."""
+    def give_up(self) -> None:
+        """End the kernels that would wait for good, after a call has failed."""
 
 
 class _Step:
@@ -99,11 +100,16 @@ class _Step:
     def __init__(self) -> None:
         self.messages: list[tuple[Any, int, bool]] = []
         self.dependencies: list[Any] = []  # each waits on the current stream
+        self.is_over: Callable[[], bool] = lambda: True  # nothing has begun
 
     def wait(self) -> None:
         """Have the current stream wait for them; the memory is free for what follows on it."""
         for wait in self.dependencies:
             wait()
+
+    def cancel(self) -> bool:
+        """Say whether it is over: its communicator has been ended, or it is PyTorch's."""
+        return self.is_over()
 
 
 class CupyNccl(_Nccl):
@@ -151,6 +157,7 @@ class CupyNccl(_Nccl):
             self._waited = max(self._waited, number)
 
         step.dependencies.append(wait)
+        step.is_over = lambda: bool(arrived.done)
 
     def _gathered(self, own: Array) -> Array:
         cupy, pool = self._cupy, self._cupy.get_default_memory_pool().malloc
@@ -164,7 +171,8 @@ class CupyNccl(_Nccl):
             self._stream.synchronize()
         return found
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """End the communicator with all its kernels."""
         self._comm.abort()
 
     def _recorded(self, stream: Any) -> Any:
@@ -214,6 +222,7 @@ class TorchNccl(_Nccl):
                     work.wait()
 
         step.dependencies.append(wait)
+        step.is_over = lambda: all(work.is_completed() for work in works)
 
     def _gathered(self, own: Array) -> Array:
         torch, index = self._torch, self._cupy.cuda.runtime.getDevice()
@@ -239,19 +248,33 @@ class TorchNccl(_Nccl):
             yield
 
 
-@functools.lru_cache(maxsize=16)
 def of_cupy(comm: Any, timeout: float) -> CupyNccl:
     """Give the ranks of a communicator, the same each time."""
-    return CupyNccl(comm, timeout)
+    found = _of_cupy(comm)
+    found.timeout = timeout
+    return found
 
 
 def of_torch(group: Any, timeout: float) -> _Nccl:
     """Give the ranks of a process group, the same each time."""
     comm = _comm_of(group, timeout)
-    return _of_torch(group, timeout) if comm is None else of_cupy(comm, timeout)
+    if comm is not None:
+        return of_cupy(comm, timeout)
+    found = _of_torch(group)
+    found.timeout = timeout
+    return found
 
 
-_of_torch = functools.lru_cache(maxsize=16)(TorchNccl)
+@functools.lru_cache(maxsize=16)
+def _of_cupy(comm: Any) -> CupyNccl:
+    return CupyNccl(comm, TIMEOUT)
+
+
+@functools.lru_cache(maxsize=16)
+def _of_torch(group: Any) -> TorchNccl:
+    return TorchNccl(group, TIMEOUT)
+
+
 _comms = WeakKeyDictionary[Any, Any]()  # by process group
 
 

@@ -12,13 +12,13 @@ from tileattn.distributed import gather, ring, single
 from tileattn.distributed.arrays import library
 from tileattn.distributed.blocks import Upstream
 from tileattn.distributed.call import Array, Call
-from tileattn.distributed.comm import Communicator
 from tileattn.distributed.exchange import Exchange
 from tileattn.distributed.groups import across, layout_across
 from tileattn.distributed.head_groups import Heads, head_groups
 from tileattn.distributed.held import Plan
 from tileattn.distributed.parts import GradientPart, RowPart, Totals
 from tileattn.distributed.rank_blocks import RankBlocks
+from tileattn.distributed.ranks import Communicator
 from tileattn.distributed.schedules import Schedule, group_size
 from tileattn.results import Attention, Gradients
 

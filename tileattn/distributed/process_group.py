@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.distributed.comm import Array, Transfer, as_bytes, pickled, too_long, wait
+from tileattn.distributed.comm import as_bytes, pickled, too_long
+from tileattn.distributed.ranks import Array, Transfer, wait
 
 _GATHERED = 1 << 30  # tag of what all ranks get: above those of the schedules
 
@@ -28,6 +29,8 @@ class ProcessGroup:
         If the group does not send tensors on the CPU by gloo.
     """
 
+    on_gpu = False
+
     def __init__(self, group: Any, timeout: float) -> None:
         import torch
 
@@ -40,13 +43,13 @@ class ProcessGroup:
         x = x if x.flags.writeable else x.copy()  # no tensor is read-only
         tensor = self._torch.from_numpy(as_bytes(x))
         work = self._torch.distributed.isend(tensor, group=self._group, group_dst=to, tag=tag)
-        return _Work(work, f"rank {to} to receive", self._timeout)
+        return _Work(work, tensor, f"rank {to} to receive", self._timeout)
 
     def receive(self, x: Array, source: int, tag: int) -> Transfer:
         """Begin to receive."""
         tensor = self._torch.from_numpy(as_bytes(x))
         work = self._torch.distributed.irecv(tensor, group=self._group, group_src=source, tag=tag)
-        return _Work(work, f"rank {source} to send", self._timeout)
+        return _Work(work, tensor, f"rank {source} to send", self._timeout)
 
     def together(self) -> AbstractContextManager[None]:
         """Begin messages one by one: none waits for another."""
@@ -84,10 +87,10 @@ class ProcessGroup:
 
 
 class _Work:
-    """A message under way; gloo gives up its connection where it comes too late."""
+    """A message under way, with its tensor; gloo ends a connection whose message is too late."""
 
-    def __init__(self, work: Any, what: str, timeout: float) -> None:
-        self._work, self._what, self._timeout = work, what, timeout
+    def __init__(self, work: Any, tensor: Any, what: str, timeout: float) -> None:
+        self._work, self._tensor, self._what, self._timeout = work, tensor, what, timeout
 
     def wait(self) -> None:
         milliseconds = min(max(1.0, 1e3 * self._timeout), 1e12)  # 0 would be without end
@@ -97,3 +100,7 @@ class _Work:
             if "Timed out" in str(error):
                 raise too_long(self._what, self._timeout) from error
             raise RuntimeError(f"waited for {self._what}, and it has ended: {error}") from error
+
+    def cancel(self) -> bool:
+        """Say whether it is over: gloo cancels nothing."""
+        return bool(self._work.is_completed())

@@ -17,8 +17,8 @@ from functools import partial
 from tileattn.distributed.arrays import add_narrow, library
 from tileattn.distributed.blocks import Pair, Sums, attend
 from tileattn.distributed.call import Call
-from tileattn.distributed.comm import Transfer, wait
 from tileattn.distributed.parts import GradientPart, RowPart
+from tileattn.distributed.ranks import Transfer, wait
 
 _KEYS, _GRADIENTS, _RETURNED = 0, 2, 4  # kinds of messages: of k and v each, their gradients
 _KINDS = 6

@@ -8,10 +8,14 @@ Schedule = str | tuple[str, int]
 ACCEPTED = "'ring', 'heads', ('heads', n), 'gather', 'auto'"
 
 
-def check(schedule: Any, Hkv: int, ranks: int) -> None:
-    """Raise if there is no such schedule, or it does not go with so many heads and ranks."""
+def check_known(schedule: Any) -> None:
+    """Raise if there is no such schedule."""
     if not _known(schedule):
         raise ValueError(f"schedule is {schedule!r}; accepted are {ACCEPTED}")
+
+
+def check(schedule: Schedule, Hkv: int, ranks: int) -> None:
+    """Raise if a schedule does not go with so many heads and ranks."""
     reason = why_not(schedule, Hkv, ranks)
     if reason is not None:
         others = "".join(f", and {other}" for other in combinations(Hkv, ranks))
@@ -47,9 +51,10 @@ def every(Hkv: int, ranks: int) -> list[Schedule]:
 
 
 def _known(schedule: Any) -> bool:
-    match schedule:
-        case "ring" | "heads" | "gather" | "auto":
-            return True
-        case ("heads", int(n)):
-            return n >= 1
-    return False
+    if isinstance(schedule, str):
+        return schedule in ("ring", "heads", "gather", "auto")
+    if not isinstance(schedule, tuple | list) or len(schedule) != 2:
+        return False
+    name, n = schedule
+    is_count = isinstance(n, int) and not isinstance(n, bool) and n >= 1
+    return isinstance(name, str) and name == "heads" and is_count

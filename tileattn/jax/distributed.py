@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tileattn.distributed.call import check_supported
+from tileattn.distributed.agreement import check_supported
 from tileattn.jax.call import ARRAYS, Arrays, arrays_of, call_of
 from tileattn.jax.differentiation import differentiable
 from tileattn.jax.manual_axes import axes_of, varying

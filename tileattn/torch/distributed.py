@@ -7,9 +7,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import tileattn.distributed as ranks
-from tileattn.distributed.call import on_all, same
+from tileattn.distributed.agreement import on_all, same
 from tileattn.distributed.comm import TIMEOUT, communicator
+from tileattn.distributed.ranks import Ranks
 from tileattn.distributed.schedules import Schedule
+from tileattn.expressions.functions import read_valid_functions
 from tileattn.problem import aux_arrays, check_names
 from tileattn.results import Attention
 from tileattn.torch.functional import refuse_gradients
@@ -99,16 +101,10 @@ def distributed_attention(
     device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
     with on(device):
         comm = communicator(comm, timeout, array_of(q) if device.type == "cuda" else None)
-        _agree(comm, given, return_lse)
-    given |= dict(zip("qkv", autocast(q, k, v), strict=True))
-    aux = aux_arrays(given).values()
-    given.pop("aux", None)
-    inputs = {name: given.pop(name) for name in _DIFFERENTIABLE if name in given}
-    names, tensors = (*inputs, *("aux" for _ in aux)), (*inputs.values(), *aux)
-    given = {name: _converted(name, x) for name, x in given.items()}
+        inputs, given = _agreed(comm, given, return_lse)
     given |= {"layout": layout, "layout_k": layout_k, "schedule": schedule, "backend": backend}
-    given["comm"] = comm
-    given["device"] = device
+    given |= {"timeout": timeout, "comm": comm, "device": device}
+    names, tensors = zip(*inputs, strict=True)
     result = Attention(*_Shared.apply(given, return_lse, names, *tensors))
     return result if return_lse else result.out
 
@@ -148,21 +144,60 @@ class _Shared(torch.autograd.Function):  # type: ignore[misc]  # untyped
         return None, None, None, *tensors
 
 
-def _agree(comm: Any, given: Mapping[str, Any], return_lse: bool) -> None:
-    """Check the tensors on all ranks, and what requires a gradient; on GPUs once of each kind."""
-    tensors = [(n, x) for n, x in given.items() if n in _DIFFERENTIABLE]
-    tensors += [("aux", x) for x in aux_arrays(given).values()]
-    needed = {n for n, x in tensors if getattr(x, "requires_grad", False)}
-    needed = needed if torch.is_grad_enabled() else set()
-    known = getattr(comm, "agreed", {})
-    facts = [(n, getattr(x, "shape", None), getattr(x, "dtype", None)) for n, x in tensors]
-    kind = "tensors", tuple(facts), tuple(given), tuple(sorted(needed)), return_lse
-    if kind in known:
+Inputs = list[tuple[str, torch.Tensor]]
+
+
+def _agreed(
+    comm: Ranks, given: Mapping[str, Any], return_lse: bool
+) -> tuple[Inputs, dict[str, Any]]:
+    """Give the tensors that have a gradient, by name, and the library's options.
+
+    All ranks check what is given, and compare what requires a gradient; on GPUs once of each kind.
+    """
+    kept: list[tuple[Inputs, dict[str, Any]]] = []
+
+    def checked() -> dict[str, str]:
+        if not isinstance(return_lse, bool):
+            raise TypeError(f"return_lse must be True or False; got {return_lse!r}")
         _check(given)
-        return
-    on_all(comm, lambda: _check(given))
-    same(comm, {"what requires a gradient": ", ".join(sorted(needed)) or "nothing"})
-    known[kind] = None
+        kept.append(_divided(given))
+        return {"return_lse": str(return_lse), "what requires a gradient": _needed(given)}
+
+    kind = "tensors", tuple((name, *map(_kind, _each(x))) for name, x in given.items()), return_lse
+    known = comm.agreed if comm.agreed is not None else {}
+    if (*kind, _needed(given)) in known:
+        checked()
+    else:
+        same(on_all(comm, "tileattn.torch.distributed_attention", checked))
+        known[*kind, _needed(given)] = None
+    return kept[0]
+
+
+def _divided(given: Mapping[str, Any]) -> tuple[Inputs, dict[str, Any]]:
+    """Divide what is given into tensors that have a gradient, and options of the library."""
+    others = dict(given)
+    qkv = zip("qkv", autocast(*(others.pop(name) for name in "qkv")), strict=True)
+    inputs = [*qkv, *((n, others.pop(n)) for n in _DIFFERENTIABLE if n in others)]
+    aux = others.pop("aux", ())
+    inputs += [("aux", x) for x in aux]
+    others = {name: _converted(name, x) for name, x in others.items()}
+    return inputs, read_valid_functions(others, tuple(map(array_of, aux)))  # both passes' function
+
+
+def _needed(given: Mapping[str, Any]) -> str:
+    """Name what requires a gradient."""
+    if not torch.is_grad_enabled():
+        return "nothing"
+    found = {n for n, x in given.items() for y in _each(x) if getattr(y, "requires_grad", False)}
+    return ", ".join(sorted(found)) or "nothing"
+
+
+def _each(x: Any) -> Sequence[Any]:
+    return x if isinstance(x, tuple | list) else (x,)
+
+
+def _kind(x: Any) -> Any:
+    return type(x), getattr(x, "shape", None), getattr(x, "dtype", None)
 
 
 def _arrays(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -190,4 +225,4 @@ def _converted(name: str, x: Any) -> Any:
     """Give an option as the library takes it."""
     if not isinstance(x, torch.Tensor):
         return x
-    return x.item() if name == "seed" else array_of(x)
+    return x.item() if name == "seed" and x.numel() == 1 else array_of(x)
