@@ -105,8 +105,8 @@ def test_a_cache_on_another_device_is_named(name: str) -> None:
 
 
 def test_seeds_and_integers_are_on_the_cpu_whatever_the_default_device() -> None:
-    from tileattn.torch.functional import _integers, new_seed
+    from tileattn.torch.functional import integer_tensor, new_seed
 
     with torch.device("meta"):
         assert new_seed().is_cpu
-        assert all(_integers("kv_lengths", x).is_cpu for x in (3, [3, 4], np.array([3])))
+        assert all(integer_tensor("kv_lengths", x).is_cpu for x in (3, [3, 4], np.array([3])))

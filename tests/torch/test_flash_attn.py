@@ -8,12 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tileattn.errors import UnsupportedError  # noqa: E402 - PyTorch may be absent
-from tileattn.torch.flash_attn import (  # noqa: E402 - as above
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
+from tileattn.torch import flash_attn  # noqa: E402 - as above
 
+flash: Any = flash_attn  # called with *tensors
 HQ, HKV, D = 4, 2, 16
 
 
@@ -71,13 +68,13 @@ OPTIONS: list[dict[str, Any]] = [
 def test_flash_attn_func(options: dict[str, Any], Nq: int, Nk: int) -> None:
     tensors = drawn((3, Nq, HQ, D), (3, Nk, HKV, D), (3, Nk, HKV, D))
     q, k, v = tensors
-    out, lse, probabilities = flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    out, lse, probabilities = flash.flash_attn_func(q, k, v, **options, return_attn_probs=True)
     assert probabilities is None
     each = [plain(*(x[b] for x in tensors), **options) for b in range(3)]
     expected, expected_lse = (torch.stack(parts) for parts in zip(*each, strict=True))
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
-    assert torch.equal(out, flash_attn_func(*tensors, **options))
+    assert torch.equal(out, flash.flash_attn_func(*tensors, **options))
     grads = (torch.autograd.grad(x.cos().sum(), tensors) for x in (out, expected))
     for found, wanted in zip(*grads, strict=True):
         torch.testing.assert_close(found, wanted)
@@ -88,7 +85,7 @@ def test_flash_attn_varlen_func(options: dict[str, Any]) -> None:
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 4, 9], [0, 6, 7, 16]))
     tensors = drawn((9, HQ, D), (16, HKV, D), (16, HKV, D))
     q, k, v = tensors
-    out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 9, **options)
+    out = flash.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 9, **options)
     offsets = (cu_q, cu_k, cu_k)
     each = [
         plain(*(x[c[s] : c[s + 1]] for x, c in zip(tensors, offsets, strict=True)), **options)[0]
@@ -105,10 +102,83 @@ def test_flash_attn_varlen_func_with_pages() -> None:
     q, k, v = (x.detach() for x in drawn((9, HQ, D), (5, 4, HKV, D), (5, 4, HKV, D)))
     cu_q, cu_k = torch.tensor([0, 4, 9]), torch.tensor([0, 6, 13])
     table = torch.tensor([[3, 0], [4, 1]])
-    out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 7, causal=True, block_table=table)
+    out = flash.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 7, causal=True, block_table=table)
     for s, (rows, n) in enumerate(((slice(0, 4), 6), (slice(4, 9), 7))):
         keys, values = (x[table[s]].flatten(0, 1)[:n] for x in (k, v))
         torch.testing.assert_close(out[rows], plain(q[rows], keys, values, causal=True)[0])
+
+
+def test_rows_that_are_packed_along_an_axis() -> None:
+    options: dict[str, Any] = {"causal": True, "window_size": (5, -1), "return_attn_probs": True}
+    qkv, q, kv = drawn((2, 9, 3, HQ, D), (2, 4, HQ, D), (2, 9, 2, HKV, D))
+    cu_q, cu = torch.tensor([0, 3, 4]), torch.tensor([0, 4, 9])
+    varlen, packed = flash.flash_attn_varlen_func, flash.flash_attn_varlen_kvpacked_func
+    pairs = [
+        (
+            flash.flash_attn_qkvpacked_func(qkv, **options),
+            flash.flash_attn_func(*qkv.unbind(2), **options),
+        ),
+        (
+            flash.flash_attn_kvpacked_func(q, kv, **options),
+            flash.flash_attn_func(q, *kv.unbind(2), **options),
+        ),
+        (
+            flash.flash_attn_varlen_qkvpacked_func(qkv[0], cu, 5, **options),
+            varlen(*qkv[0].unbind(1), cu, cu, 5, 5, **options),
+        ),
+        (
+            packed(q[0], kv[0], cu_q, cu, 3, 5, **options),
+            varlen(q[0], *kv[0].unbind(1), cu_q, cu, 3, 5, **options),
+        ),
+    ]
+    for found, expected in pairs:
+        assert found[2] is None
+        for x, y in zip(found[:2], expected[:2], strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+        sums = found[0].cos().sum(), expected[0].cos().sum()
+        grads = (torch.autograd.grad(x, (qkv, q, kv), allow_unused=True) for x in sums)
+        for x, y in zip(*grads, strict=True):
+            assert (x is None) == (y is None)
+            if x is not None:
+                torch.testing.assert_close(x, y, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"kv must have shape \(B, N, 2, H, D\).*got \(2, 9, 3,"):
+        flash.flash_attn_kvpacked_func(q, qkv)
+
+
+def test_a_sink_joins_the_denominator_and_has_a_gradient() -> None:
+    q, k, v, sink = drawn((2, 5, HQ, D), (2, 9, HKV, D), (2, 9, HKV, D), (HQ,))
+    out = flash.flash_attn_func(q, k, v, learnable_sink=sink)
+    plain_out, lse = flash.flash_attn_func(q, k, v, return_attn_probs=True)[:2]
+    share = torch.sigmoid(lse - sink[:, None])
+    expected = plain_out * share.transpose(1, 2)[..., None]
+    torch.testing.assert_close(out, expected)
+    grads = (torch.autograd.grad(x.cos().sum(), (q, k, v, sink)) for x in (out, expected))
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted)
+    flat, offsets = [x.flatten(0, 1) for x in (q, k, v)], [[0, 5, 10], [0, 9, 18]]
+    found = flash.flash_attn_varlen_func(*flat, *offsets, learnable_sink=sink)
+    torch.testing.assert_close(found.view_as(out), out)
+    with torch.no_grad():
+        found = flash.flash_attn_with_kvcache(q, k, v, learnable_sink=sink)
+    torch.testing.assert_close(found, out)
+
+
+def test_only_the_keys_in_use_count() -> None:
+    q, k, v = drawn((9, HQ, D), (16, HKV, D), (16, HKV, D))
+    offsets, used = ([0, 4, 4, 9], [0, 6, 7, 16]), [5, 0, 7]
+    options: dict[str, Any] = {"causal": True, "window_size": [6, None]}
+    found = flash.flash_attn_varlen_func(q, k, v, *offsets, seqused_k=used, **options)
+    short = [torch.cat([x[:5], x[7:14]]) for x in (k, v)]
+    expected = flash.flash_attn_varlen_func(q, *short, offsets[0], [0, 5, 5, 12], **options)
+    torch.testing.assert_close(found, expected)
+    pages = [x.detach().view(4, 4, HKV, D) for x in (k, v)]
+    table = [[3, 0], [1, 2], [2, 1]]
+    given = q.detach(), *pages, offsets[0]
+    found = flash.flash_attn_varlen_func(
+        *given, None, block_table=table, seqused_k=[5, 0, 7], **options
+    )
+    expected = flash.flash_attn_varlen_func(*given, [0, 5, 5, 12], block_table=table, **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def rotated(x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
@@ -154,7 +224,7 @@ def test_flash_attn_with_kvcache(
         ]
     else:
         pages = [torch.empty_like(x).index_copy(0, entries, x) for x in pages]
-    out, lse = flash_attn_with_kvcache(
+    out, lse = flash.flash_attn_with_kvcache(
         q,
         pages[0],
         pages[1],
@@ -184,7 +254,7 @@ def test_flash_attn_with_kvcache(
 def test_a_cache_is_read_without_new_keys() -> None:
     q, k, v = (x.detach() for x in drawn((2, 3, HQ, D), (2, 8, HKV, D), (2, 8, HKV, D)))
     for given, n in ((None, 8), (5, 5), (torch.tensor([5, 5]), 5)):
-        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=given, causal=True)
+        out = flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=given, causal=True)
         expected = plain(q[1], k[1, :n], v[1, :n], causal=True)[0]
         torch.testing.assert_close(out[1], expected)
 
@@ -193,17 +263,25 @@ def test_a_cache_is_read_without_new_keys() -> None:
     ("changed", "error", "message"),
     [
         ({"cache_seqlens": torch.tensor([5, 7])}, ValueError, "kv_lengths holds 7"),
-        ({"cache_seqlens": None}, TypeError, "cache_seqlens is None"),
+        ({"cache_seqlens": None}, TypeError, "cache_seqlens must be given with k"),
         ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
         ({"alibi_slopes": torch.zeros(7)}, ValueError, "alibi_slopes has shape"),
-        ({"cache_leftpad": LENGTHS}, UnsupportedError, "cache_leftpad"),
+        (
+            {"cache_leftpad": LENGTHS},
+            ValueError,
+            r"cache_leftpad must have shape \(2,\); got \(3,\)",
+        ),
+        ({"learnable_sink": torch.zeros(3)}, ValueError, r"shape \(3,\)"),
+        ({"window_size": 5}, TypeError, "window_size must be a pair .* got 5"),
+        ({"window_size": torch.tensor([1, 2])}, TypeError, "window_size must be a pair .* tensor"),
+        ({"k": torch.ones(2, 2, HKV)}, ValueError, r"k must have four axes, \(B, N, H, D\)"),
         ({"v": None}, TypeError, "v is NoneType"),
         ({"q": torch.zeros(2, 2, 3, D)}, ValueError, "3 heads of q"),
         ({"rotary_cos": torch.zeros(9, 4)}, TypeError, "rotary_sin is NoneType"),
         (
             {"block_table": torch.zeros(2, 1).long(), "cache_batch_idx": torch.arange(2)},
             ValueError,
-            "one of them",
+            "cache_batch_idx must be None with block_table",
         ),
     ],
 )
@@ -212,7 +290,7 @@ def test_a_refused_call_leaves_the_cache(changed: Any, error: Any, message: str)
     k, v = torch.ones(2, 2, 2, HKV, D)
     given = {"q": torch.ones(2, 2, HQ, D), "k": k, "v": v, "cache_seqlens": torch.tensor([5, 0])}
     with pytest.raises(error, match=message):
-        flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **(given | changed))
+        flash.flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **(given | changed))
     assert not k_cache.any()
     assert not v_cache.any()
 
@@ -220,9 +298,9 @@ def test_a_refused_call_leaves_the_cache(changed: Any, error: Any, message: str)
 def test_a_cache_has_no_gradient() -> None:
     x = torch.zeros(1, 8, HQ, D, requires_grad=True)
     with pytest.raises(UnsupportedError, match="q requires a gradient"):
-        flash_attn_with_kvcache(x, x.detach(), x.detach())
+        flash.flash_attn_with_kvcache(x, x.detach(), x.detach())
 
 
 def test_rows_of_another_rank_are_named() -> None:
-    with pytest.raises(ValueError, match=r"q has shape \(8, 16\)"):
-        flash_attn_func(*torch.zeros(3, 8, 16))
+    with pytest.raises(ValueError, match=r"q must have shape \(B, N, H, D\) or.* got \(8, 16\)"):
+        flash.flash_attn_func(*torch.zeros(3, 8, 16))

@@ -13,7 +13,7 @@ from torch.jit._builtins import _register_builtin
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from tileattn.torch.functional import attend, new_seed
+from tileattn.torch.functional import attend, new_dropout
 from tileattn.torch.tensors import PLAIN, check_tensor, is_kind
 
 NAMES = ("query", "key", "value")
@@ -130,10 +130,7 @@ def _dropout(dropout_p: Any, q: torch.Tensor) -> dict[str, Any]:
     if isinstance(dropout_p, int | float) and dropout_p == 1:
         # All are dropped: queries that attend to nothing have output 0 and zero gradients.
         return {"mask": torch.zeros(1, 1, dtype=torch.bool, device=q.device)}
-    if dropout_p is None:
-        raise TypeError("dropout_p is None; a probability is accepted")
-    seed = new_seed() if isinstance(dropout_p, torch.Tensor) or dropout_p else None
-    return {"dropout_p": dropout_p, "seed": seed}
+    return new_dropout(dropout_p)
 
 
 def _attend(

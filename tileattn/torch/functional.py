@@ -125,6 +125,14 @@ def attend(
     return Attention(out, lse) if return_lse else out
 
 
+def new_dropout(dropout_p: Any) -> dict[str, Any]:
+    """Give the options of a dropout with a new seed, for which nothing is drawn without one."""
+    if dropout_p is None:
+        raise TypeError("dropout_p must be a number; got None")
+    seed = new_seed() if isinstance(dropout_p, torch.Tensor) or dropout_p else None
+    return {"dropout_p": dropout_p, "seed": seed}
+
+
 def new_seed() -> torch.Tensor:
     """Draw the seed of a dropout from PyTorch's generator on the CPU; it stays there."""
     return torch.randint(1 << 62, (), device="cpu")
@@ -139,8 +147,8 @@ def _inputs(
         kind = type(rows["deterministic"]).__name__
         raise TypeError(f"deterministic is {kind}; True or False is accepted")
     given = {**rows, **{name: x for name, x in options.items() if x is not None}}
-    given |= {name: _integers(name, given[name]) for name in _INTEGERS if name in given}
-    given |= {name: _number(name, given[name]) for name in _NUMBERS if name in given}
+    given |= {name: integer_tensor(name, given[name]) for name in _INTEGERS if name in given}
+    given |= {name: number(name, given[name]) for name in _NUMBERS if name in given}
     given |= {name: name_of(given[name]) for name in _HANDLES if name in given}
     given["aux"] = [*aux_arrays(given).values()]
     _check(given, names)
@@ -150,7 +158,7 @@ def _inputs(
     return [*(_DEFAULTS | given).values()]
 
 
-def _integers(name: str, x: Any) -> torch.Tensor:
+def integer_tensor(name: str, x: Any) -> torch.Tensor:
     """Make a tensor of integers; arguments of operators that change are not compiled again."""
     if isinstance(x, torch.Tensor):
         if name == "seed" and x.numel() != 1:
@@ -167,7 +175,7 @@ def _integers(name: str, x: Any) -> torch.Tensor:
         raise TypeError(f"{name} is {x!r}; integers are accepted") from None
 
 
-def _number(name: str, x: Any) -> float:
+def number(name: str, x: Any) -> float:
     """Make a float of a number, as an operator takes it; compiled calls are checked as they run."""
     if isinstance(x, torch.Tensor):
         refuse_gradients({name: x})

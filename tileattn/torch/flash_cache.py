@@ -1,0 +1,264 @@
+"""flash_attn's call on a cache of keys and values, which it may write to."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import tileattn
+from tileattn.backends.registry import candidates, supporting
+from tileattn.errors import UnsupportedError
+from tileattn.lengths import integers
+from tileattn.problem import parse
+from tileattn.torch.eager import is_eager, layouts
+from tileattn.torch.flash_options import Integers, Window, checked, translated
+from tileattn.torch.functional import attention, integer_tensor, number
+from tileattn.torch.tensors import array_of, check_integers, on, tensor_of
+from tileattn.window import window_of
+
+_CACHED = {
+    "q": "(B, N, H, D)",
+    **dict.fromkeys(("k", "v"), "(B, N, H, D)"),
+    **dict.fromkeys(("k_cache", "v_cache"), "(entries, N, H, D) or (pages, page, H, D)"),
+}
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: Integers | int | None = None,
+    cache_batch_idx: Integers | None = None,
+    cache_leftpad: Integers | None = None,
+    block_table: Integers | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+) -> Any:
+    """Do what ``flash_attn.flash_attn_with_kvcache`` does, without gradients.
+
+    Parameters
+    ----------
+    q : torch.Tensor, shape (B, Nq, Hq, D)
+        Queries.
+    k_cache : torch.Tensor, shape (entries, capacity, Hkv, D), or with pages (pages, page, Hkv, D)
+        Keys; new ones are written into it.
+    v_cache : torch.Tensor, shape (entries, capacity, Hkv, Dv), or with pages (pages, page, Hkv, Dv)
+        Values; new ones are written into it.
+    k : torch.Tensor, shape (B, N, Hkv, D), or None
+        New keys, which are appended before the queries look.
+    v : torch.Tensor, shape (B, N, Hkv, Dv), or None
+        New values.
+    rotary_cos, rotary_sin : torch.Tensor, shape (positions, rotary dimension / 2), or None
+        Rotate q and k: new keys stand at the positions from ``cache_seqlens`` on, and so do queries
+        if causal or in a window; else all of them stand at ``cache_seqlens``.
+    cache_seqlens : torch.Tensor, shape (B,), int or None
+        Keys that the cache has so far; None is its capacity.
+    cache_batch_idx : torch.Tensor, shape (B,), or None
+        Entry of the cache that each sequence has; None is its own number.
+    cache_leftpad : torch.Tensor, shape (B,), or None
+        Keys of each sequence that do not count, the first ones.
+    block_table : torch.Tensor, shape (B, pages of a sequence), or None
+        The pages of each sequence.
+    softmax_scale : float or None
+        As `flash_attn_func`.
+    causal : bool
+        As `flash_attn_func`.
+    window_size : (int, int)
+        As `flash_attn_func`.
+    softcap : float
+        As `flash_attn_func`.
+    rotary_interleaved : bool
+        Rotate pairs of neighbours; else halves.
+    alibi_slopes : torch.Tensor, shape (Hq,) or (B, Hq), or None
+        As `flash_attn_func`.
+    num_splits : int
+        Not needed, and not looked at.
+    return_softmax_lse : bool
+        Return the logsumexp, too.
+    learnable_sink : torch.Tensor, shape (Hq,), or None
+        As `flash_attn_func`.
+
+    Returns
+    -------
+    torch.Tensor, shape (B, Nq, Hq, Dv), or (out, softmax_lse)
+        The output, or with ``return_softmax_lse`` the logsumexp, too, of shape (B, Hq, Nq).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `tileattn.torch.attention` and `tileattn.append_kv`; then the cache is as before.
+    UnsupportedError
+        If a tensor needs a gradient.
+
+    Notes
+    -----
+    A call with new keys is one operator that writes to the caches: ``torch.compile`` and autograd
+    see to that, and an older graph that needs what was there raises an error in its backward pass.
+    """
+    del num_splits
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    given |= {"k": k, "v": v} if k is not None or v is not None else {}
+    tables = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    given |= {} if rotary_cos is None and rotary_sin is None else tables
+    more = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
+    given |= {name: x for name, x in more.items() if x is not None}
+    for name, x in checked(given).items():
+        if name in _CACHED and x.ndim != 4:
+            raise ValueError(f"{name} must have four axes, {_CACHED[name]}; got {tuple(x.shape)}")
+    _refuse_gradients(given)
+    places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx}
+    places |= {"cache_leftpad": cache_leftpad, "block_table": block_table}
+    places = {name: integer_tensor(name, x) for name, x in places.items() if x is not None}
+    for name, x in places.items():
+        check_integers(name, x, q.device)
+    lengths, pages = places.get("cache_seqlens"), _pages(places)
+    options = translated(softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
+    if "cache_leftpad" in places:
+        options["mask"] = _unpadded(places["cache_leftpad"], capacity, q)
+    if "k" in given and lengths is None:
+        raise TypeError("cache_seqlens must be given with k: the lengths before it; got None")
+    if "k" in given or "rotary_cos" in given:
+        new = (
+            x[:, :0] if y is None else y for x, y in zip((k_cache, v_cache), (k, v), strict=True)
+        )
+        lengths = integer_tensor("cache_seqlens", capacity) if lengths is None else lengths
+        out, lse = _appended(
+            [q, k_cache, v_cache, *new, *tables.values(), lengths, pages],
+            options,
+            rotary_interleaved,
+        )
+    else:
+        if lengths is None and pages is not None:
+            lengths = integer_tensor("cache_seqlens", capacity)
+        options |= {"kv_lengths": lengths, "block_table": pages}
+        rows = [x.transpose(1, 2) for x in (q, k_cache, v_cache)]
+        out, lse = attention(*rows, return_lse=True, **options)
+    out = out.transpose(1, 2)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _refuse_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, x in tensors.items():
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise UnsupportedError(
+                f"{name} requires a gradient, and a call with a cache has none; "
+                "torch.no_grad() is accepted"
+            )
+
+
+def _pages(places: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Give the pages of each sequence; an entry of a cache is one page."""
+    entries = places.get("cache_batch_idx")
+    if entries is None:
+        return places.get("block_table")
+    if "block_table" in places:
+        raise ValueError("cache_batch_idx must be None with block_table")
+    if entries.ndim != 1:
+        raise ValueError(f"cache_batch_idx must have shape (B,); got {tuple(entries.shape)}")
+    return entries[:, None]
+
+
+def _unpadded(leftpad: torch.Tensor, capacity: int, q: torch.Tensor) -> torch.Tensor:
+    """Mask out the keys before the first one of each sequence."""
+    if leftpad.shape != q.shape[:1]:
+        raise ValueError(f"cache_leftpad must have shape ({len(q)},); got {tuple(leftpad.shape)}")
+    first = leftpad.to(q.device)[:, None, None, None]
+    return torch.arange(capacity, device=q.device) >= first
+
+
+# --- the operator that writes ---------------------------------------------------------------------
+
+_INPUTS = {
+    "q": "Tensor",
+    "k_cache": "Tensor(a!)",
+    "v_cache": "Tensor(b!)",
+    **dict.fromkeys(("k", "v"), "Tensor"),
+    **dict.fromkeys(("rotary_cos", "rotary_sin"), "Tensor?"),
+    "cache_seqlens": "Tensor",
+    **dict.fromkeys(("block_table", "mask", "alibi_slopes", "sinks"), "Tensor?"),
+    **dict.fromkeys(("scale", "softcap"), "float?"),
+    **dict.fromkeys(("left", "right"), "SymInt?"),
+    "interleaved": "bool",
+}
+
+
+def _appended(
+    tensors: Sequence[Any], options: Mapping[str, Any], interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append and attend: by the operator where it is looked at, and else past the dispatcher."""
+    left, right = window_of(options["window"], options["causal"])
+    own = [options.get(name) for name in ("mask", "alibi_slopes", "sinks")]
+    numbers = [
+        None if options[name] is None else number(name, options[name])
+        for name in ("scale", "softcap")
+    ]
+    inputs = [*tensors, *own, *numbers, left, right, interleaved]
+    if is_eager() and not inputs[0].is_meta and layouts((*tensors, *own)) is not None:
+        return _append(*inputs)
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.tileattn.append_and_attend(*inputs)
+    return found
+
+
+def _append(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the operator past PyTorch's dispatcher."""
+    given = dict(zip(_INPUTS, inputs, strict=True))
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    with on(given["q"].device):
+        x = given | {name: array_of(y) for name, y in tensors.items()}
+        q, k_cache, v_cache, k, v = (x[name].swapaxes(1, 2) for name in [*_INPUTS][:5])
+        old = integers("cache_seqlens", x["cache_seqlens"], len(q))
+        window, pages = (x["left"], x["right"]), x["block_table"]
+        options = {name: x[name] for name in ("mask", "alibi_slopes", "sinks", "scale", "softcap")}
+        options |= {"window": window, "kv_lengths": old, "block_table": pages}
+        turn = {"rotary": None, "interleaved": x["interleaved"]}
+        if x["rotary_cos"] is not None:
+            turn["rotary"] = tables = x["rotary_cos"], x["rotary_sin"]
+            positions = _query_positions(old, q.shape[2], in_order=window != (None, None))
+            q = tileattn.rope(q, *tables, positions=positions, interleaved=x["interleaved"])
+        # What cannot be computed is not appended.
+        arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+        supporting(candidates("auto", arrays), parse(q, k_cache, v_cache, options)[0])
+        options["kv_lengths"] = tileattn.append_kv(
+            k_cache, v_cache, k, v, kv_lengths=old, block_table=pages, **turn
+        )
+        if k.shape[2]:
+            torch.autograd.graph.increment_version((given["k_cache"], given["v_cache"]))
+        out, lse = tileattn.forward(q, k_cache, v_cache, **options)
+        return tensor_of(out), tensor_of(lse)
+
+
+def _query_positions(old: Any, N: int, *, in_order: bool) -> Any:
+    """Say where the queries of each sequence stand: behind its keys, one by one or all together."""
+    first = old[:, np.newaxis]
+    if in_order and N > 1:
+        return first + np.arange(N, like=old)
+    return np.broadcast_to(first, (len(old), N))
+
+
+def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, _, v_cache = inputs[:3]
+    B, N, H, _ = q.shape
+    sums = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty((B, H, N, v_cache.shape[-1])), q.new_empty((B, H, N), dtype=sums)
+
+
+_LIBRARY = torch.library.Library("tileattn", "FRAGMENT")
+_schema = ", ".join(f"{kind} {name}" for name, kind in _INPUTS.items())
+_LIBRARY.define(f"append_and_attend({_schema}) -> (Tensor, Tensor)")
+for _kind in ("CPU", "CUDA"):
+    _LIBRARY.impl("append_and_attend", _append, _kind)
+torch.library.register_fake("tileattn::append_and_attend", _fake, lib=_LIBRARY)

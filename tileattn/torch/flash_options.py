@@ -1,0 +1,79 @@
+"""What the calls of the package flash_attn have in common, translated."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tileattn.torch.functional import attention, new_dropout
+from tileattn.torch.tensors import check_tensor
+
+Integers = torch.Tensor | Sequence[Any]
+Window = Sequence[int | None]
+
+
+def attended(
+    rows: Mapping[str, torch.Tensor],
+    dropout_p: float,
+    deterministic: bool,
+    return_attn_probs: bool,
+    given: Sequence[Any],
+    **places: Any,
+) -> Any:
+    """Make a call of `attention`, of rows with the layout of flash_attn and its arguments."""
+    options = places | new_dropout(dropout_p) | translated(*given)
+    q, k, v = heads_first(rows)
+    out, lse = attention(q, k, v, return_lse=True, deterministic=deterministic, **options)
+    out = out.transpose(-3, -2)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def translated(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    learnable_sink: torch.Tensor | None,
+) -> dict[str, Any]:
+    """Give the options of `attention`."""
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(
+            "window_size must be a pair (left, right) of integers, -1 for an open side; "
+            f"got {window_size!r}"
+        )
+    left, right = (None if isinstance(n, int) and n == -1 else n for n in window_size)
+    return {
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": (left, right),
+        "softcap": None if isinstance(softcap, int | float) and softcap == 0 else softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": learnable_sink,
+    }
+
+
+def heads_first(rows: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """View tensors whose last axes are tokens, heads and head dimension as attention takes them."""
+    for name, x in checked(rows).items():
+        if x.ndim not in (3, 4):
+            shapes = "(B, N, H, D) or, packed, (T, H, D)"
+            raise ValueError(f"{name} must have shape {shapes}; got {tuple(x.shape)}")
+    return [x.transpose(-3, -2) for x in rows.values()]
+
+
+def checked(tensors: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    """Check tensors, all of which must be on the device of the first."""
+    device = getattr(next(iter(tensors.values())), "device", None)
+    for name, x in tensors.items():
+        check_tensor(name, x, device)
+    return tensors
+
+
+def unpacked(name: str, x: Any, names: str) -> dict[str, torch.Tensor]:
+    """View queries, keys and values, or the latter two, which are packed along one axis."""
+    check_tensor(name, x)
+    if x.ndim not in (4, 5) or x.shape[-3] != len(names):
+        shapes = "(B, N, {0}, H, D) or (T, {0}, H, D)".format(len(names))
+        raise ValueError(f"{name} must have shape {shapes}; got {tuple(x.shape)}")
+    return dict(zip(names, x.unbind(-3), strict=True))
