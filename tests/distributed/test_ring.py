@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 import tileattn.distributed as dist
 from tests.distributed.in_groups import in_groups
 from tests.distributed.threads import on_ranks
-from tileattn import Gradients, reference
+from tileattn import Attention, Gradients, reference
 from tileattn.distributed import Layout
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound, problems
 from tileattn.testing.functions import MASKS, SCORES, draw_functions
@@ -151,6 +151,34 @@ def test_gradients_of_large_scores(dtype: Any) -> None:
     case = AttentionCase(q, k, v, dout, None, {"causal": True, "sinks": np.full(4, 900.0)})
     for schedule in ("ring", "gather", ("heads", 2)):
         check(case, Layout.zigzag(37, 4), Layout.zigzag(53, 4), schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "gather", ("heads", 2)], ids=str)
+@pytest.mark.parametrize("shift", [64.0, -4096.0, 2.0**18])
+def test_a_constant_in_all_scores_changes_nothing(shift: float, schedule: Any) -> None:
+    """Scores are multiples of a sixteenth: each is exact in float32, but no logsumexp is."""
+    rng = np.random.default_rng(3)
+    q = (rng.integers(-2, 3, (2, 4, 37, 16)) / 2).astype(np.float32)
+    k = (rng.integers(-2, 3, (2, 2, 53, 16)) / 2).astype(np.float32)
+    v, dout = (rng.standard_normal(x.shape, np.float32) for x in (k, q))
+    options: dict[str, Any] = {"scale": 0.25, "causal": True}
+    queries, keys = Layout.zigzag(37, 4), Layout.zigzag(53, 4)
+
+    def run(comm: Any) -> Any:
+        own, upstream = (queries.take(x, comm.rank) for x in (q, dout))
+        pair = (keys.take(x, comm.rank) for x in (k, v))
+        given = options | {"layout": queries, "layout_k": keys, "schedule": schedule}
+        bias = np.full(1, shift, np.float32)
+        attention, pullback = dist.vjp(own, *pair, comm, backend="numpy", bias=bias, **given)
+        return attention.out, *pullback(upstream, wrt=("q", "k", "v"))[:3]
+
+    out, dq, dk, dv = zip(*on_ranks(4, run), strict=True)
+    bounds = error_bound(q, k, v, dout, **options)
+    lse = reference.forward(q, k, v, **options).lse.astype(np.float32)
+    found = Gradients(queries.join(dq), keys.join(dk), keys.join(dv), None, None)
+    attention = Attention(queries.join(out), lse)
+    assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
+    assert_attention_close(found, reference.backward(dout, q, k, v, **options), bounds)
 
 
 @pytest.mark.parametrize("score_mod", [None, *SCORES])

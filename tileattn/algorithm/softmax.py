@@ -44,10 +44,16 @@ class RowState:
 
     @classmethod
     def of_result(cls, out: Array, lse: Array, dtype: np.dtype[Any]) -> "RowState":
-        """State whose ``finalize`` gives this output and logsumexp: m = lse and l = 1."""
-        l = np.where(np.isneginf(lse), 0, 1).astype(dtype)  # noqa: E741 - as above
-        weighted = np.where(l[..., None] > 0, out.astype(dtype, copy=False), l.dtype.type(0))
-        return cls(lse.astype(dtype), l, weighted)
+        """State whose ``finalize`` gives this output and logsumexp: m = lse and l = 1.
+
+        What rounds off of a wider lse is in l, and so it still counts.
+        """
+        with np.errstate(all="ignore"):  # of infinities, which keep their place in m
+            m = lse.astype(dtype)
+            rest = np.where(np.isfinite(m), lse - m, 0)
+            l = np.where(np.isneginf(lse), 0, np.exp(rest)).astype(dtype)  # noqa: E741 - as above
+            weighted = np.where(l[..., None] > 0, l[..., None] * out, 0).astype(dtype)
+        return cls(m, l, weighted)
 
     def rows(self, which: slice) -> "RowState":
         """View of some of the rows; updating it updates this state."""

@@ -43,14 +43,14 @@ class Terms(NamedTuple):
         For ``bias`` and ``mask``, whether this rank has rows of its own.
     values : dict of str to str
         Their values where this rank has none: they must be the same if no rank has.
-    is_single : bool
-        Whether this rank has one query, or none: then one row may be its own.
+    one_row : bool
+        Whether this rank has a mask and at most one query: its one row may be its own.
     """
 
     facts: Facts
     rows: dict[str, bool]
     values: Facts
-    is_single: bool
+    one_row: bool
 
 
 def terms_of(problem: Problem, x: Operands, options: Mapping[str, Any]) -> Terms:
@@ -68,7 +68,7 @@ def terms_of(problem: Problem, x: Operands, options: Mapping[str, Any]) -> Terms
         array = getattr(x, name)
         rows[name] = array is not None and array.shape[2] != 1
         values[name] = "" if rows[name] else shown(array)
-    return Terms(facts, rows, values, P.Nq <= 1)
+    return Terms(facts, rows, values, x.mask is not None and P.Nq <= 1)
 
 
 def compare(found: list[Terms]) -> tuple[bool, bool]:
@@ -76,7 +76,7 @@ def compare(found: list[Terms]) -> tuple[bool, bool]:
     same([terms.facts for terms in found])
     of_bias, of_mask = (any(terms.rows[name] for terms in found) for name in ("bias", "mask"))
     # A mask has no gradient that is summed over ranks, so each may as well be its rank's own.
-    of_mask = of_mask or all(terms.is_single for terms in found)
+    of_mask = of_mask or all(terms.one_row for terms in found)
     shared = [name for name, rows in (("bias", of_bias), ("mask", of_mask)) if not rows]
     same([{name: terms.values[name] for name in shared} for terms in found])
     return of_bias, of_mask

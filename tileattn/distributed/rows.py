@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tileattn
+from tileattn.algorithm.residuals import has_large_lse
 from tileattn.algorithm.softmax import RowState
 from tileattn.distributed.arrays import library
 from tileattn.distributed.call import Call
@@ -64,8 +65,18 @@ class RowsOnCpu:
         """Merge a state."""
         call = self._call
         q = call.wide(call.operands.q[..., queries.rows, :])
-        part = RowState.of_result(*tileattn.forward(q, k, v, **options), call.sums)
-        self._state.rows(queries.rows).merge(part)
+        part = tileattn.forward(q, k, v, **options)
+        if self._is_inexact(queries.rows, part.lse):
+            q, k, v = (x.astype(np.float64) for x in (q, k, v))
+            part = tileattn.forward(q, k, v, **options)
+        self._state.rows(queries.rows).merge(RowState.of_result(*part, call.sums))
+
+    def _is_inexact(self, rows: slice, lse: Array) -> bool:
+        """Say whether the rounding of lse would show in the weights of several parts."""
+        call, blocks = self._call, self._call.blocks
+        if call.sums == np.float64 or not has_large_lse(lse, call.problem.dtype).any():
+            return False
+        return any(blocks.number[piece.start] > 1 for piece in blocks.within(rows))
 
     def finish(self) -> None:
         """Divide by the denominators."""
