@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, drawn
 from tests.gallery import calls
 from tests.kernels.launch.planning import asked, backward, forward
-from tests.kernels.src.on_host import launched
+from tests.kernels.src.on_host import launched, visible
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.algorithm.function_mask import extrema
 from tileattn.expressions.evaluate import evaluate
@@ -106,6 +106,54 @@ def test_kinds_and_lists_of_the_gallery(name: str, group: int, device: Any, tmp_
         assert lists.shape(None) == expected.shape
         found = as_numbers(made["tile_list"], np.int32, expected.shape)
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", sorted(READING))
+def test_pairs_of_the_gallery(name: str, tmp_path: Path) -> None:
+    """The function decides pair by pair; queries and keys past an end count as the last."""
+    options = reading(29, 43)[name]
+    P, layout = problem_of(options, Nq=29, Nk=43)
+    P = replace(P, window=(11, None))
+    rows, columns = P.Nq + 3, P.Nk + 2
+    by_function, seen = visible(
+        tmp_path, forward(P, DEVICES[1], layout), options["aux"], rows, columns
+    )
+    b, h, i, j = np.ogrid[: P.B, : P.Hq, :rows, :columns]
+    with np.errstate(all="ignore"):
+        inside = dict(b=b, h=h, i=np.minimum(i, P.Nq - 1), j=np.minimum(j, P.Nk - 1))
+        (pairs,) = evaluate([P.mask_mod], inside, options["aux"], np.dtype(float))
+    pairs = np.broadcast_to(pairs, by_function.shape)
+    assert {*pairs[..., : P.Nq, : P.Nk].ravel().tolist()} == {False, True}
+    np.testing.assert_array_equal(by_function, pairs)
+    in_window = (i + P.Nk - P.Nq - j <= 11) & (j < P.Nk)
+    np.testing.assert_array_equal(seen, pairs & in_window)
+
+
+BOUNDARIES = {
+    "tanh": np.tanh,
+    "exp": np.exp,
+    "log": np.log,
+    "log2": np.log2,
+    "power": lambda x: x**1.3,
+}
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_tiles_at_a_boundary_are_partial(name: str, tmp_path: Path) -> None:
+    """A comparison with the value itself is decided by the last bit, which libraries round apart."""
+    function = BOUNDARIES[name]
+    x = np.array([0.3, 0.7, 1.5, 4.0])
+    limit = function(x)
+    options = {
+        "mask_mod": lambda b, h, i, j, x, y: (function(x[h]) <= y[h]) ^ (i < 128),
+        "aux": (x, limit),
+    }
+    P, layout = problem_of(options, Nq=256, Nk=128)
+    plan = forward(P, DEVICES[1], layout)
+    kinds = kinds_of(P, tile_of(plan), options["aux"])
+    found = as_numbers(launched(tmp_path, plan, options["aux"])["tile_kinds"], np.int8, kinds.shape)
+    for of in (kinds, found):
+        np.testing.assert_array_equal(of, np.full(kinds.shape, PARTIAL))
 
 
 def banded(b: Any, h: Any, i: Any, j: Any) -> Any:
