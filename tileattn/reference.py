@@ -304,10 +304,11 @@ def _origin(o: Options) -> Array:
     return np.asarray((0, 0, 0, 0) if o.origin is None else o.origin).reshape(-1, 4)
 
 
-def _indices(o: Options, shape: tuple[int, ...]) -> list[Array]:
+def _indices(o: Options, shape: tuple[int, ...]) -> list[Dual]:
     """Give the indices that functions get; they broadcast to (B, Hq, Nq, Nk)."""
     start = _origin(o).T[:, :, np.newaxis, np.newaxis, np.newaxis]
-    return [x + x0 for x, x0 in zip(np.ogrid[tuple(map(slice, shape))], start, strict=True)]
+    indices = np.ogrid[tuple(map(slice, shape))]
+    return [Dual(x + x0, {}) for x, x0 in zip(indices, start, strict=True)]
 
 
 def _tree(o: Options, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:

@@ -64,6 +64,29 @@ def test_the_gallery_in_less_precision(backend: Runner, name: str) -> None:
     check(backend, AttentionCase(q, k, v, dout, None, options))
 
 
+def smooth(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+    """Return a score of which every function but ``remainder`` has a derivative."""
+    x = np.arctan(s) + np.log1p(t[h] * t[h]) * np.expm1(0.1 * s) + (i - j) * 0.375 % -1.25
+    return np.logaddexp(x, t[h] * s) + s.erf() * s.sigmoid()
+
+
+def stepping(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+    """Return a score that jumps, at numbers that are exact in every dtype."""
+    distance = (i - j) * 0.25
+    x = np.ceil(distance) - np.round(distance) + (j * 0.5 + b) % 3.5 + np.isin(i % 7, (1, 5))
+    return s * t[h] + 0.1 * x.clip(-2, max=9).float()
+
+
+@pytest.mark.parametrize("score_mod", [smooth, stepping])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_functions_beyond_the_gallery(runner: Runner, score_mod: Any, dtype: Any) -> None:
+    table = np.random.default_rng(0).normal(size=HQ).astype(dtype)
+    options = {"score_mod": score_mod, "aux": (table,)}
+    able(runner, options)
+    q, k, v, dout = normal(SIZES, dtype)
+    check(runner, AttentionCase(q, k, v, dout, None, options))
+
+
 FROM_THE_END: dict[str, tuple[Any, tuple[int, ...]]] = {
     "distance": (lambda b, h, i, j: (h, i - j), (HQ, NQ + NK)),
     "negative": (lambda b, h, i, j: (-1 - h, j - NK), (HQ, NK)),

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from tileattn.expressions.build import FUNCTIONS
+
 Environment = dict[str, Any]
 Made = Callable[[Environment], Any]
 Draw = Callable[[Any], Any]
@@ -23,6 +25,10 @@ AUX = (
 
 def _two(operation: Callable[..., Any]) -> Callable[..., Made]:
     return lambda *made: lambda e: operation(*(one(e) for one in made))
+
+
+def _named(name: str, x: Any) -> Any:
+    return x.named(name, x) if hasattr(x, "named") else FUNCTIONS[name](x)
 
 
 FLOATS: list[tuple[str, Callable[..., Any]]] = [
@@ -43,6 +49,16 @@ FLOATS: list[tuple[str, Callable[..., Any]]] = [
     ("f", np.log),
     ("f", np.sqrt),
     ("f", np.floor),
+    ("f", np.ceil),
+    ("f", np.round),
+    ("f", np.arctan),
+    ("f", lambda x: np.expm1(np.sin(x))),
+    ("f", lambda x: np.log1p(x * x)),
+    ("f", lambda x: _named("erf", x)),
+    ("f", lambda x: _named("sigmoid", x)),
+    ("ff", np.logaddexp),
+    ("ff", np.remainder),
+    ("f", lambda x: x % 0.75),
     ("f", np.square),
     ("f", lambda x: np.exp(np.tanh(x))),
     ("f", lambda x: np.log2(1 + x * x)),
@@ -85,6 +101,7 @@ BOOLEANS: list[tuple[str, Callable[..., Any]]] = [
     ("bb", lambda x, y: x ^ y),
     ("b", lambda x: ~x),
     ("i", np.logical_not),
+    ("i", lambda x: np.isin(x, (2, 3, 7))),
     ("f", np.isfinite),
     ("f", np.isnan),
 ]

@@ -1,5 +1,6 @@
 """Values and derivatives of random functions, against dual numbers; what is at kinks."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,8 @@ def by_duals(function: Callable[..., Any], s: Any, aux: Any = ()) -> tuple[Any, 
         Clamped(x.astype(np.int64) if x.dtype.kind == "i" else x, n, reads)
         for n, x in enumerate(aux)
     ]
-    found = function(Dual(s, {("s",): np.ones(())}), *PLACE, *arrays)
+    places = [Dual(x, {}) for x in PLACE]
+    found = function(Dual(s, {("s",): np.ones(())}), *places, *arrays)
     grads: dict[Any, Any] = {}
     for direction, tangent in tangents_of(found).items():
         of_pairs = np.where(np.isfinite(value_of(found)), tangent, 0) + np.zeros(SHAPE)
@@ -95,6 +97,8 @@ def rounded_by(found: Any, exact: Any) -> float:
 
 
 SMOOTH: list[Callable[..., Any]] = [
+    lambda s, _b, h, _i, _j: np.arctan(s) * np.log1p(s * s) + np.expm1(s / (h + 1)),
+    lambda s, _b, h, _i, j: np.logaddexp(s, 0.1 * j) + np.logaddexp(s * h, -s) + (s + 100) % 1000.0,
     lambda s, _b, _h, i, j: np.tanh(s) * np.exp(-(s**2)) + np.sqrt(2 + np.sin(s)) / (3 + i + j),
     lambda s, _b, h, _i, _j: np.log(2 + s * s) - np.log2(3 + np.cos(s)) + (2 + s * s) ** (h + 0.5),
     lambda s, _b, h, _i, _j: 2.0 ** (s / (h + 1)) + np.exp2(s) - np.where(h > 1, s**3, 1 / (4 + s)),
@@ -124,6 +128,16 @@ KINKS: list[tuple[Callable[..., Any], float, float]] = [
     (lambda s: np.maximum(s, s), 3.0, 1.0),
     (lambda s: np.floor(s) * 3, 2.0, 0.0),
     (np.sign, 0.0, 0.0),
+    (lambda s: np.ceil(s) * 3, 2.5, 0.0),
+    (lambda s: np.round(s) * 3, 2.0, 0.0),
+    (lambda s: s % 0.75, 0.5, 1.0),
+    (lambda s: 7.5 % s, 2.0, -3.0),
+    (lambda s: -7.5 % s, 2.0, 4.0),
+    (lambda s: np.logaddexp(s, -np.inf), 0.0, 1.0),
+    (lambda s: np.logaddexp(s, 1.0), 1.0, 0.5),
+    (lambda s: s.sigmoid(), 0.0, 0.25),
+    (lambda s: s.sigmoid(), -800.0, 0.0),
+    (lambda s: s.erf(), 0.0, 2 / math.sqrt(math.pi)),
     (lambda s: np.where(s > 0, s * s, -s), 0.0, -1.0),
     (lambda s: s.astype(int) * 2.5, 1.0, 0.0),
     (lambda s: np.where(s > 0, np.log(s), 0.0), -1.0, 0.0),

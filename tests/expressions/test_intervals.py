@@ -12,7 +12,7 @@ from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.functions import mask_expression, score_expression
-from tileattn.expressions.intervals import bounds, may_be_negative
+from tileattn.expressions.intervals import ROUNDED, bounds, may_be_negative
 from tileattn.expressions.nodes import Node, elements
 from tileattn.expressions.quadtree import find_blocks
 from tileattn.kernels.config.functions import functions_text
@@ -87,8 +87,23 @@ def test_every_operation_has_bounds() -> None:
     """None is evaluated at the ends of its inputs that is not monotone."""
     from tileattn.expressions import intervals
 
-    monotone = {"add", "subtract", "multiply", "negative", "sign", "minimum", "maximum", "floor"}
-    assert FUNCTIONS.keys() - intervals._RULES.keys() == monotone | {"sqrt"}
+    monotone = {"add", "subtract", "multiply", "negative", "sign", "minimum", "maximum", "sqrt"}
+    assert FUNCTIONS.keys() - intervals._RULES.keys() == monotone | {"floor", "ceil", "rint"}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", [*ROUNDED, "power"])
+def test_bounds_leave_room_for_libraries_that_round_otherwise(name: str, dtype: Any) -> None:
+    """By two units in the last place on each side, also at a single point."""
+    more = (1.3,) if name == "power" else ()
+    x = np.array([1e-3, 0.3, 0.7, 1.5, 2.5, 9.0], dtype)
+    node = score_expression(lambda s, b, h, i, j, x: x.named(name, x, *more), (x[0],))
+    for one in x:
+        low, high = bounds(node, {}, [RangeExtrema(np.array(one))], np.dtype(dtype))
+        value = FUNCTIONS[name](np.float64(one), *more).astype(dtype)
+        room = 2 * np.spacing(abs(value))
+        assert low <= value - room
+        assert high >= value + room
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,26 @@
 """Make nodes from nodes: kinds are promoted as NumPy does, and constants folded."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from tileattn.expressions import special
 from tileattn.expressions.nodes import Kind, Node, constant
 
 INT64 = np.iinfo(np.int64)
 _NAMES = """
 add subtract multiply divide floor_divide remainder negative absolute sign minimum maximum power
-exp log log2 tanh sin cos sqrt floor less less_equal equal not_equal where
+exp expm1 log log1p log2 tanh sin cos arctan sqrt floor ceil rint
+less less_equal equal not_equal where
 bitwise_and bitwise_or bitwise_xor invert left_shift right_shift
 """
-FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(np, name) for name in _NAMES.split()}
-"""Operations on values, as NumPy has them; on booleans the bitwise ones are logical.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(np, name) for name in _NAMES.split()},
+    **{"erf": special.erf, "sigmoid": special.sigmoid},
+}
+"""Operations on values, as NumPy has them, and two more; on booleans the bitwise ones are logical.
 
 Besides them there are ``cast``, ``input``, ``constant`` and ``aux``.
 """
@@ -27,10 +33,13 @@ _OF_BOOLEANS = {
     "minimum": "bitwise_and",
 }
 _COMPARISONS = ("less", "less_equal", "equal", "not_equal")
-_INTEGERS_ALONE = ("floor_divide", "remainder", "left_shift", "right_shift")
+_INTEGERS_ALONE = ("floor_divide", "left_shift", "right_shift")
 _BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor", "invert")
-_FLOATS_ALONE = ("divide", "exp", "log", "log2", "tanh", "sin", "cos", "sqrt", "power")
-_SAME_FOR_INTEGERS = ("floor",)
+_FLOATS_ALONE = (
+    *("divide", "power", "sqrt", "exp", "expm1", "log", "log1p", "log2"),
+    *("tanh", "sin", "cos", "arctan", "erf", "sigmoid"),
+)
+_SAME_FOR_INTEGERS = ("floor", "ceil", "rint")
 
 _DTYPES = {Kind.BOOLEAN: np.bool_, Kind.INTEGER: np.int64, Kind.FLOAT: np.float64}
 
@@ -90,6 +99,16 @@ def times(x: Node, y: Node) -> Node:
     if x == constant(1.0):
         return y
     return x if y == constant(1.0) else apply("multiply", x, y)
+
+
+def logaddexp(x: Node, y: Node) -> Node:
+    """Compute ``log(exp(x) + exp(y))``; of equal inputs, infinite ones too, it is x + log(2)."""
+    x, y = cast(x, Kind.FLOAT), cast(y, Kind.FLOAT)
+    rest = apply("negative", apply("absolute", apply("subtract", x, y)))
+    apart = apply("add", apply("maximum", x, y), apply("log1p", apply("exp", rest)))
+    half = constant(0.5)
+    mean = apply("add", apply("multiply", half, x), apply("multiply", half, y))
+    return where(apply("equal", x, y), apply("add", mean, constant(math.log(2))), apart)
 
 
 def integer_power(x: Node, n: int) -> Node:

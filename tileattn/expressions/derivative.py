@@ -1,8 +1,9 @@
 """Derivatives of expressions, as expressions: reverse mode on the graph.
 
-At a tie ``minimum`` and ``maximum`` share the derivative between their inputs, that of ``abs`` and
-of ``sign`` at 0 is 0, and so is that of ``floor`` and of conversions to integers everywhere. What
-``where`` does not choose has no part in a derivative, whatever is not finite there.
+At a tie ``minimum`` and ``maximum`` share the derivative between their inputs. The derivative of
+``abs`` and ``sign`` at 0 is 0; that of ``floor``, ``ceil``, ``rint`` and of a conversion to an
+integer is 0 everywhere. An input that ``where`` does not choose has no part in a derivative, even
+if it is not finite there.
 """
 
 import math
@@ -13,6 +14,7 @@ from tileattn.expressions.build import apply, times, where
 from tileattn.expressions.nodes import Kind, Node, constant, ordered
 
 _ONE, _MINUS_ONE, _ZERO, _TRUE = map(constant, (1.0, -1.0, 0.0, True))
+_ERF_SLOPE = constant(2 / math.sqrt(math.pi))  # at 0
 
 
 class Adjoint(NamedTuple):
@@ -122,6 +124,11 @@ def _negated(x: Node) -> Node:
     return apply("negative", x)
 
 
+def _whole_quotient(node: Node, x: Node, y: Node) -> Node:
+    """Give ``floor(x / y)``, as the remainder has it."""
+    return apply("rint", _quotient(apply("subtract", x, node), y))
+
+
 def _by_base(_: Node, x: Node, y: Node) -> Node:
     return times(y, apply("power", x, apply("subtract", y, _ONE)))
 
@@ -140,12 +147,18 @@ _RULES: dict[str, Rule] = {
     ),
     "negative": _by(lambda *_: _MINUS_ONE),
     "absolute": _by(lambda _node, x: apply("sign", x)),
+    "remainder": _by(lambda *_: _ONE, lambda node, x, y: _negated(_whole_quotient(node, x, y))),
     "exp": _by(lambda node, _x: node),
+    "expm1": _by(lambda node, _x: apply("add", node, _ONE)),
     "log": _by(lambda _node, x: _quotient(_ONE, x)),
+    "log1p": _by(lambda _node, x: _quotient(_ONE, apply("add", x, _ONE))),
     "log2": _by(lambda _node, x: _quotient(constant(1 / math.log(2)), x)),
     "tanh": _by(lambda node, _x: apply("subtract", _ONE, times(node, node))),
     "sin": _by(lambda _node, x: apply("cos", x)),
     "cos": _by(lambda _node, x: _negated(apply("sin", x))),
+    "arctan": _by(lambda _node, x: _quotient(_ONE, apply("add", _ONE, times(x, x)))),
+    "erf": _by(lambda _node, x: times(_ERF_SLOPE, apply("exp", _negated(times(x, x))))),
+    "sigmoid": _by(lambda node, _x: times(node, apply("subtract", _ONE, node))),
     "sqrt": _by(lambda node, _x: _quotient(constant(0.5), node)),
     "power": _by(_by_base, _by_exponent),
     "where": _where,

@@ -24,6 +24,9 @@ _ENDS = (2.0**31, 2.0**31, 2.0**30, 2.0**30)
 INDEX_RANGES = {name: (0.0, end - 1) for name, end in zip(INDICES, _ENDS, strict=True)}
 """First and last index of any call; differences of two have 32 bits."""
 
+ROUNDED = ("exp", "expm1", "log", "log1p", "log2", "tanh", "arctan", "erf", "sigmoid")
+"""Monotone functions that libraries round in different ways; ``sin``, ``cos`` and ``power`` too."""
+
 _EXACT = float(1 << 53)  # up to which float64 holds every integer
 _BITS = 52
 
@@ -78,6 +81,8 @@ def _bounds(
         return (np.trunc(low), np.trunc(high)) if node.kind == Kind.INTEGER else (low, high)
     if node.kind == Kind.BOOLEAN and node.op in _OF_BOOLEANS:
         return _OF_BOOLEANS[node.op](*given)
+    if node.kind == Kind.FLOAT and node.op in _OF_FLOATS:
+        return _OF_FLOATS[node.op](*given)
     if node.op in _RULES:
         return _RULES[node.op](*given)
     return _at_corners(FUNCTIONS[node.op], *given)
@@ -165,10 +170,14 @@ def _floor_divide(x: Interval, y: Interval) -> Interval:
     return _unless((y[0] <= 0) & (y[1] >= 0), low, high)
 
 
-def _remainder(x: Interval, y: Interval) -> Interval:
-    period = (y[0] == y[1]) & (np.floor_divide(x[0], y[0]) == np.floor_divide(x[1], y[0]))
-    low = np.where(period, np.remainder(x[0], y[0]), 0.0)
-    high = np.where(period, np.remainder(x[1], y[0]), y[1] - 1)
+def _remainder(x: Interval, y: Interval, step: float = 1) -> Interval:
+    """Bound a remainder; between multiples of a period it grows as the dividend does.
+
+    Integers stay a step below the divisor. Floats reach it, where a small negative one is rounded.
+    """
+    first, last = np.remainder(x[0], y[0]), np.remainder(x[1], y[0])
+    grows = (y[0] == y[1]) & (x[1] - x[0] < y[0]) & (first <= last)
+    low, high = np.where(grows, first, first * 0), np.where(grows, last, y[1] - step)
     return _unless(~(y[0] > 0) | np.isnan(x[0]), low, high)
 
 
@@ -246,6 +255,9 @@ _OF_BOOLEANS: dict[str, Callable[..., Interval]] = {
     "bitwise_xor": _xor,
     "invert": _inverted,
 }
+_OF_FLOATS: dict[str, Callable[..., Interval]] = {
+    "remainder": lambda x, y: _remainder(x, y, step=0),
+}
 _RULES: dict[str, Callable[..., Interval]] = {
     "less": lambda x, y: _logic(x[1] < y[0], x[0] >= y[1]),
     "less_equal": lambda x, y: _logic(x[1] <= y[0], x[0] > y[1]),
@@ -258,10 +270,7 @@ _RULES: dict[str, Callable[..., Interval]] = {
     "power": _power,
     "sin": _unit,
     "cos": _unit,
-    "tanh": _nearly(np.tanh),
-    "exp": _nearly(np.exp),
-    "log": _nearly(np.log),
-    "log2": _nearly(np.log2),
+    **{name: _nearly(FUNCTIONS[name]) for name in ROUNDED},
     "where": _where,
     "bitwise_and": _bitwise(np.bitwise_and),
     "bitwise_or": _bitwise(np.bitwise_or),

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from tileattn.array_names import ArrayNames, kind_name
 from tileattn.expressions import build
 from tileattn.expressions.nodes import Kind, Node, constant
 
@@ -19,13 +20,14 @@ _NOT_A_NUMBER = (
     "numpy's functions are accepted in place of math's, and .astype(int) and .astype(float) in "
     "place of int() and float()"
 )
-_KINDS = {"b": Kind.BOOLEAN, "i": Kind.INTEGER, "u": Kind.INTEGER, "f": Kind.FLOAT}
+_KINDS = {"bool": Kind.BOOLEAN, "int": Kind.INTEGER, "float": Kind.FLOAT}
 
 
-class Traced(NDArrayOperatorsMixin):
+class Traced(ArrayNames, NDArrayOperatorsMixin):
     """A value in a traced function: an expression so far.
 
-    Operators and NumPy's functions make new ones. ``function`` is its name in messages.
+    Operators and functions, NumPy's or PyTorch's, make new ones. ``function`` is the name in
+    messages.
     """
 
     __slots__ = ("function", "node")
@@ -37,33 +39,26 @@ class Traced(NDArrayOperatorsMixin):
     def astype(self, dtype: Any) -> "Traced":
         """Convert to a kind of number: bool, int or float."""
         try:
-            kind = _KINDS[np.dtype(dtype).kind]
+            kind = _KINDS[kind_name(dtype) or str(kind_name(np.dtype(dtype)))]
         except (KeyError, TypeError):
             raise self.refused(f"converts to {dtype!r}; bool, int and float are accepted") from None
         return Traced(build.cast(self.node, kind), self.function)
 
+    def named(self, name: str, *given: Any) -> "Traced":
+        """Call a function by its name in NumPy."""
+        if name not in _FUNCTIONS or len(given) != _input_count(name):
+            raise self.refused(f"calls {name}; {ACCEPTED}")
+        return self._made(_FUNCTIONS[name], given)
+
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *given: Any, **options: Any) -> Any:
-        if ufunc.__name__ not in _UFUNCS or method != "__call__":
-            name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
-            raise self.refused(f"calls numpy.{name}; {ACCEPTED}")
-        if options:
-            raise self.refused(
-                f"calls numpy.{ufunc.__name__} with {', '.join(options)}; leave them out"
-            )
-        return self._made(_UFUNCS[ufunc.__name__], given)
+        name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        return self.called(name, given, options)
 
     def __array_function__(self, function: Any, _types: Any, given: Any, options: Any) -> Any:
-        if function not in _ARRAY_FUNCTIONS:
-            raise self.refused(f"calls numpy.{function.__name__}; {ACCEPTED}")
-        if options or len(given) != 3:
-            raise self.refused(
-                f"calls numpy.{function.__name__} with other arguments than its first three; those "
-                "are accepted, by position"
-            )
-        return self._made(_ARRAY_FUNCTIONS[function], given)
+        return self.called(function.__name__, given, options)
 
     def __abs__(self) -> "Traced":
-        return self._made(_UFUNCS["absolute"], (self,))
+        return self.named("absolute", self)
 
     def __bool__(self) -> bool:
         raise self.refused(f"asks whether a traced value is true; {_WITHOUT_IF}")
@@ -170,6 +165,8 @@ def node_of(x: Any, among: Traced) -> Node:
         x._refuse()
     if isinstance(x, np.generic):
         x = x.item() if x.dtype.kind in "biuc" else float(x)
+    if getattr(x, "shape", None) == () and hasattr(x, "item"):
+        x = x.item()
     if isinstance(x, bool):
         return constant(x)
     if isinstance(x, int):
@@ -213,15 +210,17 @@ def _is_inf(x: Node) -> Node:
     return build.apply("equal", build.apply("absolute", x), constant(float("inf")))
 
 
-def _clip(x: Node, a_min: Node, a_max: Node) -> Node:
-    return build.apply("minimum", build.apply("maximum", x, a_min), a_max)
+def _input_count(name: str) -> int:
+    return {"where": 3, "erf": 1, "sigmoid": 1}.get(name) or getattr(np, name).nin
 
 
-_UFUNCS: dict[str, Callable[..., Node]] = {
-    **{name: partial(build.apply, name) for name in build.FUNCTIONS if name != "where"},
+_FUNCTIONS: dict[str, Callable[..., Node]] = {
+    **{name: partial(build.apply, name) for name in build.FUNCTIONS},
+    "where": build.where,
     "greater": _swapped("less"),
     "greater_equal": _swapped("less_equal"),
     "power": _power,
+    "logaddexp": build.logaddexp,
     "float_power": lambda x, y: build.apply("power", x, y),
     "square": lambda x: build.integer_power(build.cast(x, max(x.kind, Kind.INTEGER)), 2),
     "exp2": lambda x: build.apply("power", constant(2.0), x),
@@ -235,11 +234,8 @@ _UFUNCS: dict[str, Callable[..., Node]] = {
     "isinf": _is_inf,
     "isnan": lambda x: build.apply("not_equal", x, x),
 }
-_ARRAY_FUNCTIONS: dict[Any, Callable[..., Node]] = {np.where: build.where, np.clip: _clip}
 
-ACCEPTED = (
-    "of NumPy's functions " + ", ".join(sorted([*_UFUNCS, "clip", "where"])) + " are accepted"
-)
+ACCEPTED = "functions must be among " + ", ".join(sorted([*_FUNCTIONS, "clip", "isin", "round"]))
 """The end of a message about a function that is not supported."""
 
 

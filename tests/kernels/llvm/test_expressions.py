@@ -17,8 +17,10 @@ from tests.gallery import calls
 from tests.kernels.llvm.emitted import call, on_targets
 from tileattn.algorithm.function_mask import BLOCK, FunctionMask
 from tileattn.backends.llvm.arrays import as_inputs
+from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression
+from tileattn.expressions.intervals import ROUNDED as MONOTONE
 from tileattn.expressions.nodes import Node, ordered
 from tileattn.kernels.llvm.compile import host
 from tileattn.kernels.llvm.expressions import TileFunctions
@@ -28,7 +30,7 @@ from tileattn.kernels.llvm.params import EMPTY, FULL
 from tileattn.kernels.llvm.target import Target
 from tileattn.problem import parse
 
-ROUNDED = {"exp", "log", "log2", "tanh", "sin", "cos", "power"}
+ROUNDED = {*MONOTONE, "sin", "cos", "power"}
 """Operations that another library rounds otherwise."""
 
 
@@ -101,6 +103,17 @@ UNARY: dict[str, Any] = {
     "sin": np.sin,
     "cos": np.cos,
     "power": lambda s: abs(s) ** 1.3,
+    "expm1": np.expm1,
+    "log1p": np.log1p,
+    "arctan": np.arctan,
+    "erf": lambda s: s.named("erf", s) if hasattr(s, "named") else FUNCTIONS["erf"](s),
+    "sigmoid": lambda s: s.named("sigmoid", s) if hasattr(s, "named") else FUNCTIONS["sigmoid"](s),
+    "logaddexp": lambda s: np.logaddexp(s, 0.5),
+    "remainder": lambda s: s % 0.7,
+    "remainder_of_negative": lambda s: np.remainder(s, -0.7),
+    "remainder_by": lambda s: np.remainder(7.3, s),
+    "ceil": np.ceil,
+    "rint": np.rint,
 }
 
 

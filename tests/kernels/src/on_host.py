@@ -167,23 +167,6 @@ extern "C" void find(const Params* p, int count, i64* found) {
 """
 
 
-_VISIBLE = """\
-#include "mask.cuh"
-
-extern "C" void visible(const Params* p, int rows, int columns, bool* by_function, bool* seen) {
-    for (i64 b = 0; b < p->B; ++b)
-        for (i64 h = 0; h < p->Hq; ++h) {
-            const AttentionMask mask(*p, b, h);
-            for (int i = 0; i < rows; ++i)
-                for (int j = 0; j < columns; ++j) {
-                    *by_function++ = mask.by_function(i, j);
-                    *seen++ = mask.visible(i, j);
-                }
-        }
-}
-"""
-
-
 _DROPOUT = """\
 #include "philox.cuh"
 
@@ -343,29 +326,6 @@ def launched(folder: Path, plan: LaunchPlan, aux: Sequence[Array]) -> dict[str, 
         library = built(folder, texts, f"{launch.key.kernel}.cpp")
         library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(launch.grid))
     return parts
-
-
-def visible(
-    folder: Path, plan: LaunchPlan, aux: Sequence[Array], rows: int, columns: int
-) -> tuple[Array, Array]:
-    """Find the pairs that the function of a plan lets attend, and those that its whole mask does.
-
-    Of so many rows and columns, which may be more than there are.
-    """
-    block = np.frombuffer(template(plan.fields, plan.aux), np.uint64).copy()
-    for n, x in enumerate(aux):
-        block[slots(plan.aux)[aux_name(n)]] = x.ctypes.data
-    key = next(launch.key for launch in plan.launches if launch.key.mask_mod)
-    texts = kernel_texts(replace(key, kernel="visible"), 1, "float32")
-    library = built(folder, texts | {"visible.cpp": _VISIBLE}, "visible.cpp")
-    P = plan.problem
-    found, seen = (np.zeros((P.B, P.Hq, rows, columns), bool) for _ in range(2))
-    library.visible(
-        ctypes.c_void_p(block.ctypes.data),
-        *map(ctypes.c_int, (rows, columns)),
-        *(ctypes.c_void_p(x.ctypes.data) for x in (found, seen)),
-    )
-    return found, seen
 
 
 def kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:

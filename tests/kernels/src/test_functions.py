@@ -21,6 +21,7 @@ from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.nodes import Kind, Node, constant
+from tileattn.expressions.trace import _input_count
 from tileattn.kernels.config.functions import NEAR, functions_text
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES, compiled
@@ -37,7 +38,9 @@ SHAPE = (B, HQ, NQ, NK)
 FLOAT64 = np.dtype(np.float64)
 GALLERY = calls(B, 4, NQ, NK)
 
-_LIBM = {"power": "pow"} | {name: name for name in ("exp", "log", "log2", "tanh", "sin", "cos")}
+_LIBM = {"power": "pow", "arctan": "atan"} | {
+    name: name for name in ("exp", "expm1", "log", "log1p", "log2", "tanh", "sin", "cos", "erf")
+}
 
 
 @contextmanager
@@ -59,6 +62,8 @@ def functions_of_the_c_library() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for op, name in _LIBM.items():
             patch.setitem(FUNCTIONS, op, chosen(name, 2 if op == "power" else 1))
+        exp = FUNCTIONS["exp"]
+        patch.setitem(FUNCTIONS, "sigmoid", lambda x: 1 / (1 + exp(-x)))
         yield
 
 
@@ -139,8 +144,11 @@ OF_INTEGERS: list[Any] = [
 ]
 OF_FLOATS: list[Any] = [
     *(np.add, np.subtract, np.multiply, np.divide, np.minimum, np.maximum, np.power),
+    *(np.remainder, np.logaddexp),
     *(np.less, np.less_equal, np.equal, np.not_equal),
     *(lambda x, _, f=f: f(x) for f in (np.negative, np.absolute, np.sign, np.floor, np.isnan)),
+    *(lambda x, _, f=f: f(x) for f in (np.ceil, np.rint, np.expm1, np.log1p, np.arctan)),
+    *(lambda x, _, name=name: x.named(name, x) for name in ("erf", "sigmoid")),
     lambda x, _: x.astype(int),
 ]
 
@@ -228,9 +236,9 @@ def every_operation(s: Any, b: Any, h: Any, i: Any, j: Any, n: Any, m: Any, x: A
     total = s
     for op in FUNCTIONS:
         for taken in ((n, m), (s, x), (n < m, s < x)):
-            made = getattr(np, op)
+            given = (n < m, *taken) if op == "where" else taken[: _input_count(op)]
             try:
-                y = made(n < m, *taken) if op == "where" else made(*taken[: made.nin])
+                y = s.named(op, *given)
             except TypeError:  # not of these kinds
                 continue
             total = total + y * 1.5

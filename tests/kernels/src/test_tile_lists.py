@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, drawn
 from tests.gallery import calls
 from tests.kernels.launch.planning import asked, backward, forward
-from tests.kernels.src.on_host import launched, visible
+from tests.kernels.src.masks_on_host import visible
+from tests.kernels.src.on_host import launched
 from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.algorithm.function_mask import extrema
+from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression
+from tileattn.expressions.intervals import ROUNDED
 from tileattn.expressions.nodes import elements
 from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.kernels.launch.device import device_of_arch
@@ -114,13 +117,14 @@ def test_pairs_of_the_gallery(name: str, tmp_path: Path) -> None:
     options = reading(29, 43)[name]
     P, layout = problem_of(options, Nq=29, Nk=43)
     P = replace(P, window=(11, None))
+    assert P.mask_mod is not None
     rows, columns = P.Nq + 3, P.Nk + 2
     by_function, seen = visible(
         tmp_path, forward(P, DEVICES[1], layout), options["aux"], rows, columns
     )
     b, h, i, j = np.ogrid[: P.B, : P.Hq, :rows, :columns]
     with np.errstate(all="ignore"):
-        inside = dict(b=b, h=h, i=np.minimum(i, P.Nq - 1), j=np.minimum(j, P.Nk - 1))
+        inside = {"b": b, "h": h, "i": np.minimum(i, P.Nq - 1), "j": np.minimum(j, P.Nk - 1)}
         (pairs,) = evaluate([P.mask_mod], inside, options["aux"], np.dtype(float))
     pairs = np.broadcast_to(pairs, by_function.shape)
     assert {*pairs[..., : P.Nq, : P.Nk].ravel().tolist()} == {False, True}
@@ -129,23 +133,21 @@ def test_pairs_of_the_gallery(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(seen, pairs & in_window)
 
 
-BOUNDARIES = {
-    "tanh": np.tanh,
-    "exp": np.exp,
-    "log": np.log,
-    "log2": np.log2,
-    "power": lambda x: x**1.3,
-}
+BOUNDARIES = (*ROUNDED, "power")
 
 
 @pytest.mark.parametrize("name", BOUNDARIES)
 def test_tiles_at_a_boundary_are_partial(name: str, tmp_path: Path) -> None:
-    """A comparison with the value itself is decided by the last bit, which libraries round apart."""
-    function = BOUNDARIES[name]
+    """The last bit decides a comparison with the value itself, and libraries round it apart."""
     x = np.array([0.3, 0.7, 1.5, 4.0])
-    limit = function(x)
-    options = {
-        "mask_mod": lambda b, h, i, j, x, y: (function(x[h]) <= y[h]) ^ (i < 128),
+    exponent = (1.3,) if name == "power" else ()
+    limit = FUNCTIONS[name](x, *exponent)
+
+    def function(x: Any) -> Any:
+        return x.named(name, x, *exponent)
+
+    options: dict[str, Any] = {
+        "mask_mod": lambda _b, h, i, _j, x, y: (function(x[h]) <= y[h]) ^ (i < 128),
         "aux": (x, limit),
     }
     P, layout = problem_of(options, Nq=256, Nk=128)

@@ -328,6 +328,28 @@ def _log(c: Code, x: Any) -> Any:
     return b.select(b.fcmp_ordered("<", x, c.const(0.0)), c.const(float("nan")), found)
 
 
+def _sigmoid(c: Code, x: Any) -> Any:
+    y = _FLOAT["exp"](c, c.b.fneg(x))
+    return c.b.fdiv(_number(y, 1), c.b.fadd(_number(y, 1), y))
+
+
+def _float_remainder(c: Code, x: Any, y: Any) -> Any:
+    """Give the remainder with the sign of the divisor, as NumPy has it."""
+    b = c.b
+    rest = _library("fmod")(c, x, y)
+    zero = _number(rest, 0)
+    none = b.fcmp_ordered("==", rest, zero)
+    signs = b.xor(b.fcmp_ordered("<", rest, zero), b.fcmp_ordered("<", y, zero))
+    rest = b.select(b.and_(signs, b.fcmp_unordered("!=", rest, zero)), b.fadd(rest, y), rest)
+    return b.select(none, _copysign(c, zero, y), rest)
+
+
+def _copysign(c: Code, x: Any, y: Any) -> Any:
+    bits = {"float": 32, "double": 64}[str(_element_type(x))]
+    lanes = f"v{x.type.count}" if _is_vector(x) else ""
+    return c.intrinsic(f"llvm.copysign.{lanes}f{bits}", x.type, x, y)
+
+
 def _quotient(c: Code, x: Any, y: Any) -> tuple[Any, Any]:
     """Divide, rounding down: quotient and remainder; by 0 both are 0, as NumPy has them.
 
@@ -375,13 +397,21 @@ _FLOAT: dict[str, Callable[..., Any]] = {
     "absolute": _intrinsic("fabs"),
     "sqrt": _intrinsic("sqrt"),
     "floor": _intrinsic("floor"),
+    "ceil": _intrinsic("ceil"),
+    "rint": _intrinsic("rint"),
+    "remainder": _float_remainder,
     "sign": _sign(_builder("fcmp_ordered", "<")),
     "minimum": _extremum("<="),
     "maximum": _extremum(">="),
     "exp": _of_sums(numerics.exp, "exp"),
     "log": _of_sums(_log, "log"),
     "tanh": _of_sums(numerics.tanh, "tanh"),
+    "sigmoid": _sigmoid,
+    "expm1": _library("expm1"),
+    "log1p": _library("log1p"),
     "log2": _library("log2"),
+    "erf": _library("erf"),
+    "arctan": _library("atan"),
     "sin": _library("sin"),
     "cos": _library("cos"),
     "power": _library("pow"),

@@ -9,7 +9,10 @@ from tileattn.expressions.nodes import Kind, Node, constant
 
 _SCORE = Node("input", Kind.FLOAT, (), "s")
 
-LIBRARY = ("exp", "log", "log2", "tanh", "sin", "cos", "pow")
+LIBRARY = (
+    *("exp", "expm1", "log", "log1p", "log2", "tanh"),
+    *("sin", "cos", "atan", "erf", "pow", "fmod"),
+)
 """Functions of the C library, of float64: what there are no vectors for."""
 
 

@@ -124,10 +124,11 @@ __device__ inline Interval<T> floor_divide(Interval<T> x, Interval<T> y) {
 template <class T>
 __device__ inline Interval<T> remainder(Interval<T> x, Interval<T> y) {
     if (!x.is_known() || !(y.low > 0)) return Interval<T>::unknown();
-    const i64 first = i64(x.low), last = i64(x.high), period = i64(y.low);
-    if (y.is_one_value() && floor_divide(first, period) == floor_divide(last, period))
-        return {double(remainder(first, period)), double(remainder(last, period))};
-    return {0.0, y.high - 1};
+    const double first = remainder(x.low, y.low), last = remainder(x.high, y.low);
+    // Between multiples of a period it grows as the dividend does.
+    if (y.is_one_value() && x.high - x.low < y.low && first <= last) return {first, last};
+    // Integers stay below the divisor. Floats reach it, where a small negative one is rounded.
+    return {0.0, IS_FLOATING<T> ? y.high : y.high - 1};
 }
 
 template <class T>
@@ -163,6 +164,26 @@ __device__ inline Interval<T> tanh(Interval<T> x) {
     return nearly(at_ends([](double a) { return tanh(a); }, x));
 }
 template <class T>
+__device__ inline Interval<T> expm1(Interval<T> x) {
+    return nearly(at_ends([](double a) { return expm1(a); }, x));
+}
+template <class T>
+__device__ inline Interval<T> log1p(Interval<T> x) {
+    return nearly(at_ends([](double a) { return log1p(a); }, x));
+}
+template <class T>
+__device__ inline Interval<T> arctan(Interval<T> x) {
+    return nearly(at_ends([](double a) { return arctan(a); }, x));
+}
+template <class T>
+__device__ inline Interval<T> erf(Interval<T> x) {
+    return nearly(at_ends([](double a) { return erf(a); }, x));
+}
+template <class T>
+__device__ inline Interval<T> sigmoid(Interval<T> x) {
+    return nearly(at_ends([](double a) { return sigmoid(a); }, x));
+}
+template <class T>
 __device__ inline Interval<T> sin(Interval<T> x) {
     return {x.low * 0 - 1, x.high * 0 + 1};
 }
@@ -177,6 +198,14 @@ __device__ inline Interval<T> sqrt(Interval<T> x) {
 template <class T>
 __device__ inline Interval<T> floor(Interval<T> x) {
     return {floor(x.low), floor(x.high)};
+}
+template <class T>
+__device__ inline Interval<T> ceil(Interval<T> x) {
+    return {ceil(x.low), ceil(x.high)};
+}
+template <class T>
+__device__ inline Interval<T> rint(Interval<T> x) {
+    return {rint(x.low), rint(x.high)};
 }
 template <class T>
 __device__ inline Interval<i64> truncate(Interval<T> x) {

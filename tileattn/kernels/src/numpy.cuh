@@ -122,6 +122,17 @@ __device__ inline T remainder(T x, T y) {
     return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
 }
 
+__device__ inline float remainder_of(float x, float y) { return ::fmodf(x, y); }
+__device__ inline double remainder_of(double x, double y) { return ::fmod(x, y); }
+template <class T>
+__device__ inline T floating_remainder(T x, T y) {
+    const T rest = remainder_of(x, y);
+    if (rest == 0) return ::copysign(T(0), y);
+    return (rest < 0) != (y < 0) ? rest + y : rest;
+}
+__device__ inline float remainder(float x, float y) { return floating_remainder(x, y); }
+__device__ inline double remainder(double x, double y) { return floating_remainder(x, y); }
+
 // A NaN is smaller and larger than all.
 template <class T>
 __device__ inline T minimum(T x, T y) {
@@ -150,6 +161,26 @@ template <class T>
 __device__ inline T log2(T x) {
     return ::log2(x);
 }
+template <class T>
+__device__ inline T expm1(T x) {
+    return ::expm1(x);
+}
+template <class T>
+__device__ inline T log1p(T x) {
+    return ::log1p(x);
+}
+template <class T>
+__device__ inline T erf(T x) {
+    return ::erf(x);
+}
+template <class T>
+__device__ inline T sigmoid(T x) {
+    return divide(T(1), add(T(1), exp(-x)));
+}
+template <class T>
+__device__ inline T arctan(T x) {
+    return ::atan(x);
+}
 __device__ inline float tanh(float x) { return IS_16_BIT ? quick_tanh(x) : ::tanh(x); }
 __device__ inline double tanh(double x) { return ::tanh(x); }
 template <class T>
@@ -167,6 +198,14 @@ __device__ inline T sqrt(T x) {
 template <class T>
 __device__ inline T floor(T x) {
     return ::floor(x);
+}
+template <class T>
+__device__ inline T ceil(T x) {
+    return ::ceil(x);
+}
+template <class T>
+__device__ inline T rint(T x) {  // ties to even
+    return ::rint(x);
 }
 
 // Towards zero; what has no integer becomes the smallest.
