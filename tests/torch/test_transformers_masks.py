@@ -1,6 +1,7 @@
 """Masks that become options, beside the booleans of transformers."""
 
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_packed_masks_separate_sequences(
     assert torch.equal(mask & True, expected[:, None])
 
 
-def test_other_masks_are_booleans() -> None:
+def test_other_masks_are_booleans_for_attention() -> None:
     chunks = masking_utils.chunked_causal_mask_function(3, torch.tensor([0, 2]))
     blocks = torch.tensor([[0, 0, 1, 2, 2], [0, 1, 1, 2, 2]])
 
@@ -101,11 +102,27 @@ def test_other_masks_are_booleans() -> None:
         return blocks[b, i] == blocks[b, j]
 
     either = masking_utils.or_masks(masking_utils.causal_mask_function, same_block)
-    for function in (chunks, same_block, either):
+    for function, use_vmap in itertools.product((chunks, same_block, either), (False, True)):
         options: dict[str, Any] = {"batch_size": 2, "q_length": 5, "kv_length": 5}
-        options["mask_function"] = function
+        options |= {"mask_function": function, "use_vmap": use_vmap}
         mask = bridge.make_mask(**options)
         expected = masking_utils.sdpa_mask(**options, allow_is_causal_skip=False)
-        assert type(mask) is torch.Tensor
-        assert torch.equal(mask, expected)
+        assert torch.equal(mask.options["mask"], expected)
         assert torch.equal(attended(mask), expected)
+        assert torch.equal(mask & True, expected)
+        assert torch.equal(mask + 0, masking_utils.eager_mask(**options))
+
+
+@pytest.mark.parametrize("use_vmap", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_masks_are_the_numbers_of_eager_attention(dtype: Any, use_vmap: bool) -> None:
+    padding = torch.tensor([[False, True, True, True], [True, True, True, True]])
+    options: dict[str, Any] = {"batch_size": 2, "q_length": 3, "kv_length": 4, "q_offset": 1}
+    options |= {"attention_mask": padding, "dtype": dtype, "use_vmap": use_vmap}
+    mask, expected = bridge.make_mask(**options), masking_utils.eager_mask(**options)
+    assert mask.dtype == expected.dtype == dtype
+    assert torch.equal(mask + 0, expected)
+    assert torch.equal(mask[:, :, 1:], expected[:, :, 1:])
+    scores = torch.randn(2, 5, 3, 4, dtype=dtype)
+    assert torch.equal(scores + mask, scores + expected)
+    assert torch.equal(mask & (scores > 0), (expected == 0) & (scores > 0))

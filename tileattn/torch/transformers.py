@@ -1,9 +1,5 @@
 """Attention for the models of Hugging Face's transformers."""
 
-import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +8,8 @@ try:
     from transformers.utils.versions import require_version
 
     require_version("transformers>=5.4")  # which asks for masks with the arguments of make_mask
-    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-    from transformers.utils.import_utils import is_tracing
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.utils.output_capturing import _active_collector
 except ImportError as error:
     raise ImportError(
         "tileattn.torch.transformers needs transformers 5.4 or later: "
@@ -23,6 +19,10 @@ except ImportError as error:
 from tileattn.errors import UnsupportedError
 from tileattn.torch.drop_in import option_of
 from tileattn.torch.functional import attention, new_seed
+from tileattn.torch.transformers_masks import StructuredMask, make_mask
+from tileattn.torch.transformers_models import SELECTING, check_models
+
+__all__ = ["StructuredMask", "attention_forward", "make_mask", "register"]
 
 NAME = "tileattn"
 
@@ -51,19 +51,16 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
+    check_models(NAME)
 
 
 # --- attention ------------------------------------------------------------------------------------
 
 # What attention functions of transformers read and this one does not; the rest of what models pass
 # on, from use_cache to the sliding_window that their masks have, changes nothing.
-_REFUSED = {
-    "block_indices": "it selects blocks of keys",
+_REFUSED = SELECTING | {
     "block_table": "it is of a paged cache",
     "cache": "it is of continuous batching",
-    "indices": "it selects keys",
-    "output_attentions": "probabilities are not computed",
-    "sinks": "they are of each query, not of each head, as s_aux",
 }
 
 
@@ -86,7 +83,8 @@ def attention_forward(
     Parameters
     ----------
     module : torch.nn.Module
-        The layer. Its ``is_causal`` counts where there is neither a mask nor an argument.
+        The layer. Its ``is_causal``, if it has one, counts where there is neither a mask nor an
+        argument.
     query : torch.Tensor, shape (B, Hq, Nq, D)
         Queries.
     key : torch.Tensor, shape (B, Hkv, Nk, D)
@@ -94,13 +92,15 @@ def attention_forward(
     value : torch.Tensor, shape (B, Hkv, Nk, Dv)
         Values.
     attention_mask : torch.Tensor, broadcastable to (B, Hq, Nq, Nk), or None
-        Booleans, True = attended, or numbers that are added to the scores.
+        Booleans, True = attended, or numbers that are added to the scores. The lowest number of
+        the dtype means not attended, too: a query that attends to no key has output 0.
     dropout : float
         Probability of dropping an entry. The seed comes from PyTorch's generator on the CPU.
     scaling : float or None
         Multiplies the products; None is ``1 / sqrt(D)``.
     is_causal : bool or None
-        Without a mask, query i attends to keys ``j <= i``; a single query attends to all.
+        Without a mask, query i attends to keys ``j <= i``; a single query attends to all. By
+        default all queries attend to all keys, as with eager attention.
     position_bias : torch.Tensor, broadcastable to (B, Hq, Nq, Nk), or None
         Added to the scores; has a gradient.
     softcap : float or None
@@ -122,6 +122,11 @@ def attention_forward(
     UnsupportedError
         If an argument asks for what is not computed here.
     """
+    if _wants_probabilities(module, others.get("output_attentions")):
+        raise UnsupportedError(
+            "output_attentions must be False: attn_implementation='tileattn' does not compute "
+            "probabilities; attn_implementation='eager' returns them"
+        )
     for name, reason in _REFUSED.items():
         if others.get(name) is not None and others[name] is not False:
             raise UnsupportedError(
@@ -132,224 +137,38 @@ def attention_forward(
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if dropout:
         options |= {"dropout_p": dropout, "seed": new_seed()}
-    if attention_mask is not None:
-        pairs = (query.shape[0], 1, query.shape[2], key.shape[2])
-        options |= _options_of(attention_mask, pairs)
-    elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
-        options |= {"causal": True, "q_offset": 0} if query.shape[2] > 1 else {}
+    pairs = (query.shape[0], 1, query.shape[2], key.shape[2])
+    if isinstance(attention_mask, StructuredMask):
+        fits = attention_mask.shape == torch.Size(pairs)
+        options |= attention_mask.options if fits else {"bias": attention_mask.dense()}
+    elif attention_mask is not None:
+        options[option_of(attention_mask)] = attention_mask
+    elif query.shape[2] > 1:
+        is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        options |= {"causal": True, "q_offset": 0} if is_causal else {}
     if others.get("cu_seq_lens_q") is not None and options.keys().isdisjoint(("mask", "mask_mod")):
         raise UnsupportedError(
             "cu_seq_lens_q is given without a mask that separates its sequences; position_ids that "
             "start again with each sequence, without attention_mask and cache, are accepted"
         )
+    added = options.get("bias")
     if position_bias is not None:
-        bias = options.get("bias")
-        options["bias"] = position_bias if bias is None else position_bias + bias
-    return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
-
-
-def _options_of(mask: torch.Tensor, pairs: Sequence[int]) -> Mapping[str, Any]:
-    """Say a mask by options."""
-    if isinstance(mask, StructuredMask) and mask.shape == torch.Size(pairs):
-        return mask.options
-    return {option_of(mask): mask}
-
-
-# --- masks ----------------------------------------------------------------------------------------
-
-
-class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
-    """A boolean mask, (B, 1, Nq, Nk), known by the options of attention that mean the same.
-
-    Its entries are computed when an operator asks for them, and that operator's result is a plain
-    tensor: models may slice masks and combine them.
-
-    Parameters
-    ----------
-    options : mapping
-        Options of `attention`.
-    dense : callable
-        Makes the tensor of booleans.
-    shape : sequence of int
-        Shape of that tensor.
-    device : torch.device
-        Its device.
-    """
-
-    options: Mapping[str, Any]
-    dense: Callable[[], torch.Tensor]
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(
-        cls: Any,
-        options: Mapping[str, Any],
-        dense: Callable[[], torch.Tensor],
-        shape: Sequence[int],
-        device: Any,
-    ) -> "StructuredMask":
-        mask: StructuredMask = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=torch.bool, device=device
-        )
-        mask.options, mask.dense = options, dense
-        return mask
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operator on the entries."""
-        given = torch.utils._pytree.tree_map_only(cls, lambda x: x.dense(), (args, kwargs or {}))
-        return func(*given[0], **given[1])
-
-
-def make_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    config: Any = None,
-    device: Any = "cpu",
-    **others: Any,
-) -> torch.Tensor:
-    """Make the mask of a layer, as ``AttentionMaskInterface`` asks for it.
-
-    Parameters
-    ----------
-    batch_size : int
-        B.
-    q_length : int
-        Nq.
-    kv_length : int
-        Nk.
-    q_offset : int or torch.Tensor
-        Position of the first query.
-    kv_offset : int
-        Position of the first key.
-    mask_function : callable
-        Takes batch, head, position of the query and position of the key; says which are attended.
-    attention_mask : torch.Tensor, shape (B, N), or None
-        Booleans by position; False = padding.
-    config : transformers.PreTrainedConfig or None
-        Config of the model.
-    device : torch.device or str
-        Device of the mask.
-    **others
-        What other implementations need.
-
-    Returns
-    -------
-    torch.Tensor, shape (B, 1, Nq, Nk)
-        A `StructuredMask`; booleans where options cannot say the same, and under a compiler.
-
-    Raises
-    ------
-    UnsupportedError
-        If the model takes no attention from ``AttentionInterface``.
-    """
-    _check_model(config)
-    options = None if is_tracing(attention_mask) else _structure(mask_function)
-    if options is not None:
-        q_offset = int(q_offset)  # a static cache counts on, in place
-    others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    shape = (batch_size, 1, q_length, kv_length)
-    dense = partial(
-        masking_utils.sdpa_mask,
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        device=device,
-        **others,
-    )
-    if options is None:
-        mask: torch.Tensor = dense()
-        return mask
-    seen = kv_length
-    if "window" in options:
-        options["q_offset"] = q_offset - kv_offset
-        right = options["window"][1]
-        if right is not None:  # what lies right of all windows needs no length to hide it
-            seen = min(seen, options["q_offset"] + q_length + right)
-    if attention_mask is not None:
-        options |= _padding(attention_mask, kv_offset, kv_length, seen)
-    if "kv_lengths" not in options and options.get("q_offset") == kv_length - q_length:
-        del options["q_offset"]  # the default, with which a window over all keys is no window
-    return StructuredMask(options, dense, shape, device)
-
-
-def _check_model(config: Any) -> None:
-    """Raise an error if a model would add our mask to scores of its own."""
-    of_config = type(config).__module__
-    of_model = of_config.replace(".configuration_", ".modeling_")
-    loaded = of_model != of_config and of_model in sys.modules
-    if loaded and not hasattr(sys.modules[of_model], "ALL_ATTENTION_FUNCTIONS"):
-        raise UnsupportedError(
-            f"a model of {type(config).__name__} takes no attention from AttentionInterface; "
-            "attn_implementation='eager' is accepted"
-        )
-
-
-def _padding(mask: torch.Tensor, first: int, count: int, seen: int) -> dict[str, Any]:
-    """Express padding by lengths where it is on the right, else by a mask of the keys.
-
-    Nothing need be said of keys from `seen` on.
-    """
-    missing = max(first + count - mask.shape[1], 0)
-    attended = torch.nn.functional.pad(mask, (0, missing))[:, first : first + count]
-    lengths = attended.sum(1)
-    if not torch.equal(attended, torch.arange(count, device=mask.device) < lengths[:, None]):
-        return {"mask": attended[:, None, None, :]}
-    return {} if bool((lengths >= seen).all()) else {"kv_lengths": lengths}
-
-
-def _structure(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
-    """Express a mask function by options; None if they cannot say the same."""
-    left, right = [], []
-    options: dict[str, Any] = {}
-    for name, held in _terms(mask_function):
-        match name:
-            case "causal_mask_function":
-                right.append(0)
-            case "sliding_window_overlay":
-                left.append(held["sliding_window"] - 1)
-            case "sliding_window_bidirectional_overlay":
-                left.append(held["sliding_window"])
-                right.append(held["sliding_window"])
-            case "packed_sequence_mask_function":
-                options |= {"mask_mod": _same_sequence, "aux": (held["packed_sequence_mask"],)}
-            case "bidirectional_mask_function":
-                pass
-            case _:
-                return None
-    if left or right:
-        options["window"] = (min(left, default=None), min(right, default=None))
-    return options
-
-
-def _terms(mask_function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Take apart what transformers joins: who made each term, and the variables it holds."""
-    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
-        yield "", {}
-        return
-    name = mask_function.__qualname__.partition(".")[0]
-    held = inspect.getclosurevars(mask_function).nonlocals
-    if name == "and_masks":
-        for term in held["mask_functions"]:
-            yield from _terms(term)
-    elif name == "remap_positions_for_packed_sequence":
-        # Within a sequence, which is where its companion lets queries attend, positions are as far
-        # apart as they are in the batch.
-        yield from _terms(held["mask_function"])
+        options["bias"] = position_bias if added is None else position_bias + added
+    if added is None:
+        out = attention(query, key, value, **options)
     else:
-        yield name, held
+        out, lse = attention(query, key, value, return_lse=True, **options)
+        attends_to_none = lse < torch.finfo(added.dtype).min / 2
+        out = out.masked_fill(attends_to_none[..., None], 0.0)
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _same_sequence(b: Any, _h: Any, i: Any, j: Any, sequences: Any) -> Any:
-    return sequences[b, i] == sequences[b, j]
+def _wants_probabilities(module: torch.nn.Module, output_attentions: bool | None) -> bool:
+    """Return True if the call of the model, or its config, asks for probabilities."""
+    collector = _active_collector  # whose context variable compilers cannot read
+    collected = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    return bool(
+        output_attentions
+        or any("attentions" in name for name in collected or ())
+        or getattr(getattr(module, "config", None), "output_attentions", False)
+    )

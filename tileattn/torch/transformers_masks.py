@@ -1,0 +1,199 @@
+"""Masks of transformers: options of attention where they can say the same, else tensors."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import masking_utils
+from transformers.utils.import_utils import is_tracing
+
+
+class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
+    """An additive mask, (B, 1, Nq, Nk), known by the options of attention that mean the same.
+
+    Its entries, 0 where a key is attended and else the lowest number of the dtype, are those that
+    eager attention adds to its scores; ``&`` and ``|`` take them as booleans, True = attended.
+    They are computed when an operator asks for them, and that operator's result is a plain tensor.
+
+    Parameters
+    ----------
+    options : mapping
+        Options of `attention`.
+    dense : callable
+        Makes the tensor of numbers.
+    shape : sequence of int
+        Shape of that tensor.
+    dtype : torch.dtype
+        Its dtype.
+    device : torch.device
+        Its device.
+    """
+
+    options: Mapping[str, Any]
+    dense: Callable[[], torch.Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls: Any,
+        options: Mapping[str, Any],
+        dense: Callable[[], torch.Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: Any,
+    ) -> "StructuredMask":
+        mask: StructuredMask = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device
+        )
+        mask.options, mask.dense = options, dense
+        return mask
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator on the entries."""
+        is_boolean = func.__name__.startswith("bitwise_")
+        given = torch.utils._pytree.tree_map_only(
+            cls, lambda x: x.dense() == 0 if is_boolean else x.dense(), (args, kwargs or {})
+        )
+        return func(*given[0], **given[1])
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    **others: Any,
+) -> torch.Tensor:
+    """Make the mask of a layer, as ``AttentionMaskInterface`` asks for it.
+
+    Parameters
+    ----------
+    batch_size : int
+        B.
+    q_length : int
+        Nq.
+    kv_length : int
+        Nk.
+    q_offset : int or torch.Tensor
+        Position of the first query.
+    kv_offset : int
+        Position of the first key.
+    mask_function : callable
+        Takes batch, head, position of the query and position of the key; says which are attended.
+    attention_mask : torch.Tensor, shape (B, N), or None
+        Booleans by position; False = padding.
+    dtype : torch.dtype
+        Dtype of the entries.
+    device : torch.device or str
+        Device of the mask.
+    **others
+        What other implementations need.
+
+    Returns
+    -------
+    torch.Tensor, shape (B, 1, Nq, Nk)
+        A `StructuredMask`; under a compiler its entries, as those of eager attention.
+    """
+    others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    given: dict[str, Any] = {
+        **{"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length},
+        **{"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function},
+        **{"attention_mask": attention_mask, "device": device, **others},
+    }
+    if is_tracing(attention_mask):
+        mask: torch.Tensor = masking_utils.eager_mask(**given, dtype=dtype)
+        return mask
+    given["q_offset"] = q_offset = int(q_offset)  # a static cache counts on, in place
+    options = _structure(mask_function)
+    if options is None:
+        booleans = masking_utils.sdpa_mask(**given)
+        options, dense = {"mask": booleans}, partial(_numbers, booleans, dtype)
+    else:
+        # Operators of the mask cannot use vmap, which index arithmetic does not need.
+        dense = partial(masking_utils.eager_mask, **given | {"use_vmap": False}, dtype=dtype)
+        seen = kv_length
+        if "window" in options:
+            options["q_offset"] = q_offset - kv_offset
+            right = options["window"][1]
+            if right is not None:  # what lies right of all windows needs no length to hide it
+                seen = min(seen, options["q_offset"] + q_length + right)
+        if attention_mask is not None:
+            options |= _padding(attention_mask, kv_offset, kv_length, seen)
+        if "kv_lengths" not in options and options.get("q_offset") == kv_length - q_length:
+            del options["q_offset"]  # the default, with which a window over all keys is no window
+    return StructuredMask(options, dense, (batch_size, 1, q_length, kv_length), dtype, device)
+
+
+def _numbers(booleans: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Give the entries that eager attention adds to its scores."""
+    zero = torch.zeros((), dtype=dtype, device=booleans.device)
+    return torch.where(booleans, zero, torch.finfo(dtype).min)
+
+
+def _padding(mask: torch.Tensor, first: int, count: int, seen: int) -> dict[str, Any]:
+    """Express padding by lengths where it is on the right, else by a mask of the keys.
+
+    Nothing need be said of keys from `seen` on.
+    """
+    missing = max(first + count - mask.shape[1], 0)
+    attended = torch.nn.functional.pad(mask, (0, missing))[:, first : first + count]
+    lengths = attended.sum(1)
+    if not torch.equal(attended, torch.arange(count, device=mask.device) < lengths[:, None]):
+        return {"mask": attended[:, None, None, :]}
+    return {} if bool((lengths >= seen).all()) else {"kv_lengths": lengths}
+
+
+def _structure(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
+    """Express a mask function by options; None if they cannot say the same."""
+    left, right = [], []
+    options: dict[str, Any] = {}
+    for name, held in _terms(mask_function):
+        match name:
+            case "causal_mask_function":
+                right.append(0)
+            case "sliding_window_overlay":
+                left.append(held["sliding_window"] - 1)
+            case "sliding_window_bidirectional_overlay":
+                left.append(held["sliding_window"])
+                right.append(held["sliding_window"])
+            case "packed_sequence_mask_function":
+                options |= {"mask_mod": _same_sequence, "aux": (held["packed_sequence_mask"],)}
+            case "bidirectional_mask_function":
+                pass
+            case _:
+                return None
+    if left or right:
+        options["window"] = (min(left, default=None), min(right, default=None))
+    return options
+
+
+def _terms(mask_function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Take apart what transformers joins: who made each term, and the variables it holds."""
+    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
+        yield "", {}
+        return
+    name = mask_function.__qualname__.partition(".")[0]
+    held = inspect.getclosurevars(mask_function).nonlocals
+    if name == "and_masks":
+        for term in held["mask_functions"]:
+            yield from _terms(term)
+    elif name == "remap_positions_for_packed_sequence":
+        # Within a sequence, which is where its companion lets queries attend, positions are as far
+        # apart as they are in the batch.
+        yield from _terms(held["mask_function"])
+    else:
+        yield name, held
+
+
+def _same_sequence(b: Any, _h: Any, i: Any, j: Any, sequences: Any) -> Any:
+    return sequences[b, i] == sequences[b, j]
