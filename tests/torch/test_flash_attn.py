@@ -271,6 +271,16 @@ def test_a_cache_is_read_without_new_keys() -> None:
             ValueError,
             r"cache_leftpad must have shape \(2,\); got \(3,\)",
         ),
+        ({"cache_leftpad": [0.5, 1.0]}, TypeError, "cache_leftpad must have dtype int32 or int64"),
+        (
+            {"cache_leftpad": [1, -2]},
+            ValueError,
+            r"cache_leftpad must not be negative; got \[1, -2",
+        ),
+        ({"cache_batch_idx": 1}, ValueError, r"cache_batch_idx must have shape \(B,\)"),
+        ({"block_table": [0, 1]}, ValueError, r"block_table must have shape \(B, pages of a seq"),
+        ({"return_softmax_lse": 1}, TypeError, "return_softmax_lse is int"),
+        ({"rotary_interleaved": 1}, TypeError, "rotary_interleaved is int"),
         ({"learnable_sink": torch.zeros(3)}, ValueError, r"shape \(3,\)"),
         ({"window_size": 5}, TypeError, "window_size must be a pair .* got 5"),
         ({"window_size": torch.tensor([1, 2])}, TypeError, "window_size must be a pair .* tensor"),
@@ -304,3 +314,23 @@ def test_a_cache_has_no_gradient() -> None:
 def test_rows_of_another_rank_are_named() -> None:
     with pytest.raises(ValueError, match=r"q must have shape \(B, N, H, D\) or.* got \(8, 16\)"):
         flash.flash_attn_func(*torch.zeros(3, 8, 16))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cu_seqlens_q": None}, "cu_seqlens_q must be integers"),
+        ({"cu_seqlens_k": None}, "cu_seqlens_k must be integers"),
+        ({"cu_seqlens_k": 3}, "cu_seqlens_k must be integers"),
+        ({"cu_seqlens_k": None, "block_table": [[0]]}, "cu_seqlens_k must be integers"),
+        ({"return_attn_probs": 1}, "return_attn_probs is int"),
+        ({"dropout_p": torch.zeros(2)}, "dropout_p is Tensor"),
+    ],
+)
+def test_what_is_refused_of_packed_sequences(changed: Any, message: str) -> None:
+    q, k, v = (x.detach() for x in drawn((9, HQ, D), (16, HKV, D), (16, HKV, D)))
+    given = {"cu_seqlens_q": [0, 9], "cu_seqlens_k": [0, 16]}
+    with pytest.raises((TypeError, ValueError), match=message):
+        flash.flash_attn_varlen_func(q, k, v, **(given | changed))
+    with pytest.raises(TypeError, match="cu_seqlens must be integers"):
+        flash.flash_attn_varlen_qkvpacked_func(torch.zeros(9, 3, HQ, D), None)

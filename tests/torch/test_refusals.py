@@ -29,6 +29,7 @@ def scored(s: Any, _b: Any, h: Any, _i: Any, j: Any, table: Any) -> Any:
 
 X = torch.zeros(2, 5, 8, dtype=torch.float64)
 F8 = X.to(torch.float8_e4m3fn)
+NESTED = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)], layout=torch.jagged)
 NEEDED = torch.zeros(2, requires_grad=True)
 
 
@@ -56,6 +57,14 @@ def with_seed(seed: Any) -> Callable[[], Any]:
         (refused(backend="cupy"), (TypeError, RuntimeError), "cupy"),
         (refused(backend=3), TypeError, "backend is int"),
         (refused(deterministic=1), TypeError, "deterministic is int"),
+        (refused(backend=None), TypeError, "backend is NoneType"),
+        (refused(deterministic=""), TypeError, "deterministic is str"),
+        (refused(deterministic=X), TypeError, "deterministic is Tensor"),
+        (refused(return_lse=X), TypeError, "return_lse is Tensor"),
+        (refused(causal=None), TypeError, "causal is NoneType"),
+        (refused(dropout_p=None), TypeError, "dropout_p is NoneType"),
+        (refused(seed=None), TypeError, "seed is NoneType"),
+        (refused(seed=NESTED), UnsupportedError, "seed is a nested tensor"),
         (refused(causal=1), TypeError, "causal is int"),
         (refused(window=torch.tensor([1, 2])), TypeError, "window is tensor"),
         (refused(scale=True), TypeError, "scale is bool"),
@@ -108,6 +117,14 @@ def test_slopes_as_aux_have_a_gradient() -> None:
     assert torch.autograd.grad(out.cos().sum(), slopes)[0].abs().min() > 0
     with torch.no_grad():
         torch.testing.assert_close(out, attention(q, k, v, alibi_slopes=slopes, q_offset=0))
+
+
+def test_a_known_call_refuses_what_a_new_one_does() -> None:
+    q, k, v, slopes = drawn((2, 3, 4), (2, 5, 4), (2, 5, 4), (2,))
+    for _ in range(2):
+        attention(q, k, v, alibi_slopes=slopes.detach())
+    with pytest.raises(UnsupportedError, match="alibi_slopes requires a gradient"):
+        attention(q, k, v, alibi_slopes=slopes)
 
 
 def test_compiled_calls_refuse_what_others_do() -> None:

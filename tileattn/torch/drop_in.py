@@ -13,6 +13,7 @@ from torch.jit._builtins import _register_builtin
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
+from tileattn.rotary import check_flags
 from tileattn.torch.functional import attend, new_dropout
 from tileattn.torch.tensors import PLAIN, check_tensor, is_kind
 
@@ -91,9 +92,7 @@ def scaled_dot_product_attention(
         return operator(*rows, attn_mask, dropout_p, is_causal, **options)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal are given; one of them is accepted")
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False; got {flag!r}")
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     for name, x in zip(NAMES, rows, strict=True):
         # What else there is to check is checked once for all calls like this one.
         if not isinstance(x, torch.Tensor) or x.is_nested:

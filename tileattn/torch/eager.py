@@ -16,7 +16,7 @@ from tileattn.torch import operators
 from tileattn.torch.batches import are_gradients_batched
 from tileattn.torch.cuda import TensorPass
 from tileattn.torch.handles import named
-from tileattn.torch.operators import INPUTS, ROWS, TENSORS
+from tileattn.torch.operators import DIFFERENTIABLE, INPUTS, ROWS, TENSORS
 from tileattn.torch.tensors import PLAIN
 
 _HANDLES = [n for n, kind in enumerate(INPUTS.values()) if kind == "str?"]
@@ -72,6 +72,8 @@ def signature(
     names, tensors, values = ROWS, rows, values_of(options)
     if values is None:
         brought = tuple(name for name in TENSORS if type(options.get(name)) in PLAIN)
+        if any(options[name].requires_grad for name in brought if name not in DIFFERENTIABLE):
+            return None
         names, tensors = names + brought, (*rows, *map(options.get, brought))
         values = values_of({name: x for name, x in options.items() if name not in brought})
     of_tensors = None if values is None else layouts(tensors)

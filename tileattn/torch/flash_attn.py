@@ -5,14 +5,13 @@ from typing import Any
 import torch
 
 from tileattn.torch.flash_cache import flash_attn_with_kvcache
-from tileattn.torch.flash_options import Integers, Window, attended
+from tileattn.torch.flash_options import Integers, Window, attended, offsets
 from tileattn.torch.flash_packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from tileattn.torch.functional import integer_tensor
 
 __all__ = [
     "flash_attn_func",
@@ -163,12 +162,12 @@ def flash_attn_varlen_func(
     """
     del max_seqlen_q, max_seqlen_k
     given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
-    places = {"cu_seqlens_q": cu_seqlens_q, "kv_lengths": seqused_k}
+    places = offsets(cu_seqlens_q=cu_seqlens_q) | {"kv_lengths": seqused_k}
     if block_table is None:
-        places["cu_seqlens_k"] = cu_seqlens_k
+        places |= offsets(cu_seqlens_k=cu_seqlens_k)
     else:
         places["block_table"] = block_table
         if seqused_k is None:
-            places["kv_lengths"] = integer_tensor("cu_seqlens_k", cu_seqlens_k).diff()
+            places["kv_lengths"] = offsets(cu_seqlens_k=cu_seqlens_k)["cu_seqlens_k"].diff()
     rows = {"q": q, "k": k, "v": v}
     return attended(rows, dropout_p, deterministic, return_attn_probs, given, **places)

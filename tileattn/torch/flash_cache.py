@@ -11,12 +11,14 @@ from tileattn.backends.registry import candidates, supporting
 from tileattn.errors import UnsupportedError
 from tileattn.lengths import integers
 from tileattn.problem import parse
+from tileattn.rotary import check_flags
 from tileattn.torch.eager import is_eager, layouts
 from tileattn.torch.flash_options import Integers, Window, checked, translated
 from tileattn.torch.functional import attention, integer_tensor, number
 from tileattn.torch.tensors import array_of, check_integers, on, tensor_of
 from tileattn.window import window_of
 
+_AXES = {"cache_batch_idx": ("B,",), "block_table": ("B", "pages of a sequence")}
 _CACHED = {
     "q": "(B, N, H, D)",
     **dict.fromkeys(("k", "v"), "(B, N, H, D)"),
@@ -109,6 +111,7 @@ def flash_attn_with_kvcache(
     see to that, and an older graph that needs what was there raises an error in its backward pass.
     """
     del num_splits
+    check_flags(rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     given |= {"k": k, "v": v} if k is not None or v is not None else {}
     tables = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
@@ -124,6 +127,9 @@ def flash_attn_with_kvcache(
     places = {name: integer_tensor(name, x) for name, x in places.items() if x is not None}
     for name, x in places.items():
         check_integers(name, x, q.device)
+        if name in _AXES and x.ndim != len(_AXES[name]):
+            shape = ", ".join(_AXES[name])
+            raise ValueError(f"{name} must have shape ({shape}); got {tuple(x.shape)}")
     lengths, pages = places.get("cache_seqlens"), _pages(places)
     options = translated(softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
     capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
@@ -167,17 +173,18 @@ def _pages(places: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         return places.get("block_table")
     if "block_table" in places:
         raise ValueError("cache_batch_idx must be None with block_table")
-    if entries.ndim != 1:
-        raise ValueError(f"cache_batch_idx must have shape (B,); got {tuple(entries.shape)}")
     return entries[:, None]
 
 
 def _unpadded(leftpad: torch.Tensor, capacity: int, q: torch.Tensor) -> torch.Tensor:
     """Mask out the keys before the first one of each sequence."""
+    if leftpad.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cache_leftpad must have dtype int32 or int64; got {leftpad.dtype}")
     if leftpad.shape != q.shape[:1]:
         raise ValueError(f"cache_leftpad must have shape ({len(q)},); got {tuple(leftpad.shape)}")
-    first = leftpad.to(q.device)[:, None, None, None]
-    return torch.arange(capacity, device=q.device) >= first
+    if leftpad.device.type == "cpu" and not torch.compiler.is_compiling() and (leftpad < 0).any():
+        raise ValueError(f"cache_leftpad must not be negative; got {leftpad.tolist()}")
+    return torch.arange(capacity, device=q.device) >= leftpad.to(q.device)[:, None, None, None]
 
 
 # --- the operator that writes ---------------------------------------------------------------------

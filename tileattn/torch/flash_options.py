@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from tileattn.torch.functional import attention, new_dropout
+from tileattn.rotary import check_flags
+from tileattn.torch.functional import attention, integer_tensor, new_dropout
 from tileattn.torch.tensors import check_tensor
 
 Integers = torch.Tensor | Sequence[Any]
@@ -21,6 +22,7 @@ def attended(
     **places: Any,
 ) -> Any:
     """Make a call of `attention`, of rows with the layout of flash_attn and its arguments."""
+    check_flags(return_attn_probs=return_attn_probs, deterministic=deterministic)
     options = places | new_dropout(dropout_p) | translated(*given)
     q, k, v = heads_first(rows)
     out, lse = attention(q, k, v, return_lse=True, deterministic=deterministic, **options)
@@ -77,3 +79,18 @@ def unpacked(name: str, x: Any, names: str) -> dict[str, torch.Tensor]:
         shapes = "(B, N, {0}, H, D) or (T, {0}, H, D)".format(len(names))
         raise ValueError(f"{name} must have shape {shapes}; got {tuple(x.shape)}")
     return dict(zip(names, x.unbind(-3), strict=True))
+
+
+def offsets(**given: Any) -> dict[str, torch.Tensor]:
+    """Make tensors of the offsets of packed sequences, all of which must be given."""
+    what = "integers of shape (S + 1,)"
+    for name, x in given.items():
+        if x is None:
+            raise TypeError(f"{name} must be {what}; got None")
+    found = {name: integer_tensor(name, x) for name, x in given.items()}
+    for name, x in found.items():
+        if x.is_nested or x.ndim != 1:
+            raise ValueError(
+                f"{name} must be {what}; got {'a nested tensor' if x.is_nested else tuple(x.shape)}"
+            )
+    return found

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tileattn.torch.flash_options import Integers, Window, attended, unpacked
+from tileattn.torch.flash_options import Integers, Window, attended, offsets, unpacked
 
 
 def flash_attn_qkvpacked_func(
@@ -168,9 +168,8 @@ def flash_attn_varlen_qkvpacked_func(
     del max_seqlen
     given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
     rows = unpacked("qkv", qkv, "qkv")
-    return attended(
-        rows, dropout_p, deterministic, return_attn_probs, given, cu_seqlens_q=cu_seqlens
-    )
+    places = {"cu_seqlens_q": offsets(cu_seqlens=cu_seqlens)["cu_seqlens"]}
+    return attended(rows, dropout_p, deterministic, return_attn_probs, given, **places)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -230,6 +229,6 @@ def flash_attn_varlen_kvpacked_func(
     """
     del max_seqlen_q, max_seqlen_k
     given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
-    places = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    places = offsets(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     rows = {"q": q, **unpacked("kv", kv, "kv")}
     return attended(rows, dropout_p, deterministic, return_attn_probs, given, **places)

@@ -11,6 +11,7 @@ from tileattn.call_cache import CALLS
 from tileattn.errors import UnsupportedError
 from tileattn.problem import aux_arrays, check_names
 from tileattn.results import Attention
+from tileattn.rotary import check_flags
 from tileattn.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.torch import eager
 from tileattn.torch.handles import name_of
@@ -21,6 +22,7 @@ from tileattn.window import window_of
 _INTEGERS = (
     *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin", "seed"),
 )
+_NEVER_NONE = ("causal", "dropout_p", "seed")
 _NUMBERS: dict[str, Callable[[Any], Any]] = {
     "scale": lambda x: scale_of(x, 1),
     "softcap": softcap_of,
@@ -113,7 +115,8 @@ def attend(
     names: Sequence[str] = "qkv",
 ) -> Any:
     """Do what `attention` does; errors have the caller's names for q, k and v."""
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    check_flags(return_lse=return_lse, deterministic=deterministic)
+    deterministic = bool(deterministic or torch.are_deterministic_algorithms_enabled())
     q, k, v = autocast(*rows)
     key = eager.signature((q, k, v), backend, deterministic, options)
     call = None if key is None else CALLS.get(key)  # compilers do not see the cache
@@ -129,8 +132,8 @@ def new_dropout(dropout_p: Any) -> dict[str, Any]:
     """Give the options of a dropout with a new seed, for which nothing is drawn without one."""
     if dropout_p is None:
         raise TypeError("dropout_p must be a number; got None")
-    seed = new_seed() if isinstance(dropout_p, torch.Tensor) or dropout_p else None
-    return {"dropout_p": dropout_p, "seed": seed}
+    none = isinstance(dropout_p, int | float) and dropout_p == 0
+    return {"dropout_p": dropout_p} | ({} if none else {"seed": new_seed()})
 
 
 def new_seed() -> torch.Tensor:
@@ -143,10 +146,12 @@ def _inputs(
 ) -> Sequence[Any]:
     """Check a call, and make it one of an operator."""
     check_names(options)
-    if not isinstance(rows["deterministic"], bool | np.bool_):
-        kind = type(rows["deterministic"]).__name__
-        raise TypeError(f"deterministic is {kind}; True or False is accepted")
-    given = {**rows, **{name: x for name, x in options.items() if x is not None}}
+    if not isinstance(rows["backend"], str):
+        raise TypeError(
+            f"backend is {type(rows['backend']).__name__}; a name or 'auto' is accepted"
+        )
+    optional = {name: x for name, x in options.items() if x is not None or name in _NEVER_NONE}
+    given = {**rows, **optional}
     given |= {name: integer_tensor(name, given[name]) for name in _INTEGERS if name in given}
     given |= {name: number(name, given[name]) for name in _NUMBERS if name in given}
     given |= {name: name_of(given[name]) for name in _HANDLES if name in given}
@@ -161,8 +166,6 @@ def _inputs(
 def integer_tensor(name: str, x: Any) -> torch.Tensor:
     """Make a tensor of integers; arguments of operators that change are not compiled again."""
     if isinstance(x, torch.Tensor):
-        if name == "seed" and x.numel() != 1:
-            raise ValueError(f"seed must be one integer; got shape {tuple(x.shape)}")
         return x
     if name == "seed":
         x = seed_of(x)
@@ -208,3 +211,6 @@ def _check(given: Mapping[str, Any], names: Sequence[str]) -> None:
         elif name in TENSORS:
             check = check_integers if name in _INTEGERS else check_tensor
             check(callers.get(name, name), x, device)
+    seed = given.get("seed")
+    if seed is not None and seed.numel() != 1:
+        raise ValueError(f"seed must be one integer; got shape {tuple(seed.shape)}")
