@@ -168,7 +168,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"rotary", "testing"},
     "jax": FACTS | {"", "backends", "distributed"},
     "distributed": FACTS | {"", "algorithm", "backends"},
-    "torch": FACTS | {"", "backends", "call_cache", "distributed"},
+    "torch": FACTS | {"", "backends", "call_cache", "distributed", "rotary"},
     "progress": set(),
     "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "progress", "selfcheck"},
     "__main__": {"cli"},

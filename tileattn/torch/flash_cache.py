@@ -124,17 +124,17 @@ def flash_attn_with_kvcache(
     _refuse_gradients(given)
     places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx}
     places |= {"cache_leftpad": cache_leftpad, "block_table": block_table}
-    places = {name: integer_tensor(name, x) for name, x in places.items() if x is not None}
-    for name, x in places.items():
+    known = {name: integer_tensor(name, x) for name, x in places.items() if x is not None}
+    for name, x in known.items():
         check_integers(name, x, q.device)
         if name in _AXES and x.ndim != len(_AXES[name]):
             shape = ", ".join(_AXES[name])
             raise ValueError(f"{name} must have shape ({shape}); got {tuple(x.shape)}")
-    lengths, pages = places.get("cache_seqlens"), _pages(places)
+    lengths, pages = known.get("cache_seqlens"), _pages(known)
     options = translated(softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
     capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
-    if "cache_leftpad" in places:
-        options["mask"] = _unpadded(places["cache_leftpad"], capacity, q)
+    if "cache_leftpad" in known:
+        options["mask"] = _unpadded(known["cache_leftpad"], capacity, q)
     if "k" in given and lengths is None:
         raise TypeError("cache_seqlens must be given with k: the lengths before it; got None")
     if "k" in given or "rotary_cos" in given:
