@@ -56,7 +56,6 @@ _PADDED = 1.035  # at most, queries of all tall tiles over queries
 # At least, queries of tall tiles forward; the first number is the columns of a head, at most.
 _TALL_QUERIES = ((64, 0), (96, 4096), (128, 8192))
 _LONG = 2048  # at least, queries of a causal call, or keys of a window, of tall tiles
-_NORMAL = 1 << 14  # at most, keys: of more, the mean probability is subnormal in float16
 _MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
 _MASKED_ROWS = 128  # at most, queries of a tile where a mask leaves blocks empty
 MASKS = frozenset({"mask", "block_mask", "mask_mod"})
@@ -194,8 +193,6 @@ def backward(
         if tile.block_q % HOPPER_GROUP_ROWS > 0:
             # dq is computed transposed, 64 columns by each warpgroup.
             return plain and dim > 64 and _suits_tall(P, tile.block_q)
-        if tile.stages > 2 and not is_wide and not _is_normal(P):
-            return False  # with three stages narrow heads, too, round P
         return plain or tile.block_q <= _MODIFIED_ROWS
 
     tile, shared = next(
@@ -249,16 +246,7 @@ def _suits_tall(problem: Problem, rows: int) -> bool:
     masked = not P.features.isdisjoint(MASKS)
     many = right is not None and (P.Nq if left is None else min(left + right + 1, P.Nk)) >= _LONG
     uncut = P.window == (None, None) or many
-    return full and uncut and _is_normal(P) and not masked
-
-
-def _is_normal(problem: Problem) -> bool:
-    """Whether P, which some tiles round to the dtype for dS, is not subnormal.
-
-    Of packed sequences nobody knows the keys.
-    """
-    P = problem
-    return P.dtype.name != "float16" or (P.sequences is None and P.Nk <= _NORMAL)
+    return full and uncut and not masked
 
 
 def _forward_bucket(dim: int) -> int:

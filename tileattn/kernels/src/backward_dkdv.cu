@@ -341,7 +341,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     // By now all warps are done with k and v.
     if (__syncthreads_or(!NAN_SAFE && (!dk.all_finite() || !dv.all_finite()))) return false;
 
-    dv.scale(Accum(only_dk ? p.scale : p.dropout_scale));
+    dv.scale(Accum(only_dk ? p.scale : p.dropout_scale * BACKWARD_P_UNIT));
     dk.scale(Accum(p.scale));
     if constexpr (APART) {
         const ValueTile mine(k_tile.base + !only_dk * KeyTile::BYTES);

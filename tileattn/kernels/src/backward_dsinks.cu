@@ -1,5 +1,5 @@
-// dsinks, one CTA for each head: the sum of -exp(sink - lse) * delta, in a fixed order. Mirrors
-// sink_gradient in spec.py.
+// dsinks, one CTA for each head: the sum of -exp(sink - lse) * delta, in a fixed order. The powers of
+// two of lse and delta, as they are stored, cancel. Mirrors sink_gradient in spec.py.
 #include "head.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

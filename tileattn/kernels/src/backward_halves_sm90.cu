@@ -189,6 +189,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         // Safe: all GEMMs that read k are complete. The producer overwrites the work tile by generic
         // stores, which need no proxy fence.
         smem.k_empty().arrive();
+        if constexpr (SCALES_DV) dv.scale(dv_scale(p));
         flag_non_finite(p, done, dv);
         store_gradient(p, smem, p.dv, p.dv_at, int(p.Dv), done, row0, dv, ds_pipe);
         dk.scale(Accum(p.scale));

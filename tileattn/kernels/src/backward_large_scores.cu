@@ -79,7 +79,7 @@ __device__ inline void renormalise(const Params& p, int index) {
         for (int half = 0; half < 2; ++half) {
             const int i = q0 + row0 + 16 * m + lane.row(2 * half);
             if (lane.t == 0 && i < head.Nq())
-                renormalise_row(head, i, state.m[m][half], state.l[m][half]);
+                renormalise_row(head, i, state.m[m][half], state.l[m][half] * FORWARD_P_UNIT);
         }
 }
 

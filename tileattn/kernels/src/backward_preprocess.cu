@@ -78,8 +78,8 @@ __device__ inline void preprocess(const Params& p, i64 bh, i64 row0) {
     }
     if (lane % LANES == 0) {
         const i64 row = bh * p.rows + padded;
-        static_cast<Accum*>(p.delta)[row] = delta;
-        static_cast<Accum*>(p.lse_log2)[row] = lse_log2;
+        static_cast<Accum*>(p.delta)[row] = stored_delta(delta);
+        static_cast<Accum*>(p.lse_log2)[row] = stored_lse(lse_log2);
         // backward_large_scores replaces it, if there are keys at all.
         static_cast<Accum*>(p.row_max)[row] = 0;
     }

@@ -94,7 +94,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         publish_dq(smem, warpgroup, dq, row0 % WARPGROUP_ROWS, dq_pipe);
     };
     auto store_dv = [&](const PipelineState<DS_STAGES>& staging) {
-        if constexpr (HAS_DROPOUT) dv.scale(Accum(p.dropout_scale));
+        if constexpr (SCALES_DV) dv.scale(dv_scale(p));
         flag_non_finite(p, work, dv);
         store_gradient(p, smem, p.dv, p.dv_at, int(p.Dv), work, row0, dv, staging);
     };

@@ -88,7 +88,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         }
         // Safe: all GEMMs that read k are complete, and the steps have consumed the work tile.
         smem.k_empty().arrive();
-        if constexpr (HAS_DROPOUT) dv.scale(Accum(p.dropout_scale));
+        if constexpr (SCALES_DV) dv.scale(dv_scale(p));
         flag_non_finite(p, work, dv);
         store_gradient(p, smem, p.dv, p.dv_at, int(p.Dv), work, row0, dv, {});
     }

@@ -86,6 +86,16 @@ constexpr bool HAS_SCORE_GRAD = HAS_SOFTCAP || HAS_SCORE_MOD;
 // them as bounded, and come back to those that are not.
 constexpr bool ALL_ROWS_LARGE = HAS_ANY_SCORES && PRODUCER_WARPS == 0;
 
+// P times a power of two, where P is rounded to float16. Numbers of float16 lose digits below 2**-14,
+// and are 0 below 2**-25: beside an attention sink that is the P of all other keys. The power costs
+// nothing, since it is a constant in the exponent. Forward, where P exceeds 1 by as much as shifts may
+// lag behind maxima, 2**8 (RESCALE_THRESHOLD), 2**(7 + 8) is below the largest number, 65504.
+// Backward, where P is 1 at most, so is 2**15. So P has all its digits from 2**-21, or from 2**-29.
+constexpr int FORWARD_P_LOG2 = HAS_FINITE_SUMS<Element> ? 7 : 0;
+constexpr int BACKWARD_P_LOG2 = HAS_FINITE_SUMS<Element> ? 15 : 0;
+constexpr Accum FORWARD_P_UNIT = Accum(1) / (1 << FORWARD_P_LOG2);
+constexpr Accum BACKWARD_P_UNIT = Accum(1) / (1 << BACKWARD_P_LOG2);
+
 // Hopper's kernels: whether the tiles of a block may come from a list.
 constexpr bool HAS_TILE_LIST = HAS_BLOCK_MASK || HAS_MASK_MOD;
 

@@ -8,7 +8,16 @@
 
 // With Z the dropout, 0 or 1 / (1 - p):
 //     P = exp2(S softmax_scale_log2 - lse_log2),  dP = Z (dO V^T),  dS = P (dP - delta).
-__device__ inline Accum score_gradient(Accum p, Accum dp, Accum delta) { return p * (dp - delta); }
+// P has its power of two, of which delta has the inverse: see head.cuh. So dS has none, and dV,
+// a sum of P, loses it in the end.
+__device__ inline Accum score_gradient(Accum p, Accum dp, Accum delta) {
+    return p * (BACKWARD_P_LOG2 == 0 ? dp - delta : fma(dp, BACKWARD_P_UNIT, -delta));
+}
+
+constexpr bool SCALES_DV = HAS_DROPOUT || BACKWARD_P_LOG2 > 0;
+__device__ inline Accum dv_scale(const Params& p) {
+    return HAS_DROPOUT ? Accum(p.dropout_scale) * BACKWARD_P_UNIT : BACKWARD_P_UNIT;
+}
 
 // NaN-safe, P that is not attended to is marked until `zero_dropped`, and its dS is selected to be
 // 0: no NaN reaches it.

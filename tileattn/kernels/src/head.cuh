@@ -20,6 +20,13 @@ __device__ inline Accum sink_of(const Params& p, i64 h) {
     return p.sinks ? static_cast<const Accum*>(p.sinks)[h] : -infinity<Accum>();
 }
 
+// The statistics of a row as kernels of the backward pass read them: with them P has its power of two,
+// and dS has none.
+__device__ inline Accum stored_lse(Accum lse_log2) {
+    return BACKWARD_P_LOG2 == 0 ? lse_log2 : lse_log2 - Accum(BACKWARD_P_LOG2);
+}
+__device__ inline Accum stored_delta(Accum delta) { return delta * BACKWARD_P_UNIT; }
+
 // One query head of one sequence.
 struct Head {
     const Params& p;

@@ -44,7 +44,7 @@ __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
                  Accum(widen(head.v[j * p.v_at.n + d])), dp);
     Accum ds = score_gradient(own, dp * keep, head.delta()[i]);
     if constexpr (HAS_SCORE_MOD) ds *= dfunction;
-    return {true, own * keep, ds, ds * dsoftcap};
+    return {true, own * keep * BACKWARD_P_UNIT, ds, ds * dsoftcap};
 }
 
 // Call add(lane, weight) in every lane for the lanes of the warp that are attended to, one by one.

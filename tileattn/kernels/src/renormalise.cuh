@@ -25,6 +25,6 @@ __device__ inline void renormalise_row(const Head& head, int i, Accum m, Accum l
     if (!is_finite(given) || l == 0) return;
     row_max = m;
     // Else it is of more keys, of which this call has some.
-    head.lse_log2()[i] =
-        fabs(given - own) <= near ? log_of_l : fma(-m, softmax_scale, given) * LOG2_E;
+    head.lse_log2()[i] = stored_lse(
+        fabs(given - own) <= near ? log_of_l : fma(-m, softmax_scale, given) * LOG2_E);
 }

@@ -97,13 +97,22 @@ __device__ inline Accum running_max(Accum m, Accum candidate, Accum softmax_scal
                                                                       : m;
 }
 
+// The shift of exponents for a row with a maximum, both in units of log 2: P has a power of two.
+__device__ inline Accum exponent_shift(Accum m) {
+    return FORWARD_P_LOG2 == 0 ? m : m - Accum(FORWARD_P_LOG2);
+}
+
+// The largest sum of exponentials of a lane that leaves a shift as it is.
+template <int RESCALE_THRESHOLD>
+constexpr Accum MAX_SUM = Accum(1 << (RESCALE_THRESHOLD + FORWARD_P_LOG2));
+
 // The shift of a row behind a tile, one of whose lanes has `most` as its sum of exponentials with
 // the shift before: it rises by the exponent of the sum. Where that is huge, or not finite, only
 // scores can tell by how much; a factor below 2**-126 would be lost.
 template <int RESCALE_THRESHOLD>
 __device__ inline Accum raised(Accum shift, Accum most) {
-    if (most <= Accum(1 << RESCALE_THRESHOLD)) return shift;
-    const int exponent = int(__float_as_uint(float(most)) >> 23) - 127;
+    if (most <= MAX_SUM<RESCALE_THRESHOLD>) return shift;
+    const int exponent = int(__float_as_uint(float(most)) >> 23) - (127 + FORWARD_P_LOG2);
     return exponent < 120 ? shift + Accum(exponent) : largest<Accum>();
 }
 
@@ -144,7 +153,7 @@ struct RowState {
     // Running maximum, or less by up to the threshold: in units of log 2, or of scores in large
     // rows.
     Accum m[MT][2];
-    Accum l[MT][2];  // this lane's share of the sum of exp2(score - m)
+    Accum l[MT][2];  // this lane's share of the sum of exp2(score - m + FORWARD_P_LOG2)
     u32 large;       // a bit for each row
 
     // Where all rows are large from the beginning, maxima are exact at a threshold of 0.
@@ -159,11 +168,13 @@ struct RowState {
         return ALL_ROWS_LARGE || (large >> (2 * i + half) & 1);
     }
 
-    // Turn the scores of a row into exponentials, and return this lane's share of their sum.
+    // Turn the scores of a row into exponentials, with the power of two of P, and return this lane's
+    // share of their sum.
     template <int NT>
     __device__ static Accum exponentiate(Fragment<Accum, MT, NT>& s, int i, int half,
                                          Accum softmax_scale_log2, Accum shift) {
         Accum total = 0;
+        shift = exponent_shift(shift);
 #pragma unroll
         for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -226,7 +237,7 @@ struct RowState {
             for (int half = 0; half < 2; ++half) {
                 sums[i][half] =
                     exponentiate(s, i, half, softmax_scale_log2, shift_of(m[i][half]));
-                below = below && sums[i][half] <= Accum(1 << RESCALE_THRESHOLD);
+                below = below && sums[i][half] <= MAX_SUM<RESCALE_THRESHOLD>;
             }
         return !__all_sync(~0u, below);
     }
@@ -410,11 +421,12 @@ struct RowState {
         const Accum shift = clip_finite(m[i][half]);
         const bool in_scores = is_large(i, half);
         const Denominator all(
-            l[i][half], sink,
+            l[i][half] * FORWARD_P_UNIT, sink,
             in_scores ? sink_above(sink, shift, softmax_scale) : fma(sink, LOG2_E, -shift));
         lse = all.lse(shift * (in_scores ? softmax_scale : LN_2));
-        const Accum quotient = TO_2_ULP ? quotient_to_2_ulp(dropout_scale, all.total)
-                                        : dropout_scale / all.total;
+        const Accum scale = dropout_scale * FORWARD_P_UNIT;
+        const Accum quotient =
+            TO_2_ULP ? quotient_to_2_ulp(scale, all.total) : scale / all.total;
         // In a row with a score of infinity what is dropped is NaN, too. Without a branch: what
         // does not depend on the quotient goes on beside it.
         const Accum weight = fma(quotient, all.rescale, difference(all.total, all.total));

@@ -1,0 +1,145 @@
+"""float16: P of the keys beside an attention sink keeps its digits, and never overflows.
+
+The headers of the kernels run on the CPU, with P and dS rounded as tensor cores take them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.src import softmax_on_host
+from tests.kernels.src.softmax_on_host import WAYS, attended, gradients
+from tileattn import reference
+from tileattn.testing import error_bound
+
+D = 64
+SCALE = D**-0.5
+LOG2_E = np.log2(np.e)
+
+Arrays = dict[str, Any]
+
+
+def beside_a_sink(queries: int, keys: int, gap: float) -> Arrays:
+    """Make arrays in which key 0 is a sink: its exponential is 2**gap times that of any other."""
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((n, D)) * 0.01 for n in (queries, keys))
+    q[:, 0], k[:, 0] = 4.0, 0.0
+    k[:, 1] += 1.0
+    k[0], k[0, 0] = 0.0, gap / LOG2_E / SCALE / 4.0
+    v = rng.standard_normal((keys, D)) * 0.3 + 1.0
+    v[0] = 0.0
+    dout = (rng.standard_normal((queries, D)) * 0.2 + 0.3) * 16.0
+    return {n: x.astype(np.float16) for n, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
+
+
+def ratios(x: Arrays, exact: Arrays, found: Arrays) -> dict[str, float]:
+    """Give errors as parts of what `error_bound` allows; nothing else is allowed to be off."""
+    bounds = error_bound(*(x[n][None, None] for n in ("q", "k", "v", "dout")), scale=SCALE)
+    return {
+        n: float(np.linalg.norm(y.astype(bounds[n].dtype).astype(float) - exact[n]))
+        / bounds[n].error
+        for n, y in found.items()
+    }
+
+
+def exactly(x: Arrays) -> Arrays:
+    out, lse = reference.forward(x["q"], x["k"], x["v"], scale=SCALE)
+    given = (x["dout"], x["q"], x["k"], x["v"], out, lse)
+    return {"out": out, "lse": lse, **reference.backward(*given, scale=SCALE)._asdict()}
+
+
+def products(x: Arrays) -> Any:
+    return x["q"].astype(np.float32) @ x["k"].astype(np.float32).T
+
+
+CASES = [(8, 2048, 12.0), (8, 2048, 24.5), (8, 2048, 27.0), (2, 1 << 14, 25.3)]
+
+
+@pytest.mark.parametrize(("queries", "keys", "gap"), CASES)
+def test_values_and_gradients_beside_a_sink(
+    queries: int, keys: int, gap: float, tmp_path: Path
+) -> None:
+    x = beside_a_sink(queries, keys, gap)
+    exact = exactly(x)
+    for way in WAYS:
+        out, lse, _ = attended(tmp_path, way, "float16", products(x), x["v"], SCALE, -np.inf)
+        assert ratios(x, exact, {"out": out})["out"] <= 1, way
+    for rounds in (False, True):
+        found = gradients(tmp_path, "float16", x, out.astype(np.float16), lse, SCALE, rounds=rounds)
+        assert max(ratios(x, exact, found).values()) <= 1, rounds
+
+
+def test_without_a_power_of_two_values_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(key: Any, texts: Any = softmax_on_host.key_texts) -> dict[str, str]:
+        made: dict[str, str] = texts(key)
+        config = made["config.cuh"].replace("? 7 : 0", "? 0 : 0").replace("? 15 : 0", "? 0 : 0")
+        assert config != made["config.cuh"]
+        return made | {"config.cuh": config}
+
+    monkeypatch.setattr(softmax_on_host, "key_texts", without)
+    x = beside_a_sink(8, 2048, 25.3)
+    exact = exactly(x)
+    out, lse, _ = attended(
+        tmp_path, "other kernels", "float16", products(x), x["v"], SCALE, -np.inf
+    )
+    assert ratios(x, exact, {"out": out})["out"] > 10
+    found = gradients(tmp_path, "float16", x, out.astype(np.float16), lse, SCALE, rounds=True)
+    assert min(ratios(x, exact, {n: found[n] for n in ("dq", "dk")}).values()) > 10
+
+
+# --- shifts that lag behind maxima ----------------------------------------------------------------
+
+TILE = 32  # keys of a lane
+KEYS = 8 * TILE
+
+
+def rising() -> dict[str, Any]:
+    """Make rows of scores, in units of log 2, that try shifts by sums."""
+    t = np.arange(KEYS) // TILE
+    noise = np.random.default_rng(1).standard_normal(KEYS)
+    return {
+        "rise by 7.5 a tile": 7.5 * t + 0.1 * noise,
+        "rise by 2.9 a tile": 2.9 * t,
+        "rise by 15 a tile": 15.0 * t,
+        "one key 8.01 above all before": np.where(np.arange(KEYS) % TILE == 7, 8.01 * t + 8, -30.0),
+        "spike at the end": np.where(np.arange(KEYS) == KEYS - 1, 60.0, noise),
+        "fall": -9.0 * t,
+        "first tile 100 below": np.where(t == 0, -100.0, noise),
+        "first tile 100 above": np.where(t == 0, 100.0, noise),
+        "near the limit of large rows": 4090.0 + noise,
+        "equal": np.zeros(KEYS),
+        "masked out at first": np.where(t < 2, -np.inf, noise),
+        "masked out": np.full(KEYS, -np.inf),
+        "large": 5000.0 + noise,
+        "large from a tile on": np.where(t < 3, noise, 5000.0 + noise),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_p_is_finite_and_rows_are_right(way: str, dtype: str, tmp_path: Path) -> None:
+    log2 = np.stack([*rising().values()]).astype(np.float32)
+    v = np.random.default_rng(2).standard_normal((KEYS, 8)).astype(np.float16).astype(np.float32)
+    if way == "first pass of Hopper's kernel":  # which leaves large rows to the others
+        log2 = log2[:-2]
+    s = (log2 * np.float32(1 / LOG2_E)).astype(np.float32)
+    out, lse, most = attended(tmp_path, way, dtype, s, v, 1.0, -np.inf)
+    assert (most <= (2.0**15 if dtype == "float16" else 2.0**8)).all()
+    top = np.where(np.isinf(s.max(1)), 0, s.max(1)).astype(float)[:, None]
+    p = np.exp(s.astype(float) - top)
+    total = p.sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exact = np.where(total > 0, (p @ v).T / total, 0.0).T
+        exact_lse = np.log(total) + top[:, 0]
+    # P in the dtype, and exponents of up to 2**12 in float32.
+    size = np.where(total > 0, (p @ np.abs(v)).T / np.where(total > 0, total, 1), 0.0).T
+    digits = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype] + 2.0**-11
+    assert (np.abs(out - exact) <= digits * size).all()
+    seen = total > 0
+    assert np.isneginf(lse[~seen]).all()
+    error = np.abs(lse[seen] - exact_lse[seen])
+    assert (error <= 2.0**-22 * (np.abs(exact_lse[seen]) + 8)).all()
