@@ -117,6 +117,23 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
     };
 
+    // Zero the values of the last tile that are past the end of the keys: P is 0 there, but 0 x NaN is
+    // NaN, and the tail of a cache may hold anything. Past the end of the array TMA has zeroed them.
+    // Each warpgroup does so for its own GEMM: another one stores the same zeros.
+    auto zero_past_end = [&] {
+        const int last = HAS_TILE_LIST ? entry / 2 : tile - 1, length = work.window.length;
+        const int begin = length - last * BLOCK_K;
+        const bool is_array_end = !PAGED && work.k_start + length >= p.Nk;
+        if (!__any_sync(~0u, begin < BLOCK_K && !is_array_end)) return;
+        constexpr int CHUNKS = VALUE_DIM / 8;
+        const u32 zeros[4] = {};
+#pragma unroll 1
+        for (int i = begin * CHUNKS + threadIdx.x % WARPGROUP; i < BLOCK_K * CHUNKS; i += WARPGROUP)
+            store_shared(smem.v(v_pipe.stage).chunk(i / CHUNKS, i % CHUNKS * 16), zeros);
+        fence_async_shared();
+        named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
+    };
+
     // Tiles that only other warpgroups attend to.
     auto skip_tiles = [&](int count) {
         if (!NAN_SAFE && count > 0) wgmma_wait<0>(), release_held_v();
@@ -310,6 +327,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
                 finish_tile(HALF, true);
             }
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
+            zero_past_end();
             held_v = v_pipe.stage;
         } else {
             // Operands of a PV that counts for nothing: else they would be live from tile to tile.
