@@ -1,6 +1,11 @@
 """Block masks: three ways to make one, what is classified, and what is refused."""
 
+import copy
+import pickle
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,7 +122,7 @@ def test_kind_of_any_tile(q0: int, k0: int, data: st.DataObject) -> None:
     assert (kind == PARTIAL) == (len(np.unique(whole)) > 1 or whole.flat[0] == PARTIAL)
 
 
-def test_the_predicate_is_asked_only_where_a_block_is_mixed() -> None:
+def test_a_traced_predicate_is_asked_once_and_another_for_each_pair() -> None:
     asked: list[int] = []
 
     def counted(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -127,29 +132,8 @@ def test_the_predicate_is_asked_only_where_a_block_is_mixed() -> None:
     mask = BlockMask.from_predicate(counted, (1, 1, 16, 16), (4, 4))
     assert sum(asked) == 16 * 16
     asked.clear()
-    i, j = np.arange(4)[:, None], np.arange(4)
-    assert mask.visible(0, 0, i + 12, j).all()
-    assert not mask.visible(0, 0, i, j + 8).any()
+    np.testing.assert_array_equal(mask.to_dense((1, 1, 16, 16))[0, 0], np.tri(16, dtype=bool))
     assert not asked
-    np.testing.assert_array_equal(mask.visible(0, 0, i + 4, j + 4), np.tri(4, dtype=bool))
-    assert asked == [16]
-
-
-@pytest.mark.usefixtures("cpu_backend")
-def test_attention_asks_the_predicate_only_where_a_block_is_mixed() -> None:
-    asked = np.zeros((96, 96), int)
-
-    def counted(_b: Any, _h: Any, i: Any, j: Any) -> Any:
-        asked[i, j] += 1
-        return i >= j
-
-    mask = BlockMask.from_predicate(counted, (1, 1, 96, 96), (32, 32))
-    asked[...] = 0
-    x = np.ones((1, 1, 96, 8), np.float32)
-    tileattn.forward(x, x, x, block_mask=mask)
-    assert not asked[:32, 32:].any()
-    assert asked[:32, :32].all()
-    assert not asked[32:64, 64:].any()
 
 
 def test_kinds_are_read_only_and_the_text_says_what_it_is() -> None:
@@ -159,12 +143,116 @@ def test_kinds_are_read_only_and_the_text_says_what_it_is() -> None:
     assert repr(mask) == "BlockMask((1, 1, 4, 4) blocks of (16, 8), density 0.25)"
 
 
+# --- values, not views --------------------------------------------------------------------------
+
+
+def opaque(b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Compute as ``rule`` does, in a way that only arrays can be given to."""
+    return np.asarray(rule(*map(np.array, (b, h, i, j))))
+
+
+def masks() -> dict[str, BlockMask]:
+    """Make a mask in every way; all but the last are that of ``rule``."""
+    size = (4, 3)
+    made = {
+        "mask": BlockMask.from_mask(dense(), size),
+        "traced": BlockMask.from_predicate(rule, SHAPE, size),
+        "opaque": BlockMask.from_predicate(opaque, SHAPE, size),
+    }
+    made |= {f"not {name}": ~~mask for name, mask in made.items()}
+    made["and"] = made["traced"] & made["mask"]
+    made["or"] = made["opaque"] | made["traced"]
+    made["blocks"] = BlockMask(made["mask"].kinds == FULL, size)
+    return made
+
+
+MASKS = list(masks())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_copy_is_the_mask(name: str) -> None:
+    mask = masks()[name]
+    expected = mask.to_dense(SHAPE)
+    for again in (pickle.loads(pickle.dumps(mask)), copy.copy(mask), copy.deepcopy(mask)):
+        np.testing.assert_array_equal(again.kinds, mask.kinds)
+        np.testing.assert_array_equal(again.to_dense(SHAPE), expected)
+        assert again.expression == mask.expression
+        np.testing.assert_array_equal((~again & mask).to_dense(SHAPE), np.zeros(SHAPE, bool))
+        with pytest.raises(ValueError, match="read-only"):
+            again.kinds[0] = FULL
+
+
+@pytest.mark.parametrize("name", MASKS[:-1])
+def test_every_way_makes_the_same_mask(name: str) -> None:
+    mask = masks()[name]
+    np.testing.assert_array_equal(mask.to_dense(SHAPE), dense())
+    assert (mask.expression is not None) == name.endswith("traced")
+
+
+def test_masks_pass_to_other_processes(tmp_path: Path) -> None:
+    """A process of its own, which knows none of the functions that the masks were made from."""
+    file, found = tmp_path / "masks", tmp_path / "found.npz"
+    file.write_bytes(pickle.dumps(masks()))
+    code = (
+        "import pickle, sys, numpy\n"
+        "masks = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "dense = {name: mask.to_dense((2, 3, 13, 10)) for name, mask in masks.items()}\n"
+        "numpy.savez(sys.argv[2], **dense)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, file, found], check=True)
+    with np.load(found) as there:
+        for name, mask in masks().items():
+            np.testing.assert_array_equal(there[name], mask.to_dense(SHAPE))
+
+
+def test_a_long_expression_is_copied() -> None:
+    def segments(_b: Any, _h: Any, i: Any, j: Any) -> Any:
+        seen = i == j
+        for start in range(0, 4000, 2):
+            seen = seen | ((i >= start) & (j < start))
+        return seen
+
+    mask = BlockMask.from_predicate(segments, (1, 1, 8, 8), (4, 4))
+    assert mask.expression is not None
+    again = pickle.loads(pickle.dumps(mask))
+    assert copy.deepcopy(mask).expression == again.expression == mask.expression
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_what_a_mask_was_made_from_may_change() -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.normal(size=(B, HQ, n, 8)).astype(np.float32) for n in (NQ, NK, NK))
+    pairs, blocks, table = dense(), rng.random((4, 4)) < 0.5, np.arange(NK)
+    limit = 5
+
+    def traced(_b: Any, _h: Any, _i: Any, j: Any) -> Any:
+        return j < limit
+
+    def looked_up(_b: Any, _h: Any, i: Any, j: Any) -> Any:
+        return table[np.asarray(j)] <= i
+
+    def made() -> list[BlockMask]:
+        of_pairs = BlockMask.from_mask(pairs, (4, 3))
+        of_functions = [BlockMask.from_predicate(f, SHAPE, (4, 3)) for f in (traced, looked_up)]
+        return [of_pairs, BlockMask(blocks, (4, 3)), *of_functions, of_pairs & of_functions[1]]
+
+    before = made()
+    outs = [tileattn.forward(q, k, v, block_mask=mask).out for mask in before]
+    pairs[...], blocks[...], table[...], limit = ~pairs, ~blocks, table[::-1].copy(), 2
+    for mask, out in zip(before, outs, strict=True):
+        np.testing.assert_array_equal(tileattn.forward(q, k, v, block_mask=mask).out, out)
+    for mask, out in zip(made(), outs, strict=True):
+        assert (tileattn.forward(q, k, v, block_mask=mask).out != out).any()
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 GOOD: Any = np.ones((2, 2), bool)
-BOOLEANS = "a NumPy array of booleans is accepted"
-AXES = "from two to four axes are accepted"
-LENGTHS = "four lengths (B, Hq, Nq, Nk) are accepted"
+BOOLEANS = "must be a NumPy array of booleans; got"
+NDARRAY = "numpy.ndarray of dtype"
+AXES = "must have from two to four axes; got shape"
+LENGTHS = "must be four non-negative integers (B, Hq, Nq, Nk); got"
+PAIR = "must be a pair (queries, keys) of positive integers; got"
 of_mask: Any = BlockMask.from_mask
 of_predicate: Any = BlockMask.from_predicate
 
@@ -172,43 +260,50 @@ of_predicate: Any = BlockMask.from_predicate
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: BlockMask(GOOD.tolist()), TypeError, f"blocks is list; {BOOLEANS}"),
-        (lambda: BlockMask(GOOD * 1.0), TypeError, f"blocks is float64; {BOOLEANS}"),
-        (lambda: BlockMask(GOOD[0]), ValueError, f"blocks has shape (2,); {AXES}"),
+        (lambda: BlockMask(GOOD.tolist()), TypeError, f"blocks {BOOLEANS} {GOOD.tolist()}"),
         (
-            lambda: BlockMask(GOOD[None, None, None]),
-            ValueError,
-            f"blocks has shape (1, 1, 1, 2, 2); {AXES}",
+            lambda: BlockMask(GOOD * 1.0),
+            TypeError,
+            f"blocks {BOOLEANS} {NDARRAY} float64 and shape (2, 2)",
         ),
-        (lambda: of_mask(GOOD * 1), TypeError, f"mask is int64; {BOOLEANS}"),
-        (lambda: of_mask(GOOD[0]), ValueError, f"mask has shape (2,); {AXES}"),
+        (lambda: BlockMask(GOOD[0]), ValueError, f"blocks {AXES} (2,)"),
+        (lambda: BlockMask(GOOD[None, None, None]), ValueError, f"blocks {AXES} (1, 1, 1, 2, 2)"),
+        (
+            lambda: of_mask(GOOD * 1),
+            TypeError,
+            f"mask {BOOLEANS} {NDARRAY} int64 and shape (2, 2)",
+        ),
+        (lambda: of_mask(GOOD[0]), ValueError, f"mask {AXES} (2,)"),
         *(
-            (lambda size=size: BlockMask(GOOD, size), error, f"block_size is {size}; {accepted}")
-            for size, error, accepted in (
-                (16, TypeError, "a pair (queries, keys) is accepted"),
-                ((16.0, 16), TypeError, "two integers are accepted"),
-                ((True, 16), TypeError, "two integers are accepted"),
-                ((16, 0), ValueError, "both must be at least 1"),
+            (lambda size=size: BlockMask(GOOD, size), error, f"block_size {PAIR} {size}")
+            for size, error in (
+                (16, TypeError),
+                ((16.0, 16), TypeError),
+                ((True, 16), TypeError),
+                ((16,), ValueError),
+                ((16, 0), ValueError),
             )
         ),
-        (lambda: of_predicate("rule", SHAPE), TypeError, "visible is str; a callable is accepted"),
-        (lambda: of_predicate(rule, 8), TypeError, f"shape is 8; {LENGTHS}"),
-        (lambda: of_predicate(rule, (8, 8)), ValueError, f"shape is (8, 8); {LENGTHS}"),
         (
-            lambda: of_predicate(rule, (1, 1, -8, 8)),
-            ValueError,
-            f"shape is (1, 1, -8, 8); {LENGTHS}",
+            lambda: of_predicate("rule", SHAPE),
+            TypeError,
+            "visible must be a function; got 'rule'",
         ),
+        (lambda: of_predicate(rule, 8), TypeError, f"shape {LENGTHS} 8"),
+        (lambda: of_predicate(rule, (8, 8)), ValueError, f"shape {LENGTHS} (8, 8)"),
+        (lambda: of_predicate(rule, (1, 1, -8, 8)), ValueError, f"shape {LENGTHS} (1, 1, -8, 8)"),
+        (lambda: of_predicate(rule, (1, True, 8)), ValueError, f"shape {LENGTHS} (1, True, 8)"),
+        (lambda: of_predicate(rule, (True,) * 4), TypeError, f"shape {LENGTHS} {(True,) * 4}"),
         (
             lambda: of_predicate(lambda _b, _h, i, j: i - j, SHAPE),
             TypeError,
-            f"the result of visible is int64; {BOOLEANS}",
+            f"the result of visible {BOOLEANS} {NDARRAY} int64 and shape (13, 10)",
         ),
         (
             lambda: of_predicate(lambda _b, h, i, j: i >= j and h > 0, SHAPE),
             ValueError,
-            "visible asks whether a whole array is true; conditions on arrays are accepted: "
-            "& and | in place of and and or, numpy.where in place of if",
+            "visible must not ask whether a whole array is true: use & and | for and and or, and "
+            "numpy.where for if",
         ),
         (
             lambda: of_predicate(lambda *_: int("error of the predicate"), SHAPE),
@@ -218,8 +313,8 @@ of_predicate: Any = BlockMask.from_predicate
         (
             lambda: of_predicate(lambda _b, _h, _i, _j: np.ones(7, bool), SHAPE),
             ValueError,
-            f"visible returned shape (7,) for indices that broadcast to {SHAPE}; a shape "
-            "that broadcasts to it is accepted",
+            "visible must return a shape that broadcasts to that of its indices, "
+            f"{(B, HQ, 13, 10)}; got (7,)",
         ),
     ],
 )
@@ -240,11 +335,11 @@ def test_what_is_refused(make: Any, error: type[Exception], message: str) -> Non
 def test_check_says_what_would_fit(shape: tuple[int, int, int, int], counts: Any) -> None:
     mask = BlockMask.from_predicate(rule, SHAPE, (4, 3))
     mask.check(*SHAPE)
-    message = "block_mask was made for (Nq, Nk) = (13, 10); it must be (14, 10)"
+    message = "block_mask must be made for (Nq, Nk) = (14, 10); got one for (13, 10)"
     if counts:
         message = (
-            f"block_mask has (2, 3, 4, 4) blocks of (4, 3); with Nq={shape[2]} and Nk={shape[3]}, "
-            f"a shape that broadcasts over batch and heads to {counts} is accepted"
+            f"block_mask must have blocks that broadcast over batch and heads to {counts}, for "
+            f"Nq={shape[2]}, Nk={shape[3]} and blocks of (4, 3); got (2, 3, 4, 4)"
         )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         mask.check(*shape)
@@ -254,5 +349,5 @@ def test_blocks_fit_every_length_of_as_many_blocks() -> None:
     mask = BlockMask(np.ones((4, 4), bool), (4, 3))
     for Nq in range(13, 17):
         mask.check(B, HQ, Nq, NK)
-    with pytest.raises(ValueError, match=r"^block_mask has"):
+    with pytest.raises(ValueError, match=r"^block_mask must have"):
         mask.check(B, HQ, 17, NK)

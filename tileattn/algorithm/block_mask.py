@@ -6,20 +6,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.algorithm.block_pairs import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Recorder,
+    Stored,
+    Traced,
+    decide,
+)
 from tileattn.expressions.build import apply
-from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression
-from tileattn.expressions.nodes import INDICES, Node, constant, replaced
+from tileattn.expressions.nodes import Node, constant, replaced
 from tileattn.expressions.quadtree import kinds_by_intervals
-from tileattn.validation import refuse_masked
+from tileattn.validation import integers_of, lengths_of, must_be, refuse_masked
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
-"""Kinds of a block: no pair is visible, some pairs are, all pairs are."""
+__all__ = ["EMPTY", "FULL", "PARTIAL", "BlockMask"]
 
 Predicate = Callable[[Any, Any, Any, Any], Any]
 
 _STRIP = 1 << 24  # pairs evaluated at a time while a mask is classified: 16 MB of booleans
-_AT_ONCE = 1 << 20  # pairs of undecided blocks evaluated at a time, with arrays of 64-bit indices
 
 
 class BlockMask:
@@ -61,7 +67,7 @@ class BlockMask:
     def __init__(self, blocks: NDArray[np.bool_], block_size: tuple[int, int] = (128, 128)) -> None:
         blocks = _boolean("blocks", blocks)
         if not 2 <= blocks.ndim <= 4:
-            raise ValueError(f"blocks has shape {blocks.shape}; from two to four axes are accepted")
+            raise ValueError(f"blocks must have from two to four axes; got shape {blocks.shape}")
         kinds = np.where(blocks, np.int8(FULL), np.int8(EMPTY))
         self._set(kinds, _block_size(block_size), None, None)
 
@@ -70,21 +76,28 @@ class BlockMask:
         kinds: NDArray[np.int8],
         block_size: tuple[int, int],
         lengths: tuple[int, int] | None,
-        inside: Predicate | None,
-        expression: Node | None = None,
+        pairs: Traced | Stored | None,
     ) -> None:
         self.kinds = kinds.reshape((1,) * (4 - kinds.ndim) + kinds.shape)
         self.kinds.setflags(write=False)
         self.block_size = block_size
         self.lengths = lengths
-        self._inside = inside
-        self.expression = expression
+        self._pairs = pairs
+
+    @property
+    def expression(self) -> Node | None:
+        """Expression of the whole mask; None where its partial blocks are stored."""
+        return self._pairs.visible if isinstance(self._pairs, Traced) else None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.kinds.setflags(write=False)  # pickle makes arrays that are writable
 
     @classmethod
     def from_mask(
         cls, mask: NDArray[np.bool_], block_size: tuple[int, int] = (128, 128)
     ) -> "BlockMask":
-        """Classify the blocks of a dense mask, which is kept (not copied) for the partial blocks.
+        """Classify the blocks of a dense mask; the pairs of partial blocks are copied, as bits.
 
         Parameters
         ----------
@@ -105,13 +118,13 @@ class BlockMask:
         """
         mask = _boolean("mask", mask)
         if not 2 <= mask.ndim <= 4:
-            raise ValueError(f"mask has shape {mask.shape}; from two to four axes are accepted")
+            raise ValueError(f"mask must have from two to four axes; got shape {mask.shape}")
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
-        def inside(b: Any, h: Any, i: Any, j: Any) -> Any:
+        def pairs(b: Any, h: Any, i: Any, j: Any) -> Any:
             return mask[b, h, i, j]
 
-        return cls._classify(inside, mask.shape, _block_size(block_size))
+        return cls._classify(pairs, mask.shape, _block_size(block_size))
 
     @classmethod
     def from_predicate(
@@ -126,10 +139,10 @@ class BlockMask:
         ----------
         visible : callable
             ``visible(b, h, i, j)`` takes four broadcastable integer arrays (batch, query head,
-            query, key) and returns booleans that broadcast with them. It must be a pure function.
-            One that only computes with its arguments, as a ``mask_mod`` does, is traced once, and
-            whole squares of blocks are decided at a time. Any other is called for all pairs, and
-            again whenever a partial block is computed.
+            query, key) and returns booleans that broadcast with them. It is read here, and never
+            again. One that only computes with its arguments, as a ``mask_mod`` does, is traced
+            once, and whole squares of blocks are decided at a time. Any other is called for all
+            pairs, and the pairs of partial blocks are kept, one bit each.
         shape : (int, int, int, int)
             ``(B, Hq, Nq, Nk)``; ``B`` or ``Hq`` of 1 holds for every batch entry or head.
         block_size : (int, int)
@@ -147,45 +160,40 @@ class BlockMask:
             predicate does not return booleans.
         """
         if not callable(visible):
-            raise TypeError(f"visible is {type(visible).__name__}; a callable is accepted")
-        if not isinstance(shape, tuple | list):
-            raise TypeError(f"shape is {shape!r}; four lengths (B, Hq, Nq, Nk) are accepted")
-        if len(shape) != 4 or any(not isinstance(n, int | np.integer) or n < 0 for n in shape):
-            raise ValueError(f"shape is {shape!r}; four lengths (B, Hq, Nq, Nk) are accepted")
-        B, Hq, Nq, Nk = (int(n) for n in shape)
+            raise TypeError(must_be("visible", "a function", visible))
+        shape, block_size = lengths_of("shape", shape), _block_size(block_size)
         expression = _expression(visible)
         if expression is None:
-            return cls._classify(visible, (B, Hq, Nq, Nk), _block_size(block_size))
-        return cls._found(expression, (B, Hq, Nq, Nk), _block_size(block_size))
+            return cls._classify(visible, shape, block_size)
+        return cls._found(expression, shape, block_size)
 
     @classmethod
     def _classify(
-        cls, inside: Predicate, shape: tuple[int, ...], block_size: tuple[int, int]
+        cls, predicate: Predicate, shape: tuple[int, ...], block_size: tuple[int, int]
     ) -> "BlockMask":
+        """Classify by all pairs, and keep those of partial blocks."""
         B, Hq, Nq, Nk = shape
         bq, bk = block_size
         kinds = np.full((B, Hq, -(-Nq // bq), -(-Nk // bk)), FULL, np.int8)
+        recorder = Recorder(kinds, block_size)
         b, h = np.arange(B)[:, None, None, None], np.arange(Hq)[:, None, None]
         for a, c0, c1 in _strips(shape, block_size):
             i = np.arange(a * bq, min((a + 1) * bq, Nq))[:, None]
             j = np.arange(c0 * bk, min(c1 * bk, Nk))
-            pairs = _boolean("the result of visible", _pairs(inside, b, h, i, j))
-            tile = (B, Hq, i.size, j.size)
-            if pairs.ndim > 4 or any(
-                n not in (1, m) for n, m in zip(pairs.shape[::-1], tile[::-1], strict=False)
-            ):
-                raise ValueError(
-                    f"visible returned shape {pairs.shape} for indices that broadcast to {tile}; "
-                    "a shape that broadcasts to it is accepted"
-                )
-            pairs = np.broadcast_to(pairs, tile)
+            pairs = np.broadcast_to(
+                _asked(predicate, (b, h, i, j), (B, Hq, i.size, j.size)), (B, Hq, i.size, j.size)
+            )
             starts = np.arange(0, j.size, bk)
             some = np.logical_or.reduceat(pairs.any(axis=2), starts, axis=-1)
             every = np.logical_and.reduceat(pairs.all(axis=2), starts, axis=-1)
             kinds[:, :, a, c0:c1] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
-        mask = cls.__new__(cls)
-        mask._set(kinds, block_size, (Nq, Nk), inside)
-        return mask
+            in_b, in_h, column = np.nonzero(some & ~every)
+            whole = np.zeros((B, Hq, bq, (c1 - c0) * bk), np.bool_)
+            whole[:, :, : i.size, : j.size] = pairs
+            blocks = whole.reshape(B, Hq, bq, c1 - c0, bk).swapaxes(2, 3)
+            place = in_b, in_h, np.full_like(column, a), c0 + column
+            recorder.keep(place, blocks[in_b, in_h, column])
+        return cls._made(kinds, block_size, (Nq, Nk), recorder.pairs())
 
     @classmethod
     def _found(
@@ -197,28 +205,24 @@ class BlockMask:
         for n, name in ((B, "b"), (Hq, "h")):
             visible = replaced(visible, name, constant(0)) if n == 1 else visible
         kinds = kinds_by_intervals(visible, shape, block_size)
-
-        def inside(*indices: Any) -> Any:
-            inputs = dict(zip(INDICES, map(np.asarray, indices), strict=True))
-            return evaluate([visible], inputs, (), np.dtype(np.float64))[0]
-
-        _decide(kinds, inside, (Nq, Nk), block_size)
-        mask = cls.__new__(cls)
+        pairs = Traced(visible)
+        decide(kinds, pairs, (Nq, Nk), block_size, kinds == PARTIAL)
         whole = np.ascontiguousarray(np.broadcast_to(kinds, (B, Hq, *kinds.shape[2:])))
-        mask._set(whole, block_size, (Nq, Nk), inside, visible)
+        return cls._made(whole, block_size, (Nq, Nk), pairs)
+
+    @classmethod
+    def _made(cls, *facts: Any) -> "BlockMask":
+        mask = cls.__new__(cls)
+        mask._set(*facts)
         return mask
 
     def __invert__(self) -> "BlockMask":
-        inside = self._inside
-        mask = BlockMask.__new__(BlockMask)
-        mask._set(
-            (FULL - self.kinds).astype(np.int8),
-            self.block_size,
-            self.lengths,
-            None if inside is None else lambda *indices: ~np.asarray(inside(*indices)),
-            None if self.expression is None else apply("invert", self.expression),
-        )
-        return mask
+        kinds, pairs = (FULL - self.kinds).astype(np.int8), self._pairs
+        if isinstance(pairs, Traced):
+            pairs = Traced(apply("invert", pairs.visible))
+        elif pairs is not None:
+            pairs = ~pairs
+        return self._made(kinds, self.block_size, self.lengths, pairs)
 
     def __and__(self, other: "BlockMask") -> Any:
         return self._with(other, "&", np.minimum, "bitwise_and")
@@ -232,32 +236,34 @@ class BlockMask:
             return NotImplemented
         if self.block_size != other.block_size:
             raise ValueError(
-                f"the masks of {sign} have blocks of {self.block_size} and {other.block_size}; "
-                "blocks of one size are accepted"
+                f"the masks of {sign} must have blocks of one size; got {self.block_size} and "
+                f"{other.block_size}"
             )
-        lengths = {x.lengths for x in (self, other)} - {None}
+        lengths = {x.lengths for x in (self, other) if x.lengths is not None}
         shapes = self.kinds.shape, other.kinds.shape
         lead = zip(shapes[0][:2], shapes[1][:2], strict=True)
         fits = shapes[0][2:] == shapes[1][2:] and all(n == m or 1 in (n, m) for n, m in lead)
         if len(lengths) > 1 or not fits:
             raise ValueError(
-                f"the masks of {sign} have {shapes[0]} and {shapes[1]} blocks, for (Nq, Nk) = "
-                f"{self.lengths} and {other.lengths}; masks of one problem are accepted"
+                f"the masks of {sign} must fit one problem; got {shapes[0]} and {shapes[1]} "
+                f"blocks, for (Nq, Nk) = {self.lengths} and {other.lengths}"
             )
 
-        def inside(*indices: Any) -> Any:
-            return chosen(self.visible(*indices), other.visible(*indices))
-
-        mask = BlockMask.__new__(BlockMask)
         kinds = chosen(self.kinds, other.kinds)
-        known = lengths.pop() if lengths else None
-        if known is not None:
-            both = (self.kinds == PARTIAL) & (other.kinds == PARTIAL)
-            _decide(kinds, inside, known, self.block_size, both)
-        mine, others = self.expression, other.expression
-        whole = None if mine is None or others is None else apply(operation, mine, others)
-        mask._set(kinds, self.block_size, known, inside, whole)
-        return mask
+        if not lengths:  # of whole blocks, both of them
+            return self._made(kinds, self.block_size, None, None)
+        known, mine, others = lengths.pop(), self.expression, other.expression
+        if mine is None or others is None:
+
+            def both(*indices: Any) -> Any:
+                return chosen(self.visible(*indices), other.visible(*indices))
+
+            pairs: Any = decide(kinds, both, known, self.block_size, kinds == PARTIAL)
+        else:
+            pairs = Traced(apply(operation, mine, others))
+            undecided = (self.kinds == PARTIAL) & (other.kinds == PARTIAL)
+            decide(kinds, pairs, known, self.block_size, undecided)
+        return self._made(kinds, self.block_size, known, pairs)
 
     @property
     def density(self) -> float:
@@ -282,12 +288,12 @@ class BlockMask:
         good = all(n in (1, m) for n, m in zip(self.kinds.shape[:2], fits[:2], strict=True))
         if not good or self.kinds.shape[2:] != fits[2:]:
             raise ValueError(
-                f"block_mask has {self.kinds.shape} blocks of {self.block_size}; with Nq={Nq} and "
-                f"Nk={Nk}, a shape that broadcasts over batch and heads to {fits} is accepted"
+                f"block_mask must have blocks that broadcast over batch and heads to {fits}, for "
+                f"Nq={Nq}, Nk={Nk} and blocks of {self.block_size}; got {self.kinds.shape}"
             )
         if self.lengths not in (None, (Nq, Nk)):
             raise ValueError(
-                f"block_mask was made for (Nq, Nk) = {self.lengths}; it must be {(Nq, Nk)}"
+                f"block_mask must be made for (Nq, Nk) = {(Nq, Nk)}; got one for {self.lengths}"
             )
 
     def kind(self, b: int, heads: slice, q0: int, q1: int, k0: int, k1: int) -> int:
@@ -333,8 +339,8 @@ class BlockMask:
         b, h = 0 if B == 1 else b, 0 if Hq == 1 else h
         kinds = self.kinds[b, h, i // bq, j // bk]
         visible = kinds == FULL
-        if self._inside is not None and (kinds == PARTIAL).any():
-            visible = np.where(kinds == PARTIAL, self._inside(b, h, i, j), visible)
+        if self._pairs is not None and (kinds == PARTIAL).any():
+            visible = np.where(kinds == PARTIAL, self._pairs(b, h, i, j), visible)
         return np.asarray(np.broadcast_to(visible, shape))
 
     def to_dense(self, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
@@ -360,28 +366,6 @@ class BlockMask:
         )
 
 
-def _decide(
-    kinds: NDArray[np.int8],
-    inside: Predicate,
-    lengths: tuple[int, int],
-    block_size: tuple[int, int],
-    which: NDArray[np.bool_] | None = None,
-) -> None:
-    """Classify the partial blocks by their pairs, or those of them that are chosen."""
-    (bq, bk), (Nq, Nk) = block_size, lengths
-    undecided = np.nonzero((kinds == PARTIAL) if which is None else which)
-    step = max(1, _AT_ONCE // (bq * bk))
-    for lo in range(0, len(undecided[0]), step):
-        part = tuple(x[lo : lo + step] for x in undecided)
-        b, h, row, column = (x[:, None, None] for x in part)
-        # Past an end the last query or key stands in, which decides nothing by itself.
-        i = np.minimum(row * bq + np.arange(bq)[:, None], Nq - 1)
-        j = np.minimum(column * bk + np.arange(bk), Nk - 1)
-        pairs = np.broadcast_to(inside(b, h, i, j), (len(b), bq, bk))
-        some, every = pairs.any(axis=(1, 2)), pairs.all(axis=(1, 2))
-        kinds[part] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
-
-
 def _expression(visible: Predicate) -> Node | None:
     """Trace a predicate; None for one that only arrays can be given to."""
     try:
@@ -401,33 +385,36 @@ def _strips(shape: tuple[int, ...], block_size: tuple[int, int]) -> Iterator[tup
             yield a, c0, min(c0 + width, nk)
 
 
-def _pairs(visible: Predicate, *indices: NDArray[Any]) -> Any:
-    """Ask a predicate; raise ValueError if it asks an array whether it is true."""
+def _asked(
+    predicate: Predicate, indices: tuple[NDArray[Any], ...], tile: tuple[int, ...]
+) -> NDArray[np.bool_]:
+    """Ask a predicate for the pairs of a tile; raise an error if it does not return them."""
     try:
-        return visible(*indices)
+        pairs = predicate(*indices)
     except ValueError as error:
         if "truth value" not in str(error):
             raise
         raise ValueError(
-            "visible asks whether a whole array is true; conditions on arrays are accepted: "
-            "& and | in place of and and or, numpy.where in place of if"
+            "visible must not ask whether a whole array is true: use & and | for and and or, and "
+            "numpy.where for if"
         ) from error
+    pairs = _boolean("the result of visible", pairs)
+    lengths = zip(pairs.shape[::-1], tile[::-1], strict=False)
+    if pairs.ndim > 4 or any(n not in (1, m) for n, m in lengths):
+        raise ValueError(
+            f"visible must return a shape that broadcasts to that of its indices, {tile}; got "
+            f"{pairs.shape}"
+        )
+    return pairs
 
 
 def _boolean(name: str, x: Any) -> NDArray[np.bool_]:
-    if not isinstance(x, np.ndarray | np.bool_) or x.dtype != np.bool_:
-        kind = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(f"{name} is {kind}; a NumPy array of booleans is accepted")
     refuse_masked(name, x)
+    if not isinstance(x, np.ndarray | np.bool_) or x.dtype != np.bool_:
+        raise TypeError(must_be(name, "a NumPy array of booleans", x))
     return np.asarray(x)
 
 
 def _block_size(size: Any) -> tuple[int, int]:
-    if not isinstance(size, tuple | list) or len(size) != 2:
-        raise TypeError(f"block_size is {size!r}; a pair (queries, keys) is accepted")
-    for n in size:
-        if isinstance(n, bool) or not isinstance(n, int | np.integer):
-            raise TypeError(f"block_size is {size!r}; two integers are accepted")
-        if n < 1:
-            raise ValueError(f"block_size is {size!r}; both must be at least 1")
-    return int(size[0]), int(size[1])
+    bq, bk = integers_of("block_size", size, "a pair (queries, keys) of positive integers", 2, 1)
+    return bq, bk

@@ -1,0 +1,123 @@
+"""The pairs of partial blocks: an expression, or bits; a caller's array is never kept."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.expressions.evaluate import evaluate
+from tileattn.expressions.nodes import INDICES, Node, ordered
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+"""Kinds of a block: no pair is visible, some pairs are, all pairs are."""
+
+Pairs = Callable[[Any, Any, Any, Any], Any]
+"""``pairs(b, h, i, j)`` says whether query i attends to key j."""
+
+_AT_ONCE = 1 << 20  # pairs of undecided blocks evaluated at a time, with arrays of 64-bit indices
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Pairs of a traced predicate."""
+
+    visible: Node
+
+    def __call__(self, *indices: Any) -> NDArray[np.bool_]:
+        """Evaluate the expression."""
+        inputs = dict(zip(INDICES, map(np.asarray, indices), strict=True))
+        return evaluate([self.visible], inputs, (), np.dtype(np.float64))[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a list of the nodes: recursion over them has a limit."""
+        nodes = ordered([self.visible])
+        places = {node: n for n, node in enumerate(nodes)}
+        parts = [(x.op, x.kind, tuple(map(places.get, x.inputs)), x.value) for x in nodes]
+        return _traced, (parts,)
+
+
+def _traced(parts: list[tuple[Any, ...]]) -> Traced:
+    nodes: list[Node] = []
+    for op, kind, inputs, value in parts:
+        nodes.append(Node(op, kind, tuple(nodes[n] for n in inputs), value))
+    return Traced(nodes[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Pairs of partial blocks, one bit each.
+
+    Parameters
+    ----------
+    slots : array of int32, shape (B, Hq, blocks of queries, blocks of keys)
+        Where the bits of each partial block are.
+    bits : array of uint8, shape (partial blocks, bq, ceil(bk / 8))
+        As ``numpy.packbits`` makes them.
+    block_size : (int, int)
+        Queries and keys of a block.
+    """
+
+    slots: NDArray[np.int32]
+    bits: NDArray[np.uint8]
+    block_size: tuple[int, int]
+
+    def __call__(self, b: Any, h: Any, i: Any, j: Any) -> NDArray[np.bool_]:
+        """Look up bits; those of pairs outside partial blocks are any."""
+        bq, bk = self.block_size
+        i, j = np.asarray(i), np.asarray(j)
+        column = j % bk
+        byte = self.bits[self.slots[b, h, i // bq, j // bk], i % bq, column >> 3]
+        return np.asarray(byte >> (7 - (column & 7)).astype(np.uint8) & 1, np.bool_)
+
+    def __invert__(self) -> "Stored":
+        return Stored(self.slots, ~self.bits, self.block_size)
+
+
+class Recorder:
+    """Keeps the pairs of partial blocks while the blocks of a mask are classified."""
+
+    def __init__(self, kinds: NDArray[np.int8], block_size: tuple[int, int]) -> None:
+        self._slots = np.zeros(kinds.shape, np.int32)
+        self._bits: list[NDArray[np.uint8]] = []
+        self._count = 0
+        self._block_size = block_size
+
+    def keep(self, place: tuple[NDArray[Any], ...], pairs: NDArray[np.bool_]) -> None:
+        """Keep the pairs of some blocks, (blocks, bq, bk), which are at ``place``."""
+        if len(pairs):
+            self._slots[place] = np.arange(self._count, self._count + len(pairs))
+            self._bits.append(np.packbits(pairs, axis=-1))
+            self._count += len(pairs)
+
+    def pairs(self) -> Stored | None:
+        """Give what was kept; None without partial blocks."""
+        if not self._bits:
+            return None
+        return Stored(self._slots, np.concatenate(self._bits), self._block_size)
+
+
+def decide(
+    kinds: NDArray[np.int8],
+    pairs: Pairs,
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    which: NDArray[np.bool_],
+) -> Stored | None:
+    """Classify the chosen blocks by their pairs; return the pairs of those that are partial."""
+    (bq, bk), (Nq, Nk) = block_size, lengths
+    undecided, recorder = np.nonzero(which), Recorder(kinds, block_size)
+    step = max(1, _AT_ONCE // (bq * bk))
+    for lo in range(0, len(undecided[0]), step):
+        part = tuple(x[lo : lo + step] for x in undecided)
+        b, h, row, column = (x[:, None, None] for x in part)
+        # Past an end the last query or key stands in, which decides nothing by itself.
+        i = np.minimum(row * bq + np.arange(bq)[:, None], Nq - 1)
+        j = np.minimum(column * bk + np.arange(bk), Nk - 1)
+        found = np.broadcast_to(pairs(b, h, i, j), (len(b), bq, bk))
+        some, every = found.any(axis=(1, 2)), found.all(axis=(1, 2))
+        kinds[part] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+        mixed = some & ~every
+        recorder.keep(tuple(x[mixed] for x in part), found[mixed])
+    return recorder.pairs()
