@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tests.arrays import Array, Given, normal
 from tests.conftest import Runner
-from tileattn import Attention, BlockMask, Gradients, reference
+from tileattn import Attention, BlockMask, Gradients, dense_reference, reference
 from tileattn.testing import assert_attention_close, error_bound
 
 B, HQ, HKV = 2, 4, 2
@@ -76,7 +76,7 @@ def bits(x: Array) -> Array:
 
 
 def visibility(given: Given, options: dict[str, Any]) -> NDArray[np.bool_]:
-    return reference.visibility((*given[0].shape[:3], given[1].shape[2]), options)
+    return dense_reference.visibility((*given[0].shape[:3], given[1].shape[2]), options)
 
 
 def check_masked_out(

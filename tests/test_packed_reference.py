@@ -8,6 +8,7 @@ import pytest
 
 from tests.arrays import Array, Given, normal
 from tileattn import reference
+from tileattn.dense_reference import visibility
 from tileattn.packed_reference import dense_options, packed, padded
 from tileattn.results import Attention, Gradients
 from tileattn.testing.bounds import named
@@ -210,7 +211,7 @@ def test_visibility_of_the_dense_equivalent_by_hand() -> None:
     call = {"cu_seqlens_q": [0, 2, 3], "cu_seqlens_k": [0, 3, 4], "causal": True}
     expected = [["110", "111"], ["100", "000"]]
     rows = [[[digit == "1" for digit in row] for row in entry] for entry in expected]
-    np.testing.assert_array_equal(reference.visibility((2, 1, 2, 3), call)[:, 0], rows)
+    np.testing.assert_array_equal(visibility((2, 1, 2, 3), call)[:, 0], rows)
 
 
 def test_options_of_dense_calls_are_left_as_they_are() -> None:

@@ -1,4 +1,4 @@
-"""How the oracle reads packed sequences: through the dense call that they are equivalent to.
+"""How the oracle reads packed sequences and pages: through the equivalent dense call.
 
 That call has a batch entry for each sequence, padded with zeros to the longest one. Padded keys are
 past the lengths and padded queries are masked out, so that their probabilities and gradients are 0.
@@ -26,14 +26,26 @@ def dense_options(options: dict[str, Any]) -> dict[str, Any]:
     cu_seqlens_q = np.asarray(keys if queries is None else queries).astype(np.int64)
     cu_seqlens_k = np.asarray(queries if keys is None else keys).astype(np.int64)
     Nq, Nk = np.diff(cu_seqlens_q), np.diff(cu_seqlens_k)
+    in_pages = options.get("block_table") is not None
     kv_lengths = _of_sequences(options.get("kv_lengths"), Nk)
     return options | {
         "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
+        "cu_seqlens_k": None if in_pages else cu_seqlens_k,
         "kv_lengths": kv_lengths,
         "q_offset": _of_sequences(options.get("q_offset"), kv_lengths - Nq),
         "mask": (np.arange(Nq.max(initial=0)) < Nq[:, np.newaxis])[:, np.newaxis, :, np.newaxis],
     }
+
+
+def gathered(pages: Any, block_table: Any, kv_lengths: Any) -> Array:
+    """Copy the keys of each sequence out of its pages; what no sequence uses is 0."""
+    pages, table = np.asarray(pages), np.asarray(block_table, np.int64)
+    (B, n), (_, Hkv, page, D) = table.shape, pages.shape
+    lengths = np.broadcast_to(np.asarray(kv_lengths, np.int64), B)
+    used = np.arange(n) * page < lengths[:, np.newaxis]
+    found = np.zeros((B, n, Hkv, page, D), pages.dtype)
+    found[used] = pages[table[used]]
+    return found.swapaxes(1, 2).reshape(B, Hkv, n * page, D)
 
 
 def padded(x: Any, axes: int, cu_seqlens: Array | None = None, fill: float = 0) -> Array:

@@ -14,7 +14,7 @@ from benchmarks import nonfinite
 from benchmarks.configurations import Call, random_blocks
 from benchmarks.nonfinite import CASES, EVERY, PASSES, faults, spoiled
 from tests.benchmarks.fake_gpu import MACHINE, Fake
-from tileattn import reference
+from tileattn.dense_reference import visibility
 
 
 class Slow(Fake):
@@ -74,7 +74,7 @@ def test_a_fault_is_where_it_says_and_is_seen(option: str) -> None:
     if option == "block_mask":
         options["block_mask"] = random_blocks(1024, 0.5)
     B, H, N, _ = arrays["q"].shape
-    visible = reference.visibility((B, H, N, N), options)
+    visible = visibility((B, H, N, N), options)
     for fault in faults(arrays):
         changed = spoiled(arrays, fault, np)
         wrong = {name: ~np.isfinite(x.astype(np.float32)) for name, x in changed.items()}

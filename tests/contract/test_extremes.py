@@ -18,6 +18,7 @@ import tileattn
 from tests.arrays import Array, Given, normal
 from tests.conftest import Runner
 from tileattn import Attention, Gradients, reference
+from tileattn.dense_reference import visibility
 from tileattn.testing import AttentionCase, Bound, assert_attention_close, error_bound, problems
 from tileattn.testing.arrays import largest
 
@@ -80,7 +81,7 @@ def check_exact_scores(
     q, k, v, dout = arrays
     s = scores_of(q, k, options).astype(np.float64)
     masks = {name: x for name, x in options.items() if name != "bias"}
-    visible = reference.visibility(s.shape, masks)
+    visible = visibility(s.shape, masks)
     m = np.max(np.where(visible, s, -np.inf), axis=3, keepdims=True, initial=-np.inf)
     attention = runner.forward(q, k, v, **options)
     ordinary = abs(attention.lse[..., None]) <= (512 if q.dtype.itemsize == 2 else 16)

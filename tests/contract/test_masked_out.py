@@ -20,10 +20,11 @@ from tests.nonfinite import (
     check_visible,
     masks,
 )
-from tileattn import BlockMask, reference
+from tileattn import BlockMask
 from tileattn.algorithm import spec
 from tileattn.algorithm.tiles import Tile
 from tileattn.backends.numpy.memory import TileMemory
+from tileattn.dense_reference import visibility
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
@@ -115,7 +116,7 @@ def test_skipped_blocks_are_not_computed(
     q, k, v, dout = (x[:1, :1] for x in arrays(lengths))
     blocks = np.random.default_rng(1).random((-(-lengths[0] // 8), -(-lengths[1] // 5))) < 0.4
     options = {**options, "block_mask": BlockMask(blocks, (8, 5))}
-    visible = reference.visibility((1, 1, *lengths), options)[0, 0]
+    visible = visibility((1, 1, *lengths), options)[0, 0]
     in_blocks = options["block_mask"].to_dense((1, 1, *lengths))[0, 0]
     update, back = spec.update_tile, spec.backward_tile
     forward_tiles: list[Tile] = []

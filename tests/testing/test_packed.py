@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 
 from tests.arrays import Array, Given, normal
 from tileattn import reference
+from tileattn.dense_reference import evaluate_backward, evaluate_forward
 from tileattn.results import Attention, Gradients
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound, problems
 from tileattn.testing.options import DRAW
@@ -38,8 +39,8 @@ def arrays(dtype: Any) -> tuple[Given, Array]:
 def unfused(dtype: Any) -> tuple[Attention, Gradients]:
     """Evaluate the formula in a dtype, as a backend that stores what it should would."""
     (q, k, v, dout), dlse = arrays(dtype)
-    forward = reference.evaluate_forward(q, k, v, dlse.dtype, OPTIONS)
-    dq, dk, dv, _, dsinks = reference.evaluate_backward(forward, dout, dlse).grads
+    forward = evaluate_forward(q, k, v, dlse.dtype, OPTIONS)
+    dq, dk, dv, _, dsinks = evaluate_backward(forward, dout, dlse).grads
     of_arrays = dq[0].astype(dtype), dk[0].astype(dtype), dv[0].astype(dtype)
     return (
         Attention(forward.results.out[0].astype(dtype), forward.results.lse[0]),

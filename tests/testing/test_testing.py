@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 
 from tests.arrays import Array, Given, normal
 from tileattn import reference
+from tileattn.dense_reference import evaluate_backward, evaluate_forward
 from tileattn.results import Attention, Gradients
 from tileattn.testing import AttentionCase, Bound, assert_attention_close, error_bound, problems
 from tileattn.testing.options import DRAW
@@ -34,8 +35,8 @@ def plain(dtype: Any) -> tuple[Attention, Gradients]:
     """Evaluate the formula in a dtype, as a backend that stores what it should would."""
     q, k, v, dout = arrays(dtype)
     sums = np.float64 if dtype is np.float64 else np.float32
-    forward = reference.evaluate_forward(q, k, v, sums, OPTIONS)
-    dq, dk, dv, dbias, dsinks = reference.evaluate_backward(forward, dout, None).grads
+    forward = evaluate_forward(q, k, v, sums, OPTIONS)
+    dq, dk, dv, dbias, dsinks = evaluate_backward(forward, dout, None).grads
     as_option = [x.astype(np.float32) for x in (dbias, dsinks)]
     return (
         Attention(forward.out.astype(dtype), forward.lse),

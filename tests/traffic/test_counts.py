@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tileattn import BlockMask, reference
+from tileattn import BlockMask
+from tileattn.dense_reference import visibility
 from tileattn.problem import parse
 from tileattn.traffic import explained
 
@@ -22,7 +23,7 @@ def count(**options: Any) -> tuple[dict[str, int], dict[str, int], NDArray[np.bo
     q = np.zeros((B, HQ, NQ, D), options.pop("dtype", np.float32))
     k, v = np.zeros((B, HKV, NK, D), q.dtype), np.zeros((B, HKV, NK, DV), q.dtype)
     counts = explained(*parse(q, k, v, options), TILE, TILE)[:2]
-    return *counts, reference.visibility(SHAPE, options)
+    return *counts, visibility(SHAPE, options)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])

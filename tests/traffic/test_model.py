@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tileattn import BlockMask, reference
+from tileattn import BlockMask
+from tileattn.dense_reference import visibility
 from tileattn.problem import Operands, Problem, parse
 from tileattn.traffic import ALGORITHMS, KINDS, Traffic, counted, flops, modelled
 
@@ -198,7 +199,7 @@ def test_flops_are_those_of_the_visible_pairs(
     Nq: int, Nk: int, left: int | None, right: int | None
 ) -> None:
     problem, _ = call((2, 4, 2), (Nq, Nk, 3, 5), {"window": (left, right)})
-    pairs = reference.visibility((2, 4, Nq, Nk), {"window": (left, right)}).sum()
+    pairs = visibility((2, 4, Nq, Nk), {"window": (left, right)}).sum()
     assert flops(problem) == 2 * pairs * (3 + 5)
     assert flops(problem, "backward") == 2 * pairs * (3 * 3 + 2 * 5)
 

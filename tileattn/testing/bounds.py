@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.dense_reference import Backward, Forward, evaluate_backward, evaluate_forward
 from tileattn.dtypes import accum_dtype
 from tileattn.packed_reference import padded
-from tileattn.reference import Backward, Forward, evaluate_backward, evaluate_forward
+from tileattn.problem import refuse_pages
+from tileattn.reference import check_call
 from tileattn.results import Attention, Gradients
 from tileattn.testing.rounding import (
     Rounding,
@@ -72,8 +74,8 @@ def error_bound(
 
     Raises
     ------
-    TypeError
-        If an option is unknown.
+    TypeError, ValueError, UnsupportedError
+        As ``tileattn.reference``.
 
     Notes
     -----
@@ -103,6 +105,9 @@ def error_bound(
     sums them without rounding, and no order that scales q first can. So the larger of two
     measurements counts, the second with q times a number that is not short.
     """
+    if dout is not None:
+        refuse_pages("backward", options)
+    check_call(q, k, v, options, dout=dout, dlse=dlse)
     dtype = q.dtype
     sums = accum_dtype(dtype)
     dtypes = {"out": dtype, "lse": sums, "dq": dtype, "dk": dtype, "dv": dtype}
